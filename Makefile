@@ -22,7 +22,7 @@ help: ## list the targets
 serve: $(VENV)/.serve ## serve the bundled demo model (or ARGS="--model …") to tenants with keys
 	@exec $(BIN)/moiety serve $(ARGS)
 
-test: $(VENV)/.dev ## all that CI runs: lint, format, types, import contracts, tests
+test: $(VENV)/.dev ## all that CI runs: lint, format, types, import contracts, every test function
 	@$(MAKE) --no-print-directory --jobs=2 types contracts style
 	@$(BIN)/python -m pytest --numprocesses=$$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist=loadfile --no-loadscope-reorder $(ARGS) || \
 	{ [ $$? = 1 ] || exit 2; echo 'FAILED BESIDE OTHERS: now alone, and named, since one that passes so is a defect too'; \
@@ -34,7 +34,7 @@ test-fast: $(VENV)/.dev ## lint and each test function once, without servers and
 	@$(BIN)/python -m pytest --numprocesses=$$(getconf _NPROCESSORS_ONLN) --dist=loadfile --no-loadscope-reorder -q $(ARGS)
 
 test-all: export MOIETY_TEST_ALL := 1
-test-all: test ## the same with every combination of families and layouts of ranks
+test-all: test ## the same with every combination, every GPU kernels compile for, and more random examples
 
 style:
 	@$(BIN)/ruff check .
@@ -63,7 +63,7 @@ soak: $(VENV)/.dev ## a day in 20 minutes: 100 tenants, something restarted ever
 	@PYTHONPATH="$(CURDIR)/benchmarks$${PYTHONPATH:+:$$PYTHONPATH}" exec nice $(BIN)/python -m chaos.soak $(ARGS)
 
 fuzz: $(VENV)/.fuzz ## mutated input for all that reads what strangers send (ARGS="chat wire --seconds 600", ARGS=--list)
-	@PYTHONPATH="$(CURDIR)/tests$${PYTHONPATH:+:$$PYTHONPATH}" exec nice -n 19 $(BIN)/python -m fuzz $(ARGS)
+	@exec nice -n 19 $(BIN)/python -m tests.fuzz $(ARGS)
 
 images: ## build the images with docker or podman (IMAGES="gateway …", TORCH=cpu, REGISTRY=…/)
 	@helm/images/build.sh

@@ -25,9 +25,9 @@ from typing import Any
 import msgspec
 
 from moiety_engine.adapters.dummy import ATTENTION, write_adapter
-from moiety_engine.bench.engine import environment
 from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.config import EngineConfig
+from moiety_engine.environment import environment
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import run_all

@@ -26,8 +26,8 @@ from typing import Any
 import msgspec
 from on_checkpoint import find_or_make_checkpoint, make_parser, write_report
 
-from moiety_engine.bench.engine import environment
 from moiety_engine.config import EngineConfig
+from moiety_engine.environment import environment
 from moiety_engine.loop import EngineLoop
 from moiety_engine.loop_setup import build_loop
 from moiety_engine.messages import CoreSubmit

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -148,7 +149,7 @@ class Cluster:
                 await asyncio.sleep(1)
         return round(time.monotonic() - begin_s, 1)
 
-    async def reconcile(self, hours: int = 2) -> dict:
+    async def reconcile(self, hours: int = 2) -> dict[str, Any]:
         """What `moiety usage reconcile` says of the last hours, engines' journals included."""
         command = [sys.executable, "-m", "moiety_platform.cli", "usage", "reconcile", "--json", "--url", self.url(0)]
         command += ["--admin-key", self.admin_key, "--hours", str(hours)]
@@ -157,7 +158,7 @@ class Cluster:
         return json.loads(done.stdout)
 
 
-async def call(client: httpx.AsyncClient, method: str, path: str, body: dict) -> dict:
+async def call(client: httpx.AsyncClient, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
     return (await client.request(method, path, json=body)).raise_for_status().json()
 
 
@@ -175,7 +176,7 @@ async def set_limits(client: httpx.AsyncClient, ids: dict[str, str], limits: Seq
         await call(client, "PUT", "/quotas", {"level": level, "scope_id": ids[level], "kind": kind, "cap": cap})
 
 
-async def list_quotas(client: httpx.AsyncClient) -> list[dict]:
+async def list_quotas(client: httpx.AsyncClient) -> list[dict[str, Any]]:
     """All limits with what is used of them."""
     found, cursor = [], None
     while True:

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import venv
 from pathlib import Path
+from typing import Any
 
 from external import llama_cpp
 from on_checkpoint import HERE, find_or_make_checkpoint, make_parser, ratios_report, write_report
@@ -66,7 +67,7 @@ def install_vllm(folder: Path) -> Path:
     return python
 
 
-def _run_ours(checkpoint: Path, options: argparse.Namespace) -> tuple[dict, dict]:
+def _run_ours(checkpoint: Path, options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     """The figures, and where they come from."""
     command = [Path(sys.executable).parent / "moiety", "bench", "engine", "--model", checkpoint, "--json"]
     command += ["--threads", str(options.threads), "--dtype", "bfloat16"]
@@ -81,7 +82,7 @@ def _run_ours(checkpoint: Path, options: argparse.Namespace) -> tuple[dict, dict
     return {"ready_s": found["1"]["ready_s"], **figures}, found["1"]["environment"]
 
 
-def _run_vllm(python: Path, checkpoint: Path, options: argparse.Namespace) -> dict:
+def _run_vllm(python: Path, checkpoint: Path, options: argparse.Namespace) -> dict[str, Any]:
     cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[: options.threads])
     settings = {
         "VLLM_CPU_OMP_THREADS_BIND": cores,  # as many threads as we take; left to itself it reserves a core
@@ -94,7 +95,7 @@ def _run_vllm(python: Path, checkpoint: Path, options: argparse.Namespace) -> di
     return json.loads(_output_of([*command, *COUNTS], os.environ | settings).splitlines()[-1])
 
 
-def _run_llama_cpp(bench: Path, file: Path, options: argparse.Namespace) -> dict:
+def _run_llama_cpp(bench: Path, file: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Twice, and the second time counts: the first warms its threads and memory, as the others do before they begin."""
     context = 2 * max(COUNTS) * (options.input_tokens + options.output_tokens)
     command = [bench, "--model", file, "--ctx-size", context, "--threads", options.threads]
@@ -110,13 +111,13 @@ def _run_llama_cpp(bench: Path, file: Path, options: argparse.Namespace) -> dict
     }
 
 
-def _output_of(command: list, environment: os._Environ[str] | dict[str, str]) -> str:
+def _output_of(command: list[Any], environment: os._Environ[str] | dict[str, str]) -> str:
     arguments = [str(part) for part in command]
     done = subprocess.run(arguments, check=True, stdout=subprocess.PIPE, text=True, env=environment)
     return done.stdout.strip()
 
 
-def _ratios(one: dict) -> dict[str, float]:
+def _ratios(one: dict[str, Any]) -> dict[str, float]:
     """Ours over the rivals'; for readiness the rival's over ours, so that more is better throughout."""
     ours, vllm = one["moiety"], one["vllm_cpu"]
     ratios = {

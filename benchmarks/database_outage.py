@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psycopg
@@ -77,7 +78,7 @@ def main() -> None:
     sys.exit(0 if all(report["verdict"].values()) else 1)
 
 
-async def _run(options: argparse.Namespace, folder: Path) -> dict:
+async def _run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     cores = sorted(os.sched_getaffinity(0))
     own, others = (cores[:1], cores[1:]) if len(cores) > 1 else (cores, cores)
     os.sched_setaffinity(0, others)  # what is started inherits it
@@ -138,7 +139,9 @@ def _requests(keys: list[str], num_output: int = OUTPUT_TOKENS) -> Iterator[tupl
     return itertools.cycle([(who, head.format(len(data), key).encode() + data) for who, key in enumerate(keys)])
 
 
-async def _count_statements(cluster: Cluster, load: OpenLoop, far: list[str], options: argparse.Namespace) -> dict:
+async def _count_statements(
+    cluster: Cluster, load: OpenLoop, far: list[str], options: argparse.Namespace
+) -> dict[str, Any]:
     """Statements a request of those who are far from their limits, once their leases are as large as they need."""
     requests = _requests(far)
     warm = await load.run(requests, options.rate, max(WARM_UP_S, 2 * options.tenants / options.rate))
@@ -163,7 +166,7 @@ async def _break(
     far: list[str],
     near: list[str],
     options: argparse.Namespace,
-) -> dict:
+) -> dict[str, Any]:
     """Load, in whose midst the database goes away and comes back; what came of it before, during and after."""
     of_near = OpenLoop(*load.address)
     seconds = 2 * options.seconds + options.outage
@@ -211,7 +214,7 @@ async def _stream(client: httpx.AsyncClient, key: str) -> bool:
     return last == "data: [DONE]" and json.loads(usage[6:])["usage"]["completion_tokens"] == num_tokens
 
 
-def _figures(sent: list[Sent]) -> dict:
+def _figures(sent: list[Sent]) -> dict[str, Any]:
     latencies_s = [one.latency_s for one in sent]
     return {
         "requests": len(sent),
@@ -225,7 +228,7 @@ def _answers(sent: list[Sent]) -> dict[str, int]:
     return {str(status): count for status, count in sorted(Counter(one.status for one in sent).items())}
 
 
-async def _books(cluster: Cluster, postgres: Postgres) -> dict:
+async def _books(cluster: Cluster, postgres: Postgres) -> dict[str, Any]:
     """What was billed, by all who know; and what is outstanding once the gateway has stopped."""
     waited_s = await cluster.wait_settled(SETTLE_S)
     figures = await cluster.reconcile()
@@ -253,7 +256,7 @@ async def _books(cluster: Cluster, postgres: Postgres) -> dict:
     }
 
 
-def _judge(counted: dict, outages: dict, books: dict) -> dict[str, bool]:
+def _judge(counted: dict[str, Any], outages: dict[str, Any], books: dict[str, Any]) -> dict[str, bool]:
     parts = [part for outage in outages.values() for part in outage["far"].values()]
     near = [part for outage in outages.values() for part in outage["near"].values()]
     return {

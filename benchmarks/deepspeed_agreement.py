@@ -45,7 +45,7 @@ from moiety_kernels.route import RoutingSpec
 RESULTS = Path(__file__).parent / "results" / "deepspeed_agreement.json"
 NUM_RANKS, NUM_EXPERTS, TOP_K, WIDTH, HIDDEN = 2, 8, 2, 128, 96
 DENSE: dict[str, dict[str, Any]] = {"llama": {}, "qwen3": {"head_dim": 32}}
-SIZES = {"vocab_size": 384, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
+SIZES: dict[str, Any] = {"vocab_size": 384, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
 SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 256, "initializer_range": 0.2}
 NUM_TOKENS, BLOCK_SIZE = 96, 16
 CASES = {"even": ((64, 64), 0.0), "uneven": ((201, 7), 0.0), "skewed": ((64, 32), 20.0)}

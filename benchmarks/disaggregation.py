@@ -261,12 +261,12 @@ class TimedZone(StagingBuffer):
         super().__init__(max_bytes)
         self.came: list[tuple[int, int]] = []  # unix nanoseconds, tokens of a layer
 
-    def begin(self, begin: Begin) -> str:
+    def begin(self, begin: Begin, sender: bytes = b"") -> str:
         self.came.clear()
-        return super().begin(begin)
+        return super().begin(begin, sender)
 
-    def put(self, piece: KvChunk, frames: Sequence[memoryview]) -> None:
-        super().put(piece, frames)
+    def put(self, piece: KvChunk, frames: Sequence[memoryview], sender: bytes = b"") -> None:
+        super().put(piece, frames, sender)
         self.came.append((time.time_ns(), piece.end - piece.first))
 
 

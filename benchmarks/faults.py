@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -67,7 +68,7 @@ def main() -> None:
     sys.exit(0 if all(report["verdict"].values()) else 1)
 
 
-async def _run(options: argparse.Namespace, folder: Path) -> dict:
+async def _run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     async with contextlib.AsyncExitStack() as stack:
         relay, url = None, f"sqlite:///{folder / 'moiety.db'}"
         if not options.sqlite:
@@ -85,7 +86,7 @@ async def _run(options: argparse.Namespace, folder: Path) -> dict:
         tally: Counter[str] = Counter()
         end_s = time.monotonic() + options.seconds
         clients = [_client(cluster, keys, tally, end_s, options, seed) for seed in range(options.clients)]
-        breaking = [] if options.no_faults else [_break(cluster, relay, options)]
+        breaking: list[Any] = [] if options.no_faults else [_break(cluster, relay, options)]
         begin_s = time.monotonic()
         broken, *_ = await asyncio.gather(*(breaking or [asyncio.sleep(0)]), *clients)
         print(f"{sum(tally.values())} requests in {time.monotonic() - begin_s:.0f} s: {dict(tally)}", file=sys.stderr)
@@ -136,7 +137,7 @@ async def _client(
 async def _ask(
     client: httpx.AsyncClient, cluster: Cluster, key: str, rng: random.Random, options: argparse.Namespace
 ) -> str:
-    body = {
+    body: dict[str, Any] = {
         "model": "scripted",
         "messages": [{"role": "user", "content": "x" * rng.randint(1, 60)}],
         "max_tokens": rng.randint(1, 120),
@@ -145,7 +146,7 @@ async def _ask(
         "n": rng.choice((1, 1, 1, 2)),
     }
     url = f"{cluster.url(rng.randrange(len(cluster.ports)))}/v1/chat/completions"
-    headers = {"Authorization": f"Bearer {key}"}
+    headers: dict[str, Any] = {"Authorization": f"Bearer {key}"}
     leaves_after = None if options.no_faults or rng.random() < 0.6 else rng.randint(0, 6000)
     patience_s = 15.0 if options.no_faults or rng.random() < 0.9 else rng.random() * 0.3
     try:
@@ -165,7 +166,7 @@ async def _ask(
         return "no connection"
 
 
-async def _break(cluster: Cluster, relay: Relay | None, options: argparse.Namespace) -> list[dict]:
+async def _break(cluster: Cluster, relay: Relay | None, options: argparse.Namespace) -> list[dict[str, Any]]:
     begin_s, done = time.monotonic(), []
     for part, kind, number in FAULTS:
         await asyncio.sleep(max(0.0, begin_s + part * options.seconds - time.monotonic()))
@@ -184,11 +185,11 @@ async def _break(cluster: Cluster, relay: Relay | None, options: argparse.Namesp
     return done
 
 
-def _judge(figures: dict, quotas: list[dict], steady: bool) -> dict:
+def _judge(figures: dict[str, Any], quotas: list[dict[str, Any]], steady: bool) -> dict[str, Any]:
     stocks = [quota for quota in quotas if quota["kind"].endswith(("_day", "_month"))]
     used = [quota["used"] / quota["cap"] for quota in stocks]
     engines = figures["engines"]
-    verdict = {
+    verdict: dict[str, Any] = {
         "within_caps": all(quota["used"] <= quota["cap"] for quota in stocks),
         "books_agree": figures["agrees"],
         "bills_are_what_engines_counted": not engines["differences"],

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -79,7 +80,7 @@ def main() -> None:
     print(json.dumps(report["ratio_median"]))
 
 
-def _ratios(figures: dict) -> dict[str, float]:
+def _ratios(figures: dict[str, Any]) -> dict[str, float]:
     """Ours over a rival's requests/s; a rival's over our latency: more is better throughout."""
     ours, found = figures["moiety"], {}
     for name in ("litellm", "portkey"):
@@ -90,20 +91,20 @@ def _ratios(figures: dict) -> dict[str, float]:
     return found
 
 
-def _run_ours(seconds: float) -> dict:
+def _run_ours(seconds: float) -> dict[str, Any]:
     command = [Path(sys.executable).parent / "moiety", "bench", "gateway", "--duration-s", str(seconds), "--json"]
     report = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     return {name: value for name, value in report.items() if name not in ("environment", "settings")}
 
 
-def _measure(gateway, headers: dict[str, str], seconds: float) -> dict:
+def _measure(gateway: Any, headers: dict[str, str], seconds: float) -> dict[str, Any]:
     fields = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     head = (
         "POST /v1/chat/completions HTTP/1.1\r\nHost: gateway\r\nContent-Type: application/json\r\n"
         f"Authorization: Bearer {KEY}\r\n{fields}Content-Length: {len(BODY)}\r\n\r\n"
     )
 
-    def load(port: int, connections: int, for_s: float):
+    def load(port: int, connections: int, for_s: float) -> Any:
         requests = itertools.repeat(head.encode() + BODY)
         return asyncio.run(run_closed_loop("127.0.0.1", port, requests, connections=connections, seconds=for_s))
 
@@ -145,13 +146,13 @@ def _process(command: list[str], port: int, *, own_core: bool, environment: dict
         os.sched_setaffinity(0, cores)
 
 
-def _upstream():
+def _upstream() -> Any:
     port = claim_port("127.0.0.1", 0, "")
     command = [sys.executable, str(HERE / "rivals" / "upstream.py"), str(port)]
     return _process(command, port, own_core=False, environment={})
 
 
-def _litellm(python: Path, work: Path, upstream: int):
+def _litellm(python: Path, work: Path, upstream: int) -> Any:
     config, port = work / "litellm.json", claim_port("127.0.0.1", 0, "")
     model = {"model": "openai/scripted", "api_base": f"http://127.0.0.1:{upstream}/v1", "api_key": "none"}
     models = [{"model_name": "scripted", "litellm_params": model}]
@@ -161,7 +162,7 @@ def _litellm(python: Path, work: Path, upstream: int):
     return _process(command, port, own_core=True, environment=settings)
 
 
-def _portkey(folder: Path):
+def _portkey(folder: Path) -> Any:
     port = claim_port("127.0.0.1", 0, "")
     script = folder / "node_modules" / "@portkey-ai" / "gateway" / "build" / "start-server.js"
     return _process(["node", str(script), f"--port={port}", "--headless"], port, own_core=True, environment={})

@@ -13,7 +13,8 @@ A_FILE = 2
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Last, since it is the selection by name that leaves out the mutants."""
     seen: Counter[str] = Counter()
-    kept, left_out = [], []
+    kept: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
     for item in items:
         file = item.nodeid.partition("::")[0]
         (kept if seen[file] < A_FILE else left_out).append(item)

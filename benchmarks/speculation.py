@@ -28,10 +28,10 @@ from typing import Any
 
 import msgspec
 
-from moiety_engine.bench.engine import environment
 from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.config import EngineConfig, Speculate
 from moiety_engine.draft_model.loading import load_drafter
+from moiety_engine.environment import environment
 from moiety_engine.loop import EngineLoop
 from moiety_engine.loop_setup import build_loop
 from moiety_engine.messages import CoreSubmit

@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -77,7 +78,7 @@ def main() -> None:
     sys.exit(0 if all(report["verdict"].values()) else 1)
 
 
-async def _run(options: argparse.Namespace, folder: Path) -> dict:
+async def _run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         url = f"sqlite:///{folder / 'moiety.db'}"
         if options.postgres:
@@ -105,7 +106,7 @@ async def _make_key(client: httpx.AsyncClient, project_id: str, name: str) -> tu
     return made["key"]["id"], made["secret"]
 
 
-def _judge(flood: dict, costs: dict[str, float]) -> dict[str, bool]:
+def _judge(flood: dict[str, Any], costs: dict[str, float]) -> dict[str, bool]:
     return {
         "valid_keys_served_at_first_use": set(flood["first_use"]) == {"200"},
         "new_keys_served_at_first_use": set(flood["new_key"]) == {"200"},
@@ -119,7 +120,7 @@ def _judge(flood: dict, costs: dict[str, float]) -> dict[str, bool]:
 # ── the flood ──
 
 
-async def _flood(cluster: Cluster, options: argparse.Namespace, seeded: list[tuple[str, str]]) -> dict:
+async def _flood(cluster: Cluster, options: argparse.Namespace, seeded: list[tuple[str, str]]) -> dict[str, Any]:
     gateway = psutil.Process(cluster.process("gateway", 0).pid)
     before = _resources(gateway)
     counts: Counter[str] = Counter()

@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from datetime import date
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -131,7 +132,7 @@ def wait_for_line(log: Path, words: str) -> None:
         time.sleep(0.1)
 
 
-async def measure(options: argparse.Namespace, folder: Path) -> dict:
+async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     with running(folder) as (url, gateway, receivers):
         keys = read_first_keys(folder / "data")
         assert keys is not None, "a serve that is ready has keys"
@@ -218,7 +219,7 @@ def counts(url: str) -> dict[str, float]:
 
 def judged(
     sent: dict[str, list[Sent]], cpu_s: dict[str, float], first: dict[str, float], last: dict[str, float]
-) -> dict:
+) -> dict[str, Any]:
     """The report: latencies by phase, what the gateway counted between `first` and `last`, and what that means."""
     phases = {phase: figures(of, cpu_s[phase]) for phase, of in sent.items()}
     usual_us = max(phases[phase]["cpu_us_per_request"] for phase in ("before", "after"))
@@ -237,7 +238,7 @@ def judged(
     return {"phases": phases, "counted": told | {"spans_a_request": a_request}, "verdict": verdict}
 
 
-def figures(sent: list[Sent], cpu_s: float) -> dict:
+def figures(sent: list[Sent], cpu_s: float) -> dict[str, Any]:
     latencies_s = [one.latency_s for one in sent]
     spread = {f"p{percent}": round(percentile(latencies_s, percent) * 1000, 2) for percent in (50, 90, 99)}
     not_200 = sum(one.status != httpx.codes.OK for one in sent)

@@ -183,15 +183,17 @@ def what_to_ask(number: int, keys: dict[str, str], rng: random.Random) -> Asked:
         path, body = "/v1/completions", {"model": MODEL, "prompt": [text, text[:9]], **budget, **streams}
     elif kind == 3:
         path = rng.choice(("/v1/messages", "/v1/responses", "/v1/embeddings"))
-        body = {
+        bodies: dict[str, dict[str, Any]] = {
             "/v1/messages": {"model": MODEL, "messages": messages, **budget, **streams},
             "/v1/responses": {"model": MODEL, "input": text, "max_output_tokens": 20, **streams},
             "/v1/embeddings": {"model": MODEL, "input": [text, "and another"]},
-        }[path]
+        }
+        body = bodies[path]
     elif kind == 7:
         why = REFUSED[number // 10 % len(REFUSED)]
         key = keys["limited"] if why == "over its limit" else key
-        change = {"no such model": {"model": "none"}, "too long": {"max_tokens": 10**6}}.get(why, {})
+        changes: dict[str, dict[str, Any]] = {"no such model": {"model": "none"}, "too long": {"max_tokens": 10**6}}
+        change = changes.get(why, {})
         body = b'{"model": ' if why == "no JSON" else body | change
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     if number % 3 == 0:

@@ -170,7 +170,7 @@ class Play:
     async def run(self) -> dict[str, Any]:
         """Every fault, one after the other."""
         async with self._running() as keys:
-            owner = {"Authorization": f"Bearer {keys['admin_key']}"}
+            owner: dict[str, Any] = {"Authorization": f"Bearer {keys['admin_key']}"}
             await self._until(lambda engines: sum(one["healthy"] for one in engines) == 2, owner)
             clients = [asyncio.create_task(self._ask(keys["tenant_key"], number)) for number in range(CLIENTS)]
             faults = {
@@ -247,7 +247,10 @@ class Play:
         """One request after the other."""
         while not self._stopping:
             number = len(self._answers)
-            body = {"model": "model", "prompt": f"Client {client}, request {number}: what is 17 + {number}?"}
+            body: dict[str, Any] = {
+                "model": "model",
+                "prompt": f"Client {client}, request {number}: what is 17 + {number}?",
+            }
             body |= {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
             answer = await self._client.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"})
             tokens = answer.json()["usage"]["completion_tokens"] if answer.status_code == 200 else 0

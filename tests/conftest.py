@@ -28,8 +28,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run beside each other, an
 os.environ.pop("SSL_CERT_FILE", None)  # to nobody in a test's reach belongs a certificate, and each HTTP client would
 os.environ["SSL_CERT_DIR"] = os.devnull  # read all of an authority's 140 for 30 ms
 
-hypothesis.settings.register_profile("moiety", deadline=None)  # how long an example takes hangs on who else computes
-hypothesis.settings.load_profile("moiety")
 
 if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton, which reads it once
@@ -39,15 +37,23 @@ THOROUGH = bool(os.environ.get("MOIETY_TEST_ALL"))  # every combination: make te
 FAST = os.environ.get("MOIETY_TEST_FAST", "")  # test functions that are short, once each: make test-fast
 TESTS = Path(__file__).parent
 LONG = frozenset() if FAST == "all" else frozenset((TESTS / "long_tests.txt").read_text().split())
+EXAMPLES = 100 if THOROUGH else 40  # of a property whose test asks for no other number
 WITH_PROCESSES = frozenset({"system", "dashboard", "helm", "fuzz"})  # folders whose tests start servers or a browser
+
+# no deadline: how long an example takes depends on who else computes
+hypothesis.settings.register_profile("moiety", deadline=None, max_examples=EXAMPLES)
+hypothesis.settings.load_profile("moiety")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests marked `thorough` unless all are wanted, and most where only the fast ones are. Where workers take
-    a file at a time, files with slow tests come first, then files with many, so that none is left to the end."""
+    """Deselect tests marked `thorough` and most of those marked `combinations` unless all are wanted, and most where
+    only the fast ones are. Where workers take a file at a time, files with slow tests come first, then files with many,
+    so that none is left to the end."""
     if not THOROUGH:
         _keep(config, items, lambda item: not item.get_closest_marker("thorough"))
+        left_out = _repeated_combinations(items)
+        _keep(config, items, lambda item: item not in left_out)
     if FAST:
         seen: set[tuple[Path, str]] = set()
         _keep(config, items, lambda item: _is_fast(item, seen))
@@ -62,6 +68,32 @@ def _keep(config: pytest.Config, items: list[pytest.Item], wanted: Callable[[pyt
     left_out = set(items).difference(kept)
     items[:] = kept
     config.hook.pytest_deselected(items=list(left_out))
+
+
+def _repeated_combinations(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return the tests marked `combinations` that can be left out: of each function, those kept have every value of
+    each parameter at least once, with every value of the marker's parameters (`by`) if it names any."""
+    functions: dict[tuple[Path, str], list[pytest.Function]] = {}
+    for item in items:
+        if item.get_closest_marker("combinations") and isinstance(item, pytest.Function):
+            functions.setdefault((item.path, item.originalname), []).append(item)
+    return {item for function in functions.values() for item in _not_needed(function)}
+
+
+def _not_needed(function: list[pytest.Function]) -> Iterator[pytest.Function]:
+    """Yield what a greedy cover leaves over: the next test kept is always the one with the most values not yet seen."""
+    marker = function[0].get_closest_marker("combinations")
+    by = marker.kwargs.get("by", ()) if marker else ()
+    values = {}
+    for item in function:
+        params = {name: repr(value) for name, value in item.callspec.params.items()}
+        beside = tuple(params[name] for name in by)
+        values[item] = {(name, value, beside) for name, value in params.items()}
+    missing = set().union(*values.values())
+    while missing:
+        best = max(values, key=lambda item: len(values[item] & missing))
+        missing -= values.pop(best)
+    yield from values
 
 
 def _is_fast(item: pytest.Item, seen: set[tuple[Path, str]]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 import xml.etree.ElementTree as ET
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 
 LONG_S = 0.3
@@ -17,7 +17,7 @@ LIST = Path(__file__).with_name("long_tests.txt")
 
 
 def main() -> None:
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     for case in ET.parse(sys.argv[1]).getroot().iter("testcase"):
         path = case.attrib["classname"].replace(".", "/") + ".py"
         function = re.split(r"\[", case.attrib["name"], maxsplit=1)[0]

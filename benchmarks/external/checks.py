@@ -17,12 +17,23 @@ from moiety_platform.engine_addresses import ExternalKind
 
 LEFT_WITHIN_S = 1.0
 LOST_WITHIN_S = 10.0
-MUCH = {"model": MODEL, "prompt": "say much", "max_tokens": 900, "stream": True, "extra_body": {"ignore_eos": True}}
+MUCH: dict[str, Any] = {
+    "model": MODEL,
+    "prompt": "say much",
+    "max_tokens": 900,
+    "stream": True,
+    "extra_body": {"ignore_eos": True},
+}
 
 
 async def answers(world: World) -> dict[str, Any]:
     """A chat, streamed and whole, with a stop string, and with logprobs where the server has them."""
-    ask = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 32, "temperature": 0}
+    ask: dict[str, Any] = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "hello"}],
+        "max_tokens": 32,
+        "temperature": 0,
+    }
     more = {"logprobs": True, "top_logprobs": 2} if world.server.kind is ExternalKind.VLLM else {}
     whole = await world.client.chat.completions.create(**ask, **more)
     stream = await world.client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True})
@@ -62,9 +73,10 @@ async def bill(world: World) -> dict[str, Any]:
         after.prompt_tokens_total - before.prompt_tokens_total,
         after.output_tokens_total - before.output_tokens_total,
     ]
+    usages = [answer.usage for answer in answered if answer.usage is not None]
     told = [
-        sum(answer.usage.prompt_tokens for answer in answered),
-        sum(answer.usage.completion_tokens for answer in answered),
+        sum(usage.prompt_tokens for usage in usages),
+        sum(usage.completion_tokens for usage in usages),
     ]
     return {"holds": billed == counted == told, "billed": billed, "server_counted": counted}
 
@@ -110,8 +122,8 @@ async def isolation(world: World) -> dict[str, Any]:
     async with world.client_of(key) as other:
         for client in (world.client, world.client, other):
             answer = await client.completions.create(model=MODEL, prompt=prompt, max_tokens=2)
-            details = answer.usage.prompt_tokens_details
-            cached.append(details.cached_tokens if details else 0)
+            details = answer.usage.prompt_tokens_details if answer.usage is not None else None
+            cached.append((details.cached_tokens or 0) if details else 0)
     return {
         "holds": cached[0] == cached[2] == 0 and (cached[1] > 0) == (world.server.kind is ExternalKind.VLLM),
         "cached_tokens": dict(zip(("first", "again", "another_tenant"), cached, strict=True)),

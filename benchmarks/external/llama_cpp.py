@@ -60,9 +60,9 @@ def _build(home: Path, program: str, threads: int) -> Path:
     environment = os.environ | {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
     if not (home / "installed").exists():
         venv.create(tools.parent, with_pip=True, clear=True)
-        pip = [tools / "python", "-m", "pip", "-q"]
+        pip = [str(tools / "python"), "-m", "pip", "-q"]
         subprocess.run([*pip, "install", *TOOLS], check=True)
-        download = ["download", "--no-deps", "--no-binary", ":all:", "--dest", home, ARCHIVE]
+        download = ["download", "--no-deps", "--no-binary", ":all:", "--dest", str(home), ARCHIVE]
         subprocess.run([*pip, *download], check=True)
         with tarfile.open(next(home.glob("*.tar.gz"))) as archive:
             archive.extractall(home, filter="data")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 import uvicorn
 
@@ -25,7 +26,7 @@ ANSWER = json.dumps(
 HEADERS = [(b"content-type", b"application/json"), (b"content-length", str(len(ANSWER)).encode())]
 
 
-async def app(scope, receive, send):
+async def app(scope: Any, receive: Any, send: Any) -> None:
     while (await receive()).get("more_body"):
         pass
     await send({"type": "http.response.start", "status": 200, "headers": HEADERS})

@@ -94,10 +94,8 @@ def qoserve_classes(rank: int = 1, suffix: str = "") -> list[ServiceClass]:
 def variant(name: str, tuning: Tuning) -> str:
     """Our policy with other constants, under a name that is known in this process only."""
 
-    class Variant(Moiety):
-        def __init__(self, context: PolicyContext) -> None:
-            super().__init__(context, tuning)
+    def make(context: PolicyContext) -> Moiety:
+        return Moiety(context, tuning)
 
-    Variant.name = name
-    POLICIES[name] = Variant
+    POLICIES[name] = make
     return name

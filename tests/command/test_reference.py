@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic_settings import BaseSettings
 
 from moiety_migrations.__main__ import _parser as migrate_parser
 from moiety_platform.cli.main import build
@@ -16,7 +17,7 @@ from moiety_platform.settings import GatewaySettings
 from moiety_platform.trace_receiver.settings import TraceSettings
 
 DOCS = Path(__file__).parents[2] / "docs"
-TABLES = {"gateway": GatewaySettings, "traces": TraceSettings}
+TABLES: dict[str, type[BaseSettings]] = {"gateway": GatewaySettings, "traces": TraceSettings}
 WITHOUT_A_UNIT = re.compile(
     r"(timeout|ttl|interval|duration|drain|delay|period|silence|seconds|minutes|budget|memory)$"
 )
@@ -67,7 +68,7 @@ def test_every_flag_of_every_command_is_in_the_documents() -> None:
 def test_the_options_of_migrate_which_has_its_own_parser_are_in_the_documents() -> None:
     text = (DOCS / "commands.md").read_text(encoding="utf-8")
     (subcommands,) = [action for action in migrate_parser()._actions if action.dest == "command"]
-    parsers = subcommands.choices.values()  # type: ignore[union-attr]
+    parsers = subcommands.choices.values()
     flags = {flag for parser in parsers for flag in parser._option_string_actions if flag not in ("-h", "--help")}
     assert "--wait-s" in flags
     assert [flag for flag in sorted(flags) if flag not in text] == []

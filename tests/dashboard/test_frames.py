@@ -16,18 +16,18 @@ from moiety_dashboard.views.quotas import rows_set_aside
 from moiety_dashboard.views.windows import LIVE
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
-CLASS = {
+CLASS: dict[str, Any] = {
     "name": "standard", "num_waiting": 2, "num_running": 3, "predicted_ttft_s": 0.5, "admitted_total": 9,
     "rejected_total": {"late": 2, "shed": 1}, "downgraded_total": 4, "preempted_total": {}, "demoted_total": 0,
     "boosted_total": 0, "recomputed_tokens_total": 0, "oldest_waiting_unix_s": 0.0,
 }  # fmt: skip
-LOAD = {
+LOAD: dict[str, Any] = {
     "engine_id": "e", "num_running": 3, "num_waiting": 1, "num_paused": 0, "kv_blocks_total": 200,
     "kv_blocks_used": 50, "kv_blocks_cached": 20, "prompt_tokens_total": 8, "cached_tokens_total": 2,
     "output_tokens_total": 9, "steps_total": 5, "requests_total": 4, "running_for_s": 60.0, "classes": [CLASS],
     "prefill_seconds_total": 3.0, "decode_seconds_total": 8.0, "tenant_kv_blocks": {"t": 30, "u": 20},
 }  # fmt: skip
-TERMS = {
+TERMS: dict[str, Any] = {
     "name": "standard", "ttft_s": 2.0, "ttft_per_1k_s": 0.2, "tpot_s": 0.1, "completion_s": None, "weight": 1.0,
     "rank": 1, "price_factor": 1.0, "on_overload": "reject",
 }  # fmt: skip
@@ -35,7 +35,14 @@ TERMS = {
 
 def engine(**changed: Any) -> dict[str, Any]:
     card = {"model": "m", "device": "cpu", "dtype": "float32"}
-    usual = {"address": "ipc://a", "healthy": True, "draining": False, "reason": "", "card": card, "load": LOAD}
+    usual: dict[str, Any] = {
+        "address": "ipc://a",
+        "healthy": True,
+        "draining": False,
+        "reason": "",
+        "card": card,
+        "load": LOAD,
+    }
     return usual | changed
 
 
@@ -47,7 +54,15 @@ def minute_sum(at: str, group: dict[str, Any] | None = None, **totals: Any) -> d
 
 
 def quota(kind: str = "tokens_per_day", **changed: Any) -> dict[str, Any]:
-    usual = {"id": "q", "level": "tenant", "scope_id": "t", "kind": kind, "cap": 1000, "used": 400, "reserved": 0}
+    usual: dict[str, Any] = {
+        "id": "q",
+        "level": "tenant",
+        "scope_id": "t",
+        "kind": kind,
+        "cap": 1000,
+        "used": 400,
+        "reserved": 0,
+    }
     return usual | {"resets_at": "2026-01-02T00:00:00Z"} | changed
 
 
@@ -72,7 +87,7 @@ def test_engines_are_added_up_and_those_that_are_away_are_left_out() -> None:
 
 def test_tokens_a_second_are_told_between_two_heartbeats_of_one_engine() -> None:
     later = LOAD | {"output_tokens_total": 29}
-    assert fleet.rates(LOAD, later, 2.0)["output_tokens_total"] == 10.0  # type: ignore[index]
+    assert fleet.rates(LOAD, later, 2.0)["output_tokens_total"] == 10.0
     assert fleet.rates(LOAD, later | {"engine_id": "another"}, 2.0) is None
 
 
@@ -126,7 +141,14 @@ def test_tenants_have_their_share_of_the_tokens_beside_what_their_weight_entitle
     tenants = [
         usual | {"id": name, "name": name, "weight": weight} for name, weight in (("a", 3.0), ("b", 1.0), ("c", 9.0))
     ]
-    totals = {"requests": 4, "failed": 1, "rejected": 0, "output_tokens": 5, "cost_nanodollars": 0, "attainment": 1.0}
+    totals: dict[str, Any] = {
+        "requests": 4,
+        "failed": 1,
+        "rejected": 0,
+        "output_tokens": 5,
+        "cost_nanodollars": 0,
+        "attainment": 1.0,
+    }
     totals |= {"mean_ttft_ms": 12.5}
     usage = [{"group": {"tenant_id": name}, "totals": totals | {"prompt_tokens": 10}} for name in "ab"]
     frame = tenants_frame(tenants, usage)
@@ -156,7 +178,7 @@ def test_what_came_of_a_simulation_stands_side_by_side() -> None:
     more = ("goodput_fraction_of_capacity", "wasted_prefill_fraction", "recomputed_fraction", "num_requests")
     now = dict.fromkeys((*names, *more, "throughput_tokens_per_s", "preemptions", "longest_wait_s"), 0.5)
     now["classes"] = {"standard": of_class}
-    result = {"now": now, "then": now | {"longest_wait_s": 90.0}}
+    result: dict[str, Any] = {"now": now, "then": now | {"longest_wait_s": 90.0}}
     frame = simulations.sides_frame(result)
     assert list(zip(frame["class"], frame["side"], strict=True)) == [("standard", "now"), ("standard", "then")]
     assert list(frame["ttft_p99_s"]) == [0.3, 0.3]
@@ -168,7 +190,8 @@ def test_what_came_of_a_simulation_stands_side_by_side() -> None:
 
 
 def test_keys_are_shown_by_what_they_are_for_and_never_whole() -> None:
-    usual = {"hint": "wxyz", "name": "ci", "status": "active", "created_at": "2026-01-01T10:00:00Z", "expires_at": None,
+    usual: dict[str, Any] = {
+             "hint": "wxyz", "name": "ci", "status": "active", "created_at": "2026-01-01T10:00:00Z", "expires_at": None,
              "allowed_models": None, "role": None, "project_id": "p"}  # fmt: skip
     keys = [usual | {"id": "k1"}, usual | {"id": "k2", "project_id": None, "role": "viewer"}]
     frame = keys_frame(keys, [{"id": "p", "name": "web"}], UTC)
@@ -217,7 +240,8 @@ def test_a_new_cap_says_beforehand_what_it_would_do() -> None:
 
 
 def test_changes_are_told_field_by_field() -> None:
-    entry = {"seq": 1, "at": "2026-01-01T10:00:00Z", "actor": "k1", "actor_role": "owner", "action": "change",
+    entry: dict[str, Any] = {
+             "seq": 1, "at": "2026-01-01T10:00:00Z", "actor": "k1", "actor_role": "owner", "action": "change",
              "object_kind": "quotas", "object_id": "q", "erased_at": None,
              "before": {"cap": 5, "kind": "x"}, "after": {"cap": 7, "kind": "x"}}  # fmt: skip
     row = changes.audit_frame([entry], {"k1": "ops …abcd"}).iloc[0]
@@ -281,7 +305,7 @@ def test_the_theme_has_a_light_and_a_dark_side() -> None:
 
 def span(name: str, start_ms: int, end_ms: int, parent_id: str | None = "root", **changed: Any) -> dict[str, Any]:
     begin = 10**18
-    usual = {
+    usual: dict[str, Any] = {
         "span_id": name, "parent_id": parent_id, "name": name, "service": "moiety-gateway", "status": "unset",
         "start_ns": begin + start_ms * 10**6, "end_ns": begin + end_ms * 10**6, "events": [], "links": [],
         "attributes": {"moiety.request_id": "r", "moiety.tenant_id": "t"},
@@ -291,7 +315,11 @@ def span(name: str, start_ms: int, end_ms: int, parent_id: str | None = "root", 
 
 def test_spans_stand_under_what_they_are_part_of_in_the_order_of_time() -> None:
     failed = span("answer", 4, 9, status="error", attributes={"error.type": "engine_failed"})
-    event = {"name": "moiety.failed_over", "unix_ns": 10**18 + 6 * 10**6, "attributes": {"moiety.reason": "died"}}
+    event: dict[str, Any] = {
+        "name": "moiety.failed_over",
+        "unix_ns": 10**18 + 6 * 10**6,
+        "attributes": {"moiety.reason": "died"},
+    }
     root = span("root", 0, 10, "of-a-client", events=[event])
     frame = traces.bars_frame([failed, span("engine.decode", 5, 8, "answer"), span("receive", 0, 4), root])
     assert [label.strip("· ") for label in frame["label"]] == ["root", "receive", "answer", "engine.decode"]
@@ -304,7 +332,7 @@ def test_spans_stand_under_what_they_are_part_of_in_the_order_of_time() -> None:
 
 
 def test_a_step_tells_its_batch_and_how_it_was_predicted() -> None:
-    said = {
+    said: dict[str, Any] = {
         "number": 7, "decodes": 3, "prefills": 1, "prefill_tokens": 40, "preempted": 2, "output_tokens": 4,
         "waiting": 5, "kv_blocks_used": 25, "kv_blocks_total": 100, "classes": ["3 batch", "1 flex"],
         "predicted_s": 0.004, "active_experts": 5.5, "balancedness": 0.25,

@@ -184,7 +184,7 @@ def open_browser(serve: Any) -> Iterator[Callable[[], Browser]]:
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         size = {"width": 1440, "height": 900}
-        yield lambda: Browser(chromium.new_page(viewport=size, timezone_id=ZONE.key), address)  # type: ignore[arg-type]
+        yield lambda: Browser(chromium.new_page(viewport=size, timezone_id=ZONE.key), address)
         chromium.close()
 
 

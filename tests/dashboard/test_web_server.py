@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -51,10 +52,10 @@ def test_the_policy_lets_nothing_load_from_elsewhere() -> None:
 async def test_a_header_of_the_application_is_replaced_not_doubled() -> None:
     sent = []
 
-    async def app(_scope, _receive, send) -> None:
+    async def app(_scope: Any, _receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"X-Frame-Options", b"ALLOW")]})
 
-    async def send(message) -> None:
+    async def send(message: dict[str, Any]) -> None:
         sent.extend(message["headers"])
 
     await SecurityHeaders(app)({"type": "http"}, None, send)

@@ -50,11 +50,11 @@ class Loops:
 
     def __init__(self, folder: Path, device: str = "cpu", dtype: str = "float32", **loading: object) -> None:
         self.folder = folder
-        config = EngineConfig(model=str(folder), name="tiny", dtype=dtype, device=device, **loading)  # type: ignore[arg-type]
+        config = EngineConfig(model=str(folder), name="tiny", dtype=dtype, device=device, **loading)
         self.model = load_loop(config).executor.model
 
     def make(self, clock_ns: Callable[[], int] = time.time_ns, **settings: object) -> EngineLoop:
-        config = EngineConfig(model=str(self.folder), name="tiny", **settings)  # type: ignore[arg-type]
+        config = EngineConfig(model=str(self.folder), name="tiny", **settings)
         return build_loop(self.model, config, clock_ns=clock_ns)
 
 
@@ -95,7 +95,7 @@ def make_drafting(loops: Loops, draft: Loops | None, **settings: object) -> Engi
     ticks = count(10**18, 10**7)  # a clock by which all steps take the same
     by = {"speculate": Speculate.NGRAM} if draft is None else {"speculate": Speculate.DRAFT}
     folder = "" if draft is None else str(draft.folder)
-    config = EngineConfig(model=str(loops.folder), name="tiny", draft_model=folder, **by | settings)  # type: ignore[arg-type]
+    config = EngineConfig(model=str(loops.folder), name="tiny", draft_model=folder, **by | settings)
     model = None if draft is None else draft.model
     return build_loop(loops.model, config, clock_ns=lambda: next(ticks), draft_model=model)
 

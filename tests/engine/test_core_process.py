@@ -55,7 +55,7 @@ class Front:
 
     def receive(self) -> ToFront:
         assert self._socket.poll(DEADLINE_MS), "the core says nothing"
-        return msgspec.msgpack.decode(self._socket.recv(), type=ToFront)  # type: ignore[arg-type]
+        return msgspec.msgpack.decode(self._socket.recv(), type=ToFront)
 
     def hello(self) -> CoreHello:
         while True:
@@ -132,7 +132,7 @@ def _submit(key: int, *, num_prompt: int = 3, max_tokens: int = 5) -> CoreSubmit
 def test_the_core_tells_its_load_while_prompts_bring_no_output_and_while_it_is_idle(
     start: object, checkpoint: Path
 ) -> None:
-    front: Front = start(str(checkpoint), max_batch_tokens=1, max_running=1)  # type: ignore[operator]
+    front: Front = start(str(checkpoint), max_batch_tokens=1, max_running=1)
     front.hello()
     front.send(_submit(1, num_prompt=500))  # as many steps, the last of which brings the first output
     while (told := front.told())[1].num_running == 0:
@@ -151,7 +151,7 @@ def test_the_core_tells_its_load_while_prompts_bring_no_output_and_while_it_is_i
 
 
 def test_the_core_says_hello_answers_counts_an_abort_and_ends_when_told(start: object, checkpoint: Path) -> None:
-    front: Front = start(str(checkpoint))  # type: ignore[operator]
+    front: Front = start(str(checkpoint))
     hello = front.hello()
     assert (hello.state, hello.family, hello.max_context_tokens) == (CoreState.READY, "qwen3_moe", 512)
     front.send(_submit(1))
@@ -179,7 +179,7 @@ def test_the_core_says_hello_answers_counts_an_abort_and_ends_when_told(start: o
 def test_the_core_sleeps_and_wakes_when_told_and_answers_the_same_with_steps_that_overlap(
     start: object, checkpoint: Path
 ) -> None:
-    front: Front = start(str(checkpoint), overlap=Overlap.ON)  # type: ignore[operator]
+    front: Front = start(str(checkpoint), overlap=Overlap.ON)
     front.hello()
     answers = []
     for key in (1, 2):
@@ -196,7 +196,7 @@ def test_the_core_sleeps_and_wakes_when_told_and_answers_the_same_with_steps_tha
 
 
 def test_the_core_ends_at_once_when_its_front_is_gone(start: object, checkpoint: Path) -> None:
-    front: Front = start(str(checkpoint))  # type: ignore[operator]
+    front: Front = start(str(checkpoint))
     front.hello()
     assert front.process.stdin is not None
     front.process.stdin.close()
@@ -205,7 +205,7 @@ def test_the_core_ends_at_once_when_its_front_is_gone(start: object, checkpoint:
 
 def test_a_checkpoint_that_cannot_be_served_is_refused_with_the_reason(start: object, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "perceptron"}')
-    front: Front = start(str(tmp_path))  # type: ignore[operator]
+    front: Front = start(str(tmp_path))
     hello = front.hello()
     assert hello.state is CoreState.REFUSED
     assert "qwen3_moe" in hello.message
@@ -218,7 +218,7 @@ def test_what_a_checkpoint_says_that_nobody_looks_at_is_logged_before_its_weight
     sizes = dict.fromkeys(("vocab_size", "hidden_size", "max_position_embeddings", "intermediate_size"), 64)
     config = {"model_type": "llama", **sizes, "num_hidden_layers": 1, "num_attention_heads": 2, "attention_twist": 2}
     (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
-    front: Front = start(str(tmp_path))  # type: ignore[operator]
+    front: Front = start(str(tmp_path))
     assert front.hello().state is CoreState.REFUSED
     front.process.wait(90)
     assert front.process.stderr is not None

@@ -479,7 +479,8 @@ def test_an_index_of_a_hundred_thousand_blocks_is_read_from_headers_alone(tmp_pa
 def test_a_file_that_an_erasure_takes_away_while_it_is_written_stops_no_other(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loop, taken = make(), []
+    loop = make()
+    taken: list[Any] = []
 
     def take(file: Any, *rest: Any) -> int:
         num_bytes = write_file(file, *rest)

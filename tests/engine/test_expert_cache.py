@@ -205,7 +205,12 @@ def config_of(checkpoint: Path, **more: Any) -> EngineConfig:
 def test_an_engine_with_a_quarter_of_its_experts_answers_as_one_with_all_asleep_in_between_and_counts(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    small = {"max_batch_tokens": 16, "max_running": 3, "kv_memory_bytes": 60_000, "block_size": 4}  # preempts
+    small: dict[str, Any] = {
+        "max_batch_tokens": 16,
+        "max_running": 3,
+        "kv_memory_bytes": 60_000,
+        "block_size": 4,
+    }  # preempts
     plain = load_loop(config_of(checkpoint, **small))
     expected = answers(plain)
     num_bytes = 2 * 2 * 3 * 64 * 32 * 4  # two of eight in each of two layers

@@ -65,7 +65,7 @@ def answers(loop: EngineLoop, submits: list[CoreSubmit]) -> tuple[dict[int, Any]
 
 
 def test_the_same_bits_alone_in_a_batch_cut_otherwise_and_after_a_preemption(invariant_loops: Any) -> None:
-    alone = {}
+    alone: dict[Any, Any] = {}
     for submit in SUBMITS:
         alone |= answers(invariant_loops.make(prefix_caching=False), [submit])[0]
     assert all(len(tokens) == len(logprobs) == 24 for tokens, logprobs in alone.values())

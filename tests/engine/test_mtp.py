@@ -60,7 +60,13 @@ SMALL: dict[str, Any] = {
     "bos_token_id": None,
     "pad_token_id": None,
 }
-LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+}
 KINDS = [
     Sampling(temperature=0.0),
     Sampling(temperature=1.0, seed=3),
@@ -135,7 +141,7 @@ class Foretelling:
         assert load.accepted_tokens_total >= max(1, least)
 
     def _config(self, **settings: Any) -> EngineConfig:
-        usual = {"dtype": "float32", "block_size": BLOCK_SIZE, "speculate": Speculate.MTP}
+        usual: dict[str, Any] = {"dtype": "float32", "block_size": BLOCK_SIZE, "speculate": Speculate.MTP}
         return EngineConfig(model=str(self.folder), name="tiny", device="cpu", **usual | settings)
 
 
@@ -300,15 +306,15 @@ def test_all_memory_is_given_back_asleep_and_it_drafts_on_when_woken(of_what_was
 def test_random_weights_will_do_and_a_checkpoint_without_the_layer_is_refused(
     of_tokens: Foretelling, checkpoint: Path
 ) -> None:
-    settings = {"name": "t", "device": "cpu", "dtype": "float32", "load_format": LoadFormat.DUMMY}
+    settings: dict[str, Any] = {"name": "t", "device": "cpu", "dtype": "float32", "load_format": LoadFormat.DUMMY}
     submits = [make_submit(key) for key in range(2)]
     both = [
-        told(run_all(load_loop(EngineConfig(model=str(of_tokens.folder), speculate=speculate, **settings)), submits))  # type: ignore[arg-type]
+        told(run_all(load_loop(EngineConfig(model=str(of_tokens.folder), speculate=speculate, **settings)), submits))
         for speculate in (Speculate.OFF, Speculate.MTP)
     ]
     assert both[0] == both[1]
     with pytest.raises(UnsupportedModelError, match=r"qwen3_moe checkpoint has its 2 layers.*--speculate ngram"):
-        load_loop(EngineConfig(model=str(checkpoint), speculate=Speculate.MTP, **settings))  # type: ignore[arg-type]
+        load_loop(EngineConfig(model=str(checkpoint), speculate=Speculate.MTP, **settings))
 
 
 def test_the_last_place_of_a_block_is_taken_in_again_since_it_hangs_on_the_next_token() -> None:

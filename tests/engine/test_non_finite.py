@@ -170,8 +170,8 @@ def test_what_it_left_in_the_cache_is_nobodys_beginning(poisoned: Loops, bad_tok
 
 
 def test_nor_is_it_on_the_host_or_the_disk(poisoned: Loops, bad_token: tuple[int, int], tmp_path: Path) -> None:
-    few = {"block_size": 4, "kv_memory_bytes": 30 * poisoned.model.kv_bytes_per_block(4)}
-    host = {"host_kv_memory_bytes": 100 * poisoned.model.kv_bytes_per_block(4)}
+    few: dict[str, Any] = {"block_size": 4, "kv_memory_bytes": 30 * poisoned.model.kv_bytes_per_block(4)}
+    host: dict[str, Any] = {"host_kv_memory_bytes": 100 * poisoned.model.kv_bytes_per_block(4)}
     loop = poisoned.make(disk_cache=str(tmp_path), disk_cache_bytes=1 << 24, max_batch_tokens=8, **few, **host)
     assert loop.intake.disk is not None
     begun = [*PROMPTS[4], bad_token[0], *PROMPTS[5]]
@@ -204,8 +204,8 @@ def _probe(prompt_ids: list[int]) -> Sequence:
 
 def test_vectors_and_scores_are_checked(poisoned: Loops, bad_token: tuple[int, int]) -> None:
     embeds: dict[str, Any] = {"embed": True, "max_tokens": 0, "credit_tokens": 0}
-    scores = {"sampling": Sampling(temperature=0.0, num_prompt_logprobs=1), "max_tokens": 1}
-    bad = {"prompt_ids": [*PROMPTS[2], bad_token[0], 7, 8]}
+    scores: dict[str, Any] = {"sampling": Sampling(temperature=0.0, num_prompt_logprobs=1), "max_tokens": 1}
+    bad: dict[str, Any] = {"prompt_ids": [*PROMPTS[2], bad_token[0], 7, 8]}
     submits = [submit(1, **embeds), submit(2, **embeds, **bad), submit(4, **scores), submit(5, **scores, **bad)]
     tokens, failed = step_through(poisoned.make(), submits)
     assert {key: one.code for key, one in failed.items()} == dict.fromkeys((2, 5), FailureCode.NON_FINITE)

@@ -229,7 +229,7 @@ def test_an_abort_in_mid_flight_frees_the_blocks_at_once_and_counts_what_was_emi
 
 def test_preempted_requests_get_the_tokens_of_an_undisturbed_run(loops: Any) -> None:
     submits = [make_submit(key, length=20 + 9 * key, max_tokens=24) for key in range(5)]
-    expected = {}
+    expected: dict[Any, Any] = {}
     for submit in submits:
         loop = loops.make(prefix_caching=False)
         answers = Answers(loop)

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 
 from moiety_engine.assembly import losses_of

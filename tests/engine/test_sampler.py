@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -110,7 +111,7 @@ def test_a_seeded_draw_does_not_depend_on_the_neighbours(
 def test_penalties_follow_their_definitions() -> None:
     logits = torch.zeros(1, V)
     logits[0, 10], logits[0, 11], logits[0, 12] = 5.0, 4.0, 3.0
-    greedy = {"temperature": 0.0}
+    greedy: dict[str, Any] = {"temperature": 0.0}
     assert sample(logits, make_row(Sampling(**greedy, presence_penalty=1.5), output=[10])) == [11]
     assert sample(logits, make_row(Sampling(**greedy, frequency_penalty=1.1), output=[10, 10, 11])) == [12]
     assert sample(logits, make_row(Sampling(**greedy, repetition_penalty=2.0), output=[10])) == [11]

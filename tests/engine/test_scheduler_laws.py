@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
+from typing import Any
 
 import msgspec
 import pytest
@@ -55,7 +56,7 @@ MAX_DRAFTED = MAX_PROMPT + MAX_OUTPUT - 3  # tokens that a draft model reads
 FEWEST_BLOCKS = (MAX_PROMPT + MAX_OUTPUT) // BLOCK_SIZE
 LONGEST_STEP_S = 0.5
 
-CLASSES = {
+CLASSES: dict[str, Any] = {
     "patient priority": msgspec.structs.replace(PRIORITY, on_overload=OverloadAction.QUEUE, max_queue_s=1.0),
     "priority": PRIORITY,
     "standard": msgspec.structs.replace(STANDARD, on_overload=OverloadAction.DOWNGRADE, max_queue_s=2.0),
@@ -586,7 +587,7 @@ def name_of(machine: type[Machine]) -> str:
 
 @pytest.mark.parametrize("machine", PLAIN + DRAFTING + BY_MODEL + IN_GROUPS, ids=name_of)
 def test_the_laws_hold_whatever_happens(machine: type[Machine]) -> None:
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(
         machine,
         settings=settings(
             max_examples=150,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from moiety_engine.cache.blocks import BlockPool
@@ -30,7 +32,8 @@ def test_a_group_that_has_run_full_goes_on_while_others_are_kept_busy(
     """A prompt that is computed in pieces and an answer beside it have taken all blocks between them, and need more."""
     first, *further = [KvLedger(BlockPool(NUM_BLOCKS), BLOCK_SIZE, prefix_caching=True) for _ in range(2)]
     scheduler = Scheduler(first, SchedulerLimits(budget, 16), STRATEGIES[Batching.CONTINUOUS], policy, further=further)
-    now_ns, waited = 10**12, {}
+    now_ns = 10**12
+    waited: dict[Any, Any] = {}
 
     def add(key: int, num_prompt: int, num_output: int) -> None:
         prompt = [key * 1000 + place for place in range(num_prompt)]

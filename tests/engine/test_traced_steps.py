@@ -26,7 +26,12 @@ BLOCK_BYTES_8 = 2 * 2 * 2 * 16 * 8 * 4  # layers · (K, V) · heads · width · 
 
 def submit(key: int, num_prompt: int, max_tokens: int) -> CoreSubmit:
     prompt = [3 + (key + place) % 300 for place in range(num_prompt)]
-    limits = {"max_tokens": max_tokens, "min_tokens": 0, "stop_token_ids": [], "credit_tokens": max_tokens}
+    limits: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "min_tokens": 0,
+        "stop_token_ids": [],
+        "credit_tokens": max_tokens,
+    }
     sampling = Sampling(temperature=0.0)
     return CoreSubmit(key, "t", STANDARD, prompt, sampling, **limits, cache_salt=b"s", arrival_unix_ns=0)
 
@@ -55,7 +60,11 @@ def clock() -> Any:
 
 
 def test_steps_tell_what_their_requests_computed_and_got(loops: Any) -> None:
-    settings = {"kv_memory_bytes": 15 * BLOCK_BYTES_8, "max_batch_tokens": 32, "max_context_tokens": 100}
+    settings: dict[str, Any] = {
+        "kv_memory_bytes": 15 * BLOCK_BYTES_8,
+        "max_batch_tokens": 32,
+        "max_context_tokens": 100,
+    }
     loop = loops.make(
         **settings, policy=PolicyName.FCFS, prefix_caching=False, traced_steps_per_s=ALL_PER_S, clock_ns=clock()
     )

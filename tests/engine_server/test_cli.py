@@ -65,7 +65,7 @@ def test_the_scripted_engine_says_when_it_is_ready_and_ends_with_zero_when_told(
         socket.connect(ready["address"])
         socket.send(encode(Hello("gateway")))
         messages = (message for _ in itertools.count() for message in decode_to_gateway(socket.recv()))
-        assert next(messages).model == "echo"  # type: ignore[union-attr]
+        assert next(messages).model == "echo"
         socket.send(encode(submit(model="echo", prompt="a secret prompt", credit_tokens=1)))
         assert any(isinstance(message, Accepted) for message in messages)
         process.send_signal(signal.SIGTERM)

@@ -61,7 +61,8 @@ def test_no_gateway_ever_gets_more_tokens_than_the_credit_it_has_given(
             if answer.end is None and ends_by_refusal:
                 await gateway.send(Extend("r", len(more) + 1, 0, last=True))
                 await gateway.finish()
-                assert (answer.end.reason, answer.end.detail) == (FinishReason.LENGTH, "credit_refused")
+                ended: Any = answer.end  # by what was awaited
+                assert (ended.reason, ended.detail) == (FinishReason.LENGTH, "credit_refused")
                 assert len(answer.token_ids) == credit
             elif answer.end is None:
                 await gateway.send(Extend("r", len(more) + 1, max_tokens))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from fuzz.corpora import FIGURES, TARGETS, keep, kept
+from tests.fuzz.corpora import FIGURES, TARGETS, keep, kept
 
 from moiety_platform.bench.environment import describe_environment
 
@@ -62,7 +62,7 @@ def run(name: str, work: Path, seconds: float, cpu_seconds: float) -> dict[str, 
         (corpus / f"kept-{number}").write_bytes(data)
     before = set(artifacts.iterdir())
     (work / FIGURES).write_text("{}")
-    command = [sys.executable, "-m", "fuzz.child", name, str(work), str(seconds), str(cpu_seconds)]
+    command = [sys.executable, "-m", "tests.fuzz.child", name, str(work), str(seconds), str(cpu_seconds)]
     with (work / "log").open("wb") as log:
         ended = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False)
     inputs = [path for path in artifacts.iterdir() if path not in before and path.name.startswith(FINDINGS)]

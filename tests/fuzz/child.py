@@ -1,4 +1,4 @@
-"""One target under atheris, in a process of its own: `python -m fuzz.child NAME FOLDER SECONDS CPU_SECONDS`.
+"""One target under atheris, in a process of its own: `python -m tests.fuzz.child NAME FOLDER SECONDS CPU_SECONDS`.
 
 Ends with 0 when its time is up, and with libFuzzer's own codes after a finding, whose input is then in FOLDER/found.
 How far it came is written to FOLDER/figures.json meanwhile."""
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import atheris
 import structlog
-from fuzz.corpora import FIGURES, TARGETS
+from tests.fuzz.corpora import FIGURES, TARGETS
 
 HANGS_AFTER_S, MAX_MB = 20, 2048
 TELL_EVERY_S = 5.0

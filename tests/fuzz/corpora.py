@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from fuzz import of_engine, of_gateway
+from tests.fuzz import of_engine, of_gateway
 
 FIGURES = "figures.json"  # of a run
 FOLDER = Path(__file__).parent / "corpora"

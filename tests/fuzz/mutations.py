@@ -12,7 +12,7 @@ import msgspec
 
 Mutate = Callable[[bytes, random.Random], bytes]
 DATA = b"data: "
-ODD = (
+ODD: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 2**31, 2**53, -(2**63), 2**64 - 1, 0.5, -0.0, 1e308, "", "0", "é", "\0", "\ud83d"),
     *("<|im_start|>", "auto", "a" * 65, "user", "text", [], [[]], {}, {"type": "text"}, {"": None}),
 )
@@ -44,7 +44,11 @@ def _json(tree: Any) -> bytes:
 
 
 def _mutated(
-    data: bytes, chance: random.Random, decode: Callable[[bytes], Any], encode: Callable[[Any], bytes], odd: tuple
+    data: bytes,
+    chance: random.Random,
+    decode: Callable[[bytes], Any],
+    encode: Callable[[Any], bytes],
+    odd: tuple[Any, ...],
 ) -> bytes:
     """The same bytes where they say nothing."""
     try:
@@ -56,7 +60,7 @@ def _mutated(
         return data
 
 
-def _change(tree: list[Any], chance: random.Random, odd: tuple) -> None:
+def _change(tree: list[Any], chance: random.Random, odd: tuple[Any, ...]) -> None:
     """Replace, leave out, repeat or move one node of those within."""
     places = [(parent, key) for parent in _within(tree) for key in _keys(parent)]
     parent, key = chance.choice(places)
@@ -77,7 +81,8 @@ def _change(tree: list[Any], chance: random.Random, odd: tuple) -> None:
 
 
 def _within(tree: list[Any]) -> list[Any]:
-    found, waiting = [], [tree]
+    found: list[Any] = []
+    waiting: list[Any] = [tree]
     while waiting and len(found) < 2000:
         node = waiting.pop()
         found.append(node)

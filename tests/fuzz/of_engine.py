@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
-from fuzz.mutations import of_json, of_msgpack
-from fuzz.target import Take, Target, split
+from tests.fuzz.mutations import of_json, of_msgpack
+from tests.fuzz.target import Take, Target, split
 
 
 def open_wire() -> Take:
@@ -41,7 +42,7 @@ def open_answers() -> Take:
     names = ("add", "find-it", "f")
     families = (HermesReader, LlamaReader, MistralReader, None)
 
-    def reader(way: int):
+    def reader(way: int) -> Any:
         family = families[way % 4]
         calls = None if family is None else family(names, 1 if way & 16 else None, is_rest=bool(way & 32))
         return ThoughtReader(calls, is_open=bool(way & 8)) if way & 4 or calls is None else calls
@@ -68,7 +69,7 @@ def open_answers() -> Take:
 
 def open_guides() -> Take:
     """What an answer must be, compiled within its bounds, and followed for some tokens."""
-    from fuzz.words import tokenizer_json
+    from tests.fuzz.words import tokenizer_json
 
     from moiety_engine.structured_outputs.compiler import GrammarCompiler
     from moiety_engine.structured_outputs.errors import GrammarRefused

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
-from fuzz.mutations import of_json, of_json_lines
-from fuzz.target import Take, Target, cut, finished, split
+from tests.fuzz.mutations import of_json, of_json_lines
+from tests.fuzz.target import Take, Target, cut, finished, split
 
 GATEWAY = ("moiety_platform",)
 MAX_DEPTH = 64
@@ -57,7 +59,7 @@ def open_batch_lines() -> Take:
     limits = Limits(max_lines=50, max_line_bytes=1024, max_json_depth=MAX_DEPTH, shape=DEFAULT_SHAPE)
     endpoints = list(ENDPOINTS.values())
 
-    def lines_of(pieces: list[bytes]) -> list:
+    def lines_of(pieces: list[bytes]) -> list[Any]:
         splitter = Splitter(limits.max_line_bytes)
         return [*(line for piece in pieces for line in splitter.take(piece)), *splitter.finish()]
 
@@ -79,7 +81,7 @@ def open_batch_lines() -> Take:
 
 def open_external_streams() -> Take:
     """The whole way from a server's bytes to the messages that the rest of a gateway goes by."""
-    from fuzz.words import SUBMIT, tokenizer
+    from tests.fuzz.words import SUBMIT, tokenizer
 
     from moiety_platform.clock import SystemClock
     from moiety_platform.engine_addresses import ExternalAddress
@@ -103,11 +105,12 @@ def open_external_streams() -> Take:
 
     class Http:
         def __init__(self, data: bytes, size: int) -> None:
-            self.data, self.size, self.headers = data, size, {}
+            self.data, self.size = data, size
+            self.headers: dict[str, str] = {}
 
         @asynccontextmanager
-        async def stream(self, *args: object, **options: object):
-            async def pieces():
+        async def stream(self, *args: object, **options: object) -> AsyncIterator[Any]:
+            async def pieces() -> AsyncIterator[Any]:
                 for piece in cut(self.data, self.size):
                     yield piece
 
@@ -180,10 +183,10 @@ def open_spans() -> Take:
             data = data if data[:2] == b"\x1f\x8b" else gzip.compress(data, 1)
         waiting, statuses = cut(data, 1000) or [b""], []
 
-        async def receive():
+        async def receive() -> dict[str, Any]:
             return {"type": "http.request", "body": waiting.pop(0), "more_body": bool(waiting)}
 
-        async def send(message):
+        async def send(message: dict[str, Any]) -> None:
             statuses.append(message.get("status"))
 
         finished(app({"method": "POST", "path": "/v1/traces", "headers": headers}, receive, send))
@@ -237,9 +240,9 @@ def open_connections() -> Take:
     limits = ConnectionLimits(
         max_header_bytes=512, max_headers=12, header_timeout_s=60, body_timeout_s=60, send_timeout_s=60, keep_alive_s=60
     )  # fmt: skip
-    failures: list[dict] = []
+    failures: list[dict[str, Any]] = []
 
-    async def app(scope: dict, receive, send) -> None:
+    async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
         more = True
         while more:
             message = await receive()
@@ -279,7 +282,7 @@ def open_connections() -> Take:
 
 def open_templates() -> Take:
     """A template that comes with a checkpoint; and what clients write, rendered by templates that are in use."""
-    from fuzz.words import tokenizer_json
+    from tests.fuzz.words import tokenizer_json
 
     from moiety_platform.errors import PlatformError
     from moiety_platform.inference.request_body import decode_body

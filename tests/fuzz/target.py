@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from fuzz.mutations import Mutate
+from tests.fuzz.mutations import Mutate
 
 Take = Callable[[bytes], None]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,20 +14,20 @@ MUTATIONS = 2  # of each input that is kept
 
 
 @pytest.fixture
-def corpora(monkeypatch):
+def corpora(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(ROOT))
-    from fuzz import corpora
+    from tests.fuzz import corpora
 
     return corpora
 
 
-def test_every_target_has_a_corpus(corpora) -> None:
+def test_every_target_has_a_corpus(corpora: Any) -> None:
     assert sorted(corpora.TARGETS) == NAMES
     assert all(corpora.kept(name) for name in NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_all_that_was_kept_is_taken_or_refused_in_words(corpora, name: str) -> None:
+def test_all_that_was_kept_is_taken_or_refused_in_words(corpora: Any, name: str) -> None:
     target, chance, num_taken = corpora.TARGETS[name], random.Random(name), 0
     take = target.opened()
     for data in corpora.kept(name):

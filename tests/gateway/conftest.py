@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import secrets
 from collections import Counter
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any, Protocol
 
 import msgspec
 import pytest
@@ -16,56 +19,29 @@ import structlog
 import tokenizers
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
+from sqlalchemy import ColumnElement
 from tests.parsed_once import parse_handlers_once
 
-from moiety_platform.administration.router import admin_router
-from moiety_platform.app import Services, create_app, create_pipeline
-from moiety_platform.auth.authenticator import Authenticator
-from moiety_platform.auth.bootstrap import ensure_bootstrap
+from moiety_platform.auth.bootstrap import BootstrapResult, ensure_bootstrap
 from moiety_platform.backoff import Backoff
-from moiety_platform.batches.assembly import Batches
-from moiety_platform.classes.cache import ClassCache
+from moiety_platform.bootstrap.composition import AssembledGateway, Overrides, assembled
 from moiety_platform.classes.schemas import NewClass
 from moiety_platform.classes.service import create_class, load_classes
-from moiety_platform.clock import SystemClock
-from moiety_platform.connections import ConnectionLimits
-from moiety_platform.controllers import with_services
+from moiety_platform.clock import Clock, SystemClock
 from moiety_platform.db.base import Base
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
+from moiety_platform.engine_client.base import EngineClient
 from moiety_platform.engine_client.fake import FakeEngineClient
-from moiety_platform.experts.controller import ExpertController
-from moiety_platform.experts.service import ExpertService
-from moiety_platform.gateway import GatewayServer
-from moiety_platform.idempotency.key_store_client import IdempotencyKeys, KeepingLimits
-from moiety_platform.idempotency.store import KeyStore
-from moiety_platform.inference.request_recorder import RequestRecorder
+from moiety_platform.files.store import Now
 from moiety_platform.listening import bind
-from moiety_platform.live_settings import LiveSettings
 from moiety_platform.logs import configure_logging
-from moiety_platform.metrics import Metrics, RetentionMetrics, SpeculativePrefillMetrics
-from moiety_platform.object_storage.readiness import ObjectStoreReadiness
-from moiety_platform.object_storage.store import ObjectStore
-from moiety_platform.prices.cache import PriceCache
-from moiety_platform.quota.keeper import QuotaKeeper
-from moiety_platform.quota.store import LeaseStore
-from moiety_platform.reloading.controller import SettingController
 from moiety_platform.reloading.source import SettingsSource
-from moiety_platform.responses_api.keeper import ConversationLimits, ResponseKeeper
-from moiety_platform.responses_api.store import ResponseStore
-from moiety_platform.retention.jobs import retention_jobs_of
-from moiety_platform.retention.service import RetentionService
-from moiety_platform.routing.controller import EngineController
-from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import SECTION, GatewaySettings
-from moiety_platform.speculative_prefill.next_turn_prefill import NextTurnPrefill
-from moiety_platform.tenant_deletion.controller import DeletionServices, TenantDeletionController
-from moiety_platform.trace_metrics import TraceCollector
 from moiety_platform.traces.sampling import SamplingTerms
-from moiety_platform.traces.tracing import Tracing
-from moiety_platform.usage.recorder import UsageRecorder
-from moiety_platform.webhooks.addresses import AddressPolicy
-from moiety_platform.webhooks.controller import WebhookController
+from moiety_platform.traces.span import Span
+from moiety_platform.traces.tracing import Sender
+from moiety_platform.usage.row import UsageRow
 from moiety_wire.classes import SHIPPED
 from moiety_wire.messages import ModelCard
 
@@ -94,7 +70,7 @@ def _tokenizer_json() -> str:
 
 
 def make_card(
-    engine_id: str = "engine-1", model: str = MODEL, max_context_tokens: int = 512, embedding_width=0
+    engine_id: str = "engine-1", model: str = MODEL, max_context_tokens: int = 512, embedding_width: int = 0
 ) -> ModelCard:
     return ModelCard(
         engine_id=engine_id,
@@ -118,19 +94,19 @@ class RowList:
     """Usage rows in memory, and a way to wait for them."""
 
     def __init__(self) -> None:
-        self.rows = []
+        self.rows: list[UsageRow] = []
         self._arrived = asyncio.Event()
 
-    def opened(self, row) -> None:
+    def opened(self, row: UsageRow) -> None:
         """Only what ends is of interest here."""
 
-    def record(self, row, when_stored=None) -> None:
+    def record(self, row: UsageRow, when_stored: Callable[[], None] | None = None) -> None:
         self.rows.append(row)
         if when_stored is not None:
             when_stored()
         self._arrived.set()
 
-    async def wait_for(self, count: int):
+    async def wait_for(self, count: int) -> list[UsageRow]:
         async with asyncio.timeout(DEADLINE_S):
             while len(self.rows) < count:
                 self._arrived.clear()
@@ -145,16 +121,16 @@ class SpanList:
     num_sent = 0
 
     def __init__(self) -> None:
-        self.spans = []
-        self.dropped = Counter()
+        self.spans: list[Span] = []
+        self.dropped: Counter[str] = Counter()
 
-    def put(self, spans) -> None:
+    def put(self, spans: Iterable[Span]) -> None:
         self.spans += spans
 
     def close(self) -> None:
         """Nothing to send."""
 
-    def named(self, name: str):
+    def named(self, name: str) -> list[Span]:
         return [span for span in self.spans if span.name == name]
 
 
@@ -164,23 +140,64 @@ class StoreClock:
     def __init__(self) -> None:
         self.ahead_ms = 0
 
-    def __call__(self):
+    def __call__(self) -> ColumnElement[int]:
         return now_ms() + self.ahead_ms
+
+
+Until = Callable[[Callable[[], object]], Awaitable[None]]
+NewCard = Callable[..., ModelCard]
+ToolCard = Callable[..., ModelCard]
 
 
 class RunningGateway:
     """What tests hold of a gateway that listens."""
 
-    def __init__(self, url: str, keys, engines, rows: RowList, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        url: str,
+        keys: BootstrapResult,
+        engines: Sequence[EngineClient],
+        rows: RowList,
+        store_clock: StoreClock,
+        assembled: AssembledGateway,
+    ) -> None:
         self.url = url
         self.keys = keys
         self.key = keys.tenant_key
         self.admin_key = keys.admin_key
+        self.fakes = [engine for engine in engines if isinstance(engine, FakeEngineClient)]
         self.engines = engines
-        self.engine = engines[0]
         self.rows = rows
-        self.metrics = metrics
+        self.metrics = assembled.services.metrics
+        self.database = assembled.database
+        self.stored_usage = assembled.stored_usage
+        self.responses = assembled.services.responses
+        self.replicas = assembled.services.replicas
+        self.retention = assembled.retention
+        self.live = assembled.live
+        self.server = assembled.server
+        self.stop = assembled.server.request_exit
+        self.store_clock = store_clock
         self.client = AsyncOpenAI(base_url=f"{url}/v1", api_key=self.key, max_retries=0, timeout=DEADLINE_S)
+        self.of = {engine.card.model: engine for engine in self.fakes}
+        self._authenticator = assembled.services.authenticator
+
+    @property
+    def engine(self) -> FakeEngineClient:
+        """The first of the scripted engines."""
+        return self.fakes[0]
+
+    @cached_property
+    def anthropic(self) -> AsyncAnthropic:
+        """Anthropic's client, which the test closes."""
+        return AsyncAnthropic(base_url=self.url, api_key=self.key, max_retries=0, timeout=DEADLINE_S)
+
+    def forget_keys(self) -> None:
+        """Look the tenant's key up again at its next use."""
+        self._authenticator.forget(self.keys.tenant_key.removeprefix("mty_").partition(".")[0])
+
+    def num_connections(self) -> int:
+        return len(self.server.server_state.connections)
 
     @staticmethod
     def prompt_tokens(text: str) -> int:
@@ -188,18 +205,31 @@ class RunningGateway:
         return len(f"<|user|>{text}\n<|assistant|>".encode())
 
     @property
-    def address(self):
+    def address(self) -> tuple[str, int]:
         host, port = self.url.removeprefix("http://").split(":")
         return host, int(port)
 
-    async def post(self, path: str, body: bytes | dict, key: str | None = None, headers=None):
+    async def post(
+        self,
+        path: str,
+        body: bytes | Mapping[str, Any],
+        key: str | None = None,
+        headers: Mapping[str, str | None] | None = None,
+    ) -> tuple[int, dict[str, str], bytes]:
         """One POST of raw bytes on its own connection: (status, headers, body)."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         return await self.request("POST", path, data, key, headers)
 
-    async def request(self, method: str, path: str, data: bytes = b"", key: str | None = None, headers=None):
+    async def request(
+        self,
+        method: str,
+        path: str,
+        data: bytes = b"",
+        key: str | None = None,
+        headers: Mapping[str, str | None] | None = None,
+    ) -> tuple[int, dict[str, str], bytes]:
         reader, writer = await asyncio.open_connection(*self.address)
-        fields = {"Host": "test", "Content-Length": str(len(data)), "Connection": "close"}
+        fields: dict[str, str | None] = {"Host": "test", "Content-Length": str(len(data)), "Connection": "close"}
         fields["Authorization"] = f"Bearer {key or self.key}"
         fields.update(headers or {})
         head = (
@@ -231,153 +261,120 @@ def _unchunk(data: bytes) -> bytes:
     return whole
 
 
-async def make_store(database: Database, clock: SystemClock):
+class StartGateway(Protocol):
+    """`async with start_gateway(engines, **settings) as gateway`."""
+
+    def __call__(
+        self, engines: Sequence[EngineClient], sender: Sender | None = None, **settings: Any
+    ) -> AbstractAsyncContextManager[RunningGateway]: ...
+
+
+async def make_store(database: Database, clock: Clock) -> BootstrapResult:
     """Tables, the shipped classes and the first keys, which are returned."""
     async with database.engine.begin() as connection:
         await connection.run_sync(Base.metadata.create_all)
     async with database.write() as session:
         for service in SHIPPED if not await load_classes(session) else ():
             await create_class(session, NewClass.of(service))
-    return await ensure_bootstrap(database, PEPPER, clock, reissue=True)
+    keys = await ensure_bootstrap(database, PEPPER, clock, reissue=True)
+    assert keys is not None
+    return keys
 
 
-_new_store = {}  # what a store is when it was just made, and its keys
+@dataclass(frozen=True)
+class NewStore:
+    """What a store is when it was just made, and its keys."""
+
+    file: bytes
+    keys: BootstrapResult
 
 
-async def keys_of(path: Path, clock: SystemClock):
+_new_stores: list[NewStore] = []  # the first that this process made, if any
+
+
+async def keys_of(path: Path, clock: Clock) -> BootstrapResult:
     """The first keys of the store in that file. One that is new is like every other, so only the first is made."""
-    if _new_store and not path.exists():  # noqa: ASYNC240
-        path.write_bytes(_new_store["file"])  # noqa: ASYNC240
-        return _new_store["keys"]
     is_new = not path.exists()  # noqa: ASYNC240
+    if _new_stores and is_new:
+        path.write_bytes(_new_stores[0].file)  # noqa: ASYNC240
+        return _new_stores[0].keys
     database = Database.open(f"sqlite:///{path}")
     keys = await make_store(database, clock)
     await database.close()
     if is_new:
-        _new_store.update(file=path.read_bytes(), keys=keys)  # noqa: ASYNC240
+        _new_stores.append(NewStore(path.read_bytes(), keys))  # noqa: ASYNC240
     return keys
 
 
 @asynccontextmanager
 async def run_gateway(
-    tmp_path,
-    engines,
-    sender=None,
+    tmp_path: Path,
+    engines: Sequence[EngineClient],
+    sender: Sender | None = None,
     *,
-    sampling=ALL,
-    stores_usage=False,
-    beside=None,
-    now=None,
-    breaker_clock=None,
-    **settings,
-):
-    """With `stores_usage` usage rows go to the store, as they do outside of tests; else they stay in a list. With
-    `beside`, on the database of that gateway. `now` is the database's clock, as far as
-    Idempotency-Keys and kept responses go by it; `breaker_clock` is that of the engines' circuit breakers. Spans of
-    requests that `sampling` keeps go to the `sender`."""
-    clock, rows, metrics = SystemClock(), RowList(), Metrics()
-    async with AsyncExitStack() as stack:
-        store = tmp_path / "store.db"
-        keys = beside.keys if beside else await keys_of(store, clock)
-        database = Database.open(f"sqlite:///{store}")
-        stack.push_async_callback(database.close)
-        replicas = await stack.enter_async_context(Replicas(engines, breaker_clock))
-        tracing = Tracing(sampling, () if sender is None else (sender,))
-        metrics.registry.register(TraceCollector(tracing))
-        authenticator = Authenticator(database, PEPPER, clock)
-        classes, prices = ClassCache(database, clock), PriceCache(database, clock)
-        if stores_usage:
-            rows = UsageRecorder(database, tmp_path / "usage-journal")
-            await rows.start()
-            stack.push_async_callback(rows.stop)
-        quotas = QuotaKeeper(database, LeaseStore("second" if beside else "first", 20.0), clock, ttl_s=20.0)
-        await quotas.start()
-        stack.push_async_callback(quotas.stop)
-        chosen = GatewaySettings(**{"drain_s": 2, "failover_wait_s": 0.1, **settings})
-        next_turn_prefill = await stack.enter_async_context(
-            NextTurnPrefill(rows, quotas, SpeculativePrefillMetrics(metrics.registry), clock)
-        )
-        idempotency = IdempotencyKeys(database, KeyStore(now=now or now_ms), KeepingLimits.of(chosen))
-        await idempotency.start()
-        stack.push_async_callback(idempotency.stop)
-        responses = ResponseKeeper(database, ConversationLimits.of(chosen), ResponseStore(now or now_ms))
-        worker_id = f"worker-{secrets.token_hex(8)}"
-        store_clock = StoreClock()
-        objects = ObjectStore.open((tmp_path / "objects").as_uri())
-        stack.push_async_callback(objects.close)
-        objects_ready = ObjectStoreReadiness(database, objects)
-        stack.push_async_callback(objects_ready.close)
-        parts = (database, objects, authenticator, quotas, metrics, tracing, clock, chosen)
-        batches = Batches(worker_id, *parts, poll_s=0.05, backoff=Backoff(0.02), now=store_clock)
-        live, source = LiveSettings(chosen), SettingsSource.open(None, SECTION, lambda: chosen, settings)
-        services = Services(
-            authenticator=authenticator,
-            usage=rows,
-            replicas=replicas,
-            classes=classes,
-            prices=prices,
-            metrics=metrics,
-            tracing=tracing,
-            clock=clock,
-            recorder=RequestRecorder(rows, quotas, metrics, tracing, clock),
-            idempotency=idempotency,
-            responses=responses,
-            admin_routes=[
-                admin_router(
-                    database,
-                    authenticator,
-                    classes,
-                    prices,
-                    quotas,
-                    PEPPER,
-                    clock,
-                    more=[
-                        with_services(EngineController, replicas=replicas),
-                        with_services(ExpertController, experts=ExpertService(replicas, clock)),
-                        with_services(WebhookController, reach=AddressPolicy()),
-                        with_services(TenantDeletionController, deletion=DeletionServices(objects)),
-                        with_services(SettingController, source=source, live=live, reloader=None),
-                    ],
-                )
-            ],
-            objects=objects_ready,
-            batches=batches,
-            live=live,
-            next_turn_prefill=next_turn_prefill,
-        )
-        listener = bind("127.0.0.1", 0)
-        started = asyncio.Event()
-        pipeline = create_pipeline(chosen, services)
-        app = create_app(chosen, services, pipeline)
-        server = GatewayServer(app, chosen.drain_s, ConnectionLimits.of(chosen), started.set, batches.drain)
-        server.followed_by(live)
-        await stack.enter_async_context(batches.working(pipeline))
-        task = asyncio.create_task(server.serve([listener]))
-        await started.wait()
-        running = RunningGateway(f"http://127.0.0.1:{listener.getsockname()[1]}", keys, engines, rows, metrics)
-        running.stop = server.request_exit
-        running.forget_keys = lambda: authenticator.forget(keys.tenant_key.removeprefix("mty_").partition(".")[0])
-        running.database, running.responses, running.replicas = database, responses, replicas
-        running.objects = objects
-        running.store_clock, running.live, running.server = store_clock, live, server
-        jobs = retention_jobs_of(chosen, database, objects, store_clock)
-        running.retention = RetentionService(
-            worker_id, database, jobs, RetentionMetrics(metrics.registry), interval_s=60, now=store_clock
-        )
-        running.num_connections = lambda: len(server.server_state.connections)
-        try:
-            yield running
-        finally:
-            await running.client.close()
-            server.request_exit()
-            await task
+    sampling: SamplingTerms = ALL,
+    stores_usage: bool = False,
+    beside: RunningGateway | None = None,
+    now: Now | None = None,
+    breaker_clock: Clock | None = None,
+    **settings: Any,
+) -> AsyncIterator[RunningGateway]:
+    """Run a gateway of these engines.
+
+    With `stores_usage` usage rows go to the store, as they do outside of tests; else they stay in a list. With
+    `beside`, on the database of that gateway. `now` is the database's clock, `breaker_clock` that of the engines'
+    circuit breakers. Spans of requests that `sampling` keeps go to the `sender`.
+    """
+    clock, rows, store_clock = SystemClock(), RowList(), StoreClock()
+    url = f"sqlite:///{tmp_path / 'store.db'}"
+    keys = beside.keys if beside else await keys_of(tmp_path / "store.db", clock)
+    database = Database.open(url)
+    chosen = GatewaySettings(
+        **{
+            **{"data_dir": tmp_path, "database_url": url, "traces_database_url": url, "key_pepper": PEPPER.decode()},
+            **{"trace_sample_rate": sampling.rate, "trace_sample_rates": dict(sampling.rates)},
+            **{"trace_first_per_s": sampling.first_per_s, "trace_max_per_s": sampling.max_per_s},
+            **{"drain_s": 2, "failover_wait_s": 0.1, **settings},
+        }
+    )
+    overrides = Overrides(
+        clock=clock,
+        breaker_clock=breaker_clock,
+        now=now or store_clock,
+        engines=engines,
+        span_senders=() if sender is None else (sender,),
+        usage=None if stores_usage else rows,
+        database=database,
+        batch_poll_s=0.05,
+        batch_backoff=Backoff(0.02),
+    )
+    source = SettingsSource.open(None, SECTION, lambda: chosen, settings)
+    started = asyncio.Event()
+    try:
+        async with assembled(source, overrides, on_started=started.set) as gateway:
+            listener = bind("127.0.0.1", 0)
+            task = asyncio.create_task(gateway.server.serve([listener]))
+            await started.wait()
+            store = gateway.services.store
+            while store is not None and await store.why_not_ready():  # which a busy machine makes late
+                pass
+            address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            running = RunningGateway(address, keys, engines, rows, store_clock, gateway)
+            try:
+                yield running
+            finally:
+                await running.client.close()
+                gateway.server.request_exit()
+                await task
+    finally:
+        await database.close()
 
 
 _logged = io.StringIO()
 
 
 @pytest.fixture
-def logged():
+def logged() -> Iterator[io.StringIO]:
     """What the process logs, in JSON and as much of it as there can be. One stream for all tests of the process: a
     logger goes on writing to the first one that it was given."""
     _logged.seek(0)
@@ -393,10 +390,10 @@ def spans() -> SpanList:
 
 
 @pytest.fixture
-def until():
+def until() -> Until:
     """`await until(condition)`: returns once it holds, fails after a deadline. For states that announce no change."""
 
-    async def wait(condition) -> None:
+    async def wait(condition: Callable[[], object]) -> None:
         async with asyncio.timeout(DEADLINE_S):
             while not condition():  # noqa: ASYNC110 - what is watched has no event
                 await asyncio.sleep(0.002)
@@ -415,16 +412,23 @@ def any_card() -> ModelCard:
 
 
 @pytest.fixture
-def new_card():
+def new_card() -> NewCard:
     return make_card
 
 
 @pytest.fixture
-def tool_card():
+def tool_card() -> ToolCard:
     """A card whose model is named for the family that its chat template is of; what marks its calls may be special
     tokens or other added ones."""
 
-    def make(family: str, *, template: str = "", special=(), added=(), engine_id: str = "") -> ModelCard:
+    def make(
+        family: str,
+        *,
+        template: str = "",
+        special: Sequence[str] = (),
+        added: Sequence[str] = (),
+        engine_id: str = "",
+    ) -> ModelCard:
         card = make_card(engine_id or family, family, max_context_tokens=20_000)
         tokenizer = tokenizers.Tokenizer.from_str(card.tokenizer_json)
         tokenizer.add_special_tokens(list(special))
@@ -440,7 +444,7 @@ def tool_card():
 
 
 @pytest.fixture
-def thinking_card(tool_card):
+def thinking_card(tool_card: ToolCard) -> ModelCard:
     """A card whose model thinks before it answers, and can be told not to; its markers are tokens."""
     switch = "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
     template = (TOOL_TEMPLATES / "hermes.jinja").read_text() + switch
@@ -448,27 +452,26 @@ def thinking_card(tool_card):
 
 
 @pytest.fixture
-async def tool_gateway(start_gateway, tool_card):
-    """A gateway with a model of each family that calls tools, in `of`, and Anthropic's client beside OpenAI's."""
-    engines = {family: FakeEngineClient(tool_card(family)) for family in ("hermes", "llama", "mistral")}
-    async with start_gateway(list(engines.values())) as running:
-        running.of = engines
-        running.anthropic = AsyncAnthropic(base_url=running.url, api_key=running.key, max_retries=0, timeout=DEADLINE_S)
-        async with running.anthropic:
-            yield running
+async def tool_gateway(start_gateway: StartGateway, tool_card: ToolCard) -> AsyncIterator[RunningGateway]:
+    """A gateway with a model of each family that calls tools."""
+    engines = [FakeEngineClient(tool_card(family)) for family in ("hermes", "llama", "mistral")]
+    async with start_gateway(engines) as running, running.anthropic:
+        yield running
 
 
 @pytest.fixture
-def start_gateway(tmp_path):
+def start_gateway(tmp_path: Path) -> StartGateway:
     """`async with start_gateway(engines, **settings) as gateway`."""
 
-    def start(engines, sender=None, **settings):
+    def start(
+        engines: Sequence[EngineClient], sender: Sender | None = None, **settings: Any
+    ) -> AbstractAsyncContextManager[RunningGateway]:
         return run_gateway(tmp_path, engines, sender, **settings)
 
     return start
 
 
 @pytest.fixture
-async def gateway(start_gateway, card):
+async def gateway(start_gateway: StartGateway, card: ModelCard) -> AsyncIterator[RunningGateway]:
     async with start_gateway([FakeEngineClient(card)]) as running:
         yield running

@@ -9,7 +9,9 @@ import json
 import os
 import secrets
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import schemathesis
@@ -45,7 +47,7 @@ EXCUSED_PARAMS = {
 }
 
 
-def new():
+def new() -> str:
     """A name that nothing has."""
     return f"x{secrets.token_hex(8)}"
 
@@ -57,76 +59,76 @@ class World:
         self.keys = {"public": os.environ["MOIETY_KEY"], "admin": os.environ["MOIETY_ADMIN_KEY"]}
         self.http = httpx.Client(base_url=os.environ["MOIETY_URL"], timeout=30)
         self.made = {"name": "standard"}
-        self.answered = Counter()
+        self.answered: Counter[Any] = Counter()
 
-    def make(self, path, body, who="admin", method="POST"):
+    def make(self, path: str, body: dict[str, Any], who: str = "admin", method: str = "POST") -> Any:
         return self.ask(method, path, who, json=body).raise_for_status().json()
 
-    def ask(self, method, path, who="admin", **more):
+    def ask(self, method: str, path: str, who: str = "admin", **more: Any) -> Any:
         return self.http.request(method, path, headers={"Authorization": f"Bearer {self.keys[who]}"}, **more)
 
-    def make_room(self):
+    def make_room(self) -> None:
         """There may be only so many classes and webhooks."""
         for path, name in (("/admin/v1/classes", "name"), ("/admin/v1/webhooks", "id")):
             for one in self.ask("GET", path).json()["data"]:
                 self.ask("DELETE", f"{path}/{one[name]}")  # no shipped class, which it refuses
 
-    def known(self, name):
+    def known(self, name: str) -> Any:
         """One that is there already, for what leaves it as it is."""
         if name not in self.made:
             self.made[name] = getattr(self, name)()
         return self.made[name]
 
-    def trace_id(self):
+    def trace_id(self) -> Any:
         return os.environ["MOIETY_TRACE_ID"]
 
-    def tenant_id(self):
+    def tenant_id(self) -> Any:
         return self.make("/admin/v1/tenants", {"name": new()})["id"]
 
-    def project_id(self):
+    def project_id(self) -> Any:
         return self.make("/admin/v1/projects", {"name": "p", "tenant_id": self.tenant_id()})["id"]
 
-    def key_id(self):
+    def key_id(self) -> Any:
         return self.make("/admin/v1/keys", {"name": "k", "project_id": self.project_id()})["key"]["id"]
 
-    def quota_id(self):
+    def quota_id(self) -> Any:
         limit = {"level": "tenant", "scope_id": self.tenant_id(), "kind": "tokens_per_day", "cap": 9}
         return self.make("/admin/v1/quotas", limit, method="PUT")["id"]
 
-    def name(self):
+    def name(self) -> Any:
         """Of a class."""
         self.make_room()
         return self.make("/admin/v1/classes", {"name": new(), "rank": 9, "ttft_s": 1})["name"]
 
-    def model(self):
+    def model(self) -> Any:
         """That has a price."""
         price = {"model": new(), "input": "1", "output": "1"}
         return self.make("/admin/v1/prices", price, method="PUT")["model"]
 
-    def webhook_id(self):
+    def webhook_id(self) -> Any:
         self.make_room()
         return self.make("/admin/v1/webhooks", {"url": "https://example.com/x"})["webhook"]["id"]
 
-    def engine_id(self):
+    def engine_id(self) -> Any:
         return self.ask("GET", "/admin/v1/engines").json()["data"][0]["card"]["engine_id"]
 
-    def file_id(self):
+    def file_id(self) -> Any:
         line = b'{"custom_id":"a","method":"POST","url":"/v1/completions","body":{"model":"tiny","prompt":"a"}}'
         form = {"data": {"purpose": "batch"}, "files": {"file": ("lines.jsonl", line)}}
         return self.ask("POST", "/v1/files", "public", **form).raise_for_status().json()["id"]
 
-    def batch_id(self):
+    def batch_id(self) -> Any:
         body = {"endpoint": "/v1/completions", "completion_window": "24h", "input_file_id": self.file_id()}
         return self.make("/v1/batches", body, "public")["id"]
 
-    def response_id(self):
+    def response_id(self) -> Any:
         body = {"model": self.model_id(), "input": "a", "max_output_tokens": 1, "store": True}
         return self.make("/v1/responses", body, "public")["id"]
 
-    def declaration(self):
+    def declaration(self) -> Any:
         return self.make("/admin/v1/declarations", {"kind": "tenant", "name": new(), "source": "file"}, method="PUT")
 
-    def model_id(self):
+    def model_id(self) -> str:
         return "tiny"
 
 
@@ -135,7 +137,7 @@ CASES: Counter[str] = Counter()  # by operation
 
 
 @schemathesis.hook
-def before_call(_context, case, _kwargs):
+def before_call(_context: Any, case: Any, _kwargs: Any) -> None:
     """Where a case is no bad one in that respect: have it name things that there are, or it would be answered 404 for
     whatever else is in it; and have fields agree that must."""
     if not is_bad(case, ParameterLocation.PATH):
@@ -162,11 +164,11 @@ def before_call(_context, case, _kwargs):
         case.query |= {name: declared[name] for name in ("kind", "name")}
 
 
-def is_bad(case, location):
+def is_bad(case: Any, location: Any) -> Any:
     return case.meta is not None and case.meta.is_negative_at(location)
 
 
-def without_fractions(value):
+def without_fractions(value: Any) -> Any:
     """JSON Schema takes 1.0 for an integer, and this API does not, as OpenAI's."""
     if isinstance(value, dict):
         return {key: without_fractions(one) for key, one in value.items()}
@@ -183,7 +185,7 @@ KINDS = {
 }
 
 
-def named(body):
+def named(body: dict[str, Any]) -> Any:
     """With things that there are."""
     for name, kind in KINDS.items():
         if isinstance(body.get(name), str):
@@ -202,7 +204,7 @@ def named(body):
     return body
 
 
-def agreed(body):
+def agreed(body: dict[str, Any]) -> Any:
     """With values that JSON Schema cannot hold together."""
     if body.get("best_of") is not None:
         body["best_of"] = body.get("n") or 1
@@ -220,7 +222,7 @@ def agreed(body):
     return body
 
 
-def offered(body):
+def offered(body: dict[str, Any]) -> None:
     """Each tool has its own name, and the one that is chosen is among them."""
     functions = [tool.get("function", tool) for tool in body.get("tools") or ()]
     for number, function in enumerate(functions):
@@ -231,7 +233,7 @@ def offered(body):
         chosen["name"] = functions[0]["name"]
 
 
-def chat_turns(message):
+def chat_turns(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """OpenAI's: the result of a call comes after the call."""
     if message["role"] == "tool":
         call = {"id": message["tool_call_id"], "function": {"name": "f", "arguments": "{}"}}
@@ -239,7 +241,7 @@ def chat_turns(message):
     yield message
 
 
-def message_turns(messages):
+def message_turns(messages: list[dict[str, Any]]) -> Any:
     """Anthropic's: the same, and after the last call there is something."""
     turns = []
     for message in messages:
@@ -254,7 +256,7 @@ def message_turns(messages):
     return turns
 
 
-def with_partner(item):
+def with_partner(item: Any) -> Iterator[dict[str, Any]]:
     """Items of responses, where the input is of such: a call comes with its result."""
     kind, call_id = (item.get("type"), item.get("call_id")) if isinstance(item, dict) else (None, None)
     if kind == "function_call_output":
@@ -265,7 +267,7 @@ def with_partner(item):
 
 
 @schemathesis.hook
-def after_call(_context, case, response):
+def after_call(_context: Any, case: Any, response: Any) -> None:
     WORLD.answered[f"{case.method} {case.operation.path} {response.status_code}"] += 1
 
 
@@ -273,7 +275,7 @@ atexit.register(lambda: Path(os.environ["MOIETY_ANSWERED"]).write_text(json.dump
 
 
 @schemathesis.check
-def refuses_what_it_does_not_say(ctx, response, case):
+def refuses_what_it_does_not_say(ctx: Any, response: Any, case: Any) -> None:
     """`negative_data_rejection`; too large a list may be too large a body as well, and whatever a form has as its file
     is the text of one."""
     is_form = case.media_type == "multipart/form-data" and isinstance(case.body, dict)
@@ -282,13 +284,13 @@ def refuses_what_it_does_not_say(ctx, response, case):
 
 
 @schemathesis.check
-def takes_what_it_says(ctx, response, case):
+def takes_what_it_says(ctx: Any, response: Any, case: Any) -> None:
     """`positive_data_acceptance`, with our excuses."""
     if not is_excused(response):
         CHECKS.get_one("positive_data_acceptance")(ctx, response, case)
 
 
-def is_excused(response):
+def is_excused(response: Any) -> Any:
     if response.status_code not in (400, 412, 422):
         return False
     error = response.json()["error"]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 import openai
@@ -19,32 +21,39 @@ from moiety_platform.errors import Overloaded
 from moiety_platform.inference.slo import SloProgress, slo_attained, slo_missed
 from moiety_wire.classes import BATCH, FLEX, PRIORITY, STANDARD
 from moiety_wire.figures import ClassLoad
-from moiety_wire.messages import Failed, FailureCode
+from moiety_wire.messages import Failed, FailureCode, ModelCard, Submit
 from moiety_wire.notes import Event, EventKind, Reason
 
-HELLO = [{"role": "user", "content": "hello"}]
+from .conftest import NewCard, RunningGateway, SpanList, StartGateway, Until
+
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 CHAT = "/v1/chat/completions"
-BODY = {"model": "tiny", "messages": HELLO, "max_tokens": 2}
+BODY: dict[str, Any] = {"model": "tiny", "messages": HELLO, "max_tokens": 2}
 REJECTED = {"retry-after": "3", "x-moiety-reason": "predicted_late"}
 
 
-def rejects(submit):
+def rejects(submit: Submit) -> Any:
     return Failed(submit.request_id, 0, FailureCode.OVERLOADED, "not now", 0, Reason.PREDICTED_LATE, 2.1)
 
 
-def class_load(name, predicted_ttft_s=0.0, **changes) -> ClassLoad:
-    fields = dict.fromkeys(ClassLoad.__struct_fields__, 0) | {"rejected_total": {}, "preempted_total": {}}
+def class_load(name: str, predicted_ttft_s: float | None = 0.0, **changes: Any) -> ClassLoad:
+    fields: dict[str, Any] = dict.fromkeys(ClassLoad.__struct_fields__, 0) | {
+        "rejected_total": {},
+        "preempted_total": {},
+    }
     return ClassLoad(**{**fields, "name": name, "predicted_ttft_s": predicted_ttft_s, **changes})
 
 
-async def admin(gateway, method, path, body=None, expect=200):
+async def admin(
+    gateway: RunningGateway, method: str, path: str, body: dict[str, Any] | None = None, expect: int = 200
+) -> Any:
     data = b"" if body is None else json.dumps(body).encode()
     status, _, answer = await gateway.request(method, f"/admin/v1{path}", data, gateway.admin_key)
     assert status == expect, answer
     return json.loads(answer)
 
 
-async def set_tenant_class(gateway, name):
+async def set_tenant_class(gateway: RunningGateway, name: str) -> None:
     (tenant,) = (await admin(gateway, "GET", "/tenants"))["data"]
     await admin(gateway, "PATCH", f"/tenants/{tenant['id']}", {"service_class": name})
     gateway.forget_keys()
@@ -69,8 +78,8 @@ async def set_tenant_class(gateway, name):
     ],
 )
 async def test_a_tier_chooses_below_the_tenants_class_and_the_answer_states_what_was_served(
-    gateway, cap, tier, served, stated
-):
+    gateway: RunningGateway, cap: str, tier: str | None, served: str, stated: str
+) -> None:
     await set_tenant_class(gateway, cap)
     options = {} if tier is None else {"service_tier": tier}
     raw = await gateway.client.chat.completions.with_raw_response.create(
@@ -87,7 +96,7 @@ async def test_a_tier_chooses_below_the_tenants_class_and_the_answer_states_what
     assert [row.service_class for row in await gateway.rows.wait_for(2)] == [served, served]
 
 
-async def test_a_class_of_ones_own_comes_with_the_tenant_and_is_stated_by_its_rank(gateway):
+async def test_a_class_of_ones_own_comes_with_the_tenant_and_is_stated_by_its_rank(gateway: RunningGateway) -> None:
     await admin(gateway, "POST", "/classes", {"name": "bronze", "rank": 1, "ttft_s": 9.0}, 201)
     await set_tenant_class(gateway, "bronze")
     for tier, served in ((None, "bronze"), ("default", "bronze"), ("priority", "bronze"), ("flex", "flex")):
@@ -97,9 +106,9 @@ async def test_a_class_of_ones_own_comes_with_the_tenant_and_is_stated_by_its_ra
     assert gateway.engine.submits[0].service.ttft_s == 9.0
 
 
-async def test_an_edit_of_a_class_holds_for_the_next_request_without_a_restart(gateway):
+async def test_an_edit_of_a_class_holds_for_the_next_request_without_a_restart(gateway: RunningGateway) -> None:
     await gateway.post(CHAT, BODY)
-    change = {"ttft_s": 0.75, "tpot_s": None, "on_overload": "downgrade", "downgrade_to": "flex"}
+    change: dict[str, Any] = {"ttft_s": 0.75, "tpot_s": None, "on_overload": "downgrade", "downgrade_to": "flex"}
     await admin(gateway, "PATCH", "/classes/standard", change)
     await gateway.post(CHAT, BODY)
     before, after = gateway.engine.submits
@@ -111,7 +120,9 @@ async def test_an_edit_of_a_class_holds_for_the_next_request_without_a_restart(g
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_downgraded_request_is_stated_as_it_was_served(start_gateway, card, stream):
+async def test_a_downgraded_request_is_stated_as_it_was_served(
+    start_gateway: StartGateway, card: ModelCard, stream: bool
+) -> None:
     engine = FakeEngineClient(card, verdict=lambda submit: FakeVerdict("flex", Reason.PREDICTED_LATE))
     async with start_gateway([engine]) as gateway:
         await admin(gateway, "PATCH", "/classes/standard", {"on_overload": "downgrade", "downgrade_to": "flex"})
@@ -129,8 +140,10 @@ async def test_a_downgraded_request_is_stated_as_it_was_served(start_gateway, ca
         assert 'moiety_sla_total{attained="true",model="tiny",service_class="flex"} 1.0' in text
 
 
-async def test_a_request_of_several_sequences_is_served_as_the_lowest_of_them(start_gateway, card):
-    def verdict(submit):
+async def test_a_request_of_several_sequences_is_served_as_the_lowest_of_them(
+    start_gateway: StartGateway, card: ModelCard
+) -> None:
+    def verdict(submit: Submit) -> Any:
         return FakeVerdict("flex", Reason.KV_PEAK) if submit.request_id.endswith("-1") else FakeVerdict("standard")
 
     async with start_gateway([FakeEngineClient(card, verdict=verdict)]) as gateway:
@@ -143,7 +156,9 @@ async def test_a_request_of_several_sequences_is_served_as_the_lowest_of_them(st
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_openai_client_sees_a_rate_limit_with_the_time_to_come_back(start_gateway, card, stream):
+async def test_the_openai_client_sees_a_rate_limit_with_the_time_to_come_back(
+    start_gateway: StartGateway, card: ModelCard, stream: bool
+) -> None:
     async with start_gateway([FakeEngineClient(card, rejects)]) as gateway:
         with pytest.raises(openai.RateLimitError, match="not now") as caught:
             await gateway.client.chat.completions.create(model="tiny", messages=HELLO, stream=stream)
@@ -158,10 +173,12 @@ async def test_the_openai_client_sees_a_rate_limit_with_the_time_to_come_back(st
         assert 'moiety_admission_total{outcome="rejected",reason="predicted_late",service_class="standard"} 1.0' in text
 
 
-async def test_the_openai_client_comes_back_by_itself_and_is_served(start_gateway, card):
+async def test_the_openai_client_comes_back_by_itself_and_is_served(
+    start_gateway: StartGateway, card: ModelCard
+) -> None:
     tries = []
 
-    def rejects_once(submit):
+    def rejects_once(submit: Submit) -> Any:
         tries.append(submit)
         if len(tries) == 1:
             return Failed(submit.request_id, 0, FailureCode.OVERLOADED, "not now", 0, Reason.QUEUE_FULL, 0.2)
@@ -183,9 +200,9 @@ async def test_the_openai_client_comes_back_by_itself_and_is_served(start_gatewa
     ],
 )
 async def test_one_rejected_sequence_takes_the_others_along_and_nothing_is_billed(
-    start_gateway, card, until, path, body, stream
-):
-    def rejects_the_third(submit):
+    start_gateway: StartGateway, card: ModelCard, until: Until, path: Any, body: Any, stream: bool
+) -> None:
+    def rejects_the_third(submit: Submit) -> Any:
         return rejects(submit) if submit.request_id.endswith("-2") else count_aloud(submit)
 
     engine = FakeEngineClient(card, rejects_the_third)
@@ -198,17 +215,17 @@ async def test_one_rejected_sequence_takes_the_others_along_and_nothing_is_bille
         await until(lambda: engine.state.num_inflight == 0)
 
 
-async def test_a_stream_answers_nothing_before_the_last_verdict(start_gateway, card):
+async def test_a_stream_answers_nothing_before_the_last_verdict(start_gateway: StartGateway, card: ModelCard) -> None:
     """The first sequences have tokens long before the last is turned away; the status is still its own."""
     verdict_is_due = asyncio.Event()
 
     class Slow(FakeEngineClient):
-        async def _answer(self, run):
+        async def _answer(self, run: Any) -> None:
             if run.submit.request_id.endswith("-1"):
                 await verdict_is_due.wait()
             await super()._answer(run)
 
-    def rejects_the_second(submit):
+    def rejects_the_second(submit: Submit) -> Any:
         return rejects(submit) if submit.request_id.endswith("-1") else count_aloud(submit)
 
     engine = Slow(card, rejects_the_second)
@@ -221,19 +238,21 @@ async def test_a_stream_answers_nothing_before_the_last_verdict(start_gateway, c
 
 
 @pytest.mark.parametrize("seq", [0, 1])
-async def test_a_verdict_that_is_there_before_it_is_waited_for_counts_no_less(start_gateway, card, seq):
+async def test_a_verdict_that_is_there_before_it_is_waited_for_counts_no_less(
+    start_gateway: StartGateway, card: ModelCard, seq: int
+) -> None:
     """The first sequence's tokens stand before the other's rejection in the inbox; the status is still its own."""
 
     class Quick(FakeEngineClient):
         @asynccontextmanager
-        async def open(self, submit, inbox=None):
+        async def open(self, submit: Submit, inbox: Any = None) -> AsyncIterator[Any]:
             async with super().open(submit, inbox) as stream:
                 for _ in range(20):
                     await asyncio.sleep(0)  # it answers meanwhile
                 assert stream.num_output_tokens == (0 if submit.request_id.endswith("-1") else 2)
                 yield stream
 
-    def rejects_the_second(submit):
+    def rejects_the_second(submit: Submit) -> Any:
         failed = msgspec.structs.replace(rejects(submit), seq=seq)
         return failed if submit.request_id.endswith("-1") else count_aloud(submit)
 
@@ -243,7 +262,9 @@ async def test_a_verdict_that_is_there_before_it_is_waited_for_counts_no_less(st
         assert (status, row.outcome, row.output_tokens) == (429, "rejected", 0)
 
 
-async def test_a_request_that_is_shed_from_the_queue_is_rejected_like_the_others(start_gateway, card):
+async def test_a_request_that_is_shed_from_the_queue_is_rejected_like_the_others(
+    start_gateway: StartGateway, card: ModelCard
+) -> None:
     engine = FakeEngineClient(
         card, lambda submit: Failed(submit.request_id, 1, FailureCode.OVERLOADED, "dropped", 0, Reason.SHED, None)
     )
@@ -257,7 +278,9 @@ async def test_a_request_that_is_shed_from_the_queue_is_rejected_like_the_others
 # ── the gate ──
 
 
-async def test_a_tenant_may_have_only_so_much_in_flight(start_gateway, card, until):
+async def test_a_tenant_may_have_only_so_much_in_flight(
+    start_gateway: StartGateway, card: ModelCard, until: Until
+) -> None:
     engine = FakeEngineClient(card, lambda submit: ((65, "x") for _ in range(10_000)))
     async with start_gateway([engine], max_inflight_per_tenant=2, credit_window_tokens=4) as gateway:
         held = []
@@ -281,10 +304,10 @@ async def test_a_tenant_may_have_only_so_much_in_flight(start_gateway, card, unt
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 5), st.floats(0, 100)), max_size=30), st.integers(1, 8))
-def test_a_gate_never_lets_a_tenant_over_its_bound_and_forgets_who_has_left(steps, limit):
+def test_a_gate_never_lets_a_tenant_over_its_bound_and_forgets_who_has_left(steps: Any, limit: Any) -> None:
     clock = ManualClock()
     gate = AdmissionGate(limit, clock)
-    held = []
+    held: list[Any] = []
     for tenant, number, wait_s in steps:
         clock.advance(wait_s)
         inflight = sum(count for who, count, _ in held if who == tenant)
@@ -311,14 +334,14 @@ def test_a_gate_never_lets_a_tenant_over_its_bound_and_forgets_who_has_left(step
         (STANDARD, None, False),
     ],
 )
-def test_only_what_is_hopeless_is_refused_before_the_wire(service, load, refused):
+def test_only_what_is_hopeless_is_refused_before_the_wire(service: Any, load: Any, refused: bool) -> None:
     refusal = refuse_hopeless(service, load)
     assert (refusal is not None) == refused
     if refusal is not None:
         assert (refusal.reason, refusal.retry_after_s) == (Reason.PREDICTED_LATE, 31.0)
 
 
-async def test_a_hopeless_flood_does_not_cross_the_wire_unless_what_is_known_is_old(gateway):
+async def test_a_hopeless_flood_does_not_cross_the_wire_unless_what_is_known_is_old(gateway: RunningGateway) -> None:
     gateway.engine.class_loads = [class_load("standard", 100.0), class_load("flex", 100.0)]
     status, headers, answer = await gateway.post(CHAT, BODY)
     assert (status, headers["x-moiety-reason"], headers["retry-after"]) == (429, "predicted_late", "70")
@@ -332,7 +355,9 @@ async def test_a_hopeless_flood_does_not_cross_the_wire_unless_what_is_known_is_
     assert [row.outcome for row in rows] == ["rejected", "length", "length", "length"]
 
 
-async def test_of_two_engines_the_one_with_the_shorter_wait_is_asked_and_none_is_refused(start_gateway, new_card):
+async def test_of_two_engines_the_one_with_the_shorter_wait_is_asked_and_none_is_refused(
+    start_gateway: StartGateway, new_card: NewCard
+) -> None:
     slow, quick = FakeEngineClient(new_card("slow")), FakeEngineClient(new_card("quick"))
     slow.class_loads, quick.class_loads = [class_load("standard", 500.0)], [class_load("standard", 1.0)]
     async with start_gateway([slow, quick]) as gateway:
@@ -343,7 +368,9 @@ async def test_of_two_engines_the_one_with_the_shorter_wait_is_asked_and_none_is
 # ── figures ──
 
 
-async def test_what_happened_to_a_request_is_in_its_row_its_span_and_the_metrics(start_gateway, card, spans):
+async def test_what_happened_to_a_request_is_in_its_row_its_span_and_the_metrics(
+    start_gateway: StartGateway, card: ModelCard, spans: SpanList
+) -> None:
     events = (
         Event(1, EventKind.PREEMPTED, Reason.DECODE_NEEDS_BLOCKS, "another"),
         Event(2, EventKind.RESUMED, Reason.RECOMPUTE),
@@ -389,7 +416,7 @@ async def test_what_happened_to_a_request_is_in_its_row_its_span_and_the_metrics
         assert line in text
 
 
-def progress(first_s=None, last_s=None, tokens=11, prompt=1000, cached=0):
+def progress(first_s: Any = None, last_s: Any = None, tokens: int = 11, prompt: int = 1000, cached: int = 0) -> Any:
     return SloProgress(prompt, cached, tokens, first_s, last_s)
 
 
@@ -408,11 +435,13 @@ def progress(first_s=None, last_s=None, tokens=11, prompt=1000, cached=0):
         (BATCH, [progress(601.0, 86_400.0)], True),
     ],
 )
-def test_the_slo_is_attained_if_the_first_and_the_last_token_come_by_their_deadlines(service, sequences, kept):
+def test_the_slo_is_attained_if_the_first_and_the_last_token_come_by_their_deadlines(
+    service: Any, sequences: list[Any], kept: bool
+) -> None:
     assert slo_attained(service, sequences) == kept
 
 
-def test_a_client_that_leaves_has_a_broken_promise_only_if_it_was_late_already():
+def test_a_client_that_leaves_has_a_missed_slo_only_if_it_was_late_already() -> None:
     assert not slo_missed(PRIORITY, [progress(prompt=0)], 0.4)
     assert slo_missed(PRIORITY, [progress(prompt=0)], 0.6)
     assert not slo_missed(PRIORITY, [progress(0.4, 0.4, prompt=0)], 99.0)
@@ -420,9 +449,11 @@ def test_a_client_that_leaves_has_a_broken_promise_only_if_it_was_late_already()
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
-async def test_usage_in_every_chunk_is_refused_by_name_and_its_absence_is_not(gateway, path):
-    body = {"model": "tiny", "messages": HELLO, "prompt": "a", "max_tokens": 2, "stream": True}
-    options = {"include_usage": True, "continuous_usage_stats": True}
+async def test_usage_in_every_chunk_is_refused_by_name_and_its_absence_is_not(
+    gateway: RunningGateway, path: Any
+) -> None:
+    body: dict[str, Any] = {"model": "tiny", "messages": HELLO, "prompt": "a", "max_tokens": 2, "stream": True}
+    options: dict[str, Any] = {"include_usage": True, "continuous_usage_stats": True}
     status, _, answer = await gateway.post(path, body | {"stream_options": options})
     assert status == 400
     assert "'stream_options.continuous_usage_stats' cannot be served" in json.loads(answer)["error"]["message"]

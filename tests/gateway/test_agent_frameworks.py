@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import agents
 import pytest
 from langchain_core.messages import AIMessageChunk, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 
+from .conftest import RunningGateway
 from .test_tool_loops import hermes, says
 
 QUESTION = "How warm is it in Basel?"
@@ -20,14 +23,19 @@ def temperature_of(city: str) -> str:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_langchains_tool_loop_comes_to_its_answer(tool_gateway, stream):
+async def test_langchains_tool_loop_comes_to_its_answer(tool_gateway: RunningGateway, stream: bool) -> None:
     tool_gateway.of["hermes"].script = says(CALL, "It is 17 degrees.")
-    told = {"base_url": f"{tool_gateway.url}/v1", "api_key": tool_gateway.key, "max_retries": 0, "stream_usage": True}
+    told: dict[str, Any] = {
+        "base_url": f"{tool_gateway.url}/v1",
+        "api_key": tool_gateway.key,
+        "max_retries": 0,
+        "stream_usage": True,
+    }
     chat = ChatOpenAI(model="hermes", **told)
     temperature = tool(temperature_of)
     model = chat.bind_tools([temperature])
 
-    async def ask(messages):
+    async def ask(messages: list[dict[str, Any]]) -> Any:
         if not stream:
             return await model.ainvoke(messages)
         whole = None
@@ -49,7 +57,7 @@ async def test_langchains_tool_loop_comes_to_its_answer(tool_gateway, stream):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("api", [agents.OpenAIChatCompletionsModel, agents.OpenAIResponsesModel])
-async def test_the_agents_sdks_loop_comes_to_its_answer(tool_gateway, api, stream):
+async def test_the_agents_sdks_loop_comes_to_its_answer(tool_gateway: RunningGateway, api: Any, stream: bool) -> None:
     agents.set_tracing_disabled(True)  # it would send traces to its maker
     tool_gateway.of["hermes"].script = says(CALL, "It is 17 degrees.")
     agent = agents.Agent(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import anthropic
 import msgspec
@@ -11,22 +13,24 @@ import pytest
 
 from moiety_platform.engine_client.fake import FakeEngineClient, FakeVerdict
 from moiety_text.tokenizer import Tokenizer
-from moiety_wire.messages import Failed, FailureCode
+from moiety_wire.messages import Failed, FailureCode, ModelCard, Submit
 from moiety_wire.notes import Reason
+
+from .conftest import NewCard, RunningGateway, StartGateway, Until
 
 MODEL = "tiny"
 PATH = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"
-HELLO = [{"role": "user", "content": "hello"}]
-BODY = {"model": MODEL, "messages": HELLO, "max_tokens": 2}
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+BODY: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 2}
 HELLO_TOKENS = len("<|user|>hello\n<|assistant|>")
 
 
 @pytest.fixture
-def open_client():
+def open_client() -> Callable[..., anthropic.AsyncAnthropic]:
     """`async with open_client(gateway) as client`."""
 
-    def make(gateway, **options):
+    def make(gateway: RunningGateway, **options: Any) -> Any:
         return anthropic.AsyncAnthropic(
             **{"base_url": gateway.url, "api_key": gateway.key, "max_retries": 0, "timeout": 10.0, **options}
         )
@@ -35,33 +39,35 @@ def open_client():
 
 
 @pytest.fixture
-async def client(gateway, open_client):
+async def client(
+    gateway: RunningGateway, open_client: Callable[..., anthropic.AsyncAnthropic]
+) -> AsyncIterator[anthropic.AsyncAnthropic]:
     async with open_client(gateway) as opened:
         yield opened
 
 
 @pytest.fixture
-def prompt_of(card):
+def prompt_of(card: ModelCard) -> Callable[[Submit], str]:
     """The text that an engine was given."""
     tokenizer = Tokenizer.from_json(card.tokenizer_json)
     return lambda submit: tokenizer.decode(submit.prompt_ids, skip_special_tokens=False)
 
 
-async def admin(gateway, method, path, body=None):
+async def admin(gateway: RunningGateway, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
     data = b"" if body is None else json.dumps(body).encode()
     status, _, answer = await gateway.request(method, f"/admin/v1{path}", data, gateway.admin_key)
     assert status in (200, 201), answer
     return json.loads(answer)
 
 
-def ends_after(*texts):
+def ends_after(*texts: Any) -> Any:
     return lambda submit: [(65, text) for text in texts]
 
 
 # ── answers ──
 
 
-async def test_a_message_has_text_usage_and_identity(gateway, client):
+async def test_a_message_has_text_usage_and_identity(gateway: RunningGateway, client: anthropic.AsyncAnthropic) -> None:
     message = await client.messages.create(**BODY)
     assert [(block.type, block.text) for block in message.content] == [("text", "1 2")]
     assert (message.type, message.role, message.model) == ("message", "assistant", MODEL)
@@ -75,7 +81,7 @@ async def test_a_message_has_text_usage_and_identity(gateway, client):
     assert (row.prompt_tokens, row.output_tokens) == (HELLO_TOKENS, 2)
 
 
-async def test_a_stream_has_the_vendors_events_in_their_order(gateway):
+async def test_a_stream_has_the_vendors_events_in_their_order(gateway: RunningGateway) -> None:
     status, headers, answer = await gateway.post(PATH, BODY | {"stream": True})
     assert (status, headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
     events = []
@@ -100,7 +106,9 @@ async def test_a_stream_has_the_vendors_events_in_their_order(gateway):
     assert events[-2]["usage"]["output_tokens"] == 2
 
 
-async def test_a_streamed_message_comes_to_the_same_as_a_whole_one(start_gateway, card, open_client):
+async def test_a_streamed_message_comes_to_the_same_as_a_whole_one(
+    start_gateway: StartGateway, card: ModelCard, open_client: Callable[..., anthropic.AsyncAnthropic]
+) -> None:
     engine = FakeEngineClient(card, verdict=lambda submit: FakeVerdict("standard", num_cached_tokens=16))
     async with start_gateway([engine]) as gateway, open_client(gateway) as client:
         whole = await client.messages.create(**BODY)
@@ -130,7 +138,9 @@ ENDS = [
 ]
 
 
-async def test_a_message_says_why_it_ended_streamed_and_not(gateway, client):
+async def test_a_message_says_why_it_ended_streamed_and_not(
+    gateway: RunningGateway, client: anthropic.AsyncAnthropic
+) -> None:
     for texts, stops, *expected in ENDS:
         gateway.engine.script = ends_after(*texts)
         asked = BODY | {"max_tokens": 4, "stop_sequences": stops}
@@ -140,11 +150,18 @@ async def test_a_message_says_why_it_ended_streamed_and_not(gateway, client):
             assert [message.stop_reason, message.stop_sequence, message.content[0].text] == expected
 
 
-async def test_a_limit_that_ends_a_message_counts_as_max_tokens(start_gateway, card, open_client):
+async def test_a_limit_that_ends_a_message_counts_as_max_tokens(
+    start_gateway: StartGateway, card: ModelCard, open_client: Callable[..., anthropic.AsyncAnthropic]
+) -> None:
     engine = FakeEngineClient(card)
     async with start_gateway([engine], stores_usage=True, credit_window_tokens=8) as gateway:
         (tenant,) = (await admin(gateway, "GET", "/tenants"))["data"]
-        limit = {"level": "tenant", "scope_id": tenant["id"], "kind": "tokens_per_day", "cap": HELLO_TOKENS + 20}
+        limit: dict[str, Any] = {
+            "level": "tenant",
+            "scope_id": tenant["id"],
+            "kind": "tokens_per_day",
+            "cap": HELLO_TOKENS + 20,
+        }
         await admin(gateway, "PUT", "/quotas", limit)
         async with open_client(gateway) as client:
             async with client.messages.stream(**BODY | {"max_tokens": 100}) as stream:
@@ -154,7 +171,7 @@ async def test_a_limit_that_ends_a_message_counts_as_max_tokens(start_gateway, c
                 await client.messages.create(**BODY)
         assert (refused.value.type, refused.value.error_code) == ("rate_limit_error", "quota_exceeded")
         assert 0 < int(refused.value.response.headers["retry-after"]) <= 86_400
-        await gateway.rows.flush()
+        await gateway.stored_usage.flush()
         rows = (await admin(gateway, "GET", "/usage/requests"))["data"]
         assert [(row["outcome"], row["http_status"], row["error_code"]) for row in rows] == [
             ("rejected", 429, "quota_exceeded"),
@@ -165,8 +182,10 @@ async def test_a_limit_that_ends_a_message_counts_as_max_tokens(start_gateway, c
 # ── what is asked ──
 
 
-async def test_system_turns_and_blocks_reach_the_template(gateway, client, prompt_of):
-    messages = [
+async def test_system_turns_and_blocks_reach_the_template(
+    gateway: RunningGateway, client: anthropic.AsyncAnthropic, prompt_of: Callable[[Submit], str]
+) -> None:
+    messages: list[Any] = [
         {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]},
         {"role": "user", "content": "b"},
         {"role": "assistant", "content": [{"type": "text", "text": "c"}, {"type": "text", "text": "d"}]},
@@ -179,7 +198,9 @@ async def test_system_turns_and_blocks_reach_the_template(gateway, client, promp
     assert second == "<|system|>be kind\n<|user|>hello\n<|assistant|>"
 
 
-async def test_an_assistants_message_at_the_end_is_continued(gateway, client, prompt_of):
+async def test_an_assistants_message_at_the_end_is_continued(
+    gateway: RunningGateway, client: anthropic.AsyncAnthropic, prompt_of: Callable[[Submit], str]
+) -> None:
     messages = [*HELLO, {"role": "assistant", "content": "The answer is <|end|>"}]
     counted = await client.messages.count_tokens(model=MODEL, messages=messages)
     message = await client.messages.create(**BODY | {"messages": messages})
@@ -190,9 +211,13 @@ async def test_an_assistants_message_at_the_end_is_continued(gateway, client, pr
     assert message.usage.input_tokens == counted.input_tokens == len(submit.prompt_ids)
 
 
-async def test_every_parameter_reaches_the_engine(gateway, client):
-    sampling = {"temperature": 0.25, "top_p": 0.5, "top_k": 4}  # no longer arguments of the newest clients
-    metadata = {"user_id": "someone"}
+async def test_every_parameter_reaches_the_engine(gateway: RunningGateway, client: anthropic.AsyncAnthropic) -> None:
+    sampling: dict[str, Any] = {
+        "temperature": 0.25,
+        "top_p": 0.5,
+        "top_k": 4,
+    }  # no longer arguments of the newest clients
+    metadata: dict[str, Any] = {"user_id": "someone"}
     await client.messages.create(**BODY, stop_sequences=["X", "YY"], metadata=metadata, extra_body=sampling)
     await client.messages.create(**BODY, thinking={"type": "disabled"}, tools=[])
     given, default = gateway.engine.submits
@@ -212,7 +237,9 @@ TIERS = [
 ]
 
 
-async def test_a_tier_chooses_below_the_tenants_class_and_usage_states_what_served(gateway, client):
+async def test_a_tier_chooses_below_the_tenants_class_and_usage_states_what_served(
+    gateway: RunningGateway, client: anthropic.AsyncAnthropic
+) -> None:
     (tenant,) = (await admin(gateway, "GET", "/tenants"))["data"]
     for cap, tier, served, stated in TIERS:
         await admin(gateway, "PATCH", f"/tenants/{tenant['id']}", {"service_class": cap})
@@ -223,10 +250,16 @@ async def test_a_tier_chooses_below_the_tenants_class_and_usage_states_what_serv
         assert gateway.engine.submits[-1].service.name == served
 
 
-async def test_counted_tokens_are_the_input_tokens_of_the_message_and_cost_nothing(start_gateway, card, open_client):
+async def test_counted_tokens_are_the_input_tokens_of_the_message_and_cost_nothing(
+    start_gateway: StartGateway, card: ModelCard, open_client: Callable[..., anthropic.AsyncAnthropic]
+) -> None:
     engine = FakeEngineClient(card, verdict=lambda submit: FakeVerdict("standard", num_cached_tokens=7))
-    plain = {"model": MODEL, "messages": HELLO}
-    asked = {**plain, "system": "be brief", "messages": [*HELLO, {"role": "assistant", "content": "é"}, *HELLO]}
+    plain: dict[str, Any] = {"model": MODEL, "messages": HELLO}
+    asked: dict[str, Any] = {
+        **plain,
+        "system": "be brief",
+        "messages": [*HELLO, {"role": "assistant", "content": "é"}, *HELLO],
+    }
     async with start_gateway([engine]) as gateway, open_client(gateway) as client:
         for each in (plain, asked):
             counted = await client.messages.count_tokens(**each)
@@ -240,7 +273,9 @@ async def test_counted_tokens_are_the_input_tokens_of_the_message_and_cost_nothi
 # ── keys ──
 
 
-async def test_a_key_comes_in_either_header_and_anthropics_own_goes_first(gateway, open_client):
+async def test_a_key_comes_in_either_header_and_anthropics_own_goes_first(
+    gateway: RunningGateway, open_client: Callable[..., anthropic.AsyncAnthropic]
+) -> None:
     for options in ({"api_key": gateway.key}, {"api_key": None, "auth_token": gateway.key}):
         async with open_client(gateway, **options) as client:
             assert (await client.messages.create(**BODY)).usage.output_tokens == 2
@@ -249,7 +284,9 @@ async def test_a_key_comes_in_either_header_and_anthropics_own_goes_first(gatewa
         assert (await gateway.post(PATH, BODY, key=bearer, headers={"x-api-key": own}))[0] == status
 
 
-async def test_a_bad_key_is_an_authentication_error(gateway, open_client):
+async def test_a_bad_key_is_an_authentication_error(
+    gateway: RunningGateway, open_client: Callable[..., anthropic.AsyncAnthropic]
+) -> None:
     async with open_client(gateway, api_key="mty_no.such") as client:
         for call in (client.messages.create(**BODY), client.messages.count_tokens(model=MODEL, messages=HELLO)):
             with pytest.raises(anthropic.AuthenticationError) as caught:
@@ -265,15 +302,17 @@ async def test_a_bad_key_is_an_authentication_error(gateway, open_client):
 # ── refusals ──
 
 
-async def test_an_unknown_model_is_a_not_found_error_that_lists_the_known(gateway, client):
-    asked = {"model": "claude-0", "messages": HELLO}
+async def test_an_unknown_model_is_a_not_found_error_that_lists_the_known(
+    gateway: RunningGateway, client: anthropic.AsyncAnthropic
+) -> None:
+    asked: dict[str, Any] = {"model": "claude-0", "messages": HELLO}
     for call in (client.messages.create(**asked, max_tokens=1), client.messages.count_tokens(**asked)):
         with pytest.raises(anthropic.NotFoundError, match=r"'claude-0'.*available: tiny") as caught:
             await call
         assert (caught.value.type, caught.value.error_code) == ("not_found_error", "model_not_found")
 
 
-def message(**fields):
+def message(**fields: Any) -> dict[str, Any]:
     return {"messages": [fields]}
 
 
@@ -313,7 +352,7 @@ BAD = [
 ]
 
 
-async def test_bad_requests_get_400_that_names_the_field_and_leave_one_row_each(gateway):
+async def test_bad_requests_get_400_that_names_the_field_and_leave_one_row_each(gateway: RunningGateway) -> None:
     for number, (changes, param, words) in enumerate(BAD, 1):
         status, headers, answer = await gateway.post(PATH, BODY | changes)
         fields = json.loads(answer)
@@ -327,7 +366,9 @@ async def test_bad_requests_get_400_that_names_the_field_and_leave_one_row_each(
     assert gateway.engine.submits == []
 
 
-async def test_what_is_no_json_or_has_no_max_tokens_is_told_in_anthropics_shape(gateway, client):
+async def test_what_is_no_json_or_has_no_max_tokens_is_told_in_anthropics_shape(
+    gateway: RunningGateway, client: anthropic.AsyncAnthropic
+) -> None:
     for path, body in ((PATH, b"{"), (COUNT, b"{"), (COUNT, b'{"messages": []}')):
         status, _, answer = await gateway.post(path, body)
         assert (status, json.loads(answer)["error"]["type"]) == (400, "invalid_request_error")
@@ -337,9 +378,11 @@ async def test_what_is_no_json_or_has_no_max_tokens_is_told_in_anthropics_shape(
         await client.messages.count_tokens(model=MODEL, messages=HELLO, extra_body={"mcp_servers": [{"type": "url"}]})
 
 
-async def test_a_body_that_is_too_large_is_told_so(start_gateway, card, open_client):
+async def test_a_body_that_is_too_large_is_told_so(
+    start_gateway: StartGateway, card: ModelCard, open_client: Callable[..., anthropic.AsyncAnthropic]
+) -> None:
     async with start_gateway([FakeEngineClient(card)], max_body_bytes=2000) as gateway, open_client(gateway) as client:
-        long = [{"role": "user", "content": "x" * 3000}]
+        long: list[Any] = [{"role": "user", "content": "x" * 3000}]
         for call in (
             client.messages.create(model=MODEL, max_tokens=1, messages=long),
             client.messages.count_tokens(model=MODEL, messages=long),
@@ -358,7 +401,9 @@ REFUSALS = [
 ]
 
 
-async def test_a_refusal_of_the_engine_has_its_status_even_if_a_stream_was_asked_for(gateway, client):
+async def test_a_refusal_of_the_engine_has_its_status_even_if_a_stream_was_asked_for(
+    gateway: RunningGateway, client: anthropic.AsyncAnthropic
+) -> None:
     for code, reason, error, kind, status in REFUSALS:
         failed = Failed("", 0, code, "no, because", 0, reason, 2.1)
         gateway.engine.script = lambda submit, failed=failed: msgspec.structs.replace(
@@ -378,7 +423,9 @@ async def test_a_refusal_of_the_engine_has_its_status_even_if_a_stream_was_asked
 # ── streams that break off ──
 
 
-async def test_an_engine_that_dies_in_mid_stream_leaves_an_error_event(start_gateway, card, open_client):
+async def test_an_engine_that_dies_in_mid_stream_leaves_an_error_event(
+    start_gateway: StartGateway, card: ModelCard, open_client: Callable[..., anthropic.AsyncAnthropic]
+) -> None:
     engine = FakeEngineClient(card, lambda submit: ((65, "x") for _ in range(10_000)))
     async with start_gateway([engine], credit_window_tokens=8) as gateway, open_client(gateway) as client:
         stream = await client.messages.create(**BODY | {"max_tokens": 400}, stream=True)
@@ -397,8 +444,8 @@ async def test_an_engine_that_dies_in_mid_stream_leaves_an_error_event(start_gat
 
 
 async def test_a_client_that_leaves_in_mid_stream_ends_its_request_and_pays_for_what_was_generated(
-    start_gateway, new_card, open_client, until
-):
+    start_gateway: StartGateway, new_card: NewCard, open_client: Callable[..., anthropic.AsyncAnthropic], until: Until
+) -> None:
     card = new_card(max_context_tokens=10_000_000)
     endless = FakeEngineClient(card, lambda submit: ((65, "x" * 50) for _ in range(10**6)))
     async with start_gateway([endless]) as gateway, open_client(gateway) as client:

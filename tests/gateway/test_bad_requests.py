@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from .conftest import RunningGateway
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -20,15 +23,15 @@ GOOD_RESPONSE = {"model": "tiny", "input": "hi", "max_output_tokens": 1}
 NESTED = b"[" * 100_000 + b"]" * 100_000
 
 
-def chat(**changes):
+def chat(**changes: Any) -> bytes:
     return json.dumps({**GOOD_CHAT, **changes}).encode()
 
 
-def completion(**changes):
+def completion(**changes: Any) -> bytes:
     return json.dumps({**GOOD_COMPLETION, **changes}).encode()
 
 
-def message(**fields):
+def message(**fields: Any) -> Any:
     return chat(messages=[fields])
 
 
@@ -138,7 +141,7 @@ BAD = [
 ]
 
 
-async def test_malformed_requests_get_4xx_that_name_the_field_and_leave_one_row_each(gateway):
+async def test_malformed_requests_get_4xx_that_name_the_field_and_leave_one_row_each(gateway: RunningGateway) -> None:
     for number, (path, body, status, param, words) in enumerate(BAD, 1):
         got, headers, answer = await gateway.post(path, body)
         shown = (body[:80], answer[:300])
@@ -156,7 +159,7 @@ async def test_malformed_requests_get_4xx_that_name_the_field_and_leave_one_row_
     assert (await gateway.client.models.list()).data
 
 
-async def test_a_body_without_a_length_is_cut_off_at_the_limit(gateway):
+async def test_a_body_without_a_length_is_cut_off_at_the_limit(gateway: RunningGateway) -> None:
     chunk = b"10000\r\n" + b" " * 65536 + b"\r\n"
     status, _, answer = await gateway.request(
         "POST", CHAT, chunk * 80 + b"0\r\n\r\n", headers={"Content-Length": None, "Transfer-Encoding": "chunked"}
@@ -164,7 +167,7 @@ async def test_a_body_without_a_length_is_cut_off_at_the_limit(gateway):
     assert (status, json.loads(answer)["error"]["code"]) == (413, "request_too_large")
 
 
-async def test_unknown_routes_and_methods_have_openais_error_shape(gateway):
+async def test_unknown_routes_and_methods_have_openais_error_shape(gateway: RunningGateway) -> None:
     for method, path, status, code in [
         ("GET", "/v1/nothing", 404, "route_not_found"),
         ("GET", CHAT, 405, "method_not_allowed"),
@@ -178,7 +181,7 @@ async def test_unknown_routes_and_methods_have_openais_error_shape(gateway):
 
 
 @pytest.mark.parametrize("key", ["", "nonsense", "mty_x.y", "mty_" + "a" * 5000, "ключ".encode().decode("latin-1")])
-async def test_without_a_good_key_there_is_a_401_and_no_row(gateway, key):
+async def test_without_a_good_key_there_is_a_401_and_no_row(gateway: RunningGateway, key: Any) -> None:
     for path in (CHAT, COMPLETIONS, MESSAGES, COUNT_TOKENS, "/tokenize"):
         status, _, answer = await gateway.post(path, GOOD_CHAT, headers={"Authorization": f"Bearer {key}"})
         assert status == 401, answer
@@ -186,12 +189,12 @@ async def test_without_a_good_key_there_is_a_401_and_no_row(gateway, key):
     assert gateway.rows.rows == []
 
 
-async def test_an_administrators_key_may_not_generate(gateway):
+async def test_an_administrators_key_may_not_generate(gateway: RunningGateway) -> None:
     status, _, answer = await gateway.post(CHAT, GOOD_CHAT, key=gateway.admin_key)
     assert (status, json.loads(answer)["error"]["type"]) == (403, "permission_error")
 
 
-async def test_an_unknown_field_and_ignored_ones_do_no_harm(gateway):
+async def test_an_unknown_field_and_ignored_ones_do_no_harm(gateway: RunningGateway) -> None:
     body = {**GOOD_CHAT, "user": "u", "metadata": {"a": "b"}, "tools": [], "hologram": 7, "top_k": -1, "stop": None}
     status, _, answer = await gateway.post(CHAT, body | {"temperature": None, "response_format": {"type": "text"}})
     assert status == 200, answer
@@ -222,7 +225,7 @@ _bodies = st.one_of(
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(path=st.sampled_from([*RECORDED, COUNT_TOKENS, "/tokenize", "/detokenize"]), body=_bodies)
-async def test_no_body_whatever_makes_a_5xx(gateway, path, body):
+async def test_no_body_whatever_makes_a_5xx(gateway: RunningGateway, path: Any, body: Any) -> None:
     num_rows = len(gateway.rows.rows)
     status, _, answer = await gateway.post(path, body)
     assert status < 500, (path, body, answer)

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from moiety_platform.engine_client.fake import FakeEngineClient
 
+from .conftest import NewCard, StartGateway
 from .test_batches import MODEL, admin, results, submit, usage_rows, wait_for
 
 EMBEDDINGS = "/v1/embeddings"
 
 
-def embedding_line(custom_id, given, **body):
+def embedding_line(custom_id: str, given: Any, **body: Any) -> dict[str, Any]:
     asked = {"model": MODEL, "input": given, **body}
     return {"custom_id": custom_id, "method": "POST", "url": EMBEDDINGS, "body": asked}
 
 
-async def test_embeddings_run_in_a_batch_for_half_the_price_and_are_those_of_a_live_request(start_gateway, new_card):
+async def test_embeddings_run_in_a_batch_for_half_the_price_and_are_those_of_a_live_request(
+    start_gateway: StartGateway, new_card: NewCard
+) -> None:
     engine = FakeEngineClient(new_card(embedding_width=8))
     async with start_gateway([engine], stores_usage=True) as gateway:
         await admin(gateway, "PUT", "/prices", {"model": MODEL, "input": "2", "output": "8"})
@@ -30,7 +34,7 @@ async def test_embeddings_run_in_a_batch_for_half_the_price_and_are_those_of_a_l
         rows = {row.request_id: row for row in await usage_rows(gateway) if row.service_class == "batch"}
         for (_, given, more), one in zip(asked, output, strict=True):
             body = one["response"]["body"]
-            whole = {"model": MODEL, "input": given, "dimensions": 4, **more}
+            whole: dict[str, Any] = {"model": MODEL, "input": given, "dimensions": 4, **more}
             status, _, live = await gateway.post(EMBEDDINGS, whole)
             assert (status, json.loads(live)) == (200, body)
             row = rows[one["response"]["request_id"]]
@@ -44,7 +48,9 @@ async def test_embeddings_run_in_a_batch_for_half_the_price_and_are_those_of_a_l
         assert sum(row.cost_nanodollars for row in rows.values()) == batch.usage.input_tokens * 1000 == 11_000
 
 
-async def test_a_line_whose_vectors_would_be_too_large_is_refused_before_any_is_made(start_gateway, new_card):
+async def test_a_line_whose_vectors_would_be_too_large_is_refused_before_any_is_made(
+    start_gateway: StartGateway, new_card: NewCard
+) -> None:
     engine = FakeEngineClient(new_card(embedding_width=100_000))
     async with start_gateway([engine]) as gateway:
         inputs = ["a"] * 20  # of two million numbers

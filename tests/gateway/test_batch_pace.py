@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import pairwise
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,16 +17,17 @@ from moiety_platform.batches.sharing import next_batch, share
 MOST = 32
 
 
-def batch(name, tenant):
+def batch(name: str, tenant: Any) -> Any:
     return OpenBatch(name, tenant, "key", "/v1/completions", "file", "in_progress", is_due=False, is_free=True)
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 60)), min_size=1, max_size=8))
-def test_free_places_go_evenly_to_the_tenants_that_can_use_them(asked):
+def test_free_places_go_evenly_to_the_tenants_that_can_use_them(asked: Any) -> None:
     """`asked` is (tenant, lines) of each batch, oldest first."""
     left = {f"b{number}": lines for number, (_, lines) in enumerate(asked)}
     candidates = [batch(f"b{number}", str(tenant)) for number, (tenant, _) in enumerate(asked)]
-    running, free = Counter(), MOST
+    running: Counter[Any] = Counter()
+    free = MOST
     while free and (chosen := next_batch(candidates, running)) is not None:
         wanted = share(free, candidates, running, chosen.tenant_id)
         assert 1 <= wanted <= free
@@ -35,7 +37,8 @@ def test_free_places_go_evenly_to_the_tenants_that_can_use_them(asked):
         running[chosen.tenant_id] += got
         if got < wanted:
             candidates.remove(chosen)
-    total, wanted_by = sum(lines for _, lines in asked), Counter()
+    total = sum(lines for _, lines in asked)
+    wanted_by: Counter[Any] = Counter()
     for tenant, lines in asked:
         wanted_by[str(tenant)] += lines
     assert sum(running.values()) == min(MOST, total)
@@ -45,7 +48,7 @@ def test_free_places_go_evenly_to_the_tenants_that_can_use_them(asked):
 
 
 @given(st.integers(1, MOST), st.integers(0, 400))
-def test_a_batch_comes_to_use_what_its_limit_leaves(limit, num_rounds):
+def test_a_batch_comes_to_use_what_its_limit_leaves(limit: Any, num_rounds: Any) -> None:
     """A limit that lets so many lines run at a time, and a worker that keeps to its pace."""
     pace, running, now_s, tried_in_vain = BatchPacing.full(MOST), 0, 0.0, 0
     for _ in range(num_rounds):
@@ -65,7 +68,7 @@ def test_a_batch_comes_to_use_what_its_limit_leaves(limit, num_rounds):
     assert tried_in_vain <= MOST + num_rounds * GROWTH
 
 
-def test_a_pause_lasts_and_grows_only_with_refusals_after_it():
+def test_a_pause_lasts_and_grows_only_with_refusals_after_it() -> None:
     pace = BatchPacing.full(8)
     pace.refused(by_limit=False, num_running=0, wait_s=2.0, now_s=10.0)
     pace.refused(by_limit=False, num_running=0, wait_s=9.0, now_s=10.1)
@@ -75,7 +78,7 @@ def test_a_pause_lasts_and_grows_only_with_refusals_after_it():
 
 
 @given(st.binary(max_size=60), st.lists(st.integers(0, 60), max_size=6), st.integers(1, 20))
-def test_lines_are_the_same_however_the_file_is_cut_into_pieces(content, cuts, longest):
+def test_lines_are_the_same_however_the_file_is_cut_into_pieces(content: Any, cuts: Any, longest: Any) -> None:
     content = content.replace(b"\x00", b"\n")
     edges = [0, *sorted(min(cut, len(content)) for cut in cuts), len(content)]
     splitter = Splitter(longest)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
+from typing import Any
 
 import openai
 import pytest
@@ -13,27 +14,29 @@ from sqlalchemy import select
 from moiety_platform.batches.execution import MAX_FAILURES
 from moiety_platform.engine_client.fake import FakeEngineClient, count_aloud
 from moiety_platform.usage.models import UsageRecord
-from moiety_wire.messages import Failed, FailureCode
+from moiety_wire.messages import Failed, FailureCode, ModelCard, Submit
+
+from .conftest import NewCard, RunningGateway, StartGateway, Until
 
 MODEL = "tiny"
 CHAT = "/v1/chat/completions"
 DEADLINE_S = 60.0
 
 
-def chat_line(custom_id, text="hello", **body):
-    asked = {"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 3, **body}
+def chat_line(custom_id: str, text: str = "hello", **body: Any) -> dict[str, Any]:
+    asked: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 3, **body}
     return {"custom_id": custom_id, "method": "POST", "url": CHAT, "body": asked}
 
 
-def jsonl(lines) -> bytes:
+def jsonl(lines: Any) -> bytes:
     return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
 
 
-async def upload(gateway, content: bytes, name="input.jsonl"):
+async def upload(gateway: RunningGateway, content: bytes, name: str = "input.jsonl") -> Any:
     return await gateway.client.files.create(file=(name, content), purpose="batch")
 
 
-async def submit(gateway, lines, endpoint=CHAT, **more):
+async def submit(gateway: RunningGateway, lines: Any, endpoint: Any = CHAT, **more: Any) -> Any:
     content = lines if isinstance(lines, bytes) else jsonl(lines)
     file = await upload(gateway, content)
     return await gateway.client.batches.create(
@@ -41,7 +44,7 @@ async def submit(gateway, lines, endpoint=CHAT, **more):
     )
 
 
-async def wait_for(gateway, batch, *statuses):
+async def wait_for(gateway: RunningGateway, batch: Any, *statuses: Any) -> Any:
     async with asyncio.timeout(DEADLINE_S):
         while batch.status not in statuses:
             await asyncio.sleep(0.02)
@@ -49,32 +52,34 @@ async def wait_for(gateway, batch, *statuses):
     return batch
 
 
-async def wait_answered(gateway, batch, least):
+async def wait_answered(gateway: RunningGateway, batch: Any, least: Any) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while batch.request_counts.completed < least:
             await asyncio.sleep(0.01)
             batch = await gateway.client.batches.retrieve(batch.id)
 
 
-async def results(gateway, file_id):
+async def results(gateway: RunningGateway, file_id: str) -> Any:
     text = (await gateway.client.files.content(file_id)).text
     assert text.endswith("\n")
     return [json.loads(line) for line in text.splitlines()]
 
 
-async def admin(gateway, method, path, body=None, expect=None):
+async def admin(
+    gateway: RunningGateway, method: str, path: str, body: dict[str, Any] | None = None, expect: int | None = None
+) -> Any:
     data = b"" if body is None else json.dumps(body).encode()
     status, _, answer = await gateway.request(method, f"/admin/v1{path}", data, gateway.admin_key)
     assert status == expect or (expect is None and status < 300), answer
     return json.loads(answer)
 
 
-async def usage_rows(gateway):
+async def usage_rows(gateway: RunningGateway) -> Any:
     async with gateway.database.read() as session:
         return (await session.scalars(select(UsageRecord))).all()
 
 
-async def test_a_batch_of_chats_is_answered_line_by_line_in_the_order_of_the_input(gateway):
+async def test_a_batch_of_chats_is_answered_line_by_line_in_the_order_of_the_input(gateway: RunningGateway) -> None:
     lines = [chat_line(f"line {number}", max_tokens=1 + number % 4) for number in range(40)]
     batch = await submit(gateway, lines, metadata={"for": "the test"})
     assert (batch.object, batch.status, batch.metadata) == ("batch", "validating", {"for": "the test"})
@@ -102,8 +107,10 @@ async def test_a_batch_of_chats_is_answered_line_by_line_in_the_order_of_the_inp
     assert batch.usage.output_tokens == sum(row.output_tokens for row in rows.values())
 
 
-async def test_completions_run_in_a_batch_and_a_line_without_answer_goes_to_the_error_file(gateway):
-    def line(custom_id, **body):
+async def test_completions_run_in_a_batch_and_a_line_without_answer_goes_to_the_error_file(
+    gateway: RunningGateway,
+) -> None:
+    def line(custom_id: str, **body: Any) -> dict[str, Any]:
         return {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": {"model": MODEL, **body}}
 
     lines = [
@@ -124,7 +131,7 @@ async def test_completions_run_in_a_batch_and_a_line_without_answer_goes_to_the_
     assert sum(row.output_tokens for row in rows.values()) == batch.usage.output_tokens == 5
 
 
-async def test_a_file_with_bad_lines_fails_as_a_whole_and_names_each(gateway):
+async def test_a_file_with_bad_lines_fails_as_a_whole_and_names_each(gateway: RunningGateway) -> None:
     good = chat_line("one")
     lines = [
         json.dumps(good),
@@ -162,7 +169,9 @@ async def test_a_file_with_bad_lines_fails_as_a_whole_and_names_each(gateway):
     assert gateway.engine.submits == []
 
 
-async def test_so_many_errors_are_not_all_listed_and_too_many_lines_are_refused(start_gateway, card):
+async def test_so_many_errors_are_not_all_listed_and_too_many_lines_are_refused(
+    start_gateway: StartGateway, card: ModelCard
+) -> None:
     async with start_gateway([FakeEngineClient(card)], max_batch_lines=300) as gateway:
         batch = await wait_for(gateway, await submit(gateway, b"nonsense\n" * 200), "failed")
         assert [error.line for error in batch.errors.data] == [*range(1, 101), None]
@@ -184,15 +193,19 @@ async def test_so_many_errors_are_not_all_listed_and_too_many_lines_are_refused(
         ({"output_expires_after": {"anchor": "created_at", "seconds": 5}}, "output_expires_after"),
     ],
 )
-async def test_a_bad_batch_is_refused_with_the_field_that_is_wrong(gateway, asked, param):
+async def test_a_bad_batch_is_refused_with_the_field_that_is_wrong(
+    gateway: RunningGateway, asked: dict[str, Any], param: str
+) -> None:
     file = await upload(gateway, jsonl([chat_line("a")]))
-    whole = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h", **asked}
+    whole: dict[str, Any] = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h", **asked}
     with pytest.raises(openai.BadRequestError) as caught:
         await gateway.client.batches.create(**whole)
     assert caught.value.param.startswith(param)
 
 
-async def test_a_cancelled_batch_keeps_what_was_answered_and_tells_the_others(start_gateway, card):
+async def test_a_cancelled_batch_keeps_what_was_answered_and_tells_the_others(
+    start_gateway: StartGateway, card: ModelCard
+) -> None:
     engine = FakeEngineClient(card, token_s=0.01)
     async with start_gateway([engine], batch_concurrency=4) as gateway:
         batch = await submit(gateway, [chat_line(str(number), max_tokens=4) for number in range(200)])
@@ -213,7 +226,9 @@ async def test_a_cancelled_batch_keeps_what_was_answered_and_tells_the_others(st
         assert len(engine.submits) <= counts.completed + 4, "what ran was aborted, and nothing more begun"
 
 
-async def test_a_batch_whose_window_is_over_expires_with_what_it_has(start_gateway, card):
+async def test_a_batch_whose_window_is_over_expires_with_what_it_has(
+    start_gateway: StartGateway, card: ModelCard
+) -> None:
     async with start_gateway([FakeEngineClient(card, token_s=0.01)], batch_concurrency=4) as gateway:
         batch = await submit(gateway, [chat_line(str(number), max_tokens=4) for number in range(200)])
         await wait_answered(gateway, batch, 1)
@@ -228,7 +243,7 @@ async def test_a_batch_whose_window_is_over_expires_with_what_it_has(start_gatew
             await gateway.client.batches.cancel(batch.id)
 
 
-async def test_a_revoked_key_fails_its_batch_and_says_so(start_gateway, card):
+async def test_a_revoked_key_fails_its_batch_and_says_so(start_gateway: StartGateway, card: ModelCard) -> None:
     async with start_gateway([FakeEngineClient(card, token_s=0.02)], batch_concurrency=4) as gateway:
         batch = await submit(gateway, [chat_line(str(number)) for number in range(100)])
         await wait_for(gateway, batch, "in_progress")
@@ -244,10 +259,12 @@ async def test_a_revoked_key_fails_its_batch_and_says_so(start_gateway, card):
         assert len(told) + batch.request_counts.completed == 100
 
 
-async def test_an_engine_that_fails_or_is_away_costs_a_line_nothing_but_time(start_gateway, card):
-    tries = Counter()
+async def test_an_engine_that_fails_or_is_away_costs_a_line_nothing_but_time(
+    start_gateway: StartGateway, card: ModelCard
+) -> None:
+    tries: Counter[Any] = Counter()
 
-    def script(submit):
+    def script(submit: Submit) -> Any:
         prompt = bytes(submit.prompt_ids).decode("latin-1")
         tries[prompt] += 1
         if tries[prompt] == 1:
@@ -268,7 +285,9 @@ async def test_an_engine_that_fails_or_is_away_costs_a_line_nothing_but_time(sta
         assert batch.usage.output_tokens == 15
 
 
-async def test_a_line_that_always_fails_ends_in_the_error_file_after_some_tries(start_gateway, card):
+async def test_a_line_that_always_fails_ends_in_the_error_file_after_some_tries(
+    start_gateway: StartGateway, card: ModelCard
+) -> None:
     failing = FakeEngineClient(card, lambda s: Failed(s.request_id, 0, FailureCode.ENGINE_FAILED, "never"))
     async with start_gateway([failing]) as gateway:
         batch = await wait_for(gateway, await submit(gateway, [chat_line("a")]), "completed")
@@ -279,8 +298,10 @@ async def test_a_line_that_always_fails_ends_in_the_error_file_after_some_tries(
         assert (row.outcome, row.prompt_tokens, row.cost_nanodollars) == ("failed", 0, 0)
 
 
-async def test_a_line_whose_answer_is_not_finite_is_not_tried_again_and_fails_alone(start_gateway, card):
-    def answer(submit):
+async def test_a_line_whose_answer_is_not_finite_is_not_tried_again_and_fails_alone(
+    start_gateway: StartGateway, card: ModelCard
+) -> None:
+    def answer(submit: Submit) -> Any:
         is_bad = len(submit.prompt_ids) > 60
         return Failed(submit.request_id, 1, FailureCode.NON_FINITE, "not finite") if is_bad else [(65, "a")] * 3
 
@@ -296,14 +317,16 @@ async def test_a_line_whose_answer_is_not_finite_is_not_tried_again_and_fails_al
         assert (rows["non_finite_output"].prompt_tokens, rows["non_finite_output"].cost_nanodollars) == (0, 0)
 
 
-async def test_lines_cost_half_and_keep_to_the_limits_of_their_key(start_gateway, card):
+async def test_lines_cost_half_and_keep_to_the_limits_of_their_key(
+    start_gateway: StartGateway, card: ModelCard
+) -> None:
     async with start_gateway([FakeEngineClient(card)], stores_usage=True) as gateway:
         await admin(gateway, "PUT", "/prices", {"model": MODEL, "input": "2", "output": "8"})
         await admin(gateway, "PATCH", "/classes/batch", {"price_factor": 0.5})  # as it is shipped
         (tenant,) = (await admin(gateway, "GET", "/tenants"))["data"]
-        quota = {"level": "tenant", "scope_id": tenant["id"], "kind": "concurrent_requests", "cap": 2}
+        quota: dict[str, Any] = {"level": "tenant", "scope_id": tenant["id"], "kind": "concurrent_requests", "cap": 2}
         await admin(gateway, "PUT", "/quotas", quota)
-        spent = {"level": "tenant", "scope_id": tenant["id"], "kind": "tokens_per_day", "cap": 10**9}
+        spent: dict[str, Any] = {"level": "tenant", "scope_id": tenant["id"], "kind": "tokens_per_day", "cap": 10**9}
         spent = await admin(gateway, "PUT", "/quotas", spent)
         batch = await submit(gateway, [chat_line(str(number)) for number in range(30)])
         batch = await wait_for(gateway, batch, "completed")
@@ -315,10 +338,12 @@ async def test_lines_cost_half_and_keep_to_the_limits_of_their_key(start_gateway
         assert used == batch.usage.total_tokens
 
 
-async def test_a_model_that_the_key_may_not_use_is_refused_line_by_line(start_gateway, card):
+async def test_a_model_that_the_key_may_not_use_is_refused_line_by_line(
+    start_gateway: StartGateway, card: ModelCard
+) -> None:
     async with start_gateway([FakeEngineClient(card)]) as gateway:
         (project,) = (await admin(gateway, "GET", "/projects"))["data"]
-        asked = {"name": "narrow", "project_id": project["id"], "allowed_models": ["another"]}
+        asked: dict[str, Any] = {"name": "narrow", "project_id": project["id"], "allowed_models": ["another"]}
         gateway.client.api_key = (await admin(gateway, "POST", "/keys", asked, expect=201))["secret"]
         batch = await wait_for(gateway, await submit(gateway, [chat_line("a")]), "completed")
         (error,) = await results(gateway, batch.error_file_id)
@@ -326,7 +351,7 @@ async def test_a_model_that_the_key_may_not_use_is_refused_line_by_line(start_ga
         assert gateway.engine.submits == []
 
 
-async def test_another_tenants_files_and_batches_are_not_there(gateway):
+async def test_another_tenants_files_and_batches_are_not_there(gateway: RunningGateway) -> None:
     batch = await submit(gateway, [chat_line("a")])
     batch = await wait_for(gateway, batch, "completed")
     tenant = await admin(gateway, "POST", "/tenants", {"name": "other"}, expect=201)
@@ -350,7 +375,7 @@ async def test_another_tenants_files_and_batches_are_not_there(gateway):
         assert (await gateway.request("GET", path, key=gateway.admin_key))[0] == 403
 
 
-async def test_batches_are_listed_newest_first_page_by_page(gateway):
+async def test_batches_are_listed_newest_first_page_by_page(gateway: RunningGateway) -> None:
     file = await upload(gateway, jsonl([chat_line("a")]))
     made = [
         await gateway.client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
@@ -365,7 +390,7 @@ async def test_batches_are_listed_newest_first_page_by_page(gateway):
             await gateway.client.batches.list(limit=limit)
 
 
-async def test_so_many_batches_may_be_open_at_once(start_gateway, card):
+async def test_so_many_batches_may_be_open_at_once(start_gateway: StartGateway, card: ModelCard) -> None:
     engine = FakeEngineClient(card)
     async with start_gateway([engine], max_open_batches_per_tenant=2) as gateway:
         engine.die()
@@ -376,7 +401,9 @@ async def test_so_many_batches_may_be_open_at_once(start_gateway, card):
         assert caught.value.code == "too_many_batches"
 
 
-async def test_a_gateway_that_drains_gives_back_at_once_what_it_has_not_begun(start_gateway, new_card, until):
+async def test_a_gateway_that_drains_gives_back_at_once_what_it_has_not_begun(
+    start_gateway: StartGateway, new_card: NewCard, until: Until
+) -> None:
     slow, never = FakeEngineClient(new_card("a", "begun"), token_s=0.05), FakeEngineClient(new_card("b"), token_s=3600)
     fast = [FakeEngineClient(new_card("a", "begun")), FakeEngineClient(new_card("b"))]
     lines = [chat_line(f"begun-{number}", model="begun", max_tokens=16) for number in range(2)]
@@ -395,7 +422,9 @@ async def test_a_gateway_that_drains_gives_back_at_once_what_it_has_not_begun(st
             assert len(await usage_rows(other)) == batch.request_counts.completed == 8
 
 
-async def test_a_stop_gives_lines_back_and_the_next_start_answers_them(start_gateway, card):
+async def test_a_stop_gives_lines_back_and_the_next_start_answers_them(
+    start_gateway: StartGateway, card: ModelCard
+) -> None:
     async with start_gateway([FakeEngineClient(card, token_s=0.05)], batch_concurrency=8) as gateway:
         batch = await submit(gateway, [chat_line(str(number), max_tokens=1 + number) for number in range(40)])
         await wait_answered(gateway, batch, 1)
@@ -414,10 +443,12 @@ NOTHING = ("tokens_per_day", "requests_per_minute", "concurrent_requests", "mone
 @pytest.mark.parametrize(
     ("kind", "cap"), [("tokens_per_minute", 40), ("tokens_per_day", 40), *((kind, 0) for kind in NOTHING)]
 )
-async def test_a_line_that_never_fits_a_limit_fails_at_once_and_alone(start_gateway, card, kind, cap):
+async def test_a_line_that_never_fits_a_limit_fails_at_once_and_alone(
+    start_gateway: StartGateway, card: ModelCard, kind: Any, cap: Any
+) -> None:
     async with start_gateway([FakeEngineClient(card)], stores_usage=True) as gateway:
         (tenant,) = (await admin(gateway, "GET", "/tenants"))["data"]
-        limit = {"level": "tenant", "scope_id": tenant["id"], "kind": kind, "cap": cap}
+        limit: dict[str, Any] = {"level": "tenant", "scope_id": tenant["id"], "kind": kind, "cap": cap}
         await admin(gateway, "PUT", "/quotas", limit)
         await admin(gateway, "PUT", "/prices", {"model": "tiny", "input": "2", "output": "10"})
         lines = [chat_line("too long", "hello " * 8), *([chat_line("short", "a", max_tokens=1)] if cap else [])]
@@ -428,7 +459,7 @@ async def test_a_line_that_never_fits_a_limit_fails_at_once_and_alone(start_gate
         assert "request_exceeds_quota" in json.dumps(failed)
 
 
-async def test_a_byte_order_mark_before_the_first_line_is_skipped(gateway):
+async def test_a_byte_order_mark_before_the_first_line_is_skipped(gateway: RunningGateway) -> None:
     lines = [chat_line("first"), chat_line("second")]
     batch = await wait_for(gateway, await submit(gateway, b"\xef\xbb\xbf" + jsonl(lines)), "completed", "failed")
     assert (batch.status, batch.request_counts.completed) == ("completed", 2)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import anthropic
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from .conftest import RunningGateway
 from .test_tool_loops import ASKED, BOTH, OPENAI_TOOLS, WRITERS, ask_anthropic, ask_openai, says
 
 RESPONSE_TOOLS = [{"type": "function", **tool["function"]} for tool in OPENAI_TOOLS]
@@ -27,26 +29,26 @@ SURPLUS = {  # a whole call, and a bracket too many behind it
 }
 
 
-def told_by_chat(choice):
+def told_by_chat(choice: Any) -> tuple[Any, ...]:
     calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]
     return choice.message.content or "", calls, choice.finish_reason
 
 
-def told_by_messages(message):
+def told_by_messages(message: Any) -> tuple[Any, ...]:
     return [
         (block.type, block.text if block.type == "text" else (block.name, block.input)) for block in message.content
     ], message.stop_reason
 
 
-def told_by_responses(response):
+def told_by_responses(response: Any) -> tuple[Any, ...]:
     return [
         (item.type, item.status, item.content[0].text if item.type == "message" else (item.name, item.arguments))
         for item in response.output
     ], response.status
 
 
-async def ask_responses(gateway, family, *, stream, **asked):
-    body = {"model": family, "input": ASKED, "tools": RESPONSE_TOOLS, **asked}
+async def ask_responses(gateway: RunningGateway, family: str, *, stream: Any, **asked: Any) -> Any:
+    body: dict[str, Any] = {"model": family, "input": ASKED, "tools": RESPONSE_TOOLS, **asked}
     if not stream:
         return await gateway.client.responses.create(**body)
     async with gateway.client.responses.stream(**body) as events:
@@ -56,7 +58,9 @@ async def ask_responses(gateway, family, *, stream, **asked):
     raise AssertionError("the stream has no last event")
 
 
-async def told_by_all(gateway, family, *, stream, limit=400, stop=None):
+async def told_by_all(
+    gateway: RunningGateway, family: str, *, stream: Any, limit: int = 400, stop: Any = None
+) -> tuple[Any, ...]:
     stops = {} if stop is None else {"stop": [stop]}
     theirs = {} if stop is None else {"stop_sequences": [stop]}
     return (
@@ -78,7 +82,9 @@ MUTATIONS = st.tuples(st.integers(0, 400), st.integers(0, 3), st.sampled_from(SC
     limit=st.sampled_from([5, 20, 60, 400]),
     stop=st.sampled_from([None, "days", "}}", '"']),
 )
-async def test_streamed_and_whole_answers_are_the_same(tool_gateway, family, mutations, sizes, limit, stop):
+async def test_streamed_and_whole_answers_are_the_same(
+    tool_gateway: RunningGateway, family: Any, mutations: Any, sizes: Any, limit: Any, stop: Any
+) -> None:
     text = WRITERS[family](*BOTH)
     for at, length, more in mutations:
         text = text[:at] + more + text[at + length :]
@@ -92,9 +98,10 @@ async def test_streamed_and_whole_answers_are_the_same(tool_gateway, family, mut
     assert all(status == "completed" for kind, status, _ in items if kind == "function_call")
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("before", ["", GOOD])
 @pytest.mark.parametrize("rest", BREAKS)
-async def test_a_broken_call_is_text_and_can_be_sent_back(tool_gateway, rest, before):
+async def test_a_broken_call_is_text_and_can_be_sent_back(tool_gateway: RunningGateway, rest: Any, before: Any) -> None:
     engine, text = tool_gateway.of["hermes"], before + START + rest
     num_good = 1 if before else 0
     for stream in (False, True):
@@ -123,7 +130,9 @@ async def test_a_broken_call_is_text_and_can_be_sent_back(tool_gateway, rest, be
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("family", sorted(SURPLUS))
-async def test_a_bracket_too_many_behind_a_call_makes_all_of_it_text_in_every_format(tool_gateway, family, stream):
+async def test_a_bracket_too_many_behind_a_call_makes_all_of_it_text_in_every_format(
+    tool_gateway: RunningGateway, family: Any, stream: bool
+) -> None:
     for text in SURPLUS[family]:
         tool_gateway.of[family].script = says(text)
         chat, messages, responses = await told_by_all(tool_gateway, family, stream=stream)
@@ -132,9 +141,12 @@ async def test_a_bracket_too_many_behind_a_call_makes_all_of_it_text_in_every_fo
         assert responses == ([("message", "completed", text)], "completed")
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("rest", BREAKS)
-async def test_anthropics_tool_runner_does_not_run_a_broken_call(tool_gateway, rest, stream):
+async def test_anthropics_tool_runner_does_not_run_a_broken_call(
+    tool_gateway: RunningGateway, rest: Any, stream: bool
+) -> None:
     called = []
 
     @anthropic.beta_async_tool

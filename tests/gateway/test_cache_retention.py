@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import anthropic
 import pytest
 
-HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
-ASKED = {"model": "tiny", "input": "hello", "max_output_tokens": 2}
+from .conftest import RunningGateway
+
+HELLO: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+ASKED: dict[str, Any] = {"model": "tiny", "input": "hello", "max_output_tokens": 2}
 EPHEMERAL = {"type": "ephemeral"}
 HOUR = {"type": "ephemeral", "ttl": "1h"}
 
 
-def marked(text, mark):
+def marked(text: str, mark: Any) -> dict[str, Any]:
     return {"type": "text", "text": text, "cache_control": mark}
 
 
 @pytest.mark.parametrize(("retention", "keep_s"), [("24h", 86_400.0), ("in_memory", 0.0), (None, 0.0)])
-async def test_openais_retention_reaches_the_engine_by_both_of_its_apis(gateway, retention, keep_s):
+async def test_openais_retention_reaches_the_engine_by_both_of_its_apis(
+    gateway: RunningGateway, retention: str | None, keep_s: float
+) -> None:
     await gateway.client.chat.completions.create(**HELLO, prompt_cache_retention=retention)
     response = await gateway.client.responses.create(**ASKED, prompt_cache_retention=retention)
     assert response.prompt_cache_retention == retention
@@ -33,13 +39,15 @@ async def test_openais_retention_reaches_the_engine_by_both_of_its_apis(gateway,
         ({"messages": [*HELLO["messages"], {"role": "assistant", "content": [marked("a", EPHEMERAL)]}]}, 300.0),
     ],
 )
-async def test_anthropics_cache_control_reaches_the_engine_from_wherever_it_stands(gateway, fields, keep_s):
+async def test_anthropics_cache_control_reaches_the_engine_from_wherever_it_stands(
+    gateway: RunningGateway, fields: dict[str, Any], keep_s: float
+) -> None:
     async with anthropic.AsyncAnthropic(base_url=gateway.url, api_key=gateway.key, max_retries=0) as client:
         await client.messages.create(**HELLO | fields)
     assert [submit.keep_s for submit in gateway.engine.submits] == [keep_s]
 
 
-async def test_what_neither_api_knows_is_refused(gateway):
+async def test_what_neither_api_knows_is_refused(gateway: RunningGateway) -> None:
     async with anthropic.AsyncAnthropic(base_url=gateway.url, api_key=gateway.key, max_retries=0) as client:
         with pytest.raises(anthropic.BadRequestError, match="cache_control"):
             await client.messages.create(**HELLO, cache_control={"type": "ephemeral", "ttl": "2h"})

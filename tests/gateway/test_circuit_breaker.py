@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -70,7 +71,7 @@ STEPS = st.lists(
 
 
 @given(STEPS, st.floats(0, 0.999))
-def test_there_is_never_more_than_one_trial(steps, draw):
+def test_there_is_never_more_than_one_trial(steps: Any, draw: Any) -> None:
     world = World(breaker_of(draw))
     for what, which in steps:
         world.do(what, which)
@@ -82,7 +83,7 @@ def test_there_is_never_more_than_one_trial(steps, draw):
 
 
 @given(STEPS, st.floats(0, 0.999))
-def test_every_opening_ends_within_its_bound_and_then_a_trial_may_begin(steps, draw):
+def test_every_opening_ends_within_its_bound_and_then_a_trial_may_begin(steps: Any, draw: Any) -> None:
     world = World(breaker_of(draw))
     for what, which in steps:
         world.do(what, which)
@@ -95,7 +96,7 @@ def test_every_opening_ends_within_its_bound_and_then_a_trial_may_begin(steps, d
 
 
 @given(STEPS)
-def test_the_success_of_a_trial_closes_it(steps):
+def test_the_success_of_a_trial_closes_it(steps: Any) -> None:
     world = World(breaker_of())
     for what, which in steps:
         world.do(what, which)
@@ -109,7 +110,7 @@ def test_the_success_of_a_trial_closes_it(steps):
 
 
 @given(STEPS)
-def test_without_a_failure_it_never_opens(steps):
+def test_without_a_failure_it_never_opens(steps: Any) -> None:
     world = World(breaker_of())
     for what, which in steps:
         if not what.startswith("fail"):
@@ -119,7 +120,7 @@ def test_without_a_failure_it_never_opens(steps):
 
 
 @given(st.integers(1, 12), st.floats(0, 0.999))
-def test_each_trial_that_fails_doubles_the_backoff_up_to_its_bound(num_trials, draw):
+def test_each_trial_that_fails_doubles_the_backoff_up_to_its_bound(num_trials: Any, draw: Any) -> None:
     breaker, now_s = breaker_of(draw), 0.0
     for number in range(num_trials):
         fail(breaker, now_s)
@@ -129,7 +130,7 @@ def test_each_trial_that_fails_doubles_the_backoff_up_to_its_bound(num_trials, d
 
 
 @given(st.floats(0.1, 5000))
-def test_a_replica_is_left_alone_for_as_long_as_it_asks_up_to_a_bound(retry_after_s):
+def test_a_replica_is_left_alone_for_as_long_as_it_asks_up_to_a_bound(retry_after_s: Any) -> None:
     breaker = breaker_of()
     fail(breaker, 100.0, retry_after_s)
     assert breaker.open_for_s(100.0) == pytest.approx(min(retry_after_s, POLICY.max_retry_after_s))
@@ -137,7 +138,7 @@ def test_a_replica_is_left_alone_for_as_long_as_it_asks_up_to_a_bound(retry_afte
     assert not breaker.was_told_to_wait(100.0 + retry_after_s)
 
 
-def test_many_streams_that_break_at_once_are_one_failure():
+def test_many_streams_that_break_at_once_are_one_failure() -> None:
     breaker = breaker_of()
     tickets = [breaker.begin(0.0) for _ in range(500)]
     for ticket in tickets:
@@ -146,7 +147,7 @@ def test_many_streams_that_break_at_once_are_one_failure():
     assert breaker.open_for_s(1.0) == POLICY.first_s
 
 
-def test_one_failure_among_many_successes_does_not_open_it_and_three_in_a_row_do():
+def test_one_failure_among_many_successes_does_not_open_it_and_three_in_a_row_do() -> None:
     breaker = breaker_of()
     for _ in range(20):
         breaker.succeed(breaker.begin(0.0), 0.0)
@@ -157,7 +158,7 @@ def test_one_failure_among_many_successes_does_not_open_it_and_three_in_a_row_do
     assert breaker.state(0.0) is BreakerState.OPEN
 
 
-def test_the_end_of_a_stream_that_began_before_it_opened_does_not_close_it():
+def test_the_end_of_a_stream_that_began_before_it_opened_does_not_close_it() -> None:
     breaker = breaker_of()
     old = breaker.begin(0.0)
     fail(breaker, 0.0)
@@ -169,7 +170,7 @@ def test_the_end_of_a_stream_that_began_before_it_opened_does_not_close_it():
     assert breaker.state(0.6) is BreakerState.CLOSED
 
 
-def test_a_trial_whose_client_leaves_makes_room_for_another():
+def test_a_trial_whose_client_leaves_makes_room_for_another() -> None:
     breaker = breaker_of()
     fail(breaker, 0.0)
     trial = breaker.begin(2.0)
@@ -180,7 +181,7 @@ def test_a_trial_whose_client_leaves_makes_room_for_another():
     assert breaker.state(2.0) is BreakerState.HALF_OPEN
 
 
-def told_by(error, status):
+def told_by(error: Any, status: int) -> Any:
     error.upstream = UpstreamError(status, "theirs")
     return error
 
@@ -207,7 +208,9 @@ def told_by(error, status):
     ],
     ids=lambda value: repr(value) if isinstance(value, Exception) else None,
 )
-def test_what_a_replica_ends_with_is_an_outcome_of_its_own_kind(error, kind, retry_after_s):
+def test_what_a_replica_ends_with_is_an_outcome_of_its_own_kind(
+    error: Any, kind: Any, retry_after_s: float | None
+) -> None:
     assert outcome_of(error) == Outcome(kind, retry_after_s)
 
 
@@ -228,5 +231,5 @@ def test_what_a_replica_ends_with_is_an_outcome_of_its_own_kind(error, kind, ret
     ],
     ids=repr,
 )
-def test_a_clients_own_faults_and_what_is_told_otherwise_are_no_outcome(error):
+def test_a_clients_own_faults_and_what_is_told_otherwise_are_no_outcome(error: Any) -> None:
     assert outcome_of(error) is None

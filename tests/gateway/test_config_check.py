@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from subprocess import DEVNULL, PIPE
 
 import pytest
@@ -14,10 +16,13 @@ import pytest
 from moiety_platform.cli.main import main
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.settings import GatewaySettings
+from moiety_wire.messages import ModelCard
+
+from .conftest import StartGateway
 
 
 @pytest.fixture
-def check(tmp_path, capsys):
+def check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     def run(text: str, name: str = "moiety.toml", ends_with: int = 0) -> str:
         path = tmp_path / name
         path.write_text(text)
@@ -30,7 +35,7 @@ def check(tmp_path, capsys):
     return run
 
 
-def test_a_file_that_works_has_nothing_to_be_said_of_it(check) -> None:
+def test_a_file_that_works_has_nothing_to_be_said_of_it(check: Callable[..., str]) -> None:
     good = '[serve]\nport = 18000\nno_dashboard = true\n[gateway]\nlog_level = "info"\n[traces]\ntraces_port = 4319\n'
     assert "0 wrong, 0 warnings" in check(good)
     assert "0 wrong, 0 warnings" in check("gateway:\n  engines: [tcp://a:1]\n", "moiety.yaml")
@@ -60,7 +65,7 @@ def test_a_file_that_works_has_nothing_to_be_said_of_it(check) -> None:
         ("[gateway", "is not valid TOML"),
     ],
 )
-def test_what_would_not_work_is_said_with_its_line(check, text: str, said: str) -> None:
+def test_what_would_not_work_is_said_with_its_line(check: Callable[..., str], text: str, said: str) -> None:
     assert said in check(text, ends_with=1)
 
 
@@ -74,14 +79,16 @@ def test_what_would_not_work_is_said_with_its_line(check, text: str, said: str) 
         ("database_url = 'postgresql://me:word@db/x'", "a password in plain text: give the address in the environment"),
     ],
 )
-def test_secrets_in_plain_text_are_warned_of_and_not_shown(check, line: str, said: str) -> None:
+def test_secrets_in_plain_text_are_warned_of_and_not_shown(check: Callable[..., str], line: str, said: str) -> None:
     told = check(f"[gateway]\n{line}\n")
     assert said in told
     assert "long enough" not in told
     assert "word@" not in told
 
 
-async def test_a_file_is_compared_with_the_gateway_that_runs(start_gateway, card, tmp_path, capsys) -> None:
+async def test_a_file_is_compared_with_the_gateway_that_runs(
+    start_gateway: StartGateway, card: ModelCard, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "moiety.yaml"
     file.write_text("gateway: {max_choices: 3, port: 1, max_tools: 5, log_level: info}")
     async with start_gateway([FakeEngineClient(card)], max_tools=9) as gateway:
@@ -105,12 +112,12 @@ async def test_a_file_is_compared_with_the_gateway_that_runs(start_gateway, card
         assert {one["name"]: one["value"] for one in shown["data"]}["max_tools"] == 9
 
 
-def test_what_passes_is_what_the_gateway_takes(check, tmp_path) -> None:
+def test_what_passes_is_what_the_gateway_takes(check: Callable[..., str], tmp_path: Path) -> None:
     check("[gateway]\nmax_body_bytes = 2048\n")
     assert GatewaySettings.load(tmp_path / "moiety.toml").max_body_bytes == 2048
 
 
-def test_an_engine_takes_its_table_of_the_file_below_its_variables_and_options(tmp_path) -> None:
+def test_an_engine_takes_its_table_of_the_file_below_its_variables_and_options(tmp_path: Path) -> None:
     file = tmp_path / "moiety.yaml"
     file.write_text(
         "engine: {scripted: true, listen: 'tcp://127.0.0.1:0', max-context-tokens: 777, name: of-the-file}\n"
@@ -129,7 +136,9 @@ def test_an_engine_takes_its_table_of_the_file_below_its_variables_and_options(t
     assert ready("--name", "of-the-option", MOIETY_ENGINE_NAME="of-the-environment") == ("of-the-option", 777)
 
 
-def test_an_engine_refuses_a_table_with_a_name_that_it_does_not_know(tmp_path, capsys) -> None:
+def test_an_engine_refuses_a_table_with_a_name_that_it_does_not_know(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "moiety.toml"
     file.write_text("[engine]\nbatchin = 'none'\n")
     with pytest.raises(SystemExit) as ended:

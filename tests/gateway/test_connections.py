@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import pytest
 import uvloop
 
 from moiety_platform.connections import Gathering
 from moiety_platform.engine_client.fake import FakeEngineClient
+from moiety_wire.messages import ModelCard
+
+from .conftest import NewCard, RunningGateway, StartGateway, Until
 
 CHAT = "/v1/chat/completions"
 MESSAGES = "/v1/messages"
-BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
-HASTY = {"header_timeout_s": 0.2, "body_timeout_s": 0.2, "keep_alive_s": 1}
+BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+HASTY: dict[str, Any] = {"header_timeout_s": 0.2, "body_timeout_s": 0.2, "keep_alive_s": 1}
 DEADLINE_S = 60.0
 
 
 @asynccontextmanager
-async def connect(gateway):
+async def connect(gateway: RunningGateway) -> AsyncIterator[tuple[Any, ...]]:
     reader, writer = await asyncio.open_connection(*gateway.address)
     try:
         async with asyncio.timeout(DEADLINE_S):
@@ -29,7 +34,7 @@ async def connect(gateway):
         writer.close()
 
 
-def head(gateway, length: int, *more: str) -> bytes:
+def head(gateway: RunningGateway, length: int, *more: str) -> bytes:
     lines = [f"POST {CHAT} HTTP/1.1", "Host: test", f"Authorization: Bearer {gateway.key}", f"Content-Length: {length}"]
     return "\r\n".join([*lines, *more, "", ""]).encode()
 
@@ -43,7 +48,7 @@ def read_answer(data: bytes) -> tuple[int, str]:
     return int(top.split(b" ")[1]), error["code"]
 
 
-async def read_whole(reader) -> tuple[dict[str, str], dict]:
+async def read_whole(reader: asyncio.StreamReader) -> tuple[dict[str, str], dict[str, Any]]:
     """The headers and the body of an answer that has a length."""
     top = (await reader.readuntil(b"\r\n\r\n")).decode()
     assert top.startswith("HTTP/1.1 200 OK\r\n")
@@ -52,13 +57,15 @@ async def read_whole(reader) -> tuple[dict[str, str], dict]:
 
 
 @pytest.fixture
-async def hasty(start_gateway, card):
+async def hasty(start_gateway: StartGateway, card: ModelCard) -> AsyncIterator[RunningGateway]:
     async with start_gateway([FakeEngineClient(card)], **HASTY) as running:
         yield running
 
 
 @pytest.mark.parametrize("sent", [b"POST /v1/ch", b"POST /v1/chat/completions HTTP/1.1\r\nHost: te", b"G"])
-async def test_a_client_that_stops_in_the_head_is_told_and_hung_up_on(hasty, until, sent):
+async def test_a_client_that_stops_in_the_head_is_told_and_hung_up_on(
+    hasty: RunningGateway, until: Until, sent: bytes
+) -> None:
     async with connect(hasty) as (reader, writer):
         writer.write(sent)
         assert read_answer(await reader.read()) == (408, "request_timeout")
@@ -66,7 +73,7 @@ async def test_a_client_that_stops_in_the_head_is_told_and_hung_up_on(hasty, unt
     assert hasty.rows.rows == []
 
 
-async def test_a_client_that_drips_its_head_is_hung_up_on_all_the_same(hasty):
+async def test_a_client_that_drips_its_head_is_hung_up_on_all_the_same(hasty: RunningGateway) -> None:
     async with connect(hasty) as (reader, writer):
         reading = asyncio.create_task(reader.read())
         for byte in head(hasty, 0):
@@ -78,14 +85,18 @@ async def test_a_client_that_drips_its_head_is_hung_up_on_all_the_same(hasty):
 
 
 @pytest.mark.parametrize("sent", [b"", b"\r\n"])
-async def test_a_connection_without_a_request_is_closed_without_a_word(hasty, until, sent):
+async def test_a_connection_without_a_request_is_closed_without_a_word(
+    hasty: RunningGateway, until: Until, sent: bytes
+) -> None:
     async with connect(hasty) as (reader, writer):
         writer.write(sent)
         assert await reader.read() == b""
     await until(lambda: hasty.num_connections() == 0)
 
 
-async def test_a_client_that_stops_in_the_body_is_told_and_nothing_is_held_for_it(hasty, until):
+async def test_a_client_that_stops_in_the_body_is_told_and_nothing_is_held_for_it(
+    hasty: RunningGateway, until: Until
+) -> None:
     async with connect(hasty) as (reader, writer):
         writer.write(head(hasty, 1000) + b'{"model": ')
         assert read_answer(await reader.read()) == (408, "request_timeout")
@@ -95,7 +106,7 @@ async def test_a_client_that_stops_in_the_body_is_told_and_nothing_is_held_for_i
     await until(lambda: hasty.num_connections() == 0)
 
 
-async def test_a_client_of_the_messages_api_is_told_in_its_own_form(hasty):
+async def test_a_client_of_the_messages_api_is_told_in_its_own_form(hasty: RunningGateway) -> None:
     for sent in (b"POST /v1/messages HTTP/1.1\r\nHost: te", head(hasty, 100).replace(CHAT.encode(), MESSAGES.encode())):
         async with connect(hasty) as (reader, writer):
             writer.write(sent)
@@ -106,7 +117,7 @@ async def test_a_client_of_the_messages_api_is_told_in_its_own_form(hasty):
             assert answer["error"]["type"] == "invalid_request_error"
 
 
-async def test_a_client_that_drips_its_body_is_hung_up_on(hasty):
+async def test_a_client_that_drips_its_body_is_hung_up_on(hasty: RunningGateway) -> None:
     async with connect(hasty) as (reader, writer):
         writer.write(head(hasty, 10_000))
         reading = asyncio.create_task(reader.read())
@@ -116,7 +127,7 @@ async def test_a_client_that_drips_its_body_is_hung_up_on(hasty):
         assert read_answer(await reading) == (408, "request_timeout")
 
 
-async def test_a_body_that_takes_long_but_comes_on_is_served(start_gateway, card):
+async def test_a_body_that_takes_long_but_comes_on_is_served(start_gateway: StartGateway, card: ModelCard) -> None:
     data = json.dumps({**BODY, "padding": "x" * 2000}).encode()
     async with (
         start_gateway([FakeEngineClient(card)], body_timeout_s=2) as gateway,
@@ -129,7 +140,7 @@ async def test_a_body_that_takes_long_but_comes_on_is_served(start_gateway, card
         assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
 
 
-async def test_a_body_sent_after_its_refusal_does_not_hold_the_connection(hasty):
+async def test_a_body_sent_after_its_refusal_does_not_hold_the_connection(hasty: RunningGateway) -> None:
     async with connect(hasty) as (reader, writer):
         writer.write(head(hasty, 1000).replace(hasty.key.encode(), b"nonsense"))
         answer = await reader.readuntil(b"}}")
@@ -138,7 +149,9 @@ async def test_a_body_sent_after_its_refusal_does_not_hold_the_connection(hasty)
         assert await reader.read() == b""
 
 
-async def test_a_kept_connection_is_closed_when_it_is_idle_and_serves_before(start_gateway, card):
+async def test_a_kept_connection_is_closed_when_it_is_idle_and_serves_before(
+    start_gateway: StartGateway, card: ModelCard
+) -> None:
     data = json.dumps(BODY).encode()
     async with (
         start_gateway([FakeEngineClient(card)], keep_alive_s=2) as gateway,
@@ -150,13 +163,15 @@ async def test_a_kept_connection_is_closed_when_it_is_idle_and_serves_before(sta
         assert await reader.read() == b""
 
 
-async def test_an_answer_that_takes_longer_than_the_timeouts_is_not_cut(start_gateway, card):
+async def test_an_answer_that_takes_longer_than_the_timeouts_is_not_cut(
+    start_gateway: StartGateway, card: ModelCard
+) -> None:
     async with start_gateway([FakeEngineClient(card, token_s=0.1)], **HASTY) as gateway:
         stream = await gateway.client.chat.completions.create(**BODY | {"max_tokens": 8}, stream=True)
         assert [chunk.choices[0].finish_reason async for chunk in stream][-1] == "length"
 
 
-async def test_the_start_of_a_next_request_does_not_cut_an_answer(start_gateway, card):
+async def test_the_start_of_a_next_request_does_not_cut_an_answer(start_gateway: StartGateway, card: ModelCard) -> None:
     async with start_gateway([FakeEngineClient(card, token_s=0.1)], **HASTY) as gateway:
         data = json.dumps(BODY | {"max_tokens": 8}).encode()
         async with connect(gateway) as (reader, writer):
@@ -179,7 +194,9 @@ async def test_the_start_of_a_next_request_does_not_cut_an_answer(start_gateway,
         b"GET /healthz HTTP/1.1\r\n" + b"abcdefgh: 12345678\r\n" * 1000 + b"\r\n",
     ],
 )
-async def test_a_head_that_is_too_large_is_refused(start_gateway, card, sent, in_pieces):
+async def test_a_head_that_is_too_large_is_refused(
+    start_gateway: StartGateway, card: ModelCard, sent: bytes, in_pieces: bool
+) -> None:
     async with (
         start_gateway([FakeEngineClient(card)], max_header_bytes=8192, max_headers=32) as gateway,
         connect(gateway) as (reader, writer),
@@ -190,7 +207,9 @@ async def test_a_head_that_is_too_large_is_refused(start_gateway, card, sent, in
         assert read_answer(await reader.read()) == (431, "headers_too_large")
 
 
-async def test_a_head_just_within_the_bounds_is_read_however_it_comes(start_gateway, card):
+async def test_a_head_just_within_the_bounds_is_read_however_it_comes(
+    start_gateway: StartGateway, card: ModelCard
+) -> None:
     async with start_gateway([FakeEngineClient(card)], max_header_bytes=8192, max_headers=32) as gateway:
         fields = b"".join(b"x-%02d: %s\r\n" % (number, b"v" * 230) for number in range(30))
         sent = b"GET /healthz HTTP/1.1\r\nHost: a\r\nConnection: close\r\n" + fields + b"\r\n"
@@ -212,13 +231,13 @@ async def test_a_head_just_within_the_bounds_is_read_however_it_comes(start_gate
         b"GET / HTTP/1.1\r\nBad Header: x\r\n\r\n",
     ],
 )
-async def test_what_is_no_http_is_answered_in_the_apis_shape(gateway, sent):
+async def test_what_is_no_http_is_answered_in_the_apis_shape(gateway: RunningGateway, sent: bytes) -> None:
     async with connect(gateway) as (reader, writer):
         writer.write(sent)
         assert read_answer(await reader.read()) == (400, "bad_http")
 
 
-async def test_a_broken_chunk_ends_its_request(gateway, until):
+async def test_a_broken_chunk_ends_its_request(gateway: RunningGateway, until: Until) -> None:
     async with connect(gateway) as (reader, writer):
         writer.write(head(gateway, 0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked") + b"zz\r\n")
         assert read_answer(await reader.read()) == (400, "bad_http")
@@ -228,7 +247,7 @@ async def test_a_broken_chunk_ends_its_request(gateway, until):
 
 @pytest.mark.parametrize("field", ["Authorization", "X-Api-Key"])
 @pytest.mark.parametrize("is_authorized", [True, False])
-async def test_trailer_fields_are_not_request_headers(gateway, field, is_authorized):
+async def test_trailer_fields_are_not_request_headers(gateway: RunningGateway, field: str, is_authorized: bool) -> None:
     body = json.dumps(BODY).encode()
     real, trailer = (gateway.key, "wrong") if is_authorized else (None, gateway.key)
     lines = [f"POST {CHAT} HTTP/1.1", "Host: test", "Content-Type: application/json", "Transfer-Encoding: chunked"]
@@ -241,10 +260,10 @@ async def test_trailer_fields_are_not_request_headers(gateway, field, is_authori
     assert status == (b"200" if is_authorized else b"401")
 
 
-async def test_a_key_has_so_many_streams_open(start_gateway, new_card, until):
+async def test_a_key_has_so_many_streams_open(start_gateway: StartGateway, new_card: NewCard, until: Until) -> None:
     engine = FakeEngineClient(new_card(max_context_tokens=10_000_000), lambda submit: ((65, "x") for _ in range(10**7)))
     async with start_gateway([engine], max_streams_per_key=2) as gateway, AsyncExitStack() as stack:
-        body = {**BODY, "max_tokens": 1_000_000}
+        body: dict[str, Any] = {**BODY, "max_tokens": 1_000_000}
         streams = [await gateway.client.chat.completions.create(**body, stream=True) for _ in range(2)]
         for stream in streams:
             stack.push_async_callback(stream.close)
@@ -261,8 +280,8 @@ async def test_a_key_has_so_many_streams_open(start_gateway, new_card, until):
         assert status == 200
 
 
-async def test_the_shape_of_a_body_is_bounded_by_settings(start_gateway, card):
-    bounds = {"max_messages": 3, "max_choices": 2, "max_stop_strings": 2, "max_stop_chars": 5}
+async def test_the_shape_of_a_body_is_bounded_by_settings(start_gateway: StartGateway, card: ModelCard) -> None:
+    bounds: dict[str, Any] = {"max_messages": 3, "max_choices": 2, "max_stop_strings": 2, "max_stop_chars": 5}
     message = {"role": "user", "content": "hi"}
     async with start_gateway([FakeEngineClient(card)], **bounds) as gateway:
         for path, changes, param, words in [
@@ -278,12 +297,14 @@ async def test_the_shape_of_a_body_is_bounded_by_settings(start_gateway, card):
             error = json.loads(answer)["error"]
             assert (status, error["param"]) == (400, param), answer
             assert words in error["message"]
-        fits = {"messages": [message] * 3, "n": 2, "stop": ["a", "abcde"]}
+        fits: dict[str, Any] = {"messages": [message] * 3, "n": 2, "stop": ["a", "abcde"]}
         assert (await gateway.post(CHAT, {**BODY, **fits}))[0] == 200
 
 
-async def test_the_shape_of_a_message_is_bounded_by_the_same_settings(start_gateway, card):
-    bounds = {"max_messages": 3, "max_stop_strings": 2, "max_stop_chars": 5}
+async def test_the_shape_of_a_message_is_bounded_by_the_same_settings(
+    start_gateway: StartGateway, card: ModelCard
+) -> None:
+    bounds: dict[str, Any] = {"max_messages": 3, "max_stop_strings": 2, "max_stop_chars": 5}
     message = {"role": "user", "content": "hi"}
     async with start_gateway([FakeEngineClient(card)], **bounds) as gateway:
         for path, changes, param, words in [
@@ -299,11 +320,13 @@ async def test_the_shape_of_a_message_is_bounded_by_the_same_settings(start_gate
             error = json.loads(answer)["error"]
             assert (status, error["details"]["param"]) == (400, param), answer
             assert words in error["message"]
-        fits = {"messages": [message] * 3, "stop_sequences": ["a", "abcde"]}
+        fits: dict[str, Any] = {"messages": [message] * 3, "stop_sequences": ["a", "abcde"]}
         assert (await gateway.post(MESSAGES, {**BODY, **fits}))[0] == 200
 
 
-async def test_who_sends_rubbish_while_an_answer_is_made_gets_no_more_of_it(start_gateway, new_card, until):
+async def test_who_sends_rubbish_while_an_answer_is_made_gets_no_more_of_it(
+    start_gateway: StartGateway, new_card: NewCard, until: Until
+) -> None:
     engine = FakeEngineClient(new_card(max_context_tokens=10_000_000), lambda submit: ((65, "x") for _ in range(10**7)))
     async with start_gateway([engine]) as gateway, connect(gateway) as (reader, writer):
         body = json.dumps({**BODY, "max_tokens": 1_000_000}).encode()
@@ -317,8 +340,8 @@ async def test_who_sends_rubbish_while_an_answer_is_made_gets_no_more_of_it(star
 
 
 async def test_an_answer_is_the_same_whether_its_connection_stays_or_ends_or_has_more_requests_sent_ahead(
-    start_gateway, card
-):
+    start_gateway: StartGateway, card: ModelCard
+) -> None:
     body = json.dumps(BODY).encode()
     async with start_gateway([FakeEngineClient(card)]) as gateway, connect(gateway) as (reader, writer):
         request = head(gateway, len(body), "X-Request-Id: mine") + body
@@ -336,21 +359,21 @@ async def test_an_answer_is_the_same_whether_its_connection_stays_or_ends_or_has
     assert len({found["id"] for _, found in answers}) == 4
 
 
-def test_what_is_written_just_as_the_client_leaves_is_dropped_without_an_error():
+def test_what_is_written_just_as_the_client_leaves_is_dropped_without_an_error() -> None:
     """On the event loop that serves."""
     errors = []
 
     class Answering(asyncio.Protocol):
-        def connection_made(self, transport):
+        def connection_made(self, transport: Any) -> None:
             self.transport = Gathering(transport, asyncio.get_running_loop())
 
-        def eof_received(self):
+        def eof_received(self) -> None:
             asyncio.get_running_loop().call_soon(self.transport.write, b"a piece that came in the same turn")
 
-        def connection_lost(self, _):
+        def connection_lost(self, _: Any) -> None:
             gone.set()
 
-    async def leave():
+    async def leave() -> None:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: errors.append(context))
         server = await loop.create_server(Answering, "127.0.0.1", 0)

@@ -6,34 +6,39 @@ import asyncio
 import json
 import random
 import socket
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
 from moiety_platform.engine_client.fake import FakeEngineClient
+from moiety_wire.messages import Submit
+
+from .conftest import NewCard, RunningGateway, StartGateway, Until
 
 CHAT = "/v1/chat/completions"
 
 
-def endless(submit):
+def endless(submit: Submit) -> Any:
     """A script without end but the credit's."""
     return ((65, f"{'x' * 50}{i} ") for i in range(submit.stopping.max_tokens))
 
 
-def request_bytes(gateway, **fields) -> bytes:
+def request_bytes(gateway: RunningGateway, **fields: Any) -> bytes:
     body = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hello"}], **fields}).encode()
     fields = f"Host: test\r\nAuthorization: Bearer {gateway.key}\r\nContent-Length: {len(body)}"
     return f"POST {CHAT} HTTP/1.1\r\n{fields}\r\n\r\n".encode() + body
 
 
 @pytest.fixture
-async def slow_gateway(start_gateway, new_card):
+async def slow_gateway(start_gateway: StartGateway, new_card: NewCard) -> AsyncIterator[RunningGateway]:
     """An engine that never finishes by itself: its context is larger than any test reads."""
     engine = FakeEngineClient(new_card(max_context_tokens=10_000_000), endless)
     async with start_gateway([engine]) as running:
         yield running
 
 
-async def test_a_client_that_leaves_in_mid_stream_ends_its_request_at_the_engine(slow_gateway):
+async def test_a_client_that_leaves_in_mid_stream_ends_its_request_at_the_engine(slow_gateway: RunningGateway) -> None:
     reader, writer = await asyncio.open_connection(*slow_gateway.address)
     writer.write(request_bytes(slow_gateway, stream=True))
     await reader.readuntil(b"x" * 50)
@@ -44,7 +49,9 @@ async def test_a_client_that_leaves_in_mid_stream_ends_its_request_at_the_engine
     assert slow_gateway.engine.state.num_inflight == 0
 
 
-async def test_a_stop_that_cannot_wait_tells_the_clients_of_running_streams(start_gateway, new_card):
+async def test_a_stop_that_cannot_wait_tells_the_clients_of_running_streams(
+    start_gateway: StartGateway, new_card: NewCard
+) -> None:
     engine = FakeEngineClient(new_card(max_context_tokens=10_000_000), endless)
     async with start_gateway([engine], drain_s=0) as gateway:
         reader, writer = await asyncio.open_connection(*gateway.address)
@@ -62,7 +69,9 @@ async def test_a_stop_that_cannot_wait_tells_the_clients_of_running_streams(star
         assert row.output_tokens == engine.state.load.output_tokens_total
 
 
-async def test_a_client_that_leaves_while_a_whole_answer_is_made_ends_its_request(slow_gateway, until):
+async def test_a_client_that_leaves_while_a_whole_answer_is_made_ends_its_request(
+    slow_gateway: RunningGateway, until: Until
+) -> None:
     _, writer = await asyncio.open_connection(*slow_gateway.address)
     writer.write(request_bytes(slow_gateway, n=2))
     await until(lambda: slow_gateway.engine.state.load.output_tokens_total > 5)
@@ -73,7 +82,9 @@ async def test_a_client_that_leaves_while_a_whole_answer_is_made_ends_its_reques
     assert slow_gateway.engine.state.num_inflight == 0
 
 
-async def test_a_client_that_does_not_read_pauses_the_engine_instead_of_filling_memory(slow_gateway, until):
+async def test_a_client_that_does_not_read_pauses_the_engine_instead_of_filling_memory(
+    slow_gateway: RunningGateway, until: Until
+) -> None:
     reader, writer = await asyncio.open_connection(*slow_gateway.address, limit=1024)
     writer.write(request_bytes(slow_gateway, stream=True))
     await reader.readuntil(b"\r\n\r\n")
@@ -87,7 +98,9 @@ async def test_a_client_that_does_not_read_pauses_the_engine_instead_of_filling_
     assert (row.outcome, row.output_tokens) == ("disconnected", paused_at)
 
 
-async def test_a_client_that_never_reads_is_hung_up_on_and_its_request_ends(start_gateway, new_card, until):
+async def test_a_client_that_never_reads_is_hung_up_on_and_its_request_ends(
+    start_gateway: StartGateway, new_card: NewCard, until: Until
+) -> None:
     engine = FakeEngineClient(new_card(max_context_tokens=10_000_000), endless)
     async with start_gateway([engine], send_timeout_s=0.2) as gateway:
         unread = socket.socket()
@@ -104,7 +117,9 @@ async def test_a_client_that_never_reads_is_hung_up_on_and_its_request_ends(star
         unread.close()
 
 
-async def test_clients_that_leave_after_any_byte_leave_one_row_each_with_exact_counts(start_gateway, new_card, until):
+async def test_clients_that_leave_after_any_byte_leave_one_row_each_with_exact_counts(
+    start_gateway: StartGateway, new_card: NewCard, until: Until
+) -> None:
     engine = FakeEngineClient(new_card(max_context_tokens=200))
     rng = random.Random(20)
     async with start_gateway([engine]) as gateway:

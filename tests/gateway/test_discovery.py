@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import zmq
 
@@ -18,38 +20,40 @@ from moiety_platform.routing.replicas import Replicas
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import Sampling, Stopping, Submit
 
+from .conftest import NewCard, Until
+
 NAME = "dns+tcp://engines.example:5757"
 
 
 class Zone:
     """What the name has at the moment, and the clients that were made for it."""
 
-    def __init__(self, new_card) -> None:
+    def __init__(self, new_card: NewCard) -> None:
         self.addresses: set[str] | None = set()
         self.made: list[FakeEngineClient] = []
         self._new_card = new_card
 
-    async def resolve(self, host, port):
+    async def resolve(self, host: str, port: int) -> Any:
         assert (host, port) == ("engines.example", 5757)
         if self.addresses is None:
             raise OSError("not known")
         return {f"fake://{address}" for address in self.addresses}
 
-    def connect(self, address):
+    def connect(self, address: str) -> Any:
         self.made.append(FakeEngineClient(self._new_card(address.removeprefix("fake://"))))
         return self.made[-1]
 
 
 @pytest.fixture
-def zone(new_card):
+def zone(new_card: NewCard) -> Zone:
     return Zone(new_card)
 
 
-def submit(request_id="r") -> Submit:
+def submit(request_id: str = "r") -> Submit:
     return Submit(request_id, 0, "tiny", "t", STANDARD, [1], Sampling(), Stopping(100), 1, b"", 0)
 
 
-async def test_engines_join_and_leave_with_the_addresses_of_their_name(zone):
+async def test_engines_join_and_leave_with_the_addresses_of_their_name(zone: Zone) -> None:
     async with Replicas([]) as replicas:
         watch = DnsWatch(NAME, replicas, zone.connect, zone.resolve)
         for addresses in ({"a", "b"}, {"b", "c"}, set(), {"a"}):
@@ -60,7 +64,7 @@ async def test_engines_join_and_leave_with_the_addresses_of_their_name(zone):
         assert [one.address for one in zone.made if one.state.healthy] == ["fake://a"]
 
 
-async def test_an_engine_that_left_its_name_finishes_what_it_has(zone):
+async def test_an_engine_that_left_its_name_finishes_what_it_has(zone: Zone) -> None:
     async with Replicas([]) as replicas:
         watch = DnsWatch(NAME, replicas, zone.connect, zone.resolve)
         zone.addresses = {"a"}
@@ -77,7 +81,7 @@ async def test_an_engine_that_left_its_name_finishes_what_it_has(zone):
         assert not client.state.healthy
 
 
-async def test_an_address_that_comes_back_while_its_engine_finishes_keeps_its_link(zone):
+async def test_an_address_that_comes_back_while_its_engine_finishes_keeps_its_link(zone: Zone) -> None:
     async with Replicas([]) as replicas:
         watch = DnsWatch(NAME, replicas, zone.connect, zone.resolve)
         zone.addresses = {"a"}
@@ -89,7 +93,7 @@ async def test_an_address_that_comes_back_while_its_engine_finishes_keeps_its_li
         assert replicas.choose("tiny", STANDARD)[0] is client
 
 
-async def test_engines_that_are_listed_by_their_address_do_not_leave_with_a_name(zone):
+async def test_engines_that_are_listed_by_their_address_do_not_leave_with_a_name(zone: Zone) -> None:
     listed = zone.connect("fake://a")
     async with Replicas([listed]) as replicas:
         watch = DnsWatch(NAME, replicas, zone.connect, zone.resolve)
@@ -99,7 +103,7 @@ async def test_engines_that_are_listed_by_their_address_do_not_leave_with_a_name
         assert listed.state.healthy
 
 
-async def test_an_engine_that_is_listed_no_more_stays_if_it_is_its_names(zone):
+async def test_an_engine_that_is_listed_no_more_stays_if_it_is_its_names(zone: Zone) -> None:
     async with Replicas([]) as replicas:
         watch = DnsWatch(NAME, replicas, zone.connect, zone.resolve)
         zone.addresses = {"a"}
@@ -113,7 +117,7 @@ async def test_an_engine_that_is_listed_no_more_stays_if_it_is_its_names(zone):
         replicas.retire("fake://a")  # gone already
 
 
-async def test_a_name_that_cannot_be_resolved_changes_nothing_and_is_told_while_nothing_is_known(zone):
+async def test_a_name_that_cannot_be_resolved_changes_nothing_and_is_told_while_nothing_is_known(zone: Zone) -> None:
     async with Replicas([]) as replicas:
         watch = DnsWatch(NAME, replicas, zone.connect, zone.resolve)
         zone.addresses = None
@@ -127,7 +131,7 @@ async def test_a_name_that_cannot_be_resolved_changes_nothing_and_is_told_while_
         assert [state.address for state in replicas.states()] == ["fake://a"]
 
 
-async def test_a_real_name_leads_to_a_real_engine(until):
+async def test_a_real_name_leads_to_a_real_engine(until: Until) -> None:
     context = zmq.Context()
     front = EngineServer(
         ServerSettings(model="scripted", listen="tcp://127.0.0.1:0", heartbeat_interval_s=0.05),
@@ -151,7 +155,7 @@ async def test_a_real_name_leads_to_a_real_engine(until):
         context.destroy(linger=0)
 
 
-async def test_who_gets_no_more_requests_is_still_told_what_concerns_all_until_it_is_left(zone):
+async def test_who_gets_no_more_requests_is_still_told_what_concerns_all_until_it_is_left(zone: Zone) -> None:
     async with Replicas([zone.connect("fake://a"), zone.connect("fake://b")]) as replicas:
         replicas.retire("fake://a")
         assert [client.address for client in replicas.clients()] == ["fake://b"]

@@ -8,47 +8,51 @@ import contextlib
 import json
 import math
 import struct
+from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 import openai
 import pytest
 
 from moiety_platform.engine_client.fake import FakeEngineClient, FakeVerdict
-from moiety_wire.messages import Failed, FailureCode
+from moiety_wire.messages import Failed, FailureCode, ModelCard, Submit
 from moiety_wire.notes import Reason
+
+from .conftest import RunningGateway, StartGateway, Until
 
 MODEL = "tiny"
 PATH = "/v1/embeddings"
 WIDTH = 8
 
 
-def ramp(submit, width):
+def ramp(submit: Submit, width: int) -> Any:
     """A unit vector of unequal numbers that starts with the number of tokens."""
     numbers = [len(submit.prompt_ids), *range(1, width)]
     return [number / math.hypot(*numbers) for number in numbers]
 
 
-def engine_of(card, **options):
+def engine_of(card: ModelCard, **options: Any) -> FakeEngineClient:
     return FakeEngineClient(msgspec.structs.replace(card, embedding_width=WIDTH), **options)
 
 
 @pytest.fixture
-async def gateway(start_gateway, card):
+async def gateway(start_gateway: StartGateway, card: ModelCard) -> AsyncIterator[RunningGateway]:
     async with start_gateway([engine_of(card, vector=ramp)]) as running:
         yield running
 
 
-async def embed(gateway, given="hello", **more):
+async def embed(gateway: RunningGateway, given: str = "hello", **more: Any) -> Any:
     return await gateway.client.embeddings.create(model=MODEL, input=given, **more)
 
 
-def unit(num_tokens, width=WIDTH):
+def unit(num_tokens: int, width: int = WIDTH) -> Any:
     numbers = [num_tokens, *range(1, width)]
     return pytest.approx([number / math.hypot(*numbers) for number in numbers], abs=1e-6)
 
 
 @pytest.mark.parametrize("more", [{}, {"encoding_format": "float"}, {"encoding_format": "base64"}])
-async def test_every_form_of_input_gets_its_vectors_in_order(gateway, more):
+async def test_every_form_of_input_gets_its_vectors_in_order(gateway: RunningGateway, more: dict[str, Any]) -> None:
     for given, lengths in (
         ("abc", [3]),
         (["abc", "de"], [3, 2]),
@@ -65,7 +69,7 @@ async def test_every_form_of_input_gets_its_vectors_in_order(gateway, more):
         assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (sum(lengths), sum(lengths))
 
 
-async def test_the_clients_default_is_base64_on_the_wire_and_the_apis_is_numbers(gateway):
+async def test_the_clients_default_is_base64_on_the_wire_and_the_apis_is_numbers(gateway: RunningGateway) -> None:
     _, _, plain = await gateway.post(PATH, {"model": MODEL, "input": "abc"})
     assert json.loads(plain)["data"][0]["embedding"] == unit(3)
     _, _, encoded = await gateway.post(PATH, {"model": MODEL, "input": "abc", "encoding_format": "base64"})
@@ -73,19 +77,21 @@ async def test_the_clients_default_is_base64_on_the_wire_and_the_apis_is_numbers
     assert list(struct.unpack(f"<{WIDTH}f", data)) == json.loads(plain)["data"][0]["embedding"]
 
 
-async def test_fewer_dimensions_are_the_first_ones_as_a_unit_vector_again(gateway):
+async def test_fewer_dimensions_are_the_first_ones_as_a_unit_vector_again(gateway: RunningGateway) -> None:
     for more in ({}, {"encoding_format": "float"}):
         answer = await embed(gateway, "abc", dimensions=3, **more)
         assert list(answer.data[0].embedding) == unit(3, width=3)
         assert list((await embed(gateway, "abc", dimensions=WIDTH, **more)).data[0].embedding) == unit(3)
 
 
-async def test_shortened_to_nothing_but_zeros_a_vector_is_zeros(start_gateway, card):
+async def test_shortened_to_nothing_but_zeros_a_vector_is_zeros(start_gateway: StartGateway, card: ModelCard) -> None:
     async with start_gateway([engine_of(card, vector=lambda _, width: [0.0] * (width - 1) + [1.0])]) as gateway:
         assert list((await embed(gateway, dimensions=2)).data[0].embedding) == [0.0, 0.0]
 
 
-async def test_the_engine_is_asked_for_vectors_and_no_tokens_within_the_promise_of_the_whole_request(gateway):
+async def test_the_engine_is_asked_for_vectors_and_no_tokens_within_the_promise_of_the_whole_request(
+    gateway: RunningGateway,
+) -> None:
     await embed(gateway, ["abc", "de"])
     submits = gateway.engine.submits
     assert [(s.embed, s.stopping.max_tokens, s.credit_tokens, s.sibling_tokens) for s in submits] == [
@@ -94,7 +100,7 @@ async def test_the_engine_is_asked_for_vectors_and_no_tokens_within_the_promise_
     ]
 
 
-async def test_as_many_inputs_as_openai_takes_are_answered_in_order(gateway):
+async def test_as_many_inputs_as_openai_takes_are_answered_in_order(gateway: RunningGateway) -> None:
     given = [[1] * (1 + i % 5) for i in range(2048)]
     answer = await embed(gateway, given)
     assert [list(entry.embedding) for entry in answer.data[:7]] == [unit(1 + i % 5) for i in range(7)]
@@ -131,7 +137,7 @@ BAD = [
 ]
 
 
-async def test_bad_bodies_are_refused_with_the_field_and_what_to_do(gateway):
+async def test_bad_bodies_are_refused_with_the_field_and_what_to_do(gateway: RunningGateway) -> None:
     for body, param, message in BAD:
         with pytest.raises(openai.BadRequestError, match=message) as caught:
             await gateway.client.post("/embeddings", body={"model": MODEL, **body}, cast_to=object)
@@ -144,11 +150,13 @@ async def test_bad_bodies_are_refused_with_the_field_and_what_to_do(gateway):
     assert not gateway.engine.submits
 
 
-async def test_an_input_may_fill_the_context(gateway):
+async def test_an_input_may_fill_the_context(gateway: RunningGateway) -> None:
     assert (await embed(gateway, "x" * 512)).usage.prompt_tokens == 512
 
 
-async def test_a_model_whose_engine_makes_no_embeddings_is_told_so(start_gateway, card):
+async def test_a_model_whose_engine_makes_no_embeddings_is_told_so(
+    start_gateway: StartGateway, card: ModelCard
+) -> None:
     async with start_gateway([FakeEngineClient(card)]) as gateway:
         with pytest.raises(openai.BadRequestError, match="makes no embeddings") as caught:
             await embed(gateway)
@@ -156,14 +164,16 @@ async def test_a_model_whose_engine_makes_no_embeddings_is_told_so(start_gateway
         assert not gateway.engine.submits
 
 
-async def test_an_unknown_model_and_a_bad_key_are_what_they_are_elsewhere(gateway):
+async def test_an_unknown_model_and_a_bad_key_are_what_they_are_elsewhere(gateway: RunningGateway) -> None:
     with pytest.raises(openai.NotFoundError, match="available: tiny"):
         await gateway.client.embeddings.create(model="gpt-9", input="a")
     with pytest.raises(openai.AuthenticationError):
         await gateway.client.with_options(api_key="mty_no.such").embeddings.create(model=MODEL, input="a")
 
 
-async def test_a_request_leaves_one_row_with_its_prompt_tokens_only(start_gateway, card):
+async def test_a_request_leaves_one_row_with_its_prompt_tokens_only(
+    start_gateway: StartGateway, card: ModelCard
+) -> None:
     served = FakeVerdict("standard", num_cached_tokens=1)
     async with start_gateway([engine_of(card, verdict=lambda _: served)]) as gateway:
         _, headers, body = await gateway.post(PATH, {"model": MODEL, "input": ["abc", "de"], "service_tier": "flex"})
@@ -176,13 +186,15 @@ async def test_a_request_leaves_one_row_with_its_prompt_tokens_only(start_gatewa
     assert row.request_id.startswith("embd-")
 
 
-async def admin(gateway, method, path, body=None):
+async def admin(gateway: RunningGateway, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
     data = b"" if body is None else json.dumps(body).encode()
     _, _, answer = await gateway.request(method, f"/admin/v1{path}", data, gateway.admin_key)
     return json.loads(answer)
 
 
-async def test_the_promise_of_a_request_is_that_of_one_prompt_as_long_as_all_its_inputs(start_gateway, card):
+async def test_the_promise_of_a_request_is_that_of_one_prompt_as_long_as_all_its_inputs(
+    start_gateway: StartGateway, card: ModelCard
+) -> None:
     async with start_gateway([engine_of(card, token_s=0.2)]) as gateway:
         await admin(gateway, "PATCH", "/classes/standard", {"ttft_s": 0.05, "ttft_per_1k_s": 100.0})
         await embed(gateway, "a")  # 0.05 s and 0.1 s for its token
@@ -191,7 +203,7 @@ async def test_the_promise_of_a_request_is_that_of_one_prompt_as_long_as_all_its
         assert [row.sla_attained for row in rows] == [False, True]
 
 
-async def test_prompt_tokens_alone_are_charged_and_limited(start_gateway, card):
+async def test_prompt_tokens_alone_are_charged_and_limited(start_gateway: StartGateway, card: ModelCard) -> None:
     async with start_gateway([engine_of(card)], stores_usage=True) as gateway:
         (tenant,) = (await admin(gateway, "GET", "/tenants"))["data"]
         price = {"model": MODEL, "input": "2", "cached_input": "0.5", "output": "10"}
@@ -207,7 +219,7 @@ async def test_prompt_tokens_alone_are_charged_and_limited(start_gateway, card):
         with pytest.raises(openai.RateLimitError) as refused:
             await embed(gateway, "h")
         assert refused.value.code == "quota_exceeded"
-        await gateway.rows.flush()
+        await gateway.stored_usage.flush()
         used = [(await admin(gateway, "GET", f"/quotas/{one['id']}"))["used"] for one in limits]
         assert used == [12, 12 * 2_000]
         rows = (await admin(gateway, "GET", "/usage/requests"))["data"]
@@ -219,7 +231,9 @@ async def test_prompt_tokens_alone_are_charged_and_limited(start_gateway, card):
         assert [row["cost_nanodollars"] for row in rows] == [0, 10_000, 14_000]
 
 
-async def test_a_client_that_leaves_ends_all_inputs_at_the_engine(start_gateway, card, until):
+async def test_a_client_that_leaves_ends_all_inputs_at_the_engine(
+    start_gateway: StartGateway, card: ModelCard, until: Until
+) -> None:
     async with start_gateway([engine_of(card, token_s=60.0)]) as gateway:
         body = json.dumps({"model": MODEL, "input": ["abc", "de", "f"]}).encode()
         _, writer = await asyncio.open_connection(*gateway.address)
@@ -233,8 +247,10 @@ async def test_a_client_that_leaves_ends_all_inputs_at_the_engine(start_gateway,
         assert gateway.engine.state.num_inflight == 0
 
 
-async def test_one_input_that_is_turned_away_turns_the_request_away(start_gateway, card):
-    def busy_at_the_second(submit):
+async def test_one_input_that_is_turned_away_turns_the_request_away(
+    start_gateway: StartGateway, card: ModelCard
+) -> None:
+    def busy_at_the_second(submit: Submit) -> Any:
         if submit.request_id.endswith("-1"):
             return Failed(submit.request_id, 0, FailureCode.OVERLOADED, "too much", reason=Reason.PREDICTED_LATE)
         return []
@@ -249,7 +265,9 @@ async def test_one_input_that_is_turned_away_turns_the_request_away(start_gatewa
         assert gateway.engine.state.num_inflight == 0
 
 
-async def test_an_engine_that_dies_meanwhile_is_a_failure_and_leaves_a_row(start_gateway, card, until):
+async def test_an_engine_that_dies_meanwhile_is_a_failure_and_leaves_a_row(
+    start_gateway: StartGateway, card: ModelCard, until: Until
+) -> None:
     async with start_gateway([engine_of(card, token_s=60.0)]) as gateway:
         asking = asyncio.create_task(embed(gateway))
         await until(lambda: gateway.engine.state.num_inflight == 1)
@@ -261,7 +279,9 @@ async def test_an_engine_that_dies_meanwhile_is_a_failure_and_leaves_a_row(start
         assert (row.outcome, row.error_code) == ("failed", "engine_failed")
 
 
-async def test_an_answer_that_a_stop_breaks_off_does_not_look_whole(start_gateway, card):
+async def test_an_answer_that_a_stop_breaks_off_does_not_look_whole(
+    start_gateway: StartGateway, card: ModelCard
+) -> None:
     engine = FakeEngineClient(msgspec.structs.replace(card, embedding_width=4096))
     async with start_gateway([engine], drain_s=0) as gateway:
         body = json.dumps({"model": MODEL, "input": ["abc"] * 1024}).encode()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
 
 from moiety_platform.engine_client.fake import FakeEngineClient
-from moiety_wire.messages import Failed, FailureCode
+from moiety_wire.messages import Failed, FailureCode, ModelCard, Submit
 
-HELLO = [{"role": "user", "content": "hello"}]
+from .conftest import NewCard, RunningGateway, StartGateway
+
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 CHAT = "/v1/chat/completions"
 
 
@@ -27,8 +31,8 @@ CHAT = "/v1/chat/completions"
 )
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_refusal_of_the_engine_has_its_status_even_if_a_stream_was_asked_for(
-    start_gateway, card, code, error, status, stream
-):
+    start_gateway: StartGateway, card: ModelCard, code: Any, error: Any, status: int, stream: bool
+) -> None:
     engine = FakeEngineClient(card, lambda submit: Failed(submit.request_id, 1, code, "no, because"))
     async with start_gateway([engine]) as gateway:
         with pytest.raises(error, match="no, because") as caught:
@@ -39,8 +43,10 @@ async def test_a_refusal_of_the_engine_has_its_status_even_if_a_stream_was_asked
         assert (row.outcome, row.http_status, row.output_tokens) == ("failed", status, 0)
 
 
-async def test_an_engine_that_dies_in_mid_stream_leaves_an_error_event_and_no_done(start_gateway, card):
-    def stalls_at_its_credit(submit):
+async def test_an_engine_that_dies_in_mid_stream_leaves_an_error_event_and_no_done(
+    start_gateway: StartGateway, card: ModelCard
+) -> None:
+    def stalls_at_its_credit(submit: Submit) -> Any:
         return ((65, "x") for _ in range(10_000))
 
     engine = FakeEngineClient(card, stalls_at_its_credit)
@@ -60,8 +66,8 @@ async def test_an_engine_that_dies_in_mid_stream_leaves_an_error_event_and_no_do
         assert (await gateway.post(CHAT, {"model": "tiny", "messages": HELLO}))[0] == 200
 
 
-async def test_the_error_event_is_the_last_thing_in_the_stream(start_gateway, card):
-    def fails_after_two(submit):
+async def test_the_error_event_is_the_last_thing_in_the_stream(start_gateway: StartGateway, card: ModelCard) -> None:
+    def fails_after_two(submit: Submit) -> Iterator[tuple[Any, ...]]:
         yield 65, "a"
         yield 66, "b"
         engine.die()
@@ -69,7 +75,7 @@ async def test_the_error_event_is_the_last_thing_in_the_stream(start_gateway, ca
 
     engine = FakeEngineClient(card, fails_after_two)
     async with start_gateway([engine]) as gateway:
-        body = {"model": "tiny", "messages": HELLO, "stream": True}
+        body: dict[str, Any] = {"model": "tiny", "messages": HELLO, "stream": True}
         status, headers, answer = await gateway.post(CHAT, body)
         events = [event.removeprefix(b"data: ") for event in answer.strip().split(b"\n\n")]
         assert (status, headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
@@ -77,7 +83,7 @@ async def test_the_error_event_is_the_last_thing_in_the_stream(start_gateway, ca
         assert b"[DONE]" not in answer
 
 
-async def test_one_of_two_replicas_may_die_and_the_other_serves(start_gateway, new_card):
+async def test_one_of_two_replicas_may_die_and_the_other_serves(start_gateway: StartGateway, new_card: NewCard) -> None:
     first, second = FakeEngineClient(new_card("a")), FakeEngineClient(new_card("b"))
     async with start_gateway([first, second]) as gateway:
         await first.close()
@@ -86,7 +92,7 @@ async def test_one_of_two_replicas_may_die_and_the_other_serves(start_gateway, n
         assert (len(first.submits), len(second.submits)) == (0, 3)
 
 
-async def test_readiness_follows_the_engines(gateway):
+async def test_readiness_follows_the_engines(gateway: RunningGateway) -> None:
     assert (await gateway.request("GET", "/readyz"))[0] == 200
     gateway.engine.die()
     status, headers, answer = await gateway.request("GET", "/readyz")
@@ -95,7 +101,7 @@ async def test_readiness_follows_the_engines(gateway):
     assert (await gateway.request("GET", "/healthz"))[0] == 200
 
 
-async def test_administrators_see_engines_and_others_do_not(gateway):
+async def test_administrators_see_engines_and_others_do_not(gateway: RunningGateway) -> None:
     status, _, answer = await gateway.request("GET", "/admin/v1/engines", key=gateway.admin_key)
     (engine,) = json.loads(answer)["data"]
     assert (status, engine["healthy"], engine["card"]["model"]) == (200, True, "tiny")
@@ -105,13 +111,13 @@ async def test_administrators_see_engines_and_others_do_not(gateway):
 
 
 async def test_a_model_whose_engines_sleep_is_answered_with_503_and_when_to_come_back_until_one_is_woken(
-    start_gateway, new_card
-):
+    start_gateway: StartGateway, new_card: NewCard
+) -> None:
     engines = [FakeEngineClient(new_card("one")), FakeEngineClient(new_card("two"))]
-    ask = {"model": "tiny", "messages": HELLO}
+    ask: dict[str, Any] = {"model": "tiny", "messages": HELLO}
     async with start_gateway(engines) as gateway:
 
-        async def tell(engine_id, what):
+        async def tell(engine_id: str, what: Any) -> tuple[Any, ...]:
             path = f"/admin/v1/engines/{engine_id}/{what}"
             status, _, answer = await gateway.request("POST", path, key=gateway.admin_key)
             return status, json.loads(answer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,10 +20,12 @@ from moiety_wire.experts import (
     pack_shares,
 )
 
+from .conftest import NewCard, RunningGateway, StartGateway
+
 MINUTE = 1_800_000_000
 
 
-def load(picks, tenants, *, steps=4, active=(4, 6)):
+def load(picks: Any, tenants: Any, *, steps: int = 4, active: tuple[int, ...] = (4, 6)) -> Any:
     """Of a model with experts in layers 1 and 3: four, of which a token goes to two."""
     rows = [picks[:4], picks[4:]]
     sums, busiest = (pack_counts(map(of, rows)) for of in (sum, max))
@@ -31,18 +34,20 @@ def load(picks, tenants, *, steps=4, active=(4, 6)):
     return ExpertLoad(1, MINUTE, MINUTE + 9, (1, 3), 4, 2, pack_counts(picks), [interval], told, 1000)
 
 
-async def get(gateway, path="", key=None, expect=200):
+async def get(gateway: RunningGateway, path: str = "", key: str | None = None, expect: int = 200) -> Any:
     status, _, answer = await gateway.request("GET", f"/admin/v1/experts{path}", b"", key or gateway.admin_key)
     assert status == expect, answer
     return json.loads(answer)
 
 
 @pytest.fixture
-def engines(new_card):
+def engines(new_card: NewCard) -> list[FakeEngineClient]:
     return [FakeEngineClient(new_card("engine-1", "tiny")), FakeEngineClient(new_card("engine-2", "tiny"))]
 
 
-async def test_engines_of_a_model_are_added_up_and_one_can_be_named(start_gateway, engines):
+async def test_engines_of_a_model_are_added_up_and_one_can_be_named(
+    start_gateway: StartGateway, engines: list[FakeEngineClient]
+) -> None:
     async with start_gateway(engines) as gateway:
         tenant = gateway.keys.tenant_id
         engines[0].expert_loads[None] = load([5, 5, 5, 5, 20, 0, 0, 0], {tenant: 6, OTHER_TENANTS: 4})
@@ -69,8 +74,8 @@ async def test_engines_of_a_model_are_added_up_and_one_can_be_named(start_gatewa
 
 
 async def test_where_experts_are_that_move_between_ranks_is_told_to_administrators_of_all_tenants(
-    start_gateway, engines
-):
+    start_gateway: StartGateway, engines: list[FakeEngineClient]
+) -> None:
     async with start_gateway(engines) as gateway:
         tenant = gateway.keys.tenant_id
         engines[0].expert_loads[None] = still = load([5] * 8, {tenant: 10})
@@ -81,7 +86,9 @@ async def test_where_experts_are_that_move_between_ranks_is_told_to_administrato
         assert one["places"] == [{"engine_id": "engine-2", "parts": 2, "slots": [slots[:6], slots[6:]]}]
 
 
-async def test_an_engine_that_does_not_answer_is_counted_and_a_model_without_experts_says_so(start_gateway, engines):
+async def test_an_engine_that_does_not_answer_is_counted_and_a_model_without_experts_says_so(
+    start_gateway: StartGateway, engines: list[FakeEngineClient]
+) -> None:
     engines[1].expert_loads[None] = ExpertLoad(1, MINUTE, MINUTE)
     async with start_gateway(engines) as gateway:
         (one,) = (await get(gateway))["data"]
@@ -90,13 +97,15 @@ async def test_an_engine_that_does_not_answer_is_counted_and_a_model_without_exp
         assert (await get(gateway, "?minutes=9"))["data"] == []
 
 
-async def test_a_window_that_is_none_is_refused(start_gateway, engines):
+async def test_a_window_that_is_none_is_refused(start_gateway: StartGateway, engines: list[FakeEngineClient]) -> None:
     async with start_gateway(engines) as gateway:
         for wrong in ("61", "-1", "many"):
             assert (await get(gateway, f"?minutes={wrong}", expect=400))["error"]["param"] == "minutes"
 
 
-async def test_a_tenants_administrator_sees_its_own_load_and_no_engines(start_gateway, engines):
+async def test_a_tenants_administrator_sees_its_own_load_and_no_engines(
+    start_gateway: StartGateway, engines: list[FakeEngineClient]
+) -> None:
     async with start_gateway(engines[:1]) as gateway:
         tenant = gateway.keys.tenant_id
         body = json.dumps({"name": "boss", "role": "tenant-admin", "tenant_id": tenant}).encode()
@@ -118,7 +127,9 @@ async def test_a_tenants_administrator_sees_its_own_load_and_no_engines(start_ga
         assert others["tokens"] == 14
 
 
-async def test_engines_are_not_asked_again_within_a_moment(start_gateway, engines):
+async def test_engines_are_not_asked_again_within_a_moment(
+    start_gateway: StartGateway, engines: list[FakeEngineClient]
+) -> None:
     engines[0].expert_loads[None] = load([1] * 8, {"a": 2})
     async with start_gateway(engines[:1]) as gateway:
         assert (await get(gateway))["data"][0]["tokens"] == 2
@@ -128,11 +139,13 @@ async def test_engines_are_not_asked_again_within_a_moment(start_gateway, engine
         assert (await get(gateway, "?minutes=5"))["data"][0]["tokens"] == 4
 
 
-async def test_a_plan_is_held_against_experts_in_their_order(start_gateway, engines):
+async def test_a_plan_is_held_against_experts_in_their_order(
+    start_gateway: StartGateway, engines: list[FakeEngineClient]
+) -> None:
     engines[0].expert_loads[None] = load([30, 10, 10, 10, 20, 20, 0, 0], {"a": 25})
     async with start_gateway(engines[:1]) as gateway:
 
-        async def plan(body, expect=200):
+        async def plan(body: dict[str, Any], expect: int = 200) -> Any:
             data = json.dumps({"model": "tiny", **body}).encode()
             status, _, answer = await gateway.request("POST", "/admin/v1/experts/plan", data, gateway.admin_key)
             assert status == expect, answer
@@ -152,7 +165,9 @@ async def test_a_plan_is_held_against_experts_in_their_order(start_gateway, engi
         assert "ranks_per_node" in (await plan({"ranks_per_node": 0}, expect=400))["error"]["message"]
 
 
-async def test_metrics_tell_the_balance_of_each_layer(start_gateway, engines):
+async def test_metrics_tell_the_balance_of_each_layer(
+    start_gateway: StartGateway, engines: list[FakeEngineClient]
+) -> None:
     engines[0].balance = ExpertBalance(
         5, (1, 3), 64, 0.5, pack_shares([0.25, 0.75]), pack_shares([1, 2, 3, 4, 0.5, 1, 1, 1.5]), pack_shares([3, 4])
     )

@@ -6,6 +6,7 @@ import gzip
 import zlib
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -31,7 +32,7 @@ EVENTS = [{"a": 1}, {"b": "é\r"}, {"c": [{}]}, DONE]
 STREAM = b'data: {"a": 1}\n\n: kept alive\n\ndata:{"b": "\xc3\xa9\\r"}\n\ndata: {\ndata: "c": [{}]}\n\ndata: [DONE]\n\n'
 
 
-def parsed(chunks) -> list:
+def parsed(chunks: Any) -> list[Any]:
     parser = EventParser()
     events = [event for chunk in chunks for event in parser.feed(chunk)]
     return events + parser.end()
@@ -47,10 +48,12 @@ def generic() -> Completions:
     st.sampled_from([0, 1, 2]),
     st.lists(st.integers(1, 40), max_size=40),
 )
-def test_events_are_the_same_whatever_ends_their_lines_and_however_cut(line_end, marked, missing, sizes) -> None:
+def test_events_are_the_same_whatever_ends_their_lines_and_however_cut(
+    line_end: Any, marked: Any, missing: Any, sizes: Any
+) -> None:
     data = (b"\xef\xbb\xbf" if marked else b"") + STREAM.replace(b"\n", line_end)
     data = data[: len(data) - missing * len(line_end)]
-    chunks = []
+    chunks: list[Any] = []
     for size in sizes:
         chunks, data = [*chunks, data[:size]], data[size:]
     assert parsed([*chunks, data]) == EVENTS
@@ -79,7 +82,7 @@ def test_what_cannot_be_read_takes_nothing_from_what_came_before_it() -> None:
 
 
 @pytest.mark.parametrize("chunk", [b"x" * 65536, b"data: {x\n" * 8192])
-def test_neither_a_line_nor_an_event_grows_without_bound(chunk) -> None:
+def test_neither_a_line_nor_an_event_grows_without_bound(chunk: bytes) -> None:
     parser = EventParser()
     with pytest.raises(MalformedAnswer, match="more than"):
         for _ in range(2 + 4 * MAX_EVENT_BYTES // len(chunk)):
@@ -110,7 +113,7 @@ def test_error_events_are_errors_in_each_form() -> None:
     ],
     ids=["gzip", "members", "zlib", "bare"],
 )
-def test_compressed_content_is_decoded_however_it_is_cut(encoding, data) -> None:
+def test_compressed_content_is_decoded_however_it_is_cut(encoding: str, data: Any) -> None:
     for size in (1, 7, len(data)):
         decoder = ContentDecoder(encoding)
         chunks = [data[at : at + size] for at in range(0, len(data), size)]
@@ -135,12 +138,12 @@ def test_content_of_another_encoding_is_refused() -> None:
 
 def test_counts_are_read_from_what_servers_write_and_nonsense_is_none() -> None:
     assert [count_of(told) for told in (3, 3.0, "3", 0)] == [3, 3, 3, 0]
-    nonsense = (None, True, -1, 3.5, "3.0", "x", "", "９", "9" * 400, 1e300, float("nan"), [3], {})
+    nonsense: tuple[Any, ...] = (None, True, -1, 3.5, "3.0", "x", "", "９", "9" * 400, 1e300, float("nan"), [3], {})
     assert {count_of(told) for told in nonsense} == {None}
 
 
 def test_only_known_finish_reasons_are_ends() -> None:
-    def finish(word):
+    def finish(word: Any) -> Any:
         return generic().read({"choices": [{"text": "a", "finish_reason": word}]})
 
     assert finish("stop").finish is finish("eos_token").finish is FinishReason.STOP
@@ -153,7 +156,7 @@ def test_only_known_finish_reasons_are_ends() -> None:
 
 
 @pytest.mark.parametrize("choices", [{"choices": None}, {"choices": []}, {}])
-def test_an_event_without_choices_brings_counts_only(choices) -> None:
+def test_an_event_without_choices_brings_counts_only(choices: dict[str, Any]) -> None:
     piece = generic().read({**choices, "usage": {"completion_tokens": 3.0}})
     assert (piece.text, piece.num_output_tokens, piece.is_usage) == ("", 3, True)
 
@@ -178,12 +181,12 @@ def test_an_event_without_choices_brings_counts_only(choices) -> None:
         ("9" * 200, None),
     ],
 )
-def test_retry_after_is_seconds_a_decimal_or_a_date_and_bounded(told, seconds) -> None:
+def test_retry_after_is_seconds_a_decimal_or_a_date_and_bounded(told: Any, seconds: Any) -> None:
     assert retry_seconds(told, NOW) == seconds
 
 
 @given(st.text(max_size=40))
-def test_no_retry_after_whatever_fails(told) -> None:
+def test_no_retry_after_whatever_fails(told: Any) -> None:
     seconds = retry_seconds(told, NOW)
     assert seconds is None or 1 <= seconds <= MAX_RETRY_S
 
@@ -219,7 +222,7 @@ def test_every_status_has_one_judgement() -> None:
         ),
     ),
 )
-def test_whatever_stands_in_an_error_none_of_its_text_reaches_a_client(status, told) -> None:
+def test_whatever_stands_in_an_error_none_of_its_text_reaches_a_client(status: Any, told: Any) -> None:
     marked = {"error": {"message": "maximum context length xyzzy", "param": "xyzzy", "more": str(told)}}
     body = told if isinstance(told, bytes) else str(told).encode()
     for error in (

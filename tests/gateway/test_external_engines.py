@@ -9,6 +9,10 @@ import contextlib
 import json
 import subprocess
 import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -22,12 +26,15 @@ from moiety_platform.external_engines.waiting import Ends, class_loads
 from moiety_platform.routing.choose import are_extensible
 from moiety_platform.routing.replicas import Replicas
 from moiety_wire.classes import FLEX, PRIORITY, STANDARD
-from moiety_wire.messages import Sampling, Stopping, Submit
+from moiety_wire.messages import ModelCard, Sampling, Stopping, Submit
 from moiety_wire.notes import Reason
+
+from .closing_server import ClosingServer
+from .conftest import NewCard, RunningGateway, StartGateway, ToolCard, Until
 
 MODEL = "tiny"
 HELLO = [{"role": "user", "content": "hello"}]
-ASK = {"model": MODEL, "messages": HELLO, "max_tokens": 40}
+ASK: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 40}
 WHOLE = " ".join(str(1 + i) for i in range(400))
 PATIENT = Heartbeat(
     interval_s=0.05, timeout_s=30, silence_s=60
@@ -58,37 +65,32 @@ class Server:
         self.tokenizer = tokenizer
         self.text = WHOLE
         self.token_s = 0.0
-        self.bodies: list[dict] = []
-        self.headers: list[dict] = []
-        self.usages: list[dict] = []
-        self.left_after_s: list[float] = []  # how long after `leaving_at` a client's connection was found closed
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, Any]] = []
+        self.usages: list[dict[str, Any]] = []
         self.running = self.waiting = 0
         self.stop_at: int | None = None  # tokens, after which it ends by its end-of-sequence token
         self.dies_at: int | None = None  # tokens, after which the connection is cut
         self.raw: bytes | None = None  # an answer to every completion, as it is
         self.is_silent = False
         self.ended = asyncio.Event()
-        self._writers: set[asyncio.StreamWriter] = set()
+        self._server = ClosingServer(self._serve)
         self._answering: set[asyncio.StreamWriter] = set()
 
     async def start(self, port: int = 0) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", port)
-        self.port = self._server.sockets[0].getsockname()[1]
+        await self._server.start(port)
+        self.port = self._server.port
 
     def stop_listening(self) -> None:
         """As one that drains: what runs goes on."""
-        self._server.close()
-        for writer in self._writers - self._answering:
+        self._server.stop_listening()
+        for writer in self._server.writers - self._answering:
             writer.close()
 
     async def kill(self) -> None:
-        self._server.close()
-        for writer in list(self._writers):
-            writer.transport.abort()
-        await self._server.wait_closed()
+        await self._server.close()
 
-    async def _serve(self, reader, writer) -> None:
-        self._writers.add(writer)
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
@@ -112,15 +114,12 @@ class Server:
                     return
         except (ConnectionError, asyncio.IncompleteReadError):
             return
-        finally:
-            self._writers.discard(writer)
-            writer.close()
 
-    async def _tell(self, writer, path: str) -> None:
-        model = {"id": MODEL, "object": "model", "created": 1_700_000_000, "owned_by": "them"}
+    async def _tell(self, writer: asyncio.StreamWriter, path: str) -> None:
+        model: dict[str, Any] = {"id": MODEL, "object": "model", "created": 1_700_000_000, "owned_by": "them"}
         match self.kind, path:
             case _, "/health":
-                answer = ""
+                answer: Any = ""
             case "vllm" | "sglang", "/v1/models":
                 answer = {"object": "list", "data": [{**model, "max_model_len": 512}]}
             case "llama.cpp", "/v1/models":
@@ -139,7 +138,7 @@ class Server:
         data = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
 
-    async def _answer(self, reader, writer, body: dict) -> None:
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
         self.running += 1
         self._answering.add(writer)
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
@@ -175,9 +174,9 @@ class Server:
         ids = whole[num_had : num_had + max_tokens]
         return ids, "stop" if ids and ids[-1] == 256 else "length"
 
-    def _completion(self, body: dict):
+    def _completion(self, body: dict[str, Any]) -> Iterator[Any]:
         ids, reason = self._ids(body["prompt"], body["max_tokens"])
-        head = {"id": "cmpl-1", "object": "text_completion", "created": 1_700_000_000, "model": MODEL}
+        head: dict[str, Any] = {"id": "cmpl-1", "object": "text_completion", "created": 1_700_000_000, "model": MODEL}
         num_prompt, is_vllm = len(body["prompt"]), self.kind in ("vllm", "sglang")
         text = ""
         for i, token_id in enumerate(ids):
@@ -187,7 +186,12 @@ class Server:
             if stopped:
                 ids, reason = ids[: i + 1], "stop"
             is_last = i + 1 == len(ids)
-            choice = {"index": 0, "text": piece, "logprobs": None, "finish_reason": reason if is_last else None}
+            choice: dict[str, Any] = {
+                "index": 0,
+                "text": piece,
+                "logprobs": None,
+                "finish_reason": reason if is_last else None,
+            }
             if "logprobs" in body:
                 token = f"token_id:{token_id}" if body.get("return_tokens_as_token_ids") else piece
                 top = {token: -0.25, f"token_id:{(token_id + 1) % 256}": -1.5} if is_vllm else {token: -0.25}
@@ -197,8 +201,12 @@ class Server:
                     "tokens": [token],
                     "top_logprobs": [top],
                 }
-            event = {**head, "choices": [choice]}
-            usage = {"prompt_tokens": num_prompt, "total_tokens": num_prompt + i + 1, "completion_tokens": i + 1}
+            event: dict[str, Any] = {**head, "choices": [choice]}
+            usage: dict[str, Any] = {
+                "prompt_tokens": num_prompt,
+                "total_tokens": num_prompt + i + 1,
+                "completion_tokens": i + 1,
+            }
             if is_vllm:
                 matched = stopped or (256 if token_id == 256 and self.kind == "sglang" else None)
                 choice |= {"stop_reason" if self.kind == "vllm" else "matched_stop": matched, "token_ids": [token_id]}
@@ -212,7 +220,7 @@ class Server:
             yield {**head, "choices": [], "usage": {**usage, **details}}
         yield b"[DONE]"
 
-    def _native(self, body: dict):
+    def _native(self, body: dict[str, Any]) -> Iterator[Any]:
         ids, reason = self._ids(body["prompt"], body["n_predict"])
         num_prompt, held, kind, word = len(body["prompt"]), [], "limit", ""
         for i, token_id in enumerate(ids):
@@ -241,7 +249,7 @@ class Server:
         if kind == "limit" and reason == "stop":
             kind = "eos"
         self.usages.append({"prompt_tokens": num_prompt, "completion_tokens": len(ids)})
-        last = {
+        last: dict[str, Any] = {
             "content": "",
             "tokens_predicted": len(ids),
             "stop": True,
@@ -253,7 +261,7 @@ class Server:
 
 
 @pytest.fixture
-def folder(tmp_path, card):
+def folder(tmp_path: Path, card: ModelCard) -> Path:
     """A checkpoint's folder with the tokenizer and template of the other tests."""
     path = tmp_path / "checkpoint"
     path.mkdir()
@@ -264,11 +272,11 @@ def folder(tmp_path, card):
 
 
 @pytest.fixture
-async def start_server(card):
+async def start_server(card: ModelCard) -> AsyncIterator[Callable[..., Awaitable[Server]]]:
     """`await start_server(kind)`: a server that listens."""
     servers = []
 
-    async def start(kind="vllm", port=0):
+    async def start(kind: str = "vllm", port: int = 0) -> Any:
         servers.append(Server(kind, tokenizers.Tokenizer.from_str(card.tokenizer_json)))
         await servers[-1].start(port)
         return servers[-1]
@@ -279,10 +287,10 @@ async def start_server(card):
 
 
 @pytest.fixture
-def client_of(folder):
+def client_of(folder: Path) -> Callable[..., ExternalEngineClient]:
     """The client of a server; `more` goes into its address."""
 
-    def make(server, more="", api_key=None, heartbeat=PATIENT):
+    def make(server: Server, more: str = "", api_key: Any = None, heartbeat: Any = PATIENT) -> Any:
         address = f"openai+http://127.0.0.1:{server.port}/v1?model={MODEL}&kind={server.kind}&tokenizer={folder}{more}"
         return ExternalEngineClient(ExternalAddress.parse(address), SystemClock(), api_key, heartbeat)
 
@@ -290,11 +298,11 @@ def client_of(folder):
 
 
 @pytest.fixture
-def start_over(start_gateway, until):
+def start_over(start_gateway: StartGateway, until: Until) -> Callable[..., AbstractAsyncContextManager[RunningGateway]]:
     """`async with start_over(engines, **settings) as gateway`: once all are connected."""
 
     @contextlib.asynccontextmanager
-    async def start(*engines, **settings):
+    async def start(*engines: Any, **settings: Any) -> AsyncIterator[RunningGateway]:
         async with start_gateway(list(engines), **settings) as gateway:
             await until(lambda: all(engine.state.healthy for engine in engines))
             yield gateway
@@ -302,7 +310,7 @@ def start_over(start_gateway, until):
     return start
 
 
-async def text_of(stream) -> str:
+async def text_of(stream: Any) -> str:
     return "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
 
 
@@ -311,8 +319,13 @@ async def text_of(stream) -> str:
     [("vllm", "", 7), ("sglang", "", 7), ("llama.cpp", "", 5), ("generic", "&context=512", 0)],
 )
 async def test_chats_and_completions_are_answered_and_billed_as_the_server_counts(
-    start_server, client_of, start_over, kind, more, cached
-):
+    start_server: Callable[..., Awaitable[Server]],
+    client_of: Callable[..., ExternalEngineClient],
+    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+    kind: str,
+    more: str,
+    cached: int,
+) -> None:
     server = await start_server(kind)
     server.stop_at = 23
     async with start_over(client_of(server, more)) as gateway:
@@ -342,8 +355,15 @@ async def test_chats_and_completions_are_answered_and_billed_as_the_server_count
     ("kind", "more"), [("vllm", ""), ("sglang", ""), ("llama.cpp", ""), ("generic", "&context=512")]
 )
 async def test_stop_strings_sleep_until_a_thought_ends(
-    start_server, client_of, start_over, folder, card, kind, more, stream
-):
+    start_server: Callable[..., Awaitable[Server]],
+    client_of: Callable[..., ExternalEngineClient],
+    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+    folder: Path,
+    card: ModelCard,
+    kind: str,
+    more: str,
+    stream: bool,
+) -> None:
     opens = card.chat_template + "{% if add_generation_prompt %}<think>\n{% endif %}"
     (folder / "chat_template.jinja").write_text(opens)
     server = await start_server(kind)
@@ -363,11 +383,13 @@ async def test_stop_strings_sleep_until_a_thought_ends(
 
 
 async def test_what_a_tenant_and_its_class_are_reaches_the_server_and_not_what_a_client_claims(
-    start_server, client_of, start_over
-):
+    start_server: Callable[..., Awaitable[Server]],
+    client_of: Callable[..., ExternalEngineClient],
+    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     server = await start_server()
     async with start_over(client_of(server, "&priority=on", "a key of theirs")) as gateway:
-        claims = {"cache_salt": "mine", "priority": -100}
+        claims: dict[str, Any] = {"cache_salt": "mine", "priority": -100}
         await gateway.client.chat.completions.create(**ASK, service_tier="flex", extra_body=claims)
         await gateway.client.chat.completions.create(**ASK)
         flex, standard = server.bodies
@@ -381,12 +403,22 @@ async def test_what_a_tenant_and_its_class_are_reaches_the_server_and_not_what_a
         assert gateway.key not in json.dumps([server.headers, server.bodies])
 
 
-async def test_sampling_parameters_are_passed_on(start_server, client_of, start_over):
+async def test_sampling_parameters_are_passed_on(
+    start_server: Callable[..., Awaitable[Server]],
+    client_of: Callable[..., ExternalEngineClient],
+    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     server, native = await start_server(), await start_server("llama.cpp")
-    asked = {"temperature": 0.5, "top_p": 0.9, "presence_penalty": 0.25, "frequency_penalty": 0.75, "seed": 11}
-    more = {"top_k": 40, "min_p": 0.125, "repetition_penalty": 1.5, "ignore_eos": True}
-    bias = {"logit_bias": {"65": -1.5}, "stop": ["nothing"]}
-    vllm_only = {"min_tokens": 3, "stop_token_ids": [12]}
+    asked: dict[str, Any] = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "presence_penalty": 0.25,
+        "frequency_penalty": 0.75,
+        "seed": 11,
+    }
+    more: dict[str, Any] = {"top_k": 40, "min_p": 0.125, "repetition_penalty": 1.5, "ignore_eos": True}
+    bias: dict[str, Any] = {"logit_bias": {"65": -1.5}, "stop": ["nothing"]}
+    vllm_only: dict[str, Any] = {"min_tokens": 3, "stop_token_ids": [12]}
     async with start_over(client_of(server)) as gateway:
         await gateway.client.chat.completions.create(**ASK, **asked, **bias, extra_body=more | vllm_only)
         (body,) = server.bodies
@@ -411,8 +443,12 @@ async def test_sampling_parameters_are_passed_on(start_server, client_of, start_
     ],
 )
 async def test_what_a_server_cannot_do_is_refused_by_name_and_costs_nothing(
-    start_server, client_of, start_over, kind, fields
-):
+    start_server: Callable[..., Awaitable[Server]],
+    client_of: Callable[..., ExternalEngineClient],
+    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+    kind: str,
+    fields: dict[str, Any],
+) -> None:
     server = await start_server(kind)
     async with start_over(client_of(server, "&context=512")) as gateway:
         for field, value in fields.items():
@@ -423,7 +459,7 @@ async def test_what_a_server_cannot_do_is_refused_by_name_and_costs_nothing(
         assert server.bodies == []
 
 
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
 FORMS = {
     "json_schema": {"guided_json": SCHEMA},
     "regex": {"structured_outputs": {"regex": "[a-z]"}},
@@ -445,8 +481,13 @@ PASSED_ON = {
 
 @pytest.mark.parametrize("kind", PASSED_ON)
 async def test_a_form_of_answers_is_passed_on_in_the_servers_own_field_or_refused_by_name(
-    start_server, folder, client_of, start_over, tool_card, kind
-):
+    start_server: Callable[..., Awaitable[Server]],
+    folder: Path,
+    client_of: Callable[..., ExternalEngineClient],
+    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+    tool_card: ToolCard,
+    kind: Any,
+) -> None:
     card = tool_card("hermes")
     (folder / "tokenizer.json").write_text(card.tokenizer_json)
     (folder / "chat_template.jinja").write_text(card.chat_template)
@@ -466,15 +507,20 @@ async def test_a_form_of_answers_is_passed_on_in_the_servers_own_field_or_refuse
 
 @pytest.mark.parametrize("kind", ["vllm", "generic", "llama.cpp"])
 async def test_calls_that_a_special_token_marks_are_told_where_a_server_tells_ids_and_else_refused(
-    start_server, folder, client_of, start_over, tool_card, kind
-):
+    start_server: Callable[..., Awaitable[Server]],
+    folder: Path,
+    client_of: Callable[..., ExternalEngineClient],
+    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+    tool_card: ToolCard,
+    kind: str,
+) -> None:
     card = tool_card("mistral", special=["[TOOL_CALLS]"])
     (folder / "tokenizer.json").write_text(card.tokenizer_json)
     (folder / "chat_template.jinja").write_text(card.chat_template)
     server = await start_server(kind)
     server.tokenizer = tokenizers.Tokenizer.from_str(card.tokenizer_json)
     server.text = '[TOOL_CALLS] [{"name": "now", "arguments": {}}]'
-    asked = {**ASK, "max_tokens": 100, "tools": [{"type": "function", "function": {"name": "now"}}]}
+    asked: dict[str, Any] = {**ASK, "max_tokens": 100, "tools": [{"type": "function", "function": {"name": "now"}}]}
     more = "" if kind != "generic" else "&context=512"
     async with start_over(client_of(server, more)) as gateway:
         if kind != "vllm":
@@ -486,7 +532,11 @@ async def test_calls_that_a_special_token_marks_are_told_where_a_server_tells_id
         assert server.bodies[0]["skip_special_tokens"] is False
 
 
-async def test_logprobs_come_with_the_bytes_of_the_tokens(start_server, client_of, start_over):
+async def test_logprobs_come_with_the_bytes_of_the_tokens(
+    start_server: Callable[..., Awaitable[Server]],
+    client_of: Callable[..., ExternalEngineClient],
+    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     server = await start_server()
     async with start_over(client_of(server)) as gateway:
         answer = await gateway.client.chat.completions.create(**ASK, logprobs=True, top_logprobs=2)
@@ -498,7 +548,12 @@ async def test_logprobs_come_with_the_bytes_of_the_tokens(start_server, client_o
 
 
 @pytest.mark.parametrize("kind", ["vllm", "llama.cpp"])
-async def test_a_client_that_leaves_ends_the_request_at_the_server_at_once(start_server, client_of, start_over, kind):
+async def test_a_client_that_leaves_ends_the_request_at_the_server_at_once(
+    start_server: Callable[..., Awaitable[Server]],
+    client_of: Callable[..., ExternalEngineClient],
+    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+    kind: str,
+) -> None:
     server = await start_server(kind)
     server.token_s = 0.01
     async with start_over(client_of(server)) as gateway:
@@ -513,26 +568,28 @@ async def test_a_client_that_leaves_ends_the_request_at_the_server_at_once(start
         (row,) = await gateway.rows.wait_for(1)
         assert (row.outcome, row.http_status) == ("disconnected", 499)
         assert 9 <= row.output_tokens < 400
-        assert gateway.engine.state.num_inflight == 0
+        assert gateway.engines[0].state.num_inflight == 0
 
 
-async def limit_of(gateway, cap):
+async def limit_of(gateway: RunningGateway, cap: int) -> Any:
     (tenant,) = json.loads((await gateway.request("GET", "/admin/v1/tenants", b"", gateway.admin_key))[2])["data"]
-    body = {"level": "tenant", "scope_id": tenant["id"], "kind": "tokens_per_day", "cap": cap}
+    body: dict[str, Any] = {"level": "tenant", "scope_id": tenant["id"], "kind": "tokens_per_day", "cap": cap}
     status, _, answer = await gateway.request("PUT", "/admin/v1/quotas", json.dumps(body).encode(), gateway.admin_key)
     assert status == 200, answer
     return json.loads(answer)["id"]
 
 
-async def used(gateway, quota_id):
-    await gateway.rows.flush()
+async def used(gateway: RunningGateway, quota_id: str) -> Any:
+    await gateway.stored_usage.flush()
     answer = await gateway.request("GET", f"/admin/v1/quotas/{quota_id}", b"", gateway.admin_key)
     return json.loads(answer[2])["used"]
 
 
 async def test_all_of_the_output_is_reserved_before_the_server_is_asked_and_what_it_reports_is_settled(
-    start_server, client_of, start_over
-):
+    start_server: Callable[..., Awaitable[Server]],
+    client_of: Callable[..., ExternalEngineClient],
+    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     server = await start_server()
     server.stop_at, server.token_s = 23, 0.005
     async with start_over(client_of(server), stores_usage=True) as gateway:
@@ -545,7 +602,11 @@ async def test_all_of_the_output_is_reserved_before_the_server_is_asked_and_what
         assert await used(gateway, quota_id) == 2 * (size + 24)
 
 
-async def test_a_limit_that_has_not_so_much_left_shortens_the_answer_or_refuses_it(start_server, client_of, start_over):
+async def test_a_limit_that_has_not_so_much_left_shortens_the_answer_or_refuses_it(
+    start_server: Callable[..., Awaitable[Server]],
+    client_of: Callable[..., ExternalEngineClient],
+    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     server = await start_server()
     async with start_over(client_of(server), stores_usage=True) as gateway:
         size = gateway.prompt_tokens("hello")
@@ -559,7 +620,12 @@ async def test_a_limit_that_has_not_so_much_left_shortens_the_answer_or_refuses_
         assert len(server.bodies) == 1
 
 
-async def test_a_server_that_is_not_there_is_503_until_it_comes(start_server, client_of, start_gateway, until):
+async def test_a_server_that_is_not_there_is_503_until_it_comes(
+    start_server: Callable[..., Awaitable[Server]],
+    client_of: Callable[..., ExternalEngineClient],
+    start_gateway: StartGateway,
+    until: Until,
+) -> None:
     server = await start_server()
     engine = client_of(server)
     await server.kill()
@@ -578,7 +644,11 @@ async def test_a_server_that_is_not_there_is_503_until_it_comes(start_server, cl
         assert answer.choices[0].message.content == WHOLE[:40]
 
 
-async def test_a_server_that_is_killed_in_the_middle_ends_the_stream_with_an_error(start_server, client_of, start_over):
+async def test_a_server_that_is_killed_in_the_middle_ends_the_stream_with_an_error(
+    start_server: Callable[..., Awaitable[Server]],
+    client_of: Callable[..., ExternalEngineClient],
+    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     server = await start_server()
     server.dies_at = 10
     async with start_over(client_of(server)) as gateway:
@@ -592,7 +662,13 @@ async def test_a_server_that_is_killed_in_the_middle_ends_the_stream_with_an_err
 
 
 @pytest.mark.parametrize("kind", ["vllm", "llama.cpp", "generic"])
-async def test_a_lost_server_s_answer_goes_on_at_another_one(start_server, client_of, start_over, until, kind):
+async def test_a_lost_server_s_answer_goes_on_at_another_one(
+    start_server: Callable[..., Awaitable[Server]],
+    client_of: Callable[..., ExternalEngineClient],
+    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+    until: Until,
+    kind: str,
+) -> None:
     servers = [await start_server(kind), await start_server(kind)]
     engines = [client_of(server, "&context=512") for server in servers]
     async with start_over(*engines) as gateway:
@@ -614,7 +690,7 @@ async def test_a_lost_server_s_answer_goes_on_at_another_one(start_server, clien
             assert (first[size], second[size]) == (40, 40 - num_relayed)
 
 
-async def watch_first(*servers) -> None:
+async def watch_first(*servers: Any) -> None:
     """Once one has a request, the others are not to die."""
     while not any(server.bodies for server in servers):  # noqa: ASYNC110 - a server has no event for it
         await asyncio.sleep(0)
@@ -625,12 +701,16 @@ async def watch_first(*servers) -> None:
 
 @pytest.mark.parametrize("lost", ["ours", "theirs"])
 async def test_one_of_ours_and_one_of_theirs_take_over_from_each_other(
-    start_server, client_of, start_over, new_card, lost
-):
+    start_server: Callable[..., Awaitable[Server]],
+    client_of: Callable[..., ExternalEngineClient],
+    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+    new_card: NewCard,
+    lost: str,
+) -> None:
     server = await start_server()
     ours = FakeEngineClient(new_card())
 
-    def script(submit):
+    def script(submit: Submit) -> Iterator[tuple[Any, ...]]:
         for position, token_id in enumerate(server.tokenizer.encode(WHOLE).ids):
             if lost == "ours" and position == 10 and submit.resumed_ids is None:
                 ours.die()
@@ -659,7 +739,13 @@ def stream_of(data: bytes) -> bytes:
 
 def refusal(status: str, message: str, header: bytes = b"", **more: str) -> bytes:
     """As vLLM words it."""
-    error = {"message": message, "type": "BadRequestError", "param": None, "code": int(status[:3]), **more}
+    error: dict[str, Any] = {
+        "message": message,
+        "type": "BadRequestError",
+        "param": None,
+        "code": int(status[:3]),
+        **more,
+    }
     body = json.dumps({"error": error}).encode()
     return b"HTTP/1.1 %s\r\n%sContent-Length: %d\r\n\r\n%s" % (status.encode(), header, len(body), body)
 
@@ -694,8 +780,11 @@ ERRORS = [
 
 
 async def test_a_server_s_errors_and_nonsense_have_stable_codes_and_cost_nothing(
-    start_server, client_of, start_over, until
-):
+    start_server: Callable[..., Awaitable[Server]],
+    client_of: Callable[..., ExternalEngineClient],
+    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+    until: Until,
+) -> None:
     server = await start_server()
     engine = client_of(server)
     async with start_over(engine, failover_wait_s=0) as gateway:
@@ -713,7 +802,12 @@ async def test_a_server_s_errors_and_nonsense_have_stable_codes_and_cost_nothing
         assert {(row.prompt_tokens, row.output_tokens, row.cost_nanodollars) for row in rows} == {(0, 0, 0)}
 
 
-async def test_its_load_is_seen_and_routes_around_it(start_server, client_of, start_over, until):
+async def test_its_load_is_seen_and_routes_around_it(
+    start_server: Callable[..., Awaitable[Server]],
+    client_of: Callable[..., ExternalEngineClient],
+    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+    until: Until,
+) -> None:
     busy, idle = await start_server(), await start_server()
     busy.running, busy.waiting = 30, 12
     engines = client_of(busy), client_of(idle)
@@ -731,7 +825,12 @@ async def test_its_load_is_seen_and_routes_around_it(start_server, client_of, st
         assert (status, json.loads(answer)["data"][0]["card"]["family"]) == (200, "vllm")
 
 
-async def test_llama_cpp_without_metrics_tells_its_load_by_its_slots(start_server, client_of, start_over, until):
+async def test_llama_cpp_without_metrics_tells_its_load_by_its_slots(
+    start_server: Callable[..., Awaitable[Server]],
+    client_of: Callable[..., ExternalEngineClient],
+    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+    until: Until,
+) -> None:
     server = await start_server("llama.cpp")
     server.running = 3
     engine = client_of(server)
@@ -742,7 +841,11 @@ async def test_llama_cpp_without_metrics_tells_its_load_by_its_slots(start_serve
         assert engine.state.load.num_running == 1
 
 
-async def test_text_that_a_server_holds_back_is_counted_and_goes_on(start_server, client_of, start_over):
+async def test_text_that_a_server_holds_back_is_counted_and_goes_on(
+    start_server: Callable[..., Awaitable[Server]],
+    client_of: Callable[..., ExternalEngineClient],
+    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     server = await start_server("llama.cpp")
     server.text = "naïve 日本語 🙂 " * 20
     async with start_over(client_of(server)) as gateway:
@@ -765,8 +868,14 @@ async def test_text_that_a_server_holds_back_is_counted_and_goes_on(start_server
     ],
 )
 async def test_an_answer_of_which_only_the_end_was_lost_is_ended_without_asking(
-    start_server, client_of, until, resumed, stop, reason, text
-):
+    start_server: Callable[..., Awaitable[Server]],
+    client_of: Callable[..., ExternalEngineClient],
+    until: Until,
+    resumed: Any,
+    stop: tuple[Any, ...] | tuple[str, ...],
+    reason: str,
+    text: Any,
+) -> None:
     server = await start_server()
     engine = client_of(server)
     token_ids = server.tokenizer.encode(resumed).ids
@@ -782,8 +891,10 @@ async def test_an_answer_of_which_only_the_end_was_lost_is_ended_without_asking(
 
 
 async def test_an_answer_that_is_whole_is_no_failure_although_the_connection_breaks(
-    start_server, client_of, start_over
-):
+    start_server: Callable[..., Awaitable[Server]],
+    client_of: Callable[..., ExternalEngineClient],
+    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     server = await start_server()
     server.dies_at = 40  # before the last usage
     async with start_over(client_of(server)) as gateway:
@@ -792,7 +903,9 @@ async def test_an_answer_that_is_whole_is_no_failure_although_the_connection_bre
         assert len(server.bodies) == 1
 
 
-async def test_a_server_that_cannot_prove_what_it_has_done_never_does(start_server, client_of, until):
+async def test_a_server_that_cannot_prove_what_it_has_done_never_does(
+    start_server: Callable[..., Awaitable[Server]], client_of: Callable[..., ExternalEngineClient], until: Until
+) -> None:
     engine = client_of(await start_server())
     async with Replicas([engine]) as replicas:
         await until(lambda: engine.state.healthy)
@@ -800,7 +913,9 @@ async def test_a_server_that_cannot_prove_what_it_has_done_never_does(start_serv
         assert not are_extensible(replicas.states(), MODEL)
 
 
-async def test_a_server_with_another_model_says_so(start_server, client_of, until):
+async def test_a_server_with_another_model_says_so(
+    start_server: Callable[..., Awaitable[Server]], client_of: Callable[..., ExternalEngineClient], until: Until
+) -> None:
     server = await start_server("generic")
     engine = client_of(server)
     async with Replicas([engine]):
@@ -809,8 +924,11 @@ async def test_a_server_with_another_model_says_so(start_server, client_of, unti
 
 
 async def test_a_server_that_falls_silent_loses_its_streams_and_gets_no_new_ones(
-    start_server, client_of, start_over, until
-):
+    start_server: Callable[..., Awaitable[Server]],
+    client_of: Callable[..., ExternalEngineClient],
+    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+    until: Until,
+) -> None:
     server = await start_server()
     server.token_s = 0.01
     engine = client_of(server, heartbeat=HASTY)
@@ -829,8 +947,11 @@ async def test_a_server_that_falls_silent_loses_its_streams_and_gets_no_new_ones
 
 
 async def test_a_server_that_takes_no_new_requests_may_finish_those_that_it_has(
-    start_server, client_of, start_over, until
-):
+    start_server: Callable[..., Awaitable[Server]],
+    client_of: Callable[..., ExternalEngineClient],
+    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+    until: Until,
+) -> None:
     server = await start_server()
     server.token_s = 0.01
     engine = client_of(server)
@@ -841,7 +962,7 @@ async def test_a_server_that_takes_no_new_requests_may_finish_those_that_it_has(
         assert await text_of(stream) == WHOLE[:80]
 
 
-def test_a_gateway_whose_engine_lacks_a_tokenizer_does_not_start_and_says_why(tmp_path):
+def test_a_gateway_whose_engine_lacks_a_tokenizer_does_not_start_and_says_why(tmp_path: Path) -> None:
     address = f"openai+http://127.0.0.1:9/v1?model=tiny&kind=vllm&tokenizer={tmp_path}/nowhere"
     arguments = ["gateway", "--engine", address, "--data-dir", tmp_path / "data", "--port", "0", "--migrate"]
     command = [sys.executable, "-c", "from moiety_platform.cli.main import main; main()", *map(str, arguments)]
@@ -851,8 +972,11 @@ def test_a_gateway_whose_engine_lacks_a_tokenizer_does_not_start_and_says_why(tm
 
 
 async def test_a_long_queue_there_is_a_long_wait_here_and_too_long_a_one_is_refused_early(
-    start_server, client_of, start_over, until
-):
+    start_server: Callable[..., Awaitable[Server]],
+    client_of: Callable[..., ExternalEngineClient],
+    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+    until: Until,
+) -> None:
     server = await start_server()
     engine = client_of(server)
     async with start_over(engine) as gateway:
@@ -868,7 +992,7 @@ async def test_a_long_queue_there_is_a_long_wait_here_and_too_long_a_one_is_refu
         assert len(server.bodies) == 1
 
 
-def test_the_wait_is_the_queue_times_the_pace_of_ends_and_less_for_a_better_rank():
+def test_the_wait_is_the_queue_times_the_pace_of_ends_and_less_for_a_better_rank() -> None:
     ends = Ends()
     for at_s, num_ended in ((0.0, 90), (1.0, 3), (11.0, 8)):  # restarted after the first
         ends.note(at_s, num_ended)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
 
 import openai
 import pytest
@@ -16,33 +18,35 @@ from moiety_engine.server.settings import ServerSettings
 from moiety_platform.clock import SystemClock
 from moiety_platform.engine_client.fake import FakeEngineClient, FakeVerdict, count_aloud
 from moiety_platform.engine_client.transport import ZmqEngineClient
-from moiety_wire.messages import Failed, FailureCode
+from moiety_wire.messages import Failed, FailureCode, ModelCard, Submit
 from moiety_wire.notes import Reason
 
+from .conftest import NewCard, SpanList, StartGateway, Until
+
 HELLO = [{"role": "user", "content": "hello"}]
-ASK = {"model": "tiny", "messages": HELLO, "max_tokens": 60}
+ASK: dict[str, Any] = {"model": "tiny", "messages": HELLO, "max_tokens": 60}
 WHOLE = " ".join(str(1 + i) for i in range(60))
 
 
-def engines_of(new_card, number, **settings) -> list[FakeEngineClient]:
+def engines_of(new_card: NewCard, number: int, **settings: Any) -> list[FakeEngineClient]:
     return [FakeEngineClient(new_card(f"engine-{i}"), **settings) for i in range(number)]
 
 
-def busy(engines):
+def busy(engines: Sequence[FakeEngineClient]) -> Any:
     """The engines that have a request now."""
     return [engine for engine in engines if engine.state.num_inflight]
 
 
-def submits_of(engines):
+def submits_of(engines: Sequence[FakeEngineClient]) -> Any:
     """In the order of what had come by then."""
     return sorted((one for engine in engines for one in engine.submits), key=lambda one: len(one.resumed_ids or ()))
 
 
-def dies_at(engines, *positions):
+def dies_at(engines: Sequence[FakeEngineClient], *positions: Any) -> None:
     """A script: before that position, and once for each, the engine that is at it dies."""
     left = set(positions)
 
-    def script(submit):
+    def script(submit: Submit) -> Iterator[Any]:
         for position, piece in enumerate(count_aloud(submit)):
             if position in left:
                 left.discard(position)
@@ -53,14 +57,14 @@ def dies_at(engines, *positions):
         engine.script = script
 
 
-async def text_of(stream) -> str:
+async def text_of(stream: Any) -> str:
     return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
 
 @pytest.mark.parametrize("credit_window_tokens", [1, 128])  # 1: it is paused for want of credit again and again
 async def test_a_stream_goes_on_at_another_engine_without_a_token_missing_or_twice(
-    start_gateway, new_card, credit_window_tokens
-):
+    start_gateway: StartGateway, new_card: NewCard, credit_window_tokens: int
+) -> None:
     engines = engines_of(new_card, 3, verdict=lambda submit: FakeVerdict("standard", num_cached_tokens=7))
     dies_at(engines, 10, 30)
     async with start_gateway(engines, credit_window_tokens=credit_window_tokens) as gateway:
@@ -78,10 +82,10 @@ async def test_a_stream_goes_on_at_another_engine_without_a_token_missing_or_twi
 
 @pytest.mark.parametrize("num_choices", [1, 3])
 async def test_a_whole_answer_with_several_choices_and_logprobs_is_that_of_an_undisturbed_run(
-    start_gateway, new_card, num_choices
-):
+    start_gateway: StartGateway, new_card: NewCard, num_choices: int
+) -> None:
     engines = engines_of(new_card, 2, token_s=0.001)
-    ask = {**ASK, "n": num_choices, "logprobs": True}
+    ask: dict[str, Any] = {**ASK, "n": num_choices, "logprobs": True}
     async with start_gateway(engines) as gateway:
         expected = await gateway.client.chat.completions.create(**ask)
         dies_at(engines, 20)
@@ -92,7 +96,9 @@ async def test_a_whole_answer_with_several_choices_and_logprobs_is_that_of_an_un
         assert (row.output_tokens, row.prompt_tokens) == (undisturbed.output_tokens, undisturbed.prompt_tokens)
 
 
-async def test_a_stop_string_that_begins_at_one_engine_ends_at_another(start_gateway, new_card):
+async def test_a_stop_string_that_begins_at_one_engine_ends_at_another(
+    start_gateway: StartGateway, new_card: NewCard
+) -> None:
     engines = engines_of(new_card, 2)
     dies_at(engines, 10)
     async with start_gateway(engines) as gateway:
@@ -102,7 +108,7 @@ async def test_a_stop_string_that_begins_at_one_engine_ends_at_another(start_gat
         assert (row.outcome, row.output_tokens) == ("stop", 11)
 
 
-async def test_a_message_in_anthropics_words_goes_on_as_well(start_gateway, new_card):
+async def test_a_message_in_anthropics_words_goes_on_as_well(start_gateway: StartGateway, new_card: NewCard) -> None:
     engines = engines_of(new_card, 2)
     dies_at(engines, 10)
     async with start_gateway(engines) as gateway:
@@ -112,10 +118,12 @@ async def test_a_message_in_anthropics_words_goes_on_as_well(start_gateway, new_
         assert first.bill == second.bill != b""
 
 
-async def test_an_input_whose_engine_is_lost_before_its_vector_came_is_embedded_at_another(start_gateway, new_card):
-    lost = []
+async def test_an_input_whose_engine_is_lost_before_its_vector_came_is_embedded_at_another(
+    start_gateway: StartGateway, new_card: NewCard
+) -> None:
+    lost: list[Any] = []
 
-    def vector(submit, width):
+    def vector(submit: Submit, width: int) -> Any:
         axis = submit.prompt_ids[0] % width
         if len(submit.prompt_ids) == 2 and not lost:
             lost.extend(engine for engine in busy(engines) if submit in engine.submits)
@@ -137,10 +145,12 @@ async def test_an_input_whose_engine_is_lost_before_its_vector_came_is_embedded_
         assert len({one.bill for engine in engines for one in engine.submits} - {b""}) == 1
 
 
-async def test_a_request_that_kills_every_engine_takes_three_and_no_more(start_gateway, new_card):
+async def test_a_request_that_kills_every_engine_takes_three_and_no_more(
+    start_gateway: StartGateway, new_card: NewCard
+) -> None:
     engines = engines_of(new_card, 5)
 
-    def poison(submit):
+    def poison(submit: Submit) -> Iterator[Any]:
         for i, piece in enumerate(count_aloud(submit)):
             if i == len(submit.resumed_ids or ()) + 3:
                 for engine in busy(engines):
@@ -159,8 +169,10 @@ async def test_a_request_that_kills_every_engine_takes_three_and_no_more(start_g
         assert (row.outcome, row.http_status, row.error_code) == ("failed", 200, "engine_failed")
 
 
-async def test_an_engine_that_refuses_for_draining_is_no_answer_while_another_is_there(start_gateway, new_card):
-    def drains(submit):
+async def test_an_engine_that_refuses_for_draining_is_no_answer_while_another_is_there(
+    start_gateway: StartGateway, new_card: NewCard
+) -> None:
+    def drains(submit: Submit) -> Any:
         return Failed(submit.request_id, 0, FailureCode.DRAINING, "the engine is shutting down")
 
     engines = [FakeEngineClient(new_card("draining"), drains), FakeEngineClient(new_card("other"))]
@@ -171,7 +183,9 @@ async def test_an_engine_that_refuses_for_draining_is_no_answer_while_another_is
         assert [submit.resumed_ids for submit in engines[1].submits] == [None] * 3  # new to it as to the first
 
 
-async def test_an_engine_that_comes_back_in_time_takes_up_what_it_had(start_gateway, card, until):
+async def test_an_engine_that_comes_back_in_time_takes_up_what_it_had(
+    start_gateway: StartGateway, card: ModelCard, until: Until
+) -> None:
     engine = FakeEngineClient(card)
     dies_at([engine], 10)
     async with start_gateway([engine], failover_wait_s=5) as gateway:
@@ -182,10 +196,12 @@ async def test_an_engine_that_comes_back_in_time_takes_up_what_it_had(start_gate
         assert [len(submit.resumed_ids or ()) > 0 for submit in engine.submits] == [False, True]
 
 
-async def test_a_second_engine_that_refuses_leaves_the_first_one_s_failure_as_the_error(start_gateway, new_card):
+async def test_a_second_engine_that_refuses_leaves_the_first_one_s_failure_as_the_error(
+    start_gateway: StartGateway, new_card: NewCard
+) -> None:
     engines = engines_of(new_card, 2)
 
-    def once_or_never(submit):
+    def once_or_never(submit: Submit) -> Any:
         if submit.resumed_ids is not None:
             return Failed(submit.request_id, 0, FailureCode.OVERLOADED, "full", reason=Reason.QUEUE_FULL)
         return dying(submit)
@@ -201,7 +217,9 @@ async def test_a_second_engine_that_refuses_leaves_the_first_one_s_failure_as_th
         assert caught.value.code == "engine_failed"
 
 
-async def test_a_downgraded_request_goes_on_in_the_class_that_it_was_served_in(start_gateway, new_card):
+async def test_a_downgraded_request_goes_on_in_the_class_that_it_was_served_in(
+    start_gateway: StartGateway, new_card: NewCard
+) -> None:
     engines = engines_of(new_card, 2, verdict=lambda submit: FakeVerdict("flex", Reason.PREDICTED_LATE))
     dies_at(engines, 5)
     async with start_gateway(engines) as gateway:
@@ -216,7 +234,7 @@ async def test_a_downgraded_request_goes_on_in_the_class_that_it_was_served_in(s
         assert row.service_class == "flex"
 
 
-async def test_the_span_tells_of_the_failover(start_gateway, new_card, spans):
+async def test_the_span_tells_of_the_failover(start_gateway: StartGateway, new_card: NewCard, spans: SpanList) -> None:
     engines = engines_of(new_card, 2)
     dies_at(engines, 5)
     async with start_gateway(engines, spans) as gateway:
@@ -245,7 +263,7 @@ async def test_the_span_tells_of_the_failover(start_gateway, new_card, spans):
 
 
 @pytest.fixture
-async def fronts():
+async def fronts() -> AsyncIterator[tuple[Any, ...]]:
     """Two fronts of scripted engines, and the context of their sockets."""
     context = zmq.Context()
     running = []
@@ -261,15 +279,24 @@ async def fronts():
 
 
 @pytest.mark.parametrize("end", ["drained", "core lost", "closed"])
-async def test_an_engine_that_ends_hands_over_what_it_did_not_finish(start_gateway, fronts, until, end):
+async def test_an_engine_that_ends_hands_over_what_it_did_not_finish(
+    start_gateway: StartGateway, fronts: Any, until: Until, end: str
+) -> None:
     running, context = fronts
     clients = [ZmqEngineClient(front.address, context, SystemClock()) for front in running]
     prompt = "naïve 日本語 🙂 "
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": 400, "stream": True, "extra_body": {"ignore_eos": True}}
+    body: dict[str, Any] = {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": 400,
+        "stream": True,
+        "extra_body": {"ignore_eos": True},
+    }
     async with start_gateway(clients) as gateway:
         await until(lambda: all(client.state.healthy for client in clients))
         stream = await gateway.client.completions.create(**body, logprobs=1)
-        text, tokens = "", []
+        text = ""
+        tokens: list[Any] = []
         async for chunk in stream:
             (choice,) = chunk.choices
             text += choice.text
@@ -292,7 +319,9 @@ async def test_an_engine_that_ends_hands_over_what_it_did_not_finish(start_gatew
         assert f'cause="{"engine_draining" if end == "drained" else "engine_failed"}",model="tiny"}} 1.0' in rendered
 
 
-async def test_where_contexts_differ_a_request_goes_to_an_engine_that_holds_it_or_is_refused(start_gateway, new_card):
+async def test_where_contexts_differ_a_request_goes_to_an_engine_that_holds_it_or_is_refused(
+    start_gateway: StartGateway, new_card: NewCard
+) -> None:
     short, long = (FakeEngineClient(new_card(f"of-{size}", max_context_tokens=size)) for size in (128, 512))
     for engines in ([short, long], [long, short]):
         async with start_gateway(engines, max_choices=4) as gateway:

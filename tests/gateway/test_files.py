@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import openai
 import pytest
@@ -13,6 +14,9 @@ from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.errors import InsufficientStorage, Unavailable
 from moiety_platform.files.models import StoredFile
 from moiety_platform.object_storage.store import PIECE_BYTES
+from moiety_wire.messages import ModelCard
+
+from .conftest import RunningGateway, StartGateway, Until
 
 DEADLINE_S = 60.0
 LINE = {
@@ -23,18 +27,18 @@ LINE = {
 }
 
 
-async def upload(gateway, content=b"{}\n", name="in.jsonl", **more):
+async def upload(gateway: RunningGateway, content: bytes = b"{}\n", name: str = "in.jsonl", **more: Any) -> Any:
     return await gateway.client.files.create(file=(name, content), purpose="batch", **more)
 
 
-async def num_stored(gateway):
+async def num_stored(gateway: RunningGateway) -> list[Any]:
     """Rows and objects."""
     async with gateway.database.read() as session:
         num_rows = await session.scalar(select(func.count()).select_from(StoredFile))
     return [num_rows, sum([len(page) async for page in gateway.objects.list_pages("files/")])]
 
 
-async def wait_bytes(gateway, num_bytes):
+async def wait_bytes(gateway: RunningGateway, num_bytes: int) -> None:
     """Until so much of the only file has been counted."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
@@ -44,22 +48,22 @@ async def wait_bytes(gateway, num_bytes):
             await asyncio.sleep(0.02)
 
 
-async def state_of_the_only(gateway):
+async def state_of_the_only(gateway: RunningGateway) -> Any:
     async with gateway.database.read() as session:
         return await session.scalar(select(StoredFile.state))
 
 
-def form(*parts, boundary="b"):
+def form(*parts: Any, boundary: str = "b") -> tuple[Any, ...]:
     """The body of a form, and its headers."""
     body = b"".join(b"--%b\r\n%b\r\n" % (boundary.encode(), part) for part in parts) + f"--{boundary}--\r\n".encode()
     return body, {"Content-Type": f"multipart/form-data; boundary={boundary}"}
 
 
-def field(name, value, more=""):
+def field(name: str, value: Any, more: str = "") -> bytes:
     return f'Content-Disposition: form-data; name="{name}"{more}\r\n\r\n{value}'.encode()
 
 
-async def test_a_file_is_uploaded_listed_fetched_and_deleted(gateway):
+async def test_a_file_is_uploaded_listed_fetched_and_deleted(gateway: RunningGateway) -> None:
     content = bytes(range(256)) * (PIECE_BYTES // 128) + b"and a little more"  # in three pieces
     file = await upload(gateway, content, "some/where/tü\nx.jsonl")
     assert (file.object, file.bytes, file.purpose, file.status) == ("file", len(content), "batch", "processed")
@@ -77,7 +81,9 @@ async def test_a_file_is_uploaded_listed_fetched_and_deleted(gateway):
             await call(file.id)
 
 
-async def test_a_file_that_a_batch_reads_is_not_deleted_before_its_end(start_gateway, card):
+async def test_a_file_that_a_batch_reads_is_not_deleted_before_its_end(
+    start_gateway: StartGateway, card: ModelCard
+) -> None:
     engine = FakeEngineClient(card)
     async with start_gateway([engine]) as gateway:
         engine.die()
@@ -105,7 +111,7 @@ async def test_a_file_that_a_batch_reads_is_not_deleted_before_its_end(start_gat
             )
 
 
-async def test_a_file_that_expires_is_gone_and_its_content_erased(start_gateway, card):
+async def test_a_file_that_expires_is_gone_and_its_content_erased(start_gateway: StartGateway, card: ModelCard) -> None:
     async with start_gateway([FakeEngineClient(card)]) as gateway:
         expiring = await upload(gateway, expires_after={"anchor": "created_at", "seconds": 3600})
         assert expiring.expires_at == expiring.created_at + 3600
@@ -119,7 +125,9 @@ async def test_a_file_that_expires_is_gone_and_its_content_erased(start_gateway,
             assert (await upload(other)).expires_at is None
 
 
-async def test_a_file_that_is_too_large_is_refused_and_leaves_nothing(start_gateway, card):
+async def test_a_file_that_is_too_large_is_refused_and_leaves_nothing(
+    start_gateway: StartGateway, card: ModelCard
+) -> None:
     async with start_gateway([FakeEngineClient(card)], max_file_bytes=PIECE_BYTES + 1000) as gateway:
         assert (await upload(gateway, b"x" * (PIECE_BYTES + 1000))).bytes == PIECE_BYTES + 1000
         for size in (PIECE_BYTES + 1001, 2 * PIECE_BYTES):
@@ -129,7 +137,7 @@ async def test_a_file_that_is_too_large_is_refused_and_leaves_nothing(start_gate
         assert len((await gateway.client.files.list()).data) == 1
 
 
-async def test_a_tenants_files_have_a_bound_together(start_gateway, card):
+async def test_a_tenants_files_have_a_bound_together(start_gateway: StartGateway, card: ModelCard) -> None:
     async with start_gateway([FakeEngineClient(card)], max_file_bytes_per_tenant=2500) as gateway:
         first = await upload(gateway, b"x" * 1500)
         with pytest.raises(openai.APIStatusError, match="together") as caught:
@@ -162,20 +170,24 @@ PURPOSE = field("purpose", "batch")
         (*form(b"no header at all"), "form"),
     ],
 )
-async def test_a_bad_form_is_refused_with_what_to_send(gateway, body, headers, word):
+async def test_a_bad_form_is_refused_with_what_to_send(
+    gateway: RunningGateway, body: Any, headers: Any, word: Any
+) -> None:
     status, _, answer = await gateway.request("POST", "/v1/files", body, headers=headers)
     assert status == 400, answer
     assert word in json.loads(answer)["error"]["message"]
     assert (await gateway.client.files.list()).data == []
 
 
-async def test_a_form_may_have_its_fields_in_any_order(gateway):
+async def test_a_form_may_have_its_fields_in_any_order(gateway: RunningGateway) -> None:
     body, headers = form(FILE, field("unknown", "x"), PURPOSE)
     status, _, answer = await gateway.request("POST", "/v1/files", body, headers=headers)
     assert (status, json.loads(answer)["bytes"]) == (200, 2)
 
 
-async def test_a_client_that_leaves_in_the_middle_leaves_nothing_to_be_seen(gateway, until):
+async def test_a_client_that_leaves_in_the_middle_leaves_nothing_to_be_seen(
+    gateway: RunningGateway, until: Until
+) -> None:
     _, writer = await asyncio.open_connection(*gateway.address)
     head = f"POST /v1/files HTTP/1.1\r\nHost: t\r\nAuthorization: Bearer {gateway.key}\r\nContent-Length: 10000000\r\n"
     body, headers = form(PURPOSE, field("file", "x" * 2 * PIECE_BYTES, '; filename="f"'))

@@ -3,7 +3,10 @@ fronts, with scripted cores behind them."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 import zmq
 
@@ -16,6 +19,8 @@ from moiety_engine.server.settings import ServerSettings
 from moiety_platform.clock import SystemClock
 from moiety_platform.engine_client.transport import ZmqEngineClient
 
+from .conftest import Until
+
 
 class Core(ScriptedCore):
     """The scripted core, and what it was told to forget."""
@@ -24,13 +29,13 @@ class Core(ScriptedCore):
         super().__init__(Script(tokens=tuple(b"abc")))
         self.told: list[list[str]] = []
 
-    def send(self, commands) -> None:
+    def send(self, commands: Any) -> None:
         self.told += [command.tenant_ids for command in commands if isinstance(command, CoreForget)]
         super().send(commands)
 
 
 @asynccontextmanager
-async def engine(context, listen, engine_id):
+async def engine(context: Any, listen: Any, engine_id: str) -> AsyncIterator[Any]:
     core = Core()
     settings = ServerSettings(model="scripted", listen=listen, heartbeat_interval_s=0.05)
     front = EngineServer(settings, engine_id, scripted_text_model(), core, context)
@@ -42,7 +47,7 @@ async def engine(context, listen, engine_id):
         await front.close()
 
 
-async def test_an_engine_is_told_once_and_one_that_was_away_when_it_comes(until, tmp_path):
+async def test_an_engine_is_told_once_and_one_that_was_away_when_it_comes(until: Until, tmp_path: Path) -> None:
     context, listen = zmq.Context(), f"ipc://{tmp_path}/engine"
     client = ZmqEngineClient(listen, context, SystemClock())
     try:

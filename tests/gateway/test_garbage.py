@@ -11,32 +11,35 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from moiety_platform.connections import ClientConnection
 from moiety_platform.engine_client.fake import FakeEngineClient, count_aloud
-from moiety_wire.messages import Failed, FailureCode
+from moiety_wire.messages import Failed, FailureCode, ModelCard, Submit
 from moiety_wire.notes import Reason
+
+from .conftest import NewCard, StartGateway, Until
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 NUM_REQUESTS = 20
 
 
-def rejects(submit):
+def rejects(submit: Submit) -> Any:
     return Failed(submit.request_id, 0, FailureCode.OVERLOADED, "not now", 0, Reason.PREDICTED_LATE, 2.1)
 
 
-def refuses(submit):
+def refuses(submit: Submit) -> Any:
     return Failed(submit.request_id, 0, FailureCode.INVALID_REQUEST, "it cannot be served", 0)
 
 
-def fails(submit):
+def fails(submit: Submit) -> Any:
     return Failed(submit.request_id, 0, FailureCode.ENGINE_FAILED, "it broke", 0)
 
 
-def breaks(submit):
+def breaks(submit: Submit) -> list[Any]:
     return [*count_aloud(submit)[:2], fails(submit)]
 
 
@@ -62,6 +65,7 @@ def found_by_collection() -> Iterator[Counter[str]]:
         gc.enable()
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
 @pytest.mark.parametrize(
@@ -77,7 +81,9 @@ def found_by_collection() -> Iterator[Counter[str]]:
         (count_aloud, {"max_tokens": 10_000}),
     ],
 )
-async def test_a_request_leaves_no_frames(start_gateway, card, script, changes, path, stream) -> None:
+async def test_a_request_leaves_no_frames(
+    start_gateway: StartGateway, card: ModelCard, script: Any, changes: dict[str, Any], path: str, stream: bool
+) -> None:
     body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 4, "stream": stream, **changes}
     async with start_gateway([FakeEngineClient(card, script)]) as gateway:
         await gateway.post(path, body)  # what is made once
@@ -88,7 +94,7 @@ async def test_a_request_leaves_no_frames(start_gateway, card, script, changes, 
     assert not {name: count for name, count in found.items() if count >= NUM_REQUESTS}
 
 
-async def test_a_flood_of_unknown_keys_leaves_no_frames(start_gateway, card) -> None:
+async def test_a_flood_of_unknown_keys_leaves_no_frames(start_gateway: StartGateway, card: ModelCard) -> None:
     async with start_gateway([FakeEngineClient(card)]) as gateway:
         unknown = [f"{gateway.key[:-4]}{number:04}" for number in range(NUM_REQUESTS)]
         for path in ("/v1/models", "/v1/chat/completions"):
@@ -101,12 +107,14 @@ async def test_a_flood_of_unknown_keys_leaves_no_frames(start_gateway, card) -> 
             assert not {name: count for name, count in found.items() if count >= NUM_REQUESTS}
 
 
-def endless(submit):
+def endless(submit: Submit) -> Any:
     return itertools.repeat((1, "x"))
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_leaves_no_frames(start_gateway, new_card, until, stream) -> None:
+async def test_a_client_that_leaves_leaves_no_frames(
+    start_gateway: StartGateway, new_card: NewCard, until: Until, stream: bool
+) -> None:
     engine = FakeEngineClient(new_card(max_context_tokens=10_000_000), endless)
     body = json.dumps({"model": "tiny", "messages": MESSAGES, "stream": stream}).encode()
     async with start_gateway([engine]) as gateway:
@@ -128,7 +136,7 @@ async def test_a_client_that_leaves_leaves_no_frames(start_gateway, new_card, un
     assert not {name: count for name, count in found.items() if count >= NUM_REQUESTS}
 
 
-async def test_lines_of_a_batch_that_fail_leave_no_frames(start_gateway, card) -> None:
+async def test_lines_of_a_batch_that_fail_leave_no_frames(start_gateway: StartGateway, card: ModelCard) -> None:
     asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 4}
     line = {"method": "POST", "url": "/v1/chat/completions", "body": asked}
     lines = [json.dumps({"custom_id": str(number), **line}).encode() for number in range(NUM_REQUESTS)]

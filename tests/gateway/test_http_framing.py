@@ -6,11 +6,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import pytest
 
+from moiety_platform.bootstrap.server import GatewayServer
 from moiety_platform.connections import ConnectionLimits
-from moiety_platform.gateway import GatewayServer
 from moiety_platform.listening import bind
 from moiety_platform.settings import GatewaySettings
 
@@ -141,12 +143,12 @@ ENDED_AFTER_ONE = {
 
 
 @pytest.fixture
-async def send():
+async def send() -> AsyncIterator[Callable[..., Awaitable[tuple[bytes, list[str]]]]]:
     """`await send(data, size)`: all that a server answers to the data, sent in pieces, until it hangs up, and the
     requests that its application was given."""
     seen: list[str] = []
 
-    async def app(scope, receive, send) -> None:
+    async def app(scope: Any, receive: Any, send: Callable[..., Awaitable[tuple[bytes, list[str]]]]) -> None:
         size, message = 0, {"more_body": True}
         while message.get("more_body"):
             message = await receive()
@@ -186,7 +188,9 @@ def statuses(answer: bytes) -> list[int]:
 
 @pytest.mark.parametrize("size", [10_000, 7])
 @pytest.mark.parametrize("name", REFUSED)
-async def test_a_request_that_servers_may_read_differently_is_refused_and_its_connection_closed(send, name, size):
+async def test_a_request_that_servers_may_read_differently_is_refused_and_its_connection_closed(
+    send: Callable[..., Awaitable[tuple[bytes, list[str]]]], name: Any, size: int
+) -> None:
     data, status = REFUSED[name]
     answer, seen = await send(data + NEXT, size)
     assert statuses(answer) == [status], "nothing behind it is answered"
@@ -199,7 +203,9 @@ async def test_a_request_that_servers_may_read_differently_is_refused_and_its_co
 
 @pytest.mark.parametrize("size", [10_000, 7])
 @pytest.mark.parametrize("name", SERVED)
-async def test_a_request_is_served_with_all_of_its_body_and_so_is_the_next(send, name, size):
+async def test_a_request_is_served_with_all_of_its_body_and_so_is_the_next(
+    send: Callable[..., Awaitable[tuple[bytes, list[str]]]], name: Any, size: int
+) -> None:
     data, expected = SERVED[name]
     answer, seen = await send(data + NEXT, size)
     assert seen == [*expected, "GET /next 0"]
@@ -207,12 +213,16 @@ async def test_a_request_is_served_with_all_of_its_body_and_so_is_the_next(send,
 
 
 @pytest.mark.parametrize("name", ENDED_AFTER_ONE)
-async def test_behind_a_last_request_nothing_is_served(send, name):
+async def test_behind_a_last_request_nothing_is_served(
+    send: Callable[..., Awaitable[tuple[bytes, list[str]]]], name: Any
+) -> None:
     answer, seen = await send(ENDED_AFTER_ONE[name], 10_000)
     assert (statuses(answer), seen) == ([200], ["GET /a 0"])
 
 
-async def test_only_a_client_of_http_1_1_is_told_to_go_on(send):
+async def test_only_a_client_of_http_1_1_is_told_to_go_on(
+    send: Callable[..., Awaitable[tuple[bytes, list[str]]]],
+) -> None:
     data = post(b"Expect: 100-continue\r\nConnection: close\r\nContent-Length: 3\r\n", b"abc")
     assert statuses((await send(data, 10_000))[0]) == [100, 200]
     assert statuses((await send(data.replace(b"HTTP/1.1", b"HTTP/1.0"), 10_000))[0]) == [200]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import openai
@@ -16,16 +18,19 @@ from moiety_platform.idempotency.key_store_client import CLAIM_S, IdempotencyKey
 from moiety_platform.idempotency.keys import KeyBinding
 from moiety_platform.idempotency.models import IdempotentRequest
 from moiety_platform.idempotency.store import KeyStore
+from moiety_wire.messages import ModelCard, Submit
+
+from .conftest import NewCard, RunningGateway, StartGateway, Until
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 MESSAGES = "/v1/messages"
 RESPONSES = "/v1/responses"
 EMBEDDINGS = "/v1/embeddings"
-BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 LIMITS = KeepingLimits(ttl_s=60, max_answer_bytes=10_000, max_keys_per_tenant=100, max_bytes_per_tenant=100_000)
 
-CONVERSATION = {"messages": BODY["messages"], "max_tokens": 4}
+CONVERSATION: dict[str, Any] = {"messages": BODY["messages"], "max_tokens": 4}
 EVERY_ENDPOINT = [
     (CHAT, CONVERSATION),
     (CHAT, {**CONVERSATION, "stream": True}),
@@ -43,7 +48,7 @@ def keyed(key: str = "order-1") -> dict[str, str]:
     return {"Idempotency-Key": key}
 
 
-def endless(submit):
+def endless(submit: Submit) -> Any:
     return ((65, "x" * 50) for _ in range(submit.stopping.max_tokens))
 
 
@@ -52,18 +57,22 @@ def code_of(answer: bytes) -> str:
 
 
 @pytest.fixture
-async def other(gateway, start_gateway, new_card):
+async def other(
+    gateway: RunningGateway, start_gateway: StartGateway, new_card: NewCard
+) -> AsyncIterator[RunningGateway]:
     """A second gateway on the same database, with an engine of its own."""
     engine = FakeEngineClient(new_card("engine-2"))
     async with start_gateway([engine], beside=gateway) as running:
         yield running
 
 
-def num_generations(*gateways) -> int:
+def num_generations(*gateways: Any) -> int:
     return sum(len(gateway.engine.submits) for gateway in gateways)
 
 
-async def test_a_repeated_request_gets_the_first_answer_at_every_gateway_and_is_charged_once(gateway, other):
+async def test_a_repeated_request_gets_the_first_answer_at_every_gateway_and_is_charged_once(
+    gateway: RunningGateway, other: RunningGateway
+) -> None:
     kinds = [
         lambda client, key: client.chat.completions.with_raw_response.create(**BODY, extra_headers=keyed(key)),
         lambda client, key: client.completions.with_raw_response.create(
@@ -89,9 +98,11 @@ async def test_a_repeated_request_gets_the_first_answer_at_every_gateway_and_is_
 
 
 @pytest.mark.parametrize(("path", "fields"), EVERY_ENDPOINT)
-async def test_every_endpoint_replays_what_is_repeated_and_refuses_what_is_not(start_gateway, new_card, path, fields):
+async def test_every_endpoint_replays_what_is_repeated_and_refuses_what_is_not(
+    start_gateway: StartGateway, new_card: NewCard, path: Any, fields: Any
+) -> None:
     async with start_gateway([FakeEngineClient(new_card(embedding_width=8))]) as gateway:
-        body = {"model": "tiny", **fields}
+        body: dict[str, Any] = {"model": "tiny", **fields}
         status, first_headers, first = await gateway.post(path, body, headers=keyed())
         again = await gateway.post(path, body, headers=keyed())
         assert (status, "idempotent-replayed" in first_headers) == (200, False), first
@@ -105,11 +116,11 @@ async def test_every_endpoint_replays_what_is_repeated_and_refuses_what_is_not(s
         assert num_generations(gateway) == len(await gateway.rows.wait_for(1)) == 1
 
 
-async def test_an_answer_in_pieces_is_kept_whole_or_not_at_all(start_gateway, new_card):
+async def test_an_answer_in_pieces_is_kept_whole_or_not_at_all(start_gateway: StartGateway, new_card: NewCard) -> None:
     engine = FakeEngineClient(new_card(embedding_width=8))
     async with start_gateway([engine], idempotency_max_answer_bytes=10_000) as gateway:
         for number, (num_inputs, status) in enumerate([(40, 200), (400, 410)]):
-            body = {"model": "tiny", "input": ["hello"] * num_inputs}
+            body: dict[str, Any] = {"model": "tiny", "input": ["hello"] * num_inputs}
             first = await gateway.post(EMBEDDINGS, body, headers=keyed(f"key-{number}"))
             again = await gateway.post(EMBEDDINGS, body, headers=keyed(f"key-{number}"))
             assert (first[0], again[0]) == (200, status)
@@ -117,8 +128,8 @@ async def test_an_answer_in_pieces_is_kept_whole_or_not_at_all(start_gateway, ne
             assert (again[2] == first[2]) == (status == 200)
 
 
-async def test_a_stream_is_replayed_byte_for_byte(gateway, other):
-    body = {**BODY, "stream": True, "stream_options": {"include_usage": True}, "max_tokens": 40}
+async def test_a_stream_is_replayed_byte_for_byte(gateway: RunningGateway, other: RunningGateway) -> None:
+    body: dict[str, Any] = {**BODY, "stream": True, "stream_options": {"include_usage": True}, "max_tokens": 40}
     _, first_headers, first = await gateway.post(CHAT, body, headers=keyed())
     status, headers, again = await other.post(CHAT, body, headers=keyed())
     assert (status, again) == (200, first)
@@ -132,7 +143,7 @@ async def test_a_stream_is_replayed_byte_for_byte(gateway, other):
     assert num_generations(gateway, other) == 2
 
 
-async def test_a_key_with_another_body_or_endpoint_is_refused(gateway):
+async def test_a_key_with_another_body_or_endpoint_is_refused(gateway: RunningGateway) -> None:
     await gateway.client.chat.completions.create(**BODY, extra_headers=keyed())
     with pytest.raises(openai.UnprocessableEntityError) as caught:
         await gateway.client.chat.completions.create(**BODY | {"max_tokens": 5}, extra_headers=keyed())
@@ -143,7 +154,9 @@ async def test_a_key_with_another_body_or_endpoint_is_refused(gateway):
     assert num_generations(gateway) == 1
 
 
-async def test_of_twenty_at_once_with_one_key_one_is_served_and_counted(start_gateway, new_card):
+async def test_of_twenty_at_once_with_one_key_one_is_served_and_counted(
+    start_gateway: StartGateway, new_card: NewCard
+) -> None:
     engines = [FakeEngineClient(new_card(f"engine-{number}"), token_s=0.05) for number in range(2)]
     async with (
         start_gateway(engines[:1]) as first,
@@ -162,7 +175,9 @@ async def test_of_twenty_at_once_with_one_key_one_is_served_and_counted(start_ga
         assert len(first.rows.rows) + len(second.rows.rows) == 1
 
 
-async def test_the_openai_client_waits_for_the_first_request_by_itself(start_gateway, new_card):
+async def test_the_openai_client_waits_for_the_first_request_by_itself(
+    start_gateway: StartGateway, new_card: NewCard
+) -> None:
     async with start_gateway([FakeEngineClient(new_card(), token_s=0.05)]) as gateway:
         client = gateway.client.with_options(max_retries=3)
         answers = await asyncio.gather(
@@ -172,10 +187,10 @@ async def test_the_openai_client_waits_for_the_first_request_by_itself(start_gat
         assert num_generations(gateway) == 1
 
 
-async def test_what_failed_is_not_kept(start_gateway, new_card):
+async def test_what_failed_is_not_kept(start_gateway: StartGateway, new_card: NewCard) -> None:
     engine = FakeEngineClient(new_card(max_context_tokens=100_000))
     async with start_gateway([engine]) as gateway:
-        bad = {**BODY, "max_tokens": 1_000_000}
+        bad: dict[str, Any] = {**BODY, "max_tokens": 1_000_000}
         assert (await gateway.post(CHAT, bad, headers=keyed()))[0] == 400
         assert (await gateway.post(CHAT, b"{", headers=keyed()))[0] == 400  # the key is free for any body again
         engine.die()
@@ -187,10 +202,12 @@ async def test_what_failed_is_not_kept(start_gateway, new_card):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_the_client_left_is_not_kept(start_gateway, new_card, until, stream):
+async def test_what_the_client_left_is_not_kept(
+    start_gateway: StartGateway, new_card: NewCard, until: Until, stream: bool
+) -> None:
     engine = FakeEngineClient(new_card(max_context_tokens=10_000_000), endless)
     async with start_gateway([engine]) as gateway:
-        body = {**BODY, "max_tokens": 1_000_000, "stream": stream}
+        body: dict[str, Any] = {**BODY, "max_tokens": 1_000_000, "stream": stream}
         posting = asyncio.create_task(gateway.post(CHAT, body, headers=keyed()))
         await until(lambda: engine.state.load.output_tokens_total > 5)
         posting.cancel()
@@ -203,10 +220,12 @@ async def test_what_the_client_left_is_not_kept(start_gateway, new_card, until, 
         assert (status, "idempotent-replayed" in headers) == (200, False)
 
 
-async def test_a_stream_that_breaks_off_is_not_kept(start_gateway, new_card, until):
+async def test_a_stream_that_breaks_off_is_not_kept(
+    start_gateway: StartGateway, new_card: NewCard, until: Until
+) -> None:
     engine = FakeEngineClient(new_card(max_context_tokens=10_000_000), endless)
     async with start_gateway([engine]) as gateway:
-        body = {**BODY, "max_tokens": 1_000_000, "stream": True}
+        body: dict[str, Any] = {**BODY, "max_tokens": 1_000_000, "stream": True}
         posting = asyncio.create_task(gateway.post(CHAT, body, headers=keyed()))
         await until(lambda: engine.state.load.output_tokens_total > 5)
         engine.die()
@@ -217,7 +236,9 @@ async def test_a_stream_that_breaks_off_is_not_kept(start_gateway, new_card, unt
         assert (status, "idempotent-replayed" in headers) == (200, False)
 
 
-async def test_a_key_whose_gateway_was_killed_is_free_again_when_its_claim_expires(start_gateway, card):
+async def test_a_key_whose_gateway_was_killed_is_free_again_when_its_claim_expires(
+    start_gateway: StartGateway, card: ModelCard
+) -> None:
     clock = DatabaseClock()
     async with start_gateway([FakeEngineClient(card)], now=clock.now) as gateway:
         tenant = await _tenant_of(gateway)
@@ -225,7 +246,7 @@ async def test_a_key_whose_gateway_was_killed_is_free_again_when_its_claim_expir
         await killed.claim(b"order-1", KeyBinding(tenant["tenant_id"], tenant["project_id"], None, CHAT, b"any"))
         status, _, answer = await gateway.post(CHAT, b"any", headers=keyed())
         assert (status, code_of(answer)) == (409, "idempotency_key_in_use")
-        clock.ms += CLAIM_S * 1000
+        clock.advance(CLAIM_S)
         first = await gateway.post(CHAT, BODY, headers=keyed())
         again = await gateway.post(CHAT, BODY, headers=keyed())
         assert (first[0], again[1]["idempotent-replayed"], again[2]) == (200, "true", first[2])
@@ -233,10 +254,10 @@ async def test_a_key_whose_gateway_was_killed_is_free_again_when_its_claim_expir
         assert "idempotent-replayed" not in (await gateway.post(CHAT, BODY, headers=keyed()))[1]
 
 
-async def test_an_answer_that_is_too_large_to_keep_is_said_to_be(start_gateway, card):
+async def test_an_answer_that_is_too_large_to_keep_is_said_to_be(start_gateway: StartGateway, card: ModelCard) -> None:
     async with start_gateway([FakeEngineClient(card)], idempotency_max_answer_bytes=1000) as gateway:
         for number, stream in enumerate((False, True)):
-            body = {**BODY, "max_tokens": 400, "stream": stream}
+            body: dict[str, Any] = {**BODY, "max_tokens": 400, "stream": stream}
             assert (await gateway.post(CHAT, body, headers=keyed(f"large-{number}")))[0] == 200
             status, _, answer = await gateway.post(CHAT, body, headers=keyed(f"large-{number}"))
             assert (status, code_of(answer)) == (410, "idempotency_answer_not_kept")
@@ -244,8 +265,8 @@ async def test_an_answer_that_is_too_large_to_keep_is_said_to_be(start_gateway, 
         assert num_generations(gateway) == 2
 
 
-async def test_a_tenant_has_so_many_keys_and_so_many_bytes(start_gateway, card):
-    bounds = {"idempotency_max_keys_per_tenant": 3, "idempotency_max_bytes_per_tenant": 1000}
+async def test_a_tenant_has_so_many_keys_and_so_many_bytes(start_gateway: StartGateway, card: ModelCard) -> None:
+    bounds: dict[str, Any] = {"idempotency_max_keys_per_tenant": 3, "idempotency_max_bytes_per_tenant": 1000}
     async with start_gateway([FakeEngineClient(card)], **bounds) as gateway:
         for number in range(3):
             assert (await gateway.post(CHAT, BODY, headers=keyed(f"key-{number}")))[0] == 200
@@ -262,27 +283,27 @@ async def test_a_tenant_has_so_many_keys_and_so_many_bytes(start_gateway, card):
 
 
 @pytest.mark.parametrize("key", ["", "a b", "x" * 256, "caf\u00e9", "tab\there"])
-async def test_a_key_of_another_form_is_refused(gateway, key):
+async def test_a_key_of_another_form_is_refused(gateway: RunningGateway, key: str) -> None:
     status, _, answer = await gateway.post(CHAT, BODY, headers=keyed(key))
     assert (status, code_of(answer)) == (400, "invalid_idempotency_key")
     assert num_generations(gateway) == 0
 
 
-async def test_two_keys_at_once_are_refused(gateway):
+async def test_two_keys_at_once_are_refused(gateway: RunningGateway) -> None:
     async with httpx.AsyncClient(base_url=gateway.url) as client:
         headers = [("Authorization", f"Bearer {gateway.key}"), ("Idempotency-Key", "a"), ("Idempotency-Key", "b")]
         answer = await client.post(CHAT, json=BODY, headers=headers)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_idempotency_key")
 
 
-async def test_a_body_that_is_too_large_is_refused_as_without_a_key(gateway):
+async def test_a_body_that_is_too_large_is_refused_as_without_a_key(gateway: RunningGateway) -> None:
     status, _, answer = await gateway.post(CHAT, b"x" * 5_000_000, headers=keyed())
     assert (status, code_of(answer)) == (413, "request_too_large")
     (row,) = await gateway.rows.wait_for(1)
     assert row.http_status == 413
 
 
-async def test_tenants_have_nothing_to_do_with_one_anothers_keys(gateway):
+async def test_tenants_have_nothing_to_do_with_one_anothers_keys(gateway: RunningGateway) -> None:
     theirs = await _new_tenants_key(gateway)
     mine = await gateway.post(CHAT, BODY, headers=keyed())
     other = await gateway.post(CHAT, {**BODY, "max_tokens": 2}, key=theirs, headers=keyed())
@@ -292,16 +313,16 @@ async def test_tenants_have_nothing_to_do_with_one_anothers_keys(gateway):
     assert (await gateway.post(CHAT, BODY, headers=keyed()))[2] == mine[2]
 
 
-async def test_a_key_for_other_models_is_not_answered_with_what_it_may_not_ask_for(gateway):
+async def test_a_key_for_other_models_is_not_answered_with_what_it_may_not_ask_for(gateway: RunningGateway) -> None:
     assert (await gateway.post(CHAT, BODY, headers=keyed()))[0] == 200
     project_id = (await _tenant_of(gateway))["project_id"]
-    fields = {"name": "limited", "project_id": project_id, "allowed_models": ["another"]}
+    fields: dict[str, Any] = {"name": "limited", "project_id": project_id, "allowed_models": ["another"]}
     made = await _admin(gateway, "POST", "/keys", fields)
     status, _, answer = await gateway.post(CHAT, BODY, key=made["secret"], headers=keyed())
     assert (status, code_of(answer)) == (422, "idempotency_key_reused")
 
 
-async def test_a_request_without_a_key_costs_no_statement(gateway):
+async def test_a_request_without_a_key_costs_no_statement(gateway: RunningGateway) -> None:
     said = []
     event.listen(gateway.database.engine.sync_engine, "before_cursor_execute", lambda *args: said.append(args[2]))
     for headers, is_asked in ((None, False), (keyed(), True)):
@@ -309,8 +330,10 @@ async def test_a_request_without_a_key_costs_no_statement(gateway):
         assert any("idempot" in statement for statement in said) == is_asked
 
 
-async def test_text_and_keys_are_neither_logged_nor_stored_in_the_open(gateway, capsys):
-    body = {**BODY, "messages": [{"role": "user", "content": "a secret wish"}]}
+async def test_text_and_keys_are_neither_logged_nor_stored_in_the_open(
+    gateway: RunningGateway, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body: dict[str, Any] = {**BODY, "messages": [{"role": "user", "content": "a secret wish"}]}
     for _ in range(2):
         await gateway.post(CHAT, body, headers=keyed("order-of-a-secret-person"))
     async with gateway.database.read() as session:
@@ -321,20 +344,20 @@ async def test_text_and_keys_are_neither_logged_nor_stored_in_the_open(gateway, 
     assert "secret" not in said.out + said.err
 
 
-async def _admin(gateway, method, path, fields):
+async def _admin(gateway: RunningGateway, method: str, path: str, fields: Any) -> Any:
     data = json.dumps(fields).encode()
-    headers = {"Content-Type": "application/json"}
+    headers: dict[str, Any] = {"Content-Type": "application/json"}
     _, _, answer = await gateway.request(method, f"/admin/v1{path}", data, gateway.admin_key, headers)
     return json.loads(answer)
 
 
-async def _tenant_of(gateway) -> dict[str, str]:
+async def _tenant_of(gateway: RunningGateway) -> dict[str, str]:
     _, _, answer = await gateway.request("GET", "/admin/v1/projects", key=gateway.admin_key)
     (project,) = json.loads(answer)["data"]
     return {"tenant_id": project["tenant_id"], "project_id": project["id"]}
 
 
-async def _new_tenants_key(gateway) -> str:
+async def _new_tenants_key(gateway: RunningGateway) -> str:
     tenant = await _admin(gateway, "POST", "/tenants", {"name": "another"})
     project = await _admin(gateway, "POST", "/projects", {"tenant_id": tenant["id"], "name": "p"})
     return (await _admin(gateway, "POST", "/keys", {"name": "k", "project_id": project["id"]}))["secret"]

@@ -27,7 +27,7 @@ print(len(names))
 """
 
 
-def test_every_module_of_the_platform_imports_without_torch_and_without_the_engine():
+def test_every_module_of_the_platform_imports_without_torch_and_without_the_engine() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 20

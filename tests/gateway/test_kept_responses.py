@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import openai
 import pytest
@@ -14,27 +15,30 @@ from tests.database_clock import DatabaseClock
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.responses_api.models import StoredResponse
 from moiety_platform.responses_api.store import ResponseStore
+from moiety_wire.messages import ModelCard
+
+from .conftest import NewCard, RunningGateway, StartGateway, Until
 
 PATH = "/v1/responses"
-BODY = {"model": "tiny", "input": "hello", "max_output_tokens": 3}
+BODY: dict[str, Any] = {"model": "tiny", "input": "hello", "max_output_tokens": 3}
 NEVER = "resp_" + "0" * 32
 
 
-async def keep(gateway, **fields):
+async def keep(gateway: RunningGateway, **fields: Any) -> Any:
     return await gateway.client.responses.create(**BODY | {"store": True} | fields)
 
 
-async def num_kept(gateway) -> int:
+async def num_kept(gateway: RunningGateway) -> int:
     async with gateway.database.read() as session:
-        return await session.scalar(select(func.count()).select_from(StoredResponse))
+        return (await session.scalar(select(func.count()).select_from(StoredResponse))) or 0
 
 
-def last_prompt(gateway) -> str:
+def last_prompt(gateway: RunningGateway) -> str:
     tokenizer = tokenizers.Tokenizer.from_str(gateway.engine.card.tokenizer_json)
     return tokenizer.decode(gateway.engine.submits[-1].prompt_ids)
 
 
-async def new_key(gateway, **fields) -> str:
+async def new_key(gateway: RunningGateway, **fields: Any) -> str:
     """Another key of the demo tenant's project, or of what the fields say."""
     if "project_id" not in fields:
         _, _, answer = await gateway.request("GET", "/admin/v1/projects", key=gateway.admin_key)
@@ -44,13 +48,15 @@ async def new_key(gateway, **fields) -> str:
     return json.loads(answer)["secret"]
 
 
-async def drop_table(gateway) -> None:
+async def drop_table(gateway: RunningGateway) -> None:
     """As before the migration, or with the store away: whatever reads or writes responses fails."""
     async with gateway.database.write() as session:
         await session.execute(text("DROP TABLE responses"))
 
 
-async def test_a_response_is_kept_only_where_the_request_says_so_and_else_costs_no_statement(gateway):
+async def test_a_response_is_kept_only_where_the_request_says_so_and_else_costs_no_statement(
+    gateway: RunningGateway,
+) -> None:
     said = []
     event.listen(gateway.database.engine.sync_engine, "before_cursor_execute", lambda *args: said.append(args[2]))
     for store in (None, False):
@@ -65,8 +71,8 @@ async def test_a_response_is_kept_only_where_the_request_says_so_and_else_costs_
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_kept_response_is_found_again_as_it_was_answered(gateway, stream):
-    asked = {**BODY, "store": True, "metadata": {"order": "7"}, "stream": stream}
+async def test_a_kept_response_is_found_again_as_it_was_answered(gateway: RunningGateway, stream: bool) -> None:
+    asked: dict[str, Any] = {**BODY, "store": True, "metadata": {"order": "7"}, "stream": stream}
     if stream:
         response = [event async for event in await gateway.client.responses.create(**asked)][-1].response
     else:
@@ -77,7 +83,7 @@ async def test_a_kept_response_is_found_again_as_it_was_answered(gateway, stream
         await gateway.client.responses.retrieve(response.id, stream=True)
 
 
-async def test_a_conversation_is_continued_without_its_instructions(gateway):
+async def test_a_conversation_is_continued_without_its_instructions(gateway: RunningGateway) -> None:
     first = await keep(gateway, instructions="be brief")
     second = await keep(gateway, input="and?", previous_response_id=first.id, instructions="be long")
     assert second.previous_response_id == first.id
@@ -90,7 +96,7 @@ async def test_a_conversation_is_continued_without_its_instructions(gateway):
     assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")
 
 
-async def test_a_conversation_may_branch(gateway):
+async def test_a_conversation_may_branch(gateway: RunningGateway) -> None:
     first = await keep(gateway)
     await keep(gateway, input="left", previous_response_id=first.id)
     right = await keep(gateway, input="right", previous_response_id=first.id)
@@ -99,7 +105,7 @@ async def test_a_conversation_may_branch(gateway):
     assert last_prompt(gateway) == f"{turns}<|assistant|>"
 
 
-async def test_the_items_of_a_response_are_listed_from_either_end_page_by_page(gateway):
+async def test_the_items_of_a_response_are_listed_from_either_end_page_by_page(gateway: RunningGateway) -> None:
     first = await keep(gateway, input=[{"role": "developer", "content": "d"}, {"role": "user", "content": "u"}])
     second = await keep(gateway, input="and?", previous_response_id=first.id)
     listed = [item async for item in gateway.client.responses.input_items.list(second.id, order="asc", limit=2)]
@@ -115,7 +121,7 @@ async def test_the_items_of_a_response_are_listed_from_either_end_page_by_page(g
             await gateway.client.responses.input_items.list(second.id, **bad)
 
 
-async def test_a_deleted_response_is_gone_and_what_it_carried_cannot_be_continued(gateway):
+async def test_a_deleted_response_is_gone_and_what_it_carried_cannot_be_continued(gateway: RunningGateway) -> None:
     first = await keep(gateway)
     second = await keep(gateway, previous_response_id=first.id)
     assert await gateway.client.responses.delete(first.id) is None
@@ -136,14 +142,14 @@ async def test_a_deleted_response_is_gone_and_what_it_carried_cannot_be_continue
     assert len(gateway.engine.submits) == 2
 
 
-async def test_nothing_that_is_kept_can_be_cancelled(gateway):
+async def test_nothing_that_is_kept_can_be_cancelled(gateway: RunningGateway) -> None:
     response = await keep(gateway)
     with pytest.raises(openai.BadRequestError, match="made in the background") as caught:
         await gateway.client.responses.cancel(response.id)
     assert caught.value.code == "response_not_cancellable"
 
 
-async def test_a_key_for_other_models_does_not_find_it(gateway):
+async def test_a_key_for_other_models_does_not_find_it(gateway: RunningGateway) -> None:
     response = await keep(gateway)
     assert (await gateway.request("GET", f"{PATH}/{response.id}", key=await new_key(gateway)))[0] == 200
     limited = await new_key(gateway, allowed_models=["another"])
@@ -153,7 +159,7 @@ async def test_a_key_for_other_models_does_not_find_it(gateway):
         assert (status, answer.replace(response.id.encode(), NEVER.encode())) == (404, unknown)
 
 
-async def test_a_response_expires_and_is_deleted_then(start_gateway, card):
+async def test_a_response_expires_and_is_deleted_then(start_gateway: StartGateway, card: ModelCard) -> None:
     clock = DatabaseClock()
     async with start_gateway([FakeEngineClient(card)], now=clock.now, responses_ttl_s=60) as gateway:
         response = await keep(gateway)
@@ -169,7 +175,9 @@ async def test_a_response_expires_and_is_deleted_then(start_gateway, card):
         assert await gateway.client.responses.retrieve(later.id) == later
 
 
-async def test_while_the_store_is_away_only_what_needs_it_is_refused_and_before_it_is_served(gateway):
+async def test_while_the_store_is_away_only_what_needs_it_is_refused_and_before_it_is_served(
+    gateway: RunningGateway,
+) -> None:
     response = await keep(gateway)
     await drop_table(gateway)
     for fields in ({"store": True}, {"previous_response_id": response.id}):
@@ -179,7 +187,9 @@ async def test_while_the_store_is_away_only_what_needs_it_is_refused_and_before_
     assert (await gateway.client.responses.create(**BODY)).output_text == "1 2 3"
 
 
-async def test_what_cannot_be_kept_once_it_is_made_is_answered_and_says_so(start_gateway, card, capsys):
+async def test_what_cannot_be_kept_once_it_is_made_is_answered_and_says_so(
+    start_gateway: StartGateway, card: ModelCard, capsys: pytest.CaptureFixture[str]
+) -> None:
     async with start_gateway([FakeEngineClient(card)]) as gateway:
         stream = await gateway.client.responses.create(**BODY | {"store": True, "max_output_tokens": 400}, stream=True)
         async for one in stream:
@@ -190,8 +200,8 @@ async def test_what_cannot_be_kept_once_it_is_made_is_answered_and_says_so(start
         assert "response_not_kept" in capsys.readouterr().out
 
 
-async def test_a_tenant_has_so_much_kept_and_no_more(start_gateway, card):
-    bounds = {"responses_max_per_tenant": 2, "responses_max_bytes_per_tenant": 4000}
+async def test_a_tenant_has_so_much_kept_and_no_more(start_gateway: StartGateway, card: ModelCard) -> None:
+    bounds: dict[str, Any] = {"responses_max_per_tenant": 2, "responses_max_bytes_per_tenant": 4000}
     async with start_gateway([FakeEngineClient(card)], **bounds) as gateway:
         kept = [await keep(gateway) for _ in range(2)]
         status, headers, answer = await gateway.post(PATH, BODY | {"store": True})
@@ -208,7 +218,7 @@ async def test_a_tenant_has_so_much_kept_and_no_more(start_gateway, card):
         assert await num_kept(gateway) == 0
 
 
-async def test_a_server_that_keeps_nothing_says_so(start_gateway, card):
+async def test_a_server_that_keeps_nothing_says_so(start_gateway: StartGateway, card: ModelCard) -> None:
     async with start_gateway([FakeEngineClient(card)], responses_max_per_tenant=0) as gateway:
         with pytest.raises(openai.BadRequestError, match="keeps no responses") as caught:
             await keep(gateway)
@@ -216,7 +226,7 @@ async def test_a_server_that_keeps_nothing_says_so(start_gateway, card):
         assert (await gateway.client.responses.create(**BODY)).store is False
 
 
-async def test_a_conversation_that_is_too_long_is_not_continued(start_gateway, card):
+async def test_a_conversation_that_is_too_long_is_not_continued(start_gateway: StartGateway, card: ModelCard) -> None:
     async with start_gateway([FakeEngineClient(card)], max_messages=3, max_body_bytes=2500) as gateway:
         first = await keep(gateway)
         second = await keep(gateway, previous_response_id=first.id)
@@ -228,17 +238,19 @@ async def test_a_conversation_that_is_too_long_is_not_continued(start_gateway, c
         assert (caught.value.status_code, caught.value.param) == (413, "previous_response_id")
 
 
-async def test_a_repeated_request_is_kept_once(gateway):
-    headers = {"Idempotency-Key": "order-1"}
+async def test_a_repeated_request_is_kept_once(gateway: RunningGateway) -> None:
+    headers: dict[str, Any] = {"Idempotency-Key": "order-1"}
     first = await gateway.client.responses.create(**BODY, store=True, extra_headers=headers)
     again = await gateway.client.responses.create(**BODY, store=True, extra_headers=headers)
     assert (again, await num_kept(gateway)) == (first, 1)
 
 
-async def test_what_the_client_left_or_an_engine_broke_off_is_not_kept(start_gateway, new_card, until):
+async def test_what_the_client_left_or_an_engine_broke_off_is_not_kept(
+    start_gateway: StartGateway, new_card: NewCard, until: Until
+) -> None:
     engine = FakeEngineClient(new_card(max_context_tokens=10_000_000))
     async with start_gateway([engine]) as gateway:
-        asked = {**BODY, "store": True, "max_output_tokens": 1_000_000, "stream": True}
+        asked: dict[str, Any] = {**BODY, "store": True, "max_output_tokens": 1_000_000, "stream": True}
         for number, break_off in enumerate((lambda posting: posting.cancel(), lambda _: engine.die()), 1):
             posting = asyncio.create_task(gateway.post(PATH, asked))
             await until(lambda: engine.state.num_inflight == 1 and engine.submits)
@@ -248,7 +260,7 @@ async def test_what_the_client_left_or_an_engine_broke_off_is_not_kept(start_gat
         assert await num_kept(gateway) == 0
 
 
-async def test_text_is_not_logged(gateway, capsys):
+async def test_text_is_not_logged(gateway: RunningGateway, capsys: pytest.CaptureFixture[str]) -> None:
     response = await keep(gateway, input="a secret wish", instructions="secretly")
     await keep(gateway, previous_response_id=response.id)
     said = capsys.readouterr()

@@ -5,17 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from moiety_platform.inference import model_texts as text_module
 from moiety_platform.inference import request_body as body_module
-from moiety_platform.inference.model_texts import ModelText, texts_of
+from moiety_platform.inference.model_texts import ModelText
 from moiety_platform.inference.request_body import INLINE_BYTES
 from moiety_platform.models_api import DetokenizeBody, TokenizeBody
 from moiety_platform.openai_api.schemas import ChatBody, CompletionBody
+from moiety_text.conversation import texts_of
 from moiety_text.tokenizer import Tokenizer
+from moiety_wire.messages import ModelCard
+
+from .conftest import NewCard, RunningGateway
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -30,12 +36,12 @@ LARGE = [
 
 
 @pytest.fixture
-def decoding_threads(monkeypatch):
+def decoding_threads(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
     """The threads in which bodies were decoded, in order."""
     seen = []
     decode = body_module.decode_body
 
-    def noted(*arguments):
+    def noted(*arguments: Any) -> Any:
         seen.append(threading.current_thread())
         return decode(*arguments)
 
@@ -43,7 +49,9 @@ def decoding_threads(monkeypatch):
     return seen
 
 
-async def test_large_bad_bodies_are_refused_off_the_event_loop_while_others_are_answered(gateway, decoding_threads):
+async def test_large_bad_bodies_are_refused_off_the_event_loop_while_others_are_answered(
+    gateway: RunningGateway, decoding_threads: list[threading.Thread]
+) -> None:
     num_healthy = 0
     for path, data in LARGE:
         assert len(data) > INLINE_BYTES
@@ -58,7 +66,9 @@ async def test_large_bad_bodies_are_refused_off_the_event_loop_while_others_are_
     assert threading.main_thread() not in decoding_threads
 
 
-async def test_a_small_body_is_decoded_where_it_was_read(gateway, decoding_threads):
+async def test_a_small_body_is_decoded_where_it_was_read(
+    gateway: RunningGateway, decoding_threads: list[threading.Thread]
+) -> None:
     await gateway.post(COMPLETIONS, {"model": "tiny", "prompt": "hi", "max_tokens": 1})
     assert decoding_threads == [threading.main_thread()]
 
@@ -77,7 +87,9 @@ async def test_a_small_body_is_decoded_where_it_was_read(gateway, decoding_threa
         (DetokenizeBody, "tokens", ["a"] * 1000, 1),
     ],
 )
-def test_validation_ends_at_the_first_bad_entry_of_a_list(schema, field, entries, most_errors):
+def test_validation_ends_at_the_first_bad_entry_of_a_list(
+    schema: Any, field: str, entries: Any, most_errors: int
+) -> None:
     good = {"model": "m", "prompt": "x", "messages": [{"role": "user", "content": ""}]}
     if schema is TokenizeBody:
         del good["prompt"]
@@ -86,7 +98,9 @@ def test_validation_ends_at_the_first_bad_entry_of_a_list(schema, field, entries
     assert caught.value.error_count() <= most_errors
 
 
-async def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(gateway, monkeypatch):
+async def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(
+    gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
     longest = len("<|end|>")
     limit = gateway.engine.card.max_context_tokens * longest
     for path, field in (
@@ -103,7 +117,7 @@ async def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(gateway, m
         assert "has at least 51" in error["message"] and "context is 512 tokens" in error["message"]
 
 
-async def test_an_over_long_prompt_of_moderate_size_is_told_its_exact_length(gateway):
+async def test_an_over_long_prompt_of_moderate_size_is_told_its_exact_length(gateway: RunningGateway) -> None:
     status, _, answer = await gateway.post(COMPLETIONS, {"model": "tiny", "prompt": "x" * 600, "max_tokens": 7})
     error = json.loads(answer)["error"]
     assert (status, error["code"]) == (400, "context_length_exceeded")
@@ -121,11 +135,13 @@ async def test_an_over_long_prompt_of_moderate_size_is_told_its_exact_length(gat
         {"messages": [{"role": "user", "content": "a<|end|>b"}]},  # may build a second tokenizer
     ],
 )
-async def test_conversations_that_take_time_are_rendered_in_a_thread(new_card, monkeypatch, body):
+async def test_conversations_that_take_time_are_rendered_in_a_thread(
+    new_card: NewCard, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
+) -> None:
     threads = []
     encode = Tokenizer.check_fits
 
-    def noted(self, text, max_tokens):
+    def noted(self: Any, text: str, max_tokens: int) -> Any:
         threads.append(threading.current_thread())
         return encode(self, text, max_tokens)
 
@@ -139,11 +155,13 @@ async def test_conversations_that_take_time_are_rendered_in_a_thread(new_card, m
     assert threads and threading.main_thread() not in threads
 
 
-async def test_many_prompts_that_are_short_one_by_one_are_tokenized_in_a_thread(card, monkeypatch):
+async def test_many_prompts_that_are_short_one_by_one_are_tokenized_in_a_thread(
+    card: ModelCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
     threads = []
     encode = Tokenizer.check_fits
 
-    def noted(self, text, max_tokens):
+    def noted(self: Any, text: str, max_tokens: int) -> Any:
         threads.append(threading.current_thread())
         return encode(self, text, max_tokens)
 
@@ -153,10 +171,12 @@ async def test_many_prompts_that_are_short_one_by_one_are_tokenized_in_a_thread(
     assert len(threads) == 100 and threading.main_thread() not in threads
 
 
-async def test_of_a_prompt_of_many_texts_no_more_is_looked_at_in_the_loop_than_fits(card, monkeypatch):
+async def test_of_a_prompt_of_many_texts_no_more_is_looked_at_in_the_loop_than_fits(
+    card: ModelCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
     looked_at = []
 
-    def counted(value):
+    def counted(value: Any) -> Iterator[str]:
         for text in texts_of(value):
             looked_at.append(threading.current_thread())
             yield text

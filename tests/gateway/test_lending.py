@@ -4,8 +4,10 @@ came with. A real client and a real front, with a scripted core behind it."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -23,7 +25,9 @@ from moiety_platform.engine_client.transport import ZmqEngineClient
 from moiety_platform.errors import NotFound, PlatformError, Unavailable
 from moiety_platform.routing.choose import Need, first_engines
 from moiety_wire.classes import STANDARD
-from moiety_wire.messages import AdapterPart, Finished, Sampling, Stopping, Submit
+from moiety_wire.messages import AdapterPart, Finished, ModelCard, Sampling, Stopping, Submit
+
+from .conftest import Until
 
 PARTS = {name: [name.encode() * 10, b"second", b"third"] for name in ("ada_a", "ada_b")}
 SIZE = sum(map(len, PARTS["ada_a"]))
@@ -36,7 +40,7 @@ class Core(ScriptedCore):
         super().__init__(Script(tokens=tuple(b"abc")))
         self.found: list[tuple[str, str, bytes]] = []
 
-    def send(self, commands) -> None:
+    def send(self, commands: Any) -> None:
         for command in commands:
             if isinstance(command, CoreAdapter):
                 folder = Path(command.folder)
@@ -52,7 +56,7 @@ class Store:
         self.reads: list[str] = []
         self.is_slow = False
 
-    async def parts(self, adapter_id):
+    async def parts(self, adapter_id: str) -> AsyncIterator[Any]:
         self.reads.append(adapter_id)
         if self.is_slow:
             await asyncio.Event().wait()
@@ -64,7 +68,7 @@ class Store:
 
 
 @asynccontextmanager
-async def engine_and_client(until, **settings):
+async def engine_and_client(until: Until, **settings: Any) -> AsyncIterator[tuple[Any, ...]]:
     context, core, store = zmq.Context(), Core(), Store()
     listen = ServerSettings(model="scripted", listen="tcp://127.0.0.1:0", heartbeat_interval_s=0.05, **settings)
     front = EngineServer(listen, "engine-1", scripted_text_model(), core, context)
@@ -82,7 +86,7 @@ async def engine_and_client(until, **settings):
         context.destroy(linger=0)
 
 
-def submit(request_id, adapter, credit_tokens=3) -> Submit:
+def submit(request_id: str, adapter: Any, credit_tokens: int = 3) -> Submit:
     return Submit(
         request_id=request_id, seq=0, model="scripted", tenant_id="t", service=STANDARD, prompt_ids=[1, 2],
         sampling=Sampling(), stopping=Stopping(max_tokens=3, ignore_eos=True), credit_tokens=credit_tokens,
@@ -90,16 +94,16 @@ def submit(request_id, adapter, credit_tokens=3) -> Submit:
     )  # fmt: skip
 
 
-async def ask(client, request_id, adapter) -> Finished:
+async def ask(client: Any, request_id: str, adapter: Any) -> Finished:
     async with asyncio.timeout(60), client.open(submit(request_id, adapter)) as stream:
         return [message async for message in stream.messages()][-1]
 
 
-def whole(name) -> tuple[str, str, bytes]:
+def whole(name: str) -> tuple[str, str, bytes]:
     return name, "{}", b"".join(PARTS[name])
 
 
-async def test_an_adapter_is_sent_once_however_many_want_it(until):
+async def test_an_adapter_is_sent_once_however_many_want_it(until: Until) -> None:
     async with engine_and_client(until) as (client, core, store):
         ends = await asyncio.gather(*(ask(client, f"r{i}", "ada_a") for i in range(5)))
         ends.append(await ask(client, "later", "ada_a"))
@@ -108,7 +112,7 @@ async def test_an_adapter_is_sent_once_however_many_want_it(until):
         assert core.found == [whole("ada_a")]
 
 
-async def test_what_an_engine_has_given_up_is_sent_again(until):
+async def test_what_an_engine_has_given_up_is_sent_again(until: Until) -> None:
     async with engine_and_client(until, adapter_disk_bytes=SIZE) as (client, core, store):
         for request_id, adapter in (("1", "ada_a"), ("2", "ada_b"), ("3", "ada_a"), ("4", "ada_a")):
             assert (await ask(client, request_id, adapter)).num_output_tokens == 3
@@ -116,7 +120,7 @@ async def test_what_an_engine_has_given_up_is_sent_again(until):
         assert core.found == [whole("ada_a"), whole("ada_b"), whole("ada_a")]
 
 
-async def test_one_that_is_too_large_for_the_engine_fails_its_request_in_the_end(until):
+async def test_one_that_is_too_large_for_the_engine_fails_its_request_in_the_end(until: Until) -> None:
     async with engine_and_client(until, adapter_disk_bytes=SIZE - 1) as (client, core, _):
         with pytest.raises(Exception, match="does not have this adapter"):
             await ask(client, "r", "ada_a")
@@ -124,7 +128,7 @@ async def test_one_that_is_too_large_for_the_engine_fails_its_request_in_the_end
         assert (await ask(client, "other", "")).num_output_tokens == 3
 
 
-async def test_one_that_was_deleted_is_told_as_missing_and_the_connection_goes_on(until):
+async def test_one_that_was_deleted_is_told_as_missing_and_the_connection_goes_on(until: Until) -> None:
     async with engine_and_client(until) as (client, _, _store):
         with pytest.raises(NotFound):
             await ask(client, "r", "ada_gone")
@@ -132,13 +136,13 @@ async def test_one_that_was_deleted_is_told_as_missing_and_the_connection_goes_o
         assert client.state.num_inflight == 0
 
 
-async def test_those_that_an_engine_came_with_are_not_sent(until):
+async def test_those_that_an_engine_came_with_are_not_sent(until: Until) -> None:
     async with engine_and_client(until, adapters=("given",)) as (client, core, store):
         assert (await ask(client, "r", "given")).num_output_tokens == 3
         assert (store.reads, core.found) == ([], [])
 
 
-async def test_who_waits_for_an_adapter_is_told_when_the_engine_is_lost(until):
+async def test_who_waits_for_an_adapter_is_told_when_the_engine_is_lost(until: Until) -> None:
     async with engine_and_client(until) as (client, _, store):
         store.is_slow = True
         waiting = [asyncio.create_task(ask(client, f"r{i}", "ada_a")) for i in range(3)]
@@ -148,7 +152,7 @@ async def test_who_waits_for_an_adapter_is_told_when_the_engine_is_lost(until):
             assert isinstance(end, PlatformError) and end.status in (502, 503)
 
 
-async def test_what_was_granted_while_the_adapter_was_sent_again_is_not_lost(until):
+async def test_what_was_granted_while_the_adapter_was_sent_again_is_not_lost(until: Until) -> None:
     async with engine_and_client(until, adapter_disk_bytes=SIZE) as (client, _, _store):
         for request_id, adapter in (("1", "ada_a"), ("2", "ada_b")):
             await ask(client, request_id, adapter)
@@ -158,7 +162,7 @@ async def test_what_was_granted_while_the_adapter_was_sent_again_is_not_lost(unt
         assert (end.num_output_tokens, end.detail) == (2, "credit_refused")
 
 
-def test_engines_that_serve_no_adapters_are_passed_by(card):
+def test_engines_that_serve_no_adapters_are_passed_by(card: ModelCard) -> None:
     cards = [msgspec.structs.replace(card, engine_id=name, takes_adapters=name == "b") for name in "ab"]
     plain, able = (EngineState(f"tcp://{one.engine_id}", True, "", one, None, 0) for one in cards)
     assert first_engines([plain, able], Need.ADAPTED) == [able]

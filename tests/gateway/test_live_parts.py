@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -15,9 +19,9 @@ import structlog
 from sqlalchemy import func, select
 
 from moiety_platform.batches.models import Batch, BatchStatus
+from moiety_platform.bootstrap.composition import assembled
 from moiety_platform.clock import SystemClock
 from moiety_platform.db.session import Database
-from moiety_platform.gateway import assembled
 from moiety_platform.listening import bind
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.logs import set_log_level
@@ -37,18 +41,21 @@ from .test_live_settings import DEADLINE_S, ROWS
 from .test_reload import engine
 
 NOW, DAY_MS = datetime.now(UTC), 24 * 3600 * 1000
-HELLO = {"model": "scripted", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+HELLO: dict[str, Any] = {"model": "scripted", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
 TOKEN = "a token of gateways"
 
 
 class Receiver:
     """Takes anything by HTTP and answers 404; tells what came."""
 
+    port: int
+    url: str
+
     def __init__(self) -> None:
         self.heads: list[str] = []
         self.came = asyncio.Event()
 
-    async def serve(self, reader, writer) -> None:
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             first = await reader.readline()
             if first.startswith(b"PRI "):  # HTTP/2, which gRPC speaks
@@ -74,7 +81,7 @@ class Receiver:
 
 
 @pytest.fixture
-async def receiver():
+async def receiver() -> AsyncIterator[Receiver]:
     found = Receiver()
     server = await asyncio.start_server(found.serve, "127.0.0.1", 0)
     found.port = server.sockets[0].getsockname()[1]
@@ -86,7 +93,7 @@ async def receiver():
 class Whole:
     """A gateway with a file, in this process."""
 
-    def __init__(self, file, services, url: str, keys, database: Database) -> None:
+    def __init__(self, file: Any, services: Any, url: str, keys: Any, database: Database) -> None:
         self.file, self.services, self.database = file, services, database
         self.http = httpx.AsyncClient(base_url=url, timeout=DEADLINE_S)
         self.tenant = {"Authorization": f"Bearer {keys.tenant_key}"}
@@ -111,25 +118,26 @@ class Whole:
         lines = (await self.http.get("/metrics")).text.splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(words))
 
-    async def count(self, table) -> int:
+    async def count(self, table: Any) -> int:
         async with self.database.read() as session:
-            return await session.scalar(select(func.count()).select_from(table))
+            return (await session.scalar(select(func.count()).select_from(table))) or 0
 
 
 @pytest.fixture
-async def whole(tmp_path):
+async def whole(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[Whole]]:
     @asynccontextmanager
-    async def run(**given):
+    async def run(**given: Any) -> AsyncIterator[Whole]:
         file = tmp_path / "moiety.yaml"
         given = {"data_dir": str(tmp_path), "key_pepper": PEPPER.decode(), **given}
         file.write_text(json.dumps({"gateway": given}))
         source = SettingsSource.open(file, SECTION, partial(GatewaySettings.load, file))
         database = Database.open(source.first.store_url)
         keys = await make_store(database, SystemClock())
-        async with assembled(source) as (services, server, _):
+        async with assembled(source) as gateway:
+            server = gateway.server
             listener = bind("127.0.0.1", 0)
             serving = asyncio.create_task(server.serve([listener]))
-            running = Whole(file, services, f"http://127.0.0.1:{listener.getsockname()[1]}", keys, database)
+            running = Whole(file, gateway.services, f"http://127.0.0.1:{listener.getsockname()[1]}", keys, database)
             running.given = given
             try:
                 yield running
@@ -142,7 +150,9 @@ async def whole(tmp_path):
     return run
 
 
-async def test_spans_and_metrics_go_where_the_file_says(whole, receiver, tmp_path) -> None:
+async def test_spans_and_metrics_go_where_the_file_says(
+    whole: Callable[..., AbstractAsyncContextManager[Whole]], receiver: Receiver, tmp_path: Path
+) -> None:
     async with engine(tmp_path, "a") as address, whole(engines=[address], trace_first_per_s=1000) as gateway:
         await gateway.change(traces_endpoint=f"{receiver.url}/otlp", traces_token=TOKEN)
         await gateway.hello()
@@ -156,7 +166,7 @@ async def test_spans_and_metrics_go_where_the_file_says(whole, receiver, tmp_pat
         await gateway.change(otlp_endpoint=receiver.url, otlp_protocol="grpc")
         await gateway.hello()
         assert await receiver.wait("PRI")
-        metrics = {"otlp_metrics_endpoint": f"{receiver.url}/v1/metrics"}
+        metrics: dict[str, Any] = {"otlp_metrics_endpoint": f"{receiver.url}/v1/metrics"}
         await gateway.change(**metrics, otlp_metrics_interval_ms=100)
         assert await receiver.wait("post /v1/metrics")
         assert await receiver.wait("post /v1/metrics"), "again, after the interval"
@@ -165,9 +175,16 @@ async def test_spans_and_metrics_go_where_the_file_says(whole, receiver, tmp_pat
         assert await gateway.metric("moiety_metric_exports") == 0, "nobody tells of what nobody sends"
 
 
-async def test_the_rates_of_traces_are_those_of_the_file(whole, receiver, tmp_path) -> None:
+async def test_the_rates_of_traces_are_those_of_the_file(
+    whole: Callable[..., AbstractAsyncContextManager[Whole]], receiver: Receiver, tmp_path: Path
+) -> None:
     async with engine(tmp_path, "a") as address:
-        fixed = {"engines": [address], "otlp_endpoint": receiver.url, "trace_first_per_s": 0, "trace_sample_rate": 0}
+        fixed: dict[str, Any] = {
+            "engines": [address],
+            "otlp_endpoint": receiver.url,
+            "trace_first_per_s": 0,
+            "trace_sample_rate": 0,
+        }
         async with whole(**fixed) as gateway:
             sampler = gateway.services.tracing.sampler
             ending = Ending("t" * 32, b"salt", "standard", False, None, 0, 0)
@@ -186,7 +203,9 @@ async def test_the_rates_of_traces_are_those_of_the_file(whole, receiver, tmp_pa
             assert verdict() == "over_budget"
 
 
-async def test_the_key_of_servers_of_others_is_read_again_from_its_file_too(whole, receiver, tmp_path) -> None:
+async def test_the_key_of_servers_of_others_is_read_again_from_its_file_too(
+    whole: Callable[..., AbstractAsyncContextManager[Whole]], receiver: Receiver, tmp_path: Path
+) -> None:
     from moiety_demo import checkpoint_path
 
     key_file = tmp_path / "key"
@@ -204,10 +223,12 @@ async def test_the_key_of_servers_of_others_is_read_again_from_its_file_too(whol
         assert await receiver.wait("bearer second")
 
 
-async def test_what_administrators_may_do_is_bounded_by_the_file(whole) -> None:
+async def test_what_administrators_may_do_is_bounded_by_the_file(
+    whole: Callable[..., AbstractAsyncContextManager[Whole]],
+) -> None:
     async with whole() as gateway:
 
-        async def status(path: str, body: dict) -> int:
+        async def status(path: str, body: dict[str, Any]) -> int:
             return (await gateway.http.post(f"/admin/v1/{path}", json=body, headers=gateway.admin)).status_code
 
         hook = {"url": "http://127.0.0.1:9/x"}
@@ -215,9 +236,9 @@ async def test_what_administrators_may_do_is_bounded_by_the_file(whole) -> None:
         await gateway.change(webhook_networks=["127.0.0.0/8"])
         assert await status("webhooks", hook) == 201
         tenants = (await gateway.http.get("/admin/v1/tenants", headers=gateway.admin)).json()["data"]
-        new = {"tenant_id": tenants[0]["id"], "model": "m", "config": '{"peft_type": "LORA", "r": 4}'}
+        new: dict[str, Any] = {"tenant_id": tenants[0]["id"], "model": "m", "config": '{"peft_type": "LORA", "r": 4}'}
         made = await gateway.http.post("/admin/v1/adapters", json=new | {"name": "a"}, headers=gateway.admin)
-        part = {"start": 0, "data": "QUFB" * 500}
+        part: dict[str, Any] = {"start": 0, "data": "QUFB" * 500}
         for name in ("max_adapter_bytes", "max_adapter_bytes_per_tenant"):
             await gateway.change(**{name: 1024})
             assert await status(f"adapters/{made.json()['id']}/parts", part) in (409, 413), name
@@ -228,7 +249,13 @@ async def test_what_administrators_may_do_is_bounded_by_the_file(whole) -> None:
 
 
 def old_row(started_at: datetime) -> UsageRow:
-    names = {"request_id": "old", "tenant_id": "ten_a", "project_id": "prj_a", "key_id": "key_a", "model": "demo"}
+    names: dict[str, Any] = {
+        "request_id": "old",
+        "tenant_id": "ten_a",
+        "project_id": "prj_a",
+        "key_id": "key_a",
+        "model": "demo",
+    }
     return UsageRow(
         **names, endpoint="/v1/completions", service_class="standard", started_at=started_at, outcome="stop",
         http_status=200, num_choices=1, prompt_tokens=1, cached_tokens=0, output_tokens=1, queue_ms=0.5, ttft_ms=1.0,
@@ -245,7 +272,9 @@ def old_batch(created_ms: int) -> Batch:
     )  # fmt: skip
 
 
-async def test_what_is_kept_and_for_how_long_is_what_the_file_says(whole) -> None:
+async def test_what_is_kept_and_for_how_long_is_what_the_file_says(
+    whole: Callable[..., AbstractAsyncContextManager[Whole]],
+) -> None:
     async with whole(retention_interval_s=3600) as gateway:
         old = NOW - timedelta(days=100)
         async with gateway.database.write() as session:
@@ -263,7 +292,9 @@ async def test_what_is_kept_and_for_how_long_is_what_the_file_says(whole) -> Non
         assert not any([await gateway.count(table) for table in kept])
 
 
-async def test_what_is_said_and_of_whom_is_what_the_file_says(whole, logged, tmp_path) -> None:
+async def test_what_is_said_and_of_whom_is_what_the_file_says(
+    whole: Callable[..., AbstractAsyncContextManager[Whole]], logged: io.StringIO, tmp_path: Path
+) -> None:
     log = structlog.get_logger("somebody")
     async with engine(tmp_path, "a") as address, whole(engines=[address], log_level="warning") as gateway:
         set_log_level("warning")  # as the entry point does
@@ -282,8 +313,8 @@ async def test_what_is_said_and_of_whom_is_what_the_file_says(whole, logged, tmp
         assert await gateway.metric('moiety_tenant_requests_total{tenant="other') > 0
 
 
-async def test_a_trace_store_goes_by_its_file_as_well(tmp_path) -> None:
-    given = {"data_dir": tmp_path, "traces_token": TOKEN}
+async def test_a_trace_store_goes_by_its_file_as_well(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"data_dir": tmp_path, "traces_token": TOKEN}
     live = LiveSettings(TraceSettings(**given))
     live.follow(["log_level"], lambda wanted: None)
     async with build_app(live.now, live=live) as app:

@@ -6,9 +6,10 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from typing import Any
 
 import openai
 import pytest
@@ -19,20 +20,26 @@ from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.idempotency.models import IdempotentRequest
 from moiety_platform.reloading.shown import SET, shown
 from moiety_platform.responses_api.models import StoredResponse
+from moiety_wire.messages import Submit
+
+from .conftest import NewCard, RunningGateway, StartGateway
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "description": "x" * 300}}}
+HELLO: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "description": "x" * 300}},
+}
 DEADLINE_S = 60.0
 DAY_S = 86_400
 
 Look = Callable[["object"], Awaitable[object]]
 
 
-def asks(path: str = CHAT, *, headers: dict | None = None, **fields) -> Look:
+def asks(path: str = CHAT, *, headers: dict[str, Any] | None = None, **fields: Any) -> Look:
     """The status and code of one request."""
 
-    async def look(gateway):
+    async def look(gateway: RunningGateway) -> tuple[Any, ...]:
         body = {**HELLO, **fields} if path == CHAT else fields
         status, _, answer = await gateway.post(path, body, headers=headers)
         return status, json.loads(answer).get("error", {}).get("code")
@@ -40,13 +47,13 @@ def asks(path: str = CHAT, *, headers: dict | None = None, **fields) -> Look:
     return look
 
 
-def endless(submit):
+def endless(submit: Submit) -> Any:
     """A script without end but the request's."""
     return ((65, f"{i} ") for i in range(submit.stopping.max_tokens))
 
 
 @asynccontextmanager
-async def streaming(gateway):
+async def streaming(gateway: RunningGateway) -> AsyncIterator[Any]:
     """A stream that goes on for as long as this does, and is over at the gateway too after that."""
     stream = await gateway.client.chat.completions.create(**HELLO | {"max_tokens": 10**6}, stream=True)
     async with stream:
@@ -60,14 +67,14 @@ async def streaming(gateway):
 def beside_a_stream(look: Look) -> Look:
     """While another request of the same key streams."""
 
-    async def both(gateway):
+    async def both(gateway: RunningGateway) -> Any:
         async with streaming(gateway):
             return await look(gateway)
 
     return both
 
 
-async def sent(gateway, data: bytes) -> bytes:
+async def sent(gateway: RunningGateway, data: bytes) -> bytes:
     """The first line of what is answered to these bytes before this side is hung up on."""
     reader, writer = await asyncio.open_connection(*gateway.address)
     writer.write(data)
@@ -78,20 +85,20 @@ async def sent(gateway, data: bytes) -> bytes:
         writer.close()
 
 
-async def status_of_slow_head(gateway):
+async def status_of_slow_head(gateway: RunningGateway) -> Any:
     return await sent(gateway, b"POST /v1/chat HTTP/1.1\r\nHost: t")
 
 
-async def status_of_slow_body(gateway):
+async def status_of_slow_body(gateway: RunningGateway) -> Any:
     head = f"POST {CHAT} HTTP/1.1\r\nHost: t\r\nAuthorization: Bearer {gateway.key}\r\nContent-Length: 9\r\n\r\n"
     return await sent(gateway, head.encode())
 
 
-async def is_hung_up_on_when_idle(gateway):
+async def is_hung_up_on_when_idle(gateway: RunningGateway) -> Any:
     return await sent(gateway, b"GET /healthz HTTP/1.1\r\nHost: t\r\n\r\n")
 
 
-async def status_of_unread_stream(gateway):
+async def status_of_unread_stream(gateway: RunningGateway) -> Any:
     body = json.dumps({**HELLO, "max_tokens": 10**6, "stream": True}).encode()
     unread = socket.socket()
     unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -108,16 +115,16 @@ async def status_of_unread_stream(gateway):
     return row.outcome
 
 
-async def first_credit(gateway):
+async def first_credit(gateway: RunningGateway) -> Any:
     await gateway.post(CHAT, HELLO | {"max_tokens": 100})
     return gateway.engine.submits[-1].credit_tokens
 
 
-async def is_tokenized_in_a_thread(gateway):
+async def is_tokenized_in_a_thread(gateway: RunningGateway) -> bool:
     class Counting(ThreadPoolExecutor):
         num_tasks = 0
 
-        def submit(self, *args, **options):
+        def submit(self, *args: Any, **options: Any) -> Any:
             self.num_tasks += 1
             return super().submit(*args, **options)
 
@@ -128,7 +135,7 @@ async def is_tokenized_in_a_thread(gateway):
     return counting.num_tasks > 0
 
 
-async def survives_its_engine(gateway):
+async def survives_its_engine(gateway: RunningGateway) -> Any:
     """Whether a stream goes on with an engine that comes back later than a gateway waits as these tests have it. Where
     no more is waited for, none comes before the stream has ended."""
 
@@ -157,13 +164,13 @@ async def survives_its_engine(gateway):
 def uploads(*sizes: int) -> Look:
     """The status of the last upload of these."""
 
-    async def look(gateway):
+    async def look(gateway: RunningGateway) -> Any:
         for size in sizes:
             form = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b\r\n'
             form += (
                 b'Content-Disposition: form-data; name="file"; filename="f"\r\n\r\n' + b"x" * size + b"\r\n--b--\r\n"
             )
-            headers = {"Content-Type": "multipart/form-data; boundary=b"}
+            headers: dict[str, Any] = {"Content-Type": "multipart/form-data; boundary=b"}
             status, _, body = await gateway.post("/v1/files", form, headers=headers)
         expires_at = json.loads(body).get("expires_at")
         return status if expires_at is None else (status, round((expires_at - time.time()) / DAY_S))
@@ -171,14 +178,18 @@ def uploads(*sizes: int) -> Look:
     return look
 
 
-async def new_batch(gateway, num_lines: int):
-    line = {"method": "POST", "url": COMPLETIONS, "body": {"model": "tiny", "prompt": "x", "max_tokens": 1}}
+async def new_batch(gateway: RunningGateway, num_lines: int) -> Any:
+    line: dict[str, Any] = {
+        "method": "POST",
+        "url": COMPLETIONS,
+        "body": {"model": "tiny", "prompt": "x", "max_tokens": 1},
+    }
     lines = "\n".join(json.dumps({"custom_id": str(i), **line}) for i in range(num_lines))
     file = await gateway.client.files.create(file=("f", lines.encode()), purpose="batch")
     return await gateway.client.batches.create(input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h")
 
 
-async def end_of_a_batch(gateway):
+async def end_of_a_batch(gateway: RunningGateway) -> Any:
     batch = await new_batch(gateway, 2)
     async with asyncio.timeout(DEADLINE_S):
         while batch.status not in ("completed", "failed"):
@@ -186,7 +197,7 @@ async def end_of_a_batch(gateway):
     return batch.status
 
 
-async def progress_of_a_batch(gateway):
+async def progress_of_a_batch(gateway: RunningGateway) -> tuple[Any, ...]:
     """While another one goes on at once when there is somebody for it again."""
     batch = await new_batch(gateway, 2)
     for _ in range(5):  # looks of the worker, who is there and does nothing
@@ -196,7 +207,7 @@ async def progress_of_a_batch(gateway):
     return found, await end_of_a_batch(gateway)
 
 
-async def status_of_a_second_batch(gateway):
+async def status_of_a_second_batch(gateway: RunningGateway) -> Any:
     gateway.engine.die()
     try:
         await new_batch(gateway, 1)
@@ -206,7 +217,7 @@ async def status_of_a_second_batch(gateway):
     return 200
 
 
-async def lease_of_a_line(gateway):
+async def lease_of_a_line(gateway: RunningGateway) -> Any:
     """Whole minutes for which a line that waits for its engine is held."""
     await new_batch(gateway, 1)
     async with asyncio.timeout(DEADLINE_S):
@@ -218,29 +229,29 @@ async def lease_of_a_line(gateway):
             await asyncio.sleep(0.02)
 
 
-async def patience_of_a_stop(gateway):
+async def patience_of_a_stop(gateway: RunningGateway) -> Any:
     return gateway.server.config.timeout_graceful_shutdown
 
 
-async def days_of_a_kept_answer(gateway):
+async def days_of_a_kept_answer(gateway: RunningGateway) -> Any:
     await gateway.post(CHAT, HELLO, headers={"Idempotency-Key": str(time.monotonic_ns())})
     async with gateway.database.read() as session:
         expires = [row.expires_ms for row in await session.scalars(select(IdempotentRequest))]
     return round((max(expires) / 1000 - time.time()) / DAY_S)
 
 
-async def replayed(gateway):
-    headers = {"Idempotency-Key": str(time.monotonic_ns())}
+async def replayed(gateway: RunningGateway) -> Any:
+    headers: dict[str, Any] = {"Idempotency-Key": str(time.monotonic_ns())}
     await asks(headers=headers)(gateway)
     return await asks(headers=headers)(gateway)
 
 
-async def with_another_key(gateway):
+async def with_another_key(gateway: RunningGateway) -> Any:
     return await asks(headers={"Idempotency-Key": str(time.monotonic_ns())})(gateway)
 
 
-async def days_of_a_response(gateway):
-    asked = {"model": "tiny", "input": "x", "store": True, "max_output_tokens": 2}
+async def days_of_a_response(gateway: RunningGateway) -> tuple[Any, ...]:
+    asked: dict[str, Any] = {"model": "tiny", "input": "x", "store": True, "max_output_tokens": 2}
     status, _, body = await gateway.post("/v1/responses", asked)
     if status != 200 or not json.loads(body)["store"]:
         return status, "not kept"
@@ -249,13 +260,13 @@ async def days_of_a_response(gateway):
     return status, round((last.expires_ms / 1000 - time.time()) / DAY_S)
 
 
-def deep(levels: int) -> list:
+def deep(levels: int) -> list[Any]:
     return [deep(levels - 1)] if levels else []
 
 
 OK = (200, None)
 BAD = (400, "invalid_request")
-NESTED = {"metadata": None, "other": deep(8)}
+NESTED: dict[str, Any] = {"metadata": None, "other": deep(8)}
 ROWS = [  # setting, its new value, what is looked at, what it is before and after
     ("max_body_bytes", 1024, asks(user="x" * 2000), OK, (413, "request_too_large")),
     ("max_json_depth", 4, asks(**NESTED), OK, (400, "json_too_deep")),
@@ -299,7 +310,7 @@ ROWS = [  # setting, its new value, what is looked at, what it is before and aft
 ALONE = {"send_timeout_s", "batch_lease_s", "drain_s", "inline_tokenize_bytes", "max_open_batches_per_tenant"}
 
 
-async def taken(gateway, name: str, value: object, look: Look) -> object:
+async def taken(gateway: RunningGateway, name: str, value: object, look: Look) -> object:
     """What is seen after a change, which is undone then."""
     before = gateway.live.now
     changes = await gateway.live.change(before.model_copy(update={name: value}))
@@ -310,7 +321,9 @@ async def taken(gateway, name: str, value: object, look: Look) -> object:
         await gateway.live.change(before)
 
 
-async def test_a_change_of_a_setting_takes_effect_on_requests_and_taken_back_has_none(start_gateway, new_card) -> None:
+async def test_a_change_of_a_setting_takes_effect_on_requests_and_taken_back_has_none(
+    start_gateway: StartGateway, new_card: NewCard
+) -> None:
     async with start_gateway([FakeEngineClient(new_card(max_context_tokens=10**7), endless)]) as gateway:
         seen, wanted = {}, {}
         for name, value, look, before, after in ROWS:
@@ -325,7 +338,7 @@ async def test_a_change_of_a_setting_takes_effect_on_requests_and_taken_back_has
 
 @pytest.mark.parametrize(("name", "value", "look", "before", "after"), [row for row in ROWS if row[0] in ALONE])
 async def test_a_change_takes_effect_where_it_needs_an_engine_of_its_own(
-    start_gateway, new_card, name, value, look, before, after
+    start_gateway: StartGateway, new_card: NewCard, name: Any, value: Any, look: Any, before: Any, after: Any
 ) -> None:
     token_s = 600.0 if name == "batch_lease_s" else 0.0
     engine = FakeEngineClient(new_card(max_context_tokens=10**7), endless, token_s=token_s)
@@ -344,7 +357,7 @@ async def test_a_change_takes_effect_where_it_needs_an_engine_of_its_own(
         "openai+https://host/v1?token=x/y9",
     ],
 )
-def test_no_password_is_shown_wherever_it_stands_in_an_address(value):
+def test_no_password_is_shown_wherever_it_stands_in_an_address(value: str) -> None:
     assert "y9" not in shown(value) and SET in shown(value)
     kept = "openai+http://host/v1?key_file=/run/secrets/a"
     assert shown(kept) == kept

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,6 +20,8 @@ from moiety_platform.external_engines.client import ExternalEngineClient
 from moiety_platform.routing.replicas import Replicas
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import FinishReason, Sampling, Stopping, Submit, Tokens
+
+from .conftest import Until
 
 LINES = (Path(__file__).parent / "recorded" / "llama_cpp.jsonl").read_text().splitlines()
 RECORDED, *ASKED = map(json.loads, LINES)
@@ -45,7 +49,7 @@ async def _replay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
 
 
 @pytest.fixture
-async def engine(until):
+async def engine(until: Until) -> AsyncIterator[ExternalEngineClient]:
     server = await asyncio.start_server(_replay, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     tokenizer = moiety_demo.checkpoint_path()
@@ -56,7 +60,7 @@ async def engine(until):
         yield client
 
 
-async def _answer(engine, name):
+async def _answer(engine: ExternalEngineClient, name: str) -> Any:
     one = REQUESTS[name]
     sampling = msgspec.convert(one["sampling"], Sampling, strict=False)
     stopping = msgspec.convert(one["stopping"], Stopping)
@@ -67,7 +71,7 @@ async def _answer(engine, name):
 
 
 @pytest.mark.parametrize("name", [one["name"] for one in ANSWERED])
-async def test_what_it_streamed_comes_to_what_it_gave_whole(engine, name):
+async def test_what_it_streamed_comes_to_what_it_gave_whole(engine: ExternalEngineClient, name: Any) -> None:
     whole = REQUESTS[name]["whole"]
     *pieces, finished = await _answer(engine, name)
     text = "".join(piece.text for piece in pieces if isinstance(piece, Tokens)) + finished.text
@@ -76,12 +80,12 @@ async def test_what_it_streamed_comes_to_what_it_gave_whole(engine, name):
     assert finished.reason is REASONS[whole["stop_type"]]
 
 
-async def test_a_prompt_that_it_found_too_long_is_told_as_such(engine):
+async def test_a_prompt_that_it_found_too_long_is_told_as_such(engine: ExternalEngineClient) -> None:
     with pytest.raises(ContextTooLong, match="do not fit the engine's context"):
         await _answer(engine, "a prompt that is too long")
 
 
-async def test_what_it_tells_of_itself_is_understood(engine):
+async def test_what_it_tells_of_itself_is_understood(engine: ExternalEngineClient) -> None:
     state = engine.state
     assert state.card.max_context_tokens == RECORDED["context_tokens"]
     assert (state.load.num_running, state.load.num_waiting) == (0, 0)

@@ -8,6 +8,7 @@ import json
 import socket
 import time
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -15,16 +16,19 @@ from sqlalchemy import insert
 
 from moiety_platform.auth.keys import generate_key, hash_key
 from moiety_platform.bench.closed_loop import run_closed_loop
+from moiety_platform.db.session import Database
 from moiety_platform.metrics import OTHER, RANKED_EVERY_S, TenantCollector
 from moiety_platform.otlp_metrics import EXPORT_TIMEOUT_S, NOT_TAKEN, TAKEN, MetricSender, otlp_metric_exporter
 from moiety_platform.tenants.models import ApiKey, Project, Tenant
 from moiety_platform.usage.row import UsageRow
 
+from .conftest import RunningGateway, Until
+
 PEPPER = b"a pepper that is long enough for tests"
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
 
 
-async def make_tenants(database, count):
+async def make_tenants(database: Database, count: int) -> Any:
     """Tenants with a project and a key each, in one statement a table; the keys."""
     now, texts = datetime.now(UTC), [generate_key() for _ in range(count)]
     same = {"created_at": now}
@@ -40,7 +44,7 @@ async def make_tenants(database, count):
     return [text.text for text in texts]
 
 
-def asking(key):
+def asking(key: str) -> Any:
     """A chat completion on the wire."""
     body = json.dumps(CHAT).encode()
     head = (
@@ -50,7 +54,7 @@ def asking(key):
     return head.encode() + body
 
 
-async def test_a_thousand_tenants_have_no_more_series_than_thirty(gateway):
+async def test_a_thousand_tenants_have_no_more_series_than_thirty(gateway: RunningGateway) -> None:
     keys, sizes = await make_tenants(gateway.database, 30), []
     await run_closed_loop(*gateway.address, map(asking, keys), connections=4)
     for later in (range(30, 31), range(31, 1000)):
@@ -66,17 +70,17 @@ async def test_a_thousand_tenants_have_no_more_series_than_thirty(gateway):
     assert counts[OTHER] >= 970
 
 
-def row(tenant_id, output_tokens, status=200):
+def row(tenant_id: str, output_tokens: int, status: int = 200) -> UsageRow:
     return UsageRow("r", tenant_id, "p", "k", "/v1", "m", "standard", datetime.now(UTC), "stop", status, 1, 0, 0,
                     output_tokens, None, None, 1.0)  # fmt: skip
 
 
-def told(collector, name="moiety_tenant_tokens"):
+def told(collector: Any, name: str = "moiety_tenant_tokens") -> Any:
     (family,) = [one for one in collector.collect() if one.name == name]
     return {one.labels["tenant"]: one.value for one in family.samples if one.labels.get("kind", "output") == "output"}
 
 
-def test_the_busiest_of_late_have_series_of_their_own_and_nothing_is_lost():
+def test_the_busiest_of_late_have_series_of_their_own_and_nothing_is_lost() -> None:
     now_s = [0.0]
     collector = TenantCollector(2, lambda: now_s[0])
     for tenant_id, tokens in (("ten_a", 5), ("ten_b", 10), ("ten_c", 100), ("ten_d", 3)):
@@ -90,14 +94,16 @@ def test_the_busiest_of_late_have_series_of_their_own_and_nothing_is_lost():
     assert set(told(collector)) == {"ten_b", "ten_c", OTHER}  # nobody else wants their places
 
 
-def test_refusals_are_counted_by_tenant_and_none_at_all_has_a_place_if_so_wished():
+def test_refusals_are_counted_by_tenant_and_none_at_all_has_a_place_if_so_wished() -> None:
     collector = TenantCollector(0)
     collector.observe(row("ten_a", 0, status=429))
     assert told(collector, "moiety_tenant_refused") == {OTHER: 1}
 
 
 @pytest.mark.parametrize("receiver", ["away", "silent"])
-async def test_a_receiver_of_metrics_that_is_away_or_silent_slows_no_request(gateway, receiver, until):
+async def test_a_receiver_of_metrics_that_is_away_or_silent_slows_no_request(
+    gateway: RunningGateway, receiver: str, until: Until
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         if receiver == "away":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import openai
@@ -10,9 +12,11 @@ import pytest
 
 from moiety_platform.cli.engine_journals import compare
 from moiety_platform.engine_client.fake import FakeEngineClient
-from moiety_wire.messages import Failed, FailureCode
+from moiety_wire.messages import Failed, FailureCode, ModelCard, Submit
 
-HELLO = [{"role": "user", "content": "hello"}]
+from .conftest import NewCard, StartGateway
+
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 BODIES = {
     "/v1/chat/completions": {"messages": HELLO},
     "/v1/completions": {"prompt": "hello"},
@@ -22,18 +26,18 @@ BODIES = {
 }
 
 
-def garbage(submit):
+def garbage(submit: Submit) -> Any:
     return Failed(submit.request_id, 1, FailureCode.NON_FINITE, "the model computed values that are not finite")
 
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_nothing_is_billed_where_nothing_was_said_and_no_other_engine_is_asked(
-    start_gateway, new_card, path, stream
-):
+    start_gateway: StartGateway, new_card: NewCard, path: Any, stream: bool
+) -> None:
     asked = []
 
-    def answer(submit):
+    def answer(submit: Submit) -> Any:
         asked.append(submit.request_id)
         return garbage(submit)
 
@@ -50,8 +54,10 @@ async def test_nothing_is_billed_where_nothing_was_said_and_no_other_engine_is_a
     assert len(asked) == 1
 
 
-async def test_what_was_sent_before_is_billed_and_what_was_not_sent_is_not(start_gateway, card):
-    def breaks(submit):
+async def test_what_was_sent_before_is_billed_and_what_was_not_sent_is_not(
+    start_gateway: StartGateway, card: ModelCard
+) -> None:
+    def breaks(submit: Submit) -> Iterator[Any]:
         yield 65, "a"
         yield 66, "b"
         yield garbage(submit)
@@ -74,7 +80,7 @@ async def test_what_was_sent_before_is_billed_and_what_was_not_sent_is_not(start
 
 
 def test_a_bill_that_was_waived_is_no_difference() -> None:
-    row = {"outcome": "failed", "error_code": "non_finite_output", "output_tokens": 0}
+    row: dict[str, Any] = {"outcome": "failed", "error_code": "non_finite_output", "output_tokens": 0}
     counted = {"req": {"req-0": 5}}
     assert compare(counted, {"req": row})["differences"] == []
     assert compare(counted, {"req": row | {"error_code": "engine_refused"}})["differences"] == []

@@ -5,18 +5,23 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import io
 import json
+from pathlib import Path
+from typing import Any
 
 import httpx
 from sqlalchemy import select
 
 from moiety_platform.db.base import Base
+from moiety_platform.db.session import Database
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.trace_store.models import TraceRecord
 from moiety_platform.traces.exporters import store_exporter
 from moiety_platform.traces.sender import SpanSender
-from moiety_wire.messages import Failed, FailureCode
+from moiety_wire.messages import Failed, FailureCode, Submit
 
+from .conftest import NewCard, RunningGateway, StartGateway
 from .test_batches import chat_line, submit, wait_for
 from .test_trace_receiver import TOKEN, run_store
 
@@ -57,14 +62,16 @@ ASKS = [
 ]  # fmt: skip
 
 
-def answer(submit):
+def answer(submit: Submit) -> Any:
     """The prompt's words, or what an engine says that breaks."""
     if submit.stopping.max_tokens == FAILS:
         return Failed(submit.request_id, 0, FailureCode.ENGINE_FAILED, TEXT)
     return [(65, MARK) for _ in range(submit.stopping.max_tokens)]
 
 
-async def test_prompts_answers_and_keys_are_only_where_clients_get_them_back(start_gateway, new_card, logged, tmp_path):
+async def test_prompts_answers_and_keys_are_only_where_clients_get_them_back(
+    start_gateway: StartGateway, new_card: NewCard, logged: io.StringIO, tmp_path: Path
+) -> None:
     folder = tmp_path / "traces"
     folder.mkdir()
     async with run_store(folder) as store:
@@ -100,7 +107,7 @@ async def test_prompts_answers_and_keys_are_only_where_clients_get_them_back(sta
         assert [name for name, text in tables.items() if secret in text] == [], secret
 
 
-async def send_everything(gateway, key: str | None = None) -> set[int]:
+async def send_everything(gateway: RunningGateway, key: str | None = None) -> set[int]:
     """The statuses that came."""
     found = set()
     for number, (path, body) in enumerate(ASKS):
@@ -112,11 +119,11 @@ async def send_everything(gateway, key: str | None = None) -> set[int]:
     return found
 
 
-async def make_keys(gateway) -> list[str]:
+async def make_keys(gateway: RunningGateway) -> list[str]:
     """By the admin API: one for inference and one of an administrator, each then replaced by another; the texts of all
     four."""
 
-    async def call(path: str, body: object):
+    async def call(path: str, body: object) -> Any:
         status, _, answer = await gateway.request(
             "POST", f"/admin/v1{path}", json.dumps(body).encode(), gateway.admin_key
         )
@@ -131,7 +138,7 @@ async def make_keys(gateway) -> list[str]:
     return [one["secret"] for one in made]
 
 
-async def read_admin_api(gateway) -> str:
+async def read_admin_api(gateway: RunningGateway) -> str:
     """All that it tells without being asked for one thing, which is what the dashboard's pages are made of."""
     told = ""
     _, _, schema = await gateway.request("GET", "/schema/admin.json", b"", gateway.admin_key)
@@ -144,11 +151,11 @@ async def read_admin_api(gateway) -> str:
     return told
 
 
-def read_files(folder) -> list[str]:
+def read_files(folder: Path) -> list[str]:
     return [path.read_text(encoding="latin-1") for path in folder.rglob("*") if path.is_file()]
 
 
-async def read_tables(database) -> dict[str, str]:
+async def read_tables(database: Database) -> dict[str, str]:
     """All rows of each table, as text."""
     async with database.read() as session:
         return {

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
+from typing import Any
 
 import pytest
 from opentelemetry.trace import SpanKind
 
 from moiety_platform.engine_client.fake import FakeEngineClient
+from moiety_wire.messages import ModelCard
+
+from .conftest import NewCard, RunningGateway, SpanList, StartGateway
 
 CHAT = "/v1/chat/completions"
 SECRET = "the prompt that nobody may see"
@@ -16,7 +21,9 @@ TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = "00f067aa0ba902b7"
 
 
-async def test_a_request_is_one_span_in_the_clients_trace_that_reaches_the_engine(start_gateway, card, spans):
+async def test_a_request_is_one_span_in_the_clients_trace_that_reaches_the_engine(
+    start_gateway: StartGateway, card: ModelCard, spans: SpanList
+) -> None:
     async with start_gateway([FakeEngineClient(card)], spans) as gateway:
         await gateway.post(CHAT, BODY, headers={"traceparent": f"00-{TRACE}-{PARENT}-01"})
         await gateway.rows.wait_for(1)
@@ -33,7 +40,9 @@ async def test_a_request_is_one_span_in_the_clients_trace_that_reaches_the_engin
     assert SECRET not in str(spans.spans)
 
 
-async def test_a_failed_request_has_an_error_span_and_a_bad_traceparent_is_ignored(start_gateway, card, spans):
+async def test_a_failed_request_has_an_error_span_and_a_bad_traceparent_is_ignored(
+    start_gateway: StartGateway, card: ModelCard, spans: SpanList
+) -> None:
     async with start_gateway([FakeEngineClient(card)], spans) as gateway:
         await gateway.post(CHAT, BODY | {"model": "nope"}, headers={"traceparent": "zz-!"})
         await gateway.rows.wait_for(1)
@@ -42,12 +51,12 @@ async def test_a_failed_request_has_an_error_span_and_a_bad_traceparent_is_ignor
     assert "nope" not in str(spans.spans)
 
 
-async def test_without_an_exporter_the_clients_context_still_reaches_the_engine(gateway):
+async def test_without_an_exporter_the_clients_context_still_reaches_the_engine(gateway: RunningGateway) -> None:
     await gateway.post(CHAT, BODY, headers={"traceparent": f"00-{TRACE}-{PARENT}-01"})
     assert gateway.engine.submits[0].traceparent == f"00-{TRACE}-{PARENT}-01"
 
 
-async def test_metrics_count_requests_tokens_and_times_with_bounded_labels(gateway):
+async def test_metrics_count_requests_tokens_and_times_with_bounded_labels(gateway: RunningGateway) -> None:
     await gateway.post(CHAT, BODY)
     for number in range(5):
         await gateway.post(CHAT, BODY | {"model": f"made-up-{number}"})
@@ -69,7 +78,9 @@ async def test_metrics_count_requests_tokens_and_times_with_bounded_labels(gatew
     assert "made-up" not in text
 
 
-async def test_a_request_is_one_line_of_json_in_the_log_without_prompt_or_key(gateway, logged):
+async def test_a_request_is_one_line_of_json_in_the_log_without_prompt_or_key(
+    gateway: RunningGateway, logged: io.StringIO
+) -> None:
     await gateway.post(CHAT, BODY, headers={"X-Request-Id": "mine-1"})
     (row,) = await gateway.rows.wait_for(1)
     lines = [json.loads(line) for line in logged.getvalue().splitlines()]
@@ -82,7 +93,9 @@ async def test_a_request_is_one_line_of_json_in_the_log_without_prompt_or_key(ga
 
 
 @pytest.mark.parametrize(("offered", "echoed"), [("abc-1.2:3", True), ("x" * 200, False), ("a b", False), ("", False)])
-async def test_a_reasonable_request_id_is_echoed_and_any_other_replaced(gateway, offered, echoed):
+async def test_a_reasonable_request_id_is_echoed_and_any_other_replaced(
+    gateway: RunningGateway, offered: str, echoed: bool
+) -> None:
     for path in (CHAT, f"{CHAT}/", "/nowhere"):
         _, headers, _ = await gateway.post(path, BODY, headers={"X-Request-Id": offered})
         assert (headers["x-request-id"] == offered) is echoed
@@ -92,7 +105,9 @@ async def test_a_reasonable_request_id_is_echoed_and_any_other_replaced(gateway,
 @pytest.mark.parametrize(
     ("path", "plain_body"), [(CHAT, BODY), ("/v1/completions", {"model": "tiny", "prompt": SECRET, "max_tokens": 4})]
 )
-async def test_headers_that_claim_a_tenant_a_class_or_a_cache_salt_change_nothing(gateway, path, plain_body):
+async def test_headers_that_claim_a_tenant_a_class_or_a_cache_salt_change_nothing(
+    gateway: RunningGateway, path: Any, plain_body: Any
+) -> None:
     claims = {
         "X-Tenant-Id": "other",
         "X-Moiety-Tenant": "other",
@@ -112,7 +127,7 @@ async def test_headers_that_claim_a_tenant_a_class_or_a_cache_salt_change_nothin
     assert len({submit.request_id for submit in gateway.engine.submits}) == 2
 
 
-async def test_a_usage_row_tells_times_and_counts(gateway):
+async def test_a_usage_row_tells_times_and_counts(gateway: RunningGateway) -> None:
     await gateway.post(CHAT, BODY | {"n": 2})
     (row,) = await gateway.rows.wait_for(1)
     assert (row.endpoint, row.model, row.num_choices) == (CHAT, "tiny", 2)
@@ -122,7 +137,7 @@ async def test_a_usage_row_tells_times_and_counts(gateway):
     assert row.started_at.tzinfo is not None
 
 
-async def test_usage_names_a_model_that_is_away_and_none_that_there_never_was(gateway):
+async def test_usage_names_a_model_that_is_away_and_none_that_there_never_was(gateway: RunningGateway) -> None:
     await gateway.post(CHAT, BODY | {"model": "what a client calls it"})
     gateway.engine.die()
     assert (await gateway.post(CHAT, BODY))[0] == 503
@@ -130,7 +145,7 @@ async def test_usage_names_a_model_that_is_away_and_none_that_there_never_was(ga
     assert [(row.model, row.http_status) for row in rows] == [("unknown", 404), ("tiny", 503)]
 
 
-async def test_text_and_messages_are_tokenized_as_generation_does(gateway):
+async def test_text_and_messages_are_tokenized_as_generation_does(gateway: RunningGateway) -> None:
     status, _, answer = await gateway.post("/tokenize", {"model": "tiny", "prompt": "abc"})
     tokens = json.loads(answer)
     assert (status, tokens["count"], tokens["max_model_len"]) == (200, 3, 512)
@@ -141,13 +156,15 @@ async def test_text_and_messages_are_tokenized_as_generation_does(gateway):
     assert json.loads(answer)["tokens"] == gateway.engine.submits[0].prompt_ids
 
 
-async def test_the_schema_of_the_api_is_served(gateway):
+async def test_the_schema_of_the_api_is_served(gateway: RunningGateway) -> None:
     status, _, answer = await gateway.request("GET", "/schema/openapi.json")
     assert status == 200
     assert CHAT in json.loads(answer)["paths"]
 
 
-async def test_a_prompt_beyond_the_inline_limit_is_tokenized_to_the_same_ids(start_gateway, new_card):
+async def test_a_prompt_beyond_the_inline_limit_is_tokenized_to_the_same_ids(
+    start_gateway: StartGateway, new_card: NewCard
+) -> None:
     card = new_card(max_context_tokens=100_000)
     async with start_gateway([FakeEngineClient(card)], inline_tokenize_bytes=64) as gateway:
         for prompt in ("é" * 31, "é" * 5000):
@@ -155,7 +172,7 @@ async def test_a_prompt_beyond_the_inline_limit_is_tokenized_to_the_same_ids(sta
             assert answer.usage.prompt_tokens == 2 * len(prompt)
 
 
-async def test_probes_may_ask_by_head(gateway):
+async def test_probes_may_ask_by_head(gateway: RunningGateway) -> None:
     for path in ("/healthz", "/readyz"):
         status, _, answer = await gateway.request("HEAD", path)
         assert (status, answer) == (200, b"")
@@ -164,7 +181,7 @@ async def test_probes_may_ask_by_head(gateway):
     assert (await gateway.request("HEAD", "/readyz"))[0] == 503
 
 
-async def test_refused_requests_are_not_metered(gateway):
+async def test_refused_requests_are_not_metered(gateway: RunningGateway) -> None:
     await gateway.post(CHAT, BODY | {"max_tokens": 10_000})
     await gateway.post(CHAT, BODY)
     refused, served = await gateway.rows.wait_for(2)

@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
+from moiety_platform.bootstrap.composition import assembled
 from moiety_platform.cli.serve import claim_operations_port
 from moiety_platform.clock import SystemClock
 from moiety_platform.db.session import Database
-from moiety_platform.gateway import assembled, serving_operations
+from moiety_platform.gateway import serving_operations
 from moiety_platform.listening import bind
 from moiety_platform.reloading.source import SettingsSource
 from moiety_platform.settings import SECTION, GatewaySettings
@@ -31,7 +35,7 @@ PAGES = (
 class Both:
     """Clients of the two ports, and the servers behind them."""
 
-    def __init__(self, public, operations, server, key) -> None:
+    def __init__(self, public: Any, operations: Any, server: Any, key: str) -> None:
         self.public = httpx.AsyncClient(base_url=public, timeout=30)
         self.operations = None if operations is None else httpx.AsyncClient(base_url=operations, timeout=30)
         self.server, self.key = server, key
@@ -43,11 +47,11 @@ class Both:
 
 
 @pytest.fixture
-async def running(tmp_path):
+async def running(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[Both]]:
     """`async with running(**settings) as both`: a whole gateway on loopback, whatever the settings call its host."""
 
     @asynccontextmanager
-    async def run(**given):
+    async def run(**given: Any) -> AsyncIterator[Any]:
         file = tmp_path / "moiety.yaml"
         file.write_text(json.dumps({"gateway": {"data_dir": str(tmp_path), "key_pepper": PEPPER.decode(), **given}}))
         source = SettingsSource.open(file, SECTION, partial(GatewaySettings.load, file))
@@ -55,8 +59,9 @@ async def running(tmp_path):
         keys = await make_store(database, SystemClock())
         listener = bind("127.0.0.1", 0)
         apart = bind("127.0.0.1", 0) if source.first.operations_port is not None else None
-        async with assembled(source) as (_, server, operations):
-            serving = asyncio.create_task(_serve(server, listener, operations, apart))
+        async with assembled(source) as whole:
+            server = whole.server
+            serving = asyncio.create_task(_serve(server, listener, whole.operations, apart))
             both = Both(_url(listener), None if apart is None else _url(apart), server, keys.tenant_key)
             try:
                 yield both
@@ -73,12 +78,14 @@ def _url(listener: socket.socket) -> str:
     return f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-async def _serve(server, listener, operations, apart) -> None:
+async def _serve(server: Any, listener: Any, operations: Any, apart: Any) -> None:
     async with serving_operations(operations, apart):
         await server.serve([listener])
 
 
-async def test_with_a_listener_of_their_own_the_operations_pages_are_on_it_alone(running) -> None:
+async def test_with_a_listener_of_their_own_the_operations_pages_are_on_it_alone(
+    running: Callable[..., AbstractAsyncContextManager[Both]],
+) -> None:
     async with running(operations_port=0, host="0.0.0.0") as both:
         for path in PAGES:
             answer = await both.public.get(path)
@@ -91,7 +98,9 @@ async def test_with_a_listener_of_their_own_the_operations_pages_are_on_it_alone
             assert (await both.public.get(path)).status_code in (401, 405)
 
 
-async def test_the_documents_of_the_operations_listener_describe_the_api(running) -> None:
+async def test_the_documents_of_the_operations_listener_describe_the_api(
+    running: Callable[..., AbstractAsyncContextManager[Both]],
+) -> None:
     async with running(operations_port=0) as both:
         document = (await both.operations.get("/schema/openapi.json")).json()
         assert {"/v1/chat/completions", "/admin/v1/tenants", "/healthz"} <= document["paths"].keys()
@@ -100,7 +109,9 @@ async def test_the_documents_of_the_operations_listener_describe_the_api(running
         assert hint == "there is no route /nowhere; see /schema for those that are"
 
 
-async def test_the_probes_are_on_both_and_only_the_operations_listener_gives_reasons(running) -> None:
+async def test_the_probes_are_on_both_and_only_the_operations_listener_gives_reasons(
+    running: Callable[..., AbstractAsyncContextManager[Both]],
+) -> None:
     async with running(operations_port=0, engines=["tcp://10.255.255.1:5757"]) as both:
         for client in (both.public, both.operations):
             assert (await client.get("/healthz")).status_code == 200
@@ -111,20 +122,24 @@ async def test_the_probes_are_on_both_and_only_the_operations_listener_gives_rea
         assert operator.json()["reasons"]
 
 
-async def test_on_loopback_one_port_serves_all(running) -> None:
+async def test_on_loopback_one_port_serves_all(running: Callable[..., AbstractAsyncContextManager[Both]]) -> None:
     async with running() as both:
         for path in PAGES:
             assert (await both.public.get(path)).status_code == 200
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.5", "gateway.example"])
-async def test_beyond_loopback_the_pages_are_nowhere_unless_they_have_a_port(running, host) -> None:
+async def test_beyond_loopback_the_pages_are_nowhere_unless_they_have_a_port(
+    running: Callable[..., AbstractAsyncContextManager[Both]], host: str
+) -> None:
     async with running(host=host) as both:
         for path in PAGES:
             assert (await both.public.get(path)).status_code == 404
 
 
-async def test_metrics_can_be_read_while_the_gateway_drains(running) -> None:
+async def test_metrics_can_be_read_while_the_gateway_drains(
+    running: Callable[..., AbstractAsyncContextManager[Both]],
+) -> None:
     async with running(operations_port=0) as both:
         connected = socket.create_connection((both.public.base_url.host, both.public.base_url.port))
         try:

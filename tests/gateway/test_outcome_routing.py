@@ -6,6 +6,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import openai
@@ -17,12 +21,15 @@ from moiety_platform.engine_client.fake import FakeEngineClient, count_aloud
 from moiety_platform.external_engines.client import ExternalEngineClient, Heartbeat
 from moiety_platform.external_engines.liveness import Liveness
 from moiety_platform.routing.circuit_breaker import BreakerState
-from moiety_wire.messages import Failed, FailureCode
+from moiety_wire.messages import Failed, FailureCode, ModelCard, Submit
 from moiety_wire.roles import EngineRole
+
+from .closing_server import ClosingServer
+from .conftest import NewCard, RunningGateway, StartGateway, Until
 
 MODEL = "tiny"
 HELLO = [{"role": "user", "content": "hello"}]
-ASK = {"model": MODEL, "messages": HELLO, "max_tokens": 30}
+ASK: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 30}
 CHAT = "/v1/chat/completions"
 TEXT = "one two three"
 BEATS = Heartbeat(interval_s=0.05, timeout_s=30, silence_s=60)  # a server in this process may be slow, and is not lost
@@ -31,7 +38,7 @@ STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection
 
 
 def event(text: str, finish: str | None = None) -> bytes:
-    choice = {"index": 0, "text": text, "finish_reason": finish}
+    choice: dict[str, Any] = {"index": 0, "text": text, "finish_reason": finish}
     return b"data: " + json.dumps({"object": "text_completion", "choices": [choice]}).encode() + b"\n\n"
 
 
@@ -54,20 +61,16 @@ class Upstream:
         self.may_list = asyncio.Event()
         self.may_list.set()
         self.next_word: asyncio.Queue[bytes | None] | None = None  # written as they come; None: cut
-        self._connections: set[asyncio.StreamWriter] = set()
+        self._server = ClosingServer(self._serve)
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.port = self._server.sockets[0].getsockname()[1]
+        await self._server.start()
+        self.port = self._server.port
 
     async def stop(self) -> None:
-        self._server.close()
-        for writer in list(self._connections):
-            writer.transport.abort()
-        await self._server.wait_closed()
+        await self._server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._connections.add(writer)
         try:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
@@ -93,13 +96,10 @@ class Upstream:
                 return
         except (ConnectionError, asyncio.IncompleteReadError):
             return
-        finally:
-            self._connections.discard(writer)
-            writer.close()
 
 
 @pytest.fixture
-async def start_upstream():
+async def start_upstream() -> AsyncIterator[Callable[[], Awaitable[Upstream]]]:
     """`await start_upstream()`: a server that listens."""
     started = []
 
@@ -115,7 +115,7 @@ async def start_upstream():
 
 
 @pytest.fixture
-def client_of(tmp_path, card):
+def client_of(tmp_path: Path, card: ModelCard) -> Callable[..., ExternalEngineClient]:
     """The client of an upstream."""
     (tmp_path / "tokenizer.json").write_text(card.tokenizer_json)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
@@ -129,11 +129,11 @@ def client_of(tmp_path, card):
 
 
 @pytest.fixture
-def start_over(start_gateway, until):
+def start_over(start_gateway: StartGateway, until: Until) -> Callable[..., AbstractAsyncContextManager[RunningGateway]]:
     """`async with start_over(engines, **settings) as gateway`: once all are connected."""
 
     @contextlib.asynccontextmanager
-    async def start(*engines, **settings):
+    async def start(*engines: Any, **settings: Any) -> AsyncIterator[RunningGateway]:
         async with start_gateway(list(engines), **settings) as gateway:
             await until(lambda: all(engine.state.healthy for engine in engines))
             yield gateway
@@ -141,18 +141,18 @@ def start_over(start_gateway, until):
     return start
 
 
-async def ask_many(gateway, number: int = NUM_REQUESTS) -> list[str | int]:
+async def ask_many(gateway: RunningGateway, number: int = NUM_REQUESTS) -> list[str | int]:
     """What came of so many requests, one after another: the text, or the status. Each replica is some prompts'
     favourite."""
     got: list[str | int] = []
     for i in range(number):
-        ask = {**ASK, "messages": [{"role": "user", "content": f"{i:02} hello"}]}
+        ask: dict[str, Any] = {**ASK, "messages": [{"role": "user", "content": f"{i:02} hello"}]}
         code, _, body = await gateway.post(CHAT, ask)
         got.append(json.loads(body)["choices"][0]["message"]["content"] if code == 200 else code)
     return got
 
 
-BAD = {
+BAD: dict[str, Any] = {
     "503_retry_after": status(503, "Retry-After: 30\r\n"),
     "429_retry_after": status(429, "Retry-After: 30\r\n"),
     "529_retry_after": status(529, "Retry-After: 30.5\r\n"),
@@ -171,8 +171,11 @@ BAD = {
 
 @pytest.mark.parametrize("bad", BAD)
 async def test_a_bad_replica_is_asked_once_and_then_by_one_trial_after_each_backoff(
-    start_upstream, client_of, start_over, bad
-):
+    start_upstream: Callable[[], Awaitable[Upstream]],
+    client_of: Callable[..., ExternalEngineClient],
+    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+    bad: Any,
+) -> None:
     first, second = await start_upstream(), await start_upstream()
     first.answer = BAD[bad]
     engines, clock = [client_of(first), client_of(second)], ManualClock()
@@ -193,7 +196,11 @@ async def test_a_bad_replica_is_asked_once_and_then_by_one_trial_after_each_back
         assert gateway.replicas.breakers.state(engines[0].address) is BreakerState.CLOSED
 
 
-async def test_a_replica_that_is_gone_is_asked_once(start_upstream, client_of, start_over):
+async def test_a_replica_that_is_gone_is_asked_once(
+    start_upstream: Callable[[], Awaitable[Upstream]],
+    client_of: Callable[..., ExternalEngineClient],
+    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     """Its probe has not noticed yet."""
     first, second = await start_upstream(), await start_upstream()
     engines = [client_of(first, Heartbeat(interval_s=3600, timeout_s=30, silence_s=7200)), client_of(second)]
@@ -204,10 +211,10 @@ async def test_a_replica_that_is_gone_is_asked_once(start_upstream, client_of, s
         await first.start()
 
 
-async def test_engines_of_ours_that_fail_are_asked_less_as_well(start_gateway, new_card):
+async def test_engines_of_ours_that_fail_are_asked_less_as_well(start_gateway: StartGateway, new_card: NewCard) -> None:
     engines = [FakeEngineClient(new_card(f"engine-{i}")) for i in range(2)]
 
-    def fail_in_the_middle(submit):
+    def fail_in_the_middle(submit: Submit) -> Iterator[Any]:
         yield from list(count_aloud(submit))[:3]
         yield Failed(submit.request_id, 0, FailureCode.ENGINE_FAILED, "it broke")
 
@@ -226,15 +233,17 @@ async def test_engines_of_ours_that_fail_are_asked_less_as_well(start_gateway, n
 
 
 @pytest.mark.parametrize("bad_role", [EngineRole.PREFILL, EngineRole.DECODE])
-async def test_of_engines_with_roles_those_that_fail_are_asked_less_as_well(start_gateway, new_card, bad_role):
+async def test_of_engines_with_roles_those_that_fail_are_asked_less_as_well(
+    start_gateway: StartGateway, new_card: NewCard, bad_role: Any
+) -> None:
     def engine_of(role: EngineRole, number: int) -> FakeEngineClient:
         at = "" if role is EngineRole.PREFILL else f"tcp://*:{7000 + number}"
-        roles = {"role": role, "hands_over": not at, "kv_address": at, "kv_host": "host"}
+        roles: dict[str, Any] = {"role": role, "hands_over": not at, "kv_address": at, "kv_host": "host"}
         return FakeEngineClient(msgspec.structs.replace(new_card(f"{role}-{number}"), **roles))
 
     engines = {role: [engine_of(role, i) for i in range(2)] for role in (EngineRole.PREFILL, EngineRole.DECODE)}
 
-    def fail(submit):
+    def fail(submit: Submit) -> Iterator[Any]:
         yield from list(count_aloud(submit))[: len(submit.resumed_ids or ())]  # which were said before
         yield Failed(submit.request_id, 0, FailureCode.ENGINE_FAILED, "it broke")
 
@@ -250,7 +259,11 @@ async def test_of_engines_with_roles_those_that_fail_are_asked_less_as_well(star
         assert len(good.submits) >= NUM_REQUESTS - 1
 
 
-async def test_where_all_replicas_fail_the_least_bad_is_tried(start_upstream, client_of, start_over):
+async def test_where_all_replicas_fail_the_least_bad_is_tried(
+    start_upstream: Callable[[], Awaitable[Upstream]],
+    client_of: Callable[..., ExternalEngineClient],
+    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     upstreams = [await start_upstream(), await start_upstream()]
     for upstream in upstreams:
         upstream.answer = status(500)
@@ -263,8 +276,10 @@ async def test_where_all_replicas_fail_the_least_bad_is_tried(start_upstream, cl
 
 
 async def test_where_each_replica_asks_to_be_left_alone_the_answer_is_503_with_the_shortest_wait(
-    start_upstream, client_of, start_over
-):
+    start_upstream: Callable[[], Awaitable[Upstream]],
+    client_of: Callable[..., ExternalEngineClient],
+    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     upstreams, clock = [await start_upstream(), await start_upstream()], ManualClock()
     upstreams[0].answer, upstreams[1].answer = (status(503, f"Retry-After: {s}\r\n") for s in (40, 20))
     async with start_over(*map(client_of, upstreams), breaker_clock=clock) as gateway:
@@ -283,8 +298,10 @@ async def test_where_each_replica_asks_to_be_left_alone_the_answer_is_503_with_t
 
 
 async def test_of_several_refusals_the_client_is_told_the_one_after_which_it_may_try_again(
-    start_upstream, client_of, start_over
-):
+    start_upstream: Callable[[], Awaitable[Upstream]],
+    client_of: Callable[..., ExternalEngineClient],
+    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     upstreams = [await start_upstream(), await start_upstream()]
     upstreams[0].answer, upstreams[1].answer = status(401), status(503, "Retry-After: 9\r\n")
     async with start_over(*map(client_of, upstreams)) as gateway:
@@ -293,8 +310,10 @@ async def test_of_several_refusals_the_client_is_told_the_one_after_which_it_may
 
 
 async def test_what_a_client_did_wrong_opens_no_breaker_and_is_asked_of_one_replica(
-    start_upstream, client_of, start_over
-):
+    start_upstream: Callable[[], Awaitable[Upstream]],
+    client_of: Callable[..., ExternalEngineClient],
+    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     upstreams = [await start_upstream(), await start_upstream()]
     for upstream in upstreams:
         upstream.answer = status(422)
@@ -304,11 +323,17 @@ async def test_what_a_client_did_wrong_opens_no_breaker_and_is_asked_of_one_repl
         assert {state for _, state, _ in gateway.replicas.breakers.states()} == {BreakerState.CLOSED}
 
 
-async def test_one_stream_that_is_cut_does_not_lose_the_engine_for_others(start_upstream, client_of, start_over, until):
+async def test_one_stream_that_is_cut_does_not_lose_the_engine_for_others(
+    start_upstream: Callable[[], Awaitable[Upstream]],
+    client_of: Callable[..., ExternalEngineClient],
+    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+    until: Until,
+) -> None:
     upstream = await start_upstream()
     engine = client_of(upstream)
     async with start_over(engine, failover_wait_s=0) as gateway:
-        upstream.next_word = words = asyncio.Queue()
+        words: asyncio.Queue[bytes | None] = asyncio.Queue()
+        upstream.next_word = words
         words.put_nowait(WORDS[0])
         stream = await gateway.client.chat.completions.create(**ASK, stream=True)
         chunks = stream.__aiter__()
@@ -330,12 +355,16 @@ async def test_one_stream_that_is_cut_does_not_lose_the_engine_for_others(start_
 
 
 async def test_a_stream_that_flows_is_not_killed_by_probes_that_are_not_answered(
-    start_upstream, client_of, start_over, until
-):
+    start_upstream: Callable[[], Awaitable[Upstream]],
+    client_of: Callable[..., ExternalEngineClient],
+    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+    until: Until,
+) -> None:
     upstream, clock = await start_upstream(), ManualClock()
     engine = client_of(upstream, Heartbeat(interval_s=0.01, timeout_s=0.02, silence_s=5), clock)
     async with start_over(engine) as gateway:
-        upstream.next_word = words = asyncio.Queue()
+        words: asyncio.Queue[bytes | None] = asyncio.Queue()
+        upstream.next_word = words
         words.put_nowait(event("x"))
         upstream.may_list.clear()  # no probe is answered from now on
         stream = await gateway.client.chat.completions.create(**{**ASK, "max_tokens": 400}, stream=True)
@@ -357,8 +386,11 @@ async def test_a_stream_that_flows_is_not_killed_by_probes_that_are_not_answered
 
 
 async def test_a_server_whose_streams_flow_is_there_although_its_list_of_models_fails(
-    start_upstream, client_of, start_over, until
-):
+    start_upstream: Callable[[], Awaitable[Upstream]],
+    client_of: Callable[..., ExternalEngineClient],
+    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+    until: Until,
+) -> None:
     upstream, clock = await start_upstream(), ManualClock()
     engine = client_of(upstream, Heartbeat(interval_s=0.01, timeout_s=30, silence_s=5), clock)
     async with start_over(engine) as gateway:
@@ -375,7 +407,7 @@ async def test_a_server_whose_streams_flow_is_there_although_its_list_of_models_
         await until(lambda: engine.state.healthy)
 
 
-def test_whatever_comes_is_a_sign_of_life():
+def test_whatever_comes_is_a_sign_of_life() -> None:
     clock = ManualClock()
     liveness = Liveness(clock, silence_s=5)
     for _ in range(10):

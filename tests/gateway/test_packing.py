@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -69,7 +71,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture(scope="module")
-def collector():
+def collector() -> Iterator[Collector]:
     with Collector() as server:
         thread = Thread(target=server.serve_forever)
         thread.start()
@@ -79,14 +81,14 @@ def collector():
 
 
 @pytest.fixture(scope="module")
-def exporter(collector):
+def exporter(collector: Collector) -> Iterator[Any]:
     made = otlp_exporter(f"http://127.0.0.1:{collector.server_port}")
     yield made
     made.shutdown()
 
 
 @given(st.lists(SPANS, min_size=1, max_size=3))
-def test_what_is_packed_is_what_the_sdk_sends(collector, exporter, spans):
+def test_what_is_packed_is_what_the_sdk_sends(collector: Collector, exporter: Any, spans: list[Span]) -> None:
     collector.taken.clear()
     assert exporter.export(RESOURCE, spans)
     (expected,) = collector.taken[0].resource_spans

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import event, select
@@ -29,7 +31,7 @@ def span(trace_id: str, links: list[dict[str, str]]) -> SpanRecord:
 
 
 @pytest.fixture
-async def database(tmp_path) -> AsyncIterator[Database]:
+async def database(tmp_path: Path) -> AsyncIterator[Database]:
     opened = Database.open(f"sqlite:///{tmp_path / 'store.db'}")
     async with opened.engine.begin() as connection:
         await connection.run_sync(Base.metadata.create_all)
@@ -41,11 +43,11 @@ async def database(tmp_path) -> AsyncIterator[Database]:
 
 
 @contextlib.contextmanager
-def planned(database: Database):
+def planned(database: Database) -> Iterator[Any]:
     """What the database does for each statement meanwhile."""
     said: list[tuple[str, object]] = []
 
-    def hear(_connection, _cursor, statement, parameters, *_) -> None:
+    def hear(_connection: Any, _cursor: Any, statement: Any, parameters: Any, *_: Any) -> None:
         said.append((statement, parameters))
 
     event.listen(database.engine.sync_engine, "before_cursor_execute", hear)
@@ -57,7 +59,7 @@ def planned(database: Database):
             steps += [row[3] for row in connection.execute(f"EXPLAIN QUERY PLAN {statement}", parameters)]
 
 
-async def test_a_trace_is_read_with_what_it_links_to_and_nothing_else(database):
+async def test_a_trace_is_read_with_what_it_links_to_and_nothing_else(database: Any) -> None:
     with planned(database) as steps:
         async with database.read() as session:
             trace = await read_trace(session, IDS[0], ())
@@ -66,7 +68,7 @@ async def test_a_trace_is_read_with_what_it_links_to_and_nothing_else(database):
     assert not [step for step in steps if step.startswith("SCAN spans")]
 
 
-async def test_old_spans_are_deleted_by_looking_them_up(database):
+async def test_old_spans_are_deleted_by_looking_them_up(database: Any) -> None:
     with planned(database) as steps:
         async with database.write() as session:
             assert await purge_of(SpanRecord, 0, now_ms)(session) == len(IDS)
@@ -76,7 +78,7 @@ async def test_old_spans_are_deleted_by_looking_them_up(database):
         assert not (await session.scalars(select(SpanRecord))).all()
 
 
-async def test_a_tenants_rows_are_deleted_by_looking_them_up(database):
+async def test_a_tenants_rows_are_deleted_by_looking_them_up(database: Any) -> None:
     with planned(database) as steps:
         async with database.write() as session:
             assert await delete_some(session, SpanRecord, "t") == len(IDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,9 @@ from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.routing.choose import BLOCK_TOKENS, SPARE_REQUESTS, choose, prefix_keys
 from moiety_wire.classes import STANDARD
 from moiety_wire.figures import ClassLoad, Load, SleepState
+from moiety_wire.messages import ModelCard
+
+from .conftest import NewCard, StartGateway
 
 SALT = b"a tenant's"
 NUM_PROMPTS = 1500
@@ -26,23 +30,26 @@ def prompt_of(number: int, num_tokens: int = 300) -> list[int]:
 PROMPTS = [prompt_of(number) for number in range(NUM_PROMPTS)]
 
 
-def engine(card, address, *, inflight=0, wait_s=0.0) -> EngineState:
-    fields = dict.fromkeys(ClassLoad.__struct_fields__, 0) | {"rejected_total": {}, "preempted_total": {}}
+def engine(card: ModelCard, address: str, *, inflight: int = 0, wait_s: float = 0.0) -> EngineState:
+    fields: dict[str, Any] = dict.fromkeys(ClassLoad.__struct_fields__, 0) | {
+        "rejected_total": {},
+        "preempted_total": {},
+    }
     standard = ClassLoad(**{**fields, "name": "standard", "predicted_ttft_s": wait_s})
     load = dict.fromkeys(Load.__struct_fields__, 0) | {"engine_id": "e", "draining": False, "classes": [standard]}
     load |= {"sleep": SleepState.AWAKE, "sleep_problem": ""}
     return EngineState(address, True, "", card, Load(**load), inflight, 0.1)
 
 
-def idle(card, number) -> list[EngineState]:
+def idle(card: ModelCard, number: int) -> list[EngineState]:
     return [engine(card, f"tcp://engine-{i}:5757") for i in range(number)]
 
 
-def chosen(engines, prompt, salt=SALT) -> str:
+def chosen(engines: Any, prompt: Any, salt: bytes = SALT) -> str:
     return choose(engines, "tiny", STANDARD, prefix_keys(salt, prompt)).address
 
 
-def test_a_prompt_has_one_key_for_each_depth_that_it_fills():
+def test_a_prompt_has_one_key_for_each_depth_that_it_fills() -> None:
     prompt = prompt_of(1)
     assert [len(prefix_keys(SALT, prompt[:n])) for n in (15, 16, 63, 64, 255, 256, 300)] == [0, 1, 1, 2, 2, 3, 3]
     assert prefix_keys(SALT, prompt[:64]) == prefix_keys(SALT, prompt)[:2]
@@ -51,20 +58,20 @@ def test_a_prompt_has_one_key_for_each_depth_that_it_fills():
     assert same == [True, False, False]
 
 
-def test_a_conversation_stays_where_it_began_whatever_the_order_of_the_engines(any_card):
+def test_a_conversation_stays_where_it_began_whatever_the_order_of_the_engines(any_card: ModelCard) -> None:
     engines = idle(any_card, 5)
     for prompt in PROMPTS[:50]:
         turns = {chosen(random.sample(engines, 5), prompt[:length]) for length in (16, 40, 100, 300)}
         assert len(turns) == 1
 
 
-def test_prompts_spread_evenly(any_card):
+def test_prompts_spread_evenly(any_card: ModelCard) -> None:
     counts = Counter(chosen(idle(any_card, 5), prompt) for prompt in PROMPTS)
     assert len(counts) == 5
     assert max(counts.values()) < 1.25 * NUM_PROMPTS / 5
 
 
-def test_an_engine_that_joins_or_leaves_moves_only_what_is_its_own(any_card):
+def test_an_engine_that_joins_or_leaves_moves_only_what_is_its_own(any_card: ModelCard) -> None:
     four = idle(any_card, 5)[:4]
     five = idle(any_card, 5)
     moved = 0
@@ -75,7 +82,7 @@ def test_an_engine_that_joins_or_leaves_moves_only_what_is_its_own(any_card):
     assert 0.8 * NUM_PROMPTS / 5 < moved < 1.2 * NUM_PROMPTS / 5
 
 
-def test_another_tenants_same_prompt_goes_independent_ways(any_card):
+def test_another_tenants_same_prompt_goes_independent_ways(any_card: ModelCard) -> None:
     engines = idle(any_card, 4)
     together = sum(chosen(engines, prompt) == chosen(engines, prompt, b"another's") for prompt in PROMPTS)
     assert 0.2 < together / NUM_PROMPTS < 0.3  # one in four, by chance
@@ -83,7 +90,7 @@ def test_another_tenants_same_prompt_goes_independent_ways(any_card):
 
 
 @pytest.mark.parametrize("inflight", [0, 100])
-def test_an_engine_with_much_more_to_do_gives_its_prompts_to_others(any_card, inflight):
+def test_an_engine_with_much_more_to_do_gives_its_prompts_to_others(any_card: ModelCard, inflight: int) -> None:
     names = [state.address for state in idle(any_card, 4)]
     favourite = chosen(idle(any_card, 4), PROMPTS[0])
     spare = max(SPARE_REQUESTS, inflight // 4)
@@ -98,24 +105,26 @@ def test_an_engine_with_much_more_to_do_gives_its_prompts_to_others(any_card, in
     assert favourite not in ends
 
 
-def test_a_short_prompt_goes_to_the_least_loaded(any_card):
+def test_a_short_prompt_goes_to_the_least_loaded(any_card: ModelCard) -> None:
     engines = [engine(any_card, "a", inflight=2), engine(any_card, "b", inflight=1), engine(any_card, "c", inflight=3)]
     assert {chosen(engines, prompt[: BLOCK_TOKENS - 1]) for prompt in PROMPTS[:20]} == {"b"}
 
 
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=6), st.integers(0, NUM_PROMPTS - 1))
-def test_no_engine_is_chosen_that_has_much_more_to_do_than_the_least_loaded(any_card, inflight, number):
+def test_no_engine_is_chosen_that_has_much_more_to_do_than_the_least_loaded(
+    any_card: ModelCard, inflight: Any, number: Any
+) -> None:
     engines = [engine(any_card, f"tcp://engine-{i}", inflight=count) for i, count in enumerate(inflight)]
     taken = next(e for e in engines if e.address == chosen(engines, PROMPTS[number]))
     least = min(inflight)
     assert taken.num_inflight <= least + max(SPARE_REQUESTS, least / 4)
 
 
-async def test_the_turns_of_a_conversation_reach_one_engine(start_gateway, new_card):
+async def test_the_turns_of_a_conversation_reach_one_engine(start_gateway: StartGateway, new_card: NewCard) -> None:
     engines = [FakeEngineClient(new_card(f"engine-{i}")) for i in range(3)]
     async with start_gateway(engines) as gateway:
         for conversation in range(4):
-            messages = [{"role": "user", "content": f"this is conversation {conversation}, and it begins"}]
+            messages: list[Any] = [{"role": "user", "content": f"this is conversation {conversation}, and it begins"}]
             before = [len(one.submits) for one in engines]
             for _ in range(3):
                 answer = await gateway.client.chat.completions.create(model="tiny", messages=messages, max_tokens=3)

@@ -9,8 +9,10 @@ import os
 import random
 import signal
 import sys
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -33,11 +35,11 @@ MOIETY = "from moiety_platform.cli.main import main; main()"
 class Process:
     """One `moiety …` command; killed when its test ends."""
 
-    def __init__(self, process) -> None:
+    def __init__(self, process: Any) -> None:
         self.process = process
 
     @classmethod
-    async def start(cls, *arguments) -> Process:
+    async def start(cls, *arguments: Any) -> Process:
         pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
         return cls(
             await asyncio.create_subprocess_exec(
@@ -45,7 +47,7 @@ class Process:
             )
         )
 
-    async def line(self, stream_name: str, words: str) -> dict:
+    async def line(self, stream_name: str, words: str) -> dict[str, Any]:
         """The first line of JSON that holds these words."""
         stream = getattr(self.process, stream_name)
         async with asyncio.timeout(READY_S):
@@ -72,10 +74,11 @@ def threads_of(pid: int) -> dict[int, str]:
 class Deployment:
     """An engine and a gateway."""
 
-    def __init__(self, tmp_path) -> None:
+    def __init__(self, tmp_path: Path) -> None:
         self.address = f"ipc://{tmp_path}/engine.sock"
         self.data_dir = tmp_path / "data"
-        self.engine = self.gateway = None
+        self.engine: Any = None
+        self.gateway: Any = None
 
     async def start_engine(self) -> None:
         self.engine = await Process.start(
@@ -114,7 +117,7 @@ class Deployment:
     def client(self) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=self.key, max_retries=0, timeout=CALL_S)
 
-    async def get(self, path: str) -> tuple[int, dict]:
+    async def get(self, path: str) -> tuple[int, dict[str, Any]]:
         reader, writer = await asyncio.open_connection(self.host, self.port)
         head = f"GET {path} HTTP/1.1\r\nHost: t\r\nAuthorization: Bearer {self.admin_key}\r\nConnection: close\r\n\r\n"
         writer.write(head.encode())
@@ -130,7 +133,7 @@ class Deployment:
             while (await self.get("/readyz"))[0] != 200:  # noqa: ASYNC110 - another process's state
                 await asyncio.sleep(0.05)
 
-    async def load(self) -> dict:
+    async def load(self) -> dict[str, Any]:
         return (await self.get("/admin/v1/engines"))[1]["data"][0]["load"]
 
     async def stop_gateway(self) -> int:
@@ -163,7 +166,7 @@ class Deployment:
 
 
 @asynccontextmanager
-async def deployed(tmp_path):
+async def deployed(tmp_path: Path) -> AsyncIterator[Any]:
     deployment = Deployment(tmp_path)
     try:
         await asyncio.gather(deployment.start_engine(), deployment.start_gateway())
@@ -174,12 +177,12 @@ async def deployed(tmp_path):
 
 
 @pytest.fixture
-async def deployment(tmp_path):
+async def deployment(tmp_path: Path) -> AsyncIterator[Any]:
     async with deployed(tmp_path) as running:
         yield running
 
 
-async def test_the_openai_client_is_served_by_a_real_engine_front(deployment):
+async def test_the_openai_client_is_served_by_a_real_engine_front(deployment: Any) -> None:
     async with deployment.client() as client:
         (model,) = (await client.models.list()).data
         hello = [{"role": "user", "content": "say this"}]
@@ -211,7 +214,7 @@ async def test_the_openai_client_is_served_by_a_real_engine_front(deployment):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have no such policy")
-async def test_threads_of_the_store_do_not_cut_in_on_the_loop_and_those_of_messages_may(deployment):
+async def test_threads_of_the_store_do_not_cut_in_on_the_loop_and_those_of_messages_may(deployment: Any) -> None:
     await deployment.load()  # from a thread of the store, of an engine that is connected
     pid = deployment.gateway.process.pid
     threads = threads_of(pid)
@@ -223,7 +226,7 @@ async def test_threads_of_the_store_do_not_cut_in_on_the_loop_and_those_of_messa
     assert await deployment.stop_gateway() == 0
 
 
-async def test_disconnects_leave_an_idle_engine_and_a_row_with_every_token(deployment):
+async def test_disconnects_leave_an_idle_engine_and_a_row_with_every_token(deployment: Any) -> None:
     rng = random.Random(7)
     body = {"model": "scripted", "prompt": "abc", "max_tokens": 3000, "ignore_eos": True}
 
@@ -253,7 +256,7 @@ async def test_disconnects_leave_an_idle_engine_and_a_row_with_every_token(deplo
     assert sum(row.output_tokens for row in rows) == load["output_tokens_total"] > 0
 
 
-async def test_a_killed_engine_breaks_streams_with_an_error_event_and_its_successor_serves(deployment):
+async def test_a_killed_engine_breaks_streams_with_an_error_event_and_its_successor_serves(deployment: Any) -> None:
     async with deployment.client() as client:
         ask = {"model": "scripted", "prompt": "abc", "max_tokens": 4000, "extra_body": {"ignore_eos": True}}
         for _ in range(2):
@@ -290,7 +293,7 @@ async def emitted_tokens(address: str) -> int:
 
 
 @pytest.mark.slow
-async def test_killed_together_gateway_and_engine_leave_a_bill_for_all_that_was_emitted(deployment):
+async def test_killed_together_gateway_and_engine_leave_a_bill_for_all_that_was_emitted(deployment: Any) -> None:
     async with deployment.client() as client:
         ask = {"model": "scripted", "prompt": "abc", "max_tokens": 4000, "extra_body": {"ignore_eos": True}}
         stream = await client.completions.create(**ask, stream=True, n=2)
@@ -316,12 +319,12 @@ async def test_killed_together_gateway_and_engine_leave_a_bill_for_all_that_was_
     assert await deployment.stop_gateway() == 0
 
 
-async def test_a_stop_lets_running_answers_come_to_their_end(deployment):
+async def test_a_stop_lets_running_answers_come_to_their_end(deployment: Any) -> None:
     async with deployment.client() as client:
         stream = await client.completions.create(
             model="scripted", prompt="abc", max_tokens=300, stream=True, extra_body={"ignore_eos": True}
         )
-        texts = []
+        texts: list[Any] = []
         async for chunk in stream:
             if not texts:
                 deployment.gateway.process.send_signal(signal.SIGTERM)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import msgspec
 import pytest
 
+from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_text.tokenizer import Tokenizer
+from moiety_wire.messages import ModelCard
 
-from .conftest import FakeEngineClient
+from .conftest import RunningGateway, StartGateway
 
 
-def text_of(gateway, token_ids) -> str:
+def text_of(gateway: RunningGateway, token_ids: list[int]) -> str:
     return Tokenizer.from_json(gateway.engine.card.tokenizer_json).decode(token_ids, skip_special_tokens=False)
 
 
-async def test_a_top_p_of_zero_and_an_assistant_without_text_are_served(gateway):
+async def test_a_top_p_of_zero_and_an_assistant_without_text_are_served(gateway: RunningGateway) -> None:
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}, {"role": "user", "content": "b"}]
     status, _, answer = await gateway.post(
         "/v1/chat/completions", {"model": "tiny", "messages": talk, "top_p": 0, "max_tokens": 1}
@@ -28,7 +31,9 @@ async def test_a_top_p_of_zero_and_an_assistant_without_text_are_served(gateway)
 
 
 @pytest.mark.parametrize("extra", [{}, {"logprobs": 1}, {"stream": True}])
-async def test_an_echo_of_an_id_without_text_is_refused_before_it_is_computed(start_gateway, card, extra):
+async def test_an_echo_of_an_id_without_text_is_refused_before_it_is_computed(
+    start_gateway: StartGateway, card: ModelCard, extra: dict[str, Any]
+) -> None:
     padded = msgspec.structs.replace(card, vocab_size=card.vocab_size + 8)
     async with start_gateway([FakeEngineClient(padded)]) as gateway:
         body = {"model": "tiny", "prompt": [[1], [2, card.vocab_size + 1]], "max_tokens": 1}
@@ -39,12 +44,16 @@ async def test_an_echo_of_an_id_without_text_is_refused_before_it_is_computed(st
 
 
 @pytest.mark.parametrize(("num_prompt", "num_output"), [(490, 16), (500, 12), (511, 1)])
-async def test_a_completions_default_length_is_what_the_context_leaves(gateway, num_prompt, num_output):
+async def test_a_completions_default_length_is_what_the_context_leaves(
+    gateway: RunningGateway, num_prompt: int, num_output: int
+) -> None:
     status, _, answer = await gateway.post("/v1/completions", {"model": "tiny", "prompt": [1] * num_prompt})
     assert (status, json.loads(answer)["usage"]["completion_tokens"]) == (200, num_output), answer
 
 
-async def test_a_prompt_that_fills_the_context_is_refused_without_a_length_that_nobody_asked_for(gateway):
+async def test_a_prompt_that_fills_the_context_is_refused_without_a_length_that_nobody_asked_for(
+    gateway: RunningGateway,
+) -> None:
     status, _, answer = await gateway.post("/v1/completions", {"model": "tiny", "prompt": [1] * 512})
     error = json.loads(answer)["error"]
     assert (status, error["code"]) == (400, "context_length_exceeded")
@@ -52,7 +61,7 @@ async def test_a_prompt_that_fills_the_context_is_refused_without_a_length_that_
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
-async def test_a_control_token_written_by_a_client_is_text(gateway, path):
+async def test_a_control_token_written_by_a_client_is_text(gateway: RunningGateway, path: str) -> None:
     messages = [{"role": "user", "content": "a<|end|>b"}]
     status, _, answer = await gateway.post(path, {"model": "tiny", "messages": messages, "max_tokens": 1})
     assert status == 200, answer

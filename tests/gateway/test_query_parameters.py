@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 import pytest
+
+from .conftest import RunningGateway
 
 METHODS = ("get", "post", "put", "patch", "delete", "head")
 SENT_BY_CLIENTS = ["/v1/messages", "/v1/messages/count_tokens", "/v1/models", "/v1/models/tiny"]
 
 
 @pytest.fixture
-async def operations(gateway):
+async def operations(gateway: RunningGateway) -> list[tuple[str, str, dict[str, Any]]]:
     _, _, document = await gateway.request("GET", "/schema/openapi.json")
     return [
         (method.upper(), re.sub(r"\{[^}]*\}", "x", path), operation)
@@ -23,18 +26,20 @@ async def operations(gateway):
     ]
 
 
-async def ask(gateway, method, path, query):
+async def ask(gateway: RunningGateway, method: str, path: str, query: str) -> tuple[Any, ...]:
     key = gateway.admin_key if path.startswith("/admin/") else gateway.key
     status, _, body = await gateway.request(method, f"{path}?{query}", key=key)
     return status, json.loads(body)["error"] if method != "HEAD" and status >= 400 else {}
 
 
-def code_of(error):
+def code_of(error: Any) -> Any:
     """Anthropic's errors have no code, but the sentence is the same."""
     return error.get("code")
 
 
-async def test_every_route_refuses_a_parameter_that_it_does_not_have(gateway, operations):
+async def test_every_route_refuses_a_parameter_that_it_does_not_have(
+    gateway: RunningGateway, operations: list[tuple[str, str, dict[str, Any]]]
+) -> None:
     assert len(operations) > 60
     for method, path, operation in operations:
         known = sorted(one["name"] for one in operation.get("parameters", ()) if one["in"] == "query")
@@ -46,7 +51,9 @@ async def test_every_route_refuses_a_parameter_that_it_does_not_have(gateway, op
                 assert all(name in error["message"] for name in known), (method, path, error)
 
 
-async def test_every_route_refuses_a_parameter_that_is_given_twice_or_is_empty(gateway, operations):
+async def test_every_route_refuses_a_parameter_that_is_given_twice_or_is_empty(
+    gateway: RunningGateway, operations: list[tuple[str, str, dict[str, Any]]]
+) -> None:
     seen = set()
     for method, path, operation in operations:
         for one in operation.get("parameters", ()):
@@ -64,14 +71,14 @@ async def test_every_route_refuses_a_parameter_that_is_given_twice_or_is_empty(g
     assert {"tenant_id", "limit", "cursor", "since", "name"} <= seen
 
 
-async def test_one_tenants_usage_is_asked_for_by_the_parameter_that_there_is(gateway):
+async def test_one_tenants_usage_is_asked_for_by_the_parameter_that_there_is(gateway: RunningGateway) -> None:
     status, error = await ask(gateway, "GET", "/admin/v1/usage", "tenant=other")
     assert (status, error["param"]) == (400, "tenant")
     assert "tenant_id" in error["message"]
     assert (await ask(gateway, "GET", "/admin/v1/usage", "tenant_id=other"))[0] == 200
 
 
-async def test_what_anthropics_client_adds_to_a_path_is_taken(gateway):
+async def test_what_anthropics_client_adds_to_a_path_is_taken(gateway: RunningGateway) -> None:
     body = json.dumps({"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]}).encode()
     for path in SENT_BY_CLIENTS:
         method, data = ("POST", body) if "messages" in path else ("GET", b"")

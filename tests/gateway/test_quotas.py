@@ -5,48 +5,56 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 import openai
 import pytest
 
 from moiety_platform.engine_client.fake import FakeEngineClient
+from moiety_wire.messages import ModelCard
+
+from .conftest import NewCard, RunningGateway, StartGateway
 
 CHAT = "/v1/chat/completions"
-HELLO = [{"role": "user", "content": "hello"}]
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture
-def limited(start_gateway, card):
+def limited(start_gateway: StartGateway, card: ModelCard) -> Callable[..., AbstractAsyncContextManager[RunningGateway]]:
     """`async with limited(**settings) as gateway`: one that stores what is used."""
     return lambda token_s=0.0, **settings: start_gateway(
         [FakeEngineClient(card, token_s=token_s)], stores_usage=True, **settings
     )
 
 
-async def admin(gateway, method, path, body=None, expect=200):
+async def admin(
+    gateway: RunningGateway, method: str, path: str, body: dict[str, Any] | None = None, expect: int = 200
+) -> Any:
     data = b"" if body is None else json.dumps(body).encode()
     status, _, answer = await gateway.request(method, f"/admin/v1{path}", data, gateway.admin_key)
     assert status == expect, answer
     return json.loads(answer)
 
 
-async def scopes(gateway):
+async def scopes(gateway: RunningGateway) -> dict[str, Any]:
     (tenant,) = (await admin(gateway, "GET", "/tenants"))["data"]
     (project,) = (await admin(gateway, "GET", "/projects"))["data"]
     key = next(key for key in (await admin(gateway, "GET", "/keys"))["data"] if key["project_id"])
     return {"tenant": tenant["id"], "project": project["id"], "key": key["id"]}
 
 
-async def limit(gateway, level, cap, kind="tokens_per_day"):
+async def limit(gateway: RunningGateway, level: str, cap: int, kind: str = "tokens_per_day") -> Any:
     ids = await scopes(gateway)
     return await admin(gateway, "PUT", "/quotas", {"level": level, "scope_id": ids[level], "kind": kind, "cap": cap})
 
 
-async def ask(gateway, max_tokens=5, **more):
+async def ask(gateway: RunningGateway, max_tokens: int = 5, **more: Any) -> Any:
     return await gateway.client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=max_tokens, **more)
 
 
-async def served(gateway):
+async def served(gateway: RunningGateway) -> Any:
     """The answer to a request that is made until it is not refused."""
     async with asyncio.timeout(60):
         while True:
@@ -56,13 +64,15 @@ async def served(gateway):
                 await asyncio.sleep(0.1)
 
 
-async def used(gateway, quota):
+async def used(gateway: RunningGateway, quota: Any) -> Any:
     """When all that was used has been booked."""
-    await gateway.rows.flush()
+    await gateway.stored_usage.flush()
     return (await admin(gateway, "GET", f"/quotas/{quota['id']}"))["used"]
 
 
-async def test_a_limit_is_used_up_and_not_exceeded(limited):
+async def test_a_limit_is_used_up_and_not_exceeded(
+    limited: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     async with limited() as gateway:
         size = (await ask(gateway)).usage.total_tokens
         quota = await limit(gateway, "tenant", 100 * size + size // 2)
@@ -78,7 +88,9 @@ async def test_a_limit_is_used_up_and_not_exceeded(limited):
         assert 0 < int(error.headers["retry-after"]) <= 86_400
 
 
-async def test_a_stream_ends_where_a_limit_has_nothing_left(limited):
+async def test_a_stream_ends_where_a_limit_has_nothing_left(
+    limited: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     async with limited(credit_window_tokens=8) as gateway:
         size = (await ask(gateway, max_tokens=1)).usage.prompt_tokens
         quota = await limit(gateway, "key", size + 20)
@@ -91,7 +103,9 @@ async def test_a_stream_ends_where_a_limit_has_nothing_left(limited):
         assert (rows[0]["outcome"], rows[0]["error_code"]) == ("length", "quota_exceeded")
 
 
-async def test_one_limit_that_refuses_costs_nothing_under_the_others(limited):
+async def test_one_limit_that_refuses_costs_nothing_under_the_others(
+    limited: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     async with limited() as gateway:
         wide, narrow = await limit(gateway, "tenant", 10_000, "tokens_per_month"), await limit(gateway, "project", 3)
         with pytest.raises(openai.RateLimitError):
@@ -102,7 +116,9 @@ async def test_one_limit_that_refuses_costs_nothing_under_the_others(limited):
         assert await used(gateway, wide) == answer.usage.total_tokens
 
 
-async def test_a_client_that_leaves_pays_for_what_was_generated_and_frees_the_rest(limited):
+async def test_a_client_that_leaves_pays_for_what_was_generated_and_frees_the_rest(
+    limited: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     async with limited(credit_window_tokens=16) as gateway:
         quota = await limit(gateway, "tenant", 100_000)
         stream = await ask(gateway, max_tokens=400, stream=True)
@@ -117,7 +133,9 @@ async def test_a_client_that_leaves_pays_for_what_was_generated_and_frees_the_re
         assert total == row["prompt_tokens"] + row["output_tokens"] < 400
 
 
-async def test_limits_are_set_changed_listed_and_deleted(limited):
+async def test_limits_are_set_changed_listed_and_deleted(
+    limited: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     async with limited() as gateway:
         ids = await scopes(gateway)
         first = await limit(gateway, "tenant", 5)
@@ -142,14 +160,18 @@ async def test_limits_are_set_changed_listed_and_deleted(limited):
         ({"level": "tenant", "scope_id": "x", "kind": "tokens_per_day", "cap": 2**63}, 400),
     ],
 )
-async def test_a_limit_that_makes_no_sense_is_refused(limited, body, status):
+async def test_a_limit_that_makes_no_sense_is_refused(
+    limited: Callable[..., AbstractAsyncContextManager[RunningGateway]], body: dict[str, Any], status: int
+) -> None:
     async with limited() as gateway:
         answer = await admin(gateway, "PUT", "/quotas", body, expect=status)
         assert answer["error"]["message"]
         assert (await admin(gateway, "GET", "/quotas"))["data"] == []
 
 
-async def test_a_rate_lets_its_worth_through_and_refills(limited):
+async def test_a_rate_lets_its_worth_through_and_refills(
+    limited: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     async with limited() as gateway:
         await limit(gateway, "tenant", 30, "requests_per_minute")
         began_s = time.monotonic()
@@ -168,7 +190,9 @@ NEVER_ENOUGH = [(f"tokens_per_{period}", 20) for period in ("minute", "day", "mo
 NO_REQUESTS = [("requests_per_minute", 0), ("concurrent_requests", 0)]
 
 
-async def test_a_request_that_never_fits_is_told_so(limited):
+async def test_a_request_that_never_fits_is_told_so(
+    limited: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     async with limited() as gateway:
         for level in ("tenant", "project", "key"):
             for kind, cap in (*NEVER_ENOUGH, *((kind, 0) for kind, _ in NEVER_ENOUGH), *NO_REQUESTS):
@@ -193,7 +217,9 @@ async def test_a_request_that_never_fits_is_told_so(limited):
     ],
     ids=["chat", "chat-stream", "completions", "responses", "messages", "embeddings"],
 )
-async def test_every_api_says_of_a_limit_of_nothing_that_repeating_is_in_vain(start_gateway, new_card, path, body):
+async def test_every_api_says_of_a_limit_of_nothing_that_repeating_is_in_vain(
+    start_gateway: StartGateway, new_card: NewCard, path: str, body: dict[str, Any]
+) -> None:
     engine = FakeEngineClient(new_card(embedding_width=8))
     async with start_gateway([engine], stores_usage=True) as gateway:
         await admin(gateway, "PUT", "/prices", PRICE)
@@ -212,7 +238,9 @@ async def test_every_api_says_of_a_limit_of_nothing_that_repeating_is_in_vain(st
             await admin(gateway, "DELETE", f"/quotas/{made['id']}")
 
 
-async def test_a_request_that_would_fit_an_empty_limit_is_told_when_to_come_back(limited):
+async def test_a_request_that_would_fit_an_empty_limit_is_told_when_to_come_back(
+    limited: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     async with limited() as gateway:
         await limit(gateway, "tenant", 60, "tokens_per_minute")
         with pytest.raises(openai.RateLimitError) as refused:
@@ -222,7 +250,9 @@ async def test_a_request_that_would_fit_an_empty_limit_is_told_when_to_come_back
         assert int(refused.value.response.headers["retry-after"]) >= 1
 
 
-async def test_requests_that_are_refused_do_not_count_as_requests(limited):
+async def test_requests_that_are_refused_do_not_count_as_requests(
+    limited: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     async with limited() as gateway:
         await limit(gateway, "key", 5, "requests_per_minute")
         for _ in range(8):
@@ -231,7 +261,9 @@ async def test_requests_that_are_refused_do_not_count_as_requests(limited):
         assert (await ask(gateway)).usage.total_tokens
 
 
-async def test_no_more_requests_are_open_at_once_than_allowed(limited):
+async def test_no_more_requests_are_open_at_once_than_allowed(
+    limited: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     async with limited(token_s=0.05) as gateway:
         await limit(gateway, "project", 3, "concurrent_requests")
         streams = [await ask(gateway, max_tokens=400, stream=True) for _ in range(3)]
@@ -246,7 +278,9 @@ async def test_no_more_requests_are_open_at_once_than_allowed(limited):
             await stream.close()
 
 
-async def test_a_stream_waits_where_a_rate_has_nothing_left_and_goes_on(limited):
+async def test_a_stream_waits_where_a_rate_has_nothing_left_and_goes_on(
+    limited: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     async with limited(credit_window_tokens=8) as gateway:
         began_s = time.monotonic()
         await limit(gateway, "tenant", 480, "tokens_per_minute")  # eight a second
@@ -258,10 +292,12 @@ async def test_a_stream_waits_where_a_rate_has_nothing_left_and_goes_on(limited)
         assert took_s >= over / 8 - 1.5
 
 
-PRICE = {"model": "tiny", "input": "2", "cached_input": "0.5", "output": "10"}
+PRICE: dict[str, Any] = {"model": "tiny", "input": "2", "cached_input": "0.5", "output": "10"}
 
 
-async def test_money_is_counted_to_the_nano_dollar_and_limited(limited):
+async def test_money_is_counted_to_the_nano_dollar_and_limited(
+    limited: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     async with limited() as gateway:
         await admin(gateway, "PUT", "/prices", PRICE)
         await admin(gateway, "PUT", "/prices", {**PRICE, "service_class": "flex", "output": "5"})
@@ -275,7 +311,9 @@ async def test_money_is_counted_to_the_nano_dollar_and_limited(limited):
         assert group["totals"]["cost_nanodollars"] == sum(costs)
 
 
-async def test_a_stream_ends_where_the_money_does(limited):
+async def test_a_stream_ends_where_the_money_does(
+    limited: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     async with limited(credit_window_tokens=8) as gateway:
         await admin(gateway, "PUT", "/prices", PRICE)
         prompt = (await ask(gateway, max_tokens=1)).usage.prompt_tokens
@@ -287,7 +325,9 @@ async def test_a_stream_ends_where_the_money_does(limited):
             await ask(gateway)
 
 
-async def test_a_limit_on_money_lets_no_model_through_that_has_no_price(limited):
+async def test_a_limit_on_money_lets_no_model_through_that_has_no_price(
+    limited: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     async with limited() as gateway:
         quota = await limit(gateway, "tenant", 10**9, "money_per_day")
         with pytest.raises(openai.PermissionDeniedError) as refused:
@@ -298,7 +338,9 @@ async def test_a_limit_on_money_lets_no_model_through_that_has_no_price(limited)
         assert (await admin(gateway, "GET", f"/quotas/{quota['id']}"))["cap"] == 10**9
 
 
-async def test_answers_say_where_the_limits_stand(limited):
+async def test_answers_say_where_the_limits_stand(
+    limited: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     async with limited() as gateway:
         body = json.dumps({"model": "tiny", "messages": HELLO, "max_tokens": 5}).encode()
         _, headers, _ = await gateway.request("POST", CHAT, body)
@@ -315,7 +357,9 @@ async def test_answers_say_where_the_limits_stand(limited):
         assert '"requests_per_minute";r=19;t=3' in headers["ratelimit"]
 
 
-async def test_a_keys_limit_holds_for_those_it_is_rotated_to(limited):
+async def test_a_keys_limit_holds_for_those_it_is_rotated_to(
+    limited: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     async with limited() as gateway:
         ids = await scopes(gateway)
         quota = await limit(gateway, "key", 1_000)
@@ -328,7 +372,9 @@ async def test_a_keys_limit_holds_for_those_it_is_rotated_to(limited):
         assert listed["id"] == quota["id"]
 
 
-async def test_a_refusal_by_a_limit_breaks_no_promise(limited):
+async def test_a_refusal_by_a_limit_breaks_no_promise(
+    limited: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     async with limited() as gateway:
         await limit(gateway, "tenant", 1, "requests_per_minute")
         await ask(gateway)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
 
 import openai
 import pytest
-from anthropic import AsyncAnthropic
 
+from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_text.tokenizer import Tokenizer
+from moiety_wire.messages import ModelCard
 
-from .conftest import FakeEngineClient
+from .conftest import RunningGateway, StartGateway, ToolCard
 from .test_tool_loops import OPENAI_TOOLS, hermes, prompt_of
 
-ASKED = [{"role": "user", "content": "Is it warm?"}]
+ASKED: list[Any] = [{"role": "user", "content": "Is it warm?"}]
 ALWAYS = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content.split('</think>')[-1] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
@@ -23,22 +26,22 @@ MARKERS = ("<think>", "</think>")
 
 
 @pytest.fixture
-def thinking(start_gateway, tool_card, thinking_card):
+def thinking(
+    start_gateway: StartGateway, tool_card: ToolCard, thinking_card: ModelCard
+) -> Callable[..., AbstractAsyncContextManager[RunningGateway]]:
     """A gateway whose model thinks: by a template that can be switched, or by one that always opens a thought."""
 
     @asynccontextmanager
-    async def start(*, always=False, template=""):
+    async def start(*, always: bool = False, template: str = "") -> AsyncIterator[RunningGateway]:
         template = template or (ALWAYS if always else "")
         card = tool_card("hermes", template=template, added=MARKERS) if template else thinking_card
-        async with start_gateway([FakeEngineClient(card)]) as running:
-            running.anthropic = AsyncAnthropic(base_url=running.url, api_key=running.key, max_retries=0)
-            async with running.anthropic:
-                yield running
+        async with start_gateway([FakeEngineClient(card)]) as running, running.anthropic:
+            yield running
 
     return start
 
 
-def writes(gateway, text):
+def writes(gateway: RunningGateway, text: str) -> None:
     """A script that writes the text, markers as the tokens that they are."""
     tokenizer = Tokenizer.from_json(gateway.engine.card.tokenizer_json)
     ids = {token.content: one for one, token in tokenizer.added_tokens.items()}
@@ -50,14 +53,14 @@ def writes(gateway, text):
     gateway.engine.script = lambda submit: pieces
 
 
-async def chat(gateway, *, stream, **more):
-    asked = {"model": "hermes", "messages": ASKED, **more}
+async def chat(gateway: RunningGateway, *, stream: Any, **more: Any) -> tuple[Any, ...]:
+    asked: dict[str, Any] = {"model": "hermes", "messages": ASKED, **more}
     if not stream:
         answer = await gateway.client.chat.completions.create(**asked)
         choice = answer.choices[0]
         return choice.message.content, getattr(choice.message, "reasoning_content", None), answer.usage, choice.message
     content, thought, usage = "", "", None
-    options = {"stream": True, "stream_options": {"include_usage": True}}
+    options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
     async for chunk in await gateway.client.chat.completions.create(**asked, **options):
         usage = chunk.usage or usage
         for choice in chunk.choices:
@@ -67,7 +70,9 @@ async def chat(gateway, *, stream, **more):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_chats_thought_comes_apart_from_its_content(thinking, stream):
+async def test_a_chats_thought_comes_apart_from_its_content(
+    thinking: Callable[..., AbstractAsyncContextManager[RunningGateway]], stream: bool
+) -> None:
     async with thinking() as gateway:
         writes(gateway, "<think>\nHm, 17.\n</think>\n\nYes.")
         content, thought, usage, _ = await chat(gateway, stream=stream)
@@ -79,7 +84,9 @@ async def test_a_chats_thought_comes_apart_from_its_content(thinking, stream):
         assert (content, thought, usage.completion_tokens_details.reasoning_tokens) == ("Yes.", None, 0)
 
 
-async def test_a_thought_that_the_prompt_opens_has_no_marker_to_begin_with(thinking):
+async def test_a_thought_that_the_prompt_opens_has_no_marker_to_begin_with(
+    thinking: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     async with thinking(always=True) as gateway:
         writes(gateway, "Hm.</think>Yes.")
         content, thought, usage, _ = await chat(gateway, stream=False)
@@ -89,19 +96,21 @@ async def test_a_thought_that_the_prompt_opens_has_no_marker_to_begin_with(think
         with pytest.raises(openai.BadRequestError) as caught:
             await chat(gateway, stream=False, reasoning_effort="none")
         assert caught.value.code == "thinking_not_supported"
-        form = {"type": "json_object"}
+        form: dict[str, Any] = {"type": "json_object"}
         writes(gateway, '{"warm": true}')
         assert (await chat(gateway, stream=False, response_format=form))[:2] == ('{"warm": true}', None)
 
 
-async def test_a_client_can_have_the_model_not_think(thinking):
+async def test_a_client_can_have_the_model_not_think(
+    thinking: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     async with thinking() as gateway:
         writes(gateway, "Yes.")
         ways = [{"reasoning_effort": "none"}, {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}]
         for way in ways:
             assert (await chat(gateway, stream=False, **way))[0] == "Yes."
         await gateway.client.responses.create(model="hermes", input="Hi", reasoning={"effort": "none"})
-        off = {"type": "disabled"}
+        off: dict[str, Any] = {"type": "disabled"}
         await gateway.anthropic.messages.create(model="hermes", max_tokens=9, messages=ASKED, thinking=off)
         prompts = [prompt_of(submit, gateway.engine) for submit in gateway.engine.submits]
         assert [prompt.endswith("<think>\n\n</think>\n\n") for prompt in prompts] == [True] * 4
@@ -112,23 +121,27 @@ async def test_a_client_can_have_the_model_not_think(thinking):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_calls_come_after_thoughts_and_both_are_sent_back(thinking, stream):
+async def test_calls_come_after_thoughts_and_both_are_sent_back(
+    thinking: Callable[..., AbstractAsyncContextManager[RunningGateway]], stream: bool
+) -> None:
     async with thinking() as gateway:
         writes(gateway, f"<think>\nI need it.\n</think>\n\n{hermes(('now', '{}'))}")
         content, thought, *_, message = await chat(gateway, stream=stream, tools=OPENAI_TOOLS)
         assert (content, thought) == (None, "I need it.")
         if message is not None:
             (call,) = message.tool_calls
-            result = {"role": "tool", "tool_call_id": call.id, "content": "noon"}
+            result: dict[str, Any] = {"role": "tool", "tool_call_id": call.id, "content": "noon"}
             turns = [*ASKED, message.model_dump(exclude_none=True), result]
             writes(gateway, "Yes.")
             assert (await chat(gateway, stream=False, messages=turns, tools=OPENAI_TOOLS))[0] == "Yes."
 
 
-async def test_anthropics_client_gets_a_thinking_block(thinking):
+async def test_anthropics_client_gets_a_thinking_block(
+    thinking: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     async with thinking() as gateway:
         writes(gateway, "<think>\nHm.\n</think>\n\nYes.")
-        asked = {"model": "hermes", "max_tokens": 2000, "messages": ASKED}
+        asked: dict[str, Any] = {"model": "hermes", "max_tokens": 2000, "messages": ASKED}
         asked["thinking"] = {"type": "enabled", "budget_tokens": 1024}
         whole = await gateway.anthropic.messages.create(**asked)
         async with gateway.anthropic.messages.stream(**asked) as events:
@@ -142,7 +155,9 @@ async def test_anthropics_client_gets_a_thinking_block(thinking):
         await gateway.anthropic.messages.create(**{**asked, "messages": turns})
 
 
-async def test_responses_have_a_reasoning_item(thinking):
+async def test_responses_have_a_reasoning_item(
+    thinking: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     async with thinking() as gateway:
         writes(gateway, "<think>\nHm.\n</think>\n\nYes.")
         whole = await gateway.client.responses.create(model="hermes", input="Is it warm?", store=True)
@@ -159,7 +174,7 @@ async def test_responses_have_a_reasoning_item(thinking):
         await gateway.client.responses.create(model="hermes", input="Sure?", previous_response_id=whole.id)
 
 
-async def test_a_model_that_does_not_think_cannot_be_made_to(tool_gateway):
+async def test_a_model_that_does_not_think_cannot_be_made_to(tool_gateway: RunningGateway) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         await chat(tool_gateway, stream=False, extra_body={"chat_template_kwargs": {"enable_thinking": True}})
     assert caught.value.code == "thinking_not_supported"
@@ -170,12 +185,14 @@ THINKS = "Hm.\n\nSo, 17.\n</think>\n\nYes.\n\nMore."
 
 @pytest.mark.parametrize("always", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_stop_strings_sleep_until_the_thought_ends(thinking, stream, always):
+async def test_stop_strings_sleep_until_the_thought_ends(
+    thinking: Callable[..., AbstractAsyncContextManager[RunningGateway]], stream: bool, always: bool
+) -> None:
     async with thinking(always=always) as gateway:
         writes(gateway, THINKS if always else f"<think>\n{THINKS}")
         assert (await chat(gateway, stream=stream, stop=["\n\n"]))[:2] == ("Yes.", "Hm.\n\nSo, 17.")
         assert (await chat(gateway, stream=stream, stop=["17", "es"]))[:2] == ("Y", "Hm.\n\nSo, 17.")
-        asked = {"model": "hermes", "max_tokens": 2000, "messages": ASKED, "stop_sequences": ["\n\n"]}
+        asked: dict[str, Any] = {"model": "hermes", "max_tokens": 2000, "messages": ASKED, "stop_sequences": ["\n\n"]}
         if stream:
             async with gateway.anthropic.messages.stream(**asked) as events:
                 message = await events.get_final_message()
@@ -189,7 +206,9 @@ async def test_stop_strings_sleep_until_the_thought_ends(thinking, stream, alway
         assert (await chat(gateway, stream=stream, stop=["\n\n"]))[:2] == (None, "Hm.\n\nAnd then")
 
 
-async def test_stop_strings_act_at_once_where_there_is_no_thought(thinking):
+async def test_stop_strings_act_at_once_where_there_is_no_thought(
+    thinking: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     async with thinking() as gateway:
         writes(gateway, "One.\n\nTwo.")
         assert (await chat(gateway, stream=False, stop=["\n\n"]))[:2] == ("One.", None)
@@ -205,11 +224,13 @@ DEEPSEEK = (
 )
 
 
-async def test_a_template_whose_switch_is_off_by_default_is_switched_on_in_every_api(thinking):
+async def test_a_template_whose_switch_is_off_by_default_is_switched_on_in_every_api(
+    thinking: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     async with thinking(template=DEEPSEEK) as gateway:
         writes(gateway, "Yes.")
 
-        def opened():
+        def opened() -> Any:
             return prompt_of(gateway.engine.submits[-1], gateway.engine).endswith("<|assistant|><think>")
 
         assert (await chat(gateway, stream=False))[:2] == ("Yes.", None)
@@ -221,7 +242,7 @@ async def test_a_template_whose_switch_is_off_by_default_is_switched_on_in_every
         assert (await chat(gateway, stream=True, reasoning_effort="high"))[:2] == ("Yes.", "Hm.") and opened()
         response = await gateway.client.responses.create(model="hermes", input="Hi", reasoning={"effort": "low"})
         assert opened() and [item.type for item in response.output] == ["reasoning", "message"]
-        asked = {"model": "hermes", "max_tokens": 2000, "messages": ASKED}
+        asked: dict[str, Any] = {"model": "hermes", "max_tokens": 2000, "messages": ASKED}
         for option in ({"type": "enabled", "budget_tokens": 1024}, {"type": "adaptive"}):
             message = await gateway.anthropic.messages.create(**asked, thinking=option)
             assert opened() and [block.type for block in message.content] == ["thinking", "text"]
@@ -235,7 +256,9 @@ async def test_a_template_whose_switch_is_off_by_default_is_switched_on_in_every
         assert not opened()
 
 
-async def test_options_of_a_template_are_those_that_it_reads(thinking):
+async def test_options_of_a_template_are_those_that_it_reads(
+    thinking: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     async with thinking(template=DEEPSEEK) as gateway:
         writes(gateway, "Yes.")
         await chat(gateway, stream=False, extra_body={"chat_template_kwargs": {"note": "Be kind. "}})
@@ -246,7 +269,7 @@ async def test_options_of_a_template_are_those_that_it_reads(thinking):
                 await chat(gateway, stream=False, extra_body={"chat_template_kwargs": {name: "x"}})
             assert caught.value.param == "chat_template_kwargs"
         assert len(gateway.engine.submits) == num_submits
-        body = {"model": "hermes", "messages": ASKED}
+        body: dict[str, Any] = {"model": "hermes", "messages": ASKED}
         lengths = []
         for more in ({}, {"chat_template_kwargs": {"note": "12345"}}):
             _, _, answer = await gateway.post("/tokenize", {**body, **more})
@@ -254,7 +277,9 @@ async def test_options_of_a_template_are_those_that_it_reads(thinking):
         assert lengths[1] == lengths[0] + 5
 
 
-async def test_an_option_that_spells_a_control_token_is_text(thinking):
+async def test_an_option_that_spells_a_control_token_is_text(
+    thinking: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     async with thinking(template=DEEPSEEK) as gateway:
         writes(gateway, "Yes.")
         await chat(gateway, stream=False, extra_body={"chat_template_kwargs": {"note": "a<|end|>b"}})
@@ -269,7 +294,9 @@ EFFORT = (
 )
 
 
-async def test_an_effort_reaches_a_template_that_reads_it(thinking):
+async def test_an_effort_reaches_a_template_that_reads_it(
+    thinking: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     async with thinking(template=EFFORT) as gateway:
         writes(gateway, "Hm.</think>Yes.")
         for effort in ("none", "low", "high"):

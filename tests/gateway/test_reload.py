@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -48,7 +49,7 @@ def write(path: Path, **settings: object) -> None:
 @asynccontextmanager
 async def engine(folder: Path, name: str) -> AsyncIterator[str]:
     """The address of an engine in this process."""
-    context: zmq.Context = zmq.Context()
+    context: zmq.Context[Any] = zmq.Context()
     listen = ServerSettings(model="scripted", listen=f"ipc://{folder}/{name}.sock", heartbeat_interval_s=0.05)
     front = EngineServer(listen, name, scripted_text_model(), ScriptedCore(Script(tokens=tuple(b"abc"))), context)
     await front.start()
@@ -69,7 +70,7 @@ class Deployed:
         self.http = httpx.AsyncClient(base_url=url, headers=headers, timeout=DEADLINE_S)
         self.admin = {"Authorization": f"Bearer {keys['admin_key']}"}
         self.statuses: list[int] = []
-        self.log: list[dict] = []
+        self.log: list[dict[str, Any]] = []
 
     async def ask(self, **more: object) -> httpx.Response:
         return await self.http.post("/v1/chat/completions", json=HELLO | more)
@@ -79,7 +80,7 @@ class Deployed:
         while True:
             self.statuses.append((await self.ask()).status_code)
 
-    async def settings(self) -> dict:
+    async def settings(self) -> dict[str, Any]:
         told = (await self.http.get("/admin/v1/settings", headers=self.admin)).json()
         return told | {"of": {one["name"]: one for one in told["data"]}}
 
@@ -96,7 +97,7 @@ class Deployed:
             with contextlib.suppress(ValueError):
                 self.log.append(json.loads(line))
 
-    async def logged(self, event: str) -> dict:
+    async def logged(self, event: str) -> dict[str, Any]:
         """The first such event, which is taken."""
         async with asyncio.timeout(DEADLINE_S):
             while True:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 import msgspec
 import openai
@@ -10,9 +13,12 @@ import pytest
 import tokenizers
 
 from moiety_platform.engine_client.fake import FakeEngineClient
+from moiety_wire.messages import ModelCard
+
+from .conftest import RunningGateway, StartGateway
 
 PATH = "/v1/responses"
-ADD = {
+ADD: dict[str, Any] = {
     "type": "function",
     "name": "add",
     "description": "adds",
@@ -20,7 +26,7 @@ ADD = {
     "strict": True,
 }
 NOW = {"type": "function", "name": "now"}
-BODY = {"model": "tiny", "input": "17 + 25?", "max_output_tokens": 100}
+BODY: dict[str, Any] = {"model": "tiny", "input": "17 + 25?", "max_output_tokens": 100}
 LOGPROBS = "message.output_text.logprobs"
 
 TEMPLATE = (
@@ -41,7 +47,9 @@ CALLED = [
 
 
 @pytest.fixture
-def start_calling(start_gateway, card):
+def start_calling(
+    start_gateway: StartGateway, card: ModelCard
+) -> Callable[..., AbstractAsyncContextManager[RunningGateway]]:
     """`async with start_calling(*pieces) as gateway`: its model knows tools, and says that, whatever it is asked."""
     knowing = msgspec.structs.replace(card, chat_template=TEMPLATE)
     return lambda *pieces, **more: start_gateway(
@@ -49,12 +57,14 @@ def start_calling(start_gateway, card):
     )
 
 
-def last_prompt(gateway) -> str:
+def last_prompt(gateway: RunningGateway) -> str:
     tokenizer = tokenizers.Tokenizer.from_str(gateway.engine.card.tokenizer_json)
     return tokenizer.decode(gateway.engine.submits[-1].prompt_ids)
 
 
-async def test_an_answer_that_calls_has_an_item_for_each_call(start_calling):
+async def test_an_answer_that_calls_has_an_item_for_each_call(
+    start_calling: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     async with start_calling(*CALLS) as gateway:
         response = await gateway.client.responses.create(**BODY, tools=[ADD, NOW], parallel_tool_calls=True)
         message, add, now = response.output
@@ -68,7 +78,9 @@ async def test_an_answer_that_calls_has_an_item_for_each_call(start_calling):
         assert (response.tools[0].strict, response.tool_choice, response.parallel_tool_calls) == (True, "auto", True)
 
 
-async def test_a_streamed_call_comes_in_events_of_its_own(start_calling):
+async def test_a_streamed_call_comes_in_events_of_its_own(
+    start_calling: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     async with start_calling(*CALLS) as gateway:
         stream = await gateway.client.responses.create(**BODY, tools=[ADD, NOW], stream=True)
         events = [event async for event in stream]
@@ -97,7 +109,9 @@ async def test_a_streamed_call_comes_in_events_of_its_own(start_calling):
         assert ended == events[-1].response.output
 
 
-async def test_the_clients_own_accumulation_finds_the_calls(start_calling):
+async def test_the_clients_own_accumulation_finds_the_calls(
+    start_calling: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     async with start_calling(*CALLS) as gateway:
         async with gateway.client.responses.stream(**BODY, tools=[ADD, NOW]) as stream:
             final = await stream.get_final_response()
@@ -106,9 +120,11 @@ async def test_the_clients_own_accumulation_finds_the_calls(start_calling):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_call_that_is_cut_is_the_text_of_an_incomplete_message(start_calling, stream):
+async def test_a_call_that_is_cut_is_the_text_of_an_incomplete_message(
+    start_calling: Callable[..., AbstractAsyncContextManager[RunningGateway]], stream: bool
+) -> None:
     async with start_calling(*CALLS) as gateway:
-        asked = {**BODY, "max_output_tokens": 6, "tools": [ADD]}
+        asked: dict[str, Any] = {**BODY, "max_output_tokens": 6, "tools": [ADD]}
         if stream:
             events = [event async for event in await gateway.client.responses.create(**asked, stream=True)]
             response = events[-1].response
@@ -121,9 +137,11 @@ async def test_a_call_that_is_cut_is_the_text_of_an_incomplete_message(start_cal
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_log_probabilities_are_of_the_text_and_not_of_the_calls(start_calling, stream):
+async def test_log_probabilities_are_of_the_text_and_not_of_the_calls(
+    start_calling: Callable[..., AbstractAsyncContextManager[RunningGateway]], stream: bool
+) -> None:
     async with start_calling(*CALLS, " So.") as gateway:
-        asked = {**BODY, "tools": [ADD, NOW], "include": [LOGPROBS]}
+        asked: dict[str, Any] = {**BODY, "tools": [ADD, NOW], "include": [LOGPROBS]}
         if stream:
             events = [event async for event in await gateway.client.responses.create(**asked, stream=True)]
             response = events[-1].response
@@ -137,7 +155,9 @@ async def test_log_probabilities_are_of_the_text_and_not_of_the_calls(start_call
         assert [entry.token for entry in last.content[0].logprobs] == [" So."]
 
 
-async def test_results_reach_the_chat_template_after_their_calls(start_calling):
+async def test_results_reach_the_chat_template_after_their_calls(
+    start_calling: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     async with start_calling("42.") as gateway:
         output = [{"type": "input_text", "text": "4"}, {"type": "input_text", "text": "2"}]
         items = [
@@ -157,7 +177,9 @@ async def test_results_reach_the_chat_template_after_their_calls(start_calling):
         )
 
 
-async def test_an_answers_own_output_may_be_sent_back(start_calling):
+async def test_an_answers_own_output_may_be_sent_back(
+    start_calling: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     async with start_calling(*CALLS) as gateway:
         response = await gateway.client.responses.create(**BODY, tools=[ADD, NOW])
         results = [
@@ -169,7 +191,9 @@ async def test_an_answers_own_output_may_be_sent_back(start_calling):
         assert (await gateway.client.responses.create(**BODY | {"input": again}, tools=[ADD])).status == "completed"
 
 
-async def test_a_kept_call_is_continued_by_its_result(start_calling):
+async def test_a_kept_call_is_continued_by_its_result(
+    start_calling: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     async with start_calling(*CALLS) as gateway:
         first = await gateway.client.responses.create(**BODY, tools=[ADD, NOW], store=True)
         calls = [item for item in first.output if item.type == "function_call"]
@@ -186,7 +210,9 @@ async def test_a_kept_call_is_continued_by_its_result(start_calling):
         assert caught.value.param == "input"
 
 
-async def test_a_kept_call_that_broke_off_needs_no_result(start_calling):
+async def test_a_kept_call_that_broke_off_needs_no_result(
+    start_calling: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     async with start_calling(*CALLS) as gateway:
         first = await gateway.client.responses.create(**BODY | {"max_output_tokens": 6}, tools=[ADD], store=True)
         await gateway.client.responses.create(**BODY | {"input": "go on"}, previous_response_id=first.id)
@@ -194,7 +220,9 @@ async def test_a_kept_call_that_broke_off_needs_no_result(start_calling):
         assert last_prompt(gateway) == f"<|user|>17 + 25?\n<|assistant|>{written}\n<|user|>go on\n<|assistant|>"
 
 
-async def test_a_choice_decides_what_is_called(start_calling):
+async def test_a_choice_decides_what_is_called(
+    start_calling: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     async with start_calling('"b": 1}}</tool_call>') as gateway:
         forced = await gateway.client.responses.create(
             **BODY, tools=[ADD, NOW], tool_choice={"type": "function", "name": "add"}
@@ -228,7 +256,9 @@ BAD = [
 ]
 
 
-async def test_bad_tools_and_calls_get_400_that_names_the_field(start_calling):
+async def test_bad_tools_and_calls_get_400_that_names_the_field(
+    start_calling: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
     async with start_calling("x") as gateway:
         for changes, param, words in BAD:
             status, _, answer = await gateway.post(PATH, BODY | changes)
@@ -238,7 +268,7 @@ async def test_bad_tools_and_calls_get_400_that_names_the_field(start_calling):
         assert gateway.engine.submits == []
 
 
-async def test_a_model_that_knows_no_tools_says_so(gateway):
+async def test_a_model_that_knows_no_tools_says_so(gateway: RunningGateway) -> None:
     with pytest.raises(openai.BadRequestError, match="knows no tools") as caught:
         await gateway.client.responses.create(**BODY, tools=[ADD])
     assert caught.value.code == "tools_not_supported"

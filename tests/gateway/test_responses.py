@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import openai
@@ -11,11 +13,13 @@ import pytest
 import tokenizers
 
 from moiety_platform.engine_client.fake import FakeEngineClient, FakeVerdict, count_aloud
-from moiety_wire.messages import Failed, FailureCode
+from moiety_wire.messages import Failed, FailureCode, ModelCard, Submit
 from moiety_wire.notes import Reason
 
+from .conftest import NewCard, RunningGateway, StartGateway
+
 PATH = "/v1/responses"
-BODY = {"model": "tiny", "input": "hello", "max_output_tokens": 3}
+BODY: dict[str, Any] = {"model": "tiny", "input": "hello", "max_output_tokens": 3}
 LOGPROBS = "message.output_text.logprobs"
 BEGINNING = [
     "response.created",
@@ -26,20 +30,20 @@ BEGINNING = [
 END = ["response.output_text.done", "response.content_part.done", "response.output_item.done"]
 
 
-def says(*pieces):
+def says(*pieces: Any) -> Any:
     """An engine's script that comes to its end by itself."""
     return lambda submit: [(65, piece) for piece in pieces]
 
 
-def endless(submit):
+def endless(submit: Submit) -> Any:
     return ((65, "x" * 50) for _ in range(submit.stopping.max_tokens))
 
 
-def prompt_of(submit, card) -> str:
+def prompt_of(submit: Submit, card: ModelCard) -> str:
     return tokenizers.Tokenizer.from_str(card.tokenizer_json).decode(submit.prompt_ids)
 
 
-async def events_of(gateway, **fields):
+async def events_of(gateway: RunningGateway, **fields: Any) -> Any:
     stream = await gateway.client.responses.create(**BODY | fields, stream=True)
     return [event async for event in stream]
 
@@ -47,7 +51,7 @@ async def events_of(gateway, **fields):
 # ── answers ──
 
 
-async def test_a_response_has_text_usage_and_identity(start_gateway, card):
+async def test_a_response_has_text_usage_and_identity(start_gateway: StartGateway, card: ModelCard) -> None:
     engine = FakeEngineClient(card, says("4", "2"), verdict=lambda submit: FakeVerdict("standard", num_cached_tokens=7))
     async with start_gateway([engine]) as gateway:
         raw = await gateway.client.responses.with_raw_response.create(
@@ -73,7 +77,9 @@ async def test_a_response_has_text_usage_and_identity(start_gateway, card):
         assert (row.request_id, row.endpoint, row.output_tokens) == (response.id, PATH, 2)
 
 
-async def test_a_stream_has_openais_events_in_their_order_and_ends_with_the_whole(start_gateway, card):
+async def test_a_stream_has_openais_events_in_their_order_and_ends_with_the_whole(
+    start_gateway: StartGateway, card: ModelCard
+) -> None:
     async with start_gateway([FakeEngineClient(card, says("4", "2"))]) as gateway:
         events = await events_of(gateway)
         kinds = [event.type for event in events]
@@ -90,7 +96,9 @@ async def test_a_stream_has_openais_events_in_their_order_and_ends_with_the_whol
         assert {event.response.id for event in (*events[:2], last)} == {last.response.id}
 
 
-async def test_the_clients_own_accumulation_comes_to_the_same_as_an_answer_in_one_piece(start_gateway, card):
+async def test_the_clients_own_accumulation_comes_to_the_same_as_an_answer_in_one_piece(
+    start_gateway: StartGateway, card: ModelCard
+) -> None:
     async with start_gateway([FakeEngineClient(card, says("4", "2"))]) as gateway:
         async with gateway.client.responses.stream(**BODY) as stream:
             streamed = await stream.get_final_response()
@@ -101,7 +109,7 @@ async def test_the_clients_own_accumulation_comes_to_the_same_as_an_answer_in_on
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_that_is_cut_is_incomplete(gateway, stream):
+async def test_an_answer_that_is_cut_is_incomplete(gateway: RunningGateway, stream: bool) -> None:
     if stream:
         *_, item, last = await events_of(gateway)
         assert (item.item.status, last.type) == ("incomplete", "response.incomplete")
@@ -113,8 +121,8 @@ async def test_an_answer_that_is_cut_is_incomplete(gateway, stream):
     assert response.usage.output_tokens == 3
 
 
-async def test_logprobs_come_where_they_are_included_streamed_and_not(gateway):
-    asked = {"include": [LOGPROBS], "top_logprobs": 1}
+async def test_logprobs_come_where_they_are_included_streamed_and_not(gateway: RunningGateway) -> None:
+    asked: dict[str, Any] = {"include": [LOGPROBS], "top_logprobs": 1}
     response = await gateway.client.responses.create(**BODY, **asked)
     whole = response.output[0].content[0].logprobs
     assert [(entry.token, bytes(entry.bytes), entry.logprob) for entry in whole[:2]] == [
@@ -133,8 +141,8 @@ async def test_logprobs_come_where_they_are_included_streamed_and_not(gateway):
 # ── what is asked ──
 
 
-async def test_items_of_every_role_reach_the_chat_template_in_order(gateway, card):
-    answered = {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant"}
+async def test_items_of_every_role_reach_the_chat_template_in_order(gateway: RunningGateway, card: ModelCard) -> None:
+    answered: dict[str, Any] = {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant"}
     items = [
         {"role": "developer", "content": "d"},
         {"role": "user", "content": [{"type": "input_text", "text": "u1"}, {"type": "input_text", "text": "u2"}]},
@@ -147,7 +155,7 @@ async def test_items_of_every_role_reach_the_chat_template_in_order(gateway, car
     assert prompt_of(gateway.engine.submits[0], card) == expected
 
 
-async def test_sampling_and_tier_reach_the_engine_and_default_to_openais(gateway):
+async def test_sampling_and_tier_reach_the_engine_and_default_to_openais(gateway: RunningGateway) -> None:
     await gateway.client.responses.create(**BODY, temperature=0.25, top_p=0.5, service_tier="flex")
     await gateway.client.responses.create(model="tiny", input="hello", reasoning={"effort": "none"}, background=False)
     given, default = gateway.engine.submits
@@ -157,14 +165,14 @@ async def test_sampling_and_tier_reach_the_engine_and_default_to_openais(gateway
     assert default.stopping.max_tokens == 512 - gateway.prompt_tokens("hello")
 
 
-async def test_a_prompt_cache_key_changes_nothing_about_the_salt(gateway):
+async def test_a_prompt_cache_key_changes_nothing_about_the_salt(gateway: RunningGateway) -> None:
     for key in ("a", "b"):
         await gateway.client.responses.create(**BODY, prompt_cache_key=key, safety_identifier=key)
     first, second = gateway.engine.submits
     assert first.cache_salt == second.cache_salt
 
 
-def message(**fields):
+def message(**fields: Any) -> dict[str, Any]:
     return {"input": [fields]}
 
 
@@ -213,7 +221,7 @@ BAD = [
 ]
 
 
-async def test_bad_requests_get_400_that_names_the_field_and_leave_one_row_each(gateway):
+async def test_bad_requests_get_400_that_names_the_field_and_leave_one_row_each(gateway: RunningGateway) -> None:
     for number, (changes, param, words) in enumerate(BAD, 1):
         status, _, answer = await gateway.post(PATH, BODY | changes)
         error = json.loads(answer)["error"]
@@ -224,8 +232,8 @@ async def test_bad_requests_get_400_that_names_the_field_and_leave_one_row_each(
     assert gateway.engine.submits == []
 
 
-async def test_what_changes_no_answer_is_accepted(gateway):
-    harmless = {
+async def test_what_changes_no_answer_is_accepted(gateway: RunningGateway) -> None:
+    harmless: dict[str, Any] = {
         "include": ["reasoning.encrypted_content"], "truncation": "disabled", "text": {"format": {"type": "text"}},
         "tools": [], "tool_choice": None, "metadata": None, "prompt_cache_retention": "24h", "max_tool_calls": 3,
         "something_new": {"a": 1},
@@ -235,7 +243,7 @@ async def test_what_changes_no_answer_is_accepted(gateway):
     assert plain[-1].type == "response.incomplete"
 
 
-async def test_keys_and_models_are_refused_as_everywhere(gateway):
+async def test_keys_and_models_are_refused_as_everywhere(gateway: RunningGateway) -> None:
     with pytest.raises(openai.AuthenticationError):
         await gateway.client.with_options(api_key="mty_no.such").responses.create(**BODY)
     with pytest.raises(openai.PermissionDeniedError) as refused:
@@ -259,7 +267,7 @@ REFUSALS = [
 ]
 
 
-async def test_a_refusal_of_the_engine_has_its_status_even_if_a_stream_was_asked_for(gateway):
+async def test_a_refusal_of_the_engine_has_its_status_even_if_a_stream_was_asked_for(gateway: RunningGateway) -> None:
     for code, reason, error, status in REFUSALS:
         failed = Failed("", 0, code, "no, because", 0, reason, 2.1)
         gateway.engine.script = lambda submit, failed=failed: msgspec.structs.replace(
@@ -271,7 +279,9 @@ async def test_a_refusal_of_the_engine_has_its_status_even_if_a_stream_was_asked
             assert caught.value.status_code == status
 
 
-async def test_an_engine_that_dies_in_mid_stream_leaves_an_error_and_a_failed_response(start_gateway, card):
+async def test_an_engine_that_dies_in_mid_stream_leaves_an_error_and_a_failed_response(
+    start_gateway: StartGateway, card: ModelCard
+) -> None:
     engine = FakeEngineClient(card, lambda submit: ((65, "x") for _ in range(10_000)))
     async with start_gateway([engine], credit_window_tokens=8) as gateway:
         stream = await gateway.client.responses.create(**BODY | {"max_output_tokens": 400}, stream=True)
@@ -290,11 +300,11 @@ async def test_an_engine_that_dies_in_mid_stream_leaves_an_error_and_a_failed_re
         assert (row.outcome, row.http_status, row.error_code) == ("failed", 200, "engine_failed")
 
 
-async def test_a_stream_goes_on_at_another_engine(start_gateway, new_card):
+async def test_a_stream_goes_on_at_another_engine(start_gateway: StartGateway, new_card: NewCard) -> None:
     engines = [FakeEngineClient(new_card(f"engine-{number}")) for number in range(2)]
     left = [10]
 
-    def dies_once(submit):
+    def dies_once(submit: Submit) -> Iterator[Any]:
         for position, piece in enumerate(count_aloud(submit)):
             if [position] == left:
                 left.clear()
@@ -310,7 +320,9 @@ async def test_a_stream_goes_on_at_another_engine(start_gateway, new_card):
         assert sorted(len(engine.submits) for engine in engines) == [1, 1]
 
 
-async def test_a_client_that_leaves_in_mid_stream_ends_its_request_at_the_engine(start_gateway, new_card):
+async def test_a_client_that_leaves_in_mid_stream_ends_its_request_at_the_engine(
+    start_gateway: StartGateway, new_card: NewCard
+) -> None:
     engine = FakeEngineClient(new_card(max_context_tokens=10_000_000), endless)
     async with start_gateway([engine]) as gateway:
         async with gateway.client.responses.stream(**BODY | {"max_output_tokens": 1_000_000}) as stream:
@@ -323,12 +335,19 @@ async def test_a_client_that_leaves_in_mid_stream_ends_its_request_at_the_engine
         assert engine.state.num_inflight == 0
 
 
-async def test_a_limit_that_is_used_up_cuts_a_response_and_then_refuses_one(start_gateway, card):
+async def test_a_limit_that_is_used_up_cuts_a_response_and_then_refuses_one(
+    start_gateway: StartGateway, card: ModelCard
+) -> None:
     async with start_gateway([FakeEngineClient(card)], stores_usage=True, credit_window_tokens=8) as gateway:
         size = gateway.prompt_tokens("hello")
         _, _, answer = await gateway.request("GET", "/admin/v1/tenants", key=gateway.admin_key)
         (tenant,) = json.loads(answer)["data"]
-        limit = {"level": "tenant", "scope_id": tenant["id"], "kind": "tokens_per_day", "cap": size + 20}
+        limit: dict[str, Any] = {
+            "level": "tenant",
+            "scope_id": tenant["id"],
+            "kind": "tokens_per_day",
+            "cap": size + 20,
+        }
         assert (await gateway.request("PUT", "/admin/v1/quotas", json.dumps(limit).encode(), gateway.admin_key))[
             0
         ] == 200
@@ -339,7 +358,7 @@ async def test_a_limit_that_is_used_up_cuts_a_response_and_then_refuses_one(star
         assert refused.value.code == "quota_exceeded"
 
 
-async def test_responses_at_once_do_not_mix(start_gateway, card):
+async def test_responses_at_once_do_not_mix(start_gateway: StartGateway, card: ModelCard) -> None:
     engine = FakeEngineClient(card, lambda submit: [(65, f"{len(submit.prompt_ids)},") for _ in range(20)])
     async with start_gateway([engine]) as gateway:
         asked = ["x" * n for n in range(1, 9)]

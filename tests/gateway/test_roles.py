@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import openai
@@ -24,19 +27,21 @@ from moiety_platform.routing.choose import kv_address_of, partner_among
 from moiety_text.folder import read_text_model
 from moiety_wire.classes import STANDARD
 from moiety_wire.figures import Load, StepCosts
-from moiety_wire.messages import Failed, FailureCode
+from moiety_wire.messages import Failed, FailureCode, ModelCard, Submit
 from moiety_wire.notes import Reason
 from moiety_wire.roles import EngineRole, transfer_token
 
+from .conftest import NewCard, RunningGateway, SpanList, StartGateway
+
 START_S = 120.0
 HELLO = [{"role": "user", "content": "hello"}]
-ASK = {"model": "tiny", "messages": HELLO, "max_tokens": 60}
+ASK: dict[str, Any] = {"model": "tiny", "messages": HELLO, "max_tokens": 60}
 WHOLE = " ".join(str(1 + i) for i in range(60))
 
 
 @pytest.fixture
-def engine_of(new_card):
-    def make(role: EngineRole, number: int = 0, **settings) -> FakeEngineClient:
+def engine_of(new_card: NewCard) -> Callable[..., FakeEngineClient]:
+    def make(role: EngineRole, number: int = 0, **settings: Any) -> FakeEngineClient:
         card = msgspec.structs.replace(
             new_card(f"{role}-{number}", embedding_width=8),
             role=role,
@@ -50,15 +55,17 @@ def engine_of(new_card):
     return make
 
 
-async def text_of(stream) -> str:
+async def text_of(stream: Any) -> str:
     return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
 
-async def answer_of(gateway, **changes) -> str:
+async def answer_of(gateway: RunningGateway, **changes: Any) -> str:
     return await text_of(await gateway.client.chat.completions.create(**{**ASK, **changes}, stream=True))
 
 
-async def test_the_prompt_goes_to_one_engine_and_the_answer_comes_from_another(start_gateway, engine_of, spans):
+async def test_the_prompt_goes_to_one_engine_and_the_answer_comes_from_another(
+    start_gateway: StartGateway, engine_of: Callable[..., FakeEngineClient], spans: SpanList
+) -> None:
     prefill, decode = engine_of(EngineRole.PREFILL), engine_of(EngineRole.DECODE, 5)
     async with start_gateway([prefill, decode], spans) as gateway:
         assert await answer_of(gateway) == WHOLE
@@ -77,7 +84,9 @@ async def test_the_prompt_goes_to_one_engine_and_the_answer_comes_from_another(s
     assert names == ["engine.queue", "engine.prefill", "engine.queue", "engine.prefill", "engine.decode"]
 
 
-async def test_answers_are_spread_over_the_engines_that_write_them(start_gateway, engine_of):
+async def test_answers_are_spread_over_the_engines_that_write_them(
+    start_gateway: StartGateway, engine_of: Callable[..., FakeEngineClient]
+) -> None:
     prefill = engine_of(EngineRole.PREFILL)
     decodes = [engine_of(EngineRole.DECODE, number) for number in range(3)]
     async with start_gateway([prefill, *decodes]) as gateway:
@@ -86,7 +95,9 @@ async def test_answers_are_spread_over_the_engines_that_write_them(start_gateway
     assert [len(engine.submits) for engine in decodes] == [3, 3, 3]
 
 
-async def test_a_stop_string_over_the_seam_ends_the_answer(start_gateway, engine_of):
+async def test_a_stop_string_over_the_seam_ends_the_answer(
+    start_gateway: StartGateway, engine_of: Callable[..., FakeEngineClient]
+) -> None:
     engines = [engine_of(EngineRole.PREFILL), engine_of(EngineRole.DECODE)]
     async with start_gateway(engines) as gateway:
         assert await answer_of(gateway, stop=["1 2"]) == ""
@@ -95,12 +106,14 @@ async def test_a_stop_string_over_the_seam_ends_the_answer(start_gateway, engine
 
 
 @pytest.mark.parametrize("victim", ["prefill", "decode", "decode before the hand-over"])
-async def test_what_a_lost_engine_had_is_computed_and_written_by_others(start_gateway, engine_of, victim):
+async def test_what_a_lost_engine_had_is_computed_and_written_by_others(
+    start_gateway: StartGateway, engine_of: Callable[..., FakeEngineClient], victim: str
+) -> None:
     prefills = [engine_of(EngineRole.PREFILL, number) for number in range(2)]
     decodes = [engine_of(EngineRole.DECODE, number) for number in range(2)]
-    killed = []
+    killed: list[Any] = []
 
-    def script(submit):
+    def script(submit: Submit) -> Iterator[Any]:
         for position, piece in enumerate(count_aloud(submit)):
             if not killed and position == (10 if victim == "decode" else 0):
                 (busy,) = [engine for engine in [*prefills, *decodes] if engine.state.num_inflight]
@@ -120,7 +133,9 @@ async def test_what_a_lost_engine_had_is_computed_and_written_by_others(start_ga
     assert killed[0].card.role is (EngineRole.PREFILL if victim == "prefill" else EngineRole.DECODE)
 
 
-async def test_an_engine_that_refuses_what_is_handed_over_does_not_lose_it(start_gateway, engine_of):
+async def test_an_engine_that_refuses_what_is_handed_over_does_not_lose_it(
+    start_gateway: StartGateway, engine_of: Callable[..., FakeEngineClient]
+) -> None:
     full = Failed("", 0, FailureCode.OVERLOADED, "full", reason=Reason.QUEUE_FULL)
     refusing = engine_of(EngineRole.DECODE, 0)
     refusing.script = lambda submit: msgspec.structs.replace(full, request_id=submit.request_id)
@@ -130,7 +145,9 @@ async def test_an_engine_that_refuses_what_is_handed_over_does_not_lose_it(start
         assert len(refusing.submits) == len(engines[2].submits) == 1
 
 
-async def test_without_an_engine_for_answers_one_of_both_roles_serves_or_the_client_is_told(start_gateway, engine_of):
+async def test_without_an_engine_for_answers_one_of_both_roles_serves_or_the_client_is_told(
+    start_gateway: StartGateway, engine_of: Callable[..., FakeEngineClient]
+) -> None:
     prefill, both = engine_of(EngineRole.PREFILL), engine_of(EngineRole.BOTH)
     async with start_gateway([prefill, both]) as gateway:
         assert await answer_of(gateway) == WHOLE
@@ -143,7 +160,9 @@ async def test_without_an_engine_for_answers_one_of_both_roles_serves_or_the_cli
         assert len(embedded.data[0].embedding) == 8
 
 
-async def test_without_an_engine_for_prompts_those_for_answers_serve_whole_requests(start_gateway, engine_of):
+async def test_without_an_engine_for_prompts_those_for_answers_serve_whole_requests(
+    start_gateway: StartGateway, engine_of: Callable[..., FakeEngineClient]
+) -> None:
     prefill, decode = engine_of(EngineRole.PREFILL), engine_of(EngineRole.DECODE)
     async with start_gateway([prefill, decode]) as gateway:
         prefill.die()
@@ -152,14 +171,24 @@ async def test_without_an_engine_for_prompts_those_for_answers_serve_whole_reque
         assert (submit.hand_over, submit.transfer_id, submit.resumed_ids) == (None, "", None)
 
 
-async def test_one_token_needs_no_other_engine(start_gateway, engine_of):
+async def test_one_token_needs_no_other_engine(
+    start_gateway: StartGateway, engine_of: Callable[..., FakeEngineClient]
+) -> None:
     prefill, decode = engine_of(EngineRole.PREFILL), engine_of(EngineRole.DECODE)
     async with start_gateway([prefill, decode]) as gateway:
         assert await answer_of(gateway, max_tokens=1) == "1"
         assert (len(prefill.submits), decode.submits) == (1, [])
 
 
-def state_of(card, role, *, address="tcp://10.0.0.1:5757", running=0, step_s=0.01, kv_address="tcp://*:7000"):
+def state_of(
+    card: ModelCard,
+    role: str,
+    *,
+    address: str = "tcp://10.0.0.1:5757",
+    running: int = 0,
+    step_s: float = 0.01,
+    kv_address: str = "tcp://*:7000",
+) -> EngineState:
     costs = StepCosts(step_s, 1e-4, (), 0, 0, 0)
     load = Load(running, 0, 0, 100, 0, 0, 16, 0, 0, 0, 0, 0, engine_id="e", seq=0, step_costs=costs)
     hands_over = role is EngineRole.PREFILL
@@ -167,7 +196,9 @@ def state_of(card, role, *, address="tcp://10.0.0.1:5757", running=0, step_s=0.0
     return EngineState(address, True, "", card, load, 0, load_age_s=0.0)
 
 
-def test_who_goes_on_is_one_for_answers_then_one_that_keeps_the_pace_then_the_one_with_least_to_do(any_card):
+def test_who_goes_on_is_one_for_answers_then_one_that_keeps_the_pace_then_the_one_with_least_to_do(
+    any_card: ModelCard,
+) -> None:
     both = state_of(any_card, EngineRole.BOTH, address="both")
     slow = state_of(any_card, EngineRole.DECODE, address="slow", step_s=1.0)
     busy = state_of(any_card, EngineRole.DECODE, address="busy", running=9)
@@ -190,12 +221,14 @@ def test_who_goes_on_is_one_for_answers_then_one_that_keeps_the_pace_then_the_on
         ("tcp://10.0.0.1:5757", "tcp://10.9.9.9:7000", "tcp://10.9.9.9:7000"),
     ],
 )
-def test_kv_goes_to_the_host_at_which_the_engine_was_reached(any_card, address, kv_address, expected):
+def test_kv_goes_to_the_host_at_which_the_engine_was_reached(
+    any_card: ModelCard, address: str, kv_address: str, expected: str
+) -> None:
     assert kv_address_of(state_of(any_card, EngineRole.DECODE, address=address, kv_address=kv_address)) == expected
 
 
 @asynccontextmanager
-async def fronts_of(tmp_path, roles):
+async def fronts_of(tmp_path: Path, roles: Any) -> AsyncIterator[tuple[Any, ...]]:
     """Real engines of these roles on the bundled model, each with a core process."""
     folder = resolve_checkpoint("")
     key = tmp_path / "key"
@@ -227,7 +260,7 @@ async def fronts_of(tmp_path, roles):
         context.destroy(linger=0)
 
 
-async def test_two_real_engines_say_what_one_says(start_gateway, tmp_path, spans):
+async def test_two_real_engines_say_what_one_says(start_gateway: StartGateway, tmp_path: Path, spans: SpanList) -> None:
     long = "Add 17 to 25, then tell the capital of France. " * 12
     asked = [
         {"model": "tiny", "prompt": prompt, "max_tokens": 40, **sampling}

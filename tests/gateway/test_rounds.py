@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -35,12 +36,12 @@ def work() -> Work:
 
 
 @pytest.fixture(autouse=True)
-async def in_time():
+async def in_time() -> AsyncIterator[None]:
     async with asyncio.timeout(DEADLINE_S):
         yield
 
 
-async def test_rounds_are_made_by_the_clock_and_when_woken(work):
+async def test_rounds_are_made_by_the_clock_and_when_woken(work: Work) -> None:
     by_clock, woken = PeriodicTask("by-clock", work, 0.001), PeriodicTask("woken", work, LONG_S)
     for rounds in (by_clock, woken):
         rounds.start()
@@ -52,7 +53,9 @@ async def test_rounds_are_made_by_the_clock_and_when_woken(work):
     assert work.num_done == 0
 
 
-async def test_failures_are_told_an_outage_once_and_the_work_goes_on(work, capsys):
+async def test_failures_are_told_an_outage_once_and_the_work_goes_on(
+    work: Work, capsys: pytest.CaptureFixture[str]
+) -> None:
     rounds = PeriodicTask("counting", work, 0.001)
     rounds.start()
     away = Unavailable("the database is away")
@@ -67,7 +70,7 @@ async def test_failures_are_told_an_outage_once_and_the_work_goes_on(work, capsy
     assert "round_failed" in said[2]
 
 
-async def test_nobody_wakes_it_in_the_pause_after_a_failure_but_a_stop_ends_it(work):
+async def test_nobody_wakes_it_in_the_pause_after_a_failure_but_a_stop_ends_it(work: Work) -> None:
     rounds = PeriodicTask("pausing", work, 0.001, pause_s=LONG_S)
     work.permits.put_nowait(Unavailable("the database is away"))
     rounds.start()
@@ -77,7 +80,7 @@ async def test_nobody_wakes_it_in_the_pause_after_a_failure_but_a_stop_ends_it(w
     assert work.begun.locked()  # no other round
 
 
-async def test_a_stop_waits_for_the_round_that_is_being_made(work):
+async def test_a_stop_waits_for_the_round_that_is_being_made(work: Work) -> None:
     rounds = PeriodicTask("stopping", work, 0.001)
     rounds.start()
     await work.begun.acquire()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -15,24 +17,41 @@ from moiety_platform.openai_api.schemas import ChatBody
 from moiety_platform.routing.choose import choose
 from moiety_wire.classes import FLEX, PRIORITY, STANDARD
 from moiety_wire.figures import ClassLoad, Load, SleepState
-from moiety_wire.messages import Abort, Accepted, Extend, Finished, FinishReason, Sampling, Stopping, Submit, Tokens
+from moiety_wire.messages import (
+    Abort,
+    Accepted,
+    Extend,
+    Finished,
+    FinishReason,
+    ModelCard,
+    Sampling,
+    Stopping,
+    Submit,
+    Tokens,
+)
 from moiety_wire.notes import Phases, Reason
 from moiety_wire.seeds import seed_of_choice
+
+from .conftest import NewCard
 
 ACCEPTED = Accepted("r", 0, "standard", Reason.IN_TIME)
 
 
-def load(**changes) -> Load:
-    fields = dict.fromkeys(Load.__struct_fields__, 0) | {"engine_id": "e", "draining": False, "classes": []}
+def load(**changes: Any) -> Load:
+    fields: dict[str, Any] = dict.fromkeys(Load.__struct_fields__, 0) | {
+        "engine_id": "e",
+        "draining": False,
+        "classes": [],
+    }
     fields["sleep"] = SleepState.AWAKE
     return Load(**{**fields, **changes})
 
 
-def state(card, address, *, healthy=True, inflight=0, **loads) -> EngineState:
+def state(card: ModelCard, address: str, *, healthy: bool = True, inflight: int = 0, **loads: Any) -> EngineState:
     return EngineState(address, healthy, "" if healthy else "gone", card, load(**loads) if loads else None, inflight)
 
 
-def test_the_engine_with_the_least_to_do_is_chosen(new_card):
+def test_the_engine_with_the_least_to_do_is_chosen(new_card: NewCard) -> None:
     engines = [
         state(new_card(), "a", num_running=3),
         state(new_card(), "b", num_running=1, num_waiting=1),
@@ -46,17 +65,24 @@ def test_the_engine_with_the_least_to_do_is_chosen(new_card):
     assert choose(engines, "other").address == "d"
 
 
-def busy(card, address, predicted_ttft_s, *, age_s=0.5, **loads) -> EngineState:
+def busy(
+    card: ModelCard, address: str, predicted_ttft_s: float | None, *, age_s: float = 0.5, **loads: Any
+) -> EngineState:
     classes = [class_load("priority", predicted_ttft_s=predicted_ttft_s), class_load("flex", predicted_ttft_s=0.0)]
     return EngineState(address, True, "", card, load(classes=classes, **loads), 0, age_s)
 
 
-def class_load(name, **changes) -> ClassLoad:
-    fields = dict.fromkeys(ClassLoad.__struct_fields__, 0) | {"rejected_total": {}, "preempted_total": {}}
+def class_load(name: str, **changes: Any) -> ClassLoad:
+    fields: dict[str, Any] = dict.fromkeys(ClassLoad.__struct_fields__, 0) | {
+        "rejected_total": {},
+        "preempted_total": {},
+    }
     return ClassLoad(**{**fields, "name": name, **changes})
 
 
-def test_the_engine_with_the_shortest_predicted_wait_in_the_class_is_chosen_and_then_the_one_with_least_to_do(new_card):
+def test_the_engine_with_the_shortest_predicted_wait_in_the_class_is_chosen_and_then_the_one_with_least_to_do(
+    new_card: NewCard,
+) -> None:
     card = new_card()
     engines = [busy(card, "long", 2.0), busy(card, "short", 0.3, num_running=9), busy(card, "idle", 0.5, num_running=2)]
     assert choose(engines, "tiny", PRIORITY).address == "short"
@@ -65,7 +91,7 @@ def test_the_engine_with_the_shortest_predicted_wait_in_the_class_is_chosen_and_
     assert choose(alike, "tiny", PRIORITY).address == "b"  # such a difference is noise
 
 
-def test_an_engine_that_has_not_been_heard_for_long_comes_after_those_that_have(new_card):
+def test_an_engine_that_has_not_been_heard_for_long_comes_after_those_that_have(new_card: NewCard) -> None:
     card = new_card()
     engines = [busy(card, "stale", 0.0, age_s=3.0), busy(card, "slow", 9.0, num_running=9)]
     assert choose(engines, "tiny", PRIORITY).address == "slow"
@@ -73,7 +99,7 @@ def test_an_engine_that_has_not_been_heard_for_long_comes_after_those_that_have(
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(0, 5), st.integers(0, 5)), max_size=6))
-def test_a_choice_is_always_healthy_and_none_is_better(any_card, engines):
+def test_a_choice_is_always_healthy_and_none_is_better(any_card: ModelCard, engines: Any) -> None:
     card = any_card
     states = [
         state(card, str(i), healthy=healthy, inflight=inflight, draining=draining, num_running=running)
@@ -90,7 +116,7 @@ def test_a_choice_is_always_healthy_and_none_is_better(any_card, engines):
         assert max(chosen.load.num_running, chosen.num_inflight) == min(work)
 
 
-def test_a_request_goes_to_an_engine_whose_context_holds_it(new_card):
+def test_a_request_goes_to_an_engine_whose_context_holds_it(new_card: NewCard) -> None:
     short = state(new_card(max_context_tokens=100), "short")
     long = state(new_card(max_context_tokens=200), "long", num_running=9)
     assert choose([short, long], "tiny", context_tokens=100).address == "short"
@@ -99,24 +125,24 @@ def test_a_request_goes_to_an_engine_whose_context_holds_it(new_card):
         choose([short], "tiny", context_tokens=101)
 
 
-def test_an_unknown_model_is_not_found_only_when_some_model_is_known(new_card):
+def test_an_unknown_model_is_not_found_only_when_some_model_is_known(new_card: NewCard) -> None:
     with pytest.raises(NotFound, match="available: tiny"):
         choose([state(new_card(), "a", healthy=False)], "other")
     with pytest.raises(Unavailable):
         choose([state(None, "a", healthy=False)], "other")
 
 
-def opened(credit_tokens=10):
-    sent = []
+def opened(credit_tokens: int = 10) -> tuple[Any, ...]:
+    sent: list[Any] = []
     submit = Submit("r", 0, "m", "t", STANDARD, [1], Sampling(), Stopping(100), credit_tokens, b"", 0)
     return EngineStream(submit, None, sent.append), sent
 
 
-def finished(seq, num_output_tokens, reason=FinishReason.STOP) -> Finished:
+def finished(seq: Any, num_output_tokens: int, reason: Any = FinishReason.STOP) -> Finished:
     return Finished("r", seq, reason, 1, 0, num_output_tokens, Phases(0))
 
 
-async def test_messages_in_order_pass_and_the_end_brings_the_exact_count():
+async def test_messages_in_order_pass_and_the_end_brings_the_exact_count() -> None:
     stream, _ = opened()
     for message in (ACCEPTED, Tokens("r", 1, 0, [1, 2], "ab"), Tokens("r", 2, 2, [3], "c"), finished(3, 4)):
         stream.deliver(message)
@@ -133,7 +159,7 @@ async def test_messages_in_order_pass_and_the_end_brings_the_exact_count():
         Tokens("r", 1, 0, [1] * 11, "a"),  # beyond the credit
     ],
 )
-async def test_a_gap_a_repeat_or_more_than_the_credit_breaks_the_stream_off(wrong):
+async def test_a_gap_a_repeat_or_more_than_the_credit_breaks_the_stream_off(wrong: Any) -> None:
     stream, sent = opened(credit_tokens=10)
     stream.deliver(ACCEPTED)
     stream.deliver(wrong)
@@ -144,7 +170,7 @@ async def test_a_gap_a_repeat_or_more_than_the_credit_breaks_the_stream_off(wron
     assert sent == [Abort("r", 1)]
 
 
-async def test_tokens_before_the_verdict_break_the_stream_off():
+async def test_tokens_before_the_verdict_break_the_stream_off() -> None:
     stream, sent = opened()
     stream.deliver(Tokens("r", 0, 0, [1], "a"))
     with pytest.raises(EngineFailed, match="before the verdict"):
@@ -152,7 +178,7 @@ async def test_tokens_before_the_verdict_break_the_stream_off():
     assert sent == [Abort("r", 1)]
 
 
-async def test_credit_only_grows_and_nothing_is_sent_after_the_end():
+async def test_credit_only_grows_and_nothing_is_sent_after_the_end() -> None:
     stream, sent = opened(credit_tokens=10)
     stream.extend(20)
     stream.extend(15)
@@ -162,7 +188,7 @@ async def test_credit_only_grows_and_nothing_is_sent_after_the_end():
     assert sent == [Extend("r", 1, 20)]
 
 
-async def test_an_end_that_nobody_asked_for_is_a_failure_not_a_short_answer():
+async def test_an_end_that_nobody_asked_for_is_a_failure_not_a_short_answer() -> None:
     stream, _ = opened()
     stream.deliver(finished(0, 3, FinishReason.ABORT))
     with pytest.raises(EngineFailed):
@@ -171,7 +197,7 @@ async def test_an_end_that_nobody_asked_for_is_a_failure_not_a_short_answer():
 
 
 @given(st.none() | st.integers(-(2**63), 2**63 - 1))
-def test_seeds_of_choices_differ_fit_the_wire_and_begin_with_the_request_s_own(seed):
+def test_seeds_of_choices_differ_fit_the_wire_and_begin_with_the_request_s_own(seed: Any) -> None:
     seeds = [seed_of_choice(seed, choice) for choice in range(16)]
     assert seeds[0] == seed
     if seed is not None:
@@ -188,22 +214,22 @@ _nested = st.recursive(
 )
 
 
-def _depth(value) -> int:
+def _depth(value: Any) -> int:
     children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
     return 0 if children is None else 1 + max(map(_depth, children), default=0)
 
 
 @given(_nested, st.integers(1, 6))
-def test_the_limit_of_depth_counts_brackets_outside_of_strings_only(value, limit):
+def test_the_limit_of_depth_counts_brackets_outside_of_strings_only(value: Any, limit: Any) -> None:
     with pytest.raises(BadRequest) as caught:
         decode_body(ChatBody, msgspec.json.encode({"x": value}), limit)
     assert (caught.value.code == "json_too_deep") == (1 + _depth(value) > limit)
 
 
-def test_an_engine_proves_that_it_holds_nothing_only_if_it_ran_all_the_while(new_card):
+def test_an_engine_proves_that_it_holds_nothing_only_if_it_ran_all_the_while(new_card: NewCard) -> None:
     """Also to a gateway that was started later, as the only one is after its predecessor was killed."""
 
-    def told(**loads) -> EngineState:
+    def told(**loads: Any) -> EngineState:
         fields = {"unacknowledged_replicas": [], **loads}
         return EngineState("a", True, "", new_card(), load(**fields), 0, 0.1, connected_for_s=3.0)
 

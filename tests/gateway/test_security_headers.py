@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from moiety_platform.security_headers import SECURITY_HEADERS
+
+from .conftest import RunningGateway
 
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
 
@@ -16,7 +19,7 @@ def fields_of(answer: bytes) -> list[tuple[str, str]]:
     return [(name.lower(), value.strip()) for name, _, value in (line.partition(":") for line in lines)]
 
 
-async def raw(gateway, data: bytes) -> bytes:
+async def raw(gateway: RunningGateway, data: bytes) -> bytes:
     reader, writer = await asyncio.open_connection(*gateway.address)
     writer.write(data)
     async with asyncio.timeout(60):
@@ -25,7 +28,7 @@ async def raw(gateway, data: bytes) -> bytes:
     return answer
 
 
-def request(gateway, line: str, body: str = "", key: str = "") -> bytes:
+def request(gateway: RunningGateway, line: str, body: str = "", key: str = "") -> bytes:
     fields = f"Host: t\r\nConnection: close\r\nContent-Length: {len(body)}\r\n"
     fields += f"Authorization: Bearer {key or gateway.key}\r\n"
     return f"{line} HTTP/1.1\r\n{fields}\r\n{body}".encode()
@@ -53,7 +56,9 @@ CHAT = '{"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "m
         ("GET /a#b", "", "", 400),
     ],
 )
-async def test_every_answer_has_each_security_header_once(gateway, line, body, key, status):
+async def test_every_answer_has_each_security_header_once(
+    gateway: RunningGateway, line: str, body: Any, key: str, status: int
+) -> None:
     answer = await raw(gateway, request(gateway, line, body, key))
     assert answer.startswith(f"HTTP/1.1 {status} ".encode()), answer
     fields = fields_of(answer)
@@ -63,6 +68,6 @@ async def test_every_answer_has_each_security_header_once(gateway, line, body, k
     assert "access-control-allow-origin" not in dict(fields), "no page of another origin may read answers"
 
 
-async def test_an_answer_on_a_kept_connection_has_them_as_well(gateway):
+async def test_an_answer_on_a_kept_connection_has_them_as_well(gateway: RunningGateway) -> None:
     _, headers, _ = await gateway.post("/v1/chat/completions", BODY)
     assert {name: headers[name] for name, _ in SECURITY_HEADERS} == dict(SECURITY_HEADERS)

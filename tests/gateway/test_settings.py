@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -16,13 +17,13 @@ THEIRS = "openai+http://h:1/v1?model=m&kind=vllm&tokenizer=/m"
 
 
 @pytest.fixture
-def toml(tmp_path):
+def toml(tmp_path: Path) -> Path:
     path = tmp_path / "moiety.toml"
     path.write_text('[gateway]\nport = 9000\nhost = "0.0.0.0"\nengines = ["tcp://a:1"]\n[engine]\nother = 1\n')
     return path
 
 
-def test_flags_win_over_the_environment_and_it_wins_over_the_file(toml, monkeypatch):
+def test_flags_win_over_the_environment_and_it_wins_over_the_file(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOIETY_PORT", "9001")
     monkeypatch.setenv("MOIETY_ENGINES", "tcp://b:1, ipc:///run/c")
     loaded = GatewaySettings.load(toml, drain_s=5, port=None)
@@ -31,14 +32,14 @@ def test_flags_win_over_the_environment_and_it_wins_over_the_file(toml, monkeypa
     assert GatewaySettings.load(toml, port=9002).port == 9002
 
 
-def test_yaml_is_read_as_well(tmp_path):
+def test_yaml_is_read_as_well(tmp_path: Path) -> None:
     path = tmp_path / "moiety.yaml"
     path.write_text("gateway:\n  port: 9000\n  data_dir: /srv\n")
     loaded = GatewaySettings.load(path)
     assert (loaded.port, loaded.store_url) == (9000, "sqlite+aiosqlite:////srv/moiety.db")
 
 
-def test_a_database_url_replaces_the_embedded_store():
+def test_a_database_url_replaces_the_embedded_store() -> None:
     assert GatewaySettings(database_url="postgresql://db/x").store_url == "postgresql://db/x"
 
 
@@ -46,7 +47,7 @@ def test_a_database_url_replaces_the_embedded_store():
     ("text", "words"),
     [("port = 1", None), ("[gateway", "not valid TOML"), ("gateway = 7", "must be a table")],
 )
-def test_a_file_that_is_malformed_is_refused_with_its_name(tmp_path, text, words):
+def test_a_file_that_is_malformed_is_refused_with_its_name(tmp_path: Path, text: str, words: str | None) -> None:
     path = tmp_path / "moiety.toml"
     path.write_text(text)
     if words is None:
@@ -56,7 +57,7 @@ def test_a_file_that_is_malformed_is_refused_with_its_name(tmp_path, text, words
             GatewaySettings.load(path)
 
 
-def test_a_missing_file_is_refused_with_what_to_check():
+def test_a_missing_file_is_refused_with_what_to_check() -> None:
     with pytest.raises(ConfigFileError, match="check the path given as --config"):
         GatewaySettings.load(Path("/nowhere/moiety.toml"))
 
@@ -83,12 +84,12 @@ def test_a_missing_file_is_refused_with_what_to_check():
         ({"keep_requests_days": 30}, "at least 62 days"),
     ],
 )
-def test_a_wrong_setting_is_refused_by_name(changes, words):
+def test_a_wrong_setting_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError, match=words):
         GatewaySettings(**changes)
 
 
-def test_a_password_in_an_address_is_refused_without_being_repeated():
+def test_a_password_in_an_address_is_refused_without_being_repeated() -> None:
     with pytest.raises(ValidationError) as caught:
         GatewaySettings(engines=THEIRS.replace("h:1", "me:word-of-mine@h:1"))
     (error,) = caught.value.errors()
@@ -96,15 +97,15 @@ def test_a_password_in_an_address_is_refused_without_being_repeated():
     assert "word-of-mine" not in error["msg"]
 
 
-def test_the_key_of_a_server_of_others_does_not_show_in_a_representation():
+def test_the_key_of_a_server_of_others_does_not_show_in_a_representation() -> None:
     assert "secret words" not in repr(GatewaySettings(external_engine_api_key="secret words"))
 
 
-def test_the_pepper_does_not_show_in_a_representation():
+def test_the_pepper_does_not_show_in_a_representation() -> None:
     assert "secret words" not in repr(GatewaySettings(key_pepper="secret words"))
 
 
-def test_the_bounds_on_a_body_are_by_default_those_of_the_settings():
+def test_the_bounds_on_a_body_are_by_default_those_of_the_settings() -> None:
     assert ShapeLimits.of(GatewaySettings()) == DEFAULT_SHAPE
 
 
@@ -116,12 +117,12 @@ def test_the_bounds_on_a_body_are_by_default_those_of_the_settings():
         ("postgresql://u:p@db/moiety", "postgresql://u:p@db/moiety"),
     ],
 )
-def test_traces_are_kept_beside_sqlite_and_in_postgresql_and_elsewhere_if_said_so(store, traces):
+def test_traces_are_kept_beside_sqlite_and_in_postgresql_and_elsewhere_if_said_so(store: str, traces: str) -> None:
     assert GatewaySettings.load(database_url=store).traces_url == traces
     assert GatewaySettings.load(database_url=store, traces_database_url="sqlite:///t.db").traces_url == "sqlite:///t.db"
 
 
-def test_the_trace_store_goes_by_the_gateways_database_of_the_same_file(tmp_path):
+def test_the_trace_store_goes_by_the_gateways_database_of_the_same_file(tmp_path: Path) -> None:
     config = tmp_path / "moiety.toml"
     config.write_text(
         '[gateway]\nport = 1\ndatabase_url = "postgresql://db/moiety"\ntraces_token = "one for both of them"\n'
@@ -132,7 +133,7 @@ def test_the_trace_store_goes_by_the_gateways_database_of_the_same_file(tmp_path
     assert "both" not in repr(settings)
 
 
-def test_rates_of_classes_are_written_in_one_line_and_a_store_needs_its_token(monkeypatch):
+def test_rates_of_classes_are_written_in_one_line_and_a_store_needs_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOIETY_TRACE_SAMPLE_RATES", "priority=1, batch=0.01")
     assert GatewaySettings.load().trace_sample_rates == {"priority": 1.0, "batch": 0.01}
     for wrong in ("priority=2", "priority", "priority=often"):
@@ -144,7 +145,9 @@ def test_rates_of_classes_are_written_in_one_line_and_a_store_needs_its_token(mo
         GatewaySettings.load(traces_endpoint="http://127.0.0.1:4318/otlp")
 
 
-def test_of_what_belongs_together_one_part_may_stand_in_the_file_and_another_in_the_environment(toml, monkeypatch):
+def test_of_what_belongs_together_one_part_may_stand_in_the_file_and_another_in_the_environment(
+    toml: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As in a cluster, where the file is a ConfigMap and the environment has the secrets."""
     monkeypatch.setenv("MOIETY_TRACES_TOKEN", "t" * 32)
     with pytest.raises(ValidationError, match="traces_endpoint and traces_token together"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,26 +12,34 @@ from anthropic import AsyncAnthropic
 
 from moiety_platform.engine_client.fake import FakeEngineClient, admit
 from moiety_text.tokenizer import Tokenizer
+from moiety_wire.messages import ModelCard, Submit
 
+from .conftest import RunningGateway, StartGateway, Until
 from .test_quotas import admin, limit, used
 from .test_tool_loops import OPENAI_TOOLS, hermes, prompt_of
 
-FIRST = [{"role": "user", "content": "Is it warm?"}]
+FIRST: list[Any] = [{"role": "user", "content": "Is it warm?"}]
 SAID = "<think>\nHm, 17.\n</think>\n\nYes, quite."
 
 
 @pytest.fixture
-def foreseeing(start_gateway, thinking_card, until):
+def foreseeing(
+    start_gateway: StartGateway, thinking_card: ModelCard, until: Until
+) -> Callable[..., AbstractAsyncContextManager[Any]]:
     """A gateway whose model thinks, and whose one tenant has its next turns foreseen; the prompts of requests and those
     that were foreseen are told as texts."""
 
     @asynccontextmanager
-    async def start(speculative_prefill="free", *, able=True, answer=SAID, **settings):
+    async def start(
+        speculative_prefill: str = "free", *, able: bool = True, answer: Any = SAID, **settings: Any
+    ) -> AsyncIterator[Any]:
         engine = FakeEngineClient(msgspec.structs.replace(thinking_card, speculative_prefill=able))
         tokenizer = Tokenizer.from_json(thinking_card.tokenizer_json)
         ids = tokenizer.encode(answer)
         engine.script = lambda submit: [(one, tokenizer.decode([one], skip_special_tokens=False)) for one in ids]
-        async with start_gateway([engine], stores_usage=True, **settings) as gateway:
+        running: Any  # a gateway, and what the tests of this file ask it
+        async with start_gateway([engine], stores_usage=True, **settings) as running:
+            gateway = running
             (tenant,) = (await admin(gateway, "GET", "/tenants"))["data"]
             changed = await admin(
                 gateway, "PATCH", f"/tenants/{tenant['id']}", {"speculative_prefill": speculative_prefill}
@@ -38,15 +48,15 @@ def foreseeing(start_gateway, thinking_card, until):
             gateway.forget_keys()
             gateway.tenant_id = tenant["id"]
 
-            def prompts(*, foreseen):
+            def prompts(*, foreseen: Any) -> Any:
                 wanted = [one for one in engine.submits if (one.speculative_prefill is not None) == foreseen]
                 return [prompt_of(one, engine) for one in wanted]
 
-            async def outcomes():
+            async def outcomes() -> Any:
                 text = gateway.metrics.render().decode()
                 return [line for line in text.splitlines() if line.startswith("moiety_speculative_prefill_total")]
 
-            async def told():
+            async def told() -> Any:
                 """When a turn that was followed has come to its end."""
                 await until(lambda: b"moiety_speculative_prefill_total{" in gateway.metrics.render())
                 return await outcomes()
@@ -57,17 +67,19 @@ def foreseeing(start_gateway, thinking_card, until):
     return start
 
 
-async def ask(gateway, messages=FIRST, **more):
+async def ask(gateway: RunningGateway, messages: list[dict[str, Any]] = FIRST, **more: Any) -> Any:
     return await gateway.client.chat.completions.create(model="hermes", messages=messages, **more)
 
 
-async def sums(gateway, by="tenant"):
-    await gateway.rows.flush()
+async def sums(gateway: RunningGateway, by: str = "tenant") -> Any:
+    await gateway.stored_usage.flush()
     return (await admin(gateway, "GET", f"/usage?group_by={by}"))["data"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_is_foreseen_is_how_the_next_turns_prompt_begins(foreseeing, stream):
+async def test_what_is_foreseen_is_how_the_next_turns_prompt_begins(
+    foreseeing: Callable[..., AbstractAsyncContextManager[Any]], stream: bool
+) -> None:
     async with foreseeing() as gateway:
         answer = await ask(gateway, stream=stream)
         if stream:
@@ -88,7 +100,9 @@ async def test_what_is_foreseen_is_how_the_next_turns_prompt_begins(foreseeing, 
         )
 
 
-async def test_it_is_no_request_and_what_came_true_is_counted_with_the_turn_that_it_was_for(foreseeing):
+async def test_it_is_no_request_and_what_came_true_is_counted_with_the_turn_that_it_was_for(
+    foreseeing: Callable[..., AbstractAsyncContextManager[Any]],
+) -> None:
     async with foreseeing() as gateway:
         await ask(gateway)
         await gateway.told()
@@ -113,7 +127,9 @@ async def test_it_is_no_request_and_what_came_true_is_counted_with_the_turn_that
         assert (books["agrees"], books["total"]["requests"]) == (True, 2)
 
 
-async def test_who_pays_pays_the_price_of_input_once_under_its_limits(foreseeing):
+async def test_who_pays_pays_the_price_of_input_once_under_its_limits(
+    foreseeing: Callable[..., AbstractAsyncContextManager[Any]],
+) -> None:
     async with foreseeing("charged") as gateway:
         price = {"model": "hermes", "input": "1", "cached_input": "0.1", "output": "1"}
         await admin(gateway, "PUT", "/prices", price)
@@ -131,7 +147,9 @@ async def test_who_pays_pays_the_price_of_input_once_under_its_limits(foreseeing
         assert (await admin(gateway, "GET", "/usage/reconciliation"))["agrees"]
 
 
-async def test_where_a_limit_has_no_room_nothing_is_computed_that_would_be_charged(foreseeing, until):
+async def test_where_a_limit_has_no_room_nothing_is_computed_that_would_be_charged(
+    foreseeing: Callable[..., AbstractAsyncContextManager[Any]], until: Until
+) -> None:
     async with foreseeing("charged") as gateway:
         size = (await ask(gateway)).usage.total_tokens
         await gateway.told()
@@ -147,14 +165,18 @@ async def test_where_a_limit_has_no_room_nothing_is_computed_that_would_be_charg
 
 
 @pytest.mark.parametrize(("speculative_prefill", "able"), [("off", True), ("free", False)])
-async def test_nothing_is_foreseen_unless_the_tenant_wants_it_and_the_engine_can(foreseeing, speculative_prefill, able):
+async def test_nothing_is_foreseen_unless_the_tenant_wants_it_and_the_engine_can(
+    foreseeing: Callable[..., AbstractAsyncContextManager[Any]], speculative_prefill: str, able: bool
+) -> None:
     async with foreseeing(speculative_prefill, able=able) as gateway:
         await ask(gateway)
         await ask(gateway)
         assert (len(gateway.engine.submits), await gateway.outcomes()) == (2, [])
 
 
-async def test_after_a_call_of_a_tool_the_turn_with_its_result_is_foreseen(foreseeing):
+async def test_after_a_call_of_a_tool_the_turn_with_its_result_is_foreseen(
+    foreseeing: Callable[..., AbstractAsyncContextManager[Any]],
+) -> None:
     async with foreseeing(answer=hermes(("now", "{}"))) as gateway:
         said = (await ask(gateway, tools=OPENAI_TOOLS)).choices[0].message
         await gateway.told()
@@ -162,12 +184,14 @@ async def test_after_a_call_of_a_tool_the_turn_with_its_result_is_foreseen(fores
         assert [one.speculative_prefill.habit[-7:] for one in gateway.engine.submits if one.speculative_prefill] == [
             ":call:0"
         ]
-        result = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "noon"}
+        result: dict[str, Any] = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "noon"}
         await ask(gateway, [*FIRST, said.model_dump(exclude_none=True), result], tools=OPENAI_TOOLS)
         assert gateway.prompts(foreseen=False)[1].startswith(foreseen)
 
 
-async def test_other_apis_conversations_are_foreseen_as_well(foreseeing):
+async def test_other_apis_conversations_are_foreseen_as_well(
+    foreseeing: Callable[..., AbstractAsyncContextManager[Any]],
+) -> None:
     async with foreseeing() as gateway:
         async with AsyncAnthropic(base_url=gateway.url, api_key=gateway.key, max_retries=0) as client:
             await client.messages.create(model="hermes", max_tokens=100, messages=FIRST)
@@ -176,11 +200,13 @@ async def test_other_apis_conversations_are_foreseen_as_well(foreseeing):
         assert "Yes, quite." in foreseen
 
 
-async def test_an_engine_that_dies_while_it_foresees_costs_nobody_anything(foreseeing):
+async def test_an_engine_that_dies_while_it_foresees_costs_nobody_anything(
+    foreseeing: Callable[..., AbstractAsyncContextManager[Any]],
+) -> None:
     async with foreseeing("charged") as gateway:
         day = await limit(gateway, "tenant", 10_000)
 
-        def verdict(submit):
+        def verdict(submit: Submit) -> Any:
             if submit.speculative_prefill is not None:
                 gateway.engine.die()
             return admit(submit)
@@ -194,7 +220,9 @@ async def test_an_engine_that_dies_while_it_foresees_costs_nobody_anything(fores
 
 
 @pytest.mark.parametrize("speculative_prefill", ["on", "", 1])
-async def test_a_tenants_foresight_is_one_of_three_words(foreseeing, speculative_prefill):
+async def test_a_tenants_foresight_is_one_of_three_words(
+    foreseeing: Callable[..., AbstractAsyncContextManager[Any]], speculative_prefill: int | str
+) -> None:
     async with foreseeing() as gateway:
         path = f"/tenants/{gateway.tenant_id}"
         told = await admin(gateway, "PATCH", path, {"speculative_prefill": speculative_prefill}, expect=400)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import tarfile
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,8 @@ from moiety_platform.cli.main import main
 from moiety_platform.redaction import redact_text
 from moiety_platform.settings import GatewaySettings
 
+from .conftest import RunningGateway
+
 PLANTED = {
     "MOIETY_EXTERNAL_ENGINE_API_KEY": "external-planted-1",
     "MOIETY_TRACES_TOKEN": "traces-planted-22",
@@ -21,7 +24,9 @@ PLANTED = {
 }
 
 
-async def test_a_bundle_has_what_helps_and_no_secret(gateway, tmp_path, monkeypatch, capsys) -> None:
+async def test_a_bundle_has_what_helps_and_no_secret(
+    gateway: RunningGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     data_dir = tmp_path / "data"
     data_dir.mkdir()
     upgrade(f"sqlite:///{data_dir / 'moiety.db'}")

@@ -2,40 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import Any
+
 import msgspec
 import openai
 import pytest
 
 from moiety_platform.engine_client.fake import FakeEngineClient, count_aloud
 from moiety_wire.figures import ClassLoad
-from moiety_wire.messages import Failed, FailureCode
+from moiety_wire.messages import Failed, FailureCode, Submit
 
-HELLO = [{"role": "user", "content": "hello"}]
-ASK = {"model": "tiny", "messages": HELLO, "max_tokens": 60}
+from .conftest import NewCard, StartGateway
+
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+ASK: dict[str, Any] = {"model": "tiny", "messages": HELLO, "max_tokens": 60}
 WHOLE = " ".join(str(1 + i) for i in range(60))
 
 
-def engines_of(new_card, number, **settings) -> list[FakeEngineClient]:
+def engines_of(new_card: NewCard, number: int, **settings: Any) -> list[FakeEngineClient]:
     cards = [msgspec.structs.replace(new_card(f"engine-{i}"), follows_grammars=True) for i in range(number)]
     return [FakeEngineClient(card, **settings) for card in cards]
 
 
-def busy(engines):
+def busy(engines: Sequence[FakeEngineClient]) -> Any:
     """The engines that have a request now."""
     return [engine for engine in engines if engine.state.num_inflight]
 
 
-async def text_of(stream) -> str:
+async def text_of(stream: Any) -> str:
     return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
 
-GRAMMAR = {"response_format": {"type": "json_object"}}
+GRAMMAR: dict[str, Any] = {"response_format": {"type": "json_object"}}
 
 
-def dies_before_the_first_token(engines):
+def dies_before_the_first_token(engines: Sequence[FakeEngineClient]) -> None:
     """A script: each engine dies in the first step of a request whose prompt says so; others are answered."""
 
-    def script(submit):
+    def script(submit: Submit) -> Iterator[Any]:
         for position, piece in enumerate(count_aloud(submit)):
             if position == 0 and submit.stopping.max_tokens == 7:
                 next(engine for engine in engines if submit in engine.submits and engine.state.healthy).die()
@@ -47,8 +52,8 @@ def dies_before_the_first_token(engines):
 
 @pytest.mark.parametrize("api", ["chat", "completions", "responses"])
 async def test_a_request_with_a_grammar_whose_engine_dies_in_its_first_step_gets_no_other_engine(
-    start_gateway, new_card, api
-):
+    start_gateway: StartGateway, new_card: NewCard, api: str
+) -> None:
     engines = engines_of(new_card, 3)
     dies_before_the_first_token(engines)
     path, more = {
@@ -67,7 +72,9 @@ async def test_a_request_with_a_grammar_whose_engine_dies_in_its_first_step_gets
         assert (row.error_code, row.output_tokens) == ("engine_crash_suspected", 0)
 
 
-async def test_a_request_without_a_grammar_moves_once_after_an_engine_died_in_its_first_step(start_gateway, new_card):
+async def test_a_request_without_a_grammar_moves_once_after_an_engine_died_in_its_first_step(
+    start_gateway: StartGateway, new_card: NewCard
+) -> None:
     engines = engines_of(new_card, 3)
     dies_before_the_first_token(engines)
     async with start_gateway(engines) as gateway:
@@ -80,7 +87,9 @@ async def test_a_request_without_a_grammar_moves_once_after_an_engine_died_in_it
 
 
 @pytest.mark.parametrize("grammar", [{}, GRAMMAR])
-async def test_requests_that_had_tokens_when_another_ended_their_engine_go_on(start_gateway, new_card, grammar):
+async def test_requests_that_had_tokens_when_another_ended_their_engine_go_on(
+    start_gateway: StartGateway, new_card: NewCard, grammar: Any
+) -> None:
     engines = engines_of(new_card, 2, token_s=0.001)
     dies_before_the_first_token(engines)
     async with start_gateway(engines) as gateway:
@@ -101,13 +110,13 @@ async def test_requests_that_had_tokens_when_another_ended_their_engine_go_on(st
 @pytest.mark.parametrize("in_first_step", [False, True, None])
 @pytest.mark.parametrize("guided", [False, True])
 async def test_what_the_engine_says_of_its_death_decides_who_is_suspected(
-    start_gateway, new_card, in_first_step, guided
-):
+    start_gateway: StartGateway, new_card: NewCard, in_first_step: bool | None, guided: bool
+) -> None:
     """False: it waited there. None: the engine shuts down, and nothing died."""
     engines = engines_of(new_card, 2)
     left = [1]
 
-    def script(submit):
+    def script(submit: Submit) -> Any:
         if left:
             left.pop()
             message = "the engine's core process died; send the request again"
@@ -117,7 +126,7 @@ async def test_what_the_engine_says_of_its_death_decides_who_is_suspected(
     for engine in engines:
         engine.script = script
     async with start_gateway(engines) as gateway:
-        ask = {**ASK, **(GRAMMAR if guided else {})}
+        ask: dict[str, Any] = {**ASK, **(GRAMMAR if guided else {})}
         if guided and in_first_step:
             with pytest.raises(openai.BadRequestError) as refused:
                 await gateway.client.chat.completions.create(**ask)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,10 +14,14 @@ from hypothesis import strategies as st
 
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.openai_api.text_logprobs import TextOffsets, echoed_logprobs, text_logprobs
-from moiety_wire.messages import TokenLogprob, TopLogprob
+from moiety_wire.messages import ModelCard, TokenLogprob, TopLogprob
+
+from .conftest import RunningGateway, StartGateway
 
 
-def entry(data: bytes, token_id: int, top=(), num_chars: int = -1, logprob: float = -2.0) -> TokenLogprob:
+def entry(
+    data: bytes, token_id: int, top: Sequence[Any] = (), num_chars: int = -1, logprob: float = -2.0
+) -> TokenLogprob:
     best = [TopLogprob(one.decode(errors="replace"), one, lp, one_id) for one, one_id, lp in top]
     return TokenLogprob(data.decode(errors="replace"), data, logprob, best, token_id, num_chars)
 
@@ -25,7 +31,7 @@ def entry(data: bytes, token_id: int, top=(), num_chars: int = -1, logprob: floa
     cuts=st.lists(st.integers(1, 40)),
     split=st.integers(0, 12),
 )
-def test_an_offset_is_that_of_the_tokens_first_character(text, cuts, split):
+def test_an_offset_is_that_of_the_tokens_first_character(text: Any, cuts: Any, split: Any) -> None:
     data = text.encode()
     edges = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
     tokens = [data[start:end] for start, end in itertools.pairwise(edges)]
@@ -40,7 +46,7 @@ def test_an_offset_is_that_of_the_tokens_first_character(text, cuts, split):
     assert echoed["text_offset"] == [0, *(at + 1 for at in expected)]
 
 
-def test_tokens_are_told_apart_by_their_ids():
+def test_tokens_are_told_apart_by_their_ids() -> None:
     top = [(b"\xe6", 1, -0.5), (b"\xe7", 2, -1.0), (b"a", 3, -1.5), (b"a", 4, -2.0), (b"", 9, -3.0), (b"", 8, -4.0)]
     found = text_logprobs([entry(b"a", 4, top, logprob=-2.0)], TextOffsets())
     assert found["tokens"] == ["a"]
@@ -57,23 +63,23 @@ def test_tokens_are_told_apart_by_their_ids():
 
 
 @pytest.mark.parametrize("token_id", [7, -1])
-def test_the_sampled_token_is_among_the_likeliest(token_id):
+def test_the_sampled_token_is_among_the_likeliest(token_id: int) -> None:
     found = text_logprobs([entry(b"b", token_id, [(b"a", token_id - 1, -0.1)], logprob=-5.0)], TextOffsets())
     assert found["top_logprobs"] == [{"a": -0.1, "b": -5.0}]
     alone = text_logprobs([entry(b"\x9d", token_id)], TextOffsets())
     assert alone["top_logprobs"] == [{"bytes:\\x9d": -2.0}] and alone["tokens"] == ["bytes:\\x9d"]
 
 
-def test_a_token_without_text_moves_nothing():
+def test_a_token_without_text_moves_nothing() -> None:
     entries = [entry(b"a", 1, num_chars=1), entry(b"<|end|>", 2, num_chars=0), entry(b"b", 3, num_chars=1)]
     assert text_logprobs(entries, TextOffsets())["text_offset"] == [0, 1, 1]
     echoed = echoed_logprobs("a b", 1, b"<s>", [entry(b" a", 2), entry(b" b", 3)])
     assert echoed["text_offset"] == [0, 0, 1]
 
 
-async def test_an_echoed_character_of_several_tokens_has_one_place(gateway):
+async def test_an_echoed_character_of_several_tokens_has_one_place(gateway: RunningGateway) -> None:
     ids = list("é東b".encode())
-    asked = {"model": "tiny", "prompt": "é東b", "max_tokens": 2, "echo": True, "logprobs": 1}
+    asked: dict[str, Any] = {"model": "tiny", "prompt": "é東b", "max_tokens": 2, "echo": True, "logprobs": 1}
     _, _, answer = await gateway.post("/v1/completions", asked)
     (choice,) = json.loads(answer)["choices"]
     assert choice["text"] == "é東b1 2"
@@ -86,10 +92,12 @@ async def test_an_echoed_character_of_several_tokens_has_one_place(gateway):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_offsets_are_the_same_streamed_and_not(start_gateway, card, stream):
+async def test_offsets_are_the_same_streamed_and_not(
+    start_gateway: StartGateway, card: ModelCard, stream: bool
+) -> None:
     pieces = [(1, "é"), (2, "東"), (3, " b")]
     async with start_gateway([FakeEngineClient(msgspec.structs.replace(card), lambda submit: pieces)]) as gateway:
-        asked = {"model": "tiny", "prompt": "a", "max_tokens": 9, "logprobs": 1}
+        asked: dict[str, Any] = {"model": "tiny", "prompt": "a", "max_tokens": 9, "logprobs": 1}
         if stream:
             chunks = [one async for one in await gateway.client.completions.create(**asked, stream=True)]
             offsets = [at for one in chunks if one.choices[0].logprobs for at in one.choices[0].logprobs.text_offset]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import anthropic
 import openai
@@ -11,9 +12,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_text.tokenizer import Tokenizer
+from moiety_wire.messages import Submit
 
-ASKED = [{"role": "user", "content": "How warm is it?"}]
+from .conftest import RunningGateway
+
+ASKED: list[Any] = [{"role": "user", "content": "How warm is it?"}]
 FORECAST = '{"city": "Zürich \\"ZH\\"", "days": [1, 2]}'
 BOTH = [("forecast", FORECAST), ("now", "{}")]
 RESULTS = {"forecast": "17 degrees", "now": "noon"}
@@ -30,30 +35,30 @@ ANTHROPIC_TOOLS = [
 ]
 
 
-def hermes(*calls):
+def hermes(*calls: Any) -> Any:
     return "\n".join(f'<tool_call>\n{{"name": "{name}", "arguments": {text}}}\n</tool_call>' for name, text in calls)
 
 
-def llama(*calls):
+def llama(*calls: Any) -> Any:
     return "; ".join(f'{{"name": "{name}", "parameters": {text}}}' for name, text in calls)
 
 
-def mistral(*calls):
+def mistral(*calls: Any) -> str:
     return "[TOOL_CALLS] [" + ", ".join(f'{{"name": "{name}", "arguments": {text}}}' for name, text in calls) + "]"
 
 
 WRITERS = {"hermes": hermes, "llama": llama, "mistral": mistral}
 
 
-def prompt_of(submit, engine) -> str:
+def prompt_of(submit: Submit, engine: FakeEngineClient) -> str:
     return Tokenizer.from_json(engine.card.tokenizer_json).decode(submit.prompt_ids, skip_special_tokens=False)
 
 
-def says(*answers, sizes=(1,)):
+def says(*answers: Any, sizes: tuple[int, ...] = (1,)) -> Any:
     """A script: an answer a request, the last one for all after it, in pieces of so many characters in turn."""
     left = list(answers)
 
-    def script(submit):
+    def script(submit: Submit) -> Any:
         text, at, pieces = left[0] if len(left) == 1 else left.pop(0), 0, []
         while at < len(text):
             size = sizes[len(pieces) % len(sizes)]
@@ -64,9 +69,9 @@ def says(*answers, sizes=(1,)):
     return script
 
 
-async def ask_openai(gateway, family="hermes", *, stream=False, **asked):
+async def ask_openai(gateway: RunningGateway, family: str = "hermes", *, stream: bool = False, **asked: Any) -> Any:
     """The first choice, by whichever way."""
-    body = {"model": family, "messages": ASKED, "tools": OPENAI_TOOLS, **asked}
+    body: dict[str, Any] = {"model": family, "messages": ASKED, "tools": OPENAI_TOOLS, **asked}
     if not stream:
         return (await gateway.client.chat.completions.create(**body)).choices[0]
     async with gateway.client.chat.completions.stream(**body) as events:
@@ -76,22 +81,22 @@ async def ask_openai(gateway, family="hermes", *, stream=False, **asked):
             return exc.completion.choices[0]
 
 
-async def ask_anthropic(gateway, family="hermes", *, stream=False, **asked):
-    body = {"model": family, "max_tokens": 500, "messages": ASKED, "tools": ANTHROPIC_TOOLS, **asked}
+async def ask_anthropic(gateway: RunningGateway, family: str = "hermes", *, stream: bool = False, **asked: Any) -> Any:
+    body: dict[str, Any] = {"model": family, "max_tokens": 500, "messages": ASKED, "tools": ANTHROPIC_TOOLS, **asked}
     if not stream:
         return await gateway.anthropic.messages.create(**body)
     async with gateway.anthropic.messages.stream(**body) as events:
         return await events.get_final_message()
 
 
-def calls_of(message):
+def calls_of(message: Any) -> Any:
     """(name, arguments) of each call in either API's message; Anthropic's arguments as the client has parsed them."""
     if hasattr(message, "tool_calls"):
         return [(call.function.name, call.function.arguments) for call in message.tool_calls or []]
     return [(block.name, block.input) for block in message.content if block.type == "tool_use"]
 
 
-def parsed(calls):
+def parsed(calls: Any) -> Any:
     return [(name, json.loads(arguments)) for name, arguments in calls]
 
 
@@ -99,7 +104,7 @@ def parsed(calls):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_openais_tool_loop_comes_to_its_answer(tool_gateway, stream):
+async def test_openais_tool_loop_comes_to_its_answer(tool_gateway: RunningGateway, stream: bool) -> None:
     for family, write in WRITERS.items():
         engine = tool_gateway.of[family]
         spoken = "" if family == "llama" else "Let me see.\n"
@@ -121,7 +126,7 @@ async def test_openais_tool_loop_comes_to_its_answer(tool_gateway, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_anthropics_tool_runner_comes_to_its_answer(tool_gateway, stream):
+async def test_anthropics_tool_runner_comes_to_its_answer(tool_gateway: RunningGateway, stream: bool) -> None:
     called = []
 
     @anthropic.beta_async_tool
@@ -153,7 +158,7 @@ async def test_anthropics_tool_runner_comes_to_its_answer(tool_gateway, stream):
     ]
 
 
-async def test_arguments_are_parsed_into_the_clients_own_model(tool_gateway):
+async def test_arguments_are_parsed_into_the_clients_own_model(tool_gateway: RunningGateway) -> None:
     class Forecast(pydantic.BaseModel):
         city: str
         days: list[int]
@@ -169,10 +174,10 @@ async def test_arguments_are_parsed_into_the_clients_own_model(tool_gateway):
 # ── streams ──
 
 
-async def test_messages_tell_their_calls_in_blocks_and_events(tool_gateway):
+async def test_messages_tell_their_calls_in_blocks_and_events(tool_gateway: RunningGateway) -> None:
     engine = tool_gateway.of["hermes"]
     engine.script = says(f"Let me see.\n{hermes(BOTH[0])}")
-    asked = {"model": "hermes", "max_tokens": 500, "messages": ASKED, "tools": ANTHROPIC_TOOLS}
+    asked: dict[str, Any] = {"model": "hermes", "max_tokens": 500, "messages": ASKED, "tools": ANTHROPIC_TOOLS}
     whole = await tool_gateway.anthropic.messages.create(**asked)
     async with tool_gateway.anthropic.messages.stream(**asked) as stream:
         kinds = [event.type async for event in stream if event.type not in ("text", "input_json")]
@@ -192,7 +197,7 @@ async def test_messages_tell_their_calls_in_blocks_and_events(tool_gateway):
     assert counted.input_tokens == whole.usage.input_tokens == len(engine.submits[0].prompt_ids)
 
 
-async def test_a_streamed_call_comes_whole_and_no_marker_is_seen(tool_gateway):
+async def test_a_streamed_call_comes_whole_and_no_marker_is_seen(tool_gateway: RunningGateway) -> None:
     tool_gateway.of["hermes"].script = says(f"A <b>.\n{hermes(*BOTH)}\n", sizes=[2])
     stream = await tool_gateway.client.chat.completions.create(
         model="hermes", messages=ASKED, tools=OPENAI_TOOLS, stream=True
@@ -211,7 +216,9 @@ async def test_a_streamed_call_comes_whole_and_no_marker_is_seen(tool_gateway):
     sizes=st.lists(st.integers(1, 12), min_size=1, max_size=50),
     stream=st.booleans(),
 )
-async def test_calls_are_the_same_however_the_engine_cuts_its_text(tool_gateway, family, sizes, stream):
+async def test_calls_are_the_same_however_the_engine_cuts_its_text(
+    tool_gateway: RunningGateway, family: Any, sizes: Any, stream: Any
+) -> None:
     tool_gateway.of[family].script = says(f"{WRITERS[family](*BOTH)}\n", sizes=sizes)
     choice = await ask_openai(tool_gateway, family, n=2, stream=stream)
     assert (choice.finish_reason, choice.message.content, calls_of(choice.message)) == ("tool_calls", None, BOTH)
@@ -219,7 +226,7 @@ async def test_calls_are_the_same_however_the_engine_cuts_its_text(tool_gateway,
     assert (message.stop_reason, len(message.content), calls_of(message)) == ("tool_use", 2, parsed(BOTH))
 
 
-async def test_logprobs_are_told_of_every_token_of_an_answer_with_calls(tool_gateway):
+async def test_logprobs_are_told_of_every_token_of_an_answer_with_calls(tool_gateway: RunningGateway) -> None:
     text = f"A.{hermes(*BOTH)}"
     tool_gateway.of["hermes"].script = says(text)
     whole = await ask_openai(tool_gateway, logprobs=True)
@@ -233,7 +240,7 @@ async def test_logprobs_are_told_of_every_token_of_an_answer_with_calls(tool_gat
 
 # ── choices ──
 
-NOW = {"type": "function", "function": {"name": "now"}}
+NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
 FORCED = [
     # the family, the choice; how the prompt ends, what the model writes after it, and the calls
     ("hermes", NOW, '<tool_call>\n{"name": "now", "arguments":', " {}}\n</tool_call>", BOTH[1:]),
@@ -247,7 +254,7 @@ FORCED = [
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_that_must_call_is_begun_so(tool_gateway, stream):
+async def test_an_answer_that_must_call_is_begun_so(tool_gateway: RunningGateway, stream: bool) -> None:
     for family, choice, ending, text, calls in FORCED:
         engine = tool_gateway.of[family]
         engine.script = says(text)
@@ -262,16 +269,16 @@ async def test_an_answer_that_must_call_is_begun_so(tool_gateway, stream):
         assert message.usage.input_tokens == len(engine.submits[-1].prompt_ids)
 
 
-async def test_one_call_at_most_where_parallel_calls_are_not_wanted(tool_gateway):
+async def test_one_call_at_most_where_parallel_calls_are_not_wanted(tool_gateway: RunningGateway) -> None:
     tool_gateway.of["hermes"].script = says(hermes(*BOTH))
-    one = {"type": "auto", "disable_parallel_tool_use": True}
+    one: dict[str, Any] = {"type": "auto", "disable_parallel_tool_use": True}
     for stream in (False, True):
         choice = await ask_openai(tool_gateway, parallel_tool_calls=False, stream=stream)
         assert calls_of(choice.message) == BOTH[:1]
         assert calls_of(await ask_anthropic(tool_gateway, tool_choice=one, stream=stream)) == parsed(BOTH[:1])
 
 
-async def test_a_model_is_not_told_of_tools_that_it_must_not_call(tool_gateway):
+async def test_a_model_is_not_told_of_tools_that_it_must_not_call(tool_gateway: RunningGateway) -> None:
     engine, text = tool_gateway.of["hermes"], hermes(*BOTH)
     engine.script = says(text)
     choice = await ask_openai(tool_gateway, tool_choice="none")
@@ -284,7 +291,7 @@ async def test_a_model_is_not_told_of_tools_that_it_must_not_call(tool_gateway):
 # ── what is no call ──
 
 
-async def test_malformed_calls_and_calls_of_unknown_tools_are_content(tool_gateway):
+async def test_malformed_calls_and_calls_of_unknown_tools_are_content(tool_gateway: RunningGateway) -> None:
     for text in (
         hermes(("forecast", '{"city": }')),
         hermes(("hack", "{}")),
@@ -299,7 +306,7 @@ async def test_malformed_calls_and_calls_of_unknown_tools_are_content(tool_gatew
         assert message.stop_reason == "end_turn"
 
 
-async def test_a_call_that_the_limit_cuts_is_content(tool_gateway):
+async def test_a_call_that_the_limit_cuts_is_content(tool_gateway: RunningGateway) -> None:
     text = hermes(BOTH[0])
     tool_gateway.of["hermes"].script = says(text)
     for stream in (False, True):

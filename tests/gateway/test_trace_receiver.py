@@ -7,9 +7,12 @@ import gzip
 import json
 import socket
 import threading
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -40,6 +43,9 @@ from moiety_platform.trace_receiver.settings import TraceSettings
 from moiety_platform.trace_store.models import SpanRecord, TraceRecord
 from moiety_platform.traces.exporters import EXPORT_TIMEOUT_S, grpc_exporter, otlp_exporter, store_exporter
 from moiety_platform.traces.sender import QUEUE_FULL, SpanSender
+from moiety_wire.messages import ModelCard
+
+from .conftest import StartGateway
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
@@ -55,7 +61,7 @@ class Store:
         self.url = url
         self._database = database
 
-    async def count(self, table, at_least: int) -> int:
+    async def count(self, table: Any, at_least: int) -> int:
         """How many rows, once there are so many."""
         async with asyncio.timeout(60):
             while True:
@@ -65,7 +71,7 @@ class Store:
                     return found
                 await asyncio.sleep(0.02)
 
-    async def rows(self, table, at_least: int):
+    async def rows(self, table: Any, at_least: int) -> Any:
         await self.count(table, at_least)
         async with self._database.read() as session:
             return (await session.scalars(select(table))).all()
@@ -77,7 +83,7 @@ class Store:
 
 
 @asynccontextmanager
-async def run_store(folder, *, has_tables=True, **settings):
+async def run_store(folder: Path, *, has_tables: bool = True, **settings: Any) -> AsyncIterator[Store]:
     url = f"sqlite:///{folder / 'store.db'}"  # the gateway's of these tests, so that its admin API reads it
     database = Database.open(url)
     if has_tables:
@@ -97,12 +103,12 @@ async def run_store(folder, *, has_tables=True, **settings):
 
 
 @pytest.fixture
-async def store(tmp_path):
+async def store(tmp_path: Path) -> AsyncIterator[Any]:
     async with run_store(tmp_path) as running:
         yield running
 
 
-def export(endpoint: str, token: str, compression=Compression.NoCompression, spans: int = 1) -> bool:
+def export(endpoint: str, token: str, compression: Any = Compression.NoCompression, spans: int = 1) -> bool:
     """What an application does that is instrumented with OpenTelemetry's SDK; whether it was taken."""
     exporter = OTLPSpanExporter(
         f"{endpoint}/v1/traces", headers={"Authorization": f"Bearer {token}"}, compression=compression, timeout=60
@@ -122,7 +128,7 @@ def export(endpoint: str, token: str, compression=Compression.NoCompression, spa
 
 
 @pytest.mark.parametrize("compression", [Compression.NoCompression, Compression.Gzip])
-async def test_a_stock_exporter_can_send_and_a_guest_says_nothing_of_tenants(store, compression):
+async def test_a_stock_exporter_can_send_and_a_guest_says_nothing_of_tenants(store: Any, compression: Any) -> None:
     await asyncio.to_thread(export, store.endpoint, GUEST, compression)
     inner, outer = sorted(await store.rows(SpanRecord, 2), key=lambda row: row.name)
     assert (outer.name, outer.service, outer.parent_id, inner.parent_id) == ("checkout", "shop", None, outer.span_id)
@@ -133,26 +139,26 @@ async def test_a_stock_exporter_can_send_and_a_guest_says_nothing_of_tenants(sto
     assert await store.count(TraceRecord, 0) == 0
 
 
-async def test_one_of_ours_is_believed(store):
+async def test_one_of_ours_is_believed(store: Any) -> None:
     await asyncio.to_thread(export, store.endpoint, TOKEN)
     rows = await store.rows(SpanRecord, 2)
     assert {row.tenant_id for row in rows} == {"ten_other", ""}
     assert await store.count(TraceRecord, 1) == 1
 
 
-async def test_whoever_has_no_token_is_refused(store):
+async def test_whoever_has_no_token_is_refused(store: Any) -> None:
     wrong = ("", "Bearer", "Bearer wrong", f"Bearer {TOKEN}x", "Bearer \u00f6".encode(), TOKEN, f"Basic {TOKEN}")
     for authorization in wrong:
         refused = await store.post(b"", Authorization=authorization)
         assert (refused.status_code, b"token" in refused.content) == (401, True)
 
 
-def test_a_guest_is_not_given_the_token_of_gateways():
+def test_a_guest_is_not_given_the_token_of_gateways() -> None:
     with pytest.raises(ValidationError, match="must differ"):
         TraceSettings(traces_token=TOKEN, traces_untrusted_token=TOKEN)
 
 
-async def test_what_cannot_be_read_is_refused_in_the_protocols_words(store):
+async def test_what_cannot_be_read_is_refused_in_the_protocols_words(store: Any) -> None:
     packed = gzip.compress(bytes(8_000_000))
     for body, headers, status in (
         (b"\xff\xff", {}, 400),
@@ -173,7 +179,7 @@ async def test_what_cannot_be_read_is_refused_in_the_protocols_words(store):
     assert 'moiety_traces_requests_total{status="413"} 2.0' in text
 
 
-def request_of(*spans: dict) -> bytes:
+def request_of(*spans: dict[str, Any]) -> bytes:
     request = ExportTraceServiceRequest()
     scope = request.resource_spans.add().scope_spans.add()
     for values in spans:
@@ -182,7 +188,7 @@ def request_of(*spans: dict) -> bytes:
     return request.SerializeToString()
 
 
-async def test_spans_that_make_no_sense_are_told_and_the_others_stored_once(store):
+async def test_spans_that_make_no_sense_are_told_and_the_others_stored_once(store: Any) -> None:
     body = request_of({}, {"span_id": b""}, {"trace_id": bytes(16)}, {"end_time_unix_nano": 9}, {"name": "a\0b" * 400})
     answers = [ExportTraceServiceResponse.FromString((await store.post(body)).content) for _ in range(2)]
     assert [answer.partial_success.rejected_spans for answer in answers] == [3, 3]
@@ -194,7 +200,9 @@ async def test_spans_that_make_no_sense_are_told_and_the_others_stored_once(stor
     assert await store.count(SpanRecord, 2) == 2
 
 
-async def test_a_store_whose_database_is_away_takes_what_it_has_room_for_and_then_says_when_to_come_back(tmp_path):
+async def test_a_store_whose_database_is_away_takes_what_it_has_room_for_and_then_says_when_to_come_back(
+    tmp_path: Path,
+) -> None:
     async with run_store(tmp_path, has_tables=False, traces_queue_spans=1000) as store:
         many = request_of(*({"span_id": number.to_bytes(8, "big")} for number in range(1, 601)))
         assert (await store.post(many)).status_code == 200
@@ -209,7 +217,9 @@ async def test_a_store_whose_database_is_away_takes_what_it_has_room_for_and_the
         assert await store.count(SpanRecord, 600) == 600
 
 
-async def test_a_request_can_be_found_by_its_trace_in_the_admin_api(start_gateway, card, store):
+async def test_a_request_can_be_found_by_its_trace_in_the_admin_api(
+    start_gateway: StartGateway, card: ModelCard, store: Any
+) -> None:
     sender = SpanSender("store", store_exporter(store.endpoint, TOKEN), "gateway-1", interval_s=0.01)
     async with start_gateway([FakeEngineClient(card)], sender) as gateway:
         await gateway.post(CHAT, BODY)
@@ -217,7 +227,7 @@ async def test_a_request_can_be_found_by_its_trace_in_the_admin_api(start_gatewa
         good, _ = await gateway.rows.wait_for(2)
         await store.count(TraceRecord, 2)
 
-        async def ask(path: str):
+        async def ask(path: str) -> Any:
             status, _, answer = await gateway.request("GET", f"/admin/v1/traces{path}", b"", gateway.admin_key)
             assert status == 200, answer
             return json.loads(answer)
@@ -247,8 +257,8 @@ class Collector(ThreadingHTTPServer):
     """Takes OTLP/HTTP as the specification has it, by OpenTelemetry's own messages."""
 
     def __init__(self) -> None:
-        self.spans = []
-        self.headers = []
+        self.spans: list[Any] = []
+        self.headers: list[Any] = []
         super().__init__(("127.0.0.1", 0), _Handler)
 
 
@@ -277,17 +287,19 @@ class GrpcCollector(TraceServiceServicer):
     """The same by OTLP/gRPC."""
 
     def __init__(self) -> None:
-        self.spans = []
+        self.spans: list[Any] = []
         self.server = grpc.server(ThreadPoolExecutor(1))
         add_TraceServiceServicer_to_server(self, self.server)
         self.server_port = self.server.add_insecure_port("127.0.0.1:0")
 
-    def Export(self, request, context):  # noqa: N802  # as the service has it
+    def Export(self, request: Any, context: Any) -> Any:  # noqa: N802  # as the service has it
         self.spans += [span for part in request.resource_spans for scope in part.scope_spans for span in scope.spans]
         return ExportTraceServiceResponse()
 
 
-async def test_our_sender_can_send_by_grpc_to_a_receiver_that_is_not_ours(start_gateway, card):
+async def test_our_sender_can_send_by_grpc_to_a_receiver_that_is_not_ours(
+    start_gateway: StartGateway, card: ModelCard
+) -> None:
     collector = GrpcCollector()
     collector.server.start()
     try:
@@ -302,7 +314,9 @@ async def test_our_sender_can_send_by_grpc_to_a_receiver_that_is_not_ours(start_
     assert {span.trace_id.hex() for span in collector.spans} == {"ab" * 16}
 
 
-async def test_a_receiver_by_grpc_that_is_away_slows_no_request_and_is_counted(start_gateway, card):
+async def test_a_receiver_by_grpc_that_is_away_slows_no_request_and_is_counted(
+    start_gateway: StartGateway, card: ModelCard
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     sender = SpanSender("otlp", grpc_exporter(f"http://127.0.0.1:{port}"), "g", capacity=20, interval_s=0.01)
@@ -315,7 +329,7 @@ async def test_a_receiver_by_grpc_that_is_away_slows_no_request_and_is_counted(s
     assert (sender.num_sent, sender.dropped[QUEUE_FULL] > 0) == (0, True)
 
 
-async def test_our_sender_can_send_to_a_receiver_that_is_not_ours(start_gateway, card):
+async def test_our_sender_can_send_to_a_receiver_that_is_not_ours(start_gateway: StartGateway, card: ModelCard) -> None:
     collector = Collector()
     thread = threading.Thread(target=collector.serve_forever)
     thread.start()

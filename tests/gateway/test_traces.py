@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from collections import Counter
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,28 +18,31 @@ from moiety_platform.engine_client.fake import FakeVerdict as EngineVerdict
 from moiety_platform.traces.exporters import EXPORT_TIMEOUT_S, store_exporter
 from moiety_platform.traces.sampling import Ending, Sampler, SamplingDecision, SamplingTerms
 from moiety_platform.traces.sender import QUEUE_FULL, SpanSender
+from moiety_platform.traces.span import Span
 from moiety_platform.traces.tracing import parse_traceparent
 from moiety_wire.codec import encode_notes, encode_step
-from moiety_wire.messages import Failed, FailureCode
+from moiety_wire.messages import Failed, FailureCode, ModelCard, Submit
 from moiety_wire.notes import Event, EventKind, Reason, StepNote
 
+from .conftest import NewCard, RunningGateway, SpanList, StartGateway
+
 CHAT = "/v1/chat/completions"
-BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 MESSAGES = BODY | {"max_tokens": 3}
-EMBED = {"model": "tiny", "input": ["one", "two"]}
+EMBED: dict[str, Any] = {"model": "tiny", "input": ["one", "two"]}
 GATEWAYS_OWN = ["receive", "prepare", "quota.hold", "admission", "answer", "quota.settle"]
 AT_ENGINE = ["engine.queue", "engine.prefill", "engine.decode"]
 MOVES, PREEMPTED = 5, 6  # tokens, which tell the engines what to do
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 
 
-def traces_of(spans):
+def traces_of(spans: list[Span]) -> Any:
     """The root of each request, and what is under it."""
     roots = [span for span in spans if "moiety.outcome" in span.attributes]
     return [(root, [span for span in spans if span.parent_id == root.span_id]) for root in roots]
 
 
-def covered(root, children) -> float:
+def covered(root: Any, children: Any) -> float:
     """The share of the root's time in which at least one child is open."""
     total, reached = 0, root.start_ns
     for span in sorted(children, key=lambda span: span.start_ns):
@@ -47,7 +51,7 @@ def covered(root, children) -> float:
     return total / (root.end_ns - root.start_ns)
 
 
-async def ask_everything(gateway) -> int:
+async def ask_everything(gateway: RunningGateway) -> int:
     """Finished, streamed, several choices, other APIs, refused, wrong; how many requests have left a row."""
     for path, body in (
         (CHAT, BODY),
@@ -65,7 +69,9 @@ async def ask_everything(gateway) -> int:
     return 10
 
 
-async def test_children_cover_all_of_a_request_and_its_tokens_are_those_of_its_row(start_gateway, new_card, spans):
+async def test_children_cover_all_of_a_request_and_its_tokens_are_those_of_its_row(
+    start_gateway: StartGateway, new_card: NewCard, spans: SpanList
+) -> None:
     engine = FakeEngineClient(new_card(embedding_width=8))
     async with start_gateway([engine], spans) as gateway:
         rows = await gateway.rows.wait_for(await ask_everything(gateway))
@@ -85,17 +91,19 @@ async def test_children_cover_all_of_a_request_and_its_tokens_are_those_of_its_r
     assert len({span.span_id for span in spans.spans}) == len(spans.spans)
 
 
-async def test_many_requests_of_every_end_at_once_leave_a_whole_trace_each(start_gateway, new_card, spans):
+async def test_many_requests_of_every_end_at_once_leave_a_whole_trace_each(
+    start_gateway: StartGateway, new_card: NewCard, spans: SpanList
+) -> None:
     """`MOIETY_TRACE_REQUESTS=2000` sends so many."""
     lost = set()
 
-    def script(submit):
+    def script(submit: Submit) -> Any:
         if submit.stopping.max_tokens == MOVES and submit.request_id not in lost:
             lost.add(submit.request_id)
             return Failed(submit.request_id, 0, FailureCode.ENGINE_FAILED, "gone")
         return count_aloud(submit)
 
-    def verdict(submit):
+    def verdict(submit: Submit) -> Any:
         events = (Event(1, EventKind.PREEMPTED, Reason.OVER_SHARE),) if submit.stopping.max_tokens == PREEMPTED else ()
         return EngineVerdict("standard", events=events)
 
@@ -106,7 +114,10 @@ async def test_many_requests_of_every_end_at_once_leave_a_whole_trace_each(start
         room = asyncio.Semaphore(32)
 
         async def ask(number: int) -> None:
-            body = {"max_tokens": (4, MOVES, PREEMPTED, 100_000, 500)[number % 5], "stream": number % 2 == 0}
+            body: dict[str, Any] = {
+                "max_tokens": (4, MOVES, PREEMPTED, 100_000, 500)[number % 5],
+                "stream": number % 2 == 0,
+            }
             async with room:
                 if number % 5 == 4:
                     await hang_up(gateway, BODY | body)
@@ -134,7 +145,7 @@ async def test_many_requests_of_every_end_at_once_leave_a_whole_trace_each(start
     assert (kept_for["failed_over"], kept_for["preempted"]) == (count // 5, count // 5)
 
 
-async def hang_up(gateway, body) -> None:
+async def hang_up(gateway: RunningGateway, body: dict[str, Any]) -> None:
     """Leave once there is something of the answer, or soon where it is not streamed."""
     reader, writer = await asyncio.open_connection(*gateway.address)
     data = json.dumps(body).encode()
@@ -148,7 +159,9 @@ async def hang_up(gateway, body) -> None:
     await writer.wait_closed()
 
 
-async def test_the_phases_come_in_their_order_and_those_of_an_engine_once_a_sequence(start_gateway, card, spans):
+async def test_the_phases_come_in_their_order_and_those_of_an_engine_once_a_sequence(
+    start_gateway: StartGateway, card: ModelCard, spans: SpanList
+) -> None:
     async with start_gateway([FakeEngineClient(card)], spans) as gateway:
         await gateway.post(CHAT, BODY | {"n": 2})
         await gateway.rows.wait_for(1)
@@ -161,7 +174,9 @@ async def test_the_phases_come_in_their_order_and_those_of_an_engine_once_a_sequ
     assert {span.attributes["moiety.tenant_id"] for span in children} == {root.attributes["moiety.tenant_id"]}
 
 
-async def test_what_the_scheduler_did_stands_in_the_span_of_its_phase(start_gateway, card, spans):
+async def test_what_the_scheduler_did_stands_in_the_span_of_its_phase(
+    start_gateway: StartGateway, card: ModelCard, spans: SpanList
+) -> None:
     now = time.time_ns()
     events = (
         Event(now - 10**9, EventKind.DELAYED, Reason.BATCH_FULL),
@@ -183,10 +198,12 @@ async def test_what_the_scheduler_did_stands_in_the_span_of_its_phase(start_gate
     assert root.attributes["moiety.kept_for"] == "preempted"
 
 
-async def test_a_request_links_to_the_steps_that_it_ran_in_and_each_of_them_is_sent_once(start_gateway, card, spans):
+async def test_a_request_links_to_the_steps_that_it_ran_in_and_each_of_them_is_sent_once(
+    start_gateway: StartGateway, card: ModelCard, spans: SpanList
+) -> None:
     def step(number: int, begin_ns: int, end_ns: int) -> msgspec.Raw:
-        counts = {"num_decodes": 3, "num_prefills": 1, "num_prefill_tokens": 40, "num_preempted": 2}
-        more = {"num_output_tokens": 4, "num_waiting": 7, "kv_blocks_used": 5, "kv_blocks_total": 50}
+        counts: dict[str, Any] = {"num_decodes": 3, "num_prefills": 1, "num_prefill_tokens": 40, "num_preempted": 2}
+        more: dict[str, Any] = {"num_output_tokens": 4, "num_waiting": 7, "kv_blocks_used": 5, "kv_blocks_total": 50}
         classes = {"flex": 1, "batch": 3}
         more |= {"classes": classes, "active_experts": 5.5, "balancedness": 0.25}
         return encode_step(StepNote(number.to_bytes(16), number, begin_ns, end_ns, 0.5, **counts, **more))
@@ -213,7 +230,9 @@ async def test_a_request_links_to_the_steps_that_it_ran_in_and_each_of_them_is_s
         assert links["engine.decode"] == [second.span_id]
 
 
-async def test_an_engine_that_tells_its_steps_in_another_way_costs_no_request_its_trace(start_gateway, card, spans):
+async def test_an_engine_that_tells_its_steps_in_another_way_costs_no_request_its_trace(
+    start_gateway: StartGateway, card: ModelCard, spans: SpanList
+) -> None:
     engine = FakeEngineClient(card, verdict=lambda submit: EngineVerdict("standard", steps=b"\x93 of a later release"))
     async with start_gateway([engine], spans) as gateway:
         assert (await gateway.post(CHAT, BODY))[0] == 200
@@ -222,9 +241,11 @@ async def test_an_engine_that_tells_its_steps_in_another_way_costs_no_request_it
     assert [span.name for span in children] == GATEWAYS_OWN + AT_ENGINE
 
 
-async def test_a_refusal_breaks_the_phase_that_it_came_up_in(start_gateway, card, spans):
+async def test_a_refusal_breaks_the_phase_that_it_came_up_in(
+    start_gateway: StartGateway, card: ModelCard, spans: SpanList
+) -> None:
     async with start_gateway([FakeEngineClient(card)], spans) as gateway:
-        limit = {"level": "key", "scope_id": gateway.key[4:20], "kind": "tokens_per_day", "cap": 1}
+        limit: dict[str, Any] = {"level": "key", "scope_id": gateway.key[4:20], "kind": "tokens_per_day", "cap": 1}
         status, _, _ = await gateway.request("PUT", "/admin/v1/quotas", json.dumps(limit).encode(), gateway.admin_key)
         assert status == 200
         assert (await gateway.post(CHAT, BODY))[0] == 429
@@ -237,9 +258,11 @@ async def test_a_refusal_breaks_the_phase_that_it_came_up_in(start_gateway, card
     assert [(span.name, span.error) for span in wrong] == [("receive", "invalid_json"), ("quota.settle", None)]
 
 
-async def test_only_what_speaks_for_itself_is_kept_where_the_rate_is_nought(start_gateway, card, spans):
+async def test_only_what_speaks_for_itself_is_kept_where_the_rate_is_nought(
+    start_gateway: StartGateway, card: ModelCard, spans: SpanList
+) -> None:
     nothing = SamplingTerms(rate=0.0, first_per_s=0)
-    events = []
+    events: list[Any] = []
     engine = FakeEngineClient(card, verdict=lambda submit: EngineVerdict("standard", events=tuple(events)))
     async with start_gateway([engine], spans, sampling=nothing) as gateway:
         await gateway.post(CHAT, BODY)
@@ -252,15 +275,15 @@ async def test_only_what_speaks_for_itself_is_kept_where_the_rate_is_nought(star
     assert 'moiety_trace_verdicts_total{verdict="preempted"} 1.0' in metrics
 
 
-def ending(trace_id="a" * 32, salt=b"s" * 32, **what) -> Ending:
-    plain = {
+def ending(trace_id: str = "a" * 32, salt: bytes = b"s" * 32, **what: Any) -> Ending:
+    plain: dict[str, Any] = {
         "service_class": "standard", "has_failed": False, "sla_attained": True, "num_preemptions": 0,
         "num_failovers": 0,
     }  # fmt: skip
     return Ending(trace_id=trace_id, salt=salt, **plain | what)
 
 
-def kept_of(ids, salt=b"s" * 32) -> set[str]:
+def kept_of(ids: Any, salt: bytes = b"s" * 32) -> set[str]:
     sampler = Sampler(SamplingTerms(rate=0.25, first_per_s=0, max_per_s=10**9))
     return {one for one in ids if sampler.decide(ending(one, salt=salt), 0.0).is_kept}
 
@@ -276,12 +299,14 @@ def kept_of(ids, salt=b"s" * 32) -> set[str]:
         ({"service_class": "priority"}, SamplingDecision.RATE),
     ],
 )
-def test_failures_and_broken_promises_are_kept_and_classes_have_rates_of_their_own(what, verdict):
+def test_failures_and_broken_promises_are_kept_and_classes_have_rates_of_their_own(
+    what: dict[str, Any], verdict: Any
+) -> None:
     sampler = Sampler(SamplingTerms(rate=0.0, rates={"priority": 1.0}, first_per_s=0))
     assert sampler.decide(ending(**what), 0.0) is verdict
 
 
-def test_the_rate_is_kept_to_by_trace_and_nobody_outside_can_aim_at_it():
+def test_the_rate_is_kept_to_by_trace_and_nobody_outside_can_aim_at_it() -> None:
     ids = [f"{number:032x}" for number in range(4000)]
     kept = kept_of(ids)
     assert 0.22 < len(kept) / len(ids) < 0.28
@@ -289,7 +314,7 @@ def test_the_rate_is_kept_to_by_trace_and_nobody_outside_can_aim_at_it():
     assert len(kept & kept_of(ids, b"another tenant's")) < 0.35 * len(kept)
 
 
-def test_the_first_of_every_second_is_kept_and_no_more_than_the_budget():
+def test_the_first_of_every_second_is_kept_and_no_more_than_the_budget() -> None:
     sampler = Sampler(SamplingTerms(rate=0.0, first_per_s=1, max_per_s=3))
     assert [sampler.decide(ending(), second) for second in (0.0, 0.9, 1.0)] == [
         SamplingDecision.FIRST, SamplingDecision.UNSAMPLED, SamplingDecision.FIRST,
@@ -311,12 +336,14 @@ def test_the_first_of_every_second_is_kept_and_no_more_than_the_budget():
         ("", False),
     ],
 )
-def test_a_clients_context_is_taken_as_the_w3c_writes_it(text, is_valid):
+def test_a_clients_context_is_taken_as_the_w3c_writes_it(text: str, is_valid: bool) -> None:
     assert (parse_traceparent(text) is not None) is is_valid
 
 
 @pytest.mark.parametrize("store", ["away", "silent"])
-async def test_a_store_that_is_away_or_silent_slows_no_request_and_its_spans_are_counted(start_gateway, card, store):
+async def test_a_store_that_is_away_or_silent_slows_no_request_and_its_spans_are_counted(
+    start_gateway: StartGateway, card: ModelCard, store: str
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         if store == "away":

@@ -6,7 +6,10 @@ import asyncio
 import contextlib
 import signal
 import sys
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -32,6 +35,7 @@ from moiety_wire.messages import (
     FinishReason,
     Heartbeat,
     Hello,
+    ModelCard,
     Sampling,
     Stopping,
     Submit,
@@ -39,18 +43,26 @@ from moiety_wire.messages import (
 )
 from moiety_wire.notes import Reason
 
+from .conftest import Until
+
 SCRIPT = Script(tokens=tuple(b"abc"))
 
 
 @pytest.fixture
-def context():
+def context() -> Iterator[zmq.Context[Any]]:
     context = zmq.Context()
     yield context
     context.destroy(linger=0)
 
 
 @asynccontextmanager
-async def running_front(context, listen="tcp://127.0.0.1:0", engine_id="engine-1", script=SCRIPT, **settings):
+async def running_front(
+    context: zmq.Context[Any],
+    listen: str = "tcp://127.0.0.1:0",
+    engine_id: str = "engine-1",
+    script: Any = SCRIPT,
+    **settings: Any,
+) -> AsyncIterator[Any]:
     front = EngineServer(
         ServerSettings(model="scripted", listen=listen, heartbeat_interval_s=0.05, **settings),
         engine_id,
@@ -67,9 +79,9 @@ async def running_front(context, listen="tcp://127.0.0.1:0", engine_id="engine-1
 
 
 @pytest.fixture
-def connected(context, until):
+def connected(context: zmq.Context[Any], until: Until) -> Callable[..., AbstractAsyncContextManager[ZmqEngineClient]]:
     @asynccontextmanager
-    async def connect(address, curve=None, wait=True):
+    async def connect(address: str, curve: Any = None, wait: bool = True) -> AsyncIterator[ZmqEngineClient]:
         client = ZmqEngineClient(address, context, SystemClock(), curve)
         await client.start()
         try:
@@ -82,7 +94,9 @@ def connected(context, until):
     return connect
 
 
-def submit(request_id="r", max_tokens=5, credit_tokens=5, prompt=b"hello", **changes) -> Submit:
+def submit(
+    request_id: str = "r", max_tokens: int = 5, credit_tokens: int = 5, prompt: bytes = b"hello", **changes: Any
+) -> Submit:
     return Submit(
         request_id=request_id,
         seq=0,
@@ -99,7 +113,9 @@ def submit(request_id="r", max_tokens=5, credit_tokens=5, prompt=b"hello", **cha
     )
 
 
-async def test_verdicts_of_the_core_cross_the_wire(context, connected, until):
+async def test_verdicts_of_the_core_cross_the_wire(
+    context: zmq.Context[Any], connected: Callable[..., AbstractAsyncContextManager[ZmqEngineClient]], until: Until
+) -> None:
     verdicts = (
         ScriptedVerdict(tenant_id="t", service_class="standard", reason=Reason.KV_PEAK, downgrades=True),
         ScriptedVerdict(service_class="flex", reason=Reason.SHED, retry_after_s=2.5),
@@ -118,7 +134,9 @@ async def test_verdicts_of_the_core_cross_the_wire(context, connected, until):
         assert client.state.class_load("nothing") is None
 
 
-async def test_engines_of_one_model_share_its_tokenizer_so_that_nothing_compares_megabytes(context, connected):
+async def test_engines_of_one_model_share_its_tokenizer_so_that_nothing_compares_megabytes(
+    context: zmq.Context[Any], connected: Callable[..., AbstractAsyncContextManager[ZmqEngineClient]]
+) -> None:
     async with (
         running_front(context) as one,
         running_front(context, engine_id="engine-2") as other,
@@ -128,7 +146,9 @@ async def test_engines_of_one_model_share_its_tokenizer_so_that_nothing_compares
         assert first.state.card.tokenizer_json is second.state.card.tokenizer_json
 
 
-async def test_a_request_is_answered_to_its_end(context, connected, until):
+async def test_a_request_is_answered_to_its_end(
+    context: zmq.Context[Any], connected: Callable[..., AbstractAsyncContextManager[ZmqEngineClient]], until: Until
+) -> None:
     async with running_front(context) as front, connected(front.address) as client:
         assert client.state.card.model == "scripted"
         async with client.open(submit()) as stream:
@@ -141,7 +161,9 @@ async def test_a_request_is_answered_to_its_end(context, connected, until):
         assert client.state.num_inflight == 0
 
 
-async def test_a_stream_pauses_at_its_credit_and_goes_on_when_extended(context, connected, until):
+async def test_a_stream_pauses_at_its_credit_and_goes_on_when_extended(
+    context: zmq.Context[Any], connected: Callable[..., AbstractAsyncContextManager[ZmqEngineClient]], until: Until
+) -> None:
     async with running_front(context) as front, connected(front.address) as client:
         async with client.open(submit(max_tokens=100, credit_tokens=3)) as stream:
             await until(lambda: stream.num_output_tokens == 3)
@@ -151,7 +173,9 @@ async def test_a_stream_pauses_at_its_credit_and_goes_on_when_extended(context, 
         assert sum(len(message.token_ids) for message in messages if isinstance(message, Tokens)) == 100
 
 
-async def test_leaving_a_stream_aborts_it_and_waits_for_the_exact_count(context, connected):
+async def test_leaving_a_stream_aborts_it_and_waits_for_the_exact_count(
+    context: zmq.Context[Any], connected: Callable[..., AbstractAsyncContextManager[ZmqEngineClient]]
+) -> None:
     async with running_front(context) as front, connected(front.address) as client:
         async with client.open(submit(max_tokens=5000, credit_tokens=50)) as stream:
             await stream.inbox.get()
@@ -160,7 +184,9 @@ async def test_leaving_a_stream_aborts_it_and_waits_for_the_exact_count(context,
         assert front.num_open == 0
 
 
-async def test_leaving_waits_for_the_count_even_when_cancelled_again(context, connected):
+async def test_leaving_waits_for_the_count_even_when_cancelled_again(
+    context: zmq.Context[Any], connected: Callable[..., AbstractAsyncContextManager[ZmqEngineClient]]
+) -> None:
     async with running_front(context) as front, connected(front.address) as client:
         opened = asyncio.Event()
         streams = []
@@ -180,7 +206,9 @@ async def test_leaving_waits_for_the_count_even_when_cancelled_again(context, co
         assert streams[0].finished is not None
 
 
-async def test_a_refused_request_raises_its_error(context, connected):
+async def test_a_refused_request_raises_its_error(
+    context: zmq.Context[Any], connected: Callable[..., AbstractAsyncContextManager[ZmqEngineClient]]
+) -> None:
     async with (
         running_front(context) as front,
         connected(front.address) as client,
@@ -190,7 +218,9 @@ async def test_a_refused_request_raises_its_error(context, connected):
             await stream.inbox.get()
 
 
-async def test_without_an_engine_open_raises_unavailable(connected):
+async def test_without_an_engine_open_raises_unavailable(
+    connected: Callable[..., AbstractAsyncContextManager[ZmqEngineClient]],
+) -> None:
     async with connected("tcp://127.0.0.1:9", wait=False) as client:
         assert client.state.reason == "not connected yet"
         with pytest.raises(Unavailable):
@@ -198,7 +228,9 @@ async def test_without_an_engine_open_raises_unavailable(connected):
                 pass
 
 
-async def test_an_engine_that_ends_fails_its_streams_at_once_and_its_successor_is_found(context, connected, until):
+async def test_an_engine_that_ends_fails_its_streams_at_once_and_its_successor_is_found(
+    context: zmq.Context[Any], connected: Callable[..., AbstractAsyncContextManager[ZmqEngineClient]], until: Until
+) -> None:
     async with contextlib.AsyncExitStack() as stack:
         first = await stack.enter_async_context(running_front(context))
         client = await stack.enter_async_context(connected(first.address))
@@ -218,7 +250,9 @@ async def test_an_engine_that_ends_fails_its_streams_at_once_and_its_successor_i
             assert [message async for message in stream.messages()]
 
 
-async def test_a_link_with_curve_keys_works_and_one_without_gets_nowhere(context, connected):
+async def test_a_link_with_curve_keys_works_and_one_without_gets_nowhere(
+    context: zmq.Context[Any], connected: Callable[..., AbstractAsyncContextManager[ZmqEngineClient]]
+) -> None:
     server_public, server_secret = zmq.curve_keypair()
     client_public, client_secret = zmq.curve_keypair()
     async with running_front(context, curve_secret_key=server_secret) as front:
@@ -229,12 +263,17 @@ async def test_a_link_with_curve_keys_works_and_one_without_gets_nowhere(context
             assert not stranger.state.healthy
 
 
-async def test_a_gateway_is_served_again_once_its_key_is_back_on_the_list(context, connected, until, tmp_path):
+async def test_a_gateway_is_served_again_once_its_key_is_back_on_the_list(
+    context: zmq.Context[Any],
+    connected: Callable[..., AbstractAsyncContextManager[ZmqEngineClient]],
+    until: Until,
+    tmp_path: Path,
+) -> None:
     server_public, server_secret = zmq.curve_keypair()
     own, other = zmq.curve_keypair(), zmq.curve_keypair()
     file = tmp_path / "gateways"
 
-    def let_in(*lines):
+    def let_in(*lines: Any) -> None:
         fresh = tmp_path / "fresh"
         fresh.write_bytes(b"\n".join(lines) + b"\n")
         fresh.replace(file)
@@ -258,7 +297,12 @@ async def test_a_gateway_is_served_again_once_its_key_is_back_on_the_list(contex
             assert [message async for message in stream.messages()]
 
 
-async def test_a_gateway_for_inference_alone_is_told_that_it_cannot_use_sleep_mode(context, connected, until, tmp_path):
+async def test_a_gateway_for_inference_alone_is_told_that_it_cannot_use_sleep_mode(
+    context: zmq.Context[Any],
+    connected: Callable[..., AbstractAsyncContextManager[ZmqEngineClient]],
+    until: Until,
+    tmp_path: Path,
+) -> None:
     server_public, server_secret = zmq.curve_keypair()
     own = zmq.curve_keypair()
     (tmp_path / "gateways").write_bytes(own[0] + b" inference\n")
@@ -275,7 +319,7 @@ async def test_a_gateway_for_inference_alone_is_told_that_it_cannot_use_sleep_mo
 
 
 @asynccontextmanager
-async def engine_process(address):
+async def engine_process(address: str) -> AsyncIterator[tuple[Any, ...]]:
     """`moiety engine --scripted` as a process of its own, ready."""
     code = "from moiety_platform.cli.main import main; main()"
     process = await asyncio.create_subprocess_exec(
@@ -297,7 +341,9 @@ async def engine_process(address):
         process._transport.close()
 
 
-async def test_a_killed_engine_process_fails_its_streams_at_once(connected, until):
+async def test_a_killed_engine_process_fails_its_streams_at_once(
+    connected: Callable[..., AbstractAsyncContextManager[ZmqEngineClient]], until: Until
+) -> None:
     async with engine_process("tcp://127.0.0.1:0") as (process, address), connected(address) as client:
         async with client.open(submit(max_tokens=500, credit_tokens=500)) as stream:
             await stream.inbox.get()
@@ -309,12 +355,14 @@ async def test_a_killed_engine_process_fails_its_streams_at_once(connected, unti
         assert client.state.reason == "the connection dropped"  # and not silence, noticed later
 
 
-async def test_a_process_that_stood_still_begins_anew_though_the_engine_went_on_to_speak(context, card, until):
+async def test_a_process_that_stood_still_begins_anew_though_the_engine_went_on_to_speak(
+    context: zmq.Context[Any], card: ModelCard, until: Until
+) -> None:
     """For the engine has heard nothing for longer than the limit, and given it up."""
     engine, clock = context.socket(zmq.ROUTER), ManualClock()
     client = ZmqEngineClient(f"tcp://127.0.0.1:{engine.bind_to_random_port('tcp://127.0.0.1')}", context, clock)
 
-    async def next_message():
+    async def next_message() -> tuple[Any, ...]:
         await until(lambda: engine.poll(0))
         identity, frame = engine.recv_multipart()
         return identity, decode_to_engine(frame)[0]
@@ -353,7 +401,9 @@ async def test_a_process_that_stood_still_begins_anew_though_the_engine_went_on_
         engine.close(linger=0)
 
 
-async def test_an_engine_that_falls_silent_is_given_up(connected):
+async def test_an_engine_that_falls_silent_is_given_up(
+    connected: Callable[..., AbstractAsyncContextManager[ZmqEngineClient]],
+) -> None:
     async with engine_process("tcp://127.0.0.1:0") as (process, address), connected(address) as client:
         async with client.open(submit(max_tokens=500, credit_tokens=500)) as stream:
             await stream.inbox.get()
@@ -365,7 +415,9 @@ async def test_an_engine_that_falls_silent_is_given_up(connected):
         assert "silent" in client.state.reason
 
 
-async def test_requests_that_are_submitted_at_once_make_no_frame_for_which_an_engine_hangs_up(context, connected):
+async def test_requests_that_are_submitted_at_once_make_no_frame_for_which_an_engine_hangs_up(
+    context: zmq.Context[Any], connected: Callable[..., AbstractAsyncContextManager[ZmqEngineClient]]
+) -> None:
     async with (
         running_front(context) as front,
         connected(front.address) as client,

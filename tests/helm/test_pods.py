@@ -157,7 +157,7 @@ async def _make_tenant(client: httpx.AsyncClient, as_owner: dict[str, str]) -> t
 
 
 async def _load(client: httpx.AsyncClient, key: str, stop: asyncio.Event) -> list[Stream]:
-    tasks = []
+    tasks: list[Any] = []
     began = time.monotonic()
     while not stop.is_set():
         tasks.append(asyncio.create_task(_stream(client, key, len(tasks))))

@@ -64,6 +64,7 @@ def poisoned_memory() -> None:
         del held
 
 
+@pytest.mark.combinations(by=("arithmetic",))
 @pytest.mark.parametrize("dtype", WEIGHTS)
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 6, 11, 12, 13, 16, 17, 47, 97, 200])
 @pytest.mark.parametrize(("n", "k"), [(1, 16), (7, 64), (33, 48), (130, 320), (515, 1024), (40, 2080), (20, 50)])
@@ -214,6 +215,7 @@ def test_large_gates_do_not_overflow() -> None:
     assert ours[1, 1].abs() < 1e-6
 
 
+@pytest.mark.combinations(by=("kept",))
 @pytest.mark.parametrize("window", [None, 1, 37])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "width"), [(4, 4, 16), (8, 2, 64), (5, 1, 48), (6, 2, 144), (4, 1, 256), (4, 2, 10)]
@@ -248,6 +250,7 @@ def test_a_sink_takes_its_share_of_the_softmax_and_adds_nothing(paged: Any) -> N
     assert close(ours[0], value * torch.sigmoid(score - sinks)[:, None])
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("num_decode", [0, 2])
 @pytest.mark.parametrize("window", [None, 37])
 @pytest.mark.parametrize("workspace", [1, 1 << 30])
@@ -257,11 +260,12 @@ def test_paged_attention_through_torchs_own(
 ) -> None:
     inputs = paged([1, 1, 7, 130, 40], [1, 300, 7, 150, 290], 8, 2, 64, 16)
     sinks = normal(8, scale=3) if with_sinks else None
-    longest = {"num_decode": num_decode, "max_query": 130, "max_context": 300}
+    longest: dict[str, Any] = {"num_decode": num_decode, "max_query": 130, "max_context": 300}
     ours = paged_attention_batched(*inputs, 0.125, window, sinks, **longest, workspace_bytes=workspace)
     assert close(ours, paged_attention_reference(*inputs, 0.125, window, sinks), 2e-5)
 
 
+@pytest.mark.combinations(by=("kept",))
 @pytest.mark.parametrize(("heads", "latent", "rotated"), [(1, 32, 16), (16, 48, 16), (128, 64, 32), (3, 20, 10)])
 @pytest.mark.parametrize("places", [16, 5])
 @pytest.mark.parametrize("kept", CACHES)
@@ -272,7 +276,7 @@ def test_mla_attention(paged: Any, heads: int, latent: int, rotated: int, places
     expected = mla_attention_reference(*inputs)
     assert expected.shape == (179, heads, latent)
     assert close(mla_attention(*inputs, max_query=130, max_context=300), expected, 2e-5)
-    longest = {"num_decode": 2, "max_query": 130, "max_context": 300}
+    longest: dict[str, Any] = {"num_decode": 2, "max_query": 130, "max_context": 300}
     values = cache[..., :latent]
     assert close(paged_attention_batched(q, cache, values, *sequences, 0.2, None, None, **longest), expected, 2e-5)
 

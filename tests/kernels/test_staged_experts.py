@@ -67,7 +67,10 @@ def test_in_stages_the_bits_are_those_of_all_experts_at_once(
 def test_with_biases_too_and_what_no_stage_had_adds_nothing(width: int) -> None:
     torch.manual_seed(0)
     gate_up, down = torch.randn(NUM_EXPERTS, 48, width), torch.randn(NUM_EXPERTS, width, 24)
-    biases = {"gate_up_bias_E2F": torch.randn(NUM_EXPERTS, 48), "down_bias_ED": torch.randn(NUM_EXPERTS, width)}
+    biases: dict[str, Any] = {
+        "gate_up_bias_E2F": torch.randn(NUM_EXPERTS, 48),
+        "down_bias_ED": torch.randn(NUM_EXPERTS, width),
+    }
     x, (weight, expert) = torch.randn(7, width), route(torch.randn(7, NUM_EXPERTS), ROUTING)
     here = torch.where(expert < 6, expert, -1)
     stages = [torch.where(here % 2 == odd, here, -1) for odd in (0, 1)]

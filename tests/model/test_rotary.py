@@ -94,7 +94,7 @@ def test_a_shorter_context_takes_longropes_short_factors_up_to_the_original_leng
     from transformers import LlamaConfig, Phi3Config
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
     sizes |= {"max_position_embeddings": LONGEST}
     outside = {key: value for key, value in LONG.items() if key != "original_max_position_embeddings"}
     for theirs in (
@@ -111,8 +111,18 @@ def test_a_shorter_context_takes_longropes_short_factors_up_to_the_original_leng
 
 @pytest.mark.parametrize("longest", [100, 1024, 1025, None])
 def test_phimoe_takes_the_magnitude_of_its_longest_context_too(longest: int | None) -> None:
-    rope = {"short_mscale": 1.1, "long_mscale": 1.3, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-    config = {"model_type": "phimoe", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    rope: dict[str, Any] = {
+        "short_mscale": 1.1,
+        "long_mscale": 1.3,
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+    }
+    config: dict[str, Any] = {
+        "model_type": "phimoe",
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     config |= {"max_position_embeddings": 4096, "original_max_position_embeddings": 1024}
     spec = spec_from_config(config | {"rope_scaling": {"type": "longrope", **rope}}).within(longest)
     frequencies_R, magnitude = inverse_frequencies(spec.layers[0].attention.rope)

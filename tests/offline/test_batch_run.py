@@ -69,7 +69,7 @@ def never() -> Any:
     raise AssertionError("there is nothing to load a model for")
 
 
-def test_lines_of_every_endpoint_are_answered_in_openais_shape_with_a_bar_on_a_terminal(tmp_path: Path):
+def test_lines_of_every_endpoint_are_answered_in_openais_shape_with_a_bar_on_a_terminal(tmp_path: Path) -> None:
     sums = [chat(f"sum-{a}", f"What is {a} + {a + 7}?", max_tokens=20) for a in range(12)]
     others = [
         line("text", COMPLETIONS, prompt=["What", "The"], n=2, seed=3, logprobs=2, max_tokens=4),
@@ -109,7 +109,7 @@ def test_lines_of_every_endpoint_are_answered_in_openais_shape_with_a_bar_on_a_t
     assert report["output_tokens_per_s"] > 0
 
 
-def test_a_run_that_is_killed_goes_on_with_the_lines_that_have_no_whole_answer(tmp_path: Path):
+def test_a_run_that_is_killed_goes_on_with_the_lines_that_have_no_whole_answer(tmp_path: Path) -> None:
     lines = [chat(f"{a}", f"What is {a} + 1?", max_tokens=150, ignore_eos=True) for a in range(80)]
     file, output = write(tmp_path / "asked.jsonl", lines), tmp_path / "asked.answers.jsonl"
     running = subprocess.Popen(command(file, "--max-running", 4), stdout=subprocess.DEVNULL)
@@ -134,7 +134,7 @@ def test_a_run_that_is_killed_goes_on_with_the_lines_that_have_no_whole_answer(t
     run_file(file, None, model="moiety-demo", open_replica=never, as_json=True)
 
 
-def test_a_line_that_was_cut_at_any_byte_is_dropped_and_nothing_before_it(tmp_path: Path):
+def test_a_line_that_was_cut_at_any_byte_is_dropped_and_nothing_before_it(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     one, two = (
         json.dumps({"id": f"batch_req_{n}", "custom_id": n}, separators=(",", ":")).encode() + b"\n" for n in "ab"
@@ -149,7 +149,7 @@ def test_a_line_that_was_cut_at_any_byte_is_dropped_and_nothing_before_it(tmp_pa
         assert path.read_bytes() == one + two
 
 
-def test_what_is_no_output_of_the_file_is_left_alone(tmp_path: Path):
+def test_what_is_no_output_of_the_file_is_left_alone(tmp_path: Path) -> None:
     file = write(tmp_path / "asked.jsonl", [chat("a", "hello")])
     notes = tmp_path / "notes.txt"
     answer = b'{"id":"batch_req_0","custom_id":"a","response":null,"error":null}\n'
@@ -162,7 +162,7 @@ def test_what_is_no_output_of_the_file_is_left_alone(tmp_path: Path):
         run_file(file, file, model="moiety-demo", open_replica=never, as_json=True)
 
 
-def test_lines_without_an_id_of_their_own_are_named_before_a_model_is_loaded(tmp_path: Path):
+def test_lines_without_an_id_of_their_own_are_named_before_a_model_is_loaded(tmp_path: Path) -> None:
     file = write(
         tmp_path / "asked.jsonl", [chat("a", "hello"), chat("a", "hello"), chat("", "hello"), {"custom_id": "b"}]
     )
@@ -172,7 +172,7 @@ def test_lines_without_an_id_of_their_own_are_named_before_a_model_is_loaded(tmp
     assert named == ["line 2", "line 3", "line 4"]
 
 
-def test_the_longest_lines_go_first(tmp_path: Path):
+def test_the_longest_lines_go_first(tmp_path: Path) -> None:
     lines = [
         chat("short", "hi", max_tokens=2),
         chat("two", "hi", max_tokens=40, n=2),

@@ -30,14 +30,14 @@ def llm() -> Iterator[LLM]:
         yield model
 
 
-def test_conversations_are_answered_in_their_order_whatever_their_length(llm: LLM):
+def test_conversations_are_answered_in_their_order_whatever_their_length(llm: LLM) -> None:
     asked = [ask(f"What is {a} + {b}?") for a, b in ((4, 5), (123, 456), (40, 2), (7, 7))] * 6
     told = llm.chat(asked, [GREEDY, SamplingParams(temperature=0, max_tokens=30)] * 12)
     assert [one.text for one in told] == ["9", "579", "42", "14"] * 6
     assert {one.completions[0].finish_reason for one in told} == {"stop"}
 
 
-def test_the_same_seed_draws_the_same_alone_in_a_batch_and_as_the_first_of_several(llm: LLM):
+def test_the_same_seed_draws_the_same_alone_in_a_batch_and_as_the_first_of_several(llm: LLM) -> None:
     prompts = [f"The {word} of" for word in ("capital", "sum", "list", "end", "middle")]
     drawn = SamplingParams(temperature=1.5, max_tokens=16, seed=7, logprobs=3, ignore_eos=True)
     together = [one.completions[0] for one in llm.generate(prompts, drawn)]
@@ -49,7 +49,7 @@ def test_the_same_seed_draws_the_same_alone_in_a_batch_and_as_the_first_of_sever
     assert len({tuple(ids) for ids in texts}) == 4
 
 
-def test_logprobs_have_ids_and_the_greedy_token_is_the_likeliest(llm: LLM):
+def test_logprobs_have_ids_and_the_greedy_token_is_the_likeliest(llm: LLM) -> None:
     found = llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=6, logprobs=2))[0].completions[0]
     assert found.logprobs is not None
     assert [one.token_id for one in found.logprobs] == found.token_ids
@@ -59,7 +59,7 @@ def test_logprobs_have_ids_and_the_greedy_token_is_the_likeliest(llm: LLM):
 
 
 @pytest.mark.parametrize("options", [{}, {"batch_invariant": True}, {"tp": 2}], ids=str)
-def test_a_prompts_tokens_have_the_logprobs_that_transformers_gives_them(options: dict[str, Any]):
+def test_a_prompts_tokens_have_the_logprobs_that_transformers_gives_them(options: dict[str, Any]) -> None:
     reference = AutoModelForCausalLM.from_pretrained(moiety_demo.checkpoint_path(), dtype=torch.float32)
     drawn = random.Random(5)
     prompts = [[drawn.randrange(200, 1800) for _ in range(length)] for length in (1, 2, 40, 97, 40)]
@@ -77,7 +77,7 @@ def test_a_prompts_tokens_have_the_logprobs_that_transformers_gives_them(options
             assert sorted(one.top.values()) == pytest.approx(sorted(row_V.topk(2).values.tolist()), abs=2e-3)
 
 
-def test_a_stream_gives_the_same_text_and_one_that_is_left_ends(llm: LLM):
+def test_a_stream_gives_the_same_text_and_one_that_is_left_ends(llm: LLM) -> None:
     whole = llm.generate("What is", SamplingParams(n=2, seed=3, max_tokens=20, ignore_eos=True))[0]
     pieces = list(llm.stream("What is", SamplingParams(n=2, seed=3, max_tokens=20, ignore_eos=True)))
     for one in whole.completions:
@@ -88,12 +88,12 @@ def test_a_stream_gives_the_same_text_and_one_that_is_left_ends(llm: LLM):
     assert len(list(islice(stream, 3))) == 3
     assert llm.chat(ask("What is 2 + 3?"), GREEDY)[0].text == "5"  # beside the stream that nobody reads
     assert next(stream).token_ids
-    stream.close()
+    stream.close()  # type: ignore[attr-defined]  # it is a generator
     assert llm.chat(ask("What is 2 + 4?"), GREEDY)[0].text == "6"
     assert llm.replica.num_open == 0
 
 
-def test_stop_strings_and_stop_tokens_end_an_answer(llm: LLM):
+def test_stop_strings_and_stop_tokens_end_an_answer(llm: LLM) -> None:
     free = llm.chat(ask("What is 123 + 456?"), GREEDY)[0].completions[0]
     assert free.stopped_by == "stop_token"
     cut = llm.chat(ask("What is 123 + 456?"), SamplingParams(temperature=0, stop=("7",)))[0].completions[0]
@@ -109,15 +109,15 @@ def test_stop_strings_and_stop_tokens_end_an_answer(llm: LLM):
         ([GREEDY, GREEDY], "1 prompts and 2 params"),
     ],
 )
-def test_what_cannot_be_served_is_said_and_the_model_goes_on(llm: LLM, params: object, told: str):
+def test_what_cannot_be_served_is_said_and_the_model_goes_on(llm: LLM, params: object, told: str) -> None:
     with pytest.raises(InvalidRequest, match=told):
-        llm.generate(["hello"], params)  # type: ignore[arg-type]
+        llm.generate(["hello"], params)
     with pytest.raises(InvalidRequest, match="shorten the prompt"):
         llm.generate([[5] * 100, [5] * 100_000], GREEDY)
     assert llm.chat(ask("What is 2 + 4?"), GREEDY)[0].text == "6"
 
 
-def test_options_are_checked_by_name_and_value():
+def test_options_are_checked_by_name_and_value() -> None:
     with pytest.raises(InvalidConfig, match="no such option"):
         LLM(temperature=1)
     with pytest.raises(InvalidConfig, match="batching"):
@@ -129,7 +129,7 @@ def num_models() -> int:
     return sum(type(one) is Transformer for one in gc.get_objects())
 
 
-def test_a_closed_model_has_given_its_memory_back():
+def test_a_closed_model_has_given_its_memory_back() -> None:
     before = num_models()
     model = LLM()
     assert num_models() == before + 1

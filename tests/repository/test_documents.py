@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -20,7 +21,7 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_multi_constructor("tag:yaml.org,2002:python/name:", lambda _loader, suffix, _node: suffix)
 
 
-def pages_of(navigation) -> list[str]:
+def pages_of(navigation: Any) -> list[str]:
     if isinstance(navigation, str):
         return [navigation]
     parts = navigation.values() if isinstance(navigation, dict) else navigation

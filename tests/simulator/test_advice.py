@@ -64,8 +64,8 @@ def test_the_advised_bounds_are_kept_with_the_advised_limits(
 ) -> None:
     (bounds,) = advice.classes
     assert advice.kept_at_safe_load and bounds.attainment >= KEPT
-    assert bounds.ttft_s is not None and bounds.ttft_s <= STANDARD.ttft_s  # type: ignore[operator]
-    assert bounds.tpot_s is not None and bounds.tpot_s <= STANDARD.tpot_s  # type: ignore[operator]
+    assert bounds.ttft_s is not None and bounds.ttft_s <= STANDARD.ttft_s
+    assert bounds.tpot_s is not None and bounds.tpot_s <= STANDARD.tpot_s
     tuned = msgspec.structs.replace(
         small, max_batch_tokens=advice.limits.max_batch_tokens, max_running=advice.limits.max_running
     )

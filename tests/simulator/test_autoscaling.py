@@ -4,8 +4,10 @@ follows its load up and down."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -25,7 +27,7 @@ TERMS = PoolTerms(DEVICE, "moiety", {STANDARD.name: PATIENT}, start_s=30.0)
 
 
 @pytest.fixture
-def replaying(monkeypatch):
+def replaying(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The package, which lies among the benchmarks."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     from autoscaling import hpa, prometheus, replay
@@ -50,12 +52,16 @@ def replaying(monkeypatch):
         (0.0, True, 4, 4, 0),
     ],
 )
-def test_a_metric_proposes_what_kubernetes_documents(replaying, value, is_average, current, ready, wanted) -> None:
+def test_a_metric_proposes_what_kubernetes_documents(
+    replaying: Any, value: float, is_average: bool, current: int, ready: int, wanted: int
+) -> None:
     metric = replaying.hpa.Metric("m", "q", 100.0, is_average)
     assert replaying.hpa.propose(metric, value, current, ready) == wanted
 
 
-def autoscaler(hpa, values, up=(), down=(), windows=(0.0, 0.0)):
+def autoscaler(
+    hpa: Any, values: Any, up: Sequence[Any] = (), down: Sequence[Any] = (), windows: tuple[float, ...] = (0.0, 0.0)
+) -> Any:
     """One on a metric whose values come in turn, from one replica to twenty."""
     metric = hpa.Metric("m", "q", 1.0, is_average=True)
     rules = [hpa.Rules(window, list(policies)) for window, policies in zip(windows, (up, down), strict=True)]
@@ -63,7 +69,7 @@ def autoscaler(hpa, values, up=(), down=(), windows=(0.0, 0.0)):
     return hpa.Autoscaler(hpa.Terms(1, 20, [metric], *rules), lambda query: next(taken))
 
 
-def decisions(one, count, first):
+def decisions(one: Any, count: int, first: Any) -> Any:
     wanted, current = [], first
     for number in range(count):
         current = one.decide(15.0 * number, current, current)
@@ -71,7 +77,7 @@ def decisions(one, count, first):
     return wanted
 
 
-def test_policies_bound_how_fast_it_goes(replaying) -> None:
+def test_policies_bound_how_fast_it_goes(replaying: Any) -> None:
     fast = [("Percent", 100, 60)], [("Pods", 1, 120)]
     up = autoscaler(replaying.hpa, [20.0] * 9, *fast)
     assert decisions(up, 9, 2) == [4, 4, 4, 4, 8, 8, 8, 8, 16]
@@ -79,7 +85,7 @@ def test_policies_bound_how_fast_it_goes(replaying) -> None:
     assert decisions(down, 9, 6) == [5, 5, 5, 5, 5, 5, 5, 5, 4]
 
 
-def test_a_dip_shorter_than_the_window_takes_nothing_away(replaying) -> None:
+def test_a_dip_shorter_than_the_window_takes_nothing_away(replaying: Any) -> None:
     any_pace = [("Pods", 20, 15)], [("Pods", 20, 15)]
     one = autoscaler(replaying.hpa, [4.0, 1.0, 4.0, *[1.0] * 6], *any_pace, windows=(0.0, 60.0))
     assert decisions(one, 9, 4) == [4, 4, 4, 4, 4, 4, 1, 1, 1]
@@ -95,7 +101,7 @@ made_total{{model="n",kind="output"}} 1000
 """
 
 
-def test_queries_are_computed_as_prometheus_does(replaying) -> None:
+def test_queries_are_computed_as_prometheus_does(replaying: Any) -> None:
     prometheus = replaying.prometheus.Prometheus()
     for number in range(9):
         text = EXPOSITION.format(low=6 * number, high=12 * number, made=30 * number)
@@ -123,7 +129,7 @@ def arriving(*phases: tuple[float, float]) -> Workload:
     return Workload("phases", tuple(requests), begin_s)
 
 
-def test_a_pool_follows_its_load_up_before_promises_are_lost_and_down_once(replaying) -> None:
+def test_a_pool_follows_its_load_up_before_promises_are_lost_and_down_once(replaying: Any) -> None:
     settings = {"tokensPerSecond": 5, "calmSeconds": 180, "maxReplicas": 6}
     terms = replaying.hpa.Terms.of_scaled_object(replaying.replay.scaled_object(settings))
     workload = arriving((180, 0.4), (60, 0.7), (60, 1.0), (300, 1.3), (900, 0.4))

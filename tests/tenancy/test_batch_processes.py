@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -37,11 +38,13 @@ class Part:
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
-        self.errors: list[dict] = []  # that it has logged
+        self.errors: list[dict[str, Any]] = []  # that it has logged
         self._reading: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, arguments: tuple[str, ...], environment: dict[str, str], words: str) -> tuple[Part, dict]:
+    async def start(
+        cls, arguments: tuple[str, ...], environment: dict[str, str], words: str
+    ) -> tuple[Part, dict[str, Any]]:
         """The process, and the line of JSON with these words that it logs when it is there."""
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", MOIETY, *arguments),
@@ -137,7 +140,7 @@ async def deployed(folder: Path, database_url: str, num_gateways: int) -> AsyncI
         await deployment.kill()
 
 
-def line(number: int, least_tokens: int) -> dict:
+def line(number: int, least_tokens: int) -> dict[str, Any]:
     """Lines of unequal lengths, so that their ends fall apart; a token takes the engine 2 ms."""
     body = {
         "model": "scripted",
@@ -155,7 +158,7 @@ async def submit(client: AsyncOpenAI, num_lines: int, least_tokens: int) -> str:
     return batch.id
 
 
-async def wait_completed(client: AsyncOpenAI, batch_id: str):
+async def wait_completed(client: AsyncOpenAI, batch_id: str) -> Any:
     async with asyncio.timeout(BATCH_S):
         while (batch := await client.batches.retrieve(batch_id)).status != "completed":
             assert batch.status in ("validating", "in_progress", "finalizing"), batch
@@ -163,7 +166,7 @@ async def wait_completed(client: AsyncOpenAI, batch_id: str):
     return batch
 
 
-async def check_each_once(client: AsyncOpenAI, batch, database_url: str, num_lines: int) -> None:
+async def check_each_once(client: AsyncOpenAI, batch: Any, database_url: str, num_lines: int) -> None:
     """Every line answered once and in its place, with one usage row that says what the answer says."""
     assert batch.request_counts.model_dump() == {"total": num_lines, "completed": num_lines, "failed": 0}
     output = [json.loads(one) for one in (await client.files.content(batch.output_file_id)).text.splitlines()]

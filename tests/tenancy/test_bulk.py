@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -36,7 +37,7 @@ read_all = OverRows(
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 1500])
-async def test_any_number_of_rows_takes_one_statement_each_time(database: Database, num_rows: int):
+async def test_any_number_of_rows_takes_one_statement_each_time(database: Database, num_rows: int) -> None:
     start = ManualClock().now()
     keys = [(f"quo_{number}", start + timedelta(microseconds=number)) for number in range(num_rows)]
     async with database.write() as session:
@@ -51,7 +52,7 @@ async def test_any_number_of_rows_takes_one_statement_each_time(database: Databa
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 1500])
-async def test_what_is_read_in_bulk_is_what_is_read_by_the_row(database: Database, num_rows: int):
+async def test_what_is_read_in_bulk_is_what_is_read_by_the_row(database: Database, num_rows: int) -> None:
     start = ManualClock().now()
     async with database.write() as session:
         await insert(session, [(f"quo_{n}", start + timedelta(microseconds=n), 2**60 + n, 0) for n in range(num_rows)])
@@ -63,7 +64,9 @@ async def test_what_is_read_in_bulk_is_what_is_read_by_the_row(database: Databas
     assert len(found) == num_rows
 
 
-async def test_of_requests_that_are_entered_again_among_new_ones_only_the_new_ones_are_entered(database: Database):
+async def test_of_requests_that_are_entered_again_among_new_ones_only_the_new_ones_are_entered(
+    database: Database,
+) -> None:
     rows = [make_row(f"request-{number}") for number in range(9)]
     async with database.write() as session:
         assert await settle(session, rows[2:5]) == {"request-2", "request-3", "request-4"}
@@ -74,12 +77,18 @@ async def test_of_requests_that_are_entered_again_among_new_ones_only_the_new_on
 
 
 def make_row(request_id: str) -> UsageRow:
-    of_whom = {"tenant_id": "ten_a", "project_id": "prj_a", "key_id": "key", "endpoint": "/v1", "model": "tiny"}
-    counts = {"num_choices": 1, "prompt_tokens": 5}
+    of_whom: dict[str, Any] = {
+        "tenant_id": "ten_a",
+        "project_id": "prj_a",
+        "key_id": "key",
+        "endpoint": "/v1",
+        "model": "tiny",
+    }
+    counts: dict[str, Any] = {"num_choices": 1, "prompt_tokens": 5}
     return UsageRow(request_id, **of_whom, service_class="standard", started_at=ManualClock().now(), **counts, **KILLED)
 
 
-def test_ids_of_later_milliseconds_stand_behind_those_of_earlier_ones():
+def test_ids_of_later_milliseconds_stand_behind_those_of_earlier_ones() -> None:
     first, made_ms = ordered_hex(), time.time_ns() // 1_000_000
     while time.time_ns() // 1_000_000 == made_ms:
         pass

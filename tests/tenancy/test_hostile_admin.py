@@ -76,7 +76,7 @@ class Caller:
 
 @pytest.fixture
 async def caller(world: World) -> AsyncIterator[Caller]:
-    transport = httpx.ASGITransport(app=world.app)  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(app=world.app)
     async with httpx.AsyncClient(transport=transport, timeout=60) as http:
         yield Caller(world, http)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -16,57 +17,32 @@ from typing import Any
 import httpx
 import pytest
 from litestar import Litestar, get
+from litestar.handlers import HTTPRouteHandler
 from litestar.routes import HTTPRoute
+from pydantic import SecretStr
 from sqlalchemy import update
 
 from moiety_platform.access.roles import Role
-from moiety_platform.adapters.cache import AdapterCache
-from moiety_platform.adapters.controller import AdapterController, AdapterStorage
 from moiety_platform.adapters.schemas import NewAdapter
 from moiety_platform.adapters.service import create_adapter
-from moiety_platform.administration.router import ADMIN_PATH, admin_router
-from moiety_platform.app import Services, create_app
-from moiety_platform.auth.authenticator import Authenticator
+from moiety_platform.administration.router import ADMIN_PATH
 from moiety_platform.auth.guard import UnguardedRoute
 from moiety_platform.auth.schemas import NewKey
 from moiety_platform.auth.service import create_key
-from moiety_platform.classes.cache import ClassCache
+from moiety_platform.bootstrap.composition import Overrides, assembled
 from moiety_platform.clock import ManualClock
-from moiety_platform.controllers import with_services
 from moiety_platform.db.session import Database
-from moiety_platform.experts.controller import ExpertController
-from moiety_platform.experts.service import ExpertService
-from moiety_platform.idempotency.key_store_client import IdempotencyKeys, KeepingLimits
-from moiety_platform.idempotency.store import KeyStore
-from moiety_platform.inference.request_recorder import RequestRecorder
 from moiety_platform.inference.shape_limits import DEFAULT_SHAPE
-from moiety_platform.live_settings import LiveSettings
-from moiety_platform.metrics import Metrics
-from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.openapi.documents import DocumentPart, make_document
-from moiety_platform.prices.cache import PriceCache
-from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.kinds import LimitKind, LimitLevel
 from moiety_platform.quota.schemas import NewQuota
 from moiety_platform.quota.service import set_quota
-from moiety_platform.quota.store import LeaseStore
-from moiety_platform.reloading.controller import SettingController
 from moiety_platform.reloading.source import SettingsSource
-from moiety_platform.responses_api.keeper import ConversationLimits, ResponseKeeper
-from moiety_platform.routing.controller import EngineController
-from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import SECTION, GatewaySettings
-from moiety_platform.simulations.controller import SimulationController
-from moiety_platform.simulations.runner import Simulations
-from moiety_platform.tenant_deletion.controller import DeletionServices, TenantDeletionController
 from moiety_platform.tenants.schemas import NewProject, NewTenant
 from moiety_platform.tenants.service import create_project, create_tenant
 from moiety_platform.trace_store.models import SpanRecord, TraceRecord
-from moiety_platform.traces.tracing import Tracing
-from moiety_platform.usage.recorder import UsageRecorder
 from moiety_platform.usage.store import insert_rows
-from moiety_platform.webhooks.addresses import AddressPolicy
-from moiety_platform.webhooks.controller import WebhookController
 
 from .conftest import PEPPER, Admin
 from .test_recorder import make_row
@@ -293,43 +269,20 @@ class World:
         )
 
 
-def real_app(database: Database, clock: ManualClock, folder: Path, *more: Any) -> Litestar:
-    """The gateway's own application, without an engine."""
-    authenticator = Authenticator(database, PEPPER, clock)
-    classes, prices = ClassCache(database, clock), PriceCache(database, clock)
-    quotas = QuotaKeeper(database, LeaseStore("replica", 20.0), clock)
-    usage, metrics, tracing = UsageRecorder(database, folder), Metrics(), Tracing()
-    replicas, settings = Replicas([]), GatewaySettings()
-    objects = ObjectStore.open((folder / "objects").as_uri())
-    source, live = SettingsSource.open(None, SECTION, lambda: settings), LiveSettings(settings)
-    adapters, storage = AdapterCache(database, clock), AdapterStorage(10_000, 15_000)
-    simulations = Simulations(database, limit_s=60.0, niceness=0)
-    handlers = [
-        with_services(EngineController, replicas=replicas),
-        with_services(ExpertController, experts=ExpertService(replicas, clock)),
-        with_services(WebhookController, reach=AddressPolicy()),
-        with_services(TenantDeletionController, deletion=DeletionServices(objects)),
-        with_services(AdapterController, adapter_cache=adapters, adapter_storage=storage, objects=objects),
-        with_services(SettingController, source=source, live=live, reloader=None),
-        with_services(SimulationController, simulations=simulations, engines=replicas.states),
-        *more,
-    ]
-    router = admin_router(database, authenticator, classes, prices, quotas, PEPPER, clock, more=handlers)
-    services = Services(
-        authenticator=authenticator,
-        usage=usage,
-        replicas=replicas,
-        classes=classes,
-        prices=prices,
-        metrics=metrics,
-        tracing=tracing,
-        clock=clock,
-        recorder=RequestRecorder(usage, quotas, metrics, tracing, clock),
-        idempotency=IdempotencyKeys(database, KeyStore(), KeepingLimits.of(settings)),
-        responses=ResponseKeeper(database, ConversationLimits.of(settings)),
-        admin_routes=[router],
+@asynccontextmanager
+async def real_app(
+    database: Database, clock: ManualClock, folder: Path, *more: HTTPRouteHandler
+) -> AsyncIterator[Litestar]:
+    """The gateway's own application, without an engine, with further routes of the admin API."""
+    settings = GatewaySettings(
+        data_dir=folder,
+        key_pepper=SecretStr(PEPPER.decode()),
+        max_adapter_bytes=10_000,
+        max_adapter_bytes_per_tenant=15_000,
     )
-    return create_app(settings, services)
+    source = SettingsSource.open(None, SECTION, lambda: settings)
+    async with assembled(source, Overrides(clock=clock, database=database, admin_routes=more)) as gateway:
+        yield gateway.app
 
 
 async def make_side(database: Database, clock: ManualClock, name: str) -> Side:
@@ -362,7 +315,7 @@ def span_of(trace: TraceRecord, engine: str) -> SpanRecord:
 
 
 @pytest.fixture
-async def world(database: Database, clock: ManualClock, tmp_path: Path) -> World:
+async def world(database: Database, clock: ManualClock, tmp_path: Path) -> AsyncIterator[World]:
     a, b = [await make_side(database, clock, name) for name in ("acme", "globex")]
     made = {
         "owner": NewKey("owner", role=Role.OWNER),
@@ -374,15 +327,16 @@ async def world(database: Database, clock: ManualClock, tmp_path: Path) -> World
     }
     async with database.write() as session:
         keys = {who: (await create_key(session, new, PEPPER, clock.now()))[1].text for who, new in made.items()}
-    built = World(real_app(database, clock, tmp_path), database, clock, a, b, keys)
-    built.a, built.b = await built.restock(a), await built.restock(b)
-    return built
+    async with real_app(database, clock, tmp_path) as app:
+        built = World(app, database, clock, a, b, keys)
+        built.a, built.b = await built.restock(a), await built.restock(b)
+        yield built
 
 
 @pytest.fixture
 async def call(world: World) -> AsyncIterator[Any]:
     """`await call(who, ask, side)`: the answer to the request about that side's objects."""
-    transport = httpx.ASGITransport(app=world.app)  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(app=world.app)
     async with httpx.AsyncClient(transport=transport, base_url=f"http://gateway{ADMIN_PATH}") as http:
 
         async def send(who: str, ask: Ask, side: Side) -> httpx.Response:
@@ -418,7 +372,7 @@ def test_every_route_of_the_admin_api_is_in_the_table(world: World) -> None:
     assert sorted(set(routes_of(world.app))) == sorted({ask.route for ask in ASKS})
 
 
-def test_an_endpoint_that_does_not_say_who_may_call_it_is_not_served(
+async def test_an_endpoint_that_does_not_say_who_may_call_it_is_not_served(
     database: Database, clock: ManualClock, tmp_path: Path
 ) -> None:
     @get("/open")
@@ -426,7 +380,8 @@ def test_an_endpoint_that_does_not_say_who_may_call_it_is_not_served(
         return None
 
     with pytest.raises(UnguardedRoute, match="names no action"):
-        real_app(database, clock, tmp_path, anyone)
+        async with real_app(database, clock, tmp_path, anyone):
+            pass
 
 
 @pytest.mark.parametrize("who", CALLERS)
@@ -604,18 +559,18 @@ async def test_a_revoked_key_is_refused_by_every_replica_within_two_seconds(
     world: World, database_url: str, tmp_path: Path
 ) -> None:
     other = Database.open(database_url)
-    replica = real_app(other, world.clock, tmp_path / "other")
-    keys = ("viewer", "tenant-admin of A", "inference key of A")
-    for who in keys:
-        async with Admin(world.app, world.keys[who]).http as here, Admin(replica, world.keys[who]).http as there:
-            path = "/v1/models" if "inference" in who else "tenants"
-            path = f"http://gateway{path}" if path.startswith("/") else path
-            assert [(await one.get(path)).status_code for one in (here, there)] == [200, 200]
-            owner = Admin(world.app, world.keys["owner"])
-            async with owner.http:
-                await owner.call("POST", f"keys/{world.keys[who][4:20]}/revoke", 200)
-            assert (await here.get(path)).status_code == 401
-            world.clock.advance(2.0)
-            refused = await there.get(path)
-            assert (refused.status_code, refused.json()["error"]["code"]) == (401, "key_revoked")
+    async with real_app(other, world.clock, tmp_path / "other") as replica:
+        keys = ("viewer", "tenant-admin of A", "inference key of A")
+        for who in keys:
+            async with Admin(world.app, world.keys[who]).http as here, Admin(replica, world.keys[who]).http as there:
+                path = "/v1/models" if "inference" in who else "tenants"
+                path = f"http://gateway{path}" if path.startswith("/") else path
+                assert [(await one.get(path)).status_code for one in (here, there)] == [200, 200]
+                owner = Admin(world.app, world.keys["owner"])
+                async with owner.http:
+                    await owner.call("POST", f"keys/{world.keys[who][4:20]}/revoke", 200)
+                assert (await here.get(path)).status_code == 401
+                world.clock.advance(2.0)
+                refused = await there.get(path)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (401, "key_revoked")
     await other.close()

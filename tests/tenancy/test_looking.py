@@ -9,10 +9,9 @@ from pathlib import Path
 import httpx
 import psycopg
 
-from moiety_platform.app import create_app
+from moiety_platform.bootstrap.composition import assembled
 from moiety_platform.clock import ManualClock
 from moiety_platform.db.session import LOOKING, SERVING, Database
-from moiety_platform.gateway import build_services
 from moiety_platform.reloading.source import SettingsSource
 from moiety_platform.settings import SECTION, GatewaySettings
 
@@ -31,8 +30,8 @@ async def test_however_many_look_a_client_is_served_and_all_who_look_get_an_answ
     settings = GatewaySettings(database_url=clean_postgres, data_dir=tmp_path, key_pepper=PEPPER.decode())
     with contextlib.closing(psycopg.connect(clean_postgres, autocommit=True)) as watcher:
         source = SettingsSource.open(None, SECTION, lambda: settings)
-        async with build_services(source) as services, asyncio.timeout(DEADLINE_S):
-            transport = httpx.ASGITransport(app=create_app(settings, services))  # type: ignore[arg-type]
+        async with assembled(source) as gateway, asyncio.timeout(DEADLINE_S):
+            transport = httpx.ASGITransport(app=gateway.app)
             async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=None) as http:
                 admin, tenant = ({"Authorization": f"Bearer {key}"} for key in (demo.admin_key, demo.key))
                 with contextlib.closing(psycopg.connect(clean_postgres)) as holder:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -154,7 +155,12 @@ def test_administrators_from_before_there_were_roles_become_owners_and_the_log_s
     for key, project in (("admin", "NULL"), ("client", "'p'")):
         execute(empty_url, f"{columns} VALUES ('{key}', {project}, 'n', '', '', '[]', {moment})")
     limits = {"tenant": "t", "project": "p", "key": "client"}
-    changed = [("tenants", "t", {}), ("projects", "p", {}), ("api_keys", "client", {}), ("api_keys", "admin", {})]
+    changed: list[Any] = [
+        ("tenants", "t", {}),
+        ("projects", "p", {}),
+        ("api_keys", "client", {}),
+        ("api_keys", "admin", {}),
+    ]
     changed += [("quotas", "gone", {"level": level, "scope_id": scope}) for level, scope in limits.items()]
     changed += [("service_classes", "flex", {})]
     for seq, (kind, object_id, row) in enumerate(changed, 1):

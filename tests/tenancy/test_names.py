@@ -72,7 +72,7 @@ async def test_names_that_a_gateway_of_the_release_before_makes_count_too(
     async with database.write() as session:
         old = {"service_class": "standard", "weight": 1, "status": "active", "created_at": clock.now()}
         rows = [{**old, "id": "ten_a", "name": "Globex"}, {**old, "id": "ten_b", "name": "FIRST"}]
-        await session.execute(insert(Tenant.__table__), rows)  # type: ignore[arg-type]
+        await session.execute(insert(Tenant.__table__), rows)
     refused = await admin.call("POST", "tenants", 409, json={"name": "globex"})
     assert refused["error"]["code"] == "name_taken"
     await admin.call("POST", "tenants", 201, json={"name": "another"})

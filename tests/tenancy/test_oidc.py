@@ -64,7 +64,7 @@ class Issuer:
         if not self.away:
             if path == b"/keys":
                 self.num_fetches += 1
-            found = {"issuer": self.calls_itself or self.url, "jwks_uri": f"{self.url}/keys"}
+            found: dict[str, Any] = {"issuer": self.calls_itself or self.url, "jwks_uri": f"{self.url}/keys"}
             body = json.dumps({"keys": self.keys} if path == b"/keys" else found).encode()
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%b" % (len(body), body))
             await writer.drain()
@@ -72,7 +72,13 @@ class Issuer:
 
     def token(self, key: Any = RSA, algorithm: str = "RS256", key_id: str | None = "rsa", **claims: Any) -> str:
         now = int(time.time())  # of the library's own clock
-        usual = {"iss": self.url, "aud": AUDIENCE, "sub": "ada", "exp": now + 300, "moiety_roles": ["viewer"]}
+        usual: dict[str, Any] = {
+            "iss": self.url,
+            "aud": AUDIENCE,
+            "sub": "ada",
+            "exp": now + 300,
+            "moiety_roles": ["viewer"],
+        }
         whole = {name: value for name, value in {**usual, **claims}.items() if value is not None}
         headers = {} if key_id is None else {"kid": key_id}
         return jwt.encode(whole, key, algorithm, headers=headers)
@@ -104,11 +110,11 @@ async def gateway(issuer: Issuer, database: Database, clock: ManualClock) -> Asy
             [admin_router(database, authenticator, *caches, quotas, PEPPER, clock, oidc=lambda: oidc)],
             exception_handlers={PlatformError: answer_platform_error, HTTPException: answer_framework_error},
         )
-        transport = httpx.ASGITransport(app=app)  # type: ignore[arg-type]
+        transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway/admin/v1/") as client:
 
             async def call(token: str, path: str = "tenants", **body: Any) -> httpx.Response:
-                headers = {"Authorization": f"Bearer {token}".encode()}
+                headers: dict[str, Any] = {"Authorization": f"Bearer {token}".encode()}
                 return await client.request("POST" if body else "GET", path, headers=headers, json=body or None)
 
             yield call
@@ -158,7 +164,7 @@ async def test_what_is_wrong_with_a_token_keeps_it_out(issuer: Issuer, gateway: 
     now = int(time.time())
     good = issuer.token()
     head, claims, signature = good.split(".")
-    wrong = {
+    wrong: dict[str, Any] = {
         "issuer": issuer.token(iss="http://127.0.0.1:1"),
         "audience": issuer.token(aud="other"),
         "no audience": issuer.token(aud=None),
@@ -190,7 +196,7 @@ async def test_what_is_wrong_with_a_token_keeps_it_out(issuer: Issuer, gateway: 
 async def test_unknown_keys_are_asked_for_at_a_bounded_rate_and_withdrawn_ones_stop_to_count(
     issuer: Issuer, gateway: Any, clock: ManualClock
 ) -> None:
-    new = {**jwt.algorithms.RSAAlgorithm.to_jwk(OTHER_RSA.public_key(), as_dict=True), "kid": "new"}
+    new: dict[str, Any] = {**jwt.algorithms.RSAAlgorithm.to_jwk(OTHER_RSA.public_key(), as_dict=True), "kid": "new"}
     for number in range(20):
         assert code(await gateway(issuer.token(key_id=f"made-up-{number}")))[0] == 401
     assert issuer.num_fetches == 1
@@ -235,7 +241,7 @@ async def test_while_the_issuer_is_away_known_keys_count_and_others_get_503(
 )
 def test_settings_that_cannot_be_right_are_refused(given: dict[str, str]) -> None:
     with pytest.raises(ValidationError, match="issuer"):
-        GatewaySettings(**given)  # type: ignore[arg-type]
+        GatewaySettings(**given)
 
 
 async def test_whom_a_running_gateway_believes_is_what_its_settings_say(
@@ -258,7 +264,7 @@ async def test_whom_a_running_gateway_believes_is_what_its_settings_say(
         assert second is not None
         assert (await second.authenticate(issuer.token(**others))).role is Role.OWNER
         assert (await first.authenticate(issuer.token())).role is Role.VIEWER, "what has begun goes on"
-        claims = {"oidc_roles_claim": "moiety_roles", "oidc_tenant_claim": "tenant"}
+        claims: dict[str, Any] = {"oidc_roles_claim": "moiety_roles", "oidc_tenant_claim": "tenant"}
         await live.change(GatewaySettings(**given | claims))
         third = door.find()
         assert third is not None

@@ -159,6 +159,6 @@ def test_peppers_come_from_settings_or_from_files_of_the_data_directory(tmp_path
 
 @pytest.mark.parametrize("name", ["next", "previous"])
 def test_a_weak_pepper_is_refused_beside_the_present_one_too(name: str, tmp_path: Path) -> None:
-    settings = GatewaySettings(data_dir=tmp_path, **{f"key_pepper_{name}": SecretStr("short")})  # type: ignore[arg-type]
+    settings = GatewaySettings(data_dir=tmp_path, **{f"key_pepper_{name}": SecretStr("short")})
     with pytest.raises(BadPepper, match=f"MOIETY_KEY_PEPPER_{name.upper()} has 5 bytes"):
         pepper_rotation_of(settings)

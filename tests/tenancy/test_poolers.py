@@ -162,7 +162,7 @@ def leave_prepared_statements(url: str) -> None:
         for _ in range(SERVER_CONNECTIONS):
             for name in ("_pg3_0", "_pg3_1", "__asyncpg_stmt_1__"):
                 with contextlib.suppress(psycopg.errors.DuplicatePreparedStatement):
-                    other.execute(f"PREPARE {name} AS SELECT 1")  # type: ignore[call-overload]
+                    other.execute(f"PREPARE {name} AS SELECT 1")
 
 
 async def test_migrations_run_through_a_pooler_whose_server_connections_have_statements_of_others(

@@ -287,7 +287,7 @@ class World(RuleBasedStateMachine):
 
 
 def test_the_laws_hold_whatever_happens() -> None:
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(
         World,
         settings=settings(
             max_examples=60,

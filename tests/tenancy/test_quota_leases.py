@@ -118,7 +118,7 @@ async def test_what_a_row_charges_is_booked_once_however_often_it_is_stored(data
 
 
 async def test_a_request_whose_gateway_is_killed_is_charged_its_prompt_by_the_next(
-    database: Database, tmp_path
+    database: Database, tmp_path: Path
 ) -> None:
     await set_caps(database, {WHOLE: 100})
     keeper = QuotaKeeper(database, LeaseStore("killed", 20.0), SystemClock(), tick_s=60.0)

@@ -69,7 +69,7 @@ async def forget_all(database: Database) -> None:
 
 @asynccontextmanager
 async def recording(database: Database, folder: Path, **options: object) -> AsyncIterator[UsageRecorder]:
-    recorder = UsageRecorder(database, folder, **options)  # type: ignore[arg-type]
+    recorder = UsageRecorder(database, folder, **options)
     await recorder.start()
     try:
         yield recorder

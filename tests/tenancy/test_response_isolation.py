@@ -4,10 +4,10 @@ that may use its model it is answered as what does not exist."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
+from litestar import Litestar
 
 from moiety_platform.access.roles import Role
 from moiety_platform.auth.authenticator import Authenticator
@@ -82,14 +82,17 @@ async def keys(database: Database, clock: ManualClock) -> dict[str, str]:
     return keys
 
 
+def client_of(app: Litestar, headers: dict[str, str]) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app=app)
+    return httpx.AsyncClient(transport=transport, base_url="http://gateway", headers=headers)
+
+
 @pytest.mark.parametrize("who", CALLERS)
 async def test_a_response_is_found_as_the_table_says(
     database: Database, clock: ManualClock, keys: dict[str, str], tmp_path: Path, who: str
 ) -> None:
-    app = real_app(database, clock, tmp_path)
     headers = {"Authorization": f"Bearer {keys[who]}"} if who in keys else {}
-    transport: Any = httpx.ASGITransport(app=app)  # type: ignore[arg-type]
-    async with httpx.AsyncClient(transport=transport, base_url="http://gateway", headers=headers) as http:
+    async with real_app(database, clock, tmp_path) as app, client_of(app, headers) as http:
 
         async def send(route: str, response_id: str) -> httpx.Response:
             method, path = route.split(" ")

@@ -177,7 +177,7 @@ async def test_a_restore_that_the_database_ends_loses_nothing(tmp_path: Path) ->
         return True
 
     with pytest.raises(Unavailable):
-        await aside.restore(store)  # type: ignore[arg-type]
+        await aside.restore(store)
     assert aside.report().rows == 3
     aside.add_row(make_row("d"))
 

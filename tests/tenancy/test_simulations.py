@@ -86,7 +86,12 @@ async def api(
 async def serve_some(database: Database, demo: Demo, number: int, **changes: Any) -> None:
     """Requests of the last minutes, by the real clock, which is the database's."""
     start = datetime.now(UTC) - timedelta(seconds=200)
-    row = {"tenant_id": demo.tenant_id, "prompt_tokens": 200, "output_tokens": 20, "service_class": "standard"}
+    row: dict[str, Any] = {
+        "tenant_id": demo.tenant_id,
+        "prompt_tokens": 200,
+        "output_tokens": 20,
+        "service_class": "standard",
+    }
     rows = [
         make_row(f"s-{index}", **{**row, "started_at": start + timedelta(seconds=index), **changes})
         for index in range(number)
@@ -112,8 +117,14 @@ async def test_the_last_minutes_are_run_as_they_were_and_as_they_would_be(
     async with database.write() as session:
         await insert_rows(session, [make_row("refused", tenant_id=demo.tenant_id, started_at=datetime.now(UTC),
                                              prompt_tokens=0, output_tokens=0, outcome="rejected")])  # fmt: skip
-    hurried = {"ttft_s": 0.002, "ttft_per_1k_s": 0}
-    asked = {"device": DEVICE, "minutes": 10, "times": 2, "replicas": 2, "classes": {"standard": hurried}}
+    hurried: dict[str, Any] = {"ttft_s": 0.002, "ttft_per_1k_s": 0}
+    asked: dict[str, Any] = {
+        "device": DEVICE,
+        "minutes": 10,
+        "times": 2,
+        "replicas": 2,
+        "classes": {"standard": hurried},
+    }
     made = await api.call("POST", "simulations", 202, json=asked)
     assert (made["state"], made["settings"]["classes"]) == ("running", {"standard": hurried})
     found = await ended(api, made["id"])
@@ -153,7 +164,7 @@ async def test_an_engine_is_simulated_as_it_has_learned_to_be(
 
 async def test_one_runs_at_a_time_and_is_cancelled_at_any_gateway(api: Admin, database: Database, demo: Demo) -> None:
     await serve_some(database, demo, 5)
-    long = {"device": DEVICE, "generate": "poisson:rate=60,tenants=8,input=2000,output=500"}
+    long: dict[str, Any] = {"device": DEVICE, "generate": "poisson:rate=60,tenants=8,input=2000,output=500"}
     made = await api.call("POST", "simulations", 202, json=long)
     refusal = await api.call("POST", "simulations", 409, json=long)
     assert refusal["error"]["code"] == "simulation_running"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -173,7 +174,7 @@ async def test_a_transaction_of_a_cancelled_task_is_over_at_once_whoever_keeps_i
                 await session.execute(sa.text(BUSY[database.dialect]))
 
     other = Database.open(database_url, busy_timeout_s=60)
-    kept = []  # an error refers to all that ran when it was raised
+    kept: list[Any] = []  # an error refers to all that ran when it was raised
     for number in range(20):
         task = asyncio.create_task(be_long())
         await asyncio.wait({task}, timeout=0.02 + 0.005 * number)

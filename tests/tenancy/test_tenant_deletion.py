@@ -83,25 +83,35 @@ async def make_tenant(admin: Admin, database: Database, clock: ManualClock, word
     """A tenant that has everything that one can have, with the word in whatever it wrote."""
     tenant = await admin.call("POST", "tenants", 201, json={"name": f"{word} & sons"})
     project = await admin.call("POST", "projects", 201, json={"name": f"{word}-web", "tenant_id": tenant["id"]})
-    new_key = {"name": f"{word}'s laptop", "project_id": project["id"], "allowed_models": [f"{word}-7b"]}
+    new_key: dict[str, Any] = {
+        "name": f"{word}'s laptop",
+        "project_id": project["id"],
+        "allowed_models": [f"{word}-7b"],
+    }
     key = await admin.call("POST", "keys", 201, json=new_key)
     boss = await admin.call(
         "POST", "keys", 201, json={"name": f"{word}'s boss", "role": "tenant-admin", "tenant_id": tenant["id"]}
     )
-    limit = {"level": "tenant", "scope_id": tenant["id"], "kind": "tokens_per_day", "cap": 1000, "alert_at": [50]}
+    limit: dict[str, Any] = {
+        "level": "tenant",
+        "scope_id": tenant["id"],
+        "kind": "tokens_per_day",
+        "cap": 1000,
+        "alert_at": [50],
+    }
     quota = await admin.call("PUT", "quotas", 200, json=limit)
     person = AuditedStore(database, f"oidc:{word}@example.com", Role.TENANT_ADMIN, tenant_of, clock)
     async with person.write() as session:
         await change_tenant(session, tenant["id"], TenantChange(name=f"{word} ltd"))
-    ids = {"tenant_id": tenant["id"], "project_id": project["id"], "key_id": key["key"]["id"]}
+    ids: dict[str, Any] = {"tenant_id": tenant["id"], "project_id": project["id"], "key_id": key["key"]["id"]}
     rows = [make_row(f"req-{word[0]}-{n}", **ids, started_at=clock.now(), model="tiny") for n in range(4)]
-    unknown = {"outcome": "rejected", "http_status": 404, "error_code": "model_not_found"}
+    unknown: dict[str, Any] = {"outcome": "rejected", "http_status": 404, "error_code": "model_not_found"}
     nothing = dict.fromkeys(("prompt_tokens", "cached_tokens", "output_tokens", "cost_nanodollars"), 0)
     rows += [
         make_row(f"req-{word[0]}-bad-{n}", **ids, **unknown, **nothing, started_at=clock.now(), model=f"{word}-{n}")
         for n in range(2)
     ]
-    owner = {"tenant_id": tenant["id"], "project_id": project["id"]}
+    owner: dict[str, Any] = {"tenant_id": tenant["id"], "project_id": project["id"]}
     async with database.write() as session:
         await insert_rows(session, rows)
         session.add(QuotaWindow(quota_id=quota["id"], start=clock.now(), granted=90, settled=70))
@@ -364,7 +374,7 @@ async def assert_tampering_shows(entries: list[dict[str, Any]]) -> None:
         with pytest.raises(BrokenChain):
             verify(forged)
     whole = next(n for n, one in enumerate(entries) if one["erased_at"] is None and one["version"] == 2)
-    blank = {"before": None, "after": None, "salt": None, "erased_at": entries[-1]["at"]}
+    blank: dict[str, Any] = {"before": None, "after": None, "salt": None, "erased_at": entries[-1]["at"]}
     forged = [*entries]
     forged[whole] = {**entries[whole], **blank}
     with pytest.raises(BrokenChain):

@@ -29,13 +29,13 @@ def sent(numbers: range, stored_ms: int = 0, **attributes: Any) -> Rows:
     message = ResourceSpans()
     scope = message.scope_spans.add()
     for number in numbers:
-        told = {
+        told: dict[str, Any] = {
             "moiety.tenant_id": f"t{number % 2}", "moiety.outcome": "stop", "moiety.service_class": "standard",
             "moiety.request_id": f"r-{number}", "moiety.kept_for": "rate", **attributes,
         }  # fmt: skip
         trace_id, own = number.to_bytes(16, "big"), number.to_bytes(8, "big")
         began = START_NS + number * 10**9
-        times = {"start_time_unix_nano": began, "end_time_unix_nano": began + number * 10**6}
+        times: dict[str, Any] = {"start_time_unix_nano": began, "end_time_unix_nano": began + number * 10**6}
         pairs = [KeyValue(key=key, value=AnyValue(string_value=value)) for key, value in told.items()]
         scope.spans.add(trace_id=trace_id, span_id=own, name="chat m", kind=2, attributes=pairs, **times)
         pairs = pairs[:1]
@@ -55,7 +55,7 @@ async def num_rows(database: Database) -> list[int | None]:
 
 async def found(database: Database, page: PageRequest | None = None, **wanted: Any) -> tuple[list[str], str | None]:
     """The numbers of the requests, and the cursor of the next page."""
-    bounds = {"since": START, "until": START + timedelta(days=1), "equal": {}}
+    bounds: dict[str, Any] = {"since": START, "until": START + timedelta(days=1), "equal": {}}
     async with database.read() as session:
         result = await find_traces(session, TraceFilter(**bounds | wanted), page or PageRequest())
     return [view.request_id.removeprefix("r-") for view in result.data], result.next_cursor

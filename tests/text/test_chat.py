@@ -68,7 +68,7 @@ TOOLS: list[dict[str, Any]] = [
 CALLS: list[dict[str, Any]] = [
     {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {"a": "'<x>'"}}}]}
 ]
-SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
+SPECIALS: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 @pytest.mark.parametrize("template", [CHATML, LLAMA_LIKE, WITH_TOOLS])

@@ -73,7 +73,7 @@ def test_the_beginning_of_an_answer_follows_the_templates_opening_of_it_as_text(
         assert sum(map(tokenizer.is_special, ids)) == 3  # the turn's two and the answer's one
 
 
-TOOLS = [
+TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "add", "description": "ab é", "parameters": {"a": ["b", 1.5, None]}}}
 ]
 CALLS = [

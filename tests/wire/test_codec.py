@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -80,24 +82,24 @@ TO_GATEWAY = [
 
 @pytest.mark.parametrize("message", TO_ENGINE, ids=lambda message: type(message).__name__)
 def test_messages_to_an_engine_come_back_as_they_were(message: object) -> None:
-    assert decode_to_engine(encode(message)) == [message]  # type: ignore[arg-type]
+    assert decode_to_engine(encode(message)) == [message]
 
 
 @pytest.mark.parametrize("message", TO_GATEWAY, ids=lambda message: type(message).__name__)
 def test_messages_to_a_gateway_come_back_as_they_were(message: object) -> None:
-    assert decode_to_gateway(encode(message)) == [message]  # type: ignore[arg-type]
+    assert decode_to_gateway(encode(message)) == [message]
 
 
 def test_a_frame_brings_several_messages_in_their_order() -> None:
-    assert decode_to_engine(encode(*TO_ENGINE)) == TO_ENGINE  # type: ignore[arg-type]
-    assert decode_to_gateway(encode(*TO_GATEWAY)) == TO_GATEWAY  # type: ignore[arg-type]
+    assert decode_to_engine(encode(*TO_ENGINE)) == TO_ENGINE
+    assert decode_to_gateway(encode(*TO_GATEWAY)) == TO_GATEWAY
     with pytest.raises(UndecodableMessage, match="engine"):
-        decode_to_engine(encode(SUBMIT, TO_GATEWAY[1]))  # type: ignore[arg-type]
+        decode_to_engine(encode(SUBMIT, TO_GATEWAY[1]))
 
 
 def test_a_message_is_refused_by_the_side_that_it_is_not_for() -> None:
     with pytest.raises(UndecodableMessage, match="engine"):
-        decode_to_engine(encode(TO_GATEWAY[1]))  # type: ignore[arg-type]
+        decode_to_engine(encode(TO_GATEWAY[1]))
     with pytest.raises(UndecodableMessage, match="gateway"):
         decode_to_gateway(encode(SUBMIT))
 
@@ -135,7 +137,9 @@ def test_deep_nesting_is_undecodable_or_skipped_but_never_an_accident() -> None:
 
 
 @given(st.lists(st.sampled_from(TO_ENGINE)), st.integers(1, 2000))
-def test_messages_in_frames_arrive_whole_and_in_order_and_only_one_alone_is_larger_than_the_bound(messages, max_bytes):
+def test_messages_in_frames_arrive_whole_and_in_order_and_only_one_alone_is_larger_than_the_bound(
+    messages: Any, max_bytes: Any
+) -> None:
     frames = list(encode_in_frames(messages, max_bytes))
     arrived = [decode_to_engine(frame) for frame, _ in frames]
     assert [message for some in arrived for message in some] == messages

@@ -5,7 +5,7 @@ An engine that was removed from the file serves on, for a bounded time, until an
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -13,7 +13,7 @@ import structlog
 import zmq
 
 from moiety_platform.adapters.contents import AdapterContents
-from moiety_platform.clock import SystemClock
+from moiety_platform.clock import Clock
 from moiety_platform.engine_addresses import ExternalAddress, identity, is_external, is_name
 from moiety_platform.engine_client.base import EngineClient
 from moiety_platform.engine_client.curve import CurveKeys
@@ -43,12 +43,15 @@ class Engines:
     def __init__(
         self,
         settings: GatewaySettings,
-        clock: SystemClock,
+        clock: Clock,
         replica_id: str,
         meter: MeterReader,
         adapters: AdapterContents,
+        *,
+        more: Sequence[EngineClient] = (),
+        breaker_clock: Clock | None = None,
     ) -> None:
-        """Create the clients. Raises CannotUseEngine."""
+        """Create the clients; `more` are engines that no setting names. Raises CannotUseEngine."""
         self._settings = settings
         self._clock = clock
         self._replica_id = replica_id
@@ -57,7 +60,8 @@ class Engines:
         self._curve = curve_of(settings)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            self.replicas = Replicas([self._client_of(one, settings) for one in settings.engines if not is_name(one)])
+            clients = [self._client_of(one, settings) for one in settings.engines if not is_name(one)]
+            self.replicas = Replicas([*more, *clients], breaker_clock or clock)
         except BaseException:
             self._context.destroy(linger=0)
             raise

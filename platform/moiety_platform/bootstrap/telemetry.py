@@ -6,7 +6,7 @@ Fails open: what cannot be sent is counted, and no request waits for it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
@@ -35,12 +35,15 @@ def sampling_of(settings: GatewaySettings) -> SamplingTerms:
 class Telemetry:
     """Tracing and metric export of a gateway. Owned and closed by the entry point."""
 
-    def __init__(self, settings: GatewaySettings, registry: CollectorRegistry, process_id: str) -> None:
-        """Create the span senders. Raises CannotSendSpans."""
+    def __init__(
+        self, settings: GatewaySettings, registry: CollectorRegistry, process_id: str, senders: Sequence[Sender] = ()
+    ) -> None:
+        """Create the span senders of the settings, beside those given. Raises CannotSendSpans."""
+        self._given = tuple(senders)
         self._process_id = process_id
         self._registry = registry
         self._leaving: set[asyncio.Task[None]] = set()
-        self.tracing = Tracing(sampling_of(settings), self._senders(settings))
+        self.tracing = Tracing(sampling_of(settings), [*self._given, *self._senders(settings)])
         self._metrics: MetricSender | None = None
 
     def send_metrics(self, settings: GatewaySettings) -> None:
@@ -67,7 +70,12 @@ class Telemetry:
     async def follow_spans(self, wanted: GatewaySettings) -> Ready:
         """Prepare span senders for the new settings. Raises CannotSendSpans."""
         senders = await asyncio.to_thread(self._senders, wanted)
-        return Ready(lambda: self._give_up(self.tracing.use(senders)), lambda: _closed(senders))
+
+        def commit() -> None:
+            before = self.tracing.use([*self._given, *senders])
+            self._give_up(one for one in before if one not in self._given)
+
+        return Ready(commit, lambda: _closed(senders))
 
     async def follow_metrics(self, wanted: GatewaySettings) -> Ready:
         exporter = await asyncio.to_thread(_metric_exporter, wanted)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import struct
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -39,7 +39,7 @@ from moiety_wire.messages import (
 from moiety_wire.notes import Event, Phases, Reason
 
 Piece = tuple[int, str]  # a token and the text that it completes
-Script = Callable[[Submit], Sequence[Piece | Failed] | Failed]
+Script = Callable[[Submit], Iterable[Piece | Failed] | Failed]
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +217,7 @@ class FakeEngineClient:
             run.aborted = True
         run.changed.set()
 
-    def _accept(self, run: _Running, script: Sequence[Piece | Failed] | Failed, verdict: FakeVerdict) -> None:
+    def _accept(self, run: _Running, script: Iterable[Piece | Failed] | Failed, verdict: FakeVerdict) -> None:
         """Deliver the verdict, unless the script rejects the request."""
         if isinstance(script, Failed) and script.seq == 0:
             return

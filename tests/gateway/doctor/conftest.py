@@ -7,10 +7,14 @@ import dataclasses
 import shutil
 import subprocess
 import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
+from tests.gateway.conftest import RunningGateway, StartGateway
 
 from moiety_engine.scripted.link import ScriptedCore
 from moiety_engine.scripted.script import Script
@@ -27,6 +31,7 @@ from moiety_platform.listening import bind
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.trace_receiver.process import TraceServer, build_app
 from moiety_platform.trace_receiver.settings import TraceSettings
+from moiety_wire.messages import ModelCard
 
 COMMAND_S = 60
 MOIETY = f'moiety() {{ {sys.executable} -m moiety_platform.cli "$@"; }}; '
@@ -36,14 +41,14 @@ TOKEN = "a token of gateways"
 class World:
     """A healthy deployment, and means to hurt it."""
 
-    def __init__(self, patient: DoctorContext, gateway, stack: AsyncExitStack, tenant_key: str) -> None:
+    def __init__(self, patient: DoctorContext, gateway: RunningGateway, stack: AsyncExitStack, tenant_key: str) -> None:
         self.patient, self.gateway, self.stack, self.tenant_key = patient, gateway, stack, tenant_key
         self.clock = SystemClock()
 
-    def changed(self, **settings) -> DoctorContext:
+    def changed(self, **settings: Any) -> DoctorContext:
         return dataclasses.replace(self.patient, settings=self.patient.settings.model_copy(update=settings))
 
-    async def engine(self, **options) -> str:
+    async def engine(self, **options: Any) -> str:
         """A front that listens; its address."""
         return await self.stack.enter_async_context(run_engine(**options))
 
@@ -53,7 +58,7 @@ class World:
 
 
 @asynccontextmanager
-async def run_engine(chat_template=None, **options):
+async def run_engine(chat_template: Any = None, **options: Any) -> AsyncIterator[Any]:
     context = zmq.Context()
     settings = ServerSettings(**{"model": "scripted", "listen": "tcp://127.0.0.1:0", **options})
     text = scripted_text_model()
@@ -70,7 +75,7 @@ async def run_engine(chat_template=None, **options):
 
 
 @asynccontextmanager
-async def run_trace_store(folder, token=TOKEN, port=0):
+async def run_trace_store(folder: Path, token: Any = TOKEN, port: int = 0) -> AsyncIterator[str]:
     database = f"sqlite:///{folder / 'moiety.db'}"
     upgrade(f"sqlite:///{folder / 'traces.db'}")
     settings = TraceSettings(database_url=database, traces_token=token, log_format="json")
@@ -86,14 +91,14 @@ async def run_trace_store(folder, token=TOKEN, port=0):
 
 
 @pytest.fixture(scope="module")
-def migrated(tmp_path_factory):
+def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("migrated") / "moiety.db"
     upgrade(f"sqlite:///{path}")
     return path
 
 
 @pytest.fixture
-async def world(tmp_path, migrated, start_gateway, card):
+async def world(tmp_path: Path, migrated: Path, start_gateway: StartGateway, card: ModelCard) -> AsyncIterator[World]:
     data_dir = tmp_path / "data"
     data_dir.mkdir()
     shutil.copy(migrated, data_dir / "moiety.db")
@@ -106,11 +111,11 @@ async def world(tmp_path, migrated, start_gateway, card):
 
 
 @pytest.fixture
-def heals(world):
+def heals(world: World) -> Callable[..., Awaitable[tuple[list[str], list[str]]]]:
     """Plant a fault, which says what is looked at; look; follow the advice, which says so again; look once more. The
     codes found before and after."""
 
-    async def heal(fault, area):
+    async def heal(fault: Any, area: Any) -> tuple[Any, ...]:
         steps = fault(world)
         async with aclosing(steps):
             patient = await anext(steps)
@@ -123,7 +128,7 @@ def heals(world):
     return heal
 
 
-async def complaints(world, patient, area):
+async def complaints(world: World, patient: DoctorContext, area: Any) -> Any:
     """What is wrong or to be watched there."""
     only = dataclasses.replace(patient, only=frozenset({area}))
     return [one for one in await examine(only, world.clock) if one.level is not Severity.OK]

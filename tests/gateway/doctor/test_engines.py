@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,20 +18,22 @@ from moiety_wire.codec import encode
 from moiety_wire.messages import PROTOCOL_VERSION
 from moiety_wire.roles import EngineRole
 
+from .conftest import World
 
-async def engine_that_is_not_there(world):
+
+async def engine_that_is_not_there(world: World) -> AsyncIterator[Any]:
     address = f"tcp://127.0.0.1:{free_port()}"
     yield world.changed(engines=(address,))
     await world.engine(listen=address)
     yield world.changed(engines=(address,))
 
 
-async def port_of_another_server(world):
+async def port_of_another_server(world: World) -> AsyncIterator[Any]:
     yield world.changed(engines=(world.gateway.url.replace("http", "tcp"),))
     yield world.changed(engines=(await world.engine(),))
 
 
-def keys_of(world, server_public: bytes, **settings) -> DoctorContext:
+def keys_of(world: World, server_public: bytes, **settings: Any) -> DoctorContext:
     public, secret = zmq.curve_keypair()
     return world.changed(
         curve_server_key=server_public.decode(), curve_public_key=public.decode(),
@@ -37,51 +41,51 @@ def keys_of(world, server_public: bytes, **settings) -> DoctorContext:
     )  # fmt: skip
 
 
-async def engine_that_wants_keys(world):
+async def engine_that_wants_keys(world: World) -> AsyncIterator[Any]:
     public, secret = zmq.curve_keypair()
     engines = (await world.engine(curve_secret_key=secret),)
     yield world.changed(engines=engines)
     yield keys_of(world, public, engines=engines)
 
 
-async def keys_of_another_engine(world):
+async def keys_of_another_engine(world: World) -> AsyncIterator[Any]:
     public, secret = zmq.curve_keypair()
     engines = (await world.engine(curve_secret_key=secret),)
     yield keys_of(world, zmq.curve_keypair()[0], engines=engines)
     yield keys_of(world, public, engines=engines)
 
 
-async def keys_that_the_engine_has_none_of(world):
+async def keys_that_the_engine_has_none_of(world: World) -> AsyncIterator[Any]:
     engines = (await world.engine(),)
     yield keys_of(world, zmq.curve_keypair()[0], engines=engines)
     yield world.changed(engines=engines)
 
 
-async def engines_of_one_name_that_differ(world):
+async def engines_of_one_name_that_differ(world: World) -> AsyncIterator[Any]:
     first = await world.engine()
     yield world.changed(engines=(first, await world.engine(chat_template="another")))
     yield world.changed(engines=(first, await world.engine()))
 
 
-async def no_engine_configured(world):
+async def no_engine_configured(world: World) -> AsyncIterator[Any]:
     yield world.patient
     yield world.changed(engines=(await world.engine(),))
 
 
-async def name_that_nobody_knows(world):
+async def name_that_nobody_knows(world: World) -> AsyncIterator[Any]:
     address = await world.engine()
     yield world.changed(engines=(f"dns+tcp://engines.invalid:{address.rpartition(':')[2]}",))
     yield world.changed(engines=(f"dns+{address}",))
 
 
-async def engine_that_hangs(world):
+async def engine_that_hangs(world: World) -> AsyncIterator[Any]:
     with answering([]) as address:
         yield world.changed(engines=(address,))
     await world.engine(listen=address)
     yield world.changed(engines=(address,))
 
 
-async def engine_of_another_release(world):
+async def engine_of_another_release(world: World) -> AsyncIterator[Any]:
     older = msgspec.structs.replace(world.gateway.engine.card, protocol_version=PROTOCOL_VERSION - 1)
     with answering([encode(older)]) as address:
         yield world.changed(engines=(address,))
@@ -90,14 +94,14 @@ async def engine_of_another_release(world):
 
 
 @contextmanager
-def answering(frames):
+def answering(frames: Any) -> Iterator[str]:
     """Something that speaks ZeroMQ and answers whatever comes with these; its address."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.linger = 0
         port = router.bind_to_random_port("tcp://127.0.0.1")
         done = threading.Event()
 
-        def answer():
+        def answer() -> None:
             while not done.is_set():
                 if router.poll(10):
                     sender, *_ = router.recv_multipart()
@@ -113,24 +117,24 @@ def answering(frames):
             thread.join()
 
 
-async def prompts_without_answers(world):
+async def prompts_without_answers(world: World) -> AsyncIterator[Any]:
     first = await world.engine(role=EngineRole.PREFILL)
     yield world.changed(engines=(first,))
     yield world.changed(engines=(first, await world.engine(role=EngineRole.DECODE)))
 
 
-def another_server(world, model="tiny", url=None) -> DoctorContext:
+def another_server(world: World, model: str = "tiny", url: str | None = None) -> DoctorContext:
     """The gateway itself, which speaks OpenAI's words, as a server of others."""
     address = f"openai+{url or world.gateway.url}/v1?model={model}&kind=vllm&tokenizer=/checkpoint"
     return world.changed(engines=(address,), external_engine_api_key=SecretStr(world.gateway.key))
 
 
-async def server_of_others_that_is_away(world):
+async def server_of_others_that_is_away(world: World) -> AsyncIterator[Any]:
     yield another_server(world, url=f"http://127.0.0.1:{free_port()}")
     yield another_server(world)
 
 
-async def server_of_others_with_another_model(world):
+async def server_of_others_with_another_model(world: World) -> AsyncIterator[Any]:
     yield another_server(world, model="tinier")
     yield another_server(world)
 
@@ -153,5 +157,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("fault", "code"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
-async def test_a_planted_fault_is_found_and_its_advice_mends_it(heals, fault, code) -> None:
+async def test_a_planted_fault_is_found_and_its_advice_mends_it(
+    heals: Callable[..., Awaitable[tuple[list[str], list[str]]]], fault: Any, code: Any
+) -> None:
     assert await heals(fault, "engines") == ([code], [])

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,14 +39,16 @@ def run(command: str, shell: tuple[str, ...] = ("bash",), **environment: str) ->
     return subprocess.run(words, check=False, timeout=COMMAND_S, capture_output=True, text=True, env=whole)
 
 
-def test_too_few_open_files_are_found_and_the_command_mends_it(tmp_path) -> None:
+def test_too_few_open_files_are_found_and_the_command_mends_it(tmp_path: Path) -> None:
     status, found = look(tmp_path, "ulimit -S -n 256")
     assert (status, found["open_files"]["level"]) == (1, "wrong")
     status, found = look(tmp_path, f"ulimit -S -n 256; {found['open_files']['command']}")
     assert (status, found["open_files"]["level"]) == (0, "ok")
 
 
-def test_a_driver_that_is_not_loaded_is_found_and_the_command_loads_it(tmp_path, monkeypatch) -> None:
+def test_a_driver_that_is_not_loaded_is_found_and_the_command_loads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loaded, tools = tmp_path / "loaded", tmp_path / "bin"
     tools.mkdir()
     said = "NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver."
@@ -63,7 +66,9 @@ def script(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def test_a_package_of_another_age_is_found_and_the_command_installs_the_right_one(tmp_path, monkeypatch) -> None:
+def test_a_package_of_another_age_is_found_and_the_command_installs_the_right_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     old, new, shelf = (tmp_path / name for name in ("old", "new", "shelf"))
     (old / "litestar-1.0.dist-info").mkdir(parents=True)
     (old / "litestar-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: litestar\nVersion: 1.0\n")
@@ -72,7 +77,12 @@ def test_a_package_of_another_age_is_found_and_the_command_installs_the_right_on
         monkeypatch.syspath_prepend(folder)
     complaint = at_once(tmp_path)["packages_unfit"]
     assert (complaint.level, complaint.found) == (Severity.WRONG, "litestar 1.0 does not fit this release")
-    where = {"PIP_TARGET": str(new), "PIP_FIND_LINKS": str(shelf), "PIP_NO_INDEX": "1", "PIP_NO_DEPS": "1"}
+    where: dict[str, Any] = {
+        "PIP_TARGET": str(new),
+        "PIP_FIND_LINKS": str(shelf),
+        "PIP_NO_INDEX": "1",
+        "PIP_NO_DEPS": "1",
+    }
     done = run(complaint.command, **where)
     assert done.returncode == 0, done.stderr
     importlib.invalidate_caches()
@@ -112,7 +122,7 @@ def closed(data_dir: Path) -> list[Finding]:
         os.seteuid(mine)
 
 
-def test_a_file_in_the_journals_place_is_found_and_the_command_moves_it_away(tmp_path) -> None:
+def test_a_file_in_the_journals_place_is_found_and_the_command_moves_it_away(tmp_path: Path) -> None:
     (tmp_path / "usage-journal").write_text("")
     complaint = at_once(tmp_path)["data_dir_closed"]
     assert complaint.found == f"{tmp_path / 'usage-journal'} is no folder"
@@ -121,7 +131,7 @@ def test_a_file_in_the_journals_place_is_found_and_the_command_moves_it_away(tmp
 
 
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="mounts need Linux and its root user")
-def test_small_memory_and_a_full_disk_are_found_and_what_the_advice_says_mends_them(tmp_path) -> None:
+def test_small_memory_and_a_full_disk_are_found_and_what_the_advice_says_mends_them(tmp_path: Path) -> None:
     mounted = f"mount -t tmpfs -o size=64m none /dev/shm; mount -t tmpfs -o size=64m none {tmp_path}"
     status, found = look(tmp_path, mounted, OWN_MOUNTS)
     assert (status, found["shared_memory_small"]["level"], found["disk_full"]["level"]) == (1, "warning", "wrong")
@@ -130,6 +140,6 @@ def test_small_memory_and_a_full_disk_are_found_and_what_the_advice_says_mends_t
     assert (status, found["shared_memory"]["level"], found["disk"]["level"]) == (0, "ok", "ok")
 
 
-def test_a_disk_that_is_nearly_full_is_found(tmp_path) -> None:
+def test_a_disk_that_is_nearly_full_is_found(tmp_path: Path) -> None:
     found = {one.code: one for one in look_at_machine(tmp_path, min_free_bytes=1 << 60)}
     assert "make room" in found["disk_full"].advice

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
 
 import jwt
 import pytest
@@ -24,18 +27,18 @@ from .conftest import TOKEN, complaints, run_trace_store
 from .test_store import ClockAhead
 
 
-async def gateway_at_another_port(world):
+async def gateway_at_another_port(world: Any) -> AsyncIterator[Any]:
     broken = replace(world.patient, admin_key=None)
     yield replace(broken, url=f"http://127.0.0.1:{free_port()}")
     yield broken
 
 
-async def administrators_key_that_is_unknown(world):
+async def administrators_key_that_is_unknown(world: Any) -> AsyncIterator[Any]:
     yield world.patient  # of the store at hand, which is not that gateway's
     yield replace(world.patient, admin_key=world.gateway.admin_key)
 
 
-async def gateway_without_engines(world):
+async def gateway_without_engines(world: Any) -> AsyncIterator[Any]:
     world.gateway.engine.die()
     patient = replace(world.patient, admin_key=None)
     yield patient
@@ -43,7 +46,7 @@ async def gateway_without_engines(world):
     yield patient
 
 
-async def trace_store_that_is_not_there(world):
+async def trace_store_that_is_not_there(world: Any) -> AsyncIterator[Any]:
     port = free_port()
     patient = world.changed(traces_endpoint=f"http://127.0.0.1:{port}/otlp", traces_token=SecretStr(TOKEN))
     yield patient
@@ -51,21 +54,21 @@ async def trace_store_that_is_not_there(world):
     yield patient
 
 
-async def trace_store_with_another_token(world):
+async def trace_store_with_another_token(world: Any) -> AsyncIterator[Any]:
     folder = world.patient.settings.data_dir
     endpoint = await world.stack.enter_async_context(run_trace_store(folder))
     yield world.changed(traces_endpoint=endpoint, traces_token=SecretStr("another token of gateways"))
     yield world.changed(traces_endpoint=endpoint, traces_token=SecretStr(TOKEN))
 
 
-async def port_that_another_program_has(world):
+async def port_that_another_program_has(world: Any) -> AsyncIterator[Any]:
     broken = replace(world.patient, admin_key=None)
     async with serving(b"SSH-2.0-OpenSSH_9.2\r\n") as url:
         yield replace(broken, url=url)
     yield broken
 
 
-async def clock_of_this_machine_that_runs_ahead(world):
+async def clock_of_this_machine_that_runs_ahead(world: Any) -> AsyncIterator[Any]:
     world.clock = ClockAhead()
     yield replace(world.patient, admin_key=None)
     world.clock = SystemClock()
@@ -73,12 +76,12 @@ async def clock_of_this_machine_that_runs_ahead(world):
 
 
 @asynccontextmanager
-async def serving(*answers, tls=None):
+async def serving(*answers: Any, tls: bool | None = None) -> AsyncIterator[str]:
     """A server that answers each connection's first line with the first of these that fits, {url} being its own
     address; its address. An answer is (path, body), or bytes for all."""
     url = ""
 
-    async def answer(reader, writer):
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError):
             line = await reader.readline()
             for one in answers:
@@ -104,40 +107,40 @@ KEY = jwt.algorithms.ECAlgorithm.to_jwk(ec.generate_private_key(ec.SECP256R1()).
 KEYS = ("/keys", json.dumps({"keys": [{**KEY, "kid": "one"}]}))
 
 
-def login_by(world, url):
+def login_by(world: Any, url: str) -> Any:
     return world.changed(oidc_issuer=url, oidc_audience="moiety")
 
 
-async def issuer_that_is_away(world):
+async def issuer_that_is_away(world: Any) -> AsyncIterator[Any]:
     yield login_by(world, f"http://localhost:{free_port()}")
     async with serving(ISSUER, KEYS) as url:
         yield login_by(world, url)
 
 
-async def issuer_under_another_name(world):
+async def issuer_under_another_name(world: Any) -> AsyncIterator[Any]:
     async with serving(ISSUER, KEYS) as url:
         yield login_by(world, f"{url}/")
         yield login_by(world, url)
 
 
-async def issuer_without_a_key(world):
+async def issuer_without_a_key(world: Any) -> AsyncIterator[Any]:
     async with serving(ISSUER, ("/keys", '{"keys": []}')) as url:
         yield login_by(world, url)
     async with serving(ISSUER, KEYS) as url:
         yield login_by(world, url)
 
 
-async def issuer_of_an_authority_of_ones_own(world):
+async def issuer_of_an_authority_of_ones_own(world: Any) -> AsyncIterator[Any]:
     certificate, tls = own_authority(world.patient.settings.data_dir)
     async with serving(ISSUER, KEYS, tls=tls) as url:
-        advice = yield login_by(world, url)
+        advice: Any = yield login_by(world, url)
         assert "SSL_CERT_FILE" in advice.advice
         with pytest.MonkeyPatch.context() as environment:
             environment.setenv("SSL_CERT_FILE", str(certificate))
             yield login_by(world, url)
 
 
-def own_authority(folder):
+def own_authority(folder: Path) -> tuple[Any, ...]:
     """A certificate for localhost that nobody vouches for; its file, and a server's end with it."""
     key, name = (
         ec.generate_private_key(ec.SECP256R1()),
@@ -157,7 +160,7 @@ def own_authority(folder):
     return certificate, tls
 
 
-async def address_with_more_than_its_end(world):
+async def address_with_more_than_its_end(world: Any) -> AsyncIterator[Any]:
     folder = world.patient.settings.data_dir
     endpoint = await world.stack.enter_async_context(run_trace_store(folder))
     token = SecretStr(TOKEN)
@@ -165,7 +168,7 @@ async def address_with_more_than_its_end(world):
     yield world.changed(traces_endpoint=endpoint, traces_token=token)
 
 
-async def dashboard_that_is_not_there(world):
+async def dashboard_that_is_not_there(world: Any) -> AsyncIterator[Any]:
     yield replace(world.patient, dashboard=f"http://localhost:{free_port()}")
     async with serving(("/_stcore/health", "ok")) as url:
         yield replace(world.patient, dashboard=url)
@@ -189,11 +192,11 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("area", "fault", "code"), FAULTS, ids=[fault.__name__ for _, fault, _ in FAULTS])
-async def test_a_planted_fault_is_found_and_its_advice_mends_it(heals, area, fault, code) -> None:
+async def test_a_planted_fault_is_found_and_its_advice_mends_it(heals: Any, area: Any, fault: Any, code: Any) -> None:
     assert await heals(fault, area) == ([code], [])
 
 
-async def test_what_is_well_is_not_complained_of(world) -> None:
+async def test_what_is_well_is_not_complained_of(world: Any) -> None:
     endpoint = await world.stack.enter_async_context(run_trace_store(world.patient.settings.data_dir))
     engines = (await world.engine(), "dns+" + await world.engine())
     patient = world.changed(engines=engines, traces_endpoint=endpoint, traces_token=SecretStr(TOKEN))

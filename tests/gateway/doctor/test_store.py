@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import msgspec
 import pytest
@@ -30,7 +32,7 @@ from moiety_platform.usage.recorder import UsageRecorder
 from moiety_platform.usage.row import UsageRow
 from moiety_platform.usage.set_aside import SetAside
 
-from .conftest import complaints
+from .conftest import World, complaints
 
 ROW = UsageRow(
     request_id="r-left", tenant_id="ten_a", project_id="prj_a", key_id="key_a", endpoint="/v1/chat/completions",
@@ -50,22 +52,22 @@ class ClockAhead(SystemClock):
         return super().now() + timedelta(minutes=5)
 
 
-async def no_tables(world):
+async def no_tables(world: World) -> AsyncIterator[Any]:
     (world.patient.settings.data_dir / "moiety.db").unlink()
-    advice = yield world.patient
+    advice: Any = yield world.patient
     world.run(advice.command)
     await ensure_first_keys(world.patient.settings, reissue=False)
     yield replace(world.patient, admin_key=None)
 
 
-async def schema_of_an_older_release(world):
+async def schema_of_an_older_release(world: World) -> AsyncIterator[Any]:
     downgrade(world.patient.settings.store_url, "0015")
-    advice = yield world.patient
+    advice: Any = yield world.patient
     world.run(advice.command)
     yield world.patient
 
 
-async def schema_of_a_newer_release(world):
+async def schema_of_a_newer_release(world: World) -> AsyncIterator[Any]:
     database = Database.open(world.patient.settings.store_url)
     async with database.write() as session:
         await session.execute(text("UPDATE alembic_version SET version_num = '9999'"))
@@ -76,12 +78,12 @@ async def schema_of_a_newer_release(world):
     yield world.patient
 
 
-async def database_at_another_port(world):
+async def database_at_another_port(world: World) -> AsyncIterator[Any]:
     yield world.changed(database_url=f"postgresql://moiety@127.0.0.1:{free_port()}/moiety")
     yield world.patient  # the URL was corrected
 
 
-async def pepper_lost(world):
+async def pepper_lost(world: World) -> AsyncIterator[Any]:
     pepper = world.patient.settings.data_dir / "pepper"
     backup = pepper.read_text()
     pepper.unlink()
@@ -91,7 +93,7 @@ async def pepper_lost(world):
     yield world.patient
 
 
-async def pepper_of_another_deployment(world):
+async def pepper_of_another_deployment(world: World) -> AsyncIterator[Any]:
     pepper = world.patient.settings.data_dir / "pepper"
     backup = pepper.read_text()
     pepper.write_text("another pepper that is long enough")
@@ -100,7 +102,7 @@ async def pepper_of_another_deployment(world):
     yield world.patient
 
 
-async def pepper_that_is_too_short(world):
+async def pepper_that_is_too_short(world: World) -> AsyncIterator[Any]:
     pepper = world.patient.settings.data_dir / "pepper"
     backup = pepper.read_text()
     pepper.write_text("hunter2")
@@ -109,22 +111,22 @@ async def pepper_that_is_too_short(world):
     yield world.patient
 
 
-async def pepper_that_all_can_read(world):
+async def pepper_that_all_can_read(world: World) -> AsyncIterator[Any]:
     (world.patient.settings.data_dir / "pepper").chmod(0o644)
-    advice = yield world.patient
+    advice: Any = yield world.patient
     world.run(advice.command)
     yield world.patient
 
 
-async def previous_pepper_that_all_can_read(world):
+async def previous_pepper_that_all_can_read(world: World) -> AsyncIterator[Any]:
     await replace_pepper(world)
     (world.patient.settings.data_dir / "pepper.previous").chmod(0o644)
-    advice = yield world.patient
+    advice: Any = yield world.patient
     world.run(advice.command)
     yield world.patient
 
 
-async def pepper_that_is_being_replaced(world):
+async def pepper_that_is_being_replaced(world: World) -> AsyncIterator[Any]:
     await replace_pepper(world)
     yield world.patient
     await use_keys(world)  # of a gateway with both peppers
@@ -132,7 +134,7 @@ async def pepper_that_is_being_replaced(world):
     yield world.patient
 
 
-async def previous_pepper_that_nobody_needs(world):
+async def previous_pepper_that_nobody_needs(world: World) -> AsyncIterator[Any]:
     await replace_pepper(world)
     await use_keys(world)
     yield world.patient
@@ -140,13 +142,13 @@ async def previous_pepper_that_nobody_needs(world):
     yield world.patient
 
 
-async def replace_pepper(world):
+async def replace_pepper(world: World) -> None:
     data_dir = world.patient.settings.data_dir
     (data_dir / "pepper").rename(data_dir / "pepper.previous")
     pepper_of(world.patient.settings)  # as a gateway that starts makes it
 
 
-async def use_keys(world):
+async def use_keys(world: World) -> None:
     settings = world.patient.settings
     database = Database.open(settings.store_url)
     authenticator = Authenticator(database, pepper_of(settings), SystemClock(), turn=pepper_rotation_of(settings))
@@ -156,7 +158,7 @@ async def use_keys(world):
     await database.close()
 
 
-async def no_owner_left(world):
+async def no_owner_left(world: World) -> AsyncIterator[Any]:
     database = Database.open(world.patient.settings.store_url)
     async with database.write() as session:
         await session.execute(update(ApiKey).values(revoked_at=datetime.now(UTC)))
@@ -166,7 +168,7 @@ async def no_owner_left(world):
     yield world.patient
 
 
-async def usage_of_a_killed_gateway(world):
+async def usage_of_a_killed_gateway(world: World) -> AsyncIterator[Any]:
     folder = world.patient.settings.data_dir / "usage-journal"
     folder.mkdir()
     _, descriptor = create_segment(folder)
@@ -181,21 +183,21 @@ async def usage_of_a_killed_gateway(world):
     yield world.patient
 
 
-async def usage_that_was_set_aside(world):
+async def usage_that_was_set_aside(world: World) -> AsyncIterator[Any]:
     SetAside(world.patient.settings.usage_journal_dir).add_row(ROW)
-    advice = yield world.patient
+    advice: Any = yield world.patient
     world.run(advice.command)
     yield world.patient
 
 
-async def clock_that_runs_ahead(world):
+async def clock_that_runs_ahead(world: World) -> AsyncIterator[Any]:
     world.clock = ClockAhead()
     yield world.patient
     world.clock = SystemClock()
     yield world.patient
 
 
-async def books_that_differ(world):
+async def books_that_differ(world: World) -> AsyncIterator[Any]:
     database = Database.open(world.patient.settings.store_url)
     await record(world, database, ROW)
     async with database.write() as session:
@@ -207,7 +209,7 @@ async def books_that_differ(world):
     yield world.patient
 
 
-async def sums_of_a_day_that_differ(world):
+async def sums_of_a_day_that_differ(world: World) -> AsyncIterator[Any]:
     database = Database.open(world.patient.settings.store_url)
     yesterday = day_of(datetime.now(UTC)) - timedelta(days=1)
     await record(world, database, msgspec.structs.replace(ROW, started_at=yesterday + timedelta(hours=12)))
@@ -220,7 +222,7 @@ async def sums_of_a_day_that_differ(world):
     yield world.patient
 
 
-async def limit_that_its_leases_do_not_add_up_to(world):
+async def limit_that_its_leases_do_not_add_up_to(world: World) -> AsyncIterator[Any]:
     database = Database.open(world.patient.settings.store_url)
     async with database.write() as session:
         await session.execute(insert(QuotaWindow).values(WINDOW))
@@ -231,7 +233,7 @@ async def limit_that_its_leases_do_not_add_up_to(world):
     yield world.patient
 
 
-async def leases_of_gateways_that_died(world):
+async def leases_of_gateways_that_died(world: World) -> AsyncIterator[Any]:
     database = Database.open(world.patient.settings.store_url)
     async with database.write() as session:
         await session.execute(insert(QuotaWindow).values(WINDOW))
@@ -243,7 +245,7 @@ async def leases_of_gateways_that_died(world):
     yield world.patient
 
 
-async def model_without_a_price_under_a_limit_in_money(world):
+async def model_without_a_price_under_a_limit_in_money(world: World) -> AsyncIterator[Any]:
     database = Database.open(world.patient.settings.store_url)
     await record(world, database, ROW)
     async with database.write() as session:
@@ -256,7 +258,7 @@ async def model_without_a_price_under_a_limit_in_money(world):
     yield world.patient
 
 
-async def record(world, database, row):
+async def record(world: World, database: Database, row: UsageRow) -> None:
     recorder = UsageRecorder(database, world.patient.settings.data_dir / "usage-journal")
     await recorder.start()
     recorder.record(row)
@@ -287,16 +289,20 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("fault", "code"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
-async def test_a_planted_fault_is_found_and_its_advice_mends_it(heals, fault, code) -> None:
+async def test_a_planted_fault_is_found_and_its_advice_mends_it(
+    heals: Callable[..., Awaitable[tuple[list[str], list[str]]]], fault: Any, code: Any
+) -> None:
     assert await heals(fault, "store") == ([code], [])
 
 
-async def test_of_two_peppers_that_all_can_read_the_previous_one_counts_as_well(heals) -> None:
+async def test_of_two_peppers_that_all_can_read_the_previous_one_counts_as_well(
+    heals: Callable[..., Awaitable[tuple[list[str], list[str]]]],
+) -> None:
     found, left = await heals(previous_pepper_that_all_can_read, "store")
     assert (found, left) == (["pepper_open"], ["pepper_turning"])
 
 
-async def test_marks_tell_a_pepper_of_another_deployment_without_an_administrators_key(world) -> None:
+async def test_marks_tell_a_pepper_of_another_deployment_without_an_administrators_key(world: World) -> None:
     (world.patient.settings.data_dir / "pepper").write_text("another pepper that is long enough")
     found = await complaints(world, replace(world.patient, admin_key=None), "store")
     assert [one.code for one in found] == ["pepper_other"]

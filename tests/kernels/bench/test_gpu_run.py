@@ -166,7 +166,7 @@ JUDGED = ["moe_layer", "engine", "memcheck", "racecheck"]
 
 def report(**changes: Any) -> dict[str, Any]:
     """Of a run in which everything was measured and every check passed."""
-    usual = {
+    usual: dict[Any, Any] = {
         "environment": {"python": "3.12.3"},
         "date": "2026-11-23",
         "settings": {"command": "make bench-gpu", "arguments": []},

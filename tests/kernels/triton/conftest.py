@@ -40,11 +40,11 @@ def untouched() -> Callable[[int, torch.dtype], torch.Tensor]:
     """`untouched(size, dtype)`: memory that is reserved, and used only where it is written to."""
 
     def reserve(size: int, dtype: torch.dtype) -> torch.Tensor:
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         try:
             return torch.empty(size, dtype=dtype, device=DEVICE)
         finally:
-            torch.utils.deterministic.fill_uninitialized_memory = True
+            torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
     return reserve
 

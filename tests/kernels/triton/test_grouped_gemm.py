@@ -21,7 +21,7 @@ from moiety_kernels.quantization.weight import GPU_PACK
 from moiety_kernels.route import group
 
 CLIPPED = Activation("clipped", 0.5, 1.702)
-COUNTS = {
+COUNTS: dict[str, Any] = {
     "few, many and none": (0, 1, 7, 65),
     "one expert": (0, 0, 20),
     "skewed": (40, 9, 3, 2, 0, 1, 0, 1),
@@ -269,7 +269,7 @@ def test_experts_that_are_elsewhere_add_nothing(config: Any, device: str) -> Non
     case = Case((30, 0, 0), 40, 24, biases=True, device=device)
     expert = torch.randint(-1, 3, (30, 2), dtype=torch.int32, device=device)
     weight = torch.rand(30, 2, device=device)
-    biases = {"gate_up_bias_E2F": case.gate_up_bias, "down_bias_ED": case.down_bias}
+    biases: dict[str, Any] = {"gate_up_bias_E2F": case.gate_up_bias, "down_bias_ED": case.down_bias}
     ours = kernel.experts(case.x, weight, expert, case.gate_up, case.down, **biases, config=config)
     theirs = experts_reference(case.x, weight, expert, case.gate_up, case.down, **biases)
     assert (expert < 0).any()

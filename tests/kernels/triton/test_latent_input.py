@@ -13,7 +13,7 @@ from moiety_kernels.latent_input import LatentInputPlan, kernel, latent_input, r
 POSITIONS, BLOCKS, PLACES = 30, 6, 4
 
 
-def poisoned(width: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+def poisoned(width: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """A cache with a block before it and one after it that are none of its, and the scales of its rows' two parts. int8
     knows no NaN."""
     shape = 1 + BLOCKS + 1, PLACES

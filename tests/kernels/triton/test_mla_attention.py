@@ -67,7 +67,7 @@ def test_rows_in_eight_bits_agree(dtype: torch.dtype, widths: tuple[int, int], k
 
 
 def test_rows_in_eight_bits_are_understood_without_the_kernels_too_and_others_refused(device: str) -> None:
-    longest = {"num_decode": 3, "max_query": 40, "max_context": 600}
+    longest: dict[str, Any] = {"num_decode": 3, "max_query": 40, "max_context": 600}
     for kept in (torch.float8_e4m3fn, torch.int8):
         args = arguments(5, 32, 16, torch.float32, device, kept)
         torch.testing.assert_close(mla_attention(*args, **longest), reference.mla_attention(*args))

@@ -138,7 +138,7 @@ def test_a_request_has_the_same_bits_alone_and_in_a_batch(which: int, device: st
     q, k, v, starts, contexts, table, *rest = args
     begin, end = starts[which : which + 2].tolist()
     alone = [q[begin:end], k, v, starts[which : which + 2] - begin, contexts[which, None], table[which, None], *rest]
-    bounds_alone = {"num_decode": int(which < case.decoded), "max_context": int(contexts[which])}
+    bounds_alone: dict[str, Any] = {"num_decode": int(which < case.decoded), "max_context": int(contexts[which])}
     ours = kernel.paged_attention(*alone, **bounds_alone)
     assert torch.equal(ours, kernel.paged_attention(*args, **bounds)[begin:end])
 

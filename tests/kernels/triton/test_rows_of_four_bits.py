@@ -18,9 +18,9 @@ from moiety_kernels.route import group
 
 CLIPPED = Activation("clipped", 0.5, 1.702)
 FOUR_BITS = {"int4": replace(INT4, pack=GPU_PACK), "mxfp4": replace(MXFP4, pack=GPU_PACK)}
-TOLERANCE = {"rtol": 3e-3, "atol": 3e-3}
+TOLERANCE: dict[str, Any] = {"rtol": 3e-3, "atol": 3e-3}
 EXPERTS = 4
-ROUTINGS = {
+ROUTINGS: dict[str, Any] = {
     "spread": [[0, 2], [3, 1]],
     "one expert": [[2, 2]],
     "skewed, some elsewhere": [[3, -1], [3, 1], [-1, -1]],
@@ -88,7 +88,7 @@ def test_what_four_bits_stand_for_is_found_exactly_wherever_they_lie(name: str, 
 
 @pytest.mark.parametrize("name", FOUR_BITS)
 def test_a_layer_takes_them_where_tokens_are_few_and_its_weights_can_be_read_as_words(name: str, device: str) -> None:
-    problem = tiles.Problem(128, 8, 2048, 768, 1, weights=name, scales="group")  # type: ignore[arg-type]
+    problem = tiles.Problem(128, 8, 2048, 768, 1, weights=name, scales="group")
     assert tiles.choose(problem, H200) == replace(tiles.ROWS_FOUR, four=name)
     assert tiles.choose(replace(problem, invariant=True), H200).BM > 1
     x = torch.randn(1, 64, dtype=torch.float16, device=device)
@@ -99,7 +99,7 @@ def test_a_layer_takes_them_where_tokens_are_few_and_its_weights_can_be_read_as_
     config = replace(tiles.ROWS_FOUR, four=name)
     ours, tiled = (
         kernel.experts(x, share, expert, gate_up.values_NK, lower.values_NK, gate_up_scale=scales[0],
-                       down_scale=scales[1], four=name, config=one)  # type: ignore[arg-type]
+                       down_scale=scales[1], four=name, config=one)
         for one in (config, replace(tiles.FOUR[0], four=name))
     )  # fmt: skip
     torch.testing.assert_close(ours, tiled, **TOLERANCE)

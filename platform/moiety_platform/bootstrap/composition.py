@@ -1,0 +1,299 @@
+"""The composition root of a gateway: opens its services in order, connects them, and closes them in reverse order.
+
+The gateway process and the tests call `assembled`. Listeners, signals and logging belong to the caller.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+
+from litestar import Litestar
+from litestar.types import ControllerRouterHandler
+
+from moiety_platform.adapters.cache import AdapterCache
+from moiety_platform.adapters.contents import AdapterContents
+from moiety_platform.administration.router import admin_router
+from moiety_platform.app import Services, create_app, create_operations_app, create_pipeline
+from moiety_platform.auth.authenticator import Authenticator
+from moiety_platform.auth.pepper import pepper_of, pepper_rotation_of
+from moiety_platform.backoff import Backoff
+from moiety_platform.batches.assembly import Batches
+from moiety_platform.batches.worker import POLL_S
+from moiety_platform.bootstrap.administration import Administration
+from moiety_platform.bootstrap.engines import Engines, key_files
+from moiety_platform.bootstrap.oidc_authentication import OidcAuthentication
+from moiety_platform.bootstrap.server import GatewayServer
+from moiety_platform.bootstrap.telemetry import Telemetry
+from moiety_platform.classes.cache import ClassCache
+from moiety_platform.clock import Clock, SystemClock
+from moiety_platform.connections import ConnectionLimits
+from moiety_platform.db.now import now_ms
+from moiety_platform.db.readiness import StoreReadiness
+from moiety_platform.db.session import CHECKING, LOOKING, SERVING, Database
+from moiety_platform.engine_client.base import EngineClient
+from moiety_platform.files.store import Now
+from moiety_platform.idempotency.key_store_client import IdempotencyKeys, KeepingLimits
+from moiety_platform.idempotency.store import KeyStore
+from moiety_platform.inference.request_recorder import RequestRecorder, UsageSink
+from moiety_platform.live_settings import LiveSettings
+from moiety_platform.logs import set_log_level
+from moiety_platform.metrics import Metrics, RetentionMetrics, SpeculativePrefillMetrics
+from moiety_platform.object_storage.readiness import ObjectStoreReadiness
+from moiety_platform.object_storage.store import ObjectStore
+from moiety_platform.prices.cache import PriceCache
+from moiety_platform.quota.keeper import LEASE_S, QuotaKeeper
+from moiety_platform.quota.store import LeaseStore
+from moiety_platform.reloading.reloader import Reloader, ReloadMetrics
+from moiety_platform.reloading.source import SettingsSource
+from moiety_platform.responses_api.keeper import ConversationLimits, ResponseKeeper
+from moiety_platform.responses_api.store import ResponseStore
+from moiety_platform.retention.jobs import retention_jobs_of
+from moiety_platform.retention.service import RetentionService
+from moiety_platform.settings import GatewaySettings
+from moiety_platform.speculative_prefill.next_turn_prefill import NextTurnPrefill
+from moiety_platform.store_metrics import StoreCollector
+from moiety_platform.trace_metrics import TraceCollector
+from moiety_platform.traces.tracing import Sender
+from moiety_platform.usage.metering import MeterReader
+from moiety_platform.usage.recorder import UsageRecorder
+
+LAST_RECORDS_S = 10.0
+OPERATIONS_DRAIN_S = 1  # wait of a shutdown for a running scrape
+OF_RETENTION = (
+    "retention_interval_s", "keep_files_days", "keep_batches_days", "keep_requests_days", "keep_limit_windows_days",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overrides:
+    """Parts that a caller brings in place of what the settings and the machine give, such as clocks and engines."""
+
+    clock: Clock = field(default_factory=SystemClock)
+    breaker_clock: Clock | None = None  # of the engines' circuit breakers; None: `clock`
+    now: Now = now_ms  # the database's clock
+    engines: Sequence[EngineClient] = ()  # beside those of the settings
+    span_senders: Sequence[Sender] = ()  # beside those of the settings
+    usage: UsageSink | None = None  # takes the usage rows of requests instead of the store
+    database: Database | None = None  # an open store for all uses, which the caller closes
+    batch_poll_s: float = POLL_S
+    batch_backoff: Backoff | None = None
+    admin_routes: Sequence[ControllerRouterHandler] = ()  # beside our own
+
+
+@dataclass(frozen=True, slots=True)
+class AssembledGateway:
+    """A gateway without listeners: its services, its applications and their servers."""
+
+    services: Services
+    database: Database
+    objects: ObjectStore
+    stored_usage: UsageRecorder
+    retention: RetentionService
+    live: LiveSettings[GatewaySettings]
+    app: Litestar
+    server: GatewayServer
+    operations: GatewayServer
+
+
+@asynccontextmanager
+async def assembled(
+    source: SettingsSource[GatewaySettings],
+    overrides: Overrides | None = None,
+    *,
+    on_started: Callable[[], None] = lambda: None,
+) -> AsyncIterator[AssembledGateway]:
+    """Open a gateway except for its listeners; `on_started` is called once its server accepts connections.
+
+    Asserts that every live setting has a follower. Raises CannotUseEngine or CannotSendSpans.
+    """
+    settings = source.first
+    async with AsyncExitStack() as stack:
+        parts = await _open_services(stack, source, overrides or Overrides())
+        services, live, batches = parts.services, parts.live, parts.batches
+        pipeline = create_pipeline(settings, services)
+        app = create_app(settings, services, pipeline)
+        limits = ConnectionLimits.of(settings)
+        server = GatewayServer(app, settings.drain_s, limits, on_started, on_draining=batches.drain)
+        server.followed_by(live)
+        operations_app = create_operations_app(services, app, lambda: live.now, lambda: server.should_exit)
+        operations = GatewayServer(operations_app, OPERATIONS_DRAIN_S, limits)
+        live.follow(["log_level"], lambda wanted: set_log_level(wanted.log_level))
+        assert not live.unfollowed, live.unfollowed
+        await stack.enter_async_context(batches.working(pipeline))
+        yield AssembledGateway(
+            services,
+            parts.database,
+            parts.objects,
+            parts.stored_usage,
+            parts.retention,
+            live,
+            app,
+            server,
+            operations,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenParts:
+    services: Services
+    database: Database
+    objects: ObjectStore
+    stored_usage: UsageRecorder
+    retention: RetentionService
+    live: LiveSettings[GatewaySettings]
+    batches: Batches
+
+
+async def _open_services(
+    stack: AsyncExitStack, source: SettingsSource[GatewaySettings], overrides: Overrides
+) -> _OpenParts:
+    """Open everything that the application needs. The stack closes it in reverse order, so that no row is lost."""
+    settings, clock = source.first, overrides.clock
+    metrics, live = Metrics(settings.metrics_tenants), LiveSettings(settings)
+    pepper, turn = pepper_of(settings), pepper_rotation_of(settings)
+    process_id = f"{socket.gethostname()[:24]}-{secrets.token_hex(12)}"
+    telemetry = Telemetry(settings, metrics.registry, process_id, overrides.span_senders)
+    stack.push_async_callback(telemetry.close)
+    metrics.registry.register(TraceCollector(telemetry.tracing))
+    database, looked_at, keys, traces = _open_stores(stack, settings, overrides.database)
+    metrics.watch_statements(lambda: sum(one.num_statements for one in {database, looked_at, keys}))
+    store, objects, objects_ready = _open_objects(stack, settings, database)
+    stored_usage = UsageRecorder(database, settings.usage_journal_dir)
+    await stored_usage.start()
+    stack.push_async_callback(stored_usage.stop)
+    usage = stored_usage if overrides.usage is None else overrides.usage
+    quotas = QuotaKeeper(database, LeaseStore(process_id, LEASE_S), clock, ttl_s=LEASE_S)
+    await quotas.start()
+    stack.push_async_callback(quotas.stop)
+    idempotency = IdempotencyKeys(database, KeyStore(now=overrides.now), KeepingLimits.of(settings))
+    await idempotency.start()
+    stack.push_async_callback(idempotency.stop)
+    responses = ResponseKeeper(database, ConversationLimits.of(settings), ResponseStore(overrides.now))
+    recorder = RequestRecorder(usage, quotas, metrics, telemetry.tracing, clock)
+    stack.push_async_callback(recorder.wait_idle, LAST_RECORDS_S)
+    meter = MeterReader(database, stored_usage.holds)
+    await meter.start()
+    stack.push_async_callback(meter.stop)
+    metrics.registry.register(StoreCollector(clock, store, stored_usage, quotas, meter, recorder))
+    engines = await stack.enter_async_context(
+        Engines(
+            settings,
+            clock,
+            quotas.replica_id,
+            meter,
+            AdapterContents(database, objects),
+            more=overrides.engines,
+            breaker_clock=overrides.breaker_clock,
+        )
+    )
+    quotas.quarantine.is_proven = engines.replicas.have_settled_for
+    next_turn_prefill = await stack.enter_async_context(
+        NextTurnPrefill(usage, quotas, SpeculativePrefillMetrics(metrics.registry), clock)
+    )
+    authenticator = await stack.enter_async_context(Authenticator(keys, pepper, clock, turn=turn))
+    classes, prices = ClassCache(database, clock), PriceCache(database, clock)
+    adapters = AdapterCache(database, clock)
+    oidc = await stack.enter_async_context(OidcAuthentication(settings, database, clock))
+    retention = await _start_retention(stack, settings, process_id, database, objects, metrics, overrides.now)
+    told = ReloadMetrics(metrics.registry)
+    reloader = None if source.path is None else Reloader(source, live, told, beside=key_files)
+    administration = Administration(
+        settings, database, looked_at, objects, (pepper, turn), clock, adapters, engines.replicas
+    )
+    await stack.enter_async_context(administration)
+    telemetry.send_metrics(settings)
+    admin = admin_router(
+        looked_at, authenticator, classes, prices, quotas, pepper, clock,
+        oidc=oidc.find, traces=traces, set_aside=stored_usage.set_aside,
+        more=[*administration.routes(traces, source, live, reloader), *overrides.admin_routes],
+    )  # fmt: skip
+    batches = Batches(
+        process_id, database, objects, authenticator, quotas, metrics, telemetry.tracing, clock, settings,
+        poll_s=overrides.batch_poll_s, backoff=overrides.batch_backoff, now=overrides.now,
+    )  # fmt: skip
+    live.follow_with(["engines", "external_engine_api_key"], engines.follow, reads_files=True)
+    for follower in (telemetry, oidc, administration):
+        follower.followed_by(live)
+    live.follow(["metrics_tenants"], lambda wanted: metrics.tenants.use(wanted.metrics_tenants))
+    services = Services(
+        authenticator=authenticator,
+        usage=usage,
+        replicas=engines.replicas,
+        classes=classes,
+        prices=prices,
+        metrics=metrics,
+        tracing=telemetry.tracing,
+        clock=clock,
+        recorder=recorder,
+        idempotency=idempotency,
+        responses=responses,
+        admin_routes=[admin],
+        store=store,
+        objects=objects_ready,
+        batches=batches,
+        adapters=adapters,
+        live=live,
+        reloader=reloader,
+        next_turn_prefill=next_turn_prefill,
+    )
+    live.follow(
+        OF_RETENTION,
+        lambda wanted: retention.use(
+            retention_jobs_of(wanted, database, objects, overrides.now), wanted.retention_interval_s
+        ),
+    )
+    return _OpenParts(services, database, objects, stored_usage, retention, live, batches)
+
+
+def _open_stores(
+    stack: AsyncExitStack, settings: GatewaySettings, opened: Database | None
+) -> tuple[Database, Database, Database, Database | None]:
+    """Open the databases, which the stack closes; an `opened` store serves all uses and stays open.
+
+    Return the store for requests, the same store for read-only use and for look-ups of keys, and the trace store, if it
+    is another one.
+    """
+    if opened is not None:
+        return opened, opened, opened, None
+    url = settings.store_url
+    database, looked_at, keys = (Database.open(url, pool=pool) for pool in (SERVING, LOOKING, CHECKING))
+    traces = Database.open(settings.traces_url, pool=LOOKING) if settings.traces_url != url else None
+    for one in (database, looked_at, keys, traces):
+        if one is not None:
+            stack.push_async_callback(one.close)
+    return database, looked_at, keys, traces
+
+
+def _open_objects(
+    stack: AsyncExitStack, settings: GatewaySettings, database: Database
+) -> tuple[StoreReadiness, ObjectStore, ObjectStoreReadiness]:
+    """Open the object store and the checks of both stores, which the stack closes. Raises Unavailable."""
+    objects = ObjectStore.open(settings.objects_url)
+    stack.push_async_callback(objects.close)
+    store, objects_ready = StoreReadiness(database), ObjectStoreReadiness(database, objects)
+    stack.push_async_callback(store.close)
+    stack.push_async_callback(objects_ready.close)
+    return store, objects, objects_ready
+
+
+async def _start_retention(
+    stack: AsyncExitStack,
+    settings: GatewaySettings,
+    process_id: str,
+    database: Database,
+    objects: ObjectStore,
+    metrics: Metrics,
+    now: Now,
+) -> RetentionService:
+    """Start the deletion of expired rows, until the stack is closed."""
+    jobs = retention_jobs_of(settings, database, objects, now)
+    interval_s = settings.retention_interval_s
+    told = RetentionMetrics(metrics.registry)
+    retention = RetentionService(process_id, database, jobs, told, interval_s=interval_s, now=now)
+    await retention.start()
+    stack.push_async_callback(retention.stop)
+    return retention

@@ -1,0 +1,65 @@
+"""The gateway's HTTP server: uvicorn with our limits of connections, and without its signal handlers."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+from litestar import Litestar
+
+from moiety_platform.connections import ConnectionLimits, ServerConfig
+from moiety_platform.listening import BACKLOG
+from moiety_platform.live_settings import LiveSettings
+from moiety_platform.settings import GatewaySettings
+
+
+class GatewayServer(uvicorn.Server):
+    """uvicorn with our limits, and without its signal handlers, which would end the process before it cleans up."""
+
+    def __init__(
+        self,
+        app: Litestar,
+        drain_s: int,
+        limits: ConnectionLimits,
+        on_started: Callable[[], None] = lambda: None,
+        on_draining: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._on_started = on_started
+        self._on_draining = on_draining
+        self._limited = ServerConfig(
+            app,
+            limits,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=drain_s,
+            backlog=BACKLOG,
+        )
+        super().__init__(self._limited)
+
+    def followed_by(self, live: LiveSettings[GatewaySettings]) -> None:
+        """Follow the limits of connections. Running requests keep their limits."""
+        live.follow([*ConnectionLimits.__dataclass_fields__, "drain_s"], self._use)
+
+    def _use(self, settings: GatewaySettings) -> None:
+        self._limited.use(ConnectionLimits.of(settings))
+        self._limited.timeout_graceful_shutdown = settings.drain_s
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_started()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def request_exit(self) -> None:
+        """Drain; at the second call, stop at once."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+        self._on_draining()

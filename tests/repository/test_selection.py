@@ -1,0 +1,28 @@
+"""What `make test` leaves out of the combinations of a test's parameters, and what it does not."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FUNCTION = "tests/kernels/test_against_reference.py::test_linear"
+
+
+def collected(**environment: str) -> set[tuple[str, ...]]:
+    """The parameters of the function's tests: arithmetic, n, k, rows, dtype."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MOIETY_TEST", "PYTEST_"))}
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", FUNCTION]
+    done = subprocess.run(command, cwd=ROOT, env=kept | environment, capture_output=True, text=True, check=True)
+    return {tuple(found.split("-")) for found in re.findall(r"::test_linear\[(.*)\]", done.stdout)}
+
+
+def test_each_value_of_each_parameter_is_kept_beside_each_of_those_named() -> None:
+    some, all_ = collected(), collected(MOIETY_TEST_ALL="1")
+    assert some < all_
+    assert len(some) < len(all_) / 10
+    for position in range(1, len(next(iter(all_)))):
+        assert {(one[0], one[position]) for one in some} == {(one[0], one[position]) for one in all_}
