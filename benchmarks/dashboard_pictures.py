@@ -24,11 +24,11 @@ def take_pictures(dashboard: str, admin_key: str, key: str, out: Path) -> None:
         for theme in THEMES:
             page = browser.new_page(viewport=VIEWPORT, color_scheme=theme)
             page.goto(dashboard)
-            page.get_by_label("Administrator's key").fill(admin_key)
+            page.get_by_label("Administrator key").fill(admin_key)
             page.screenshot(path=out / f"sign-in-{theme}.png")
             page.get_by_role("button", name="Sign in").click()
             page.get_by_text("Goodput, 5 min").wait_for()
-            for name in ("Overview", "Tenants", "SLA classes", "Engines", "Traces", "Quotas", "Audit"):
+            for name in ("Overview", "Tenants", "Service classes", "Engines", "Traces", "Quotas", "Audit"):
                 page.get_by_test_id("stSidebarNav").get_by_role("link", name=name, exact=True).click()
                 page.get_by_role("heading", name=name, exact=True).wait_for()
                 settle(page)
@@ -36,19 +36,19 @@ def take_pictures(dashboard: str, admin_key: str, key: str, out: Path) -> None:
                     page.get_by_role("button", name="Verify the chain").click()
                     settle(page)
                 if name == "Tenants":
-                    page.get_by_role("combobox", name="Look at one tenant").click()
+                    page.get_by_role("combobox", name="Tenant").click()
                     page.get_by_role("option", name="globex").click()
                     settle(page)
                     shoot(page, out / f"tenants-{theme}.png")
-                    for part in ("Limits", "Keys", "Settings"):
+                    for part in ("Quotas", "Keys", "Settings"):
                         page.get_by_role("radio", name=part, exact=True).click()
                         settle(page)
                         shoot(page, out / f"tenant-{part.lower()}-{theme}.png")
                     continue
                 shoot(page, out / f"{name.lower().replace(' ', '-')}-{theme}.png")
                 if name == "Traces":
-                    page.get_by_label("At least, ms").fill("900")  # one that was long in the batch
-                    page.get_by_label("At least, ms").press("Enter")
+                    page.get_by_label("Min duration, ms").fill("900")  # one that was long in the batch
+                    page.get_by_label("Min duration, ms").press("Enter")
                     settle(page)
                     page.locator(".dvn-scroller").first.click(position={"x": 320, "y": 55})
                     page.get_by_text("Waterfall").wait_for()
@@ -57,10 +57,10 @@ def take_pictures(dashboard: str, admin_key: str, key: str, out: Path) -> None:
             simulate(page)
             shoot(page, out / f"simulator-{theme}.png")
             page.get_by_test_id("stSidebarNav").get_by_role("link", name="Playground").click()
-            page.get_by_role("textbox", name="Tenant's key").fill(key)
+            page.get_by_role("textbox", name="API key").fill(key)
             page.get_by_role("button", name="Send").click()
-            page.get_by_text("Whole answer").wait_for()
-            page.get_by_text("Open its trace").or_(page.get_by_text("Its trace was not kept")).first.wait_for()
+            page.get_by_text("Decode speed").wait_for()
+            page.get_by_text("Open trace").or_(page.get_by_text("The trace was not sampled")).first.wait_for()
             shoot(page, out / f"playground-{theme}.png")
             page.close()
         browser.close()
@@ -71,14 +71,14 @@ def simulate(page: Any) -> None:
     page.get_by_test_id("stSidebarNav").get_by_role("link", name="Simulator").click()
     page.get_by_role("heading", name="Simulator", exact=True).wait_for()
     page.wait_for_timeout(2500)
-    if page.get_by_text("Prefill in vain").count() == 0:
+    if page.get_by_text("Wasted prefill").count() == 0:
         page.get_by_role("combobox", name="Traffic").click()
-        page.get_by_role("option", name="own requests, last 15 min").click()
-        page.get_by_role("combobox", name="Steps take").click()
+        page.get_by_role("option", name="recorded requests, last 15 min").click()
+        page.get_by_role("combobox", name="Step time model").click()
         page.get_by_role("option", name="a100-llama3-8b", exact=True).click()
-        page.get_by_role("spinbutton", name="Times as much").fill("3")
+        page.get_by_role("spinbutton", name="Load factor").fill("3")
         page.get_by_role("button", name="Simulate").click()
-    page.get_by_text("Prefill in vain").first.wait_for(timeout=300_000)
+    page.get_by_text("Wasted prefill").first.wait_for(timeout=300_000)
     page.wait_for_timeout(2500)
 
 
@@ -91,7 +91,7 @@ def picture_experts(dashboard: str, admin_key: str, out: Path) -> None:
         for theme in THEMES:
             page = browser.new_page(viewport=VIEWPORT, color_scheme=theme)
             page.goto(f"{dashboard}/experts")
-            page.get_by_label("Administrator's key").fill(admin_key)
+            page.get_by_label("Administrator key").fill(admin_key)
             page.get_by_role("button", name="Sign in").click()
             page.get_by_test_id("stVegaLiteChart").nth(2).wait_for()
             page.wait_for_timeout(2500)

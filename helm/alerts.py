@@ -17,8 +17,8 @@ import yaml
 OUT = Path(__file__).parent / "moiety" / "alerts"
 RUNBOOKS = "docs/runbooks.md"
 OBJECTIVE = 0.99  # target SLO attainment of a class over 30 days
-ALLOWANCE = round(1 - OBJECTIVE, 6)
-FEW = 20  # requests in the long window, below which one miss has no significance
+ERROR_BUDGET = round(1 - OBJECTIVE, 6)
+MIN_REQUESTS = 20  # in the long window; with fewer, one miss is not significant
 PAGE, TICKET = "page", "ticket"
 WINDOWS = ("5m", "30m", "1h", "2h", "6h", "1d", "3d")
 # (burn rate, long window, short window): 14.4 uses 2 % of a month's budget in an hour, 6 uses 5 % in six hours
@@ -28,12 +28,12 @@ SLOW = ((3.0, "1d", "2h"), (1.0, "3d", "6h"))
 
 @dataclass(frozen=True)
 class Alert:
-    """An alert rule. `lasting`: how long the condition must hold before the alert fires."""
+    """An alert rule. `pending_for`: how long the condition must hold before the alert fires."""
 
     name: str
     severity: str
     expression: str
-    lasting: str
+    pending_for: str
     summary: str
     description: str
 
@@ -42,7 +42,7 @@ class Alert:
         return {
             "alert": self.name,
             "expr": self.expression,
-            "for": self.lasting,
+            "for": self.pending_for,
             "labels": {"severity": self.severity},
             "annotations": {
                 "summary": self.summary,
@@ -53,16 +53,17 @@ class Alert:
 
 
 def recorded(window: str) -> str:
-    return f"moiety:sla_missed:ratio_rate{window}"
+    """Return the name of the recorded SLO miss ratio over a window."""
+    return f"moiety:slo_miss:ratio_rate{window}"
 
 
 def records() -> Iterator[dict[str, Any]]:
-    """Yield the share of missed SLOs by class, over each window."""
+    """Yield the recording rules of the SLO miss ratio by class, over each window."""
     for window in WINDOWS:
-        missed = f'sum by (service_class) (rate(moiety_sla_total{{attained="false"}}[{window}]))'
+        missed = f'sum by (service_class) (rate(moiety_slo_requests_total{{attained="false"}}[{window}]))'
         yield {
             "record": recorded(window),
-            "expr": f"{missed} / sum by (service_class) (rate(moiety_sla_total[{window}]))",
+            "expr": f"{missed} / sum by (service_class) (rate(moiety_slo_requests_total[{window}]))",
         }
 
 
@@ -70,119 +71,124 @@ def burns(pairs: tuple[tuple[float, str, str], ...]) -> str:
     """Return the expression for a burn rate above the threshold, over any of the pairs of windows."""
     parts = []
     for times, long, short in pairs:
-        bound = f"{round(times * ALLOWANCE, 6):g}"
-        enough = f"sum by (service_class) (increase(moiety_sla_total[{long}])) > {FEW}"
+        bound = f"{round(times * ERROR_BUDGET, 6):g}"
+        enough = f"sum by (service_class) (increase(moiety_slo_requests_total[{long}])) > {MIN_REQUESTS}"
         parts.append(f"({recorded(long)} > {bound} and {recorded(short)} > {bound} and {enough})")
     return " or ".join(parts)
 
 
-PROMISES = (
+SLOS = (
     Alert(
-        "MoietySlaBurnFast", PAGE, burns(FAST), "2m",
-        "{{ $labels.service_class }}: promises are missed fast",
-        f"{{{{ $value | humanizePercentage }}}} of them; the objective is {OBJECTIVE:.0%} kept. At this pace a month's "
-        "allowance is gone in five days at the latest.",
+        "MoietySloBurnFast", PAGE, burns(FAST), "2m",
+        "{{ $labels.service_class }}: fast burn of the SLO error budget",
+        f"{{{{ $value | humanizePercentage }}}} of requests missed their SLO; the objective is {OBJECTIVE:.0%} "
+        "attainment. At this burn rate the 30-day error budget is exhausted within five days.",
     ),
     Alert(
-        "MoietySlaBurnSlow", TICKET, burns(SLOW), "15m",
-        "{{ $labels.service_class }}: promises are missed steadily",
-        f"{{{{ $value | humanizePercentage }}}} of them; the objective is {OBJECTIVE:.0%} kept.",
+        "MoietySloBurnSlow", TICKET, burns(SLOW), "15m",
+        "{{ $labels.service_class }}: slow burn of the SLO error budget",
+        f"{{{{ $value | humanizePercentage }}}} of requests missed their SLO; the objective is {OBJECTIVE:.0%} "
+        "attainment.",
     ),
     Alert(
         "MoietyErrors", PAGE,
         'sum by (model) (rate(moiety_requests_total{outcome="failed"}[10m])) '
-        "/ sum by (model) (rate(moiety_requests_total[10m])) > 0.05 "
-        f"and sum by (model) (increase(moiety_requests_total[10m])) > {FEW}",
+        "/ sum by (model) (rate(moiety_requests_total[10m])) > 0.05 and sum by (model) "
+        f"(increase(moiety_requests_total[10m])) > {MIN_REQUESTS}",
         "5m",
-        "{{ $labels.model }}: requests fail",
-        "{{ $value | humanizePercentage }} of the last ten minutes' requests failed after they had been accepted.",
+        "{{ $labels.model }}: high error rate",
+        "{{ $value | humanizePercentage }} of the requests of the last ten minutes failed after admission.",
     ),
 )  # fmt: skip
 ENGINES = (
     Alert(
         "MoietyNoEngine", PAGE,
         "moiety_store_ready unless on (instance) (moiety_engine_up == 1)", "1m",
-        "{{ $labels.instance }} has no engine",
-        "No engine takes requests of this gateway; all are answered with 503.",
+        "Gateway {{ $labels.instance }} has no engine",
+        "No engine accepts requests from this gateway, which answers all requests with 503.",
     ),
     Alert(
         "MoietyEngineDown", PAGE,
         "max by (engine) (moiety_engine_up) == 0 unless max by (engine) (moiety_engine_asleep) == 1", "5m",
-        "Engine {{ $labels.engine }} takes no requests",
-        "It is lost, or has been draining for five minutes; it was not put to sleep.",
+        "Engine {{ $labels.engine }} is down",
+        "The engine has been unreachable or draining for five minutes, and is not in sleep mode.",
     ),
     Alert(
         "MoietyKvFull", TICKET,
         "max by (engine) (moiety_engine_kv_blocks_used / moiety_engine_kv_blocks) > 0.95 "
         "and max by (engine) (moiety_engine_num_waiting) > 0",
         "10m",
-        "Engine {{ $labels.engine }} is out of KV memory",
-        "{{ $value | humanizePercentage }} of its blocks are held, and requests wait.",
+        "Engine {{ $labels.engine }}: KV cache is full",
+        "{{ $value | humanizePercentage }} of the KV cache blocks are in use, and requests are waiting.",
     ),
     Alert(
         "MoietyRanksMasked", TICKET,
         "max by (engine) (moiety_engine_masked_ranks) > 0", "5m",
-        "Engine {{ $labels.engine }} serves without some of its ranks",
-        "{{ $value }} did not come when it started; the others have their parts of the model.",
+        "Engine {{ $labels.engine }} runs with excluded ranks",
+        "{{ $value }} ranks did not join at the last start; the other ranks hold their parts of the model.",
     ),
 )  # fmt: skip
 STORE = (
     Alert(
         "MoietyNoGateway", PAGE, "absent(moiety_store_ready)", "5m",
-        "No gateway tells metrics",
-        "Prometheus reads no gateway: none runs, or it does not find them.",
+        "No gateway metrics",
+        "Prometheus scrapes no gateway: none is running, or service discovery does not find them.",
     ),
     Alert(
         "MoietyMigrationsBehind", PAGE, "moiety_store_ready == 0", "5m",
-        "{{ $labels.instance }} waits for its database",
-        "A table or column that this gateway needs is not there, or the database does not answer. It takes no traffic.",
+        "Gateway {{ $labels.instance }} is not ready: database schema or connection",
+        "The database lacks a table or column that this gateway needs, or does not answer. The gateway accepts no "
+        "traffic.",
     ),
     Alert(
         "MoietyLedgerLag", PAGE, "moiety_ledger_lag_seconds > 120", "3m",
-        "{{ $labels.instance }} cannot store what was used",
-        "The oldest usage row has waited for {{ $value | humanizeDuration }}. Nothing is lost, but limits lag.",
+        "Gateway {{ $labels.instance }} cannot store usage",
+        "The oldest unstored usage row is {{ $value | humanizeDuration }} old. No usage is lost, but quotas are "
+        "enforced late.",
     ),
     Alert(
         "MoietyUsageRefused", TICKET, 'increase(moiety_ledger_rows_total{step="refused"}[1h]) > 0', "0m",
-        "{{ $labels.instance }}: the database refuses usage rows",
-        "They lie in the journal's folder and are not billed.",
+        "Gateway {{ $labels.instance }}: the database rejects usage rows",
+        "The rejected rows are kept in the journal directory and are not billed.",
     ),
     Alert(
         "MoietyLeasesExpire", PAGE, "moiety_quota_store_age_seconds > 15", "1m",
-        "{{ $labels.instance }} cannot renew its leases",
-        "The store has not answered for {{ $value | humanizeDuration }}: requests under a limit get 503.",
+        "Gateway {{ $labels.instance }} cannot renew its quota leases",
+        "The database has not answered for {{ $value | humanizeDuration }}: requests under a quota get 503.",
     ),
     Alert(
         "MoietyQuarantineGrows", TICKET,
         "max(delta(moiety_quota_quarantined_leases[30m])) > 0 "
         "and max(moiety_quota_quarantine_oldest_seconds) > 600",
         "15m",
-        "Leases in quarantine become more",
-        "Gateways die with leases, and engines do not prove them unspent: {{ $value }} more count as spent.",
+        "Quota leases in quarantine increase",
+        "Gateways crash with leases that the engines do not report as unspent: {{ $value }} more leases count as "
+        "spent.",
     ),
     Alert(
-        "MoietyUpkeepFails", TICKET, "sum by (chore) (increase(moiety_retention_failures_total[6h])) > 2", "0m",
-        "Retention of {{ $labels.chore }} fails",
-        "What is past its time is not deleted.",
+        "MoietyRetentionJobFails", TICKET,
+        "sum by (retention_job) (increase(moiety_retention_failures_total[6h])) > 2", "0m",
+        "Retention job {{ $labels.retention_job }} fails",
+        "Expired rows are not deleted.",
     ),
     Alert(
-        "MoietyConfigNotTaken", TICKET, "moiety_config_last_reload_successful == 0", "5m",
-        "{{ $labels.instance }} has not taken its configuration file",
-        "The file is wrong; it goes by what the file said before, and will not start with what it says now.",
+        "MoietyConfigReloadFails", TICKET, "moiety_config_last_reload_successful == 0", "5m",
+        "{{ $labels.instance }} cannot reload its configuration file",
+        "The file is invalid. The process runs with the previous configuration, and will not start with this file.",
     ),
     Alert(
         "MoietySpansLost", TICKET,
         "sum by (destination, reason) (rate(moiety_spans_dropped_total[10m])) > 0", "15m",
-        "Traces do not reach {{ $labels.destination }}",
-        "{{ $value }} spans a second are lost: {{ $labels.reason }}. No request is slower for it.",
+        "Spans to {{ $labels.destination }} are lost",
+        "{{ $value }} spans per second are lost: {{ $labels.reason }}. Requests are not affected.",
     ),
 )  # fmt: skip
 
 
 def document() -> dict[str, Any]:
     """Return the rules in Prometheus' form."""
-    alerts = {"moiety-promises": PROMISES, "moiety-engines": ENGINES, "moiety-store": STORE}
-    groups: list[dict[str, Any]] = [{"name": "moiety-sla", "interval": "30s", "rules": list(records())}]
+    alerts = {"moiety-slo": SLOS, "moiety-engines": ENGINES, "moiety-store": STORE}
+    groups: list[dict[str, Any]] = [{"name": "moiety-slo-records", "interval": "30s", "rules": list(records())}]
     groups += [{"name": name, "rules": [alert.rule() for alert in of]} for name, of in alerts.items()]
     return {"groups": groups}
 

@@ -19,8 +19,8 @@ SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 COLUMNS, HEIGHT = 24, 8
 RATE = "$__rate_interval"
 OF = 'model=~"$model",service_class=~"$service_class"'
-MISSED = f'sum by (service_class) (rate(moiety_sla_total{{{OF},attained="false"}}[{RATE}]))'
-PROMISED = f"sum by (service_class) (rate(moiety_sla_total{{{OF}}}[{RATE}]))"
+MISSED = f'sum by (service_class) (rate(moiety_slo_requests_total{{{OF},attained="false"}}[{RATE}]))'
+WITH_SLO = f"sum by (service_class) (rate(moiety_slo_requests_total{{{OF}}}[{RATE}]))"
 ENGINE = 'engine=~"$engine"'
 
 
@@ -58,67 +58,73 @@ def of_class(metric: str, by: str = "engine, service_class") -> str:
     return f"max by ({by}) (rate({metric}{{{ENGINE}}}[{RATE}]))"
 
 
-def promises() -> list[list[Panel]]:
+def slos() -> list[list[Panel]]:
     good = f"sum(rate(moiety_good_tokens_total{{{OF}}}[{RATE}]))"
     failed = f'sum(rate(moiety_requests_total{{{OF},outcome=~"failed|rejected"}}[{RATE}]))'
     every = f"sum(rate(moiety_requests_total{{{OF}}}[{RATE}]))"
-    hour_missed = f'sum(increase(moiety_sla_total{{{OF},attained="false"}}[1h]))'
-    hour = f"sum(increase(moiety_sla_total{{{OF}}}[1h]))"
+    hour_missed = f'sum(increase(moiety_slo_requests_total{{{OF},attained="false"}}[1h]))'
+    hour = f"sum(increase(moiety_slo_requests_total{{{OF}}}[1h]))"
     return [
         [
-            stat("SLA attained, 1 h", "percentunit", f"1 - {hour_missed} / {hour}", "Promises kept, of all given."),
-            stat("Goodput", "short", good, "Output tokens a second of requests whose promise was kept."),
-            stat("Requests per second", "reqps", every, "That ended, however they ended."),
-            stat("Errors", "percentunit", f"({failed} or vector(0)) / {every}", "Failed and rejected ones, of all."),
-            stat("Engines up", "short", "sum(max by (engine) (moiety_engine_up))", "That take requests."),
-            stat("Waiting", "short", "sum(max by (engine) (moiety_engine_num_waiting))", "In engines' queues."),
+            stat("SLO attainment, 1 h", "percentunit", f"1 - {hour_missed} / {hour}",
+                 "Share of requests that attained their SLO."),
+            stat("Goodput", "short", good, "Output tokens per second of requests that attained their SLO."),
+            stat("Requests per second", "reqps", every, "Ended requests, whatever their outcome."),
+            stat("Error rate", "percentunit", f"({failed} or vector(0)) / {every}",
+                 "Share of failed and rejected requests."),
+            stat("Engines up", "short", "sum(max by (engine) (moiety_engine_up))", "Engines that accept requests."),
+            stat("Waiting requests", "short", "sum(max by (engine) (moiety_engine_num_waiting))",
+                 "Requests in the engines' queues."),
         ],
         [
-            Panel("SLA attainment by class", "percentunit", [(f"1 - {MISSED} / {PROMISED}", "{{service_class}}")],
-                  "Share of promises kept. A rejection for overload is a promise not kept.", at_most_one=True),
-            Panel("Burn of the 99 % objective by class", "short",
-                  [(f"{MISSED} / {PROMISED} / 0.01", "{{service_class}}")],
-                  "1 spends the month's allowance in a month; 14.4 pages somebody within minutes."),
+            Panel("SLO attainment by class", "percentunit", [(f"1 - {MISSED} / {WITH_SLO}", "{{service_class}}")],
+                  "Share of requests that attained their SLO. A rejection for overload counts "
+                  "as missed.", at_most_one=True),
+            Panel("Error budget burn rate by class", "short",
+                  [(f"{MISSED} / {WITH_SLO} / 0.01", "{{service_class}}")],
+                  "Objective 99 % over 30 days: at 1 the error budget lasts 30 days; at 14.4 an alert pages within "
+                  "minutes."),
             Panel("Output tokens per second by class", "short",
                   [(f"sum by (service_class) (rate(moiety_tokens_total{{{OF},kind=\"output\"}}[{RATE}]))",
                     "{{service_class}}"), (good, "goodput")],
-                  "All output, and beside it the part whose promise was kept."),
+                  "All output, and the part of requests that attained their SLO (goodput)."),
         ],
     ]  # fmt: skip
 
 
 def latencies() -> list[list[Panel]]:
-    came = 'moiety_engine_class_oldest_waiting_timestamp_seconds{service_class=~"$service_class"}'
+    arrived = 'moiety_engine_class_oldest_waiting_timestamp_seconds{service_class=~"$service_class"}'
     return [
         [
-            Panel("Time to first token", "s", percentiles("gen_ai_server_time_to_first_token_seconds", OF),
-                  "From the request's arrival at the gateway."),
-            Panel("Time per output token", "s", percentiles("gen_ai_server_time_per_output_token_seconds", OF),
-                  "A request's mean, after its first token."),
+            Panel("Time to first token (TTFT)", "s", percentiles("gen_ai_server_time_to_first_token_seconds", OF),
+                  "From arrival at the gateway to the first output token."),
+            Panel("Time per output token (TPOT)", "s", percentiles("gen_ai_server_time_per_output_token_seconds", OF),
+                  "Mean of a request after its first token."),
             Panel("Request duration", "s", percentiles("gen_ai_server_request_duration_seconds", OF),
-                  "From arrival to end."),
+                  "End-to-end latency, from arrival at the gateway to the end."),
         ],
         [
-            Panel("Queue time", "s", percentiles("moiety_queue_time_seconds", OF), "In the engine, before scheduling."),
+            Panel("Queue time", "s", percentiles("moiety_queue_time_seconds", OF),
+                  "Time in the engine's queue before scheduling."),
             Panel("Requests by outcome", "reqps",
                   [(f"sum by (outcome) (rate(moiety_requests_total{{{OF}}}[{RATE}]))", "{{outcome}}")],
-                  "How requests ended.", stacked=True),
+                  "Ended requests by outcome.", stacked=True),
             Panel("Errors by code", "reqps",
                   [(f'sum by (code) (rate(moiety_request_errors_total{{service_class=~"$service_class"}}[{RATE}]))',
-                    "{{code}}")], "Stable codes, as clients see them.", stacked=True),
+                    "{{code}}")], "Error codes, as clients receive them.", stacked=True),
         ],
         [
-            Panel("Verdicts that are no admission", "reqps",
+            Panel("Downgraded and rejected requests", "reqps",
                   [(f'sum by (outcome, reason) (rate(moiety_admission_total{{service_class=~"$service_class",'
                     f'outcome!="admitted"}}[{RATE}]))', "{{outcome}}: {{reason}}")],
-                  "Requests that were downgraded or rejected, and why.", stacked=True),
-            Panel("Waiting by class", "short",
+                  "Admission decisions other than admitted, by reason.", stacked=True),
+            Panel("Waiting requests by class", "short",
                   [('sum by (service_class) (max by (engine, service_class) '
                     '(moiety_engine_class_num_waiting{service_class=~"$service_class"}))', "{{service_class}}")],
                   "Requests in engines' queues.", stacked=True),
-            Panel("Oldest that waits, by class", "s",
-                  [(f"max by (service_class) ((time() - {came}) and {came} > 0)", "{{service_class}}")],
-                  "Since it came; nothing while nobody waits."),
+            Panel("Oldest waiting request by class", "s",
+                  [(f"max by (service_class) ((time() - {arrived}) and {arrived} > 0)", "{{service_class}}")],
+                  "Time since its arrival; no data while no request waits."),
         ],
     ]  # fmt: skip
 
@@ -131,24 +137,24 @@ def batches() -> list[list[Panel]]:
     steps = of_engine("moiety_engine_steps_total")
     return [
         [
-            Panel("Takes requests", "bool_yes_no", [(f"max by (engine) (moiety_engine_up{{{ENGINE}}})", "{{engine}}")],
-                  "0 while an engine is lost, drains or sleeps.", at_most_one=True),
-            Panel("Requests in the batch", "short",
+            Panel("Engine up", "bool_yes_no", [(f"max by (engine) (moiety_engine_up{{{ENGINE}}})", "{{engine}}")],
+                  "0 while an engine is unreachable, draining or in sleep mode.", at_most_one=True),
+            Panel("Running requests", "short",
                   [(f"max by (engine) (moiety_engine_num_running{{{ENGINE}}})", "{{engine}}")],
-                  "Running now.", stacked=True),
-            Panel("Requests that wait", "short",
+                  "Requests in the batch.", stacked=True),
+            Panel("Waiting and paused requests", "short",
                   [(f"max by (engine) (moiety_engine_num_waiting{{{ENGINE}}})", "{{engine}} waiting"),
-                   (f"max by (engine) (moiety_engine_num_paused{{{ENGINE}}})", "{{engine}} without credit")],
-                  "For a place in the batch, or for their client to read on."),
+                   (f"max by (engine) (moiety_engine_num_paused{{{ENGINE}}})", "{{engine}} paused")],
+                  "Waiting in the queue, or paused until a slow client reads on."),
         ],
         [
-            Panel("KV cache in use", "percentunit", [(f"{used} / {total}", "{{engine}}")],
-                  "Blocks that requests hold, of all.", at_most_one=True),
-            Panel("KV cache kept for reuse", "percentunit", [(f"{cached} / {total}", "{{engine}}")],
-                  "Free blocks whose prefix may be hit.", at_most_one=True),
-            Panel("Prefix cache hits", "percentunit",
+            Panel("KV cache usage", "percentunit", [(f"{used} / {total}", "{{engine}}")],
+                  "Share of blocks that requests hold.", at_most_one=True),
+            Panel("KV cache reusable", "percentunit", [(f"{cached} / {total}", "{{engine}}")],
+                  "Share of blocks that are free and hold a reusable prefix.", at_most_one=True),
+            Panel("Prefix cache hit rate", "percentunit",
                   [(f"{of_engine('moiety_engine_cached_tokens_total')} / {prompt}", "{{engine}}")],
-                  "Prompt tokens that were not computed again, of all.", at_most_one=True),
+                  "Share of prompt tokens read from the prefix cache.", at_most_one=True),
         ],
         [
             Panel("Prompt tokens per second", "short", [(prompt, "{{engine}}")], "", stacked=True),
@@ -156,13 +162,13 @@ def batches() -> list[list[Panel]]:
                   [(of_engine("moiety_engine_output_tokens_total"), "{{engine}}")], "", stacked=True),
             Panel("Output tokens per step", "short",
                   [(f"{of_engine('moiety_engine_output_tokens_total')} / {steps}", "{{engine}}")],
-                  "How well requests are batched."),
+                  "Mean output tokens of a step, which grows with the batch size."),
         ],
         [
             Panel("Time in steps", "percentunit",
                   [(of_engine("moiety_engine_prefill_seconds_total"), "{{engine}} prefill"),
                    (of_engine("moiety_engine_decode_seconds_total"), "{{engine}} decode")],
-                  "Part of the time in steps with prompt tokens, and in those without.", width=24),
+                  "Share of time in steps with prompt tokens (prefill), and in steps without (decode).", width=24),
         ],
     ]  # fmt: skip
 
@@ -173,38 +179,38 @@ def decisions() -> list[list[Panel]]:
     boosted = of_class("moiety_engine_class_boosted_total")
     recomputed = of_class("moiety_engine_class_recomputed_tokens_total")
     drafted, accepted = (of_engine(f"moiety_engine_{name}_tokens_total") for name in ("drafted", "accepted"))
-    wrong_guesses = f"{drafted} - {accepted}"
+    rejected_drafts = f"{drafted} - {accepted}"
     return [
         [
             Panel("Preemptions", "ops", [(f"sum by (service_class, reason) ({by_reason})",
                                           "{{service_class}}: {{reason}}")],
-                  "Running requests whose memory went to others.", stacked=True),
+                  "Running requests whose KV cache blocks were given to other requests.", stacked=True),
             Panel("Demoted and boosted", "ops",
                   [(f"sum by (service_class) ({demoted})", "{{service_class}} demoted"),
                    (f"sum by (service_class) ({boosted})", "{{service_class}} boosted")],
-                  "Late beyond repair and put behind; waited too long and put before."),
-            Panel("Tokens computed for nothing", "short",
+                  "Demoted: can no longer attain the SLO, scheduled last. Boosted: waited too long, scheduled first."),
+            Panel("Wasted tokens", "short",
                   [(f"sum by (service_class) ({recomputed})", "{{service_class}} recomputed"),
-                   (of_engine("moiety_engine_tokens_past_stop_total"), "{{engine}} overshot"),
-                   (wrong_guesses, "{{engine}} wrong guesses")],
-                  "Again after preemptions; for requests that had ended; guessed, and not come true. Per second."),
+                   (of_engine("moiety_engine_tokens_past_stop_total"), "{{engine}} past stop"),
+                   (rejected_drafts, "{{engine}} rejected drafts")],
+                  "Per second: recomputed after preemptions, computed past the stop, and rejected draft tokens."),
         ],
         [
-            Panel("Predicted time to first token", "s",
+            Panel("Predicted TTFT", "s",
                   [(f"max by (service_class) (moiety_engine_class_predicted_ttft_seconds{{{ENGINE}}})",
-                    "{{service_class}}")], "Of an empty prompt that arrives now, at the worst engine."),
+                    "{{service_class}}")], "For an empty prompt that arrives now, at the slowest engine."),
             Panel("Failovers", "ops", [(f"sum by (cause) (rate(moiety_failovers_total[{RATE}]))", "{{cause}}")],
-                  "Sequences that went on at another engine.", stacked=True),
-            Panel("Host-memory tier", "short",
+                  "Sequences continued on another engine, by error code.", stacked=True),
+            Panel("KV cache swaps to host memory", "short",
                   [(of_engine("moiety_engine_swapped_out_blocks_total"), "{{engine}} out"),
                    (of_engine("moiety_engine_swapped_in_blocks_total"), "{{engine}} in")],
-                  "Blocks moved per second."),
+                  "Blocks swapped per second."),
         ],
     ]  # fmt: skip
 
 
 def usage() -> list[list[Panel]]:
-    shown = "The busiest tenants of late; all others together are `other`."
+    shown = "The recently busiest tenants; `other` is the sum of all others."
     return [
         [
             Panel("Requests per second by tenant", "reqps",
@@ -213,29 +219,29 @@ def usage() -> list[list[Panel]]:
             Panel("Tokens per second by tenant", "short",
                   [(f"sum by (tenant) (rate(moiety_tenant_tokens_total[{RATE}]))", "{{tenant}}")],
                   f"Input and output. {shown}", stacked=True),
-            Panel("Refused with 429 by tenant", "reqps",
+            Panel("Requests rejected with 429 by tenant", "reqps",
                   [(f"sum by (tenant) (rate(moiety_tenant_refused_total[{RATE}]))", "{{tenant}}")],
-                  f"Beyond a limit, or overload. {shown}", stacked=True),
+                  f"Quota exceeded, or overload. {shown}", stacked=True),
         ],
         [
-            Panel("Leases", "short", [("sum by (instance) (moiety_quota_leases)", "{{instance}}")],
-                  "Parts of limits that each gateway holds."),
-            Panel("Requests that wait for a lease", "short",
+            Panel("Quota leases", "short", [("sum by (instance) (moiety_quota_leases)", "{{instance}}")],
+                  "Quota leases that each gateway holds."),
+            Panel("Requests waiting for a quota lease", "short",
                   [("sum by (instance) (moiety_quota_waiting_requests)", "{{instance}}")],
-                  "Near a cap some do; all of them while the database is slow."),
-            Panel("Last answer about leases", "s",
+                  "Above 0 near a cap, or while the database is slow."),
+            Panel("Time since last lease renewal", "s",
                   [("max by (instance) (moiety_quota_store_age_seconds)", "{{instance}}")],
-                  "How long ago. Beyond 15 s leases expire, and limited requests are answered with 503."),
+                  "Beyond 15 s the leases expire, and requests under a quota get 503."),
         ],
         [
             Panel("Leases in quarantine", "short", [("max(moiety_quota_quarantined_leases)", "leases"),
                                                     ("max(moiety_quota_quarantined_replicas)", "gateways")],
-                  "Of gateways that died: counted as spent until engines prove otherwise."),
-            Panel("Oldest quarantine", "s", [("max(moiety_quota_quarantine_oldest_seconds)", "silent for")],
-                  "Of the gateway that is silent the longest."),
-            Panel("Charged late", "ops",
+                  "Leases of crashed gateways, counted as spent until the engines report otherwise."),
+            Panel("Oldest quarantine", "s", [("max(moiety_quota_quarantine_oldest_seconds)", "age")],
+                  "Time since the last heartbeat of the crashed gateway that is silent longest."),
+            Panel("Late charges", "ops",
                   [(f"sum(rate(moiety_ledger_charged_late_total[{RATE}]))", "requests")],
-                  "Requests of gateways that died, charged by the engines' count."),
+                  "Requests of crashed gateways, charged by the engines' counts."),
         ],
     ]  # fmt: skip
 
@@ -244,23 +250,24 @@ def ledger() -> list[list[Panel]]:
     return [
         [
             Panel("Ledger lag", "s", [("max by (instance) (moiety_ledger_lag_seconds)", "{{instance}}")],
-                  "Age of the oldest usage row that the database does not have."),
-            Panel("Usage rows that wait", "short",
+                  "Age of the oldest usage row that is not yet in the database."),
+            Panel("Pending usage rows", "short",
                   [("sum by (instance) (moiety_ledger_pending_rows)", "{{instance}} in memory"),
                    ("max by (instance) (moiety_ledger_journal_waiting)", "{{instance}} journal in use")],
-                  "In memory; in files beside while the database is away."),
+                  "In memory, or in the journal on disk while the database is unavailable."),
             Panel("Usage rows", "ops", [(f"sum by (step) (rate(moiety_ledger_rows_total[{RATE}]))", "{{step}}")],
-                  "`refused` must be 0: rows that the database does not take."),
+                  "By step. `refused`, rows that the database rejects, must be 0."),
         ],
         [
             Panel("SQL statements per second", "ops",
                   [(f"sum by (instance) (rate(moiety_sql_statements_total[{RATE}]))", "{{instance}}")], ""),
-            Panel("Spans lost", "ops",
+            Panel("Lost spans", "ops",
                   [(f"sum by (destination, reason) (rate(moiety_spans_dropped_total[{RATE}]))",
-                    "{{destination}}: {{reason}}")], "Traces that were to be kept, and were not.", stacked=True),
-            Panel("Memory of processes", "bytes",
+                    "{{destination}}: {{reason}}")],
+                  "Sampled spans that did not reach their destination.", stacked=True),
+            Panel("Process memory", "bytes",
                   [("process_resident_memory_bytes and on (instance) moiety_build_info", "{{instance}}")],
-                  "Resident."),
+                  "Resident set size."),
         ],
     ]  # fmt: skip
 
@@ -275,9 +282,9 @@ class Variable:
 
 MODEL, CLASS = Variable("model", "moiety_requests_total"), Variable("service_class", "moiety_requests_total")
 BOARDS = {
-    "overview": ("Moiety: overview and SLA", (promises, latencies), (MODEL, CLASS)),
+    "overview": ("Moiety: overview and SLOs", (slos, latencies), (MODEL, CLASS)),
     "engines": ("Moiety: engines", (batches, decisions), (Variable("engine", "moiety_engine_up"),)),
-    "tenants": ("Moiety: tenants and limits", (usage, ledger), ()),
+    "tenants": ("Moiety: tenants and quotas", (usage, ledger), ()),
 }
 
 

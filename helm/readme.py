@@ -1,4 +1,4 @@
-"""Generator of the chart's README from its values: `python helm/readme.py`. A test compares it with the file."""
+"""Generator of the chart's README from its values: `python helm/readme.py`. A test compares the two."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ import yaml
 
 CHART = Path(__file__).parent / "moiety"
 INTRODUCTION = CHART / "README.head.md"
-SAYS = "# -- "
+COMMENT_PREFIX = "# -- "
 
 
 def readme() -> str:
     """Return the introduction, and a table of all values."""
     text = (CHART / "values.yaml").read_text(encoding="utf-8")
-    rows = "".join(f"| `{name}` | {_shown(value)} | {said} |\n" for name, value, said in _values(text))
-    head = "| value | default | what it says |\n|---|---|---|\n"
+    rows = "".join(f"| `{name}` | {_shown(value)} | {description} |\n" for name, value, description in _values(text))
+    head = "| value | default | description |\n|---|---|---|\n"
     return f"{INTRODUCTION.read_text(encoding='utf-8')}\n## Values\n\n{head}{rows}"
 
 
 def _values(text: str) -> Iterator[tuple[str, object, str]]:
     """Yield each leaf value, with its full name and the comment above it."""
-    said = dict(_comments(text))
-    yield from _leaves(yaml.safe_load(text), "", said)
+    descriptions = dict(_comments(text))
+    yield from _leaves(yaml.safe_load(text), "", descriptions)
 
 
-def _leaves(value: object, name: str, said: dict[str, str]) -> Iterator[tuple[str, object, str]]:
-    if isinstance(value, dict) and value and name not in said:
+def _leaves(value: object, name: str, descriptions: dict[str, str]) -> Iterator[tuple[str, object, str]]:
+    if isinstance(value, dict) and value and name not in descriptions:
         for key, inner in value.items():
-            yield from _leaves(inner, f"{name}.{key}" if name else str(key), said)
+            yield from _leaves(inner, f"{name}.{key}" if name else str(key), descriptions)
     else:
-        yield name, value, said.get(name, "")
+        yield name, value, descriptions.get(name, "")
 
 
 def _comments(text: str) -> Iterator[tuple[str, str]]:
@@ -40,8 +40,8 @@ def _comments(text: str) -> Iterator[tuple[str, str]]:
     pending: list[str] = []
     for line in text.splitlines():
         words = line.strip()
-        if words.startswith(SAYS):
-            pending = [words.removeprefix(SAYS)]
+        if words.startswith(COMMENT_PREFIX):
+            pending = [words.removeprefix(COMMENT_PREFIX)]
         elif words.startswith("#") and pending:
             pending.append(words.removeprefix("#").strip())
         elif words and not words.startswith(("#", "-")) and ":" in words:

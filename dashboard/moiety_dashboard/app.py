@@ -23,7 +23,7 @@ def main() -> None:
     st.set_page_config(page_title="Moiety", page_icon=str(ICON), layout="wide", initial_sidebar_state=230)
     st.html(panels.STYLE)
     credential = session.credential()
-    why, is_known = meet(settings, credential)
+    why, is_known = check_user(settings, credential)
     page = Page(settings, credential) if credential is not None and is_known else None
     views = [view for view in PAGES if page is None or view.needs is None or session.may(view.needs)]
     # keep the address of a signed-out user, so that the link still opens its page after sign-in
@@ -38,11 +38,11 @@ def main() -> None:
         st.error(f"{as_text(why)}.", icon=":material/cloud_off:")
         st.button("Try again")
     else:
-        session.ask_to_sign_in(settings, why)
+        session.draw_sign_in(settings, why)
 
 
-def meet(settings: DashboardSettings, credential: str | None) -> tuple[str | None, bool]:
-    """Return why the gateway is not usable, and whether it accepts the user; sign out a user that it refuses."""
+def check_user(settings: DashboardSettings, credential: str | None) -> tuple[str | None, bool]:
+    """Return why the gateway is not usable, and whether it accepts the user; sign out a user that it rejects."""
     if credential is None:
         return None, False
     try:
@@ -51,7 +51,7 @@ def meet(settings: DashboardSettings, credential: str | None) -> tuple[str | Non
         return str(exc), False
     except (KeyRefused, RoleRefused, ApiRefused) as exc:
         session.sign_out()
-        return f"The gateway refused the sign-in: {exc}", False
+        return f"The gateway rejected the sign-in: {exc}", False
     return None, True
 
 
@@ -59,7 +59,7 @@ def st_page(view: View, page: Page | None) -> StreamlitPage:
     """Return a page of the navigation; without a known user it never runs."""
 
     def run() -> None:
-        assert page is not None, "strangers are asked to sign in"
+        assert page is not None, "only signed-in users reach a page"
         view.draw(page)
 
     run.__name__ = view.path  # Streamlit identifies pages by this name

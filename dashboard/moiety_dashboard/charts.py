@@ -98,7 +98,7 @@ def sides(frame: pd.DataFrame, figure: Figure, classes: Mapping[str, str]) -> al
 
 
 def _top(values: pd.Series[float]) -> float:
-    """Return the end of an axis from 0, with room for the numbers on the bars."""
+    """Return the end of an axis from 0, with space for the numbers on the bars."""
     return float(values.max() * 1.12) or 1.0
 
 
@@ -224,7 +224,7 @@ def _scale_of(figure: Figure, frame: pd.DataFrame) -> Any:
     if figure.is_log:
         return alt.Scale(type="log", domain=list(decades(frame[figure.column])))
     if not frame[figure.column].any():
-        return alt.Scale(domain=[0, 1])  # an axis of nothing but zeros has no length of its own
+        return alt.Scale(domain=[0, 1])  # an all-zero series gives the axis no length
     return alt.Scale(zero=True, nice=True)
 
 

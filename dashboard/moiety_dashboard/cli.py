@@ -31,7 +31,7 @@ def dashboard(
         ),
     ] = None,
 ) -> None:
-    """Run the dashboard alone. Users sign in with an administrator's key or through the identity provider."""
+    """Run the dashboard as a separate process. Users sign in with an administrator's key or an identity provider."""
     from streamlit.web import bootstrap  # noqa: PLC0415  heavy, and only for those who run it
 
     options = server_options(host, port, oidc)

@@ -110,7 +110,7 @@ class AdminClient:
         try:
             response = self._http.request(method, f"{self.url}{ADMIN}{path}", headers=given, **options)
         except httpx.HTTPError as exc:
-            raise GatewayAway(f"the gateway at {self.url} does not answer ({type(exc).__name__})") from exc
+            raise GatewayAway(f"The gateway at {self.url} does not respond ({type(exc).__name__})") from exc
         if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
             known = read_error(response, "code") == "missing_role"
             raise (RoleRefused if known else KeyRefused)(read_message(response))
@@ -122,7 +122,7 @@ class AdminClient:
         try:
             return show_unseen_in(response.json())
         except ValueError as exc:
-            raise ApiRefused(f"{path} did not answer with JSON; is {self.url} a gateway?") from exc
+            raise ApiRefused(f"{path} did not return JSON; check that {self.url} is a gateway") from exc
 
     def _command(self, path: str, parameters: Mapping[str, Any]) -> str:
         """Return the same request as a shell command that reads the key from its environment."""

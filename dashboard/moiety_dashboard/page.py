@@ -33,12 +33,12 @@ class Page:
         try:
             yield client_of(self.settings, self.credential)
         except GatewayAway as exc:
-            st.error(f"{as_text(exc)}. This page tries again by itself.", icon=":material/cloud_off:")
+            st.error(f"{as_text(exc)}. This page retries automatically.", icon=":material/cloud_off:")
         except KeyRefused as exc:
-            st.error(f"The gateway no longer takes this sign-in: {as_text(exc)}", icon=":material/key_off:")
+            st.error(f"The gateway no longer accepts this sign-in: {as_text(exc)}", icon=":material/key_off:")
             st.button("Sign in again", on_click=session.sign_out)
         except RoleRefused as exc:
-            st.info(f"Your role does not show this. {as_text(exc)}", icon=":material/lock:")
+            st.info(f"Your role does not allow this page. {as_text(exc)}", icon=":material/lock:")
         except ApiRefused as exc:
             st.error(as_text(exc), icon=":material/error:")
 

@@ -22,14 +22,14 @@ STYLE = """
 <style>
   [data-testid="stMainBlockContainer"] { max-width: 1320px; padding: 2.4rem 2rem 3rem; }
   [data-testid="stMetricValue"] { font-variant-numeric: tabular-nums; font-weight: 600; font-size: 1.55rem; }
-  /* figures that have no room beside each other go on in a further row */
+  /* tiles that do not fit in one row wrap to the next */
   [data-testid="stColumn"]:has(> * [data-testid="stMetric"]) { min-width: 8.5rem; }
   [data-testid="stMetricLabel"] p { font-size: 0.82rem; opacity: 0.8; }
   [data-testid="stSidebarHeader"] { height: 2.5rem; }
   [data-testid="stPopover"] button { min-height: 1.5rem; padding: 0 0.4rem; }
   h1 { letter-spacing: -0.02em; padding: 0 !important; font-size: 1.7rem !important; }
   h3 { padding: 0.6rem 0 0 !important; font-size: 1.1rem !important; }
-  /* what is drawn anew every few seconds must not fade meanwhile */
+  /* parts that refresh every few seconds must not fade while they do */
   [data-stale="true"] { opacity: 1 !important; transition: none !important; }
   [data-testid="stStatusWidget"] { visibility: hidden; }
 </style>
@@ -47,11 +47,11 @@ class Tile:
     history: Sequence[float] | None = None
 
 
-def head(title: str, says: str) -> None:
+def head(title: str, purpose: str) -> None:
     """Draw a page's title and purpose."""
     left, right = st.columns([5, 1], vertical_alignment="bottom")
     left.title(as_text(title), anchor=False)
-    left.caption(as_text(says))
+    left.caption(as_text(purpose))
     right.caption(f"as of {datetime.now(session.zone()):%H:%M:%S %Z}", text_alignment="right")
 
 
@@ -61,8 +61,8 @@ def tiles(figures: Sequence[Tile], answers: Sequence[Answer] = (), *, key: str =
     for column, tile in zip(row.columns(len(figures), gap="small"), figures, strict=True):
         with column.container(border=True, height="stretch", gap=None):
             history = None if tile.history is None or len(tile.history) < 2 else list(tile.history)
-            says = None if tile.help is None else as_text(tile.help)
-            st.metric(as_text(tile.label), as_text(tile.value), help=says, chart_data=history, chart_type="area")
+            help_text = None if tile.help is None else as_text(tile.help)
+            st.metric(as_text(tile.label), as_text(tile.value), help=help_text, chart_data=history, chart_type="area")
             st.caption(as_text(tile.note))
     if answers:
         with row:
@@ -84,11 +84,11 @@ def panel(
 
 def _more(answers: Sequence[Answer], key: str, frame: pd.DataFrame | None) -> None:
     with st.popover(":material/more_horiz:", type="tertiary", key=f"{key} more", help="Query and data"):
-        st.caption("The query behind this: paste it into a shell with an administrator's key.")
+        st.caption("The API query of this panel. Run it in a shell with an administrator's key.")
         for answer in answers:
             st.code(answer.query, language="bash", wrap_lines=True)
         if any(answer.truncated for answer in answers):
-            st.caption("There is more than is shown; narrow it down by the parameters of the query.")
+            st.caption("The list is truncated. Narrow it with the parameters of the query.")
         if frame is not None:
             _offer(frame, key)
 
@@ -170,7 +170,7 @@ STATES = {
     "expired": colours.WARN,
     "quarantined": colours.WARN,
     "revoked": colours.BAD,
-    "away": colours.BAD,
+    "unavailable": colours.BAD,
 }
 
 
@@ -195,7 +195,7 @@ def attempt(change: Callable[[], Any], done: str) -> Any:
     except ApiError as exc:
         st.error(as_text(exc), icon=":material/error:")
         return None
-    session.tell(done)
+    session.notify(done)
     return {} if result is None else result
 
 

@@ -67,7 +67,7 @@ def sign_out() -> None:
         st.logout()
 
 
-def ask_to_sign_in(settings: DashboardSettings, why: str | None = None) -> None:
+def draw_sign_in(settings: DashboardSettings, why: str | None = None) -> None:
     """Draw the sign-in page."""
     _, middle, _ = st.columns([1, 1.4, 1])
     with middle:
@@ -78,10 +78,10 @@ def ask_to_sign_in(settings: DashboardSettings, why: str | None = None) -> None:
         if has_provider() and st.button("Sign in with your identity provider", type="primary", width="stretch"):
             st.login()
         with st.form("sign in", border=True):
-            entered = st.text_input("Administrator's key", type="password", autocomplete="off", placeholder="mty_…")
+            entered = st.text_input("Administrator key", type="password", autocomplete="off", placeholder="mty_…")
             st.caption(
-                "`moiety serve` printed one at its first start, and keeps it in `.moiety/keys.json`. It is sent to the "
-                "gateway with every request, and forgotten with this tab."
+                "`moiety serve` prints a key at its first start and stores it in `.moiety/keys.json`. The key is sent "
+                "to the gateway with every request, and kept only in this browser session."
             )
             if st.form_submit_button("Sign in", type="primary", width="stretch") and entered:
                 _try(settings, entered.strip())
@@ -91,15 +91,15 @@ def _try(settings: DashboardSettings, entered: str) -> None:
     try:
         found = client_of(settings, entered).get("/caller").data
     except GatewayAway as exc:
-        st.error(f"{as_text(exc)}. Is it running?", icon=":material/cloud_off:")
+        st.error(f"{as_text(exc)}. Check that it is running.", icon=":material/cloud_off:")
     except ApiError as exc:
-        st.error(f"The gateway refused the key: {as_text(exc)}", icon=":material/key_off:")
+        st.error(f"The gateway rejected the key: {as_text(exc)}", icon=":material/key_off:")
     else:
         st.session_state[CREDENTIAL], st.session_state[CALLER] = entered, found
         st.rerun()
 
 
-def tell(text: str) -> None:
+def notify(text: str) -> None:
     """Show the text once, after the next redraw."""
     st.session_state[NOTICE] = text
 

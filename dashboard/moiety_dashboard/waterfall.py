@@ -34,20 +34,20 @@ def waterfall(bars: pd.DataFrame, events: pd.DataFrame) -> alt.LayerChart:
         labelFontSize=12,
     )  # fmt: skip
     y = alt.Y("line:N", sort=lines, scale=alt.Scale(domain=lines), axis=axis)
-    at = alt.Axis(title="ms since the request began", orient="top", tickCount=8, grid=True, domain=False)
-    scale = alt.Scale(domain=[0, until * 1.09], nice=False)  # room for the text of the last span
+    at = alt.Axis(title="ms since the start of the request", orient="top", tickCount=8, grid=True, domain=False)
+    scale = alt.Scale(domain=[0, until * 1.09], nice=False)  # space for the text of the last span
     inks = {who: ink for who, ink in WHO.items() if who in set(bars["who"])}
     who = alt.Color(
         "who:N", scale=alt.Scale(domain=list(inks), range=list(inks.values())),
         legend=alt.Legend(title=None, orient="bottom"),
     )  # fmt: skip
-    told = [
-        alt.Tooltip("label:N", title="span"), alt.Tooltip("duration_ms:Q", title="ms", format=",.3f"),
-        alt.Tooltip("start_ms:Q", title="from, ms", format=",.3f"), alt.Tooltip("told:N", title="says"),
+    tooltip = [
+        alt.Tooltip("label:N", title="span"), alt.Tooltip("duration_ms:Q", title="duration, ms", format=",.3f"),
+        alt.Tooltip("start_ms:Q", title="start, ms", format=",.3f"), alt.Tooltip("attributes:N", title="attributes"),
     ]  # fmt: skip
     drawn = alt.Chart(shown).encode(y=y)
     bar = drawn.mark_bar(height=13, cornerRadius=2).encode(
-        x=alt.X("start_ms:Q", scale=scale, axis=at), x2="drawn_ms:Q", color=who, tooltip=told
+        x=alt.X("start_ms:Q", scale=scale, axis=at), x2="drawn_ms:Q", color=who, tooltip=tooltip
     )
     text = drawn.mark_text(align="left", dx=5, fontSize=11, color=colours.CALM).encode(x="drawn_ms:Q", text="text:N")
     layers: list[alt.Chart] = [bar, text]
@@ -80,8 +80,8 @@ def _points(events: pd.DataFrame, y: alt.Y) -> alt.Chart:
                 legend=alt.Legend(title=None, orient="bottom"),
             ),
             tooltip=[
-                alt.Tooltip("event:N", title="event"), alt.Tooltip("at_ms:Q", title="at, ms", format=",.3f"),
-                alt.Tooltip("told:N", title="says"),
+                alt.Tooltip("event:N", title="event"), alt.Tooltip("at_ms:Q", title="time, ms", format=",.3f"),
+                alt.Tooltip("attributes:N", title="attributes"),
             ],
         )
     )  # fmt: skip
@@ -93,7 +93,7 @@ def steps(frame: pd.DataFrame, until_ms: float) -> alt.Chart:
     until_ms = max(until_ms, 0.001)
     parts = [_part(frame, "decodes", 0), _part(frame, "prefill_tokens", frame["decodes"])]
     shown = pd.concat(parts).assign(drawn_ms=lambda all_: _drawn(all_, until_ms * LEAST))
-    axis = alt.Axis(title="ms since the request began", tickCount=8, grid=False)
+    axis = alt.Axis(title="ms since the start of the request", tickCount=8, grid=False)
     legend = alt.Legend(title=None, orient="top", symbolType="circle")
     drawn = (
         alt.Chart(shown)
@@ -107,9 +107,9 @@ def steps(frame: pd.DataFrame, until_ms: float) -> alt.Chart:
                 "part:N", scale=alt.Scale(domain=list(PARTS), range=list(PARTS.values())), legend=legend
             ),
             tooltip=[
-                alt.Tooltip("number:Q", title="step", format=","), alt.Tooltip("part:N", title="of"),
+                alt.Tooltip("number:Q", title="step", format=","), alt.Tooltip("part:N", title="part"),
                 alt.Tooltip("tokens:Q", title="tokens", format=","),
-                alt.Tooltip("took_ms:Q", title="took, ms", format=",.2f"),
+                alt.Tooltip("took_ms:Q", title="duration, ms", format=",.2f"),
                 alt.Tooltip("preempted:Q", title="preempted"),
             ],
         )

@@ -54,9 +54,9 @@ class ServiceClass(msgspec.Struct, frozen=True, omit_defaults=True):
         if not (math.isfinite(self.ttft_per_1k_s) and self.ttft_per_1k_s >= 0):
             return f"ttft_per_1k_s must be 0 or more, not {self.ttft_per_1k_s}"
         if self.completion_s is None and self.ttft_s is None:
-            return "a class needs ttft_s (the pace of a stream) or completion_s (an end)"
+            return "a class needs ttft_s (TTFT SLO) or completion_s (completion time SLO)"
         if self.tpot_s is not None and self.ttft_s is None:
-            return "tpot_s needs ttft_s beside it: the pace counts from the first token's deadline"
+            return "tpot_s requires ttft_s: token deadlines count from the deadline of the first token"
         return ""
 
 

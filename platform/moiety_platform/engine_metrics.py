@@ -43,11 +43,13 @@ class EngineCollector(Collector):
 
     def _collect_links(self, states: Sequence[EngineState]) -> Iterator[Metric]:
         """Yield the state of this gateway's connections to the engines."""
-        up = GaugeMetricFamily("moiety_engine_up", "1 if the engine can take requests.", labels=_ENGINE)
-        inflight = GaugeMetricFamily("moiety_engine_inflight", "This gateway's open requests there.", labels=_ENGINE)
-        asleep = GaugeMetricFamily("moiety_engine_asleep", "1 while the engine was put to sleep.", labels=_ENGINE)
+        up = GaugeMetricFamily("moiety_engine_up", "1 if the engine accepts requests.", labels=_ENGINE)
+        inflight = GaugeMetricFamily(
+            "moiety_engine_inflight", "Open requests of this gateway on the engine.", labels=_ENGINE
+        )
+        asleep = GaugeMetricFamily("moiety_engine_asleep", "1 while the engine is in sleep mode.", labels=_ENGINE)
         age = GaugeMetricFamily(
-            "moiety_engine_load_age_seconds", "How long ago the engine last told its load.", labels=_ENGINE
+            "moiety_engine_load_age_seconds", "Age of the engine's last load report.", labels=_ENGINE
         )
         for state in states:
             up.add_metric((state.address,), float(state.can_take))

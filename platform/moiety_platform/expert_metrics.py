@@ -23,35 +23,35 @@ class ExpertCollector(Collector):
         self._states = states
 
     def collect(self) -> Iterator[Metric]:
-        told = [(state.address, state.balance) for state in self._states() if state.balance is not None]
+        reports = [(state.address, state.balance) for state in self._states() if state.balance is not None]
         picks = CounterMetricFamily(
-            "moiety_expert_picks", "Tokens that layers sent to experts, since the engine's start.", labels=("engine",)
+            "moiety_expert_picks", "Tokens that layers routed to experts, since the engine's start.", labels=("engine",)
         )
         balance = GaugeMetricFamily(
             "moiety_expert_balancedness",
-            "Mean load of the experts ÷ the largest, over all layers, of the last 5 minutes; 1 is even.",
+            "Mean expert load divided by the largest, over all layers, last 5 minutes; 1 is perfectly balanced.",
             labels=("engine",),
         )
-        for address, one in told:
+        for address, one in reports:
             picks.add_metric((address,), one.picks_total)
             balance.add_metric((address,), one.balancedness)
-        yield from (picks, balance, *self._by_layer(told))
+        yield from (picks, balance, *self._by_layer(reports))
 
-    def _by_layer(self, told: Sequence[tuple[str, ExpertBalance]]) -> Iterator[Metric]:
+    def _by_layer(self, reports: Sequence[tuple[str, ExpertBalance]]) -> Iterator[Metric]:
         evenness = GaugeMetricFamily(
             "moiety_expert_layer_balancedness",
-            "Mean load of a layer's experts ÷ the largest, of the last 5 minutes.",
+            "Mean expert load of a layer divided by the largest, last 5 minutes.",
             labels=_LAYER,
         )
         active = GaugeMetricFamily(
-            "moiety_expert_active", "Experts of a layer that a step used, mean of the last 5 minutes.", labels=_LAYER
+            "moiety_expert_active", "Active experts of a layer in a step, mean of the last 5 minutes.", labels=_LAYER
         )
         load = GaugeMetricFamily(
             "moiety_expert_load_ratio",
-            "Load at a quantile of a layer's experts ÷ their mean, of the last 5 minutes.",
+            "Load of a layer's experts at a quantile, divided by their mean, last 5 minutes.",
             labels=(*_LAYER, "quantile"),
         )
-        for address, one in told:
+        for address, one in reports:
             quantiles = iter(unpack_shares(one.quantiles_LQ))
             rows = zip(one.layers, unpack_shares(one.balancedness_L), unpack_shares(one.active_L), strict=True)
             for layer, even, used in rows:

@@ -46,7 +46,7 @@ _GEN_AI = ("operation", *_REQUEST)
 MAX_TENANTS = 20
 OTHER = "other"  # never a tenant's id, since all begin with ten_
 RANKED_EVERY_S = 60.0
-STAYING = 2  # a tenant keeps its place while it ranks within this multiple of the number of places
+RETAINED_RANKS = 2  # a tenant keeps its series while it ranks within this multiple of max_tenants
 MAX_RECENT = 10_000  # tenants after which a ranking is forced without a scrape
 
 TOO_MANY_REQUESTS = 429
@@ -86,7 +86,7 @@ class Times(Collector):
     ) -> None:
         self._describes = name, documentation, labels
         self._bounds = tuple(bounds)
-        self._told_bounds = [*map(floatToGoString, self._bounds), "+Inf"]
+        self._bound_labels = [*map(floatToGoString, self._bounds), "+Inf"]
         self._counts: dict[Labels, list[int]] = {}  # by bucket
         self._sums: dict[Labels, float] = {}
         registry.register(self)
@@ -94,7 +94,7 @@ class Times(Collector):
     def add(self, labels: Labels, seconds: float) -> None:
         counts = self._counts.get(labels)
         if counts is None:
-            counts = self._counts[labels] = [0] * len(self._told_bounds)
+            counts = self._counts[labels] = [0] * len(self._bound_labels)
             self._sums[labels] = 0.0
         counts[bisect_left(self._bounds, seconds)] += 1
         self._sums[labels] += seconds
@@ -103,7 +103,7 @@ class Times(Collector):
         name, documentation, labels = self._describes
         family = HistogramMetricFamily(name, documentation, labels=labels)
         for values, counts in self._counts.items():
-            up_to = list(zip(self._told_bounds, accumulate(counts), strict=True))
+            up_to = list(zip(self._bound_labels, accumulate(counts), strict=True))
             family.add_metric(values, up_to, self._sums[values])
         yield family
 
@@ -121,7 +121,7 @@ def new_registry() -> CollectorRegistry:
     disable_created_metrics()  # type: ignore[no-untyped-call]  # creation times are of no use, and double the number of series
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
-    Info("moiety_build", "What runs.", registry=registry).info({"version": version("moiety")})
+    Info("moiety_build", "Version of the running package.", registry=registry).info({"version": version("moiety")})
     return registry
 
 
@@ -129,25 +129,23 @@ class RetentionMetrics:
     """Counts of deleted expired rows, in whichever process deletes them."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        rows_help = (
-            "Rows that retention has deleted by chore; `files_without_end` were given an end, `usage_days` summed up."
-        )
-        self._rows = Counter("moiety_retention_rows", rows_help, ("chore",), registry=registry)
-        failures_help = "Chores of retention that have failed; the log says why."
-        self._failures = Counter("moiety_retention_failures", failures_help, ("chore",), registry=registry)
+        rows_help = "Rows deleted by each retention job; `files_without_end` sets an expiry, `usage_days` sums days up."
+        self._rows = Counter("moiety_retention_rows", rows_help, ("retention_job",), registry=registry)
+        failures_help = "Failed runs of each retention job; the log has the error."
+        self._failures = Counter("moiety_retention_failures", failures_help, ("retention_job",), registry=registry)
 
-    def observe(self, chore: str, num_rows: int) -> None:
-        self._rows.labels(chore).inc(num_rows)
+    def observe(self, job_name: str, num_rows: int) -> None:
+        self._rows.labels(job_name).inc(num_rows)
 
-    def observe_failure(self, chore: str) -> None:
-        self._failures.labels(chore).inc()
+    def observe_failure(self, job_name: str) -> None:
+        self._failures.labels(job_name).inc()
 
 
 class SpeculativePrefillMetrics:
     """Counts of turns whose next turn was prefilled speculatively."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        text = "Answered turns with a speculative prefill of the next turn, by its result; engines count the tokens."
+        text = "Conversation turns followed by a speculative prefill, by outcome; the engines count the tokens."
         self._prefilled_ahead = Counter("moiety_speculative_prefill", text, ("model", "outcome"), registry=registry)
 
     def observe(self, model: str, outcome: str) -> None:
@@ -177,8 +175,8 @@ class TenantCollector(Collector):
     """Collector of the metrics of tenants, with a bounded number of series and bounded memory.
 
     The recently busiest tenants have series of their own; all others are summed as `other`. The ranking is updated when
-    metrics are read, at most once a minute. The counts of a tenant that loses its place are added to `other`, so no
-    series ever decreases; the series of a tenant that gets a place starts at zero.
+    metrics are read, at most once a minute. The counts of a tenant that loses its series are added to `other`, so
+    no series ever decreases; a new series starts at zero.
     """
 
     def __init__(self, max_tenants: int = MAX_TENANTS, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -190,7 +188,7 @@ class TenantCollector(Collector):
         self._ranked_s = float("-inf")
 
     def use(self, max_tenants: int) -> None:
-        """Change the number of places, from the next scrape on."""
+        """Change the number of tenants with series of their own, from the next scrape on."""
         self._max_tenants, self._ranked_s = max_tenants, float("-inf")
 
     def observe(self, row: UsageRow) -> None:
@@ -209,10 +207,12 @@ class TenantCollector(Collector):
             self._rank()
         requests = CounterMetricFamily(
             "moiety_tenant_requests",
-            f"Requests by tenant: the busiest of late, and all others as `{OTHER}`.",
+            f"Requests by tenant: the recently busiest tenants, and all others as `{OTHER}`.",
             labels=["tenant"],
         )
-        refused = CounterMetricFamily("moiety_tenant_refused", "Requests answered with 429.", labels=["tenant"])
+        refused = CounterMetricFamily(
+            "moiety_tenant_refused", "Requests rejected with HTTP 429, by tenant.", labels=["tenant"]
+        )
         tokens = CounterMetricFamily("moiety_tenant_tokens", "Tokens by tenant and kind.", labels=["tenant", "kind"])
         for tenant_id, counts in (*self._shown.items(), (OTHER, self._other)):
             requests.add_metric([tenant_id], counts.requests)
@@ -222,23 +222,23 @@ class TenantCollector(Collector):
         yield from (requests, refused, tokens)
 
     def _rank(self) -> None:
-        """Give the places to the tenants that were busiest since the last ranking.
+        """Assign the series to the tenants that were busiest since the last ranking.
 
-        A tenant keeps its place while it is nearly as busy, or no other tenant needs it.
+        A tenant keeps its series while it is nearly as busy, or no other tenant needs one.
         """
         recent, self._recent = self._recent, defaultdict(int)
         self._ranked_s = self._monotonic()
-        busiest = heapq.nlargest(self._max_tenants * STAYING, recent, key=recent.__getitem__)
-        wanting = [tenant_id for tenant_id in busiest[: self._max_tenants] if tenant_id not in self._shown]
+        busiest = heapq.nlargest(self._max_tenants * RETAINED_RANKS, recent, key=recent.__getitem__)
+        entering = [tenant_id for tenant_id in busiest[: self._max_tenants] if tenant_id not in self._shown]
         leaving = sorted(set(self._shown) - set(busiest))
-        num_beyond = len(self._shown) - self._max_tenants  # if the number of places was reduced
+        num_beyond = len(self._shown) - self._max_tenants  # if max_tenants was reduced
         for tenant_id in sorted(self._shown, key=lambda one: recent.get(one, 0))[: max(0, num_beyond)]:
             self._other.take(self._shown.pop(tenant_id))
         leaving = [tenant_id for tenant_id in leaving if tenant_id in self._shown]
-        room = self._max_tenants - len(self._shown)
-        for tenant_id in leaving[: max(0, len(wanting) - room)]:
+        num_free = self._max_tenants - len(self._shown)
+        for tenant_id in leaving[: max(0, len(entering) - num_free)]:
             self._other.take(self._shown.pop(tenant_id))
-        for tenant_id in wanting[: self._max_tenants - len(self._shown)]:
+        for tenant_id in entering[: self._max_tenants - len(self._shown)]:
             self._shown[tenant_id] = _SeriesCounts()
 
 
@@ -257,44 +257,52 @@ class Metrics:
         registry = self.registry
         self._requests = Counts(
             "moiety_requests",
-            "Authenticated generation requests by their end.",
+            "Authenticated generation requests, by outcome and HTTP status.",
             (*_REQUEST, "outcome", "status"),
             registry,
         )
         self._refused = Counter(
-            "moiety_unauthenticated_requests", "Requests without a good key.", ("status",), registry=registry
+            "moiety_unauthenticated_requests",
+            "Requests without a valid API key, by HTTP status.",
+            ("status",),
+            registry=registry,
         )
         self._idempotency = Counter(
             "moiety_idempotency",
-            "Requests that were not served for their Idempotency-Key: `replayed`, or the code of their refusal.",
+            "Requests answered because of their Idempotency-Key: `replayed`, or an error code.",
             ("outcome",),
             registry=registry,
         )
         self._admissions = Counts(
             "moiety_admission",
-            "Generation requests by the verdict on them; `service_class` is the one that was asked for.",
+            "Generation requests by admission decision; `service_class` is the requested class.",
             ("service_class", "outcome", "reason"),
             registry,
         )
         self._failovers = Counter(
             "moiety_failovers",
-            "Sequences that went on at another engine, by the error code of the one that failed them.",
+            "Sequences continued on another engine, by error code of the engine that failed.",
             ("model", "cause"),
             registry=registry,
         )
         self._errors = Counts(
             "moiety_request_errors",
-            "Requests that did not end well, by the stable code of why.",
+            "Failed and rejected requests, by error code.",
             ("service_class", "code"),
             registry,
         )
-        self._promises = Counts(
-            "moiety_sla", "Ended requests with a promise, by whether it was kept.", (*_REQUEST, "attained"), registry
+        self._slo_requests = Counts(
+            "moiety_slo_requests", "Ended requests that have an SLO, by attainment.", (*_REQUEST, "attained"), registry
         )
-        self._tokens = Counts("moiety_tokens", "Tokens by kind.", (*_REQUEST, "kind"), registry)
+        self._tokens = Counts(
+            "moiety_tokens",
+            "Tokens by kind: input, cached input (part of input) and output.",
+            (*_REQUEST, "kind"),
+            registry,
+        )
         self._good_tokens = Counts(
             "moiety_good_tokens",
-            "Output tokens of requests whose promise was kept: goodput, as a rate.",
+            "Output tokens of requests that attained their SLO; the rate is the goodput.",
             _REQUEST,
             registry,
         )
@@ -303,28 +311,28 @@ class Metrics:
         registry = self.registry
         self._queue = Times(
             "moiety_queue_time_seconds",
-            "How long requests waited in their engine's queue before they were scheduled.",
+            "Time that requests waited in the engine's queue before they were scheduled.",
             _REQUEST,
             TTFT_BUCKETS_S,
             registry,
         )
         self._ttft = Times(
             "gen_ai_server_time_to_first_token_seconds",
-            "From the request's arrival to its first output token.",
+            "Time to first token (TTFT), from arrival at the gateway.",
             _GEN_AI,
             TTFT_BUCKETS_S,
             registry,
         )
         self._tpot = Times(
             "gen_ai_server_time_per_output_token_seconds",
-            "Mean time between output tokens of a request after the first.",
+            "Time per output token (TPOT) of a request after the first token, mean.",
             _GEN_AI,
             TPOT_BUCKETS_S,
             registry,
         )
         self._duration = Times(
             "gen_ai_server_request_duration_seconds",
-            "From the request's arrival to its end.",
+            "Duration of requests, from arrival at the gateway to the end.",
             (*_GEN_AI, "outcome"),
             DURATION_BUCKETS_S,
             registry,
@@ -354,8 +362,8 @@ class Metrics:
         if row.error_code is not None:
             self._errors.add((row.service_class, row.error_code))
         if row.sla_attained is not None:  # both series always exist, so that their ratio does, too
-            self._promises.add((*of, "true"), int(row.sla_attained))
-            self._promises.add((*of, "false"), int(not row.sla_attained))
+            self._slo_requests.add((*of, "true"), int(row.sla_attained))
+            self._slo_requests.add((*of, "false"), int(not row.sla_attained))
             if row.sla_attained and row.output_tokens:
                 self._good_tokens.add(of, row.output_tokens)
         if row.queue_ms is not None:

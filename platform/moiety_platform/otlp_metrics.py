@@ -86,7 +86,7 @@ class MetricSender(Collector):
 
     def collect(self) -> Iterator[Family]:
         exports = CounterMetricFamily(
-            "moiety_metric_exports", "Times that metrics were sent by OTLP, and whether they were.", labels=["outcome"]
+            "moiety_metric_exports", "OTLP exports of metrics, by outcome.", labels=["outcome"]
         )
         for outcome, count in self.counts.items():
             exports.add_metric([outcome], count)

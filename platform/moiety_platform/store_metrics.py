@@ -38,9 +38,9 @@ class StoreCollector(Collector):
         self._requests = requests
 
     def collect(self) -> Iterator[Metric]:
-        ready = "1 once the database has all tables and columns that this program knows; 0: a migration is behind."
+        ready = "1 if the database has the schema that this version needs; 0 if a migration is pending."
         yield GaugeMetricFamily("moiety_store_ready", ready, self._store.look())
-        yield GaugeMetricFamily("moiety_open_requests", "Requests that have not ended.", self._requests.num_open)
+        yield GaugeMetricFamily("moiety_open_requests", "Open requests of this gateway.", self._requests.num_open)
         yield from self._ledger()
         yield from self._leases()
 
@@ -49,43 +49,47 @@ class StoreCollector(Collector):
         lag_s = 0.0 if stats.oldest is None else (self._clock.now() - stats.oldest).total_seconds()
         yield GaugeMetricFamily(
             "moiety_ledger_lag_seconds",
-            "How long ago the request ended whose usage row has waited the longest for the database; 0: none.",
+            "Age of the oldest usage row that is not yet in the database; 0 if there is none.",
             max(0.0, lag_s),
         )
-        yield GaugeMetricFamily("moiety_ledger_pending_rows", "Usage rows that wait in memory.", stats.pending)
+        yield GaugeMetricFamily("moiety_ledger_pending_rows", "Usage rows buffered in memory.", stats.pending)
         yield GaugeMetricFamily(
             "moiety_ledger_journal_waiting",
-            "1 while usage rows lie in the journal's files, to be stored when the database is back.",
+            "1 while the journal on disk holds usage rows that the database does not have.",
             stats.journal_waiting,
         )
-        rows = CounterMetricFamily("moiety_ledger_rows", "Usage rows by what became of them.", labels=["step"])
+        rows = CounterMetricFamily(
+            "moiety_ledger_rows",
+            "Usage rows by step: recorded, stored, journaled or refused by the database.",
+            labels=["step"],
+        )
         for step in ("recorded", "stored", "journaled", "refused"):
             rows.add_metric([step], getattr(stats, step))
         yield rows
         yield CounterMetricFamily(
             "moiety_ledger_charged_late",
-            "Requests of gateways that died, charged by what the engines had counted.",
+            "Requests of crashed gateways, charged by the engines' counts.",
             self._meter.num_charged,
         )
 
     def _leases(self) -> Iterator[Metric]:
         stats = self._quotas.stats()
-        yield GaugeMetricFamily("moiety_quota_leases", "Parts of limits that this process has leased.", stats.leases)
-        yield GaugeMetricFamily(
-            "moiety_quota_waiting_requests", "Requests that wait for the store to grant what they lack.", stats.waiting
-        )
+        yield GaugeMetricFamily("moiety_quota_leases", "Quota leases that this gateway holds.", stats.leases)
+        yield GaugeMetricFamily("moiety_quota_waiting_requests", "Requests that wait for a quota lease.", stats.waiting)
         age = GaugeMetricFamily(
             "moiety_quota_store_age_seconds",
-            "How long ago the store last answered about leases; beyond 15 s they expire. Only while there are any.",
+            "Seconds since the store last answered about leases, which expire after 15 s; absent without leases.",
         )
         if stats.age_s is not None:
             age.add_metric([], stats.age_s)
-        replicas = GaugeMetricFamily(
-            "moiety_quota_quarantined_replicas", "Gateway processes that died with leases that are not proven unspent."
+        replicas = GaugeMetricFamily("moiety_quota_quarantined_replicas", "Crashed gateways with leases in quarantine.")
+        leases = GaugeMetricFamily(
+            "moiety_quota_quarantined_leases",
+            "Leases in quarantine, which count as spent until the engines report otherwise.",
         )
-        leases = GaugeMetricFamily("moiety_quota_quarantined_leases", "Their leases: they count as spent until proven.")
         oldest = GaugeMetricFamily(
-            "moiety_quota_quarantine_oldest_seconds", "How long ago the one was heard of that is silent the longest."
+            "moiety_quota_quarantine_oldest_seconds",
+            "Seconds since the last heartbeat of the crashed gateway that is silent longest.",
         )
         found = self._quotas.quarantine.stats()
         if found is not None:

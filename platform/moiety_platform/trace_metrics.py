@@ -19,15 +19,15 @@ class TraceCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         verdicts = CounterMetricFamily(
             "moiety_trace_verdicts",
-            "Ended requests by why their trace was kept, or was not.",
+            "Ended requests by the sampling decision on their trace.",
             labels=["verdict"],
         )
         for verdict, count in self._tracing.sampler.counts.items():
             verdicts.add_metric([verdict.value], count)
-        sent = CounterMetricFamily("moiety_spans_sent", "Spans that were taken there.", labels=["destination"])
+        sent = CounterMetricFamily("moiety_spans_sent", "Spans that the destination accepted.", labels=["destination"])
         dropped = CounterMetricFamily(
             "moiety_spans_dropped",
-            "Spans that were lost on their way: no room in the queue, or not taken in time.",
+            "Spans lost before delivery: the queue was full, or the destination did not accept them in time.",
             labels=["destination", "reason"],
         )
         for sender in self._tracing.senders:

@@ -75,7 +75,7 @@ def test_an_engine_shows_its_load_as_shares_of_its_memory() -> None:
 
 def test_an_engine_that_never_reported_is_away_with_its_reason_and_no_figures() -> None:
     row = fleet.engines_frame([engine(healthy=False, reason="no answer", card=None, load=None)]).iloc[0]
-    assert row["state"] == "away: no answer"
+    assert row["state"] == "unavailable: no answer"
     assert row["kv_used"] is None
 
 
@@ -129,10 +129,10 @@ def test_who_has_most_of_the_memory_comes_first_beside_what_it_saved() -> None:
     assert tuple(frame.loc["umbrella", ["prompt_tokens", "hit_rate"]]) == (10, 0.2)
 
 
-def test_a_class_shows_its_promise_how_it_was_kept_and_how_fast_what_may_be_missed_is_used_up() -> None:
+def test_a_class_shows_its_slo_its_attainment_and_the_burn_rate_of_its_error_budget() -> None:
     sums = [minute_sum("", num_kept=98, num_promised=100)]
     row = fleet.classes_frame([TERMS], sums, [engine()], NOON).iloc[0]
-    assert row["promise"] == "TTFT ≤ 2 s + 0.2 s/1k, 100 ms/token"
+    assert row["slo"] == "TTFT ≤ 2 s + 0.2 s/1k, TPOT ≤ 100 ms"
     assert (row["attainment"], round(row["burn"], 6), row["waiting"]) == (0.98, 2.0, 2)
 
 
@@ -157,7 +157,7 @@ def test_tenants_have_their_share_of_the_tokens_beside_what_their_weight_entitle
     assert list(frame["entitled"])[:2] == [0.75, 0.25], "and takes part in no share"
 
 
-def test_of_edited_classes_only_what_was_changed_is_asked_for() -> None:
+def test_of_edited_classes_only_the_changed_terms_are_sent() -> None:
     flex = TERMS | {"name": "flex", "ttft_s": None, "tpot_s": None, "completion_s": 600.0, "rank": 2}
     classes = [one | {"max_queue_s": 30.0, "preemptible": True, "downgrade_to": None} for one in (TERMS, flex)]
     frame = simulations.terms_frame(classes)
@@ -183,8 +183,8 @@ def test_what_came_of_a_simulation_stands_side_by_side() -> None:
     assert list(zip(frame["class"], frame["side"], strict=True)) == [("standard", "now"), ("standard", "then")]
     assert list(frame["ttft_p99_s"]) == [0.3, 0.3]
     totals = simulations.totals_frame(result).set_index("figure")
-    assert tuple(totals.loc["Longest wait"]) == ("500 ms", "90.0 s")
-    assert tuple(totals.loc["Refused"]) == ("2", "2")
+    assert tuple(totals.loc["Longest queue time"]) == ("500 ms", "90.0 s")
+    assert tuple(totals.loc["Rejected"]) == ("2", "2")
     drawn = charts.sides(frame, charts.Figure("attainment", "kept", ".1%"), colours.of_classes(["standard"])).to_dict()
     assert colours.SHIPPED["standard"] in str(drawn)
 
@@ -217,26 +217,26 @@ def test_minutes_become_rates_and_the_one_of_now_is_told_by_the_time_so_far() ->
     }
 
 
-def test_a_limit_lasts_as_long_as_the_pace_of_late_allows() -> None:
+def test_a_quota_lasts_as_long_as_the_recent_usage_rate_allows() -> None:
     pace = limits.Pace(seconds=3600, requests=10, tokens=100, nanodollars=0)
     frame = limits.quotas_frame([quota()], {"t": "acme"}, {"t": pace}, NOON)
     assert (frame["scope"][0], frame["share"][0], frame["lasts"][0]) == ("tenant acme", 0.4, "6 h 0 min")
     slow = limits.quotas_frame([quota()], {}, {"t": limits.Pace(3600, tokens=10)}, NOON)
-    assert slow["lasts"][0] == "beyond its window"
-    assert limits.quotas_frame([quota(used=1000)], {}, {"t": pace}, NOON)["lasts"][0] == "used up"
+    assert slow["lasts"][0] == "after its reset"
+    assert limits.quotas_frame([quota(used=1000)], {}, {"t": pace}, NOON)["lasts"][0] == "exhausted"
 
 
 def test_a_new_cap_says_beforehand_what_it_would_do() -> None:
     pace = limits.Pace(seconds=3600, requests=600, tokens=100)
     told = " ".join(limits.preview("tokens_per_day", 800, quota(), pace, NOON))
-    assert "From 1,000 to 800" in told
-    assert "50 % of it" in told or "50.0 % of it" in told
-    assert "used up in 4 h 0 min" in told
+    assert "Changes from 1,000 to 800" in told
+    assert "50.0 % of the cap" in told
+    assert "exhausted in 4 h 0 min" in told
     spent = " ".join(limits.preview("tokens_per_day", 100, quota(), pace, NOON))
-    assert "used up already" in spent
+    assert "already exhausted" in spent
     assert "until 2026-01-02 00:00 UTC" in spent
-    assert "would be refused" in " ".join(limits.preview("requests_per_minute", 5, None, pace, NOON))
-    assert "Nothing gets through" in " ".join(limits.preview("tokens_per_day", 0, None, pace, NOON))
+    assert "would be rejected" in " ".join(limits.preview("requests_per_minute", 5, None, pace, NOON))
+    assert "All requests are rejected" in " ".join(limits.preview("tokens_per_day", 0, None, pace, NOON))
 
 
 def test_changes_are_told_field_by_field() -> None:
@@ -324,9 +324,9 @@ def test_spans_stand_under_what_they_are_part_of_in_the_order_of_time() -> None:
     frame = traces.bars_frame([failed, span("engine.decode", 5, 8, "answer"), span("receive", 0, 4), root])
     assert [label.strip("· ") for label in frame["label"]] == ["root", "receive", "answer", "engine.decode"]
     assert [label.count("·") for label in frame["label"]] == [0, 1, 1, 2]
-    assert list(frame["who"]) == ["gateway", "gateway", "with an error", "engine"]
+    assert list(frame["who"]) == ["gateway", "gateway", "error", "engine"]
     assert list(frame["start_ms"]) == [0, 0, 4, 5]
-    assert frame["told"][2] == "error.type: engine_failed"
+    assert frame["attributes"][2] == "error.type: engine_failed"
     (happened,) = traces.events_frame([failed, root]).to_dict("records")
     assert (happened["event"], happened["reason"], happened["at_ms"], happened["row"]) == ("failed over", "died", 6, 0)
 
@@ -349,7 +349,7 @@ def test_a_step_tells_its_batch_and_how_it_was_predicted() -> None:
 
 def test_a_trace_without_a_request_of_ours_is_shown_too() -> None:
     frame = traces.bars_frame([span("checkout", 0, 3, None, attributes={"items": 3})])
-    assert (list(frame["who"]), traces.requests_of([])) == (["others"], [])
+    assert (list(frame["who"]), traces.requests_of([])) == (["other services"], [])
     assert traces.events_frame([span("checkout", 0, 3, None)]).empty
     assert traces.found_frame([], {}).empty
 
@@ -385,8 +385,8 @@ def test_no_line_is_drawn_over_minutes_in_which_nothing_ended() -> None:
 
 def test_usage_that_is_set_aside_stands_among_what_does_not_agree() -> None:
     found = {"set_aside": {"rows": 2, "unreadable_lines": 1, "shown": []}}
-    assert [(one["what"], one["says"]) for one in rows_set_aside(found)] == [
-        ("usage rows set aside", "2"),
+    assert [(one["record"], one["found"]) for one in rows_set_aside(found)] == [
+        ("quarantined usage rows", "2"),
         ("unreadable usage lines", "1"),
     ]
     assert rows_set_aside({"set_aside": {"rows": 0, "unreadable_lines": 0}}) == rows_set_aside({}) == []

@@ -34,7 +34,7 @@ DEADLINE_S = 180  # a browser, five processes and a simulation share what other 
 PAGES = (
     "Overview",
     "Tenants",
-    "SLA classes",
+    "Service classes",
     "Engines",
     "Experts",
     "Traces",
@@ -76,7 +76,7 @@ def test_whoever_opens_it_signs_in_with_an_administrators_key(serve: Any, monkey
     app = open_app(monkeypatch, serve.url)
     assert not app.metric
     app = sign_in(app, serve.tenant_key)  # good, but no administrator's
-    assert "refused the key" in app.error[0].value
+    assert "rejected the key" in app.error[0].value
     app = sign_in(app, serve.admin_key)
     assert not app.error
     assert not app.exception
@@ -116,7 +116,7 @@ def test_behind_every_panel_and_row_of_figures_of_every_page_stands_a_query(
 
 def test_a_gateway_that_is_away_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     app = sign_in(open_app(monkeypatch, f"http://127.0.0.1:{free_port()}"), "mty_aaaaaaaaaaaaaaaa." + "b" * 32)
-    assert "does not answer" in app.error[0].value
+    assert "does not respond" in app.error[0].value
     assert not app.exception
 
 
@@ -145,7 +145,7 @@ class Browser:
 
     def sign_in(self, key: str, path: str = "") -> None:
         self.page.goto(f"{self.address}/{path}")
-        self.page.get_by_label("Administrator's key").fill(key)
+        self.page.get_by_label("Administrator key").fill(key)
         self.press("Sign in")
         self.page.get_by_text("Signed in as").wait_for()
 
@@ -193,14 +193,14 @@ def look_at_the_trace_of_globex(browser: Browser) -> None:
     page = browser.page
     address, shown = page.url, browser.look()
     assert MARK not in shown
-    for text in ("Tenant globex", "Promise", "kept for first", "Waterfall", "Events", "Batch"):
+    for text in ("Tenant globex", "SLO", "kept: first", "Waterfall", "Events", "Batch"):
         assert text in shown, text
     for text in ("quota.settle", "engine.decode", "admitted"):
         browser.see_in_table(text)
     browser.press("All traces")
     page.get_by_role("combobox", name="Reason").fill("no such reason")
     page.get_by_role("combobox", name="Reason").press("Enter")
-    browser.see("No such request was kept in this time.")
+    browser.see("No stored trace matches.")
     page.get_by_role("combobox", name="Reason").fill("first")
     page.get_by_role("combobox", name="Reason").press("Enter")
     browser.see_in_table("globex")
@@ -225,21 +225,21 @@ def test_an_owner_makes_a_tenant_sends_requests_limits_it_and_finds_all_of_it_ag
     browser.go("Tenants")
     browser.press("New tenant")
     page.get_by_label("Name").fill("globex")
-    browser.press("Make it")
+    browser.press("Create tenant")
     page.get_by_role("heading", name="globex").wait_for()
     page.get_by_role("radio", name="Keys").click()
     page.get_by_label("Key name").fill("website")
-    browser.press("Make the key")
+    browser.press("Create key")
     browser.see("Copy this key now.")
     browser.press("Try it in the playground")
-    browser.see("The playground has it.")
+    browser.see("The key is set in the playground.")
     browser.see_in_table("website")
 
     browser.go("Playground")
     page.get_by_label("Prompt").fill(f"what is a {MARK}?")
     browser.press("Send")
-    browser.see("Whole answer")
-    page.get_by_text("Open its trace").click()
+    browser.see("Decode speed")
+    page.get_by_text("Open trace").click()
     page.get_by_role("heading", name="chat moiety-demo").wait_for()
     waterfall = page.get_by_test_id("stVegaLiteChart").first
     waterfall.wait_for()
@@ -247,27 +247,27 @@ def test_an_owner_makes_a_tenant_sends_requests_limits_it_and_finds_all_of_it_ag
     look_at_the_trace_of_globex(browser)
     browser.go("Playground")
     browser.press("Send")
-    browser.see("Whole answer")
+    browser.see("Decode speed")
     browser.go("Overview")
     browser.see("2 in 1 h")
 
     browser.go("Simulator")
-    page.get_by_role("spinbutton", name="Times as much").fill("2")
+    page.get_by_role("spinbutton", name="Load factor").fill("2")
     browser.press("Simulate")
-    browser.see("Prefill in vain")
-    browser.see_in_table("Longest wait")
-    page.get_by_role("link", name="Apply on SLA classes").click()
-    page.get_by_role("heading", name="SLA classes", exact=True).wait_for()
+    browser.see("Wasted prefill")
+    browser.see_in_table("Longest queue time")
+    page.get_by_role("link", name="Apply on Service classes").click()
+    page.get_by_role("heading", name="Service classes", exact=True).wait_for()
 
     browser.go("Experts")
     browser.see("has no experts")  # the scripted engine computes nothing; tests/system looks at a model that has some
 
     browser.go("Tenants")
-    page.get_by_role("radio", name="Limits").click()
+    page.get_by_role("radio", name="Quotas").click()
     page.get_by_label("Cap", exact=True).fill("5")
     page.get_by_label("Cap", exact=True).press("Tab")
-    browser.see("it would be 5 tokens a day")
-    browser.press("Set the limit")
+    browser.see("New quota: 5 tokens per day")
+    browser.press("Set quota")
     browser.see_in_table("tenant globex")
     browser.go("Playground")
     browser.press("Send")
@@ -276,7 +276,7 @@ def test_an_owner_makes_a_tenant_sends_requests_limits_it_and_finds_all_of_it_ag
     browser.go("Audit")
     browser.see_in_table("tenant tokens_per_day 5")
     browser.press("Verify the chain")
-    browser.see(re.compile("All .* entries are what they were"))
+    browser.see(re.compile("All .* entries are intact"))
     with httpx.Client(headers={"Authorization": f"Bearer {serve.admin_key}"}) as http:
         newest = http.get(f"{serve.url}/admin/v1/audit", params={"limit": 1}).json()["data"][0]["at"]
     browser.see_in_table(f"{datetime.fromisoformat(newest).astimezone(ZONE):%Y-%m-%d %H:%M:%S}")
@@ -288,7 +288,7 @@ def test_an_owner_makes_a_tenant_sends_requests_limits_it_and_finds_all_of_it_ag
     browser.go("Engines")
     browser.press("Drain")
     browser.see("Are you sure?")
-    browser.press("Drain it")
+    page.get_by_role("dialog").get_by_role("button", name="Drain", exact=True).click()
     browser.see_in_table("asleep")
     browser.press("Wake")
     page.get_by_role("dialog").get_by_role("button", name="Wake").click()
@@ -298,7 +298,7 @@ def test_an_owner_makes_a_tenant_sends_requests_limits_it_and_finds_all_of_it_ag
     gateway = serve.part("gateway")
     gateway.send_signal(signal.SIGSTOP)  # the page must say so, and recover
     try:
-        browser.see(re.compile("does not answer"))
+        browser.see(re.compile("does not respond"))
     finally:
         gateway.send_signal(signal.SIGCONT)
     browser.see("serving moiety-demo")
@@ -339,12 +339,17 @@ def test_a_tenants_administrator_sees_nothing_of_another_on_any_page_or_by_any_a
     browser = open_browser()
     for not_its_own in (trace_id, "../tenants"):
         browser.sign_in(key, f"traces?trace={not_its_own}")
-        browser.see("There is no such trace, or it was not kept.")
+        browser.see("There is no trace with this id, or it was not kept.")
     browser.sign_in(key, f"tenants?tenant={other['id']}")
     browser.see("initech")
     shown = {name: browser.go(name) for name in PAGES if name not in FOR_OPERATORS}
-    parts = {"Usage": "Prompt tokens, 1 h", "Limits": "Set a limit", "Keys": "New key", "Settings": "are set by owners"}
-    tables = {"Limits": "tokens a day", "Keys": "project of initech"}
+    parts = {
+        "Usage": "Prompt tokens, 1 h",
+        "Quotas": "Set a quota",
+        "Keys": "New key",
+        "Settings": "Only owners and operators",
+    }
+    tables = {"Quotas": "tokens per day", "Keys": "project of initech"}
     for part, sign in parts.items():
         browser.go("Tenants")
         browser.page.get_by_role("radio", name=part, exact=True).click()

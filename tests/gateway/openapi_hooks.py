@@ -35,7 +35,7 @@ EXCUSED_CODES = {
     "idempotency_key_reused": "a key may have been sent before",
     "precondition_failed": "nobody guesses an ETag",
     "response_not_cancellable": "none is, as the document says: it has no answer but errors",
-    "impossible_promise": "a change must go with what the class has already",
+    "invalid_slo": "a change must go with what the class has already",
 }
 EXCUSED_PARAMS = {
     "after": "it must be the id of something in the list",

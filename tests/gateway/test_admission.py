@@ -137,7 +137,7 @@ async def test_a_downgraded_request_is_stated_as_it_was_served(
         assert (
             'moiety_admission_total{outcome="downgraded",reason="predicted_late",service_class="standard"} 1.0' in text
         )
-        assert 'moiety_sla_total{attained="true",model="tiny",service_class="flex"} 1.0' in text
+        assert 'moiety_slo_requests_total{attained="true",model="tiny",service_class="flex"} 1.0' in text
 
 
 async def test_a_request_of_several_sequences_is_served_as_the_lowest_of_them(

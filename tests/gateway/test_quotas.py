@@ -381,6 +381,6 @@ async def test_a_refusal_by_a_limit_breaks_no_promise(
         with pytest.raises(openai.RateLimitError):
             await ask(gateway)
         _, _, text = await gateway.request("GET", "/metrics")
-        told = [line for line in text.decode().splitlines() if line.startswith("moiety_sla_total{")]
+        told = [line for line in text.decode().splitlines() if line.startswith("moiety_slo_requests_total{")]
         assert sorted(line.rpartition(" ")[2] for line in told) == ["0.0", "1.0"]
-        assert 'moiety_sla_total{attained="true",model="tiny",service_class="standard"} 1.0' in told
+        assert 'moiety_slo_requests_total{attained="true",model="tiny",service_class="standard"} 1.0' in told

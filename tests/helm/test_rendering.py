@@ -162,7 +162,7 @@ def test_the_runner_says_what_to_install_where_helm_is_not(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("kind", ["keda", "hpa"])
-def test_values_of_an_older_release_scale_by_what_waits_and_the_notes_say_what_that_is_worth(
+def test_without_tokens_per_second_a_pool_scales_by_queue_and_slo_and_the_notes_warn(
     chart: helm_python.Chart, kind: str
 ) -> None:
     def rendered(**scaling: Any) -> tuple[int, str]:
@@ -176,7 +176,7 @@ def test_values_of_an_older_release_scale_by_what_waits_and_the_notes_say_what_t
 
     num_figures, notes = rendered()
     assert num_figures == 2
-    assert "The pool a is scaled by what waits and what is late alone" in notes
+    assert "The pool a is scaled by queue time and SLO miss ratio only" in notes
     num_figures, notes = rendered(tokensPerSecond=900)
     assert num_figures == 3
     assert "is scaled by" not in notes

@@ -26,9 +26,9 @@ def part(one: dict[str, Any]) -> tuple[str, str]:
 
 def told() -> dict[tuple[str, str], str]:
     """The table: kind and part → what was done with it."""
-    page = (CHART / "README.head.md").read_text(encoding="utf-8").partition("## What was run of it")[2]
+    page = (CHART / "README.head.md").read_text(encoding="utf-8").partition("## Test coverage")[2]
     rows = re.findall(r"^\| (\w+) \| ([\w, ]+) \| (\w+) \|", page, re.MULTILINE)
-    return {(kind, one): was for kind, parts, was in rows for one in parts.split(", ") if was != "was"}
+    return {(kind, one): was for kind, parts, was in rows for one in parts.split(", ") if was != "status"}
 
 
 def test_the_readme_says_of_every_object_what_was_done_with_it(all_objects: Objects) -> None:

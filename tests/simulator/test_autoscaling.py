@@ -129,8 +129,8 @@ def arriving(*phases: tuple[float, float]) -> Workload:
     return Workload("phases", tuple(requests), begin_s)
 
 
-def test_a_pool_follows_its_load_up_before_promises_are_lost_and_down_once(replaying: Any) -> None:
-    settings = {"tokensPerSecond": 5, "calmSeconds": 180, "maxReplicas": 6}
+def test_a_pool_follows_its_load_up_before_slos_are_missed_and_down_once(replaying: Any) -> None:
+    settings = {"tokensPerSecond": 5, "scaleDownStabilizationSeconds": 180, "maxReplicas": 6}
     terms = replaying.hpa.Terms.of_scaled_object(replaying.replay.scaled_object(settings))
     workload = arriving((180, 0.4), (60, 0.7), (60, 1.0), (300, 1.3), (900, 0.4))
     outcome = replaying.replay.replay(workload, TERMS, terms, first=1)

@@ -75,7 +75,7 @@ async def test_a_class_in_use_cannot_be_deleted(admin: Admin, demo: Demo) -> Non
 @pytest.mark.parametrize(
     ("change", "param", "says"),
     [
-        ({"rank": -1}, "rank", "from 0 (best) to 1000"),
+        ({"rank": -1}, "rank", "from 0 (highest) to 1000"),
         ({"weight": 0}, "weight", "from 0.001 to 1000"),
         ({"ttft_s": 0}, "ttft_s", "from 0.001"),
         ({"ttft_s": None}, None, "a class needs ttft_s"),

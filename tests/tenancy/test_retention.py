@@ -365,8 +365,8 @@ async def test_a_chore_that_fails_keeps_no_other_from_being_done_and_is_told(
     assert (await retention.round())["batches"] > 0
     assert await left(database, QuotaRate.debt) == {0}
     page = generate_latest(registry).decode()
-    assert 'moiety_retention_failures_total{chore="broken"} 1.0' in page
-    assert 'moiety_retention_rows_total{chore="quota_windows"} 4.0' in page
+    assert 'moiety_retention_failures_total{retention_job="broken"} 1.0' in page
+    assert 'moiety_retention_rows_total{retention_job="quota_windows"} 4.0' in page
 
 
 async def test_a_service_that_runs_does_its_chores_by_itself_and_stops(
@@ -381,4 +381,4 @@ async def test_a_service_that_runs_does_its_chores_by_itself_and_stops(
             await asyncio.sleep(0.02)
     await retention.stop()
     assert await left(database, Batch.id) == {"new", "kept", "open"}
-    assert await left(database, RetentionJobRecord.name) == {chore.name for chore in jobs}
+    assert await left(database, RetentionJobRecord.name) == {job.name for job in jobs}

@@ -37,10 +37,10 @@ def in_words(entry: Mapping[str, Any]) -> str:
         return "(erased)"
     if before is None or after is None:
         row = after or before or {}
-        told = [
+        fields = [
             row.get(name) for name in ("name", "level", "kind", "model", "cap", "role") if row.get(name) is not None
         ]
-        return " ".join(map(str, told))
+        return " ".join(map(str, fields))
     changed = [name for name in after if before.get(name) != after[name]]
     return ", ".join(f"{name}: {_show(before.get(name))} → {_show(after[name])}" for name in changed)
 

@@ -11,7 +11,7 @@ import pandas as pd
 
 Model = Mapping[str, Any]
 
-ALL, MOST, LEAST = "all layers", "most even layer", "least even layer"
+ALL, MOST, LEAST = "all layers", "most balanced layer", "least balanced layer"
 OTHERS = "all others"
 FEW = 50  # tokens per expert, below which chance alone makes a load look uneven
 
@@ -74,8 +74,8 @@ def evenness_frame(model: Model) -> pd.DataFrame:
         known = [value for value in minute["balancedness_by_layer"] if value is not None]
         if known:
             slot = datetime.fromisoformat(minute["at"])
-            told = {ALL: minute["balancedness"], MOST: max(known), LEAST: min(known)}
-            rows += [{"slot": slot, "series": name, "balancedness": value} for name, value in told.items()]
+            values = {ALL: minute["balancedness"], MOST: max(known), LEAST: min(known)}
+            rows += [{"slot": slot, "series": name, "balancedness": value} for name, value in values.items()]
     return pd.DataFrame(rows, columns=["slot", "series", "balancedness"])
 
 
@@ -96,8 +96,8 @@ def plan_frame(plan: Model) -> pd.DataFrame:
         plan["layers"], plan["by_layer_before"], plan["by_layer_after"], plan["replicas"], strict=True
     ):
         more = sorted(((count, -expert) for expert, count in enumerate(replicas) if count > 1), reverse=True)
-        told = ", ".join(f"{-expert} ×{count}" for count, expert in more)
-        rows.append({"layer": layer, "before": before, "after": after, "replicated": len(more), "replicas": told})
+        shown = ", ".join(f"{-expert} ×{count}" for count, expert in more)
+        rows.append({"layer": layer, "before": before, "after": after, "replicated": len(more), "replicas": shown})
     return pd.DataFrame(rows, columns=["layer", "before", "after", "replicated", "replicas"])
 
 

@@ -21,7 +21,7 @@ OBJECTIVE = 0.99  # target SLO attainment, the base of the burn rate
 
 def engine_state(engine: Mapping[str, Any]) -> str:
     if not engine["healthy"]:
-        return f"away: {engine['reason']}"
+        return f"unavailable: {engine['reason']}"
     if engine["draining"]:
         return "draining"
     asleep = (engine["load"] or {}).get("sleep", "awake")
@@ -49,8 +49,8 @@ def class_loads(engines: Rows) -> dict[str, dict[str, float]]:
                 value = load[f"{name}_total"] if f"{name}_total" in load else load[name]
                 total[name] += sum(value.values()) if isinstance(value, Mapping) else value
             total["predicted_ttft_s"] = min(total["predicted_ttft_s"], load["predicted_ttft_s"])
-            came = [at for at in (total[OLDEST], load[OLDEST]) if at]
-            total[OLDEST] = min(came, default=0.0)
+            arrivals = [at for at in (total[OLDEST], load[OLDEST]) if at]
+            total[OLDEST] = min(arrivals, default=0.0)
     return found
 
 
@@ -59,16 +59,16 @@ _NONE_WAITS = {"predicted_ttft_s": float("inf"), OLDEST: 0.0}
 _COUNTS = ("num_waiting", "num_running", "admitted", "rejected", "downgraded", "preempted", "demoted", "boosted")
 
 
-def promise(terms: Mapping[str, Any]) -> str:
+def slo_of(terms: Mapping[str, Any]) -> str:
     """Return a class's SLO in words."""
     parts = []
     if terms["ttft_s"] is not None:
         more = f" + {terms['ttft_per_1k_s']:g} s/1k" if terms["ttft_per_1k_s"] else ""
         parts.append(f"TTFT ≤ {terms['ttft_s']:g} s{more}")
     if terms["tpot_s"] is not None:
-        parts.append(f"{terms['tpot_s'] * 1000:g} ms/token")
+        parts.append(f"TPOT ≤ {terms['tpot_s'] * 1000:g} ms")
     if terms["completion_s"] is not None:
-        parts.append(f"whole ≤ {_span(terms['completion_s'])}")
+        parts.append(f"completion ≤ {_span(terms['completion_s'])}")
     return ", ".join(parts)
 
 
@@ -91,7 +91,7 @@ def classes_frame(classes: Rows, sums: Rows, engines: Rows, now: datetime) -> pd
         rows.append(
             {
                 "class": terms["name"],
-                "promise": promise(terms),
+                "slo": slo_of(terms),
                 "attainment": attainment,
                 "burn": None if attainment is None else (1 - attainment) / (1 - OBJECTIVE),
                 "requests": totals.get("requests", 0),

@@ -14,13 +14,13 @@ from moiety_dashboard.figures import dollars, moment, percent, ratio, short, tim
 Rows = Sequence[Mapping[str, Any]]
 
 KINDS = {
-    "requests_per_minute": "requests a minute",
-    "tokens_per_minute": "tokens a minute",
-    "concurrent_requests": "open requests",
-    "tokens_per_day": "tokens a day",
-    "tokens_per_month": "tokens a month",
-    "money_per_day": "dollars a day",
-    "money_per_month": "dollars a month",
+    "requests_per_minute": "requests per minute",
+    "tokens_per_minute": "tokens per minute",
+    "concurrent_requests": "concurrent requests",
+    "tokens_per_day": "tokens per day",
+    "tokens_per_month": "tokens per month",
+    "money_per_day": "dollars per day",
+    "money_per_month": "dollars per month",
 }
 COLUMNS = ("scope", "limit", "cap", "used", "reserved", "share", "lasts", "resets", "quota_id", "use", "of", "level")
 
@@ -125,61 +125,61 @@ def _lasts(kind: str, seconds: float | None, resets: datetime | None, now: datet
     if not is_stock(kind):
         return ""
     if seconds == 0:
-        return "used up"
+        return "exhausted"
     if seconds is None or (resets is not None and now + timedelta(seconds=seconds) > resets):
-        return "beyond its window"
+        return "after its reset"
     return time_left(seconds)
 
 
 def preview(kind: str, cap: int, current: Mapping[str, Any] | None, pace: Pace | None, now: datetime) -> list[str]:
     """Return the effects of a cap, sentence by sentence. `current` is the limit that it would replace."""
-    told = [_change(kind, cap, current)]
+    effects = [_change(kind, cap, current)]
     if cap == 0:
-        return [*told, "**Nothing gets through**: every request is answered 429."]
+        return [*effects, "**All requests are rejected** with 429."]
     if is_rate(kind):
-        return told + _preview_rate(kind, cap, pace)
+        return effects + _preview_rate(kind, cap, pace)
     if not is_stock(kind):
         open_now = current["used"] if current else None
-        return told + ([] if open_now is None else [f"Open now, or kept room for: {short(open_now)}."])
-    return told + _preview_stock(kind, cap, current, pace, now)
+        return effects + ([] if open_now is None else [f"Open or reserved now: {short(open_now)}."])
+    return effects + _preview_stock(kind, cap, current, pace, now)
 
 
 def _change(kind: str, cap: int, current: Mapping[str, Any] | None) -> str:
     new = f"{amount(kind, cap)} {KINDS[kind].removeprefix('dollars ')}"
     if current is None:
-        return f"There is no such limit yet; it would be {new}."
+        return f"New quota: {new}."
     if current["cap"] == cap:
-        return f"This is what it is: {new}."
-    return f"From {amount(kind, current['cap'])} to {new}."
+        return f"Unchanged: {new}."
+    return f"Changes from {amount(kind, current['cap'])} to {new}."
 
 
 def _preview_rate(kind: str, cap: int, pace: Pace | None) -> list[str]:
     if pace is None or not pace.requests:
-        return ["Nothing was used in the last hour or so."]
+        return ["No usage in the last one to two hours."]
     mean = pace.per_second(kind) * 60
-    said = f"The mean of the last hour or so is {short(mean)} a minute, {percent(mean / cap)} of it."
-    return [said, "**Requests would be refused** (429), or wait."] if mean > cap else [said]
+    usage = f"Mean usage of the last one to two hours: {short(mean)} per minute, {percent(mean / cap)} of the cap."
+    return [usage, "**Requests would be rejected** with 429, or wait."] if mean > cap else [usage]
 
 
 def _preview_stock(
     kind: str, cap: int, current: Mapping[str, Any] | None, pace: Pace | None, now: datetime
 ) -> list[str]:
-    told = []
+    effects = []
     used = current["used"] if current else 0
     resets = moment(current["resets_at"]) if current else None
     if current:
-        told.append(f"Used in this window: {amount(kind, used)}, {percent(used / cap)} of it.")
+        effects.append(f"Used in this window: {amount(kind, used)}, {percent(used / cap)} of the cap.")
     if used >= cap:
         until = "" if resets is None else f" until {resets:%Y-%m-%d %H:%M} UTC"
-        return [*told, f"**That is used up already**: every request is answered 429{until}."]
+        return [*effects, f"**The quota is already exhausted**: all requests are rejected with 429{until}."]
     speed = 0.0 if pace is None else pace.per_second(kind)
     if speed <= 0:
-        return [*told, "Nothing was used in the last hour or so, so it lasts."]
+        return [*effects, "No usage in the last one to two hours, so the quota is not exhausted."]
     left_s = (cap - used) / speed
-    said = f"At the pace of the last hour or so ({amount(kind, speed * 3600)} an hour)"
+    rate = f"At the usage rate of the last one to two hours ({amount(kind, speed * 3600)} per hour)"
     if resets is not None and now + timedelta(seconds=left_s) > resets:
-        return [*told, f"{said} it lasts to the end of its window."]
-    return [*told, f"{said} it is **used up in {time_left(left_s)}**."]
+        return [*effects, f"{rate} the quota lasts until its reset."]
+    return [*effects, f"{rate} the quota is **exhausted in {time_left(left_s)}**."]
 
 
 def leases_frame(leases: Rows, names: Mapping[str, str]) -> pd.DataFrame:

@@ -16,19 +16,19 @@ TERMS = (
     *("rank", "weight", "ttft_s", "ttft_per_1k_s", "tpot_s", "completion_s", "max_queue_s"),
     *("preemptible", "on_overload", "downgrade_to"),
 )
-NO_PROMISE = ("ttft_s", "tpot_s", "completion_s", "downgrade_to")  # may be empty
+NULLABLE_TERMS = ("ttft_s", "tpot_s", "completion_s", "downgrade_to")  # may be empty
 _COUNTS = (
     *("attainment", "demand_share", "num", "num_rejected", "num_downgraded", "num_preemptions"),
     "longest_wait_s",
 )
 _PERCENTS = {
-    "attainment": "Promises kept",
-    "goodput_fraction_of_capacity": "Goodput, of the capacity",
-    "completed_fraction_of_capacity": "Completed, of the capacity",
-    "offered_fraction_of_capacity": "Asked for, of the capacity",
-    "wasted_prefill_fraction": "Prefill in vain",
-    "recomputed_fraction": "Computed again",
-    "kv_used_fraction": "KV cache in use",
+    "attainment": "SLO attainment",
+    "goodput_fraction_of_capacity": "Goodput / capacity",
+    "completed_fraction_of_capacity": "Completed / capacity",
+    "offered_fraction_of_capacity": "Offered load / capacity",
+    "wasted_prefill_fraction": "Wasted prefill",
+    "recomputed_fraction": "Recomputed tokens",
+    "kv_used_fraction": "KV cache usage",
 }
 
 
@@ -48,7 +48,7 @@ def changes(before: Rows, edited: pd.DataFrame) -> dict[str, dict[str, Any]]:
         terms = by_name[row["class"]]
         for name in TERMS:
             value: Any = None if pd.isna(row[name]) else row[name]
-            if value == terms[name] or (value is None and name not in NO_PROMISE):
+            if value == terms[name] or (value is None and name not in NULLABLE_TERMS):
                 continue
             found.setdefault(row["class"], {})[name] = int(value) if name == "rank" else value
     return found
@@ -77,10 +77,10 @@ def totals_frame(result: Mapping[str, Any]) -> pd.DataFrame:
     shown = [(label, percent(now[name]), percent(then[name])) for name, label in _PERCENTS.items()]
     shown += [
         ("Requests", short(now["num_requests"]), short(then["num_requests"])),
-        ("Tokens a second", short(now["throughput_tokens_per_s"]), short(then["throughput_tokens_per_s"])),
+        ("Tokens per second", short(now["throughput_tokens_per_s"]), short(then["throughput_tokens_per_s"])),
         ("Preemptions", short(now["preemptions"]), short(then["preemptions"])),
-        ("Refused", short(num_rejected(now)), short(num_rejected(then))),
-        ("Longest wait", seconds(now["longest_wait_s"]), seconds(then["longest_wait_s"])),
+        ("Rejected", short(num_rejected(now)), short(num_rejected(then))),
+        ("Longest queue time", seconds(now["longest_wait_s"]), seconds(then["longest_wait_s"])),
     ]
     return pd.DataFrame(shown, columns=["figure", *SIDES])
 
@@ -102,8 +102,8 @@ def learned(engines: Rows) -> dict[str, str]:
     for engine in engines:
         load, card = engine["load"] or {}, engine["card"] or {}
         if engine["healthy"] and load.get("step_costs"):
-            off = percent(load["step_costs"]["relative_error"])
-            found[load["engine_id"]] = f"as {engine['address']} has learned ({card.get('model', '?')}, off by {off})"
+            error = percent(load["step_costs"]["relative_error"])
+            found[load["engine_id"]] = f"learned by {engine['address']} ({card.get('model', '?')}, error {error})"
     return found
 
 

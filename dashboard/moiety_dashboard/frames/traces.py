@@ -11,13 +11,13 @@ from moiety_dashboard.figures import moment, short_address
 
 Spans = Sequence[Mapping[str, Any]]
 
-GATEWAY, ENGINE, FAILED, OTHER = "gateway", "engine", "with an error", "others"
+GATEWAY, ENGINE, FAILED, OTHER = "gateway", "engine", "error", "other services"
 SHARED = ("moiety.tenant_id", "moiety.service_class", "moiety.request_id")  # on every span of a request
 INDENT = "\N{MIDDLE DOT} "  # Markdown would drop plain spaces
 
 FOUND = ("at", "tenant", "class", "operation", "model", "outcome", "duration_ms", "reason", "kept_for", "request_id")
-BARS = ("row", "label", "who", "start_ms", "end_ms", "duration_ms", "told", "service", "span_id")
-EVENTS = ("row", "label", "span", "at_ms", "event", "reason", "told")
+BARS = ("row", "label", "who", "start_ms", "end_ms", "duration_ms", "attributes", "service", "span_id")
+EVENTS = ("row", "label", "span", "at_ms", "event", "reason", "attributes")
 STEPS = (
     *("number", "start_ms", "end_ms", "took_ms", "predicted_ms", "decodes", "prefills", "prefill_tokens", "preempted"),
     *("output_tokens", "waiting", "kv_used", "active_experts", "balancedness", "classes", "engine"),
@@ -57,7 +57,7 @@ def bars_frame(spans: Spans) -> pd.DataFrame:
             "start_ms": (span["start_ns"] - begin_ns) / 1e6,
             "end_ms": (span["end_ns"] - begin_ns) / 1e6,
             "duration_ms": (span["end_ns"] - span["start_ns"]) / 1e6,
-            "told": told(span["attributes"]),
+            "attributes": attributes_in_words(span["attributes"]),
             "service": span["service"],
             "span_id": span["span_id"],
         }
@@ -77,7 +77,7 @@ def events_frame(spans: Spans) -> pd.DataFrame:
             "at_ms": (event["unix_ns"] - begin_ns) / 1e6,
             "event": event["name"].removeprefix("moiety.").replace("_", " "),
             "reason": event["attributes"].get("moiety.reason", ""),
-            "told": told(event["attributes"]),
+            "attributes": attributes_in_words(event["attributes"]),
         }
         for row, (depth, span) in enumerate(_in_order(spans))
         for event in span["events"]
@@ -97,7 +97,7 @@ def origin_ns(spans: Spans) -> int:
     return min(int(span["start_ns"]) for span in spans)
 
 
-def told(attributes: Mapping[str, Any]) -> str:
+def attributes_in_words(attributes: Mapping[str, Any]) -> str:
     """Return the attributes of a span or an event without those that every span has."""
     return "\n".join(f"{name}: {_show(value)}" for name, value in attributes.items() if name not in SHARED)
 

@@ -25,7 +25,7 @@ class View:
 PAGES = (
     View("Overview", ":material/monitoring:", "overview", overview.draw),
     View("Tenants", ":material/groups:", "tenants", tenants.draw),
-    View("SLA classes", ":material/speed:", "classes", classes.draw),
+    View("Service classes", ":material/speed:", "classes", classes.draw),
     View("Engines", ":material/memory:", "engines", engines.draw, "engines.read"),
     View("Experts", ":material/grid_on:", "experts", experts.draw, "experts.read"),
     View("Traces", ":material/account_tree:", "traces", traces.draw, "traces.read"),

@@ -1,4 +1,4 @@
-"""The audit log: each change with its author, and the check of the hash chain."""
+"""The audit log: each change with its author, and the verification of the hash chain."""
 
 from __future__ import annotations
 
@@ -19,22 +19,21 @@ NEWEST = 2**62
 VERDICT = "audit verdict"
 BEFORE = "audit before"
 KINDS = {
-    "tenants": "tenants", "projects": "projects", "api_keys": "keys", "quotas": "limits", "service_classes": "classes",
-    "prices": "prices", "engines": "engines", "webhooks": "webhooks", "erasures": "erasures", "audit_log": "the log",
+    "tenants": "tenants", "projects": "projects", "api_keys": "keys", "quotas": "quotas", "service_classes": "classes",
+    "prices": "prices", "engines": "engines", "webhooks": "webhooks", "erasures": "data deletions",
+    "audit_log": "audit log",
 }  # fmt: skip
 
 
 def draw(page: Page) -> None:
-    panels.head("Audit", "Who changed what; each entry holds the one before it in place")
+    panels.head("Audit", "Administrative changes, in a hash chain that shows tampering")
     with page.asking() as client:
         if session.may("audit.verify"):
             draw_verdict(client)
         first, second, third = st.columns([2, 2, 3])
-        kinds = first.multiselect(
-            "Changes of", list(KINDS), format_func=lambda kind: KINDS[kind], placeholder="anything"
-        )
-        actions = second.multiselect("That", ["create", "change", "delete", "erase"], placeholder="did anything")
-        object_id = third.text_input("To the thing with the id", placeholder="ten_…, prj_…, a key's id, a class's name")
+        kinds = first.multiselect("Object type", list(KINDS), format_func=lambda kind: KINDS[kind], placeholder="any")
+        actions = second.multiselect("Action", ["create", "change", "delete", "erase"], placeholder="any")
+        object_id = third.text_input("Object id", placeholder="ten_…, prj_…, key id or class name")
         before = st.session_state.get(BEFORE, NEWEST)
         answer = client.get("/audit", limit=LIMIT, before=before, object_id=object_id.strip() or None)
         draw_entries(answer, names_of(client), kinds, actions)
@@ -47,9 +46,9 @@ def draw_entries(answer: Answer, names: Mapping[str, str], kinds: list[str], act
         frame = frame[frame["kind"].isin(kinds)]
     if actions:
         frame = frame[frame["action"].isin(actions)]
-    whose = "of all" if answer.data["whole"] else "of your tenant"
+    whose = "all tenants" if answer.data["whole"] else "your tenant"
     with panels.panel("Changes", f"newest first, {whose}", [answer], key="audit", frame=frame):
-        none = "No such change among these. Take a filter away, or look at older ones."
+        none = "No entry matches. Remove a filter, or go to older entries."
         panels.table(frame, columns(), none, max_rows=14)
 
 
@@ -57,13 +56,13 @@ def columns() -> dict[str, Any]:
     column = st.column_config
     return {
         "seq": column.NumberColumn("No.", format="%d", width="small"),
-        "at": panels.time_column("When", "YYYY-MM-DD HH:mm:ss"),
-        "actor": column.TextColumn("Who", help="The key, or oidc: and the person"),
-        "role": "As",
-        "action": "Did",
-        "kind": "To",
-        "change": column.TextColumn("What", width="large"),
-        "object": column.TextColumn("Id", width="medium"),
+        "at": panels.time_column("Time", "YYYY-MM-DD HH:mm:ss"),
+        "actor": column.TextColumn("Actor", help="The key, or oidc: and the user"),
+        "role": "Role",
+        "action": "Action",
+        "kind": "Object type",
+        "change": column.TextColumn("Change", width="large"),
+        "object": column.TextColumn("Object id", width="medium"),
     }
 
 
@@ -86,14 +85,14 @@ def draw_verdict(client: AdminClient) -> None:
     verdict = st.session_state.get(VERDICT)
     if verdict is None:
         left.caption(
-            "The gateway computes the whole chain anew when you ask for it. `moiety audit verify` does it here."
+            "Verify recomputes the whole hash chain on the gateway. `moiety audit verify` does the same on the "
+            "command line."
         )
     elif verdict["intact"]:
         left.success(
-            f"All {verdict['num_entries']:,d} entries are what they were. Keep their head, and "
-            "`moiety audit verify --expect` tells later that none is missing: "
-            f"{verdict['num_entries']:d}:{as_text(verdict['head'])}",
+            f"All {verdict['num_entries']:,d} entries are intact. Store the head, so that `moiety audit verify "
+            f"--expect` can detect missing entries later: {verdict['num_entries']:d}:{as_text(verdict['head'])}",
             icon=":material/verified:",
         )
     else:
-        left.error(f"The log was tampered with: {as_text(verdict['complaint'])}.", icon=":material/gpp_bad:")
+        left.error(f"The audit log was tampered with: {as_text(verdict['complaint'])}.", icon=":material/gpp_bad:")

@@ -11,32 +11,35 @@ def class_columns() -> dict[str, Any]:
     column = st.column_config
     return {
         "class": "Class",
-        "promise": column.TextColumn("Promise", width=230),
-        "attainment": column.NumberColumn("Attained, 1 h", format="percent"),
+        "slo": column.TextColumn("SLO", width=230),
+        "attainment": column.NumberColumn("SLO attainment, 1 h", format="percent"),
         "burn": column.NumberColumn(
-            "Burn",
+            "Burn rate",
             format="%.1f×",
-            help="How fast the 1 % of promises that may be missed is used up: 1× is just in time.",
+            help="Burn rate of the error budget (1 % of requests may miss the SLO); above 1× the budget is "
+            "exhausted early",
         ),
         "requests": column.NumberColumn("Requests, 1 h", format="localized"),
-        "ttft_ms": column.NumberColumn("TTFT, ms", format="%.0f", help="Mean time to the first token, last hour"),
-        "queue_ms": column.NumberColumn("Queue, ms", format="%.0f", help="Mean time in the queue, last hour"),
-        "preemptions": column.NumberColumn("Preempted, 1 h", format="localized"),
-        "waiting": column.NumberColumn("Waiting", format="localized", help="Now, in the engines' queues"),
-        "oldest_s": column.NumberColumn("Oldest, s", format="%.1f", help="How long ago the oldest came that waits now"),
-        "running": column.NumberColumn("Running", format="localized", help="Now, in the engines' batches"),
+        "ttft_ms": column.NumberColumn("TTFT, ms", format="%.0f", help="Mean time to first token, last hour"),
+        "queue_ms": column.NumberColumn("Queue time, ms", format="%.0f", help="Mean time in the queue, last hour"),
+        "preemptions": column.NumberColumn("Preemptions, 1 h", format="localized"),
+        "waiting": column.NumberColumn("Waiting", format="localized", help="Requests in the engines' queues, now"),
+        "oldest_s": column.NumberColumn(
+            "Oldest waiting, s", format="%.1f", help="Age of the longest-waiting request, now"
+        ),
+        "running": column.NumberColumn("Running", format="localized", help="Requests in the engines' batches, now"),
     }
 
 
 def limit_columns() -> dict[str, Any]:
     column = st.column_config
     return {
-        "scope": column.TextColumn("On", width="medium"),
-        "limit": "Of",
-        "share": column.ProgressColumn("Of the cap", min_value=0.0, max_value=1.0, format="percent"),
+        "scope": column.TextColumn("Scope", width="medium"),
+        "limit": "Limit",
+        "share": column.ProgressColumn("Usage", min_value=0.0, max_value=1.0, format="percent"),
         "used": "Used",
-        "reserved": column.TextColumn("Reserved", help="Leased to gateways, for requests that run or are to come"),
+        "reserved": column.TextColumn("Reserved", help="Leased by gateways for running and upcoming requests"),
         "cap": "Cap",
-        "lasts": column.TextColumn("Lasts", help="At the pace of the last hour or so"),
-        "resets": column.TextColumn("Whole again"),
+        "lasts": column.TextColumn("Exhausted in", help="At the usage rate of the last one to two hours"),
+        "resets": column.TextColumn("Resets"),
     }

@@ -30,12 +30,12 @@ def draw(page: Page) -> None:
 
 
 def draw_live(client: AdminClient) -> None:
-    panels.head("Engines", "The replicas of this gateway, as of their last heartbeat")
+    panels.head("Engines", "Engine replicas of this gateway, at their last heartbeat")
     answer = client.get("/engines")
     engines = answer.data["data"]
     if not engines:
         st.info(
-            "This gateway knows no engine. Start one with `moiety engine --listen tcp://127.0.0.1:5757`, and the "
+            "This gateway has no engine. Start one with `moiety engine --listen tcp://127.0.0.1:5757`, and the "
             "gateway with `--engine tcp://127.0.0.1:5757`.",
             icon=":material/memory:",
         )
@@ -47,9 +47,7 @@ def draw_live(client: AdminClient) -> None:
     for name in ("prefill", "decode"):
         frame[name] = [samples.latest_rate(seen, address, f"{name}_seconds_total") for address in frame["address"]]
     frame["prompt_per_s"] = [samples.latest_rate(seen, address, "prompt_tokens_total") for address in frame["address"]]
-    with panels.panel(
-        "Replicas", "now; time and tokens per second since the last look", [answer], key="engines", frame=frame
-    ):
+    with panels.panel("Replicas", "now; rates since the last refresh", [answer], key="engines", frame=frame):
         panels.table(frame, columns(), "")
     draw_watched(seen, answer)
     draw_memory(client, answer)
@@ -72,11 +70,11 @@ def fleet_tiles(engines: list[dict[str, Any]], seen: samples.Samples) -> list[Ti
     used = ratio(now["kv_blocks_used"], now["kv_blocks_total"])
     return [
         Tile("Ready", f"{ready} of {len(engines)}", "engines"),
-        Tile("In the batch", f"{now['num_running']:,.0f}", f"{now['num_paused']:,.0f} paused, without credit"),
+        Tile("Running", f"{now['num_running']:,.0f}", f"{now['num_paused']:,.0f} paused for a slow client"),
         Tile("Waiting", f"{now['num_waiting']:,.0f}", "requests in the engines' queues"),
-        Tile("Output", f"{short(sum(known)) if known else NOTHING} tok/s", "since the last look"),
-        Tile("KV cache in use", percent(used), f"of {short(now['kv_blocks_total'])} blocks"),
-        Tile("Prefix hits", percent(hits), "of prompt tokens, since start"),
+        Tile("Output", f"{short(sum(known)) if known else NOTHING} tok/s", "since the last refresh"),
+        Tile("KV cache usage", percent(used), f"of {short(now['kv_blocks_total'])} blocks"),
+        Tile("Prefix cache hit rate", percent(hits), "of prompt tokens, since start"),
     ]
 
 
@@ -87,18 +85,18 @@ def columns() -> dict[str, Any]:
         "engine": column.TextColumn("Address", width=185),
         "state": "State",
         "model": "Model",
-        "device": "Runs on",
+        "device": "Device",
         "running": column.NumberColumn("Running", help="Sequences in the batch"),
         "waiting": column.NumberColumn("Waiting", help="Sequences in the queue"),
-        "kv_used": column.ProgressColumn("KV in use", width=110, **share),
-        "kv_cached": column.NumberColumn("KV kept", format="percent", help="Free, but kept for reuse"),
-        "hit_rate": column.NumberColumn("Prefix hits", format="percent", help="Of prompt tokens, since its start"),
-        "prefill": column.NumberColumn(
-            "Prefill", format="percent", help="Part of the time in steps with prompt tokens"
+        "kv_used": column.ProgressColumn("KV usage", width=110, **share),
+        "kv_cached": column.NumberColumn("KV reusable", format="percent", help="Free blocks with a reusable prefix"),
+        "hit_rate": column.NumberColumn(
+            "Prefix hit rate", format="percent", help="Share of prompt tokens, since the engine's start"
         ),
-        "decode": column.NumberColumn("Decode", format="percent", help="Part of the time in steps without any"),
-        "prompt_per_s": column.NumberColumn("Prompt/s", format="%.0f", help="Prompt tokens a second"),
-        "output_per_s": column.NumberColumn("Output/s", format="%.0f", help="Output tokens a second"),
+        "prefill": column.NumberColumn("Prefill", format="percent", help="Share of time in steps with prompt tokens"),
+        "decode": column.NumberColumn("Decode", format="percent", help="Share of time in steps without prompt tokens"),
+        "prompt_per_s": column.NumberColumn("Prompt tok/s", format="%.0f", help="Prompt tokens per second"),
+        "output_per_s": column.NumberColumn("Output tok/s", format="%.0f", help="Output tokens per second"),
     }
 
 
@@ -120,21 +118,23 @@ def draw_watched(seen: samples.Samples, answer: Answer) -> None:
     frame = pd.DataFrame(rows, columns=["slot", "engine", "kv_used", "running"])
     inks = {name: colours.TENANTS[n % len(colours.TENANTS)] for n, name in enumerate(map(short_address, sorted(seen)))}
     span = charts.Span(since, now, timedelta(0))
-    note = "since you signed in, 15 min at most"
+    note = "since you signed in, last 15 min at most"
     left, right = st.columns(2)
-    with left, panels.panel("KV cache in use", note, [answer], key="kv over time", frame=frame):
+    with left, panels.panel("KV cache usage", note, [answer], key="kv over time", frame=frame):
         known = frame[frame["kv_used"].notna()]
-        figure = charts.Figure("kv_used", "of its blocks", ".1%")
-        none = "This engine tells nothing of its KV cache."
+        figure = charts.Figure("kv_used", "share of blocks", ".1%")
+        none = "This engine does not report its KV cache."
         panels.draw(lambda: charts.lines(known, figure, "engine", inks, span), known, none, "kv chart")
-    with right, panels.panel("Sequences in the batch", note, [answer], key="batch over time", frame=frame):
+    with right, panels.panel("Running sequences", note, [answer], key="batch over time", frame=frame):
         figure = charts.Figure("running", "sequences")
         panels.draw(lambda: charts.lines(frame, figure, "engine", inks, span), frame, "", "batch chart")
     steps = fleet.time_frame({engine["address"]: seen[engine["address"]] for engine in engines}, since)
     inks = {"prefill": colours.PREFILL, "decode": colours.DECODE}
-    with panels.panel("Time in steps", f"mean of the engines, {note}", [answer], key="time over time", frame=steps):
-        figure = charts.Figure("share", "of the time", ".1%")
-        none = "This page has not looked twice yet."
+    with panels.panel(
+        "Prefill and decode time", f"mean over the engines, {note}", [answer], key="time over time", frame=steps
+    ):
+        figure = charts.Figure("share", "share of time", ".1%")
+        none = "No data yet: the chart needs two heartbeats."
         panels.draw(lambda: charts.lines(steps, figure, "kind", inks, span), steps, none, "time chart")
 
 
@@ -145,18 +145,18 @@ def draw_memory(client: AdminClient, engines: Answer) -> None:
     column = st.column_config
     columns = {
         "tenant": "Tenant",
-        "kv_share": column.ProgressColumn("KV in use, now", min_value=0.0, max_value=1.0, format="percent"),
+        "kv_share": column.ProgressColumn("KV usage, now", min_value=0.0, max_value=1.0, format="percent"),
         "kv_blocks": column.NumberColumn(
-            "Blocks", format="localized", help="One that several requests share counts for each"
+            "Blocks", format="localized", help="A block that several requests share counts for each of them"
         ),
         "prompt_tokens": column.NumberColumn("Prompt tokens, 1 h", format="localized"),
-        "cached_tokens": column.NumberColumn("Of these from the cache", format="localized"),
-        "hit_rate": column.NumberColumn("Prefix hits, 1 h", format="percent", help="Of prompt tokens"),
+        "cached_tokens": column.NumberColumn("Cached prompt tokens", format="localized"),
+        "hit_rate": column.NumberColumn("Prefix hit rate, 1 h", format="percent", help="Share of prompt tokens"),
     }
     with panels.panel(
-        "KV cache by tenant", "now, and prefix hits of the last hour", [engines, sums], key="memory", frame=frame
+        "KV cache by tenant", "now; prefix hit rate of the last hour", [engines, sums], key="memory", frame=frame
     ):
-        panels.table(frame, columns, "Nobody has used an engine in the last hour.")
+        panels.table(frame, columns, "No tenant has used an engine in the last hour.")
 
 
 def draw_classes(client: AdminClient, answer: Answer) -> None:
@@ -171,13 +171,13 @@ def draw_classes(client: AdminClient, answer: Answer) -> None:
         if name in loads
     ]
     frame = pd.DataFrame(rows)
-    counts = {"admitted": "Admitted", "rejected": "Refused", "downgraded": "Downgraded", "preempted": "Preempted",
+    counts = {"admitted": "Admitted", "rejected": "Rejected", "downgraded": "Downgraded", "preempted": "Preempted",
               "demoted": "Demoted", "boosted": "Boosted"}  # fmt: skip
-    shown = {"engine": "Engine", "class": "Class", "num_waiting": "Waiting now", "num_running": "Running now", **counts}
+    shown = {"engine": "Engine", "class": "Class", "num_waiting": "Waiting", "num_running": "Running", **counts}
     with panels.panel(
-        "Decisions by class", "since each engine started", [answer, classes], key="decisions", frame=frame
+        "Scheduling decisions by class", "since each engine started", [answer, classes], key="decisions", frame=frame
     ):
-        panels.table(frame, shown, "No engine has decided on a request yet.", classes=inks)
+        panels.table(frame, shown, "No engine has received a request yet.", classes=inks)
 
 
 def draw_drain(client: AdminClient) -> None:
@@ -188,8 +188,8 @@ def draw_drain(client: AdminClient) -> None:
         return
     st.subheader("Take out of service", anchor=False)
     st.caption(
-        "An engine that is drained takes no new requests from any gateway, finishes those that it has, then sleeps and "
-        "frees its device's memory. It takes requests again when it was woken, or is started anew."
+        "A drained engine accepts no new requests from any gateway, finishes the running ones, then enters sleep mode "
+        "and frees its device memory. It accepts requests again after it is woken or restarted."
     )
     for engine in engines:
         load = engine["load"] or {}
@@ -198,18 +198,22 @@ def draw_drain(client: AdminClient) -> None:
         up = f", up {time_left(load['running_for_s'])}" if load.get("running_for_s") else ""
         problem = as_text(load.get("sleep_problem", ""))
         row.markdown(f"{as_text(engine['address'])}  {as_text(state.split(':')[0])}{up}  {problem}")
-        rests = state in ("falling asleep", "asleep", "waking")
-        label, icon = ("Wake", ":material/play_arrow:") if rests else ("Drain", ":material/pause:")
+        is_asleep = state in ("falling asleep", "asleep", "waking")
+        label, icon = ("Wake", ":material/play_arrow:") if is_asleep else ("Drain", ":material/pause:")
         if row.button(label, icon=icon, key=f"drain {engine['address']}", disabled=not engine["healthy"]):
-            ask(client, engine, rests)
+            confirm(client, engine, is_asleep)
 
 
-def ask(client: AdminClient, engine: Mapping[str, Any], rests: bool) -> None:
+def confirm(client: AdminClient, engine: Mapping[str, Any], is_asleep: bool) -> None:
     path = path_of("engines", engine["card"]["engine_id"])
-    if rests:
-        what, button, done = "Wake it? Its weights are loaded again first.", "Wake", "It wakes."
+    if is_asleep:
+        what, button, done = (
+            "Wake this engine? It loads its weights before it accepts requests.",
+            "Wake",
+            "The engine is waking.",
+        )
         panels.ask_first(what, button, lambda: client.change("POST", f"{path}/wake"), done)
         return
-    open_now = f"Its {(engine['load'] or {}).get('num_running', 0):,d} running requests end first."
-    what = f"Drain {as_text(engine['address'])}? {open_now} Requests get 503 if no other engine serves its model."
-    panels.ask_first(what, "Drain it", lambda: client.change("POST", f"{path}/sleep"), "It falls asleep.")
+    open_now = f"Its {(engine['load'] or {}).get('num_running', 0):,d} running requests finish first."
+    what = f"Drain {as_text(engine['address'])}? {open_now} Requests fail with 503 if no other engine serves its model."
+    panels.ask_first(what, "Drain", lambda: client.change("POST", f"{path}/sleep"), "The engine is draining.")

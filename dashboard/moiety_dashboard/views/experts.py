@@ -18,11 +18,11 @@ from moiety_dashboard.page import Page
 from moiety_dashboard.panels import Tile
 
 WINDOWS = {"5 min": 5, "15 min": 15, "1 h": 60, "since start": 0}
-EVERYBODY = "all tenants"
-DENSE = "has no experts, so there is nothing to balance. Serve a mixture of experts to see its load here."
+ALL_TENANTS = "all tenants"
+DENSE = "is a dense model without experts. Serve an MoE model to see its expert load here."
 NO_LOAD = (
-    "No token has gone through the experts in this time. Send a request on the Playground page, or with the `curl` of "
-    "`moiety serve`; counts come here within a few seconds."
+    "No token was routed to an expert in this time range. Send a request on the Playground page, or with the `curl` "
+    "command that `moiety serve` prints; counts appear within a few seconds."
 )
 
 
@@ -34,7 +34,7 @@ def draw(page: Page) -> None:
 
 
 def draw_live(client: AdminClient) -> None:
-    panels.head("Experts", "Where tokens go, how evenly, and whose they are")
+    panels.head("Experts", "Expert load, its balance, and its tenants")
     row = st.container(horizontal=True, vertical_alignment="bottom")
     label = row.segmented_control(
         "Window", list(WINDOWS), default="15 min", key="experts window", label_visibility="collapsed"
@@ -56,8 +56,8 @@ def choose_tenant(client: AdminClient, row: Any) -> str | None:
     if session.is_of_one_tenant():
         return None
     tenants = {one["name"]: one["id"] for one in client.list("/tenants").data}
-    names = [EVERYBODY, *sorted(tenants)]
-    chosen = row.selectbox("Tokens of", names, key="experts tenant", width=220, label_visibility="collapsed")
+    names = [ALL_TENANTS, *sorted(tenants)]
+    chosen = row.selectbox("Tenant", names, key="experts tenant", width=220, label_visibility="collapsed")
     return tenants.get(chosen)
 
 
@@ -72,8 +72,8 @@ def choose_model(models: list[dict[str, Any]], row: Any) -> Mapping[str, Any] | 
         st.info(f"{as_text(one['model'])} {DENSE}", icon=":material/grid_off:")
     if not models:
         st.info(
-            "No engine that could tell of its experts is connected. Start one with `moiety engine`, or see the Engines "
-            "page for why there is none. Servers of others tell nothing of theirs.",
+            "No connected engine reports expert load. Start one with `moiety engine`, or see the state of each engine "
+            "on the Engines page. External engines do not report expert load.",
             icon=":material/grid_off:",
         )
     return None
@@ -85,8 +85,8 @@ def draw_model(model: Mapping[str, Any], answer: Answer, window: str) -> None:
     if frames.is_thin(model):
         mean = model["tokens"] * model["experts_per_token"] / model["num_experts"]
         st.caption(
-            f":material/info: Few tokens so far, {mean:.0f} an expert and layer: chance alone makes an even load look "
-            "uneven. Choose a longer window, or wait."
+            f":material/info: Only {mean:.0f} tokens per expert and layer so far, too few to judge the balance. Choose "
+            "a longer window, or wait."
         )
     times = f"tokens ÷ mean of the layer, {window}"
     with panels.panel(f"Load of {model['model']} by layer and expert", times, [answer], key="experts", frame=cells):
@@ -107,14 +107,12 @@ def draw_plan(client: AdminClient) -> None:
     loaded = [one["model"] for one in client.get("/experts").data["data"] if one["tokens"]]
     if not loaded:
         return
-    st.subheader("What if the experts were placed otherwise", anchor=False)
-    st.caption(
-        "Ranks with experts in their order, beside a plan that puts busy ones in several places. Nothing is changed."
-    )
+    st.subheader("Expert placement (EPLB) preview", anchor=False)
+    st.caption("Compares the default placement with a plan that replicates busy experts. Nothing is changed.")
     row = st.container(horizontal=True, vertical_alignment="bottom")
     model = row.selectbox("Model", loaded, key="plan model", width=220)
     nodes = row.number_input("Nodes", 1, 64, 1, key="plan nodes", width=130)
-    ranks = row.number_input("Ranks a node", 1, 64, 4, key="plan ranks", width=130)
+    ranks = row.number_input("Ranks per node", 1, 64, 4, key="plan ranks", width=130)
     more = row.number_input("Redundant experts", 0, 4096, 4, key="plan redundant", width=160)
     body = {"model": model, "nodes": nodes, "ranks_per_node": ranks, "redundant_experts": more}
     answer = client.ask("/experts/plan", body)
@@ -126,9 +124,9 @@ def draw_plan(client: AdminClient) -> None:
         "layer": column.NumberColumn("Layer", width=70),
         "before": column.ProgressColumn("Before", **share),
         "after": column.ProgressColumn("After", **share),
-        "replicas": column.TextColumn("Experts in several places", width=420, help="Expert × in how many slots"),
+        "replicas": column.TextColumn("Replicated experts", width=420, help="Expert × number of replicas"),
     }
-    with panels.panel("Plan by layer", "by the load of the last hour", [answer], key="plan", frame=frame):
+    with panels.panel("Plan by layer", "for the load of the last hour", [answer], key="plan", frame=frame):
         panels.table(frame, columns, "", max_rows=12)
 
 
@@ -136,10 +134,12 @@ def plan_tiles(plan: Mapping[str, Any], frame: pd.DataFrame) -> list[Tile]:
     before, after = (percent(plan[f"balancedness_{when}"]) for when in ("before", "after"))
     where = f"in each of {len(plan['layers'])} layers, {plan['ranks']} ranks"
     return [
-        Tile("Balancedness of ranks", after, f"{before} in their order", "Mean load of ranks ÷ the largest."),
-        Tile("Slots a rank", f"{plan['slots_per_rank']}", where),
-        Tile("Experts in several places", f"{frame['replicated'].sum():,}", "over all layers"),
-        Tile("To load", f"{short(plan['moved_bytes'])}B", f"{plan['moved_experts']:,} experts new to their rank"),
+        Tile(
+            "Rank balancedness", after, f"{before} with the default placement", "Mean load of the ranks ÷ the largest."
+        ),
+        Tile("Expert slots per rank", f"{plan['slots_per_rank']}", where),
+        Tile("Replicated experts", f"{frame['replicated'].sum():,}", "over all layers"),
+        Tile("Weights to move", f"{short(plan['moved_bytes'])}B", f"{plan['moved_experts']:,} experts on a new rank"),
     ]
 
 
@@ -148,26 +148,27 @@ def tiles(model: Mapping[str, Any], cells: pd.DataFrame) -> list[Tile]:
     active = model["active_experts_by_layer"]
     found = [
         Tile("Balancedness", percent(model["balancedness"]), "mean load ÷ largest",
-             "Over all layers and engines. 100 %: all experts of a layer get the same; a step waits for the busiest."),
-        Tile("Tokens", short(model["tokens"]), f"× {model['experts_per_token']} experts a layer"),
+             "Over all layers and engines. At 100 % all experts of a layer have equal load; a step waits for the "
+             "busiest."),
+        Tile("Tokens", short(model["tokens"]), f"× {model['experts_per_token']} experts per layer"),
         Tile("Busiest expert", NOTHING if hot is None else f"{hot['times_mean']:.1f}× mean",
              "" if hot is None else f"expert {hot['expert']:.0f} of layer {hot['layer']:.0f}"),
-        Tile("Not used", f"{unused:,}", f"of {len(cells):,} experts in all layers"),
+        Tile("Unused experts", f"{unused:,}", f"of {len(cells):,} in all layers"),
     ]  # fmt: skip
     if active:
         mean = sum(active) / len(active)
-        found.append(Tile("Active a step", f"{mean:.1f}", f"of {model['num_experts']} experts a layer, last hour",
-                          "How many experts' weights a step reads in a layer, on average."))  # fmt: skip
+        found.append(Tile("Active experts", f"{mean:.1f}", f"of {model['num_experts']} per layer, last 1 h",
+                          "Mean number of experts of a layer whose weights a step reads."))  # fmt: skip
     if model["engine_ids"]:
-        silent = f"{model['num_silent']} did not answer" if model["num_silent"] else "all have answered"
-        found.append(Tile("Replicas", f"{len(model['engine_ids'])}", f"engines, added up; {silent}"))
+        silent = f"{model['num_silent']} did not respond" if model["num_silent"] else "all responded"
+        found.append(Tile("Replicas", f"{len(model['engine_ids'])}", f"sum of engines; {silent}"))
     return found
 
 
 def draw_over_time(model: Mapping[str, Any], answer: Answer) -> None:
     frame = frames.evenness_frame(model)
     inks = {frames.ALL: colours.TENANTS[0], frames.MOST: colours.GOOD, frames.LEAST: colours.BAD}
-    with panels.panel("Balancedness", "minute by minute, an hour at most", [answer], key="evenness", frame=frame):
+    with panels.panel("Balancedness", "by minute, last 1 h at most", [answer], key="evenness", frame=frame):
         figure = charts.Figure("balancedness", "mean load ÷ largest", ".1%")
         panels.draw(
             lambda: charts.lines(frame, figure, "series", inks, span_of(frame)), frame, NO_LOAD, "evenness chart"
@@ -183,7 +184,7 @@ def span_of(frame: pd.DataFrame) -> charts.Span:
 
 def draw_tenants(model: Mapping[str, Any], answer: Answer, window: str) -> None:
     frame = frames.tenants_frame(model)
-    with panels.panel("Tokens by tenant", f"through the experts, {window}", [answer], key="load", frame=frame):
+    with panels.panel("Tokens by tenant", f"routed to experts, {window}", [answer], key="load", frame=frame):
         panels.draw(lambda: charts.ranked(frame, "tenant", "tokens", "share"), frame, NO_LOAD, "load chart")
 
 
@@ -192,11 +193,13 @@ def draw_layers(model: Mapping[str, Any], answer: Answer, window: str) -> None:
     columns = {
         "layer": column.NumberColumn("Layer", width=70),
         "balancedness": column.ProgressColumn("Balancedness", min_value=0.0, max_value=1.0, format="percent"),
-        "busiest": column.NumberColumn("Busiest expert", help="Its number, from 0"),
-        "times_mean": column.NumberColumn("Its load", format="%.2f× mean"),
-        "unused": column.NumberColumn("Not used", help="Experts that no token went to"),
-        "active": column.NumberColumn("Active a step", format="%.1f", help="Experts that a step used, last hour"),
+        "busiest": column.NumberColumn("Busiest expert", help="Index of the expert, from 0"),
+        "times_mean": column.NumberColumn("Load of busiest", format="%.2f× mean"),
+        "unused": column.NumberColumn("Unused", help="Experts without tokens"),
+        "active": column.NumberColumn(
+            "Active per step", format="%.1f", help="Mean active experts in a step, last hour"
+        ),
     }
     frame = frames.layers_frame(model)
-    with panels.panel("Layers", f"those with experts, {window}", [answer], key="layers", frame=frame):
+    with panels.panel("Layers", f"MoE layers, {window}", [answer], key="layers", frame=frame):
         panels.table(frame, columns, NO_LOAD, max_rows=12)

@@ -21,7 +21,10 @@ from moiety_dashboard.views.windows import HOUR, LIVE, MINUTE, Window
 from moiety_dashboard.views.windows import series as read_series
 
 NOW = 5 * MINUTE
-EMPTY = "No request has ended in this time. Send one on the Playground page, or with the `curl` of `moiety serve`."
+EMPTY = (
+    "No request ended in this time range. Send one on the Playground page, or with the `curl` command that "
+    "`moiety serve` prints."
+)
 
 
 def draw(page: Page) -> None:
@@ -30,7 +33,7 @@ def draw(page: Page) -> None:
 
 
 def draw_live(client: AdminClient, labels: list[str]) -> None:
-    panels.head("Overview", "Is it well, now and over time")
+    panels.head("Overview", "Health of all engines and classes, now and over time")
     engines = client.get("/engines") if session.may("engines.read") else None
     classes = client.get("/classes")
     draw_state(engines)
@@ -46,13 +49,13 @@ def draw_live(client: AdminClient, labels: list[str]) -> None:
 
 def draw_state(engines: Answer | None) -> None:
     if engines is None:
-        st.badge("your tenant's requests, tokens and promises", icon=":material/lock_person:", color="gray")
+        st.badge("requests, tokens and SLO attainment of your tenant", icon=":material/lock_person:", color="gray")
         return
     listed = engines.data["data"]
     ready = [engine for engine in listed if fleet.engine_state(engine) == "ready"]
     models = as_text(", ".join(sorted({engine["card"]["model"] for engine in ready if engine["card"]})))
     if not ready:
-        st.badge("no engine is ready: requests are refused", icon=":material/error:", color="red")
+        st.badge("no engine is ready: all requests fail with 503", icon=":material/error:", color="red")
     elif len(ready) < len(listed):
         said = f"{len(ready)} of {len(listed)} engines ready, serving {models}"
         st.badge(said, icon=":material/warning:", color="orange")
@@ -72,33 +75,33 @@ def draw_now(client: AdminClient, engines: Answer | None) -> None:
     last, whole = series.totals_of(recent.data["data"]), series.totals_of(hour.data["data"])
     frame = series.minutes_frame(hour.data["data"], MINUTE, now)
     last_s, whole_s = NOW.total_seconds(), HOUR.total_seconds()
-    kept, kept_hour = (ratio(sums["num_kept"], sums["num_promised"]) for sums in (last, whole))
-    failed, refused = (ratio(last[how], last["requests"]) for how in ("failed", "rejected"))
+    attained, attained_hour = (ratio(sums["num_kept"], sums["num_promised"]) for sums in (last, whole))
+    failed, rejected = (ratio(last[how], last["requests"]) for how in ("failed", "rejected"))
     found = [
         Tile(
             "Goodput, 5 min", f"{short(last['good_tokens'] / last_s)} tok/s",
             f"{short(whole['good_tokens'] / whole_s)} tok/s over 1 h",
-            "Output tokens a second of requests whose class's promise was kept.", series.history(frame, "good_per_s"),
+            "Output tokens per second of requests that attained their SLO.", series.history(frame, "good_per_s"),
         ),
         Tile(
-            "SLA kept, 5 min", percent(kept), f"{percent(kept_hour)} over 1 h",
-            "Share of the requests with a promise that had it kept; requests refused for overload did not.",
+            "SLO attainment, 5 min", percent(attained), f"{percent(attained_hour)} over 1 h",
+            "Share of requests that attained their SLO. Requests rejected for overload count as missed.",
             series.shares(hour.data["data"], ("num_kept",), "num_promised"),
         ),
         Tile(
             "Requests, 5 min", f"{short(last['requests'] / last_s)} /s", f"{short(whole['requests'])} in 1 h",
-            "Requests that ended, however they ended.", series.history(frame, "requests"),
+            "Ended requests, whatever their outcome.", series.history(frame, "requests"),
         ),
         Tile(
             "Output, 5 min", f"{short(last['output_tokens'] / last_s)} tok/s",
             f"{short(whole['output_tokens'])} tokens in 1 h",
-            "All output tokens, promise kept or not.", series.history(frame, "tokens_per_s"),
+            "All output tokens, whether or not the SLO was attained.", series.history(frame, "tokens_per_s"),
         ),
         *fleet_tiles(engines),
         Tile(
-            "Failed, 5 min", percent(failed), f"{percent(refused)} refused",
-            "Share of all requests that failed here. Refused are those over a limit, that nobody had room for, or that "
-            "were wrong.", series.shares(hour.data["data"], ("failed",), "requests"),
+            "Error rate, 5 min", percent(failed), f"{percent(rejected)} rejected",
+            "Share of requests that failed. Rejected requests exceeded a quota, met an overload or were invalid.",
+            series.shares(hour.data["data"], ("failed",), "requests"),
         ),
     ]  # fmt: skip
     panels.tiles(found, [recent, hour, *([engines] if engines else [])])
@@ -112,15 +115,15 @@ def fleet_tiles(engines: Answer | None) -> list[Tile]:
     used = ratio(now["kv_blocks_used"], now["kv_blocks_total"])
     cached = ratio(now["kv_blocks_cached"], now["kv_blocks_total"])
     seen = samples.watch(engines.data["data"])
-    since = "The line is since you signed in."
+    since = "The line begins when you signed in."
     return [
         Tile(
             "Queue, now", f"{now['num_waiting']:,.0f}", f"{now['num_running']:,.0f} running",
-            f"Requests that wait. {since}", fleet.over_time(seen, "num_waiting"),
+            f"Waiting requests. {since}", fleet.over_time(seen, "num_waiting"),
         ),
         Tile(
             "KV cache, now", percent(used), f"{percent(cached)} reusable",
-            f"Share of its blocks in use, and of free ones that are kept for reuse. {since}",
+            f"Share of blocks in use, and of free blocks with a reusable prefix. {since}",
             fleet.over_time(seen, "kv_blocks_used", "kv_blocks_total"),
         ),
     ]  # fmt: skip
@@ -129,27 +132,25 @@ def fleet_tiles(engines: Answer | None) -> list[Tile]:
 def draw_charts(client: AdminClient, window: Window, inks: Mapping[str, str]) -> None:
     span = window.span()
     answer, frame = read_series(client, window, span, ["service_class"])
-    over = (
-        f"by class, last {window.label}, {'an hour' if window.by_hour else f'{round(window.step / MINUTE)} min'} a slot"
-    )
+    over = f"by class, last {window.label}, {window.slot} resolution"
     left, right = st.columns(2)
     with left, panels.panel("Output tokens per second", over, [answer], key="tokens", frame=frame):
         figure = charts.Figure("tokens_per_s", "tokens/s")
         panels.draw(lambda: charts.stacked(frame, figure, "class", inks, span), frame, EMPTY, "tokens chart")
-    with right, panels.panel("SLA attainment", over, [answer], key="attainment", frame=frame):
-        promised = frame[frame["attainment"].notna()]
-        figure = charts.Figure("attainment", "promises kept", ".1%")
-        panels.draw(lambda: charts.lines(promised, figure, "class", inks, span), promised, EMPTY, "attainment chart")
+    with right, panels.panel("SLO attainment", over, [answer], key="attainment", frame=frame):
+        with_slo = frame[frame["attainment"].notna()]
+        figure = charts.Figure("attainment", "SLO attainment", ".1%")
+        panels.draw(lambda: charts.lines(with_slo, figure, "class", inks, span), with_slo, EMPTY, "attainment chart")
     ended = series.outcomes(frame)
     with (
         left,
-        panels.panel("Requests per minute", over.replace("class", "their end"), [answer], key="ends", frame=ended),
+        panels.panel("Requests per minute", over.replace("class", "outcome"), [answer], key="ends", frame=ended),
     ):
         figure = charts.Figure("per_minute", "requests/min")
         panels.draw(
             lambda: charts.stacked(ended, figure, "outcome", colours.OUTCOMES, span), ended, EMPTY, "ends chart"
         )
-    with right, panels.panel("Mean time to first token", over, [answer], key="ttft", frame=frame):
+    with right, panels.panel("Mean time to first token (TTFT)", over, [answer], key="ttft", frame=frame):
         begun = frame[frame["ttft_ms"].notna()]
         figure = charts.Figure("ttft_ms", "ms, log scale", is_log=True)
         panels.draw(lambda: charts.lines(begun, figure, "class", inks, span), begun, EMPTY, "ttft chart")
@@ -160,8 +161,8 @@ def draw_classes(client: AdminClient, classes: Answer, engines: Answer | None, i
     sums = client.get("/usage/minutes", group_by="service_class", step=60, since=since)
     frame = classes_of_hour(classes, sums, engines)
     answers = [sums, classes, *([engines] if engines else [])]
-    with panels.panel("Classes", "the last hour, and what waits now", answers, key="classes", frame=frame):
-        panels.table(frame, class_columns(), "There is no class.", classes=inks)
+    with panels.panel("Service classes", "last 1 h; queues now", answers, key="classes", frame=frame):
+        panels.table(frame, class_columns(), "No service class is defined.", classes=inks)
 
 
 def classes_of_hour(classes: Answer, sums: Answer, engines: Answer | None) -> pd.DataFrame:

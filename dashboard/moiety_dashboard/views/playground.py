@@ -21,7 +21,7 @@ from moiety_dashboard.panels import Tile
 from moiety_dashboard.views.tenants.keys import PLAYGROUND_KEY
 from moiety_dashboard.views.traces.kept import KEPT, TRACE
 
-TIERS = {"auto": "the tenant's own", "priority": "priority", "default": "standard", "flex": "flex"}
+TIERS = {"auto": "tenant default", "priority": "priority", "default": "standard", "flex": "flex"}
 TIMEOUT_S = 120.0
 LIMIT_HEADERS = ("x-ratelimit-", "ratelimit")
 TRACES = "traces"  # path of the traces page, which not every user may see
@@ -29,7 +29,7 @@ STORED_WITHIN_S = 6.0  # time until a kept trace is stored
 
 
 class Refused(Exception):
-    """The gateway did not answer the request; the message gives the reason."""
+    """The gateway rejected or failed the request; the message gives the reason."""
 
 
 @dataclass
@@ -47,13 +47,14 @@ class Run:
 
 
 def draw(page: Page) -> None:
-    panels.head("Playground", "Send a request as a tenant would, and watch its tokens arrive")
+    panels.head("Playground", "Send a request with a tenant's key and stream its answer")
     with st.form("request", border=True):
         first, second, third, fourth = st.columns([3, 2, 2, 1])
         kept = st.session_state.get(PLAYGROUND_KEY, "")
         key = first.text_input(
-            "Tenant's key", kept, type="password", autocomplete="off", placeholder="mty_…",
-            help="A key for inference. It is sent to the gateway with this request, and forgotten with this tab.",
+            "API key", kept, type="password", autocomplete="off", placeholder="mty_…",
+            help="An inference key of a tenant. It is sent to the gateway with each request, and kept only in this "
+                 "browser session.",
         )  # fmt: skip
         model = second.text_input("Model", st.session_state.get("playground model", "moiety-demo"))
         tier = third.selectbox("Class", list(TIERS), format_func=lambda tier: TIERS[tier])
@@ -61,7 +62,7 @@ def draw(page: Page) -> None:
         prompt = st.text_area("Prompt", "What is 17 + 25?", height=90)
         sent = st.form_submit_button("Send", type="primary", icon=":material/send:")
     if not sent:
-        st.caption("Nothing is sent yet. Make a key on the Tenants page if you have none.")
+        st.caption("No request sent yet. Create a key on the Tenants page if you have none.")
         return
     st.session_state[PLAYGROUND_KEY], st.session_state["playground model"] = key.strip(), model
     body = {
@@ -86,9 +87,9 @@ def send(url: str, key: str, body: Mapping[str, Any], run: Run) -> None:
         st.error(as_text(exc), icon=":material/block:")
         return
     except httpx.HTTPError as exc:
-        st.error(f"The connection broke: {type(exc).__name__}. Is the gateway at {as_text(url)} running?")
+        st.error(f"The connection to {as_text(url)} failed ({type(exc).__name__}). Check that the gateway is running.")
         return
-    tell(run)
+    draw_figures(run)
 
 
 def arriving(url: str, key: str, body: Mapping[str, Any], run: Run) -> Iterator[str]:
@@ -115,7 +116,7 @@ def arriving(url: str, key: str, body: Mapping[str, Any], run: Run) -> Iterator[
 def take(event: Mapping[str, Any], run: Run) -> Iterator[str]:
     """Yield the text of one event. Raises Refused for an answer that failed midway."""
     if "error" in event:
-        raise Refused(f"The answer broke off: {event['error']['message']}")
+        raise Refused(f"The answer failed midway: {event['error']['message']}")
     run.tier = event.get("service_tier") or run.tier
     run.usage = event.get("usage") or run.usage
     for choice in event.get("choices", []):
@@ -132,7 +133,7 @@ def refusal(response: httpx.Response) -> str:
     return f"{response.status_code} {code}: {read_message(response)}" + (f" Retry after {after} s." if after else "")
 
 
-def tell(run: Run) -> None:
+def draw_figures(run: Run) -> None:
     """Show the request's usage and latency, as this client measured them."""
     ended_s = run.ended_s or time.monotonic()
     output = run.usage.get("completion_tokens")
@@ -141,16 +142,16 @@ def tell(run: Run) -> None:
     first_ms = None if run.first_s is None else (run.first_s - run.started_s) * 1000
     panels.tiles(
         [
-            Tile("First token", milliseconds(first_ms), "seen from the dashboard"),
-            Tile("Whole answer", milliseconds((ended_s - run.started_s) * 1000), "seen from the dashboard"),
-            Tile("Speed", f"{short(speed)} tok/s", "after the first token"),
+            Tile("TTFT", milliseconds(first_ms), "measured by the dashboard"),
+            Tile("Duration", milliseconds((ended_s - run.started_s) * 1000), "measured by the dashboard"),
+            Tile("Decode speed", f"{short(speed)} tok/s", "after the first token"),
             Tile("Tokens", f"{short(output)} out", f"{short(run.usage.get('prompt_tokens'))} in"),
-            Tile("Tier", run.tier or "–", "in which it was served"),
+            Tile("Class", run.tier or "–", "that served the request"),
         ]
     )
     st.caption(f"Request {as_text(run.request_id)}" if run.request_id else "")
     if run.limits:
-        st.caption("Where the key's limits stand")
+        st.caption("Rate limit headers")
         st.code("\n".join(f"{name}: {show_unseen(value)}" for name, value in sorted(run.limits.items())), language=None)
 
 
@@ -160,11 +161,11 @@ def draw_trace(client: AdminClient, page: Page, run: Run, waited_s: float) -> No
         client.get(path_of("traces", run.trace_id))
     except ApiRefused as exc:
         if exc.code != "trace_not_found":
-            st.caption(f"There is no trace to look at: {as_text(exc)}")
+            st.caption(f"The trace is not available: {as_text(exc)}")
         elif waited_s < STORED_WITHIN_S:
-            st.caption("Its trace is on its way …")
+            st.caption("Waiting for the trace …")
         else:
-            st.caption(f"Its trace was not kept. {KEPT}")
+            st.caption(f"The trace was not sampled. {KEPT}")
         return
     icon = ":material/account_tree:"
-    st.page_link(page.others[TRACES], label="Open its trace", icon=icon, query_params={TRACE: run.trace_id})
+    st.page_link(page.others[TRACES], label="Open trace", icon=icon, query_params={TRACE: run.trace_id})

@@ -22,12 +22,12 @@ from moiety_dashboard.views.windows import HOUR
 CLASSES = "classes"  # the page where settings are applied
 MINUTES = {60: "last 1 h", 30: "last 30 min", 15: "last 15 min", 5: "last 5 min"}
 LENGTHS = "input=100..1000,output=50..400"
-DRAWN = {  # its classes are the built-in ones
+GENERATED = {  # its classes are the built-in ones
     "steady": (
         f"poisson:rate=0.6,tenants=2,{LENGTHS},class=priority;poisson:rate=1.5,tenants=4,{LENGTHS},class=standard;"
         f"poisson:rate=0.4,tenants=2,{LENGTHS},class=flex"
     ),
-    "in bursts": (
+    "bursts": (
         f"poisson:rate=0.6,tenants=2,{LENGTHS},class=priority;poisson:rate=1,tenants=4,{LENGTHS},class=standard;"
         f"onoff:rate=8,on=30,off=90,tenants=2,{LENGTHS},class=standard"
     ),
@@ -35,9 +35,7 @@ DRAWN = {  # its classes are the built-in ones
 
 
 def draw(page: Page) -> None:
-    panels.head(
-        "Simulator", "The last hour's own traffic again, under other settings: nothing of what is served changes"
-    )
+    panels.head("Simulator", "Replay the last hour's traffic with other settings; serving is not affected")
     with page.asking() as client:
         known = client.get("/simulations")
         listed = known.data["data"]
@@ -55,9 +53,9 @@ def draw_running(page: Page, client: AdminClient, running: Mapping[str, Any]) ->
     row = st.container(border=True, horizontal=True, vertical_alignment="center")
     with row:
         page.live(lambda live: draw_progress(live, running["id"]))
-    if row.button("Cancel it", icon=":material/stop_circle:"):
+    if row.button("Cancel", icon=":material/stop_circle:"):
         path = path_of("simulations", running["id"])
-        if panels.attempt(lambda: client.change("DELETE", path), "The simulation is cancelled.") is not None:
+        if panels.attempt(lambda: client.change("DELETE", path), "Simulation cancelled.") is not None:
             st.rerun()
 
 
@@ -78,7 +76,7 @@ def ask(client: AdminClient, known: Mapping[str, Any]) -> None:
     with st.form("simulation", border=True):
         first, second, third = st.columns(3)
         body = ask_traffic(client, first, second) | ask_device(engines, known, third) | ask_replicas(engines, known)
-        st.caption("Classes as they are; change what you want to try. Nothing is applied. Times are seconds.")
+        st.caption("Current class settings. Edit the values to simulate; nothing is applied. Times are in seconds.")
         edited = st.data_editor(
             simulations.terms_frame(classes),
             column_config=term_columns(classes),
@@ -88,7 +86,7 @@ def ask(client: AdminClient, known: Mapping[str, Any]) -> None:
         )
         if st.form_submit_button("Simulate", type="primary", icon=":material/science:"):
             body["classes"] = simulations.changes(classes, edited)
-            started = "The simulation runs, beside all that is served."
+            started = "Simulation started."
             if panels.attempt(lambda: client.change("POST", "/simulations", body), started) is not None:
                 st.rerun()
 
@@ -100,24 +98,34 @@ def ask_traffic(client: AdminClient, first: Any, second: Any) -> dict[str, Any]:
     served = totals["requests"] - totals["rejected"]
     if served < 2:
         st.info(
-            "No request was served in the last hour, so arrivals are drawn. Send some on the Playground page, or with "
-            "`moiety bench serve`, to simulate your own.",
+            "No request was served in the last hour, so the arrivals are generated. To replay your own traffic, send "
+            "requests on the Playground page or with `moiety bench serve`.",
             icon=":material/casino:",
         )
-    own = {f"own requests, {label}": {"minutes": minutes} for minutes, label in MINUTES.items()} if served >= 2 else {}
-    sources = own | {f"drawn, {label}, 10 min": {"generate": spec} for label, spec in DRAWN.items()}
-    says = f"{short(served)} requests ended in the last hour. A long time takes longer to simulate."
-    source = first.selectbox("Traffic", list(sources), help=says)
-    times = second.number_input("Times as much", 0.01, 100.0, 1.0, 0.25, help="Multiplies what arrives, bursts and all")
+    own = (
+        {f"recorded requests, {label}": {"minutes": minutes} for minutes, label in MINUTES.items()}
+        if served >= 2
+        else {}
+    )
+    sources = own | {f"generated, {label}, 10 min": {"generate": spec} for label, spec in GENERATED.items()}
+    description = (
+        f"{short(served)} requests were served in the last hour. A longer time range takes longer to simulate."
+    )
+    source = first.selectbox("Traffic", list(sources), help=description)
+    times = second.number_input(
+        "Load factor", 0.01, 100.0, 1.0, 0.25, help="Multiplies the arrival rate, bursts included"
+    )
     return {**sources[source], "times": times}
 
 
-def ask_device(engines: list[dict[str, Any]], known: Mapping[str, Any], place: Any) -> dict[str, Any]:
+def ask_device(engines: list[dict[str, Any]], known: Mapping[str, Any], column: Any) -> dict[str, Any]:
     """Return the step-time model."""
     devices = {("engine_id", one): label for one, label in simulations.learned(engines).items()}
     devices |= {("device", name): name for name in known["devices"]}
-    says = "As an engine has learned while it served, or as a known model on a known device would take."
-    field, name = place.selectbox("Steps take", list(devices), format_func=lambda one: devices[one], help=says)
+    description = "Learned by an engine while it served, or computed for a known model on a known device."
+    field, name = column.selectbox(
+        "Step time model", list(devices), format_func=lambda one: devices[one], help=description
+    )
     return {field: name}
 
 
@@ -125,32 +133,34 @@ def ask_replicas(engines: list[dict[str, Any]], known: Mapping[str, Any]) -> dic
     """Return the replicas. One of them is simulated, with its share of the requests."""
     ready = max(1, sum(fleet.engine_state(engine) == "ready" for engine in engines))
     first, second, last = st.columns(3)
-    now = first.number_input("Replicas now", 1, 1000, ready)
-    then = second.number_input("Replicas then", 1, 1000, ready)
-    policy = last.selectbox("Policy then", known["policies"], help="How requests are scheduled; now it is moiety")
+    now = first.number_input("Current replicas", 1, 1000, ready)
+    then = second.number_input("Simulated replicas", 1, 1000, ready)
+    policy = last.selectbox("Simulated policy", known["policies"], help="Scheduling policy; the current one is moiety")
     return {"replicas_now": now, "replicas": then, "policy": policy}
 
 
 def term_columns(classes: list[dict[str, Any]]) -> dict[str, Any]:
     column = st.column_config
 
-    def seconds_column(label: str, says: str) -> Any:
-        return column.NumberColumn(label, min_value=0.0, format="%.4g", help=says, width=86)
+    def seconds_column(label: str, description: str) -> Any:
+        return column.NumberColumn(label, min_value=0.0, format="%.4g", help=description, width=86)
 
-    none = "Empty: no promise"
+    none = "Empty: no SLO"
 
     return {
         "class": column.TextColumn("Class", disabled=True, width=86),
-        "rank": column.NumberColumn("Rank", min_value=0, max_value=1000, step=1, width=64, help="0 is best"),
+        "rank": column.NumberColumn("Rank", min_value=0, max_value=1000, step=1, width=64, help="0 is highest"),
         "weight": column.NumberColumn("Weight", min_value=0.001, max_value=1000.0, format="%.3g", width=72),
-        "ttft_s": seconds_column("First token", f"Arrival to first token, seconds. {none}"),
-        "ttft_per_1k_s": seconds_column("+ each 1k", "More for each 1,000 prompt tokens that no cache held, seconds"),
-        "tpot_s": seconds_column("Next ones", f"Between tokens, seconds. {none}"),
-        "completion_s": seconds_column("Whole", f"Arrival to the last token, seconds. {none}"),
-        "max_queue_s": seconds_column("Waits", "At most, before it goes before better classes, seconds"),
-        "preemptible": column.CheckboxColumn("Gives way", width=86, help="May be preempted for better classes"),
+        "ttft_s": seconds_column("TTFT", f"Time to first token, seconds. {none}"),
+        "ttft_per_1k_s": seconds_column("+ per 1k", "Additional TTFT per 1,000 uncached prompt tokens, seconds"),
+        "tpot_s": seconds_column("TPOT", f"Time per output token, seconds. {none}"),
+        "completion_s": seconds_column("Completion", f"Arrival to the last token, seconds. {none}"),
+        "max_queue_s": seconds_column(
+            "Max queue", "Queue time after which a request goes before higher classes, seconds"
+        ),
+        "preemptible": column.CheckboxColumn("Preemptible", width=96, help="Preemptible by higher classes"),
         "on_overload": column.SelectboxColumn("Overload", options=list(OVERLOAD), required=True, width=96),
-        "downgrade_to": column.SelectboxColumn("Falls to", options=[terms["name"] for terms in classes], width=96),
+        "downgrade_to": column.SelectboxColumn("Fallback", options=[terms["name"] for terms in classes], width=96),
     }
 
 
@@ -161,12 +171,12 @@ def draw_ended(page: Page, client: AdminClient, ended: list[dict[str, Any]], kno
     chosen = left.selectbox("Result", list(labels), format_func=lambda one: labels[one], key=f"result {ended[0]['id']}")
     with right:
         icon = ":material/speed:"
-        st.page_link(page.others[CLASSES], label="Apply on SLA classes", icon=icon, width="stretch")
+        st.page_link(page.others[CLASSES], label="Apply on Service classes", icon=icon, width="stretch")
     one = next(one for one in ended if one["id"] == chosen)
     if one["state"] == "cancelled":
-        st.info("This one was cancelled.", icon=":material/stop_circle:")
+        st.info("This simulation was cancelled.", icon=":material/stop_circle:")
     elif one["state"] == "failed":
-        st.error(f"Nothing came of it: {as_text(one['problem'])}.", icon=":material/error:")
+        st.error(f"The simulation failed: {as_text(one['problem'])}.", icon=":material/error:")
     else:
         draw_result(client, one, known)
 
@@ -182,16 +192,16 @@ def draw_result(client: AdminClient, one: Mapping[str, Any], known: Answer) -> N
     classes = client.get("/classes").data["data"]
     inks = colours.of_classes(terms["name"] for terms in classes)
     frame = simulations.sides_frame(result)
-    left_out = f", {short(result['num_unserved'])} without lengths left out" if result["num_unserved"] else ""
-    st.caption(f"Of one replica. How long its steps take: {as_text(result['device'])}.")
-    note = "by class, of one replica"
+    left_out = f", {short(result['num_unserved'])} without lengths excluded" if result["num_unserved"] else ""
+    st.caption(f"Results of one replica. Step time model: {as_text(result['device'])}.")
+    note = "by class, one replica"
     figures = {
-        "Promises kept": charts.Figure("attainment", "of the class's requests", ".1%"),
-        "Share of the work asked for": charts.Figure("demand_share", "of device time", ".1%"),
-        "Time to first token, p99": charts.Figure("ttft_p99_s", "seconds", ",.2~f"),
-        "Longest wait": charts.Figure("longest_wait_s", "seconds", ",.2~f"),
+        "SLO attainment": charts.Figure("attainment", "share of requests", ".1%"),
+        "Demand share": charts.Figure("demand_share", "share of device time", ".1%"),
+        "TTFT, p99": charts.Figure("ttft_p99_s", "seconds", ",.2~f"),
+        "Longest queue time": charts.Figure("longest_wait_s", "seconds", ",.2~f"),
         "Preemptions": charts.Figure("num_preemptions", "preemptions"),
-        "Refused": charts.Figure("num_rejected", "requests"),
+        "Rejected": charts.Figure("num_rejected", "requests"),
     }
     for number, (title, figure) in enumerate(figures.items()):
         if number % 2 == 0:
@@ -206,28 +216,38 @@ def draw_result(client: AdminClient, one: Mapping[str, Any], known: Answer) -> N
             panels.draw(
                 partial(charts.sides, measured, figure, inks),
                 measured,
-                "None, now or then.",
+                "None, current or simulated.",
                 f"chart {figure.column}",
             )
     totals = simulations.totals_frame(result)
     said = f"{short(result['num_requests'])} requests{left_out}"
     with panels.panel("All requests", said, [known], key="simulated totals", frame=totals):
-        panels.table(totals, {"figure": "", "now": "Now", "then": "Then"}, "", max_rows=20)
+        panels.table(totals, {"figure": "Metric", "now": "Current", "then": "Simulated"}, "", max_rows=20)
 
 
 def tiles(result: Mapping[str, Any]) -> list[Tile]:
     """Return the most important figures, simulated beside current."""
     now, then = result["now"], result["then"]
 
-    def tile(label: str, shown: Any, name: str, says: str) -> Tile:
-        return Tile(label, shown(then[name]), f"now {shown(now[name])}", says)
+    def tile(label: str, shown: Any, name: str, description: str) -> Tile:
+        return Tile(label, shown(then[name]), f"current {shown(now[name])}", description)
 
-    capacity = "Of what one replica does when it is full, first come first served."
+    capacity = "Share of the capacity of one saturated replica with first-come, first-served scheduling."
     return [
-        tile("Promises kept", percent, "attainment", "Requests whose class's promise was kept; refused ones did not."),
-        tile("Goodput, of capacity", percent, "goodput_fraction_of_capacity", capacity),
-        tile("Asked for, of capacity", percent, "offered_fraction_of_capacity", capacity),
-        tile("Prefill in vain", percent, "wasted_prefill_fraction", "Of prompt tokens computed, for what never ended."),
-        tile("Preemptions", short, "preemptions", "At one replica, in the whole time."),
-        tile("Longest wait", simulations.seconds, "longest_wait_s", "From arrival to the first step."),
+        tile(
+            "SLO attainment",
+            percent,
+            "attainment",
+            "Share of requests that attained their SLO; rejected ones count as missed.",
+        ),
+        tile("Goodput / capacity", percent, "goodput_fraction_of_capacity", capacity),
+        tile("Offered load / capacity", percent, "offered_fraction_of_capacity", capacity),
+        tile(
+            "Wasted prefill",
+            percent,
+            "wasted_prefill_fraction",
+            "Share of computed prompt tokens whose requests never completed.",
+        ),
+        tile("Preemptions", short, "preemptions", "Of one replica, in the whole time range."),
+        tile("Longest queue time", simulations.seconds, "longest_wait_s", "From arrival to the first step."),
     ]

@@ -44,20 +44,20 @@ class ServerCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         stats = self._read()
         gauges = (
-            ("ready", "1 once the model is loaded, while the engine does not sleep.", stats.is_ready),
-            ("gateways", "Gateways that are connected.", stats.num_gateways),
-            ("open_requests", "Requests that have not ended.", stats.num_open),
+            ("ready", "1 if the model is loaded and the engine is awake.", stats.is_ready),
+            ("gateways", "Connected gateways.", stats.num_gateways),
+            ("open_requests", "Open requests of this engine.", stats.num_open),
             (
                 "unacknowledged_requests",
-                "Ended requests whose usage no gateway has said it stored.",
+                "Ended requests whose usage no gateway has acknowledged.",
                 stats.num_unacknowledged,
             ),
         )
         for name, text, value in gauges:
             yield GaugeMetricFamily(f"moiety_engine_server_{name}", text, value)
-        text = "Messages of gateways that could not be read."
+        text = "Gateway messages that could not be decoded."
         yield CounterMetricFamily("moiety_engine_server_undecodable_messages", text, stats.num_undecodable)
-        text = "Messages that gateways were not permitted to send."
+        text = "Gateway messages that were refused as not permitted."
         yield CounterMetricFamily("moiety_engine_server_refused_messages", text, stats.num_refused)
         for name, text in figures.GAUGES:
             yield GaugeMetricFamily(f"moiety_core_{name.removesuffix('_total')}", text, getattr(stats.load, name))
@@ -104,7 +104,7 @@ class MetricsServer:
             raise InvalidConfig(f"--metrics-listen {address!r} is not host:port; write for example 127.0.0.1:9400")
         registry = CollectorRegistry()
         ProcessCollector(registry=registry)
-        Info("moiety_build", "What runs.", registry=registry).info({"version": version("moiety")})
+        Info("moiety_build", "Version of the running package.", registry=registry).info({"version": version("moiety")})
         try:
             return cls(registry, *start_http_server(int(port), host, registry))
         except (OSError, OverflowError) as exc:

@@ -171,7 +171,7 @@ def running(folder: Path, traces: bool) -> Iterator[RunningGateway]:
     Raises BenchFailed.
     """
     if not hasattr(os, "sched_setaffinity"):
-        raise BenchFailed("this system cannot give the gateway a core of its own; run it on Linux")
+        raise BenchFailed("this system cannot pin the gateway to a CPU core; run the benchmark on Linux")
     socket, data_dir = f"ipc://{folder / 'engine'}", folder / "data"
     port = claim_port("127.0.0.1", 0, "--port")
     keys_path = data_dir / KEYS_FILE
@@ -223,14 +223,16 @@ def _wait_ready(host: str, port: int, processes: dict[str, subprocess.Popen[byte
     while time.monotonic() < end_s:
         for name, process in processes.items():
             if process.poll() is not None:
-                raise BenchFailed(f"the {name} ended at its start:\n{_last_lines(folder / f'{name}.log')}")
+                raise BenchFailed(f"the {name} exited at startup:\n{_last_lines(folder / f'{name}.log')}")
         try:
             if httpx.get(f"http://{host}:{port}/readyz", timeout=5).status_code == httpx.codes.OK:
                 return
         except httpx.HTTPError:
             pass
         time.sleep(0.1)
-    raise BenchFailed(f"not ready within {START_S:.0f} s:\n{_last_lines(folder / 'gateway.log')}")
+    raise BenchFailed(
+        f"the gateway was not ready within {START_S:.0f} s; the end of its log:\n{_last_lines(folder / 'gateway.log')}"
+    )
 
 
 def _last_lines(log: Path) -> str:

@@ -70,13 +70,15 @@ async def find_target(
             names = [entry["id"] for entry in models]
             chosen = model or (names[0] if names else None)
             if chosen is None or chosen not in names:
-                raise TargetError(f"{url} serves {', '.join(names) or 'no model'}, not {chosen}; choose with --model")
+                raise TargetError(
+                    f"{url} serves {', '.join(names) or 'no model'}, not {chosen}; choose a served model with --model"
+                )
             body = {"model": chosen, "prompt": VOCABULARY_TEXT}
             tokens = (await client.post("/tokenize", json=body)).raise_for_status().json()["tokens"]
     except httpx.HTTPStatusError as exc:
         raise TargetError(f"{exc.request.url} answered {exc.response.status_code}: {error_code(exc.response)}") from exc
     except httpx.HTTPError as exc:
-        raise TargetError(f"{url} does not answer ({type(exc).__name__}); is the gateway running?") from exc
+        raise TargetError(f"{url} does not answer ({type(exc).__name__}); check that the gateway is running") from exc
     return BenchTarget(url, keys, shared, chosen, tuple(tokens), timeout_s)
 
 

@@ -26,7 +26,7 @@ class SloTarget:
     tpot_s: float | None = None
     completion_s: float | None = None
 
-    def is_kept(self, answer: BenchAnswer) -> bool:
+    def is_attained(self, answer: BenchAnswer) -> bool:
         if answer.error is not None or answer.first_token_s is None:
             return False
         tpot_s = time_per_token_s(answer)
@@ -39,7 +39,7 @@ class SloTarget:
 
 
 # A class that is not shipped gets the SLO of the standard class.
-PROMISES = {
+SLO_TARGETS = {
     service.name: SloTarget(service.ttft_s, service.ttft_per_1k_s, service.tpot_s, service.completion_s)
     for service in SHIPPED
 }
@@ -71,7 +71,7 @@ def summarise(answers: Sequence[BenchAnswer]) -> dict[str, Any]:
     """Return the figures of a run. Latencies cover served requests only; attainment counts the others as missed."""
     served = [answer for answer in answers if answer.error is None]
     duration_s = max((answer.request.arrival_s + answer.end_s for answer in answers), default=0.0)
-    kept = [answer for answer in answers if promise_of(answer).is_kept(answer)]
+    attained = [answer for answer in answers if slo_target_of(answer).is_attained(answer)]
     classes = sorted({answer.request.service_class for answer in answers})
     return {
         "duration_s": round(duration_s, 3),
@@ -82,7 +82,7 @@ def summarise(answers: Sequence[BenchAnswer]) -> dict[str, Any]:
         "requests_per_s": rate(len(served), duration_s),
         "input_tokens_per_s": rate(sum(answer.input_tokens for answer in served), duration_s),
         "output_tokens_per_s": rate(sum(answer.output_tokens for answer in served), duration_s),
-        "goodput_tokens_per_s": rate(sum(answer.output_tokens for answer in kept), duration_s),
+        "goodput_tokens_per_s": rate(sum(answer.output_tokens for answer in attained), duration_s),
         **latencies(served),
         "classes": {name: summarise_class(name, answers) for name in classes},
         "send_delay_ms": spread_ms(answer.late_s for answer in answers),
@@ -91,9 +91,9 @@ def summarise(answers: Sequence[BenchAnswer]) -> dict[str, Any]:
 
 def summarise_class(name: str, answers: Sequence[BenchAnswer]) -> dict[str, Any]:
     members = [answer for answer in answers if answer.request.service_class == name]
-    kept = sum(promise_of(answer).is_kept(answer) for answer in members)
+    attained = sum(slo_target_of(answer).is_attained(answer) for answer in members)
     served = [answer for answer in members if answer.error is None]
-    return {"requests": len(members), "attainment": round(kept / len(members), 6), **latencies(served)}
+    return {"requests": len(members), "attainment": round(attained / len(members), 6), **latencies(served)}
 
 
 def latencies(served: Sequence[BenchAnswer]) -> dict[str, Any]:
@@ -104,8 +104,8 @@ def latencies(served: Sequence[BenchAnswer]) -> dict[str, Any]:
     }
 
 
-def promise_of(answer: BenchAnswer) -> SloTarget:
-    return PROMISES.get(answer.request.service_class, PROMISES[STANDARD.name])
+def slo_target_of(answer: BenchAnswer) -> SloTarget:
+    return SLO_TARGETS.get(answer.request.service_class, SLO_TARGETS[STANDARD.name])
 
 
 def rate(count: float, duration_s: float) -> float:

@@ -29,7 +29,7 @@ class ClassCache(Snapshot[Catalogue]):
         catalogue = await self.current()
         if name not in catalogue.names:
             raise Unavailable(
-                f"The class {name!r} cannot be looked up right now; try again shortly.",
+                f"The class {name!r} cannot be read from the database right now; retry shortly.",
                 code="store_unavailable",
                 retry_after_s=RETRY_AFTER_S,
             )

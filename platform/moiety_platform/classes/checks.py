@@ -27,7 +27,7 @@ SECONDS = shows(minimum=MIN_SECONDS, maximum=MAX_SECONDS)
 ALLOWANCE = shows(minimum=0, maximum=MAX_SECONDS)
 FACTOR = shows(minimum=0, maximum=MAX_PRICE_FACTOR)
 ACTION = shows(enum=list(OverloadAction))
-PROMISES = (
+SLO_RULES = (
     {"anyOf": [{"required": [name], "properties": {name: {"type": "number"}}} for name in ("ttft_s", "completion_s")]},
     {
         "if": {"required": ["tpot_s"], "properties": {"tpot_s": {"type": "number"}}},
@@ -65,7 +65,9 @@ def check_class_name(name: str) -> str:
 
 def parse_action(action: str) -> OverloadAction:
     if action not in frozenset(OverloadAction):
-        raise BadRequest(f"'on_overload' must be one of: {', '.join(OverloadAction)}.", param="on_overload")
+        raise BadRequest(
+            f"'on_overload' must be one of: {', '.join(OverloadAction)}, not {action[:64]!r}.", param="on_overload"
+        )
     return OverloadAction(action)
 
 
@@ -73,7 +75,7 @@ def check_terms(terms: ClassTerms, classes: Mapping[str, ClassTerms]) -> None:
     """Check one class against the others of the deployment. Raises BadRequest."""
     service = terms.service
     if not 0 <= service.rank <= MAX_RANK:
-        raise BadRequest(f"'rank' must be from 0 (best) to {MAX_RANK}.", param="rank")
+        raise BadRequest(f"'rank' must be from 0 (highest) to {MAX_RANK}, not {service.rank}.", param="rank")
     _check_range("weight", service.weight, MIN_WEIGHT, MAX_WEIGHT)
     for name in _TIMES:
         value = getattr(service, name)
@@ -82,8 +84,8 @@ def check_terms(terms: ClassTerms, classes: Mapping[str, ClassTerms]) -> None:
     _check_range("ttft_per_1k_s", service.ttft_per_1k_s, 0.0, MAX_SECONDS)
     _check_range("price_factor", terms.price_factor, 0.0, MAX_PRICE_FACTOR)
     if complaint := service.complaint():
-        told = f"The class {service.name!r} makes no promise that can be kept: {complaint}."
-        raise BadRequest(told, code="impossible_promise")
+        message = f"The class {service.name!r} has an invalid SLO: {complaint}."
+        raise BadRequest(message, code="invalid_slo")
     _check_downgrade(terms, classes)
     for other in classes.values():
         if other.downgrade_to == service.name and other.service.rank >= service.rank:
@@ -98,22 +100,22 @@ def _check_downgrade(terms: ClassTerms, classes: Mapping[str, ClassTerms]) -> No
     """Check that a fallback has a higher rank number, so that fallbacks never form a cycle. Raises BadRequest."""
     service, target = terms.service, terms.downgrade_to
     lower = [name for name, other in classes.items() if other.service.rank > service.rank and name != service.name]
-    choice = f"choose one of: {', '.join(sorted(lower))}" if lower else "there is none yet, so make one first"
+    choice = f"choose one of: {', '.join(sorted(lower))}" if lower else "there is none yet, so create one first"
     if target is None:
         if service.on_overload is OverloadAction.DOWNGRADE:
             raise BadRequest(
-                f"'downgrade_to' is missing: with 'on_overload' downgrade it must name a class of a rank above "
+                f"'downgrade_to' is missing: with 'on_overload' downgrade it must name a class with a rank above "
                 f"{service.rank}; {choice}.",
                 param="downgrade_to",
             )
         return
     if target not in lower:
         raise BadRequest(
-            f"'downgrade_to' must name another class, of a rank above {service.rank} (a lower one); {choice}.",
+            f"'downgrade_to' must name another class with a rank above {service.rank}, not {target[:64]!r}; {choice}.",
             param="downgrade_to",
         )
 
 
 def _check_range(name: str, value: float, low: float, high: float) -> None:
     if not (math.isfinite(value) and low <= value <= high):
-        raise BadRequest(f"'{name}' must be a number from {low:g} to {high:g}.", param=name)
+        raise BadRequest(f"'{name}' must be a number from {low:g} to {high:g}, not {value:g}.", param=name)

@@ -12,9 +12,9 @@ from moiety_platform.classes.checks import (
     ALLOWANCE,
     CLASS_NAME,
     FACTOR,
-    PROMISES,
     RANK,
     SECONDS,
+    SLO_RULES,
     WEIGHT,
 )
 from moiety_platform.classes.terms import SHIPPED_NAMES, ClassTerms
@@ -25,7 +25,7 @@ from moiety_wire.classes import ServiceClass
 class NewClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A class to create. Times are seconds; null sets no bound of that kind."""
 
-    rules: ClassVar[Sequence[Mapping[str, Any]]] = PROMISES
+    rules: ClassVar[Sequence[Mapping[str, Any]]] = SLO_RULES
 
     name: Annotated[str, CLASS_NAME]
     rank: Annotated[int, RANK]

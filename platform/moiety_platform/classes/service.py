@@ -35,7 +35,7 @@ async def require_class(session: AsyncSession, name: str) -> str:
     classes = await load_classes(session)
     if name not in classes:
         known = ", ".join(classes)
-        raise BadRequest(f"There is no such service class; choose one of: {known}.", param="service_class")
+        raise BadRequest(f"There is no service class {name[:64]!r}; choose one of: {known}.", param="service_class")
     return name
 
 
@@ -48,11 +48,11 @@ async def create_class(session: AsyncSession, new: NewClass) -> ClassTerms:
     )
     terms = ClassTerms(service, new.price_factor, new.downgrade_to)
     classes = await _lock_classes(session)
-    taken = Conflict(f"A class named {service.name!r} exists already; change it, or choose another name.")
+    taken = Conflict(f"A class {service.name!r} already exists; change it, or choose another name.")
     if service.name in classes:
         raise taken
     if len(classes) >= MAX_CLASSES:
-        raise Conflict(f"There are {MAX_CLASSES} classes already; delete one that no tenant uses.")
+        raise Conflict(f"The limit of {MAX_CLASSES} classes is reached; delete one that no tenant uses.")
     check_terms(terms, classes)
     record = ClassRecord(name=service.name)
     _write(record, terms)
@@ -92,7 +92,7 @@ async def delete_class(session: AsyncSession, name: str) -> ClassTerms:
     classes = await _lock_classes(session)
     record = await _get(session, name)
     if name in SHIPPED_NAMES:
-        raise Conflict(f"The class {name!r} is shipped and tiers rely on it; change it instead.", code="class_shipped")
+        raise Conflict(f"The built-in class {name!r} cannot be deleted; change it instead.", code="class_shipped")
     users = [other for other, terms in classes.items() if terms.downgrade_to == name]
     if users:
         raise Conflict(
@@ -104,7 +104,8 @@ async def delete_class(session: AsyncSession, name: str) -> ClassTerms:
         await session.flush()
     except IntegrityError as exc:
         raise Conflict(
-            f"Tenants use the class {name!r}; give them another first (moiety tenant change NAME --class …).",
+            f"Tenants use the class {name!r}; assign another class to them first (moiety tenant change NAME "
+            "--class …).",
             code="class_in_use",
         ) from exc
     return classes[name]
@@ -119,7 +120,7 @@ async def _lock_classes(session: AsyncSession) -> Catalogue:
 async def _get(session: AsyncSession, name: str) -> ClassRecord:
     record = await session.get(ClassRecord, name) if is_class_name(name) else None
     if record is None:
-        raise NotFound("There is no class with this name; list them with GET /admin/v1/classes.", param="name")
+        raise NotFound(f"There is no class {name[:64]!r}; list the classes with GET /admin/v1/classes.", param="name")
     return record
 
 

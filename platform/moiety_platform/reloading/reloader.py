@@ -35,20 +35,22 @@ class ReloadMetrics:
     """Reload metrics of one process."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._taken = Counter("moiety_config_reloads", "Changes of the configuration file taken.", registry=registry)
+        self._taken = Counter(
+            "moiety_config_reloads", "Successful reloads of the configuration file.", registry=registry
+        )
         self._failed = Counter(
             "moiety_config_reload_failed",
-            "Changes of the configuration file not taken, since it is wrong; the log says why.",
+            "Failed reloads of an invalid configuration file; the log has the error.",
             registry=registry,
         )
         self._successful = Gauge(
             "moiety_config_last_reload_successful",
-            "1 while the configuration file is as it was last taken, 0 after a change that was not.",
+            "1 if the last reload of the configuration file succeeded, 0 if it failed.",
             registry=registry,
         )
         self._waiting = Gauge(
             "moiety_config_settings_waiting",
-            "Settings that are other in the file and need a restart.",
+            "Changed settings in the configuration file that need a restart.",
             registry=registry,
         )
         self._successful.set(1)

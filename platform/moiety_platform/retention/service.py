@@ -95,54 +95,54 @@ class RetentionService:
     async def round(self) -> dict[str, int]:
         """Run every due job to its end; return the number of deleted rows of each. Raises Unavailable."""
         async with self._database.read() as session:
-            names = await due(session, [chore.name for chore in self.jobs], self._now)
+            names = await due(session, [job.name for job in self.jobs], self._now)
         done = {}
-        for chore in self.jobs:
-            if chore.name in names and not self._rounds.is_stopping:
-                done[chore.name] = await self._do(chore)
+        for job in self.jobs:
+            if job.name in names and not self._rounds.is_stopping:
+                done[job.name] = await self._do(job)
         return done
 
-    async def _do(self, chore: RetentionJob | ObjectJob) -> int:
+    async def _do(self, job: RetentionJob | ObjectJob) -> int:
         """Run one job, whose failure does not affect the others. Raises Unavailable."""
         total = 0
         try:
-            while num_rows := await self._step(chore):
+            while num_rows := await self._step(job):
                 total += num_rows
-                self._metrics.observe(chore.name, num_rows)
+                self._metrics.observe(job.name, num_rows)
                 await asyncio.sleep(self._pause_s)
                 if self._rounds.is_stopping:
                     break
         except Unavailable as error:
             if error.code != OBJECTS_UNAVAILABLE:
                 raise
-            log.warning("retention_waits_for_object_store", chore=chore.name, reason=str(error))
-            self._metrics.observe_failure(chore.name)
+            log.warning("retention_waits_for_object_store", job=job.name, reason=str(error))
+            self._metrics.observe_failure(job.name)
         except Exception:  # top level of a job: logged, and retried when its lease has expired
-            log.exception("retention_failed", chore=chore.name)
-            self._metrics.observe_failure(chore.name)
+            log.exception("retention_failed", job=job.name)
+            self._metrics.observe_failure(job.name)
         if total:
-            log.info("retention_done", chore=chore.name, rows=total)
+            log.info("retention_done", job=job.name, rows=total)
         return total
 
-    async def _step(self, chore: RetentionJob | ObjectJob) -> int:
+    async def _step(self, job: RetentionJob | ObjectJob) -> int:
         """Run one transaction; return the number of deleted rows.
 
         0 if none are left, or another gateway runs the job.
         """
         async with self._database.write() as session:
-            if not await take(session, chore.name, self._owner, self._lease_ms, self._now):
+            if not await take(session, job.name, self._owner, self._lease_ms, self._now):
                 return 0
             num_rows = 0
-            if isinstance(chore, RetentionJob):
-                num_rows = await chore.purge(session)
+            if isinstance(job, RetentionJob):
+                num_rows = await job.purge(session)
                 if num_rows == 0:
-                    await rest(session, chore.name, round(self._interval_s * 1000), self._now)
-        return await self._work(chore) if isinstance(chore, ObjectJob) else num_rows
+                    await rest(session, job.name, round(self._interval_s * 1000), self._now)
+        return await self._work(job) if isinstance(job, ObjectJob) else num_rows
 
-    async def _work(self, chore: ObjectJob) -> int:
-        num_rows = await chore.work()
+    async def _work(self, job: ObjectJob) -> int:
+        num_rows = await job.work()
         if num_rows == 0:
-            pause_s = self._interval_s if chore.interval_s is None else chore.interval_s
+            pause_s = self._interval_s if job.interval_s is None else job.interval_s
             async with self._database.write() as session:
-                await rest(session, chore.name, round(pause_s * 1000), self._now)
+                await rest(session, job.name, round(pause_s * 1000), self._now)
         return num_rows

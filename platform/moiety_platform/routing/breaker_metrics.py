@@ -21,14 +21,16 @@ class BreakerCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         state_gauge = GaugeMetricFamily(
-            "moiety_engine_circuit_state", "The circuit breaker: 0 closed, 1 half-open, 2 open.", labels=_ENGINE
+            "moiety_engine_circuit_state",
+            "State of the engine's circuit breaker: 0 closed, 1 half-open, 2 open.",
+            labels=_ENGINE,
         )
         openings = CounterMetricFamily(
-            "moiety_engine_circuit_openings", "How often the engine's circuit breaker has opened.", labels=_ENGINE
+            "moiety_engine_circuit_openings", "Times that the engine's circuit breaker has opened.", labels=_ENGINE
         )
         outcomes = CounterMetricFamily(
             "moiety_engine_outcomes",
-            "Ended requests by what their end says of the engine.",
+            "Ended requests of the engine, by outcome as the circuit breaker counts it.",
             labels=("engine", "outcome"),
         )
         for address, state, num_openings in self._breakers.states():

@@ -77,7 +77,9 @@ class TraceApp:
         self._store = store
         self.registry = registry
         self.max_body_bytes = max_body_bytes
-        self._requests = Counter("moiety_traces_requests", "OTLP requests by status.", ("status",), registry=registry)
+        self._requests = Counter(
+            "moiety_traces_requests", "OTLP requests, by HTTP status.", ("status",), registry=registry
+        )
 
     async def __call__(self, scope: HTTPScope, receive: Receive, send: Send) -> None:
         method, path = scope["method"], scope["path"]

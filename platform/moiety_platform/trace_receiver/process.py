@@ -151,7 +151,7 @@ class _Stored(Collector):
         self._writer = writer
 
     def collect(self) -> Iterator[Metric]:
-        family = CounterMetricFamily("moiety_traces_spans", "Spans taken, by what became of them.", labels=["outcome"])
+        family = CounterMetricFamily("moiety_traces_spans", "Received spans, by outcome.", labels=["outcome"])
         family.add_metric(["stored"], self._writer.num_stored)
         family.add_metric(["refused_by_database"], self._writer.num_dropped)
         yield family

@@ -75,7 +75,10 @@ class TraceController(Controller):
         before = check_moment(end, "until") if end is not None else clock.now() + timedelta(seconds=1)
         after = check_moment(begin, "since") if begin is not None else max(before, EARLIEST) - DEFAULT_SPAN
         if after >= before:
-            raise BadRequest("'since' must lie before 'until'.", param="since")
+            raise BadRequest(
+                f"'since' ({after:%Y-%m-%dT%H:%M:%SZ}) must be before 'until' ({before:%Y-%m-%dT%H:%M:%SZ}).",
+                param="since",
+            )
         given = {
             "tenant_id": tenant_id, "service_class": service_class, "outcome": outcome, "model": model,
             "request_id": request_id,

@@ -67,7 +67,9 @@ def parse_ms(text: str | None, param: str) -> float | None:
     except ValueError:
         value = math.nan
     if not (math.isfinite(value) and value >= 0):
-        raise BadRequest(f"'{param}' must be milliseconds such as 250 or 0.5, not {text[:64]!r}.", param=param)
+        raise BadRequest(
+            f"'{param}' must be a number of milliseconds such as 250 or 0.5, not {text[:64]!r}.", param=param
+        )
     return value
 
 
@@ -81,8 +83,8 @@ async def reading(traces: Database) -> AsyncIterator[AsyncSession]:
         if error.code != UNMIGRATED:
             raise
         raise Unavailable(
-            "There is no trace store, or not of this release: `moiety serve` starts one; elsewhere run "
-            "`moiety traces --migrate`.",
+            "The trace store does not exist, or has the schema of another release; start it with "
+            "`moiety serve`, or run `moiety traces --migrate`.",
             code=NO_STORE,
             retry_after_s=RETRY_AFTER_S,
         ) from error
@@ -109,7 +111,11 @@ async def read_trace(session: AsyncSession, trace_id: str, hidden: Collection[st
     )
     records = (await session.scalars(statement)).all()
     if not records:
-        raise NotFound(f"There is no trace {trace_id[:64]!r}, or it was not kept.", code="trace_not_found")
+        raise NotFound(
+            f"There is no trace {trace_id[:64]!r}, or it was not sampled; list the stored traces with GET "
+            "/admin/v1/traces.",
+            code="trace_not_found",
+        )
     ids = {(link["trace_id"], link["span_id"]) for record in records for link in record.links}
     elsewhere = sorted(one for one in ids if one[0] != trace_id)
     linked = await _read_spans(session, elsewhere[:MAX_LINKED])

@@ -25,9 +25,11 @@ from moiety_platform.usage.reconciliation import Reconciliation, hold_still, rec
 from moiety_platform.usage.schemas import RequestPage, UsageReport
 from moiety_platform.usage.set_aside import NOTHING_SET_ASIDE, SetAside
 
-Groups = Annotated[str | None, some_of("What to sum by; all together if not given.", GROUPINGS)]
-MinuteGroups = Annotated[str | None, some_of("What to sum by; all together if not given.", MINUTE_GROUPINGS)]
-Step = Annotated[str | None, whole("How many minutes to sum up; 1 if not given.", 1, MAX_STEP)]
+Groups = Annotated[str | None, some_of("Groupings of the sums, separated by commas; one total by default.", GROUPINGS)]
+MinuteGroups = Annotated[
+    str | None, some_of("Groupings of the sums, separated by commas; one total by default.", MINUTE_GROUPINGS)
+]
+Step = Annotated[str | None, whole("Minutes per sum; default 1.", 1, MAX_STEP)]
 HOUR = timedelta(hours=1)
 
 
@@ -81,7 +83,7 @@ class UsageController(Controller):
         grouping = parse_groups(group_by)
         size = 1 if step is None else parse_whole(step, "step")
         if not 1 <= size <= MAX_STEP:
-            raise BadRequest(f"'step' must be from 1 to {MAX_STEP} minutes.", param="step")
+            raise BadRequest(f"'step' must be from 1 to {MAX_STEP} minutes, not {size}.", param="step")
         now = clock.now()
         equal = {"tenant_id": tenant_id, "service_class": service_class}
         wanted = parse_filter(now, since or (now - HOUR).isoformat(), until, **equal)

@@ -86,8 +86,11 @@ def parse_groups(text: str | None) -> tuple[str, ...]:
     """Parse `tenant,service_class` into names of groupings; empty for None. Raises BadRequest."""
     names = tuple(part.strip() for part in text.split(",")) if text else ()
     if len(set(names)) != len(names) or not set(names) <= set(GROUPINGS):
-        told = f"'group_by' must be one or both of {', '.join(GROUPINGS)}, separated by commas, each once."
-        raise BadRequest(told, param="group_by")
+        raise BadRequest(
+            f"'group_by' must be one or both of {', '.join(GROUPINGS)}, separated by commas, each once, not "
+            f"{(text or '')[:64]!r}.",
+            param="group_by",
+        )
     return names
 
 

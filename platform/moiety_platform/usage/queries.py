@@ -79,7 +79,8 @@ def parse_grouping(text: str | None) -> tuple[str, ...]:
     names = tuple(part.strip() for part in text.split(","))
     if len(set(names)) != len(names) or not set(names) <= set(GROUPINGS):
         raise BadRequest(
-            f"'group_by' must be one or more of {', '.join(GROUPINGS)}, separated by commas, each once.",
+            f"'group_by' must be one or more of {', '.join(GROUPINGS)}, separated by commas, each once, not "
+            f"{text[:64]!r}.",
             param="group_by",
         )
     return names
@@ -93,7 +94,9 @@ def parse_filter(now: datetime, since: str | None, until: str | None, **equal: s
     end = until_then or now + timedelta(seconds=1)
     start = begin or max(end, EARLIEST + DEFAULT_SPAN) - DEFAULT_SPAN
     if start >= end:
-        raise BadRequest("'since' must lie before 'until'.", param="since")
+        raise BadRequest(
+            f"'since' ({start:%Y-%m-%dT%H:%M:%SZ}) must be before 'until' ({end:%Y-%m-%dT%H:%M:%SZ}).", param="since"
+        )
     return UsageFilter(since=start, until=end, **equal)
 
 

@@ -73,7 +73,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RecorderStats:
-    """Counts since the recorder was created, and the current place of rows."""
+    """Counts since the recorder was created, and the current location of rows."""
 
     recorded: int
     stored: int  # handed to the database, including repeated rows
@@ -260,7 +260,7 @@ class UsageRecorder:
                 self._journal.postpone(segment)
         if postponed:
             raise Unavailable(
-                "The database refuses usage rows for a reason that is not theirs; they are tried again.",
+                "The database rejects all usage rows, whatever their content; storing them is retried.",
                 code="store_unavailable",
             )
         if not self._journal.waiting:
@@ -289,7 +289,10 @@ class UsageRecorder:
         if error is None:
             return []
         if not await takes_plain_rows(self._database):
-            raise Unavailable(f"The database takes no usage rows: {_named(error)}", code="store_unavailable") from error
+            raise Unavailable(
+                f"The database cannot store usage rows ({_named(error)}); storing them is retried.",
+                code="store_unavailable",
+            ) from error
         if len(rows) > 1:
             middle = len(rows) // 2
             return await self._store(rows[:middle]) + await self._store(rows[middle:])

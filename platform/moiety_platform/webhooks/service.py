@@ -20,7 +20,7 @@ async def create_webhook(session: AsyncSession, new: NewWebhook, reach: AddressP
     """Create a webhook, which gets the events from now on. Raises BadRequest, or Conflict where there are too many."""
     url = reach.check(new.url)
     if (await session.scalar(select(func.count()).select_from(Webhook)) or 0) >= MAX_WEBHOOKS:
-        raise Conflict(f"There are {MAX_WEBHOOKS} webhooks already; delete one first.", code="too_many_webhooks")
+        raise Conflict(f"The limit of {MAX_WEBHOOKS} webhooks is reached; delete one first.", code="too_many_webhooks")
     webhook = Webhook(id=new_id("whk"), url=url, created_at=now)
     session.add(webhook)
     await session.flush()
@@ -43,7 +43,10 @@ async def delete_webhook(session: AsyncSession, webhook_id: str) -> WebhookView:
     """Delete a webhook with its pending events; return its last state. Raises NotFound."""
     found = {view.id: view for view in await list_webhooks(session)} if is_id(webhook_id) else {}
     if webhook_id not in found:
-        raise NotFound("There is no webhook with this id; list them with GET /admin/v1/webhooks.", param="webhook_id")
+        raise NotFound(
+            f"There is no webhook {webhook_id[:64]!r}; list the webhooks with GET /admin/v1/webhooks.",
+            param="webhook_id",
+        )
     await session.execute(delete(WebhookDelivery).where(WebhookDelivery.webhook_id == webhook_id))
     await session.delete(await session.get_one(Webhook, webhook_id))
     return found[webhook_id]

@@ -1,4 +1,4 @@
-"""A tenant's projects and keys: make, rotate, revoke. A key's text is shown once, to the user who made it."""
+"""A tenant's projects and keys: create, rotate, revoke. A key's text is shown once, to the user who created it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def draw(client: AdminClient, tenant: Mapping[str, Any]) -> None:
     keys = client.list("/keys", tenant_id=tenant["id"])
     show_made()
     frame = keys_frame(keys.data, projects.data, session.zone())
-    with panels.panel("Keys", "by their last four characters", [keys, projects], key="keys", frame=frame):
-        panels.table(frame, columns(), "No key yet: make one below, and send it with every request.")
+    with panels.panel("Keys", "identified by their last four characters", [keys, projects], key="keys", frame=frame):
+        panels.table(frame, columns(), "No key yet. Create one below and send it with every request.")
     if not session.may("keys.write"):
-        st.caption("Your role reads keys; it does not make, rotate or revoke them.")
+        st.caption("Your role can view keys, but not create, rotate or revoke them.")
         return
     left, right = st.columns(2)
     with left:
@@ -37,9 +37,9 @@ def draw(client: AdminClient, tenant: Mapping[str, Any]) -> None:
 
 def columns() -> dict[str, Any]:
     return {
-        "key": "Ends in",
+        "key": "Key",
         "name": "Name",
-        "for": "For",
+        "for": "Project",
         "status": "Status",
         "models": "Models",
         "created": "Created",
@@ -53,15 +53,15 @@ def show_made() -> None:
     if text is None:
         return
     with st.container(border=True):
-        st.markdown(":material/key: **Copy this key now.** It is shown this once, and nobody can look it up.")
+        st.markdown(":material/key: **Copy this key now.** It is shown only once and cannot be retrieved later.")
         st.code(text, language=None)
         left, right, _ = st.columns([1, 1, 2])
-        if left.button("I have it", type="primary", width="stretch"):
+        if left.button("Done", type="primary", width="stretch"):
             del st.session_state[MADE]
             st.rerun()
         if right.button("Try it in the playground", width="stretch"):
             st.session_state[PLAYGROUND_KEY] = st.session_state.pop(MADE)
-            session.tell("The playground has it.")
+            session.notify("The key is set in the playground.")
             st.rerun()
 
 
@@ -71,18 +71,18 @@ def ask_new(client: AdminClient, tenant: Mapping[str, Any], projects: list[dict[
         st.markdown("**New key**")
         name = st.text_input("Key name", placeholder="website")
         project = st.selectbox(
-            "Project", names or ["default"], accept_new_options=True, help="A new name makes a project"
+            "Project", names or ["default"], accept_new_options=True, help="A new name creates a project"
         )
-        if st.form_submit_button("Make the key", type="primary"):
-            made = panels.attempt(lambda: make(client, tenant, projects, project, name), "The key is made.")
+        if st.form_submit_button("Create key", type="primary"):
+            made = panels.attempt(lambda: create_key(client, tenant, projects, project, name), "Key created.")
             if made is not None:
                 keep(made)
 
 
-def make(
+def create_key(
     client: AdminClient, tenant: Mapping[str, Any], projects: list[dict[str, Any]], project: str, name: str
 ) -> Any:
-    """Make a key of a project, and the project if there is none of that name."""
+    """Create a key of a project, and the project if there is none of that name."""
     found = next((one["id"] for one in projects if one["name"] == project), None)
     if found is None:
         found = client.change("POST", "/projects", {"tenant_id": tenant["id"], "name": project})["id"]
@@ -103,27 +103,26 @@ def ask_change(client: AdminClient, keys: list[dict[str, Any]]) -> None:
             return
         labels = {key["id"]: f"{key['name']} …{key['hint']}" for key in keys}
         chosen = st.selectbox("Key", list(labels), format_func=lambda key_id: labels[key_id])
-        grace = st.selectbox("The old one works on for", list(GRACES), 2)
+        grace = st.selectbox("Grace period of the old key", list(GRACES), 2)
         left, right = st.columns(2)
         if left.button("Rotate", icon=":material/autorenew:", width="stretch"):
             rotate(client, chosen, labels[chosen], grace)
         if right.button("Revoke", icon=":material/key_off:", width="stretch"):
             panels.ask_first(
-                f"Revoke **{as_text(labels[chosen])}**? Whoever uses it is refused at once, and there is no way back.",
+                f"Revoke **{as_text(labels[chosen])}**? Clients that use it get 401 immediately. This cannot "
+                "be undone.",
                 "Revoke",
                 lambda: client.change("POST", path_of("keys", chosen, "revoke")),
-                f"The key {labels[chosen]} is revoked.",
+                f"Key {labels[chosen]} revoked.",
             )
 
 
 @st.dialog("Rotate a key")
 def rotate(client: AdminClient, key_id: str, label: str, grace: str) -> None:
-    until = "at once" if grace == "none" else f"after {as_text(grace)}"
-    st.markdown(f"Make a successor of **{as_text(label)}**? The old key is refused {until}.")
-    if st.button("Rotate it", type="primary"):
+    until = "immediately" if grace == "none" else f"after {as_text(grace)}"
+    st.markdown(f"Create a new key that replaces **{as_text(label)}**? The old key stops working {until}.")
+    if st.button("Rotate", type="primary", key="rotate confirmed"):
         body = {"grace_s": GRACES[grace]}
-        made = panels.attempt(
-            lambda: client.change("POST", path_of("keys", key_id, "rotate"), body), "The key is rotated."
-        )
+        made = panels.attempt(lambda: client.change("POST", path_of("keys", key_id, "rotate"), body), "Key rotated.")
         if made is not None:
             keep(made)

@@ -1,4 +1,4 @@
-"""Limits of a tenant, its projects and keys: their usage, and a change with a preview of its effect."""
+"""Quotas of a tenant, its projects and keys: their usage, and a change with a preview of its effect."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def draw(client: AdminClient, tenant: Mapping[str, Any]) -> None:
     names = {scope_id: name for (_, scope_id), name in scopes.items()}
     now = datetime.now(UTC)
     frame = limits.quotas_frame(quotas.data, names, by_scope, now)
-    note = "a request needs room under all of them; pace of the last hour or so"
-    with panels.panel("Limits", note, [quotas, usage], key="own limits", frame=frame):
-        panels.table(frame, limit_columns(), "No limit: it may use what there is. Set one below.")
+    note = "every quota applies to a request; usage rate of the last one to two hours"
+    with panels.panel("Quotas", note, [quotas, usage], key="own limits", frame=frame):
+        panels.table(frame, limit_columns(), "No quota is set: usage is unlimited. Set a quota below.")
     allowed = {
         scope: name
         for scope, name in scopes.items()
         if session.may("tenant_quotas.write" if scope[0] == "tenant" else "quotas.write")
     }
     if not allowed:
-        st.caption("Your role reads limits; it does not change them.")
+        st.caption("Your role can view quotas, but not change them.")
         return
     left, right = st.columns([3, 2])
     with left.container(border=True):
@@ -63,24 +63,26 @@ def ask_change(
     now: datetime,
 ) -> None:
     """Draw fields that show their effect at once."""
-    st.markdown("**Set a limit**")
+    st.markdown("**Set a quota**")
     first, second, third = st.columns(3)
-    scope = first.selectbox("On", list(scopes), format_func=lambda scope: f"{scope[0]} {scopes[scope]}")
-    kind = second.selectbox("Of", list(limits.KINDS), 3, format_func=lambda kind: limits.KINDS[kind])
+    scope = first.selectbox("Scope", list(scopes), format_func=lambda scope: f"{scope[0]} {scopes[scope]}")
+    kind = second.selectbox("Kind", list(limits.KINDS), 3, format_func=lambda kind: limits.KINDS[kind])
     current = next((quota for quota in quotas if (quota["scope_id"], quota["kind"]) == (scope[1], kind)), None)
     cap = ask_cap(third, kind, current, scope)
     for sentence in limits.preview(kind, cap, current, by_scope.get(scope[1]), now):
         st.markdown(f"- {sentence}")
-    if not st.button("Set the limit", type="primary"):
+    if not st.button("Set quota", type="primary"):
         return
     body = {"level": scope[0], "scope_id": scope[1], "kind": kind, "cap": cap}
-    done = f"The limit of {limits.KINDS[kind]} is {limits.amount(kind, cap)}."
+    done = f"Quota set: {limits.amount(kind, cap)} {limits.KINDS[kind].removeprefix('dollars ')}."
 
     def put() -> Any:
         return client.change("PUT", "/quotas", body)
 
     if cap == 0 or (current is not None and cap < current["used"]):
-        panels.ask_first("With this cap **requests are refused from now on**. Set it?", "Set it", put, done)
+        panels.ask_first(
+            "With this cap **all requests get 429 from now on**. Set the quota?", "Set quota anyway", put, done
+        )
     elif panels.attempt(put, done) is not None:
         st.rerun()
 
@@ -98,10 +100,10 @@ def ask_cap(place: Any, kind: str, current: Mapping[str, Any] | None, scope: Sco
 
 
 def ask_removal(client: AdminClient, scopes: Mapping[Scope, str], quotas: list[dict[str, Any]]) -> None:
-    st.markdown("**Take a limit away**")
+    st.markdown("**Delete a quota**")
     mine = {quota["id"]: quota for quota in quotas if (quota["level"], quota["scope_id"]) in scopes}
     if not mine:
-        st.caption("There is none that you may take away.")
+        st.caption("There is no quota that you may delete.")
         return
 
     def label(quota_id: str) -> str:
@@ -109,12 +111,12 @@ def ask_removal(client: AdminClient, scopes: Mapping[Scope, str], quotas: list[d
         name = scopes[quota["level"], quota["scope_id"]]
         return f"{limits.amount(quota['kind'], quota['cap'])} {limits.KINDS[quota['kind']]} on {quota['level']} {name}"
 
-    chosen = st.selectbox("Limit", list(mine), format_func=label)
-    st.caption(f"Set {show_time(mine[chosen]['created_at'], session.zone())}.")
-    if st.button("Take it away", icon=":material/delete:"):
+    chosen = st.selectbox("Quota", list(mine), format_func=label)
+    st.caption(f"Created {show_time(mine[chosen]['created_at'], session.zone())}.")
+    if st.button("Delete quota", icon=":material/delete:"):
         panels.ask_first(
-            f"Take away **{as_text(label(chosen))}**? From the next request on nothing holds back what it held back.",
-            "Take it away",
+            f"Delete the quota **{as_text(label(chosen))}**? It stops applying from the next request.",
+            "Delete",
             lambda: client.change("DELETE", path_of("quotas", chosen)),
-            "The limit is gone.",
+            "Quota deleted.",
         )

@@ -1,4 +1,4 @@
-"""Tenants: usage of each against its entitlement, and all settings of one of them."""
+"""Tenants: usage of each against its fair share, and all settings of one tenant."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def choose(place: Any, names: Mapping[str, str]) -> str | None:
     if session.is_of_one_tenant():
         return next(iter(names), None)
     ids = list(names)
-    asked = st.query_params.get(CHOSEN) or st.session_state.get(LAST)
-    at = ids.index(asked) if asked in ids else None
+    requested = st.query_params.get(CHOSEN) or st.session_state.get(LAST)
+    at = ids.index(requested) if requested in ids else None
     chosen: str | None = place.selectbox(
-        "Look at one tenant", ids, at, format_func=names.get, placeholder="Choose a tenant …", key=f"chosen {asked}"
+        "Tenant", ids, at, format_func=names.get, placeholder="Choose a tenant …", key=f"chosen {requested}"
     )
     if chosen is not None:
         st.session_state[LAST] = chosen
@@ -59,7 +59,7 @@ def choose(place: Any, names: Mapping[str, str]) -> str | None:
 
 
 def draw_live(client: AdminClient) -> None:
-    panels.head("Tenants", "Who uses how much, against what is theirs by weight")
+    panels.head("Tenants", "Usage by tenant, compared with the fair share by weight")
     labels = [window.label for window in LONG]
     shown = st.segmented_control(
         "Window", labels, default=labels[1], key="long", label_visibility="collapsed", format_func=as_text
@@ -69,10 +69,10 @@ def draw_live(client: AdminClient) -> None:
     usage = read_usage(client, window)
     classes = client.get("/classes").data["data"]
     frame = tenants_frame(tenants.data, usage.data["data"])
-    note = f"last {window.label} in whole hours, the one of now included"
+    note = f"last {window.label} in whole hours, including the current one"
     with panels.panel("All tenants", note, [usage, tenants], key="tenants", frame=frame):
         inks = colours.of_classes(terms["name"] for terms in classes)
-        none = "There is no tenant yet: make one with the button below."
+        none = "No tenant yet. Create one with the button below."
         panels.table(with_cost(frame), columns(), none, classes=inks, max_rows=9)
 
 
@@ -97,21 +97,21 @@ def with_cost(frame: pd.DataFrame) -> pd.DataFrame:
 
 def columns() -> dict[str, Any]:
     column = st.column_config
-    entitled = "Its weight, of the weights of all tenants that used any tokens in the time"
+    fair_share = "The tenant's weight, divided by the weights of all tenants with usage in this time range"
     shares: dict[str, Any] = {"min_value": 0.0, "max_value": 1.0, "format": "percent"}
     shown = {
         "tenant": "Tenant",
         "status": "Status",
         "class": "Class",
         "weight": column.NumberColumn("Weight", format="%.3g"),
-        "share": column.ProgressColumn("Share of tokens", **shares),
-        "entitled": column.ProgressColumn("Entitled to", help=entitled, **shares),
+        "share": column.ProgressColumn("Token share", **shares),
+        "entitled": column.ProgressColumn("Fair share", help=fair_share, **shares),
         "requests": column.NumberColumn("Requests", format="localized"),
-        "rejected": column.NumberColumn("Refused", format="localized"),
+        "rejected": column.NumberColumn("Rejected", format="localized"),
         "failed": column.NumberColumn("Failed", format="localized"),
         "output_tokens": column.NumberColumn("Output tokens", format="localized"),
-        "attainment": column.NumberColumn("SLA attained", format="percent"),
-        "ttft_ms": column.NumberColumn("TTFT, ms", format="%.0f", help="Mean time to the first token"),
+        "attainment": column.NumberColumn("SLO attainment", format="percent"),
+        "ttft_ms": column.NumberColumn("TTFT, ms", format="%.0f", help="Mean time to first token"),
         "cost": column.NumberColumn("Cost", format="dollar"),
     }
     if session.is_of_one_tenant():  # the user does not see the other tenants, so a share has no meaning
@@ -122,9 +122,9 @@ def columns() -> dict[str, Any]:
 def draw_one(page: Page, client: AdminClient, tenant: dict[str, Any]) -> None:
     st.subheader(as_text(tenant["name"]), anchor=False)
     panels.chips(colours.of_classes([tenant["service_class"]]))
-    names = ["Usage", "Limits", "Keys", "Settings"]
+    names = ["Usage", "Quotas", "Keys", "Settings"]
     shown = st.segmented_control("Part", names, default="Usage", key="part", label_visibility="collapsed")
-    if shown == "Limits":
+    if shown == "Quotas":
         limits.draw(client, tenant)
     elif shown == "Keys":
         keys.draw(client, tenant)
@@ -142,15 +142,15 @@ def draw_usage(client: AdminClient, tenant: Mapping[str, Any]) -> None:
     panels.tiles(tiles(answer, window.length.total_seconds()), [answer])
     inks = colours.of_classes(sorted(set(frame["class"])))
     left, right = st.columns(2)
-    note = "by class, last 1 h, 1 min a slot"
-    none = "This tenant has sent nothing in the last hour."
+    note = "by class, last 1 h, 1 min resolution"
+    none = "This tenant sent no request in the last hour."
     with left, panels.panel("Output tokens per second", note, [answer], key="own tokens", frame=frame):
         figure = charts.Figure("tokens_per_s", "tokens/s")
         panels.draw(lambda: charts.stacked(frame, figure, "class", inks, span), frame, none, "own tokens chart")
-    with right, panels.panel("SLA attainment", note, [answer], key="own attainment", frame=frame):
-        promised = frame[frame["attainment"].notna()]
-        figure = charts.Figure("attainment", "promises kept", ".1%")
-        panels.draw(lambda: charts.lines(promised, figure, "class", inks, span), promised, none, "own sla chart")
+    with right, panels.panel("SLO attainment", note, [answer], key="own attainment", frame=frame):
+        with_slo = frame[frame["attainment"].notna()]
+        figure = charts.Figure("attainment", "SLO attainment", ".1%")
+        panels.draw(lambda: charts.lines(with_slo, figure, "class", inks, span), with_slo, none, "own slo chart")
 
 
 def tiles(answer: Answer, seconds: float) -> list[Tile]:
@@ -160,13 +160,15 @@ def tiles(answer: Answer, seconds: float) -> list[Tile]:
             totals[name] = totals.get(name, 0) + (value or 0)
     get = totals.get
     cached = ratio(get("cached_tokens", 0), get("prompt_tokens", 0))
-    refused = ratio(get("rejected", 0), get("requests", 0))
+    rejected = ratio(get("rejected", 0), get("requests", 0))
     return [
-        Tile("Requests, 1 h", short(get("requests", 0)), f"{percent(refused)} refused"),
-        Tile("Prompt tokens, 1 h", short(get("prompt_tokens", 0)), f"{percent(cached)} from the cache"),
+        Tile("Requests, 1 h", short(get("requests", 0)), f"{percent(rejected)} rejected"),
+        Tile("Prompt tokens, 1 h", short(get("prompt_tokens", 0)), f"{percent(cached)} from the prefix cache"),
         Tile("Output tokens, 1 h", short(get("output_tokens", 0)), f"{short(get('output_tokens', 0) / seconds)} tok/s"),
-        Tile("SLA attained, 1 h", percent(ratio(get("num_kept", 0), get("num_promised", 0))), "of what was promised"),
-        Tile("Preempted, 1 h", short(get("preemptions", 0)), "for better classes, or for memory"),
+        Tile(
+            "SLO attainment, 1 h", percent(ratio(get("num_kept", 0), get("num_promised", 0))), "of requests with an SLO"
+        ),
+        Tile("Preemptions, 1 h", short(get("preemptions", 0)), "by higher classes or for memory"),
     ]
 
 
@@ -175,11 +177,11 @@ def create(client: AdminClient) -> None:
     classes = [terms["name"] for terms in client.get("/classes").data["data"]]
     with st.form("new tenant", border=False):
         name = st.text_input("Name", placeholder="acme")
-        best = st.selectbox("Best class", classes, classes.index("standard") if "standard" in classes else 0)
-        weight = st.number_input("Weight", 0.001, 1000.0, 1.0, help="Its share beside other tenants of the class")
-        if st.form_submit_button("Make it", type="primary"):
-            body = {"name": name, "service_class": best, "weight": weight}
-            made = panels.attempt(lambda: client.change("POST", "/tenants", body), f"The tenant {name} is made.")
+        highest = st.selectbox("Highest class", classes, classes.index("standard") if "standard" in classes else 0)
+        weight = st.number_input("Weight", 0.001, 1000.0, 1.0, help="Fair-share weight among the tenants of the class")
+        if st.form_submit_button("Create tenant", type="primary"):
+            body = {"name": name, "service_class": highest, "weight": weight}
+            made = panels.attempt(lambda: client.change("POST", "/tenants", body), f"Tenant {name} created.")
             if made is not None:
                 forget_names()
                 st.query_params[CHOSEN] = made["id"]

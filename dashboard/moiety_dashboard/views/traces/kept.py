@@ -4,7 +4,7 @@ from __future__ import annotations
 
 TRACE = "trace"  # in the address of the traces page: the id of the selected trace
 KEPT = (
-    "Kept are requests that failed, missed their class's promise, were preempted or failed over, the first of every "
-    "second, and a share of the others: `MOIETY_TRACE_SAMPLE_RATE=1` for the gateway keeps all, "
-    "`MOIETY_TRACE_SAMPLE_RATES=priority=1` all of a class."
+    "Traces are kept for requests that failed, missed their SLO, were preempted or failed over, for the first request "
+    "of each second, and for a sample of the others. Set `MOIETY_TRACE_SAMPLE_RATE=1` on the gateway to keep all "
+    "traces, or `MOIETY_TRACE_SAMPLE_RATES=priority=1` to keep all of a class."
 )

@@ -27,7 +27,8 @@ def draw(client: AdminClient, trace_id: str, names: Mapping[str, str]) -> None:
         panels.head("Traces", "One trace")
         leave()
         st.info(
-            f"There is no such trace, or it was not kept. It takes two seconds after the answer to be there. {KEPT}"
+            "There is no trace with this id, or it was not kept. A trace is stored about two seconds after the "
+            f"answer. {KEPT}"
         )
         return
     spans, linked = answer.data["spans"], answer.data["linked"]
@@ -39,7 +40,7 @@ def draw(client: AdminClient, trace_id: str, names: Mapping[str, str]) -> None:
     bars = frames.bars_frame(spans)
     draw_spans(answer, bars, frames.events_frame(spans))
     draw_steps(answer, spans, linked)
-    with panels.panel("Spans", "what each of them says", [answer], key="told", frame=bars):
+    with panels.panel("Spans", "all spans with their attributes", [answer], key="all spans", frame=bars):
         panels.table(bars, span_columns(), "", max_rows=14)
 
 
@@ -65,18 +66,18 @@ def draw_request(request: Mapping[str, Any], names: Mapping[str, str], answer: A
     """Draw the attributes of the request's own span."""
     of = request["attributes"]
     cached = of.get("gen_ai.usage.cache_read.input_tokens")
-    kept, chosen = of.get("moiety.sla_attained"), of.get("moiety.service_class", "")
-    ended = of.get("error.type") or ", ".join(of.get("gen_ai.response.finish_reasons", ())) or "no answer"
+    attained, service_class = of.get("moiety.sla_attained"), of.get("moiety.service_class", "")
+    ended = of.get("error.type") or ", ".join(of.get("gen_ai.response.finish_reasons", ())) or "no response"
     panels.tiles(
         [
             Tile("Duration", milliseconds((request["end_ns"] - request["start_ns"]) / 1e6), "at the gateway"),
-            Tile("First token", milliseconds(of.get("moiety.ttft_ms")), "after the request came"),
+            Tile("TTFT", milliseconds(of.get("moiety.ttft_ms")), "from arrival at the gateway"),
             Tile("Outcome", str(of["moiety.outcome"]), ended),
             Tile("Tokens", f"{short(of.get('gen_ai.usage.output_tokens'))} out",
                  f"{short(of.get('gen_ai.usage.input_tokens'))} in, {short(cached)} cached"),
-            Tile("Promise", "none" if kept is None else "kept" if kept else "missed",
+            Tile("SLO", "none" if attained is None else "attained" if attained else "missed",
                  f"{short(of.get('moiety.preemptions', 0))} preemptions"),
-            Tile("Cost", dollars(of.get("moiety.cost_nanodollars")), f"kept for {of.get('moiety.kept_for', '–')}"),
+            Tile("Cost", dollars(of.get("moiety.cost_nanodollars")), f"kept: {of.get('moiety.kept_for', '–')}"),
         ],
         [answer],
         key=f"figures {number}",
@@ -88,19 +89,19 @@ def draw_request(request: Mapping[str, Any], names: Mapping[str, str], answer: A
         width="content",
     )
     with row.container(width="content"):
-        panels.chips(colours.of_classes([chosen]) if chosen else {})
+        panels.chips(colours.of_classes([service_class]) if service_class else {})
 
 
 def draw_spans(answer: Answer, bars: pd.DataFrame, events: pd.DataFrame) -> None:
-    note = "what took how long; hover for what each says"
+    note = "duration of each span; hover for its attributes"
     with panels.panel("Waterfall", note, [answer], key="spans", frame=bars):
         if len(bars) > MAX_BARS:
-            st.caption(f"The first {MAX_BARS} of {len(bars)} spans; all of them are in the CSV.")
+            st.caption(f"The first {MAX_BARS} of {len(bars)} spans. The CSV contains all of them.")
         shown = bars.head(MAX_BARS)
         there = events[events["row"].isin(shown["row"])]
         st.altair_chart(waterfall.waterfall(shown, there), width="stretch", key="waterfall")
     if not events.empty:
-        with panels.panel("Events", "what was decided about it", [answer], key="events", frame=events):
+        with panels.panel("Events", "scheduling and routing decisions", [answer], key="events", frame=events):
             panels.table(events, event_columns(), "")
 
 
@@ -108,7 +109,7 @@ def draw_steps(answer: Answer, spans: frames.Spans, linked: frames.Spans) -> Non
     steps = frames.steps_frame(linked, frames.origin_ns(spans))
     if not any(span["name"] == "engine.prefill" for span in spans):
         return  # the request entered no batch
-    note = "steps of the engine that it ran in: some of them, a few a second"
+    note = "sampled engine steps of this request, a few per second"
     with panels.panel("Batch", note, [answer], key="steps", frame=steps):
         until_ms = (max(span["end_ns"] for span in spans) - frames.origin_ns(spans)) / 1e6
         panels.draw(lambda: waterfall.steps(steps, until_ms), steps, NO_STEPS, "steps chart")
@@ -117,19 +118,19 @@ def draw_steps(answer: Answer, spans: frames.Spans, linked: frames.Spans) -> Non
 
 
 NO_STEPS = (
-    "No step of an engine is kept with it. An engine looks at a few steps a second: more with `moiety engine "
-    "--traced-steps-per-s`. Who belongs to one tenant does not see them, since they are shared with others."
+    "No engine step was sampled for this request. An engine samples a few steps per second; raise the number with "
+    "`moiety engine --traced-steps-per-s`. Administrators of one tenant do not see steps, which are shared by tenants."
 )
 
 
 def event_columns() -> dict[str, Any]:
     column = st.column_config
     return {
-        "at_ms": column.NumberColumn("At, ms", format="%.2f", width="small"),
-        "event": column.TextColumn("What", width="small"),
+        "at_ms": column.NumberColumn("Time, ms", format="%.2f", width="small"),
+        "event": column.TextColumn("Event", width="small"),
         "reason": column.TextColumn("Reason", width="medium"),
-        "span": column.TextColumn("In", width="small"),
-        "told": column.TextColumn("Says", width="large"),
+        "span": column.TextColumn("Span", width="small"),
+        "attributes": column.TextColumn("Attributes", width="large"),
     }
 
 
@@ -137,10 +138,10 @@ def span_columns() -> dict[str, Any]:
     column = st.column_config
     return {
         "label": column.TextColumn("Span", width=190),
-        "start_ms": column.NumberColumn("From, ms", format="%.3f", width="small"),
-        "duration_ms": column.NumberColumn("Took, ms", format="%.3f", width="small"),
-        "service": column.TextColumn("Told by", width="small"),
-        "told": column.TextColumn("Says", width="large"),
+        "start_ms": column.NumberColumn("Start, ms", format="%.3f", width="small"),
+        "duration_ms": column.NumberColumn("Duration, ms", format="%.3f", width="small"),
+        "service": column.TextColumn("Service", width="small"),
+        "attributes": column.TextColumn("Attributes", width="large"),
     }
 
 
@@ -149,23 +150,25 @@ def step_columns(frame: pd.DataFrame) -> dict[str, Any]:
     column = st.column_config
     shown = {
         "number": column.NumberColumn("Step", format="localized"),
-        "start_ms": column.NumberColumn("From, ms", format="%.1f"),
-        "took_ms": column.NumberColumn("Took, ms", format="%.2f"),
-        "predicted_ms": column.NumberColumn("Predicted, ms", format="%.2f", help="By the scheduler, before it ran"),
-        "decodes": column.NumberColumn("Decodes", help="Sequences that got one token"),
-        "prefills": column.NumberColumn("Prompts", help="Sequences whose prompt was read, or a part of it"),
+        "start_ms": column.NumberColumn("Start, ms", format="%.1f"),
+        "took_ms": column.NumberColumn("Duration, ms", format="%.2f"),
+        "predicted_ms": column.NumberColumn(
+            "Predicted, ms", format="%.2f", help="Predicted by the scheduler before the step"
+        ),
+        "decodes": column.NumberColumn("Decodes", help="Sequences that generated a token"),
+        "prefills": column.NumberColumn("Prefills", help="Sequences with a prompt chunk in the step"),
         "prefill_tokens": column.NumberColumn("Prompt tokens"),
-        "output_tokens": column.NumberColumn("Tokens out"),
+        "output_tokens": column.NumberColumn("Output tokens"),
         "preempted": column.NumberColumn("Preempted"),
         "waiting": column.NumberColumn("Waiting", help="Requests in the queue"),
-        "kv_used": column.ProgressColumn("KV in use", min_value=0.0, max_value=1.0, format="percent"),
+        "kv_used": column.ProgressColumn("KV usage", min_value=0.0, max_value=1.0, format="percent"),
         "active_experts": column.NumberColumn(
-            "Active experts", format="%.1f", help="Of a layer in a step, mean of the last two seconds or so"
+            "Active experts", format="%.1f", help="Of a layer in a step, mean of about two seconds"
         ),
         "balancedness": column.NumberColumn(
-            "Balancedness", format="percent", help="Tokens of a mean expert over those of the busiest, in that time"
+            "Balancedness", format="percent", help="Mean expert load divided by the largest, in the same time"
         ),
-        "classes": column.TextColumn("Of the classes"),
+        "classes": column.TextColumn("Classes"),
         "engine": column.TextColumn("Engine", width=185),
     }
     return {name: one for name, one in shown.items() if frame[name].notna().any() or name not in OPTIONAL}

@@ -21,11 +21,11 @@ from moiety_dashboard.views.windows import DAY, HOUR, MINUTE
 LIMIT = 100
 SHOWN = "traces as drawn"
 PICKED = "trace picked"
-PLACE = "traces from"
+POSITION = "traces from"
 WINDOWS = {"15 min": 15 * MINUTE, "1 h": HOUR, "24 h": DAY, "7 d": 7 * DAY}
 OUTCOMES = {
-    "stop": "stop", "length": "length", "content_filter": "content filter", "disconnected": "the client left",
-    "rejected": "refused", "failed": "failed",
+    "stop": "stop", "length": "length", "content_filter": "content filter", "disconnected": "client disconnected",
+    "rejected": "rejected", "failed": "failed",
 }  # fmt: skip
 REASONS = (
     *("failed", "sla_missed", "preempted", "failed_over", "first", "rate"),  # reasons why a trace is kept
@@ -47,7 +47,7 @@ def draw(page: Page) -> None:
         if trace_id:
             one.draw(client, trace_id.strip().lower(), names_of(client))
             return
-        panels.head("Traces", "Requests whose trace was kept, newest first; click one to see what it went through")
+        panels.head("Traces", "Requests with a stored trace, newest first; click a row to open its trace")
         names = names_of(client)
         draw_found(client, choose(client, names), names)
 
@@ -67,14 +67,14 @@ def choose(client: AdminClient, names: Mapping[str, str]) -> dict[str, Any]:
         "outcome": _choice(columns[3], "Outcome", list(OUTCOMES), "any", OUTCOMES),
         "reason": _choice(columns[4], "Reason", list(REASONS), "any", more=True),
     }
-    least = columns[5].number_input("At least, ms", 0, value=None, step=100, placeholder="0", key="trace min")
+    least = columns[5].number_input("Min duration, ms", 0, value=None, step=100, placeholder="0", key="trace min")
     request_id = columns[6].text_input("Request", key="trace request", placeholder="chatcmpl-…").strip()
     since = datetime.now(UTC) - WINDOWS[window]
     return {**found, "min_ms": least or None, "request_id": request_id or None, "since": since.isoformat()}
 
 
 def _choice(
-    place: Any,
+    container: Any,
     label: str,
     options: list[str],
     empty: str,
@@ -82,22 +82,22 @@ def _choice(
     *,
     more: bool = False,
 ) -> str | None:
-    shown: str | None = place.selectbox(
+    shown: str | None = container.selectbox(
         label, options, None, format_func=lambda one: (names or {}).get(one, one), placeholder=empty,
         key=f"trace {label.lower()}", accept_new_options=more,
-        help="The scheduler's, an error's code, or why the trace was kept" if more else None,
+        help="A scheduler's reason, an error code, or the reason why the trace was kept" if more else None,
     )  # fmt: skip
     return shown
 
 
 def draw_found(client: AdminClient, wanted: Mapping[str, Any], names: Mapping[str, str]) -> None:
     searched = {name: value for name, value in wanted.items() if name != "since"}
-    place = st.session_state.get(PLACE)
-    cursor = place[1] if place is not None and place[0] == searched else None
+    position = st.session_state.get(POSITION)
+    cursor = position[1] if position is not None and position[0] == searched else None
     answer = client.get("/traces", limit=LIMIT, cursor=cursor, **wanted)
     frame = found_frame(answer.data["data"], names)
     classes = colours.of_classes(sorted(set(frame["class"])))
-    with panels.panel("Requests", "kept ones; duration in milliseconds", [answer], key="traces", frame=frame):
+    with panels.panel("Requests", "with a stored trace", [answer], key="traces", frame=frame):
         st.session_state[SHOWN] = list(frame["trace_id"])
         panels.table(
             frame, columns(frame), EMPTY, classes=classes, states=colours.OUTCOMES, max_rows=16, on_pick=pick
@@ -105,7 +105,7 @@ def draw_found(client: AdminClient, wanted: Mapping[str, Any], names: Mapping[st
     turn(answer.data["next_cursor"], cursor, searched)
 
 
-EMPTY = f"No such request was kept in this time. Send one, look back further, or take a filter away. {KEPT}"
+EMPTY = f"No stored trace matches. Send a request, choose a longer window, or remove a filter. {KEPT}"
 
 
 def pick(row: int) -> None:
@@ -119,15 +119,15 @@ def columns(frame: pd.DataFrame) -> dict[str, Any]:
     column = st.column_config
     longest = float(frame["duration_ms"].max()) if len(frame) else 1.0
     shown: dict[str, Any] = {
-        "at": panels.time_column("Began", "YYYY-MM-DD HH:mm:ss.SSS", width=180),
+        "at": panels.time_column("Started", "YYYY-MM-DD HH:mm:ss.SSS", width=180),
         "tenant": "Tenant",
         "class": "Class",
-        "operation": column.TextColumn("Asked for", width="small"),
+        "operation": column.TextColumn("Operation", width="small"),
         "model": "Model",
         "outcome": column.TextColumn("Outcome", width="small"),
         "duration_ms": column.ProgressColumn("Duration, ms", min_value=0, max_value=longest, format="%.0f"),
-        "reason": column.TextColumn("Reason", help="An error's code, or else the scheduler's reason"),
-        "kept_for": column.TextColumn("Kept for", help="Why the trace was kept"),
+        "reason": column.TextColumn("Reason", help="Error code, or the scheduler's reason"),
+        "kept_for": column.TextColumn("Kept because", help="Why the trace was kept"),
         "request_id": column.TextColumn("Request", width="medium"),
     }
     if session.is_of_one_tenant():
@@ -139,9 +139,9 @@ def turn(older: str | None, cursor: str | None, searched: Mapping[str, Any]) -> 
     """Draw the buttons to older traces, back, and to new ones."""
     left, right, _ = st.columns([1, 1, 3])
     if left.button("Older", icon=":material/chevron_left:", disabled=older is None, width="stretch"):
-        st.session_state[PLACE] = (searched, older)
+        st.session_state[POSITION] = (searched, older)
         st.rerun()
     label = "Newest" if cursor is not None else "Refresh"
     if right.button(label, icon=":material/refresh:", width="stretch", key="traces newest"):
-        st.session_state.pop(PLACE, None)
+        st.session_state.pop(POSITION, None)
         st.rerun()
