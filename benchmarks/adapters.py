@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """All variants on one model, by turns."""
+    """Measure all variants on one model, in turn."""
     with tempfile.TemporaryDirectory() if options.work is None else contextlib.nullcontext(options.work) as work:
         plain = EngineConfig(
             model=str(folder),
@@ -115,7 +115,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 def make_loop(
     plain: EngineConfig, name: str, modules: tuple[str, ...], work: Path, options: argparse.Namespace
 ) -> EngineLoop:
-    """With a model of its own, which owns the slots of adapters."""
+    """Create a loop with its own model, which owns the slots of adapters."""
     folders = {f"a{number}": work / name / f"a{number}" for number in range(NUM_ADAPTERS if modules else 0)}
     for number, folder in enumerate(folders.values()):
         if not folder.exists():
@@ -130,7 +130,7 @@ def make_loop(
 
 
 def run(loop: EngineLoop, options: argparse.Namespace, only: int | None = None) -> tuple[float, dict[int, list[int]]]:
-    """Output tokens a second of one batch, and each answer; of one request alone with `only`."""
+    """Return the output tokens a second of one batch, and each answer; of one request alone with `only`."""
     wanted = range(NUM_ADAPTERS) if only is None else [only]
     submits = [make_submit(loop, number, options) for number in wanted]
     clock = CLOCKS[options.clock]
@@ -161,7 +161,7 @@ def make_submit(loop: EngineLoop, number: int, options: argparse.Namespace) -> C
 
 
 def check(loop: EngineLoop, options: argparse.Namespace) -> bool:
-    """Whether some answers of the batch are those that are made alone."""
+    """Return whether some answers of the batch equal those that are generated alone."""
     _, together = run(loop, options)
     some = range(0, NUM_ADAPTERS, max(1, NUM_ADAPTERS // max(1, options.checked)))
     return all(run(loop, options, only=number)[1][number] == together[number] for number in some)

@@ -59,7 +59,7 @@ def parse() -> argparse.Namespace:
 
 
 def bench(options: argparse.Namespace, scratch: Path) -> int:
-    """The exit code: 0 where every stage passed that was run, and on a GPU every target is kept."""
+    """Return the exit code: 0 if every stage that was run passed and, on a GPU, every target is met."""
     end = time.monotonic() + options.limit_s
     environment = environment_of(scratch)
     machine = probe(environment)
@@ -131,7 +131,7 @@ def assemble(
 
 
 def store(folder: Path, report: dict[str, Any], verdicts: list[Verdict], log: Path) -> None:
-    """After every stage, so that a machine that is taken away leaves what it had."""
+    """Write the results after every stage, so that an interrupted run keeps what it has."""
     folder.mkdir(parents=True, exist_ok=True)
     name = f"kernels-{report['date']}"
     targets = [asdict(verdict) | {"kept": verdict.is_kept} for verdict in verdicts]

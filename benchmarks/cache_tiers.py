@@ -43,7 +43,7 @@ MOST = 0.15  # of the first turn's
 
 @dataclass(slots=True)
 class Turn:
-    """Seconds are those to the first token."""
+    """One turn of a conversation. Seconds are those to the first token."""
 
     wall_s: float = 0.0
     processor_s: float = 0.0
@@ -53,14 +53,14 @@ class Turn:
 
 
 class Conversations:
-    """Two turns on one tier after the other, each with an engine of its own over one model."""
+    """Two turns on one tier after the other, each with its own engine over one model."""
 
     def __init__(self, model: Transformer, config: EngineConfig, num_tokens: int, folder: Path) -> None:
         self._model, self._config, self._num_tokens, self._folder = model, config, num_tokens, folder
         self._number = 0
 
     def two_turns(self, tier: str, *, others: bool) -> dict[str, float]:
-        """Seconds to the first token of both. `others`: see what another tenant finds."""
+        """Return the seconds to the first token of both turns. `others`: check what another tenant finds."""
         loop = self._engine(tier)
         prompt = self._words(self._num_tokens)
         first = self._ask(loop, prompt, b"acme")
@@ -128,7 +128,7 @@ class Conversations:
 
 
 def forget_files(folder: Path) -> None:
-    """Take them out of the system's cache, so that reading them reads the disk."""
+    """Remove the files from the system's page cache, so that reads go to the disk."""
     for path in folder.rglob("*.kv"):
         file = os.open(path, os.O_RDONLY)
         os.fsync(file)

@@ -25,8 +25,11 @@ STEP_MS = 4
 
 
 class Cluster:
-    """`cores`, where given, are those of the gateways and those of the engines; `engine` replaces the options of a
-    scripted one."""
+    """Gateways and engines of one deployment.
+
+    `cores`, where given, are those of the gateways and those of the engines; `engine` replaces the options of a
+    scripted one.
+    """
 
     def __init__(
         self,
@@ -65,12 +68,12 @@ class Cluster:
         self._processes[kind, number] = process
 
     def command(self, kind: str, number: int) -> tuple[list[str], Mapping[str, str]]:
-        """How a process is started, and its environment."""
+        """Command line and environment of a process."""
         arguments = self._engine(number) if kind == "engine" else self._gateway(number)
         return [sys.executable, "-m", "moiety_platform.cli", *arguments], self._environment
 
     def process(self, kind: str, number: int) -> subprocess.Popen[bytes]:
-        """The one that runs now, or ran last."""
+        """The running process, or the last one."""
         return self._processes[kind, number]
 
     def _engine(self, number: int) -> list[str]:
@@ -92,7 +95,7 @@ class Cluster:
         process.wait()
 
     def end(self, kind: str, number: int) -> int:
-        """Ask it to stop, and wait; its exit code."""
+        """Stop the process gracefully, wait, and return its exit code."""
         process = self._processes.pop((kind, number))
         process.terminate()
         return process.wait(START_S)
@@ -121,7 +124,7 @@ class Cluster:
         return str(json.loads((self.folder / "keys.json").read_text())["admin_key"])
 
     def admin(self) -> httpx.AsyncClient:
-        """A client of the first gateway's admin API."""
+        """Client of the first gateway's admin API."""
         headers = {"Authorization": f"Bearer {self.admin_key}"}
         return httpx.AsyncClient(base_url=f"{self.url(0)}/admin/v1", headers=headers, timeout=60)
 
@@ -150,7 +153,7 @@ class Cluster:
         return round(time.monotonic() - begin_s, 1)
 
     async def reconcile(self, hours: int = 2) -> dict[str, Any]:
-        """What `moiety usage reconcile` says of the last hours, engines' journals included."""
+        """Return the result of `moiety usage reconcile` for the last hours, engines' journals included."""
         command = [sys.executable, "-m", "moiety_platform.cli", "usage", "reconcile", "--json", "--url", self.url(0)]
         command += ["--admin-key", self.admin_key, "--hours", str(hours)]
         command += [part for path in self.journals for part in ("--journal", str(path))]
@@ -163,7 +166,7 @@ async def call(client: httpx.AsyncClient, method: str, path: str, body: dict[str
 
 
 async def make_tenant(client: httpx.AsyncClient, name: str) -> tuple[dict[str, str], str]:
-    """A tenant with a project and a key: their ids by level, and the key."""
+    """Create a tenant with a project and a key; return their ids by level, and the key."""
     tenant = await call(client, "POST", "/tenants", {"name": name})
     project = await call(client, "POST", "/projects", {"name": "p", "tenant_id": tenant["id"]})
     key = await call(client, "POST", "/keys", {"name": "k", "project_id": project["id"]})
@@ -171,13 +174,13 @@ async def make_tenant(client: httpx.AsyncClient, name: str) -> tuple[dict[str, s
 
 
 async def set_limits(client: httpx.AsyncClient, ids: dict[str, str], limits: Sequence[tuple[str, str, int]]) -> None:
-    """Limits of a tenant, as (level, kind, cap)."""
+    """Set the limits of a tenant, as (level, kind, cap)."""
     for level, kind, cap in limits:
         await call(client, "PUT", "/quotas", {"level": level, "scope_id": ids[level], "kind": kind, "cap": cap})
 
 
 async def list_quotas(client: httpx.AsyncClient) -> list[dict[str, Any]]:
-    """All limits with what is used of them."""
+    """Return all limits with their usage."""
     found, cursor = [], None
     while True:
         parameters = {"limit": 200} | ({"cursor": cursor} if cursor else {})

@@ -68,7 +68,7 @@ def install_vllm(folder: Path) -> Path:
 
 
 def _run_ours(checkpoint: Path, options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The figures, and where they come from."""
+    """Return the figures and their origin."""
     command = [Path(sys.executable).parent / "moiety", "bench", "engine", "--model", checkpoint, "--json"]
     command += ["--threads", str(options.threads), "--dtype", "bfloat16"]
     command += ["--input-tokens", str(options.input_tokens), "--output-tokens", str(options.output_tokens)]
@@ -96,7 +96,7 @@ def _run_vllm(python: Path, checkpoint: Path, options: argparse.Namespace) -> di
 
 
 def _run_llama_cpp(bench: Path, file: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Twice, and the second time counts: the first warms its threads and memory, as the others do before they begin."""
+    """Run twice and return the second time: the first run warms up threads and memory, as in the others."""
     context = 2 * max(COUNTS) * (options.input_tokens + options.output_tokens)
     command = [bench, "--model", file, "--ctx-size", context, "--threads", options.threads]
     command += ["-npp", options.input_tokens, "-ntg", options.output_tokens, "--output-format", "jsonl"]
@@ -118,7 +118,7 @@ def _output_of(command: list[Any], environment: os._Environ[str] | dict[str, str
 
 
 def _ratios(one: dict[str, Any]) -> dict[str, float]:
-    """Ours over the rivals'; for readiness the rival's over ours, so that more is better throughout."""
+    """Return our figures over the rivals', for readiness the inverse, so that more is better throughout."""
     ours, vllm = one["moiety"], one["vllm_cpu"]
     ratios = {
         f"output_tokens_per_s_{count}_{rival}": ours["output_tokens_per_s"][str(count)]

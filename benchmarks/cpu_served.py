@@ -43,7 +43,7 @@ def main() -> None:
     checkpoint = find_or_make_checkpoint(options.work)
 
     def measure(url: str, key: str, rate: float, number: int) -> dict[str, Any]:
-        """Figures of requests that no cache has seen."""
+        """Return the figures of requests that no cache has seen."""
         command = [Path(sys.executable).parent / "moiety", "bench", "serve", "--url", url, "--key", key, "--json"]
         command += ["--trace", options.trace, "--scale", options.scale, "--rate", rate, "--model", MODEL]
         return run([*command, "--num-requests", options.num_requests, "--seed", number])
@@ -82,7 +82,7 @@ def main() -> None:
 
 @contextmanager
 def serve_ours(checkpoint: Path, folder: Path) -> Iterator[tuple[str, str]]:
-    """(its URL, a tenant's key)."""
+    """Start our server and yield (its URL, a tenant's key)."""
     port, log = claim_port("127.0.0.1", 0, "--port"), folder / "serve.log"
     command = [sys.executable, "-c", MOIETY, "serve", "--no-dashboard", "--port", port, "--data-dir", folder / "data"]
     command += ["--model", checkpoint, "--name", MODEL, "--dtype", "bfloat16"]
@@ -92,7 +92,7 @@ def serve_ours(checkpoint: Path, folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def warm(url: str, key: str) -> None:
-    """What is compiled, mapped and allocated with the first requests."""
+    """Send the first requests, which compile, map and allocate."""
     command = [Path(sys.executable).parent / "moiety", "bench", "serve", "--url", url, "--key", key, "--json"]
     run([*command, "--rate", 100, "--num-requests", NUM_WARMING, "--model", MODEL, "--seed", 99])
 
@@ -109,7 +109,7 @@ def figures_of(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def ratios_of(one: dict[str, Any]) -> dict[str, float]:
-    """Ours over the rival's: less is better."""
+    """Return our figures over the rival's: less is better."""
     return {f"{kind}_{part}": one["moiety"][kind][part] / one["vllm_cpu"][kind][part] for kind, part in COMPARED}
 
 

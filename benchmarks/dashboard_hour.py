@@ -47,7 +47,7 @@ GATEWAY = "gateway-of-the-hour-before"
 
 @dataclass(frozen=True)
 class Habit:
-    """How a tenant behaves: its mean requests a second, their sizes, and when in the hour it bursts."""
+    """Traffic pattern of a tenant: mean requests a second, their sizes, and when in the hour it bursts."""
 
     name: str
     service_class: str
@@ -81,7 +81,7 @@ HABITS = (
 
 @dataclass
 class Made:
-    """A tenant that there is now."""
+    """An existing tenant."""
 
     habit: Habit
     tenant_id: str
@@ -91,7 +91,7 @@ class Made:
 
 
 class Admin:
-    """The admin API."""
+    """Client of the admin API."""
 
     def __init__(self, url: str, key: str) -> None:
         self._http = httpx.Client(base_url=f"{url}/admin/v1", headers={"Authorization": f"Bearer {key}"}, timeout=20)
@@ -103,7 +103,7 @@ class Admin:
 
 
 def make_tenants(admin: Admin) -> list[Made]:
-    """Tenants with a project, a key and their limits, and a price, so that money is spent."""
+    """Create tenants with a project, a key, limits and a price, so that money is spent."""
     admin("PUT", "/prices", {"model": "moiety-demo", "input": "0.30", "output": "1.20", "cached_input": "0.03"})
     made = []
     for habit in HABITS:
@@ -119,8 +119,11 @@ def make_tenants(admin: Admin) -> list[Made]:
 
 
 def past_requests(made: list[Made], until: datetime, rng: random.Random) -> list[UsageRow]:
-    """The hour before, request by request: arrivals are Poisson with a wave and bursts; when many come at once, all
-    but the best class wait, miss promises, are preempted or refused."""
+    """Return the requests of the past hour.
+
+    Arrivals are Poisson with a wave and bursts; when many arrive at once, all but the best class wait, miss their SLO,
+    are preempted or rejected.
+    """
     rows: list[UsageRow] = []
     for second in range(HOUR_S):
         part = second / HOUR_S
@@ -156,7 +159,7 @@ TASKS = {  # what the demo model was trained on, a kind of it a tenant
 }
 
 PATIENCE = {"priority": 0.15, "standard": 1.0, "flex": 2.5, "batch": 4.0}
-PROMISED_MS = {"priority": 500.0, "standard": 2000.0, "flex": 600_000.0, "batch": 86_400_000.0}
+TTFT_SLO_MS = {"priority": 500.0, "standard": 2000.0, "flex": 600_000.0, "batch": 86_400_000.0}
 
 
 def past_request(one: Made, started: datetime, request_id: str, pressure: float, rng: random.Random) -> UsageRow:
@@ -168,7 +171,7 @@ def past_request(one: Made, started: datetime, request_id: str, pressure: float,
     refused = habit.service_class in ("standard", "priority") and rng.random() < 0.12 * waits
     failed = not refused and rng.random() < 0.002
     left = not refused and not failed and rng.random() < 0.008
-    kept = not refused and not failed and ttft_ms <= PROMISED_MS[habit.service_class]
+    kept = not refused and not failed and ttft_ms <= TTFT_SLO_MS[habit.service_class]
     generated = 0 if refused else output // 2 if left or failed else output
     outcome = "rejected" if refused else "failed" if failed else "disconnected" if left else "stop"
     cached = 0 if refused else int(prompt * 0.6 * rng.random())
@@ -199,7 +202,7 @@ def past_request(one: Made, started: datetime, request_id: str, pressure: float,
 
 
 async def store(url: str, rows: list[UsageRow]) -> None:
-    """As a gateway does that has leased what the rows charge."""
+    """Store the rows as a gateway does that has leased their charges."""
     database = Database.open(url)
     try:
         async with database.write() as session:
@@ -215,7 +218,7 @@ async def store(url: str, rows: list[UsageRow]) -> None:
 
 
 def charged(row: UsageRow, quotas: list[Quota]) -> UsageRow:
-    """The row with what it charges to the limits a day or a month of its tenant."""
+    """Return the row with its charges to its tenant's daily and monthly limits."""
     used = {Unit.TOKENS: row.prompt_tokens + row.output_tokens, Unit.MONEY: row.cost_nanodollars}
     charges = []
     for quota in quotas:
@@ -237,7 +240,7 @@ def sums_of(rows: list[UsageRow]) -> Counter[WindowId]:
 def send_live(
     url: str, made: list[Made], ended: threading.Event, seed: int, texts: Mapping[str, Sequence[str]]
 ) -> None:
-    """Requests of all tenants, some at a time, until it is enough: of a tenant's own texts, or of words."""
+    """Send requests of all tenants, a few at a time, until stopped, with a tenant's own texts or random words."""
     rng = random.Random(seed)
     with httpx.Client(base_url=url, timeout=60) as http:
         while not ended.is_set():
@@ -251,7 +254,7 @@ def send_live(
 
 
 def change_something(admin: Admin, made: list[Made]) -> None:
-    """So that the audit log has more to tell than beginnings."""
+    """Make some administrative changes, so that the audit log has more than creations."""
     globex, initech = made[1], made[2]
     limit = {"level": "tenant", "scope_id": globex.tenant_id, "kind": "tokens_per_day", "cap": 8_000_000}
     admin("PUT", "/quotas", limit)
@@ -281,7 +284,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def served(*flags: str, engine: tuple[str, ...] = ()) -> Iterator[tuple[str, str, str, Path]]:
-    """A serve of its own: its address, the dashboard's, the administrator's key and the data directory."""
+    """Start `moiety serve`; yield its address, the dashboard's, the administrator's key and the data directory."""
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder)
         command = [sys.executable, "-m", "moiety_platform.cli", "serve", *flags, "--port", "0"]
@@ -298,7 +301,7 @@ def served(*flags: str, engine: tuple[str, ...] = ()) -> Iterator[tuple[str, str
 
 @contextlib.contextmanager
 def sending(url: str, made: list[Made], texts: Mapping[str, Sequence[str]]) -> Iterator[None]:
-    """Requests of all tenants meanwhile."""
+    """Send requests of all tenants meanwhile."""
     ended = threading.Event()
     senders = [threading.Thread(target=send_live, args=(url, made, ended, seed, texts)) for seed in range(6)]
     for sender in senders:
@@ -312,7 +315,7 @@ def sending(url: str, made: list[Made], texts: Mapping[str, Sequence[str]]) -> I
 
 
 def addresses(log: Path) -> tuple[str, str]:
-    """Of the gateway and the dashboard, once both are there."""
+    """Return the addresses of the gateway and the dashboard, once both are ready."""
     while True:
         text = log.read_text()
         if "moiety is ready at" in text and "You can now view" in text:

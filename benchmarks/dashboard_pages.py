@@ -101,7 +101,7 @@ def make_and_measure(name: str, folder: Path, options: argparse.Namespace, found
 
 
 def measure_store(data_dir: Path, url: str | None, options: argparse.Namespace, found: dict[str, Any]) -> None:
-    """Each part that is wanted."""
+    """Measure each of the requested parts."""
     senders = read_senders(data_dir)
     with serving(data_dir, url) as (gateway, _, admin_key):
         visitor = Visitor(gateway, admin_key, senders[0].tenant_id)
@@ -115,7 +115,7 @@ def measure_store(data_dir: Path, url: str | None, options: argparse.Namespace, 
 
 
 def cpu_s_of(data_dir: Path) -> float:
-    """Processor seconds that the gateway on this folder and this process, which draws, have used so far."""
+    """Return the CPU seconds of the gateway on this folder and of this process, which renders, so far."""
     mine = [str(data_dir), "gateway"]
     gateways = [
         one for one in psutil.process_iter(["cmdline"]) if all(part in (one.info["cmdline"] or ()) for part in mine)
@@ -124,7 +124,7 @@ def cpu_s_of(data_dir: Path) -> float:
 
 
 def draw_all(visitor: Visitor, rounds: int, cpu_s: Callable[[], float]) -> dict[str, Any]:
-    """Seconds of each page and read, of pages on the processor too; what did not come is told."""
+    """Return the seconds of each page and read, and of pages' CPU time; report what failed."""
     pages: defaultdict[str, list[float]] = defaultdict(list)
     on_cpu: defaultdict[str, list[float]] = defaultdict(list)
     failed: list[str] = []
@@ -149,8 +149,10 @@ def spread(seconds: list[float]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def beside(target: Any, *arguments: Any, number: int = 1) -> Iterator[Any]:
-    """Processes of their own that do it until the block ends, which begins when each has begun; yields how often they
-    have done it, all together."""
+    """Run the function in separate processes until the block ends; yield how often they have done it together.
+
+    The block begins when each process has begun.
+    """
     spawn = mp.get_context("spawn")
     ended, done = spawn.Event(), [spawn.Value("i", 0) for _ in range(number)]
     workers = [spawn.Process(target=target, args=(*arguments, ended, one)) for one in done]
@@ -173,8 +175,10 @@ def beside(target: Any, *arguments: Any, number: int = 1) -> Iterator[Any]:
 def compare(
     gateway: str, admin_key: str, senders: list[Sender], options: argparse.Namespace, before: dict[str, Any]
 ) -> dict[str, Any]:
-    """Serving latency with visitors and without, pair by pair; added to what was measured before. A run that is not
-    counted is first, since a tenant's first request at a gateway waits for its key and leases."""
+    """Compare the serving latency with and without visitors, in pairs added to earlier ones.
+
+    One run before is not counted, since a tenant's first request at a gateway waits for its key and leases.
+    """
     rng, pairs = random.Random(), []
     send(gateway, senders, options.seconds)
     num_drawn = before.get("pages_drawn_meanwhile", 0)
@@ -211,7 +215,7 @@ def compare(
 
 
 def p99_ms(sent: list[Sent]) -> float:
-    """From when each was due to its answer, whatever that was."""
+    """Return the p99 of the time from when each request was due to its answer."""
     return 1000 * float(np.percentile([one.latency_s for one in sent], 99))
 
 

@@ -10,11 +10,11 @@ THEMES = ("light", "dark")
 
 
 def take_pictures(dashboard: str, admin_key: str, key: str, out: Path) -> None:
-    """Every page, light and dark, as a laptop shows it."""
+    """Take a screenshot of every page, light and dark, in a laptop's size."""
     from playwright.sync_api import Page, sync_playwright
 
     def settle(page: Page) -> None:
-        """Until all of it is drawn, however busy the machine is, and what is animated stands still."""
+        """Wait until the page is drawn and its animations have ended."""
         page.locator("[data-testid=stApp][data-test-script-state=notRunning]").wait_for()
         page.wait_for_timeout(2500)
         page.locator("[data-testid=stApp][data-test-script-state=notRunning]").wait_for()
@@ -67,7 +67,7 @@ def take_pictures(dashboard: str, admin_key: str, key: str, out: Path) -> None:
 
 
 def simulate(page: Any) -> None:
-    """Thrice the traffic of the last minutes on the same replica; the second theme shows the result of the first."""
+    """Simulate three times the last minutes' traffic on one replica; the second theme shows the first's result."""
     page.get_by_test_id("stSidebarNav").get_by_role("link", name="Simulator").click()
     page.get_by_role("heading", name="Simulator", exact=True).wait_for()
     page.wait_for_timeout(2500)
@@ -83,7 +83,7 @@ def simulate(page: Any) -> None:
 
 
 def picture_experts(dashboard: str, admin_key: str, out: Path) -> None:
-    """The page of experts, which only a model has."""
+    """Take a screenshot of the page of experts, which needs a model."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -101,7 +101,7 @@ def picture_experts(dashboard: str, admin_key: str, out: Path) -> None:
 
 
 def shoot(page: Any, path: Path) -> None:
-    """The whole of the page, however long it is."""
+    """Take a screenshot of the whole page, whatever its length."""
     main = page.get_by_test_id("stMain")
     height = main.evaluate("node => node.scrollHeight")
     page.set_viewport_size({**VIEWPORT, "height": max(VIEWPORT["height"], int(height))})

@@ -111,7 +111,7 @@ async def _run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 async def _make_tenants(cluster: Cluster, num_far: int) -> tuple[list[str], list[str]]:
-    """The keys of those far from their limits, and of those near: a few for each variant."""
+    """Return the keys of tenants far from their limits, and of those near: a few for each variant."""
     price = {"model": "scripted", "input": "0.15", "cached_input": "0.075", "output": "0.6"}
     far, near = [], []
     async with cluster.admin() as client:
@@ -129,7 +129,7 @@ async def _make_tenants(cluster: Cluster, num_far: int) -> tuple[list[str], list
 
 
 def _requests(keys: list[str], num_output: int = OUTPUT_TOKENS) -> Iterator[tuple[int, bytes]]:
-    """Completions of all keys in turn, for ever."""
+    """Yield completions of all keys in turn, without end."""
     body = {"model": "scripted", "prompt": PROMPT, "max_tokens": num_output, "ignore_eos": True}
     data = json.dumps(body).encode()
     head = (
@@ -142,7 +142,7 @@ def _requests(keys: list[str], num_output: int = OUTPUT_TOKENS) -> Iterator[tupl
 async def _count_statements(
     cluster: Cluster, load: OpenLoop, far: list[str], options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Statements a request of those who are far from their limits, once their leases are as large as they need."""
+    """Return the SQL statements a request of tenants far from their limits, with leases at full size."""
     requests = _requests(far)
     warm = await load.run(requests, options.rate, max(WARM_UP_S, 2 * options.tenants / options.rate))
     before = await count_statements(cluster.url(0))
@@ -167,7 +167,7 @@ async def _break(
     near: list[str],
     options: argparse.Namespace,
 ) -> dict[str, Any]:
-    """Load, in whose midst the database goes away and comes back; what came of it before, during and after."""
+    """Run load through a database outage; return the results before, during and after it."""
     of_near = OpenLoop(*load.address)
     seconds = 2 * options.seconds + options.outage
     begin_s = time.perf_counter()
@@ -202,7 +202,7 @@ async def _break(
 
 
 async def _stream(client: httpx.AsyncClient, key: str) -> bool:
-    """One that runs through the outage; whether it came whole."""
+    """Run one stream through the outage; return whether it was complete."""
     num_tokens = round(STREAM_S * 1000 / 4)
     body = {"model": "scripted", "prompt": PROMPT, "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
     body["stream_options"] = {"include_usage": True}
@@ -229,7 +229,7 @@ def _answers(sent: list[Sent]) -> dict[str, int]:
 
 
 async def _books(cluster: Cluster, postgres: Postgres) -> dict[str, Any]:
-    """What was billed, by all who know; and what is outstanding once the gateway has stopped."""
+    """Return what was billed by all sources, and what is outstanding after the gateway has stopped."""
     waited_s = await cluster.wait_settled(SETTLE_S)
     figures = await cluster.reconcile()
     async with cluster.admin() as client:

@@ -52,7 +52,7 @@ CASES = {"even": ((64, 64), 0.0), "uneven": ((201, 7), 0.0), "skewed": ((64, 32)
 
 
 class Expert(nn.Module):
-    """What DeepSpeed makes copies of."""
+    """Expert module that DeepSpeed copies."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,10 @@ class Expert(nn.Module):
 
 
 def whole_weights(skew: float) -> dict[str, Tensor]:
-    """The same on each rank. With `skew` nearly all tokens choose the first two experts, both on the first rank."""
+    """Return the same weights on each rank.
+
+    With `skew` nearly all tokens choose the first two experts, both on the first rank.
+    """
     torch.manual_seed(0)
     router = torch.randn(NUM_EXPERTS, WIDTH) / WIDTH**0.5
     router[:2, 0] += skew
@@ -74,7 +77,7 @@ def whole_weights(skew: float) -> dict[str, Tensor]:
 
 
 def ours(rank: int, whole: dict[str, Tensor], x_TD: Tensor) -> tuple[Tensor, Tensor]:
-    """The layer's result, and the chosen experts."""
+    """Return the layer's result and the chosen experts."""
     seat = Seat(Layout(dp=NUM_RANKS, ep=NUM_RANKS), rank)
     held = seat.slots_of(NUM_EXPERTS)
     part = slice(held[0], held[-1] + 1)
@@ -114,7 +117,7 @@ def write_dense(folder: Path) -> None:
 
 
 def our_logits(rank: int, folder: Path, ids_T: Tensor) -> Tensor:
-    """Of all tokens, on the first rank."""
+    """Return the logits of all tokens, on the first rank."""
     group = RankCollectives(dist.group.WORLD)
     ranks = Ranks(Seat(Layout(tp=NUM_RANKS), rank), tensor=group, everyone=group)
     model = load_model(folder, device="cpu", dtype="float32", ranks=ranks)
@@ -136,7 +139,7 @@ def our_logits(rank: int, folder: Path, ids_T: Tensor) -> Tensor:
 
 
 def their_logits(folder: Path, ids_T: Tensor) -> tuple[Tensor, float]:
-    """And which share of the layers' weights a rank has."""
+    """Return DeepSpeed's logits and the share of the layers' weights on a rank."""
     import deepspeed
     from transformers import AutoModelForCausalLM
 
@@ -167,7 +170,7 @@ def compare_dense(rank: int, folder: Path, report: dict[str, Any]) -> None:
 
 @torch.inference_mode()
 def compare(rank: int, port: int, folder: str, report: dict[str, Any]) -> None:
-    """One rank of all cases; the first one fills in the report."""
+    """Run one rank of all cases; the first one fills in the report."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_SIZE": str(NUM_RANKS)}
     import deepspeed

@@ -88,7 +88,7 @@ def main() -> None:
 
 
 class Engines:
-    """Processes that are killed and started again, each at its own address."""
+    """Engine processes that are killed and restarted, each at its own address."""
 
     def __init__(self, folder: Path, roles: Sequence[str], options: Sequence[str] = ()) -> None:
         self._folder, self._roles, self._options = folder, roles, options
@@ -135,7 +135,7 @@ async def until(is_so: Any) -> None:
 
 
 async def kills(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Every request's answer by one engine, then by pairs of engines that are killed meanwhile."""
+    """Compare every request's answer by one engine with those by pairs of engines that are killed meanwhile."""
     requests = [body(number, options) for number in range(options.requests)]
     async with serving(folder / "one", ["both"]) as (_, ask, _engines):
         right = [await ask(request) for request in requests]
@@ -197,7 +197,7 @@ def body(number: int, options: argparse.Namespace) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def serving(folder: Path, roles: Sequence[str]) -> Any:
-    """(GET as administrator, ask as tenant, the engines) of engines of these roles behind a gateway."""
+    """Start engines of these roles and a gateway; yield (admin GET, tenant request, engines)."""
     engines = Engines(folder, roles)
     port = claim_port("127.0.0.1", 0, "--port")
     arguments = ["--data-dir", str(folder), "--port", str(port), "--migrate", "--first-keys", str(folder / "keys")]
@@ -255,7 +255,7 @@ async def _until_all_healthy(client: httpx.AsyncClient, key: str, number: int) -
 
 
 class TimedZone(StagingBuffer):
-    """Writes down when each piece came."""
+    """Staging buffer that records the arrival of each chunk."""
 
     def __init__(self, max_bytes: int) -> None:
         super().__init__(max_bytes)
@@ -271,7 +271,7 @@ class TimedZone(StagingBuffer):
 
 
 def make_checkpoint(folder: Path) -> Path:
-    """A configuration and the demo model's tokenizer; weights are drawn at random."""
+    """Write a configuration and the demo model's tokenizer; weights are random."""
     demo = resolve_checkpoint("")
     folder.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
@@ -282,7 +282,7 @@ def make_checkpoint(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def receiving(folder: Path) -> Iterator[tuple[TimedZone, ReceiverThread]]:
-    """A place for KV of that model in this process."""
+    """Open a KV staging buffer for the model in this process."""
     torch.set_num_threads(1)
     zone = TimedZone(1 << 30)
     zone.serve(load_model(folder, device="cpu", dtype="float32", load_format=LoadFormat.DUMMY).allocate_kv(1, 4))
@@ -294,7 +294,7 @@ def receiving(folder: Path) -> Iterator[tuple[TimedZone, ReceiverThread]]:
 
 
 async def overlap(options: argparse.Namespace, folder: Path, way: str) -> dict[str, Any]:
-    """Of some prompts, what part of the KV had come when the first token was there."""
+    """Return for some prompts the share of the KV that had arrived with the first token."""
     flags = ["--model", str(folder), "--load-format", "dummy", "--kv-transport", way, "--kv-buffer-bytes", "1GiB"]
     engines = Engines(folder.parent / way, ["prefill"], flags)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -105,7 +105,7 @@ async def _run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 async def _make_tenants(cluster: Cluster, options: argparse.Namespace) -> list[str]:
-    """Keys of tenants with limits on all levels, so tight that most are reached."""
+    """Create tenants with limits on all levels, so tight that most are reached; return their keys."""
     rng, keys = random.Random(options.seed), []
     price = {"model": "scripted", "input": "0.15", "cached_input": "0.075", "output": "0.6"}
     async with cluster.admin() as client:
@@ -127,7 +127,7 @@ async def _make_tenants(cluster: Cluster, options: argparse.Namespace) -> list[s
 async def _client(
     cluster: Cluster, keys: list[str], tally: Counter[str], end_s: float, options: argparse.Namespace, seed: int
 ) -> None:
-    """One request after the other, each of a tenant and through a gateway drawn at random."""
+    """Send one request after the other, each for a random tenant through a random gateway."""
     rng = random.Random(1000 * options.seed + seed)
     async with httpx.AsyncClient(timeout=15) as client:
         while time.monotonic() < end_s:

@@ -49,7 +49,7 @@ OUTPUT_RATIO = 0.9
 
 @dataclass(frozen=True)
 class Load:
-    """What is offered."""
+    """Offered load."""
 
     streams: int
     flex_output: tuple[int, int]  # from, to
@@ -70,7 +70,7 @@ class Asked:
 
 @dataclass
 class Segment:
-    """What happened in the counted part of one segment."""
+    """Results of the counted part of one segment."""
 
     seconds: float = 0.0
     cpu_s: float = 0.0
@@ -126,7 +126,7 @@ class Engine:
         self.ask(FLEX, self._rng.randint(*self._load.flex_output))
 
     def step(self) -> None:
-        """One step and what came of it; a stream that was answered asks again."""
+        """Run one step and process its results; a finished stream sends its next request."""
         begin_s = time.perf_counter()
         self.loop.step()
         now_s = time.perf_counter()
@@ -150,7 +150,7 @@ class Engine:
                 self.ask_flex()
 
     def preempted(self) -> Counter[str]:
-        """Preemptions so far, by class and reason."""
+        """Return the preemptions so far, by class and reason."""
         return Counter(
             {
                 f"{one.name}: {reason}": count
@@ -167,7 +167,7 @@ class Engine:
             self.step()
 
     def run(self, priority: ServiceClass | None) -> Segment:
-        """The counted part, with priority requests in this class if any."""
+        """Run the counted part, with priority requests in this class if any."""
         self.fill()
         before = self.preempted()
         recomputed = self.loop.scheduler.recomputed_tokens_total
@@ -191,7 +191,7 @@ class Engine:
 
 
 def measure_unloaded(engine: Engine, num_requests: int) -> list[float]:
-    """TTFT in ms of priority requests that have the engine to themselves."""
+    """Return the TTFT in ms of priority requests on an otherwise idle engine."""
     for _ in range(num_requests + 2):
         key = engine.ask(PRIORITY, PRIORITY_OUTPUT)
         while engine.segment.asked[key].finish is None:
@@ -248,7 +248,7 @@ def measure(
 
 
 def report(both: list[Segment], limit_ms: float, alone: list[float]) -> dict[str, Any]:
-    """Of the segments with priority requests in one class."""
+    """Return the report of the segments with priority requests in one class."""
     loaded_ms = [ms for segment in both for ms in ttft_ms(segment)]
     steps = [one.first_step - one.after_step for segment in both for one in segment.asked.values() if one.times_s]
     rates = [segment.output_tokens / segment.seconds for segment in both]

@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def _ratios(figures: dict[str, Any]) -> dict[str, float]:
-    """Ours over a rival's requests/s; a rival's over our latency: more is better throughout."""
+    """Return our requests/s over a rival's and its latency over ours: more is better throughout."""
     ours, found = figures["moiety"], {}
     for name in ("litellm", "portkey"):
         rival = figures[name]
@@ -120,7 +120,7 @@ def _measure(gateway: Any, headers: dict[str, str], seconds: float) -> dict[str,
 
 @contextmanager
 def _process(command: list[str], port: int, *, own_core: bool, environment: dict[str, str]) -> Iterator[int]:
-    """A server, once it listens, on the first core or on the others; ours is moved to the others."""
+    """Start a server on the first core or on the others, and wait until it listens; ours is moved to the others."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores[:1] if own_core and len(cores) > 1 else cores[1:] or cores)
     process = subprocess.Popen(

@@ -67,7 +67,7 @@ def tokens(results: dict[int, Result]) -> dict[int, list[int]]:
 
 
 def check_replay(report: Report, bench: Bench) -> None:
-    """Bits of a replayed step against those of the same batch launched, at sizes that are padded and that are not."""
+    """Compare the bits of a replayed step with those of the same batch launched, at padded and unpadded sizes."""
     loop = bench.loop(max_running=16, max_batch_tokens=256, kv_memory_bytes=256 << 20)
     report.check("decode steps are captured", loop.executor.replays)
     model, device_state = loop.executor.model, loop.executor.device_state
@@ -90,7 +90,7 @@ def check_replay(report: Report, bench: Bench) -> None:
 
 
 def decode_plan(count: int, block_size: int) -> Plan:
-    """Sequences of different lengths over blocks of their own; what the cache holds does not matter."""
+    """Return a plan of sequences of different lengths with their own blocks; the cache's contents do not matter."""
     chunks, first = [], 0
     for i in range(count):
         length = 5 + 3 * i
@@ -105,7 +105,7 @@ def decode_plan(count: int, block_size: int) -> Plan:
 
 
 def check_overlap(report: Report, bench: Bench) -> None:
-    """All requests of one length, so that every decode step has as many rows as a graph and nothing is padded."""
+    """Run requests of one length, so that every decode step fills a graph and nothing is padded."""
     lengths = [BenchLengths(16, 24)] * 16
     found = {}
     for graphs in (False, True):
@@ -123,7 +123,7 @@ def check_overlap(report: Report, bench: Bench) -> None:
 
 
 def check_waiting(report: Report, bench: Bench) -> None:
-    """No step waits for the device, whatever is sampled."""
+    """Check that no step waits for the device, whatever is sampled."""
     loop = bench.loop(max_running=16, max_batch_tokens=256, kv_memory_bytes=256 << 20)
     kinds: list[dict[str, Any]] = [
         {}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 9}, {"temperature": 1.0, "top_p": 0.9},
@@ -152,14 +152,14 @@ def check_sleep(report: Report, bench: Bench) -> None:
     before = tokens(run_all(loop, submits))
     free_before = free_bytes()
     begin_s = time.perf_counter()
-    promised = loop.sleep()
+    reported = loop.sleep()
     asleep_s = time.perf_counter() - begin_s
     freed = free_bytes() - free_before
     begin_s = time.perf_counter()
     loop.wake()
     awake_s = time.perf_counter() - begin_s
-    report.figure("sleep", {"freed_bytes": freed, "promised_bytes": promised, "sleep_s": asleep_s, "wake_s": awake_s})
-    report.check("sleep gives the device's memory back", not torch.cuda.is_available() or freed >= 0.95 * promised)
+    report.figure("sleep", {"freed_bytes": freed, "reported_bytes": reported, "sleep_s": asleep_s, "wake_s": awake_s})
+    report.check("sleep gives the device's memory back", not torch.cuda.is_available() or freed >= 0.95 * reported)
     report.check("what was woken answers as before", tokens(run_all(loop, submits)) == before)
 
 
@@ -197,7 +197,7 @@ def measure_decode(report: Report, bench: Bench, streams: list[int], outputs: in
 
 
 def judge_decode(report: Report, count: int, found: dict[str, Any]) -> None:
-    """The host's work is hidden if the device does not wait for it."""
+    """Check that the device does not wait for the host's work."""
     times, at = found["times_the_floor"], f"at {count} streams"
     floor = {"step_ms": found["step_ms"], "floor_ms": found["memory_floor_ms"]}
     report.check(f"decode step {at}", times <= STEP_TARGET, target=STEP_TARGET, times_the_floor=times, **floor)
@@ -206,7 +206,7 @@ def judge_decode(report: Report, count: int, found: dict[str, Any]) -> None:
 
 
 def measure_invariant(report: Report, bench: Bench, count: int, outputs: int) -> None:
-    """A decode step with the batch-invariant mode and without, graphs of the same size."""
+    """Measure a decode step with and without the batch-invariant mode, with graphs of the same size."""
     step_ms = {}
     for invariant in (False, True):
         watch = Watch(bench.loop(invariant=invariant, max_running=count))
@@ -245,7 +245,7 @@ def main() -> int:
 
 
 def check_small(report: Report, folder: Path, rehearsal: bool) -> None:
-    """What two layers show as well as all."""
+    """Run the checks that need only two layers."""
     small = TINY if rehearsal else QWEN3_30B_A3B | {"num_hidden_layers": 2}
     bench = Bench(small, "cpu" if rehearsal else "cuda", folder)
     on_gpu = [("replay", check_replay), ("waiting", check_waiting)] if not rehearsal else []
@@ -259,7 +259,7 @@ def check_small(report: Report, folder: Path, rehearsal: bool) -> None:
 
 
 def measure_large(report: Report, folder: Path, shape: dict[str, Any], args: argparse.Namespace) -> None:
-    """What takes time, in the order of what would be missed most; parts for which none is left are left out."""
+    """Measure the parts that take long, most important first, and leave out those for which no time is left."""
 
     def left_s() -> float:
         return float("inf") if args.rehearse else float(args.time_budget - report.elapsed_s)
@@ -289,7 +289,7 @@ def measure_large(report: Report, folder: Path, shape: dict[str, Any], args: arg
 
 
 def free_device() -> None:
-    """What a model that nobody holds any more has left of it."""
+    """Free the memory of models that are no longer referenced."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -17,7 +17,7 @@ LENGTHS = (1, 7, 40, 129, 300, 513, 700, 31, 64, 90, 15, 16, 17, 250, 5, 77)  # 
 
 
 def submits(vocab_size: int) -> list[CoreSubmit]:
-    """Half of them greedy, half drawn; all with log-probabilities."""
+    """Return the requests, half of them greedy, half sampled; all with log-probabilities."""
     return [
         CoreSubmit(
             key, "t", BATCH, [(17 * key + 7 * i) % vocab_size for i in range(length)],
@@ -28,15 +28,17 @@ def submits(vocab_size: int) -> list[CoreSubmit]:
 
 
 def answers(loop: EngineLoop, asked: list[CoreSubmit]) -> tuple[dict[int, Any], int]:
-    """Tokens and log-probabilities of each request, and how many tokens were computed again after a preemption."""
+    """Return tokens and log-probabilities of each request, and the number of tokens recomputed after preemptions."""
     results = run_all(loop, asked)
     again = sum(one.finish.num_recomputed_tokens for one in results.values() if one.finish)
     return {key: (one.token_ids, [p.logprob for p in one.logprobs]) for key, one in results.items()}, again
 
 
 def differing(make_loop: Callable[..., EngineLoop]) -> tuple[dict[str, list[int]], int]:
-    """Of each way of running the requests those that got other bits than alone, and the tokens computed again where
-    memory is short. `make_loop` takes an engine's settings."""
+    """Return for each way of running the requests those whose bits differ from their bits alone.
+
+    Also returns the recomputed tokens where memory is short. `make_loop` takes an engine's settings.
+    """
     loop = make_loop(max_running=16, max_batch_tokens=2048, kv_memory_bytes=256 << 20, prefix_caching=False)
     asked = submits(loop.executor.model.spec.vocab_size)
     alone: dict[int, Any] = {}

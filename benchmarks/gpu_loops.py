@@ -27,7 +27,7 @@ from moiety_wire.engine_choices import LoadFormat
 
 @dataclass
 class Report:
-    """What is found, on disk as soon as it is there."""
+    """Results, written to disk as soon as they are known."""
 
     path: Path | None
     begun_s: float = field(default_factory=time.monotonic)
@@ -54,7 +54,7 @@ class Report:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """One that fails does not keep the others from being seen."""
+        """Run a part; its failure does not affect the others."""
         begin_s = time.monotonic()
         try:
             yield
@@ -70,7 +70,7 @@ class Report:
 
 
 class Bench:
-    """One shape, whose weights are drawn once; loops over them with what settings each part wants."""
+    """One model shape, whose weights are drawn once, and loops over them with each part's settings."""
 
     def __init__(self, shape: dict[str, Any], device: str, folder: Path, quantization: str = "auto") -> None:
         (folder / "config.json").write_text(json.dumps(shape))
@@ -83,7 +83,7 @@ class Bench:
         self.model: Transformer | None = None
 
     def loop(self, *, invariant: bool = False, **settings: Any) -> EngineLoop:
-        """`invariant`: the same weights, batch-invariant."""
+        """Return a loop; `invariant`: with the same weights, batch-invariant."""
         if self.model is not None:
             free_cached_memory(self.model.device)  # what the loop before this one had is needed again
         config = EngineConfig(**{name: getattr(self.config, name) for name in self.config.__struct_fields__} | settings)

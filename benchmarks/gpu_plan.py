@@ -32,7 +32,7 @@ KERNELS = ("-m", "moiety_kernels")
 
 
 def wanted() -> list[dict[str, Any]]:
-    """The points of expert layers that targets are set for."""
+    """Return the measured points of expert layers that have targets."""
     points = [("moe_layer", *point) for point in product(LAYERS.split(","), TOKENS.split(","), ROUTINGS.split(","))]
     points += [("moe_layer_fp8", *point) for point in product(LAYERS.split(","), FP8_TOKENS.split(","), ("uniform",))]
     return [
@@ -42,8 +42,7 @@ def wanted() -> list[dict[str, Any]]:
 
 
 def on_gpu(scratch: Path, arch: str) -> list[Stage]:
-    """First the stages that targets are judged by, whose limits leave each its time whatever the others take of theirs;
-    then, in what is left, what else is of interest."""
+    """Return the stages with targets, whose time limits are guaranteed, and then the others in the remaining time."""
     bench = [*KERNELS, "bench", "--device", "cuda", "--time-budget-s"]
     kernel_tests = [*KERNEL_TESTS, "--ignore", NOT_TESTS, "-k", NO_MUTANTS]
     engine_tests = [path for path in ENGINE_TESTS if (ROOT / path).exists()]
@@ -66,7 +65,7 @@ def on_gpu(scratch: Path, arch: str) -> list[Stage]:
 
 
 def rehearsal(scratch: Path) -> list[Stage]:
-    """The same stages as far as they go without a GPU, each in its smallest form."""
+    """Return the same stages as far as they run without a GPU, each in its smallest form."""
     bench = [*KERNELS, "bench", "--device", "cpu", "--time-budget-s", "20"]
     small = ["--shapes", "moiety-demo", "--tokens", "1", "--routing", "uniform", "--kernels"]
     tests = [f"{KERNEL_TESTS[0]}/test_rms_norm.py", "-k", NO_MUTANTS]
@@ -90,7 +89,7 @@ def _measuring(name: str, command: list[str], limit_s: float, scratch: Path, *, 
 
 
 def _sanitized(name: str, scratch: Path, tests: list[str], tool: str | None) -> Stage:
-    """Few tests, with every tensor in an allocation of its own, so that what overruns one is seen."""
+    """Return a few tests with every tensor in its own allocation, so that overruns are detected."""
     flags = ["--tool", name, "--error-exitcode", "99", "--target-processes", "application-only"]
     before = ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", tool or "compute-sanitizer", *flags]
     command = pytest_command(scratch, "-x", "-p", "gpu_smallest", *tests)

@@ -11,7 +11,7 @@ A_FILE = 2
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Last, since it is the selection by name that leaves out the mutants."""
+    """Run last, since the selection by name excludes the mutants."""
     seen: Counter[str] = Counter()
     kept: list[pytest.Item] = []
     left_out: list[pytest.Item] = []

@@ -23,9 +23,12 @@ TAIL_LINES = 25
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A `command` of the interpreter's, and what stands `before` that. `result`: the file of JSON that it writes, which
-    is read whatever became of it. It is not run where a package that it `needs` is missing, or where it `lacks`
-    something else."""
+    """One stage.
+
+    `command` is the interpreter's command line, and `before` precedes the interpreter. `result` is the JSON file that
+    it writes, which is read whatever its exit code. The stage is skipped if a package that it `needs` is missing, or if
+    it `lacks` something else.
+    """
 
     name: str
     command: list[str]
@@ -36,7 +39,7 @@ class Stage:
     lacks: str = ""
 
     def obstacle(self) -> str:
-        """Why it cannot be run here; empty if it can."""
+        """Return why the stage cannot run here; empty if it can."""
         missing = [name for name in self.needs if importlib.util.find_spec(name) is None]
         if missing:
             return f"{', '.join(missing)} is not installed"
@@ -47,7 +50,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a stage. `code` is None where it ran out of time or was not run, and `why` says so."""
+    """Outcome of a stage. `code` is None after a timeout or if it was not run, and `why` is the reason."""
 
     name: str
     command: str
@@ -64,7 +67,7 @@ class Outcome:
 
 
 def environment_of(scratch: Path) -> dict[str, str]:
-    """Of every stage: our sources first, and tuned choices of this run's own, so that what is measured was tuned."""
+    """Return the environment of every stage: our sources first, and this run's own tuned kernel choices."""
     paths = [str(ROOT / one) for one in SOURCE_ROOTS] + os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
@@ -75,7 +78,7 @@ def environment_of(scratch: Path) -> dict[str, str]:
 
 
 def pytest_command(scratch: Path, *arguments: str) -> list[str]:
-    """Without the project's own settings, which name plugins that only its development environment has."""
+    """Return the pytest command without the project's settings, which need plugins of the development environment."""
     settings = scratch / "pytest.ini"
     settings.write_text("[pytest]\nmarkers =\n    slow: takes more than ten seconds\n", encoding="utf-8")
     where = ["-c", str(settings), "--rootdir", str(ROOT), "--confcutdir", str(ROOT)]
@@ -108,7 +111,7 @@ def not_run(stage: Stage, why: str) -> Outcome:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The whole group: first asked, then made to."""
+    """Terminate the whole process group, then kill it."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
@@ -120,7 +123,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def read_result(path: Path | None) -> dict[str, Any]:
-    """What a stage has written, if it has."""
+    """Return the result file of a stage, if it was written."""
     if path is None or not path.exists():
         return {}
     text = path.read_text(encoding="utf-8").strip()

@@ -37,7 +37,7 @@ def azure_lengths(count: int, scale: float) -> list[BenchLengths]:
 
 
 def measure_strategy(bench: Bench, batching: Batching, lengths: list[BenchLengths]) -> dict[str, Any]:
-    """After some of the same requests untimed, so that no strategy pays for what is compiled at its first use."""
+    """Measure after an untimed warm-up with some of the same requests, so that compilation is not counted."""
     loop = bench.loop(batching=batching, max_running=BATCH, static_batch_size=BATCH, prefix_caching=False)
     run_all(loop, requests(loop, lengths[: -(-len(lengths) // 12)]))
     slots: list[tuple[int, int]] = []
@@ -57,7 +57,7 @@ def measure_strategy(bench: Bench, batching: Batching, lengths: list[BenchLength
 def measure_strategies(
     report: Report, bench: Bench, left_s: Callable[[], float], num_prompts: int, scale: float
 ) -> dict[str, dict[str, Any]]:
-    """What each was found to do, by its name."""
+    """Return the measured figures by strategy."""
     found: dict[str, dict[str, Any]] = {}
     for batching, count in ((Batching.CONTINUOUS, num_prompts), (Batching.NONE, 3), (Batching.STATIC, num_prompts)):
         if left_s() < 15:
@@ -78,7 +78,7 @@ def measure_strategies(
 
 
 def measure_fp8(report: Report, bench: Bench, static: dict[str, Any] | None, num_prompts: int, scale: float) -> None:
-    """Continuous batching with weights in float8, against the other model's static batching in bfloat16."""
+    """Measure continuous batching with float8 weights against the other model's static batching in bfloat16."""
     found = measure_strategy(bench, Batching.CONTINUOUS, azure_lengths(num_prompts, scale))
     report.figure("fp8_continuous", found)
     if static is not None and torch.cuda.is_available():
@@ -87,8 +87,7 @@ def measure_fp8(report: Report, bench: Bench, static: dict[str, Any] | None, num
 
 
 def check_crowd(report: Report, bench: Bench, preallocated: int, num_prompts: int, scale: float) -> None:
-    """How many requests run at once, while others wait, in memory for so many `preallocated` ones of the model's
-    longest."""
+    """Measure how many requests run at once in the memory of `preallocated` requests of the longest length."""
     longest = int(bench.shape["max_position_embeddings"])
     model = bench.model or bench.loop(max_running=1).executor.model
     kv_bytes = preallocated * longest * model.kv_bytes_per_block(1)

@@ -10,7 +10,7 @@ from gpu_targets import LAYERS, Row, Verdict
 
 
 def render(report: Row, verdicts: list[Verdict]) -> str:
-    """The whole page."""
+    """Return the whole page."""
     environment = report["environment"]
     versions = [
         f"{name} {environment[name]}" for name in ("python", "torch", "cuda", "triton") if environment.get(name)
@@ -44,7 +44,7 @@ def render(report: Row, verdicts: list[Verdict]) -> str:
 
 
 def told(verdict: Verdict) -> str:
-    """One line for a terminal."""
+    """Return one line for a terminal."""
     return f"{_mark(verdict):<12} {verdict.held}/{verdict.points}  {verdict.target}; {verdict.worst}"
 
 
@@ -57,7 +57,7 @@ def _verdict(verdict: Verdict) -> list[str]:
 
 
 def _engine_of(engine: Row) -> str:
-    """What was run, of which the real model has 48 layers."""
+    """Return what was run, of which the real model has 48 layers."""
     shape = engine["settings"]["shape"]
     layers, width = shape["num_hidden_layers"], shape["hidden_size"]
     experts = f"{shape['num_experts']} experts, top-{shape['num_experts_per_tok']}"

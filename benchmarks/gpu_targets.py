@@ -46,7 +46,7 @@ CLEAN = {"memcheck": "no access out of bounds", "racecheck": "no race"}
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`held` of `points` points keep the target; `worst` is the one that keeps it least, or why there is none."""
+    """Verdict on a target: `held` of `points` points meet it; `worst` is the worst point, or why there is none."""
 
     target: str
     held: int
@@ -59,7 +59,7 @@ class Verdict:
 
 
 def judge(report: Row, stages: list[str]) -> list[Verdict]:
-    """All targets of the `stages` that the run was asked for."""
+    """Return the verdicts on all targets of the `stages` that were run."""
     wanted = [one for one in report["wanted"] if STAGES[one["kernel"]] in stages]
     found = [_whole(report["rows"], wanted)] if wanted else []
     found += [_of_points(target, points) for target, points in of_layers(report["rows"])] if wanted else []
@@ -72,7 +72,7 @@ def judge(report: Row, stages: list[str]) -> list[Verdict]:
 
 
 def _whole(rows: list[Row], wanted: list[Row]) -> Verdict:
-    """Every point, since a target is none for points that were left out."""
+    """Return the verdict over every point, since a target with missing points is not met."""
     there = {(row["kernel"], row["shape"], row["tokens"], row["routing"]) for row in rows}
     names = [(one["kernel"], one["shape"], one["tokens"], one["routing"]) for one in wanted]
     lacking = [name for name in names if name not in there]
@@ -111,7 +111,7 @@ def _short(value: object) -> str:
 
 
 def of_layers(rows: list[Row]) -> list[tuple[str, list[tuple[float, Row]]]]:
-    """Each target with the points that it speaks of, and by what factor each keeps (1 or less) or misses it."""
+    """Return each target with its points, and the factor by which each meets (1 or less) or misses it."""
     rows = [row for row in rows if row["kernel"] in LAYERS]
     layers, in_float8 = ([row for row in rows if row["kernel"] == kernel] for kernel in LAYERS[:2])
     even = [row for row in layers if row["routing"] == "uniform"]
@@ -132,7 +132,7 @@ def _each(rows: list[Row], factor: Callable[[Row], float | None]) -> list[tuple[
 
 
 def _memory(row: Row) -> float | None:
-    """Half the ridge: the arithmetic takes at most half of what the bytes take."""
+    """Return half the ridge: the arithmetic takes at most half of the time of the bytes."""
     if row["arithmetic_us"] > row["floor_us"] / 2:
         return None
     return row["time_us"] / (SLACK * row["floor_us"] + EXTRA_US)

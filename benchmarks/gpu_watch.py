@@ -17,7 +17,7 @@ from moiety_engine.scheduling.plan import Plan
 
 
 class Watch:
-    """Notes of each step when the host was busy with it and when the device was."""
+    """Recorder of each step's host and device time."""
 
     def __init__(self, loop: EngineLoop) -> None:
         assert loop.executor.device_state is not None
@@ -58,7 +58,7 @@ class Watch:
                 self.steps[-1]["done_s"] = now_s
 
     def decode_steps(self, rows: int) -> dict[str, float]:
-        """Medians over the steps in which so many sequences decoded and nothing else was done."""
+        """Return medians over the steps in which so many sequences decoded and nothing else ran."""
         pairs = [
             (a, b) for a, b in zip(self.steps, self.steps[1:], strict=False) if a["rows"] == b["rows"] == rows
         ]  # both, so that neither has a neighbour of another kind
@@ -85,7 +85,7 @@ def _record(event: Any) -> None:
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second that a large copy on the device reads and writes."""
+    """Return the bytes a second that a large copy on the device reads and writes."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
     times = []
@@ -100,8 +100,10 @@ def copy_bandwidth() -> float:
 
 
 def step_bytes(model: Transformer, streams: int, context: int) -> float:
-    """The fewest bytes that a decode step reads: each weight once, of the experts those that uniform routing is
-    expected to choose, and all KV."""
+    """Return the fewest bytes that a decode step reads.
+
+    Each weight is read once, for experts those that uniform routing is expected to choose, and all KV.
+    """
     total = 0.0
     for layer, weights in zip(model.spec.layers, model._weights.layers, strict=True):
         for name, tensor in named_tensors(weights):

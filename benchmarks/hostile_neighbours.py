@@ -66,7 +66,7 @@ HOSTILE_FORMATS: tuple[dict[str, Any], ...] = (
 
 @dataclass(slots=True)
 class Measured:
-    """What the paying tenant saw. Latencies are in milliseconds, counted from when each request was due."""
+    """What the paying tenant measured. Latencies are in milliseconds, counted from when each request was due."""
 
     first_ms: list[float] = field(default_factory=list)
     total_ms: list[float] = field(default_factory=list)
@@ -89,8 +89,8 @@ def main() -> None:
     parser.add_argument("--beside", type=float, default=120.0, help="seconds beside the loads")
     parser.add_argument("--rate", type=float, default=10.0, help="requests of the paying tenant per second")
     parser.add_argument("--max-tokens", type=int, default=8, help="output tokens of its requests")
-    parser.add_argument("--ttft-s", type=float, default=0.01, help="promised first token of its class, in seconds")
-    parser.add_argument("--tpot-s", type=float, default=0.001, help="promised time per output token, in seconds")
+    parser.add_argument("--ttft-s", type=float, default=0.01, help="TTFT SLO of its class, in seconds")
+    parser.add_argument("--tpot-s", type=float, default=0.001, help="TPOT SLO of its class, in seconds")
     parser.add_argument("--loads", nargs="+", default=["all"], choices=[*LOADS, "all"])
     parser.add_argument("--threads", type=int, default=1, help="processor threads of the engine's model")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "hostile_neighbours.json")
@@ -147,8 +147,8 @@ async def _prepare(
     admin: httpx.AsyncClient, cluster: Cluster, options: argparse.Namespace
 ) -> tuple[str, dict[str, str], str]:
     """Make the class, the prices and the tenants: the model's name, a key for each tenant, the paying tenant's id."""
-    promises = {"rank": 0, "ttft_s": options.ttft_s, "ttft_per_1k_s": 0.1, "tpot_s": options.tpot_s}
-    await call(admin, "POST", "/classes", {"name": "paying", "on_overload": "queue", **promises})
+    slos = {"rank": 0, "ttft_s": options.ttft_s, "ttft_per_1k_s": 0.1, "tpot_s": options.tpot_s}
+    await call(admin, "POST", "/classes", {"name": "paying", "on_overload": "queue", **slos})
     keys, ids = {}, {}
     for name in ("paying", "places", "batch", "grammars"):
         ids[name], keys[name] = await make_tenant(admin, name)
@@ -279,7 +279,7 @@ def _draw(port: int, model: str, keys: dict[str, str], loads: Sequence[str], sto
 
 
 def _lower_priority() -> None:
-    """Give way to every other process, as a client on another machine does.
+    """Lower the priority below every other process, as load from another machine would be.
 
     Where Linux groups processes by session (autogroup), niceness counts only within a session, so this process starts
     its own and gives the session its niceness. See sched(7).

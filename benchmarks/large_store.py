@@ -71,7 +71,7 @@ _COLUMNS = tuple(column.name for column in UsageRecord.__table__.columns)
 
 @contextlib.contextmanager
 def serving(data_dir: Path, postgres_url: str | None, *options: str) -> Iterator[tuple[str, str, str]]:
-    """`moiety serve` on the folder; the addresses of gateway and dashboard, and the administrator's key."""
+    """Run `moiety serve` on the folder; yield the gateway's and dashboard's addresses and the administrator's key."""
     environment = os.environ | {"MOIETY_TRACE_SAMPLE_RATE": "1"}
     if postgres_url is not None:
         environment["MOIETY_DATABASE_URL"] = postgres_url
@@ -89,7 +89,7 @@ def serving(data_dir: Path, postgres_url: str | None, *options: str) -> Iterator
 
 
 def make_senders(admin: Admin, number: int) -> list[Sender]:
-    """Tenants with a project, a key and two limits each."""
+    """Create tenants with a project, a key and two limits each."""
     classes = Random(1).choices(CLASSES, CLASS_SHARES, k=number)
 
     def make(index: int) -> Sender:
@@ -105,7 +105,7 @@ def make_senders(admin: Admin, number: int) -> list[Sender]:
 
 
 def send_models(url: str, admin: Admin, sender: Sender) -> None:
-    """Requests that end in all the ways that a client can bring about; until their traces are stored."""
+    """Send requests with all outcomes that a client can cause, and wait until their traces are stored."""
     headers = {"Authorization": f"Bearer {sender.key}"}
     limit = {"level": "key", "scope_id": sender.key_id, "kind": "tokens_per_day", "cap": 2000}
     limit_id = admin("PUT", "/quotas", limit)["id"]
@@ -133,7 +133,7 @@ def outcomes(admin: Admin) -> set[str]:
 
 
 class Seeder:
-    """Writes requests and their traces; counts what limits are to be charged."""
+    """Writer of requests and their traces; counts the charges to limits."""
 
     def __init__(self, store: Writer, database: Database, traces: Writer, models: dict[str, list[Model]]) -> None:
         self._store = store
@@ -163,7 +163,7 @@ class Seeder:
         self.counts += Counter(requests=len(rows), traces=len(traces), spans=len(spans))
 
     async def charge(self, until: datetime) -> None:
-        """Book what all of it used to the limits a month, as a gateway that has leased it."""
+        """Book the usage of the monthly limits, as a gateway that has leased it."""
         async with self._database.write() as session:
             charges = [
                 Charge(WindowId(quota.id, window_start(LimitKind(quota.kind).period, until)), GATEWAY, amount)
@@ -177,7 +177,7 @@ class Seeder:
 
 
 def entry(row: UsageRow) -> tuple[Any, ...]:
-    """What the ledger has of a request that has ended."""
+    """Return the ledger entry of a request that has ended."""
     kind = (row.request_id, EntryKind.SETTLED.value, 0, row.tenant_id, row.started_at)
     return (*kind, row.prompt_tokens, row.cached_tokens, row.output_tokens, row.cost_nanodollars)
 
@@ -209,13 +209,13 @@ async def fill(url: str, traces_url: str, senders: list[Sender], options: argpar
 
 
 def spans_a_request(models: dict[str, list[Model]]) -> float:
-    """Of the requests that are drawn, on average; those of which no real one ended so have none."""
+    """Return the mean number of spans of the generated requests; outcomes without a real trace have none."""
     means = {end: sum(len(model.spans) for model in listed) / len(listed) for end, listed in models.items()}
     return sum(share * means.get(end, 0.0) for end, share in zip(ENDS, END_SHARES, strict=True))
 
 
 def num_traceable(requests: int) -> int:
-    """About how many of the requests are no older than traces are kept."""
+    """Return about how many of the requests are within the traces' retention time."""
     idle_share = (TRACE_DAYS * 24 - BUSY_HOURS) / (DAYS * 24 - BUSY_HOURS)
     return int(requests * (BUSY_SHARE + (1 - BUSY_SHARE) * idle_share))
 
@@ -242,12 +242,12 @@ def seed(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_senders(data_dir: Path) -> list[Sender]:
-    """The tenants of a store that was made, the busiest first."""
+    """Return the tenants of an existing store, the busiest first."""
     return msgspec.json.decode((data_dir / SENDERS).read_bytes(), type=list[Sender])
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Those that say how large the store is."""
+    """Add the options for the size of the store."""
     parser.add_argument("--tenants", type=int, default=500)
     parser.add_argument("--requests", type=int, default=2_000_000, help="and as many ledger rows")
     parser.add_argument("--spans", type=int, default=5_000_000, help="about, and no fewer")

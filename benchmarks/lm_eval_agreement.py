@@ -101,7 +101,7 @@ def main() -> None:
 
 
 def write_tasks(work: Path, samples: int, seed: int) -> None:
-    """Sums and differences up to numbers that the demo model often gets wrong."""
+    """Write sums and differences up to numbers that the demo model often gets wrong."""
     drawn = random.Random(seed)
     data = work / "sums.json"
     lines = []
@@ -125,7 +125,7 @@ def through_transformers(command: Path, work: Path) -> dict[str, dict[str, Any]]
 
 
 def through_our_api(command: Path, work: Path) -> dict[str, dict[str, Any]]:
-    """A serve of its own for both ways."""
+    """Run both tasks through our API, on a new `moiety serve`."""
     port, log = claim_port("127.0.0.1", 0, "--port"), work / "serve.log"
     serve = [sys.executable, "-c", MOIETY, "serve", "--no-dashboard", "--no-traces", "--dtype", "float32"]
     runs = {}
@@ -145,7 +145,7 @@ def through_our_api(command: Path, work: Path) -> dict[str, dict[str, Any]]:
 
 
 def evaluate(command: Path, work: Path, way: str, tasks: Sequence[str], arguments: Sequence[str], **more: str) -> Run:
-    """The score of each task, and what came of each of its samples."""
+    """Return the score of each task, and the result of each of its samples."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | OFFLINE | more
 
     def run(task: str) -> tuple[str, Any]:
@@ -166,7 +166,7 @@ def evaluate(command: Path, work: Path, way: str, tasks: Sequence[str], argument
 
 
 def compare(task: str, runs: dict[str, Run]) -> dict[str, Any]:
-    """`samples_that_differ` from those through transformers, by their score."""
+    """Return `samples_that_differ` from those through transformers, by their score."""
     scores = {way: run[task]["score"] for way, run in runs.items()}
     truth = runs["transformers"][task]["samples"]
     found: dict[str, Any] = {"scores": scores, "same_score": len(set(scores.values())) == 1}

@@ -88,8 +88,11 @@ def main() -> None:
 
 
 def skewed(original: Path, folder: Path, by: float) -> Path:
-    """The checkpoint, with each layer's router giving experts, in an order by chance, smaller and smaller logits: with
-    `by` 0.8 from 1 down to 0.2 times as large. Small logits are seldom among the largest."""
+    """Return the checkpoint with routers that prefer some experts of each layer.
+
+    Each layer's router scales its experts' logits, in random order: with `by` 0.8 from 1 down to 0.2. Small logits are
+    seldom among the largest.
+    """
     if (folder / "config.json").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -122,7 +125,7 @@ def variants(num_bytes: int, folder: str) -> dict[str, OffloadConfig]:
 
 
 def serve(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Tokens a second of all variants, in turns, and how the memory of the engine compares with what it was given."""
+    """Return the tokens a second of all variants, in turn, and the engine's memory against its budget."""
     plain = EngineConfig(
         model=str(folder),
         name=folder.name,
@@ -183,7 +186,7 @@ def in_turns(loops: dict[str, EngineLoop], streams: int, options: argparse.Names
 
 
 def figures(rounds: dict[str, list[dict[str, float]]], name: str) -> dict[str, Any]:
-    """Medians, and how many times as fast as on demand: the geometric mean of the rounds' ratios, and their range."""
+    """Return medians and the speed-up over fetching on demand: the rounds' geometric mean and range."""
     pairs = list(zip(rounds[name], rounds["on demand"], strict=True))
     ratios = [ours["wall"] / theirs["wall"] for ours, theirs in pairs]
     return {
@@ -222,7 +225,7 @@ def request(key: int, prompt_ids: list[int], tokens: int) -> CoreSubmit:
 
 
 class Visit(msgspec.Struct):
-    """A pass over a layer: the experts of its tokens, [T, K], and those that the layer before foresaw."""
+    """A pass over a layer: the experts of its tokens, [T, K], and those that the layer before predicted."""
 
     layer: int
     chosen_TK: Any
@@ -230,8 +233,10 @@ class Visit(msgspec.Struct):
 
 
 def record(folder: Path, options: argparse.Namespace) -> tuple[int, int, list[Visit]]:
-    """(experts, layers, visits) of requests, one after the other and then four at once: of answers, not of prompts,
-    for which nearly all experts are needed."""
+    """Return (experts, layers, visits) of requests, one after the other and then four at once.
+
+    Only answers are recorded, not prompts, which need nearly all experts.
+    """
     visits: list[Visit] = []
     foreseen: dict[int, Any] = {}
     begin, expect = LayerExperts.begin, LayerExperts.expect
@@ -264,7 +269,7 @@ def record(folder: Path, options: argparse.Namespace) -> tuple[int, int, list[Vi
 
 
 def simulate(recorded: tuple[int, int, list[Visit]]) -> dict[str, Any]:
-    """Hit rates and loads of evictions and predictors, with a quarter of the experts in slots."""
+    """Return hit rates and loads of eviction policies and predictors, with a quarter of the experts in slots."""
     num_experts, num_layers, visits = recorded
     slots = max(num_experts // SHARE, visits[0].chosen_TK.shape[1])
     counts = np.zeros((num_layers, num_experts))
@@ -297,7 +302,7 @@ def replay(
     *,
     together: bool = False,
 ) -> dict[str, float]:
-    """`together`: slots are not a layer's own."""
+    """Replay the visits; with `together`, layers share their slots."""
     parts, width = (1, num_layers) if together else (num_layers, 1)
     shelves = [ExpertSlotTable(num_experts * width, slots * width, eviction) for _ in range(parts)]
     predictor, aims = CoOccurrence(num_experts, num_layers), [PrefetchAccuracy() for _ in range(num_layers)]
@@ -326,7 +331,7 @@ def replay(
 
 
 def fetch(shelf: ExpertSlotTable, wanted: Ids) -> int:
-    """Bring what is missing, as far as there is room; how much that is."""
+    """Fetch the missing experts as far as slots allow, and return their number."""
     missing = [expert for expert in wanted.tolist() if shelf.slot_E[expert] < 0]
     placed = list(zip(missing, shelf.victims(len(missing), wanted), strict=False))
     for expert, slot in placed:
@@ -335,14 +340,14 @@ def fetch(shelf: ExpertSlotTable, wanted: Ids) -> int:
 
 
 class CoOccurrence:
-    """Foresees a layer's experts by which ones have followed those of the layer before, so far."""
+    """Predictor of a layer's experts from those that followed the experts of the layer before, so far."""
 
     def __init__(self, num_experts: int, num_layers: int) -> None:
         self._followed = np.zeros((num_layers, num_experts, num_experts))
         self._before: Visit | None = None
 
     def prefetch(self, visit: Visit) -> Any:
-        """[T, K]; None of a first layer. Then it learns what came."""
+        """Return the predicted experts, [T, K], or None for a first layer; then learn the actual ones."""
         before, self._before = self._before, visit
         if before is None or before.layer + 1 != visit.layer or before.chosen_TK.shape != visit.chosen_TK.shape:
             return None
@@ -355,7 +360,7 @@ class CoOccurrence:
 
 
 def quality(visits: list[Visit], num_experts: int, by: str) -> float:
-    """Of the experts that single tokens chose, the part that was foreseen."""
+    """Return the share of the experts chosen by single tokens that was predicted."""
     predictor, right, asked = CoOccurrence(num_experts, 1 + max(visit.layer for visit in visits)), 0, 0
     for visit in visits:
         guess = visit.prefetched_TK if by == "router" else predictor.prefetch(visit)
@@ -369,7 +374,7 @@ def quality(visits: list[Visit], num_experts: int, by: str) -> float:
 
 
 def rival(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """What ZeRO-Inference makes of the same checkpoint, in a process of its own; or what it ended with."""
+    """Return ZeRO-Inference's figures on the same checkpoint, in a separate process; or its error."""
     command = [options.deepspeed_python, HERE / "rivals" / "zero_inference.py", folder, "--tokens", options.tokens]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=1800, check=False)
     if done.returncode:

@@ -77,7 +77,7 @@ def _node_version() -> str:
 
 
 class Issuer:
-    """The provider's process, started anew with other keys or claims on the same port."""
+    """The provider's process, restarted with other keys or claims on the same port."""
 
     def __init__(self, home: Path, folder: Path) -> None:
         self.home = home
@@ -154,7 +154,7 @@ def _check(issuer: Issuer, url: str, admin_key: str) -> dict[str, Any]:
 
 
 def _ask(http: httpx.Client, token: str, method: str = "GET", name: str | None = None) -> str:
-    """The status, and the code of what went wrong."""
+    """Return the status, and the error code."""
     body = None if name is None else {"name": name}
     answer = http.request(method, "/tenants", json=body, headers={"Authorization": f"Bearer {token}"})
     code = "" if answer.is_success else f" {answer.json()['error']['code']}"
@@ -162,8 +162,10 @@ def _ask(http: httpx.Client, token: str, method: str = "GET", name: str | None =
 
 
 def _roles(issuer: Issuer, http: httpx.Client, admin_key: str) -> dict[str, Any]:
-    """A viewer reads and makes nothing; an owner makes; a tenant's administrator sees its tenant alone. Who acted
-    stands in the audit log."""
+    """Check the roles of viewer, owner and tenant administrator, and the actor in the audit log.
+
+    A viewer reads but creates nothing; an owner creates; a tenant's administrator sees its tenant alone.
+    """
     viewer, owner = issuer.token("a-viewer"), issuer.token("an-owner")
     found = {
         "viewer_reads": _ask(http, viewer),
@@ -188,7 +190,7 @@ def _roles(issuer: Issuer, http: httpx.Client, admin_key: str) -> dict[str, Any]
 
 
 def _refused(issuer: Issuer, http: httpx.Client) -> dict[str, Any]:
-    """What is wrong with a token, and the answer to it."""
+    """Return the fault of each token, and the answer to it."""
     short = issuer.token("short")
     until_s = time.monotonic() + SHORT_S + LEEWAY_S + 2
     expected = {
@@ -206,14 +208,14 @@ def _refused(issuer: Issuer, http: httpx.Client) -> dict[str, Any]:
 
 
 def _raised(token: str) -> str:
-    """The same token, had its claims made an owner of its bearer."""
+    """Return the same token with claims changed to the owner's role."""
     head, body, signature = token.split(".")
     claims = json.loads(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4))) | {"moiety_roles": ["owner"]}
     return ".".join((head, base64.urlsafe_b64encode(json.dumps(claims).encode()).decode().rstrip("="), signature))
 
 
 def _token_of_another(issuer: Issuer) -> str:
-    """Of an issuer at another address that signs with the same keys."""
+    """Return a token of an issuer at another address that signs with the same keys."""
     with tempfile.TemporaryDirectory(prefix="moiety-oidc-") as name:
         other = Issuer(issuer.home, Path(name))
         other.keys = issuer.keys
@@ -222,8 +224,11 @@ def _token_of_another(issuer: Issuer) -> str:
 
 
 def _rotation(issuer: Issuer, http: httpx.Client) -> dict[str, Any]:
-    """A new key of another kind before the old one: its tokens count once the keys may be read again, the old one's
-    as well; and so they do while the issuer is away."""
+    """Check key rotation.
+
+    A new key of another kind is put before the old one: its tokens are accepted once the keys may be read again, the
+    old one's as well, also while the issuer is not reachable.
+    """
     old = issuer.token("a-viewer")
     issuer.keys = [_ec_key("second"), *issuer.keys]
     issuer.stop()

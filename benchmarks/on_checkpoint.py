@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 
 
 def make_parser(description: str | None, result: str) -> argparse.ArgumentParser:
-    """With `--threads`, `--work` and `--output`; `result` is the file in `results/` if that is not given."""
+    """Return a parser with `--threads`, `--work` and `--output`; `result` is the default file in `results/`."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--work", type=Path, default=Path.home() / ".cache" / "moiety-benchmarks")
@@ -24,7 +24,7 @@ def make_parser(description: str | None, result: str) -> argparse.ArgumentParser
 
 
 def find_or_make_checkpoint(work: Path) -> Path:
-    """Made in a process of its own, so that nothing of it stays in this one's memory."""
+    """Return the checkpoint, created in a separate process so that none of its memory stays in this one."""
     checkpoint = work / "qwen3-moe-670m"
     if not (checkpoint / "config.json").exists():
         subprocess.run([sys.executable, HERE / "checkpoint.py", checkpoint], check=True)
@@ -37,7 +37,7 @@ def ratios_report(
     ratios: list[dict[str, float]],
     rounds: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Of rounds in turn with rivals: when and how they ran, and of each ratio the median."""
+    """Return the report of rounds with rivals: when and how they ran, and the median of each ratio."""
     return {
         "date": date.today().isoformat(),
         "command": " ".join(["python", *sys.argv]),

@@ -19,7 +19,7 @@ NO_ANSWER = 0  # the status where a connection broke
 
 @dataclass(slots=True)
 class Sent:
-    """One request. Moments are of `time.perf_counter`."""
+    """One request. Times are of `time.perf_counter`."""
 
     who: int  # whose it is, as the caller numbers them
     due_s: float
@@ -31,7 +31,7 @@ class Sent:
 
     @property
     def latency_s(self) -> float:
-        """From when it was due, so that what is late by the client's fault counts too."""
+        """Return the seconds since the request was due, so that delays of the client count too."""
         return self.end_s - self.due_s
 
 

@@ -132,7 +132,7 @@ def draw_zipf(seed: int, exponent: float) -> Ints:
 
 
 def drift(seed: int, exponent: float, forget: float, num_intervals: int) -> Iterator[Ints]:
-    """An interval's loads after the other's."""
+    """Yield the loads of successive intervals."""
     rng = np.random.default_rng(seed)
     above = np.vectorize(lambda state: math.erfc(state / math.sqrt(2)) / 2, otypes=[float])  # the part of experts above
     state_LE = rng.normal(size=(LAYERS, EXPERTS))
@@ -178,7 +178,7 @@ def compare(eplb: ModuleType, load_LE: Ints, name: str, repeats: int) -> dict[st
 
 
 def timed(call: Callable[[], T]) -> tuple[tuple[float, float], T]:
-    """Seconds on the clock and of this process, which others on the machine do not lengthen."""
+    """Return the wall seconds and the CPU seconds of this process, which other processes do not lengthen."""
     begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
     found = call()
     return (time.perf_counter() - begin_s, time.process_time() - begin_cpu_s), found
@@ -213,7 +213,7 @@ def least_and_median(values: list[float]) -> dict[str, float]:
 
 
 def follow(ranks: int, exponent: float, forget: float, num_intervals: int, move_cost: float) -> dict[str, Any]:
-    """Each interval's load decides what stands in the next."""
+    """Plan each interval's placement from the load of the interval before."""
     layout = (ranks, 1, 1)
     intervals = list(drift(0, exponent, forget, num_intervals + 1))
     first = online = scratch = plan_by_us(intervals[0], layout)
@@ -245,7 +245,7 @@ def follow(ranks: int, exponent: float, forget: float, num_intervals: int, move_
 
 
 def compare_choices(num_tokens: int) -> dict[str, Any]:
-    """Of a step of so many tokens, 8 experts each, on 32 ranks: the mean over layers of what the fullest rank has."""
+    """Return the fullest rank's load, averaged over layers, for a step of so many tokens on 32 ranks."""
     load_LE = draw_zipf(0, 0.8)
     placement = plan_by_us(load_LE, (32, 1, 1))
     rng = np.random.default_rng(1)
@@ -285,7 +285,7 @@ def of_fullest(quota_LR: Any) -> float:
 
 
 def compare_budgets() -> dict[str, Any]:
-    """The same number of replicas in all, on 32 ranks, where half the layers are little and half much skewed."""
+    """Compare budgets with the same total replicas on 32 ranks, where half the layers are less skewed."""
     load_LE = np.concatenate([draw_zipf(0, 0.2)[::2], draw_zipf(0, 1.4)[::2]])
     how = {"num_groups": 1, "num_nodes": 1, "num_ranks": 32}
     (_, took_s), budgets_L = timed(lambda: replica_budgets(load_LE, total_replicas=LAYERS * REPLICAS, **how))

@@ -16,7 +16,7 @@ DATABASE = "moiety"
 
 
 class Postgres:
-    """A server of its own with an empty database, reached by a socket file."""
+    """A PostgreSQL server with an empty database, reached by a socket file."""
 
     def __init__(self, folder: Path) -> None:
         (folder / "run").mkdir(mode=0o700)
@@ -40,7 +40,7 @@ class Postgres:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Every process stands still: connections stay open, and nobody answers."""
+        """Pause every process: connections stay open without an answer."""
         postmaster = psutil.Process(self._server.get_pid())
         postmaster.send_signal(signal.SIGSTOP)  # first, so that it starts no more
         processes = [postmaster, *postmaster.children(recursive=True)]
@@ -54,7 +54,7 @@ class Postgres:
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """The server is shut down as an operator does it: connections are broken, and new ones refused."""
+        """Shut down the server as an operator does: connections are broken, and new ones refused."""
         self._server.stop()
         try:
             yield
@@ -63,7 +63,7 @@ class Postgres:
 
     @contextlib.contextmanager
     def killed(self) -> Iterator[None]:
-        """Every process is killed at once, as by a power cut; what comes up again has its log to recover from."""
+        """Kill every process at once, as by a power cut; the restarted server recovers from its log."""
         postmaster = psutil.Process(self._server.get_pid())
         postmaster.send_signal(signal.SIGSTOP)  # first, so that it starts no more
         processes = [postmaster, *postmaster.children(recursive=True)]

@@ -133,7 +133,7 @@ def settings_of(folder: Path, **settings: Any) -> EngineConfig:
 
 
 def requests(wave: int) -> list[CoreSubmit]:
-    """Every other one greedy, the others with a seed; half begin alike."""
+    """Return the requests, every other one greedy, the others with a seed; half share a prefix."""
 
     def one(key: int) -> CoreSubmit:
         start = [3 + (i * 7) % 500 for i in range(16)] if key % 2 else []
@@ -146,8 +146,10 @@ def requests(wave: int) -> list[CoreSubmit]:
 
 
 def answers(config: EngineConfig, num_rebalances: int) -> dict[str, Any]:
-    """The tokens of all requests and the gap between the two best logits at each, by wave and request: of all waves, or
-    of as many, round and round, as it takes until experts have moved so often."""
+    """Return the tokens of all requests and the gap between the two best logits at each, by wave and request.
+
+    It runs all waves, or repeats them until experts have moved so often.
+    """
     found: dict[tuple[int, int], list[tuple[int, float]]] = {}
     with load_loop(config) as loop:
         loop.warm_up()
@@ -164,7 +166,7 @@ def answers(config: EngineConfig, num_rebalances: int) -> dict[str, Any]:
 
 
 class Shuffle:
-    """Called after each step: whenever experts are where they shall be, they shall be elsewhere."""
+    """Hook called after each step: it moves the experts to another placement as soon as they have arrived."""
 
     def __init__(self, loop: EngineLoop) -> None:
         assert loop.experts.rebalancing is not None
@@ -193,7 +195,7 @@ class Shuffle:
 
 
 def compare(expected: dict[tuple[int, int], Any], found: dict[str, Any]) -> dict[str, int]:
-    """Token by token, until one differs."""
+    """Compare token by token, until one differs."""
     num_tokens = near = other = 0
     for name, ours in found["answers"].items():
         for (wanted, gap), (token, _) in zip(expected[name], ours, strict=True):
@@ -208,7 +210,7 @@ def compare(expected: dict[tuple[int, int], Any], found: dict[str, Any]) -> dict
 
 
 def follow(ranks: int, exponent: float, forget: float, num_intervals: int) -> dict[str, Any]:
-    """By the engine's policy, beside the first plan kept and a plan from nothing every time."""
+    """Follow the engine's policy, beside the first plan kept and a new plan every time."""
     intervals = list(drift(0, exponent, forget, num_intervals + 1))
     first = scratch = plan_by_us(intervals[0], (ranks, 1, 1))
     most_writes = max(1, MOVE_BYTES // EXPERT_BYTES)
@@ -245,8 +247,11 @@ def follow(ranks: int, exponent: float, forget: float, num_intervals: int) -> di
 
 
 def carry_out(online: Balancer, load_LE: Ints) -> tuple[float, int, int]:
-    """All moves of an interval, one a step: its balancedness averaged over time, the steps that had moves, and what was
-    written. Between the first move and the last it is taken to change evenly."""
+    """Carry out all moves of an interval, one a step.
+
+    Returns the balancedness averaged over time, the steps with moves, and the number of writes. Between the first move
+    and the last the balancedness is taken to change evenly.
+    """
     before, steps, writes = balancedness(online.placement, load_LE), 0, 0
     while online.is_moving:
         move = online.next_move()

@@ -32,7 +32,7 @@ from moiety_engine.simulator.roles import Fleet, answer_apart, answer_together
 from moiety_kernels.environment import describe_environment
 from moiety_wire.classes import ServiceClass
 
-PROMISES = [(3.0, 0.02), (3.0, 0.025), (3.0, 0.03), (3.0, 0.04), (3.0, 0.05)]  # first token, and between tokens
+SLOS = [(3.0, 0.02), (3.0, 0.025), (3.0, 0.03), (3.0, 0.04), (3.0, 0.05)]  # first token, and between tokens
 CHUNKS = [64, 128, 256, 512]  # of a prompt in a step beside answers, for a policy that does not size them by time
 TOGETHER = [("moiety", None), ("qoserve", None), ("edf", None), *(("fcfs", chunk) for chunk in CHUNKS)]
 APART = [("moiety", None), ("fcfs", None)]
@@ -48,8 +48,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=HERE / "results" / "roles_goodput.json")
     options = parser.parse_args()
     rows = []
-    for promise in PROMISES:
-        rows.append(compare(options, *promise))
+    for slo in SLOS:
+        rows.append(compare(options, *slo))
         print(json.dumps(rows[-1]), file=sys.stderr)
     report = {
         "date": date.today().isoformat(),
@@ -69,24 +69,24 @@ def main() -> None:
 
 
 def compare(options: argparse.Namespace, first_s: float, between_s: float) -> dict[str, Any]:
-    """Goodput of devices that do both and of each split, the best policy of each."""
+    """Compare the goodput of devices of both roles and of each split, with the best policy of each."""
     device = find_device(options.device)
-    promised = ServiceClass("standard", rank=1, ttft_s=first_s, tpot_s=between_s, on_overload="queue")
-    scenario = Scenario(trace=options.trace, duration_s=options.duration_s, shares={promised.name: 1.0})
+    service_class = ServiceClass("standard", rank=1, ttft_s=first_s, tpot_s=between_s, on_overload="queue")
+    scenario = Scenario(trace=options.trace, duration_s=options.duration_s, shares={service_class.name: 1.0})
     base = scenario.base(device, seed=0)
     capacity = measure_capacity(base, device)
 
     def attainment(num_prefill: int, policy: str, chunk: int | None, load: float) -> float:
         workload = Scenario(load=load * options.devices).offered(base, capacity, seed=0)
         cut = device if chunk is None else msgspec.structs.replace(device, chunk_tokens=chunk)
-        fleet = Fleet(cut, policy, {promised.name: promised}, capacity)
+        fleet = Fleet(cut, policy, {service_class.name: service_class}, capacity)
         num_decode = options.devices - num_prefill
         records = (
             answer_apart(workload, fleet, num_prefill, num_decode)
             if num_prefill
             else answer_together(workload, fleet, options.devices)
         )
-        return sum(is_kept(record, promised) for record in records) / len(records)
+        return sum(attains_slo(record, service_class) for record in records) / len(records)
 
     def best(num_prefill: int, ways: Sequence[tuple[str, int | None]]) -> tuple[float, str]:
         return max((largest_load(functools.partial(attainment, num_prefill, *way)), str(way)) for way in ways)
@@ -104,19 +104,19 @@ def compare(options: argparse.Namespace, first_s: float, between_s: float) -> di
     }
 
 
-def is_kept(record: Record, promised: ServiceClass) -> bool:
-    """As DistServe counts: the first token, and the mean time between the others."""
-    assert promised.ttft_s is not None and promised.tpot_s is not None, "both are promised here"
+def attains_slo(record: Record, service_class: ServiceClass) -> bool:
+    """Return whether a request attains the SLO by DistServe's measure: TTFT, and the mean time between tokens."""
+    assert service_class.ttft_s is not None and service_class.tpot_s is not None, "both have an SLO here"
     between_s = tpot_s(record)
     return (
         record.completed
-        and record.first_ns - record.arrival_ns <= promised.ttft_s * 1e9
-        and (between_s is None or between_s <= promised.tpot_s)
+        and record.first_ns - record.arrival_ns <= service_class.ttft_s * 1e9
+        and (between_s is None or between_s <= service_class.tpot_s)
     )
 
 
 def largest_load(attainment: Callable[[float], float]) -> float:
-    """By halving; 0 where even the smallest load is too much."""
+    """Return the largest load by bisection; 0 where even the smallest is too much."""
     low, high = 0.0, MOST_LOAD
     for _ in range(HALVINGS):
         middle = (low + high) / 2

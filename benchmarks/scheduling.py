@@ -71,7 +71,7 @@ def _parse() -> argparse.Namespace:
 def _measure_all(
     names: list[str], seeds: list[int], settings: Settings, num_jobs: int
 ) -> Iterator[tuple[str, dict[int, Measurement], float]]:
-    """Scenario, measurements by seed and the seconds that they took, in order of ending; the long ones begin first."""
+    """Yield scenario, measurements by seed and seconds, in order of completion; the long ones begin first."""
     begun = sorted(names, key=lambda name: _LONGEST.index(name) if name in _LONGEST else len(_LONGEST))
     seeds_of = {name: seeds if SCENARIOS[name].seeded else seeds[:1] for name in begun}
     done: dict[str, dict[int, tuple[Measurement, float]]] = {name: {} for name in begun}
@@ -88,7 +88,10 @@ def _measure_all(
 
 
 def _measure(name: str, seed: int, settings: Settings) -> tuple[Measurement, float]:
-    """A run that the simulator gives up on is a measurement without figures, so that its targets do not hold."""
+    """Measure one scenario.
+
+    A run that the simulator aborts is a measurement without figures, so that its targets do not hold.
+    """
     begun = time.perf_counter()
     try:
         found = SCENARIOS[name].measure(settings, seed)

@@ -30,7 +30,7 @@ MAX_DEPTH = 4
 
 
 class SchemaMaker:
-    """One schema after the other; what it uses of JSON Schema depends on the seed."""
+    """Generator of one schema after the other; the keywords that it uses depend on the seed."""
 
     def __init__(self, seed: int) -> None:
         self._draw = random.Random(seed)

@@ -100,7 +100,7 @@ def main() -> None:
 
 
 def measure(folder: Path, tokens: int, workloads: list[str], options: argparse.Namespace) -> dict[str, Any]:
-    """The workloads on one model."""
+    """Measure the workloads on one model."""
     clock = CLOCKS[options.clock]
     off = EngineConfig(
         model=str(folder), name=folder.name, num_threads=1, kv_memory_bytes=KV_BYTES, prefix_caching=False
@@ -142,7 +142,7 @@ def pair(
 def run(
     loop: EngineLoop, name: str, tokens: int, number: int, clock: Callable[[], int]
 ) -> tuple[float, list[list[int]]]:
-    """Tokens a second, and the tokens."""
+    """Return the tokens a second, and the tokens."""
     submits = requests(name, tokens, number, loop.executor.model.spec.vocab_size)
     begin_ns = clock()
     results = run_all(loop, submits)
@@ -151,7 +151,7 @@ def run(
 
 
 def requests(name: str, tokens: int, number: int, vocabulary: int) -> list[CoreSubmit]:
-    """Of the same number, always the same ones."""
+    """Return the requests: of the same number, always the same ones."""
     streams, repeats, sampling = WORKLOADS[name]
     rng = random.Random(number)
     submits = []
@@ -179,7 +179,7 @@ def requests(name: str, tokens: int, number: int, vocabulary: int) -> list[CoreS
 
 
 def compared(loops: dict[str, EngineLoop], pairs: list[dict[str, float]]) -> dict[str, Any]:
-    """Medians, and how many times as fast `on` is: the geometric mean of the pairs' ratios, its 95 % interval."""
+    """Return medians and the speed-up of `on`: the geometric mean of the pairs' ratios, and its 95 % interval."""
     ratios = [math.log(one["on"] / one["off"]) for one in pairs]
     mean, margin = statistics.mean(ratios), T_975[len(ratios)] * statistics.stdev(ratios) / math.sqrt(len(ratios))
     load = loops["on"].load()

@@ -85,7 +85,7 @@ def main() -> None:
 
 
 async def measure(model: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Of one model: the same conversations for both tenants, turn by turn."""
+    """Measure one model with the same conversations for both tenants, turn by turn."""
     flags = [] if model == "demo" else ["--model", str(make_thinking(folder)), "--load-format", "dummy"]
     extra = {} if model == "demo" else {"logit_bias": {str(CLOSER): 3.5, str(END): 2.5}, "min_tokens": 150}
     async with serving(folder / "run", flags) as (client, admin, keys):
@@ -112,7 +112,7 @@ async def measure(model: str, folder: Path, options: argparse.Namespace) -> dict
 
 
 def replay(trace: Path) -> dict[str, Any]:
-    """How many turns came back, how many were held for likely to, and how many of these did."""
+    """Return how many turns arrived, how many were predicted, and how many of the predicted ones arrived."""
     habits = ReturnPatterns()
     watch: ConversationWatch[tuple[int, bool]] = ConversationWatch(
         habits
@@ -148,7 +148,7 @@ def replay(trace: Path) -> dict[str, Any]:
 
 
 def summary(pairs: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
-    """Medians, and the ratio of each pair."""
+    """Return medians, and the ratio of each pair."""
     ratios = sorted(pair["foreseen"]["ttft_ms"] / pair["plain"]["ttft_ms"] for pair in pairs)
     return {
         "turns": len(pairs),
@@ -169,7 +169,7 @@ def summary(pairs: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
 
 
 async def ask(client: httpx.AsyncClient, key: str, body: dict[str, Any]) -> dict[str, Any]:
-    """One turn, streamed."""
+    """Send one turn, streamed."""
     body = body | {"stream": True, "stream_options": {"include_usage": True}}
     begin_s, first_s, content, usage, ended = time.monotonic(), 0.0, "", {}, ""
     headers = {"Authorization": f"Bearer {key}"}
@@ -202,7 +202,7 @@ def words(number: int, turn: int) -> str:
 
 
 def make_thinking(folder: Path) -> Path:
-    """A configuration, the demo model's tokenizer with two tokens more, and a template of a model that thinks."""
+    """Write a configuration, the demo model's tokenizer with two more tokens, and a template of a reasoning model."""
     demo = resolve_checkpoint("")
     checkpoint = folder / "checkpoint"
     checkpoint.mkdir(parents=True)
@@ -220,7 +220,7 @@ def make_thinking(folder: Path) -> Path:
 
 @contextlib.asynccontextmanager
 async def serving(folder: Path, flags: list[str]) -> AsyncIterator[Any]:
-    """(client, call as administrator, a key of each tenant) of one engine behind a gateway."""
+    """Start one engine behind a gateway; yield (client, admin call, a key of each tenant)."""
     engines = Engines(folder, ["both"], flags)
     port = claim_port("127.0.0.1", 0, "--port")
     arguments = ["--data-dir", str(folder), "--port", str(port), "--migrate", "--first-keys", str(folder / "keys")]

@@ -95,7 +95,7 @@ async def _run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 async def _seed(cluster: Cluster) -> list[tuple[str, str]]:
-    """Keys that exist before the flood, as (id, text)."""
+    """Return keys that exist before the flood, as (id, text)."""
     async with cluster.admin() as client:
         ids, _ = await make_tenant(client, "acme")
         return [await _make_key(client, ids["project"], f"seeded-{number}") for number in range(NUM_SEEDED)]
@@ -154,7 +154,7 @@ def _resources(process: psutil.Process) -> tuple[float, int]:
 
 
 async def _watch(process: psutil.Process, until_s: float) -> tuple[float, int]:
-    """The most memory and descriptors until then."""
+    """Return the largest memory and number of descriptors until then."""
     most = _resources(process)
     while time.monotonic() < until_s:
         await asyncio.sleep(0.5)
@@ -164,7 +164,7 @@ async def _watch(process: psutil.Process, until_s: float) -> tuple[float, int]:
 
 
 async def _strange(port: int, until_s: float, counts: Counter[str]) -> None:
-    """Connect, send, and hang up soon, again and again."""
+    """Connect, send and disconnect soon, repeatedly."""
     while time.monotonic() < until_s:
         try:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -184,7 +184,7 @@ async def _strange(port: int, until_s: float, counts: Counter[str]) -> None:
 
 
 async def _use_seeded(cluster: Cluster, keys: list[tuple[str, str]], seconds: float) -> Counter[str]:
-    """Each at its first use, spread over the flood."""
+    """Use each key for the first time, spread over the flood."""
     statuses: Counter[str] = Counter()
     async with httpx.AsyncClient(base_url=cluster.url(0), timeout=30) as client:
         for _, text in keys:
@@ -194,7 +194,7 @@ async def _use_seeded(cluster: Cluster, keys: list[tuple[str, str]], seconds: fl
 
 
 async def _use_new(cluster: Cluster, until_s: float) -> Counter[str]:
-    """Keys that the other gateway has just made."""
+    """Use keys that the other gateway has just created."""
     statuses: Counter[str] = Counter()
     headers = {"Authorization": f"Bearer {cluster.admin_key}"}
     async with (
@@ -212,7 +212,7 @@ async def _use_new(cluster: Cluster, until_s: float) -> Counter[str]:
 
 
 async def _revoke(cluster: Cluster, keys: list[tuple[str, str]], until_s: float) -> list[float]:
-    """How long keys in use pass after the other gateway has revoked them."""
+    """Return how long keys in use are accepted after the other gateway has revoked them."""
     took_s = []
     headers = {"Authorization": f"Bearer {cluster.admin_key}"}
     async with (
@@ -231,7 +231,7 @@ async def _revoke(cluster: Cluster, keys: list[tuple[str, str]], until_s: float)
 
 
 async def _until(client: httpx.AsyncClient, key: str, status: str, until_s: float) -> None:
-    """Ask again and again until the answer has this status."""
+    """Repeat the request until the answer has this status."""
     while True:
         if await _ask(client, key) == status or time.monotonic() >= until_s:
             return
@@ -249,7 +249,7 @@ async def _ask(client: httpx.AsyncClient, key: str) -> str:
 
 
 async def _measure_costs(cluster: Cluster, known: tuple[str, str]) -> dict[str, float]:
-    """Processor time of the gateway for each kind of refusal, in ms."""
+    """Return the gateway's CPU time for each kind of rejection, in ms."""
     async with httpx.AsyncClient(base_url=cluster.url(0), timeout=30) as client:
         await _ask(client, known[1])
     kinds: dict[str, Callable[[], str]] = {

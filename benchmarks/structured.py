@@ -48,7 +48,7 @@ PATIENCE_S = 600.0
 
 
 class Text:
-    """The demo model's, and which of its tokens close something."""
+    """The demo model's tokenizer, and its tokens that close something."""
 
     def __init__(self, folder: Path) -> None:
         found = read_text_model(folder)
@@ -66,7 +66,7 @@ class Text:
 
 
 def check_documents(loop: EngineLoop, text: Text, schemas: list[dict[str, Any]]) -> dict[str, Any]:
-    """How many documents were valid, cut and invalid; of the invalid ones, what was wrong."""
+    """Return how many documents were valid, cut and invalid, and the errors of the invalid ones."""
     counts: Counter[str] = Counter()
     wrong: list[dict[str, str]] = []
     num_tokens = 0
@@ -96,7 +96,7 @@ def check_documents(loop: EngineLoop, text: Text, schemas: list[dict[str, Any]])
 
 
 def complaint_about(document: str, schema: dict[str, Any]) -> str:
-    """ "" if the document is JSON that keeps to the schema, formats included."""
+    """Return "" if the document is JSON that satisfies the schema, formats included; else the error."""
     try:
         jsonschema_rs.validator_for(schema, validate_formats=True).validate(json.loads(document, parse_float=_float))
     except ValueError as exc:
@@ -105,7 +105,7 @@ def complaint_about(document: str, schema: dict[str, Any]) -> str:
 
 
 def _float(text: str) -> float:
-    """What is too large for a double is the largest: JSON knows no bound, and a schema need not set one."""
+    """Return a number as a double; too large ones become the largest, since JSON has no bound."""
     return max(-sys.float_info.max, min(sys.float_info.max, float(text)))
 
 
@@ -124,7 +124,7 @@ COST_SCHEMA = {
 def median_step_ms(
     loop: EngineLoop, text: Text, guide: GrammarSpec | None, *, streams: int, first_key: int
 ) -> tuple[float, float]:
-    """(by the clock, of processors' time) of the steps in which all streams decode."""
+    """Return (wall time, CPU time) of the steps in which all streams decode."""
     for key in range(first_key, first_key + streams):
         loop.submit(text.request(key, guide, max_tokens=NUM_STEPS, min_tokens=NUM_STEPS - 1))
     clock_ms, work_ms, until_s = [], [], time.monotonic() + PATIENCE_S
@@ -140,8 +140,10 @@ def median_step_ms(
 
 
 def measure_cost(loop: EngineLoop, text: Text, *, streams: int, turns: int) -> dict[str, Any]:
-    """Steps with and without a guide, in turns. On a machine that does other things as well, read the processors' time:
-    it counts what the threads of the masks take too."""
+    """Measure steps with and without a grammar, in turn.
+
+    On a machine with other load, use the CPU time: it includes the mask threads.
+    """
     guide = GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(COST_SCHEMA))
     pairs: list[dict[bool, tuple[float, float]]] = []
     for turn in range(turns + 1):  # the first warms both up
@@ -193,7 +195,7 @@ def main() -> None:
 
 
 def documents(num_schemas: int, seed: int, num_threads: int) -> dict[str, Any]:
-    """Of both models."""
+    """Return the documents of both models."""
     maker = SchemaMaker(seed)
     schemas = [maker.make() for _ in range(num_schemas)]
     folder, found = checkpoint_path(), {}

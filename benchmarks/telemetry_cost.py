@@ -82,12 +82,12 @@ FIGURES = {name: itemgetter(name) for name in ("cpu_us_per_request", "requests_p
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Those that make pairs comparable."""
+    """Return the settings that make pairs comparable."""
     return {name: getattr(options, name) for name in ("seconds", "tenants", "connections")}
 
 
 def before(options: argparse.Namespace) -> list[list[Pair]]:
-    """The pairs of each start that the output has, where some are added to them."""
+    """Return the pairs of each start in the output, if new ones are added to them."""
     if not options.add or not options.output.exists():
         return []
     known = json.loads(options.output.read_text())
@@ -97,7 +97,7 @@ def before(options: argparse.Namespace) -> list[list[Pair]]:
 
 
 def measure(options: argparse.Namespace, seed: int) -> list[Pair]:
-    """The pairs of one start of both gateways, now this one first and now that one."""
+    """Measure the pairs of one start of both gateways, in alternating order."""
     rng, cores, gateways = Random(seed), os.sched_getaffinity(0), dict[str, RunningGateway]()
     with contextlib.ExitStack() as stack:
         for name in ("on", "off") if seed % 2 else ("off", "on"):
@@ -108,7 +108,7 @@ def measure(options: argparse.Namespace, seed: int) -> list[Pair]:
 
 @contextlib.contextmanager
 def started(name: str) -> Iterator[RunningGateway]:
-    """The gateway with telemetry, or that without."""
+    """Start the gateway with or without telemetry."""
     with contextlib.ExitStack() as stack:
         if name == "on":
             os.environ[METRICS_ENDPOINT] = stack.enter_context(receiver())
@@ -144,7 +144,7 @@ async def load_in_turn(gateways: dict[str, RunningGateway], options: argparse.Na
 
 @contextlib.contextmanager
 def receiver() -> Iterator[str]:
-    """What takes metrics; its address."""
+    """Start a receiver of metrics and yield its address."""
     command = [sys.executable, str(HERE / "telemetry_outage.py"), "--receive"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -155,8 +155,10 @@ def receiver() -> Iterator[str]:
 
 
 def compared(pairs: Sequence[Pair], of: Callable[[dict[str, float]], float]) -> dict[str, Any]:
-    """The medians, and by how much `on` is more than `off`: the geometric mean of the pairs' ratios, with its 95 %
-    interval."""
+    """Return the medians, and by how much `on` is more than `off`.
+
+    The difference is the geometric mean of the pairs' ratios, with its 95 % interval.
+    """
     ratios = [math.log(of(one["on"]) / of(one["off"])) for one in pairs]
     t = T_975[min(len(ratios), len(T_975) + 1) - 2]
     mean, margin = statistics.mean(ratios), t * statistics.stdev(ratios) / math.sqrt(len(ratios))
@@ -169,7 +171,7 @@ def compared(pairs: Sequence[Pair], of: Callable[[dict[str, float]], float]) -> 
 
 
 def metrics_alone() -> dict[str, float]:
-    """Processor time of counting one request, and of telling everything once, in this process."""
+    """Return the CPU time of counting one request, and of exporting all metrics once, in this process."""
     metrics = Metrics()
     row = UsageRow("r", "ten_a", "p", "k", "/v1", "m", "standard", datetime.now(UTC), "length", 200, 1, 20, 0, 8, 0.1,
                    5.0, 20.0, sla_attained=True)  # fmt: skip
@@ -182,7 +184,7 @@ def metrics_alone() -> dict[str, float]:
 
 
 def cpu_us(do: Callable[[], object], times: int) -> float:
-    """The least of five."""
+    """Return the least of five measurements."""
     found = []
     for _ in range(5):
         began_s = time.process_time()

@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def receive() -> None:
-    """Take whatever is posted, as a collector does; says its port."""
+    """Start a receiver that accepts everything, as a collector does; print its port."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -88,7 +88,7 @@ def receive() -> None:
             self.end_headers()
 
         def log_message(self, *_arguments: object) -> None:
-            """Nothing."""
+            """Log nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         print(server.server_port, flush=True)
@@ -97,7 +97,7 @@ def receive() -> None:
 
 @contextlib.contextmanager
 def running(folder: Path) -> Iterator[tuple[str, psutil.Process, list[psutil.Process]]]:
-    """A serve that is ready: its address, its gateway, and the processes that are to stand still."""
+    """Start `moiety serve`; yield its address, its gateway, and the processes to be paused."""
     with contextlib.ExitStack() as stack:
         receiver = subprocess.Popen([sys.executable, __file__, "--receive"], stdout=subprocess.PIPE, text=True)
         stack.callback(receiver.kill)
@@ -179,7 +179,7 @@ def address(url: str) -> tuple[str, int]:
 
 
 def chat(key: str) -> bytes:
-    """One request on the wire."""
+    """Return one request in wire form."""
     message = {"role": "user", "content": "Tell me about moieties in a few short sentences, please."}
     fields = {"model": "moiety-demo", "messages": [message], "max_tokens": OUTPUT_TOKENS, "ignore_eos": True}
     body = json.dumps(fields).encode()
@@ -191,7 +191,7 @@ def chat(key: str) -> bytes:
 
 
 async def settled(url: str) -> dict[str, float]:
-    """The gateway's counts, once its spans have gone wherever they go."""
+    """Return the gateway's counts, once its spans have been sent or dropped."""
     end_s, before = time.monotonic() + SETTLE_S, counts(url)
     while time.monotonic() < end_s:
         await asyncio.sleep(3)  # a sender sends once a second
@@ -220,7 +220,7 @@ def counts(url: str) -> dict[str, float]:
 def judged(
     sent: dict[str, list[Sent]], cpu_s: dict[str, float], first: dict[str, float], last: dict[str, float]
 ) -> dict[str, Any]:
-    """The report: latencies by phase, what the gateway counted between `first` and `last`, and what that means."""
+    """Return the report: latencies by phase, the gateway's counts between `first` and `last`, and the verdict."""
     phases = {phase: figures(of, cpu_s[phase]) for phase, of in sent.items()}
     usual_us = max(phases[phase]["cpu_us_per_request"] for phase in ("before", "after"))
     told = {name: int(last[name] - first[name]) for name in first}

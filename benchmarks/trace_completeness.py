@@ -55,7 +55,7 @@ REFUSED = ("no such model", "too long", "no JSON", "over its limit")
 
 @dataclass
 class Asked:
-    """What one request asks, and under which context."""
+    """One request and its trace context."""
 
     path: str
     body: dict[str, Any] | bytes
@@ -133,7 +133,7 @@ async def has_engines(cluster: Cluster) -> None:
 
 
 async def make_keys(cluster: Cluster) -> dict[str, str]:
-    """Keys of three tenants; one of them may do nothing."""
+    """Create keys of three tenants; one of them has no permissions."""
     keys = {}
     async with cluster.admin() as client:
         for name in ("acme", "globex", "limited"):
@@ -165,7 +165,7 @@ async def load(cluster: Cluster, keys: dict[str, str], options: argparse.Namespa
 
 
 def what_to_ask(number: int, keys: dict[str, str], rng: random.Random) -> Asked:
-    """In turn; every third brings a trace context of its own."""
+    """Return the requests in turn; every third has its own trace context."""
     text = " ".join(rng.choice(("weigh", "route", "expert", "share")) for _ in range(rng.randint(3, 40)))
     messages = [{"role": "user", "content": text}]
     streams = {"stream": rng.random() < 0.6}
@@ -218,7 +218,7 @@ async def client(url: str, waiting: Iterator[Asked]) -> None:
 
 
 async def kill_engines(cluster: Cluster, every_s: float) -> int:
-    """The one with most to do, whenever both are there; how many."""
+    """Kill the busier engine whenever both are running; return the number of kills."""
     killed = 0
     try:
         async with cluster.admin() as client:
@@ -245,7 +245,7 @@ def rows_of(path: Path, statement: str) -> list[dict[str, Any]]:
 
 
 def read_ledger(path: Path) -> dict[str, dict[str, Any]]:
-    """Of every request how it ended, and what the ledger billed of it."""
+    """Return for every request how it ended, and what the ledger billed for it."""
     return {
         row["request_id"]: row
         for row in rows_of(
@@ -316,7 +316,7 @@ def judge(ledger: dict[str, dict[str, Any]], spans: list[dict[str, Any]], contex
 
 
 def covered(root: dict[str, Any], under: list[dict[str, Any]]) -> float:
-    """The share of the root's time in which at least one child is open."""
+    """Return the share of the root's time in which at least one child is open."""
     total, reached = 0, root["start_ns"]
     for span in sorted(under, key=lambda span: span["start_ns"]):
         total += max(0, min(span["end_ns"], root["end_ns"]) - max(span["start_ns"], reached))
@@ -327,7 +327,7 @@ def covered(root: dict[str, Any], under: list[dict[str, Any]]) -> float:
 def faults_of(
     root: dict[str, Any], under: list[dict[str, Any]], row: dict[str, Any], contexts: dict[str, str]
 ) -> Iterator[str]:
-    """What of a request's own spans is not as the ledger and the client have it."""
+    """Yield the differences between a request's own spans and the ledger's and client's records."""
     of = root["attributes"]
     if (of["gen_ai.usage.input_tokens"], of["gen_ai.usage.output_tokens"]) != (row["input"], row["output"]):
         yield "tokens other than the ledger's"
@@ -361,7 +361,7 @@ def wrong_links(span: dict[str, Any], by_id: dict[tuple[str, str], dict[str, Any
 
 
 def crowded(spans: list[dict[str, Any]], steps: list[dict[str, Any]]) -> Iterator[str]:
-    """Steps that more sequences say to have run in than there were."""
+    """Yield the steps in which more sequences claim to have run than there were."""
     guests = Counter(link["trace_id"] for span in spans for link in span["links"])
     for step in steps:
         of = step["attributes"]

@@ -82,7 +82,7 @@ def install_deepspeed(folder: Path) -> None:
 
 @dataclass
 class Kept:
-    """A process that is started again whenever it ends."""
+    """A process that is restarted whenever it ends."""
 
     command: list[str]
     environment: dict[str, str]
@@ -115,7 +115,7 @@ class Kept:
             await self.process.wait()
 
     def rank(self) -> psutil.Process:
-        """Of this host, below its launcher."""
+        """Return the rank process of this host, below its launcher."""
         assert self.process is not None
         found = [
             one
@@ -125,12 +125,12 @@ class Kept:
         return found[0]
 
     def told_lost(self) -> int:
-        """How often a rank here has said that another is lost."""
+        """Return how often a rank here has reported that another is lost."""
         return self.log.read_bytes().count(b'"rank_lost"') if self.log.exists() else 0
 
 
 class Play:
-    """One launcher: all that runs, the load, and the faults."""
+    """Run of one launcher: all processes, the load, and the faults."""
 
     def __init__(self, folder: Path, wires: Wires, launcher: str, deepspeed: Path) -> None:
         self._wires = wires
@@ -168,7 +168,7 @@ class Play:
         self._answers: list[dict[str, Any]] = []
 
     async def run(self) -> dict[str, Any]:
-        """Every fault, one after the other."""
+        """Run every fault, one after the other."""
         async with self._running() as keys:
             owner: dict[str, Any] = {"Authorization": f"Bearer {keys['admin_key']}"}
             await self._until(lambda engines: sum(one["healthy"] for one in engines) == 2, owner)
@@ -210,7 +210,7 @@ class Play:
         return False
 
     async def _fault(self, owner: dict[str, str], happen: Any, left: tuple[int, ...]) -> dict[str, Any]:
-        """What came of one: `left` are the ranks that are there to notice it."""
+        """Return the result of one fault: `left` are the ranks that remain to detect it."""
         await self._until(lambda engines: self._of_group(engines)["num_inflight"] > 0, owner)
         before = self._of_group(await self._engines(owner))
         told, num_answers = [host.told_lost() for host in self.hosts], len(self._answers)
@@ -244,7 +244,7 @@ class Play:
         self.hosts[rank].rank().kill()
 
     async def _ask(self, key: str, client: int) -> None:
-        """One request after the other."""
+        """Send one request after the other."""
         while not self._stopping:
             number = len(self._answers)
             body: dict[str, Any] = {

@@ -44,8 +44,10 @@ COMMAND_S = 600
 
 
 class Release(Cluster):
-    """Two gateways and two engines of the sources in a folder. What they share with the other release is the database
-    and the pepper."""
+    """Two gateways and two engines from the sources in a folder.
+
+    They share only the database and the pepper with the other release.
+    """
 
     def __init__(self, name: str, sources: Path, folder: Path, database_url: str, pepper: str) -> None:
         (place := folder / name).mkdir()
@@ -67,7 +69,7 @@ class Release(Cluster):
         return str(json.loads(self.keys.read_text())["admin_key"])
 
     def run(self, *words: str) -> dict[str, Any]:
-        """One of its commands; what it reports. Raises CalledProcessError."""
+        """Run one of its commands and return its output. Raises CalledProcessError."""
         command = [sys.executable, "-m", "moiety_platform.cli", *words, "--json"]
         done = subprocess.run(
             command, env=os.environ | self.variables, capture_output=True, text=True, timeout=COMMAND_S, check=False
@@ -77,7 +79,7 @@ class Release(Cluster):
         return dict(json.loads(done.stdout))
 
     def end_all(self) -> list[int]:
-        """Gateways first, so that engines have nothing left; their exit codes."""
+        """Stop gateways first, so that engines have no requests; return their exit codes."""
         return [self.end(kind, number) for kind in ("gateway", "engine") for number in range(len(self.ports))]
 
 
@@ -93,7 +95,7 @@ class Stream:
 
 @dataclass
 class Load:
-    """Streams to whichever gateways there are, as a Service would spread them."""
+    """Streams to all gateways, spread as by a Kubernetes Service."""
 
     key: str
     rate: float
@@ -102,7 +104,7 @@ class Load:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """All of them have ended when it is left."""
+        """Run the processes; all of them have ended on exit."""
         stop = asyncio.Event()
         async with httpx.AsyncClient(timeout=60) as client:
             task = asyncio.create_task(self._run(client, stop))
@@ -176,7 +178,7 @@ def main() -> None:
 
 
 def take_from_git(commit: str, folder: Path) -> Path:
-    """The sources as they were."""
+    """Check out the sources of a commit."""
     archive = subprocess.run(["git", "archive", commit, *SOURCES], cwd=ROOT, capture_output=True, check=True).stdout
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         tar.extractall(folder, filter="data")
@@ -211,7 +213,7 @@ async def _upgrade(folder: Path, database_url: str, options: argparse.Namespace)
 
 
 async def _roll(old: Release, new: Release, load: Load, seconds: float) -> tuple[list[int], dict[str, int]]:
-    """There and back under load; exit codes, and how many streams had begun at the end of each phase."""
+    """Upgrade and roll back under load; return exit codes, and how many streams had begun at the end of each phase."""
     phases: dict[str, int] = {}
     both = [one.url(number) for one in (old, new) for number in range(2)]
     async with load.running():
@@ -273,7 +275,7 @@ async def _used(client: httpx.AsyncClient, tenant_id: str, num_requests: int) ->
 
 
 async def _back(old: Release, new: Release, load: Load, revision: str, tenant_id: str) -> dict[str, bool]:
-    """The tables themselves go back, with nothing running, the older release serves on them, and they come up again."""
+    """Downgrade the tables with nothing running, serve the older release on them, and upgrade them again."""
     async with new.admin() as client:
         before = await _used(client, tenant_id, len(load.streams))
     for one in (old, new):

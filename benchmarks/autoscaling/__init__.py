@@ -1,2 +1,4 @@
-"""What the chart's autoscalers would do to a pool under a trace: their rendered objects, computed as Kubernetes, KEDA
-and Prometheus compute them, on devices that are simulated."""
+"""Simulation of the chart's autoscalers on a trace.
+
+The objects that the chart renders are evaluated as Kubernetes, KEDA and Prometheus evaluate them, on simulated devices.
+"""

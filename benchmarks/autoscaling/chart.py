@@ -1,4 +1,4 @@
-"""The picture of a report: sizes, promises kept and arrivals over time. Needs altair and vl-convert (extra `plot`)."""
+"""Chart of a report: pool sizes, SLO attainment and arrivals over time. Needs altair and vl-convert (extra `plot`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WIDTH, HEIGHT = 460, 130
 
 
 def draw(report: Mapping[str, Any], path: Path) -> None:
-    """One column a scenario."""
+    """Draw one column for each scenario."""
     columns = [_column(name, one) for name, one in report["scenarios"].items()]
     alt.hconcat(*columns).configure_view(stroke="#ddd").save(str(path), format="png", ppi=90)
 
@@ -32,13 +32,13 @@ def _column(name: str, scenario: Mapping[str, Any]) -> Any:
     minute = alt.X("minute:Q", title=None)
     colour = alt.Color("variant:N", title=None, sort=list(scenario["variants"]))
     steps = _of(sizes).mark_line(interpolate="step-after").encode(minute, alt.Y("devices:Q"), colour)
-    promises = _of(kept).mark_line().encode(minute, alt.Y("kept:Q", title="promises kept, %"), colour)
+    attainment = _of(kept).mark_line().encode(minute, alt.Y("kept:Q", title="SLO attainment, %"), colour)
     load = (
         _of(arrivals)
         .mark_area(color="#bab0ac")
         .encode(alt.X("minute:Q"), alt.Y("arrivals:Q", title="arrivals a minute"))
     )
-    return alt.vconcat(*(one.properties(width=WIDTH, height=HEIGHT) for one in (steps, promises, load))).properties(
+    return alt.vconcat(*(one.properties(width=WIDTH, height=HEIGHT) for one in (steps, attainment, load))).properties(
         title=f"{name}: {scenario['trace'].rpartition('/')[2]}"
     )
 

@@ -18,7 +18,7 @@ TOLERANCE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """`query` is PromQL. An average is divided among the replicas; a value is not."""
+    """Metric of an autoscaler; `query` is PromQL. An average is divided among the replicas; a value is not."""
 
     name: str
     query: str
@@ -28,7 +28,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """One direction of `behavior`. `policies` are (type, value, period)."""
+    """Rules of one direction of `behavior`. `policies` are (type, value, period)."""
 
     window_s: float
     policies: Sequence[tuple[str, int, float]]
@@ -36,7 +36,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What the object says."""
+    """Settings of the autoscaler object."""
 
     min_replicas: int
     max_replicas: int
@@ -46,7 +46,7 @@ class Terms:
 
     @classmethod
     def of_scaled_object(cls, document: Mapping[str, Any]) -> Terms:
-        """KEDA's. Raises KeyError where it has what is not known here."""
+        """Return the settings of a KEDA ScaledObject. Raises KeyError for an unknown setting."""
         spec = document["spec"]
         metrics = [
             Metric(
@@ -71,7 +71,7 @@ class Terms:
 
 @dataclass
 class Autoscaler:
-    """Remembers what was recommended and done. `read` answers a query with a number."""
+    """Autoscaler with a memory of its recommendations and changes. `read` answers a query with a number."""
 
     terms: Terms
     read: Callable[[str], float]
@@ -79,7 +79,7 @@ class Autoscaler:
     _changes: list[tuple[float, int]] = field(default_factory=list)
 
     def decide(self, now_s: float, current: int, ready: int) -> int:
-        """How many replicas there are to be, of so many that are asked for and so many that are ready."""
+        """Return the number of replicas, from the requested and the ready number."""
         proposed = max(propose(one, self.read(one.query), current, ready) for one in self.terms.metrics)
         steady = self._stabilise(now_s, current, proposed)
         wanted = self._pace(now_s, current, steady)
@@ -88,8 +88,11 @@ class Autoscaler:
         return wanted
 
     def _stabilise(self, now_s: float, current: int, proposed: int) -> int:
-        """No more than the least that was proposed within one window, no less than the most within the other. What
-        there was at first counts as proposed."""
+        """Return the number within the stabilization windows.
+
+        It is at most the least proposal within one window and at least the largest within the other. The initial number
+        counts as proposed.
+        """
         if not self._recommended:
             self._recommended.append((now_s, current))
         least = min([proposed, *self._within(now_s, self.terms.up.window_s)])
@@ -101,7 +104,7 @@ class Autoscaler:
         return [count for at_s, count in self._recommended if at_s > now_s - window_s]
 
     def _pace(self, now_s: float, current: int, wanted: int) -> int:
-        """As fast as the widest policy lets it, and within what the object allows at all."""
+        """Return the number that the fastest policy allows, within the object's bounds."""
         if wanted > current:
             most = max(self._limit(now_s, current, *policy) for policy in self.terms.up.policies)
             wanted = min(wanted, max(most, current))
@@ -119,7 +122,7 @@ class Autoscaler:
 
 
 def propose(metric: Metric, value: float, current: int, ready: int) -> int:
-    """What one metric asks for. A tenth off the target is on it."""
+    """Return the proposal of one metric. A deviation of a tenth from the target is tolerated."""
     if metric.is_average:
         ratio = value / (metric.target * current)
         return current if abs(1 - ratio) <= TOLERANCE else math.ceil(round(value / metric.target, 9))

@@ -1,5 +1,8 @@
-"""As much of Prometheus as the chart's queries need: gateways' /metrics as they are at each scrape, and PromQL of these
-forms: rate of a selector, sum, histogram_quantile, clamp_max, arithmetic, numbers."""
+"""The part of Prometheus that the chart's queries need.
+
+It keeps the gateways' /metrics of each scrape, and evaluates PromQL of these forms: rate of a selector, sum,
+histogram_quantile, clamp_max, arithmetic, numbers.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ Vector = dict[Labels, float]
 
 
 def _divided(one: float, other: float) -> float:
-    """As floating point has it, where nothing is raised."""
+    """Divide as floating point does, without raising."""
     if other:
         return one / other
     return math.copysign(math.inf, one) if one else math.nan
@@ -31,18 +34,18 @@ OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": _divi
 
 
 class UnknownQuery(ValueError):
-    """A form that is not computed here."""
+    """A query of a form that is not supported."""
 
 
 class Prometheus:
-    """Owns the samples."""
+    """Owner of the samples."""
 
     def __init__(self) -> None:
         self._series: dict[str, dict[Labels, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
         self._parsed: dict[str, Any] = {}
 
     def scrape(self, now_s: float, exposition: str) -> None:
-        """Take what a process tells."""
+        """Store the metrics of a process."""
         for family in text_string_to_metric_families(exposition):
             for sample in family.samples:
                 samples = self._series[sample.name][frozenset(sample.labels.items())]
@@ -51,7 +54,7 @@ class Prometheus:
                     del samples[0]
 
     def read(self, query: str, now_s: float) -> float:
-        """The one number that it is; 0 where there is none or it is none, as KEDA takes it. Raises UnknownQuery."""
+        """Return the value of a query; 0 if there is none or it is NaN, as in KEDA. Raises UnknownQuery."""
         if query not in self._parsed:
             self._parsed[query] = promql.parse(query)
         found = self._evaluate(self._parsed[query], now_s)
@@ -86,7 +89,7 @@ class Prometheus:
         return found
 
     def _combine(self, node: Any, now_s: float) -> Vector | float:
-        """Of series with equal labels, or of series and a number."""
+        """Combine series with equal labels, or a series and a number."""
         apply = OPERATORS[str(node.op)]
         left, right = self._evaluate(node.lhs, now_s), self._evaluate(node.rhs, now_s)
         if isinstance(left, float):
@@ -101,8 +104,11 @@ class Prometheus:
         return {labels: samples for labels, samples in found.items() if _fits(dict(labels), wanted)}
 
     def _rate(self, matrix: Any, now_s: float) -> Vector:
-        """Prometheus' own: the increase between the first and the last sample of the range, extrapolated to its ends by
-        at most half the distance of two samples beyond what is known."""
+        """Return the rate as Prometheus computes it.
+
+        This is the increase between the first and the last sample of the range, extrapolated to its ends by at most
+        half the distance of two samples.
+        """
         range_s = matrix.range.total_seconds()
         found = {}
         for labels, samples in self._chosen(matrix.vector_selector).items():
@@ -141,7 +147,7 @@ def _sum(vector: Vector, modifier: Any) -> Vector:
 
 
 def _quantile(share: float, buckets: Vector) -> Vector:
-    """Linear within the bucket that the share falls into; the last bound where it falls beyond all."""
+    """Interpolate linearly within the quantile's bucket; return the last bound beyond all buckets."""
     groups: dict[Labels, list[tuple[float, float]]] = defaultdict(list)
     for labels, count in buckets.items():
         bounds = dict(labels)

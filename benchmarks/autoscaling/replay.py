@@ -1,4 +1,4 @@
-"""A trace replayed on a pool that an autoscaler sizes: every 15 s a scrape of what gateways tell, and a decision."""
+"""Replay of a trace on an autoscaled pool, with a scrape of the gateways' metrics and a decision every 15 s."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
 
 @dataclass
 class Outcome:
-    """What came of a replay. `sizes` are (time, wanted, ready) at each decision."""
+    """Result of a replay. `sizes` are (time, wanted, ready) at each decision."""
 
     duration_s: float
     sizes: list[tuple[float, int, int]] = field(default_factory=list)
@@ -43,14 +43,14 @@ class Outcome:
         return sum(one.attained for one in self.ended) / (len(self.ended) + self.num_lost)
 
     def windows(self) -> list[tuple[float, float, int]]:
-        """(time, share of promises kept, arrivals) of what arrived within each window."""
+        """Return (time, SLO attainment, arrivals) of the requests that arrived within each window."""
         found: dict[int, list[bool]] = {}
         for one in self.ended:
             found.setdefault(int((one.arrival_ns - START_NS) / 1e9 // WINDOW_S), []).append(one.attained)
         return [(at * WINDOW_S, sum(kept) / len(kept), len(kept)) for at, kept in sorted(found.items())]
 
     def turns(self) -> int:
-        """How often the number of devices began to rise after it had fallen."""
+        """Return how often the number of devices began to rise after it had fallen."""
         wanted = [count for _, count, _ in self.sizes]
         moves = [after - before for before, after in pairwise(wanted) if after != before]
         return sum(before < 0 < after for before, after in pairwise(moves))
@@ -77,7 +77,7 @@ class Outcome:
 
 
 def scaled_object(autoscaling: Mapping[str, Any]) -> dict[str, Any]:
-    """KEDA's object, as the chart renders it with these values."""
+    """Return KEDA's object, as the chart renders it with these values."""
     pool = {"name": "replayed", "model": {"name": MODEL, "hub": "a/b"}, "autoscaling": {"enabled": True, **autoscaling}}
     with helm_python.Chart.load(CHART) as chart:
         text = chart.render({"engines": [pool]}, name="rel", namespace="prod")[
@@ -88,7 +88,7 @@ def scaled_object(autoscaling: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def replay(workload: Workload, terms: PoolTerms, scaling: Terms, first: int) -> Outcome:
-    """From so many devices on."""
+    """Replay the trace from this number of devices on."""
     pool, gateway, prometheus = Pool(workload, terms, first), Metrics(), Prometheus()
     now_s = 0.0
     autoscaler = Autoscaler(scaling, lambda query: prometheus.read(query, now_s))
@@ -109,7 +109,7 @@ def replay(workload: Workload, terms: PoolTerms, scaling: Terms, first: int) -> 
 
 
 def fixed(workload: Workload, terms: PoolTerms, count: int) -> Outcome:
-    """The same with a number of devices that stays."""
+    """Replay the trace with a fixed number of devices."""
     pool, outcome = Pool(workload, terms, count), Outcome(workload.duration_s)
     while not pool.is_done:
         outcome.ended += pool.advance(pool.now_s + SYNC_S)
@@ -119,7 +119,7 @@ def fixed(workload: Workload, terms: PoolTerms, count: int) -> Outcome:
 
 
 def _tell(gateway: Metrics, outcome: Outcome, ended: Sequence[Record]) -> None:
-    """Requests that have ended, as a gateway counts them."""
+    """Count the requests that have ended, as a gateway counts them."""
     outcome.ended += ended
     for one in ended:
         gateway.observe(_row(one), "chat", MODEL, tpot_s(one))

@@ -1,4 +1,4 @@
-"""The scenarios, and their variants, each of which can be run in a process of its own."""
+"""Scenarios and their variants, each of which can run in its own process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SEED = 1
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """`make` turns the trace into what arrives, in devices' capacity; `first`: devices at its begin."""
+    """Scenario: `make` converts the trace to arrivals, in devices' capacity; `first` is the initial device count."""
 
     trace: str
     make: Callable[[Workload, Capacity], Workload]
@@ -36,7 +36,7 @@ class Scenario:
 
 
 def a_day(trace: Workload, capacity: Capacity) -> Workload:
-    """A day in an hour, so much steeper than days are: from 0.3 to 2.2 devices' worth and back."""
+    """Return a day compressed into an hour: from 0.3 to 2.2 devices' worth and back."""
     duration_s, low, high = 3600.0, 0.3, 2.2
     busiest = at_load(last_for(trace, duration_s), capacity, high, SEED)
     rng = Random(f"day {SEED}")
@@ -49,7 +49,7 @@ def a_day(trace: Workload, capacity: Capacity) -> Workload:
 
 
 def as_it_came(trace: Workload, capacity: Capacity) -> Workload:
-    """Its own bursts, at one and a half devices' worth; the first 40 minutes."""
+    """Return the first 40 minutes of the trace with its own bursts, at one and a half devices' worth."""
     return cut(at_load(trace, capacity, 1.5, SEED), 0.0, 2400.0)
 
 
@@ -65,8 +65,7 @@ VARIANTS = (CHART, QUEUE_ALONE, MOST_THROUGHOUT)
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What arrives, the pool's values and what the chart makes of them, the load and a full device's output, in devices
-    and tokens/s."""
+    """Arrivals, the pool's values, the rendered objects, the load in devices, and a device's tokens/s."""
 
     workload: Workload
     settings: Mapping[str, int]
@@ -76,7 +75,7 @@ class Prepared:
 
 
 def prepare(name: str, traces: Path) -> Prepared:
-    """What all variants of a scenario have in common."""
+    """Prepare the data that all variants of a scenario share."""
     scenario = SCENARIOS[name]
     trace = load_workload(traces / scenario.trace)
     workload = scenario.make(trace, measure_capacity(trace, DEVICE))
@@ -88,7 +87,7 @@ def prepare(name: str, traces: Path) -> Prepared:
 
 
 def run(name: str, variant: str, prepared: Prepared) -> Mapping[str, Any]:
-    """One variant; in a process of its own."""
+    """Run one variant, in its own process."""
     pool = PoolTerms(DEVICE, "moiety", {one.name: one for one in SHIPPED}, START_S)
     if variant == MOST_THROUGHOUT:
         return _told(fixed(prepared.workload, pool, MOST))

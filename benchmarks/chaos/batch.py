@@ -1,4 +1,4 @@
-"""A batch that is worked on while everything breaks: each of its lines is to be answered once."""
+"""A batch that is processed during all faults: each of its lines must be answered once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LINE_TOKENS = 300
 
 
 class Batch:
-    """One that was submitted."""
+    """A submitted batch."""
 
     def __init__(self, stage: Stage, tenant: Tenant, batch_id: str, num_lines: int) -> None:
         self._stage, self._tenant, self._id, self._num_lines = stage, tenant, batch_id, num_lines
@@ -39,7 +39,7 @@ class Batch:
         return cls(stage, tenant, made["id"], num_lines)
 
     async def result(self, limit_s: float) -> dict[str, Any]:
-        """What came of it, once it has ended."""
+        """Return the result of the batch, once it has ended."""
         headers, until_s = {"Authorization": f"Bearer {self._tenant.key}"}, time.monotonic() + limit_s
         found: dict[str, Any] = {}
         number = 0

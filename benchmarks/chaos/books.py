@@ -1,4 +1,4 @@
-"""Reads the books at the end of a run, and what is still held when all is idle."""
+"""Comparison of usage records at the end of a run, and of resources that are still held when idle."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def compare_books(
     of_batch: Sequence[str],
     hours: int = 2,
 ) -> dict[str, Any]:
-    """What clients saw, what was booked, and what engines counted, against each other."""
+    """Compare what clients saw, what was booked, and what engines counted."""
     figures = await stage.reconcile(hours)
     async with stage.admin() as client:
         quotas = await list_quotas(client)
@@ -46,7 +46,7 @@ async def compare_books(
 
 
 async def what_is_left(stage: Stage, postgres: Postgres, waited_s: float) -> dict[str, Any]:
-    """What engines still hold, and what is leased once the gateways have been stopped, which this does."""
+    """Stop the gateways; return what engines still hold, and what is still leased."""
     async with stage.admin() as client:
         found = (await client.get("/engines")).json()["data"]
     engines = [{name: one["load"][name] for name in HELD} if one["load"] else {"not_there": 1} for one in found]

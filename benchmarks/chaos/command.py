@@ -1,4 +1,4 @@
-"""What the commands have in common: where they run, and the report that they leave."""
+"""Shared parts of the commands: where they run, and their reports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 
 
 def add_places(parser: argparse.ArgumentParser, name: str) -> None:
-    """Options that say where reports, logs and data go."""
+    """Add the options for the folders of reports, logs and data."""
     parser.add_argument("--output", type=lambda text: Path(text).resolve(), default=RESULTS / name, metavar="FILE")
     told = "an empty one for logs and data, which are otherwise not kept"
     parser.add_argument("--folder", type=lambda text: Path(text).resolve(), help=told)
@@ -29,8 +29,10 @@ def add_places(parser: argparse.ArgumentParser, name: str) -> None:
 def perform(
     module: str, options: argparse.Namespace, act: Callable[[Path], Awaitable[dict[str, Any]]]
 ) -> dict[str, Any]:
-    """Run in namespaces of its own, which is this command again, and write the report. Ends the process with 2 where
-    the machine lacks what is needed."""
+    """Run this command again in its own namespaces, and write the report.
+
+    Ends the process with 2 if the machine lacks something that the run needs.
+    """
     try:
         enter(module)
         with contextlib.ExitStack() as stack:

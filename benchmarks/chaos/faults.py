@@ -1,5 +1,6 @@
-"""What breaks. Each is a function of the scene that breaks something, waits, and mends it before it returns; what ended
-is started again by the stage's supervisor, as by a cluster."""
+"""Injected faults: functions of the scene that break something, wait, and repair it before they return.
+
+The stage's supervisor restarts processes that ended, as a cluster does."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ NUM_LONG, LONG_PROMPT = 8, 150
 
 @dataclass
 class Scene:
-    """All that can be broken, and what faults have to tell in `notes`."""
+    """Everything that can be broken, and the faults' notes."""
 
     stage: Stage
     postgres: Postgres
@@ -43,63 +44,63 @@ class Scene:
 
 
 async def engine_paused(scene: Scene) -> None:
-    """An engine's processes stand still for longer than a gateway waits for a sign of life."""
+    """Pause an engine's processes for longer than a gateway's heartbeat timeout."""
     with scene.stage.paused(ENGINE):
         await asyncio.sleep(PAUSE_S)
 
 
 async def gateway_paused(scene: Scene) -> None:
-    """A gateway stands still for longer than engines wait for it."""
+    """Pause a gateway for longer than the engines' heartbeat timeout."""
     with scene.stage.paused(GATEWAY):
         await asyncio.sleep(PAUSE_S)
 
 
 async def link_slow(scene: Scene) -> None:
-    """An engine is behind a link of 120 kbit/s, which delays and loses."""
+    """Put an engine behind a link of 120 kbit/s with delay and loss."""
     with scene.stage.wires.slow("engine-0", SLOW_BITS_PER_S):
         await asyncio.sleep(CUT_S)
 
 
 async def link_cut(scene: Scene) -> None:
-    """One gateway and one engine do not hear each other; both hear all others."""
+    """Cut the link between one gateway and one engine; both still reach all others."""
     with scene.stage.wires.cut("gateway-0", "engine-1"):
         await asyncio.sleep(CUT_S)
 
 
 async def database_paused(scene: Scene) -> None:
-    """The database stands still: connections stay open, nobody answers."""
+    """Pause the database: connections stay open without an answer."""
     await _while(scene.postgres.paused())
 
 
 async def database_stopped(scene: Scene) -> None:
-    """The database is shut down, and started again."""
+    """Shut down the database, and start it again."""
     await _while(scene.postgres.stopped())
 
 
 async def database_killed(scene: Scene) -> None:
-    """All of the database's processes are killed; another one recovers from its log, as after a failover."""
+    """Kill all of the database's processes; another one recovers from its log, as after a failover."""
     await _while(scene.postgres.killed())
 
 
 async def disk_full(scene: Scene) -> None:
-    """Not a byte is free where gateways keep journals, engines what is unacknowledged, and traces are stored."""
+    """Fill the disk of the gateways' journals, the engines' unacknowledged usage and the traces."""
     with scene.disk.full():
         await asyncio.sleep(FULL_S)
 
 
 async def traces_paused(scene: Scene) -> None:
-    """The trace store stands still."""
+    """Pause the trace store."""
     with scene.stage.paused(TRACES):
         await asyncio.sleep(PAUSE_S)
 
 
 async def traces_killed(scene: Scene) -> None:
-    """The trace store is killed."""
+    """Kill the trace store."""
     await kill(scene, TRACES)
 
 
 async def poisoned(scene: Scene) -> None:
-    """Requests that nobody should send: malformed, deep, huge, invalid UTF-8, smuggled, a byte at a time."""
+    """Send invalid requests: malformed, deep, huge, invalid UTF-8, smuggled, a byte at a time."""
     async with scene.stage.admin() as client:
         _, key = await make_tenant(client, "poisoner")  # apart: its rows are of requests that the load has not sent
     poison = Poison(scene.stage, key, seed=0)
@@ -108,7 +109,7 @@ async def poisoned(scene: Scene) -> None:
 
 
 async def clock_jumps(scene: Scene) -> None:
-    """The wall clocks of one gateway and one engine go back an hour, then two minutes ahead, then are right again."""
+    """Set the wall clocks of one gateway and one engine back an hour, then two minutes ahead, then right again."""
     try:
         for ahead_s in (BACK_S, AHEAD_S):
             scene.stage.clock.set(ahead_s)
@@ -118,12 +119,12 @@ async def clock_jumps(scene: Scene) -> None:
 
 
 async def gateway_killed(scene: Scene) -> None:
-    """A gateway is killed."""
+    """Kill a gateway."""
     await kill(scene, GATEWAY)
 
 
 async def front_killed(scene: Scene) -> None:
-    """The front of an engine is killed; its core must not be left behind."""
+    """Kill an engine server; its core must end too."""
     core = scene.stage.family(ENGINE)[1:]
     await kill(scene, ENGINE)
     _, alive = psutil.wait_procs(core, timeout=10)
@@ -131,12 +132,12 @@ async def front_killed(scene: Scene) -> None:
 
 
 async def core_killed(scene: Scene) -> None:
-    """The core of an engine is killed; its front must end too."""
+    """Kill an engine core; its server must end too."""
     await kill(scene, OTHER_DEMO_ENGINE, scene.stage.family(OTHER_DEMO_ENGINE)[-1])
 
 
 async def engine_without_memory(scene: Scene) -> None:
-    """An engine gets no more memory than it has, and prompts that need some; then the kernel's own end for it."""
+    """Limit an engine's memory and send prompts that need more; then kill it as the kernel does."""
     part = DEMO_ENGINE if scene.stage.demo else ENGINE
     family = scene.stage.family(part)
     for process in family:
@@ -149,7 +150,7 @@ async def engine_without_memory(scene: Scene) -> None:
 
 
 async def _ask_long(scene: Scene) -> dict[str, int]:
-    """Prompts of many tokens, for whichever engine of the model; what was answered, by status."""
+    """Send prompts of many tokens to any engine of the model; return the answers by status."""
     stage, begin_s = scene.stage, time.monotonic()
     async with stage.admin() as client:
         _, key = await make_tenant(client, "long-winded")  # apart, for the same reason
@@ -171,20 +172,20 @@ async def _ask_long(scene: Scene) -> dict[str, int]:
 
 
 async def both_killed(scene: Scene) -> None:
-    """A gateway and an engine are killed at once."""
+    """Kill a gateway and an engine at once."""
     scene.stage.process(*GATEWAY).kill()
     await kill(scene, ENGINE)
 
 
 async def rolled(scene: Scene) -> None:
-    """Every part is stopped in order and started again, one after the other, as a cluster does for a new version."""
+    """Stop every part gracefully and start it again, one after the other, as a cluster's rolling update does."""
     for part in scene.stage.parts:
         await stop(scene, part)
         await until_whole(scene.stage, READY_S)
 
 
 async def _while(away: contextlib.AbstractContextManager[None]) -> None:
-    """Enter, wait, and leave; in a thread, since both block."""
+    """Enter, wait, and leave in a thread, since entering and leaving block."""
     await asyncio.to_thread(away.__enter__)
     try:
         await asyncio.sleep(AWAY_S)

@@ -1,4 +1,4 @@
-"""What must hold, by the clients, the books and the engines together."""
+"""Checks of a run, from the clients, the usage records and the engines together."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Row = Mapping[str, Any]
 
 @dataclass
 class Window:
-    """One fault: when it began and ended, when the next one began, and when the stage was whole again."""
+    """One fault: when it began and ended, when the next one began, and when the stage was healthy again."""
 
     name: str
     begin_s: float
@@ -35,7 +35,7 @@ class Window:
 
 
 def read_rows(url: str, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """All rows of usage of some tenants, by their id."""
+    """Return all usage rows of some tenants, by their id."""
     names = (
         "request_id, tenant_id, key_id, outcome, http_status, prompt_tokens, output_tokens, error_code, model, endpoint"
     )
@@ -45,7 +45,7 @@ def read_rows(url: str, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def read_joins(stage: Stage) -> dict[str, list[str]]:
-    """Which rows each client's request has left, as the gateways' logs say."""
+    """Return the usage rows of each client's request, from the gateways' logs."""
     found: defaultdict[str, list[str]] = defaultdict(list)
     for number in range(NUM_GATEWAYS):
         for line in stage.log(("gateway", number)).read_bytes().splitlines():
@@ -63,8 +63,10 @@ def read_joins(stage: Stage) -> dict[str, list[str]]:
 def one_outcome_each(
     asked: Iterable[Asked], rows: Mapping[str, Row], joins: Mapping[str, list[str]], of_batch: Sequence[str]
 ) -> list[str]:
-    """What is wrong between what clients saw and what was booked; nothing, if all is well. `of_batch` are the answers'
-    ids in a batch's results."""
+    """Return the differences between what clients saw and what was booked.
+
+    `of_batch` are the answers' ids in a batch's results.
+    """
     wrong, known = [f"{row_id} of the batch is not booked" for row_id in of_batch if row_id not in rows], {*of_batch}
     nameless = 0  # whose rows neither their clients nor a log can name: a killed gateway's
     for one in asked:
@@ -92,7 +94,7 @@ def one_outcome_each(
 
 
 def _whole(one: Asked, who: str, row: Row) -> list[str]:
-    """Of an answer that came whole, and its row."""
+    """Return the differences between a complete answer and its row."""
     is_billed = row["outcome"] in ENDED_WHOLE and row["output_tokens"] == one.output_tokens
     if is_billed:
         return []
@@ -104,7 +106,7 @@ def _whole(one: Asked, who: str, row: Row) -> list[str]:
 def overspent(
     quotas: Sequence[Row], asked: Iterable[Asked], rows: Mapping[str, Row], tenants: Sequence[Tenant]
 ) -> list[str]:
-    """Limits that were exceeded."""
+    """Return the limits that were exceeded."""
     wrong = [
         f"{quota['kind']} of {quota['scope_id']}: {quota['used']} of {quota['cap']}"
         for quota in quotas
@@ -131,7 +133,7 @@ def overspent(
 
 
 def _over_s(one: Asked) -> float:
-    """By when all that it used has been drawn."""
+    """Return the time by which all of its usage has been drawn."""
     return one.end_s + (0.0 if one.outcome is Outcome.WHOLE else OVERHANG_S)
 
 
@@ -140,8 +142,10 @@ def _tokens(row: Row) -> int:
 
 
 def _excess(drawn: Sequence[tuple[float, float, int]], cap: int) -> Iterator[float]:
-    """Of each span of time: how much more was used by those wholly within it than a bucket of `cap` a minute lets, from
-    which gateways have drawn some time before."""
+    """Yield for each time span how much more was used within it than a bucket of `cap` a minute allows.
+
+    Gateways may have drawn from the bucket some time before.
+    """
     for begin_s, _, _ in drawn:
         amount = 0
         for _, to_s, each in sorted((one for one in drawn if one[0] >= begin_s), key=lambda one: one[1]):
@@ -150,7 +154,7 @@ def _excess(drawn: Sequence[tuple[float, float, int]], cap: int) -> Iterator[flo
 
 
 def most_at_once(spans: Iterable[tuple[float, float]]) -> int:
-    """How many of the spans share a moment."""
+    """Return the largest number of spans that overlap at one moment."""
     edges = sorted([edge for begin_s, end_s in spans for edge in ((begin_s, 1), (end_s, -1))])
     now = most = 0
     for _, step in edges:
@@ -160,7 +164,7 @@ def most_at_once(spans: Iterable[tuple[float, float]]) -> int:
 
 
 def attainment(asked: Iterable[Asked], windows: Sequence[Window]) -> tuple[float, int]:
-    """The share of promises to priority requests kept outside of faults and recovery, and of how many."""
+    """Return the SLO attainment of priority requests outside of faults and recovery, and their number."""
     broken = [(window.begin_s, window.end_s + RECOVERY_S) for window in windows]
     found = [
         one.kept
@@ -173,7 +177,7 @@ def attainment(asked: Iterable[Asked], windows: Sequence[Window]) -> tuple[float
 
 
 def row_of(window: Window, asked: Sequence[Asked]) -> dict[str, Any]:
-    """The report's row of one fault."""
+    """Return the report's row of one fault."""
     during = [one for one in asked if window.begin_s <= one.end_s and one.due_s < window.end_s]
     after = [one for one in asked if window.end_s <= one.due_s and one.end_s < window.next_s]
     last_s = max((one.due_s - window.end_s for one in after if one.suffered), default=0.0)
@@ -194,7 +198,7 @@ def row_of(window: Window, asked: Sequence[Asked]) -> dict[str, Any]:
 
 
 def count_outcomes(asked: Iterable[Asked]) -> dict[str, int]:
-    """How many requests ended how."""
+    """Return the number of requests by outcome."""
     return dict(Counter(one.outcome.value for one in asked))
 
 

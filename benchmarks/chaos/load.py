@@ -1,7 +1,7 @@
-"""Steady load of all classes, streamed and not, some of it left at a random byte; and what each client saw of it.
+"""Steady load of all classes, streamed and not, some of it aborted at a random byte, and what each client saw.
 
-Requests leave when they are due, whatever becomes of others. They go to a gateway that was ready when it was last
-asked, as a balancer would send them; one that takes no connection costs nothing but another try.
+Requests are sent when they are due, whatever happens to others. They go to a gateway that was ready at the last check,
+as a load balancer would send them; a refused connection only costs another try.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from chaos.stage import DEMO, NUM_GATEWAYS, SCRIPTED, Stage
 CHECK_S, CHECK_LIMIT_S = 0.5, 1.0  # of the balancer
 PATIENCE_S, CONNECT_S = 45.0, 2.0
 LEAVING = 0.12  # of the streams
-PROMISES = {"priority": (2.0, 0.2), "standard": (4.0, 0.4)}  # seconds to the first token, and for each further one
+SLOS = {"priority": (2.0, 0.2), "standard": (4.0, 0.4)}  # seconds to the first token, and for each further one
 SHARES = {"priority": 4, "standard": 6, "flex": 4, "batch": 2}  # tenants of each class, far from their limits
 NUM_TIGHT = 12
 
@@ -33,7 +33,7 @@ Pace = Callable[[float], float]  # requests a second, by the seconds since the b
 
 
 class Outcome(StrEnum):
-    """What a client saw of its request."""
+    """Outcome of a request as its client saw it."""
 
     WHOLE = "whole"
     LEFT = "left"  # by the client, in the middle
@@ -76,8 +76,8 @@ class Asked:
 
     @property
     def kept(self) -> bool:
-        """Whether its class's promise was, from when it was due."""
-        first_s, each_s = PROMISES[self.tenant.service]
+        """Return whether the request attained its class's SLO, counted from when it was due."""
+        first_s, each_s = SLOS[self.tenant.service]
         if self.outcome is not Outcome.WHOLE:
             return False
         on_time = not self.streams or (self.first_s is not None and self.first_s - self.due_s <= first_s)
@@ -85,7 +85,7 @@ class Asked:
 
     @property
     def suffered(self) -> bool:
-        """Whether something else happened than its tenant's limits and its own client explain."""
+        """Return whether the outcome is not explained by its tenant's limits and its own client."""
         if self.outcome is Outcome.REFUSED:
             return self.status >= 500 or not self.tenant.limits
         return self.outcome not in (Outcome.WHOLE, Outcome.LEFT)
@@ -94,8 +94,8 @@ class Asked:
 async def make_tenants(
     client: httpx.AsyncClient, rng: random.Random, shares: Mapping[str, int] = SHARES, num_tight: int = NUM_TIGHT
 ) -> list[Tenant]:
-    """Those of each class, and some whose limits of every kind are near."""
-    for name, (first_s, each_s) in PROMISES.items():
+    """Create tenants of each class, and some that are near to limits of every kind."""
+    for name, (first_s, each_s) in SLOS.items():
         await call(client, "PATCH", f"/classes/{name}", {"ttft_s": first_s, "tpot_s": each_s})
     for model in (SCRIPTED, DEMO):
         await call(
@@ -128,7 +128,7 @@ def _tight(rng: random.Random) -> dict[tuple[str, str], int]:
 
 
 class Balancer:
-    """Knows which gateways were ready when they were last asked."""
+    """Load balancer that knows which gateways were ready at the last check."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
@@ -148,17 +148,19 @@ class Balancer:
             await asyncio.sleep(CHECK_S)
 
     def order(self, rng: random.Random) -> list[int]:
-        """Whom to try, one after the other: all where none seems ready."""
+        """Return the gateways to try, in order: all where none seems ready."""
         numbers = [number for number, ready in enumerate(self._ready) if ready] or list(range(NUM_GATEWAYS))
         rng.shuffle(numbers)
         return numbers
 
 
 class Load:
-    """Sends requests at a pace, which may change with the seconds since its beginning, and keeps what became of each.
-    `lengths` of prompts and answers are drawn from; `keyed` is the share of requests with an Idempotency-Key. It
-    ends by itself after `most`; with `most_open` whoever is due waits for one of so many to end, so that a pace which
-    the machine cannot keep is not kept."""
+    """Sender of requests at a given rate, and their outcomes.
+
+    The rate may change with the seconds since the start. `lengths` of prompts and answers are drawn from; `keyed` is
+    the share of requests with an Idempotency-Key. The load ends after `most`; with `most_open` a due request waits
+    until the number of open ones is below it, so that an unsustainable rate is not kept up.
+    """
 
     def __init__(
         self,
@@ -183,7 +185,7 @@ class Load:
         self._client = httpx.AsyncClient(timeout=httpx.Timeout(PATIENCE_S, connect=CONNECT_S), limits=limits)
 
     async def run(self, pace: Pace, demo_rate: float, stopping: asyncio.Event) -> None:
-        """Until it is to stop; then wait for all that is open."""
+        """Send until the load is stopped; then wait for all open requests."""
         watching = asyncio.create_task(self._balancer.watch())
         try:
             models = [(SCRIPTED, pace)]
@@ -259,7 +261,7 @@ class Load:
 
 
 def _read(one: Asked, received: bytes, prompt: str) -> None:
-    """What an answer says, or what of it there is."""
+    """Read an answer, or the part of it that arrives."""
     if one.status != httpx.codes.OK:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             one.code = str(json.loads(received)["error"]["code"])

@@ -114,8 +114,10 @@ class SmallDisk:
 
 
 class WrongClock:
-    """The wall clock of those who are started with `environment`; their monotonic clock stays right. By libfaketime,
-    which the `dev` extra brings."""
+    """Wrong wall clock of the processes started with `environment`; their monotonic clock stays right.
+
+    Uses libfaketime, which is in the `dev` extra.
+    """
 
     def __init__(self, folder: Path) -> None:
         try:

@@ -1,4 +1,4 @@
-"""One run from the first process to the last book: load, faults with quiet between, and the verdict."""
+"""One run from the first process to the last check: load, faults with pauses between, and the verdict."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chaos.batch import Batch
 from chaos.books import compare_books, what_is_left
 from chaos.faults import BOTH, Fault, Scene
 from chaos.judge import Window
-from chaos.load import PROMISES, Asked, Load, make_tenants
+from chaos.load import SLOS, Asked, Load, make_tenants
 from chaos.stage import Stage, on_stage
 from chaos.watch import Held, Lateness, grown, until_whole, what_is_held
 
@@ -28,7 +28,7 @@ FILLING_LENGTHS = [(16, 4), (200, 4)]
 
 @dataclass(frozen=True)
 class Play:
-    """What is played."""
+    """Settings of a run."""
 
     soft: dict[str, Fault]
     hard: dict[str, Fault]
@@ -43,7 +43,7 @@ class Play:
 
 
 async def play(play: Play, folder: Path) -> dict[str, Any]:
-    """The report."""
+    """Run and return the report."""
     async with on_stage(folder, demo=play.demo) as (stage, postgres, disk):
         async with stage.admin() as client:
             tenants = await make_tenants(client, random.Random(play.seed))
@@ -75,7 +75,7 @@ async def play(play: Play, folder: Path) -> dict[str, Any]:
         rows = [judge.row_of(window, asked) for window in windows]
         share, number = judge.attainment(asked, windows)
         return {
-            "promises": PROMISES,
+            "slos": SLOS,
             "verdict": _verdict(rows, books, left, held, share, batch_done),
             "faults": rows,
             "requests": judge.count_outcomes(asked),
@@ -122,7 +122,7 @@ async def _act(play: Play, scene: Scene, faults: dict[str, Fault], seed: int) ->
 
 
 async def _idle(stage: Stage) -> dict[int, Held]:
-    """What is held when nothing is asked."""
+    """Return what is held without load."""
     await asyncio.sleep(IDLE_S)
     return await what_is_held(stage)
 
@@ -146,7 +146,7 @@ def _verdict(
         "no_limit_is_exceeded": not books["overspent"],
         "books_agree": bool(books["reconciliation"]["agrees"]),
         "settled_is_generated": not engines["differences"],
-        "priority_promises_are_kept": share >= judge.ATTAINMENT,
+        "priority_slo_attained": share >= judge.ATTAINMENT,
         "recovered_in_10_s": all(row["recovered"] for row in rows),
         "poison_does_no_harm": not any(note.get("harm") for note in notes),
         "no_process_is_left_behind": not any(note.get("left_behind") for note in notes),

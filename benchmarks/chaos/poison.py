@@ -1,6 +1,6 @@
-"""Requests that nobody should send, by hand on the socket where a client would not let them pass.
+"""Invalid requests, written to the socket by hand where a client would refuse to send them.
 
-Allowed is a refusal of the 400s, or a closed connection. A 500, or an answer of 200, is harm.
+A refusal with 4xx, or a closed connection, is correct. A 500, or an answer of 200, is a fault.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ BODIES: dict[str, Body] = {
 
 
 def _endless() -> dict[str, object]:
-    """A schema that refers to itself through a hundred levels, and an expression that explodes."""
+    """Return a schema that refers to itself through a hundred levels, and an expression of exponential cost."""
     schema: dict[str, object] = {"type": "string", "pattern": "(((((a+)+)+)+)+)+$"}
     for _ in range(50):
         schema = {"anyOf": [schema, {"$ref": "#"}]}
@@ -54,7 +54,7 @@ def _endless() -> dict[str, object]:
 
 
 class Poison:
-    """Sends them until it is told to stop; `answers` counts by kind what came."""
+    """Sender of invalid requests until it is stopped; `answers` counts the answers by kind."""
 
     def __init__(self, stage: Stage, key: str, seed: int) -> None:
         self.answers: Counter[tuple[str, int]] = Counter()
@@ -62,7 +62,7 @@ class Poison:
 
     @property
     def harm(self) -> dict[str, int]:
-        """Answers that none of them may get, by kind and status."""
+        """Return the answers that are faults, by kind and status."""
         return {f"{kind} {status}": n for (kind, status), n in self.answers.items() if status >= 500 or status == 200}
 
     async def run(self, seconds: float) -> None:
@@ -76,7 +76,7 @@ class Poison:
                 await asyncio.sleep(0.02)
 
     async def _requests(self) -> None:
-        """What is no HTTP, or tries to be two requests."""
+        """Send requests that are not HTTP, or try to smuggle a second request."""
         for kind, data in {
             "no_http": self._rng.randbytes(2000),
             "long_line": b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
@@ -88,7 +88,7 @@ class Poison:
             await self._count(kind, data)
 
     async def _loris(self, until_s: float) -> None:
-        """Opens a request and sends a byte now and then, in the head or in the body."""
+        """Open a request and send a byte now and then, in the head or in the body."""
         data = self._head(4000) if self._rng.random() < 0.5 else b"POST /v1/chat/completions HTTP/1.1\r\n"
         with contextlib.suppress(OSError):
             _, writer = await self._open()

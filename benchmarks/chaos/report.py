@@ -1,4 +1,4 @@
-"""The table of a run, for people."""
+"""Markdown table of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEAD = (
 
 
 def as_markdown(report: Mapping[str, Any]) -> str:
-    """A row a fault, and what held."""
+    """Return one row for each fault, and the results of the checks."""
     machine = report["environment"]
     lines = [
         f"# Chaos, {report['date']}",
@@ -71,5 +71,6 @@ def _figures(report: Mapping[str, Any]) -> str:
     return (
         f"{sum(report['requests'].values())} requests and a batch of {batch['lines']} lines; {books['rows']} rows "
         f"booked, {engines['compared']} compared with what engines counted. Priority: {priority['attainment']:.2%} of "
-        f"{priority['requests']} promises outside of faults. Memory of a process grew by at most {growth:.1%}."
+        f"{priority['requests']} requests outside of faults attained their SLO. "
+        f"Memory of a process grew by at most {growth:.1%}."
     )

@@ -1,9 +1,11 @@
-"""`python -m chaos.soak`: a day in twenty minutes. The scripted engine, 100 tenants, a load that follows the hours, and
-something started anew every three minutes; then the books, memory, the store's size, sums and what is to be deleted.
+"""`python -m chaos.soak`: a day in twenty minutes, with a restart of some process every three minutes.
+
+The scripted engine serves 100 tenants, with a load that follows the hours. Then usage records, memory, the store's
+size, its sums and its retention are checked.
 
 An hour is 50 seconds, after which the wall clocks of gateways, engines and trace store are set to the next one; the
-database's clock goes on as it is, and so do all that count seconds. Settings that say for how long something is kept
-are made shorter in the same way. Ends with 1 where something did not hold. Needs what `python -m chaos` needs.
+database's clock goes on as it is, and so do all that count seconds. Retention settings are shortened in the same way.
+Exits with 1 if a check fails. Needs what `python -m chaos` needs.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ def main() -> None:
 
 
 async def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The report."""
+    """Run and return the report."""
     environment = {
         "MOIETY_IDEMPOTENCY_TTL_S": str(KEPT_KEYS_S),
         "MOIETY_KEEP_TRACES_DAYS": str(KEPT_TRACES_H / 24),
@@ -85,7 +87,7 @@ def _trace(path: Path | None) -> Sequence[Any]:
 
 
 def _day(mean: float) -> Pace:
-    """Least at 3 at night, most at 3 in the afternoon: from a fifth of the mean to nearly twice."""
+    """Return the rate by hour: lowest at 3 at night, highest at 3 in the afternoon, a fifth to twice the mean."""
 
     def pace(elapsed_s: float) -> float:
         return mean * (1 - 0.8 * math.cos(2 * math.pi * (elapsed_s / HOUR_S - 3) / 24))
@@ -94,7 +96,7 @@ def _day(mean: float) -> Pace:
 
 
 async def _live(stage: Stage, postgres: Postgres, hours: int) -> list[dict[str, Any]]:
-    """Hour by hour, with what is stored and held at the end of each."""
+    """Simulate hour by hour, and record what is stored and held at the end of each."""
     samples, begin_s = [], time.monotonic()
     for hour in range(1, hours + 1):
         await asyncio.sleep(max(0.0, begin_s + hour * HOUR_S - time.monotonic()))
@@ -112,7 +114,7 @@ async def _live(stage: Stage, postgres: Postgres, hours: int) -> list[dict[str, 
 
 
 async def _restart(scene: Scene) -> None:
-    """Something every three minutes, in order or not."""
+    """Restart a part every three minutes, gracefully or not."""
     while True:
         for restart in (
             lambda: stop(scene, GATEWAY),

@@ -1,4 +1,4 @@
-"""The processes: two gateways, two scripted engines and two with the demo model, a trace store, on one PostgreSQL."""
+"""Processes of a run: two gateways, two scripted engines, two with the demo model, a trace store, and PostgreSQL."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SKEWED: frozenset[Part] = frozenset({("gateway", 1), ("engine", 1)})  # those wh
 
 
 class Stage(Cluster):
-    """Owns all of it. `held` parts are not started again when they end; all others are, as a cluster does it."""
+    """Owner of all processes. `held` parts are not restarted when they end; all others are, as in a cluster."""
 
     def __init__(
         self,
@@ -73,14 +73,14 @@ class Stage(Cluster):
 
     @staticmethod
     def names(*, demo: bool) -> list[str]:
-        """Of the parts with a network of their own."""
+        """Return the names of the parts with their own network."""
         return [f"gateway-{n}" for n in range(NUM_GATEWAYS)] + [
             f"engine-{n}" for n in range(NUM_SCRIPTED + demo * NUM_DEMO)
         ]
 
     @property
     def traces_file(self) -> Path:
-        """Where the trace store keeps its traces."""
+        """Return the file of the trace store."""
         return self.folder / TRACES_FILE
 
     async def start_all(self) -> None:
@@ -133,7 +133,7 @@ class Stage(Cluster):
                     self.start(*part)
 
     def family(self, part: Part) -> list[psutil.Process]:
-        """A part's process and those that it has started, front before core."""
+        """Return a part's process and its children, server before core."""
         try:
             process = psutil.Process(self.process(*part).pid)
             return [process, *process.children(recursive=True)]
@@ -141,14 +141,14 @@ class Stage(Cluster):
             return []
 
     def tell(self, part: Part, number: signal.Signals) -> None:
-        """A signal to all of a part."""
+        """Send a signal to all processes of a part."""
         for process in self.family(part):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
 
     @contextlib.contextmanager
     def paused(self, part: Part) -> Iterator[None]:
-        """All of its processes stand still."""
+        """Pause all processes of a part."""
         self.tell(part, signal.SIGSTOP)
         try:
             yield
@@ -156,7 +156,7 @@ class Stage(Cluster):
             self.tell(part, signal.SIGCONT)
 
     async def is_whole(self) -> bool:
-        """Whether every gateway is ready, and healthy engines are all that it sees."""
+        """Return whether every gateway is ready and all engines that it sees are healthy."""
         async with httpx.AsyncClient(timeout=1.0, headers={"Authorization": f"Bearer {self.admin_key}"}) as client:
             try:
                 for number in range(NUM_GATEWAYS):
@@ -182,7 +182,7 @@ async def on_stage(
     environment: Mapping[str, str] | None = None,
     disk_mib: int = DISK_MIB,
 ) -> AsyncIterator[tuple[Stage, Postgres, SmallDisk]]:
-    """Everything started and ready, and its supervisor at work."""
+    """Start all parts and their supervisor, and yield them once all are ready."""
     with contextlib.ExitStack() as stack:
         postgres = Postgres(folder)
         stack.callback(postgres.close)

@@ -1,4 +1,4 @@
-"""The store of a long run: its size, its sums, and what of it is past its time."""
+"""Store of a long run: its size, its sums, and rows past their retention time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TABLES = ("usage", "ledger", "usage_hours", "usage_minutes")  # that grow with r
 
 
 def measure(url: str, traces: Path) -> dict[str, Any]:
-    """Rows and bytes now."""
+    """Return the current rows and bytes."""
     with contextlib.closing(psycopg.connect(url, autocommit=True)) as connection:
         sizes = {name: _one(connection, f"SELECT pg_total_relation_size('{name}')") for name in TABLES}
         rows = _one(connection, "SELECT count(*) FROM usage")
@@ -48,7 +48,7 @@ def measure(url: str, traces: Path) -> dict[str, Any]:
 
 
 def compare_sums(url: str) -> dict[str, Any]:
-    """Of every hour, key, model and class: whether what is summed as requests are booked is the sum of the requests."""
+    """Compare the stored sums of every hour, key, model and class with the sums of the requests."""
     with contextlib.closing(psycopg.connect(url, autocommit=True)) as connection:
         return {
             "hours": _one(connection, "SELECT count(DISTINCT hour) FROM usage_hours"),
@@ -60,7 +60,7 @@ def compare_sums(url: str) -> dict[str, Any]:
 
 
 def find_forgotten(url: str, traces: Path, keys_s: float, traces_h: float, upkeep_s: float) -> dict[str, Any]:
-    """What is there and should have been deleted: two rounds of retention after its time it has to be gone."""
+    """Return rows that retention should have deleted: two rounds after their retention time."""
     late_ms = 2000 * upkeep_s
     with contextlib.closing(psycopg.connect(url, autocommit=True)) as connection:
         past = f"SELECT count(*) FROM idempotent_requests WHERE expires_ms < {time.time() * 1000 - late_ms:.0f}"
@@ -77,8 +77,10 @@ def find_forgotten(url: str, traces: Path, keys_s: float, traces_h: float, upkee
 
 
 def predicted_size(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Of the tables that only grow: their bytes at the end, and what the growth a request from the morning to the
-    afternoon lets expect. Before, tables are too small: a page of every index, and of each hour's sums."""
+    """Return the bytes of the growing tables, and the bytes predicted from the growth a request during the day.
+
+    Earlier, the tables are too small: a page of every index, and of each hour's sums.
+    """
     morning, afternoon, last = (samples[min(hour, len(samples)) - 1] for hour in (MORNING, AFTERNOON, len(samples)))
     each = (_bytes(afternoon) - _bytes(morning)) / max(1, afternoon["rows"] - morning["rows"])
     predicted = _bytes(afternoon) + each * (last["rows"] - afternoon["rows"])
@@ -91,7 +93,7 @@ def predicted_size(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def growth_of_memory(samples: Sequence[Mapping[str, Any]], parts: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Of processes that lived through all of it: from when caches, pools and arenas have what they need to the end."""
+    """Return the memory growth of processes that ran throughout, after caches, pools and arenas are filled."""
     first, last = samples[: AFTERNOON + 1][-3:], samples[-3:]
     found = {}
     for name in samples[-1]["rss_bytes"]:

@@ -1,4 +1,4 @@
-"""What the stage's processes hold, and whether the stage is whole."""
+"""Resources that the processes hold, and the health of the stage."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPARE_DESCRIPTORS = 10  # connections of pools that come and go
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What one process holds."""
+    """Resources that one process holds."""
 
     part: Part
     role: str  # its place in the part: the front is 0
@@ -32,7 +32,7 @@ class Held:
 
 
 async def what_is_held(stage: Stage) -> dict[int, Held]:
-    """By process, the median of some samples."""
+    """Return the median of some samples by process."""
     samples: dict[int, list[Held]] = {}
     for _ in range(SAMPLES):
         for part in stage.parts:
@@ -53,7 +53,7 @@ def _median(found: list[Held]) -> Held:
 
 
 def grown(before: dict[int, Held], after: dict[int, Held]) -> list[dict[str, object]]:
-    """Of the processes that are in both: what they have come to hold, and whether that is too much."""
+    """Return the growth of the processes that are in both, and whether it is too much."""
     rows = []
     for pid in before.keys() & after.keys():
         old, new = before[pid], after[pid]
@@ -74,7 +74,7 @@ def grown(before: dict[int, Held], after: dict[int, Held]) -> list[dict[str, obj
 
 
 class Lateness:
-    """How much later than it should this process runs, at most, since it was last asked: so busy is the machine."""
+    """Largest scheduling delay of this process since the last call, a measure of the machine's load."""
 
     def __init__(self) -> None:
         self._worst_s = 0.0
@@ -91,7 +91,7 @@ class Lateness:
 
 
 async def until_whole(stage: Stage, limit_s: float) -> float | None:
-    """Seconds until every part serves and sees all others; None where that took longer than the limit."""
+    """Return the seconds until every part serves and sees all others; None after the time limit."""
     begin_s = time.monotonic()
     while time.monotonic() - begin_s < limit_s:
         if await stage.is_whole():

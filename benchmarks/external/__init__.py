@@ -1,1 +1,1 @@
-"""Servers of others before which the gateway is checked: each installed and started, and the checks themselves."""
+"""External servers behind the gateway: each installed and started, and the checks themselves."""

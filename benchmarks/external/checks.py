@@ -1,4 +1,4 @@
-"""What must hold of the gateway before a server of others; each check returns its figures and whether it `holds`."""
+"""Checks of the gateway with an external server; each returns its figures and whether it `holds`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MUCH: dict[str, Any] = {
 
 
 async def answers(world: World) -> dict[str, Any]:
-    """A chat, streamed and whole, with a stop string, and with logprobs where the server has them."""
+    """Check a chat, streamed and whole, with a stop string, and with logprobs where the server has them."""
     ask: dict[str, Any] = {
         "model": MODEL,
         "messages": [{"role": "user", "content": "hello"}],
@@ -53,7 +53,7 @@ async def answers(world: World) -> dict[str, Any]:
 
 
 async def bill(world: World) -> dict[str, Any]:
-    """What is billed of some requests, against what the server's counters have risen by meanwhile."""
+    """Compare what is billed for some requests with the increase of the server's counters."""
     await world.quiet()
     before = await world.figures()
     asked = [(f"a prompt of its own {i} " * (3 + i), 5 + 7 * i) for i in range(6)]
@@ -82,8 +82,10 @@ async def bill(world: World) -> dict[str, Any]:
 
 
 async def disconnect(world: World) -> dict[str, Any]:
-    """Seconds from a client's leaving until the server runs nothing any more; beside it, of one that left the server
-    itself."""
+    """Return the seconds from a client's disconnect until the server is idle.
+
+    For comparison, the same for a client of the server itself.
+    """
     left_s, direct_s = [], []
     async with world.client_of_server() as direct:
         for _ in range(3):
@@ -114,8 +116,10 @@ async def _leave(world: World, client: openai.AsyncOpenAI) -> float:
 
 
 async def isolation(world: World) -> dict[str, Any]:
-    """How much of one prompt the cache has for its own tenant, and for another. llama.cpp's, which knows no tenants,
-    has nothing for anyone."""
+    """Return how much of one prompt the cache has for its own tenant, and for another.
+
+    llama.cpp knows no tenants, so its cache is not used for anyone.
+    """
     prompt = "a prompt that only one tenant has sent, long enough for some blocks of the cache; " * 8
     cached = []
     _, key = await make_tenant(world.admin, "another")
@@ -131,7 +135,7 @@ async def isolation(world: World) -> dict[str, Any]:
 
 
 async def killed(world: World) -> dict[str, Any]:
-    """What clients see of a server that is killed with all its processes."""
+    """Return what clients see when a server is killed with all its processes."""
     stream = await world.client.completions.create(**MUCH)
     code, killed_at = None, 0.0
     try:

@@ -1,4 +1,4 @@
-"""Tenants under tight limits, of whose streams many are left after a random chunk; then whether the books agree."""
+"""Tenants under tight limits with many streams aborted after a random chunk, and a comparison of the books."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ MOST_OUTPUT = 60
 
 
 async def limits(world: World) -> dict[str, Any]:
-    """Of every limit, what is settled is within the cap; requests, ledger, sums and limits say the same; every request
-    is in them once; the server has counted at least what is billed; nothing but limits refused any; and when all is
-    idle, nothing is reserved."""
+    """Check that usage, limits and the server's counters agree.
+
+    Of every limit, the settled usage is within the cap; requests, ledger, sums and limits agree; every request is in
+    them once; the server has counted at least what is billed; only limits rejected requests; and when all is idle,
+    nothing is reserved.
+    """
     await world.quiet()
     before, known = await world.figures(), len(await world.rows())
     keys = await _make_tenants(world)
@@ -58,7 +61,7 @@ async def limits(world: World) -> dict[str, Any]:
 
 
 async def _make_tenants(world: World) -> list[str]:
-    """Their keys. Limits on all levels, so tight that many are reached."""
+    """Create tenants with limits on all levels, so tight that many are reached; return their keys."""
     rng, keys = random.Random(0), []
     await call(world.admin, "PUT", "/prices", {"model": MODEL, "input": "1", "cached_input": "0.5", "output": "4"})
     for number in range(NUM_TENANTS):
@@ -75,7 +78,7 @@ async def _make_tenants(world: World) -> list[str]:
 
 
 async def _client(world: World, keys: list[str], tally: Counter[str], end_s: float, seed: int) -> None:
-    """One request after the other, each of a tenant drawn at random."""
+    """Send one request after the other, each for a random tenant."""
     rng = random.Random(seed)
     clients = [world.client_of(key) for key in keys]
     while time.monotonic() < end_s:
@@ -108,7 +111,7 @@ async def _ask(client: openai.AsyncOpenAI, rng: random.Random) -> str:
 
 
 async def _is_returned(world: World) -> bool:
-    """Whether gateways hold nothing of any limit, but what rates wear off by themselves."""
+    """Return whether gateways hold nothing of any limit, except what rates refill by themselves."""
     quotas = await list_quotas(world.admin)
     slots = [quota["used"] for quota in quotas if quota["kind"] == "concurrent_requests"]
     return not any(quota["reserved"] for quota in quotas) and not any(slots)

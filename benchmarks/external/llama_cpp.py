@@ -37,7 +37,7 @@ NUM_SLOTS = 4
 def serve(
     work: Path, checkpoint: Path, folder: Path, threads: int, context_tokens: int = CONTEXT_TOKENS
 ) -> Iterator[tuple[Server, str]]:
-    """(the server, its version). Built, and the checkpoint converted, where that was not done yet."""
+    """Build llama.cpp and convert the checkpoint if needed; yield (the server, its version)."""
     binary, file = prepare(work, checkpoint, "llama-server", threads)
     port = claim_port("127.0.0.1", 0, "--port")
     command = [binary, "--model", file, "--alias", MODEL, "--host", "127.0.0.1", "--port", port, "--metrics"]
@@ -50,7 +50,7 @@ def serve(
 
 
 def prepare(work: Path, checkpoint: Path, program: str, threads: int) -> tuple[Path, Path]:
-    """One of llama.cpp's programs, and the file that it takes for the checkpoint."""
+    """Return one of llama.cpp's programs, and the converted checkpoint."""
     home = work / "llama_cpp"
     return _build(home, program, threads), _convert(home, checkpoint)
 
@@ -82,7 +82,7 @@ def _source(home: Path) -> Path:
 
 
 def _convert(home: Path, checkpoint: Path) -> Path:
-    """Named for the checkpoint's folder."""
+    """Convert the checkpoint to a file named for its folder."""
     file = home / f"{checkpoint.name}.gguf"
     if not file.exists():
         partial = file.with_suffix(".partial.gguf")
@@ -93,6 +93,6 @@ def _convert(home: Path, checkpoint: Path) -> Path:
 
 
 def _version(binary: Path) -> str:
-    """Its first line: `version: 0.5.0-dev (build 1, commit 0c1e5709)`."""
+    """Return its first line: `version: 0.5.0-dev (build 1, commit 0c1e5709)`."""
     done = subprocess.run([binary, "--version"], check=True, capture_output=True, text=True)
     return next(line for line in (done.stdout + done.stderr).splitlines() if line.startswith("version"))

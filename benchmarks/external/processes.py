@@ -1,4 +1,4 @@
-"""Servers and gateways as processes, each in a group of its own, which ends with it."""
+"""Servers and gateways as processes, each in its own process group, which ends with it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MOIETY = "from moiety_platform.cli.main import main; main()"
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One that runs and answers."""
+    """A running server."""
 
     kind: ExternalKind
     url: str
@@ -37,7 +37,7 @@ class Server:
 
 @contextmanager
 def gateway(server: Server, folder: Path) -> Iterator[str]:
-    """Its URL; the first keys are in `keys.json`."""
+    """Start a gateway and yield its URL; the first keys are in `keys.json`."""
     port = claim_port("127.0.0.1", 0, "--port")
     command = [sys.executable, "-c", MOIETY, "gateway", "--migrate", "--first-keys", folder / "keys.json"]
     command += ["--data-dir", folder / "data", "--port", port, "--engine", server.address, "--drain-s", 1]

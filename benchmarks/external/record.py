@@ -1,6 +1,8 @@
-"""What llama.cpp's server really says, for the tests: to the questions of a heartbeat, and to requests as the gateway
-words them, on the demo model; a line of JSON each, the heartbeat's first. What each request should come to is the
-server's own answer to it when not streamed."""
+"""Recording of llama.cpp's server for the tests.
+
+It answers the heartbeat's queries and requests in the gateway's wording, on the demo model; a line of JSON each, the
+heartbeat's first. The expected result of each request is the server's own answer without streaming.
+"""
 
 from __future__ import annotations
 

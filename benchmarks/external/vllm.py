@@ -1,4 +1,4 @@
-"""vLLM's CPU build, from PyPI into an environment of its own, with priority scheduling."""
+"""vLLM's CPU build, installed from PyPI into a separate environment, with priority scheduling."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def serve(
     context_tokens: int = CONTEXT_TOKENS,
     flags: Sequence[str] = FLAGS,
 ) -> Iterator[tuple[Server, str]]:
-    """(the server, its version). Installed first where it is not yet."""
+    """Install vLLM if needed; yield (the server, its version)."""
     python = install_vllm(work / "vllm")
     port = claim_port("127.0.0.1", 0, "--port")
     cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[:threads])

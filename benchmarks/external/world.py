@@ -1,4 +1,4 @@
-"""Who takes part in a check: a tenant's client, an administrator's, and what the server says of itself."""
+"""Participants of a check: a tenant's client, an administrator's, and the server's own counters."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class World:
         return openai.AsyncOpenAI(base_url=f"{self._url}/v1", api_key=key, max_retries=0, timeout=CALL_S)
 
     def client_of_server(self) -> openai.AsyncOpenAI:
-        """One that goes around the gateway."""
+        """Client that connects to the server without the gateway."""
         return openai.AsyncOpenAI(base_url=f"{self.server.url}/v1", api_key="none", max_retries=0)
 
     async def figures(self) -> ExternalFigures:
@@ -58,11 +58,11 @@ class World:
         await until(self.is_idle, 60)
 
     async def rows(self, at_least: int = 0) -> list[dict[str, Any]]:
-        """The usage rows, the last first, once there are so many: they are stored a moment after the answer."""
+        """Return the usage rows, the last first, once there are so many; they are stored a moment after the answer."""
         return await self._rows_once(lambda rows: len(rows) >= at_least)
 
     async def rows_of(self, ids: set[str]) -> list[dict[str, Any]]:
-        """Those of these requests, once all are there."""
+        """Return the usage rows of these requests, once all are stored."""
         rows = await self._rows_once(lambda rows: ids <= {row["request_id"] for row in rows})
         return [row for row in rows if row["request_id"] in ids]
 

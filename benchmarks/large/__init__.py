@@ -1,1 +1,1 @@
-"""A store as it is after a month of many tenants: drawn requests, spans in the image of real ones, and bulk writes."""
+"""A store as after a month of many tenants: generated requests, spans modelled on real ones, and bulk writes."""

@@ -17,7 +17,7 @@ RATE = 50  # requests a second
 
 
 def requests_of(senders: list[Sender], address: str) -> Iterator[tuple[int, bytes]]:
-    """Small requests of all tenants, as they stand on the wire."""
+    """Yield small requests of all tenants in wire form."""
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Weigh every share."}], "max_tokens": 16}
     content = json.dumps(body).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {address}\r\nContent-Type: application/json\r\n"
@@ -29,7 +29,7 @@ def requests_of(senders: list[Sender], address: str) -> Iterator[tuple[int, byte
 
 
 def send(gateway: str, senders: list[Sender], seconds: float) -> list[Sent]:
-    """An open loop of so many seconds, until the last answer has come."""
+    """Send an open loop of so many seconds, and wait until the last answer has arrived."""
     parts = urlsplit(gateway)
     loop = OpenLoop(parts.hostname or "", parts.port or 0)
 
@@ -42,7 +42,7 @@ def send(gateway: str, senders: list[Sender], seconds: float) -> list[Sent]:
 
 
 def send_until(gateway: str, senders: list[Sender], ended: Any, done: Any) -> None:
-    """Some seconds of it after others; `done` counts them."""
+    """Send open loops of some seconds until stopped; `done` counts them."""
     while not ended.is_set():
         send(gateway, senders, 2.0)
         done.value += 1

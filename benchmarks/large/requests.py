@@ -17,7 +17,7 @@ BUSY_HOURS, BUSY_SHARE = 6, 0.4  # of the requests, in the last hours: for which
 CLASSES = ("priority", "standard", "flex", "batch")
 CLASS_SHARES = (0.1, 0.6, 0.2, 0.1)  # of the tenants
 WAITS_MS = {"priority": 4.0, "standard": 60.0, "flex": 900.0, "batch": 4000.0}
-PROMISED_MS = {"priority": 500.0, "standard": 2000.0, "flex": 600_000.0, "batch": 86_400_000.0}
+TTFT_SLO_MS = {"priority": 500.0, "standard": 2000.0, "flex": 600_000.0, "batch": 86_400_000.0}
 MODEL = "moiety-demo"
 AT_ONCE = 50_000
 ENDS = ("stop", "length", "disconnected", "rejected", "failed")
@@ -28,7 +28,7 @@ CODES = {"rejected": "overloaded", "failed": "engine_failed"}
 
 @dataclass(frozen=True)
 class Sender:
-    """A tenant that there is, with one of its projects and keys."""
+    """An existing tenant, with one of its projects and keys."""
 
     tenant_id: str
     project_id: str
@@ -38,7 +38,7 @@ class Sender:
 
 
 def draw(senders: list[Sender], number: int, until: datetime, seed: int) -> Iterator[list[UsageRow]]:
-    """So many requests by their beginning, some ten thousand at a time."""
+    """Draw so many requests in order of their start, some ten thousand at a time."""
     rng = np.random.default_rng(seed)
     weights = 1 / np.arange(1, len(senders) + 1) ** 0.7
     busy = round(number * BUSY_SHARE)
@@ -91,6 +91,6 @@ def _row(started: datetime, sender: Sender, *drawn: Any) -> UsageRow:
         duration_ms=2.0 if is_refused else ttft_ms + generated * 14,
         error_code=CODES.get(outcome),
         num_preemptions=int(sender.service_class in ("flex", "batch") and wait > 3),
-        sla_attained=None if outcome == "disconnected" else served and ttft_ms <= PROMISED_MS[sender.service_class],
+        sla_attained=None if outcome == "disconnected" else served and ttft_ms <= TTFT_SLO_MS[sender.service_class],
         cost_nanodollars=(prompt_tokens - cached) * 300 + cached * 30 + generated * 1200,
     )

@@ -1,4 +1,4 @@
-"""Traces in the image of real ones: what a store has of some requests is written again under other ids and times."""
+"""Traces modelled on real ones: stored traces are written again under other ids and times."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TRACE = [column.name for column in TraceRecord.__table__.columns]
 
 @dataclass(frozen=True)
 class Model:
-    """One real trace: the request's row and all of its spans, their JSON as text with marks for ids."""
+    """One real trace: the request's row and all of its spans, their JSON as text with placeholders for ids."""
 
     trace: dict[str, Any]
     spans: list[dict[str, Any]]
@@ -55,7 +55,7 @@ class Model:
 
 
 async def read_models(database: Database) -> dict[str, list[Model]]:
-    """All traces of the store, by the outcome of their requests."""
+    """Return all traces of the store, by the outcome of their requests."""
     async with database.read() as session:
         traces = list(await session.scalars(select(TraceRecord)))
         spans: defaultdict[str, list[SpanRecord]] = defaultdict(list)
@@ -70,8 +70,11 @@ async def read_models(database: Database) -> dict[str, list[Model]]:
 def copies(
     rows: Iterable[UsageRow], models: dict[str, list[Model]], rng: Random
 ) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
-    """Rows of `traces` and of `spans` for these requests, each like a real one that ended in the same way, as long as
-    the request took. Without those of which no real one ended so."""
+    """Return rows of `traces` and of `spans` for these requests.
+
+    Each is like a real one that ended in the same way, as long as the request took. Requests without such a real one
+    are left out.
+    """
     traces: list[tuple[Any, ...]] = []
     spans: list[tuple[Any, ...]] = []
     for row in rows:

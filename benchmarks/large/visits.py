@@ -1,4 +1,4 @@
-"""The dashboard's pages as its server draws them: the script of each page, run against a real gateway."""
+"""Pages of the dashboard as its server renders them: the script of each page, run against a real gateway."""
 
 from __future__ import annotations
 
@@ -54,14 +54,16 @@ VIEWS: dict[str, View] = {
 
 
 def all_views() -> dict[str, View]:
-    """Those above, and every other page as it opens."""
+    """Return the views above, and every other page as it opens."""
     known = {path for path, _, _ in VIEWS.values()}
     return VIEWS | {view.title.lower(): (view.path, {}, "") for view in PAGES if view.path not in known}
 
 
 class Visitor:
-    """One who is signed in and looks at pages. `tenant_id` is whom it looks at closely; of the traces it is the longest
-    of the newest."""
+    """A signed-in user who looks at pages.
+
+    `tenant_id` is the tenant whose details are shown; of the traces it is the longest of the newest.
+    """
 
     def __init__(self, gateway: str, admin_key: str, tenant_id: str) -> None:
         sys.argv = [str(SCRIPT), "--gateway", gateway]
@@ -78,7 +80,10 @@ class Visitor:
         self._run()
 
     def _run(self) -> None:
-        """The test's runner leaves the page as the main module, which processes that are started later would run."""
+        """Run a page.
+
+        The test's runner leaves the page as the main module, which processes that are started later would run.
+        """
         own = sys.modules["__main__"]
         try:
             self._app.run()
@@ -86,8 +91,10 @@ class Visitor:
             sys.modules["__main__"] = own
 
     def look(self, view: View) -> float:
-        """Seconds until the page was drawn, with nothing known from before. Raises RuntimeError for a page that fails,
-        or does not get its answers."""
+        """Return the seconds until the page was drawn, without any cache.
+
+        Raises RuntimeError for a page that fails or does not get its answers.
+        """
         path, widgets, address = view
         app = self._app
         for name in ("names", "last tenant", "used by tenant"):
@@ -108,8 +115,11 @@ class Visitor:
 
 
 def visit_until(gateway: str, admin_key: str, tenant_id: str, ended: Any, drawn: Any) -> None:
-    """Open one page after another, as fast as a person may; `drawn` counts them. Pages are drawn with what the
-    processor has left, as a dashboard has one of its own: what is measured is what its reads cost a gateway."""
+    """Open one page after another, as fast as a person may; `drawn` counts them.
+
+    Pages are drawn at low priority, since a dashboard has its own processor: the measured cost is that of its reads at
+    the gateway.
+    """
     os.nice(19)
     visitor, views = Visitor(gateway, admin_key, tenant_id), list(all_views().values())
     random.shuffle(views)
@@ -126,7 +136,7 @@ def visit_until(gateway: str, admin_key: str, tenant_id: str, ended: Any, drawn:
 
 @contextmanager
 def timing_reads() -> Iterator[dict[str, list[float]]]:
-    """Seconds of each read of the admin API that pages of this process ask for, by its path and what it sums by."""
+    """Record the seconds of each admin API read of this process's pages, by its path and grouping."""
     found: defaultdict[str, list[float]] = defaultdict(list)
 
     def begin(request: httpx.Request) -> None:

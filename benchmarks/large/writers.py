@@ -1,4 +1,4 @@
-"""Bulk writes past the product, some million rows in minutes: COPY on PostgreSQL, one prepared insert on SQLite."""
+"""Bulk writes that bypass the product, some million rows in minutes: COPY on PostgreSQL, prepared inserts on SQLite."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ CACHE_KIB = 2 * 1024 * 1024
 
 
 class Writer(Protocol):
-    """Rows are the values of all columns, in their order; JSON is text."""
+    """Bulk writer. Rows are the values of all columns, in their order; JSON is text."""
 
     def write(self, model: type[Base], rows: Sequence[tuple[Any, ...]]) -> None: ...
 
     def finish(self) -> None:
-        """What the database would have done by itself by now."""
+        """Do the maintenance that the database would have done by now."""
 
     def close(self) -> None: ...
 
@@ -68,7 +68,7 @@ class SqliteWriter:
 
 
 def bound(model: type[Base], rows: Sequence[tuple[Any, ...]]) -> Iterable[tuple[Any, ...]]:
-    """The rows with moments as the product writes them."""
+    """Return the rows with times in the product's form."""
     dialect = sqlite_dialect.dialect()
     columns = list(zip(*rows, strict=True))
     if not columns:

@@ -1,4 +1,4 @@
-"""What the rival gateways stand before: an OpenAI-compatible server that answers at once, with a fixed text.
+"""Upstream of the rival gateways: an OpenAI-compatible server that answers at once with a fixed text.
 
 python upstream.py PORT
 """

@@ -1,5 +1,6 @@
-"""DeepSpeed's ZeRO-Inference on a processor: transformers' model, whose weights stage 3 keeps elsewhere and fetches
-layer by layer. Prints one line of JSON. Needs deepspeed, transformers and accelerate; runs apart from the engine:
+"""DeepSpeed's ZeRO-Inference on a CPU: transformers' model, whose offloaded weights are fetched layer by layer.
+
+Prints one line of JSON. Needs deepspeed, transformers and accelerate; runs apart from the engine:
 
     PYTHON benchmarks/rivals/zero_inference.py CHECKPOINT [--tokens 16] [--store cpu|nvme]
 """

@@ -1,1 +1,1 @@
-"""The scenarios of `benchmarks/scheduling.py`: what each offers, measures and asks. Run that script, not these."""
+"""Scenarios of `benchmarks/scheduling.py`: what each offers, measures and requires. Run that script instead."""

@@ -16,7 +16,7 @@ _OURS_COLOUR = "#e45756"
 
 
 def draw_charts(report: dict[str, Any], folder: Path) -> dict[str, str]:
-    """A file for every chart whose scenario is in the report: scenario → file name."""
+    """Draw every chart whose scenario is in the report, and return scenario → file name."""
     folder.mkdir(parents=True, exist_ok=True)
     drawn = {}
     for name, draw in _CHARTS.items():
@@ -29,7 +29,7 @@ def draw_charts(report: dict[str, Any], folder: Path) -> dict[str, str]:
 
 
 def _violations(series: dict[str, Any]) -> Chart:
-    """S3: violations over load."""
+    """Draw S3: violations over load."""
     rows = [
         {"policy": policy, "load": float(load), "violations_percent": 100 * value}
         for policy, curve in series["violations"].items()
@@ -46,7 +46,7 @@ def _violations(series: dict[str, Any]) -> Chart:
 
 
 def _synthetic_service(series: dict[str, Any]) -> Chart:
-    """S1: service over time, two settings over each other."""
+    """Draw S1: service over time, two settings above each other."""
     return alt.vconcat(
         _service(series["two"], "Two tenants at 1.5 and 3 requests/s"),
         _service(series["weights"], "Weights 1:2:3:4 (service ÷ weight)"),
@@ -54,7 +54,7 @@ def _synthetic_service(series: dict[str, Any]) -> Chart:
 
 
 def _real_service(series: dict[str, Any]) -> Chart:
-    """S2: service over time of the tenants with the most requests."""
+    """Draw S2: service over time of the tenants with the most requests."""
     return _service(series["real"], "vtc_lmsys_real: the twelve tenants with the most requests")
 
 
@@ -83,7 +83,7 @@ def _service(by_policy: dict[str, Any], title: str) -> Chart:
 
 
 def _attainment(series: dict[str, Any]) -> Chart:
-    """S5: attainment by class and policy, the first seed."""
+    """Draw S5: SLO attainment by class and policy, for the first seed."""
     rows = [
         {"policy": policy, "class": name, "attained_percent": 100 * row["attainment"]}
         for policy, classes in series.items()
@@ -92,7 +92,7 @@ def _attainment(series: dict[str, Any]) -> Chart:
     order = [OURS, *(policy for policy in series if policy != OURS)]
     base = alt.Chart(alt.InlineData(values=rows)).encode(
         x=alt.X("policy:N", sort=order, title=None, axis=alt.Axis(labelAngle=-35)),
-        y=alt.Y("attained_percent:Q", title="requests that kept their promise, %", scale=alt.Scale(domain=[0, 100])),
+        y=alt.Y("attained_percent:Q", title="SLO attainment, %", scale=alt.Scale(domain=[0, 100])),
     )
     bars = base.mark_bar().encode(color=_colour(set(order), legend=None))
     labels = base.mark_text(dy=-6, fontSize=9).encode(text=alt.Text("attained_percent:Q", format=".0f"))
@@ -105,7 +105,7 @@ def _attainment(series: dict[str, Any]) -> Chart:
 
 
 def _colour(policies: set[str], **settings: Any) -> alt.Color:
-    """Ours in red, the others in colours that stand back."""
+    """Return the colours: ours in red, the others muted."""
     order = [OURS, *sorted(policies - {OURS})]
     colours = [_OURS_COLOUR, *_GREY][: len(order)]
     return alt.Color("policy:N", sort=order, scale=alt.Scale(domain=order, range=colours), **settings)

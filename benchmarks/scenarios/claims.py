@@ -1,4 +1,4 @@
-"""What a scenario asks for and what it measured; how figures of several seeds become a row. Knows no scenario."""
+"""Requirements and measurements of a scenario, and rows from the figures of several seeds. Knows no scenario."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OURS = "moiety"
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Of one run of the script."""
+    """Settings of one run of the script."""
 
     traces: Path
     duration_s: float = 600.0
@@ -24,7 +24,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One figure. With `at_most` or `at_least` it is a target, which holds if every seed keeps it."""
+    """One figure. With `at_most` or `at_least` it is a target, which holds if every seed meets it."""
 
     key: str
     text: str
@@ -53,8 +53,10 @@ class Ask:
 
 @dataclass(slots=True)
 class Measurement:
-    """One seed's: figure → policy → value. `series` is what charts are drawn from, `notes` what a reader should know of
-    this very run."""
+    """Measurement of one seed: figure → policy → value.
+
+    `series` is the data of charts, `notes` what a reader should know about this run.
+    """
 
     figures: dict[str, dict[str, float]] = field(default_factory=dict)
     series: dict[str, Any] = field(default_factory=dict)
@@ -69,7 +71,7 @@ Measure = Callable[[Settings, int], Measurement]
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """`setting` says in words what is offered to what."""
+    """A scenario; `setting` describes its load and device in words."""
 
     name: str
     title: str
@@ -80,7 +82,7 @@ class Scenario:
 
 
 def make_rows(scenario: Scenario, by_seed: Mapping[int, Measurement]) -> list[dict[str, Any]]:
-    """A row an ask: ours and the rivals' values over seeds, and whether the target holds (None: there is none)."""
+    """Return a row for each figure: our and the rivals' values, and whether the target holds (None: no target)."""
     rows = []
     for ask in scenario.asks:
         values: dict[str, list[float]] = {}
@@ -105,7 +107,7 @@ def make_rows(scenario: Scenario, by_seed: Mapping[int, Measurement]) -> list[di
 
 
 def summarise(values: Sequence[float], form: str) -> str:
-    """The median, and the least and the greatest where they differ from it as printed."""
+    """Return the median, and the smallest and largest value where they differ from it as printed."""
     if not values:
         return "–"
     ordered = sorted(values)

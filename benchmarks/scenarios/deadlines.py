@@ -39,7 +39,7 @@ class CodeMix:
 
     @property
     def rate_per_s(self) -> float:
-        """Of requests at load 1."""
+        """Return the request rate at load 1."""
         return len(self.trace.requests) / self.trace.duration_s / self.capacity.offered
 
     def requests(self, factor: float) -> tuple[TraceRequest, ...]:
@@ -54,8 +54,11 @@ class CodeMix:
         return 1 - float(self.run(policy, factor).figures["attainment"])
 
     def largest_load(self, policy: str, low: int, high: int, unit: float) -> int:
-        """The most steps of the grid, each `unit` times C, with few enough violations, by bisection between one that is
-        taken to have them and one that is not."""
+        """Return the largest load with few enough violations.
+
+        Loads are multiples of `unit` times C, bisected between one that is taken to have few enough and one that is
+        not.
+        """
         while high - low > 1:
             middle = (low + high) // 2
             if self.violations(policy, middle * unit) <= ALLOWED:
@@ -87,13 +90,13 @@ def measure_code(settings: Settings, seed: int) -> Measurement:
 
 
 def measure_swing(settings: Settings, seed: int) -> Measurement:
-    """Quarters of an hour at 2 and at 5 requests a second in turn."""
+    """Measure alternating quarters of an hour at 2 and at 5 requests a second."""
     found = Measurement()
     mix = CodeMix.of(settings, seed)
     workload, classes = _swing(mix, 2.0, 5.0)
     for policy in (OURS, "qoserve", "edf", "fcfs"):
         run = simulate(workload, A100_LLAMA3_8B_QOSERVE, policy, classes=classes, capacity=mix.capacity).run
-        important = [record for record in run.records if record.promised.rank == 0]
+        important = [record for record in run.records if record.service_class.rank == 0]
         for key, members in (("important", important), ("overall", run.records)):
             late = sum(not record.attained for record in members)
             found.put(key, policy, late / len(members))
@@ -117,7 +120,7 @@ S3 = Scenario(
     "S3",
     "Deadlines on Azure's code trace",
     "a100-llama3-8b-qoserve, lengths of the Azure code trace, Poisson arrivals for an hour and the drain after it "
-    "(promises of 600 and 1,800 s mean nothing in ten minutes), one tenant, thirds of {TTFT 6 s + 50 ms a token; done "
+    "(SLOs of 600 and 1,800 s mean nothing in ten minutes), one tenant, thirds of {TTFT 6 s + 50 ms a token; done "
     "in 600 s; done in 1,800 s} at one rank, nobody turned away. EDF's capacity: its largest load with at most 1 % "
     "violations, in steps of 0.05 C; of ours, in steps of 0.05 of that.",
     (

@@ -1,4 +1,4 @@
-"""S1, S2, S6: tenants against each other. With S2 goes the calibration against VTC's published figures."""
+"""S1, S2, S6: fairness between tenants. S2 includes the calibration against VTC's published figures."""
 
 from __future__ import annotations
 
@@ -114,8 +114,10 @@ def measure_real(settings: Settings, seed: int) -> Measurement:
 
 
 def measure_hog(settings: Settings, seed: int) -> Measurement:
-    """The requests of tenants that ask for less than their max-min fair share, with the greedy tenant as usual and at
-    ten times that. A request that was turned away counts as one that never had its first token."""
+    """Measure the requests of tenants below their max-min fair share beside a greedy tenant.
+
+    The greedy tenant sends its usual load and ten times that. A rejected request counts as one without a first token.
+    """
     found = Measurement()
     window, capacity = tenants_mix(settings.traces, seed * 600.0, settings.duration_s)
     base = multiply(window, 0.8 / capacity.offered, capacity.model.of_request, seed)
@@ -149,8 +151,10 @@ def measure_hog(settings: Settings, seed: int) -> Measurement:
 
 
 def _choose_hog(demand: dict[str, float]) -> str:
-    """The greatest of those that ask for no more than an even share of C at first and leave all others under their fair
-    share afterwards; if there is none, the greatest up to an even share."""
+    """Return the largest tenant below an even share of C that, at ten times its load, leaves others their fair share.
+
+    If there is none, it is the largest up to an even share.
+    """
     under = sorted((name for name in demand if demand[name] <= 1 / len(demand)), key=lambda name: -demand[name])
     for name in under:
         level = fair_share({**demand, name: 10 * demand[name]})
@@ -160,7 +164,7 @@ def _choose_hog(demand: dict[str, float]) -> str:
 
 
 def fair_share(demand: dict[str, float], capacity: float = 1.0) -> float:
-    """The level up to which every tenant is given what it asks for (max-min); infinite if there is enough for all."""
+    """Return the level up to which every tenant gets its demand (max-min); infinite if there is enough for all."""
     left = capacity
     for number, wanted in enumerate(sorted(demand.values())):
         level = left / (len(demand) - number)
@@ -171,8 +175,11 @@ def fair_share(demand: dict[str, float], capacity: float = 1.0) -> float:
 
 
 def max_min_evenness(outcome: SimulationOutcome) -> float:
-    """Jain's index over tenants of the service that each got, divided by what max-min fairness would have given it of
-    all that was served: what it asked for, or the fair share where that is less. Service is counted as VTC does."""
+    """Return Jain's index of each tenant's service divided by its max-min fair service.
+
+    The max-min fair service of all that was served is a tenant's demand, or the fair share where that is less. Service
+    is counted as VTC does.
+    """
     asked: dict[str, float] = {}
     for record in outcome.run.records:
         request = record.request
@@ -187,8 +194,11 @@ def max_min_evenness(outcome: SimulationOutcome) -> float:
 
 
 def backlogged_evenness(outcome: SimulationOutcome) -> float:
-    """Jain's index of what each tenant got of what it was due by weight, over the time in which it and another were
-    backlogged: had a request that waited beyond its TTFT promise. 1 where no two were so for half a minute."""
+    """Return Jain's index of each tenant's service over its weighted share while at least two are backlogged.
+
+    A tenant is backlogged if a request has waited beyond its TTFT SLO. 1 where no two were backlogged for half a
+    minute.
+    """
     run = outcome.run
     interval_s = run.samples.interval_s
     column = {account.tenant.name: index for index, account in enumerate(run.accounts)}
@@ -199,7 +209,7 @@ def backlogged_evenness(outcome: SimulationOutcome) -> float:
     backlogged_TA = np.zeros(service_TA.shape, dtype=bool)
     for record in run.records:
         if record.scheduled_ns:
-            begin_s = record.request.arrival_s + (record.promised.ttft_s or 0.0)
+            begin_s = record.request.arrival_s + (record.service_class.ttft_s or 0.0)
             end_s = record.request.arrival_s + (record.scheduled_ns - record.arrival_ns) / 1e9
             begin, end = math.ceil(begin_s / interval_s), math.floor(end_s / interval_s)
             backlogged_TA[begin : end + 1, column[record.request.tenant]] |= begin <= end
@@ -217,7 +227,7 @@ def _p99_ttft_s(run: Run, tenants: set[str]) -> float:
 
 
 def service_over_time(outcome: SimulationOutcome) -> dict[str, object]:
-    """Service divided by weight, of up to twelve tenants."""
+    """Return the service divided by weight of up to twelve tenants."""
     tenants = outcome.figures["tenants"]
     chosen = sorted(tenants, key=lambda name: -tenants[name]["num"])[:12]
     return {
@@ -227,7 +237,7 @@ def service_over_time(outcome: SimulationOutcome) -> dict[str, object]:
 
 
 def _put_throughput(found: Measurement, key: str, outcomes: dict[str, SimulationOutcome]) -> None:
-    """Tokens of the window, computed for the first time, against FCFS's."""
+    """Store the window's tokens that were computed for the first time, relative to FCFS."""
     fcfs = outcomes["fcfs"].figures["window_tokens_per_s"]
     for policy, outcome in outcomes.items():
         if policy != "fcfs":
@@ -241,7 +251,7 @@ def _ratio(part: float, whole: float) -> float:
 S1 = Scenario(
     "S1",
     "VTC's synthetic settings",
-    "a10g-llama2-7b, 256 prompt and 256 output tokens, one class that promises no time and turns nobody away. *Gap*: "
+    "a10g-llama2-7b, 256 prompt and 256 output tokens, one class without an SLO that rejects no request. *Gap*: "
     "of the service (prompt + 2 · output tokens, over weight) of two tenants, while both have requests waiting.",
     _synthetic_asks(),
     measure_synthetic,
@@ -280,7 +290,7 @@ S6 = Scenario(
     "a100-llama3-8b, the tenants of servegen_m_small_1h in class standard at 0.8 C; then the greatest of those that "
     "ask for no more than an even share at ten times its own. The others are those that ask for less than the max-min "
     "fair share; a request of theirs that is turned away counts as infinitely late. Backlogged is who has a request "
-    "that waited beyond its TTFT promise.",
+    "that waited beyond its TTFT SLO.",
     (
         Ask("p99 ÷ without", "the others' p99 TTFT ÷ that without", at_most=1.1),
         Ask("backlogged", "Jain's index of service ÷ weight, of the backlogged", at_least=0.99),

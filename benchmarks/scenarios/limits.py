@@ -3,8 +3,8 @@
 The bound holds for every policy on this device, one that knows arrivals and lengths before they come included. Time is
 needed by any schedule for
 
-- the rows of whatever is promised by some time D, at the price that a row has in the largest step; attention and
-  reading of KV besides;
+- the rows of all requests with a deadline up to some time D, at the price that a row has in the largest step;
+  attention and reading of KV besides;
 - the steps that streams need: of n tokens at their pace there are n steps between a stream's arrival and its last
   deadline, where the largest steps would be fewer. Each further one costs at least what a step costs whatever its rows,
   by the tangent at the largest (a step's time is convex in its rows, and its price a row falls up to there). Windows
@@ -38,7 +38,7 @@ _CLOSE = 0.002  # of C, at which the search for the largest load ends
 
 @dataclass(frozen=True, slots=True)
 class _Demand:
-    """Of one request: seconds of work, until when, and, of a stream, what its pace costs on top, from when."""
+    """Demand of one request: seconds of work, deadline, and, for a stream, its pace's additional cost and start."""
 
     work_s: float
     due_s: float
@@ -49,7 +49,7 @@ class _Demand:
 def least_violations(
     requests: Sequence[TraceRequest], classes: Sequence[ServiceClass], device: SimulatedDevice
 ) -> float:
-    """The part of the requests that any policy must serve late."""
+    """Return the share of the requests that any policy must serve late."""
     by_name = {service.name: service for service in classes}
     demands = [_demand(request, by_name[request.service_class], device) for request in requests]
     dearest_s = sorted(demand.work_s for demand in demands)[int((1 - ALLOWED) * len(demands))]
@@ -87,7 +87,7 @@ def _demand(request: TraceRequest, service: ServiceClass, device: SimulatedDevic
 
 
 def _disjoint(demands: Sequence[_Demand], dearest_s: float) -> dict[int, float]:
-    """Of streams whose windows do not overlap, those that cost the most in all: number → seconds that count."""
+    """Return the streams with disjoint windows that cost the most in total: number → seconds that count."""
     paced = sorted(
         (demand.due_s, demand.begins_s, min(demand.pace_s, dearest_s - demand.work_s), number)
         for number, demand in enumerate(demands)
@@ -114,7 +114,7 @@ def _disjoint(demands: Sequence[_Demand], dearest_s: float) -> dict[int, float]:
 
 
 def largest_possible(mix: CodeMix, classes: Sequence[ServiceClass]) -> float:
-    """The largest load, in multiples of C, at which the bound allows few enough violations."""
+    """Return the largest load, in multiples of C, at which the bound allows few enough violations."""
     low, high = 1.0, 3.0
     while high - low > _CLOSE:
         middle = (low + high) / 2

@@ -1,4 +1,4 @@
-"""S7, S8: what the KV cache is asked to hold: prefix hits under salted tenants, preemption where blocks are short."""
+"""S7, S8: the KV cache: prefix hits with tenants' salts, and preemption where blocks are short."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _measure_tier(
 
 
 def _some_conversations(workload: Workload, part: float, work: Callable[[TraceRequest], float], seed: int) -> Workload:
-    """Whole conversations at random, until they make up so much of the work."""
+    """Return random whole conversations that make up so much of the work."""
     if part >= 1:
         return workload
     rng = Random(f"conversations {seed}")
@@ -77,9 +77,11 @@ def _some_conversations(workload: Workload, part: float, work: Callable[[TraceRe
 
 
 def lru_hits(requests: Iterable[TraceRequest], block_tokens: int, num_blocks: int) -> int:
-    """Tokens of prompts that a cache of so many blocks holds when they come, one after the other: found and kept by
-    (tenant, block), the least recently used forgotten first. At least one token of a prompt is computed, as an engine
-    must, and a block that is not full is not kept."""
+    """Return the prompt tokens that an LRU cache of so many blocks holds when the prompts arrive in order.
+
+    Blocks are identified by (tenant, block). At least one token of a prompt is computed, as in an engine, and a block
+    that is not full is not kept.
+    """
     cache: OrderedDict[tuple[str, int], None] = OrderedDict()
     hits = 0
     for request in requests:
@@ -97,8 +99,10 @@ def lru_hits(requests: Iterable[TraceRequest], block_tokens: int, num_blocks: in
 
 
 def cross_tenant_tokens(records: Sequence[Record], block_tokens: int) -> tuple[int, int]:
-    """(tokens that a request found in the cache and that its own tenant cannot have put there, since no earlier request
-    of it begins so; tokens that only other tenants' earlier requests would have given it)."""
+    """Return (hits that the own tenant cannot have stored, tokens that only other tenants' requests would hit).
+
+    The first counts tokens for which no earlier request of the tenant has the same prefix.
+    """
     seen_by: dict[int, set[str]] = defaultdict(set)
     external = tempting = 0
     for record in sorted(records, key=lambda record: record.scheduled_ns or record.end_ns):

@@ -1,5 +1,7 @@
-"""Where requests come from and how a run is started: traces, loads, classes, variants of our policy. Caches in memory
-what several scenarios of one process need."""
+"""Loads of the scenarios and the start of a run: traces, loads, classes, variants of our policy.
+
+Results that several scenarios of one process need are cached in memory.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ AZURE_CODE = "azure2023/AzureLLMInferenceTrace_code.csv"
 VTC_REAL = "vtc_lmsys_real/vtc_real_trace.csv"
 MOONCAKE = "mooncake_fast25/conversation_trace.jsonl"
 
-# All wait, nobody is turned away and no time is promised: what is compared is who is served.
+# All requests queue, none is rejected and there is no SLO: the comparison is of the service that each tenant gets.
 PATIENT = change(STANDARD, ttft_s=3600.0, ttft_per_1k_s=0.0, tpot_s=None, on_overload=OverloadAction.QUEUE)
 
 SHARES = {"priority": 0.2, "standard": 0.5, "batch": 0.3}  # of the demanded work; at 2 C, priority asks for 0.4 C
@@ -42,7 +44,7 @@ def load(traces: Path, name: str, seed: int = 0) -> Workload:
 
 @lru_cache(maxsize=8)
 def tenants_mix(traces: Path, start_s: float, duration_s: float) -> tuple[Workload, Capacity]:
-    """A window of the tenants' trace, and the A100 preset's capacity for its mix."""
+    """Return a window of the tenants' trace, and the A100 preset's capacity for its mix."""
     trace = load(traces, SERVEGEN)
     window = cut(trace, start_s % trace.duration_s, duration_s) if duration_s < trace.duration_s else trace
     window = last_for(window, duration_s)
@@ -50,7 +52,7 @@ def tenants_mix(traces: Path, start_s: float, duration_s: float) -> tuple[Worklo
 
 
 def overloaded_mix(traces: Path, seed: int, duration_s: float, load_factor: float = 2.0) -> tuple[Workload, Capacity]:
-    """A window of the tenants' trace at a multiple of the capacity, its tenants in three classes."""
+    """Return a window of the tenants' trace at a multiple of the capacity, its tenants in three classes."""
     window, capacity = tenants_mix(traces, seed * 600.0, duration_s)
     offered = at_load(window, capacity, load_factor, seed)
     classed = assign_classes(offered.requests, SHARES, capacity.model.of_request, seed)
@@ -58,8 +60,10 @@ def overloaded_mix(traces: Path, seed: int, duration_s: float, load_factor: floa
 
 
 def poisson_at(lengths: Sequence[TraceRequest], rate_per_s: float, duration_s: float, seed: int) -> list[TraceRequest]:
-    """Independent arrivals with a trace's lengths in its order, from a point drawn by the seed on. Another rate moves
-    the same requests closer together."""
+    """Return independent arrivals with a trace's lengths in its order, from a seeded position on.
+
+    Another rate moves the same requests closer together.
+    """
     rng = Random(f"arrivals {seed}")
     start = rng.randrange(len(lengths))
     requests: list[TraceRequest] = []
@@ -75,14 +79,14 @@ def poisson_at(lengths: Sequence[TraceRequest], rate_per_s: float, duration_s: f
 def draw_classes(
     requests: Iterable[TraceRequest], names: Sequence[str], seed: int, *, weights: Sequence[float] = ()
 ) -> tuple[TraceRequest, ...]:
-    """A class for each request at random; with the same seed, the same for the n-th whatever its time."""
+    """Draw a class for each request; with the same seed, the n-th request gets the same class whatever its time."""
     rng = Random(f"classes {seed}")
     chosen = weights or [1.0] * len(names)
     return tuple(replace(request, service_class=rng.choices(names, chosen)[0]) for request in requests)
 
 
 def qoserve_classes(rank: int = 1, suffix: str = "") -> list[ServiceClass]:
-    """QoServe's three: a stream with 6 s and 50 ms, an end within 600 s, an end within 1,800 s. None is turned away."""
+    """Return QoServe's classes: a stream with 6 s and 50 ms, and ends within 600 s and 1,800 s. None is rejected."""
     queue = OverloadAction.QUEUE
     return [
         ServiceClass(name=f"stream{suffix}", rank=rank, ttft_s=6.0, tpot_s=0.05, on_overload=queue),
@@ -92,7 +96,7 @@ def qoserve_classes(rank: int = 1, suffix: str = "") -> list[ServiceClass]:
 
 
 def variant(name: str, tuning: Tuning) -> str:
-    """Our policy with other constants, under a name that is known in this process only."""
+    """Return our policy with other constants, under a name that is known in this process only."""
 
     def make(context: PolicyContext) -> Moiety:
         return Moiety(context, tuning)

@@ -1,4 +1,4 @@
-"""The Markdown report, from the JSON alone: what was asked, what was measured, by which command, holds or not."""
+"""Markdown report, from the JSON alone: what was required, what was measured, by which command, holds or not."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _targets(scenarios: dict[str, Any]) -> str:
 
 
 def _calibration(scenarios: dict[str, Any]) -> str:
-    """What others have published beside what the simulator gives for the same policies."""
+    """Return the published figures beside the simulator's for the same policies."""
     rows = [(name, row) for name, entry in scenarios.items() for row in entry["rows"] if row["published"]]
     if not rows:
         return ""

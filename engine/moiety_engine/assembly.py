@@ -85,19 +85,19 @@ def assemble(
     if meeting is None and layout.num_ranks == 1:
         return Assembled(_load(config, Rendezvous(0, 1), ALONE, progress).transformer(), None, 1)
     rank_group, meeting = _spawn(config) if meeting is None else (_lead(config, meeting), meeting)
-    lifeline = rank_group.lifeline
+    heartbeat = rank_group.heartbeat
 
     def watched(done: int, total: int) -> None:
-        lifeline.check()
+        heartbeat.check()
         if progress is not None:
             progress(done, total)
 
-    with telling(rank_group):
+    with abandon_on_error(rank_group):
         model = _load(config, meeting, rank_group.ranks, watched).transformer()
-        lifeline.wait_loaded()
-    lifeline.guard()
+        heartbeat.wait_loaded()
+    heartbeat.guard()
     if rank_group.masked:
-        _tell_of_masked(rank_group, layout, model)
+        _log_excluded_ranks(rank_group, layout, model)
     return Assembled(model, rank_group, min(meeting.local_num_ranks, rank_group.ranks.seat.layout.attention_ranks))
 
 
@@ -107,13 +107,13 @@ def follow(config: EngineConfig, meeting: Rendezvous) -> None:
     Raises EngineError, which the other ranks receive.
     """
     rank_group = _join(config, meeting)
-    rank_group.lifeline.guard()
+    rank_group.heartbeat.guard()
     for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 drains, and then all ranks end
         signal.signal(number, signal.SIG_IGN)
-    with telling(rank_group):
+    with abandon_on_error(rank_group):
         share = _load(config, meeting, rank_group.ranks, None)
         follower = _follower(share, rank_group, config)
-        rank_group.lifeline.tell(Loaded())
+        rank_group.heartbeat.send(Loaded())
         with explaining():
             follower.run()
     rank_group.close()
@@ -128,7 +128,7 @@ def _follower(share: WeightShard, rank_group: RankGroup, config: EngineConfig) -
 
 
 @contextlib.contextmanager
-def telling(rank_group: RankGroup | None) -> Iterator[None]:
+def abandon_on_error(rank_group: RankGroup | None) -> Iterator[None]:
     """Abandon the group on an error within, and send the reason to the other ranks."""
     try:
         yield
@@ -140,24 +140,24 @@ def telling(rank_group: RankGroup | None) -> Iterator[None]:
             rank_group.abandon(str(exc), own=own)
             raise
         parts = "its part" if len(rank_group.masked) == 1 else "their parts"
-        reason = f"{exc} (the group does without {_named(rank_group.masked)}, and has {parts} of the model)"
+        reason = f"{exc} (the group runs without {_named(rank_group.masked)} and holds {parts} of the model)"
         rank_group.abandon(reason, own=own)
         raise RanksError(reason) from exc
 
 
-def _tell_of_masked(rank_group: RankGroup, before: Layout, model: Transformer) -> None:
+def _log_excluded_ranks(rank_group: RankGroup, before: Layout, model: Transformer) -> None:
     """Log the effect of running without the excluded ranks."""
     now, costs = rank_group.ranks.seat.layout, {}
     if model.experts is not None and now.masked:
         num_experts = model.experts.num_experts
         costs = {"experts_a_rank": now.slots_each(num_experts), "experts_a_rank_before": before.slots_each(num_experts)}
     log.warning(
-        "ranks_masked",
-        masked=rank_group.masked,
+        "ranks_excluded",
+        excluded=rank_group.masked,
         groups=now.dp,
         groups_before=before.dp,
         **costs,
-        advice="start them again, and then the group, which takes them in",
+        advice="start these ranks again, then restart the group; it includes them",
     )
 
 
@@ -245,11 +245,12 @@ def losses_of(
         try:
             leaving(layout, (*given_up, rank))
         except InvalidConfig as exc:
-            log.warning("rank_not_masked", rank=rank, lost_times=times, reason=str(exc))
+            log.warning("rank_not_excluded", rank=rank, lost_times=times, reason=str(exc))
             continue
         given_up[rank] = (
-            f"rank {rank} was lost {times} times in {within_s:g} s, by {config.rank_failure_log}: the group does "
-            "without it; once it is mended, empty that file, or let the time pass, and start the group again"
+            f"rank {rank} failed {times} times in {within_s:g} s according to {config.rank_failure_log}, "
+            "so the group runs without it: after repair, empty that file or wait until its entries "
+            "expire, and restart the group"
         )
     return losses, given_up
 
@@ -285,7 +286,8 @@ def _device(config: EngineConfig, meeting: Rendezvous) -> str:
         return device
     if meeting.local_num_ranks > torch.cuda.device_count():
         raise InvalidConfig(
-            f"{meeting.local_num_ranks} ranks on this host need as many GPUs, and it has {torch.cuda.device_count()}: "
-            "choose fewer ranks, start some on other hosts with torchrun, or take --device cpu"
+            f"{meeting.local_num_ranks} ranks on this host need one GPU each, but the host has "
+            f"{torch.cuda.device_count()}: use fewer ranks, start some on other hosts with torchrun, or "
+            "use --device cpu"
         )
     return f"cuda:{meeting.local_rank}"

@@ -31,7 +31,7 @@ def resolve_checkpoint(model: str, needed: tuple[str, ...] = NEEDED_FILES) -> Pa
     if folder.is_dir():
         return _existing(folder, model)
     if not _HUB_ID.fullmatch(model):
-        raise CheckpointError(f"{model} is neither a folder nor a hub id such as 'organisation/model'")
+        raise CheckpointError(f"{model!r} is neither a folder nor a hub id such as 'organisation/model'")
     return _existing(_download(model, needed), model)
 
 
@@ -92,11 +92,11 @@ def _download(hub_id: str, needed: tuple[str, ...]) -> Path:
         found = snapshot_download(hub_id, allow_patterns=list(needed), ignore_patterns=list(UNNEEDED_FILES))
     except LocalEntryNotFoundError as exc:
         raise CheckpointError(
-            f"{hub_id} is neither a folder here nor in the hub's cache, and the hub cannot be reached; go online once, "
-            "or give the path of a checkpoint folder"
+            f"{hub_id} is neither a local folder nor in the hub's cache, and the hub is not reachable; "
+            "connect to the internet once, or give the path of a checkpoint folder"
         ) from exc
     except (HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError) as exc:
         raise CheckpointError(
-            f"{hub_id} cannot be fetched from the hub ({exc}); check the id and, for a gated model, HF_TOKEN"
+            f"{hub_id} cannot be downloaded from the hub ({exc}); check the id and, for a gated model, HF_TOKEN"
         ) from exc
     return Path(found)

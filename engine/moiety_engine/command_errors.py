@@ -8,5 +8,5 @@ from rich.text import Text
 
 def print_error(command: str, error: Exception) -> None:
     """Write one error to standard error, without rich markup or terminal escape sequences in its text."""
-    told = "".join(one if one.isprintable() or one in "\n\t" else f"\\u{ord(one):04x}" for one in str(error))
-    Console(stderr=True).print(Text.assemble((f"{command}:", "red"), " ", told), highlight=False, soft_wrap=True)
+    message = "".join(one if one.isprintable() or one in "\n\t" else f"\\u{ord(one):04x}" for one in str(error))
+    Console(stderr=True).print(Text.assemble((f"{command}:", "red"), " ", message), highlight=False, soft_wrap=True)

@@ -47,8 +47,8 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     role: EngineRole = EngineRole.BOTH
     listen: str = ""  # ZeroMQ address for KV from other engines; "" takes none
     key_file: str = ""  # with the secret CURVE key, the same for all engines; "": the link is open
-    way: KvTransport = KvTransport.AUTO
-    buffer_bytes: int | None = None  # of KV on its way, in host memory; None: a tenth of what is there
+    transport: KvTransport = KvTransport.AUTO
+    buffer_bytes: int | None = None  # host memory for KV in transfer; None: a tenth of the available memory
 
 
 class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,13 +73,13 @@ class GrammarLimits(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not (0.05 <= self.compile_cpu_s <= 60 and 0.05 <= self.compile_wall_s <= 60):
             raise InvalidConfig(
-                "grammar_compile_cpu_s and grammar_compile_wall_s must lie between 0.05 and 60 seconds: they are "
-                f"{self.compile_cpu_s} and {self.compile_wall_s}"
+                "grammar_compile_cpu_s and grammar_compile_wall_s must be between 0.05 and 60 seconds, "
+                f"not {self.compile_cpu_s} and {self.compile_wall_s}"
             )
         if self.compile_memory_bytes < 16 << 20 or self.worker_memory_bytes < self.compile_memory_bytes:
             raise InvalidConfig(
-                "grammar_compile_memory_bytes must be at least 16 MiB, grammar_worker_memory_bytes at least as much: "
-                f"they are {self.compile_memory_bytes} and {self.worker_memory_bytes}"
+                "grammar_compile_memory_bytes must be at least 16 MiB, and grammar_worker_memory_bytes "
+                f"at least as much, not {self.compile_memory_bytes} and {self.worker_memory_bytes}"
             )
         if self.max_waiting_per_tenant < 1:
             raise InvalidConfig(f"grammar_queue must be at least 1, not {self.max_waiting_per_tenant}")
@@ -131,10 +131,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     allow_unauthenticated_ranks: bool = False  # ranks of several hosts talk over links without keys
     exclude_rank_after_s: float | None = None  # and for those that can be done without; None: for all of them alike
     rank_failure_log: str = ""  # rank 0's file of which ranks were lost; "": none
-    exclude_rank_after_failures: int | None = (
-        None  # a rank that is in it so often, of late, is done without; None: three times
-    )
-    rank_failures_within_s: float | None = None  # what is of late; None: ten minutes
+    exclude_rank_after_failures: int | None = None  # a rank with so many recent failures is excluded; None: three
+    rank_failures_within_s: float | None = None  # age limit of recent failures; None: ten minutes
     transfer: TransferConfig = TransferConfig()
     offload: OffloadConfig = OffloadConfig()
     grammar: GrammarLimits = GrammarLimits()
@@ -149,7 +147,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             if (value := getattr(self, name)) not in list(known):
                 raise InvalidConfig(f"{name} must be one of {', '.join(known)}, not {value!r}")
         if self.batch_invariant and self.batching is Batching.PADDED:
-            raise InvalidConfig("batch_invariant cannot be had with padded batching: choose another --batching")
+            raise InvalidConfig("batch_invariant is not available with padded batching: choose another --batching")
         positive = {
             "max_batch_tokens": self.max_batch_tokens,
             "max_running": self.max_running,
@@ -166,7 +164,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         }
         for name, value in positive.items():
             if value is not None and value <= 0:
-                raise InvalidConfig(f"{name} must be at least 1, not {value}; leave it out to have it chosen")
+                raise InvalidConfig(f"{name} must be at least 1, not {value}; leave it out for the default")
         if self.host_kv_memory_bytes is not None and self.host_kv_memory_bytes < 0:
             raise InvalidConfig(
                 f"host_kv_memory_bytes must be 0 (no host tier) or more, not {self.host_kv_memory_bytes}"
@@ -175,14 +173,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         self._check_adapters()
         self._check_disk_cache()
         if not 0 <= self.traced_steps_per_s <= MAX_TRACED_PER_S:
-            raise InvalidConfig(f"traced_steps_per_s must lie between 0 and {MAX_TRACED_PER_S}")
+            raise InvalidConfig(
+                f"traced_steps_per_s must be between 0 and {MAX_TRACED_PER_S}, not {self.traced_steps_per_s}"
+            )
         self._check_transfer()
         self._check_offload()
         self._check_masking()
         if self.redundant_experts < 0 or not (self.rebalance_every_s or 0) >= 0:
             raise InvalidConfig(
-                "redundant_experts must be 0 (none) or more, and rebalance_every_s 0 (never) or more: "
-                f"they are {self.redundant_experts} and {self.rebalance_every_s}"
+                "redundant_experts must be 0 (none) or more, and rebalance_every_s 0 (never) or more, "
+                f"not {self.redundant_experts} and {self.rebalance_every_s}"
             )
         if self.batch_timeout_ms < 0:
             raise InvalidConfig(f"batch_timeout_ms must be 0 or more, not {self.batch_timeout_ms}")
@@ -194,17 +194,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def _check_speculation(self) -> None:
         if self.speculate is not Speculate.OFF and self.batching is Batching.PADDED:
             raise InvalidConfig(
-                "the padded strategy computes every row as long as the longest, without drafts: choose "
-                "another --batching, or --speculate off"
+                "speculative decoding is not available with padded batching: choose another --batching, "
+                "or use --speculate off"
             )
         if self.draft_model and self.speculate is not Speculate.DRAFT:
-            raise InvalidConfig("a --draft-model is used with --speculate draft only: say that too, or leave it out")
+            raise InvalidConfig("--draft-model needs --speculate draft: set both, or leave out --draft-model")
         if self.speculate is Speculate.DRAFT and not self.draft_model:
             raise InvalidConfig("--speculate draft needs --draft-model, a small checkpoint with the same vocabulary")
         if self.speculate in (Speculate.DRAFT, Speculate.MTP) and self.num_ranks > 1:
             raise InvalidConfig(
-                f"--speculate {self.speculate} drafts for a model on one device so far: leave --tp, --dp-attention, "
-                "--pp and --ffn-ranks alone, or take --speculate ngram"
+                f"--speculate {self.speculate} is available on one device only: leave out --tp, "
+                "--dp-attention, --pp and --ffn-ranks, or use --speculate ngram"
             )
 
     @property
@@ -218,14 +218,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if transfer.role is EngineRole.BOTH and not transfer.listen:
             return
         if self.batching is not Batching.CONTINUOUS:
-            raise InvalidConfig(f"KV goes from engine to engine with --batching continuous only, not {self.batching}")
+            raise InvalidConfig(f"KV transfer needs --batching continuous, not {self.batching}")
         if self.num_ranks > 1:
             raise InvalidConfig(
-                "KV goes between engines of one rank each so far: leave --tp, --dp-attention and --pp at 1 and "
-                "--ffn-ranks at 0, or take --role both without --kv-listen"
+                "KV transfer is available between engines of one rank only: leave --tp, --dp-attention "
+                "and --pp at 1 and --ffn-ranks at 0, or use --role both without --kv-listen"
             )
         if transfer.buffer_bytes is not None and transfer.buffer_bytes < 1:
-            raise InvalidConfig("kv_buffer_bytes must be at least 1; leave it out to have it chosen")
+            raise InvalidConfig(
+                f"kv_buffer_bytes must be at least 1, not {transfer.buffer_bytes}; leave it out for the default"
+            )
 
     @property
     def masked_after_losses(self) -> int:
@@ -240,25 +242,22 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             self.exclude_rank_after_failures is not None or self.rank_failures_within_s is not None
         ):
             raise InvalidConfig(
-                "--exclude-rank-after-failures and --rank-failures-within-s are for the file that --rank-failure-log "
-                "names: name one, "
-                "or leave them out"
+                "--exclude-rank-after-failures and --rank-failures-within-s need --rank-failure-log: set "
+                "it, or leave them out"
             )
         if self.exclude_rank_after_s is None:
             if self.rank_failure_log:
                 raise InvalidConfig(
-                    "--rank-failure-log says which ranks to do without, which a group does with "
-                    "--exclude-rank-after-s only: give "
-                    "that too, or leave it out"
+                    "--rank-failure-log needs --exclude-rank-after-s, which lets a group start without "
+                    "failed ranks: set both, or leave out --rank-failure-log"
                 )
             return
         if self.num_ranks == 1:
-            raise InvalidConfig("--exclude-rank-after-s is for several ranks, and there is one: leave it out")
+            raise InvalidConfig("--exclude-rank-after-s needs more than one rank: leave it out")
         if not 0 < self.exclude_rank_after_s <= self.join_timeout_s:
             raise InvalidConfig(
-                f"--exclude-rank-after-s {self.exclude_rank_after_s:g} must be more than 0, or ranks would not "
-                f"be waited for at all, "
-                f"and no more than --join-timeout-s, which is {self.join_timeout_s:g}: nobody waits longer than that"
+                f"--exclude-rank-after-s must be more than 0 and at most --join-timeout-s "
+                f"({self.join_timeout_s:g}), not {self.exclude_rank_after_s:g}"
             )
         if self.masked_after_losses < 1:
             raise InvalidConfig(
@@ -271,33 +270,38 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if not self.disk_cache:
             return
         if not self.prefix_caching:
-            raise InvalidConfig("a disk cache keeps what prefix caching finds: leave out --no-prefix-caching, or it")
+            raise InvalidConfig("--disk-cache needs prefix caching: leave out --no-prefix-caching or --disk-cache")
         if self.num_ranks > 1:
             raise InvalidConfig(
-                "the disk cache is of engines of one rank each so far: leave --tp, --dp-attention and --pp at 1 and "
-                "--ffn-ranks at 0, or leave --disk-cache out"
+                "the disk cache is available for engines of one rank only: leave --tp, --dp-attention "
+                "and --pp at 1 and --ffn-ranks at 0, or leave out --disk-cache"
             )
         if self.disk_cache_bytes < 1 or self.disk_cache_ttl_s <= 0:
             raise InvalidConfig(
-                "disk_cache_bytes and disk_cache_ttl_s must be more than 0; leave them out for defaults"
+                f"disk_cache_bytes and disk_cache_ttl_s must be more than 0, not {self.disk_cache_bytes} "
+                f"and {self.disk_cache_ttl_s}; leave them out for the defaults"
             )
 
     def _check_offload(self) -> None:
         offload = self.offload
         if offload.what is Offload.NONE:
             if offload.memory_bytes is not None or offload.folder:
-                raise InvalidConfig("--expert-memory-bytes and --offload-folder are of use with --offload experts only")
+                raise InvalidConfig(
+                    "--expert-memory-bytes and --offload-folder need --offload experts: set it, or leave them out"
+                )
             return
         if offload.memory_bytes is not None and offload.memory_bytes < 1:
-            raise InvalidConfig("--expert-memory-bytes must be at least 1; leave it out to have it chosen")
+            raise InvalidConfig(
+                f"--expert-memory-bytes must be at least 1, not {offload.memory_bytes}; leave it out for the default"
+            )
         if self.num_ranks > 1:
             raise InvalidConfig(
-                "experts are offloaded by engines of one rank so far: leave --tp, --dp-attention, --ep and --pp at 1 "
-                "and --ffn-ranks at 0, or leave out --offload"
+                "expert offloading is available for engines of one rank only: leave --tp, "
+                "--dp-attention, --ep and --pp at 1 and --ffn-ranks at 0, or leave out --offload"
             )
         if self.adapters or self.adapter_memory_bytes:
             raise InvalidConfig(
-                "adapters are not served beside offloaded experts so far: leave out --adapter and "
+                "adapters are not available with offloaded experts: leave out --adapter and "
                 "--adapter-memory-bytes, or --offload"
             )
 
@@ -307,4 +311,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"adapter_memory_bytes must be 0 (no adapters) or more, not {self.adapter_memory_bytes}"
             )
         if self.adapter_memory_bytes == 0 and self.adapters:
-            raise InvalidConfig("adapters were given, and adapter_memory_bytes is 0: raise it, or leave them out")
+            raise InvalidConfig(
+                "--adapter needs adapter memory, but adapter_memory_bytes is 0: raise it, or leave out --adapter"
+            )

@@ -6,7 +6,7 @@ EngineError
 ├── OutOfMemory           the KV cache does not fit in the memory that is there
 ├── AdapterError          an adapter cannot be served beside this model
 ├── RanksError            the ranks of a model do not come together, or one of them is lost
-└── InvalidRequest        what a program asked of a model in its own process cannot be served
+└── InvalidRequest        a request of a program to the model in its own process is invalid
 """
 
 

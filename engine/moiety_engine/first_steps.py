@@ -31,11 +31,11 @@ class FirstSteps:
 
     def write(self, keys: Iterable[int]) -> None:
         """Record the requests whose first token is being computed from now on. Keys beyond MAX_KEYS are dropped."""
-        told = list(islice(keys, MAX_KEYS))
+        kept_keys = list(islice(keys, MAX_KEYS))
         self._words[_COUNT] = 0
-        for i, key in enumerate(told, _FIRST):
+        for i, key in enumerate(kept_keys, _FIRST):
             self._words[i] = key
-        self._words[_COUNT] = len(told)
+        self._words[_COUNT] = len(kept_keys)
 
     def read(self) -> frozenset[int] | None:
         """Return the keys that the core wrote last; None if it has never opened the memory."""

@@ -202,7 +202,7 @@ class EngineLoop:
 
         Raises OutOfMemory; the loop then stays asleep.
         """
-        assert self.executor.asleep, "a replica that is awake was woken"
+        assert self.executor.asleep, "the replica is awake already"
         problem = ""
         try:
             self.executor.restore(on_progress)
@@ -224,7 +224,7 @@ class EngineLoop:
         if exc is None:
             self.close()
         else:
-            self.executor.controls.abandon(f"the first rank cannot go on: {exc or type(exc).__name__}")
+            self.executor.controls.abandon(f"the first rank cannot continue: {exc or type(exc).__name__}")
 
     def close(self) -> None:
         """Stop the other ranks, if any, and close the links to other engines. The loop cannot be used afterwards."""
@@ -261,7 +261,7 @@ class EngineLoop:
     def _note_first_steps(self, plan: Plan) -> None:
         """Record the requests whose first token this step computes, or the previous step if it still runs."""
         plans = [plan] if self._flight is None else [plan, self._flight.plan]
-        assert self.first_steps is not None, "asked only where they are wanted"
+        assert self.first_steps is not None, "first steps are recorded only where enabled"
         self.first_steps.write(chunk.sequence.key for one in plans for chunk in one.chunks[one.num_decode :])
 
     def _end_mispredicted(self, flight: InFlightStep) -> None:

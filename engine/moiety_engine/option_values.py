@@ -74,7 +74,7 @@ def _transfer_config(options: EngineOptions) -> TransferConfig:
         role=options.role,
         listen=options.kv_listen or (_beside(options.listen) if options.role is EngineRole.DECODE else ""),
         key_file=str(options.curve_key_file or ""),
-        way=options.kv_transport,
+        transport=options.kv_transport,
         buffer_bytes=options.kv_buffer_bytes,
     )
 

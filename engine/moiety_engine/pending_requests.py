@@ -47,8 +47,8 @@ class PendingRequests:
         disk: DiskTier | None = None,
     ) -> None:
         self._arrivals, self._adapters, self._compile_queue, self._disk = arrivals, adapters, compile_queue, disk
-        rooms = (arrivals, adapters, compile_queue, None if disk is None else disk.restorer)
-        self._stages: list[_PendingStage] = [room for room in rooms if room is not None]
+        stages = (arrivals, adapters, compile_queue, None if disk is None else disk.restorer)
+        self._stages: list[_PendingStage] = [stage for stage in stages if stage is not None]
         self._credits: dict[int, _Credit] = {}  # of all pending requests, by key
 
     @property
@@ -77,7 +77,7 @@ class PendingRequests:
 
     def leave(self, key: int) -> CoreSubmit | None:
         """Remove a pending request and return it; None if no request with this key is pending."""
-        pending = next((pending for room in self._stages if (pending := room.leave(key)) is not None), None)
+        pending = next((pending for stage in self._stages if (pending := stage.leave(key)) is not None), None)
         if pending is not None:
             del self._credits[key]
         return pending

@@ -123,5 +123,5 @@ class RequestIntake:
     def _queue(self, submit: CoreSubmit, guide: GrammarHandle | None) -> None:
         seed = submit.sampling.seed
         seed = secrets.randbits(63) if seed is None else seed
-        num_landing = self.exchange.num_landing(submit.key)
+        num_landing = self.exchange.num_transferred_tokens(submit.key)
         self._scheduler.add(submit, seed=seed, now_ns=self._clock_ns(), guide=guide, num_landing=num_landing)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from moiety_engine.assembly import assemble, telling
+from moiety_engine.assembly import abandon_on_error, assemble
 from moiety_engine.config import EngineConfig
 from moiety_engine.distribution.rendezvous_address import Rendezvous
 from moiety_engine.draft_model.loading import load_drafter
@@ -30,7 +30,7 @@ def load_loop(
     grammars = GrammarServiceStart(Path(config.model), config.grammar)
     assembled = assemble(config, meeting, progress)
     rank_group, local_ranks = assembled.rank_group, assembled.local_ranks
-    with telling(rank_group):
+    with abandon_on_error(rank_group):
         found = grammars.result()
         model = assembled.model
         try:

@@ -52,7 +52,7 @@ class StepReporter:
         ended = [output.key for output in self._outputs if output.finish] + [one.key for one in failures]
         for key in ended:
             self._adapters.ended(key)
-        outputs = self._exchange.told(self._outputs, failures)
+        outputs = self._exchange.with_transfer_results(self._outputs, failures)
         is_due = self._load_reporter.is_due(clock_ns(), is_news=bool(ended or admissions))
         self._outputs, self._failures = [], []
         return CoreStep(outputs, failures, load() if is_due else None, admissions, traced)

@@ -39,8 +39,9 @@ def replica_budgets(
     check_divides(num_ranks, most, "ranks", "replicas of the layer that has most")
     if most < least or total_replicas < num_layers * least:
         raise BadNumbers(
-            f"{num_layers} layers of {num_experts} experts on {num_ranks} ranks need {num_layers * least} replicas in "
-            f"all and room for {least} in a layer; there are {total_replicas} and room for {most}"
+            f"{num_layers} layers of {num_experts} experts on {num_ranks} ranks need {num_layers * least} "
+            f"replicas in total and at least {least} slots in a layer; there are {total_replicas} "
+            f"replicas and {most} slots"
         )
     largest_LB = []
     for replicas in range(least, most + 1, num_ranks):

@@ -17,7 +17,7 @@ def pack(weight_XI: Floats, num_packs: int) -> Ints:
     The heaviest remaining item goes to the lightest pack with a free slot.
     """
     num_rows, num_items = weight_XI.shape
-    room = num_items // num_packs
+    size = num_items // num_packs
     order_XI = np.argsort(-weight_XI, axis=1, kind="stable")
     sorted_XI = np.take_along_axis(weight_XI, order_XI, axis=1)
     filled, loads = np.zeros(num_rows * num_packs, dtype=np.int64), np.zeros(num_rows * num_packs)
@@ -27,12 +27,12 @@ def pack(weight_XI: Floats, num_packs: int) -> Ints:
     for item in range(num_items):
         at_X = loads_XP.argmin(axis=1) + first_X
         taken_X = filled[at_X]
-        places_XI[:, item] = at_X * room + taken_X
+        places_XI[:, item] = at_X * size + taken_X
         filled[at_X] = taken_X + 1
-        loads[at_X] += np.where(taken_X == room - 1, np.inf, sorted_XI[:, item])
+        loads[at_X] += np.where(taken_X == size - 1, np.inf, sorted_XI[:, item])
     packed = np.empty(num_rows * num_items, dtype=np.int64)
     packed[places_XI] = order_XI
-    return packed.reshape(num_rows, num_packs, room)
+    return packed.reshape(num_rows, num_packs, size)
 
 
 def replicate(load_XE: Floats, num_replicas: int, head_start: float = 0.0) -> Ints:

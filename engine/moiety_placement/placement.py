@@ -45,7 +45,7 @@ class Placement:
         """
         slots_LR = np.array(physical_to_logical_LR, dtype=np.int64)
         if slots_LR.ndim != 2:
-            raise BadNumbers(f"a placement is a table of layers × slots, not an array of shape {slots_LR.shape}")
+            raise BadNumbers(f"a placement must be an array of layers × slots, not of shape {slots_LR.shape}")
         check_divides(num_ranks, slots_LR.shape[1], "ranks", "slots")
         check_divides(num_nodes, num_ranks, "nodes", "ranks")
         if slots_LR.size and not EMPTY <= slots_LR.min() <= slots_LR.max() < num_experts:
@@ -118,11 +118,11 @@ def check_load(load_LE: ArrayLike, shape: tuple[int, int] | None = None) -> Floa
     """Return the load as floats. Raises BadLoad if it is not a table of counts, or not of the given shape."""
     loads = np.asarray(load_LE, dtype=np.float64)
     if loads.ndim != 2 or 0 in loads.shape:
-        raise BadLoad(f"a load is a table of layers × experts, not an array of shape {loads.shape}")
+        raise BadLoad(f"a load must be an array of layers × experts, not of shape {loads.shape}")
     if shape is not None and loads.shape != shape:
         raise BadLoad(f"the placement has {shape[0]} layers × {shape[1]} experts, the load {loads.shape}")
     if not np.isfinite(loads).all() or loads.min() < 0:
-        raise BadLoad("a load's counts are finite and not negative")
+        raise BadLoad("a load's counts must be finite and not negative")
     return loads
 
 
@@ -132,7 +132,7 @@ def check_divides(divisor: int, number: int, divisors: str, numbers: str) -> Non
         raise BadNumbers(f"there must be at least one of the {divisors}, not {divisor}")
     if number % divisor:
         above = -(-number // divisor) * divisor
-        raise BadNumbers(f"{number} {numbers} do not divide by {divisor} {divisors}: {above} would")
+        raise BadNumbers(f"{number} {numbers} are not divisible by {divisor} {divisors}; use {above}")
 
 
 def _slots_of_experts(slots_LR: Ints, counts_LE: Ints) -> Ints:

@@ -131,10 +131,10 @@ def _replicas_by_layer(
 ) -> Ints:
     given = np.asarray(num_replicas)
     if given.shape not in {(), (num_layers,)} or not np.issubdtype(given.dtype, np.integer):
-        raise BadNumbers(f"the replicas of a layer are one whole number, or one for each of {num_layers} layers")
+        raise BadNumbers(f"the number of replicas must be one integer, or one for each of {num_layers} layers")
     for replicas in np.unique(given).tolist():
         check_divides(num_ranks, replicas, "ranks", "replicas")
         if replicas < num_experts:
             least = -(-num_experts // num_ranks) * num_ranks
-            raise BadNumbers(f"{replicas} replicas cannot hold {num_experts} experts: at least {least} can")
+            raise BadNumbers(f"{replicas} replicas cannot hold {num_experts} experts: at least {least} are needed")
     return np.broadcast_to(given, num_layers).astype(np.int64)

@@ -85,8 +85,8 @@ def _bring_back(board: Board, layer: int) -> None:
     spare = int(np.maximum(board.counts_LE[layer] - 1, 0).sum())
     if len(lost) > spare:
         raise NoRoom(
-            f"layer {layer} has lost {len(lost)} experts, and {spare} slots hold second replicas that they could take: "
-            f"bring {len(lost) - spare} more slots back into service"
+            f"layer {layer} has lost {len(lost)} experts, but only {spare} slots hold replicas that they "
+            f"could replace: bring {len(lost) - spare} more slots back into service"
         )
     for expert in lost[np.argsort(-load_E[lost], kind="stable")].tolist():
         slots_R, counts_E = board.slots_LR[layer], board.counts_LE[layer]

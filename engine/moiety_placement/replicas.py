@@ -81,8 +81,8 @@ def deal(placement: Placement, layer: int, expert_TK: Ints, quota_R: Ints, befor
     if (over_E := earlier_E + pairs_E > tokens_E).any():
         expert = int(np.argmax(over_E))
         raise BadLoad(
-            f"expert {expert} has {earlier_E[expert] + pairs_E[expert]} tokens, its quota is {tokens_E[expert]}: make "
-            "the quota from the counts of all tokens that are dealt"
+            f"expert {expert} has {earlier_E[expert] + pairs_E[expert]} tokens, but its quota is "
+            f"{tokens_E[expert]}: compute the quota from the counts of all tokens that are assigned"
         )
     by_expert = np.argsort(experts, kind="stable")
     sorted_ = experts[by_expert]
@@ -187,8 +187,8 @@ def _check_counts(placement: Placement, counts_LE: ArrayLike) -> Ints:
     loads_LE = check_load(counts_LE, (placement.num_layers, placement.num_experts))
     counts = loads_LE.astype(np.int64)
     if (counts != loads_LE).any():
-        raise BadLoad("counts of tokens are whole numbers")
+        raise BadLoad("token counts must be integers")
     if (nowhere := (counts > 0) & (placement.counts_LE == 0)).any():
         layer, expert = np.argwhere(nowhere)[0].tolist()
-        raise BadLoad(f"tokens of layer {layer} go to expert {expert}, which is nowhere: rebalance brings it back")
+        raise BadLoad(f"tokens of layer {layer} need expert {expert}, which has no slot: rebalance to place it")
     return counts

@@ -36,7 +36,7 @@ def without(placement: Placement, ranks: Collection[int]) -> Survivors:
     if dead and not 0 <= dead[0] <= dead[-1] < placement.num_ranks:
         raise BadNumbers(f"ranks are 0 to {placement.num_ranks - 1}, not {dead[0]} to {dead[-1]}")
     if len(dead) == placement.num_ranks:
-        raise BadNumbers(f"all {placement.num_ranks} ranks are dead: nothing remains to be placed")
+        raise BadNumbers(f"all {placement.num_ranks} ranks have failed: no rank is left for the experts")
     gone_R = np.isin(placement.rank_R, dead)
     left = Placement.of(
         np.where(gone_R, EMPTY, placement.physical_to_logical_LR),
@@ -57,7 +57,7 @@ def start_without(ranks: Collection[int], *, num_ranks: int, num_experts: int, s
     """
     if slots_each > num_experts:
         raise BadNumbers(
-            f"a rank has {slots_each} slots, and there are {num_experts} experts: {num_experts} is the most"
+            f"a rank has {slots_each} slots, more than the {num_experts} experts: use at most {num_experts}"
         )
     first_G = np.arange(num_ranks) * num_experts // num_ranks
     slots_GS = (first_G[:, None] + np.arange(slots_each)) % num_experts

@@ -32,13 +32,13 @@ def transition(old: Placement, new: Placement, layer: int, *, most_writes: int) 
     BadNumbers where a placement has empty slots or lacks an expert, or where the two differ in shape.
     """
     if most_writes < 1:
-        raise BadNumbers(f"a batch has at least one write, not {most_writes}")
+        raise BadNumbers(f"a batch needs at least one write, not {most_writes}")
     now_R, then_R = np.array(old.physical_to_logical_LR[layer]), new.physical_to_logical_LR[layer]
     if now_R.shape != then_R.shape or old.num_experts != new.num_experts or old.num_ranks != new.num_ranks:
-        raise BadNumbers("the slots of a layer change their experts, not their number, nor that of experts or ranks")
+        raise BadNumbers("a transition must not change the number of slots, experts or ranks of a layer")
     for slots_R in (now_R, then_R):
         if EMPTY in slots_R or len(np.unique(slots_R)) < old.num_experts:
-            raise BadNumbers("a layer in use has every expert in some slot, and no slot is empty")
+            raise BadNumbers("a layer in use needs every expert in some slot and no empty slot")
     while (now_R != then_R).any():
         slots = _closed_batch(now_R, then_R, most_writes)
         yield _with_sources(now_R, then_R, slots, old.num_ranks)

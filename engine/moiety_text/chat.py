@@ -67,7 +67,7 @@ def _weighed(value: Any) -> Any:
 def _check_size(arguments: Sequence[Any]) -> None:
     """Refuse a large number as argument of a method or filter: it may be a width, and no honest one is that large."""
     if any(isinstance(argument, int) and argument > MAX_VALUE_LENGTH for argument in arguments):
-        raise _OverLimit(f"the template uses a number over {MAX_VALUE_LENGTH:,} as an argument")
+        raise _OverLimit(f"the template uses a number above {MAX_VALUE_LENGTH:,} as an argument")
 
 
 def _check_method(method: Any, arguments: Sequence[Any]) -> None:
@@ -192,7 +192,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             if sizes and factors and sizes[0] * factors[0] > MAX_VALUE_LENGTH:
                 _too_large()
         if operator == "**" and isinstance(right, int) and right > 64:
-            raise _OverLimit("the template raises a number to a power over 64")
+            raise _OverLimit("the template raises a number to a power above 64")
         if operator == "%" and isinstance(left, str):
             _check_size(right if isinstance(right, tuple) else (right,))
             _weighed(right)
@@ -325,13 +325,13 @@ class ChatTemplate:
             for part in self._template.generate(variables):
                 length += len(part)
                 if length > MAX_VALUE_LENGTH:
-                    raise _OverLimit(f"the prompt is over {MAX_VALUE_LENGTH:,} characters")
+                    raise _OverLimit(f"the prompt has more than {MAX_VALUE_LENGTH:,} characters")
                 parts.append(part)
             return "".join(parts)
         except jinja2.TemplateError as exc:
-            raise TemplateRefused(str(exc.message or "the chat template refused the messages")) from exc
+            raise TemplateRefused(str(exc.message or "the chat template rejected the messages")) from exc
         except RecursionError as exc:
-            raise TemplateRefused("the chat template calls itself without end") from exc
+            raise TemplateRefused("the chat template recurses without end") from exc
         except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as exc:
             raise TemplateRefused(f"the chat template cannot render these messages: {exc}") from exc
         finally:

@@ -2,7 +2,7 @@
 
 A template writes control tokens (`<|im_start|>` …) around texts that clients wrote, and an encoder cannot tell the two
 apart. Ordinary messages are rendered and encoded as in `transformers`. Where a client's text spells a control token,
-each spelling is broken by a marker that nobody can guess before rendering; every remaining spelling is the template's
+each spelling is broken by a marker that cannot be guessed before rendering; every remaining spelling is the template's
 own. These are renamed to unguessable names, the markers are removed, and a second tokenizer, which knows the control
 tokens only by the new names, encodes the whole in one pass.
 
@@ -188,5 +188,8 @@ class _GuardedTokenizer:
     def encode(self, text: str) -> list[int]:
         token_ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         if not self._never.isdisjoint(token_ids):  # the model has the token's text among its ordinary words
-            raise TextNotEncodable("a message spells a control token of the model, and it has no other tokens for that")
+            raise TextNotEncodable(
+                "a message contains the text of a control token of the model, and the tokenizer has no other "
+                "tokens for it"
+            )
         return [self._ids.get(token_id, token_id) for token_id in token_ids]

@@ -260,5 +260,5 @@ def build_stages(decoder: Mapping[str, Any] | None) -> list[Stage]:
         else:
             known = ", ".join([*sorted(_SIMPLE), "Fuse", "Strip"])
             place = " after the tokens were fused" if fused else ""
-            raise UnusableTokenizer(f"its decoder has a step {kind!r}{place}; supported are {known}")
+            raise UnusableTokenizer(f"its decoder has an unsupported step {kind!r}{place}; supported are {known}")
     return stages

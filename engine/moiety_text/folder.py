@@ -30,11 +30,11 @@ def read_text_model(folder: Path) -> TextModel:
     UnusableTokenizer.
     """
     if not folder.is_dir():
-        raise ModelFilesUnusable(f"{folder} is not a folder; give the folder of a checkpoint in Hugging Face's format")
+        raise ModelFilesUnusable(f"{folder} is not a folder; name the folder of a checkpoint in Hugging Face's format")
     tokenizer_json = _read_text(folder / "tokenizer.json")
     if tokenizer_json is None:
         raise ModelFilesUnusable(
-            f"{folder} has no tokenizer.json; make one from its other tokenizer files with "
+            f"{folder} has no tokenizer.json; create one from its other tokenizer files with "
             "transformers.AutoTokenizer.from_pretrained(…).save_pretrained(…)"
         )
     tokenizer = Tokenizer.from_json(tokenizer_json)
@@ -63,9 +63,9 @@ def _read_object(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as exc:
-        raise ModelFilesUnusable(f"{path} is not JSON ({exc}); fetch the checkpoint again") from exc
+        raise ModelFilesUnusable(f"{path} is not JSON ({exc}); download the checkpoint again") from exc
     if not isinstance(value, dict):
-        raise ModelFilesUnusable(f"{path} should hold a JSON object")
+        raise ModelFilesUnusable(f"{path} must be a JSON object")
     return value
 
 

@@ -97,8 +97,8 @@ def index_before(text: str, num_characters: int) -> int:
 
 
 def _without_guards(deltas: list[Delta]) -> list[Delta]:
-    told = [_without_guard(delta) for delta in deltas]
-    return [delta for delta in told if not isinstance(delta, Content | Thinking | CallArguments) or delta.text]
+    unguarded = [_without_guard(delta) for delta in deltas]
+    return [delta for delta in unguarded if not isinstance(delta, Content | Thinking | CallArguments) or delta.text]
 
 
 def _without_guard(delta: Delta) -> Delta:

@@ -60,7 +60,7 @@ class ThoughtSplitter:
     def __init__(self, marks: Marks) -> None:
         """Create the splitter. Raises UnusableStop for an empty marker."""
         if not marks.opener or not marks.closer:
-            raise UnusableStop("a mark around thoughts is empty")
+            raise UnusableStop("a reasoning marker is empty")
         self._opener, self._closer = marks.opener, marks.closer
         self._held = ""  # at the beginning: a possible opener; in the reasoning: the end of the text so far
         self._step: Callable[[str], tuple[str, str]] = self._thought if marks.is_open else self._start

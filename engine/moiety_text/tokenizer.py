@@ -118,7 +118,7 @@ class Tokenizer:
         try:  # as a batch: only that releases the interpreter's lock
             return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError as exc:
-            raise TextNotEncodable("the text holds half of a surrogate pair; send valid Unicode") from exc
+            raise TextNotEncodable("the text contains half of a surrogate pair; send valid Unicode") from exc
 
     def check_fits(self, text: str, max_tokens: int | None) -> None:
         """Raise TooManyTokens if `text` is too long for `max_tokens`, however it is encoded."""
@@ -139,7 +139,7 @@ class Tokenizer:
         token = self.find_token(token_id)
         if token is None:
             raise TokenOutOfRange(
-                f"token id {token_id} is not one of the tokenizer's, which are below {self.vocab_size}"
+                f"token id {token_id} is not in the tokenizer's vocabulary, 0 to below {self.vocab_size}"
             )
         return token
 

@@ -159,7 +159,7 @@ class Submit(msgspec.Struct, frozen=True, omit_defaults=True, tag="submit"):
     fallback: ServiceClass | None = None  # class for `service.on_overload` downgrade
     traceparent: str = ""  # W3C trace context
     resumed_ids: list[int] | None = None  # output so far of a request that another engine had admitted
-    bill: bytes = b""  # billing context, opaque to the engine; MeteredUsage returns it
+    billing_context: bytes = msgspec.field(default=b"", name="bill")  # opaque to the engine; MeteredUsage returns it
     embed: bool = False  # return the prompt's embedding and no token: `max_tokens` and `credit_tokens` are 0
     gathers: bool = False  # the output is not streamed: after the first, tokens may be grouped
     sibling_tokens: int = 0  # tokens of the client's other prompts in the same request; the SLO covers them too
@@ -377,7 +377,7 @@ class MeteredUsage(msgspec.Struct, frozen=True, array_like=True):
 
     replica_id: str
     request_id: str
-    bill: bytes  # as in Submit
+    billing_context: bytes  # as in Submit
     served_class: str
     num_cached_tokens: int
     num_output_tokens: int

@@ -43,7 +43,7 @@ class KvTransferTimes(msgspec.Struct, frozen=True, array_like=True):
     ended_unix_ns: int  # time of completion
     num_tokens: int
     num_bytes: int
-    way: str
+    transport: str
 
 
 def transfer_token(secret: str, transfer_id: str) -> str:

@@ -127,7 +127,7 @@ def generate(spec: str, duration_s: float, seed: int) -> Workload:
     drawn = (stream.draw(duration_s, f"stream {number} {seed}") for number, stream in enumerate(streams))
     requests = by_arrival(list(chain.from_iterable(drawn)))
     if not requests:
-        raise BadSpec(f"{spec} makes no request in {duration_s:g} s")
+        raise BadSpec(f"{spec} creates no request in {duration_s:g} s; use a higher rate or a longer duration")
     weights = {stream.tenant: stream.weight for stream in streams if stream.weight != 1.0}
     return Workload(spec, tuple(requests), duration_s, weights=weights)
 
@@ -147,7 +147,7 @@ def parse_stream(spec: str) -> list[Stream]:
     """Return one stream, or N for `tenants=N`. Raises BadSpec."""
     name, _, rest = spec.strip().partition(":")
     if name not in _KEYS:
-        raise BadSpec(f"{name!r} is no arrival process; known are {', '.join(_KEYS)}")
+        raise BadSpec(f"{name!r} is not an arrival process; known are {', '.join(_KEYS)}")
     values = {}
     for part in filter(None, rest.split(",")):
         key, separator, value = part.partition("=")
@@ -184,7 +184,7 @@ def _check(spec: str, name: str, settings: dict[str, float]) -> None:
         if value < 0 or (value == 0 and key not in zero_allowed):
             raise BadSpec(f"{spec!r}: {key} must be above 0, not {value:g}")
     if name == "ramp" and settings["from"] == settings["to"] == 0:
-        raise BadSpec(f"{spec!r}: a ramp from 0 to 0 makes no request")
+        raise BadSpec(f"{spec!r}: a ramp from 0 to 0 creates no request")
 
 
 def _number(spec: str, key: str, text: str) -> float:
@@ -202,7 +202,7 @@ def _lengths(spec: str, text: str) -> LengthRange:
     try:
         lengths = LengthRange(int(low), int(high if separator else low))
     except ValueError as exc:
-        raise BadSpec(f"{spec!r}: a length is a number or LOW..HIGH, not {text!r}") from exc
+        raise BadSpec(f"{spec!r}: a length must be a number or LOW..HIGH, not {text!r}") from exc
     if not 1 <= lengths.low <= lengths.high:
         raise BadSpec(f"{spec!r}: lengths must be at least 1 and LOW at most HIGH, not {text!r}")
     return lengths

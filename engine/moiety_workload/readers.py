@@ -42,7 +42,7 @@ def read_trace(path: Path) -> list[TraceRequest]:
     except BadTrace as exc:
         raise BadTrace(f"{path}: {exc}") from exc
     if not requests:
-        raise BadTrace(f"{path} holds no request")
+        raise BadTrace(f"{path} has no requests")
     requests.sort(key=lambda request: request.arrival_s)
     first_s = requests[0].arrival_s
     return [replace(request, arrival_s=request.arrival_s - first_s) for request in requests]
@@ -77,7 +77,7 @@ def _read_json_lines(lines: Iterable[str]) -> list[TraceRequest]:
     try:
         rows = [(number, json.loads(line)) for number, line in enumerate(lines, start=1) if line.strip()]
     except ValueError as exc:
-        raise BadTrace(f"not JSON lines: {exc}") from exc
+        raise BadTrace(f"the file is not JSON lines: {exc}") from exc
     return _name_conversations(_parse_all(rows, _parse_mooncake))
 
 

@@ -92,7 +92,7 @@ def multiply(workload: Workload, factor: float, work: Work, seed: int) -> Worklo
     subset of requests for the fractional part of `factor`.
     """
     if factor <= 0:
-        raise BadSpec(f"a workload can be multiplied by more than 0, not by {factor:g}")
+        raise BadSpec(f"the factor of a workload must be above 0, not {factor:g}")
     rng = Random(f"multiply {seed}")
     requests: list[TraceRequest] = []
     num_whole = int(factor)
@@ -109,7 +109,7 @@ def multiply(workload: Workload, factor: float, work: Work, seed: int) -> Worklo
         taken += amount
         requests.append(request)
     if not requests:
-        raise BadSpec(f"{factor:g} times {workload.name} leaves no request; use a longer trace or a higher load")
+        raise BadSpec(f"{factor:g} × {workload.name} has no request; use a longer trace or a higher load")
     return replace(workload, requests=tuple(by_arrival(requests)))
 
 

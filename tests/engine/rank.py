@@ -23,7 +23,7 @@ import numpy as np
 from moiety_engine import memory
 from moiety_engine.assembly import follow
 from moiety_engine.config import EngineConfig
-from moiety_engine.distribution import rank_heartbeat as lifeline
+from moiety_engine.distribution import rank_heartbeat as heartbeat
 from moiety_engine.distribution.layout import Layout, layout_of
 from moiety_engine.distribution.rendezvous_address import Rendezvous
 from moiety_engine.errors import EngineError, OutOfMemory
@@ -295,7 +295,7 @@ def serve(lines: int, answers: int) -> None:
 
 def main() -> None:
     configure_logs()
-    lifeline.SILENCE_S = float(sys.argv[1])
+    heartbeat.SILENCE_S = float(sys.argv[1])
     pipes = [tuple(map(int, pair.split(","))) for pair in sys.argv[2:]]
     for index in range(len(pipes)):
         if os.fork() == 0:

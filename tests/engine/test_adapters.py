@@ -252,17 +252,17 @@ def test_an_adapter_that_is_not_there_or_unfit_fails_its_request_and_no_other(
     assert len(tokens[1]) == NUM_OUTPUT
     assert failed[2].startswith("adapter_missing")
     assert failed[3].startswith("adapter_refused")
-    assert "another model" in failed[3]
+    assert "trained on this model" in failed[3]
 
 
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"use_dora": True}, "DoRA is not served"),
-        ({"bias": "all"}, "biases are not served"),
-        ({"peft_type": "IA3"}, "only LORA"),
+        ({"use_dora": True}, "DoRA is not supported"),
+        ({"bias": "all"}, "biases are not supported"),
+        ({"peft_type": "IA3"}, "use a LORA adapter"),
         ({"r": 65}, "--max-adapter-rank 64"),
-        ({"r": 8}, "not of the rank 8"),
+        ({"r": 8}, "do not have the rank 8"),
         ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters"),
@@ -281,13 +281,13 @@ def test_a_configuration_that_is_not_served_is_refused_with_the_reason(
 @pytest.mark.parametrize(
     ("before", "after", "complaint"),
     [
-        ("q_proj", "lm_head", "no served module takes"),
-        ("self_attn.q_proj", "mlp.gate", "no served module takes"),
-        ("self_attn.q_proj", "mlp.experts.8.up_proj", r"has no layers.0.mlp.experts.8"),
-        ("q_proj.lora_A", "q_proj.lora_C", "no served module takes"),
-        ("layers.1.", f"layers.{'1' * 5000}.", "no served module takes"),
-        ("layers.1.self_attn.q_proj.lora_A", "layers.7.self_attn.q_proj.lora_A", "no served"),
-        ("layers.1.self_attn.q_proj.lora_A", "layers.1.mlp.experts.0.up_proj.lora_A", "come together"),
+        ("q_proj", "lm_head", "tensors of unsupported modules"),
+        ("self_attn.q_proj", "mlp.gate", "tensors of unsupported modules"),
+        ("self_attn.q_proj", "mlp.experts.8.up_proj", r"has no module layers.0.mlp.experts.8"),
+        ("q_proj.lora_A", "q_proj.lora_C", "tensors of unsupported modules"),
+        ("layers.1.", f"layers.{'1' * 5000}.", "tensors of unsupported modules"),
+        ("layers.1.self_attn.q_proj.lora_A", "layers.7.self_attn.q_proj.lora_A", "tensors of unsupported modules"),
+        ("layers.1.self_attn.q_proj.lora_A", "layers.1.mlp.experts.0.up_proj.lora_A", "needs both lora_A and lora_B"),
     ],
 )
 def test_tensors_that_have_no_place_are_named(
@@ -312,7 +312,7 @@ def test_a_number_that_is_none_is_refused_so_that_it_reaches_nobodys_step(
 
 
 def test_what_an_operator_gives_is_checked_at_the_start(checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(AdapterError, match=r"'mine'.*lacks adapter_config.json"):
+    with pytest.raises(AdapterError, match=r"'mine'.*has no adapter_config.json"):
         load_loop(EngineConfig(model=str(checkpoint), name="tiny", adapters={"mine": str(tmp_path)}))
     with pytest.raises(InvalidConfig, match="over several ranks"):
         load_loop(EngineConfig(model=str(checkpoint), name="tiny", adapters={"mine": str(tmp_path)}, tp=2))

@@ -454,9 +454,9 @@ def test_what_is_asleep_has_written_all_and_finds_it_when_woken(checkpoint: Path
 
 def test_two_engines_do_not_share_a_folder_and_several_ranks_have_none(make: Make, loops: Any, tmp_path: Path) -> None:
     make()
-    with pytest.raises(InvalidConfig, match="another engine of this model uses it"):
+    with pytest.raises(InvalidConfig, match="another engine of this model uses this folder"):
         loops.make(disk_cache=str(tmp_path / "kv"), block_size=BLOCK_SIZE)
-    with pytest.raises(InvalidConfig, match="leave --disk-cache out"):
+    with pytest.raises(InvalidConfig, match="leave out --disk-cache"):
         EngineConfig(model="", name="", disk_cache="kv", tp=2)
     with pytest.raises(InvalidConfig, match="--no-prefix-caching"):
         EngineConfig(model="", name="", disk_cache="kv", prefix_caching=False)

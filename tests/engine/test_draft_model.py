@@ -117,7 +117,7 @@ def test_a_draft_model_with_other_tokens_is_refused_with_what_to_do(checkpoint: 
         "load_format": LoadFormat.DUMMY,
         "speculate": Speculate.DRAFT,
     }
-    with pytest.raises(InvalidConfig, match=r"knows 300 tokens and the model 320.*--speculate ngram"):
+    with pytest.raises(InvalidConfig, match=r"has 300 tokens in its vocabulary and the model 320.*--speculate ngram"):
         load_loop(EngineConfig(model=str(checkpoint), draft_model=str(other), **settings))
     both = [tmp_path / name for name in ("one", "two")]
     for folder, last in zip(both, ("c", "x"), strict=True):
@@ -132,10 +132,10 @@ def test_a_draft_model_with_other_tokens_is_refused_with_what_to_do(checkpoint: 
     ("settings", "advice"),
     [
         ({"speculate": Speculate.DRAFT}, "needs --draft-model"),
-        ({"draft_model": "d"}, "with --speculate draft only"),
-        ({"speculate": Speculate.DRAFT, "draft_model": "d", "tp": 2}, "one device so far"),
-        ({"speculate": Speculate.MTP, "pp": 2}, "mtp drafts for a model on one device so far"),
-        ({"speculate": Speculate.MTP, "draft_model": "d"}, "with --speculate draft only"),
+        ({"draft_model": "d"}, "--draft-model needs --speculate draft"),
+        ({"speculate": Speculate.DRAFT, "draft_model": "d", "tp": 2}, "one device only"),
+        ({"speculate": Speculate.MTP, "pp": 2}, "mtp is available on one device only"),
+        ({"speculate": Speculate.MTP, "draft_model": "d"}, "--draft-model needs --speculate draft"),
         ({"speculate": Speculate.DRAFT, "draft_model": "d", "batching": Batching.PADDED}, "--speculate off"),
     ],
 )

@@ -294,7 +294,7 @@ def test_a_constant_is_accepted_as_it_is_usually_written(value: Any) -> None:
     try:
         matcher = COMPILER.compile(guide_of({"const": value}))
     except GrammarRefused as exc:
-        assert "a number" in str(exc) or "more digits" in str(exc) or "beyond" in str(exc)
+        assert "a number" in str(exc) or "too many digits" in str(exc) or "beyond" in str(exc)
         return
     usual = written(json.loads(write_json(value)))
     if "e" not in usual and "-0.0" not in usual:  # numbers are written without exponents
@@ -392,42 +392,45 @@ def test_patterns_match_what_they_match_in_every_dialect(pattern: str, lets: lis
         ({"pattern": "a++"}, "/pattern: at character 3 (a+⟶+): there is nothing to repeat"),
         ({"pattern": "[]a]"}, "/pattern: at character 2 ([⟶]a]): dialects differ in what ']' means here"),
         ({"pattern": r"\Aa"}, r"/pattern: at character 1 (⟶\Aa): dialects differ in the name of the anchor"),
-        ({"pattern": "a$b"}, "/pattern: an anchor stands within the pattern"),
+        ({"pattern": "a$b"}, "/pattern: an anchor is within the pattern"),
         ({"type": "object", "patternProperties": {"a(": {}}}, "/patternProperties/a(: at character 2 (a⟶(): "),
         (
             {"type": "object", "patternProperties": {"a": {}, "b": {}}},
             "/patternProperties: two of the patterns may match",
         ),
-        ({"const": "\ud800"}, "/const: it holds half of a surrogate pair"),
+        ({"const": "\ud800"}, "/const: it contains half of a surrogate pair"),
         ({"type": "number", "multipleOf": Decimal("0.07")}, "/multipleOf: multiples of 0.07 are not computed exactly"),
-        ({"multipleOf": 0}, "/multipleOf: 0 has no multiples"),
+        ({"multipleOf": 0}, "/multipleOf: multipleOf must not be 0"),
         (
             {"allOf": [{"type": "integer", "multipleOf": 65537}, {"multipleOf": 65539}]},
-            "/allOf/1/multipleOf: its common multiples with others",
+            "/allOf/1/multipleOf: its common multiples with other",
         ),
-        ({"x-guidance": {"item_separator": ";"}}, "/x-guidance: options of the grammar library are not taken"),
-        ({"prefixItems": [{}], "items": {}, "additionalItems": False}, "/additionalItems: it has no meaning"),
+        ({"x-guidance": {"item_separator": ";"}}, "/x-guidance: options of the grammar library are not supported"),
+        ({"prefixItems": [{}], "items": {}, "additionalItems": False}, "/additionalItems: it has no effect"),
         (
             {"$schema": "http://json-schema.org/draft-07/schema#", "type": "array", "prefixItems": [{}]},
-            "/prefixItems: it is a keyword of the draft 2020-12",
+            "/prefixItems: it is a keyword of draft 2020-12",
         ),
-        ({"properties": {"a/b": {"not": {}}}}, "/properties/a~1b/not: the keyword 'not' cannot be followed"),
-        ({"type": "array", "uniqueItems": True}, "/uniqueItems: the keyword 'uniqueItems' cannot be followed"),
-        ({"items": {"type": "string", "format": "color"}}, "/items/format: the format 'color' is not known; known are"),
-        ({"items": {"type": ["string", "text"]}}, "/items/type: there is no type 'text'"),
-        ({"items": {"type": "string", "minLength": -1}}, "/items/minLength: it must be a whole number"),
-        ({"anyOf": [{}, {"$ref": "#/$defs/x"}], "$defs": {}}, "/anyOf/1/$ref: the schema has nothing at"),
-        ({"items": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}, "/items/oneOf: its parts are not known to"),
+        ({"properties": {"a/b": {"not": {}}}}, "/properties/a~1b/not: the keyword 'not' is not supported"),
+        ({"type": "array", "uniqueItems": True}, "/uniqueItems: the keyword 'uniqueItems' is not supported"),
+        (
+            {"items": {"type": "string", "format": "color"}},
+            "/items/format: the format 'color' is not supported; supported are",
+        ),
+        ({"items": {"type": ["string", "text"]}}, "/items/type: the type 'text' does not exist"),
+        ({"items": {"type": "string", "minLength": -1}}, "/items/minLength: it must be an integer"),
+        ({"anyOf": [{}, {"$ref": "#/$defs/x"}], "$defs": {}}, "/anyOf/1/$ref: '/$defs/x' does not exist"),
+        ({"items": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}, "/items/oneOf: its alternatives may overlap"),
         (
             {"type": "object", "properties": {"a": {}}, "maxProperties": 1},
-            "/maxProperties: it can be followed only where 'required' has all of 'properties'",
+            "/maxProperties: it is supported only if 'required' lists all of 'properties'",
         ),
-        ({"type": "string", "minLength": 3, "pattern": "^a$"}, "no document satisfies it: no string has its"),
+        ({"type": "string", "minLength": 3, "pattern": "^a$"}, "no document satisfies it: no string satisfies its"),
         (False, "no document satisfies it: "),
-        ({"$ref": "#"}, "/$ref: nothing can ever fulfil it, since it refers to itself for the same value"),
+        ({"$ref": "#"}, "/$ref: no document can satisfy it, because it refers to itself for the same value"),
         (
             {"items": {"$ref": "#/$defs/a"}, "$defs": {"a": {"allOf": [{}, {"$ref": "#/$defs/a"}]}}},
-            "/$defs/a/allOf/1/$ref: nothing can ever fulfil it",
+            "/$defs/a/allOf/1/$ref: no document can satisfy it",
         ),
     ],
 )

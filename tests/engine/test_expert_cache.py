@@ -239,7 +239,7 @@ def test_an_engine_with_a_quarter_of_its_experts_answers_as_one_with_all_asleep_
     [
         ({"tp": 2}, "leave --tp, .* at 1"),
         ({"adapter_memory_bytes": 1 << 20}, "leave out --adapter"),
-        ({"offload": OffloadConfig(memory_bytes=1 << 20)}, "with --offload experts only"),
+        ({"offload": OffloadConfig(memory_bytes=1 << 20)}, "need --offload experts"),
         ({"offload": OffloadConfig(what=Offload.EXPERTS, memory_bytes=0)}, "at least 1"),
     ],
 )

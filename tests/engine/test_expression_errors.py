@@ -7,7 +7,7 @@ import pytest
 from moiety_engine.scripted.text_model import scripted_text_model
 from moiety_engine.structured_outputs.compiler import GrammarCompiler
 from moiety_engine.structured_outputs.errors import GrammarRefused
-from moiety_engine.structured_outputs.expression_errors import MAX_TOLD_CHARS, excerpt
+from moiety_engine.structured_outputs.expression_errors import MAX_MESSAGE_CHARS, excerpt
 from moiety_wire.grammars import GrammarKind, GrammarSpec
 
 TEXT = scripted_text_model()
@@ -33,14 +33,14 @@ def refusal(kind: GrammarKind, text: str) -> str:
         ("(?=a)b", 1, "⟶(?=a)b", "look-ahead and look-behind are not supported"),
         (r"(a)\1", 4, r"(a)⟶\1", "back-references are not supported"),
         ("a{4294967296}", 2, "a⟶{4294967296}", "the repetition's count is too large"),
-        ("a{3,1}", 2, "a⟶{3,1}", "the repetition's least count is above its most"),
+        ("a{3,1}", 2, "a⟶{3,1}", "the repetition's minimum is above its maximum"),
         ("a{,3}", 2, "a⟶{,3}", "write {0,n}"),
         ("*a", 1, "⟶*a", "there is nothing to repeat"),
         ("[z-a]", 2, "[⟶z-a]", "the range begins after its end"),
         (r"\p{Foo}", 1, r"⟶\p{Foo}", "the Unicode property is not known"),
         (r"[b$]a\b", 6, r"[b$]a⟶\b", "word boundaries are not supported"),
-        ("^a$b$", 3, "^a⟶$b$", "an anchor cannot stand here; leave it out"),
-        ("a^", 2, "a⟶^", "an anchor cannot stand here"),
+        ("^a$b$", 3, "^a⟶$b$", "an anchor is not allowed here; leave it out"),
+        ("a^", 2, "a⟶^", "an anchor is not allowed here"),
         ("a/b\n(", 5, "⟶(", "the group is not closed"),
     ],
 )
@@ -61,16 +61,16 @@ def test_a_fault_of_an_expression_has_its_place_and_its_remedy(
         ('start: "a', 1, 8, "the string is not closed on its line; add '\"'"),
         ('// "\nstart: a\na: "x" "y', 3, 8, "the string is not closed on its line"),
         (r'start: "a\q"', 1, 10, r"the escape sequence \q is not known in a string"),
-        ("start: 'a'", 1, 8, 'strings stand in double quotes; write "a"'),
+        ("start: 'a'", 1, 8, 'strings need double quotes; write "a"'),
         ("start: /a", 1, 8, "the expression is not closed on its line"),
-        ("start: é", 1, 8, "'é' cannot stand here; put text between double quotes"),
+        ("start: é", 1, 8, "'é' is not allowed here; put text between double quotes"),
         ('start: ("a"', 1, 12, "Expected token ')', found the end of the line"),
         ('start: a)\na: "x"', 1, 9, "expecting rule, token or statement"),
         ('start "a"', 1, 7, "Expected token ':'"),
-        ('start: aB\naB: "x"', 2, 2, "names of rules are in small letters, those of terminals in capitals"),
+        ('start: aB\naB: "x"', 2, 2, "rule names are lowercase, terminal names uppercase"),
         ('start: "a"{3,1}', 1, 8, "range end must be >= start"),
         ('start: "a"\nstart: "b"', 2, 8, "duplicate rule"),
-        ('start: a\na: %json {"type": }', 2, 19, "what follows %json is no JSON"),
+        ('start: a\na: %json {"type": }', 2, 19, "the text after %json is not JSON"),
     ],
 )
 def test_a_fault_of_a_grammar_has_its_line_and_column(grammar: str, line: int, column: int, told: str) -> None:
@@ -94,12 +94,12 @@ def test_a_fault_of_an_expression_in_a_grammar_has_both_places(grammar: str, pla
 
 
 def test_a_grammar_without_a_beginning_says_so() -> None:
-    assert "no rule has the name 'start'" in refusal(GrammarKind.GRAMMAR, 'a: "x"')
+    assert "there is no rule 'start'" in refusal(GrammarKind.GRAMMAR, 'a: "x"')
 
 
 def test_an_excerpt_is_short_and_of_one_line() -> None:
     assert excerpt("a\n" + "b" * 100 + "(" + "c" * 100 + "\nd", 102) == f"…{'b' * 24}⟶({'c' * 23}…"
-    assert len(refusal(GrammarKind.GRAMMAR, "%import common.FOO\nstart: FOO")) <= MAX_TOLD_CHARS
+    assert len(refusal(GrammarKind.GRAMMAR, "%import common.FOO\nstart: FOO")) <= MAX_MESSAGE_CHARS
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ def test_a_trial_that_is_killed_from_outside_is_repeated_and_proves_nothing(serv
 @pytest.mark.parametrize("guide", SLOW)
 def test_a_grammar_that_takes_too_long_is_ended_at_the_limit(service: GrammarService, guide: GrammarSpec) -> None:
     used_s = service.compile_seconds_total
-    with pytest.raises(GrammarRefused, match=r"more than 0\.3 s of processor time"):
+    with pytest.raises(GrammarRefused, match=r"more than 0\.3 s of CPU time"):
         service.compile(guide)
     assert service.compile_seconds_total - used_s < 2 * LIMITS.compile_cpu_s
 

@@ -206,13 +206,17 @@ def test_schemas_of_many_kinds_are_kept_to(model: EngineLoop, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("kind", "text", "told"),
     [
-        (GrammarKind.JSON_SCHEMA, '{"if": {"type": "string"}}', "/if: the keyword 'if' cannot be followed"),
-        (GrammarKind.JSON_SCHEMA, '{"type": "string", "format": "color"}', "/format: the format 'color' is not known"),
-        (GrammarKind.JSON_SCHEMA, "[", "no JSON schema"),
-        (GrammarKind.JSON_SCHEMA, '{"$ref": "#"}', "nothing can ever fulfil it"),
+        (GrammarKind.JSON_SCHEMA, '{"if": {"type": "string"}}', "/if: the keyword 'if' is not supported"),
+        (
+            GrammarKind.JSON_SCHEMA,
+            '{"type": "string", "format": "color"}',
+            "/format: the format 'color' is not supported",
+        ),
+        (GrammarKind.JSON_SCHEMA, "[", "not a valid JSON schema"),
+        (GrammarKind.JSON_SCHEMA, '{"$ref": "#"}', "no document can satisfy it"),
         (GrammarKind.CHOICE, '["a", ""]', "none of them empty"),
         (GrammarKind.REGEX, "(a", "the group is not closed"),
-        (GrammarKind.GRAMMAR, "root ::= a", "another form than Lark's"),
+        (GrammarKind.GRAMMAR, "root ::= a", "not in Lark's format"),
         (GrammarKind.GRAMMAR, "of no rule at all", "Expected"),
         (GrammarKind.GRAMMAR, "start: A\nA: B{1000}\nB: C{1000}\nC: /x/", "the terminal A has more than 50,000"),
     ],

@@ -158,12 +158,14 @@ def test_no_step_takes_more_tokens_of_answers_than_the_largest_that_was_measured
 
 
 def test_what_cannot_be_invariant_is_refused_with_what_to_do(checkpoint: Any, loops: Any) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"experts computed by reference .* leave --moe-kernel out"):
+    with pytest.raises(UnsupportedModelError, match=r"--moe-kernel reference depend .* leave --moe-kernel out"):
         load_model(checkpoint, device="cpu", dtype="float32", moe_kernel="reference", batch_invariant=True)
-    with pytest.raises(InvalidConfig, match="batch_invariant cannot be had with padded batching"):
+    with pytest.raises(InvalidConfig, match="batch_invariant is not available with padded batching"):
         EngineConfig(model="m", name="m", batching=Batching.PADDED, batch_invariant=True)
     spec, cuda = loops.model.spec, torch.device("cuda")
     assert "--dtype bfloat16" in str(cannot_be_invariant(spec, cuda, torch.float32, None, "auto"))
-    assert "by grouped" in str(cannot_be_invariant(spec, cuda, torch.bfloat16, None, "grouped"))
+    assert "--moe-kernel grouped" in str(cannot_be_invariant(spec, cuda, torch.bfloat16, None, "grouped"))
     odd = dataclasses.replace(spec, hidden_size=40)
-    assert "widths that 16 divides" in str(cannot_be_invariant(odd, torch.device("cpu"), torch.float32, None, "auto"))
+    assert "widths that are multiples of 16" in str(
+        cannot_be_invariant(odd, torch.device("cpu"), torch.float32, None, "auto")
+    )

@@ -110,7 +110,7 @@ def pair(loops: Any) -> Iterator[Callable[..., Pair]]:
     def make(
         *, way: KvTransport = KvTransport.TCP, key_file: str = "", buffer_bytes: int | None = None, **settings: Any
     ) -> Pair:
-        common = TransferConfig(key_file=key_file, way=way)
+        common = TransferConfig(key_file=key_file, transport=way)
         transfer = msgspec.structs.replace(common, role=EngineRole.PREFILL)
         prefill = loops.make(transfer=transfer, max_batch_tokens=32, max_running=4)
         made.append(prefill)
@@ -153,7 +153,7 @@ def test_tokens_and_ends_are_those_of_one_engine(
         assert (finish.reason, finish.num_output_tokens) == (right.finish.reason, len(right.token_ids))
         assert finish.num_recomputed_tokens == 0
         assert finish.arrival.num_tokens == len(submit.prompt_ids)
-        assert finish.arrival.way == ("tcp" if way is KvTransport.TCP else "memory")
+        assert finish.arrival.transport == ("tcp" if way is KvTransport.TCP else "memory")
         assert [event.reason for event in finish.events[:2]] == [Reason.PREFILL_DONE, Reason.TRANSFERRED]
     load = engines.decode.load()
     assert (load.disaggregated_decode_requests_total, load.lost_transfers_total, load.kv_blocks_used) == (
@@ -277,7 +277,7 @@ def test_another_type_and_another_block_size_hold_the_same_values(
             zone.put(KvChunk("a", layer, first, end, offset), frames)
             offset += (end - first) * layer_bytes(parts)
     assert zone.end("a")
-    zone.land("a", 5, [2, 0, 3])
+    zone.load("a", 5, [2, 0, 3])
     for layer in range(LAYERS):
         for got, sent in zip(
             values_of(target, layer, [2, 0, 3], num_tokens), values_of(source, layer, blocks, num_tokens), strict=True
@@ -312,7 +312,7 @@ def test_a_transfer_that_stands_still_is_lost_and_one_that_does_not_fit_is_refus
     now_s[0] += STALLED_S + 1
     assert zone.claim("e") is Progress.LOST
     segment = msgspec.structs.replace(whole, transfer_id="f", segment="/etc/passwd")
-    assert "is no memory for KV" in zone.begin(segment)
+    assert "is not a shared memory segment for KV" in zone.begin(segment)
 
 
 def test_what_nobody_answers_to_is_given_up_also_while_other_kv_goes_out(monkeypatch: pytest.MonkeyPatch) -> None:

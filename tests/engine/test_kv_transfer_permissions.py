@@ -118,7 +118,7 @@ def test_another_connection_neither_writes_into_a_transfer_nor_ends_it(
     own.send(KvChunk("a", 0, 0, NUM_TOKENS, 0), bytes(len(data)))
     assert isinstance(own.ask(End("nothing")), Refused)
     assert zone.arrival("a", begin.prompt_hash) is not None
-    zone.land("a", 0, [2])
+    zone.load("a", 0, [2])
     stored = torch.cat([part[2].flatten() for part in kv.layers[0].parts])
     assert sorted(stored.tolist()) == list(range(begin.num_bytes // 4))
 
@@ -130,7 +130,7 @@ def test_a_token_is_good_for_one_transfer(
     begin = begin_of(kv, "a", transfer_token(receiver.secret, "a"))
     link.send(begin)
     link.send(Cancel("a"))
-    assert link.ask(begin) == Refused("a", "a transfer of this name has ended already")
+    assert link.ask(begin) == Refused("a", "a transfer with this id has ended already")
     assert zone.claim("a") is Progress.LOST
 
 

@@ -313,7 +313,7 @@ def test_random_weights_will_do_and_a_checkpoint_without_the_layer_is_refused(
         for speculate in (Speculate.OFF, Speculate.MTP)
     ]
     assert both[0] == both[1]
-    with pytest.raises(UnsupportedModelError, match=r"qwen3_moe checkpoint has its 2 layers.*--speculate ngram"):
+    with pytest.raises(UnsupportedModelError, match=r"qwen3_moe checkpoint with 2 layers.*--speculate ngram"):
         load_loop(EngineConfig(model=str(checkpoint), speculate=Speculate.MTP, **settings))
 
 

@@ -24,33 +24,36 @@ LAUNCHED = {"WORLD_SIZE": "4", "RANK": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_P
     [
         ({"ep": 2}, "--ep 2 does not divide the 1 ranks"),
         ({"tp": 0}, "must each be at least 1"),
-        ({"tp": 2, "batch_invariant": True}, "--batch-invariant cannot be had over several ranks"),
+        ({"tp": 2, "batch_invariant": True}, "--batch-invariant is not available over several ranks"),
         (
             {"dp_attention": 2, "tp": 2, "ep": 3},
             "--ep 3 does not divide the 4 ranks",
         ),
         ({"ffn_ranks": 3, "ep": 2}, "--ep 2 does not divide the 3 ranks of --ffn-ranks"),
         ({"ffn_ranks": -1}, "--ffn-ranks must be 0"),
-        ({"ffn_ranks": 1, "batch_invariant": True}, "--batch-invariant cannot be had over several ranks"),
+        ({"ffn_ranks": 1, "batch_invariant": True}, "--batch-invariant is not available over several ranks"),
         ({"dp_attention": 2, "batching": Batching.PADDED}, "choose another --batching, or leave out --dp-attention"),
         ({"tp": 2, "ep": 2, "redundant_experts": 3}, "--redundant-experts 3 cannot be divided by --ep 2: 4 can"),
-        ({"tp": 2, "rebalance_every_s": 60}, "spread the experts with --ep"),
-        ({"tp": 2, "redundant_experts": 2, "rebalance_every_s": 0}, "spread the experts with --ep"),
+        ({"tp": 2, "rebalance_every_s": 60}, "leave them out, or use --ep"),
+        ({"tp": 2, "redundant_experts": 2, "rebalance_every_s": 0}, "leave them out, or use --ep"),
         ({"redundant_experts": -1}, "redundant_experts must be 0"),
-        ({"exclude_rank_after_s": 5}, "--exclude-rank-after-s is for several ranks"),
-        ({"tp": 2, "exclude_rank_after_s": 61}, "no more than --join-timeout-s, which is 60"),
-        ({"dp_attention": 2, "exclude_rank_after_s": 0}, "must be more than 0, or ranks would not be waited for"),
-        ({"tp": 4, "exclude_rank_after_s": 5}, "here each is needed"),
-        ({"tp": 2, "pp": 2, "exclude_rank_after_s": 5}, "here each is needed"),
-        ({"dp_attention": 2, "pp": 2, "exclude_rank_after_s": 5}, "here each is needed"),
-        ({"tp": 3, "ffn_ranks": 1, "exclude_rank_after_s": 5}, "here each is needed"),
+        ({"exclude_rank_after_s": 5}, "--exclude-rank-after-s needs more than one rank"),
+        ({"tp": 2, "exclude_rank_after_s": 61}, r"at most --join-timeout-s \(60\), not 61"),
+        (
+            {"dp_attention": 2, "exclude_rank_after_s": 0},
+            r"must be more than 0 and at most --join-timeout-s \(60\), not 0",
+        ),
+        ({"tp": 4, "exclude_rank_after_s": 5}, "each rank is required here"),
+        ({"tp": 2, "pp": 2, "exclude_rank_after_s": 5}, "each rank is required here"),
+        ({"dp_attention": 2, "pp": 2, "exclude_rank_after_s": 5}, "each rank is required here"),
+        ({"tp": 3, "ffn_ranks": 1, "exclude_rank_after_s": 5}, "each rank is required here"),
         (NOTED | {"exclude_rank_after_failures": 0}, "--exclude-rank-after-failures must be at least 1"),
         (NOTED | {"rank_failures_within_s": 0}, "--rank-failures-within-s must be more than 0"),
-        ({"tp": 2, "rank_failure_log": "losses"}, "which a group does with --exclude-rank-after-s only"),
-        ({"tp": 2, "exclude_rank_after_failures": 9}, "for the file that --rank-failure-log names"),
+        ({"tp": 2, "rank_failure_log": "losses"}, "--rank-failure-log needs --exclude-rank-after-s"),
+        ({"tp": 2, "exclude_rank_after_failures": 9}, "need --rank-failure-log"),
         (
             {"dp_attention": 2, "exclude_rank_after_s": 5, "rank_failures_within_s": 60},
-            "for the file that --rank-failure-log names",
+            "need --rank-failure-log",
         ),
     ],
 )
@@ -71,7 +74,7 @@ def test_parallel_settings_that_cannot_be_are_refused(settings: dict[str, Any], 
         (Layout(pp=3), "--pp 3 is more than the model's 2 layers"),
         (
             Layout(tp=2, ep=2, redundant_experts=10),
-            "more slots a rank than the 8 experts that there are: 8 is the most",
+            "more slots than the model's 8 experts: use at most 8",
         ),
     ],
     ids=str,
@@ -142,7 +145,7 @@ def test_what_a_launcher_says_of_parallel_ranks_is_understood_or_refused() -> No
     by_torchrun = meeting_from(LAUNCHED | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
     assert by_torchrun is not None
     require_hosts_apart(None, by_torchrun)
-    with pytest.raises(InvalidConfig, match="cannot be had under torchrun"):
+    with pytest.raises(InvalidConfig, match="is not available under torchrun"):
         require_hosts_apart(5, by_torchrun)
     with pytest.raises(InvalidConfig, match="start with torchrun or deepspeed, or unset WORLD_SIZE"):
         meeting_from({"WORLD_SIZE": "2"})

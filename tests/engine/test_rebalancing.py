@@ -107,7 +107,7 @@ class Told:
     rank: int
     size: int = RANKS
 
-    def tell_all(self, x_E: Tensor) -> Tensor:
+    def all_gather(self, x_E: Tensor) -> Tensor:
         assert torch.equal(x_E, self.all_RE[self.rank])
         return self.all_RE
 

@@ -45,7 +45,7 @@ def test_a_rank_whose_words_come_in_pieces_is_welcome_and_strangers_are_not() ->
         target=lambda: met.append(meet(Rendezvous(0, 2), store, SETTINGS, "same", timeout_s=60)), daemon=True
     )
     first.start()
-    host, port, secret = msgspec.json.decode(PrefixStore("moiety/0", store).get("lifeline"))
+    host, port, secret = msgspec.json.decode(PrefixStore("moiety/0", store).get("heartbeat"))
     stranger = socket.create_connection((host, port))
     stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
     guessing = Line(socket.create_connection((host, port)))
@@ -57,9 +57,9 @@ def test_a_rank_whose_words_come_in_pieces_is_welcome_and_strangers_are_not() ->
     line.send(Loaded())
     first.join(60)
     assert met[0].masked == ()
-    met[0].lifeline.wait_loaded()
+    met[0].heartbeat.wait_loaded()
     line.send(Bye())
-    met[0].lifeline.close()
+    met[0].heartbeat.close()
     for end in (stranger, guessing, line):
         end.close()
 
@@ -75,11 +75,11 @@ def lines() -> tuple[Line, Line]:
 
 def test_ranks_that_have_not_heard_a_goodbye_hear_it_before_the_line_ends() -> None:
     (first, one), (second, other) = lines(), lines()
-    lifeline = RankHeartbeat(0, {1: first, 2: second})
+    heartbeat = RankHeartbeat(0, {1: first, 2: second})
     one.send(Bye())
-    while not lifeline._over:  # else it would say goodbye to both, whatever it has heard
+    while not heartbeat._over:  # else it would say goodbye to both, whatever it has heard
         time.sleep(0.01)
-    lifeline.close()
+    heartbeat.close()
     heard = []
     try:
         while True:
@@ -99,8 +99,8 @@ class Late:
         self.store = HashStore()
         self.met: dict[int, ConnectedRanks] = {}
         self.refused: dict[int, str] = {}
-        sparing = RankExclusion(Layout(dp=2, ep=2, ffn_ranks=2), after_s)
-        self._first = self.start(0, sparing=sparing, gone=lambda: gone, timeout_s=timeout_s)
+        exclusion = RankExclusion(Layout(dp=2, ep=2, ffn_ranks=2), after_s)
+        self._first = self.start(0, exclusion=exclusion, gone=lambda: gone, timeout_s=timeout_s)
 
     def start(self, rank: int, timeout_s: float = 60, **how: Any) -> threading.Thread:
         def run() -> None:
@@ -117,7 +117,7 @@ class Late:
         for thread in (self._first, *threads):
             thread.join(60)
         for rank in sorted(self.met):
-            self.met[rank].lifeline.close()
+            self.met[rank].heartbeat.close()
 
 
 def test_a_rank_that_comes_too_late_hears_that_the_others_have_started_without_it() -> None:
@@ -126,7 +126,7 @@ def test_a_rank_that_comes_too_late_hears_that_the_others_have_started_without_i
     assert {rank: met.masked for rank, met in group.met.items()} == {0: (3,), 1: (3,), 2: (3,)}
     late = group.start(3)
     late.join(60)
-    assert "rank 3 came after the others had started without it" in group.refused[3]
+    assert "rank 3 joined after the others had started without it" in group.refused[3]
 
 
 def test_a_rank_that_is_given_up_takes_part_where_the_others_cannot_start_otherwise() -> None:
@@ -139,15 +139,17 @@ def test_where_a_rank_is_given_up_and_another_does_not_come_both_are_named_with_
     group = Late(after_s=1, gone={2: "rank 2 was lost too often"}, timeout_s=2)
     group.end(group.start(1))
     for said in (group.refused[0], group.refused[1]):
-        assert "of 4 ranks these did not come in time: 3. See" in said
-        assert "rank 2 was lost too often. The others cannot start without: no rank with experts is left" in said
+        assert "(--join-timeout-s): 3; check" in said
+        assert (
+            "rank 2 was lost too often. The other ranks cannot start without them: no rank with experts is left" in said
+        )
 
 
 def test_a_rank_that_nobody_can_do_without_ends_the_others_as_soon_as_it_cannot_come() -> None:
     group = Late(after_s=60, gone={2: "one has ended", 3: "another has ended"})
     group.end(group.start(1))
     assert set(group.refused.values()) == {
-        "one has ended; another has ended. The others cannot start without: no rank with experts is left"
+        "one has ended; another has ended. The other ranks cannot start without them: no rank with experts is left"
     }
     assert set(group.refused) == {0, 1}
 
@@ -166,10 +168,10 @@ class Hall:
             target=self._meet, args=(store, RankExclusion(Layout(dp=4, ep=4), after_s)), daemon=True
         )
         self._first.start()
-        self._where = msgspec.json.decode(PrefixStore("moiety/0", store).get("lifeline"))
+        self._where = msgspec.json.decode(PrefixStore("moiety/0", store).get("heartbeat"))
 
-    def _meet(self, store: HashStore, sparing: RankExclusion) -> None:
-        how: dict[str, Any] = {"sparing": sparing, "gone": self._gone, "note": self.noted.append, "timeout_s": 60}
+    def _meet(self, store: HashStore, exclusion: RankExclusion) -> None:
+        how: dict[str, Any] = {"exclusion": exclusion, "gone": self._gone, "note": self.noted.append, "timeout_s": 60}
         self.met.append(meet(Rendezvous(0, 4), store, {}, "same", **how))
 
     def _gone(self) -> dict[int, str]:
@@ -218,8 +220,8 @@ def test_a_rank_that_came_and_is_lost_while_another_is_waited_for_is_done_withou
     assert hall.noted == [2]
     first.close()
     with pytest.raises(RanksError, match="rank 1 is lost"):
-        met.lifeline.wait_loaded()
-    met.lifeline.close()
+        met.heartbeat.wait_loaded()
+    met.heartbeat.close()
     assert hall.noted == [2, 1]
 
 
@@ -232,7 +234,7 @@ def test_a_rank_that_came_and_was_lost_may_come_again() -> None:
     met = hall.look_until_met()
     assert met.masked == ()
     assert hall.noted == [2]
-    met.lifeline.close()
+    met.heartbeat.close()
     for line in lines:
         line.close()
 
@@ -242,7 +244,7 @@ def test_ranks_that_are_there_when_the_time_is_over_are_not_masked() -> None:
     lines = [hall.come(rank) for rank in (1, 2, 3)]
     met = hall.look_until_met()
     assert met.masked == ()
-    met.lifeline.close()
+    met.heartbeat.close()
     for line in lines:
         line.close()
 
@@ -253,7 +255,7 @@ def test_one_that_comes_and_says_nothing_costs_the_ranks_no_time() -> None:
     lines = [hall.come(rank) for rank in (1, 2, 3)]
     met = hall.look_until_met()
     assert met.masked == ()
-    met.lifeline.close()
+    met.heartbeat.close()
     stranger.close()
     for line in lines:
         line.close()
@@ -269,7 +271,7 @@ def test_a_rank_that_is_given_up_is_not_waited_for_and_hears_why_when_the_others
     assert met.masked == (2,)
     assert came.receive() == [RankFailed("it was lost too often")]
     assert hall.noted == []
-    met.lifeline.close()
+    met.heartbeat.close()
     for line in (came, *lines):
         line.close()
 
@@ -283,7 +285,7 @@ def test_a_rank_that_ends_after_it_came_is_masked_at_once() -> None:
     met = hall.look_until_met()
     assert met.masked == (3,)
     assert lines[0].receive()[0] == Welcome((3,))
-    met.lifeline.close()
+    met.heartbeat.close()
     for line in lines:
         line.close()
 
@@ -306,13 +308,13 @@ def test_a_rank_that_is_lost_while_the_groups_are_made_ends_the_first_one_too() 
     assert first.stdout is not None
     port = int(next(line for line in first.stdout if line.strip().isdigit()))
     store = open_store(Rendezvous(1, 2, port=port), 60)
-    host, port, secret = msgspec.json.decode(PrefixStore("moiety/0", store).get("lifeline"))
+    host, port, secret = msgspec.json.decode(PrefixStore("moiety/0", store).get("heartbeat"))
     line = Line(socket.create_connection((host, port), timeout=60))
     line.send(RankHello(1, secret, {}, "same"))
     assert line.receive()[0] == Welcome()
     line.close()
     said = first.communicate(timeout=60)[0].decode()
-    assert "rank 1 is lost: its process has ended" in said
+    assert "rank 1 is lost: its process ended" in said
     assert first.returncode == LOST_RANK
 
 
@@ -320,11 +322,11 @@ def noted_when(happens: Callable[[list[Line]], None]) -> list[int]:
     """Whom rank 0 notes as lost, of three others."""
     ends, noted = [lines() for _ in range(3)], list[int]()
     far = [other for _, other in ends]
-    lifeline = RankHeartbeat(0, {rank: near for rank, (near, _) in enumerate(ends, 1)}, noted.append)
+    heartbeat = RankHeartbeat(0, {rank: near for rank, (near, _) in enumerate(ends, 1)}, noted.append)
     happens(far)
     with pytest.raises(RanksError):
-        lifeline.wait_loaded()
-    lifeline.close()
+        heartbeat.wait_loaded()
+    heartbeat.close()
     for line in far:
         line.close()
     return noted
@@ -336,7 +338,7 @@ def test_all_ranks_that_are_lost_together_are_noted() -> None:
 
 def test_a_rank_that_cannot_go_on_and_says_so_is_noted_but_not_one_that_has_lost_the_first() -> None:
     assert noted_when(lambda far: far[1].send(RankFailed("its disk is full", own=True))) == [2]
-    assert noted_when(lambda far: far[1].send(RankFailed("rank 0 has said nothing"))) == []
+    assert noted_when(lambda far: far[1].send(RankFailed("rank 0 sent no heartbeat"))) == []
 
 
 def test_losses_are_counted_for_so_long_over_restarts(tmp_path: Path) -> None:
@@ -358,7 +360,10 @@ def test_a_file_of_losses_is_of_one_group_and_what_was_in_it_is_forgotten_once_i
     file = tmp_path / "losses"
     losses = RankFailureLog(file, "these", within_s=600)
     losses.note(1)
-    with pytest.raises(InvalidConfig, match="has the lost ranks of these, and these are of those: choose another file"):
+    with pytest.raises(
+        InvalidConfig,
+        match="has the header 'lost ranks of these' of another group, while this group is those: choose another file",
+    ):
         RankFailureLog(file, "those", within_s=600)
     file.write_text("")
     losses.note(2)
@@ -384,6 +389,6 @@ def test_of_ranks_that_were_lost_often_each_is_given_up_that_the_others_can_do_w
         losses.note(rank)
     _, given_up = losses_of(config, Layout(dp=2, tp=2), Rendezvous(0, 4))
     assert given_up.keys() == {3}  # rank 0 cannot do without rank 1
-    assert "rank 3 was lost 2 times in 60 s" in given_up[3]
-    with pytest.raises(InvalidConfig, match=r"n at 127.0.0.1, tp 2, dp 2, ep 1, .* these are of n at 127.0.0.1, tp 1"):
+    assert "rank 3 failed 2 times in 60 s" in given_up[3]
+    with pytest.raises(InvalidConfig, match=r"n at 127.0.0.1, tp 2, dp 2, ep 1, .* this group is n at 127.0.0.1, tp 1"):
         losses_of(config, Layout(dp=4), Rendezvous(0, 4))

@@ -83,7 +83,7 @@ except CheckpointError as exc:
 """
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert "go online once" in found.stdout
+    assert "connect to the internet once" in found.stdout
 
 
 def test_a_model_is_called_by_the_last_part_of_where_it_is() -> None:

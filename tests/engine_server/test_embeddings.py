@@ -56,7 +56,7 @@ async def test_the_vector_follows_from_the_prompt_alone(bench: Any, submit: Any)
 @pytest.mark.parametrize(
     ("script", "changes", "message"),
     [
-        (Script(embedding_width=0), {}, "makes no embeddings"),
+        (Script(embedding_width=0), {}, "embeddings are not available"),
         (Script(), {"stopping": Stopping(max_tokens=1)}, "max_tokens must be 0, not 1"),
         (Script(), {"sibling_tokens": -1}, "sibling_tokens must be 0 or more"),
         (Script(), {"embed": False}, "max_tokens must be at least 1"),
@@ -98,7 +98,7 @@ async def test_an_embedding_is_metered_as_a_prompt_without_output(bench: Any, su
         gateway = running.connect()
         await gateway.send(Hello("gateway", replica_id="first"))
         await gateway.until(lambda: gateway.loads)
-        await gateway.ask(wanted(submit, bill=b"bill"))
+        await gateway.ask(wanted(submit, billing_context=b"bill"))
         assert "first" in (await gateway.until_load(lambda load: load.unacknowledged_replicas)).unacknowledged_replicas
         await gateway.send(UsageAcknowledgement("first", ["r"]))
         await gateway.until_load(lambda load: not load.unacknowledged_replicas)

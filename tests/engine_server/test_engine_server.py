@@ -118,7 +118,7 @@ async def test_special_tokens_are_no_text_unless_they_are_to_be_shown(bench: Any
         resumed = await gateway.ask(submit("resumed", shown_ids=(USER_ID,), resumed_ids=shown.token_ids[:2]))
         assert resumed is other and resumed.text == shown.text
         refused = await gateway.ask(submit("bad", shown_ids=(VOCAB_SIZE,)))
-        assert (refused.end.code, "to be shown" in refused.end.message) == (FailureCode.INVALID_REQUEST, True)
+        assert (refused.end.code, "in shown_ids" in refused.end.message) == (FailureCode.INVALID_REQUEST, True)
 
 
 async def test_a_code_point_that_the_end_cuts_comes_with_the_end(bench: Any, submit: Any) -> None:

@@ -29,8 +29,8 @@ def test_an_answer_to_a_query_that_was_dropped_is_ignored() -> None:
     queries = ExpertQueries(lambda session, load: sent.append((session, load)))
     gone, here = SimpleNamespace(is_gone=True), SimpleNamespace(is_gone=False)
     for number in range(MAX_OPEN + 1):
-        queries.ask(gone if number < MAX_OPEN else here, AskExperts(number, 0))
-    first, *_, last = queries.take_asks()
+        queries.add(gone if number < MAX_OPEN else here, AskExperts(number, 0))
+    first, *_, last = queries.take_queries()
     for ask in (first, last):
         queries.answer(ExpertLoad(ask.ask_id, 0, 0))
     assert [session for session, _ in sent] == [here]

@@ -89,7 +89,7 @@ async def test_a_gateway_for_inference_alone_can_neither_have_an_engine_sleep_no
         load = await gateway.until_load(lambda load: load.sleep_problem)
         assert (load.sleep, load.sleep_problem) == (
             SleepState.AWAKE,
-            "this gateway's key lacks the role administration",
+            "this gateway's key does not have the role administration",
         )
         assert (await gateway.ask(submit("goes on"))).text == "hello"
         assert running.front.stats().num_refused == 3
@@ -155,7 +155,7 @@ async def test_usage_is_settled_by_its_own_gateway_or_by_one_that_was_told_of_it
     ) as running:
         gateway, other = running.connect(**options(first)), running.connect(**options(second))
         await gateway.send(Hello("gateway", replica_id="first"))
-        await gateway.ask(submit("paid", bill=b"bill"))
+        await gateway.ask(submit("paid", billing_context=b"bill"))
         await other.send(Hello("other", replica_id="second"), UsageAcknowledgement("first", ["paid"]))
         await other.until_load(lambda load: running.front.stats().num_refused == 1)
         assert running.front.stats().num_unacknowledged == 1
@@ -186,7 +186,7 @@ async def test_only_gateways_that_may_send_requests_are_told_of_usage_and_of_the
         running.front.card = msgspec.structs.replace(running.front.card, kv_secret="secret")
         gateway, ruler = running.connect(**options(serving)), running.connect(**options(ruling))
         await gateway.send(Hello("gateway", replica_id="first"))
-        await gateway.ask(submit("paid", bill=b"bill"))
+        await gateway.ask(submit("paid", billing_context=b"bill"))
         await ruler.send(Hello("ruler", replica_id="ruler"))
         await ruler.until(lambda: ruler.cards)
         assert (gateway.cards[0].kv_secret, ruler.cards[0].kv_secret) == ("secret", "")
@@ -244,7 +244,7 @@ async def test_without_a_list_a_key_still_keeps_its_identity_and_its_usage(
     async with bench(curve_secret_key=ENGINE[1]) as running:
         gateway, other = running.connect(**options(first)), running.connect(**options(second))
         await gateway.send(Hello("gateway", replica_id="first"))
-        await gateway.ask(submit("paid", bill=b"bill"))
+        await gateway.ask(submit("paid", billing_context=b"bill"))
         await other.send(Hello("other", replica_id="first"), UsageAcknowledgement("first", ["paid"]))
         await gateway.until_load(lambda load: running.front.stats().num_refused == 2)
         assert running.front.stats().num_unacknowledged == 1

@@ -66,7 +66,7 @@ async def test_a_core_that_hangs_is_killed_and_every_open_request_fails(bench: A
             assert running.core.returncode == -signal.SIGKILL
     died = [entry["reason"] for entry in logs if entry["event"] == "core_died"]
     assert len(died) == 1
-    assert "said nothing for 1 s" in died[0]
+    assert "sent no message for 1 s" in died[0]
 
 
 async def test_a_core_that_has_nothing_to_do_is_not_taken_for_hung(bench: Any, submit: Any) -> None:

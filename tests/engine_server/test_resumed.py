@@ -86,9 +86,9 @@ async def test_who_was_admitted_elsewhere_is_let_in_where_others_are_turned_away
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"resumed_ids": [END_ID + 1000]}, "outside of the model's vocabulary"),
-        ({"resumed_ids": [97] * 101}, "101 tokens of output are to be resumed, but this engine allows 100"),
-        ({**EMBEDDED, "resumed_ids": [97]}, "1 tokens of output are to be resumed, but this engine allows 0"),
+        ({"resumed_ids": [END_ID + 1000]}, "outside the model's vocabulary"),
+        ({"resumed_ids": [97] * 101}, "101 output tokens cannot be resumed: this engine allows at most 100"),
+        ({**EMBEDDED, "resumed_ids": [97]}, "1 output tokens cannot be resumed: this engine allows at most 0"),
     ],
 )
 async def test_what_cannot_be_resumed_is_refused(bench: Any, submit: Any, changes: Any, words: str) -> None:

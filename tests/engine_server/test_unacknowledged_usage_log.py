@@ -230,7 +230,9 @@ async def test_an_engine_tells_another_gateway_what_the_engine_before_it_had_beg
         gateway = running.connect()
         await gateway.send(Hello("gateway", replica_id="dead"))
         await gateway.until(lambda: gateway.loads)
-        await gateway.send(submit("r-0", bill=b"theirs", stopping=Stopping(max_tokens=100_000, ignore_eos=True)))
+        await gateway.send(
+            submit("r-0", billing_context=b"theirs", stopping=Stopping(max_tokens=100_000, ignore_eos=True))
+        )
         await gateway.until(lambda: len(gateway.answers["r-0"].token_ids) > 20 if gateway.answers else False)
         found = await written(path, lambda left: any(one.num_output_tokens > 10 for one in left.values()))
         killed = path.with_name("copy").rename(tmp_path / "as it was")
@@ -245,7 +247,7 @@ async def test_an_engine_tells_another_gateway_what_the_engine_before_it_had_beg
         while not isinstance(message, UnacknowledgedUsage):
             message = await other.keep_alive_and_receive()
         assert message.records == [begun]
-        assert (begun.replica_id, begun.request_id, begun.bill) == ("dead", "r-0", b"theirs")
+        assert (begun.replica_id, begun.request_id, begun.billing_context) == ("dead", "r-0", b"theirs")
         await other.send(UsageAcknowledgement("dead", ["r-0"]))
         await other.until_load(lambda load: not load.unacknowledged_replicas)
     inherited.close()
@@ -273,7 +275,9 @@ def test_a_gateway_that_lives_is_asked_for_what_it_did_not_settle_and_for_nothin
     meter = UsageMeter(clock, None, log)
     assert meter.forgotten_by("g") == [], "it has yet to settle by itself"
     meter.settle("g", ["a"])
-    meter.note("g", submit("r", bill=b"bill"), Finished("r", 0, FinishReason.STOP, 3, 0, 5, Phases(1)), "standard")
+    meter.note(
+        "g", submit("r", billing_context=b"bill"), Finished("r", 0, FinishReason.STOP, 3, 0, 5, Phases(1)), "standard"
+    )
     clock.now_s += GRACE_S + 1
     assert meter.left_behind({"g"}) == []
     assert {one.request_id for one in meter.forgotten_by("g")} == {"b", "c"}

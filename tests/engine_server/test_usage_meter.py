@@ -37,7 +37,7 @@ def meter(clock: Clock) -> UsageMeter:
 
 
 def note(meter: UsageMeter, submit: Any, replica_id: str, request_id: str, num_output: int = 5) -> None:
-    meter.note(replica_id, submit(request_id, bill=b"bill"), finished(request_id, num_output), "standard")
+    meter.note(replica_id, submit(request_id, billing_context=b"bill"), finished(request_id, num_output), "standard")
 
 
 def test_what_is_settled_is_forgotten(meter: UsageMeter, submit: Any) -> None:
@@ -54,7 +54,7 @@ def test_what_is_settled_is_forgotten(meter: UsageMeter, submit: Any) -> None:
 
 def test_what_has_no_bill_or_was_not_let_in_is_not_kept(meter: UsageMeter, submit: Any) -> None:
     meter.note("a", submit("r1"), finished("r1", 5), "standard")
-    meter.note("a", submit("r2", bill=b"bill"), finished("r2", 0), "")
+    meter.note("a", submit("r2", billing_context=b"bill"), finished("r2", 0), "")
     assert meter.replicas == set()
 
 
@@ -68,7 +68,12 @@ def test_who_is_connected_settles_by_itself_and_who_was_silent_for_long_does_not
     assert meter.left_behind({"b"}) == [], "told a moment ago"
     clock.now_s += REPEAT_S
     (record,) = meter.left_behind({"b"})
-    assert (record.replica_id, record.bill, record.num_output_tokens, record.num_cached_tokens) == ("a", b"bill", 7, 1)
+    assert (record.replica_id, record.billing_context, record.num_output_tokens, record.num_cached_tokens) == (
+        "a",
+        b"bill",
+        7,
+        1,
+    )
     meter.settle("a", ["r1"])
     clock.now_s += REPEAT_S
     assert meter.left_behind({"b"}) == []
@@ -98,7 +103,7 @@ async def test_a_gateway_is_told_what_another_has_left(
         await lost.until(lambda: lost.loads)
         await other.send(Hello("other", replica_id="second"))
         await other.until(lambda: other.loads)
-        await lost.send(submit(bill=b"theirs", stopping=Stopping(max_tokens=4)))
+        await lost.send(submit(billing_context=b"theirs", stopping=Stopping(max_tokens=4)))
         answer = await lost.finish()
         assert "first" in (await other.until_load(lambda load: load.unacknowledged_replicas)).unacknowledged_replicas
         lost.socket.close()
@@ -106,7 +111,7 @@ async def test_a_gateway_is_told_what_another_has_left(
         while not isinstance(message, UnacknowledgedUsage):
             message = await other.keep_alive_and_receive()
         (record,) = message.records
-        assert (record.replica_id, record.request_id, record.bill) == ("first", "r", b"theirs")
+        assert (record.replica_id, record.request_id, record.billing_context) == ("first", "r", b"theirs")
         assert record.num_output_tokens == answer.end.num_output_tokens == 4
         await other.send(UsageAcknowledgement("first", ["r"]))
         await other.until_load(lambda load: not load.unacknowledged_replicas)

@@ -968,7 +968,7 @@ def test_a_gateway_whose_engine_lacks_a_tokenizer_does_not_start_and_says_why(tm
     command = [sys.executable, "-c", "from moiety_platform.cli.main import main; main()", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
-    assert "is not a folder; give the folder of a checkpoint" in " ".join(done.stderr.split())
+    assert "is not a folder; name the folder of a checkpoint" in " ".join(done.stderr.split())
 
 
 async def test_a_long_queue_there_is_a_long_wait_here_and_too_long_a_one_is_refused_early(

@@ -115,7 +115,7 @@ async def test_a_message_in_anthropics_words_goes_on_as_well(start_gateway: Star
         status, _, body = await gateway.post("/v1/messages", ASK)
         assert (status, json.loads(body)["content"]) == (200, [{"type": "text", "text": WHOLE}])
         first, second = submits_of(engines)
-        assert first.bill == second.bill != b""
+        assert first.billing_context == second.billing_context != b""
 
 
 async def test_an_input_whose_engine_is_lost_before_its_vector_came_is_embedded_at_another(
@@ -142,7 +142,7 @@ async def test_an_input_whose_engine_is_lost_before_its_vector_came_is_embedded_
         again = [one for engine in engines for one in engine.submits if one.resumed_ids is not None]
         assert [(one.resumed_ids, one.embed, one.stopping.max_tokens) for one in again] == [([], True, 0)] * len(again)
         assert [5, 1] in [one.prompt_ids for one in again]
-        assert len({one.bill for engine in engines for one in engine.submits} - {b""}) == 1
+        assert len({one.billing_context for engine in engines for one in engine.submits} - {b""}) == 1
 
 
 async def test_a_request_that_kills_every_engine_takes_three_and_no_more(

@@ -76,7 +76,7 @@ async def test_the_prompt_goes_to_one_engine_and_the_answer_comes_from_another(
     assert first.hand_over.token == transfer_token("secret 5", first.hand_over.transfer_id)
     assert (second.transfer_id, second.resumed_ids) == (first.hand_over.transfer_id, [1])
     assert second.hand_over is None
-    assert first.bill == second.bill != b""
+    assert first.billing_context == second.billing_context != b""
     assert set(prefill.settled_ids) == set(decode.settled_ids) == {first.request_id}
     (span,) = spans.named("chat tiny")
     assert "moiety.failovers" not in span.attributes

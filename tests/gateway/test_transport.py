@@ -313,7 +313,7 @@ async def test_a_gateway_for_inference_alone_is_told_that_it_cannot_use_sleep_mo
         client.rest(asleep=True)
         client.forget(["tenant"])
         await until(lambda: client.state.load.sleep_problem)
-        assert client.state.load.sleep_problem == "this gateway's key lacks the role administration"
+        assert client.state.load.sleep_problem == "this gateway's key does not have the role administration"
         async with client.open(submit()) as stream:
             assert [message async for message in stream.messages()]
 
@@ -427,7 +427,7 @@ async def test_requests_that_are_submitted_at_once_make_no_frame_for_which_an_en
         await first.inbox.get()
         large = bytes(2 * 2**20)
         for number in range(MAX_MESSAGE_BYTES // len(large) + 1):  # in one turn of the loop
-            await stack.enter_async_context(client.open(submit(f"r{number}", bill=large)))
+            await stack.enter_async_context(client.open(submit(f"r{number}", billing_context=large)))
         async with client.open(submit("last")) as last:
             assert [message async for message in last.messages()][-1].reason is FinishReason.LENGTH
         assert not first.ended

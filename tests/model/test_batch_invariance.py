@@ -22,7 +22,7 @@ def test_a_sequence_has_the_same_bits_alone_and_among_others(
 ) -> None:
     dtype = "float32" if device == "cpu" else "bfloat16"
     if REFUSED[device] in request.node.callspec.params["checkpoint"]:
-        with pytest.raises(UnsupportedModelError, match=r"--batch-invariant cannot be had: .* widths"):
+        with pytest.raises(UnsupportedModelError, match=r"--batch-invariant is not available: .* widths"):
             make_driver(checkpoint.folder, device, dtype, batch_invariant=True)
         return
     driver = make_driver(checkpoint.folder, device, dtype, batch_invariant=True)

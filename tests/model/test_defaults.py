@@ -138,7 +138,7 @@ def test_layer_types_with_a_window_that_is_not_used_are_refused(family: str, use
     sliding, mixed = ["sliding_attention"] * 2, ["full_attention", "sliding_attention"]
     for kinds in (sliding, mixed):
         assert outcome(config | {"layer_types": kinds}) == "refused"
-        with pytest.raises(ModelError, match=r"layer_types that layer \d has sliding_attention.*use_sliding_window"):
+        with pytest.raises(ModelError, match=r"sets sliding_attention for layer \d.*use_sliding_window"):
             spec_from_config(config | {"layer_types": kinds})
     spec = spec_from_config(config | {"layer_types": ["full_attention"] * 2})
     assert [layer.attention.window for layer in spec.layers] == [None, None]

@@ -160,8 +160,8 @@ def test_products_with_a_part_that_is_wide_on_disk_are_wide_and_the_others_narro
 @pytest.mark.parametrize(
     ("dtype", "block", "reason"),
     [
-        ("float32", (32, 32), "--dtype float32 asks for exact products"),
-        ("bfloat16", (32, 16), "groups of 16 inputs are not of 32, 64, 128"),
+        ("float32", (32, 32), "--dtype float32 requires exact products"),
+        ("bfloat16", (32, 16), "groups of 16 inputs are not supported, only groups of 32, 64, 128"),
     ],
 )
 def test_what_no_kernel_reads_is_widened_and_said_to_be(
@@ -173,7 +173,7 @@ def test_what_no_kernel_reads_is_widened_and_said_to_be(
     with capture_logs() as lines:
         model = load_model(folder, device="cpu", dtype=dtype)
     (said,) = [line for line in lines if line["event"] == "checkpoint_widened"]
-    with pytest.raises(UnsupportedModelError, match=f"--quantization fp8 cannot be had: {reason}"):
+    with pytest.raises(UnsupportedModelError, match=f"--quantization fp8 is not available: {reason}"):
         load_model(folder, device="cpu", dtype=dtype, quantization="fp8")
     assert said["kept"] == "fp8"
     assert reason in said["reason"]
@@ -185,14 +185,14 @@ def test_float8_that_does_not_fit_its_scales_or_is_another_kind_is_refused_by_na
     tensors = put_in_float8(folder, "blocks")
     name = "model.layers.0.self_attn.q_proj.weight"
     for broken, why in (
-        ({f"{name}_scale_inv": tensors[f"{name}_scale_inv"][:, :1].clone()}, "are not those of blocks of 32 by 32"),
-        ({name: tensors[name].float().to(torch.float8_e5m2)}, r"the numbers are torch\.float8_e5m2"),
+        ({f"{name}_scale_inv": tensors[f"{name}_scale_inv"][:, :1].clone()}, "do not match blocks of 32 by 32"),
+        ({name: tensors[name].float().to(torch.float8_e5m2)}, r"the values are torch\.float8_e5m2"),
     ):
         save_file(tensors | broken, folder / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(WeightsError, match=rf"q_proj\.weight in .*{why}"):
             load_model(folder, device="cpu", dtype="bfloat16")
     save_file({key: one for key, one in tensors.items() if key != f"{name}_scale_inv"}, folder / "model.safetensors")
-    with pytest.raises(WeightsError, match=r"q_proj\.weight in .* it is float8 and has no scale"):
+    with pytest.raises(WeightsError, match=r"q_proj\.weight in .* it is float8 but has no scale"):
         load_model(folder, device="cpu", dtype="bfloat16")
 
 
@@ -201,7 +201,7 @@ def test_of_float8_checkpoints_those_are_named_that_can_be_read(make_checkpoint:
     config = json.loads((folder / "config.json").read_text())
     for settings in (compressed("tensor_group"), compressed("channel", num_bits=4), compressed("block")):
         with pytest.raises(
-            UnsupportedModelError, match=r"quantized as compressed-tensors 'float-quantized'.*supported are fp8"
+            UnsupportedModelError, match=r"quantization compressed-tensors 'float-quantized'.*supported are fp8"
         ):
             spec_from_config(config | {"quantization_config": settings})
 

@@ -172,7 +172,7 @@ def test_an_expert_that_cannot_be_read_fails_the_step_and_says_what_to_do(
     (written,) = (folder / "offload").glob("*.bin")
     with written.open("r+b") as file:
         file.truncate(4096)
-    with pytest.raises(OSError, match="ends where an expert should be: delete it, and start again"):
+    with pytest.raises(OSError, match="is incomplete: delete it and start again"):
         answers(driver, make_sequence)
 
 
@@ -199,8 +199,8 @@ def test_without_a_size_half_of_what_the_rest_leaves_free_is_for_experts(
     ("variant", "config", "more", "says"),
     [
         ("mixtral", OffloadConfig(what=Offload.EXPERTS, memory_bytes=140_000, folder="/nowhere"), {},
-         "140000 bytes hold 0 experts of each of 3 layers, and a token needs 2: give .* at least 294912"),
-        ("mixtral", OffloadConfig(what=Offload.EXPERTS), {}, "kept in a file.*give --offload-folder"),
+         "140000 bytes hold 0 experts for each of 3 layers, but a token needs 2: set .* at least 294912"),
+        ("mixtral", OffloadConfig(what=Offload.EXPERTS), {}, "kept in a file.*set --offload-folder"),
         ("mixtral", OffloadConfig(what=Offload.EXPERTS, folder="/dev/null/x"), {}, "choose another --offload-folder"),
         ("qwen3, tied", OffloadConfig(what=Offload.EXPERTS, folder="/tmp"), {}, "a qwen3 model has no experts"),
         ("mixtral", OffloadConfig(what=Offload.EXPERTS), {"load_format": LoadFormat.DUMMY}, "leave out --load-format"),
@@ -219,7 +219,7 @@ def test_a_disk_without_room_is_told_before_anything_is_read(tmp_path: Path, mon
 
     monkeypatch.setattr("os.posix_fallocate", full)
     file = ExpertFile(tmp_path, "0")
-    with pytest.raises(InvalidConfig, match=r"do not fit on the disk .* make room there"):
+    with pytest.raises(InvalidConfig, match=r"do not fit on the disk .* free space there"):
         file.empty((4, 8), torch.float32)
     assert not list(tmp_path.iterdir())
 

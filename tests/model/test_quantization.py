@@ -79,7 +79,7 @@ def test_a_family_in_few_bits_is_the_model_of_the_weights_they_stand_for(
 
 def test_a_model_of_odd_widths_is_refused_with_what_to_do(make_checkpoint: Any) -> None:
     folder = make_checkpoint("qwen3_moe").folder
-    with pytest.raises(UnsupportedModelError, match="a multiple of 32 numbers, and the model has some of 48"):
+    with pytest.raises(UnsupportedModelError, match="a multiple of 32 weights, but the model has rows of 48"):
         load_model(folder, device="cpu", dtype="auto", quantization="int8")
 
 
@@ -123,7 +123,7 @@ def test_what_is_written_says_what_it_is_and_nothing_is_overwritten(tmp_path: Pa
     tensors = load_file(tmp_path / "narrow" / "model.safetensors")
     assert "lm_head.weight" in tensors
     assert "model.layers.0.self_attn.q_proj.weight_packed" in tensors
-    with pytest.raises(CheckpointError, match="exists; name a folder that does not"):
+    with pytest.raises(CheckpointError, match="exists already and is not overwritten"):
         write_quantized(folder, tmp_path / "narrow", INT8, silent)
     with pytest.raises(CheckpointError, match="quantized already"):
         write_quantized(tmp_path / "narrow", tmp_path / "again", INT4, silent)
@@ -167,7 +167,7 @@ def test_a_folder_of_somebody_else_that_is_called_like_a_draft_is_left_alone(
 ) -> None:
     (tmp_path / "narrow.part").mkdir()
     (tmp_path / "narrow.part" / "thesis.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match=r"in the way.*move it away"):
+    with pytest.raises(CheckpointError, match=r"was not left by an earlier run; move it away"):
         write_quantized(make_checkpoint("mixtral, sliding window").folder, tmp_path / "narrow", INT8, silent)
     assert (tmp_path / "narrow.part" / "thesis.txt").read_text() == "mine"
 

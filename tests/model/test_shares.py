@@ -105,7 +105,7 @@ def test_experts_that_would_be_cut_inside_of_a_block_are_refused_with_what_can_b
     layer = spec.layers[0]
     attention, ffn = replace(layer.attention, head_dim=256), replace(layer.ffn, width=width)
     wider = replace(spec, layers=(replace(layer, attention=attention, ffn=ffn),))
-    with pytest.raises(InvalidConfig, match=f"{width} columns of an expert.* can be had: {possible}"):
+    with pytest.raises(InvalidConfig, match=f"{width} columns of an expert.* numbers of pieces: {possible}"):
         check_cuts(form, wider, layout)
     check_cuts(form, wider, replace(layout, ep=layout.stage_size))
     check_cuts(BLOCKS, spec, Layout(tp=2))  # of 64 columns in one block, each half lies inside
@@ -138,7 +138,7 @@ def test_each_slot_of_ranks_that_do_without_another_is_filled_and_none_would_sta
     *layers, last = own.layers
     twice = replace(own, layers=(*layers, replace(last, ffn=replace(last.ffn, held=(5,) * len(last.ffn.held)))))
     weights = allocate(twice, device=CPU, dtype=torch.float32)
-    with pytest.raises(AssertionError, match=r"experts\.5\..* would fill one of two places"):
+    with pytest.raises(AssertionError, match=r"experts\.5\..* must be cut like its counterpart"):
         own_places(twice, weights, seats[0], 0, whole_places(spec, set()))
 
 

@@ -118,7 +118,7 @@ def test_what_cannot_be_served_is_said_and_the_model_goes_on(llm: LLM, params: o
 
 
 def test_options_are_checked_by_name_and_value() -> None:
-    with pytest.raises(InvalidConfig, match="no such option"):
+    with pytest.raises(InvalidConfig, match="unknown option"):
         LLM(temperature=1)
     with pytest.raises(InvalidConfig, match="batching"):
         LLM(batching="sometimes")

@@ -135,12 +135,12 @@ NUMBERS: dict[str, Any] = {"num_replicas": 12, "num_groups": 4, "num_nodes": 2, 
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"num_replicas": 13}, "13 replicas do not divide by 4 ranks: 16 would"),
-        ({"num_replicas": 4}, "4 replicas cannot hold 8 experts: at least 8 can"),
+        ({"num_replicas": 13}, "13 replicas are not divisible by 4 ranks; use 16"),
+        ({"num_replicas": 4}, "4 replicas cannot hold 8 experts: at least 8 are needed"),
         ({"num_replicas": [12, 12]}, "one for each of 1 layers"),
-        ({"num_replicas": 12.5}, "one whole number"),
-        ({"num_groups": 3}, "8 experts do not divide by 3 groups: 9 would"),
-        ({"num_ranks": 3}, "3 ranks do not divide by 2 nodes: 4 would"),
+        ({"num_replicas": 12.5}, "one integer"),
+        ({"num_groups": 3}, "8 experts are not divisible by 3 groups; use 9"),
+        ({"num_ranks": 3}, "3 ranks are not divisible by 2 nodes; use 4"),
         ({"num_nodes": 0}, "at least one of the nodes"),
     ],
 )
@@ -156,5 +156,5 @@ def test_a_load_that_is_no_table_of_counts_is_refused(load: list[Any]) -> None:
 
 
 def test_a_budget_that_cannot_hold_every_expert_is_refused() -> None:
-    with pytest.raises(BadNumbers, match="need 16 replicas in all and room for 8 in a layer; there are 12"):
+    with pytest.raises(BadNumbers, match="need 16 replicas in total and at least 8 slots in a layer; there are 12"):
         replica_budgets(np.ones((2, 8)), total_replicas=12, num_groups=4, num_nodes=2, num_ranks=4)

@@ -139,7 +139,7 @@ def test_a_start_without_dead_ranks_has_every_expert_spread_evenly_over_the_livi
 def test_a_start_without_a_dead_rank_puts_no_expert_twice_on_one_that_lives() -> None:
     slots_R = start_without({3}, num_ranks=4, num_experts=16, slots_each=8)
     assert [len(set(own_S.tolist())) for own_S in slots_R.reshape(3, 8)] == [8, 8, 8]
-    with pytest.raises(BadNumbers, match="a rank has 5 slots, and there are 4 experts"):
+    with pytest.raises(BadNumbers, match="a rank has 5 slots, more than the 4 experts"):
         start_without({1}, num_ranks=2, num_experts=4, slots_each=5)
 
 
@@ -149,7 +149,7 @@ def test_what_has_no_room_or_is_no_rank_is_refused_with_numbers() -> None:
         rebalance(without(placement, {0, 1, 2}).placement, draw_load(1), move_cost=0.01)
     with pytest.raises(BadNumbers, match="ranks are 0 to 5, not 6 to 6"):
         without(placement, {6})
-    with pytest.raises(BadNumbers, match="all 6 ranks are dead"):
+    with pytest.raises(BadNumbers, match="all 6 ranks have failed"):
         without(placement, range(6))
     with pytest.raises(BadNumbers, match="0 or more mean rank loads"):
         rebalance(placement, draw_load(1), move_cost=-1)

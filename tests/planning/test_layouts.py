@@ -131,7 +131,9 @@ def test_every_preset_fits_on_some_layout_of_eight() -> None:
 
 def test_what_will_not_do_says_why() -> None:
     served = find_model("deepseek-v3")
-    assert evaluate(served, Layout(), 1, H200, NETWORK, DEMAND).problem == "the weights leave no memory"
+    assert (
+        evaluate(served, Layout(), 1, H200, NETWORK, DEMAND).problem == "the weights leave no memory for the KV cache"
+    )
     uneven = evaluate(served, Layout(tp=3), 3, H200, NETWORK, DEMAND).problem
     assert uneven is not None and "cannot be divided by --tp 3" in uneven
     hasty = evaluate(served, Layout(tp=8), 8, H200, NETWORK, replace(DEMAND, tpot_s=0.005)).problem
@@ -151,11 +153,11 @@ def test_the_command_advises_a_layout_as_json(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--gpu", "tpu"], "is no known GPU"),
+        (["--gpu", "tpu"], "is not a known GPU"),
         (["--link", "nvlink"], "must be two of"),
-        (["--model", "deepsek"], "is neither a folder"),
+        (["--model", "deepsek"], "is not a folder with config.json"),
         (["--weights", "fp3"], "--weights 'fp3' must be"),
-        (["--model", "mixtral-8x7b", "--input-tokens", "40000"], "ask for less"),
+        (["--model", "mixtral-8x7b", "--input-tokens", "40000"], "use smaller values"),
     ],
 )
 def test_bad_input_says_what_to_do(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

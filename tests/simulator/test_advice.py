@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from moiety_engine.errors import InvalidConfig
-from moiety_engine.simulator.advice import KV_FULL, KV_ROOM, SAFE_SHARE, Advice, Advisor
+from moiety_engine.simulator.advice import KV_FULL, KV_LOW, SAFE_SHARE, Advice, Advisor
 from moiety_engine.simulator.advise import explain
-from moiety_engine.simulator.bounds import KEPT, attainment
+from moiety_engine.simulator.bounds import REQUIRED_ATTAINMENT, attainment
 from moiety_engine.simulator.capacity import at_load, measure_capacity
 from moiety_engine.simulator.devices import SimulatedDevice
 from moiety_engine.simulator.simulate import simulate
@@ -55,15 +55,15 @@ def test_promises_hold_at_the_saturation_point_and_fail_well_beyond_it(
 ) -> None:
     assert 0.5 < advice.saturation < 1.2
     tuned = msgspec.structs.replace(small, max_batch_tokens=advice.limits.max_batch_tokens)
-    assert min(attainment(run_at(advice.saturation, workload, tuned).run).values()) >= KEPT
-    assert min(attainment(run_at(2.0 * advice.saturation, workload, tuned).run).values()) < KEPT
+    assert min(attainment(run_at(advice.saturation, workload, tuned).run).values()) >= REQUIRED_ATTAINMENT
+    assert min(attainment(run_at(2.0 * advice.saturation, workload, tuned).run).values()) < REQUIRED_ATTAINMENT
 
 
 def test_the_advised_bounds_are_kept_with_the_advised_limits(
     advice: Advice, workload: Workload, small: SimulatedDevice
 ) -> None:
     (bounds,) = advice.classes
-    assert advice.kept_at_safe_load and bounds.attainment >= KEPT
+    assert advice.attained_at_safe_load and bounds.attainment >= REQUIRED_ATTAINMENT
     assert bounds.ttft_s is not None and bounds.ttft_s <= STANDARD.ttft_s
     assert bounds.tpot_s is not None and bounds.tpot_s <= STANDARD.tpot_s
     tuned = msgspec.structs.replace(
@@ -94,10 +94,10 @@ def test_a_promise_that_an_idle_replica_breaks_is_named_with_one_that_it_keeps(
     )  # a step takes 14 ms at least
     advice = Advisor(workload, small, [hasty], window_s=WINDOW_S).advise()
     (bounds,) = advice.classes
-    assert advice.never_kept == ("standard",)
-    assert bounds.promised_tpot_s == 0.005 and bounds.tpot_s is not None and bounds.tpot_s > 0.014
-    assert bounds.attainment >= KEPT
-    assert any("fails even on a nearly idle replica" in sentence for sentence in explain(advice, small))
+    assert advice.never_attained == ("standard",)
+    assert bounds.configured_tpot_s == 0.005 and bounds.tpot_s is not None and bounds.tpot_s > 0.014
+    assert bounds.attainment >= REQUIRED_ATTAINMENT
+    assert any("is missed even on a nearly idle replica" in sentence for sentence in explain(advice, small))
 
 
 def test_sentences_have_the_figures_and_say_what_memory_means(advice: Advice, small: SimulatedDevice) -> None:
@@ -107,7 +107,7 @@ def test_sentences_have_the_figures_and_say_what_memory_means(advice: Advice, sm
 
     assert f"up to {advice.saturation:.2f} C" in text(0.8) and "run 1 replica." in text(0.8)
     assert f"--max-batch-tokens {advice.limits.max_batch_tokens}" in text(0.8) and "well used" in text(0.8)
-    assert "means room" in text(KV_ROOM - 0.01)
+    assert "are possible" in text(KV_LOW - 0.01)
     assert "memory limits the replica" in text(KV_FULL + 0.01)
 
 
@@ -115,16 +115,16 @@ def test_long_prompts_bound_by_prefill_and_those_beyond_the_memory_are_left_out(
     advice: Advice, small: SimulatedDevice
 ) -> None:
     assert advice.decode_share > 0.5
-    assert any("bound by decoding" in sentence for sentence in explain(advice, small))
+    assert any("decode-bound" in sentence for sentence in explain(advice, small))
     reading = generate("poisson:rate=4,input=800..1200,output=2..3;constant:rate=1,input=3000,output=4", WINDOW_S, 0)
     found = Advisor(reading, small, SHIPPED, window_s=WINDOW_S).advise()
     sentences = list(explain(found, small))
-    assert found.decode_share < 0.5 and any("bound by prefill" in sentence for sentence in sentences)
+    assert found.decode_share < 0.5 and any("prefill-bound" in sentence for sentence in sentences)
     assert found.num_too_long == WINDOW_S and sentences[0].startswith(f"{WINDOW_S:.0f} requests are longer")
 
 
 def test_a_trace_of_which_nothing_fits_is_refused(small: SimulatedDevice) -> None:
-    with pytest.raises(InvalidConfig, match="name a larger device"):
+    with pytest.raises(InvalidConfig, match="use a larger device"):
         Advisor(generate("constant:rate=1,input=3000,output=4", WINDOW_S, 0), small, SHIPPED)
 
 
@@ -181,7 +181,7 @@ def test_the_command_advises_from_usage_in_sentences_and_json(
     report = json.loads(capsys.readouterr().out)
     assert report["num_unserved"] == 1 and report["settings"]["trace"] == "usage"
     assert report["advice"]["num_replicas"] == 1 and report["advice"]["classes"][0]["name"] == "standard"
-    assert report["sentences"][0].startswith("1 rows of the usage were not served")
+    assert report["sentences"][0].startswith("1 usage rows were not served")
 
 
 @pytest.mark.parametrize(

@@ -133,12 +133,14 @@ def test_a_request_attains_only_if_every_token_came_in_time(small: SimulatedDevi
 def test_work_with_an_end_attains_by_its_last_token(small: SimulatedDevice) -> None:
     record = run(one(100, 10, service_class="batch"), small).records[0]
     assert record.attained
-    record.promised = msgspec.structs.replace(BATCH, completion_s=(record.last_ns - record.arrival_ns) / 1e9 - 0.001)
+    record.service_class = msgspec.structs.replace(
+        BATCH, completion_s=(record.last_ns - record.arrival_ns) / 1e9 - 0.001
+    )
     assert not record.attained
 
 
 def replace_class(record: Any, **targets: float) -> Any:
-    record.promised = msgspec.structs.replace(STANDARD, **{"ttft_per_1k_s": 0.0, "tpot_s": None, **targets})
+    record.service_class = msgspec.structs.replace(STANDARD, **{"ttft_per_1k_s": 0.0, "tpot_s": None, **targets})
     return record
 
 

@@ -166,11 +166,11 @@ def test_a_json_file_of_classes_takes_a_promise_away_by_null(tmp_path: Path) -> 
     ("arguments", "message"),
     [
         ([], "either a trace or a generator"),
-        (["--generate", "poisson:rate=1", "--policy", "lottery"], "no policy 'lottery'; known are"),
+        (["--generate", "poisson:rate=1", "--policy", "lottery"], "policy 'lottery' is not known; known are"),
         (["--generate", "poisson:rate=1", "--device", "abacus"], "neither a preset"),
-        (["--generate", "poisson:rate=1", "--plot", "x.gif"], "a plot is a .png or .html file"),
+        (["--generate", "poisson:rate=1", "--plot", "x.gif"], "--plot must name a .png or .html file"),
         (["--generate", "poisson"], "lacks rate"),
-        (["--generate", "poisson:rate=1", "--load", "1", "--replicas", "2"], "a load says it all"),
+        (["--generate", "poisson:rate=1", "--load", "1", "--replicas", "2"], "set either --load"),
         (["--generate", "poisson:rate=1", "--weights", "a"], "not TENANT=WEIGHT"),
     ],
 )

@@ -60,8 +60,8 @@ def test_the_split_that_keeps_most_promises_is_recommended_then_the_quickest_bet
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"num_decode": 0}, "name both --prefill and --decode"),
-        ({"policies": ["fcfs", "vtc"]}, "name one with --policy"),
+        ({"num_decode": 0}, "set both --prefill and --decode"),
+        ({"policies": ["fcfs", "vtc"]}, "set one with --policy"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(small: SimulatedDevice, changes: dict[str, Any], words: str) -> None:

@@ -144,7 +144,7 @@ def test_a_control_token_that_is_also_an_ordinary_word_is_refused(backends: Back
     backend = tokenizers.Tokenizer.from_str(json.dumps(spec))
     encoder, _ = encoder_of(backend, "[CLS] {% for m in messages %}{{ m.content }}{% endfor %}")
     assert encoder.encode([{"role": "user", "content": "do"}])[0] == backend.token_to_id("[CLS]")
-    with pytest.raises(TextNotEncodable, match="spells a control token"):
+    with pytest.raises(TextNotEncodable, match="contains the text of a control token"):
         encoder.encode([{"role": "user", "content": "do [CLS] do"}])
 
 

@@ -67,15 +67,15 @@ def test_tenants_share_a_rate_out_evenly() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("uniform:rate=1", "no arrival process; known are poisson"),
+        ("uniform:rate=1", "not an arrival process; known are poisson"),
         ("poisson", "lacks rate"),
         ("poisson:rate=x", "rate must be a number"),
         ("poisson:rate=0", "rate must be above 0"),
         ("poisson:rate=1,cv=2", "not KEY=VALUE with a key of rate"),
         ("poisson:rate=1,input=9..3", "LOW at most HIGH"),
         ("poisson:rate=nan", "finite"),
-        ("ramp:from=0,to=0", "makes no request"),
-        ("poisson:rate=0.000001", "makes no request in"),
+        ("ramp:from=0,to=0", "creates no request"),
+        ("poisson:rate=0.000001", "creates no request in"),
     ],
 )
 def test_a_description_that_means_nothing_is_refused_with_what_would(spec: str, message: str) -> None:

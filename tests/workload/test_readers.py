@@ -59,7 +59,7 @@ def test_requests_without_tokens_are_left_out(tmp_path: Path) -> None:
         ("a,b\n1,2\n", "columns a, b; known are"),
         ("arrival_s,tenant,input_tokens,output_tokens\n0,a,1,2\n1,a,x,2\n", "line 3"),
         ("arrival_s,tenant,input_tokens,output_tokens\n0,a,1\n", "line 2"),
-        ("arrival_s,tenant,input_tokens,output_tokens\n", "holds no request"),
+        ("arrival_s,tenant,input_tokens,output_tokens\n", "has no requests"),
         ("", "known are"),
     ],
 )

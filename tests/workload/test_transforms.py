@@ -77,7 +77,7 @@ def test_a_whole_multiple_keeps_the_first_copy_where_it_was() -> None:
 
 
 def test_a_factor_that_leaves_nothing_is_refused() -> None:
-    with pytest.raises(BadSpec, match="leaves no request"):
+    with pytest.raises(BadSpec, match="has no request"):
         multiply(workload(2), 0.001, work, 0)
 
 

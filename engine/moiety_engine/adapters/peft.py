@@ -78,7 +78,7 @@ def read_adapter(folder: Path, spec: ModelSpec, *, max_rank: int, dtype: torch.d
         with safe_open(folder / TENSORS, framework="pt") as file:
             found = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118 - not a mapping
     except FileNotFoundError as exc:
-        raise AdapterError(f"the adapter lacks {TENSORS}: save it with safe_serialization=True") from exc
+        raise AdapterError(f"the adapter has no {TENSORS}: save it with safe_serialization=True") from exc
     except (SafetensorError, OSError, RuntimeError) as exc:  # torch raises RuntimeError for types it cannot convert
         raise AdapterError(f"{TENSORS} cannot be read: {exc}") from exc
     halves = _halves(found, spec)
@@ -95,27 +95,37 @@ def _read_config(folder: Path, max_rank: int) -> _Config:
     try:
         text = (folder / CONFIG).read_bytes()
         if len(text) > MAX_CONFIG_BYTES:
-            raise AdapterError(f"{CONFIG} has {len(text)} bytes, which no adapter's has")
+            raise AdapterError(
+                f"{CONFIG} has {len(text)} bytes, more than the largest size of {MAX_CONFIG_BYTES}: check "
+                "that it is an adapter's configuration"
+            )
         config = msgspec.json.decode(text, type=_Config)
     except FileNotFoundError as exc:
-        raise AdapterError(f"the adapter lacks {CONFIG}, which PEFT's save_pretrained writes") from exc
+        raise AdapterError(f"the adapter has no {CONFIG}: save the adapter with PEFT's save_pretrained") from exc
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise AdapterError(f"{CONFIG} cannot be read: {exc}") from exc
     refusals = {
-        f"it is of type {config.peft_type}, and only LORA is served": config.peft_type != "LORA",
-        "DoRA is not served: train without use_dora, or merge it into the checkpoint": config.use_dora,
-        "biases are not served: train with bias='none'": config.bias != "none" or config.lora_bias,
-        "fan_in_fan_out is for models that this engine does not run": config.fan_in_fan_out,
-        "ranks that differ between modules (rank_pattern) are not served": bool(config.rank_pattern),
-        "scales that differ between modules (alpha_pattern) are not served": bool(config.alpha_pattern),
-        "it replaces whole modules (modules_to_save), which are not served": bool(config.modules_to_save),
-        "target_parameters are not served: name the experts' projections in target_modules": bool(
+        f"peft_type {config.peft_type} is not supported: use a LORA adapter": config.peft_type != "LORA",
+        "DoRA is not supported: train without use_dora, or merge the adapter into the checkpoint": config.use_dora,
+        "biases are not supported: train with bias='none'": config.bias != "none" or config.lora_bias,
+        "fan_in_fan_out is not supported: no supported model family uses it": config.fan_in_fan_out,
+        "different ranks for modules (rank_pattern) are not supported: train with one rank": bool(config.rank_pattern),
+        "different scales for modules (alpha_pattern) are not supported: train with one lora_alpha": bool(
+            config.alpha_pattern
+        ),
+        "replaced modules (modules_to_save) are not supported: train without modules_to_save": bool(
+            config.modules_to_save
+        ),
+        "target_parameters is not supported: name the experts' projections in target_modules": bool(
             config.target_parameters
         ),
         f"init_lora_weights={config.init_lora_weights!r} changes the base model too: convert it to a plain LoRA when "
         "saving (path_initial_model_for_weight_conversion)": config.init_lora_weights not in _HARMLESS_STARTS,
-        f"its rank {config.r} must be at least 1": config.r < 1,
-        f"its rank {config.r} is above this engine's --max-adapter-rank {max_rank}": config.r > max_rank,
+        f"the rank r must be at least 1, not {config.r}": config.r < 1,
+        (
+            f"the rank {config.r} is above this engine's --max-adapter-rank {max_rank}: train with a lower "
+            "rank, or raise --max-adapter-rank"
+        ): config.r > max_rank,
         f"lora_alpha must be a finite number, not {config.lora_alpha}": not math.isfinite(config.lora_alpha),
     }
     for message, applies in refusals.items():
@@ -140,11 +150,13 @@ def _halves(found: dict[str, Tensor], spec: ModelSpec) -> dict[tuple[_Module, st
         else:
             halves[(int(match[1]), module), match[3]] = tensor
     if unknown:
-        raise AdapterError(f"it has tensors that no served module takes: {_shown(unknown)}; served are {_TAKEN}")
+        raise AdapterError(
+            f"the adapter has tensors of unsupported modules: {_shown(unknown)}; supported modules are {_TAKEN}"
+        )
     if odd:
-        raise AdapterError(f"these are no matrices of finite numbers: {_shown(odd)}")
+        raise AdapterError(f"these tensors are not matrices of finite numbers: {_shown(odd)}")
     if not halves:
-        raise AdapterError("it has no tensors: was it saved after training?")
+        raise AdapterError("the adapter has no tensors: save it after training")
     return halves
 
 
@@ -157,27 +169,32 @@ def _canonical(module: str) -> str:
 def _check_pairs(downs: dict[_Module, Tensor], ups: dict[_Module, Tensor]) -> None:
     lonely = sorted(downs.keys() ^ ups.keys())
     if lonely:
-        raise AdapterError(f"lora_A and lora_B must come together, and do not for {_shown(map(_told, lonely))}")
+        raise AdapterError(
+            f"each module needs both lora_A and lora_B, but one is missing for {_shown(map(_module_name, lonely))}"
+        )
 
 
 def _check_rank(downs: dict[_Module, Tensor], ups: dict[_Module, Tensor], rank: int) -> None:
     for module, down in downs.items():
         if down.shape[0] != rank or ups[module].shape[1] != rank:
             of = f"{tuple(down.shape)} and {tuple(ups[module].shape)}"
-            raise AdapterError(f"{_told(module)} has factors of {of}, which are not of the rank {rank} in {CONFIG}")
+            raise AdapterError(
+                f"{_module_name(module)} has factors of shapes {of}, which do not have the rank {rank} of {CONFIG}"
+            )
 
 
 def _check_size(module: _Module, down: Tensor, up: Tensor, scale: float, dtype: torch.dtype) -> None:
     """Raise AdapterError if the factors, or their outputs for inputs of magnitude 1, overflow in the model."""
     if not (down.to(dtype).isfinite().all() and (up * scale).to(dtype).isfinite().all()):
         raise AdapterError(
-            f"{_told(module)} has weights that are not finite in {dtype}, the scale lora_alpha / r included"
+            f"{_module_name(module)} has weights that are not finite in {dtype}, including the scale "
+            "lora_alpha / r: train again or lower lora_alpha"
         )
     gain = float((up.double().abs() * abs(scale) @ down.double().abs().sum(dim=1)).max()) if up.numel() else 0.0
     if not gain <= MAX_GAIN:
         raise AdapterError(
-            f"{_told(module)} multiplies its input by up to {gain:.3g} (lora_B, lora_A and lora_alpha / r together); "
-            f"at most {MAX_GAIN:.0e} is served, since sums of squares overflow beyond. Lower lora_alpha, or train anew"
+            f"{_module_name(module)} multiplies its input by up to {gain:.3g} (lora_B, lora_A and lora_alpha / r "
+            f"together), more than {MAX_GAIN:.0e}: sums of squares would overflow; lower lora_alpha or train again"
         )
 
 
@@ -202,7 +219,9 @@ def _fused(
     for (layer, product), modules in of_key.items():
         form = form_of(spec.layers[layer], product, spec.hidden_size)
         if form is None:
-            raise AdapterError(f"the attention of a {spec.family} model takes no adapters: leave out its projections")
+            raise AdapterError(
+                f"adapters on the attention of a {spec.family} model are not supported: train without its projections"
+            )
         up_ENr = _output_of(outputs, layer, product)
         up_ENr.zero_()
         down_EPrD = torch.zeros(form.num_experts, len(form.widths), rank, form.width)
@@ -221,19 +240,22 @@ def _check_shapes(
     module: _Module, place: TensorMapping | Shares | None, down: Tensor, up: Tensor, width: int, rank: int
 ) -> None:
     if place is None:
-        raise AdapterError(f"the model has no {_told(module)}: was the adapter trained on another model?")
+        raise AdapterError(
+            f"the model has no module {_module_name(module)}: check that the adapter was trained on this model"
+        )
     if down.shape != (rank, width) or up.shape != place.shape:
         wanted = f"{(rank, width)} and {place.shape}"
         of = f"{tuple(down.shape)} and {tuple(up.shape)}"
         raise AdapterError(
-            f"{_told(module)} has factors of {of}, and this model takes {wanted}: was it trained on another model?"
+            f"{_module_name(module)} has factors of shapes {of}, but the model needs {wanted}: check that the adapter "
+            "was trained on this model"
         )
 
 
 def _place_of(module: str) -> tuple[Product, int, int]:
     """Return the product, the part of it, and the expert of a module."""
     match = _MODULE.fullmatch(module)
-    assert match is not None, "unknown modules were refused before"
+    assert match is not None, "unknown modules are rejected before"
     product, part = _PLACES[match[1] or match[3]]
     return product, part, int(match[2] or 0)
 
@@ -252,7 +274,7 @@ def _output_of(outputs: ModelWeights, layer: int, product: Product) -> Tensor:
     return found
 
 
-def _told(module: _Module) -> str:
+def _module_name(module: _Module) -> str:
     return f"layers.{module[0]}.{module[1]}"
 
 

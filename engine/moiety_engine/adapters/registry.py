@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from moiety_engine.adapters.peft import read_adapter
-from moiety_engine.adapters.slot_layout import SlotRequirement, find_room, padded_rank
+from moiety_engine.adapters.slot_layout import SlotRequirement, find_layout, padded_rank
 from moiety_engine.errors import AdapterError
 from moiety_engine.messages import CoreFailure, CoreSubmit
 from moiety_wire.messages import FailureCode
@@ -75,7 +75,7 @@ class AdapterRegistry:
         """Queue a request until its adapter is in a slot; refuse it if its adapter cannot be served."""
         known = self._known.get(submit.adapter)
         if self._readers is None:
-            self._refuse(submit.key, FailureCode.ADAPTER_REFUSED, "this engine serves no adapters")
+            self._refuse(submit.key, FailureCode.ADAPTER_REFUSED, "adapters are not available on this engine")
         elif known is None:
             self._refuse(submit.key, FailureCode.ADAPTER_MISSING, "this engine does not have the request's adapter")
         else:
@@ -108,7 +108,7 @@ class AdapterRegistry:
                     return
             if known.problem:
                 del self._pending[key]
-                self._refuse(key, FailureCode.ADAPTER_REFUSED, f"the adapter cannot be served: {known.problem}")
+                self._refuse(key, FailureCode.ADAPTER_REFUSED, f"the adapter cannot be loaded: {known.problem}")
             elif known.slot >= 0:
                 del self._pending[key]
                 self._known.move_to_end(name)
@@ -145,7 +145,7 @@ class AdapterRegistry:
 
         Call it only while no request is open.
         """
-        assert not self._users, "adapters are given up while requests use them"
+        assert not self._users, "adapters must not be unloaded while requests use them"
         for name in list(self._slot_of):
             self._empty(name)
         self._model.lay_out_adapters(frozenset(), 0, 0, {})
@@ -165,12 +165,12 @@ class AdapterRegistry:
             raise
         except Exception as exc:
             log.exception("adapter_not_read", folder=str(folder))
-            raise AdapterError("it cannot be read; the engine's log says why") from exc
+            raise AdapterError("it cannot be read; see the engine's log for the reason") from exc
 
     def _try_to_place(self, name: str, known: _Adapter) -> bool:
-        """Continue to read and place an adapter. Return whether it has been read but has no room yet."""
+        """Continue to read and place an adapter. Return whether it has been read but has no layout yet."""
         if known.reading is None:
-            assert self._readers is not None, "where none are served nobody waits"
+            assert self._readers is not None, "no request waits for an adapter where adapters are not available"
             known.reading = self._readers.submit(self._read, known.folder)
         if not known.reading.done():
             return False
@@ -192,26 +192,29 @@ class AdapterRegistry:
         need = SlotRequirement(frozenset(weights.factors), weights.rank)
         least = self._stacks.num_bytes(need.keys, 1, padded_rank(need.rank))
         if least > self._max_bytes:
-            known.problem = f"it takes {least} bytes, and this engine's --adapter-memory-bytes is {self._max_bytes}"
+            known.problem = (
+                f"it needs {least} bytes, more than this engine's --adapter-memory-bytes {self._max_bytes}: "
+                "train with a lower rank, or raise --adapter-memory-bytes"
+            )
             return False
         device_state = [(other, self._known[other]) for other in self._known if other in self._slot_of]
         in_use = [one.need for _, one in device_state if one.num_users and one.need]
         idle = [(other, one.need) for other, one in device_state if not one.num_users and one.need]
-        room = find_room(
+        layout = find_layout(
             need, in_use, idle,
             num_bytes=self._stacks.num_bytes, max_bytes=self._max_bytes, max_slots=self._max_slots,
         )  # fmt: skip
-        if room is None:
+        if layout is None:
             return False
-        for other in room.evicted:
+        for other in layout.evicted:
             self._empty(other)
             self.evictions_total += 1
-        self._lay_out(room.keys, room.num_slots, room.rank)
+        self._lay_out(layout.keys, layout.num_slots, layout.rank)
         slot = min(set(range(self._stacks.num_slots)) - set(self._slot_of.values()))
         self._stacks.fill(slot, weights)
         known.slot, known.need = slot, need
         self._slot_of[name] = slot
-        log.info("adapter_loaded", adapter=name, rank=weights.rank, slot=slot, evicted=len(room.evicted))
+        log.info("adapter_loaded", adapter=name, rank=weights.rank, slot=slot, evicted=len(layout.evicted))
         return True
 
     def _lay_out(self, keys: frozenset, num_slots: int, rank: int) -> None:  # type: ignore[type-arg]

@@ -31,7 +31,7 @@ class SlotLayout:
 Bytes = Callable[[Iterable["Key"], int, int], int]  # (products, slots, rank) → bytes
 
 
-def find_room(
+def find_layout(
     new: SlotRequirement,
     in_use: Sequence[SlotRequirement],
     idle: Sequence[tuple[str, SlotRequirement]],

@@ -174,7 +174,7 @@ def _fit(loop: EngineLoop, name: str, observed: list[tuple[StepShape, float]]) -
     )
     seconds = np.array([s for _, s in observed])
     if len(observed) < 2 * terms.shape[1]:
-        raise EngineError(f"{len(observed)} kinds of steps are too few to calibrate with; allow more time")
+        raise EngineError(f"{len(observed)} measured step shapes are too few for a calibration; allow more time")
     coefficients = fit_non_negative(terms / seconds[:, None])
     overhead_s, experts_s, token_s, row_s, kv_token_s, pair_s, prefill_step_s = coefficients
     fitted = terms @ np.array(coefficients)

@@ -92,12 +92,12 @@ def _measure(
 def expert_traffic(cache: ExpertCache, before: dict[str, int], wall_s: float) -> dict[str, float | None]:
     """Return the traffic of the offloaded experts' cache since `before`."""
     traffic = {name.removesuffix("_total"): count - before[name] for name, count in asdict(cache.traffic).items()}
-    asked = traffic["hits"] + traffic["misses"]
+    num_queries = traffic["hits"] + traffic["misses"]
     return {
         "slots": cache.num_slots,
         "slot_bytes": cache.num_bytes,
         **traffic,
-        "hit_rate": traffic["hits"] / asked if asked else None,
+        "hit_rate": traffic["hits"] / num_queries if num_queries else None,
         "loaded_bytes_per_s": traffic["loaded_bytes"] / wall_s,
     }
 

@@ -30,7 +30,7 @@ def trace_lengths(path: Path, count: int, scale: float, *, input_tokens: int | N
     except BadTrace as exc:
         raise InvalidConfig(str(exc)) from exc
     if len(requests) < count:
-        raise InvalidConfig(f"{path} has {len(requests)} requests, and {count} were asked for")
+        raise InvalidConfig(f"{path} has {len(requests)} requests, fewer than the requested {count}")
     return [
         BenchLengths(input_tokens or max(1, round(r.input_tokens * scale)), max(1, round(r.output_tokens * scale)))
         for r in requests[:count]

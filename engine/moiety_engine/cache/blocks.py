@@ -37,7 +37,7 @@ class BlockPool:
         # new entry when it is freed; of several entries of a block the last one counts.
         self._cached: deque[int] = deque()
         self._entries = [0] * num_blocks
-        self._aside: dict[int, None] = {}  # retained cached blocks that eviction skipped, the first skipped first
+        self._skipped: dict[int, None] = {}  # retained cached blocks that eviction skipped, the first skipped first
         self.num_cached = 0
 
     @property
@@ -55,7 +55,7 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Allocate `count` blocks with one reference each and undefined contents. Raises NoFreeBlocks."""
         if count > self.num_free:
-            raise NoFreeBlocks(f"{count} blocks wanted, {self.num_free} of {self.num_blocks} free")
+            raise NoFreeBlocks(f"{count} blocks requested, but {self.num_free} of {self.num_blocks} are free")
         blank, references = self._blank, self._references
         num_blank = min(count, len(blank))
         taken = [blank.pop() for _ in range(num_blank)]
@@ -115,7 +115,7 @@ class BlockPool:
             return False
         del self._block_of[block_hash]
         self._hash_of[block] = None  # its entries are void
-        self._aside.pop(block, None)
+        self._skipped.pop(block, None)
         self.num_cached -= 1
         self._blank.append(block)
         return True
@@ -138,7 +138,7 @@ class BlockPool:
             if not self.blank(block_hash) and block_hash in self._block_of:
                 block = self._block_of.pop(block_hash)
                 self._hash_of[block] = None
-                self._aside.pop(block, None)
+                self._skipped.pop(block, None)
 
     def find(self, block_hash: bytes) -> int | None:
         """Return the block whose contents have this hash, if present. Takes no reference."""
@@ -160,8 +160,8 @@ class BlockPool:
     def let_go(self, block_hash: bytes) -> None:
         """End the retention of this hash; if eviction skipped its block, that block is evicted next."""
         block = self._block_of.get(block_hash)
-        if block is not None and block in self._aside:
-            del self._aside[block]
+        if block is not None and block in self._skipped:
+            del self._skipped[block]
             if not self._references[block] and not self._entries[block]:
                 self._entries[block] = 1
                 self._cached.appendleft(block)
@@ -174,27 +174,27 @@ class BlockPool:
         self._blank = list(reversed(range(self.num_blocks)))
         self._cached.clear()
         self._entries = [0] * self.num_blocks
-        self._aside.clear()
+        self._skipped.clear()
         self.num_cached = 0
 
     def _evict(self, count: int) -> list[int]:
         """Evict the least recently used cached blocks, retained ones last, and return them."""
-        cached, entries, references, aside = self._cached, self._entries, self._references, self._aside
+        cached, entries, references, skipped = self._cached, self._entries, self._references, self._skipped
         hashes, block_of, on_evict = self._hash_of, self._block_of, self.on_evict
         evicted: list[int] = []
         while len(evicted) < count:
             is_kept = not cached
             if is_kept:
-                block = next(iter(aside))
+                block = next(iter(skipped))
             else:
                 block = cached.popleft()
                 entries[block] -= 1
-            aside.pop(block, None)
+            skipped.pop(block, None)
             block_hash = hashes[block]
             if entries[block] or references[block] or block_hash is None:
                 continue
             if not is_kept and block_hash in self.kept:
-                aside[block] = None
+                skipped[block] = None
                 continue
             if on_evict is not None:
                 on_evict(block, block_hash)

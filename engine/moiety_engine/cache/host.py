@@ -88,7 +88,7 @@ class HostTier:
         A block with a hash can be found by it. Raises NoFreeBlocks. The caller has checked that the hash is not present
         and that no copy in is queued for the block.
         """
-        assert device_block not in self._in_to, f"device block {device_block} has not got its contents yet"
+        assert device_block not in self._in_to, f"device block {device_block} has no contents yet"
         (host_block,) = self._pool.allocate(1)
         if block_hash is not None:
             assert self._pool.find(block_hash) is None, "a hash is copied out twice"

@@ -46,7 +46,7 @@ def serve(
     token is being computed. Raises EngineError where the model cannot be loaded.
     """
     if ignored := ignored_keys(Path(config.model)):
-        advice = "see that the model computes the same without them"
+        advice = "check that the model computes the same without them"
         structlog.get_logger().warning("config_keys_ignored", keys=ignored, advice=advice)
     with load_loop(config, meeting=meeting, progress=_Progress(link)) as loop:
         loop.first_steps = first_steps
@@ -135,7 +135,7 @@ def _rest(loop: EngineLoop, link: ServerLink, *, asleep: bool) -> CoreSlept:
             loop.wake(lambda: link.beat(loop.load))
             log.info("core_awake", took_s=round(time.monotonic() - begin_s, 3))
     except OutOfMemory as exc:
-        log.warning("core_cannot_rest", asleep=asleep, reason=str(exc))
+        log.warning("core_sleep_failed", asleep=asleep, reason=str(exc))
         return CoreSlept(loop.asleep, str(exc))
     return CoreSlept(loop.asleep)
 

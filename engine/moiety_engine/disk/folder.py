@@ -61,7 +61,7 @@ class DiskFolder:
         except OSError as exc:
             os.close(self._lock)
             raise InvalidConfig(
-                f"--disk-cache {parent}: another engine of this model uses it; give each engine a folder of its own"
+                f"--disk-cache {parent}: another engine of this model uses this folder; give each engine its own folder"
             ) from exc
 
     def scan(self) -> Iterator[Stored]:

@@ -93,9 +93,9 @@ def read_header(file: BinaryIO, identity: bytes, block_bytes: int) -> tuple[Head
     header, start = read_head(file)
     num_blocks = len(header.hashes)
     if (header.identity, header.block_bytes) != (identity, block_bytes) or len(header.digests) != num_blocks:
-        raise BadFile("it is of another model")
+        raise BadFile("it belongs to another model")
     if os.fstat(file.fileno()).st_size != start + num_blocks * block_bytes + KEPT_BYTES:
-        raise BadFile("it has not the size that its header says")
+        raise BadFile("its size differs from its header")
     return header, start
 
 
@@ -105,14 +105,14 @@ def read_head(file: BinaryIO) -> tuple[Header, int]:
     head = file.read(begin)
     length = int.from_bytes(head[len(MAGIC) :], "little")
     if len(head) < begin or head[: len(MAGIC)] != MAGIC or length > _MOST_HEADER_BYTES:
-        raise BadFile("it does not begin as a file of this tier")
+        raise BadFile("it is not a file of this cache")
     rest = file.read(length + DIGEST_BYTES)
     if blake2b(head + rest[:length], digest_size=DIGEST_BYTES).digest() != rest[length:]:
-        raise BadFile("its header is not what was written")
+        raise BadFile("its header is damaged")
     try:
         header = msgspec.msgpack.decode(rest[:length], type=Header)
     except msgspec.MsgspecError as exc:
-        raise BadFile("its header is not of this form") from exc
+        raise BadFile("its header has another format") from exc
     return header, begin + length + DIGEST_BYTES
 
 
@@ -123,7 +123,7 @@ def read_blocks(file: BinaryIO, identity: bytes, wanted: Sequence[tuple[bytes, B
     for block_hash, target in wanted:
         place = place_of.get(block_hash)
         if place is None:
-            raise BadFile("it lacks a block that it had")
+            raise BadFile("a block is missing")
         num_read = os.preadv(file.fileno(), [target], start + place * len(target))
         if num_read != len(target) or digest_of(target, block_hash, identity) != header.digests[place]:
-            raise BadFile("a block is not what was written")
+            raise BadFile("a block is damaged")

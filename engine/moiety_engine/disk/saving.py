@@ -117,9 +117,9 @@ class Saver:
         """Copy out offered blocks, as far as rows and bytes allow, and start their writes."""
         left = most_bytes // rows.host.block_bytes or 1
         in_a_file = max(1, min(MOST_IN_A_FILE, FILE_BYTES // rows.host.block_bytes))
-        while self._offers and left > 0 and (room := min(rows.num_free, left, in_a_file)):
+        while self._offers and left > 0 and (count := min(rows.num_free, left, in_a_file)):
             offer = self._offers[0]
-            part, offer.hashes = offer.hashes[:room], offer.hashes[room:]
+            part, offer.hashes = offer.hashes[:count], offer.hashes[count:]
             if not offer.hashes:
                 self._offers.popleft()
             there = [(one, block) for one in part if (block := ledger.pool.find(one)) is not None]
@@ -174,7 +174,7 @@ class Saver:
         try:
             num_files = self._folder.remove_of(tenant_ids)
         except OSError as exc:
-            log.warning("disk_cache_not_erased", reason=str(exc), advice="delete what other models have left by hand")
+            log.warning("disk_cache_not_erased", reason=str(exc), advice="delete the files of other models by hand")
         else:
             if num_files:
                 log.info("disk_cache_erased_elsewhere", num_files=num_files)

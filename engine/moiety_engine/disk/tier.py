@@ -53,7 +53,7 @@ class DiskTier:
         parent, block_bytes = Path(config.disk_cache), HostKv.bytes_of_a_block(kv)
         if config.disk_cache_bytes < 2 * block_bytes:
             raise InvalidConfig(
-                f"disk_cache_bytes ({config.disk_cache_bytes}) must hold at least two blocks of {block_bytes} bytes"
+                f"disk_cache_bytes ({config.disk_cache_bytes}) must be at least two blocks of {block_bytes} bytes"
             )
         self._kind = model.device.type
         self._adapters = {
@@ -86,7 +86,7 @@ class DiskTier:
             self._out, self._in = Rows(kv, num_bytes), Rows(kv, num_bytes)
         except RuntimeError as exc:  # the type that torch raises
             raise OutOfMemory(
-                f"the host has no room for the disk cache's 2 × {num_bytes >> 20} MiB of buffers"
+                f"the host has too little memory for the disk cache's buffers of 2 × {num_bytes >> 20} MiB"
             ) from exc
 
     def detach(self, copy: Callable[[Copies], None]) -> None:
@@ -164,7 +164,7 @@ class DiskTier:
             end += 1
         if end == first:
             return False
-        # includes blocks in host memory: room for restored blocks may evict them there
+        # includes blocks in host memory: restored blocks may evict them there
         wanted = [probe.block_hashes.at(place, ledger.block_size) for place in range(end)]
         wanted = [one for one in wanted if ledger.pool.find(one) is None and self.index.find(one) is not None]
         size, empty = ledger.block_size, StepShape()

@@ -164,7 +164,7 @@ class RowExchange:
         self._handle = handle
         self.size, self.rank = handle.size(), handle.rank()
 
-    def tell_counts(self, num_sent_R: Tensor) -> tuple[list[int], list[int]]:
+    def exchange_counts(self, num_sent_R: Tensor) -> tuple[list[int], list[int]]:
         """Exchange the numbers of rows: return how many rows go to each rank, and how many come from each.
 
         `num_sent_R` is int64.
@@ -173,7 +173,7 @@ class RowExchange:
         dist.all_to_all_single(num_received_R, num_sent_R, group=self._handle)
         return num_sent_R.tolist(), num_received_R.tolist()
 
-    def tell_all(self, x_E: Tensor) -> Tensor:
+    def all_gather(self, x_E: Tensor) -> Tensor:
         """Return each rank's tensor, [R, E], on all ranks."""
         all_RE = [torch.empty_like(x_E) for _ in range(self.size)]
         dist.all_gather(all_RE, x_E, group=self._handle)
@@ -241,9 +241,9 @@ def hand_over(sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int,
 
     Each tensor is paired with the number of the other rank. Two ranks must list their common tensors in the same order.
     """
-    ways = [dist.P2POp(dist.isend, tensor, rank) for rank, tensor in sends]
-    ways += [dist.P2POp(dist.irecv, tensor, rank) for rank, tensor in receives]
-    for work in dist.batch_isend_irecv(ways) if ways else ():
+    operations = [dist.P2POp(dist.isend, tensor, rank) for rank, tensor in sends]
+    operations += [dist.P2POp(dist.irecv, tensor, rank) for rank, tensor in receives]
+    for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait()
 
 

@@ -131,7 +131,10 @@ class ConnectingRanks:
         known = any(other.hello and other.hello.rank == hello.rank for other in self._callers)
         caller.hello, caller.held_back = hello, hello.rank in hold_back
         if known or not 0 < hello.rank < self._num_ranks:
-            raise RanksError(f"a rank {hello.rank} of {self._num_ranks} came twice, or cannot be: see what started it")
+            raise RanksError(
+                f"a rank {hello.rank} of {self._num_ranks} connected twice or has an invalid number: check "
+                "the launcher that started it"
+            )
         _compare(self._own, hello)
 
     def _drop(self, caller: _Caller) -> None:
@@ -154,9 +157,11 @@ def _compare(own: RankHello, other: RankHello) -> None:
             for name in sorted(names)
             if own.settings.get(name) != other.settings.get(name)
         )
-        raise RanksError(f"rank {other.rank} was started with other settings: {differing}. Give all ranks the same")
+        raise RanksError(
+            f"rank {other.rank} has other settings than rank 0: {differing}; give all ranks the same settings"
+        )
     if own.checkpoint != other.checkpoint:
         raise RanksError(
-            f"rank {other.rank} has another checkpoint than rank 0: config.json or the safetensors files differ. Give "
-            "all ranks copies of the same"
+            f"rank {other.rank} has another checkpoint than rank 0: config.json or the safetensors files "
+            "differ; give all ranks copies of the same checkpoint"
         )

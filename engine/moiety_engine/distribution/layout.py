@@ -37,16 +37,16 @@ class Layout:
         if min(self.tp, self.dp, self.ep, self.pp) < 1:
             raise InvalidConfig("--tp, --dp-attention, --ep and --pp must each be at least 1")
         if self.ffn_ranks < 0:
-            raise InvalidConfig("--ffn-ranks must be 0, where all ranks have experts, or more")
+            raise InvalidConfig(f"--ffn-ranks must be 0 (all ranks hold experts) or more, not {self.ffn_ranks}")
         if self.ffn_ranks % self.ep:
             raise InvalidConfig(
-                f"--ep {self.ep} does not divide the {self.ffn_ranks} ranks of --ffn-ranks, on which the experts "
-                "lie: choose an --ep that divides their number"
+                f"--ep {self.ep} does not divide the {self.ffn_ranks} ranks of --ffn-ranks that hold the "
+                "experts: choose a divisor"
             )
         if not self.ffn_ranks and self.stage_size % self.ep:
             raise InvalidConfig(
-                f"--ep {self.ep} does not divide the {self.stage_size} ranks that --dp-attention {self.dp} × --tp "
-                f"{self.tp} make: the experts lie on those same ranks, so choose an --ep that divides their number"
+                f"--ep {self.ep} does not divide the {self.stage_size} ranks of --dp-attention {self.dp} "
+                f"× --tp {self.tp}, which hold the experts: choose a divisor"
             )
         if self.redundant_experts % self.ep and not self.masked:
             most = -(-self.redundant_experts // self.ep) * self.ep
@@ -83,8 +83,8 @@ class Layout:
         each, spare = divide(num_experts, self.ep, "experts", "--ep"), self.redundant_experts // self.ep
         if spare > num_experts - each:
             raise InvalidConfig(
-                f"--redundant-experts {self.redundant_experts} makes more slots a rank than the {num_experts} experts "
-                f"that there are: {(num_experts - each) * self.ep} is the most for --ep {self.ep}"
+                f"--redundant-experts {self.redundant_experts} gives a rank more slots than the model's "
+                f"{num_experts} experts: use at most {(num_experts - each) * self.ep} with --ep {self.ep}"
             )
         return tuple((part * each + place) % num_experts for part in range(self.ep) for place in range(each + spare))
 
@@ -182,23 +182,21 @@ def layout_of(config: EngineConfig) -> Layout:
     layout = Layout(config.tp, config.dp_attention, config.ep, config.pp, config.redundant_experts, config.ffn_ranks)
     if config.batch_invariant and layout.num_ranks > 1:
         raise InvalidConfig(
-            "--batch-invariant cannot be had over several ranks, whose sums depend on how much is summed: leave it out"
+            "--batch-invariant is not available over several ranks, whose sums depend on the batch: leave it out"
         )
     if config.batching is Batching.PADDED and layout.dp > 1:
         raise InvalidConfig(
-            "padded batching starts a batch at once in one cache, and --dp-attention makes one of each group: choose "
-            "another --batching, or leave out --dp-attention"
+            "padded batching is not available with --dp-attention, which has one cache for each group: "
+            "choose another --batching, or leave out --dp-attention"
         )
     if (config.rebalanced_every_s or layout.redundant_experts) and layout.ep == 1:
         raise InvalidConfig(
-            "--redundant-experts and --rebalance-every-s are for experts that are spread over ranks: leave them out, "
-            "or spread the experts with --ep"
+            "--redundant-experts and --rebalance-every-s need experts on several ranks: leave them out, or use --ep"
         )
     if config.exclude_rank_after_s is not None and layout.ffn_ranks < 2 and (layout.dp == 1 or layout.pp > 1):
         raise InvalidConfig(
-            "--exclude-rank-after-s is for ranks that others can have the parts of, and here each is needed: "
-            "leave it out, or "
-            "choose --dp-attention without --pp, or two --ffn-ranks or more"
+            "--exclude-rank-after-s needs ranks whose parts of the model others can hold, but each rank "
+            "is required here: leave it out, use --dp-attention without --pp, or at least two --ffn-ranks"
         )
     return layout
 
@@ -211,9 +209,9 @@ def leaving(layout: Layout, away: Collection[int]) -> tuple[int, ...]:
     """
     with_attention = [rank for rank in sorted(away) if rank < layout.attention_ranks]
     if with_attention and layout.pp > 1:
-        raise InvalidConfig(f"only rank {with_attention[0]} has its part of its layers (--pp {layout.pp})")
+        raise InvalidConfig(f"rank {with_attention[0]} is the only one with its layers (--pp {layout.pp})")
     if with_attention and with_attention[0] < layout.tp:
-        raise InvalidConfig(f"rank 0 needs rank {with_attention[0]}, which has other heads (--tp {layout.tp})")
+        raise InvalidConfig(f"rank 0 needs rank {with_attention[0]}, which holds the other heads (--tp {layout.tp})")
     groups = {rank // layout.tp for rank in with_attention}
     further = {rank for rank in range(layout.attention_ranks) if rank // layout.tp in groups}
     left = tuple(sorted(further | set(away)))

@@ -37,10 +37,14 @@ class RankFailureLog:
                 lines.seek(0)
                 first, *self._lines = lines.read(_MOST_BYTES).splitlines() or [""]
         except (OSError, UnicodeDecodeError) as exc:
-            reason = exc.strerror if isinstance(exc, OSError) else "it is no text"
+            reason = exc.strerror if isinstance(exc, OSError) else "it is not a text file"
             raise InvalidConfig(f"--rank-failure-log {file} cannot be used: {reason}; choose another file") from exc
         if first != self._head:
-            of = f"has the {first}, and these are of {group}" if first.startswith(_HEAD) else "is no file of lost ranks"
+            of = (
+                f"has the header {first!r} of another group, while this group is {group}"
+                if first.startswith(_HEAD)
+                else "is not a rank-failure log"
+            )
             raise InvalidConfig(f"--rank-failure-log {file} {of}: choose another file, or empty this one")
 
     def lost_often(self, times: int) -> dict[int, int]:

@@ -43,14 +43,14 @@ class RankGroup:
 
     ranks: Ranks
     channel: Channel
-    lifeline: RankHeartbeat
+    heartbeat: RankHeartbeat
     store: Store  # rank 0's store serves the others
     masked: tuple[int, ...] = ()  # excluded ranks, by their original numbers
     children: RankProcesses | None = field(default=None)
 
     def close(self) -> None:
-        """End the group normally; on rank 0, call it after the others were told to stop."""
-        self.lifeline.close()
+        """End the group normally; on rank 0, call it after the others have received the stop message."""
+        self.heartbeat.close()
         dist.destroy_process_group()
         if self.children is not None:
             self.children.wait()
@@ -64,15 +64,15 @@ class RankGroup:
 
         Only valid on rank 0. The values of the expert ranks are up to half a second old.
         """
-        of_experts = sum(self.lifeline.waited_s.values())  # the other ranks report 0
+        of_experts = sum(self.heartbeat.waited_s.values())  # the other ranks report 0
         return self.ranks.waited.seconds, of_experts / max(1, self.ranks.seat.layout.ffn_ranks)
 
     def abandon(self, reason: str, *, own: bool = False) -> None:
-        """Leave the group because this rank cannot continue, and tell the others why.
+        """Leave the group because this rank cannot continue, and send the others the reason.
 
         `own`: the others may continue without it.
         """
-        self.lifeline.fail(reason, own=own)
+        self.heartbeat.fail(reason, own=own)
         dist.destroy_process_group()
         if self.children is not None:
             self.children.wait()
@@ -100,9 +100,9 @@ def join(
     if meeting.is_local:
         keep_collectives_on_loopback()
     store = store or open_store(meeting, timeout_s)
-    sparing = None if exclude_rank_after_s is None else RankExclusion(layout, exclude_rank_after_s)
-    met = meet(meeting, store, settings, checkpoint, timeout_s=timeout_s, sparing=sparing, gone=gone, note=note)
-    with met.lifeline.guarding(), explaining():
+    exclusion = None if exclude_rank_after_s is None else RankExclusion(layout, exclude_rank_after_s)
+    met = meet(meeting, store, settings, checkpoint, timeout_s=timeout_s, exclusion=exclusion, gone=gone, note=note)
+    with met.heartbeat.guarding(), explaining():
         return _rank_group_of(layout, meeting, store, met, device_type)
 
 
@@ -110,7 +110,7 @@ def _rank_group_of(
     layout: Layout, meeting: Rendezvous, store: Store, met: ConnectedRanks, device_type: str
 ) -> RankGroup:
     """Create the process groups; all ranks create the same ones."""
-    lifeline, masked = met.lifeline, met.masked
+    heartbeat, masked = met.heartbeat, met.masked
     layout, rank = without(layout, masked), meeting.rank - sum(one < meeting.rank for one in masked)
     dist.init_process_group(
         BACKENDS[device_type],
@@ -130,14 +130,14 @@ def _rank_group_of(
     crossings = _crossings(seat)
     if seat.expert_rank is not None:
         ranks = Ranks(seat, everyone=RankCollectives(everyone), crossings=crossings)
-        lifeline.tell_of(ranks.waited)
-        return RankGroup(ranks, Channel(everyone), lifeline, store, masked)
+        heartbeat.report_waited(ranks.waited)
+        return RankGroup(ranks, Channel(everyone), heartbeat, store, masked)
     tensor = RankCollectives(mesh.get_group("tp")) if layout.tp > 1 else RankCollectives()
     column = range(rank % layout.stage_size, layout.attention_ranks, layout.stage_size)
     pipeline = Pipeline(column, seat.pp_rank)
     exchange = _exchange(layout, device_type)
     ranks = Ranks(seat, tensor, pipeline, RankCollectives(everyone), _across(seat), exchange, crossings)
-    return RankGroup(ranks, Channel(everyone), lifeline, store, masked)
+    return RankGroup(ranks, Channel(everyone), heartbeat, store, masked)
 
 
 def _across(seat: Seat) -> DataParallelGroup:

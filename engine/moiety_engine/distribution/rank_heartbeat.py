@@ -1,9 +1,9 @@
 """Heartbeats between rank 0 and the other ranks, over one connection each.
 
 A broken connection means that a rank is lost, and with it the group; so does a silence of a few seconds in which this
-process was scheduled. Rank 0 then tells the others why, and each rank ends its process. A rank that ends normally, or
-fails and can still report it, also says so over this connection. Torch's own collectives would notice a lost rank too,
-but late and without the reason.
+process was scheduled. Rank 0 then sends the others the reason, and each rank ends its process. A rank that ends
+normally, or fails and can still report it, also says so over this connection. Torch's own collectives would notice
+a lost rank too, but late and without the reason.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Line:
         while len(self._bytes) >= _LENGTH.size:
             end = _LENGTH.size + _LENGTH.unpack_from(self._bytes)[0]
             if end > _MOST_BYTES:
-                raise msgspec.DecodeError("no message is so long")
+                raise msgspec.DecodeError("the message is too long")
             if len(self._bytes) < end:
                 break
             words.append(self._decoder.decode(bytes(self._bytes[_LENGTH.size : end])))
@@ -156,7 +156,7 @@ class RankHeartbeat:
         self._note = note
         self._changed = threading.Condition()
         self._guards = self._over = False
-        self._thread = threading.Thread(target=self._watch, name="lifeline", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
@@ -164,13 +164,13 @@ class RankHeartbeat:
         if self._reason is not None:
             raise RanksError(self._reason)
 
-    def tell(self, word: Word) -> None:
+    def send(self, word: Word) -> None:
         """Send a message to all connected ranks."""
         for line in self._lines.values():
             with contextlib.suppress(OSError):
                 line.send(word)
 
-    def tell_of(self, waited: Waited) -> None:
+    def report_waited(self, waited: Waited) -> None:
         """Report this waiting time to the others from now on."""
         self._waited = waited
 
@@ -207,7 +207,7 @@ class RankHeartbeat:
 
     def _hang_up(self, word: Word) -> None:
         self._over = True
-        self.tell(word)  # also if another rank sent Bye first: the other ranks have not received it
+        self.send(word)  # also if another rank sent Bye first: the other ranks have not received it
         self._thread.join()
         for line in self._lines.values():
             line.close()
@@ -228,16 +228,19 @@ class RankHeartbeat:
                     silence.heard(key.data)
                 if now_s - beat_at_s >= BEAT_INTERVAL_S:
                     beat_at_s = now_s
-                    self.tell(Beat(self._waited.seconds))
+                    self.send(Beat(self._waited.seconds))
                 if silent := silence.too_long():
-                    reason = f"rank {silent[0]} has said nothing for {SILENCE_S:g} s: it hangs, or its host is away"
+                    reason = (
+                        f"rank {silent[0]} sent no heartbeat for {SILENCE_S:g} s: its process hangs, or its "
+                        "host is not reachable"
+                    )
                     self._lose(reason, silence.longer_than(SILENCE_S / 2))
 
     def _hear(self, rank: int) -> None:
         try:
             words: Iterable[Word] = self._lines[rank].receive()
         except (OSError, EOFError, msgspec.DecodeError):
-            self._lose(f"rank {rank} is lost: its process has ended, or the connection to its host", [rank])
+            self._lose(f"rank {rank} is lost: its process ended, or the connection to its host is closed", [rank])
             return
         for word in words:
             if isinstance(word, Beat):
@@ -258,7 +261,7 @@ class RankHeartbeat:
         if ranks and self._note is not None:
             for rank in sorted({*ranks, *self._lost_with(ranks)}):
                 self._note(rank)
-        self.tell(RankFailed(reason))  # rank 0 to the remaining ranks; the others to rank 0, which may still read
+        self.send(RankFailed(reason))  # rank 0 to the remaining ranks; the others to rank 0, which may still read
         with self._changed:
             self._reason = reason
             guards = self._guards

@@ -30,13 +30,13 @@ class RankProcesses:
         """Return the ranks whose processes have ended, with a message for each."""
         codes = {rank: process.poll() for rank, process in self._processes.items()}
         return {
-            rank: f"rank {rank} ended with exit code {code} before all had joined: its log says why"
+            rank: f"rank {rank} ended with exit code {code} before all ranks had joined: see its log"
             for rank, code in codes.items()
             if code is not None
         }
 
     def wait(self) -> None:
-        """Wait until all processes have ended, which were told to stop; kill those that exceed the grace period."""
+        """Wait until all stopped processes have ended; kill those that exceed the grace period."""
         for process in self._processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(END_GRACE_S)

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from moiety_engine.distribution.rendezvous_address import Rendezvous
 
 _VERDICT_GRACE_S = 5.0
-_SHARES_HEADS = "rank {rank} is done without, as another rank that it shares heads with did not come"
-_ADDRESS = "lifeline"  # store key of rank 0's address
+_SHARES_HEADS = "rank {rank} is excluded because another rank that shares heads with it did not join"
+_ADDRESS = "heartbeat"  # store key of rank 0's address
 _MASKED = "masked"  # store key of the excluded ranks
 LONGEST_WAIT = timedelta(days=365)  # of collectives: the heartbeat ends a process that waits for a lost rank
 
@@ -48,7 +48,7 @@ class RankExclusion:
         try:
             return leaving(self.layout, away), ""
         except InvalidConfig as exc:
-            return (), f". The others cannot start without: {exc}"
+            return (), f". The other ranks cannot start without them: {exc}"
 
     def can_without(self, away: Collection[int]) -> bool:
         """Return whether the group can start without these ranks."""
@@ -59,7 +59,7 @@ class RankExclusion:
 class ConnectedRanks:
     """A rank's connections to those that joined, and the excluded ranks by their original numbers."""
 
-    lifeline: RankHeartbeat
+    heartbeat: RankHeartbeat
     masked: tuple[int, ...] = ()
 
 
@@ -77,8 +77,8 @@ def open_store(meeting: Rendezvous, timeout_s: float) -> TCPStore:
     except (DistError, RuntimeError, OSError) as exc:
         what = "could not be opened by" if serves else "was not reached by"
         raise RanksError(
-            f"the meeting place {meeting.store_host}:{meeting.port} {what} rank {meeting.rank} within {timeout_s:g} s: "
-            "see that rank 0 runs there, and that the port is free and open"
+            f"the rendezvous at {meeting.store_host}:{meeting.port} {what} rank {meeting.rank} within "
+            f"{timeout_s:g} s: check that rank 0 runs there and that the port is free and reachable"
         ) from exc
 
 
@@ -89,7 +89,7 @@ def meet(
     checkpoint: str,
     *,
     timeout_s: float,
-    sparing: RankExclusion | None = None,
+    exclusion: RankExclusion | None = None,
     gone: Callable[[], Mapping[int, str]] = lambda: {},
     note: Callable[[int], None] | None = None,
 ) -> ConnectedRanks:
@@ -110,7 +110,7 @@ def meet(
         own = RankHello(0, secret, settings, checkpoint)
         with contextlib.closing(ConnectingRanks(listener, own, meeting.num_ranks, note)) as arrivals:
             try:
-                masked = _receive_all(arrivals, meeting.num_ranks, timeout_s, sparing, gone)
+                masked = _receive_all(arrivals, meeting.num_ranks, timeout_s, exclusion, gone)
             except RanksError as exc:
                 arrivals.dismiss_all(str(exc))
                 raise
@@ -155,10 +155,10 @@ def _arrive(
             line.close()
         if meeting.rank in _masked_in(store):
             raise RanksError(
-                f"rank {meeting.rank} came after the others had started without it, and have its part of the model: it "
-                "is taken in again when the group next starts"
+                f"rank {meeting.rank} joined after the others had started without it and taken over its "
+                "part of the model: it is included at the group's next start"
             ) from exc
-        raise RanksError(f"{unreached}, or went away: see what it says") from exc
+        raise RanksError(f"{unreached}, or it closed the connection: see the log of rank 0") from exc
     masked: tuple[int, ...] = ()
     for word in words:
         if isinstance(word, RankFailed):
@@ -180,7 +180,7 @@ def _receive_all(
     arrivals: ConnectingRanks,
     num_ranks: int,
     timeout_s: float,
-    sparing: RankExclusion | None,
+    exclusion: RankExclusion | None,
     gone: Callable[[], Mapping[int, str]],
 ) -> tuple[int, ...]:
     """Wait for all ranks and return those that are excluded.
@@ -195,18 +195,18 @@ def _receive_all(
         missing, waited_s = arrivals.missing, time.monotonic() - begin_s
         if not missing:
             return ()
-        if sparing is None and left:
+        if exclusion is None and left:
             raise RanksError(next(iter(left.values())))
         if busy and waited_s < timeout_s + _VERDICT_GRACE_S / 2:
             continue  # more messages may be waiting
         why_not, none_will_come = "", left.keys() >= set(missing)
-        if sparing is not None and (none_will_come or waited_s > sparing.after_s):
-            masked, why_not = sparing.leaving(missing)
+        if exclusion is not None and (none_will_come or waited_s > exclusion.after_s):
+            masked, why_not = exclusion.leaving(missing)
             if masked:
                 together = set(masked) - set(missing)
                 arrivals.dismiss(left | {rank: _SHARES_HEADS.format(rank=rank) for rank in together})
                 return masked
-            if (held_back := arrivals.held_back) and sparing.can_without(set(missing) - held_back):
+            if (held_back := arrivals.held_back) and exclusion.can_without(set(missing) - held_back):
                 rather |= held_back  # the group needs these to start
                 arrivals.let_in()
                 continue
@@ -216,6 +216,6 @@ def _receive_all(
             unseen = ", ".join(str(rank) for rank in missing if rank not in left)
             known = "".join(f". And {left[rank]}" for rank in missing if rank in left)
             raise RanksError(
-                f"of {num_ranks} ranks these did not come in time: {unseen}. See that they were started, and that they "
-                f"reach this host; --join-timeout-s sets how long they are waited for{known}{why_not}"
+                f"these of {num_ranks} ranks did not join within {timeout_s:g} s (--join-timeout-s): "
+                f"{unseen}; check that they were started and that they can reach this host{known}{why_not}"
             )

@@ -67,8 +67,8 @@ def meeting_from(environ: Mapping[str, str]) -> Rendezvous | None:
         )
     except (KeyError, ValueError) as exc:
         raise InvalidConfig(
-            f"WORLD_SIZE says that a launcher started {environ['WORLD_SIZE']} ranks, but RANK, MASTER_ADDR and "
-            f"MASTER_PORT are not all there ({exc}): start with torchrun or deepspeed, or unset WORLD_SIZE"
+            f"WORLD_SIZE is set to {environ['WORLD_SIZE']}, but RANK, MASTER_ADDR and MASTER_PORT are not "
+            f"all set ({exc}): start with torchrun or deepspeed, or unset WORLD_SIZE"
         ) from exc
 
 
@@ -77,8 +77,9 @@ def require_ranks(layout: Layout, meeting: Rendezvous) -> None:
     if layout.num_ranks != meeting.num_ranks:
         further = f", with --ffn-ranks {layout.ffn_ranks}," if layout.ffn_ranks else ""
         raise InvalidConfig(
-            f"--pp {layout.pp} × --dp-attention {layout.dp} × --tp {layout.tp}{further} make {layout.num_ranks} ranks, "
-            f"and {meeting.num_ranks} were started: change the options or the launcher's number of processes"
+            f"--pp {layout.pp} × --dp-attention {layout.dp} × --tp {layout.tp}{further} needs "
+            f"{layout.num_ranks} ranks, but {meeting.num_ranks} were started: change the options or the "
+            "launcher's number of processes"
         )
 
 
@@ -86,10 +87,9 @@ def require_hosts_apart(exclude_rank_after_s: float | None, meeting: Rendezvous)
     """Raise InvalidConfig if ranks may be excluded but the launcher starts no rank before all hosts have joined."""
     if exclude_rank_after_s is not None and meeting.store_runs:
         raise InvalidConfig(
-            "--exclude-rank-after-s cannot be had under torchrun, which starts no rank before all hosts have "
-            "come: start the "
-            "ranks of each host by themselves, by deepspeed with --no_ssh or with RANK, WORLD_SIZE, MASTER_ADDR and "
-            "MASTER_PORT set, or leave it out"
+            "--exclude-rank-after-s is not available under torchrun, which starts no rank before all "
+            "hosts have joined: start the ranks of each host with deepspeed --no_ssh, or with RANK, "
+            "WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, or leave it out"
         )
 
 
@@ -100,7 +100,8 @@ def require_private_ranks(meeting: Rendezvous, *, allowed: bool) -> None:
     """
     if not meeting.is_local and not allowed:
         raise InvalidConfig(
-            f"the ranks meet at {meeting.host}, which other machines reach, and links between ranks are not "
-            "authenticated: whoever reaches their ports reads and changes what they compute. Run all ranks on one "
-            "host, or, on a network of their own, say --allow-unauthenticated-ranks"
+            f"the rendezvous address {meeting.host} is reachable from other machines, and links between "
+            "ranks are not authenticated: a machine that reaches their ports can read and change what "
+            "they compute; run all ranks on one host, or set --allow-unauthenticated-ranks on a private "
+            "network"
         )

@@ -72,7 +72,7 @@ class DraftModel:
             gib = sizes.num_blocks * self.model.kv_bytes_per_block(sizes.block_size) / 2**30
             raise OutOfMemory(
                 f"the draft model's KV cache of {gib:.2f} GiB does not fit on {self.model.device}: lower "
-                "--kv-memory-bytes, which is for both models"
+                "--kv-memory-bytes, which covers both models"
             ) from exc
 
     def release(self) -> None:
@@ -162,11 +162,11 @@ class DraftModel:
 
     def _pass(self, batch: Batch, said_LD: Tensor | None) -> Tensor:
         """Return hidden_LD of the wanted rows. `said_LD`: that of the pass before; None in the first pass."""
-        assert self._kv is not None, "a draft is wanted of a model that has left"
+        assert self._kv is not None, "a draft was requested from an unloaded model"
         if not self._lag:
             return self.model.hidden(batch, self._kv)
         if said_LD is None:
-            assert self._made_NPD is not None, "the model's cache does not keep what it made of tokens"
+            assert self._made_NPD is not None, "the model's cache does not keep hidden states"
             before_TD = self._made_NPD.flatten(0, 1).index_select(0, batch.slots_T)
         else:
             before_TD = said_LD[: len(batch.slots_T)]

@@ -50,8 +50,9 @@ def load_drafter(
     ours, its = model.spec.vocab_size, read_spec(folder).vocab_size
     if ours != its:
         raise InvalidConfig(
-            f"the draft model knows {its} tokens and the model {ours}: take a --draft-model of the same family, with "
-            "the same vocabulary, or --speculate ngram, which needs none"
+            f"the draft model has {its} tokens in its vocabulary and the model {ours}: use a "
+            "--draft-model of the same family, with the same vocabulary, or --speculate ngram, which "
+            "needs none"
         )
     _check_tokens(Path(config.model), folder)
     return load_model(folder, **how)
@@ -73,6 +74,7 @@ def _check_tokens(folder: Path, draft_folder: Path) -> None:
         mine, other = ours.find_token(token_id), its.find_token(token_id)
         if mine != other:
             raise InvalidConfig(
-                f"token {token_id} is {other!r} to the draft model and {mine!r} to the model: take a --draft-model of "
-                "the same family, with the same vocabulary, or --speculate ngram, which needs none"
+                f"token {token_id} is {other!r} in the draft model and {mine!r} in the model: use a "
+                "--draft-model of the same family, with the same vocabulary, or --speculate ngram, which "
+                "needs none"
             )

@@ -84,7 +84,7 @@ def _open_replica(config: EngineConfig) -> Replica:
 def _find_run_file() -> Callable[..., Any]:
     found = entry_points(group=OFFLINE_GROUP, name="run_file")
     if not found:
-        typer.echo("Error: no installed package knows the API's requests; reinstall moiety", err=True)
+        typer.echo("Error: no installed package implements the API's requests; reinstall moiety", err=True)
         raise typer.Exit(1)
     loaded: Callable[..., Any] = next(iter(found)).load()
     return loaded

@@ -58,7 +58,7 @@ class _Answer:
 
     def completion(self) -> Completion:
         end = self.end
-        assert isinstance(end, Finished), "asked for once all have ended well"
+        assert isinstance(end, Finished), "results are read after all requests have finished"
         wants = self.submit.sampling.num_logprobs is not None
         logprobs = scored(self.token_ids, self.logprobs) if wants else None
         text = "".join(self.text)
@@ -90,7 +90,7 @@ class LLM:
         known = set(EngineConfig.__struct_fields__) - {"model"}
         unknown = sorted(set(options) - known)
         if unknown:
-            raise InvalidConfig(f"{', '.join(unknown)}: no such option; there are {', '.join(sorted(known))}")
+            raise InvalidConfig(f"{', '.join(unknown)}: unknown option; known options are {', '.join(sorted(known))}")
         fields = {"name": model_name(model)} | options | {"model": str(resolve_checkpoint(model))}
         if isinstance(draft_model := options.get("draft_model"), str) and draft_model:
             fields["draft_model"] = str(resolve_checkpoint(draft_model))
@@ -121,7 +121,7 @@ class LLM:
         self._open.clear()
         self.replica.close()
 
-    # ── what is asked ────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── requests ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -155,9 +155,9 @@ class LLM:
         waiting = list(answers)
         try:
             while any(answer.end is None for answer in answers):
-                told = self._advance(waiting, at_most_s=0.0)
+                messages = self._advance(waiting, at_most_s=0.0)
                 waiting = []
-                for answer, message in told:
+                for answer, message in messages:
                     if isinstance(message, Failed):
                         raise _refusal(message)
                     if answer in answers:
@@ -173,11 +173,12 @@ class LLM:
         prompts: Sequence[list[int]],
         params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[Output]:
-        asked = params or SamplingParams()
-        each = [asked] * len(prompts) if isinstance(asked, SamplingParams) else list(asked)
+        given = params or SamplingParams()
+        each = [given] * len(prompts) if isinstance(given, SamplingParams) else list(given)
         if len(each) != len(prompts):
             raise InvalidRequest(
-                f"there are {len(prompts)} prompts and {len(each)} params; give one for all, or as many"
+                f"there are {len(prompts)} prompts and {len(each)} SamplingParams; give one for all, or "
+                "one for each prompt"
             )
         answers = [self._answers(ids, one, gathers=True) for ids, one in zip(prompts, each, strict=True)]
         every = [answer for group in answers for answer in group]
@@ -192,8 +193,8 @@ class LLM:
         waiting = sorted(answers, key=_predicted_tokens)
         try:
             while waiting or any(answer.end is None for answer in answers):
-                room = FULL_BATCHES * self.replica.max_running - self.replica.num_open
-                some = [waiting.pop() for _ in range(min(max(room, 0), len(waiting)))]
+                num_free = FULL_BATCHES * self.replica.max_running - self.replica.num_open
+                some = [waiting.pop() for _ in range(min(max(num_free, 0), len(waiting)))]
                 for _, message in self._advance(some):
                     if isinstance(message, Failed):
                         raise _refusal(message)

@@ -64,6 +64,6 @@ class OutputDelta:
 def scored(token_ids: list[int], logprobs: list[TokenLogprob]) -> list[ScoredToken]:
     """Return tokens with their log-probabilities from the wire format."""
     return [
-        ScoredToken(token_id, told.logprob, {top.token_id: top.logprob for top in told.top})
-        for token_id, told in zip(token_ids, logprobs, strict=True)
+        ScoredToken(token_id, scored.logprob, {top.token_id: top.logprob for top in scored.top})
+        for token_id, scored in zip(token_ids, logprobs, strict=True)
     ]

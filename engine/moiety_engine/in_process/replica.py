@@ -43,14 +43,16 @@ class InProcessReplica:
         self._loop: EngineLoop | None = loop
         self.card = make_card(config.name, ENGINE_ID, text, hello_of(loop), adapters=tuple(config.adapters))
         self.tokenizer = Tokenizer.from_json(text.tokenizer_json)
-        self._told: list[ToGateway] = []
+        self._messages: list[ToGateway] = []
         self._session = GatewaySession(b"", 0.0)
-        self._desk = RequestManager(self.tokenizer, self._tell, UsageMeter(time.monotonic), adapters=config.adapters)
-        self._desk.limits = ModelLimits.of(self.card)
+        self._requests = RequestManager(
+            self.tokenizer, self._receive, UsageMeter(time.monotonic), adapters=config.adapters
+        )
+        self._requests.limits = ModelLimits.of(self.card)
 
     @property
     def num_open(self) -> int:
-        return self._desk.num_open
+        return self._requests.num_open
 
     @property
     def max_running(self) -> int:
@@ -60,24 +62,24 @@ class InProcessReplica:
         """Run the engine, see the protocol. With `at_most_s` 0, run one step. Raises EngineError once closed."""
         loop = self._running()
         for submit in submits:
-            self._desk.submit(self._session, submit)
+            self._requests.submit(self._session, submit)
         until_s = time.monotonic() + at_most_s
-        while self._desk.num_open:
-            for command in self._desk.take_commands():
+        while self._requests.num_open:
+            for command in self._requests.take_commands():
                 obey(loop, command)
             if not loop.step() and (loop.scheduler.num_waiting or loop.waits_for_others):
                 time.sleep(_COMPANY_S)
             outputs = loop.take_outputs()
             if outputs is not None:
-                self._desk.take_step(outputs)
+                self._requests.take_step(outputs)
             if time.monotonic() >= until_s:
                 break
-        told, self._told = self._told, []
-        return told
+        messages, self._messages = self._messages, []
+        return messages
 
     def abort(self, request_id: str) -> None:
         """Abort a request; `advance` returns its end. Does nothing if it has ended already."""
-        self._desk.abort(self._session, Abort(request_id, 0))
+        self._requests.abort(self._session, Abort(request_id, 0))
 
     def environment(self) -> dict[str, Any]:
         return environment(self._running())
@@ -95,5 +97,5 @@ class InProcessReplica:
             raise EngineError("the model was closed; make a new one")
         return self._loop
 
-    def _tell(self, _session: GatewaySession, message: ToGateway) -> None:
-        self._told.append(message)
+    def _receive(self, _session: GatewaySession, message: ToGateway) -> None:
+        self._messages.append(message)

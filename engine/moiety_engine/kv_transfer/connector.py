@@ -72,12 +72,12 @@ class KvConnector:
         self.kv_sender.enter(submit)
         return msgspec.structs.replace(submit, max_tokens=num_tokens)
 
-    def num_landing(self, key: int) -> int:
+    def num_transferred_tokens(self, key: int) -> int:
         """Return the number of tokens of a request whose KV has arrived."""
         arrival = None if self.arrivals is None else self.arrivals.arrival_of(key)
         return 0 if arrival is None else arrival.num_tokens
 
-    def told(self, outputs: list[CoreOutput], failures: list[CoreFailure]) -> list[CoreOutput]:
+    def with_transfer_results(self, outputs: list[CoreOutput], failures: list[CoreFailure]) -> list[CoreOutput]:
         """Return the outputs for the engine server, with the transfer result of the requests that end.
 
         The result is the transfer times of received KV, or the reason why KV was not sent.
@@ -122,7 +122,7 @@ def exchange_of(config: TransferConfig) -> KvConnector:
     max_bytes = config.buffer_bytes or max(1, int(available_bytes() * _SHARE_OF_HOST))
     kv_sender = None
     if config.role is EngineRole.PREFILL:
-        kv_sender = KvSender(SenderThread(config.way, max_bytes, key))
+        kv_sender = KvSender(SenderThread(config.transport, max_bytes, key))
     if not config.listen:
         return KvConnector(kv_sender)
     zone = StagingBuffer(max_bytes)
@@ -135,4 +135,4 @@ def _read_key(path: str) -> bytes | None:
     try:
         return Path(path).read_bytes().strip()
     except OSError as exc:
-        raise InvalidConfig(f"the key {path} cannot be read: {exc.strerror}") from exc
+        raise InvalidConfig(f"the key file {path} cannot be read: {exc.strerror}") from exc

@@ -2,7 +2,7 @@
 
 KV is read on one engine and written on another, whose blocks may have another size and data type.
 
-n blocks, P places a block, T tokens, G key-value heads, d head width, L width of a latent row.
+n blocks, P token slots a block, T tokens, G key-value heads, d head width, L width of a latent row.
 """
 
 from __future__ import annotations
@@ -135,5 +135,5 @@ def _token_dim(layer: LayerCache | LatentCache) -> int:
 def _dtype(part: TensorLayout) -> torch.dtype:
     found = getattr(torch, part.dtype, None)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"{part.dtype!r} is no type of numbers")
+        raise ValueError(f"unknown dtype {part.dtype!r}")
     return found

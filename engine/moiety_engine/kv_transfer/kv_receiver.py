@@ -57,9 +57,9 @@ class KvReceiver:
         found = self._there.get(key)
         return None if found is None else found[1]
 
-    def land(self, key: int, first: int, blocks: list[int]) -> None:
+    def load(self, key: int, first: int, blocks: list[int]) -> None:
         """Copy a request's received KV into its blocks, from token `first` on."""
-        self._zone.land(self._there[key][0], first, blocks)
+        self._zone.load(self._there[key][0], first, blocks)
 
     def ended(self, key: int) -> None:
         """Drop the KV of a request that has ended, whether or not it was copied into the cache."""
@@ -72,7 +72,7 @@ class KvReceiver:
         arrival = self._zone.arrival(submit.transfer_id, prompt_hash(computed))
         if arrival is None:
             self.lost_transfers_total += 1
-            log.warning("kv_did_not_come", num_tokens=len(computed))
+            log.warning("kv_not_received", num_tokens=len(computed))
             return
         self.disaggregated_decode_requests_total += 1
         self._there[submit.key] = submit.transfer_id, arrival

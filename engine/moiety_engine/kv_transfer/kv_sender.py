@@ -57,7 +57,7 @@ class KvSender:
 
     def enter(self, submit: CoreSubmit) -> None:
         """Register a request for disaggregated prefill."""
-        assert submit.hand_over is not None, "only what is handed over departs"
+        assert submit.hand_over is not None, "the request has no KV transfer"
         self._open[submit.key] = _OutgoingPrompt(submit.hand_over, [*submit.prompt_ids, *(submit.resumed_ids or ())])
 
     def of(self, plan: Plan, kv: KvCache) -> StepSends | None:
@@ -94,7 +94,7 @@ class KvSender:
         if prefill_done and transfer.num_left == len(transfer.tokens):
             return self._sender.end(transfer_id)
         self._sender.cancel(transfer_id)
-        return "not all of it was computed" if prefill_done else ""
+        return "the prompt is not completely computed" if prefill_done else ""
 
     def close(self) -> None:
         self._sender.close()

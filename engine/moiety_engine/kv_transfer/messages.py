@@ -36,7 +36,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True, array_like=True):
     prompt_hash: bytes  # hash of those tokens
     form: Form
     segment: str = ""  # file of the shared memory for the chunks; "": the messages carry them
-    way: str = ""
+    transport: str = ""
     rotation: str = ""  # rotation of the sender's cache, see KvCache
     token: str = ""  # authorisation by a gateway
 

@@ -18,7 +18,10 @@ from moiety_engine.kv_transfer.staging_buffer import StagingBuffer
 from moiety_wire.roles import ANY_HOST, transfer_token
 
 MAX_FRAME_BYTES = 1 << 30  # a chunk of one layer is smaller
-NOT_ALLOWED = "no gateway has allowed it: its token is of another transfer, engine or start of the engine"
+NOT_ALLOWED = (
+    "no gateway authorised the transfer: its token belongs to another transfer, to another engine, or to an "
+    "earlier start of the engine"
+)
 _NUM_LOGGED = 10  # unauthorised transfers in the log; afterwards every thousandth is logged
 _WILDCARDS = ("0.0.0.0", "[::]")
 

@@ -37,7 +37,7 @@ class _OutgoingTransfer:
 
     begin: Begin
     address: str
-    way: Transport
+    transport: Transport
     heard_s: float  # time of the last activity
     problem: str = ""  # why the transfer failed
 
@@ -48,8 +48,8 @@ _Job = Callable[[], None]
 class SenderThread:
     """Sends KV. Holds at most `max_bytes` that have not arrived. Owns its thread from its creation to `close`."""
 
-    def __init__(self, way: KvTransport, max_bytes: int, secret_key: bytes | None) -> None:
-        self._way = way
+    def __init__(self, transport: KvTransport, max_bytes: int, secret_key: bytes | None) -> None:
+        self._transport = transport
         self._max_bytes = max_bytes
         self._secret_key = secret_key
         self._host = own_host()
@@ -72,14 +72,14 @@ class SenderThread:
             if self._held_bytes + begin.num_bytes > self._max_bytes:
                 return f"{self._held_bytes} bytes of other KV have not arrived yet"
             try:
-                way = self._choose_way(hand_over, begin.num_bytes)
+                transport = self._choose_transport(hand_over, begin.num_bytes)
             except OSError as exc:
-                return f"there is no memory to share ({exc}); --kv-transport tcp does without"
-            begin = msgspec.structs.replace(begin, segment=way.segment, way=way.name.value)
-            transfer = _OutgoingTransfer(begin, hand_over.address, way, time.monotonic())
+                return f"shared memory is not available ({exc}); use --kv-transport tcp"
+            begin = msgspec.structs.replace(begin, segment=transport.segment, transport=transport.name.value)
+            transfer = _OutgoingTransfer(begin, hand_over.address, transport, time.monotonic())
             self._transfers[begin.transfer_id] = transfer
             self._held_bytes += begin.num_bytes
-        self._jobs.put(lambda: self._tell(transfer, begin))
+        self._jobs.put(lambda: self._send_message(transfer, begin))
         return ""
 
     def put(self, piece: KvChunk, parts: Sequence[Tensor], mark: DeviceMark) -> None:
@@ -97,7 +97,7 @@ class SenderThread:
         if transfer is None:
             return ""  # it has arrived already
         if not transfer.problem:
-            self._jobs.put(lambda: self._tell(transfer, End(transfer_id)))
+            self._jobs.put(lambda: self._send_message(transfer, End(transfer_id)))
             return ""
         self.cancel(transfer_id)
         return transfer.problem
@@ -112,10 +112,10 @@ class SenderThread:
         self._jobs.put(None)
         self._thread.join()
 
-    def _choose_way(self, hand_over: KvHandoff, num_bytes: int) -> Transport:
-        if self._way is KvTransport.TCP:
+    def _choose_transport(self, hand_over: KvHandoff, num_bytes: int) -> Transport:
+        if self._transport is KvTransport.TCP:
             return TcpTransport()
-        if self._way is KvTransport.MEMORY or (self._host and hand_over.host == self._host):
+        if self._transport is KvTransport.MEMORY or (self._host and hand_over.host == self._host):
             return SharedMemoryTransport(num_bytes)
         return TcpTransport()
 
@@ -138,25 +138,25 @@ class SenderThread:
             socket.close(linger=LINGER_MS)
         self._context.term()
 
-    def _tell(self, transfer: _OutgoingTransfer, message: ToReceiver) -> None:
+    def _send_message(self, transfer: _OutgoingTransfer, message: ToReceiver) -> None:
         self._post(transfer, message, [])
 
     def _send(self, transfer: _OutgoingTransfer, piece: KvChunk, parts: Sequence[Tensor], mark: DeviceMark) -> None:
         if not transfer.problem:
             mark.wait()
-            self._post(transfer, piece, transfer.way.put(piece.offset, parts))
+            self._post(transfer, piece, transfer.transport.put(piece.offset, parts))
 
     def _post(self, transfer: _OutgoingTransfer, message: ToReceiver, data: list[memoryview]) -> None:
         transfer.heard_s = time.monotonic()
         link = self._link_to(transfer.address)
         if link is None:
-            transfer.problem = f"{transfer.address!r} is no address"
+            transfer.problem = f"{transfer.address!r} is not a valid address"
             return
         frames: list[bytes | memoryview] = [self._encoder.encode(message), *data]
         link.send_multipart(frames, zmq.NOBLOCK, copy=False)
 
     def _cancel(self, transfer: _OutgoingTransfer) -> None:
-        self._tell(transfer, Cancel(transfer.begin.transfer_id))
+        self._send_message(transfer, Cancel(transfer.begin.transfer_id))
         self._forget(transfer.begin.transfer_id)
 
     def _hear(self) -> None:
@@ -199,7 +199,7 @@ class SenderThread:
             if transfer is not None:
                 self._held_bytes -= transfer.begin.num_bytes
         if transfer is not None:
-            transfer.way.close()
+            transfer.transport.close()
 
     def _link_to(self, address: str) -> zmq.Socket[bytes] | None:
         link = self._links.get(address)

@@ -77,15 +77,15 @@ class StagingBuffer:
         with self._lock:
             self._drop_unclaimed()
             if begin.transfer_id in self._transfers:
-                return "a transfer of this name has begun already"
+                return "a transfer with this id has begun already"
             if begin.transfer_id in self._lost:
-                return "a transfer of this name has ended already"
+                return "a transfer with this id has ended already"
             complaint = self._complaint(begin)
             if not complaint:
                 try:
                     buffer_B = _buffer(begin)
                 except (OSError, ValueError, RuntimeError) as exc:  # torch raises RuntimeError if memory is short
-                    complaint = f"its memory cannot be had ({exc}); --kv-transport tcp does without sharing any"
+                    complaint = f"its shared memory cannot be opened ({exc}); use --kv-transport tcp, which needs none"
             if complaint:
                 self._remember_lost(begin.transfer_id)
                 return complaint
@@ -167,17 +167,17 @@ class StagingBuffer:
                 return None
             begin = transfer.begin
             ended_ns = transfer.ended_unix_ns
-            return KvTransferTimes(transfer.begun_unix_ns, ended_ns, begin.num_tokens, begin.num_bytes, begin.way)
+            return KvTransferTimes(transfer.begun_unix_ns, ended_ns, begin.num_tokens, begin.num_bytes, begin.transport)
 
     @torch.inference_mode()
-    def land(self, transfer_id: str, first: int, blocks: Sequence[int]) -> None:
+    def load(self, transfer_id: str, first: int, blocks: Sequence[int]) -> None:
         """Copy tokens `first` and later into the cache, and free the memory.
 
         `blocks` are the sequence's blocks from its start. On a GPU, work queued afterwards sees the tokens.
         """
         with self._lock:
             transfer, kv = self._transfers[transfer_id], self._kv
-        assert kv is not None, "KV lands where there is no cache"
+        assert kv is not None, "KV is loaded without a cache"
         device = kv.layers[0].parts[0].device
         blocks_n = torch.tensor(blocks)
         for cache, form, pieces in zip(kv.everything, transfer.begin.form, transfer.pieces, strict=True):
@@ -215,17 +215,17 @@ class StagingBuffer:
             is_fit = fits(begin.form, self._kv)
             num_bytes = begin.num_tokens * token_bytes(begin.form)
         except (ValueError, IndexError) as exc:
-            return f"its form is not understood: {exc}"
+            return f"its layout cannot be read: {exc}"
         if not is_fit or begin.rotation != self._kv.rotation:
-            angles = "its keys are turned by other angles: give both engines the same --max-context-tokens"
-            other = "it is of a model with other layers, heads or widths, or only one engine has --speculate mtp"
+            angles = "its keys have other rotary embeddings: give both engines the same --max-context-tokens"
+            other = "it is from a model with other layers, heads or widths, or only one engine has --speculate mtp"
             return angles if is_fit else other
         if begin.num_tokens < 1 or begin.num_bytes != num_bytes:
             return f"{begin.num_tokens} tokens have {num_bytes} bytes, not {begin.num_bytes}"
         if self._held_bytes + begin.num_bytes > self._max_bytes:
             return (
-                f"there is no room for {begin.num_bytes} bytes beside {self._held_bytes}: raise --kv-buffer-bytes, "
-                f"which is {self._max_bytes}"
+                f"{begin.num_bytes} bytes do not fit into the buffer of {self._max_bytes} bytes, of which "
+                f"{self._held_bytes} are used: raise --kv-buffer-bytes"
             )
         return ""
 

@@ -109,7 +109,7 @@ def open_segment(segment: str, num_bytes: int) -> Tensor:
     Raises OSError or ValueError if it cannot be opened.
     """
     if not (_SEGMENT.fullmatch(segment) and str(Path(segment).readlink()).startswith(f"/memfd:{_NAME}")):
-        raise ValueError(f"{segment[:64]!r} is no memory for KV")
+        raise ValueError(f"{segment[:64]!r} is not a shared memory segment for KV")
     descriptor = os.open(segment, os.O_RDWR | os.O_CLOEXEC)
     try:
         if os.fstat(descriptor).st_size < num_bytes:

@@ -35,17 +35,21 @@ def cannot_be_invariant(
 ) -> str | None:
     """Return why the model's bits would depend on the rest of the batch, and what to do; None if they do not."""
     if spec.moe_layers and moe_kernel not in ("auto", "triton" if device.type == "cuda" else "auto"):
-        return f"experts computed by {moe_kernel} depend on the others in the step: leave --moe-kernel out"
+        return f"the results of --moe-kernel {moe_kernel} depend on the batch: leave --moe-kernel out"
     if device.type == "cpu":
         odd = sorted({width for layer in spec.layers for width in _widths(spec, layer) if width % _LANES})
-        return f"the kernels for a CPU take widths that {_LANES} divides, and this has {odd[0]}" if odd else None
+        return (
+            f"the kernels for a CPU need widths that are multiples of {_LANES}, and this model has {odd[0]}"
+            if odd
+            else None
+        )
     if dtype is torch.float32:
-        return "the kernels for a GPU attend in 16 bits: run with --dtype bfloat16"
+        return "attention on a GPU needs 16 bits: use --dtype bfloat16"
     reason = unavailable("triton", device, dtype)
     if reason is None and spec.moe_layers:
         reason = unavailable("triton", device, dtype, form)
     if reason is not None:
-        return f"it needs the Triton kernels, and {reason}"
+        return f"the Triton kernels are required: {reason}"
     return _not_taken(spec)
 
 
@@ -73,14 +77,14 @@ def _not_taken(spec: ModelSpec) -> str | None:
     from moiety_kernels.sample.kernel import MOST_TOKENS  # noqa: PLC0415
 
     if spec.vocab_size > MOST_TOKENS:
-        return f"the kernel that draws tokens takes {MOST_TOKENS} of them, not {spec.vocab_size}"
+        return f"the sampling kernel supports at most {MOST_TOKENS} tokens, not {spec.vocab_size}"
     if spec.hidden_size > MAX_WIDTH:
-        return f"the kernel of norms takes rows of {MAX_WIDTH}, not {spec.hidden_size}"
+        return f"the normalization kernel supports rows of at most {MAX_WIDTH}, not {spec.hidden_size}"
     for layer in spec.layers:
         if isinstance(layer.ffn, MoeSpec) and layer.ffn.routing.num_experts > MAX_EXPERTS:
-            return f"the kernel that routes takes {MAX_EXPERTS} experts"
+            return f"the routing kernel supports at most {MAX_EXPERTS} experts"
         if not _attends(layer.attention, MOST_VALUES):
-            return "the kernels of attention do not take heads of these widths"
+            return "the attention kernels do not support these head widths"
     return None
 
 

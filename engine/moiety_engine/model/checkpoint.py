@@ -125,7 +125,7 @@ def _note_kv_scales(folder: Path, names: Iterable[str]) -> None:
     """Log that KV cache scales are ignored, if the checkpoint has any or configures a quantized KV cache."""
     scales, scheme = sorted(name for name in names if name.endswith(KV_SCALES)), kv_cache_scheme(folder)
     if scales or scheme:
-        advice = "--kv-dtype says how keys and values are kept; in 8 bits each gets a scale of its own"
+        advice = "--kv-dtype sets the format of keys and values; in 8 bits each gets its own scale"
         log.info("kv_scales_ignored", first=next(iter(scales), None), of=len(scales), scheme=scheme, advice=advice)
 
 
@@ -190,15 +190,15 @@ def _made(make: Callable[..., Any], parts: list[Tensor], what: str) -> Any:
         return make(*parts)
     except (RuntimeError, ValueError, IndexError) as exc:
         shapes = ", ".join(str(tuple(part.shape)) for part in parts)
-        raise WeightsError(f"{what} is kept in parts of the shapes {shapes}, which do not fit together: {exc}") from exc
+        raise WeightsError(f"{what} is stored in parts of shapes {shapes}, which do not fit together: {exc}") from exc
 
 
 def _chosen(chosen: Chosen, stack: Tensor, what: str) -> Tensor:
     """Return the chosen experts of a stack of stored tensors."""
     if stack.shape[:1] != (chosen.among,):
         raise WeightsError(
-            f"{what} has shape {tuple(stack.shape)}, but config.json asks for {chosen.among} experts; the weights and "
-            "config.json belong to different models"
+            f"{what} has shape {tuple(stack.shape)}, but config.json requires {chosen.among} experts; the "
+            "weights and config.json belong to different models"
         )
     return stack[chosen.which]
 
@@ -206,8 +206,8 @@ def _chosen(chosen: Chosen, stack: Tensor, what: str) -> Tensor:
 def _fill(place: TensorMapping | Shares, source: Tensor, what: str) -> None:
     if source.shape != place.shape:
         raise WeightsError(
-            f"{what} has shape {tuple(source.shape)}, but config.json asks for {place.shape}; the weights and "
-            "config.json belong to different models"
+            f"{what} has shape {tuple(source.shape)}, but config.json requires {place.shape}; the weights "
+            "and config.json belong to different models"
         )
     place.fill(source)
 
@@ -261,7 +261,7 @@ def _names(path: Path) -> list[str]:
         with safe_open(path, framework="pt") as file:
             return list(file.keys())
     except SafetensorError as exc:
-        raise WeightsError(f"{path} is not a whole safetensors file ({exc}); fetch it again") from exc
+        raise WeightsError(f"{path} is not a complete safetensors file ({exc}); download it again") from exc
 
 
 def _complain(how: str, names: list[str], folder: Path) -> None:

@@ -197,7 +197,7 @@ class DecodePrograms:
         if kv is not self._cache:
             self._cache, self._recorded = kv, {}
         known = self._recorded.get(_kind_of(batch))
-        if known is None or not _has_room(known.batch, batch):
+        if known is None or not _fits(known.batch, batch):
             return self._record(x_TD, batch, kv)
         known.x_TD.copy_(x_TD)
         _refill(known.batch, batch)
@@ -243,7 +243,7 @@ def _watched(compute: Callable[[], Tensor]) -> tuple[list[Job], Tensor, _Watch]:
 
 
 def _own(batch: Batch, kv: KvCache) -> Batch:
-    """Return a batch of the same kind in persistent memory, with room for longer contexts."""
+    """Return a batch of the same kind in persistent memory, sized for longer contexts."""
     sequences, width = batch.block_table_SB.shape
     wide = max(MIN_TABLE_WIDTH, 1 << (width - 1).bit_length())
     return replace(
@@ -264,7 +264,7 @@ def _kind_of(batch: Batch) -> _Kind:
     return batch.num_decode, batch.adapted is not None
 
 
-def _has_room(own: Batch, batch: Batch) -> bool:
+def _fits(own: Batch, batch: Batch) -> bool:
     """Return whether a recording made with `own` can read all of `batch`."""
     if batch.owner_T is not None and own.owner_T is None:
         return False

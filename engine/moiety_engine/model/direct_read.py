@@ -98,6 +98,6 @@ def _read(part: _ReadPart, file: int) -> int:
     while done < size:
         count = os.preadv(file, [part.target[done:]], part.offset + done)
         if not count:
-            raise WeightsError(f"{part.path} is not a whole safetensors file; fetch it again")
+            raise WeightsError(f"{part.path} is not a complete safetensors file; download it again")
         done += count
     return size

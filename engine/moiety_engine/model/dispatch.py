@@ -45,7 +45,7 @@ class Dispatch:
         share = share_of(self._seat, len(x_TD))
         x_SD, weight_SK, slot_SK = x_TD[share], weight_TK[share], self._slots.of(expert_TK[share], self._exchange)
         goes_RS = destinations(self._seat, self._slots.num_held, slot_SK)
-        num_sent, num_received = self._exchange.tell_counts(goes_RS.sum(1))
+        num_sent, num_received = self._exchange.exchange_counts(goes_RS.sum(1))
         row_N = goes_RS.nonzero()[:, 1]
         packed_NB = pack(*(one.index_select(0, row_N) for one in (x_SD, weight_SK, slot_SK)))
         handover = self._exchange.hand_out(packed_NB, num_sent, num_received)

@@ -47,7 +47,7 @@ log = structlog.get_logger()
 
 KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_EXACT = "--dtype float32 asks for exact products"
+_EXACT = "--dtype float32 requires exact products"
 _IN_PLACE = OffloadConfig()
 _WHOLE_NUMBERS = {INT8.name, INT4.name}
 
@@ -167,7 +167,7 @@ def load_share(
     if dtype not in DTYPES:
         raise UnsupportedModelError(f"dtype {dtype!r} is not supported; choose one of auto, {', '.join(DTYPES)}")
     own = own_spec(spec, ranks.seat)
-    form = _on_device(wanted, spec, where, DTYPES[dtype], moe_kernel, asked=quantization != "auto")
+    form = _on_device(wanted, spec, where, DTYPES[dtype], moe_kernel, is_explicit=quantization != "auto")
     if form is not None:
         check_cuts(form, spec, ranks.seat.layout)
     cached_in = None if kv_dtype == "auto" else _cached_in(kv_dtype, spec, where, DTYPES[dtype])
@@ -177,7 +177,7 @@ def load_share(
     if batch_invariant:
         reason = cannot_be_invariant(own, where, DTYPES[dtype], form, moe_kernel)
         if reason is not None:
-            raise UnsupportedModelError(f"--batch-invariant cannot be had: {reason}")
+            raise UnsupportedModelError(f"--batch-invariant is not available: {reason}")
     with ExitStack() as undo:
         offloading = open_store(offload, folder, spec, where, f"{dtype} {form}", load_format)
         if offloading is not None:
@@ -232,18 +232,20 @@ def _weight_bytes(form: WeightFormat | None, spec: ModelSpec, dtype: torch.dtype
 
 
 def _check_moe_kernel(
-    asked: str, spec: ModelSpec, where: torch.device, dtype: torch.dtype, form: WeightFormat | None
+    moe_kernel: str, spec: ModelSpec, where: torch.device, dtype: torch.dtype, form: WeightFormat | None
 ) -> None:
     """Raise if the requested MoE kernel is unavailable; log a warning if the best one for a GPU is."""
     activations = torch.float32 if where.type == "cpu" else dtype
-    if asked not in MOE_KERNELS:
-        raise UnsupportedModelError(f"moe_kernel {asked!r} is not known; choose one of {', '.join(MOE_KERNELS)}")
+    if moe_kernel not in MOE_KERNELS:
+        raise UnsupportedModelError(f"--moe-kernel {moe_kernel!r} is not known; choose one of {', '.join(MOE_KERNELS)}")
     if not spec.moe_layers:
         return
-    if asked != "auto":
-        reason = unavailable(asked, where, activations, form)
+    if moe_kernel != "auto":
+        reason = unavailable(moe_kernel, where, activations, form)
         if reason is not None:
-            raise UnsupportedModelError(f"--moe-kernel {asked} cannot be had: {reason}; choose auto or reference")
+            raise UnsupportedModelError(
+                f"--moe-kernel {moe_kernel} is not available: {reason}; choose auto or reference"
+            )
     elif where.type == "cuda":
         reason = unavailable("triton", where, activations, form)
         if reason is not None:
@@ -270,7 +272,13 @@ def _form(quantization: str, stored: WeightFormat | None, *, exact: bool) -> Wei
 
 
 def _on_device(
-    form: WeightFormat | None, spec: ModelSpec, where: torch.device, dtype: torch.dtype, moe_kernel: str, *, asked: bool
+    form: WeightFormat | None,
+    spec: ModelSpec,
+    where: torch.device,
+    dtype: torch.dtype,
+    moe_kernel: str,
+    *,
+    is_explicit: bool,
 ) -> WeightFormat | None:
     """Return `form` in the layout that the device's kernels read.
 
@@ -287,8 +295,8 @@ def _on_device(
         return packed
     if form.is_kept and not form.floating:
         return form  # read by the kernels of a CPU, or widened before each product
-    if asked:
-        raise UnsupportedModelError(f"--quantization {form.name} cannot be had: {reason}; leave it out, or take int8")
+    if is_explicit:
+        raise UnsupportedModelError(f"--quantization {form.name} is not available: {reason}; leave it out, or use int8")
     log.info("checkpoint_widened", kept=form.name, to=str(dtype), reason=f"no kernel reads it: {reason}")
     return None
 
@@ -301,40 +309,40 @@ def _unreadable(
     `form` is None for weights that cannot be packed in the kernels' layout.
     """
     if form is None:
-        return f"some rows have no multiple of {GPU_PACK} inputs"
+        return f"the number of inputs of some rows is not a multiple of {GPU_PACK}"
     if not form.is_kept:
-        return f"groups of {form.group} inputs are not of 32, 64, 128 …"
+        return f"groups of {form.group} inputs are not supported, only groups of 32, 64, 128 …"
     if not takes_products(form, spec):
-        return f"some rows have no multiple of {form.pack} inputs"
+        return f"the number of inputs of some rows is not a multiple of {form.pack}"
     if dtype.itemsize != 2 and (form.bits == 4 or form.is_stored_as(spec.weight_format)):
         return _EXACT
     if where.type != "cpu" and moe_kernel not in ("auto", "triton"):
-        return f"Triton's would, but --moe-kernel is {moe_kernel}"
+        return f"only Triton's kernel supports it, but --moe-kernel is {moe_kernel}"
     return None if where.type == "cpu" else unavailable("triton", where, dtype, form)
 
 
 def _cached_in(kv_dtype: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """Return the type of a KV cache whose type is configured. Raises UnsupportedModelError if it is not supported."""
     if kv_dtype not in KV_DTYPES:
-        raise UnsupportedModelError(f"kv_dtype {kv_dtype!r} is not known; choose one of auto, {', '.join(KV_DTYPES)}")
+        raise UnsupportedModelError(f"--kv-dtype {kv_dtype!r} is not known; choose one of auto, {', '.join(KV_DTYPES)}")
     if kv_dtype == "bf16":
         if dtype is not torch.bfloat16:
-            raise UnsupportedModelError("a cache in bf16 goes with --dtype bfloat16: float32 asks for exact products")
+            raise UnsupportedModelError("--kv-dtype bf16 needs --dtype bfloat16: float32 requires exact products")
         return torch.bfloat16
     if device.type != "cuda":
         raise UnsupportedModelError(
-            f"a cache in {kv_dtype} needs a GPU: take --kv-dtype bf16, or leave it out, or run with --device cuda"
+            f"--kv-dtype {kv_dtype} needs a GPU: use --kv-dtype bf16, or leave it out, or run with --device cuda"
         )
     if kv_dtype == "fp8" and torch.version.hip is None and torch.cuda.get_device_capability(device) < FLOAT8_CAPABILITY:
         raise UnsupportedModelError(
-            "this GPU has no fp8, which came with compute capability 8.9: take --kv-dtype int8, or leave it out"
+            "this GPU has no fp8, which needs compute capability 8.9: use --kv-dtype int8, or leave it out"
         )
     for attention in {layer.attention for layer in spec.layers}:
         if kv_dtype == "int8" and isinstance(attention, LatentAttentionSpec):
             widths = attention.cached_values, attention.latent_width
             if not reads_whole_numbers(*widths):
                 raise UnsupportedModelError(
-                    f"no kernel on this GPU reads latent rows of {widths[0]} int8, {widths[1]} of them not rotated: "
-                    "take --kv-dtype fp8, or leave it out"
+                    f"no kernel on this GPU supports latent rows of {widths[0]} int8 values with "
+                    f"{widths[1]} not rotated: use --kv-dtype fp8, or leave it out"
                 )
     return KV_DTYPES[kv_dtype]

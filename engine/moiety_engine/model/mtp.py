@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from moiety_engine.model.spec import ModelSpec
 
 _NUM_COMPARED = 16  # rows of a vocabulary
-_INSTEAD = "take --speculate ngram, or --speculate draft with a --draft-model"
+_INSTEAD = "use --speculate ngram, or --speculate draft with a --draft-model"
 
 
 def mtp_spec(spec: ModelSpec) -> ModelSpec:
     """Return the spec of the MTP layer alone. Raises UnsupportedModelError if the model has none."""
     if spec.mtp is None:
         raise UnsupportedModelError(
-            f"--speculate mtp needs a layer that predicts further tokens, and this {spec.family} checkpoint has its "
-            f"{len(spec.layers)} layers and none after them: its config.json counts no num_nextn_predict_layers of a "
-            f"family that has them, which are deepseek_v3 and glm4_moe; {_INSTEAD}"
+            f"--speculate mtp needs an MTP layer, which this {spec.family} checkpoint with "
+            f"{len(spec.layers)} layers does not have: its config.json sets no num_nextn_predict_layers, "
+            f"which the families deepseek_v3 and glm4_moe support; {_INSTEAD}"
         )
     return replace(
         spec,
@@ -52,8 +52,8 @@ def require_mtp(folder: Path, spec: ModelSpec, load_format: LoadFormat) -> None:
     files, prefix = tensor_files(folder), f"model.layers.{len(spec.layers)}."
     if f"{prefix}eh_proj.weight" not in files:
         raise WeightsError(
-            f"config.json in {folder} counts a layer that predicts further tokens, but the files have no {prefix}"
-            "eh_proj.weight: transformers leaves such layers out; fetch the checkpoint as it was published, or "
+            f"config.json in {folder} has an MTP layer, but the files have no {prefix}eh_proj.weight: "
+            "transformers leaves MTP layers out; download the checkpoint as it was published, or "
             f"{_INSTEAD}"
         )
     head = "model.embed_tokens.weight" if spec.tie_word_embeddings else "lm_head.weight"
@@ -61,8 +61,7 @@ def require_mtp(folder: Path, spec: ModelSpec, load_format: LoadFormat) -> None:
     for name, of_model in copies.items():
         if prefix + name in files and not _alike(files, prefix + name, of_model):
             raise UnsupportedModelError(
-                f"{prefix}{name} is another one than {of_model}, and a layer that predicts further tokens is run with "
-                f"the model's own only: {_INSTEAD}"
+                f"{prefix}{name} differs from {of_model}, and an MTP layer must share the model's own: {_INSTEAD}"
             )
 
 

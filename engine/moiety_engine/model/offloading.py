@@ -93,20 +93,20 @@ def open_store(
     if settings.what is Offload.NONE:
         return None
     if not spec.moe_layers:
-        raise InvalidConfig(f"a {spec.family} model has no experts that could be offloaded: leave out --offload")
+        raise InvalidConfig(f"a {spec.family} model has no experts to offload: leave out --offload")
     if load_format is LoadFormat.DUMMY:
         raise InvalidConfig("random weights are not offloaded: leave out --load-format or --offload")
     if where.type == "cuda":
         if settings.folder:
-            raise InvalidConfig("beside a GPU experts are kept in host memory: leave out --offload-folder")
+            raise InvalidConfig("with a GPU, offloaded experts are kept in host memory: leave out --offload-folder")
         return Offloading(PinnedExperts())
     if not settings.folder:
         raise InvalidConfig(
-            "without a GPU experts are kept in a file, as large as all of them: give --offload-folder, on a disk "
-            "that is not memory itself"
+            "without a GPU, offloaded experts are kept in a file of the size of all experts: set "
+            "--offload-folder to a folder on a disk that is not memory"
         )
     if not hasattr(os, "posix_fallocate"):
-        raise InvalidConfig("experts are kept in a file on Linux only: leave out --offload")
+        raise InvalidConfig("expert offloading to a file is available on Linux only: leave out --offload")
     return Offloading(ExpertFile(Path(settings.folder).expanduser(), _key(folder, made_of)))
 
 

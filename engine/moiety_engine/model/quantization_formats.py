@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SUPPORTED = (
-    "supported are fp8 (float8_e4m3fn with scales of blocks, rows or matrices), mxfp4 experts, and compressed-tensors "
-    "that are pack-quantized (symmetric, 4 or 8 bits, by channel or group) or float-quantized; take one of those, or "
-    "the unquantized checkpoint, which --quantization puts into fewer bits"
+    "supported are fp8 (float8_e4m3fn with scales for blocks, rows or matrices), mxfp4 experts, and "
+    "compressed-tensors that are pack-quantized (symmetric, 4 or 8 bits, by channel or group) or "
+    "float-quantized; use one of those, or the unquantized checkpoint, which --quantization can quantize"
 )
 MODELOPT_FILE = "hf_quant_config.json"  # next to config.json, which older versions of modelopt do not extend
 _METHODS = {
@@ -54,7 +54,7 @@ _BY_TENSORS: tuple[tuple[tuple[str, ...], str], ...] = (
     ((".codebooks",), "AQLM (codebooks)"),
     ((".weight_scale_2",), "NVIDIA ModelOpt NVFP4 (weight_scale_2)"),
     ((".weight_global_scale",), "compressed-tensors NVFP4 (weight_global_scale)"),
-    ((".weight_zero_point",), "asymmetric whole numbers (weight_zero_point)"),
+    ((".weight_zero_point",), "asymmetric integers (weight_zero_point)"),
 )
 # Suffixes of scales for an fp8 KV cache and fp8 attention: of keys, values, queries and softmax outputs.
 KV_SCALES = tuple(
@@ -67,7 +67,7 @@ KV_SCALES = tuple(
 
 def refused(what: str) -> UnsupportedModelError:
     """Return the error for a checkpoint in an unsupported format."""
-    return UnsupportedModelError(f"the checkpoint is quantized as {what}, which is not supported; {SUPPORTED}")
+    return UnsupportedModelError(f"the checkpoint's quantization {what} is not supported; {SUPPORTED}")
 
 
 def method_name(settings: Mapping[str, Any]) -> str:
@@ -75,7 +75,7 @@ def method_name(settings: Mapping[str, Any]) -> str:
     method = settings.get("quant_method")
     if method is None and ("quant_algo" in settings or "producer" in settings):
         method = "modelopt"
-    told = _METHODS.get(str(method).lower(), repr(method))
+    name = _METHODS.get(str(method).lower(), repr(method))
     bits = settings.get("bits", settings.get("w_bit"))
     details = [f"{bits} bits"] if isinstance(bits, int) else []
     if settings.get("fmt"):
@@ -85,7 +85,7 @@ def method_name(settings: Mapping[str, Any]) -> str:
     algorithm = settings.get("quant_algo") or (settings.get("quantization") or {}).get("quant_algo")
     if algorithm:
         details.append(str(algorithm))
-    return f"{told} ({', '.join(details)})" if details else told
+    return f"{name} ({', '.join(details)})" if details else name
 
 
 def refuse_by_tensors(names: Collection[str]) -> None:
@@ -103,8 +103,8 @@ def refuse_scales_without_settings(folder: Path, names: Collection[str]) -> None
     path = folder / MODELOPT_FILE
     if not path.is_file():
         raise ConfigError(
-            f"config.json in {folder} has no quantization_config, but the files have {scale}: fetch config.json as it "
-            "was published, or the unquantized checkpoint"
+            f"config.json in {folder} has no quantization_config, but the files have {scale}: download "
+            "config.json as it was published, or the unquantized checkpoint"
         )
     try:
         said = json.loads(path.read_text(encoding="utf-8"))

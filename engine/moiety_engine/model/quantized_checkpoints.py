@@ -87,10 +87,10 @@ def _compressed(settings: Mapping[str, Any]) -> WeightFormat:
     if whole and strategy in ("channel", "group") and not groups[0].get("input_activations"):
         group = None if strategy == "channel" else int(weights["group_size"])
         return WeightFormat(f"int{bits}", int(weights["num_bits"]), group)
-    raise refused(f"{COMPRESSED} {_told(settings, groups)}")
+    raise refused(f"{COMPRESSED} {_description(settings, groups)}")
 
 
-def _told(settings: Mapping[str, Any], groups: list[Any]) -> str:
+def _description(settings: Mapping[str, Any], groups: list[Any]) -> str:
     """Return a readable description of the weights in a compressed-tensors configuration."""
     if len(groups) != 1:
         return f"{settings.get('format')!r} with {len(groups)} groups of layers of their own"
@@ -139,7 +139,7 @@ def _is_scale(name: str, present: set[str], form: WeightFormat | None) -> bool:
 def as_it_is(tensor: Tensor) -> Tensor:
     """Return the tensor unchanged. Raises ValueError for float8, which would need a scale."""
     if tensor.is_floating_point() and tensor.itemsize == 1:
-        raise ValueError("it is float8 and has no scale")
+        raise ValueError("it is float8 but has no scale")
     return tensor
 
 
@@ -149,7 +149,7 @@ def kept_float8(matrix: Tensor, scale: Tensor, form: WeightFormat) -> tuple[Tens
     `scale` is that of the matrix, or those of its rows or blocks; the last blocks may be smaller. Raises ValueError.
     """
     if matrix.dtype is not torch.float8_e4m3fn:
-        raise ValueError(f"the numbers are {matrix.dtype}, not float8_e4m3fn")
+        raise ValueError(f"the values are {matrix.dtype}, not float8_e4m3fn")
     *stacked, rows, width = matrix.shape
     wide = scale.float()
     if wide.numel() == 1:
@@ -159,7 +159,7 @@ def kept_float8(matrix: Tensor, scale: Tensor, form: WeightFormat) -> tuple[Tens
     elif tuple(scale.shape) == (*stacked, -(-rows // form.rows), -(-width // form.group)):
         wide = wide.repeat_interleave(form.rows, -2)[..., :rows, :]
     else:
-        raise ValueError(f"scales {tuple(scale.shape)} are not those of blocks of {form.rows} by {form.group}")
+        raise ValueError(f"scales of shape {tuple(scale.shape)} do not match blocks of {form.rows} by {form.group}")
     return matrix.view(torch.uint8), wide.expand(*matrix.shape[:-1], form.num_groups(width))
 
 
@@ -175,10 +175,10 @@ def kept_packed(packed: Tensor, scale: Tensor, shape: Tensor, form: WeightFormat
     The bytes are the numbers plus half their range. Raises ValueError.
     """
     if packed.dtype is not torch.int32:
-        raise ValueError(f"the numbers are packed into {packed.dtype}, not int32")
+        raise ValueError(f"the values are packed into {packed.dtype}, not int32")
     rows, width = shape.tolist()
     if tuple(scale.shape) != (rows, form.num_groups(width)):
-        raise ValueError(f"scales {tuple(scale.shape)} are not those of groups of {form.group or width}")
+        raise ValueError(f"scales of shape {tuple(scale.shape)} do not match groups of {form.group or width}")
     numbers = packed.view(torch.uint8)  # a word's lowest bits are its first byte
     if form.bits == 4:
         numbers = torch.stack((numbers & 15, numbers >> 4), dim=-1).flatten(-2)

@@ -190,13 +190,13 @@ class _Answering:
         return [0] * self._crossing.there.size
 
 
-def take_turns(ways: Sequence[Generator[None, None, Result]]) -> list[Result]:
+def take_turns(generators: Sequence[Generator[None, None, Result]]) -> list[Result]:
     """Advance the generators round-robin until they end, and return their results; all yield equally often."""
     while True:
         ended = []
-        for way in ways:
+        for generator in generators:
             try:
-                next(way)
+                next(generator)
             except StopIteration as end:
                 ended.append(end.value)
         if ended:

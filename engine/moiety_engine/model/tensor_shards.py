@@ -47,7 +47,7 @@ def own_spec(spec: ModelSpec, seat: Seat) -> ModelSpec:
         raise InvalidConfig(f"a vocabulary of {spec.vocab_size} is too small for --tp {tp}")
     if max(seat.layout.ep - 1, seat.layout.ffn_ranks) and not (spec.moe_layers or seat.layout.masked):
         option = "--ffn-ranks could have" if seat.layout.ffn_ranks else "--ep could divide"
-        raise InvalidConfig(f"a {spec.family} model has no experts that {option}: leave it out")
+        raise InvalidConfig(f"a {spec.family} model has no experts, which {option} needs: leave it out")
     if seat.layout.pp > len(spec.layers):
         raise InvalidConfig(f"--pp {seat.layout.pp} is more than the model's {len(spec.layers)} layers")
     layers = tuple(_own_layer(spec.layers[index], seat) for index in seat.layers_of(len(spec.layers)))
@@ -69,7 +69,7 @@ def own_places(
         if not math.prod(place.shape):
             continue
         name = _of_layer(_of_expert(own, own_name), first_layer)
-        assert name not in cut, f"{name} would fill one of two places on a rank, and the other never"
+        assert name not in cut, f"{name} must be cut like its counterpart on the rank"
         cut[name] = _cut(name, place, wholes[name].shape, seat)
     return cut
 
@@ -115,8 +115,9 @@ def check_cuts(form: WeightFormat, spec: ModelSpec, layout: Layout) -> None:
         possible = ", ".join(str(n) for n in numbers if cut.keeps_whole(form, n))
         raise InvalidConfig(
             f"{cut.option} {cut.num_pieces} cuts the model's {cut.width} {cut.what} into pieces of "
-            f"{cut.width // cut.num_pieces}, and {form.name} keeps each {math.lcm(form.pack, form.group or 1)} of them "
-            f"together: so many pieces can be had: {possible}; or take --quantization none, which widens weights"
+            f"{cut.width // cut.num_pieces}, but {form.name} needs multiples of "
+            f"{math.lcm(form.pack, form.group or 1)}: use one of these numbers of pieces: {possible}; or "
+            "use --quantization none"
         )
 
 
@@ -175,13 +176,13 @@ def _own_attention(attention: AttentionSpec | LatentAttentionSpec, tp: int) -> A
         return replace(attention, num_heads=heads)
     if attention.qk_norm == "full" and tp > 1:
         raise InvalidConfig(
-            "this model normalises the queries of all heads at once, so its heads cannot be divided: leave out --tp, "
-            "and divide its experts with --dp-attention and --ep"
+            "this model normalises the queries of all heads together, so its heads cannot be divided: "
+            "leave out --tp, and divide its experts with --dp-attention and --ep"
         )
     num_kv = attention.num_kv_heads
     if num_kv % tp and tp % num_kv:
         raise InvalidConfig(
-            f"--tp {tp} and the model's {num_kv} key-value heads do not go together: one must divide the other"
+            f"--tp {tp} and the model's {num_kv} key-value heads do not match: one must divide the other"
         )
     return replace(attention, num_heads=heads, num_kv_heads=max(1, num_kv // tp))
 

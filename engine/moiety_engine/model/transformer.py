@@ -255,7 +255,7 @@ class Transformer:
             x_TD = self.vocabulary.embed(batch.token_ids_T, self.activation_dtype)
             x_TD = _times(self.spec.embedding_multiplier, x_TD)
             if self._mtp_input is not None:
-                assert before_TD is not None, "it is_mtp_layer from what a model made of tokens"
+                assert before_TD is not None, "an MTP layer needs a model's hidden states"
                 x_TD = self._mtp_input(x_TD, before_TD)
         else:
             rows = len(batch.token_ids_T), self.spec.hidden_size

@@ -45,12 +45,12 @@ def require_fit(num_bytes: int, memory: Memory, device: torch.device) -> None:
         return
     wanted, free, total = (f"{one / 2**30:.2f} GiB" for one in (num_bytes, memory.free_bytes, memory.total_bytes))
     if num_bytes > memory.total_bytes:
-        advice = "choose a smaller or a quantised model, or --dtype bfloat16 if it is not that already"
+        advice = "choose a smaller or a quantised model, or use --dtype bfloat16"
     else:
-        advice = "end what else uses it (nvidia-smi shows what), or choose a smaller model"
+        advice = "end other processes on the GPU (nvidia-smi lists them), or choose a smaller model"
         if device.type == "cpu":
-            advice = "end what else uses it, raise the container's limit, or choose a smaller model"
-    raise OutOfMemory(f"the weights take {wanted}, and of the {device}'s {total} there are {free} free: {advice}")
+            advice = "end other processes, raise the container's memory limit, or choose a smaller model"
+    raise OutOfMemory(f"the weights need {wanted}, but the {device} has {free} free of {total}: {advice}")
 
 
 class WeightOffload:
@@ -78,11 +78,13 @@ class WeightOffload:
         `on_progress` is called after each tensor. Raises OutOfMemory, without moving anything, if the host has too
         little memory.
         """
-        assert self._away is None, "the weights have left already"
+        assert self._away is None, "the weights are offloaded already"
         num_bytes = sum(storage.nbytes() for storage in self._storages)
         if num_bytes >= available_bytes():
             wanted, free = (f"{one / 2**30:.2f} GiB" for one in (num_bytes, available_bytes()))
-            raise OutOfMemory(f"the weights take {wanted}, and of the host's memory {free} are free: they stay")
+            raise OutOfMemory(
+                f"the weights need {wanted}, but {free} of the host's memory are free: they stay on the device"
+            )
         self._away = []
         for storage in self._storages:  # one at a time: on a CPU both are the same memory
             self._away.append(_bytes_of(storage).to("cpu", copy=True))
@@ -96,7 +98,7 @@ class WeightOffload:
 
         Raises OutOfMemory, and leaves the weights in host memory, if the device has too little memory.
         """
-        assert self._away is not None, "the weights are there"
+        assert self._away is not None, "the weights are on the device already"
         try:
             for storage, copy in zip(self._storages, self._away, strict=True):
                 storage.resize_(copy.nbytes)
@@ -105,7 +107,9 @@ class WeightOffload:
         except torch.OutOfMemoryError as exc:
             for storage in self._storages:
                 storage.resize_(0)
-            raise OutOfMemory("the device has no room for the weights any more: end what else uses it") from exc
+            raise OutOfMemory(
+                "the device has too little free memory for the weights: end other processes on it"
+            ) from exc
         self._away = None
         self._gathering = pages.enlarge(map(_bytes_of, self._storages))
 

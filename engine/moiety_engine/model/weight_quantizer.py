@@ -60,8 +60,9 @@ class WeightQuantizer:
         for product in products.values():
             if not form.takes(product.shape[-1]):
                 raise UnsupportedModelError(
-                    f"{form.name} takes rows of a multiple of {form.group or BLOCK} numbers, and the model has some of "
-                    f"{product.shape[-1]}; load it without quantization, or in another one"
+                    f"{form.name} needs rows with a multiple of {form.group or BLOCK} weights, but the "
+                    f"model has rows of {product.shape[-1]}; load it without quantization, or use another "
+                    "format"
                 )
         self._of_place = {
             id(place): [products[address] for address in addresses(place) if address in products]

@@ -37,7 +37,7 @@ class Others(Protocol):
     rank: int
     size: int
 
-    def tell_all(self, x_E: Tensor) -> Tensor:
+    def all_gather(self, x_E: Tensor) -> Tensor:
         """Gather `x_E` of every rank, including this one, as [R, E]."""
         ...
 
@@ -106,7 +106,7 @@ class ExpertSlots:
         if others is None:
             all_RE, rank = counts_E.cpu().numpy()[None], 0
         else:
-            all_RE, rank = others.tell_all(counts_E).cpu().numpy(), others.rank
+            all_RE, rank = others.all_gather(counts_E).cpu().numpy(), others.rank
         total_E = all_RE.sum(axis=0)
         is_active_E = total_E > 0
         rows = total_E.sum() / max(1, is_active_E.sum())

@@ -55,9 +55,9 @@ class _Minute:
     steps: int = 0
     picks_of: dict[str, np.ndarray] = field(default_factory=dict)
     tokens_of: Counter[str] = field(default_factory=Counter)
-    told_of_all: ExpertInterval | None = None  # cached report of all tenants, once the interval is over
+    interval_of_all: ExpertInterval | None = None  # cached report of all tenants, once the interval is over
 
-    def told(self, picks_LE: np.ndarray, *, of_all: bool) -> ExpertInterval:
+    def interval(self, picks_LE: np.ndarray, *, of_all: bool) -> ExpertInterval:
         return ExpertInterval(
             self.at_unix_s,
             self.steps if of_all else 0,
@@ -108,10 +108,10 @@ class LoadHistory:
         shape = self.shape
         recent = [one for one in self._minutes if one.at_unix_s > now_s - INTERVAL_S * (minutes or NUM_INTERVALS)]
         if tenant_id is None:
-            intervals = [self._told(one) for one in recent]
+            intervals = [self._interval_of(one) for one in recent]
         else:
             own = ((one, one.picks_of.get(tenant_id)) for one in recent)
-            intervals = [one.told(picks_LE, of_all=False) for one, picks_LE in own if picks_LE is not None]
+            intervals = [one.interval(picks_LE, of_all=False) for one, picks_LE in own if picks_LE is not None]
         first_s = max(self._since_s, (int(now_s) // INTERVAL_S - minutes + 1) * INTERVAL_S)
         tokens_of = sum((one.tokens_of for one in recent), Counter[str]()) if minutes else self._tokens_of
         return ExpertLoad(
@@ -135,12 +135,12 @@ class LoadHistory:
         parts = (one.picks_LE if tenant_id is None else one.picks_of.get(tenant_id) for one in minutes)
         return sum((part for part in parts if part is not None), self._zeros_LE)
 
-    def _told(self, minute: _Minute) -> ExpertInterval:
+    def _interval_of(self, minute: _Minute) -> ExpertInterval:
         if minute is self._minutes[-1]:
-            return minute.told(minute.picks_LE, of_all=True)
-        if minute.told_of_all is None:
-            minute.told_of_all = minute.told(minute.picks_LE, of_all=True)
-        return minute.told_of_all
+            return minute.interval(minute.picks_LE, of_all=True)
+        if minute.interval_of_all is None:
+            minute.interval_of_all = minute.interval(minute.picks_LE, of_all=True)
+        return minute.interval_of_all
 
     def balance(self, now_s: float) -> ExpertBalance:
         """Return how evenly the picks of the last BALANCE_MINUTES were distributed over the experts."""

@@ -63,19 +63,19 @@ class ExpertWatch:
         self.pace: ExpertPace | None = None  # of the counts read last
         self._picks_LE: np.ndarray | None = None  # of all tenants, since the last take_picks
 
-    def look(self, now_s: float, ways: CountTransfers) -> None:
+    def look(self, now_s: float, transfers: CountTransfers) -> None:
         """Read counts that have arrived, and start the next download when it is due. Call it between steps."""
         if self._coming is not None and self._coming.arrival.is_passed:
             self._read(now_s)
         if now_s >= self._due_s and self._coming is None:
             self._due_s = now_s + TAKE_S
-            self._take(now_s, ways)
+            self._take(now_s, transfers)
 
-    def finish(self, now_s: float, ways: CountTransfers) -> None:
+    def finish(self, now_s: float, transfers: CountTransfers) -> None:
         """Move all counts so far into the history; waits for the device."""
         if self._coming is not None:
             self._read(now_s)
-        self._take(now_s, ways)
+        self._take(now_s, transfers)
         if self._coming is not None:
             self._read(now_s)
 
@@ -94,10 +94,10 @@ class ExpertWatch:
         self._is_news, self._tell_s = False, now_s + TELL_S
         return self.history.balance(now_s)
 
-    def _take(self, now_s: float, ways: CountTransfers) -> None:
+    def _take(self, now_s: float, transfers: CountTransfers) -> None:
         steps = self._slots.take_steps()
         if steps:
-            self._coming = _Coming(self._counter.take(ways.download), self._slots.names(), steps, ways.mark())
+            self._coming = _Coming(self._counter.take(transfers.download), self._slots.names(), steps, transfers.mark())
         minute = int(now_s) // INTERVAL_S
         if minute != self._minute:
             self._minute = minute

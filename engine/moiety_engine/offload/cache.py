@@ -86,8 +86,8 @@ def slots_a_layer(budget_bytes: int, expert_bytes: Sequence[int], num_experts: i
     num_slots = min(budget_bytes // sum(expert_bytes), num_experts)
     if num_slots < top_k:
         raise InvalidConfig(
-            f"{budget_bytes} bytes hold {num_slots} experts of each of {len(expert_bytes)} layers, and a token needs "
-            f"{top_k}: give --expert-memory-bytes at least {top_k * sum(expert_bytes)}"
+            f"{budget_bytes} bytes hold {num_slots} experts for each of {len(expert_bytes)} layers, but a "
+            f"token needs {top_k}: set --expert-memory-bytes to at least {top_k * sum(expert_bytes)}"
         )
     return num_slots
 

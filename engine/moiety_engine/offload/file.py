@@ -73,7 +73,9 @@ class ExpertFile:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 new.rename(self._partial)
         except OSError as exc:
-            raise InvalidConfig(f"experts cannot be kept in {folder} ({exc}): choose another --offload-folder") from exc
+            raise InvalidConfig(
+                f"experts cannot be stored in {folder} ({exc}): choose another --offload-folder"
+            ) from exc
         if found is not None:
             self.layers = found
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
@@ -108,10 +110,10 @@ class ExpertFile:
         except OSError as exc:
             self._partial.unlink(missing_ok=True)
             others = sorted(one.name for one in self._path.parent.glob("experts-*.bin"))
-            room = f"make room there (if nobody uses them: {', '.join(others)})" if others else "make room there"
+            advice = "free space there" + (f" (unused files may be: {', '.join(others)})" if others else "")
             raise InvalidConfig(
-                f"the experts do not fit on the disk of {self._path.parent} ({exc}): {room}, or choose another "
-                "--offload-folder"
+                f"the experts do not fit on the disk of {self._path.parent} ({exc}): {advice}, or choose "
+                "another --offload-folder"
             ) from exc
         mapping = mmap.mmap(self._fd, num_bytes, offset=self._end)
         tensor = torch.frombuffer(mapping, dtype=torch.uint8).view(dtype).view(shape)
@@ -166,7 +168,7 @@ class ExpertFile:
         while done < size:
             num = os.preadv(self._fd, [target[done : done + _READ_BYTES]], offset + done)
             if not num:
-                raise OSError(f"{self._path} ends where an expert should be: delete it, and start again")
+                raise OSError(f"{self._path} is incomplete: delete it and start again")
             os.posix_fadvise(self._fd, offset + done, num, os.POSIX_FADV_DONTNEED)
             done += num
 

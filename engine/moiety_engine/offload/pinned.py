@@ -32,9 +32,9 @@ class PinnedExperts:
             tensor = torch.empty(shape, dtype=dtype, pin_memory=True)
         except RuntimeError as exc:
             raise OutOfMemory(
-                f"the host has no room for {torch.Size(shape).numel() * dtype.itemsize / 2**30:.2f} GiB more of "
-                f"page-locked memory, where offloaded experts are kept ({exc}): raise its limit, or choose a smaller "
-                "or a quantised model"
+                f"the host cannot allocate {torch.Size(shape).numel() * dtype.itemsize / 2**30:.2f} GiB "
+                f"more of page-locked memory for offloaded experts ({exc}): raise its limit, or choose a "
+                "smaller or a quantised model"
             ) from exc
         self._own.add(tensor.data_ptr())
         return tensor

@@ -142,12 +142,12 @@ def divide(
     layout = Layout(dp=attention, ep=experts, ffn_ranks=experts)
     spec = with_replicated_experts(served.spec, experts)
     ours, theirs = own_spec(spec, Seat(layout)), own_spec(spec, Seat(layout, attention))
-    room = _room(served, ours, theirs, sides, demand)
+    capacity = _kv_capacity(served, ours, theirs, sides, demand)
 
     def step_s(each: int) -> float:
         return _step_s(served, ours, theirs, layout, each / micro_batches, micro_batches, sides, demand)
 
-    each = most_within(lambda count: step_s(count) <= demand.tpot_s, min(room, MOST_SEQUENCES))
+    each = most_within(lambda count: step_s(count) <= demand.tpot_s, min(capacity, MOST_SEQUENCES))
     if each < 1:
         return None
     seconds = step_s(each)
@@ -156,7 +156,7 @@ def divide(
     return AttentionFfnLayout(1, attention, experts, micro_batches, each * attention, seconds, speed, even)
 
 
-def _room(served: Served, ours: ModelSpec, theirs: ModelSpec, sides: Sides, demand: TrafficDemand) -> int:
+def _kv_capacity(served: Served, ours: ModelSpec, theirs: ModelSpec, sides: Sides, demand: TrafficDemand) -> int:
     """Return how many requests' KV cache fits on an attention rank; 0 also where the experts do not fit on theirs."""
     activations = activation_bytes(theirs, demand)
     kv_bytes = []

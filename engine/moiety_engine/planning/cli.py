@@ -90,8 +90,8 @@ def plan_command(
         served = find_model(model, weights, kv_dtype)
         if input_tokens + output_tokens > served.spec.max_context_tokens:
             raise InvalidConfig(
-                f"--input-tokens and --output-tokens are {input_tokens + output_tokens} tokens, and {served.name} "
-                f"takes {served.spec.max_context_tokens}: ask for less"
+                f"--input-tokens and --output-tokens are {input_tokens + output_tokens} tokens together, more than the "
+                f"context length {served.spec.max_context_tokens} of {served.name}: use smaller values"
             )
         demand = TrafficDemand(
             input_tokens, output_tokens, ttft_s, tpot_s, gpu_hour_usd, max_batch_tokens, balancedness
@@ -146,7 +146,7 @@ def as_dict(one: LayoutCandidate) -> dict[str, Any]:
 
 
 def make_table(ranked: list[LayoutCandidate]) -> Table:
-    table = Table(title="layouts that keep the promise, the fastest first", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title="layouts that attain the SLO, fastest first", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("tp", "dp", "ep", "pp", "×"):
         table.add_column(name, justify="right")
     for name in ("weights\nGB/GPU", "requests\nat once", "TTFT\ns", "TPOT\nms", "tokens/s\na GPU", "$ for a\nmillion"):
@@ -175,16 +175,17 @@ def explain(ranked: list[LayoutCandidate], advised: dict[str, LayoutCandidate | 
         sentences.append(f"Run {ours.replicas} × moiety engine {options(ours)}: {_figures(ours)}.")
     else:
         sentences.append(
-            "No layout that the engine can do keeps the promise: use more or larger GPUs, or promise less."
+            "No layout that the engine supports attains the SLO: use more or larger GPUs, or a looser SLO."
         )
     if best is not None and not best.in_engine:
         sentences.append(
-            f"Attention in {best.layout.dp} groups of {best.layout.tp} with experts over {best.layout.ep} ranks would "
-            f"do better ({_figures(best)}), but would need copies of experts, which the engine has not yet."
+            f"Attention in {best.layout.dp} groups of {best.layout.tp} with experts over {best.layout.ep} "
+            f"ranks would be faster ({_figures(best)}), but needs expert replicas, which the engine does "
+            "not support."
         )
     refused = Counter(_kind_of(one.problem) for one in ranked if one.problem is not None)
     for problem, count in refused.most_common(4):
-        sentences.append(f"{count} layouts will not do: {problem}.")
+        sentences.append(f"{count} layouts are ruled out: {problem}.")
     return sentences
 
 
@@ -194,18 +195,18 @@ def explain_apart(found: dict[str, AttentionFfnComparison]) -> list[str]:
         return []
     ours, best = found["advised"], found["best_of_all"]
     if not best.apart.running:
-        return ["Attention and experts on GPUs of their own would not keep the promise."]
+        return ["Attention–FFN disaggregation would not attain the SLO."]
     sentences = []
     if ours.apart.running:
         run = f": run {ours.apart.replicas} × moiety engine {options_apart(ours.apart)}" if ours.pays else ""
         sentences.append(
-            f"Attention and experts on GPUs of their own {'pay' if ours.pays else 'do not pay'}, decoding alone: "
+            f"Attention–FFN disaggregation {'pay' if ours.pays else 'do not pay'}, for decoding alone: "
             f"{_figures_apart(ours)}{run}."
         )
     if not best.apart.in_engine:
         sentences.append(
-            f"If the engine had copies of experts, they would {'pay' if best.pays else 'not pay'} in another ratio: "
-            f"{_figures_apart(best)}."
+            "With expert replicas, which the engine does not support, disaggregation would "
+            f"{'pay' if best.pays else 'not pay'} in another ratio: {_figures_apart(best)}."
         )
     return sentences
 
@@ -220,24 +221,25 @@ def options_apart(one: AttentionFfnLayout) -> str:
 def _figures_apart(found: AttentionFfnComparison) -> str:
     one = found.apart
     return (
-        f"{one.replicas} × {one.attention_gpus} for attention and {one.expert_gpus} for experts do "
-        f"{one.tokens_per_s_per_gpu:,.0f} tokens/s for the price of a GPU with {one.micro_batches} micro-batches, the "
-        f"best layout together {found.together_tokens_per_s_per_gpu:,.0f}"
+        f"{one.replicas} × {one.attention_gpus} GPUs for attention and {one.expert_gpus} for experts "
+        f"reach {one.tokens_per_s_per_gpu:,.0f} tokens/s for the price of a GPU with {one.micro_batches} "
+        "micro-batches; the best layout without disaggregation reaches "
+        f"{found.together_tokens_per_s_per_gpu:,.0f}"
     )
 
 
 def _price(experts_usd: float, attention_usd: float) -> float:
     """Return the price of an expert GPU relative to an attention GPU."""
     if not attention_usd:
-        raise InvalidConfig("--expert-gpu-hour-usd is compared with --gpu-hour-usd, which is 0: set both")
+        raise InvalidConfig("--expert-gpu-hour-usd needs --gpu-hour-usd, which is 0: set both")
     return experts_usd / attention_usd
 
 
 def _kind_of(problem: str) -> str:
     """Return the problem without the numbers that differ between layouts."""
     if problem.startswith("one request takes"):
-        return "a single request is slower than the promised time a token"
-    return "the first token comes too late" if problem.startswith("a first token") else problem
+        return "a single request is slower than the TPOT target"
+    return "the TTFT is above its target" if problem.startswith("a first token") else problem
 
 
 def options(one: LayoutCandidate) -> str:

@@ -107,7 +107,7 @@ def evaluate(
     except InvalidConfig as exc:
         return replace(found, problem=str(exc))
     if not _has_kernels(served, own, machine):
-        return replace(found, problem="no kernel takes experts so narrow")
+        return replace(found, problem="no kernel supports experts of this width")
     found = _fill_memory(found, served, own, machine, demand)
     if found.problem is not None:
         return found
@@ -123,11 +123,11 @@ def _fill_memory(
     try:
         kv_bytes = kv_budget_bytes(free, activation_bytes(own, demand))
     except OutOfMemory:
-        return replace(found, problem="the weights leave no memory")
+        return replace(found, problem="the weights leave no memory for the KV cache")
     kv_tokens = kv_bytes // found.kv_bytes_per_token
     most = int(kv_tokens // demand.mean_context) * found.layout.dp * found.replicas
     short = kv_tokens < demand.input_tokens + demand.output_tokens
-    problem = "the memory does not hold one such request" if short else None
+    problem = "the KV cache does not hold one request of this length" if short else None
     return replace(found, kv_tokens=kv_tokens, most_running=most, problem=problem)
 
 

@@ -97,7 +97,7 @@ def find_gpu(name: str) -> Machine:
     if name == "cpu":
         return measure_processor()
     if name not in GPUS:
-        raise InvalidConfig(f"{name!r} is no known GPU; known: {', '.join(GPUS)}, and cpu, which is measured")
+        raise InvalidConfig(f"{name!r} is not a known GPU; known are {', '.join(GPUS)}, and cpu, which is measured")
     return GPUS[name]
 
 

@@ -138,7 +138,7 @@ def find_model(model: str, weights: str = "auto", kv_dtype: str = "auto") -> Ser
         name, spec = model.lower(), spec_from_config(PRESETS[model.lower()])
     elif model and not Path(model).is_dir() and "/" not in model:
         raise InvalidConfig(
-            f"{model!r} is neither a folder with config.json nor a hub id such as organisation/model nor one of: "
+            f"{model!r} is not a folder with config.json, a hub id such as organisation/model, or one of: "
             f"{', '.join(PRESETS)}"
         )
     else:

@@ -62,10 +62,10 @@ def quantize_command(
     except (EngineError, UnicodeDecodeError) as exc:
         typer.echo(f"Error: {exc}", err=True)
         raise typer.Exit(WRONG_USE) from exc
-    typer.echo(json.dumps(asdict(report)) if as_json else _told(asdict(report)))
+    typer.echo(json.dumps(asdict(report)) if as_json else _summary(asdict(report)))
 
 
-def _told(report: dict[str, Any]) -> str:
+def _summary(report: dict[str, Any]) -> str:
     before, after = report["bytes_before"], report["bytes_after"]
     lines = [f"{report['target']}: {after / 2**20:.1f} MiB, {after / before:.0%} of {before / 2**20:.1f} MiB"]
     if report["before"] is None:

@@ -43,7 +43,7 @@ def quantize_and_measure(
     `note` is called with (stage, amount done, amount in all). Raises EngineError.
     """
     if to not in FORMATS:
-        raise InvalidConfig(f"there is no format {to!r}; choose one of {', '.join(FORMATS)}")
+        raise InvalidConfig(f"format {to!r} is not supported; choose one of {', '.join(FORMATS)}")
     source = Path(config.model)
     exam = _exam(source, text, per_domain, context)
     sizes = write_quantized(source, target, FORMATS[to], partial(note, "writing"))

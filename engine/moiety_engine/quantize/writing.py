@@ -48,16 +48,16 @@ def write_quantized(
     """
     spec = read_spec(source)
     if json.loads((source / "config.json").read_text(encoding="utf-8")).get("quantization_config"):
-        raise CheckpointError(f"{source} is quantized already; give the unquantized checkpoint")
+        raise CheckpointError(f"{source} is quantized already; use the unquantized checkpoint")
     if target.exists():
-        raise CheckpointError(f"{target} exists; name a folder that does not, so that nothing is overwritten")
+        raise CheckpointError(f"{target} exists already and is not overwritten; name a new folder")
     shards = shard_paths(source)
     chosen = product_names(source, spec)
     stacked = sorted(name for name in chosen if not name.endswith(_WEIGHT))
     if stacked:
         raise CheckpointError(
-            f"{stacked[0]} holds all experts of a layer at once, for which the written form has no name; load such a "
-            f"checkpoint with --quantization {form.name} instead"
+            f"{stacked[0]} holds all experts of a layer in one tensor, which the written format does not "
+            f"support; load the checkpoint with --quantization {form.name} instead"
         )
     draft = target.with_name(target.name + DRAFT)
     try:
@@ -70,7 +70,9 @@ def write_quantized(
                 shutil.rmtree(draft, ignore_errors=True)
                 raise
     except (OSError, SafetensorError) as exc:
-        raise CheckpointError(f"{target} cannot be written ({exc}); see to room and rights, or name another") from exc
+        raise CheckpointError(
+            f"{target} cannot be written ({exc}); check free space and permissions, or use another folder"
+        ) from exc
     return sizes
 
 
@@ -81,13 +83,13 @@ def _begun(draft: Path) -> Iterator[None]:
     Deletes the files that a killed run left there. Raises CheckpointError or OSError.
     """
     if draft.exists() and not (draft / _UNFINISHED).is_file():
-        raise CheckpointError(f"{draft} is in the way, and not what an earlier run has left; move it away")
+        raise CheckpointError(f"{draft} exists and was not left by an earlier run; move it away")
     draft.mkdir(parents=True, exist_ok=True)
     with (draft / _UNFINISHED).open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as exc:
-            raise CheckpointError(f"{draft} is being written by another run; wait for it, or end it") from exc
+            raise CheckpointError(f"{draft} is being written by another run; wait for that run, or end it") from exc
         left = [path for path in draft.iterdir() if path.name != _UNFINISHED]
         if left:
             log.warning("draft_begun_anew", folder=str(draft), reason="an earlier run was killed", num_files=len(left))

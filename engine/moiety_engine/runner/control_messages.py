@@ -163,7 +163,7 @@ class ControlSender:
         finally:
             all_did = self._rank_group is None or self._rank_group.all_did(did)
         if not all_did:
-            raise OutOfMemory("another rank has no room: its log says for what, and what to do")
+            raise OutOfMemory("another rank is out of memory; see its log")
 
     def step(self, hosts: list[HostBatch], order_L: np.ndarray, num_sampled: int, num_micro_batches: int) -> None:
         if self._rank_group is not None:
@@ -175,7 +175,7 @@ class ControlSender:
         if outs or ins:
             self.give(Swap(outs, ins))
 
-    def tell_tokens(self, token_L: Tensor) -> None:
+    def send_tokens(self, token_L: Tensor) -> None:
         """Send the other ranks the tokens that the launched step samples."""
         if self._tells_tokens and self._rank_group is not None and token_L.numel():
             self._rank_group.ranks.everyone.copy_first(token_L)

@@ -80,14 +80,15 @@ class DeviceState:
         except RuntimeError as exc:  # torch raises this on a CPU
             kv_gib = sizes.num_blocks * model.kv_bytes_per_block(sizes.block_size) / 2**30
             raise OutOfMemory(
-                f"a KV cache of {kv_gib:.2f} GiB does not fit on {model.device}: lower --kv-memory-bytes, or leave it "
-                "out to have the free memory measured"
+                f"a KV cache of {kv_gib:.2f} GiB does not fit on {model.device}: lower --kv-memory-bytes, "
+                "or leave it out to use the measured free memory"
             ) from exc
         try:
             self.host_kv = HostKv(self.kv, sizes.num_host_blocks) if sizes.num_host_blocks else None
         except RuntimeError as exc:
             raise OutOfMemory(
-                f"the host has no room for {sizes.num_host_blocks} blocks of its tier: lower --host-kv-memory-bytes"
+                f"the host has too little memory for {sizes.num_host_blocks} blocks of the host tier: "
+                "lower --host-kv-memory-bytes"
             ) from exc
 
     def copy_blocks(self, plan: Plan) -> None:
@@ -97,8 +98,8 @@ class DeviceState:
         """
         self.move(Copies(plan.swap_out, plan.swap_in))
         for landing in plan.landings:
-            assert self._arrivals is not None, "KV lands where none comes"
-            self._arrivals.land(*landing)
+            assert self._arrivals is not None, "KV is loaded without a receiver"
+            self._arrivals.load(*landing)
 
     def move(self, copies: Copies) -> None:
         """Copy blocks between the cache and the host tier now."""
@@ -168,7 +169,9 @@ class DeviceState:
         try:
             graphs.capture()
         except RuntimeError as exc:
-            log.warning("decode_steps_are_not_replayed", reason=str(exc), advice="--no-cuda-graphs says so on purpose")
+            log.warning(
+                "decode_steps_are_not_replayed", reason=str(exc), advice="--no-cuda-graphs disables them explicitly"
+            )
             return
         self.runner.graphs = graphs
 

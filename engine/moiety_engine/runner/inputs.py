@@ -286,7 +286,7 @@ def _of_decodes(count: int) -> tuple[list[int], np.ndarray, np.ndarray]:
 def put_pending(token_ids_T: Tensor, host: HostBatch, sampled_L: Tensor | None, staging: Staging) -> None:
     """Fill in the tokens that only the device knows."""
     if len(host.pending_rows_P):
-        assert sampled_L is not None, "a token is pending, and no step runs"
+        assert sampled_L is not None, "a token is pending but no step is running"
         tokens_P = sampled_L.index_select(0, staging.upload(host.sampled_rows_P))
         token_ids_T.index_copy_(0, staging.upload(host.pending_rows_P), tokens_P)
 

@@ -24,7 +24,7 @@ NUM_MEASURED_BLOCKS = 32
 
 
 class CopyMark:
-    """Point in the copy stream of a HostKv; tells whether the copies before it have run. Thread-safe."""
+    """Point in the copy stream of a HostKv; reports whether the copies before it have run. Thread-safe."""
 
     def __init__(self, event: torch.cuda.Event | None) -> None:
         self._event = event
@@ -165,9 +165,9 @@ class HostKv:
         first = 0
         while first < len(host_ids):
             slab, row = divmod(host_ids[first], self._rows_per_slab)
-            room = min(len(host_ids) - first, self._rows_per_slab - row)
+            limit = min(len(host_ids) - first, self._rows_per_slab - row)
             count = 1
-            while count < room and host_ids[first + count] == host_ids[first] + count:
+            while count < limit and host_ids[first + count] == host_ids[first] + count:
                 count += 1
             yield self._slabs_HE[slab], row, first, count
             first += count

@@ -105,7 +105,7 @@ class MaskMaker:
 
 
 def _task(place: int, row: Row) -> _Task:
-    assert isinstance(row, Sequence), "who has a grammar gets no draft"
+    assert isinstance(row, Sequence), "rows with a grammar have no draft"
     handle, begin = row.request.guide, row.request.num_prompt
     assert handle is not None, "only rows with a grammar have a mask"
     known = row.tokens[begin + handle.num_taken : row.num_known]
@@ -122,7 +122,7 @@ def _fill(
 ) -> list[GrammarProblem]:
     """Compute the masks of all rows of one process, in one round trip. Returns the problems."""
     if any(task.pending_row >= 0 for task in tasks):
-        assert before is not None, "a token is pending, and no step runs"
+        assert before is not None, "a token is pending but no step is running"
         before.done.wait()
     for task in tasks:
         pending = [] if task.pending_row < 0 or before is None else [int(before.drawn.token_L[task.pending_row])]

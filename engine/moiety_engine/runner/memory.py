@@ -47,7 +47,7 @@ def num_kv_blocks(*, budget_bytes: int, block_bytes: int, block_size: int, max_r
     count = min(budget_bytes // block_bytes, useful)
     if count < 2:
         raise OutOfMemory(
-            f"the KV cache has {budget_bytes / 2**20:.1f} MiB, and two blocks of {block_size} tokens take "
+            f"the KV cache has {budget_bytes / 2**20:.1f} MiB, but two blocks of {block_size} tokens need "
             f"{2 * block_bytes / 2**20:.1f} MiB: raise --kv-memory-bytes, or lower --block-size"
         )
     return count
@@ -66,12 +66,13 @@ def num_host_blocks(
         return given_bytes // block_bytes if device.type == "cuda" else 0
     if wanted_bytes > host_bytes:
         raise OutOfMemory(
-            f"the KV cache's host tier was given {wanted_bytes / 2**20:.1f} MiB, and {host_bytes / 2**20:.1f} MiB of "
-            "memory are available: lower --host-kv-memory-bytes, or set it to 0 to go without"
+            f"the KV cache's host tier is set to {wanted_bytes / 2**20:.1f} MiB, but "
+            f"{host_bytes / 2**20:.1f} MiB of memory are available: lower --host-kv-memory-bytes, or set "
+            "it to 0 for no host tier"
         )
     if 0 < wanted_bytes < block_bytes:
         raise OutOfMemory(
-            f"the KV cache's host tier was given {wanted_bytes} bytes, and one block takes {block_bytes}: raise "
-            "--host-kv-memory-bytes, or set it to 0 to go without"
+            f"the KV cache's host tier is set to {wanted_bytes} bytes, but one block needs {block_bytes}: "
+            "raise --host-kv-memory-bytes, or set it to 0 for no host tier"
         )
     return wanted_bytes // block_bytes

@@ -74,7 +74,7 @@ class Rebalancing:
         if move is not None:
             self._make(*move)
         if self.balancer.rebalances_total > before:
-            self._tell()
+            self._log_figures()
 
     def figures(self) -> dict[str, Any]:
         """Return the rebalancing fields of CoreLoad."""
@@ -112,9 +112,9 @@ class Rebalancing:
         layer_s = self._busy_s / len(self._shape.layers)
         return max(CAREFUL_COST, self._piece_bytes / self._bytes_per_s / max(layer_s, 1e-9))
 
-    def _tell(self) -> None:
-        told = {name: round(value, 4) for name, value in self.figures().items()}
-        log.info("experts_rebalanced", **told)
+    def _log_figures(self) -> None:
+        figures = {name: round(value, 4) for name, value in self.figures().items()}
+        log.info("experts_rebalanced", **figures)
 
 
 def rebalancing_of(model: Transformer, config: EngineConfig, orders: ControlSender, now_s: float) -> Rebalancing | None:

@@ -173,7 +173,7 @@ class Runner:
             logits_LV = self._model.logits(hidden_LD[: len(rows)])
         drawn = self._sampler.sample(logits_LV, rows, before_L, None if masks is None else masks.wait())
         self._sampled = drawn
-        self._orders.tell_tokens(drawn.token_L)
+        self._orders.send_tokens(drawn.token_L)
         num_scored = sum(host.num_scored for host in hosts)
         unit_ED, scores, end = None, None, len(hidden_LD) - num_scored
         if end > len(rows):

@@ -58,8 +58,8 @@ def score(model: Transformer, hidden_LD: Tensor, parts: list[Scored], staging: S
 
 def are_finite(scores: CoreScores) -> bool:
     """Return whether all log-probabilities are finite."""
-    told = (value for one in scores.logprobs for value in (one.logprob, *one.top_logprobs))
-    return all(map(math.isfinite, told))
+    logprobs = (value for one in scores.logprobs for value in (one.logprob, *one.top_logprobs))
+    return all(map(math.isfinite, logprobs))
 
 
 def in_turns(rows: Tensor) -> list[Tensor]:

@@ -56,8 +56,8 @@ def sizes_for(
     max_running = config.max_running or min(groups * (256 if on_cuda else 64), max_batch_tokens)
     if max_batch_tokens < max_running:
         raise InvalidConfig(
-            f"max_batch_tokens ({max_batch_tokens}) must be at least max_running ({max_running}): every running "
-            "request decodes one token a step; raise the one or lower the other"
+            f"max_batch_tokens ({max_batch_tokens}) must be at least max_running ({max_running}), because "
+            "every running request decodes one token a step; raise max_batch_tokens or lower max_running"
         )
     context = min(config.max_context_tokens or model.spec.max_context_tokens, model.spec.max_context_tokens)
     budget = config.kv_memory_bytes
@@ -99,21 +99,21 @@ def sizes_for(
 
 def adapter_budget_bytes(model: Transformer, config: EngineConfig) -> int:
     """Return the device memory for adapters. Raises InvalidConfig where adapters are configured but not supported."""
-    asked = config.adapter_memory_bytes or config.adapters
+    has_adapters = config.adapter_memory_bytes or config.adapters
     if model.ranks.everyone.size > 1:
         reason = "over several ranks: leave out --tp, --dp-attention, --ep, --pp and --ffn-ranks"
     elif model.arithmetic.invariant and model.device.type == "cuda":
-        reason = "with --batch-invariant on a GPU: leave that out"
+        reason = "with --batch-invariant on a GPU: leave out --batch-invariant"
     elif model.offloads:
-        reason = "beside offloaded experts: leave out --offload"
+        reason = "with offloaded experts: leave out --offload"
     elif config.transfer.role is not EngineRole.BOTH:
-        reason = f"by an engine of the role {config.transfer.role}: leave --role out"
+        reason = f"on an engine of role {config.transfer.role}: leave out --role"
     elif config.adapter_memory_bytes is not None:
         return config.adapter_memory_bytes
     elif model.device.type == "cuda":
         return int(device_memory(model.device).total_bytes * ADAPTER_FRACTION)
     else:
         return ADAPTER_BYTES
-    if asked:
-        raise InvalidConfig(f"adapters are not served {reason}, or leave out --adapter and --adapter-memory-bytes")
+    if has_adapters:
+        raise InvalidConfig(f"adapters are not available {reason}, or leave out --adapter and --adapter-memory-bytes")
     return 0

@@ -42,7 +42,7 @@ class Weights:
             try:
                 self.reload_weights(on_progress)
             except OutOfMemory as exc:
-                raise RanksError(f"some ranks have put their weights away, and cannot take them back: {exc}") from exc
+                raise RanksError(f"some ranks have offloaded their weights and cannot load them again: {exc}") from exc
             raise
 
     def reload_weights(self, on_progress: Progress) -> None:

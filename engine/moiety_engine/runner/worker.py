@@ -92,7 +92,7 @@ class WorkerBase:
             do()
             did = True
         except (OutOfMemory, RuntimeError) as exc:  # torch raises RuntimeError
-            log.warning("rank_has_no_room", rank=self._rank_group.lifeline.rank, reason=str(exc))
+            log.warning("rank_out_of_memory", rank=self._rank_group.heartbeat.rank, reason=str(exc))
         self._rank_group.all_did(did)
 
     def _leave(self) -> None:
@@ -130,7 +130,7 @@ class Worker(WorkerBase):
         self._builder = BatchBuilder(order.block_size, self._model.device, self._staging)
 
     def _swap(self, swap: Swap) -> None:
-        assert self._host_kv is not None, "blocks are swapped, and there is no host tier"
+        assert self._host_kv is not None, "blocks are swapped without a host tier"
         self._host_kv.run_own(self._group, swap.outs, swap.ins)
 
     def _move_experts(self, order: MoveExperts) -> None:
@@ -138,7 +138,7 @@ class Worker(WorkerBase):
 
     @torch.inference_mode()
     def _step(self, step: RunStep) -> None:
-        assert self._kv is not None, "a step is to run, and there is no cache"
+        assert self._kv is not None, "a step runs without a KV cache"
         self._staging.turn()
         host, spread = step.parts[self._group].batch(), step.spread(self._staging)
         batch = self._builder.upload(host, self._sampled_L, spread, cut(host, step.num_micro_batches))

@@ -71,7 +71,7 @@ def penalties(
     seen_JV.view(-1).index_add_(0, in_output, torch.ones_like(in_output, dtype=torch.int32))
     pending = [j for j, row in enumerate(rows) if row.pending]
     if pending:
-        assert sampled_L is not None, "a token is pending, and no step runs"
+        assert sampled_L is not None, "a token is pending but no step is running"
         token = sampled_L.index_select(0, upload(np.array([rows[j].pending_row for j in pending])))
         at = upload(np.array(pending) * vocab_size) + token
         seen_JV.view(-1).index_add_(0, at, torch.ones_like(at, dtype=torch.int32))

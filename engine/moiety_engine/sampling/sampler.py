@@ -242,12 +242,12 @@ def penalties_of(
 
 def draws(rows: Rows[Row], upload: Upload) -> Draws:
     """Return the sampling parameters and uniform numbers of the rows on the device."""
-    asked = [row.request.submit.sampling for row in rows]
+    settings = [row.request.submit.sampling for row in rows]
     return Draws(
-        upload(np.array([one.temperature for one in asked], dtype=np.float32)),
-        upload(np.array([min(one.top_k, _MOST_TOP_K) for one in asked], dtype=np.int32)),
-        upload(np.array([one.top_p for one in asked], dtype=np.float64)),
-        upload(np.array([one.min_p for one in asked], dtype=np.float32)),
+        upload(np.array([one.temperature for one in settings], dtype=np.float32)),
+        upload(np.array([min(one.top_k, _MOST_TOP_K) for one in settings], dtype=np.int32)),
+        upload(np.array([one.top_p for one in settings], dtype=np.float64)),
+        upload(np.array([one.min_p for one in settings], dtype=np.float32)),
         upload(uniforms([row.request.seed for row in rows], [row.num_output for row in rows])),
     )
 

@@ -202,23 +202,25 @@ class ScriptedEngine:
         request = ScriptedRequest(submit, self.script, self._clock_ns())
         self._counters["requests"] += 1
         if request.num_blocks > self.script.num_blocks:
-            message = f"the request needs {request.num_blocks} KV blocks, the engine has {self.script.num_blocks}"
+            message = f"the request needs {request.num_blocks} KV blocks, but the engine has {self.script.num_blocks}"
             self._reject(submit, ScriptedDecision(reason=Reason.KV_PEAK), message)
             return
-        asked = submit.service.name
+        requested = submit.service.name
         verdict = None
         if submit.resumed_ids is None:  # requests that another engine has admitted are accepted
-            verdict = next((v for v in self.script.verdicts if v.applies(asked, submit.tenant_id)), None)
+            verdict = next((v for v in self.script.verdicts if v.applies(requested, submit.tenant_id)), None)
         if verdict is not None and not verdict.downgrades:
-            self._reject(submit, verdict, f"the engine cannot keep the promise of {asked!r} now; try again later")
+            self._reject(
+                submit, verdict, f"the engine cannot attain the SLO of class {requested!r} now; try again later"
+            )
             return
-        request.served_class, kind = asked, EventKind.ADMITTED
+        request.served_class, kind = requested, EventKind.ADMITTED
         reason = Reason.IN_TIME if submit.resumed_ids is None else Reason.FAILED_OVER
         if verdict is not None:
             reason = Reason.ACCEPTED_LATE
             if submit.fallback is not None:
                 request.served_class, reason, kind = submit.fallback.name, verdict.reason, EventKind.DOWNGRADED
-                self._classes[asked].downgraded += 1
+                self._classes[requested].downgraded += 1
         self._classes[request.served_class].admitted += 1
         predicted_s = self.script.predicted_ttft_s.get(request.served_class)
         self._admissions.append(CoreAdmission(submit.key, request.served_class, reason, predicted_s))

@@ -32,10 +32,10 @@ class ScriptedCore:
         if any(isinstance(command, CoreShutdown) for command in commands):
             self._events = None
         for answer in self.engine.take_answers():
-            asyncio.get_running_loop().call_soon(self._tell, answer)
+            asyncio.get_running_loop().call_soon(self._deliver, answer)
         self._step_soon()
         if not self._step_is_due:
-            asyncio.get_running_loop().call_soon(self._tell_load)
+            asyncio.get_running_loop().call_soon(self._deliver_load)
 
     def first_step_keys(self) -> frozenset[int]:
         return frozenset(self.engine.first_step_keys())
@@ -54,10 +54,10 @@ class ScriptedCore:
         else:
             loop.call_soon(self._step)
 
-    def _tell_load(self) -> None:
-        self._tell(CoreStep([], [], self.engine.load()))
+    def _deliver_load(self) -> None:
+        self._deliver(CoreStep([], [], self.engine.load()))
 
-    def _tell(self, message: ToFront) -> None:
+    def _deliver(self, message: ToFront) -> None:
         if self._events is not None:
             self._events.on_message(message)
 

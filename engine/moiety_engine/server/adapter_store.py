@@ -93,11 +93,13 @@ class AdapterStore:
             self._add(key, part)
         except OSError as exc:
             self._drop(key)
-            log.error("adapter_not_kept", adapter=part.adapter_id, reason=str(exc), advice="see to room on the disk")
+            log.error(
+                "adapter_not_kept", adapter=part.adapter_id, reason=str(exc), advice="check the free space on the disk"
+            )
 
     def _add(self, key: tuple[bytes, str], part: AdapterPart) -> None:
         upload = self._begin(key, part) if part.index == 0 else self._uploads.get(key)
-        if upload is None or upload.num_parts != part.index or not self._make_room(len(part.data)):
+        if upload is None or upload.num_parts != part.index or not self._evict_for(len(part.data)):
             self._drop(key)
             log.warning("adapter_part_dropped", adapter=part.adapter_id, index=part.index, max_bytes=self.max_bytes)
             return
@@ -160,7 +162,7 @@ class AdapterStore:
         assert self._folder is not None
         shutil.rmtree(self._folder / name, ignore_errors=True)
 
-    def _make_room(self, num_bytes: int) -> bool:
+    def _evict_for(self, num_bytes: int) -> bool:
         """Evict adapters until so many bytes fit beside the held adapters and the uploads.
 
         Returns False if adapters in use leave too little space.

@@ -200,7 +200,7 @@ class ProcessCore:
         self._process.kill()
         events, self._events = self._events, None  # do not report its end, which may never come
         silence_s = self._check_interval_s * SILENCE_CHECKS
-        events.on_death(f"the core process {self._process.pid} said nothing for {silence_s:g} s and was killed")
+        events.on_death(f"the core process {self._process.pid} sent no message for {silence_s:g} s and was killed")
 
     async def _report_death(self) -> None:
         assert self._process is not None

@@ -106,11 +106,11 @@ class EngineServer:
         self._meter = UsageMeter(clock, self._journal, unacknowledged)
         self._usage_sender = UnacknowledgedUsageSender(engine_id, self._meter, self._sessions, self._permissions)
         tokenizer = Tokenizer.from_json(text.tokenizer_json)
-        self._shelf = AdapterStore(settings.adapter_disk_bytes, settings.adapters)
-        self._desk = RequestManager(tokenizer, self._post, self._meter, adapters=self._shelf)
-        self._shelf.in_use = self._desk.adapters_in_use
+        self._adapter_store = AdapterStore(settings.adapter_disk_bytes, settings.adapters)
+        self._requests = RequestManager(tokenizer, self._post, self._meter, adapters=self._adapter_store)
+        self._adapter_store.in_use = self._requests.adapters_in_use
         self._experts = ExpertQueries(self._post)
-        self._rest = SleepMode()
+        self._sleep_mode = SleepMode()
         self._sleep = SleepState.AWAKE  # as last sent to gateways
         self._load = LOADING
         self._refusal = ""
@@ -126,14 +126,14 @@ class EngineServer:
 
     @property
     def num_open(self) -> int:
-        return self._desk.num_open
+        return self._requests.num_open
 
     def stats(self) -> ServerStats:
         """Return the figures for metrics. Callable from any thread."""
         num_gateways = sum(1 for session in self._sessions.all() if session.has_card)
         num_refused = self._permissions.num_refused
         counts = num_gateways, self.num_open, self._meter.num_unacknowledged, self.num_undecodable, num_refused
-        return ServerStats(self._load, *counts, is_ready=self.card is not None and self._desk.is_awake)
+        return ServerStats(self._load, *counts, is_ready=self.card is not None and self._requests.is_awake)
 
     async def start(self) -> None:
         """Bind the socket, and start the core. Raises zmq.ZMQError if the address cannot be bound."""
@@ -157,8 +157,8 @@ class EngineServer:
         timeout_s = self.settings.drain_timeout_s if timeout_s is None else timeout_s
         first = self._drain_until_s is None
         self._drain_until_s = self._clock() + timeout_s
-        self._desk.is_draining = True
-        self._desk.forgo()
+        self._requests.is_draining = True
+        self._requests.forgo()
         if first:
             log.info("engine_draining", num_open=self.num_open, timeout_s=timeout_s)
             self._send_loads()
@@ -173,7 +173,7 @@ class EngineServer:
 
     async def close(self) -> None:
         """End at once and fail the open requests."""
-        self._desk.fail_all(FailureCode.ENGINE_FAILED, "the engine was shut down; send the request to another one")
+        self._requests.fail_all(FailureCode.ENGINE_FAILED, "the engine was shut down; send the request to another one")
         if self._beat is not None:
             self._beat.cancel()
         self._sessions.flush()  # send the failures before waiting for the core's end
@@ -182,7 +182,7 @@ class EngineServer:
         self._sessions.retry()
         if self._reader is not None:
             self._reader.close()
-        self._shelf.close()
+        self._adapter_store.close()
         if not self._socket.closed:
             self._socket.close(linger=LINGER_MS)
             if self._journal is not None:
@@ -198,7 +198,7 @@ class EngineServer:
         identity, data = frames[0], frames[-1]
         try:
             if len(frames) != 2:
-                raise UndecodableMessage(f"{len(frames) - 1} frames where one was expected")
+                raise UndecodableMessage(f"the message has {len(frames) - 1} frames instead of one")
             messages = decode_to_engine(data)
         except UndecodableMessage:
             self.num_undecodable += 1
@@ -211,7 +211,7 @@ class EngineServer:
         if not roles:
             session = GatewaySession(identity, self._clock(), public_key)
             for message in messages:
-                self._permissions.note_refusal(session, message, "its key is not on the list")
+                self._permissions.note_refusal(session, message, "its key is not in the gateway keys file")
             return
         session = self._sessions.heard(identity, self._clock(), public_key)
         for message in messages:
@@ -225,10 +225,10 @@ class EngineServer:
         self._permissions.note_refusal(session, message, "its key lacks the role")
         match message:
             case Submit():
-                text = "the engine takes no requests with this gateway's key; send the request to another one"
+                text = "this gateway's key does not permit inference; send the request to another engine"
                 self._post(session, Failed(message.request_id, 0, FailureCode.ENGINE_FAILED, text))
             case SleepCommand():
-                session.rest_refusal = "this gateway's key lacks the role administration"
+                session.sleep_refusal = "this gateway's key does not have the role administration"
                 self._send_load(session)
             case _:
                 pass
@@ -236,24 +236,24 @@ class EngineServer:
     def _take(self, session: GatewaySession, message: ToEngine) -> None:
         match message:
             case Submit():
-                self._shelf.used(message.adapter, message.tenant_id)
-                self._desk.submit(session, message)
+                self._adapter_store.used(message.adapter, message.tenant_id)
+                self._requests.submit(session, message)
             case AdapterPart():
-                self._shelf.take(session.identity, message)
+                self._adapter_store.take(session.identity, message)
             case Extend():
-                self._desk.extend(session, message)
+                self._requests.extend(session, message)
             case Abort():
-                self._desk.abort(session, message)
+                self._requests.abort(session, message)
             case Hello():
                 self._greet(session, message)
             case SleepCommand():
-                log.info("engine_rest_asked", asleep=message.asleep, num_open=self.num_open)
-                self._rest.ask(asleep=message.asleep)
-                self._desk.forgo()
+                log.info("engine_sleep_requested", asleep=message.asleep, num_open=self.num_open)
+                self._sleep_mode.ask(asleep=message.asleep)
+                self._requests.forgo()
             case AskExperts():
-                self._experts.ask(session, message)
+                self._experts.add(session, message)
             case Forget():
-                self._shelf.forget(message.tenant_ids)
+                self._adapter_store.forget(message.tenant_ids)
                 self._core.send([CoreForget(message.tenant_ids)])
             case UsageAcknowledgement():
                 num_refused = self._meter.settle_for(session.replica_id, message.replica_id, message.request_ids)
@@ -264,10 +264,10 @@ class EngineServer:
 
     def _greet(self, session: GatewaySession, hello: Hello) -> None:
         if not self._permissions.claim_replica(hello.replica_id, session.public_key):
-            self._permissions.note_refusal(session, hello, "another key speaks for this replica_id")
+            self._permissions.note_refusal(session, hello, "another key uses this replica_id")
             return
         if session.gateway_id and session.gateway_id != hello.gateway_id:
-            self._desk.abort_session(session)  # another process uses the identity
+            self._requests.abort_session(session)  # another process uses the identity
         if hello.protocol_version != PROTOCOL_VERSION:
             log.warning("gateway_protocol_differs", theirs=hello.protocol_version, ours=PROTOCOL_VERSION)
         session.gateway_id, session.replica_id = hello.gateway_id, hello.replica_id
@@ -290,14 +290,14 @@ class EngineServer:
         match message:
             case CoreStep():
                 self._load = message.load or self._load
-                self._desk.take_step(message)
+                self._requests.take_step(message)
             case ExpertLoad():
                 self._experts.answer(message)
             case ExpertBalance():
-                self._experts.tell(self._sessions.all(), message)
+                self._experts.send_balance(self._sessions.all(), message)
             case CoreSlept():
-                log.info("core_rested", asleep=message.asleep, problem=message.problem)
-                self._rest.done(message)
+                log.info("core_sleep_changed", asleep=message.asleep, problem=message.problem)
+                self._sleep_mode.done(message)
             case CoreHello(state=CoreState.READY):
                 self._become_ready(message)
             case CoreHello(state=CoreState.REFUSED):
@@ -310,13 +310,13 @@ class EngineServer:
         was_ready = self.card is not None
         log.error("core_died", reason=self._refusal or reason, was_ready=was_ready, num_open=self.num_open)
         message = "the engine's core process died; send the request again"
-        self._desk.fail_all(FailureCode.ENGINE_FAILED, message, self._core.first_step_keys())
+        self._requests.fail_all(FailureCode.ENGINE_FAILED, message, self._core.first_step_keys())
         self._end(Ending.CORE_DIED if was_ready else Ending.CORE_DID_NOT_START)
 
     def _become_ready(self, hello: CoreHello) -> None:
         settings = self.settings
         self.card = make_card(settings.model, self.engine_id, self._text, hello, settings.role, settings.adapters)
-        self._desk.limits = ModelLimits.of(self.card)
+        self._requests.limits = ModelLimits.of(self.card)
         for session in self._sessions.all():
             if session.wants_card:
                 self._send_card(session, self.card)
@@ -332,11 +332,16 @@ class EngineServer:
         """Finish a turn: forward the messages and commands that it produced."""
         self._sessions.flush()
         for session in self._sessions.take_gone():
-            self._desk.abort_session(session)
-            self._shelf.left(session.identity)
-        commands = self._desk.take_commands()
+            self._requests.abort_session(session)
+            self._adapter_store.left(session.identity)
+        commands = self._requests.take_commands()
         if self.card is not None:
-            commands = [*self._shelf.take_commands(), *commands, *self._keep_rest(), *self._experts.take_asks()]
+            commands = [
+                *self._adapter_store.take_commands(),
+                *commands,
+                *self._keep_rest(),
+                *self._experts.take_queries(),
+            ]
         if commands:
             self._core.send(commands)
         if self._reader is not None:
@@ -344,14 +349,14 @@ class EngineServer:
         if self._sessions.has_outbox and not self._retry_is_due:
             self._retry_is_due = True
             self._loop.call_later(OUTBOX_RETRY_S, self._retry)
-        if self._desk.is_draining and not self.num_open:
+        if self._requests.is_draining and not self.num_open:
             self._end(Ending.DRAINED)
 
     def _keep_rest(self) -> list[ToCore]:
         """Return the command that brings the core to the requested sleep state; send gateways the new state."""
-        command = self._rest.next_command(self.num_open)
-        state = self._rest.state
-        self._desk.is_awake = state is SleepState.AWAKE
+        command = self._sleep_mode.next_command(self.num_open)
+        state = self._sleep_mode.state
+        self._requests.is_awake = state is SleepState.AWAKE
         if state is not self._sleep:
             self._sleep = state
             self._send_loads()
@@ -375,7 +380,9 @@ class EngineServer:
             if now_s - session.heard_at_s <= self.settings.silence_limit_s:
                 continue
             if session.open_keys:
-                self._desk.abort_session(session)  # it gets the end, if it still reads, and is lost at the next beat
+                self._requests.abort_session(
+                    session
+                )  # it gets the end, if it still reads, and is lost at the next beat
             else:
                 self._sessions.lose(session, "silent")
         self._send_loads()
@@ -386,9 +393,9 @@ class EngineServer:
         """Reload the file of gateway keys, and end the sessions of removed keys."""
         if self._permissions.reload():
             for session in self._sessions.all():
-                session.rest_refusal = ""
+                session.sleep_refusal = ""
                 if not self._permissions.roles_of(session.public_key):
-                    self._sessions.lose(session, "its key is not on the list any more")
+                    self._sessions.lose(session, "its key was removed from the gateway keys file")
 
     def _send_loads(self) -> None:
         for session in self._sessions.all():
@@ -400,9 +407,9 @@ class EngineServer:
             self.engine_id,
             session.num_loads,
             self._load,
-            draining=self._desk.is_draining,
-            sleep=self._rest.state,
-            sleep_problem=session.rest_refusal or self._rest.problem,
+            draining=self._requests.is_draining,
+            sleep=self._sleep_mode.state,
+            sleep_problem=session.sleep_refusal or self._sleep_mode.problem,
             running_for_s=self._clock() - self._started_s,
             unacknowledged_replicas=sorted(self._meter.replicas | self._replicas_with_open()),
         )
@@ -419,7 +426,7 @@ class EngineServer:
         left_s = self._drain_until_s - self._clock()
         if self.num_open and left_s <= 0:
             log.warning("drain_timed_out", num_open=self.num_open)
-            self._desk.abort_all()
+            self._requests.abort_all()
             self._loop.call_later(ABORT_GRACE_S, self._end, Ending.DRAINED)
         elif self.num_open:
             self._loop.call_later(wait_s, self._on_drain_time, max(left_s, 0.0))

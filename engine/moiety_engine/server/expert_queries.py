@@ -1,4 +1,4 @@
-"""Queries of gateways about the expert load: the core answers them, and each answer goes to the gateway that asked.
+"""Queries of gateways about the expert load. The core answers each, and the answer goes to the gateway that sent it.
 
 The balance of the experts is sent to all gateways when the core reports it, and to each gateway that connects.
 """
@@ -22,33 +22,33 @@ class ExpertQueries:
     def __init__(self, post: Callable[[GatewaySession, ToGateway], None]) -> None:
         self._post = post
         self._open: dict[int, tuple[GatewaySession, int]] = {}
-        self._num_asked = 0
-        self._asks: list[AskExperts] = []
+        self._num_queries = 0
+        self._queries: list[AskExperts] = []
         self._balance: ExpertBalance | None = None
 
-    def ask(self, session: GatewaySession, ask: AskExperts) -> None:
+    def add(self, session: GatewaySession, query: AskExperts) -> None:
         """Add a query. Beyond MAX_OPEN it is dropped, and the gateway times out."""
         if len(self._open) >= MAX_OPEN:
             self._open = {key: one for key, one in self._open.items() if not one[0].is_gone}
         if len(self._open) >= MAX_OPEN:
             return
-        self._num_asked += 1
-        self._open[self._num_asked] = session, ask.ask_id
-        self._asks.append(msgspec.structs.replace(ask, ask_id=self._num_asked))
+        self._num_queries += 1
+        self._open[self._num_queries] = session, query.ask_id
+        self._queries.append(msgspec.structs.replace(query, ask_id=self._num_queries))
 
-    def take_asks(self) -> list[AskExperts]:
+    def take_queries(self) -> list[AskExperts]:
         """Return the queries for the core since the last call."""
-        asks, self._asks = self._asks, []
-        return asks
+        queries, self._queries = self._queries, []
+        return queries
 
     def answer(self, load: ExpertLoad) -> None:
-        """Send the core's answer to the gateway that asked, unless its query was dropped since."""
-        asked = self._open.pop(load.ask_id, None)
-        if asked is not None:
-            session, ask_id = asked
+        """Send the core's answer to the gateway that sent the query, unless the query was dropped since."""
+        found = self._open.pop(load.ask_id, None)
+        if found is not None:
+            session, ask_id = found
             self._post(session, msgspec.structs.replace(load, ask_id=ask_id))
 
-    def tell(self, sessions: list[GatewaySession], balance: ExpertBalance) -> None:
+    def send_balance(self, sessions: list[GatewaySession], balance: ExpertBalance) -> None:
         self._balance = balance
         for session in sessions:
             self.greet(session)

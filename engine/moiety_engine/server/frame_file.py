@@ -42,7 +42,7 @@ class FrameFile:
         if not _is_ours(path, descriptor):
             os.close(descriptor)
             raise InvalidConfig(
-                f"--unacknowledged-usage {path} is in use by another engine; give each engine one of its own"
+                f"--unacknowledged-usage {path} is in use by another engine; give each engine its own file"
             )
         return cls(path, descriptor)
 
@@ -52,8 +52,8 @@ class FrameFile:
         while at < len(data):
             frame = _frame_at(data, at)
             if frame is None:
-                log.error("unacknowledged_usage_damaged", num_bytes=len(data) - at, kept_in=str(self._aside))
-                self.set_aside(data[at:])
+                log.error("unacknowledged_usage_damaged", num_bytes=len(data) - at, kept_in=str(self._damaged_file))
+                self.save_damaged(data[at:])
                 break
             frames.append(frame)
             at += _HEAD.size + len(frame)
@@ -61,12 +61,12 @@ class FrameFile:
         return frames
 
     @property
-    def _aside(self) -> Path:
+    def _damaged_file(self) -> Path:
         return self._path.with_name(f"{self._path.name}.damaged")
 
-    def set_aside(self, data: bytes) -> None:
+    def save_damaged(self, data: bytes) -> None:
         """Save unusable data to the second file for manual inspection."""
-        with self._aside.open("ab") as file:
+        with self._damaged_file.open("ab") as file:
             file.write(data)
 
     def append(self, frame: bytes) -> None:

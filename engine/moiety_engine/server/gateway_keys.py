@@ -65,7 +65,7 @@ def read_gateway_keys(path: Path) -> dict[bytes, AllowedGateway]:
             )
         keys[key] = AllowedGateway(text, frozenset(map(SenderRole, roles)) or GATEWAY_ROLES)
     if not keys:
-        raise InvalidConfig(f"--gateway-keys-file {path} holds no key; write each gateway's public key on its own line")
+        raise InvalidConfig(f"--gateway-keys-file {path} has no key; write each gateway's public key on its own line")
     return keys
 
 
@@ -76,9 +76,9 @@ def refuse_strangers(option: str, address: str, **key_files: Path | None) -> Non
     if not address.startswith("tcp://") or not missing or is_loopback(host):
         return
     raise InvalidConfig(
-        f"{option} {address} can be reached by other machines, and without {' and '.join(missing)} whoever reaches it "
-        "controls the engine: set both key files (docs/install.md says how), listen on 127.0.0.1, or, on a "
-        "network of your own, say --allow-unauthenticated-tcp"
+        f"{option} {address} is reachable from other machines, and without {' and '.join(missing)} a "
+        "machine that reaches it controls the engine: set both key files (see docs/install.md), listen "
+        "on 127.0.0.1, or set --allow-unauthenticated-tcp on a private network"
     )
 
 

@@ -170,7 +170,7 @@ class OpenRequest:
         if output.logprobs is not None:
             pairs = zip(token_ids, output.logprobs, strict=False)  # shorter where a stop string cut the tokens
             held.logprobs = held.logprobs or []
-            assert self._chars is not None, "log probabilities were asked for"
+            assert self._chars is not None, "the request has log-probabilities"
             for number, (token_id, logprob) in enumerate(pairs):
                 num_chars = self._chars.add(token_id) if number < len(shown) else 0
                 held.logprobs.append(self._table.logprob(token_id, logprob, num_chars))
@@ -205,8 +205,8 @@ class OpenRequest:
 
     def metered(self, replica_id: str) -> MeteredUsage:
         """Return the usage so far, for its gateway process."""
-        bill, served_class = self.submit.bill, self.served_class
-        return MeteredUsage(replica_id, self.request_id, bill, served_class, self.num_cached_tokens, self.num_output)
+        context, served_class = self.submit.billing_context, self.served_class
+        return MeteredUsage(replica_id, self.request_id, context, served_class, self.num_cached_tokens, self.num_output)
 
     def finish(self, finish: CoreFinish, name_of: Callable[[int], str]) -> Finished:
         """Return the last message. `name_of` returns the request id of a key, for the events."""

@@ -120,15 +120,17 @@ class RequestManager:
         if not self.is_awake:
             return (
                 FailureCode.DRAINING,
-                "the engine sleeps or is about to; wake it, or send the request to another one",
+                "the engine is sleeping or about to sleep; wake it, or send the request to another one",
             )
-        if submit.bill and not session.gateway_id:
-            return FailureCode.ENGINE_FAILED, "this connection was given up meanwhile; say Hello, and send it again"
+        if submit.billing_context and not session.gateway_id:
+            return FailureCode.ENGINE_FAILED, "this connection was closed; send Hello and then the request again"
         if submit.request_id in session.open_keys:
             return FailureCode.INVALID_REQUEST, "a request with this id is still open; choose another id"
         refusal = find_refusal(submit, self.limits)
         if refusal is None and submit.adapter and submit.adapter not in self._adapters:
-            refusal = Refusal(FailureCode.ADAPTER_MISSING, "the engine does not have this adapter; send it once more")
+            refusal = Refusal(
+                FailureCode.ADAPTER_MISSING, "the engine does not have this adapter; send the adapter again"
+            )
         return None if refusal is None else (refusal.code, refusal.message)
 
     def extend(self, session: GatewaySession, extend: Extend) -> None:

@@ -29,7 +29,7 @@ class GatewaySession:
     def __init__(self, identity: bytes, heard_at_s: float, public_key: str = "") -> None:
         self.identity = identity
         self.public_key = public_key
-        self.rest_refusal = ""  # why its sleep command was refused
+        self.sleep_refusal = ""  # why its sleep command was refused
         self.gateway_id = ""
         self.replica_id = ""  # id of its process, which may reconnect with another session
         self.heard_at_s = heard_at_s

@@ -81,7 +81,7 @@ class UnacknowledgedUsageLog:
                 entries = _decoder.decode(frame)
             except msgspec.MsgspecError as error:
                 log.error("unacknowledged_usage_undecodable", error=str(error), num_bytes=len(frame))
-                self._file.set_aside(frame)
+                self._file.save_damaged(frame)
                 continue
             for entry in entries:
                 _replay(found, entry)

@@ -34,7 +34,7 @@ log = structlog.get_logger()
 class UsageMeter:
     """Owns the usage records, by gateway process and request. Used by one thread.
 
-    Requests without a `bill` are not recorded.
+    Requests without a billing context are not recorded.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class UsageMeter:
         self._journal = journal
         self._log = unacknowledged
         self._max_records = max_records
-        self._running: dict[Key, OpenRequest] = {}  # admitted requests with a bill
+        self._running: dict[Key, OpenRequest] = {}  # admitted requests with a billing context
         self._records: dict[Key, MeteredUsage] = {}
         self._inherited: set[Key] = set()  # records of an earlier engine
         self._changed: set[Key] = set()  # records whose change is not in the log yet
         self._num_of: defaultdict[str, int] = defaultdict(int)  # number of records per process
         self._heard_at_s: dict[str, float] = {}  # time of the last message, of processes with records
-        self._told_at_s: dict[Key, float] = {}
-        self._told_to: defaultdict[Key, set[str]] = defaultdict(set)  # processes that a record was sent to
+        self._sent_at_s: dict[Key, float] = {}
+        self._sent_to: defaultdict[Key, set[str]] = defaultdict(set)  # processes that a record was sent to
         self.num_lost = 0
         self._began_at_s = clock()
         for record in unacknowledged.read() if unacknowledged is not None else ():
@@ -75,7 +75,7 @@ class UsageMeter:
 
     def begin(self, replica_id: str, request: OpenRequest) -> None:
         """Record that a request was admitted."""
-        if self._log is not None and request.submit.bill:
+        if self._log is not None and request.submit.billing_context:
             key = replica_id, request.request_id
             self._running[key] = request
             self._inherited.discard(key)  # it was resumed after it had ended
@@ -86,11 +86,13 @@ class UsageMeter:
             return
         num_cached = end.num_cached_tokens if isinstance(end, Finished) else 0
         self._write_down(replica_id, submit, served_class, num_cached, end.num_output_tokens)
-        if not submit.bill:
+        if not submit.billing_context:
             return
         self._running.pop((replica_id, submit.request_id), None)
         self._keep(
-            MeteredUsage(replica_id, submit.request_id, submit.bill, served_class, num_cached, end.num_output_tokens)
+            MeteredUsage(
+                replica_id, submit.request_id, submit.billing_context, served_class, num_cached, end.num_output_tokens
+            )
         )
 
     def _keep(self, record: MeteredUsage) -> None:
@@ -135,14 +137,14 @@ class UsageMeter:
             self.settle(replica_id, request_ids)
             return 0
         known = [one for one in request_ids if (replica_id, one) in self._records]
-        allowed = [one for one in known if sender in self._told_to.get((replica_id, one), ())]
+        allowed = [one for one in known if sender in self._sent_to.get((replica_id, one), ())]
         self.settle(replica_id, allowed)
         return len(known) - len(allowed)
 
     def note_told(self, replica_id: str, records: Iterable[MeteredUsage]) -> None:
         """Record that these records were sent to that process, which may now acknowledge them."""
         for record in records:
-            self._told_to[record.replica_id, record.request_id].add(replica_id)
+            self._sent_to[record.replica_id, record.request_id].add(replica_id)
 
     def settle(self, replica_id: str, request_ids: Iterable[str]) -> None:
         """Delete the usage of these requests, which is stored. Unknown requests are ignored."""
@@ -152,8 +154,8 @@ class UsageMeter:
                 continue
             self._note_change(key)
             self._inherited.discard(key)
-            self._told_at_s.pop(key, None)
-            self._told_to.pop(key, None)
+            self._sent_at_s.pop(key, None)
+            self._sent_to.pop(key, None)
             self._num_of[replica_id] -= 1
             if self._num_of[replica_id] == 0:
                 del self._num_of[replica_id]
@@ -198,8 +200,8 @@ class UsageMeter:
 
     def _due(self, keys: Iterable[Key], now_s: float) -> list[MeteredUsage]:
         """Return the records among these keys that were not sent recently, the longest unsent first."""
-        told = ((self._told_at_s.get(key, float("-inf")), key) for key in keys)
-        due = [(at_s, key) for at_s, key in told if now_s - at_s >= REPEAT_S]
+        sent = ((self._sent_at_s.get(key, float("-inf")), key) for key in keys)
+        due = [(at_s, key) for at_s, key in sent if now_s - at_s >= REPEAT_S]
         chosen = [key for _, key in heapq.nsmallest(RECORDS_AT_ONCE, due, key=itemgetter(0))]
-        self._told_at_s |= dict.fromkeys(chosen, now_s)
+        self._sent_at_s |= dict.fromkeys(chosen, now_s)
         return [self._records[key] for key in chosen]

@@ -120,7 +120,7 @@ def _prompt_complaint(submit: Submit, limits: ModelLimits) -> str:
     if not ids:
         return "the prompt has no tokens; send at least one"
     if min(ids) < 0 or max(ids) >= limits.vocab_size:
-        return f"a prompt token id is outside of the model's vocabulary, 0 to {limits.vocab_size - 1}"
+        return f"a prompt token id is outside the model's vocabulary, 0 to {limits.vocab_size - 1}"
     if submit.credit_tokens < 0:
         return f"credit_tokens must be 0 or more, not {submit.credit_tokens}"
     if submit.sibling_tokens < 0:
@@ -135,16 +135,16 @@ def _resumed_complaint(submit: Submit, limits: ModelLimits) -> str:
     if not ids:
         return ""
     if min(ids) < 0 or max(ids) >= limits.vocab_size:
-        return f"a resumed token id is outside of the model's vocabulary, 0 to {limits.vocab_size - 1}"
+        return f"a resumed token id is outside the model's vocabulary, 0 to {limits.vocab_size - 1}"
     longest = min(submit.stopping.max_tokens, limits.max_context_tokens - len(submit.prompt_ids))
     if len(ids) > longest:
-        return f"{len(ids)} tokens of output are to be resumed, but this engine allows {longest} in all"
+        return f"{len(ids)} output tokens cannot be resumed: this engine allows at most {longest} output tokens"
     return ""
 
 
 def _shown_complaint(submit: Submit, limits: ModelLimits) -> str:
     if any(not 0 <= token_id < limits.vocab_size for token_id in submit.shown_ids):
-        return f"a token id to be shown is outside of the model's vocabulary, 0 to {limits.vocab_size - 1}"
+        return f"a token id in shown_ids is outside the model's vocabulary, 0 to {limits.vocab_size - 1}"
     return ""
 
 
@@ -187,7 +187,7 @@ def _sampling_complaint(sampling: Sampling, limits: ModelLimits) -> str:
 
 def _bias_complaint(sampling: Sampling, limits: ModelLimits) -> str:
     if any(not 0 <= token_id < limits.vocab_size for token_id in sampling.logit_bias):
-        return f"a logit_bias token id is outside of the model's vocabulary, 0 to {limits.vocab_size - 1}"
+        return f"a logit_bias token id is outside the model's vocabulary, 0 to {limits.vocab_size - 1}"
     for bias in sampling.logit_bias.values():
         if not -MAX_BIAS <= bias <= MAX_BIAS:  # NaN is in no range
             return f"a logit_bias must be between {-MAX_BIAS:g} and {MAX_BIAS:g}, not {bias}"
@@ -201,15 +201,15 @@ def _length_complaint(submit: Submit, limits: ModelLimits) -> str:
     if not submit.embed:
         return "" if max_tokens >= 1 else f"max_tokens must be at least 1, not {max_tokens}"
     if not limits.makes_embeddings:
-        return "this engine makes no embeddings; send the request to one that does"
+        return "embeddings are not available on this engine; send the request to an engine that supports them"
     return f"an embedding generates no tokens: max_tokens must be 0, not {max_tokens}" if max_tokens else ""
 
 
 def _speculative_prefill_error(submit: Submit, seen: SpeculativePrefillRequest, limits: ModelLimits) -> str:
     if not limits.speculative_prefill:
         return (
-            "speculative prefill is not available on this engine; send speculative_prefill only to an engine whose "
-            "model card says that it takes it"
+            "speculative prefill is not available on this engine; send speculative_prefill only to an "
+            "engine whose model card has it"
         )
     if submit.embed or submit.stopping.max_tokens:
         return "a speculative prefill generates nothing: leave embed out, and set max_tokens to 0"
@@ -217,9 +217,15 @@ def _speculative_prefill_error(submit: Submit, seen: SpeculativePrefillRequest, 
         return "a speculative prefill is only a prompt: leave out resumed_ids, guide, hand_over, transfer_id, adapter"
     ids = seen.other_ids
     if not 0 <= seen.num_shared <= len(submit.prompt_ids) or not 0 <= seen.num_asked <= seen.num_shared + len(ids):
-        return "num_shared counts tokens of the prompt, and num_asked tokens of the request before"
+        return (
+            "num_shared must be at most the number of prompt tokens, and num_asked at most the number of "
+            "tokens of the request before"
+        )
     if len(ids) > limits.max_context_tokens or (ids and (min(ids) < 0 or max(ids) >= limits.vocab_size)):
-        return f"other_ids are token ids of the model's vocabulary, 0 to {limits.vocab_size - 1}, a context at most"
+        return (
+            f"other_ids must be token ids of the model's vocabulary, 0 to {limits.vocab_size - 1}, and at "
+            "most as many as the context length"
+        )
     return ""
 
 
@@ -227,34 +233,40 @@ def _guide_complaint(submit: Submit, limits: ModelLimits) -> str:
     if submit.guide is None:
         return ""
     if not limits.follows_grammars:
-        return "this engine cannot hold an answer to a form; send the request to one that does, or leave the form out"
+        return (
+            "structured outputs are not available on this engine; send the request to another engine, or "
+            "leave the grammar out"
+        )
     if submit.embed:
-        return "an embedding generates no tokens: it cannot have a form"
+        return "an embedding generates no tokens: leave the grammar out"
     if submit.stopping.ignore_eos:
-        return "an answer that is held to a form ends with it; leave ignore_eos out"
+        return "a grammar decides where the output ends: leave ignore_eos out"
     if len(submit.guide.text.encode(errors="replace")) > MAX_GUIDE_BYTES:
-        return f"the form of an answer may have {MAX_GUIDE_BYTES:,} bytes; shorten it"
+        return f"the grammar has more than {MAX_GUIDE_BYTES:,} bytes; make it shorter"
     return ""
 
 
 def _keep_complaint(submit: Submit) -> str:
     if not 0 <= submit.keep_s <= MAX_KEEP_S:
-        return f"keep_s must lie between 0 and {MAX_KEEP_S:.0f} seconds"
+        return f"keep_s must be between 0 and {MAX_KEEP_S:.0f} seconds"
     return ""
 
 
 def _transfer_complaint(submit: Submit, limits: ModelLimits) -> str:
     if submit.hand_over is not None:
         if not limits.hands_over:
-            return "this engine hands nothing over; send hand_over to one whose card says that it does"
+            return (
+                "disaggregated prefill is not available on this engine; send hand_over only to an engine "
+                "whose model card has it"
+            )
         if submit.sampling.num_prompt_logprobs is not None:
-            return "a prompt whose tokens are scored is not handed over; leave hand_over out"
+            return "hand_over is not available with prompt log-probabilities; leave it out"
         if not TRANSFER_ID.fullmatch(submit.hand_over.transfer_id):
-            return "a transfer_id is 32 hexadecimal digits"
+            return "transfer_id must have 32 hexadecimal digits"
     if submit.transfer_id and not limits.takes_over:
-        return "this engine takes no KV from others; send transfer_id to one whose card has a kv_address"
+        return "this engine does not receive KV; send transfer_id only to an engine whose model card has a kv_address"
     if submit.transfer_id and not submit.resumed_ids:
-        return "what is taken over from another engine has at least one token: send resumed_ids"
+        return "a request with transfer_id needs at least one output token: send resumed_ids"
     return ""
 
 
@@ -266,8 +278,8 @@ def _stopping_complaint(stopping: Stopping, limits: ModelLimits) -> str:
     if any(not 0 < len(stop) <= MAX_STOP_LENGTH for stop in stopping.stop):
         return f"a stop string must have 1 to {MAX_STOP_LENGTH} characters"
     if any(not 0 <= token_id < limits.vocab_size for token_id in stopping.stop_token_ids):
-        return f"a stop token id is outside of the model's vocabulary, 0 to {limits.vocab_size - 1}"
+        return f"a stop token id is outside the model's vocabulary, 0 to {limits.vocab_size - 1}"
     marks = () if stopping.thought is None else (stopping.thought.opener, stopping.thought.closer)
     if any(not 0 < len(mark) <= MAX_STOP_LENGTH for mark in marks):
-        return f"a mark around thoughts must have 1 to {MAX_STOP_LENGTH} characters"
+        return f"a reasoning marker must have 1 to {MAX_STOP_LENGTH} characters"
     return ""

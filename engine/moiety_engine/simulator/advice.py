@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from moiety_engine.errors import InvalidConfig
-from moiety_engine.simulator.bounds import KEPT, ClassBounds, attainment, loosen, measure_bounds, tighten
+from moiety_engine.simulator.bounds import REQUIRED_ATTAINMENT, ClassBounds, attainment, loosen, measure_bounds, tighten
 from moiety_engine.simulator.capacity import Capacity, at_load, measure_capacity
 from moiety_engine.simulator.devices import SimulatedDevice
 from moiety_engine.simulator.driver import START_NS
@@ -28,7 +28,7 @@ from moiety_workload.request import TraceRequest, Workload
 from moiety_workload.transforms import cut, last_for
 
 SAFE_SHARE = 0.8  # of the saturation point: the load that is planned for
-KV_ROOM, KV_FULL = 0.7, 0.9
+KV_LOW, KV_FULL = 0.7, 0.9
 _FLOOR, _CEILING, _NUM_BISECTIONS = 0.1, 1.2, 6
 _WAITING = 0.05  # share of the arriving work that may wait at the end: no backlog behind SLOs of hours
 _NUM_LOOSENINGS = 5
@@ -66,8 +66,8 @@ class Breaker:
 class Advice:
     """Result of `Advisor.advise`.
 
-    Loads are multiples of C: the trace's mean, its busiest part, and the saturation point. `never_kept`: classes that
-    miss their SLO even at a tenth of C; the other figures use the loosened bounds in `classes` for them.
+    Loads are multiples of C: the trace's mean, its busiest part, and the saturation point. `never_attained`: classes
+    that miss their SLO even at a tenth of C; the other figures use the loosened bounds in `classes` for them.
     """
 
     capacity_work_per_s: float
@@ -79,11 +79,11 @@ class Advice:
     saturation: float
     requests_per_s_at_saturation: float
     safe_load: float
-    kept_at_safe_load: bool
+    attained_at_safe_load: bool
     num_replicas: int
     limits: AdvisedLimits
     classes: tuple[ClassBounds, ...]
-    never_kept: tuple[str, ...]
+    never_attained: tuple[str, ...]
     kv_used_fraction: float
     decode_share: float
     preemptions_per_request: float
@@ -108,8 +108,8 @@ class Advisor:
         fitting = tuple(r for r in workload.requests if r.input_tokens + r.output_tokens <= device.kv_tokens)
         if not fitting:
             raise InvalidConfig(
-                f"no request of {workload.name} fits the {device.kv_tokens:,} tokens of KV memory of {device.name}: "
-                "name a larger device"
+                f"no request of {workload.name} fits into the {device.kv_tokens:,} tokens of KV memory of "
+                f"{device.name}: use a larger device"
             )
         self._num_too_long = len(workload.requests) - len(fitting)
         self._whole = replace(workload, requests=fitting)
@@ -118,8 +118,8 @@ class Advisor:
         used = sorted({request.service_class for request in fitting})
         if unknown := [name for name in used if name not in known]:
             raise InvalidConfig(f"the trace has requests of class {', '.join(unknown)}; known are {', '.join(known)}")
-        self._promised = {name: known[name] for name in used}
-        self._others = [service for name, service in known.items() if name not in self._promised]
+        self._configured = {name: known[name] for name in used}
+        self._others = [service for name, service in known.items() if name not in self._configured]
         self._policy = policy
         self._seed = seed
         self._say = on_progress or (lambda text: None)
@@ -130,7 +130,7 @@ class Advisor:
 
     def advise(self) -> Advice:
         """Return the advice after about a dozen runs. Raises InvalidConfig, WorkloadError, Stuck."""
-        kept, never_kept = self._attainable_at_all()
+        kept, never_attained = self._attainable_at_all()
         device = self._best_budget(kept)
         saturation, outcome, beyond = self._saturate(device, kept)
         limits = self._limits(device, kept, saturation, outcome)
@@ -150,11 +150,11 @@ class Advisor:
             saturation=saturation,
             requests_per_s_at_saturation=saturation * capacity.work_per_s / work_a_request,
             safe_load=safe_load,
-            kept_at_safe_load=all_kept,
+            attained_at_safe_load=all_kept,
             num_replicas=max(1, math.ceil(peak / safe_load - 1e-9)),
             limits=limits,
             classes=bounds,
-            never_kept=never_kept,
+            never_attained=never_attained,
             kv_used_fraction=outcome.run.kv_used_fraction,
             decode_share=decode_share(self._whole.requests, capacity),
             preemptions_per_request=outcome.figures["preemptions"] / len(outcome.run.records),
@@ -192,7 +192,7 @@ class Advisor:
 
         A class that misses its SLO on a nearly idle replica is loosened until it attains it.
         """
-        classes = dict(self._promised)
+        classes = dict(self._configured)
         failed: dict[str, None] = {}
         for _ in range(_NUM_LOOSENINGS):
             patient = {
@@ -200,14 +200,14 @@ class Advisor:
                 for name, service in classes.items()
             }
             run = self._run(self._device, patient, _FLOOR).run
-            late = [name for name, kept in attainment(run).items() if kept < KEPT]
+            late = [name for name, kept in attainment(run).items() if kept < REQUIRED_ATTAINMENT]
             if not late:
                 return classes, tuple(failed)
             failed.update(dict.fromkeys(late))
             classes |= {name: loosen(classes[name], run) for name in late}
         raise InvalidConfig(
-            f"on {self._device.name} no bound was found that {', '.join(failed)} keeps at a tenth of the capacity: "
-            "take a faster device, or a trace with more requests"
+            f"on {self._device.name} class {', '.join(failed)} attains no tested SLO at a tenth of the "
+            "capacity: use a faster device, or a trace with more requests"
         )
 
     def _best_budget(self, classes: dict[str, ServiceClass]) -> SimulatedDevice:
@@ -234,7 +234,7 @@ class Advisor:
         for _ in range(_NUM_BISECTIONS):
             load = (low + high) / 2
             outcome = self._run(device, classes, load)
-            if min(attainment(outcome.run).values()) >= KEPT and waiting_share(outcome) <= _WAITING:
+            if min(attainment(outcome.run).values()) >= REQUIRED_ATTAINMENT and waiting_share(outcome) <= _WAITING:
                 low, found = load, outcome
             else:
                 high, beyond = load, outcome
@@ -257,12 +257,12 @@ class Advisor:
         tried = own = device.max_running
         if used > KV_FULL and figures["preemptions"] > _PREEMPTED_OFTEN * figures["num_requests"]:
             tried = min(own, num_fitting)
-        elif used < KV_ROOM and most >= own:
+        elif used < KV_LOW and most >= own:
             tried = max(own, min(2 * own, num_fitting))
         advised = own
         if tried != own:
             other = self._run(msgspec.structs.replace(device, max_running=tried), classes, load)
-            kept = min(attainment(other.run).values()) >= KEPT
+            kept = min(attainment(other.run).values()) >= REQUIRED_ATTAINMENT
             advised = tried if kept and work_done(other) >= (1 - _BETTER) * work_done(outcome) else own
         budget = device.max_batch_tokens
         pairs = round(budget * sum(r.input_tokens for r in requests) / len(requests) / 2)
@@ -281,12 +281,12 @@ class Advisor:
         for _ in range(2):
             verified = self._run(device, tried, load).run
             shares = attainment(verified)
-            late = [name for name, share in shares.items() if share < KEPT]
+            late = [name for name, share in shares.items() if share < REQUIRED_ATTAINMENT]
             if not late:
                 break
             tried |= {name: kept[name] for name in late}
-        bounds = (measure_bounds(self._promised[name], service, verified) for name, service in tried.items())
-        return tuple(sorted(bounds, key=lambda one: self._promised[one.name].rank)), not late
+        bounds = (measure_bounds(self._configured[name], service, verified) for name, service in tried.items())
+        return tuple(sorted(bounds, key=lambda one: self._configured[one.name].rank)), not late
 
 
 def decode_share(requests: Iterable[TraceRequest], capacity: Capacity) -> float:

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from moiety_engine.command_errors import print_error
 from moiety_engine.errors import EngineError, InvalidConfig
-from moiety_engine.simulator.advice import KV_FULL, KV_ROOM, SAFE_SHARE, Advice, Advisor
-from moiety_engine.simulator.bounds import KEPT, ClassBounds
+from moiety_engine.simulator.advice import KV_FULL, KV_LOW, SAFE_SHARE, Advice, Advisor
+from moiety_engine.simulator.bounds import REQUIRED_ATTAINMENT, ClassBounds
 from moiety_engine.simulator.comparison import read_classes
 from moiety_engine.simulator.devices import SimulatedDevice, find_device
 from moiety_engine.simulator.options import AsJson, ClassShares, ClassTargets, DeviceName, Seed, TraceFile
@@ -94,29 +94,31 @@ def advise_command(
 def explain(advice: Advice, device: SimulatedDevice, num_unserved: int = 0) -> Iterator[str]:
     """Yield the advice in sentences, each with its figures and its reason."""
     if num_unserved:
-        yield f"{num_unserved} rows of the usage were not served and have no lengths: the true load is higher."
+        yield f"{num_unserved} usage rows were not served and have no lengths: the actual load is higher."
     if advice.num_too_long:
         yield (
-            f"{advice.num_too_long} requests are longer than the KV memory of {device.kv_tokens:,} tokens and were "
-            "left out: they need a device with more."
+            f"{advice.num_too_long} requests are longer than the KV memory of {device.kv_tokens:,} tokens "
+            "and were left out: they need a device with more memory."
         )
     yield from _explain_load(advice)
     yield from _explain_limits(advice, device)
     yield _explain_memory(advice)
     for bounds in advice.classes:
-        yield _explain_class(bounds, bounds.name in advice.never_kept, advice.safe_load)
-    if not advice.kept_at_safe_load:
+        yield _explain_class(bounds, bounds.name in advice.never_attained, advice.safe_load)
+    if not advice.attained_at_safe_load:
         yield (
-            f"The settings together did not keep every class at {KEPT:.0%} in a last run at {advice.safe_load:.2f} C: "
-            "plan for less load, or try a longer --duration-s if the classes have few requests."
+            f"With all settings together, some class attains its SLO for less than {REQUIRED_ATTAINMENT:.0%} of its "
+            f"requests in a last run at {advice.safe_load:.2f} C: plan for less load, or use a longer --duration if "
+            "the classes have few requests."
         )
 
 
 def _explain_load(advice: Advice) -> Iterator[str]:
     yield (
-        f"One replica does C = {advice.capacity_work_per_s:.3f} device-seconds of this work a second. Every class "
-        f"keeps {KEPT:.0%} of its promises up to {advice.saturation:.2f} C, which is "
-        f"{advice.requests_per_s_at_saturation:.2f} requests a second: the saturation point."
+        f"One replica does C = {advice.capacity_work_per_s:.3f} device-seconds of this work a second. "
+        f"Every class attains its SLO for {REQUIRED_ATTAINMENT:.0%} of its requests up to "
+        f"{advice.saturation:.2f} C, which is {advice.requests_per_s_at_saturation:.2f} requests a "
+        "second: the saturation point."
     )
     yield (
         f"The {advice.num_requests:,} requests offer {advice.offered_mean:.2f} C on average, and "
@@ -126,56 +128,65 @@ def _explain_load(advice: Advice) -> Iterator[str]:
     breaker = advice.breaker
     if breaker is not None and breaker.share > 0.5 and advice.saturation < _LOW_SATURATION:
         yield (
-            f"Tenant {breaker.tenant} has {breaker.share:.0%} of the misses just beyond that point, in class "
-            f"{breaker.service_class}: its bursts break promises long before the replica is full. A class for it that "
-            "queues or promises an end is cheaper than replicas."
+            f"Tenant {breaker.tenant} has {breaker.share:.0%} of the SLO misses just beyond that point, "
+            f"in class {breaker.service_class}: its bursts miss the SLO long before the replica is full. "
+            "A class that queues requests or has a completion target is cheaper for it than more "
+            "replicas."
         )
     share = advice.decode_share
     if share >= 0.5:
         yield (
-            f"Decoding is {share:.0%} of the work: bound by decoding. More requests running at once is what raises the "
+            f"Decoding is {share:.0%} of the work (decode-bound). More concurrent requests raise the "
             "throughput, as long as the KV memory holds them."
         )
     else:
         yield (
-            f"Prompts are {1 - share:.0%} of the work: bound by prefill. Prefix caching and faster arithmetic are what "
-            "raise the throughput, not more requests running at once."
+            f"Prefill is {1 - share:.0%} of the work (prefill-bound). Prefix caching and faster "
+            "arithmetic raise the throughput, not more concurrent requests."
         )
 
 
 def _explain_limits(advice: Advice, device: SimulatedDevice) -> Iterator[str]:
     limits = advice.limits
     kept = limits.max_batch_tokens == device.max_batch_tokens
-    why = "half and double of it gained no goodput" if kept else f"more goodput than {device.max_batch_tokens:,}"
+    why = (
+        "half and double of it did not raise the goodput" if kept else f"more goodput than {device.max_batch_tokens:,}"
+    )
     yield (
-        f"Set --max-batch-tokens {limits.max_batch_tokens} ({why}). The longest step, all of it prompts and the KV "
-        f"memory full, is {1000 * limits.longest_step_s:.0f} ms."
+        f"Set --max-batch-tokens {limits.max_batch_tokens} ({why}). The longest step, prefill only with a "
+        f"full KV memory, takes {1000 * limits.longest_step_s:.0f} ms."
     )
     advised, most = limits.max_running, limits.most_running
     if advised > device.max_running:
         why = (
-            f"{most} were under way at once, beyond the limit of the device's description, while the KV memory had room"
+            f"{most} requests ran at once, more than the limit in the device's description, and the KV "
+            "memory was not full"
         )
     elif advised < device.max_running:
-        why = f"requests were preempted for memory, which holds {limits.num_fitting} of this mix"
+        why = f"requests were preempted for memory, which holds {limits.num_fitting} requests of this mix"
     elif limits.running_tried is not None:
-        why = f"{limits.running_tried} was tried as well and did worse"
+        why = f"{limits.running_tried} was tried and had a lower goodput"
     else:
-        why = f"at most {most} were under way at once; the KV memory holds {limits.num_fitting} of this mix"
+        why = f"at most {most} requests ran at once; the KV memory holds {limits.num_fitting} requests of this mix"
     yield f"Set --max-running {advised} ({why})."
 
 
 def _explain_memory(advice: Advice) -> str:
     used, preempted = advice.kv_used_fraction, advice.preemptions_per_request
-    text = f"The KV memory is {used:.0%} full on average at the saturation point, with {preempted:.2f} preemptions each"
-    if used < KV_ROOM:
-        return f"{text}: under {KV_ROOM:.0%} means room, for longer contexts, a larger prefix cache or more running."
+    text = (
+        f"The KV memory is {used:.0%} full on average at the saturation point, with {preempted:.2f} "
+        "preemptions per request"
+    )
+    if used < KV_LOW:
+        return (
+            f"{text}: below {KV_LOW:.0%}, longer contexts, a larger prefix cache or more running requests are possible."
+        )
     if used > KV_FULL:
-        return f"{text}: over {KV_FULL:.0%} means that memory limits the replica. Give it more, or let fewer run."
+        return f"{text}: above {KV_FULL:.0%}, memory limits the replica. Use more memory, or run fewer requests."
     return f"{text}: well used."
 
 
-def _explain_class(bounds: ClassBounds, never_kept: bool, load: float) -> str:
+def _explain_class(bounds: ClassBounds, never_attained: bool, load: float) -> str:
     measured = [
         f"{name} {_seconds(value)}"
         for name, value in (
@@ -187,16 +198,16 @@ def _explain_class(bounds: ClassBounds, never_kept: bool, load: float) -> str:
     ]
     text = f"Class {bounds.name} at {load:.2f} C: p99 of " + ", ".join(measured or ["nothing measured"])
     advised = _options(bounds.ttft_s, bounds.tpot_s, bounds.completion_s)
-    promised = _options(bounds.promised_ttft_s, bounds.promised_tpot_s, bounds.promised_completion_s)
-    if never_kept:
-        text += f". Its promise ({promised}) fails even on a nearly idle replica; attainable is {advised}"
-    elif advised != promised:
-        text += f". It could promise {advised} instead of {promised}"
+    configured = _options(bounds.configured_ttft_s, bounds.configured_tpot_s, bounds.configured_completion_s)
+    if never_attained:
+        text += f". Its SLO ({configured}) is missed even on a nearly idle replica; attainable is {advised}"
+    elif advised != configured:
+        text += f". Its SLO could be {advised} instead of {configured}"
     else:
-        text += f". Leave {promised}"
-    text += f", kept by {bounds.attainment:.1%} of {bounds.num_requests}."
+        text += f". Keep {configured}"
+    text += f", attained by {bounds.attainment:.1%} of {bounds.num_requests} requests."
     if bounds.num_requests < _NUM_ENOUGH:
-        text += " So few requests make a p99 a guess."
+        text += " With so few requests, a p99 is uncertain."
     return text
 
 
@@ -220,4 +231,4 @@ def _read(trace: Path | None, usage: Path | None, seed: int) -> tuple[Workload, 
         return load_workload(trace, seed=seed), 0
     if usage is not None and trace is None:
         return read_usage(usage)
-    raise InvalidConfig("name either --trace or --usage, and not both")
+    raise InvalidConfig("set either --trace or --usage, not both")

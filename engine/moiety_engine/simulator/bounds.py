@@ -12,7 +12,7 @@ from moiety_engine.simulator.metrics import spread, tpot_s
 from moiety_engine.simulator.records import Record, Run
 from moiety_wire.classes import ServiceClass
 
-KEPT = 0.99  # share of a class's requests that must attain the SLO
+REQUIRED_ATTAINMENT = 0.99  # share of a class's requests that must attain the SLO
 _MARGIN = 1.25  # factor over the measured p99
 _LOOSENED = 1.5
 
@@ -30,9 +30,9 @@ class ClassBounds:
     ttft_p99_s: float | None
     tpot_p99_s: float | None
     e2e_p99_s: float | None
-    promised_ttft_s: float | None
-    promised_tpot_s: float | None
-    promised_completion_s: float | None
+    configured_ttft_s: float | None
+    configured_tpot_s: float | None
+    configured_completion_s: float | None
     ttft_s: float | None
     tpot_s: float | None
     completion_s: float | None
@@ -78,19 +78,19 @@ def tighten(service: ServiceClass, run: Run) -> ServiceClass:
     )
 
 
-def measure_bounds(promised: ServiceClass, advised: ServiceClass, run: Run) -> ClassBounds:
+def measure_bounds(configured: ServiceClass, advised: ServiceClass, run: Run) -> ClassBounds:
     """Return the figures of a class from a run with the advised bounds."""
-    members = _members(promised.name, run)
+    members = _members(configured.name, run)
     return ClassBounds(
-        name=promised.name,
+        name=configured.name,
         num_requests=len(members),
-        attainment=attainment(run).get(promised.name, 1.0),
+        attainment=attainment(run).get(configured.name, 1.0),
         ttft_p99_s=_p99([(record.first_ns - record.arrival_ns) / 1e9 for record in members if record.first_ns]),
         tpot_p99_s=_tpot(members),
         e2e_p99_s=_e2e(members),
-        promised_ttft_s=promised.ttft_s,
-        promised_tpot_s=promised.tpot_s,
-        promised_completion_s=promised.completion_s,
+        configured_ttft_s=configured.ttft_s,
+        configured_tpot_s=configured.tpot_s,
+        configured_completion_s=configured.completion_s,
         ttft_s=advised.ttft_s,
         tpot_s=advised.tpot_s,
         completion_s=advised.completion_s,

@@ -263,8 +263,8 @@ def _print(done: PolicyComparison) -> None:
     console.print(table)
     offered = next(iter(done.policies.values()))["offered_fraction_of_capacity"]
     console.print(
-        f"{done.num_requests} requests in {done.duration_s:.0f} s, {offered:.2f} times what saturated FCFS completes "
-        f"(C = {done.capacity.work_per_s:.3f} predicted device-seconds of work a second)"
+        f"{done.num_requests} requests in {done.duration_s:.0f} s, {offered:.2f} × the throughput of "
+        f"saturated FCFS (C = {done.capacity.work_per_s:.3f} predicted device-seconds of work a second)"
     )
 
 

@@ -46,7 +46,7 @@ class Scenario:
     def base(self, device: SimulatedDevice, seed: int) -> Workload:
         """Return the arrivals and their classes, before scaling to a load. Raises WorkloadError, InvalidConfig."""
         if (self.trace is None) == (self.spec is None):
-            raise InvalidConfig("a simulation needs either a trace or a generator, and not both")
+            raise InvalidConfig("set either a trace or a generator, not both")
         if self.trace is not None:
             workload = load_workload(self.trace, seed=seed, num_tenants=self.num_tenants)
         else:
@@ -68,7 +68,7 @@ class Scenario:
         """
         if self.load is not None:
             if (self.times, self.num_replicas) != (1.0, 1):
-                raise InvalidConfig("name either --load, or --times and --replicas: a load says it all")
+                raise InvalidConfig("set either --load, or --times and --replicas")
             return at_load(base, capacity, self.load, seed)
         factor = self.times / self.num_replicas
         return base if factor == 1 else multiply(base, factor, capacity.model.of_request, seed)

@@ -164,8 +164,8 @@ def find_device(name_or_path: str) -> SimulatedDevice:
     path = Path(name_or_path)
     if not path.is_file():
         raise InvalidConfig(
-            f"{name_or_path!r} is neither a preset ({', '.join(PRESETS)}) nor a file; make one with: moiety bench "
-            f"engine --calibrate {path.name or 'device.json'}"
+            f"{name_or_path!r} is neither a preset ({', '.join(PRESETS)}) nor a file; create one with: "
+            f"moiety bench engine --calibrate {path.name or 'device.json'}"
         )
     try:
         return msgspec.json.decode(path.read_bytes(), type=SimulatedDevice)

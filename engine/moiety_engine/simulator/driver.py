@@ -208,7 +208,7 @@ class Driver:
         for sequence in plan.preempted:
             record = records[sequence.request.submit.key]
             record.num_preemptions += 1
-            record.forbidden_preemptions += not record.promised.preemptible
+            record.forbidden_preemptions += not record.service_class.preemptible
         self._computed_tokens += plan.num_rows
         copied = num_copied(plan)
         self._copied_blocks += copied

@@ -109,7 +109,7 @@ class _Spans:
         got = np.where(length > 0, self.cost * overlap / np.where(length > 0, length, 1.0), 0.0)
         return np.bincount(self.tenant, got, self.num_tenants)
 
-    def asked(self, left: float, right: float) -> np.ndarray:
+    def demand(self, left: float, right: float) -> np.ndarray:
         """Return the service that each tenant requested from `left` to `right`."""
         came = (left <= self.arrival) & (self.arrival <= right)
         return np.bincount(self.tenant, np.where(came, self.cost, 0.0), self.num_tenants)
@@ -127,7 +127,7 @@ def window_differences(records: Sequence[Record], window_s: float) -> list[float
     for number in range(1, _NUM_TICKS):
         left = _WARM_UP_S + number * (window_s - _WARM_UP_S) / _NUM_TICKS - _WINDOW_S / 2
         service = spans.served(left, left + _WINDOW_S) / _WINDOW_S
-        demand = spans.asked(left, left + _WINDOW_S) / _WINDOW_S
+        demand = spans.demand(left, left + _WINDOW_S) / _WINDOW_S
         differences.append(float(np.minimum(service.max() - service, np.abs(demand - service)).sum()))
     return differences
 

@@ -17,11 +17,11 @@ _WIDTH = 260
 def check_plot(path: Path) -> None:
     """Check before a long run that the plot can be drawn. Raises InvalidConfig."""
     if path.suffix.lower() not in FORMS:
-        raise InvalidConfig(f"a plot is a {' or '.join(FORMS)} file, not {path.name}")
+        raise InvalidConfig(f"--plot must name a {' or '.join(FORMS)} file, not {path.name}")
     if find_spec("altair") is None or find_spec("vl_convert") is None:
         raise InvalidConfig('plots need altair and vl-convert-python; run: pip install "moiety[plot]"')
     if not path.absolute().parent.is_dir():
-        raise InvalidConfig(f"there is no folder {path.absolute().parent} to put the plot in")
+        raise InvalidConfig(f"the folder {path.absolute().parent} for the plot does not exist")
 
 
 def draw(policies: Mapping[str, Mapping[str, Any]], classes: list[str], title: str, path: Path) -> None:

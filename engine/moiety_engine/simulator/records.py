@@ -76,26 +76,26 @@ class Record:
         "num_wanted",
         "peak_computed",
         "prefill_tokens",
-        "promised",
         "recomputed_tokens",
         "request",
         "retry_after_s",
         "scheduled_ns",
         "served_class",
+        "service_class",
         "tpot_ns",
         "window_output",
         "window_prompt",
     )
 
     def __init__(
-        self, key: int, request: TraceRequest, promised: ServiceClass, account: ServiceAccount, arrival_ns: int
+        self, key: int, request: TraceRequest, service_class: ServiceClass, account: ServiceAccount, arrival_ns: int
     ):
         self.key = key
         self.request = request
-        self.promised = promised
+        self.service_class = service_class
         self.account = account
         self.arrival_ns = arrival_ns
-        self.tpot_ns = round((promised.tpot_s or 0.0) * 1e9)
+        self.tpot_ns = round((service_class.tpot_s or 0.0) * 1e9)
         self.num_wanted = request.output_tokens  # the true length, which only the driver knows
         self.num_output = 0
         self.scheduled_ns = 0
@@ -129,14 +129,14 @@ class Record:
         """
         if not self.completed:
             return False
-        promised = self.promised
-        if promised.completion_s is not None and self.last_ns - self.arrival_ns > promised.completion_s * 1e9:
+        service_class = self.service_class
+        if service_class.completion_s is not None and self.last_ns - self.arrival_ns > service_class.completion_s * 1e9:
             return False
-        if promised.ttft_s is None:
+        if service_class.ttft_s is None:
             return True
         uncached = self.request.input_tokens - self.cached_tokens
-        ttft_s = promised.ttft_s + promised.ttft_per_1k_s * uncached / 1000
-        compared_ns = self.latest_ns if promised.tpot_s is not None else self.first_ns
+        ttft_s = service_class.ttft_s + service_class.ttft_per_1k_s * uncached / 1000
+        compared_ns = self.latest_ns if service_class.tpot_s is not None else self.first_ns
         return compared_ns <= self.arrival_ns + ttft_s * 1e9
 
     def close_window(self) -> None:

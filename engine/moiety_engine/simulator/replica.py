@@ -37,7 +37,7 @@ NO_BIAS = Biases()
 def check_policy(name: str) -> None:
     """Raise InvalidConfig where no policy has this name."""
     if name not in POLICIES:
-        raise InvalidConfig(f"there is no policy {name!r}; known are {', '.join(sorted(POLICIES))}")
+        raise InvalidConfig(f"policy {name!r} is not known; known are {', '.join(sorted(POLICIES))}")
 
 
 def make_scheduler(

@@ -69,19 +69,19 @@ def compare_roles(workload: Workload, fleet: Fleet, num_prefill: int, num_decode
     """
     num_devices = num_prefill + num_decode
     if num_prefill < 1 or num_decode < 1:
-        raise InvalidConfig("name both --prefill and --decode, each at least 1: how many devices have which role")
+        raise InvalidConfig("set both --prefill and --decode to at least 1: the number of devices of each role")
     splits = [(count, num_devices - count) for count in range(1, num_devices)]
-    asked = f"{num_prefill}:{num_decode}"
+    requested = f"{num_prefill}:{num_decode}"
     figures = {CO_LOCATED: _figures(answer_together(workload, fleet, num_devices), workload)}
     for prefill, decode in splits:
         fleet.on_progress(f"{prefill}:{decode}")
         figures[f"{prefill}:{decode}"] = _figures(answer_apart(workload, fleet, prefill, decode), workload)
     return {
         "devices": num_devices,
-        "asked": asked,
+        "requested": requested,
         "recommended": recommend(figures),
         "splits": figures,
-        "tpot_p99_of_co_located": _ratio(figures[asked], figures[CO_LOCATED]),
+        "tpot_p99_of_co_located": _ratio(figures[requested], figures[CO_LOCATED]),
     }
 
 
@@ -177,12 +177,12 @@ def _figures(records: Sequence[Record], workload: Workload) -> dict[str, Any]:
 
 
 def _first_in_time(record: Record) -> bool:
-    promised = record.promised
+    service = record.service_class
     if not record.first_ns:
         return False
-    if promised.ttft_s is None:
+    if service.ttft_s is None:
         return True
-    allowed_s = promised.ttft_s + promised.ttft_per_1k_s * (record.request.input_tokens - record.cached_tokens) / 1000
+    allowed_s = service.ttft_s + service.ttft_per_1k_s * (record.request.input_tokens - record.cached_tokens) / 1000
     return record.first_ns - record.arrival_ns <= allowed_s * 1e9
 
 

@@ -35,10 +35,10 @@ def simulate_roles(
     A load is a multiple of the joint capacity of all devices. Raises InvalidConfig, WorkloadError, Stuck.
     """
     if len(policies) != 1:
-        raise InvalidConfig("roles are compared under one policy: name one with --policy, and leave --compare out")
+        raise InvalidConfig("roles are compared with one policy: set one with --policy, and leave out --compare")
     check_policy(policies[0])
     if scenario.num_replicas != 1:
-        raise InvalidConfig("--prefill and --decode say how many devices there are: leave --replicas out")
+        raise InvalidConfig("--prefill and --decode set the number of devices: leave out --replicas")
     base = scenario.base(device, seed)
     capacity = measure_capacity(base, device)
     if scenario.load is not None:
@@ -86,6 +86,6 @@ def print_roles(found: dict[str, Any]) -> None:
     chosen = found["recommended"]
     console.print(
         f"{found['num_requests']} requests in {found['duration_s']:.0f} s on {found['devices']} devices; "
-        + ("every device does both" if chosen == CO_LOCATED else f"{chosen} (prefill : decode)")
-        + " keeps most promises, with the shortest time between tokens among those that keep as many"
+        + ("co-located" if chosen == CO_LOCATED else f"{chosen} (prefill : decode)")
+        + " has the highest SLO attainment, and among equals the lowest p99 TPOT"
     )

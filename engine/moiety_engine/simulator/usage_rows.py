@@ -36,7 +36,9 @@ def read_usage(path: Path) -> tuple[Workload, int]:
         ) from exc
     served = sorted((row for row in rows if row.prompt_tokens > 0 and row.output_tokens > 0), key=_started)
     if len(served) < 2:
-        raise InvalidConfig(f"{path} has {len(served)} served requests; advice needs two or more, better some hundred")
+        raise InvalidConfig(
+            f"{path} has {len(served)} served requests; advice needs at least two, and better some hundred"
+        )
     first = served[0].started_at
     requests = tuple(
         TraceRequest(

@@ -21,10 +21,10 @@ def calls_grammar(text: str) -> str:
         form = msgspec.json.decode(text, type=ToolCallsGrammar)
         arguments = [_arguments(tool.schema) for tool in form.tools]
     except (ValueError, RecursionError) as exc:
-        raise GrammarRefused(f"the form of calls cannot be read: {exc}") from exc
+        raise GrammarRefused(f"the grammar of the tool calls cannot be decoded: {exc}") from exc
 
-    def quoted(told: str) -> str:
-        return _quoted(told, form.special)
+    def quoted(text: str) -> str:
+        return _quoted(text, form.special)
 
     rules = ["%llguidance {}", f"start: {_start(form)}"]
     rules += [f"arguments_{i}: {schema}" for i, schema in enumerate(arguments)]

@@ -29,9 +29,11 @@ log = structlog.get_logger()
 NUM_COMPILERS = 2
 MAX_ACCOUNTS = 1024  # idle tenants whose compilation times are remembered
 RETRY_AFTER_S = 1.0
-NOT_HELD_HERE = "this engine cannot hold an answer to a form: {reason}"
-REFUSED = "the form that was asked for cannot be followed: {reason}"
-QUEUE_FULL = "{num} grammars of this tenant wait to be compiled, which is the limit; send the request again later"
+NOT_HELD_HERE = "structured outputs are not available on this engine: {reason}"
+REFUSED = "the requested grammar is not supported: {reason}"
+QUEUE_FULL = (
+    "{num} grammars of this tenant are waiting to be compiled, which is the limit; send the request again later"
+)
 
 
 @dataclass(slots=True)
@@ -92,7 +94,7 @@ class GrammarCompileQueue:
     def enter(self, submit: CoreSubmit) -> None:
         """Add a request that waits until its grammar is compiled or refused."""
         guide = submit.guide
-        assert guide is not None, "only who has a guide waits for it"
+        assert guide is not None, "only requests with a grammar wait for its compilation"
         if self._service is None:
             self._refuse(submit.key, NOT_HELD_HERE.format(reason=self._reason))
         elif refusal := self._service.refusal_of(guide):
@@ -154,7 +156,9 @@ class GrammarCompileQueue:
 
     def _compile_more(self) -> None:
         while len(self._compilations) < NUM_COMPILERS and (chosen := self._next()) is not None:
-            assert self._service is not None and self._compilers is not None, "where there is none, nobody waits"
+            assert self._service is not None and self._compilers is not None, (
+                "no request waits for a grammar where grammars are not available"
+            )
             tenant, guide = chosen
             tenant.is_compiling = True
             result = self._compilers.submit(self._service.compile, guide)
@@ -187,7 +191,7 @@ class GrammarCompileQueue:
             code, message = FailureCode.ENGINE_FAILED, NOT_RUNNING.format(reason=exc)
         except Exception:  # top of a compiler's task: an error fails its requests, not the engine
             log.exception("grammar_failed")
-            message = "the form that was asked for cannot be compiled; write it otherwise"
+            message = "the requested grammar cannot be compiled; rewrite it"
         else:
             self._ready += [(submit, worker.open(grammar)) for submit in submits]
             return

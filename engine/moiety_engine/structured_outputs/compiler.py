@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.grammar import grammar_of
 from moiety_engine.structured_outputs.grammar_tokenizer import GrammarTokenizer
-from moiety_engine.structured_outputs.refusals import told_refusal
+from moiety_engine.structured_outputs.refusals import explain_refusal
 from moiety_engine.structured_outputs.state import GrammarState
 from moiety_text.folder import read_text_model
 from moiety_wire.grammars import MAX_GUIDE_BYTES, GrammarSpec
@@ -38,7 +38,7 @@ class GrammarCompiler:
     def __init__(self, tokenizer_json: str, eos_token_ids: tuple[int, ...]) -> None:
         """Create the compiler. Raises ValueError where the tokenizer does not support grammars."""
         if not eos_token_ids:
-            raise ValueError("the model names no token that ends an answer")
+            raise ValueError("the model has no end-of-sequence token")
         tokenizer: Any = GrammarTokenizer(tokenizer_json, eos_token_ids)
         self._tokenizer = LLTokenizer(tokenizer, eos_token=list(eos_token_ids))
         self.num_words = -(-self._tokenizer.vocab_size // 32)  # 32-bit words of a mask, one bit per token
@@ -56,10 +56,10 @@ class GrammarCompiler:
     def compile(self, guide: GrammarSpec) -> LLMatcher:
         """Compile a grammar and its first mask. Raises GrammarRefused."""
         if len(guide.text.encode()) > MAX_GUIDE_BYTES:
-            raise GrammarRefused(f"it has more than {MAX_GUIDE_BYTES:,} bytes")
+            raise GrammarRefused(f"the grammar has more than {MAX_GUIDE_BYTES:,} bytes; make it shorter")
         matcher = LLMatcher(self._tokenizer, grammar_of(guide), log_level=0, limits=_LIMITS)
         if not matcher.is_error():
             matcher.compute_bitmask()  # now, not in a step: slow grammars show here, and later masks are faster
         if matcher.is_error():
-            raise GrammarRefused(told_refusal(guide.kind, guide.text, matcher.get_error()))
+            raise GrammarRefused(explain_refusal(guide.kind, guide.text, matcher.get_error()))
         return matcher

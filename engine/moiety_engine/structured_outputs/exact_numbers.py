@@ -62,8 +62,8 @@ def _add_inner_bound(found: dict[str, Any], key: str, value: int | Decimal, poin
     is_lower = key in _LOWER
     if (value > 0) == is_lower:
         raise GrammarRefused(
-            f"{pointer[:200]}: the bound {_shown(value)} is beyond ±(2**53 - 1), where numbers are not computed "
-            "exactly; use a smaller one, or a string with a pattern"
+            f"{pointer[:200]}: the bound {_shown(value)} is beyond ±(2**53 - 1), where numbers are not "
+            "exact; use a smaller bound, or a string with a pattern"
         )
     name, bound = ("minimum", -MAX_EXACT) if is_lower else ("maximum", MAX_EXACT)
     found.setdefault(name, bound)
@@ -82,16 +82,16 @@ def _exact(value: Any, pointer: str) -> Any:
         return value
     if abs(value) > MAX_EXACT:
         raise GrammarRefused(
-            f"{pointer[:200]}: the number {_shown(value)} is beyond ±(2**53 - 1), where numbers are not kept exactly; "
-            "use a string, for instance"
+            f"{pointer[:200]}: the number {_shown(value)} is beyond ±(2**53 - 1), where numbers are not "
+            "exact; use a string instead"
         )
     if isinstance(value, int):
         return value
     narrowed = float(value)
     if Decimal(repr(narrowed)) != value:
         raise GrammarRefused(
-            f"{pointer[:200]}: the number {_shown(value)} has more digits than are kept exactly; the nearest is "
-            f"{narrowed}"
+            f"{pointer[:200]}: the number {_shown(value)} has too many digits to be exact; the nearest "
+            f"exact number is {narrowed}"
         )
     return narrowed
 
@@ -111,4 +111,4 @@ def _shown(value: int | Decimal) -> str:
 
 def refuse_constant(name: str) -> None:
     """Refuse `NaN` and `Infinity`. Raises ValueError."""
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")

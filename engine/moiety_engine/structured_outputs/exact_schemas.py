@@ -63,7 +63,7 @@ def exact_schema(decoded: Any) -> ExactSchema:
     if isinstance(decoded, bool):
         decoded = {} if decoded else {"enum": []}
     if not isinstance(decoded, dict):
-        raise GrammarRefused("a JSON schema is an object")
+        raise GrammarRefused("a JSON schema must be an object")
     _check_text(decoded, "")
     _check_references(decoded)
     rewriting = _SchemaRewrite(_is_old(decoded))
@@ -110,13 +110,13 @@ class _SchemaRewrite:
 
     def _check_keywords(self, schema: Mapping[str, Any], pointer: str) -> None:
         if "x-guidance" in schema:
-            raise _refused(f"{pointer}/x-guidance", "options of the grammar library are not taken", "leave it out")
+            raise _refused(f"{pointer}/x-guidance", "options of the grammar library are not supported", "leave it out")
         if "additionalItems" in schema and not isinstance(schema.get("items"), list) and "prefixItems" in schema:
-            told = "it has no meaning beside 'prefixItems'", "use 'items' for what follows them"
-            raise _refused(f"{pointer}/additionalItems", *told)
+            message = "it has no effect together with 'prefixItems'", "use 'items' for the elements after them"
+            raise _refused(f"{pointer}/additionalItems", *message)
         if "prefixItems" in schema and (self.is_old or isinstance(schema.get("items"), list)):
-            told = "it is a keyword of the draft 2020-12, and this schema is of an older one", "use one draft"
-            raise _refused(f"{pointer}/prefixItems", *told)
+            message = "it is a keyword of draft 2020-12, but this schema uses an older draft", "use one draft"
+            raise _refused(f"{pointer}/prefixItems", *message)
         self._check_least_properties(schema, pointer)
         if (unkept := self.bounds.note(schema, pointer)) is not None:
             raise _refused_bound(unkept)
@@ -132,8 +132,8 @@ class _SchemaRewrite:
             return
         num_required = len(set(map(str, required))) if isinstance(required, list) else 0
         if least - num_required > 1:
-            told = f"more than one property beyond the {num_required} in 'required' would have a name that is free"
-            raise _refused(f"{pointer}/minProperties", told, "name them in 'required', or lower the number")
+            message = f"more than one property beyond the {num_required} in 'required' could have any name"
+            raise _refused(f"{pointer}/minProperties", message, "list them in 'required', or lower the number")
 
     def _note_names(self, schema: Mapping[str, Any]) -> None:
         """Note whether free names occur beside named properties.
@@ -146,10 +146,10 @@ class _SchemaRewrite:
     def _note_multiple(self, multiple: int | float, pointer: str) -> None:
         exact = abs(Decimal(repr(multiple)))
         if exact == 0:
-            raise _refused(pointer, "0 has no multiples", "use a number above it")
+            raise _refused(pointer, "multipleOf must not be 0", "use a number above 0")
         if _as_the_library_reads(float(multiple)) != exact:
-            told = f"multiples of {multiple} are not computed exactly"
-            raise _refused(pointer, told, "use a number with fewer digits, or an integer of a smaller unit")
+            message = f"multiples of {multiple} are not computed exactly"
+            raise _refused(pointer, message, "use a number with fewer digits, or an integer of a smaller unit")
         self.multiples.setdefault(exact, pointer)
 
     def check_bounds(self) -> None:
@@ -164,10 +164,8 @@ class _SchemaRewrite:
         digits = max(0, *(-int(one.as_tuple().exponent) for one in self.multiples))
         coefficients = [int(one.scaleb(digits)) for one in self.multiples]
         if lcm(*coefficients) * max(coefficients) > MAX_COEFFICIENT or 10**digits > MAX_COEFFICIENT:
-            told = "its common multiples with others of this schema are not computed exactly"
-            raise _refused(
-                next(reversed(self.multiples.values())), told, "use smaller numbers, or fewer different ones"
-            )
+            message = "its common multiples with other multipleOf values of this schema are not computed exactly"
+            raise _refused(next(reversed(self.multiples.values())), message, "use smaller or fewer different numbers")
 
 
 def _rewrite_strings(schema: dict[str, Any], pointer: str) -> None:
@@ -227,7 +225,7 @@ def _check_text(value: Any, pointer: str) -> None:
         try:
             value.encode()
         except UnicodeEncodeError as exc:
-            raise _refused(pointer, "it holds half of a surrogate pair", "send valid Unicode") from exc
+            raise _refused(pointer, "it contains half of a surrogate pair", "send valid Unicode") from exc
     elif isinstance(value, Mapping):
         for key, one in value.items():
             at = f"{pointer}/{pointer_part(key).encode(errors='replace').decode()}"
@@ -246,8 +244,8 @@ def _check_references(root: Mapping[str, Any]) -> None:
         if not isinstance(schema, Mapping) or is_done.get(id(schema)):
             return
         if id(schema) in is_done:
-            told = "nothing can ever fulfil it, since it refers to itself for the same value"
-            raise _refused(pointer, told, "let it refer to itself within a property or an item")
+            message = "no document can satisfy it, because it refers to itself for the same value"
+            raise _refused(pointer, message, "move the reference into a property or an item")
         is_done[id(schema)] = False
         reference = schema.get("$ref")
         if isinstance(reference, str) and reference.startswith("#"):
@@ -282,8 +280,8 @@ def _resolved(root: Mapping[str, Any], reference: str) -> Any:
 
 
 def _refused_bound(pointer: str) -> GrammarRefused:
-    told = "an exclusive bound is not kept beside an opposite bound that is less than 1 away"
-    return _refused(pointer, told, "use an inclusive bound with a fraction, such as 0.001 for a number above 0")
+    message = "an exclusive bound is not supported with an opposite bound that is less than 1 away"
+    return _refused(pointer, message, "use an inclusive bound with a fraction, such as 0.001 for a number above 0")
 
 
 def _refused(pointer: str, why: str, advice: str) -> GrammarRefused:

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 from moiety_wire.grammars import GrammarKind
 
-MAX_TOLD_CHARS = 500
+MAX_MESSAGE_CHARS = 500
 EXCERPT_CHARS = 24  # on each side of the place
-ENDLESS = "nothing can ever fulfil it, for instance since it refers to itself without an end"
+ENDLESS = "no output can satisfy it, for example because it refers to itself without end"
 
 _PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
 _PARSE_ERROR = re.compile(r"regex parse error:\n    (?P<text>.*)\n    (?P<marks>[ ^]*\^)[ ^]*\nerror: (?P<why>.*)")
@@ -32,11 +32,11 @@ _EXPRESSION_FAULTS = (
     ("unopened group", "no group is open", "remove ')', or write '\\)' for the character"),
     ("unclosed character class", "the character class is not closed", "add ']', or write '\\[' for the character"),
     ("unrecognized escape sequence", "the escape sequence is not known", "write '\\\\' for a backslash"),
-    ("look-around", "look-ahead and look-behind are not supported", "write out what the answer may be"),
+    ("look-around", "look-ahead and look-behind are not supported", "list the possible outputs instead"),
     ("backreferences", "back-references are not supported", "write the group's expression again"),
     ("repetition operator missing", "there is nothing to repeat", "put '\\' before it for the character"),
-    ("invalid repetition count range", "the repetition's least count is above its most", "exchange the two"),
-    ("repetition quantifier expects", "the repetition has no least count", "write {0,n}, or '\\{' for the character"),
+    ("invalid repetition count range", "the repetition's minimum is above its maximum", "exchange the two"),
+    ("repetition quantifier expects", "the repetition has no minimum", "write {0,n}, or '\\{' for the character"),
     ("repetition quantifier", "the repetition is not closed", "write {n} or {n,m}, or '\\{' for the character"),
     ("decimal literal invalid", "the repetition's count is too large", "use a smaller one"),
     ("Unicode property not found", "the Unicode property is not known", "use one of Unicode's own, such as \\p{L}"),
@@ -44,7 +44,7 @@ _EXPRESSION_FAULTS = (
     ("invalid range boundary", "a range of characters cannot end in a class", "put '-' first or last, or write '\\-'"),
     ("duplicate capture group name", "two groups have the same name", "leave one out"),
     ("unrecognized flag", "the kind of group is not known", "use (?:…) for a group without a name"),
-    ("pattern can match invalid UTF-8", "it matches bytes that are no UTF-8", "leave (?-u) out"),
+    ("pattern can match invalid UTF-8", "it matches bytes that are not UTF-8", "leave (?-u) out"),
 )
 _ASSERTIONS = {  # the library's names of assertions, with the expression to search for
     "Start": r"\^|\\A",
@@ -58,24 +58,24 @@ _ASSERTIONS = {  # the library's names of assertions, with the expression to sea
     "WordUnicodeNegate": r"\\B",
     "WordAsciiNegate": r"\\B",
 }
-_ANCHOR_ADVICE = "leave it out: the whole answer has to match"
-_BOUNDARY_ADVICE = "write out the characters that may stand there"
+_ANCHOR_ADVICE = "leave it out: the whole output must match"
+_BOUNDARY_ADVICE = "list the characters that are allowed there"
 
 
-def told_error(kind: GrammarKind, text: str, error: str) -> str:
+def explain_error(kind: GrammarKind, text: str, error: str) -> str:
     """Return one sentence about a refused grammar. `text` is the client's."""
     error = error.replace("<non-verbose/>", "").strip()
     if error.startswith("NoExtension"):
         return ENDLESS
     if kind is GrammarKind.REGEX:
-        told = _told_of_expression(text, error, "")
+        message = _explain_expression(text, error, "")
     elif kind is GrammarKind.GRAMMAR:
-        told = _told_of_grammar(text, error)
+        message = _explain_grammar(text, error)
     elif match := _PARSE_ERROR.search(error):
-        told = _told_of_expression(match["text"], error, "")
+        message = _explain_expression(match["text"], error, "")
     else:
-        told = None
-    return (told or error.split("\n")[0])[:MAX_TOLD_CHARS]
+        message = None
+    return (message or error.split("\n")[0])[:MAX_MESSAGE_CHARS]
 
 
 def excerpt(text: str, index: int) -> str:
@@ -88,7 +88,7 @@ def excerpt(text: str, index: int) -> str:
     return f"{before}⟶{text[index:last]}{'…' if last < end else ''}"
 
 
-def _told_of_expression(expression: str, error: str, where: str) -> str | None:
+def _explain_expression(expression: str, error: str, where: str) -> str | None:
     """Return the error of an expression. `where`: place of the expression if it is part of a grammar."""
     found = _place_in_expression(expression, error)
     if found is None:
@@ -109,7 +109,9 @@ def _place_in_expression(expression: str, error: str) -> tuple[int, str, str] | 
         return index, match["why"], "write it otherwise"
     if match := _UNSUPPORTED.search(error):
         advice = _BOUNDARY_ADVICE if match["what"].startswith("Word") else _ANCHOR_ADVICE
-        why = "word boundaries are not supported" if match["what"].startswith("Word") else "an anchor cannot stand here"
+        why = (
+            "word boundaries are not supported" if match["what"].startswith("Word") else "an anchor is not allowed here"
+        )
         wanted = _ASSERTIONS.get(match["what"], r"\\[<>bB]")
         for index, piece in _pieces(expression):
             may_stand = index == 0 if match["what"] == "Start" else index + len(piece) == len(expression)
@@ -149,17 +151,17 @@ def _original_index(expression: str, rewritten: str, column: int) -> int:
     return index
 
 
-def _told_of_grammar(text: str, error: str) -> str | None:
+def _explain_grammar(text: str, error: str) -> str | None:
     match = _PLACE.match(error)
     if match is None:
-        return _told_of_the_whole(text, error)
+        return _explain_whole_grammar(text, error)
     line, column, why = int(match[1]), int(match[2]), error[match.end() :]
     lines = text.rstrip("\n").split("\n")
     line = min(line, len(lines))  # the library adds a line
     begin = sum(len(one) + 1 for one in lines[: line - 1])
     index = min(begin + column - 1, len(text))
     if invalid := _INVALID_REGEX.search(why):
-        return _told_of_expression_in_grammar(text, begin, invalid, why)
+        return _explain_expression_in_grammar(text, begin, invalid, why)
     advice = ""
     if unknown := _UNKNOWN_NAME.search(why):
         index = _find_name(text, unknown["name"], index)
@@ -169,14 +171,14 @@ def _told_of_grammar(text: str, error: str) -> str | None:
     else:
         index = min(begin + len(lines[line - 1]), index)
         if "'TOKEN_NAME'" in why or "'rule_name'" in why:
-            advice = "names of rules are in small letters, those of terminals in capitals"
+            advice = "rule names are lowercase, terminal names uppercase"
         why = re.sub(r" \(at .*$", "", why.split("\n")[0]).replace("found '\\n'", "found the end of the line")
     return f"{_place(text, index)}: {why}{'; ' + advice if advice else ''}"
 
 
-def _told_of_the_whole(text: str, error: str) -> str | None:
+def _explain_whole_grammar(text: str, error: str) -> str | None:
     if error.startswith("no start rule"):
-        return "no rule has the name 'start', with which every answer begins; define it, as in `start: …`"
+        return "there is no rule 'start', with which every output begins; define it, as in `start: …`"
     if not error.startswith('failed to parse "%json"'):
         return None
     for found in _EMBEDDED_SCHEMA.finditer(text):
@@ -184,17 +186,17 @@ def _told_of_the_whole(text: str, error: str) -> str | None:
             json.JSONDecoder().raw_decode(text, found.end())
         except ValueError as exc:
             index = min(exc.pos, len(text)) if isinstance(exc, json.JSONDecodeError) else found.end()
-            return f"{_place(text, index)}: what follows %json is no JSON; write a JSON schema there"
+            return f"{_place(text, index)}: the text after %json is not JSON; write a JSON schema there"
     return None
 
 
-def _told_of_expression_in_grammar(text: str, begin: int, invalid: re.Match[str], why: str) -> str | None:
+def _explain_expression_in_grammar(text: str, begin: int, invalid: re.Match[str], why: str) -> str | None:
     expression = _unescaped(invalid["text"])
     if parsed := _PARSE_ERROR.search(why):
         expression = parsed["text"]
     at = text.find(f"/{expression}/", begin)
     index = begin if at < 0 else at
-    return _told_of_expression(expression, why, f"{_line_and_column(text, index)}, ")
+    return _explain_expression(expression, why, f"{_line_and_column(text, index)}, ")
 
 
 def _unescaped(text: str) -> str:
@@ -219,11 +221,11 @@ def _unreadable(text: str, begin: int, line: str, index: int) -> tuple[int, str,
         at = begin + rest.index('"')
         return at, "the string is not closed on its line", "add '\"', or write '\\n' for a new line"
     if match := _QUOTED_SINGLY.search(rest):
-        return begin + match.start(), "strings stand in double quotes", f'write "{match[0][1:-1]}"'
+        return begin + match.start(), "strings need double quotes", f'write "{match[0][1:-1]}"'
     if "/" in rest:
         return begin + rest.index("/"), "the expression is not closed on its line", "add '/'"
     index = min(index, len(text) - 1)
-    return index, f"{text[index]!r} cannot stand here", "put text between double quotes"
+    return index, f"{text[index]!r} is not allowed here", "put text between double quotes"
 
 
 def _place(text: str, index: int) -> str:

@@ -132,6 +132,6 @@ def _receive_exactly(link: socket.socket, num_bytes: int, begun: bytes) -> bytes
     while len(parts) < num_bytes:
         part = link.recv(num_bytes - len(parts))
         if not part:
-            raise EOFError("the other process is gone")
+            raise EOFError("the other process has ended")
         parts += part
     return parts

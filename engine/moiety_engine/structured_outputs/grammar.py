@@ -55,7 +55,7 @@ def _json_grammar(text: str) -> str:
         options = cast("JsonCompileOptions", exact.options(whitespace_pattern=_WHITESPACE))
         return LLMatcher.grammar_from_json_schema(exact.encode(), overrides=options)
     except (ValueError, RecursionError) as exc:
-        raise GrammarRefused(f"it is no JSON schema: {exc}") from exc
+        raise GrammarRefused(f"it is not a valid JSON schema: {exc}") from exc
 
 
 def _choice_grammar(text: str) -> str:
@@ -72,7 +72,7 @@ def _choice_grammar(text: str) -> str:
 def _lark_grammar(text: str) -> str:
     if "::=" in text:
         raise GrammarRefused(
-            "it is a grammar in another form than Lark's; write its rules as `name: …`, from `start` on"
+            "the grammar is not in Lark's format; write its rules as `name: …`, beginning with `start`"
         )
     check_terminals(text)
     try:
@@ -92,8 +92,8 @@ def check_terminals(lark: str) -> None:
     for name in bodies:
         if _length(name, bodies, lengths, set()) > MAX_TERMINAL_CHARS:
             raise GrammarRefused(
-                f"the terminal {name[:64]} has more than {MAX_TERMINAL_CHARS:,} characters with those that it names "
-                "written out; make rules (in small letters) of some of them"
+                f"the terminal {name[:64]} has more than {MAX_TERMINAL_CHARS:,} characters with its "
+                "referenced terminals expanded; make some of them rules (lowercase names)"
             )
 
 
@@ -112,7 +112,7 @@ def _length(name: str, bodies: Mapping[str, str], lengths: dict[str, int], withi
     if name in lengths or name in within or name not in bodies:
         return lengths.get(name, 0)
     if len(within) >= 100:
-        raise GrammarRefused("terminals name one another more than 100 deep")
+        raise GrammarRefused("terminals are nested more than 100 deep")
     within.add(name)
     body = _QUOTED.sub(lambda quoted: "." * len(quoted[0]), bodies[name])
     total = len(body) + sum(_length(one[0], bodies, lengths, within) for one in _NAME.finditer(body))

@@ -179,7 +179,7 @@ class _PatternRewrite:
             self._at = low.end()
             return 0x10000 + ((code - 0xD800) << 10) + int(low[1], 16) - 0xDC00
         if 0xD800 <= code < 0xE000 or code > 0x10FFFF:
-            raise self._refusal(begin, "the number is that of no character", "write both halves of a surrogate pair")
+            raise self._refusal(begin, "the number is not a character's code", "write both halves of a surrogate pair")
         return code
 
     def _class(self) -> str:
@@ -193,8 +193,8 @@ class _PatternRewrite:
         while self._at < len(text) and (text[self._at] != "]" or (is_answer and self._at == first_at)):
             item_at = self._at
             if is_answer and text.startswith(_OPERATORS, self._at):
-                told = f"dialects differ in what {text[self._at : self._at + 2]!r} means in a class"
-                raise self._refusal(item_at, told, "put '\\\\' before each of its characters")
+                message = f"dialects differ in what {text[self._at : self._at + 2]!r} means in a class"
+                raise self._refusal(item_at, message, "put '\\\\' before each of its characters")
             first = self._member(is_negated)
             is_range = text.startswith("-", self._at) and not text.startswith("-]", self._at)
             if is_range and self._at + 1 < len(text):
@@ -226,7 +226,7 @@ class _PatternRewrite:
     def _open_group(self) -> str:
         begin, text = self._at, self._pattern
         if text.startswith(("(?=", "(?!", "(?<=", "(?<!"), begin):
-            advice = "write out what the answer may be"
+            advice = "list the possible outputs instead"
             raise self._refusal(begin, "look-ahead and look-behind are not supported", advice)
         flags = _FLAGS.match(text) if begin == 0 else None
         if flags is not None and (self._use is Use.ANSWER or flags[1] == "i"):
@@ -260,7 +260,7 @@ class _PatternRewrite:
         if match is None:
             if re.compile(r"\{,\d+\}").match(self._pattern, self._at):
                 raise self._refusal(
-                    self._at, "the repetition has no least count", "write {0,n}, or '\\{' for the character"
+                    self._at, "the repetition has no minimum", "write {0,n}, or '\\{' for the character"
                 )
             self._at, self._may_repeat = self._at + 1, True
             return r"\{"
@@ -268,7 +268,7 @@ class _PatternRewrite:
         if max(least, most) > _MAX_REPEAT:
             raise self._refusal(self._at, "the repetition's count is too large", "use a smaller one")
         if least > most:
-            raise self._refusal(self._at, "the repetition's least count is above its most", "exchange the two")
+            raise self._refusal(self._at, "the repetition's minimum is above its maximum", "exchange the two")
         return self._repeat(match[0])
 
     def _repeat(self, quantifier: str) -> str:
@@ -291,7 +291,7 @@ def _unknown_escape(letter: str) -> tuple[str, str]:
     if not letter:
         return "a backslash escapes nothing", "write '\\\\' for a backslash"
     if letter in "bB":
-        return "word boundaries are not supported", "write out the characters that may stand there"
+        return "word boundaries are not supported", "list the characters that are allowed there"
     if letter.isdigit() or letter == "k":
         return "back-references are not supported", "write the group's expression again"
     if letter in "AzZ":

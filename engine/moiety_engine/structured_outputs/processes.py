@@ -127,7 +127,7 @@ class WorkerTemplate:
                     if is_last:
                         raise GrammarWorkerFailed("the template of grammar processes does not answer") from None
                     self._restart()
-        raise AssertionError("either of them returns or raises")
+        raise AssertionError("one of the loop's branches returns or raises")
 
     def restart(self, seen_pid: int) -> None:
         """Replace a hanging process, unless another thread has done so since `seen_pid` was read."""

@@ -10,7 +10,7 @@ import msgspec
 
 from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.exact_numbers import decode_exactly, pointer_part
-from moiety_engine.structured_outputs.expression_errors import ENDLESS, MAX_TOLD_CHARS, told_error
+from moiety_engine.structured_outputs.expression_errors import ENDLESS, MAX_MESSAGE_CHARS, explain_error
 from moiety_engine.structured_outputs.formats import PATTERNS
 from moiety_engine.structured_outputs.patterns import exact_name_pattern, exact_pattern
 from moiety_wire.grammars import GrammarKind, ToolCallsGrammar
@@ -31,7 +31,7 @@ _OVERLAPPING = re.compile(r"patternProperty regexes /(.*)/ and /(.*)/ are not di
 Finding = Callable[[Mapping[str, Any]], str | None]  # returns the keyword of a schema that the error is about, or None
 
 
-def told_refusal(kind: GrammarKind, text: str, error: str) -> str:
+def explain_refusal(kind: GrammarKind, text: str, error: str) -> str:
     """Return one sentence about a grammar or schema that the library refused.
 
     `text` is the client's, `error` the library's.
@@ -41,28 +41,30 @@ def told_refusal(kind: GrammarKind, text: str, error: str) -> str:
     if error.startswith("NoExtension"):
         return ENDLESS
     if kind is GrammarKind.JSON_SCHEMA:
-        told: str | None = _told_of_schema(text, error)
+        message: str | None = _explain_schema(text, error)
     elif kind is GrammarKind.CALLS and in_grammar is not None:
         tool = msgspec.json.decode(text, type=ToolCallsGrammar).tools[int(in_grammar[1]) - FIRST_TOOL_LINE]
-        told = f"in the parameters of the tool {tool.name!r}, {_told_of_schema(tool.schema, error[in_grammar.end() :])}"
+        message = (
+            f"in the parameters of the tool {tool.name!r}, {_explain_schema(tool.schema, error[in_grammar.end() :])}"
+        )
     else:
-        told = None
-    return (told or told_error(kind, text, error))[:MAX_TOLD_CHARS]
+        message = None
+    return (message or explain_error(kind, text, error))[:MAX_MESSAGE_CHARS]
 
 
-def _told_of_schema(text: str, error: str) -> str:
+def _explain_schema(text: str, error: str) -> str:
     schema, error = decode_exactly(text), error.split("\n  while processing", maxsplit=1)[0].strip()
-    for pattern, tell in _TOLD:
+    for pattern, explain in _EXPLANATIONS:
         if match := pattern.search(error):
-            finding, why = tell(match)
+            finding, why = explain(match)
             pointer = next(_pointers(schema, finding), None)
             return why if pointer is None else f"{pointer[:200]}: {why}"
     if error.startswith("Unsatisfiable schema: "):
         why = error.removeprefix("Unsatisfiable schema: ").splitlines()[0]
         if why.startswith("Regex is empty"):
-            why = "no string has its constants, patterns, formats and lengths at once"
+            why = "no string satisfies its constants, patterns, formats and lengths together"
         return f"no document satisfies it: {why}"
-    return told_error(GrammarKind.JSON_SCHEMA, text, error)
+    return explain_error(GrammarKind.JSON_SCHEMA, text, error)
 
 
 def _pointers(schema: Any, finding: Finding, pointer: str = "") -> Iterator[str]:
@@ -86,68 +88,68 @@ def _with_value(keyword: str, value: str) -> Finding:
     return lambda schema: keyword if schema.get(keyword) == value else None
 
 
-def _told_of_keyword(match: re.Match[str]) -> tuple[Finding, str]:
-    why = f"the keyword {match[1]!r} cannot be followed; leave it out, or say the same with other keywords"
+def _explain_keyword(match: re.Match[str]) -> tuple[Finding, str]:
+    why = f"the keyword {match[1]!r} is not supported; leave it out, or use other keywords"
     return _with_keyword(match[1]), why
 
 
-def _told_of_format(match: re.Match[str]) -> tuple[Finding, str]:
-    why = f"the format {match[1]!r} is not known; known are {', '.join(sorted(FORMATS))}; or use a pattern"
+def _explain_format(match: re.Match[str]) -> tuple[Finding, str]:
+    why = f"the format {match[1]!r} is not supported; supported are {', '.join(sorted(FORMATS))}; or use a pattern"
     return _with_value("format", match[1]), why
 
 
-def _told_of_type(match: re.Match[str]) -> tuple[Finding, str]:
+def _explain_type(match: re.Match[str]) -> tuple[Finding, str]:
     def finding(schema: Mapping[str, Any]) -> str | None:
         found = schema.get("type")
         return "type" if found == match[1] or (isinstance(found, list) and match[1] in found) else None
 
-    return finding, f"there is no type {match[1]!r}"
+    return finding, f"the type {match[1]!r} does not exist"
 
 
-def _told_of_count(match: re.Match[str]) -> tuple[Finding, str]:
+def _explain_count(match: re.Match[str]) -> tuple[Finding, str]:
     def finding(schema: Mapping[str, Any]) -> str | None:
         value = schema.get(match[1])
         return match[1] if match[1] in schema and not (isinstance(value, int) and value >= 0) else None
 
-    return finding, "it must be a whole number that is not below 0"
+    return finding, "it must be an integer of at least 0"
 
 
-def _told_of_reference(match: re.Match[str]) -> tuple[Finding, str]:
+def _explain_reference(match: re.Match[str]) -> tuple[Finding, str]:
     def finding(schema: Mapping[str, Any]) -> str | None:
         reference = schema.get("$ref")
         return "$ref" if isinstance(reference, str) and reference.endswith(match[1]) else None
 
-    return finding, f"the schema has nothing at {match[1]!r}; references are followed within the schema only"
+    return finding, f"{match[1]!r} does not exist in the schema; references must point within the schema"
 
 
-def _told_of_choice(_: re.Match[str]) -> tuple[Finding, str]:
+def _explain_choice(_: re.Match[str]) -> tuple[Finding, str]:
     why = (
-        "its parts are not known to exclude one another; use 'anyOf', or let them differ in type, in strings that are "
-        "constants, or in those of a property that each requires"
+        "its alternatives may overlap; use 'anyOf', or let them differ in type, in constant strings, or "
+        "in constant strings of a required property"
     )
     return _with_keyword("oneOf"), why
 
 
-def _told_of_properties(_: re.Match[str]) -> tuple[Finding, str]:
-    why = "it can be followed only where 'required' has all of 'properties'; complete it, or leave the number out"
+def _explain_properties(_: re.Match[str]) -> tuple[Finding, str]:
+    why = "it is supported only if 'required' lists all of 'properties'; complete 'required', or leave it out"
     return lambda schema: next((key for key in _COUNTED if key in schema), None), why
 
 
-def _told_of_anchor(match: re.Match[str]) -> tuple[Finding, str]:
+def _explain_anchor(match: re.Match[str]) -> tuple[Finding, str]:
     def finding(schema: Mapping[str, Any]) -> str | None:
         pattern = schema.get("pattern")
         return "pattern" if isinstance(pattern, str) and _is_rewritten(pattern, match[1]) else None
 
-    return finding, "an anchor stands within the pattern; '^' can stand at its beginning, and '$' at its end"
+    return finding, "an anchor is within the pattern; '^' is allowed at its beginning, and '$' at its end"
 
 
-def _told_of_overlap(match: re.Match[str]) -> tuple[Finding, str]:
+def _explain_overlap(match: re.Match[str]) -> tuple[Finding, str]:
     def finding(schema: Mapping[str, Any]) -> str | None:
         found = schema.get("patternProperties")
         is_meant = isinstance(found, Mapping) and any(_is_rewritten(name, match[1], names=True) for name in found)
         return "patternProperties" if is_meant else None
 
-    return finding, "two of the patterns may match the same name; write them so that none can"
+    return finding, "two of the patterns may match the same name; change them so that they cannot"
 
 
 def _is_rewritten(pattern: str, rewritten: str, *, names: bool = False) -> bool:
@@ -157,14 +159,14 @@ def _is_rewritten(pattern: str, rewritten: str, *, names: bool = False) -> bool:
         return False
 
 
-_TOLD: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], tuple[Finding, str]]], ...] = (
-    (_UNIMPLEMENTED, _told_of_keyword),
-    (_UNKNOWN_FORMAT, _told_of_format),
-    (_UNKNOWN_TYPE, _told_of_type),
-    (_NO_COUNT, _told_of_count),
-    (_NO_TARGET, _told_of_reference),
-    (re.compile("^oneOf constraints are not supported"), _told_of_choice),
-    (re.compile("^min/maxProperties only supported"), _told_of_properties),
-    (_ANCHORED, _told_of_anchor),
-    (_OVERLAPPING, _told_of_overlap),
+_EXPLANATIONS: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], tuple[Finding, str]]], ...] = (
+    (_UNIMPLEMENTED, _explain_keyword),
+    (_UNKNOWN_FORMAT, _explain_format),
+    (_UNKNOWN_TYPE, _explain_type),
+    (_NO_COUNT, _explain_count),
+    (_NO_TARGET, _explain_reference),
+    (re.compile("^oneOf constraints are not supported"), _explain_choice),
+    (re.compile("^min/maxProperties only supported"), _explain_properties),
+    (_ANCHORED, _explain_anchor),
+    (_OVERLAPPING, _explain_overlap),
 )

@@ -173,19 +173,19 @@ class GrammarService:
                 self.remember_refusal(guide, report.refusal)
                 raise GrammarRefused(report.refusal)
             return report.memory_bytes
-        raise GrammarRefused("the process that compiles it was killed from outside; send the request again")
+        raise GrammarRefused("the process that compiled the grammar was killed; send the request again")
 
     def _refuse(self, guide: GrammarSpec, end: ChildExit) -> GrammarRefused:
         """Return the error for the client after a trial ended abnormally."""
         limits, number = self._limits, os.WTERMSIG(end.status) if os.WIFSIGNALED(end.status) else 0
         if number == signal.SIGALRM:  # depends on the machine's other load
-            return GrammarRefused(f"compiling it took more than {limits.compile_wall_s:g} s; make it simpler")
+            return GrammarRefused(f"compiling the grammar took more than {limits.compile_wall_s:g} s; simplify it")
         if number in (signal.SIGPROF, signal.SIGXCPU):
-            problem = f"compiling it takes more than {limits.compile_cpu_s:g} s of processor time; make it simpler"
+            problem = f"compiling the grammar takes more than {limits.compile_cpu_s:g} s of CPU time; simplify it"
         elif number == signal.SIGABRT or os.waitstatus_to_exitcode(end.status) == EXIT_OUT_OF_MEMORY:
-            problem = f"compiling it takes more than {limits.compile_memory_bytes >> 20:,} MiB; make it simpler"
+            problem = f"compiling the grammar takes more than {limits.compile_memory_bytes >> 20:,} MiB; simplify it"
         else:
-            problem = f"compiling it crashed the compiler ({name_of(end)}); write it otherwise"
+            problem = f"compiling the grammar crashed the compiler ({name_of(end)}); rewrite it"
         log.warning("grammar_refused", ended_by=name_of(end), kind=str(guide.kind), bytes=len(guide.text))
         self.remember_refusal(guide, problem)
         return GrammarRefused(problem)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from llguidance import LLMatcher
 
-ASTRAY = "the answer has left its form; send the request again"
+ASTRAY = "the output violated its grammar; send the request again"
 _NOT_ALLOWED = "doesn't satisfy the grammar"  # the library's message for a refused token; else it reached a limit
-TOO_COSTLY = "the form that was asked for is too complex to be followed here; make it simpler"
+TOO_COSTLY = "the requested grammar is too complex; simplify it"
 
 
 class GrammarState:

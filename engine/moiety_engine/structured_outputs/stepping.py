@@ -44,8 +44,8 @@ STALL_S = 5.0  # without a finished operation, after which a process counts as s
 UNKNOWN_END = 0.5  # share of a death that the template did not report: it was killed itself or is late
 MAX_DEATHS = 2  # deaths of processes during a request's operation, without proof of its fault, after which it fails
 MAX_UNEXPLAINED = 3  # deaths within one step that no request caused
-CRASHED = "following it crashed the process that does so ({how}); write it otherwise"
-NOT_RUNNING = "the engine cannot run its grammar processes ({reason}); send the request again"
+CRASHED = "the grammar crashed its worker process ({how}); rewrite it"
+NOT_RUNNING = "the engine's grammar processes do not run ({reason}); send the request again"
 
 _ids = itertools.count(1)
 
@@ -197,7 +197,7 @@ class SteppingWorker:
             except (EOFError, OSError):
                 num_unexplained += not self._blame(process, live)
                 if num_unexplained >= MAX_UNEXPLAINED:
-                    self._give_up(live, "they end in the middle of their work")
+                    self._give_up(live, "they end unexpectedly")
                 continue
             for index, problem in report.problems:
                 live[index].fail(problem)
@@ -304,7 +304,7 @@ class SteppingWorker:
             if end is not None and (is_proved or handle.num_deaths >= MAX_DEATHS):
                 handle.fail(str(self._guilty(handle.grammar.guide, end)))
             elif handle.num_deaths >= MAX_DEATHS:
-                handle.fail(CRASHED.format(how="it was ended again and again"))
+                handle.fail(CRASHED.format(how="it ended repeatedly"))
         return bool(suspects)
 
     def _guilty(self, guide: GrammarSpec, end: ChildExit) -> GrammarRefused:

@@ -123,14 +123,14 @@ class CallObject:
         return self._step(character)
 
     def _in_arguments(self, character: str) -> str:
-        told = self._scanner.advance(character)
+        text = self._scanner.advance(character)
         if self._scanner.is_complete:
             self._step = self._next
         if self._named is None:
-            self._early.append(told)
+            self._early.append(text)
             return ""
         self.name = self._named
-        return told
+        return text
 
     def _in_string(self, character: str) -> str:
         self._text.append(self._scanner.advance(character))

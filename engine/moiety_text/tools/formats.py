@@ -66,8 +66,8 @@ class ToolFormat:
         `is_rest`: the client has begun the answer.
         """
         reader = self.reader(offer.names, offer.max_calls, is_rest=is_rest)
-        told = reader.feed(self.opening(offer).text)
-        assert not told, "nothing is told before the model has written a name and begun the arguments"
+        deltas = reader.feed(self.opening(offer).text)
+        assert not deltas, "an opening ends before the name and the arguments of a call"
         return reader
 
     def adapted(self, messages: Sequence[Message]) -> list[Message]:

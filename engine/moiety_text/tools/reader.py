@@ -65,7 +65,7 @@ class CallReader:
     def end(self) -> list[Delta]:
         """Return the remaining deltas at the end of the text. An incomplete call is content."""
         if self._behind is not None:
-            self._tell()
+            self._emit_call()
         elif self._raw is not None:
             self._give_up()
         elif not self._num_ended or self._held.strip(self.separators + _SPACE):
@@ -156,7 +156,7 @@ class CallReader:
                     self._keep(behind)
                     self._give_up()
                     return text[at:]
-                self._tell()
+                self._emit_call()
                 return behind + text[at:]
             self._behind += character
         return ""
@@ -165,10 +165,10 @@ class CallReader:
         assert self._raw is not None, "within what may be a call"
         self._raw.append(raw)
 
-    def _tell(self) -> None:
+    def _emit_call(self) -> None:
         """Emit the complete call and continue after it."""
         name, index = self._call.name, self._num_ended
-        assert name is not None, "a whole call has a name"
+        assert name is not None, "a complete call has a name"
         self._num_ended += 1
         self._deltas += [CallBegun(index, name), CallArguments(index, "".join(self._arguments)), CallEnded(index)]
         self._raw, self._behind, self._step = None, None, self._after

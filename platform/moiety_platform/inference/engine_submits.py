@@ -109,7 +109,7 @@ def _submits(
             tenant_weight=origin.weight,
             fallback=chosen.fallback,
             traceparent=origin.traceparent,
-            bill=origin.bill,
+            billing_context=origin.bill,
             shown_ids=answer.shown_ids,
             marker_ids=answer.marker_ids,
             embed=generation.embed,

@@ -216,7 +216,7 @@ def _of_engine_phase(name: str, finished: Finished) -> Attributes:
         return {
             "moiety.transfer.tokens": arrival.num_tokens,
             "moiety.transfer.bytes": arrival.num_bytes,
-            "moiety.transfer.way": arrival.way,
+            "moiety.transfer.way": arrival.transport,
         }
     if name == DECODE:
         decoded: Attributes = {

@@ -82,9 +82,9 @@ async def charge(session: AsyncSession, record: MeteredUsage) -> bool:
     invalid billing context.
     """
     try:
-        bill = decode_bill(record.bill)
+        bill = decode_bill(record.billing_context)
     except msgspec.MsgspecError:
-        log.error("bill_undecodable", request_id=record.request_id, num_bytes=len(record.bill))
+        log.error("bill_undecodable", request_id=record.request_id, num_bytes=len(record.billing_context))
         raise
     await insert_rows(session, [bill.row])
     found = select(UsageRecord).where(UsageRecord.request_id == bill.row.request_id).with_for_update()

@@ -154,4 +154,4 @@ def _spec_of(config: Config) -> ModelSpec:
     except KeyError as exc:
         raise ConfigError(f"config.json of a {family} model lacks the key {exc.args[0]!r}") from exc
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as exc:
-        raise ConfigError(f"config.json of a {family} model has a value that cannot be: {exc}") from exc
+        raise ConfigError(f"config.json of a {family} model has an invalid value: {exc}") from exc

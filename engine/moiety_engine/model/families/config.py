@@ -186,7 +186,7 @@ def read_routing(
     try:
         return RoutingSpec(experts, top_k, renormalize, **features)
     except KernelInputError as exc:
-        raise ConfigError(f"config.json asks for a routing that cannot be: {exc}") from exc
+        raise ConfigError(f"config.json has invalid routing settings: {exc}") from exc
 
 
 def read_sigmoid_mixture(config: Config, index: int) -> DenseSpec | MoeSpec:

@@ -10,7 +10,7 @@ from moiety_engine.model.spec import AttentionSpec, DenseSpec, LayerSpec, MoeSpe
 def _window(config: Config, index: int) -> int | None:
     """Return the number of positions that the layer attends to, or None for all.
 
-    Raises UnsupportedModelError if `layer_types` asks for a window that `use_sliding_window` turns off: no
+    Raises UnsupportedModelError if `layer_types` configures a window that `use_sliding_window` turns off: no
     interpretation agrees with transformers, whose window then has no positions.
     """
     by_layer = config["model_type"] != "qwen3_moe"  # its class has no layer_types: all layers are alike
@@ -20,9 +20,10 @@ def _window(config: Config, index: int) -> int | None:
         slides = kinds[index] == "sliding_attention"
         if slides and not used:
             raise UnsupportedModelError(
-                f"config.json says in layer_types that layer {index} has sliding_attention, and use_sliding_window is "
-                f"{config['use_sliding_window']!r} (false is the default): set use_sliding_window to true if the model "
-                "was trained with the window, or else say full_attention in layer_types"
+                f"config.json sets sliding_attention for layer {index} in layer_types, but "
+                f"use_sliding_window is {config['use_sliding_window']!r} (false is the default): set "
+                "use_sliding_window to true if the model was trained with the window, or set "
+                "full_attention in layer_types"
             )
     elif not by_layer:
         slides = used
