@@ -57,11 +57,11 @@ class Text:
         spelled = {i: self.tokenizer.token_bytes(i) for i in range(self.tokenizer.vocab_size)}
         self.closing = {i: 12.0 for i, one in spelled.items() if one and all(chr(b) in CLOSING for b in one)}
 
-    def request(self, key: int, guide: GrammarSpec | None, *, max_tokens: int, min_tokens: int = 0) -> CoreSubmit:
+    def request(self, key: int, grammar: GrammarSpec | None, *, max_tokens: int, min_tokens: int = 0) -> CoreSubmit:
         sampling = Sampling(temperature=1.0, seed=key, logit_bias=self.closing if min_tokens == 0 else {})
         prompt = self.tokenizer.encode(f"<|im_start|>user\nDescribe thing {key}.<|im_end|>\n<|im_start|>assistant\n")
         return CoreSubmit(
-            key, "t", STANDARD, prompt, sampling, max_tokens, min_tokens, self.eos, max_tokens, b"", 0, guide=guide
+            key, "t", STANDARD, prompt, sampling, max_tokens, min_tokens, self.eos, max_tokens, b"", 0, grammar=grammar
         )
 
 
@@ -73,8 +73,8 @@ def check_documents(loop: EngineLoop, text: Text, schemas: list[dict[str, Any]])
     begin_s = time.perf_counter()
     for first in range(0, len(schemas), AT_ONCE):
         batch = dict(enumerate(schemas[first : first + AT_ONCE], first + 1))
-        guides = {key: GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema)) for key, schema in batch.items()}
-        found = run_all(loop, [text.request(key, guide, max_tokens=MAX_TOKENS) for key, guide in guides.items()])
+        grammars = {key: GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema)) for key, schema in batch.items()}
+        found = run_all(loop, [text.request(key, grammar, max_tokens=MAX_TOKENS) for key, grammar in grammars.items()])
         for key, result in found.items():
             num_tokens += len(result.token_ids)
             if result.finish is not None and result.finish.detail != "stop_token":
@@ -122,11 +122,11 @@ COST_SCHEMA = {
 
 
 def median_step_ms(
-    loop: EngineLoop, text: Text, guide: GrammarSpec | None, *, streams: int, first_key: int
+    loop: EngineLoop, text: Text, grammar: GrammarSpec | None, *, streams: int, first_key: int
 ) -> tuple[float, float]:
     """Return (wall time, CPU time) of the steps in which all streams decode."""
     for key in range(first_key, first_key + streams):
-        loop.submit(text.request(key, guide, max_tokens=NUM_STEPS, min_tokens=NUM_STEPS - 1))
+        loop.submit(text.request(key, grammar, max_tokens=NUM_STEPS, min_tokens=NUM_STEPS - 1))
     clock_ms, work_ms, until_s = [], [], time.monotonic() + PATIENCE_S
     while not loop.scheduler.idle or loop.waits_for_others:
         assert time.monotonic() < until_s, "the streams do not end"
@@ -144,13 +144,15 @@ def measure_cost(loop: EngineLoop, text: Text, *, streams: int, turns: int) -> d
 
     On a machine with other load, use the CPU time: it includes the mask threads.
     """
-    guide = GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(COST_SCHEMA))
+    grammar = GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(COST_SCHEMA))
     pairs: list[dict[bool, tuple[float, float]]] = []
     for turn in range(turns + 1):  # the first warms both up
         pair = {}
-        for guided in (turn % 2 == 0, turn % 2 == 1):
-            key = 100_000 + turn * 1000 + guided * 500
-            pair[guided] = median_step_ms(loop, text, guide if guided else None, streams=streams, first_key=key)
+        for constrained in (turn % 2 == 0, turn % 2 == 1):
+            key = 100_000 + turn * 1000 + constrained * 500
+            pair[constrained] = median_step_ms(
+                loop, text, grammar if constrained else None, streams=streams, first_key=key
+            )
         pairs.append(pair)
     found: dict[str, Any] = {"streams": streams, "turns": turns}
     for place, name in enumerate(("by_the_clock", "of_processors_time")):

@@ -20,11 +20,11 @@ class GrammarWalker:
         self._compiler, self._tokens, self._eos_token_ids = compiler, tokens, frozenset(eos_token_ids)
 
     def draw_answer(
-        self, guide: GrammarSpec, draw: random.Random, begun: Sequence[int] = (), *, hurry_after: int = 40
+        self, grammar: GrammarSpec, draw: random.Random, begun: Sequence[int] = (), *, hurry_after: int = 40
     ) -> list[int] | None:
         """The tokens of an answer that begins with `begun`, without the one that ends it. Beyond `hurry_after` tokens
-        it takes what closes strings, lists and objects where it may. Raises GuideRefused."""
-        matcher = self._compiler.compile(guide)
+        it takes what closes strings, lists and objects where it may. Raises GrammarRefused."""
+        matcher = self._compiler.compile(grammar)
         answer = list(begun)
         assert matcher.consume_tokens(answer), matcher.get_error()
         while len(answer) < MAX_TOKENS:

@@ -39,7 +39,7 @@ class CoreSubmit(msgspec.Struct, frozen=True, tag="submit"):
     resumed_ids: list[int] | None = None  # output of another engine, which had admitted it; fewer than max_tokens
     embed: bool = False  # ends with its prefill; `max_tokens` is 0
     sibling_tokens: int = 0  # prompt tokens besides its own that the SLO allows time for
-    guide: GrammarSpec | None = None  # grammar of its answer
+    grammar: GrammarSpec | None = None  # grammar of its answer
     hand_over: KvHandoff | None = None  # target of its KV; it ends with its next token, unless that was its last
     transfer_id: str = ""  # id of the incoming KV transfer
     adapter: str = ""  # "": the base model

@@ -61,7 +61,7 @@ class PendingRequests:
         if submit.transfer_id and self._arrivals is not None:
             self._arrivals.enter(submit)
             return True
-        waits = self._waits_for_adapter(submit) or self._waits_for_guide(submit) or self._waits_for_disk(submit, None)
+        waits = self._waits_for_adapter(submit) or self._waits_for_grammar(submit) or self._waits_for_disk(submit, None)
         if not waits:
             del self._credits[submit.key]
         return waits
@@ -88,16 +88,16 @@ class PendingRequests:
         Each item is (request with its current credit, grammar, whether the credit is final).
         """
         for submit in () if self._arrivals is None else self._arrivals.take_ready():
-            if not (self._waits_for_adapter(submit) or self._waits_for_guide(submit)):
+            if not (self._waits_for_adapter(submit) or self._waits_for_grammar(submit)):
                 yield self._ready(submit, None)
         for submit in self._adapters.take_ready():
-            if not (self._waits_for_guide(submit) or self._waits_for_disk(submit, None)):
+            if not (self._waits_for_grammar(submit) or self._waits_for_disk(submit, None)):
                 yield self._ready(submit, None)
-        for submit, guide in self._compile_queue.take_ready():
-            if not self._waits_for_disk(submit, guide):
-                yield self._ready(submit, guide)
-        for submit, restored_guide in () if self._disk is None else self._disk.take_ready():
-            yield self._ready(submit, restored_guide)
+        for submit, grammar in self._compile_queue.take_ready():
+            if not self._waits_for_disk(submit, grammar):
+                yield self._ready(submit, grammar)
+        for submit, restored_grammar in () if self._disk is None else self._disk.take_ready():
+            yield self._ready(submit, restored_grammar)
 
     def take_refused(self) -> list[CoreFailure]:
         """Return the failures of the requests that cannot be served."""
@@ -111,14 +111,16 @@ class PendingRequests:
             self._adapters.enter(submit)
         return bool(submit.adapter)
 
-    def _waits_for_guide(self, submit: CoreSubmit) -> bool:
-        if submit.guide is not None:
+    def _waits_for_grammar(self, submit: CoreSubmit) -> bool:
+        if submit.grammar is not None:
             self._compile_queue.enter(submit)
-        return submit.guide is not None
+        return submit.grammar is not None
 
-    def _waits_for_disk(self, submit: CoreSubmit, guide: GrammarHandle | None) -> bool:
-        return self._disk is not None and self._disk.must_wait(submit, guide)
+    def _waits_for_disk(self, submit: CoreSubmit, grammar: GrammarHandle | None) -> bool:
+        return self._disk is not None and self._disk.must_wait(submit, grammar)
 
-    def _ready(self, submit: CoreSubmit, guide: GrammarHandle | None) -> tuple[CoreSubmit, GrammarHandle | None, bool]:
+    def _ready(
+        self, submit: CoreSubmit, grammar: GrammarHandle | None
+    ) -> tuple[CoreSubmit, GrammarHandle | None, bool]:
         credit = self._credits.pop(submit.key)
-        return msgspec.structs.replace(submit, credit_tokens=credit.tokens), guide, credit.is_last
+        return msgspec.structs.replace(submit, credit_tokens=credit.tokens), grammar, credit.is_last

@@ -108,8 +108,8 @@ class RequestIntake:
         """Queue the pending requests whose waits are over, and report those that cannot be served."""
         if self._pending_requests.is_empty:
             return
-        for submit, guide, is_last in self._pending_requests.take_ready():
-            self._queue(submit, guide)
+        for submit, grammar, is_last in self._pending_requests.take_ready():
+            self._queue(submit, grammar)
             if is_last:
                 self.extend_credit(submit.key, submit.credit_tokens, last=True)
         self._reporter.add_failures(*self._pending_requests.take_refused())
@@ -120,8 +120,8 @@ class RequestIntake:
         self.grammars.close()
         self.adapters.close()
 
-    def _queue(self, submit: CoreSubmit, guide: GrammarHandle | None) -> None:
+    def _queue(self, submit: CoreSubmit, grammar: GrammarHandle | None) -> None:
         seed = submit.sampling.seed
         seed = secrets.randbits(63) if seed is None else seed
         num_landing = self.exchange.num_transferred_tokens(submit.key)
-        self._scheduler.add(submit, seed=seed, now_ns=self._clock_ns(), guide=guide, num_landing=num_landing)
+        self._scheduler.add(submit, seed=seed, now_ns=self._clock_ns(), grammar=grammar, num_landing=num_landing)

@@ -69,13 +69,13 @@ class Sequence:
         seed: int,
         queued_unix_ns: int = 0,
         answer_apart: bool = False,
-        guide: GrammarHandle | None = None,
+        grammar: GrammarHandle | None = None,
     ) -> None:
         """Create a waiting sequence.
 
         With `answer_apart`, the block hashes of its output differ from those of a prompt with the same tokens.
         """
-        self.request = RequestFacts.of(submit, order=order, seed=seed, queued_unix_ns=queued_unix_ns, guide=guide)
+        self.request = RequestFacts.of(submit, order=order, seed=seed, queued_unix_ns=queued_unix_ns, grammar=grammar)
         self.service = submit.service  # service class that it is served in
         self.state = SequenceState.WAITING
         self.tokens = [*submit.prompt_ids, *(submit.resumed_ids or ())]

@@ -31,11 +31,11 @@ class RequestFacts:
     arrival_s: float  # start of its deadlines, in unix seconds
     num_prompt: int
     num_resumed: int  # output tokens that another engine generated before
-    guide: GrammarHandle | None  # grammar state of its output; derived from the tokens alone
+    grammar: GrammarHandle | None  # grammar state of its output; derived from the tokens alone
 
     @classmethod
     def of(
-        cls, submit: CoreSubmit, *, order: int, seed: int, queued_unix_ns: int, guide: GrammarHandle | None
+        cls, submit: CoreSubmit, *, order: int, seed: int, queued_unix_ns: int, grammar: GrammarHandle | None
     ) -> RequestFacts:
         """Return the facts of a request that arrives at `queued_unix_ns`."""
         trusted_ns = max(submit.arrival_unix_ns, queued_unix_ns - MAX_TRUSTED_DELAY_NS)
@@ -48,7 +48,7 @@ class RequestFacts:
             arrival_s=min(queued_unix_ns, trusted_ns) / 1e9,
             num_prompt=len(submit.prompt_ids),
             num_resumed=len(submit.resumed_ids or ()),
-            guide=guide,
+            grammar=grammar,
         )
 
 

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 import msgspec
 
-MAX_GUIDE_BYTES = 256 * 1024  # limit of the grammar's text; gateways allow less
+MAX_GRAMMAR_BYTES = 256 * 1024  # limit of the grammar's text; gateways allow less
 
 
 class GrammarKind(StrEnum):

@@ -38,7 +38,7 @@ from moiety_wire.grammars import GrammarSpec
 from moiety_wire.notes import Event, Phases, Reason
 from moiety_wire.roles import EngineRole, KvHandoff, KvTransferTimes
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 HEARTBEAT_INTERVAL_S = 0.5
 SILENCE_LIMIT_S = 5.0
 
@@ -57,7 +57,7 @@ class FailureCode(StrEnum):
     UNKNOWN_MODEL = "unknown_model"
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
     INVALID_REQUEST = "invalid_request"
-    GUIDE_REFUSED = "guide_refused"  # the grammar of the output cannot be compiled or followed
+    GRAMMAR_REFUSED = "grammar_refused"  # the grammar of the output cannot be compiled or followed
     ADAPTER_MISSING = "adapter_missing"  # the engine does not hold the adapter: send it, and submit again
     ADAPTER_REFUSED = "adapter_refused"  # the adapter cannot be served with this model
     NON_FINITE = "non_finite_output"  # the logits or the vector contained NaN or infinity
@@ -164,7 +164,7 @@ class Submit(msgspec.Struct, frozen=True, omit_defaults=True, tag="submit"):
     gathers: bool = False  # the output is not streamed: after the first, tokens may be grouped
     sibling_tokens: int = 0  # tokens of the client's other prompts in the same request; the SLO covers them too
     shown_ids: tuple[int, ...] = ()  # special tokens that appear in the output text: the marks of tool calls
-    guide: GrammarSpec | None = None  # grammar of the output
+    grammar: GrammarSpec | None = None  # grammar of the output
     hand_over: KvHandoff | None = None  # end after the first token, and send the KV to another engine
     transfer_id: str = ""  # id of the KV transfer from the prefill engine
     adapter: str = ""  # id of an adapter that the engine holds; "": the base model

@@ -18,7 +18,7 @@ from moiety_platform.config_file import read_config_section
 from moiety_platform.engine_addresses import identity
 from moiety_platform.object_store_url import check_url
 from moiety_platform.reloadable import fixed, live
-from moiety_wire.grammars import MAX_GUIDE_BYTES
+from moiety_wire.grammars import MAX_GRAMMAR_BYTES
 
 SECTION = "gateway"
 MIN_DAYS_OF_USAGE = 62  # so that late usage of the previous month still finds its requests
@@ -133,7 +133,7 @@ class GatewaySettings(BaseSettings):
         65_536,
         "Largest size of a JSON schema, regular expression or grammar for structured outputs, in bytes.",
         ge=256,
-        le=MAX_GUIDE_BYTES,
+        le=MAX_GRAMMAR_BYTES,
     )
     max_header_bytes: int = live(32 * 1024, "Largest size of a request's first line and headers, in bytes.", ge=4096)
     max_headers: int = live(100, "Largest number of headers in a request.", ge=16)

@@ -32,7 +32,7 @@ COMPILER = GrammarCompiler(TEXT.tokenizer_json, TEXT.eos_token_ids)
 WALKER = GrammarWalker(COMPILER, GrammarTokenizer(TEXT.tokenizer_json, TEXT.eos_token_ids).tokens, TEXT.eos_token_ids)
 
 
-def guide_of(schema: Any) -> GrammarSpec:
+def schema_spec(schema: Any) -> GrammarSpec:
     return GrammarSpec(GrammarKind.JSON_SCHEMA, schema if isinstance(schema, str) else write_json(schema))
 
 
@@ -42,12 +42,12 @@ def lets_through(matcher: LLMatcher, document: str) -> bool:
 
 
 def allows(schema: Any, document: str) -> bool:
-    return lets_through(COMPILER.compile(guide_of(schema)), document)
+    return lets_through(COMPILER.compile(schema_spec(schema)), document)
 
 
 def refusal(schema: Any) -> str:
     with pytest.raises(GrammarRefused) as refused:
-        COMPILER.compile(guide_of(schema))
+        COMPILER.compile(schema_spec(schema))
     return str(refused.value)
 
 
@@ -255,12 +255,12 @@ def documents_near(schema: str, drawn: list[str], draw: random.Random) -> list[s
 @example('{"type": "number", "multipleOf": 0.1, "maximum": 1, "allOf": [{"minimum": 0}, {"exclusiveMinimum": 0}]}', 11)
 def test_what_a_schemas_grammar_lets_through_is_valid(schema: str, seed: int) -> None:
     try:
-        matcher = COMPILER.compile(guide_of(schema))
+        matcher = COMPILER.compile(schema_spec(schema))
     except GrammarRefused as exc:
         assert str(exc)
         return
     draw = random.Random(seed)
-    answers = [WALKER.draw_answer(guide_of(schema), draw, hurry_after=after) for after in (10, 60)]
+    answers = [WALKER.draw_answer(schema_spec(schema), draw, hurry_after=after) for after in (10, 60)]
     drawn = [bytes(answer).decode() for answer in answers if answer is not None]
     for document in drawn:
         assert complaint(schema, document) == "", document
@@ -277,9 +277,9 @@ def test_schemas_in_grammars_and_of_tools_are_kept_alike(tree: Any, leaf: Any, s
         [ToolCallGrammar("f", schema)], "", '{"name": "', '", "a":', "}", "", "", {}, True, True, False
     )
     calls = GrammarSpec(GrammarKind.CALLS, msgspec.json.encode(form).decode())
-    for guide, end in ((GrammarSpec(GrammarKind.GRAMMAR, f'start: "" %json {schema} "!"\n'), "!"), (calls, "}")):
+    for grammar, end in ((GrammarSpec(GrammarKind.GRAMMAR, f'start: "" %json {schema} "!"\n'), "!"), (calls, "}")):
         try:
-            answer = WALKER.draw_answer(guide, random.Random(seed))
+            answer = WALKER.draw_answer(grammar, random.Random(seed))
         except GrammarRefused:
             continue
         if answer is not None:
@@ -292,7 +292,7 @@ def test_schemas_in_grammars_and_of_tools_are_kept_alike(tree: Any, leaf: Any, s
 @given(values)
 def test_a_constant_is_accepted_as_it_is_usually_written(value: Any) -> None:
     try:
-        matcher = COMPILER.compile(guide_of({"const": value}))
+        matcher = COMPILER.compile(schema_spec({"const": value}))
     except GrammarRefused as exc:
         assert "a number" in str(exc) or "too many digits" in str(exc) or "beyond" in str(exc)
         return
@@ -307,7 +307,7 @@ def test_a_constant_is_accepted_as_it_is_usually_written(value: Any) -> None:
 def test_strings_of_a_format_have_it(name: str) -> None:
     schema = write_json({"type": "string", "format": name})
     for seed in range(40):
-        answer = WALKER.draw_answer(guide_of(schema), random.Random(seed), hurry_after=seed)
+        answer = WALKER.draw_answer(schema_spec(schema), random.Random(seed), hurry_after=seed)
         if answer is not None:
             assert complaint(schema, bytes(answer).decode()) == ""
 
@@ -325,7 +325,7 @@ def test_strings_of_a_format_have_it(name: str) -> None:
     ],
 )
 def test_a_name_cannot_be_spelled_by_escapes_to_go_around_its_schema(schema: dict[str, Any]) -> None:
-    matcher = COMPILER.compile(guide_of({"type": "object"} | schema))
+    matcher = COMPILER.compile(schema_spec({"type": "object"} | schema))
     for name in (r"\u0061", r"\u0061b", r"\u{61}"):
         assert not lets_through(matcher, f'{{"a":1,"{name}":"x"}}')
         assert not lets_through(matcher, f'{{"{name}":"x"}}')
@@ -373,7 +373,7 @@ def test_a_format_beside_a_pattern_is_kept_too() -> None:
     ],
 )
 def test_patterns_match_what_they_match_in_every_dialect(pattern: str, lets: list[str], stops: list[str]) -> None:
-    matcher = COMPILER.compile(guide_of({"type": "string", "pattern": pattern}))
+    matcher = COMPILER.compile(schema_spec({"type": "string", "pattern": pattern}))
     for value in lets:
         options = {json.dumps(value, ensure_ascii=False), json.dumps(value)}
         assert any(lets_through(matcher, one) for one in options), value

@@ -71,9 +71,9 @@ def until(condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
     return found
 
 
-def asked(key: int, guide: GrammarSpec | None, tenant_id: str = "t", **more: Any) -> CoreSubmit:
+def asked(key: int, grammar: GrammarSpec | None, tenant_id: str = "t", **more: Any) -> CoreSubmit:
     prompt, eos = TOKENIZER.encode("What is it?"), list(TEXT.eos_token_ids)
-    submit = CoreSubmit(key, tenant_id, STANDARD, prompt, Sampling(seed=key), 60, 0, eos, 60, b"", 0, guide=guide)
+    submit = CoreSubmit(key, tenant_id, STANDARD, prompt, Sampling(seed=key), 60, 0, eos, 60, b"", 0, grammar=grammar)
     return msgspec.structs.replace(submit, **more)
 
 
@@ -100,9 +100,9 @@ def template_pid(service: GrammarService) -> int:
     return service._template.pid
 
 
-def opened(service: GrammarService, guide: GrammarSpec) -> GrammarHandle:
-    service.compile(guide)
-    handle = service.open(guide)
+def opened(service: GrammarService, grammar: GrammarSpec) -> GrammarHandle:
+    service.compile(grammar)
+    handle = service.open(grammar)
     assert handle is not None
     return handle
 
@@ -122,19 +122,19 @@ def masks_of(handles: list[GrammarHandle]) -> list[bytes | None]:
 # ── trials ──
 
 
-@pytest.mark.parametrize("guide", CRASHING)
+@pytest.mark.parametrize("grammar", CRASHING)
 def test_a_schema_on_which_the_library_crashes_is_followed_or_refused_and_others_go_on(
-    service: GrammarService, guide: GrammarSpec
+    service: GrammarService, grammar: GrammarSpec
 ) -> None:
     before = service.restarts_total
     outcomes = []
     for _ in range(2):
         try:
-            service.compile(guide)
+            service.compile(grammar)
             outcomes.append("")
         except GrammarRefused as exc:
             outcomes.append(str(exc))
-    assert outcomes[0] == outcomes[1] == service.refusal_of(guide)
+    assert outcomes[0] == outcomes[1] == service.refusal_of(grammar)
     service.compile(CHOICE)
     assert service.restarts_total == before
 
@@ -164,15 +164,15 @@ def test_a_trial_that_is_killed_from_outside_is_repeated_and_proves_nothing(serv
         compiling = threads.submit(service.compile, slow)
         trial = until(lambda: set(children_of(template_pid(service))) - steppers)
         kill(trial)
-        assert compiling.result()[0].guide == slow
+        assert compiling.result()[0].grammar == slow
     assert not service.refusal_of(slow)
 
 
-@pytest.mark.parametrize("guide", SLOW)
-def test_a_grammar_that_takes_too_long_is_ended_at_the_limit(service: GrammarService, guide: GrammarSpec) -> None:
+@pytest.mark.parametrize("grammar", SLOW)
+def test_a_grammar_that_takes_too_long_is_ended_at_the_limit(service: GrammarService, grammar: GrammarSpec) -> None:
     used_s = service.compile_seconds_total
     with pytest.raises(GrammarRefused, match=r"more than 0\.3 s of CPU time"):
-        service.compile(guide)
+        service.compile(grammar)
     assert service.compile_seconds_total - used_s < 2 * LIMITS.compile_cpu_s
 
 
@@ -197,9 +197,9 @@ def test_the_template_has_one_thread_so_that_forking_is_safe(service: GrammarSer
 
 
 def test_a_trial_leaves_no_process_behind(service: GrammarService) -> None:
-    for guide in (GrammarSpec(GrammarKind.REGEX, "no+pe"), GrammarSpec(GrammarKind.REGEX, "(b"), SLOW[0]):
+    for grammar in (GrammarSpec(GrammarKind.REGEX, "no+pe"), GrammarSpec(GrammarKind.REGEX, "(b"), SLOW[0]):
         with contextlib.suppress(GrammarRefused):
-            service.compile(guide)
+            service.compile(grammar)
     num_steppers = sum(worker.has(GrammarSpec(GrammarKind.REGEX, "no+pe")) for worker in service._workers)
     until(lambda: len(children_of(template_pid(service))) == num_steppers)
 
@@ -261,8 +261,8 @@ def test_a_process_that_was_stopped_is_replaced(service: GrammarService, monkeyp
 
 
 def test_only_the_request_whose_operation_ended_the_process_fails(service: GrammarService) -> None:
-    guide = GrammarSpec(GrammarKind.REGEX, "[cd]{30}")
-    first = opened(service, guide)
+    grammar = GrammarSpec(GrammarKind.REGEX, "[cd]{30}")
+    first = opened(service, grammar)
     worker = first.worker
     for is_second in (False, True):
         handles = [worker.open(first.grammar) for _ in range(3)]
@@ -274,7 +274,7 @@ def test_only_the_request_whose_operation_ended_the_process_fails(service: Gramm
         masks = masks_of(handles)
         assert [mask is None for mask in masks] == [False, True, False]
         assert "signal 11" in handles[1].problem
-        assert bool(service.refusal_of(guide)) is is_second  # after the second time it is not compiled any more
+        assert bool(service.refusal_of(grammar)) is is_second  # after the second time it is not compiled any more
 
 
 def test_a_request_at_whose_operation_a_process_is_killed_goes_on_once(service: GrammarService) -> None:
@@ -349,8 +349,8 @@ def drained(queue: GrammarCompileQueue, keys: set[int]) -> tuple[list[int], list
 def test_a_tenant_with_expensive_grammars_does_not_delay_another(service: GrammarService) -> None:
     queue = GrammarCompileQueue(service, LIMITS)
     slow = [GrammarSpec(GrammarKind.REGEX, "x?" * (20_000 + i)) for i in range(6)]
-    for key, guide in enumerate(slow):
-        queue.enter(asked(key, guide, "hostile"))
+    for key, grammar in enumerate(slow):
+        queue.enter(asked(key, grammar, "hostile"))
     queue.enter(asked(100, GrammarSpec(GrammarKind.CHOICE, '["red", "green"]'), "other"))
     assert queue.num_waiting == 7
     order, _ = drained(queue, {100})
@@ -364,22 +364,22 @@ def test_the_tenant_that_has_used_the_least_goes_first(service: GrammarService) 
     queue = GrammarCompileQueue(service, LIMITS)
     tenants = [f"tenant-{i}" for i in range(3)]
     for i in range(9):
-        guide = GrammarSpec(GrammarKind.REGEX, "x?" * (21_000 + i) if i < 6 else f"cheap {i}")
-        queue.enter(asked(i, guide, tenants[i // 3]))
+        grammar = GrammarSpec(GrammarKind.REGEX, "x?" * (21_000 + i) if i < 6 else f"cheap {i}")
+        queue.enter(asked(i, grammar, tenants[i // 3]))
     order, _ = drained(queue, set(range(9)))
     assert max(order.index(i) for i in (6, 7, 8)) <= 5  # the cheap ones of the third do not wait for the others'
 
 
 def test_requests_with_one_grammar_are_compiled_together_also_of_several_tenants(service: GrammarService) -> None:
     queue = GrammarCompileQueue(service, LIMITS)
-    guide = GrammarSpec(GrammarKind.REGEX, "(together|apart)+")
+    grammar = GrammarSpec(GrammarKind.REGEX, "(together|apart)+")
     for key in range(8):
-        queue.enter(asked(key, guide, f"tenant-{key % 3}"))
+        queue.enter(asked(key, grammar, f"tenant-{key % 3}"))
     used_s = service.compile_seconds_total
     order, refusals = drained(queue, set(range(8)))
     assert sorted(order) == list(range(8)) and not refusals
     assert service.compile_seconds_total - used_s < 0.2
-    queue.enter(asked(9, guide))
+    queue.enter(asked(9, grammar))
     assert [submit.key for submit, _ in queue.take_ready()] == [9]  # at once
 
 
@@ -396,14 +396,14 @@ def test_a_full_queue_of_one_tenant_refuses_it_and_nobody_else(service: GrammarS
 
 def test_who_leaves_is_gone_and_the_others_are_served(service: GrammarService) -> None:
     queue = GrammarCompileQueue(service, LIMITS)
-    guide = GrammarSpec(GrammarKind.REGEX, "leave (or|stay)")
+    grammar = GrammarSpec(GrammarKind.REGEX, "leave (or|stay)")
     for key in (1, 2):
-        queue.enter(asked(key, guide))
+        queue.enter(asked(key, grammar))
     gone = queue.leave(1)
     assert gone is not None and gone.key == 1
     assert queue.leave(1) is None
     assert drained(queue, {2})[0] == [2]
-    queue.enter(asked(3, guide))
+    queue.enter(asked(3, grammar))
     ready = queue.leave(3)  # it is ready, and has not been taken
     assert ready is not None and ready.key == 3
     assert not list(queue.take_ready())
@@ -450,9 +450,9 @@ def test_streams_are_the_same_when_grammar_processes_are_killed_in_their_middle(
 
 def test_grammars_that_crash_or_overrun_cost_their_requests_while_others_are_answered() -> None:
     with make_loop(grammar=LIMITS) as loop:
-        guides = [SLOW[0], SLOW[1], CHOICE, None, *CRASHING]
-        for key, guide in enumerate(guides):
-            loop.submit(asked(key, guide, f"tenant-{key}", max_tokens=8))
+        grammars = [SLOW[0], SLOW[1], CHOICE, None, *CRASHING]
+        for key, grammar in enumerate(grammars):
+            loop.submit(asked(key, grammar, f"tenant-{key}", max_tokens=8))
         failures: dict[int, CoreFailure] = {}
         ended = set()
         while not loop.scheduler.idle or loop.waits_for_others:
@@ -461,8 +461,8 @@ def test_grammars_that_crash_or_overrun_cost_their_requests_while_others_are_ans
             if step is not None:
                 failures |= {one.key: one for one in step.failures}
                 ended |= {output.key for output in step.outputs if output.finish is not None}
-        assert {one.code for one in failures.values()} == {FailureCode.GUIDE_REFUSED}
+        assert {one.code for one in failures.values()} == {FailureCode.GRAMMAR_REFUSED}
         assert failures.keys() >= {0, 1} and ended >= {2, 3}
-        assert failures.keys() | ended == set(range(len(guides)))
+        assert failures.keys() | ended == set(range(len(grammars)))
         assert loop.load().grammar_compile_seconds_total > 0
         assert loop.load().grammars_waiting == 0

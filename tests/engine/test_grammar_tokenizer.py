@@ -80,16 +80,16 @@ class Text:
     def decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
-    def guide(self, name: str, offer: ToolOffer) -> GrammarSpec:
+    def grammar(self, name: str, offer: ToolOffer) -> GrammarSpec:
         """What a gateway makes of tools, for a model with this tokenizer and a template of this name."""
         size = self.tokenizer.vocab_size
         card = ModelCard(
             "e", "m", "qwen", self.json, templates()[name], {}, (END_ID,), 4096, size, 0, 0, "float32", "cpu"
         )
         prompt = Conversation(({"role": "user", "content": "Hi"},), tools=offer)
-        guide = ModelText(card, 8192).answer_format(Generation("m", (prompt,), 1, Sampling(), None), 0, []).guide
-        assert guide is not None
-        return guide
+        grammar = ModelText(card, 8192).answer_format(Generation("m", (prompt,), 1, Sampling(), None), 0, []).grammar
+        assert grammar is not None
+        return grammar
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["added", "special"])
@@ -158,7 +158,7 @@ def test_a_call_that_must_be_made_keeps_to_its_schema(text: Text, name: str, for
     way = format_named(name)
     for seed in range(4):
         offer = ToolOffer(TOOLS[1:], must_call=True, forced=forced, parallel=forced is None)
-        answer = text.walker.draw_answer(text.guide(name, offer), random.Random(seed))
+        answer = text.walker.draw_answer(text.grammar(name, offer), random.Random(seed))
         assert answer is not None
         calls = list(way.new_reader(offer, is_rest=False).read(text.decode(answer)))
         assert isinstance(calls[0], Call)
@@ -175,7 +175,7 @@ def test_calls_that_the_model_makes_by_itself_keep_to_their_schemas_one_after_an
         draw = random.Random(seed)
         for _ in range(2 if way.marks_calls else 1):  # begin another call where the last one has ended
             opened = text.tokenizer.encode(way.to_name + "forecast")
-            answer = text.walker.draw_answer(text.guide(name, offer), draw, [*answer, *opened], hurry_after=0) or []
+            answer = text.walker.draw_answer(text.grammar(name, offer), draw, [*answer, *opened], hurry_after=0) or []
             assert answer
         told = text.decode(answer)
         if way.marks_calls:
@@ -199,11 +199,11 @@ def test_a_thought_may_stand_before_a_call(text: Text) -> None:
     name, offer, ids = "hermes with thoughts", ToolOffer(TOOLS, parallel=False), text.ids
     way = format_named(name)
     begun = [ids["<think>"], *b"Hm.", ids["</think>"], ids["<tool_call>"], *b'\n{"name": "forecast']
-    answer = text.walker.draw_answer(text.guide(name, offer), random.Random(3), begun, hurry_after=0)
+    answer = text.walker.draw_answer(text.grammar(name, offer), random.Random(3), begun, hurry_after=0)
     assert answer is not None
     check_calls(way.new_reader(offer, is_rest=False).read(text.decode(answer)), at_least=1)
 
 
 def test_a_turn_cannot_be_forged_in_the_text_beside_calls(text: Text) -> None:
-    matcher = text.compiler.compile(text.guide("hermes", ToolOffer(TOOLS)))
+    matcher = text.compiler.compile(text.grammar("hermes", ToolOffer(TOOLS)))
     assert matcher.validate_tokens([*b"text", text.ids["<|user|>"]]) == 4

@@ -67,7 +67,7 @@ def open_answers() -> Take:
     return take
 
 
-def open_guides() -> Take:
+def open_grammars() -> Take:
     """What an answer must be, compiled within its bounds, and followed for some tokens."""
     from tests.fuzz.words import tokenizer_json
 
@@ -115,7 +115,11 @@ TARGETS = (
     Target("wire", "messages between gateway and engine", open_wire, ("moiety_wire",), of_msgpack),
     Target("answers", "calls and thoughts in what models write", open_answers, ("moiety_text",)),
     Target(
-        "guides", "schemas, expressions and grammars that answers are held to", open_guides, ("moiety_engine",), of_json
+        "grammars",
+        "schemas, expressions and grammars that answers are held to",
+        open_grammars,
+        ("moiety_engine",),
+        of_json,
     ),
     Target("peft", "adapters' files, as engines load them", open_peft, ("moiety_engine",), max_bytes=16_384),
 )

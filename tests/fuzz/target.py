@@ -14,7 +14,7 @@ Take = Callable[[bytes], None]
 
 @dataclass(frozen=True)
 class Target:
-    """`opened` makes what inputs are fed to, once a process; `modules` are those whose branches guide the fuzzer, and
+    """`opened` makes what inputs are fed to, once a process; `modules` are those whose branches grammar the fuzzer, and
     half of all mutations are by `mutate` where there is one."""
 
     name: str

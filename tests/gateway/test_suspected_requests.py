@@ -108,9 +108,9 @@ async def test_requests_that_had_tokens_when_another_ended_their_engine_go_on(
 
 
 @pytest.mark.parametrize("in_first_step", [False, True, None])
-@pytest.mark.parametrize("guided", [False, True])
+@pytest.mark.parametrize("constrained", [False, True])
 async def test_what_the_engine_says_of_its_death_decides_who_is_suspected(
-    start_gateway: StartGateway, new_card: NewCard, in_first_step: bool | None, guided: bool
+    start_gateway: StartGateway, new_card: NewCard, in_first_step: bool | None, constrained: bool
 ) -> None:
     """False: it waited there. None: the engine shuts down, and nothing died."""
     engines = engines_of(new_card, 2)
@@ -126,8 +126,8 @@ async def test_what_the_engine_says_of_its_death_decides_who_is_suspected(
     for engine in engines:
         engine.script = script
     async with start_gateway(engines) as gateway:
-        ask: dict[str, Any] = {**ASK, **(GRAMMAR if guided else {})}
-        if guided and in_first_step:
+        ask: dict[str, Any] = {**ASK, **(GRAMMAR if constrained else {})}
+        if constrained and in_first_step:
             with pytest.raises(openai.BadRequestError) as refused:
                 await gateway.client.chat.completions.create(**ask)
             assert refused.value.code == "engine_crash_suspected"

@@ -49,7 +49,7 @@ class ReadingRate:
 @dataclass(slots=True)
 class _PendingRestore:
     submit: CoreSubmit
-    guide: GrammarHandle | None
+    grammar: GrammarHandle | None
     wanted: deque[bytes]  # not yet being read, in order
     since_s: float
     until_s: float
@@ -95,7 +95,7 @@ class Restorer:
     def enter(
         self,
         submit: CoreSubmit,
-        guide: GrammarHandle | None,
+        grammar: GrammarHandle | None,
         wanted: list[bytes],
         compute_s: float,
         block_bytes: int,
@@ -115,7 +115,7 @@ class Restorer:
         until_s = now_s + compute_s + (PATIENCE_S if is_known else FIRST_PATIENCE_S)
         self._pending[submit.key] = _PendingRestore(
             submit,
-            guide,
+            grammar,
             deque(wanted),
             since_s=now_s,
             until_s=until_s,
@@ -174,7 +174,7 @@ class Restorer:
                 continue
             del self._pending[key]
             self.rate.observe(self.restored_bytes_total - pending.bytes_before, now_s - pending.since_s)
-            yield pending.submit, pending.guide
+            yield pending.submit, pending.grammar
 
     def forget(self) -> None:
         """Forget the reads in progress after the device's cache is gone."""

@@ -150,7 +150,7 @@ class DiskTier:
 
     # ── who waits for it ──
 
-    def must_wait(self, submit: CoreSubmit, guide: GrammarHandle | None) -> bool:
+    def must_wait(self, submit: CoreSubmit, grammar: GrammarHandle | None) -> bool:
         """Return whether the request waits here for the beginning of its prompt."""
         if not self.index.num_blocks or submit.transfer_id:
             return False
@@ -172,17 +172,17 @@ class DiskTier:
         step_time = self._scheduler.step_time
         compute_s = step_time.predict_s(shape) - step_time.predict_s(empty)
         is_known = step_time.num_observed >= KNOWN_STEPS
-        if not self.restorer.enter(submit, guide, wanted, compute_s, self.folder.block_bytes, is_known=is_known):
+        if not self.restorer.enter(submit, grammar, wanted, compute_s, self.folder.block_bytes, is_known=is_known):
             return False
         ledger.refresh(hits)
         return True
 
     def take_ready(self) -> Iterator[tuple[CoreSubmit, GrammarHandle | None]]:
         """Yield the requests that need not wait any longer, with their grammars."""
-        for submit, guide in self.restorer.take_ready():
+        for submit, grammar in self.restorer.take_ready():
             probe = Sequence(submit, order=0, seed=0, answer_apart=self._ledger.answers_apart)
             self._ledger.refresh(self._ledger.find_prefix(probe))
-            yield submit, guide
+            yield submit, grammar
 
     # ── within ──
 

@@ -88,25 +88,25 @@ class MaskMaker:
 
         `before` is the running step. Returns None if no row has a grammar.
         """
-        guided = [i for i, row in enumerate(rows) if row.request.guide is not None]
-        if not guided or self._threads is None:
+        constrained = [i for i, row in enumerate(rows) if row.request.grammar is not None]
+        if not constrained or self._threads is None:
             return None
-        words_JW = np.zeros((len(guided), self._num_words), dtype=np.int32)
-        banned_JV = np.empty((len(guided), self._vocab_size), dtype=np.bool_) if self._writes_out else None
+        words_JW = np.zeros((len(constrained), self._num_words), dtype=np.int32)
+        banned_JV = np.empty((len(constrained), self._vocab_size), dtype=np.bool_) if self._writes_out else None
         by_worker: dict[SteppingWorker, list[_Task]] = {}
-        for place, i in enumerate(guided):
+        for place, i in enumerate(constrained):
             task = _task(place, rows[i])
             by_worker.setdefault(task.handle.worker, []).append(task)
         parts = [
             self._threads.submit(_fill, worker, tasks, words_JW, banned_JV, before)
             for worker, tasks in by_worker.items()
         ]
-        return StepMasks(Allowed(guided, words_JW, banned_JV), parts)
+        return StepMasks(Allowed(constrained, words_JW, banned_JV), parts)
 
 
 def _task(place: int, row: Row) -> _Task:
     assert isinstance(row, Sequence), "rows with a grammar have no draft"
-    handle, begin = row.request.guide, row.request.num_prompt
+    handle, begin = row.request.grammar, row.request.num_prompt
     assert handle is not None, "only rows with a grammar have a mask"
     known = row.tokens[begin + handle.num_taken : row.num_known]
     stops = row.request.submit.stop_token_ids if row.num_output < row.request.submit.min_tokens else []

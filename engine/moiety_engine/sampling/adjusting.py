@@ -28,7 +28,7 @@ def _may_not_stop(row: Row) -> bool:
 
     For a row with a grammar the grammar's mask does this, since the grammar may allow no other token.
     """
-    return row.request.guide is None and row.num_output < row.request.submit.min_tokens
+    return row.request.grammar is None and row.num_output < row.request.submit.min_tokens
 
 
 def has_penalty(row: Row) -> bool:

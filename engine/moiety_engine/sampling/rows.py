@@ -57,7 +57,7 @@ class DraftedRow:
         if submit.sampling.num_logprobs is not None:  # never returned
             sampling = msgspec.structs.replace(submit.sampling, num_logprobs=None)
             submit = msgspec.structs.replace(submit, sampling=sampling)
-        self.request = dataclasses.replace(sequence.request, submit=submit, guide=None)
+        self.request = dataclasses.replace(sequence.request, submit=submit, grammar=None)
         self.num_output = sequence.num_output
         self.pending, self.pending_row = sequence.pending, sequence.pending_row
 

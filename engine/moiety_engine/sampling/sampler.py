@@ -277,7 +277,7 @@ def _filter(
 def is_plain(row: Row) -> bool:
     """Return whether the row's token is the largest unmodified logit's, without log-probabilities."""
     sampling = row.request.submit.sampling
-    if sampling.temperature > 0 or sampling.num_logprobs is not None or row.request.guide is not None:
+    if sampling.temperature > 0 or sampling.num_logprobs is not None or row.request.grammar is not None:
         return False
     return not has_bias_or_ban(row) and not has_penalty(row)
 

@@ -112,7 +112,7 @@ class Scheduler:
     # ── requests ──
 
     def add(
-        self, submit: CoreSubmit, *, seed: int, now_ns: int, guide: GrammarHandle | None = None, num_landing: int = 0
+        self, submit: CoreSubmit, *, seed: int, now_ns: int, grammar: GrammarHandle | None = None, num_landing: int = 0
     ) -> None:
         """Queue a request or reject it (see `take_verdicts`).
 
@@ -122,7 +122,7 @@ class Scheduler:
         if submit.speculative_prefill is not None:
             self.speculative_prefill.add(submit, now_ns)
             return
-        self._admission_queue.add(submit, seed=seed, now_ns=now_ns, guide=guide, num_landing=num_landing)
+        self._admission_queue.add(submit, seed=seed, now_ns=now_ns, grammar=grammar, num_landing=num_landing)
 
     def extend(self, key: int, credit_tokens: int, *, last: bool, now_ns: int) -> CoreOutput | None:
         """Raise a request's credit; end the request if the credit is final and used up."""

@@ -97,7 +97,7 @@ class OpenRequest:
         self._max_tokens = max_tokens
         self._is_clipped = max_tokens < submit.stopping.max_tokens
         self._min_tokens = submit.stopping.min_tokens
-        self._has_guide = submit.guide is not None
+        self._has_grammar = submit.grammar is not None
         self._detokenizer = Detokenizer(tokenizer, submit.shown_ids, submit.marker_ids)
         self._finder = new_stop_finder(submit.stopping.stop, submit.stopping.thought)
         self._table = table
@@ -119,7 +119,7 @@ class OpenRequest:
         """
         if not token_ids:
             return None
-        may_stop = self._has_guide or len(token_ids) > self._min_tokens  # same rule as in the core
+        may_stop = self._has_grammar or len(token_ids) > self._min_tokens  # same rule as in the core
         ends_by_token = may_stop and token_ids[-1] in stop_token_ids
         shown = token_ids[:-1] if ends_by_token else token_ids
         if self._chars is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from moiety_engine.messages import CoreSubmit
 from moiety_wire.classes import ServiceClass
-from moiety_wire.grammars import MAX_GUIDE_BYTES
+from moiety_wire.grammars import MAX_GRAMMAR_BYTES
 from moiety_wire.messages import FailureCode, ModelCard, Sampling, SpeculativePrefillRequest, Stopping, Submit
 
 MAX_STOP_STRINGS = 64
@@ -75,7 +75,7 @@ def find_refusal(submit: Submit, limits: ModelLimits) -> Refusal | None:
         or _sampling_complaint(submit.sampling, limits)
         or _length_complaint(submit, limits)
         or _stopping_complaint(submit.stopping, limits)
-        or _guide_complaint(submit, limits)
+        or _grammar_complaint(submit, limits)
         or _transfer_complaint(submit, limits)
         or _keep_complaint(submit)
     )
@@ -104,7 +104,7 @@ def to_core(submit: Submit, limits: ModelLimits, key: int) -> CoreSubmit:
         tenant_weight=submit.tenant_weight,
         fallback=submit.fallback,
         resumed_ids=submit.resumed_ids,
-        guide=submit.guide,
+        grammar=submit.grammar,
         embed=submit.embed,
         sibling_tokens=submit.sibling_tokens,
         hand_over=submit.hand_over,
@@ -213,8 +213,8 @@ def _speculative_prefill_error(submit: Submit, seen: SpeculativePrefillRequest, 
         )
     if submit.embed or submit.stopping.max_tokens:
         return "a speculative prefill generates nothing: leave embed out, and set max_tokens to 0"
-    if submit.resumed_ids or submit.guide or submit.hand_over or submit.transfer_id or submit.adapter:
-        return "a speculative prefill is only a prompt: leave out resumed_ids, guide, hand_over, transfer_id, adapter"
+    if submit.resumed_ids or submit.grammar or submit.hand_over or submit.transfer_id or submit.adapter:
+        return "a speculative prefill is only a prompt: leave out resumed_ids, grammar, hand_over, transfer_id, adapter"
     ids = seen.other_ids
     if not 0 <= seen.num_shared <= len(submit.prompt_ids) or not 0 <= seen.num_asked <= seen.num_shared + len(ids):
         return (
@@ -229,8 +229,8 @@ def _speculative_prefill_error(submit: Submit, seen: SpeculativePrefillRequest, 
     return ""
 
 
-def _guide_complaint(submit: Submit, limits: ModelLimits) -> str:
-    if submit.guide is None:
+def _grammar_complaint(submit: Submit, limits: ModelLimits) -> str:
+    if submit.grammar is None:
         return ""
     if not limits.follows_grammars:
         return (
@@ -241,8 +241,8 @@ def _guide_complaint(submit: Submit, limits: ModelLimits) -> str:
         return "an embedding generates no tokens: leave the grammar out"
     if submit.stopping.ignore_eos:
         return "a grammar decides where the output ends: leave ignore_eos out"
-    if len(submit.guide.text.encode(errors="replace")) > MAX_GUIDE_BYTES:
-        return f"the grammar has more than {MAX_GUIDE_BYTES:,} bytes; make it shorter"
+    if len(submit.grammar.text.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
+        return f"the grammar has more than {MAX_GRAMMAR_BYTES:,} bytes; make it shorter"
     return ""
 
 

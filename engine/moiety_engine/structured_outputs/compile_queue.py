@@ -93,16 +93,16 @@ class GrammarCompileQueue:
 
     def enter(self, submit: CoreSubmit) -> None:
         """Add a request that waits until its grammar is compiled or refused."""
-        guide = submit.guide
-        assert guide is not None, "only requests with a grammar wait for its compilation"
+        spec = submit.grammar
+        assert spec is not None, "only requests with a grammar wait for its compilation"
         if self._service is None:
             self._refuse(submit.key, NOT_HELD_HERE.format(reason=self._reason))
-        elif refusal := self._service.refusal_of(guide):
+        elif refusal := self._service.refusal_of(spec):
             self._refuse(submit.key, REFUSED.format(reason=refusal))
-        elif (handle := self._service.open(guide)) is not None:
+        elif (handle := self._service.open(spec)) is not None:
             self._ready.append((submit, handle))
         else:
-            self._wait(submit, guide)
+            self._wait(submit, spec)
 
     def leave(self, key: int) -> CoreSubmit | None:
         """Remove a waiting request and return it; None if there is no such request."""
@@ -110,20 +110,20 @@ class GrammarCompileQueue:
             if one[0].key == key:
                 self._ready.remove(one)
                 return one[0]
-        tenant_id, guide = self._places.pop(key, ("", None))
-        if guide is None:
+        tenant_id, spec = self._places.pop(key, ("", None))
+        if spec is None:
             return None
         waiting = self._tenants[tenant_id].waiting
-        (submit,) = [one for one in waiting[guide] if one.key == key]
-        waiting[guide].remove(submit)
-        if not waiting[guide]:
-            del waiting[guide]
+        (submit,) = [one for one in waiting[spec] if one.key == key]
+        waiting[spec].remove(submit)
+        if not waiting[spec]:
+            del waiting[spec]
         return submit
 
     def take_ready(self) -> Iterator[tuple[CoreSubmit, GrammarHandle]]:
         """Yield the requests that need not wait any longer, with their grammars."""
-        for guide in [guide for guide, one in self._compilations.items() if one.result.done()]:
-            self._take_result(guide, self._compilations.pop(guide))
+        for spec in [spec for spec, one in self._compilations.items() if one.result.done()]:
+            self._take_result(spec, self._compilations.pop(spec))
         self._compile_more()
         while self._ready:
             yield self._ready.popleft()
@@ -139,9 +139,9 @@ class GrammarCompileQueue:
             self._compilers.shutdown(wait=False, cancel_futures=True)
             self._service.close()
 
-    def _wait(self, submit: CoreSubmit, guide: GrammarSpec) -> None:
+    def _wait(self, submit: CoreSubmit, spec: GrammarSpec) -> None:
         tenant = self._tenants.setdefault(submit.tenant_id, _Tenant())
-        if guide not in tenant.waiting and len(tenant.waiting) >= self._max_waiting:
+        if spec not in tenant.waiting and len(tenant.waiting) >= self._max_waiting:
             message = QUEUE_FULL.format(num=len(tenant.waiting))
             code, reason = FailureCode.OVERLOADED, Reason.TENANT_QUEUE_FULL
             self._refused.append(CoreFailure(submit.key, code, message, 0, reason, RETRY_AFTER_S))
@@ -150,8 +150,8 @@ class GrammarCompileQueue:
             busy = [other.used_s for other in self._tenants.values() if other.waiting]
             tenant.used_s = max(tenant.used_s, min(busy, default=0.0))
         self._tenants.move_to_end(submit.tenant_id)
-        tenant.waiting.setdefault(guide, []).append(submit)
-        self._places[submit.key] = submit.tenant_id, guide
+        tenant.waiting.setdefault(spec, []).append(submit)
+        self._places[submit.key] = submit.tenant_id, spec
         self._compile_more()
 
     def _compile_more(self) -> None:
@@ -159,10 +159,10 @@ class GrammarCompileQueue:
             assert self._service is not None and self._compilers is not None, (
                 "no request waits for a grammar where grammars are not available"
             )
-            tenant, guide = chosen
+            tenant, spec = chosen
             tenant.is_compiling = True
-            result = self._compilers.submit(self._service.compile, guide)
-            self._compilations[guide] = _Compilation(tenant, time.monotonic(), result)
+            result = self._compilers.submit(self._service.compile, spec)
+            self._compilations[spec] = _Compilation(tenant, time.monotonic(), result)
 
     def _next(self) -> tuple[_Tenant, GrammarSpec] | None:
         """Return the tenant with the least compilation time, and its oldest grammar that no other tenant compiles."""
@@ -170,19 +170,19 @@ class GrammarCompileQueue:
         for tenant in self._tenants.values():
             if tenant.is_compiling or not tenant.waiting or (found is not None and found[0].used_s <= tenant.used_s):
                 continue
-            guide = next((guide for guide in tenant.waiting if guide not in self._compilations), None)
-            if guide is not None:
-                found = tenant, guide
+            spec = next((spec for spec in tenant.waiting if spec not in self._compilations), None)
+            if spec is not None:
+                found = tenant, spec
         return found
 
-    def _take_result(self, guide: GrammarSpec, compilation: _Compilation) -> None:
+    def _take_result(self, spec: GrammarSpec, compilation: _Compilation) -> None:
         compilation.tenant.is_compiling = False
         compilation.tenant.used_s += time.monotonic() - compilation.begin_s
-        submits = [one for tenant in self._tenants.values() for one in tenant.waiting.pop(guide, ())]
+        submits = [one for tenant in self._tenants.values() for one in tenant.waiting.pop(spec, ())]
         for submit in submits:
             del self._places[submit.key]
         self._forget_accounts()
-        code = FailureCode.GUIDE_REFUSED
+        code = FailureCode.GRAMMAR_REFUSED
         try:
             grammar, worker = compilation.result.result()
         except GrammarRefused as exc:
@@ -205,5 +205,5 @@ class GrammarCompileQueue:
                 return
             del self._tenants[idle]
 
-    def _refuse(self, key: int, message: str, code: FailureCode = FailureCode.GUIDE_REFUSED) -> None:
+    def _refuse(self, key: int, message: str, code: FailureCode = FailureCode.GRAMMAR_REFUSED) -> None:
         self._refused.append(CoreFailure(key, code, message))

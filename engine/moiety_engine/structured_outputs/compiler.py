@@ -16,7 +16,7 @@ from moiety_engine.structured_outputs.grammar_tokenizer import GrammarTokenizer
 from moiety_engine.structured_outputs.refusals import explain_refusal
 from moiety_engine.structured_outputs.state import GrammarState
 from moiety_text.folder import read_text_model
-from moiety_wire.grammars import MAX_GUIDE_BYTES, GrammarSpec
+from moiety_wire.grammars import MAX_GRAMMAR_BYTES, GrammarSpec
 
 _LIMITS = LLParserLimits(
     max_items_in_row=10_000,
@@ -49,17 +49,17 @@ class GrammarCompiler:
         text = read_text_model(folder)
         return cls(text.tokenizer_json, text.eos_token_ids)
 
-    def open(self, guide: GrammarSpec) -> GrammarState:
+    def open(self, spec: GrammarSpec) -> GrammarState:
         """Compile for one answer. Raises GrammarRefused."""
-        return GrammarState(self.compile(guide))
+        return GrammarState(self.compile(spec))
 
-    def compile(self, guide: GrammarSpec) -> LLMatcher:
+    def compile(self, spec: GrammarSpec) -> LLMatcher:
         """Compile a grammar and its first mask. Raises GrammarRefused."""
-        if len(guide.text.encode()) > MAX_GUIDE_BYTES:
-            raise GrammarRefused(f"the grammar has more than {MAX_GUIDE_BYTES:,} bytes; make it shorter")
-        matcher = LLMatcher(self._tokenizer, grammar_of(guide), log_level=0, limits=_LIMITS)
+        if len(spec.text.encode()) > MAX_GRAMMAR_BYTES:
+            raise GrammarRefused(f"the grammar has more than {MAX_GRAMMAR_BYTES:,} bytes; make it shorter")
+        matcher = LLMatcher(self._tokenizer, grammar_of(spec), log_level=0, limits=_LIMITS)
         if not matcher.is_error():
             matcher.compute_bitmask()  # now, not in a step: slow grammars show here, and later masks are faster
         if matcher.is_error():
-            raise GrammarRefused(explain_refusal(guide.kind, guide.text, matcher.get_error()))
+            raise GrammarRefused(explain_refusal(spec.kind, spec.text, matcher.get_error()))
         return matcher

@@ -37,7 +37,7 @@ class ChildExit(msgspec.Struct, frozen=True, array_like=True):
 class TrialOrder(msgspec.Struct, frozen=True, tag="trial"):
     """Compile one grammar and its first mask within limits, report, and end."""
 
-    guide: GrammarSpec
+    spec: GrammarSpec
     cpu_s: float
     wall_s: float
     memory_bytes: int
@@ -69,7 +69,7 @@ class PrepareOrder(msgspec.Struct, frozen=True, array_like=True):
     """Compile a grammar that has passed its trial, concurrently with the steps."""
 
     grammar_id: int
-    guide: GrammarSpec
+    spec: GrammarSpec
 
 
 class PrepareReport(msgspec.Struct, frozen=True, array_like=True):

@@ -32,21 +32,21 @@ _NAME = re.compile(r"(?<![\w\\])[A-Z_][A-Z0-9_]*(?!\w)")
 _QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/')
 
 
-def grammar_of(guide: GrammarSpec) -> str:
+def grammar_of(spec: GrammarSpec) -> str:
     """Return the grammar for llguidance. Raises GrammarRefused."""
-    match guide.kind:
+    match spec.kind:
         case GrammarKind.JSON_OBJECT:
             return _json_grammar('{"type":"object"}')
         case GrammarKind.JSON_SCHEMA:
-            return _json_grammar(guide.text)
+            return _json_grammar(spec.text)
         case GrammarKind.REGEX:
-            return LLMatcher.grammar_from_regex(exact_expression(guide.text))
+            return LLMatcher.grammar_from_regex(exact_expression(spec.text))
         case GrammarKind.CHOICE:
-            return _choice_grammar(guide.text)
+            return _choice_grammar(spec.text)
         case GrammarKind.GRAMMAR:
-            return _lark_grammar(guide.text)
+            return _lark_grammar(spec.text)
         case GrammarKind.CALLS:
-            return LLMatcher.grammar_from_lark(calls_grammar(guide.text))
+            return LLMatcher.grammar_from_lark(calls_grammar(spec.text))
 
 
 def _json_grammar(text: str) -> str:

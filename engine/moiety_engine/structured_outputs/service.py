@@ -78,58 +78,58 @@ class GrammarService:
         """Restarts of stepping processes and of their template."""
         return self._template.restarts_total + sum(worker.restarts_total for worker in self._workers)
 
-    def refusal_of(self, guide: GrammarSpec) -> str:
+    def refusal_of(self, spec: GrammarSpec) -> str:
         """Return why this grammar was refused before; "" if it was not."""
-        return self._refusals.get(_digest(guide), "")
+        return self._refusals.get(_digest(spec), "")
 
-    def open(self, guide: GrammarSpec) -> GrammarHandle | None:
+    def open(self, spec: GrammarSpec) -> GrammarHandle | None:
         """Return a handle for one request; None if the grammar must be compiled first."""
         with self._lock:
-            grammar = self._accepted.get(guide)
+            grammar = self._accepted.get(spec)
             if grammar is None:
                 return None
-            self._accepted.move_to_end(guide)
+            self._accepted.move_to_end(spec)
         worker = self._choose()
-        return worker.open(grammar) if worker.has(guide) else None
+        return worker.open(grammar) if worker.has(spec) else None
 
-    def compile(self, guide: GrammarSpec) -> tuple[CheckedGrammar, SteppingWorker]:
+    def compile(self, spec: GrammarSpec) -> tuple[CheckedGrammar, SteppingWorker]:
         """Compile a grammar in a worker that can step it for later requests, and wait for it.
 
         Raises GrammarRefused, GrammarWorkerFailed.
         """
-        if refusal := self.refusal_of(guide):
+        if refusal := self.refusal_of(spec):
             raise GrammarRefused(refusal)
         with self._lock:
-            grammar = self._accepted.get(guide)
+            grammar = self._accepted.get(spec)
         if grammar is None:
-            grammar = CheckedGrammar(guide, self._try(guide))
+            grammar = CheckedGrammar(spec, self._try(spec))
             with self._lock:
-                self._accepted[guide] = grammar
+                self._accepted[spec] = grammar
                 self._forget_oldest()
         worker = self._choose()
         self._count(worker.prepare(grammar))
         return grammar, worker
 
-    def remember_refusal(self, guide: GrammarSpec, refusal: str) -> None:
+    def remember_refusal(self, spec: GrammarSpec, refusal: str) -> None:
         """Refuse the grammar from now on without compiling it."""
         with self._lock:
-            self._accepted.pop(guide, None)
-            self._refusals[_digest(guide)] = refusal
+            self._accepted.pop(spec, None)
+            self._refusals[_digest(spec)] = refusal
             if len(self._refusals) > MAX_VERDICTS:
                 self._refusals.popitem(last=False)
 
-    def note_crash(self, guide: GrammarSpec, problem: str) -> None:
+    def note_crash(self, spec: GrammarSpec, problem: str) -> None:
         """Note that a stepping process died of a grammar that had passed its trial.
 
         The first crash may depend on the request's tokens; after a second one, the grammar is refused.
         """
         with self._lock:
-            crashes = self._crashes.pop(guide, 0) + 1
-            self._crashes[guide] = crashes
+            crashes = self._crashes.pop(spec, 0) + 1
+            self._crashes[spec] = crashes
             if len(self._crashes) > MAX_KEPT:
                 self._crashes.popitem(last=False)
         if crashes >= MAX_CRASHES:
-            self.remember_refusal(guide, problem)
+            self.remember_refusal(spec, problem)
 
     def close(self) -> None:
         """End all processes. Calls in progress raise GrammarWorkerFailed."""
@@ -145,13 +145,13 @@ class GrammarService:
                 return worker
         return min(self._workers, key=lambda worker: worker.num_open)
 
-    def _try(self, guide: GrammarSpec) -> int:
+    def _try(self, spec: GrammarSpec) -> int:
         """Compile in a trial process; return the bytes of memory that the grammar takes.
 
         Raises GrammarRefused, GrammarWorkerFailed.
         """
         limits = self._limits
-        order = TrialOrder(guide, limits.compile_cpu_s, limits.compile_wall_s, limits.compile_memory_bytes)
+        order = TrialOrder(spec, limits.compile_cpu_s, limits.compile_wall_s, limits.compile_memory_bytes)
         for _ in range(MAX_TRIALS):
             template_pid = self._template.pid
             with self._template.fork() as child:
@@ -166,16 +166,16 @@ class GrammarService:
                         continue
                     self._count(end.cpu_s)
                     if not _was_killed(end):
-                        raise self._refuse(guide, end) from None
+                        raise self._refuse(spec, end) from None
                     continue
             self._count(report.cpu_s)
             if report.refusal:
-                self.remember_refusal(guide, report.refusal)
+                self.remember_refusal(spec, report.refusal)
                 raise GrammarRefused(report.refusal)
             return report.memory_bytes
         raise GrammarRefused("the process that compiled the grammar was killed; send the request again")
 
-    def _refuse(self, guide: GrammarSpec, end: ChildExit) -> GrammarRefused:
+    def _refuse(self, spec: GrammarSpec, end: ChildExit) -> GrammarRefused:
         """Return the error for the client after a trial ended abnormally."""
         limits, number = self._limits, os.WTERMSIG(end.status) if os.WIFSIGNALED(end.status) else 0
         if number == signal.SIGALRM:  # depends on the machine's other load
@@ -186,8 +186,8 @@ class GrammarService:
             problem = f"compiling the grammar takes more than {limits.compile_memory_bytes >> 20:,} MiB; simplify it"
         else:
             problem = f"compiling the grammar crashed the compiler ({name_of(end)}); rewrite it"
-        log.warning("grammar_refused", ended_by=name_of(end), kind=str(guide.kind), bytes=len(guide.text))
-        self.remember_refusal(guide, problem)
+        log.warning("grammar_refused", ended_by=name_of(end), kind=str(spec.kind), bytes=len(spec.text))
+        self.remember_refusal(spec, problem)
         return GrammarRefused(problem)
 
     def _count(self, cpu_s: float) -> None:
@@ -195,10 +195,10 @@ class GrammarService:
             self.compile_seconds_total += cpu_s
 
     def _forget_oldest(self) -> None:
-        num_bytes = sum(len(guide.text) for guide in self._accepted)
+        num_bytes = sum(len(spec.text) for spec in self._accepted)
         while len(self._accepted) > MAX_KEPT or num_bytes > MAX_KEPT_BYTES:
-            guide, _ = self._accepted.popitem(last=False)
-            num_bytes -= len(guide.text)
+            spec, _ = self._accepted.popitem(last=False)
+            num_bytes -= len(spec.text)
 
 
 class GrammarServiceStart:
@@ -228,8 +228,8 @@ def _was_killed(end: ChildExit) -> bool:
     return os.WIFSIGNALED(end.status) and os.WTERMSIG(end.status) in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
 
 
-def _digest(guide: GrammarSpec) -> bytes:
-    return blake2b(f"{guide.kind}\0{guide.text}".encode(errors="surrogatepass"), digest_size=16).digest()
+def _digest(spec: GrammarSpec) -> bytes:
+    return blake2b(f"{spec.kind}\0{spec.text}".encode(errors="surrogatepass"), digest_size=16).digest()
 
 
 def _close_all(workers: Sequence[SteppingWorker], template: WorkerTemplate) -> None:
@@ -242,9 +242,9 @@ def _weak_method(service: GrammarService) -> Callable[[GrammarSpec, str], None]:
     """Return `note_crash` without keeping the service alive."""
     method = weakref.WeakMethod(service.note_crash)
 
-    def note(guide: GrammarSpec, problem: str) -> None:
+    def note(spec: GrammarSpec, problem: str) -> None:
         found = method()
         if found is not None:
-            found(guide, problem)
+            found(spec, problem)
 
     return note

@@ -53,7 +53,7 @@ _ids = itertools.count(1)
 class CheckedGrammar(NamedTuple):
     """A grammar that compiled within its limits."""
 
-    guide: GrammarSpec
+    spec: GrammarSpec
     memory_bytes: int
 
 
@@ -67,7 +67,7 @@ class GrammarHandle:
         self.grammar, self.worker = grammar, worker
         self.state_id = next(_ids)
         self.accepted_ids: list[int] = []  # tokens of the answer
-        self.problem, self.code = "", FailureCode.GUIDE_REFUSED  # why it cannot continue, for the client
+        self.problem, self.code = "", FailureCode.GRAMMAR_REFUSED  # why it cannot continue, for the client
         self.num_deaths = 0.0  # deaths of processes during its operations, without proof of its fault
         weakref.finalize(self, freed_ids.append, self.state_id).atexit = False
 
@@ -80,7 +80,7 @@ class GrammarHandle:
         """Take the next tokens of the answer; the process receives them with the next step."""
         self.accepted_ids += token_ids
 
-    def fail(self, problem: str, code: FailureCode = FailureCode.GUIDE_REFUSED) -> None:
+    def fail(self, problem: str, code: FailureCode = FailureCode.GRAMMAR_REFUSED) -> None:
         """Set why the request cannot continue. The first reason is kept."""
         if not self.problem:
             self.problem, self.code = problem, code
@@ -144,10 +144,10 @@ class SteppingWorker:
         """Number of requests whose grammars the worker steps."""
         return self._num_opened - self._num_freed - len(self._freed_ids)
 
-    def has(self, guide: GrammarSpec) -> bool:
+    def has(self, spec: GrammarSpec) -> bool:
         """Return whether a request with this grammar can start at once."""
         process = self._process
-        return process is not None and guide in process.has
+        return process is not None and spec in process.has
 
     def open(self, grammar: CheckedGrammar) -> GrammarHandle:
         self._num_opened += 1
@@ -161,16 +161,16 @@ class SteppingWorker:
         for _ in range(MAX_UNEXPLAINED):
             process = self._running()
             with process.prepare_lock:
-                if self.has(grammar.guide):
+                if self.has(grammar.spec):
                     return 0.0
-                order = PrepareOrder(next(_ids), grammar.guide)
+                order = PrepareOrder(next(_ids), grammar.spec)
                 try:
                     send_frame(process.compile_link, order)
                     report = receive_frame(process.compile_link, PrepareReport)
                 except (EOFError, OSError):
                     end = self._bury(process)
                     if end is not None and is_own_fault(end) and order.grammar_id in process.masks.grammars_in_progress:
-                        raise self._guilty(grammar.guide, end) from None
+                        raise self._guilty(grammar.spec, end) from None
                     continue
                 if report.refusal:
                     raise GrammarRefused(report.refusal)
@@ -251,10 +251,10 @@ class SteppingWorker:
                 num_sent = process.num_sent.get(handle.state_id)
                 grammar_id = 0
                 if num_sent is None:
-                    kept = process.has.get(handle.grammar.guide)
+                    kept = process.has.get(handle.grammar.spec)
                     if kept is None:
                         kept = self._keep(process, handle.grammar, next(_ids))
-                        grammars.append(PrepareOrder(kept.grammar_id, handle.grammar.guide))
+                        grammars.append(PrepareOrder(kept.grammar_id, handle.grammar.spec))
                     grammar_id = kept.grammar_id
                 fresh_ids = handle.accepted_ids[num_sent or 0 :]
                 rows.append(StepRow(handle.state_id, grammar_id, fresh_ids, num_sent is None))
@@ -265,7 +265,7 @@ class SteppingWorker:
 
     def _keep(self, process: _Process, grammar: CheckedGrammar, grammar_id: int) -> _Kept:
         """Record that the process has a grammar, and which ones it must drop for it. The caller holds the lock."""
-        kept = process.has[grammar.guide] = _Kept(grammar_id, grammar.memory_bytes, len(grammar.guide.text))
+        kept = process.has[grammar.spec] = _Kept(grammar_id, grammar.memory_bytes, len(grammar.spec.text))
         while len(process.has) > 1 and (
             len(process.has) > MAX_KEPT
             or sum(one.text_bytes for one in process.has.values()) > MAX_KEPT_BYTES
@@ -294,7 +294,7 @@ class SteppingWorker:
         compiling, beside = masks.grammars_in_progress
         suspects = []
         for handle in live:
-            kept = process.has.get(handle.grammar.guide)
+            kept = process.has.get(handle.grammar.spec)
             is_compiled = bool(compiling) and kept is not None and kept.grammar_id == compiling
             if is_compiled or handle.state_id == masks.state_in_progress:
                 suspects.append(handle)
@@ -302,15 +302,15 @@ class SteppingWorker:
         for handle in suspects:
             handle.num_deaths += UNKNOWN_END if end is None else 1
             if end is not None and (is_proved or handle.num_deaths >= MAX_DEATHS):
-                handle.fail(str(self._guilty(handle.grammar.guide, end)))
+                handle.fail(str(self._guilty(handle.grammar.spec, end)))
             elif handle.num_deaths >= MAX_DEATHS:
                 handle.fail(CRASHED.format(how="it ended repeatedly"))
         return bool(suspects)
 
-    def _guilty(self, guide: GrammarSpec, end: ChildExit) -> GrammarRefused:
+    def _guilty(self, spec: GrammarSpec, end: ChildExit) -> GrammarRefused:
         problem = CRASHED.format(how=name_of(end))
         if is_own_fault(end):
-            self._note_crash(guide, problem)
+            self._note_crash(spec, problem)
         return GrammarRefused(problem)
 
     @staticmethod

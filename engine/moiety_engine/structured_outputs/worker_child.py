@@ -111,7 +111,7 @@ def _run_trial(link: socket.socket, compiler: GrammarCompiler, order: TrialOrder
     signal.setitimer(signal.ITIMER_REAL, order.wall_s)
     begin_bytes, begin_s, refusal = _resident_bytes(), time.process_time(), ""
     try:
-        compiler.compile(order.guide)
+        compiler.compile(order.spec)
     except GrammarRefused as exc:
         refusal = str(exc)
     used_s = time.process_time() - begin_s
@@ -161,7 +161,7 @@ class _Stepper:
         self._masks.mark_grammar(grammar.grammar_id, beside=False)
         signal.setitimer(signal.ITIMER_PROF, self._step_cpu_s)
         try:
-            self._grammars[grammar.grammar_id] = self._compiler.compile(grammar.guide)
+            self._grammars[grammar.grammar_id] = self._compiler.compile(grammar.spec)
         except GrammarRefused as exc:
             self._refusals[grammar.grammar_id] = str(exc)
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -203,7 +203,7 @@ class _Stepper:
                 self._masks.mark_grammar(order.grammar_id, beside=True)
                 begin_s, refusal = time.thread_time(), ""
                 try:
-                    self._grammars[order.grammar_id] = self._compiler.compile(order.guide)
+                    self._grammars[order.grammar_id] = self._compiler.compile(order.spec)
                 except GrammarRefused as exc:
                     refusal = str(exc)
                 self._masks.mark_grammar(0, beside=True)

@@ -227,7 +227,7 @@ class HeldStream:
     async def __aenter__(self) -> EngineStream:
         submit, session = self._submit, self._ready_session(self._submit.model)
         stream = EngineStream(submit, self._inbox, session.send)
-        if submit.guide is not None and not (session.card is not None and session.card.follows_grammars):
+        if submit.grammar is not None and not (session.card is not None and session.card.follows_grammars):
             stream.fail(BadRequest(NO_FORMS.format(model=submit.model), code=UNSUPPORTED_RESPONSE_FORMAT))
             return stream
         self._session, self._stream = session, stream

@@ -61,7 +61,7 @@ class Completions:
             "min_tokens": stopping.min_tokens != 0,
             "stop_token_ids": bool(stopping.stop_token_ids),
             "ignore_eos": stopping.ignore_eos,
-            "a form of answers": submit.guide is not None,
+            "a form of answers": submit.grammar is not None,
             "tools": bool(submit.shown_ids),
             f"more than {MAX_STOP_STRINGS} stop strings": len(sent_stops(stopping)) > MAX_STOP_STRINGS,
         }
@@ -108,8 +108,8 @@ class Completions:
             "stop_token_ids": list(stopping.stop_token_ids),
             "ignore_eos": stopping.ignore_eos,
         }
-        if submit.guide is not None:
-            more |= _form(self._kind, submit.guide)
+        if submit.grammar is not None:
+            more |= _form(self._kind, submit.grammar)
         if submit.cache_salt:
             more["cache_salt"] = base64.urlsafe_b64encode(submit.cache_salt).decode()
         if submit.shown_ids:  # for versions that send only text
@@ -155,19 +155,19 @@ class Completions:
         )
 
 
-def _form(kind: ExternalKind, guide: GrammarSpec) -> dict[str, Any]:
+def _form(kind: ExternalKind, grammar: GrammarSpec) -> dict[str, Any]:
     """Return the grammar in the server's own field. vLLM has it under this name since 0.11."""
     if kind is ExternalKind.VLLM:
-        match guide.kind:
+        match grammar.kind:
             case GrammarKind.JSON_OBJECT:
                 return {"structured_outputs": {"json_object": True}}
             case GrammarKind.JSON_SCHEMA:
-                return {"structured_outputs": {"json": guide.text}}
+                return {"structured_outputs": {"json": grammar.text}}
             case GrammarKind.CHOICE:
-                return {"structured_outputs": {"choice": msgspec.json.decode(guide.text)}}
-        return {"structured_outputs": {guide.kind.value: guide.text}}
-    schema = '{"type":"object"}' if guide.kind is GrammarKind.JSON_OBJECT else guide.text
-    return {"regex": schema} if guide.kind is GrammarKind.REGEX else {"json_schema": schema}
+                return {"structured_outputs": {"choice": msgspec.json.decode(grammar.text)}}
+        return {"structured_outputs": {grammar.kind.value: grammar.text}}
+    schema = '{"type":"object"}' if grammar.kind is GrammarKind.JSON_OBJECT else grammar.text
+    return {"regex": schema} if grammar.kind is GrammarKind.REGEX else {"json_schema": schema}
 
 
 def _counts(usage: Any) -> tuple[int | None, int | None]:

@@ -70,8 +70,8 @@ class LlamaCpp:
             "stop": sent_stops(stopping),
             "ignore_eos": stopping.ignore_eos,
         }
-        if submit.guide is not None:
-            body["json_schema"] = msgspec.json.decode(submit.guide.text or '{"type":"object"}')
+        if submit.grammar is not None:
+            body["json_schema"] = msgspec.json.decode(submit.grammar.text or '{"type":"object"}')
         if sampling.seed is not None:
             body["seed"] = sampling.seed % SEEDS
         return body

@@ -80,11 +80,11 @@ def sent_stops(stopping: Stopping) -> list[str]:
 
 def form_refusal(submit: Submit, known: Collection[GrammarKind]) -> str:
     """Return the name of a structured-output feature that the server lacks for the request, or "" if it lacks none."""
-    if submit.guide is None:
+    if submit.grammar is None:
         return ""
-    if submit.guide.kind not in known:
-        is_strict = submit.guide.kind is GrammarKind.CALLS
-        return "'strict' of tools" if is_strict else f"a form of answers of the kind {submit.guide.kind.value!r}"
+    if submit.grammar.kind not in known:
+        is_strict = submit.grammar.kind is GrammarKind.CALLS
+        return "'strict' of tools" if is_strict else f"a form of answers of the kind {submit.grammar.kind.value!r}"
     return "to go on with an answer of a form in its middle" if submit.resumed_ids else ""
 
 

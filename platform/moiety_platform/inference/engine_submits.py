@@ -115,7 +115,7 @@ def _submits(
             embed=generation.embed,
             sibling_tokens=sibling_tokens,
             gathers=origin.gathers,
-            guide=answer.guide,
+            grammar=answer.grammar,
             adapter=origin.adapter,
             keep_s=generation.keep_s,
         )

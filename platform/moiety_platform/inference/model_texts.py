@@ -14,7 +14,7 @@ import msgspec
 
 from moiety_platform.errors import UNSUPPORTED_RESPONSE_FORMAT, BadRequest, ContextTooLong
 from moiety_platform.inference.generation import Conversation, Generation, Prompt
-from moiety_platform.inference.strict_tools import guide_of_calls
+from moiety_platform.inference.strict_tools import grammar_of_calls
 from moiety_platform.inference.template_options import TemplateOptions
 from moiety_text.chat import ChatTemplate
 from moiety_text.conversation import ConversationEncoder, texts_of
@@ -42,7 +42,7 @@ class AnswerFormat(msgspec.Struct, frozen=True):
     shown_ids: tuple[int, ...] = ()  # special tokens that the answer's text must contain for its parser
     marker_ids: tuple[int, ...] = ()  # added tokens that mark tool calls and reasoning in the answer
     thought: ThoughtMarks | None = None  # markers of the reasoning that the answer may begin with
-    guide: GrammarSpec | None = None  # grammar of the answer
+    grammar: GrammarSpec | None = None  # grammar of the answer
 
 
 class ModelText:
@@ -119,7 +119,7 @@ class ModelText:
         if self._thoughts is None and getattr(generation.prompts[0], "tools", None) is None:
             return None  # the common case; only a chat has tools, and it has only one prompt
         readers = [
-            self._new_reader(prompt, token_ids, generation.guide)
+            self._new_reader(prompt, token_ids, generation.grammar)
             for prompt, token_ids in zip(generation.prompts, prompts, strict=True)
             for _ in range(generation.num_choices)
         ]
@@ -142,19 +142,19 @@ class ModelText:
         single token.
         """
         prompt = generation.prompts[0]  # a chat has only one
-        if self._closer_id is None or not self._may_think(prompt, generation.guide):
+        if self._closer_id is None or not self._may_think(prompt, generation.grammar):
             return None
         is_open = self._end_of(prompts[0]).endswith(OPENER)
         return sum(num_thought_tokens(ids, self._opener_id, self._closer_id, is_open=is_open) for ids in answers)
 
-    def _new_reader(self, prompt: Prompt, token_ids: Sequence[int], guide: GrammarSpec | None) -> AnswerReader | None:
+    def _new_reader(self, prompt: Prompt, token_ids: Sequence[int], grammar: GrammarSpec | None) -> AnswerReader | None:
         if not isinstance(prompt, Conversation):
             return None
         calls = None
         if prompt.tools is not None:
             calls = self._format_of_tools().new_reader(prompt.tools, is_rest=bool(prompt.prefill.strip()))
         reader: AnswerReader | None = calls
-        if self._thoughts is not None and self._may_think(prompt, guide):
+        if self._thoughts is not None and self._may_think(prompt, grammar):
             reader = self._thoughts.new_reader(self._end_of(token_ids), calls)
         return None if reader is None else GuardedReader(reader)
 
@@ -163,29 +163,29 @@ class ModelText:
 
         Raises BadRequest for strict tools that cannot be enforced.
         """
-        prompt, guide = generation.prompts[number], generation.guide
+        prompt, grammar = generation.prompts[number], generation.grammar
         if not isinstance(prompt, Conversation) or (self._thoughts is None and prompt.tools is None):
-            return AnswerFormat(guide=guide)
+            return AnswerFormat(grammar=grammar)
         return AnswerFormat(
             self._shown_ids(prompt),
-            self._marker_ids(prompt, guide),
+            self._marker_ids(prompt, grammar),
             self._thought_marks(generation, number, prompt_ids),
-            guide or self._guide_of_calls(prompt),
+            grammar or self._grammar_of_calls(prompt),
         )
 
     def _thought_marks(self, generation: Generation, number: int, prompt_ids: Sequence[int]) -> ThoughtMarks | None:
         """Return the markers of the reasoning that answers to the generation's prompt `number` may begin with."""
-        if not self._may_think(generation.prompts[number], generation.guide):
+        if not self._may_think(generation.prompts[number], generation.grammar):
             return None
         return ThoughtMarks(OPENER, CLOSER, self._end_of(prompt_ids).endswith(OPENER))
 
-    def _may_think(self, prompt: Prompt, guide: GrammarSpec | None) -> bool:
+    def _may_think(self, prompt: Prompt, grammar: GrammarSpec | None) -> bool:
         """Return whether the answer may begin with reasoning.
 
         A grammar applies from the first token on, and an answer with a prefill does not begin with reasoning.
         """
         is_chat = isinstance(prompt, Conversation) and not prompt.prefill.strip()
-        return self._thoughts is not None and is_chat and guide is None
+        return self._thoughts is not None and is_chat and grammar is None
 
     def _end_of(self, token_ids: Sequence[int]) -> str:
         """Return the end of a prompt's text, which may have a marker."""
@@ -197,27 +197,27 @@ class ModelText:
         calls = () if prompt.tools is None else self._call_markers().values()
         return (*(one for one in calls if added[one].special), *self._special_thoughts)
 
-    def _marker_ids(self, prompt: Conversation, guide: GrammarSpec | None) -> tuple[int, ...]:
+    def _marker_ids(self, prompt: Conversation, grammar: GrammarSpec | None) -> tuple[int, ...]:
         """Return the added tokens that mark tool calls and reasoning in the answer.
 
         They let the parser distinguish markers from text that only spells one.
         """
         calls = () if prompt.tools is None else self._call_markers().values()
-        thoughts = (self._opener_id, self._closer_id) if self._may_think(prompt, guide) else ()
+        thoughts = (self._opener_id, self._closer_id) if self._may_think(prompt, grammar) else ()
         return (*calls, *(one for one in thoughts if one is not None))
 
-    def _guide_of_calls(self, prompt: Conversation) -> GrammarSpec | None:
+    def _grammar_of_calls(self, prompt: Conversation) -> GrammarSpec | None:
         """Return the grammar of an answer with strict tools, or None without strict tools. Raises BadRequest."""
         if prompt.tools is None or not prompt.tools.is_strict:
             return None
         way = self._format_of_tools()
-        guide = None
+        grammar = None
         if way.marks_calls or not prompt.prefill.strip():
-            guide = guide_of_calls(way, prompt.tools, self._call_markers(), self._free_ids())
-        if guide is None:
+            grammar = grammar_of_calls(way, prompt.tools, self._call_markers(), self._free_ids())
+        if grammar is None:
             message = f"calls of the model {self._model!r} cannot be held to a schema here; leave 'strict' out"
             raise BadRequest(message, code=UNSUPPORTED_RESPONSE_FORMAT, param="tools")
-        return guide
+        return grammar
 
     def _call_markers(self) -> dict[str, int]:
         """Return the markers of tool calls that are added tokens, with their ids."""

@@ -210,7 +210,7 @@ class Sequence:
         if not isinstance(error, EngineDied) or error.in_first_step is False or self._has_output_there():
             return None
         self._num_first_step_deaths += error.in_first_step is True
-        has_grammar = self._submit.guide is not None and not self.output_ids
+        has_grammar = self._submit.grammar is not None and not self.output_ids
         if not has_grammar and self._num_first_step_deaths < MAX_FIRST_STEP_DEATHS:
             return None
         cause = "grammar (response_format, structured_outputs or strict tools)" if has_grammar else "parameters"

@@ -13,7 +13,7 @@ from moiety_wire.grammars import GrammarKind, GrammarSpec, ToolCallGrammar, Tool
 ANY_OBJECT: Mapping[str, str] = {"type": "object"}
 
 
-def guide_of_calls(
+def grammar_of_calls(
     way: ToolFormat, offer: ToolOffer, special: Mapping[str, int], free_ids: Sequence[int] = ()
 ) -> GrammarSpec | None:
     """Return the grammar for a model's tool call format, or None if its calls cannot be expressed as a grammar.

@@ -82,8 +82,8 @@ class ResponseFormat(StrictBody):
             raise refuse('\'json_schema\' is missing; send {"name": …, "schema": {…}}')
         return self
 
-    def guide(self) -> GrammarSpec | None:
-        return _json_guide(self.type, None if self.json_schema is None else self.json_schema.json_schema)
+    def grammar(self) -> GrammarSpec | None:
+        return _json_grammar(self.type, None if self.json_schema is None else self.json_schema.json_schema)
 
 
 class TextFormat(StrictBody):
@@ -105,8 +105,8 @@ class TextFormat(StrictBody):
             raise refuse("'name' and 'schema' are needed for the type 'json_schema'")
         return self
 
-    def guide(self) -> GrammarSpec | None:
-        return _json_guide(self.type, self.json_schema)
+    def grammar(self) -> GrammarSpec | None:
+        return _json_grammar(self.type, self.json_schema)
 
 
 class StructuredOutputs(StrictBody):
@@ -120,16 +120,16 @@ class StructuredOutputs(StrictBody):
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
-        if not self.guides():
+        if not self.grammars():
             raise refuse("it needs one of json, regex, choice, grammar and json_object", UNSUPPORTED_RESPONSE_FORMAT)
         return self
 
-    def guides(self) -> list[GrammarSpec]:
-        found = guides_of(self.json_schema, self.regex, self.choice, self.grammar)
+    def grammars(self) -> list[GrammarSpec]:
+        found = grammars_of(self.json_schema, self.regex, self.choice, self.grammar)
         return [*found, GrammarSpec(GrammarKind.JSON_OBJECT)] if self.json_object else found
 
 
-class GuidedBody(StrictBody):
+class StructuredOutputBody(StrictBody):
     """Fields of a request body that set the response format. `guided_…` are the older names in vLLM."""
 
     response_format: ResponseFormat | None = None
@@ -141,18 +141,18 @@ class GuidedBody(StrictBody):
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:
-        self.guide()
+        self.grammar()
         return self
 
-    def guide(self) -> GrammarSpec | None:
+    def grammar(self) -> GrammarSpec | None:
         """Return the grammar of the answer, or None for free text."""
         guided = (self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
         if (*guided, self.structured_outputs, self.response_format).count(None) == len(guided) + 2:
             return None
-        found = guides_of(*guided)
+        found = grammars_of(*guided)
         if self.structured_outputs is not None:
-            found += self.structured_outputs.guides()
-        if self.response_format is not None and (one := self.response_format.guide()) is not None:
+            found += self.structured_outputs.grammars()
+        if self.response_format is not None and (one := self.response_format.grammar()) is not None:
             found.append(one)
         if len(found) > 1:
             told = "an answer has one form; send one of 'response_format', 'structured_outputs' and 'guided_…'"
@@ -160,14 +160,14 @@ class GuidedBody(StrictBody):
         return found[0] if found else None
 
 
-def require_one_form(guide: GrammarSpec | None, offer: ToolOffer | None, field: str) -> None:
+def require_one_form(grammar: GrammarSpec | None, offer: ToolOffer | None, field: str) -> None:
     """Raise BadRequest where a request has both a response format and tools. Tool calls need a grammar of their own."""
-    if guide is not None and offer is not None:
+    if grammar is not None and offer is not None:
         message = f"'{field}' cannot go with tools that may be called; leave one of them out, or set tool_choice 'none'"
         raise BadRequest(message, code=UNSUPPORTED_RESPONSE_FORMAT, param=field)
 
 
-def guides_of(
+def grammars_of(
     schema: dict[str, Any] | str | None, regex: str | None, choices: list[str] | None, grammar: str | None
 ) -> list[GrammarSpec]:
     """Return one grammar for each argument that is not None."""
@@ -184,7 +184,7 @@ def guides_of(
     return found
 
 
-def _json_guide(kind: str, schema: dict[str, Any] | None) -> GrammarSpec | None:
+def _json_grammar(kind: str, schema: dict[str, Any] | None) -> GrammarSpec | None:
     if kind == "json_object":
         return GrammarSpec(GrammarKind.JSON_OBJECT)
-    return guides_of(schema, None, None, None)[0] if kind == "json_schema" else None
+    return grammars_of(schema, None, None, None)[0] if kind == "json_schema" else None

@@ -35,7 +35,7 @@ from moiety_platform.inference.generation import Conversation, Generation, Promp
 from moiety_platform.inference.tool_fields import TemplateVariables
 from moiety_platform.openai_api.chat_messages import ChatMessage, Messages
 from moiety_platform.openai_api.response_formats import FORMS as FORMS_OF_FORMS
-from moiety_platform.openai_api.response_formats import GuidedBody, require_one_form
+from moiety_platform.openai_api.response_formats import StructuredOutputBody, require_one_form
 from moiety_platform.openai_api.tools import NEEDS_TOOLS, ChatChoice, ChatTools, check_choice, offer_of
 from moiety_wire.grammars import GrammarSpec
 from moiety_wire.messages import Sampling
@@ -75,7 +75,7 @@ class StreamOptions(StrictBody):
         return value
 
 
-class GenerationBody(GuidedBody, GeneratingBody):
+class GenerationBody(StructuredOutputBody, GeneratingBody):
     """Fields common to both endpoints. null means the default, as everywhere in OpenAI's API."""
 
     model_config = ConfigDict(json_schema_extra={"allOf": [STREAMED_OPTIONS]})
@@ -121,7 +121,7 @@ class GenerationBody(GuidedBody, GeneratingBody):
     def _check_together(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise refuse("'stream_options' is allowed only when 'stream' is true")
-        if self.ignore_eos and self.guide() is not None:
+        if self.ignore_eos and self.grammar() is not None:
             told = "'ignore_eos' cannot go with a form, which says where the answer ends; leave one of them out"
             raise refuse(told, UNSUPPORTED_RESPONSE_FORMAT)
         limit = self.output_limit
@@ -138,7 +138,7 @@ class GenerationBody(GuidedBody, GeneratingBody):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def _generation(
-        self, prompts: tuple[Prompt, ...], num_logprobs: int | None, guide: GrammarSpec | None
+        self, prompts: tuple[Prompt, ...], num_logprobs: int | None, grammar: GrammarSpec | None
     ) -> Generation:
         stop = self.stop or ()
         return Generation(
@@ -162,7 +162,7 @@ class GenerationBody(GuidedBody, GeneratingBody):
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
-            guide=guide,
+            grammar=grammar,
             service_tier=self.service_tier,
             keep_s=KEEP_S[self.prompt_cache_retention or "in_memory"],
         )
@@ -211,10 +211,10 @@ class ChatBody(GenerationBody):
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     def generation(self) -> Generation:
-        offer, guide = None, self.guide()
+        offer, grammar = None, self.grammar()
         if self.tools:
             offer = offer_of(self.tools, self.tool_choice, parallel=self.parallel_tool_calls is not False)
-            require_one_form(guide, offer, "response_format")
+            require_one_form(grammar, offer, "response_format")
         messages = tuple(map(ChatMessage.for_template, self.messages))
         conversation = Conversation(
             messages,
@@ -222,7 +222,7 @@ class ChatBody(GenerationBody):
             effort=self.reasoning_effort,
             template_options=self.chat_template_kwargs or {},
         )
-        return self._generation((conversation,), (self.top_logprobs or 0) if self.logprobs else None, guide)
+        return self._generation((conversation,), (self.top_logprobs or 0) if self.logprobs else None, grammar)
 
 
 class CompletionBody(GenerationBody):
@@ -276,7 +276,7 @@ class CompletionBody(GenerationBody):
 
     def generation(self) -> Generation:
         generation = msgspec.structs.replace(
-            self._generation(as_prompts(self.prompt), self.logprobs, self.guide()),
+            self._generation(as_prompts(self.prompt), self.logprobs, self.grammar()),
             max_tokens=self.max_tokens,
             default_max_tokens=COMPLETION_DEFAULT_MAX_TOKENS,
             echo=bool(self.echo),

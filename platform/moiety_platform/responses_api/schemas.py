@@ -204,8 +204,8 @@ class ResponsesBody(GeneratingBody):
         check_results(items)
         instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
         offer = offer_of_functions(self.tools or (), self.tool_choice, parallel=self.parallel_tool_calls is not False)
-        guide = None if self.text is None or self.text.format is None else self.text.format.guide()
-        require_one_form(guide, offer, "text.format")
+        grammar = None if self.text is None or self.text.format is None else self.text.format.grammar()
+        require_one_form(grammar, offer, "text.format")
         return Generation(
             model=self.model,
             prompts=(
@@ -224,5 +224,5 @@ class ResponsesBody(GeneratingBody):
             max_tokens=self.max_output_tokens,
             service_tier=self.service_tier,
             keep_s=KEEP_S[self.prompt_cache_retention or "in_memory"],
-            guide=guide,
+            grammar=grammar,
         )

@@ -39,7 +39,7 @@ class AdmissionQueue:
         self._failures: list[CoreFailure] = []
 
     def add(
-        self, submit: CoreSubmit, *, seed: int, now_ns: int, guide: GrammarHandle | None = None, num_landing: int = 0
+        self, submit: CoreSubmit, *, seed: int, now_ns: int, grammar: GrammarHandle | None = None, num_landing: int = 0
     ) -> None:
         """Queue a request or reject it."""
         sequence = Sequence(
@@ -48,7 +48,7 @@ class AdmissionQueue:
             seed=seed,
             queued_unix_ns=now_ns,
             answer_apart=self._kv.first.answers_apart,
-            guide=guide,
+            grammar=grammar,
         )
         self._num_seen += 1
         sequence.kv.num_uncached = len(sequence.tokens) - self._kv.num_cached(sequence)

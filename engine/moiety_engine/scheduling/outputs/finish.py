@@ -33,7 +33,7 @@ def why_it_ends(sequence: Sequence, token_id: int) -> tuple[FinishReason, str] |
     """Return reason and detail if the sequence ends with `token_id`, its newest token; None if it goes on."""
     num_output, submit = len(sequence.tokens) - sequence.request.num_prompt, sequence.request.submit
     may_stop = (
-        num_output >= submit.min_tokens or sequence.request.guide is not None
+        num_output >= submit.min_tokens or sequence.request.grammar is not None
     )  # its grammar prevents an early stop
     if may_stop and token_id in submit.stop_token_ids:
         return FinishReason.STOP, "stop_token"

@@ -106,7 +106,7 @@ class Speculator:
         Structured outputs get none: the grammar's mask after a proposed token is unknown before the token is accepted.
         """
         room = min(sequence.credit_tokens, sequence.request.submit.max_tokens) - sequence.num_output - 1
-        if sequence.request.guide is not None or room <= 0:
+        if sequence.request.grammar is not None or room <= 0:
             return Proposal([])
         guess = self._proposer.guess(sequence, self._num_tokens)
         return guess._replace(token_ids=guess.token_ids[:room])

@@ -1,4 +1,4 @@
-"""Guides in the step loop, with random weights: nothing but the guide makes an answer valid."""
+"""Grammars in the step loop, with random weights: nothing but the grammar makes an answer valid."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from moiety_engine.sampling.allowed import Allowed, ban_others, write_out
 from moiety_engine.startup import load_loop
 from moiety_engine.structured_outputs.compiler import GrammarCompiler
 from moiety_engine.structured_outputs.errors import GrammarRefused
-from moiety_platform.inference.strict_tools import guide_of_calls
+from moiety_platform.inference.strict_tools import grammar_of_calls
 from moiety_text.folder import read_text_model
 from moiety_text.tokenizer import Tokenizer
 from moiety_text.tools.deltas import Call
@@ -61,10 +61,10 @@ def make_loop(**settings: Any) -> EngineLoop:
     return load_loop(EngineConfig(model=str(checkpoint_path()), name="m", device="cpu", dtype="float32", **settings))
 
 
-def asked(key: int, guide: GrammarSpec | None = SCHEMA, **more: Any) -> CoreSubmit:
+def asked(key: int, grammar: GrammarSpec | None = SCHEMA, **more: Any) -> CoreSubmit:
     prompt = TOKENIZER.encode("What is it?")
     eos, sampling = list(TEXT.eos_token_ids), Sampling(temperature=1.0, seed=key)
-    submit = CoreSubmit(key, "t", STANDARD, prompt, sampling, 120, 0, eos, 120, b"", 0, guide=guide)
+    submit = CoreSubmit(key, "t", STANDARD, prompt, sampling, 120, 0, eos, 120, b"", 0, grammar=grammar)
     return msgspec.structs.replace(submit, **more)
 
 
@@ -122,11 +122,11 @@ def test_an_answer_that_is_not_of_its_form_is_ended_and_no_other(model: EngineLo
         if step is not None:
             failures += step.failures
             tokens += [token for output in step.outputs for token in output.token_ids if output.key == 2]
-    assert [(failure.key, failure.code) for failure in failures] == [(1, FailureCode.GUIDE_REFUSED)]
+    assert [(failure.key, failure.code) for failure in failures] == [(1, FailureCode.GRAMMAR_REFUSED)]
     assert complaint(text_of(tokens), PLACE) == ""
 
 
-def test_who_has_no_guide_goes_on_while_one_is_compiled_and_who_leaves_meanwhile_is_told(model: EngineLoop) -> None:
+def test_who_has_no_grammar_goes_on_while_one_is_compiled_and_who_leaves_meanwhile_is_told(model: EngineLoop) -> None:
     slow = GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps({"enum": [f"{i} {i * i}" for i in range(9000)]}))
     model.submit(asked(1, None, max_tokens=8))
     for key in (2, 3):
@@ -163,9 +163,9 @@ def test_a_strict_tool_that_must_be_called_is_called_with_arguments_of_its_schem
     model: EngineLoop, family: str, forced: str | None
 ) -> None:
     way, offer = way_of(family), ToolOffer(TOOLS[1:], must_call=True, forced=forced, parallel=False)
-    guide = guide_of_calls(way, offer, {})
+    grammar = grammar_of_calls(way, offer, {})
     for key in range(1, 4):
-        result = run_all(model, [asked(key, guide)])[key]
+        result = run_all(model, [asked(key, grammar)])[key]
         (call,) = way.new_reader(offer, is_rest=False).read(text_of(result.token_ids))
         assert isinstance(call, Call) and call.name == "forecast"
         assert complaint(call.arguments, PLACE) == ""
@@ -183,10 +183,10 @@ def test_a_call_that_the_model_begins_by_itself_keeps_to_the_schema_beside_text(
     begun = ("" if family == "llama" else "Let me see.") + opener
     begun += "" if family == "llama" else '\n{"name": "'
     ids = TOKENIZER.encode(begun + "forecast")
-    result = run_all(model, [asked(1, guide_of_calls(way, offer, special), resumed_ids=ids)])[1]
+    result = run_all(model, [asked(1, grammar_of_calls(way, offer, special), resumed_ids=ids)])[1]
     arguments = re.search(r'"(?:arguments|parameters)": ?(\{.*\})\}', text_of(result.token_ids), re.DOTALL)
     assert arguments is not None and complaint(arguments[1], PLACE) == ""
-    free = run_all(model, [asked(2, guide_of_calls(way, offer, special), max_tokens=12)])[2]
+    free = run_all(model, [asked(2, grammar_of_calls(way, offer, special), max_tokens=12)])[2]
     assert free.finish is not None and free.finish.detail == "max_tokens"
 
 
