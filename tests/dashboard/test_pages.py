@@ -260,7 +260,7 @@ def test_an_owner_makes_a_tenant_sends_requests_limits_it_and_finds_all_of_it_ag
     page.get_by_role("heading", name="Service classes", exact=True).wait_for()
 
     browser.go("Experts")
-    browser.see("has no experts")  # the scripted engine computes nothing; tests/system looks at a model that has some
+    browser.see("without experts")  # the scripted engine computes nothing; tests/system looks at a model that has some
 
     browser.go("Tenants")
     page.get_by_role("radio", name="Quotas").click()
