@@ -72,18 +72,18 @@ def test_the_experts_page_draws_them(server: Any, account: Any, until: Callable[
             page = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]).new_page()
             page.set_default_timeout(DEADLINE_S * 1000)
             page.goto(f"http://127.0.0.1:{port}/experts")
-            page.get_by_label("Administrator's key").fill(server.key("admin"))
+            page.get_by_label("Administrator key").fill(server.key("admin"))
             page.get_by_role("button", name="Sign in", exact=True).click()
             page.get_by_text(f"Load of {server.model} by layer and expert").wait_for()
             page.get_by_test_id("stVegaLiteChart").nth(2).wait_for()
             page.get_by_role("radio", name="since start").click()
-            page.get_by_text("Layers those with experts, since start").wait_for()
+            page.get_by_text("Layers MoE layers, since start").wait_for()
             page.get_by_text("Plan by layer").wait_for()
-            page.get_by_text("Balancedness of ranks").wait_for()
+            page.get_by_text("Rank balancedness").wait_for()
             shown = page.get_by_test_id("stMain").inner_text()
             assert page.get_by_test_id("stException").count() == 0, shown
             (model,) = server.get("/admin/v1/experts", minutes=0)["data"]
-            assert ("Few tokens so far" in shown) == is_thin(model)  # other tests' tokens count too
+            assert ("too few to judge the balance" in shown) == is_thin(model)  # other tests' tokens count too
     finally:
         dashboard.terminate()
         dashboard.wait(DEADLINE_S)
