@@ -16,7 +16,7 @@ from moiety_platform.adapters.cache import AdapterCache
 from moiety_platform.administration.router import check_actions
 from moiety_platform.admission.gate import AdmissionGate, StreamGate
 from moiety_platform.allowed_methods import tell_allowed_methods
-from moiety_platform.anthropic_api.controller import MessageServices, message_routes
+from moiety_platform.anthropic_api.controller import MessageServices, TokenCountController, message_route
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.batches.assembly import Batches
 from moiety_platform.classes.cache import ClassCache
@@ -53,7 +53,7 @@ from moiety_platform.openapi.controller import SchemaController, ServedDocuments
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.reloading.reloader import Reloader
 from moiety_platform.request_head import add_request_id
-from moiety_platform.responses_api.controller import ResponseServices, response_routes
+from moiety_platform.responses_api.controller import ResponseController, StoredResponses, response_route
 from moiety_platform.responses_api.keeper import ConversationLimits, ResponseKeeper
 from moiety_platform.routing.breaker_metrics import BreakerCollector
 from moiety_platform.routing.replicas import Replicas
@@ -160,7 +160,8 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
     services.metrics.registry.register(ExpertCollector(services.replicas.states))
     serve, bodies, texts = pipeline.serve, pipeline.services.bodies, pipeline.services.texts
     replicas, adapters = services.replicas, services.adapters
-    messages = MessageServices(serve, services.authenticator, bodies, replicas, texts, adapters)
+    messages = MessageServices(services.authenticator, bodies, replicas, texts, adapters)
+    stored = StoredResponses(services.authenticator, services.responses)
     has_operations = settings.has_operations_on_port
     models = ModelServices(services.authenticator, replicas, texts, bodies, adapters)
     probes = Probes(replicas, services.store, services.objects, with_reasons=has_operations)
@@ -169,8 +170,10 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
         route_handlers=[
             *completion_routes(serve),
             embedding_route(serve),
-            *message_routes(messages),
-            *response_routes(ResponseServices(serve, services.authenticator, services.responses)),
+            message_route(serve),
+            with_services(TokenCountController, messages=messages),
+            response_route(serve, services.responses),
+            with_services(ResponseController, stored=stored),
             with_services(ModelController, models=models),
             with_services(ProbeController, probes=probes),
             *(services.batches.routes() if services.batches is not None else ()),

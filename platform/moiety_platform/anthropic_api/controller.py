@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import structlog
-from litestar import Request, Response, post
+from litestar import Controller, Request, Response, post
+from litestar.di import NamedDependency
 from litestar.handlers import HTTPRouteHandler
+from litestar.params import SkipValidation
 
 from moiety_platform.adapters.cache import AdapterCache
 from moiety_platform.adapters.naming import allowed_of
@@ -36,6 +38,7 @@ from moiety_platform.request_head import MESSAGES_PATH, bearer_authorization, fi
 from moiety_platform.routing.replicas import Replicas
 
 SECURITY = (ANTHROPIC_KEY, KEY)
+COUNT_SECURITY = tuple({name: list[str]()} for name in SECURITY)
 
 _COUNTING = describes(
     Described(
@@ -51,9 +54,8 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class MessageServices:
-    """Services that these endpoints need."""
+    """Services of the count of tokens."""
 
-    serve: Serve
     authenticator: Authenticator
     bodies: BodyReader
     replicas: Replicas
@@ -61,8 +63,8 @@ class MessageServices:
     adapters: AdapterCache | None = None
 
 
-def message_routes(services: MessageServices) -> list[HTTPRouteHandler]:
-    """Return the handlers of both endpoints."""
+def message_route(serve: Serve) -> HTTPRouteHandler:
+    """Return the handler of the endpoint that answers."""
     messages = Endpoint(
         MESSAGES_PATH,
         "chat",
@@ -82,7 +84,7 @@ def message_routes(services: MessageServices) -> list[HTTPRouteHandler]:
         authorization=_authorization_of,
         ignored_parameters=SENT_BY_ANTHROPIC_CLIENTS,
     )
-    return [route(messages, services.serve), _count_route(services)]
+    return route(messages, serve)
 
 
 async def _whole(body: MessagesBody, run: Run, record: RequestRecord, choices: Sequence[AnswerChoice]) -> bytes:
@@ -100,34 +102,6 @@ async def _events(body: MessagesBody, run: Run, record: RequestRecord) -> Messag
 
 def _head(body: MessagesBody, record: RequestRecord) -> MessageHead:
     return MessageHead(record.request_id, record.served_model, record.served_tier, body.stop_sequences or ())
-
-
-def _count_route(services: MessageServices) -> HTTPRouteHandler:
-    @post(
-        f"{MESSAGES_PATH}/count_tokens",
-        name="count_message_tokens",
-        exception_handlers={PlatformError: _answer_error, Exception: _answer_unexpected},
-        status_code=200,
-        tags=["text"],
-        security=[{name: []} for name in SECURITY],
-        opt=_COUNTING | {IGNORED: SENT_BY_ANTHROPIC_CLIENTS},
-    )
-    async def count_tokens(request: Request[Any, Any, Any]) -> TokenCount:
-        """Count a conversation's tokens."""
-        fields = fields_of(request.scope)
-        principal = await services.authenticator.authenticate(_authorization_of(fields))
-        require_scope(principal, INFERENCE_SCOPE)
-        body = await services.bodies.read(ConversationBody, request.receive, fields, principal.tenant_id)
-        adapter = None
-        if services.adapters is not None:
-            adapter = await services.adapters.find(principal.tenant_id, body.model)
-        base = body.model if adapter is None else adapter.model
-        card = services.replicas.card(base, allowed_of(principal.allowed_models, adapter))
-        text = await services.texts.get(card)
-        (token_ids,) = await text.encode([body.conversation()])
-        return {"input_tokens": len(token_ids)}
-
-    return count_tokens
 
 
 def _authorization_of(fields: Mapping[bytes, bytes]) -> str | None:
@@ -149,3 +123,33 @@ def _answer_unexpected(request: Request[Any, Any, Any], error: Exception) -> Res
 
 def _json(status: int, body: bytes, headers: dict[str, str] | None = None) -> Response[bytes]:
     return Response(body, status_code=status, headers=headers, media_type="application/json")
+
+
+class TokenCountController(Controller):
+    """Route that counts the tokens of a conversation."""
+
+    path = f"{MESSAGES_PATH}/count_tokens"
+    tags = ("text",)
+    security = COUNT_SECURITY
+    exception_handlers = {  # noqa: RUF012  read by the framework only
+        PlatformError: _answer_error,
+        Exception: _answer_unexpected,
+    }
+
+    @post(status_code=200, opt=_COUNTING | {IGNORED: SENT_BY_ANTHROPIC_CLIENTS})
+    async def count_message_tokens(
+        self, messages: NamedDependency[SkipValidation[MessageServices]], request: Request[Any, Any, Any]
+    ) -> TokenCount:
+        """Count a conversation's tokens."""
+        fields = fields_of(request.scope)
+        principal = await messages.authenticator.authenticate(_authorization_of(fields))
+        require_scope(principal, INFERENCE_SCOPE)
+        body = await messages.bodies.read(ConversationBody, request.receive, fields, principal.tenant_id)
+        adapter = None
+        if messages.adapters is not None:
+            adapter = await messages.adapters.find(principal.tenant_id, body.model)
+        base = body.model if adapter is None else adapter.model
+        card = messages.replicas.card(base, allowed_of(principal.allowed_models, adapter))
+        text = await messages.texts.get(card)
+        (token_ids,) = await text.encode([body.conversation()])
+        return {"input_tokens": len(token_ids)}

@@ -7,9 +7,10 @@ from functools import partial
 from typing import Annotated, Any, cast
 
 import msgspec
-from litestar import Request, Response, delete, get, post
+from litestar import Controller, Request, Response, delete, get, post
+from litestar.di import NamedDependency
 from litestar.handlers import HTTPRouteHandler
-from litestar.params import FromPath
+from litestar.params import FromPath, SkipValidation
 
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.client import authenticate
@@ -36,7 +37,7 @@ from moiety_wire.messages import Finished, Tokens
 PATH = "/v1/responses"
 DEFAULT_LIST = 20
 MAX_LIST = 100
-TAGS = ["responses"]
+TAGS = ("responses",)
 SECURITY = [{KEY: list[str]()}]
 
 Limit = Annotated[str | None, whole(f"At most so many, {DEFAULT_LIST} if not given.", 1, MAX_LIST)]
@@ -53,19 +54,21 @@ _SHOWN = EndpointDocs(
 
 
 @dataclass(frozen=True, slots=True)
-class ResponseServices:
-    """Services that these endpoints need."""
+class StoredResponses:
+    """Services of the endpoints of stored responses."""
 
-    serve: Serve
     authenticator: Authenticator
     keeper: ResponseKeeper
 
+    async def caller(self, request: Request[Any, Any, Any]) -> Principal:
+        """Return the caller, who may use models. Raises Unauthenticated, Forbidden or Unavailable."""
+        return await authenticate(self.authenticator, request)
 
-def response_routes(services: ResponseServices) -> list[HTTPRouteHandler]:
-    """Return the handlers of all endpoints."""
-    answers = ResponseAnswers(services.keeper)
-    endpoint = Endpoint(PATH, "chat", ID_PREFIX, ResponsesBody, answers.answer, _SHOWN, answers.prepare)
-    return [route(endpoint, services.serve), *_kept_routes(services)]
+
+def response_route(serve: Serve, keeper: ResponseKeeper) -> HTTPRouteHandler:
+    """Return the handler of the endpoint that answers."""
+    answers = ResponseAnswers(keeper)
+    return route(Endpoint(PATH, "chat", ID_PREFIX, ResponsesBody, answers.answer, _SHOWN, answers.prepare), serve)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,36 +139,42 @@ def _ended(head: ResponseHead, output: ResponseOutput, run: Run, record: Request
     return head.ended(output.items, output.finished, run.usage(), record.ended_unix_s)
 
 
-def _kept_routes(services: ResponseServices) -> list[HTTPRouteHandler]:
-    keeper = services.keeper
+class ResponseController(Controller):
+    """Routes of stored responses."""
 
-    async def caller(request: Request[Any, Any, Any]) -> Principal:
-        return await authenticate(services.authenticator, request)
+    path = PATH
+    tags = TAGS
+    security = SECURITY
 
-    @get(
-        PATH + "/{response_id:str}",
-        name="retrieve_response",
-        tags=TAGS,
-        security=SECURITY,
-        opt=describes(Described(answers={200: {JSON: ResponseObject}})),
-    )
-    async def retrieve(
-        request: Request[Any, Any, Any], response_id: FromPath[str], stream: Streamed = None
+    @get("/{response_id:str}", opt=describes(Described(answers={200: {JSON: ResponseObject}})))
+    async def retrieve_response(
+        self,
+        stored: NamedDependency[SkipValidation[StoredResponses]],
+        request: Request[Any, Any, Any],
+        response_id: FromPath[str],
+        stream: Streamed = None,
     ) -> Response[bytes]:
         """Return a stored response as it was answered."""
-        whose = await caller(request)
+        owner = await stored.caller(request)
         if stream not in (None, "false"):
-            raise BadRequest("a kept response is not streamed; leave 'stream' out", param="stream")
-        return Response(await keeper.body(whose, response_id), media_type="application/json")
+            raise BadRequest("a stored response is not streamed; leave 'stream' out", param="stream")
+        return Response(await stored.keeper.body(owner, response_id), media_type="application/json")
 
-    @delete(PATH + "/{response_id:str}", name="delete_response", status_code=200, tags=TAGS, security=SECURITY)
-    async def delete_response(request: Request[Any, Any, Any], response_id: FromPath[str]) -> DeletedResponse:
+    @delete("/{response_id:str}", status_code=200)
+    async def delete_response(
+        self,
+        stored: NamedDependency[SkipValidation[StoredResponses]],
+        request: Request[Any, Any, Any],
+        response_id: FromPath[str],
+    ) -> DeletedResponse:
         """Delete a stored response. Responses that continue it can no longer be continued."""
-        await keeper.delete(await caller(request), response_id)
+        await stored.keeper.delete(await stored.caller(request), response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
-    @get(PATH + "/{response_id:str}/input_items", name="list_input_items", tags=TAGS, security=SECURITY)
+    @get("/{response_id:str}/input_items")
     async def list_input_items(
+        self,
+        stored: NamedDependency[SkipValidation[StoredResponses]],
         request: Request[Any, Any, Any],
         response_id: FromPath[str],
         limit: Limit = None,
@@ -173,9 +182,9 @@ def _kept_routes(services: ResponseServices) -> list[HTTPRouteHandler]:
         order: Order = None,
     ) -> InputItemList:
         """List the input items of a stored response, the latest first unless `order` is asc."""
-        whose = await caller(request)
+        owner = await stored.caller(request)
         wanted = parse_list(limit, after, order, default_limit=DEFAULT_LIST, max_limit=MAX_LIST)
-        items = await keeper.input_items(whose, response_id)
+        items = await stored.keeper.input_items(owner, response_id)
         if wanted.newest_first:
             items.reverse()
         if wanted.after is not None:
@@ -183,25 +192,21 @@ def _kept_routes(services: ResponseServices) -> list[HTTPRouteHandler]:
         shown = cast("list[Identified]", items[: wanted.limit])
         return list_fields(shown, has_more=len(items) > wanted.limit)
 
-    @post(
-        PATH + "/{response_id:str}/cancel",
-        name="cancel_response",
-        status_code=200,
-        tags=TAGS,
-        security=SECURITY,
-        opt=describes(Described(answers={}, errors=(400,))),
-    )
-    async def cancel(request: Request[Any, Any, Any], response_id: FromPath[str]) -> None:
+    @post("/{response_id:str}/cancel", status_code=200, opt=describes(Described(answers={}, errors=(400,))))
+    async def cancel_response(
+        self,
+        stored: NamedDependency[SkipValidation[StoredResponses]],
+        request: Request[Any, Any, Any],
+        response_id: FromPath[str],
+    ) -> None:
         """Refuse to cancel. A stored response has already ended."""
-        await keeper.body(await caller(request), response_id)
+        await stored.keeper.body(await stored.caller(request), response_id)
         raise BadRequest(
             "only responses that are made in the background can be cancelled; to stop one that is streamed, close the "
             "connection",
             code="response_not_cancellable",
             param="response_id",
         )
-
-    return [retrieve, delete_response, list_input_items, cancel]
 
 
 def _after(items: list[Item], item_id: str) -> list[Item]:
