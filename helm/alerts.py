@@ -122,8 +122,8 @@ ENGINES = (
         "{{ $value | humanizePercentage }} of the KV cache blocks are in use, and requests are waiting.",
     ),
     Alert(
-        "MoietyRanksMasked", TICKET,
-        "max by (engine) (moiety_engine_masked_ranks) > 0", "5m",
+        "MoietyRanksExcluded", TICKET,
+        "max by (engine) (moiety_engine_excluded_ranks) > 0", "5m",
         "Engine {{ $labels.engine }} runs with excluded ranks",
         "{{ $value }} ranks did not join at the last start; the other ranks hold their parts of the model.",
     ),

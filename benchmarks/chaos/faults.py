@@ -123,7 +123,7 @@ async def gateway_killed(scene: Scene) -> None:
     await kill(scene, GATEWAY)
 
 
-async def front_killed(scene: Scene) -> None:
+async def server_killed(scene: Scene) -> None:
     """Kill an engine server; its core must end too."""
     core = scene.stage.family(ENGINE)[1:]
     await kill(scene, ENGINE)
@@ -233,7 +233,7 @@ SOFT: Mapping[str, Fault] = {  # after these every process is the one that it wa
 HARD: Mapping[str, Fault] = {
     "gateway killed": gateway_killed,
     "trace store killed": traces_killed,
-    "engine front killed": front_killed,
+    "engine server killed": server_killed,
     "engine core killed": core_killed,
     "engine out of memory": engine_without_memory,
     BOTH: both_killed,

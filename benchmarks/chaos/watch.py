@@ -24,7 +24,7 @@ class Held:
     """Resources that one process holds."""
 
     part: Part
-    role: str  # its place in the part: the front is 0
+    role: str  # its place in the part: the engine server is 0
     pid: int
     born_s: float
     rss_bytes: int

@@ -74,17 +74,17 @@ class Assembled:
 
 
 def assemble(
-    config: EngineConfig, meeting: Rendezvous | None, progress: Callable[[int, int], None] | None = None
+    config: EngineConfig, rendezvous: Rendezvous | None, progress: Callable[[int, int], None] | None = None
 ) -> Assembled:
     """Load the model on all ranks and return it.
 
-    `meeting`: the launcher's rendezvous; without one, the other ranks are started here. Raises EngineError, which the
+    `rendezvous` is the launcher's; without one, the other ranks are started here. Raises EngineError, which the
     other ranks receive.
     """
     layout = layout_of(config)
-    if meeting is None and layout.num_ranks == 1:
+    if rendezvous is None and layout.num_ranks == 1:
         return Assembled(_load(config, Rendezvous(0, 1), ALONE, progress).transformer(), None, 1)
-    rank_group, meeting = _spawn(config) if meeting is None else (_lead(config, meeting), meeting)
+    rank_group, rendezvous = _spawn(config) if rendezvous is None else (_lead(config, rendezvous), rendezvous)
     heartbeat = rank_group.heartbeat
 
     def watched(done: int, total: int) -> None:
@@ -93,25 +93,25 @@ def assemble(
             progress(done, total)
 
     with abandon_on_error(rank_group):
-        model = _load(config, meeting, rank_group.ranks, watched).transformer()
+        model = _load(config, rendezvous, rank_group.ranks, watched).transformer()
         heartbeat.wait_loaded()
     heartbeat.guard()
     if rank_group.masked:
         _log_excluded_ranks(rank_group, layout, model)
-    return Assembled(model, rank_group, min(meeting.local_num_ranks, rank_group.ranks.seat.layout.attention_ranks))
+    return Assembled(model, rank_group, min(rendezvous.local_num_ranks, rank_group.ranks.seat.layout.attention_ranks))
 
 
-def follow(config: EngineConfig, meeting: Rendezvous) -> None:
+def follow(config: EngineConfig, rendezvous: Rendezvous) -> None:
     """Run as a rank other than the first, until the group ends regularly.
 
     Raises EngineError, which the other ranks receive.
     """
-    rank_group = _join(config, meeting)
+    rank_group = _join(config, rendezvous)
     rank_group.heartbeat.guard()
     for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 drains, and then all ranks end
         signal.signal(number, signal.SIG_IGN)
     with abandon_on_error(rank_group):
-        share = _load(config, meeting, rank_group.ranks, None)
+        share = _load(config, rendezvous, rank_group.ranks, None)
         follower = _follower(share, rank_group, config)
         rank_group.heartbeat.send(Loaded())
         with explaining():
@@ -185,25 +185,25 @@ def _spawn(config: EngineConfig) -> tuple[RankGroup, Rendezvous]:
     return rank_group, own
 
 
-def _lead(config: EngineConfig, meeting: Rendezvous) -> RankGroup:
+def _lead(config: EngineConfig, rendezvous: Rendezvous) -> RankGroup:
     """Join the ranks that a launcher has started."""
-    losses, given_up = losses_of(config, layout_of(config), meeting)
-    return _join(config, meeting, losses=losses, gone=lambda: given_up)
+    losses, given_up = losses_of(config, layout_of(config), rendezvous)
+    return _join(config, rendezvous, losses=losses, gone=lambda: given_up)
 
 
 def _join(
     config: EngineConfig,
-    meeting: Rendezvous,
+    rendezvous: Rendezvous,
     store: TCPStore | None = None,
     losses: RankFailureLog | None = None,
     gone: Callable[[], Mapping[int, str]] = lambda: {},
 ) -> RankGroup:
     layout = layout_of(config)
-    require_ranks(layout, meeting)
-    require_hosts_apart(config.exclude_rank_after_s, meeting)
-    require_private_ranks(meeting, allowed=config.allow_unauthenticated_ranks)
+    require_ranks(layout, rendezvous)
+    require_hosts_apart(config.exclude_rank_after_s, rendezvous)
+    require_private_ranks(rendezvous, allowed=config.allow_unauthenticated_ranks)
     named = {name: str(getattr(config, name)) for name in config.__struct_fields__ if name not in _OF_ONE_RANK}
-    device = torch.device(_device(config, meeting))
+    device = torch.device(_device(config, rendezvous))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     versions = {"torch": str(torch.__version__), "numpy": np.__version__}
@@ -213,7 +213,7 @@ def _join(
         versions["products"] = arithmetic()
     return join(
         layout,
-        meeting,
+        rendezvous,
         settings=named | versions,
         checkpoint=fingerprint(Path(config.model)),
         device_type=device.type,
@@ -226,7 +226,7 @@ def _join(
 
 
 def losses_of(
-    config: EngineConfig, layout: Layout, meeting: Rendezvous
+    config: EngineConfig, layout: Layout, rendezvous: Rendezvous
 ) -> tuple[RankFailureLog | None, dict[int, str]]:
     """Return rank 0's rank-failure log, and the ranks that it excludes, with the reason.
 
@@ -236,7 +236,7 @@ def losses_of(
         return None, {}
     within_s, given_up = config.losses_within_s, dict[int, str]()
     sizes = {name: getattr(layout, name) for name in ("tp", "dp", "ep", "pp", "ffn_ranks")}
-    group = f"{config.name} at {meeting.host}, {', '.join(f'{name} {n}' for name, n in sizes.items())}"
+    group = f"{config.name} at {rendezvous.host}, {', '.join(f'{name} {n}' for name, n in sizes.items())}"
     losses = RankFailureLog(Path(config.rank_failure_log), group, within_s=within_s)
     often = losses.lost_often(config.masked_after_losses)
     for rank, times in sorted(often.items(), key=lambda one: -one[1]):
@@ -256,14 +256,14 @@ def losses_of(
 
 
 def _load(
-    config: EngineConfig, meeting: Rendezvous, ranks: Ranks, progress: Callable[[int, int], None] | None
+    config: EngineConfig, rendezvous: Rendezvous, ranks: Ranks, progress: Callable[[int, int], None] | None
 ) -> WeightShard:
     num_threads = config.num_threads
-    if num_threads is None and meeting.local_num_ranks > 1:
-        num_threads = max(1, (psutil.cpu_count(logical=False) or 1) // meeting.local_num_ranks)
+    if num_threads is None and rendezvous.local_num_ranks > 1:
+        num_threads = max(1, (psutil.cpu_count(logical=False) or 1) // rendezvous.local_num_ranks)
     return load_share(
         Path(config.model),
-        device=_device(config, meeting),
+        device=_device(config, rendezvous),
         dtype=config.dtype,
         kv_dtype=config.kv_dtype,
         quantization=config.quantization,
@@ -279,15 +279,15 @@ def _load(
     )
 
 
-def _device(config: EngineConfig, meeting: Rendezvous) -> str:
+def _device(config: EngineConfig, rendezvous: Rendezvous) -> str:
     """Return this rank's device. Raises InvalidConfig where a host has fewer GPUs than ranks."""
     device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
-    if device == "cpu" or meeting.num_ranks == 1:
+    if device == "cpu" or rendezvous.num_ranks == 1:
         return device
-    if meeting.local_num_ranks > torch.cuda.device_count():
+    if rendezvous.local_num_ranks > torch.cuda.device_count():
         raise InvalidConfig(
-            f"{meeting.local_num_ranks} ranks on this host need one GPU each, but the host has "
+            f"{rendezvous.local_num_ranks} ranks on this host need one GPU each, but the host has "
             f"{torch.cuda.device_count()}: use fewer ranks, start some on other hosts with torchrun, or "
             "use --device cpu"
         )
-    return f"cuda:{meeting.local_rank}"
+    return f"cuda:{rendezvous.local_rank}"

@@ -15,7 +15,7 @@ from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.config import EngineConfig
 from moiety_engine.distribution.layout import layout_of
 from moiety_engine.distribution.rendezvous_address import (
-    meeting_from,
+    rendezvous_from,
     require_hosts_apart,
     require_private_ranks,
     require_ranks,
@@ -151,16 +151,16 @@ def _follow_if_launched_so(config: EngineConfig) -> None:
 
     Only the first rank has a server.
     """
-    layout, meeting = layout_of(config), meeting_from(os.environ)
-    if meeting is None:
+    layout, rendezvous = layout_of(config), rendezvous_from(os.environ)
+    if rendezvous is None:
         return
-    require_ranks(layout, meeting)
-    require_hosts_apart(config.exclude_rank_after_s, meeting)
-    require_private_ranks(meeting, allowed=config.allow_unauthenticated_ranks)
-    if meeting.rank:
+    require_ranks(layout, rendezvous)
+    require_hosts_apart(config.exclude_rank_after_s, rendezvous)
+    require_private_ranks(rendezvous, allowed=config.allow_unauthenticated_ranks)
+    if rendezvous.rank:
         from moiety_engine.core.worker import follow_until_end  # noqa: PLC0415 - imports torch
 
-        raise typer.Exit(follow_until_end(config, meeting))
+        raise typer.Exit(follow_until_end(config, rendezvous))
 
 
 def _checked(usage_journal: Path | None) -> Path | None:

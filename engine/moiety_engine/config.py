@@ -37,7 +37,7 @@ __all__ = [  # the configuration, and those values of its fields that the code t
 ]
 
 REBALANCE_EVERY_S = 60.0  # where experts are redundant, which is of no use if they stay where they are
-MASK_AFTER_LOSSES = 3  # where --rank-failure-log is given
+EXCLUDE_AFTER_FAILURES = 3  # where --rank-failure-log is given
 LOSSES_WITHIN_S = 600.0
 
 
@@ -231,7 +231,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def masked_after_losses(self) -> int:
-        return MASK_AFTER_LOSSES if self.exclude_rank_after_failures is None else self.exclude_rank_after_failures
+        return EXCLUDE_AFTER_FAILURES if self.exclude_rank_after_failures is None else self.exclude_rank_after_failures
 
     @property
     def losses_within_s(self) -> float:

@@ -22,28 +22,28 @@ REPORT_INTERVAL_NS = 50_000_000
 
 def load_of(
     scheduler: Scheduler,
-    exchange: KvConnector,
+    kv_connector: KvConnector,
     disk: DiskTier | None,
     experts: ExpertCache | None,
     rebalancing: Rebalancing | None,
     steps_total: int,
     requests_total: int,
     waited_s: tuple[float, float],
-    masked_ranks: int,
+    excluded_ranks: int,
     tenant_blocks: dict[str, int],
     grammars: dict[str, float],
 ) -> CoreLoad:
     """Collect the load figures of a replica. Totals count since its start.
 
     `experts` is the cache of offloaded experts. `waited_s` holds the seconds that attention waited for the experts and
-    the experts for attention. `masked_ranks` is the number of excluded ranks. `tenant_blocks` is the last reading of
+    the experts for attention. `excluded_ranks` is the number of excluded ranks. `tenant_blocks` is the last reading of
     `TenantBlocks`. `grammars` holds the figures of grammar compilation.
     """
-    load = _load_of(scheduler, exchange, steps_total, requests_total, waited_s, tenant_blocks)
+    load = _load_of(scheduler, kv_connector, steps_total, requests_total, waited_s, tenant_blocks)
     if grammars:
         load = msgspec.structs.replace(load, **grammars)
-    if masked_ranks:
-        load = msgspec.structs.replace(load, masked_ranks=masked_ranks)
+    if excluded_ranks:
+        load = msgspec.structs.replace(load, excluded_ranks=excluded_ranks)
     if disk is not None:
         load = _with_disk(load, disk)
     if rebalancing is not None:
@@ -124,16 +124,16 @@ class LoadReporter:
 
 def _load_of(
     scheduler: Scheduler,
-    exchange: KvConnector,
+    kv_connector: KvConnector,
     steps_total: int,
     requests_total: int,
     waited_s: tuple[float, float],
     tenant_blocks: dict[str, int],
 ) -> CoreLoad:
-    groups, arrivals = scheduler.groups, exchange.arrivals
+    groups, arrivals = scheduler.groups, kv_connector.arrivals
     return CoreLoad(
         num_running=scheduler.num_running,
-        num_waiting=scheduler.num_waiting + exchange.num_waiting,
+        num_waiting=scheduler.num_waiting + kv_connector.num_waiting,
         num_paused=scheduler.num_paused,
         kv_blocks_total=groups.num_blocks,
         kv_blocks_used=groups.num_used,
@@ -150,7 +150,7 @@ def _load_of(
         swapped_in_blocks_total=sum(kv.swapped_in_total for kv in groups),
         attention_waited_seconds_total=waited_s[0],
         experts_waited_seconds_total=waited_s[1],
-        kv_blocks_kept=sum(kv.pins.size for kv in groups),
+        kv_blocks_kept=sum(kv.retention.size for kv in groups),
         host_hit_blocks_total=sum(kv.host_hit_blocks_total for kv in groups),
         classes=scheduler.class_loads(),
         tokens_past_stop_total=scheduler.output_processor.tokens_past_stop_total,
@@ -162,7 +162,7 @@ def _load_of(
         prefill_seconds_total=scheduler.prefill_seconds_total,
         decode_seconds_total=scheduler.decode_seconds_total,
         tenant_kv_blocks=tenant_blocks,
-        prefill_done_requests_total=exchange.prefill_done_requests_total,
+        prefill_done_requests_total=kv_connector.prefill_done_requests_total,
         disaggregated_decode_requests_total=0 if arrivals is None else arrivals.disaggregated_decode_requests_total,
         lost_transfers_total=0 if arrivals is None else arrivals.lost_transfers_total,
         speculative_tokens_total=scheduler.speculative_prefill.account.computed_total,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Self
 import structlog
 import torch
 
-from moiety_engine.cache.prefix import tenant_mark
+from moiety_engine.cache.block_hashes import tenant_mark
 from moiety_engine.errors import OutOfMemory
 from moiety_engine.load_reporter import TenantBlocks, load_of
 from moiety_engine.messages import CoreFailure, CoreLoad, CoreOutput, CoreStep, CoreSubmit
@@ -246,14 +246,14 @@ class EngineLoop:
         intake, executor = self.intake, self.executor
         return load_of(
             self.scheduler,
-            intake.exchange,
+            intake.kv_connector,
             intake.disk,
             executor.model.expert_cache,
             self.experts.rebalancing,
             self.steps_total,
             intake.requests_total,
             executor.controls.waited_s(),
-            executor.controls.masked_ranks,
+            executor.controls.excluded_ranks,
             self._tenant_blocks.read(self.scheduler, self._clock_ns()),
             intake.grammars.figures(),
         )

@@ -11,7 +11,7 @@ from moiety_engine.adapters.registry import AdapterRegistry
 from moiety_engine.disk.tier import DiskTier
 from moiety_engine.draft_model.draft_model import DraftModel
 from moiety_engine.expert_monitor import ExpertMonitor
-from moiety_engine.kv_transfer.connector import exchange_of
+from moiety_engine.kv_transfer.connector import connector_of
 from moiety_engine.loop import EngineLoop
 from moiety_engine.model_executor import DeviceOptions, ModelExecutor
 from moiety_engine.moe.load_watch import ExpertWatch
@@ -55,19 +55,19 @@ def build_loop(
     sizes = sizes_for(model, config, controls, local_ranks, draft_model=draft_model)
     draft = None if draft_model is None else DraftModel(draft_model, sizes, clock_ns)
     compile_queue = GrammarCompileQueue(grammars, config.grammar)
-    exchange = exchange_of(config.transfer)
+    kv_connector = connector_of(config.transfer)
     adapters = _load_adapters(model, config, sizes)
     tenants = None if model.experts is None else TenantSlots()
-    options = DeviceOptions(exchange, adapters, tenants, compile_queue.num_words, cutting_of(config))
+    options = DeviceOptions(kv_connector, adapters, tenants, compile_queue.num_words, cutting_of(config))
     executor = ModelExecutor(model, draft, sizes, controls, options, overlaps=overlaps)
     experts = _monitor_experts(model, config, controls, tenants, clock_ns)
     scheduler = build_scheduler(config, model, sizes, draft)
     disk = DiskTier(config, model, scheduler, executor.awake().kv) if config.disk_cache else None
-    reporter = StepReporter(StepTracer(config.traced_steps_per_s), exchange, adapters)
+    reporter = StepReporter(StepTracer(config.traced_steps_per_s), kv_connector, adapters)
     intake = RequestIntake(
         scheduler,
         reporter,
-        exchange,
+        kv_connector,
         adapters,
         compile_queue,
         disk,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class DeviceOptions:
     """What the state on the device is connected to."""
 
-    exchange: KvConnector  # transfers KV to and from other engines
+    kv_connector: KvConnector  # transfers KV to and from other engines
     adapters: AdapterRegistry
     tenants: TenantSlots | None  # slots by which the load of experts is counted; None for a model without experts
     num_mask_words: int  # of a token mask of structured outputs; 0 without them
@@ -88,7 +88,7 @@ class ModelExecutor:
     def release_device_state(self) -> None:
         """Release the KV cache and the runner on all ranks. The caller holds no reference to them."""
         self.controls.give(Release())
-        self._options.exchange.serve(None)  # it references the cache too
+        self._options.kv_connector.serve(None)  # it references the cache too
         self.device_state = None
         if self.draft is not None:
             self.draft.release()
@@ -113,11 +113,11 @@ class ModelExecutor:
             self.controls,
             options.tenants,
             num_mask_words=options.num_mask_words,
-            exchange=options.exchange,
+            kv_connector=options.kv_connector,
             adapters=options.adapters.slots if options.adapters.is_open else None,
             cutting=options.cutting,
         )
-        options.exchange.serve(device_state.kv)
+        options.kv_connector.serve(device_state.kv)
         if self.draft is not None:
             self.draft.allocate(device_state.kv)
         return device_state

@@ -33,7 +33,7 @@ class RequestIntake:
         self,
         scheduler: Scheduler,
         reporter: StepReporter,
-        exchange: KvConnector,
+        kv_connector: KvConnector,
         adapters: AdapterRegistry,
         grammars: GrammarCompileQueue,
         disk: DiskTier | None,
@@ -41,7 +41,7 @@ class RequestIntake:
         max_context_tokens: int,
         clock_ns: Callable[[], int],
     ) -> None:
-        self.exchange = exchange
+        self.kv_connector = kv_connector
         self.adapters = adapters
         self.grammars = grammars
         self.disk = disk
@@ -49,7 +49,7 @@ class RequestIntake:
         self.requests_total = 0
         self._scheduler = scheduler
         self._reporter = reporter
-        self._pending_requests = PendingRequests(exchange.arrivals, adapters, grammars, disk)
+        self._pending_requests = PendingRequests(kv_connector.arrivals, adapters, grammars, disk)
         self._clock_ns = clock_ns
 
     @property
@@ -82,7 +82,7 @@ class RequestIntake:
         if not submit.embed and submit.max_tokens > room:
             submit = msgspec.structs.replace(submit, max_tokens=room, min_tokens=min(submit.min_tokens, room))
         if submit.hand_over is not None:
-            submit = self.exchange.depart(submit)
+            submit = self.kv_connector.depart(submit)
         if self.disk is not None and submit.adapter:
             submit = msgspec.structs.replace(submit, cache_salt=self.disk.salted(submit))
         if not self._pending_requests.must_wait(submit):
@@ -116,12 +116,14 @@ class RequestIntake:
 
     def close(self) -> None:
         """Close the links to other engines, the grammar processes and the adapters' thread."""
-        self.exchange.close()
+        self.kv_connector.close()
         self.grammars.close()
         self.adapters.close()
 
     def _queue(self, submit: CoreSubmit, grammar: GrammarHandle | None) -> None:
         seed = submit.sampling.seed
         seed = secrets.randbits(63) if seed is None else seed
-        num_landing = self.exchange.num_transferred_tokens(submit.key)
-        self._scheduler.add(submit, seed=seed, now_ns=self._clock_ns(), grammar=grammar, num_landing=num_landing)
+        num_transferred_tokens = self.kv_connector.num_transferred_tokens(submit.key)
+        self._scheduler.add(
+            submit, seed=seed, now_ns=self._clock_ns(), grammar=grammar, num_transferred_tokens=num_transferred_tokens
+        )

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from moiety_engine.cache.prefix import MARK_BYTES, block_hash, root_hash
+from moiety_engine.cache.block_hashes import MARK_BYTES, block_hash, root_hash
 from moiety_engine.messages import CoreEvent, CoreSubmit
 from moiety_engine.structured_outputs.stepping import GrammarHandle
 from moiety_wire.classes import ServiceClass
@@ -109,7 +109,7 @@ class KvState:
     num_recomputed: int = 0  # tokens whose KV was computed more than once
     num_cached: int = 0  # prompt tokens that were prefix-cache hits when it was first scheduled
     num_speculative: int = 0  # of these, tokens that speculative prefill computed
-    num_landing: int = 0  # tokens whose KV arrived from another engine and needs blocks
+    num_transferred_tokens: int = 0  # tokens whose KV arrived from another engine and needs blocks
     num_landed: int = 0  # tokens whose transferred KV is in blocks
 
     @property

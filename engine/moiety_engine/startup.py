@@ -18,17 +18,17 @@ from moiety_engine.structured_outputs.service import GrammarServiceStart
 def load_loop(
     config: EngineConfig,
     *,
-    meeting: Rendezvous | None = None,
+    rendezvous: Rendezvous | None = None,
     progress: Callable[[int, int], None] | None = None,
     clock_ns: Callable[[], int] = time.time_ns,
 ) -> EngineLoop:
     """Load the configured checkpoint folder and return a loop of it, as rank 0 if there are several ranks.
 
-    `meeting`: the launcher's rendezvous; without one, the other ranks are started here. `progress(done, total)` in
+    `rendezvous`: the launcher's rendezvous; without one, the other ranks are started here. `progress(done, total)` in
     bytes. Raises EngineError with advice.
     """
     grammars = GrammarServiceStart(Path(config.model), config.grammar)
-    assembled = assemble(config, meeting, progress)
+    assembled = assemble(config, rendezvous, progress)
     rank_group, local_ranks = assembled.rank_group, assembled.local_ranks
     with abandon_on_error(rank_group):
         found = grammars.result()

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 class StepReporter:
     """Outputs and failures since the last report. Used by the step loop's thread only."""
 
-    def __init__(self, tracer: StepTracer, exchange: KvConnector, adapters: AdapterRegistry) -> None:
-        """Create the reporter. `exchange` and `adapters` are told of the requests that have ended."""
+    def __init__(self, tracer: StepTracer, kv_connector: KvConnector, adapters: AdapterRegistry) -> None:
+        """Create the reporter. `kv_connector` and `adapters` are told of the requests that have ended."""
         self.tracer = tracer
-        self._exchange = exchange
+        self._kv_connector = kv_connector
         self._adapters = adapters
         self._load_reporter = LoadReporter()
         self._outputs: list[CoreOutput] = []
@@ -52,7 +52,7 @@ class StepReporter:
         ended = [output.key for output in self._outputs if output.finish] + [one.key for one in failures]
         for key in ended:
             self._adapters.ended(key)
-        outputs = self._exchange.with_transfer_results(self._outputs, failures)
+        outputs = self._kv_connector.with_transfer_results(self._outputs, failures)
         is_due = self._load_reporter.is_due(clock_ns(), is_news=bool(ended or admissions))
         self._outputs, self._failures = [], []
         return CoreStep(outputs, failures, load() if is_due else None, admissions, traced)

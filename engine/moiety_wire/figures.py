@@ -108,7 +108,7 @@ class Figures(msgspec.Struct, frozen=True):
     moved_expert_bytes_total: int = 0  # moved between ranks
     rank_balancedness: float = 1.0  # balancedness at the last evaluation of the load …
     rank_balancedness_planned: float = 1.0  # … and with the placement planned then
-    masked_ranks: int = 0  # excluded ranks; the others have their parts of the model
+    excluded_ranks: int = 0  # excluded ranks; the others have their parts of the model
     prefill_seconds_total: float = 0.0  # seconds of steps with prompt tokens, with or without decodes
     decode_seconds_total: float = 0.0  # seconds of all other steps
     grammars_waiting: int = 0
@@ -149,7 +149,7 @@ GAUGES = (
         "Mean expert load of the ranks divided by the largest, at the last evaluation; 1 if not evaluated.",
     ),
     ("rank_balancedness_planned", "Balancedness of the same load under the placement planned at that evaluation."),
-    ("masked_ranks", "Ranks excluded at the last start; the other ranks hold their parts of the model."),
+    ("excluded_ranks", "Ranks excluded at the last start; the other ranks hold their parts of the model."),
 )
 COUNTERS = (
     ("steps", "Steps that the engine has run."),

@@ -41,7 +41,7 @@ from moiety_wire.experts import AskExperts, unpack_counts
 
 class Work(msgspec.Struct):
     config: EngineConfig
-    meeting: Rendezvous | None
+    rendezvous: Rendezvous | None
     waves: list[list[CoreSubmit]]  # one after the other
     naps: bool = False  # between waves
     again: bool = False  # and again, until it is ended
@@ -194,7 +194,7 @@ def shuffler(loop: EngineLoop) -> Callable[[int], None]:
 def work_through(work: Work) -> Answer:
     hasty = itertools.count(time.time_ns(), int(1e9 * work.hurries))
     clock_ns = hasty.__next__ if work.hurries else time.time_ns
-    with load_loop(work.config, meeting=work.meeting, clock_ns=clock_ns) as loop:
+    with load_loop(work.config, rendezvous=work.rendezvous, clock_ns=clock_ns) as loop:
         return answer_of(work, loop)
 
 
@@ -253,7 +253,7 @@ def answer_of(work: Work, loop: EngineLoop) -> Answer:
         raise EngineError(work.fails)
     load = loop.load()
     answer.num_swapped = load.swapped_in_blocks_total
-    answer.num_masked = load.masked_ranks
+    answer.num_masked = load.excluded_ranks
     answer.moves = {
         "rebalances": load.rebalances_total,
         "bytes": load.moved_expert_bytes_total,
@@ -267,17 +267,17 @@ def answer_of(work: Work, loop: EngineLoop) -> Answer:
 
 def answer_by(work: Work) -> Answer:
     turns = Turns(Path(work.turns), layout_of(work.config))
-    rank = 0 if work.meeting is None else work.meeting.rank
+    rank = 0 if work.rendezvous is None else work.rendezvous.rank
     with contextlib.ExitStack() as stack:
         if work.turns:
             stack.enter_context(turns.kept(rank))
         if work.exact:
             stack.enter_context(patch.object(tiles, "usable", lambda: False))
             stack.enter_context(patch.object(dots, "usable", lambda _: False))
-        if work.meeting is None or rank == 0:
+        if work.rendezvous is None or rank == 0:
             return work_through(work)
         with lacking(work.lacks):
-            follow(work.config, work.meeting)
+            follow(work.config, work.rendezvous)
         return Answer(num_waited=turns.num_waited)
 
 

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from moiety_engine.cache.blocks import BlockPool, NoFreeBlocks
+from moiety_engine.cache.block_pool import BlockPool, NoFreeBlocks
 
 
 class PoolMachine(RuleBasedStateMachine):

@@ -33,7 +33,7 @@ from moiety_wire.messages import FinishReason, Sampling
 DEADLINE_MS = 60_000
 
 
-class Front:
+class EngineServerStub:
     """The other end of the PAIR socket."""
 
     def __init__(self, config: EngineConfig, folder: str) -> None:
@@ -109,18 +109,18 @@ class Front:
 
 @pytest.fixture
 def start() -> Iterator[object]:
-    fronts = []
+    stubs = []
     with tempfile.TemporaryDirectory() as folder:
 
-        def _start(model: str, **options: object) -> Front:
+        def _start(model: str, **options: object) -> EngineServerStub:
             config = msgspec.structs.replace(EngineConfig(model=model, name="tiny", device="cpu"), **options)
-            front = Front(config, folder)
-            fronts.append(front)
-            return front
+            stub = EngineServerStub(config, folder)
+            stubs.append(stub)
+            return stub
 
         yield _start
-        for front in fronts:
-            front.close()
+        for stub in stubs:
+            stub.close()
 
 
 def _submit(key: int, *, num_prompt: int = 3, max_tokens: int = 5) -> CoreSubmit:
@@ -132,32 +132,32 @@ def _submit(key: int, *, num_prompt: int = 3, max_tokens: int = 5) -> CoreSubmit
 def test_the_core_tells_its_load_while_prompts_bring_no_output_and_while_it_is_idle(
     start: object, checkpoint: Path
 ) -> None:
-    front: Front = start(str(checkpoint), max_batch_tokens=1, max_running=1)
-    front.hello()
-    front.send(_submit(1, num_prompt=500))  # as many steps, the last of which brings the first output
-    while (told := front.told())[1].num_running == 0:
+    stub: EngineServerStub = start(str(checkpoint), max_batch_tokens=1, max_running=1)
+    stub.hello()
+    stub.send(_submit(1, num_prompt=500))  # as many steps, the last of which brings the first output
+    while (told := stub.told())[1].num_running == 0:
         pass
     beat, load = told
     assert (beat.outputs, beat.failures) == ([], [])
     assert 0 < load.steps_total < 500
-    front.send(CoreAbort(1, FinishReason.ABORT))
-    while (step := front.step()).outputs[0].finish is None:
+    stub.send(CoreAbort(1, FinishReason.ABORT))
+    while (step := stub.step()).outputs[0].finish is None:
         pass
     for _ in range(3):
-        idle, load = front.told()
+        idle, load = stub.told()
         assert (idle.outputs, load.num_running, load.kv_blocks_used) == ([], 0, 0)
         assert step.load is not None, "with an end the load is told"
         assert load.steps_total == step.load.steps_total
 
 
 def test_the_core_says_hello_answers_counts_an_abort_and_ends_when_told(start: object, checkpoint: Path) -> None:
-    front: Front = start(str(checkpoint))
-    hello = front.hello()
+    stub: EngineServerStub = start(str(checkpoint))
+    hello = stub.hello()
     assert (hello.state, hello.family, hello.max_context_tokens) == (CoreState.READY, "qwen3_moe", 512)
-    front.send(_submit(1))
+    stub.send(_submit(1))
     received: list[int] = []
     while True:
-        step = front.step()
+        step = stub.step()
         received += step.outputs[0].token_ids
         if (finish := step.outputs[0].finish) is not None:
             break
@@ -166,50 +166,50 @@ def test_the_core_says_hello_answers_counts_an_abort_and_ends_when_told(start: o
     assert step.load is not None, "with an end the load is told"
     assert step.load.kv_blocks_used == 0
 
-    front.send(_submit(2, max_tokens=400))
-    front.step()
-    front.send(CoreAbort(2, FinishReason.ABORT))
-    while (finish := front.step().outputs[0].finish) is None:
+    stub.send(_submit(2, max_tokens=400))
+    stub.step()
+    stub.send(CoreAbort(2, FinishReason.ABORT))
+    while (finish := stub.step().outputs[0].finish) is None:
         pass
     assert finish.reason == FinishReason.ABORT
-    front.send(CoreShutdown())
-    assert front.process.wait(90) == 0
+    stub.send(CoreShutdown())
+    assert stub.process.wait(90) == 0
 
 
 def test_the_core_sleeps_and_wakes_when_told_and_answers_the_same_with_steps_that_overlap(
     start: object, checkpoint: Path
 ) -> None:
-    front: Front = start(str(checkpoint), overlap=Overlap.ON)
-    front.hello()
+    stub: EngineServerStub = start(str(checkpoint), overlap=Overlap.ON)
+    stub.hello()
     answers = []
     for key in (1, 2):
-        front.send(_submit(key))
-        answers.append([token for step in front.steps_to_the_end() for token in step.outputs[0].token_ids])
-        front.send(CoreSleep(asleep=True))
-        assert front.rested() == CoreSlept(asleep=True)
-        _, load = front.told()  # it is alive
+        stub.send(_submit(key))
+        answers.append([token for step in stub.steps_to_the_end() for token in step.outputs[0].token_ids])
+        stub.send(CoreSleep(asleep=True))
+        assert stub.rested() == CoreSlept(asleep=True)
+        _, load = stub.told()  # it is alive
         assert load.kv_blocks_cached == 0
-        front.send(CoreSleep(asleep=False))
-        assert front.rested() == CoreSlept(asleep=False)
+        stub.send(CoreSleep(asleep=False))
+        assert stub.rested() == CoreSlept(asleep=False)
     assert len(answers[0]) == 5
     assert answers[0] == answers[1]
 
 
 def test_the_core_ends_at_once_when_its_front_is_gone(start: object, checkpoint: Path) -> None:
-    front: Front = start(str(checkpoint))
-    front.hello()
-    assert front.process.stdin is not None
-    front.process.stdin.close()
-    assert front.process.wait(90) == 3
+    stub: EngineServerStub = start(str(checkpoint))
+    stub.hello()
+    assert stub.process.stdin is not None
+    stub.process.stdin.close()
+    assert stub.process.wait(90) == 3
 
 
 def test_a_checkpoint_that_cannot_be_served_is_refused_with_the_reason(start: object, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "perceptron"}')
-    front: Front = start(str(tmp_path))
-    hello = front.hello()
+    stub: EngineServerStub = start(str(tmp_path))
+    hello = stub.hello()
     assert hello.state is CoreState.REFUSED
     assert "qwen3_moe" in hello.message
-    assert front.process.wait(90) == 4
+    assert stub.process.wait(90) == 4
 
 
 def test_what_a_checkpoint_says_that_nobody_looks_at_is_logged_before_its_weights_are_missed(
@@ -218,9 +218,9 @@ def test_what_a_checkpoint_says_that_nobody_looks_at_is_logged_before_its_weight
     sizes = dict.fromkeys(("vocab_size", "hidden_size", "max_position_embeddings", "intermediate_size"), 64)
     config = {"model_type": "llama", **sizes, "num_hidden_layers": 1, "num_attention_heads": 2, "attention_twist": 2}
     (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
-    front: Front = start(str(tmp_path))
-    assert front.hello().state is CoreState.REFUSED
-    front.process.wait(90)
-    assert front.process.stderr is not None
-    logged = [line for line in front.process.stderr.read().splitlines() if b"config_keys_ignored" in line]
+    stub: EngineServerStub = start(str(tmp_path))
+    assert stub.hello().state is CoreState.REFUSED
+    stub.process.wait(90)
+    assert stub.process.stderr is not None
+    logged = [line for line in stub.process.stderr.read().splitlines() if b"config_keys_ignored" in line]
     assert [msgspec.json.decode(line)["keys"] for line in logged] == [["attention_twist"]]

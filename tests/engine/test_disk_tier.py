@@ -307,7 +307,7 @@ def test_a_tenant_that_is_forgotten_leaves_nothing_on_any_tier_and_others_keep_t
     assert owners(tmp_path) == ["stays"] * 2
     assert [num_cached(run(loop, one)) for one in (*ours, ours[0], make_submit(3, tenant="stays"))] == [0, 0, 0, 40]
     assert owners(tmp_path) == ["stays"] * 2, "it left something once more"
-    assert loop.scheduler.kv.pins.size == 0
+    assert loop.scheduler.kv.retention.size == 0
 
 
 def test_what_a_forgotten_tenants_open_request_computes_is_kept_by_nobody(make: Make, tmp_path: Path) -> None:

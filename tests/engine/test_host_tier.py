@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moiety_engine.cache.blocks import BlockPool
+from moiety_engine.cache.block_pool import BlockPool
 from moiety_engine.cache.host import HostTier
 from moiety_engine.errors import OutOfMemory
 from moiety_engine.messages import CoreSubmit

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 
-from moiety_engine.cache.blocks import BlockPool
+from moiety_engine.cache.block_pool import BlockPool
 from moiety_engine.config import EngineConfig, PolicyName
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.loop import EngineLoop

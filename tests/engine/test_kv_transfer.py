@@ -69,9 +69,11 @@ class Pair:
 
     def hand_over(self, submit: CoreSubmit) -> CoreSubmit:
         """To the first engine; returns what the second one gets once that has ended it."""
-        exchange = self.decode.intake.exchange
+        kv_connector = self.decode.intake.kv_connector
         transfer_id = secrets.token_hex(16)
-        there = KvHandoff(transfer_id, exchange.address, exchange.host, transfer_token(exchange.secret, transfer_id))
+        there = KvHandoff(
+            transfer_id, kv_connector.address, kv_connector.host, transfer_token(kv_connector.secret, transfer_id)
+        )
         self.prefill.submit(msgspec.structs.replace(submit, hand_over=there))
         return msgspec.structs.replace(submit, transfer_id=there.transfer_id)
 

@@ -274,9 +274,11 @@ def test_a_prompt_that_is_handed_over_brings_it_along_or_is_computed_again(
         prefill,
         of_what_was_made.make(transfer=TransferConfig(role=EngineRole.DECODE, listen="tcp://127.0.0.1:0")) as decode,
     ):
-        exchange = decode.intake.exchange
+        kv_connector = decode.intake.kv_connector
         transfer_id = secrets.token_hex(16)
-        there = KvHandoff(transfer_id, exchange.address, exchange.host, transfer_token(exchange.secret, transfer_id))
+        there = KvHandoff(
+            transfer_id, kv_connector.address, kv_connector.host, transfer_token(kv_connector.secret, transfer_id)
+        )
         begun = run_all(prefill, [msgspec.structs.replace(submit, hand_over=there)])[0]
         assert begun.finish is not None
         transfer_id = "" if begun.finish.detail else there.transfer_id

@@ -148,8 +148,8 @@ class RankProcesses:
         self._answers = [os.fdopen(read, "rb") for read, _ in outs]
 
     def start(self, *ranks: tuple[EngineConfig, Rendezvous | None], **work: Any) -> None:
-        for file, (config, meeting) in zip(self._lines, ranks, strict=False):
-            file.write(msgspec.json.encode({"config": config, "meeting": meeting, "waves": []} | work) + b"\n")
+        for file, (config, rendezvous) in zip(self._lines, ranks, strict=False):
+            file.write(msgspec.json.encode({"config": config, "rendezvous": rendezvous, "waves": []} | work) + b"\n")
             file.flush()
 
     def work(self, *ranks: tuple[EngineConfig, Rendezvous | None], **work: Any) -> list[Any]:
@@ -470,11 +470,11 @@ def test_parallel_ranks_in_few_bits_say_nearly_the_same(processes: RankProcesses
 def test_parallel_ranks_that_do_not_belong_together_all_say_so(
     processes: RankProcesses, folders: dict[str, Path], family: str, settings: dict[str, Any], words: str
 ) -> None:
-    first, (_, meeting) = ranks_of(settings_of(folders["qwen3_moe"], tp=2))
+    first, (_, rendezvous) = ranks_of(settings_of(folders["qwen3_moe"], tp=2))
     other = settings_of(folders[family], tp=2, **settings)
     if family == "mixtral":
         other = msgspec.structs.replace(other, kv_memory_bytes=first[0].kv_memory_bytes)
-    for answer in processes.work(first, (other, meeting)):
+    for answer in processes.work(first, (other, rendezvous)):
         assert words in answer["error"]
 
 
@@ -554,7 +554,7 @@ def test_a_parallel_launch_of_another_number_of_ranks_is_refused(
     processes: RankProcesses, folders: dict[str, Path]
 ) -> None:
     ranks = ranks_of(settings_of(folders["qwen3_moe"], dp_attention=2, ep=2))
-    started = [(config, replace(meeting, num_ranks=3)) for config, meeting in ranks if meeting is not None]
+    started = [(config, replace(rendezvous, num_ranks=3)) for config, rendezvous in ranks if rendezvous is not None]
     for answer in processes.work(*started):
         assert "--dp-attention 2 × --tp 1 needs 2 ranks, but 3 were started" in answer["error"]
 

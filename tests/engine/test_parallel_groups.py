@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moiety_engine.cache.blocks import BlockPool
+from moiety_engine.cache.block_pool import BlockPool
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.runner.group_results import order_of
 from moiety_engine.runner.inputs import BatchBuilder

@@ -9,7 +9,7 @@ import pytest
 
 from moiety_engine.config import EngineConfig
 from moiety_engine.distribution.layout import Layout, Seat, layout_of, leaving, without
-from moiety_engine.distribution.rendezvous_address import meeting_from, require_hosts_apart
+from moiety_engine.distribution.rendezvous_address import rendezvous_from, require_hosts_apart
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.families import read_spec
 from moiety_engine.model.tensor_shards import own_spec
@@ -137,15 +137,15 @@ def test_parallel_ranks_that_are_done_without_take_those_along_that_share_heads_
 
 
 def test_what_a_launcher_says_of_parallel_ranks_is_understood_or_refused() -> None:
-    found = meeting_from(LAUNCHED)
+    found = rendezvous_from(LAUNCHED)
     assert found is not None
     assert (found.rank, found.num_ranks, found.local_rank, found.host, found.port) == (2, 4, 1, "10.0.0.1", 29500)
-    assert meeting_from({}) is meeting_from({"WORLD_SIZE": "1", "RANK": "0"}) is None
+    assert rendezvous_from({}) is rendezvous_from({"WORLD_SIZE": "1", "RANK": "0"}) is None
     require_hosts_apart(5, found)
-    by_torchrun = meeting_from(LAUNCHED | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+    by_torchrun = rendezvous_from(LAUNCHED | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
     assert by_torchrun is not None
     require_hosts_apart(None, by_torchrun)
     with pytest.raises(InvalidConfig, match="is not available under torchrun"):
         require_hosts_apart(5, by_torchrun)
     with pytest.raises(InvalidConfig, match="start with torchrun or deepspeed, or unset WORLD_SIZE"):
-        meeting_from({"WORLD_SIZE": "2"})
+        rendezvous_from({"WORLD_SIZE": "2"})

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moiety_engine.cache.blocks import BlockPool
+from moiety_engine.cache.block_pool import BlockPool
 from moiety_engine.cache.host import HostTier
 from moiety_engine.cache.retention import PrefixRetention
 from moiety_engine.disk.index import DiskIndex, Stored
@@ -95,27 +95,27 @@ def test_no_block_is_lost_and_nothing_kept_goes_before_anything_else(data: st.Da
 
 def test_a_tenant_keeps_its_share_of_half_by_weight_and_loses_what_it_kept_longest() -> None:
     gone: list[bytes] = []
-    pins: PrefixRetention[bytes] = PrefixRetention(24, let_go=gone.append, clock=Clock())
-    pins.pin("acme", [(bytes([i]), 1) for i in range(20)], 60.0)
+    retention: PrefixRetention[bytes] = PrefixRetention(24, let_go=gone.append, clock=Clock())
+    retention.retain("acme", [(bytes([i]), 1) for i in range(20)], 60.0)
     assert gone == [bytes([i]) for i in range(8)]
-    pins.pin("globex", [(bytes([100 + i]), 1) for i in range(20)], 60.0, weight=2.0)
-    assert pins.size == 12
-    assert sum(bytes([i]) in pins for i in range(20)) == 4
-    assert sum(bytes([100 + i]) in pins for i in range(20)) == 8
+    retention.retain("globex", [(bytes([100 + i]), 1) for i in range(20)], 60.0, weight=2.0)
+    assert retention.size == 12
+    assert sum(bytes([i]) in retention for i in range(20)) == 4
+    assert sum(bytes([100 + i]) in retention for i in range(20)) == 8
 
 
 def test_what_is_kept_is_let_go_when_its_time_is_over_and_not_before_however_it_was_asked_again() -> None:
     clock, gone = Clock(), list[bytes]()
-    pins: PrefixRetention[bytes] = PrefixRetention(8, let_go=gone.append, clock=clock)
-    pins.pin("t", [(b"a", 1), (b"b", 1)], 3600.0)
-    pins.pin("t", [(b"a", 1), (b"c", 1)], 300.0)
+    retention: PrefixRetention[bytes] = PrefixRetention(8, let_go=gone.append, clock=clock)
+    retention.retain("t", [(b"a", 1), (b"b", 1)], 3600.0)
+    retention.retain("t", [(b"a", 1), (b"c", 1)], 300.0)
     clock.now_s = 301.0
-    assert [name for name in (b"a", b"b", b"c") if name in pins] == [b"a", b"b"]
-    pins.sweep()
+    assert [name for name in (b"a", b"b", b"c") if name in retention] == [b"a", b"b"]
+    retention.sweep()
     assert gone == [b"c"]
     clock.now_s = 3700.0
-    pins.sweep()
-    assert (sorted(gone), pins.size) == ([b"a", b"b", b"c"], 0)
+    retention.sweep()
+    assert (sorted(gone), retention.size) == ([b"a", b"b", b"c"], 0)
 
 
 def leave(ledger: KvLedger, first: int, keep_s: float = 0.0) -> Sequence:
@@ -175,10 +175,10 @@ def test_what_is_not_there_any_more_takes_nothing_of_a_tenants_share() -> None:
     ledger = KvLedger(BlockPool(20), 16, prefix_caching=True)
     first, second = [b"first %d" % place for place in range(5)], [b"second %d" % place for place in range(5)]
     cached(ledger.pool, *first, *second)
-    ledger.pins.pin("t", [(one, 1) for one in (*first, *second)], 86_400.0)
+    ledger.retention.retain("t", [(one, 1) for one in (*first, *second)], 86_400.0)
     assert all(ledger.blank(one) for one in second)
     cached(ledger.pool, b"third")
-    ledger.pins.pin("t", [(b"third", 1)], 86_400.0)
-    assert all(one in ledger.pins for one in (*first, b"third"))
+    ledger.retention.retain("t", [(b"third", 1)], 86_400.0)
+    assert all(one in ledger.retention for one in (*first, b"third"))
     ledger.pool.allocate(20)
-    assert ledger.pins.size == 0
+    assert ledger.retention.size == 0

@@ -14,7 +14,7 @@ import pytest
 from tests.engine.test_parallel import settings_of, write_checkpoint
 
 from moiety_engine.distribution.rendezvous import open_store
-from moiety_engine.distribution.rendezvous_address import Rendezvous, meeting_from, require_private_ranks
+from moiety_engine.distribution.rendezvous_address import Rendezvous, rendezvous_from, require_private_ranks
 from moiety_engine.errors import InvalidConfig, RanksError
 from moiety_engine.loopback import is_loopback
 
@@ -83,9 +83,9 @@ def test_parallel_ranks_of_one_host_listen_on_its_loopback_addresses_alone(
 def test_ranks_that_a_launcher_started_on_one_host_meet_on_its_loopback_address(
     environ: dict[str, str], is_local: bool, own_host: str, store_host: str
 ) -> None:
-    meeting = meeting_from(LAUNCHED | environ)
-    assert meeting is not None
-    assert (meeting.is_local, meeting.own_host, meeting.store_host) == (is_local, own_host, store_host)
+    rendezvous = rendezvous_from(LAUNCHED | environ)
+    assert rendezvous is not None
+    assert (rendezvous.is_local, rendezvous.own_host, rendezvous.store_host) == (is_local, own_host, store_host)
 
 
 def test_ranks_of_several_hosts_need_a_network_of_their_own() -> None:

@@ -296,10 +296,10 @@ from moiety_engine.distribution.rendezvous import open_store
 from moiety_engine.distribution.layout import Layout
 from moiety_engine.distribution.rendezvous_address import Rendezvous
 
-meeting = Rendezvous(0, 2)
-store = open_store(meeting, 60)
+rendezvous = Rendezvous(0, 2)
+store = open_store(rendezvous, 60)
 print(store.port, flush=True)
-join(Layout(dp=2), meeting, settings={}, checkpoint="same", device_type="cpu", timeout_s=60, store=store)
+join(Layout(dp=2), rendezvous, settings={}, checkpoint="same", device_type="cpu", timeout_s=60, store=store)
 """
 
 

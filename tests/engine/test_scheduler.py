@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moiety_engine.cache.blocks import BlockPool
+from moiety_engine.cache.block_pool import BlockPool
 from moiety_engine.messages import CoreFinish, CoreSubmit
 from moiety_engine.scheduling.admission.batching_strategies import STRATEGIES
 from moiety_engine.scheduling.kv.kv_ledger import KvLedger

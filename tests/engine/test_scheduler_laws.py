@@ -28,7 +28,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from moiety_engine.cache.blocks import BlockPool
+from moiety_engine.cache.block_pool import BlockPool
 from moiety_engine.cache.host import HostTier
 from moiety_engine.messages import CoreFinish, CoreOutput, CoreSubmit
 from moiety_engine.scheduling.admission.batching_strategies import STRATEGIES
@@ -293,7 +293,7 @@ class Replica:
             for s in plan.preempted:
                 assert s.timeline.num_preemptions <= 2
                 kept_blocks = bool(s.kv.blocks)  # it gave back a place beyond its tenant's share, and no memory
-                reserved_tokens = policy._claims._guarantees.reserved_tokens(s)
+                reserved_tokens = policy._kv_admission._guarantees.reserved_tokens(s)
                 assert s.service.preemptible or kept_blocks or len(s.tokens) > reserved_tokens, (
                     "preempted within its reservation"
                 )

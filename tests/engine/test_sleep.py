@@ -106,8 +106,8 @@ def test_where_waking_fails_late_nobody_keeps_the_cache(checkpoint: Path, monkey
     with monkeypatch.context() as patched, pytest.raises(OutOfMemory, match="largest step"):
         patched.setattr(EngineLoop, "warm_up", no_room)
         loop.wake()
-    assert loop.asleep and loop.intake.exchange.address
-    assert not any(isinstance(held, KvCache) for held in vars(loop.intake.exchange._zone).values())
+    assert loop.asleep and loop.intake.kv_connector.address
+    assert not any(isinstance(held, KvCache) for held in vars(loop.intake.kv_connector._zone).values())
     loop.wake()
     assert run_all(loop, [make_submit(0)])[0].token_ids
     loop.close()

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moiety_engine.cache.blocks import BlockPool
+from moiety_engine.cache.block_hashes import tenant_mark
+from moiety_engine.cache.block_pool import BlockPool
 from moiety_engine.cache.host import HostTier
-from moiety_engine.cache.prefix import tenant_mark
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreFinish, CoreOutput, CoreSubmit
 from moiety_engine.scheduling.admission.batching_strategies import STRATEGIES

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moiety_engine.cache.blocks import BlockPool
+from moiety_engine.cache.block_pool import BlockPool
 from moiety_engine.config import PolicyName
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.scheduling.admission.batching_strategies import STRATEGIES

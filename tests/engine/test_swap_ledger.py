@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from moiety_engine.cache.blocks import BlockPool
+from moiety_engine.cache.block_pool import BlockPool
 from moiety_engine.cache.host import HostTier
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.scheduling.kv.kv_ledger import Hit, KvLedger

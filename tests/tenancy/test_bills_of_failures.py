@@ -16,7 +16,7 @@ from moiety_platform.errors import EngineFailed, EngineRefused, PlatformError, U
 from moiety_platform.inference.quota_reservation import Tariff
 from moiety_platform.inference.request_recorder import RequestRecorder
 from moiety_platform.metrics import Metrics
-from moiety_platform.prices.terms import Price
+from moiety_platform.prices.token_cost import Price
 from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.kinds import LimitKind, LimitLevel
 from moiety_platform.quota.models import Quota, QuotaWindow

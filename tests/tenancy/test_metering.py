@@ -14,7 +14,7 @@ from sqlalchemy import select
 
 from moiety_platform.auth.reach import criteria_of
 from moiety_platform.db.session import Database
-from moiety_platform.prices.terms import Price
+from moiety_platform.prices.token_cost import Price
 from moiety_platform.quota.kinds import LimitKind, LimitLevel, Unit
 from moiety_platform.quota.lease import Charge, WindowId
 from moiety_platform.quota.models import LeaseState, Quota, QuotaLease, QuotaWindow

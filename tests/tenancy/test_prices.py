@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from moiety_platform.classes.terms import Catalogue, ChosenClass, ClassTerms
 from moiety_platform.inference.quota_reservation import Tariffs
-from moiety_platform.prices.terms import ANY_CLASS, FREE, Price, PriceList, dollars, parse_dollars
+from moiety_platform.prices.token_cost import ANY_CLASS, FREE, Price, PriceList, dollars, parse_dollars
 from moiety_wire.classes import FLEX, STANDARD
 
 amounts = st.integers(0, 10**12)

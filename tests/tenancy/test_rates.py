@@ -18,7 +18,7 @@ from moiety_platform.quota.errors import QuotaExceeded
 from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.kinds import LimitKind, LimitLevel, Scope, Unit
 from moiety_platform.quota.models import Quota, QuotaLease, QuotaWindow
-from moiety_platform.quota.standing import LimitStatus, duration, headers
+from moiety_platform.quota.rate_limit_headers import LimitStatus, duration, headers
 from moiety_platform.quota.store import LeaseStore
 
 from .conftest import hold_without_rounds

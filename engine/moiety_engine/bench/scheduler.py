@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from moiety_engine.cache.blocks import BlockPool
+from moiety_engine.cache.block_pool import BlockPool
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.scheduling.admission.batching_strategies import STRATEGIES

@@ -28,7 +28,7 @@ class _RetainedPrefix(NamedTuple):
 class _TenantRetention(Generic[Key]):
     weight: float
     size: int = 0
-    pins: OrderedDict[Key, _RetainedPrefix] = field(default_factory=OrderedDict)  # retained longest first
+    prefixes: OrderedDict[Key, _RetainedPrefix] = field(default_factory=OrderedDict)  # retained longest first
 
 
 class PrefixRetention(Generic[Key]):
@@ -51,13 +51,13 @@ class PrefixRetention(Generic[Key]):
 
     def __contains__(self, key: object) -> bool:
         owner = self._owner_of.get(key)  # type: ignore[call-overload]
-        return owner is not None and self._accounts[owner].pins[key].until_s > self._clock()  # type: ignore[index]
+        return owner is not None and self._accounts[owner].prefixes[key].until_s > self._clock()  # type: ignore[index]
 
     @property
     def size(self) -> int:
         return sum(account.size for account in self._accounts.values())
 
-    def pin(self, owner: bytes | str, items: Iterable[tuple[Key, int]], keep_s: float, weight: float = 1.0) -> None:
+    def retain(self, owner: bytes | str, items: Iterable[tuple[Key, int]], keep_s: float, weight: float = 1.0) -> None:
         """Retain these (key, size) items for `keep_s` seconds, the most valuable last.
 
         An item that is already retained for longer stays so.
@@ -68,7 +68,7 @@ class PrefixRetention(Generic[Key]):
         for key, size in items:
             before = self._forget(key)
             self._accounts[owner] = account  # `_forget` removed the account if it held nothing else
-            account.pins[key] = _RetainedPrefix(size, until_s if before is None else max(until_s, before.until_s))
+            account.prefixes[key] = _RetainedPrefix(size, until_s if before is None else max(until_s, before.until_s))
             account.size += size
             self._owner_of[key] = owner
         self._hold_to_shares()
@@ -89,7 +89,7 @@ class PrefixRetention(Generic[Key]):
             return
         self._swept_s = now_s
         for account in list(self._accounts.values()):
-            for key in [key for key, pin in account.pins.items() if pin.until_s <= now_s]:
+            for key in [key for key, prefix in account.prefixes.items() if prefix.until_s <= now_s]:
                 self._forget(key)
                 self._let_go(key)
 
@@ -98,7 +98,7 @@ class PrefixRetention(Generic[Key]):
         for account in list(self._accounts.values()):
             share = self.most * account.weight / total
             while account.size > share:
-                key = next(iter(account.pins))
+                key = next(iter(account.prefixes))
                 self._forget(key)
                 self._let_go(key)
 
@@ -107,8 +107,8 @@ class PrefixRetention(Generic[Key]):
         if owner is None:
             return None
         account = self._accounts[owner]
-        pin = account.pins.pop(key)
-        account.size -= pin.size
-        if not account.pins:
+        prefix = account.prefixes.pop(key)
+        account.size -= prefix.size
+        if not account.prefixes:
             del self._accounts[owner]
-        return pin
+        return prefix

@@ -18,7 +18,7 @@ import zmq
 from moiety_engine.config import EngineConfig
 from moiety_engine.core.link import ServerLink
 from moiety_engine.core.service import serve
-from moiety_engine.distribution.rendezvous_address import meeting_from
+from moiety_engine.distribution.rendezvous_address import rendezvous_from
 from moiety_engine.errors import EngineError
 from moiety_engine.first_steps import FirstSteps
 from moiety_engine.logs import configure_logs
@@ -36,7 +36,7 @@ def end_with_front() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m moiety_engine.core")
-    parser.add_argument("--address", required=True, help="ZeroMQ address of the front's PAIR socket")
+    parser.add_argument("--address", required=True, help="ZeroMQ address of the engine server's PAIR socket")
     parser.add_argument("--first-steps-fd", type=int, help="descriptor of the memory for FirstSteps")
     arguments = parser.parse_args()
     first_steps = None if arguments.first_steps_fd is None else FirstSteps(arguments.first_steps_fd)
@@ -49,7 +49,7 @@ def main() -> int:
     threading.Thread(target=end_with_front, name="life-line", daemon=True).start()
     with zmq.Context() as context, ServerLink(context, arguments.address) as link:
         try:
-            serve(link, config, meeting_from(os.environ), first_steps)
+            serve(link, config, rendezvous_from(os.environ), first_steps)
         except EngineError as exc:
             log.error("core_refused", reason=str(exc))
             link.send_refusal(str(exc))

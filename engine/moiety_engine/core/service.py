@@ -38,17 +38,17 @@ PROGRESS_INTERVAL_S = 0.2
 
 
 def serve(
-    link: ServerLink, config: EngineConfig, meeting: Rendezvous | None = None, first_steps: FirstSteps | None = None
+    link: ServerLink, config: EngineConfig, rendezvous: Rendezvous | None = None, first_steps: FirstSteps | None = None
 ) -> None:
     """Run until the engine server sends a shutdown.
 
-    `meeting` is the rendezvous that a launcher set for several ranks. `first_steps` records the requests whose first
+    `rendezvous` is the rendezvous that a launcher set for several ranks. `first_steps` records the requests whose first
     token is being computed. Raises EngineError where the model cannot be loaded.
     """
     if ignored := ignored_keys(Path(config.model)):
         advice = "check that the model computes the same without them"
         structlog.get_logger().warning("config_keys_ignored", keys=ignored, advice=advice)
-    with load_loop(config, meeting=meeting, progress=_Progress(link)) as loop:
+    with load_loop(config, rendezvous=rendezvous, progress=_Progress(link)) as loop:
         loop.first_steps = first_steps
         _serve(link, loop, config)
 
@@ -99,10 +99,10 @@ def hello_of(loop: EngineLoop) -> CoreHello:
         device=str(loop.executor.model.device),
         embedding_width=loop.executor.model.spec.hidden_size,
         follows_grammars=loop.follows_grammars,
-        hands_over=loop.intake.exchange.kv_sender is not None,
-        kv_address=loop.intake.exchange.address,
-        kv_host=loop.intake.exchange.host,
-        kv_secret=loop.intake.exchange.secret,
+        hands_over=loop.intake.kv_connector.kv_sender is not None,
+        kv_address=loop.intake.kv_connector.address,
+        kv_host=loop.intake.kv_connector.host,
+        kv_secret=loop.intake.kv_connector.secret,
         takes_adapters=loop.intake.adapters.is_open,
         speculative_prefill=loop.scheduler.speculative_prefill.is_possible,
     )

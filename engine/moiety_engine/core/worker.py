@@ -20,13 +20,13 @@ from moiety_engine.errors import EngineError
 from moiety_engine.logs import configure_logs
 
 
-def follow_until_end(config: EngineConfig, meeting: Rendezvous) -> int:
+def follow_until_end(config: EngineConfig, rendezvous: Rendezvous) -> int:
     """Run as a worker rank, and return the exit code of the process."""
     log = structlog.get_logger()
     try:
-        follow(config, meeting)
+        follow(config, rendezvous)
     except EngineError as exc:
-        log.error("rank_refused", rank=meeting.rank, reason=str(exc))
+        log.error("rank_refused", rank=rendezvous.rank, reason=str(exc))
         return REFUSED
     return 0
 
@@ -36,9 +36,9 @@ def main() -> int:
     line = sys.stdin.buffer.readline()
     if not line:
         return LOST_FRONT
-    config, meeting = msgspec.json.decode(line, type=tuple[EngineConfig, Rendezvous])
+    config, rendezvous = msgspec.json.decode(line, type=tuple[EngineConfig, Rendezvous])
     threading.Thread(target=end_with_front, name="life-line", daemon=True).start()
-    return follow_until_end(config, meeting)
+    return follow_until_end(config, rendezvous)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ class DiskIndex:
         self.num_bytes = 0
         self._files: OrderedDict[str, Stored] = OrderedDict()  # least recently used first
         self._file_of: dict[bytes, Stored] = {}
-        self._pins: PrefixRetention[str] = PrefixRetention(max_bytes)
+        self._retention: PrefixRetention[str] = PrefixRetention(max_bytes)
         self._forgotten: set[bytes] = set()  # owners
 
     @property
@@ -43,7 +43,7 @@ class DiskIndex:
     @property
     def num_kept(self) -> int:
         """Number of retained files."""
-        return sum(name in self._pins for name in self._files)
+        return sum(name in self._retention for name in self._files)
 
     def find(self, block_hash: bytes) -> Stored | None:
         return self._file_of.get(block_hash)
@@ -57,7 +57,7 @@ class DiskIndex:
             return [stored]
         if stored.name in self._files:
             return []
-        self._pins.sweep()
+        self._retention.sweep()
         self._files[stored.name] = stored
         self.num_bytes += stored.num_bytes
         for block_hash in stored.hashes:
@@ -71,7 +71,7 @@ class DiskIndex:
     def keep(self, stored: Stored, kept: Kept | None, now_s: float) -> None:
         """Retain a file until `kept` ends: others are evicted first."""
         if kept is not None and kept.until_s > now_s and stored.name in self._files:
-            self._pins.pin(stored.owner, [(stored.name, stored.num_bytes)], kept.until_s - now_s, kept.weight)
+            self._retention.retain(stored.owner, [(stored.name, stored.num_bytes)], kept.until_s - now_s, kept.weight)
 
     def use(self, stored: Stored, now_s: float) -> None:
         if stored.name in self._files:
@@ -82,7 +82,7 @@ class DiskIndex:
         """Remove a file from the index; it need not be there."""
         if self._files.pop(stored.name, None) is None:
             return
-        self._pins.drop(stored.name)
+        self._retention.drop(stored.name)
         self.num_bytes -= stored.num_bytes
         for block_hash in stored.hashes:
             if self._file_of.get(block_hash) is stored:
@@ -108,7 +108,7 @@ class DiskIndex:
         """Return the next file to evict. Retained files are skipped and become as new as others."""
         for _ in range(len(self._files)):
             stored = next(iter(self._files.values()))
-            if stored.name not in self._pins:
+            if stored.name not in self._retention:
                 break
             self._files.move_to_end(stored.name)
         return next(iter(self._files.values()))

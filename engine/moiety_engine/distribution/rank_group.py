@@ -80,7 +80,7 @@ class RankGroup:
 
 def join(
     layout: Layout,
-    meeting: Rendezvous,
+    rendezvous: Rendezvous,
     *,
     settings: dict[str, str],
     checkpoint: str,
@@ -97,24 +97,24 @@ def join(
     ranks that have not joined, if it can; the other ranks are then renumbered. See `meet` for `gone` and `note`. A rank
     lost while the groups are created ends the process. Raises RanksError.
     """
-    if meeting.is_local:
+    if rendezvous.is_local:
         keep_collectives_on_loopback()
-    store = store or open_store(meeting, timeout_s)
+    store = store or open_store(rendezvous, timeout_s)
     exclusion = None if exclude_rank_after_s is None else RankExclusion(layout, exclude_rank_after_s)
-    met = meet(meeting, store, settings, checkpoint, timeout_s=timeout_s, exclusion=exclusion, gone=gone, note=note)
+    met = meet(rendezvous, store, settings, checkpoint, timeout_s=timeout_s, exclusion=exclusion, gone=gone, note=note)
     with met.heartbeat.guarding(), explaining():
-        return _rank_group_of(layout, meeting, store, met, device_type)
+        return _rank_group_of(layout, rendezvous, store, met, device_type)
 
 
 def _rank_group_of(
-    layout: Layout, meeting: Rendezvous, store: Store, met: ConnectedRanks, device_type: str
+    layout: Layout, rendezvous: Rendezvous, store: Store, met: ConnectedRanks, device_type: str
 ) -> RankGroup:
     """Create the process groups; all ranks create the same ones."""
     heartbeat, masked = met.heartbeat, met.masked
-    layout, rank = without(layout, masked), meeting.rank - sum(one < meeting.rank for one in masked)
+    layout, rank = without(layout, masked), rendezvous.rank - sum(one < rendezvous.rank for one in masked)
     dist.init_process_group(
         BACKENDS[device_type],
-        store=PrefixStore(f"torch/{meeting.attempt}", store),
+        store=PrefixStore(f"torch/{rendezvous.attempt}", store),
         rank=rank,
         world_size=layout.num_ranks,
         timeout=LONGEST_WAIT,

@@ -63,27 +63,27 @@ class ConnectedRanks:
     masked: tuple[int, ...] = ()
 
 
-def open_store(meeting: Rendezvous, timeout_s: float) -> TCPStore:
+def open_store(rendezvous: Rendezvous, timeout_s: float) -> TCPStore:
     """Open the store in which ranks publish their addresses. Raises RanksError."""
-    serves = meeting.rank == 0 and not meeting.store_runs
+    serves = rendezvous.rank == 0 and not rendezvous.store_runs
     timeout = timedelta(seconds=timeout_s)
     try:
-        if not (serves and meeting.is_local):
-            return TCPStore(meeting.store_host, meeting.port, None, serves, timeout, wait_for_workers=False)
-        with _bound(meeting.own_host, meeting.port) as listener:  # TCPStore by itself listens on all addresses
+        if not (serves and rendezvous.is_local):
+            return TCPStore(rendezvous.store_host, rendezvous.port, None, serves, timeout, wait_for_workers=False)
+        with _bound(rendezvous.own_host, rendezvous.port) as listener:  # TCPStore by itself listens on all addresses
             port = listener.getsockname()[1]
             own = listener.detach()
-        return TCPStore(meeting.own_host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=own)
+        return TCPStore(rendezvous.own_host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=own)
     except (DistError, RuntimeError, OSError) as exc:
         what = "could not be opened by" if serves else "was not reached by"
         raise RanksError(
-            f"the rendezvous at {meeting.store_host}:{meeting.port} {what} rank {meeting.rank} within "
+            f"the rendezvous at {rendezvous.store_host}:{rendezvous.port} {what} rank {rendezvous.rank} within "
             f"{timeout_s:g} s: check that rank 0 runs there and that the port is free and reachable"
         ) from exc
 
 
 def meet(
-    meeting: Rendezvous,
+    rendezvous: Rendezvous,
     store: Store,
     settings: dict[str, str],
     checkpoint: str,
@@ -99,18 +99,18 @@ def meet(
     join, with the reasons. On rank 0, `note` is called with each lost rank, from now on until the heartbeat ends.
     Raises RanksError, on each rank for the same reason.
     """
-    store = PrefixStore(f"moiety/{meeting.attempt}", store)
-    if meeting.rank:
-        line, masked = _arrive(meeting, store, settings, checkpoint, timeout_s)
-        return ConnectedRanks(RankHeartbeat(meeting.rank, {0: line}), masked)
-    with _listener(meeting) as listener:
+    store = PrefixStore(f"moiety/{rendezvous.attempt}", store)
+    if rendezvous.rank:
+        line, masked = _arrive(rendezvous, store, settings, checkpoint, timeout_s)
+        return ConnectedRanks(RankHeartbeat(rendezvous.rank, {0: line}), masked)
+    with _listener(rendezvous) as listener:
         secret = secrets.token_hex()
-        where = [meeting.own_host, listener.getsockname()[1], secret]
+        where = [rendezvous.own_host, listener.getsockname()[1], secret]
         store.set(_ADDRESS, msgspec.json.encode(where).decode())
         own = RankHello(0, secret, settings, checkpoint)
-        with contextlib.closing(ConnectingRanks(listener, own, meeting.num_ranks, note)) as arrivals:
+        with contextlib.closing(ConnectingRanks(listener, own, rendezvous.num_ranks, note)) as arrivals:
             try:
-                masked = _receive_all(arrivals, meeting.num_ranks, timeout_s, exclusion, gone)
+                masked = _receive_all(arrivals, rendezvous.num_ranks, timeout_s, exclusion, gone)
             except RanksError as exc:
                 arrivals.dismiss_all(str(exc))
                 raise
@@ -123,11 +123,11 @@ def meet(
     return ConnectedRanks(RankHeartbeat(0, lines, note), masked)
 
 
-def _listener(meeting: Rendezvous) -> socket.socket:
+def _listener(rendezvous: Rendezvous) -> socket.socket:
     try:
-        return _bound(meeting.own_host, 0)
+        return _bound(rendezvous.own_host, 0)
     except OSError:
-        if meeting.is_local:
+        if rendezvous.is_local:
             raise
         return socket.create_server(("", 0))  # the host is the address of a NAT in front of this host
 
@@ -137,25 +137,25 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 def _arrive(
-    meeting: Rendezvous, store: Store, settings: dict[str, str], checkpoint: str, timeout_s: float
+    rendezvous: Rendezvous, store: Store, settings: dict[str, str], checkpoint: str, timeout_s: float
 ) -> tuple[Line, tuple[int, ...]]:
     """Connect to rank 0 and return the connection with the excluded ranks."""
     line: Line | None = None
-    unreached = f"rank 0 at {meeting.host} was not reached by rank {meeting.rank} within {timeout_s:g} s"
+    unreached = f"rank 0 at {rendezvous.host} was not reached by rank {rendezvous.rank} within {timeout_s:g} s"
     try:
         store.set_timeout(timedelta(seconds=timeout_s))
         host, port, secret = msgspec.json.decode(store.get(_ADDRESS), type=tuple[str, int, str])
         line = Line(socket.create_connection((host, port), timeout=timeout_s))
-        line.send(RankHello(meeting.rank, secret, settings, checkpoint))
+        line.send(RankHello(rendezvous.rank, secret, settings, checkpoint))
         line.socket.settimeout(timeout_s + _VERDICT_GRACE_S)  # rank 0 waits as long, and then names the missing ranks
         while not (words := line.receive()):
             pass  # the message is still incomplete
     except (DistError, RuntimeError, OSError, EOFError, msgspec.DecodeError) as exc:
         if line is not None:
             line.close()
-        if meeting.rank in _masked_in(store):
+        if rendezvous.rank in _masked_in(store):
             raise RanksError(
-                f"rank {meeting.rank} joined after the others had started without it and taken over its "
+                f"rank {rendezvous.rank} joined after the others had started without it and taken over its "
                 "part of the model: it is included at the group's next start"
             ) from exc
         raise RanksError(f"{unreached}, or it closed the connection: see the log of rank 0") from exc

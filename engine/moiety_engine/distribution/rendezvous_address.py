@@ -47,7 +47,7 @@ class Rendezvous:
         return self.host if self.store_runs else self.own_host
 
 
-def meeting_from(environ: Mapping[str, str]) -> Rendezvous | None:
+def rendezvous_from(environ: Mapping[str, str]) -> Rendezvous | None:
     """Return the rendezvous that a launcher set; None without a launcher, or if it started one process only.
 
     Raises InvalidConfig.
@@ -72,20 +72,20 @@ def meeting_from(environ: Mapping[str, str]) -> Rendezvous | None:
         ) from exc
 
 
-def require_ranks(layout: Layout, meeting: Rendezvous) -> None:
+def require_ranks(layout: Layout, rendezvous: Rendezvous) -> None:
     """Raise InvalidConfig if the launcher started another number of ranks than the layout has."""
-    if layout.num_ranks != meeting.num_ranks:
+    if layout.num_ranks != rendezvous.num_ranks:
         further = f", with --ffn-ranks {layout.ffn_ranks}," if layout.ffn_ranks else ""
         raise InvalidConfig(
             f"--pp {layout.pp} × --dp-attention {layout.dp} × --tp {layout.tp}{further} needs "
-            f"{layout.num_ranks} ranks, but {meeting.num_ranks} were started: change the options or the "
+            f"{layout.num_ranks} ranks, but {rendezvous.num_ranks} were started: change the options or the "
             "launcher's number of processes"
         )
 
 
-def require_hosts_apart(exclude_rank_after_s: float | None, meeting: Rendezvous) -> None:
+def require_hosts_apart(exclude_rank_after_s: float | None, rendezvous: Rendezvous) -> None:
     """Raise InvalidConfig if ranks may be excluded but the launcher starts no rank before all hosts have joined."""
-    if exclude_rank_after_s is not None and meeting.store_runs:
+    if exclude_rank_after_s is not None and rendezvous.store_runs:
         raise InvalidConfig(
             "--exclude-rank-after-s is not available under torchrun, which starts no rank before all "
             "hosts have joined: start the ranks of each host with deepspeed --no_ssh, or with RANK, "
@@ -93,14 +93,14 @@ def require_hosts_apart(exclude_rank_after_s: float | None, meeting: Rendezvous)
         )
 
 
-def require_private_ranks(meeting: Rendezvous, *, allowed: bool) -> None:
+def require_private_ranks(rendezvous: Rendezvous, *, allowed: bool) -> None:
     """Raise InvalidConfig if ranks talk to other hosts and their network is not declared private.
 
     Neither torch's collectives nor its store authenticate their peers.
     """
-    if not meeting.is_local and not allowed:
+    if not rendezvous.is_local and not allowed:
         raise InvalidConfig(
-            f"the rendezvous address {meeting.host} is reachable from other machines, and links between "
+            f"the rendezvous address {rendezvous.host} is reachable from other machines, and links between "
             "ranks are not authenticated: a machine that reaches their ports can read and change what "
             "they compute; run all ranks on one host, or set --allow-unauthenticated-ranks on a private "
             "network"

@@ -111,13 +111,13 @@ class KvConnector:
         return "" if self.kv_sender is None else self.kv_sender.ended(key, prefill_done=prefill_done)
 
 
-NO_EXCHANGE = KvConnector()
+NO_CONNECTOR = KvConnector()
 
 
-def exchange_of(config: TransferConfig) -> KvConnector:
+def connector_of(config: TransferConfig) -> KvConnector:
     """Return the connector of the configuration. Raises InvalidConfig if the address or the key is unusable."""
     if config.role is EngineRole.BOTH and not config.listen:
-        return NO_EXCHANGE
+        return NO_CONNECTOR
     key = _read_key(config.key_file)
     max_bytes = config.buffer_bytes or max(1, int(available_bytes() * _SHARE_OF_HOST))
     kv_sender = None

@@ -15,7 +15,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from moiety_engine.cache.prefix import MARK_BYTES, block_hash
+from moiety_engine.cache.block_hashes import MARK_BYTES, block_hash
 from moiety_engine.kv_transfer.kv_layout import fits, layer_bytes, token_bytes, views, write
 from moiety_engine.kv_transfer.messages import Begin, KvChunk
 from moiety_engine.kv_transfer.transports import open_segment

@@ -181,7 +181,7 @@ class ControlSender:
             self._rank_group.ranks.everyone.copy_first(token_L)
 
     @property
-    def masked_ranks(self) -> int:
+    def excluded_ranks(self) -> int:
         """Number of excluded ranks."""
         return 0 if self._rank_group is None else len(self._rank_group.masked)
 

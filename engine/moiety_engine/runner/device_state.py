@@ -14,7 +14,7 @@ import torch
 
 from moiety_engine.cache.host import Copies
 from moiety_engine.errors import OutOfMemory
-from moiety_engine.kv_transfer.connector import NO_EXCHANGE, KvConnector
+from moiety_engine.kv_transfer.connector import NO_CONNECTOR, KvConnector
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.moe.tenants import TenantSlots
@@ -52,13 +52,13 @@ class DeviceState:
         tenants: TenantSlots | None = None,
         *,
         num_mask_words: int = 0,
-        exchange: KvConnector = NO_EXCHANGE,
+        kv_connector: KvConnector = NO_CONNECTOR,
         adapters: Mapping[str, int] | None = None,
         cutting: MicroBatchSplit = WHOLE,
     ) -> None:
-        """Allocate the state. `exchange` connects to other engines' KV; see Runner for the other options."""
+        """Allocate the state. `kv_connector` connects to other engines' KV; see Runner for the other options."""
         self._model, self._sizes, self._orders = model, sizes, orders
-        self._arrivals = exchange.arrivals
+        self._arrivals = kv_connector.arrivals
         scratch = int(sizes.graphs)  # one block that no sequence gets
         with orders.together(Allocate(sizes.num_blocks + scratch, sizes.block_size, sizes.num_host_blocks)):
             self._allocate(sizes.num_blocks + scratch)
@@ -68,7 +68,7 @@ class DeviceState:
             orders,
             tenants,
             num_mask_words=num_mask_words,
-            kv_sender=exchange.kv_sender,
+            kv_sender=kv_connector.kv_sender,
             adapters=adapters,
             cutting=cutting,
         )
@@ -97,9 +97,9 @@ class DeviceState:
         Call it before the plan runs.
         """
         self.move(Copies(plan.swap_out, plan.swap_in))
-        for landing in plan.landings:
+        for kv_load in plan.kv_loads:
             assert self._arrivals is not None, "KV is loaded without a receiver"
-            self._arrivals.load(*landing)
+            self._arrivals.load(*kv_load)
 
     def move(self, copies: Copies) -> None:
         """Copy blocks between the cache and the host tier now."""

@@ -63,7 +63,7 @@ class Plan:
     shape: StepShape = field(default_factory=StepShape)
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
-    landings: list[KvLoad] = field(default_factory=list)
+    kv_loads: list[KvLoad] = field(default_factory=list)
     planned_ns: int = 0
     taken_in: list[DraftCatchUp] = field(default_factory=list)
 

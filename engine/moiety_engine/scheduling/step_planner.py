@@ -194,7 +194,7 @@ class StepPlanner:
             shape=self.shape,
             swap_out=copies.outs,
             swap_in=copies.ins,
-            landings=self._kv.take_landings(),
+            kv_loads=self._kv.take_kv_loads(),
             planned_ns=planned_ns,
             taken_in=self._taken_in,
         )

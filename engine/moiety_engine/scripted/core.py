@@ -35,7 +35,7 @@ def _end_with_front() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m moiety_engine.scripted.core")
-    parser.add_argument("--address", required=True, help="ZeroMQ address of the front's PAIR socket")
+    parser.add_argument("--address", required=True, help="ZeroMQ address of the engine server's PAIR socket")
     parser.add_argument("--first-steps-fd", type=int, help="descriptor of the memory for FirstSteps")
     arguments = parser.parse_args()
     first_steps = None if arguments.first_steps_fd is None else FirstSteps(arguments.first_steps_fd)

@@ -71,44 +71,44 @@ async def _serve(settings: ServerSettings, text: TextModel, make_core: MakeCore,
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         core = make_core(context)
-        front = EngineServer(settings, engine_id, text, core, context, unacknowledged=unacknowledged)
-        _drain_on_signals(front)
+        server = EngineServer(settings, engine_id, text, core, context, unacknowledged=unacknowledged)
+        _drain_on_signals(server)
         if metrics is not None:
-            metrics.serve(front.stats)
+            metrics.serve(server.stats)
         try:
-            await front.start()
-            if await front.wait_ready():
-                _report(settings, front, metrics.url if metrics else "", say)
+            await server.start()
+            if await server.wait_ready():
+                _report(settings, server, metrics.url if metrics else "", say)
         except BaseException:  # also on cancellation: the core's process must not outlive this one
-            await front.close()
+            await server.close()
             raise
-        return await front.wait()
+        return await server.wait()
     finally:
         stack.close()
         context.term()
 
 
-def _drain_on_signals(front: EngineServer) -> None:
+def _drain_on_signals(server: EngineServer) -> None:
     """Drain at the first signal; abort the open requests at the second."""
     num_signals = 0
 
     def on_signal() -> None:
         nonlocal num_signals
         num_signals += 1
-        front.begin_drain(None if num_signals == 1 else 0.0)
+        server.begin_drain(None if num_signals == 1 else 0.0)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
 
 
-def _report(settings: ServerSettings, front: EngineServer, metrics_url: str, say: Callable[[str], None]) -> None:
-    card = front.card
+def _report(settings: ServerSettings, server: EngineServer, metrics_url: str, say: Callable[[str], None]) -> None:
+    card = server.card
     assert card is not None
     public = zmq.curve_public(settings.curve_secret_key).decode() if settings.curve_secret_key else ""
     report = ReadyReport(
         event="engine_ready",
-        engine_id=front.engine_id,
-        address=front.address,
+        engine_id=server.engine_id,
+        address=server.address,
         model=card.model,
         family=card.family,
         max_context_tokens=card.max_context_tokens,
@@ -119,6 +119,6 @@ def _report(settings: ServerSettings, front: EngineServer, metrics_url: str, say
     )
     if settings.address_file is not None:
         partial = settings.address_file.with_name(f".{settings.address_file.name}.{os.getpid()}")
-        partial.write_text(front.address + "\n")
+        partial.write_text(server.address + "\n")
         partial.replace(settings.address_file)
     say(msgspec.json.encode(report).decode())

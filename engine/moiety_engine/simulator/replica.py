@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moiety_engine.cache.blocks import BlockPool
+from moiety_engine.cache.block_pool import BlockPool
 from moiety_engine.cache.host import HostTier
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.scheduling.admission.batching_strategies import STRATEGIES
@@ -60,4 +60,4 @@ def make_scheduler(
 
 def num_copied(plan: Plan) -> int:
     """Return the number of blocks copied from or to the host before the step, or received from another engine."""
-    return len(plan.swap_out) + len(plan.swap_in) + sum(len(landing.blocks) for landing in plan.landings)
+    return len(plan.swap_out) + len(plan.swap_in) + sum(len(kv_load.blocks) for kv_load in plan.kv_loads)

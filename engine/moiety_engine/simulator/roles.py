@@ -58,8 +58,8 @@ class AnswerDriver(Driver):
         submit = msgspec.structs.replace(
             submit, arrival_unix_ns=begun.arrival_ns, resumed_ids=[OUTPUT_TOKEN], transfer_id="simulated"
         )
-        num_landing = record.request.input_tokens
-        self._scheduler.add(submit, seed=record.key, now_ns=now_ns, num_landing=num_landing)
+        num_transferred_tokens = record.request.input_tokens
+        self._scheduler.add(submit, seed=record.key, now_ns=now_ns, num_transferred_tokens=num_transferred_tokens)
 
 
 def compare_roles(workload: Workload, fleet: Fleet, num_prefill: int, num_decode: int) -> dict[str, Any]:

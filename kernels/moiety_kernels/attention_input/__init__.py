@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moiety_kernels.asked_for import when_asked
 from moiety_kernels.attention_input import reference
 from moiety_kernels.attention_input.plan import AttentionInputPlan
 from moiety_kernels.checks import require, require_shape
 from moiety_kernels.kv_store import require_scales
+from moiety_kernels.lazy_imports import when_asked
 
 if TYPE_CHECKING:
     from torch import Tensor

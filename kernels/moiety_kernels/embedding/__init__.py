@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moiety_kernels.asked_for import when_asked
 from moiety_kernels.checks import require_shape
 from moiety_kernels.embedding import reference
+from moiety_kernels.lazy_imports import when_asked
 
 if TYPE_CHECKING:
     import torch

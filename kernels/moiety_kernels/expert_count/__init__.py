@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from moiety_kernels.asked_for import when_asked
 from moiety_kernels.checks import require_shape
 from moiety_kernels.expert_count import reference
+from moiety_kernels.lazy_imports import when_asked
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moiety_kernels.asked_for import when_asked
 from moiety_kernels.checks import KernelInputError, require_shape
 from moiety_kernels.head_linear import reference
+from moiety_kernels.lazy_imports import when_asked
 
 if TYPE_CHECKING:
     from torch import Tensor

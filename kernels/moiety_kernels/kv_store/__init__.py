@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moiety_kernels.asked_for import when_asked
 from moiety_kernels.checks import require, require_shape
 from moiety_kernels.kv_store import reference
+from moiety_kernels.lazy_imports import when_asked
 
 if TYPE_CHECKING:
     from torch import Tensor

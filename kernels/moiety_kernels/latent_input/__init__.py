@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moiety_kernels.asked_for import when_asked
 from moiety_kernels.checks import require, require_shape
 from moiety_kernels.head_linear import head_linear
 from moiety_kernels.latent_input import reference
 from moiety_kernels.latent_input.plan import LatentInputPlan
+from moiety_kernels.lazy_imports import when_asked
 from moiety_kernels.rms_norm import rms_norm
 
 if TYPE_CHECKING:

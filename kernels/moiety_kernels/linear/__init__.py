@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moiety_kernels.asked_for import when_asked
 from moiety_kernels.checks import KernelInputError, require_shape
+from moiety_kernels.lazy_imports import when_asked
 from moiety_kernels.linear import reference
 from moiety_kernels.quantization import QuantizedWeight, dequantize
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moiety_kernels.asked_for import when_asked
 from moiety_kernels.checks import require, require_shape
+from moiety_kernels.lazy_imports import when_asked
 from moiety_kernels.low_rank import reference
 from moiety_kernels.low_rank.factors import Factors, FeedForwardFactors
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moiety_kernels.asked_for import when_asked
 from moiety_kernels.checks import require, require_shape
 from moiety_kernels.latent_input import require_latent_scales
+from moiety_kernels.lazy_imports import when_asked
 from moiety_kernels.mla_attention import reference
 from moiety_kernels.paged_attention import EIGHT_BITS, batched
 

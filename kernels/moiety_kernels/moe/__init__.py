@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from moiety_kernels.asked_for import when_asked
 from moiety_kernels.checks import require, require_shape
+from moiety_kernels.lazy_imports import when_asked
 from moiety_kernels.linear import linear
 from moiety_kernels.low_rank import FeedForwardFactors, add_low_rank
 from moiety_kernels.moe import adapted, grouped, reference

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from moiety_kernels.asked_for import when_asked
+from moiety_kernels.lazy_imports import when_asked
 from moiety_kernels.moe import experts, grouped, unfit_for_triton
 
 if TYPE_CHECKING:

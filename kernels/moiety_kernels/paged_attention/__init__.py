@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moiety_kernels.asked_for import when_asked
 from moiety_kernels.checks import require, require_shape
+from moiety_kernels.lazy_imports import when_asked
 from moiety_kernels.paged_attention import batched, reference
 
 if TYPE_CHECKING:

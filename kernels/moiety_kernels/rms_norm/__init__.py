@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moiety_kernels.asked_for import when_asked
 from moiety_kernels.checks import require, require_shape
+from moiety_kernels.lazy_imports import when_asked
 from moiety_kernels.rms_norm import reference
 
 if TYPE_CHECKING:

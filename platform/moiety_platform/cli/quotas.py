@@ -8,7 +8,7 @@ import typer
 
 from moiety_platform.cli.admin_client import AdminClient
 from moiety_platform.cli.admin_command import Admin, admin_command
-from moiety_platform.prices.terms import dollars, parse_dollars
+from moiety_platform.prices.token_cost import dollars, parse_dollars
 from moiety_platform.quota.admin_resource import QUOTAS
 
 WINDOWS = ("_per_day", "_per_month")

@@ -14,7 +14,7 @@ from moiety_platform.cli.engine_journals import compare, read_journals
 from moiety_platform.cli.printing import say
 from moiety_platform.cli.tables import show_csv, show_json
 from moiety_platform.cli.usage_restore import restore
-from moiety_platform.prices.terms import dollars
+from moiety_platform.prices.token_cost import dollars
 
 PAGE = 500
 TOTALS = {

@@ -76,7 +76,7 @@ class Session:
         self.load: Load | None = None
         self.balance: ExpertBalance | None = None
         self.questions = EngineQueries(self.send)
-        self.lending = AdapterSync(self.send, lambda name: self.card is not None and name in self.card.adapters)
+        self.adapter_sync = AdapterSync(self.send, lambda name: self.card is not None and name in self.card.adapters)
         self.load_at_s = clock.monotonic()
         self.since_s = clock.monotonic()  # when the model card arrived
         self.refusal = ""
@@ -150,7 +150,7 @@ class Session:
         for stream in list(self.streams.values()):
             stream.fail(error)
         self.questions.close()
-        self.lending.close()
+        self.adapter_sync.close()
         self._loop.remove_reader(self._socket.fileno())
         self._loop.remove_reader(self._monitor.fileno())
         self._socket.disable_monitor()
@@ -199,7 +199,7 @@ class Session:
             for message in messages:
                 if isinstance(message, _OfRequest):  # the common case
                     stream = self.streams.get(message.request_id)
-                    if stream is not None and not (self.lending.submits and self.lending.takes(message)):
+                    if stream is not None and not (self.adapter_sync.submits and self.adapter_sync.takes(message)):
                         stream.deliver(message)
                 else:
                     self._take(message)

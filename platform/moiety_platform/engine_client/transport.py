@@ -237,7 +237,7 @@ class HeldStream:
             session.send(submit)
             return stream
         try:
-            await session.lending.submit(submit, stream, self._adapters)
+            await session.adapter_sync.submit(submit, stream, self._adapters)
         except BaseException:
             await self._leave(session)
             raise

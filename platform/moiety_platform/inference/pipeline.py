@@ -30,11 +30,11 @@ from moiety_platform.http_errors import internal_error
 from moiety_platform.idempotency.key_store_client import IdempotencyKeys
 from moiety_platform.idempotency.keys import HEADER as IDEMPOTENCY_KEY
 from moiety_platform.inference.endpoint import Body, Endpoint
+from moiety_platform.inference.engine_placement import Placement
 from moiety_platform.inference.engine_submits import RequestOrigin, check_limits, most_output_tokens, submits_of
 from moiety_platform.inference.generation import Generation
 from moiety_platform.inference.idempotency import claim_key
 from moiety_platform.inference.model_texts import ModelTexts
-from moiety_platform.inference.placement import Placement
 from moiety_platform.inference.quota_reservation import Tariffs
 from moiety_platform.inference.request_body import BodyReader
 from moiety_platform.inference.request_record import RequestRecord

@@ -15,12 +15,12 @@ import msgspec
 from moiety_platform.auth.principal import Principal
 from moiety_platform.classes.terms import Catalogue, ChosenClass
 from moiety_platform.errors import Forbidden, Unavailable
-from moiety_platform.prices.terms import FREE, MILLION, Price, PriceList
+from moiety_platform.prices.token_cost import FREE, MILLION, Price, PriceList
 from moiety_platform.quota.errors import QuotaExceeded
 from moiety_platform.quota.keeper import LEASE_S, QuotaKeeper
 from moiety_platform.quota.kinds import LimitLevel, Meter, Scope, Unit
 from moiety_platform.quota.lease import Charge, Hold, WindowId
-from moiety_platform.quota.standing import headers
+from moiety_platform.quota.rate_limit_headers import headers
 
 MAX_TARIFFS = 1024  # each adapter has its own tariff
 PAUSE_S = 0.5

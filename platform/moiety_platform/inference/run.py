@@ -14,8 +14,8 @@ from moiety_platform.clock import Clock
 from moiety_platform.engine_client.stream import Delivery, EngineStream, Inbox
 from moiety_platform.errors import PlatformError, Unavailable
 from moiety_platform.inference.engine_attempts import EngineAttempt
+from moiety_platform.inference.engine_placement import Place, Placement
 from moiety_platform.inference.model_texts import ModelText
-from moiety_platform.inference.placement import Place, Placement
 from moiety_platform.inference.quota_reservation import Throttled
 from moiety_platform.inference.request_record import Failover, RequestRecord
 from moiety_platform.inference.sequence import Sequence

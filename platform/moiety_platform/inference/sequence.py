@@ -19,7 +19,7 @@ from moiety_platform.errors import (
     Unavailable,
 )
 from moiety_platform.inference.engine_attempts import EngineAttempt
-from moiety_platform.inference.placement import Place, Placement
+from moiety_platform.inference.engine_placement import Place, Placement
 from moiety_platform.inference.slo import SloProgress
 from moiety_platform.routing.choose import Need, Prefix, need_of
 from moiety_platform.routing.circuit_breaker import RequestOutcome

@@ -6,7 +6,7 @@ from moiety_platform.clock import Clock
 from moiety_platform.db.session import Database
 from moiety_platform.db.snapshot import TTL_S, Snapshot
 from moiety_platform.prices.service import load_prices
-from moiety_platform.prices.terms import PriceList
+from moiety_platform.prices.token_cost import PriceList
 
 
 class PriceCache(Snapshot[PriceList]):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from moiety_platform.prices.terms import dollars, parse_dollars
+from moiety_platform.prices.token_cost import dollars, parse_dollars
 from moiety_platform.resources.apply_kind import AdminRequest, ApplyKind, Entry, InvalidEntry, Row, Wanted
 
 Amount = str | int | float

@@ -13,7 +13,7 @@ from moiety_platform.classes.checks import CLASS_NAME
 from moiety_platform.etags import Tagged
 from moiety_platform.openapi.schemas import shows
 from moiety_platform.prices.models import MAX_MODEL_LENGTH, PriceRecord
-from moiety_platform.prices.terms import ANY_CLASS, DOLLARS, dollars
+from moiety_platform.prices.token_cost import ANY_CLASS, DOLLARS, dollars
 
 Dollars = Annotated[str, shows(pattern=f"^({DOLLARS.pattern})$")]
 

@@ -11,7 +11,7 @@ from moiety_platform.classes.service import require_class
 from moiety_platform.errors import BadRequest, Conflict, NotFound
 from moiety_platform.prices.models import MAX_MODEL_LENGTH, PriceRecord
 from moiety_platform.prices.schemas import NewPrice
-from moiety_platform.prices.terms import ANY_CLASS, Price, PriceList, parse_dollars
+from moiety_platform.prices.token_cost import ANY_CLASS, Price, PriceList, parse_dollars
 
 MAX_PRICES = 10_000
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from moiety_platform.prices.declared import Amount, nano_dollars_of
-from moiety_platform.prices.terms import dollars
+from moiety_platform.prices.token_cost import dollars
 from moiety_platform.quota.kinds import LimitKind, Meter
 from moiety_platform.resources.apply_kind import AdminRequest, ApplyKind, Entry, ObjectPlace, Row, Wanted
 from moiety_platform.resources.paths import path_of

@@ -32,9 +32,9 @@ from moiety_platform.quota.kinds import Meter, Scope, Unit, window_end, window_s
 from moiety_platform.quota.lease import Hold, Lease, WindowId
 from moiety_platform.quota.limits import Limit, load_limits
 from moiety_platform.quota.quarantine import Quarantine
+from moiety_platform.quota.rate_limit_headers import LimitStatus, headers
 from moiety_platform.quota.rates import RateStore
 from moiety_platform.quota.slices import slice_size
-from moiety_platform.quota.standing import LimitStatus, headers
 from moiety_platform.quota.store import Grant, LeaseStore, Stored, Want
 
 LEASE_S = 20.0

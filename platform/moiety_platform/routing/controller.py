@@ -118,7 +118,7 @@ class LoadView(msgspec.Struct, frozen=True):
     moved_expert_bytes_total: int
     rank_balancedness: float
     rank_balancedness_planned: float
-    masked_ranks: int
+    excluded_ranks: int
     prefill_seconds_total: float
     decode_seconds_total: float
     grammars_waiting: int

@@ -204,7 +204,7 @@ class Replicas:
         if any(state.healthy and not state.draining for state in states):
             return []
         if not states and not self.missing:
-            return ["no engine is configured; set MOIETY_ENGINES to the address of an engine front"]
+            return ["no engine is configured; set MOIETY_ENGINES to the address of an engine"]
         reasons = [f"engine {state.address}: {state.reason or 'draining'}" for state in states]
         return reasons + [f"engines {name}: {why}" for name, why in self.missing.items()]
 

@@ -27,7 +27,7 @@ class EngineNotice:
     ) -> None:
         self._database, self._engines = database, engines
         self._tenant_ids: list[str] = []
-        self._rounds = PeriodicTask("erasures-told", self.round, every_s)
+        self._rounds = PeriodicTask("tenant-deletions", self.round, every_s)
 
     def start(self) -> None:
         """Start, with the first round at once."""

@@ -22,6 +22,6 @@ class TenantDeletionView(msgspec.Struct, frozen=True):
     counts: dict[str, int]
 
     @classmethod
-    def of(cls, erasure: TenantDeletion) -> TenantDeletionView:
-        state = "erasing" if erasure.ended_at is None else "erased"
-        return cls(erasure.tenant_id, state, erasure.begun_at, erasure.ended_at, erasure.counts)
+    def of(cls, deletion: TenantDeletion) -> TenantDeletionView:
+        state = "erasing" if deletion.ended_at is None else "erased"
+        return cls(deletion.tenant_id, state, deletion.begun_at, deletion.ended_at, deletion.counts)

@@ -135,19 +135,19 @@ class TenantDeleter:
         Rows found after the end reopen the deletion.
         """
         if counts.total():
-            erasure = await session.get_one(TenantDeletion, self.tenant_id, with_for_update=True)
-            await self._change(session, counts=dict(Counter(erasure.counts) + counts), ended_at=None)
+            deletion = await session.get_one(TenantDeletion, self.tenant_id, with_for_update=True)
+            await self._change(session, counts=dict(Counter(deletion.counts) + counts), ended_at=None)
         return counts.total()
 
     async def _end(self, session: AsyncSession, *, is_done: bool) -> TenantDeletion:
-        erasure = await session.get_one(TenantDeletion, self.tenant_id, with_for_update=True)
+        deletion = await session.get_one(TenantDeletion, self.tenant_id, with_for_update=True)
         now = self.store.clock.now()
-        if is_done and erasure.ended_at is None and now >= erasure.begun_at + HEARD_AFTER:
+        if is_done and deletion.ended_at is None and now >= deletion.begun_at + HEARD_AFTER:
             await self._change(session, ended_at=now)
-            counts = {"tenant_id": self.tenant_id, "counts": erasure.counts}
+            counts = {"tenant_id": self.tenant_id, "counts": deletion.counts}
             note(session, Change(ERASE, Tenant.__tablename__, self.tenant_id, None, counts))
-            await session.refresh(erasure)
-        return erasure
+            await session.refresh(deletion)
+        return deletion
 
     async def _change(self, session: AsyncSession, **values: Any) -> None:
         """Bypass the session's objects: the audit log records a deletion in entries of its own."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from moiety_platform.prices.terms import Price
+from moiety_platform.prices.token_cost import Price
 from moiety_platform.quota.kinds import Unit
 from moiety_platform.quota.lease import Charge, WindowId
 from moiety_platform.usage.row import UsageRow

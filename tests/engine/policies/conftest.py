@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moiety_engine.cache.blocks import BlockPool
+from moiety_engine.cache.block_pool import BlockPool
 from moiety_engine.messages import CoreFinish, CoreOutput, CoreSubmit
 from moiety_engine.scheduling.admission.batching_strategies import STRATEGIES
 from moiety_engine.scheduling.kv.kv_ledger import KvLedger

@@ -241,7 +241,7 @@ def test_what_may_not_be_preempted_is_reserved_and_others_wait_for_it(make_repli
     first = replica.add(40, tenant="a", service=PRIORITY, output=24)
     replica.step()
     replica.step()
-    guarantees = replica.scheduler.policy._claims._guarantees
+    guarantees = replica.scheduler.policy._kv_admission._guarantees
     held = guarantees.reserved_tokens(replica.scheduler.queues.by_key[first])
     assert held > 40
     others = [replica.add(40, tenant="b", service=PRIORITY, output=24) for _ in range(3)]

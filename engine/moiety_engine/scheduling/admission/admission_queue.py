@@ -39,7 +39,13 @@ class AdmissionQueue:
         self._failures: list[CoreFailure] = []
 
     def add(
-        self, submit: CoreSubmit, *, seed: int, now_ns: int, grammar: GrammarHandle | None = None, num_landing: int = 0
+        self,
+        submit: CoreSubmit,
+        *,
+        seed: int,
+        now_ns: int,
+        grammar: GrammarHandle | None = None,
+        num_transferred_tokens: int = 0,
     ) -> None:
         """Queue a request or reject it."""
         sequence = Sequence(
@@ -68,7 +74,7 @@ class AdmissionQueue:
             self._tally.of(submit.service.name).downgraded += 1
         sequence.timeline.note(now_ns, EventKind.ADMITTED, verdict.reason)
         if submit.transfer_id:
-            self._take_over(sequence, num_landing, now_ns)
+            self._take_over(sequence, num_transferred_tokens, now_ns)
         tally = self._tally.of(service.name)
         tally.admitted += 1
         tally.num_waiting += 1
@@ -92,14 +98,16 @@ class AdmissionQueue:
             return AdmissionDecision(sequence.service, Reason.FAILED_OVER)
         return self._policy.admit(sequence, now_s)
 
-    def _take_over(self, sequence: Sequence, num_landing: int, now_ns: int) -> None:
+    def _take_over(self, sequence: Sequence, num_transferred_tokens: int, now_ns: int) -> None:
         """Take over a request whose prompt another engine computed. KV that was not transferred is computed again."""
         sequence.deadlines.take_over_first_token(sequence.service, now_ns / 1e9)
-        sequence.kv.num_landing = num_landing
+        sequence.kv.num_transferred_tokens = num_transferred_tokens
         sequence.kv.peak_computed = len(sequence.tokens) - 1
-        if num_landing:
-            sequence.kv.num_uncached = len(sequence.tokens) - num_landing
-        sequence.timeline.note(now_ns, EventKind.MIGRATED, Reason.TRANSFERRED if num_landing else Reason.KV_LOST)
+        if num_transferred_tokens:
+            sequence.kv.num_uncached = len(sequence.tokens) - num_transferred_tokens
+        sequence.timeline.note(
+            now_ns, EventKind.MIGRATED, Reason.TRANSFERRED if num_transferred_tokens else Reason.KV_LOST
+        )
 
     def _shed(self, rank: int) -> bool:
         """Drop the newest of the least critical waiting requests for one of this rank.

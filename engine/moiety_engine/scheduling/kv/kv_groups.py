@@ -104,9 +104,9 @@ class KvGroups:
             ins += [(source + host, block + device) for source, block in copies.ins]
         return Copies(outs, ins)
 
-    def take_landings(self) -> list[KvLoad]:
+    def take_kv_loads(self) -> list[KvLoad]:
         """Return the KV loads from other engines, once per plan, to run after the copies; empty with several groups."""
-        return self.first.take_landings()
+        return self.first.take_kv_loads()
 
     def forget_tenants(self, marks: frozenset[bytes]) -> int:
         """Delete the cached blocks of these tenants, and return how many there were."""

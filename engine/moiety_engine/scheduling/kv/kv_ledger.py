@@ -3,7 +3,7 @@
 A sequence holds either device blocks (`blocks`) or, when swapped out, host blocks (`host_blocks`), never both; these
 hold its `num_computed` tokens. Copies between device and host are queued when blocks change owner. The caller that
 plans a step takes them with `take_copies` once per plan and runs them before the step's forward pass, also when the
-step is empty. KV from other engines is loaded after the copies: `take_landings`.
+step is empty. KV from other engines is loaded after the copies: `take_kv_loads`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from moiety_engine.cache.blocks import BlockPool
+from moiety_engine.cache.block_hashes import MARK_BYTES
+from moiety_engine.cache.block_pool import BlockPool
 from moiety_engine.cache.host import Copies, HostTier
-from moiety_engine.cache.prefix import MARK_BYTES
 from moiety_engine.cache.retention import PrefixRetention
 from moiety_engine.scheduling.plan import KvLoad
 from moiety_engine.sequence import Sequence
@@ -53,14 +53,14 @@ class KvLedger:
         self.on_release: Callable[[Sequence], None] | None = None  # called with a sequence before it gives up blocks
         self._prefix_caching = prefix_caching
         self._forgotten: frozenset[bytes] = frozenset()  # marks of tenants whose blocks are not cached
-        self._landings: dict[int, KvLoad] = {}  # queued, by the sequences' keys
-        self.pins: PrefixRetention[bytes] = PrefixRetention(pool.num_blocks, let_go=self._let_go)
-        pool.kept = self.pins
+        self._kv_loads: dict[int, KvLoad] = {}  # queued, by the sequences' keys
+        self.retention: PrefixRetention[bytes] = PrefixRetention(pool.num_blocks, let_go=self._let_go)
+        pool.kept = self.retention
         if host is not None:
             pool.on_evict = host.keep
-            host.keep_longest(self.pins)
+            host.keep_longest(self.retention)
         else:
-            pool.on_evict = lambda _block, block_hash: self.pins.drop(block_hash)
+            pool.on_evict = lambda _block, block_hash: self.retention.drop(block_hash)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -136,20 +136,20 @@ class KvLedger:
 
         Call after `start`.
         """
-        first, end = sequence.kv.num_computed, sequence.kv.num_landing
-        sequence.kv.num_landing = 0
+        first, end = sequence.kv.num_computed, sequence.kv.num_transferred_tokens
+        sequence.kv.num_transferred_tokens = 0
         if end <= first:
             return
         grown = self.grow(sequence, end)
         assert grown, "a sequence was started without blocks for all its tokens"
-        self._landings[sequence.key] = KvLoad(sequence.key, first, sequence.kv.blocks[: self.blocks_for(end)])
+        self._kv_loads[sequence.key] = KvLoad(sequence.key, first, sequence.kv.blocks[: self.blocks_for(end)])
         sequence.kv.num_computed = sequence.kv.peak_computed = end
         sequence.kv.num_landed = end - first
 
-    def take_landings(self) -> list[KvLoad]:
+    def take_kv_loads(self) -> list[KvLoad]:
         """Return the queued KV loads, once per plan, to run after the copies."""
-        landings, self._landings = list(self._landings.values()), {}
-        return landings
+        kv_loads, self._kv_loads = list(self._kv_loads.values()), {}
+        return kv_loads
 
     # ── contents from the disk ──
 
@@ -225,8 +225,8 @@ class KvLedger:
 
     def release(self, sequence: Sequence) -> None:
         """Release all device and host blocks; the computed contents may still be hit by their hashes."""
-        if self._landings.pop(sequence.key, None) is not None:  # its KV is not loaded yet
-            sequence.kv.num_landing = sequence.kv.num_computed
+        if self._kv_loads.pop(sequence.key, None) is not None:  # its KV is not loaded yet
+            sequence.kv.num_transferred_tokens = sequence.kv.num_computed
         elif sequence.kv.num_sealed:
             self._leave_behind(sequence)
         self.pool.free(reversed(sequence.kv.blocks))
@@ -256,7 +256,7 @@ class KvLedger:
         invalidated = self.pool.invalidate_marked(marks)
         invalidated += [] if self.host is None else self.host.invalidate_marked(marks)
         for block_hash in invalidated:
-            self.pins.drop(block_hash)
+            self.retention.drop(block_hash)
         return len(invalidated)
 
     def invalidate(self, sequence: Sequence) -> list[bytes]:
@@ -272,13 +272,13 @@ class KvLedger:
         if self.host is not None:
             self.host.invalidate(hashes)
         for block_hash in hashes:
-            self.pins.drop(block_hash)
+            self.retention.drop(block_hash)
         sequence.kv.num_sealed = 0  # so that its blocks are not offered to the disk
         return hashes
 
     def forget(self) -> None:
         """Drop the cache's contents on the device and on the host. No sequence may hold blocks."""
-        self.pins.forget()
+        self.retention.forget()
         self.pool.forget()
         if self.host is not None:
             self.host.forget()
@@ -359,7 +359,7 @@ class KvLedger:
         """
         was_there = self.pool.blank(block_hash)
         if was_there and not self.is_on_host(block_hash):
-            self.pins.drop(block_hash)
+            self.retention.drop(block_hash)
         return was_there
 
     # ── internal ──
@@ -371,9 +371,9 @@ class KvLedger:
             return
         if submit.keep_s > 0:
             hashes = sequence.block_hashes.between(0, sequence.kv.num_sealed, self.block_size)
-            pinned = [(block_hash, 1) for block_hash in reversed(hashes)]  # a head is worth more than its tail
-            self.pins.pin(submit.tenant_id, pinned, submit.keep_s, submit.tenant_weight)
-        self.pins.sweep()
+            retained = [(block_hash, 1) for block_hash in reversed(hashes)]  # a head is worth more than its tail
+            self.retention.retain(submit.tenant_id, retained, submit.keep_s, submit.tenant_weight)
+        self.retention.sweep()
         if self.on_release is not None:
             self.on_release(sequence)
 
@@ -405,7 +405,7 @@ class KvLedger:
     def _host_places(self, sequence: Sequence) -> list[int | None] | None:
         """Return `_known_on_host` if the host tier has enough free blocks and there is KV to swap out; else None."""
         host = self.host
-        if host is None or sequence.kv.num_computed == 0 or not sequence.kv.blocks or sequence.key in self._landings:
+        if host is None or sequence.kv.num_computed == 0 or not sequence.kv.blocks or sequence.key in self._kv_loads:
             return None
         known = self._known_on_host(host, sequence)
         num_revived = sum(block is not None and host.is_free(block) for block in known)

@@ -182,7 +182,7 @@ class PrefillPlanner:
             return kv.swap_in(sequence, num_tokens)
         if not kv.start(sequence, kv.find_prefix(sequence) if hits is None else hits, num_tokens):
             return False
-        if sequence.kv.num_landing:
+        if sequence.kv.num_transferred_tokens:
             kv.land(sequence)
         return True
 
@@ -213,7 +213,7 @@ class PrefillPlanner:
             num_new = kv.num_blocks_to_swap_in(sequence, num_tokens)
         else:
             hits = kv.find_prefix(sequence)
-            next_hash = None if sequence.kv.num_landing else kv.next_hash(sequence, len(hits))
+            next_hash = None if sequence.kv.num_transferred_tokens else kv.next_hash(sequence, len(hits))
             if planner.will_compute(next_hash, sequence.kv.group):
                 return Reason.SHARED_PREFIX
             num_new = kv.num_blocks_to_start(hits, num_tokens)

@@ -48,7 +48,7 @@ class Moiety(Policy):
         self._flow = PromptFlow(context.step_time, context.max_batch_tokens)
         self._pace = SloTracker(self.tuning, self._flow)
         self._queue = UrgencyQueue(self.tuning, self._pace, self._accounts, self._records, context.tally)
-        self._claims = KvAdmission(context, self.tuning, self._accounts, self._records)
+        self._kv_admission = KvAdmission(context, self.tuning, self._accounts, self._records)
         self._pacing = DecodePacing(self.tuning, self._pace, context.step_time)
 
     # ── prefill queue ──
@@ -88,12 +88,12 @@ class Moiety(Policy):
         account = record.tenant
         account.last_served_s = now_s
         account.num_begun += 1
-        self._claims.places_changed()
+        self._kv_admission.victims.slots_changed()
         self._waits_no_more(sequence, record)
         prepaid = self.tuning.prepaid * (sequence.predicted_output - sequence.request.num_resumed)
         record.charged_tokens = sequence.request.num_resumed + prepaid
         self._accounts[sequence.service.rank].charge(account, num_uncached, prepaid)
-        self._claims.reserve(sequence)
+        self._kv_admission.reserve(sequence)
 
     def decoded(self, sequences: list[Sequence]) -> None:
         record_of = self._records.get
@@ -113,7 +113,7 @@ class Moiety(Policy):
 
     def stepped(self, seconds: float, shape: StepShape, now_s: float) -> None:
         self._queue.time_passed(seconds)
-        self._claims.time_passed(seconds)
+        self._kv_admission.time_passed(seconds)
         self._pace.stepped(seconds)
         self._flow.stepped(seconds, shape.prefill_rows, backlogged=self._queue.num_queued > 0)
         self._pace.refresh(now_s)
@@ -125,7 +125,7 @@ class Moiety(Policy):
             self._unreckoned_s = 0.0
 
     def preempted(self, sequence: Sequence, beneficiary: Sequence | None, cost_s: float) -> None:
-        self._claims.preempted(sequence, beneficiary, cost_s)
+        self._kv_admission.preempted(sequence, beneficiary, cost_s)
 
     def ended(self, sequence: Sequence, now_s: float) -> None:
         record = self._records.pop(sequence)
@@ -139,7 +139,7 @@ class Moiety(Policy):
             if unused > 0:
                 self._queue.counter_fell(account, rank)
         self._accounts[rank].ended(account)
-        self._claims.ended(sequence)
+        self._kv_admission.ended(sequence)
 
     def _waits_no_more(self, sequence: Sequence, record: RequestRecord) -> None:
         """Record that the sequence starts, or ends without having started."""
@@ -198,7 +198,7 @@ class Moiety(Policy):
 
     def step_budget(self, view: BatchView, now_s: float) -> StepBudget | None:
         self._queue.release()
-        self._claims.places_changed()
+        self._kv_admission.victims.slots_changed()
         if not self.tuning.chunk_sizing:
             return None
         urgent = self._queue.has_at_risk(self._pace.best_rank)
@@ -221,7 +221,7 @@ class Moiety(Policy):
         return self._lacks_blocks(sequence, view, num_blocks)
 
     def may_overtake(self, blocked: Sequence, view: BatchView, now_s: float) -> bool:
-        if self._claims.far_over_share(blocked, view):
+        if self._kv_admission.far_over_share(blocked, view):
             return True  # it waits for other requests of its own tenant
         if self._records[blocked].boosted:  # it gets the blocks that become free, unless the best rank needs them
             return blocked.service.rank > self._pace.best_rank and self._queue.has_at_risk(self._pace.best_rank)
@@ -230,7 +230,7 @@ class Moiety(Policy):
     def victims(
         self, running: Iterable[Sequence], beneficiary: Sequence | None, now_s: float, *, takes_blocks: bool = True
     ) -> list[Sequence]:
-        return self._claims.victims(running, beneficiary, takes_blocks=takes_blocks)
+        return self._kv_admission.victims.ordered(running, beneficiary, takes_blocks=takes_blocks)
 
     def looks_past_full_batch(self, blocked: Sequence, running: Iterable[Sequence]) -> bool:
         """Skip the tenant of `blocked` in this step if other tenants of its rank wait.
@@ -243,27 +243,27 @@ class Moiety(Policy):
             return True
         if not self.tuning.fairness or not self._accounts[rank].others_wait(record.tenant):
             return False
-        if not self._claims.has_places_to_share(rank, running):
+        if not self._kv_admission.victims.some_tenant_exceeds_slots(rank, running):
             return False
         self._queue.hold(record.tenant, rank)
         return True
 
     def waiting_for_others(self, growing: list[Sequence]) -> list[Sequence]:
-        return self._claims.waiting_for_others(growing)
+        return self._kv_admission.waiting_for_others(growing)
 
     # ── internal ──
 
     def _lacks_blocks(self, sequence: Sequence, view: BatchView, num_blocks: int) -> Reason | None:
         """Return the reason if blocks, or its tenant's share of them, keep the sequence out of the batch; else None."""
-        if not self._claims.keeps_guarantees(sequence):
+        if not self._kv_admission.keeps_guarantees(sequence):
             return Reason.NO_BLOCKS
-        if view.somebody_lacks_blocks and self._claims.over_share(sequence, view, num_blocks):
+        if view.somebody_lacks_blocks and self._kv_admission.over_share(sequence, view, num_blocks):
             return Reason.SHARE_FULL
         if view.blocks_free - num_blocks >= view.blocks_total / 2:
             return None
         if self._records[sequence].bucket == AT_RISK and view.worst_rank > sequence.service.rank:
             return None  # these are preempted
-        fits = self._claims.peak_fits(view, sequence) or self._claims.may_reclaim(sequence, view)
+        fits = self._kv_admission.peak_fits(view, sequence) or self._kv_admission.victims.may_reclaim(sequence, view)
         return None if fits else Reason.NO_BLOCKS
 
     def _slows_too_much(self, sequence: Sequence, view: BatchView) -> bool:
@@ -288,7 +288,7 @@ class Moiety(Policy):
         Prompts of tenants with smaller demand would then wait for it.
         """
         tpot_s = sequence.service.tpot_s
-        if tpot_s is None or not view.running or not self._claims.has_its_places(sequence):
+        if tpot_s is None or not view.running or not self._kv_admission.has_its_places(sequence):
             return False
         return self._decode_s(view, sequence) > self.tuning.decode_part_beyond_share * tpot_s
 

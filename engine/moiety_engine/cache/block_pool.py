@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Container, Iterable
 
-from moiety_engine.cache.prefix import MARK_BYTES
+from moiety_engine.cache.block_hashes import MARK_BYTES
 
 
 class NoFreeBlocks(Exception):
