@@ -87,8 +87,8 @@ def _of_points(target: str, points: list[tuple[float, Row]]) -> Verdict:
         return Verdict(target, 0, 0, "not measured")
     worst, row = max(points, key=lambda point: point[0])
     where = f"{row['shape']}, {row['tokens']} tokens, {row['routing']}"
-    told = f"{where}: {row['time_us']:.0f} µs, {worst:.2f} × the target"
-    return Verdict(target, sum(value <= 1 for value, _ in points), len(points), told)
+    message = f"{where}: {row['time_us']:.0f} µs, {worst:.2f} × the target"
+    return Verdict(target, sum(value <= 1 for value, _ in points), len(points), message)
 
 
 def _of_check(name: str, says: str, check: Row | None) -> Verdict:

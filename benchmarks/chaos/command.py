@@ -22,8 +22,8 @@ RESULTS = Path(__file__).parents[1] / "results"
 def add_places(parser: argparse.ArgumentParser, name: str) -> None:
     """Add the options for the folders of reports, logs and data."""
     parser.add_argument("--output", type=lambda text: Path(text).resolve(), default=RESULTS / name, metavar="FILE")
-    told = "an empty one for logs and data, which are otherwise not kept"
-    parser.add_argument("--folder", type=lambda text: Path(text).resolve(), help=told)
+    message = "an empty one for logs and data, which are otherwise not kept"
+    parser.add_argument("--folder", type=lambda text: Path(text).resolve(), help=message)
 
 
 def perform(

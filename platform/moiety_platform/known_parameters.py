@@ -53,8 +53,8 @@ def check_query(query: bytes, known: Iterable[str], ignored: Iterable[str] = ())
             continue
         if name not in names:
             takes = f"it takes: {', '.join(sorted(names))}" if names else "it takes none"
-            told = f"this route has no query parameter {name[:MAX_SHOWN]!r}; {takes}"
-            raise BadRequest(told, code="unknown_query_parameter", param=name[:MAX_SHOWN])
+            message = f"this route has no query parameter {name[:MAX_SHOWN]!r}; {takes}"
+            raise BadRequest(message, code="unknown_query_parameter", param=name[:MAX_SHOWN])
         if name in seen:
             raise BadRequest(
                 f"the query parameter '{name}' is given more than once; give it once",

@@ -65,5 +65,5 @@ def parse_moment(text: str | None, param: str) -> datetime | None:
     try:
         return msgspec.convert(text, datetime)
     except msgspec.ValidationError as exc:
-        told = f"'{param}' must be a time such as 2026-01-31T12:00:00Z, not {text[:64]!r}."
-        raise BadRequest(told, param=param) from exc
+        message = f"'{param}' must be a time such as 2026-01-31T12:00:00Z, not {text[:64]!r}."
+        raise BadRequest(message, param=param) from exc

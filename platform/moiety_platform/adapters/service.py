@@ -32,8 +32,10 @@ async def create_adapter(session: AsyncSession, new: NewAdapter) -> Adapter:
     """
     for field, name in (("name", new.name), ("engine_adapter", new.engine_adapter)):
         if name is not None and not NAME.fullmatch(name):
-            told = f"'{field}' must have 1 to 64 letters, digits, '.', '_' and '-', and begin with one of the first two"
-            raise BadRequest(told, param=field)
+            message = (
+                f"'{field}' must have 1 to 64 letters, digits, '.', '_' and '-', and begin with one of the first two"
+            )
+            raise BadRequest(message, param=field)
     if not (0 < len(new.model) <= MAX_MODEL_LENGTH and new.model.isprintable()):
         raise BadRequest("'model' must be the name of a served model", param="model")
     if (new.config is None) == (new.engine_adapter is None):

@@ -147,11 +147,13 @@ def _answer_store_error(request: Request[Any, Any, Any], error: Exception) -> Re
     errors unwrapped.
     """
     if is_bad_value(error):
-        told = "a value of this request cannot be stored: send text without NUL, and numbers and moments within range"
-        return answer_platform_error(request, BadRequest(told, code="invalid_value"))
+        message = (
+            "a value of this request cannot be stored: send text without NUL, and numbers and moments within range"
+        )
+        return answer_platform_error(request, BadRequest(message, code="invalid_value"))
     if isinstance(error, IntegrityError):
-        told = "this contradicts what there is, or what somebody else did just now: look again, then repeat it"
-        return answer_platform_error(request, Conflict(told, code="conflicting_change"))
+        message = "this contradicts what there is, or what somebody else did just now: look again, then repeat it"
+        return answer_platform_error(request, Conflict(message, code="conflicting_change"))
     return answer_unexpected_error(request, error)
 
 
@@ -174,5 +176,5 @@ async def _check_body(request: Request[Any, Any, Any]) -> None:
         said = f"{complaint[:1].lower()}{complaint[1:]}"
         raise BadRequest(f"'{field}': {said}" if field else f"the body: {said}", param=field or None) from exc
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        told = f"the body is not valid JSON ({exc}); send one JSON object in UTF-8"
-        raise BadRequest(told, code="invalid_json") from exc
+        message = f"the body is not valid JSON ({exc}); send one JSON object in UTF-8"
+        raise BadRequest(message, code="invalid_json") from exc

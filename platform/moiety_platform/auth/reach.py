@@ -71,8 +71,8 @@ def rows_of(table: type[Any], tenant_id: str) -> Condition:
     """Return the condition for the tenant's rows of a table that is not shared. Raises UnownedTable."""
     own = _CONDITIONS.get(table) or getattr(table, "of_tenant", None)
     if own is None and "tenant_id" not in table.__mapper__.columns:
-        told = f"{table.__name__} has no tenant_id: make it a SharedTable or a DeploymentTable, or give it of_tenant"
-        raise UnownedTable(told)
+        message = f"{table.__name__} has no tenant_id: make it a SharedTable or a DeploymentTable, or give it of_tenant"
+        raise UnownedTable(message)
     condition: Condition = table.tenant_id == tenant_id if own is None else own(tenant_id)
     return condition
 

@@ -201,15 +201,15 @@ def _of_options(lines: list[str], section: str, table: Mapping[str, Any]) -> Ite
     try:
         command = as_command(_command(section), section)
     except ModuleNotFoundError as exc:
-        told = f"cannot be checked here: {explain_missing_package(exc) or exc}"
-        yield Problem(_line(lines, section), section, told, is_warning=True)
+        message = f"cannot be checked here: {explain_missing_package(exc) or exc}"
+        yield Problem(_line(lines, section), section, message, is_warning=True)
         return
     known = {one.name: one for one in command.params if one.name and one.name not in NOT_IN_FILES}
     for name, value in table.items():
         option = known.get(name.replace("-", "_"))
         if option is None:
-            told = f"is not known; {_meant(name, known)}"
-            yield Problem(_line(lines, name, section), f"{section}.{name}", told)
+            message = f"is not known; {_meant(name, known)}"
+            yield Problem(_line(lines, name, section), f"{section}.{name}", message)
             continue
         try:
             command.make_context(section, [], default_map={option.name: value}).close()
@@ -228,11 +228,11 @@ def _in_clear(lines: list[str], section: str, name: str, value: Any, kind: Any) 
     """Yield a warning for a secret in plain text, since more people may read the file than may know the secret."""
     variable = f"MOIETY_{name.upper()}"
     if "SecretStr" in str(kind) or kind is SecretStr:
-        told = f"a secret in plain text: give it in the environment, as {variable}"
-        yield Problem(_line(lines, name, section), f"{section}.{name}", told, is_warning=True)
+        message = f"a secret in plain text: give it in the environment, as {variable}"
+        yield Problem(_line(lines, name, section), f"{section}.{name}", message, is_warning=True)
     elif isinstance(value, str) and PASSWORD_IN_URL.search(value):
-        told = f"a password in plain text: give the address in the environment, as {variable}"
-        yield Problem(_line(lines, name, section), f"{section}.{name}", told, is_warning=True)
+        message = f"a password in plain text: give the address in the environment, as {variable}"
+        yield Problem(_line(lines, name, section), f"{section}.{name}", message, is_warning=True)
 
 
 def _line(lines: list[str], name: str, section: str | None = None) -> int:

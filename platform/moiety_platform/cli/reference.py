@@ -108,9 +108,9 @@ def _option_rows(command: Any) -> Iterator[OptionRow]:
             continue
         flags = ", ".join(f"`{flag}`" for flag in (*one.opts, *one.secondary_opts))
         limits = ", ".join(_option_limits(one))
-        told = _in_table(one.help or "") + (f" ({limits})" if limits else "")
+        message = _in_table(one.help or "") + (f" ({limits})" if limits else "")
         variable = f"`{one.envvar}`" if one.envvar else ""
-        yield OptionRow(flags, _option_default(one), variable, told)
+        yield OptionRow(flags, _option_default(one), variable, message)
 
 
 def _option_limits(one: Any) -> Iterator[str]:
@@ -133,8 +133,8 @@ def _option_default(one: Any) -> str:
 def _setting_row(model: type[BaseSettings], name: str, field: FieldInfo) -> str:
     bounds = ", ".join(_setting_bounds(field))
     default = "" if field.is_required() else _plain(shown(field.default))
-    told = _in_table(field.description or "") + (f" ({bounds})" if bounds else "")
-    return f"| `{name}` | {default} | {'yes' if is_live(model, name) else 'no'} | {told} |\n"
+    message = _in_table(field.description or "") + (f" ({bounds})" if bounds else "")
+    return f"| `{name}` | {default} | {'yes' if is_live(model, name) else 'no'} | {message} |\n"
 
 
 def _setting_bounds(field: FieldInfo) -> Iterator[str]:

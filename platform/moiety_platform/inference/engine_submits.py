@@ -43,8 +43,8 @@ def check_limits(generation: Generation, num_sequences: int, card: ModelCard, ma
             param="n",
         )
     if generation.sampling.num_prompt_logprobs is not None and not card.extensible:
-        told = f"the engine of the model {card.model!r} scores no prompts; leave out 'echo' or 'logprobs'"
-        raise BadRequest(told, code="prompt_logprobs_not_supported", param="echo")
+        message = f"the engine of the model {card.model!r} scores no prompts; leave out 'echo' or 'logprobs'"
+        raise BadRequest(message, code="prompt_logprobs_not_supported", param="echo")
     num_logprobs = generation.sampling.num_logprobs
     if num_logprobs is not None and num_logprobs > card.max_num_logprobs:
         raise BadRequest(f"this model gives at most {card.max_num_logprobs} alternatives a token; ask for fewer")
@@ -53,8 +53,8 @@ def check_limits(generation: Generation, num_sequences: int, card: ModelCard, ma
         ("stop_token_ids", generation.stop_token_ids),
     ):
         if (largest := max(ids, default=0)) >= card.vocab_size:
-            told = f"'{name}' has the token id {largest}; the model's are below {card.vocab_size}"
-            raise BadRequest(told, code=UNKNOWN_TOKEN, param=name)
+            message = f"'{name}' has the token id {largest}; the model's are below {card.vocab_size}"
+            raise BadRequest(message, code=UNKNOWN_TOKEN, param=name)
 
 
 def submits_of(

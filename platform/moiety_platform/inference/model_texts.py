@@ -97,9 +97,11 @@ class ModelText:
         """Check that all ids have text. Ids that exist only in the model's padded vocabulary have none."""
         for token_id in sorted({one for prompt in prompts for one in prompt}):
             if self._tokenizer.find_token(token_id) is None:
-                told = f"token id {token_id} has no text in the tokenizer of the model {self._model!r}, so the prompt "
-                told += "cannot be echoed; leave out 'echo', or the id"
-                raise BadRequest(told, code=UNKNOWN_TOKEN, param=field)
+                message = (
+                    f"token id {token_id} has no text in the tokenizer of the model {self._model!r}, so the prompt "
+                )
+                message += "cannot be echoed; leave out 'echo', or the id"
+                raise BadRequest(message, code=UNKNOWN_TOKEN, param=field)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids. Raises BadRequest for an id that is not the model's."""
@@ -352,8 +354,8 @@ class ModelText:
         if not token_ids:
             raise BadRequest("a prompt is empty; send at least one token id", param=field)
         if max(token_ids) >= self._vocab_size:
-            told = f"token id {max(token_ids)} is not the model's; its ids are below {self._vocab_size}"
-            raise BadRequest(told, code=UNKNOWN_TOKEN, param=field)
+            message = f"token id {max(token_ids)} is not the model's; its ids are below {self._vocab_size}"
+            raise BadRequest(message, code=UNKNOWN_TOKEN, param=field)
         return list(token_ids)
 
     def _too_long(self, num_tokens: str) -> ContextTooLong:

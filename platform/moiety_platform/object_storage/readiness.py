@@ -44,8 +44,8 @@ class ObjectStoreReadiness(ReadinessCheck):
             async with asyncio.timeout(CHECK_TIMEOUT_S):
                 return await self._compare()
         except (PlatformError, TimeoutError) as error:
-            told = error.__cause__ if isinstance(error, PlatformError) and error.code in CODES else error
-            return str(told).partition("\n")[0] or "the object store does not answer in time"
+            message = error.__cause__ if isinstance(error, PlatformError) and error.code in CODES else error
+            return str(message).partition("\n")[0] or "the object store does not answer in time"
 
     async def _compare(self) -> str:
         """Return why the store is not that of the database; empty if it is, or is now."""

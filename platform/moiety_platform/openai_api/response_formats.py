@@ -155,8 +155,8 @@ class StructuredOutputBody(StrictBody):
         if self.response_format is not None and (one := self.response_format.grammar()) is not None:
             found.append(one)
         if len(found) > 1:
-            told = "an answer has one form; send one of 'response_format', 'structured_outputs' and 'guided_…'"
-            raise refuse(told, UNSUPPORTED_RESPONSE_FORMAT)
+            message = "an answer has one form; send one of 'response_format', 'structured_outputs' and 'guided_…'"
+            raise refuse(message, UNSUPPORTED_RESPONSE_FORMAT)
         return found[0] if found else None
 
 

@@ -122,8 +122,8 @@ class GenerationBody(StructuredOutputBody, GeneratingBody):
         if self.stream_options is not None and not self.stream:
             raise refuse("'stream_options' is allowed only when 'stream' is true")
         if self.ignore_eos and self.grammar() is not None:
-            told = "'ignore_eos' cannot go with a form, which says where the answer ends; leave one of them out"
-            raise refuse(told, UNSUPPORTED_RESPONSE_FORMAT)
+            message = "'ignore_eos' cannot go with a form, which says where the answer ends; leave one of them out"
+            raise refuse(message, UNSUPPORTED_RESPONSE_FORMAT)
         limit = self.output_limit
         if limit is not None and (self.min_tokens or 0) > limit:
             raise refuse(f"'min_tokens' ({self.min_tokens}) must not be more than the most tokens asked for ({limit})")

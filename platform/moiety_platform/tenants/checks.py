@@ -56,8 +56,8 @@ def check_name(name: str, param: str = "name") -> str:
         raise BadRequest(f"'{param}' must not begin or end with a space.", param=param)
     hidden = next((character for character in name if is_invisible(character)), None)
     if hidden is not None:
-        told = f"'{param}' must not contain the invisible character U+{ord(hidden):04X}."
-        raise BadRequest(told, param=param)
+        message = f"'{param}' must not contain the invisible character U+{ord(hidden):04X}."
+        raise BadRequest(message, param=param)
     return name
 
 

@@ -41,8 +41,8 @@ def read_wanted(document: Document) -> list[Wanted]:
             for wanted in _of_part(document, part, kind, wrong):
                 if wanted.place in found:
                     first = document.line(found[wanted.place].path)
-                    told = f"the {wanted.kind} {wanted.name!r} stands on line {first} already; take one away"
-                    wrong.append(document.wrong(wanted.path, told))
+                    message = f"the {wanted.kind} {wanted.name!r} stands on line {first} already; take one away"
+                    wrong.append(document.wrong(wanted.path, message))
                 found[wanted.place] = wanted
         except FileError as exc:
             wrong.append(exc)

@@ -143,10 +143,10 @@ def _of_this_release(address: str, card: ModelCard) -> ModelCard | Finding:
     """Return the card if a gateway of this release can use the engine, else a finding."""
     if card.protocol_version == PROTOCOL_VERSION:
         return card
-    told = f"{address}: the engine speaks protocol {card.protocol_version}, this release {PROTOCOL_VERSION}"
+    message = f"{address}: the engine speaks protocol {card.protocol_version}, this release {PROTOCOL_VERSION}"
     older = "engine" if card.protocol_version < PROTOCOL_VERSION else "gateway"
     advice = f"run one release of both: bring the {older} up to date, and leave it out until then"
-    return wrong(AREA, "engine_release", told, advice)
+    return wrong(AREA, "engine_release", message, advice)
 
 
 def _check_external_engine(text: str, default_key: str | None, timeout_s: float) -> Finding:
@@ -184,17 +184,19 @@ def _disagreements(cards: list[tuple[str, ModelCard]]) -> Iterator[Finding]:
             if getattr(card, field) != getattr(other, field)
         ]
         if different:
-            told = f"{address} and {other_address} both serve {card.model!r} with another {', '.join(different)}"
+            message = f"{address} and {other_address} both serve {card.model!r} with another {', '.join(different)}"
             advice = "start both with the same checkpoint, or give one another --name"
-            yield wrong(AREA, "model_mismatch", told, advice)
+            yield wrong(AREA, "model_mismatch", message, advice)
 
 
 def _half_pools(cards: list[tuple[str, ModelCard]]) -> Iterator[Finding]:
     """Yield models whose engines only prefill, without an engine that decodes."""
     able = {card.model for _, card in cards if card.role is not EngineRole.PREFILL}
     for model in sorted({card.model for _, card in cards} - able):
-        told = f"all engines of {model!r} compute prompts only (--role prefill)"
-        yield wrong(AREA, "role_missing", told, "start one that writes answers: moiety engine --role decode, or both")
+        message = f"all engines of {model!r} compute prompts only (--role prefill)"
+        yield wrong(
+            AREA, "role_missing", message, "start one that writes answers: moiety engine --role decode, or both"
+        )
 
 
 def local_engine(data_dir: Path) -> tuple[str, ...]:

@@ -68,8 +68,10 @@ def _packages() -> Finding:
             unfit[f"{requirement.name}{requirement.specifier}"] = f"{requirement.name} {found}"
     if unfit:
         command = f"{shlex.quote(sys.executable)} -m pip install {' '.join(map(shlex.quote, unfit))}"
-        told = f"{', '.join(unfit.values())} {'do' if len(unfit) > 1 else 'does'} not fit this release"
-        return wrong(AREA, "packages_unfit", told, "install what it was made for, and start again what runs", command)
+        message = f"{', '.join(unfit.values())} {'do' if len(unfit) > 1 else 'does'} not fit this release"
+        return wrong(
+            AREA, "packages_unfit", message, "install what it was made for, and start again what runs", command
+        )
     shown = ", ".join(f"{name} {number or '–'}" for name, number in versions().items())
     return ok(AREA, "versions", shown)
 
@@ -115,30 +117,30 @@ def _closed(folder: Path) -> Finding:
     if not folder.is_dir():
         advice = "a file is in the way of the folder: put it elsewhere"
         return wrong(AREA, "data_dir_closed", f"{folder} is no folder", advice, f"mv {place} {place}.away")
-    told = f"{folder} cannot be written by user {user}: it is of user {found.st_uid}, mode {found.st_mode & 0o777:o}"
+    message = f"{folder} cannot be written by user {user}: it is of user {found.st_uid}, mode {found.st_mode & 0o777:o}"
     advice = "let the gateway's user have it, or usage that the database cannot take has nowhere to go"
     command = f"chmod u+rwx {place}" if found.st_uid == user else f"chown -R {user} {place}"
-    return wrong(AREA, "data_dir_closed", told, advice, command)
+    return wrong(AREA, "data_dir_closed", message, advice, command)
 
 
 def _disk(data_dir: Path, min_free_bytes: int) -> Finding:
     place = data_dir if data_dir.exists() else Path.cwd()
     free = shutil.disk_usage(place).free
-    told = f"{free / (1 << 30):.1f} GiB free under {place}"
+    message = f"{free / (1 << 30):.1f} GiB free under {place}"
     if free < min_free_bytes:
         advice = "make room, or move the data directory: a full disk loses usage rows that the database cannot take"
-        return wrong(AREA, "disk_full", told, advice)
-    return ok(AREA, "disk", told)
+        return wrong(AREA, "disk_full", message, advice)
+    return ok(AREA, "disk", message)
 
 
 def _files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    told = f"{soft} files may be open at once (at most {hard})"
+    message = f"{soft} files may be open at once (at most {hard})"
     if soft < MIN_FILES:
         reach = GOOD_FILES if hard == resource.RLIM_INFINITY else min(hard, GOOD_FILES)
         advice = f"each stream is an open file: raise it to {MIN_FILES} or more before the gateway starts"
-        return wrong(AREA, "open_files", told, advice, f"ulimit -n {reach}")
-    return ok(AREA, "open_files", told)
+        return wrong(AREA, "open_files", message, advice, f"ulimit -n {reach}")
+    return ok(AREA, "open_files", message)
 
 
 def _shared_memory(place: Path) -> Finding:
@@ -146,8 +148,8 @@ def _shared_memory(place: Path) -> Finding:
         return ok(AREA, "shared_memory", "there is none here")
     found = os.statvfs(place)
     size = found.f_blocks * found.f_frsize
-    told = f"{size >> 20} MiB of shared memory"
+    message = f"{size >> 20} MiB of shared memory"
     if size < MIN_SHARED_BYTES:
         advice = "engines of several ranks need it: mount an emptyDir of medium Memory at /dev/shm, or --shm-size"
-        return warn(AREA, "shared_memory_small", told, advice)
-    return ok(AREA, "shared_memory", told)
+        return warn(AREA, "shared_memory_small", message, advice)
+    return ok(AREA, "shared_memory", message)

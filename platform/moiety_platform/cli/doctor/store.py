@@ -90,11 +90,11 @@ async def look_at_clock(session: AsyncSession, clock: Clock) -> Finding:
     """Compare the clocks: leases and expiries use the database's clock, deadlines the machines'."""
     theirs = (await session.scalar(select(now_ms()))) or 0
     skew_s = clock.now().timestamp() - theirs / 1000
-    told = f"this machine's clock is {abs(skew_s):.1f} s {'ahead of' if skew_s > 0 else 'behind'} the database's"
+    message = f"this machine's clock is {abs(skew_s):.1f} s {'ahead of' if skew_s > 0 else 'behind'} the database's"
     if abs(skew_s) > MAX_SKEW_S:
         advice = "have both machines follow the same time servers (chrony, timesyncd), and step the wrong clock"
-        return wrong(AREA, "clock_skew", told, advice, "chronyc makestep")
-    return ok(AREA, "clock", told)
+        return wrong(AREA, "clock_skew", message, advice, "chronyc makestep")
+    return ok(AREA, "clock", message)
 
 
 async def look_at_owners(session: AsyncSession, clock: Clock) -> Finding:
@@ -119,9 +119,9 @@ async def look_at_prices(session: AsyncSession, clock: Clock) -> Finding:
     used = select(UsageHour.model).where(UsageHour.hour >= since, UsageHour.output_tokens > 0).distinct()
     free = sorted(await session.scalars(used.where(UsageHour.model.not_in(select(PriceRecord.model)))))
     if free:
-        told = f"{', '.join(free[:3])} has no price: whoever has one of the {limits} limits in money is refused"
+        message = f"{', '.join(free[:3])} has no price: whoever has one of the {limits} limits in money is refused"
         advice = f"set one (dollars a million tokens): moiety price set {shlex.quote(free[0])} --input … --output …"
-        return wrong(AREA, "price_missing", told, advice)
+        return wrong(AREA, "price_missing", message, advice)
     return ok(AREA, "prices", f"what was used in {DRIFT_HOURS} h has a price")
 
 
@@ -132,20 +132,20 @@ async def look_at_books(session: AsyncSession, clock: Clock) -> AsyncIterator[Fi
     again = "look again in a minute, since what ends just now may be half stored; if it stays, keep a support bundle"
     if report.differences:
         tenants = ", ".join(one.tenant_id for one in report.differences[:3])
-        told = f"requests, ledger and sums of {len(report.differences)} tenants differ: {tenants}"
-        yield wrong(AREA, "books_differ", told, again, "moiety usage reconcile")
+        message = f"requests, ledger and sums of {len(report.differences)} tenants differ: {tenants}"
+        yield wrong(AREA, "books_differ", message, again, "moiety usage reconcile")
     if report.days:
         tenants = ", ".join(one.tenant_id for one in report.days[:3])
-        told = f"the sums of days of {len(report.days)} tenants are not those of their hours: {tenants}"
-        yield wrong(AREA, "days_differ", told, again, "moiety usage reconcile")
+        message = f"the sums of days of {len(report.days)} tenants are not those of their hours: {tenants}"
+        yield wrong(AREA, "days_differ", message, again, "moiety usage reconcile")
     if report.windows:
         limits = ", ".join(sorted({one.quota_id for one in report.windows})[:3])
-        told = f"{len(report.windows)} windows of limits are not what their leases come to: {limits}"
-        yield wrong(AREA, "limits_drift", told, again, "moiety usage reconcile")
+        message = f"{len(report.windows)} windows of limits are not what their leases come to: {limits}"
+        yield wrong(AREA, "limits_drift", message, again, "moiety usage reconcile")
     if report.quarantined:
         count = sum(one.leases for one in report.quarantined)
-        told = f"{count} leases of gateways that died count as spent until engines prove otherwise"
-        yield warn(AREA, "quarantined", told, "start the engines that they used; nothing is overspent meanwhile")
+        message = f"{count} leases of gateways that died count as spent until engines prove otherwise"
+        yield warn(AREA, "quarantined", message, "start the engines that they used; nothing is overspent meanwhile")
     if report.agrees:
         yield ok(AREA, "books", f"requests, ledger, sums and limits of {DRIFT_HOURS} h agree")
 
@@ -154,21 +154,23 @@ def look_at_journal(folder: Path) -> Iterator[Finding]:
     """Find journals of usage that no running gateway will store."""
     left = [path.name for path in sorted(folder.glob("*.jsonl")) if path.stat().st_size and not _is_held(path)]
     if left:
-        told = f"usage of a gateway that was killed lies in {folder}: {', '.join(left)}"
+        message = f"usage of a gateway that was killed lies in {folder}: {', '.join(left)}"
         advice = "start a gateway on this data directory: it stores them first"
-        yield wrong(AREA, "usage_left", told, advice)
+        yield wrong(AREA, "usage_left", message, advice)
 
 
 def look_at_set_aside(folder: Path) -> Iterator[Finding]:
     """Find usage that was set aside and is not billed."""
     report = SetAside(folder).report()
     if report.total:
-        told = (
+        message = (
             f"{report.rows} usage rows that the database refused, and {report.unreadable_lines} lines that cannot be "
         )
-        told += f"read, lie in {folder} and are not billed"
+        message += f"read, lie in {folder} and are not billed"
         command = f"moiety usage restore --data-dir {shlex.quote(str(folder.parent))}"
-        yield wrong(AREA, "usage_set_aside", told, "write them to the database, and look at those that remain", command)
+        yield wrong(
+            AREA, "usage_set_aside", message, "write them to the database, and look at those that remain", command
+        )
 
 
 def _is_held(path: Path) -> bool:

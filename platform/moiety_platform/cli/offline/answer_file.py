@@ -63,8 +63,8 @@ class AnswerFile:
             while rest:
                 rest = rest[os.write(self._fd, rest) :]
         except OSError as exc:
-            told = f"{self.path} cannot be written on: {exc.strerror}; make room, and the same command goes on"
-            raise CommandError(told) from exc
+            message = f"{self.path} cannot be written on: {exc.strerror}; make room, and the same command goes on"
+            raise CommandError(message) from exc
 
     def _read(self) -> dict[str, str]:
         keys: dict[str, str] = {}

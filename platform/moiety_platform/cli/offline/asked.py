@@ -118,14 +118,14 @@ async def ask(work: Work, data: bytes, card: ModelCard, text: ModelText) -> Offl
         line = read_line(RawLine(work.number, work.start, data), MAX_LINE_BYTES, MAX_JSON_DEPTH)
         endpoint = ENDPOINTS.get(line.url)
         if endpoint is None:
-            told = f"'url' is {line.url[:64]!r}; it must be one of {', '.join(ENDPOINTS)}"
-            raise BadRequest(told, param="url", code="mismatched_endpoint")
+            message = f"'url' is {line.url[:64]!r}; it must be one of {', '.join(ENDPOINTS)}"
+            raise BadRequest(message, param="url", code="mismatched_endpoint")
         prefix = endpoint.id_prefix
         body = decode_asked(endpoint, bytes(line.body), MAX_JSON_DEPTH, DEFAULT_SHAPE)
         generation = body.generation()
         if generation.model != card.model:
-            told = f"this run serves {card.model!r}, not {generation.model[:256]!r}; change the line, or give --name"
-            raise NotFound(told, code=MODEL_NOT_FOUND, param="model")
+            message = f"this run serves {card.model!r}, not {generation.model[:256]!r}; change the line, or give --name"
+            raise NotFound(message, code=MODEL_NOT_FOUND, param="model")
         check_limits(generation, len(generation.prompts) * generation.num_choices, card, MAX_SEQUENCES)
         prompts = await text.encode_prompts(generation)
         longest = [most_output_tokens(generation, card, len(prompt_ids)) for prompt_ids in prompts]
