@@ -20,13 +20,13 @@ from typing import Any
 
 from litestar import Litestar, Request, post
 from litestar.types import ASGIApp, Receive, Scope, Send
-from moiety_platform.request_ids import add_request_id
 
 from moiety_platform.allowed_methods import tell_allowed_methods
 from moiety_platform.app import EXCEPTION_HANDLERS, BoundedRequest
 from moiety_platform.bench.environment import describe_environment
 from moiety_platform.direct import DIRECT, GatewayApp
 from moiety_platform.known_parameters import guard_query
+from moiety_platform.request_head import add_request_id
 
 PATH = "/v1/chat/completions"
 BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}).encode()

@@ -175,7 +175,7 @@ class ServedModelOptions(ModelOptions):
     """Options of a model that answers requests: also its name for clients, and its context length."""
 
     name: str = _model(
-        "", "Name of the model for clients. If not given, the last part of --model, such as its folder's name."
+        "", "Name of the model for clients. If not given, --model, or the folder's name if that is a folder."
     )
     max_context_tokens: int | None = _batching(
         None,
@@ -185,5 +185,7 @@ class ServedModelOptions(ModelOptions):
 
 
 def model_name(model: str) -> str:
-    """Return the name of a model for clients if `--name` is not given: the last part of `--model`."""
-    return (Path(model).resolve() if Path(model).is_dir() else Path(model)).name if model else DEMO_NAME
+    """Return the name of a model for clients if `--name` is not given: its folder's name, or its id at the hub."""
+    if not model:
+        return DEMO_NAME
+    return Path(model).resolve().name if Path(model).is_dir() else model

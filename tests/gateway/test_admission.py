@@ -313,14 +313,14 @@ def test_a_gate_never_lets_a_tenant_over_its_bound_and_forgets_who_has_left(step
         inflight = sum(count for who, count, _ in held if who == tenant)
         if inflight and inflight + number > limit:
             with pytest.raises(Overloaded) as caught:
-                gate.enter(str(tenant), number)
+                gate.reserve(str(tenant), number)
             assert 1 <= caught.value.retry_after_s <= 60
             _, _, oldest = held.pop(0)
-            oldest.leave()
+            oldest.release()
         else:
-            held.append((tenant, number, gate.enter(str(tenant), number)))
+            held.append((tenant, number, gate.reserve(str(tenant), number)))
     for _, _, place in held:
-        place.leave()
+        place.release()
     assert not gate._tenants
 
 

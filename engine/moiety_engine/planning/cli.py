@@ -22,28 +22,32 @@ from moiety_kernels.environment import describe_environment
 
 _NUM_SHOWN = 12
 
+PlannedModel = Annotated[
+    str,
+    typer.Option(
+        help="Model: a folder with config.json, a hub id, or one of "
+        f"{', '.join(PRESETS)}. If not given, the demo model."
+    ),
+]
+GpuModel = Annotated[
+    str,
+    typer.Option(help=f"GPU model: {', '.join(GPUS)}; or cpu, the processor of this machine, which is measured first."),
+]
+LinkNames = Annotated[
+    str,
+    typer.Option(help=f"Links within a node and between nodes: nvlink (the version of the GPU), {', '.join(LINKS)}."),
+]
+ExpertGpu = Annotated[
+    str,
+    typer.Option(help="GPU model of the expert ranks with attention–FFN disaggregation. If not given, that of --gpu."),
+]
+
 
 def plan_command(
-    model: Annotated[
-        str,
-        typer.Option(
-            help="Model: a folder with config.json, a hub id, or one of "
-            f"{', '.join(PRESETS)}. If not given, the demo model."
-        ),
-    ] = "",
+    model: PlannedModel = "",
     gpus: Annotated[int, typer.Option(min=1, max=4096, help="Total number of GPUs, which the replicas share.")] = 8,
-    gpu: Annotated[
-        str,
-        typer.Option(
-            help=f"GPU model: {', '.join(GPUS)}; or cpu, the processor of this machine, which is measured first."
-        ),
-    ] = "h200",
-    link: Annotated[
-        str,
-        typer.Option(
-            help=f"Links within a node and between nodes: nvlink (the version of the GPU), {', '.join(LINKS)}."
-        ),
-    ] = "nvlink,ib400",
+    gpu: GpuModel = "h200",
+    link: LinkNames = "nvlink,ib400",
     node_gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs in a node.")] = 8,
     input_tokens: Annotated[int, typer.Option(min=1, help="Prompt length of a request, in tokens.")] = 4000,
     output_tokens: Annotated[int, typer.Option(min=1, help="Output length of a request, in tokens.")] = 1000,
@@ -63,12 +67,7 @@ def plan_command(
         ),
     ] = 0.9,
     gpu_hour_usd: Annotated[float, typer.Option(min=0.0, help="Price of a GPU hour, in US dollars.")] = 2.0,
-    expert_gpu: Annotated[
-        str,
-        typer.Option(
-            help="GPU model of the expert ranks with attention–FFN disaggregation. If not given, that of --gpu."
-        ),
-    ] = "",
+    expert_gpu: ExpertGpu = "",
     expert_gpu_hour_usd: Annotated[
         float | None,
         typer.Option(

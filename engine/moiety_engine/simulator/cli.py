@@ -17,7 +17,25 @@ from moiety_engine.command_errors import print_error
 from moiety_engine.errors import EngineError, InvalidConfig
 from moiety_engine.simulator.comparison import PolicyComparison, Scenario, compare, read_classes
 from moiety_engine.simulator.devices import SimulatedDevice, find_device
-from moiety_engine.simulator.options import AsJson, ClassShares, ClassTargets, DeviceName, Seed, TraceFile
+from moiety_engine.simulator.options import (
+    ArrivalDuration,
+    AsJson,
+    ClassShares,
+    ClassTargets,
+    DeviceName,
+    GeneratedArrivals,
+    KvBandwidth,
+    MaxOutputTokens,
+    NumDecodeDevices,
+    NumReplicas,
+    NumTenants,
+    OfferedLoad,
+    PolicyNames,
+    Seed,
+    StepTokens,
+    TraceFile,
+    TraceLoadFactor,
+)
 from moiety_engine.simulator.plots import check_plot, draw
 from moiety_engine.simulator.roles import KV_BYTES_PER_S
 from moiety_engine.simulator.roles_report import print_roles, simulate_roles
@@ -34,62 +52,28 @@ if TYPE_CHECKING:
 
 def simulate_command(
     trace: TraceFile = None,
-    generate: Annotated[
-        str | None,
-        typer.Option(
-            help="Random arrivals to generate, such as 'poisson:rate=3,tenant=a;onoff:rate=2,on=60,off=60,tenant=b'."
-        ),
-    ] = None,
+    generate: GeneratedArrivals = None,
     device: DeviceName = "a10g-llama2-7b",
-    policy: Annotated[
-        list[str] | None, typer.Option(help="Scheduling policy. May be given several times. If not given, moiety.")
-    ] = None,
+    policy: PolicyNames = None,
     compare_with: Annotated[
         str, typer.Option("--compare", help="Further policies to compare, separated by commas.")
     ] = "",
-    load: Annotated[
-        float | None, typer.Option(min=0.001, help="Offered load as a multiple of the capacity of the device.")
-    ] = None,
-    times: Annotated[
-        float, typer.Option(min=0.001, help="Offered load as a multiple of the load of the trace, without --load.")
-    ] = 1.0,
-    replicas: Annotated[
-        int,
-        typer.Option(
-            min=1, help="Number of replicas that share the requests, of which one is simulated, without --load."
-        ),
-    ] = 1,
+    load: OfferedLoad = None,
+    times: TraceLoadFactor = 1.0,
+    replicas: NumReplicas = 1,
     prefill: Annotated[int, typer.Option(min=0, help="Number of prefill devices. It requires --decode.")] = 0,
-    decode: Annotated[
-        int,
-        typer.Option(min=0, help="Number of decode devices. Every split of the devices between the roles is compared."),
-    ] = 0,
-    kv_gb_per_s: Annotated[
-        float, typer.Option(min=0.001, help="Bandwidth of the KV transfer from prefill to decode devices, in GB/s.")
-    ] = KV_BYTES_PER_S / 1e9,
+    decode: NumDecodeDevices = 0,
+    kv_gb_per_s: KvBandwidth = KV_BYTES_PER_S / 1e9,
     classes: ClassShares = None,
     class_targets: ClassTargets = None,
-    duration_s: Annotated[
-        float | None,
-        typer.Option(min=1, help="Duration of the simulated arrivals, in seconds. A shorter trace is repeated."),
-    ] = None,
-    tenants: Annotated[
-        int,
-        typer.Option(
-            min=1, help="Number of tenants among which the conversations of a trace without tenants are distributed."
-        ),
-    ] = 20,
+    duration_s: ArrivalDuration = None,
+    tenants: NumTenants = 20,
     weights: Annotated[
         str, typer.Option(help="Weights of tenants, such as a=1,b=2. The weight of the others is 1.")
     ] = "",
     scale: Annotated[float, typer.Option(min=0.0001, help="Factor that multiplies the lengths of the trace.")] = 1.0,
-    max_output_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Largest output length in tokens. If not given, the longest one of the trace."),
-    ] = None,
-    max_batch_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Largest number of tokens in one step. If not given, that of the device.")
-    ] = None,
+    max_output_tokens: MaxOutputTokens = None,
+    max_batch_tokens: StepTokens = None,
     seed: Seed = 0,
     seeds: Annotated[
         str, typer.Option(help="Random seeds, separated by commas. The figures are means over them.")

@@ -29,3 +29,46 @@ ClassTargets = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="Random seed.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+GeneratedArrivals = Annotated[
+    str | None,
+    typer.Option(
+        help="Random arrivals to generate, such as 'poisson:rate=3,tenant=a;onoff:rate=2,on=60,off=60,tenant=b'."
+    ),
+]
+PolicyNames = Annotated[
+    list[str] | None, typer.Option(help="Scheduling policy. May be given several times. If not given, moiety.")
+]
+OfferedLoad = Annotated[
+    float | None, typer.Option(min=0.001, help="Offered load as a multiple of the capacity of the device.")
+]
+TraceLoadFactor = Annotated[
+    float, typer.Option(min=0.001, help="Offered load as a multiple of the load of the trace, without --load.")
+]
+NumReplicas = Annotated[
+    int,
+    typer.Option(min=1, help="Number of replicas that share the requests, of which one is simulated, without --load."),
+]
+NumDecodeDevices = Annotated[
+    int,
+    typer.Option(min=0, help="Number of decode devices. Every split of the devices between the roles is compared."),
+]
+KvBandwidth = Annotated[
+    float, typer.Option(min=0.001, help="Bandwidth of the KV transfer from prefill to decode devices, in GB/s.")
+]
+ArrivalDuration = Annotated[
+    float | None,
+    typer.Option(min=1, help="Duration of the simulated arrivals, in seconds. A shorter trace is repeated."),
+]
+NumTenants = Annotated[
+    int,
+    typer.Option(
+        min=1, help="Number of tenants among which the conversations of a trace without tenants are distributed."
+    ),
+]
+MaxOutputTokens = Annotated[
+    int | None,
+    typer.Option(min=1, help="Largest output length in tokens. If not given, the longest one of the trace."),
+]
+StepTokens = Annotated[
+    int | None, typer.Option(min=1, help="Largest number of tokens in one step. If not given, that of the device.")
+]

@@ -32,6 +32,8 @@ def downgrade() -> None:
     """Drop both, and the rows of files and adapters whose contents are objects: SQL has no content for them."""
     op.drop_table("object_stores")
     op.drop_index("ix_files_batch_id", "files")
+    for chunks, owner, table in (("file_chunks", "file_id", "files"), ("adapter_chunks", "adapter_id", "adapters")):
+        op.execute(f"DELETE FROM {chunks} WHERE {owner} IN (SELECT id FROM {table} WHERE object_key IS NOT NULL)")
     op.execute("DELETE FROM files WHERE object_key IS NOT NULL")
     op.execute("DELETE FROM adapters WHERE object_key IS NOT NULL")
     op.drop_column("files", "digest")

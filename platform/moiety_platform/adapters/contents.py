@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import structlog
 from sqlalchemy import select, update
 
 from moiety_platform.adapters.magnitudes import Magnitudes
@@ -23,6 +24,8 @@ from moiety_platform.object_storage.keys import new_adapter_key
 from moiety_platform.object_storage.store import PIECE_BYTES, ObjectMissing, ObjectStore, WrittenObject
 from moiety_wire.messages import AdapterPart
 
+log = structlog.get_logger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterContents:
@@ -34,6 +37,7 @@ class AdapterContents:
     database: Database
     objects: ObjectStore
     now: Now = now_ms
+    incomplete: set[str] = field(default_factory=set)  # adapters in SQL that lack a part, and are not moved
 
     async def parts(self, adapter_id: str) -> AsyncIterator[AdapterPart]:
         """Yield the parts in the form that engines accept. Raises NotFound."""
@@ -70,11 +74,17 @@ class AdapterContents:
         """
         unmoved = Adapter.state == AdapterState.READY, Adapter.object_key.is_(None), Adapter.engine_adapter.is_(None)
         async with self.database.read() as session:
-            adapter = (await session.scalars(select(Adapter).where(*unmoved).limit(1))).first()
+            wanted = select(Adapter).where(*unmoved, Adapter.id.not_in(self.incomplete)).limit(1)
+            adapter = (await session.scalars(wanted)).first()
         if adapter is None:
             async with self.database.write() as session:
                 return await erase_moved_parts(session)
-        _, key = await self._write(adapter, None)
+        try:
+            _, key = await self._write(adapter, None)
+        except NotFound:
+            log.exception("adapter_content_incomplete", adapter_id=adapter.id, num_bytes=adapter.num_bytes)
+            self.incomplete.add(adapter.id)
+            return 1
         async with self.database.write() as session:
             changed = update(Adapter).where(Adapter.id == adapter.id, *unmoved).values(object_key=key)
             is_moved = await session.scalar(changed.returning(Adapter.id)) is not None

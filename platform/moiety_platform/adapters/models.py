@@ -25,7 +25,7 @@ class Adapter(Base):
     """One adapter of a tenant.
 
     Its tensors are an object or, with `engine_adapter`, on the engines' hosts, where an operator has stored them under
-    that name. While it is uploaded they are in chunks; so are those of version 0.2.0 or earlier until they have moved.
+    that name. While it is uploaded they are in chunks; so are those of version 0.1.0 until they have moved.
     """
 
     __tablename__ = "adapters"

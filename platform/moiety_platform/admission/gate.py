@@ -42,7 +42,7 @@ class AdmissionGate:
         self.clock = clock
         self._tenants: dict[str, _Tenant] = {}
 
-    def enter(self, tenant_id: str, num_sequences: int) -> GatePlace:
+    def reserve(self, tenant_id: str, num_sequences: int) -> GatePlace:
         """Count a request as in flight until its place is released. Raises Overloaded above the tenant's bound.
 
         A request larger than the bound is admitted when the tenant has nothing else in flight.
@@ -64,14 +64,14 @@ class AdmissionGate:
 
 
 class GatePlace:
-    """Count of one request's sequences in flight. The caller that entered must leave exactly once."""
+    """Count of one request's sequences in flight. Release it exactly once."""
 
     __slots__ = ("_gate", "_num_sequences", "_tenant", "_tenant_id")
 
     def __init__(self, gate: AdmissionGate, tenant_id: str, tenant: _Tenant, num_sequences: int) -> None:
         self._gate, self._tenant_id, self._tenant, self._num_sequences = gate, tenant_id, tenant, num_sequences
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Release the place at the end of the request."""
         tenant, num_sequences = self._tenant, self._num_sequences
         tenant.num_inflight -= num_sequences

@@ -28,7 +28,7 @@ from moiety_platform.inference.endpoint import Endpoint, EndpointDocs, Serve, ro
 from moiety_platform.inference.model_texts import ModelTexts
 from moiety_platform.inference.request_body import BodyReader
 from moiety_platform.inference.request_record import RequestRecord
-from moiety_platform.inference.run import Run
+from moiety_platform.inference.run import InferenceRun
 from moiety_platform.inference.text_answer import TextAnswer
 from moiety_platform.known_parameters import IGNORED, SENT_BY_ANTHROPIC_CLIENTS
 from moiety_platform.openapi.described import JSON, Described, describes, event_of
@@ -87,13 +87,15 @@ def message_route(serve: Serve) -> HTTPRouteHandler:
     return route(messages, serve)
 
 
-async def _whole(body: MessagesBody, run: Run, record: RequestRecord, choices: Sequence[AnswerChoice]) -> bytes:
+async def _whole(
+    body: MessagesBody, run: InferenceRun, record: RequestRecord, choices: Sequence[AnswerChoice]
+) -> bytes:
     (choice,) = choices
     (parts,) = await parts_of(run, choices)
     return whole_message(_head(body, record), blocks_of(parts), choice.end, run.usage())
 
 
-async def _events(body: MessagesBody, run: Run, record: RequestRecord) -> MessageEvents:
+async def _events(body: MessagesBody, run: InferenceRun, record: RequestRecord) -> MessageEvents:
     head, num_prompt_tokens, readers = _head(body, record), run.usage().prompt_tokens, run.new_readers()
     if readers is None:
         return MessageEvents(head, num_prompt_tokens)

@@ -6,7 +6,7 @@ Every route needs an API key with the inference scope, and sees only the batches
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from litestar import Controller, Request, get, post
@@ -36,7 +36,6 @@ SECURITY = [{KEY: list[str]()}]
 Limit = Annotated[str | None, whole(f"At most so many, {DEFAULT_LIST} if not given.", 1, MAX_LIST)]
 MAX_BODY_BYTES = 256 * 1024
 MAX_JSON_DEPTH = 8
-BODIES = BodyReader(BodyLimits(MAX_BODY_BYTES, MAX_JSON_DEPTH, DEFAULT_SHAPE))
 
 
 @dataclass(slots=True)
@@ -52,6 +51,9 @@ class BatchServices:
     keep_files_s: int | None  # for result files without a requested expiry; None: until they are deleted
     on_change: Callable[[], None]
     now: Now = now_ms
+    bodies: BodyReader = field(
+        default_factory=lambda: BodyReader(BodyLimits(MAX_BODY_BYTES, MAX_JSON_DEPTH, DEFAULT_SHAPE))
+    )
 
     async def caller(self, request: Request[Any, Any, Any]) -> Principal:
         """Return the caller, who may use models. Raises Unauthenticated, Forbidden or Unavailable."""
@@ -71,7 +73,7 @@ class BatchController(Controller):
     ) -> BatchObject:
         """Create a batch from the lines of an uploaded file."""
         owner = await batches.caller(request)
-        new = await BODIES.read(NewBatch, request.receive, fields_of(request.scope), owner.tenant_id)
+        new = await batches.bodies.read(NewBatch, request.receive, fields_of(request.scope), owner.tenant_id)
         async with batches.database.write() as session:
             max_open, keep_files_s = batches.max_open_batches, batches.keep_files_s
             batch = await service.create_batch(

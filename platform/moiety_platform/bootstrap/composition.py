@@ -162,13 +162,7 @@ async def _open_services(
     database, looked_at, keys, traces = _open_stores(stack, settings, overrides.database)
     metrics.watch_statements(lambda: sum(one.num_statements for one in {database, looked_at, keys}))
     store, objects, objects_ready = _open_objects(stack, settings, database)
-    stored_usage = UsageRecorder(database, settings.usage_journal_dir)
-    await stored_usage.start()
-    stack.push_async_callback(stored_usage.stop)
-    usage = stored_usage if overrides.usage is None else overrides.usage
-    quotas = QuotaKeeper(database, LeaseStore(process_id, LEASE_S), clock, ttl_s=LEASE_S)
-    await quotas.start()
-    stack.push_async_callback(quotas.stop)
+    usage, stored_usage, quotas = await _start_accounting(stack, settings, process_id, database, overrides)
     idempotency = IdempotencyKeys(database, KeyStore(now=overrides.now), KeepingLimits.of(settings))
     await idempotency.start()
     stack.push_async_callback(idempotency.stop)
@@ -179,17 +173,12 @@ async def _open_services(
     await meter.start()
     stack.push_async_callback(meter.stop)
     metrics.registry.register(StoreCollector(clock, store, stored_usage, quotas, meter, recorder))
-    engines = await stack.enter_async_context(
-        Engines(
-            settings,
-            clock,
-            quotas.replica_id,
-            meter,
-            AdapterContents(database, objects),
-            more=overrides.engines,
-            breaker_clock=overrides.breaker_clock,
-        )
-    )
+    contents = AdapterContents(database, objects)
+    engines = Engines(
+        settings, clock, quotas.replica_id, meter, contents,
+        more=overrides.engines, breaker_clock=overrides.breaker_clock,
+    )  # fmt: skip
+    await stack.enter_async_context(engines)
     quotas.quarantine.is_proven = engines.replicas.have_settled_for
     next_turn_prefill = await stack.enter_async_context(
         NextTurnPrefill(usage, quotas, SpeculativePrefillMetrics(metrics.registry), clock)
@@ -199,8 +188,8 @@ async def _open_services(
     adapters = AdapterCache(database, clock)
     oidc = await stack.enter_async_context(OidcAuthentication(settings, database, clock))
     retention = await _start_retention(stack, settings, process_id, database, objects, metrics, overrides.now)
-    told = ReloadMetrics(metrics.registry)
-    reloader = None if source.path is None else Reloader(source, live, told, beside=key_files)
+    reload_metrics = ReloadMetrics(metrics.registry)
+    reloader = None if source.path is None else Reloader(source, live, reload_metrics, beside=key_files)
     administration = Administration(
         settings, database, looked_at, objects, (pepper, turn), clock, adapters, engines.replicas
     )
@@ -219,6 +208,12 @@ async def _open_services(
     for follower in (telemetry, oidc, administration):
         follower.followed_by(live)
     live.follow(["metrics_tenants"], lambda wanted: metrics.tenants.use(wanted.metrics_tenants))
+    live.follow(
+        OF_RETENTION,
+        lambda wanted: retention.use(
+            retention_jobs_of(wanted, database, objects, overrides.now), wanted.retention_interval_s
+        ),
+    )
     services = Services(
         authenticator=authenticator,
         usage=usage,
@@ -240,13 +235,23 @@ async def _open_services(
         reloader=reloader,
         next_turn_prefill=next_turn_prefill,
     )
-    live.follow(
-        OF_RETENTION,
-        lambda wanted: retention.use(
-            retention_jobs_of(wanted, database, objects, overrides.now), wanted.retention_interval_s
-        ),
-    )
     return _OpenParts(services, database, objects, stored_usage, retention, live, batches)
+
+
+async def _start_accounting(
+    stack: AsyncExitStack, settings: GatewaySettings, process_id: str, database: Database, overrides: Overrides
+) -> tuple[UsageSink, UsageRecorder, QuotaKeeper]:
+    """Start the recorder of usage and the keeper of quotas, until the stack is closed.
+
+    Return the sink of usage rows, the recorder, which is the sink unless it is overridden, and the keeper.
+    """
+    stored_usage = UsageRecorder(database, settings.usage_journal_dir)
+    await stored_usage.start()
+    stack.push_async_callback(stored_usage.stop)
+    quotas = QuotaKeeper(database, LeaseStore(process_id, LEASE_S), overrides.clock, ttl_s=LEASE_S)
+    await quotas.start()
+    stack.push_async_callback(quotas.stop)
+    return stored_usage if overrides.usage is None else overrides.usage, stored_usage, quotas
 
 
 def _open_stores(
@@ -292,8 +297,8 @@ async def _start_retention(
     """Start the deletion of expired rows, until the stack is closed."""
     jobs = retention_jobs_of(settings, database, objects, now)
     interval_s = settings.retention_interval_s
-    told = RetentionMetrics(metrics.registry)
-    retention = RetentionService(process_id, database, jobs, told, interval_s=interval_s, now=now)
+    retention_metrics = RetentionMetrics(metrics.registry)
+    retention = RetentionService(process_id, database, jobs, retention_metrics, interval_s=interval_s, now=now)
     await retention.start()
     stack.push_async_callback(retention.stop)
     return retention

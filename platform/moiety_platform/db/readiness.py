@@ -44,8 +44,8 @@ class ReadinessCheck(ABC):
         done, _ = await asyncio.wait([self._check], timeout=PATIENCE_S)
         if not done:
             return self._said or self.silence
+        self._check = None  # before the result, which may be an exception: the next call checks again
         reason = next(iter(done)).result()
-        self._check = None
         self._ready = not reason
         if reason and reason != self._said:
             _log.warning(self.event, reason=reason)

@@ -16,7 +16,7 @@ from moiety_platform.embeddings.whole import collect, pieces_of
 from moiety_platform.inference.endpoint import Endpoint, EndpointDocs, SendLast, Serve, route
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.response import HttpResponse
-from moiety_platform.inference.run import Run
+from moiety_platform.inference.run import InferenceRun
 
 
 def embedding_route(serve: Serve) -> HTTPRouteHandler:
@@ -24,7 +24,7 @@ def embedding_route(serve: Serve) -> HTTPRouteHandler:
     return route(EMBEDDINGS, serve)
 
 
-async def _answer(body: EmbeddingBody, run: Run, record: RequestRecord, reply: HttpResponse) -> SendLast:
+async def _answer(body: EmbeddingBody, run: InferenceRun, record: RequestRecord, reply: HttpResponse) -> SendLast:
     return partial(_send, pieces_of(body, run, record, await collect(run)), record, reply)
 
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from moiety_platform.embeddings.answers import answer_pieces
 from moiety_platform.embeddings.schemas import EmbeddingBody
 from moiety_platform.inference.request_record import RequestRecord
-from moiety_platform.inference.run import Run
+from moiety_platform.inference.run import InferenceRun
 from moiety_wire.messages import Finished
 
 
-async def collect(run: Run) -> list[bytes]:
+async def collect(run: InferenceRun) -> list[bytes]:
     """Wait for the vectors of all inputs and return them in order."""
     vectors = [b""] * run.num_sequences
     async for index, message in run:
@@ -20,7 +20,9 @@ async def collect(run: Run) -> list[bytes]:
     return vectors
 
 
-def pieces_of(body: EmbeddingBody, run: Run, record: RequestRecord, vectors: Sequence[bytes]) -> Iterator[bytes]:
+def pieces_of(
+    body: EmbeddingBody, run: InferenceRun, record: RequestRecord, vectors: Sequence[bytes]
+) -> Iterator[bytes]:
     """Yield OpenAI's answer with the collected vectors, a few at a time."""
     return answer_pieces(
         vectors,

@@ -283,8 +283,8 @@ class ExternalEngineClient:
 
     def _note_load(self) -> None:
         self._load_at_s = self._clock.monotonic()
-        message = self._figures.requests_total if self._figures is not None else 0
-        self._ends.note(self._load_at_s, message or self._num_ended)
+        num_requests = self._figures.requests_total if self._figures is not None else 0
+        self._ends.note(self._load_at_s, num_requests or self._num_ended)
         self._load = self._make_load()
         self._num_loads += 1
 

@@ -103,12 +103,12 @@ class Prober:
         )
 
     async def _context_tokens(self, model: dict[str, Any]) -> int:
-        message = model.get("max_model_len")
+        max_model_len = model.get("max_model_len")
         if self._address.kind is ExternalKind.LLAMA_CPP:
             props = await self._get_json("/props")
             settings = props.get("default_generation_settings") if isinstance(props, dict) else None
-            message = settings.get("n_ctx") if isinstance(settings, dict) else None
-        known = [n for n in (count_of(message), self._address.context_tokens) if n is not None and n > 1]
+            max_model_len = settings.get("n_ctx") if isinstance(settings, dict) else None
+        known = [n for n in (count_of(max_model_len), self._address.context_tokens) if n is not None and n > 1]
         if not known:
             raise Unwell("does not say the length of its context; add context=TOKENS to its address")
         return min(known)

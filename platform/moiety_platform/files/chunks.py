@@ -1,4 +1,4 @@
-"""Contents of version 0.2.0 or earlier in SQL, within the caller's transaction: they are read to move, and erased."""
+"""Contents of version 0.1.0 in SQL, within the caller's transaction: they are read to move, and erased."""
 
 from __future__ import annotations
 

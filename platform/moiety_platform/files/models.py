@@ -24,7 +24,7 @@ class StoredFile(Base):
     """One file.
 
     Its content is an object. While there is no `object_key` yet, it is in SQL: the answers of the lines of the batch
-    `batch_id` in the state `line_state` or, of version 0.2.0 or earlier, chunks. Both move to the object store.
+    `batch_id` in the state `line_state` or, of version 0.1.0, chunks. Both move to the object store.
     """
 
     __tablename__ = "files"
@@ -55,7 +55,7 @@ class StoredFile(Base):
 
 
 class FileChunk(Base):
-    """Bytes of a file from `start` up to `stop`, of version 0.2.0 or earlier. No row is left once all have moved."""
+    """Bytes of a file from `start` up to `stop`, of version 0.1.0. No row is left once all have moved."""
 
     __tablename__ = "file_chunks"
 

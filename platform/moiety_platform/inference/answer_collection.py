@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from moiety_platform.inference.model_texts import ModelText
-from moiety_platform.inference.run import Run, Usage
+from moiety_platform.inference.run import InferenceRun, Usage
 from moiety_text.reasoning import AnswerReader
 from moiety_text.tools.deltas import Parts
 from moiety_wire.messages import Finished, TokenLogprob
@@ -51,7 +51,7 @@ class EndedRun(Protocol):
     def usage(self) -> Usage: ...
 
 
-async def collect(run: Run) -> list[AnswerChoice]:
+async def collect(run: InferenceRun) -> list[AnswerChoice]:
     """Wait for all choices and return them."""
     choices = [AnswerChoice() for _ in range(run.num_sequences)]
     async for index, message in run:

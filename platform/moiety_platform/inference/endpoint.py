@@ -16,7 +16,7 @@ from moiety_platform.http_errors import OPENAI_ERRORS, ErrorForm
 from moiety_platform.inference.body_fields import AskingBody
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.response import HttpResponse
-from moiety_platform.inference.run import Run
+from moiety_platform.inference.run import InferenceRun
 from moiety_platform.openapi.described import EVENTS, JSON, Described, describes
 from moiety_platform.openapi.documents import KEY
 from moiety_platform.openapi.headers import IDEMPOTENCY_KEY, OF_SPENDING
@@ -60,7 +60,7 @@ class Endpoint(Generic[Body]):
     operation: str  # OpenTelemetry's name for it
     id_prefix: str
     schema: type[Body]
-    answer: Callable[[Body, Run, RequestRecord, HttpResponse], Awaitable[SendLast]]
+    answer: Callable[[Body, InferenceRun, RequestRecord, HttpResponse], Awaitable[SendLast]]
     shown: EndpointDocs
     prepare: Callable[[Body, RequestRecord], Awaitable[Body]] | None = None
     errors: ErrorForm = OPENAI_ERRORS

@@ -41,8 +41,8 @@ class Placement:
         self._model = model
         self._service = service
         self._wait_s = wait_s
-        self._left: set[Connection] = set()  # engines that ended a sequence of this request or were unreachable
-        self._num_failed = 0  # engines in `_left` that failed
+        self._excluded: set[Connection] = set()  # engines that ended a sequence of this request or were unreachable
+        self._num_failed = 0  # engines in `_excluded` that failed
 
     def choose(
         self, prefix: Iterable[bytes], need: Need, context_tokens: int, avoid: Collection[Connection] | None = None
@@ -51,7 +51,7 @@ class Placement:
 
         `context_tokens` counts its prompt and output. Raises NotFound or Unavailable.
         """
-        avoid = self._left if avoid is None else avoid
+        avoid = self._excluded if avoid is None else avoid
         client, state = self._replicas.choose(self._model, self._service, prefix, avoid, need, context_tokens)
         if not is_handed_over(state, need):
             return Place(client, state.connection)
@@ -69,12 +69,12 @@ class Placement:
         """
         return self._replicas.breakers.begin(place.connection[0])
 
-    def leave(self, connection: Connection, error: PlatformError) -> None:
+    def exclude_engine(self, connection: Connection, error: PlatformError) -> None:
         """Record that the engine ended a sequence with an error. It gets no more sequences of the request."""
         is_failure = isinstance(error, EngineFailed) and not isinstance(error, EngineRefused)
-        if is_failure and connection not in self._left:
+        if is_failure and connection not in self._excluded:
             self._num_failed += 1
-        self._left.add(connection)
+        self._excluded.add(connection)
 
     async def choose_again(
         self, prefix: Iterable[bytes], need: Need, failure: PlatformError, context_tokens: int
@@ -85,14 +85,14 @@ class Placement:
         no engine becomes available in time, or if too many have failed. Does not wait if available engines refused the
         sequence.
         """
-        if self._num_failed > MAX_RESUBMISSIONS or len(self._left) >= MAX_ENGINES:
+        if self._num_failed > MAX_RESUBMISSIONS or len(self._excluded) >= MAX_ENGINES:
             raise failure
         loop = asyncio.get_running_loop()
         until = loop.time() + (0 if isinstance(failure, EngineRefused | EngineOverloaded) else self._wait_s)
         while True:
-            addresses = {address for address, _ in self._left}
+            addresses = {address for address, _ in self._excluded}
             same = {state.connection for state in self._replicas.states() if state.address in addresses}
-            for avoided in (same | self._left, self._left):
+            for avoided in (same | self._excluded, self._excluded):
                 try:
                     return self.choose(prefix, need, context_tokens, avoided)
                 except (NotFound, Unavailable):

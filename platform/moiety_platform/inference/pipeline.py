@@ -40,7 +40,7 @@ from moiety_platform.inference.request_body import BodyReader
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.request_recorder import STOPPING, RequestRecorder
 from moiety_platform.inference.response import ClientDisconnected, HttpResponse, WatchingForDisconnect
-from moiety_platform.inference.run import Run
+from moiety_platform.inference.run import InferenceRun
 from moiety_platform.known_parameters import check_query
 from moiety_platform.metrics import Metrics
 from moiety_platform.prices.cache import PriceCache
@@ -51,6 +51,7 @@ from moiety_platform.routing.replicas import Replicas
 from moiety_platform.speculative_prefill.next_turn_prefill import NextTurnPrefill
 from moiety_platform.traces.tracing import Phase
 from moiety_wire.messages import ModelCard
+from moiety_wire.roles import EngineRole
 
 CLASS_HEADER = "x-moiety-class"  # the class that is served
 ADMISSION_HEADER = "x-moiety-admission"  # the reason code of the engine's verdict
@@ -149,7 +150,7 @@ class RequestPipeline:
             if response.claim is not None:
                 await response.release_claim()
 
-    async def start(self, record: RequestRecord, generation: Generation, *, streams: bool = False) -> Run:
+    async def start(self, record: RequestRecord, generation: Generation, *, streams: bool = False) -> InferenceRun:
         """Submit a request, and return its run once an engine has admitted every sequence.
 
         Enter the run as a context: on exit every sequence has ended at its engine and is counted in the record. With
@@ -159,7 +160,7 @@ class RequestPipeline:
         services, limits = self.services, self.limits
         record.trace.enter(Phase.PREPARE)
         matched = await self._classify(record, generation)
-        place = services.gate.enter(record.principal.tenant_id, record.num_sequences)
+        place = services.gate.reserve(record.principal.tenant_id, record.num_sequences)
         run = None
         try:
             _refuse_hopeless(generation, matched)
@@ -169,7 +170,7 @@ class RequestPipeline:
             origin = await self._reserve(record, matched, prompts, max(longest), streams)
             service = matched.chosen.service
             placement = Placement(services.replicas, matched.card.model, service, limits.failover_wait_s)
-            run = Run(
+            run = InferenceRun(
                 record, matched.chosen, prompts, text, placement, services.clock, limits.credit_window_tokens, place
             )
             record.reservation.require_current()
@@ -178,7 +179,7 @@ class RequestPipeline:
             await run.wait_admitted()
         except BaseException:
             if run is None:
-                place.leave()
+                place.release()
             else:
                 await run.close()
             raise
@@ -269,10 +270,17 @@ class _Matched(msgspec.Struct, frozen=True):
 
 
 def _refuse_hopeless(generation: Generation, matched: _Matched) -> None:
-    """Raise Overloaded if the engine of the request predicts far too late a first token for its class."""
-    service = matched.chosen.service
-    loads = [state.class_load(service.name) for state in matched.states]
-    if not any(load is not None and is_hopeless(service, load) for load in loads):
+    """Raise Overloaded if the engine of the request predicts far too late a first token for its class.
+
+    Raises Unavailable if no engine can take the request.
+    """
+    service, is_plain = matched.chosen.service, matched.adapter is None and not generation.embed
+    for state in matched.states:
+        load = state.class_load(service.name)
+        is_late = load is not None and is_hopeless(service, load)
+        if is_late or (state.card is not None and state.card.role is not EngineRole.BOTH):
+            is_plain = False
+    if is_plain:
         return  # the common case
     need = Need.PROMPT if generation.embed else Need.ANSWER
     need = need if matched.adapter is None else Need.ADAPTED

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
+import structlog
 from litestar.types import HTTPResponseBodyEvent, Scope, Send
 
 from moiety_platform.errors import PlatformError
@@ -15,23 +16,28 @@ from moiety_platform.idempotency.key_store_client import KeyClaim
 from moiety_platform.idempotency.store import KeptAnswer
 from moiety_platform.request_head import id_headers, request_id_of
 
-DISCONNECT_SIGNAL = "moiety.transfer"
+DISCONNECT_SIGNAL = "moiety.disconnect"
 """Key in a request's `state` for the DisconnectSignal, which the server sets."""
 
 SEND_WHOLE = "moiety.send_whole"
-"""Where the server puts, into a request's `state`, what sends the request of a scope a status, headers and a body at
-once, past ASGI's messages; it returns False where that cannot be, and has sent nothing."""
+"""Key in a request's `state` for the server's function that sends a complete response without ASGI messages.
+
+The function returns False, and has sent nothing, where ASGI messages must send the response.
+"""
 SendWhole = Callable[[Scope, int, Mapping[str, str], bytes], bool]
 
 REPLAYED_HEADER = b"idempotent-replayed"
-REPLAY_BYTES = 64 * 1024  # of a kept answer, at once
-_KEPT_HEADERS = "x-moiety-"  # what else the answers say of themselves is of their time
+REPLAY_BYTES = 64 * 1024  # of a stored answer, per message
+_KEPT_HEADERS = "x-moiety-"  # prefix of the headers that are stored; rate limits and dates are not
 
 _JSON_HEADERS: list[tuple[bytes, bytes]] = [(b"content-type", b"application/json")]
 _STREAM_HEADERS: list[tuple[bytes, bytes]] = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"x-accel-buffering", b"no"),
 ]
+
+
+log = structlog.get_logger(__name__)
 
 
 class ClientDisconnected(Exception):  # no PlatformError: there is no client to answer
@@ -68,8 +74,8 @@ class WatchingForDisconnect:
 
     __slots__ = ("_disconnect", "_is_gone", "_task")
 
-    def __init__(self, transfer: DisconnectSignal) -> None:
-        self._disconnect = transfer
+    def __init__(self, disconnect: DisconnectSignal) -> None:
+        self._disconnect = disconnect
         self._task: asyncio.Task[Any] | None = None
         self._is_gone = False
 
@@ -112,9 +118,15 @@ class HttpResponse:
         self.claim: KeyClaim | None = None  # the idempotency key that the answer is stored under; errors are not stored
 
     async def release_claim(self) -> None:
-        """Release the idempotency key if no answer was stored under it. Idempotent."""
+        """Release the idempotency key if no answer was stored under it. Idempotent, and never raises.
+
+        If the database refuses, the key is left to expire.
+        """
         if self.claim is not None:
-            await self.claim.release()
+            try:
+                await self.claim.release()
+            except Exception:  # the request's own error is still to be sent
+                log.exception("idempotency_key_not_released", request_id=self.request_id)
 
     async def whole(self, status: int, body: bytes) -> None:
         """Send a complete answer."""

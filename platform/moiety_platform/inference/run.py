@@ -38,7 +38,7 @@ class Usage(msgspec.Struct, frozen=True):
     reasoning_tokens: int | None = None  # of the output; None where the model is not known to think
 
 
-class Run:
+class InferenceRun:
     """A submitted request: iterate for (index of the sequence, message) until every sequence has finished.
 
     Enter it as a context: on exit every sequence has ended at its engine, and is counted in the record.
@@ -93,9 +93,9 @@ class Run:
         self._to_close.append(sequence)
         place = self._placement.choose(sequence.prefix, sequence.need, sequence.context_tokens)
         try:
-            await self._give(sequence, place, self._chosen.service)
+            await self._submit_to(sequence, place, self._chosen.service)
         except Unavailable as error:  # gone since it was last heard
-            self._placement.leave(place.connection, error)
+            self._placement.exclude_engine(place.connection, error)
             await self._submit_elsewhere(sequence, error)
         self._sequences.append(sequence)
         self._of_stream[sequence.stream] = sequence
@@ -156,10 +156,10 @@ class Run:
         partner, transfer_id = sequence.hand_over(finished)
         del self._of_stream[sequence.stream]
         try:
-            await self._give(sequence, partner, self._served(sequence), transfer_id)
+            await self._submit_to(sequence, partner, self._served(sequence), transfer_id)
             sequence.was_handed_over()
         except Unavailable as error:
-            self._placement.leave(partner.connection, error)
+            self._placement.exclude_engine(partner.connection, error)
             await self._submit_elsewhere(sequence, error)
             self._note_failover(sequence, error, partner.connection[0])
         self._of_stream[sequence.stream] = sequence
@@ -174,7 +174,7 @@ class Run:
         if not sequence.fail(error):
             raise error
         del self._of_stream[sequence.stream]
-        self._placement.leave(sequence.connection, error)
+        self._placement.exclude_engine(sequence.connection, error)
         failed_address, _ = sequence.connection
         await self._submit_elsewhere(sequence, sequence.failure or error)
         self._of_stream[sequence.stream] = sequence
@@ -191,13 +191,13 @@ class Run:
         while True:
             place = await self._placement.choose_again(sequence.prefix, sequence.need, failure, sequence.context_tokens)
             try:
-                await self._give(sequence, place, self._served(sequence))
+                await self._submit_to(sequence, place, self._served(sequence))
             except Unavailable as error:
-                self._placement.leave(place.connection, error)
+                self._placement.exclude_engine(place.connection, error)
             else:
                 return
 
-    async def _give(self, sequence: Sequence, place: Place, service: ServiceClass, transfer_id: str = "") -> None:
+    async def _submit_to(self, sequence: Sequence, place: Place, service: ServiceClass, transfer_id: str = "") -> None:
         submitted_ns = self._clock.unix_ns()
         await sequence.submit_to(place, self._inbox, service, self._placement, transfer_id)
         self._record.submitted(place.client, sequence.request_id)
@@ -275,7 +275,7 @@ class Run:
         try:
             await self._end_all()
         finally:
-            self._gate_place.leave()
+            self._gate_place.release()
 
     async def _end_all(self) -> None:
         if self._num_open:

@@ -55,7 +55,7 @@ class Sequence:
         self._submit = submit
         self.output_ids: list[int] = []  # received from all engines
         self._connection: Connection | None = None
-        self._is_taken_in = False  # admitted by that engine
+        self._is_admitted_there = False  # admitted by that engine
         self._was_taken_on_before = False  # begun by an earlier engine
         self._cached_tokens: int | None = None  # from the first engine with output, after a failover
         self._held: AbstractAsyncContextManager[EngineStream] | None = None
@@ -97,7 +97,7 @@ class Sequence:
     @property
     def is_admitted(self) -> bool:
         """True if the current engine has admitted the sequence and not failed it."""
-        return self._is_taken_in and not self.stream.has_failed
+        return self._is_admitted_there and not self.stream.has_failed
 
     @property
     def was_taken_on(self) -> bool:
@@ -123,10 +123,8 @@ class Sequence:
         identifies the prompt's KV that the previous engine has sent there. Raises Unavailable if the engine is not
         connected.
         """
-        earlier = None
-        if self._connection is not None:
-            await self.close()
-            earlier = self.stream
+        await self.close()  # also the announcement of a submission that failed
+        earlier = None if self._connection is None else self.stream
         submit = self._submit if earlier is None or self.accepted is None else self._resumed(earlier, service)
         self._place, self._was_handed_over = place, False
         if transfer_id:
@@ -142,7 +140,7 @@ class Sequence:
             outcome.failed(error)
             raise
         self._held = held
-        self.stream, self._connection, self._is_taken_in = stream, place.connection, False
+        self.stream, self._connection, self._is_admitted_there = stream, place.connection, False
         if earlier is None:
             return
         self._was_taken_on_before |= earlier.is_taken_on
@@ -158,7 +156,7 @@ class Sequence:
             if self._outcome is not None and self._outcome.is_trial:
                 self._outcome.delivered()
         elif isinstance(message, Accepted):
-            self.accepted, self.failure, self._is_taken_in = self.accepted or message, None, True
+            self.accepted, self.failure, self._is_admitted_there = self.accepted or message, None, True
             self._was_handed_over = False
         elif isinstance(message, Finished) and self._outcome is not None:
             self._outcome.succeeded()

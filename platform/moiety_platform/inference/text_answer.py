@@ -12,7 +12,7 @@ from moiety_platform.inference.body_fields import GeneratingBody
 from moiety_platform.inference.endpoint import SendLast
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.response import HttpResponse
-from moiety_platform.inference.run import Run, Usage
+from moiety_platform.inference.run import InferenceRun, Usage
 from moiety_wire.messages import Finished, TokenLogprob
 
 KEEP_ALIVE = b":\n\n"  # a comment, which event stream parsers ignore
@@ -50,10 +50,10 @@ class TextAnswer(Generic[Body]):
     `whole` builds the body of an answer that is not streamed, `chunks` the events of a streamed one.
     """
 
-    whole: Callable[[Body, Run, RequestRecord, Sequence[AnswerChoice]], Awaitable[bytes]]
-    chunks: Callable[[Body, Run, RequestRecord], Awaitable[StreamEncoder]]
+    whole: Callable[[Body, InferenceRun, RequestRecord, Sequence[AnswerChoice]], Awaitable[bytes]]
+    chunks: Callable[[Body, InferenceRun, RequestRecord], Awaitable[StreamEncoder]]
 
-    async def __call__(self, body: Body, run: Run, record: RequestRecord, reply: HttpResponse) -> SendLast:
+    async def __call__(self, body: Body, run: InferenceRun, record: RequestRecord, reply: HttpResponse) -> SendLast:
         if body.wants_stream:
             chunks = await self.chunks(body, run, record)
             await relay(chunks, run, record, reply)
@@ -61,7 +61,7 @@ class TextAnswer(Generic[Body]):
         return partial(reply.whole, 200, await self.whole(body, run, record, await collect(run)))
 
 
-async def relay(chunks: DeltaEncoder, run: Run, record: RequestRecord, reply: HttpResponse) -> None:
+async def relay(chunks: DeltaEncoder, run: InferenceRun, record: RequestRecord, reply: HttpResponse) -> None:
     """Stream all choices as they arrive, to their end.
 
     The answer starts with the first tokens, so that a request that an engine refuses still gets its proper status.

@@ -44,8 +44,8 @@ class ObjectStoreReadiness(ReadinessCheck):
             async with asyncio.timeout(CHECK_TIMEOUT_S):
                 return await self._compare()
         except (PlatformError, TimeoutError) as error:
-            message = error.__cause__ if isinstance(error, PlatformError) and error.code in CODES else error
-            return str(message).partition("\n")[0] or "the object store does not answer in time"
+            cause = error.__cause__ if isinstance(error, PlatformError) and error.code in CODES else error
+            return str(cause).partition("\n")[0] or "the object store does not answer in time"
 
     async def _compare(self) -> str:
         """Return why the store is not that of the database; empty if it is, or is now."""
@@ -57,6 +57,8 @@ class ObjectStoreReadiness(ReadinessCheck):
         where = self._objects.name
         if found is not None and found.partition(".")[0] != deployment_id:
             return f"{where} belongs to another database: set object_store_url to a folder or a prefix of its own"
+        if mark is None and found is None:
+            return f"{where} did not keep the object {MARK_KEY}; check that object_store_url allows writing and reading"
         if mark is None and found is not None:
             mark = await self._keep(found)
         if found != mark:

@@ -43,6 +43,7 @@ _RETRIES: Any = {
     "retry_timeout": timedelta(seconds=10),
     "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=2), "base": 2},
 }
+_OUT_OF_RANGE = re.compile(r"range .*invalid|InvalidRange|416", re.IGNORECASE)  # the object is shorter
 _NO_SPACE = re.compile(rf"\(os error ({errno.ENOSPC}|{errno.EDQUOT})\)")
 _UNFINISHED = re.compile(r".+#\d+")  # name of a local file that is being written
 
@@ -108,9 +109,9 @@ class ObjectStore:
         return ObjectWriter(self, key)
 
     async def read_range(self, key: str, start: int, num_bytes: int) -> bytes:
-        """Return the bytes from `start` on, fewer only at the object's end. Raises ObjectMissing.
+        """Return the bytes from `start` on, fewer only at the object's end.
 
-        `start` must lie before the end of the object.
+        Raises ObjectMissing, also for an object that ends before `start`.
         """
         await self.check()
         return await self.call(lambda: bytes(obstore.get_range(self._store, key, start=start, length=num_bytes)))
@@ -214,7 +215,9 @@ class ObjectWriter:
         await self._store.call(lambda: self._write(writer, data))
 
     async def finish(self) -> WrittenObject:
-        """Complete the object, which must not be empty. Raises InsufficientStorage or Unavailable."""
+        """Complete the object. Raises InsufficientStorage or Unavailable."""
+        if self._writer is None:
+            await self.write(b"")
         writer, self._writer = self._writer, None
         self._is_finished = True
         await self._store.call(lambda: self._finish(writer))
@@ -255,6 +258,8 @@ def _translated(name: str) -> Iterator[None]:
         raise ObjectMissing(str(exc).partition("\n")[0]) from exc
     except (BaseError, OSError, ValueError) as exc:
         reason = str(exc).partition("\n")[0]
+        if _OUT_OF_RANGE.search(reason):
+            raise ObjectMissing(reason) from exc
         log.warning("object_store_failed", store=name, reason=reason)
         if _NO_SPACE.search(str(exc)) or (isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT)):
             raise InsufficientStorage(

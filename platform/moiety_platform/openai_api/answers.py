@@ -9,7 +9,7 @@ import msgspec
 from moiety_platform.errors import EngineFailed
 from moiety_platform.inference.answer_collection import AnswerChoice, EndedRun, parts_of
 from moiety_platform.inference.request_record import RequestRecord
-from moiety_platform.inference.run import Run, Usage
+from moiety_platform.inference.run import InferenceRun, Usage
 from moiety_platform.openai_api.answer_types import (
     AnswerFields,
     ChatCompletion,
@@ -127,7 +127,7 @@ def chat_logprobs(logprobs: Sequence[TokenLogprob]) -> ChatLogprobs:
 
 
 async def whole_answer(
-    body: GenerationBody, run: Run, record: RequestRecord, choices: Sequence[AnswerChoice]
+    body: GenerationBody, run: InferenceRun, record: RequestRecord, choices: Sequence[AnswerChoice]
 ) -> ChatCompletion | TextCompletion:
     """Return OpenAI's answer with the collected choices."""
     return await answer_of(body, run, head_of(run, record), choices)
@@ -148,7 +148,7 @@ async def answer_of(
     )
 
 
-def head_of(run: Run, record: RequestRecord) -> AnswerHead:
+def head_of(run: InferenceRun, record: RequestRecord) -> AnswerHead:
     """Return the fields common to every chunk and answer of the request."""
     return AnswerHead(
         answer_id=record.request_id,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from moiety_platform.inference.request_record import RequestRecord
-from moiety_platform.inference.run import Run, Usage
+from moiety_platform.inference.run import InferenceRun, Usage
 from moiety_platform.openai_api.answer_types import CallDelta, ChatDelta
 from moiety_platform.openai_api.answers import AnswerHead, chat_logprobs, head_of, usage_fields
 from moiety_platform.openai_api.schemas import ChatBody
@@ -154,7 +154,7 @@ class ToolChunks(ChatChunks):
                 return {}
 
 
-async def chat_chunks(body: ChatBody, run: Run, record: RequestRecord) -> ChatChunks:
+async def chat_chunks(body: ChatBody, run: InferenceRun, record: RequestRecord) -> ChatChunks:
     """Return the encoder of a streamed chat answer."""
     head, readers = head_of(run, record), run.new_readers()
     return ChatChunks(head, body.include_usage) if readers is None else ToolChunks(head, body.include_usage, readers)

@@ -11,7 +11,7 @@ from moiety_platform.http_errors import ErrorBody
 from moiety_platform.inference.answer_collection import AnswerChoice
 from moiety_platform.inference.endpoint import Endpoint, EndpointDocs, Serve, route
 from moiety_platform.inference.request_record import RequestRecord
-from moiety_platform.inference.run import Run
+from moiety_platform.inference.run import InferenceRun
 from moiety_platform.inference.text_answer import TextAnswer
 from moiety_platform.openai_api.answer_types import (
     ChatCompletion,
@@ -30,11 +30,13 @@ def completion_routes(serve: Serve) -> list[HTTPRouteHandler]:
     return [route(CHAT, serve), route(COMPLETIONS, serve)]
 
 
-async def _whole(body: GenerationBody, run: Run, record: RequestRecord, choices: Sequence[AnswerChoice]) -> bytes:
+async def _whole(
+    body: GenerationBody, run: InferenceRun, record: RequestRecord, choices: Sequence[AnswerChoice]
+) -> bytes:
     return msgspec.json.encode(await whole_answer(body, run, record, choices))
 
 
-async def _completion_chunks(body: CompletionBody, run: Run, record: RequestRecord) -> CompletionChunks:
+async def _completion_chunks(body: CompletionBody, run: InferenceRun, record: RequestRecord) -> CompletionChunks:
     return CompletionChunks(head_of(run, record), body.include_usage, await echoes_of(body, run))
 
 

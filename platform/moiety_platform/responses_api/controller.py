@@ -20,7 +20,7 @@ from moiety_platform.errors import BadRequest
 from moiety_platform.inference.endpoint import Endpoint, EndpointDocs, SendLast, Serve, route
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.response import HttpResponse
-from moiety_platform.inference.run import Run
+from moiety_platform.inference.run import InferenceRun
 from moiety_platform.inference.text_answer import relay
 from moiety_platform.openapi.described import JSON, Described, describes, event_of
 from moiety_platform.openapi.documents import KEY
@@ -92,7 +92,9 @@ class ResponseAnswers:
             return body
         return body.after(await self.keeper.continued(record.principal, body.previous_response_id))
 
-    async def answer(self, body: ResponsesBody, run: Run, record: RequestRecord, reply: HttpResponse) -> SendLast:
+    async def answer(
+        self, body: ResponsesBody, run: InferenceRun, record: RequestRecord, reply: HttpResponse
+    ) -> SendLast:
         head, readers = ResponseHead.of(body, record), run.new_readers()
         output = ResponseOutput(None if readers is None else readers[0])
         if not body.wants_stream:
@@ -134,7 +136,7 @@ def _take(output: ResponseOutput, message: Tokens | Finished) -> None:
         output.take(message.text, message.logprobs)
 
 
-def _ended(head: ResponseHead, output: ResponseOutput, run: Run, record: RequestRecord) -> Fields:
+def _ended(head: ResponseHead, output: ResponseOutput, run: InferenceRun, record: RequestRecord) -> Fields:
     assert output.finished is not None, "an answer has come to its end"
     return head.ended(output.items, output.finished, run.usage(), record.ended_unix_s)
 

@@ -7,7 +7,7 @@ from sqlalchemy.orm import Mapped, mapped_column
 
 from moiety_platform.db.base import Base, DeploymentTable
 
-MAX_CHORE_LENGTH = 32
+MAX_JOB_NAME_LENGTH = 32
 OWNER_LENGTH = 64
 
 
@@ -20,6 +20,6 @@ class RetentionJobRecord(DeploymentTable, Base):
 
     __tablename__ = "retention_jobs"
 
-    name: Mapped[str] = mapped_column(String(MAX_CHORE_LENGTH), primary_key=True)
+    name: Mapped[str] = mapped_column(String(MAX_JOB_NAME_LENGTH), primary_key=True)
     owner: Mapped[str | None] = mapped_column(String(OWNER_LENGTH))
     available_ms: Mapped[int] = mapped_column(BigInteger)

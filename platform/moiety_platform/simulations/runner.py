@@ -117,9 +117,9 @@ class Simulations:
             option = device if isinstance(device, str) else str(folder / "device.json")
             offer = Offer(folder, arrivals, option, await weights_of(self._database, traffic.tenants))
             now, then = [await simulate(offer, side, niceness=self.niceness) for side in (plan.now, plan.then)]
-        message = device if isinstance(device, str) else str(device["name"])
+        device_name = device if isinstance(device, str) else str(device["name"])
         num_requests = traffic.num_requests or now.num_requests
-        return Compared(message, num_requests, traffic.num_unserved, now, then)
+        return Compared(device_name, num_requests, traffic.num_unserved, now, then)
 
     async def _arrivals(self, plan: Plan, until: datetime, folder: Path) -> tuple[Traffic, list[str]]:
         """Return the traffic, and the simulator's options for it."""

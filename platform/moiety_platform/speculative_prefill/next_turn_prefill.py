@@ -25,7 +25,7 @@ from moiety_platform.inference.generation import Conversation
 from moiety_platform.inference.quota_reservation import UsedTokens, scopes_of
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.request_recorder import UsageSink
-from moiety_platform.inference.run import Run
+from moiety_platform.inference.run import InferenceRun
 from moiety_platform.metrics import SpeculativePrefillMetrics
 from moiety_platform.quota.errors import QuotaExceeded
 from moiety_platform.quota.keeper import QuotaKeeper
@@ -54,7 +54,7 @@ class _Turn:
     """A turn that has ended: its request, its answer, and the engine whose cache holds it."""
 
     record: RequestRecord
-    run: Run
+    run: InferenceRun
     asked: Conversation
     output_ids: list[int]
     client: EngineClient
@@ -83,7 +83,7 @@ class NextTurnPrefill:
         if self._open:
             await asyncio.wait(self._open)
 
-    def ended(self, record: RequestRecord, run: Run) -> None:
+    def ended(self, record: RequestRecord, run: InferenceRun) -> None:
         """Start a speculative prefill after a complete answer. Returns at once and never raises."""
         turn = _turn_of(record, run)
         if turn is None:
@@ -209,7 +209,7 @@ class NextTurnPrefill:
         )
 
 
-def _turn_of(record: RequestRecord, run: Run) -> _Turn | None:
+def _turn_of(record: RequestRecord, run: InferenceRun) -> _Turn | None:
     """Return the ended turn if a next turn is possible and the tenant has not disabled speculative prefill."""
     generation = record.generation
     if (

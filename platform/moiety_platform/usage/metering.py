@@ -17,6 +17,7 @@ from moiety_platform.quota.store import book
 from moiety_platform.usage.billing_context import BillingContext, decode_bill, request_of, sequence_of
 from moiety_platform.usage.ledger import COUNTS, correct, metered_before
 from moiety_platform.usage.models import EntryKind, UsageRecord
+from moiety_platform.usage.recorder import storable
 from moiety_platform.usage.row import GATEWAY_KILLED, UsageRow
 from moiety_platform.usage.store import change_row, insert_rows, row_of
 from moiety_wire.messages import MeteredUsage
@@ -86,7 +87,7 @@ async def charge(session: AsyncSession, record: MeteredUsage) -> bool:
     except msgspec.MsgspecError:
         log.error("bill_undecodable", request_id=record.request_id, num_bytes=len(record.billing_context))
         raise
-    await insert_rows(session, [bill.row])
+    await insert_rows(session, [storable(bill.row)])
     found = select(UsageRecord).where(UsageRecord.request_id == bill.row.request_id).with_for_update()
     stored = (await session.scalars(found)).one_or_none()
     if stored is None or stored.error_code != GATEWAY_KILLED:  # None: the row is so old that it was deleted
