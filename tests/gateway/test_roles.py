@@ -286,3 +286,20 @@ async def test_two_real_engines_say_what_one_says(start_gateway: StartGateway, t
     assert {one.attributes["moiety.transfer.way"] for one in transfers} == {"memory"}
     by_id = {one.span_id: one.name for one in spans.spans}
     assert {by_id[link.span_id] for one in transfers for link in one.links} == {"engine.prefill"}
+
+
+async def test_a_submission_that_fails_no_longer_counts_as_coming_to_the_decode_engine(
+    start_gateway: StartGateway, engine_of: Callable[..., FakeEngineClient]
+) -> None:
+    class Vanishing(FakeEngineClient):
+        """An engine that is gone when a request reaches it, though its state says otherwise."""
+
+        def open(self, submit: Submit, inbox: Any = None) -> Any:
+            raise Unavailable("gone since its last heartbeat")
+
+    decode = engine_of(EngineRole.DECODE, 5)
+    vanishing = Vanishing(engine_of(EngineRole.PREFILL, 1).state.card)
+    async with start_gateway([vanishing, engine_of(EngineRole.PREFILL, 2), decode]) as gateway:
+        for _ in range(4):
+            assert await answer_of(gateway) == WHOLE
+        assert gateway.replicas._coming == {}
