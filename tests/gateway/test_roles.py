@@ -294,12 +294,17 @@ async def test_a_submission_that_fails_no_longer_counts_as_coming_to_the_decode_
     class Vanishing(FakeEngineClient):
         """An engine that is gone when a request reaches it, though its state says otherwise."""
 
+        num_asked = 0
+
         def open(self, submit: Submit, inbox: Any = None) -> Any:
+            self.num_asked += 1
             raise Unavailable("gone since its last heartbeat")
 
     decode = engine_of(EngineRole.DECODE, 5)
     vanishing = Vanishing(engine_of(EngineRole.PREFILL, 1).state.card)
     async with start_gateway([vanishing, engine_of(EngineRole.PREFILL, 2), decode]) as gateway:
-        for _ in range(4):
-            assert await answer_of(gateway) == WHOLE
+        for number in range(16):  # prompts of different prefixes, some of which prefer that engine
+            prompt = [{"role": "user", "content": f"{number} is the number of this prompt"}]
+            assert await answer_of(gateway, messages=prompt) == WHOLE
+        assert vanishing.num_asked > 0, "else the test tests nothing"
         assert gateway.replicas._coming == {}
