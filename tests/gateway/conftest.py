@@ -32,7 +32,7 @@ from moiety_platform.db.base import Base
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
 from moiety_platform.engine_client.base import EngineClient
-from moiety_platform.engine_client.fake import FakeEngineClient
+from moiety_platform.engine_client.fake import FakeEngineClient, Script
 from moiety_platform.files.store import Now
 from moiety_platform.listening import bind
 from moiety_platform.logs import configure_logging
@@ -43,7 +43,7 @@ from moiety_platform.traces.span import Span
 from moiety_platform.traces.tracing import Sender
 from moiety_platform.usage.row import UsageRow
 from moiety_wire.classes import SHIPPED
-from moiety_wire.messages import ModelCard
+from moiety_wire.messages import Failed, ModelCard
 
 parse_handlers_once()
 
@@ -88,6 +88,11 @@ def make_card(
         device="none",
         embedding_width=embedding_width,
     )
+
+
+def always(failed: Failed) -> Script:
+    """A script by which every request fails like this."""
+    return lambda submit: msgspec.structs.replace(failed, request_id=submit.request_id)
 
 
 class RowList:
@@ -170,6 +175,7 @@ class RunningGateway:
         self.rows = rows
         self.metrics = assembled.services.metrics
         self.database = assembled.database
+        self.objects = assembled.objects
         self.stored_usage = assembled.stored_usage
         self.responses = assembled.services.responses
         self.replicas = assembled.services.replicas

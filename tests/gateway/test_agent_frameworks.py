@@ -6,7 +6,7 @@ from typing import Any
 
 import agents
 import pytest
-from langchain_core.messages import AIMessageChunk, HumanMessage, ToolMessage
+from langchain_core.messages import AIMessageChunk, BaseMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 
@@ -35,18 +35,19 @@ async def test_langchains_tool_loop_comes_to_its_answer(tool_gateway: RunningGat
     temperature = tool(temperature_of)
     model = chat.bind_tools([temperature])
 
-    async def ask(messages: list[dict[str, Any]]) -> Any:
+    async def ask(messages: list[BaseMessage]) -> Any:
         if not stream:
             return await model.ainvoke(messages)
-        whole = None
+        whole: Any = None
         async for chunk in model.astream(messages):
             assert isinstance(chunk, AIMessageChunk)
             whole = chunk if whole is None else whole + chunk
         return whole
 
-    messages = [HumanMessage(QUESTION)]
-    messages.append(await ask(messages))
-    (call,) = messages[-1].tool_calls
+    messages: list[BaseMessage] = [HumanMessage(QUESTION)]
+    asked = await ask(messages)
+    messages.append(asked)
+    (call,) = asked.tool_calls
     assert (call["name"], call["args"]) == ("temperature_of", {"city": "Basel"})
     messages.append(await temperature.ainvoke(call))
     assert isinstance(messages[-1], ToolMessage)
@@ -67,6 +68,7 @@ async def test_the_agents_sdks_loop_comes_to_its_answer(tool_gateway: RunningGat
         model_settings=agents.ModelSettings(include_usage=True),  # which it asks of others only if told to
         tools=[agents.function_tool(temperature_of)],
     )
+    result: agents.RunResult | agents.RunResultStreaming
     if stream:
         result = agents.Runner.run_streamed(agent, QUESTION)
         kinds = [event.type async for event in result.stream_events()]

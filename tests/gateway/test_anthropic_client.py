@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import anthropic
-import msgspec
 import pytest
 
 from moiety_platform.engine_client.fake import FakeEngineClient, FakeVerdict
@@ -16,7 +15,7 @@ from moiety_text.tokenizer import Tokenizer
 from moiety_wire.messages import Failed, FailureCode, ModelCard, Submit
 from moiety_wire.notes import Reason
 
-from .conftest import NewCard, RunningGateway, StartGateway, Until
+from .conftest import NewCard, RunningGateway, StartGateway, Until, always
 
 MODEL = "tiny"
 PATH = "/v1/messages"
@@ -294,9 +293,9 @@ async def test_a_bad_key_is_an_authentication_error(
             assert (caught.value.type, caught.value.error_code) == ("authentication_error", "invalid_api_key")
             assert caught.value.request_id == caught.value.body["request_id"]
     async with open_client(gateway, api_key=gateway.admin_key) as client:
-        with pytest.raises(anthropic.PermissionDeniedError) as caught:
+        with pytest.raises(anthropic.PermissionDeniedError) as denied:
             await client.messages.create(**BODY)
-        assert (caught.value.type, caught.value.error_code) == ("permission_error", "missing_scope")
+        assert (denied.value.type, denied.value.error_code) == ("permission_error", "missing_scope")
 
 
 # ── refusals ──
@@ -406,9 +405,7 @@ async def test_a_refusal_of_the_engine_has_its_status_even_if_a_stream_was_asked
 ) -> None:
     for code, reason, error, kind, status in REFUSALS:
         failed = Failed("", 0, code, "no, because", 0, reason, 2.1)
-        gateway.engine.script = lambda submit, failed=failed: msgspec.structs.replace(
-            failed, request_id=submit.request_id
-        )
+        gateway.engine.script = always(failed)
         for stream in (False, True):
             with pytest.raises(error, match="no, because") as caught:
                 await client.messages.create(**BODY, stream=stream)

@@ -362,9 +362,9 @@ async def test_another_tenants_files_and_batches_are_not_there(gateway: RunningG
         for call in (other.files.retrieve, other.files.delete, other.files.content):
             with pytest.raises(openai.NotFoundError):
                 await call(file_id)
-    for call in (other.batches.retrieve, other.batches.cancel):
+    for use in (other.batches.retrieve, other.batches.cancel):
         with pytest.raises(openai.NotFoundError):
-            await call(batch.id)
+            await use(batch.id)
     with pytest.raises(openai.NotFoundError):
         await other.batches.create(input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h")
     assert (await other.files.list()).data == (await other.batches.list()).data == []

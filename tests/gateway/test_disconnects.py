@@ -26,8 +26,8 @@ def endless(submit: Submit) -> Any:
 
 def request_bytes(gateway: RunningGateway, **fields: Any) -> bytes:
     body = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hello"}], **fields}).encode()
-    fields = f"Host: test\r\nAuthorization: Bearer {gateway.key}\r\nContent-Length: {len(body)}"
-    return f"POST {CHAT} HTTP/1.1\r\n{fields}\r\n\r\n".encode() + body
+    head = f"Host: test\r\nAuthorization: Bearer {gateway.key}\r\nContent-Length: {len(body)}"
+    return f"POST {CHAT} HTTP/1.1\r\n{head}\r\n\r\n".encode() + body
 
 
 @pytest.fixture

@@ -387,9 +387,9 @@ async def test_what_was_not_taken_on_leaves_nothing_reserved(
             assert upstream.num_asked > num_asked
         await until(lambda: engine.state.healthy)
         await upstream.stop()
-        answer = await gateway.post("/v1/chat/completions", ASK)
-        assert answer[0] == 503
-        assert json.loads(answer[2])["error"]["code"] in (
+        status, _, body = await gateway.post("/v1/chat/completions", ASK)
+        assert status == 503
+        assert json.loads(body)["error"]["code"] in (
             "unavailable",
             "no_engine",
         )  # is the loss known yet?

@@ -149,6 +149,7 @@ def test_only_known_finish_reasons_are_ends() -> None:
     assert finish("stop").finish is finish("eos_token").finish is FinishReason.STOP
     assert finish("length").finish is FinishReason.LENGTH
     assert finish("content_filter").finish is FinishReason.CONTENT_FILTER
+    word: Any
     for word in ("", "null", " ", "STOPPED", "insufficient_system_resource", None, 0, False, ["stop"], {}):
         assert finish(word).finish is None, word
     for word in ("error", "abort", "cancelled"):
@@ -196,12 +197,15 @@ def test_every_status_has_one_judgement() -> None:
         error = error_of_answer(status, b'{"error": "no"}', {"retry-after": "5"}, NOW)
         assert error.upstream == UpstreamError(status, "no")
         if status in (429, 503, 529):
+            assert isinstance(error, EngineOverloaded)
             assert (type(error), error.status, error.retry_after_s) == (EngineOverloaded, 503, 5)
             untold = error_of_answer(status, b"", {}, NOW)
+            assert isinstance(untold, EngineOverloaded)
             assert (error.asks_to_wait, untold.asks_to_wait, untold.retry_after_s) == (True, False, 1)
         elif status in (408, 425, 499) or status >= 500:
             assert (type(error), error.status) == (EngineFailed, 502)
         else:
+            assert isinstance(error, EngineRefused)
             assert (type(error), error.status, error.upstream_status) == (EngineRefused, 502, status)
             assert error.retry_after_s is None
 

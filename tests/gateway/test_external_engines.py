@@ -371,7 +371,7 @@ async def test_stop_strings_sleep_until_a_thought_ends(
     async with start_over(client_of(server, more)) as gateway:
         answer = await gateway.client.chat.completions.create(**ASK, stop=["\n\n"], stream=stream)
         if stream:
-            content = await text_of(answer)
+            content: str | None = await text_of(answer)
         else:
             content = answer.choices[0].message.content
             assert answer.choices[0].message.reasoning_content == "Hm.\n\nSo."
@@ -467,7 +467,7 @@ FORMS = {
     "grammar": {"guided_grammar": "start: /a/"},
     "strict": {"tools": [{"type": "function", "function": {"name": "now", "strict": True}}]},
 }
-PASSED_ON = {
+PASSED_ON: dict[str, dict[str, tuple[str, Any]]] = {
     "vllm": {
         "json_schema": ("structured_outputs", {"json": json.dumps(SCHEMA, separators=(",", ":"))}),
         "regex": ("structured_outputs", {"regex": "[a-z]"}),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import openai
 import pytest
+from openai.types import Batch
 from sqlalchemy import func, select
 
 from moiety_platform.engine_client.fake import FakeEngineClient
@@ -201,18 +203,20 @@ async def test_a_client_that_leaves_in_the_middle_leaves_nothing_to_be_seen(
             await asyncio.sleep(0.02)
 
 
-async def refuse():
+async def refuse() -> None:
     raise Unavailable("the object store is away; try again shortly", code="object_store_unavailable", retry_after_s=1)
 
 
-async def fill_up():
+async def fill_up() -> None:
     raise InsufficientStorage("there is no space left", code="object_store_full")
 
 
 @pytest.mark.parametrize(
     ("guard", "status", "code"), [(refuse, 503, "object_store_unavailable"), (fill_up, 507, "object_store_full")]
 )
-async def test_a_store_that_takes_nothing_is_told_and_no_byte_is_counted(start_gateway, card, guard, status, code):
+async def test_a_store_that_takes_nothing_is_told_and_no_byte_is_counted(
+    start_gateway: StartGateway, card: ModelCard, guard: Callable[[], Awaitable[None]], status: int, code: str
+) -> None:
     async with start_gateway([FakeEngineClient(card)], max_file_bytes_per_tenant=2500) as gateway:
         gateway.objects.guard = guard
         for _ in range(3):
@@ -224,7 +228,7 @@ async def test_a_store_that_takes_nothing_is_told_and_no_byte_is_counted(start_g
         assert (await upload(gateway, b"x" * 2000)).bytes == 2000
 
 
-async def test_a_download_fails_before_it_begins_where_the_content_cannot_be_had(gateway):
+async def test_a_download_fails_before_it_begins_where_the_content_cannot_be_had(gateway: RunningGateway) -> None:
     file = await upload(gateway)
     await gateway.client.files.content(file.id)
     gateway.objects.guard = refuse
@@ -238,10 +242,12 @@ async def test_a_download_fails_before_it_begins_where_the_content_cannot_be_had
     assert (caught.value.status_code, caught.value.code) == (410, "file_content_missing")
 
 
-async def test_a_batch_waits_for_an_object_store_that_is_away_and_is_answered_once(gateway, until):
+async def test_a_batch_waits_for_an_object_store_that_is_away_and_is_answered_once(
+    gateway: RunningGateway, until: Until
+) -> None:
     num_asked = 0
 
-    async def count_and_refuse():
+    async def count_and_refuse() -> None:
         nonlocal num_asked
         num_asked += 1
         await refuse()
@@ -256,20 +262,20 @@ async def test_a_batch_waits_for_an_object_store_that_is_away_and_is_answered_on
     assert (done.status, done.request_counts.completed, done.request_counts.failed) == ("completed", 1, 0)
 
 
-async def test_a_batch_whose_input_is_lost_fails_with_the_reason(gateway):
+async def test_a_batch_whose_input_is_lost_fails_with_the_reason(gateway: RunningGateway) -> None:
     file = await upload(gateway, json.dumps(LINE).encode())
     await gateway.objects.delete_some("files/")
     failed = await ended(gateway, await submit_batch(gateway, file.id))
     assert (failed.status, failed.errors.data[0].code) == ("failed", "file_content_missing")
 
 
-async def submit_batch(gateway, file_id):
+async def submit_batch(gateway: RunningGateway, file_id: str) -> Batch:
     return await gateway.client.batches.create(
         input_file_id=file_id, endpoint="/v1/completions", completion_window="24h"
     )
 
 
-async def ended(gateway, batch):
+async def ended(gateway: RunningGateway, batch: Batch) -> Batch:
     async with asyncio.timeout(DEADLINE_S):
         while batch.status not in ("completed", "failed"):
             await asyncio.sleep(0.02)

@@ -78,8 +78,7 @@ async def engine_and_client(until: Until, **settings: Any) -> AsyncIterator[tupl
         assert await front.wait_ready()
         await client.start()
         await until(lambda: client.state.healthy)
-        client.front = front
-        yield client, core, store
+        yield client, core, store, front
     finally:
         await client.close()
         await front.close()
@@ -104,7 +103,7 @@ def whole(name: str) -> tuple[str, str, bytes]:
 
 
 async def test_an_adapter_is_sent_once_however_many_want_it(until: Until) -> None:
-    async with engine_and_client(until) as (client, core, store):
+    async with engine_and_client(until) as (client, core, store, _front):
         ends = await asyncio.gather(*(ask(client, f"r{i}", "ada_a") for i in range(5)))
         ends.append(await ask(client, "later", "ada_a"))
         assert [end.num_output_tokens for end in ends] == [3] * 6
@@ -113,7 +112,7 @@ async def test_an_adapter_is_sent_once_however_many_want_it(until: Until) -> Non
 
 
 async def test_what_an_engine_has_given_up_is_sent_again(until: Until) -> None:
-    async with engine_and_client(until, adapter_disk_bytes=SIZE) as (client, core, store):
+    async with engine_and_client(until, adapter_disk_bytes=SIZE) as (client, core, store, _front):
         for request_id, adapter in (("1", "ada_a"), ("2", "ada_b"), ("3", "ada_a"), ("4", "ada_a")):
             assert (await ask(client, request_id, adapter)).num_output_tokens == 3
         assert store.reads == ["ada_a", "ada_b", "ada_a"]
@@ -121,7 +120,7 @@ async def test_what_an_engine_has_given_up_is_sent_again(until: Until) -> None:
 
 
 async def test_one_that_is_too_large_for_the_engine_fails_its_request_in_the_end(until: Until) -> None:
-    async with engine_and_client(until, adapter_disk_bytes=SIZE - 1) as (client, core, _):
+    async with engine_and_client(until, adapter_disk_bytes=SIZE - 1) as (client, core, _, _front):
         with pytest.raises(Exception, match="does not have this adapter"):
             await ask(client, "r", "ada_a")
         assert core.found == []
@@ -129,7 +128,7 @@ async def test_one_that_is_too_large_for_the_engine_fails_its_request_in_the_end
 
 
 async def test_one_that_was_deleted_is_told_as_missing_and_the_connection_goes_on(until: Until) -> None:
-    async with engine_and_client(until) as (client, _, _store):
+    async with engine_and_client(until) as (client, _, _store, _front):
         with pytest.raises(NotFound):
             await ask(client, "r", "ada_gone")
         assert (await ask(client, "r", "")).num_output_tokens == 3
@@ -137,23 +136,23 @@ async def test_one_that_was_deleted_is_told_as_missing_and_the_connection_goes_o
 
 
 async def test_those_that_an_engine_came_with_are_not_sent(until: Until) -> None:
-    async with engine_and_client(until, adapters=("given",)) as (client, core, store):
+    async with engine_and_client(until, adapters=("given",)) as (client, core, store, _front):
         assert (await ask(client, "r", "given")).num_output_tokens == 3
         assert (store.reads, core.found) == ([], [])
 
 
 async def test_who_waits_for_an_adapter_is_told_when_the_engine_is_lost(until: Until) -> None:
-    async with engine_and_client(until) as (client, _, store):
+    async with engine_and_client(until) as (client, _, store, front):
         store.is_slow = True
         waiting = [asyncio.create_task(ask(client, f"r{i}", "ada_a")) for i in range(3)]
         await until(lambda: store.reads)
-        await client.front.close()
+        await front.close()
         for end in await asyncio.gather(*waiting, return_exceptions=True):
             assert isinstance(end, PlatformError) and end.status in (502, 503)
 
 
 async def test_what_was_granted_while_the_adapter_was_sent_again_is_not_lost(until: Until) -> None:
-    async with engine_and_client(until, adapter_disk_bytes=SIZE) as (client, _, _store):
+    async with engine_and_client(until, adapter_disk_bytes=SIZE) as (client, _, _store, _front):
         for request_id, adapter in (("1", "ada_a"), ("2", "ada_b")):
             await ask(client, request_id, adapter)
         async with asyncio.timeout(60), client.open(submit("3", "ada_a", credit_tokens=1)) as stream:

@@ -33,7 +33,7 @@ TOOL: dict[str, Any] = {
 DEADLINE_S = 60.0
 DAY_S = 86_400
 
-Look = Callable[["object"], Awaitable[object]]
+Look = Callable[[RunningGateway], Awaitable[object]]
 
 
 def asks(path: str = CHAT, *, headers: dict[str, Any] | None = None, **fields: Any) -> Look:
@@ -212,7 +212,7 @@ async def status_of_a_second_batch(gateway: RunningGateway) -> Any:
     try:
         await new_batch(gateway, 1)
         await new_batch(gateway, 1)
-    except Exception as error:
+    except openai.APIStatusError as error:
         return error.status_code
     return 200
 

@@ -101,7 +101,9 @@ async def test_a_streamed_call_comes_in_events_of_its_own(
             (0, "message"), (1, "function_call"), (2, "function_call"),
         ]  # fmt: skip
         assert (added[1].item.name, added[1].item.arguments, added[1].item.status) == ("add", "", "in_progress")
-        deltas = [event for event in events if event.type == f"{arguments}.delta" and event.output_index == 1]
+        deltas: list[Any] = [
+            event for event in events if event.type == f"{arguments}.delta" and event.output_index == 1
+        ]
         (done,) = [event for event in events if event.type == f"{arguments}.done" and event.output_index == 1]
         assert "".join(event.delta for event in deltas) == done.arguments == '{"a": 17, "b": 25}'
         assert {event.item_id for event in (*deltas, done)} == {added[1].item.id}

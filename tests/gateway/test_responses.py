@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import openai
 import pytest
 import tokenizers
@@ -16,7 +15,7 @@ from moiety_platform.engine_client.fake import FakeEngineClient, FakeVerdict, co
 from moiety_wire.messages import Failed, FailureCode, ModelCard, Submit
 from moiety_wire.notes import Reason
 
-from .conftest import NewCard, RunningGateway, StartGateway
+from .conftest import NewCard, RunningGateway, StartGateway, always
 
 PATH = "/v1/responses"
 BODY: dict[str, Any] = {"model": "tiny", "input": "hello", "max_output_tokens": 3}
@@ -252,9 +251,9 @@ async def test_keys_and_models_are_refused_as_everywhere(gateway: RunningGateway
     with pytest.raises(openai.NotFoundError, match="available: tiny") as caught:
         await gateway.client.responses.create(**BODY | {"model": "gpt-9"})
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
-    with pytest.raises(openai.BadRequestError, match="context") as caught:
+    with pytest.raises(openai.BadRequestError, match="context") as too_long:
         await gateway.client.responses.create(**BODY | {"max_output_tokens": 10_000})
-    assert caught.value.code == "context_length_exceeded"
+    assert too_long.value.code == "context_length_exceeded"
 
 
 # ── what fails ──
@@ -270,9 +269,7 @@ REFUSALS = [
 async def test_a_refusal_of_the_engine_has_its_status_even_if_a_stream_was_asked_for(gateway: RunningGateway) -> None:
     for code, reason, error, status in REFUSALS:
         failed = Failed("", 0, code, "no, because", 0, reason, 2.1)
-        gateway.engine.script = lambda submit, failed=failed: msgspec.structs.replace(
-            failed, request_id=submit.request_id
-        )
+        gateway.engine.script = always(failed)
         for stream in (False, True):
             with pytest.raises(error, match="no, because") as caught:
                 await gateway.client.responses.create(**BODY, stream=stream)

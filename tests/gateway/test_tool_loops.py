@@ -59,7 +59,7 @@ def says(*answers: Any, sizes: tuple[int, ...] = (1,)) -> Any:
     left = list(answers)
 
     def script(submit: Submit) -> Any:
-        text, at, pieces = left[0] if len(left) == 1 else left.pop(0), 0, []
+        text, at, pieces = left[0] if len(left) == 1 else left.pop(0), 0, list[tuple[int, str]]()
         while at < len(text):
             size = sizes[len(pieces) % len(sizes)]
             pieces.append((65, text[at : at + size]))
@@ -167,7 +167,7 @@ async def test_arguments_are_parsed_into_the_clients_own_model(tool_gateway: Run
     completion = await tool_gateway.client.chat.completions.parse(
         model="hermes", messages=ASKED, tools=[openai.pydantic_function_tool(Forecast)]
     )
-    (call,) = completion.choices[0].message.tool_calls
+    (call,) = completion.choices[0].message.tool_calls or []
     assert call.function.parsed_arguments == Forecast(city='Zürich "ZH"', days=[1, 2])
 
 

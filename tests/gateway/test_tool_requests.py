@@ -295,11 +295,11 @@ async def test_bad_tools_get_400_that_names_the_field(start_gateway: StartGatewa
             error = json.loads(answer)["error"]
             assert (status, error["param"]) == (400, param), (changes, error)
             assert words in error["message"], error
-        for changes, param, words in BAD_MESSAGES:
+        for changes, field, words in BAD_MESSAGES:
             body: dict[str, Any] = {"model": "hermes", "messages": ASKED, "max_tokens": 5, **changes}
             status, _, answer = await gateway.post(MESSAGES, body)
             error = json.loads(answer)["error"]
-            assert (status, error["details"].get("param")) == (400, param), (changes, error)
+            assert (status, error["details"].get("param")) == (400, field), (changes, error)
             assert words in error["message"], error
         assert engine.submits == []
 

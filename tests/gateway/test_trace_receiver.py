@@ -66,7 +66,7 @@ class Store:
         async with asyncio.timeout(60):
             while True:
                 async with self._database.read() as session:
-                    found = await session.scalar(select(func.count()).select_from(table))
+                    found = int(await session.scalar(select(func.count()).select_from(table)))
                 if found >= at_least:
                     return found
                 await asyncio.sleep(0.02)

@@ -338,7 +338,7 @@ async def engine_process(address: str) -> AsyncIterator[tuple[Any, ...]]:
                 process.send_signal(signal.SIGCONT)
                 process.kill()
         await process.wait()
-        process._transport.close()
+        process._transport.close()  # type: ignore[attr-defined]  # it is not public, and not in the stubs
 
 
 async def test_a_killed_engine_process_fails_its_streams_at_once(
