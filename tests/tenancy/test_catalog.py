@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,9 @@ BESIDES = {"belongs_to", "change"}  # columns that a command computes
 
 
 @pytest.fixture
-def app(database: Database, clock: ManualClock, tmp_path: Path) -> Litestar:
-    return real_app(database, clock, tmp_path)
+async def app(database: Database, clock: ManualClock, tmp_path: Path) -> AsyncIterator[Litestar]:
+    async with real_app(database, clock, tmp_path) as opened:
+        yield opened
 
 
 def admin_routes(app: Litestar) -> Iterator[tuple[str, str, HTTPRouteHandler]]:

@@ -134,10 +134,10 @@ async def make_tenant(admin: Admin, database: Database, clock: ManualClock, word
                   note={"for": word}, status=BatchStatus.IN_PROGRESS, total=3, completed=2, failed=0, **zeros,
                   expires_ms=2**40)
         )  # fmt: skip
-        for number, state in enumerate((LineState.COMPLETED, LineState.COMPLETED, LineState.PENDING), 1):
+        for number, line in enumerate((LineState.COMPLETED, LineState.COMPLETED, LineState.PENDING), 1):
             session.add(
                 BatchLine(batch_id=f"b-{word[0]}", number=number, custom_id=f"{word}-{number}", start=0, num_bytes=1,
-                          state=state, available_ms=0, num_refusals=0, num_failures=0, answer=word.encode(),
+                          state=line, available_ms=0, num_refusals=0, num_failures=0, answer=word.encode(),
                           answer_bytes=5)
             )  # fmt: skip
         session.add(
