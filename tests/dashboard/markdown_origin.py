@@ -147,8 +147,8 @@ class Check:
         for node in ast.walk(module.tree):
             if isinstance(node, ast.ImportFrom) and node.module == "streamlit":
                 self._note(module, node, "import the module, so that its calls can be seen")
-            by_name = isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr"
-            if by_name and module.imports.get(ast.unparse(node.args[0])) == "streamlit":
+            by_name = isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and ast.unparse(node.args[0])
+            if by_name and module.imports.get(by_name) == "streamlit":
                 self._note(module, node, "a method that no check can see")
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 is_streamlit = module.imports.get(node.value.id) == "streamlit"

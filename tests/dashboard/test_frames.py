@@ -176,7 +176,9 @@ def test_what_came_of_a_simulation_stands_side_by_side() -> None:
     of_class |= dict.fromkeys(("num", "num_rejected", "num_downgraded", "num_preemptions", "longest_wait_s"), 2.0)
     names = ("attainment", "offered_fraction_of_capacity", "completed_fraction_of_capacity", "kv_used_fraction")
     more = ("goodput_fraction_of_capacity", "wasted_prefill_fraction", "recomputed_fraction", "num_requests")
-    now = dict.fromkeys((*names, *more, "throughput_tokens_per_s", "preemptions", "longest_wait_s"), 0.5)
+    now: dict[str, Any] = dict.fromkeys(
+        (*names, *more, "throughput_tokens_per_s", "preemptions", "longest_wait_s"), 0.5
+    )
     now["classes"] = {"standard": of_class}
     result: dict[str, Any] = {"now": now, "then": now | {"longest_wait_s": 90.0}}
     frame = simulations.sides_frame(result)
