@@ -321,12 +321,12 @@ def test_what_an_operator_gives_is_checked_at_the_start(checkpoint: Path, tmp_pa
 def test_a_read_that_nobody_waits_for_any_more_decides_nothing(
     loops: Any, many: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, may_fail, reads = registry.read_adapter, threading.Event(), []
+    may_fail, reads = threading.Event(), list[Path]()
 
     def fails_at_first(folder: Path, *args: Any, **more: Any) -> Any:
         reads.append(folder)
         if len(reads) > 1:
-            return read(folder, *args, **more)
+            return read_adapter(folder, *args, **more)
         assert may_fail.wait(60.0)
         raise AdapterError("its folder is away")
 

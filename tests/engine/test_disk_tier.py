@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import pytest
@@ -37,12 +37,6 @@ BLOCK_SIZE = 4
 LIMIT_S = 120.0
 
 
-class Make(Protocol):
-    def __call__(self, **settings: Any) -> EngineLoop: ...
-
-    def end(self) -> None: ...
-
-
 class WorkClock:
     """A machine that takes a second for each token, so that reading is always predicted to take less."""
 
@@ -54,28 +48,33 @@ class WorkClock:
         return 10**18 + (tokens or 0) * 10**9
 
 
-@pytest.fixture
-def make(loops: Any, tmp_path: Path) -> Iterator[Make]:
+class Make:
     """Loops over one folder; one ends, in order, before the next begins."""
-    made: list[EngineLoop] = []
 
-    def end() -> None:
-        while made:
-            made.pop().close()
+    def __init__(self, loops: Any, folder: Path) -> None:
+        self._loops, self._folder = loops, folder
+        self._made: list[EngineLoop] = []
 
-    def make_one(**settings: Any) -> EngineLoop:
-        end()
-        few = {"block_size": BLOCK_SIZE, "kv_memory_bytes": 40 * loops.model.kv_bytes_per_block(BLOCK_SIZE)}
-        clock = WorkClock()
-        given = {"model": str(loops.folder), "name": "tiny", "disk_cache": str(tmp_path / "kv"), **few, **settings}
-        loop = build_loop(loops.model, EngineConfig(**given), clock_ns=clock)
+    def __call__(self, **settings: Any) -> EngineLoop:
+        self.end()
+        model, clock = self._loops.model, WorkClock()
+        few = {"block_size": BLOCK_SIZE, "kv_memory_bytes": 40 * model.kv_bytes_per_block(BLOCK_SIZE)}
+        given = {"model": str(self._loops.folder), "name": "tiny", "disk_cache": str(self._folder), **few, **settings}
+        loop = build_loop(model, EngineConfig(**given), clock_ns=clock)
         clock.loop = loop
-        made.append(loop)
+        self._made.append(loop)
         return loop
 
-    make_one.end = end  # type: ignore[attr-defined]
-    yield make_one
-    end()
+    def end(self) -> None:
+        while self._made:
+            self._made.pop().close()
+
+
+@pytest.fixture
+def make(loops: Any, tmp_path: Path) -> Iterator[Make]:
+    made = Make(loops, tmp_path / "kv")
+    yield made
+    made.end()
 
 
 def make_submit(key: int, salt: bytes = b"s", length: int = 41, tenant: str = "t", **more: Any) -> CoreSubmit:
@@ -358,7 +357,9 @@ def test_what_waits_to_be_written_is_bounded_and_the_newest_stays(tmp_path: Path
     folder.close()
 
 
-def test_an_engine_that_sleeps_holds_no_cache_for_what_is_still_being_written(make: Make) -> None:
+def test_an_engine_that_sleeps_holds_no_cache_for_what_is_still_being_written(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loop = make()
     goes_on, write = threading.Event(), loop.intake.disk.folder.write
 
@@ -366,7 +367,7 @@ def test_an_engine_that_sleeps_holds_no_cache_for_what_is_still_being_written(ma
         assert goes_on.wait(60.0)
         return write(*args)
 
-    loop.intake.disk.folder.write = waits
+    monkeypatch.setattr(loop.intake.disk.folder, "write", waits)
     loop.submit(make_submit(1))
     while not (loop.intake.disk.saver.is_writing and loop.scheduler.idle):
         loop.step()

@@ -152,7 +152,7 @@ def inner_schemas(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         ),
     )
     parts = st.lists(inner, min_size=1, max_size=3)
-    combined = st.one_of(*(parts.map(lambda found, key=key: {key: found}) for key in ("anyOf", "oneOf", "allOf")))
+    combined = st.one_of(*(st.fixed_dictionaries({key: parts}) for key in ("anyOf", "oneOf", "allOf")))
     return st.one_of(objects, arrays, combined, joined(combined, objects), joined(combined, number_schemas))
 
 

@@ -164,7 +164,7 @@ def test_a_trial_that_is_killed_from_outside_is_repeated_and_proves_nothing(serv
         compiling = threads.submit(service.compile, slow)
         trial = until(lambda: set(children_of(template_pid(service))) - steppers)
         kill(trial)
-        assert compiling.result()[0].grammar == slow
+        assert compiling.result()[0].spec == slow
     assert not service.refusal_of(slow)
 
 

@@ -262,8 +262,8 @@ def test_another_type_and_another_block_size_hold_the_same_values(
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     source, target, num_tokens = cache_of(here, 4, latent=latent), cache_of(there, 16, latent=latent), 37
-    for layer in source.layers:
-        for part in layer.parts:
+    for cache in source.layers:
+        for part in cache.parts:
             drawn = torch.rand(part.shape, generator=generator) + 0.1
             part.copy_((drawn * 100 if part.dtype is torch.int8 else drawn).to(part.dtype))
     zone = StagingBuffer(1 << 20)

@@ -12,6 +12,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -258,7 +259,7 @@ def test_what_was_made_of_tokens_comes_back_from_the_disk_after_a_restart(
         assert results[0].finish is not None
         assert results[0].finish.num_cached_tokens == num_cached
         of_what_was_made.check(loop)
-        settle(loop, lambda loop=loop: loop.waits_for_others)
+        settle(loop, partial(getattr, loop, "waits_for_others"))
         loop.close()
 
 

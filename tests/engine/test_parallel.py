@@ -167,12 +167,12 @@ class RankProcesses:
 
     def end(self) -> tuple[str, str]:
         """What the processes ended with, and what they said."""
-        for file in self._lines:
+        for line in self._lines:
             with contextlib.suppress(BrokenPipeError):
-                file.close()
+                line.close()
         self._process.wait(timeout=60)
-        for file in self._answers:
-            file.close()
+        for answer in self._answers:
+            answer.close()
         return read_all(self._said), read_all(self._logged)
 
 

@@ -333,7 +333,11 @@ def noted_when(happens: Callable[[list[Line]], None]) -> list[int]:
 
 
 def test_all_ranks_that_are_lost_together_are_noted() -> None:
-    assert noted_when(lambda far: (far[0].close(), far[2].close())[0]) == [1, 3]
+    def close_two(far: list[Line]) -> None:
+        far[0].close()
+        far[2].close()
+
+    assert noted_when(close_two) == [1, 3]
 
 
 def test_a_rank_that_cannot_go_on_and_says_so_is_noted_but_not_one_that_has_lost_the_first() -> None:
