@@ -73,7 +73,8 @@ def test_experts_in_four_bits_stay_so_for_who_reads_them_and_all_else_is_wide(ma
             assert torch.equal(dequantize(kept), plain.float())
         assert torch.equal(ours.attention.qkv_CD, theirs.attention.qkv_CD)
     kept_bytes, wide_bytes = bytes_in(MXFP4, spec, torch.bfloat16), weight_bytes(spec, torch.bfloat16)
-    experts = sum(layer.ffn.gate_up_E2FD.numel() + layer.ffn.down_EDF.numel() for layer in wide.layers)
+    counts: list[int] = [layer.ffn.gate_up_E2FD.numel() + layer.ffn.down_EDF.numel() for layer in wide.layers]
+    experts = sum(counts)
     assert wide_bytes - kept_bytes == experts * 2 - experts * 5 // 8
 
 

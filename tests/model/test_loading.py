@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from moiety_engine.model.errors import ConfigError, UnsupportedModelError, WeightsError
 from moiety_engine.model.families import read_spec, spec_from_config
@@ -93,7 +95,8 @@ def test_random_weights_are_kept_in_few_bits_too(
         load_model(folder, device="cpu", dtype="bfloat16", quantization=asked, load_format=LoadFormat.DUMMY)
         for asked in ("auto", form)
     )
-    kept = [weight for weight in products_of(narrow._weights) if isinstance(weight, QuantizedWeight)]
+    products: Iterator[Tensor | QuantizedWeight] = products_of(narrow._weights)
+    kept = [weight for weight in products if isinstance(weight, QuantizedWeight)]
     assert len(kept) == len(list(products_of(plain._weights)))
     assert {weight.format.name for weight in kept} == {form}
     rest = {id(one): one.nbytes for name, one in named_tensors(narrow._weights) if not name.startswith("head_VD")}

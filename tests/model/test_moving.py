@@ -19,8 +19,8 @@ KEPT = [None, *FORMATS.values(), MXFP4]
 
 def draw_weights(form: WeightFormat | None, dtype: torch.dtype) -> MoeWeights:
     torch.manual_seed(0)
-    gate_up, down = torch.randn(EXPERTS, 2 * HIDDEN, WIDTH), torch.randn(EXPERTS, WIDTH, HIDDEN)
-    gate_up, down = (one.to(dtype) if form is None else quantize(one, form) for one in (gate_up, down))
+    drawn = torch.randn(EXPERTS, 2 * HIDDEN, WIDTH), torch.randn(EXPERTS, WIDTH, HIDDEN)
+    gate_up, down = (one.to(dtype) if form is None else quantize(one, form) for one in drawn)
     biases = torch.randn(EXPERTS, 2 * HIDDEN), torch.randn(EXPERTS, WIDTH)
     return MoeWeights(torch.randn(EXPERTS, WIDTH), gate_up, down, None, None, *biases, None)
 

@@ -107,7 +107,12 @@ def test_in_few_bits_too_and_the_next_start_finds_them_so(
     assert torch.equal(found(), expected)
     read: set[str] = set()
     fill_one = reading._fill_one
-    monkeypatch.setattr(reading, "_fill_one", lambda name, *rest: (read.add(name), fill_one(name, *rest)))
+
+    def note_and_fill(name: str, *rest: Any) -> Any:
+        read.add(name)
+        return fill_one(name, *rest)
+
+    monkeypatch.setattr(reading, "_fill_one", note_and_fill)
     assert torch.equal(found(), expected)
     assert read
     assert not any("experts" in name for name in read), "experts were read once more"
