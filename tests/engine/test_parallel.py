@@ -524,7 +524,7 @@ def test_parallel_ranks_that_have_no_room_for_the_parts_of_one_that_is_gone_say_
     config = settings_of(folders["qwen3_moe"], ffn_ranks=2, ep=2, exclude_rank_after_s=10, rank_failure_log=str(losses))
     first, second, _ = ranks_of(config)
     for answer in processes.work(first, second, lacks="weights"):
-        assert "there are 0.00 GiB free" in answer["error"]
+        assert "has 0.00 GiB free" in answer["error"]
         assert answer["error"].count("(the group runs without rank 2 and holds its part of the model)") == 1
     assert [line.split()[1] for line in losses.read_text().splitlines()[1:]] == ["1"]  # it says that it cannot go on
 
