@@ -29,7 +29,7 @@ def bodies_of(*names: str) -> Take:
     from moiety_platform.openai_api.schemas import ChatBody, CompletionBody
     from moiety_platform.responses_api.schemas import ResponsesBody
 
-    bodies = {
+    bodies: dict[str, type[ChatBody | CompletionBody | EmbeddingBody | MessagesBody | ResponsesBody]] = {
         "chat": ChatBody,
         "completions": CompletionBody,
         "embeddings": EmbeddingBody,
@@ -161,11 +161,12 @@ def open_spans() -> Take:
     from prometheus_client import CollectorRegistry
 
     from moiety_platform.trace_receiver.app import PROTOBUF, TraceApp, TraceTokens
+    from moiety_platform.trace_store.rows import Rows
 
     class Writer:
         max_spans = 100
 
-        def put(self, rows: object) -> bool:
+        def put(self, rows: Rows) -> bool:
             for span in rows.spans:
                 json.dumps(span, allow_nan=False).encode()
             for trace in rows.traces:
