@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -50,6 +49,9 @@ def arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     return way
 
 
+Paged = Callable[[list[int], list[int], int, int, int, int], tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]
+
+
 def _paged(
     queries: list[int], contexts: list[int], heads: int, kv_heads: int, width: int, places: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -72,7 +74,7 @@ def _paged(
 
 
 @pytest.fixture
-def paged() -> Any:
+def paged() -> Paged:
     """(queries of each sequence, their contexts, heads, key-value heads, width, places a block): what `paged_attention`
     takes first."""
     return _paged

@@ -34,6 +34,8 @@ from moiety_kernels.rope import rope
 from moiety_kernels.route import RoutingSpec, group, group_by_expert, route
 from moiety_kernels.route.reference import route as route_reference
 
+from .conftest import Paged
+
 pytestmark = pytest.mark.usefixtures("several_threads")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -224,7 +226,7 @@ def test_large_gates_do_not_overflow() -> None:
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("kept", CACHES)
 def test_paged_attention(
-    paged: Any,
+    paged: Paged,
     heads: int,
     kv_heads: int,
     width: int,
@@ -234,14 +236,14 @@ def test_paged_attention(
     kept: torch.dtype,
 ) -> None:
     queries, contexts = [1, 1, 7, 130, 40], [1, 300, 7, 150, 290]
-    q, k_cache, v_cache, *sequences = paged(queries, contexts, heads, kv_heads, width, places)
-    inputs = q, k_cache.to(kept), v_cache.to(kept), *sequences
+    q, k_cache, v_cache, starts, lengths, table = paged(queries, contexts, heads, kv_heads, width, places)
+    inputs = q, k_cache.to(kept), v_cache.to(kept), starts, lengths, table
     sinks = normal(heads, scale=3) if with_sinks else None
     ours = paged_attention(*inputs, width**-0.5, window, sinks, max_query=130, max_context=300)
     assert close(ours, paged_attention_reference(*inputs, width**-0.5, window, sinks), 2e-5)
 
 
-def test_a_sink_takes_its_share_of_the_softmax_and_adds_nothing(paged: Any) -> None:
+def test_a_sink_takes_its_share_of_the_softmax_and_adds_nothing(paged: Paged) -> None:
     inputs = paged([1], [1], 4, 2, 16, 4)
     value = inputs[2][inputs[5][0, 0], :, 0].repeat_interleave(2, dim=0)
     score = (inputs[0][0] * inputs[1][inputs[5][0, 0], :, 0].repeat_interleave(2, dim=0)).sum(-1)
@@ -256,7 +258,7 @@ def test_a_sink_takes_its_share_of_the_softmax_and_adds_nothing(paged: Any) -> N
 @pytest.mark.parametrize("workspace", [1, 1 << 30])
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_paged_attention_through_torchs_own(
-    paged: Any, num_decode: int, window: int | None, workspace: int, with_sinks: bool
+    paged: Paged, num_decode: int, window: int | None, workspace: int, with_sinks: bool
 ) -> None:
     inputs = paged([1, 1, 7, 130, 40], [1, 300, 7, 150, 290], 8, 2, 64, 16)
     sinks = normal(8, scale=3) if with_sinks else None
@@ -269,7 +271,7 @@ def test_paged_attention_through_torchs_own(
 @pytest.mark.parametrize(("heads", "latent", "rotated"), [(1, 32, 16), (16, 48, 16), (128, 64, 32), (3, 20, 10)])
 @pytest.mark.parametrize("places", [16, 5])
 @pytest.mark.parametrize("kept", CACHES)
-def test_mla_attention(paged: Any, heads: int, latent: int, rotated: int, places: int, kept: torch.dtype) -> None:
+def test_mla_attention(paged: Paged, heads: int, latent: int, rotated: int, places: int, kept: torch.dtype) -> None:
     q, cache, _, *sequences = paged([1, 1, 7, 130, 40], [1, 300, 7, 150, 290], heads, 1, latent + rotated, places)
     cache = cache.to(kept)
     inputs = q, cache[:, 0], latent, *sequences, 0.2
@@ -290,7 +292,7 @@ def test_experts_through_torchs_grouped_product() -> None:
     assert close(ours.float(), experts_reference(x, weight, expert, gate_up, down).float(), 0.02)
 
 
-def test_paged_attention_survives_large_scores(paged: Any) -> None:
+def test_paged_attention_survives_large_scores(paged: Paged) -> None:
     q, *rest = paged([3], [200], 4, 2, 32, 16)
     ours = paged_attention(q * 300, *rest, 1.0, max_query=3, max_context=200)
     assert close(ours, paged_attention_reference(q * 300, *rest, 1.0), 1e-3)
@@ -386,7 +388,7 @@ def test_rope_leaves_lengths_and_the_rest_of_a_head_as_they_are() -> None:
     assert not close(rotated, x)
 
 
-def test_a_wrong_shape_is_named(paged: Any) -> None:
+def test_a_wrong_shape_is_named(paged: Paged) -> None:
     with pytest.raises(KernelInputError, match=r"weight has shape \(4, 32\)"):
         linear(normal(2, 16), normal(4, 32))
     with pytest.raises(KernelInputError, match="logits has shape"):

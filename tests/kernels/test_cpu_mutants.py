@@ -41,6 +41,8 @@ from moiety_kernels.route import RoutingSpec
 from moiety_kernels.route import cpu as route
 from moiety_kernels.route.reference import route as route_reference
 
+from .conftest import Paged
+
 Check = Callable[[ModuleType, Any], None]
 
 
@@ -121,7 +123,7 @@ def attends(kernel: ModuleType, paged: Any) -> None:
         assert_close(ours, paged_attention_reference(*inputs, 0.125, window, sinks), 2e-5)
 
 
-def attends_in_pairs(kernel: ModuleType, paged: Any) -> None:
+def attends_in_pairs(kernel: ModuleType, paged: Paged) -> None:
     """By the task of `kernel`; what rounding does is far below what a fault does."""
     inputs = paged([1, 1, 7, 130], [1, 300, 7, 150], 6, 2, 64, 5)
     with pytest.MonkeyPatch.context() as patch:

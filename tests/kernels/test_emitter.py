@@ -33,7 +33,7 @@ def _blend(e: Emitter, row: Floats, count: Int, limit: Float, out: Floats) -> Fl
 blend = function("moiety_test_blend", _blend)
 
 
-@njit
+@njit()
 def _call_blend(row: int, count: int, limit: float, out: int) -> float:
     return blend(out=out, row=row, limit=limit, count=count)
 
@@ -56,7 +56,7 @@ def _count_up(e: Emitter, count: Int, out: Floats) -> None:
 count_up = function("moiety_test_count_up", _count_up)
 
 
-@njit
+@njit()
 def _call_count_up(count: int, out: int) -> None:
     count_up(count, out)
 
@@ -75,7 +75,7 @@ def _through_bfloat16(e: Emitter, row: Floats, out: BFloats) -> None:
 through_bfloat16 = function("moiety_test_through_bfloat16", _through_bfloat16)
 
 
-@njit
+@njit()
 def _call_through_bfloat16(row: int, out: int) -> None:
     through_bfloat16(row, out)
 
@@ -89,7 +89,7 @@ def test_floats_are_stored_as_the_nearest_bfloat16() -> None:
 
 
 def test_a_call_with_a_name_that_is_not_declared_fails_the_compilation() -> None:
-    @njit
+    @njit()
     def call(at: int) -> None:
         count_up(count=1, output=at)
 

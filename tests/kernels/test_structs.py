@@ -58,7 +58,7 @@ class Flat(NamedTuple):
 def test_compiled_code_reads_what_python_has_packed() -> None:
     memory = packed(Flat(address=7, inner=Inner(first=-3, second=0.5), widths=(4, 5, 6), last=2.25))
 
-    @njit
+    @njit()
     def read(at: int) -> tuple[int, int, float, int, float]:
         flat = struct_at(Flat, at)
         return flat.address, flat.inner.first, flat.inner.second, load_i64(flat.widths, 2), flat.last
@@ -69,7 +69,7 @@ def test_compiled_code_reads_what_python_has_packed() -> None:
 def test_compiled_code_writes_a_struct_inside_another() -> None:
     memory = np.zeros(32, dtype=np.int64)
 
-    @njit
+    @njit()
     def write(at: int) -> int:
         outer = struct_at(Outer, at)
         store_struct(outer.inner, Inner(first=9, second=1.5))
@@ -81,7 +81,7 @@ def test_compiled_code_writes_a_struct_inside_another() -> None:
 
 
 def test_a_field_that_is_not_declared_fails_the_compilation() -> None:
-    @njit
+    @njit()
     def read(at: int) -> int:
         return struct_at(Inner, at).third  # type: ignore[attr-defined]
 
@@ -91,7 +91,7 @@ def test_a_field_that_is_not_declared_fails_the_compilation() -> None:
 
 def test_a_struct_with_a_missing_field_is_not_made() -> None:
     with pytest.raises(TypeError, match="second"):
-        Inner(first=1)  # type: ignore[call-arg]
+        Inner(first=1)
 
 
 class Wrong(NamedTuple):

@@ -53,8 +53,8 @@ def assert_agrees(
     qkv = torch.randn(tokens, fused + 5, device=device).to(dtype)[:, :fused]
     cos, sin = tables(pairs, device)
     sizes = {"none": None, "head": (width, width), "row": (heads[0] * width, heads[1] * width)}[norm]
-    norms = (None, None) if sizes is None else tuple(torch.rand(size, device=device) + 0.5 for size in sizes)
-    plan = AttentionInputPlan(*norms, norm_eps=1e-6, clip=clip)
+    q_norm, k_norm = (None, None) if sizes is None else (torch.rand(size, device=device) + 0.5 for size in sizes)
+    plan = AttentionInputPlan(q_norm, k_norm, norm_eps=1e-6, clip=clip)
     positions, slots = torch.randint(0, POSITIONS, (tokens,), device=device), some_slots(tokens, device)
     ours, theirs = (poisoned_caches(heads[1], width, dtype, device) for _ in range(2))
     q_ours = kernels.attention_input(qkv, plan, cos, sin, positions, *ours[:, 1:-1], slots)

@@ -69,6 +69,7 @@ def test_weights_kept_in_any_way_can_be_tuned_for(kind: str, tmp_path: Path, dev
         makes = tunable.prepare(problem, torch.device(device))
         for config in tunable.candidates(problem, H200)[:2]:
             result = makes(config)()
+            assert isinstance(result, torch.Tensor)
             assert result.shape == (4, 128)
             assert result.isfinite().all()
             assert result.any()
