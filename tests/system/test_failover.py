@@ -176,9 +176,9 @@ class Cluster:
     def close(self) -> None:
         family = [psutil.Process(process.pid) for process in self._processes if process.poll() is None]
         family += [child for process in family for child in process.children(recursive=True)]
-        for process in family:
+        for member in family:
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+                member.kill()
         for process in self._processes:
             process.wait(DEADLINE_S)
 

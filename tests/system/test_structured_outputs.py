@@ -174,6 +174,7 @@ def test_who_leaves_while_the_form_is_compiled_leaves_nothing_behind(account: An
 
 
 def test_what_is_asked_and_cannot_go_together_is_refused(account: Any) -> None:
+    more: dict[str, Any]
     for more in (
         {"guided_regex": "a", "guided_choice": ["a"]},
         {"guided_regex": "a", "ignore_eos": True},
