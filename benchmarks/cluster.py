@@ -158,11 +158,13 @@ class Cluster:
         command += ["--admin-key", self.admin_key, "--hours", str(hours)]
         command += [part for path in self.journals for part in ("--journal", str(path))]
         done = await asyncio.to_thread(subprocess.run, command, stdout=subprocess.PIPE, text=True, check=False)
-        return json.loads(done.stdout)
+        figures: dict[str, Any] = json.loads(done.stdout)
+        return figures
 
 
 async def call(client: httpx.AsyncClient, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    return (await client.request(method, path, json=body)).raise_for_status().json()
+    answer: dict[str, Any] = (await client.request(method, path, json=body)).raise_for_status().json()
+    return answer
 
 
 async def make_tenant(client: httpx.AsyncClient, name: str) -> tuple[dict[str, str], str]:

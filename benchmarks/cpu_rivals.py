@@ -92,7 +92,8 @@ def _run_vllm(python: Path, checkpoint: Path, options: argparse.Namespace) -> di
         "HF_HUB_OFFLINE": "1",
     }
     command = [python, HERE / "rivals" / "vllm_offline.py", checkpoint, options.input_tokens, options.output_tokens]
-    return json.loads(_output_of([*command, *COUNTS], os.environ | settings).splitlines()[-1])
+    figures: dict[str, Any] = json.loads(_output_of([*command, *COUNTS], os.environ | settings).splitlines()[-1])
+    return figures
 
 
 def _run_llama_cpp(bench: Path, file: Path, options: argparse.Namespace) -> dict[str, Any]:

@@ -100,7 +100,8 @@ def warm(url: str, key: str) -> None:
 def run(command: list[Any]) -> dict[str, Any]:
     arguments = [str(part) for part in command]
     done = subprocess.run(arguments, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    return json.loads(done.stdout)
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
 
 
 def figures_of(run: dict[str, Any]) -> dict[str, Any]:

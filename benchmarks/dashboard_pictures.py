@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-VIEWPORT = {"width": 1440, "height": 900}
-THEMES = ("light", "dark")
+if TYPE_CHECKING:
+    from playwright.sync_api import ViewportSize
+
+VIEWPORT: ViewportSize = {"width": 1440, "height": 900}
+THEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 
 
 def take_pictures(dashboard: str, admin_key: str, key: str, out: Path) -> None:

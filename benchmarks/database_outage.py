@@ -238,7 +238,9 @@ async def _books(cluster: Cluster, postgres: Postgres) -> dict[str, Any]:
     with contextlib.closing(psycopg.connect(postgres.url, autocommit=True)) as connection:
 
         def count(statement: str) -> int:
-            return int(connection.execute(statement).fetchone()[0])
+            row = connection.execute(statement).fetchone()
+            assert row is not None, "an aggregate has one row"
+            return int(row[0])
 
         outstanding = count("SELECT count(*) FROM quota_leases WHERE granted > settled")
         billed = count("SELECT count(*) FROM usage WHERE outcome IN ('stop', 'length')")

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
 
 from moiety_engine.distribution.collectives import RankCollectives, Ranks, RowExchange
 from moiety_engine.distribution.layout import Layout, Seat
@@ -205,7 +206,7 @@ def main() -> None:
     with mp.Manager() as manager, tempfile.TemporaryDirectory() as folder:
         write_dense(Path(folder))
         shared = manager.dict()
-        mp.spawn(compare, (port, folder, shared), nprocs=NUM_RANKS)
+        spawn(compare, (port, folder, shared), nprocs=NUM_RANKS)
         cases = dict(shared)
     environment = describe_environment("torch", "deepspeed")
     out.write_text(json.dumps({"environment": environment, "cases": cases}, indent=1) + "\n")

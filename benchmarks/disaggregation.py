@@ -113,7 +113,7 @@ class Engines:
         for number in range(len(self._roles)):
             self.start(number)
         for number in range(len(self._roles)):
-            await until(lambda number=number: self.is_ready(number))  # type: ignore[misc]
+            await until(lambda number=number: self.is_ready(number))
 
     def kill(self, number: int) -> None:
         self._processes[number].kill()
@@ -154,13 +154,13 @@ async def kills(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         async def killer() -> None:
             rng = random.Random(options.seed)
             for count in range(options.kills):
-                await until(lambda count=count: len(got) >= count * options.requests // options.kills - options.clients)  # type: ignore[misc]
+                await until(lambda count=count: len(got) >= count * options.requests // options.kills - options.clients)
                 await asyncio.sleep(rng.random())  # at any moment of an answer
                 number = rng.randrange(len(ROLES))
                 engines.kill(number)
                 killed.append(ROLES[number])
                 engines.start(number)
-                await until(lambda number=number: engines.is_ready(number))  # type: ignore[misc]
+                await until(lambda number=number: engines.is_ready(number))
 
         begin_s = time.monotonic()
         await asyncio.gather(killer(), *(client() for _ in range(options.clients)))

@@ -34,9 +34,9 @@ import moiety_demo
 from moiety_engine.bench.engine import percentiles
 from moiety_engine.config import EngineConfig
 from moiety_engine.environment import environment
-from moiety_engine.loop import EngineLoop
 from moiety_engine.loop_setup import build_loop
 from moiety_engine.messages import CoreFinish, CoreSubmit
+from moiety_engine.model.transformer import Transformer
 from moiety_engine.startup import load_loop
 from moiety_wire.classes import FLEX, PRIORITY, OverloadAction, ServiceClass
 from moiety_wire.messages import Sampling
@@ -87,8 +87,8 @@ class Segment:
 class Engine:
     """A fresh loop over a loaded model, and the requests that run on it."""
 
-    def __init__(self, loaded: EngineLoop, load: Load, seed: int) -> None:
-        self.loop = build_loop(loaded.executor.model, loaded.config)
+    def __init__(self, model: Transformer, config: EngineConfig, load: Load, seed: int) -> None:
+        self.loop = build_loop(model, config)
         self.loop.warm_up()
         self._load = load
         self._rng = random.Random(seed)
@@ -212,15 +212,17 @@ def measure(
     path: Path, load: Load, suited: ServiceClass, *, rounds: int, unloaded: int, threads: int
 ) -> dict[str, Any]:
     """Load a model and run all segments."""
-    loaded = load_loop(EngineConfig(model=str(path), name=path.name, device="cpu", num_threads=threads))
-    unloaded_ms = measure_unloaded(Engine(loaded, load, seed=0), unloaded)
+    config = EngineConfig(model=str(path), name=path.name, device="cpu", num_threads=threads)
+    loaded = load_loop(config)
+    model = loaded.executor.model
+    unloaded_ms = measure_unloaded(Engine(model, config, load, seed=0), unloaded)
     alone: list[Segment] = []
     classes = {"shipped": msgspec.structs.replace(PRIORITY, on_overload=OverloadAction.QUEUE), "suited": suited}
     both: dict[str, list[Segment]] = {name: [] for name in classes}
     for number in range(rounds):
-        alone.append(Engine(loaded, load, seed=number).run(None))
+        alone.append(Engine(model, config, load, seed=number).run(None))
         for name, service in classes.items():
-            both[name].append(Engine(loaded, load, seed=number).run(service))
+            both[name].append(Engine(model, config, load, seed=number).run(service))
         print(f"{path.name}: round {number + 1} of {rounds}", file=sys.stderr)
     settings = {
         "model": path.name,

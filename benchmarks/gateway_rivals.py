@@ -92,7 +92,7 @@ def _ratios(figures: dict[str, Any]) -> dict[str, float]:
 
 
 def _run_ours(seconds: float) -> dict[str, Any]:
-    command = [Path(sys.executable).parent / "moiety", "bench", "gateway", "--duration-s", str(seconds), "--json"]
+    command = [str(Path(sys.executable).parent / "moiety"), "bench", "gateway", "--duration-s", str(seconds), "--json"]
     report = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     return {name: value for name, value in report.items() if name not in ("environment", "settings")}
 

@@ -135,7 +135,7 @@ def _memory(row: Row) -> float | None:
     """Return half the ridge: the arithmetic takes at most half of the time of the bytes."""
     if row["arithmetic_us"] > row["floor_us"] / 2:
         return None
-    return row["time_us"] / (SLACK * row["floor_us"] + EXTRA_US)
+    return float(row["time_us"] / (SLACK * row["floor_us"] + EXTRA_US))
 
 
 def _by_rows(row: Row) -> float | None:
@@ -157,7 +157,7 @@ def _skew_of(even: list[Row]) -> Callable[[Row], float | None]:
         like = by_place.get((row["shape"], row["tokens"]))
         if row["routing"] == "uniform" or like is None:
             return None
-        return row["time_us"] / (SKEW * like["time_us"] * row["floor_us"] / like["floor_us"])
+        return float(row["time_us"] / (SKEW * like["time_us"] * row["floor_us"] / like["floor_us"]))
 
     return factor
 

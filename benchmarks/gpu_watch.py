@@ -88,7 +88,7 @@ def copy_bandwidth() -> float:
     """Return the bytes a second that a large copy on the device reads and writes."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
-    times = []
+    times: list[float] = []
     for _ in range(12):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()

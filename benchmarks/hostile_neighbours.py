@@ -261,7 +261,7 @@ def _drawing(cluster: Cluster, model: str, keys: dict[str, str], loads: Sequence
     arguments = (cluster.ports[0], model, keys, tuple(loads), stop, counted)
     process = context.Process(target=_draw, args=arguments, daemon=True)
     process.start()
-    counts: dict[str, dict[str, int]] = {}
+    counts: dict[str, Any] = {}
     begin_s = time.monotonic()
     try:
         yield counts

@@ -167,7 +167,7 @@ def _roles(issuer: Issuer, http: httpx.Client, admin_key: str) -> dict[str, Any]
     A viewer reads but creates nothing; an owner creates; a tenant's administrator sees its tenant alone.
     """
     viewer, owner = issuer.token("a-viewer"), issuer.token("an-owner")
-    found = {
+    found: dict[str, Any] = {
         "viewer_reads": _ask(http, viewer),
         "viewer_makes": _ask(http, viewer, "POST", "by a viewer"),
         "owner_makes": _ask(http, owner, "POST", "by an owner"),

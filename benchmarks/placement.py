@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import date
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -223,7 +224,7 @@ def follow(ranks: int, exponent: float, forget: float, num_intervals: int, move_
     for last_LE, next_LE in pairwise(intervals):
         anew = plan_by_us(last_LE, layout)
         kept = keep_in_place(anew, scratch)
-        (_, took_s), done = timed(lambda now=online, load_LE=last_LE: rebalance(now, load_LE, move_cost=move_cost))
+        (_, took_s), done = timed(partial(rebalance, online, last_LE, move_cost=move_cost))
         seconds.append(took_s)
         moved["from_scratch"] += int(moves(scratch, anew).sum())
         moved["from_scratch_in_place"] += int(moves(scratch, kept).sum())

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import FrameType
 
 import httpx
+from pydantic import SecretStr
 
 from moiety_migrations.run import upgrade
 from moiety_platform.auth.bootstrap import ensure_bootstrap
@@ -118,7 +119,8 @@ def _scripted_engine(folder: Path) -> Iterator[str]:
 async def _gateway(folder: Path, engine: str) -> AsyncIterator[tuple[int, str]]:
     url = f"sqlite:///{folder / 'moiety.db'}"
     upgrade(url)
-    settings = GatewaySettings(database_url=url, engines=[engine], data_dir=folder, key_pepper="benchmark" * 8)
+    pepper = SecretStr("benchmark" * 8)
+    settings = GatewaySettings(database_url=url, engines=(engine,), data_dir=folder, key_pepper=pepper)
     database = Database.open(url)
     keys = await ensure_bootstrap(database, pepper_of(settings), SystemClock())
     await database.close()

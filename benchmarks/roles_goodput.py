@@ -30,7 +30,7 @@ from moiety_engine.simulator.metrics import tpot_s
 from moiety_engine.simulator.records import Record
 from moiety_engine.simulator.roles import Fleet, answer_apart, answer_together
 from moiety_kernels.environment import describe_environment
-from moiety_wire.classes import ServiceClass
+from moiety_wire.classes import OverloadAction, ServiceClass
 
 SLOS = [(3.0, 0.02), (3.0, 0.025), (3.0, 0.03), (3.0, 0.04), (3.0, 0.05)]  # first token, and between tokens
 CHUNKS = [64, 128, 256, 512]  # of a prompt in a step beside answers, for a policy that does not size them by time
@@ -71,7 +71,7 @@ def main() -> None:
 def compare(options: argparse.Namespace, first_s: float, between_s: float) -> dict[str, Any]:
     """Compare the goodput of devices of both roles and of each split, with the best policy of each."""
     device = find_device(options.device)
-    service_class = ServiceClass("standard", rank=1, ttft_s=first_s, tpot_s=between_s, on_overload="queue")
+    service_class = ServiceClass("standard", rank=1, ttft_s=first_s, tpot_s=between_s, on_overload=OverloadAction.QUEUE)
     scenario = Scenario(trace=options.trace, duration_s=options.duration_s, shares={service_class.name: 1.0})
     base = scenario.base(device, seed=0)
     capacity = measure_capacity(base, device)

@@ -171,7 +171,8 @@ def summary(pairs: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
 async def ask(client: httpx.AsyncClient, key: str, body: dict[str, Any]) -> dict[str, Any]:
     """Send one turn, streamed."""
     body = body | {"stream": True, "stream_options": {"include_usage": True}}
-    begin_s, first_s, content, usage, ended = time.monotonic(), 0.0, "", {}, ""
+    begin_s, first_s, content, ended = time.monotonic(), 0.0, "", ""
+    usage: dict[str, Any] = {}
     headers = {"Authorization": f"Bearer {key}"}
     async with client.stream("POST", "/v1/chat/completions", json=body, headers=headers) as answer:
         async for line in answer.aiter_lines():

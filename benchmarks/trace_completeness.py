@@ -273,7 +273,7 @@ def judge(ledger: dict[str, dict[str, Any]], spans: list[dict[str, Any]], contex
             roots[span["attributes"]["moiety.request_id"]].append(span)
         elif span["parent_id"] is not None:
             children[span["trace_id"], span["parent_id"]].append(span)
-    shares, wrong = [], Counter()
+    shares, wrong = list[float](), Counter[str]()
     for request_id, row in ledger.items():
         if len(roots[request_id]) != 1:
             wrong["requests without one root"] += 1
@@ -321,7 +321,7 @@ def covered(root: dict[str, Any], under: list[dict[str, Any]]) -> float:
     for span in sorted(under, key=lambda span: span["start_ns"]):
         total += max(0, min(span["end_ns"], root["end_ns"]) - max(span["start_ns"], reached))
         reached = max(reached, span["end_ns"])
-    return total / max(1, root["end_ns"] - root["start_ns"])
+    return float(total / max(1, root["end_ns"] - root["start_ns"]))
 
 
 def faults_of(

@@ -257,7 +257,8 @@ class Play:
             self._answers.append({"status": answer.status_code, "tokens": tokens})
 
     async def _engines(self, owner: dict[str, str]) -> list[dict[str, Any]]:
-        return (await self._client.get("/admin/v1/engines", headers=owner)).json()["data"]
+        engines: list[dict[str, Any]] = (await self._client.get("/admin/v1/engines", headers=owner)).json()["data"]
+        return engines
 
     def _of_group(self, engines: list[dict[str, Any]]) -> dict[str, Any]:
         return next(one for one in engines if one["address"] == self._group)

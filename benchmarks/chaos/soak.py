@@ -17,7 +17,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -115,6 +115,7 @@ async def _live(stage: Stage, postgres: Postgres, hours: int) -> list[dict[str, 
 
 async def _restart(scene: Scene) -> None:
     """Restart a part every three minutes, gracefully or not."""
+    restart: Callable[[], Awaitable[None]]
     while True:
         for restart in (
             lambda: stop(scene, GATEWAY),

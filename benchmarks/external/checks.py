@@ -34,7 +34,7 @@ async def answers(world: World) -> dict[str, Any]:
         "max_tokens": 32,
         "temperature": 0,
     }
-    more = {"logprobs": True, "top_logprobs": 2} if world.server.kind is ExternalKind.VLLM else {}
+    more: dict[str, Any] = {"logprobs": True, "top_logprobs": 2} if world.server.kind is ExternalKind.VLLM else {}
     whole = await world.client.chat.completions.create(**ask, **more)
     stream = await world.client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True})
     chunks = [chunk async for chunk in stream]

@@ -67,12 +67,12 @@ def _build(home: Path, program: str, threads: int) -> Path:
         with tarfile.open(next(home.glob("*.tar.gz"))) as archive:
             archive.extractall(home, filter="data")
         options = [f"-D{name}={value}" for name, value in OPTIONS.items()]
-        configure = ["cmake", "-S", _source(home), "-B", home / "build", "-G", "Ninja", *options]
+        configure: list[str | Path] = ["cmake", "-S", _source(home), "-B", home / "build", "-G", "Ninja", *options]
         subprocess.run(configure, check=True, env=environment, stdout=sys.stderr)
         (home / "installed").touch()
     if not binary.exists():
         print(f"building {program} from the source in {ARCHIVE}; some minutes the first time", file=sys.stderr)
-        build = ["cmake", "--build", home / "build", "--target", program, "--parallel", str(threads)]
+        build: list[str | Path] = ["cmake", "--build", home / "build", "--target", program, "--parallel", str(threads)]
         subprocess.run(build, check=True, env=environment, stdout=sys.stderr)
     return binary
 

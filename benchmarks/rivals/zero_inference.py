@@ -21,7 +21,7 @@ os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29571"}
 import deepspeed
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.integrations import HfDeepSpeedConfig
+from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 
 def main() -> None:
