@@ -398,6 +398,11 @@ class GatewaySettings(BaseSettings):
         return self.object_store_url or (self.data_dir / "objects").absolute().as_uri()
 
     @property
+    def has_embedded_stores(self) -> bool:
+        """True if the database and the object store are the default ones in `data_dir`."""
+        return self.database_url is None and self.object_store_url is None
+
+    @property
     def usage_journal_dir(self) -> Path:
         """Folder of usage rows that are not in the database yet."""
         return self.data_dir / "usage-journal"

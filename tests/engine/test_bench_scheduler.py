@@ -49,5 +49,5 @@ def test_an_unknown_policy_is_refused_with_those_that_there_are() -> None:
     app = typer.Typer()
     app.command()(bench_scheduler)
     result = CliRunner().invoke(app, ["--policy", "luck", "--waiting", "1"])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "fcfs" in result.output

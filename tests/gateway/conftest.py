@@ -361,8 +361,10 @@ async def run_gateway(
             listener = bind("127.0.0.1", 0)
             task = asyncio.create_task(gateway.server.serve([listener]))
             await started.wait()
-            store = gateway.services.store
+            store, objects = gateway.services.store, gateway.services.objects
             while store is not None and await store.why_not_ready():  # which a busy machine makes late
+                pass
+            while objects is not None and await objects.why_not_ready() == objects.silence:
                 pass
             address = f"http://127.0.0.1:{listener.getsockname()[1]}"
             running = RunningGateway(address, keys, engines, rows, store_clock, gateway)

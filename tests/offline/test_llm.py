@@ -106,7 +106,7 @@ def test_stop_strings_and_stop_tokens_end_an_answer(llm: LLM) -> None:
         (SamplingParams(temperature=-1), "temperature must be between"),
         (SamplingParams(n=0), "n must be at least 1"),
         (SamplingParams(max_tokens=0), "max_tokens must be at least 1"),
-        ([GREEDY, GREEDY], "1 prompts and 2 params"),
+        ([GREEDY, GREEDY], "1 prompts and 2 SamplingParams"),
     ],
 )
 def test_what_cannot_be_served_is_said_and_the_model_goes_on(llm: LLM, params: object, told: str) -> None:

@@ -175,7 +175,7 @@ async def test_a_class_that_another_gateway_has_just_made_is_found(database: Dat
     async with database.write() as session:
         await create_class(session, NewClass(name="gold", rank=0, ttft_s=0.2))
     assert (await cache.get("gold"))["gold"].service.ttft_s == 0.2
-    with pytest.raises(Unavailable, match="'nowhere' cannot be looked up"):
+    with pytest.raises(Unavailable, match="'nowhere' cannot be read"):
         await cache.get("nowhere")
 
 

@@ -279,7 +279,10 @@ def _open_objects(
     """Open the object store and the checks of both stores, which the stack closes. Raises Unavailable."""
     objects = ObjectStore.open(settings.objects_url)
     stack.push_async_callback(objects.close)
-    store, objects_ready = StoreReadiness(database), ObjectStoreReadiness(database, objects)
+    store, objects_ready = (
+        StoreReadiness(database),
+        ObjectStoreReadiness(database, objects, is_own=settings.has_embedded_stores),
+    )
     stack.push_async_callback(store.close)
     stack.push_async_callback(objects_ready.close)
     return store, objects, objects_ready

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 
+import structlog
 from sqlalchemy import select, update
 
 from moiety_platform.db.dialect import insert_into
@@ -22,6 +23,8 @@ MARK_KEY = "moiety-store-id"
 CODES = (UNAVAILABLE, FULL)  # of errors whose cause says what the store has answered
 _NAME = "main"
 
+log = structlog.get_logger(__name__)
+
 
 class ObjectStoreReadiness(ReadinessCheck):
     """Readiness check of the object store, which is also its guard."""
@@ -29,8 +32,10 @@ class ObjectStoreReadiness(ReadinessCheck):
     event = "object_store_not_ready"
     silence = "the object store does not answer yet"
 
-    def __init__(self, database: Database, objects: ObjectStore) -> None:
+    def __init__(self, database: Database, objects: ObjectStore, *, is_own: bool = False) -> None:
+        """Create the check. `is_own` says that both stores are the default ones of one data folder."""
         super().__init__()
+        self._is_own = is_own
         self._database = database
         self._objects = objects
         objects.guard = self._require
@@ -56,6 +61,8 @@ class ObjectStoreReadiness(ReadinessCheck):
         found = None if content is None else content.decode("ascii", "replace").strip()
         where = self._objects.name
         if found is not None and found.partition(".")[0] != deployment_id:
+            if self._is_own and mark is None:  # the database was lost, and made anew beside its objects
+                return await self._set_aside(found.partition(".")[0])
             return f"{where} belongs to another database: set object_store_url to a folder or a prefix of its own"
         if mark is None and found is None:
             return f"{where} did not keep the object {MARK_KEY}; check that object_store_url allows writing and reading"
@@ -68,6 +75,12 @@ class ObjectStoreReadiness(ReadinessCheck):
                 f"{mark} into the object {MARK_KEY} there"
             )
         return ""
+
+    async def _set_aside(self, deployment_id: str) -> str:
+        """Rename the folder of a lost database, and begin an empty one. Return the reason for another check."""
+        kept = await self._objects.set_aside(deployment_id)
+        log.warning("object_store_set_aside", deployment_id=deployment_id, folder=str(kept))
+        return f"the objects of the lost database {deployment_id} were set aside in {kept}"
 
     async def _record(self) -> tuple[str, str | None]:
         """Return the id of the deployment, made once, and the mark."""

@@ -99,6 +99,23 @@ class ObjectStore:
             reason = str(exc).partition("\n")[0]
             raise Unavailable(f"the object store {name} cannot be opened: {reason}; check object_store_url") from exc
 
+    async def set_aside(self, deployment_id: str) -> Path:
+        """Rename the local folder so that its objects stay, and begin an empty one. Return the renamed folder.
+
+        Raises Unavailable where that fails.
+        """
+        folder = self._folder
+        assert folder is not None, "only a local folder is set aside"
+        kept = folder.with_name(f"{folder.name}-of-{deployment_id[:12]}")
+
+        def rename() -> None:
+            with _writing():
+                folder.rename(kept)
+                folder.mkdir(mode=0o700)
+
+        await self.call(rename)
+        return kept
+
     async def close(self) -> None:
         """Wait for the running operations. Idempotent."""
         await asyncio.to_thread(self._threads.shutdown)
