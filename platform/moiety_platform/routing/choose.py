@@ -159,8 +159,8 @@ def _wait(engine: EngineState, service: ServiceClass | None) -> float:
     if service is None or not engine.load_is_fresh:
         return math.inf
     load = engine.class_load(service.name)
-    promised_s = service.max_queue_s if service.ttft_s is None else service.ttft_s
-    return 0.0 if load is None else load.predicted_ttft_s // (WAIT_GRAIN * promised_s)
+    target_s = service.max_queue_s if service.ttft_s is None else service.ttft_s
+    return 0.0 if load is None else load.predicted_ttft_s // (WAIT_GRAIN * target_s)
 
 
 def _work(engine: EngineState) -> tuple[int, float]:
