@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from moiety_wire.engine_choices import (
 )
 
 DEMO_NAME = "moiety-demo"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")  # OWNER/NAME
 ENV = "MOIETY_ENGINE_"  # prefix of the environment variables of an engine's options
 
 _model = partial(option, env=ENV, panel=panels.MODEL)
@@ -188,4 +190,6 @@ def model_name(model: str) -> str:
     """Return the name of a model for clients if `--name` is not given: its folder's name, or its id at the hub."""
     if not model:
         return DEMO_NAME
-    return Path(model).resolve().name if Path(model).is_dir() else model
+    if _HUB_ID.fullmatch(model) and not Path(model).is_dir():
+        return model
+    return (Path(model).resolve() if Path(model).is_dir() else Path(model)).name

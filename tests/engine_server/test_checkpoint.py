@@ -86,5 +86,11 @@ except CheckpointError as exc:
     assert "connect to the internet once" in found.stdout
 
 
-def test_a_model_is_called_by_the_last_part_of_where_it_is() -> None:
-    assert [model_name(model) for model in ("/models/Tiny-MoE/", "org/name", "")] == ["Tiny-MoE", "name", "moiety-demo"]
+def test_a_model_is_called_by_its_id_at_the_hub_or_by_its_folders_name() -> None:
+    names = {
+        "/models/Tiny-MoE/": "Tiny-MoE",
+        "./models/Tiny-MoE": "Tiny-MoE",
+        "org/name": "org/name",
+        "": "moiety-demo",
+    }
+    assert {model: model_name(model) for model in names} == names
