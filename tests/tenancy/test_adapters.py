@@ -189,8 +189,10 @@ async def test_an_adapter_named_like_another_ones_id_does_not_keep_that_from_bei
 ) -> None:
     first = await begin(api, demo)
     second = await begin(api, demo, first["id"])
-    for adapter in (first, second):
+    for adapter, num_left in ((first, 1), (second, 0)):
         await api.call("DELETE", f"adapters/{adapter['id']}", 200)
+        listed = await api.call("GET", "adapters", 200)
+        assert [one["id"] for one in listed["data"]] == [second["id"]][:num_left]
 
 
 async def test_what_was_deleted_is_erased_piece_by_piece(
@@ -269,8 +271,10 @@ async def test_weights_as_training_leaves_them_are_published(api: Admin, demo: D
     made = await begin(
         api, demo, config=json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 64, "use_rslora": True})
     )
-    await send(api, made["id"], 0, floats(dtype, ("A", [-3.0, 0.0, 1e-6, 40.0]), ("B", [0.0, -12.0])))
-    await api.call("POST", f"adapters/{made['id']}/publish", 200)
+    weights = floats(dtype, ("A", [-3.0, 0.0, 1e-6, 40.0]), ("B", [0.0, -12.0]))
+    await send(api, made["id"], 0, weights)
+    published = await api.call("POST", f"adapters/{made['id']}/publish", 200)
+    assert (published["state"], published["digest"]) == ("ready", hashlib.sha256(weights).hexdigest())
 
 
 @pytest.mark.parametrize("alpha", ["1e308", "-1e300", "1e999", "1" + "0" * 400, "true", '"16"'])
