@@ -181,6 +181,7 @@ class BlockPool:
         """Evict the least recently used cached blocks, retained ones last, and return them."""
         cached, entries, references, skipped = self._cached, self._entries, self._references, self._skipped
         hashes, block_of, on_evict = self._hash_of, self._block_of, self.on_evict
+        kept = self.kept or ()  # most pools retain nothing
         evicted: list[int] = []
         while len(evicted) < count:
             is_kept = not cached
@@ -193,7 +194,7 @@ class BlockPool:
             block_hash = hashes[block]
             if entries[block] or references[block] or block_hash is None:
                 continue
-            if not is_kept and block_hash in self.kept:
+            if not is_kept and block_hash in kept:
                 skipped[block] = None
                 continue
             if on_evict is not None:

@@ -53,6 +53,9 @@ class PrefixRetention(Generic[Key]):
         owner = self._owner_of.get(key)  # type: ignore[call-overload]
         return owner is not None and self._accounts[owner].prefixes[key].until_s > self._clock()  # type: ignore[index]
 
+    def __len__(self) -> int:
+        return len(self._owner_of)
+
     @property
     def size(self) -> int:
         return sum(account.size for account in self._accounts.values())
@@ -75,7 +78,8 @@ class PrefixRetention(Generic[Key]):
 
     def drop(self, key: Key) -> None:
         """End the retention of a key that is no longer cached."""
-        self._forget(key)
+        if key in self._owner_of:
+            self._forget(key)
 
     def forget(self) -> None:
         """Clear the retention: nothing is cached any longer."""

@@ -119,7 +119,7 @@ class PreemptionVictims:
             records = self._records
             held = Counter([records[s].tenant for s in running if s.service.rank == rank])
             of_weight = held.total() / max(1e-9, self._accounts[rank].total_weight)
-            over = {account for account, count in held.items() if count - 1 >= max(1.0, of_weight * account.weight)}
+            over = {account for account, count in held.items() if count > 1 and count - 1 >= of_weight * account.weight}
             slots = self._slots[rank] = _BatchSlots(held, of_weight, over)
         return slots
 
