@@ -156,7 +156,12 @@ class Sequence:
         """Fill in the pending token: check whether it was on time, and set the next deadline."""
         self.tokens[-1] = token_id
         self.pending_row = -1
-        self.deadlines.token_came(now_s)
+        deadlines = self.deadlines
+        deadlines.last_token_s = now_s
+        if now_s > deadlines.due_s:
+            deadlines.on_time = False
+            deadlines.next_due_s = _NEVER_S
+        deadlines.due_s = deadlines.next_due_s
 
     def forgo_token(self) -> None:
         """Remove a pending token that is not needed."""

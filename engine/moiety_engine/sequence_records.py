@@ -153,14 +153,6 @@ class TokenDeadlines:
         self.on_time = now_s <= self.due_s
         self.due_s = self.next_due_s = math.inf if pace is None or not self.on_time else self.due_s + pace
 
-    def token_came(self, now_s: float) -> None:
-        """Check whether the pending token was on time; the deadline of the one after it counts from now on."""
-        self.last_token_s = now_s
-        if now_s > self.due_s:
-            self.on_time = False
-            self.next_due_s = math.inf
-        self.due_s = self.next_due_s
-
 
 @dataclass(slots=True, eq=False)
 class Timeline:
