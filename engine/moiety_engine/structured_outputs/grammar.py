@@ -16,7 +16,9 @@ from moiety_engine.structured_outputs.calls import calls_grammar
 from moiety_engine.structured_outputs.embedded_schemas import with_exact_embedded_schemas
 from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.exact_schemas import exact_schema_of
+from moiety_engine.structured_outputs.harmony import harmony_of, harmony_rules
 from moiety_engine.structured_outputs.patterns import exact_expression
+from moiety_engine.structured_outputs.reasoned import reasoned_of, reasoned_rules, with_answer
 from moiety_wire.grammars import GrammarKind, GrammarSpec
 
 if TYPE_CHECKING:
@@ -47,6 +49,28 @@ def grammar_of(spec: GrammarSpec) -> str:
             return _lark_grammar(spec.text)
         case GrammarKind.CALLS:
             return LLMatcher.grammar_from_lark(calls_grammar(spec.text))
+        case GrammarKind.REASONED:
+            form = reasoned_of(spec)
+            return with_answer(reasoned_rules(form), _answer_grammar(form.answer))
+        case GrammarKind.HARMONY:
+            harmony = harmony_of(spec)
+            rules = harmony_rules(harmony)
+            if harmony.answer is None:
+                return LLMatcher.grammar_from_lark(rules)
+            return with_answer(rules, _answer_grammar(harmony.answer))
+
+
+def answer_of(spec: GrammarSpec) -> GrammarSpec | None:
+    """Return the grammar of the answer after reasoning, for a grammar that includes reasoning."""
+    if spec.kind is GrammarKind.REASONED:
+        return reasoned_of(spec).answer
+    return harmony_of(spec).answer if spec.kind is GrammarKind.HARMONY else None
+
+
+def _answer_grammar(spec: GrammarSpec) -> str:
+    if spec.kind in (GrammarKind.REASONED, GrammarKind.HARMONY):
+        raise GrammarRefused("the grammar after the reasoning must not begin with reasoning again")
+    return grammar_of(spec)
 
 
 def _json_grammar(text: str) -> str:

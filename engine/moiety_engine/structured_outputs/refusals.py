@@ -13,7 +13,7 @@ from moiety_engine.structured_outputs.exact_numbers import decode_exactly, point
 from moiety_engine.structured_outputs.expression_errors import ENDLESS, MAX_MESSAGE_CHARS, explain_error
 from moiety_engine.structured_outputs.formats import PATTERNS
 from moiety_engine.structured_outputs.patterns import exact_name_pattern, exact_pattern
-from moiety_wire.grammars import GrammarKind, ToolCallsGrammar
+from moiety_wire.grammars import GrammarKind, HarmonyGrammar, ToolCallsGrammar
 
 FORMATS = (*PATTERNS, "duration", "ipv4", "ipv6", "uri", "uuid")
 FIRST_TOOL_LINE = 3  # of a grammar of calls, with one line per tool's arguments
@@ -27,6 +27,11 @@ _NO_COUNT = re.compile(r"Expected positive integer for '(\w+)'")
 _NO_TARGET = re.compile(r"Pointer '([^']*)' does not exist")
 _ANCHORED = re.compile(r"lookarounds not supported yet; \w+ in regex /(.*)/")
 _OVERLAPPING = re.compile(r"patternProperty regexes /(.*)/ and /(.*)/ are not disjoint")
+
+_FORMS: Mapping[GrammarKind, type[ToolCallsGrammar | HarmonyGrammar]] = {
+    GrammarKind.CALLS: ToolCallsGrammar,
+    GrammarKind.HARMONY: HarmonyGrammar,
+}
 
 Finding = Callable[[Mapping[str, Any]], str | None]  # returns the keyword of a schema that the error is about, or None
 
@@ -42,8 +47,8 @@ def explain_refusal(kind: GrammarKind, text: str, error: str) -> str:
         return ENDLESS
     if kind is GrammarKind.JSON_SCHEMA:
         message: str | None = _explain_schema(text, error)
-    elif kind is GrammarKind.CALLS and in_grammar is not None:
-        tool = msgspec.json.decode(text, type=ToolCallsGrammar).tools[int(in_grammar[1]) - FIRST_TOOL_LINE]
+    elif kind in _FORMS and in_grammar is not None:
+        tool = msgspec.json.decode(text, type=_FORMS[kind]).tools[int(in_grammar[1]) - FIRST_TOOL_LINE]
         message = (
             f"in the parameters of the tool {tool.name!r}, {_explain_schema(tool.schema, error[in_grammar.end() :])}"
         )
