@@ -69,18 +69,19 @@ class ReasonedGrammar(msgspec.Struct, frozen=True):
     closer: str
     is_open: bool  # the prompt ends with the opener, so that the output begins within the reasoning
     special: dict[str, int]  # those of the two markers that are added tokens, with their ids
-    free_ids: list[int] = []  # added tokens that are allowed in the reasoning
+    banned_ids: list[int] = []  # tokens that the reasoning must not contain: those that end an output, and the like
 
 
 class HarmonyGrammar(msgspec.Struct, frozen=True):
     """Grammar of an output in the Harmony format, for GrammarKind.HARMONY.
 
     The output is any number of messages in the channel `analysis`, then a call of one of the tools in the channel
-    `commentary`, or a message in the channel `final`. Without `answer`, the final message is free text, and messages
-    for the user may precede it in the channel `commentary`.
+    `commentary`, or a message in the channel `final`. Without `answer`, the final message is free text, and
+    messages for the user may come before it in the channel `commentary`.
     """
 
     special: dict[str, int]  # the format's control tokens, with their ids
     tools: list[ToolCallGrammar] = []
     answer: GrammarSpec | None = None  # grammar of the final message
     must_call: bool = False  # the output ends with a call
+    banned_ids: list[int] = []  # other tokens that no free text may contain: those that end an output, and the like

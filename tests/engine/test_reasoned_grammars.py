@@ -61,8 +61,14 @@ def spec_of(form: ReasonedGrammar | HarmonyGrammar) -> GrammarSpec:
     return GrammarSpec(kind, msgspec.json.encode(form).decode())
 
 
+def ends_in(tokenizer: tokenizers.Tokenizer) -> list[int]:
+    return [tokenizer.token_to_id(RETURN)]
+
+
 def reasoned(tokenizer: tokenizers.Tokenizer, answer: GrammarSpec, *, is_open: bool = False) -> GrammarSpec:
-    return spec_of(ReasonedGrammar(answer, *MARKERS, is_open, ids_in(tokenizer, MARKERS)))
+    return spec_of(
+        ReasonedGrammar(answer, *MARKERS, is_open, ids_in(tokenizer, MARKERS), [tokenizer.token_to_id(RETURN)])
+    )
 
 
 def follows(tokenizer: tokenizers.Tokenizer, spec: GrammarSpec, text: str) -> bool:
@@ -84,6 +90,7 @@ def test_an_answer_of_any_grammar_may_follow_the_reasoning(tokenizer: tokenizers
         assert not follows(tokenizer, spec, before + answer + "!!")
     assert not follows(tokenizer, spec, "Hm." + answer)
     assert not follows(tokenizer, spec, "<think>Hm." + answer)
+    assert not follows(tokenizer, spec, f"<think>Hm.{RETURN}</think>{answer}")
     opened = reasoned(tokenizer, ANSWERS[answer], is_open=True)
     assert follows(tokenizer, opened, "Hm.</think>\n\n" + answer)
     assert not follows(tokenizer, opened, answer)
@@ -91,10 +98,13 @@ def test_an_answer_of_any_grammar_may_follow_the_reasoning(tokenizer: tokenizers
 
 def harmony(*tools: str, answer: GrammarSpec | None = None, must_call: bool = False) -> GrammarSpec:
     offered = [ToolCallGrammar(name, json.dumps(PLACE)) for name in tools]
-    return spec_of(HarmonyGrammar(ids_in(HARMONY, CONTROL_TOKENS), offered, answer, must_call))
+    return spec_of(
+        HarmonyGrammar(ids_in(HARMONY, CONTROL_TOKENS), offered, answer, must_call, [HARMONY.token_to_id(RETURN)])
+    )
 
 
 THOUGHT = "<|channel|>analysis<|message|>Hm, {1}<|end|><|start|>assistant"
+NEXT_TURN = "<|end|><|start|>assistant"
 PREAMBLE = "<|channel|>commentary<|message|>Let me see.<|end|><|start|>assistant"
 CALL = '<|channel|>commentary to=functions.find <|constrain|>json<|message|>{"city":"Basel"}<|call|>'
 CALL_BY_ROLE = ' to=functions.find<|channel|>commentary json<|message|>{"city":"Basel"}<|call|>'
@@ -111,16 +121,36 @@ def test_the_grammar_holds_in_the_final_channel_only(answer: str) -> None:
     assert not follows(HARMONY, spec, CALL)
 
 
+def test_reasoning_may_end_within_a_character() -> None:
+    final = NEXT_TURN + '<|channel|>final<|message|>{"city": "Bern"}'
+    for tokenizer, spec, begin, rest in (
+        (THINKING, reasoned(THINKING, SCHEMA), "<think>", '</think>{"city": "Bern"}'),
+        (
+            HARMONY,
+            harmony(answer=SCHEMA),
+            THOUGHT.partition("Hm")[0],
+            final,
+        ),
+    ):
+        ids = [tokenizer.encode(text, add_special_tokens=False).ids for text in (begin, "a🙂", rest, RETURN)]
+        assert len(ids[1]) > 2
+        state = GrammarCompiler(tokenizer.to_str(), (tokenizer.token_to_id(RETURN),)).open(spec)
+        for token_ids in (ids[0], ids[1][:2], *ids[2:]):
+            state.take(token_ids)
+            assert not state.problem
+
+
 def test_strict_calls_keep_to_their_schema_and_may_be_demanded() -> None:
     may, must = harmony("find", "ask"), harmony("find", "ask", must_call=True)
     for before in ("", THOUGHT, PREAMBLE, THOUGHT + PREAMBLE + THOUGHT):
         for call in (CALL, CALL_BY_ROLE, CALL.replace("find", "ask"), CALL.replace(" <|constrain|>json", "")):
             assert follows(HARMONY, may, before + call)
-            assert follows(HARMONY, must, before + call)
+            assert follows(HARMONY, must, before + call) == (PREAMBLE not in before)
         assert follows(HARMONY, may, f"{before}<|channel|>final<|message|>Sunny.")
         assert not follows(HARMONY, must, f"{before}<|channel|>final<|message|>Sunny.")
         assert not follows(HARMONY, may, before + CALL.replace("city", "town"))
         assert not follows(HARMONY, may, before + CALL.replace("find", "hide"))
+        assert not follows(HARMONY, may, before + CALL.replace(" <|constrain|>", ""))
 
 
 def test_what_cannot_be_followed_after_reasoning_is_refused_for_its_own_reason() -> None:

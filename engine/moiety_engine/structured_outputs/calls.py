@@ -2,39 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
 from moiety_engine.structured_outputs.errors import GrammarRefused
-from moiety_engine.structured_outputs.lark_syntax import id_ranges, json_rule, quoted
+from moiety_engine.structured_outputs.exact_schemas import exact_schema_of
 from moiety_wire.grammars import ToolCallsGrammar
+
+_ONE_SPACE = r"\x20"
 
 
 def calls_grammar(text: str) -> str:
     """Return the grammar in Lark's syntax. Raises GrammarRefused."""
     try:
         form = msgspec.json.decode(text, type=ToolCallsGrammar)
-        arguments = [json_rule(tool.schema) for tool in form.tools]
+        arguments = [_arguments(tool.schema) for tool in form.tools]
     except (ValueError, RecursionError) as exc:
         raise GrammarRefused(f"the grammar of the tool calls cannot be decoded: {exc}") from exc
 
-    def text_of(text: str) -> str:
-        return quoted(text, form.special)
+    def quoted(text: str) -> str:
+        return _quoted(text, form.special)
 
     rules = ["%llguidance {}", f"start: {_start(form)}"]
     rules += [f"arguments_{i}: {schema}" for i, schema in enumerate(arguments)]
-    inner = [f"{text_of(tool.name + form.between)} {_with_arguments(i)}" for i, tool in enumerate(form.tools)]
-    rules += [f"rest: ({_rest(form, inner)}) {text_of(form.after)} more"]
-    rules += [f"call: {text_of(form.before)} ({' | '.join(inner)}) {text_of(form.after)}"]
-    again = f"({text_of(form.separator)} call)*" if form.separator and form.may_repeat else ""
-    rules += [f"more: {again} {text_of(form.closer)}", "calls: call more"]
+    inner = [f"{quoted(tool.name + form.between)} {_with_arguments(i)}" for i, tool in enumerate(form.tools)]
+    rules += [f"rest: ({_rest(form, inner)}) {quoted(form.after)} more"]
+    rules += [f"call: {quoted(form.before)} ({' | '.join(inner)}) {quoted(form.after)}"]
+    again = f"({quoted(form.separator)} call)*" if form.separator and form.may_repeat else ""
+    rules += [f"more: {again} {quoted(form.closer)}", "calls: call more"]
     rules += [*_free_text(form.free_ids), f"tail: {'text' if form.opener else 'plain'}"]
     if form.opener in form.special:
-        rules += [f"opened: text {text_of(form.opener)} calls"]
+        rules += [f"opened: text {quoted(form.opener)} calls"]
     elif form.opener:
         others = "(TEXT? other)* " if form.free_ids else ""
-        rules += [f"mark[lazy]: ANY {text_of(form.opener)}", f"opened: {others}mark calls"]
+        rules += [f"mark[lazy]: ANY {quoted(form.opener)}", f"opened: {others}mark calls"]
     return "\n".join(rules)
 
 
@@ -48,10 +52,17 @@ def _free_text(free_ids: Sequence[int]) -> list[str]:
         return [*rules, "text: TEXT?", "plain: FIRST"]
     return [
         *rules,
-        f"other: <[{','.join(id_ranges(free_ids))}]>",
+        f"other: <[{','.join(_ranges(free_ids))}]>",
         "text: TEXT? (other TEXT?)*",
         "plain: (FIRST | other TEXT?) (other TEXT?)*",
     ]
+
+
+def _ranges(token_ids: Sequence[int]) -> Iterator[str]:
+    """Yield ascending token ids in grammar syntax, consecutive ones as a range."""
+    for _, row in itertools.groupby(enumerate(sorted(set(token_ids))), lambda one: one[1] - one[0]):
+        found = [token_id for _, token_id in row]
+        yield f"{found[0]}-{found[-1]}"
 
 
 def _start(form: ToolCallsGrammar) -> str:
@@ -70,3 +81,20 @@ def _rest(form: ToolCallsGrammar, inner: list[str]) -> str:
 
 def _with_arguments(number: int) -> str:
     return f'" "? arguments_{number}'
+
+
+def _arguments(schema: str) -> str:
+    exact = exact_schema_of(schema)
+    return f"%json {exact.encode(**exact.options(whitespace_pattern=_ONE_SPACE))}"
+
+
+def _quoted(text: str, special: Mapping[str, int]) -> str:
+    """Return text in grammar syntax, with its added tokens by their ids."""
+    if not special:
+        return _string(text)
+    parts = re.split("(" + "|".join(re.escape(marker) for marker in special) + ")", text)
+    return " ".join(f"<[{special[part]}]>" if part in special else _string(part) for part in parts if part)
+
+
+def _string(text: str) -> str:
+    return msgspec.json.encode(text).decode() if text else ""

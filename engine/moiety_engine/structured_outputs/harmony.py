@@ -6,10 +6,11 @@ import msgspec
 
 from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.lark_syntax import json_rule, quoted
-from moiety_engine.structured_outputs.reasoned import ANSWER
+from moiety_engine.structured_outputs.reasoned import ANSWER, tokens_but
 from moiety_wire.grammars import GrammarSpec, HarmonyGrammar
 
 CONTROL_TOKENS = ("<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>")
+_FIRST_TOOL_LINE = 3  # of the rules, with one line for each tool's arguments
 
 
 def harmony_of(spec: GrammarSpec) -> HarmonyGrammar:
@@ -21,6 +22,12 @@ def harmony_of(spec: GrammarSpec) -> HarmonyGrammar:
     if missing := [token for token in CONTROL_TOKENS if token not in form.special]:
         raise GrammarRefused(f"the model has no control token {missing[0]}, which the Harmony format needs")
     return form
+
+
+def tool_at_line(text: str, line: int) -> tuple[str, str]:
+    """Return the name and the schema of the tool whose arguments are in a line of the rules, by the spec's text."""
+    tool = msgspec.json.decode(text, type=HarmonyGrammar).tools[line - _FIRST_TOOL_LINE]
+    return tool.name, tool.schema
 
 
 def harmony_rules(form: HarmonyGrammar) -> str:
@@ -39,11 +46,11 @@ def harmony_rules(form: HarmonyGrammar) -> str:
     next_turn = text_of("<|end|><|start|>assistant")
     rules = [f"arguments_{i}: {schema}" for i, schema in enumerate(arguments)]
     rules += [
-        "TEXT: /(.|\\n)+/",
-        f"thought: {text_of('<|channel|>analysis<|message|>')} TEXT? {next_turn}",
-        f"preamble: {text_of('<|channel|>commentary<|message|>')} TEXT? {next_turn}",
-        f"final: {text_of('<|channel|>final<|message|>')} {'TEXT?' if form.answer is None else ANSWER}",
-        f'json: " "? ({text_of("<|constrain|>")}? "json")? {text_of("<|message|>")}',
+        tokens_but([*form.banned_ids, *form.special.values()]),
+        f"thought: {text_of('<|channel|>analysis<|message|>')} text {next_turn}",
+        f"preamble: {text_of('<|channel|>commentary<|message|>')} text {next_turn}",
+        f"final: {text_of('<|channel|>final<|message|>')} {'text' if form.answer is None else ANSWER}",
+        f'json: (" "? {text_of("<|constrain|>json")} | " json" | " ")? {text_of("<|message|>")}',
     ]
     for i, tool in enumerate(form.tools):
         to_name, name = text_of(f"to=functions.{tool.name}"), f"json arguments_{i} {text_of('<|call|>')}"
@@ -54,5 +61,6 @@ def harmony_rules(form: HarmonyGrammar) -> str:
     ends = [f"call_{i}" for i in range(len(arguments))] + ([] if form.must_call else ["final"])
     if not ends:
         raise GrammarRefused("the output must end with a call, but there is no tool")
-    before = "(thought | preamble)*" if form.answer is None else "thought*"
+    may_preface = form.answer is None and not form.must_call
+    before = "(thought | preamble)*" if may_preface else "thought*"
     return "\n".join(["%llguidance {}", f"start: {before} ({' | '.join(ends)})", *rules])

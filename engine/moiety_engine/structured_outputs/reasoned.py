@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from moiety_engine.structured_outputs.errors import GrammarRefused
@@ -22,20 +24,23 @@ def reasoned_of(spec: GrammarSpec) -> ReasonedGrammar:
 def reasoned_rules(form: ReasonedGrammar) -> str:
     """Return the rules in Lark's syntax, which refer to the answer's grammar.
 
-    A marker that is no added token is spelled by ordinary tokens. Then the reasoning is the shortest text that ends
-    with the closer.
+    The reasoning is any tokens, also parts of a character, since a budget may end it anywhere. A marker that is no
+    added token is spelled by ordinary tokens. Then the reasoning is the shortest text that ends with the closer.
     """
     closer = quoted(form.closer, form.special)
     rules = ["SPACE: /[ \\t\\r\\n]{1,16}/"]
     if form.closer in form.special:
-        rules.append("TEXT: /(.|\\n)+/")
-        other = f" (<[{','.join(id_ranges(form.free_ids))}]> TEXT?)*" if form.free_ids else ""
-        rules.append(f"thought: TEXT?{other} {closer}")
+        rules += [tokens_but([*form.banned_ids, *form.special.values()]), f"thought: text {closer}"]
     else:
         rules += ["ANY: /(.|\\n)*/", f"closed[lazy]: ANY {closer}", "thought: closed"]
     opener = quoted(form.opener, form.special)
     start = "thought SPACE?" if form.is_open else f"(SPACE? {opener} thought SPACE?)?"
     return "\n".join([f"start: {start} {ANSWER}", *rules])
+
+
+def tokens_but(banned_ids: Sequence[int]) -> str:
+    """Return the rule `text`: any number of tokens but these."""
+    return f"text: <[^{','.join(id_ranges(banned_ids))}]>*"
 
 
 def with_answer(rules: str, answer: str) -> str:

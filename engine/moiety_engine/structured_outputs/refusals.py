@@ -12,8 +12,9 @@ from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.exact_numbers import decode_exactly, pointer_part
 from moiety_engine.structured_outputs.expression_errors import ENDLESS, MAX_MESSAGE_CHARS, explain_error
 from moiety_engine.structured_outputs.formats import PATTERNS
+from moiety_engine.structured_outputs.harmony import tool_at_line
 from moiety_engine.structured_outputs.patterns import exact_name_pattern, exact_pattern
-from moiety_wire.grammars import GrammarKind, HarmonyGrammar, ToolCallsGrammar
+from moiety_wire.grammars import GrammarKind, ToolCallsGrammar
 
 FORMATS = (*PATTERNS, "duration", "ipv4", "ipv6", "uri", "uuid")
 FIRST_TOOL_LINE = 3  # of a grammar of calls, with one line per tool's arguments
@@ -27,11 +28,6 @@ _NO_COUNT = re.compile(r"Expected positive integer for '(\w+)'")
 _NO_TARGET = re.compile(r"Pointer '([^']*)' does not exist")
 _ANCHORED = re.compile(r"lookarounds not supported yet; \w+ in regex /(.*)/")
 _OVERLAPPING = re.compile(r"patternProperty regexes /(.*)/ and /(.*)/ are not disjoint")
-
-_FORMS: Mapping[GrammarKind, type[ToolCallsGrammar | HarmonyGrammar]] = {
-    GrammarKind.CALLS: ToolCallsGrammar,
-    GrammarKind.HARMONY: HarmonyGrammar,
-}
 
 Finding = Callable[[Mapping[str, Any]], str | None]  # returns the keyword of a schema that the error is about, or None
 
@@ -47,11 +43,14 @@ def explain_refusal(kind: GrammarKind, text: str, error: str) -> str:
         return ENDLESS
     if kind is GrammarKind.JSON_SCHEMA:
         message: str | None = _explain_schema(text, error)
-    elif kind in _FORMS and in_grammar is not None:
-        tool = msgspec.json.decode(text, type=_FORMS[kind]).tools[int(in_grammar[1]) - FIRST_TOOL_LINE]
+    elif kind is GrammarKind.CALLS and in_grammar is not None:
+        tool = msgspec.json.decode(text, type=ToolCallsGrammar).tools[int(in_grammar[1]) - FIRST_TOOL_LINE]
         message = (
             f"in the parameters of the tool {tool.name!r}, {_explain_schema(tool.schema, error[in_grammar.end() :])}"
         )
+    elif kind is GrammarKind.HARMONY and in_grammar is not None:
+        name, schema = tool_at_line(text, int(in_grammar[1]))
+        message = f"in the parameters of the tool {name!r}, {_explain_schema(schema, error[in_grammar.end() :])}"
     else:
         message = None
     return (message or explain_error(kind, text, error))[:MAX_MESSAGE_CHARS]

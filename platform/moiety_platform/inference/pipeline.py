@@ -168,6 +168,7 @@ class RequestPipeline:
             _refuse_hopeless(generation, matched)
             text = await services.texts.get(matched.card)
             prompts = await text.encode_prompts(generation)
+            record.adjusted_fields |= text.adjusted_fields(generation)
             longest = [most_output_tokens(generation, matched.card, len(prompt_ids)) for prompt_ids in prompts]
             origin = await self._reserve(record, matched, prompts, max(longest), streams)
             service = matched.chosen.service
