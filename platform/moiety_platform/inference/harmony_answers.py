@@ -22,13 +22,14 @@ _MARKS = ThoughtMarks(ANALYSIS_OPENER, FINAL_OPENER, is_open=True)  # stop strin
 class HarmonyAnswers:
     """Answers of one model in the Harmony format."""
 
-    def __init__(self, form: HarmonyFormat, *, keeps_budgets: bool, by_grammar: bool) -> None:
+    def __init__(self, form: HarmonyFormat, end_ids: Sequence[int], *, keeps_budgets: bool, by_grammar: bool) -> None:
         """Create the answers.
 
-        `keeps_budgets`: the engine ends the reasoning when its budget is used. `by_grammar`: it follows grammars of the
-        whole format.
+        `end_ids`: the model's end-of-sequence tokens. `keeps_budgets`: the engine ends the reasoning when its budget is
+        used. `by_grammar`: it follows grammars of the whole format.
         """
         self._form = form
+        self._end_ids = end_ids
         self._keeps_budgets = keeps_budgets
         self._by_grammar = by_grammar
 
@@ -73,7 +74,8 @@ class HarmonyAnswers:
         if grammar is None and not is_strict and not (must_call and self._by_grammar):
             return None
         tools = [] if offer is None else tool_grammars(offer)
-        form = HarmonyGrammar(dict(self._form.control_ids), tools, grammar, must_call)
+        banned_ids = sorted({*self._form.tokenizer.special_ids, *self._end_ids})
+        form = HarmonyGrammar(dict(self._form.control_ids), tools, grammar, must_call, banned_ids)
         return GrammarSpec(GrammarKind.HARMONY, msgspec.json.encode(form).decode())
 
     def _budget(self, conversation: Conversation) -> ThoughtBudget | None:

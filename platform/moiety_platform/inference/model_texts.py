@@ -31,7 +31,6 @@ from moiety_text.tools.offer import ToolOffer
 from moiety_wire.grammars import GrammarSpec
 from moiety_wire.messages import ModelCard, ThoughtBudget, ThoughtMarks
 
-MAX_CACHED_MODELS = 16
 MESSAGE_COST = 64  # estimated cost of rendering one more message, in bytes of text
 MARKER_TOKENS = 16  # last tokens of a prompt, in which a marker and white space after it fit
 ID_COST = 4  # estimated cost of checking one token id, in bytes of text
@@ -55,11 +54,10 @@ class ModelText:
         self.thinks = self._thoughts is not None or harmony is not None  # whether chat answers may begin with reasoning
         self._keeps_budgets = card.controls_reasoning
         self._reasons_by_grammar = card.controls_reasoning and card.follows_grammars
-        self._harmony = (
-            None
-            if harmony is None
-            else HarmonyAnswers(harmony, keeps_budgets=self._keeps_budgets, by_grammar=self._reasons_by_grammar)
-        )
+        self._harmony = None
+        if harmony is not None:
+            controls = {"keeps_budgets": self._keeps_budgets, "by_grammar": self._reasons_by_grammar}
+            self._harmony = HarmonyAnswers(harmony, card.eos_token_ids, **controls)
         self._thought_closing = "" if template is None else closing_text(template, CLOSER)
         ids = {token.content: one for one, token in self._tokenizer.added_tokens.items()}
         self._opener_id, self._closer_id = ids.get(OPENER), ids.get(CLOSER)
@@ -69,11 +67,10 @@ class ModelText:
         )
         switch = None if self._thoughts is None else self._thoughts.switch
         keeps_budget = self._keeps_budgets and (harmony is not None or self._closer_id is not None)
-        self._options = (
-            None
-            if template is None
-            else TemplateOptions(card.model, template, switch, thinks=self.thinks, keeps_budget=keeps_budget)
-        )
+        self._options = None
+        if template is not None:
+            self._options = TemplateOptions(card.model, template, switch, thinks=self.thinks, keeps_budget=keeps_budget)
+        self._end_ids = card.eos_token_ids
         self._model = card.model
         self._vocab_size = card.vocab_size
         self._max_context_tokens = card.max_context_tokens
@@ -184,15 +181,29 @@ class ModelText:
         if self._harmony is not None:
             return self._harmony.answer_format(prompt, grammar)
         marks = self._thought_marks(generation, number, prompt_ids)
-        if marks is not None and grammar is not None and not self._end_of(prompt_ids).endswith(CLOSER):
-            grammar = grammar_after_thought(grammar, marks, self._tokenizer)
+        grammar = grammar or self._grammar_of_calls(prompt)
         return AnswerFormat(
             self._shown_ids(prompt),
-            self._marker_ids(prompt, grammar),
+            self._marker_ids(prompt, generation.grammar),
             marks,
-            grammar or self._grammar_of_calls(prompt),
+            self._after_thought(prompt, prompt_ids, grammar, marks),
             self._thought_budget(prompt, marks),
         )
+
+    def _after_thought(
+        self,
+        prompt: Conversation,
+        prompt_ids: Sequence[int],
+        grammar: GrammarSpec | None,
+        marks: ThoughtMarks | None,
+    ) -> GrammarSpec | None:
+        """Return the grammar with the reasoning that may come before it; the grammar itself where there can be none."""
+        is_begun = prompt.tools is not None and prompt.tools.must_call
+        if grammar is None or marks is None or not self._reasons_by_grammar or is_begun:
+            return grammar
+        if self._end_of(prompt_ids).endswith(CLOSER):  # the prompt has ended the reasoning
+            return grammar
+        return grammar_after_thought(grammar, marks, self._tokenizer, self._end_ids)
 
     def _thought_budget(self, prompt: Conversation, marks: ThoughtMarks | None) -> ThoughtBudget | None:
         """Return the budget of the answer's reasoning; None where there is none or it cannot be enforced."""
@@ -409,33 +420,3 @@ def _num_bytes(text: str, at_most: int) -> int:
 def _tools_of(offer: ToolOffer) -> list[dict[str, Any]]:
     """Return the tools in the format of chat templates."""
     return [tool.for_template() for tool in offer.tools]
-
-
-class ModelTexts:
-    """The `ModelText` of each connected model, built once, in a thread."""
-
-    def __init__(self, inline_bytes: int) -> None:
-        self._inline_bytes = inline_bytes
-        self._built: dict[tuple[object, ...], ModelText] = {}
-        self._building = asyncio.Lock()
-
-    def use(self, inline_bytes: int) -> None:
-        """Set the inline limit for later prompts."""
-        self._inline_bytes = inline_bytes
-        for text in self._built.values():
-            text.inline_bytes = inline_bytes
-
-    async def get(self, card: ModelCard) -> ModelText:
-        """Return the `ModelText` of a card. Raises moiety_text's errors if the card's files cannot be used."""
-        controls = card.controls_reasoning, card.follows_grammars
-        key = (card.model, card.device, card.tokenizer_json, card.chat_template, card.max_context_tokens, controls)
-        text = self._built.get(key)
-        if text is not None:
-            return text
-        async with self._building:
-            if key not in self._built:
-                built = await asyncio.to_thread(ModelText, card, self._inline_bytes)
-                while len(self._built) >= MAX_CACHED_MODELS:
-                    self._built.pop(next(iter(self._built)))
-                self._built[key] = built
-            return self._built[key]

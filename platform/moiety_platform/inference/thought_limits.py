@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 
 from moiety_text.chat import ChatTemplate
@@ -26,10 +28,12 @@ def budget_of_markers(num_tokens: int, marks: ThoughtMarks, closing: str, tokeni
     return ThoughtBudget(max(num_tokens, MIN_THOUGHT_BUDGET), openers, (ids[marks.closer],), closing_ids)
 
 
-def grammar_after_thought(grammar: GrammarSpec, marks: ThoughtMarks, tokenizer: Tokenizer) -> GrammarSpec:
-    """Return the grammar of an answer that may reason before what follows `grammar`."""
-    added, markers = tokenizer.added_tokens, (marks.opener, marks.closer)
-    special = {token.content: one for one, token in added.items() if token.content in markers}
-    free_ids = [one for one, token in sorted(added.items()) if not token.special and token.content not in markers]
-    form = ReasonedGrammar(grammar, marks.opener, marks.closer, marks.is_open, special, free_ids)
+def grammar_after_thought(
+    grammar: GrammarSpec, marks: ThoughtMarks, tokenizer: Tokenizer, end_ids: Collection[int]
+) -> GrammarSpec:
+    """Return the grammar of an answer that may reason before what follows `grammar`. `end_ids` end an answer."""
+    markers = (marks.opener, marks.closer)
+    special = {token.content: one for one, token in tokenizer.added_tokens.items() if token.content in markers}
+    banned_ids = sorted({*tokenizer.special_ids, *end_ids}.difference(special.values()))
+    form = ReasonedGrammar(grammar, marks.opener, marks.closer, marks.is_open, special, banned_ids)
     return GrammarSpec(GrammarKind.REASONED, msgspec.json.encode(form).decode())
