@@ -298,6 +298,7 @@ class ModelCard(msgspec.Struct, frozen=True, tag="card"):
     adapters: tuple[str, ...] = ()  # adapters configured by the operator
     speculative_prefill: bool = False  # the engine accepts `Submit.speculative_prefill`
     forgets: bool = False  # the engine accepts `Forget`
+    shows_special_tokens: bool = True  # False: the engine refuses `Submit.shown_ids`
     controls_reasoning: bool = False  # the engine keeps thought budgets, and follows grammars that include reasoning
 
 

@@ -224,3 +224,18 @@ async def test_an_engine_that_keeps_no_budget_is_named_in_the_header(harmony: St
         )
         assert answer.headers[HEADER] == "thinking_token_budget=unlimited"
         assert last(gateway)[0].stopping.thought_budget is None
+
+
+async def test_an_engine_that_sends_no_control_tokens_gets_chats_without_tools_as_plain_text(
+    start_gateway: StartGateway, tool_card: ToolCard
+) -> None:
+    card = msgspec.structs.replace(tool_card("harmony", special=CONTROL_TOKENS), shows_special_tokens=False)
+    async with start_gateway([FakeEngineClient(card)]) as gateway:
+        gateway.engine.script = lambda submit: [(65, "analysisHm.assistantfinalYes.")]
+        choice = await ask_openai(gateway, "harmony", tools=openai.NOT_GIVEN)
+        assert choice.message.content == "analysisHm.assistantfinalYes."
+        submit, _ = last(gateway)
+        assert (submit.shown_ids, submit.stopping.stop_token_ids) == ((), ())
+        gateway.engine.script = lambda submit: [(65, "Yes.")]
+        await ask_openai(gateway, "harmony")
+        assert last(gateway)[0].shown_ids  # which the engine refuses

@@ -14,7 +14,7 @@ from moiety_text.harmony.format import ANALYSIS_OPENER, FINAL_OPENER, HarmonyFor
 from moiety_text.harmony.reader import HarmonyReader
 from moiety_text.tools.formats import Opening
 from moiety_wire.grammars import GrammarKind, GrammarSpec, HarmonyGrammar
-from moiety_wire.messages import MIN_THOUGHT_BUDGET, ThoughtBudget, ThoughtMarks
+from moiety_wire.messages import MIN_THOUGHT_BUDGET, ModelCard, ThoughtBudget, ThoughtMarks
 
 _MARKS = ThoughtMarks(ANALYSIS_OPENER, FINAL_OPENER, is_open=True)  # stop strings act in the final channel only
 
@@ -22,16 +22,12 @@ _MARKS = ThoughtMarks(ANALYSIS_OPENER, FINAL_OPENER, is_open=True)  # stop strin
 class HarmonyAnswers:
     """Answers of one model in the Harmony format."""
 
-    def __init__(self, form: HarmonyFormat, end_ids: Sequence[int], *, keeps_budgets: bool, by_grammar: bool) -> None:
-        """Create the answers.
-
-        `end_ids`: the model's end-of-sequence tokens. `keeps_budgets`: the engine ends the reasoning when its budget is
-        used. `by_grammar`: it follows grammars of the whole format.
-        """
+    def __init__(self, form: HarmonyFormat, card: ModelCard) -> None:
         self._form = form
-        self._end_ids = end_ids
-        self._keeps_budgets = keeps_budgets
-        self._by_grammar = by_grammar
+        self._end_ids = card.eos_token_ids
+        self._shows_control_tokens = card.shows_special_tokens
+        self._keeps_budgets = card.controls_reasoning
+        self._by_grammar = card.controls_reasoning and card.follows_grammars  # of the whole format
 
     def opening(self, conversation: Conversation) -> Opening:
         """Return the beginning of the answer that is part of the prompt."""
@@ -49,6 +45,8 @@ class HarmonyAnswers:
 
     def answer_format(self, conversation: Conversation, grammar: GrammarSpec | None) -> AnswerFormat:
         """Return the format of the answers. Raises BadRequest for strict tools that cannot be enforced."""
+        if not self._shows_control_tokens and conversation.tools is None:
+            return AnswerFormat(grammar=grammar)  # channels cannot be told apart: all is content
         ids, is_begun = tuple(self._form.control_ids.values()), bool(conversation.prefill)
         return AnswerFormat(
             shown_ids=ids,

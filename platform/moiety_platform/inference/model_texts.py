@@ -54,10 +54,7 @@ class ModelText:
         self.thinks = self._thoughts is not None or harmony is not None  # whether chat answers may begin with reasoning
         self._keeps_budgets = card.controls_reasoning
         self._reasons_by_grammar = card.controls_reasoning and card.follows_grammars
-        self._harmony = None
-        if harmony is not None:
-            controls = {"keeps_budgets": self._keeps_budgets, "by_grammar": self._reasons_by_grammar}
-            self._harmony = HarmonyAnswers(harmony, card.eos_token_ids, **controls)
+        self._harmony = None if harmony is None else HarmonyAnswers(harmony, card)
         self._thought_closing = "" if template is None else closing_text(template, CLOSER)
         ids = {token.content: one for one, token in self._tokenizer.added_tokens.items()}
         self._opener_id, self._closer_id = ids.get(OPENER), ids.get(CLOSER)
