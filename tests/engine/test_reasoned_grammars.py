@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
@@ -18,13 +19,17 @@ from moiety_engine.startup import load_loop
 from moiety_engine.structured_outputs.compiler import GrammarCompiler
 from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.harmony import CONTROL_TOKENS
+from moiety_platform.inference.strict_tools import grammar_of_calls
 from moiety_text.folder import read_text_model
 from moiety_text.tokenizer import Tokenizer
+from moiety_text.tools.formats import format_of
+from moiety_text.tools.offer import Tool, ToolOffer
 from moiety_wire.classes import STANDARD
 from moiety_wire.engine_choices import LoadFormat
 from moiety_wire.grammars import GrammarKind, GrammarSpec, HarmonyGrammar, ReasonedGrammar, ToolCallGrammar
 from moiety_wire.messages import Sampling, ThoughtBudget
 
+TEMPLATES = Path(__file__).parents[1] / "gateway" / "templates"
 TEXT = read_text_model(checkpoint_path())
 MARKERS = ("<think>", "</think>")
 RETURN = "<|return|>"
@@ -94,6 +99,19 @@ def test_an_answer_of_any_grammar_may_follow_the_reasoning(tokenizer: tokenizers
     opened = reasoned(tokenizer, ANSWERS[answer], is_open=True)
     assert follows(tokenizer, opened, "Hm.</think>\n\n" + answer)
     assert not follows(tokenizer, opened, answer)
+
+
+def test_strict_calls_between_markers_of_their_own_may_follow_the_reasoning() -> None:
+    way = format_of((TEMPLATES / "hermes.jinja").read_text())
+    assert way is not None
+    calls = grammar_of_calls(way, ToolOffer((Tool("find", "", PLACE, strict=True),)), {})
+    assert calls is not None
+    spec = reasoned(THINKING, calls)
+    call = '<tool_call>\n{"name": "find", "arguments": {"city": "Bern"}}\n</tool_call>'
+    for answer in ("Sunny.", call, f"I look.\n{call}"):
+        assert follows(THINKING, spec, f"<think>Hm. {call[:20]}</think>\n\n{answer}")
+        assert follows(THINKING, spec, answer)
+    assert not follows(THINKING, spec, "<think>Hm.</think>" + call.replace("city", "town"))
 
 
 def harmony(*tools: str, answer: GrammarSpec | None = None, must_call: bool = False) -> GrammarSpec:

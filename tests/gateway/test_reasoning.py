@@ -383,7 +383,8 @@ async def test_a_budget_ends_the_reasoning_by_the_templates_own_text(
                 budget = gateway.engine.submits[-1].stopping.thought_budget
                 openers = () if always else (opener_id,)
                 assert budget == ThoughtBudget(700, openers, (closer_id,), tuple(tokenizer.encode(closing)))
-            await raw(gateway, extra_body={"thinking_token_budget": 1})
+            answer = await raw(gateway, extra_body={"thinking_token_budget": 1})
+            assert answer.headers[HEADER] == f"thinking_token_budget={MIN_THOUGHT_BUDGET}"
             budget = gateway.engine.submits[-1].stopping.thought_budget
             assert budget is not None and budget.max_tokens == MIN_THOUGHT_BUDGET
             asked: dict[str, Any] = {"model": "hermes", "max_tokens": 2000, "messages": ASKED}
@@ -391,8 +392,10 @@ async def test_a_budget_ends_the_reasoning_by_the_templates_own_text(
             await gateway.anthropic.messages.create(**asked, thinking=enabled)
             budget = gateway.engine.submits[-1].stopping.thought_budget
             assert budget is not None and budget.max_tokens == 1024
-            if not always:
-                await raw(gateway, extra_body={"thinking_token_budget": 0})
+            answer = await raw(gateway, extra_body={"thinking_token_budget": 0})
+            if always:  # without a switch the reasoning is as short as it can be
+                assert answer.headers[HEADER] == f"thinking_token_budget={MIN_THOUGHT_BUDGET}"
+            else:
                 assert prompt_of(gateway.engine.submits[-1], gateway.engine).endswith("</think>\n\n")
 
 

@@ -15,6 +15,7 @@ from moiety_platform.inference.generation import Conversation
 from moiety_text.chat import ChatTemplate
 from moiety_text.efforts import EFFORT, NO_EFFORT, levels_of, nearest_level
 from moiety_text.reasoning import SWITCHES, ThoughtSwitch
+from moiety_wire.messages import MIN_THOUGHT_BUDGET
 
 BUDGET = "thinking_budget"  # variable of templates that tell the model its budget
 ON, OFF, UNLIMITED = "on", "off", "unlimited"  # values in the header of adjusted fields
@@ -67,15 +68,15 @@ class TemplateOptions:
         by_effort = thinks is None and effort is not None and not options.keys() & set(SWITCHES)
         if by_effort:
             thinks = self._thinks_by(effort)
+        budget = conversation.thought_budget
+        if budget == 0 and self._switch is not None:
+            thinks = False
         if thinks is not None:
             self._turn(found, names.effort if by_effort else names.switch, thinks=thinks)
         if effort not in (None, NO_EFFORT) and thinks is not False:
             self._set_effort(found, names.effort, effort)
-        if conversation.thought_budget is not None and self._thinks and thinks is not False:
-            if BUDGET in self._variables:
-                found.variables[BUDGET] = conversation.thought_budget
-            if not self._keeps_budget:
-                found.adjusted[names.budget] = UNLIMITED
+        if budget is not None and self._thinks and thinks is not False:
+            self._set_budget(found, names.budget, budget)
         found.variables |= options
         return found
 
@@ -108,6 +109,15 @@ class TemplateOptions:
                 found.adjusted[name] = level
         else:
             found.adjusted[name] = ON
+
+    def _set_budget(self, found: _Resolved, name: str, budget: int) -> None:
+        """Tell the template the budget, where it asks for one."""
+        if BUDGET in self._variables:
+            found.variables[BUDGET] = budget
+        if not self._keeps_budget:
+            found.adjusted[name] = UNLIMITED
+        elif budget < MIN_THOUGHT_BUDGET:
+            found.adjusted[name] = str(MIN_THOUGHT_BUDGET)
 
     def _as_switch(self, name: str, value: Any) -> bool:
         if not isinstance(value, bool):

@@ -220,7 +220,6 @@ class ChatBody(ThoughtBudgetFields, GenerationBody):
         conversation = Conversation(
             messages,
             tools=offer,
-            thinks=False if self.thought_budget == 0 else None,
             effort=self.reasoning_effort,
             template_options=self.chat_template_kwargs or {},
             thought_budget=self.thought_budget,
