@@ -6,8 +6,9 @@ each spelling is broken by a marker that cannot be guessed before rendering; eve
 own. These are renamed to unguessable names, the markers are removed, and a second tokenizer, which knows the control
 tokens only by the new names, encodes the whole in one pass.
 
-Control tokens are the special tokens, and other added tokens of the shape `<|…|>` or that mark tools (`<tool_call>`).
-Other added tokens (`<think>`, runs of spaces) keep their meaning in any text.
+Control tokens are the special tokens, those of the model's tool-call format, and other added tokens of the shape
+`<|…|>` or that mark tools (`<tool_call>`). Other added tokens (`<think>`, runs of spaces) keep their meaning in any
+text.
 """
 
 from __future__ import annotations
@@ -59,7 +60,10 @@ def texts_of(value: Any) -> Iterator[str]:
 class ConversationEncoder:
     """Renderer and encoder of one model's conversations. Thread-safe."""
 
-    def __init__(self, tokenizer: Tokenizer, tokenizer_json: str, template: ChatTemplate) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, tokenizer_json: str, template: ChatTemplate, call_markers: Sequence[str] = ()
+    ) -> None:
+        """Create the encoder. `call_markers` mark tool calls in the model's format, and are control tokens."""
         self._tokenizer = tokenizer
         self._tokenizer_json = tokenizer_json
         self._template = template
@@ -68,7 +72,8 @@ class ConversationEncoder:
             (
                 token.content
                 for token in tokenizer.added_tokens.values()
-                if token.content and (token.special or _CONTROL_SHAPE.fullmatch(token.content))
+                if token.content
+                and (token.special or token.content in call_markers or _CONTROL_SHAPE.fullmatch(token.content))
             ),
             key=len,
             reverse=True,

@@ -83,11 +83,15 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ThoughtMarks(msgspec.Struct, frozen=True):
-    """Marks around the reasoning at the start of an output. `is_open`: the prompt already contains the opening mark."""
+    """Marks around the reasoning at the start of an output. `is_open`: the prompt already contains the opening mark.
+
+    `answer_opener` may follow the reasoning, and is no part of the answer.
+    """
 
     opener: str
     closer: str
     is_open: bool
+    answer_opener: str = ""
 
 
 class Stopping(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -282,6 +286,8 @@ class ModelCard(msgspec.Struct, frozen=True, tag="card"):
     adapters: tuple[str, ...] = ()  # adapters configured by the operator
     speculative_prefill: bool = False  # the engine accepts `Submit.speculative_prefill`
     forgets: bool = False  # the engine accepts `Forget`
+    tool_format: str = "auto"  # name of the model's tool-call format; auto: as the chat template shows
+    reasoning_format: str = "auto"  # the same of its reasoning
 
 
 class Accepted(msgspec.Struct, frozen=True, omit_defaults=True, tag="accepted"):
