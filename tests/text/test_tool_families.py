@@ -12,8 +12,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from moiety_engine.scripted.text_model import scripted_text_model
 from moiety_text.chat import ChatTemplate
+from moiety_text.detokenizer import Detokenizer
 from moiety_text.errors import UnknownFormat
+from moiety_text.guarded import GuardedReader
+from moiety_text.tokenizer import Tokenizer
 from moiety_text.tools.deltas import Call, CallEnded, Delta, assemble
 from moiety_text.tools.formats import ToolFormat
 from moiety_text.tools.offer import Tool, ToolOffer
@@ -292,3 +296,73 @@ def test_calls_beyond_the_most_are_left_out(name: str) -> None:
     form, offer = format_of(name), ToolOffer(TOOLS, parallel=False)
     parts = assemble(read(form, [render(name, EXAMPLE)], offer))
     assert parsed(parts) == EXAMPLE[:1]
+
+
+# ── markers that are tokens ──
+
+MARKED = [name for name in NAMES if format_of(name).markers and format_of(name).marks_calls]
+
+
+def tokenizer_with(markers: tuple[str, ...]) -> Tokenizer:
+    """Of bytes, with these markers as added tokens."""
+    spec = json.loads(scripted_text_model().tokenizer_json)
+    for number, content in enumerate(markers, start=len(spec["model"]["vocab"])):
+        spec["added_tokens"].append(spec["added_tokens"][0] | {"id": number, "content": content, "special": True})
+    return Tokenizer.from_json(json.dumps(spec))
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_a_call_is_told_by_the_tokens_of_its_markers_and_not_by_their_spelling(name: str) -> None:
+    form, text = format_of(name), render(name, EXAMPLE)
+    tokenizer = tokenizer_with(form.markers)
+    marker_ids = [one for one, token in tokenizer.added_tokens.items() if token.content in form.markers]
+    for token_ids, is_call in ((tokenizer.encode(text), True), (list(text.encode()), False)):
+        detokenizer = Detokenizer(tokenizer, marker_ids, marker_ids)
+        reader = GuardedReader(form.new_reader(OFFER, is_rest=False))
+        deltas = [delta for one in token_ids for delta in reader.feed(detokenizer.add([one]))]
+        parts = assemble([*deltas, *reader.feed(detokenizer.flush()), *reader.end()])
+        assert parsed(parts) == (EXAMPLE if is_call else [])
+        assert is_call or parts == [text]
+
+
+# ── histories ──
+
+
+def conversation() -> list[dict[str, Any]]:
+    def call(call_id: str, name: str) -> dict[str, Any]:
+        return {"id": call_id, "type": "function", "function": {"name": name, "arguments": {"n": 1732800000}}}
+
+    return [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "", "tool_calls": [call("a", "now"), call("b", "forecast")]},
+        {"role": "tool", "tool_call_id": "b", "content": "rain"},
+        {"role": "tool", "tool_call_id": "a", "content": "noon"},
+        {"role": "assistant", "content": "", "tool_calls": [call("c", "now")]},
+    ]
+
+
+def test_ids_of_kimi_name_the_tool_and_count_the_calls_of_the_conversation() -> None:
+    adapted = format_of("kimi_k2").adapted(conversation())
+    made = [call["id"] for message in adapted for call in message.get("tool_calls", ())]
+    assert made == ["functions.now:0", "functions.forecast:1", "functions.now:2"]
+    assert [message.get("tool_call_id") for message in adapted[2:4]] == ["functions.forecast:1", "functions.now:0"]
+
+
+def test_results_of_gemma_stand_in_the_message_with_the_calls_where_its_template_reads_them_there() -> None:
+    source = template_of("gemma4") + "{% if false %}{{ messages[0].tool_responses }}{% endif %}"
+    form = find_tool_format(source)
+    assert form is not None
+    adapted = form.adapted(conversation())
+    assert [message["role"] for message in adapted] == ["user", "assistant", "assistant"]
+    assert adapted[1]["tool_responses"] == [
+        {"name": "forecast", "response": "rain"},
+        {"name": "now", "response": "noon"},
+    ]
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v31"])
+def test_arguments_are_text_where_a_template_can_only_join_text(name: str) -> None:
+    form = format_of(name)
+    assert form.takes_text_arguments
+    assert form.adapted(conversation())[1]["tool_calls"][0]["function"]["arguments"] == '{"n": 1732800000}'
+    assert not format_of("hermes").takes_text_arguments
