@@ -366,3 +366,15 @@ def test_arguments_are_text_where_a_template_can_only_join_text(name: str) -> No
     assert form.takes_text_arguments
     assert form.adapted(conversation())[1]["tool_calls"][0]["function"]["arguments"] == '{"n": 1732800000}'
     assert not format_of("hermes").takes_text_arguments
+
+
+def test_the_module_that_the_documentation_shows_is_a_format() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "add-a-tool-format.md").read_text()
+    module: dict[str, Any] = {"__name__": "example"}
+    exec(page.split("```python\n")[1].split("```")[0], module)
+    family = module["EXAMPLE"]
+    form = family.format_of("<call>")
+    assert family.is_of("<call>") and not family.is_of("")
+    text = '<call>now|{"a": 1}</call>\n<call>now|{}</call> Done'
+    assert parsed(assemble(read(form, [text]))) == [("now", {"a": 1}), ("now", {})]
+    assert parsed(assemble(read(form, ["{}</call>"], ToolOffer(TOOLS[2:], must_call=True)))) == [("now", {})]

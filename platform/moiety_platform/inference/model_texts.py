@@ -58,11 +58,12 @@ class ModelText:
         if template is not None and self._knows_tools:
             found = find_tool_format(card.chat_template, card.tool_format)
             self._tool_format = None if found is None else adapt_to_template(found, template)
+        self._thoughts = None if template is None else thoughts_of(template, card.reasoning_format)
         self._conversations = None
         if template is not None:
-            markers = () if self._tool_format is None else self._tool_format.markers
-            self._conversations = ConversationEncoder(self._tokenizer, card.tokenizer_json, template, markers)
-        self._thoughts = None if template is None else thoughts_of(template, card.reasoning_format)
+            calls = () if self._tool_format is None else self._tool_format.markers
+            around = None if self._thoughts is None else (self._thoughts.markers.opener, self._thoughts.markers.closer)
+            self._conversations = ConversationEncoder(self._tokenizer, card.tokenizer_json, template, calls, around)
         self.thinks = self._thoughts is not None  # whether chat answers may begin with reasoning
         self._options = None if template is None else TemplateOptions(card.model, template, self._thoughts)
         ids = {token.content: one for one, token in self._tokenizer.added_tokens.items()}
