@@ -83,4 +83,4 @@ async def test_a_card_names_the_reasoning_format_where_the_template_does_not_sho
     async with start_gateway([FakeEngineClient(card, says("[THINK]Hm.[/THINK]Yes."))]) as gateway:
         answer = await gateway.client.chat.completions.create(model="magistral", messages=ASKED)
         message = answer.choices[0].message
-        assert (message.reasoning_content, message.content) == ("Hm.", "Yes.")
+        assert ((message.model_extra or {})["reasoning_content"], message.content) == ("Hm.", "Yes.")
