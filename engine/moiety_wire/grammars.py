@@ -36,12 +36,27 @@ class ToolCallGrammar(msgspec.Struct, frozen=True, array_like=True):
     schema: str
 
 
+class ParameterTagsGrammar(msgspec.Struct, frozen=True):
+    """Tags around the parameters of calls whose arguments are not a JSON object.
+
+    A parameter is `to_name` name `to_value` `padding` value `padding` `end` `between`. Text is written as it is; before
+    other values `to_json` stands in place of `to_value`.
+    """
+
+    to_name: str
+    to_value: str
+    to_json: str
+    end: str
+    between: str
+    padding: str
+
+
 class ToolCallsGrammar(msgspec.Struct, frozen=True):
     """Format of a model's tool calls, for GrammarKind.CALLS.
 
-    The calls are `opener` once, then `before` name `between` arguments `after`, then further calls after `separator`
-    or, if there is none, after another opener, and finally `closer`. Free text may surround the part that an opener
-    marks; without an opener, a call must be the whole output.
+    The calls are `opener` once, then `before` name `name_end` `between` arguments `after`, then further calls, each
+    with `separator` in place of `before`, and finally `closer`. Free text may surround the part that an opener marks;
+    without an opener, a call must be the whole output.
     """
 
     tools: list[ToolCallGrammar]
@@ -49,13 +64,15 @@ class ToolCallsGrammar(msgspec.Struct, frozen=True):
     before: str
     between: str
     after: str
-    separator: str
+    separator: str | None  # None: each call has an opener of its own
     closer: str
     special: dict[str, int]  # parts of these texts that are added tokens, with their ids
     must_call: bool  # the prompt already ends with everything before the name
     is_named: bool  # and with everything before the arguments, since there is only one tool
     may_repeat: bool
     free_ids: list[int] = []  # added tokens that are allowed in free text
+    name_end: str = ""  # regular expression of what follows the name
+    parameters: ParameterTagsGrammar | None = None  # None: the arguments are a JSON object
 
 
 class ReasonedGrammar(msgspec.Struct, frozen=True):

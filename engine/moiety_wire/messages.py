@@ -84,11 +84,15 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ThoughtMarks(msgspec.Struct, frozen=True):
-    """Marks around the reasoning at the start of an output. `is_open`: the prompt already contains the opening mark."""
+    """Marks around the reasoning at the start of an output. `is_open`: the prompt already contains the opening mark.
+
+    `answer_opener` may follow the reasoning, and is no part of the answer.
+    """
 
     opener: str
     closer: str
     is_open: bool
+    answer_opener: str = ""
 
 
 class ThoughtBudget(msgspec.Struct, frozen=True, array_like=True):
@@ -300,6 +304,8 @@ class ModelCard(msgspec.Struct, frozen=True, tag="card"):
     forgets: bool = False  # the engine accepts `Forget`
     shows_special_tokens: bool = True  # False: the engine refuses `Submit.shown_ids`
     controls_reasoning: bool = False  # the engine keeps thought budgets, and follows grammars that include reasoning
+    tool_format: str = "auto"  # name of the model's tool-call format; auto: as the chat template shows
+    reasoning_format: str = "auto"  # the same of its reasoning
 
 
 class Accepted(msgspec.Struct, frozen=True, omit_defaults=True, tag="accepted"):

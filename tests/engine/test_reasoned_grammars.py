@@ -22,8 +22,8 @@ from moiety_engine.structured_outputs.harmony import CONTROL_TOKENS
 from moiety_platform.inference.strict_tools import grammar_of_calls
 from moiety_text.folder import read_text_model
 from moiety_text.tokenizer import Tokenizer
-from moiety_text.tools.formats import format_of
 from moiety_text.tools.offer import Tool, ToolOffer
+from moiety_text.tools.registry import find_tool_format
 from moiety_wire.classes import STANDARD
 from moiety_wire.engine_choices import LoadFormat
 from moiety_wire.grammars import GrammarKind, GrammarSpec, HarmonyGrammar, ReasonedGrammar, ToolCallGrammar
@@ -102,7 +102,7 @@ def test_an_answer_of_any_grammar_may_follow_the_reasoning(tokenizer: tokenizers
 
 
 def test_strict_calls_between_markers_of_their_own_may_follow_the_reasoning() -> None:
-    way = format_of((TEMPLATES / "hermes.jinja").read_text())
+    way = find_tool_format((TEMPLATES / "hermes.jinja").read_text())
     assert way is not None
     calls = grammar_of_calls(way, ToolOffer((Tool("find", "", PLACE, strict=True),)), {})
     assert calls is not None

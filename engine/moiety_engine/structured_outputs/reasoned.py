@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+from moiety_engine.structured_outputs.calls import id_ranges
 from moiety_engine.structured_outputs.errors import GrammarRefused
-from moiety_engine.structured_outputs.lark_syntax import id_ranges, quoted
+from moiety_engine.structured_outputs.lark_text import quoted_with_tokens
 from moiety_wire.grammars import GrammarSpec, ReasonedGrammar
 
 ANSWER = "@answer"  # reference to the answer's grammar in the rules
@@ -27,13 +28,13 @@ def reasoned_rules(form: ReasonedGrammar) -> str:
     The reasoning is any tokens, also parts of a character, since a budget may end it anywhere. A marker that is no
     added token is spelled by ordinary tokens. Then the reasoning is the shortest text that ends with the closer.
     """
-    closer = quoted(form.closer, form.special)
+    closer = quoted_with_tokens(form.closer, form.special)
     rules = ["SPACE: /[ \\t\\r\\n]{1,16}/"]
     if form.closer in form.special:
         rules += [tokens_but([*form.banned_ids, *form.special.values()]), f"thought: text {closer}"]
     else:
         rules += ["ANY: /(.|\\n)*/", f"closed[lazy]: ANY {closer}", "thought: closed"]
-    opener = quoted(form.opener, form.special)
+    opener = quoted_with_tokens(form.opener, form.special)
     start = "thought SPACE?" if form.is_open else f"(SPACE? {opener} thought SPACE?)?"
     return "\n".join([f"start: {start} {ANSWER}", *rules])
 

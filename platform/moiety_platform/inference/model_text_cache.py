@@ -27,7 +27,9 @@ class ModelTexts:
     async def get(self, card: ModelCard) -> ModelText:
         """Return the `ModelText` of a card. Raises moiety_text's errors if the card's files cannot be used."""
         answers = card.controls_reasoning, card.follows_grammars, card.shows_special_tokens, card.eos_token_ids
-        key = (card.model, card.device, card.tokenizer_json, card.chat_template, card.max_context_tokens, answers)
+        formats = card.tool_format, card.reasoning_format
+        key: tuple[object, ...] = (card.model, card.device, card.tokenizer_json, card.chat_template)
+        key += (card.max_context_tokens, answers, formats)
         text = self._built.get(key)
         if text is not None:
             return text

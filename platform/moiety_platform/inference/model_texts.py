@@ -23,11 +23,13 @@ from moiety_text.errors import TemplateRefused, TextNotEncodable, TokenOutOfRang
 from moiety_text.guarded import GuardedReader
 from moiety_text.harmony.format import harmony_of
 from moiety_text.harmony.messages import adapted
-from moiety_text.reasoning import CLOSER, OPENER, AnswerReader, num_thought_tokens, thoughts_of
+from moiety_text.reasoning import AnswerReader, num_thought_tokens, thoughts_of
+from moiety_text.reasoning_formats import THINK
 from moiety_text.tokenizer import Tokenizer
 from moiety_text.tools.deltas import Parts
-from moiety_text.tools.formats import KNOWN, Opening, ToolFormat, format_of
+from moiety_text.tools.formats import Opening, ToolFormat
 from moiety_text.tools.offer import ToolOffer
+from moiety_text.tools.registry import FORMAT_NAMES, adapt_to_template, find_tool_format
 from moiety_wire.grammars import GrammarSpec
 from moiety_wire.messages import ModelCard, ThoughtBudget, ThoughtMarks
 
@@ -44,23 +46,32 @@ class ModelText:
     def __init__(self, card: ModelCard, inline_bytes: int) -> None:
         self._tokenizer = Tokenizer.from_json(card.tokenizer_json)
         template = ChatTemplate(card.chat_template, card.special_tokens) if card.chat_template else None
-        self._conversations = (
-            ConversationEncoder(self._tokenizer, card.tokenizer_json, template) if template is not None else None
-        )
         self._knows_tools = template is not None and template.knows_tools
-        self._tool_format = format_of(card.chat_template) if self._knows_tools else None
+        self._tool_format: ToolFormat | None = None
+        if template is not None and self._knows_tools:
+            found = find_tool_format(card.chat_template, card.tool_format)
+            self._tool_format = None if found is None else adapt_to_template(found, template)
         harmony = None if template is None else harmony_of(template, self._tokenizer)
-        self._thoughts = None if template is None or harmony is not None else thoughts_of(template)
+        self._harmony = None if harmony is None else HarmonyAnswers(harmony, card)
+        self._thoughts = (
+            None if template is None or harmony is not None else thoughts_of(template, card.reasoning_format)
+        )
+        self._conversations = None
+        if template is not None:
+            calls = () if self._tool_format is None else self._tool_format.markers
+            around = None if self._thoughts is None else (self._thoughts.markers.opener, self._thoughts.markers.closer)
+            self._conversations = ConversationEncoder(self._tokenizer, card.tokenizer_json, template, calls, around)
         self.thinks = self._thoughts is not None or harmony is not None  # whether chat answers may begin with reasoning
         self._keeps_budgets = card.controls_reasoning
         self._reasons_by_grammar = card.controls_reasoning and card.follows_grammars
-        self._harmony = None if harmony is None else HarmonyAnswers(harmony, card)
-        self._thought_closing = "" if template is None else closing_text(template, CLOSER)
         ids = {token.content: one for one, token in self._tokenizer.added_tokens.items()}
-        self._opener_id, self._closer_id = ids.get(OPENER), ids.get(CLOSER)
-        markers = (self._opener_id, self._closer_id) if self._thoughts is not None else ()
+        marks = THINK if self._thoughts is None else self._thoughts.markers
+        self._opener_id, self._closer_id = ids.get(marks.opener_token or marks.opener), ids.get(marks.closer)
+        self._thought_ids = tuple(ids[token] for token in marks.tokens if token in ids)
+        shown = (self._opener_id, self._closer_id) if self._thoughts is not None else ()
+        self._thought_closing = "" if template is None else closing_text(template, marks.closer)
         self._special_thoughts = tuple(
-            one for one in markers if one is not None and self._tokenizer.added_tokens[one].special
+            one for one in shown if one is not None and self._tokenizer.added_tokens[one].special
         )
         switch = None if self._thoughts is None else self._thoughts.switch
         keeps_budget = self._keeps_budgets and (harmony is not None or self._closer_id is not None)
@@ -149,9 +160,9 @@ class ModelText:
         prompt = generation.prompts[0]  # a chat has only one
         if self._harmony is not None:
             return self._harmony.num_thought_tokens(prompt, answers)
-        if self._closer_id is None or not self._may_think(prompt, generation.grammar):
+        if self._thoughts is None or self._closer_id is None or not self._may_think(prompt, generation.grammar):
             return None
-        is_open = self._end_of(prompts[0]).endswith(OPENER)
+        is_open = self._thoughts.is_open_after(self._end_of(prompts[0]))
         return sum(num_thought_tokens(ids, self._opener_id, self._closer_id, is_open=is_open) for ids in answers)
 
     def _new_reader(self, prompt: Prompt, token_ids: Sequence[int], grammar: GrammarSpec | None) -> AnswerReader | None:
@@ -198,7 +209,7 @@ class ModelText:
         is_begun = prompt.tools is not None and prompt.tools.must_call
         if grammar is None or marks is None or not self._reasons_by_grammar or is_begun:
             return grammar
-        if self._end_of(prompt_ids).endswith(CLOSER):  # the prompt has ended the reasoning
+        if self._end_of(prompt_ids).endswith(marks.closer):  # the prompt has ended the reasoning
             return grammar
         return grammar_after_thought(grammar, marks, self._tokenizer, self._end_ids)
 
@@ -210,9 +221,10 @@ class ModelText:
 
     def _thought_marks(self, generation: Generation, number: int, prompt_ids: Sequence[int]) -> ThoughtMarks | None:
         """Return the markers of the reasoning that answers to the generation's prompt `number` may begin with."""
-        if not self._may_think(generation.prompts[number], generation.grammar):
+        if self._thoughts is None or not self._may_think(generation.prompts[number], generation.grammar):
             return None
-        return ThoughtMarks(OPENER, CLOSER, self._end_of(prompt_ids).endswith(OPENER))
+        marks, is_open = self._thoughts.markers, self._thoughts.is_open_after(self._end_of(prompt_ids))
+        return ThoughtMarks(marks.opener, marks.closer, is_open, marks.answer_opener)
 
     def _may_think(self, prompt: Prompt, grammar: GrammarSpec | None) -> bool:
         """Return whether the answer may begin with reasoning.
@@ -239,8 +251,7 @@ class ModelText:
         They let the parser distinguish markers from text that only spells one.
         """
         calls = () if prompt.tools is None else self._call_markers().values()
-        thoughts = (self._opener_id, self._closer_id) if self._may_think(prompt, grammar) else ()
-        return (*calls, *(one for one in thoughts if one is not None))
+        return (*calls, *(self._thought_ids if self._may_think(prompt, grammar) else ()))
 
     def _grammar_of_calls(self, prompt: Conversation) -> GrammarSpec | None:
         """Return the grammar of an answer with strict tools, or None without strict tools. Raises BadRequest."""
@@ -385,12 +396,14 @@ class ModelText:
         if self._tool_format is not None:
             return self._tool_format
         reason = (
-            f"writes calls of tools in a form that is not known here; known are those of {KNOWN}"
+            "does not show in which format the model calls tools, or leaves out the calls of earlier answers; start "
+            f"its engine with --tool-format and one of {', '.join(FORMAT_NAMES)}, leave the tools out, or use another "
+            "model"
             if self._knows_tools
-            else "knows no tools"
+            else "knows no tools. Leave the tools out, or use another model"
         )
         raise BadRequest(
-            f"the chat template of the model {self._model!r} {reason}. Leave the tools out, or use another model",
+            f"the chat template of the model {self._model!r} {reason}",
             code="tools_not_supported",
             param=field,
         )

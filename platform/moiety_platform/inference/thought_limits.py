@@ -19,11 +19,11 @@ def closing_text(template: ChatTemplate, closer: str) -> str:
 
 
 def budget_of_markers(num_tokens: int, marks: ThoughtMarks, closing: str, tokenizer: Tokenizer) -> ThoughtBudget | None:
-    """Return the budget of reasoning between markers; None where the tokenizer has no tokens for them."""
+    """Return the budget of reasoning between markers; None where the tokenizer has no token for the closer."""
     ids = {token.content: one for one, token in tokenizer.added_tokens.items()}
-    if marks.closer not in ids or (not marks.is_open and marks.opener not in ids):
+    if marks.closer not in ids:
         return None
-    openers = () if marks.is_open else (ids[marks.opener],)
+    openers = () if marks.is_open else tuple(tokenizer.encode(marks.opener))
     closing_ids = tuple(tokenizer.encode(closing))
     return ThoughtBudget(max(num_tokens, MIN_THOUGHT_BUDGET), openers, (ids[marks.closer],), closing_ids)
 
@@ -32,8 +32,8 @@ def grammar_after_thought(
     grammar: GrammarSpec, marks: ThoughtMarks, tokenizer: Tokenizer, end_ids: Collection[int]
 ) -> GrammarSpec:
     """Return the grammar of an answer that may reason before what follows `grammar`. `end_ids` end an answer."""
-    markers = (marks.opener, marks.closer)
-    special = {token.content: one for one, token in tokenizer.added_tokens.items() if token.content in markers}
+    added = {token.content: one for one, token in tokenizer.added_tokens.items() if token.content}
+    special = {text: one for text, one in added.items() if text in marks.opener or text in marks.closer}
     banned_ids = sorted({*tokenizer.special_ids, *end_ids}.difference(special.values()))
     form = ReasonedGrammar(grammar, marks.opener, marks.closer, marks.is_open, special, banned_ids)
     return GrammarSpec(GrammarKind.REASONED, msgspec.json.encode(form).decode())
