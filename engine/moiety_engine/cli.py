@@ -35,6 +35,8 @@ from moiety_options.engine import EngineOptions
 from moiety_options.model import model_name
 from moiety_text.errors import TextError
 from moiety_text.folder import TextModel, read_text_model
+from moiety_text.reasoning_formats import check_reasoning_format
+from moiety_text.tools.registry import check_tool_format
 from moiety_wire.roles import EngineRole
 
 CORE_MODULE = "moiety_engine.core"
@@ -97,8 +99,13 @@ engine = command_of(EngineOptions, run_engine)
 
 
 def _server_settings(options: EngineOptions, adapters: dict[str, str]) -> ServerSettings:
+    """Return the server's settings. Raises InvalidConfig, and UnknownFormat for the name of a format."""
+    check_tool_format(options.tool_format)
+    check_reasoning_format(options.reasoning_format)
     return ServerSettings(
         model=options.name or ("scripted" if options.scripted and not options.model else model_name(options.model)),
+        tool_format=options.tool_format,
+        reasoning_format=options.reasoning_format,
         listen=options.listen,
         address_file=options.address_file,
         usage_journal=_checked(options.usage_journal),

@@ -174,10 +174,20 @@ class ModelOptions:
 
 @dataclass(slots=True, kw_only=True)
 class ServedModelOptions(ModelOptions):
-    """Options of a model that answers requests: also its name for clients, and its context length."""
+    """Options of a model that answers requests: also its name for clients, its formats and its context length."""
 
     name: str = _model(
         "", "Name of the model for clients. If not given, --model, or the folder's name if that is a folder."
+    )
+    tool_format: str = _model(
+        "auto",
+        "Format in which the model calls tools, by name. auto finds it in the chat template. An unknown name is "
+        "rejected with the list of names.",
+    )
+    reasoning_format: str = _model(
+        "auto",
+        "Format in which the model marks its reasoning, by name. auto finds it in the chat template. An unknown name "
+        "is rejected with the list of names.",
     )
     max_context_tokens: int | None = _batching(
         None,

@@ -19,6 +19,7 @@ from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import EvalContext
 from jinja2.parser import Parser
+from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from moiety_text.errors import TemplateRefused
@@ -203,7 +204,8 @@ class _Environment(ImmutableSandboxedEnvironment):
     def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(getattr(obj, "__self__", None), _Limits):
             return obj(*args)  # the counter itself, which no template can name
-        _check_size((*args, *kwargs.values()))
+        if not isinstance(obj, Macro):  # the template's own, whose body is checked
+            _check_size((*args, *kwargs.values()))
         _check_method(obj, args)
         return _bounded(super().call(context, obj, *args, **kwargs))
 
@@ -213,9 +215,10 @@ def _within_limits(function: Callable[..., Any], weigh: bool) -> Callable[..., A
 
     @functools.wraps(function)
     def limited(*args: Any, **kwargs: Any) -> Any:
-        _check_size((*args, *kwargs.values()))
+        own = [arg for arg in args if not isinstance(arg, jinja2.Environment | EvalContext)]
+        _check_size((*own[1:], *kwargs.values()))  # the first one is the filtered value, which is no size
         if weigh:
-            _weighed([arg for arg in args if not isinstance(arg, jinja2.Environment | EvalContext)])
+            _weighed(own)
         return _bounded(function(*args, **kwargs))
 
     return limited

@@ -6,8 +6,9 @@ each spelling is broken by a marker that cannot be guessed before rendering; eve
 own. These are renamed to unguessable names, the markers are removed, and a second tokenizer, which knows the control
 tokens only by the new names, encodes the whole in one pass.
 
-Control tokens are the special tokens, and other added tokens of the shape `<|…|>` or that mark tools (`<tool_call>`).
-Other added tokens (`<think>`, runs of spaces) keep their meaning in any text.
+Control tokens are the special tokens, those of the model's tool-call format, and other added tokens of the shape
+`<|…|>` or that mark tools (`<tool_call>`). Other added tokens (`<think>`, runs of spaces) keep their meaning in any
+text.
 """
 
 from __future__ import annotations
@@ -59,7 +60,20 @@ def texts_of(value: Any) -> Iterator[str]:
 class ConversationEncoder:
     """Renderer and encoder of one model's conversations. Thread-safe."""
 
-    def __init__(self, tokenizer: Tokenizer, tokenizer_json: str, template: ChatTemplate) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        tokenizer_json: str,
+        template: ChatTemplate,
+        call_markers: Sequence[str] = (),
+        reasoning: tuple[str, str] | None = None,
+    ) -> None:
+        """Create the encoder.
+
+        `call_markers` mark tool calls in the model's format, and are control tokens. `reasoning` are the markers before
+        and after reasoning, which is closed before the opening of a call.
+        """
+        self._reasoning = reasoning
         self._tokenizer = tokenizer
         self._tokenizer_json = tokenizer_json
         self._template = template
@@ -68,7 +82,8 @@ class ConversationEncoder:
             (
                 token.content
                 for token in tokenizer.added_tokens.values()
-                if token.content and (token.special or _CONTROL_SHAPE.fullmatch(token.content))
+                if token.content
+                and (token.special or token.content in call_markers or _CONTROL_SHAPE.fullmatch(token.content))
             ),
             key=len,
             reverse=True,
@@ -121,7 +136,8 @@ class ConversationEncoder:
             return self.encode_guarded(
                 messages, tools=tools, opening=opening, prefill=prefill, extra=extra, max_tokens=max_tokens
             )
-        rendered = self._template.render(messages, tools=tools or None, extra=extra) + opening.text + prefill
+        rendered = self._template.render(messages, tools=tools or None, extra=extra)
+        rendered += self._closing(rendered, opening) + opening.text + prefill
         return self._tokenizer.encode(rendered, max_tokens=max_tokens)
 
     def encode_guarded(
@@ -141,7 +157,13 @@ class ConversationEncoder:
         ]
         guarded = {name: self._broken(value) for name, value in extra.items()}
         rendered = self._template.render(broken, tools=[self._broken(tool) for tool in tools] or None, extra=guarded)
-        rendered += opening.before + self._broken(opening.name) + opening.after + self._broken(prefill)
+        rendered += (
+            self._closing(rendered, opening)
+            + opening.before
+            + self._broken(opening.name)
+            + opening.after
+            + self._broken(prefill)
+        )
         self._tokenizer.check_fits(rendered, max_tokens)
         parts, end = [], 0
         for match in self._control.finditer(rendered):
@@ -152,6 +174,13 @@ class ConversationEncoder:
             if self._guarded is None:
                 self._guarded = _GuardedTokenizer(self._tokenizer, self._tokenizer_json, self._names)
         return self._guarded.encode("".join(parts))
+
+    def _closing(self, rendered: str, opening: Opening) -> str:
+        """Return what ends the reasoning that the template has opened, if a call must follow; "" for nothing."""
+        if self._reasoning is None or not opening.text:
+            return ""
+        opener, closer = self._reasoning
+        return f"{closer}\n\n" if rendered.rstrip().endswith(opener) else ""
 
     def _broken(self, value: Any) -> Any:
         """Return the value with a marker in every control token that its texts spell."""

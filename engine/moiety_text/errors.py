@@ -7,7 +7,8 @@ TextError
 ├── TooManyTokens         text that cannot fit, found without encoding it
 ├── TokenOutOfRange       a token id that the tokenizer does not have
 ├── TemplateRefused       a chat template does not parse, refused the messages, or went over its limits
-└── UnusableStop          a stop string that cannot be looked for
+├── UnusableStop          a stop string that cannot be looked for
+└── UnknownFormat         a tool-call or reasoning format that does not exist
 """
 
 
@@ -44,4 +45,8 @@ class TemplateRefused(TextError):
 
 
 class UnusableStop(TextError):
+    pass
+
+
+class UnknownFormat(TextError):
     pass

@@ -1,8 +1,9 @@
 """Separation of a model's reasoning from its answer.
 
-Reasoning models write it between two markers before the answer (`<think>` … `</think>`: Qwen 3, DeepSeek-R1). Some chat
-templates write the first marker themselves, so that an answer begins inside the reasoning; a template with reasoning
-switched off writes both. White space around the reasoning belongs neither to it nor to the answer.
+Reasoning models write it between two markers before the answer (`<think>` … `</think>`: Qwen 3, DeepSeek-R1; the
+markers of other models are in `reasoning_formats`). Some chat templates write the first marker themselves, so that an
+answer begins inside the reasoning; a template with reasoning switched off writes both. White space around the reasoning
+belongs neither to it nor to the answer.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from typing import Any, Protocol
 
 from moiety_text.chat import ChatTemplate
 from moiety_text.errors import TemplateRefused
+from moiety_text.reasoning_formats import AUTO, THINK, ReasoningMarkers, find_reasoning_markers
 from moiety_text.tools.deltas import Content, Delta, Part, Thinking, assemble
 from moiety_text.tools.reader import overlap
 
-OPENER, CLOSER = "<think>", "</think>"
 SWITCHES = ("enable_thinking", "thinking")  # boolean variables of templates
 _SWITCH_NAME = re.compile("think|reason", re.IGNORECASE)
 _OFF_WORDS = ("none", "off", "disabled", "no", "false", "no_think", "nothink")
@@ -57,17 +58,26 @@ class ThoughtFormat:
     """Reasoning format of one model. `switch`: None where its template has none."""
 
     switch: ThoughtSwitch | None
+    markers: ReasoningMarkers = THINK
+
+    def is_open_after(self, prompt_end: str) -> bool:
+        """Return whether a prompt with this end has opened the reasoning."""
+        return prompt_end.rstrip().endswith(self.markers.opener)
 
     def new_reader(self, prompt_end: str, rest: AnswerReader | None) -> ThoughtReader:
         """Return a reader for an answer to a prompt with this end; `rest` reads the text after the reasoning."""
-        return ThoughtReader(rest, is_open=prompt_end.rstrip().endswith(OPENER))
+        if self.markers.answer_opener:
+            rest = UnwrappingReader(rest, self.markers.answer_opener, self.markers.answer_closer)
+        return ThoughtReader(rest, is_open=self.is_open_after(prompt_end), markers=self.markers)
 
 
-def thoughts_of(template: ChatTemplate) -> ThoughtFormat | None:
-    """Return the format that the chat template implies; None where the model is not known to support reasoning."""
-    if not template.spells(OPENER) and not template.spells(CLOSER):
-        return None
-    return ThoughtFormat(_switch_of(template))
+def thoughts_of(template: ChatTemplate, name: str = AUTO) -> ThoughtFormat | None:
+    """Return the format by name, or the one that the chat template implies.
+
+    With `auto`, None where the model is not known to support reasoning. Raises UnknownFormat.
+    """
+    markers = find_reasoning_markers(template, name)
+    return None if markers is None else ThoughtFormat(_switch_of(template), markers)
 
 
 def _switch_of(template: ChatTemplate) -> ThoughtSwitch | None:
@@ -116,9 +126,10 @@ def num_thought_tokens(token_ids: list[int], opener_id: int | None, closer_id: i
 class ThoughtReader:
     """Reader that splits the reasoning off the beginning of an answer and passes the rest to another reader, if any."""
 
-    def __init__(self, rest: AnswerReader | None, *, is_open: bool = False) -> None:
+    def __init__(self, rest: AnswerReader | None, *, is_open: bool = False, markers: ReasoningMarkers = THINK) -> None:
         """Create the reader. `is_open`: the prompt has opened the reasoning."""
         self._rest = rest
+        self._opener, self._closer = markers.opener, markers.closer
         self._held = ""  # possibly a marker, or white space before one
         self._step = self._thought if is_open else self._start
         self._has_thought = False  # some reasoning text has arrived
@@ -143,10 +154,10 @@ class ThoughtReader:
     def _start(self, text: str) -> None:
         held = self._held + text
         begun = held.lstrip()
-        if begun.startswith(OPENER):
+        if begun.startswith(self._opener):
             self._held, self._step = "", self._thought
-            self._thought(begun.removeprefix(OPENER))
-        elif OPENER.startswith(begun):  # also where there is only white space so far
+            self._thought(begun.removeprefix(self._opener))
+        elif self._opener.startswith(begun):  # also where there is only white space so far
             self._held = held
         else:
             self._held, self._step = "", self._answer
@@ -156,13 +167,13 @@ class ThoughtReader:
         held = self._held + text
         if not self._has_thought:
             held = held.lstrip()
-        at = held.find(CLOSER)
+        at = held.find(self._closer)
         if at >= 0:
             self._give(held[:at].rstrip())
             self._held, self._step = "", self._gap
-            self._gap(held[at + len(CLOSER) :])
+            self._gap(held[at + len(self._closer) :])
             return
-        certain = len(held) - overlap(held, CLOSER)
+        certain = len(held) - overlap(held, self._closer)
         certain = len(held[:certain].rstrip())  # white space may end the reasoning
         self._give(held[:certain])
         self._held = held[certain:]
@@ -188,3 +199,71 @@ class ThoughtReader:
     def _taken(self) -> list[Delta]:
         deltas, self._deltas = self._deltas, []
         return deltas
+
+
+class UnwrappingReader:
+    """Reader that removes the markers around an answer and passes what is between to another reader, if any.
+
+    White space within the markers is removed too. An answer that does not begin with the opener is passed as it is.
+    """
+
+    def __init__(self, rest: AnswerReader | None, opener: str, closer: str) -> None:
+        self._rest = rest
+        self._opener, self._closer = opener, closer
+        self._held = ""  # possibly a marker, and white space around it
+        self._step = self._start
+
+    def feed(self, text: str) -> list[Delta]:
+        return self._passed(self._step(text))
+
+    def end(self) -> list[Delta]:
+        held, self._held = self._held, ""
+        deltas = self._passed(held if self._step != self._gap else "")
+        return deltas if self._rest is None else [*deltas, *self._rest.end()]
+
+    def read(self, text: str) -> list[Part]:
+        return assemble([*self.feed(text), *self.end()])
+
+    def _start(self, text: str) -> str:
+        held, self._held = self._held + text, ""
+        begun = held.lstrip()
+        if begun.startswith(self._opener):
+            self._step = self._gap
+            return self._gap(begun.removeprefix(self._opener))
+        if self._opener.startswith(begun):
+            self._held = held
+            return ""
+        self._step = self._plain
+        return held
+
+    def _gap(self, text: str) -> str:
+        text = text.lstrip()
+        if not text:
+            return ""
+        self._step = self._answer
+        return self._answer(text)
+
+    def _answer(self, text: str) -> str:
+        held = self._held + text
+        at = held.find(self._closer)
+        if at >= 0:
+            self._held, self._step = "", self._behind
+            return held[:at].rstrip() + self._behind(held[at + len(self._closer) :])
+        certain = len(held[: len(held) - overlap(held, self._closer)].rstrip())
+        self._held = held[certain:]
+        return held[:certain]
+
+    def _behind(self, text: str) -> str:
+        """Return what follows the closer, without white space at once after it."""
+        text = text.lstrip()
+        if text:
+            self._step = self._plain
+        return text
+
+    def _plain(self, text: str) -> str:
+        return text
+
+    def _passed(self, text: str) -> list[Delta]:
+        if self._rest is not None:
+            return self._rest.feed(text)
+        return [Content(text)] if text else []

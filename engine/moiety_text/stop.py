@@ -49,6 +49,11 @@ class Marks(Protocol):
     def closer(self) -> str: ...
 
     @property
+    def answer_opener(self) -> str:
+        """Return the marker that may begin the text after the reasoning; "" for none."""
+        ...
+
+    @property
     def is_open(self) -> bool:
         """Return whether the prompt has opened the reasoning."""
         ...
@@ -61,7 +66,7 @@ class ThoughtSplitter:
         """Create the splitter. Raises UnusableStop for an empty marker."""
         if not marks.opener or not marks.closer:
             raise UnusableStop("a reasoning marker is empty")
-        self._opener, self._closer = marks.opener, marks.closer
+        self._opener, self._closer, self._answer_opener = marks.opener, marks.closer, marks.answer_opener
         self._held = ""  # at the beginning: a possible opener; in the reasoning: the end of the text so far
         self._step: Callable[[str], tuple[str, str]] = self._thought if marks.is_open else self._start
 
@@ -71,7 +76,7 @@ class ThoughtSplitter:
 
     def flush(self) -> str:
         """Return the text held back, which is not reasoning, at the end of the text."""
-        held, self._held = self._held if self._step == self._start else "", ""
+        held, self._held = "" if self._step == self._thought else self._held, ""
         return held
 
     def _start(self, text: str) -> tuple[str, str]:
@@ -84,6 +89,9 @@ class ThoughtSplitter:
         if self._opener.startswith(begun):  # also where there is only white space so far
             self._held = held
             return "", ""
+        if self._answer_opener:
+            self._step = self._gap
+            return self._gap(held)
         self._step = self._answer
         return "", held
 
@@ -99,10 +107,21 @@ class ThoughtSplitter:
         return text[:end] + gap, rest
 
     def _gap(self, text: str) -> tuple[str, str]:
-        rest = text.lstrip()
+        """Pass white space, and the marker of the answer with white space after it."""
+        held, self._held = self._held + text, ""
+        rest = held.lstrip()
+        gap = held[: len(held) - len(rest)]
+        marker = self._answer_opener
+        if marker and rest.startswith(marker):
+            self._answer_opener = ""
+            more, rest = self._gap(rest[len(marker) :])
+            return gap + marker + more, rest
+        if rest and marker.startswith(rest):
+            self._held = rest
+            return gap, ""
         if rest:
             self._step = self._answer
-        return text[: len(text) - len(rest)], rest
+        return gap, rest
 
     def _answer(self, text: str) -> tuple[str, str]:
         return "", text

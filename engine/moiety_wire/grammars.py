@@ -18,6 +18,8 @@ class GrammarKind(StrEnum):
     CHOICE = "choice"  # a JSON list of strings, one of which is the output
     GRAMMAR = "grammar"  # a grammar in Lark syntax
     CALLS = "calls"  # a ToolCallsGrammar as JSON
+    REASONED = "reasoned"  # a ReasonedGrammar as JSON
+    HARMONY = "harmony"  # a HarmonyGrammar as JSON
 
 
 class GrammarSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -34,12 +36,27 @@ class ToolCallGrammar(msgspec.Struct, frozen=True, array_like=True):
     schema: str
 
 
+class ParameterTagsGrammar(msgspec.Struct, frozen=True):
+    """Tags around the parameters of calls whose arguments are not a JSON object.
+
+    A parameter is `to_name` name `to_value` `padding` value `padding` `end` `between`. Text is written as it is; before
+    other values `to_json` stands in place of `to_value`.
+    """
+
+    to_name: str
+    to_value: str
+    to_json: str
+    end: str
+    between: str
+    padding: str
+
+
 class ToolCallsGrammar(msgspec.Struct, frozen=True):
     """Format of a model's tool calls, for GrammarKind.CALLS.
 
-    The calls are `opener` once, then `before` name `between` arguments `after`, then further calls after `separator`
-    or, if there is none, after another opener, and finally `closer`. Free text may surround the part that an opener
-    marks; without an opener, a call must be the whole output.
+    The calls are `opener` once, then `before` name `name_end` `between` arguments `after`, then further calls, each
+    with `separator` in place of `before`, and finally `closer`. Free text may surround the part that an opener marks;
+    without an opener, a call must be the whole output.
     """
 
     tools: list[ToolCallGrammar]
@@ -47,10 +64,41 @@ class ToolCallsGrammar(msgspec.Struct, frozen=True):
     before: str
     between: str
     after: str
-    separator: str
+    separator: str | None  # None: each call has an opener of its own
     closer: str
     special: dict[str, int]  # parts of these texts that are added tokens, with their ids
     must_call: bool  # the prompt already ends with everything before the name
     is_named: bool  # and with everything before the arguments, since there is only one tool
     may_repeat: bool
     free_ids: list[int] = []  # added tokens that are allowed in free text
+    name_end: str = ""  # regular expression of what follows the name
+    parameters: ParameterTagsGrammar | None = None  # None: the arguments are a JSON object
+
+
+class ReasonedGrammar(msgspec.Struct, frozen=True):
+    """Grammar of an output that may begin with reasoning between two markers, for GrammarKind.REASONED.
+
+    The reasoning is free text. White space may follow it, and then comes an output of the grammar `answer`.
+    """
+
+    answer: GrammarSpec
+    opener: str
+    closer: str
+    is_open: bool  # the prompt ends with the opener, so that the output begins within the reasoning
+    special: dict[str, int]  # those of the two markers that are added tokens, with their ids
+    banned_ids: list[int] = []  # tokens that the reasoning must not contain: those that end an output, and the like
+
+
+class HarmonyGrammar(msgspec.Struct, frozen=True):
+    """Grammar of an output in the Harmony format, for GrammarKind.HARMONY.
+
+    The output is any number of messages in the channel `analysis`, then a call of one of the tools in the channel
+    `commentary`, or a message in the channel `final`. Without `answer`, the final message is free text, and
+    messages for the user may come before it in the channel `commentary`.
+    """
+
+    special: dict[str, int]  # the format's control tokens, with their ids
+    tools: list[ToolCallGrammar] = []
+    answer: GrammarSpec | None = None  # grammar of the final message
+    must_call: bool = False  # the output ends with a call
+    banned_ids: list[int] = []  # other tokens that no free text may contain: those that end an output, and the like

@@ -15,22 +15,43 @@ from tests.grammar_walks import GrammarWalker
 from moiety_demo import checkpoint_path
 from moiety_engine.scripted.text_model import END_ID, scripted_text_model
 from moiety_engine.structured_outputs.compiler import GrammarCompiler
+from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.grammar_tokenizer import GrammarTokenizer
 from moiety_platform.inference.generation import Conversation, Generation
 from moiety_platform.inference.model_texts import ModelText
+from moiety_platform.inference.strict_tools import grammar_of_calls
 from moiety_text.folder import TextModel, read_text_model
 from moiety_text.tokenizer import Tokenizer
 from moiety_text.tools.deltas import Call
-from moiety_text.tools.formats import ToolFormat, format_of
+from moiety_text.tools.formats import ToolFormat
 from moiety_text.tools.offer import Tool, ToolOffer
+from moiety_text.tools.registry import find_tool_format
 from moiety_wire.grammars import GrammarKind, GrammarSpec
 from moiety_wire.messages import ModelCard, Sampling
 
 TEMPLATES = Path(__file__).parents[1] / "gateway" / "templates"
+CALL_TEMPLATES = Path(__file__).parents[1] / "text" / "templates"
 SCRIPTED = scripted_text_model()
 ADDED = (
     *("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"),
-    *("   ", "user\n"),
+    *(
+        "   ",
+        "user\n",
+        "<arg_key>",
+        "</arg_key>",
+        "<arg_value>",
+        "</arg_value>",
+        "｜DSML｜",
+        "<|tool_calls_section_begin|>",
+    ),
+    *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>"),
+    *(
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
+    ),
 )
 PLACE = {
     "type": "object",
@@ -39,6 +60,11 @@ PLACE = {
     "additionalProperties": False,
 }
 TOOLS = (Tool("now", "", {"type": "object"}), Tool("forecast", "", PLACE, strict=True))
+OTHER_FAMILIES = (
+    *("qwen3_coder", "mimo", "seed_oss", "glm45", "glm47", "hy_v3", "minimax_m2", "dots", "step3", "deepseek_v32"),
+    *("deepseek_v4", "deepseek_v3", "deepseek_v31", "kimi_k2", "cohere_command", "granite", "phi4_mini"),
+    *("phi4_mini_json", "nemotron_json", "hunyuan_a13b", "json_list"),
+)
 
 
 def with_added_tokens(special: bool, contents: tuple[str, ...] = ADDED, **more: Any) -> str:
@@ -55,14 +81,15 @@ def templates() -> dict[str, str]:
         "{{ tools }}{% for call in messages[0].tool_calls %}[TOOL_CALLS]{{ call.name }}[ARGS]{{ call.arguments }}"
         "{% endfor %}"
     )
-    return found
+    around = "{{ tools }}{% set calls = messages[0].tool_calls %}"
+    return found | {name: around + (CALL_TEMPLATES / f"{name}.jinja").read_text() for name in OTHER_FAMILIES}
 
 
 FORMATS = tuple(templates())
 
 
 def format_named(name: str) -> ToolFormat:
-    way = format_of(templates()[name])
+    way = find_tool_format(templates()[name], "json_list" if name == "json_list" else "auto")
     assert way is not None
     return way
 
@@ -80,11 +107,33 @@ class Text:
     def decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
+    def spell(self, told: str, way: ToolFormat) -> list[int]:
+        """Token ids with the markers of the format as tokens, and all else as ordinary ones."""
+        marked = re.split("(" + "|".join(map(re.escape, way.markers)) + ")", told)
+        return [
+            one
+            for part in marked
+            for one in ([self.ids[part]] if part in way.markers and part in self.ids else part.encode())
+        ]
+
     def grammar(self, name: str, offer: ToolOffer) -> GrammarSpec:
         """What a gateway makes of tools, for a model with this tokenizer and a template of this name."""
         size = self.tokenizer.vocab_size
         card = ModelCard(
-            "e", "m", "qwen", self.json, templates()[name], {}, (END_ID,), 4096, size, 0, 0, "float32", "cpu"
+            "e",
+            "m",
+            "qwen",
+            self.json,
+            templates()[name],
+            {},
+            (END_ID,),
+            4096,
+            size,
+            0,
+            0,
+            "float32",
+            "cpu",
+            tool_format="json_list" if name == "json_list" else "auto",
         )
         prompt = Conversation(({"role": "user", "content": "Hi"},), tools=offer)
         grammar = ModelText(card, 8192).answer_format(Generation("m", (prompt,), 1, Sampling(), None), 0, []).grammar
@@ -167,18 +216,19 @@ def test_a_call_that_must_be_made_keeps_to_its_schema(text: Text, name: str, for
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_calls_that_the_model_makes_by_itself_keep_to_their_schemas_one_after_another(text: Text, name: str) -> None:
-    way, offer = format_named(name), ToolOffer(TOOLS)
+    way = format_named(name)
+    offer = ToolOffer(TOOLS if way.parameters is None else TOOLS[1:])  # a random walk finds no end of a free text
     markers = {one for marker, one in text.ids.items() if marker in way.markers}
     counts = []
     for seed in range(6):
         answer: list[int] = []
         draw = random.Random(seed)
         for _ in range(2 if way.marks_calls else 1):  # begin another call where the last one has ended
-            opened = text.tokenizer.encode(way.to_name + "forecast")
+            opened = text.spell(way.to_name + "forecast", way)
             answer = text.walker.draw_answer(text.grammar(name, offer), draw, [*answer, *opened], hurry_after=0) or []
             assert answer
         told = text.decode(answer)
-        if way.marks_calls:
+        if way.marks_calls and markers:
             assert markers & set(answer)
         parts = way.new_reader(offer, is_rest=False).read(told)
         counts.append(check_calls(parts, at_least=1))
@@ -207,3 +257,116 @@ def test_a_thought_may_stand_before_a_call(text: Text) -> None:
 def test_a_turn_cannot_be_forged_in_the_text_beside_calls(text: Text) -> None:
     matcher = text.compiler.compile(text.grammar("hermes", ToolOffer(TOOLS)))
     assert matcher.validate_tokens([*b"text", text.ids["<|user|>"]]) == 4
+
+
+# ── calls with a tag for each parameter ──
+
+TAGGED = ("qwen3_coder", "mimo", "glm45", "glm47", "minimax_m2", "deepseek_v32", "step3", "hy_v3")
+LOOKUP = {
+    "type": "object",
+    "properties": {
+        "query": {"type": "string"},
+        "note": {"type": ["string", "null"]},
+        "mode": {"enum": ["fast", "a/b <c", None]},
+        "code": {"type": "string", "pattern": "^[a-z/]+$", "maxLength": 5},
+        "day": {"type": "string", "format": "date"},
+        "count": {"type": "integer", "minimum": 1},
+        "options": {"$ref": "#/$defs/options"},
+    },
+    "required": ["query", "count"],
+    "additionalProperties": False,
+    "$defs": {"options": {"type": "object", "properties": {"x": {"type": "string"}}, "additionalProperties": False}},
+}
+GOOD: list[dict[str, Any]] = [
+    {"query": "x", "count": 1},
+    {"query": "né </b> <tool\n\n", "note": "yes", "mode": "a/b <c", "code": "a/b", "day": "2026-11-28", "count": 20},
+    {"query": "", "mode": None, "count": 3, "options": {"x": "</parameter> é"}},
+]
+BAD: list[dict[str, Any]] = [
+    {"count": 1},
+    {"query": "x", "count": 0},
+    {"query": "x", "count": "many"},
+    {"query": "x", "mode": "slow", "count": 1},
+    {"query": "x", "code": "A", "count": 1},
+    {"query": "x", "code": "abcdef", "count": 1},
+    {"query": "x", "day": "today", "count": 1},
+    {"query": "x", "count": 1, "options": {"y": 1}},
+    {"query": "x", "count": 1, "more": "z"},
+]
+
+
+def written(way: ToolFormat, tool: str, arguments: dict[str, Any]) -> str:
+    """A call as the grammar has it, up to the end of its arguments."""
+    tags = way.parameters
+    assert tags is not None
+    told = way.to_name + tool + way.name_end + way.to_arguments
+    for key, value in arguments.items():
+        shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        opened = tags.to_name + key + (tags.to_value if isinstance(value, str) else tags.to_json)
+        told += opened + tags.padding + shown + tags.padding + tags.end + tags.between
+    return told + str(way.to_end) + way.closer
+
+
+def matched(text: Text, name: str, tool: Tool, told: str) -> bool:
+    matcher = text.compiler.compile(text.grammar(name, ToolOffer((tool,))))
+    ids = text.spell(told, format_named(name))
+    return matcher.validate_tokens(ids) == len(ids)
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_strict_calls_with_tags_are_exactly_those_of_their_schema(text: Text, name: str) -> None:
+    way, tool = format_named(name), Tool("lookup", "", LOOKUP, strict=True)
+    for arguments in GOOD:
+        told = written(way, "lookup", arguments)
+        (call,) = way.new_reader(ToolOffer((tool,)), is_rest=False).read(told)
+        assert isinstance(call, Call) and json.loads(call.arguments) == arguments
+        assert matched(text, name, tool, told), arguments
+        assert matched(text, name, tool, "So: <b> " + told + " and </"), arguments
+    for arguments in BAD:
+        assert not matched(text, name, tool, written(way, "lookup", arguments)), arguments
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_a_tool_that_is_not_strict_takes_any_parameters_beside_a_strict_one(text: Text, name: str) -> None:
+    way, offer = format_named(name), ToolOffer(TOOLS)
+    told = written(way, "now", {"any": "text\n", "other_one": "5"})
+    matcher = text.compiler.compile(text.grammar(name, offer))
+    ids = text.spell(told, way)
+    assert matcher.validate_tokens(ids) == len(ids)
+
+
+@pytest.mark.parametrize(
+    ("schema", "told"),
+    [
+        (
+            {"properties": {"a": {"type": ["string", "object"], "required": ["b"]}}},
+            "/properties/a/required: the keyword",
+        ),
+        (
+            {"properties": {"a": {"anyOf": [{"type": "string"}, {"enum": [1]}]}}},
+            "/properties/a: a value that is either",
+        ),
+        ({"properties": {"a": {"enum": ["1", 1]}}}, "/properties/a/enum: '1' cannot be told from"),
+        ({"properties": {"a": {"enum": ["</parameter>"]}}}, "/properties/a/enum: '</parameter>' contains the tag"),
+        ({"properties": {"a": {"type": "integer", "not": {}}}}, "in the parameter 'a' of the tool 'f', /not: "),
+        ({"properties": {"a>b": {"type": "string"}}}, "/properties/a>b: the name cannot be written"),
+        ({"properties": {}, "required": ["a"]}, "/required: 'a' is not among the properties"),
+        ({"minProperties": 1}, "/minProperties: the keyword"),
+        ({"properties": {"a": {"$ref": "#/properties/b"}, "b": {"type": "integer"}}}, "the reference"),
+        ({"properties": {"a": {"type": "string", "format": "uuid"}}}, "/properties/a/format: the format 'uuid'"),
+    ],
+)
+def test_a_schema_that_calls_with_tags_cannot_keep_is_refused_with_its_place(
+    text: Text, schema: dict[str, Any], told: str
+) -> None:
+    tool = Tool("f", "", {"type": "object", **schema}, strict=True)
+    with pytest.raises(GrammarRefused) as refused:
+        text.compiler.compile(text.grammar("qwen3_coder", ToolOffer((tool,))))
+    assert told in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["gemma4", "llama4_pythonic", "lfm2", "minimax_m3"])
+def test_strict_is_refused_where_no_grammar_expresses_the_format(name: str) -> None:
+    source = "{{ tools }}{% set calls = messages[0].tool_calls %}" + (CALL_TEMPLATES / f"{name}.jinja").read_text()
+    way = find_tool_format(source)
+    assert way is not None and grammar_of_calls(way, ToolOffer(TOOLS), {}) is None

@@ -27,8 +27,8 @@ from moiety_platform.inference.strict_tools import grammar_of_calls
 from moiety_text.folder import read_text_model
 from moiety_text.tokenizer import Tokenizer
 from moiety_text.tools.deltas import Call
-from moiety_text.tools.formats import format_of
 from moiety_text.tools.offer import Tool, ToolOffer
+from moiety_text.tools.registry import find_tool_format
 from moiety_wire.classes import STANDARD
 from moiety_wire.engine_choices import LoadFormat
 from moiety_wire.grammars import GrammarKind, GrammarSpec
@@ -152,7 +152,7 @@ MARKER = "<|im_start|>"  # a special token of this tokenizer, in the place of th
 
 
 def way_of(family: str) -> Any:
-    way = format_of((TEMPLATES / f"{family}.jinja").read_text())
+    way = find_tool_format((TEMPLATES / f"{family}.jinja").read_text())
     assert way is not None
     return way
 
@@ -178,7 +178,8 @@ def test_a_call_that_the_model_begins_by_itself_keeps_to_the_schema_beside_text(
     way, offer = way_of(family), ToolOffer(TOOLS, parallel=False)
     special = {}
     if opener == MARKER:
-        way = replace(way, markers=(MARKER,), to_name=way.to_name.replace("<tool_call>", MARKER))
+        reader = type("MarkedReader", (way.reader,), {"opener": MARKER})
+        way = replace(way, reader=reader, markers=(MARKER,), to_name=way.to_name.replace("<tool_call>", MARKER))
         special = {MARKER: TOKENIZER.encode(MARKER)[0]}
     begun = ("" if family == "llama" else "Let me see.") + opener
     begun += "" if family == "llama" else '\n{"name": "'

@@ -37,21 +37,23 @@ def open_answers() -> Take:
     from moiety_text.reasoning import ThoughtReader
     from moiety_text.stop import StopFinder
     from moiety_text.tools.deltas import assemble
-    from moiety_text.tools.families import HermesReader, LlamaReader, MistralReader
+    from moiety_text.tools.registry import FAMILIES
 
     names = ("add", "find-it", "f")
-    families = (HermesReader, LlamaReader, MistralReader, None)
+    readers = [family.format_of("").reader for family in FAMILIES]
 
-    def reader(way: int) -> Any:
-        family = families[way % 4]
-        calls = None if family is None else family(names, 1 if way & 16 else None, is_rest=bool(way & 32))
+    def reader(way: int, number: int) -> Any:
+        calls = None
+        if way & 3:
+            calls = readers[number](names, 1 if way & 16 else None, is_rest=bool(way & 32))
         return ThoughtReader(calls, is_open=bool(way & 8)) if way & 4 or calls is None else calls
 
     def take(data: bytes) -> None:
         way, data = split(data, 64)
+        number, data = split(data, len(readers))
         size, data = (1 + data[0] % 16, data[1:]) if data else (1, b"")
         text = data.decode(errors="replace")
-        whole, by_pieces = reader(way).read(text), reader(way)
+        whole, by_pieces = reader(way, number).read(text), reader(way, number)
         pieces = [text[at : at + size] for at in range(0, len(text), size)]
         deltas = [delta for piece in pieces for delta in by_pieces.feed(piece)]
         assert assemble([*deltas, *by_pieces.end()]) == whole

@@ -338,7 +338,6 @@ BAD = [
     ({"system": [{"type": "image"}]}, "system.0.type", "not supported yet"),
     ({"mcp_servers": [{"type": "url"}]}, "mcp_servers", "not supported yet"),
     ({"output_config": {"format": {}}}, "output_config", "not supported yet"),
-    ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, None, "does not support reasoning"),
     ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens", "greater than or equal to 1"),
     ({"temperature": 1.5}, "temperature", "less than or equal to 1"),
     ({"top_p": -1}, "top_p", "greater than or equal to 0"),

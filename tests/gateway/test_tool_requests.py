@@ -195,7 +195,7 @@ async def test_a_model_whose_template_knows_no_tools_or_another_form_says_so(
     other = tool_card("other", template="{{ tools | tojson }}<|tool▁call▁begin|>")
     async with start_gateway([FakeEngineClient(plain), FakeEngineClient(other)]) as gateway:
         create = gateway.client.chat.completions.create
-        for model, words in (("plain", "knows no tools"), ("other", "a form that is not known here")):
+        for model, words in (("plain", "knows no tools"), ("other", "does not show in which format")):
             asked: dict[str, Any] = {"model": model, "messages": ASKED, "tools": OPENAI_TOOLS}
             with pytest.raises(openai.BadRequestError, match=words) as caught:
                 await create(**asked, stream=True)

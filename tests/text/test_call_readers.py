@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moiety_text.tools.deltas import Call, CallBegun, CallEnded, Content, Delta, assemble
-from moiety_text.tools.families import HermesReader, LlamaReader, MistralReader
+from moiety_text.tools.families.hermes import HermesReader
+from moiety_text.tools.families.llama import LlamaReader
+from moiety_text.tools.families.mistral import MistralReader
 from moiety_text.tools.json_scanner import JsonScanner, Malformed
 from moiety_text.tools.reader import CallReader
 

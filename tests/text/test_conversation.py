@@ -164,3 +164,17 @@ def test_tokenizers_that_may_swallow_text_have_no_bound(backends: Backends) -> N
     stripping = tokenizers.Tokenizer.from_str(backends["byte_level"].to_str())
     stripping.add_special_tokens([tokenizers.AddedToken("<pad>", rstrip=True)])
     assert len(Tokenizer.from_json(stripping.to_str()).encode("<pad>" + " " * 5000, max_tokens=1)) == 1
+
+
+def test_reasoning_that_a_template_opens_is_closed_before_a_call_that_must_follow(backends: Backends) -> None:
+    template = ChatTemplate(CHATML + "{{ '<think>\\n' }}", {})
+    backend = backends["byte_level"]
+    tokenizer = Tokenizer.from_json(backend.to_str())
+    encoder = ConversationEncoder(tokenizer, backend.to_str(), template, (), ("<think>", "</think>"))
+    messages = [{"role": "user", "content": "Hi"}]
+    opening = Opening('<tool_call>\n{"name": "')
+    for encode in (encoder.encode, encoder.encode_guarded):
+        told = tokenizer.decode(encode(messages, opening=opening), skip_special_tokens=False)
+        assert told.endswith('<think>\n</think>\n\n<tool_call>\n{"name": "')
+        free = tokenizer.decode(encode(messages), skip_special_tokens=False)
+        assert free.rstrip().endswith("<think>")

@@ -16,7 +16,7 @@ from moiety_text.reasoning import ThoughtReader
 from moiety_text.stop import StopFinder
 from moiety_text.tokenizer import Tokenizer
 from moiety_text.tools.deltas import Call, Thought, assemble
-from moiety_text.tools.families import HermesReader
+from moiety_text.tools.families.hermes import HermesReader
 
 MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 CALL = '\n{"name": "f", "arguments": {"a": 1}}\n'

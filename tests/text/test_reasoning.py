@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from moiety_text.chat import ChatTemplate
 from moiety_text.reasoning import ThoughtReader, num_thought_tokens, thoughts_of
 from moiety_text.tools.deltas import Call, Thought, assemble
-from moiety_text.tools.families import HermesReader
+from moiety_text.tools.families.hermes import HermesReader
 
 CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 CASES = {

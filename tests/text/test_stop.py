@@ -77,6 +77,7 @@ class Marks(NamedTuple):
     opener: str = "<t>"
     closer: str = "</t>"
     is_open: bool = False
+    answer_opener: str = ""
 
 
 def search_after_thought(text: str, stops: list[str], *, is_open: bool) -> tuple[str, str | None]:

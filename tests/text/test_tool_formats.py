@@ -8,9 +8,12 @@ import pytest
 
 from moiety_text.chat import ChatTemplate
 from moiety_text.tools.deltas import Call
-from moiety_text.tools.families import HermesReader, LlamaReader, MistralReader
-from moiety_text.tools.formats import ToolFormat, format_of
+from moiety_text.tools.families.hermes import HermesReader
+from moiety_text.tools.families.llama import LlamaReader
+from moiety_text.tools.families.mistral import MistralReader
+from moiety_text.tools.formats import ToolFormat
 from moiety_text.tools.offer import Tool, ToolOffer
+from moiety_text.tools.registry import find_tool_format
 
 TOOLS = (Tool("add", "", {}), Tool("now", "", {}))
 HERMES = (
@@ -26,15 +29,13 @@ MISTRAL_WITH_IDS = (
 )
 OTHERS = [
     HERMES.replace("message.tool_calls", "message"),  # would leave out calls
-    "{{ message.tool_calls }}{{ tools }}<tool_call>\n<function=name>\n<parameter=x>",
-    "{{ message.tool_calls }}{{ tools }}<tool_call>name\n<arg_key>x</arg_key>",
-    "{{ message.tool_calls }}{{ tools }}<｜tool▁calls▁begin｜>",
     "{{ message.tool_calls }}{{ tools }}<|start_header_id|>[get_weather(city='x')]",
+    "{{ message.tool_calls }}{{ tools }}<call>{{ name }}</call>",
 ]
 
 
 def known(template: str) -> ToolFormat:
-    found = format_of(template)
+    found = find_tool_format(template)
     assert found is not None
     return found
 
@@ -68,7 +69,7 @@ def test_a_template_shows_its_form_and_how_an_answer_must_begin(
 
 @pytest.mark.parametrize("template", OTHERS)
 def test_a_form_that_is_not_known_is_not_taken_for_another(template: str) -> None:
-    assert format_of(template) is None
+    assert find_tool_format(template) is None
 
 
 def test_a_template_knows_tools_if_it_reads_them() -> None:

@@ -18,12 +18,15 @@ from rich.progress import Progress
 from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.command_errors import print_error
 from moiety_engine.config import EngineConfig
-from moiety_engine.errors import EngineError
+from moiety_engine.errors import EngineError, InvalidConfig
 from moiety_engine.logs import configure_logs
 from moiety_engine.option_values import engine_config
 from moiety_options.commands import command_of
 from moiety_options.declaration import option
 from moiety_options.model import ServedModelOptions, model_name
+from moiety_text.errors import UnknownFormat
+from moiety_text.reasoning_formats import check_reasoning_format
+from moiety_text.tools.registry import check_tool_format
 from moiety_wire.replica import Replica
 
 OFFLINE_GROUP = "moiety.offline"  # its entry point `run_file` answers a file with the replica that it is given
@@ -53,13 +56,14 @@ def run_batch(options: BatchRunOptions) -> None:
     configure_logs()
     run_file = _find_run_file()
     try:
+        _check_formats(options)
         name = options.name or model_name(options.model)
         config = engine_config(options, resolve_checkpoint(options.model), name, traced_steps_per_s=0.0)
         run_file(
             options.file,
             options.output,
             model=config.name,
-            open_replica=lambda: _open_replica(config),
+            open_replica=lambda: _open_replica(config, options),
             as_json=options.as_json,
         )
     except EngineError as exc:
@@ -70,14 +74,26 @@ def run_batch(options: BatchRunOptions) -> None:
 batch_run = command_of(BatchRunOptions, run_batch)
 
 
-def _open_replica(config: EngineConfig) -> Replica:
+def _check_formats(options: BatchRunOptions) -> None:
+    """Raise InvalidConfig for the name of a format that does not exist."""
+    try:
+        check_tool_format(options.tool_format)
+        check_reasoning_format(options.reasoning_format)
+    except UnknownFormat as exc:
+        raise InvalidConfig(str(exc)) from exc
+
+
+def _open_replica(config: EngineConfig, options: BatchRunOptions) -> Replica:
     from moiety_engine.in_process.replica import InProcessReplica  # noqa: PLC0415 - imports torch
 
     console = Console(stderr=True)
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
         loading = progress.add_task("loading", total=None)
         return InProcessReplica(
-            config, on_load=lambda done, total: progress.update(loading, completed=done, total=total)
+            config,
+            on_load=lambda done, total: progress.update(loading, completed=done, total=total),
+            tool_format=options.tool_format,
+            reasoning_format=options.reasoning_format,
         )
 
 

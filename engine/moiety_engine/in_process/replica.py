@@ -32,7 +32,14 @@ _COMPANY_S = 0.001  # pause before polling again when requests wait for a batch 
 class InProcessReplica:
     """`moiety_wire.replica.Replica` implemented by the engine. Owns the model from its construction to `close`."""
 
-    def __init__(self, config: EngineConfig, *, on_load: Callable[[int, int], None] | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        on_load: Callable[[int, int], None] | None = None,
+        tool_format: str = "auto",
+        reasoning_format: str = "auto",
+    ) -> None:
         """Load the model; `on_load` gets bytes read and total bytes. Raises EngineError."""
         try:
             text = read_text_model(Path(config.model))
@@ -41,7 +48,15 @@ class InProcessReplica:
         loop = load_loop(config, progress=on_load)
         loop.warm_up()
         self._loop: EngineLoop | None = loop
-        self.card = make_card(config.name, ENGINE_ID, text, hello_of(loop), adapters=tuple(config.adapters))
+        self.card = make_card(
+            config.name,
+            ENGINE_ID,
+            text,
+            hello_of(loop),
+            adapters=tuple(config.adapters),
+            tool_format=tool_format,
+            reasoning_format=reasoning_format,
+        )
         self.tokenizer = Tokenizer.from_json(text.tokenizer_json)
         self._messages: list[ToGateway] = []
         self._session = GatewaySession(b"", 0.0)

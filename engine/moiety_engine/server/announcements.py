@@ -41,6 +41,8 @@ def make_card(
     hello: CoreHello,
     role: EngineRole = EngineRole.BOTH,
     adapters: tuple[str, ...] = (),
+    tool_format: str = "auto",
+    reasoning_format: str = "auto",
 ) -> ModelCard:
     return ModelCard(
         engine_id=engine_id,
@@ -67,4 +69,7 @@ def make_card(
         adapters=adapters,
         speculative_prefill=hello.speculative_prefill,
         forgets=True,
+        controls_reasoning=True,
+        tool_format=tool_format,
+        reasoning_format=reasoning_format,
     )

@@ -315,7 +315,16 @@ class EngineServer:
 
     def _become_ready(self, hello: CoreHello) -> None:
         settings = self.settings
-        self.card = make_card(settings.model, self.engine_id, self._text, hello, settings.role, settings.adapters)
+        self.card = make_card(
+            settings.model,
+            self.engine_id,
+            self._text,
+            hello,
+            settings.role,
+            settings.adapters,
+            settings.tool_format,
+            settings.reasoning_format,
+        )
         self._requests.limits = ModelLimits.of(self.card)
         for session in self._sessions.all():
             if session.wants_card:

@@ -14,6 +14,8 @@ CORE_SILENCE_S = 60.0  # longer than the longest step on a slow processor
 @dataclass(frozen=True)
 class ServerSettings:
     model: str  # model name that clients use
+    tool_format: str = "auto"  # names of formats for the model card
+    reasoning_format: str = "auto"
     listen: str = "tcp://127.0.0.1:5757"  # ZeroMQ address; tcp port 0 takes a free one
     address_file: Path | None = None  # the bound address is written here when the engine is ready
     usage_journal: Path | None = None  # usage of ended requests is appended here

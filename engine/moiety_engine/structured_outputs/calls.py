@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from moiety_engine.structured_outputs.errors import GrammarRefused
-from moiety_engine.structured_outputs.exact_schemas import exact_schema_of
+from moiety_engine.structured_outputs.exact_schemas import ExactSchema, exact_schema_of
+from moiety_engine.structured_outputs.lark_text import lark_string, quoted_with_tokens, split_at_token
+from moiety_engine.structured_outputs.tagged_arguments import TaggedArguments
 from moiety_wire.grammars import ToolCallsGrammar
 
+FIRST_TOOL_LINE = 3  # of a grammar of calls, with one line per tool's arguments
 _ONE_SPACE = r"\x20"
 
 
@@ -19,46 +22,94 @@ def calls_grammar(text: str) -> str:
     """Return the grammar in Lark's syntax. Raises GrammarRefused."""
     try:
         form = msgspec.json.decode(text, type=ToolCallsGrammar)
-        arguments = [_arguments(tool.schema) for tool in form.tools]
+        arguments = _argument_rules(form)
     except (ValueError, RecursionError) as exc:
         raise GrammarRefused(f"the grammar of the tool calls cannot be decoded: {exc}") from exc
 
     def quoted(text: str) -> str:
-        return _quoted(text, form.special)
+        return quoted_with_tokens(text, form.special)
 
-    rules = ["%llguidance {}", f"start: {_start(form)}"]
-    rules += [f"arguments_{i}: {schema}" for i, schema in enumerate(arguments)]
-    inner = [f"{quoted(tool.name + form.between)} {_with_arguments(i)}" for i, tool in enumerate(form.tools)]
-    rules += [f"rest: ({_rest(form, inner)}) {quoted(form.after)} more"]
-    rules += [f"call: {quoted(form.before)} ({' | '.join(inner)}) {quoted(form.after)}"]
-    again = f"({quoted(form.separator)} call)*" if form.separator and form.may_repeat else ""
-    rules += [f"more: {again} {quoted(form.closer)}", "calls: call more"]
-    rules += [*_free_text(form.free_ids), f"tail: {'text' if form.opener else 'plain'}"]
-    if form.opener in form.special:
-        rules += [f"opened: text {quoted(form.opener)} calls"]
-    elif form.opener:
-        others = "(TEXT? other)* " if form.free_ids else ""
-        rules += [f"mark[lazy]: ANY {quoted(form.opener)}", f"opened: {others}mark calls"]
-    return "\n".join(rules)
+    rules = ["%llguidance {}", f"start: {_start(form)}", *arguments]
+    name_end = f"/{form.name_end}/ " if form.name_end else ""
+    inner = [
+        f"{quoted(tool.name)} {name_end}{quoted(form.between)} {_with_arguments(form, i)}"
+        for i, tool in enumerate(form.tools)
+    ]
+    rest = _with_arguments(form, 0) if form.is_named else " | ".join(inner)
+    rules += [f"rest: ({rest}) {quoted(form.after)} more", f"inner: {' | '.join(inner)}"]
+    again = ""
+    if form.separator is not None and form.may_repeat:
+        again = f"({quoted(form.separator)} inner {quoted(form.after)})*"
+    rules += [f"more: {again} {quoted(form.closer)}", f"calls: {quoted(form.before)} inner {quoted(form.after)} more"]
+    return "\n".join([*rules, *_free_text(form.free_ids, "{" if form.opener else form.before[:1]), *_text_around(form)])
 
 
-def _free_text(free_ids: Sequence[int]) -> list[str]:
-    """Return the rules of `text`, which may be empty, and of `plain`, which cannot begin like a call without a marker.
+def schema_at(form: ToolCallsGrammar, line: int) -> tuple[str, str]:
+    """Return the place of the schema in a line of the grammar, as words, and the schema as text."""
+    number = line - FIRST_TOOL_LINE
+    if form.parameters is None:
+        tool = form.tools[number]
+        return f"in the parameters of the tool {tool.name!r}", tool.schema
+    tagged = TaggedArguments(form.parameters, form.special)
+    for index, tool in enumerate(form.tools):
+        tagged.add_tool(index, tool)
+    return tagged.place_of(number - len(form.tools))
+
+
+def _argument_rules(form: ToolCallsGrammar) -> list[str]:
+    if form.parameters is None:
+        schemas = [json_rule(exact_schema_of(tool.schema)) for tool in form.tools]
+        return [f"arguments_{i}: {schema}" for i, schema in enumerate(schemas)]
+    tagged = TaggedArguments(form.parameters, form.special)
+    arguments = [tagged.add_tool(index, tool) for index, tool in enumerate(form.tools)]
+    values = [f"json_{i}: {json_rule(schema)}" for i, schema in enumerate(tagged.json_schemas)]
+    return [*arguments, *values, *tagged.value_rules()]
+
+
+def json_rule(exact: ExactSchema) -> str:
+    """Return the rule of JSON documents of a schema, with at most one space between their parts."""
+    return f"%json {exact.encode(**exact.options(whitespace_pattern=_ONE_SPACE))}"
+
+
+def _free_text(free_ids: Sequence[int], first: str) -> list[str]:
+    """Return the rules of `text`, which may be empty, and of `plain`, which does not begin with `first` like a call.
 
     A grammar does not count added tokens as text, so those that free text may contain are named.
     """
-    rules = ["ANY: /(.|\\n)*/", "TEXT: /(.|\\n)+/", "FIRST: /[^{\\s](.|\\n)*/"]
+    rules = ["ANY: /(.|\\n)*/", "TEXT: /(.|\\n)+/", f"FIRST: /[^{re.escape(first)}\\s](.|\\n)*/"]
     if not free_ids:
         return [*rules, "text: TEXT?", "plain: FIRST"]
     return [
         *rules,
-        f"other: <[{','.join(_ranges(free_ids))}]>",
+        f"other: <[{','.join(id_ranges(free_ids))}]>",
         "text: TEXT? (other TEXT?)*",
         "plain: (FIRST | other TEXT?) (other TEXT?)*",
     ]
 
 
-def _ranges(token_ids: Sequence[int]) -> Iterator[str]:
+def _text_around(form: ToolCallsGrammar) -> list[str]:
+    """Return the rules of calls with the text and the marker before them, and of the text after the last call."""
+    if not form.opener:
+        return ["tail: plain"]
+    opener = quoted_with_tokens(form.opener, form.special)
+    head = split_at_token(form.opener, form.special)
+    if head is None:
+        others = "(TEXT? other)* " if form.free_ids else ""
+        return ["tail: text", f"mark[lazy]: ANY {opener}", f"opened: {others}mark calls"]
+    if not head:
+        return ["tail: text", f"opened: text {opener} calls"]
+    # a token within the marker: the characters before it are text wherever the token does not follow them
+    piece = "head | TEXT? other" if form.free_ids else "head"
+    rest = quoted_with_tokens(form.opener[len(head) :], form.special)
+    return [
+        f"head[lazy]: ANY {lark_string(head)}",
+        f"piece: {piece}",
+        "tail: piece* TEXT?",
+        f"opened: piece* head {rest} calls",
+    ]
+
+
+def id_ranges(token_ids: Sequence[int]) -> Iterator[str]:
     """Yield ascending token ids in grammar syntax, consecutive ones as a range."""
     for _, row in itertools.groupby(enumerate(sorted(set(token_ids))), lambda one: one[1] - one[0]):
         found = [token_id for _, token_id in row]
@@ -74,27 +125,5 @@ def _start(form: ToolCallsGrammar) -> str:
     return "opened* tail" if repeats else "opened | tail"
 
 
-def _rest(form: ToolCallsGrammar, inner: list[str]) -> str:
-    """Return the rule for the part of the first call that the prompt does not contain."""
-    return _with_arguments(0) if form.is_named else " | ".join(inner)
-
-
-def _with_arguments(number: int) -> str:
-    return f'" "? arguments_{number}'
-
-
-def _arguments(schema: str) -> str:
-    exact = exact_schema_of(schema)
-    return f"%json {exact.encode(**exact.options(whitespace_pattern=_ONE_SPACE))}"
-
-
-def _quoted(text: str, special: Mapping[str, int]) -> str:
-    """Return text in grammar syntax, with its added tokens by their ids."""
-    if not special:
-        return _string(text)
-    parts = re.split("(" + "|".join(re.escape(marker) for marker in special) + ")", text)
-    return " ".join(f"<[{special[part]}]>" if part in special else _string(part) for part in parts if part)
-
-
-def _string(text: str) -> str:
-    return msgspec.json.encode(text).decode() if text else ""
+def _with_arguments(form: ToolCallsGrammar, number: int) -> str:
+    return f'" "? arguments_{number}' if form.parameters is None else f"arguments_{number}"

@@ -8,15 +8,16 @@ from typing import Any
 
 import msgspec
 
+from moiety_engine.structured_outputs.calls import schema_at
 from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.exact_numbers import decode_exactly, pointer_part
 from moiety_engine.structured_outputs.expression_errors import ENDLESS, MAX_MESSAGE_CHARS, explain_error
 from moiety_engine.structured_outputs.formats import PATTERNS
+from moiety_engine.structured_outputs.harmony import tool_at_line
 from moiety_engine.structured_outputs.patterns import exact_name_pattern, exact_pattern
 from moiety_wire.grammars import GrammarKind, ToolCallsGrammar
 
 FORMATS = (*PATTERNS, "duration", "ipv4", "ipv6", "uri", "uuid")
-FIRST_TOOL_LINE = 3  # of a grammar of calls, with one line per tool's arguments
 
 _COUNTED = ("minProperties", "maxProperties")
 _IN_GRAMMAR = re.compile(r"at (\d+)\(\d+\): failed to compile JSON schema: ", re.DOTALL)
@@ -43,10 +44,11 @@ def explain_refusal(kind: GrammarKind, text: str, error: str) -> str:
     if kind is GrammarKind.JSON_SCHEMA:
         message: str | None = _explain_schema(text, error)
     elif kind is GrammarKind.CALLS and in_grammar is not None:
-        tool = msgspec.json.decode(text, type=ToolCallsGrammar).tools[int(in_grammar[1]) - FIRST_TOOL_LINE]
-        message = (
-            f"in the parameters of the tool {tool.name!r}, {_explain_schema(tool.schema, error[in_grammar.end() :])}"
-        )
+        place, schema = schema_at(msgspec.json.decode(text, type=ToolCallsGrammar), int(in_grammar[1]))
+        message = f"{place}, {_explain_schema(schema, error[in_grammar.end() :])}"
+    elif kind is GrammarKind.HARMONY and in_grammar is not None:
+        name, schema = tool_at_line(text, int(in_grammar[1]))
+        message = f"in the parameters of the tool {name!r}, {_explain_schema(schema, error[in_grammar.end() :])}"
     else:
         message = None
     return (message or explain_error(kind, text, error))[:MAX_MESSAGE_CHARS]

@@ -13,7 +13,8 @@ from typing import Protocol
 from moiety_text.tools.json_scanner import JsonScanner, Malformed
 
 ARGUMENTS = ("arguments", "parameters")
-_KNOWN = ("name", "id", "type", *ARGUMENTS)
+NAMES = ("name", "tool_name")
+_KNOWN = ("id", "tool_call_id", "type", *NAMES, *ARGUMENTS)
 _SPACE = " \t\n\r"
 
 
@@ -56,9 +57,9 @@ class ArgumentsOnly:
 
 
 class CallObject:
-    """`{"name": …, "arguments": {…}}` with its members in any order; `parameters` is a synonym of `arguments`.
+    """`{"name": …, "arguments": {…}}` with its members in any order, or with `tool_name` and `parameters`.
 
-    Missing arguments are empty. An `id` and a `type` are skipped; any other member before the call has begun makes it
+    Missing arguments are empty. An id and a `type` are skipped; any other member before the call has begun makes it
     no call.
     """
 
@@ -137,7 +138,7 @@ class CallObject:
         if not self._scanner.is_complete:
             return ""
         self._step = self._next
-        if self._member != "name":
+        if self._member not in NAMES:
             return ""
         name = json.loads("".join(self._text))
         if self._named is not None or name not in self._names:

@@ -1,24 +1,16 @@
-"""Tool-call format of one model, derived from its chat template."""
+"""Tool-call format of one model: its markers, the opening of a forced call, and the messages its template takes."""
 
 from __future__ import annotations
 
-import re
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any
 
-from moiety_text.tools.families import HermesReader, LlamaReader, MistralReader
+from moiety_text.tools.history import CallIds, adapted_messages
 from moiety_text.tools.offer import ToolOffer
 from moiety_text.tools.reader import CallReader
 
 Message = Mapping[str, Any]
-
-KNOWN = "Hermes and Qwen, Mistral, or Llama 3 and 4"
-
-_LLAMA_HEADS = ("<|start_header_id|>", "<|header_start|>")  # of a turn, with Llama 3 and 4
-_MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,135 +27,84 @@ class Opening:
 
 
 @dataclass(frozen=True, slots=True)
+class ParameterTags:
+    """Tags around the parameters of a call whose arguments are not a JSON object.
+
+    `padding` stands around each value. Where the tag says whether a value is a string, `to_json` differs from
+    `to_value`. `has_free_text`: a value of text is written as it is.
+    """
+
+    to_name: str
+    to_value: str
+    to_json: str
+    end: str
+    between: str = ""  # after each parameter
+    padding: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ToolFormat:
     """Tool-call format of one model.
 
     `markers` mark its calls and may be special tokens. An answer that must call begins with `to_name` before the name
-    and `to_arguments` after it.
+    and `name_end` and `to_arguments` after it.
     """
 
     reader: type[CallReader]
     markers: tuple[str, ...]
     to_name: str
     to_arguments: str
-    to_end: str | None  # text after the arguments; None where a call contains more than this
-    between: str = ""  # separator of calls after one marker
+    to_end: str | None  # text after the arguments; None where a call contains more than a grammar can express
+    between: str | None = None  # from the end of a call to the name of the next; None: each call has its own marker
     closer: str = ""  # after the last of those calls
     marks_calls: bool = True  # otherwise a call is the whole answer, and recognized by its format
-    short_ids: bool = False  # the template takes only ids of nine letters and digits
+    name_end: str = ""  # directly after the name, such as the number of the call
+    name_end_pattern: str = ""  # regular expression of `name_end`
+    parameters: ParameterTags | None = None  # None: the arguments are a JSON object
+    call_ids: CallIds = CallIds.CLIENT
     one_call_a_message: bool = False
+    results_in_calls: bool = False  # the template reads results from the message with the calls
+    takes_text_arguments: bool = False  # the template concatenates arguments, so they must be text
+
+    @property
+    def opener(self) -> str:
+        """Return the marker before the calls; "" where a call is the whole answer."""
+        return self.reader.opener if self.marks_calls else ""
 
     def opening(self, offer: ToolOffer) -> Opening:
         """Return the opening of an answer; empty where the model is free to call or not."""
         if not offer.must_call:
             return Opening()
         name = offer.first_call
-        return Opening(self.to_name) if name is None else Opening(self.to_name, name, self.to_arguments)
+        if name is None:
+            return Opening(self.to_name)
+        return Opening(self.to_name, name, self.name_end + self.to_arguments)
 
     def new_reader(self, offer: ToolOffer, *, is_rest: bool) -> CallReader:
         """Return a reader for an answer to a prompt that ends with the opening.
 
         `is_rest`: the client has begun the answer.
         """
-        reader = self.reader(offer.names, offer.max_calls, is_rest=is_rest)
+        reader = self.reader(offer.names, offer.max_calls, is_rest=is_rest, schemas=offer.schemas)
         deltas = reader.feed(self.opening(offer).text)
         assert not deltas, "an opening ends before the name and the arguments of a call"
         return reader
 
     def adapted(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages in this template's form: results with their tool's name, ids and calls in its format."""
-        named = list(_with_names(messages))
-        if self.one_call_a_message:
-            named = list(_apart(named))
-        return [_with_short_ids(message) for message in named] if self.short_ids else named
-
-
-def format_of(template: str) -> ToolFormat | None:
-    """Return the format that the chat template implies.
-
-    None where it is unknown, or where the template would omit the calls of earlier answers.
-    """
-    if "tool_calls" not in template:
-        return None
-    if "[TOOL_CALLS]" in template:
-        return _mistral(template)
-    if "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template:
-        markers = ("<tool_call>", "</tool_call>")
-        return ToolFormat(HermesReader, markers, '<tool_call>\n{"name": "', '", "arguments":', "}\n</tool_call>")
-    if '{"name": "' in template and '"parameters": ' in template and any(head in template for head in _LLAMA_HEADS):
-        one_call = "single tool-calls" in template
-        return ToolFormat(
-            LlamaReader,
-            ("<|python_tag|>",),
-            '{"name": "',
-            '", "parameters":',
-            "}",
-            between="; ",
-            marks_calls=False,
-            one_call_a_message=one_call,
+        return adapted_messages(
+            messages,
+            self.call_ids,
+            one_call_a_message=self.one_call_a_message,
+            results_in_calls=self.results_in_calls,
+            arguments_as_text=self.takes_text_arguments,
         )
-    return None
 
 
-def _mistral(template: str) -> ToolFormat:
-    markers = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
-    short_ids = "length 9" in template or "length != 9" in template
-    if "[ARGS]" in template:
-        has_ids = "[CALL_ID]" in template
-        to_arguments, to_end = ("", None) if has_ids else ("[ARGS]", "")
-        return ToolFormat(MistralReader, markers, "[TOOL_CALLS]", to_arguments, to_end, short_ids=short_ids)
-    to_list = "[TOOL_CALLS] [" if "[TOOL_CALLS] [" in template else "[TOOL_CALLS]["
-    return ToolFormat(
-        MistralReader,
-        markers,
-        to_list + '{"name": "',
-        '", "arguments":',
-        "}",
-        between=", ",
-        closer="]",
-        short_ids=short_ids,
-    )
+@dataclass(frozen=True, slots=True)
+class ToolFamily:
+    """A tool-call format by name. `is_of` tells whether a chat template is of the family."""
 
-
-def _with_names(messages: Sequence[Message]) -> Iterator[Message]:
-    names = {}
-    for message in messages:
-        for call in message.get("tool_calls", ()):
-            names[call["id"]] = call["function"]["name"]
-        name = names.get(message.get("tool_call_id")) if message["role"] == "tool" else None
-        yield {"name": name, **message} if name is not None else message
-
-
-def _apart(messages: Sequence[Message]) -> Iterator[Message]:
-    """Yield each call in its own message, followed by its result."""
-    left = deque(messages)
-    while left:
-        message = left.popleft()
-        calls = message.get("tool_calls", ())
-        if len(calls) < 2:
-            yield message
-            continue
-        results = []
-        while left and left[0]["role"] == "tool":
-            results.append(left.popleft())
-        for number, call in enumerate(calls):
-            yield {**message, "tool_calls": [call], "content": "" if number else message["content"]}
-            yield from [result for result in results if result["tool_call_id"] == call["id"]]
-        made = {call["id"] for call in calls}
-        yield from [result for result in results if result["tool_call_id"] not in made]
-
-
-def _with_short_ids(message: Message) -> Message:
-    changed = dict(message)
-    if "tool_call_id" in message:
-        changed["tool_call_id"] = _short_id(message["tool_call_id"])
-    if "tool_calls" in message:
-        changed["tool_calls"] = [{**call, "id": _short_id(call["id"])} for call in message["tool_calls"]]
-    return changed
-
-
-def _short_id(call_id: str) -> str:
-    """Return the id itself where it fits, otherwise one derived from it."""
-    if _MISTRAL_ID.fullmatch(call_id):
-        return call_id
-    return blake2b(call_id.encode(), digest_size=5).hexdigest()[:9]
+    name: str
+    is_of: Callable[[str], bool]
+    format_of: Callable[[str], ToolFormat]  # the format of a template, which may be of another family

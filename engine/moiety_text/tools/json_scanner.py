@@ -10,7 +10,7 @@ MAX_DEPTH = 32
 MAX_NUMBER_LENGTH = 400  # a double has no more digits before its decimal point
 
 _SPACE = " \t\n\r"
-_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _LITERALS = {"t": "rue", "f": "alse", "n": "ull"}
 
 
@@ -147,7 +147,7 @@ class JsonScanner:
             self._number.append(character)
             return
         number = "".join(self._number)
-        if len(number) > MAX_NUMBER_LENGTH or _NUMBER.fullmatch(number) is None or math.isinf(float(number)):
+        if len(number) > MAX_NUMBER_LENGTH or NUMBER.fullmatch(number) is None or math.isinf(float(number)):
             raise Malformed
         self._step = self._next
         self._next(character)

@@ -36,6 +36,11 @@ class ToolOffer:
         return frozenset([self.forced] if self.forced is not None else [tool.name for tool in self.tools])
 
     @property
+    def schemas(self) -> dict[str, dict[str, Any]]:
+        """Schemas of the tools' arguments, by name."""
+        return {tool.name: tool.parameters for tool in self.tools}
+
+    @property
     def is_strict(self) -> bool:
         return any(tool.strict for tool in self.tools)
 

@@ -2,15 +2,17 @@
 
 The text after a marker is a call if it names one of the callable tools, with a JSON object as arguments, and no closing
 bracket is left over after it; otherwise it is content, including the marker. So the answer does not depend on how its
-text is split into pieces, and no text is lost that is not a call. White space before a marker, up to a bound, belongs
+text is split into pieces, and no text is lost that is not a call. Where a format ends each call with a tag, a call is
+complete at that tag and at no other place. White space before a marker, up to a bound, belongs
 to the call. The end of a text that may open a call is held back, and so is a call until it is complete and something
 follows it: a stream cannot retract its output, and a client may execute every call that it receives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import ClassVar
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 from moiety_text.tools.calls import CallObject, CallText
 from moiety_text.tools.deltas import (
@@ -27,6 +29,7 @@ from moiety_text.tools.json_scanner import Malformed
 _SPACE = " \t\n\r"
 _CLOSERS = "}]"
 MAX_SPACE = 256  # characters of white space held back, since a marker may follow
+NO_SCHEMAS: Mapping[str, Any] = MappingProxyType({})
 
 
 class CallReader:
@@ -35,16 +38,25 @@ class CallReader:
     opener: ClassVar[str]
     closer: ClassVar[str] = ""  # after a call, where there is one
     separators: ClassVar[str] = ""  # between calls, besides white space
+    has_call_end: ClassVar[bool] = False  # a tag ends each call, so what follows it does not matter
 
-    def __init__(self, names: Collection[str], max_calls: int | None = None, *, is_rest: bool = False) -> None:
+    def __init__(
+        self,
+        names: Collection[str],
+        max_calls: int | None = None,
+        *,
+        is_rest: bool = False,
+        schemas: Mapping[str, Any] = NO_SCHEMAS,
+    ) -> None:
         """Create the reader.
 
-        `names` are the callable tools.
+        `names` are the callable tools, and `schemas` the JSON schemas of their arguments by name.
 
         Calls beyond `max_calls` are dropped, with everything after them. `is_rest`: the answer had text before the
         first `feed`.
         """
         self._names = names
+        self._schemas = schemas
         self._max_calls = max_calls
         self._num_ended = 0
         self._held = ""  # content that may open a call
@@ -104,12 +116,12 @@ class CallReader:
         markers = (self.opener, self.closer) if self._owes_closer else (self.opener,)
         found = [(at, marker) for marker in markers if (at := held.find(marker)) >= 0]
         if not found:
-            given = _without_space(held, len(held) - max(overlap(held, marker) for marker in markers))
+            given = without_space(held, len(held) - max(overlap(held, marker) for marker in markers))
             self._give(held[:given])
             self._held = held[given:]
             return ""
         at, marker = min(found)
-        given, end = _without_space(held, at), at + len(marker)
+        given, end = without_space(held, at), at + len(marker)
         self._give(held[:given])
         self._held = ""
         self._owes_closer = False
@@ -140,7 +152,10 @@ class CallReader:
                 return text[at:]
             if self._call.is_complete:
                 self._keep(text[: at + 1])
-                self._behind, self._step = "", self._check_behind
+                if self.has_call_end:
+                    self._emit_call()
+                else:
+                    self._behind, self._step = "", self._check_behind
                 return text[at + 1 :]
         self._keep(text)
         return ""
@@ -188,7 +203,7 @@ class CallReader:
         return deltas
 
 
-def _without_space(text: str, end: int) -> int:
+def without_space(text: str, end: int) -> int:
     """Return where the white space before `end` begins, which may belong to the text that follows."""
     start = max(0, end - MAX_SPACE)
     return start + len(text[start:end].rstrip())

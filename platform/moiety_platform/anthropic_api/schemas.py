@@ -40,9 +40,10 @@ from moiety_platform.inference.body_fields import (
     refuse,
     shows,
 )
-from moiety_platform.inference.generation import Conversation, Generation
+from moiety_platform.inference.generation import Conversation, Generation, ReasoningFields
 from moiety_wire.messages import Sampling
 
+_REASONING_FIELDS = ReasoningFields("output_config.effort", "thinking.type", "thinking.budget_tokens")
 _TIERS = {"auto": None, "standard_only": "default"}  # as OpenAI names them; None: the tenant's default class
 
 _Unsupported = Annotated[Any, shows(enum=[None, [], {}])]
@@ -57,7 +58,7 @@ class Metadata(StrictBody):
 class ThinkingOption(StrictBody):
     """Reasoning before the answer, on or off.
 
-    The model decides how much. `max_tokens` bounds reasoning and answer together, and `budget_tokens` is ignored.
+    `max_tokens` bounds reasoning and answer together, and `budget_tokens` the reasoning.
     """
 
     type: Literal["enabled", "adaptive", "disabled"]
@@ -143,7 +144,14 @@ class ConversationBody(StrictBody):
             messages.insert(0, {"role": "system", "content": system})
         offer = offer_of(self.tools, self.tool_choice)
         thinks = None if self.thinking is None else self.thinking.type != "disabled"
-        return Conversation(tuple(messages), prefill, offer, thinks)
+        return Conversation(
+            tuple(messages),
+            prefill,
+            offer,
+            thinks,
+            thought_budget=None if self.thinking is None else self.thinking.budget_tokens,
+            reasoning_fields=_REASONING_FIELDS,
+        )
 
 
 class MessagesBody(ConversationBody, GeneratingBody):

@@ -32,9 +32,10 @@ from moiety_platform.idempotency.keys import HEADER as IDEMPOTENCY_KEY
 from moiety_platform.inference.endpoint import Body, Endpoint
 from moiety_platform.inference.engine_placement import Placement
 from moiety_platform.inference.engine_submits import RequestOrigin, check_limits, most_output_tokens, submits_of
+from moiety_platform.inference.field_support import ignored_fields, support_headers
 from moiety_platform.inference.generation import Generation
 from moiety_platform.inference.idempotency import claim_key
-from moiety_platform.inference.model_texts import ModelTexts
+from moiety_platform.inference.model_text_cache import ModelTexts
 from moiety_platform.inference.quota_reservation import Tariffs
 from moiety_platform.inference.request_body import BodyReader
 from moiety_platform.inference.request_record import RequestRecord
@@ -123,6 +124,7 @@ class RequestPipeline:
                 status_of=endpoint.errors.status,
             ) as record:
                 body = await services.bodies.read(endpoint.schema, receive, fields, principal.tenant_id)
+                record.ignored_fields.extend(ignored_fields(body))
                 streams = body.wants_stream
                 with services.streams.hold(principal.root_key_id) if streams else contextlib.nullcontext():
                     with WatchingForDisconnect(response.disconnect):
@@ -166,6 +168,7 @@ class RequestPipeline:
             _refuse_hopeless(generation, matched)
             text = await services.texts.get(matched.card)
             prompts = await text.encode_prompts(generation)
+            record.adjusted_fields |= text.adjusted_fields(generation)
             longest = [most_output_tokens(generation, matched.card, len(prompt_ids)) for prompt_ids in prompts]
             origin = await self._reserve(record, matched, prompts, max(longest), streams)
             service = matched.chosen.service
@@ -296,6 +299,7 @@ def _headers_of(record: RequestRecord) -> dict[str, str]:
         CLASS_HEADER: record.service_class,
         ADMISSION_HEADER: record.admission_reason,
         **record.reservation.headers(),
+        **support_headers(record.ignored_fields, record.adjusted_fields),
     }
 
 

@@ -89,6 +89,8 @@ class RequestRecord:
     finish_reasons: list[str] = field(default_factory=list)
     was_cut_by_limit: bool = False  # a sequence ended because a quota was exhausted
     answered_status: int | None = None  # status already sent to the client
+    ignored_fields: list[str] = field(default_factory=list)  # of the body, by path
+    adjusted_fields: dict[str, str] = field(default_factory=dict)  # values used instead of those in the body
     outcome: str = ""
     http_status: int = 0
     error_code: str | None = None

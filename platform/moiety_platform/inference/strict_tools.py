@@ -8,7 +8,7 @@ import msgspec
 
 from moiety_text.tools.formats import ToolFormat
 from moiety_text.tools.offer import ToolOffer
-from moiety_wire.grammars import GrammarKind, GrammarSpec, ToolCallGrammar, ToolCallsGrammar
+from moiety_wire.grammars import GrammarKind, GrammarSpec, ParameterTagsGrammar, ToolCallGrammar, ToolCallsGrammar
 
 ANY_OBJECT: Mapping[str, str] = {"type": "object"}
 
@@ -23,15 +23,10 @@ def grammar_of_calls(
     """
     if way.to_end is None:
         return None
-    opener = way.markers[0] if way.marks_calls else ""
+    opener, tags = way.opener, way.parameters
     name = offer.first_call
-    tools = [
-        ToolCallGrammar(tool.name, msgspec.json.encode(tool.parameters if tool.strict else ANY_OBJECT).decode())
-        for tool in offer.tools
-        if tool.name in offer.names
-    ]
     form = ToolCallsGrammar(
-        tools=tools,
+        tools=tool_grammars(offer),
         opener=opener,
         before=way.to_name.removeprefix(opener),
         between=way.to_arguments,
@@ -43,5 +38,18 @@ def grammar_of_calls(
         is_named=offer.must_call and name is not None,
         may_repeat=offer.max_calls is None,
         free_ids=list(free_ids),
+        name_end=way.name_end_pattern,
+        parameters=None
+        if tags is None
+        else ParameterTagsGrammar(tags.to_name, tags.to_value, tags.to_json, tags.end, tags.between, tags.padding),
     )
     return GrammarSpec(GrammarKind.CALLS, msgspec.json.encode(form).decode())
+
+
+def tool_grammars(offer: ToolOffer) -> list[ToolCallGrammar]:
+    """Return the callable tools with the schemas of their arguments. Tools that are not strict accept any object."""
+    return [
+        ToolCallGrammar(tool.name, msgspec.json.encode(tool.parameters if tool.strict else ANY_OBJECT).decode())
+        for tool in offer.tools
+        if tool.name in offer.names
+    ]

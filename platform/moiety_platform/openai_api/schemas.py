@@ -32,6 +32,7 @@ from moiety_platform.inference.body_fields import (
     shows,
 )
 from moiety_platform.inference.generation import Conversation, Generation, Prompt
+from moiety_platform.inference.reasoning_fields import Effort, ThoughtBudgetFields
 from moiety_platform.inference.tool_fields import TemplateVariables
 from moiety_platform.openai_api.chat_messages import ChatMessage, Messages
 from moiety_platform.openai_api.response_formats import FORMS as FORMS_OF_FORMS
@@ -168,7 +169,7 @@ class GenerationBody(StructuredOutputBody, GeneratingBody):
         )
 
 
-class ChatBody(GenerationBody):
+class ChatBody(ThoughtBudgetFields, GenerationBody):
     """`POST /v1/chat/completions`."""
 
     model_config = ConfigDict(
@@ -182,7 +183,7 @@ class ChatBody(GenerationBody):
     tools: ChatTools | None = None
     tool_choice: ChatChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None  # none: no reasoning
+    reasoning_effort: Effort = None
     chat_template_kwargs: TemplateVariables | None = None
     functions: Annotated[list[Any], shows(maxItems=0)] | None = None
     function_call: Annotated[Any, shows(enum=[None])] = None
@@ -221,6 +222,7 @@ class ChatBody(GenerationBody):
             tools=offer,
             effort=self.reasoning_effort,
             template_options=self.chat_template_kwargs or {},
+            thought_budget=self.thought_budget,
         )
         return self._generation((conversation,), (self.top_logprobs or 0) if self.logprobs else None, grammar)
 

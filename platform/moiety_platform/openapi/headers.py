@@ -21,6 +21,8 @@ LENGTH = "Content-Length"
 OF_SPENDING = (
     "x-moiety-class",
     "x-moiety-admission",
+    "x-moiety-ignored-fields",
+    "x-moiety-adjusted-fields",
     "Idempotent-Replayed",
     *(f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset")),
     "RateLimit",
@@ -54,6 +56,14 @@ ANSWER: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         LENGTH: {"description": "Bytes of the content.", "schema": _NUMBER},
         "x-moiety-class": {"description": "The service class that the request was served in.", "schema": _TEXT},
         "x-moiety-admission": {"description": "Why the engine let the request in, as a code.", "schema": _TEXT},
+        "x-moiety-ignored-fields": {
+            "description": "Fields of the request that have no effect here, separated by commas.",
+            "schema": _TEXT,
+        },
+        "x-moiety-adjusted-fields": {
+            "description": "Fields of the request that were adjusted, each with the value used: `max_tokens=7500`.",
+            "schema": _TEXT,
+        },
         REASON: {"description": "Why there is no room, as a code.", "schema": _TEXT},
         "Idempotent-Replayed": {
             "description": "Whether this is the answer of an earlier request.",

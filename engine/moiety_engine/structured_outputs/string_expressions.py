@@ -1,0 +1,50 @@
+"""Regular expressions of strings of a JSON schema, where a string is written without quotes and escapes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from moiety_engine.structured_outputs.errors import GrammarRefused
+from moiety_engine.structured_outputs.formats import PATTERNS
+from moiety_engine.structured_outputs.patterns import exact_pattern
+
+_ANYTHING = r"(.|\n)*"
+_SLASH = re.compile(r"(\\.)|/", re.DOTALL)
+
+
+def string_expressions(schema: Mapping[str, Any], excluded: str) -> Iterator[str]:
+    """Yield expressions in grammar syntax that the whole string matches, all of them. Raises GrammarRefused.
+
+    `excluded` is a character that the string does not contain, since it begins what follows; "" for none.
+    """
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    for keyword, count in (("minLength", least), ("maxLength", most)):
+        if count != "" and not (isinstance(count, int | float) and count == int(count) and count >= 0):
+            raise GrammarRefused(f"/{keyword}: it must be an integer of at least 0")
+    character = f"[^{re.escape(excluded)}]" if excluded else r"(.|\n)"
+    yield f"{character}{{{int(least)},{most if most == '' else int(most)}}}"
+    if isinstance(pattern := schema.get("pattern"), str):
+        try:
+            yield _whole(exact_pattern(pattern))
+        except GrammarRefused as exc:
+            raise GrammarRefused(f"/pattern: {exc}") from exc
+    if (name := schema.get("format")) is not None:
+        if name not in PATTERNS:
+            raise GrammarRefused(f"/format: the format {str(name)[:64]!r} is not supported in calls with tags")
+        yield _escaped(PATTERNS[name][1:-1])
+
+
+def _whole(pattern: str) -> str:
+    """Return an expression of whole strings for a pattern that is searched in them. Raises GrammarRefused."""
+    begins, ends = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
+    if "|" in pattern and (begins or ends):
+        raise GrammarRefused("'|' together with '^' or '$' is not supported in calls with tags; use 'enum'")
+    inner = pattern[begins : len(pattern) - ends]
+    return f"{'' if begins else _ANYTHING}({_escaped(inner)}){'' if ends else _ANYTHING}"
+
+
+def _escaped(expression: str) -> str:
+    """Return an expression with escaped slashes and line breaks, as between slashes."""
+    return _SLASH.sub(lambda found: found[1] or r"\/", expression).replace("\n", r"\n")

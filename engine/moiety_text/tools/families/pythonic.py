@@ -1,0 +1,107 @@
+"""Calls of Llama 4 and LFM2 as Python: a list of function calls with keyword arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+from moiety_text.tools.formats import ToolFamily, ToolFormat
+from moiety_text.tools.json_scanner import Malformed
+from moiety_text.tools.python_values import take_python_value
+from moiety_text.tools.reader import MAX_SPACE
+from moiety_text.tools.scanning import MAX_NAME_CHARS, SPACE, CallCharacters, ScannedCall, take_name, take_past_space
+from moiety_text.tools.sections import SectionReader
+from moiety_text.tools.tagged import json_object_of
+
+
+class PythonicReader(SectionReader):
+    """Reader of `[f(a=1, b="x"), g()]` at the beginning of the answer, or after `<|python_start|>`."""
+
+    opener = "<|python_start|>"
+    closer = "<|python_end|>"
+
+    def _start(self, text: str) -> str:
+        held = self._held + text
+        rest = held.lstrip(SPACE)
+        self._held = ""
+        is_far = len(held) - len(rest) > MAX_SPACE
+        if not rest and not is_far:
+            self._held = held
+            return ""
+        if rest.startswith("[") and not is_far:
+            self._open(held[: len(held) - len(rest)])
+            return rest
+        self._step = self._content
+        return held
+
+    def _lead(self, text: str) -> str:
+        self._begin(ScannedCall(self._scan_first))
+        return text
+
+    def _scan_first(self, text: CallCharacters) -> Generator[None, str, tuple[str, str]]:
+        if (yield from take_past_space(text)) != "[":
+            raise Malformed
+        return (yield from self._scan_call(text))
+
+    def _scan_next(self, text: CallCharacters) -> Generator[None, str, tuple[str, str]]:
+        return (yield from self._scan_call(text))
+
+    def _scan_call(self, text: CallCharacters) -> Generator[None, str, tuple[str, str]]:
+        name = self._known((yield from take_name(text, "(")))
+        arguments: dict[str, str] = {}
+        while (character := (yield from take_past_space(text))) != ")":
+            if arguments:
+                if character != ",":
+                    raise Malformed
+                character = yield from take_past_space(text)
+                if character == ")":
+                    break
+            key = ""
+            while character != "=":
+                key += character
+                if len(key) > MAX_NAME_CHARS:
+                    raise Malformed
+                character = yield from text.take()
+            arguments[key.strip(SPACE)] = yield from take_python_value(text)
+        return name, json_object_of(arguments)
+
+    def _after(self, text: str) -> str:
+        """Continue after a call with another one of the list, or with its end."""
+        held = self._held + text
+        rest = held.lstrip(SPACE)
+        self._held = ""
+        if not rest and len(held) <= MAX_SPACE:
+            self._held = held
+            return ""
+        if rest.startswith(","):
+            end = len(held) - len(rest) + 1
+            self._open(held[:end])
+            if self._raw is not None:
+                self._begin(ScannedCall(self._scan_next))
+            return held[end:]
+        self._owes_closer, self._step = True, self._content
+        return rest[1:] if rest.startswith("]") else held
+
+
+class Lfm2Reader(PythonicReader):
+    """Reader of `<|tool_call_start|>[f(a=1)]<|tool_call_end|>`."""
+
+    opener = "<|tool_call_start|>"
+    closer = "<|tool_call_end|>"
+
+    def _start(self, text: str) -> str:
+        self._step = self._content
+        return text
+
+
+LLAMA4_PYTHONIC = ToolFamily(
+    "llama4_pythonic",
+    lambda template: "func_name1(param" in template,
+    lambda template: ToolFormat(
+        PythonicReader, (PythonicReader.opener, PythonicReader.closer), "[", "(", None, marks_calls=False
+    ),
+)
+LFM2 = ToolFamily(
+    "lfm2",
+    lambda template: Lfm2Reader.opener in template,
+    lambda template: ToolFormat(Lfm2Reader, (Lfm2Reader.opener, Lfm2Reader.closer), f"{Lfm2Reader.opener}[", "(", None),
+)

@@ -1,0 +1,94 @@
+"""How this server treats each field of a request body: served, mapped to a near feature, ignored or refused.
+
+A field without a mark is served. A mark is the outermost metadata of the annotation:
+`user: Annotated[str | None, ignored("…")] = None`.
+The reference of all fields in the documentation is made from them. An answer names the ignored fields that its request
+has set in `x-moiety-ignored-fields`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+
+from pydantic import BaseModel
+
+IGNORED_HEADER = "x-moiety-ignored-fields"
+ADJUSTED_HEADER = "x-moiety-adjusted-fields"
+MAX_NAMED = 32  # fields in a header
+
+
+class FieldTreatment(StrEnum):
+    """What a server does with a field."""
+
+    SERVED = "served"
+    MAPPED = "mapped"
+    IGNORED = "ignored"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class FieldSupport:
+    """Mark of a field. `note` says what it is mapped to, why it is ignored, or why it is refused."""
+
+    treatment: FieldTreatment
+    note: str = ""
+
+
+SERVED = FieldSupport(FieldTreatment.SERVED)
+
+
+def mapped(note: str) -> FieldSupport:
+    """Return the mark of a field that is mapped to a near feature."""
+    return FieldSupport(FieldTreatment.MAPPED, note)
+
+
+def ignored(note: str) -> FieldSupport:
+    """Return the mark of a field that is accepted with any valid value and has no effect."""
+    return FieldSupport(FieldTreatment.IGNORED, note)
+
+
+def refused(note: str) -> FieldSupport:
+    """Return the mark of a field that may only be null or empty. The field's validator refuses other values."""
+    return FieldSupport(FieldTreatment.REFUSED, note)
+
+
+def support_of(schema: type[BaseModel], field: str) -> FieldSupport:
+    """Return the mark of a field."""
+    marks = (one for one in schema.model_fields[field].metadata if isinstance(one, FieldSupport))
+    return next(marks, SERVED)
+
+
+@cache
+def _ignored_of(schema: type[BaseModel]) -> frozenset[str]:
+    return frozenset(
+        name for name in schema.model_fields if support_of(schema, name).treatment is FieldTreatment.IGNORED
+    )
+
+
+def ignored_fields(body: BaseModel, path: str = "") -> Iterator[str]:
+    """Yield the paths of ignored fields that the request has set, in the body and in the option objects in it.
+
+    Lists, such as messages and tools, are not searched.
+    """
+    ignored_names = _ignored_of(type(body))
+    for name in body.model_fields_set:
+        value = getattr(body, name)
+        if value is None:
+            continue
+        if name in ignored_names:
+            yield path + name
+        elif isinstance(value, BaseModel):
+            yield from ignored_fields(value, f"{path}{name}.")
+
+
+def support_headers(ignored_names: list[str], adjusted: dict[str, str]) -> dict[str, str]:
+    """Return the headers that name ignored fields, and adjusted fields with the value that is used instead."""
+    headers = {}
+    if ignored_names:
+        headers[IGNORED_HEADER] = ", ".join(sorted(ignored_names)[:MAX_NAMED])
+    if adjusted:
+        headers[ADJUSTED_HEADER] = ", ".join(f"{name}={value}" for name, value in sorted(adjusted.items())[:MAX_NAMED])
+    return headers
