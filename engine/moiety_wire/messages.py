@@ -277,6 +277,8 @@ class ModelCard(msgspec.Struct, frozen=True, tag="card"):
     embedding_width: int = 0  # dimensions of an embedding; 0 where the engine makes none
     extensible: bool = True  # False: credit cannot be raised, and the engine does not remember usage
     follows_grammars: bool = False
+    tool_format: str = "auto"  # name of the model's tool-call format; auto: as the chat template shows
+    reasoning_format: str = "auto"  # the same of its reasoning
     role: EngineRole = EngineRole.BOTH
     hands_over: bool = False  # the engine accepts `Submit.hand_over`
     kv_address: str = ""  # address for KV from other engines; "" if it receives none
@@ -286,8 +288,6 @@ class ModelCard(msgspec.Struct, frozen=True, tag="card"):
     adapters: tuple[str, ...] = ()  # adapters configured by the operator
     speculative_prefill: bool = False  # the engine accepts `Submit.speculative_prefill`
     forgets: bool = False  # the engine accepts `Forget`
-    tool_format: str = "auto"  # name of the model's tool-call format; auto: as the chat template shows
-    reasoning_format: str = "auto"  # the same of its reasoning
 
 
 class Accepted(msgspec.Struct, frozen=True, omit_defaults=True, tag="accepted"):

@@ -60,6 +60,8 @@ def make_card(
         device=hello.device,
         embedding_width=hello.embedding_width,
         follows_grammars=hello.follows_grammars,
+        tool_format=tool_format,
+        reasoning_format=reasoning_format,
         role=role,
         hands_over=hello.hands_over,
         kv_address=hello.kv_address,
@@ -69,6 +71,4 @@ def make_card(
         adapters=adapters,
         speculative_prefill=hello.speculative_prefill,
         forgets=True,
-        tool_format=tool_format,
-        reasoning_format=reasoning_format,
     )
