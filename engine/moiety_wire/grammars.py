@@ -70,9 +70,9 @@ class ToolCallsGrammar(msgspec.Struct, frozen=True):
     must_call: bool  # the prompt already ends with everything before the name
     is_named: bool  # and with everything before the arguments, since there is only one tool
     may_repeat: bool
-    free_ids: list[int] = []  # added tokens that are allowed in free text
     name_end: str = ""  # regular expression of what follows the name
     parameters: ParameterTagsGrammar | None = None  # None: the arguments are a JSON object
+    free_ids: list[int] = []  # added tokens that are allowed in free text
 
 
 class ReasonedGrammar(msgspec.Struct, frozen=True):

@@ -293,6 +293,8 @@ class ModelCard(msgspec.Struct, frozen=True, tag="card"):
     embedding_width: int = 0  # dimensions of an embedding; 0 where the engine makes none
     extensible: bool = True  # False: credit cannot be raised, and the engine does not remember usage
     follows_grammars: bool = False
+    tool_format: str = "auto"  # name of the model's tool-call format; auto: as the chat template shows
+    reasoning_format: str = "auto"  # the same of its reasoning
     role: EngineRole = EngineRole.BOTH
     hands_over: bool = False  # the engine accepts `Submit.hand_over`
     kv_address: str = ""  # address for KV from other engines; "" if it receives none
@@ -304,8 +306,6 @@ class ModelCard(msgspec.Struct, frozen=True, tag="card"):
     forgets: bool = False  # the engine accepts `Forget`
     shows_special_tokens: bool = True  # False: the engine refuses `Submit.shown_ids`
     controls_reasoning: bool = False  # the engine keeps thought budgets, and follows grammars that include reasoning
-    tool_format: str = "auto"  # name of the model's tool-call format; auto: as the chat template shows
-    reasoning_format: str = "auto"  # the same of its reasoning
 
 
 class Accepted(msgspec.Struct, frozen=True, omit_defaults=True, tag="accepted"):

@@ -50,7 +50,9 @@ def read(stream: IO[str] | None) -> str:
 def test_the_scripted_engine_says_when_it_is_ready_and_ends_with_zero_when_told(tmp_path: Path, submit: Any) -> None:
     address_file = tmp_path / "address"
     with (
-        running_engine("--scripted", "--address-file", str(address_file), MOIETY_ENGINE_NAME="echo") as (
+        running_engine(
+            "--scripted", "--address-file", str(address_file), "--tool-format", "kimi_k2", MOIETY_ENGINE_NAME="echo"
+        ) as (
             process,
             ready,
         ),
@@ -65,7 +67,8 @@ def test_the_scripted_engine_says_when_it_is_ready_and_ends_with_zero_when_told(
         socket.connect(ready["address"])
         socket.send(encode(Hello("gateway")))
         messages = (message for _ in itertools.count() for message in decode_to_gateway(socket.recv()))
-        assert next(messages).model == "echo"
+        card = next(messages)
+        assert (card.model, card.tool_format, card.reasoning_format) == ("echo", "kimi_k2", "auto")
         socket.send(encode(submit(model="echo", prompt="a secret prompt", credit_tokens=1)))
         assert any(isinstance(message, Accepted) for message in messages)
         process.send_signal(signal.SIGTERM)
@@ -93,6 +96,8 @@ def test_importing_the_command_imports_no_torch_and_no_web_stack() -> None:
         (["--scripted", "--listen", "tcp://0.0.0.0:5757"], "without --curve-key-file and --gateway-keys-file"),
         (["--scripted", "--listen", "tcp://*:5757", "--curve-key-file", "k"], "without --gateway-keys-file a machine"),
         (["--scripted", "--listen", "tcp://[::]:5757"], "set --allow-unauthenticated-tcp"),
+        (["--scripted", "--tool-format", "qwen"], "--tool-format 'qwen' is not known; use auto, cohere_command, "),
+        (["--scripted", "--reasoning-format", "no"], "--reasoning-format 'no' is not known; use auto, apertus, "),
         (["--model", ".", "--role", "decode", "--kv-listen", "tcp://10.0.0.1:5758"], "--kv-listen tcp://10.0.0.1:5758"),
         (["--scripted", "--unacknowledged-usage", "/dev/null/file"], "cannot be written"),
         (["--scripted", "--metrics-listen", "nowhere"], "is not host:port"),

@@ -298,6 +298,46 @@ def test_calls_beyond_the_most_are_left_out(name: str) -> None:
     assert parsed(parts) == EXAMPLE[:1]
 
 
+VARIANTS = [
+    # the format; a call as models write it beside the way of the template; what it is
+    ("deepseek_v4", '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="now"/>\n</｜DSML｜tool_calls>', [("now", {})]),
+    (
+        "kimi_k2",
+        "<|tool_calls_section_begin|><|tool_call_begin|>now:3<|tool_call_argument_begin|> {} <|tool_call_end|>",
+        [("now", {})],
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call><function=forecast><parameter=flag>true</parameter></function></tool_call>",
+        [("forecast", {"flag": True})],
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=forecast>\n<parameter=whole>\nmany\n</parameter>\n</function>",
+        [("forecast", {"whole": "many"})],
+    ),
+    (
+        "glm45",
+        "<tool_call>forecast\n<arg_key>unheard</arg_key><arg_value>[1]</arg_value></tool_call>",
+        [("forecast", {"unheard": [1]})],
+    ),
+    (
+        "llama4_pythonic",
+        "<|python_start|>[forecast(tags=('a', \"b\",), flag=True)]<|python_end|>",
+        [("forecast", {"tags": ["a", "b"], "flag": True})],
+    ),
+    ("phi4_mini", '<|tool_call|>{"name": "now", "arguments": {}}<|/tool_call|>', [("now", {})]),
+    ("minimax_m3", ']<]minimax[>[<tool_call>]<]minimax[>[<invoke name="now">\n]<]minimax[>[</invoke>', [("now", {})]),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "calls"), VARIANTS)
+def test_other_ways_in_which_models_write_calls_are_read_too(name: str, text: str, calls: list[Any]) -> None:
+    parts = assemble(read(format_of(name), [text]))
+    assert parsed(parts) == calls and not any(isinstance(part, str) for part in parts)
+    assert assemble(read(format_of(name), list(text))) == parts
+
+
 # ── markers that are tokens ──
 
 MARKED = [name for name in NAMES if format_of(name).markers and format_of(name).marks_calls]

@@ -60,6 +60,8 @@ def make_card(
         device=hello.device,
         embedding_width=hello.embedding_width,
         follows_grammars=hello.follows_grammars,
+        tool_format=tool_format,
+        reasoning_format=reasoning_format,
         role=role,
         hands_over=hello.hands_over,
         kv_address=hello.kv_address,
@@ -70,6 +72,4 @@ def make_card(
         speculative_prefill=hello.speculative_prefill,
         forgets=True,
         controls_reasoning=True,
-        tool_format=tool_format,
-        reasoning_format=reasoning_format,
     )

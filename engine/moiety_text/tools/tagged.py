@@ -37,13 +37,17 @@ class TaggedReader(SectionReader):
 
     def _scan_call(self, text: CallCharacters) -> Generator[None, str, tuple[str, str]]:
         name = self._known((yield from self._take_tool_name(text)))
+        return name, (yield from self._take_arguments(text, name))
+
+    def _take_arguments(self, text: CallCharacters, name: str) -> Generator[None, str, str]:
+        """Return the parameters before the end of the call as a JSON object."""
         schema = self._schema_of(name)
         arguments: dict[str, str] = {}
         while (yield from take_tag(text, (self.key_opener, self.call_end))) == self.key_opener:
             key = yield from take_until(text, self.key_end, MAX_NAME_CHARS)
             yield from expect_tag(text, self.value_opener)
             arguments[key] = yield from self._take_value(text, schema, key)
-        return name, json_object_of(arguments)
+        return json_object_of(arguments)
 
     def _take_tool_name(self, text: CallCharacters) -> Generator[None, str, str]:
         return (yield from take_name(text, self.name_end))

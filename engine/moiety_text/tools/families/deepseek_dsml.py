@@ -18,11 +18,17 @@ class DeepSeekV32Reader(TaggedReader):
     opener = f"<{_TOKEN}function_calls>"
     closer = f"</{_TOKEN}function_calls>"
     call_opener = f'<{_TOKEN}invoke name="'
-    name_end = '">'
+    name_end = '"'
     key_opener = f'<{_TOKEN}parameter name="'
     key_end = '"'
     value_end = f"</{_TOKEN}parameter>"
     call_end = f"</{_TOKEN}invoke>"
+
+    def _scan_call(self, text: CallCharacters) -> Generator[None, str, tuple[str, str]]:
+        name = self._known((yield from self._take_tool_name(text)))
+        if (yield from take_tag(text, (">", "/>"))) == "/>":  # without arguments, as V4 writes it
+            return name, "{}"
+        return name, (yield from self._take_arguments(text, name))
 
     def _take_value(self, text: CallCharacters, schema: ArgumentSchema, key: str) -> Generator[None, str, str]:
         yield from expect(text, ' string="')
