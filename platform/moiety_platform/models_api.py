@@ -23,7 +23,7 @@ from moiety_platform.inference.model_texts import ModelTexts
 from moiety_platform.inference.request_body import BodyReader
 from moiety_platform.inference.tool_fields import TemplateVariables
 from moiety_platform.known_parameters import IGNORED, SENT_BY_ANTHROPIC_CLIENTS
-from moiety_platform.openai_api.chat_messages import Messages
+from moiety_platform.openai_api.chat_messages import Messages, messages_of
 from moiety_platform.openai_api.schemas import FORMS
 from moiety_platform.openai_api.tools import ChatTools, offer_of
 from moiety_platform.openapi.described import JSON, Described, describes
@@ -85,9 +85,8 @@ class TokenizeBody(_Body):
 
     def as_prompt(self) -> Prompt:
         if self.messages is not None:
-            messages = tuple(message.for_template() for message in self.messages)
             options = self.chat_template_kwargs or {}
-            return Conversation(messages, tools=offer_of(self.tools), template_options=options)
+            return Conversation(messages_of(self.messages), tools=offer_of(self.tools), template_options=options)
         assert self.prompt is not None
         return self.prompt
 

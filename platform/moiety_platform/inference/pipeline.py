@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import msgspec
 import structlog
@@ -124,7 +125,7 @@ class RequestPipeline:
                 status_of=endpoint.errors.status,
             ) as record:
                 body = await services.bodies.read(endpoint.schema, receive, fields, principal.tenant_id)
-                record.ignored_fields.extend(ignored_fields(body))
+                record.ignored_fields += [*ignored_fields(body), *body.skipped_entries()]
                 streams = body.wants_stream
                 with services.streams.hold(principal.root_key_id) if streams else contextlib.nullcontext():
                     with WatchingForDisconnect(response.disconnect):
@@ -250,7 +251,7 @@ class RequestPipeline:
             model=card.model,
             tenant_id=principal.tenant_id,
             chosen=chosen,
-            cache_salt=principal.cache_salt + adapter.encode(),
+            cache_salt=_cache_salt(principal, adapter, record.generation),
             arrival_unix_ns=record.arrival_unix_ns,
             credit_tokens=credit_tokens,
             weight=principal.weight,
@@ -269,6 +270,14 @@ class _Matched(msgspec.Struct, frozen=True):
     catalogue: Catalogue
     chosen: ChosenClass
     adapter: NamedAdapter | None
+
+
+def _cache_salt(principal: Principal, adapter: str, generation: Generation | None) -> bytes:
+    """Return the salt of the request's prefix cache, which the client's own salt separates further."""
+    salt = principal.cache_salt + adapter.encode()
+    if generation is None or not generation.cache_salt:
+        return salt
+    return blake2b(salt + b"\0" + generation.cache_salt.encode(errors="replace"), digest_size=32).digest()
 
 
 def _refuse_hopeless(generation: Generation, matched: _Matched) -> None:
