@@ -108,7 +108,8 @@ async def test_custom_tools_are_called_with_text_whole_and_streamed(
     asked: dict[str, Any] = {"model": "hermes", "messages": HELLO, "tools": tools}
     async with start_gateway([engine]) as gateway:
         (answer,) = (await gateway.client.chat.completions.create(**asked)).choices
-        first, second = answer.message.tool_calls
+        calls: Any = answer.message.tool_calls
+        first, second = calls
         assert (first.type, first.custom.name, first.custom.input) == ("custom", "apply_patch", patch)
         assert (second.type, second.function.name) == ("function", "forecast")
         assert answer.finish_reason == "tool_calls"
@@ -136,7 +137,8 @@ async def test_a_custom_tool_can_be_required(start_gateway: StartGateway, tool_c
             tools=[PATCH, {"type": "function", "function": FORECAST}],
             tool_choice=choice,
         )
-    (made,) = answer.choices[0].message.tool_calls
+    calls: Any = answer.choices[0].message.tool_calls
+    (made,) = calls
     assert (made.type, made.custom.name, made.custom.input) == ("custom", "apply_patch", "x")
 
 

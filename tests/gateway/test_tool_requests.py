@@ -281,7 +281,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"messages": [{**called()["messages"][1], "role": "user"}]}, "messages.0.content", "assistant"),
     ({"messages": [{"role": "function", "content": "x"}]}, "messages.0.name", "missing"),
 ]
-BAD_MESSAGES = [
+BAD_MESSAGES: list[tuple[dict[str, Any], str | None, str]] = [
     ({"tools": [{"name": "f"}]}, "tools.0.input_schema", "missing"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type", "are not supported"),
     ({"tools": ANTHROPIC_TOOLS * 2}, "tools", "two tools"),
