@@ -45,12 +45,6 @@ UNKNOWN: dict[str, set[str]] = {
         *("moderation.policy", "prompt.id", "prompt.variables", "prompt.version", "prompt_cache_options"),
         *("reasoning.context", "reasoning.generate_summary", "reasoning.mode", "reasoning.summary"),
     },
-    "/v1/messages": {
-        *("billing_policy", "compaction", "container.id", "container.skills", "context_management", "diagnostics"),
-        *("fallback_credit_token", "fallbacks", "inference_geo", "output_config.effort", "output_config.format"),
-        *("output_config.task_budget", "speed", "thinking.block_binding", "thinking.display"),
-        *("thread.previous_message_id", "thread.type"),
-    },
 }
 
 

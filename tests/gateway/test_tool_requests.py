@@ -281,9 +281,12 @@ BAD_CHATS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"messages": [{**called()["messages"][1], "role": "user"}]}, "messages.0.content", "assistant"),
     ({"messages": [{"role": "function", "content": "x"}]}, "messages.0.name", "missing"),
 ]
+SEARCH = [{"type": "web_search_20250305", "name": "web_search"}]
 BAD_MESSAGES: list[tuple[dict[str, Any], str | None, str]] = [
     ({"tools": [{"name": "f"}]}, "tools.0.input_schema", "missing"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type", "are not supported"),
+    ({"tools": [{"type": "bash_20250124"}]}, "tools.0.name", "missing"),
+    ({"tools": SEARCH, "tool_choice": {"type": "any"}}, "tool_choice", "send 'tools' as well"),
+    ({"tools": SEARCH, "tool_choice": {"type": "tool", "name": "web_search"}}, "tool_choice", "does not run"),
     ({"tools": ANTHROPIC_TOOLS * 2}, "tools", "two tools"),
     ({"tools": [{"name": "f", "input_schema": nested(33)}]}, "tools.0.input_schema", "deeper"),
     ({"tool_choice": {"type": "some"}}, "tool_choice.type", "'any'"),
@@ -307,9 +310,9 @@ BAD_MESSAGES: list[tuple[dict[str, Any], str | None, str]] = [
     (blocks("user", {"type": "tool_result"}), "messages.2.content.0.tool_use_id", "missing"),
     (blocks("user", {"type": "tool_result", "tool_use_id": "u"}), "messages", "message 2 has the result of 'u'"),
     (
-        blocks("user", {"type": "tool_result", "tool_use_id": "u", "content": [{"type": "image"}]}),
-        "messages.2.content.0.content.0.type",
-        "'image' are not supported yet",
+        blocks("user", {"type": "tool_result", "tool_use_id": "u", "content": [{"type": "audio"}]}),
+        "messages.2.content.0.content.0",
+        "'audio', which is not known",
     ),
 ]
 

@@ -46,6 +46,8 @@ class Generation(msgspec.Struct, frozen=True):
     num_choices: int
     sampling: Sampling
     max_tokens: int | None
+    max_tokens_field: str = "max_tokens"  # the API's field of it
+    clamps_max_tokens: bool = False  # whether it is lowered to what the context leaves, otherwise it is refused
     default_max_tokens: int | None = None  # without `max_tokens`; None: the rest of the context
     min_tokens: int = 0
     stop: tuple[str, ...] = ()

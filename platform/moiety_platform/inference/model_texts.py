@@ -15,6 +15,7 @@ import msgspec
 from moiety_platform.errors import UNSUPPORTED_RESPONSE_FORMAT, BadRequest, ContextTooLong
 from moiety_platform.inference.generation import Conversation, Generation, Prompt
 from moiety_platform.inference.strict_tools import grammar_of_calls
+from moiety_platform.inference.system_messages import as_user_messages, takes_late_system
 from moiety_platform.inference.template_options import TemplateOptions
 from moiety_text.chat import ChatTemplate
 from moiety_text.conversation import ConversationEncoder, texts_of
@@ -56,6 +57,7 @@ class ModelText:
         )
         self._knows_tools = template is not None and template.knows_tools
         self._tool_format = format_of(card.chat_template) if self._knows_tools else None
+        self._takes_late_system = template is None or takes_late_system(template)
         self._thoughts = None if template is None else thoughts_of(template)
         self.thinks = self._thoughts is not None  # whether chat answers may begin with reasoning
         self._options = None if template is None else TemplateOptions(card.model, template, self._thoughts)
@@ -323,6 +325,8 @@ class ModelText:
             if "tool_calls" in message:
                 self._format_of_tools("messages")
                 break
+        if not self._takes_late_system:
+            messages = as_user_messages(messages)
         if self._tool_format is not None:
             messages = self._tool_format.adapted(messages)
         return self._conversations.encode(

@@ -88,6 +88,7 @@ class PipelineLimits:
     credit_window_tokens: int  # output tokens that an engine may generate ahead of the client
     max_sequences: int  # of one request
     failover_wait_s: float  # time that a sequence without a usable engine waits for one
+    clamps_max_tokens: bool = False  # for every API; otherwise only where a request's API does so
 
 
 class RequestPipeline:
@@ -102,7 +103,7 @@ class RequestPipeline:
         """Serve one HTTP request, as an ASGI application. Its record is closed before its client gets an error."""
         services = self.services
         fields = fields_of(scope)
-        response = HttpResponse(send, scope, endpoint.errors)
+        response = HttpResponse(send, scope, endpoint.errors, endpoint.headers)
         try:
             principal = await self._authenticate(endpoint.authorization(fields))
             if scope["query_string"]:
@@ -169,7 +170,7 @@ class RequestPipeline:
             _refuse_hopeless(generation, matched)
             text = await services.texts.get(matched.card)
             prompts = await text.encode_prompts(generation)
-            longest = [most_output_tokens(generation, matched.card, len(prompt_ids)) for prompt_ids in prompts]
+            longest = self._most_output_tokens(record, generation, matched.card, prompts)
             origin = await self._reserve(record, matched, prompts, max(longest), streams)
             service = matched.chosen.service
             placement = Placement(services.replicas, matched.card.model, service, limits.failover_wait_s)
@@ -226,6 +227,19 @@ class RequestPipeline:
         chosen = catalogue.choose(principal.service_class, generation.service_tier)
         record.chose(catalogue, chosen.service)
         return _Matched(card, states, catalogue, chosen, adapter)
+
+    def _most_output_tokens(
+        self, record: RequestRecord, generation: Generation, card: ModelCard, prompts: list[list[int]]
+    ) -> list[int]:
+        """Return the maximum number of output tokens for each prompt. A lowered one is noted in the record.
+
+        Raises ContextTooLong.
+        """
+        clamps = generation.clamps_max_tokens or self.limits.clamps_max_tokens
+        longest = [most_output_tokens(generation, card, len(prompt_ids), clamps=clamps) for prompt_ids in prompts]
+        if generation.max_tokens is not None and min(longest) < generation.max_tokens:
+            record.adjusted_fields[generation.max_tokens_field] = str(min(longest))
+        return longest
 
     async def _reserve(
         self, record: RequestRecord, matched: _Matched, prompts: list[list[int]], most_tokens: int, streams: bool

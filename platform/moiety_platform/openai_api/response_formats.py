@@ -46,7 +46,7 @@ FORMS = MappingProxyType(dict.fromkeys(("json", "guided_json"), "must be a JSON 
 
 _Kind = Annotated[str, AfterValidator(_check_kind), shows(enum=list(KINDS))]
 _Name = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
-_Schema = Annotated[dict[str, Any], AfterValidator(_check_size)]
+GrammarSchema = Annotated[dict[str, Any], AfterValidator(_check_size)]
 _Text = Annotated[str, Field(min_length=1), AfterValidator(_check_size)]
 _SchemaOrText = Annotated[dict[str, Any] | str, AfterValidator(_check_size)]
 _Choices = Annotated[
@@ -64,7 +64,7 @@ class NamedSchema(StrictBody):
     model_config = ConfigDict(serialize_by_alias=True)
 
     name: _Name
-    json_schema: Annotated[_Schema | None, Field(alias="schema")] = None  # None: any JSON object
+    json_schema: Annotated[GrammarSchema | None, Field(alias="schema")] = None  # None: any JSON object
     description: str | None = None
     strict: bool | None = None
 
@@ -97,7 +97,7 @@ class TextFormat(StrictBody):
 
     type: _Kind
     name: _Name | None = None
-    json_schema: Annotated[_Schema | None, Field(alias="schema")] = None
+    json_schema: Annotated[GrammarSchema | None, Field(alias="schema")] = None
     description: str | None = None
     strict: bool | None = None
 

@@ -177,6 +177,10 @@ class GenerationBody(VllmFields, StructuredOutputBody, GeneratingBody):
         return self.max_tokens
 
     @property
+    def output_limit_field(self) -> str:
+        return "max_tokens"
+
+    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
@@ -213,6 +217,7 @@ class GenerationBody(VllmFields, StructuredOutputBody, GeneratingBody):
                 num_logprobs=num_logprobs,
             ),
             max_tokens=self.output_limit,
+            max_tokens_field=self.output_limit_field,
             min_tokens=self.min_tokens or 0,
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             stop_token_ids=tuple(self.stop_token_ids or ()),
@@ -300,6 +305,10 @@ class ChatBody(VllmChatFields, GenerationBody):
     @property
     def output_limit(self) -> int | None:
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def output_limit_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def keep_s(self) -> float:
