@@ -14,7 +14,7 @@ from moiety_wire.classes import ServiceClass
 from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
 from moiety_wire.figures import Figures
 from moiety_wire.grammars import GrammarSpec
-from moiety_wire.messages import FailureCode, FinishReason, Sampling, SpeculativePrefillRequest
+from moiety_wire.messages import FailureCode, FinishReason, Sampling, SpeculativePrefillRequest, ThoughtBudget
 from moiety_wire.notes import EventKind, Reason, StepNote
 from moiety_wire.roles import KvHandoff, KvTransferTimes
 
@@ -47,6 +47,7 @@ class CoreSubmit(msgspec.Struct, frozen=True, tag="submit"):
         None  # ends without output, once its prompt is computed or dropped
     )
     keep_s: float = 0.0  # time in which its prefix-cache blocks are evicted after others
+    thought_budget: ThoughtBudget | None = None
 
 
 class CoreExtend(msgspec.Struct, frozen=True, tag="extend"):

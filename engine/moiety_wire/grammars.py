@@ -18,6 +18,8 @@ class GrammarKind(StrEnum):
     CHOICE = "choice"  # a JSON list of strings, one of which is the output
     GRAMMAR = "grammar"  # a grammar in Lark syntax
     CALLS = "calls"  # a ToolCallsGrammar as JSON
+    REASONED = "reasoned"  # a ReasonedGrammar as JSON
+    HARMONY = "harmony"  # a HarmonyGrammar as JSON
 
 
 class GrammarSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -54,3 +56,32 @@ class ToolCallsGrammar(msgspec.Struct, frozen=True):
     is_named: bool  # and with everything before the arguments, since there is only one tool
     may_repeat: bool
     free_ids: list[int] = []  # added tokens that are allowed in free text
+
+
+class ReasonedGrammar(msgspec.Struct, frozen=True):
+    """Grammar of an output that may begin with reasoning between two markers, for GrammarKind.REASONED.
+
+    The reasoning is free text. White space may follow it, and then comes an output of the grammar `answer`.
+    """
+
+    answer: GrammarSpec
+    opener: str
+    closer: str
+    is_open: bool  # the prompt ends with the opener, so that the output begins within the reasoning
+    special: dict[str, int]  # those of the two markers that are added tokens, with their ids
+    banned_ids: list[int] = []  # tokens that the reasoning must not contain: those that end an output, and the like
+
+
+class HarmonyGrammar(msgspec.Struct, frozen=True):
+    """Grammar of an output in the Harmony format, for GrammarKind.HARMONY.
+
+    The output is any number of messages in the channel `analysis`, then a call of one of the tools in the channel
+    `commentary`, or a message in the channel `final`. Without `answer`, the final message is free text, and
+    messages for the user may come before it in the channel `commentary`.
+    """
+
+    special: dict[str, int]  # the format's control tokens, with their ids
+    tools: list[ToolCallGrammar] = []
+    answer: GrammarSpec | None = None  # grammar of the final message
+    must_call: bool = False  # the output ends with a call
+    banned_ids: list[int] = []  # other tokens that no free text may contain: those that end an output, and the like

@@ -41,6 +41,7 @@ from moiety_wire.roles import EngineRole, KvHandoff, KvTransferTimes
 PROTOCOL_VERSION = 7
 HEARTBEAT_INTERVAL_S = 0.5
 SILENCE_LIMIT_S = 5.0
+MIN_THOUGHT_BUDGET = 2  # tokens; an engine decides about a token before it knows the previous one
 
 
 class FinishReason(StrEnum):
@@ -90,6 +91,20 @@ class ThoughtMarks(msgspec.Struct, frozen=True):
     is_open: bool
 
 
+class ThoughtBudget(msgspec.Struct, frozen=True, array_like=True):
+    """Limit on the reasoning at the start of an output, for engines whose card has `controls_reasoning`.
+
+    The reasoning begins after `opener_ids`, if the output begins with these, and ends with any token of `closer_ids`.
+    After `max_tokens` tokens (at least MIN_THOUGHT_BUDGET) without one, the output goes on with `closing_ids`, and then
+    as the model likes.
+    """
+
+    max_tokens: int
+    opener_ids: tuple[int, ...]  # empty if the prompt has opened the reasoning
+    closer_ids: tuple[int, ...]
+    closing_ids: tuple[int, ...]
+
+
 class Stopping(msgspec.Struct, frozen=True, omit_defaults=True):
     """Stop conditions. `max_tokens` counts output tokens.
 
@@ -102,6 +117,7 @@ class Stopping(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     thought: ThoughtMarks | None = None  # None: the output has no reasoning that stop strings ignore
+    thought_budget: ThoughtBudget | None = None
 
 
 class SpeculativePrefillRequest(msgspec.Struct, frozen=True):
@@ -282,6 +298,8 @@ class ModelCard(msgspec.Struct, frozen=True, tag="card"):
     adapters: tuple[str, ...] = ()  # adapters configured by the operator
     speculative_prefill: bool = False  # the engine accepts `Submit.speculative_prefill`
     forgets: bool = False  # the engine accepts `Forget`
+    shows_special_tokens: bool = True  # False: the engine refuses `Submit.shown_ids`
+    controls_reasoning: bool = False  # the engine keeps thought budgets, and follows grammars that include reasoning
 
 
 class Accepted(msgspec.Struct, frozen=True, omit_defaults=True, tag="accepted"):

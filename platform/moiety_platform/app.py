@@ -36,7 +36,7 @@ from moiety_platform.http_errors import (
     answer_unexpected_error,
 )
 from moiety_platform.idempotency.key_store_client import IdempotencyKeys, KeepingLimits
-from moiety_platform.inference.model_texts import ModelTexts
+from moiety_platform.inference.model_text_cache import ModelTexts
 from moiety_platform.inference.pipeline import PipelineLimits, PipelineServices, RequestPipeline
 from moiety_platform.inference.request_body import BodyLimits, BodyReader
 from moiety_platform.inference.request_record import CLIENT_CLOSED_REQUEST

@@ -31,7 +31,7 @@ from moiety_platform.errors import BadRequest, NotFound, PlatformError, Unavaila
 from moiety_platform.http_errors import answer_platform_error
 from moiety_platform.inference.body_fields import ModelName, StrictBody, TokenIds, refuse, shows
 from moiety_platform.inference.generation import Conversation, Prompt
-from moiety_platform.inference.model_texts import ModelTexts
+from moiety_platform.inference.model_text_cache import ModelTexts
 from moiety_platform.inference.request_body import BodyReader
 from moiety_platform.inference.tool_fields import TemplateVariables
 from moiety_platform.known_parameters import IGNORED, SENT_BY_ANTHROPIC_CLIENTS

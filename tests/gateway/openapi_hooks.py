@@ -29,7 +29,6 @@ schemathesis.openapi.format("json-object", st.dictionaries(PRINTABLE, PRINTABLE,
 # that it names.
 EXCUSED_CODES = {
     "unknown_token_id": "which there are depends on the model",
-    "thinking_not_supported": "whether a model thinks, and can be told to, is its own affair",
     "unsupported_response_format": "which schemas and expressions can be followed is the engine's to say",
     "context_length_exceeded": "how long a prompt may be depends on the model",
     "idempotency_key_reused": "a key may have been sent before",

@@ -353,7 +353,6 @@ BAD = [
     ({"output_config": {"effort": "none"}}, "output_config.effort", "'max'"),
     ({"context_management": {"edits": [{}]}}, "context_management.edits.0.type", "missing"),
     ({"speed": "slow"}, "speed", "'fast'"),
-    ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, None, "does not support reasoning"),
     ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens", "greater than or equal to 1"),
     ({"temperature": 1.5}, "temperature", "less than or equal to 1"),
     ({"top_p": -1}, "top_p", "greater than or equal to 0"),

@@ -408,3 +408,12 @@ async def test_models_are_listed_in_anthropics_shape_page_by_page(start_gateway:
         )
         assert (status, json.loads(answer)["object"]) == (200, "list")
         assert [model.id async for model in gateway.client.models.list()] == sorted(names)
+
+
+async def test_thinking_is_harmless_where_the_model_does_not_think(plain: RunningGateway) -> None:
+    for option in ({"type": "adaptive"}, {"type": "enabled", "budget_tokens": 1024}, {"type": "between_tools"}):
+        message, headers = await raw(plain, thinking=option, output_config={"effort": "max"}, max_tokens=2000)
+        assert message.content[0].type == "text"
+        assert headers[ADJUSTED] == "output_config.effort=off, thinking.type=off"
+    _, headers = await raw(plain, thinking={"type": "disabled"})
+    assert ADJUSTED not in headers

@@ -7,12 +7,14 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_text.tokenizer import Tokenizer
-from moiety_wire.messages import ModelCard
+from moiety_wire.grammars import GrammarKind, GrammarSpec, ReasonedGrammar
+from moiety_wire.messages import MIN_THOUGHT_BUDGET, ModelCard, ThoughtBudget
 
 from .conftest import RunningGateway, StartGateway, ToolCard
 from .test_tool_loops import OPENAI_TOOLS, hermes, prompt_of
@@ -23,6 +25,7 @@ ALWAYS = (
     "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
 )
 MARKERS = ("<think>", "</think>")
+HEADER = "x-moiety-adjusted-fields"
 
 
 @pytest.fixture
@@ -32,9 +35,12 @@ def thinking(
     """A gateway whose model thinks: by a template that can be switched, or by one that always opens a thought."""
 
     @asynccontextmanager
-    async def start(*, always: bool = False, template: str = "") -> AsyncIterator[RunningGateway]:
+    async def start(
+        *, always: bool = False, template: str = "", is_ours: bool = False
+    ) -> AsyncIterator[RunningGateway]:
         template = template or (ALWAYS if always else "")
         card = tool_card("hermes", template=template, added=MARKERS) if template else thinking_card
+        card = msgspec.structs.replace(card, controls_reasoning=is_ours, follows_grammars=is_ours)
         async with start_gateway([FakeEngineClient(card)]) as running, running.anthropic:
             yield running
 
@@ -51,6 +57,11 @@ def writes(gateway: RunningGateway, text: str) -> None:
         pieces.append((ids.get(marker, 65), marker))
         rest = rest[len(marker) :]
     gateway.engine.script = lambda submit: pieces
+
+
+async def raw(gateway: RunningGateway, **more: Any) -> Any:
+    """A chat's answer with its headers."""
+    return await gateway.client.chat.completions.with_raw_response.create(model="hermes", messages=ASKED, **more)
 
 
 async def chat(gateway: RunningGateway, *, stream: Any, **more: Any) -> tuple[Any, ...]:
@@ -93,9 +104,8 @@ async def test_a_thought_that_the_prompt_opens_has_no_marker_to_begin_with(
         assert (content, thought, usage.completion_tokens_details.reasoning_tokens) == ("Yes.", "Hm.", 4)
         writes(gateway, "Hm, and then")
         assert (await chat(gateway, stream=False))[:2] == (None, "Hm, and then")
-        with pytest.raises(openai.BadRequestError) as caught:
-            await chat(gateway, stream=False, reasoning_effort="none")
-        assert caught.value.code == "thinking_not_supported"
+        answer = await raw(gateway, reasoning_effort="none")
+        assert answer.headers[HEADER] == "reasoning_effort=on"  # its template has no switch
         form: dict[str, Any] = {"type": "json_object"}
         writes(gateway, '{"warm": true}')
         assert (await chat(gateway, stream=False, response_format=form))[:2] == ('{"warm": true}', None)
@@ -174,10 +184,26 @@ async def test_responses_have_a_reasoning_item(
         await gateway.client.responses.create(model="hermes", input="Sure?", previous_response_id=whole.id)
 
 
-async def test_a_model_that_does_not_think_cannot_be_made_to(tool_gateway: RunningGateway) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        await chat(tool_gateway, stream=False, extra_body={"chat_template_kwargs": {"enable_thinking": True}})
-    assert caught.value.code == "thinking_not_supported"
+async def test_options_of_reasoning_are_harmless_for_a_model_that_does_not_reason(tool_gateway: RunningGateway) -> None:
+    switch = {"chat_template_kwargs": {"enable_thinking": True}}
+    for more, told in (
+        ({"extra_body": switch}, "chat_template_kwargs=off"),
+        ({"reasoning_effort": "max"}, "reasoning_effort=off"),
+        ({"reasoning_effort": "none"}, None),
+        ({"extra_body": {"thinking_token_budget": 0}}, None),
+        ({"extra_body": {"thinking_token_budget": 500}}, None),
+    ):
+        answer = await raw(tool_gateway, **more)
+        assert answer.headers.get(HEADER) == told
+    for thinking in ({"type": "adaptive"}, {"type": "enabled", "budget_tokens": 1024}):
+        message: Any = await tool_gateway.anthropic.messages.with_raw_response.create(
+            model="hermes", max_tokens=2000, messages=ASKED, thinking=thinking
+        )
+        assert message.headers[HEADER] == "thinking.type=off"
+    answer = await tool_gateway.client.responses.with_raw_response.create(
+        model="hermes", input="Hi", reasoning={"effort": "max"}
+    )
+    assert answer.headers[HEADER] == "reasoning.effort=off"
 
 
 THINKS = "Hm.\n\nSo, 17.\n</think>\n\nYes.\n\nMore."
@@ -302,5 +328,79 @@ async def test_an_effort_reaches_a_template_that_reads_it(
         for effort in ("none", "low", "high"):
             await chat(gateway, stream=False, reasoning_effort=effort)
             assert f"[{effort}]" in prompt_of(gateway.engine.submits[-1], gateway.engine)
-        with pytest.raises(openai.BadRequestError, match="no such effort"):
-            await chat(gateway, stream=False, reasoning_effort="xhigh")
+        for effort, level in (("minimal", "low"), ("medium", "low"), ("xhigh", "high"), ("max", "high")):
+            answer = await raw(gateway, reasoning_effort=effort)
+            assert f"[{level}]" in prompt_of(gateway.engine.submits[-1], gateway.engine)
+            assert answer.headers[HEADER] == f"reasoning_effort={level}"
+
+
+# ── limits ──
+
+
+def grammar_of(gateway: RunningGateway) -> Any:
+    spec = gateway.engine.submits[-1].grammar
+    assert spec is not None
+    return msgspec.json.decode(spec.text, type=ReasonedGrammar) if spec.kind is GrammarKind.REASONED else spec
+
+
+async def test_a_model_reasons_before_a_structured_output_where_its_engine_can(
+    thinking: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
+    form: dict[str, Any] = {"type": "json_object"}
+    for always in (False, True):
+        async with thinking(always=always, is_ours=True) as gateway:
+            writes(gateway, ("" if always else "<think>") + 'Hm.</think>\n\n{"warm": true}')
+            for stream in (False, True):
+                answer = await chat(gateway, stream=stream, response_format=form)
+                assert answer[:2] == ('{"warm": true}', "Hm.")
+                assert answer[2].completion_tokens_details.reasoning_tokens == 4 + (not always)
+            found = grammar_of(gateway)
+            assert (found.opener, found.closer, found.is_open) == (*MARKERS, always)
+            assert found.answer == GrammarSpec(GrammarKind.JSON_OBJECT)
+            assert found.special.keys() == set(MARKERS)
+            if not always:
+                writes(gateway, '{"warm": true}')
+                await chat(gateway, stream=False, response_format=form, reasoning_effort="none")
+                assert grammar_of(gateway) == GrammarSpec(GrammarKind.JSON_OBJECT)
+    async with thinking() as gateway:
+        writes(gateway, '{"warm": true}')
+        await chat(gateway, stream=False, response_format=form)
+        assert grammar_of(gateway) == GrammarSpec(GrammarKind.JSON_OBJECT)
+
+
+async def test_a_budget_ends_the_reasoning_by_the_templates_own_text(
+    thinking: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
+    for always in (False, True):
+        async with thinking(always=always, is_ours=True) as gateway:
+            tokenizer = Tokenizer.from_json(gateway.engine.card.tokenizer_json)
+            opener_id, closer_id = (tokenizer.encode(marker)[0] for marker in MARKERS)
+            writes(gateway, "Hm.</think>Yes.")
+            closing = "</think>" if always else "\n</think>\n\n"
+            for name in ("thinking_token_budget", "max_thinking_tokens"):
+                answer = await raw(gateway, extra_body={name: 700})
+                assert HEADER not in answer.headers
+                budget = gateway.engine.submits[-1].stopping.thought_budget
+                openers = () if always else (opener_id,)
+                assert budget == ThoughtBudget(700, openers, (closer_id,), tuple(tokenizer.encode(closing)))
+            answer = await raw(gateway, extra_body={"thinking_token_budget": 1})
+            assert answer.headers[HEADER] == f"thinking_token_budget={MIN_THOUGHT_BUDGET}"
+            budget = gateway.engine.submits[-1].stopping.thought_budget
+            assert budget is not None and budget.max_tokens == MIN_THOUGHT_BUDGET
+            asked: dict[str, Any] = {"model": "hermes", "max_tokens": 2000, "messages": ASKED}
+            enabled: Any = {"type": "enabled", "budget_tokens": 1024}
+            await gateway.anthropic.messages.create(**asked, thinking=enabled)
+            budget = gateway.engine.submits[-1].stopping.thought_budget
+            assert budget is not None and budget.max_tokens == 1024
+            answer = await raw(gateway, extra_body={"thinking_token_budget": 0})
+            if always:  # without a switch the reasoning is as short as it can be
+                assert answer.headers[HEADER] == f"thinking_token_budget={MIN_THOUGHT_BUDGET}"
+            else:
+                assert prompt_of(gateway.engine.submits[-1], gateway.engine).endswith("</think>\n\n")
+
+
+@pytest.mark.parametrize("field", ["thinking_token_budget", "max_thinking_tokens"])
+async def test_a_budget_that_is_no_number_of_tokens_is_refused(tool_gateway: RunningGateway, field: str) -> None:
+    for value in (-1, 2**31, "many", 1.5):
+        with pytest.raises(openai.BadRequestError, match=field):
+            await raw(tool_gateway, extra_body={field: value})

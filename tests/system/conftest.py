@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -141,12 +142,11 @@ class Account:
         return rows
 
 
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+@contextmanager
+def serving(directory: Path, *options: str) -> Iterator[Server]:
     """`moiety serve` as a user starts it on an empty data directory; stopped as a user stops it."""
-    directory = tmp_path_factory.mktemp("system")
     log = directory / "output"
-    command = [str(Path(sys.executable).with_name("moiety")), "serve", "--no-dashboard", "--port", "0"]
+    command = [str(Path(sys.executable).with_name("moiety")), "serve", "--no-dashboard", "--port", "0", *options]
     with log.open("wb") as file:
         process = subprocess.Popen(
             [*command, "--data-dir", str(directory / "data")],
@@ -175,6 +175,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         for left in family:
             if left.is_running():
                 left.kill()
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("system")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def start_server() -> Callable[..., AbstractContextManager[Server]]:
+    """`with start_server(directory, *options) as server`, for a server of one module."""
+    return serving
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Logit bias, token bans and the inputs of penalties, applied to all rows that need them at once.
+"""Logit bias, banned and forced tokens, and the inputs of penalties, applied to all rows that need them at once.
 
 Past tokens are known on the host, except the token that the running step samples, which is on the device only.
 
@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from moiety_engine.sampling.rows import Row
+from moiety_engine.sampling.thought_budget import banned_tokens, forced_token, limits_thoughts
 from moiety_engine.staging import Upload
 from moiety_kernels.sample import IN_PROMPT, Penalties
 
 
 def has_bias_or_ban(row: Row) -> bool:
-    return bool(row.request.submit.sampling.logit_bias) or _may_not_stop(row)
+    return bool(row.request.submit.sampling.logit_bias) or _may_not_stop(row) or limits_thoughts(row)
 
 
 def _may_not_stop(row: Row) -> bool:
@@ -37,11 +38,12 @@ def has_penalty(row: Row) -> bool:
 
 
 def bias_and_ban(logits_LV: Tensor, rows: Rows[Row], upload: Upload) -> None:
-    """Apply logit bias, and ban stop tokens below min_tokens, in place."""
+    """Apply logit bias, ban stop tokens below min_tokens, and keep thought budgets, in place."""
     vocabulary = logits_LV.shape[1]
     biased: list[int] = []
     amounts: list[float] = []
     banned: list[int] = []
+    forced: dict[int, int] = {}  # row: its only allowed token
     for i, row in enumerate(rows):
         bias = row.request.submit.sampling.logit_bias
         if bias:
@@ -49,11 +51,18 @@ def bias_and_ban(logits_LV: Tensor, rows: Rows[Row], upload: Upload) -> None:
             amounts += bias.values()
         if _may_not_stop(row):
             banned += [i * vocabulary + token for token in row.request.submit.stop_token_ids]
+        if limits_thoughts(row):
+            banned += [i * vocabulary + token for token in banned_tokens(row)]
+            if (token := forced_token(row)) is not None:
+                forced[i] = token
     flat = logits_LV.view(-1)
     if biased:
         flat.index_add_(0, upload(np.array(biased)), upload(np.array(amounts, dtype=np.float32)))
     if banned:
         flat.index_fill_(0, upload(np.array(banned)), -torch.inf)
+    if forced:
+        logits_LV.index_fill_(0, upload(np.array(list(forced))), -torch.inf)
+        flat.index_fill_(0, upload(np.array([i * vocabulary + token for i, token in forced.items()])), 0.0)
 
 
 def penalties(

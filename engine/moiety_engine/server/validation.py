@@ -9,10 +9,20 @@ from dataclasses import dataclass
 from moiety_engine.messages import CoreSubmit
 from moiety_wire.classes import ServiceClass
 from moiety_wire.grammars import MAX_GRAMMAR_BYTES
-from moiety_wire.messages import FailureCode, ModelCard, Sampling, SpeculativePrefillRequest, Stopping, Submit
+from moiety_wire.messages import (
+    MIN_THOUGHT_BUDGET,
+    FailureCode,
+    ModelCard,
+    Sampling,
+    SpeculativePrefillRequest,
+    Stopping,
+    Submit,
+    ThoughtBudget,
+)
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 4096
+MAX_BUDGET_IDS = 1024  # token ids in a thought budget
 MAX_PENALTY = 1000.0
 MIN_REPETITION_PENALTY = 1 / MAX_PENALTY  # logits are divided by the penalty
 MAX_BIAS = 1e30  # multiplied by a penalty and divided by the least temperature, still finite in float32
@@ -112,6 +122,7 @@ def to_core(submit: Submit, limits: ModelLimits, key: int) -> CoreSubmit:
         adapter=submit.adapter,
         speculative_prefill=submit.speculative_prefill,
         keep_s=submit.keep_s,
+        thought_budget=stopping.thought_budget,
     )
 
 
@@ -282,4 +293,15 @@ def _stopping_complaint(stopping: Stopping, limits: ModelLimits) -> str:
     marks = () if stopping.thought is None else (stopping.thought.opener, stopping.thought.closer)
     if any(not 0 < len(mark) <= MAX_STOP_LENGTH for mark in marks):
         return f"a reasoning marker must have 1 to {MAX_STOP_LENGTH} characters"
+    return "" if stopping.thought_budget is None else _budget_complaint(stopping.thought_budget, limits)
+
+
+def _budget_complaint(budget: ThoughtBudget, limits: ModelLimits) -> str:
+    if budget.max_tokens < MIN_THOUGHT_BUDGET:
+        return f"a thought budget must have at least {MIN_THOUGHT_BUDGET} tokens, not {budget.max_tokens}"
+    ids = (*budget.opener_ids, *budget.closer_ids, *budget.closing_ids)
+    if len(ids) > MAX_BUDGET_IDS or not budget.closer_ids or not budget.closing_ids:
+        return f"a thought budget needs closer_ids and closing_ids, and at most {MAX_BUDGET_IDS} ids in all"
+    if any(not 0 <= token_id < limits.vocab_size for token_id in ids):
+        return f"a token id of the thought budget is outside the model's vocabulary, 0 to {limits.vocab_size - 1}"
     return ""

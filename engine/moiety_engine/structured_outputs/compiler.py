@@ -11,7 +11,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from moiety_engine.structured_outputs.errors import GrammarRefused
-from moiety_engine.structured_outputs.grammar import grammar_of
+from moiety_engine.structured_outputs.grammar import answer_of, grammar_of
 from moiety_engine.structured_outputs.grammar_tokenizer import GrammarTokenizer
 from moiety_engine.structured_outputs.refusals import explain_refusal
 from moiety_engine.structured_outputs.state import GrammarState
@@ -61,5 +61,7 @@ class GrammarCompiler:
         if not matcher.is_error():
             matcher.compute_bitmask()  # now, not in a step: slow grammars show here, and later masks are faster
         if matcher.is_error():
+            if (answer := answer_of(spec)) is not None:
+                self.compile(answer)  # refuses it by its own text, where that is the reason
             raise GrammarRefused(explain_refusal(spec.kind, spec.text, matcher.get_error()))
         return matcher

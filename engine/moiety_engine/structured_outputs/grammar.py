@@ -16,7 +16,9 @@ from moiety_engine.structured_outputs.calls import calls_grammar
 from moiety_engine.structured_outputs.embedded_schemas import with_exact_embedded_schemas
 from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.exact_schemas import exact_schema_of
+from moiety_engine.structured_outputs.harmony import harmony_of, harmony_rules
 from moiety_engine.structured_outputs.patterns import exact_expression
+from moiety_engine.structured_outputs.reasoned import reasoned_of, reasoned_rules, with_answer
 from moiety_wire.grammars import GrammarKind, GrammarSpec
 
 if TYPE_CHECKING:
@@ -35,6 +37,26 @@ _QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/')
 def grammar_of(spec: GrammarSpec) -> str:
     """Return the grammar for llguidance. Raises GrammarRefused."""
     match spec.kind:
+        case GrammarKind.REASONED:
+            rules = reasoned_rules(reasoned_of(spec))
+        case GrammarKind.HARMONY:
+            rules = harmony_rules(harmony_of(spec))
+        case _:
+            return _answer_grammar(spec)
+    answer = answer_of(spec)
+    return LLMatcher.grammar_from_lark(rules) if answer is None else with_answer(rules, _answer_grammar(answer))
+
+
+def answer_of(spec: GrammarSpec) -> GrammarSpec | None:
+    """Return the grammar of the answer after reasoning, for a grammar that includes reasoning."""
+    if spec.kind is GrammarKind.REASONED:
+        return reasoned_of(spec).answer
+    return harmony_of(spec).answer if spec.kind is GrammarKind.HARMONY else None
+
+
+def _answer_grammar(spec: GrammarSpec) -> str:
+    """Return the grammar of an output, or of its part after the reasoning. Raises GrammarRefused."""
+    match spec.kind:
         case GrammarKind.JSON_OBJECT:
             return _json_grammar('{"type":"object"}')
         case GrammarKind.JSON_SCHEMA:
@@ -47,6 +69,8 @@ def grammar_of(spec: GrammarSpec) -> str:
             return _lark_grammar(spec.text)
         case GrammarKind.CALLS:
             return LLMatcher.grammar_from_lark(calls_grammar(spec.text))
+        case _:
+            raise GrammarRefused("the grammar after the reasoning must not begin with reasoning again")
 
 
 def _json_grammar(text: str) -> str:

@@ -12,6 +12,7 @@ from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.exact_numbers import decode_exactly, pointer_part
 from moiety_engine.structured_outputs.expression_errors import ENDLESS, MAX_MESSAGE_CHARS, explain_error
 from moiety_engine.structured_outputs.formats import PATTERNS
+from moiety_engine.structured_outputs.harmony import tool_at_line
 from moiety_engine.structured_outputs.patterns import exact_name_pattern, exact_pattern
 from moiety_wire.grammars import GrammarKind, ToolCallsGrammar
 
@@ -47,6 +48,9 @@ def explain_refusal(kind: GrammarKind, text: str, error: str) -> str:
         message = (
             f"in the parameters of the tool {tool.name!r}, {_explain_schema(tool.schema, error[in_grammar.end() :])}"
         )
+    elif kind is GrammarKind.HARMONY and in_grammar is not None:
+        name, schema = tool_at_line(text, int(in_grammar[1]))
+        message = f"in the parameters of the tool {name!r}, {_explain_schema(schema, error[in_grammar.end() :])}"
     else:
         message = None
     return (message or explain_error(kind, text, error))[:MAX_MESSAGE_CHARS]

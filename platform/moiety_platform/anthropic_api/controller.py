@@ -30,7 +30,7 @@ from moiety_platform.auth.principal import INFERENCE_SCOPE, require_scope
 from moiety_platform.errors import PlatformError
 from moiety_platform.inference.answer_collection import AnswerChoice, parts_of
 from moiety_platform.inference.endpoint import Endpoint, EndpointDocs, Serve, route
-from moiety_platform.inference.model_texts import ModelTexts
+from moiety_platform.inference.model_text_cache import ModelTexts
 from moiety_platform.inference.request_body import BodyReader
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.run import InferenceRun

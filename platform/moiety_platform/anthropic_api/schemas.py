@@ -52,12 +52,13 @@ from moiety_platform.inference.body_fields import (
     shows,
 )
 from moiety_platform.inference.field_support import ignored, mapped, refused
-from moiety_platform.inference.generation import Conversation, Generation
+from moiety_platform.inference.generation import Conversation, Generation, ReasoningFields
 from moiety_platform.openai_api.response_formats import require_one_form
 from moiety_text.tools.offer import ToolOffer
 from moiety_wire.grammars import GrammarSpec
 from moiety_wire.messages import Sampling
 
+_REASONING_FIELDS = ReasoningFields("output_config.effort", "thinking.type", "thinking.budget_tokens")
 BILLING_PREFIX = "x-anthropic-billing-header:"  # of a system block that Claude Code sends for Anthropic's servers
 _TIERS = {"auto": None, "standard_only": "default"}  # as OpenAI names them; None: the tenant's default class
 
@@ -73,7 +74,7 @@ class Metadata(StrictBody):
 class ThinkingOption(StrictBody):
     """Reasoning before the answer, on or off. `between_tools` and `adaptive` turn it on.
 
-    The model decides how much. `max_tokens` bounds reasoning and answer together, and `budget_tokens` is ignored.
+    `max_tokens` bounds reasoning and answer together, and `budget_tokens` the reasoning.
     """
 
     type: Annotated[
@@ -203,6 +204,8 @@ class ConversationBody(AskingBody):
             self.offer(),
             None if self.thinking is None else self.thinking.type != "disabled",
             effort=last_effort(self.messages) or effort,
+            thought_budget=None if self.thinking is None else self.thinking.budget_tokens,
+            reasoning_fields=_REASONING_FIELDS,
         )
 
 

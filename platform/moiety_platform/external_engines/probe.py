@@ -78,6 +78,7 @@ class Prober:
             dtype="unknown",
             device="unknown",
             extensible=False,
+            shows_special_tokens=address.kind in (ExternalKind.VLLM, ExternalKind.SGLANG),
         )
 
     async def figures(self) -> ExternalFigures | None:

@@ -9,8 +9,9 @@ import msgspec
 
 from moiety_platform.classes.terms import ChosenClass
 from moiety_platform.errors import BadRequest, ContextTooLong
+from moiety_platform.inference.answer_format import AnswerFormat
 from moiety_platform.inference.generation import Generation
-from moiety_platform.inference.model_texts import UNKNOWN_TOKEN, AnswerFormat, ModelText
+from moiety_platform.inference.model_texts import UNKNOWN_TOKEN, ModelText
 from moiety_wire.messages import ModelCard, Sampling, Stopping, Submit
 from moiety_wire.seeds import seed_of_choice
 
@@ -89,8 +90,9 @@ def _submits(
         max_tokens=max_tokens,
         min_tokens=min(generation.min_tokens, max_tokens),
         stop=generation.stop,
-        stop_token_ids=generation.stop_token_ids,
+        stop_token_ids=generation.stop_token_ids if generation.ignore_eos else _stop_ids(generation, answer),
         ignore_eos=generation.ignore_eos,
+        thought_budget=answer.thought_budget,
     )
     first = number * generation.num_choices
     submits = [
@@ -129,6 +131,10 @@ def _submits(
             )
         )
     return submits
+
+
+def _stop_ids(generation: Generation, answer: AnswerFormat) -> tuple[int, ...]:
+    return tuple(dict.fromkeys((*generation.stop_token_ids, *answer.stop_token_ids)))
 
 
 def _sampling_of(asked: Sampling, choice: int) -> Sampling:

@@ -14,6 +14,14 @@ from moiety_wire.grammars import GrammarSpec
 from moiety_wire.messages import Sampling
 
 
+class ReasoningFields(msgspec.Struct, frozen=True):
+    """Names of an API's fields for reasoning, as its answers' headers name them."""
+
+    effort: str = "reasoning_effort"
+    switch: str = "chat_template_kwargs"
+    budget: str = "thinking_token_budget"
+
+
 class Conversation(msgspec.Struct, frozen=True):
     """Messages for the model's chat template, each with `role` and text `content`.
 
@@ -27,8 +35,16 @@ class Conversation(msgspec.Struct, frozen=True):
     prefill: str = ""
     tools: ToolOffer | None = None
     thinks: bool | None = None  # whether the model reasons before it answers; None: the template's default
-    effort: str | None = None  # OpenAI's reasoning effort; "none": no reasoning
+    effort: str | None = None  # level of `moiety_text.efforts`; "none": no reasoning
     template_options: dict[str, Any] = {}  # further variables of the chat template, as named by the client
+    thought_budget: int | None = None  # reasoning tokens, after which the engine ends the reasoning
+    reasoning_fields: ReasoningFields = ReasoningFields()
+
+    @property
+    def has_reasoning_options(self) -> bool:
+        """True if the template's variables depend on the request."""
+        chosen = (self.thinks, self.effort, self.thought_budget)
+        return bool(self.template_options) or chosen != (None, None, None)
 
 
 Prompt = Conversation | str | tuple[int, ...]

@@ -10,40 +10,33 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
-import msgspec
-
 from moiety_platform.errors import UNSUPPORTED_RESPONSE_FORMAT, BadRequest, ContextTooLong
+from moiety_platform.inference.answer_format import AnswerFormat
 from moiety_platform.inference.generation import Conversation, Generation, Prompt
+from moiety_platform.inference.harmony_answers import HarmonyAnswers
 from moiety_platform.inference.strict_tools import grammar_of_calls
 from moiety_platform.inference.system_messages import as_user_messages, takes_late_system
 from moiety_platform.inference.template_options import TemplateOptions
+from moiety_platform.inference.thought_limits import budget_of_markers, closing_text, grammar_after_thought
 from moiety_text.chat import ChatTemplate
 from moiety_text.conversation import ConversationEncoder, texts_of
 from moiety_text.errors import TemplateRefused, TextNotEncodable, TokenOutOfRange, TooManyTokens
 from moiety_text.guarded import GuardedReader
+from moiety_text.harmony.format import harmony_of
+from moiety_text.harmony.messages import adapted
 from moiety_text.reasoning import CLOSER, OPENER, AnswerReader, num_thought_tokens, thoughts_of
 from moiety_text.tokenizer import Tokenizer
 from moiety_text.tools.deltas import Parts
 from moiety_text.tools.formats import KNOWN, Opening, ToolFormat, format_of
 from moiety_text.tools.offer import ToolOffer
 from moiety_wire.grammars import GrammarSpec
-from moiety_wire.messages import ModelCard, ThoughtMarks
+from moiety_wire.messages import ModelCard, ThoughtBudget, ThoughtMarks
 
-MAX_CACHED_MODELS = 16
 MESSAGE_COST = 64  # estimated cost of rendering one more message, in bytes of text
 MARKER_TOKENS = 16  # last tokens of a prompt, in which a marker and white space after it fit
 ID_COST = 4  # estimated cost of checking one token id, in bytes of text
 
 UNKNOWN_TOKEN = "unknown_token_id"  # error code
-
-
-class AnswerFormat(msgspec.Struct, frozen=True):
-    """Properties of the answers to one prompt that the engine and the answer's parser depend on."""
-
-    shown_ids: tuple[int, ...] = ()  # special tokens that the answer's text must contain for its parser
-    marker_ids: tuple[int, ...] = ()  # added tokens that mark tool calls and reasoning in the answer
-    thought: ThoughtMarks | None = None  # markers of the reasoning that the answer may begin with
-    grammar: GrammarSpec | None = None  # grammar of the answer
 
 
 class ModelText:
@@ -58,15 +51,25 @@ class ModelText:
         self._knows_tools = template is not None and template.knows_tools
         self._tool_format = format_of(card.chat_template) if self._knows_tools else None
         self._takes_late_system = template is None or takes_late_system(template)
-        self._thoughts = None if template is None else thoughts_of(template)
-        self.thinks = self._thoughts is not None  # whether chat answers may begin with reasoning
-        self._options = None if template is None else TemplateOptions(card.model, template, self._thoughts)
+        harmony = None if template is None else harmony_of(template, self._tokenizer)
+        self._thoughts = None if template is None or harmony is not None else thoughts_of(template)
+        self.thinks = self._thoughts is not None or harmony is not None  # whether chat answers may begin with reasoning
+        self._keeps_budgets = card.controls_reasoning
+        self._reasons_by_grammar = card.controls_reasoning and card.follows_grammars
+        self._harmony = None if harmony is None else HarmonyAnswers(harmony, card)
+        self._thought_closing = "" if template is None else closing_text(template, CLOSER)
         ids = {token.content: one for one, token in self._tokenizer.added_tokens.items()}
         self._opener_id, self._closer_id = ids.get(OPENER), ids.get(CLOSER)
         markers = (self._opener_id, self._closer_id) if self._thoughts is not None else ()
         self._special_thoughts = tuple(
             one for one in markers if one is not None and self._tokenizer.added_tokens[one].special
         )
+        switch = None if self._thoughts is None else self._thoughts.switch
+        keeps_budget = self._keeps_budgets and (harmony is not None or self._closer_id is not None)
+        self._options = None
+        if template is not None:
+            self._options = TemplateOptions(card.model, template, switch, thinks=self.thinks, keeps_budget=keeps_budget)
+        self._end_ids = card.eos_token_ids
         self._model = card.model
         self._vocab_size = card.vocab_size
         self._max_context_tokens = card.max_context_tokens
@@ -120,7 +123,7 @@ class ModelText:
 
         `prompts` are its token ids. Returns None if there can be neither.
         """
-        if self._thoughts is None and getattr(generation.prompts[0], "tools", None) is None:
+        if not self.thinks and getattr(generation.prompts[0], "tools", None) is None:
             return None  # the common case; only a chat has tools, and it has only one prompt
         readers = [
             self._new_reader(prompt, token_ids, generation.grammar)
@@ -146,6 +149,8 @@ class ModelText:
         single token.
         """
         prompt = generation.prompts[0]  # a chat has only one
+        if self._harmony is not None:
+            return self._harmony.num_thought_tokens(prompt, answers)
         if self._closer_id is None or not self._may_think(prompt, generation.grammar):
             return None
         is_open = self._end_of(prompts[0]).endswith(OPENER)
@@ -154,6 +159,8 @@ class ModelText:
     def _new_reader(self, prompt: Prompt, token_ids: Sequence[int], grammar: GrammarSpec | None) -> AnswerReader | None:
         if not isinstance(prompt, Conversation):
             return None
+        if self._harmony is not None:
+            return GuardedReader(self._harmony.new_reader(prompt))
         calls = None
         if prompt.tools is not None:
             calls = self._format_of_tools().new_reader(prompt.tools, is_rest=bool(prompt.prefill.strip()))
@@ -168,14 +175,40 @@ class ModelText:
         Raises BadRequest for strict tools that cannot be enforced.
         """
         prompt, grammar = generation.prompts[number], generation.grammar
-        if not isinstance(prompt, Conversation) or (self._thoughts is None and prompt.tools is None):
+        if not isinstance(prompt, Conversation) or (not self.thinks and prompt.tools is None):
             return AnswerFormat(grammar=grammar)
+        if self._harmony is not None:
+            return self._harmony.answer_format(prompt, grammar)
+        marks = self._thought_marks(generation, number, prompt_ids)
+        grammar = grammar or self._grammar_of_calls(prompt)
         return AnswerFormat(
             self._shown_ids(prompt),
-            self._marker_ids(prompt, grammar),
-            self._thought_marks(generation, number, prompt_ids),
-            grammar or self._grammar_of_calls(prompt),
+            self._marker_ids(prompt, generation.grammar),
+            marks,
+            self._after_thought(prompt, prompt_ids, grammar, marks),
+            self._thought_budget(prompt, marks),
         )
+
+    def _after_thought(
+        self,
+        prompt: Conversation,
+        prompt_ids: Sequence[int],
+        grammar: GrammarSpec | None,
+        marks: ThoughtMarks | None,
+    ) -> GrammarSpec | None:
+        """Return the grammar with the reasoning that may come before it; the grammar itself where there can be none."""
+        is_begun = prompt.tools is not None and prompt.tools.must_call
+        if grammar is None or marks is None or not self._reasons_by_grammar or is_begun:
+            return grammar
+        if self._end_of(prompt_ids).endswith(CLOSER):  # the prompt has ended the reasoning
+            return grammar
+        return grammar_after_thought(grammar, marks, self._tokenizer, self._end_ids)
+
+    def _thought_budget(self, prompt: Conversation, marks: ThoughtMarks | None) -> ThoughtBudget | None:
+        """Return the budget of the answer's reasoning; None where there is none or it cannot be enforced."""
+        if marks is None or prompt.thought_budget is None or not self._keeps_budgets:
+            return None
+        return budget_of_markers(prompt.thought_budget, marks, self._thought_closing, self._tokenizer)
 
     def _thought_marks(self, generation: Generation, number: int, prompt_ids: Sequence[int]) -> ThoughtMarks | None:
         """Return the markers of the reasoning that answers to the generation's prompt `number` may begin with."""
@@ -186,10 +219,11 @@ class ModelText:
     def _may_think(self, prompt: Prompt, grammar: GrammarSpec | None) -> bool:
         """Return whether the answer may begin with reasoning.
 
-        A grammar applies from the first token on, and an answer with a prefill does not begin with reasoning.
+        An answer with a prefill does not begin with reasoning, nor does one with a grammar on an engine where grammars
+        apply from the first token on.
         """
         is_chat = isinstance(prompt, Conversation) and not prompt.prefill.strip()
-        return self._thoughts is not None and is_chat and grammar is None
+        return self._thoughts is not None and is_chat and (grammar is None or self._reasons_by_grammar)
 
     def _end_of(self, token_ids: Sequence[int]) -> str:
         """Return the end of a prompt's text, which may have a marker."""
@@ -314,21 +348,9 @@ class ModelText:
             raise BadRequest(
                 f"the model {self._model!r} has no chat template; use /v1/completions with a prompt", param="messages"
             )
-        opening, tools = Opening(), []
-        messages: Sequence[Mapping[str, Any]] = conversation.messages
-        extra = {}
-        if conversation.template_options or conversation.thinks is not None or conversation.effort is not None:
-            extra = self._options.variables_of(conversation)
-        if conversation.tools is not None:
-            opening, tools = self._format_of_tools().opening(conversation.tools), _tools_of(conversation.tools)
-        for message in messages:
-            if "tool_calls" in message:
-                self._format_of_tools("messages")
-                break
-        if not self._takes_late_system:
-            messages = as_user_messages(messages)
-        if self._tool_format is not None:
-            messages = self._tool_format.adapted(messages)
+        tools = [] if conversation.tools is None else _tools_of(conversation.tools)
+        extra = self._options.variables_of(conversation) if conversation.has_reasoning_options else {}
+        opening, messages = self._begun(conversation)
         return self._conversations.encode(
             messages,
             tools=tools,
@@ -338,6 +360,29 @@ class ModelText:
             max_tokens=self._max_context_tokens,
             is_plain=is_plain,
         )
+
+    def _begun(self, conversation: Conversation) -> tuple[Opening, Sequence[Mapping[str, Any]]]:
+        """Return the beginning of the answer, and the messages in the template's form. Raises BadRequest."""
+        messages: Sequence[Mapping[str, Any]] = conversation.messages
+        if not self._takes_late_system:
+            messages = as_user_messages(messages)
+        if self._harmony is not None:
+            return self._harmony.opening(conversation), adapted(messages)
+        opening = Opening()
+        if conversation.tools is not None:
+            opening = self._format_of_tools().opening(conversation.tools)
+        for message in messages:
+            if "tool_calls" in message:
+                self._format_of_tools("messages")
+                break
+        return opening, messages if self._tool_format is None else self._tool_format.adapted(messages)
+
+    def adjusted_fields(self, generation: Generation) -> dict[str, str]:
+        """Return the reasoning fields whose values the model does not have, with what is used instead."""
+        prompt = generation.prompts[0]  # a chat has only one
+        if self._options is None or not isinstance(prompt, Conversation) or not prompt.has_reasoning_options:
+            return {}
+        return self._options.adjusted_fields(prompt)
 
     def _format_of_tools(self, field: str = "tools") -> ToolFormat:
         """Return the model's tool call format. Raises BadRequest, which names the `field`, if there is none."""
@@ -376,32 +421,3 @@ def _num_bytes(text: str, at_most: int) -> int:
 def _tools_of(offer: ToolOffer) -> list[dict[str, Any]]:
     """Return the tools in the format of chat templates."""
     return [tool.for_template() for tool in offer.tools]
-
-
-class ModelTexts:
-    """The `ModelText` of each connected model, built once, in a thread."""
-
-    def __init__(self, inline_bytes: int) -> None:
-        self._inline_bytes = inline_bytes
-        self._built: dict[tuple[str, str, str, str, int], ModelText] = {}
-        self._building = asyncio.Lock()
-
-    def use(self, inline_bytes: int) -> None:
-        """Set the inline limit for later prompts."""
-        self._inline_bytes = inline_bytes
-        for text in self._built.values():
-            text.inline_bytes = inline_bytes
-
-    async def get(self, card: ModelCard) -> ModelText:
-        """Return the `ModelText` of a card. Raises moiety_text's errors if the card's files cannot be used."""
-        key = (card.model, card.device, card.tokenizer_json, card.chat_template, card.max_context_tokens)
-        text = self._built.get(key)
-        if text is not None:
-            return text
-        async with self._building:
-            if key not in self._built:
-                built = await asyncio.to_thread(ModelText, card, self._inline_bytes)
-                while len(self._built) >= MAX_CACHED_MODELS:
-                    self._built.pop(next(iter(self._built)))
-                self._built[key] = built
-            return self._built[key]

@@ -36,7 +36,7 @@ from moiety_platform.inference.engine_submits import RequestOrigin, check_limits
 from moiety_platform.inference.field_support import ignored_fields, support_headers
 from moiety_platform.inference.generation import Generation
 from moiety_platform.inference.idempotency import claim_key
-from moiety_platform.inference.model_texts import ModelTexts
+from moiety_platform.inference.model_text_cache import ModelTexts
 from moiety_platform.inference.quota_reservation import Tariffs
 from moiety_platform.inference.request_body import BodyReader
 from moiety_platform.inference.request_record import RequestRecord
@@ -170,6 +170,7 @@ class RequestPipeline:
             _refuse_hopeless(generation, matched)
             text = await services.texts.get(matched.card)
             prompts = await text.encode_prompts(generation)
+            record.adjusted_fields |= text.adjusted_fields(generation)
             longest = self._most_output_tokens(record, generation, matched.card, prompts)
             origin = await self._reserve(record, matched, prompts, max(longest), streams)
             service = matched.chosen.service

@@ -25,13 +25,8 @@ def grammar_of_calls(
         return None
     opener = way.markers[0] if way.marks_calls else ""
     name = offer.first_call
-    tools = [
-        ToolCallGrammar(tool.name, msgspec.json.encode(tool.parameters if tool.strict else ANY_OBJECT).decode())
-        for tool in offer.tools
-        if tool.name in offer.names
-    ]
     form = ToolCallsGrammar(
-        tools=tools,
+        tools=tool_grammars(offer),
         opener=opener,
         before=way.to_name.removeprefix(opener),
         between=way.to_arguments,
@@ -45,3 +40,12 @@ def grammar_of_calls(
         free_ids=list(free_ids),
     )
     return GrammarSpec(GrammarKind.CALLS, msgspec.json.encode(form).decode())
+
+
+def tool_grammars(offer: ToolOffer) -> list[ToolCallGrammar]:
+    """Return the callable tools with the schemas of their arguments. Tools that are not strict accept any object."""
+    return [
+        ToolCallGrammar(tool.name, msgspec.json.encode(tool.parameters if tool.strict else ANY_OBJECT).decode())
+        for tool in offer.tools
+        if tool.name in offer.names
+    ]

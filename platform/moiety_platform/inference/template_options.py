@@ -1,51 +1,86 @@
-"""Chat template variables from a request's options: reasoning, effort, and variables by name."""
+"""Chat template variables from a request's options: reasoning, effort, and variables by name.
+
+What a client's API allows is never refused for the model's sake: an effort becomes the nearest level that the template
+knows, and a switch that the model does not have is left out. The answer's header names both.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from moiety_platform.errors import BadRequest
 from moiety_platform.inference.generation import Conversation
 from moiety_text.chat import ChatTemplate
-from moiety_text.reasoning import SWITCHES, ThoughtFormat
+from moiety_text.efforts import EFFORT, NO_EFFORT, levels_of, nearest_level
+from moiety_text.reasoning import SWITCHES, ThoughtSwitch
+from moiety_wire.messages import MIN_THOUGHT_BUDGET
 
-EFFORT = "reasoning_effort"
-NO_EFFORT = "none"
+BUDGET = "thinking_budget"  # variable of templates that tell the model its budget
+ON, OFF, UNLIMITED = "on", "off", "unlimited"  # values in the header of adjusted fields
+
+
+@dataclass(slots=True)
+class _Resolved:
+    """Template variables, and the values that are used instead of a client's, by its fields."""
+
+    variables: dict[str, Any] = field(default_factory=dict)
+    adjusted: dict[str, str] = field(default_factory=dict)
 
 
 class TemplateOptions:
     """Chat template options of one model. Immutable."""
 
-    def __init__(self, model: str, template: ChatTemplate, thoughts: ThoughtFormat | None) -> None:
+    def __init__(
+        self, model: str, template: ChatTemplate, switch: ThoughtSwitch | None, *, thinks: bool, keeps_budget: bool
+    ) -> None:
+        """Create the options.
+
+        `switch` turns the model's reasoning on and off. `thinks`: the model can reason. `keeps_budget`: its engine
+        ends the reasoning when a budget is used.
+        """
         self._model = model
         self._variables = template.variables
-        self._thoughts = thoughts
-        self._switch = None if thoughts is None else thoughts.switch
+        self._switch = switch
+        self._thinks = thinks
+        self._levels = levels_of(template)
+        self._keeps_budget = keeps_budget or BUDGET in self._variables
 
     def variables_of(self, conversation: Conversation) -> dict[str, Any]:
         """Return the template's variables beside the messages.
 
-        Options by name override an effort. Raises BadRequest for an option that the template does not read, and if the
-        model's reasoning cannot be switched.
+        Options by name override an effort. Raises BadRequest for an option that the template does not read.
         """
-        options = dict(conversation.template_options)
-        thinks = conversation.thinks
+        return self._resolve(conversation).variables
+
+    def adjusted_fields(self, conversation: Conversation) -> dict[str, str]:
+        """Return the fields whose values the model does not have, with what is used instead. Raises as above."""
+        return self._resolve(conversation).adjusted
+
+    def _resolve(self, conversation: Conversation) -> _Resolved:
+        found, names = _Resolved(), conversation.reasoning_fields
+        options, thinks, effort = dict(conversation.template_options), conversation.thinks, conversation.effort
         for name in SWITCHES:  # a client may use another template's name of the switch
             if name in options and name not in self._variables:
                 thinks = self._as_switch(name, options.pop(name))
         self._check_known(options)
-        variables: dict[str, Any] = {}
-        effort = conversation.effort
-        if thinks is None and effort is not None and not options.keys() & set(SWITCHES):
+        by_effort = thinks is None and effort is not None and not options.keys() & set(SWITCHES)
+        if by_effort:
             thinks = self._thinks_by(effort)
+        budget = conversation.thought_budget
+        if budget == 0 and self._switch is not None:
+            thinks = False
         if thinks is not None:
-            variables |= self._switched(thinks=thinks)
-        if effort not in (None, NO_EFFORT) and thinks is not False and EFFORT in self._variables:
-            variables[EFFORT] = effort
-        return variables | options
+            self._turn(found, names.effort if by_effort else names.switch, thinks=thinks)
+        if effort not in (None, NO_EFFORT) and thinks is not False:
+            self._set_effort(found, names.effort, effort)
+        if budget is not None and self._thinks and thinks is not False:
+            self._set_budget(found, names.budget, budget)
+        found.variables |= options
+        return found
 
-    def _thinks_by(self, effort: str) -> bool | None:
+    def _thinks_by(self, effort: str | None) -> bool | None:
         """Return whether an effort turns reasoning on or off.
 
         It is turned on only where it is off by default, otherwise None.
@@ -54,17 +89,35 @@ class TemplateOptions:
             return False
         return True if self._switch is not None and not self._switch.is_on_by_default else None
 
-    def _switched(self, *, thinks: bool) -> Mapping[str, Any]:
+    def _turn(self, found: _Resolved, name: str, *, thinks: bool) -> None:
+        """Turn the reasoning on or off, where the model's template can."""
         if self._switch is not None:
-            return self._switch.variables(thinks=thinks)
-        if thinks == (self._thoughts is not None):
-            return {}  # the model's only behavior
-        does = "always reasons before it answers" if self._thoughts is not None else "does not support reasoning"
-        raise BadRequest(
-            f"the model {self._model!r} {does}, and its chat template has no switch for it; leave the option out, or "
-            "use another model",
-            code="thinking_not_supported",
-        )
+            found.variables |= self._switch.variables(thinks=thinks)
+        elif thinks and not self._thinks:
+            found.adjusted[name] = OFF
+        elif self._thinks and not thinks:
+            found.adjusted[name] = self._levels[0] if self._levels else ON
+            found.variables |= {EFFORT: self._levels[0]} if self._levels else {}
+
+    def _set_effort(self, found: _Resolved, name: str, effort: str) -> None:
+        """Set the nearest level that the template knows."""
+        if not self._thinks:
+            found.adjusted[name] = OFF
+        elif self._levels:
+            level = found.variables[EFFORT] = nearest_level(effort, self._levels)
+            if level != effort:
+                found.adjusted[name] = level
+        else:
+            found.adjusted[name] = ON
+
+    def _set_budget(self, found: _Resolved, name: str, budget: int) -> None:
+        """Tell the template the budget, where it asks for one."""
+        if BUDGET in self._variables:
+            found.variables[BUDGET] = budget
+        if not self._keeps_budget:
+            found.adjusted[name] = UNLIMITED
+        elif budget < MIN_THOUGHT_BUDGET:
+            found.adjusted[name] = str(MIN_THOUGHT_BUDGET)
 
     def _as_switch(self, name: str, value: Any) -> bool:
         if not isinstance(value, bool):

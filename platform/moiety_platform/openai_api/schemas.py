@@ -35,6 +35,7 @@ from moiety_platform.inference.body_fields import (
 )
 from moiety_platform.inference.field_support import ignored, mapped, refused
 from moiety_platform.inference.generation import Conversation, Generation, Prompt
+from moiety_platform.inference.reasoning_fields import Effort, ThoughtBudgetFields
 from moiety_platform.inference.tool_fields import TemplateVariables
 from moiety_platform.openai_api.chat_messages import Messages, messages_of
 from moiety_platform.openai_api.response_formats import FORMS as FORMS_OF_FORMS
@@ -229,7 +230,7 @@ class GenerationBody(VllmFields, StructuredOutputBody, GeneratingBody):
         )
 
 
-class ChatBody(VllmChatFields, GenerationBody):
+class ChatBody(ThoughtBudgetFields, VllmChatFields, GenerationBody):
     """`POST /v1/chat/completions`."""
 
     model_config = ConfigDict(
@@ -245,7 +246,7 @@ class ChatBody(VllmChatFields, GenerationBody):
     parallel_tool_calls: bool | None = None
     functions: Annotated[ChatFunctions | None, mapped("They are `tools` in OpenAI's older form.")] = None
     function_call: Annotated[FunctionChoice | None, mapped("It is `tool_choice` in OpenAI's older form.")] = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Effort = None
     chat_template_kwargs: TemplateVariables | None = None
     prompt_cache_options: PromptCacheOptions | None = None
     prompt_cache_key: Annotated[
@@ -339,7 +340,14 @@ class ChatBody(VllmChatFields, GenerationBody):
         messages, prefill = messages_of(self.messages), ""
         if self.continue_final_message:
             messages, prefill = messages[:-1], messages[-1]["content"]
-        conversation = Conversation(messages, prefill, offer, effort=self.reasoning_effort, template_options=options)
+        conversation = Conversation(
+            messages,
+            prefill,
+            offer,
+            effort=self.reasoning_effort,
+            template_options=options,
+            thought_budget=self.thought_budget,
+        )
         return self._generation((conversation,), (self.top_logprobs or 0) if self.logprobs else None, grammar)
 
 

@@ -176,7 +176,7 @@ class ResponseText(TypedDict):
 class ResponseReasoning(TypedDict):
     """Reasoning options of the request."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None
     summary: None
 
 

@@ -31,7 +31,8 @@ from moiety_platform.inference.body_fields import (
     refuse,
     shows,
 )
-from moiety_platform.inference.generation import Conversation, Generation
+from moiety_platform.inference.generation import Conversation, Generation, ReasoningFields
+from moiety_platform.inference.reasoning_fields import Effort
 from moiety_platform.openai_api.response_formats import TextFormat, require_one_form
 from moiety_platform.openai_api.schemas import STREAMED_OPTIONS
 from moiety_platform.openai_api.tools import NEEDS_TOOLS, offer_of_functions
@@ -53,6 +54,7 @@ NOTHING_TO_INCLUDE = (  # fields of items that no answer here has
 
 _UNSUPPORTED = ("conversation", "prompt", "context_management", "moderation")
 
+_REASONING_FIELDS = ReasoningFields(effort="reasoning.effort")
 _Name = Annotated[str, StringConstraints(max_length=512)]
 _Part = Annotated[str, shows(enum=[LOGPROBS, *NOTHING_TO_INCLUDE])]
 _Unsupported = Annotated[Any, shows(enum=[None, [], {}])]
@@ -95,9 +97,9 @@ class TextOptions(StrictBody):
 
 
 class ReasoningOption(StrictBody):
-    """Reasoning effort. "none" turns reasoning off. The model decides how to treat the others."""
+    """Reasoning effort. "none" turns reasoning off."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    effort: Effort = None
 
 
 class ResponsesBody(GeneratingBody):
@@ -213,6 +215,7 @@ class ResponsesBody(GeneratingBody):
                     (*instructions, *messages_of(items)),
                     tools=offer,
                     effort=None if self.reasoning is None else self.reasoning.effort,
+                    reasoning_fields=_REASONING_FIELDS,
                 ),
             ),
             num_choices=1,

@@ -1,0 +1,51 @@
+"""Grammar of outputs with free reasoning before an answer that follows a grammar of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from moiety_engine.structured_outputs.errors import GrammarRefused
+from moiety_engine.structured_outputs.lark_syntax import id_ranges, quoted
+from moiety_wire.grammars import GrammarSpec, ReasonedGrammar
+
+ANSWER = "@answer"  # reference to the answer's grammar in the rules
+
+
+def reasoned_of(spec: GrammarSpec) -> ReasonedGrammar:
+    """Decode the spec's text. Raises GrammarRefused."""
+    try:
+        return msgspec.json.decode(spec.text, type=ReasonedGrammar)
+    except (ValueError, RecursionError) as exc:
+        raise GrammarRefused(f"the grammar with reasoning cannot be decoded: {exc}") from exc
+
+
+def reasoned_rules(form: ReasonedGrammar) -> str:
+    """Return the rules in Lark's syntax, which refer to the answer's grammar.
+
+    The reasoning is any tokens, also parts of a character, since a budget may end it anywhere. A marker that is no
+    added token is spelled by ordinary tokens. Then the reasoning is the shortest text that ends with the closer.
+    """
+    closer = quoted(form.closer, form.special)
+    rules = ["SPACE: /[ \\t\\r\\n]{1,16}/"]
+    if form.closer in form.special:
+        rules += [tokens_but([*form.banned_ids, *form.special.values()]), f"thought: text {closer}"]
+    else:
+        rules += ["ANY: /(.|\\n)*/", f"closed[lazy]: ANY {closer}", "thought: closed"]
+    opener = quoted(form.opener, form.special)
+    start = "thought SPACE?" if form.is_open else f"(SPACE? {opener} thought SPACE?)?"
+    return "\n".join([f"start: {start} {ANSWER}", *rules])
+
+
+def tokens_but(banned_ids: Sequence[int]) -> str:
+    """Return the rule `text`: any number of tokens but these."""
+    return f"text: <[^{','.join(id_ranges(banned_ids))}]>*"
+
+
+def with_answer(rules: str, answer: str) -> str:
+    """Return the grammar for llguidance: the rules, with the answer's grammar as llguidance takes it."""
+    begin = answer.lstrip()[:1]
+    found = msgspec.json.decode(answer)["grammars"][0] if begin == "{" else {"lark_grammar": answer}
+    grammars = [{"name": "main", "lark_grammar": rules}, {**found, "name": ANSWER.removeprefix("@")}]
+    return msgspec.json.encode({"grammars": grammars}).decode()

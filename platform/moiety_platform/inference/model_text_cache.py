@@ -1,0 +1,40 @@
+"""The texts of all connected models, each built once."""
+
+from __future__ import annotations
+
+import asyncio
+
+from moiety_platform.inference.model_texts import ModelText
+from moiety_wire.messages import ModelCard
+
+MAX_CACHED_MODELS = 16
+
+
+class ModelTexts:
+    """The `ModelText` of each connected model, built once, in a thread."""
+
+    def __init__(self, inline_bytes: int) -> None:
+        self._inline_bytes = inline_bytes
+        self._built: dict[tuple[object, ...], ModelText] = {}
+        self._building = asyncio.Lock()
+
+    def use(self, inline_bytes: int) -> None:
+        """Set the inline limit for later prompts."""
+        self._inline_bytes = inline_bytes
+        for text in self._built.values():
+            text.inline_bytes = inline_bytes
+
+    async def get(self, card: ModelCard) -> ModelText:
+        """Return the `ModelText` of a card. Raises moiety_text's errors if the card's files cannot be used."""
+        answers = card.controls_reasoning, card.follows_grammars, card.shows_special_tokens, card.eos_token_ids
+        key = (card.model, card.device, card.tokenizer_json, card.chat_template, card.max_context_tokens, answers)
+        text = self._built.get(key)
+        if text is not None:
+            return text
+        async with self._building:
+            if key not in self._built:
+                built = await asyncio.to_thread(ModelText, card, self._inline_bytes)
+                while len(self._built) >= MAX_CACHED_MODELS:
+                    self._built.pop(next(iter(self._built)))
+                self._built[key] = built
+            return self._built[key]
