@@ -68,6 +68,7 @@ OF_PIPELINE = (
     "max_streams_per_key",
     "credit_window_tokens",
     "max_sequences",
+    "clamp_max_tokens",
     "failover_wait_s",
     *OF_BODIES,
 )
@@ -149,7 +150,9 @@ def create_pipeline(settings: GatewaySettings, services: Services) -> RequestPip
 
 
 def _limits_of(settings: GatewaySettings) -> PipelineLimits:
-    return PipelineLimits(settings.credit_window_tokens, settings.max_sequences, settings.failover_wait_s)
+    return PipelineLimits(
+        settings.credit_window_tokens, settings.max_sequences, settings.failover_wait_s, settings.clamp_max_tokens
+    )
 
 
 def create_app(settings: GatewaySettings, services: Services, pipeline: RequestPipeline | None = None) -> Litestar:

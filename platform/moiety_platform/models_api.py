@@ -6,28 +6,41 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self, TypedDict, TypeVar
 
-from litestar import Controller, Request, get, post
+from litestar import Controller, Request, Response, get, post
 from litestar.di import NamedDependency
-from litestar.params import FromPath, SkipValidation
+from litestar.params import FromPath, QueryParameter, SkipValidation
+from litestar.types import ExceptionHandlersMap
 from pydantic import ConfigDict, model_validator
 
 from moiety_platform.adapters.cache import AdapterCache
 from moiety_platform.adapters.naming import allowed_of
+from moiety_platform.anthropic_api.errors import answer_anthropic_error
+from moiety_platform.anthropic_api.models import (
+    DEFAULT_PAGE,
+    MAX_PAGE,
+    VERSION_HEADER,
+    ModelInfo,
+    ModelPage,
+    model_info,
+    model_page,
+)
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.client import authenticate
 from moiety_platform.auth.principal import Principal
-from moiety_platform.errors import BadRequest, NotFound, Unavailable
+from moiety_platform.errors import BadRequest, NotFound, PlatformError, Unavailable
+from moiety_platform.http_errors import answer_platform_error
 from moiety_platform.inference.body_fields import ModelName, StrictBody, TokenIds, refuse, shows
 from moiety_platform.inference.generation import Conversation, Prompt
 from moiety_platform.inference.model_text_cache import ModelTexts
 from moiety_platform.inference.request_body import BodyReader
 from moiety_platform.inference.tool_fields import TemplateVariables
 from moiety_platform.known_parameters import IGNORED, SENT_BY_ANTHROPIC_CLIENTS
-from moiety_platform.openai_api.chat_messages import Messages
+from moiety_platform.openai_api.chat_messages import Messages, messages_of
 from moiety_platform.openai_api.schemas import FORMS
 from moiety_platform.openai_api.tools import ChatTools, offer_of
 from moiety_platform.openapi.described import JSON, Described, describes
 from moiety_platform.openapi.documents import KEY
+from moiety_platform.query_parameters import whole
 from moiety_platform.request_head import fields_of
 from moiety_platform.routing.choose import MODEL_NOT_FOUND, model_not_found
 from moiety_platform.routing.replicas import Replicas
@@ -37,6 +50,10 @@ Body = TypeVar("Body", bound=StrictBody)
 
 SECURITY = [{KEY: list[str]()}]
 _BETA = {IGNORED: SENT_BY_ANTHROPIC_CLIENTS}
+
+Limit = Annotated[str | None, whole(f"At most so many, in Anthropic's list; {DEFAULT_PAGE} if not given.", 1, MAX_PAGE)]
+BeforeId = Annotated[str | None, QueryParameter(description="The id of the model after the page (Anthropic's list).")]
+AfterId = Annotated[str | None, QueryParameter(description="The id of the model before the page (Anthropic's list).")]
 
 
 class _Body(StrictBody):
@@ -85,9 +102,8 @@ class TokenizeBody(_Body):
 
     def as_prompt(self) -> Prompt:
         if self.messages is not None:
-            messages = tuple(message.for_template() for message in self.messages)
             options = self.chat_template_kwargs or {}
-            return Conversation(messages, tools=offer_of(self.tools), template_options=options)
+            return Conversation(messages_of(self.messages), tools=offer_of(self.tools), template_options=options)
         assert self.prompt is not None
         return self.prompt
 
@@ -161,31 +177,56 @@ def _takes(body: type[StrictBody]) -> dict[str, Described]:
     return describes(Described(body={JSON: body}, errors=(404,)))
 
 
+def _answers(*kinds: type) -> dict[str, Described]:
+    return describes(Described(answers={200: {JSON: {"anyOf": list(kinds)}}}))
+
+
+def _answer_error(request: Request[Any, Any, Any], error: PlatformError) -> Response[bytes]:
+    """Answer an error in the shape of the client's API."""
+    if VERSION_HEADER in fields_of(request.scope):
+        return answer_anthropic_error(request, error)
+    return answer_platform_error(request, error)
+
+
+_ERRORS: ExceptionHandlersMap = {PlatformError: _answer_error}
+
+
 class ModelController(Controller):
     """Routes of the served models."""
 
     tags = ("models",)
     security = SECURITY
 
-    @get("/v1/models", opt=_BETA)
+    @get("/v1/models", opt=_BETA | _answers(ModelList, ModelPage), exception_handlers=_ERRORS)
     async def list_models(
-        self, models: NamedDependency[SkipValidation[ModelServices]], request: Request[Any, Any, Any]
-    ) -> ModelList:
-        """List the served models that the key may use."""
+        self,
+        models: NamedDependency[SkipValidation[ModelServices]],
+        request: Request[Any, Any, Any],
+        limit: Limit = None,
+        before_id: BeforeId = None,
+        after_id: AfterId = None,
+    ) -> ModelList | ModelPage:
+        """List the served models that the key may use.
+
+        A request with the header `anthropic-version` gets them in Anthropic's fields, page by page.
+        """
         cards = await models.visible(await models.caller(request))
+        if VERSION_HEADER in fields_of(request.scope):
+            return model_page(cards, limit, before_id, after_id)
         return {"object": "list", "data": [_describe(name, card) for name, card in cards.items()]}
 
-    @get("/v1/models/{model_id:path}", opt=_BETA)
+    @get("/v1/models/{model_id:path}", opt=_BETA | _answers(Model, ModelInfo), exception_handlers=_ERRORS)
     async def retrieve_model(
         self,
         models: NamedDependency[SkipValidation[ModelServices]],
         request: Request[Any, Any, Any],
         model_id: FromPath[str],
-    ) -> Model:
-        """Get one model."""
+    ) -> Model | ModelInfo:
+        """Get one model, in Anthropic's fields if the request has the header `anthropic-version`."""
         cards = await models.visible(await models.caller(request))
         name = model_id.removeprefix("/")
-        return _describe(name, _find(cards, name))
+        card = _find(cards, name)
+        return model_info(name, card) if VERSION_HEADER in fields_of(request.scope) else _describe(name, card)
 
     @post("/tokenize", status_code=200, opt=_takes(TokenizeBody))
     async def tokenize(

@@ -107,6 +107,12 @@ def bearer_authorization(fields: Mapping[bytes, bytes]) -> str | None:
     return None if value is None else value.decode("latin-1")
 
 
+def api_key_authorization(fields: Mapping[bytes, bytes]) -> str | None:
+    """Return the client's credentials. Anthropic's own header takes precedence over `Authorization`."""
+    key = fields.get(b"x-api-key")
+    return bearer_authorization(fields) if key is None else f"Bearer {key.decode('latin-1')}"
+
+
 def request_id_of(scope: Scope) -> str:
     """Return the request's id, which never changes during the request."""
     state = scope.setdefault("state", {})

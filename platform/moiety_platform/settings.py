@@ -148,6 +148,11 @@ class GatewaySettings(BaseSettings):
         1024, "Largest number of open streams of one key at this gateway. Further requests are rejected with 429.", ge=1
     )
     max_sequences: int = live(128, "Largest number of sequences in one request: prompts × n.", ge=1)
+    clamp_max_tokens: bool = live(
+        False,
+        "Whether a limit on output tokens that exceeds the rest of the context is lowered to it. Otherwise it is "
+        "rejected with 400. `/v1/messages` always lowers it.",
+    )
     max_inflight_per_tenant: int = live(
         4096,
         "Largest number of running sequences of one tenant at this gateway. Further requests are rejected with 429.",

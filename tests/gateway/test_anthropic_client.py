@@ -315,14 +315,18 @@ def message(**fields: Any) -> dict[str, Any]:
     return {"messages": [fields]}
 
 
+SOURCE = {"type": "base64", "media_type": "image/png", "data": "aGk="}
+FORMAT = {"type": "json_schema", "schema": {"type": "object"}}
 BAD = [
     ({"max_tokens": None}, "max_tokens", "valid integer"),
-    ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
-    ({"max_tokens": 10_000}, None, "10000 are asked for"),
+    ({"max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
+    ({"messages": [{"role": "user", "content": "x" * 600}]}, None, "Shorten the prompt"),
     ({"model": 7}, "model", "valid string"),
     ({"messages": []}, "messages", "is empty"),
     ({"messages": HELLO * 2049}, "messages", "may have 2,048 entries"),
-    (message(role="system", content="x"), "messages.0.role", "send it as 'system'"),
+    (message(role="system", content="x"), "messages", "must be a user's"),
+    (message(role="system", content=[{"type": "image"}]), "messages.0.content.0.source", "missing"),
+    (message(role="system", content=[{"type": "thinking", "thinking": "x"}]), "messages.0.content", "not the system's"),
     (message(role="tool", content="x"), "messages.0.role", "'tool' is not a role"),
     (message(role="assistant", content="x"), "messages", "must be a user's"),
     (message(role="user"), "messages.0.content", "missing"),
@@ -331,13 +335,24 @@ BAD = [
     (message(role="user", content=[7]), "messages.0.content.0", "object"),
     (message(role="user", content=[{"type": "text"}]), "messages.0.content.0.text", "missing"),
     *(
-        (message(role="user", content=[{"type": kind}]), "messages.0.content.0.type", f"'{kind}' are not supported yet")
-        for kind in ("image", "document", "search_result", "redacted_thinking")
+        (message(role="user", content=[{"type": kind, "source": SOURCE}]), "messages.0.content", words)
+        for kind, words in (("image", "is an image"), ("document", "not plain text"), ("redacted_thinking", "user's"))
     ),
+    (message(role="user", content=[{"type": "video"}]), "messages.0.content", "'video', which is not known"),
+    (message(role="user", content=[{"type": "image", "source": {"type": "x"}}]), "messages.0.content.0.source", "'x'"),
     ({"system": {"text": "x"}}, "system", "a string or a list of text blocks"),
-    ({"system": [{"type": "image"}]}, "system.0.type", "not supported yet"),
-    ({"mcp_servers": [{"type": "url"}]}, "mcp_servers", "not supported yet"),
-    ({"output_config": {"format": {}}}, "output_config", "not supported yet"),
+    ({"system": [{"type": "image"}]}, "system.0.type", "'text'"),
+    ({"mcp_servers": [{"type": "url"}]}, "mcp_servers", "connects to no MCP servers"),
+    ({"container": "c"}, "container", "runs no code"),
+    ({"compaction": {"type": "auto"}}, "compaction", "does not summarize"),
+    ({"thread": {"type": "create"}}, "thread", "are not kept"),
+    ({"billing_policy": {"type": "billing_policy", "bill_to": "user_profile"}}, "billing_policy.bill_to", "tenant"),
+    ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema", "missing"),
+    ({"output_config": {"format": FORMAT}, "output_format": FORMAT}, None, "send one of both"),
+    ({"output_format": {"type": "text", "schema": {}}}, "output_format.type", "'json_schema'"),
+    ({"output_config": {"effort": "none"}}, "output_config.effort", "'max'"),
+    ({"context_management": {"edits": [{}]}}, "context_management.edits.0.type", "missing"),
+    ({"speed": "slow"}, "speed", "'fast'"),
     ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens", "greater than or equal to 1"),
     ({"temperature": 1.5}, "temperature", "less than or equal to 1"),
     ({"top_p": -1}, "top_p", "greater than or equal to 0"),
@@ -372,7 +387,7 @@ async def test_what_is_no_json_or_has_no_max_tokens_is_told_in_anthropics_shape(
         assert (status, json.loads(answer)["error"]["type"]) == (400, "invalid_request_error")
     with pytest.raises(anthropic.BadRequestError, match="'max_tokens' is missing"):
         await client.post(PATH, body={"model": MODEL, "messages": HELLO}, cast_to=object)
-    with pytest.raises(anthropic.BadRequestError, match="not supported yet"):
+    with pytest.raises(anthropic.BadRequestError, match="connects to no MCP servers"):
         await client.messages.count_tokens(model=MODEL, messages=HELLO, extra_body={"mcp_servers": [{"type": "url"}]})
 
 

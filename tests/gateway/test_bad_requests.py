@@ -20,6 +20,9 @@ RECORDED = (CHAT, COMPLETIONS, MESSAGES, RESPONSES)
 GOOD_CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 GOOD_COMPLETION = {"model": "tiny", "prompt": "hi", "max_tokens": 1}
 GOOD_RESPONSE = {"model": "tiny", "input": "hi", "max_output_tokens": 1}
+TEXT = {"type": "text", "text": "hi"}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+REFUSAL = {"type": "refusal", "refusal": "No."}
 NESTED = b"[" * 100_000 + b"]" * 100_000
 
 
@@ -67,12 +70,18 @@ BAD = [
     (CHAT, message(role=None, content="hi"), 400, "messages.0.role", ""),
     (CHAT, message(content="hi"), 400, "messages.0.role", "missing"),
     (CHAT, message(role="user"), 400, "messages.0.content", "missing"),
-    (CHAT, message(role="user", content=None), 400, "messages.0.content", "string or a list of parts"),
-    (CHAT, message(content=None, role="system"), 400, "messages.0.content", "null is for the assistant only"),
+    (CHAT, message(role="user", content=None), 400, "messages.0.content", "null is for the assistant and for results"),
+    (CHAT, message(content=None, role="system"), 400, "messages.0.content", "null is for the assistant and for"),
     (CHAT, chat(messages=[{"role": "user", "content": ""}] * 2049), 400, "messages", "may have 2,048 entries"),
     (CHAT, chat(logit_bias={str(i): "x" for i in range(4097)}), 400, "logit_bias", "may have 4,096"),
     (CHAT, message(role="user", content=7), 400, "messages.0.content", "string or a list of parts"),
-    (CHAT, message(role="user", content=[{"type": "image_url"}]), 400, "messages.0.content", "not supported"),
+    (CHAT, message(role="user", content=[{"type": "image_url"}]), 400, "messages.0.content", "list of parts"),
+    (CHAT, message(role="user", content=[TEXT, IMAGE]), 400, "messages.0.content", "part 1 is an image"),
+    (CHAT, message(role="user", content=[{"type": "input_audio"}]), 400, "messages.0.content", "part 0 is audio"),
+    (CHAT, message(role="user", content=[{"type": "file"}]), 400, "messages.0.content", "part 0 is a file"),
+    (CHAT, message(role="user", content=[{"type": "hologram"}]), 400, "messages.0.content", "unknown type 'hologram'"),
+    (CHAT, message(role="user", content=[REFUSAL]), 400, "messages.0.content", "for the assistant only"),
+    (CHAT, message(role="assistant", content="", audio={"id": "a"}), 400, "messages.0.audio", "not supported"),
     # numbers
     (CHAT, chat(max_tokens=0), 400, "max_tokens", "greater than or equal to 1"),
     (CHAT, chat(max_tokens=-5), 400, "max_tokens", ""),
@@ -113,7 +122,20 @@ BAD = [
     (CHAT, chat(stream_options={"include_usage": True}), 400, None, "'stream' is true"),
     (CHAT, chat(top_logprobs=2), 400, None, "'logprobs' is true"),
     (CHAT, chat(logprobs=True, top_logprobs=21), 400, "top_logprobs", ""),
-    (CHAT, chat(functions=[{"name": "f"}]), 400, "functions", "send 'tools'"),
+    (CHAT, chat(functions=[{"name": ""}]), 400, "functions.0.name", "is no name of a tool"),
+    (CHAT, chat(continue_final_message=True), 400, None, "needs a last message of the assistant's"),
+    (CHAT, chat(add_generation_prompt=False), 400, None, "'continue_final_message'"),
+    (CHAT, chat(modalities=["text", "audio"]), 400, "modalities", "text only"),
+    (CHAT, chat(audio={"voice": "ash", "format": "wav"}), 400, "audio", "text only"),
+    (CHAT, chat(moderation={"model": "m"}), 400, "moderation", "moderate them yourself"),
+    (CHAT, chat(metadata={str(i): "x" for i in range(17)}), 400, "metadata", "16 at most"),
+    (CHAT, chat(metadata={str(i): 0 for i in range(9999)}), 400, "metadata", "16 at most"),
+    (CHAT, chat(cache_salt=""), 400, "cache_salt", "at least 1"),
+    (CHAT, chat(use_beam_search=True), 400, "use_beam_search", "not supported"),
+    (CHAT, chat(include_stop_str_in_output=True), 400, "include_stop_str_in_output", "append it yourself"),
+    (CHAT, chat(skip_special_tokens=False), 400, "skip_special_tokens", "leave it out"),
+    (CHAT, chat(chat_template="{{ messages }}"), 400, "chat_template", "cannot bring a chat template"),
+    (CHAT, chat(structured_outputs={"structural_tag": "{}"}), 400, "structured_outputs.structural_tag", "'tools'"),
     (CHAT, chat(response_format={"type": "xml"}), 400, "response_format.type", "'json_schema'"),
     (CHAT, chat(response_format={"type": "json_schema"}), 400, "response_format", "'json_schema' is missing"),
     (CHAT, chat(guided_json=[1]), 400, "guided_json", "as an object or as its text"),

@@ -218,6 +218,19 @@ def called(**fields: Any) -> dict[str, Any]:
     return {"messages": [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call | fields]}]}
 
 
+def custom(**fields: Any) -> dict[str, Any]:
+    return {"tools": [{"type": "custom", "custom": {"name": "f", **fields}}]}
+
+
+def grammar(syntax: str, definition: str) -> dict[str, Any]:
+    return {"type": "grammar", "grammar": {"syntax": syntax, "definition": definition}}
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 def blocks(role: str, *content: Any) -> dict[str, Any]:
     return {"messages": [*ASKED, {"role": "assistant", "content": "x"}, {"role": role, "content": list(content)}]}
 
@@ -227,9 +240,14 @@ def nested(levels: Any) -> Any:
 
 
 USE: dict[str, Any] = {"type": "tool_use", "id": "u", "name": "f", "input": {}}
-BAD_CHATS = [
-    ({"tools": [{}]}, "tools.0.type", "missing"),
-    ({"tools": [{"type": "custom", "custom": {}}]}, "tools.0.type", "'custom' is not supported"),
+HOSTED = [{"type": "web_search"}]
+BAD_CHATS: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"tools": [{}]}, "tools.0.function", "missing"),
+    ({"tools": [{"type": "custom"}]}, "tools.0.custom", "missing"),
+    ({"tools": [{"type": "custom", "custom": {}}]}, "tools.0.custom.name", "missing"),
+    (custom(format={"type": "grammar"}), "tools.0.custom.format.grammar", "missing"),
+    (custom(format=grammar("ebnf", "")), "tools.0.custom.format.grammar.syntax", "'lark' or 'regex'"),
+    (custom(format=grammar("lark", "x" * 70_000)), "tools.0.custom.format.grammar.definition", "it may have 65,536"),
     ({"tools": [{"type": "function"}]}, "tools.0.function", "missing"),
     ({"tools": OPENAI_TOOLS * 65}, "tools", "may have 128 entries"),
     ({"tools": OPENAI_TOOLS * 2}, "tools", "two tools have the name 'forecast'"),
@@ -240,12 +258,20 @@ BAD_CHATS = [
     (function(parameters=nested(33)), "tools.0.function.parameters", "deeper than 32 levels"),
     ({"tool_choice": "any"}, "tool_choice", "'required'"),
     ({"tool_choice": "required"}, "tool_choice", "send 'tools' as well"),
-    ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type", "is not supported"),
+    ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools", "missing"),
+    ({"tools": OPENAI_TOOLS, "tool_choice": allowed("auto", "f")}, "tool_choice", "has the name 'f'"),
+    ({"tools": OPENAI_TOOLS, "tool_choice": allowed("required")}, "tool_choice", "send 'tools' as well"),
+    ({"tools": HOSTED, "tool_choice": "required"}, "tool_choice", "send 'tools' as well"),
+    ({"tools": HOSTED, "tool_choice": {"type": "web_search"}}, "tool_choice.type", "'web_search' is not supported"),
     ({"tools": OPENAI_TOOLS, "tool_choice": {**NOW, "function": {"name": "f"}}}, "tool_choice", "has the name 'f'"),
     ({"parallel_tool_calls": 1}, "parallel_tool_calls", "boolean"),
-    ({"function_call": "auto"}, "function_call", "'tool_choice'"),
+    ({"function_call": "required"}, "function_call", "'none', 'auto'"),
+    ({"function_call": {"name": "f"}}, "function_call", "send 'functions' as well"),
+    ({"functions": [{"name": "f"}, {"name": "f"}]}, "functions", "two tools have the name 'f'"),
+    ({"functions": [{"name": "f"}], "tools": OPENAI_TOOLS}, None, "send one of both"),
     (called(id=None), "messages.1.tool_calls.0.id", ""),
-    (called(type="custom"), "messages.1.tool_calls.0.type", "not supported"),
+    (called(type="custom"), "messages.1.tool_calls.0.custom", "missing"),
+    (called(type="web_search"), "messages.1.tool_calls.0.type", "not supported"),
     (called(function={"name": "f"}), "messages.1.tool_calls.0.function.arguments", "missing"),
     (called(function={"name": "f", "arguments": "[]"}), "messages.1.tool_calls.0.function.arguments", "no JSON object"),
     (called(function={"name": "f", "arguments": '{"a'}), "messages.1.tool_calls.0.function.arguments", "no JSON"),
@@ -253,10 +279,14 @@ BAD_CHATS = [
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id", "missing"),
     ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "c"}]}, "messages", "message 0 is the result"),
     ({"messages": [{**called()["messages"][1], "role": "user"}]}, "messages.0.content", "assistant"),
+    ({"messages": [{"role": "function", "content": "x"}]}, "messages.0.name", "missing"),
 ]
-BAD_MESSAGES = [
+SEARCH = [{"type": "web_search_20250305", "name": "web_search"}]
+BAD_MESSAGES: list[tuple[dict[str, Any], str | None, str]] = [
     ({"tools": [{"name": "f"}]}, "tools.0.input_schema", "missing"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type", "are not supported"),
+    ({"tools": [{"type": "bash_20250124"}]}, "tools.0.name", "missing"),
+    ({"tools": SEARCH, "tool_choice": {"type": "any"}}, "tool_choice", "send 'tools' as well"),
+    ({"tools": SEARCH, "tool_choice": {"type": "tool", "name": "web_search"}}, "tool_choice", "does not run"),
     ({"tools": ANTHROPIC_TOOLS * 2}, "tools", "two tools"),
     ({"tools": [{"name": "f", "input_schema": nested(33)}]}, "tools.0.input_schema", "deeper"),
     ({"tool_choice": {"type": "some"}}, "tool_choice.type", "'any'"),
@@ -280,9 +310,9 @@ BAD_MESSAGES = [
     (blocks("user", {"type": "tool_result"}), "messages.2.content.0.tool_use_id", "missing"),
     (blocks("user", {"type": "tool_result", "tool_use_id": "u"}), "messages", "message 2 has the result of 'u'"),
     (
-        blocks("user", {"type": "tool_result", "tool_use_id": "u", "content": [{"type": "image"}]}),
-        "messages.2.content.0.content.0.type",
-        "'image' are not supported yet",
+        blocks("user", {"type": "tool_result", "tool_use_id": "u", "content": [{"type": "audio"}]}),
+        "messages.2.content.0.content.0",
+        "'audio', which is not known",
     ),
 ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from msgspec import Meta
 
@@ -22,7 +22,7 @@ class AnswerTextBlock(TypedDict):
 
 
 class AnswerThinkingBlock(TypedDict):
-    """Reasoning of the model before its answer. The signature is empty, since returned blocks are not verified."""
+    """Reasoning of the model before its answer. The text is empty where the request omits it."""
 
     type: Literal["thinking"]
     thinking: str
@@ -40,7 +40,7 @@ class AnswerToolUseBlock(TypedDict):
 
 AnswerBlock = AnswerTextBlock | AnswerThinkingBlock | AnswerToolUseBlock
 _AnswerBlock = Annotated[Any, either(AnswerTextBlock, AnswerThinkingBlock, AnswerToolUseBlock)]
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "refusal"]
+StopReason = Literal["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use", "refusal"]
 
 
 class MessageStop(TypedDict):
@@ -50,13 +50,20 @@ class MessageStop(TypedDict):
     stop_sequence: str | None
 
 
+class OutputTokenKinds(TypedDict):
+    """Output tokens by kind."""
+
+    thinking_tokens: Count
+
+
 class TokenUsage(TypedDict):
-    """Billed tokens: uncached input, input read from the prefix cache, and output."""
+    """Billed tokens: uncached input, input to be cached, input read from the prefix cache, and output."""
 
     input_tokens: Count
     cache_creation_input_tokens: Count
     cache_read_input_tokens: Count
     output_tokens: Count
+    output_tokens_details: NotRequired[OutputTokenKinds]  # of a model that reasons
 
 
 class MessageUsage(TokenUsage):
@@ -111,6 +118,13 @@ class ThinkingDelta(TypedDict):
     thinking: str
 
 
+class SignatureDelta(TypedDict):
+    """Signature of the reasoning, after its text."""
+
+    type: Literal["signature_delta"]
+    signature: str
+
+
 class InputJsonDelta(TypedDict):
     """More of a call's input, as JSON text."""
 
@@ -123,7 +137,7 @@ class ContentBlockDelta(TypedDict):
 
     type: Literal["content_block_delta"]
     index: Count
-    delta: Annotated[Any, either(TextDelta, ThinkingDelta, InputJsonDelta)]
+    delta: Annotated[Any, either(TextDelta, ThinkingDelta, SignatureDelta, InputJsonDelta)]
 
 
 class ContentBlockStop(TypedDict):

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from moiety_platform.anthropic_api.answer_types import AnswerBlock, Message, MessageStop, StopReason, TokenUsage
-from moiety_platform.inference.run import Usage
+from moiety_platform.inference.run import CREDIT_REFUSED, Usage
 from moiety_wire.messages import Finished, FinishReason, TokenLogprob
 
 _Tier = Literal["priority", "standard", "batch"]
@@ -43,6 +43,9 @@ class MessageHead:
     model: str
     served_tier: str  # as OpenAI names it
     stop_sequences: Sequence[str]
+    is_clamped: bool = False  # whether the model's context allows fewer output tokens than requested
+    marks_end: bool = False  # whether the request asks to cache its whole prompt
+    omits_thinking: bool = False  # whether reasoning is returned without its text
 
     def fields(self, content: list[AnswerBlock], stop: MessageStop, usage: Usage) -> Message:
         """Return the message."""
@@ -53,13 +56,27 @@ class MessageHead:
             "model": self.model,
             "content": content,
             **stop,
-            "usage": {**_usage_fields(usage), "service_tier": _TIERS[self.served_tier]},
+            "usage": {**self.usage_fields(usage), "service_tier": _TIERS[self.served_tier]},
         }
+
+    def usage_fields(self, usage: Usage) -> TokenUsage:
+        """Return the billed tokens. Tokens of a prompt that is to be cached count as cached now, if they were not."""
+        uncached = usage.prompt_tokens - usage.cached_tokens
+        fields: TokenUsage = {
+            "input_tokens": 0 if self.marks_end else uncached,
+            "cache_creation_input_tokens": uncached if self.marks_end else 0,
+            "cache_read_input_tokens": usage.cached_tokens,
+            "output_tokens": usage.output_tokens,
+        }
+        if usage.reasoning_tokens is not None:
+            fields["output_tokens_details"] = {"thinking_tokens": usage.reasoning_tokens}
+        return fields
 
     def stop_fields(self, finished: Finished, *, has_called: bool = False) -> MessageStop:
         """Return why the message ended. An exhausted quota counts as `max_tokens`."""
         if finished.reason is FinishReason.LENGTH:
-            return _stop_fields("max_tokens")
+            by_context = self.is_clamped and finished.detail != CREDIT_REFUSED
+            return _stop_fields("model_context_window_exceeded" if by_context else "max_tokens")
         if finished.reason is FinishReason.CONTENT_FILTER:
             return _stop_fields("refusal")
         if finished.detail in self.stop_sequences:
@@ -96,7 +113,7 @@ class MessageEvents:
         return _BLOCK_STOP
 
     def end(self, usage: Usage) -> bytes:
-        return event("message_delta", {"delta": self._stop, "usage": _usage_fields(usage)}) + _MESSAGE_STOP
+        return event("message_delta", {"delta": self._stop, "usage": self._head.usage_fields(usage)}) + _MESSAGE_STOP
 
     def _start(self) -> bytes:
         usage = Usage(self._num_prompt_tokens, cached_tokens=0, output_tokens=0)
@@ -105,15 +122,6 @@ class MessageEvents:
 
 def _stop_fields(reason: StopReason | None, sequence: str | None = None) -> MessageStop:
     return {"stop_reason": reason, "stop_sequence": sequence}
-
-
-def _usage_fields(usage: Usage) -> TokenUsage:
-    return {
-        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": usage.cached_tokens,
-        "output_tokens": usage.output_tokens,
-    }
 
 
 def event(kind: str, fields: dict[str, Any]) -> bytes:

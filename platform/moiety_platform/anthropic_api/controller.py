@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import structlog
-from litestar import Controller, Request, Response, post
+from litestar import Controller, Request, post
 from litestar.di import NamedDependency
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import SkipValidation
@@ -16,13 +15,19 @@ from moiety_platform.adapters.cache import AdapterCache
 from moiety_platform.adapters.naming import allowed_of
 from moiety_platform.anthropic_api.answer_types import EVENTS, Message, TokenCount
 from moiety_platform.anthropic_api.answers import MessageEvents, MessageHead, whole_message
-from moiety_platform.anthropic_api.errors import ANTHROPIC_ERRORS, AnthropicErrorBody
+from moiety_platform.anthropic_api.errors import (
+    ANTHROPIC_ERRORS,
+    AnthropicErrorBody,
+    answer_anthropic_error,
+    answer_unexpected_anthropic,
+)
+from moiety_platform.anthropic_api.rate_limit_headers import NAMES as RATE_LIMITS
+from moiety_platform.anthropic_api.rate_limit_headers import with_anthropic_headers
 from moiety_platform.anthropic_api.schemas import ConversationBody, MessagesBody
 from moiety_platform.anthropic_api.tool_answers import ToolMessageEvents, blocks_of
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.principal import INFERENCE_SCOPE, require_scope
 from moiety_platform.errors import PlatformError
-from moiety_platform.http_errors import error_headers, internal_error
 from moiety_platform.inference.answer_collection import AnswerChoice, parts_of
 from moiety_platform.inference.endpoint import Endpoint, EndpointDocs, Serve, route
 from moiety_platform.inference.model_text_cache import ModelTexts
@@ -34,7 +39,7 @@ from moiety_platform.known_parameters import IGNORED, SENT_BY_ANTHROPIC_CLIENTS
 from moiety_platform.openapi.described import JSON, Described, describes, event_of
 from moiety_platform.openapi.documents import ANTHROPIC_KEY, KEY
 from moiety_platform.openapi.headers import MESSAGES_REQUEST_ID
-from moiety_platform.request_head import MESSAGES_PATH, bearer_authorization, fields_of, request_id_of
+from moiety_platform.request_head import MESSAGES_PATH, api_key_authorization, fields_of
 from moiety_platform.routing.replicas import Replicas
 
 SECURITY = (ANTHROPIC_KEY, KEY)
@@ -48,8 +53,6 @@ _COUNTING = describes(
         answer_headers=(MESSAGES_REQUEST_ID,),
     )
 )
-
-log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +81,22 @@ def message_route(serve: Serve) -> HTTPRouteHandler:
             answer=Message,
             event={"anyOf": [event_of(kind, name=name) for name, kind in EVENTS.items()]},
             security=SECURITY,
-            headers=(MESSAGES_REQUEST_ID,),
+            headers=(MESSAGES_REQUEST_ID, *RATE_LIMITS),
         ),
+        prepare=_note_adjusted,
         errors=ANTHROPIC_ERRORS,
-        authorization=_authorization_of,
+        authorization=api_key_authorization,
+        headers=with_anthropic_headers,
         ignored_parameters=SENT_BY_ANTHROPIC_CLIENTS,
     )
     return route(messages, serve)
+
+
+async def _note_adjusted(body: MessagesBody, record: RequestRecord) -> MessagesBody:
+    """Record that a request for no output gets one token, which computes and caches its prompt all the same."""
+    if body.max_tokens == 0:
+        record.adjusted_fields["max_tokens"] = "1"
+    return body
 
 
 async def _whole(
@@ -92,7 +104,8 @@ async def _whole(
 ) -> bytes:
     (choice,) = choices
     (parts,) = await parts_of(run, choices)
-    return whole_message(_head(body, record), blocks_of(parts), choice.end, run.usage())
+    head = _head(body, record)
+    return whole_message(head, blocks_of(parts, omits_thinking=head.omits_thinking), choice.end, run.usage())
 
 
 async def _events(body: MessagesBody, run: InferenceRun, record: RequestRecord) -> MessageEvents:
@@ -103,28 +116,15 @@ async def _events(body: MessagesBody, run: InferenceRun, record: RequestRecord) 
 
 
 def _head(body: MessagesBody, record: RequestRecord) -> MessageHead:
-    return MessageHead(record.request_id, record.served_model, record.served_tier, body.stop_sequences or ())
-
-
-def _authorization_of(fields: Mapping[bytes, bytes]) -> str | None:
-    """Return the API key. Anthropic's own header takes precedence over `Authorization`."""
-    key = fields.get(b"x-api-key")
-    return bearer_authorization(fields) if key is None else f"Bearer {key.decode('latin-1')}"
-
-
-def _answer_error(request: Request[Any, Any, Any], error: PlatformError) -> Response[bytes]:
-    body = ANTHROPIC_ERRORS.body(error, request_id_of(request.scope))
-    return _json(ANTHROPIC_ERRORS.status(error), body, error_headers(error))
-
-
-def _answer_unexpected(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
-    """Answer an internal error: log it completely and send no details."""
-    log.error("unexpected_error", exc_info=error)
-    return _answer_error(request, internal_error())
-
-
-def _json(status: int, body: bytes, headers: dict[str, str] | None = None) -> Response[bytes]:
-    return Response(body, status_code=status, headers=headers, media_type="application/json")
+    return MessageHead(
+        record.request_id,
+        record.served_model,
+        record.served_tier,
+        body.stop_sequences or (),
+        is_clamped=int(record.adjusted_fields.get("max_tokens", body.max_tokens)) < body.max_tokens,
+        marks_end=body.marks_end,
+        omits_thinking=body.thinking is not None and body.thinking.display == "omitted",
+    )
 
 
 class TokenCountController(Controller):
@@ -134,8 +134,8 @@ class TokenCountController(Controller):
     tags = ("text",)
     security = COUNT_SECURITY
     exception_handlers = {  # noqa: RUF012  read by the framework only
-        PlatformError: _answer_error,
-        Exception: _answer_unexpected,
+        PlatformError: answer_anthropic_error,
+        Exception: answer_unexpected_anthropic,
     }
 
     @post(status_code=200, opt=_COUNTING | {IGNORED: SENT_BY_ANTHROPIC_CLIENTS})
@@ -144,7 +144,7 @@ class TokenCountController(Controller):
     ) -> TokenCount:
         """Count a conversation's tokens."""
         fields = fields_of(request.scope)
-        principal = await messages.authenticator.authenticate(_authorization_of(fields))
+        principal = await messages.authenticator.authenticate(api_key_authorization(fields))
         require_scope(principal, INFERENCE_SCOPE)
         body = await messages.bodies.read(ConversationBody, request.receive, fields, principal.tenant_id)
         adapter = None

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, NotRequired, TypedDict
+from typing import Any, ClassVar, Literal, NotRequired, TypedDict
 
 import msgspec
+import structlog
+from litestar import Request, Response
 
+from moiety_platform.anthropic_api.rate_limit_headers import with_anthropic_headers
 from moiety_platform.errors import Overloaded, PlatformError
+from moiety_platform.http_errors import error_headers, internal_error
+from moiety_platform.request_head import request_id_of
 from moiety_wire.notes import Reason
 
 OVERLOADED_STATUS = 529
+
+log = structlog.get_logger(__name__)
 
 _TYPES = {
     401: "authentication_error",
@@ -74,3 +81,15 @@ class AnthropicErrors:
 
 
 ANTHROPIC_ERRORS = AnthropicErrors()
+
+
+def answer_anthropic_error(request: Request[Any, Any, Any], error: PlatformError) -> Response[bytes]:
+    body = ANTHROPIC_ERRORS.body(error, request_id_of(request.scope))
+    headers = with_anthropic_headers(error_headers(error))
+    return Response(body, status_code=ANTHROPIC_ERRORS.status(error), headers=headers, media_type="application/json")
+
+
+def answer_unexpected_anthropic(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
+    """Answer an internal error: log it completely and send no details."""
+    log.error("unexpected_error", exc_info=error)
+    return answer_anthropic_error(request, internal_error())

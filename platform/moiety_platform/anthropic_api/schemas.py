@@ -1,12 +1,12 @@
 """The bodies of `/v1/messages` and `/v1/messages/count_tokens`: Anthropic's fields, strictly typed.
 
-Unknown fields are ignored. Known fields that would change the answer and are not supported yet are refused by name.
+Unknown fields are ignored. Known fields that would change the answer and are not supported are refused by name.
 """
 
 from __future__ import annotations
 
-from itertools import groupby
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -16,22 +16,33 @@ from pydantic import (
     StringConstraints,
     ValidationInfo,
     field_validator,
-    model_validator,
 )
+from pydantic_core import PydanticCustomError
 
-from moiety_platform.anthropic_api.blocks import (
-    MessageTurn,
-    TextBlocks,
-    check_results,
-    keep_s_of,
-    text_of,
-    turn_messages,
-)
 from moiety_platform.anthropic_api.cache_control import CacheControl, longest
-from moiety_platform.anthropic_api.tools import NEEDS_TOOLS, MessageToolChoice, MessageTools, check_choice, offer_of
+from moiety_platform.anthropic_api.content_blocks import TextBlock, TextBlocks, keep_s_of, text_of
+from moiety_platform.anthropic_api.context_management import ContextManagement
+from moiety_platform.anthropic_api.output_config import JsonOutputFormat, OutputConfig
+from moiety_platform.anthropic_api.tools import (
+    NEEDS_TOOLS,
+    MessageToolChoice,
+    MessageTools,
+    check_choice,
+    offer_of,
+    skipped_tools,
+)
+from moiety_platform.anthropic_api.turns import (
+    MessageTurn,
+    check_results,
+    last_effort,
+    messages_of,
+    removed_tools,
+    skipped_blocks,
+)
 from moiety_platform.inference.body_fields import (
     INT32_MAX,
     MAX_MESSAGES,
+    AskingBody,
     GeneratingBody,
     ModelName,
     StopStrings,
@@ -40,13 +51,18 @@ from moiety_platform.inference.body_fields import (
     refuse,
     shows,
 )
+from moiety_platform.inference.field_support import ignored, mapped, refused
 from moiety_platform.inference.generation import Conversation, Generation, ReasoningFields
+from moiety_platform.openai_api.response_formats import require_one_form
+from moiety_text.tools.offer import ToolOffer
+from moiety_wire.grammars import GrammarSpec
 from moiety_wire.messages import Sampling
 
 _REASONING_FIELDS = ReasoningFields("output_config.effort", "thinking.type", "thinking.budget_tokens")
+BILLING_PREFIX = "x-anthropic-billing-header:"  # of a system block that Claude Code sends for Anthropic's servers
 _TIERS = {"auto": None, "standard_only": "default"}  # as OpenAI names them; None: the tenant's default class
 
-_Unsupported = Annotated[Any, shows(enum=[None, [], {}])]
+_Object = dict[str, Any]
 
 
 class Metadata(StrictBody):
@@ -56,22 +72,37 @@ class Metadata(StrictBody):
 
 
 class ThinkingOption(StrictBody):
-    """Reasoning before the answer, on or off.
+    """Reasoning before the answer, on or off. `between_tools` and `adaptive` turn it on.
 
     `max_tokens` bounds reasoning and answer together, and `budget_tokens` the reasoning.
     """
 
-    type: Literal["enabled", "adaptive", "disabled"]
+    type: Annotated[
+        Literal["enabled", "adaptive", "between_tools", "disabled"],
+        mapped("All but `disabled` turn the reasoning on, where the model has any."),
+    ]
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
+    display: Annotated[
+        Literal["summarized", "omitted", "updates"] | None,
+        mapped("`omitted` leaves the reasoning out of the answer. The others return it whole."),
+    ] = None
+    block_binding: Annotated[Any, ignored("Reasoning of earlier answers is read as it is sent.")] = None
 
 
-class ConversationBody(StrictBody):
+class BillingPolicy(StrictBody):
+    type: Literal["billing_policy"]
+    bill_to: Annotated[
+        Literal["self"] | None,
+        refused("requests are billed to the tenant of their key; leave the field out, or send 'self'", ["self"]),
+    ] = None
+
+
+class ConversationBody(AskingBody):
     """`POST /v1/messages/count_tokens`, and the fields that `POST /v1/messages` shares with it."""
 
     model_config = ConfigDict(json_schema_extra={"allOf": [NEEDS_TOOLS]})
 
     model: ModelName
-    thread: Annotated[Any, shows(enum=[None])] = None
     messages: Annotated[
         list[MessageTurn],
         Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES),
@@ -82,12 +113,27 @@ class ConversationBody(StrictBody):
     system: TextBlocks | None = None
     tools: MessageTools | None = None
     tool_choice: MessageToolChoice | None = None
-    mcp_servers: _Unsupported = None
-    container: _Unsupported = None
-    output_config: _Unsupported = None
-    output_format: _Unsupported = None
     thinking: ThinkingOption | None = None
+    output_config: OutputConfig | None = None
+    output_format: Annotated[JsonOutputFormat | None, mapped("It is the older name of `output_config.format`.")] = None
     cache_control: CacheControl | None = None
+    context_management: Annotated[
+        ContextManagement | None, mapped("Reasoning of earlier answers is cleared. Other edits have no effect.")
+    ] = None
+    thread: Annotated[
+        Any, refused("Conversations are not kept; send all messages each time, or use `/v1/responses`.")
+    ] = None
+    mcp_servers: Annotated[
+        Any, refused("the server connects to no MCP servers; offer their tools in 'tools' and call them yourself", [[]])
+    ] = None
+    container: Annotated[Any, refused("the server runs no code, so there are no containers; leave it out", [{}])] = None
+    compaction: Annotated[
+        Any, refused("the server does not summarize conversations; ask for a summary in a message of the user's", [{}])
+    ] = None
+    billing_policy: BillingPolicy | None = None
+    speed: Annotated[
+        Literal["standard", "fast"] | None, ignored("The service class decides. Use `service_tier`, or another key.")
+    ] = None
 
     @field_validator("thread")
     @classmethod
@@ -100,86 +146,120 @@ class ConversationBody(StrictBody):
     @field_validator("messages")
     @classmethod
     def _user_begins(cls, value: list[MessageTurn]) -> list[MessageTurn]:
-        if value[0].role != "user":
+        if next((turn.role for turn in value if turn.role != "system"), None) != "user":
             raise refuse("the first message must be a user's")
         return value
 
     @field_validator("tool_choice")
     @classmethod
     def _choice_among_tools(cls, value: MessageToolChoice | None, info: ValidationInfo) -> MessageToolChoice | None:
-        check_choice(value, info.data.get("tools"))
+        if "tools" in info.data:
+            check_choice(value, info.data["tools"])
         return value
 
-    @field_validator("mcp_servers", "container", "output_config", "output_format")
-    @classmethod
-    def _not_supported(cls, value: Any) -> Any:
-        if value not in (None, [], {}):
-            raise refuse("this is not supported yet; leave the field out")
-        return value
-
-    @model_validator(mode="after")
-    def _begun_or_forced(self) -> Self:
-        offer = offer_of(self.tools, self.tool_choice)
+    def problems(self) -> Iterator[PydanticCustomError]:
+        offer = self.offer()
         if offer is not None and offer.must_call and self.messages[-1].role == "assistant":
-            raise refuse(
+            yield refuse(
                 "an answer that is begun by a last message of the assistant's cannot be made to call a tool; leave out "
                 "that message, or choose 'auto' in 'tool_choice'"
             )
-        return self
+        if self.output_format is not None and self.output_config is not None and self.output_config.format is not None:
+            yield refuse("'output_format' is the older name of 'output_config.format'; send one of both")
+
+    def skipped_entries(self) -> Iterator[str]:
+        for place, block in enumerate(self.system or ()):
+            if _is_for_billing(block):
+                yield f"system.{place}"
+        yield from skipped_tools(self.tools)
+        if self.context_management is not None:
+            yield from self.context_management.skipped_edits()
+        yield from skipped_blocks(self.messages)
+
+    def offer(self) -> ToolOffer | None:
+        """Return the tools that the model may call, or None."""
+        return offer_of(self.tools, self.tool_choice, removed_tools(self.messages))
+
+    def grammar(self) -> GrammarSpec | None:
+        """Return the grammar of the answer, or None for free text."""
+        config_format = None if self.output_config is None else self.output_config.format
+        chosen = config_format or self.output_format
+        return None if chosen is None else chosen.grammar()
 
     def conversation(self) -> Conversation:
         """Return the conversation for the chat template.
 
-        Consecutive turns of one role become one message. A last turn of the assistant becomes the beginning of the
-        answer.
+        A last turn of the assistant becomes the beginning of the answer.
         """
-        messages = [
-            message
-            for role, group in groupby(self.messages, key=lambda turn: turn.role)
-            for message in turn_messages(role, list(group))
-        ]
+        edits = self.context_management
+        messages = messages_of(self.messages, None if edits is None else edits.num_kept_turns)
         prefill = messages.pop()["content"] if messages[-1]["role"] == "assistant" else ""
-        system = text_of(self.system or [])
+        system = text_of([block for block in self.system or () if not _is_for_billing(block)])
         if system:
             messages.insert(0, {"role": "system", "content": system})
-        offer = offer_of(self.tools, self.tool_choice)
-        thinks = None if self.thinking is None else self.thinking.type != "disabled"
+        effort = None if self.output_config is None else self.output_config.effort
         return Conversation(
             tuple(messages),
             prefill,
-            offer,
-            thinks,
+            self.offer(),
+            None if self.thinking is None else self.thinking.type != "disabled",
+            effort=last_effort(self.messages) or effort,
             thought_budget=None if self.thinking is None else self.thinking.budget_tokens,
             reasoning_fields=_REASONING_FIELDS,
         )
 
 
+def _is_for_billing(block: TextBlock) -> bool:
+    """Return whether the block is for Anthropic's servers.
+
+    It differs between conversations and is the first text, so no two of them would share a cached prefix.
+    """
+    return block.text.startswith(BILLING_PREFIX)
+
+
 class MessagesBody(ConversationBody, GeneratingBody):
     """`POST /v1/messages`. null means the default."""
 
-    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)]
+    max_tokens: Annotated[
+        Annotated[int, Field(ge=0, le=INT32_MAX)],
+        mapped("It is lowered to what the model's context leaves. 0 means 1: one token is generated."),
+    ]
     temperature: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
     top_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None  # 0: only the most likely token
     top_k: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None  # 0: off
     stop_sequences: StopStrings | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
+    inference_geo: Annotated[str | None, ignored("The server computes where it is installed.")] = None
+    diagnostics: Annotated[_Object | None, ignored("Answers do not say why a prefix was not cached.")] = None
+    fallbacks: Annotated[Any, ignored("Only the requested model answers.")] = None
+    fallback_credit_token: Annotated[Any, ignored("There are no credits for refusals.")] = None
 
     def generation(self) -> Generation:
+        conversation, grammar = self.conversation(), self.grammar()
+        require_one_form(grammar, conversation.tools, "output_config.format")
         return Generation(
             model=self.model,
-            prompts=(self.conversation(),),
+            prompts=(conversation,),
             num_choices=1,
             sampling=Sampling(
                 temperature=1.0 if self.temperature is None else self.temperature,
                 top_p=1.0 if self.top_p is None else self.top_p,
                 top_k=self.top_k or 0,
             ),
-            max_tokens=self.max_tokens,
+            max_tokens=max(1, self.max_tokens),
+            clamps_max_tokens=True,
             stop=tuple(self.stop_sequences or ()),
             service_tier=_TIERS[self.service_tier or "auto"],
+            grammar=grammar,
             keep_s=self._keep_s(),
         )
+
+    @property
+    def marks_end(self) -> bool:
+        """Whether the request asks to cache its whole prompt."""
+        last = self.messages[-1].content
+        return self.cache_control is not None or bool(last and last[-1].cache_control is not None)
 
     def _keep_s(self) -> float:
         marks = [self.cache_control, *(tool.cache_control for tool in self.tools or ())]

@@ -9,20 +9,23 @@ import msgspec
 
 from moiety_platform.anthropic_api.answer_types import AnswerBlock
 from moiety_platform.anthropic_api.answers import PING, MessageEvents, MessageHead, event
+from moiety_platform.anthropic_api.content_blocks import omitted_signature_of, signature_of
 from moiety_text.reasoning import AnswerReader
 from moiety_text.tools.deltas import Call, CallArguments, CallBegun, Content, Delta, Part, Parts, Thinking, Thought
 from moiety_wire.messages import Finished, TokenLogprob
 
 
-def blocks_of(parts: Parts) -> list[AnswerBlock]:
+def blocks_of(parts: Parts, *, omits_thinking: bool = False) -> list[AnswerBlock]:
     """Return the content of a message, which has at least one block, if only an empty text block."""
-    return [_block_of(part) for part in parts or [""]]
+    return [_block_of(part, omits_thinking) for part in parts or [""]]
 
 
-def _block_of(part: Part) -> AnswerBlock:
+def _block_of(part: Part, omits_thinking: bool) -> AnswerBlock:
     match part:
+        case Thought(text) if omits_thinking:
+            return {"type": "thinking", "thinking": "", "signature": omitted_signature_of(text)}
         case Thought(text):
-            return {"type": "thinking", "thinking": text, "signature": ""}
+            return {"type": "thinking", "thinking": text, "signature": signature_of(text)}
         case Call(name, arguments):
             return {"type": "tool_use", "id": _new_id(), "name": name, "input": msgspec.Raw(arguments.encode())}
         case _:
@@ -42,6 +45,7 @@ class ToolMessageEvents(MessageEvents):
         self._num_blocks = 0
         self._open = ""  # type of the open block
         self._has_called = False
+        self._thought: list[str] = []  # text of the open block of reasoning
 
     def opening(self, index: int) -> bytes:
         return self._start() + PING
@@ -67,6 +71,9 @@ class ToolMessageEvents(MessageEvents):
             case Thinking(text):
                 thought: AnswerBlock = {"type": "thinking", "thinking": "", "signature": ""}
                 begun = b"" if self._open == "thinking" else self._begin(thought)
+                self._thought.append(text)
+                if self._head.omits_thinking:
+                    return begun
                 return begun + self._delta({"type": "thinking_delta", "thinking": text})
             case CallBegun():
                 self._has_called = True
@@ -88,8 +95,15 @@ class ToolMessageEvents(MessageEvents):
     def _close(self) -> bytes:
         if not self._open:
             return b""
+        signed = self._sign() if self._open == "thinking" else b""
         self._open = ""
-        return event("content_block_stop", {"index": self._num_blocks - 1})
+        return signed + event("content_block_stop", {"index": self._num_blocks - 1})
+
+    def _sign(self) -> bytes:
+        thought = "".join(self._thought)
+        self._thought.clear()
+        signature = omitted_signature_of(thought) if self._head.omits_thinking else signature_of(thought)
+        return self._delta({"type": "signature_delta", "signature": signature})
 
 
 def _new_id() -> str:

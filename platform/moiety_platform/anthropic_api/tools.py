@@ -1,44 +1,100 @@
-"""Tools and tool choice in Anthropic's fields."""
+"""Tools and tool choice in Anthropic's fields.
+
+Tools that Anthropic runs, and those that need a model that sees, are skipped, unless `tool_choice` requires a call of
+one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Literal
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, ValidationInfo, field_validator
+import msgspec
+from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticKnownError
 
 from moiety_platform.anthropic_api.cache_control import CacheControl
-from moiety_platform.inference.body_fields import StrictBody, refuse, shows
+from moiety_platform.anthropic_api.client_tools import CLIENT_TOOLS
+from moiety_platform.inference.body_fields import StrictBody, missing, refuse
+from moiety_platform.inference.field_support import FieldTreatment, ignored, mapped, support_of
 from moiety_platform.inference.tool_fields import (
     MAX_TOOLS,
     ToolName,
     ToolSchema,
-    differing,
     few_tools,
     needs_tools,
+    refuse_equal_names,
     require_among,
     tool_of,
 )
-from moiety_text.tools.offer import ToolOffer
+from moiety_text.tools.offer import Tool, ToolOffer
+
+CUSTOM = "custom"
+MAX_EXAMPLES = 64
+
+_IS_CUSTOM: dict[str, Any] = {"properties": {"type": {"enum": [None, CUSTOM]}}}
+_EXAMPLES = "\n\nExamples of its input:\n"
 
 
 class MessageTool(StrictBody):
-    """A function that the client provides."""
+    """Tool of a conversation: a function that the client provides, or one that Anthropic defines, by its type."""
 
-    type: Annotated[str, shows(enum=["custom"])] | None = None
-    name: ToolName
+    model_config = ConfigDict(
+        json_schema_extra={
+            "if": _IS_CUSTOM,
+            "then": {"required": ["name", "input_schema"], "properties": {"input_schema": {"type": "object"}}},
+            "else": {
+                "if": {"properties": {"type": {"enum": list(CLIENT_TOOLS)}}},
+                "then": {"required": ["name"]},
+            },
+        }
+    )
+
+    type: Annotated[
+        str | None,
+        mapped("Anthropic's `bash`, `text_editor` and `memory` tools are functions. Other types are skipped."),
+    ] = None
+    name: ToolName | None = None
     description: str | None = None
-    input_schema: ToolSchema
+    input_schema: ToolSchema | None = None
     strict: bool | None = None
     cache_control: CacheControl | None = None
+    input_examples: Annotated[
+        Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_EXAMPLES)] | None,
+        mapped("They are added to the description."),
+    ] = None
+    defer_loading: Annotated[bool | None, ignored("All tools are shown to the model from the beginning.")] = None
+    allowed_callers: Annotated[Any, ignored("The model is the only caller.")] = None
+    eager_input_streaming: Annotated[bool | None, ignored("A call is sent once it is complete.")] = None
 
-    @field_validator("type")
-    @classmethod
-    def _only_the_clients(cls, value: str | None) -> str | None:
-        if value not in (None, "custom"):
-            raise refuse(f"tools of type {value[:64]!r} are not supported; send tools of your own, with 'input_schema'")
-        return value
+    @model_validator(mode="after")
+    def _has_own_fields(self) -> Self:
+        if self.is_known and self.name is None:
+            raise missing("name")
+        if self.is_custom and self.input_schema is None:
+            raise missing("input_schema")
+        return self
+
+    @property
+    def is_custom(self) -> bool:
+        return self.type in (None, CUSTOM)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the model can call the tool."""
+        return self.is_custom or self.type in CLIENT_TOOLS
+
+    def tool(self) -> Tool:
+        """Return the tool for the model."""
+        assert self.name is not None and self.is_known, "validated, and not skipped"
+        description, parameters = self.description, self.input_schema
+        if not self.is_custom:
+            defined = CLIENT_TOOLS[str(self.type)]
+            description, parameters = defined.description, dict(defined.parameters)
+        if self.input_examples:
+            examples = "\n".join(msgspec.json.encode(example).decode() for example in self.input_examples)
+            description = f"{description or ''}{_EXAMPLES}{examples}".lstrip()
+        return tool_of(self.name, description, parameters, strict=self.strict)
 
 
 class MessageToolChoice(StrictBody):
@@ -61,34 +117,55 @@ class MessageToolChoice(StrictBody):
         return value
 
 
+def _check_tools(value: list[MessageTool]) -> list[MessageTool]:
+    refuse_equal_names([tool.name or "" for tool in value if tool.is_known])
+    return value
+
+
 MessageTools = Annotated[
-    list[MessageTool],
-    Field(fail_fast=True, max_length=MAX_TOOLS),
-    few_tools,
-    needs_tools,
-    differing(lambda tool: tool.name),
+    list[MessageTool], Field(fail_fast=True, max_length=MAX_TOOLS), few_tools, AfterValidator(_check_tools)
 ]
-
-
 NEEDS_TOOLS = needs_tools({"type": "object", "properties": {"type": {"enum": ["any", "tool"]}}})
+
+_IGNORED = tuple(
+    name for name in MessageTool.model_fields if support_of(MessageTool, name).treatment is FieldTreatment.IGNORED
+)
 
 
 def check_choice(choice: MessageToolChoice | None, tools: Sequence[MessageTool] | None) -> None:
     """Raise a validator's error if `tools` do not allow the choice."""
-    if choice is not None and choice.type in ("any", "tool"):
-        require_among([tool.name for tool in tools or ()], choice.name if choice.type == "tool" else None)
+    if choice is None or choice.type not in ("any", "tool"):
+        return
+    for tool in tools or ():
+        if choice.type == "tool" and tool.name == choice.name and not tool.is_known:
+            raise refuse(
+                f"the tool {choice.name!r} is of the type {str(tool.type)[:64]!r}, which this server does not run; "
+                "choose 'auto', or offer a tool of your own"
+            )
+    names = [tool.name or "" for tool in tools or () if tool.is_known]
+    require_among(names, choice.name if choice.type == "tool" else None)
 
 
-def offer_of(tools: Sequence[MessageTool] | None, choice: MessageToolChoice | None) -> ToolOffer | None:
-    """Return the tools that the model may call, or None."""
-    if not tools or (choice is not None and choice.type == "none"):
-        return None
-    told = tuple(tool_of(tool.name, tool.description, tool.input_schema, strict=tool.strict) for tool in tools)
-    if choice is None:
-        return ToolOffer(told)
-    return ToolOffer(
-        told,
-        must_call=choice.type in ("any", "tool"),
-        forced=choice.name if choice.type == "tool" else None,
-        parallel=not choice.disable_parallel_tool_use,
+def offer_of(
+    tools: Sequence[MessageTool] | None, choice: MessageToolChoice | None, removed: frozenset[str] = frozenset()
+) -> ToolOffer | None:
+    """Return the tools that the model may call, or None. A tool that the choice names is never removed."""
+    choice = choice or MessageToolChoice(type="auto")
+    forced = choice.name if choice.type == "tool" else None
+    told = tuple(
+        tool.tool() for tool in tools or () if tool.is_known and (tool.name not in removed or tool.name == forced)
     )
+    if not told or choice.type == "none":
+        return None
+    return ToolOffer(told, choice.type in ("any", "tool"), forced, parallel=not choice.disable_parallel_tool_use)
+
+
+def skipped_tools(tools: Sequence[MessageTool] | None) -> Iterator[str]:
+    """Yield the paths of tools that are skipped, and the names of fields of other tools that have no effect."""
+    unread: set[str] = set()
+    for number, tool in enumerate(tools or ()):
+        if not tool.is_known:
+            yield f"tools.{number}"
+        else:
+            unread.update(name for name in _IGNORED if getattr(tool, name) is not None)
+    yield from (f"tools.*.{name}" for name in sorted(unread))

@@ -8,10 +8,11 @@ from litestar import Request
 
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.principal import INFERENCE_SCOPE, Principal, require_scope
+from moiety_platform.request_head import api_key_authorization, fields_of
 
 
 async def authenticate(authenticator: Authenticator, request: Request[Any, Any, Any]) -> Principal:
     """Return the caller, who may use models. Raises Unauthenticated, Forbidden or Unavailable."""
-    principal = await authenticator.authenticate(request.headers.get("authorization"))
+    principal = await authenticator.authenticate(api_key_authorization(fields_of(request.scope)))
     require_scope(principal, INFERENCE_SCOPE)
     return principal

@@ -115,9 +115,14 @@ def reference(
     options: Annotated[
         bool, typer.Option("--options", help="Print every option of every command instead of the settings.")
     ] = False,
+    api_fields: Annotated[
+        bool, typer.Option("--api-fields", help="Print every request field of the text APIs instead of the settings.")
+    ] = False,
 ) -> None:
     """Print every setting of the gateway and the trace store with its default and its hot reload, in Markdown."""
-    if options:
+    if api_fields:
+        say(load_target("moiety_platform.cli.field_reference:fields_reference")(), nl=False)
+    elif options:
         say(options_reference(load_target("moiety_platform.cli.main:build")()), nl=False)
     else:
         say(settings_reference({SECTION: GatewaySettings, TRACES: TraceSettings}), nl=False)

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationInfo
-from pydantic_core import PydanticCustomError, PydanticKnownError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticKnownError
 
 from moiety_platform.inference.generation import Generation, Prompt
 from moiety_platform.inference.shape_limits import DEFAULT_SHAPE, ShapeLimits
@@ -28,6 +38,17 @@ KEEP_S: Mapping[Retention, float] = MappingProxyType({"in_memory": 0.0, "24h": 8
 def refuse(message: str, code: str | None = None) -> PydanticCustomError:
     """Return a validator's error with a message for the client, and optionally with a stable error code."""
     return PydanticCustomError("refused", "{reason}", {"reason": message, "code": code})
+
+
+def refuse_all(problems: Sequence[PydanticCustomError]) -> ValidationError:
+    """Return a validator's error that holds several errors made by `refuse`, at least one."""
+    errors = [InitErrorDetails(type=problem, input=None) for problem in problems]
+    return ValidationError.from_exception_data("body", errors)
+
+
+def missing(field: str) -> ValidationError:
+    """Return a validator's error for a field that another field of the same object requires."""
+    return ValidationError.from_exception_data("body", [InitErrorDetails(type="missing", loc=(field,), input=None)])
 
 
 def shape_of(info: ValidationInfo) -> ShapeLimits:
@@ -121,6 +142,13 @@ def _without_nul(value: str) -> str:
     return value
 
 
+def _few_pairs(value: Any) -> Any:
+    """Check the number of pairs before any of them, since each bad one has an error of its own."""
+    if isinstance(value, dict) and len(value) > MAX_PAIRS:
+        raise refuse(f"it has {len(value):,} pairs; it may have {MAX_PAIRS} at most")
+    return value
+
+
 def shows(**schema: Any) -> Any:
     """Return metadata that adds to the JSON schema of a field, for constraints that a validator checks."""
     return Field(json_schema_extra=schema)
@@ -148,8 +176,8 @@ MetadataKey = Annotated[str, StringConstraints(min_length=1, max_length=64), Aft
 MetadataValue = Annotated[str, StringConstraints(max_length=512), AfterValidator(_without_nul), shows(pattern=_NO_NUL)]
 MetadataPairs = Annotated[
     dict[MetadataKey, MetadataValue],
-    Field(max_length=MAX_PAIRS),
-    shows(propertyNames={"minLength": 1, "maxLength": 64, "pattern": _NO_NUL}),
+    BeforeValidator(_few_pairs),
+    shows(maxProperties=MAX_PAIRS, propertyNames={"minLength": 1, "maxLength": 64, "pattern": _NO_NUL}),
 ]
 
 # Validation of a list stops at its first bad entry: errors for every entry of a large body would take seconds.
@@ -182,8 +210,23 @@ class StrictBody(BaseModel):
 class AskingBody(StrictBody):
     """Base of request bodies that are served by an engine."""
 
+    @model_validator(mode="after")
+    def _check_fields_together(self) -> Self:
+        problems = list(self.problems())
+        if problems:
+            raise refuse_all(problems)
+        return self
+
+    def problems(self) -> Iterator[PydanticCustomError]:
+        """Yield the errors of fields that do not go together. Called once every field is valid."""
+        yield from ()
+
     def generation(self) -> Generation:
         raise NotImplementedError
+
+    def skipped_entries(self) -> Iterator[str]:
+        """Yield the paths of list entries that have no effect, such as tools of an unknown type."""
+        yield from ()
 
     @property
     def wants_stream(self) -> bool:

@@ -65,6 +65,7 @@ class Endpoint(Generic[Body]):
     prepare: Callable[[Body, RequestRecord], Awaitable[Body]] | None = None
     errors: ErrorForm = OPENAI_ERRORS
     authorization: Callable[[Mapping[bytes, bytes]], str | None] = bearer_authorization
+    headers: Callable[[Mapping[str, str]], dict[str, str]] = dict  # of a response, from those that every API has
     ignored_parameters: frozenset[str] = frozenset()  # query parameters that clients send and that change nothing
 
 

@@ -170,8 +170,12 @@ def _check_embedding(generation: Generation, card: ModelCard) -> None:
         )
 
 
-def most_output_tokens(generation: Generation, card: ModelCard, num_prompt_tokens: int) -> int:
-    """Return the maximum number of output tokens for the prompt. Raises ContextTooLong, which names both lengths."""
+def most_output_tokens(generation: Generation, card: ModelCard, num_prompt_tokens: int, *, clamps: bool = False) -> int:
+    """Return the maximum number of output tokens for the prompt.
+
+    With `clamps` a requested number is lowered to what the context leaves. Raises ContextTooLong, which names both
+    lengths.
+    """
     left = card.max_context_tokens - num_prompt_tokens
     if generation.embed and left < 0:
         raise ContextTooLong(
@@ -179,17 +183,19 @@ def most_output_tokens(generation: Generation, card: ModelCard, num_prompt_token
             "Split it into shorter ones",
             param=generation.prompt_field,
         )
-    if generation.max_tokens is None and left < 1:
+    if (generation.max_tokens is None or clamps) and left < 1 and not generation.embed:
         raise ContextTooLong(
             f"the prompt has {num_prompt_tokens} tokens; the model's context is {card.max_context_tokens} tokens for "
             "prompt and output together, which leaves none for output. Shorten the prompt"
         )
     default = left if generation.default_max_tokens is None else min(left, generation.default_max_tokens)
     wanted = default if generation.max_tokens is None else generation.max_tokens
+    if clamps:
+        return min(wanted, left)
     if wanted > left:
         raise ContextTooLong(
             f"the prompt has {num_prompt_tokens} tokens and {wanted} are asked for, together "
             f"{num_prompt_tokens + wanted}; the model's context is {card.max_context_tokens} tokens. "
-            "Shorten the prompt or lower max_tokens"
+            f"Shorten the prompt or lower {generation.max_tokens_field}"
         )
     return wanted

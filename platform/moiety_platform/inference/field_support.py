@@ -8,12 +8,17 @@ has set in `x-moiety-ignored-fields`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
+from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import CoreSchema
+from pydantic_core.core_schema import no_info_before_validator_function
+
+from moiety_platform.inference.body_fields import refuse
 
 IGNORED_HEADER = "x-moiety-ignored-fields"
 ADJUSTED_HEADER = "x-moiety-adjusted-fields"
@@ -37,6 +42,24 @@ class FieldSupport:
     note: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class FieldRefusal(FieldSupport):
+    """Mark of a refused field that lets only `allowed` values pass, beside null."""
+
+    allowed: tuple[Any, ...] = ()
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return no_info_before_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"enum": [None, *self.allowed]}
+
+    def _check(self, value: Any) -> Any:
+        if value is not None and not any(value == one and type(value) is type(one) for one in self.allowed):
+            raise refuse(self.note)
+        return value
+
+
 SERVED = FieldSupport(FieldTreatment.SERVED)
 
 
@@ -50,9 +73,15 @@ def ignored(note: str) -> FieldSupport:
     return FieldSupport(FieldTreatment.IGNORED, note)
 
 
-def refused(note: str) -> FieldSupport:
-    """Return the mark of a field that may only be null or empty. The field's validator refuses other values."""
-    return FieldSupport(FieldTreatment.REFUSED, note)
+def refused(note: str, allowed: Sequence[Any] | None = None) -> FieldSupport:
+    """Return the mark of a field that may only have values without effect, such as null.
+
+    With `allowed` the mark itself refuses all values but these and null, and the error has the note. Otherwise the
+    field's own validator does.
+    """
+    if allowed is None:
+        return FieldSupport(FieldTreatment.REFUSED, note)
+    return FieldRefusal(FieldTreatment.REFUSED, note, tuple(allowed))
 
 
 def support_of(schema: type[BaseModel], field: str) -> FieldSupport:

@@ -62,6 +62,8 @@ class Generation(msgspec.Struct, frozen=True):
     num_choices: int
     sampling: Sampling
     max_tokens: int | None
+    max_tokens_field: str = "max_tokens"  # the API's field of it
+    clamps_max_tokens: bool = False  # whether it is lowered to what the context leaves, otherwise it is refused
     default_max_tokens: int | None = None  # without `max_tokens`; None: the rest of the context
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
@@ -74,4 +76,5 @@ class Generation(msgspec.Struct, frozen=True):
     grammar: GrammarSpec | None = None  # grammar of each answer
     keep_s: float = 0.0  # prefix-cache retention of the conversation
     echo: bool = False  # return each prompt's text before its answers
+    cache_salt: str = ""  # the client's own: requests share cached prefixes only with those of the same salt
     prompt_field: str = "prompt"  # the API's field of the prompts, for error messages

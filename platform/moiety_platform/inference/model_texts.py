@@ -15,6 +15,7 @@ from moiety_platform.inference.answer_format import AnswerFormat
 from moiety_platform.inference.generation import Conversation, Generation, Prompt
 from moiety_platform.inference.harmony_answers import HarmonyAnswers
 from moiety_platform.inference.strict_tools import grammar_of_calls
+from moiety_platform.inference.system_messages import as_user_messages, takes_late_system
 from moiety_platform.inference.template_options import TemplateOptions
 from moiety_platform.inference.thought_limits import budget_of_markers, closing_text, grammar_after_thought
 from moiety_text.chat import ChatTemplate
@@ -51,6 +52,7 @@ class ModelText:
         if template is not None and self._knows_tools:
             found = find_tool_format(card.chat_template, card.tool_format)
             self._tool_format = None if found is None else adapt_to_template(found, template)
+        self._takes_late_system = template is None or takes_late_system(template)
         harmony = None if template is None else harmony_of(template, self._tokenizer)
         self._harmony = None if harmony is None else HarmonyAnswers(harmony, card)
         self._thoughts = (
@@ -373,6 +375,8 @@ class ModelText:
     def _begun(self, conversation: Conversation) -> tuple[Opening, Sequence[Mapping[str, Any]]]:
         """Return the beginning of the answer, and the messages in the template's form. Raises BadRequest."""
         messages: Sequence[Mapping[str, Any]] = conversation.messages
+        if not self._takes_late_system:
+            messages = as_user_messages(messages)
         if self._harmony is not None:
             return self._harmony.opening(conversation), adapted(messages)
         opening = Opening()

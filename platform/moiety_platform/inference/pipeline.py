@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import msgspec
 import structlog
@@ -87,6 +88,7 @@ class PipelineLimits:
     credit_window_tokens: int  # output tokens that an engine may generate ahead of the client
     max_sequences: int  # of one request
     failover_wait_s: float  # time that a sequence without a usable engine waits for one
+    clamps_max_tokens: bool = False  # for every API; otherwise only where a request's API does so
 
 
 class RequestPipeline:
@@ -101,7 +103,7 @@ class RequestPipeline:
         """Serve one HTTP request, as an ASGI application. Its record is closed before its client gets an error."""
         services = self.services
         fields = fields_of(scope)
-        response = HttpResponse(send, scope, endpoint.errors)
+        response = HttpResponse(send, scope, endpoint.errors, endpoint.headers)
         try:
             principal = await self._authenticate(endpoint.authorization(fields))
             if scope["query_string"]:
@@ -124,7 +126,7 @@ class RequestPipeline:
                 status_of=endpoint.errors.status,
             ) as record:
                 body = await services.bodies.read(endpoint.schema, receive, fields, principal.tenant_id)
-                record.ignored_fields.extend(ignored_fields(body))
+                record.ignored_fields += [*ignored_fields(body), *body.skipped_entries()]
                 streams = body.wants_stream
                 with services.streams.hold(principal.root_key_id) if streams else contextlib.nullcontext():
                     with WatchingForDisconnect(response.disconnect):
@@ -169,7 +171,7 @@ class RequestPipeline:
             text = await services.texts.get(matched.card)
             prompts = await text.encode_prompts(generation)
             record.adjusted_fields |= text.adjusted_fields(generation)
-            longest = [most_output_tokens(generation, matched.card, len(prompt_ids)) for prompt_ids in prompts]
+            longest = self._most_output_tokens(record, generation, matched.card, prompts)
             origin = await self._reserve(record, matched, prompts, max(longest), streams)
             service = matched.chosen.service
             placement = Placement(services.replicas, matched.card.model, service, limits.failover_wait_s)
@@ -227,6 +229,19 @@ class RequestPipeline:
         record.chose(catalogue, chosen.service)
         return _Matched(card, states, catalogue, chosen, adapter)
 
+    def _most_output_tokens(
+        self, record: RequestRecord, generation: Generation, card: ModelCard, prompts: list[list[int]]
+    ) -> list[int]:
+        """Return the maximum number of output tokens for each prompt. A lowered one is noted in the record.
+
+        Raises ContextTooLong.
+        """
+        clamps = generation.clamps_max_tokens or self.limits.clamps_max_tokens
+        longest = [most_output_tokens(generation, card, len(prompt_ids), clamps=clamps) for prompt_ids in prompts]
+        if generation.max_tokens is not None and min(longest) < generation.max_tokens:
+            record.adjusted_fields[generation.max_tokens_field] = str(min(longest))
+        return longest
+
     async def _reserve(
         self, record: RequestRecord, matched: _Matched, prompts: list[list[int]], most_tokens: int, streams: bool
     ) -> RequestOrigin:
@@ -251,7 +266,7 @@ class RequestPipeline:
             model=card.model,
             tenant_id=principal.tenant_id,
             chosen=chosen,
-            cache_salt=principal.cache_salt + adapter.encode(),
+            cache_salt=_cache_salt(principal, adapter, record.generation),
             arrival_unix_ns=record.arrival_unix_ns,
             credit_tokens=credit_tokens,
             weight=principal.weight,
@@ -270,6 +285,14 @@ class _Matched(msgspec.Struct, frozen=True):
     catalogue: Catalogue
     chosen: ChosenClass
     adapter: NamedAdapter | None
+
+
+def _cache_salt(principal: Principal, adapter: str, generation: Generation | None) -> bytes:
+    """Return the salt of the request's prefix cache, which the client's own salt separates further."""
+    salt = principal.cache_salt + adapter.encode()
+    if generation is None or not generation.cache_salt:
+        return salt
+    return blake2b(salt + b"\0" + generation.cache_salt.encode(errors="replace"), digest_size=32).digest()
 
 
 def _refuse_hopeless(generation: Generation, matched: _Matched) -> None:

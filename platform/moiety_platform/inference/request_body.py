@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
@@ -22,6 +22,7 @@ from moiety_platform.settings import GatewaySettings
 PATIENCE = 16  # times the limit, up to which an excessive body is read
 INLINE_BYTES = 64 * 1024  # larger bodies are decoded in a thread
 MAX_NAME_CHARS = 64  # of a field name in an error message
+MAX_NAMED_PROBLEMS = 8  # in an error message
 
 Body = TypeVar("Body", bound=StrictBody)
 
@@ -106,28 +107,56 @@ def decode_body(schema: type[Body], data: bytes, max_depth: int, shape: ShapeLim
 
 
 def _translate(exc: ValidationError, forms: Mapping[str, str], shape: ShapeLimits) -> BadRequest:
-    """Return the first validation error with a message in the API's terms."""
-    first = exc.errors(include_url=False, include_input=False)[0]
-    if first["type"] == "json_invalid":
-        reason = first["msg"].removeprefix("Invalid JSON: ")
+    """Return one error that names all problems of the body, at most MAX_NAMED_PROBLEMS, and counts the others."""
+    errors = exc.errors(include_url=False, include_input=False)
+    if errors[0]["type"] == "json_invalid":
+        reason = errors[0]["msg"].removeprefix("Invalid JSON: ")
         return BadRequest(f"the body is not valid JSON ({reason}); send one JSON object in UTF-8", code="invalid_json")
-    if first["type"] == "refused" and not first["loc"]:
-        return BadRequest(first["msg"], code=first.get("ctx", {}).get("code"))
-    if not first["loc"]:
+    if errors[0]["type"] != "refused" and not errors[0]["loc"]:
         return BadRequest("the body must be a JSON object; send one with at least 'model'", code="invalid_json")
-    path, form = _path(first["loc"], first["type"], forms)
-    complaint = _complaint(first, shape) if form is None else form.format(**asdict(shape))
-    return BadRequest(f"'{path}' {complaint}", code=first.get("ctx", {}).get("code"), param=path)
+    named: dict[str, _Problem] = {}
+    others: set[str] = set()
+    for error in errors:
+        path, form = _path(error["loc"], error["type"], forms)
+        key = path or error["msg"]
+        if key in named:
+            continue  # another type of the same field
+        if len(named) == MAX_NAMED_PROBLEMS:
+            others.add(key)
+            continue
+        complaint = _complaint(error, shape) if form is None else form.format(**asdict(shape))
+        text = f"'{path}' {complaint}" if path else error["msg"]
+        named[key] = _Problem(text, path or None, error.get("ctx", {}).get("code"))
+    return _error_of(list(named.values()), len(others))
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    text: str
+    param: str | None
+    code: str | None
+
+
+def _error_of(problems: Sequence[_Problem], num_others: int) -> BadRequest:
+    """Return the error for all problems. Its parameter and its code are those of the first one."""
+    first = problems[0]
+    if len(problems) == 1:
+        return BadRequest(first.text, code=first.code, param=first.param)
+    listed = "; ".join(f"({number}) {problem.text}" for number, problem in enumerate(problems, 1))
+    more = f"; and {num_others:,} more" if num_others else ""
+    message = f"the body has {len(problems) + num_others:,} problems: {listed}{more}"
+    return BadRequest(message, code=first.code, param=first.param)
 
 
 def _path(location: tuple[int | str, ...], kind: str, forms: Mapping[str, str]) -> tuple[str, str | None]:
     """Return the field's path, and its error message if it accepts several types.
 
-    The rest of such a location is pydantic's own.
+    The rest of such a location is pydantic's own. An error of the field itself, not of one of its types, has its own
+    message.
     """
     for i, part in enumerate(location):
-        is_absent = kind == "missing" and i == len(location) - 1
-        if part in forms and (part != "content" or i == 2) and not is_absent:
+        is_own = kind in ("missing", "refused") and i == len(location) - 1
+        if part in forms and (part != "content" or i == 2) and not is_own:
             return _join(location[: i + 1]), forms[str(part)]
     return _join(location), None
 

@@ -105,9 +105,17 @@ class HttpResponse:
     Owned by the pipeline. Every method raises ClientDisconnected if the client has disconnected.
     """
 
-    def __init__(self, send: Send, scope: Scope, errors: ErrorForm) -> None:
+    def __init__(
+        self,
+        send: Send,
+        scope: Scope,
+        errors: ErrorForm,
+        own_headers: Callable[[Mapping[str, str]], dict[str, str]] = dict,
+    ) -> None:
+        """Create the response. `own_headers` adds an API's own headers."""
         self._raw_send = send
         self._scope = scope
+        self._own_headers = own_headers
         self._send_whole: SendWhole | None = scope["state"].get(SEND_WHOLE)
         self.disconnect = DisconnectSignal.of(scope["state"])
         self.errors = errors  # a streamed answer may have its own
@@ -193,13 +201,15 @@ class HttpResponse:
     async def _whole(self, status: int, body: bytes, headers: dict[str, str]) -> None:
         if self._send_whole is not None and not self.disconnect.has_left:
             ids = id_headers(self._scope["path"], self.request_id)
-            if self._send_whole(self._scope, status, {"content-type": "application/json", **headers, **ids}, body):
+            if self._send_whole(
+                self._scope, status, {"content-type": "application/json", **self._own_headers(headers), **ids}, body
+            ):
                 return
         await self._start(status, [*_JSON_HEADERS, (b"content-length", b"%d" % len(body))], headers)
         await self._send(_body(body, more=False))
 
     async def _start(self, status: int, fields: list[tuple[bytes, bytes]], headers: dict[str, str]) -> None:
-        named = {**headers, **id_headers(self._scope["path"], self.request_id)}
+        named = {**self._own_headers(headers), **id_headers(self._scope["path"], self.request_id)}
         encoded = [*fields]
         for name, value in named.items():
             encoded.append((name.lower().encode(), value.encode("latin-1")))

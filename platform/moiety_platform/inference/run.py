@@ -253,6 +253,11 @@ class InferenceRun:
         thought_tokens = self._num_thought_tokens() if self.text.thinks else None
         return Usage(self._num_prompt_tokens, cached_tokens, output_tokens, thought_tokens)
 
+    def usage_so_far(self, index: int) -> Usage:
+        """Return the usage of one sequence and its prompt, by the tokens that were returned."""
+        sequence = self._sequences[index]
+        return Usage(sequence.num_prompt_tokens, sequence.num_cached_tokens, sequence.num_relayed)
+
     def _num_thought_tokens(self) -> int | None:
         if self._record.generation is None:
             return None

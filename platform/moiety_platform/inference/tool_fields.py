@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
@@ -18,14 +19,14 @@ from moiety_text.tools.offer import Tool
 MAX_TOOLS = 1024  # upper bound of the setting
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 Named = TypeVar("Named")
 
 
 def _check_name(value: str) -> str:
     if _NAME.fullmatch(value) is None:
-        raise refuse(f"{value[:64]!r} is no name of a tool: 1 to 128 letters of ASCII, digits, '_' and '-'")
+        raise refuse(f"{value[:64]!r} is no name of a tool: 1 to 128 letters of ASCII, digits and any of '_.:/-'")
     return value
 
 
@@ -75,26 +76,30 @@ def _parse_object(value: Any) -> Any:
     return parsed
 
 
+def refuse_equal_names(names: Sequence[str]) -> None:
+    """Raise a validator's error if two tools have the same name."""
+    if len(set(names)) < len(names):
+        twice = next(name for name, count in Counter(names).items() if count > 1)
+        raise refuse(f"two tools have the name {twice!r}; give each its own")
+
+
 def differing(name_of: Callable[[Named], str]) -> AfterValidator:
     """Return a validator that requires unique tool names in a list of tools."""
 
     def check(value: list[Named]) -> list[Named]:
-        names = [name_of(tool) for tool in value]
-        if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise refuse(f"two tools have the name {twice!r}; give each its own")
+        refuse_equal_names([name_of(tool) for tool in value])
         return value
 
     return AfterValidator(check)
 
 
-def require_among(names: Sequence[str], name: str | None) -> None:
+def require_among(names: Sequence[str], name: str | None, field: str = "tools") -> None:
     """Check a tool choice that requires a call: there must be tools, and one named `name` if given.
 
-    Raises a validator's error.
+    `field` is the request's field of the tools. Raises a validator's error.
     """
     if not names:
-        raise refuse("there are no tools to choose from; send 'tools' as well")
+        raise refuse(f"there are no tools to choose from; send '{field}' as well")
     if name is not None and name not in names:
         raise refuse(f"none of the tools has the name {name!r}")
 

@@ -11,9 +11,10 @@ from moiety_wire.messages import FinishReason
 Count = Annotated[int, Meta(extra_json_schema={"minimum": 0})]
 _REASONS = [reason.value for reason in FinishReason if reason is not FinishReason.PREFILL_DONE]
 CALLED = "tool_calls"  # finish reason of an answer with tool calls
+CALLED_FUNCTION = "function_call"  # the same in OpenAI's older form
 
 FinishReasonText = Annotated[str, Meta(extra_json_schema={"enum": _REASONS})]
-ChatFinishReasonText = Annotated[str, Meta(extra_json_schema={"enum": [*_REASONS, CALLED]})]
+ChatFinishReasonText = Annotated[str, Meta(extra_json_schema={"enum": [*_REASONS, CALLED, CALLED_FUNCTION]})]
 Tier = Annotated[str, Meta(extra_json_schema={"enum": ["default", "flex", "priority"]})]
 
 
@@ -89,6 +90,21 @@ class AnswerCall(TypedDict):
     function: AnswerFunction
 
 
+class AnswerCustomTool(TypedDict):
+    """A custom tool's name and its input, a text."""
+
+    name: str
+    input: str
+
+
+class AnswerCustomCall(TypedDict):
+    """A call of a custom tool for the client to execute."""
+
+    id: str
+    type: Literal["custom"]
+    custom: AnswerCustomTool
+
+
 class AssistantMessage(TypedDict):
     """The assistant's message.
 
@@ -99,7 +115,8 @@ class AssistantMessage(TypedDict):
     content: str | None
     refusal: None
     reasoning_content: NotRequired[str]
-    tool_calls: NotRequired[list[AnswerCall]]
+    tool_calls: NotRequired[list[AnswerCall | AnswerCustomCall]]
+    function_call: NotRequired[AnswerFunction]  # to a request with `functions`
 
 
 class ChatChoice(TypedDict):
@@ -125,13 +142,21 @@ class FunctionDelta(TypedDict):
     arguments: str
 
 
+class CustomToolDelta(TypedDict):
+    """The custom tool's name in the first delta, then its input."""
+
+    name: NotRequired[str]
+    input: str
+
+
 class CallDelta(TypedDict):
     """A part of the tool call number `index`. The first part has its id and type."""
 
     index: Count
     id: NotRequired[str]
-    type: NotRequired[Literal["function"]]
-    function: FunctionDelta
+    type: NotRequired[Literal["function", "custom"]]
+    function: NotRequired[FunctionDelta]
+    custom: NotRequired[CustomToolDelta]
 
 
 class ChatDelta(TypedDict):
@@ -144,6 +169,7 @@ class ChatDelta(TypedDict):
     content: NotRequired[str | None]
     reasoning_content: NotRequired[str]
     tool_calls: NotRequired[list[CallDelta]]
+    function_call: NotRequired[FunctionDelta]  # to a request with `functions`
 
 
 class ChatChunkChoice(TypedDict):
@@ -156,7 +182,11 @@ class ChatChunkChoice(TypedDict):
 
 
 class ChatCompletionChunk(AnswerFields):
-    """A part of a chat answer. With `stream_options.include_usage` every chunk has `usage`, null except in the last."""
+    """A part of a chat answer.
+
+    With `stream_options.include_usage` every chunk has `usage`, null except in the last. With `continuous_usage_stats`
+    every chunk has the usage so far.
+    """
 
     choices: list[ChatChunkChoice]
     usage: NotRequired[CompletionUsage | None]
@@ -197,7 +227,11 @@ class TextChunkChoice(TypedDict):
 
 
 class TextCompletionChunk(AnswerFields):
-    """A part of the texts. With `stream_options.include_usage` every chunk has `usage`, null except in the last."""
+    """A part of the texts.
+
+    With `stream_options.include_usage` every chunk has `usage`, null except in the last. With `continuous_usage_stats`
+    every chunk has the usage so far.
+    """
 
     choices: list[TextChunkChoice]
     usage: NotRequired[CompletionUsage | None]

@@ -20,7 +20,7 @@ from moiety_platform.openai_api.answer_types import (
 )
 from moiety_platform.openai_api.schemas import ChatBody, CompletionBody, GenerationBody
 from moiety_platform.openai_api.text_logprobs import TextOffsets, echoed_logprobs, text_logprobs
-from moiety_platform.openai_api.tool_message import finish_reason_of, has_called, message_of
+from moiety_platform.openai_api.tool_message import MessageForm, has_called
 from moiety_text.tools.deltas import Parts
 from moiety_wire.messages import TokenLogprob
 
@@ -58,7 +58,13 @@ def usage_fields(usage: Usage) -> CompletionUsage:
 
 
 def chat_answer(
-    head: AnswerHead, choices: Sequence[AnswerChoice], parts: Sequence[Parts], usage: Usage, *, with_logprobs: bool
+    head: AnswerHead,
+    choices: Sequence[AnswerChoice],
+    parts: Sequence[Parts],
+    usage: Usage,
+    form: MessageForm,
+    *,
+    with_logprobs: bool,
 ) -> ChatCompletion:
     """Return a complete chat answer. `parts` holds the parsed parts of each choice's text."""
     return {
@@ -66,9 +72,9 @@ def chat_answer(
         "choices": [
             {
                 "index": index,
-                "message": message_of(parts[index]),
+                "message": form.message_of(parts[index]),
                 "logprobs": chat_logprobs(choice.logprobs) if with_logprobs else None,
-                "finish_reason": finish_reason_of(choice.end, has_called(parts[index])),
+                "finish_reason": form.finish_reason_of(choice.end, has_called(parts[index])),
             }
             for index, choice in enumerate(choices)
         ],
@@ -139,7 +145,7 @@ async def answer_of(
     """Return OpenAI's answer with the collected choices of a run with or without a gateway."""
     if isinstance(body, ChatBody):
         parts = await parts_of(run, choices)
-        return chat_answer(head, choices, parts, run.usage(), with_logprobs=bool(body.logprobs))
+        return chat_answer(head, choices, parts, run.usage(), body.message_form(), with_logprobs=bool(body.logprobs))
     assert isinstance(body, CompletionBody)
     echoes = await echoes_of(body, run)
     echoed = _echoed_logprobs(body, run, choices, echoes)

@@ -2,36 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticKnownError
 
-from moiety_platform.inference.body_fields import MAX_MESSAGES, MAX_PARTS, StrictBody, bounded, refuse, shows
-from moiety_platform.openai_api.tools import ChatCalls
+from moiety_platform.inference.body_fields import MAX_MESSAGES, StrictBody, bounded, refuse, shows
+from moiety_platform.inference.field_support import refused
+from moiety_platform.inference.tool_fields import call_for_template
+from moiety_platform.openai_api.content_parts import ContentParts, text_of_parts, why_unserved
+from moiety_platform.openai_api.tools import CalledFunction, ChatCalls
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
-
-class TextPart(StrictBody):
-    type: Literal["text"]
-    text: str
-
-
+_RESULTS = ("tool", "function")  # roles whose content may be null, as an assistant's may
+_MAY_BE_EMPTY = ("assistant", *_RESULTS)
+_CALLS = {"type": "array", "minItems": 1}
 _RULES: dict[str, Any] = {
     "required": ["role"],
     "anyOf": [
         {"required": ["content"]},
-        {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array", "minItems": 1}}},
+        {"required": ["tool_calls"], "properties": {"tool_calls": _CALLS}},
+        {"required": ["function_call"], "properties": {"function_call": {"type": "object"}}},
+        {"required": ["refusal"], "properties": {"refusal": {"type": "string", "minLength": 1}}},
     ],
     "allOf": [
         {
             "if": {"properties": {"role": {"const": "assistant"}}},
-            "else": {"properties": {"content": {"not": {"type": "null"}}, "tool_calls": {"maxItems": 0}}},
+            "else": {"properties": {"tool_calls": {"maxItems": 0}, "function_call": {"type": "null"}}},
+        },
+        {
+            "if": {"properties": {"role": {"enum": list(_MAY_BE_EMPTY)}}},
+            "else": {"required": ["content"], "properties": {"content": {"not": {"type": "null"}}}},
+        },
+        {
+            "if": {"properties": {"tool_calls": _CALLS}, "required": ["tool_calls"]},
+            "then": {"properties": {"function_call": {"type": "null"}}},
         },
         {
             "if": {"properties": {"role": {"const": "tool"}}},
             "then": {"required": ["tool_call_id"], "properties": {"tool_call_id": {"type": "string"}}},
+        },
+        {
+            "if": {"properties": {"role": {"const": "function"}}},
+            "then": {"required": ["name"], "properties": {"name": {"type": "string"}}},
         },
     ],
 }
@@ -40,24 +55,28 @@ _RULES: dict[str, Any] = {
 class ChatMessage(StrictBody):
     """One message.
 
-    Several text parts are joined by line breaks. Only an assistant may send null, which means no text, and content is
-    optional beside tool calls.
+    Several text parts are joined by line breaks. Null content means no text, for an assistant and for a result only,
+    and content is optional beside calls.
     """
 
     model_config = ConfigDict(json_schema_extra=_RULES)
 
     role: Annotated[str, shows(enum=list(ROLES))]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)] | None
-    name: str | None = None
+    content: str | ContentParts | None
+    name: Annotated[str | None, Field(validate_default=True)] = None
+    refusal: str | None = None  # an assistant's, which the model reads as text
     reasoning_content: str | None = None  # an assistant's reasoning, which the template may omit
+    audio: Annotated[Any, refused("answers with audio are not supported; leave the field out", [])] = None
     tool_call_id: Annotated[str | None, Field(validate_default=True)] = None
     tool_calls: ChatCalls | None = None
-    function_call: Annotated[Any, shows(enum=[None])] = None
+    function_call: CalledFunction | None = None  # OpenAI's older form of a call
 
     @model_validator(mode="before")
     @classmethod
-    def _calls_may_stand_alone(cls, value: Any) -> Any:
-        return {"content": None, **value} if isinstance(value, dict) and value.get("tool_calls") else value
+    def _content_is_optional(cls, value: Any) -> Any:
+        if isinstance(value, dict) and "content" not in value and _stands_alone(value):
+            return {"content": None, **value}
+        return value
 
     @field_validator("role")
     @classmethod
@@ -68,9 +87,12 @@ class ChatMessage(StrictBody):
 
     @field_validator("content")
     @classmethod
-    def _null_is_the_assistants(cls, value: Any, info: ValidationInfo) -> Any:
-        if value is None and info.data.get("role", "assistant") != "assistant":
-            raise refuse("null is for the assistant only")
+    def _servable(cls, value: Any, info: ValidationInfo) -> Any:
+        role = info.data.get("role", "assistant")
+        if value is None and role not in _MAY_BE_EMPTY:
+            raise refuse("null is for the assistant and for results of tools only; send a text")
+        if isinstance(value, list) and (reason := why_unserved(value, role)) is not None:
+            raise refuse(reason)
         return value
 
     @field_validator("tool_call_id")
@@ -80,25 +102,38 @@ class ChatMessage(StrictBody):
             raise PydanticKnownError("missing")
         return value
 
-    @field_validator("tool_calls")
+    @field_validator("name")
     @classmethod
-    def _calls_are_the_assistants(cls, value: ChatCalls | None, info: ValidationInfo) -> ChatCalls | None:
+    def _results_name_their_function(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is None and info.data.get("role") == "function":
+            raise PydanticKnownError("missing")
+        return value
+
+    @field_validator("tool_calls", "function_call")
+    @classmethod
+    def _calls_are_the_assistants(cls, value: Any, info: ValidationInfo) -> Any:
         if value and info.data.get("role", "assistant") != "assistant":
             raise refuse("calls are for the assistant only")
         return value
 
-    @field_validator("function_call")
-    @classmethod
-    def _no_function_call(cls, value: Any) -> Any:
-        if value is not None:
-            raise refuse("this is OpenAI's older form; send 'tool_calls'")
-        return value
+    @model_validator(mode="after")
+    def _one_form_of_calls(self) -> Self:
+        if self.tool_calls and self.function_call is not None:
+            raise refuse("it has 'tool_calls' and 'function_call', the older form of them; send one of both")
+        return self
+
+    @property
+    def text(self) -> str | None:
+        """The message's text, or None for an assistant's message without any."""
+        text = text_of_parts(self.content) if isinstance(self.content, list) else self.content
+        if self.role == "assistant":
+            return text or self.refusal or text
+        return text or ""
 
     def for_template(self) -> dict[str, Any]:
-        text = self.content
-        if isinstance(text, list):
-            text = "\n".join(part.text for part in text)
-        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        """Return the message for the chat template. Calls of the older form are left out: see `messages_of`."""
+        role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
+        message: dict[str, Any] = {"role": role, "content": self.text}
         if self.name is not None:
             message["name"] = self.name
         if self.tool_call_id is not None:
@@ -108,6 +143,32 @@ class ChatMessage(StrictBody):
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return message
+
+
+def messages_of(messages: Sequence[ChatMessage]) -> tuple[dict[str, Any], ...]:
+    """Return the messages for the chat template.
+
+    A call of OpenAI's older form, which has no id, gets one, and so does its result.
+    """
+    found: list[dict[str, Any]] = []
+    num_calls, last_ids = 0, dict[str, str]()
+    for message in messages:
+        converted = message.for_template()
+        if message.function_call is not None:
+            called = message.function_call
+            call_id, num_calls = f"call_{num_calls}", num_calls + 1
+            last_ids[called.name] = call_id
+            converted["tool_calls"] = [call_for_template(call_id, called.name, called.arguments)]
+        elif message.role == "function":
+            name = message.name or ""
+            converted["tool_call_id"] = last_ids.get(name, f"call_{name}")
+        found.append(converted)
+    return tuple(found)
+
+
+def _stands_alone(message: dict[str, Any]) -> bool:
+    """Return whether a message needs no content."""
+    return bool(message.get("tool_calls") or message.get("function_call") or message.get("refusal"))
 
 
 def _check_results(messages: list[ChatMessage]) -> list[ChatMessage]:

@@ -5,19 +5,21 @@ The parts that all chunks of a request share are encoded once. A chunk costs the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
+from moiety_platform.inference.custom_tools import input_of
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.run import InferenceRun, Usage
-from moiety_platform.openai_api.answer_types import CallDelta, ChatDelta
-from moiety_platform.openai_api.answers import AnswerHead, chat_logprobs, head_of, usage_fields
-from moiety_platform.openai_api.schemas import ChatBody
+from moiety_platform.openai_api.answer_types import ChatDelta, CustomToolDelta, FunctionDelta
+from moiety_platform.openai_api.answers import AnswerHead, chat_logprobs, echoes_of, head_of, usage_fields
+from moiety_platform.openai_api.schemas import ChatBody, CompletionBody, GenerationBody
 from moiety_platform.openai_api.text_logprobs import TextOffsets, text_logprobs
-from moiety_platform.openai_api.tool_message import finish_reason_of, new_call_id
+from moiety_platform.openai_api.tool_message import MessageForm, new_call_id
 from moiety_text.reasoning import AnswerReader
-from moiety_text.tools.deltas import CallArguments, CallBegun, Content, Delta, Thinking
+from moiety_text.tools.deltas import CallArguments, CallBegun, CallEnded, Content, Delta, Thinking
 from moiety_wire.messages import Finished, TokenLogprob
 
 DONE_DATA = "[DONE]"
@@ -26,16 +28,30 @@ DONE = f"data: {DONE_DATA}\n\n".encode()
 _encode = msgspec.json.Encoder().encode
 
 
+@dataclass(frozen=True, slots=True)
+class StreamedUsage:
+    """Usage that the chunks of a stream report: in one last chunk, and, with `so_far`, of its choice in every chunk."""
+
+    in_last: bool
+    so_far: Callable[[int], Usage] | None = None
+
+
 class _ChunkFrame:
     """The encoded parts around `choices` that every chunk of a request repeats."""
 
-    def __init__(self, head: AnswerHead, kind: str, include_usage: bool) -> None:
-        self._include_usage = include_usage
+    def __init__(self, head: AnswerHead, kind: str, usage: StreamedUsage) -> None:
+        self._usage = usage
         self.start = b"data: " + _encode(head.fields(kind))[:-1] + b',"choices":['
-        self.end = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+        self._end = b'],"usage":null}\n\n' if usage.in_last else b"]}\n\n"
+
+    def end_of(self, index: int) -> bytes:
+        """Return the end of a chunk of choice `index`."""
+        if self._usage.so_far is None:  # the common case
+            return self._end
+        return b"".join((b'],"usage":', _encode(usage_fields(self._usage.so_far(index))), b"}\n\n"))
 
     def end_stream(self, usage: Usage) -> bytes:
-        if not self._include_usage:
+        if not self._usage.in_last:
             return DONE
         return b"".join((self.start, b'],"usage":', _encode(usage_fields(usage)), b"}\n\n", DONE))
 
@@ -43,8 +59,8 @@ class _ChunkFrame:
 class ChatChunks:
     """Encoder of `chat.completion.chunk` objects."""
 
-    def __init__(self, head: AnswerHead, include_usage: bool) -> None:
-        self._frame = _ChunkFrame(head, "chat.completion.chunk", include_usage)
+    def __init__(self, head: AnswerHead, usage: StreamedUsage) -> None:
+        self._frame = _ChunkFrame(head, "chat.completion.chunk", usage)
 
     def opening(self, index: int) -> bytes:
         return self._chunk(index, b'{"role":"assistant","content":""}', b"null", b"null")
@@ -52,7 +68,7 @@ class ChatChunks:
     def piece(self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None) -> bytes:
         if logprobs is None:  # the common case
             return b'%b{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}%b' % (
-                self._frame.start, index, _encode(text), self._frame.end,
+                self._frame.start, index, _encode(text), self._frame.end_of(index),
             )  # fmt: skip
         return self._chunk(index, b'{"content":' + _encode(text) + b"}", _encode(chat_logprobs(logprobs)), b"null")
 
@@ -64,15 +80,15 @@ class ChatChunks:
 
     def _chunk(self, index: int, delta: bytes, logprobs: bytes, finish_reason: bytes) -> bytes:
         return b'%b{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}%b' % (
-            self._frame.start, index, delta, logprobs, finish_reason, self._frame.end,
+            self._frame.start, index, delta, logprobs, finish_reason, self._frame.end_of(index),
         )  # fmt: skip
 
 
 class CompletionChunks:
     """Encoder of streamed `text_completion` objects. `echoes` are the texts that the choices begin with."""
 
-    def __init__(self, head: AnswerHead, include_usage: bool, echoes: Sequence[str]) -> None:
-        self._frame = _ChunkFrame(head, "text_completion", include_usage)
+    def __init__(self, head: AnswerHead, usage: StreamedUsage, echoes: Sequence[str]) -> None:
+        self._frame = _ChunkFrame(head, "text_completion", usage)
         self._echoes = echoes
         self._offsets = [TextOffsets(len(echo)) for echo in echoes]
 
@@ -93,7 +109,7 @@ class CompletionChunks:
 
     def _chunk(self, index: int, text: bytes, logprobs: bytes, finish_reason: bytes) -> bytes:
         return b'%b{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}%b' % (
-            self._frame.start, index, text, logprobs, finish_reason, self._frame.end,
+            self._frame.start, index, text, logprobs, finish_reason, self._frame.end_of(index),
         )  # fmt: skip
 
 
@@ -103,10 +119,14 @@ class ToolChunks(ChatChunks):
     A call is sent when it is complete. An incomplete call is sent as content, as in an answer that is not streamed.
     """
 
-    def __init__(self, head: AnswerHead, include_usage: bool, readers: Sequence[AnswerReader]) -> None:
-        super().__init__(head, include_usage)
+    def __init__(
+        self, head: AnswerHead, usage: StreamedUsage, form: MessageForm, readers: Sequence[AnswerReader]
+    ) -> None:
+        super().__init__(head, usage)
+        self._form = form
         self._readers = readers
         self._has_called = [False] * len(readers)
+        self._custom_arguments: dict[tuple[int, int], str] = {}  # of custom calls that have begun, by choice and call
 
     def opening(self, index: int) -> bytes:
         return self._chunk(index, b'{"role":"assistant","content":null}', b"null", b"null")  # there may be no content
@@ -116,7 +136,7 @@ class ToolChunks(ChatChunks):
 
     def closing(self, index: int, finished: Finished) -> bytes:
         rest = self._chunks(index, self._readers[index].end(), None)
-        reason = finish_reason_of(finished, self._has_called[index])
+        reason = self._form.finish_reason_of(finished, self._has_called[index])
         return rest + self._chunk(index, b"{}", b"null", _encode(reason))
 
     def _chunks(self, index: int, deltas: Sequence[Delta], logprobs: Sequence[TokenLogprob] | None) -> bytes:
@@ -138,23 +158,51 @@ class ToolChunks(ChatChunks):
             case Content(text):
                 return {"content": text}
             case Thinking(text):
-                return {"reasoning_content": text}
+                return {"reasoning_content": text} if self._form.shows_reasoning else {}
             case CallBegun(number, name):
                 self._has_called[index] = True
-                call: CallDelta = {
-                    "index": number,
-                    "id": new_call_id(),
-                    "type": "function",
-                    "function": {"name": name, "arguments": ""},
-                }
-                return {"tool_calls": [call]}
+                return self._begin_call(index, number, name)
             case CallArguments(number, text):
-                return {"tool_calls": [{"index": number, "function": {"arguments": text}}]}
-            case _:
-                return {}
+                return self._add_arguments(index, number, text)
+            case CallEnded(number):
+                return self._end_call(index, number)
+
+    def _begin_call(self, index: int, number: int, name: str) -> ChatDelta:
+        if self._form.is_older:
+            return {"function_call": {"name": name, "arguments": ""}} if number == 0 else {}
+        if name in self._form.custom_names:
+            self._custom_arguments[index, number] = ""
+            custom: CustomToolDelta = {"name": name, "input": ""}
+            return {"tool_calls": [{"index": number, "id": new_call_id(), "type": "custom", "custom": custom}]}
+        function: FunctionDelta = {"name": name, "arguments": ""}
+        return {"tool_calls": [{"index": number, "id": new_call_id(), "type": "function", "function": function}]}
+
+    def _add_arguments(self, index: int, number: int, text: str) -> ChatDelta:
+        if self._form.is_older:
+            return {"function_call": {"arguments": text}} if number == 0 else {}
+        if (index, number) in self._custom_arguments:  # the input is known when they are complete
+            self._custom_arguments[index, number] += text
+            return {}
+        return {"tool_calls": [{"index": number, "function": {"arguments": text}}]}
+
+    def _end_call(self, index: int, number: int) -> ChatDelta:
+        arguments = self._custom_arguments.pop((index, number), None)
+        if arguments is None:
+            return {}
+        return {"tool_calls": [{"index": number, "custom": {"input": input_of(arguments)}}]}
+
+
+def streamed_usage(body: GenerationBody, run: InferenceRun) -> StreamedUsage:
+    """Return the usage that the body's `stream_options` ask for."""
+    return StreamedUsage(body.include_usage, run.usage_so_far if body.includes_usage_so_far else None)
 
 
 async def chat_chunks(body: ChatBody, run: InferenceRun, record: RequestRecord) -> ChatChunks:
     """Return the encoder of a streamed chat answer."""
-    head, readers = head_of(run, record), run.new_readers()
-    return ChatChunks(head, body.include_usage) if readers is None else ToolChunks(head, body.include_usage, readers)
+    head, readers, usage = head_of(run, record), run.new_readers(), streamed_usage(body, run)
+    return ChatChunks(head, usage) if readers is None else ToolChunks(head, usage, body.message_form(), readers)
+
+
+async def completion_chunks(body: CompletionBody, run: InferenceRun, record: RequestRecord) -> CompletionChunks:
+    """Return the encoder of streamed text completions."""
+    return CompletionChunks(head_of(run, record), streamed_usage(body, run), await echoes_of(body, run))

@@ -19,8 +19,8 @@ from moiety_platform.openai_api.answer_types import (
     TextCompletion,
     TextCompletionChunk,
 )
-from moiety_platform.openai_api.answers import echoes_of, head_of, whole_answer
-from moiety_platform.openai_api.chunks import DONE_DATA, CompletionChunks, chat_chunks
+from moiety_platform.openai_api.answers import whole_answer
+from moiety_platform.openai_api.chunks import DONE_DATA, chat_chunks, completion_chunks
 from moiety_platform.openai_api.schemas import ChatBody, CompletionBody, GenerationBody
 from moiety_platform.openapi.described import event_of
 
@@ -34,10 +34,6 @@ async def _whole(
     body: GenerationBody, run: InferenceRun, record: RequestRecord, choices: Sequence[AnswerChoice]
 ) -> bytes:
     return msgspec.json.encode(await whole_answer(body, run, record, choices))
-
-
-async def _completion_chunks(body: CompletionBody, run: InferenceRun, record: RequestRecord) -> CompletionChunks:
-    return CompletionChunks(head_of(run, record), body.include_usage, await echoes_of(body, run))
 
 
 CHAT = Endpoint(
@@ -59,7 +55,7 @@ COMPLETIONS = Endpoint(
     "text_completion",
     "cmpl-",
     CompletionBody,
-    TextAnswer(_whole, _completion_chunks),
+    TextAnswer(_whole, completion_chunks),
     EndpointDocs(
         tag="text",
         summary="Complete a text",

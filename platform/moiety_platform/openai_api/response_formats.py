@@ -14,6 +14,7 @@ from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, model_va
 
 from moiety_platform.errors import UNSUPPORTED_RESPONSE_FORMAT, BadRequest
 from moiety_platform.inference.body_fields import StrictBody, refuse, shape_of, shows
+from moiety_platform.inference.field_support import ignored, refused
 from moiety_text.tools.offer import ToolOffer
 from moiety_wire.grammars import GrammarKind, GrammarSpec
 
@@ -45,7 +46,7 @@ FORMS = MappingProxyType(dict.fromkeys(("json", "guided_json"), "must be a JSON 
 
 _Kind = Annotated[str, AfterValidator(_check_kind), shows(enum=list(KINDS))]
 _Name = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
-_Schema = Annotated[dict[str, Any], AfterValidator(_check_size)]
+GrammarSchema = Annotated[dict[str, Any], AfterValidator(_check_size)]
 _Text = Annotated[str, Field(min_length=1), AfterValidator(_check_size)]
 _SchemaOrText = Annotated[dict[str, Any] | str, AfterValidator(_check_size)]
 _Choices = Annotated[
@@ -63,7 +64,7 @@ class NamedSchema(StrictBody):
     model_config = ConfigDict(serialize_by_alias=True)
 
     name: _Name
-    json_schema: Annotated[_Schema, Field(alias="schema")]
+    json_schema: Annotated[GrammarSchema | None, Field(alias="schema")] = None  # None: any JSON object
     description: str | None = None
     strict: bool | None = None
 
@@ -83,7 +84,8 @@ class ResponseFormat(StrictBody):
         return self
 
     def grammar(self) -> GrammarSpec | None:
-        return _json_grammar(self.type, None if self.json_schema is None else self.json_schema.json_schema)
+        schema = None if self.json_schema is None else self.json_schema.json_schema
+        return _json_grammar("json_object" if self.type == "json_schema" and schema is None else self.type, schema)
 
 
 class TextFormat(StrictBody):
@@ -95,7 +97,7 @@ class TextFormat(StrictBody):
 
     type: _Kind
     name: _Name | None = None
-    json_schema: Annotated[_Schema | None, Field(alias="schema")] = None
+    json_schema: Annotated[GrammarSchema | None, Field(alias="schema")] = None
     description: str | None = None
     strict: bool | None = None
 
@@ -117,6 +119,12 @@ class StructuredOutputs(StrictBody):
     choice: _Choices | None = None
     grammar: _Text | None = None
     json_object: Annotated[Literal[True], shows(const=True)] | None = None
+    structural_tag: Annotated[Any, refused("send 'tools' with 'strict', or one of the other grammars", [])] = None
+    disable_any_whitespace: Annotated[bool | None, ignored("JSON may have white space between its parts.")] = None
+    disable_additional_properties: Annotated[
+        bool | None, refused("say it in the schema: 'additionalProperties': false", [False])
+    ] = None
+    whitespace_pattern: Annotated[str | None, ignored("JSON may have white space between its parts.")] = None
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
@@ -138,6 +146,8 @@ class StructuredOutputBody(StrictBody):
     guided_regex: _Text | None = None
     guided_choice: _Choices | None = None
     guided_grammar: _Text | None = None
+    guided_decoding_backend: Annotated[str | None, ignored("The engine has one backend.")] = None
+    guided_whitespace_pattern: Annotated[str | None, ignored("JSON may have white space between its parts.")] = None
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:

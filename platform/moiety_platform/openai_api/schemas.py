@@ -1,22 +1,24 @@
 """The bodies of `/v1/chat/completions` and `/v1/completions`: OpenAI's fields, strictly typed.
 
-Unknown fields are ignored, as OpenAI's clients expect. Known fields that are not supported yet are refused by name.
+Unknown fields are ignored, as OpenAI's clients expect. A known field is served unless it has a mark of `field_support`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from pydantic import ConfigDict, Field, FiniteFloat, ValidationInfo, field_validator, model_validator
+from pydantic import ConfigDict, Field, FiniteFloat, StringConstraints, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from moiety_platform.errors import UNSUPPORTED_RESPONSE_FORMAT
 from moiety_platform.inference.body_fields import (
     INT32_MAX,
     KEEP_S,
     GeneratingBody,
+    MetadataPairs,
     ModelName,
     RawPrompts,
     Retention,
@@ -31,13 +33,29 @@ from moiety_platform.inference.body_fields import (
     refuse,
     shows,
 )
+from moiety_platform.inference.field_support import ignored, mapped, refused
 from moiety_platform.inference.generation import Conversation, Generation, Prompt
 from moiety_platform.inference.reasoning_fields import Effort, ThoughtBudgetFields
 from moiety_platform.inference.tool_fields import TemplateVariables
-from moiety_platform.openai_api.chat_messages import ChatMessage, Messages
+from moiety_platform.openai_api.chat_messages import Messages, messages_of
 from moiety_platform.openai_api.response_formats import FORMS as FORMS_OF_FORMS
 from moiety_platform.openai_api.response_formats import StructuredOutputBody, require_one_form
-from moiety_platform.openai_api.tools import NEEDS_TOOLS, ChatChoice, ChatTools, check_choice, offer_of
+from moiety_platform.openai_api.tool_message import MessageForm
+from moiety_platform.openai_api.tools import (
+    NEEDS_TOOLS,
+    ChatChoice,
+    ChatFunctions,
+    ChatTools,
+    CustomTool,
+    FunctionChoice,
+    check_choice,
+    known_tools,
+    offer_of,
+    offer_of_functions,
+    skipped_tools,
+)
+from moiety_platform.openai_api.vllm_fields import VllmChatFields, VllmCompletionFields, VllmFields
+from moiety_text.tools.offer import ToolOffer
 from moiety_wire.grammars import GrammarSpec
 from moiety_wire.messages import Sampling
 
@@ -48,8 +66,7 @@ MIN_REPETITION_PENALTY = 0.01  # logits are divided by it and must stay within f
 FORMS = MappingProxyType(
     {
         **FORMS_OF_FORMS,
-        "content": 'must be a string or a list of parts {{"type": "text", "text": "…"}}; other parts are not '
-        "supported, and null is for the assistant only",
+        "content": 'must be a string or a list of parts, such as {{"type": "text", "text": "…"}}',
         "prompt": forms_of_prompts("prompts"),
         "stop": "must be a string or a list of at most {max_stop_strings} strings, none of them empty or longer than "
         "{max_stop_chars:,} characters",
@@ -63,20 +80,44 @@ _LogitBias = Annotated[
 ]
 STREAMED_OPTIONS = only_with("stream_options", "stream")
 
+_EndUser = Annotated[str, StringConstraints(max_length=512)]
+_TIERS: Mapping[str, str] = MappingProxyType({"fast": "priority", "scale": "auto"})
+_TTL_S = {"30m": 1800.0, "12h": 43_200.0}
+_WITH_LOGPROBS: dict[str, Any] = {
+    "if": {"required": ["top_logprobs"], "properties": {"top_logprobs": {"type": "integer", "minimum": 1}}},
+    "then": {"required": ["logprobs"], "properties": {"logprobs": {"const": True}}},
+}
+_OLDER_FORM: list[dict[str, Any]] = [
+    {
+        "if": {"required": ["function_call"], "properties": {"function_call": {"type": "object"}}},
+        "then": {"required": ["functions"], "properties": {"functions": {"type": "array", "minItems": 1}}},
+    },
+    {
+        "if": {"required": ["functions"], "properties": {"functions": {"type": "array", "minItems": 1}}},
+        "then": {"properties": {"tools": {"maxItems": 0}}},
+    },
+]
+_CONTINUATION: dict[str, Any] = {
+    "if": {"required": ["continue_final_message"], "properties": {"continue_final_message": {"const": True}}},
+    "then": {"properties": {"add_generation_prompt": {"not": {"const": True}}}},
+    "else": {"properties": {"add_generation_prompt": {"not": {"const": False}}}},
+}
+
 
 class StreamOptions(StrictBody):
     include_usage: bool | None = None
-    continuous_usage_stats: Annotated[bool, shows(const=False)] | None = None
-
-    @field_validator("continuous_usage_stats")
-    @classmethod
-    def _usage_comes_once(cls, value: bool | None) -> bool | None:
-        if value:
-            raise refuse("usage in every chunk is not supported; leave it out, and set 'include_usage' for the totals")
-        return value
+    continuous_usage_stats: bool | None = None  # vLLM's; acts with `include_usage`
+    include_obfuscation: Annotated[bool | None, ignored("Chunks are not padded.")] = None
 
 
-class GenerationBody(StructuredOutputBody, GeneratingBody):
+class PromptCacheOptions(StrictBody):
+    mode: Annotated[
+        Literal["implicit", "explicit"] | None, ignored("Every prefix is cached, with and without breakpoints.")
+    ] = None
+    ttl: Literal["30m", "12h"] | None = None  # retention of the conversation's prefix
+
+
+class GenerationBody(VllmFields, StructuredOutputBody, GeneratingBody):
     """Fields common to both endpoints. null means the default, as everywhere in OpenAI's API."""
 
     model_config = ConfigDict(json_schema_extra={"allOf": [STREAMED_OPTIONS]})
@@ -100,8 +141,12 @@ class GenerationBody(StructuredOutputBody, GeneratingBody):
     ignore_eos: bool | None = None
     n: Annotated[int, Field(ge=1, le=INT32_MAX), at_most(lambda shape: shape.max_choices)] | None = None
     stream_options: StreamOptions | None = None
-    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    service_tier: Annotated[
+        Literal["auto", "default", "flex", "priority", "fast", "scale"] | None,
+        mapped("`fast` means `priority`, and `scale` means `auto`."),
+    ] = None
     prompt_cache_retention: Retention | None = None
+    user: _EndUser | None = None
 
     @field_validator("logit_bias", mode="before")
     @classmethod
@@ -118,25 +163,39 @@ class GenerationBody(StructuredOutputBody, GeneratingBody):
                 raise refuse(f"its keys must be token ids, such as '42'; {key[:32]!r} is none")
         return value
 
-    @model_validator(mode="after")
-    def _check_together(self) -> Self:
+    def problems(self) -> Iterator[PydanticCustomError]:
         if self.stream_options is not None and not self.stream:
-            raise refuse("'stream_options' is allowed only when 'stream' is true")
+            yield refuse("'stream_options' is allowed only when 'stream' is true")
         if self.ignore_eos and self.grammar() is not None:
             message = "'ignore_eos' cannot go with a form, which says where the answer ends; leave one of them out"
-            raise refuse(message, UNSUPPORTED_RESPONSE_FORMAT)
+            yield refuse(message, UNSUPPORTED_RESPONSE_FORMAT)
         limit = self.output_limit
         if limit is not None and (self.min_tokens or 0) > limit:
-            raise refuse(f"'min_tokens' ({self.min_tokens}) must not be more than the most tokens asked for ({limit})")
-        return self
+            yield refuse(f"'min_tokens' ({self.min_tokens}) must not be more than the most tokens asked for ({limit})")
 
     @property
     def output_limit(self) -> int | None:
         return self.max_tokens
 
     @property
+    def output_limit_field(self) -> str:
+        return "max_tokens"
+
+    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def includes_usage_so_far(self) -> bool:
+        """Whether every chunk of a stream has the usage so far."""
+        return (
+            self.include_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+        )
+
+    @property
+    def keep_s(self) -> float:
+        """Prefix-cache retention of the conversation."""
+        return KEEP_S[self.prompt_cache_retention or "in_memory"]
 
     def _generation(
         self, prompts: tuple[Prompt, ...], num_logprobs: int | None, grammar: GrammarSpec | None
@@ -159,21 +218,23 @@ class GenerationBody(StructuredOutputBody, GeneratingBody):
                 num_logprobs=num_logprobs,
             ),
             max_tokens=self.output_limit,
+            max_tokens_field=self.output_limit_field,
             min_tokens=self.min_tokens or 0,
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             grammar=grammar,
-            service_tier=self.service_tier,
-            keep_s=KEEP_S[self.prompt_cache_retention or "in_memory"],
+            service_tier=_TIERS.get(self.service_tier or "auto", self.service_tier),
+            keep_s=self.keep_s,
+            cache_salt=self.cache_salt or "",
         )
 
 
-class ChatBody(ThoughtBudgetFields, GenerationBody):
+class ChatBody(ThoughtBudgetFields, VllmChatFields, GenerationBody):
     """`POST /v1/chat/completions`."""
 
     model_config = ConfigDict(
-        json_schema_extra={"allOf": [STREAMED_OPTIONS, only_with("top_logprobs", "logprobs"), NEEDS_TOOLS]}
+        json_schema_extra={"allOf": [STREAMED_OPTIONS, _WITH_LOGPROBS, NEEDS_TOOLS, *_OLDER_FORM, _CONTINUATION]}
     )
 
     messages: Messages
@@ -183,51 +244,114 @@ class ChatBody(ThoughtBudgetFields, GenerationBody):
     tools: ChatTools | None = None
     tool_choice: ChatChoice | None = None
     parallel_tool_calls: bool | None = None
+    functions: Annotated[ChatFunctions | None, mapped("They are `tools` in OpenAI's older form.")] = None
+    function_call: Annotated[FunctionChoice | None, mapped("It is `tool_choice` in OpenAI's older form.")] = None
     reasoning_effort: Effort = None
     chat_template_kwargs: TemplateVariables | None = None
-    functions: Annotated[list[Any], shows(maxItems=0)] | None = None
-    function_call: Annotated[Any, shows(enum=[None])] = None
+    prompt_cache_options: PromptCacheOptions | None = None
+    prompt_cache_key: Annotated[
+        _EndUser | None, ignored("Prefixes are cached without a key, for each tenant apart.")
+    ] = None
+    metadata: MetadataPairs | None = None
+    safety_identifier: _EndUser | None = None
+    store: Annotated[bool | None, ignored("Chats are not kept. `/v1/responses` keeps what it answers.")] = None
+    verbosity: Annotated[
+        Literal["low", "medium", "high"] | None, ignored("Models have no such option. Say it in the instructions.")
+    ] = None
+    prediction: Annotated[dict[str, Any] | None, ignored("It can make an answer faster, not another one.")] = None
+    web_search_options: Annotated[dict[str, Any] | None, ignored("There is no web search. Offer it as a tool.")] = None
+    modalities: Annotated[
+        Any, refused("answers are text only; send ['text'] or leave the field out", [["text"], []])
+    ] = None
+    audio: Annotated[Any, refused("answers are text only; leave the field out", [])] = None
+    moderation: Annotated[
+        Any, refused("prompts and answers are not moderated here; leave the field out, and moderate them yourself", [])
+    ] = None
 
     @field_validator("tool_choice")
     @classmethod
     def _choice_among_tools(cls, value: ChatChoice | None, info: ValidationInfo) -> ChatChoice | None:
-        check_choice(value, info.data.get("tools"))
+        if "tools" in info.data:
+            check_choice(value, [tool.name for tool in known_tools(info.data["tools"])])
         return value
 
-    @field_validator("functions", "function_call")
+    @field_validator("function_call")
     @classmethod
-    def _no_functions(cls, value: Any) -> Any:
-        if value not in (None, []):
-            raise refuse("this is OpenAI's older form; send 'tools' and 'tool_choice'")
+    def _choice_among_functions(cls, value: FunctionChoice | None, info: ValidationInfo) -> FunctionChoice | None:
+        if "functions" in info.data:
+            check_choice(value, [function.name for function in info.data["functions"] or ()], "functions")
         return value
 
-    @model_validator(mode="after")
-    def _check_logprobs(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
-            raise refuse("'top_logprobs' is allowed only when 'logprobs' is true")
-        return self
+    def problems(self) -> Iterator[PydanticCustomError]:
+        yield from super().problems()
+        if self.top_logprobs and not self.logprobs:
+            yield refuse("'top_logprobs' is allowed only when 'logprobs' is true")
+        if self.functions and self.tools:
+            yield refuse("'functions' is the older form of 'tools'; send one of both")
+        if self.continue_final_message:
+            yield from self._problems_of_continuation()
+        elif self.add_generation_prompt is False:
+            yield refuse("'add_generation_prompt' may be false only when 'continue_final_message' is true")
+
+    def _problems_of_continuation(self) -> Iterator[PydanticCustomError]:
+        last = self.messages[-1]
+        if self.add_generation_prompt:
+            yield refuse("'add_generation_prompt' and 'continue_final_message' are both true; leave one of them out")
+        if last.role != "assistant" or not last.text or last.tool_calls or last.function_call:
+            yield refuse("'continue_final_message' needs a last message of the assistant's with text and without calls")
+        offer = self.offer()
+        if offer is not None and offer.must_call:
+            yield refuse("'continue_final_message' cannot go with a tool that must be called; choose 'auto'")
 
     @property
     def output_limit(self) -> int | None:
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
+    @property
+    def output_limit_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
+    def keep_s(self) -> float:
+        options = self.prompt_cache_options
+        ttl_s = 0.0 if options is None or options.ttl is None else _TTL_S[options.ttl]
+        return max(ttl_s, super().keep_s)
+
+    def skipped_entries(self) -> Iterator[str]:
+        return skipped_tools(self.tools)
+
+    def offer(self) -> ToolOffer | None:
+        """Return the tools that the model may call, or None."""
+        if self.functions:
+            return offer_of_functions(self.functions, self.function_call, parallel=False)
+        return offer_of(self.tools, self.tool_choice, parallel=self.parallel_tool_calls is not False)
+
+    def message_form(self) -> MessageForm:
+        """Return the form of the answer's messages."""
+        custom_names = {tool.name for tool in known_tools(self.tools) if isinstance(tool, CustomTool)}
+        return MessageForm(custom_names, bool(self.functions), self.include_reasoning is not False)
+
     def generation(self) -> Generation:
-        offer, grammar = None, self.grammar()
-        if self.tools:
-            offer = offer_of(self.tools, self.tool_choice, parallel=self.parallel_tool_calls is not False)
-            require_one_form(grammar, offer, "response_format")
-        messages = tuple(map(ChatMessage.for_template, self.messages))
+        offer, grammar = self.offer(), self.grammar()
+        require_one_form(grammar, offer, "response_format")
+        options = self.chat_template_kwargs or {}
+        if self.documents is not None:
+            options = {"documents": self.documents, **options}
+        messages, prefill = messages_of(self.messages), ""
+        if self.continue_final_message:
+            messages, prefill = messages[:-1], messages[-1]["content"]
         conversation = Conversation(
             messages,
-            tools=offer,
+            prefill,
+            offer,
             effort=self.reasoning_effort,
-            template_options=self.chat_template_kwargs or {},
+            template_options=options,
             thought_budget=self.thought_budget,
         )
         return self._generation((conversation,), (self.top_logprobs or 0) if self.logprobs else None, grammar)
 
 
-class CompletionBody(GenerationBody):
+class CompletionBody(VllmCompletionFields, GenerationBody):
     """`POST /v1/completions`.
 
     The prompt is raw text. Control tokens that are written out in it are encoded as control tokens, since the caller
@@ -252,25 +376,19 @@ class CompletionBody(GenerationBody):
     prompt: RawPrompts
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
-    suffix: Annotated[str, shows(maxLength=0)] | None = None
-    best_of: int | None = None
+    suffix: Annotated[
+        str | None, refused("completing in front of a suffix is not supported; leave the field out", [""])
+    ] = None
+    best_of: Annotated[int | None, refused("Only the value of `n` is accepted.")] = None
 
-    @field_validator("suffix")
-    @classmethod
-    def _no_suffix(cls, value: str | None) -> str | None:
-        if value:
-            raise refuse("completing in front of a suffix is not supported; leave the field out")
-        return value
-
-    @model_validator(mode="after")
-    def _check_choices(self) -> Self:
+    def problems(self) -> Iterator[PydanticCustomError]:
+        yield from super().problems()
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise refuse("'best_of' is not supported beyond 'n'; leave it out")
+            yield refuse("'best_of' is not supported beyond 'n'; leave it out")
         if self.echo and self.logprobs is not None and self.stream:
-            raise refuse("'echo' together with 'logprobs' is not supported in a stream; leave one of them out")
+            yield refuse("'echo' together with 'logprobs' is not supported in a stream; leave one of them out")
         if not self.prompt:
-            raise refuse("'prompt' is empty; send at least one token of text")
-        return self
+            yield refuse("'prompt' is empty; send at least one token of text")
 
     @property
     def output_limit(self) -> int | None:

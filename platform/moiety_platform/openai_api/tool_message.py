@@ -3,42 +3,71 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Collection
+from dataclasses import dataclass
 
-from moiety_platform.openai_api.answer_types import CALLED, AssistantMessage
+from moiety_platform.inference.custom_tools import input_of
+from moiety_platform.openai_api.answer_types import (
+    CALLED,
+    CALLED_FUNCTION,
+    AnswerCall,
+    AnswerCustomCall,
+    AnswerCustomTool,
+    AnswerFunction,
+    AssistantMessage,
+)
 from moiety_text.tools.deltas import Call, Parts, Thought
 from moiety_wire.messages import Finished, FinishReason
 
 
-def message_of(parts: Parts) -> AssistantMessage:
-    """Return the message of an answer with or without tool calls.
+@dataclass(frozen=True, slots=True)
+class MessageForm:
+    """Form of the messages that answer a request."""
 
-    Content is null if there are only calls or reasoning.
-    """
-    calls = [part for part in parts if isinstance(part, Call)]
-    content = "".join([part for part in parts if isinstance(part, str)])
-    thought = "".join([part.text for part in parts if isinstance(part, Thought)])
-    message: AssistantMessage = {
-        "role": "assistant",
-        "content": content or (None if calls or thought else ""),
-        "refusal": None,
-    }
-    if thought:
-        message["reasoning_content"] = thought
-    if calls:
-        message["tool_calls"] = [
-            {"id": new_call_id(), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in calls
-        ]
-    return message
+    custom_names: Collection[str] = ()  # tools whose calls have the type "custom"
+    is_older: bool = False  # the request has `functions`: a call is answered in `function_call`
+    shows_reasoning: bool = True
+
+    def message_of(self, parts: Parts) -> AssistantMessage:
+        """Return the message of an answer with or without tool calls.
+
+        Content is null if there are only calls or reasoning.
+        """
+        calls = [part for part in parts if isinstance(part, Call)]
+        content = "".join([part for part in parts if isinstance(part, str)])
+        thought = "".join([part.text for part in parts if isinstance(part, Thought)])
+        message: AssistantMessage = {
+            "role": "assistant",
+            "content": content or (None if calls or thought else ""),
+            "refusal": None,
+        }
+        if thought and self.shows_reasoning:
+            message["reasoning_content"] = thought
+        if calls and self.is_older:
+            message["function_call"] = {"name": calls[0].name, "arguments": calls[0].arguments}
+        elif calls:
+            message["tool_calls"] = [self._call(call) for call in calls]
+        return message
+
+    def finish_reason_of(self, finished: Finished, has_called: bool) -> str:
+        """Return the finish reason of an answer.
+
+        An answer with calls that ends by itself has a reason of its own. Otherwise it is the engine's.
+        """
+        if not has_called or finished.reason is not FinishReason.STOP:
+            return str(finished.reason)
+        return CALLED_FUNCTION if self.is_older else CALLED
+
+    def _call(self, call: Call) -> AnswerCall | AnswerCustomCall:
+        if call.name in self.custom_names:
+            custom: AnswerCustomTool = {"name": call.name, "input": input_of(call.arguments)}
+            return {"id": new_call_id(), "type": "custom", "custom": custom}
+        function: AnswerFunction = {"name": call.name, "arguments": call.arguments}
+        return {"id": new_call_id(), "type": "function", "function": function}
 
 
 def has_called(parts: Parts) -> bool:
     return any(isinstance(part, Call) for part in parts)
-
-
-def finish_reason_of(finished: Finished, has_called: bool) -> str:
-    """Return "tool_calls" for an answer with calls and the finish reason STOP, otherwise the engine's finish reason."""
-    return CALLED if has_called and finished.reason is FinishReason.STOP else str(finished.reason)
 
 
 def new_call_id() -> str:

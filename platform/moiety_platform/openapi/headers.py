@@ -81,6 +81,21 @@ ANSWER: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             f"x-ratelimit-reset-{of}": {"description": "When it is whole again: 20ms, 1.5s, 6m0s.", "schema": _TEXT}
             for of in ("requests", "tokens")
         },
+        **{
+            f"anthropic-ratelimit-{of}-limit": {
+                "description": f"The tightest limit of {of} a minute.",
+                "schema": _NUMBER,
+            }
+            for of in ("requests", "tokens")
+        },
+        **{
+            f"anthropic-ratelimit-{of}-remaining": {"description": f"What is left of it, in {of}.", "schema": _NUMBER}
+            for of in ("requests", "tokens")
+        },
+        **{
+            f"anthropic-ratelimit-{of}-reset": {"description": "When it is whole again, as a time.", "schema": _TEXT}
+            for of in ("requests", "tokens")
+        },
         "RateLimit": {"description": "Every limit's state: `r` is left, `t` seconds to its reset.", "schema": _TEXT},
         "RateLimit-Policy": {"description": "Every limit: `q` is its cap, `w` its window in seconds.", "schema": _TEXT},
     }

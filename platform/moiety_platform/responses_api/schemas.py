@@ -225,6 +225,7 @@ class ResponsesBody(GeneratingBody):
                 num_logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
             ),
             max_tokens=self.max_output_tokens,
+            max_tokens_field="max_output_tokens",
             service_tier=self.service_tier,
             keep_s=KEEP_S[self.prompt_cache_retention or "in_memory"],
             grammar=grammar,

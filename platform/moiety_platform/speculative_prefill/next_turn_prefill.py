@@ -216,6 +216,7 @@ def _turn_of(record: RequestRecord, run: InferenceRun) -> _Turn | None:
         record.principal.speculative_prefill is SpeculativePrefillMode.OFF
         or generation is None
         or record.num_sequences != 1
+        or generation.cache_salt
     ):
         return None
     (asked,), output_ids = generation.prompts, run.whole_answer()

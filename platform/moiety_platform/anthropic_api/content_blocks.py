@@ -1,0 +1,435 @@
+"""Content blocks of messages in Anthropic's fields, and the text that the model reads of each.
+
+Text is served. Images and documents that must be decoded are known, so that their refusal says what is not served.
+Blocks of Anthropic's own tools, in a history from elsewhere, become text.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from hashlib import blake2b
+from html import escape
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import ConfigDict, Field, PlainValidator, ValidationInfo
+
+from moiety_platform.anthropic_api.cache_control import CacheControl, longest
+from moiety_platform.inference.body_fields import MAX_PARTS, StrictBody, or_text, refuse, shows
+from moiety_platform.inference.field_support import ignored
+from moiety_platform.inference.tool_fields import ArgumentsObject, ToolName, call_for_template
+
+ERROR_PREFIX = "Error: "  # chat templates have no field for failed tool results, so the text says it
+IMAGE_UNSERVED = "is an image; the models here read text only. Leave it out, or describe it in words"
+DOCUMENT_UNSERVED = (
+    "is a document that is not plain text; send its text, as a document whose source has the type 'text'"
+)
+HOSTED_TYPES = (
+    "advisor_tool_result",
+    "bash_code_execution_tool_result",
+    "code_execution_tool_result",
+    "mcp_tool_result",
+    "mcp_tool_use",
+    "server_tool_use",
+    "text_editor_code_execution_tool_result",
+    "tool_search_tool_result",
+    "web_fetch_tool_result",
+    "web_search_tool_result",
+)
+SKIPPED_TYPES = ("container_upload", "fallback", "mcp_tool_listing", "redacted_thinking")
+_TEXT_SIGNATURE = "text:"
+_HIDDEN_FIELDS = ("cache_control", "caller", "id", "signature", "tool_use_id", "type")
+
+Citations = Annotated[Any, ignored("Answers have no citations.")]
+
+
+def signature_of(thinking: str) -> str:
+    """Return the signature of a thinking block: a digest of its text. Signatures are not verified."""
+    digest = blake2b(thinking.encode(errors="replace"), digest_size=24).digest()
+    return base64.b64encode(digest).decode()
+
+
+def omitted_signature_of(thinking: str) -> str:
+    """Return the signature of a thinking block that is returned without its text. It holds the text."""
+    return _TEXT_SIGNATURE + base64.b64encode(thinking.encode(errors="replace")).decode()
+
+
+def _text_of_signature(signature: str) -> str:
+    """Return the text in a signature, or an empty one if there is none."""
+    if not signature.startswith(_TEXT_SIGNATURE):
+        return ""
+    try:
+        return base64.b64decode(signature.removeprefix(_TEXT_SIGNATURE), validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        return ""
+
+
+class ContentBlock(StrictBody):
+    """Base of all content blocks."""
+
+    cache_control: CacheControl | None = None
+
+    @property
+    def read_text(self) -> str:
+        """Text that the model reads."""
+        return ""
+
+    @property
+    def why_unserved(self) -> str:
+        """Why the block cannot be served, or an empty text."""
+        return ""
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether the block has no effect."""
+        return False
+
+
+class TextBlock(ContentBlock):
+    type: Literal["text"]
+    text: str
+    citations: Citations = None
+
+    @property
+    def read_text(self) -> str:
+        return self.text
+
+
+_MANY = Field(fail_fast=True, max_length=MAX_PARTS)
+_OR_TEXT = or_text(lambda text, _info: {"type": "text", "text": text}, "text blocks")
+
+TextBlocks = Annotated[list[TextBlock], _MANY, _OR_TEXT]
+
+
+class Base64Source(StrictBody):
+    type: Literal["base64"]
+    media_type: str
+    data: str
+
+
+class UrlSource(StrictBody):
+    type: Literal["url"]
+    url: str
+
+
+class UploadedSource(StrictBody):
+    type: Literal["file"]
+    file_id: str
+
+
+class PlainTextSource(StrictBody):
+    type: Literal["text"]
+    media_type: Literal["text/plain"] = "text/plain"
+    data: str
+
+
+class ImageBlock(ContentBlock):
+    type: Literal["image"]
+    source: Annotated[Base64Source | UrlSource | UploadedSource, Field(discriminator="type")]
+
+    @property
+    def why_unserved(self) -> str:
+        return IMAGE_UNSERVED
+
+
+class ContentSource(StrictBody):
+    """Content of a document, as text or blocks."""
+
+    type: Literal["content"]
+    content: Annotated[
+        list[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]],
+        _MANY,
+        _OR_TEXT,
+    ]
+
+
+class DocumentBlock(ContentBlock):
+    type: Literal["document"]
+    source: Annotated[
+        PlainTextSource | ContentSource | Base64Source | UrlSource | UploadedSource, Field(discriminator="type")
+    ]
+    title: str | None = None
+    context: str | None = None
+    citations: Citations = None
+
+    @property
+    def read_text(self) -> str:
+        if isinstance(self.source, PlainTextSource):
+            text = self.source.data
+        elif isinstance(self.source, ContentSource):
+            text = text_of(self.source.content)
+        else:
+            return ""
+        parts = [part for part in (self.context, text) if part]
+        return _tagged("document", "\n".join(parts), title=self.title)
+
+    @property
+    def why_unserved(self) -> str:
+        if isinstance(self.source, ContentSource):
+            return next((reason for block in self.source.content if (reason := block.why_unserved)), "")
+        return "" if isinstance(self.source, PlainTextSource) else DOCUMENT_UNSERVED
+
+
+class SearchResultBlock(ContentBlock):
+    type: Literal["search_result"]
+    source: str
+    title: str
+    content: Annotated[list[TextBlock], _MANY]
+    citations: Citations = None
+
+    @property
+    def read_text(self) -> str:
+        return _tagged("search_result", text_of(self.content), source=self.source, title=self.title)
+
+
+class ToolReferenceBlock(ContentBlock):
+    """Tool that a search of the client's has found. All tools are offered from the beginning."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+    @property
+    def read_text(self) -> str:
+        return f"Tool found: {self.tool_name}"
+
+
+class HostedToolBlock(ContentBlock):
+    """Call of a tool that Anthropic runs, or its result, from a history. The model reads its fields as JSON."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Annotated[str, shows(enum=list(HOSTED_TYPES))]
+
+    @property
+    def read_text(self) -> str:
+        return _tagged(self.type, msgspec.json.encode(_readable(self.model_extra or {})).decode())
+
+
+class BrowserStateBlock(HostedToolBlock):
+    """State of the client's browser. The model reads its fields as JSON."""
+
+    type: Literal["browser_state"]
+
+
+class SkippedBlock(ContentBlock):
+    """Block that says nothing to the model."""
+
+    type: Annotated[str, shows(enum=list(SKIPPED_TYPES))]
+
+    @property
+    def is_skipped(self) -> bool:
+        return True
+
+
+class CompactionBlock(ContentBlock):
+    """Summary of earlier messages."""
+
+    type: Literal["compaction"]
+    content: str | None = None
+
+    @property
+    def read_text(self) -> str:
+        return self.content or ""
+
+    @property
+    def is_skipped(self) -> bool:
+        return not self.content
+
+
+class ToolChangeBlock(ContentBlock):
+    """Withdrawal of a tool by name, or its return. Other changes have no effect."""
+
+    type: Literal["tool_addition", "tool_removal"]
+    tool: dict[str, Any]
+
+    @property
+    def tool_name(self) -> str | None:
+        """Name of the tool, or None where the block has no effect."""
+        name = self.tool.get("name")
+        return name if self.tool.get("type") == "tool_reference" and isinstance(name, str) else None
+
+    @property
+    def is_skipped(self) -> bool:
+        return self.tool_name is None
+
+
+class ToolUseBlock(ContentBlock):
+    """A tool call of an earlier answer."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: ToolName
+    input: ArgumentsObject
+
+    def for_template(self) -> dict[str, Any]:
+        return call_for_template(self.id, self.name, self.input)
+
+
+class ThinkingBlock(ContentBlock):
+    """Reasoning of an earlier answer. Its signature holds the text where the answer omitted it."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+    @property
+    def thought(self) -> str:
+        return self.thinking or _text_of_signature(self.signature or "")
+
+
+class OtherBlock(ContentBlock):
+    """Block of a type that Anthropic's API does not have, or not at this place."""
+
+    type: str
+
+    @property
+    def why_unserved(self) -> str:
+        return f"is of the type {self.type[:64]!r}, which is not known at this place; send text"
+
+
+def _validated(value: Any, info: ValidationInfo, schemas: Mapping[str, type[ContentBlock]]) -> ContentBlock:
+    """Validate a block as the type that it names, so that errors refer to that type only."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    schema = schemas.get(kind, OtherBlock) if isinstance(kind, str) else OtherBlock
+    return schema.model_validate(value, context=info.context)
+
+
+_RESULT_SCHEMAS: Mapping[str, type[ContentBlock]] = MappingProxyType(
+    {
+        "text": TextBlock,
+        "image": ImageBlock,
+        "document": DocumentBlock,
+        "search_result": SearchResultBlock,
+        "tool_reference": ToolReferenceBlock,
+        "browser_state": BrowserStateBlock,
+    }
+)
+
+
+def _as_result_block(value: Any, info: ValidationInfo) -> ContentBlock:
+    block = _validated(value, info, _RESULT_SCHEMAS)
+    if isinstance(block, OtherBlock):
+        raise refuse(f"it {block.why_unserved}")
+    return block
+
+
+_ResultBlock = Annotated[
+    ContentBlock,
+    PlainValidator(
+        _as_result_block,
+        json_schema_input_type=TextBlock
+        | ImageBlock
+        | DocumentBlock
+        | SearchResultBlock
+        | ToolReferenceBlock
+        | BrowserStateBlock,
+    ),
+]
+
+
+class ToolResultBlock(ContentBlock):
+    """Result of a tool call.
+
+    An image or a document in it that the model cannot read is replaced by a text that says so: the client's tool has
+    made it, and the conversation can go on without it.
+    """
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Annotated[list[_ResultBlock], _MANY, _OR_TEXT] | None = None
+    is_error: bool | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        texts = [
+            f"[This {block.type} is not shown: the model reads text only.]" if block.why_unserved else block.read_text
+            for block in self.content or ()
+        ]
+        text = "\n".join(texts)
+        content = ERROR_PREFIX + text if self.is_error else text
+        return {"role": "tool", "content": content, "tool_call_id": self.tool_use_id}
+
+
+_SCHEMAS: Mapping[str, type[ContentBlock]] = MappingProxyType(
+    {
+        "text": TextBlock,
+        "image": ImageBlock,
+        "document": DocumentBlock,
+        "search_result": SearchResultBlock,
+        "thinking": ThinkingBlock,
+        "tool_use": ToolUseBlock,
+        "tool_result": ToolResultBlock,
+        "compaction": CompactionBlock,
+        "tool_addition": ToolChangeBlock,
+        "tool_removal": ToolChangeBlock,
+        **dict.fromkeys(HOSTED_TYPES, HostedToolBlock),
+        **dict.fromkeys(SKIPPED_TYPES, SkippedBlock),
+    }
+)
+
+
+def _as_block(value: Any, info: ValidationInfo) -> ContentBlock:
+    return _validated(value, info, _SCHEMAS)
+
+
+Blocks = Annotated[
+    list[
+        Annotated[
+            ContentBlock,
+            PlainValidator(
+                _as_block,
+                json_schema_input_type=TextBlock
+                | ImageBlock
+                | DocumentBlock
+                | SearchResultBlock
+                | ThinkingBlock
+                | ToolUseBlock
+                | ToolResultBlock
+                | CompactionBlock
+                | ToolChangeBlock
+                | HostedToolBlock
+                | SkippedBlock,
+            ),
+        ]
+    ],
+    _MANY,
+    _OR_TEXT,
+]
+
+
+def keep_s_of(blocks: Iterable[ContentBlock]) -> float:
+    """Return how long to retain the blocks in the prefix cache, in seconds: the longest TTL of any block."""
+    return longest(block.cache_control for block in blocks)
+
+
+def text_of(blocks: Sequence[ContentBlock]) -> str:
+    """Return the text that the model reads of the blocks. Line breaks join it."""
+    return "\n".join(block.read_text for block in blocks if isinstance(block, TextBlock) or block.read_text)
+
+
+def skipped_of(blocks: Sequence[ContentBlock], path: str) -> Iterator[str]:
+    """Yield the paths of blocks that have no effect, with those in tool results. `path` is that of the blocks."""
+    for place, block in enumerate(blocks):
+        if block.is_skipped:
+            yield f"{path}.{place}"
+        elif isinstance(block, ToolResultBlock):
+            unread = (number for number, one in enumerate(block.content or ()) if one.why_unserved)
+            yield from (f"{path}.{place}.content.{number}" for number in unread)
+
+
+def _tagged(tag: str, text: str, **attributes: str | None) -> str:
+    named = "".join(f' {name}="{escape(value)}"' for name, value in attributes.items() if value)
+    return f"<{tag}{named}>\n{text}\n</{tag}>"
+
+
+def _readable(value: Any) -> Any:
+    """Return a block's value without the fields that are for Anthropic's servers only."""
+    if isinstance(value, Mapping):
+        return {
+            name: _readable(one)
+            for name, one in value.items()
+            if name not in _HIDDEN_FIELDS and not name.startswith("encrypted_")
+        }
+    return [_readable(one) for one in value] if isinstance(value, list) else value

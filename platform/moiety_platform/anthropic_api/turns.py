@@ -1,0 +1,175 @@
+"""Messages of a conversation in Anthropic's fields, and their form for chat templates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby, takewhile
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, ValidationInfo, field_validator
+
+from moiety_platform.anthropic_api.content_blocks import (
+    Blocks,
+    ContentBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolChangeBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    skipped_of,
+    text_of,
+)
+from moiety_platform.anthropic_api.output_config import Effort
+from moiety_platform.inference.body_fields import StrictBody, refuse, shows
+
+ROLES = ("user", "assistant", "system")
+_ONLY = {"thinking": ("assistant",), "redacted_thinking": ("assistant",), "tool_use": ("assistant",)} | {
+    "tool_result": ("user",),
+    "image": ("user",),
+    "document": ("user",),
+    "tool_addition": ("system",),
+    "tool_removal": ("system",),
+}
+_REASONING = "reasoning_content"  # field of chat templates' messages
+_OF_SYSTEM = ("text", "tool_addition", "tool_removal")
+
+
+def _blocks_of(role: str) -> dict[str, Any]:
+    """Return a JSON schema of the blocks that a turn of the role may have."""
+    kinds = {"enum": list(_OF_SYSTEM)} if role == "system" else {"not": {"enum": _foreign(role)}}
+    return {
+        "if": {"properties": {"role": {"const": role}}},
+        "then": {"properties": {"content": {"items": {"properties": {"type": kinds}}}}},
+    }
+
+
+def _foreign(role: str) -> list[str]:
+    return [kind for kind, roles in _ONLY.items() if role not in roles]
+
+
+class TurnOutputConfig(StrictBody):
+    """Output options of a system message, for the answers after it."""
+
+    effort: Effort = None
+
+
+class MessageTurn(StrictBody):
+    """One message. Tool calls and reasoning belong to the assistant, tool results to the user."""
+
+    model_config = ConfigDict(json_schema_extra={"allOf": [_blocks_of(role) for role in ROLES]})
+
+    role: Annotated[str, shows(enum=list(ROLES))]
+    content: Blocks
+    clear_at: Literal["next_user_message", "never"] | None = None  # of a system message
+    output_config: TurnOutputConfig | None = None  # of a system message
+
+    @field_validator("role")
+    @classmethod
+    def _known_role(cls, value: str) -> str:
+        if value not in ROLES:
+            raise refuse(f"{value[:64]!r} is not a role; use one of {', '.join(ROLES)}")
+        return value
+
+    @field_validator("content")
+    @classmethod
+    def _of_the_role(cls, value: list[ContentBlock], info: ValidationInfo) -> list[ContentBlock]:
+        role = info.data.get("role")
+        for place, block in enumerate(value):
+            kind = getattr(block, "type", "")
+            is_foreign = kind not in _OF_SYSTEM if role == "system" else role not in _ONLY.get(kind, ROLES)
+            if role is not None and is_foreign:
+                raise refuse(f"block {place} is of type {kind[:64]!r}, which is not the {role}'s")
+            if block.why_unserved:
+                raise refuse(f"block {place} {block.why_unserved}")
+        return value
+
+    @property
+    def calls(self) -> list[ToolUseBlock]:
+        return [block for block in self.content if isinstance(block, ToolUseBlock)]
+
+    @property
+    def results(self) -> list[ToolResultBlock]:
+        return [block for block in self.content if isinstance(block, ToolResultBlock)]
+
+
+def check_results(turns: list[MessageTurn]) -> list[MessageTurn]:
+    """Check that every result has an earlier call, and that the last calls have results."""
+    made: set[str] = set()
+    for place, turn in enumerate(turns):
+        made.update(call.id for call in turn.calls)
+        for result in turn.results:
+            if result.tool_use_id not in made:
+                raise refuse(
+                    f"message {place} has the result of {result.tool_use_id!r}, which no 'tool_use' has before it"
+                )
+    for turn in takewhile(lambda turn: turn.role != "user", reversed(turns)):
+        if turn.calls:
+            raise refuse("the last message calls a tool; send its result in a user's message after it")
+    return turns
+
+
+def shown_turns(turns: Sequence[MessageTurn]) -> list[MessageTurn]:
+    """Return the turns without system messages that were for an earlier message of the user's only."""
+    last_user = max((place for place, turn in enumerate(turns) if turn.role == "user"), default=-1)
+    return [turn for place, turn in enumerate(turns) if turn.clear_at != "next_user_message" or place > last_user]
+
+
+def messages_of(turns: Sequence[MessageTurn], num_thoughts: int | None = None) -> list[dict[str, Any]]:
+    """Return the turns as messages for the chat template. Consecutive turns of one role become one message.
+
+    `num_thoughts` is the number of the last answers that keep their reasoning, or None for all.
+    """
+    messages = [
+        message
+        for role, group in groupby(shown_turns(turns), key=lambda turn: turn.role)
+        for message in _messages_of_role(role, list(group))
+    ]
+    if num_thoughts is not None:
+        for message in [one for one in messages if _REASONING in one][:-num_thoughts]:
+            del message[_REASONING]
+    return messages
+
+
+def removed_tools(turns: Sequence[MessageTurn]) -> frozenset[str]:
+    """Return the names of tools that system messages have withdrawn."""
+    removed: set[str] = set()
+    for turn in turns:
+        for block in turn.content:
+            if isinstance(block, ToolChangeBlock) and block.tool_name is not None:
+                (removed.add if block.type == "tool_removal" else removed.discard)(block.tool_name)
+    return frozenset(removed)
+
+
+def last_effort(turns: Sequence[MessageTurn]) -> str | None:
+    """Return the effort that the last system message with one has set."""
+    configs = (turn.output_config for turn in reversed(turns) if turn.output_config is not None)
+    return next((config.effort for config in configs if config.effort is not None), None)
+
+
+def skipped_blocks(turns: Sequence[MessageTurn]) -> Iterator[str]:
+    """Yield the paths of blocks that have no effect."""
+    for place, turn in enumerate(turns):
+        yield from skipped_of(turn.content, f"messages.{place}.content")
+
+
+def _messages_of_role(role: str, turns: Sequence[MessageTurn]) -> list[dict[str, Any]]:
+    """Return consecutive turns of one role. Results come first, right after their calls."""
+    results = [result.for_template() for turn in turns for result in turn.results]
+    spoken = [turn for turn in turns if not turn.results or any(_is_spoken(block) for block in turn.content)]
+    texts = [text_of(turn.content) for turn in spoken]
+    if not spoken or (role == "system" and not any(texts)):
+        return results
+    message: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
+    thoughts = [thought for turn in turns for block in turn.content if (thought := _thought_of(block))]
+    if thoughts:
+        message[_REASONING] = "\n".join(thoughts)
+    calls = [call.for_template() for turn in turns for call in turn.calls]
+    return [*results, {**message, "tool_calls": calls} if calls else message]
+
+
+def _is_spoken(block: ContentBlock) -> bool:
+    return isinstance(block, TextBlock) or bool(block.read_text)
+
+
+def _thought_of(block: ContentBlock) -> str:
+    return block.thought if isinstance(block, ThinkingBlock) else ""

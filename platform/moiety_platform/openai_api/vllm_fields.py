@@ -1,0 +1,74 @@
+"""Request fields that vLLM adds to OpenAI's APIs, beside those of sampling and structured outputs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, FiniteFloat, StringConstraints
+
+from moiety_platform.inference.body_fields import StrictBody
+from moiety_platform.inference.field_support import ignored, refused
+
+_NOT_SUPPORTED = "it is not supported; leave it out"
+_Objects = dict[str, Any]
+
+
+class VllmFields(StrictBody):
+    """Fields of both endpoints."""
+
+    use_beam_search: Annotated[bool | None, refused("beam search is not supported; leave it out", [False])] = None
+    length_penalty: Annotated[FiniteFloat | None, ignored("It acts on beam search only.")] = None
+    include_stop_str_in_output: Annotated[
+        bool | None, refused("a stop string is never a part of the answer; append it yourself", [False])
+    ] = None
+    skip_special_tokens: Annotated[
+        bool | None, refused("special tokens are never a part of the text; leave it out", [True])
+    ] = None
+    spaces_between_special_tokens: Annotated[bool | None, ignored("Special tokens are never a part of the text.")] = (
+        None
+    )
+    truncate_prompt_tokens: Annotated[
+        Any, refused("prompts are not truncated; shorten it yourself: /tokenize counts its tokens", [])
+    ] = None
+    prompt_logprobs: Annotated[
+        Any, refused("send 'echo' and 'logprobs' to /v1/completions for the log probabilities of a prompt", [])
+    ] = None
+    allowed_token_ids: Annotated[Any, refused(f"{_NOT_SUPPORTED}, or use 'structured_outputs'", [[]])] = None
+    bad_words: Annotated[Any, refused(f"{_NOT_SUPPORTED}, or use 'logit_bias'", [[]])] = None
+    logits_processors: Annotated[Any, refused(_NOT_SUPPORTED, [[]])] = None
+    return_tokens_as_token_ids: Annotated[bool | None, refused(_NOT_SUPPORTED, [False])] = None
+    return_token_ids: Annotated[bool | None, refused(f"{_NOT_SUPPORTED}; /tokenize has the ids", [False])] = None
+    priority: Annotated[int | None, ignored("The service class decides. Choose one with `service_tier`.")] = None
+    request_id: Annotated[
+        str | None, ignored("The server names the answer. Send the header `X-Request-Id` to find it in logs.")
+    ] = None
+    cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None = None
+    kv_transfer_params: Annotated[_Objects | None, ignored("The server chooses the engines of a request.")] = None
+    vllm_xargs: Annotated[_Objects | None, ignored("There are no extensions that read it.")] = None
+
+
+class VllmChatFields(VllmFields):
+    """Fields of chats."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None  # the answer goes on with the last message, an assistant's
+    add_special_tokens: Annotated[
+        bool | None, refused("the chat template writes the special tokens; leave it out", [False])
+    ] = None
+    include_reasoning: bool | None = None
+    documents: Annotated[list[_Objects], Field(max_length=1024)] | None = None  # a variable of the chat template
+    echo: Annotated[bool | None, refused("chats are not echoed; leave it out", [False])] = None
+    chat_template: Annotated[
+        Any, refused("a request cannot bring a chat template; leave it out, or send the prompt to /v1/completions", [])
+    ] = None
+    media_io_kwargs: Annotated[_Objects | None, ignored("Only text is served.")] = None
+    mm_processor_kwargs: Annotated[_Objects | None, ignored("Only text is served.")] = None
+
+
+class VllmCompletionFields(VllmFields):
+    """Fields of text completions."""
+
+    add_special_tokens: Annotated[
+        bool | None, refused("a prompt of text gets the tokenizer's special tokens; send token ids instead", [True])
+    ] = None
+    prompt_embeds: Annotated[Any, refused("prompts are texts or token ids; leave it out", [])] = None
