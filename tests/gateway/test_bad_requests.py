@@ -22,7 +22,6 @@ GOOD_COMPLETION = {"model": "tiny", "prompt": "hi", "max_tokens": 1}
 GOOD_RESPONSE = {"model": "tiny", "input": "hi", "max_output_tokens": 1}
 TEXT = {"type": "text", "text": "hi"}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
-REFUSAL = {"type": "refusal", "refusal": "No."}
 NESTED = b"[" * 100_000 + b"]" * 100_000
 
 
@@ -80,7 +79,6 @@ BAD = [
     (CHAT, message(role="user", content=[{"type": "input_audio"}]), 400, "messages.0.content", "part 0 is audio"),
     (CHAT, message(role="user", content=[{"type": "file"}]), 400, "messages.0.content", "part 0 is a file"),
     (CHAT, message(role="user", content=[{"type": "hologram"}]), 400, "messages.0.content", "unknown type 'hologram'"),
-    (CHAT, message(role="user", content=[REFUSAL]), 400, "messages.0.content", "for the assistant only"),
     (CHAT, message(role="assistant", content="", audio={"id": "a"}), 400, "messages.0.audio", "not supported"),
     # numbers
     (CHAT, chat(max_tokens=0), 400, "max_tokens", "greater than or equal to 1"),

@@ -82,14 +82,6 @@ class AnswerFunction(TypedDict):
     arguments: str
 
 
-class AnswerCall(TypedDict):
-    """A tool call for the client to execute."""
-
-    id: str
-    type: Literal["function"]
-    function: AnswerFunction
-
-
 class AnswerCustomTool(TypedDict):
     """A custom tool's name and its input, a text."""
 
@@ -97,12 +89,13 @@ class AnswerCustomTool(TypedDict):
     input: str
 
 
-class AnswerCustomCall(TypedDict):
-    """A call of a custom tool for the client to execute."""
+class AnswerCall(TypedDict):
+    """A tool call for the client to execute. It has the field that its type names."""
 
     id: str
-    type: Literal["custom"]
-    custom: AnswerCustomTool
+    type: Literal["function", "custom"]
+    function: NotRequired[AnswerFunction]
+    custom: NotRequired[AnswerCustomTool]
 
 
 class AssistantMessage(TypedDict):
@@ -115,7 +108,7 @@ class AssistantMessage(TypedDict):
     content: str | None
     refusal: None
     reasoning_content: NotRequired[str]
-    tool_calls: NotRequired[list[AnswerCall | AnswerCustomCall]]
+    tool_calls: NotRequired[list[AnswerCall]]
     function_call: NotRequired[AnswerFunction]  # to a request with `functions`
 
 
