@@ -131,7 +131,6 @@ BAD = [
     (CHAT, chat(cache_salt=""), 400, "cache_salt", "at least 1"),
     (CHAT, chat(use_beam_search=True), 400, "use_beam_search", "not supported"),
     (CHAT, chat(include_stop_str_in_output=True), 400, "include_stop_str_in_output", "append it yourself"),
-    (CHAT, chat(skip_special_tokens=False), 400, "skip_special_tokens", "leave it out"),
     (CHAT, chat(chat_template="{{ messages }}"), 400, "chat_template", "cannot bring a chat template"),
     (CHAT, chat(structured_outputs={"structural_tag": "{}"}), 400, "structured_outputs.structural_tag", "'tools'"),
     (CHAT, chat(response_format={"type": "xml"}), 400, "response_format.type", "'json_schema'"),

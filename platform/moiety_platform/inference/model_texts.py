@@ -65,6 +65,7 @@ class ModelText:
         self._special_thoughts = tuple(
             one for one in markers if one is not None and self._tokenizer.added_tokens[one].special
         )
+        self.special_ids = tuple(one for one, token in self._tokenizer.added_tokens.items() if token.special)
         self._model = card.model
         self._vocab_size = card.vocab_size
         self._max_context_tokens = card.max_context_tokens

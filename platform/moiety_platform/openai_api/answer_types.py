@@ -119,6 +119,7 @@ class ChatChoice(TypedDict):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReasonText
+    token_ids: NotRequired[list[Count]]  # with `return_token_ids`
 
 
 class ChatCompletion(AnswerFields):
@@ -126,6 +127,7 @@ class ChatCompletion(AnswerFields):
 
     choices: list[ChatChoice]
     usage: CompletionUsage
+    prompt_token_ids: NotRequired[list[Count]]  # with `return_token_ids`
 
 
 class FunctionDelta(TypedDict):
@@ -172,6 +174,7 @@ class ChatChunkChoice(TypedDict):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReasonText | None
+    token_ids: NotRequired[list[Count]]  # with `return_token_ids`
 
 
 class ChatCompletionChunk(AnswerFields):
@@ -183,6 +186,7 @@ class ChatCompletionChunk(AnswerFields):
 
     choices: list[ChatChunkChoice]
     usage: NotRequired[CompletionUsage | None]
+    prompt_token_ids: NotRequired[list[Count]]  # with `return_token_ids`
 
 
 class TextLogprobs(TypedDict):
@@ -201,6 +205,8 @@ class TextChoice(TypedDict):
     text: str
     logprobs: TextLogprobs | None
     finish_reason: FinishReasonText
+    prompt_token_ids: NotRequired[list[Count]]  # with `return_token_ids`
+    token_ids: NotRequired[list[Count]]  # with `return_token_ids`
 
 
 class TextCompletion(AnswerFields):
@@ -217,6 +223,8 @@ class TextChunkChoice(TypedDict):
     text: str
     logprobs: TextLogprobs | None
     finish_reason: FinishReasonText | None
+    prompt_token_ids: NotRequired[list[Count]]  # with `return_token_ids`
+    token_ids: NotRequired[list[Count]]  # with `return_token_ids`
 
 
 class TextCompletionChunk(AnswerFields):

@@ -205,6 +205,7 @@ class GenerationBody(VllmFields, StructuredOutputBody, GeneratingBody):
             grammar=grammar,
             service_tier=_TIERS.get(self.service_tier or "auto", self.service_tier),
             keep_s=self.keep_s,
+            shows_special_tokens=self.skip_special_tokens is False,
             cache_salt=self.cache_salt or "",
         )
 
