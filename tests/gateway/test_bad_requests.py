@@ -229,6 +229,8 @@ _fields = st.sampled_from(
         *("messages", "prompt", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "logit_bias"),
         *("seed", "stop", "stop_token_ids", "n", "logprobs", "top_logprobs", "echo", "stream", "stream_options"),
         *("service_tier", "response_format", "tools", "best_of", "suffix", "presence_penalty", "ignore_eos"),
+        *("functions", "function_call", "documents", "continue_final_message", "add_generation_prompt", "cache_salt"),
+        *("return_token_ids", "modalities", "prompt_cache_options", "structured_outputs", "chat_template_kwargs"),
         *("system", "stop_sequences", "metadata", "thinking", "tool_choice", "parallel_tool_calls", "model"),
     ]
 )

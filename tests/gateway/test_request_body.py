@@ -13,6 +13,8 @@ from moiety_platform.inference.request_body import MAX_NAMED_PROBLEMS, decode_bo
 from moiety_platform.openai_api.schemas import ChatBody, CompletionBody
 
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+BEGUN = {"role": "assistant", "content": "Once"}
+CALL = {**BEGUN, "function_call": {"name": "f", "arguments": "{}"}}
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "hi"}
 
 
@@ -51,6 +53,20 @@ def test_fields_that_do_not_go_together_are_named_all_at_once() -> None:
     error = error_of(CompletionBody, {**COMPLETION, "best_of": 3, "prompt": "", "stream_options": {}})
     for words in ("3 problems", "'stream' is true", "'best_of'", "'prompt' is empty"):
         assert words in error.message
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "needs a last message of the assistant's"),
+        ({"messages": [{"role": "assistant", "content": ""}]}, "needs a last message of the assistant's"),
+        ({"messages": [CALL]}, "needs a last message of the assistant's"),
+        ({"messages": [BEGUN], "add_generation_prompt": True}, "are both true"),
+        ({"messages": [BEGUN], "tools": [{"function": {"name": "f"}}], "tool_choice": "required"}, "choose 'auto'"),
+    ],
+)
+def test_only_an_assistants_text_is_continued(changes: dict[str, Any], words: str) -> None:
+    assert words in error_of(ChatBody, {**CHAT, "continue_final_message": True, **changes}).message
 
 
 def test_a_choice_of_tools_is_not_blamed_where_the_tools_are_bad() -> None:
