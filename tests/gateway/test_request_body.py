@@ -92,6 +92,8 @@ def test_a_list_is_read_to_its_first_bad_entry() -> None:
 
 
 def test_names_that_a_client_chose_are_shortened() -> None:
+    result = {"role": "tool", "tool_call_id": "c" * 100_000, "content": ""}
+    assert len(error_of(ChatBody, {**CHAT, "messages": [result]}).message) < 1000
     error = error_of(ChatBody, {**CHAT, "metadata": {"k" * 100_000: 1, "l" * 100_000: 1}})
     assert error.param is not None
     assert len(error.param) < 100 and len(error.message) < 1000

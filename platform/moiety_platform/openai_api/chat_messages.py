@@ -168,8 +168,9 @@ def _check_results(messages: list[ChatMessage]) -> list[ChatMessage]:
         if message.tool_calls:
             made.update(call.id for call in message.tool_calls)
         if message.role == "tool" and message.tool_call_id not in made:
+            call_id = (message.tool_call_id or "")[:64]
             raise refuse(
-                f"message {place} is the result of the call {message.tool_call_id!r}, which no message of the "
+                f"message {place} is the result of the call {call_id!r}, which no message of the "
                 "assistant's before it has among its 'tool_calls'"
             )
     return messages
