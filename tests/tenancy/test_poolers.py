@@ -175,7 +175,7 @@ async def test_migrations_run_through_a_pooler_whose_server_connections_have_sta
     database = Database.open(url)
     readiness = StoreReadiness(database)
     async with asyncio.timeout(60):
-        while (reason := await readiness.why_not_ready()) == readiness.silence:
+        while (reason := await readiness.why_not_ready()) == readiness.silence:  # noqa: ASYNC110 - it tells nobody
             await asyncio.sleep(0.1)
     assert reason == ""
     await database.close()
