@@ -16,4 +16,5 @@ async def tell_allowed_methods(message: Message, scope: Scope) -> None:
         return
     for route in scope["litestar_app"].routes:
         if isinstance(route, HTTPRoute) and route.path_format == scope["path_template"]:
-            MutableScopeHeaders(message)["Allow"] = ", ".join(sorted(route.methods))
+            with_head = {"HEAD"} if "GET" in route.methods else set[str]()
+            MutableScopeHeaders(message)["Allow"] = ", ".join(sorted(route.methods | with_head))

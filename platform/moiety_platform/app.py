@@ -22,6 +22,7 @@ from moiety_platform.batches.assembly import Batches
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import Clock
 from moiety_platform.controllers import with_services
+from moiety_platform.cors import cross_origin_policy
 from moiety_platform.db.readiness import StoreReadiness
 from moiety_platform.direct import GatewayApp
 from moiety_platform.embeddings.controller import embedding_route
@@ -70,6 +71,7 @@ OF_PIPELINE = (
     "max_sequences",
     "clamp_max_tokens",
     "failover_wait_s",
+    "sse_keep_alive_s",
     *OF_BODIES,
 )
 OF_KEEPING = (
@@ -151,7 +153,11 @@ def create_pipeline(settings: GatewaySettings, services: Services) -> RequestPip
 
 def _limits_of(settings: GatewaySettings) -> PipelineLimits:
     return PipelineLimits(
-        settings.credit_window_tokens, settings.max_sequences, settings.failover_wait_s, settings.clamp_max_tokens
+        settings.credit_window_tokens,
+        settings.max_sequences,
+        settings.failover_wait_s,
+        settings.sse_keep_alive_s,
+        settings.clamp_max_tokens,
     )
 
 
@@ -193,13 +199,14 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
         logging_config=None,
     )
     check_actions(app)
+    app.cross_origin = cross_origin_policy(settings.cors_allowed_origins)
     if services.live is not None:
         _follow(services.live, app, services)
     return app
 
 
-def _follow(live: LiveSettings[GatewaySettings], app: Litestar, services: Services) -> None:
-    """Apply changed bounds of bodies and of stored responses to later requests."""
+def _follow(live: LiveSettings[GatewaySettings], app: GatewayApp, services: Services) -> None:
+    """Apply changed bounds of bodies and of stored responses, and changed origins, to later requests."""
 
     def bound(wanted: GatewaySettings) -> None:
         app.state.max_body_bytes = wanted.max_body_bytes
@@ -208,7 +215,11 @@ def _follow(live: LiveSettings[GatewaySettings], app: Litestar, services: Servic
         services.idempotency.limits = KeepingLimits.of(wanted)
         services.responses.limits = ConversationLimits.of(wanted)
 
+    def open_to(wanted: GatewaySettings) -> None:
+        app.cross_origin = cross_origin_policy(wanted.cors_allowed_origins)
+
     live.follow(["max_body_bytes"], bound)
+    live.follow(["cors_allowed_origins"], open_to)
     live.follow([*OF_KEEPING, "max_messages", "max_body_bytes"], keep)
     if services.batches is not None:
         live.follow([*OF_BATCHES, *OF_BODIES], services.batches.use)
@@ -220,13 +231,13 @@ def create_operations_app(
     """Return the application of the operations listener. Its OpenAPI documents describe the gateway's `app`."""
     probes = Probes(services.replicas, services.store, services.objects, with_reasons=True, is_stopping=is_stopping)
     documents = ServedDocuments(lambda: ShapeLimits.of(settings()), app)
-    return Litestar(
+    return GatewayApp(
         route_handlers=[with_services(ProbeController, probes=probes), *_operations_routes(services, documents)],
         exception_handlers=EXCEPTION_HANDLERS,
         guards=[guard_query],
         before_send=[add_request_id, tell_allowed_methods],
         openapi_config=None,
-        state=State({HAS_SCHEMA: True}),
+        state=State({"max_body_bytes": settings().max_body_bytes, HAS_SCHEMA: True}),
         logging_config=None,
     )
 

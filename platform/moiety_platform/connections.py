@@ -19,6 +19,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from moiety_platform.anthropic_api.errors import ANTHROPIC_ERRORS
 from moiety_platform.errors import BadRequest, HeadTooLarge, PlatformError, RequestTimeout
+from moiety_platform.http10 import UnchunkedSend
 from moiety_platform.http_errors import OPENAI_ERRORS
 from moiety_platform.inference.response import DISCONNECT_SIGNAL, SEND_WHOLE, DisconnectSignal
 from moiety_platform.request_head import BAD_HTTP, MESSAGES_PATH, refusal_of, request_id_of
@@ -247,6 +248,8 @@ class ClientConnection(HttpToolsProtocol):
         if version == "1.0":
             self.expect_100_continue = False  # HTTP/1.0 clients do not know the interim response (RFC 9110, 10.1.1)
         super().on_headers_complete()
+        if version == "1.0" and self.cycle is not None:
+            self.cycle.send = UnchunkedSend(self.cycle)  # type: ignore[method-assign]
         self._phase = _Phase.BODY
         if self.parser.should_upgrade():
             self._framing_head = framing_head(self.headers)

@@ -11,6 +11,7 @@ PlatformError
 ├── Gone                      410  it existed, and is not kept
 ├── PreconditionFailed        412  the object is not in the expected state; nothing was changed
 ├── TooLarge                  413  the body exceeds the limit
+├── UnsupportedContentCoding  415  an unsupported Content-Encoding
 ├── ExpectationFailed         417  an unsupported Expect header
 ├── Unprocessable             422  it contradicts an earlier request
 ├── RateLimited               429  try again after `retry_after_s`
@@ -129,6 +130,12 @@ class TooLarge(PlatformError):
     status = 413
     type = "invalid_request_error"
     default_code = "request_too_large"
+
+
+class UnsupportedContentCoding(PlatformError):
+    status = 415
+    type = "invalid_request_error"
+    default_code = "unsupported_content_encoding"
 
 
 class Unprocessable(PlatformError):

@@ -1,5 +1,7 @@
 """Endpoints for orchestrators and Prometheus: `/healthz` (liveness), `/readyz` (readiness), `/metrics`.
 
+Clients of other servers ask `/health` and `/ping` for readiness.
+
 They require no key; confidential details are only on the operations listener.
 """
 
@@ -9,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NotRequired, TypedDict
 
-from litestar import Controller, Response, get, head
+from litestar import Controller, Response, get, post
 from litestar.di import NamedDependency
 from litestar.params import SkipValidation
 
@@ -18,6 +20,7 @@ from moiety_platform.metrics import CONTENT_TYPE, Metrics
 from moiety_platform.openapi.described import JSON, Described, describes
 from moiety_platform.routing.replicas import Replicas
 
+RETRY_SOON = {"Retry-After": "1"}
 TEXT = CONTENT_TYPE.partition(";")[0]
 
 
@@ -48,6 +51,15 @@ class Probes:
     with_reasons: bool
     is_stopping: Callable[[], bool] = lambda: False
 
+    async def why_not_ready(self) -> list[str]:
+        """Return the reasons why the gateway cannot serve requests; empty if it can."""
+        reasons = self.replicas.why_not_ready()
+        if self.store is not None and (reason := await self.store.why_not_ready()):
+            reasons = [f"store: {reason}", *reasons]
+        elif self.objects is not None and (reason := await self.objects.why_not_ready()):
+            reasons = [f"object store: {reason}", *reasons]
+        return ["the gateway is stopping", *reasons] if self.is_stopping() else reasons
+
 
 _READINESS = describes(Described(answers={200: {JSON: Readiness}, 503: {JSON: Readiness}}))
 _BARE_READINESS = describes(Described(answers={200: {}, 503: {}}))
@@ -66,30 +78,33 @@ class ProbeController(Controller):
     @get("/readyz", opt=_READINESS)
     async def readyz(self, probes: NamedDependency[SkipValidation[Probes]]) -> Response[Readiness]:
         """Report whether the gateway can serve requests."""
-        reasons = probes.replicas.why_not_ready()
-        if probes.store is not None and (reason := await probes.store.why_not_ready()):
-            reasons = [f"store: {reason}", *reasons]
-        elif probes.objects is not None and (reason := await probes.objects.why_not_ready()):
-            reasons = [f"object store: {reason}", *reasons]
-        if probes.is_stopping():
-            reasons = ["the gateway is stopping", *reasons]
+        reasons = await probes.why_not_ready()
         if not reasons:
             return Response(Readiness(status="ready"))
         if not probes.with_reasons:
-            return Response(Readiness(status="not ready"), status_code=503, headers={"Retry-After": "1"})
+            return Response(Readiness(status="not ready"), status_code=503, headers=RETRY_SOON)
         fields: Readiness = {"status": "not ready", "reason": "; ".join(reasons), "reasons": reasons}
-        return Response(fields, status_code=503, headers={"Retry-After": "1"})
+        return Response(fields, status_code=503, headers=RETRY_SOON)
 
-    @head("/healthz")
-    async def head_healthz(self) -> None:
-        """Report that the process is alive."""
+    @get("/health", opt=_BARE_READINESS)
+    async def health(self, probes: NamedDependency[SkipValidation[Probes]]) -> Response[bytes]:
+        """Report whether the gateway can serve requests, by the status alone, as vLLM does."""
+        return _bare(await probes.why_not_ready())
 
-    @head("/readyz", opt=_BARE_READINESS)
-    async def head_readyz(self, probes: NamedDependency[SkipValidation[Probes]]) -> Response[None]:
-        """Report whether the gateway can serve requests."""
-        if probes.is_stopping() or probes.replicas.why_not_ready():
-            return Response(None, status_code=503, headers={"Retry-After": "1"})
-        return Response(None)
+    @get("/ping", opt=_BARE_READINESS)
+    async def ping(self, probes: NamedDependency[SkipValidation[Probes]]) -> Response[bytes]:
+        """Report whether the gateway can serve requests, by the status alone, as Amazon SageMaker asks."""
+        return _bare(await probes.why_not_ready())
+
+    @post("/ping", status_code=200, opt=_BARE_READINESS)
+    async def post_ping(self, probes: NamedDependency[SkipValidation[Probes]]) -> Response[bytes]:
+        """Report whether the gateway can serve requests, by the status alone."""
+        return _bare(await probes.why_not_ready())
+
+
+def _bare(reasons: list[str]) -> Response[bytes]:
+    """Return a response without a body."""
+    return Response(b"", status_code=503, headers=RETRY_SOON) if reasons else Response(b"")
 
 
 class MetricsController(Controller):

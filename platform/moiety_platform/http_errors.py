@@ -13,7 +13,15 @@ import structlog
 from litestar import Request, Response
 from litestar.exceptions import HTTPException
 
-from moiety_platform.errors import EngineRefused, Overloaded, PlatformError, RateLimited, RequestExceedsQuota
+from moiety_platform.content_codings import CODINGS
+from moiety_platform.errors import (
+    EngineRefused,
+    Overloaded,
+    PlatformError,
+    RateLimited,
+    RequestExceedsQuota,
+    UnsupportedContentCoding,
+)
 
 DEFAULT_RETRY_AFTER_S = 1
 NO_RETRY_HEADER = "x-should-retry"  # OpenAI's and Anthropic's clients retry 429 and 5xx unless it is "false"
@@ -103,6 +111,8 @@ def error_headers(error: PlatformError) -> dict[str, str]:
     """Return `Retry-After` where a retry makes sense, and the reason of the refusal."""
     if isinstance(error, RequestExceedsQuota):
         return {**error.headers, NO_RETRY_HEADER: "false"}
+    if isinstance(error, UnsupportedContentCoding):
+        return {"Accept-Encoding": ", ".join(CODINGS)}
     if isinstance(error, EngineRefused):
         return {NO_RETRY_HEADER: "false"}
     if error.status not in (429, 503) and error.retry_after_s is None:

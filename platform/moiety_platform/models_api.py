@@ -1,9 +1,13 @@
-"""Client endpoints of the served models: `/v1/models`, `/tokenize`, `/detokenize`."""
+"""Client endpoints of the served models: `/v1/models`, `/tokenize`, `/detokenize`; and of this server: `/version`.
+
+`/tokenize` and `/detokenize` are below `/v1` too, for clients that have only one base URL.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Annotated, Any, ClassVar, Literal, Self, TypedDict, TypeVar
 
 from litestar import Controller, Request, Response, get, post
@@ -137,6 +141,12 @@ class Tokenized(TypedDict):
     max_model_len: int
 
 
+class ServerVersion(TypedDict):
+    """The version of this server."""
+
+    version: str
+
+
 class Detokenized(TypedDict):
     """The text of token ids."""
 
@@ -233,23 +243,53 @@ class ModelController(Controller):
         self, models: NamedDependency[SkipValidation[ModelServices]], request: Request[Any, Any, Any]
     ) -> Tokenized:
         """Turn a text or a conversation into token ids."""
-        principal = await models.caller(request)
-        cards = await models.visible(principal)
-        body = await models.receive(TokenizeBody, principal, request)
-        card = _find(cards, body.model)
-        (tokens,) = await (await models.texts.get(card)).encode([body.as_prompt()])
-        return {"tokens": tokens, "count": len(tokens), "max_model_len": card.max_context_tokens}
+        return await _tokenized(models, request)
+
+    @post("/v1/tokenize", status_code=200, opt=_takes(TokenizeBody))
+    async def tokenize_below_v1(
+        self, models: NamedDependency[SkipValidation[ModelServices]], request: Request[Any, Any, Any]
+    ) -> Tokenized:
+        """Turn a text or a conversation into token ids, as `/tokenize` does."""
+        return await _tokenized(models, request)
 
     @post("/detokenize", status_code=200, opt=_takes(DetokenizeBody))
     async def detokenize(
         self, models: NamedDependency[SkipValidation[ModelServices]], request: Request[Any, Any, Any]
     ) -> Detokenized:
         """Turn token ids into text."""
-        principal = await models.caller(request)
-        cards = await models.visible(principal)
-        body = await models.receive(DetokenizeBody, principal, request)
-        text = await models.texts.get(_find(cards, body.model))
-        return {"prompt": await text.decode(body.tokens)}
+        return await _detokenized(models, request)
+
+    @post("/v1/detokenize", status_code=200, opt=_takes(DetokenizeBody))
+    async def detokenize_below_v1(
+        self, models: NamedDependency[SkipValidation[ModelServices]], request: Request[Any, Any, Any]
+    ) -> Detokenized:
+        """Turn token ids into text, as `/detokenize` does."""
+        return await _detokenized(models, request)
+
+    @get("/version")
+    async def get_version(
+        self, models: NamedDependency[SkipValidation[ModelServices]], request: Request[Any, Any, Any]
+    ) -> ServerVersion:
+        """Return the version of this server. It needs a key, unlike vLLM's."""
+        await models.caller(request)
+        return {"version": version("moiety")}
+
+
+async def _tokenized(models: ModelServices, request: Request[Any, Any, Any]) -> Tokenized:
+    principal = await models.caller(request)
+    cards = await models.visible(principal)
+    body = await models.receive(TokenizeBody, principal, request)
+    card = _find(cards, body.model)
+    (tokens,) = await (await models.texts.get(card)).encode([body.as_prompt()])
+    return {"tokens": tokens, "count": len(tokens), "max_model_len": card.max_context_tokens}
+
+
+async def _detokenized(models: ModelServices, request: Request[Any, Any, Any]) -> Detokenized:
+    principal = await models.caller(request)
+    cards = await models.visible(principal)
+    body = await models.receive(DetokenizeBody, principal, request)
+    text = await models.texts.get(_find(cards, body.model))
+    return {"prompt": await text.decode(body.tokens)}
 
 
 def _find(cards: dict[str, ModelCard], model: str | None) -> ModelCard:

@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, Setting
 from moiety_platform.config_file import read_config_section
 from moiety_platform.engine_addresses import identity
 from moiety_platform.object_store_url import check_url
+from moiety_platform.origins import check_origin
 from moiety_platform.reloadable import fixed, live
 from moiety_wire.grammars import MAX_GRAMMAR_BYTES
 
@@ -144,6 +145,15 @@ class GatewaySettings(BaseSettings):
         gt=0,
     )
     keep_alive_s: int = live(60, "Time for which an idle connection stays open, in seconds.", ge=1)
+    sse_keep_alive_s: float = live(
+        15,
+        "Silence after which a streamed answer gets a keep-alive event, in seconds. It can be the first part of an "
+        "answer that an engine has accepted. 0 sends none.",
+        ge=0,
+    )
+    cors_allowed_origins: Annotated[tuple[str, ...], NoDecode] = live(
+        (), "Origins whose web pages may call the API from a browser, such as https://app.example.com. * allows all."
+    )
     max_streams_per_key: int = live(
         1024, "Largest number of open streams of one key at this gateway. Further requests are rejected with 429.", ge=1
     )
@@ -301,7 +311,7 @@ class GatewaySettings(BaseSettings):
         "auto", "Format of the log. auto writes columns on a terminal, otherwise JSON."
     )
 
-    @field_validator("engines", "webhook_networks", mode="before")
+    @field_validator("engines", "webhook_networks", "cors_allowed_origins", mode="before")
     @classmethod
     def _split_list(cls, value: object) -> object:
         if isinstance(value, str):
@@ -338,6 +348,11 @@ class GatewaySettings(BaseSettings):
         for network in value:
             ip_network(network)
         return value
+
+    @field_validator("cors_allowed_origins")
+    @classmethod
+    def _check_origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(check_origin, value))
 
     @field_validator("oidc_issuer")
     @classmethod

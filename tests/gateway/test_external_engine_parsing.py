@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import zlib
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from typing import Any
@@ -15,7 +13,6 @@ from hypothesis import strategies as st
 from moiety_platform.engine_addresses import ExternalAddress
 from moiety_platform.errors import EngineFailed, EngineOverloaded, EngineRefused, UpstreamError
 from moiety_platform.external_engines.completions import Completions
-from moiety_platform.external_engines.content_encoding import MAX_PIECE_BYTES, ContentDecoder
 from moiety_platform.external_engines.events import DONE, MAX_EVENT_BYTES, EventParser
 from moiety_platform.external_engines.failures import (
     MAX_RETRY_S,
@@ -101,39 +98,6 @@ def test_error_events_are_errors_in_each_form() -> None:
         b'error: {"message": "no", "code": 503}\n\n',
     ):
         assert parsed([data]) == [{"error": message}]
-
-
-@pytest.mark.parametrize(
-    ("encoding", "data"),
-    [
-        ("gzip", gzip.compress(STREAM)),
-        ("x-gzip", gzip.compress(STREAM[:50]) + gzip.compress(STREAM[50:]) + b"\0\0"),
-        ("deflate", zlib.compress(STREAM)),
-        ("deflate", zlib.compress(STREAM, wbits=-zlib.MAX_WBITS)),
-    ],
-    ids=["gzip", "members", "zlib", "bare"],
-)
-def test_compressed_content_is_decoded_however_it_is_cut(encoding: str, data: Any) -> None:
-    for size in (1, 7, len(data)):
-        decoder = ContentDecoder(encoding)
-        chunks = [data[at : at + size] for at in range(0, len(data), size)]
-        assert b"".join(piece for chunk in chunks for piece in decoder.feed(chunk)) == STREAM
-
-
-def test_content_that_expands_without_end_comes_in_small_pieces() -> None:
-    bomb = gzip.compress(gzip.compress(b"\0" * (64 << 20)))
-    sizes = [len(piece) for piece in ContentDecoder("gzip").feed(bomb)]
-    inner = b"".join(ContentDecoder("gzip").feed(bomb))
-    pieces = ContentDecoder("gzip").feed(inner)
-    first = [next(pieces) for _ in range(10)]
-    assert max(sizes + [len(piece) for piece in first]) <= MAX_PIECE_BYTES
-
-
-def test_content_of_another_encoding_is_refused() -> None:
-    with pytest.raises(MalformedAnswer):
-        ContentDecoder("br")
-    with pytest.raises(MalformedAnswer):
-        list(ContentDecoder("gzip").feed(b"no gzip"))
 
 
 def test_counts_are_read_from_what_servers_write_and_nonsense_is_none() -> None:

@@ -100,10 +100,10 @@ async def test_a_document_has_the_bounds_of_the_gateway_that_serves_it(
 async def test_a_path_tells_all_of_its_methods(gateway: RunningGateway) -> None:
     admin: dict[str, Any] = {"Authorization": f"Bearer {gateway.admin_key}"}
     for path, methods in (
-        ("/v1/files", "GET, OPTIONS, POST"),
-        ("/v1/files/file_1", "DELETE, GET, OPTIONS"),
-        ("/admin/v1/prices", "DELETE, GET, OPTIONS, PUT"),
-        ("/admin/v1/webhooks", "GET, OPTIONS, POST"),
+        ("/v1/files", "GET, HEAD, OPTIONS, POST"),
+        ("/v1/files/file_1", "DELETE, GET, HEAD, OPTIONS"),
+        ("/admin/v1/prices", "DELETE, GET, HEAD, OPTIONS, PUT"),
+        ("/admin/v1/webhooks", "GET, HEAD, OPTIONS, POST"),
     ):
         status, headers, _ = await gateway.request("OPTIONS", path, headers=admin)
         assert (status, headers["allow"]) == (204, methods)

@@ -14,7 +14,7 @@ from litestar.params import SkipValidation
 from moiety_platform.adapters.cache import AdapterCache
 from moiety_platform.adapters.naming import allowed_of
 from moiety_platform.anthropic_api.answer_types import EVENTS, Message, TokenCount
-from moiety_platform.anthropic_api.answers import MessageEvents, MessageHead, whole_message
+from moiety_platform.anthropic_api.answers import PING, MessageEvents, MessageHead, whole_message
 from moiety_platform.anthropic_api.errors import (
     ANTHROPIC_ERRORS,
     AnthropicErrorBody,
@@ -87,6 +87,7 @@ def message_route(serve: Serve) -> HTTPRouteHandler:
         errors=ANTHROPIC_ERRORS,
         authorization=api_key_authorization,
         headers=with_anthropic_headers,
+        keep_alive=PING,
         ignored_parameters=SENT_BY_ANTHROPIC_CLIENTS,
     )
     return route(messages, serve)

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, TypedDict
 
 from msgspec import Meta
 
+from moiety_platform.direct import OWN_BODY_LIMIT
 from moiety_platform.files.models import StoredFile
 from moiety_platform.files.upload import BATCH_PURPOSE, MAX_EXPIRY_S, MIN_EXPIRY_S
 from moiety_platform.openapi.described import Described, describes
@@ -56,7 +57,10 @@ UPLOAD_FORM: dict[str, Any] = {
     "dependentRequired": {one: [other for other in _EXPIRES if other != one] for one in _EXPIRES},
 }
 
-UPLOAD = describes(Described(body={"multipart/form-data": UPLOAD_FORM}, errors=(409, 507)))
+UPLOAD = {
+    **describes(Described(body={"multipart/form-data": UPLOAD_FORM}, errors=(409, 507))),
+    OWN_BODY_LIMIT: True,
+}
 DOWNLOAD = describes(
     Described(
         answers={200: {"application/octet-stream": {}}},

@@ -36,6 +36,7 @@ from moiety_platform.inference.engine_submits import RequestOrigin, check_limits
 from moiety_platform.inference.field_support import ignored_fields, support_headers
 from moiety_platform.inference.generation import Generation
 from moiety_platform.inference.idempotency import claim_key
+from moiety_platform.inference.keep_alive import KeepAlive
 from moiety_platform.inference.model_text_cache import ModelTexts
 from moiety_platform.inference.quota_reservation import Tariffs
 from moiety_platform.inference.request_body import BodyReader
@@ -88,6 +89,7 @@ class PipelineLimits:
     credit_window_tokens: int  # output tokens that an engine may generate ahead of the client
     max_sequences: int  # of one request
     failover_wait_s: float  # time that a sequence without a usable engine waits for one
+    sse_keep_alive_s: float  # silence after which a stream gets a keep-alive event; 0: none
     clamps_max_tokens: bool = False  # for every API; otherwise only where a request's API does so
 
 
@@ -134,7 +136,9 @@ class RequestPipeline:
                             body = await endpoint.prepare(body, record)
                         async with await self.start(record, body.generation(), streams=streams) as run:
                             response.headers = _headers_of(record)
-                            send_last = await endpoint.answer(body, run, record, response)
+                            keep_alive_s = self.limits.sse_keep_alive_s if streams else 0.0
+                            async with KeepAlive(response, keep_alive_s, endpoint.keep_alive, record.kept_alive):
+                                send_last = await endpoint.answer(body, run, record, response)
                     record.completed()
                     await send_last()
                     if services.next_turn_prefill is not None:

@@ -88,7 +88,8 @@ class RequestRecord:
     attempts: list[EngineAttempt] = field(default_factory=list)  # sequences at engines
     finish_reasons: list[str] = field(default_factory=list)
     was_cut_by_limit: bool = False  # a sequence ended because a quota was exhausted
-    answered_status: int | None = None  # status already sent to the client
+    answered_status: int | None = None  # status already sent to the client, with the beginning of the answer
+    was_kept_alive: bool = False  # a keep-alive event was sent, maybe before the answer: with status 200
     ignored_fields: list[str] = field(default_factory=list)  # of the body, by path
     adjusted_fields: dict[str, str] = field(default_factory=dict)  # values used instead of those in the body
     outcome: str = ""
@@ -165,6 +166,10 @@ class RequestRecord:
         if self.was_cut_by_limit:
             self.error_code = self.reservation.refusal_code
 
+    def kept_alive(self) -> None:
+        """Record that a keep-alive event is sent. It begins the response, but is no part of the answer."""
+        self.was_kept_alive = True
+
     def disconnected(self) -> None:
         self.outcome, self.http_status, self.error_code = "disconnected", CLIENT_CLOSED_REQUEST, "client_disconnected"
 
@@ -172,7 +177,7 @@ class RequestRecord:
         is_overload = isinstance(error, Overloaded) and self.answered_status is None
         is_refusal = is_overload or (not self.reached_engine and error.status != 500)
         self.outcome = "rejected" if is_refusal else "failed"
-        self.http_status = self.answered_status or self.status_of(error)
+        self.http_status = self.answered_status or (200 if self.was_kept_alive else self.status_of(error))
         self.error_code = error.code
         if isinstance(error, Overloaded):
             self.admission_outcome, self.admission_reason = "rejected", error.reason.value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any
@@ -123,6 +124,7 @@ class HttpResponse:
         self._streaming = False
         self._in_pieces = False
         self.headers: dict[str, str] = {}  # of an answer; an error has its own
+        self.last_sent_s = 0.0  # monotonic time of the last part of a stream
         self.claim: KeyClaim | None = None  # the idempotency key that the answer is stored under; errors are not stored
 
     async def release_claim(self) -> None:
@@ -162,7 +164,16 @@ class HttpResponse:
             self.claim.note(data)
         if self.disconnect.has_left:
             raise ClientDisconnected
+        self.last_sent_s = time.monotonic()
         await self._raw_send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def keep_alive(self, event: bytes) -> None:
+        """Send an event that is no part of the answer, and is not stored with it. It may start the answer."""
+        if not self._streaming:
+            self._streaming = True
+            await self._start(200, _STREAM_HEADERS, self.headers)
+        self.last_sent_s = time.monotonic()
+        await self._send(_body(event, more=True))
 
     async def end_stream(self, data: bytes) -> None:
         """Send the last events of a complete answer."""
