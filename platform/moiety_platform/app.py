@@ -55,6 +55,7 @@ from moiety_platform.reloading.reloader import Reloader
 from moiety_platform.request_head import add_request_id
 from moiety_platform.responses_api.controller import ResponseController, StoredResponses, response_route
 from moiety_platform.responses_api.keeper import ConversationLimits, ResponseKeeper
+from moiety_platform.responses_api.reasoning_cipher import ReasoningCipher
 from moiety_platform.routing.breaker_metrics import BreakerCollector
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import GatewaySettings
@@ -96,6 +97,7 @@ class Services:
     recorder: RequestRecorder
     idempotency: IdempotencyKeys
     responses: ResponseKeeper
+    cipher: ReasoningCipher
     admin_routes: Sequence[ControllerRouterHandler] = ()
     store: StoreReadiness | None = None
     objects: ObjectStoreReadiness | None = None
@@ -172,7 +174,7 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
             embedding_route(serve),
             message_route(serve),
             with_services(TokenCountController, messages=messages),
-            response_route(serve, services.responses),
+            response_route(serve, services.responses, services.cipher),
             with_services(ResponseController, stored=stored),
             with_services(ModelController, models=models),
             with_services(ProbeController, probes=probes),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
@@ -184,6 +184,10 @@ class AskingBody(StrictBody):
 
     def generation(self) -> Generation:
         raise NotImplementedError
+
+    def skipped_entries(self) -> Iterator[str]:
+        """Yield the paths of list entries that have no effect, such as tools of an unknown type."""
+        yield from ()
 
     @property
     def wants_stream(self) -> bool:

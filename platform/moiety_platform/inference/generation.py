@@ -58,4 +58,5 @@ class Generation(msgspec.Struct, frozen=True):
     grammar: GrammarSpec | None = None  # grammar of each answer
     keep_s: float = 0.0  # prefix-cache retention of the conversation
     echo: bool = False  # return each prompt's text before its answers
+    truncates: bool = False  # leave out the oldest messages of a conversation that does not fit the context
     prompt_field: str = "prompt"  # the API's field of the prompts, for error messages

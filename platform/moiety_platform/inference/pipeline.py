@@ -42,6 +42,7 @@ from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.request_recorder import STOPPING, RequestRecorder
 from moiety_platform.inference.response import ClientDisconnected, HttpResponse, WatchingForDisconnect
 from moiety_platform.inference.run import InferenceRun
+from moiety_platform.inference.truncation import encode_fitting
 from moiety_platform.known_parameters import check_query
 from moiety_platform.metrics import Metrics
 from moiety_platform.prices.cache import PriceCache
@@ -124,7 +125,7 @@ class RequestPipeline:
                 status_of=endpoint.errors.status,
             ) as record:
                 body = await services.bodies.read(endpoint.schema, receive, fields, principal.tenant_id)
-                record.ignored_fields.extend(ignored_fields(body))
+                record.ignored_fields += [*ignored_fields(body), *body.skipped_entries()]
                 streams = body.wants_stream
                 with services.streams.hold(principal.root_key_id) if streams else contextlib.nullcontext():
                     with WatchingForDisconnect(response.disconnect):
@@ -167,7 +168,7 @@ class RequestPipeline:
         try:
             _refuse_hopeless(generation, matched)
             text = await services.texts.get(matched.card)
-            prompts = await text.encode_prompts(generation)
+            prompts = await encode_fitting(text, generation, matched.card, record)
             longest = [most_output_tokens(generation, matched.card, len(prompt_ids)) for prompt_ids in prompts]
             origin = await self._reserve(record, matched, prompts, max(longest), streams)
             service = matched.chosen.service

@@ -27,10 +27,12 @@ from moiety_platform.openapi.documents import KEY
 from moiety_platform.query_parameters import one_of, whole
 from moiety_platform.responses_api.answer_types import EVENTS, DeletedResponse, InputItemList, ResponseObject
 from moiety_platform.responses_api.answers import ID_PREFIX, Fields, ResponseHead
+from moiety_platform.responses_api.conversation_reader import ConversationReader
 from moiety_platform.responses_api.events import ResponseEvents, StreamErrors
-from moiety_platform.responses_api.items import Item, with_id
+from moiety_platform.responses_api.items import FIRST_INPUT, Item, with_id
 from moiety_platform.responses_api.keeper import ResponseKeeper
 from moiety_platform.responses_api.output import ResponseOutput
+from moiety_platform.responses_api.reasoning_cipher import ReasoningCipher
 from moiety_platform.responses_api.schemas import ResponsesBody
 from moiety_wire.messages import Finished, Tokens
 
@@ -65,9 +67,9 @@ class StoredResponses:
         return await authenticate(self.authenticator, request)
 
 
-def response_route(serve: Serve, keeper: ResponseKeeper) -> HTTPRouteHandler:
+def response_route(serve: Serve, keeper: ResponseKeeper, cipher: ReasoningCipher) -> HTTPRouteHandler:
     """Return the handler of the endpoint that answers."""
-    answers = ResponseAnswers(keeper)
+    answers = ResponseAnswers(keeper, ConversationReader(keeper, cipher))
     return route(Endpoint(PATH, "chat", ID_PREFIX, ResponsesBody, answers.answer, _SHOWN, answers.prepare), serve)
 
 
@@ -80,6 +82,7 @@ class ResponseAnswers:
     """
 
     keeper: ResponseKeeper
+    reader: ConversationReader
 
     async def prepare(self, body: ResponsesBody, record: RequestRecord) -> ResponsesBody:
         """Return the body together with the conversation that it continues.
@@ -88,15 +91,15 @@ class ResponseAnswers:
         """
         if body.store:
             await self.keeper.require_room(record.principal)
-        if body.previous_response_id is None:
-            return body
-        return body.after(await self.keeper.continued(record.principal, body.previous_response_id))
+        return await self.reader.resolve(body, record)
 
     async def answer(
         self, body: ResponsesBody, run: InferenceRun, record: RequestRecord, reply: HttpResponse
     ) -> SendLast:
         head, readers = ResponseHead.of(body, record), run.new_readers()
-        output = ResponseOutput(None if readers is None else readers[0])
+        encrypt = self.reader.encrypt_for(record.principal.tenant_id) if body.wants_encrypted_reasoning else None
+        tools = {one.tool.name: one for one in body.offered}
+        output = ResponseOutput(record.request_id, None if readers is None else readers[0], tools, encrypt)
         if not body.wants_stream:
             async for _, message in run:
                 _take(output, message)
@@ -120,7 +123,7 @@ class ResponseAnswers:
         """Store the response if requested, and return its encoding, which says whether it is stored."""
         encoded = msgspec.json.encode(response)
         if body.store:
-            items = [with_id(item) for item in body.items()]
+            items = [with_id(item, record.request_id, FIRST_INPUT + at) for at, item in enumerate(body.items())]
             parts = (record.principal, record.request_id, body.model, body.continued, items, encoded)
             if not await self.keeper.keep(*parts):
                 return msgspec.json.encode({**response, "store": False})

@@ -1,12 +1,13 @@
 """The body of `/v1/responses`: OpenAI's fields, strictly typed.
 
-Unknown fields are ignored, and so are hints that cannot change an answer here, such as `prompt_cache_key`: prefixes are
-cached without being marked, and always separately for each tenant. Known fields that would change the answer and are
-not supported are refused by name.
+Unknown fields are ignored. Known ones are marked where they are not served as OpenAI serves them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -29,37 +30,47 @@ from moiety_platform.inference.body_fields import (
     Retention,
     StrictBody,
     refuse,
+    shape_of,
     shows,
 )
+from moiety_platform.inference.field_support import ignored, mapped, refused
 from moiety_platform.inference.generation import Conversation, Generation
 from moiety_platform.openai_api.response_formats import TextFormat, require_one_form
 from moiety_platform.openai_api.schemas import STREAMED_OPTIONS
-from moiety_platform.openai_api.tools import NEEDS_TOOLS, offer_of_functions
-from moiety_platform.responses_api.input import InputItems
-from moiety_platform.responses_api.items import Continued, Item, check_results, messages_of
-from moiety_platform.responses_api.tools import ResponseChoice, ResponseTools, check_choice
+from moiety_platform.responses_api.call_input import SearchResultItem
+from moiety_platform.responses_api.calls import OfferedTool
+from moiety_platform.responses_api.history import check_results, messages_of
+from moiety_platform.responses_api.input import AdditionalTools, InputItem, InputItems, SkippedItem
+from moiety_platform.responses_api.items import Continued, Item
+from moiety_platform.responses_api.tool_choice import AUTO, ResponseChoice
+from moiety_platform.responses_api.tools import (
+    ResponseTool,
+    ResponseTools,
+    check_offered,
+    offered_by,
+    readable_type,
+    skipped_types,
+)
 from moiety_wire.messages import Sampling
 
 LOGPROBS = "message.output_text.logprobs"
+ENCRYPTED = "reasoning.encrypted_content"
 NOTHING_TO_INCLUDE = (  # fields of items that no answer here has
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",
     "message.input_image.image_url",
-    "reasoning.encrypted_content",
     "web_search_call.action.sources",
     "web_search_call.results",
 )
-
-_UNSUPPORTED = ("conversation", "prompt", "context_management", "moderation")
+TIERS: Mapping[str, str] = MappingProxyType({"fast": "priority", "ultrafast": "priority", "scale": "auto"})
 
 _Name = Annotated[str, StringConstraints(max_length=512)]
-_Part = Annotated[str, shows(enum=[LOGPROBS, *NOTHING_TO_INCLUDE])]
-_Unsupported = Annotated[Any, shows(enum=[None, [], {}])]
+_Part = Annotated[str, shows(enum=[LOGPROBS, ENCRYPTED, *NOTHING_TO_INCLUDE])]
+_Refused = Annotated[Any, shows(enum=[None, [], {}])]
 _RULES: dict[str, Any] = {
     "allOf": [
         STREAMED_OPTIONS,
-        NEEDS_TOOLS,
         {
             "if": {"required": ["top_logprobs"], "properties": {"top_logprobs": {"type": "integer", "minimum": 1}}},
             "then": {
@@ -69,35 +80,45 @@ _RULES: dict[str, Any] = {
         },
     ]
 }
+_REFUSED = {
+    "conversation": "conversations are not stored here; use 'previous_response_id', or send the items as 'input'",
+    "prompt": "prompts are not stored here; send the text of the prompt as 'instructions' or 'input'",
+    "moderation": "prompts and answers are not moderated here; leave the field out, and moderate them yourself",
+}
 
 
 class ResponseStreamOptions(StrictBody):
-    include_obfuscation: Annotated[bool, shows(const=False)] | None = None
-
-    @field_validator("include_obfuscation")
-    @classmethod
-    def _as_it_comes(cls, value: bool | None) -> bool | None:
-        if value:
-            raise refuse("events are not padded here; leave the field out")
-        return value
+    include_obfuscation: Annotated[bool | None, ignored("Events are not padded.")] = None
 
 
 class TextOptions(StrictBody):
     format: TextFormat | None = None
-    verbosity: Annotated[str, shows(enum=["medium"])] | None = None
-
-    @field_validator("verbosity")
-    @classmethod
-    def _as_the_model_is(cls, value: str | None) -> str | None:
-        if value not in (None, "medium"):
-            raise refuse("this is not supported; leave the field out")
-        return value
+    verbosity: Annotated[
+        Literal["low", "medium", "high"] | None, ignored("Models have no such option. Say it in the instructions.")
+    ] = None
 
 
 class ReasoningOption(StrictBody):
     """Reasoning effort. "none" turns reasoning off. The model decides how to treat the others."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Annotated[
+        Literal["auto", "concise", "detailed"] | None, ignored("The reasoning itself is answered, without a summary.")
+    ] = None
+    generate_summary: Annotated[
+        Literal["auto", "concise", "detailed"] | None, ignored("The reasoning itself is answered, without a summary.")
+    ] = None
+    context: Annotated[
+        Literal["auto", "current_turn", "all_turns"] | None, ignored("The chat template decides what it renders.")
+    ] = None
+    mode: Annotated[str | None, ignored("Models have one mode of reasoning.")] = None
+
+
+class ContextEntry(StrictBody):
+    type: str
+    compact_threshold: Annotated[int | None, ignored("The conversation is shortened only where it does not fit.")] = (
+        None
+    )
 
 
 class ResponsesBody(GeneratingBody):
@@ -109,44 +130,61 @@ class ResponsesBody(GeneratingBody):
     input: InputItems
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    max_tool_calls: Annotated[int | None, ignored("It limits calls of hosted tools, which there are none of.")] = None
     temperature: Annotated[FiniteFloat, Field(ge=0, le=2)] | None = None
     top_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None  # 0: only the most likely token
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    include: Annotated[list[_Part], Field(fail_fast=True, max_length=64)] | None = None
-    tools: ResponseTools | None = None
+    include: Annotated[
+        Annotated[list[_Part], Field(fail_fast=True, max_length=64)] | None,
+        mapped("Log probabilities and encrypted reasoning are served. Others are of items that no answer here has."),
+    ] = None
+    tools: Annotated[
+        ResponseTools | None, mapped("Tools that OpenAI's servers run are skipped, unless `tool_choice` requires one.")
+    ] = None
     tool_choice: ResponseChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
-    truncation: Annotated[str, shows(enum=["disabled"])] | None = None
-    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    service_tier: Annotated[
+        Literal["auto", "default", "flex", "priority", "fast", "scale", "ultrafast"] | None,
+        mapped("`fast` and `ultrafast` mean `priority`, and `scale` means `auto`."),
+    ] = None
     stream_options: ResponseStreamOptions | None = None
     store: bool | None = None
     previous_response_id: str | None = None
     background: Annotated[bool, shows(const=False)] | None = None
+    background_options: Annotated[dict[str, Any] | None, ignored("Background responses begin at once.")] = None
     metadata: MetadataPairs | None = None
     user: _Name | None = None
     safety_identifier: _Name | None = None
-    prompt_cache_key: _Name | None = None
+    prompt_cache_key: Annotated[_Name | None, ignored("Prefixes are cached without a key, for each tenant apart.")] = (
+        None
+    )
     prompt_cache_retention: Retention | None = None
+    prompt_cache_options: Annotated[
+        dict[str, Any] | None, ignored("Every prefix is cached, with and without breakpoints.")
+    ] = None
     reasoning: ReasoningOption | None = None
-    conversation: _Unsupported = None
-    prompt: _Unsupported = None
-    context_management: _Unsupported = None
-    moderation: _Unsupported = None
+    context_management: Annotated[
+        Annotated[list[ContextEntry], Field(fail_fast=True, max_length=16)] | None,
+        mapped("A conversation that does not fit the context is shortened, as with `truncation` `auto`."),
+    ] = None
+    client_metadata: Annotated[dict[str, Any] | None, ignored("It is for OpenAI's own statistics.")] = None
+    access_programs: Annotated[dict[str, Any] | None, ignored("There are no such programs here.")] = None
+    image: Annotated[dict[str, Any] | None, ignored("Images are not compressed.")] = None
+    conversation: Annotated[_Refused, refused(_REFUSED["conversation"])] = None
+    prompt: Annotated[_Refused, refused(_REFUSED["prompt"])] = None
+    moderation: Annotated[_Refused, refused(_REFUSED["moderation"])] = None
 
     _continued: Continued = PrivateAttr(Continued())
+    _given: tuple[Item, ...] | None = PrivateAttr(None)
+    _read: tuple[Item, ...] | None = PrivateAttr(None)
 
-    @field_validator("tool_choice")
+    @field_validator(*_REFUSED)
     @classmethod
-    def _choice_among_tools(cls, value: ResponseChoice | None, info: ValidationInfo) -> ResponseChoice | None:
-        check_choice(value, info.data.get("tools"))
-        return value
-
-    @field_validator(*_UNSUPPORTED)
-    @classmethod
-    def _not_supported(cls, value: Any) -> Any:
+    def _not_served(cls, value: Any, info: ValidationInfo) -> Any:
         if value not in (None, [], {}):
-            raise refuse("this is not supported yet; leave the field out")
+            raise refuse(_REFUSED[str(info.field_name)])
         return value
 
     @field_validator("background")
@@ -156,54 +194,76 @@ class ResponsesBody(GeneratingBody):
             raise refuse("answers are not made in the background; leave it out and wait for the answer, or stream it")
         return value
 
-    @field_validator("truncation")
+    @field_validator("tool_choice")
     @classmethod
-    def _nothing_dropped(cls, value: str | None) -> str | None:
-        if value not in (None, "disabled"):
-            raise refuse("nothing is dropped from a conversation here; use 'disabled', and send what fits the context")
+    def _choice_among_tools(cls, value: ResponseChoice | None, info: ValidationInfo) -> ResponseChoice | None:
+        if value is not None and info.data.keys() >= {"tools", "input"}:
+            value.check(_offered(_all_tools(info.data["tools"], info.data["input"])))
         return value
 
     @field_validator("include")
     @classmethod
     def _known_parts(cls, value: list[str] | None) -> list[str] | None:
+        known = (LOGPROBS, ENCRYPTED, *NOTHING_TO_INCLUDE)
         for name in value or ():
-            if name not in (LOGPROBS, *NOTHING_TO_INCLUDE):
-                raise refuse(f"{name[:64]!r} is unknown; the one that has an effect is {LOGPROBS!r}")
+            if name not in known:
+                raise refuse(f"{name[:64]!r} is unknown; those with an effect are {LOGPROBS!r} and {ENCRYPTED!r}")
         return value
 
     @model_validator(mode="after")
-    def _check_together(self) -> Self:
+    def _check_together(self, info: ValidationInfo) -> Self:
         if self.stream_options is not None and not self.stream:
             raise refuse("'stream_options' is allowed only when 'stream' is true")
         if self.top_logprobs and not self.wants_logprobs:
             raise refuse(f"'top_logprobs' is allowed only when 'include' has {LOGPROBS!r}")
+        check_offered(self.offered, shape_of(info).max_tools)
         return self
+
+    @cached_property
+    def offered(self) -> list[OfferedTool]:
+        """The functions of the model for the tools of the request, in `tools` and in items of `input`."""
+        return _offered(_all_tools(self.tools, self.input))
+
+    def skipped_entries(self) -> Iterator[str]:
+        """Yield the types of tools and items that have no effect."""
+        yield from {f"tools.{kind}" for kind in skipped_types(_all_tools(self.tools, self.input))}
+        yield from {f"input.{readable_type(item.type)}" for item in self.input if isinstance(item, SkippedItem)}
 
     @property
     def wants_logprobs(self) -> bool:
         return LOGPROBS in (self.include or ())
 
+    @property
+    def wants_encrypted_reasoning(self) -> bool:
+        return ENCRYPTED in (self.include or ())
+
     def items(self) -> list[Item]:
-        """Return the items of the request itself."""
-        return [item.checked() for item in self.input]
+        """Return the items of the request itself, as they are stored."""
+        if self._given is not None:
+            return list(self._given)
+        return [checked for item in self.input if (checked := item.checked()) is not None]
 
     @property
     def continued(self) -> Continued:
         """The conversation that the request continues."""
         return self._continued
 
-    def after(self, continued: Continued) -> Self:
-        """Return a copy of the request that continues a conversation."""
+    def resolved(self, continued: Continued, given: Sequence[Item], read: Sequence[Item]) -> Self:
+        """Return a copy of the request that continues a conversation.
+
+        `given` are the request's own items without references, and `read` are all items of the conversation as the
+        model reads them.
+        """
         body = self.model_copy()
-        body._continued = continued
+        body._continued, body._given, body._read = continued, tuple(given), tuple(read)
         return body
 
     def generation(self) -> Generation:
         """Return the generation to run. Raises BadRequest if calls and results do not match."""
-        items = [*self._continued.items, *self.items()]
+        items = self.items() if self._read is None else self._read
         check_results(items)
         instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        offer = offer_of_functions(self.tools or (), self.tool_choice, parallel=self.parallel_tool_calls is not False)
+        offer = (self.tool_choice or AUTO).offer(self.offered, parallel=self.parallel_tool_calls is not False)
         grammar = None if self.text is None or self.text.format is None else self.text.format.grammar()
         require_one_form(grammar, offer, "text.format")
         return Generation(
@@ -222,7 +282,24 @@ class ResponsesBody(GeneratingBody):
                 num_logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
             ),
             max_tokens=self.max_output_tokens,
-            service_tier=self.service_tier,
+            service_tier=TIERS.get(self.service_tier or "", self.service_tier),
             keep_s=KEEP_S[self.prompt_cache_retention or "in_memory"],
             grammar=grammar,
+            truncates=self.truncation == "auto" or bool(self.context_management),
         )
+
+
+def _all_tools(tools: Sequence[ResponseTool] | None, items: Sequence[InputItem]) -> list[ResponseTool]:
+    found = list(tools or ())
+    for item in items:
+        if isinstance(item, AdditionalTools | SearchResultItem):
+            found += item.tools
+    return found
+
+
+def _offered(tools: Sequence[ResponseTool]) -> list[OfferedTool]:
+    """Return the functions of the model for the tools. A search may find a tool again."""
+    found: dict[str, OfferedTool] = {}
+    for one in offered_by(tools):
+        found.setdefault(one.tool.name, one)
+    return list(found.values())
