@@ -167,3 +167,61 @@ async def test_with_truncation_the_oldest_items_are_left_out_and_calls_keep_thei
             await gateway.client.responses.create(**BODY | {"input": "x" * 500}, truncation="auto")
         fits = await gateway.client.responses.with_raw_response.create(**BODY, truncation="auto")
         assert ADJUSTED not in fits.headers and fits.parse().truncation == "auto"
+
+
+# ── compaction and counts ──
+
+
+@pytest.mark.parametrize("how", ["endpoint", "trigger", "stream"])
+async def test_a_compacted_conversation_goes_on_with_its_summary(
+    start_gateway: StartGateway, thinking: FakeEngineClient, how: str
+) -> None:
+    items: list[dict[str, Any]] = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "gone"}]
+    async with start_gateway([thinking]) as gateway:
+        if how == "endpoint":
+            compacted = await gateway.client.responses.compact(model="tiny", input=items, instructions="be brief")
+            assert compacted.object == "response.compaction" and compacted.usage.output_tokens == 3
+            assert last_prompt(gateway).startswith(
+                "<|system|>be brief\n<|user|>go\n<|assistant|>gone\n<|user|>Summarize"
+            )
+            output = compacted.output
+        else:
+            asked = BODY | {"input": [*items, {"type": "compaction_trigger"}]}
+            if how == "stream":
+                events = [event async for event in await gateway.client.responses.create(**asked, stream=True)]
+                kinds = [event.type for event in events]
+                assert kinds[2:] == ["response.output_item.added", "response.output_item.done", "response.completed"]
+                output = events[-1].response.output
+            else:
+                output = (await gateway.client.responses.create(**asked)).output
+            assert [item.type for item in output] == ["compaction"]
+        sent = [item.model_dump(exclude_none=True, warnings=False) for item in output]
+        assert "Yes." not in sent[-1]["encrypted_content"]
+        await gateway.client.responses.create(**BODY | {"input": [*sent, {"role": "user", "content": "on"}]})
+        told = "<|user|>Summary of the conversation so far:\n\nYes.\n<|user|>on\n<|assistant|>"
+        assert last_prompt(gateway) == ("<|user|>go\n" if how == "endpoint" else "") + told
+        sent[-1]["encrypted_content"] = "x"
+        raw = await gateway.client.responses.with_raw_response.create(**BODY | {"input": [*sent, *items]})
+        assert raw.headers[IGNORED] == "input.compaction.encrypted_content"
+
+
+async def test_a_compaction_without_a_summary_fails(start_gateway: StartGateway, thinking: FakeEngineClient) -> None:
+    thinking.script = lambda submit: [(65, "<think>So.</think> \n")]
+    async with start_gateway([thinking]) as gateway:
+        with pytest.raises(openai.InternalServerError, match="wrote no summary"):
+            await gateway.client.with_options(max_retries=0).responses.compact(model="tiny", input="go")
+
+
+async def test_input_tokens_are_those_that_a_response_is_billed_for(
+    start_gateway: StartGateway, thinking: FakeEngineClient
+) -> None:
+    tools: list[Any] = [{"type": "custom", "name": "write"}, {"type": "web_search"}]
+    async with start_gateway([thinking]) as gateway:
+        first = await gateway.client.responses.create(**BODY, store=True)
+        asked: dict[str, Any] = {"model": "tiny", "input": "why?", "instructions": "be brief", "tools": tools}
+        for fields in (asked, asked | {"previous_response_id": first.id}):
+            counted = await gateway.client.responses.input_tokens.count(**fields)
+            response = await gateway.client.responses.create(**fields)
+            assert (counted.object, counted.input_tokens) == ("response.input_tokens", response.usage.input_tokens)
+        with pytest.raises(openai.NotFoundError):
+            await gateway.client.responses.input_tokens.count(model="gpt-9", input="x")

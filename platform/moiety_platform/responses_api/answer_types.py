@@ -13,10 +13,12 @@ from moiety_platform.openai_api.answer_types import ChatTokenLogprob, Count, Tie
 from moiety_platform.openapi.schemas import either, shows
 from moiety_platform.responses_api.item_types import (
     InputItem,
+    InputMessage,
     OfferedToolFields,
     OutputItem,
     OutputText,
     ResponseChosen,
+    ResponseCompaction,
 )
 
 
@@ -142,6 +144,23 @@ class ResponseObject(TypedDict):
     usage: ResponseUsage | None
     user: str | None
     metadata: dict[str, str]
+
+
+class CompactedResponse(TypedDict):
+    """A compacted conversation."""
+
+    id: str
+    object: Literal["response.compaction"]
+    created_at: int
+    output: list[Annotated[Any, either(InputMessage, ResponseCompaction)]]
+    usage: ResponseUsage
+
+
+class InputTokens(TypedDict):
+    """The number of tokens of a conversation."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: Count
 
 
 class DeletedResponse(TypedDict):

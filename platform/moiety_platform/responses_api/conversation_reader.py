@@ -5,17 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from moiety_platform.auth.principal import Principal
 from moiety_platform.errors import NotFound
-from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.responses_api.input import REFERENCE
-from moiety_platform.responses_api.items import COMPACTION, THOUGHT, Continued, Item, response_id_of, thought_item
+from moiety_platform.responses_api.item_bodies import ItemsBody
+from moiety_platform.responses_api.items import (
+    COMPACTION,
+    THOUGHT,
+    Continued,
+    Item,
+    response_id_of,
+    thought_item,
+    without_id,
+)
 from moiety_platform.responses_api.keeper import ResponseKeeper
 from moiety_platform.responses_api.reasoning_cipher import ReasoningCipher
-from moiety_platform.responses_api.schemas import ResponsesBody
 
 _ENCRYPTED = "encrypted_content"
+
+Body = TypeVar("Body", bound=ItemsBody)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,25 +35,23 @@ class ConversationReader:
     keeper: ResponseKeeper
     cipher: ReasoningCipher
 
-    async def resolve(self, body: ResponsesBody, record: RequestRecord) -> ResponsesBody:
-        """Return the body with all items of its conversation.
+    async def resolve(self, body: Body, whose: Principal) -> tuple[Body, list[str]]:
+        """Return the body with all items of its conversation, and the paths of what is ignored.
 
-        What was encrypted elsewhere or has been changed is left out, and named in the record's ignored fields. The
-        store is queried only for conversations that are continued and for references. Raises NotFound, BadRequest,
-        TooLarge or Unavailable.
+        What was encrypted elsewhere or has been changed is left out. The store is queried only for conversations that
+        are continued and for references. Raises NotFound, BadRequest, TooLarge or Unavailable.
         """
-        whose, continued = record.principal, Continued()
+        continued = Continued()
         if body.previous_response_id is not None:
             continued = await self.keeper.continued(whose, body.previous_response_id)
         given = await self._without_references(whose, body.items(), continued)
         notes: set[str] = set()
         read = list(self._decrypted(whose.tenant_id, [*continued.items, *given], notes))
-        record.ignored_fields += sorted(notes)
-        return body.resolved(continued, given, read)
+        return body.resolved(continued, given, read), sorted(notes)
 
-    def encrypt_for(self, tenant_id: str) -> Callable[[str], str]:
-        """Return the function that encrypts a tenant's reasoning."""
-        return partial(self.cipher.encrypt, tenant_id, THOUGHT)
+    def encrypt_for(self, tenant_id: str, kind: str) -> Callable[[str], str]:
+        """Return the function that encrypts the texts of a tenant's items of a type."""
+        return partial(self.cipher.encrypt, tenant_id, kind)
 
     async def _without_references(self, whose: Principal, items: list[Item], continued: Continued) -> list[Item]:
         """Return the items with those of stored responses in place of references. Raises NotFound."""
@@ -61,7 +69,7 @@ class ConversationReader:
                     code="item_not_found",
                     param="input",
                 )
-        return [_as_given(known[item["id"]]) if item["type"] == REFERENCE else item for item in items]
+        return [without_id(known[item["id"]]) if item["type"] == REFERENCE else item for item in items]
 
     def _decrypted(self, tenant_id: str, items: Sequence[Item], notes: set[str]) -> Iterator[Item]:
         for item in items:
@@ -76,8 +84,3 @@ class ConversationReader:
                 yield {**item, "summary": text}
             else:
                 yield thought_item(text)
-
-
-def _as_given(item: Item) -> Item:
-    """Return a stored item as a new request's own, which gets an id of its own."""
-    return {name: value for name, value in item.items() if name != "id"}

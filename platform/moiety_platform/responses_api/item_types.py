@@ -251,6 +251,7 @@ OutputItem = Annotated[
         ResponseShellCall,
         ResponseLocalShellCall,
         ResponseSearchCall,
+        ResponseCompaction,
     ),
 ]
 InputItem = Annotated[

@@ -111,6 +111,11 @@ def with_id(item: Item, response_id: str, number: int) -> Item:
     return {"id": f"{_ID_PREFIXES[item['type']]}_{random}{number:05x}", **item}
 
 
+def without_id(item: Item) -> Item:
+    """Return the item without its id."""
+    return {name: value for name, value in item.items() if name != "id"}
+
+
 def response_id_of(item_id: str) -> str | None:
     """Return the id of the response that an item belongs to, or None if it cannot be an item's id."""
     found = _ITEM_ID.fullmatch(item_id)

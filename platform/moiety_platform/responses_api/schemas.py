@@ -5,16 +5,12 @@ Unknown fields are ignored. Known ones are marked where they are not served as O
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
-from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     ConfigDict,
     Field,
     FiniteFloat,
-    PrivateAttr,
     StringConstraints,
     ValidationInfo,
     field_validator,
@@ -26,7 +22,6 @@ from moiety_platform.inference.body_fields import (
     KEEP_S,
     GeneratingBody,
     MetadataPairs,
-    ModelName,
     Retention,
     StrictBody,
     refuse,
@@ -37,20 +32,11 @@ from moiety_platform.inference.field_support import ignored, mapped, refused
 from moiety_platform.inference.generation import Conversation, Generation
 from moiety_platform.openai_api.response_formats import TextFormat, require_one_form
 from moiety_platform.openai_api.schemas import STREAMED_OPTIONS
-from moiety_platform.responses_api.call_input import SearchResultItem
-from moiety_platform.responses_api.calls import OfferedTool
-from moiety_platform.responses_api.history import check_results, messages_of
-from moiety_platform.responses_api.input import AdditionalTools, InputItem, InputItems, SkippedItem
-from moiety_platform.responses_api.items import Continued, Item
-from moiety_platform.responses_api.tool_choice import AUTO, ResponseChoice
-from moiety_platform.responses_api.tools import (
-    ResponseTool,
-    ResponseTools,
-    check_offered,
-    offered_by,
-    readable_type,
-    skipped_types,
-)
+from moiety_platform.responses_api.compaction import TIERS, compaction_of
+from moiety_platform.responses_api.input import InputItems
+from moiety_platform.responses_api.item_bodies import ToolItemsBody
+from moiety_platform.responses_api.tool_choice import AUTO
+from moiety_platform.responses_api.tools import check_offered
 from moiety_wire.messages import Sampling
 
 LOGPROBS = "message.output_text.logprobs"
@@ -63,7 +49,6 @@ NOTHING_TO_INCLUDE = (  # fields of items that no answer here has
     "web_search_call.action.sources",
     "web_search_call.results",
 )
-TIERS: Mapping[str, str] = MappingProxyType({"fast": "priority", "ultrafast": "priority", "scale": "auto"})
 
 _Name = Annotated[str, StringConstraints(max_length=512)]
 _Part = Annotated[str, shows(enum=[LOGPROBS, ENCRYPTED, *NOTHING_TO_INCLUDE])]
@@ -121,14 +106,12 @@ class ContextEntry(StrictBody):
     )
 
 
-class ResponsesBody(GeneratingBody):
+class ResponsesBody(GeneratingBody, ToolItemsBody):
     """`POST /v1/responses`. null means the default."""
 
     model_config = ConfigDict(json_schema_extra=_RULES)
 
-    model: ModelName
     input: InputItems
-    instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     max_tool_calls: Annotated[int | None, ignored("It limits calls of hosted tools, which there are none of.")] = None
     temperature: Annotated[FiniteFloat, Field(ge=0, le=2)] | None = None
@@ -138,11 +121,6 @@ class ResponsesBody(GeneratingBody):
         Annotated[list[_Part], Field(fail_fast=True, max_length=64)] | None,
         mapped("Log probabilities and encrypted reasoning are served. Others are of items that no answer here has."),
     ] = None
-    tools: Annotated[
-        ResponseTools | None, mapped("Tools that OpenAI's servers run are skipped, unless `tool_choice` requires one.")
-    ] = None
-    tool_choice: ResponseChoice | None = None
-    parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
     service_tier: Annotated[
@@ -151,7 +129,6 @@ class ResponsesBody(GeneratingBody):
     ] = None
     stream_options: ResponseStreamOptions | None = None
     store: bool | None = None
-    previous_response_id: str | None = None
     background: Annotated[bool, shows(const=False)] | None = None
     background_options: Annotated[dict[str, Any] | None, ignored("Background responses begin at once.")] = None
     metadata: MetadataPairs | None = None
@@ -176,10 +153,6 @@ class ResponsesBody(GeneratingBody):
     prompt: Annotated[_Refused, refused(_REFUSED["prompt"])] = None
     moderation: Annotated[_Refused, refused(_REFUSED["moderation"])] = None
 
-    _continued: Continued = PrivateAttr(Continued())
-    _given: tuple[Item, ...] | None = PrivateAttr(None)
-    _read: tuple[Item, ...] | None = PrivateAttr(None)
-
     @field_validator(*_REFUSED)
     @classmethod
     def _not_served(cls, value: Any, info: ValidationInfo) -> Any:
@@ -192,13 +165,6 @@ class ResponsesBody(GeneratingBody):
     def _in_the_foreground(cls, value: bool | None) -> bool | None:
         if value:
             raise refuse("answers are not made in the background; leave it out and wait for the answer, or stream it")
-        return value
-
-    @field_validator("tool_choice")
-    @classmethod
-    def _choice_among_tools(cls, value: ResponseChoice | None, info: ValidationInfo) -> ResponseChoice | None:
-        if value is not None and info.data.keys() >= {"tools", "input"}:
-            value.check(_offered(_all_tools(info.data["tools"], info.data["input"])))
         return value
 
     @field_validator("include")
@@ -219,16 +185,6 @@ class ResponsesBody(GeneratingBody):
         check_offered(self.offered, shape_of(info).max_tools)
         return self
 
-    @cached_property
-    def offered(self) -> list[OfferedTool]:
-        """The functions of the model for the tools of the request, in `tools` and in items of `input`."""
-        return _offered(_all_tools(self.tools, self.input))
-
-    def skipped_entries(self) -> Iterator[str]:
-        """Yield the types of tools and items that have no effect."""
-        yield from {f"tools.{kind}" for kind in skipped_types(_all_tools(self.tools, self.input))}
-        yield from {f"input.{readable_type(item.type)}" for item in self.input if isinstance(item, SkippedItem)}
-
     @property
     def wants_logprobs(self) -> bool:
         return LOGPROBS in (self.include or ())
@@ -237,32 +193,11 @@ class ResponsesBody(GeneratingBody):
     def wants_encrypted_reasoning(self) -> bool:
         return ENCRYPTED in (self.include or ())
 
-    def items(self) -> list[Item]:
-        """Return the items of the request itself, as they are stored."""
-        if self._given is not None:
-            return list(self._given)
-        return [checked for item in self.input if (checked := item.checked()) is not None]
-
-    @property
-    def continued(self) -> Continued:
-        """The conversation that the request continues."""
-        return self._continued
-
-    def resolved(self, continued: Continued, given: Sequence[Item], read: Sequence[Item]) -> Self:
-        """Return a copy of the request that continues a conversation.
-
-        `given` are the request's own items without references, and `read` are all items of the conversation as the
-        model reads them.
-        """
-        body = self.model_copy()
-        body._continued, body._given, body._read = continued, tuple(given), tuple(read)
-        return body
-
     def generation(self) -> Generation:
         """Return the generation to run. Raises BadRequest if calls and results do not match."""
-        items = self.items() if self._read is None else self._read
-        check_results(items)
-        instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        messages = self.messages()
+        if self.wants_compaction:
+            return compaction_of(self.model, messages, self.service_tier)
         offer = (self.tool_choice or AUTO).offer(self.offered, parallel=self.parallel_tool_calls is not False)
         grammar = None if self.text is None or self.text.format is None else self.text.format.grammar()
         require_one_form(grammar, offer, "text.format")
@@ -270,7 +205,7 @@ class ResponsesBody(GeneratingBody):
             model=self.model,
             prompts=(
                 Conversation(
-                    (*instructions, *messages_of(items)),
+                    messages,
                     tools=offer,
                     effort=None if self.reasoning is None else self.reasoning.effort,
                 ),
@@ -287,19 +222,3 @@ class ResponsesBody(GeneratingBody):
             grammar=grammar,
             truncates=self.truncation == "auto" or bool(self.context_management),
         )
-
-
-def _all_tools(tools: Sequence[ResponseTool] | None, items: Sequence[InputItem]) -> list[ResponseTool]:
-    found = list(tools or ())
-    for item in items:
-        if isinstance(item, AdditionalTools | SearchResultItem):
-            found += item.tools
-    return found
-
-
-def _offered(tools: Sequence[ResponseTool]) -> list[OfferedTool]:
-    """Return the functions of the model for the tools. A search may find a tool again."""
-    found: dict[str, OfferedTool] = {}
-    for one in offered_by(tools):
-        found.setdefault(one.tool.name, one)
-    return list(found.values())

@@ -87,7 +87,7 @@ class GrammarInput(StrictBody):
     definition: Annotated[str, Field(min_length=1), AfterValidator(_check_definition)]
 
 
-class CustomTool(ResponseTool):
+class FreeTextTool(ResponseTool):
     """A tool of the client whose input is free text, or text that follows a grammar."""
 
     type: Literal["custom"]
@@ -153,7 +153,7 @@ class SkippedTool(ResponseTool):
     """A tool that cannot be offered."""
 
 
-_NAMED: dict[str, type[ResponseTool]] = {"function": ResponseFunctionTool, "custom": CustomTool}
+_NAMED: dict[str, type[ResponseTool]] = {"function": ResponseFunctionTool, "custom": FreeTextTool}
 
 
 def _validated(value: Any, info: ValidationInfo, known: dict[str, type[ResponseTool]]) -> ResponseTool:
@@ -179,7 +179,7 @@ class NamespaceTool(ResponseTool):
                 ResponseTool,
                 PlainValidator(
                     _as_named_tool,
-                    json_schema_input_type=ResponseFunctionTool | CustomTool,
+                    json_schema_input_type=ResponseFunctionTool | FreeTextTool,
                 ),
             ]
         ],
@@ -189,7 +189,7 @@ class NamespaceTool(ResponseTool):
 
     def offered(self) -> Iterator[OfferedTool]:
         for tool in self.tools:
-            if isinstance(tool, ResponseFunctionTool | CustomTool):
+            if isinstance(tool, ResponseFunctionTool | FreeTextTool):
                 yield tool.within(self.name)
 
     def fields(self) -> dict[str, Any]:
@@ -206,7 +206,7 @@ _TOOLS: dict[str, type[ResponseTool]] = {
     "tool_search": SearchTool,
 }
 _KNOWN = (
-    ResponseFunctionTool | CustomTool | NamespaceTool | BuiltInTool | ShellTool | SearchTool | SkippedTool
+    ResponseFunctionTool | FreeTextTool | NamespaceTool | BuiltInTool | ShellTool | SearchTool | SkippedTool
 )  # for the document
 
 
