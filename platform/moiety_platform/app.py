@@ -54,8 +54,16 @@ from moiety_platform.openapi.controller import SchemaController, ServedDocuments
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.reloading.reloader import Reloader
 from moiety_platform.request_head import add_request_id
-from moiety_platform.responses_api.controller import ResponseController, StoredResponses, response_route
+from moiety_platform.responses_api.controller import (
+    ResponseController,
+    StoredResponses,
+    compaction_route,
+    response_route,
+)
+from moiety_platform.responses_api.conversation_reader import ConversationReader
 from moiety_platform.responses_api.keeper import ConversationLimits, ResponseKeeper
+from moiety_platform.responses_api.reasoning_cipher import ReasoningCipher
+from moiety_platform.responses_api.token_count import ResponseTokensController
 from moiety_platform.routing.breaker_metrics import BreakerCollector
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import GatewaySettings
@@ -99,6 +107,7 @@ class Services:
     recorder: RequestRecorder
     idempotency: IdempotencyKeys
     responses: ResponseKeeper
+    cipher: ReasoningCipher
     admin_routes: Sequence[ControllerRouterHandler] = ()
     store: StoreReadiness | None = None
     objects: ObjectStoreReadiness | None = None
@@ -181,7 +190,13 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
             embedding_route(serve),
             message_route(serve),
             with_services(TokenCountController, messages=messages),
-            response_route(serve, services.responses),
+            response_route(serve, services.responses, services.cipher),
+            compaction_route(serve, services.responses, services.cipher),
+            with_services(
+                ResponseTokensController,
+                models=models,
+                reader=ConversationReader(services.responses, services.cipher),
+            ),
             with_services(ResponseController, stored=stored),
             with_services(ModelController, models=models),
             with_services(ProbeController, probes=probes),

@@ -242,13 +242,25 @@ async def test_a_choice_decides_what_is_called(
 
 
 BAD = [
-    ({"tools": [{"type": "web_search"}]}, "tools.0.name", "missing"),
-    ({"tools": [{"type": "file_search", "name": "x"}]}, "tools.0.type", "'file_search' are not supported"),
+    ({"tools": [{"name": "x"}]}, "tools.0.type", "missing"),
+    ({"tools": [7]}, "tools.0", "object"),
+    ({"tools": [{"type": "function"}]}, "tools.0.name", "missing"),
     ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name", "is no name of a tool"),
+    (
+        {"tools": [{"type": "custom", "name": "a", "format": {"type": "grammar"}}]},
+        "tools.0.format.grammar.syntax",
+        "missing",
+    ),
+    ({"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "custom"}]}]}, "tools.0.tools.0.name", "missing"),
+    ({"tools": [{"type": "custom", "name": "now"}, NOW]}, "tools", "two tools have the name 'now'"),
+    ({"tools": [NOW, {"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice", "web_search"),
+    ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "send 'tools' as well"),
+    ({"tools": [NOW], "tool_choice": {"type": "custom", "name": "now"}}, "tool_choice", "none of the tools"),
     ({"tools": [NOW, NOW]}, "tools", "two tools have the name 'now'"),
     ({"tool_choice": "required"}, "tool_choice", "send 'tools' as well"),
     ({"tools": [NOW], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "none of the tools"),
-    ({"tools": [NOW], "tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice", "'required' or"),
+    ({"tools": [NOW], "tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice.mode", "is missing"),
+    ({"tools": [NOW], "tool_choice": 7}, "tool_choice", "it must be 'none'"),
     ({"input": [*CALLED, {**ADDED[0], "call_id": "call_9"}]}, "input", "'call_9', which no 'function_call' before it"),
     ({"input": [*CALLED]}, "input", "no result of the call 'call_1'"),
     ({"input": [ADDED[0], *CALLED]}, "input", "'call_1', which no"),

@@ -185,15 +185,17 @@ BAD = [
     ({"input": [7]}, "input.0", "object"),
     (message(type=7), "input.0.type", "valid string"),
     (message(role="user", content=7), "input.0.content", "a string or a list of text parts"),
-    (message(role="user", content=[{"type": "input_image"}]), "input.0.content.0.type", "'input_image' are not"),
+    (message(role="user", content=[{"type": "input_image"}]), "input.0.content.0.type", "images are not read by this"),
+    (message(role="user", content=[{"type": "input_file"}]), "input.0.content.0.type", "files are not read by this"),
+    (message(role="user", content=[{"type": "smell"}]), "input.0.content.0.type", "'smell' are not supported"),
     (
         message(role="user", content=[{"type": "output_text", "text": "x"}]),
         "input.0.content",
         "'user' are 'input_text'",
     ),
-    (message(role="assistant", content=[{"type": "input_text", "text": "x"}]), "input.0.content", "are 'output_text'"),
-    (message(type="item_reference", id="msg_1"), "input.0.type", "send the item itself"),
-    (message(type="web_search_call"), "input.0.type", "'web_search_call' are not supported"),
+    (message(type="item_reference"), "input.0.id", "is missing"),
+    (message(type="smell"), "input.0.type", "'smell' are unknown"),
+    (message(type="compaction"), "input.0.encrypted_content", "is missing"),
     ({"instructions": 7}, "instructions", "valid string"),
     ({"max_output_tokens": 0}, "max_output_tokens", "greater than or equal to 1"),
     ({"temperature": 3}, "temperature", "less than or equal to 2"),
@@ -201,22 +203,22 @@ BAD = [
     ({"top_logprobs": 21, "include": [LOGPROBS]}, "top_logprobs", "less than or equal to 20"),
     ({"top_logprobs": 2}, None, "'include' has"),
     ({"include": ["everything"]}, "include", "'everything' is unknown"),
-    ({"service_tier": "fast"}, "service_tier", "'priority'"),
+    ({"service_tier": "slow"}, "service_tier", "'priority'"),
     ({"metadata": {str(n): "" for n in range(17)}}, "metadata", "16"),
     ({"metadata": {"k" * 65: "v"}}, "metadata." + "k" * 64 + ".[key]", "64 characters"),
     ({"metadata": {"k": "v" * 513}}, "metadata.k", "512 characters"),
     ({"user": "u" * 513}, "user", "512 characters"),
-    ({"truncation": "auto"}, "truncation", "nothing is dropped"),
+    ({"truncation": "most"}, "truncation", "'disabled'"),
     ({"text": {"format": {"type": "xml"}}}, "text.format.type", "use 'text'"),
     ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format", "are needed"),
-    ({"text": {"verbosity": "low"}}, "text.verbosity", "not supported"),
+    ({"text": {"verbosity": "lowest"}}, "text.verbosity", "'low'"),
     ({"background": True}, "background", "not made in the background"),
     ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "'none'"),
-    ({"conversation": "conv_1"}, "conversation", "not supported yet"),
-    ({"prompt": {"id": "pmpt_1"}}, "prompt", "not supported yet"),
-    ({"context_management": [{"type": "compaction"}]}, "context_management", "not supported yet"),
+    ({"conversation": "conv_1"}, "conversation", "use 'previous_response_id'"),
+    ({"prompt": {"id": "pmpt_1"}}, "prompt", "as 'instructions' or 'input'"),
+    ({"moderation": {"model": "m"}}, "moderation", "moderate them yourself"),
+    ({"context_management": [{"compact_threshold": 1}]}, "context_management.0.type", "is missing"),
     ({"stream_options": {}}, None, "only when 'stream' is true"),
-    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", "padded"),
 ]
 
 
@@ -235,10 +237,10 @@ async def test_what_changes_no_answer_is_accepted(gateway: RunningGateway) -> No
     harmless: dict[str, Any] = {
         "include": ["reasoning.encrypted_content"], "truncation": "disabled", "text": {"format": {"type": "text"}},
         "tools": [], "tool_choice": None, "metadata": None, "prompt_cache_retention": "24h", "max_tool_calls": 3,
-        "something_new": {"a": 1},
+        "something_new": {"a": 1}, "service_tier": "fast", "context_management": [{"type": "compaction"}],
     }  # fmt: skip
     assert (await gateway.post(PATH, BODY | harmless))[0] == 200
-    plain = await events_of(gateway, stream_options={"include_obfuscation": False})
+    plain = await events_of(gateway, stream_options={"include_obfuscation": True})
     assert plain[-1].type == "response.incomplete"
 
 

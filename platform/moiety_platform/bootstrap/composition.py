@@ -50,6 +50,7 @@ from moiety_platform.quota.store import LeaseStore
 from moiety_platform.reloading.reloader import Reloader, ReloadMetrics
 from moiety_platform.reloading.source import SettingsSource
 from moiety_platform.responses_api.keeper import ConversationLimits, ResponseKeeper
+from moiety_platform.responses_api.reasoning_cipher import ReasoningCipher
 from moiety_platform.responses_api.store import ResponseStore
 from moiety_platform.retention.jobs import retention_jobs_of
 from moiety_platform.retention.service import RetentionService
@@ -226,6 +227,7 @@ async def _open_services(
         recorder=recorder,
         idempotency=idempotency,
         responses=responses,
+        cipher=ReasoningCipher(pepper, turn),
         admin_routes=[admin],
         store=store,
         objects=objects_ready,

@@ -78,4 +78,5 @@ class Generation(msgspec.Struct, frozen=True):
     echo: bool = False  # return each prompt's text before its answers
     shows_special_tokens: bool = False  # the text of special tokens is a part of the answer
     cache_salt: str = ""  # the client's own: requests share cached prefixes only with those of the same salt
+    truncates: bool = False  # leave out the oldest messages of a conversation that does not fit the context
     prompt_field: str = "prompt"  # the API's field of the prompts, for error messages

@@ -44,6 +44,7 @@ from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.request_recorder import STOPPING, RequestRecorder
 from moiety_platform.inference.response import ClientDisconnected, HttpResponse, WatchingForDisconnect
 from moiety_platform.inference.run import InferenceRun
+from moiety_platform.inference.truncation import encode_fitting
 from moiety_platform.known_parameters import check_query
 from moiety_platform.metrics import Metrics
 from moiety_platform.prices.cache import PriceCache
@@ -173,7 +174,7 @@ class RequestPipeline:
         try:
             _refuse_hopeless(generation, matched)
             text = await services.texts.get(matched.card)
-            prompts = await text.encode_prompts(generation)
+            prompts = await encode_fitting(text, generation, matched.card, record)
             record.adjusted_fields |= text.adjusted_fields(generation)
             longest = self._most_output_tokens(record, generation, matched.card, prompts)
             origin = await self._reserve(record, matched, prompts, max(longest), streams)

@@ -1,4 +1,4 @@
-"""Types of OpenAI's responses, items and events, used to generate the OpenAPI schema.
+"""Types of OpenAI's responses and their events, used to generate the OpenAPI schema.
 
 The answers themselves are built as plain dicts (`answers.py`, `items.py`, `events.py`).
 """
@@ -9,90 +9,17 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypedDict
 
-from msgspec import Meta
-
 from moiety_platform.openai_api.answer_types import ChatTokenLogprob, Count, Tier
 from moiety_platform.openapi.schemas import either, shows
-
-Status = Literal["in_progress", "completed", "incomplete"]
-
-
-class InputText(TypedDict):
-    """Text from the client."""
-
-    type: Literal["input_text"]
-    text: str
-
-
-class OutputText(TypedDict):
-    """Text of an answer."""
-
-    type: Literal["output_text"]
-    text: str
-    annotations: Annotated[list[Any], Meta(max_length=0)]
-    logprobs: list[ChatTokenLogprob]
-
-
-class ResponseMessage(TypedDict):
-    """A message of the model."""
-
-    id: str
-    type: Literal["message"]
-    status: Status
-    role: Literal["assistant"]
-    content: list[OutputText]
-
-
-class ResponseCall(TypedDict):
-    """A function call for the client to execute. Its arguments are a JSON object as text."""
-
-    id: str
-    type: Literal["function_call"]
-    status: Status
-    call_id: str
-    name: str
-    arguments: str
-
-
-class ThoughtText(TypedDict):
-    """Text of the reasoning."""
-
-    type: Literal["reasoning_text"]
-    text: str
-
-
-class ResponseThought(TypedDict):
-    """Reasoning of the model before its answer. There are no summaries."""
-
-    id: str
-    type: Literal["reasoning"]
-    status: Status
-    summary: Annotated[list[Any], Meta(max_length=0)]
-    content: list[ThoughtText]
-
-
-class InputMessage(TypedDict):
-    """A message from the client."""
-
-    id: str
-    type: Literal["message"]
-    status: Status
-    role: Literal["user", "system", "developer"]
-    content: list[InputText]
-
-
-class InputResult(TypedDict):
-    """The result of a function call."""
-
-    id: str
-    type: Literal["function_call_output"]
-    status: Status
-    call_id: str
-    output: str
-
-
-OutputItem = Annotated[Any, either(ResponseMessage, ResponseCall, ResponseThought)]
-InputItem = Annotated[Any, either(InputMessage, InputResult, ResponseMessage, ResponseCall, ResponseThought)]
+from moiety_platform.responses_api.item_types import (
+    InputItem,
+    InputMessage,
+    OfferedToolFields,
+    OutputItem,
+    OutputText,
+    ResponseChosen,
+    ResponseCompaction,
+)
 
 
 class InputItemList(TypedDict):
@@ -180,23 +107,6 @@ class ResponseReasoning(TypedDict):
     summary: None
 
 
-class ResponseFunction(TypedDict):
-    """A function that the model may call."""
-
-    type: Literal["function"]
-    name: str
-    description: str | None
-    parameters: dict[str, Any] | None
-    strict: bool
-
-
-class ResponseChosen(TypedDict):
-    """The function that the model must call."""
-
-    type: Literal["function"]
-    name: str
-
-
 class ResponseObject(TypedDict):
     """A response with the options of its request.
 
@@ -227,13 +137,30 @@ class ResponseObject(TypedDict):
     temperature: float
     text: ResponseText
     tool_choice: Literal["none", "auto", "required"] | ResponseChosen
-    tools: list[ResponseFunction]
+    tools: list[OfferedToolFields]
     top_logprobs: Count
     top_p: float
-    truncation: Literal["disabled"]
+    truncation: Literal["auto", "disabled"]
     usage: ResponseUsage | None
     user: str | None
     metadata: dict[str, str]
+
+
+class CompactedResponse(TypedDict):
+    """A compacted conversation."""
+
+    id: str
+    object: Literal["response.compaction"]
+    created_at: int
+    output: list[Annotated[Any, either(InputMessage, ResponseCompaction)]]
+    usage: ResponseUsage
+
+
+class InputTokens(TypedDict):
+    """The number of tokens of a conversation."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: Count
 
 
 class DeletedResponse(TypedDict):
@@ -352,6 +279,48 @@ class CallArgumentsDone(_OfItem):
     arguments: str
 
 
+class CustomInputDelta(_OfItem):
+    """More of a custom tool's input."""
+
+    type: Literal["response.custom_tool_call_input.delta"]
+    delta: str
+
+
+class CustomInputDone(_OfItem):
+    """The input of a custom tool is complete."""
+
+    type: Literal["response.custom_tool_call_input.done"]
+    input: str
+
+
+class _OfCommand(_Event):
+    """Event of a command of a shell call."""
+
+    output_index: Count
+    command_index: Count
+
+
+class CommandAdded(_OfCommand):
+    """A command begins."""
+
+    type: Literal["response.shell_call_command.added"]
+    command: str
+
+
+class CommandDelta(_OfCommand):
+    """More of a command."""
+
+    type: Literal["response.shell_call_command.delta"]
+    delta: str
+
+
+class CommandDone(_OfCommand):
+    """A command is complete."""
+
+    type: Literal["response.shell_call_command.done"]
+    command: str
+
+
 class ResponseCompleted(_Event):
     """The last event of a response that the model ended itself."""
 
@@ -395,6 +364,11 @@ EVENTS: Mapping[str, type] = MappingProxyType(
         "response.content_part.done": ContentPartDone,
         "response.function_call_arguments.delta": CallArgumentsDelta,
         "response.function_call_arguments.done": CallArgumentsDone,
+        "response.custom_tool_call_input.delta": CustomInputDelta,
+        "response.custom_tool_call_input.done": CustomInputDone,
+        "response.shell_call_command.added": CommandAdded,
+        "response.shell_call_command.delta": CommandDelta,
+        "response.shell_call_command.done": CommandDone,
         "response.output_item.done": OutputItemDone,
         "response.completed": ResponseCompleted,
         "response.incomplete": ResponseIncomplete,

@@ -11,7 +11,7 @@ from moiety_platform.inference.run import Usage
 from moiety_platform.responses_api.answer_types import TextFormatFields
 from moiety_platform.responses_api.items import Item
 from moiety_platform.responses_api.schemas import ResponsesBody, TextOptions
-from moiety_platform.responses_api.tools import choice_fields
+from moiety_platform.responses_api.tool_choice import AUTO
 from moiety_wire.messages import Finished, FinishReason
 
 ID_PREFIX = "resp_"
@@ -77,11 +77,11 @@ class ResponseHead:
             "store": bool(body.store),
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": {"format": format_fields(body.text), "verbosity": "medium"},
-            "tool_choice": choice_fields(body.tool_choice),
-            "tools": [tool.fields() for tool in body.tools or ()],
+            "tool_choice": (body.tool_choice or AUTO).fields,
+            "tools": [tool.fields() for tool in body.tools or () if any(tool.offered())],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": 1.0 if body.top_p is None else body.top_p,
-            "truncation": "disabled",
+            "truncation": body.truncation or "disabled",
             "usage": None,
             "user": body.user,
             "metadata": body.metadata or {},

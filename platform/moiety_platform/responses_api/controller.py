@@ -25,13 +25,23 @@ from moiety_platform.inference.text_answer import relay
 from moiety_platform.openapi.described import JSON, Described, describes, event_of
 from moiety_platform.openapi.documents import KEY
 from moiety_platform.query_parameters import one_of, whole
-from moiety_platform.responses_api.answer_types import EVENTS, DeletedResponse, InputItemList, ResponseObject
-from moiety_platform.responses_api.answers import ID_PREFIX, Fields, ResponseHead
+from moiety_platform.responses_api.answer_types import (
+    EVENTS,
+    CompactedResponse,
+    DeletedResponse,
+    InputItemList,
+    ResponseObject,
+)
+from moiety_platform.responses_api.answers import ID_PREFIX, Fields, ResponseHead, usage_fields
+from moiety_platform.responses_api.compaction import CompactBody, CompactionOutput
+from moiety_platform.responses_api.conversation_reader import ConversationReader
 from moiety_platform.responses_api.events import ResponseEvents, StreamErrors
-from moiety_platform.responses_api.items import Item, with_id
+from moiety_platform.responses_api.items import COMPACTION, FIRST_INPUT, MESSAGE, THOUGHT, Item, with_id, without_id
 from moiety_platform.responses_api.keeper import ResponseKeeper
 from moiety_platform.responses_api.output import ResponseOutput
+from moiety_platform.responses_api.reasoning_cipher import ReasoningCipher
 from moiety_platform.responses_api.schemas import ResponsesBody
+from moiety_text.reasoning import AnswerReader
 from moiety_wire.messages import Finished, Tokens
 
 PATH = "/v1/responses"
@@ -65,9 +75,9 @@ class StoredResponses:
         return await authenticate(self.authenticator, request)
 
 
-def response_route(serve: Serve, keeper: ResponseKeeper) -> HTTPRouteHandler:
+def response_route(serve: Serve, keeper: ResponseKeeper, cipher: ReasoningCipher) -> HTTPRouteHandler:
     """Return the handler of the endpoint that answers."""
-    answers = ResponseAnswers(keeper)
+    answers = ResponseAnswers(keeper, ConversationReader(keeper, cipher))
     return route(Endpoint(PATH, "chat", ID_PREFIX, ResponsesBody, answers.answer, _SHOWN, answers.prepare), serve)
 
 
@@ -80,6 +90,7 @@ class ResponseAnswers:
     """
 
     keeper: ResponseKeeper
+    reader: ConversationReader
 
     async def prepare(self, body: ResponsesBody, record: RequestRecord) -> ResponsesBody:
         """Return the body together with the conversation that it continues.
@@ -88,15 +99,15 @@ class ResponseAnswers:
         """
         if body.store:
             await self.keeper.require_room(record.principal)
-        if body.previous_response_id is None:
-            return body
-        return body.after(await self.keeper.continued(record.principal, body.previous_response_id))
+        body, ignored = await self.reader.resolve(body, record.principal)
+        record.ignored_fields += ignored
+        return body
 
     async def answer(
         self, body: ResponsesBody, run: InferenceRun, record: RequestRecord, reply: HttpResponse
     ) -> SendLast:
         head, readers = ResponseHead.of(body, record), run.new_readers()
-        output = ResponseOutput(None if readers is None else readers[0])
+        output = self._output_of(body, record, None if readers is None else readers[0])
         if not body.wants_stream:
             async for _, message in run:
                 _take(output, message)
@@ -105,6 +116,14 @@ class ResponseAnswers:
         reply.errors = StreamErrors(events)
         await relay(events, run, record, reply)
         return partial(self._end_stream, events, _ended(head, output, run, record), body, record, reply)
+
+    def _output_of(self, body: ResponsesBody, record: RequestRecord, reader: AnswerReader | None) -> ResponseOutput:
+        tenant_id = record.principal.tenant_id
+        if body.wants_compaction:
+            return CompactionOutput(record.request_id, reader, self.reader.encrypt_for(tenant_id, COMPACTION))
+        encrypt = self.reader.encrypt_for(tenant_id, THOUGHT) if body.wants_encrypted_reasoning else None
+        tools = {one.tool.name: one for one in body.offered}
+        return ResponseOutput(record.request_id, reader, tools, encrypt)
 
     async def _send_whole(
         self, response: Fields, body: ResponsesBody, record: RequestRecord, reply: HttpResponse
@@ -120,11 +139,67 @@ class ResponseAnswers:
         """Store the response if requested, and return its encoding, which says whether it is stored."""
         encoded = msgspec.json.encode(response)
         if body.store:
-            items = [with_id(item) for item in body.items()]
+            items = [with_id(item, record.request_id, FIRST_INPUT + at) for at, item in enumerate(body.items())]
             parts = (record.principal, record.request_id, body.model, body.continued, items, encoded)
             if not await self.keeper.keep(*parts):
                 return msgspec.json.encode({**response, "store": False})
         return encoded
+
+
+def compaction_route(serve: Serve, keeper: ResponseKeeper, cipher: ReasoningCipher) -> HTTPRouteHandler:
+    """Return the handler of the endpoint that summarizes a conversation."""
+    compactions = Compactions(ConversationReader(keeper, cipher))
+    return route(
+        Endpoint(
+            f"{PATH}/compact",
+            "chat",
+            ID_PREFIX,
+            CompactBody,
+            compactions.answer,
+            EndpointDocs(
+                tag="responses",
+                summary="Summarize a conversation",
+                detail="OpenAI's compaction. The client goes on with `output` in place of the conversation. It has the "
+                "user's messages, and the model's summary of everything, encrypted.",
+                answer=CompactedResponse,
+            ),
+            compactions.prepare,
+        ),
+        serve,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Compactions:
+    """Answers requests for compactions."""
+
+    reader: ConversationReader
+
+    async def prepare(self, body: CompactBody, record: RequestRecord) -> CompactBody:
+        """Return the body together with the conversation that it continues."""
+        body, ignored = await self.reader.resolve(body, record.principal)
+        record.ignored_fields += ignored
+        return body
+
+    async def answer(
+        self, body: CompactBody, run: InferenceRun, record: RequestRecord, reply: HttpResponse
+    ) -> SendLast:
+        readers, encrypt = run.new_readers(), self.reader.encrypt_for(record.principal.tenant_id, COMPACTION)
+        output = CompactionOutput(record.request_id, None if readers is None else readers[0], encrypt)
+        async for _, message in run:
+            _take(output, message)
+        kept = [item for item in body.all_items() if item["type"] == MESSAGE and item["role"] == "user"]
+        fields = {
+            "id": record.request_id,
+            "object": "response.compaction",
+            "created_at": record.arrival_unix_ns // 1_000_000_000,
+            "output": [
+                *(with_id(without_id(item), record.request_id, FIRST_INPUT + at) for at, item in enumerate(kept)),
+                *output.items,
+            ],
+            "usage": usage_fields(run.usage()),
+        }
+        return partial(reply.whole, 200, msgspec.json.encode(fields))
 
 
 def _take(output: ResponseOutput, message: Tokens | Finished) -> None:

@@ -11,11 +11,12 @@ from moiety_platform.errors import PlatformError
 from moiety_platform.http_errors import OpenAIErrors
 from moiety_platform.openai_api.answers import chat_logprobs
 from moiety_platform.responses_api.answers import ResponseHead
-from moiety_platform.responses_api.items import CALL, MESSAGE, THOUGHT, Item, text_part
+from moiety_platform.responses_api.items import CALL, CUSTOM_CALL, MESSAGE, SHELL_CALL, THOUGHT, Item, text_part
 from moiety_platform.responses_api.output import (
     ItemBegun,
     ItemEnded,
     MoreArguments,
+    MoreInput,
     MoreText,
     MoreThought,
     ResponseOutput,
@@ -26,6 +27,8 @@ from moiety_wire.messages import Finished, TokenLogprob
 _TEXT = "response.output_text"
 _THOUGHT = "response.reasoning_text"
 _ARGUMENTS = "response.function_call_arguments"
+_INPUT = "response.custom_tool_call_input"
+_COMMAND = "response.shell_call_command"
 
 _encode = msgspec.json.Encoder().encode
 
@@ -74,6 +77,8 @@ class ResponseEvents:
                 return self.event(f"{_THOUGHT}.delta", {**self._place, "content_index": 0, "delta": text})
             case MoreArguments(text):
                 return self.event(f"{_ARGUMENTS}.delta", {**self._place, "delta": text})
+            case MoreInput(text):
+                return self.event(f"{_INPUT}.delta", {**self._place, "delta": text})
             case ItemBegun(item):
                 return self._begun(item)
             case ItemEnded(item):
@@ -108,6 +113,12 @@ class ResponseEvents:
         elif item["type"] == THOUGHT:
             told = {"content_index": 0, "text": item["content"][0]["text"]}
             done = self.event(f"{_THOUGHT}.done", {**self._place, **told})
+        elif item["type"] == CUSTOM_CALL:
+            done = self.event(f"{_INPUT}.done", {**self._place, "input": item["input"]})
+        elif item["type"] == SHELL_CALL:
+            done = b"".join(self._command(number, text) for number, text in enumerate(item["action"]["commands"]))
+        elif item["type"] != MESSAGE:
+            done = b""
         else:
             (part,) = item["content"]
             place = {**self._place, "content_index": 0}
@@ -116,6 +127,13 @@ class ResponseEvents:
             done += self.event("response.content_part.done", {**place, "part": part})
         whole = {"output_index": self._place["output_index"], "item": item}
         return done + self.event("response.output_item.done", whole)
+
+    def _command(self, number: int, text: str) -> bytes:
+        """Return the events of one command of a shell call."""
+        place = {"output_index": self._place["output_index"], "command_index": number}
+        added = self.event(f"{_COMMAND}.added", {**place, "command": ""})
+        delta = self.event(f"{_COMMAND}.delta", {**place, "delta": text})
+        return added + delta + self.event(f"{_COMMAND}.done", {**place, "command": text})
 
 
 class _Status(msgspec.Struct):

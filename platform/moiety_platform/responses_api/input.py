@@ -4,62 +4,43 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-import msgspec
-from pydantic import (
-    ConfigDict,
-    Field,
-    PlainValidator,
-    StringConstraints,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import ConfigDict, Field, PlainValidator, StringConstraints, ValidationInfo, field_validator
 
 from moiety_platform.inference.body_fields import MAX_MESSAGES, MAX_PARTS, StrictBody, bounded, or_text, refuse, shows
-from moiety_platform.inference.tool_fields import ArgumentsText, ToolName
+from moiety_platform.responses_api.call_input import CALL_ITEMS, CallInput
+from moiety_platform.responses_api.content import INPUT_TEXT, OUTPUT_TEXT, REFUSAL, ContentParts, ItemContent
 from moiety_platform.responses_api.items import (
-    CALL,
+    COMPACTION,
     MESSAGE,
-    RESULT,
     THOUGHT,
     Item,
-    call_item,
     message_item,
-    result_item,
     text_part,
     thought_item,
 )
+from moiety_platform.responses_api.tools import ResponseTools
 
 ROLES = ("user", "assistant", "system", "developer")
+REFERENCE = "item_reference"
+TRIGGER = "compaction_trigger"
 
-_INPUT_TEXT = "input_text"
-_OUTPUT_TEXT = "output_text"
-_CallId = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+SKIPPED = (  # items of hosted tools and of features that are not offered; they carry nothing that a model here reads
+    "code_interpreter_call",
+    "computer_call",
+    "computer_call_output",
+    "configuration_update",
+    "file_search_call",
+    "image_generation_call",
+    "mcp_approval_request",
+    "mcp_approval_response",
+    "mcp_call",
+    "mcp_list_tools",
+    "program",
+    "program_output",
+    "web_search_call",
+)
 
-
-class ItemText(StrictBody):
-    type: Annotated[str, shows(enum=[_INPUT_TEXT, _OUTPUT_TEXT])]
-    text: str
-
-    @field_validator("type")
-    @classmethod
-    def _only_text(cls, value: str) -> str:
-        if value not in (_INPUT_TEXT, _OUTPUT_TEXT):
-            raise refuse(
-                f"parts of type {value[:64]!r} are not supported; send text as {_INPUT_TEXT!r}, or an assistant's as "
-                f"{_OUTPUT_TEXT!r}"
-            )
-        return value
-
-
-def _part_type(role: str | None) -> str:
-    return _OUTPUT_TEXT if role == "assistant" else _INPUT_TEXT
-
-
-def _as_part(text: str, info: ValidationInfo) -> dict[str, str]:
-    return {"type": _part_type(info.data.get("role")), "text": text}
-
-
-Parts = Annotated[list[ItemText], Field(fail_fast=True, max_length=MAX_PARTS), or_text(_as_part, "text parts")]
+_ItemId = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
 class MessageItem(StrictBody):
@@ -68,14 +49,13 @@ class MessageItem(StrictBody):
     model_config = ConfigDict(
         json_schema_extra={
             "if": {"properties": {"role": {"const": "assistant"}}},
-            "then": {"properties": {"content": {"items": {"properties": {"type": {"const": _OUTPUT_TEXT}}}}}},
-            "else": {"properties": {"content": {"items": {"properties": {"type": {"const": _INPUT_TEXT}}}}}},
+            "else": {"properties": {"content": {"items": {"properties": {"type": {"const": INPUT_TEXT}}}}}},
         }
     )
 
     type: Literal["message"] | None = None
     role: Annotated[str, shows(enum=list(ROLES))]
-    content: Parts
+    content: ContentParts
 
     @field_validator("role")
     @classmethod
@@ -86,41 +66,18 @@ class MessageItem(StrictBody):
 
     @field_validator("content")
     @classmethod
-    def _of_the_role(cls, value: list[ItemText], info: ValidationInfo) -> list[ItemText]:
+    def _of_the_role(cls, value: list[ItemContent], info: ValidationInfo) -> list[ItemContent]:
         role = info.data.get("role")
         for place, part in enumerate(value):
-            if role is not None and part.type != _part_type(role):
-                raise refuse(f"part {place} is of type {part.type!r}; those of role {role!r} are {_part_type(role)!r}")
+            if role not in (None, "assistant") and part.type in (OUTPUT_TEXT, REFUSAL):
+                raise refuse(f"part {place} is of type {part.type!r}; those of role {role!r} are {INPUT_TEXT!r}")
         return value
 
     def checked(self) -> Item:
         if self.role == "assistant":
-            return message_item([text_part(part.text) for part in self.content])
-        content = [{"type": _INPUT_TEXT, "text": part.text} for part in self.content]
+            return message_item([text_part(part.readable) for part in self.content])
+        content = [{"type": INPUT_TEXT, "text": part.readable} for part in self.content]
         return {"type": MESSAGE, "status": "completed", "role": self.role, "content": content}
-
-
-class CallItem(StrictBody):
-    """A function call of an earlier answer."""
-
-    type: Literal["function_call"]
-    call_id: _CallId
-    name: ToolName
-    arguments: ArgumentsText
-
-    def checked(self) -> Item:
-        return call_item(self.call_id, self.name, msgspec.json.encode(self.arguments).decode())
-
-
-class ResultItem(StrictBody):
-    """The result of a function call."""
-
-    type: Literal["function_call_output"]
-    call_id: _CallId
-    output: Parts
-
-    def checked(self) -> Item:
-        return result_item(self.call_id, "\n".join(part.text for part in self.output))
 
 
 class GivenThought(StrictBody):
@@ -129,42 +86,106 @@ class GivenThought(StrictBody):
 
 
 class ThoughtItem(StrictBody):
-    """Reasoning of an earlier answer. Its summary is ignored, since it says less than the reasoning itself."""
+    """Reasoning of an earlier answer, or the same encrypted. The summary is ignored, since it says less."""
 
     type: Literal["reasoning"]
     content: Annotated[list[GivenThought], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
+    encrypted_content: str | None = None
 
     def checked(self) -> Item:
-        return thought_item("\n".join(part.text for part in self.content or ()))
+        if self.content:
+            return thought_item("\n".join(part.text for part in self.content))
+        item = thought_item(None)
+        return item if self.encrypted_content is None else {**item, "encrypted_content": self.encrypted_content}
 
 
-InputItem = MessageItem | CallItem | ResultItem | ThoughtItem
+class CompactionItem(StrictBody):
+    """The summary of a compacted conversation, encrypted."""
 
-_ITEMS: dict[str, type[InputItem]] = {MESSAGE: MessageItem, CALL: CallItem, RESULT: ResultItem, THOUGHT: ThoughtItem}
+    type: Literal["compaction"]
+    encrypted_content: str
+
+    def checked(self) -> Item:
+        return {"type": COMPACTION, "encrypted_content": self.encrypted_content}
 
 
-class _Typed(StrictBody):
-    """An item of unknown type. Validation raises an error that names the field."""
+class ItemReference(StrictBody):
+    """An item of a stored response, by its id."""
 
-    type: str
+    type: Literal["item_reference"] | None = None
+    id: _ItemId
+
+    def checked(self) -> Item:
+        return {"type": REFERENCE, "id": self.id}
+
+
+class CompactionTrigger(StrictBody):
+    """Asks for a compaction of the conversation in place of an answer, as the last item of `input`."""
+
+    type: Literal["compaction_trigger"]
+
+    def checked(self) -> None:
+        """Return nothing, since it is no part of the conversation."""
+
+
+class AdditionalTools(StrictBody):
+    """Tools that are offered beside those in `tools`."""
+
+    type: Literal["additional_tools"]
+    tools: ResponseTools
+
+    def checked(self) -> None:
+        """Return nothing, since it is no part of the conversation."""
+
+
+class SkippedItem(StrictBody):
+    """An item of a tool that does not exist here, such as a search of OpenAI's."""
+
+    type: Annotated[str, shows(enum=list(SKIPPED))]
 
     @field_validator("type")
     @classmethod
     def _known_type(cls, value: str) -> str:
-        if value == "item_reference":
-            raise refuse("references are not supported; send the item itself, or use 'previous_response_id'")
-        raise refuse(f"items of type {value[:64]!r} are not supported; send {', '.join(_ITEMS)}")
+        if value not in SKIPPED:
+            raise refuse(f"items of type {value[:64]!r} are unknown; send {', '.join(_ITEMS)}")
+        return value
+
+    def checked(self) -> None:
+        """Return nothing, since it is no part of the conversation."""
+
+
+InputItem = (
+    MessageItem
+    | ThoughtItem
+    | CompactionItem
+    | ItemReference
+    | CompactionTrigger
+    | CallInput
+    | AdditionalTools
+    | SkippedItem
+)
+
+_ITEMS: dict[str, type[InputItem]] = {
+    MESSAGE: MessageItem,
+    THOUGHT: ThoughtItem,
+    **CALL_ITEMS,
+    COMPACTION: CompactionItem,
+    TRIGGER: CompactionTrigger,
+    REFERENCE: ItemReference,
+    "additional_tools": AdditionalTools,
+}
 
 
 def _as_item(value: Any, info: ValidationInfo) -> InputItem:
     """Validate an item as the type that it names, so that errors refer to that type only.
 
-    A message may omit its type.
+    A message may omit its type, and so may a reference, which has only an id.
     """
-    kind = (value.get("type") or MESSAGE) if isinstance(value, dict) else MESSAGE
-    if not isinstance(kind, str) or kind not in _ITEMS:
-        _Typed.model_validate(value)
-    return _ITEMS[kind].model_validate(value, context=info.context)
+    kind = MESSAGE
+    if isinstance(value, dict):
+        kind = value.get("type") or (REFERENCE if value.keys() == {"id"} else MESSAGE)
+    schema = _ITEMS.get(kind, SkippedItem) if isinstance(kind, str) else SkippedItem
+    return schema.model_validate(value, context=info.context)
 
 
 InputItems = Annotated[

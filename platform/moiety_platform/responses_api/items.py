@@ -1,29 +1,61 @@
-"""Items of a conversation, as they are stored and listed, and converted for the model's chat template.
+"""Items of a conversation, as they are stored and listed.
 
 An item is a plain dict in the format in which OpenAI's API lists it, whether a client or the model made it. It gets its
-id when it is answered or stored.
+id when it is answered or stored. The id has the id of its response in it, so that a reference to an item says where to
+look for it.
 """
 
 from __future__ import annotations
 
-import json
-import secrets
-from collections.abc import Iterable
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
-from moiety_platform.errors import BadRequest
-from moiety_platform.inference.tool_fields import call_for_template
 from moiety_platform.openai_api.answer_types import ChatTokenLogprob
 
 Item = dict[str, Any]
 
 MESSAGE = "message"
-CALL = "function_call"
-RESULT = "function_call_output"
 THOUGHT = "reasoning"
+COMPACTION = "compaction"
 
-_ID_PREFIXES = {MESSAGE: "msg_", CALL: "fc_", RESULT: "fco_", THOUGHT: "rs_"}
+CALL = "function_call"
+CUSTOM_CALL = "custom_tool_call"
+PATCH_CALL = "apply_patch_call"
+SHELL_CALL = "shell_call"
+LOCAL_SHELL_CALL = "local_shell_call"
+SEARCH_CALL = "tool_search_call"
+
+RESULT = "function_call_output"
+CUSTOM_RESULT = "custom_tool_call_output"
+PATCH_RESULT = "apply_patch_call_output"
+SHELL_RESULT = "shell_call_output"
+LOCAL_SHELL_RESULT = "local_shell_call_output"
+SEARCH_RESULT = "tool_search_output"
+
+CALLS: Mapping[str, str] = MappingProxyType(
+    {
+        CALL: RESULT,
+        CUSTOM_CALL: CUSTOM_RESULT,
+        PATCH_CALL: PATCH_RESULT,
+        SHELL_CALL: SHELL_RESULT,
+        LOCAL_SHELL_CALL: LOCAL_SHELL_RESULT,
+        SEARCH_CALL: SEARCH_RESULT,
+    }
+)
+"""Types of calls that the client executes, with the types of their results."""
+
+RESULTS = frozenset(CALLS.values())
+FIRST_INPUT = 0x80000  # number of a response's first input item; those of its output begin at 0
+
+_ID_PREFIXES = {
+    MESSAGE: "msg", THOUGHT: "rs", COMPACTION: "cmp", CALL: "fc", RESULT: "fco", CUSTOM_CALL: "ctc",
+    CUSTOM_RESULT: "ctco", PATCH_CALL: "apc", PATCH_RESULT: "apco", SHELL_CALL: "sh", SHELL_RESULT: "sho",
+    LOCAL_SHELL_CALL: "lsh", LOCAL_SHELL_RESULT: "lsho", SEARCH_CALL: "tsc", SEARCH_RESULT: "tso",
+}  # fmt: skip
+_ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})[0-9a-f]{5,}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +77,21 @@ def message_item(parts: list[dict[str, Any]], status: str = "completed") -> Item
     return {"type": MESSAGE, "status": status, "role": "assistant", "content": parts}
 
 
-def call_item(call_id: str, name: str, arguments: str, status: str = "completed") -> Item:
+def call_item(call_id: str, name: str, arguments: str, namespace: str | None = None) -> Item:
     """Return a function call. The arguments of a complete call are a JSON object."""
-    return {"type": CALL, "status": status, "call_id": call_id, "name": name, "arguments": arguments}
+    item = {"type": CALL, "status": "completed", "call_id": call_id, "name": name, "arguments": arguments}
+    return item if namespace is None else {**item, "namespace": namespace}
 
 
-def result_item(call_id: str, output: str) -> Item:
-    """Return the result of a function call."""
-    return {"type": RESULT, "status": "completed", "call_id": call_id, "output": output}
+def custom_call_item(call_id: str, name: str, text: str, namespace: str | None = None) -> Item:
+    """Return a call of a custom tool. Its input is free text."""
+    item = {"type": CUSTOM_CALL, "status": "completed", "call_id": call_id, "name": name, "input": text}
+    return item if namespace is None else {**item, "namespace": namespace}
+
+
+def result_item(kind: str, call_id: str, **fields: Any) -> Item:
+    """Return the result of a call."""
+    return {"type": kind, "status": "completed", "call_id": call_id, **fields}
 
 
 def thought_item(text: str | None, status: str = "completed") -> Item:
@@ -61,58 +100,23 @@ def thought_item(text: str | None, status: str = "completed") -> Item:
     return {"type": THOUGHT, "status": status, "summary": [], "content": content}
 
 
-def with_id(item: Item) -> Item:
-    """Return the item with a new id."""
-    return {"id": _ID_PREFIXES[item["type"]] + secrets.token_hex(16), **item}
-
-
-def check_results(items: Iterable[Item]) -> None:
-    """Check that every result has an earlier call, and every call a result. Raises BadRequest."""
-    made, waiting = set(), dict[str, None]()
-    for item in items:
-        if item["type"] == CALL and _is_whole(item):
-            made.add(item["call_id"])
-            waiting[item["call_id"]] = None
-        elif item["type"] == RESULT:
-            if item["call_id"] not in made:
-                raise BadRequest(
-                    f"'input' has the result of the call {item['call_id'][:64]!r}, which no 'function_call' before it "
-                    "has made",
-                    param="input",
-                )
-            waiting.pop(item["call_id"], None)
-    for call_id in waiting:
-        raise BadRequest(
-            f"there is no result of the call {call_id[:64]!r}; send it as a 'function_call_output' in 'input'",
-            param="input",
-        )
-
-
-def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
-    """Return the items as messages for the model's chat template.
-
-    Calls belong to the assistant message before them, reasoning to the assistant message after it. Incomplete calls are
-    omitted.
-    """
-    thought: dict[str, str] = {}
-    messages: list[dict[str, Any]] = []
-    for item in items:
-        if item["type"] == MESSAGE:
-            role = "system" if item["role"] == "developer" else item["role"]
-            messages.append({"role": role, "content": "\n".join(part["text"] for part in item["content"]), **thought})
-            thought = {}
-        elif item["type"] == THOUGHT:
-            thought = {"reasoning_content": "\n".join(part["text"] for part in item["content"])}
-        elif item["type"] == RESULT:
-            messages.append({"role": "tool", "content": item["output"], "tool_call_id": item["call_id"]})
-        elif _is_whole(item):
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": "", **thought})
-                thought = {}
-            call = call_for_template(item["call_id"], item["name"], json.loads(item["arguments"]))
-            messages[-1].setdefault("tool_calls", []).append(call)
-    return messages
-
-
-def _is_whole(call: Item) -> bool:
+def is_whole(call: Item) -> bool:
+    """Return whether a call is complete."""
     return bool(call["status"] == "completed")
+
+
+def with_id(item: Item, response_id: str, number: int) -> Item:
+    """Return the item with the id of item `number` of a response."""
+    _, _, random = response_id.partition("_")
+    return {"id": f"{_ID_PREFIXES[item['type']]}_{random}{number:05x}", **item}
+
+
+def without_id(item: Item) -> Item:
+    """Return the item without its id."""
+    return {name: value for name, value in item.items() if name != "id"}
+
+
+def response_id_of(item_id: str) -> str | None:
+    """Return the id of the response that an item belongs to, or None if it cannot be an item's id."""
+    found = _ITEM_ID.fullmatch(item_id)
+    return None if found is None else f"resp_{found[1]}"

@@ -6,7 +6,7 @@ database is unavailable. A response that cannot be stored after generation is st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -21,6 +21,7 @@ from moiety_platform.responses_api.store import ResponseStore, StorageRoom
 from moiety_platform.settings import GatewaySettings
 
 FULL_RETRY_S = 60.0
+MAX_REFERENCED = 256  # responses whose items a request may refer to
 
 log = structlog.get_logger(__name__)
 
@@ -97,6 +98,27 @@ class ResponseKeeper:
                 param="previous_response_id",
             )
         return Continued(last.id, tuple(_items_of(chain)), last.total_bytes)
+
+    async def items_of_responses(self, whose: Principal, response_ids: Collection[str]) -> dict[str, Item]:
+        """Return the items of stored responses by their ids, without the responses that are not visible to the key.
+
+        Raises BadRequest or TooLarge if there are too many, or Unavailable.
+        """
+        if len(response_ids) > MAX_REFERENCED:
+            raise BadRequest(
+                f"'input' refers to items of {len(response_ids):,} responses; it may refer to {MAX_REFERENCED}. Send "
+                "the items themselves, or use 'previous_response_id'",
+                param="input",
+            )
+        async with self._database.read() as session:
+            if await self._store.total_bytes(session, whose, response_ids) > self.limits.max_bytes:
+                raise TooLarge(
+                    f"the responses that 'input' refers to have more than {self.limits.max_bytes:,} bytes; send the "
+                    "items themselves",
+                    param="input",
+                )
+            found = await self._store.find_all(session, whose, response_ids)
+        return {item["id"]: item for item in _items_of(found)}
 
     def _check_length(self, last: StoredResponse) -> None:
         limits = self.limits

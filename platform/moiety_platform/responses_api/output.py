@@ -6,13 +6,15 @@ reasoning comes first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moiety_platform.openai_api.answers import chat_logprobs
 from moiety_platform.openai_api.tool_message import new_call_id
+from moiety_platform.responses_api.calls import OfferedTool, ToolKind, call_item_of
 from moiety_platform.responses_api.items import (
     CALL,
+    CUSTOM_CALL,
     MESSAGE,
     THOUGHT,
     Item,
@@ -51,13 +53,28 @@ class MoreArguments:
 
 
 @dataclass(frozen=True, slots=True)
+class MoreInput:
+    """More of a custom tool's input."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class ItemEnded:
     """A complete item as it is stored."""
 
     item: Item
 
 
-Step = ItemBegun | MoreText | MoreThought | MoreArguments | ItemEnded  # one item at a time
+Step = ItemBegun | MoreText | MoreThought | MoreArguments | MoreInput | ItemEnded  # one item at a time
+
+
+@dataclass(slots=True)
+class _PendingCall:
+    """A call of a tool that is no function, until its arguments are complete."""
+
+    tool: OfferedTool
+    arguments: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -68,13 +85,9 @@ class _Open:
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
-    @property
-    def is_call(self) -> bool:
-        return bool(self.item["type"] == CALL)
-
     def ended(self, status: str) -> Item:
         text = "".join(self.text)
-        if self.is_call:
+        if self.item["type"] == CALL:
             return {**self.item, "status": status, "arguments": text}
         if self.item["type"] == THOUGHT:
             return {**thought_item(text, status), "id": self.item["id"]}
@@ -85,16 +98,27 @@ class _Open:
 class ResponseOutput:
     """Output of a response so far.
 
-    `items` are the complete items. `reader` finds calls in the text, and is None without tools. A call becomes an item
-    when it is complete, and an incomplete call becomes text. The log probabilities of a text are those of all tokens
-    since the previous text. Calls have none.
+    `items` are the complete items. `reader` finds calls in the text, and is None without tools. `tools` are the offered
+    ones by the model's name for them. A call becomes an item when it is complete, and an incomplete call becomes text.
+    So does a call that has no form in the API, such as a patch without a path. The log probabilities of a text are
+    those of all tokens since the previous text. Calls have none. `encrypt` encrypts reasoning where that is requested.
     """
 
-    def __init__(self, reader: AnswerReader | None) -> None:
+    def __init__(
+        self,
+        response_id: str,
+        reader: AnswerReader | None,
+        tools: Mapping[str, OfferedTool],
+        encrypt: Callable[[str], str] | None = None,
+    ) -> None:
         self.items: list[Item] = []
         self.finished: Finished | None = None
+        self._response_id = response_id
         self._reader = reader
+        self._tools = tools
+        self._encrypt = encrypt
         self._open: _Open | None = None
+        self._call: _PendingCall | None = None
         self._logprobs: list[TokenLogprob] = []  # of tokens whose text is still held back
 
     def take(self, text: str, logprobs: Sequence[TokenLogprob] | None) -> list[Step]:
@@ -122,13 +146,40 @@ class ResponseOutput:
                 self._open.text.append(text)
                 return [*steps, MoreThought(text)]
             case CallBegun(_, name):
-                return self._begin(call_item(new_call_id(), name, ""))
+                return self._begin_call(self._tools[name])
             case CallArguments(_, text):
-                assert self._open is not None, "a call that has arguments has begun"
-                self._open.text.append(text)
-                return [MoreArguments(text)]
+                return self._more_arguments(text)
             case CallEnded():
-                return self._close("completed")
+                call, self._call = self._call, None
+                return self._close("completed") if call is None else self._called(call)
+
+    def _begin_call(self, tool: OfferedTool) -> list[Step]:
+        if tool.kind is ToolKind.FUNCTION:
+            return self._begin(call_item(new_call_id(), tool.name, "", tool.namespace))
+        self._call = _PendingCall(tool)
+        return []
+
+    def _more_arguments(self, text: str) -> list[Step]:
+        if self._call is not None:
+            self._call.arguments.append(text)
+            return []
+        assert self._open is not None, "a call that has arguments has begun"
+        self._open.text.append(text)
+        return [MoreArguments(text)]
+
+    def _called(self, call: _PendingCall) -> list[Step]:
+        """Return the steps of a complete call of a tool that is no function."""
+        arguments = "".join(call.arguments)
+        item = call_item_of(call.tool, new_call_id(), arguments)
+        if item is None:
+            return self._told(f"{call.tool.tool.name}({arguments})")
+        steps, item = self._close("completed"), self._with_id(item)
+        self._logprobs = []
+        self.items.append(item)
+        if item["type"] != CUSTOM_CALL:
+            return [*steps, ItemBegun({**item, "status": "in_progress"}), ItemEnded(item)]
+        begun = {**item, "status": "in_progress", "input": ""}
+        return [*steps, ItemBegun(begun), MoreInput(item["input"]), ItemEnded(item)]
 
     def _told(self, text: str) -> list[Step]:
         steps = [] if self._is_open(MESSAGE) else self._begin(message_item([]))
@@ -143,13 +194,18 @@ class ResponseOutput:
 
     def _begin(self, item: Item) -> list[Step]:
         steps = self._close("completed")
-        self._open = _Open(with_id({**item, "status": "in_progress"}))
+        self._open = _Open(self._with_id({**item, "status": "in_progress"}))
         return [*steps, ItemBegun(self._open.item)]
+
+    def _with_id(self, item: Item) -> Item:
+        return with_id(item, self._response_id, len(self.items))
 
     def _close(self, status: str) -> list[Step]:
         if self._open is None:
             return []
         item = self._open.ended(status)
+        if item["type"] == THOUGHT and self._encrypt is not None:
+            item["encrypted_content"] = self._encrypt(item["content"][0]["text"])
         if not self._is_open(MESSAGE):
             self._logprobs = []
         self._open = None

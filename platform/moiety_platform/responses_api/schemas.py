@@ -1,8 +1,6 @@
 """The body of `/v1/responses`: OpenAI's fields, strictly typed.
 
-Unknown fields are ignored, and so are hints that cannot change an answer here, such as `prompt_cache_key`: prefixes are
-cached without being marked, and always separately for each tenant. Known fields that would change the answer and are
-not supported are refused by name.
+Unknown fields are ignored. Known ones are marked where they are not served as OpenAI serves them.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from pydantic import (
     ConfigDict,
     Field,
     FiniteFloat,
-    PrivateAttr,
     StringConstraints,
     ValidationInfo,
     field_validator,
@@ -25,43 +22,43 @@ from moiety_platform.inference.body_fields import (
     KEEP_S,
     GeneratingBody,
     MetadataPairs,
-    ModelName,
     Retention,
     StrictBody,
     refuse,
+    shape_of,
     shows,
 )
+from moiety_platform.inference.field_support import ignored, mapped, refused
 from moiety_platform.inference.generation import Conversation, Generation, ReasoningFields
 from moiety_platform.inference.reasoning_fields import Effort
 from moiety_platform.openai_api.response_formats import TextFormat, require_one_form
 from moiety_platform.openai_api.schemas import STREAMED_OPTIONS
-from moiety_platform.openai_api.tools import NEEDS_TOOLS, offer_of_functions
+from moiety_platform.responses_api.compaction import TIERS, compaction_of
 from moiety_platform.responses_api.input import InputItems
-from moiety_platform.responses_api.items import Continued, Item, check_results, messages_of
-from moiety_platform.responses_api.tools import ResponseChoice, ResponseTools, check_choice
+from moiety_platform.responses_api.item_bodies import ToolItemsBody
+from moiety_platform.responses_api.tool_choice import AUTO
+from moiety_platform.responses_api.tools import check_offered
 from moiety_wire.messages import Sampling
 
 LOGPROBS = "message.output_text.logprobs"
+ENCRYPTED = "reasoning.encrypted_content"
 NOTHING_TO_INCLUDE = (  # fields of items that no answer here has
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",
     "message.input_image.image_url",
-    "reasoning.encrypted_content",
     "web_search_call.action.sources",
     "web_search_call.results",
 )
 
-_UNSUPPORTED = ("conversation", "prompt", "context_management", "moderation")
-
 _REASONING_FIELDS = ReasoningFields(effort="reasoning.effort")
+
 _Name = Annotated[str, StringConstraints(max_length=512)]
-_Part = Annotated[str, shows(enum=[LOGPROBS, *NOTHING_TO_INCLUDE])]
-_Unsupported = Annotated[Any, shows(enum=[None, [], {}])]
+_Part = Annotated[str, shows(enum=[LOGPROBS, ENCRYPTED, *NOTHING_TO_INCLUDE])]
+_Refused = Annotated[Any, shows(enum=[None, [], {}])]
 _RULES: dict[str, Any] = {
     "allOf": [
         STREAMED_OPTIONS,
-        NEEDS_TOOLS,
         {
             "if": {"required": ["top_logprobs"], "properties": {"top_logprobs": {"type": "integer", "minimum": 1}}},
             "then": {
@@ -71,84 +68,99 @@ _RULES: dict[str, Any] = {
         },
     ]
 }
+_REFUSED = {
+    "conversation": "conversations are not stored here; use 'previous_response_id', or send the items as 'input'",
+    "prompt": "prompts are not stored here; send the text of the prompt as 'instructions' or 'input'",
+    "moderation": "prompts and answers are not moderated here; leave the field out, and moderate them yourself",
+}
 
 
 class ResponseStreamOptions(StrictBody):
-    include_obfuscation: Annotated[bool, shows(const=False)] | None = None
-
-    @field_validator("include_obfuscation")
-    @classmethod
-    def _as_it_comes(cls, value: bool | None) -> bool | None:
-        if value:
-            raise refuse("events are not padded here; leave the field out")
-        return value
+    include_obfuscation: Annotated[bool | None, ignored("Events are not padded.")] = None
 
 
 class TextOptions(StrictBody):
     format: TextFormat | None = None
-    verbosity: Annotated[str, shows(enum=["medium"])] | None = None
-
-    @field_validator("verbosity")
-    @classmethod
-    def _as_the_model_is(cls, value: str | None) -> str | None:
-        if value not in (None, "medium"):
-            raise refuse("this is not supported; leave the field out")
-        return value
+    verbosity: Annotated[
+        Literal["low", "medium", "high"] | None, ignored("Models have no such option. Say it in the instructions.")
+    ] = None
 
 
 class ReasoningOption(StrictBody):
     """Reasoning effort. "none" turns reasoning off."""
 
     effort: Effort = None
+    summary: Annotated[
+        Literal["auto", "concise", "detailed"] | None, ignored("The reasoning itself is answered, without a summary.")
+    ] = None
+    generate_summary: Annotated[
+        Literal["auto", "concise", "detailed"] | None, ignored("The reasoning itself is answered, without a summary.")
+    ] = None
+    context: Annotated[
+        Literal["auto", "current_turn", "all_turns"] | None, ignored("The chat template decides what it renders.")
+    ] = None
+    mode: Annotated[str | None, ignored("Models have one mode of reasoning.")] = None
 
 
-class ResponsesBody(GeneratingBody):
+class ContextEntry(StrictBody):
+    type: str
+    compact_threshold: Annotated[int | None, ignored("The conversation is shortened only where it does not fit.")] = (
+        None
+    )
+
+
+class ResponsesBody(GeneratingBody, ToolItemsBody):
     """`POST /v1/responses`. null means the default."""
 
     model_config = ConfigDict(json_schema_extra=_RULES)
 
-    model: ModelName
     input: InputItems
-    instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    max_tool_calls: Annotated[int | None, ignored("It limits calls of hosted tools, which there are none of.")] = None
     temperature: Annotated[FiniteFloat, Field(ge=0, le=2)] | None = None
     top_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None  # 0: only the most likely token
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    include: Annotated[list[_Part], Field(fail_fast=True, max_length=64)] | None = None
-    tools: ResponseTools | None = None
-    tool_choice: ResponseChoice | None = None
-    parallel_tool_calls: bool | None = None
+    include: Annotated[
+        Annotated[list[_Part], Field(fail_fast=True, max_length=64)] | None,
+        mapped("Log probabilities and encrypted reasoning are served. Others are of items that no answer here has."),
+    ] = None
     text: TextOptions | None = None
-    truncation: Annotated[str, shows(enum=["disabled"])] | None = None
-    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    service_tier: Annotated[
+        Literal["auto", "default", "flex", "priority", "fast", "scale", "ultrafast"] | None,
+        mapped("`fast` and `ultrafast` mean `priority`, and `scale` means `auto`."),
+    ] = None
     stream_options: ResponseStreamOptions | None = None
     store: bool | None = None
-    previous_response_id: str | None = None
     background: Annotated[bool, shows(const=False)] | None = None
+    background_options: Annotated[dict[str, Any] | None, ignored("Background responses begin at once.")] = None
     metadata: MetadataPairs | None = None
     user: _Name | None = None
     safety_identifier: _Name | None = None
-    prompt_cache_key: _Name | None = None
+    prompt_cache_key: Annotated[_Name | None, ignored("Prefixes are cached without a key, for each tenant apart.")] = (
+        None
+    )
     prompt_cache_retention: Retention | None = None
+    prompt_cache_options: Annotated[
+        dict[str, Any] | None, ignored("Every prefix is cached, with and without breakpoints.")
+    ] = None
     reasoning: ReasoningOption | None = None
-    conversation: _Unsupported = None
-    prompt: _Unsupported = None
-    context_management: _Unsupported = None
-    moderation: _Unsupported = None
+    context_management: Annotated[
+        Annotated[list[ContextEntry], Field(fail_fast=True, max_length=16)] | None,
+        mapped("A conversation that does not fit the context is shortened, as with `truncation` `auto`."),
+    ] = None
+    client_metadata: Annotated[dict[str, Any] | None, ignored("It is for OpenAI's own statistics.")] = None
+    access_programs: Annotated[dict[str, Any] | None, ignored("There are no such programs here.")] = None
+    image: Annotated[dict[str, Any] | None, ignored("Images are not compressed.")] = None
+    conversation: Annotated[_Refused, refused(_REFUSED["conversation"])] = None
+    prompt: Annotated[_Refused, refused(_REFUSED["prompt"])] = None
+    moderation: Annotated[_Refused, refused(_REFUSED["moderation"])] = None
 
-    _continued: Continued = PrivateAttr(Continued())
-
-    @field_validator("tool_choice")
+    @field_validator(*_REFUSED)
     @classmethod
-    def _choice_among_tools(cls, value: ResponseChoice | None, info: ValidationInfo) -> ResponseChoice | None:
-        check_choice(value, info.data.get("tools"))
-        return value
-
-    @field_validator(*_UNSUPPORTED)
-    @classmethod
-    def _not_supported(cls, value: Any) -> Any:
+    def _not_served(cls, value: Any, info: ValidationInfo) -> Any:
         if value not in (None, [], {}):
-            raise refuse("this is not supported yet; leave the field out")
+            raise refuse(_REFUSED[str(info.field_name)])
         return value
 
     @field_validator("background")
@@ -158,61 +170,45 @@ class ResponsesBody(GeneratingBody):
             raise refuse("answers are not made in the background; leave it out and wait for the answer, or stream it")
         return value
 
-    @field_validator("truncation")
-    @classmethod
-    def _nothing_dropped(cls, value: str | None) -> str | None:
-        if value not in (None, "disabled"):
-            raise refuse("nothing is dropped from a conversation here; use 'disabled', and send what fits the context")
-        return value
-
     @field_validator("include")
     @classmethod
     def _known_parts(cls, value: list[str] | None) -> list[str] | None:
+        known = (LOGPROBS, ENCRYPTED, *NOTHING_TO_INCLUDE)
         for name in value or ():
-            if name not in (LOGPROBS, *NOTHING_TO_INCLUDE):
-                raise refuse(f"{name[:64]!r} is unknown; the one that has an effect is {LOGPROBS!r}")
+            if name not in known:
+                raise refuse(f"{name[:64]!r} is unknown; those with an effect are {LOGPROBS!r} and {ENCRYPTED!r}")
         return value
 
     @model_validator(mode="after")
-    def _check_together(self) -> Self:
+    def _check_together(self, info: ValidationInfo) -> Self:
         if self.stream_options is not None and not self.stream:
             raise refuse("'stream_options' is allowed only when 'stream' is true")
         if self.top_logprobs and not self.wants_logprobs:
             raise refuse(f"'top_logprobs' is allowed only when 'include' has {LOGPROBS!r}")
+        check_offered(self.offered, shape_of(info).max_tools)
         return self
 
     @property
     def wants_logprobs(self) -> bool:
         return LOGPROBS in (self.include or ())
 
-    def items(self) -> list[Item]:
-        """Return the items of the request itself."""
-        return [item.checked() for item in self.input]
-
     @property
-    def continued(self) -> Continued:
-        """The conversation that the request continues."""
-        return self._continued
-
-    def after(self, continued: Continued) -> Self:
-        """Return a copy of the request that continues a conversation."""
-        body = self.model_copy()
-        body._continued = continued
-        return body
+    def wants_encrypted_reasoning(self) -> bool:
+        return ENCRYPTED in (self.include or ())
 
     def generation(self) -> Generation:
         """Return the generation to run. Raises BadRequest if calls and results do not match."""
-        items = [*self._continued.items, *self.items()]
-        check_results(items)
-        instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        offer = offer_of_functions(self.tools or (), self.tool_choice, parallel=self.parallel_tool_calls is not False)
+        messages = self.messages()
+        if self.wants_compaction:
+            return compaction_of(self.model, messages, self.service_tier)
+        offer = (self.tool_choice or AUTO).offer(self.offered, parallel=self.parallel_tool_calls is not False)
         grammar = None if self.text is None or self.text.format is None else self.text.format.grammar()
         require_one_form(grammar, offer, "text.format")
         return Generation(
             model=self.model,
             prompts=(
                 Conversation(
-                    (*instructions, *messages_of(items)),
+                    messages,
                     tools=offer,
                     effort=None if self.reasoning is None else self.reasoning.effort,
                     reasoning_fields=_REASONING_FIELDS,
@@ -226,7 +222,8 @@ class ResponsesBody(GeneratingBody):
             ),
             max_tokens=self.max_output_tokens,
             max_tokens_field="max_output_tokens",
-            service_tier=self.service_tier,
+            service_tier=TIERS.get(self.service_tier or "", self.service_tier),
             keep_s=KEEP_S[self.prompt_cache_retention or "in_memory"],
             grammar=grammar,
+            truncates=self.truncation == "auto" or bool(self.context_management),
         )

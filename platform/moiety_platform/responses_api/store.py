@@ -6,7 +6,7 @@ A response is visible to keys of its project that may use its model. For all oth
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import BigInteger, ColumnElement, delete, exists, func, literal, select
@@ -63,6 +63,20 @@ class ResponseStore:
         """Return the response if it is visible to the key."""
         wanted = select(StoredResponse).where(StoredResponse.id == _possible(response_id), *self._visible(whose))
         return (await session.scalars(wanted)).first()
+
+    async def find_all(
+        self, session: AsyncSession, whose: Principal, response_ids: Collection[str]
+    ) -> Sequence[StoredResponse]:
+        """Return those of the responses that are visible to the key."""
+        wanted = select(StoredResponse).where(StoredResponse.id.in_(response_ids), *self._visible(whose))
+        return (await session.scalars(wanted)).all()
+
+    async def total_bytes(self, session: AsyncSession, whose: Principal, response_ids: Collection[str]) -> int:
+        """Return the size of those of the responses that are visible to the key."""
+        total = select(func.sum(StoredResponse.num_bytes)).where(
+            StoredResponse.id.in_(response_ids), *self._visible(whose)
+        )
+        return int(await session.scalar(total) or 0)
 
     async def chain(self, session: AsyncSession, whose: Principal, last: StoredResponse) -> Sequence[StoredResponse]:
         """Return the response and all that it continues, the first one first.

@@ -1,0 +1,122 @@
+"""Fields of all bodies that have a conversation: `/v1/responses`, its compaction and its count of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Annotated, Any, Self
+
+from pydantic import PrivateAttr, ValidationInfo, field_validator
+
+from moiety_platform.inference.body_fields import AskingBody, ModelName
+from moiety_platform.inference.field_support import mapped
+from moiety_platform.responses_api.call_input import SearchResultItem
+from moiety_platform.responses_api.calls import OfferedTool
+from moiety_platform.responses_api.history import check_results, messages_of
+from moiety_platform.responses_api.input import AdditionalTools, CompactionTrigger, InputItem, InputItems, SkippedItem
+from moiety_platform.responses_api.items import Continued, Item
+from moiety_platform.responses_api.tool_choice import ResponseChoice
+from moiety_platform.responses_api.tools import (
+    ResponseTool,
+    ResponseTools,
+    offered_by,
+    readable_type,
+    skipped_types,
+)
+
+
+class ItemsBody(AskingBody):
+    """Base of bodies with items in `input`. Items are complete once `resolved` has returned the body."""
+
+    model: ModelName
+    input: InputItems | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+
+    _continued: Continued = PrivateAttr(Continued())
+    _given: tuple[Item, ...] | None = PrivateAttr(None)
+    _read: tuple[Item, ...] | None = PrivateAttr(None)
+
+    @property
+    def wants_compaction(self) -> bool:
+        """Whether the last item asks for a compaction of the conversation in place of an answer."""
+        return bool(self.input) and isinstance((self.input or ())[-1], CompactionTrigger)
+
+    @property
+    def continued(self) -> Continued:
+        """The conversation that the request continues."""
+        return self._continued
+
+    def items(self) -> list[Item]:
+        """Return the items of the request itself, as they are stored."""
+        if self._given is not None:
+            return list(self._given)
+        return [checked for item in self.input or () if (checked := item.checked()) is not None]
+
+    def resolved(self, continued: Continued, given: Sequence[Item], read: Sequence[Item]) -> Self:
+        """Return a copy of the request that continues a conversation.
+
+        `given` are the request's own items without references, and `read` are all items of the conversation as the
+        model reads them.
+        """
+        body = self.model_copy()
+        body._continued, body._given, body._read = continued, tuple(given), tuple(read)
+        return body
+
+    def all_items(self) -> list[Item]:
+        """Return all items of the conversation, as the model reads them."""
+        return self.items() if self._read is None else list(self._read)
+
+    def messages(self) -> tuple[dict[str, Any], ...]:
+        """Return the conversation for the chat template. Raises BadRequest if calls and results do not match."""
+        items = self.all_items()
+        check_results(items)
+        instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        return (*instructions, *messages_of(items))
+
+    def skipped_entries(self) -> Iterator[str]:
+        """Yield the types of items that have no effect."""
+        yield from {f"input.{readable_type(item.type)}" for item in self.input or () if isinstance(item, SkippedItem)}
+
+
+class ToolItemsBody(ItemsBody):
+    """Base of bodies with tools beside items, some of which may have tools too."""
+
+    tools: Annotated[
+        ResponseTools | None, mapped("Tools that OpenAI's servers run are skipped, unless `tool_choice` requires one.")
+    ] = None
+    tool_choice: ResponseChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _choice_among_tools(cls, value: ResponseChoice | None, info: ValidationInfo) -> ResponseChoice | None:
+        if value is not None and info.data.keys() >= {"tools", "input"}:
+            value.check(_offered(_all_tools(info.data["tools"], info.data["input"])))
+        return value
+
+    @cached_property
+    def offered(self) -> list[OfferedTool]:
+        """The functions of the model for the tools of the request, in `tools` and in items of `input`."""
+        return _offered(_all_tools(self.tools, self.input))
+
+    def skipped_entries(self) -> Iterator[str]:
+        """Yield the types of tools and items that have no effect."""
+        yield from super().skipped_entries()
+        yield from {f"tools.{kind}" for kind in skipped_types(_all_tools(self.tools, self.input))}
+
+
+def _all_tools(tools: Sequence[ResponseTool] | None, items: Sequence[InputItem] | None) -> list[ResponseTool]:
+    found = list(tools or ())
+    for item in items or ():
+        if isinstance(item, AdditionalTools | SearchResultItem):
+            found += item.tools
+    return found
+
+
+def _offered(tools: Sequence[ResponseTool]) -> list[OfferedTool]:
+    """Return the functions of the model for the tools. A search may find a tool again."""
+    found: dict[str, OfferedTool] = {}
+    for one in offered_by(tools):
+        found.setdefault(one.tool.name, one)
+    return list(found.values())

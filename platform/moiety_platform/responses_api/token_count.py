@@ -1,0 +1,65 @@
+"""OpenAI's `/v1/responses/input_tokens` endpoint, which counts the tokens of a conversation."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from litestar import Controller, Request, post
+from litestar.di import NamedDependency
+from litestar.params import SkipValidation
+
+from moiety_platform.adapters.naming import allowed_of
+from moiety_platform.inference.field_support import ignored, mapped
+from moiety_platform.inference.generation import Conversation
+from moiety_platform.models_api import ModelServices
+from moiety_platform.openapi.described import JSON, Described, describes
+from moiety_platform.openapi.documents import KEY
+from moiety_platform.request_head import fields_of
+from moiety_platform.responses_api.answer_types import InputTokens
+from moiety_platform.responses_api.conversation_reader import ConversationReader
+from moiety_platform.responses_api.item_bodies import ToolItemsBody
+from moiety_platform.responses_api.schemas import ReasoningOption, TextOptions
+from moiety_platform.responses_api.tool_choice import AUTO
+
+
+class InputTokensBody(ToolItemsBody):
+    """`POST /v1/responses/input_tokens`."""
+
+    reasoning: ReasoningOption | None = None
+    text: Annotated[TextOptions | None, ignored("A response format is no part of the prompt.")] = None
+    truncation: Annotated[
+        Literal["auto", "disabled"] | None, mapped("The whole conversation is counted, also where it does not fit.")
+    ] = None
+    personality: Annotated[str | None, ignored("Models have no such option. Say it in the instructions.")] = None
+
+    def conversation(self) -> Conversation:
+        """Return the conversation to count. Raises BadRequest if calls and results do not match."""
+        offer = (self.tool_choice or AUTO).offer(self.offered, parallel=self.parallel_tool_calls is not False)
+        effort = None if self.reasoning is None else self.reasoning.effort
+        return Conversation(self.messages(), tools=offer, effort=effort)
+
+
+class ResponseTokensController(Controller):
+    """Route that counts the tokens of a conversation."""
+
+    path = "/v1/responses/input_tokens"
+    tags = ("responses",)
+    security = [{KEY: list[str]()}]  # noqa: RUF012  read by the framework only
+
+    @post(status_code=200, opt=describes(Described(body={JSON: InputTokensBody}, errors=(404,))))
+    async def count_input_tokens(
+        self,
+        models: NamedDependency[SkipValidation[ModelServices]],
+        reader: NamedDependency[SkipValidation[ConversationReader]],
+        request: Request[Any, Any, Any],
+    ) -> InputTokens:
+        """Count a conversation's tokens, as a response would be billed for them."""
+        whose = await models.caller(request)
+        fields = fields_of(request.scope)
+        given = await models.bodies.read(InputTokensBody, request.receive, fields, whose.tenant_id)
+        body, _ = await reader.resolve(given, whose)
+        adapter = None if models.adapters is None else await models.adapters.find(whose.tenant_id, body.model)
+        base = body.model if adapter is None else adapter.model
+        text = await models.texts.get(models.replicas.card(base, allowed_of(whose.allowed_models, adapter)))
+        (token_ids,) = await text.encode([body.conversation()])
+        return {"object": "response.input_tokens", "input_tokens": len(token_ids)}
