@@ -37,6 +37,7 @@ from moiety_platform.http_errors import (
     answer_unexpected_error,
 )
 from moiety_platform.idempotency.key_store_client import IdempotencyKeys, KeepingLimits
+from moiety_platform.inference.model_services import ModelServices
 from moiety_platform.inference.model_text_cache import ModelTexts
 from moiety_platform.inference.pipeline import PipelineLimits, PipelineServices, RequestPipeline
 from moiety_platform.inference.request_body import BodyLimits, BodyReader
@@ -47,7 +48,7 @@ from moiety_platform.inference.shape_limits import ShapeLimits
 from moiety_platform.known_parameters import guard_query
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.metrics import Metrics
-from moiety_platform.models_api import ModelController, ModelServices
+from moiety_platform.models_api import ModelController
 from moiety_platform.object_storage.readiness import ObjectStoreReadiness
 from moiety_platform.openai_api.controller import completion_routes
 from moiety_platform.openapi.controller import SchemaController, ServedDocuments

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Annotated, Any, ClassVar, Literal, Self, TypedDict, TypeVar
 
@@ -16,8 +15,6 @@ from litestar.params import FromPath, QueryParameter, SkipValidation
 from litestar.types import ExceptionHandlersMap
 from pydantic import ConfigDict, model_validator
 
-from moiety_platform.adapters.cache import AdapterCache
-from moiety_platform.adapters.naming import allowed_of
 from moiety_platform.anthropic_api.errors import answer_anthropic_error
 from moiety_platform.anthropic_api.models import (
     DEFAULT_PAGE,
@@ -28,15 +25,11 @@ from moiety_platform.anthropic_api.models import (
     model_info,
     model_page,
 )
-from moiety_platform.auth.authenticator import Authenticator
-from moiety_platform.auth.client import authenticate
-from moiety_platform.auth.principal import Principal
 from moiety_platform.errors import BadRequest, NotFound, PlatformError, Unavailable
 from moiety_platform.http_errors import answer_platform_error
 from moiety_platform.inference.body_fields import ModelName, StrictBody, TokenIds, refuse, shows
 from moiety_platform.inference.generation import Conversation, Prompt
-from moiety_platform.inference.model_text_cache import ModelTexts
-from moiety_platform.inference.request_body import BodyReader
+from moiety_platform.inference.model_services import ModelServices
 from moiety_platform.inference.tool_fields import TemplateVariables
 from moiety_platform.known_parameters import IGNORED, SENT_BY_ANTHROPIC_CLIENTS
 from moiety_platform.openai_api.chat_messages import Messages, messages_of
@@ -47,7 +40,6 @@ from moiety_platform.openapi.documents import KEY
 from moiety_platform.query_parameters import whole
 from moiety_platform.request_head import fields_of
 from moiety_platform.routing.choose import MODEL_NOT_FOUND, model_not_found
-from moiety_platform.routing.replicas import Replicas
 from moiety_wire.messages import ModelCard
 
 Body = TypeVar("Body", bound=StrictBody)
@@ -151,36 +143,6 @@ class Detokenized(TypedDict):
     """The text of token ids."""
 
     prompt: str
-
-
-@dataclass(frozen=True, slots=True)
-class ModelServices:
-    """Services that these endpoints need."""
-
-    authenticator: Authenticator
-    replicas: Replicas
-    texts: ModelTexts
-    bodies: BodyReader
-    adapters: AdapterCache | None = None
-
-    async def caller(self, request: Request[Any, Any, Any]) -> Principal:
-        """Return the caller, who may use models. Raises Unauthenticated, Forbidden or Unavailable."""
-        return await authenticate(self.authenticator, request)
-
-    async def visible(self, principal: Principal) -> dict[str, ModelCard]:
-        """Return the served models that the key may use, and those with adapters of its tenant."""
-        cards, allowed = self.replicas.cards(), principal.allowed_models
-        found = {name: card for name, card in sorted(cards.items()) if allowed is None or name in allowed}
-        if self.adapters is not None:
-            for name, adapter in (await self.adapters.all_of(principal.tenant_id)).items():
-                may_use = allowed_of(allowed, adapter)
-                if adapter.model in cards and (may_use is None or adapter.model in may_use):
-                    found[name] = cards[adapter.model]
-        return found
-
-    async def receive(self, schema: type[Body], principal: Principal, request: Request[Any, Any, Any]) -> Body:
-        """Return the request's body. Raises BadRequest or ContentTooLarge."""
-        return await self.bodies.read(schema, request.receive, fields_of(request.scope), principal.tenant_id)
 
 
 def _takes(body: type[StrictBody]) -> dict[str, Described]:

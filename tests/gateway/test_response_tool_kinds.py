@@ -206,14 +206,18 @@ async def test_tools_that_a_client_finds_are_offered_from_then_on(start_calling:
         await gateway.client.responses.create(**BODY | {"input": again}, tools=[SEARCH])
         assert last_prompt(gateway).startswith("<tools>tool_search now </tools>")
         assert last_prompt(gateway).endswith('<|tool|>{"tools":["now"]}\n<|assistant|>')
-        more = [{"type": "additional_tools", "role": "developer", "tools": [FREE]}, {"role": "user", "content": "go"}]
+        more: Any = [
+            {"type": "additional_tools", "role": "developer", "tools": [FREE]},
+            {"role": "user", "content": "go"},
+        ]
         await gateway.client.responses.create(**BODY | {"input": more}, tools=[NOW])
         assert last_prompt(gateway).startswith("<tools>now write </tools><|user|>go")
 
 
 async def test_hosted_tools_are_skipped_and_named_unless_they_are_required(start_calling: StartCalling) -> None:
     async with start_calling("x") as gateway:
-        answer = await gateway.client.responses.with_raw_response.create(**BODY, tools=[NOW, *HOSTED, {"type": "new"}])
+        offered: Any = [NOW, *HOSTED, {"type": "new"}]
+        answer = await gateway.client.responses.with_raw_response.create(**BODY, tools=offered)
         assert last_prompt(gateway).startswith("<tools>now </tools>")
         skipped = answer.headers["x-moiety-ignored-fields"].split(", ")
         assert skipped == sorted(f"tools.{tool['type']}" for tool in [*HOSTED, {"type": "new"}])

@@ -11,7 +11,7 @@ from litestar.params import SkipValidation
 from moiety_platform.adapters.naming import allowed_of
 from moiety_platform.inference.field_support import ignored, mapped
 from moiety_platform.inference.generation import Conversation
-from moiety_platform.models_api import ModelServices
+from moiety_platform.inference.model_services import ModelServices
 from moiety_platform.openapi.described import JSON, Described, describes
 from moiety_platform.openapi.documents import KEY
 from moiety_platform.request_head import fields_of
