@@ -425,3 +425,16 @@ async def test_special_tokens_are_a_part_of_the_text_if_told(
             assert (await gateway.post(path, body))[0] == 200
     assert len(special) == 2
     assert [submit.shown_ids for submit in engine.submits] == [special, (), ()]
+
+
+async def test_the_same_salt_of_two_tenants_is_not_the_same(gateway: RunningGateway) -> None:
+    made: dict[str, Any] = {}
+    for path, body in (("tenants", {"name": "other"}), ("projects", {"name": "p"}), ("keys", {"name": "k"})):
+        status, _, answer = await gateway.post(f"/admin/v1/{path}", {**made, **body}, key=gateway.admin_key)
+        assert status == 201, answer
+        made = {"tenant_id" if path == "tenants" else "project_id": json.loads(answer).get("id")}
+    for key in (gateway.key, json.loads(answer)["secret"]):
+        body = {"model": "tiny", "messages": HELLO, "max_tokens": 1, "cache_salt": "a"}
+        assert (await gateway.post("/v1/chat/completions", body, key=key))[0] == 200
+    first, second = (submit.cache_salt for submit in gateway.engine.submits)
+    assert first != second
