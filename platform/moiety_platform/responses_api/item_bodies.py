@@ -40,7 +40,7 @@ class ItemsBody(AskingBody):
     @property
     def wants_compaction(self) -> bool:
         """Whether the last item asks for a compaction of the conversation in place of an answer."""
-        return bool(self.input) and isinstance((self.input or ())[-1], CompactionTrigger)
+        return bool(self.input) and isinstance(list(self.input or ())[-1], CompactionTrigger)
 
     @property
     def continued(self) -> Continued:
