@@ -62,7 +62,13 @@ async def test_reasoning_that_was_changed_or_encrypted_elsewhere_is_ignored_and_
         encrypted = answer.output[0].encrypted_content
         foreign = ReasoningCipher(PEPPER).encrypt("ten_other", "reasoning", "No.")
         for sent in (encrypted[:-8] + "AAAAAAA=", encrypted[1:], foreign, "gAAAA", "\u00e9"):
-            item = {"type": "reasoning", "id": "rs_1", "summary": [], "content": None, "encrypted_content": sent}
+            item: dict[str, Any] = {
+                "type": "reasoning",
+                "id": "rs_1",
+                "summary": [],
+                "content": None,
+                "encrypted_content": sent,
+            }
             asked = BODY | {"input": [item, {"role": "user", "content": "why?"}]}
             raw = await gateway.client.responses.with_raw_response.create(**asked)
             assert raw.headers[IGNORED] == "input.reasoning.encrypted_content"

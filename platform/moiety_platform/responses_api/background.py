@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import msgspec
 import structlog
-from litestar.types import HTTPSendMessage, Receive, Scope, Send
+from litestar.types import Message, Receive, Scope, Send
 
 from moiety_platform.errors import PlatformError, Unavailable
 from moiety_platform.inference.endpoint import Endpoint, Serve
@@ -46,7 +46,7 @@ class BackgroundRun:
         self._status = 0
         self._error_body = b""
         own = {DISCONNECT_SIGNAL: self.disconnect, SEND_WHOLE: self._whole}
-        self.scope: Scope = {**scope, "state": {**scope["state"], **own}}  # type: ignore[typeddict-item, misc]
+        self.scope = cast("Scope", {**scope, "state": {**scope["state"], **own}})
 
     def detach(self, response_id: str, queued: bytes, *, streams: bool) -> None:
         """Let the request go on without its client, which gets `queued` unless the answer is streamed to it."""
@@ -58,7 +58,7 @@ class BackgroundRun:
         """Keep the error that has ended a stream."""
         self.error = error
 
-    async def send(self, message: HTTPSendMessage) -> None:
+    async def send(self, message: Message) -> None:
         """Send a part of the answer to the client, or discard it where the client has left or polls."""
         if self.response_id is None:
             await self._send(message)
@@ -105,7 +105,7 @@ class BackgroundRuns:
         """Wait for the running responses, then end the rest as failed."""
         tasks = list(self._of_task)
         if tasks:
-            _, pending = await asyncio.wait(tasks, timeout=self._drain_s)
+            pending = (await asyncio.wait(tasks, timeout=self._drain_s))[1]
             for task in pending:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
