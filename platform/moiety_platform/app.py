@@ -55,6 +55,7 @@ from moiety_platform.openapi.controller import SchemaController, ServedDocuments
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.reloading.reloader import Reloader
 from moiety_platform.request_head import add_request_id
+from moiety_platform.responses_api.background import BackgroundRuns
 from moiety_platform.responses_api.controller import (
     ResponseController,
     StoredResponses,
@@ -109,6 +110,7 @@ class Services:
     idempotency: IdempotencyKeys
     responses: ResponseKeeper
     cipher: ReasoningCipher
+    background: BackgroundRuns
     admin_routes: Sequence[ControllerRouterHandler] = ()
     store: StoreReadiness | None = None
     objects: ObjectStoreReadiness | None = None
@@ -180,7 +182,7 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
     serve, bodies, texts = pipeline.serve, pipeline.services.bodies, pipeline.services.texts
     replicas, adapters = services.replicas, services.adapters
     messages = MessageServices(services.authenticator, bodies, replicas, texts, adapters)
-    stored = StoredResponses(services.authenticator, services.responses)
+    stored = StoredResponses(services.authenticator, services.responses, services.background)
     has_operations = settings.has_operations_on_port
     models = ModelServices(services.authenticator, replicas, texts, bodies, adapters)
     probes = Probes(replicas, services.store, services.objects, with_reasons=has_operations)
@@ -191,7 +193,7 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
             embedding_route(serve),
             message_route(serve),
             with_services(TokenCountController, messages=messages),
-            response_route(serve, services.responses, services.cipher),
+            response_route(serve, services.responses, services.cipher, services.background),
             compaction_route(serve, services.responses, services.cipher),
             with_services(
                 ResponseTokensController,

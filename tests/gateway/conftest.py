@@ -178,6 +178,7 @@ class RunningGateway:
         self.objects = assembled.objects
         self.stored_usage = assembled.stored_usage
         self.responses = assembled.services.responses
+        self.background = assembled.services.background
         self.replicas = assembled.services.replicas
         self.retention = assembled.retention
         self.live = assembled.live

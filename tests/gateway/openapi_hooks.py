@@ -43,6 +43,7 @@ EXCUSED_PARAMS = {
     "expires_at": "it must lie in the future",
     "cached_input": "it must not be dearer than `input`",
     "dimensions": "how many there are depends on the model",
+    "tool_choice": "the tool must be one of those in the request that can be called",
 }
 
 
@@ -218,7 +219,27 @@ def agreed(body: dict[str, Any]) -> Any:
         body["messages"] = message_turns(body["messages"])
     if isinstance(body.get("input"), list):
         body["input"] = [paired for item in body["input"] for paired in with_partner(item)]
+        for item in body["input"]:
+            if isinstance(item, dict) and item.get("type") in ("additional_tools", "tool_search_output"):
+                item["tools"] = []  # they would have names of their own
     return body
+
+
+BUILT_IN = ("apply_patch", "shell", "local_shell", "tool_search")  # of which there is one each
+PARTNERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"type": "function_call", "name": "f", "arguments": "{}"}, {"type": "function_call_output", "output": "a"}),
+    ({"type": "custom_tool_call", "name": "f", "input": ""}, {"type": "custom_tool_call_output", "output": "a"}),
+    (
+        {"type": "apply_patch_call", "operation": {"type": "delete_file", "path": "a"}},
+        {"type": "apply_patch_call_output", "status": "failed"},
+    ),
+    ({"type": "shell_call", "action": {"commands": ["a"]}}, {"type": "shell_call_output", "output": []}),
+    (
+        {"type": "local_shell_call", "action": {"type": "exec", "command": ["a"]}},
+        {"type": "local_shell_call_output", "id": "a", "output": "a"},
+    ),
+    ({"type": "tool_search_call", "arguments": {}}, {"type": "tool_search_output", "tools": []}),
+]
 
 
 def offered(body: dict[str, Any]) -> None:
@@ -237,10 +258,15 @@ def offered(body: dict[str, Any]) -> None:
         body.pop("tool_choice", None)
     elif body.get("function_call") != "none":
         body.pop("function_call", None)
-    tools = [tool for tool in body.get("tools") or () if tool.get("type", "function") in ("function", "custom")]
-    functions = [tool.get(tool.get("type", "function")) or tool for tool in tools]
+    tools = [tool for tool in body.get("tools") or () if tool.get("type") not in BUILT_IN]
+    functions = [tool.get(tool.get("type", "function"), tool) for tool in tools]
     for number, function in enumerate([*functions, *(body.get("functions") or ())]):
         function["name"] = f"tool{number}"  # the first is what the engine calls
+        for place, inner in enumerate(function.get("tools") or ()):
+            inner["name"] = f"tool{place}"
+    if isinstance(body.get("tools"), list) and any(tool.get("type") in BUILT_IN for tool in body["tools"]):
+        first = {tool.get("type"): tool for tool in reversed(body["tools"]) if tool.get("type") in BUILT_IN}
+        body["tools"] = [*functions, *first.values()]
     choice = body.get("tool_choice")
     if isinstance(choice, dict):
         body["tool_choice"] = chosen(choice, functions)
@@ -294,11 +320,15 @@ def message_turns(messages: list[dict[str, Any]]) -> Any:
 def with_partner(item: Any) -> Iterator[dict[str, Any]]:
     """Items of responses, where the input is of such: a call comes with its result."""
     kind, call_id = (item.get("type"), item.get("call_id")) if isinstance(item, dict) else (None, None)
-    if kind == "function_call_output":
-        yield {"type": "function_call", "call_id": call_id, "name": "f", "arguments": "{}"}
+    if kind == "local_shell_call_output":
+        call_id = call_id or item.get("id")
+    for call, result in PARTNERS:
+        if kind == result["type"] and call_id is not None:
+            yield {**call, "call_id": call_id}
     yield item
-    if kind == "function_call":
-        yield {"type": "function_call_output", "call_id": call_id, "output": "a"}
+    for call, result in PARTNERS:
+        if kind == call["type"] and call_id is not None:
+            yield {**result, "call_id": call_id}
 
 
 @schemathesis.hook

@@ -37,7 +37,7 @@ NAMESPACE: dict[str, Any] = {
     "tools": [{"type": "function", "name": "close", "parameters": {"type": "object", "properties": {}}}, FREE],
 }
 SEARCH: dict[str, Any] = {"type": "tool_search", "execution": "client", "description": "Finds tools."}
-HOSTED = [
+HOSTED: list[Any] = [
     {"type": "web_search", "external_web_access": True},
     {"type": "file_search", "vector_store_ids": ["vs_1"]},
     {"type": "code_interpreter", "container": {"type": "auto"}},
@@ -216,8 +216,8 @@ async def test_tools_that_a_client_finds_are_offered_from_then_on(start_calling:
 
 async def test_hosted_tools_are_skipped_and_named_unless_they_are_required(start_calling: StartCalling) -> None:
     async with start_calling("x") as gateway:
-        offered: Any = [NOW, *HOSTED, {"type": "new"}]
-        answer = await gateway.client.responses.with_raw_response.create(**BODY, tools=offered)
+        tools: list[Any] = [NOW, *HOSTED, {"type": "new"}]
+        answer = await gateway.client.responses.with_raw_response.create(**BODY, tools=tools)
         assert last_prompt(gateway).startswith("<tools>now </tools>")
         skipped = answer.headers["x-moiety-ignored-fields"].split(", ")
         assert skipped == sorted(f"tools.{tool['type']}" for tool in [*HOSTED, {"type": "new"}])

@@ -212,7 +212,6 @@ BAD = [
     ({"text": {"format": {"type": "xml"}}}, "text.format.type", "use 'text'"),
     ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format", "are needed"),
     ({"text": {"verbosity": "lowest"}}, "text.verbosity", "'low'"),
-    ({"background": True}, "background", "not made in the background"),
     ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "'none'"),
     ({"conversation": "conv_1"}, "conversation", "use 'previous_response_id'"),
     ({"prompt": {"id": "pmpt_1"}}, "prompt", "as 'instructions' or 'input'"),

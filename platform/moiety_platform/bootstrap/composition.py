@@ -49,6 +49,7 @@ from moiety_platform.quota.keeper import LEASE_S, QuotaKeeper
 from moiety_platform.quota.store import LeaseStore
 from moiety_platform.reloading.reloader import Reloader, ReloadMetrics
 from moiety_platform.reloading.source import SettingsSource
+from moiety_platform.responses_api.background import BackgroundRuns
 from moiety_platform.responses_api.keeper import ConversationLimits, ResponseKeeper
 from moiety_platform.responses_api.reasoning_cipher import ReasoningCipher
 from moiety_platform.responses_api.store import ResponseStore
@@ -215,6 +216,7 @@ async def _open_services(
             retention_jobs_of(wanted, database, objects, overrides.now), wanted.retention_interval_s
         ),
     )
+    background = await stack.enter_async_context(BackgroundRuns(responses, settings.drain_s))
     services = Services(
         authenticator=authenticator,
         usage=usage,
@@ -228,6 +230,7 @@ async def _open_services(
         idempotency=idempotency,
         responses=responses,
         cipher=ReasoningCipher(pepper, turn),
+        background=background,
         admin_routes=[admin],
         store=store,
         objects=objects_ready,

@@ -116,8 +116,8 @@ class ResponseObject(TypedDict):
     id: str
     object: Literal["response"]
     created_at: int
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
-    background: Literal[False]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    background: bool
     completed_at: int | None
     error: ResponseError | None
     incomplete_details: IncompleteDetails | None
@@ -132,7 +132,7 @@ class ResponseObject(TypedDict):
     prompt_cache_retention: str | None
     reasoning: ResponseReasoning
     safety_identifier: str | None
-    service_tier: Tier
+    service_tier: Tier | None
     store: bool
     temperature: float
     text: ResponseText

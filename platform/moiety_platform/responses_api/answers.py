@@ -27,13 +27,22 @@ class ResponseHead:
     response_id: str
     created_at: int
     model: str
-    served_tier: str
+    served_tier: str | None
     body: ResponsesBody
 
     @classmethod
     def of(cls, body: ResponsesBody, record: RequestRecord) -> ResponseHead:
         created_at = record.arrival_unix_ns // 1_000_000_000
         return cls(record.request_id, created_at, record.served_model, record.served_tier, body)
+
+    @classmethod
+    def queueing(cls, body: ResponsesBody, record: RequestRecord) -> ResponseHead:
+        """Return the head of a response whose service class is not known yet."""
+        return cls(record.request_id, record.arrival_unix_ns // 1_000_000_000, body.model, None, body)
+
+    def queued(self) -> Fields:
+        """Return the response before it has begun."""
+        return self._fields("queued", [])
 
     def in_progress(self) -> Fields:
         """Return the response before it has any output."""
@@ -58,7 +67,7 @@ class ResponseHead:
             "object": "response",
             "created_at": self.created_at,
             "status": status,
-            "background": False,
+            "background": bool(body.background),
             "completed_at": None,
             "error": None,
             "incomplete_details": None,
@@ -74,7 +83,7 @@ class ResponseHead:
             "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
             "safety_identifier": body.safety_identifier,
             "service_tier": self.served_tier,
-            "store": bool(body.store),
+            "store": body.is_stored,
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": {"format": format_fields(body.text), "verbosity": "medium"},
             "tool_choice": (body.tool_choice or AUTO).fields,

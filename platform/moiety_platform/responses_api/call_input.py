@@ -93,13 +93,13 @@ class CustomResultItem(StrictBody):
         return result_item(CUSTOM_RESULT, self.call_id, output=text_of(self.output))
 
 
-class WrittenFile(StrictBody):
+class PatchWrite(StrictBody):
     type: Literal["create_file", "update_file"]
     path: str
     diff: str
 
 
-class DeletedFile(StrictBody):
+class PatchDeletion(StrictBody):
     type: Literal["delete_file"]
     path: str
 
@@ -109,7 +109,7 @@ class PatchCallItem(StrictBody):
 
     type: Literal["apply_patch_call"]
     call_id: _CallId
-    operation: Annotated[WrittenFile | DeletedFile, Field(discriminator="type")]
+    operation: Annotated[PatchWrite | PatchDeletion, Field(discriminator="type")]
 
     def checked(self) -> Item:
         operation = self.operation.model_dump(mode="json")

@@ -16,7 +16,7 @@ from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.client import authenticate
 from moiety_platform.auth.principal import Principal
 from moiety_platform.db.keyset import After, Identified, list_fields, parse_list
-from moiety_platform.errors import BadRequest
+from moiety_platform.errors import BadRequest, Unavailable
 from moiety_platform.inference.endpoint import Endpoint, EndpointDocs, SendLast, Serve, route
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.response import HttpResponse
@@ -33,6 +33,7 @@ from moiety_platform.responses_api.answer_types import (
     ResponseObject,
 )
 from moiety_platform.responses_api.answers import ID_PREFIX, Fields, ResponseHead, usage_fields
+from moiety_platform.responses_api.background import LEASE_MS, BackgroundRuns
 from moiety_platform.responses_api.compaction import CompactBody, CompactionOutput
 from moiety_platform.responses_api.conversation_reader import ConversationReader
 from moiety_platform.responses_api.events import ResponseEvents, StreamErrors
@@ -69,16 +70,20 @@ class StoredResponses:
 
     authenticator: Authenticator
     keeper: ResponseKeeper
+    runs: BackgroundRuns
 
     async def caller(self, request: Request[Any, Any, Any]) -> Principal:
         """Return the caller, who may use models. Raises Unauthenticated, Forbidden or Unavailable."""
         return await authenticate(self.authenticator, request)
 
 
-def response_route(serve: Serve, keeper: ResponseKeeper, cipher: ReasoningCipher) -> HTTPRouteHandler:
+def response_route(
+    serve: Serve, keeper: ResponseKeeper, cipher: ReasoningCipher, runs: BackgroundRuns
+) -> HTTPRouteHandler:
     """Return the handler of the endpoint that answers."""
-    answers = ResponseAnswers(keeper, ConversationReader(keeper, cipher))
-    return route(Endpoint(PATH, "chat", ID_PREFIX, ResponsesBody, answers.answer, _SHOWN, answers.prepare), serve)
+    answers = ResponseAnswers(keeper, ConversationReader(keeper, cipher), runs)
+    endpoint = Endpoint(PATH, "chat", ID_PREFIX, ResponsesBody, answers.answer, _SHOWN, answers.prepare)
+    return route(endpoint, partial(runs.serve, serve))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,29 +96,44 @@ class ResponseAnswers:
 
     keeper: ResponseKeeper
     reader: ConversationReader
+    runs: BackgroundRuns
 
     async def prepare(self, body: ResponsesBody, record: RequestRecord) -> ResponsesBody:
         """Return the body together with the conversation that it continues.
 
-        A request that neither stores nor continues does not query the store.
+        A request that neither stores nor continues does not query the store. From here on a background response is
+        stored and needs no client.
         """
-        if body.store:
+        if body.is_stored:
             await self.keeper.require_room(record.principal)
         body, ignored = await self.reader.resolve(body, record.principal)
         record.ignored_fields += ignored
+        if body.background:
+            await self._detach(body, record)
         return body
+
+    async def _detach(self, body: ResponsesBody, record: RequestRecord) -> None:
+        """Store the response as queued, and let its request go on without the client. Raises Unavailable."""
+        body.generation()  # what cannot be served is refused before anything is stored
+        queued = msgspec.json.encode(ResponseHead.queueing(body, record).queued())
+        if not await self._store(queued, body, record, LEASE_MS):
+            raise Unavailable("the response cannot be stored now, which 'background' needs; try again")
+        self.runs.current.detach(record.request_id, queued, streams=body.wants_stream)
 
     async def answer(
         self, body: ResponsesBody, run: InferenceRun, record: RequestRecord, reply: HttpResponse
     ) -> SendLast:
         head, readers = ResponseHead.of(body, record), run.new_readers()
         output = self._output_of(body, record, None if readers is None else readers[0])
+        if body.background:
+            begun = msgspec.json.encode(head.in_progress())
+            await self.keeper.update_run(record.request_id, begun, ends=False)
         if not body.wants_stream:
             async for _, message in run:
                 _take(output, message)
             return partial(self._send_whole, _ended(head, output, run, record), body, record, reply)
         events = ResponseEvents(head, output)
-        reply.errors = StreamErrors(events)
+        reply.errors = StreamErrors(events, self.runs.current.note_error)
         await relay(events, run, record, reply)
         return partial(self._end_stream, events, _ended(head, output, run, record), body, record, reply)
 
@@ -138,12 +158,18 @@ class ResponseAnswers:
     async def _keep(self, response: Fields, body: ResponsesBody, record: RequestRecord) -> bytes:
         """Store the response if requested, and return its encoding, which says whether it is stored."""
         encoded = msgspec.json.encode(response)
-        if body.store:
-            items = [with_id(item, record.request_id, FIRST_INPUT + at) for at, item in enumerate(body.items())]
-            parts = (record.principal, record.request_id, body.model, body.continued, items, encoded)
-            if not await self.keeper.keep(*parts):
-                return msgspec.json.encode({**response, "store": False})
+        if body.background:
+            await self.keeper.update_run(record.request_id, encoded, ends=True)
+        elif body.store and not await self._store(encoded, body, record):
+            return msgspec.json.encode({**response, "store": False})
         return encoded
+
+    async def _store(
+        self, encoded: bytes, body: ResponsesBody, record: RequestRecord, lease_ms: int | None = None
+    ) -> bool:
+        items = [with_id(item, record.request_id, FIRST_INPUT + at) for at, item in enumerate(body.items())]
+        parts = (record.principal, record.request_id, body.model, body.continued, items, encoded, lease_ms)
+        return await self.keeper.keep(*parts)
 
 
 def compaction_route(serve: Serve, keeper: ResponseKeeper, cipher: ReasoningCipher) -> HTTPRouteHandler:
@@ -246,6 +272,7 @@ class ResponseController(Controller):
     ) -> DeletedResponse:
         """Delete a stored response. Responses that continue it can no longer be continued."""
         await stored.keeper.delete(await stored.caller(request), response_id)
+        stored.runs.cancel(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
     @get("/{response_id:str}/input_items")
@@ -269,21 +296,21 @@ class ResponseController(Controller):
         shown = cast("list[Identified]", items[: wanted.limit])
         return list_fields(shown, has_more=len(items) > wanted.limit)
 
-    @post("/{response_id:str}/cancel", status_code=200, opt=describes(Described(answers={}, errors=(400,))))
+    @post(
+        "/{response_id:str}/cancel",
+        status_code=200,
+        opt=describes(Described(answers={200: {JSON: ResponseObject}}, errors=(400,))),
+    )
     async def cancel_response(
         self,
         stored: NamedDependency[SkipValidation[StoredResponses]],
         request: Request[Any, Any, Any],
         response_id: FromPath[str],
-    ) -> None:
-        """Refuse to cancel. A stored response has already ended."""
-        await stored.keeper.body(await stored.caller(request), response_id)
-        raise BadRequest(
-            "only responses that are made in the background can be cancelled; to stop one that is streamed, close the "
-            "connection",
-            code="response_not_cancellable",
-            param="response_id",
-        )
+    ) -> Response[bytes]:
+        """Cancel a response that is made in the background. One that has ended is returned as it is."""
+        body = await stored.keeper.cancel(await stored.caller(request), response_id)
+        stored.runs.cancel(response_id)
+        return Response(body, media_type="application/json")
 
 
 def _after(items: list[Item], item_id: str) -> list[Item]:

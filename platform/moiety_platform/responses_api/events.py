@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -143,8 +143,10 @@ class _Status(msgspec.Struct):
 class StreamErrors(OpenAIErrors):
     """Errors in OpenAI's format. In a response's stream, an `error` event with our code and then `response.failed`."""
 
-    def __init__(self, events: ResponseEvents) -> None:
+    def __init__(self, events: ResponseEvents, on_error: Callable[[PlatformError], None]) -> None:
         self._events = events
+        self._on_error = on_error
 
     def event(self, error: PlatformError, request_id: str) -> bytes:
+        self._on_error(error)
         return self._events.failed(error)

@@ -21,6 +21,7 @@ from moiety_platform.responses_api.store import ResponseStore, StorageRoom
 from moiety_platform.settings import GatewaySettings
 
 FULL_RETRY_S = 60.0
+FORSAKEN = {"code": "server_error", "message": "the gateway that made this response has stopped; send it again"}
 MAX_REFERENCED = 256  # responses whose items a request may refer to
 
 log = structlog.get_logger(__name__)
@@ -88,6 +89,12 @@ class ResponseKeeper:
             last = await self._store.find(session, whose, last_id)
             if last is None:
                 raise _not_found("previous response", last_id, "previous_response_id")
+            if last.running_until_ms is not None:
+                raise BadRequest(
+                    f"the response {last_id!r} is still being made in the background; retrieve it until it has ended",
+                    code="previous_response_running",
+                    param="previous_response_id",
+                )
             self._check_length(last)
             chain = await self._store.chain(session, whose, last)
         if not chain:
@@ -142,8 +149,12 @@ class ResponseKeeper:
         continued: Continued,
         items: Sequence[Item],
         body: bytes,
+        lease_ms: int | None = None,
     ) -> bool:
-        """Store a response and the input items of its request, and return whether that succeeded."""
+        """Store a response and the input items of its request, and return whether that succeeded.
+
+        With a lease it is made in the background, and `update_run` replaces it.
+        """
         encoded = msgspec.json.encode(items)
         num_bytes = len(encoded) + len(body)
         response = StoredResponse(
@@ -161,7 +172,7 @@ class ResponseKeeper:
         try:
             async with self._database.write() as session:
                 ttl_ms = round(self.limits.ttl_s * 1000)
-                is_kept = await self._store.add(session, response, self.limits.room, ttl_ms)
+                is_kept = await self._store.add(session, response, self.limits.room, ttl_ms, lease_ms)
         except Unavailable as error:
             log.warning("response_not_kept", tenant_id=whose.tenant_id, reason=str(error))
             return False
@@ -175,9 +186,47 @@ class ResponseKeeper:
         """Return the response as it was answered. Raises NotFound or Unavailable."""
         async with self._database.read() as session:
             found = await self._store.find(session, whose, response_id)
-        if found is None:
-            raise _not_found("response", response_id, "response_id")
-        return found.body
+            if found is None:
+                raise _not_found("response", response_id, "response_id")
+            is_forsaken = await self._store.is_forsaken(session, found)
+        if not is_forsaken:
+            return found.body
+        failed = with_end(found.body, "failed", FORSAKEN)
+        if await self.update_run(response_id, failed, ends=True):
+            return failed
+        return await self.body(whose, response_id)  # it has ended meanwhile
+
+    async def cancel(self, whose: Principal, response_id: str) -> bytes:
+        """End a response that is made in the background, and return it; one that has ended stays as it is.
+
+        Raises NotFound, Unavailable, or BadRequest for a response that is not made in the background.
+        """
+        body = await self.body(whose, response_id)
+        if not msgspec.json.decode(body, type=_Progress).background:
+            raise BadRequest(
+                "only responses that are made in the background can be cancelled; to stop one that is streamed, close "
+                "the connection",
+                code="response_not_cancellable",
+                param="response_id",
+            )
+        cancelled = with_end(body, "cancelled", None)
+        if await self.update_run(response_id, cancelled, ends=True):
+            return cancelled
+        return await self.body(whose, response_id)
+
+    async def update_run(self, response_id: str, body: bytes, *, ends: bool) -> bool:
+        """Replace the body of a response that is made in the background, and return whether it was still running.
+
+        Raises Unavailable.
+        """
+        num_items = len(_output_of(body)) if ends else 0
+        async with self._database.write() as session:
+            return await self._store.update_run(session, response_id, body, num_items, ends=ends)
+
+    async def extend_runs(self, response_ids: Collection[str], lease_ms: int) -> set[str]:
+        """Extend the leases of responses that this process makes, and return those that go on. Raises Unavailable."""
+        async with self._database.write() as session:
+            return await self._store.extend_runs(session, response_ids, lease_ms)
 
     async def input_items(self, whose: Principal, response_id: str) -> list[Item]:
         """Return the input items of a response, as far as they are still stored: earlier turns first, then its own.
@@ -201,6 +250,15 @@ class ResponseKeeper:
 
 class _Output(msgspec.Struct):
     output: list[Item]
+
+
+class _Progress(msgspec.Struct):
+    background: bool = False
+
+
+def with_end(body: bytes, status: str, error: dict[str, str] | None) -> bytes:
+    """Return a response that is made in the background with the status and error of its end."""
+    return msgspec.json.encode({**msgspec.json.decode(body), "status": status, "error": error})
 
 
 def _output_of(body: bytes) -> list[Item]:

@@ -20,7 +20,8 @@ class StoredResponse(Base):
     """One response and its input items, both as JSON.
 
     `previous_id` is the response that it continues. `num_items` and `total_bytes` count the whole conversation up to
-    this response, so that its size can be checked without reading it.
+    this response, so that its size can be checked without reading it. `running_until_ms` is set while a response is
+    made in the background: its gateway extends it, so a time in the past means that the gateway has died.
     """
 
     __tablename__ = "responses"
@@ -38,5 +39,6 @@ class StoredResponse(Base):
     num_bytes: Mapped[int] = mapped_column(BigInteger)
     total_bytes: Mapped[int] = mapped_column(BigInteger)
     expires_ms: Mapped[int] = mapped_column(BigInteger)
+    running_until_ms: Mapped[int | None] = mapped_column(BigInteger)
     items: Mapped[bytes] = mapped_column(LargeBinary)
     body: Mapped[bytes] = mapped_column(LargeBinary)

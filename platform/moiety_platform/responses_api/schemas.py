@@ -60,6 +60,10 @@ _RULES: dict[str, Any] = {
     "allOf": [
         STREAMED_OPTIONS,
         {
+            "if": {"required": ["background"], "properties": {"background": {"const": True}}},
+            "then": {"properties": {"store": {"not": {"const": False}}}},
+        },
+        {
             "if": {"required": ["top_logprobs"], "properties": {"top_logprobs": {"type": "integer", "minimum": 1}}},
             "then": {
                 "required": ["include"],
@@ -132,7 +136,7 @@ class ResponsesBody(GeneratingBody, ToolItemsBody):
     ] = None
     stream_options: ResponseStreamOptions | None = None
     store: bool | None = None
-    background: Annotated[bool, shows(const=False)] | None = None
+    background: bool | None = None  # implies `store`
     background_options: Annotated[dict[str, Any] | None, ignored("Background responses begin at once.")] = None
     metadata: MetadataPairs | None = None
     user: _Name | None = None
@@ -163,13 +167,6 @@ class ResponsesBody(GeneratingBody, ToolItemsBody):
             raise refuse(_REFUSED[str(info.field_name)])
         return value
 
-    @field_validator("background")
-    @classmethod
-    def _in_the_foreground(cls, value: bool | None) -> bool | None:
-        if value:
-            raise refuse("answers are not made in the background; leave it out and wait for the answer, or stream it")
-        return value
-
     @field_validator("include")
     @classmethod
     def _known_parts(cls, value: list[str] | None) -> list[str] | None:
@@ -185,8 +182,14 @@ class ResponsesBody(GeneratingBody, ToolItemsBody):
             raise refuse("'stream_options' is allowed only when 'stream' is true")
         if self.top_logprobs and not self.wants_logprobs:
             raise refuse(f"'top_logprobs' is allowed only when 'include' has {LOGPROBS!r}")
+        if self.background and self.store is False:
+            raise refuse("'background' needs 'store', since the response is read from the store; leave 'store' out")
         check_offered(self.offered, shape_of(info).max_tools)
         return self
+
+    @property
+    def is_stored(self) -> bool:
+        return bool(self.store or self.background)
 
     @property
     def wants_logprobs(self) -> bool:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import BigInteger, ColumnElement, delete, exists, func, literal, select
+from sqlalchemy import BigInteger, ColumnElement, delete, exists, func, literal, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.auth.principal import Principal
@@ -43,8 +43,15 @@ class ResponseStore:
         num_responses, total = (await session.execute(sums)).one()
         return num_responses < room.max_responses and int(total or 0) + num_bytes <= room.max_bytes
 
-    async def add(self, session: AsyncSession, response: StoredResponse, room: StorageRoom, ttl_ms: int) -> bool:
-        """Store a response for `ttl_ms`.
+    async def add(
+        self,
+        session: AsyncSession,
+        response: StoredResponse,
+        room: StorageRoom,
+        ttl_ms: int,
+        lease_ms: int | None = None,
+    ) -> bool:
+        """Store a response for `ttl_ms`. One that is made in the background is running for `lease_ms`.
 
         Returns False if the tenant's storage is full or the tenant is being deleted. The tenant's row is locked, so
         that concurrent requests do not use the same free space and none is added after a deletion has begun.
@@ -55,7 +62,10 @@ class ResponseStore:
             return False
         if not await self.has_room(session, tenant_id, room, response.num_bytes):
             return False
-        response.expires_ms = int(await session.scalar(select(self.now())) or 0) + ttl_ms
+        now_ms = int(await session.scalar(select(self.now())) or 0)
+        response.expires_ms = now_ms + ttl_ms
+        if lease_ms is not None:
+            response.running_until_ms = now_ms + lease_ms
         session.add(response)
         return True
 
@@ -101,6 +111,39 @@ class ResponseStore:
         """Delete the response and return whether it existed for the key."""
         gone = delete(StoredResponse).where(StoredResponse.id == _possible(response_id), *self._visible(whose))
         return await session.scalar(gone.returning(StoredResponse.id)) is not None
+
+    async def is_forsaken(self, session: AsyncSession, response: StoredResponse) -> bool:
+        """Return whether the gateway that makes a response in the background has died."""
+        now_ms = int(await session.scalar(select(self.now())) or 0)
+        return response.running_until_ms is not None and response.running_until_ms < now_ms
+
+    async def extend_runs(self, session: AsyncSession, response_ids: Collection[str], lease_ms: int) -> set[str]:
+        """Extend the leases of running responses, and return the ids of those that are still running."""
+        extended = (
+            update(StoredResponse)
+            .where(StoredResponse.id.in_(response_ids), StoredResponse.running_until_ms.is_not(None))
+            .values(running_until_ms=self.now() + lease_ms)
+            .returning(StoredResponse.id)
+        )
+        return set((await session.scalars(extended)).all())
+
+    async def update_run(
+        self, session: AsyncSession, response_id: str, body: bytes, num_new_items: int = 0, *, ends: bool
+    ) -> bool:
+        """Replace the body of a running response, and return whether it was running."""
+        row = await session.scalar(
+            select(StoredResponse)
+            .where(StoredResponse.id == response_id, StoredResponse.running_until_ms.is_not(None))
+            .with_for_update()
+        )
+        if row is None:
+            return False
+        more = len(body) - len(row.body)
+        row.body, row.num_items = body, row.num_items + num_new_items
+        row.num_bytes, row.total_bytes = row.num_bytes + more, row.total_bytes + more
+        if ends:
+            row.running_until_ms = None
+        return True
 
     async def purge(self, session: AsyncSession, limit: int = PURGE_ROWS) -> int:
         """Delete at most `limit` expired responses, the oldest first, and return their number."""

@@ -1,0 +1,195 @@
+"""Responses that are made in the background: their requests go on without their clients, until they end.
+
+A request runs as a task of its own. Once its response is stored as queued, the client gets that and may leave. The
+process extends the lease of its running responses. A response whose lease has run out belonged to a process that died,
+and every gateway answers it as failed. A cancellation by another gateway is seen when the lease is extended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any, Self, cast
+
+import msgspec
+import structlog
+from litestar.types import Message, Receive, Scope, Send
+
+from moiety_platform.errors import PlatformError, Unavailable
+from moiety_platform.inference.endpoint import Endpoint, Serve
+from moiety_platform.inference.response import DISCONNECT_SIGNAL, SEND_WHOLE, DisconnectSignal, HttpResponse, SendWhole
+from moiety_platform.responses_api.keeper import ResponseKeeper, with_end
+
+LEASE_MS = 30_000
+EXTEND_S = 5.0
+MAX_ERROR_BYTES = 64 * 1024
+
+log = structlog.get_logger(__name__)
+
+
+class BackgroundRun:
+    """One request, which may go on without its client. Owned by the task that serves it."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self.signal = DisconnectSignal.of(scope["state"])  # of the client
+        self.disconnect = DisconnectSignal(self.signal.drop)  # of the request
+        self.disconnect.has_left = self.signal.has_left
+        self.signal.on_left = self.disconnect.note
+        self.response_id: str | None = None  # once it is detached
+        self.queued = b""
+        self.streams = False
+        self.settled = asyncio.Event()  # detached, or ended
+        self.error: PlatformError | None = None  # that ended a stream
+        self._send = send
+        self._send_whole: SendWhole | None = scope["state"].get(SEND_WHOLE)
+        self._original_scope = scope
+        self._status = 0
+        self._error_body = b""
+        own = {DISCONNECT_SIGNAL: self.disconnect, SEND_WHOLE: self._whole}
+        self.scope = cast("Scope", {**scope, "state": {**scope["state"], **own}})
+
+    def detach(self, response_id: str, queued: bytes, *, streams: bool) -> None:
+        """Let the request go on without its client, which gets `queued` unless the answer is streamed to it."""
+        self.response_id, self.queued, self.streams = response_id, queued, streams
+        self.signal.on_left = None
+        self.settled.set()
+
+    def note_error(self, error: PlatformError) -> None:
+        """Keep the error that has ended a stream."""
+        self.error = error
+
+    async def send(self, message: Message) -> None:
+        """Send a part of the answer to the client, or discard it where the client has left or polls."""
+        if self.response_id is None:
+            await self._send(message)
+            return
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+        elif self._status >= 400 and message["type"] == "http.response.body":
+            self._error_body = (self._error_body + message["body"])[:MAX_ERROR_BYTES]
+        if self.streams and not self.signal.has_left:
+            await self._send(message)
+
+    def failure(self) -> dict[str, str]:
+        """Return the error of a response that did not end by itself."""
+        if self.error is not None:
+            return {"code": "server_error", "message": self.error.message}
+        try:
+            message = msgspec.json.decode(self._error_body)["error"]["message"]
+        except (msgspec.DecodeError, KeyError, TypeError):
+            message = "the response was stopped before it ended; send it again"
+        code = {429: "rate_limit_exceeded"}.get(self._status, "server_error" if self._status >= 500 else "")
+        return {"code": code or ("invalid_prompt" if self._status else "server_error"), "message": str(message)}
+
+    def _whole(self, scope: Scope, status: int, headers: Mapping[str, str], body: bytes) -> bool:
+        if self._send_whole is None or self.response_id is not None:
+            return False
+        return self._send_whole(self._original_scope, status, headers, body)
+
+
+class BackgroundRuns:
+    """The running background responses of one gateway process. Enter it as a context."""
+
+    def __init__(self, keeper: ResponseKeeper, drain_s: float, extend_s: float = EXTEND_S) -> None:
+        self._keeper = keeper
+        self._drain_s = drain_s
+        self._extend_s = extend_s
+        self._of_task: dict[asyncio.Task[Any], BackgroundRun] = {}
+        self._extending: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._extending = asyncio.create_task(self._keep_extending())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Wait for the running responses, then end the rest as failed."""
+        tasks = list(self._of_task)
+        if tasks:
+            pending = (await asyncio.wait(tasks, timeout=self._drain_s))[1]
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        if self._extending is not None:
+            self._extending.cancel()
+            await asyncio.gather(self._extending, return_exceptions=True)
+
+    @property
+    def current(self) -> BackgroundRun:
+        """The run of the current task."""
+        task = asyncio.current_task()
+        assert task is not None, "requests are served by tasks"
+        return self._of_task[task]
+
+    async def serve(self, serve: Serve, endpoint: Endpoint[Any], scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request, until it has ended, or until the client has its answer if it goes on in the background."""
+        run = BackgroundRun(scope, send)
+        task = asyncio.create_task(self._serve(run, serve(endpoint, run.scope, receive, run.send)))
+        self._of_task[task] = run
+        task.add_done_callback(self._ended)
+        try:
+            await run.settled.wait()
+            if run.response_id is None:
+                await task
+            elif run.streams:
+                await self._wait_for_stream(run, task)
+            else:
+                await HttpResponse(send, scope, endpoint.errors).whole(200, run.queued)
+        except asyncio.CancelledError:
+            if run.response_id is None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+            raise
+
+    def cancel(self, response_id: str) -> None:
+        """Stop a response if this process makes it."""
+        for run in self._of_task.values():
+            if run.response_id == response_id:
+                run.disconnect.note()
+
+    async def _wait_for_stream(self, run: BackgroundRun, task: asyncio.Task[None]) -> None:
+        """Return when the stream has ended or its client has left."""
+        left = asyncio.Event()
+        run.signal.on_left = left.set
+        if run.signal.has_left:
+            return
+        leaving = asyncio.create_task(left.wait())
+        try:
+            await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            leaving.cancel()
+
+    async def _serve(self, run: BackgroundRun, serving: Any) -> None:
+        try:
+            await serving
+        finally:
+            if run.response_id is not None:
+                await self._end(run, run.response_id)
+
+    async def _end(self, run: BackgroundRun, response_id: str) -> None:
+        """Store the failure of a response that is still running. One that ended by itself is stored already."""
+        failed = with_end(run.queued, "failed", run.failure())
+        try:
+            await self._keeper.update_run(response_id, failed, ends=True)
+        except Unavailable as error:  # its lease runs out
+            log.warning("background_response_not_ended", response_id=response_id, reason=str(error))
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        run = self._of_task.pop(task)
+        run.settled.set()
+        if run.response_id is not None and not task.cancelled() and task.exception() is not None:
+            log.error("background_response_failed", response_id=run.response_id, exc_info=task.exception())
+
+    async def _keep_extending(self) -> None:
+        while True:
+            await asyncio.sleep(self._extend_s)
+            runs = {run.response_id: run for run in list(self._of_task.values()) if run.response_id is not None}
+            if not runs:
+                continue
+            try:
+                running = await self._keeper.extend_runs(list(runs), LEASE_MS)
+            except Unavailable as error:
+                log.warning("background_leases_not_extended", reason=str(error))
+                continue
+            for response_id, run in runs.items():
+                if response_id not in running:  # cancelled or deleted, or it has just ended
+                    run.disconnect.note()
