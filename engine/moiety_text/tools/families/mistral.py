@@ -20,9 +20,9 @@ def _beginnings(word: str) -> str:
 _ARGS = r"(?:\[ARGS\]\s*)"
 _CALL_ID = r"(?:\[CALL_ID\]\w*)"
 _ARGS_SO_FAR = rf"(?:{_ARGS}|{_beginnings('[ARGS]')})"
-_NAME_TEXT = re.compile(rf"\s*([A-Za-z0-9_.-]+)\s*{_CALL_ID}?{_ARGS}?")
+_NAME_TEXT = re.compile(rf"\s*([A-Za-z0-9_.:/-]+)\s*{_CALL_ID}?{_ARGS}?")
 _NAME_TEXT_SO_FAR = re.compile(
-    rf"\s*(?:[A-Za-z0-9_.-]+\s*(?:{_ARGS_SO_FAR}|{_CALL_ID}{_ARGS_SO_FAR}?|{_beginnings('[CALL_ID]')})?)?"
+    rf"\s*(?:[A-Za-z0-9_.:/-]+\s*(?:{_ARGS_SO_FAR}|{_CALL_ID}{_ARGS_SO_FAR}?|{_beginnings('[CALL_ID]')})?)?"
 )
 
 
