@@ -12,7 +12,7 @@ RELEASE := $(VENV)/release
 export PYTHONDONTWRITEBYTECODE := # else each of the hundreds of processes that the tests start compiles our modules again
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-fast test-all style types contracts docs bench bench-gpu chaos soak clients fuzz images locks sbom audit fmt clean
+.PHONY: help serve test tests test-fast test-all checks style types contracts docs bench bench-gpu chaos soak clients fuzz images locks sbom audit fmt clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -23,8 +23,12 @@ serve: $(VENV)/.serve ## serve the bundled demo model (or ARGS="--model …") to
 	@exec $(BIN)/moiety serve $(ARGS)
 
 test: $(VENV)/.dev ## all that CI runs: lint, format, types, import contracts, every test function
-	@$(MAKE) --no-print-directory --jobs=2 types contracts style
-	@$(BIN)/python -m pytest --numprocesses=$$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist=loadfile --no-loadscope-reorder $(ARGS) || \
+	@$(MAKE) --no-print-directory --jobs=2 checks tests
+
+checks: style contracts types
+
+tests:
+	@$(BIN)/python -m pytest --numprocesses=$$(($$(getconf _NPROCESSORS_ONLN) + 2)) --dist=loadfile --no-loadscope-reorder $(ARGS) || \
 	{ [ $$? = 1 ] || exit 2; echo 'FAILED BESIDE OTHERS: now alone, and named, since one that passes so is a defect too'; \
 	$(BIN)/python -m pytest --last-failed --last-failed-no-failures=none --maxfail=1 --verbose $(ARGS); }
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moiety_engine.adapters.registry import AdapterRegistry
+from moiety_engine.adapters.adapter_slots import AdapterRegistry
 from moiety_engine.disk.tier import DiskTier
 from moiety_engine.draft_model.draft_model import DraftModel
 from moiety_engine.expert_monitor import ExpertMonitor

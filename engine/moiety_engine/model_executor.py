@@ -15,7 +15,7 @@ from moiety_engine.runner.device_state import DeviceState, free_cached_memory
 from moiety_engine.runner.weights import Weights
 
 if TYPE_CHECKING:
-    from moiety_engine.adapters.registry import AdapterRegistry
+    from moiety_engine.adapters.adapter_slots import AdapterRegistry
     from moiety_engine.draft_model.draft_model import DraftModel
     from moiety_engine.kv_transfer.connector import KvConnector
     from moiety_engine.model.transformer import Transformer

@@ -14,7 +14,7 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from moiety_engine.adapters.registry import AdapterRegistry
+    from moiety_engine.adapters.adapter_slots import AdapterRegistry
     from moiety_engine.disk.tier import DiskTier
     from moiety_engine.kv_transfer.kv_receiver import KvReceiver
     from moiety_engine.messages import CoreFailure, CoreSubmit

@@ -17,7 +17,7 @@ from moiety_engine.pending_requests import PendingRequests
 from moiety_wire.messages import FailureCode, FinishReason
 
 if TYPE_CHECKING:
-    from moiety_engine.adapters.registry import AdapterRegistry
+    from moiety_engine.adapters.adapter_slots import AdapterRegistry
     from moiety_engine.disk.tier import DiskTier
     from moiety_engine.kv_transfer.connector import KvConnector
     from moiety_engine.scheduling.scheduler import Scheduler

@@ -9,7 +9,7 @@ from moiety_engine.load_reporter import LoadReporter
 from moiety_engine.messages import CoreAdmission, CoreFailure, CoreLoad, CoreOutput, CoreStep
 
 if TYPE_CHECKING:
-    from moiety_engine.adapters.registry import AdapterRegistry
+    from moiety_engine.adapters.adapter_slots import AdapterRegistry
     from moiety_engine.kv_transfer.connector import KvConnector
     from moiety_engine.steps.tracer import StepTracer
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moiety_engine.adapters import registry
+from moiety_engine.adapters import adapter_slots
 from moiety_engine.adapters.dummy import ATTENTION, write_adapter
 from moiety_engine.adapters.peft import TENSORS, read_adapter
 from moiety_engine.config import EngineConfig, PolicyName
@@ -330,7 +330,7 @@ def test_a_read_that_nobody_waits_for_any_more_decides_nothing(
         assert may_fail.wait(60.0)
         raise AdapterError("its folder is away")
 
-    monkeypatch.setattr(registry, "read_adapter", fails_at_first)
+    monkeypatch.setattr(adapter_slots, "read_adapter", fails_at_first)
     loop = loops.make()
     loop.intake.adapters.learn("late", many["a0"])
     loop.submit(make_submit(1, "late"))
@@ -350,7 +350,7 @@ def test_whatever_goes_wrong_in_reading_an_adapter_fails_its_request_alone(
     def fails(*_args: Any, **_more: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(registry, "read_adapter", fails)
+    monkeypatch.setattr(adapter_slots, "read_adapter", fails)
     loop = loops.make()
     loop.intake.adapters.learn("a0", many["a0"])
     loop.submit(make_submit(1, "a0"))

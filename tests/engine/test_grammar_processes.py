@@ -420,7 +420,13 @@ def make_loop(**settings: Any) -> EngineLoop:
 
 @pytest.mark.parametrize(
     "layout",
-    [{"overlap": Overlap.OFF}, {"overlap": Overlap.ON}, {"tp": 2}, {"pp": 2}, {"dp_attention": 2}],
+    [
+        {"overlap": Overlap.OFF},
+        {"overlap": Overlap.ON},
+        {"tp": 2},
+        pytest.param({"pp": 2}, marks=pytest.mark.thorough),
+        pytest.param({"dp_attention": 2}, marks=pytest.mark.thorough),
+    ],
     ids=["one rank", "overlapped steps", "tp", "pp", "dp_attention"],
 )
 def test_streams_are_the_same_when_grammar_processes_are_killed_in_their_middle(layout: dict[str, Any]) -> None:

@@ -295,13 +295,13 @@ def test_tensor_and_expert_parallel_say_what_one_rank_says(
 
 
 NARROW_LAYOUTS = [
-    ("float8 blocks", {"tp": 2}),
+    thorough("float8 blocks", {"tp": 2}),
     ("float8 blocks", {"tp": 4, "ep": 2}),
-    ("float8 blocks, grouped heads", {"tp": 2, "ep": 2}),
+    thorough("float8 blocks, grouped heads", {"tp": 2, "ep": 2}),
     ("float8 blocks, grouped heads", {"dp_attention": 2, "ep": 2}),
-    ("mxfp4", {"tp": 2}),
+    thorough("mxfp4", {"tp": 2}),
     ("mxfp4", {"dp_attention": 2, "tp": 2, "ep": 2}),
-    ("int8", {"tp": 2}),
+    thorough("int8", {"tp": 2}),
     ("int4", {"tp": 2, "ep": 2}),
 ]
 
@@ -333,18 +333,20 @@ def share_of(config: EngineConfig) -> float:
 
 IN_GROUPS = [
     ("qwen3_moe", {"dp_attention": 2, "ep": 2}),
-    ("deepseek_v3", {"dp_attention": 2, "ep": 2}),
-    *(thorough(family, {"dp_attention": 2, "ep": 2}) for family in ("mixtral", "gpt_oss")),
-    ("qwen3_moe", {"dp_attention": 2, "tp": 2, "ep": 4}),
+    *(thorough(family, {"dp_attention": 2, "ep": 2}) for family in ("deepseek_v3", "mixtral", "gpt_oss")),
+    thorough("qwen3_moe", {"dp_attention": 2, "tp": 2, "ep": 4}),
     ("deepseek_v3", {"dp_attention": 2, "tp": 2, "ep": 4}),
     ("gpt_oss", {"dp_attention": 2, "tp": 2, "ep": 2}),
-    ("qwen3_moe", {"dp_attention": 2, "ep": 2, "pp": 2}),
+    thorough("qwen3_moe", {"dp_attention": 2, "ep": 2, "pp": 2}),
 ]
 APART = [
-    *((family, {"dp_attention": 2, "ffn_ranks": 2, "ep": 2}) for family in ("deepseek_v3", "gpt_oss")),
-    *(thorough(family, {"dp_attention": 2, "ffn_ranks": 2, "ep": 2}) for family in ("qwen3_moe", "mixtral")),
-    *((family, {"tp": 2, "ffn_ranks": 2, "ep": 2}) for family in ("qwen3_moe", "deepseek_v3")),
-    *(thorough(family, {"tp": 2, "ffn_ranks": 2, "ep": 2}) for family in ("mixtral", "gpt_oss")),
+    ("gpt_oss", {"dp_attention": 2, "ffn_ranks": 2, "ep": 2}),
+    *(
+        thorough(family, {"dp_attention": 2, "ffn_ranks": 2, "ep": 2})
+        for family in ("deepseek_v3", "qwen3_moe", "mixtral")
+    ),
+    ("deepseek_v3", {"tp": 2, "ffn_ranks": 2, "ep": 2}),
+    *(thorough(family, {"tp": 2, "ffn_ranks": 2, "ep": 2}) for family in ("qwen3_moe", "mixtral", "gpt_oss")),
     ("qwen3_moe", {"pp": 2, "ffn_ranks": 2}),
 ]
 
@@ -403,10 +405,10 @@ def test_parallel_steps_that_overlap_swap_and_sleep_say_the_same(
 
 
 SHUFFLED = [
-    ("deepseek_v3", {"tp": 4, "ep": 4, "redundant_experts": 4}),
+    thorough("deepseek_v3", {"tp": 4, "ep": 4, "redundant_experts": 4}),
     ("gpt_oss", {"tp": 4, "ep": 2, "rebalance_every_s": 1e9}),  # pieces of experts, with biases
     ("qwen3_moe", {"dp_attention": 4, "ep": 4, "redundant_experts": 8, "overlap": "on", "quantization": "none"}),
-    ("qwen3_moe", {"tp": 2, "ep": 2, "pp": 2, "redundant_experts": 2}),
+    thorough("qwen3_moe", {"tp": 2, "ep": 2, "pp": 2, "redundant_experts": 2}),
     ("mixtral", {"dp_attention": 2, "ffn_ranks": 2, "ep": 2, "redundant_experts": 2, "micro_batch_tokens": 2}),
 ]
 
@@ -423,7 +425,12 @@ def test_parallel_ranks_whose_experts_keep_moving_say_what_one_rank_says(
     assert ours["moves"]["bytes"] > 10 * ours["weight_bytes"]
 
 
-SHARING = [{"tp": 4, "ep": 4}, {"dp_attention": 4, "ep": 4}, {"tp": 2, "ep": 2, "pp": 2}, {"ffn_ranks": 2, "ep": 2}]
+SHARING = [
+    {"tp": 4, "ep": 4},
+    thorough({"dp_attention": 4, "ep": 4}),
+    thorough({"tp": 2, "ep": 2, "pp": 2}),
+    {"ffn_ranks": 2, "ep": 2},
+]
 
 
 @pytest.mark.parametrize("layout", SHARING, ids=str)
@@ -438,7 +445,7 @@ def test_parallel_ranks_share_the_experts_that_all_tokens_go_to(
     assert ours["moves"]["planned"] == 1.0  # each rank has one of the two experts
 
 
-@pytest.mark.parametrize("lacks", ["host", "device", "cache"])
+@pytest.mark.parametrize("lacks", [thorough("host"), "device", thorough("cache")])
 def test_parallel_ranks_of_which_one_has_no_room_to_sleep_or_wake_go_on_together(
     processes: RankProcesses, alone: Alone, lacks: str
 ) -> None:
@@ -484,15 +491,15 @@ def test_a_parallel_rank_that_does_not_come_is_named(processes: RankProcesses, f
         assert "(--join-timeout-s): 3" in answer["error"]
 
 
-MASKED: list[tuple[str, dict[str, Any], set[int], int]] = [  # who stays away, and how many are done without
+MASKED = [  # who stays away, and how many are done without
     ("qwen3_moe", {"dp_attention": 2, "ffn_ranks": 2, "ep": 2, "micro_batch_tokens": 2}, {3}, 1),
-    ("gpt_oss", {"ffn_ranks": 2}, {2}, 1),  # the last rank with experts
-    ("gpt_oss", {"dp_attention": 4, "ep": 2}, {3}, 1),  # pieces of experts become whole ones
-    ("mixtral", {"tp": 2, "ffn_ranks": 2, "ep": 2, "redundant_experts": 2}, {2}, 1),
-    ("deepseek_v3", {"dp_attention": 4, "ep": 4}, {2}, 1),
+    thorough("gpt_oss", {"ffn_ranks": 2}, {2}, 1),  # the last rank with experts
+    thorough("gpt_oss", {"dp_attention": 4, "ep": 2}, {3}, 1),  # pieces of experts become whole ones
+    thorough("mixtral", {"tp": 2, "ffn_ranks": 2, "ep": 2, "redundant_experts": 2}, {2}, 1),
+    thorough("deepseek_v3", {"dp_attention": 4, "ep": 4}, {2}, 1),
     ("qwen3_moe", {"dp_attention": 4, "ep": 4, "redundant_experts": 8}, {1, 3}, 2),  # experts keep moving
     ("qwen3_moe", {"dp_attention": 2, "tp": 2, "ep": 4}, {3}, 2),  # rank 2 has half of the heads of nobody's requests
-    ("mixtral", {"dp_attention": 2, "ep": 2}, {1}, 1),  # one is left
+    thorough("mixtral", {"dp_attention": 2, "ep": 2}, {1}, 1),  # one is left
 ]
 
 
@@ -573,6 +580,7 @@ def has_ended(pid: int) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_parallel_group_that_has_lost_a_rank_for_good_says_the_same_without_it(alone: Alone, tmp_path: Path) -> None:
     layout = {"dp_attention": 2, "ffn_ranks": 2, "ep": 2, "exclude_rank_after_s": 20, "micro_batch_tokens": 2}
     losses = tmp_path / "losses"
@@ -604,7 +612,9 @@ def test_a_parallel_group_that_has_lost_a_rank_for_good_says_the_same_without_it
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "layout"), [(signal.SIGKILL, {"ffn_ranks": 1}), (signal.SIGSTOP, {"tp": 2})])
+@pytest.mark.parametrize(
+    ("number", "layout"), [(signal.SIGKILL, {"ffn_ranks": 1}), thorough(signal.SIGSTOP, {"tp": 2})]
+)
 def test_a_lost_parallel_rank_ends_the_group(
     folders: dict[str, Path], tmp_path: Path, number: int, layout: dict[str, int]
 ) -> None:

@@ -18,7 +18,12 @@ from moiety_engine.distribution.rendezvous_address import Rendezvous, rendezvous
 from moiety_engine.errors import InvalidConfig, RanksError
 from moiety_engine.loopback import is_loopback
 
-LAYOUTS: list[dict[str, Any]] = [{"tp": 2}, {"pp": 2}, {"dp_attention": 2, "ep": 2}, {"ffn_ranks": 1}]
+LAYOUTS = [
+    {"tp": 2},
+    pytest.param({"pp": 2}, marks=pytest.mark.thorough),
+    pytest.param({"dp_attention": 2, "ep": 2}, marks=pytest.mark.thorough),
+    {"ffn_ranks": 1},
+]
 LAUNCHED = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "29500"}
 PROGRAM = """
 import sys

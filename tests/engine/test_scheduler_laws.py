@@ -27,6 +27,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from tests.conftest import THOROUGH
 
 from moiety_engine.cache.block_pool import BlockPool
 from moiety_engine.cache.host import HostTier
@@ -590,7 +591,7 @@ def test_the_laws_hold_whatever_happens(machine: type[Machine]) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=150,
+            max_examples=150 if THOROUGH else 50,
             stateful_step_count=40,
             deadline=None,
             derandomize=True,

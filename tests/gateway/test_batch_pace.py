@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moiety_platform.batches.claims import OpenBatch
-from moiety_platform.batches.lines import Splitter
+from moiety_platform.batches.input_lines import Splitter
 from moiety_platform.batches.pacing import GROWTH, BatchPacing
 from moiety_platform.batches.sharing import next_batch, share
 

@@ -20,6 +20,7 @@ declared:
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420), NEEDS_ROOT]
 
 
+@pytest.mark.thorough
 def test_two_pods_are_one_engine_that_answers(tmp_path_factory: pytest.TempPathFactory) -> None:
     with running(tmp_path_factory.mktemp("group"), VALUES) as release:
         ranks = [one for one in release.pods() if one["part"] == "engine-demo"]

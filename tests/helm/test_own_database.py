@@ -58,6 +58,7 @@ def test_a_job_migrates_the_database_before_the_pods_start(release: Running) -> 
     assert sorted(parts) == ["database", "engine-demo", "gateway", "traces"]
 
 
+@pytest.mark.thorough
 def test_a_migration_that_fails_stops_the_upgrade_and_what_runs_serves_on(release: Running) -> None:
     before = release.pods()
     assert revision(release, f"UPDATE alembic_version SET version_num = '{NEWER}'") == NEWER

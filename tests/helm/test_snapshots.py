@@ -15,7 +15,7 @@ import yaml
 
 CHART = Path(__file__).parents[2] / "helm" / "moiety"
 FOLDER = Path(__file__).with_name("snapshots")
-LEFT_OUT = ("monitoring/boards.yaml", "monitoring/rules.yaml")
+LEFT_OUT = ("monitoring/boards.yaml", "monitoring/prometheus-rule.yaml")
 CONTEXT = 3  # lines, around what differs
 TAKEN = ("kind", "production", "multi-node")
 

@@ -42,6 +42,7 @@ def pytest_with(features: list[str], *args: str) -> tuple[int, int]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.skipif(not MISSING, reason="this processor has all instructions that kernels are written with")

@@ -189,6 +189,7 @@ async def check_each_once(client: AsyncOpenAI, batch: Any, database_url: str, nu
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dialect", [pytest.param("sqlite", marks=pytest.mark.thorough), "postgresql"], indirect=True)
 async def test_every_line_is_answered_and_billed_once_although_everything_is_killed(
     tmp_path: Path, database_url: str
 ) -> None:

@@ -17,7 +17,7 @@ from sqlalchemy import ColumnElement, select
 from moiety_platform.auth.principal import Principal
 from moiety_platform.batches.claims import ClaimedLine, OpenBatch, claim_lines, open_batches, renew_lines
 from moiety_platform.batches.closing import begin_closing, close_batch, fail_unanswered
-from moiety_platform.batches.lines import Limits
+from moiety_platform.batches.input_lines import Limits
 from moiety_platform.batches.models import Batch, BatchLine, BatchStatus, LineState
 from moiety_platform.batches.outcomes import AnsweredLine, RequeuedLine, store_outcomes
 from moiety_platform.batches.results import PIECE_BYTES, BatchFiles

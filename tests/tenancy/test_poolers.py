@@ -173,7 +173,11 @@ async def test_migrations_run_through_a_pooler_whose_server_connections_have_sta
     await asyncio.to_thread(leave_prepared_statements, url)
     assert await asyncio.to_thread(upgrade, url) == HEAD
     database = Database.open(url)
-    assert await StoreReadiness(database).why_not_ready() == ""
+    readiness = StoreReadiness(database)
+    async with asyncio.timeout(60):
+        while (reason := await readiness.why_not_ready()) == readiness.silence:
+            await asyncio.sleep(0.1)
+    assert reason == ""
     await database.close()
 
 

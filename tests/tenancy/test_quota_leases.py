@@ -222,7 +222,7 @@ async def test_a_store_that_does_not_answer_turns_away_only_what_the_leases_do_n
     holds += [await keeper.hold([large], {Unit.TOKENS: 30}) for _ in range(20)]
     for _ in range(3):
         with pytest.raises(Unavailable) as caught:
-            await keeper.hold([WHOLE], {Unit.TOKENS: 30})
+            await keeper.hold([WHOLE], {Unit.TOKENS: 70})  # all that is left, of which a lease never takes the whole
         assert (caught.value.code, caught.value.retry_after_s) == ("store_unavailable", RETRY_AFTER_S)
     with pytest.raises(Unavailable):
         await keeper.hold([TENANTS[1]], {Unit.TOKENS: 1})  # whether it has a limit is not known

@@ -29,7 +29,7 @@ def benchmark(server: Server, request_format: str) -> None:
         timeout=200,
         check=False,
     )
-    expect(made.returncode == 0, (made.stdout + made.stderr)[-900:])
+    expect(made.returncode == 0, (made.stdout + made.stderr)[-280:])
     (found,) = json.loads(Path("report.json").read_text())["benchmarks"]
     counts = found["metrics"]["request_totals"]
     expect(counts["successful"] == 3 and counts["errored"] == 0, counts)

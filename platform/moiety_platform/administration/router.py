@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from litestar import Litestar, Request, Response, Router
+from litestar import Litestar, Request, Response
 from litestar.di import Provide
 from litestar.routes import HTTPRoute
 from litestar.types import ControllerRouterHandler
@@ -28,6 +28,7 @@ from moiety_platform.auth.reach import criteria_of, reach_of, tenant_of
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.classes.controller import ClassController
 from moiety_platform.clock import Clock
+from moiety_platform.controllers import UncopiedRouter
 from moiety_platform.db.failures import is_bad_value
 from moiety_platform.db.session import Database
 from moiety_platform.declarative_config.controller import DeclarationController
@@ -63,7 +64,7 @@ def admin_router(
     traces: Database | None = None,
     set_aside: SetAside | None = None,
     more: Sequence[ControllerRouterHandler] = (),
-) -> Router:
+) -> UncopiedRouter:
     """Return the routes under /admin/v1.
 
     `more` are further handlers behind the same guard. Each route names its action (see access/actions.py). `traces` is
@@ -86,7 +87,7 @@ def admin_router(
         who = caller(request)
         return AuditedStore(reach_of(who, database), who.actor, who.role, tenant_of, clock)
 
-    return Router(
+    return UncopiedRouter(
         path=ADMIN_PATH,
         guards=[admin_guard(authenticator, oidc)],
         security=[{ADMIN_KEY: []}],

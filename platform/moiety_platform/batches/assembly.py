@@ -11,7 +11,7 @@ from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.backoff import Backoff
 from moiety_platform.batches.controller import BatchController, BatchServices
 from moiety_platform.batches.execution import HeldRows, LineRunner
-from moiety_platform.batches.lines import Limits
+from moiety_platform.batches.input_lines import Limits
 from moiety_platform.batches.maintenance import BatchMaintenance
 from moiety_platform.batches.results import BatchFiles
 from moiety_platform.batches.worker import POLL_S, BatchWorker

@@ -18,7 +18,7 @@ from moiety_platform.backoff import Backoff
 from moiety_platform.batches.answers import answered, line_key, refused
 from moiety_platform.batches.claims import ClaimedLine, LineKey
 from moiety_platform.batches.endpoints import ENDPOINTS
-from moiety_platform.batches.lines import body_of
+from moiety_platform.batches.input_lines import body_of
 from moiety_platform.batches.models import LineState
 from moiety_platform.batches.outcomes import AnsweredLine, RequeuedLine
 from moiety_platform.errors import (

@@ -10,7 +10,7 @@ import structlog
 
 from moiety_platform.batches.claims import OpenBatch, claim_batch
 from moiety_platform.batches.closing import EXPIRED, begin_closing, close_batch, fail_unanswered
-from moiety_platform.batches.lines import Limits
+from moiety_platform.batches.input_lines import Limits
 from moiety_platform.batches.models import BatchStatus
 from moiety_platform.batches.validation import Validation
 from moiety_platform.db.now import now_ms

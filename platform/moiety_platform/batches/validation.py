@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from moiety_platform.batches.claims import OpenBatch
 from moiety_platform.batches.closing import refuse_batch
 from moiety_platform.batches.endpoints import ENDPOINTS
-from moiety_platform.batches.lines import Checker, GoodLine, Limits, RawLine, Splitter
+from moiety_platform.batches.input_lines import Checker, GoodLine, Limits, RawLine, Splitter
 from moiety_platform.batches.models import Batch, BatchLine, BatchStatus, LineState
 from moiety_platform.db.dialect import insert_into
 from moiety_platform.db.session import Database

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from moiety_platform.http_errors import ErrorBody
 
@@ -36,6 +36,10 @@ class Described:
     errors: tuple[int, ...] = ()
     request_headers: tuple[str, ...] = ()  # names of `headers.REQUEST`
     answer_headers: tuple[str, ...] = ()  # names of `headers.ANSWER`, for every successful answer
+
+    def __deepcopy__(self, _memo: dict[int, object]) -> Self:
+        """Return the metadata itself, which is immutable: the framework copies each handler with its `opt`."""
+        return self
 
 
 def describes(described: Described) -> dict[str, Described]:

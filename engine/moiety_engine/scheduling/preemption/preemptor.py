@@ -1,4 +1,4 @@
-"""Preemption: the choice of victims when blocks are short, and swapping or recomputation of their KV.
+"""Preemption: which blocks are given up in the order of the policy, and whether KV is swapped out or recomputed.
 
 Blocks come first from sequences outside the batch, parked before returning and the youngest first; then from running
 sequences, in the policy's order of victims. Computed KV is swapped out to the host tier if copying it out and back is

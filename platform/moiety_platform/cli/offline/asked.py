@@ -9,7 +9,7 @@ import msgspec
 
 from moiety_platform.batches.answers import answered, refused
 from moiety_platform.batches.endpoints import ENDPOINTS, BatchEndpoint
-from moiety_platform.batches.lines import RawLine, decode_asked, read_line
+from moiety_platform.batches.input_lines import RawLine, decode_asked, read_line
 from moiety_platform.classes.terms import ChosenClass
 from moiety_platform.cli.offline.work import MAX_JSON_DEPTH, MAX_LINE_BYTES, Work
 from moiety_platform.embeddings.answers import answer_pieces

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from moiety_platform.batches.endpoints import ENDPOINTS
-from moiety_platform.batches.lines import Line, RawLine, Splitter, check_unused, read_line
+from moiety_platform.batches.input_lines import Line, RawLine, Splitter, check_unused, read_line
 from moiety_platform.cli.errors import CommandError
 from moiety_platform.embeddings.controller import EMBEDDINGS
 from moiety_platform.errors import BadRequest

@@ -1,4 +1,4 @@
-"""Adapter registry of one replica: the slot and the users of each adapter, and the requests that wait for adapters.
+"""Adapter slots of one replica: the slot and the users of each adapter, and the requests that wait for adapters.
 
 An adapter is identified by its id and its folder. A thread reads it when a request first needs it; it is loaded into a
 slot between two steps, and stays there until another adapter needs the memory and no open request uses it.
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from moiety_engine.adapters.peft import read_adapter
-from moiety_engine.adapters.slot_layout import SlotRequirement, find_layout, padded_rank
+from moiety_engine.adapters.slot_sizing import SlotRequirement, find_layout, padded_rank
 from moiety_engine.errors import AdapterError
 from moiety_engine.messages import CoreFailure, CoreSubmit
 from moiety_wire.messages import FailureCode
