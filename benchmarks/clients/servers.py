@@ -38,7 +38,7 @@ def demo_gateway(folder: Path) -> Iterator[Gateway]:
     """Run `moiety serve` with the demo model."""
     port = claim_port("127.0.0.1", 0, "--port")
     data = folder / "demo"
-    command = [sys.executable, "-c", MOIETY, "serve", "--port", port, "--data-dir", data]
+    command = [sys.executable, "-c", MOIETY, "serve", "--port", port, "--dashboard-port", "0", "--data-dir", data]
     with _running(command, folder / "demo.log", port) as url:
         yield Gateway(ServerKind.DEMO, url, _tenant_key(data / "keys.json"), DEMO_MODEL)
 

@@ -30,7 +30,7 @@ UNSERVED = {  # what the gateway still refuses; a request that is served must le
     "claude_code_tool_result": "system messages within messages, adaptive thinking without a reasoning model",
     "codex_first_turn": "namespaces and hosted tools",
     "codex_known_model": "custom tools, tool_search, text.verbosity",
-    "codex_output_schema": "hosted tools",
+    "codex_output_schema": "a JSON schema beside tools",
     "codex_tool_result": "namespaces and hosted tools",
     "opencode_messages": "max_tokens beyond the context",
 }

@@ -7,7 +7,7 @@ import subprocess
 
 import tasks
 from commands import run_agent
-from tasks import Server, expect
+from tasks import CITY_SCHEMA, Server, expect
 
 
 def ask(server: Server, prompt: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -44,5 +44,12 @@ def thoughts(server: Server) -> None:
     expect('"type":"thinking"' in made.stdout, made)
 
 
+def structured_output(server: Server) -> None:
+    made = ask(server, "Say a city", "--tools", "", "--output-format", "json", "--json-schema", json.dumps(CITY_SCHEMA))
+    expect(json.loads(made.stdout).get("structured_output") == {"city": "Basel"}, made)
+
+
 if __name__ == "__main__":
-    tasks.main({"chat": chat, "stream": stream, "tools": tools, "thoughts": thoughts})
+    tasks.main(
+        {"chat": chat, "stream": stream, "tools": tools, "thoughts": thoughts, "structured output": structured_output}
+    )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import tasks
-from commands import run_agent
-from tasks import CITY_SCHEMA, Server, expect
+from commands import RefusedRequest, run_agent
+from tasks import CITY_SCHEMA, PIXEL, Server, expect
 
 CONFIG = """\
 model = "{model}"
@@ -30,10 +32,17 @@ def ask(server: Server, *arguments: str) -> subprocess.CompletedProcess[str]:
     return run_agent(["codex", "exec", "--dangerously-bypass-approvals-and-sandbox", "--json", *arguments], settings)
 
 
-def items_of(made: subprocess.CompletedProcess[str]) -> list[dict[str, object]]:
+def events_of(made: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
     events = [json.loads(line) for line in made.stdout.splitlines()]
-    expect(events and events[-1]["type"] == "turn.completed", made)
-    return [event["item"] for event in events if event["type"] == "item.completed"]
+    last = events[-1:] or made.stderr
+    if "invalid_request_error" in str(last):
+        raise RefusedRequest(events[-1]["error"]["message"])
+    expect(events and events[-1]["type"] == "turn.completed", last)
+    return events
+
+
+def items_of(made: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    return [event["item"] for event in events_of(made) if event["type"] == "item.completed"]
 
 
 def tools(server: Server) -> None:
@@ -55,10 +64,24 @@ def structured_output(server: Server) -> None:
     expect(json.loads(str(items[-1].get("text"))) == {"city": "Basel"}, items)
 
 
+def images(server: Server) -> None:
+    file = Path("pixel.png").absolute()
+    file.write_bytes(base64.b64decode(PIXEL))
+    items_of(ask(server, "-i", str(file), "--", "What is it?"))
+
+
 def thoughts(server: Server) -> None:
-    items = items_of(ask(server, "-c", "model_reasoning_effort=high", "Run echo moiety"))
-    expect("reasoning" in [item["type"] for item in items], items)
+    events = events_of(ask(server, "-c", "model_reasoning_effort=high", "Run echo moiety"))
+    expect(events[-1]["usage"]["reasoning_output_tokens"] > 0, events[-1])
 
 
 if __name__ == "__main__":
-    tasks.main({"stream": stream, "tools": tools, "structured output": structured_output, "thoughts": thoughts})
+    tasks.main(
+        {
+            "stream": stream,
+            "tools": tools,
+            "structured output": structured_output,
+            "thoughts": thoughts,
+            "images": images,
+        }
+    )

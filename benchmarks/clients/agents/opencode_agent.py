@@ -33,4 +33,4 @@ def tools(server: Server) -> None:
 
 
 if __name__ == "__main__":
-    tasks.main({"tools": tools})
+    tasks.main({"stream": tools, "tools": tools})  # it streams every answer
