@@ -42,6 +42,7 @@ class Client:
 
 ALL_SCRIPTED = dict.fromkeys(TASKS, ServerKind.SCRIPTED)  # agents, whose prompts exceed the demo model's context
 TOOL_USERS = {"structured output": ServerKind.SCRIPTED}  # clients that ask for documents by a tool call
+REFUSES_EMPTY = {"long prompt": ServerKind.SCRIPTED}  # clients that ask again where the demo model says nothing
 CLIENTS = (
     Client("openai (Python)", "python/openai_sdk.py", "vendors", "openai"),
     Client("openai (Node)", "node/openai_sdk.mjs", "node", "openai"),
@@ -51,7 +52,7 @@ CLIENTS = (
     Client("LangChain", "python/langchain_client.py", "langchain", "langchain-openai", TOOL_USERS),
     Client("LangGraph", "python/langgraph_client.py", "langchain", "langgraph"),
     Client("LlamaIndex", "python/llama_index_client.py", "llama_index", "llama-index-core"),
-    Client("pydantic-ai", "python/pydantic_ai_client.py", "agents", "pydantic-ai-slim", TOOL_USERS),
+    Client("pydantic-ai", "python/pydantic_ai_client.py", "agents", "pydantic-ai-slim", TOOL_USERS | REFUSES_EMPTY),
     Client("instructor", "python/instructor_client.py", "vendors", "instructor", TOOL_USERS),
     Client("smolagents", "python/smolagents_client.py", "litellm", "smolagents"),
     Client("OpenAI Agents", "python/openai_agents_client.py", "agents", "openai-agents"),

@@ -57,9 +57,10 @@ class ScriptedAnswers:
 
     def __call__(self, submit: Submit) -> Sequence[Piece]:
         prompt = self._tokenizer.decode(submit.prompt_ids, skip_special_tokens=False)
-        is_silent = prompt.rstrip().endswith("</think>") or _is_schema(submit)  # whose grammar may begin at once
+        begun = prompt.rpartition("<|assistant|>")[2].rpartition("</think>")[2].lstrip()  # where a call is forced
+        is_silent = bool(begun) or prompt.rstrip().endswith("</think>") or _is_schema(submit)
         thought = "" if is_silent else f"<think>{THOUGHT}</think>"
-        return list(self._pieces(thought + answer_to(prompt, submit)))
+        return list(self._pieces(thought + answer_to(prompt, submit).removeprefix(begun)))
 
     def _pieces(self, text: str) -> Iterator[Piece]:
         """Yield one token a marker, and one a word for all other text."""
