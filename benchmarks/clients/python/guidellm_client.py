@@ -29,7 +29,8 @@ def benchmark(server: Server, request_format: str) -> None:
         timeout=200,
         check=False,
     )
-    expect(made.returncode == 0, (made.stdout + made.stderr)[-280:])
+    errors = [line for line in (made.stdout + made.stderr).splitlines() if "Error" in line]
+    expect(made.returncode == 0, errors[-1:])
     (found,) = json.loads(Path("report.json").read_text())["benchmarks"]
     counts = found["metrics"]["request_totals"]
     expect(counts["successful"] == 3 and counts["errored"] == 0, counts)
