@@ -12,7 +12,7 @@ RELEASE := $(VENV)/release
 export PYTHONDONTWRITEBYTECODE := # else each of the hundreds of processes that the tests start compiles our modules again
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test tests test-fast test-all checks style types contracts docs bench bench-gpu chaos soak fuzz images locks sbom audit fmt clean
+.PHONY: help serve test tests test-fast test-all checks style types contracts docs bench bench-gpu chaos soak clients fuzz images locks sbom audit fmt clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -65,6 +65,9 @@ chaos: $(VENV)/.dev ## break a small cluster under load in every way, for 14 min
 
 soak: $(VENV)/.dev ## a day in 20 minutes: 100 tenants, something restarted every three (ARGS="--hours 6 --rate 4")
 	@PYTHONPATH="$(CURDIR)/benchmarks$${PYTHONPATH:+:$$PYTHONPATH}" exec nice $(BIN)/python -m chaos.soak $(ARGS)
+
+clients: $(VENV)/.dev ## run the tasks of real clients and coding agents against a gateway; needs PyPI and npm (ARGS="--only openai")
+	@PYTHONPATH="$(CURDIR)/benchmarks$${PYTHONPATH:+:$$PYTHONPATH}" exec $(BIN)/python -m clients $(ARGS)
 
 fuzz: $(VENV)/.fuzz ## mutated input for all that reads what strangers send (ARGS="chat wire --seconds 600", ARGS=--list)
 	@exec nice -n 19 $(BIN)/python -m tests.fuzz $(ARGS)

@@ -209,6 +209,24 @@ def test_what_a_configuration_says_beyond_what_is_read_is_named_and_nothing_else
         assert ignored_keys(tmp_path) == ["attention_twist"], family
 
 
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        {"_model_name_or_path": "org/base", "_name_or_path": "base", "_commit_hash": "0a1b"},
+        {"_attn_implementation_autoset": True, "unsloth_version": "2026.1", "unsloth_fixed": True},
+        {"is_llama_config": True, "transformers.js_config": {"dtype": "q4"}, "use_bfloat16": True},
+        {"do_sample": True, "max_new_tokens": 64, "task_specific_params": {"chat": {}}, "output_attentions": True},
+    ],
+)
+def test_the_origin_the_software_and_the_sampling_of_a_checkpoint_are_not_warned_of(
+    tmp_path: Path, harmless: dict[str, Any]
+) -> None:
+    sizes = dict.fromkeys(("vocab_size", "hidden_size", "max_position_embeddings", "intermediate_size"), 64)
+    config = {"model_type": "llama", **sizes, "num_hidden_layers": 1, "num_attention_heads": 2, **harmless}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"_attention_twist": 2}))
+    assert ignored_keys(tmp_path) == ["_attention_twist"]
+
+
 def test_a_window_that_is_not_used_is_no_matter_and_one_that_a_family_does_not_know_is_named(tmp_path: Path) -> None:
     for family, use, ignored in (("qwen2", False, []), ("llama", True, ["sliding_window", "use_sliding_window"])):
         sizes = dict.fromkeys(("vocab_size", "hidden_size", "max_position_embeddings", "intermediate_size"), 64)

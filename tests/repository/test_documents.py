@@ -11,7 +11,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = sorted([*DOCS.glob("*.md"), *ROOT.glob("*.md")])
+PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md")])
 
 
 class _Loader(yaml.SafeLoader):
@@ -31,10 +31,10 @@ def pages_of(navigation: Any) -> list[str]:
 def test_every_page_is_in_the_navigation_once() -> None:
     configuration = yaml.load((ROOT / "mkdocs.yml").read_text(), _Loader)
     listed = [page for page in pages_of(configuration["nav"]) if not page.startswith("repository/")]
-    assert sorted(listed) == sorted(page.name for page in DOCS.glob("*.md"))
+    assert sorted(listed) == sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_to_files_are_of_files_that_exist(page: Path) -> None:
     links = re.findall(r"\]\((?![a-z]+:|#)([^)\s#]+)", page.read_text(encoding="utf-8"))
     assert not [link for link in links if not (page.parent / link).exists()]

@@ -6,19 +6,25 @@ from typing import Any
 
 from moiety_engine.model.families.config import Config
 
-# Keys that any transformers configuration may have, and keys of training and of sampling.
+# Keys that any transformers configuration may have: its origin, its software, and tasks other than generation.
 _GENERIC = frozenset({
-    "_name_or_path", "architectures", "auto_map", "bos_token_id", "cache_implementation", "chunk_size_feed_forward",
-    "dtype", "eos_token_id", "id2label", "initializer_range", "label2id", "model_type", "pad_token_id",
-    "return_dict", "tokenizer_class", "torch_dtype", "transformers.js_config", "transformers_version", "use_cache"
+    "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_from_model_config",
+    "_model_name_or_path", "_name_or_path", "_output_attentions", "architectures", "auto_map", "bos_token_id",
+    "cache_implementation", "chunk_size_feed_forward", "cls_token_id", "decoder_start_token_id", "dtype",
+    "eos_token_id", "finetuning_task", "id2label", "initializer_range", "is_llama_config", "label2id",
+    "mask_token_id", "model_type", "output_attentions", "output_hidden_states", "output_scores", "pad_token_id",
+    "problem_type", "return_dict", "return_dict_in_generate", "sep_token_id", "task_specific_params",
+    "tokenizer_class", "torch_dtype", "torchscript", "transformers.js_config", "transformers_version",
+    "unk_token_id", "unsloth_fixed", "unsloth_version", "use_cache"
 })  # fmt: skip
 _TRAINING = frozenset({
     "attention_dropout", "aux_loss_alpha", "ep_size", "input_jitter_noise", "output_router_logits",
-    "pretraining_tp", "router_aux_loss_coef", "router_jitter_noise", "seq_aux"
+    "pretraining_tp", "router_aux_loss_coef", "router_jitter_noise", "seq_aux", "use_bfloat16"
 })  # fmt: skip
 _DRAWING = frozenset({
-    "diversity_penalty", "encoder_no_repeat_ngram_size", "length_penalty", "max_length", "min_length",
-    "num_beam_groups", "num_beams", "num_return_sequences", "repetition_penalty", "temperature", "top_k", "top_p",
+    "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size", "length_penalty",
+    "max_length", "max_new_tokens", "min_length", "min_p", "no_repeat_ngram_size", "num_beam_groups", "num_beams",
+    "num_return_sequences", "remove_invalid_values", "repetition_penalty", "temperature", "top_k", "top_p",
     "typical_p"
 })  # fmt: skip
 # Sizes that a model may not use; errors in those that it uses show in the tensors' shapes.

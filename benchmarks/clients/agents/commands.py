@@ -1,0 +1,44 @@
+"""Run an agent's command in a repository of its own, with no access to a terminal."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+AGENT_TIMEOUT_S = 120.0
+_REFUSAL = re.compile(r"(?:API Error:|status|code:?) 400\b.{0,240}")
+
+
+class RefusedRequest(Exception):
+    """The agent reported that the server answered 400."""
+
+    status = 400
+
+
+def run_agent(command: Sequence[str], settings: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """Return the ended command, which ran in a new repository with one file, a.txt. Raises RefusedRequest."""
+    commands = Path(os.environ["MOIETY_CLIENT_COMMANDS"])
+    folder = Path(tempfile.mkdtemp(dir=Path.cwd()))
+    (folder / "a.txt").write_text("hello\n")
+    environment = os.environ | dict(settings) | {"PATH": f"{commands}:{os.environ['PATH']}"}
+    author = ["-c", "user.name=moiety", "-c", "user.email=moiety@localhost"]
+    for git in (["init", "-q"], ["add", "-A"], [*author, "commit", "-qm", "a"]):
+        subprocess.run(["git", *git], cwd=folder, check=True)
+    made = subprocess.run(
+        [str(commands / command[0]), *command[1:]],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=AGENT_TIMEOUT_S,
+        check=False,
+    )
+    refusal = _REFUSAL.search(made.stdout + made.stderr)
+    if made.returncode != 0 and refusal is not None:
+        raise RefusedRequest(refusal[0])
+    return made

@@ -1,0 +1,50 @@
+"""lm_eval: its `local-completions` model with log-probabilities of prompts, and its `local-chat-completions`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tasks
+from lm_eval.api.instance import Instance
+from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
+from tasks import LONG_TEXT, QUESTION, Server, expect
+
+
+def requests_of(kind: str, *arguments: Any) -> list[Instance]:
+    return [Instance(request_type=kind, doc={}, arguments=arguments, idx=0)]
+
+
+def completions_of(server: Server) -> LocalCompletionsAPI:
+    return LocalCompletionsAPI(
+        model=server.model,
+        base_url=f"{server.openai_url}/completions",
+        tokenizer_backend=None,
+        tokenized_requests=False,
+        max_retries=1,
+        header={"Authorization": f"Bearer {server.key}"},
+    )
+
+
+def chat(server: Server) -> None:
+    model = LocalChatCompletion(
+        model=server.model,
+        base_url=f"{server.openai_url}/chat/completions",
+        tokenizer_backend=None,
+        tokenized_requests=False,
+        max_retries=1,
+        header={"Authorization": f"Bearer {server.key}"},
+    )
+    messages = model.apply_chat_template([{"role": "user", "content": QUESTION}])
+    found = model.generate_until(requests_of("generate_until", messages, {"max_gen_toks": 8, "until": ["\n"]}))
+    expect(len(found) == 1, found)
+
+
+def long_prompt(server: Server) -> None:
+    found = completions_of(server).generate_until(
+        requests_of("generate_until", LONG_TEXT, {"max_gen_toks": 8, "until": ["\n\n"]})
+    )
+    expect(len(found) == 1, found)
+
+
+if __name__ == "__main__":
+    tasks.main({"chat": chat, "long prompt": long_prompt})

@@ -1,0 +1,102 @@
+"""Gateway on loopback with a scripted engine that reasons, calls tools and follows schemas.
+
+    python -m clients.scripted_server --port 8100 --keys keys.json --data FOLDER
+
+For tasks that need a capable model: agents' prompts of many thousand tokens, tool loops, reasoning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import tokenizers
+from pydantic import SecretStr
+
+from clients.scripted_answers import CHAT_TEMPLATE, MARKERS, ScriptedAnswers
+from moiety_platform.auth.bootstrap import BootstrapResult, ensure_bootstrap
+from moiety_platform.bootstrap.composition import Overrides, assembled
+from moiety_platform.classes.schemas import NewClass
+from moiety_platform.classes.service import create_class
+from moiety_platform.clock import SystemClock
+from moiety_platform.db.base import Base
+from moiety_platform.db.session import Database
+from moiety_platform.engine_client.fake import FakeEngineClient
+from moiety_platform.listening import bind
+from moiety_platform.reloading.source import SettingsSource
+from moiety_platform.settings import SECTION, GatewaySettings
+from moiety_wire.classes import SHIPPED
+from moiety_wire.messages import ModelCard
+
+MODEL = "scripted-agent"
+PEPPER = "a pepper of a gateway that only this machine reaches"
+CONTEXT_TOKENS = 1_000_000  # the tokenizer has one token a byte, and agents begin with 100 KB
+
+
+def model_card() -> ModelCard:
+    """Return the card of a model with one token a byte and one a marker, which reasons and calls tools."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: number for number, letter in enumerate(alphabet)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>"])
+    tokenizer.add_tokens(list(MARKERS))
+    return ModelCard(
+        engine_id="scripted",
+        model=MODEL,
+        family="scripted",
+        tokenizer_json=tokenizer.to_str(),
+        chat_template=CHAT_TEMPLATE,
+        special_tokens={"eos_token": "<|end|>"},
+        eos_token_ids=(256,),
+        max_context_tokens=CONTEXT_TOKENS,
+        vocab_size=tokenizer.get_vocab_size(with_added_tokens=True),
+        max_num_logprobs=20,
+        created_unix_s=1_700_000_000,
+        dtype="float32",
+        device="none",
+        follows_grammars=True,
+    )
+
+
+async def serve(port: int, write: Callable[[BootstrapResult], object], data: Path) -> None:
+    """Serve until cancelled. `write` gets the first keys before the port listens."""
+    url, clock = f"sqlite:///{data / 'store.db'}", SystemClock()
+    database = Database.open(url)
+    async with database.engine.begin() as connection:
+        await connection.run_sync(Base.metadata.create_all)
+    async with database.write() as session:
+        for service in SHIPPED:
+            await create_class(session, NewClass.of(service))
+    keys = await ensure_bootstrap(database, PEPPER.encode(), clock, reissue=True)
+    assert keys is not None
+    write(keys)
+    settings = GatewaySettings(data_dir=data, database_url=url, traces_database_url=url, key_pepper=SecretStr(PEPPER))
+    card = model_card()
+    engine = FakeEngineClient(card, ScriptedAnswers(card.tokenizer_json))
+    source = SettingsSource.open(None, SECTION, lambda: settings, {})
+    async with assembled(source, Overrides(engines=[engine], database=database)) as gateway:
+        await gateway.server.serve([bind("127.0.0.1", port)])
+    await database.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--keys", type=Path, required=True)
+    parser.add_argument("--data", type=Path, required=True)
+    options = parser.parse_args()
+    options.data.mkdir(parents=True, exist_ok=True)
+
+    def write(keys: BootstrapResult) -> None:
+        options.keys.write_text(json.dumps({"tenant_key": keys.tenant_key}))
+
+    asyncio.run(serve(options.port, write, options.data))
+
+
+if __name__ == "__main__":
+    main()
