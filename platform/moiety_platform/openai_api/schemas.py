@@ -17,6 +17,7 @@ from moiety_platform.inference.body_fields import (
     INT32_MAX,
     KEEP_S,
     GeneratingBody,
+    MetadataPairs,
     ModelName,
     RawPrompts,
     Retention,
@@ -101,6 +102,7 @@ class GenerationBody(StructuredOutputBody, GeneratingBody):
     stream_options: StreamOptions | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     prompt_cache_retention: Retention | None = None
+    user: str | None = None
 
     @field_validator("logit_bias", mode="before")
     @classmethod
@@ -184,6 +186,8 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None  # none: no reasoning
     chat_template_kwargs: TemplateVariables | None = None
+    metadata: MetadataPairs | None = None
+    safety_identifier: str | None = None
     functions: Annotated[list[Any], shows(maxItems=0)] | None = None
     function_call: Annotated[Any, shows(enum=[None])] = None
 
