@@ -38,9 +38,11 @@ def one_of(description: str, *choices: str) -> QueryParameter:
     return QueryParameter(description=description, schema_extra={"enum": list(choices)})
 
 
-def some_of(description: str, choices: Sequence[str]) -> QueryParameter:
-    """Return a parameter for some of these words, each once, separated by commas."""
-    items = {"type": "array", "items": {"enum": list(choices)}, "minItems": 1, "uniqueItems": True}
+def some_of(description: str, choices: Sequence[str], pattern: str | None = None) -> QueryParameter:
+    """Return a parameter for some of these words, or of a pattern, each once, separated by commas."""
+    words: dict[str, object] = {"enum": list(choices)}
+    entry = words if pattern is None else {"anyOf": [words, {"type": "string", "pattern": pattern}]}
+    items = {"type": "array", "items": entry, "minItems": 1, "uniqueItems": True}
     return QueryParameter(description=description, schema_extra=items)
 
 

@@ -212,6 +212,30 @@ def test_usage_is_summed_by_tenant(moiety: Callable[..., Any], serve: Any) -> No
     assert (single["service_class"], single["num_preemptions"], single["sla_attained"]) == ("standard", 0, True)
 
 
+def test_usage_is_summed_and_exported_by_end_user_and_tag(moiety: Callable[..., Any], serve: Any) -> None:
+    moiety("tenant", "create", "apps-inc")
+    key = moiety("key", "create", "ci", "--tenant", "apps-inc").stdout.strip()
+    for user, feature in (("ann", "chat"), ("ann", "search"), ("bob", "chat")):
+        headers = {"Authorization": f"Bearer {key}", "X-Moiety-Tags": f"team=web, feature={feature}"}
+        body = {"model": "moiety-demo", "prompt": "hello", "max_tokens": 1, "user": user}
+        httpx.post(f"{serve.url}/v1/completions", json=body, headers=headers, timeout=DEADLINE_S).raise_for_status()
+
+    def sums(*options: str) -> dict[str, int]:
+        rows = csv.DictReader(moiety("usage", "--tenant", "apps-inc", "--csv", *options).stdout.splitlines())
+        return {next(iter(row.values())): int(row["requests"]) for row in rows}
+
+    wait_for(lambda: sums("--by", "end_user") == {"ann": 2, "bob": 1}, "the rows, which are written with others")
+    assert sums("--by", "tag:feature") == {"chat": 2, "search": 1}
+    assert sums("--by", "tag:feature", "--end-user", "ann") == {"chat": 1, "search": 1}
+    assert sums("--by", "end_user", "--tag", "feature=search") == {"ann": 1}
+    assert "ann" in moiety("usage", "--by", "end_user", "--tenant", "apps-inc").stdout
+    (row,) = csv.DictReader(
+        moiety("usage", "--requests", "9", "--tenant", "apps-inc", "--end-user", "bob", "--csv").stdout.splitlines()
+    )
+    assert (row["end_user"], row["tags"]) == ("bob", "feature=chat, team=web")
+    assert moiety("usage", "--tag", "feature").returncode != 0
+
+
 def test_the_load_generator_reports_its_figures_in_one_object(serve: Any, tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     rows = "".join(

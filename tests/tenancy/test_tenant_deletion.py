@@ -104,7 +104,8 @@ async def make_tenant(admin: Admin, database: Database, clock: ManualClock, word
     async with person.write() as session:
         await change_tenant(session, tenant["id"], TenantChange(name=f"{word} ltd"))
     ids: dict[str, Any] = {"tenant_id": tenant["id"], "project_id": project["id"], "key_id": key["key"]["id"]}
-    rows = [make_row(f"req-{word[0]}-{n}", **ids, started_at=clock.now(), model="tiny") for n in range(4)]
+    named = {"end_user": f"{word}@example.com", "tags": f'{{"team":"{word}"}}'}
+    rows = [make_row(f"req-{word[0]}-{n}", **ids, **named, started_at=clock.now(), model="tiny") for n in range(4)]
     unknown: dict[str, Any] = {"outcome": "rejected", "http_status": 404, "error_code": "model_not_found"}
     nothing = dict.fromkeys(("prompt_tokens", "cached_tokens", "output_tokens", "cost_nanodollars"), 0)
     rows += [
@@ -153,7 +154,9 @@ async def sums(database: Database) -> list[Any]:
     whose = UsageHour.hour, UsageHour.tenant_id, UsageHour.project_id, UsageHour.key_id, UsageHour.service_class
     statements = [
         select(*whose, *hour_sums).group_by(*whose).order_by(*whose),
-        select(*(c for c in UsageRecord.__table__.c if c.name != "model")).order_by(UsageRecord.request_id),
+        select(*(c for c in UsageRecord.__table__.c if c.name not in ("model", "end_user", "tags"))).order_by(
+            UsageRecord.request_id
+        ),
         select(LedgerEntry.__table__).order_by(LedgerEntry.request_id),
         select(QuotaWindow.__table__).order_by(QuotaWindow.quota_id),
         select(QuotaLease.__table__).order_by(QuotaLease.quota_id),
@@ -196,7 +199,7 @@ async def test_nothing_that_the_tenant_wrote_is_left_and_every_sum_is_what_it_wa
     assert {name: done["counts"][name] for name in ("files", "file_chunks", "batches", "batch_lines", "api_keys")} == {
         "files": 3, "file_chunks": 140, "batches": 1, "batch_lines": 3, "api_keys": 2,
     }  # fmt: skip
-    assert (done["counts"]["usage"], done["counts"]["usage_hours"], done["counts"]["revoked_keys"]) == (2, 2, 2)
+    assert (done["counts"]["usage"], done["counts"]["usage_hours"], done["counts"]["revoked_keys"]) == (6, 2, 2)
     verified = verify(entries := await log(admin))
     assert verified.num_erased == done["counts"]["audit_log"] > 5
     last = entries[-1]

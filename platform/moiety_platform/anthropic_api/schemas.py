@@ -66,7 +66,7 @@ _Object = dict[str, Any]
 
 
 class Metadata(StrictBody):
-    """The client's data about its own user. It has no effect."""
+    """The client's data about its own user, which is kept with the usage row."""
 
     user_id: Annotated[str, StringConstraints(max_length=512)] | None = None
 

@@ -47,6 +47,8 @@ REQUESTS = {
     "duration_ms": "duration ms",
     "num_preemptions": "preempted",
     "sla_attained": "SLA kept",
+    "end_user": "end user",
+    "tags": "tags",
     "request_id": "request",
 }
 
@@ -62,11 +64,16 @@ def usage(
     by: Annotated[
         str,
         typer.Option(
-            help="Columns to group by, separated by commas: tenant, project, key, model, service_class and hour."
+            help="Columns to group by, separated by commas: tenant, project, key, model, service_class, hour, end_user "
+            "and tag:NAME."
         ),
     ] = "tenant",
     hours: Annotated[float, typer.Option(min=0.001, help="Length of the period up to now, in hours.")] = 24,
     tenant: Annotated[str | None, typer.Option(help="Name or id of a tenant. If not given, all tenants.")] = None,
+    end_user: Annotated[str | None, typer.Option(help="End user that the requests name. If not given, all.")] = None,
+    tag: Annotated[
+        str | None, typer.Option(help="Tag of the requests, such as team=search. If not given, all requests.")
+    ] = None,
     requests: Annotated[
         int, typer.Option(min=0, max=500, help="Number of newest single requests to show instead of sums.")
     ] = 0,
@@ -79,23 +86,25 @@ def usage(
         raise typer.BadParameter("give --csv or --json, not both")
     tenant_id = admin.client.find_tenant(tenant)["id"] if tenant is not None else None
     since = (datetime.now(UTC) - timedelta(hours=hours)).isoformat()
+    wanted = {"since": since, "tenant_id": tenant_id, "end_user": end_user, "tag": tag}
     if requests:
-        page = admin.client.get("/usage/requests", limit=requests, since=since, tenant_id=tenant_id)
-        show_csv(page["data"]) if as_csv else admin.show_rows(page["data"], REQUESTS)
+        found = admin.client.get("/usage/requests", limit=requests, **wanted)["data"]
+        rows = found if admin.as_json else [{**one, "tags": tags_in_line(one["tags"])} for one in found]
+        show_csv(rows) if as_csv else admin.show_rows(rows, REQUESTS)
         return
-    report = admin.client.get("/usage", group_by=by, since=since, tenant_id=tenant_id)
+    report = admin.client.get("/usage", group_by=by, **wanted)
     if admin.as_json:
         show_json(report)
         return
     if as_csv:
         show_csv([{**one["group"], **one["totals"]} for one in report["data"]])
         return
-    rows: list[dict[str, Any]] = [
+    sums: list[dict[str, Any]] = [
         {**named(one["group"]), **one["totals"], "attainment": percent(one["totals"]), "cost": cost(one["totals"])}
         for one in report["data"]
     ]
     groups = {field: field.replace("_", " ") for one in report["data"][:1] for field in named(one["group"])}
-    admin.show_rows(rows, {**groups, **TOTALS})
+    admin.show_rows(sums, {**groups, **TOTALS})
 
 
 @app.command("reconcile")
@@ -181,6 +190,11 @@ def percent(totals: dict[str, Any]) -> str | None:
 def cost(totals: dict[str, Any]) -> str:
     """Return the cost in dollars."""
     return dollars(totals["cost_nanodollars"])
+
+
+def tags_in_line(tags: dict[str, str]) -> str:
+    """Return a request's tags in one line."""
+    return ", ".join(f"{name}={value}" for name, value in tags.items())
 
 
 def named(group: dict[str, str | None]) -> dict[str, str | None]:

@@ -22,7 +22,7 @@ from moiety_wire.messages import Sampling
 
 
 class EmbeddingBody(AskingBody):
-    """`POST /v1/embeddings`. null means the default, as everywhere in OpenAI's API. `user` has no effect."""
+    """`POST /v1/embeddings`. null means the default, as everywhere in OpenAI's API."""
 
     forms: ClassVar[Mapping[str, str]] = MappingProxyType({"input": forms_of_prompts("inputs")})
 

@@ -22,6 +22,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticKnownEr
 
 from moiety_platform.inference.generation import Generation, Prompt
 from moiety_platform.inference.shape_limits import DEFAULT_SHAPE, ShapeLimits
+from moiety_platform.usage.attribution import stable_user_id
 
 INT32_MAX = 2**31 - 1
 MAX_MESSAGES = 16_384  # upper bound of the setting, like MAX_STOPS
@@ -30,6 +31,8 @@ MAX_PARTS = 2048  # per message
 MAX_PROMPTS = 2048
 MAX_TOKEN_IDS = 2**20  # per prompt or text
 MAX_PAIRS = 16  # in a request's metadata
+
+_ATTRIBUTING = frozenset(("user", "safety_identifier", "metadata"))
 
 Retention = Literal["in_memory", "24h"]  # prefix-cache retention for a conversation that will continue
 KEEP_S: Mapping[Retention, float] = MappingProxyType({"in_memory": 0.0, "24h": 86_400.0})
@@ -227,6 +230,17 @@ class AskingBody(StrictBody):
     def skipped_entries(self) -> Iterator[str]:
         """Yield the paths of list entries that have no effect, such as tools of an unknown type."""
         yield from ()
+
+    def attribution(self) -> tuple[str | None, Mapping[str, str]]:
+        """Return the end user and the metadata that the request names, in whatever fields its API has for them."""
+        if self.model_fields_set.isdisjoint(_ATTRIBUTING):
+            return None, {}
+        end_user, metadata = getattr(self, "safety_identifier", None) or getattr(self, "user", None), None
+        if (given := getattr(self, "metadata", None)) is not None:
+            user_id = getattr(given, "user_id", None)
+            end_user = end_user or (stable_user_id(user_id) if user_id else None)
+            metadata = given if isinstance(given, dict) else None
+        return end_user, metadata or {}
 
     @property
     def wants_stream(self) -> bool:

@@ -22,6 +22,7 @@ from moiety_platform.openapi.described import EVENTS, JSON, Described, describes
 from moiety_platform.openapi.documents import KEY
 from moiety_platform.openapi.headers import IDEMPOTENCY_KEY, OF_SPENDING
 from moiety_platform.request_head import bearer_authorization
+from moiety_platform.usage.attribution import TAGS_HEADER
 
 Body = TypeVar("Body", bound=AskingBody)
 SendLast = Callable[[], Awaitable[None]]
@@ -83,7 +84,7 @@ def route(endpoint: Endpoint[Any], serve: Serve) -> HTTPRouteHandler:
         body={JSON: endpoint.schema},
         answers={200: shown.answers},
         errors=(404, 409, 410, 422, 429, 502, *endpoint.errors.statuses),
-        request_headers=(IDEMPOTENCY_KEY,),
+        request_headers=(IDEMPOTENCY_KEY, TAGS_HEADER),
         answer_headers=(*OF_SPENDING, *shown.headers),
     )
 

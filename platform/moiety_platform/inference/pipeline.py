@@ -54,10 +54,12 @@ from moiety_platform.routing.choose import Need, able_engines, are_extensible, c
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.speculative_prefill.next_turn_prefill import NextTurnPrefill
 from moiety_platform.traces.tracing import Phase
+from moiety_platform.usage.attribution import TAGS_HEADER, attribution_of
 from moiety_wire.messages import ModelCard
 from moiety_wire.roles import EngineRole
 
 CLASS_HEADER = "x-moiety-class"  # the class that is served
+TAGS_FIELD = TAGS_HEADER.encode()
 ADMISSION_HEADER = "x-moiety-admission"  # the reason code of the engine's verdict
 
 log = structlog.get_logger(__name__)
@@ -129,6 +131,7 @@ class RequestPipeline:
                 status_of=endpoint.errors.status,
             ) as record:
                 body = await services.bodies.read(endpoint.schema, receive, fields, principal.tenant_id)
+                record.attribution = attribution_of(*body.attribution(), fields.get(TAGS_FIELD))
                 record.ignored_fields += [*ignored_fields(body), *body.skipped_entries()]
                 streams = body.wants_stream
                 with services.streams.hold(principal.root_key_id) if streams else contextlib.nullcontext():

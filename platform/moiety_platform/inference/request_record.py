@@ -15,6 +15,7 @@ from moiety_platform.inference.generation import Generation
 from moiety_platform.inference.quota_reservation import QuotaReservation, UsedTokens
 from moiety_platform.inference.slo import SloProgress, slo_attained, slo_missed
 from moiety_platform.traces.tracing import RequestTrace
+from moiety_platform.usage.attribution import UNATTRIBUTED, Attribution
 from moiety_platform.usage.billing_context import BillingContext, encode_bill
 from moiety_platform.usage.row import UsageRow
 from moiety_wire.classes import ServiceClass
@@ -92,6 +93,7 @@ class RequestRecord:
     was_kept_alive: bool = False  # a keep-alive event was sent, maybe before the answer: with status 200
     ignored_fields: list[str] = field(default_factory=list)  # of the body, by path
     adjusted_fields: dict[str, str] = field(default_factory=dict)  # values used instead of those in the body
+    attribution: Attribution = UNATTRIBUTED
     outcome: str = ""
     http_status: int = 0
     error_code: str | None = None

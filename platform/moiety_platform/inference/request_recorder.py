@@ -186,6 +186,8 @@ class RequestRecorder:
             num_choices=record.num_sequences,
             prompt_tokens=num_prompt_tokens,
             cost_nanodollars=cost,
+            end_user=record.attribution.end_user,
+            tags=record.attribution.tags,
             charges=reservation.charges(used, cost),
             **KILLED,
         )
@@ -223,6 +225,8 @@ class RequestRecorder:
             sla_attained=record.sla_attained(now_s),
             cost_nanodollars=cost,
             speculative_used_tokens=record.num_speculative_tokens,
+            end_user=record.attribution.end_user,
+            tags=record.attribution.tags,
             charges=charges,
         )
 

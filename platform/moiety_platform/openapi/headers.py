@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from moiety_platform.usage.attribution import TAGS_HEADER, TAGS_PATTERN
+
 _TEXT = {"type": "string"}
 _NUMBER = {"type": "string", "pattern": "^[0-9]+$"}
 
@@ -36,6 +38,10 @@ REQUEST: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "description": "A new one for each request, the same for its repetitions: they get the first one's answer, "
             "and are charged once.",
             "schema": {"type": "string", "pattern": "^[!-~]{1,255}$"},
+        },
+        TAGS_HEADER: {
+            "description": "Tags that are kept with the request's usage, such as `team=search, feature=chat`.",
+            "schema": {"type": "string", "pattern": TAGS_PATTERN},
         },
         IF_MATCH: {
             "description": "ETags of the object as you know it: it is changed only if it has one of them. `*` is any.",

@@ -1,4 +1,4 @@
-"""Blanking of names that the tenant chose: its own, of its projects and keys, and of models that nobody serves.
+"""Blanking of names that the tenant chose: its own, of projects, keys, end users and tags, and of unserved models.
 
 It runs within the caller's transaction.
 """
@@ -9,7 +9,7 @@ from collections import Counter
 from datetime import timedelta
 from typing import Any
 
-from sqlalchemy import CursorResult, and_, delete, or_, select, update
+from sqlalchemy import Boolean, CursorResult, and_, delete, literal_column, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.auth.reach import rows_of
@@ -18,10 +18,11 @@ from moiety_platform.prices.models import PriceRecord
 from moiety_platform.tenants.models import ApiKey, Project, Tenant
 from moiety_platform.tenants.names import replace_names
 from moiety_platform.usage.days import DAY, day_of, unmark
-from moiety_platform.usage.models import UsageHour, UsageRecord
+from moiety_platform.usage.models import IS_ATTRIBUTED, UsageHour, UsageRecord
 
 ERASED = "erased"
 HOURS_AT_ONCE = 20
+ROWS_AT_ONCE = 500
 
 _KEYS = tuple(column.name for column in UsageHour.__table__.primary_key)
 _SUMS = tuple(column.name for column in UsageHour.__table__.columns if column.name not in _KEYS)
@@ -37,6 +38,14 @@ async def blank_names(session: AsyncSession, tenant_id: str) -> Counter[str]:
     changed = update(ApiKey).where(rows_of(ApiKey, tenant_id), telling).values(blank)
     counts[ApiKey.__tablename__] = await _change(session, changed)
     return counts
+
+
+async def blank_attribution(session: AsyncSession, tenant_id: str) -> Counter[str]:
+    """Blank end users and tags of some usage rows; return their number. Sums have none."""
+    told = UsageRecord.tenant_id == tenant_id, literal_column(f"({IS_ATTRIBUTED})", Boolean)
+    some = select(UsageRecord.request_id).where(*told).limit(ROWS_AT_ONCE)
+    blank = update(UsageRecord).where(UsageRecord.request_id.in_(some)).values(end_user=None, tags=None)
+    return Counter({UsageRecord.__tablename__: await _change(session, blank)})
 
 
 async def blank_models(session: AsyncSession, tenant_id: str) -> Counter[str]:

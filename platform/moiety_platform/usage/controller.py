@@ -9,7 +9,7 @@ from typing import Annotated
 
 from litestar import Controller, get
 from litestar.di import NamedDependency
-from litestar.params import SkipValidation
+from litestar.params import QueryParameter, SkipValidation
 
 from moiety_platform.access.actions import needs
 from moiety_platform.access.views import READ_USAGE, RECONCILE_USAGE
@@ -18,14 +18,26 @@ from moiety_platform.db.paging import Limit, parse_page
 from moiety_platform.db.session import Database
 from moiety_platform.errors import BadRequest
 from moiety_platform.query_parameters import Cursor, Filter, Since, Until, parse_whole, some_of, whole
+from moiety_platform.usage.attribution import TAG_NAME, TAG_PATTERN
 from moiety_platform.usage.minutes import GROUPINGS as MINUTE_GROUPINGS
 from moiety_platform.usage.minutes import KEPT_HOURS, MAX_STEP, MinuteReport, parse_groups, sum_minutes
-from moiety_platform.usage.queries import GROUPINGS, list_requests, parse_filter, parse_grouping, sum_usage
+from moiety_platform.usage.queries import GROUPINGS, TAG_PREFIX, list_requests, parse_filter, parse_grouping, sum_usage
 from moiety_platform.usage.reconciliation import Reconciliation, hold_still, reconcile
 from moiety_platform.usage.schemas import RequestPage, UsageReport
 from moiety_platform.usage.set_aside import NOTHING_SET_ASIDE, SetAside
 
-Groups = Annotated[str | None, some_of("Groupings of the sums, separated by commas; one total by default.", GROUPINGS)]
+Groups = Annotated[
+    str | None,
+    some_of(
+        f"Groupings of the sums, separated by commas; one total by default. {TAG_PREFIX}NAME groups by a tag's values.",
+        GROUPINGS,
+        pattern=f"^{TAG_PREFIX}{TAG_NAME}$",
+    ),
+]
+TagFilter = Annotated[
+    str | None,
+    QueryParameter(description="A tag, as NAME=VALUE.", schema_extra={"pattern": TAG_PATTERN, "format": "printable"}),
+]
 MinuteGroups = Annotated[
     str | None, some_of("Groupings of the sums, separated by commas; one total by default.", MINUTE_GROUPINGS)
 ]
@@ -51,15 +63,17 @@ class UsageController(Controller):
         project_id: Filter = None,
         key_id: Filter = None,
         model: Filter = None,
+        end_user: Filter = None,
+        tag: TagFilter = None,
     ) -> UsageReport:
-        """Sum usage by tenant, project, key, model, service_class and hour, in any combination.
+        """Sum usage by tenant, project, key, model, service_class, hour, end_user and tag:NAME, in any combination.
 
-        The last 24 hours unless `since` or `until` is given.
+        The last 24 hours unless `since` or `until` is given. Sums by end user or tag span 31 days at most, and contain
+        the requests whose rows are kept.
         """
         grouping = parse_grouping(group_by)
-        wanted = parse_filter(
-            clock.now(), since, until, tenant_id=tenant_id, project_id=project_id, key_id=key_id, model=model
-        )
+        equal = {"tenant_id": tenant_id, "project_id": project_id, "key_id": key_id, "model": model}
+        wanted = parse_filter(clock.now(), since, until, tag, end_user=end_user, **equal)
         async with database.read() as session:
             await hold_still(session)
             return await sum_usage(session, wanted, grouping)
@@ -105,11 +119,13 @@ class UsageController(Controller):
         key_id: Filter = None,
         model: Filter = None,
         outcome: Filter = None,
+        end_user: Filter = None,
+        tag: TagFilter = None,
     ) -> RequestPage:
         """List single requests, newest first."""
         page = parse_page(limit, cursor)
         equal = {"tenant_id": tenant_id, "project_id": project_id, "key_id": key_id, "model": model, "outcome": outcome}
-        wanted = parse_filter(clock.now(), since, until, **equal)
+        wanted = parse_filter(clock.now(), since, until, tag, end_user=end_user, **equal)
         async with database.read() as session:
             return await list_requests(session, wanted, page)
 

@@ -15,14 +15,20 @@ from __future__ import annotations
 from datetime import datetime
 from enum import StrEnum
 
-from sqlalchemy import BigInteger, Double, Index, Integer, String, Text
+from sqlalchemy import BigInteger, Double, Index, Integer, String, Text, text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from moiety_platform.db.base import Base, SharedTable, UtcDateTime
 
+IS_ATTRIBUTED = "end_user IS NOT NULL OR tags IS NOT NULL"
+"""Condition of the rows in the index of end users. A query must contain it for SQLite to use that index."""
+
 
 class UsageRecord(Base):
-    """One authenticated request; the primary key makes recording idempotent."""
+    """One authenticated request; the primary key makes recording idempotent.
+
+    `end_user` and `tags` are what its client named (`attribution.py`); tags are a JSON object.
+    """
 
     __tablename__ = "usage"
     __table_args__ = (
@@ -30,6 +36,14 @@ class UsageRecord(Base):
         Index(None, "tenant_id", "started_at"),
         Index(None, "project_id", "started_at"),
         Index(None, "key_id", "started_at"),
+        Index(
+            "ix_usage_end_user",
+            "tenant_id",
+            "end_user",
+            "started_at",
+            sqlite_where=text(IS_ATTRIBUTED),
+            postgresql_where=text(IS_ATTRIBUTED),
+        ),
     )
 
     request_id: Mapped[str] = mapped_column(Text, primary_key=True)
@@ -55,6 +69,8 @@ class UsageRecord(Base):
     cost_nanodollars: Mapped[int] = mapped_column(BigInteger, server_default="0")
     speculative_tokens: Mapped[int] = mapped_column(BigInteger, server_default="0")
     speculative_used_tokens: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    end_user: Mapped[str | None] = mapped_column(Text)
+    tags: Mapped[str | None] = mapped_column(Text)
 
 
 class EntryKind(StrEnum):

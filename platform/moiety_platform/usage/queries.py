@@ -8,7 +8,9 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from sqlalchemy import (
+    JSON,
     BigInteger,
+    Boolean,
     ColumnElement,
     Double,
     Select,
@@ -17,7 +19,9 @@ from sqlalchemy import (
     case,
     cast,
     func,
+    literal_column,
     select,
+    type_coerce,
     union_all,
 )
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -28,15 +32,18 @@ from moiety_platform.errors import BadRequest
 from moiety_platform.query_parameters import parse_moment, parse_text
 from moiety_platform.tenants.checks import check_moment
 from moiety_platform.tenants.models import ApiKey, Project, Tenant
+from moiety_platform.usage.attribution import is_tag_name, parse_tag
 from moiety_platform.usage.days import Span, longest_done
-from moiety_platform.usage.models import UsageDay, UsageHour, UsageMinute, UsageRecord
+from moiety_platform.usage.models import IS_ATTRIBUTED, UsageDay, UsageHour, UsageMinute, UsageRecord
 from moiety_platform.usage.schemas import RequestPage, RequestView, UsageGroup, UsageReport, UsageTotals
 from moiety_wire.classes import SPECULATIVE_PREFILL
 
 MAX_GROUPS = 1000
 DEFAULT_SPAN = timedelta(hours=24)
 EARLIEST = datetime(1, 1, 1, tzinfo=UTC)
-GROUPINGS = ("tenant", "project", "key", "model", "service_class", "hour")
+GROUPINGS = ("tenant", "project", "key", "model", "service_class", "hour", "end_user")
+TAG_PREFIX = "tag:"  # of the grouping by one tag's values, such as tag:team
+MAX_ATTRIBUTED_SPAN = timedelta(days=31)  # of reports by end user or tag, which read every request of their time
 
 _COLUMNS = {"tenant": "tenant_id", "project": "project_id", "key": "key_id"}
 _KEYS = ("tenant_id", "project_id", "key_id", "model", "service_class")
@@ -56,14 +63,29 @@ class UsageFilter:
     model: str | None = None
     outcome: str | None = None
     service_class: str | None = None
+    end_user: str | None = None
+    tag: tuple[str, str] | None = None  # name and value
 
     def conditions(
         self, table: type[UsageRecord | UsageHour | UsageDay | UsageMinute] = UsageRecord
     ) -> list[ColumnElement[bool]]:
-        """Return the filter as SQL conditions, without the time."""
-        names = ("tenant_id", "project_id", "key_id", "model", "outcome", "service_class")
+        """Return the filter as SQL conditions, without the time and the tag."""
+        names = ("tenant_id", "project_id", "key_id", "model", "outcome", "service_class", "end_user")
         given = {name: getattr(self, name) for name in names}
         return [getattr(table, name) == value for name, value in given.items() if value is not None]
+
+    def row_conditions(self, dialect: str) -> list[ColumnElement[bool]]:
+        """Return the filter of single requests as SQL conditions, without the time."""
+        found = self.conditions()
+        if self.tag is not None:
+            name, value = self.tag
+            found.append(_tag(dialect, name) == value)
+        return [*found, literal_column(f"({IS_ATTRIBUTED})", Boolean)] if self.is_attributed else found
+
+    @property
+    def is_attributed(self) -> bool:
+        """True if the filter is for an end user or a tag, which only single requests have."""
+        return self.end_user is not None or self.tag is not None
 
     @property
     def whole_hours(self) -> tuple[datetime, datetime]:
@@ -77,16 +99,22 @@ def parse_grouping(text: str | None) -> tuple[str, ...]:
     if not text:
         return ()
     names = tuple(part.strip() for part in text.split(","))
-    if len(set(names)) != len(names) or not set(names) <= set(GROUPINGS):
+    if len(set(names)) != len(names) or not all(map(_is_grouping, names)):
         raise BadRequest(
-            f"'group_by' must be one or more of {', '.join(GROUPINGS)}, separated by commas, each once, not "
-            f"{text[:64]!r}.",
+            f"'group_by' must be one or more of {', '.join(GROUPINGS)} and {TAG_PREFIX}NAME, separated by commas, each "
+            f"once, not {text[:64]!r}.",
             param="group_by",
         )
     return names
 
 
-def parse_filter(now: datetime, since: str | None, until: str | None, **equal: str | None) -> UsageFilter:
+def _is_grouping(name: str) -> bool:
+    return name in GROUPINGS or (name.startswith(TAG_PREFIX) and is_tag_name(name.removeprefix(TAG_PREFIX)))
+
+
+def parse_filter(
+    now: datetime, since: str | None, until: str | None, tag: str | None = None, **equal: str | None
+) -> UsageFilter:
     """Return a filter from a client's parameters; the last 24 hours if no time is given. Raises BadRequest."""
     begin, until_then = _moment(since, "since"), _moment(until, "until")
     for name, value in equal.items():
@@ -97,7 +125,7 @@ def parse_filter(now: datetime, since: str | None, until: str | None, **equal: s
         raise BadRequest(
             f"'since' ({start:%Y-%m-%dT%H:%M:%SZ}) must be before 'until' ({end:%Y-%m-%dT%H:%M:%SZ}).", param="since"
         )
-    return UsageFilter(since=start, until=end, **equal)
+    return UsageFilter(since=start, until=end, tag=None if tag is None else parse_tag(tag, "tag"), **equal)
 
 
 def _moment(text: str | None, param: str) -> datetime | None:
@@ -109,11 +137,18 @@ async def sum_usage(session: AsyncSession, wanted: UsageFilter, grouping: Sequen
     """Return sums per group, the groups with most output tokens first; by time if grouped by the hour.
 
     Whole days and hours come from their sums, so that a long time costs no more than its days; the rest is added up.
-    Call it in a transaction with a stable snapshot (`hold_still`): it reads which days have sums before it reads these.
+    Sums know no end users and no tags. Reports by them read the requests, as long as these are kept, and raise
+    BadRequest for a time of more than MAX_ATTRIBUTED_SPAN. Call it in a transaction with a stable snapshot
+    (`hold_still`): it reads which days have sums before it reads these.
     """
-    columns = [_COLUMNS.get(name, name) for name in grouping]
-    days = None if "hour" in grouping else await longest_done(session, *wanted.whole_hours)
-    source = _source(session.get_bind().dialect.name, wanted, columns, days)
+    columns, dialect = [_COLUMNS.get(name, name) for name in grouping], session.get_bind().dialect.name
+    if wanted.is_attributed or any(name == "end_user" or name.startswith(TAG_PREFIX) for name in grouping):
+        _check_span(wanted)
+        in_time = and_(UsageRecord.started_at >= wanted.since, UsageRecord.started_at < wanted.until)
+        source = _rows(dialect, wanted, in_time, columns).subquery()
+    else:
+        days = None if "hour" in grouping else await longest_done(session, *wanted.whole_hours)
+        source = _source(dialect, wanted, columns, days)
     keys = [source.c[name] for name in columns]
     statement = select(*keys, *_sums(source))
     if keys:
@@ -135,7 +170,8 @@ async def list_requests(session: AsyncSession, wanted: UsageFilter, page: PageRe
     """Return a page of single requests, newest first."""
     in_time = UsageRecord.started_at >= wanted.since, UsageRecord.started_at < wanted.until
     is_request = UsageRecord.endpoint != SPECULATIVE_PREFILL
-    statement: Select[Any] = select(UsageRecord).where(*in_time, is_request, *wanted.conditions())
+    conditions = wanted.row_conditions(session.get_bind().dialect.name)
+    statement: Select[Any] = select(UsageRecord).where(*in_time, is_request, *conditions)
     statement = after_position(statement, page, UsageRecord.started_at, UsageRecord.request_id, newest_first=True)
     found: Sequence[UsageRecord] = (await session.scalars(statement)).all()
     records, next_cursor = cut_page(found, page, lambda record: Position(record.started_at, record.request_id))
@@ -201,9 +237,29 @@ def _added_up(part: Select[Any], keys: Sequence[str]) -> Select[Any]:
     return select(*(of[name] for name in keys), *sums).group_by(*(of[name] for name in keys))
 
 
-def _rows(dialect: str, wanted: UsageFilter, in_time: ColumnElement[bool]) -> Select[Any]:
-    """Select requests in the form in which they are added to hours."""
+def _check_span(wanted: UsageFilter) -> None:
+    if wanted.until - wanted.since > MAX_ATTRIBUTED_SPAN + timedelta(minutes=1):
+        raise BadRequest(
+            f"A report by end user or tag may span {MAX_ATTRIBUTED_SPAN.days} days; ask for a shorter time, or for "
+            "several.",
+            param="since",
+        )
+
+
+def _tag(dialect: str, name: str) -> ColumnElement[str]:
+    """Return the value of a request's tag, NULL if it has none."""
+    tags = cast(UsageRecord.tags, JSON) if dialect == "postgresql" else type_coerce(UsageRecord.tags, JSON)
+    value: ColumnElement[str] = tags[name].as_string()
+    return value
+
+
+def _rows(dialect: str, wanted: UsageFilter, in_time: ColumnElement[bool], columns: Sequence[str] = ()) -> Select[Any]:
+    """Select requests in the form in which they are added to hours, with further columns of single requests."""
     row = UsageRecord
+    tags = (name for name in columns if name.startswith(TAG_PREFIX))
+    more: list[ColumnElement[Any]] = [_tag(dialect, name.removeprefix(TAG_PREFIX)).label(name) for name in tags]
+    if "end_user" in columns:
+        more.append(row.end_user.label("end_user"))
 
     def when(condition: ColumnElement[bool]) -> ColumnElement[int]:
         return case((condition, 1), else_=0)
@@ -225,7 +281,8 @@ def _rows(dialect: str, wanted: UsageFilter, in_time: ColumnElement[bool]) -> Se
         when(row.sla_attained.is_not(None)).label("num_promised"),
         row.speculative_tokens.label("speculative_tokens"),
         row.speculative_used_tokens.label("speculative_used_tokens"),
-    ).where(in_time, *wanted.conditions())
+        *more,
+    ).where(in_time, *wanted.row_conditions(dialect))
 
 
 def _summed(

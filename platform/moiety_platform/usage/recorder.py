@@ -372,6 +372,7 @@ def storable(row: UsageRow) -> UsageRow:
         name.isascii()
         and name.isprintable()
         and len(name) <= MAX_TEXT_LENGTH
+        and (row.end_user is None or _are_plain(row.end_user))
         and _are_plain_names(*_names_of(row))
         and min(numbers) >= 0
         and max(numbers) <= _INT32_MAX
@@ -382,6 +383,8 @@ def storable(row: UsageRow) -> UsageRow:
         return row
     changes: dict[str, Any] = {}
     for name in _FIELDS:
+        if name == "tags":
+            continue  # made by us: printable, and bounded
         value = getattr(row, name)
         clean = _clean(name, value)
         if clean is not value:

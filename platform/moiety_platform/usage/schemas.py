@@ -6,6 +6,7 @@ from datetime import datetime
 
 import msgspec
 
+from moiety_platform.usage.attribution import tags_of
 from moiety_platform.usage.models import UsageRecord
 
 
@@ -69,10 +70,13 @@ class RequestView(msgspec.Struct, frozen=True):
     sla_attained: bool | None
     cost_nanodollars: int
     speculative_used_tokens: int
+    end_user: str | None  # that its client named
+    tags: dict[str, str]  # that its client gave
 
     @classmethod
     def of(cls, record: UsageRecord) -> RequestView:
-        return cls(**{name: getattr(record, name) for name in cls.__struct_fields__})
+        values = {name: getattr(record, name) for name in cls.__struct_fields__}
+        return cls(**values | {"tags": tags_of(record.tags)})
 
 
 class RequestPage(msgspec.Struct, frozen=True):
