@@ -70,6 +70,7 @@ def _text_of_signature(signature: str) -> str:
 class ContentBlock(StrictBody):
     """Base of all content blocks."""
 
+    type: str
     cache_control: CacheControl | None = None
 
     @property
