@@ -227,17 +227,53 @@ def agreed(body: dict[str, Any]) -> Any:
 
 def offered(body: dict[str, Any]) -> None:
     """Each tool has its own name, and the one that is chosen is among them."""
-    functions = [tool.get("function", tool) for tool in body.get("tools") or ()]
-    for number, function in enumerate(functions):
+    body.pop("documents", None)  # which the model's chat template does not read
+    if body.pop("continue_final_message", None):
+        body["messages"] = [*body["messages"], {"role": "assistant", "content": "a"}]
+        body["continue_final_message"] = True
+        body["add_generation_prompt"] = False
+        body.pop("tool_choice", None)
+        body.pop("function_call", None)
+    elif body.get("add_generation_prompt") is False:
+        body["add_generation_prompt"] = True
+    if body.get("functions"):
+        body.pop("tools", None)
+        body.pop("tool_choice", None)
+    elif body.get("function_call") != "none":
+        body.pop("function_call", None)
+    tools = [tool for tool in body.get("tools") or () if tool.get("type", "function") in ("function", "custom")]
+    functions = [tool.get(tool.get("type", "function")) or tool for tool in tools]
+    for number, function in enumerate([*functions, *(body.get("functions") or ())]):
         function["name"] = f"tool{number}"  # the first is what the engine calls
     choice = body.get("tool_choice")
-    chosen = choice.get("function", choice) if isinstance(choice, dict) else {}
-    if functions and chosen.get("name") is not None:
-        chosen["name"] = functions[0]["name"]
+    if isinstance(choice, dict):
+        body["tool_choice"] = chosen(choice, functions)
+    elif choice == "required" and not functions:
+        body["tool_choice"] = "auto"
+    if isinstance(body.get("function_call"), dict):
+        body["function_call"]["name"] = body["functions"][0]["name"]
+
+
+def chosen(choice: dict[str, Any], functions: list[Any]) -> Any:
+    """A choice that names a tool that there is; of a chat's tools, of which all may be skipped, or of others."""
+    if "allowed_tools" in choice or choice.get("type") in ("custom", "function"):
+        if not functions:
+            return "auto"
+        if "allowed_tools" in choice:
+            one = {"type": "function", "function": {"name": functions[0]["name"]}}
+            return {**choice, "allowed_tools": {**choice["allowed_tools"], "tools": [one]}}
+    named = choice.get(choice.get("type", ""), choice)
+    if functions and named.get("name") is not None:
+        named["name"] = functions[0]["name"]
+    return choice
 
 
 def chat_turns(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """OpenAI's: the result of a call comes after the call."""
+    """OpenAI's: the result of a call comes after the call, and calls are of one form."""
+    if message["role"] == "function" and message.get("name") is None:
+        message["name"] = "f"
+    if message.get("tool_calls"):
+        message.pop("function_call", None)
     if message["role"] == "tool":
         call = {"id": message["tool_call_id"], "function": {"name": "f", "arguments": "{}"}}
         yield {"role": "assistant", "content": None, "tool_calls": [call]}

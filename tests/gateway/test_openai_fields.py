@@ -347,3 +347,94 @@ async def test_a_named_schema_without_a_schema_is_any_json_object(gateway: Runni
         )
     first, second = gateway.engine.submits
     assert first.grammar == second.grammar and first.grammar is not None
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_token_ids_are_returned_whole_and_streamed(gateway: RunningGateway, path: str) -> None:
+    body: dict[str, Any] = {"model": "tiny", "n": 2, "max_tokens": 4, "return_token_ids": True, **BODIES[path]}
+    answer = json.loads((await gateway.post(path, body))[2])
+    prompt_ids = list(gateway.engine.submits[0].prompt_ids)
+    assert all(len(choice["token_ids"]) == 4 for choice in answer["choices"])
+    within = [answer] if "chat" in path else answer["choices"]
+    assert [one["prompt_token_ids"] for one in within] == [prompt_ids] * len(within)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for more in ({}, {"stream_options": options}):
+        events = (await gateway.post(path, {**body, "stream": True, **more}))[2].decode().split("\n\n")
+        chunks = [json.loads(event.removeprefix("data: ")) for event in events if event.startswith("data: {")]
+        ids: list[list[int]] = [[], []]
+        prompts = []
+        for chunk in chunks:
+            prompts += [chunk["prompt_token_ids"]] if "prompt_token_ids" in chunk else []
+            for choice in chunk["choices"]:
+                ids[choice["index"]] += choice["token_ids"]
+                prompts += [choice["prompt_token_ids"]] if "prompt_token_ids" in choice else []
+        assert ids == [choice["token_ids"] for choice in answer["choices"]]
+        assert prompts == [prompt_ids] * 2
+        assert all("usage" in chunk for chunk in chunks) == bool(more)
+
+
+async def test_ids_are_streamed_beside_a_call(start_gateway: StartGateway, tool_card: ToolCard) -> None:
+    engine = FakeEngineClient(tool_card("hermes"), says(text := "Well. " + call("forecast", {"city": "Bern"})))
+    tools: list[Any] = [{"type": "function", "function": FORECAST}]
+    async with start_gateway([engine]) as gateway:
+        chunks = await streamed(
+            gateway, model="hermes", messages=HELLO, tools=tools, extra_body={"return_token_ids": True}
+        )
+    ids = [token_id for chunk in chunks for choice in chunk["choices"] for token_id in choice["token_ids"]]
+    assert ids == [65] * len(text)
+    assert deltas(chunks, "tool_calls")
+
+
+async def test_log_probabilities_name_tokens_by_their_ids_if_told(gateway: RunningGateway) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "max_tokens": 2, "extra_body": {"return_tokens_as_token_ids": True}}
+    chat = {**asked, "messages": HELLO, "logprobs": True, "top_logprobs": 1}
+    content = (await gateway.client.chat.completions.create(**chat)).choices[0].logprobs.content
+    names = [entry.token for entry in content]
+    assert names and all(name.startswith("token_id:") for name in names)
+    assert [entry.top_logprobs[0].token for entry in content] == names
+    assert [bytes(entry.bytes) for entry in content] == [b"1", b" 2"]
+    found = [
+        entry["token"]
+        for chunk in await streamed(gateway, **chat)
+        if chunk["choices"][0]["logprobs"]
+        for entry in chunk["choices"][0]["logprobs"]["content"]
+    ]
+    assert found == names
+    completion = {**asked, "prompt": "ab", "logprobs": 1}
+    logprobs = (await gateway.client.completions.create(**completion)).choices[0].logprobs
+    assert (logprobs.tokens, logprobs.text_offset) == (names, [0, 1])
+    assert [list(top) for top in logprobs.top_logprobs] == [[name] for name in names]
+    echoed = (await gateway.client.completions.create(**completion, echo=True)).choices[0].logprobs
+    prompt_ids = gateway.engine.submits[-1].prompt_ids
+    assert echoed.tokens[: len(prompt_ids)][0] == f"token_id:{prompt_ids[0]}"
+    assert all(name.startswith("token_id:") for name in echoed.tokens)
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_special_tokens_are_a_part_of_the_text_if_told(
+    start_gateway: StartGateway, tool_card: ToolCard, path: str
+) -> None:
+    card = tool_card("hermes", special=["<|mark|>"], added=["<|plain|>"])
+    special = tuple(
+        one for one, token in Tokenizer.from_json(card.tokenizer_json).added_tokens.items() if token.special
+    )
+    engine = FakeEngineClient(card, says("ok"))
+    async with start_gateway([engine]) as gateway:
+        for skips in (False, True, None):
+            body = {"model": "hermes", "max_tokens": 1, "skip_special_tokens": skips, **BODIES[path]}
+            assert (await gateway.post(path, body))[0] == 200
+    assert len(special) == 2
+    assert [submit.shown_ids for submit in engine.submits] == [special, (), ()]
+
+
+async def test_the_same_salt_of_two_tenants_is_not_the_same(gateway: RunningGateway) -> None:
+    made: dict[str, Any] = {}
+    for path, body in (("tenants", {"name": "other"}), ("projects", {"name": "p"}), ("keys", {"name": "k"})):
+        status, _, answer = await gateway.post(f"/admin/v1/{path}", {**made, **body}, key=gateway.admin_key)
+        assert status == 201, answer
+        made = {"tenant_id" if path == "tenants" else "project_id": json.loads(answer).get("id")}
+    for key in (gateway.key, json.loads(answer)["secret"]):
+        body = {"model": "tiny", "messages": HELLO, "max_tokens": 1, "cache_salt": "a"}
+        assert (await gateway.post("/v1/chat/completions", body, key=key))[0] == 200
+    first, second = (submit.cache_salt for submit in gateway.engine.submits)
+    assert first != second

@@ -121,6 +121,8 @@ INCLUDED: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_lo
 ANSWERED = [
     ("/v1/chat/completions", {**CHAT, "n": 2}),
     ("/v1/chat/completions", {**CHAT, "tool_choice": "none"}),
+    ("/v1/chat/completions", {"messages": ASKED, "tools": [{"type": "custom", "custom": {"name": "tool0"}}]}),
+    ("/v1/chat/completions", {"messages": ASKED, "functions": [FUNCTION]}),
     ("/v1/completions", {"prompt": "a", "logprobs": 1}),
     ("/v1/completions", {"prompt": "a", "echo": True}),
     ("/v1/messages", {"messages": ASKED, "max_tokens": 99, "tools": [{"name": "tool0", "input_schema": {}}]}),

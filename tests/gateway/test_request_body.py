@@ -13,6 +13,8 @@ from moiety_platform.inference.request_body import MAX_NAMED_PROBLEMS, decode_bo
 from moiety_platform.openai_api.schemas import ChatBody, CompletionBody
 
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+BEGUN = {"role": "assistant", "content": "Once"}
+CALL = {**BEGUN, "function_call": {"name": "f", "arguments": "{}"}}
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "hi"}
 
 
@@ -53,6 +55,20 @@ def test_fields_that_do_not_go_together_are_named_all_at_once() -> None:
         assert words in error.message
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "needs a last message of the assistant's"),
+        ({"messages": [{"role": "assistant", "content": ""}]}, "needs a last message of the assistant's"),
+        ({"messages": [CALL]}, "needs a last message of the assistant's"),
+        ({"messages": [BEGUN], "add_generation_prompt": True}, "are both true"),
+        ({"messages": [BEGUN], "tools": [{"function": {"name": "f"}}], "tool_choice": "required"}, "choose 'auto'"),
+    ],
+)
+def test_only_an_assistants_text_is_continued(changes: dict[str, Any], words: str) -> None:
+    assert words in error_of(ChatBody, {**CHAT, "continue_final_message": True, **changes}).message
+
+
 def test_a_choice_of_tools_is_not_blamed_where_the_tools_are_bad() -> None:
     tools = [{"type": "function", "function": {"name": "a b"}}]
     error = error_of(ChatBody, {**CHAT, "tools": tools, "tool_choice": "required"})
@@ -76,6 +92,8 @@ def test_a_list_is_read_to_its_first_bad_entry() -> None:
 
 
 def test_names_that_a_client_chose_are_shortened() -> None:
+    result = {"role": "tool", "tool_call_id": "c" * 100_000, "content": ""}
+    assert len(error_of(ChatBody, {**CHAT, "messages": [result]}).message) < 1000
     error = error_of(ChatBody, {**CHAT, "metadata": {"k" * 100_000: 1, "l" * 100_000: 1}})
     assert error.param is not None
     assert len(error.param) < 100 and len(error.message) < 1000

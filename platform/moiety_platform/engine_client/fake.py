@@ -260,7 +260,7 @@ class FakeEngineClient:
             if run.num_emitted >= run.credit_tokens:
                 reason, detail = FinishReason.LENGTH, "credit_refused"
                 break
-            logprobs = _logprobs(text, run.submit.sampling.num_logprobs)
+            logprobs = _logprobs(token_id, text, run.submit.sampling.num_logprobs)
             shown, stopped_by = (text, None) if finder is None else finder.add(text)
             tokens = Tokens(
                 run.submit.request_id,
@@ -374,14 +374,14 @@ def _last_text(finder: StopFinder | None) -> tuple[str, str | None]:
     return ("", None) if finder is None else finder.finish("")
 
 
-def _logprobs(text: str, num_top: int | None) -> list[TokenLogprob] | None:
+def _logprobs(token_id: int, text: str, num_top: int | None) -> list[TokenLogprob] | None:
     if num_top is None:
         return None
     data = text.encode()
-    return [TokenLogprob(text, data, -0.5, [TopLogprob(text, data, -0.5)] * min(num_top, 1))]
+    return [TokenLogprob(text, data, -0.5, [TopLogprob(text, data, -0.5, token_id)] * min(num_top, 1), token_id)]
 
 
 def _prompt_logprobs(submit: Submit) -> list[TokenLogprob] | None:
     count = submit.sampling.num_prompt_logprobs
-    scored = [_logprobs(str(token_id), count) or [] for token_id in submit.prompt_ids[1:]]
+    scored = [_logprobs(token_id, str(token_id), count) or [] for token_id in submit.prompt_ids[1:]]
     return None if count is None else [one for several in scored for one in several]

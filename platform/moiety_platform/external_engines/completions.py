@@ -62,7 +62,7 @@ class Completions:
             "stop_token_ids": bool(stopping.stop_token_ids),
             "ignore_eos": stopping.ignore_eos,
             "a form of answers": submit.grammar is not None,
-            "tools": bool(submit.shown_ids),
+            "tools or special tokens in the text": bool(submit.shown_ids),
             f"more than {MAX_STOP_STRINGS} stop strings": len(sent_stops(stopping)) > MAX_STOP_STRINGS,
         }
         return ", ".join(name for name, is_asked in asked.items() if is_asked)

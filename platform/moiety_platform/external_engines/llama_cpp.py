@@ -44,7 +44,7 @@ class LlamaCpp:
             "logprobs": submit.sampling.num_logprobs is not None,
             "min_tokens": submit.stopping.min_tokens != 0,
             "stop_token_ids": bool(submit.stopping.stop_token_ids),
-            "tools": bool(submit.shown_ids),
+            "tools or special tokens in the text": bool(submit.shown_ids),
         }
         missing = [name for name, is_asked in asked.items() if is_asked]
         return ", ".join(filter(None, [*missing, form_refusal(submit, _FORMS)]))

@@ -46,9 +46,13 @@ def arguments_of(text: str) -> dict[str, Any]:
 def input_of(arguments: str) -> str:
     """Return the custom tool's input from the function's arguments, a JSON object as text.
 
-    A model may give the parameter another name. Arguments without any single string are returned as they are.
+    A model may give the parameter another name. Arguments without a single string, or with a number or an escape that
+    has no value here, are returned as they are.
     """
-    found = msgspec.json.decode(arguments)
+    try:
+        found = msgspec.json.decode(arguments)
+    except (msgspec.MsgspecError, RecursionError):
+        return arguments
     if isinstance(found, dict):
         named = found.get(INPUT)
         if isinstance(named, str):

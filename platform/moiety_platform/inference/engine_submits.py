@@ -68,6 +68,8 @@ def submits_of(
     num_prompt_tokens, submits = sum(map(len, prompts)), []
     for number, (prompt_ids, max_tokens) in enumerate(zip(prompts, longest, strict=True)):
         answer = text.answer_format(generation, number, prompt_ids)
+        if generation.shows_special_tokens:
+            answer = msgspec.structs.replace(answer, shown_ids=text.special_ids)
         # embeddings are answered together, so each input has the SLO of all inputs together
         sibling_tokens = num_prompt_tokens - len(prompt_ids) if generation.embed else 0
         submits += _submits(origin, generation, number, prompt_ids, max_tokens, answer, sibling_tokens)

@@ -76,5 +76,6 @@ class Generation(msgspec.Struct, frozen=True):
     grammar: GrammarSpec | None = None  # grammar of each answer
     keep_s: float = 0.0  # prefix-cache retention of the conversation
     echo: bool = False  # return each prompt's text before its answers
+    shows_special_tokens: bool = False  # the text of special tokens is a part of the answer
     cache_salt: str = ""  # the client's own: requests share cached prefixes only with those of the same salt
     prompt_field: str = "prompt"  # the API's field of the prompts, for error messages

@@ -70,6 +70,7 @@ class ModelText:
         if template is not None:
             self._options = TemplateOptions(card.model, template, switch, thinks=self.thinks, keeps_budget=keeps_budget)
         self._end_ids = card.eos_token_ids
+        self.special_ids = tuple(one for one, token in self._tokenizer.added_tokens.items() if token.special)
         self._model = card.model
         self._vocab_size = card.vocab_size
         self._max_context_tokens = card.max_context_tokens

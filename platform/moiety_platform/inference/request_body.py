@@ -23,6 +23,7 @@ PATIENCE = 16  # times the limit, up to which an excessive body is read
 INLINE_BYTES = 64 * 1024  # larger bodies are decoded in a thread
 MAX_NAME_CHARS = 64  # of a field name in an error message
 MAX_NAMED_PROBLEMS = 8  # in an error message
+MAX_PROBLEM_CHARS = 1024  # of each, in which a client's own words may be repeated
 
 Body = TypeVar("Body", bound=StrictBody)
 
@@ -126,7 +127,7 @@ def _translate(exc: ValidationError, forms: Mapping[str, str], shape: ShapeLimit
             continue
         complaint = _complaint(error, shape) if form is None else form.format(**asdict(shape))
         text = f"'{path}' {complaint}" if path else error["msg"]
-        named[key] = _Problem(text, path or None, error.get("ctx", {}).get("code"))
+        named[key] = _Problem(text[:MAX_PROBLEM_CHARS], path or None, error.get("ctx", {}).get("code"))
     return _error_of(list(named.values()), len(others))
 
 

@@ -253,6 +253,15 @@ class InferenceRun:
         thought_tokens = self._num_thought_tokens() if self.text.thinks else None
         return Usage(self._num_prompt_tokens, cached_tokens, output_tokens, thought_tokens)
 
+    @property
+    def output_ids(self) -> list[list[int]]:
+        """Output tokens of each sequence so far."""
+        return [sequence.output_ids for sequence in self._sequences]
+
+    def output_ids_of(self, index: int) -> list[int]:
+        """Return the output tokens of one sequence so far."""
+        return self._sequences[index].output_ids
+
     def usage_so_far(self, index: int) -> Usage:
         """Return the usage of one sequence and its prompt, by the tokens that were returned."""
         sequence = self._sequences[index]
@@ -261,8 +270,7 @@ class InferenceRun:
     def _num_thought_tokens(self) -> int | None:
         if self._record.generation is None:
             return None
-        output_ids = [sequence.output_ids for sequence in self._sequences]
-        return self.text.num_thought_tokens(self._record.generation, self.prompts, output_ids)
+        return self.text.num_thought_tokens(self._record.generation, self.prompts, self.output_ids)
 
     def abort(self) -> None:
         """End every sequence at its engine, where it has not ended."""

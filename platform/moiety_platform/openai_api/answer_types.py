@@ -82,14 +82,6 @@ class AnswerFunction(TypedDict):
     arguments: str
 
 
-class AnswerCall(TypedDict):
-    """A tool call for the client to execute."""
-
-    id: str
-    type: Literal["function"]
-    function: AnswerFunction
-
-
 class AnswerCustomTool(TypedDict):
     """A custom tool's name and its input, a text."""
 
@@ -97,12 +89,13 @@ class AnswerCustomTool(TypedDict):
     input: str
 
 
-class AnswerCustomCall(TypedDict):
-    """A call of a custom tool for the client to execute."""
+class AnswerCall(TypedDict):
+    """A tool call for the client to execute. It has the field that its type names."""
 
     id: str
-    type: Literal["custom"]
-    custom: AnswerCustomTool
+    type: Literal["function", "custom"]
+    function: NotRequired[AnswerFunction]
+    custom: NotRequired[AnswerCustomTool]
 
 
 class AssistantMessage(TypedDict):
@@ -115,7 +108,7 @@ class AssistantMessage(TypedDict):
     content: str | None
     refusal: None
     reasoning_content: NotRequired[str]
-    tool_calls: NotRequired[list[AnswerCall | AnswerCustomCall]]
+    tool_calls: NotRequired[list[AnswerCall]]
     function_call: NotRequired[AnswerFunction]  # to a request with `functions`
 
 
@@ -126,6 +119,7 @@ class ChatChoice(TypedDict):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReasonText
+    token_ids: NotRequired[list[Count]]  # with `return_token_ids`
 
 
 class ChatCompletion(AnswerFields):
@@ -133,6 +127,7 @@ class ChatCompletion(AnswerFields):
 
     choices: list[ChatChoice]
     usage: CompletionUsage
+    prompt_token_ids: NotRequired[list[Count]]  # with `return_token_ids`
 
 
 class FunctionDelta(TypedDict):
@@ -179,6 +174,7 @@ class ChatChunkChoice(TypedDict):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReasonText | None
+    token_ids: NotRequired[list[Count]]  # with `return_token_ids`
 
 
 class ChatCompletionChunk(AnswerFields):
@@ -190,6 +186,7 @@ class ChatCompletionChunk(AnswerFields):
 
     choices: list[ChatChunkChoice]
     usage: NotRequired[CompletionUsage | None]
+    prompt_token_ids: NotRequired[list[Count]]  # with `return_token_ids`
 
 
 class TextLogprobs(TypedDict):
@@ -208,6 +205,8 @@ class TextChoice(TypedDict):
     text: str
     logprobs: TextLogprobs | None
     finish_reason: FinishReasonText
+    prompt_token_ids: NotRequired[list[Count]]  # with `return_token_ids`
+    token_ids: NotRequired[list[Count]]  # with `return_token_ids`
 
 
 class TextCompletion(AnswerFields):
@@ -224,6 +223,8 @@ class TextChunkChoice(TypedDict):
     text: str
     logprobs: TextLogprobs | None
     finish_reason: FinishReasonText | None
+    prompt_token_ids: NotRequired[list[Count]]  # with `return_token_ids`
+    token_ids: NotRequired[list[Count]]  # with `return_token_ids`
 
 
 class TextCompletionChunk(AnswerFields):

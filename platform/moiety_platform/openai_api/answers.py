@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
 
 import msgspec
 
@@ -12,9 +14,11 @@ from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.run import InferenceRun, Usage
 from moiety_platform.openai_api.answer_types import (
     AnswerFields,
+    ChatChoice,
     ChatCompletion,
     ChatLogprobs,
     CompletionUsage,
+    TextChoice,
     TextCompletion,
     TextLogprobs,
 )
@@ -22,7 +26,7 @@ from moiety_platform.openai_api.schemas import ChatBody, CompletionBody, Generat
 from moiety_platform.openai_api.text_logprobs import TextOffsets, echoed_logprobs, text_logprobs
 from moiety_platform.openai_api.tool_message import MessageForm, has_called
 from moiety_text.tools.deltas import Parts
-from moiety_wire.messages import TokenLogprob
+from moiety_wire.messages import TokenLogprob, TopLogprob
 
 
 class AnswerHead(msgspec.Struct, frozen=True):
@@ -57,29 +61,50 @@ def usage_fields(usage: Usage) -> CompletionUsage:
     return fields
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerOptions:
+    """What an answer tells beside the text."""
+
+    with_logprobs: bool
+    names_ids: bool = False  # tokens of log probabilities are named by their ids
+    prompt_ids: Sequence[list[int]] = ()  # token ids to return: of the prompt of each choice,
+    output_ids: Sequence[list[int]] = ()  # and of each choice
+
+    @classmethod
+    def of(cls, body: GenerationBody, run: EndedRun, *, with_logprobs: bool) -> AnswerOptions:
+        """Return the options that a body asks for."""
+        names_ids = bool(body.return_tokens_as_token_ids)
+        if not body.return_token_ids:
+            return cls(with_logprobs, names_ids)
+        prompt_ids = [prompt for prompt in run.prompts for _ in range(body.n or 1)]
+        return cls(with_logprobs, names_ids, prompt_ids, run.output_ids)
+
+
 def chat_answer(
     head: AnswerHead,
     choices: Sequence[AnswerChoice],
     parts: Sequence[Parts],
     usage: Usage,
     form: MessageForm,
-    *,
-    with_logprobs: bool,
+    options: AnswerOptions,
 ) -> ChatCompletion:
     """Return a complete chat answer. `parts` holds the parsed parts of each choice's text."""
-    return {
-        **head.fields("chat.completion"),
-        "choices": [
-            {
-                "index": index,
-                "message": form.message_of(parts[index]),
-                "logprobs": chat_logprobs(choice.logprobs) if with_logprobs else None,
-                "finish_reason": form.finish_reason_of(choice.end, has_called(parts[index])),
-            }
-            for index, choice in enumerate(choices)
-        ],
-        "usage": usage_fields(usage),
-    }
+    found: list[ChatChoice] = []
+    for index, choice in enumerate(choices):
+        answered: ChatChoice = {
+            "index": index,
+            "message": form.message_of(parts[index]),
+            "logprobs": chat_logprobs(choice.logprobs, names_ids=options.names_ids) if options.with_logprobs else None,
+            "finish_reason": form.finish_reason_of(choice.end, has_called(parts[index])),
+        }
+        if options.output_ids:
+            answered["token_ids"] = options.output_ids[index]
+        found.append(answered)
+    fields = {**head.fields("chat.completion"), "choices": found, "usage": usage_fields(usage)}
+    answer = cast("ChatCompletion", fields)  # mypy takes no `**` where a key is optional
+    if options.prompt_ids:
+        answer["prompt_token_ids"] = options.prompt_ids[0]
+    return answer
 
 
 def completion_answer(
@@ -89,47 +114,53 @@ def completion_answer(
     *,
     echoes: Sequence[str],
     echoed: Sequence[TextLogprobs | None],
-    with_logprobs: bool,
+    options: AnswerOptions,
 ) -> TextCompletion:
     """Return a complete text completion.
 
     `echoes` are the echoed prompts that precede the choices, empty without echo. `echoed` are their token log
     probabilities if requested.
     """
-    return {
-        **head.fields("text_completion"),
-        "choices": [
-            {
-                "index": index,
-                "text": echoes[index] + "".join(choice.text),
-                "logprobs": (
-                    text_logprobs(choice.logprobs, TextOffsets(len(echoes[index])), echoed[index])
-                    if with_logprobs
-                    else None
-                ),
-                "finish_reason": choice.finish_reason,
-            }
-            for index, choice in enumerate(choices)
-        ],
-        "usage": usage_fields(usage),
-    }
+    found: list[TextChoice] = []
+    for index, choice in enumerate(choices):
+        logprobs = None
+        if options.with_logprobs:
+            offsets = TextOffsets(len(echoes[index]))
+            logprobs = text_logprobs(choice.logprobs, offsets, echoed[index], names_ids=options.names_ids)
+        answered: TextChoice = {
+            "index": index,
+            "text": echoes[index] + "".join(choice.text),
+            "logprobs": logprobs,
+            "finish_reason": choice.finish_reason,
+        }
+        if options.output_ids:
+            answered["token_ids"] = options.output_ids[index]
+            answered["prompt_token_ids"] = options.prompt_ids[index]
+        found.append(answered)
+    return {**head.fields("text_completion"), "choices": found, "usage": usage_fields(usage)}
 
 
-def chat_logprobs(logprobs: Sequence[TokenLogprob]) -> ChatLogprobs:
+def chat_logprobs(logprobs: Sequence[TokenLogprob], *, names_ids: bool = False) -> ChatLogprobs:
+    """Return the log probabilities of a chat's tokens. With `names_ids` every token is named by its id."""
     return {
         "content": [
             {
-                "token": entry.token,
+                "token": _name_of(entry, names_ids),
                 "bytes": list(entry.token_bytes),
                 "logprob": entry.logprob,
                 "top_logprobs": [
-                    {"token": top.token, "bytes": list(top.token_bytes), "logprob": top.logprob} for top in entry.top
+                    {"token": _name_of(top, names_ids), "bytes": list(top.token_bytes), "logprob": top.logprob}
+                    for top in entry.top
                 ],
             }
             for entry in logprobs
         ],
         "refusal": None,
     }
+
+
+def _name_of(entry: TokenLogprob | TopLogprob, names_ids: bool) -> str:
+    return f"token_id:{entry.token_id}" if names_ids and entry.token_id >= 0 else entry.token
 
 
 async def whole_answer(
@@ -145,13 +176,19 @@ async def answer_of(
     """Return OpenAI's answer with the collected choices of a run with or without a gateway."""
     if isinstance(body, ChatBody):
         parts = await parts_of(run, choices)
-        return chat_answer(head, choices, parts, run.usage(), body.message_form(), with_logprobs=bool(body.logprobs))
+        return chat_answer(
+            head,
+            choices,
+            parts,
+            run.usage(),
+            body.message_form(),
+            AnswerOptions.of(body, run, with_logprobs=bool(body.logprobs)),
+        )
     assert isinstance(body, CompletionBody)
     echoes = await echoes_of(body, run)
     echoed = _echoed_logprobs(body, run, choices, echoes)
-    return completion_answer(
-        head, choices, run.usage(), echoes=echoes, echoed=echoed, with_logprobs=body.logprobs is not None
-    )
+    options = AnswerOptions.of(body, run, with_logprobs=body.logprobs is not None)
+    return completion_answer(head, choices, run.usage(), echoes=echoes, echoed=echoed, options=options)
 
 
 def head_of(run: InferenceRun, record: RequestRecord) -> AnswerHead:
@@ -181,7 +218,8 @@ def _echoed_logprobs(
         scores = choice.end.prompt_logprobs
         if scores is None:
             raise EngineFailed("the engine was lost after it had scored the prompt; send the request again")
-        found += [echoed_logprobs(echo, prompt[0], run.text.token_bytes(prompt[0]), scores)] * num_choices
+        first, names_ids = run.text.token_bytes(prompt[0]), bool(body.return_tokens_as_token_ids)
+        found += [echoed_logprobs(echo, prompt[0], first, scores, names_ids=names_ids)] * num_choices
     return found
 
 

@@ -37,16 +37,8 @@ _RULES: dict[str, Any] = {
             "else": {"required": ["content"], "properties": {"content": {"not": {"type": "null"}}}},
         },
         {
-            "if": {"properties": {"tool_calls": _CALLS}, "required": ["tool_calls"]},
-            "then": {"properties": {"function_call": {"type": "null"}}},
-        },
-        {
             "if": {"properties": {"role": {"const": "tool"}}},
             "then": {"required": ["tool_call_id"], "properties": {"tool_call_id": {"type": "string"}}},
-        },
-        {
-            "if": {"properties": {"role": {"const": "function"}}},
-            "then": {"required": ["name"], "properties": {"name": {"type": "string"}}},
         },
     ],
 }
@@ -88,10 +80,9 @@ class ChatMessage(StrictBody):
     @field_validator("content")
     @classmethod
     def _servable(cls, value: Any, info: ValidationInfo) -> Any:
-        role = info.data.get("role", "assistant")
-        if value is None and role not in _MAY_BE_EMPTY:
+        if value is None and info.data.get("role", "assistant") not in _MAY_BE_EMPTY:
             raise refuse("null is for the assistant and for results of tools only; send a text")
-        if isinstance(value, list) and (reason := why_unserved(value, role)) is not None:
+        if isinstance(value, list) and (reason := why_unserved(value)) is not None:
             raise refuse(reason)
         return value
 
@@ -177,8 +168,9 @@ def _check_results(messages: list[ChatMessage]) -> list[ChatMessage]:
         if message.tool_calls:
             made.update(call.id for call in message.tool_calls)
         if message.role == "tool" and message.tool_call_id not in made:
+            call_id = (message.tool_call_id or "")[:64]
             raise refuse(
-                f"message {place} is the result of the call {message.tool_call_id!r}, which no message of the "
+                f"message {place} is the result of the call {call_id!r}, which no message of the "
                 "assistant's before it has among its 'tool_calls'"
             )
     return messages

@@ -29,29 +29,72 @@ _encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
-class StreamedUsage:
-    """Usage that the chunks of a stream report: in one last chunk, and, with `so_far`, of its choice in every chunk."""
+class ChunkOptions:
+    """What the chunks of a stream tell beside the text."""
 
-    in_last: bool
-    so_far: Callable[[int], Usage] | None = None
+    usage_in_last: bool
+    usage_so_far: Callable[[int], Usage] | None = None  # of a choice, in each of its chunks
+    ids: TokenIdFeed | None = None
+    names_ids: bool = False  # tokens of log probabilities are named by their ids
+
+    @classmethod
+    def of(cls, body: GenerationBody, run: InferenceRun) -> ChunkOptions:
+        """Return the options that a body asks for."""
+        return cls(
+            body.include_usage,
+            run.usage_so_far if body.includes_usage_so_far else None,
+            TokenIdFeed(run, body.n or 1) if body.return_token_ids else None,
+            bool(body.return_tokens_as_token_ids),
+        )
+
+
+class TokenIdFeed:
+    """Token ids of a stream that no chunk has sent yet. Owned by the encoder of the stream."""
+
+    def __init__(self, run: InferenceRun, num_choices: int) -> None:
+        self._run = run
+        self._num_choices = num_choices  # of each prompt
+        self._num_sent: dict[int, int] = {}  # by choice
+
+    def prompt_of(self, index: int) -> list[int] | None:
+        """Return the ids of a choice's prompt, or None if a chunk of it was sent."""
+        return None if index in self._num_sent else self._run.prompts[index // self._num_choices]
+
+    def take(self, index: int) -> list[int]:
+        """Return the ids of a choice that came since the last chunk of it."""
+        ids = self._run.output_ids_of(index)
+        new = ids[self._num_sent.get(index, 0) :]
+        self._num_sent[index] = len(ids)
+        return new
 
 
 class _ChunkFrame:
-    """The encoded parts around `choices` that every chunk of a request repeats."""
+    """The encoded parts around a choice that every chunk of a request repeats."""
 
-    def __init__(self, head: AnswerHead, kind: str, usage: StreamedUsage) -> None:
-        self._usage = usage
+    def __init__(self, head: AnswerHead, kind: str, options: ChunkOptions, *, prompt_in_choice: bool) -> None:
+        self.options = options
         self.start = b"data: " + _encode(head.fields(kind))[:-1] + b',"choices":['
-        self._end = b'],"usage":null}\n\n' if usage.in_last else b"]}\n\n"
+        self._usage = b',"usage":null' if options.usage_in_last else b""
+        self._close = b"}]" + self._usage + b"}\n\n"
+        self._is_plain = options.usage_so_far is None and options.ids is None
+        self._prompt_in_choice = prompt_in_choice  # a prompt's ids; else they stand beside the choices
 
-    def end_of(self, index: int) -> bytes:
-        """Return the end of a chunk of choice `index`."""
-        if self._usage.so_far is None:  # the common case
-            return self._end
-        return b"".join((b'],"usage":', _encode(usage_fields(self._usage.so_far(index))), b"}\n\n"))
+    def close(self, index: int) -> bytes:
+        """Return the end of choice `index` and its chunk."""
+        if self._is_plain:  # the common case
+            return self._close
+        in_choice, beside, usage = b"", b"", self._usage
+        if (feed := self.options.ids) is not None:
+            if (prompt_ids := feed.prompt_of(index)) is not None:
+                told = b',"prompt_token_ids":' + _encode(prompt_ids)
+                in_choice, beside = (told, b"") if self._prompt_in_choice else (b"", told)
+            in_choice += b',"token_ids":' + _encode(feed.take(index))
+        if self.options.usage_so_far is not None:
+            usage = b',"usage":' + _encode(usage_fields(self.options.usage_so_far(index)))
+        return b"".join((in_choice, b"}]", beside, usage, b"}\n\n"))
 
     def end_stream(self, usage: Usage) -> bytes:
-        if not self._usage.in_last:
+        if not self.options.usage_in_last:
             return DONE
         return b"".join((self.start, b'],"usage":', _encode(usage_fields(usage)), b"}\n\n", DONE))
 
@@ -59,18 +102,18 @@ class _ChunkFrame:
 class ChatChunks:
     """Encoder of `chat.completion.chunk` objects."""
 
-    def __init__(self, head: AnswerHead, usage: StreamedUsage) -> None:
-        self._frame = _ChunkFrame(head, "chat.completion.chunk", usage)
+    def __init__(self, head: AnswerHead, options: ChunkOptions) -> None:
+        self._frame = _ChunkFrame(head, "chat.completion.chunk", options, prompt_in_choice=False)
 
     def opening(self, index: int) -> bytes:
         return self._chunk(index, b'{"role":"assistant","content":""}', b"null", b"null")
 
     def piece(self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None) -> bytes:
         if logprobs is None:  # the common case
-            return b'%b{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}%b' % (
-                self._frame.start, index, _encode(text), self._frame.end_of(index),
+            return b'%b{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null%b' % (
+                self._frame.start, index, _encode(text), self._frame.close(index),
             )  # fmt: skip
-        return self._chunk(index, b'{"content":' + _encode(text) + b"}", _encode(chat_logprobs(logprobs)), b"null")
+        return self._chunk(index, b'{"content":' + _encode(text) + b"}", self._logprobs(logprobs), b"null")
 
     def closing(self, index: int, finished: Finished) -> bytes:
         return self._chunk(index, b"{}", b"null", _encode(finished.reason.value))
@@ -78,17 +121,20 @@ class ChatChunks:
     def end(self, usage: Usage) -> bytes:
         return self._frame.end_stream(usage)
 
+    def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> bytes:
+        return _encode(chat_logprobs(logprobs, names_ids=self._frame.options.names_ids))
+
     def _chunk(self, index: int, delta: bytes, logprobs: bytes, finish_reason: bytes) -> bytes:
-        return b'%b{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}%b' % (
-            self._frame.start, index, delta, logprobs, finish_reason, self._frame.end_of(index),
+        return b'%b{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b' % (
+            self._frame.start, index, delta, logprobs, finish_reason, self._frame.close(index),
         )  # fmt: skip
 
 
 class CompletionChunks:
     """Encoder of streamed `text_completion` objects. `echoes` are the texts that the choices begin with."""
 
-    def __init__(self, head: AnswerHead, usage: StreamedUsage, echoes: Sequence[str]) -> None:
-        self._frame = _ChunkFrame(head, "text_completion", usage)
+    def __init__(self, head: AnswerHead, options: ChunkOptions, echoes: Sequence[str]) -> None:
+        self._frame = _ChunkFrame(head, "text_completion", options, prompt_in_choice=True)
         self._echoes = echoes
         self._offsets = [TextOffsets(len(echo)) for echo in echoes]
 
@@ -98,7 +144,8 @@ class CompletionChunks:
     def piece(self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None) -> bytes:
         encoded = b"null"
         if logprobs is not None:
-            encoded = _encode(text_logprobs(logprobs, self._offsets[index]))
+            names_ids = self._frame.options.names_ids
+            encoded = _encode(text_logprobs(logprobs, self._offsets[index], names_ids=names_ids))
         return self._chunk(index, _encode(text), encoded, b"null")
 
     def closing(self, index: int, finished: Finished) -> bytes:
@@ -108,8 +155,8 @@ class CompletionChunks:
         return self._frame.end_stream(usage)
 
     def _chunk(self, index: int, text: bytes, logprobs: bytes, finish_reason: bytes) -> bytes:
-        return b'%b{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}%b' % (
-            self._frame.start, index, text, logprobs, finish_reason, self._frame.end_of(index),
+        return b'%b{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b%b' % (
+            self._frame.start, index, text, logprobs, finish_reason, self._frame.close(index),
         )  # fmt: skip
 
 
@@ -120,9 +167,9 @@ class ToolChunks(ChatChunks):
     """
 
     def __init__(
-        self, head: AnswerHead, usage: StreamedUsage, form: MessageForm, readers: Sequence[AnswerReader]
+        self, head: AnswerHead, options: ChunkOptions, form: MessageForm, readers: Sequence[AnswerReader]
     ) -> None:
-        super().__init__(head, usage)
+        super().__init__(head, options)
         self._form = form
         self._readers = readers
         self._has_called = [False] * len(readers)
@@ -147,7 +194,7 @@ class ToolChunks(ChatChunks):
         told = [fields for delta in deltas if (fields := self._fields(index, delta))]
         if not told and logprobs is not None:
             told.append({})
-        first = b"null" if logprobs is None else _encode(chat_logprobs(logprobs))
+        first = b"null" if logprobs is None else self._logprobs(logprobs)
         return b"".join(
             self._chunk(index, _encode(fields), b"null" if number else first, b"null")
             for number, fields in enumerate(told)
@@ -192,17 +239,12 @@ class ToolChunks(ChatChunks):
         return {"tool_calls": [{"index": number, "custom": {"input": input_of(arguments)}}]}
 
 
-def streamed_usage(body: GenerationBody, run: InferenceRun) -> StreamedUsage:
-    """Return the usage that the body's `stream_options` ask for."""
-    return StreamedUsage(body.include_usage, run.usage_so_far if body.includes_usage_so_far else None)
-
-
 async def chat_chunks(body: ChatBody, run: InferenceRun, record: RequestRecord) -> ChatChunks:
     """Return the encoder of a streamed chat answer."""
-    head, readers, usage = head_of(run, record), run.new_readers(), streamed_usage(body, run)
-    return ChatChunks(head, usage) if readers is None else ToolChunks(head, usage, body.message_form(), readers)
+    head, readers, options = head_of(run, record), run.new_readers(), ChunkOptions.of(body, run)
+    return ChatChunks(head, options) if readers is None else ToolChunks(head, options, body.message_form(), readers)
 
 
 async def completion_chunks(body: CompletionBody, run: InferenceRun, record: RequestRecord) -> CompletionChunks:
     """Return the encoder of streamed text completions."""
-    return CompletionChunks(head_of(run, record), streamed_usage(body, run), await echoes_of(body, run))
+    return CompletionChunks(head_of(run, record), ChunkOptions.of(body, run), await echoes_of(body, run))

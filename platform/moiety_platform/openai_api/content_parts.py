@@ -89,13 +89,11 @@ _REASONS = {
 }
 
 
-def why_unserved(parts: Sequence[ContentPart], role: str) -> str | None:
+def why_unserved(parts: Sequence[ContentPart]) -> str | None:
     """Return why the content of a message cannot be served, or None."""
     for number, part in enumerate(parts):
         if isinstance(part, OtherPart):
             return f"part {number} is of the unknown type {part.type[:64]!r}; send parts of the type 'text'"
-        if isinstance(part, RefusalPart) and role != "assistant":
-            return f"part {number} is a refusal; those are for the assistant only"
         reason = _REASONS.get(type(part))
         if reason is not None:
             return f"part {number} {reason}"

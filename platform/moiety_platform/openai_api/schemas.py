@@ -87,21 +87,6 @@ _WITH_LOGPROBS: dict[str, Any] = {
     "if": {"required": ["top_logprobs"], "properties": {"top_logprobs": {"type": "integer", "minimum": 1}}},
     "then": {"required": ["logprobs"], "properties": {"logprobs": {"const": True}}},
 }
-_OLDER_FORM: list[dict[str, Any]] = [
-    {
-        "if": {"required": ["function_call"], "properties": {"function_call": {"type": "object"}}},
-        "then": {"required": ["functions"], "properties": {"functions": {"type": "array", "minItems": 1}}},
-    },
-    {
-        "if": {"required": ["functions"], "properties": {"functions": {"type": "array", "minItems": 1}}},
-        "then": {"properties": {"tools": {"maxItems": 0}}},
-    },
-]
-_CONTINUATION: dict[str, Any] = {
-    "if": {"required": ["continue_final_message"], "properties": {"continue_final_message": {"const": True}}},
-    "then": {"properties": {"add_generation_prompt": {"not": {"const": True}}}},
-    "else": {"properties": {"add_generation_prompt": {"not": {"const": False}}}},
-}
 
 
 class StreamOptions(StrictBody):
@@ -226,6 +211,7 @@ class GenerationBody(VllmFields, StructuredOutputBody, GeneratingBody):
             grammar=grammar,
             service_tier=_TIERS.get(self.service_tier or "auto", self.service_tier),
             keep_s=self.keep_s,
+            shows_special_tokens=self.skip_special_tokens is False,
             cache_salt=self.cache_salt or "",
         )
 
@@ -233,9 +219,7 @@ class GenerationBody(VllmFields, StructuredOutputBody, GeneratingBody):
 class ChatBody(ThoughtBudgetFields, VllmChatFields, GenerationBody):
     """`POST /v1/chat/completions`."""
 
-    model_config = ConfigDict(
-        json_schema_extra={"allOf": [STREAMED_OPTIONS, _WITH_LOGPROBS, NEEDS_TOOLS, *_OLDER_FORM, _CONTINUATION]}
-    )
+    model_config = ConfigDict(json_schema_extra={"allOf": [STREAMED_OPTIONS, _WITH_LOGPROBS, NEEDS_TOOLS]})
 
     messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None

@@ -33,13 +33,20 @@ class TextOffsets:
 
 
 def text_logprobs(
-    logprobs: Sequence[TokenLogprob], offsets: TextOffsets, before: TextLogprobs | None = None
+    logprobs: Sequence[TokenLogprob],
+    offsets: TextOffsets,
+    before: TextLogprobs | None = None,
+    *,
+    names_ids: bool = False,
 ) -> TextLogprobs:
-    """Return the log probabilities of generated tokens, appended to those in `before`."""
+    """Return the log probabilities of generated tokens, appended to those in `before`.
+
+    With `names_ids` every token is named by its id.
+    """
     found: TextLogprobs = {
-        "tokens": [_name(entry.token_bytes, entry.token_id) for entry in logprobs],
+        "tokens": [_name(entry.token_bytes, entry.token_id, names_ids) for entry in logprobs],
         "token_logprobs": [entry.logprob for entry in logprobs],
-        "top_logprobs": [_top(entry) for entry in logprobs],
+        "top_logprobs": [_top(entry, names_ids) for entry in logprobs],
         "text_offset": [offsets.advance(entry) for entry in logprobs],
     }
     if before is None:
@@ -52,12 +59,17 @@ def text_logprobs(
     }
 
 
-def echoed_logprobs(text: str, first_id: int, first: bytes, scores: Sequence[TokenLogprob]) -> TextLogprobs:
+def echoed_logprobs(
+    text: str, first_id: int, first: bytes, scores: Sequence[TokenLogprob], *, names_ids: bool = False
+) -> TextLogprobs:
     """Return the log probabilities of an echoed prompt with the text `text`. The first token has none."""
     return {
-        "tokens": [_name(first, first_id), *(_name(entry.token_bytes, entry.token_id) for entry in scores)],
+        "tokens": [
+            _name(first, first_id, names_ids),
+            *(_name(entry.token_bytes, entry.token_id, names_ids) for entry in scores),
+        ],
         "token_logprobs": [None, *(entry.logprob for entry in scores)],
-        "top_logprobs": [None, *map(_top, scores)],
+        "top_logprobs": [None, *(_top(entry, names_ids) for entry in scores)],
         "text_offset": _places(text, [first, *(entry.token_bytes for entry in scores)]),
     }
 
@@ -78,8 +90,8 @@ def _places(text: str, tokens: Sequence[bytes]) -> list[int]:
     return places
 
 
-def _name(token: bytes, token_id: int) -> str:
-    if not token and token_id >= 0:
+def _name(token: bytes, token_id: int, names_ids: bool) -> str:
+    if token_id >= 0 and (names_ids or not token):
         return f"token_id:{token_id}"
     try:
         return token.decode()
@@ -87,14 +99,14 @@ def _name(token: bytes, token_id: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
 
 
-def _top(entry: TokenLogprob) -> dict[str, float]:
+def _top(entry: TokenLogprob, names_ids: bool) -> dict[str, float]:
     """Return the most likely tokens and the sampled token, which need not be one of them."""
-    sampled = _name(entry.token_bytes, entry.token_id)
+    sampled = _name(entry.token_bytes, entry.token_id, names_ids)
     found: dict[str, float] = {}
     is_among = False
     for top in entry.top:
         is_sampled = (top.token_id, top.token_bytes) == (entry.token_id, entry.token_bytes)
-        name = _name(top.token_bytes, top.token_id)
+        name = _name(top.token_bytes, top.token_id, names_ids)
         if not is_sampled and (name == sampled or name in found) and top.token_id >= 0:
             name = f"token_id:{top.token_id}"
         if is_sampled:

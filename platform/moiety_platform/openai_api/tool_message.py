@@ -11,7 +11,6 @@ from moiety_platform.openai_api.answer_types import (
     CALLED,
     CALLED_FUNCTION,
     AnswerCall,
-    AnswerCustomCall,
     AnswerCustomTool,
     AnswerFunction,
     AssistantMessage,
@@ -58,7 +57,7 @@ class MessageForm:
             return str(finished.reason)
         return CALLED_FUNCTION if self.is_older else CALLED
 
-    def _call(self, call: Call) -> AnswerCall | AnswerCustomCall:
+    def _call(self, call: Call) -> AnswerCall:
         if call.name in self.custom_names:
             custom: AnswerCustomTool = {"name": call.name, "input": input_of(call.arguments)}
             return {"id": new_call_id(), "type": "custom", "custom": custom}

@@ -21,12 +21,10 @@ class VllmFields(StrictBody):
     include_stop_str_in_output: Annotated[
         bool | None, refused("a stop string is never a part of the answer; append it yourself", [False])
     ] = None
-    skip_special_tokens: Annotated[
-        bool | None, refused("special tokens are never a part of the text; leave it out", [True])
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: Annotated[
+        bool | None, ignored("Tokens are joined as the tokenizer writes them.")
     ] = None
-    spaces_between_special_tokens: Annotated[bool | None, ignored("Special tokens are never a part of the text.")] = (
-        None
-    )
     truncate_prompt_tokens: Annotated[
         Any, refused("prompts are not truncated; shorten it yourself: /tokenize counts its tokens", [])
     ] = None
@@ -36,8 +34,8 @@ class VllmFields(StrictBody):
     allowed_token_ids: Annotated[Any, refused(f"{_NOT_SUPPORTED}, or use 'structured_outputs'", [[]])] = None
     bad_words: Annotated[Any, refused(f"{_NOT_SUPPORTED}, or use 'logit_bias'", [[]])] = None
     logits_processors: Annotated[Any, refused(_NOT_SUPPORTED, [[]])] = None
-    return_tokens_as_token_ids: Annotated[bool | None, refused(_NOT_SUPPORTED, [False])] = None
-    return_token_ids: Annotated[bool | None, refused(f"{_NOT_SUPPORTED}; /tokenize has the ids", [False])] = None
+    return_tokens_as_token_ids: bool | None = None  # log probabilities name each token `token_id:N`
+    return_token_ids: bool | None = None
     priority: Annotated[int | None, ignored("The service class decides. Choose one with `service_tier`.")] = None
     request_id: Annotated[
         str | None, ignored("The server names the answer. Send the header `X-Request-Id` to find it in logs.")
