@@ -47,6 +47,7 @@ from moiety_platform.inference.response import ClientDisconnected
 from moiety_platform.inference.shape_limits import ShapeLimits
 from moiety_platform.known_parameters import guard_query
 from moiety_platform.live_settings import LiveSettings
+from moiety_platform.message_batches.controller import message_batch_routes
 from moiety_platform.metrics import Metrics
 from moiety_platform.models_api import ModelController
 from moiety_platform.object_storage.readiness import ObjectStoreReadiness
@@ -203,7 +204,7 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
             with_services(ResponseController, stored=stored),
             with_services(ModelController, models=models),
             with_services(ProbeController, probes=probes),
-            *(services.batches.routes() if services.batches is not None else ()),
+            *(_batch_routes(services.batches) if services.batches is not None else ()),
             *services.admin_routes,
             *operations,
         ],
@@ -221,6 +222,10 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
     if services.live is not None:
         _follow(services.live, app, services)
     return app
+
+
+def _batch_routes(batches: Batches) -> list[Router]:
+    return [*batches.routes(), message_batch_routes(batches)]
 
 
 def _follow(live: LiveSettings[GatewaySettings], app: GatewayApp, services: Services) -> None:

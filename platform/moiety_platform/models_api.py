@@ -36,7 +36,8 @@ from moiety_platform.openai_api.chat_messages import Messages, messages_of
 from moiety_platform.openai_api.schemas import FORMS
 from moiety_platform.openai_api.tools import ChatTools, offer_of
 from moiety_platform.openapi.described import JSON, Described, describes
-from moiety_platform.openapi.documents import KEY
+from moiety_platform.openapi.documents import ANTHROPIC_KEY, KEY
+from moiety_platform.openapi.schemas import either
 from moiety_platform.query_parameters import whole
 from moiety_platform.request_head import fields_of
 from moiety_platform.routing.choose import MODEL_NOT_FOUND, model_not_found
@@ -44,7 +45,7 @@ from moiety_wire.messages import ModelCard
 
 Body = TypeVar("Body", bound=StrictBody)
 
-SECURITY = [{KEY: list[str]()}]
+SECURITY = [{name: list[str]()} for name in (KEY, ANTHROPIC_KEY)]
 _BETA = {IGNORED: SENT_BY_ANTHROPIC_CLIENTS}
 
 Limit = Annotated[str | None, whole(f"At most so many, in Anthropic's list; {DEFAULT_PAGE} if not given.", 1, MAX_PAGE)]
@@ -149,10 +150,6 @@ def _takes(body: type[StrictBody]) -> dict[str, Described]:
     return describes(Described(body={JSON: body}, errors=(404,)))
 
 
-def _answers(*kinds: type) -> dict[str, Described]:
-    return describes(Described(answers={200: {JSON: {"anyOf": list(kinds)}}}))
-
-
 def _answer_error(request: Request[Any, Any, Any], error: PlatformError) -> Response[bytes]:
     """Answer an error in the shape of the client's API."""
     if VERSION_HEADER in fields_of(request.scope):
@@ -169,7 +166,7 @@ class ModelController(Controller):
     tags = ("models",)
     security = SECURITY
 
-    @get("/v1/models", opt=_BETA | _answers(ModelList, ModelPage), exception_handlers=_ERRORS)
+    @get("/v1/models", opt=_BETA, exception_handlers=_ERRORS)
     async def list_models(
         self,
         models: NamedDependency[SkipValidation[ModelServices]],
@@ -177,7 +174,7 @@ class ModelController(Controller):
         limit: Limit = None,
         before_id: BeforeId = None,
         after_id: AfterId = None,
-    ) -> ModelList | ModelPage:
+    ) -> Annotated[Any, either(ModelList, ModelPage)]:
         """List the served models that the key may use.
 
         A request with the header `anthropic-version` gets them in Anthropic's fields, page by page.
@@ -187,13 +184,13 @@ class ModelController(Controller):
             return model_page(cards, limit, before_id, after_id)
         return {"object": "list", "data": [_describe(name, card) for name, card in cards.items()]}
 
-    @get("/v1/models/{model_id:path}", opt=_BETA | _answers(Model, ModelInfo), exception_handlers=_ERRORS)
+    @get("/v1/models/{model_id:path}", opt=_BETA, exception_handlers=_ERRORS)
     async def retrieve_model(
         self,
         models: NamedDependency[SkipValidation[ModelServices]],
         request: Request[Any, Any, Any],
         model_id: FromPath[str],
-    ) -> Model | ModelInfo:
+    ) -> Annotated[Any, either(Model, ModelInfo)]:
         """Get one model, in Anthropic's fields if the request has the header `anthropic-version`."""
         cards = await models.visible(await models.caller(request))
         name = model_id.removeprefix("/")

@@ -121,6 +121,10 @@ class World:
         body = {"endpoint": "/v1/completions", "completion_window": "24h", "input_file_id": self.file_id()}
         return self.make("/v1/batches", body, "public")["id"]
 
+    def message_batch_id(self) -> Any:
+        params = {"model": self.model_id(), "max_tokens": 1, "messages": [{"role": "user", "content": "a"}]}
+        return self.make("/v1/messages/batches", {"requests": [{"custom_id": "a", "params": params}]}, "public")["id"]
+
     def response_id(self) -> Any:
         body = {"model": self.model_id(), "input": "a", "max_output_tokens": 1, "store": True}
         return self.make("/v1/responses", body, "public")["id"]

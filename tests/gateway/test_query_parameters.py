@@ -33,8 +33,8 @@ async def ask(gateway: RunningGateway, method: str, path: str, query: str) -> tu
 
 
 def code_of(error: Any) -> Any:
-    """Anthropic's errors have no code, but the sentence is the same."""
-    return error.get("code")
+    """The stable code, which is among the details of Anthropic's errors."""
+    return error.get("code", error.get("details", {}).get("error_code"))
 
 
 async def test_every_route_refuses_a_parameter_that_it_does_not_have(

@@ -66,33 +66,6 @@ class MessageServices:
     adapters: AdapterCache | None = None
 
 
-def message_route(serve: Serve) -> HTTPRouteHandler:
-    """Return the handler of the endpoint that answers."""
-    messages = Endpoint(
-        MESSAGES_PATH,
-        "chat",
-        "msg_",
-        MessagesBody,
-        TextAnswer(_whole, _events),
-        EndpointDocs(
-            tag="text",
-            summary="Answer a conversation",
-            detail="Anthropic's Messages. With `stream` the answer comes in server-sent events.",
-            answer=Message,
-            event={"anyOf": [event_of(kind, name=name) for name, kind in EVENTS.items()]},
-            security=SECURITY,
-            headers=(MESSAGES_REQUEST_ID, *RATE_LIMITS),
-        ),
-        prepare=_note_adjusted,
-        errors=ANTHROPIC_ERRORS,
-        authorization=api_key_authorization,
-        headers=with_anthropic_headers,
-        keep_alive=PING,
-        ignored_parameters=SENT_BY_ANTHROPIC_CLIENTS,
-    )
-    return route(messages, serve)
-
-
 async def _note_adjusted(body: MessagesBody, record: RequestRecord) -> MessagesBody:
     """Record that a request for no output gets one token, which computes and caches its prompt all the same."""
     if body.max_tokens == 0:
@@ -100,9 +73,10 @@ async def _note_adjusted(body: MessagesBody, record: RequestRecord) -> MessagesB
     return body
 
 
-async def _whole(
+async def message_of(
     body: MessagesBody, run: InferenceRun, record: RequestRecord, choices: Sequence[AnswerChoice]
 ) -> bytes:
+    """Return the message as JSON."""
     (choice,) = choices
     (parts,) = await parts_of(run, choices)
     head = _head(body, record)
@@ -126,6 +100,35 @@ def _head(body: MessagesBody, record: RequestRecord) -> MessageHead:
         marks_end=body.marks_end,
         omits_thinking=body.thinking is not None and body.thinking.display == "omitted",
     )
+
+
+MESSAGES = Endpoint(
+    MESSAGES_PATH,
+    "chat",
+    "msg_",
+    MessagesBody,
+    TextAnswer(message_of, _events),
+    EndpointDocs(
+        tag="text",
+        summary="Answer a conversation",
+        detail="Anthropic's Messages. With `stream` the answer comes in server-sent events.",
+        answer=Message,
+        event={"anyOf": [event_of(kind, name=name) for name, kind in EVENTS.items()]},
+        security=SECURITY,
+        headers=(MESSAGES_REQUEST_ID, *RATE_LIMITS),
+    ),
+    prepare=_note_adjusted,
+    errors=ANTHROPIC_ERRORS,
+    authorization=api_key_authorization,
+    headers=with_anthropic_headers,
+    keep_alive=PING,
+    ignored_parameters=SENT_BY_ANTHROPIC_CLIENTS,
+)
+
+
+def message_route(serve: Serve) -> HTTPRouteHandler:
+    """Return the handler of the endpoint that answers."""
+    return route(MESSAGES, serve)
 
 
 class TokenCountController(Controller):

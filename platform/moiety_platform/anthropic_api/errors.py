@@ -49,7 +49,18 @@ class AnthropicErrorBody(TypedDict):
 
     type: Literal["error"]
     error: AnthropicErrorFields
-    request_id: str
+    request_id: str | None  # null for a request of a batch that was never begun
+
+
+def anthropic_error_body(
+    status: int, message: str, code: str, request_id: str | None, param: str | None = None
+) -> AnthropicErrorBody:
+    """Return the body of an error with that HTTP status."""
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    details: AnthropicErrorDetails = {"error_code": code}
+    if param is not None:
+        details["param"] = param
+    return {"type": "error", "error": {"type": kind, "message": message, "details": details}, "request_id": request_id}
 
 
 class AnthropicErrors:
@@ -65,15 +76,9 @@ class AnthropicErrors:
         return error.status
 
     def body(self, error: PlatformError, request_id: str) -> bytes:
-        details: AnthropicErrorDetails = {"error_code": error.code}
-        if error.param is not None:
-            details["param"] = error.param
+        body = anthropic_error_body(self.status(error), error.message, error.code, request_id, error.param)
         if isinstance(error, Overloaded):
-            details["reason"] = error.reason.value
-        status = self.status(error)
-        kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-        fields: AnthropicErrorFields = {"type": kind, "message": error.message, "details": details}
-        body: AnthropicErrorBody = {"type": "error", "error": fields, "request_id": request_id}
+            body["error"]["details"]["reason"] = error.reason.value
         return msgspec.json.encode(body)
 
     def event(self, error: PlatformError, request_id: str) -> bytes:

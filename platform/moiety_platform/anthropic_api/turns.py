@@ -75,7 +75,7 @@ class MessageTurn(StrictBody):
     def _of_the_role(cls, value: list[ContentBlock], info: ValidationInfo) -> list[ContentBlock]:
         role = info.data.get("role")
         for place, block in enumerate(value):
-            kind = getattr(block, "type", "")
+            kind = block.type
             is_foreign = kind not in _OF_SYSTEM if role == "system" else role not in _ONLY.get(kind, ROLES)
             if role is not None and is_foreign:
                 raise refuse(f"block {place} is of type {kind[:64]!r}, which is not the {role}'s")

@@ -67,11 +67,11 @@ class Batches:
         self._rows = HeldRows()
         self._recorder = RequestRecorder(self._rows, quotas, metrics, tracing, clock)
         self._contents = FileContents(database, objects, BatchFiles(database), now)
-        self._files = Files(database, self._contents, now)
-        self._uploads = Uploads(
+        self.files = Files(database, self._contents, now)
+        self.uploads = Uploads(
             database, objects, settings.max_file_bytes, settings.max_file_bytes_per_tenant, settings.keep_files_s, now
         )
-        self._services = BatchServices(
+        self.services = BatchServices(
             authenticator,
             database,
             settings.max_open_batches_per_tenant,
@@ -83,20 +83,24 @@ class Batches:
         self._runner: LineRunner | None = None
         self._worker: BatchWorker | None = None
 
+    def limits(self) -> Limits:
+        """Return the current limits of a batch and its lines."""
+        return limits_of(self._settings)
+
     def routes(self) -> list[Router]:
         """Return the routes of `/v1/files` and `/v1/batches`."""
         return [
-            with_services(FileController, file_services=FileServices(self._authenticator, self._files, self._uploads)),
-            with_services(BatchController, batches=self._services),
+            with_services(FileController, file_services=FileServices(self._authenticator, self.files, self.uploads)),
+            with_services(BatchController, batches=self.services),
         ]
 
     def use(self, settings: GatewaySettings) -> None:
         """Apply new settings to later files, batches and lines."""
         self._settings = settings
-        self._uploads.max_file_bytes = settings.max_file_bytes
-        self._uploads.max_tenant_bytes = settings.max_file_bytes_per_tenant
-        self._uploads.keep_s = self._services.keep_files_s = settings.keep_files_s
-        self._services.max_open_batches = settings.max_open_batches_per_tenant
+        self.uploads.max_file_bytes = settings.max_file_bytes
+        self.uploads.max_tenant_bytes = settings.max_file_bytes_per_tenant
+        self.uploads.keep_s = self.services.keep_files_s = settings.keep_files_s
+        self.services.max_open_batches = settings.max_open_batches_per_tenant
         self._tending.limits = limits_of(settings)
         if self._runner is not None:
             self._runner.max_json_depth, self._runner.shape = settings.max_json_depth, ShapeLimits.of(settings)

@@ -9,6 +9,8 @@ from typing import Any, cast
 
 import msgspec
 
+from moiety_platform.anthropic_api.controller import MESSAGES, message_of
+from moiety_platform.anthropic_api.schemas import MessagesBody
 from moiety_platform.classes.terms import BATCH_TIER
 from moiety_platform.embeddings import whole as vectors
 from moiety_platform.embeddings.controller import EMBEDDINGS
@@ -60,6 +62,14 @@ async def answer_embeddings(pipeline: RequestPipeline, record: RequestRecord, bo
     return msgspec.Raw(await asyncio.to_thread(b"".join, pieces))
 
 
+async def answer_message(pipeline: RequestPipeline, record: RequestRecord, body: AskingBody) -> Answer:
+    """Answer a conversation in Anthropic's fields, in the batch class."""
+    asked = cast("MessagesBody", body)
+    generation = msgspec.structs.replace(asked.generation(), service_tier=BATCH_TIER)
+    async with await pipeline.start(record, generation) as run:
+        return msgspec.Raw(await message_of(asked, run, record, await collect(run)))
+
+
 def _generation(endpoint: Endpoint[Any]) -> BatchEndpoint:
     return BatchEndpoint(endpoint.path, endpoint.operation, endpoint.id_prefix, endpoint.schema, answer_generation)
 
@@ -69,6 +79,7 @@ ENDPOINTS = {
     for endpoint in (
         _generation(CHAT),
         _generation(COMPLETIONS),
+        BatchEndpoint(MESSAGES.path, MESSAGES.operation, MESSAGES.id_prefix, MESSAGES.schema, answer_message),
         BatchEndpoint(
             EMBEDDINGS.path, EMBEDDINGS.operation, EMBEDDINGS.id_prefix, EMBEDDINGS.schema, answer_embeddings
         ),

@@ -14,7 +14,7 @@ from litestar.types import Receive, Scope
 from moiety_platform.auth.principal import Principal
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
-from moiety_platform.errors import BadRequest, Unavailable
+from moiety_platform.errors import BadRequest, TooLarge, Unavailable
 from moiety_platform.files.form import Field, FileBegins, read_form
 from moiety_platform.files.models import StoredFile
 from moiety_platform.files.store import Now, begin_file, discard_upload, grow_file, publish_file
@@ -47,6 +47,19 @@ class Uploads:
                 await upload.take(part)
             return await upload.finish()
         except BaseException:  # including a disconnect or a shutdown: the received part is discarded
+            await upload.discard()
+            raise
+
+    async def store_content(self, owner: Principal, filename: str, content: bytes) -> StoredFile:
+        """Store a file of requests that the server has made. Raises InsufficientStorage, TooLarge or Unavailable."""
+        if len(content) > self.max_file_bytes:
+            raise TooLarge(f"the requests have {len(content):,} bytes; a batch may have {self.max_file_bytes:,}")
+        upload = _Upload(self, owner)
+        try:
+            for part in (Field("purpose", BATCH_PURPOSE), FileBegins(filename), content):
+                await upload.take(part)
+            return await upload.finish()
+        except BaseException:
             await upload.discard()
             raise
 

@@ -1,0 +1,1 @@
+"""Anthropic's Message Batches over the batches of `/v1/messages`."""
