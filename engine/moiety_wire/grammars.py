@@ -28,10 +28,16 @@ class GrammarSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ToolCallGrammar(msgspec.Struct, frozen=True, array_like=True):
-    """Tool that may be called. Its arguments conform to `schema`, a JSON schema as text."""
+    """Tool that may be called.
+
+    Its arguments conform to `schema`, a JSON schema as text. With an `input_grammar`, a grammar in Lark syntax, its
+    only argument is the string `input_name`, whose escaped text follows the grammar.
+    """
 
     name: str
     schema: str
+    input_name: str = ""
+    input_grammar: str = ""
 
 
 class ToolCallsGrammar(msgspec.Struct, frozen=True):

@@ -10,7 +10,7 @@ import msgspec
 
 from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.exact_schemas import exact_schema_of
-from moiety_wire.grammars import ToolCallsGrammar
+from moiety_wire.grammars import ToolCallGrammar, ToolCallsGrammar
 
 _ONE_SPACE = r"\x20"
 
@@ -19,7 +19,7 @@ def calls_grammar(text: str) -> str:
     """Return the grammar in Lark's syntax. Raises GrammarRefused."""
     try:
         form = msgspec.json.decode(text, type=ToolCallsGrammar)
-        arguments = [_arguments(tool.schema) for tool in form.tools]
+        arguments = [_arguments_of(tool, number) for number, tool in enumerate(form.tools)]
     except (ValueError, RecursionError) as exc:
         raise GrammarRefused(f"the grammar of the tool calls cannot be decoded: {exc}") from exc
 
@@ -81,6 +81,19 @@ def _rest(form: ToolCallsGrammar, inner: list[str]) -> str:
 
 def _with_arguments(number: int) -> str:
     return f'" "? arguments_{number}'
+
+
+def input_grammars(text: str) -> dict[str, str]:
+    """Return the grammars of tools' inputs by the names that `calls_grammar` refers to them by."""
+    form = msgspec.json.decode(text, type=ToolCallsGrammar)
+    return {f"input_{number}": tool.input_grammar for number, tool in enumerate(form.tools) if tool.input_grammar}
+
+
+def _arguments_of(tool: ToolCallGrammar, number: int) -> str:
+    if not tool.input_grammar:
+        return _arguments(tool.schema)
+    name, quote = _string(msgspec.json.encode(tool.input_name).decode()), _string('"')
+    return f'"{{" " "? {name} " "? ":" " "? {quote} @input_{number} {quote} " "? "}}"'
 
 
 def _arguments(schema: str) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 from llguidance import LLMatcher
 
-from moiety_engine.structured_outputs.calls import calls_grammar
+from moiety_engine.structured_outputs.calls import calls_grammar, input_grammars
 from moiety_engine.structured_outputs.embedded_schemas import with_exact_embedded_schemas
 from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.exact_schemas import exact_schema_of
@@ -46,7 +46,7 @@ def grammar_of(spec: GrammarSpec) -> str:
         case GrammarKind.GRAMMAR:
             return _lark_grammar(spec.text)
         case GrammarKind.CALLS:
-            return LLMatcher.grammar_from_lark(calls_grammar(spec.text))
+            return _calls_grammar(spec.text)
 
 
 def _json_grammar(text: str) -> str:
@@ -67,6 +67,18 @@ def _choice_grammar(text: str) -> str:
         raise GrammarRefused(f"there must be 1 to {MAX_CHOICES:,} choices, none of them empty")
     quoted = " | ".join(msgspec.json.encode(choice).decode() for choice in dict.fromkeys(choices))
     return LLMatcher.grammar_from_lark(f"start: {quoted}")
+
+
+def _calls_grammar(text: str) -> str:
+    """Return the grammar of tool calls, together with those of the inputs of custom tools."""
+    calls, inputs = calls_grammar(text), input_grammars(text)
+    if not inputs:
+        return LLMatcher.grammar_from_lark(calls)
+    for one in inputs.values():
+        check_terminals(one)
+    grammars = [{"name": "calls", "lark_grammar": calls}]
+    grammars += [{"name": name, "lark_grammar": one} for name, one in inputs.items()]
+    return msgspec.json.encode({"grammars": grammars}).decode()
 
 
 def _lark_grammar(text: str) -> str:

@@ -24,7 +24,7 @@ from moiety_text.reasoning import CLOSER, OPENER, AnswerReader, num_thought_toke
 from moiety_text.tokenizer import Tokenizer
 from moiety_text.tools.deltas import Parts
 from moiety_text.tools.formats import KNOWN, Opening, ToolFormat, format_of
-from moiety_text.tools.offer import ToolOffer
+from moiety_text.tools.offer import Tool, ToolOffer
 from moiety_wire.grammars import GrammarSpec
 from moiety_wire.messages import ModelCard, ThoughtMarks
 
@@ -66,6 +66,7 @@ class ModelText:
             one for one in markers if one is not None and self._tokenizer.added_tokens[one].special
         )
         self._model = card.model
+        self._follows_grammars = card.follows_grammars
         self._vocab_size = card.vocab_size
         self._max_context_tokens = card.max_context_tokens
         self.inline_bytes = inline_bytes
@@ -209,8 +210,13 @@ class ModelText:
         return (*calls, *(one for one in thoughts if one is not None))
 
     def _grammar_of_calls(self, prompt: Conversation) -> GrammarSpec | None:
-        """Return the grammar of an answer with strict tools, or None without strict tools. Raises BadRequest."""
-        if prompt.tools is None or not prompt.tools.is_strict:
+        """Return the grammar of an answer with strict tools or with tools whose input has a grammar, else None.
+
+        The grammar of an input is followed only where that is possible. Raises BadRequest for strict tools.
+        """
+        if prompt.tools is None:
+            return None
+        if not prompt.tools.is_strict and not (self.follows_inputs and any(map(_has_grammar, prompt.tools.tools))):
             return None
         way = self._format_of_tools()
         grammar = None
@@ -220,6 +226,12 @@ class ModelText:
             message = f"calls of the model {self._model!r} cannot be held to a schema here; leave 'strict' out"
             raise BadRequest(message, code=UNSUPPORTED_RESPONSE_FORMAT, param="tools")
         return grammar
+
+    @property
+    def follows_inputs(self) -> bool:
+        """Whether calls can be held to the grammar of a custom tool's input."""
+        way = self._tool_format
+        return self._follows_grammars and way is not None and way.to_end is not None and way.marks_calls
 
     def _call_markers(self) -> dict[str, int]:
         """Return the markers of tool calls that are added tokens, with their ids."""
@@ -365,6 +377,10 @@ class ModelText:
         )
 
 
+def _has_grammar(tool: Tool) -> bool:
+    return bool(tool.input_grammar)
+
+
 def _num_bytes(text: str, at_most: int) -> int:
     return len(text) if len(text) > at_most or text.isascii() else len(text.encode(errors="replace"))
 
@@ -379,7 +395,7 @@ class ModelTexts:
 
     def __init__(self, inline_bytes: int) -> None:
         self._inline_bytes = inline_bytes
-        self._built: dict[tuple[str, str, str, str, int], ModelText] = {}
+        self._built: dict[tuple[str | int, ...], ModelText] = {}
         self._building = asyncio.Lock()
 
     def use(self, inline_bytes: int) -> None:
@@ -390,7 +406,8 @@ class ModelTexts:
 
     async def get(self, card: ModelCard) -> ModelText:
         """Return the `ModelText` of a card. Raises moiety_text's errors if the card's files cannot be used."""
-        key = (card.model, card.device, card.tokenizer_json, card.chat_template, card.max_context_tokens)
+        key: tuple[str | int, ...] = (card.model, card.device, card.tokenizer_json, card.chat_template)
+        key += (card.max_context_tokens, card.follows_grammars)
         text = self._built.get(key)
         if text is not None:
             return text

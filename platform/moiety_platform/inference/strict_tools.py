@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from moiety_platform.inference.custom_tools import INPUT
 from moiety_text.tools.formats import ToolFormat
 from moiety_text.tools.offer import ToolOffer
 from moiety_wire.grammars import GrammarKind, GrammarSpec, ToolCallGrammar, ToolCallsGrammar
@@ -26,7 +27,12 @@ def grammar_of_calls(
     opener = way.markers[0] if way.marks_calls else ""
     name = offer.first_call
     tools = [
-        ToolCallGrammar(tool.name, msgspec.json.encode(tool.parameters if tool.strict else ANY_OBJECT).decode())
+        ToolCallGrammar(
+            tool.name,
+            msgspec.json.encode(tool.parameters if tool.strict else ANY_OBJECT).decode(),
+            INPUT if tool.input_grammar else "",
+            tool.input_grammar,
+        )
         for tool in offer.tools
         if tool.name in offer.names
     ]
