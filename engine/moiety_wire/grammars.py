@@ -60,3 +60,6 @@ class ToolCallsGrammar(msgspec.Struct, frozen=True):
     is_named: bool  # and with everything before the arguments, since there is only one tool
     may_repeat: bool
     free_ids: list[int] = []  # added tokens that are allowed in free text
+    answer: GrammarSpec | None = (
+        None  # grammar of an answer without calls, in place of free text; a JSON schema or object
+    )

@@ -19,7 +19,7 @@ from moiety_text.folder import read_text_model
 from moiety_text.tokenizer import Tokenizer
 from moiety_text.tools.formats import format_of
 from moiety_text.tools.offer import Tool, ToolOffer
-from moiety_wire.grammars import GrammarSpec
+from moiety_wire.grammars import GrammarKind, GrammarSpec
 
 TEXT = read_text_model(checkpoint_path())
 TOKENIZER = Tokenizer.from_json(TEXT.tokenizer_json)
@@ -80,6 +80,23 @@ def test_a_call_has_an_input_of_the_grammar(syntax: str, definition: str, good: 
     assert not is_followed(grammar, called("").replace('"input"', '"other"'))
     assert is_followed(grammar, "No call.")
     assert is_followed(grammar, called("").replace("write", "other"))
+
+
+@pytest.mark.parametrize("kind", [GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT])
+def test_an_answer_with_a_response_format_is_calls_or_a_document(kind: GrammarKind) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    answer = GrammarSpec(kind, json.dumps(schema) if kind is GrammarKind.JSON_SCHEMA else "")
+    way = format_of(TEMPLATE)
+    assert way is not None
+    tools = custom_tool_of("write", None, CustomGrammar("regex", "a+")), Tool("other", "", {"type": "object"})
+    grammar = grammar_of_calls(way, ToolOffer(tools), {}, (), answer)
+    assert grammar is not None
+    call = called("aa").removeprefix("Well.")
+    assert is_followed(grammar, call) and is_followed(grammar, call + call)
+    assert is_followed(grammar, '{"a": 5}')
+    for text in ("Well.", "Well." + call, call + '{"a": 5}', '{"a": 5}' + call, called("b").removeprefix("Well.")):
+        assert not is_followed(grammar, text), text
+    assert is_followed(grammar, '{"b": 5}') is (kind is GrammarKind.JSON_OBJECT)
 
 
 def test_random_calls_are_inputs_of_the_grammar() -> None:

@@ -269,3 +269,25 @@ async def test_a_tool_of_any_kind_may_be_required(start_calling: StartCalling, c
         name = choice.get("name", "apply_patch")
         assert last_prompt(gateway).endswith(f'<tool_call>\n{{"name": "{name}", "arguments":')
         assert len(answer.output) == 1 and answer.output[0].type != "message"
+
+
+async def test_a_response_format_beside_tools_is_for_answers_without_calls(
+    start_gateway: StartGateway, card: ModelCard
+) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    asked: dict[str, Any] = {
+        **BODY, "tools": [NOW], "text": {"format": {"type": "json_schema", "name": "a", "schema": schema}},
+    }  # fmt: skip
+    knowing = msgspec.structs.replace(card, chat_template=TEMPLATE, max_context_tokens=4096, follows_grammars=True)
+    async with start_gateway([FakeEngineClient(knowing, lambda submit: [(65, '{"a": 5}')])]) as gateway:
+        assert (await gateway.client.responses.create(**asked)).output_text == '{"a": 5}'
+        held = gateway.engine.submits[-1].grammar
+        assert held is not None and held.kind == "calls" and '"answer":["json_schema"' in held.text
+        await gateway.client.responses.create(**asked, tool_choice="none")
+        alone = gateway.engine.submits[-1].grammar
+        assert alone is not None and alone.kind == "json_schema"
+    plain = msgspec.structs.replace(knowing, follows_grammars=False)
+    async with start_gateway([FakeEngineClient(plain)]) as gateway:
+        with pytest.raises(openai.BadRequestError, match="beside tools") as refused:
+            await gateway.client.responses.create(**asked)
+        assert refused.value.code == "unsupported_response_format"

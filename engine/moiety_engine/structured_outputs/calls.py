@@ -10,7 +10,7 @@ import msgspec
 
 from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.exact_schemas import exact_schema_of
-from moiety_wire.grammars import ToolCallGrammar, ToolCallsGrammar
+from moiety_wire.grammars import GrammarSpec, ToolCallGrammar, ToolCallsGrammar
 
 _ONE_SPACE = r"\x20"
 
@@ -33,6 +33,9 @@ def calls_grammar(text: str) -> str:
     rules += [f"call: {quoted(form.before)} ({' | '.join(inner)}) {quoted(form.after)}"]
     again = f"({quoted(form.separator)} call)*" if form.separator and form.may_repeat else ""
     rules += [f"more: {again} {quoted(form.closer)}", "calls: call more"]
+    if form.answer is not None and not form.must_call:
+        rules += [f"called: {quoted(form.opener)} calls"]
+        return "\n".join(rules)
     rules += [*_free_text(form.free_ids), f"tail: {'text' if form.opener else 'plain'}"]
     if form.opener in form.special:
         rules += [f"opened: text {quoted(form.opener)} calls"]
@@ -69,6 +72,8 @@ def _start(form: ToolCallsGrammar) -> str:
     repeats = form.opener and form.may_repeat
     if form.must_call:
         return "rest opened* tail" if repeats else "rest"
+    if form.answer is not None:
+        return "called+ | @answer" if repeats else "called | @answer"
     if not form.opener:
         return "calls | tail"
     return "opened* tail" if repeats else "opened | tail"
@@ -81,6 +86,11 @@ def _rest(form: ToolCallsGrammar, inner: list[str]) -> str:
 
 def _with_arguments(number: int) -> str:
     return f'" "? arguments_{number}'
+
+
+def answer_of(text: str) -> GrammarSpec | None:
+    """Return the grammar of an answer without calls, which `calls_grammar` refers to as `answer`."""
+    return msgspec.json.decode(text, type=ToolCallsGrammar).answer
 
 
 def input_grammars(text: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 from llguidance import LLMatcher
 
-from moiety_engine.structured_outputs.calls import calls_grammar, input_grammars
+from moiety_engine.structured_outputs.calls import answer_of, calls_grammar, input_grammars
 from moiety_engine.structured_outputs.embedded_schemas import with_exact_embedded_schemas
 from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.exact_schemas import exact_schema_of
@@ -70,14 +70,17 @@ def _choice_grammar(text: str) -> str:
 
 
 def _calls_grammar(text: str) -> str:
-    """Return the grammar of tool calls, together with those of the inputs of custom tools."""
-    calls, inputs = calls_grammar(text), input_grammars(text)
-    if not inputs:
+    """Return the grammar of tool calls, with those of the inputs of custom tools and of answers without calls."""
+    calls, inputs, answer = calls_grammar(text), input_grammars(text), answer_of(text)
+    if not inputs and answer is None:
         return LLMatcher.grammar_from_lark(calls)
     for one in inputs.values():
         check_terminals(one)
     grammars = [{"name": "calls", "lark_grammar": calls}]
     grammars += [{"name": name, "lark_grammar": one} for name, one in inputs.items()]
+    if answer is not None:
+        (whole,) = msgspec.json.decode(grammar_of(answer))["grammars"]
+        grammars.append({**whole, "name": "answer"})
     return msgspec.json.encode({"grammars": grammars}).decode()
 
 

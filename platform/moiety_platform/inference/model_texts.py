@@ -173,7 +173,7 @@ class ModelText:
             self._shown_ids(prompt),
             self._marker_ids(prompt, grammar),
             self._thought_marks(generation, number, prompt_ids),
-            grammar or self._grammar_of_calls(prompt),
+            self._grammar_of(prompt, grammar),
         )
 
     def _thought_marks(self, generation: Generation, number: int, prompt_ids: Sequence[int]) -> ThoughtMarks | None:
@@ -209,19 +209,26 @@ class ModelText:
         thoughts = (self._opener_id, self._closer_id) if self._may_think(prompt, grammar) else ()
         return (*calls, *(one for one in thoughts if one is not None))
 
-    def _grammar_of_calls(self, prompt: Conversation) -> GrammarSpec | None:
-        """Return the grammar of an answer with strict tools or with tools whose input has a grammar, else None.
+    def _grammar_of(self, prompt: Conversation, answer: GrammarSpec | None) -> GrammarSpec | None:
+        """Return the grammar of an answer that may call tools, or None for free text.
 
-        The grammar of an input is followed only where that is possible. Raises BadRequest for strict tools.
+        `answer` is the grammar of an answer without calls. The grammar of a tool's input is followed only where that is
+        possible. Raises BadRequest for a response format beside tools and for strict tools that cannot be enforced.
         """
         if prompt.tools is None:
-            return None
-        if not prompt.tools.is_strict and not (self.follows_inputs and any(map(_has_grammar, prompt.tools.tools))):
+            return answer
+        if answer is not None:
+            if not self.follows_inputs:
+                message = (
+                    f"the model {self._model!r} cannot follow a response format beside tools; leave one of them out"
+                )
+                raise BadRequest(message, code=UNSUPPORTED_RESPONSE_FORMAT)
+        elif not prompt.tools.is_strict and not (self.follows_inputs and any(map(_has_grammar, prompt.tools.tools))):
             return None
         way = self._format_of_tools()
         grammar = None
         if way.marks_calls or not prompt.prefill.strip():
-            grammar = grammar_of_calls(way, prompt.tools, self._call_markers(), self._free_ids())
+            grammar = grammar_of_calls(way, prompt.tools, self._call_markers(), self._free_ids(), answer)
         if grammar is None:
             message = f"calls of the model {self._model!r} cannot be held to a schema here; leave 'strict' out"
             raise BadRequest(message, code=UNSUPPORTED_RESPONSE_FORMAT, param="tools")

@@ -15,12 +15,17 @@ ANY_OBJECT: Mapping[str, str] = {"type": "object"}
 
 
 def grammar_of_calls(
-    way: ToolFormat, offer: ToolOffer, special: Mapping[str, int], free_ids: Sequence[int] = ()
+    way: ToolFormat,
+    offer: ToolOffer,
+    special: Mapping[str, int],
+    free_ids: Sequence[int] = (),
+    answer: GrammarSpec | None = None,
 ) -> GrammarSpec | None:
     """Return the grammar for a model's tool call format, or None if its calls cannot be expressed as a grammar.
 
     `special` are the markers that are added tokens, with their ids. `free_ids` are the added tokens that are allowed in
-    the text beside calls. Tools that are not strict accept any object.
+    the text beside calls. Tools that are not strict accept any object. `answer` is the grammar of an answer without
+    calls.
     """
     if way.to_end is None:
         return None
@@ -49,5 +54,6 @@ def grammar_of_calls(
         is_named=offer.must_call and name is not None,
         may_repeat=offer.max_calls is None,
         free_ids=list(free_ids),
+        answer=None if offer.must_call else answer,
     )
     return GrammarSpec(GrammarKind.CALLS, msgspec.json.encode(form).decode())
