@@ -30,10 +30,16 @@ class GrammarSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ToolCallGrammar(msgspec.Struct, frozen=True, array_like=True):
-    """Tool that may be called. Its arguments conform to `schema`, a JSON schema as text."""
+    """Tool that may be called.
+
+    Its arguments conform to `schema`, a JSON schema as text. With an `input_grammar`, a grammar in Lark syntax, its
+    only argument is the string `input_name`, whose escaped text follows the grammar.
+    """
 
     name: str
     schema: str
+    input_name: str = ""
+    input_grammar: str = ""
 
 
 class ParameterTagsGrammar(msgspec.Struct, frozen=True):
@@ -73,6 +79,7 @@ class ToolCallsGrammar(msgspec.Struct, frozen=True):
     name_end: str = ""  # regular expression of what follows the name
     parameters: ParameterTagsGrammar | None = None  # None: the arguments are a JSON object
     free_ids: list[int] = []  # added tokens that are allowed in free text
+    answer: GrammarSpec | None = None  # grammar of an answer without calls, in place of free text: of JSON
 
 
 class ReasonedGrammar(msgspec.Struct, frozen=True):

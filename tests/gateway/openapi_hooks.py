@@ -33,7 +33,8 @@ EXCUSED_CODES = {
     "context_length_exceeded": "how long a prompt may be depends on the model",
     "idempotency_key_reused": "a key may have been sent before",
     "precondition_failed": "nobody guesses an ETag",
-    "response_not_cancellable": "none is, as the document says: it has no answer but errors",
+    "response_not_cancellable": "only one that is made in the background is",
+    "previous_response_running": "it ends at some time",
     "invalid_slo": "a change must go with what the class has already",
 }
 EXCUSED_PARAMS = {
@@ -126,7 +127,7 @@ class World:
         return self.make("/v1/messages/batches", {"requests": [{"custom_id": "a", "params": params}]}, "public")["id"]
 
     def response_id(self) -> Any:
-        body = {"model": self.model_id(), "input": "a", "max_output_tokens": 1, "store": True}
+        body = {"model": self.model_id(), "input": "a", "max_output_tokens": 1, "background": True}
         return self.make("/v1/responses", body, "public")["id"]
 
     def declaration(self) -> Any:

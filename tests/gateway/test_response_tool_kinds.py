@@ -109,6 +109,25 @@ async def test_the_grammar_of_a_custom_tool_is_told_to_the_model(start_calling: 
         assert 'Writes.\n\nThe input must match this Lark grammar:\nstart: "a"+' in last_prompt(gateway)
 
 
+@pytest.mark.parametrize(
+    ("follows", "definition", "is_held"),
+    [(True, 'start: "a"+', True), (True, "start: @x", False), (False, "x: x", False)],
+)
+async def test_the_engine_holds_an_input_to_its_grammar_where_it_can_and_else_the_answer_says_so(
+    start_gateway: StartGateway, card: ModelCard, follows: bool, definition: str, is_held: bool
+) -> None:
+    knowing = msgspec.structs.replace(card, chat_template=TEMPLATE, max_context_tokens=4096, follows_grammars=follows)
+    tool = {**FREE, "format": {"type": "grammar", "syntax": "lark", "definition": definition}}
+    async with start_gateway([FakeEngineClient(knowing, lambda submit: [(65, call("write", input="aa"))])]) as gateway:
+        raw = await gateway.client.responses.with_raw_response.create(**BODY, tools=[tool])
+        grammar, adjusted = gateway.engine.submits[-1].grammar, raw.headers.get("x-moiety-adjusted-fields")
+        assert adjusted == (None if is_held else "tools.write.format=text")
+        assert (grammar is not None) is is_held
+        if grammar is not None:
+            assert grammar.kind == "calls" and 'start: \\"a\\"+' in grammar.text
+        assert raw.parse().output[0].type == "custom_tool_call"
+
+
 async def test_a_tool_of_a_namespace_is_called_by_both_names_and_answered_with_them_apart(
     start_calling: StartCalling,
 ) -> None:
@@ -253,3 +272,25 @@ async def test_a_tool_of_any_kind_may_be_required(start_calling: StartCalling, c
         name = choice.get("name", "apply_patch")
         assert last_prompt(gateway).endswith(f'<tool_call>\n{{"name": "{name}", "arguments":')
         assert len(answer.output) == 1 and answer.output[0].type != "message"
+
+
+async def test_a_response_format_beside_tools_is_for_answers_without_calls(
+    start_gateway: StartGateway, card: ModelCard
+) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    asked: dict[str, Any] = {
+        **BODY, "tools": [NOW], "text": {"format": {"type": "json_schema", "name": "a", "schema": schema}},
+    }  # fmt: skip
+    knowing = msgspec.structs.replace(card, chat_template=TEMPLATE, max_context_tokens=4096, follows_grammars=True)
+    async with start_gateway([FakeEngineClient(knowing, lambda submit: [(65, '{"a": 5}')])]) as gateway:
+        assert (await gateway.client.responses.create(**asked)).output_text == '{"a": 5}'
+        held = gateway.engine.submits[-1].grammar
+        assert held is not None and held.kind == "calls" and '"answer":["json_schema"' in held.text
+        await gateway.client.responses.create(**asked, tool_choice="none")
+        alone = gateway.engine.submits[-1].grammar
+        assert alone is not None and alone.kind == "json_schema"
+    plain = msgspec.structs.replace(knowing, follows_grammars=False)
+    async with start_gateway([FakeEngineClient(plain)]) as gateway:
+        with pytest.raises(openai.BadRequestError, match="beside tools") as refused:
+            await gateway.client.responses.create(**asked)
+        assert refused.value.code == "unsupported_response_format"

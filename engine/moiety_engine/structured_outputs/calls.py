@@ -12,7 +12,7 @@ from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.exact_schemas import ExactSchema, exact_schema_of
 from moiety_engine.structured_outputs.lark_text import lark_string, quoted_with_tokens, split_at_token
 from moiety_engine.structured_outputs.tagged_arguments import TaggedArguments
-from moiety_wire.grammars import ToolCallsGrammar
+from moiety_wire.grammars import GrammarSpec, ToolCallGrammar, ToolCallsGrammar
 
 FIRST_TOOL_LINE = 3  # of a grammar of calls, with one line per tool's arguments
 _ONE_SPACE = r"\x20"
@@ -41,6 +41,8 @@ def calls_grammar(text: str) -> str:
     if form.separator is not None and form.may_repeat:
         again = f"({quoted(form.separator)} inner {quoted(form.after)})*"
     rules += [f"more: {again} {quoted(form.closer)}", f"calls: {quoted(form.before)} inner {quoted(form.after)} more"]
+    if form.answer is not None and not form.must_call:
+        return "\n".join([*rules, f"called: {quoted(form.opener)} calls"])
     return "\n".join([*rules, *_free_text(form.free_ids, "{" if form.opener else form.before[:1]), *_text_around(form)])
 
 
@@ -58,8 +60,7 @@ def schema_at(form: ToolCallsGrammar, line: int) -> tuple[str, str]:
 
 def _argument_rules(form: ToolCallsGrammar) -> list[str]:
     if form.parameters is None:
-        schemas = [json_rule(exact_schema_of(tool.schema)) for tool in form.tools]
-        return [f"arguments_{i}: {schema}" for i, schema in enumerate(schemas)]
+        return [f"arguments_{number}: {_arguments_of(tool, number)}" for number, tool in enumerate(form.tools)]
     tagged = TaggedArguments(form.parameters, form.special)
     arguments = [tagged.add_tool(index, tool) for index, tool in enumerate(form.tools)]
     values = [f"json_{i}: {json_rule(schema)}" for i, schema in enumerate(tagged.json_schemas)]
@@ -120,6 +121,8 @@ def _start(form: ToolCallsGrammar) -> str:
     repeats = form.opener and form.may_repeat
     if form.must_call:
         return "rest opened* tail" if repeats else "rest"
+    if form.answer is not None:
+        return "called+ | @answer" if repeats else "called | @answer"
     if not form.opener:
         return "calls | tail"
     return "opened* tail" if repeats else "opened | tail"
@@ -127,3 +130,21 @@ def _start(form: ToolCallsGrammar) -> str:
 
 def _with_arguments(form: ToolCallsGrammar, number: int) -> str:
     return f'" "? arguments_{number}' if form.parameters is None else f"arguments_{number}"
+
+
+def answer_beside_calls(text: str) -> GrammarSpec | None:
+    """Return the grammar of an answer without calls, which `calls_grammar` refers to as `answer`."""
+    return msgspec.json.decode(text, type=ToolCallsGrammar).answer
+
+
+def input_grammars(text: str) -> dict[str, str]:
+    """Return the grammars of tools' inputs by the names that `calls_grammar` refers to them by."""
+    form = msgspec.json.decode(text, type=ToolCallsGrammar)
+    return {f"input_{number}": tool.input_grammar for number, tool in enumerate(form.tools) if tool.input_grammar}
+
+
+def _arguments_of(tool: ToolCallGrammar, number: int) -> str:
+    if not tool.input_grammar:
+        return json_rule(exact_schema_of(tool.schema))
+    name, quote = lark_string(msgspec.json.encode(tool.input_name).decode()), lark_string('"')
+    return f'"{{" " "? {name} " "? ":" " "? {quote} @input_{number} {quote} " "? "}}"'

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 from llguidance import LLMatcher
 
-from moiety_engine.structured_outputs.calls import calls_grammar
+from moiety_engine.structured_outputs.calls import answer_beside_calls, calls_grammar, input_grammars
 from moiety_engine.structured_outputs.embedded_schemas import with_exact_embedded_schemas
 from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.exact_schemas import exact_schema_of
@@ -68,7 +68,7 @@ def _answer_grammar(spec: GrammarSpec) -> str:
         case GrammarKind.GRAMMAR:
             return _lark_grammar(spec.text)
         case GrammarKind.CALLS:
-            return LLMatcher.grammar_from_lark(calls_grammar(spec.text))
+            return _calls_grammar(spec.text)
         case _:
             raise GrammarRefused("the grammar after the reasoning must not begin with reasoning again")
 
@@ -91,6 +91,21 @@ def _choice_grammar(text: str) -> str:
         raise GrammarRefused(f"there must be 1 to {MAX_CHOICES:,} choices, none of them empty")
     quoted = " | ".join(msgspec.json.encode(choice).decode() for choice in dict.fromkeys(choices))
     return LLMatcher.grammar_from_lark(f"start: {quoted}")
+
+
+def _calls_grammar(text: str) -> str:
+    """Return the grammar of tool calls, with those of the inputs of custom tools and of answers without calls."""
+    calls, inputs, answer = calls_grammar(text), input_grammars(text), answer_beside_calls(text)
+    if not inputs and answer is None:
+        return LLMatcher.grammar_from_lark(calls)
+    for one in inputs.values():
+        check_terminals(one)
+    grammars = [{"name": "calls", "lark_grammar": calls}]
+    grammars += [{"name": name, "lark_grammar": one} for name, one in inputs.items()]
+    if answer is not None:
+        (whole,) = msgspec.json.decode(grammar_of(answer))["grammars"]
+        grammars.append({**whole, "name": "answer"})
+    return msgspec.json.encode({"grammars": grammars}).decode()
 
 
 def _lark_grammar(text: str) -> str:

@@ -11,7 +11,7 @@ from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.lark_text import quoted_with_tokens
 from moiety_wire.grammars import GrammarSpec, ReasonedGrammar
 
-ANSWER = "@answer"  # reference to the answer's grammar in the rules
+ANSWER = "@after_reasoning"  # reference to the answer's grammar in the rules
 
 
 def reasoned_of(spec: GrammarSpec) -> ReasonedGrammar:
@@ -47,6 +47,6 @@ def tokens_but(banned_ids: Sequence[int]) -> str:
 def with_answer(rules: str, answer: str) -> str:
     """Return the grammar for llguidance: the rules, with the answer's grammar as llguidance takes it."""
     begin = answer.lstrip()[:1]
-    found = msgspec.json.decode(answer)["grammars"][0] if begin == "{" else {"lark_grammar": answer}
-    grammars = [{"name": "main", "lark_grammar": rules}, {**found, "name": ANSWER.removeprefix("@")}]
+    first, *others = msgspec.json.decode(answer)["grammars"] if begin == "{" else [{"lark_grammar": answer}]
+    grammars = [{"name": "main", "lark_grammar": rules}, {**first, "name": ANSWER.removeprefix("@")}, *others]
     return msgspec.json.encode({"grammars": grammars}).decode()

@@ -14,6 +14,7 @@ class Tool:
     description: str
     parameters: dict[str, Any]
     strict: bool = False  # arguments must match the schema
+    input_grammar: str = ""  # Lark grammar of the only argument, a string, as it is escaped in JSON
 
     def for_template(self) -> dict[str, Any]:
         """Return the tool in the form of chat templates."""

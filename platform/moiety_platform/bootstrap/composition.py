@@ -216,7 +216,6 @@ async def _open_services(
             retention_jobs_of(wanted, database, objects, overrides.now), wanted.retention_interval_s
         ),
     )
-    background = await stack.enter_async_context(BackgroundRuns(responses, settings.drain_s))
     services = Services(
         authenticator=authenticator,
         usage=usage,
@@ -230,7 +229,7 @@ async def _open_services(
         idempotency=idempotency,
         responses=responses,
         cipher=ReasoningCipher(pepper, turn),
-        background=background,
+        background=await stack.enter_async_context(BackgroundRuns(responses, settings.drain_s)),
         admin_routes=[admin],
         store=store,
         objects=objects_ready,

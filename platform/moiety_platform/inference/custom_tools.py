@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from moiety_platform.inference.escaped_grammars import escaped_grammar
 from moiety_text.tools.offer import Tool
 
 INPUT = "input"  # the function's only parameter
@@ -35,7 +36,8 @@ def custom_tool_of(name: str, description: str | None, grammar: CustomGrammar | 
         "required": [INPUT],
         "additionalProperties": False,
     }
-    return Tool(name, told.lstrip("\n"), parameters)
+    escaped = "" if grammar is None else escaped_grammar(grammar.syntax, grammar.definition)
+    return Tool(name, told.lstrip("\n"), parameters, input_grammar=escaped)
 
 
 def arguments_of(text: str) -> dict[str, Any]:

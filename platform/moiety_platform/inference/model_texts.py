@@ -29,7 +29,7 @@ from moiety_text.reasoning_formats import THINK
 from moiety_text.tokenizer import Tokenizer
 from moiety_text.tools.deltas import Parts
 from moiety_text.tools.formats import Opening, ToolFormat
-from moiety_text.tools.offer import ToolOffer
+from moiety_text.tools.offer import Tool, ToolOffer
 from moiety_text.tools.registry import FORMAT_NAMES, adapt_to_template, find_tool_format
 from moiety_wire.grammars import GrammarSpec
 from moiety_wire.messages import ModelCard, ThoughtBudget, ThoughtMarks
@@ -83,6 +83,7 @@ class ModelText:
         self._end_ids = card.eos_token_ids
         self.special_ids = tuple(one for one, token in self._tokenizer.added_tokens.items() if token.special)
         self._model = card.model
+        self._follows_grammars = card.follows_grammars
         self._vocab_size = card.vocab_size
         self._max_context_tokens = card.max_context_tokens
         self.inline_bytes = inline_bytes
@@ -192,7 +193,7 @@ class ModelText:
         if self._harmony is not None:
             return self._harmony.answer_format(prompt, grammar)
         marks = self._thought_marks(generation, number, prompt_ids)
-        grammar = grammar or self._grammar_of_calls(prompt)
+        grammar = self._grammar_of(prompt, grammar)
         return AnswerFormat(
             self._shown_ids(prompt),
             self._marker_ids(prompt, generation.grammar),
@@ -256,18 +257,41 @@ class ModelText:
         calls = () if prompt.tools is None else self._call_markers().values()
         return (*calls, *(self._thought_ids if self._may_think(prompt, grammar) else ()))
 
-    def _grammar_of_calls(self, prompt: Conversation) -> GrammarSpec | None:
-        """Return the grammar of an answer with strict tools, or None without strict tools. Raises BadRequest."""
-        if prompt.tools is None or not prompt.tools.is_strict:
+    def _grammar_of(self, prompt: Conversation, answer: GrammarSpec | None) -> GrammarSpec | None:
+        """Return the grammar of an answer that may call tools, or None for free text.
+
+        `answer` is the grammar of an answer without calls. The grammar of a tool's input is followed only where that is
+        possible. Raises BadRequest for a response format beside tools and for strict tools that cannot be enforced.
+        """
+        if prompt.tools is None:
+            return answer
+        if answer is not None:
+            if not self._follows_calls:
+                message = (
+                    f"the model {self._model!r} cannot follow a response format beside tools; leave one of them out"
+                )
+                raise BadRequest(message, code=UNSUPPORTED_RESPONSE_FORMAT)
+        elif not prompt.tools.is_strict and not (self.follows_inputs and any(map(_has_grammar, prompt.tools.tools))):
             return None
         way = self._format_of_tools()
         grammar = None
         if way.marks_calls or not prompt.prefill.strip():
-            grammar = grammar_of_calls(way, prompt.tools, self._call_markers(), self._free_ids())
+            grammar = grammar_of_calls(way, prompt.tools, self._call_markers(), self._free_ids(), answer)
         if grammar is None:
             message = f"calls of the model {self._model!r} cannot be held to a schema here; leave 'strict' out"
             raise BadRequest(message, code=UNSUPPORTED_RESPONSE_FORMAT, param="tools")
         return grammar
+
+    @property
+    def follows_inputs(self) -> bool:
+        """Whether calls can be held to the grammar of a custom tool's input."""
+        return self._follows_calls and self._tool_format is not None and self._tool_format.parameters is None
+
+    @property
+    def _follows_calls(self) -> bool:
+        """Whether answers can be held to a grammar that includes calls."""
+        way = self._tool_format
+        return self._follows_grammars and way is not None and way.to_end is not None and way.marks_calls
 
     def _call_markers(self) -> dict[str, int]:
         """Return the markers of tool calls that are added tokens, with their ids."""
@@ -426,6 +450,10 @@ class ModelText:
             f"the prompt has {num_tokens} tokens; the model's context is {self._max_context_tokens} tokens. "
             "Shorten the prompt"
         )
+
+
+def _has_grammar(tool: Tool) -> bool:
+    return bool(tool.input_grammar)
 
 
 def _num_bytes(text: str, at_most: int) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from moiety_platform.inference.custom_tools import INPUT
 from moiety_text.tools.formats import ToolFormat
 from moiety_text.tools.offer import ToolOffer
 from moiety_wire.grammars import GrammarKind, GrammarSpec, ParameterTagsGrammar, ToolCallGrammar, ToolCallsGrammar
@@ -14,19 +15,24 @@ ANY_OBJECT: Mapping[str, str] = {"type": "object"}
 
 
 def grammar_of_calls(
-    way: ToolFormat, offer: ToolOffer, special: Mapping[str, int], free_ids: Sequence[int] = ()
+    way: ToolFormat,
+    offer: ToolOffer,
+    special: Mapping[str, int],
+    free_ids: Sequence[int] = (),
+    answer: GrammarSpec | None = None,
 ) -> GrammarSpec | None:
     """Return the grammar for a model's tool call format, or None if its calls cannot be expressed as a grammar.
 
     `special` are the markers that are added tokens, with their ids. `free_ids` are the added tokens that are allowed in
-    the text beside calls. Tools that are not strict accept any object.
+    the text beside calls. Tools that are not strict accept any object. `answer` is the grammar of an answer without
+    calls.
     """
     if way.to_end is None:
         return None
     opener, tags = way.opener, way.parameters
     name = offer.first_call
     form = ToolCallsGrammar(
-        tools=tool_grammars(offer),
+        tools=tool_grammars(offer, with_inputs=tags is None),
         opener=opener,
         before=way.to_name.removeprefix(opener),
         between=way.to_arguments,
@@ -42,14 +48,21 @@ def grammar_of_calls(
         parameters=None
         if tags is None
         else ParameterTagsGrammar(tags.to_name, tags.to_value, tags.to_json, tags.end, tags.between, tags.padding),
+        answer=None if offer.must_call else answer,
     )
     return GrammarSpec(GrammarKind.CALLS, msgspec.json.encode(form).decode())
 
 
-def tool_grammars(offer: ToolOffer) -> list[ToolCallGrammar]:
-    """Return the callable tools with the schemas of their arguments. Tools that are not strict accept any object."""
-    return [
-        ToolCallGrammar(tool.name, msgspec.json.encode(tool.parameters if tool.strict else ANY_OBJECT).decode())
-        for tool in offer.tools
-        if tool.name in offer.names
-    ]
+def tool_grammars(offer: ToolOffer, *, with_inputs: bool = False) -> list[ToolCallGrammar]:
+    """Return the callable tools with the schemas of their arguments. Tools that are not strict accept any object.
+
+    `with_inputs`: arguments are JSON, in which the input of a custom tool can follow the tool's grammar.
+    """
+    found = []
+    for tool in offer.tools:
+        if tool.name in offer.names:
+            schema = msgspec.json.encode(tool.parameters if tool.strict else ANY_OBJECT).decode()
+            has_input = with_inputs and bool(tool.input_grammar)
+            inputs = (INPUT, tool.input_grammar) if has_input else ("", "")
+            found.append(ToolCallGrammar(tool.name, schema, *inputs))
+    return found

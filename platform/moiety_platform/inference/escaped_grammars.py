@@ -1,0 +1,192 @@
+"""Grammars of text rewritten for the same text inside of a JSON string.
+
+Models write the input of a custom tool as a JSON string, in which quotes, backslashes and control characters are
+escaped. A Lark grammar or regular expression of the input becomes a Lark grammar of the escaped text, which engines
+follow like any other. Every escape has its shortest form.
+
+An engine's lexer does not look ahead, so an escape must be a lexeme of its own: expressions with escaped characters
+become rules, and terminals become rules with them. What cannot be rewritten with certainty is not: case-insensitive
+terminals, look-around, references to tokens and grammars, `%ignore`, and imports beyond the common ones.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import msgspec
+
+MAX_DEFINITION_CHARS = 16 * 1024
+MAX_ESCAPED_BYTES = 128 * 1024  # together with other tools it must not exceed the engine's limit
+
+_SHORT = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t", "\b": "\\b", "\f": "\\f"}
+_ESCAPES: Mapping[str, str] = MappingProxyType({chr(one): f"\\u{one:04x}" for one in range(32)} | _SHORT)
+_SAFE = r'[^"\\\x00-\x1F]'
+_COMMON: Mapping[str, str] = MappingProxyType(
+    {"LF": r"\n", "CR": r"\r", "NEWLINE": r"(\r?\n)+", "WS": r"[ \t\f\r\n]+", "WS_INLINE": r"[ \t]+"}
+)  # imported terminals with characters that are escaped
+_UNESCAPED = re.compile(
+    "(HEX)?DIGIT|(SIGNED_)?(INT|FLOAT|NUMBER)|DECIMAL|([LU]CASE_)?LETTER|WORD|CNAME"
+)  # other imported terminals
+_PART = re.compile(
+    r"""(?P<comment>//[^\n]*|\#[^\n]*)
+    |"(?P<first>\\.|[^"\\\n])"\s*\.\.\s*"(?P<last>\\.|[^"\\\n])"
+    |(?P<text>"(?:\\.|[^"\\\n])*")(?P<text_flags>[a-z]*)
+    |/(?P<regex>(?:\\.|\[(?:\\.|[^\]\\\n])*\]|[^/\\\n\[])+)/(?P<regex_flags>[a-z]*)
+    |%import[ \t]+common\.(?P<imported>\w+)(?:[ \t]*->[ \t]*(?P<alias>\w+))?
+    |(?P<terminal>\b_?[A-Z][A-Z0-9_]*\b)(?:\.-?\d+(?=\s*:))?
+    |(?P<unknown>[@<%"/])""",
+    re.VERBOSE,
+)
+_ATOM = re.compile(
+    r"""(?P<class>\[\^?\]?(?:\\.|[^\]\\])*\])
+    |\\x(?P<hex>[0-9A-Fa-f]{2})|\\u(?P<unicode>[0-9A-Fa-f]{4})
+    |\\(?P<escaped>.)
+    |(?P<open>\((?:\?:)?)
+    |(?P<operator>[)|])
+    |(?P<quantifier>[*+?]|\{\d{1,4}(?:,\d{0,4})?\})\??
+    |(?P<dot>\.)
+    |(?P<refused>[\^$\[{\\])
+    |(?P<plain>.)""",
+    re.VERBOSE | re.DOTALL,
+)
+_NAMED: Mapping[str, str] = MappingProxyType({"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"})
+_CLASSES = "dDwWsS"
+
+
+class _NotEscapable(Exception):
+    """The grammar has a part that cannot be rewritten."""
+
+
+def escaped_grammar(syntax: str, definition: str) -> str:
+    """Return the Lark grammar of the escaped text, or "" where the grammar cannot be rewritten or is too long.
+
+    `syntax` is "lark" or "regex". Linear in the length of the definition.
+    """
+    if len(definition) > MAX_DEFINITION_CHARS:
+        return ""
+    try:
+        escaped = _escaped_regex_grammar(definition) if syntax == "regex" else _escaped_lark_grammar(definition)
+    except _NotEscapable:
+        return ""
+    return escaped if len(escaped.encode()) <= MAX_ESCAPED_BYTES else ""
+
+
+def _escaped_regex_grammar(definition: str) -> str:
+    body = definition.removeprefix("^")
+    body = body[:-1] if body.endswith("$") and not body.endswith("\\$") else body
+    return f"start: {_escaped_regex(body)}"
+
+
+def _escaped_lark_grammar(definition: str) -> str:
+    kept = {found["alias"] or found["imported"] for found in _PART.finditer(definition) if _is_kept(found)}
+    return _PART.sub(lambda found: _escaped_part(found, kept), definition)
+
+
+def _is_kept(found: re.Match[str]) -> bool:
+    """Return whether a part imports a terminal that stays as it is."""
+    return found["imported"] is not None and found["imported"] not in _COMMON
+
+
+def _escaped_part(found: re.Match[str], kept: set[str]) -> str:
+    part = found.groupdict()
+    if part["unknown"] is not None:
+        raise _NotEscapable
+    if part["first"] is not None:
+        first, last = _in_class(part["first"]), _in_class(part["last"])
+        return _escaped_class(f"[{first}-{last}]")
+    if part["text"] is not None:
+        return _escaped_text(part["text"], part["text_flags"])
+    if part["regex"] is not None:
+        if part["regex_flags"] not in ("", "s"):
+            raise _NotEscapable
+        return f"({_escaped_regex(part['regex'], dot_all=part['regex_flags'] == 's')})"
+    if part["imported"] is not None:
+        return _imported(part["imported"], part["alias"], found[0])
+    name = part["terminal"]
+    return found[0] if name is None or name in kept else _rule_of(name)
+
+
+def _rule_of(terminal: str) -> str:
+    return f"terminal_{terminal.lower()}"
+
+
+def _escaped_text(literal: str, flags: str) -> str:
+    try:
+        text = msgspec.json.decode(literal, type=str)
+    except msgspec.DecodeError as exc:
+        raise _NotEscapable from exc
+    escaped = "".join(_ESCAPES.get(character, character) for character in text)
+    if flags not in ("", "i") or (flags and escaped != text):
+        raise _NotEscapable
+    return _string(escaped) + flags
+
+
+def _imported(name: str, alias: str | None, statement: str) -> str:
+    if name in _COMMON:
+        return f"{_rule_of(alias or name)}: {_escaped_regex(_COMMON[name])}"
+    if _UNESCAPED.fullmatch(name) is None:
+        raise _NotEscapable
+    return statement
+
+
+def _escaped_regex(body: str, *, dot_all: bool = False) -> str:
+    """Return a rule's expression of the escaped text. Raises _NotEscapable."""
+    parts: list[str] = []
+    for found in _ATOM.finditer(body):
+        part = found.groupdict()
+        if part["refused"] is not None or (part["open"] == "(" and body.startswith("(?", found.start())):
+            raise _NotEscapable
+        if part["quantifier"] is not None:
+            if not parts or parts[-1] in ("(", "|"):
+                raise _NotEscapable
+            parts[-1] += part["quantifier"]
+        elif part["open"] is not None:
+            parts.append("(")
+        elif part["operator"] is not None:
+            if not parts or parts[-1] in ("(", "|"):
+                parts.append('""')
+            parts.append(part["operator"])
+        else:
+            parts.append(_escaped_atom(part, dot_all))
+    return " ".join(parts) or '""'
+
+
+def _escaped_atom(part: Mapping[str, str | None], dot_all: bool) -> str:
+    """Return the expression of one character."""
+    if part["class"] is not None:
+        return _escaped_class(part["class"])
+    if part["dot"] is not None:
+        return _escaped_class(r"[\s\S]" if dot_all else r"[^\n]")
+    escaped, code = part["escaped"], part["hex"] or part["unicode"]
+    if escaped is not None and escaped in _CLASSES:
+        return _escaped_class(f"[\\{escaped}]")
+    if escaped is not None and escaped.isalnum() and escaped not in _NAMED:
+        raise _NotEscapable
+    character = chr(int(code, 16)) if code else part["plain"] or _NAMED.get(escaped or "", escaped or "")
+    return _string(_ESCAPES.get(character, character))
+
+
+def _escaped_class(text: str) -> str:
+    """Return an expression for one character of a class, escaped where a JSON string needs it."""
+    if "[" in text[1:].replace("\\[", "") or re.search(r"&&|--|~~|\\[pPbB]", text):
+        raise _NotEscapable
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            matches = re.compile(text).fullmatch
+    except (re.error, FutureWarning) as exc:
+        raise _NotEscapable from exc
+    plain = "/[" + text.replace("\\/", "/").replace("/", "\\/") + f"&&{_SAFE}]/"
+    escapes = [_string(escape) for character, escape in _ESCAPES.items() if matches(character)]
+    return f"({' | '.join([plain, *escapes])})"
+
+
+def _in_class(character: str) -> str:
+    return character if character.startswith("\\") else re.escape(character)
+
+
+def _string(text: str) -> str:
+    return msgspec.json.encode(text).decode()
