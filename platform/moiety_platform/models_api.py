@@ -23,6 +23,7 @@ from moiety_platform.anthropic_api.models import (
     ModelPage,
     model_info,
     model_page,
+    parse_limit,
 )
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.client import authenticate
@@ -42,7 +43,7 @@ from moiety_platform.openapi.described import JSON, Described, describes
 from moiety_platform.openapi.documents import ANTHROPIC_KEY, KEY
 from moiety_platform.openapi.schemas import either
 from moiety_platform.query_parameters import whole
-from moiety_platform.request_head import fields_of
+from moiety_platform.request_head import api_key_authorization, fields_of
 from moiety_platform.routing.choose import MODEL_NOT_FOUND, model_not_found
 from moiety_platform.routing.replicas import Replicas
 from moiety_wire.messages import ModelCard
@@ -156,7 +157,7 @@ class ModelServices:
 
     async def caller(self, request: Request[Any, Any, Any]) -> Principal:
         """Return the caller, who may use models. Raises Unauthenticated, Forbidden or Unavailable."""
-        return await authenticate(self.authenticator, request)
+        return await authenticate(self.authenticator, request, api_key_authorization)
 
     async def visible(self, principal: Principal) -> dict[str, ModelCard]:
         """Return the served models that the key may use, and those with adapters of its tenant."""
@@ -208,8 +209,9 @@ class ModelController(Controller):
         A request with the header `anthropic-version` gets them in Anthropic's fields, page by page.
         """
         cards = await models.visible(await models.caller(request))
+        most = parse_limit(limit)
         if VERSION_HEADER in fields_of(request.scope):
-            return model_page(cards, limit, before_id, after_id)
+            return model_page(cards, most, before_id, after_id)
         return {"object": "list", "data": [_describe(name, card) for name, card in cards.items()]}
 
     @get("/v1/models/{model_id:path}", opt=_BETA, exception_handlers=_ERRORS)

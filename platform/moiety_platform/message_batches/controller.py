@@ -57,7 +57,7 @@ from moiety_platform.openapi.described import JSON, Described, describes
 from moiety_platform.openapi.documents import ANTHROPIC_KEY, KEY
 from moiety_platform.openapi.headers import MESSAGES_REQUEST_ID
 from moiety_platform.query_parameters import parse_whole, whole
-from moiety_platform.request_head import MESSAGES_PATH, fields_of
+from moiety_platform.request_head import MESSAGES_PATH, api_key_authorization, fields_of
 
 DEFAULT_PAGE = 20
 MAX_PAGE = 1000
@@ -88,7 +88,7 @@ class MessageBatchServices:
 
     async def caller(self, request: Request[Any, Any, Any]) -> Principal:
         """Return the caller, who may use models. Raises Unauthenticated, Forbidden or Unavailable."""
-        return await authenticate(self.authenticator, request)
+        return await authenticate(self.authenticator, request, api_key_authorization)
 
     async def find(self, session: AsyncSession, owner: Principal, batch_id: str) -> Batch:
         """Return a batch of messages of the caller's project. Raises NotFound."""

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
 from msgspec import Meta
+from pydantic import Field
 
 from moiety_platform.anthropic_api.answer_types import Message
 from moiety_platform.anthropic_api.errors import AnthropicErrorBody, anthropic_error_body
@@ -15,10 +16,10 @@ from moiety_platform.anthropic_api.schemas import MessagesBody
 from moiety_platform.batches.closing import EXPIRED
 from moiety_platform.batches.endpoints import ENDPOINTS
 from moiety_platform.batches.lines import Checker, Limits, RawLine
-from moiety_platform.batches.models import OPEN, Batch, BatchStatus
+from moiety_platform.batches.models import MAX_CUSTOM_ID_LENGTH, OPEN, Batch, BatchStatus
 from moiety_platform.batches.service import CANCELLED
 from moiety_platform.errors import BadRequest
-from moiety_platform.inference.body_fields import StrictBody
+from moiety_platform.inference.body_fields import StrictBody, shows
 from moiety_platform.openapi.schemas import either
 from moiety_platform.request_head import MESSAGES_PATH
 
@@ -31,14 +32,14 @@ Count = Annotated[int, Meta(extra_json_schema={"minimum": 0})]
 class BatchedMessage(StrictBody):
     """One request of a batch."""
 
-    custom_id: str
+    custom_id: Annotated[str, shows(minLength=1, maxLength=MAX_CUSTOM_ID_LENGTH, format="printable")]
     params: MessagesBody
 
 
 class NewMessageBatch(StrictBody):
     """`POST /v1/messages/batches`. It documents the body, which is decoded request by request."""
 
-    requests: list[BatchedMessage]
+    requests: Annotated[list[BatchedMessage], Field(min_length=1)]
 
 
 class _Request(msgspec.Struct):
