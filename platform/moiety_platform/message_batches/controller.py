@@ -33,6 +33,7 @@ from moiety_platform.batches.lines import Limits
 from moiety_platform.batches.models import OPEN, Batch, BatchLine, LineState
 from moiety_platform.batches.schemas import COMPLETION_WINDOW, NewBatch
 from moiety_platform.batches.service import cancel_batch, create_batch, get_batch
+from moiety_platform.batches.validation import begin_validated
 from moiety_platform.controllers import with_services
 from moiety_platform.db.keyset import ListRequest, read_list
 from moiety_platform.db.session import Database
@@ -138,7 +139,7 @@ class MessageBatchController(Controller):
         limits, bounds = message_batches.limits(), message_batches.batches
         length = fields_of(request.scope).get(b"content-length", b"")
         data = await read_body(request.receive, length, BODY_FACTOR * limits.max_line_bytes)
-        content, num_requests = await asyncio.to_thread(input_file_of, data, limits)
+        content, lines = await asyncio.to_thread(input_file_of, data, limits)
         file = await message_batches.uploads.store_content(owner, INPUT_NAME, content)
         new = NewBatch(input_file_id=file.id, endpoint=MESSAGES_PATH, completion_window=COMPLETION_WINDOW)
         try:
@@ -151,7 +152,7 @@ class MessageBatchController(Controller):
                     keep_files_s=bounds.keep_files_s,
                     now=bounds.now,
                 )
-                batch.total = num_requests
+                await begin_validated(session, batch, lines, bounds.now)
         except PlatformError:
             await message_batches.files.delete(owner.project_id, file.id)
             raise
