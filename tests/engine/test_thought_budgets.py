@@ -14,7 +14,9 @@ from moiety_engine.server.validation import MAX_BUDGET_IDS, ModelLimits, find_re
 from moiety_wire.classes import BATCH, STANDARD
 from moiety_wire.engine_choices import Batching
 from moiety_wire.messages import Sampling, Stopping, Submit, ThoughtBudget
+from moiety_wire.notes import EventKind
 
+BLOCK_BYTES_8 = 2 * 2 * 2 * 16 * 8 * 4  # layers · (K, V) · heads · width · tokens · float32
 OPENER, CLOSERS, CLOSING = 17, (230, 231), (40, 230, 41)
 # A bias that leaves the model a few tokens, so that it often opens thoughts and sometimes ends them.
 WORDS = {17: 31.0, 41: 30.0, 50: 30.0, 60: 30.0, 230: 28.5, 231: 28.5}
@@ -103,6 +105,18 @@ def test_the_state_of_a_budget_follows_from_the_tokens_alone(loops: Any, draftin
     for cut in (1, 3, 6, 9, 12):
         rest = [msgspec.structs.replace(one, resumed_ids=expected[one.key][:cut]) for one in submits]
         assert ids_of(loops.make(overlap=Overlap.ON), rest) == {key: ids[cut:] for key, ids in expected.items()}
+
+
+@pytest.mark.parametrize("overlap", [Overlap.OFF, Overlap.ON])
+def test_a_preempted_request_keeps_its_budget(loops: Any, overlap: Overlap) -> None:
+    submits = mixed()
+    expected = ids_of(loops.make(), submits)
+    few = {"block_size": 8, "kv_memory_bytes": 15 * BLOCK_BYTES_8, "host_kv_memory_bytes": 0}
+    loop = loops.make(overlap=overlap, max_context_tokens=64, **few)
+    results = run_all(loop, submits)
+    events = [event.kind for result in results.values() if result.finish for event in result.finish.events]
+    assert EventKind.PREEMPTED in events
+    assert {key: result.token_ids for key, result in results.items()} == expected
 
 
 LIMITS = ModelLimits("m", 100, 320, 5, (2,), makes_embeddings=False)
