@@ -105,15 +105,16 @@ class MessageBatchServices:
         name = await session.scalar(select(StoredFile.filename).where(StoredFile.id == batch.input_file_id))
         return name == INPUT_NAME
 
-    async def view(self, session: AsyncSession, batches: Sequence[Batch]) -> list[MessageBatch]:
-        """Return batches in Anthropic's fields."""
-        ended = [batch.id for batch in batches if batch.status not in OPEN and batch.failed]
-        # lines that were not answered have no owner: closing has ended them
-        unanswered = BatchLine.state == LineState.FAILED, BatchLine.owner.is_(None)
-        counts = select(BatchLine.batch_id, func.count()).where(BatchLine.batch_id.in_(ended), *unanswered)
-        rows = await session.execute(counts.group_by(BatchLine.batch_id)) if ended else ()
-        found: dict[str, int] = {row[0]: row[1] for row in rows}
-        return [message_batch(batch, found.get(batch.id, 0)) for batch in batches]
+
+async def views_of(session: AsyncSession, batches: Sequence[Batch]) -> list[MessageBatch]:
+    """Return batches in Anthropic's fields."""
+    ended = [batch.id for batch in batches if batch.status not in OPEN and batch.failed]
+    # lines that were not answered have no owner: closing has ended them
+    unanswered = BatchLine.state == LineState.FAILED, BatchLine.owner.is_(None)
+    counts = select(BatchLine.batch_id, func.count()).where(BatchLine.batch_id.in_(ended), *unanswered)
+    rows = await session.execute(counts.group_by(BatchLine.batch_id)) if ended else ()
+    found: dict[str, int] = {row[0]: row[1] for row in rows}
+    return [message_batch(batch, found.get(batch.id, 0)) for batch in batches]
 
 
 MessageBatches = NamedDependency[SkipValidation[MessageBatchServices]]
@@ -179,7 +180,7 @@ class MessageBatchController(Controller):
         wanted = ListRequest(most, before_id or after_id, newest_first=before_id is None)
         async with message_batches.database.read() as session:
             found, has_more = await read_list(session, own, wanted, Batch.created_ms, Batch.id)
-            data = await message_batches.view(session, found if before_id is None else found[::-1])
+            data = await views_of(session, found if before_id is None else found[::-1])
         first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
         return {"data": data, "has_more": has_more, "first_id": first, "last_id": last}
 
@@ -191,7 +192,7 @@ class MessageBatchController(Controller):
         owner = await message_batches.caller(request)
         async with message_batches.database.read() as session:
             batch = await message_batches.find(session, owner, message_batch_id)
-            return (await message_batches.view(session, [batch]))[0]
+            return (await views_of(session, [batch]))[0]
 
     @post("/{message_batch_id:str}/cancel", status_code=200, opt=_described(errors=(409,)))
     async def cancel_message_batch(
@@ -202,7 +203,7 @@ class MessageBatchController(Controller):
         async with message_batches.database.write() as session:
             await message_batches.find(session, owner, message_batch_id)
             batch = await cancel_batch(session, owner.project_id, message_batch_id, message_batches.batches.now)
-            (found,) = await message_batches.view(session, [batch])
+            (found,) = await views_of(session, [batch])
         message_batches.batches.on_change()
         return found
 
