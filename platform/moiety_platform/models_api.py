@@ -24,6 +24,7 @@ from moiety_platform.anthropic_api.models import (
     ModelPage,
     model_info,
     model_page,
+    parse_limit,
 )
 from moiety_platform.errors import BadRequest, NotFound, PlatformError, Unavailable
 from moiety_platform.http_errors import answer_platform_error
@@ -180,8 +181,9 @@ class ModelController(Controller):
         A request with the header `anthropic-version` gets them in Anthropic's fields, page by page.
         """
         cards = await models.visible(await models.caller(request))
+        most = parse_limit(limit)
         if VERSION_HEADER in fields_of(request.scope):
-            return model_page(cards, limit, before_id, after_id)
+            return model_page(cards, most, before_id, after_id)
         return {"object": "list", "data": [_describe(name, card) for name, card in cards.items()]}
 
     @get("/v1/models/{model_id:path}", opt=_BETA, exception_handlers=_ERRORS)

@@ -6,7 +6,7 @@ Each file holds a request as the agent sends it, what the model writes, and the 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,18 +24,6 @@ CONTEXT_TOKENS = 40_000
 SMALL_CONTEXT_TOKENS = 20_000  # less than the max_tokens of agents that speak the messages API, which clamps them
 
 
-UNSERVED = {  # what the gateway still refuses; a request that is served must leave this table
-    "claude_code_first_turn": "system messages within messages, adaptive thinking without a reasoning model",
-    "claude_code_title": "output_config",
-    "claude_code_tool_result": "system messages within messages, adaptive thinking without a reasoning model",
-    "codex_first_turn": "namespaces and hosted tools",
-    "codex_known_model": "custom tools, tool_search, text.verbosity",
-    "codex_output_schema": "a JSON schema beside tools",
-    "codex_tool_result": "namespaces and hosted tools",
-    "opencode_messages": "max_tokens beyond the context",
-}
-
-
 @dataclass
 class Answer:
     """What an agent reads of an answer by whichever API."""
@@ -44,9 +32,8 @@ class Answer:
     calls: list[list[Any]]
 
 
-def _names() -> Iterator[Any]:
-    for name in sorted(file.stem for file in RECORDED.glob("*.json")):
-        yield pytest.param(name, marks=[pytest.mark.xfail(reason=UNSERVED[name])] if name in UNSERVED else [])
+def _names() -> list[str]:
+    return sorted(file.stem for file in RECORDED.glob("*.json"))
 
 
 @pytest.fixture
@@ -66,7 +53,7 @@ async def gateway(tmp_path: Path, recorded: dict[str, Any]) -> AsyncIterator[Run
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("recorded", list(_names()), indirect=True)
+@pytest.mark.parametrize("recorded", _names(), indirect=True)
 async def test_an_agents_request_gets_its_answer(
     gateway: RunningGateway, recorded: dict[str, Any], stream: bool
 ) -> None:

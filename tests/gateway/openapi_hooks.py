@@ -40,6 +40,8 @@ EXCUSED_CODES = {
 EXCUSED_PARAMS = {
     "after": "it must be the id of something in the list",
     "cursor": "it must be one that the server gave",
+    "after_id": "it must be the id of something in the list, as in the next",
+    "before_id": "it must be, and without the one before",
     "since": "it must lie before `until`",
     "expires_at": "it must lie in the future",
     "cached_input": "it must not be dearer than `input`",
@@ -219,6 +221,9 @@ def agreed(body: dict[str, Any]) -> Any:
         if body.get(name) is not None:
             body[name] = min(body[name], 8)
     offered(body)
+    for number, request in enumerate(body.get("requests") or ()):
+        request |= {"custom_id": str(number), "params": agreed(named(request["params"]))}
+        request["params"].pop("stream", None)
     if isinstance(body.get("messages"), list):
         body["messages"] = [turn for message in body["messages"] for turn in chat_turns(message)]
         body["messages"] = message_turns(body["messages"])

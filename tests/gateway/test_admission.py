@@ -446,16 +446,3 @@ def test_a_client_that_leaves_has_a_missed_slo_only_if_it_was_late_already() -> 
     assert slo_missed(PRIORITY, [progress(prompt=0)], 0.6)
     assert not slo_missed(PRIORITY, [progress(0.4, 0.4, prompt=0)], 99.0)
     assert slo_missed(FLEX, [progress(1.0, 2.0)], 601.0)
-
-
-@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
-async def test_usage_in_every_chunk_is_refused_by_name_and_its_absence_is_not(
-    gateway: RunningGateway, path: Any
-) -> None:
-    body: dict[str, Any] = {"model": "tiny", "messages": HELLO, "prompt": "a", "max_tokens": 2, "stream": True}
-    options: dict[str, Any] = {"include_usage": True, "continuous_usage_stats": True}
-    status, _, answer = await gateway.post(path, body | {"stream_options": options})
-    assert status == 400
-    assert "'stream_options.continuous_usage_stats' cannot be served" in json.loads(answer)["error"]["message"]
-    options["continuous_usage_stats"] = False
-    assert (await gateway.post(path, body | {"stream_options": options}))[0] == 200

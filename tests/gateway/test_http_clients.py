@@ -151,7 +151,7 @@ async def test_a_body_that_expands_beyond_the_limit_is_refused(
     start_gateway: StartGateway, card: ModelCard, name: str
 ) -> None:
     async with start_gateway([FakeEngineClient(card)], max_body_bytes=100_000) as gateway:
-        just = json.dumps(BODY | {"user": "x" * (100_000 - len(RAW) - len(', "user": ""'))}).encode()
+        just = json.dumps(BODY | {"other": "x" * (100_000 - len(RAW) - len(', "other": ""'))}).encode()
         assert len(just) == 100_000
         assert (await gateway.post(CHAT, COMPRESS[name](just), headers=encoded(name)))[0] == 200
         bomb = COMPRESS[name](b" " * (200 << 20) + RAW)

@@ -112,6 +112,19 @@ async def test_a_cancelled_batch_keeps_its_answers_and_tells_what_was_canceled(
         assert (kinds.count("succeeded"), kinds.count("canceled")) == (counts.succeeded, counts.canceled)
 
 
+async def test_a_batch_cancelled_at_once_has_a_result_for_every_request(
+    start_gateway: StartGateway, card: ModelCard
+) -> None:
+    engine = FakeEngineClient(card, lambda submit: ((65, "x") for _ in range(10**6)))
+    async with start_gateway([engine], stores_usage=True) as gateway, gateway.anthropic:
+        batches = gateway.anthropic.messages.batches
+        made = await batches.create(requests=[ask(f"r{number}", max_tokens=400) for number in range(1200)])
+        batch = await ended(gateway, await batches.cancel(made.id))
+        counts = batch.request_counts
+        assert counts.succeeded + counts.canceled == 1200 and counts.canceled > 0
+        assert set(await results(gateway, batch.id)) == {f"r{number}" for number in range(1200)}
+
+
 async def test_a_deleted_batch_leaves_nothing(start_gateway: StartGateway, card: ModelCard) -> None:
     async with start_gateway([FakeEngineClient(card)], stores_usage=True, batch_concurrency=2) as gateway:
         async with gateway.anthropic:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime
 from typing import Any
 
 import anthropic
@@ -12,6 +13,7 @@ import pydantic
 import pytest
 
 from moiety_platform.anthropic_api.content_blocks import omitted_signature_of
+from moiety_platform.anthropic_api.rate_limit_headers import anthropic_rate_limits
 from moiety_platform.engine_client.fake import FakeEngineClient, FakeVerdict
 from moiety_wire.grammars import GrammarKind
 from moiety_wire.messages import ModelCard
@@ -417,3 +419,56 @@ async def test_thinking_is_harmless_where_the_model_does_not_think(plain: Runnin
         assert headers[ADJUSTED] == "output_config.effort=off, thinking.type=off"
     _, headers = await raw(plain, thinking={"type": "disabled"})
     assert ADJUSTED not in headers
+
+
+AGENTS_BETAS = (
+    "claude-code-20250219,interleaved-thinking-2025-05-14,context-management-2025-06-27,"
+    "mid-conversation-system-2026-04-07,effort-2025-11-24,structured-outputs-2025-12-15"
+)
+
+
+async def test_a_coding_agents_turn_is_served_as_it_is_sent(tool_gateway: RunningGateway) -> None:
+    """With all that Claude Code sends in one request."""
+    call = {"type": "tool_use", "id": "toolu_1", "name": "Bash", "input": {"command": "ls"}}
+    thought = {"type": "thinking", "thinking": "Hm.", "signature": "c2ln"}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "a.txt", "is_error": False}
+    mark = {"cache_control": {"type": "ephemeral"}}
+    body = {
+        "model": "hermes",
+        "max_tokens": 32_000,
+        "stream": True,
+        "metadata": {"user_id": json.dumps({"session_id": "s"})},
+        "thinking": {"type": "adaptive"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "max"},
+        "system": [
+            {"type": "text", "text": "x-anthropic-billing-header: cc_version=2;"},
+            {"type": "text", "text": "You help.", **mark},
+        ],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "List the files"}]},
+            {"role": "system", "content": "There are agents."},
+            {"role": "assistant", "content": [thought, {"type": "text", "text": "I look."}, call]},
+            {"role": "user", "content": [{**result, **mark}]},
+        ],
+        "tools": [{"name": "Bash", "description": "Runs.", "input_schema": {"type": "object", "properties": {}}}],
+    }
+    fields = {"anthropic-version": "2023-06-01", "anthropic-beta": AGENTS_BETAS}
+    status, headers, answer = await tool_gateway.post("/v1/messages?beta=true", body, headers=fields)
+    assert (status, answer.count(b"event: message_stop")) == (200, 1)
+    assert headers[IGNORED] == "system.0"
+    assert headers[ADJUSTED].startswith("max_tokens=") and headers[ADJUSTED].endswith("thinking.type=off")
+    prompt = last_prompt(tool_gateway)
+    assert prompt.index("You help.") < prompt.index("There are agents.") < prompt.index("a.txt")
+    assert b'"cache_creation_input_tokens":0' not in answer.rpartition(b"message_delta")[2]
+    counted = {name: body[name] for name in ("model", "system", "messages", "tools", "thinking", "output_config")}
+    status, _, answer = await tool_gateway.post("/v1/messages/count_tokens?beta=true", counted, headers=fields)
+    assert (status, json.loads(answer)["input_tokens"]) == (200, len(tool_gateway.engine.submits[-1].prompt_ids))
+
+
+def test_resets_of_rate_limits_are_times() -> None:
+    now = datetime(2026, 11, 28, 12, tzinfo=UTC)
+    for duration, reset in (("20ms", "12:00:00Z"), ("1.5s", "12:00:01Z"), ("6m5s", "12:06:05Z"), ("0ms", "12:00:00Z")):
+        given = {f"x-ratelimit-{name}-tokens": "1" for name in ("limit", "remaining")}
+        found = anthropic_rate_limits(given | {"x-ratelimit-reset-tokens": duration}, now)
+        assert found["anthropic-ratelimit-tokens-reset"] == f"2026-11-28T{reset}"

@@ -116,7 +116,7 @@ async def test_headers_that_claim_a_tenant_a_class_or_a_cache_salt_change_nothin
         "X-Cache-Salt": "AAAA",
         "X-Forwarded-User": "root",
     }
-    body = plain_body | {"cache_salt": "AAAA", "priority": 0, "tenant_id": "other", "service_class": "priority"}
+    body = plain_body | {"priority": 0, "tenant_id": "other", "service_class": "priority"}
     await gateway.post(path, plain_body)
     await gateway.post(path, body, headers=claims)
     plain, claimed = gateway.engine.submits

@@ -40,6 +40,8 @@ COVERED = {
 
 CALL = '<tool_call>\n{"name": "tool0", "arguments": {"a": 1}}\n</tool_call>'
 
+BATCH = "/v1/messages/batches/{message_batch_id}"
+OF_ENDED = {f"GET {BATCH}/results", f"DELETE {BATCH}"}  # of a batch that has ended, which none does here
 UPLOADED_OR_SIMULATED = "^/admin/v1/(adapters|simulations)"  # whose steps depend on each other: see tests/tenancy
 
 
@@ -71,7 +73,7 @@ async def test_the_api_is_what_its_document_says(
             answered |= await _run_schemathesis(gateway, part, tmp_path, search)
         _, _, document = await gateway.request("GET", f"/schema/{part}.json")
     served = {label.rpartition(" ")[0] for label in answered if label.rpartition(" ")[2] in ("200", "201", "202")}
-    assert served == _operations(json.loads(document), served=True)
+    assert served == _operations(json.loads(document), served=True) - OF_ENDED
 
 
 async def test_every_document_is_served_as_json_and_as_a_page_without_a_key(gateway: RunningGateway) -> None:

@@ -17,19 +17,22 @@ from sqlalchemy import ColumnElement, select
 from moiety_platform.auth.principal import Principal
 from moiety_platform.batches.claims import ClaimedLine, OpenBatch, claim_lines, open_batches, renew_lines
 from moiety_platform.batches.closing import begin_closing, close_batch, fail_unanswered
-from moiety_platform.batches.input_lines import Limits
+from moiety_platform.batches.deletion import delete_batch
+from moiety_platform.batches.input_lines import GoodLine, Limits
 from moiety_platform.batches.models import Batch, BatchLine, BatchStatus, LineState
 from moiety_platform.batches.outcomes import AnsweredLine, RequeuedLine, store_outcomes
 from moiety_platform.batches.results import PIECE_BYTES, BatchFiles
 from moiety_platform.batches.schemas import NewBatch
-from moiety_platform.batches.service import create_batch
-from moiety_platform.batches.validation import Validation
+from moiety_platform.batches.service import CANCELLED, create_batch
+from moiety_platform.batches.validation import Validation, begin_validated
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
+from moiety_platform.errors import Conflict
 from moiety_platform.files.contents import FileContents
 from moiety_platform.files.models import FileChunk, FileState, StoredFile
 from moiety_platform.files.store import begin_file
 from moiety_platform.inference.shape_limits import ShapeLimits
+from moiety_platform.message_batches.controller import views_of
 from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.quota.kinds import LimitKind, LimitLevel
 from moiety_platform.quota.lease import Charge, WindowId
@@ -269,3 +272,32 @@ async def test_an_answer_that_comes_after_the_end_is_dropped(store: Store) -> No
     assert len(await store.all(UsageRecord)) == batch.completed
     async with store.database.read() as session:
         assert await open_batches(session, store.now) == []
+
+
+async def test_a_batch_of_validated_lines_begins_at_once_and_is_deleted_with_its_files(
+    store: Store, database: Database
+) -> None:
+    lines = [GoodLine(number, f"id-{number}", number * 10, 10) for number in range(1, 1502)]
+    async with database.write() as session:
+        (first,) = (await session.scalars(select(Batch))).all()
+        new = NewBatch(input_file_id=first.input_file_id, endpoint="/v1/messages", completion_window="24h")
+        batch = await create_batch(session, OWNER, new, max_open=9, keep_files_s=None, now=store.now)
+        await begin_validated(session, batch, lines, store.now)
+    store.batch_id = batch.id
+    begun = await store.batch()
+    assert (begun.status, begun.total, begun.in_progress_ms is not None) == (BatchStatus.IN_PROGRESS, 1501, True)
+    with pytest.raises(Conflict, match="has not ended"):
+        await delete_batch(database, batch.id, with_input=False)
+    async with database.write() as session:
+        await begin_closing(session, batch.id, BatchStatus.CANCELLED, CANCELLED, store.now)
+    assert await store.close() is BatchStatus.CANCELLED
+    ended = await store.batch()
+    async with database.read() as session:
+        (view,) = await views_of(session, [ended])
+    assert view["request_counts"] == {"processing": 0, "succeeded": 0, "errored": 0, "canceled": 1501, "expired": 0}
+    await delete_batch(database, batch.id, with_input=False)
+    assert [one.id for one in await store.all(Batch)] == [first.id]
+    assert {line.batch_id for line in await store.all(BatchLine)} == {first.id}
+    states = {file.id: file.state for file in await store.all(StoredFile)}
+    assert (states[str(ended.error_file_id)], states[first.input_file_id]) == (FileState.DELETED, FileState.READY)
+    await delete_batch(database, batch.id, with_input=False)  # a repetition finds nothing to do

@@ -144,6 +144,7 @@ class ContentSource(StrictBody):
         list[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]],
         _MANY,
         _OR_TEXT,
+        shows(allOf=[{"if": {"type": "array"}, "then": {"items": {"properties": {"type": {"const": "text"}}}}}]),
     ]
 
 

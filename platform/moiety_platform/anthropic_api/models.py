@@ -49,18 +49,22 @@ def model_info(name: str, card: ModelCard) -> ModelInfo:
     }
 
 
-def model_page(
-    cards: Mapping[str, ModelCard], limit: str | None, before_id: str | None, after_id: str | None
-) -> ModelPage:
-    """Return the models before or after one of them, in their order, at most `limit`.
+def parse_limit(limit: str | None) -> int:
+    """Return the number of models in a page. Raises BadRequest."""
+    most = DEFAULT_PAGE if limit is None else parse_whole(limit, "limit")
+    if not 1 <= most <= MAX_PAGE:
+        raise BadRequest(f"'limit' must be between 1 and {MAX_PAGE:,}, not {most}", param="limit")
+    return most
 
-    Raises BadRequest for a bad limit, for an unknown id, and for both ids.
+
+def model_page(cards: Mapping[str, ModelCard], most: int, before_id: str | None, after_id: str | None) -> ModelPage:
+    """Return the models before or after one of them, in their order, at most `most`.
+
+    Raises BadRequest for an unknown id, and for both ids.
     """
     if before_id is not None and after_id is not None:
         raise BadRequest("'before_id' and 'after_id' cannot go together; send one of them", param="before_id")
-    names, most = list(cards), DEFAULT_PAGE if limit is None else parse_whole(limit, "limit")
-    if not 1 <= most <= MAX_PAGE:
-        raise BadRequest(f"'limit' must be between 1 and {MAX_PAGE:,}, not {most}", param="limit")
+    names = list(cards)
     if before_id is not None:
         rest = names[: _place(names, before_id, "before_id")]
         page = rest[-most:]

@@ -33,6 +33,7 @@ CUSTOM = "custom"
 MAX_EXAMPLES = 64
 
 _IS_CUSTOM: dict[str, Any] = {"properties": {"type": {"enum": [None, CUSTOM]}}}
+_NAMED: dict[str, Any] = {"name": {"type": "string"}}
 _EXAMPLES = "\n\nExamples of its input:\n"
 
 
@@ -42,10 +43,10 @@ class MessageTool(StrictBody):
     model_config = ConfigDict(
         json_schema_extra={
             "if": _IS_CUSTOM,
-            "then": {"required": ["name", "input_schema"], "properties": {"input_schema": {"type": "object"}}},
+            "then": {"required": ["name", "input_schema"], "properties": _NAMED | {"input_schema": {"type": "object"}}},
             "else": {
                 "if": {"properties": {"type": {"enum": list(CLIENT_TOOLS)}}},
-                "then": {"required": ["name"]},
+                "then": {"required": ["name"], "properties": _NAMED},
             },
         }
     )

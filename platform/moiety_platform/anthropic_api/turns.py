@@ -31,15 +31,19 @@ _ONLY = {"thinking": ("assistant",), "redacted_thinking": ("assistant",), "tool_
     "tool_removal": ("system",),
 }
 _REASONING = "reasoning_content"  # field of chat templates' messages
+_PLAIN_DOCUMENTS: dict[str, Any] = {
+    "if": {"properties": {"type": {"const": "document"}}},
+    "then": {"properties": {"source": {"properties": {"type": {"enum": ["text", "content"]}}}}},
+}
 _OF_SYSTEM = ("text", "tool_addition", "tool_removal")
 
 
 def _blocks_of(role: str) -> dict[str, Any]:
     """Return a JSON schema of the blocks that a turn of the role may have."""
-    kinds = {"enum": list(_OF_SYSTEM)} if role == "system" else {"not": {"enum": _foreign(role)}}
+    kinds = {"enum": list(_OF_SYSTEM)} if role == "system" else {"not": {"enum": [*_foreign(role), "image"]}}
     return {
         "if": {"properties": {"role": {"const": role}}},
-        "then": {"properties": {"content": {"items": {"properties": {"type": kinds}}}}},
+        "then": {"properties": {"content": {"items": {"properties": {"type": kinds}, "allOf": [_PLAIN_DOCUMENTS]}}}},
     }
 
 

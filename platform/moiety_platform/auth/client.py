@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from litestar import Request
 
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.principal import INFERENCE_SCOPE, Principal, require_scope
-from moiety_platform.request_head import api_key_authorization, fields_of
+from moiety_platform.request_head import bearer_authorization, fields_of
 
 
-async def authenticate(authenticator: Authenticator, request: Request[Any, Any, Any]) -> Principal:
-    """Return the caller, who may use models. Raises Unauthenticated, Forbidden or Unavailable."""
-    principal = await authenticator.authenticate(api_key_authorization(fields_of(request.scope)))
+async def authenticate(
+    authenticator: Authenticator,
+    request: Request[Any, Any, Any],
+    authorization: Callable[[Mapping[bytes, bytes]], str | None] = bearer_authorization,
+) -> Principal:
+    """Return the caller, who may use models. `authorization` reads the credentials from the header fields.
+
+    Raises Unauthenticated, Forbidden or Unavailable.
+    """
+    principal = await authenticator.authenticate(authorization(fields_of(request.scope)))
     require_scope(principal, INFERENCE_SCOPE)
     return principal

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 
 import structlog
-from sqlalchemy import delete, select, update
+from sqlalchemy import delete, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.batches.claims import OpenBatch
@@ -22,7 +22,7 @@ from moiety_platform.db.dialect import insert_into
 from moiety_platform.db.session import Database
 from moiety_platform.errors import Gone
 from moiety_platform.files.contents import FileContents
-from moiety_platform.files.store import Now
+from moiety_platform.files.store import Now, read_clock
 from moiety_platform.object_storage.store import PIECE_BYTES
 
 LINES_AT_ONCE = 1000
@@ -123,6 +123,15 @@ class Validation:
             numbers = (await session.scalars(select(BatchLine.number).where(of_batch).limit(LINES_AT_ONCE))).all()
             await session.execute(delete(BatchLine).where(of_batch, BatchLine.number.in_(numbers)))
         return bool(numbers)
+
+
+async def begin_validated(session: AsyncSession, batch: Batch, lines: Sequence[GoodLine], now: Now) -> None:
+    """Start a new batch whose lines were validated before it was created."""
+    for start in range(0, len(lines), LINES_AT_ONCE):
+        await session.execute(insert(BatchLine), _rows(batch.id, lines[start : start + LINES_AT_ONCE]))
+    batch.status, batch.total = BatchStatus.IN_PROGRESS, len(lines)
+    batch.in_progress_ms = await read_clock(session, now)
+    await session.flush()
 
 
 def _rows(batch_id: str, lines: Sequence[GoodLine]) -> list[dict[str, object]]:

@@ -15,7 +15,7 @@ from moiety_platform.auth.principal import Principal
 from moiety_platform.inference.body_fields import StrictBody
 from moiety_platform.inference.model_text_cache import ModelTexts
 from moiety_platform.inference.request_body import BodyReader
-from moiety_platform.request_head import fields_of
+from moiety_platform.request_head import api_key_authorization, fields_of
 from moiety_platform.routing.replicas import Replicas
 from moiety_wire.messages import ModelCard
 
@@ -34,7 +34,7 @@ class ModelServices:
 
     async def caller(self, request: Request[Any, Any, Any]) -> Principal:
         """Return the caller, who may use models. Raises Unauthenticated, Forbidden or Unavailable."""
-        return await authenticate(self.authenticator, request)
+        return await authenticate(self.authenticator, request, api_key_authorization)
 
     async def visible(self, principal: Principal) -> dict[str, ModelCard]:
         """Return the served models that the key may use, and those with adapters of its tenant."""

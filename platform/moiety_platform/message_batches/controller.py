@@ -33,6 +33,7 @@ from moiety_platform.batches.input_lines import Limits
 from moiety_platform.batches.models import OPEN, Batch, BatchLine, LineState
 from moiety_platform.batches.schemas import COMPLETION_WINDOW, NewBatch
 from moiety_platform.batches.service import cancel_batch, create_batch, get_batch
+from moiety_platform.batches.validation import begin_validated
 from moiety_platform.controllers import with_services
 from moiety_platform.db.keyset import ListRequest, read_list
 from moiety_platform.db.session import Database
@@ -57,7 +58,7 @@ from moiety_platform.openapi.described import JSON, Described, describes
 from moiety_platform.openapi.documents import ANTHROPIC_KEY, KEY
 from moiety_platform.openapi.headers import MESSAGES_REQUEST_ID
 from moiety_platform.query_parameters import parse_whole, whole
-from moiety_platform.request_head import MESSAGES_PATH, fields_of
+from moiety_platform.request_head import MESSAGES_PATH, api_key_authorization, fields_of
 
 DEFAULT_PAGE = 20
 MAX_PAGE = 1000
@@ -88,7 +89,7 @@ class MessageBatchServices:
 
     async def caller(self, request: Request[Any, Any, Any]) -> Principal:
         """Return the caller, who may use models. Raises Unauthenticated, Forbidden or Unavailable."""
-        return await authenticate(self.authenticator, request)
+        return await authenticate(self.authenticator, request, api_key_authorization)
 
     async def find(self, session: AsyncSession, owner: Principal, batch_id: str) -> Batch:
         """Return a batch of messages of the caller's project. Raises NotFound."""
@@ -104,15 +105,16 @@ class MessageBatchServices:
         name = await session.scalar(select(StoredFile.filename).where(StoredFile.id == batch.input_file_id))
         return name == INPUT_NAME
 
-    async def view(self, session: AsyncSession, batches: Sequence[Batch]) -> list[MessageBatch]:
-        """Return batches in Anthropic's fields."""
-        ended = [batch.id for batch in batches if batch.status not in OPEN and batch.failed]
-        # lines that were not answered have no owner: closing has ended them
-        unanswered = BatchLine.state == LineState.FAILED, BatchLine.owner.is_(None)
-        counts = select(BatchLine.batch_id, func.count()).where(BatchLine.batch_id.in_(ended), *unanswered)
-        rows = await session.execute(counts.group_by(BatchLine.batch_id)) if ended else ()
-        found: dict[str, int] = {row[0]: row[1] for row in rows}
-        return [message_batch(batch, found.get(batch.id, 0)) for batch in batches]
+
+async def views_of(session: AsyncSession, batches: Sequence[Batch]) -> list[MessageBatch]:
+    """Return batches in Anthropic's fields."""
+    ended = [batch.id for batch in batches if batch.status not in OPEN and batch.failed]
+    # lines that were not answered have no owner: closing has ended them
+    unanswered = BatchLine.state == LineState.FAILED, BatchLine.owner.is_(None)
+    counts = select(BatchLine.batch_id, func.count()).where(BatchLine.batch_id.in_(ended), *unanswered)
+    rows = await session.execute(counts.group_by(BatchLine.batch_id)) if ended else ()
+    found: dict[str, int] = {row[0]: row[1] for row in rows}
+    return [message_batch(batch, found.get(batch.id, 0)) for batch in batches]
 
 
 MessageBatches = NamedDependency[SkipValidation[MessageBatchServices]]
@@ -138,7 +140,7 @@ class MessageBatchController(Controller):
         limits, bounds = message_batches.limits(), message_batches.batches
         length = fields_of(request.scope).get(b"content-length", b"")
         data = await read_body(request.receive, length, BODY_FACTOR * limits.max_line_bytes)
-        content, num_requests = await asyncio.to_thread(input_file_of, data, limits)
+        content, lines = await asyncio.to_thread(input_file_of, data, limits)
         file = await message_batches.uploads.store_content(owner, INPUT_NAME, content)
         new = NewBatch(input_file_id=file.id, endpoint=MESSAGES_PATH, completion_window=COMPLETION_WINDOW)
         try:
@@ -151,7 +153,7 @@ class MessageBatchController(Controller):
                     keep_files_s=bounds.keep_files_s,
                     now=bounds.now,
                 )
-                batch.total = num_requests
+                await begin_validated(session, batch, lines, bounds.now)
         except PlatformError:
             await message_batches.files.delete(owner.project_id, file.id)
             raise
@@ -178,7 +180,7 @@ class MessageBatchController(Controller):
         wanted = ListRequest(most, before_id or after_id, newest_first=before_id is None)
         async with message_batches.database.read() as session:
             found, has_more = await read_list(session, own, wanted, Batch.created_ms, Batch.id)
-            data = await message_batches.view(session, found if before_id is None else found[::-1])
+            data = await views_of(session, found if before_id is None else found[::-1])
         first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
         return {"data": data, "has_more": has_more, "first_id": first, "last_id": last}
 
@@ -190,7 +192,7 @@ class MessageBatchController(Controller):
         owner = await message_batches.caller(request)
         async with message_batches.database.read() as session:
             batch = await message_batches.find(session, owner, message_batch_id)
-            return (await message_batches.view(session, [batch]))[0]
+            return (await views_of(session, [batch]))[0]
 
     @post("/{message_batch_id:str}/cancel", status_code=200, opt=_described(errors=(409,)))
     async def cancel_message_batch(
@@ -201,7 +203,7 @@ class MessageBatchController(Controller):
         async with message_batches.database.write() as session:
             await message_batches.find(session, owner, message_batch_id)
             batch = await cancel_batch(session, owner.project_id, message_batch_id, message_batches.batches.now)
-            (found,) = await message_batches.view(session, [batch])
+            (found,) = await views_of(session, [batch])
         message_batches.batches.on_change()
         return found
 

@@ -8,17 +8,18 @@ from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
 from msgspec import Meta
+from pydantic import Field
 
 from moiety_platform.anthropic_api.answer_types import Message
 from moiety_platform.anthropic_api.errors import AnthropicErrorBody, anthropic_error_body
 from moiety_platform.anthropic_api.schemas import MessagesBody
 from moiety_platform.batches.closing import EXPIRED
 from moiety_platform.batches.endpoints import ENDPOINTS
-from moiety_platform.batches.input_lines import Checker, Limits, RawLine
-from moiety_platform.batches.models import OPEN, Batch, BatchStatus
+from moiety_platform.batches.input_lines import Checker, GoodLine, Limits, RawLine
+from moiety_platform.batches.models import MAX_CUSTOM_ID_LENGTH, OPEN, Batch, BatchStatus
 from moiety_platform.batches.service import CANCELLED
 from moiety_platform.errors import BadRequest
-from moiety_platform.inference.body_fields import StrictBody
+from moiety_platform.inference.body_fields import StrictBody, shows
 from moiety_platform.openapi.schemas import either
 from moiety_platform.request_head import MESSAGES_PATH
 
@@ -31,14 +32,14 @@ Count = Annotated[int, Meta(extra_json_schema={"minimum": 0})]
 class BatchedMessage(StrictBody):
     """One request of a batch."""
 
-    custom_id: str
+    custom_id: Annotated[str, shows(minLength=1, maxLength=MAX_CUSTOM_ID_LENGTH, format="printable")]
     params: MessagesBody
 
 
 class NewMessageBatch(StrictBody):
     """`POST /v1/messages/batches`. It documents the body, which is decoded request by request."""
 
-    requests: list[BatchedMessage]
+    requests: Annotated[list[BatchedMessage], Field(min_length=1)]
 
 
 class _Request(msgspec.Struct):
@@ -145,8 +146,8 @@ _result_line = msgspec.json.Decoder(_ResultLine)
 _error_body = msgspec.json.Decoder(_ErrorBody)
 
 
-def input_file_of(data: bytes, limits: Limits) -> tuple[bytes, int]:
-    """Return the input file of a new batch, and the number of its requests.
+def input_file_of(data: bytes, limits: Limits) -> tuple[bytes, list[GoodLine]]:
+    """Return the input file of a new batch, and its lines, one for each request.
 
     Raises BadRequest, which names the bad requests, at most MAX_ERRORS.
     """
@@ -161,17 +162,20 @@ def input_file_of(data: bytes, limits: Limits) -> tuple[bytes, int]:
         raise BadRequest("'requests' is empty; it needs at least one entry", param="requests")
     if len(requests) > limits.max_lines:
         raise BadRequest(f"'requests' is too long; it may have {limits.max_lines:,} entries", param="requests")
-    checker, lines = Checker(ENDPOINTS[MESSAGES_PATH], limits), []
+    checker = Checker(ENDPOINTS[MESSAGES_PATH], limits)
+    content, lines = bytearray(), list[GoodLine]()
     for number, request in enumerate(requests, 1):
         line = _input_line(request)
-        checker.check(RawLine(number, 0, line if len(line) <= limits.max_line_bytes else None))
+        good = checker.check(RawLine(number, len(content), line if len(line) <= limits.max_line_bytes else None))
+        if good is not None:
+            lines.append(good)
+        content += line + b"\n"
         if len(checker.errors) >= MAX_ERRORS:
             break
-        lines.append(line)
     if checker.errors:
         named = "; ".join(f"'requests.{error['line'] - 1}': {error['message']}" for error in checker.errors)
         raise BadRequest(f"some requests are wrong: {named}", param=f"requests.{checker.errors[0]['line'] - 1}")
-    return b"\n".join(lines) + b"\n", len(lines)
+    return bytes(content), lines
 
 
 def _input_line(request: _Request) -> bytes:
