@@ -68,7 +68,7 @@ async def test_head_is_answered_as_get_is_without_the_body(gateway: RunningGatew
 
 
 async def test_head_is_refused_as_get_is(gateway: RunningGateway) -> None:
-    for path, status in (("/nowhere", 404), (CHAT, 405), ("/v1/models/other", 404)):
+    for path, status in (("/", 404), ("/nowhere", 404), (CHAT, 405), ("/v1/models/other", 404)):
         assert (await gateway.request("HEAD", path))[::2] == (status, b"")
     assert (await gateway.request("HEAD", "/v1/models", key="nonsense"))[0] == 401
 

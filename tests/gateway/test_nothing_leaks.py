@@ -26,12 +26,13 @@ from .test_batches import chat_line, submit, wait_for
 from .test_trace_receiver import TOKEN, run_store
 
 MARK = "zebracrossing"
+PERSON = "ladybird"  # end user, and value of a tag: kept with the usage, and shown to administrators alone
 TEXT = f"what is a {MARK}?"
 FAILS = 7  # tokens, at which the engine does
 PIXEL = base64.b64encode(MARK.encode()).decode()
 USER = [{"role": "system", "content": TEXT}, {"role": "user", "content": TEXT, "name": MARK}]
 TOOL = {"name": MARK, "description": TEXT, "parameters": {"type": "object", "properties": {MARK: {"type": "string"}}}}
-CHAT = {"model": "tiny", "messages": USER, "max_tokens": 3, "stop": [MARK], "user": MARK, "metadata": {"m": MARK}}
+CHAT = {"model": "tiny", "messages": USER, "max_tokens": 3, "stop": [MARK], "user": PERSON, "metadata": {"m": PERSON}}
 KEPT_BY_DESIGN = {"objects", "batch_lines", "responses", "idempotent_requests"}  # a client's own, given back to it
 HEADERS = {
     "Idempotency-Key": MARK, "traceparent": MARK, "tracestate": f"v={MARK}", "baggage": f"m={MARK}",
@@ -102,6 +103,8 @@ async def test_prompts_answers_and_keys_are_only_where_clients_get_them_back(
     for secret in (MARK, PIXEL, *keys, TOKEN):
         found = {"spans": stored, "log": logged.getvalue(), "metrics": metrics, "admin API": told, **asked_for}
         assert [where for where, text in found.items() if secret in text] == [], secret
+    everywhere = {"spans": stored, "log": logged.getvalue(), "metrics": metrics, "admin API": told, **asked_for}
+    assert [where for where, text in everywhere.items() if PERSON in text] == ["admin API", "usage"]
     assert len(found) > 25 and all(MARK in tables[name] for name in KEPT_BY_DESIGN)
     for secret in keys:
         assert [name for name, text in tables.items() if secret in text] == [], secret
