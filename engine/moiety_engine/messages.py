@@ -10,6 +10,7 @@ from enum import StrEnum
 
 import msgspec
 
+from moiety_engine.images.prompt_images import PromptImage
 from moiety_wire.classes import ServiceClass
 from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
 from moiety_wire.figures import Figures
@@ -47,6 +48,7 @@ class CoreSubmit(msgspec.Struct, frozen=True, tag="submit"):
         None  # ends without output, once its prompt is computed or dropped
     )
     keep_s: float = 0.0  # time in which its prefix-cache blocks are evicted after others
+    images: list[PromptImage] = []  # in the order of their places in the prompt
 
 
 class CoreExtend(msgspec.Struct, frozen=True, tag="extend"):

@@ -40,7 +40,9 @@ class RequestIntake:
         *,
         max_context_tokens: int,
         clock_ns: Callable[[], int],
+        takes_images: bool = False,
     ) -> None:
+        self._takes_images = takes_images
         self.kv_connector = kv_connector
         self.adapters = adapters
         self.grammars = grammars
@@ -77,6 +79,10 @@ class RequestIntake:
         if not 1 <= num_prompt <= longest:
             message = f"the prompt has {num_prompt} tokens; it must have 1 to {longest}"
             self._reporter.add_failures(CoreFailure(submit.key, FailureCode.CONTEXT_LENGTH_EXCEEDED, message))
+            return
+        if submit.images and not self._takes_images:
+            message = "this model does not take images; send the request to a model that does, or leave them out"
+            self._reporter.add_failures(CoreFailure(submit.key, FailureCode.INVALID_REQUEST, message))
             return
         room = self.max_context_tokens - num_prompt
         if not submit.embed and submit.max_tokens > room:

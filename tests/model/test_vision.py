@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.vision_checkpoint import END, IMAGE, START, TEXT, VISION, write_checkpoint
 from torch import Tensor
 
 from moiety_engine.images.prompt_images import PromptImage, PromptImages
@@ -19,41 +20,10 @@ from moiety_engine.model.loading import load_model
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.model.vision_encoder import patches_of
 from moiety_engine.model.weight_offload import weight_bytes
+from moiety_engine.runner.image_rows import rotary_positions
 
 TOLERANCE = 1e-4
-IMAGE, START, END = 380, 381, 382
-MEAN = DEVIATION = (0.5, 0.5, 0.5)
 BLOCK = 16
-TEXT: dict[str, Any] = {
-    "vocab_size": 384, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 1024, "head_dim": 32, "moe_intermediate_size": 48, "intermediate_size": 96,
-    "num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": [1], "initializer_range": 0.15,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [6, 5, 5]},
-}  # fmt: skip
-VISION: dict[str, Any] = {
-    "depth": 4, "hidden_size": 48, "intermediate_size": 80, "num_heads": 3, "patch_size": 4, "out_hidden_size": 64,
-    "num_position_embeddings": 36, "deepstack_visual_indexes": [0, 2, 3], "initializer_range": 0.1,
-}  # fmt: skip
-
-
-def write_checkpoint(folder: Path, *, dtype: torch.dtype = torch.float32, tied: bool = False) -> Any:
-    """Write a small random checkpoint, and return transformers' model of it as the oracle."""
-    from transformers import AutoConfig, AutoModelForImageTextToText
-
-    torch.manual_seed(5)
-    config = AutoConfig.for_model(
-        "qwen3_vl_moe", text_config=TEXT, vision_config=VISION, image_token_id=IMAGE, vision_start_token_id=START,
-        vision_end_token_id=END, video_token_id=383, tie_word_embeddings=tied,
-    )  # fmt: skip
-    oracle = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").to(dtype).eval()
-    with torch.no_grad():
-        for name, parameter in oracle.named_parameters():
-            if "norm" in name and name.endswith("weight"):
-                parameter.copy_(torch.rand_like(parameter) + 0.5)
-            elif name.endswith("bias"):
-                parameter.normal_(std=0.1)
-    oracle.save_pretrained(folder)
-    return oracle
 
 
 @pytest.fixture(scope="session")
@@ -91,21 +61,20 @@ class Prompt:
         rows, columns = height // side, width // side
         start = len(self.token_ids) + 1
         self.token_ids += [START] + [IMAGE] * (rows * columns) + [END]
-        key = bytes([seed])
-        self.images.append(PromptImage(key, start, rows, columns, height, width, pixels.tobytes()))
+        self.images.append(PromptImage(start, rows, columns, height, width, bytes([seed]) * 16, pixels.tobytes()))
         return self
 
     def patches(self, model: Transformer, image: PromptImage) -> tuple[Tensor, tuple[int, int]]:
         pixels = np.frombuffer(image.pixels, dtype=np.uint8).reshape(image.height, image.width, 3)
         assert model.spec.vision is not None
-        return patches_of(torch.from_numpy(pixels.copy()), model.spec.vision, MEAN, DEVIATION)
+        return patches_of(torch.from_numpy(pixels.copy()), model.spec.vision)
 
 
 class Run:
     """One prompt in a paged cache, computed in chunks."""
 
     def __init__(self, model: Transformer, prompt: Prompt, *, scramble: int = 0) -> None:
-        self.model, self.prompt, self.places = model, prompt, PromptImages(tuple(prompt.images))
+        self.model, self.prompt, self.places = model, prompt, PromptImages(prompt.images, [image.digest for image in prompt.images])
         self.kv = model.allocate_kv(64, BLOCK)
         for layer in self.kv.layers:
             for part in layer.parts:
@@ -118,12 +87,12 @@ class Run:
 
     def step(self, count: int) -> Tensor:
         first, end = self.num_stored, self.num_stored + count
-        positions_3T = torch.from_numpy(self.places.positions(first, end))
+        positions_3T = torch.from_numpy(rotary_positions(self.places, first, end))
         parts = self.places.parts(first, end)
         images = None
         if parts:
-            rows = torch.cat([torch.arange(n) + image.start + begin - first for image, begin, n in parts])
-            features = [self.features[image.start][:, begin : begin + n] for image, begin, n in parts]
+            rows = torch.cat([torch.arange(n) + image.start + begin - first for image, begin, n, _ in parts])
+            features = [self.features[image.start][:, begin : begin + n] for image, begin, n, _ in parts]
             images = ImageRows(rows, positions_3T[:, rows], torch.cat(features, dim=1))
         slots = [self.blocks[place // BLOCK] * BLOCK + place % BLOCK for place in range(first, end)]
         self.num_stored = end

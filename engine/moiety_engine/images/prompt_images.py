@@ -8,22 +8,23 @@ the image continues at the position after the largest of them, so positions afte
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class PromptImage:
-    """One image of a prompt. `key` names its content and its tenant; `pixels` are its RGB values, row by row."""
+class PromptImage(msgspec.Struct, frozen=True, array_like=True):
+    """One image of a prompt, resized to whole tokens.
 
-    key: bytes
+    `digest` is the hash of its size and its pixels. `pixels` are RGB values of a byte each, row by row.
+    """
+
     start: int  # place of its first token
     rows: int  # of tokens
     columns: int
-    height: int  # in pixels, of `pixels`
+    height: int  # in pixels
     width: int
+    digest: bytes
     pixels: bytes
 
     @property
@@ -37,50 +38,41 @@ class PromptImage:
 
 
 class ImagePart(NamedTuple):
-    """Consecutive tokens of one image that a step computes: `count` tokens from its token `first` on."""
+    """Consecutive tokens of one image that a step computes: `num_tokens` tokens from its token `first` on.
+
+    `key` names the image's content for its tenant: see `PromptImages`.
+    """
 
     image: PromptImage
     first: int
-    count: int
+    num_tokens: int
+    key: bytes
 
 
 class PromptImages:
     """All images of a prompt, in the order of their places."""
 
-    __slots__ = ("_shifts", "_starts", "images")
+    __slots__ = ("_keys", "images", "shifts", "starts")
 
-    def __init__(self, images: tuple[PromptImage, ...]) -> None:
-        """Create the record. `images` are ordered by place and do not overlap."""
+    def __init__(self, images: list[PromptImage], keys: list[bytes]) -> None:
+        """Create the record. `images` are ordered by place and do not overlap. `keys` name each for its tenant."""
         self.images = images
-        self._starts = [image.start for image in images]
-        self._shifts = [0]  # position minus place of the tokens before the first image, between two, and after the last
+        self._keys = keys
+        self.starts = [image.start for image in images]
+        self.shifts = [0]  # position minus place of the tokens before the first image, between two, and after the last
         for image in images:
-            self._shifts.append(self._shifts[-1] + max(image.rows, image.columns) - image.num_tokens)
+            self.shifts.append(self.shifts[-1] + max(image.rows, image.columns) - image.num_tokens)
 
     def position(self, place: int) -> int:
         """Return the rotary position of the token at a place, which is not an image's token."""
-        return place + self._shifts[bisect_right(self._starts, place)]
+        return place + self.shifts[bisect_right(self.starts, place)]
 
     def parts(self, first: int, end: int) -> list[ImagePart]:
         """Return what the places from `first` to `end` - 1 have of each image."""
         found = []
-        for image in self.images[max(0, bisect_right(self._starts, first) - 1) : bisect_right(self._starts, end - 1)]:
+        for number in range(max(0, bisect_right(self.starts, first) - 1), bisect_right(self.starts, end - 1)):
+            image = self.images[number]
             begin, stop = max(first, image.start), min(end, image.end)
             if begin < stop:
-                found.append(ImagePart(image, begin - image.start, stop - begin))
+                found.append(ImagePart(image, begin - image.start, stop - begin, self._keys[number]))
         return found
-
-    def positions(self, first: int, end: int) -> np.ndarray:
-        """Return the temporal, vertical and horizontal positions of the places `first` … `end` - 1: [3, end - first].
-
-        All three are equal for a token that is not an image's.
-        """
-        places = np.arange(first, end, dtype=np.int64)
-        numbers = np.searchsorted(self._starts, places, side="right")
-        positions_3T = np.repeat((places + np.array(self._shifts, dtype=np.int64)[numbers])[None], 3, axis=0)
-        for image, begin, count in self.parts(first, end):
-            at = image.start + begin - first
-            base = image.start + self._shifts[bisect_right(self._starts, image.start) - 1]
-            row, column = np.divmod(np.arange(begin, begin + count), image.columns)
-            positions_3T[:, at : at + count] = base + np.stack((np.zeros_like(row), row, column))
-        return positions_3T

@@ -277,6 +277,8 @@ class VisionSpec:
     image_token_id: int
     vision_start_token_id: int
     vision_end_token_id: int
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)  # of a channel, subtracted from pixels in 0 … 1
+    deviation: tuple[float, ...] = (0.5, 0.5, 0.5)
     norm_eps: float = 1e-6
 
     @property

@@ -269,7 +269,8 @@ class Transformer:
             rows = len(batch.token_ids_T), self.spec.hidden_size
             x_TD = pipeline.receive(torch.empty(rows, dtype=self.activation_dtype, device=self.device))
         programs = self._programs
-        if programs is not None and on_stored is None and programs.takes(batch):
+        recordable = on_stored is None and batch.images is None
+        if programs is not None and recordable and programs.takes(batch):
             normed_TD = programs.run(x_TD, batch, kv)
         else:
             x_TD, normed_TD = self._layers(x_TD, batch, kv, on_stored)

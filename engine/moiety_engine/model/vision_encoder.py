@@ -38,6 +38,12 @@ class VisionEncoder:
         self.spec, self._weights, self._dtype = spec, weights, dtype
         self._linear = partial(linear, invariant=arithmetic.invariant)
 
+    def workspace_bytes(self, num_pixels: int) -> int:
+        """Return the memory that encoding an image of `num_pixels` takes at its peak, about, in bytes."""
+        spec, num_patches = self.spec, -(-num_pixels // self.spec.patch_size**2)
+        values = spec.patch_width + 8 * spec.hidden_size + 2 * spec.ffn_width
+        return num_patches * values * torch.float32.itemsize
+
     @torch.inference_mode()
     def encode(self, patches_PC: Tensor, grid: tuple[int, int]) -> Tensor:
         """Return features_FID of an image: the embedding of each of its tokens, then its deepstack features.
@@ -116,9 +122,7 @@ class VisionEncoder:
         return self._project(functional.gelu(self._project(merged, weights.up)), weights.down)
 
 
-def patches_of(
-    pixels_HWC: Tensor, spec: VisionSpec, mean: tuple[float, ...], deviation: tuple[float, ...]
-) -> tuple[Tensor, tuple[int, int]]:
+def patches_of(pixels_HWC: Tensor, spec: VisionSpec) -> tuple[Tensor, tuple[int, int]]:
     """Return patches_PC of an image's pixels, uint8 RGB, and the grid of patches; the sides are multiples of a group.
 
     Groups of patches that are merged are consecutive. The values of a patch are ordered by channel, frame, row, column,
@@ -128,7 +132,8 @@ def patches_of(
     size, merge = spec.patch_size, spec.merge_size
     device = pixels_HWC.device
     scaled_HWC = pixels_HWC.float() * (1 / 255)
-    normal_HWC = (scaled_HWC - torch.tensor(mean, device=device)) / torch.tensor(deviation, device=device)
+    mean_C, deviation_C = (torch.tensor(one, device=device) for one in (spec.mean, spec.deviation))
+    normal_HWC = (scaled_HWC - mean_C) / deviation_C
     rows, columns = height // size, width // size
     parts = normal_HWC.view(rows // merge, merge, size, columns // merge, merge, size, channels)
     ordered = parts.permute(0, 3, 1, 4, 6, 2, 5).unsqueeze(5)
