@@ -95,7 +95,9 @@ class ImageOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_source_pixels: int = 36_000_000  # of one image before it is resized
     max_pixels: int = 1 << 21  # of one image after it is resized
     decode_cpu_s: float = 5.0  # processor time of decoding one image
+    decode_wall_s: float = 15.0  # the same, by the clock
     decode_memory_bytes: int = 512 << 20  # address space for it, beyond what the process had at its start
+    decode_processes: int = 2  # images that are decoded at once
     max_decoding: int = 64  # images of one tenant that wait to be decoded; requests with further ones are refused
 
     def __post_init__(self) -> None:

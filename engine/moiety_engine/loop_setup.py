@@ -14,6 +14,7 @@ from moiety_engine.errors import InvalidConfig
 from moiety_engine.expert_monitor import ExpertMonitor
 from moiety_engine.kv_transfer.connector import connector_of
 from moiety_engine.loop import EngineLoop
+from moiety_engine.model.image_settings import image_rules
 from moiety_engine.model_executor import DeviceOptions, ModelExecutor
 from moiety_engine.moe.load_watch import ExpertWatch
 from moiety_engine.moe.tenants import TenantSlots
@@ -79,7 +80,9 @@ def build_loop(
         disk,
         max_context_tokens=sizes.max_context_tokens,
         clock_ns=clock_ns,
-        takes_images=model.vision is not None,
+        image_rules=None
+        if model.spec.vision is None
+        else image_rules(model.spec.vision, Path(config.model), config.images),
     )
     return EngineLoop(executor, scheduler, intake, experts, reporter, clock_ns=clock_ns)
 

@@ -15,6 +15,7 @@ from moiety_wire.classes import ServiceClass
 from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
 from moiety_wire.figures import Figures
 from moiety_wire.grammars import GrammarSpec
+from moiety_wire.images import ImageRules
 from moiety_wire.messages import FailureCode, FinishReason, Sampling, SpeculativePrefillRequest
 from moiety_wire.notes import EventKind, Reason, StepNote
 from moiety_wire.roles import KvHandoff, KvTransferTimes
@@ -195,6 +196,7 @@ class CoreHello(msgspec.Struct, frozen=True, tag="hello"):
     kv_secret: str = ""
     takes_adapters: bool = False
     speculative_prefill: bool = False
+    images: ImageRules | None = None  # None: this model takes no images
 
 
 class TracedStep(msgspec.Struct, frozen=True, array_like=True):

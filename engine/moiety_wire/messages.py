@@ -35,6 +35,7 @@ from moiety_wire.classes import ServiceClass
 from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
 from moiety_wire.figures import Load
 from moiety_wire.grammars import GrammarSpec
+from moiety_wire.images import ImageInput, ImageRules
 from moiety_wire.notes import Event, Phases, Reason
 from moiety_wire.roles import EngineRole, KvHandoff, KvTransferTimes
 
@@ -173,6 +174,7 @@ class Submit(msgspec.Struct, frozen=True, omit_defaults=True, tag="submit"):
     )
     keep_s: float = 0.0  # retain the conversation in the prefix cache for so long
     marker_ids: tuple[int, ...] = ()  # added tokens that mark tool calls or reasoning; text that spells one is guarded
+    images: list[ImageInput] = []  # only if the card has `images`; in the order of their placeholders in the prompt
 
 
 class Extend(msgspec.Struct, frozen=True, tag="extend"):
@@ -282,6 +284,7 @@ class ModelCard(msgspec.Struct, frozen=True, tag="card"):
     adapters: tuple[str, ...] = ()  # adapters configured by the operator
     speculative_prefill: bool = False  # the engine accepts `Submit.speculative_prefill`
     forgets: bool = False  # the engine accepts `Forget`
+    images: ImageRules | None = None  # None: the model takes no images
 
 
 class Accepted(msgspec.Struct, frozen=True, omit_defaults=True, tag="accepted"):

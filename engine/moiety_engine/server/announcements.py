@@ -67,4 +67,5 @@ def make_card(
         adapters=adapters,
         speculative_prefill=hello.speculative_prefill,
         forgets=True,
+        images=hello.images,
     )
