@@ -6,6 +6,7 @@ A queue holds what waits, by tenant, and takes from the tenants in turn. Used by
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -54,6 +55,8 @@ class ImageDecoder:
     def __init__(self, rules: ImageRules, options: ImageOptions) -> None:
         self._rules, self._options = rules, options
         self._template: ForkTemplate[ImageTemplateReady] | None = None
+        self._is_closed = False
+        self._lock = threading.Lock()
 
     def decode(self, image: ImageInput) -> PromptImage | ImageFailure:
         """Decode one image in a new process. Blocks; for threads of one pool."""
@@ -90,19 +93,20 @@ class ImageDecoder:
         )
 
     def close(self) -> None:
-        """End the template process, and with it all image processes."""
-        if self._template is not None:
-            self._template.close()
-
-    def start(self) -> None:
-        """Start the template process. Raises GrammarWorkerFailed."""
-        self._started()
+        """End the template process, and with it all image processes; it does not start again. May block."""
+        with self._lock:
+            self._is_closed = True
+            if self._template is not None:
+                self._template.close()
 
     def _started(self) -> ForkTemplate[ImageTemplateReady]:
-        if self._template is None:
-            command = ["-m", "moiety_engine.image_decoding.worker"]
-            self._template = ForkTemplate(command, ImageTemplateReady, lambda _: None)
-        return self._template
+        with self._lock:
+            if self._is_closed:
+                raise GrammarWorkerFailed("the engine is shutting down")
+            if self._template is None:
+                command = ["-m", "moiety_engine.image_decoding.worker"]
+                self._template = ForkTemplate(command, ImageTemplateReady, lambda _: None)
+            return self._template
 
     def _too_costly(self) -> ImageFailure:
         options = self._options
@@ -132,7 +136,6 @@ class ImageDecodeQueue:
         self._waiting: dict[str, deque[_Job]] = {}  # by tenant; the tenant whose turn it is comes first
         self._wanted: set[int] = set()
         self._running: set[asyncio.Task[None]] = set()
-        self._lock = asyncio.Lock()
 
     def enter(self, key: int, tenant_id: str, images: list[ImageInput]) -> bool:
         """Queue a request's images. Return False if too many of its tenant wait."""
@@ -152,7 +155,7 @@ class ImageDecodeQueue:
         """End the processes, and wait for the threads."""
         self._wanted.clear()
         self._waiting.clear()
-        self._decoder.close()
+        await asyncio.get_running_loop().run_in_executor(None, self._decoder.close)
         await asyncio.gather(*self._running, return_exceptions=True)
         self._threads.shutdown(wait=True)
 
@@ -176,8 +179,6 @@ class ImageDecodeQueue:
 
     async def _run(self, job: _Job) -> None:
         loop = asyncio.get_running_loop()
-        async with self._lock:  # only one thread starts the template
-            await loop.run_in_executor(self._threads, self._start_template)
         found: list[PromptImage] = []
         for image in job.images:
             if job.key not in self._wanted:
@@ -188,12 +189,6 @@ class ImageDecodeQueue:
                 return
             found.append(one)
         self._report(job.key, found)
-
-    def _start_template(self) -> None:
-        try:
-            self._decoder.start()
-        except GrammarWorkerFailed as exc:
-            log.warning("image_template_failed", reason=str(exc))  # decoding tries again, and says so to the client
 
     def _report(self, key: int, result: list[PromptImage] | ImageFailure) -> None:
         if key in self._wanted:
