@@ -11,9 +11,11 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.vision_checkpoint import END, IMAGE, START, write_checkpoint
 
-from moiety_engine.config import EngineConfig, ImageOptions, Speculate
+from moiety_engine.adapters.dummy import write_adapter
+from moiety_engine.config import EngineConfig, ImageOptions, Speculate, TransferConfig
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.images.prompt_images import PromptImage
 from moiety_engine.loop import EngineLoop
@@ -23,10 +25,12 @@ from moiety_engine.model.vision_encoder import patches_of
 from moiety_engine.offline import run_all
 from moiety_engine.startup import load_loop
 from moiety_wire.classes import STANDARD
-from moiety_wire.engine_choices import Batching, PolicyName
+from moiety_wire.engine_choices import Batching, Overlap, PolicyName
 from moiety_wire.messages import FailureCode, Sampling
+from moiety_wire.roles import EngineRole
 
 from .conftest import Loops
+from .test_kv_transfer import LISTEN, Pair
 
 SIDE = 8  # pixels of a token's side
 ANSWER = 12
@@ -128,6 +132,8 @@ def test_greedy_answers_are_those_of_transformers(alone: dict[int, list[int]], o
         {"max_batch_tokens": 16, "max_running": 4, "speculate": Speculate.NGRAM},
         {"max_batch_tokens": 16, "max_running": 4, "images": ImageOptions(cache_bytes=0)},
         {"batching": Batching.PADDED, "static_batch_size": 3},
+        {"overlap": Overlap.ON, "max_batch_tokens": 16, "max_running": 4},
+        {"kv_memory_bytes": 24 * 8192, "host_kv_memory_bytes": 1 << 20, "block_size": 4, "policy": PolicyName.FCFS},
         {"policy": PolicyName.VTC, "max_batch_tokens": 7, "max_running": 5},
     ],
     ids=str,
@@ -220,6 +226,39 @@ def test_images_that_do_not_fit_into_a_step_together_are_encoded_one_after_the_o
     plan = loop.scheduler.plan(10**18)
     (chunk,) = plan.chunks
     assert chunk.num_tokens == 3 + 17 + 1  # up to the second image's first token
+
+
+def test_another_engine_goes_on_with_the_kv_of_a_prompt_with_images(seeing: Loops, alone: dict[int, list[int]]) -> None:
+    prefill = seeing.make(transfer=TransferConfig(role=EngineRole.PREFILL), max_batch_tokens=32)
+    decode = seeing.make(transfer=TransferConfig(role=EngineRole.DECODE, listen=LISTEN))
+    pair = Pair(prefill, decode)
+    try:
+        pair.run(MIXED)
+    finally:
+        prefill.close()
+        decode.close()
+    assert pair.tokens == alone
+    features = decode.executor.awake().runner.features
+    assert features is not None
+    assert features.encoded_total == 0
+
+
+def test_an_adapter_changes_a_prompt_with_images_as_merged_weights_do(
+    seeing: Loops, folder: Path, tmp_path: Path
+) -> None:
+    adapter = write_adapter(tmp_path / "adapter", folder, modules=("q_proj", "k_proj", "v_proj", "o_proj"), alpha=8.0)
+    factors = load_file(adapter / "adapter_model.safetensors")
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in factors if name.endswith("lora_A.weight")]:
+        product = factors[name.replace("lora_A", "lora_B")] @ factors[name]
+        tensors[name.removeprefix("base_model.model.").replace(".lora_A", "")] += 8.0 / 4 * product
+    merged = tmp_path / "merged"
+    merged.mkdir()
+    save_file(tensors, merged / "model.safetensors", metadata={"format": "pt"})
+    (merged / "config.json").write_text((folder / "config.json").read_text())
+    ours = tokens(seeing.make(adapters={"mine": str(adapter)}), [msgspec.structs.replace(MIXED[0], adapter="mine")])
+    assert ours == tokens(Loops(merged).make(), MIXED[:1])
+    assert ours != tokens(seeing.make(), MIXED[:1])
 
 
 def test_a_prompt_with_images_is_refused_by_a_model_that_does_not_see(loops: Any) -> None:
