@@ -98,6 +98,7 @@ class ImageOptions(msgspec.Struct, frozen=True, kw_only=True):
     decode_wall_s: float = 15.0  # the same, by the clock
     decode_memory_bytes: int = 512 << 20  # address space for it, beyond what the process had at its start
     decode_processes: int = 2  # images that are decoded at once
+    pixel_memory_bytes: int = 4 << 30  # host memory for the pixels of all open requests
     max_decoding: int = 64  # images of one tenant that wait to be decoded; requests with further ones are refused
 
     def __post_init__(self) -> None:

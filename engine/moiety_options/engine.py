@@ -81,6 +81,12 @@ class ServingOptions(ServedModelOptions):
     image_decode_memory_bytes: int = _images(
         512 << 20, "Largest memory to decode one image, such as 512MiB.", is_size=True
     )
+    image_pixel_memory_bytes: int = _images(
+        4 << 30,
+        "Largest host memory for the pixels of all open requests, such as 8GiB. Further requests with images are "
+        "rejected with 429.",
+        is_size=True,
+    )
     image_queue: int = _images(
         64,
         "Largest number of images of one tenant that wait to be decoded. Further requests are rejected with 429.",

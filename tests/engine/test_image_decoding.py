@@ -147,12 +147,23 @@ async def test_tenants_take_turns_and_requests_that_left_are_not_reported() -> N
     options = ImageOptions(decode_processes=1, max_decoding=3)
     queue = ImageDecodeQueue(ImageDecoder(RULES, options), options, on_done)
     image = [ImageInput(0, file_of(picture(16, 16)))]
-    assert all(queue.enter(key, "a", image) for key in (1, 2, 3, 4))
-    assert not queue.enter(5, "a", image)
-    assert queue.enter(6, "b", image)
+    assert [queue.enter(key, "a", image) for key in (1, 2, 3, 4)] == [""] * 4
+    assert "too many images of this tenant" in queue.enter(5, "a", image)
+    assert queue.enter(6, "b", image) == ""
     queue.leave(3)
     async with asyncio.timeout(60):
         await is_all.wait()
     assert sorted(done) == [1, 2, 4, 6]
     assert done.index(6) < done.index(4)
+    await queue.close()
+
+
+async def test_the_pixels_of_open_requests_stay_within_their_memory() -> None:
+    options = ImageOptions(pixel_memory_bytes=2 * 16 * 16 * 3)
+    queue = ImageDecodeQueue(ImageDecoder(RULES, options), options, lambda key, result: None)
+    image = [ImageInput(0, file_of(picture(16, 16)))]
+    assert queue.enter(1, "a", image) == queue.enter(2, "b", image) == ""
+    assert "all memory for pixels" in queue.enter(3, "c", image)
+    queue.leave(1)
+    assert queue.enter(4, "c", image) == ""
     await queue.close()

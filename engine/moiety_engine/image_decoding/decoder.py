@@ -92,6 +92,11 @@ class ImageDecoder:
             pixels=report.pixels,
         )
 
+    def pixel_bytes(self, image: ImageInput) -> int:
+        """Return the bytes of an image's pixels after it is decoded. Raises ValueError for a wrong head."""
+        width, height = self._rules.resized(*image_size(image.data))
+        return 3 * width * height
+
     def close(self) -> None:
         """End the template process, and with it all image processes; it does not start again. May block."""
         with self._lock:
@@ -118,9 +123,10 @@ class ImageDecoder:
 
 
 class ImageDecodeQueue:
-    """Requests whose images are being decoded. Used by one event loop.
+    """Requests whose images are being decoded, and the memory that the pixels of open requests take.
 
-    `on_done` is called with each request's key and its images, or the failure; not for a request that has left.
+    Used by one event loop. `on_done` is called with each request's key and its images, or the failure; not for a
+    request that has left.
     """
 
     def __init__(
@@ -130,26 +136,35 @@ class ImageDecodeQueue:
         on_done: Callable[[int, list[PromptImage] | ImageFailure], None],
     ) -> None:
         self._decoder, self._on_done = decoder, on_done
-        self._max_waiting = options.max_decoding
+        self._max_waiting, self._max_pixel_bytes = options.max_decoding, options.pixel_memory_bytes
+        self._pixel_bytes: dict[int, int] = {}  # by request, until it ends
         self._slots = options.decode_processes
         self._threads = ThreadPoolExecutor(self._slots, thread_name_prefix="image-decoding")
         self._waiting: dict[str, deque[_Job]] = {}  # by tenant; the tenant whose turn it is comes first
         self._wanted: set[int] = set()
         self._running: set[asyncio.Task[None]] = set()
 
-    def enter(self, key: int, tenant_id: str, images: list[ImageInput]) -> bool:
-        """Queue a request's images. Return False if too many of its tenant wait."""
+    def enter(self, key: int, tenant_id: str, images: list[ImageInput]) -> str:
+        """Queue a request's images. Return why they cannot be queued now; "" if they are.
+
+        Their heads must have been checked. A request that is queued must `leave` at its end.
+        """
         jobs = self._waiting.get(tenant_id, ())
         if jobs and sum(len(job.images) for job in jobs) + len(images) > self._max_waiting:
-            return False
+            return "too many images of this tenant wait to be decoded"
+        num_bytes = sum(self._decoder.pixel_bytes(image) for image in images)
+        if self._pixel_bytes and sum(self._pixel_bytes.values()) + num_bytes > self._max_pixel_bytes:
+            return "the images of other requests take all memory for pixels"
+        self._pixel_bytes[key] = num_bytes
         self._waiting.setdefault(tenant_id, deque()).append(_Job(key, images))
         self._wanted.add(key)
         self._start_next()
-        return True
+        return ""
 
     def leave(self, key: int) -> None:
-        """Forget a request; what is being decoded for it is discarded."""
+        """Forget a request that has ended; what is being decoded for it is discarded."""
         self._wanted.discard(key)
+        self._pixel_bytes.pop(key, None)
 
     async def close(self) -> None:
         """End the processes, and wait for the threads."""

@@ -41,7 +41,6 @@ class FeatureCache:
         self._features: dict[bytes, Tensor] = {}  # features_FID, the least recently used first
         self.num_bytes = 0
         self.encoded_total = 0
-        self.hits_total = 0
 
     def lacks(self, key: bytes) -> bool:
         return key not in self._features

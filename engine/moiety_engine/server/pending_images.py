@@ -43,11 +43,9 @@ class PendingImages:
         """Drop a held request. Return False if it is not held."""
         return self._pending.pop(key, None) is not None
 
-    def clear(self) -> list[int]:
-        """Drop all held requests, and return their keys."""
-        keys = list(self._pending)
+    def clear(self) -> None:
+        """Drop all held requests."""
         self._pending.clear()
-        return keys
 
     def release(self, key: int, images: list[PromptImage]) -> list[ToCore]:
         """Return the commands that submit a held request with its images."""

@@ -101,7 +101,7 @@ class RequestManager:
         key = self._num_keys  # from 1: in an event, 0 means no request
         command = to_core(submit, self.limits, key)
         request = OpenRequest(
-            submit,
+            msgspec.structs.replace(submit, images=[]) if submit.images else submit,
             key,
             self._tokenizer,
             self._table,
@@ -124,8 +124,9 @@ class RequestManager:
         """Hold a request until its images are decoded."""
         assert self.images is not None, "images are only accepted where they can be decoded"
         self._pending_images.hold(command)
-        if not self.images.enter(command.key, submit.tenant_id, submit.images):
-            message = "too many images of this tenant wait to be decoded; send the request again later"
+        problem = self.images.enter(command.key, submit.tenant_id, submit.images)
+        if problem:
+            message = f"{problem}; send the request again later"
             self.take_images(command.key, ImageFailure(FailureCode.OVERLOADED, message))
 
     def take_images(self, key: int, result: list[PromptImage] | ImageFailure) -> None:
@@ -190,8 +191,6 @@ class RequestManager:
         if request.stopped_by is None:  # otherwise the core is already ending it
             request.abort_detail = request.abort_detail or detail
             if self._pending_images.leave(key):  # the core does not know it
-                assert self.images is not None
-                self.images.leave(key)
                 counts = 0, request.num_output, 0, 0, self._clock_ns(), request.submit.service.name
                 self._finish(request, session, CoreFinish(FinishReason.ABORT, "", *counts, [], 0))
                 return
@@ -241,9 +240,7 @@ class RequestManager:
 
         `first_step_keys` are the requests whose first token the core was computing when it died; None if unknown.
         """
-        for key in self._pending_images.clear():
-            if self.images is not None:
-                self.images.leave(key)
+        self._pending_images.clear()
         for request, session in list(self._open.values()):
             in_first_step = None if first_step_keys is None else request.key in first_step_keys
             self._fail(request, session, CoreFailure(request.key, code, message, in_first_step=in_first_step))
@@ -277,6 +274,8 @@ class RequestManager:
 
     def _close(self, request: OpenRequest, session: GatewaySession) -> None:
         del self._open[request.key]
+        if self.images is not None:
+            self.images.leave(request.key)
         del session.open_keys[request.request_id]
         self._ended[request.key] = request.request_id
         if len(self._ended) > MAX_REMEMBERED:
