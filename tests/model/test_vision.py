@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,17 @@ import torch
 from tests.vision_checkpoint import END, IMAGE, START, TEXT, VISION, write_checkpoint
 from torch import Tensor
 
+from moiety_engine.config import ImageOptions
 from moiety_engine.images.prompt_images import PromptImage, PromptImages
 from moiety_engine.model.batch import Batch, ImageRows
 from moiety_engine.model.errors import ConfigError, UnsupportedModelError
 from moiety_engine.model.families import ignored_keys, read_spec, spec_from_config
+from moiety_engine.model.image_settings import image_rules, with_image_settings
 from moiety_engine.model.loading import load_model
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.model.vision_encoder import patches_of
 from moiety_engine.model.weight_offload import weight_bytes
+from moiety_engine.planning.models import find_model
 from moiety_engine.runner.image_rows import rotary_positions
 
 TOLERANCE = 1e-4
@@ -74,7 +78,11 @@ class Run:
     """One prompt in a paged cache, computed in chunks."""
 
     def __init__(self, model: Transformer, prompt: Prompt, *, scramble: int = 0) -> None:
-        self.model, self.prompt, self.places = model, prompt, PromptImages(prompt.images, [image.digest for image in prompt.images])
+        self.model, self.prompt, self.places = (
+            model,
+            prompt,
+            PromptImages(prompt.images, [image.digest for image in prompt.images]),
+        )
         self.kv = model.allocate_kv(64, BLOCK)
         for layer in self.kv.layers:
             for part in layer.parts:
@@ -237,3 +245,53 @@ def test_a_row_is_bit_for_bit_the_same_for_every_chunk_size(oracle: Any, folder:
     prompt = PROMPTS["images of several sizes between text"]()
     models = [load_model(folder, device="cpu", dtype=dtype) for _ in range(2)]
     assert torch.equal(Run(models[0], prompt).prefill(5), Run(models[1], prompt, scramble=3).prefill(400))
+
+
+def test_a_plan_for_machines_knows_the_encoder_s_weights(oracle: Any, folder: Path) -> None:
+    served = find_model(str(folder))
+    assert served.spec.vision is not None
+    without = replace(served.spec, vision=None)
+    own = sum(parameter.numel() for name, parameter in oracle.named_parameters() if ".visual." in name)
+    assert served.weight_bytes(served.spec) - served.weight_bytes(without) > 2 * own
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [({"patch_size": 14}, "belong to different models"), ({"image_mean": [0.5]}, "need 3 numbers")],
+)
+def test_an_image_processor_of_another_model_is_refused(
+    oracle: Any, folder: Path, tmp_path: Path, settings: dict[str, Any], reason: str
+) -> None:
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=reason):
+        with_image_settings(read_spec(folder), tmp_path)
+
+
+def test_the_image_processor_s_settings_are_those_of_the_checkpoint(oracle: Any, folder: Path, tmp_path: Path) -> None:
+    size = {"shortest_edge": 128, "longest_edge": 4096}
+    settings = {"size": size, "image_mean": [0.1, 0.2, 0.3], "image_std": [1.0, 2.0, 3.0]}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    spec = with_image_settings(read_spec(folder), tmp_path)
+    assert spec.vision is not None
+    assert (spec.vision.mean, spec.vision.deviation) == ((0.1, 0.2, 0.3), (1.0, 2.0, 3.0))
+    rules = image_rules(spec.vision, tmp_path, ImageOptions(max_pixels=2048))
+    assert (rules.min_pixels, rules.max_pixels, rules.image_token_id) == (128, 2048, IMAGE)
+
+
+def test_bfloat16_is_at_most_half_again_as_far_from_float32_as_the_oracles_bfloat16(tmp_path: Path) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    write_checkpoint(tmp_path, dtype=torch.bfloat16)
+    exact, narrow = (
+        AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=dtype, attn_implementation="eager").eval()
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    model = load_model(tmp_path, device="cpu", dtype="bfloat16")
+    theirs, ours = [], []
+    for kind in ("one image", "images of several sizes between text"):
+        prompt = PROMPTS[kind]()
+        right = expected(exact, model, prompt)
+        theirs.append((expected(narrow, model, prompt) - right).abs())
+        ours.append((Run(model, prompt).prefill(400).log_softmax(-1) - right).abs())
+    assert torch.cat(ours).mean() <= 1.5 * torch.cat(theirs).mean()
+    assert torch.cat(ours).max() <= 1.5 * torch.cat(theirs).max()
