@@ -214,8 +214,14 @@ def test_tied_embeddings_follow_the_whole_configuration(tmp_path: Path) -> None:
     assert (Run(tied, prompt).prefill(400).log_softmax(-1) - expected(oracle, tied, prompt)).abs().max() <= TOLERANCE
 
 
-def test_no_key_of_the_configuration_that_matters_is_ignored(oracle: Any, folder: Path) -> None:
+def test_a_key_of_the_text_model_that_is_not_read_is_named_and_no_other(
+    oracle: Any, folder: Path, tmp_path: Path
+) -> None:
     assert ignored_keys(folder) == []
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["attention_twist"] = 2
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert ignored_keys(tmp_path) == ["attention_twist"]
 
 
 def test_the_memory_of_the_weights_includes_the_encoder(oracle: Any, folder: Path) -> None:

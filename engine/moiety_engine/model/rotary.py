@@ -13,15 +13,15 @@ from torch import Tensor
 from moiety_engine.model.spec import LinearScaling, Llama3Scaling, LongRopeScaling, RopeSpec, YarnScaling
 
 if TYPE_CHECKING:
-    from moiety_engine.model.batch import Batch, ImageRows
+    from moiety_engine.model.batch import Batch
     from moiety_engine.model.spec import ModelSpec
 
 
 class RotaryTable:
     """Cosine and sine tables of one RopeSpec on one device, float32."""
 
-    # Tables of the newest batch with images, and the image rows that they are made for: all layers use the same ones.
-    _mixed: tuple[ImageRows, tuple[Tensor, Tensor, Tensor]] | None = None
+    # Tables of the newest batch with images, and its `rows_I`, which identify it: all layers use the same tables.
+    _mixed: tuple[Tensor, tuple[Tensor, Tensor, Tensor]] | None = None
 
     def __init__(self, spec: RopeSpec, device: torch.device) -> None:
         self._frequencies_R, self._magnitude = inverse_frequencies(spec)
@@ -51,14 +51,14 @@ class RotaryTable:
         images = batch.images
         if images is None or self._axis_R is None:
             return cos_PR, sin_PR, batch.positions_T
-        if self._mixed is None or self._mixed[0] is not images:
+        if self._mixed is None or self._mixed[0] is not images.rows_I:
             at_IR = images.positions_3I.index_select(0, self._axis_R).T
             pair_R = torch.arange(len(self._axis_R), device=self._device)
             tables = [table_PR.index_select(0, batch.positions_T) for table_PR in (cos_PR, sin_PR)]
             for table_TR, table_PR in zip(tables, (cos_PR, sin_PR), strict=True):
                 table_TR.index_copy_(0, images.rows_I, table_PR[at_IR, pair_R])
             row_T = torch.arange(len(batch.positions_T), device=self._device)
-            self._mixed = images, (tables[0], tables[1], row_T)
+            self._mixed = images.rows_I, (tables[0], tables[1], row_T)
         return self._mixed[1]
 
 
