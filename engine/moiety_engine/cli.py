@@ -22,7 +22,7 @@ from moiety_engine.distribution.rendezvous_address import (
 )
 from moiety_engine.errors import CheckpointError, InvalidConfig
 from moiety_engine.logs import configure_logs
-from moiety_engine.option_values import serving_config
+from moiety_engine.option_values import image_options, serving_config
 from moiety_engine.scripted.link import ScriptedCore
 from moiety_engine.scripted.script import Script
 from moiety_engine.scripted.text_model import scripted_text_model
@@ -118,6 +118,7 @@ def _server_settings(options: EngineOptions, adapters: dict[str, str]) -> Server
         curve_secret_key=_read_curve_key(options.curve_key_file),
         gateway_keys_file=_checked_gateway_keys(options.gateway_keys_file, options.curve_key_file),
         role=options.role,
+        images=image_options(options),
     )
 
 

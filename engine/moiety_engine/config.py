@@ -27,6 +27,7 @@ __all__ = [  # the configuration, and those values of its fields that the code t
     "EngineConfig",
     "ExpertEviction",
     "GrammarLimits",
+    "ImageOptions",
     "KvTransport",
     "Offload",
     "OffloadConfig",
@@ -85,6 +86,30 @@ class GrammarLimits(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidConfig(f"grammar_queue must be at least 1, not {self.max_waiting_per_tenant}")
 
 
+class ImageOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of images, for models with a vision encoder."""
+
+    cache_bytes: int = 512 << 20  # device memory for encoded images
+    max_images: int = 16  # in one prompt
+    max_bytes: int = 20 << 20  # of one encoded image, and
+    max_source_pixels: int = 36_000_000  # of one image before it is resized
+    max_pixels: int = 1 << 21  # of one image after it is resized
+    decode_cpu_s: float = 5.0  # processor time of decoding one image
+    decode_wall_s: float = 15.0  # the same, by the clock
+    decode_memory_bytes: int = 512 << 20  # address space for it, beyond what the process had at its start
+    decode_processes: int = 2  # images that are decoded at once
+    pixel_memory_bytes: int = 4 << 30  # host memory for the pixels of all open requests
+    max_decoding: int = 64  # images of one tenant that wait to be decoded; requests with further ones are refused
+
+    def __post_init__(self) -> None:
+        limits = {name: getattr(self, name) for name in self.__struct_fields__ if name != "cache_bytes"}
+        for name, value in limits.items():
+            if not value > 0:
+                raise InvalidConfig(f"image limit {name} must be more than 0, not {value}")
+        if self.cache_bytes < 0:
+            raise InvalidConfig(f"image_cache_bytes must be 0 (keep nothing) or more, not {self.cache_bytes}")
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One replica. `None` and "auto" are resolved by the core from the model and the machine."""
 
@@ -136,6 +161,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     transfer: TransferConfig = TransferConfig()
     offload: OffloadConfig = OffloadConfig()
     grammar: GrammarLimits = GrammarLimits()
+    images: ImageOptions = ImageOptions()
     adapters: dict[str, str] = {}  # of the operator: name → folder
     adapter_memory_bytes: int | None = None  # of the device; 0: no adapters
     max_adapters: int = 64  # in memory at once

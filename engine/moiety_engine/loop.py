@@ -148,7 +148,10 @@ class EngineLoop:
         if not fresh:
             return
         self._forgotten |= fresh
-        num_blocks = self.scheduler.groups.forget_tenants(frozenset(map(tenant_mark, fresh)))
+        marks = frozenset(map(tenant_mark, fresh))
+        num_blocks = self.scheduler.groups.forget_tenants(marks)
+        if not self.executor.asleep:
+            self.executor.awake().runner.forget_images(marks)
         disk = self.intake.disk
         num_files = 0 if disk is None else disk.forget_tenants(fresh)
         log.info("tenants_forgotten", num_tenants=len(fresh), num_blocks=num_blocks, num_files=num_files)

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 from moiety_engine.adapters.adapter_slots import AdapterRegistry
 from moiety_engine.disk.tier import DiskTier
 from moiety_engine.draft_model.draft_model import DraftModel
+from moiety_engine.errors import InvalidConfig
 from moiety_engine.expert_monitor import ExpertMonitor
 from moiety_engine.kv_transfer.connector import connector_of
 from moiety_engine.loop import EngineLoop
+from moiety_engine.model.image_settings import image_rules
 from moiety_engine.model_executor import DeviceOptions, ModelExecutor
 from moiety_engine.moe.load_watch import ExpertWatch
 from moiety_engine.moe.tenants import TenantSlots
@@ -50,6 +52,11 @@ def build_loop(
     `grammars` is the service that compiles and steps grammars, or the reason why there is none. `draft_model` is given
     if the configuration names one. Raises AdapterError for a configured adapter that cannot be served.
     """
+    if model.vision is not None and draft_model is not None:
+        raise InvalidConfig(
+            "--speculate draft is not available with a model that takes images, since the draft model does not see "
+            "them: use --speculate ngram, or leave out --draft-model"
+        )
     overlaps = steps_overlap(model, config)
     controls = ControlSender(rank_group, overlaps=overlaps)
     sizes = sizes_for(model, config, controls, local_ranks, draft_model=draft_model)
@@ -73,6 +80,9 @@ def build_loop(
         disk,
         max_context_tokens=sizes.max_context_tokens,
         clock_ns=clock_ns,
+        image_rules=None
+        if model.spec.vision is None
+        else image_rules(model.spec.vision, Path(config.model), config.images),
     )
     return EngineLoop(executor, scheduler, intake, experts, reporter, clock_ns=clock_ns)
 

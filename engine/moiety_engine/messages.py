@@ -10,10 +10,12 @@ from enum import StrEnum
 
 import msgspec
 
+from moiety_engine.images.prompt_images import PromptImage
 from moiety_wire.classes import ServiceClass
 from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
 from moiety_wire.figures import Figures
 from moiety_wire.grammars import GrammarSpec
+from moiety_wire.images import ImageRules
 from moiety_wire.messages import FailureCode, FinishReason, Sampling, SpeculativePrefillRequest, ThoughtBudget
 from moiety_wire.notes import EventKind, Reason, StepNote
 from moiety_wire.roles import KvHandoff, KvTransferTimes
@@ -48,6 +50,7 @@ class CoreSubmit(msgspec.Struct, frozen=True, tag="submit"):
     )
     keep_s: float = 0.0  # time in which its prefix-cache blocks are evicted after others
     thought_budget: ThoughtBudget | None = None
+    images: list[PromptImage] = []  # in the order of their places in the prompt
 
 
 class CoreExtend(msgspec.Struct, frozen=True, tag="extend"):
@@ -194,6 +197,7 @@ class CoreHello(msgspec.Struct, frozen=True, tag="hello"):
     kv_secret: str = ""
     takes_adapters: bool = False
     speculative_prefill: bool = False
+    images: ImageRules | None = None  # None: this model takes no images
 
 
 class TracedStep(msgspec.Struct, frozen=True, array_like=True):

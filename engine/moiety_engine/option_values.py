@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moiety_engine.checkpoint import resolve_checkpoint
-from moiety_engine.config import EngineConfig, GrammarLimits, OffloadConfig, TransferConfig
+from moiety_engine.config import EngineConfig, GrammarLimits, ImageOptions, OffloadConfig, TransferConfig
 from moiety_options.engine import EngineOptions
 from moiety_options.model import ModelOptions
 from moiety_wire.roles import EngineRole
@@ -44,6 +44,7 @@ def serving_config(options: EngineOptions, folder: Path, name: str, adapters: di
         disk_cache=str(options.disk_cache.resolve()) if options.disk_cache else "",
         rank_failure_log=str(options.rank_failure_log.resolve()) if options.rank_failure_log else "",
         grammar=_grammar_limits(options),
+        images=image_options(options),
         adapters=adapters,
         transfer=_transfer_config(options),
     )
@@ -66,6 +67,22 @@ def _grammar_limits(options: EngineOptions) -> GrammarLimits:
         compile_memory_bytes=options.grammar_compile_memory_bytes,
         worker_memory_bytes=options.grammar_worker_memory_bytes,
         max_waiting_per_tenant=options.grammar_queue,
+    )
+
+
+def image_options(options: EngineOptions) -> ImageOptions:
+    """Return the limits of images that the options set."""
+    return ImageOptions(
+        cache_bytes=options.image_cache_bytes,
+        max_images=options.max_images,
+        max_bytes=options.max_image_bytes,
+        max_source_pixels=options.max_image_source_pixels,
+        max_pixels=options.max_image_pixels,
+        decode_cpu_s=options.image_decode_cpu_s,
+        decode_wall_s=3 * options.image_decode_cpu_s,
+        decode_memory_bytes=options.image_decode_memory_bytes,
+        pixel_memory_bytes=options.image_pixel_memory_bytes,
+        max_decoding=options.image_queue,
     )
 
 

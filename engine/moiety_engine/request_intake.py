@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from moiety_engine.step_reporter import StepReporter
     from moiety_engine.structured_outputs.compile_queue import GrammarCompileQueue
     from moiety_engine.structured_outputs.stepping import GrammarHandle
+    from moiety_wire.images import ImageRules
 
 
 class RequestIntake:
@@ -40,7 +41,9 @@ class RequestIntake:
         *,
         max_context_tokens: int,
         clock_ns: Callable[[], int],
+        image_rules: ImageRules | None = None,
     ) -> None:
+        self.image_rules = image_rules  # None: the model takes no images
         self.kv_connector = kv_connector
         self.adapters = adapters
         self.grammars = grammars
@@ -77,6 +80,10 @@ class RequestIntake:
         if not 1 <= num_prompt <= longest:
             message = f"the prompt has {num_prompt} tokens; it must have 1 to {longest}"
             self._reporter.add_failures(CoreFailure(submit.key, FailureCode.CONTEXT_LENGTH_EXCEEDED, message))
+            return
+        if submit.images and self.image_rules is None:
+            message = "this model does not take images; send the request to a model that does, or leave them out"
+            self._reporter.add_failures(CoreFailure(submit.key, FailureCode.INVALID_REQUEST, message))
             return
         room = self.max_context_tokens - num_prompt
         if not submit.embed and submit.max_tokens > room:

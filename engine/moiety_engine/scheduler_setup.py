@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from moiety_engine.cache.block_pool import BlockPool
 from moiety_engine.cache.host import HostTier
 from moiety_engine.config import PolicyName, Speculate
+from moiety_engine.model.vision_cost import encoder_cost
 from moiety_engine.scheduling.admission.batching_strategies import STRATEGIES
 from moiety_engine.scheduling.kv.kv_ledger import KvLedger
 from moiety_engine.scheduling.limits import SchedulerLimits
@@ -24,7 +25,11 @@ def build_scheduler(config: EngineConfig, model: Transformer, sizes: Sizes, draf
     """Build the scheduler. Without a draft model, drafts are found by n-gram lookup."""
     first, *further = [_build_ledger(config, model, sizes) for _ in range(model.ranks.across.size)]
     limits = SchedulerLimits(
-        sizes.max_batch_tokens, sizes.max_running, config.static_batch_size, config.batch_timeout_ms
+        sizes.max_batch_tokens,
+        sizes.max_running,
+        config.static_batch_size,
+        config.batch_timeout_ms,
+        encoder_cost=encoder_cost(model.spec),
     )
     policy = config.policy if config.batching is Batching.CONTINUOUS else PolicyName.FCFS
     draft_tokens = 0 if config.speculate is Speculate.OFF else config.speculate_tokens

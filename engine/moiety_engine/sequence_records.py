@@ -9,7 +9,8 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from moiety_engine.cache.block_hashes import MARK_BYTES, block_hash, root_hash
+from moiety_engine.cache.block_hashes import MARK_BYTES, block_hash, image_key, root_hash
+from moiety_engine.images.prompt_images import PromptImages
 from moiety_engine.messages import CoreEvent, CoreSubmit
 from moiety_engine.structured_outputs.stepping import GrammarHandle
 from moiety_wire.classes import ServiceClass
@@ -32,6 +33,7 @@ class RequestFacts:
     num_prompt: int
     num_resumed: int  # output tokens that another engine generated before
     grammar: GrammarHandle | None  # grammar state of its output; derived from the tokens alone
+    images: PromptImages | None = None
 
     @classmethod
     def of(
@@ -49,20 +51,25 @@ class RequestFacts:
             num_prompt=len(submit.prompt_ids),
             num_resumed=len(submit.resumed_ids or ()),
             grammar=grammar,
+            images=_images_of(submit),
         )
 
 
 class BlockHashes:
-    """Hashes of a sequence's full blocks, each computed once. The chain starts from the tenant's salt."""
+    """Hashes of a sequence's full blocks, each computed once. The chain starts from the tenant's salt.
 
-    __slots__ = ("_answer_apart", "_hashes", "_num_prompt", "_root", "_tokens")
+    The hash of a block with tokens of an image covers the image's place and content too.
+    """
+
+    __slots__ = ("_answer_apart", "_hashes", "_images", "_num_prompt", "_root", "_tokens")
 
     def __init__(self, submit: CoreSubmit, tokens: list[int], *, answer_apart: bool) -> None:
         """Create the chain over `tokens`, the sequence's own list, which grows.
 
         With `answer_apart`, the hashes of its output differ from those of a prompt with the same tokens.
         """
-        self._root = root_hash(submit.tenant_id, submit.cache_salt, submit.adapter)
+        self._root = _root_of(submit)
+        self._images = submit.images
         self._tokens = tokens
         self._num_prompt = len(submit.prompt_ids)
         self._answer_apart = answer_apart
@@ -91,15 +98,29 @@ class BlockHashes:
         for begin in range(len(hashes) * block_size, count * block_size, block_size):
             if self._answer_apart and begin <= num_prompt < begin + block_size:
                 parent = block_hash(parent, [-1, num_prompt])  # no token is -1
+            for image in self._images:
+                if image.start < begin + block_size and begin < image.end:
+                    parent = block_hash(parent + image.digest, [-2, image.start])  # no token is -2
             parent = block_hash(parent, tokens[begin : begin + block_size])
             hashes.append(parent)
+
+
+def _images_of(submit: CoreSubmit) -> PromptImages | None:
+    if not submit.images:
+        return None
+    root = root_hash(submit.tenant_id, submit.cache_salt)
+    return PromptImages(submit.images, [image_key(root, image.digest) for image in submit.images])
+
+
+def _root_of(submit: CoreSubmit) -> bytes:
+    return root_hash(submit.tenant_id, submit.cache_salt, submit.adapter)
 
 
 @dataclass(slots=True, eq=False)
 class KvState:
     """KV of one sequence: its blocks and how many of its tokens are computed. Counts are in tokens."""
 
-    num_uncached: int  # tokens to prefill that no cache held on arrival
+    num_uncached: int  # tokens to prefill that no cache held on arrival; encoding images counts as tokens
     group: int = 0  # rank group that holds its blocks; may change while it has none
     blocks: list[int] = field(default_factory=list)
     host_blocks: list[int] = field(default_factory=list)  # while swapped out: hold the first `num_computed` tokens

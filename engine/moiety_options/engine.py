@@ -15,6 +15,7 @@ from moiety_wire.roles import EngineRole
 _batching = partial(option, env=ENV, panel=panels.BATCHING)
 _kv_cache = partial(option, env=ENV, panel=panels.KV_CACHE)
 _structured = partial(option, env=ENV, panel=panels.STRUCTURED_OUTPUTS)
+_images = partial(option, env=ENV, panel=panels.IMAGES)
 _adapters = partial(option, env=ENV, panel=panels.ADAPTERS)
 _distributed = partial(option, env=ENV, panel=panels.DISTRIBUTED)
 _roles = partial(option, env=ENV, panel=panels.ROLES)
@@ -61,6 +62,36 @@ class ServingOptions(ServedModelOptions):
         None, "Number of tokens in a KV block. If not given, 16 on a GPU and 4 on a CPU.", min=1
     )
     prefix_caching: bool = _kv_cache(True, "Reuse the KV blocks of earlier requests that have the same prefix.")
+    image_cache_bytes: int = _images(
+        512 << 20,
+        "Device memory for encoded images, such as 1GiB; 0 keeps none. Only for models with a vision encoder.",
+        is_size=True,
+    )
+    max_images: int = _images(16, "Largest number of images in one prompt.", min=1)
+    max_image_bytes: int = _images(20 << 20, "Largest size of one image file, such as 20MiB.", is_size=True)
+    max_image_source_pixels: int = _images(
+        36_000_000, "Largest number of pixels of an image file. An image with more is rejected.", min=1
+    )
+    max_image_pixels: int = _images(
+        1 << 21, "Largest number of pixels of an image for the model. A larger image is resized to it.", min=1
+    )
+    image_decode_cpu_s: float = _images(
+        5.0, "Largest CPU time to decode one image, in seconds. An image that needs more is rejected.", min=0.05, max=60
+    )
+    image_decode_memory_bytes: int = _images(
+        512 << 20, "Largest memory to decode one image, such as 512MiB.", is_size=True
+    )
+    image_pixel_memory_bytes: int = _images(
+        4 << 30,
+        "Largest host memory for the pixels of all open requests, such as 8GiB. Further requests with images are "
+        "rejected with 429.",
+        is_size=True,
+    )
+    image_queue: int = _images(
+        64,
+        "Largest number of images of one tenant that wait to be decoded. Further requests are rejected with 429.",
+        min=1,
+    )
     grammar_compile_cpu_s: float = _structured(
         1.0,
         "Largest CPU time for the compilation of one grammar, in seconds. A grammar that needs more is rejected.",

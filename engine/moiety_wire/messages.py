@@ -35,6 +35,7 @@ from moiety_wire.classes import ServiceClass
 from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
 from moiety_wire.figures import Load
 from moiety_wire.grammars import GrammarSpec
+from moiety_wire.images import ImageInput, ImageRules
 from moiety_wire.notes import Event, Phases, Reason
 from moiety_wire.roles import EngineRole, KvHandoff, KvTransferTimes
 
@@ -193,6 +194,7 @@ class Submit(msgspec.Struct, frozen=True, omit_defaults=True, tag="submit"):
     )
     keep_s: float = 0.0  # retain the conversation in the prefix cache for so long
     marker_ids: tuple[int, ...] = ()  # added tokens that mark tool calls or reasoning; text that spells one is guarded
+    images: list[ImageInput] = []  # only if the card has `images`; in the order of their placeholders in the prompt
 
 
 class Extend(msgspec.Struct, frozen=True, tag="extend"):
@@ -306,6 +308,7 @@ class ModelCard(msgspec.Struct, frozen=True, tag="card"):
     forgets: bool = False  # the engine accepts `Forget`
     shows_special_tokens: bool = True  # False: the engine refuses `Submit.shown_ids`
     controls_reasoning: bool = False  # the engine keeps thought budgets, and follows grammars that include reasoning
+    images: ImageRules | None = None  # None: the model takes no images
 
 
 class Accepted(msgspec.Struct, frozen=True, omit_defaults=True, tag="accepted"):

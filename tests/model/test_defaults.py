@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING
 
 from moiety_engine.model.errors import ModelError
 from moiety_engine.model.families import FAMILIES, spec_from_config
-from moiety_engine.model.families.defaults import DEFAULTS, OTHER_NAMES
+from moiety_engine.model.families.defaults import DEFAULTS, OTHER_NAMES, VISION_DEFAULTS
 
 from .conftest import LINEAR_ROPE, LLAMA3_ROPE, SMALL, VARIANTS, YARN_ROPE
 
@@ -17,10 +17,14 @@ Config = dict[str, Any]
 # a derived value is compared where it is used: in the spec
 DERIVED = {"rope_theta", "rope_local_base_freq", "rope_parameters", "partial_rotary_factor", "sliding_window_pattern"}
 DERIVED |= {"sliding_window", "moe_layer_end_index"}
+# families whose text model has a part of the configuration only
+NESTED = {"qwen3_vl_moe"}
+TEXT_CLASSES = {"gemma3": "gemma3_text", "qwen3_vl_moe": "qwen3_vl_moe_text"}
+WHOLE_KEYS = ("image_token_id", "vision_start_token_id", "vision_end_token_id", "tie_word_embeddings")
 
 
 def text_class(family: str) -> Any:
-    return CONFIG_MAPPING["gemma3_text" if family == "gemma3" else family]
+    return CONFIG_MAPPING[TEXT_CLASSES.get(family, family)]
 
 
 def theirs(family: str, config: Config) -> Config:
@@ -94,13 +98,13 @@ def test_each_key_that_is_left_out_means_what_transformers_takes_it_for(name: st
     assert tried >= len(DEFAULTS[family])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - NESTED))
 def test_a_configuration_that_says_nothing_is_the_class_as_it_is(family: str) -> None:
     assert outcome({"model_type": family}) == outcome(theirs(family, {}))
 
 
 @pytest.mark.parametrize("kind", ROPES)
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"gemma3", "gemma3_text", "phimoe"}))
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"gemma3", "gemma3_text", "phimoe"} - NESTED))
 def test_scaled_rotary_embeddings_have_the_family_s_own_base(family: str, kind: str) -> None:
     scaling = {key: value for key, value in ROPES[kind].items() if key != "rope_theta"}
     sizes = {"num_experts_per_tok": 2, "n_routed_experts": 8} if family in ("dots1", "deepseek_v2") else {}
@@ -113,16 +117,34 @@ def test_scaled_rotary_embeddings_have_the_family_s_own_base(family: str, kind: 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_default_is_that_of_transformers(family: str) -> None:
-    config = text_class(family)()
+    config, whole = text_class(family)(), CONFIG_MAPPING[family]()
     for key in DEFAULTS[family].keys() - DERIVED:
-        assert getattr(config, key) == DEFAULTS[family][key], key
+        source = whole if family in NESTED and key in WHOLE_KEYS else config
+        assert getattr(source, key) == DEFAULTS[family][key], key
     for key, others in OTHER_NAMES.get(family, {}).items():
         names = {key, *others}
         assert {*type(config).attribute_map.items()} & {(a, b) for a in names for b in names}, key
 
 
+def test_every_default_of_a_vision_encoder_is_that_of_transformers() -> None:
+    config = CONFIG_MAPPING["qwen3_vl_moe"]().vision_config
+    for key, value in VISION_DEFAULTS.items():
+        theirs_value = getattr(config, key)
+        assert (list(theirs_value) if isinstance(value, list) else theirs_value) == value, key
+    assert config.rope_parameters["rope_theta"] == 10_000.0
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "rope_theta"])
+def test_a_nested_text_configuration_means_what_transformers_takes_it_for(key: str) -> None:
+    text = {"num_hidden_layers": 3, "rope_scaling": {"rope_type": "default", "mrope_section": [24, 20, 20]}}
+    text |= {key: 8, "num_attention_heads": 16, "num_experts_per_tok": 2}
+    config = {"model_type": "qwen3_vl_moe", "text_config": text, "vision_config": {"out_hidden_size": 2048}}
+    meant = CONFIG_MAPPING["qwen3_vl_moe"](**{name: part for name, part in config.items() if name != "model_type"})
+    assert spec_from_config(config) == spec_from_config(meant.to_dict())
+
+
 def test_the_same_count_under_another_name_is_not_overruled_by_a_default() -> None:
-    for family, names in OTHER_NAMES.items():
+    for family, names in ((family, names) for family, names in OTHER_NAMES.items() if family not in NESTED):
         for key, others in names.items():
             for other in others:
                 config = {"model_type": family, "num_experts_per_tok": 3, "n_routed_experts": 24} | {other: 16}

@@ -199,7 +199,8 @@ def test_what_is_not_known_of_a_family_is_refused_by_name(
 
 
 def test_what_a_configuration_says_beyond_what_is_read_is_named_and_nothing_else(tmp_path: Path) -> None:
-    assert {family for family, _ in VARIANTS.values()} == FAMILIES.keys() - {"gemma3"}, "each is tried"
+    nested = {"gemma3", "qwen3_vl_moe"}  # the latter is tried in test_vision
+    assert {family for family, _ in VARIANTS.values()} == FAMILIES.keys() - nested, "each is tried"
     for family, changes in VARIANTS.values():
         config = CONFIG_MAPPING[family](**(SMALL | changes)).to_dict()
         (tmp_path / "config.json").write_text(json.dumps(config))

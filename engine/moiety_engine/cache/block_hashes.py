@@ -34,6 +34,14 @@ def root_hash(tenant_id: str, salt: bytes, adapter: str = "") -> bytes:
     return tenant_mark(tenant_id) + root
 
 
+def image_key(root: bytes, digest: bytes) -> bytes:
+    """Return the key of an image's encoding for the tenant and the salt of `root`.
+
+    A tenant with another salt can neither hit nor observe it. It begins with the tenant's mark, as block hashes do.
+    """
+    return root[:MARK_BYTES] + blake2b(root + digest, digest_size=HASH_BYTES, person=b"moiety-image").digest()
+
+
 def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """Return the hash of a full block that follows `parent`, the hash of the previous block or the root."""
     return parent[:MARK_BYTES] + blake2b(parent + array("q", token_ids).tobytes(), digest_size=HASH_BYTES).digest()

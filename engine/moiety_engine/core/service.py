@@ -105,6 +105,7 @@ def hello_of(loop: EngineLoop) -> CoreHello:
         kv_secret=loop.intake.kv_connector.secret,
         takes_adapters=loop.intake.adapters.is_open,
         speculative_prefill=loop.scheduler.speculative_prefill.is_possible,
+        images=loop.intake.image_rules,
     )
 
 

@@ -25,11 +25,20 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageRows:
+    """Tokens of a step that stand for parts of images: I rows, each with its encoder's output."""
+
+    rows_I: Tensor  # int64, rows of T
+    positions_3I: Tensor  # int64, temporal, vertical and horizontal position of each (M-RoPE)
+    features_FID: Tensor  # embedding of each row, and what is added to the output of each of the first layers
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """Tokens of one step for one group of ranks. Decodes (sequences with exactly one query token) come first."""
 
     token_ids_T: Tensor  # int64
-    positions_T: Tensor  # int64
+    positions_T: Tensor  # int64, rotary positions; after an image they are less than the places in the context
     slots_T: Tensor  # int64, cache slot of token t's K and V: block_id · block_size + offset
     query_start_S1: Tensor  # int32; sequence s owns the tokens query_start[s] … query_start[s + 1] - 1
     context_len_S: Tensor  # int32, tokens of sequence s in the cache, this chunk included
@@ -41,6 +50,7 @@ class Batch:
     owner_T: Tensor | None = None  # int64, tenant slot of each token (moe.tenants). None: experts are not counted
     spread: Spread | None = None  # None: there is one group. Else `owner_T` covers the tokens of all groups
     adapted: AdaptedRows | None = None  # None: no token has an adapter
+    images: ImageRows | None = None  # None: no token stands for a part of an image
     micro_batches: tuple[Batch, ...] = ()  # the same tokens in consecutive parts, if they run as micro-batches
 
 

@@ -204,6 +204,8 @@ def _chosen(chosen: Chosen, stack: Tensor, what: str) -> Tensor:
 
 
 def _fill(place: TensorMapping | Shares, source: Tensor, what: str) -> None:
+    if source.shape != place.shape and isinstance(place, TensorMapping) and place.takes_transposed:
+        source = source.mT
     if source.shape != place.shape:
         raise WeightsError(
             f"{what} has shape {tuple(source.shape)}, but config.json requires {place.shape}; the weights "

@@ -75,13 +75,13 @@ class GroupedQueryAttention:
         spec, weights = self._spec, self._weights
         qkv_TC = self._linear(x_TD, weights.qkv_CD, weights.qkv_bias_C)
         self._adapters.add(Product.QKV, qkv_TC, x_TD, batch.adapted)
-        cos_PR, sin_PR = self._rotary.upto(batch.max_context)
+        cos_PR, sin_PR, row_T = self._rotary.of_batch(batch)
         q_THd = attention_input(
             qkv_TC,
             self._plan,
             cos_PR,
             sin_PR,
-            batch.positions_T,
+            row_T,
             cache.k_NGPd,
             cache.v_NGPd,
             batch.slots_T,

@@ -18,6 +18,7 @@ from moiety_engine.model.dummy import draw_weights
 from moiety_engine.model.errors import UnsupportedModelError
 from moiety_engine.model.families import read_spec
 from moiety_engine.model.head import narrow_head_bytes, with_narrow_head
+from moiety_engine.model.image_settings import with_image_settings
 from moiety_engine.model.mtp_checkpoint import mtp_spec, require_mtp
 from moiety_engine.model.offloading import budget, most_chosen, open_store
 from moiety_engine.model.remote_experts import ExpertServer
@@ -207,7 +208,7 @@ def load_share(
 
 def _spec(folder: Path, load_format: LoadFormat, max_context_tokens: int | None, *, keeps_hidden: bool) -> ModelSpec:
     """Return the model's spec; raises before any weights are read if a required MTP layer is missing."""
-    spec = read_spec(folder).within(max_context_tokens)
+    spec = with_image_settings(read_spec(folder), folder).within(max_context_tokens)
     if keeps_hidden:
         require_mtp(folder, spec, load_format)
     return spec

@@ -13,15 +13,20 @@ from torch import Tensor
 from moiety_engine.model.spec import LinearScaling, Llama3Scaling, LongRopeScaling, RopeSpec, YarnScaling
 
 if TYPE_CHECKING:
+    from moiety_engine.model.batch import Batch
     from moiety_engine.model.spec import ModelSpec
 
 
 class RotaryTable:
     """Cosine and sine tables of one RopeSpec on one device, float32."""
 
+    # Tables of the newest batch with images, and its `rows_I`, which identify it: all layers use the same tables.
+    _mixed: tuple[Tensor, tuple[Tensor, Tensor, Tensor]] | None = None
+
     def __init__(self, spec: RopeSpec, device: torch.device) -> None:
         self._frequencies_R, self._magnitude = inverse_frequencies(spec)
         self._device = device
+        self._axis_R = None if spec.axes is None else torch.tensor(spec.axis_of_pair, device=device)
         self._cos_PR = torch.empty(0, len(self._frequencies_R), device=device)
         self._sin_PR = self._cos_PR
         self._kept: list[Tensor] = []  # recorded programs read the tables by address
@@ -36,6 +41,26 @@ class RotaryTable:
             self._kept += [self._cos_PR, self._sin_PR]
         return self._cos_PR, self._sin_PR
 
+    def of_batch(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (cosines, sines, row of both for each token) of a batch.
+
+        An image's token turns each pair by the position on the pair's axis, so a batch with images has a row for each
+        of its tokens.
+        """
+        cos_PR, sin_PR = self.upto(batch.max_context)
+        images = batch.images
+        if images is None or self._axis_R is None:
+            return cos_PR, sin_PR, batch.positions_T
+        if self._mixed is None or self._mixed[0] is not images.rows_I:
+            at_IR = images.positions_3I.index_select(0, self._axis_R).T
+            pair_R = torch.arange(len(self._axis_R), device=self._device)
+            tables = [table_PR.index_select(0, batch.positions_T) for table_PR in (cos_PR, sin_PR)]
+            for table_TR, table_PR in zip(tables, (cos_PR, sin_PR), strict=True):
+                table_TR.index_copy_(0, images.rows_I, table_PR[at_IR, pair_R])
+            row_T = torch.arange(len(batch.positions_T), device=self._device)
+            self._mixed = images.rows_I, (tables[0], tables[1], row_T)
+        return self._mixed[1]
+
 
 def rotation_of(spec: ModelSpec) -> str:
     """Return a digest of the rotary frequencies of all layers."""
@@ -43,6 +68,7 @@ def rotation_of(spec: ModelSpec) -> str:
     for rope in dict.fromkeys(layer.attention.rope for layer in spec.layers):
         frequencies_R, magnitude = inverse_frequencies(rope)
         digest.update(frequencies_R.numpy().tobytes() + struct.pack("<d?", magnitude, rope.interleaved))
+        digest.update(struct.pack("<3q", *rope.axes) if rope.axes else b"")
     return digest.hexdigest()
 
 

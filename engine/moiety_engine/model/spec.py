@@ -80,13 +80,24 @@ class RopeSpec:
     """Rotary embedding of the first `rotary_width` entries of each head.
 
     Entries i and i + rotary_width / 2 form a rotated pair. If `interleaved`, the checkpoint has the entries of a pair
-    next to each other, and its rows are reordered at loading.
+    next to each other, and its rows are reordered at loading. `axes`: M-RoPE (Wang et al. 2024): numbers of pairs that
+    turn by the temporal, the vertical and the horizontal position of an image's token; see `axis_of_pair`.
     """
 
     theta: float
     rotary_width: int
     scaling: RopeScaling | None = None
     interleaved: bool = False
+    axes: tuple[int, int, int] | None = None
+
+    @property
+    def axis_of_pair(self) -> tuple[int, ...]:
+        """Axis of each rotated pair: 0 temporal, 1 vertical, 2 horizontal; the axes alternate as in Qwen3-VL."""
+        axis = [0] * (self.rotary_width // 2)
+        for number, count in enumerate((self.axes or (0, 0, 0))[1:], 1):
+            for pair in range(number, min(3 * count, len(axis)), 3):
+                axis[pair] = number
+        return tuple(axis)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +253,51 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class VisionSpec:
+    """Vision encoder: a transformer over an image's patches, whose groups of patches become tokens of the decoder.
+
+    An image of `temporal_patch_size` equal frames is cut into patches of `patch_size` pixels; the outputs of
+    `merge_size` × `merge_size` patches are merged into one embedding. `num_side_positions`: side of the square of
+    learned positions, which are interpolated to the image's grid. `deepstack_layers`: encoder layers whose output is
+    merged too, and added to the output of the first decoder layers (Meng et al. 2024). `image_token_id`: token that
+    holds the place of an embedding in a prompt.
+    """
+
+    num_layers: int
+    hidden_size: int
+    ffn_width: int
+    num_heads: int
+    num_channels: int
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    num_side_positions: int
+    rope_theta: float
+    deepstack_layers: tuple[int, ...]
+    image_token_id: int
+    vision_start_token_id: int
+    vision_end_token_id: int
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)  # of a channel, subtracted from pixels in 0 … 1
+    deviation: tuple[float, ...] = (0.5, 0.5, 0.5)
+    norm_eps: float = 1e-6
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def patch_width(self) -> int:
+        """Number of values of one patch."""
+        return self.num_channels * self.temporal_patch_size * self.patch_size**2
+
+    @property
+    def merged_width(self) -> int:
+        """Width of the patches that are merged into one token."""
+        return self.hidden_size * self.merge_size**2
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A whole decoder.
 
@@ -251,7 +307,7 @@ class ModelSpec:
     prefixes of tensors in the checkpoint that decoding does not use. `mtp`: the multi-token prediction layer after the
     last layer, if there is one; it predicts a token from the token before it and the hidden state before that.
     `mtp_after`: set if this spec is itself that of an MTP layer: the number of layers of its model, whose vocabulary it
-    uses.
+    uses. `vision`: the encoder of images, if the model has one.
     """
 
     family: str
@@ -271,6 +327,7 @@ class ModelSpec:
     ignored_prefixes: tuple[str, ...] = ()
     mtp: LayerSpec | None = None
     mtp_after: int | None = None
+    vision: VisionSpec | None = None
 
     def within(self, max_context_tokens: int | None) -> ModelSpec:
         """Return the spec for contexts of at most `max_context_tokens`; None: the model's maximum.

@@ -52,7 +52,8 @@ def own_spec(spec: ModelSpec, seat: Seat) -> ModelSpec:
         raise InvalidConfig(f"--pp {seat.layout.pp} is more than the model's {len(spec.layers)} layers")
     layers = tuple(_own_layer(spec.layers[index], seat) for index in seat.layers_of(len(spec.layers)))
     elsewhere = seat.pp_rank or seat.expert_rank is not None
-    return replace(spec, vocab_size=0 if elsewhere else -(-spec.vocab_size // tp), layers=layers)
+    vision = None if seat.expert_rank is not None else spec.vision
+    return replace(spec, vocab_size=0 if elsewhere else -(-spec.vocab_size // tp), layers=layers, vision=vision)
 
 
 def own_places(
@@ -271,7 +272,7 @@ def _of_stack(
 
     halves = _HALVES.search(name) is not None and place.shape[1] != whole[1]
     part = _part(place, (len(held), *whole[1:]), both_halves if halves else in_ranges)
-    return replace(part, chosen=chosen)
+    return replace(part, chosen=chosen, takes_transposed=place.takes_transposed)
 
 
 def _taking(

@@ -16,7 +16,7 @@ from torch import Tensor
 from moiety_engine.distribution.collectives import ALONE, Ranks
 from moiety_engine.model.adapter_stacks import AdapterStacks
 from moiety_engine.model.arithmetic import Arithmetic
-from moiety_engine.model.batch import Batch, KvCache, LatentCache, LayerCache
+from moiety_engine.model.batch import Batch, ImageRows, KvCache, LatentCache, LayerCache
 from moiety_engine.model.expert_migration import SlotWeights
 from moiety_engine.model.expert_setup import expert_dispatch, expert_shape, expert_slots
 from moiety_engine.model.layers import MixtureOfExperts, attention, feed_forward
@@ -26,6 +26,7 @@ from moiety_engine.model.remote_experts import RemoteExperts, take_turns
 from moiety_engine.model.rotary import RotaryTable, rotation_of
 from moiety_engine.model.spec import KV_SCALE_BYTES, AttentionSpec, LatentAttentionSpec, ModelSpec, MoeSpec
 from moiety_engine.model.tensor_shards import own_spec
+from moiety_engine.model.vision_encoder import VisionEncoder
 from moiety_engine.model.vocabulary import Vocabulary
 from moiety_engine.model.weight_offload import WeightOffload
 from moiety_engine.model.weights import ModelWeights, MoeWeights
@@ -90,6 +91,11 @@ class Transformer:
         self.keeps_hidden = keeps_hidden
         self.vocabulary = vocabulary or Vocabulary(spec.vocab_size, weights, ranks.tensor, arithmetic)
         self._mtp_input = None if weights.mtp_input is None else MtpInput(spec.norm, weights.mtp_input, arithmetic)
+        self.vision = (
+            None
+            if spec.vision is None or weights.vision is None
+            else VisionEncoder(spec.vision, weights.vision, arithmetic, self.activation_dtype)
+        )
         self._residence = WeightOffload(weights)
         kept_whole = self.kv_dtype in (torch.float32, torch.bfloat16)
         on_cpu_alone = self.device.type == "cpu" and kept_whole  # no torch in any layer
@@ -254,6 +260,8 @@ class Transformer:
         if pipeline.is_first:
             x_TD = self.vocabulary.embed(batch.token_ids_T, self.activation_dtype)
             x_TD = _times(self.spec.embedding_multiplier, x_TD)
+            if batch.images is not None:
+                x_TD = x_TD.index_copy(0, batch.images.rows_I, batch.images.features_FID[0])
             if self._mtp_input is not None:
                 assert before_TD is not None, "an MTP layer needs a model's hidden states"
                 x_TD = self._mtp_input(x_TD, before_TD)
@@ -261,7 +269,8 @@ class Transformer:
             rows = len(batch.token_ids_T), self.spec.hidden_size
             x_TD = pipeline.receive(torch.empty(rows, dtype=self.activation_dtype, device=self.device))
         programs = self._programs
-        if programs is not None and on_stored is None and programs.takes(batch):
+        recordable = on_stored is None and batch.images is None
+        if programs is not None and recordable and programs.takes(batch):
             normed_TD = programs.run(x_TD, batch, kv)
         else:
             x_TD, normed_TD = self._layers(x_TD, batch, kv, on_stored)
@@ -366,8 +375,18 @@ class Transformer:
                 begun = far.begin(normed_TD)
                 yield
                 fed_TD = feed(begun)
-            x_TD, normed_TD = next_norm.after_adding(x_TD, _times(share, fed_TD))
+            fed_TD = _times(share, fed_TD)
+            if batch.images is not None:
+                fed_TD = self._add_deepstack(fed_TD, batch.images, self._first_layer + number)
+            x_TD, normed_TD = next_norm.after_adding(x_TD, fed_TD)
         return x_TD, normed_TD
+
+    def _add_deepstack(self, fed_TD: Tensor, images: ImageRows, layer: int) -> Tensor:
+        """Return a layer's contribution to the residual stream plus what the encoder adds after this layer, if any."""
+        of_layers_FID = images.features_FID[1:]
+        if layer >= len(of_layers_FID):
+            return fed_TD
+        return fed_TD.index_add(0, images.rows_I, of_layers_FID[layer])
 
     def _count_experts(self, batch: Batch) -> None:
         """Count the experts that all groups' tokens chose, in all stages; the first rank counts for all ranks."""

@@ -21,6 +21,7 @@ from moiety_engine.model.spec import (
     ModelSpec,
     MoeSpec,
     SharedSpec,
+    VisionSpec,
 )
 
 if TYPE_CHECKING:
@@ -107,6 +108,40 @@ class MtpInputWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class LinearWeights:
+    weight_OI: Tensor
+    bias_O: Tensor  # float32
+
+
+@dataclass(frozen=True, slots=True)
+class VisionLayerWeights:
+    attention_norm: NormWeights
+    qkv: LinearWeights
+    output: LinearWeights
+    ffn_norm: NormWeights
+    up: LinearWeights
+    down: LinearWeights
+
+
+@dataclass(frozen=True, slots=True)
+class PatchMergerWeights:
+    """Weights of the projection of merged patches to the decoder's width."""
+
+    norm: NormWeights  # of each patch, or, for deepstack, of the merged patches
+    up: LinearWeights
+    down: LinearWeights
+
+
+@dataclass(frozen=True, slots=True)
+class VisionWeights:
+    patch: LinearWeights  # inputs: channel, frame, row, column
+    positions_QD: Tensor  # learned positions, row by row of their square
+    layers: tuple[VisionLayerWeights, ...]
+    merger: PatchMergerWeights
+    deepstack: tuple[PatchMergerWeights, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ModelWeights:
     embedding_VD: Tensor  # embedding and head have no rows if another model's are used
     layers: tuple[LayerWeights, ...]
@@ -114,6 +149,7 @@ class ModelWeights:
     head_VD: Weight  # the embedding itself if tied, unless the head is quantized
     head_bias_V: Tensor | None
     mtp_input: MtpInputWeights | None = None
+    vision: VisionWeights | None = None
 
 
 def allocate(
@@ -143,6 +179,7 @@ def allocate(
         head_VD=embedding if spec.tie_word_embeddings else new.matrix(rows, spec.hidden_size),
         head_bias_V=new.vector(rows) if spec.head_bias else None,
         mtp_input=new.mtp_input() if is_mtp_layer else None,
+        vision=None if spec.vision is None else new.vision(spec.vision),
     )
 
 
@@ -204,6 +241,36 @@ class _Allocator:
     def mtp_input(self) -> MtpInputWeights:
         size = self.spec.hidden_size
         return MtpInputWeights(self.norm(), self.norm(), self.matrix(size, 2 * size))
+
+    def linear(self, num_outputs: int, num_inputs: int) -> LinearWeights:
+        return LinearWeights(self.matrix(num_outputs, num_inputs), self.vector(num_outputs))
+
+    def vision(self, v: VisionSpec) -> VisionWeights:
+        def norm(size: int) -> NormWeights:
+            return NormWeights(self.vector(size), self.vector(size))
+
+        def merger(norm_width: int) -> PatchMergerWeights:
+            up, down = self.linear(v.merged_width, v.merged_width), self.linear(self.spec.hidden_size, v.merged_width)
+            return PatchMergerWeights(norm(norm_width), up, down)
+
+        size = v.hidden_size
+        return VisionWeights(
+            patch=self.linear(size, v.patch_width),
+            positions_QD=self.matrix(v.num_side_positions**2, size),
+            layers=tuple(
+                VisionLayerWeights(
+                    attention_norm=norm(size),
+                    qkv=self.linear(3 * size, size),
+                    output=self.linear(size, size),
+                    ffn_norm=norm(size),
+                    up=self.linear(v.ffn_width, size),
+                    down=self.linear(size, v.ffn_width),
+                )
+                for _ in range(v.num_layers)
+            ),
+            merger=merger(size),
+            deepstack=tuple(merger(v.merged_width) for _ in v.deepstack_layers),
+        )
 
     def layer(self, one: LayerSpec) -> LayerWeights:
         ffn = self.experts(one.ffn) if isinstance(one.ffn, MoeSpec) else self.dense(one.ffn)

@@ -16,8 +16,11 @@ import numpy as np
 
 from moiety_engine.distribution.rank_heartbeat import explaining
 from moiety_engine.errors import OutOfMemory
+from moiety_engine.images.feature_cache import FeaturePart
+from moiety_engine.images.prompt_images import PromptImage
 from moiety_engine.model.batch import Spread
 from moiety_engine.moe.tenants import NOBODY
+from moiety_engine.runner.image_rows import HostImages
 from moiety_engine.runner.inputs import HostBatch
 from moiety_placement.transition import Write
 
@@ -39,10 +42,41 @@ class Allocate(msgspec.Struct, frozen=True, tag=True, array_like=True):
     num_blocks: int
     block_size: int
     num_host_blocks: int
+    image_cache_bytes: int = 0
 
 
 class Release(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Release the KV cache."""
+
+
+class EncodeImage(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Encode an image and keep the result under the key."""
+
+    key: bytes
+    image: PromptImage
+
+
+class ForgetImages(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Drop the encoded images of the tenants with these marks."""
+
+    marks: list[bytes]
+
+
+class GroupImages(msgspec.Struct, frozen=True, array_like=True):
+    """Rows of images in a rank group's part of a step: the arrays of HostImages (int64), and its parts."""
+
+    rows: bytes
+    positions: bytes
+    parts: list[FeaturePart]
+
+    @staticmethod
+    def of(images: HostImages) -> GroupImages:
+        return GroupImages(images.rows_I.tobytes(), images.positions_3I.tobytes(), list(images.parts))
+
+    def images(self) -> HostImages:
+        """Return the HostImages that this message was made from."""
+        rows_I, positions_C = (np.frombuffer(bytearray(one), dtype=np.int64) for one in (self.rows, self.positions))
+        return HostImages(rows_I, positions_C.reshape(3, -1), tuple(self.parts))
 
 
 class GroupStep(msgspec.Struct, frozen=True, array_like=True):
@@ -55,12 +89,14 @@ class GroupStep(msgspec.Struct, frozen=True, array_like=True):
     num_decode: int
     max_context: int
     max_query: int
+    images: GroupImages | None = None
 
     @staticmethod
     def of(host: HostBatch) -> GroupStep:
         arrays = {name: getattr(host, name).tobytes() for name in _INT32 + _INT64}
         counts = len(host.token_ids_T), len(host.wanted_rows_L), host.num_scored
-        return GroupStep(arrays, *counts, host.num_decode, host.max_context, host.max_query)
+        images = None if host.images is None else GroupImages.of(host.images)
+        return GroupStep(arrays, *counts, host.num_decode, host.max_context, host.max_query, images)
 
     def batch(self) -> HostBatch:
         """Return the HostBatch that this message was made from."""
@@ -76,6 +112,7 @@ class GroupStep(msgspec.Struct, frozen=True, array_like=True):
             num_decode=self.num_decode,
             max_context=self.max_context,
             max_query=self.max_query,
+            images=None if self.images is None else self.images.images(),
         )
 
 
@@ -94,6 +131,11 @@ class RunStep(msgspec.Struct, frozen=True, tag=True, array_like=True):
     @property
     def num_scored(self) -> int:
         return sum(part.num_scored for part in self.parts)
+
+    @property
+    def image_parts(self) -> list[FeaturePart]:
+        """Parts of images in the step, of all groups."""
+        return [one for part in self.parts if part.images is not None for one in part.images.parts]
 
     def spread(self, staging: Staging) -> Spread | None:
         if len(self.parts) == 1:
@@ -129,7 +171,18 @@ class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """End the group."""
 
 
-Order = Allocate | Release | RunStep | Swap | MoveExperts | OffloadWeights | ReloadWeights | Stop
+Order = (
+    Allocate
+    | Release
+    | RunStep
+    | Swap
+    | MoveExperts
+    | EncodeImage
+    | ForgetImages
+    | OffloadWeights
+    | ReloadWeights
+    | Stop
+)
 
 
 class ControlSender:

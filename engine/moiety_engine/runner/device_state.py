@@ -60,7 +60,7 @@ class DeviceState:
         self._model, self._sizes, self._orders = model, sizes, orders
         self._arrivals = kv_connector.arrivals
         scratch = int(sizes.graphs)  # one block that no sequence gets
-        with orders.together(Allocate(sizes.num_blocks + scratch, sizes.block_size, sizes.num_host_blocks)):
+        with orders.together(_allocation(sizes, scratch)):
             self._allocate(sizes.num_blocks + scratch)
         self.runner = Runner(
             model,
@@ -71,6 +71,7 @@ class DeviceState:
             kv_sender=kv_connector.kv_sender,
             adapters=adapters,
             cutting=cutting,
+            image_cache_bytes=sizes.image_cache_bytes,
         )
 
     def _allocate(self, num_blocks: int) -> None:
@@ -174,6 +175,11 @@ class DeviceState:
             )
             return
         self.runner.graphs = graphs
+
+
+def _allocation(sizes: Sizes, scratch: int) -> Allocate:
+    num_blocks = sizes.num_blocks + scratch
+    return Allocate(num_blocks, sizes.block_size, sizes.num_host_blocks, sizes.image_cache_bytes)
 
 
 def free_cached_memory(device: torch.device) -> None:

@@ -15,10 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moiety_engine.images.feature_cache import FeatureCache
 from moiety_engine.model.adapter_stacks import AdaptedRows
-from moiety_engine.model.batch import Batch, Spread
+from moiety_engine.model.batch import Batch, ImageRows, Spread
 from moiety_engine.moe.tenants import NOBODY, TenantSlots
 from moiety_engine.runner.block_tables import BlockTables
+from moiety_engine.runner.image_rows import HostImages, computes_image, image_rows, rotary_position
 from moiety_engine.scheduling.plan import Chunk, Plan
 from moiety_engine.sequence import PENDING, Sequence
 from moiety_engine.staging import Staging
@@ -47,11 +49,13 @@ class HostBatch:
     max_context: int
     max_query: int
     adapter_T: np.ndarray | None = None  # adapter slots, -1 for none; None where no token has an adapter
+    images: HostImages | None = None
 
     @property
     def decodes_only(self) -> bool:
         """Return whether every row decodes one token, and its result is wanted."""
-        return len(self.token_ids_T) == self.num_decode == len(self.wanted_rows_L) and not self.num_scored
+        each_wanted = len(self.token_ids_T) == self.num_decode == len(self.wanted_rows_L)
+        return each_wanted and not self.num_scored and self.images is None
 
     @staticmethod
     def empty() -> HostBatch:
@@ -91,7 +95,7 @@ class BatchBuilder:
     With `answers_apart`, every output token attends as a decode, also when it is recomputed after a preemption, and
     every prompt token attends as part of a chunk: the two attention paths round differently. Draft tokens always attend
     as decodes, so an accepted token gets the same bits as without speculation. With `tenants`, batches name the tenant
-    slot of each token; with `adapters`, the slot of its adapter.
+    slot of each token; with `adapters`, the slot of its adapter. `features` has the encoder's output for images.
     """
 
     def __init__(
@@ -103,7 +107,9 @@ class BatchBuilder:
         answers_apart: bool = False,
         tenants: TenantSlots | None = None,
         adapters: Mapping[str, int] | None = None,
+        features: FeatureCache | None = None,
     ) -> None:
+        self._features = features
         self._parts = _answers_apart if answers_apart else _chunks
         self._adapters = adapters
         self._block_size = block_size
@@ -160,7 +166,7 @@ class BatchBuilder:
             owners = self._tenants.slots_of([sequence.request.tenant for sequence in sequences], ones)
         return HostBatch(
             token_ids_T=np.array(token_ids, dtype=np.int64),
-            positions_T=np.array(positions, dtype=np.int64),
+            positions_T=np.array(list(map(rotary_position, sequences, positions)), dtype=np.int64),
             slots_T=np.array([blocks[s] * size + positions[s] % size for s in every], dtype=np.int64),
             owner_T=np.array(owners, dtype=np.int64),
             query_start_S1=starts,
@@ -209,9 +215,10 @@ class BatchBuilder:
         wanted += [end for end, chunk in zip(parts.ends, chunks, strict=True) if chunk.embeds]
         scored_rows = _scored_rows(chunks, parts, starts)
         contexts = (firsts + lengths).astype(np.int32)
+        rotary_T, images = image_rows(parts.sequences, parts.firsts, starts, positions)
         return HostBatch(
             token_ids_T=token_ids,
-            positions_T=positions,
+            positions_T=rotary_T,
             slots_T=tables[sequence_T, in_block].astype(np.int64) * self._block_size + offset,
             owner_T=_owners(tenants, parts, lengths, starts),
             query_start_S1=starts,
@@ -225,6 +232,7 @@ class BatchBuilder:
             max_context=int(contexts.max()),
             max_query=int(lengths.max()),
             adapter_T=self._adapters_of(sequences, lengths),
+            images=images,
         )
 
     def upload(
@@ -255,8 +263,14 @@ class BatchBuilder:
             owner_T=None if self._tenants is None else upload(host.owner_T),
             spread=spread,
             adapted=None if host.adapter_T is None else AdaptedRows(upload(host.adapter_T)),
+            images=None if host.images is None else self._upload_images(host.images),
             micro_batches=tuple(map(self.upload, parts)),
         )
+
+    def _upload_images(self, images: HostImages) -> ImageRows:
+        assert self._features is not None, "a step has images, but the model has no encoder"
+        upload = self._staging.upload
+        return ImageRows(upload(images.rows_I), upload(images.positions_3I), self._features.rows(images.parts))
 
     def _adapters_of(self, sequences: list[Sequence], lengths: np.ndarray) -> np.ndarray | None:
         """Return the adapter slot of each row, including padding rows; None if no row has an adapter."""
@@ -270,7 +284,7 @@ class BatchBuilder:
 
 
 def _decodes_one(chunk: Chunk) -> bool:
-    return chunk.num_tokens == 1 and chunk.samples and not chunk.num_pad
+    return chunk.num_tokens == 1 and chunk.samples and not chunk.num_pad and not computes_image(chunk.sequence)
 
 
 @functools.cache

@@ -16,19 +16,19 @@ HOST_FRACTION = 0.25  # of the available host memory, for the host tier beside a
 HOST_PER_DEVICE = 2  # upper bound, in multiples of the device's KV cache
 
 
-def kv_budget_bytes(free: Memory, activation_bytes: int, adapter_bytes: int = 0) -> int:
+def kv_budget_bytes(free: Memory, activation_bytes: int, adapter_bytes: int = 0, image_bytes: int = 0) -> int:
     """Return the bytes for the KV cache, from a GPU's free memory.
 
-    A step takes `activation_bytes` of the free memory at its peak; adapters may take `adapter_bytes`. Raises
-    OutOfMemory where no memory is left.
+    A step takes `activation_bytes` of the free memory at its peak; adapters may take `adapter_bytes`, and encoded
+    images with the encoder `image_bytes`. Raises OutOfMemory where no memory is left.
     """
     reserve = RESERVE_BYTES + int(free.total_bytes * RESERVE_FRACTION)
-    budget = free.free_bytes - activation_bytes - adapter_bytes - reserve
+    budget = free.free_bytes - activation_bytes - adapter_bytes - image_bytes - reserve
     if budget <= 0:
         raise OutOfMemory(
             f"no memory is left for the KV cache: of {gib(free.total_bytes)} the weights and other programs leave "
             f"{gib(free.free_bytes)}, a step takes up to {gib(activation_bytes)}, adapters "
-            f"{gib(adapter_bytes)} and {gib(reserve)} stay in reserve; "
+            f"{gib(adapter_bytes)}, images {gib(image_bytes)}, and {gib(reserve)} stay in reserve; "
             "lower --max-batch-tokens or --max-running, choose a smaller model, or end what else uses the GPU"
         )
     return budget

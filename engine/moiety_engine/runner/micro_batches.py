@@ -32,6 +32,8 @@ class MicroBatchSplit:
 
     def count(self, hosts: list[HostBatch]) -> int:
         """Return the number of micro-batches of a step; it is the same for all rank groups."""
+        if any(host.images is not None for host in hosts):
+            return 1  # the rows of images are not split
         tokens = max(len(host.token_ids_T) for host in hosts)
         return max(1, min(self.most, tokens // self.least_tokens))
 

@@ -17,12 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moiety_engine.images.feature_cache import FeatureCache, features_of
 from moiety_engine.kv_transfer.kv_sender import KvSender
 from moiety_engine.messages import CoreLogprob, CoreScores
 from moiety_engine.model.batch import KvCache
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.moe.tenants import TenantSlots
-from moiety_engine.runner.control_messages import ControlSender
+from moiety_engine.runner.control_messages import ControlSender, EncodeImage, ForgetImages
 from moiety_engine.runner.embeddings import as_bytes, unit_vectors
 from moiety_engine.runner.graphs import DecodeGraphs
 from moiety_engine.runner.group_results import order_of, spread_of
@@ -88,20 +89,28 @@ class Runner:
         kv_sender: KvSender | None = None,
         adapters: Mapping[str, int] | None = None,
         cutting: MicroBatchSplit = WHOLE,
+        image_cache_bytes: int = 0,
     ) -> None:
         """Create the runner.
 
         `tenants` assigns the tokens of the expert counts to tenants; None where experts are not counted.
         `num_mask_words` follows from the grammars' tokenizer; 0 where no row has a grammar. `kv_sender` sends KV to
         other engines. `adapters` maps loaded adapters to their slots. `cutting` sets how steps are split into
-        micro-batches.
+        micro-batches. `image_cache_bytes` is the budget of the cache of encoded images.
         """
         self._kv_sender, self._cutting = kv_sender, cutting
         self._model, self._kv, self._orders = model, kv, orders
         self.staging = Staging(model.device)
         apart = model.arithmetic.invariant
+        self.features = features_of(model, image_cache_bytes)
         self._builder = BatchBuilder(
-            kv.block_size, model.device, self.staging, answers_apart=apart, tenants=tenants, adapters=adapters
+            kv.block_size,
+            model.device,
+            self.staging,
+            answers_apart=apart,
+            tenants=tenants,
+            adapters=adapters,
+            features=self.features,
         )
         self._sampler = Sampler(model.spec.vocab_size, model.device, self.staging)
         self._masks = MaskMaker(num_mask_words, model.spec.vocab_size, model.device)
@@ -118,6 +127,8 @@ class Runner:
     def launch(self, plan: Plan) -> InFlightStep:
         """Queue the step. A pending token of its sequences is one that the previously launched step samples."""
         self.staging.turn()
+        if self.features is not None:
+            self._encode_images(plan, self.features)
         hosts, rows = self._arrange(plan), rows_of(plan)
         best = self._best(hosts, rows)
         if best is None:
@@ -126,6 +137,22 @@ class Runner:
             self._sampled = best
             self._newest = InFlightStep(plan, best, None, None, DeviceMark(None), [])
         return self._newest
+
+    def _encode_images(self, plan: Plan, features: FeatureCache) -> None:
+        """Encode the images of the step that are not encoded yet, on all ranks."""
+        for chunk in plan.chunks:
+            images, first = chunk.sequence.request.images, chunk.sequence.kv.num_computed
+            for part in () if images is None else images.parts(first, first + chunk.num_tokens):
+                if features.lacks(part.key):
+                    self._orders.give(EncodeImage(part.key, part.image))
+                    features.encode(part.key, part.image)
+
+    def forget_images(self, marks: frozenset[bytes]) -> int:
+        """Drop the encoded images of the tenants with these marks, on all ranks; return how many they were."""
+        if self.features is None:
+            return 0
+        self._orders.give(ForgetImages(sorted(marks)))
+        return self.features.forget(marks)
 
     def _best(self, hosts: list[HostBatch], rows: list[Row]) -> Best | None:
         """Run a step of plain greedy decodes without torch, and return the most likely tokens.
@@ -168,6 +195,8 @@ class Runner:
         else:
             spread = spread_of(hosts, self.staging.upload(order_L)) if len(hosts) > 1 else None
             batch = self._builder.upload(hosts[0], before_L, spread, cut(hosts[0], num_micro_batches))
+            if self.features is not None:
+                self.features.end_step(part for host in hosts if host.images is not None for part in host.images.parts)
             hidden_LD = self._model.hidden(batch, self._kv, leaving)
         if logits_LV is None:
             logits_LV = self._model.logits(hidden_LD[: len(rows)])

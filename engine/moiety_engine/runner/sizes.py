@@ -33,6 +33,7 @@ class Sizes:
     num_host_blocks: int
     graphs: bool  # decode steps are captured and replayed
     adapter_bytes: int = 0  # device memory for adapters; 0 if none are served
+    image_cache_bytes: int = 0  # device memory for encoded images; 0 without an encoder
 
 
 def sizes_for(
@@ -50,6 +51,8 @@ def sizes_for(
     """
     on_cuda = model.device.type == "cuda"
     adapter_bytes = adapter_budget_bytes(model, config)
+    image_cache_bytes = 0 if model.vision is None else config.images.cache_bytes
+    encoder_bytes = 0 if model.vision is None else model.vision.workspace_bytes(config.images.max_pixels)
     block_size = config.block_size or (16 if on_cuda else 4)  # on a CPU small blocks cost almost nothing
     groups = model.ranks.across.size
     max_batch_tokens = config.max_batch_tokens or max(groups * (8192 if on_cuda else 512), config.max_running or 0)
@@ -72,6 +75,7 @@ def sizes_for(
                 max_context=context,
             ),
             adapter_bytes,
+            image_cache_bytes + encoder_bytes,
         )
     elif budget is None:
         budget = int(available_bytes() * CPU_FRACTION) // local_ranks
@@ -94,7 +98,17 @@ def sizes_for(
     context = min(context, num_blocks * block_size)
     waits = model.ranks.everyone.size > 1 or model.offloads  # a graph cannot wait for other ranks or for experts
     graphs = on_cuda and config.cuda_graphs and not waits
-    return Sizes(block_size, max_batch_tokens, max_running, context, num_blocks, num_host, graphs, adapter_bytes)
+    return Sizes(
+        block_size,
+        max_batch_tokens,
+        max_running,
+        context,
+        num_blocks,
+        num_host,
+        graphs,
+        adapter_bytes,
+        image_cache_bytes,
+    )
 
 
 def adapter_budget_bytes(model: Transformer, config: EngineConfig) -> int:

@@ -12,8 +12,11 @@ import structlog
 import torch
 
 from moiety_engine.errors import OutOfMemory
+from moiety_engine.images.feature_cache import FeatureCache, features_of
 from moiety_engine.runner.control_messages import (
     Allocate,
+    EncodeImage,
+    ForgetImages,
     MoveExperts,
     OffloadWeights,
     Order,
@@ -67,6 +70,10 @@ class WorkerBase:
                 self._swap(order)
             case MoveExperts():
                 self._move_experts(order)
+            case EncodeImage():
+                self._encode_image(order)
+            case ForgetImages():
+                self._forget_images(order)
             case Allocate():
                 self._release()
                 self._together(lambda: self._allocate(order))
@@ -82,6 +89,8 @@ class WorkerBase:
 
     def _swap(self, swap: Swap) -> None: ...
     def _move_experts(self, order: MoveExperts) -> None: ...
+    def _encode_image(self, order: EncodeImage) -> None: ...
+    def _forget_images(self, order: ForgetImages) -> None: ...
     def _allocate(self, order: Allocate) -> None: ...
     def _release(self) -> None: ...
 
@@ -122,12 +131,14 @@ class Worker(WorkerBase):
         self._kv: KvCache | None = None
         self._host_kv: HostKv | None = None
         self._sampled_L: Tensor | None = None
+        self._features: FeatureCache | None = None
         self._staging = Staging(model.device)
 
     def _allocate(self, order: Allocate) -> None:
         self._kv = self._model.allocate_kv(order.num_blocks, order.block_size)
         self._host_kv = HostKv(self._kv, order.num_host_blocks) if order.num_host_blocks else None
-        self._builder = BatchBuilder(order.block_size, self._model.device, self._staging)
+        self._features = features_of(self._model, order.image_cache_bytes)
+        self._builder = BatchBuilder(order.block_size, self._model.device, self._staging, features=self._features)
 
     def _swap(self, swap: Swap) -> None:
         assert self._host_kv is not None, "blocks are swapped without a host tier"
@@ -136,12 +147,22 @@ class Worker(WorkerBase):
     def _move_experts(self, order: MoveExperts) -> None:
         self._model.move_experts(order.layer, order.writes)
 
+    def _encode_image(self, order: EncodeImage) -> None:
+        assert self._features is not None, "an image is encoded without an encoder"
+        self._features.encode(order.key, order.image)
+
+    def _forget_images(self, order: ForgetImages) -> None:
+        if self._features is not None:
+            self._features.forget(frozenset(order.marks))
+
     @torch.inference_mode()
     def _step(self, step: RunStep) -> None:
         assert self._kv is not None, "a step runs without a KV cache"
         self._staging.turn()
         host, spread = step.parts[self._group].batch(), step.spread(self._staging)
         batch = self._builder.upload(host, self._sampled_L, spread, cut(host, step.num_micro_batches))
+        if self._features is not None:
+            self._features.end_step(step.image_parts)
         hidden_LD = self._model.hidden(batch, self._kv)
         self._model.logits(hidden_LD[: step.num_sampled])
         self._sampled_L = self._hear_tokens(step)
@@ -149,7 +170,7 @@ class Worker(WorkerBase):
             self._model.logits(rows_LD)
 
     def _release(self) -> None:
-        self._kv = self._host_kv = self._sampled_L = None
+        self._kv = self._host_kv = self._sampled_L = self._features = None
         free_cached_memory(self._model.device)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moiety_engine.images.encoder_cost import NO_ENCODER, EncoderCost
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
@@ -15,3 +17,4 @@ class SchedulerLimits:
     batch_timeout_ms: float = 0.0
     max_waiting: int = 32768
     chunk_tokens: int | None = None  # rows per step if the policy does not size steps by time; None: max_batch_tokens
+    encoder_cost: EncoderCost = NO_ENCODER

@@ -93,11 +93,17 @@ class Scheduler:
         self._preemptor = Preemptor(groups, self.queues, self.policy, self.step_time, self.tally, swap or SwapCost())
         self.speculative_prefill = SpeculativePrefill(groups, self.step_time, is_possible=not strategy.padded)
         self._prefill_planner = PrefillPlanner(
-            groups, self.queues, self.policy, self._preemptor, self.tally, self.speculative_prefill
+            groups,
+            self.queues,
+            self.policy,
+            self._preemptor,
+            self.tally,
+            self.speculative_prefill,
+            limits.encoder_cost,
         )
         self._padded = PaddedPrefillPlanner(kv, self.policy, self._preemptor, self._prefill_planner)
         self._admission_queue = AdmissionQueue(
-            groups, self.queues, self.policy, self.tally, limits.max_waiting, self._drop
+            groups, self.queues, self.policy, self.tally, limits.max_waiting, self._drop, limits.encoder_cost
         )
         self._running: Plan | None = None  # launched, not committed
         self._step_timing = StepTiming(self.step_time)
@@ -185,7 +191,8 @@ class Scheduler:
         """
         fixed = None if self.policy.sizes_chunks else self.limits.chunk_tokens
         answers = self.limits.max_running if self.kv.answers_apart else None
-        planner = StepPlanner(self.groups, fixed or self.limits.max_batch_tokens, self.step_time, answers)
+        rows, cost = fixed or self.limits.max_batch_tokens, self.limits.encoder_cost
+        planner = StepPlanner(self.groups, rows, self.step_time, answers, cost)
         self._preemptor.preempted = []
         self._plan_into(planner, now_ns)
         while planner.empty and self._running is None and self._preemptor.break_deadlock(now_ns):

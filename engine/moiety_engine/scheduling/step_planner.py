@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moiety_engine.images.encoder_cost import NO_ENCODER, EncoderCost
 from moiety_engine.scheduling.kv.kv_groups import KvGroups
 from moiety_engine.scheduling.plan import Chunk, DraftCatchUp, Plan
 from moiety_engine.scheduling.policies.policy import StepBudget
@@ -16,12 +17,18 @@ class StepPlanner:
     """
 
     def __init__(
-        self, kv: KvGroups, budget_rows: int, step_time: StepTimeModel, max_answer_rows: int | None = None
+        self,
+        kv: KvGroups,
+        budget_rows: int,
+        step_time: StepTimeModel,
+        max_answer_rows: int | None = None,
+        encoder_cost: EncoderCost = NO_ENCODER,
     ) -> None:
         """Create an empty step.
 
         `max_answer_rows` limits the output tokens in a step, decoded or recomputed; None means no limit. Each rank
-        group gets an equal part of the rows, and prefill takes what decodes leave of it.
+        group gets an equal part of the rows, and prefill takes what decodes leave of it. `encoder_cost` counts the
+        encoding of images as rows.
         """
         self._kv = kv
         self._answer_rows_left = max_answer_rows
@@ -39,6 +46,8 @@ class StepPlanner:
         self.num_drafted = 0
         self._taken_in: list[DraftCatchUp] = []
         self._prefill_rows = 0
+        self._encoder_cost = encoder_cost
+        self._encoder_rows = 0
         self._attended_pairs = 0
         self.num_rows = 0
 
@@ -57,12 +66,15 @@ class StepPlanner:
 
     @property
     def rows_left(self) -> int:
-        return self._budget_rows - self.num_rows
+        return self._budget_rows - self.num_rows - self._encoder_rows
 
     @property
     def shape(self) -> StepShape:
         return StepShape(
-            len(self._decodes) + self.num_drafted, self._prefill_rows, self._decode_context, self._attended_pairs
+            len(self._decodes) + self.num_drafted,
+            self._prefill_rows + self._encoder_rows,
+            self._decode_context,
+            self._attended_pairs,
         )
 
     def limit_time(self, budget: StepBudget | None) -> None:
@@ -139,6 +151,7 @@ class StepPlanner:
         if self._answer_rows_left is not None:
             prompt_left = max(0, sequence.request.num_prompt - sequence.kv.num_computed)
             limit = min(limit, prompt_left + max(0, self._answer_rows_left))
+        limit = self._room_before_images(sequence, limit)
         if self._budget is None or limit <= 0:
             return max(0, limit)
         budget = self._budget.for_rank(sequence.service.rank)
@@ -161,7 +174,7 @@ class StepPlanner:
         grown = kv.grow(sequence, end)
         assert grown, "room_tokens promised blocks that are not there"
         ends = end == len(sequence.tokens)
-        pad = min(max(sequence.padded_row.length - end, 0), self.rows_left - num_tokens) if ends else 0
+        pad = min(max(sequence.padded_row.length - end, 0), max(0, self.rows_left - num_tokens)) if ends else 0
         pad = min(pad, len(sequence.kv.blocks) * kv.block_size - end)
         self._unhashed.append((sequence, min(end, sequence.num_known)))
         embeds = ends and sequence.request.submit.embed
@@ -171,7 +184,28 @@ class StepPlanner:
         self._prefill_rows += num_tokens + pad
         self._take_answer_rows(max(0, end - max(first, sequence.request.num_prompt)))
         self._attended_pairs += num_tokens * (first + num_tokens // 2)
+        self._encoder_rows += sum(cost for _, cost in self._encodings(sequence, num_tokens))
         return ends
+
+    def _room_before_images(self, sequence: Sequence, limit: int) -> int:
+        """Return `limit`, cut before the first image whose encoding does not fit into the step.
+
+        One image is encoded in a step whatever it costs, since it cannot be divided.
+        """
+        rows = self._encoder_rows
+        for num_before, cost in self._encodings(sequence, limit):
+            if rows and rows + cost > self._budget_rows:
+                return num_before
+            rows += cost
+        return limit
+
+    def _encodings(self, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]]:
+        """Return (tokens before it, cost in rows) of each image that the sequence's next tokens begin."""
+        images, first = sequence.request.images, sequence.kv.num_computed
+        if images is None or num_tokens <= 0:
+            return []
+        begun = (part.image for part in images.parts(first, first + num_tokens) if part.first == 0)
+        return [(image.start - first, self._encoder_cost.tokens(image.num_tokens)) for image in begun]
 
     def _take_answer_rows(self, count: int) -> None:
         if self._answer_rows_left is not None:

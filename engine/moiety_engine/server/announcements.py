@@ -72,4 +72,5 @@ def make_card(
         speculative_prefill=hello.speculative_prefill,
         forgets=True,
         controls_reasoning=True,
+        images=hello.images,
     )

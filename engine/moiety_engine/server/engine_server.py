@@ -16,6 +16,8 @@ import msgspec
 import structlog
 import zmq
 
+from moiety_engine.image_decoding.decoder import ImageDecodeQueue, ImageDecoder, ImageFailure
+from moiety_engine.images.prompt_images import PromptImage
 from moiety_engine.messages import CoreForget, CoreHello, CoreLoad, CoreSlept, CoreState, CoreStep, ToCore, ToFront
 from moiety_engine.server.adapter_store import AdapterStore
 from moiety_engine.server.announcements import make_card, make_load
@@ -177,6 +179,8 @@ class EngineServer:
         if self._beat is not None:
             self._beat.cancel()
         self._sessions.flush()  # send the failures before waiting for the core's end
+        if self._requests.images is not None:
+            await self._requests.images.close()
         await self._core.stop()
         self._sessions.flush()
         self._sessions.retry()
@@ -306,6 +310,10 @@ class EngineServer:
                 log.info("core_loading", progress=message.message)
         self._settle()
 
+    def _on_images(self, key: int, result: list[PromptImage] | ImageFailure) -> None:
+        self._requests.take_images(key, result)
+        self._settle()
+
     def on_death(self, reason: str) -> None:
         was_ready = self.card is not None
         log.error("core_died", reason=self._refusal or reason, was_ready=was_ready, num_open=self.num_open)
@@ -325,6 +333,9 @@ class EngineServer:
             settings.tool_format,
             settings.reasoning_format,
         )
+        if self.card.images is not None and self._requests.images is None:
+            decoder = ImageDecoder(self.card.images, settings.images)
+            self._requests.images = ImageDecodeQueue(decoder, settings.images, self._on_images)
         self._requests.limits = ModelLimits.of(self.card)
         for session in self._sessions.all():
             if session.wants_card:

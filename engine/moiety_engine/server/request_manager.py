@@ -13,6 +13,8 @@ from collections.abc import Callable, Container
 import msgspec
 import structlog
 
+from moiety_engine.image_decoding.decoder import ImageDecodeQueue, ImageFailure
+from moiety_engine.images.prompt_images import PromptImage
 from moiety_engine.messages import (
     CoreAbort,
     CoreAdmission,
@@ -20,9 +22,11 @@ from moiety_engine.messages import (
     CoreFailure,
     CoreFinish,
     CoreStep,
+    CoreSubmit,
     ToCore,
     TracedStep,
 )
+from moiety_engine.server.pending_images import PendingImages
 from moiety_engine.server.request import OpenRequest, TokenTable
 from moiety_engine.server.sessions import GatewaySession
 from moiety_engine.server.usage_meter import UsageMeter
@@ -69,6 +73,8 @@ class RequestManager:
         self._ended: dict[int, str] = {}  # key → request id of recently ended requests, which events may still name
         self._commands: list[ToCore] = []
         self._num_keys = 0
+        self.images: ImageDecodeQueue | None = None  # None: the model takes no images
+        self._pending_images = PendingImages()
 
     @property
     def num_open(self) -> int:
@@ -95,7 +101,7 @@ class RequestManager:
         key = self._num_keys  # from 1: in an event, 0 means no request
         command = to_core(submit, self.limits, key)
         request = OpenRequest(
-            submit,
+            msgspec.structs.replace(submit, images=[]) if submit.images else submit,
             key,
             self._tokenizer,
             self._table,
@@ -105,12 +111,31 @@ class RequestManager:
         self._open[key] = (request, session)
         session.open_keys[submit.request_id] = key
         ended = request.resume(submit.resumed_ids or [], command.stop_token_ids)
-        if ended is None:
+        if ended is None and submit.images:
+            self._decode_images(submit, command)
+        elif ended is None:
             self._commands.append(command)
         else:
             admission = CoreAdmission(key, submit.service.name, Reason.FAILED_OVER, None)
             self._post(session, request.accept(admission))
             self._finish(request, session, ended)
+
+    def _decode_images(self, submit: Submit, command: CoreSubmit) -> None:
+        """Hold a request until its images are decoded."""
+        assert self.images is not None, "images are only accepted where they can be decoded"
+        self._pending_images.hold(command)
+        problem = self.images.enter(command.key, submit.tenant_id, submit.images)
+        if problem:
+            message = f"{problem}; send the request again later"
+            self.take_images(command.key, ImageFailure(FailureCode.OVERLOADED, message))
+
+    def take_images(self, key: int, result: list[PromptImage] | ImageFailure) -> None:
+        """Submit a request to the core with its decoded images, or fail it."""
+        if isinstance(result, ImageFailure):
+            if self._pending_images.leave(key):
+                self._fail(*self._open[key], CoreFailure(key, result.code, result.message))
+        else:
+            self._commands += self._pending_images.release(key, result)
 
     def _refuse(self, session: GatewaySession, submit: Submit) -> tuple[FailureCode, str] | None:
         if self.limits is None:
@@ -138,7 +163,8 @@ class RequestManager:
         if key is not None:
             request, _ = self._open[key]
             request.credit_tokens = max(request.credit_tokens, extend.credit_tokens)
-            self._commands.append(CoreExtend(key, extend.credit_tokens, extend.last))
+            if not self._pending_images.extend(key, extend.credit_tokens, last=extend.last):
+                self._commands.append(CoreExtend(key, extend.credit_tokens, extend.last))
 
     def abort(self, session: GatewaySession, abort: Abort) -> None:
         """Abort a request. A request that has already ended is ignored: the two messages have crossed."""
@@ -161,9 +187,13 @@ class RequestManager:
             self._abort(key, DRAINED)
 
     def _abort(self, key: int, detail: str) -> None:
-        request, _ = self._open[key]
+        request, session = self._open[key]
         if request.stopped_by is None:  # otherwise the core is already ending it
             request.abort_detail = request.abort_detail or detail
+            if self._pending_images.leave(key):  # the core does not know it
+                counts = 0, request.num_output, 0, 0, self._clock_ns(), request.submit.service.name
+                self._finish(request, session, CoreFinish(FinishReason.ABORT, "", *counts, [], 0))
+                return
             self._commands.append(CoreAbort(key, FinishReason.ABORT))
 
     # ── from the core ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -210,6 +240,7 @@ class RequestManager:
 
         `first_step_keys` are the requests whose first token the core was computing when it died; None if unknown.
         """
+        self._pending_images.clear()
         for request, session in list(self._open.values()):
             in_first_step = None if first_step_keys is None else request.key in first_step_keys
             self._fail(request, session, CoreFailure(request.key, code, message, in_first_step=in_first_step))
@@ -243,6 +274,8 @@ class RequestManager:
 
     def _close(self, request: OpenRequest, session: GatewaySession) -> None:
         del self._open[request.key]
+        if self.images is not None:
+            self.images.leave(request.key)
         del session.open_keys[request.request_id]
         self._ended[request.key] = request.request_id
         if len(self._ended) > MAX_REMEMBERED:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from moiety_engine.config import ImageOptions
 from moiety_wire.messages import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S
 from moiety_wire.roles import EngineRole
 
@@ -25,6 +26,7 @@ class ServerSettings:
     role: EngineRole = EngineRole.BOTH  # role in the model card
     adapters: tuple[str, ...] = ()  # adapters that the core loads at its start
     adapter_disk_bytes: int = 4 << 30  # disk limit for adapters that gateways send
+    images: ImageOptions = field(default_factory=ImageOptions)  # limits of decoding
     core_silence_s: float = CORE_SILENCE_S  # silence after which a core process counts as hanging
     curve_secret_key: bytes | None = None  # Z85; with it only clients that know our public key can connect
     gateway_keys_file: Path | None = None  # public keys (Z85) of the gateways that may connect; needs CURVE

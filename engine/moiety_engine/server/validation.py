@@ -7,8 +7,10 @@ import re
 from dataclasses import dataclass
 
 from moiety_engine.messages import CoreSubmit
+from moiety_engine.server.image_validation import images_complaint
 from moiety_wire.classes import ServiceClass
 from moiety_wire.grammars import MAX_GRAMMAR_BYTES
+from moiety_wire.images import ImageRules
 from moiety_wire.messages import (
     MIN_THOUGHT_BUDGET,
     FailureCode,
@@ -43,6 +45,7 @@ class ModelLimits:
     hands_over: bool = False
     takes_over: bool = False
     speculative_prefill: bool = False
+    images: ImageRules | None = None
 
     @classmethod
     def of(cls, card: ModelCard) -> ModelLimits:
@@ -57,6 +60,7 @@ class ModelLimits:
             hands_over=card.hands_over,
             takes_over=bool(card.kv_address),
             speculative_prefill=card.speculative_prefill,
+            images=card.images,
         )
 
 
@@ -88,6 +92,7 @@ def find_refusal(submit: Submit, limits: ModelLimits) -> Refusal | None:
         or _grammar_complaint(submit, limits)
         or _transfer_complaint(submit, limits)
         or _keep_complaint(submit)
+        or images_complaint(submit, limits.images)
     )
     return Refusal(FailureCode.INVALID_REQUEST, complaint) if complaint else None
 
@@ -224,8 +229,18 @@ def _speculative_prefill_error(submit: Submit, seen: SpeculativePrefillRequest, 
         )
     if submit.embed or submit.stopping.max_tokens:
         return "a speculative prefill generates nothing: leave embed out, and set max_tokens to 0"
-    if submit.resumed_ids or submit.grammar or submit.hand_over or submit.transfer_id or submit.adapter:
-        return "a speculative prefill is only a prompt: leave out resumed_ids, grammar, hand_over, transfer_id, adapter"
+    if (
+        submit.resumed_ids
+        or submit.grammar
+        or submit.hand_over
+        or submit.transfer_id
+        or submit.adapter
+        or submit.images
+    ):
+        return (
+            "a speculative prefill is only a prompt of text: leave out resumed_ids, grammar, hand_over, transfer_id, "
+            "adapter, images"
+        )
     ids = seen.other_ids
     if not 0 <= seen.num_shared <= len(submit.prompt_ids) or not 0 <= seen.num_asked <= seen.num_shared + len(ids):
         return (

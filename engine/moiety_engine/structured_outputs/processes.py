@@ -12,6 +12,7 @@ import sys
 import threading
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import structlog
 
@@ -26,7 +27,12 @@ from moiety_engine.structured_outputs.frames import (
     send_frame,
 )
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 log = structlog.get_logger()
+
+_Ready = TypeVar("_Ready")
 
 START_S = 120.0  # enough for the largest tokenizers on a slow disk
 END_S = 2.0  # time for the template to end, or to report a child's end
@@ -94,18 +100,18 @@ class WorkerChild:
         self._status_link.close()
 
 
-class WorkerTemplate:
-    """Process from which all grammar processes are forked. Restarted when it is gone. Thread-safe."""
+class ForkTemplate(Generic[_Ready]):
+    """Process from which processes with limits are forked. Restarted when it is gone. Thread-safe."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, command: list[str], ready_kind: type[_Ready], check: Callable[[_Ready], None]) -> None:
         """Start the process and wait until it can fork.
 
-        `folder`: the checkpoint, for its tokenizer.
+        `command`: arguments of Python; the descriptor of the process's socket is added. `check` is called with the
+        first frame, of `ready_kind`, and may raise ValueError.
 
-        Raises ValueError where the tokenizer does not support grammars, GrammarWorkerFailed where the process does not
-        start.
+        Raises that ValueError, and GrammarWorkerFailed where the process does not start.
         """
-        self._folder = folder
+        self._command, self._ready_kind, self._check = command, ready_kind, check
         self._lock = threading.Lock()
         self._is_closed = False
         self.restarts_total = 0
@@ -125,7 +131,7 @@ class WorkerTemplate:
                     return self._fork()
                 except OSError:
                     if is_last:
-                        raise GrammarWorkerFailed("the template of grammar processes does not answer") from None
+                        raise GrammarWorkerFailed("the template of worker processes does not answer") from None
                     self._restart()
         raise AssertionError("one of the loop's branches returns or raises")
 
@@ -142,10 +148,9 @@ class WorkerTemplate:
 
     def _start(self) -> None:
         own, its = socket.socketpair()
-        command = [sys.executable, "-m", "moiety_engine.structured_outputs.worker", str(self._folder)]
         with its:
             self._process = subprocess.Popen(
-                [*command, str(its.fileno())],
+                [sys.executable, *self._command, str(its.fileno())],
                 pass_fds=[its.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -154,14 +159,15 @@ class WorkerTemplate:
         self._control = own
         own.settimeout(START_S)
         try:
-            ready = receive_frame(own, TemplateReady)
+            ready = receive_frame(own, self._ready_kind)
         except (EOFError, OSError) as exc:
             self._end()
-            raise GrammarWorkerFailed(f"the template of grammar processes does not start: {exc}") from exc
-        if ready.problem:
+            raise GrammarWorkerFailed(f"the template of worker processes does not start: {exc}") from exc
+        try:
+            self._check(ready)
+        except ValueError:
             self._end()
-            raise ValueError(ready.problem)
-        self.num_words = ready.num_words
+            raise
 
     def _fork(self) -> WorkerChild:
         link, child_link = socket.socketpair()
@@ -176,7 +182,7 @@ class WorkerTemplate:
         return WorkerChild(link, status_link)
 
     def _restart(self) -> None:
-        log.warning("grammar_template_restarted", pid=self._process.pid)
+        log.warning("worker_template_restarted", pid=self._process.pid)
         self.restarts_total += 1
         self._process.kill()
         self._end()
@@ -189,6 +195,24 @@ class WorkerTemplate:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+class WorkerTemplate(ForkTemplate[TemplateReady]):
+    """Process from which all grammar processes are forked."""
+
+    def __init__(self, folder: Path) -> None:
+        """Start the process and wait until it can fork. `folder`: the checkpoint, for its tokenizer.
+
+        Raises ValueError where the tokenizer does not support grammars, GrammarWorkerFailed where the process does not
+        start.
+        """
+        self.num_words = 0
+        super().__init__(["-m", "moiety_engine.structured_outputs.worker", str(folder)], TemplateReady, self._take_size)
+
+    def _take_size(self, ready: TemplateReady) -> None:
+        if ready.problem:
+            raise ValueError(ready.problem)
+        self.num_words = ready.num_words
 
 
 def name_of(end: ChildExit) -> str:

@@ -7,105 +7,18 @@ core ends, and kills its children.
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import os
-import selectors
 import signal
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 
 from moiety_engine.structured_outputs.compiler import GrammarCompiler
-from moiety_engine.structured_outputs.frames import (
-    ChildExit,
-    TemplateReady,
-    receive_frame_with_fds,
-    send_frame,
-)
+from moiety_engine.structured_outputs.frames import TemplateReady, send_frame
+from moiety_engine.structured_outputs.template import Template
 from moiety_engine.structured_outputs.worker_child import run_child
 from moiety_text.errors import TextError
-
-
-class Template:
-    """State of the template: its link to the core, and the links on which it reports the ends of its children."""
-
-    def __init__(self, control: socket.socket, compiler: GrammarCompiler) -> None:
-        self._control, self._compiler = control, compiler
-        self._status_links: dict[int, socket.socket] = {}  # by process id
-        self._selector = selectors.DefaultSelector()
-        self._wake_in, self._wake_out = socket.socketpair()
-        self._wake_in.setblocking(False)
-        self._wake_out.setblocking(False)
-
-    def serve(self) -> None:
-        """Fork and report until the core closes the link."""
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(self._wake_in.fileno(), warn_on_full_buffer=False)
-        self._selector.register(self._control, selectors.EVENT_READ)
-        self._selector.register(self._wake_out, selectors.EVENT_READ)
-        while True:
-            for key, _ in self._selector.select():
-                if key.fileobj is self._control:
-                    if not self._fork():
-                        self._end_children()
-                        return
-                elif key.fileobj is self._wake_out:
-                    with contextlib.suppress(BlockingIOError):
-                        self._wake_out.recv(4096)
-                elif key.data in self._status_links:
-                    self._end_child(key.data)
-            self._report_ends()
-
-    def _fork(self) -> bool:
-        """Handle one fork request. Returns False where the core is gone."""
-        try:
-            _, fds = receive_frame_with_fds(self._control, type(None))
-        except (EOFError, OSError):
-            return False
-        link, status_link = (socket.socket(fileno=fd) for fd in fds)
-        pid = os.fork()
-        if pid == 0:
-            self._forget_parent()
-            status_link.close()
-            run_child(link, self._compiler)  # does not return
-        link.close()
-        self._status_links[pid] = status_link
-        self._selector.register(status_link, selectors.EVENT_READ, data=pid)
-        return True
-
-    def _forget_parent(self) -> None:
-        """Close the template's descriptors in a child, so that each link closes with the process that uses it."""
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        self._selector.close()
-        for one in (self._control, self._wake_in, self._wake_out, *self._status_links.values()):
-            one.close()
-
-    def _end_child(self, pid: int) -> None:
-        """Kill a child at the core's request, or when the core no longer waits for it.
-
-        The child is not reaped yet, so the process id is still its own.
-        """
-        self._selector.unregister(self._status_links[pid])
-        os.kill(pid, signal.SIGKILL)
-
-    def _end_children(self) -> None:
-        for pid in self._status_links:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-
-    def _report_ends(self) -> None:
-        while self._status_links:
-            pid, status, usage = os.wait4(-1, os.WNOHANG)
-            if not pid:
-                return
-            link = self._status_links.pop(pid)
-            with contextlib.suppress(KeyError):
-                self._selector.unregister(link)
-            with contextlib.suppress(OSError):  # the core no longer waits for it
-                send_frame(link, ChildExit(status, usage.ru_utime + usage.ru_stime))
-            link.close()
 
 
 def main() -> int:
@@ -121,7 +34,7 @@ def main() -> int:
     gc.freeze()
     gc.disable()
     send_frame(control, TemplateReady(compiler.num_words, ""))
-    Template(control, compiler).serve()
+    Template(control, partial(run_child, compiler=compiler)).serve()
     return 0
 
 

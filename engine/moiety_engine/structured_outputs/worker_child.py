@@ -6,19 +6,16 @@ the address space. A signal ends a child that reaches one, even in native code.
 
 from __future__ import annotations
 
-import ctypes
-import math
 import os
-import resource
 import signal
 import socket
 import threading
 import time
-from pathlib import Path
 from typing import NoReturn
 
 from llguidance import LLMatcher
 
+from moiety_engine.structured_outputs.child_limits import end_with_parent, limit_memory, limit_time, resident_bytes
 from moiety_engine.structured_outputs.compiler import GrammarCompiler
 from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.frames import (
@@ -40,7 +37,6 @@ from moiety_engine.structured_outputs.frames import (
 from moiety_engine.structured_outputs.mask_buffer import MaskBuffer
 from moiety_engine.structured_outputs.state import TOO_COSTLY, GrammarState
 
-PR_SET_PDEATHSIG = 1  # of prctl(2)
 TRIAL_NICENESS = 5  # compilations yield to the model's steps
 MAX_ROW_S = 0.25  # processor time of one mask; a slower grammar delays too many requests
 FREE_ROW_S = 0.02  # processor time of one mask that is free for a request; time beyond it adds up,
@@ -52,7 +48,7 @@ def run_child(link: socket.socket, compiler: GrammarCompiler) -> NoReturn:
     """Run the role of the first frame, and end the process."""
     code = EXIT_CRASHED
     try:
-        _end_with_parent()
+        end_with_parent()
         null = os.open(os.devnull, os.O_RDWR)
         os.dup2(null, 2)  # error output of native code may quote a client's text
         order, fds = receive_frame_with_fds(link, ChildOrder)
@@ -71,52 +67,21 @@ def run_child(link: socket.socket, compiler: GrammarCompiler) -> NoReturn:
         os._exit(code)
 
 
-def _end_with_parent() -> None:
-    """Die with the template, which alone can report to the core how a child ended."""
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(EXIT_CRASHED)
-
-
-def limit_memory(more_bytes: int) -> None:
-    """Limit further growth of the address space to `more_bytes`, and disable core files."""
-    limit_bytes = _memory_pages()[0] * resource.getpagesize() + more_bytes
-    _, hard_bytes = resource.getrlimit(resource.RLIMIT_AS)
-    if hard_bytes != resource.RLIM_INFINITY:
-        limit_bytes = min(limit_bytes, hard_bytes)
-    resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-def _resident_bytes() -> int:
-    return _memory_pages()[1] * resource.getpagesize()
-
-
-def _memory_pages() -> tuple[int, int]:
-    """Return this process's pages: address space and resident memory."""
-    fields = Path("/proc/self/statm").read_text().split()
-    return int(fields[0]), int(fields[1])
-
-
 # ── trial ──
 
 
 def _run_trial(link: socket.socket, compiler: GrammarCompiler, order: TrialOrder) -> None:
     os.nice(TRIAL_NICENESS)
     limit_memory(order.memory_bytes)
-    hard_s = math.ceil(order.cpu_s) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (hard_s, hard_s))  # in case the timer fails
-    signal.setitimer(signal.ITIMER_PROF, order.cpu_s)  # the default action of its signal ends the process
-    signal.setitimer(signal.ITIMER_REAL, order.wall_s)
-    begin_bytes, begin_s, refusal = _resident_bytes(), time.process_time(), ""
+    limit_time(order.cpu_s, order.wall_s)
+    begin_bytes, begin_s, refusal = resident_bytes(), time.process_time(), ""
     try:
         compiler.compile(order.spec)
     except GrammarRefused as exc:
         refusal = str(exc)
     used_s = time.process_time() - begin_s
     signal.setitimer(signal.ITIMER_PROF, 0)
-    send_frame(link, TrialReport(refusal, used_s, max(0, _resident_bytes() - begin_bytes)))
+    send_frame(link, TrialReport(refusal, used_s, max(0, resident_bytes() - begin_bytes)))
 
 
 # ── stepping ──

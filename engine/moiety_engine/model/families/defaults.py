@@ -291,6 +291,40 @@ DEFAULTS: dict[str, Config] = {
         "num_experts_per_tok": 8,
         "num_experts": 128,
     },
+    "qwen3_vl_moe": _SHARED
+    | {
+        "vocab_size": 151_936,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "max_position_embeddings": 128_000,
+        "rope_theta": 500_000.0,
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "moe_intermediate_size": 1408,
+        "num_experts_per_tok": 4,
+        "num_experts": 60,
+        "image_token_id": 151_655,
+        "vision_start_token_id": 151_652,
+        "vision_end_token_id": 151_653,
+    },
+}
+# The same for the configuration of a vision encoder: transformers' Qwen3VLMoeVisionConfig.
+VISION_DEFAULTS: Config = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "hidden_act": "gelu_pytorch_tanh",
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "in_channels": 3,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 3584,
+    "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": [8, 16, 24],
 }
 # Other names that a family's class accepts for a key of `DEFAULTS`, by that key: transformers' `attribute_map`.
 OTHER_NAMES: dict[str, Mapping[str, tuple[str, ...]]] = {
@@ -303,6 +337,7 @@ OTHER_NAMES: dict[str, Mapping[str, tuple[str, ...]]] = {
     "mixtral": {"num_local_experts": ("num_experts",)},
     "olmoe": {"num_experts": ("num_local_experts",)},
     "qwen3_moe": {"num_experts": ("num_local_experts",)},
+    "qwen3_vl_moe": {"num_experts": ("num_local_experts",)},
 }
 
 

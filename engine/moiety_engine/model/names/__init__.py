@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from moiety_engine.model.names.attention import attention_places
 from moiety_engine.model.names.feed_forward import expert_places, feed_forward_places
 from moiety_engine.model.names.tensor_mapping import Shares, TensorMapping, plain, raised, whole
+from moiety_engine.model.names.vision import vision_places
 from moiety_engine.model.quantization_formats import KV_SCALES
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ def placements(spec: ModelSpec, weights: ModelWeights, present: set[str]) -> dic
         prefix = f"{root}layers.{index}."
         local = {name.removeprefix(prefix) for name in present if name.startswith(prefix)}
         found.update((prefix + name, place) for name, place in _layer(layer_spec, layer, local))
+    if spec.vision is not None and weights.vision is not None:
+        found.update(vision_places(spec.vision, weights.vision, present))
     offset = spec.norm.weight_offset
     return {name: _raised(name, place, offset) for name, place in found.items()} if offset else found
 

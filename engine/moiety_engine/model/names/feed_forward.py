@@ -1,8 +1,8 @@
 """Names of feed-forward tensors, with and without experts.
 
 Experts are stored in three forms: one matrix each (Qwen, OLMoE, DeepSeek, GLM), w1/w3/w2 (Mixtral, Phi), and all
-experts of a layer stacked with gate and up fused (Granite, and all families in memory in transformers 5). gpt-oss has
-its own stacked form.
+experts of a layer stacked with gate and up fused (Granite, and all families in memory in transformers 5). Qwen3-VL as
+published has the stacks transposed. gpt-oss has its own stacked form.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def _experts(weights: MoeWeights, present: set[str]) -> Iterator[Named]:
         return
     for gate_up_name, down_name in _STACKED.items():
         if gate_up_name in present:
-            yield gate_up_name, whole(gate_up_E2FD)
-            yield down_name, whole(down_EDF)
+            for name, stack in ((gate_up_name, gate_up_E2FD), (down_name, down_EDF)):
+                yield name, TensorMapping(stack, tuple(stack.shape), takes_transposed=True)
             return
     gate_name, up_name, down_name = _SINGLE[_which(tuple(_SINGLE), present)]
     for expert, (gate_up, down) in enumerate(zip(gate_up_E2FD, down_EDF, strict=True)):

@@ -26,12 +26,14 @@ class TensorMapping:
     """Mapping of a tensor with `shape` on disk to `view`, through `arrange` if given.
 
     `chosen`: experts to select first from a tensor that stacks experts; `shape` is then that of the selection.
+    `takes_transposed`: the tensor may be stored with its last two dimensions exchanged.
     """
 
     view: Tensor
     shape: tuple[int, ...]
     arrange: Callable[[Tensor], Tensor] | None = None
     chosen: Chosen | None = None
+    takes_transposed: bool = False
 
     def fill(self, source: Tensor) -> None:
         """Copy a tensor read from disk into the weight."""

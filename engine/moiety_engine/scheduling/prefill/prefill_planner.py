@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
+from moiety_engine.images.encoder_cost import NO_ENCODER, EncoderCost
 from moiety_engine.scheduling.kv.kv_groups import KvGroups
 from moiety_engine.scheduling.kv.kv_ledger import Hit
 from moiety_engine.scheduling.policies.policy import BatchView, Policy
@@ -41,7 +42,9 @@ class PrefillPlanner:
         preemptor: Preemptor,
         tally: ClassCounters,
         speculative_prefill: SpeculativePrefill,
+        encoder_cost: EncoderCost = NO_ENCODER,
     ) -> None:
+        self._encoder_cost = encoder_cost
         self._kv = kv
         self._queues = queues
         self._policy = policy
@@ -156,7 +159,8 @@ class PrefillPlanner:
             )
             if sequence.timeline.delay is not None:
                 sequence.timeline.note(now_ns, EventKind.DELAYED, sequence.timeline.delay)
-            self._policy.started(sequence, sequence.num_uncomputed, now_ns / 1e9)
+            encoding = self._encoder_cost.tokens_from(sequence.request.images, sequence.kv.num_computed)
+            self._policy.started(sequence, sequence.num_uncomputed + encoding, now_ns / 1e9)
         elif sequence.timeline.num_preemptions or sequence.timeline.num_pauses:
             again = Reason.RECOMPUTE if sequence.kv.num_computed < sequence.kv.peak_computed else Reason.SWAP
             sequence.timeline.note(now_ns, EventKind.RESUMED, again)

@@ -1,0 +1,1 @@
+"""Decoding of images that strangers chose, in processes with enforced limits of memory and time."""

@@ -1,0 +1,51 @@
+"""Limits that the kernel enforces on a forked process: memory, processor time, elapsed time, and its parent's life."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import resource
+import signal
+from pathlib import Path
+
+from moiety_engine.structured_outputs.frames import EXIT_CRASHED
+
+PR_SET_PDEATHSIG = 1  # of prctl(2)
+
+
+def end_with_parent() -> None:
+    """Die with the template, which alone can report to the core how a child ended."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(EXIT_CRASHED)
+
+
+def limit_memory(more_bytes: int) -> None:
+    """Limit further growth of the address space to `more_bytes`, and disable core files."""
+    limit_bytes = _memory_pages()[0] * resource.getpagesize() + more_bytes
+    _, hard_bytes = resource.getrlimit(resource.RLIMIT_AS)
+    if hard_bytes != resource.RLIM_INFINITY:
+        limit_bytes = min(limit_bytes, hard_bytes)
+    resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def limit_time(cpu_s: float, wall_s: float) -> None:
+    """End this process after so much processor time, or elapsed time, even in native code."""
+    hard_s = math.ceil(cpu_s) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (hard_s, hard_s))  # in case the timer fails
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)  # the default action of its signal ends the process
+    signal.setitimer(signal.ITIMER_REAL, wall_s)
+
+
+def resident_bytes() -> int:
+    """Return the resident memory of this process."""
+    return _memory_pages()[1] * resource.getpagesize()
+
+
+def _memory_pages() -> tuple[int, int]:
+    """Return this process's pages: address space and resident memory."""
+    fields = Path("/proc/self/statm").read_text().split()
+    return int(fields[0]), int(fields[1])
