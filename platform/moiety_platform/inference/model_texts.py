@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from moiety_platform.errors import UNSUPPORTED_RESPONSE_FORMAT, BadRequest, ContextTooLong
-from moiety_platform.inference.generation import Conversation, Generation, Prompt
+from moiety_platform.inference.generation import Conversation, Generation, Prompt, TextPair
 from moiety_platform.inference.strict_tools import grammar_of_calls
 from moiety_platform.inference.template_options import TemplateOptions
 from moiety_text.chat import ChatTemplate
@@ -66,6 +66,7 @@ class ModelText:
             one for one in markers if one is not None and self._tokenizer.added_tokens[one].special
         )
         self._model = card.model
+        self.labels, self.score_activation = card.labels, card.score_activation
         self._vocab_size = card.vocab_size
         self._max_context_tokens = card.max_context_tokens
         self.inline_bytes = inline_bytes
@@ -92,6 +93,24 @@ class ModelText:
         if generation.echo:
             self._check_decodable(prompts, generation.prompt_field)
         return prompts
+
+    async def encode_pairs(self, generation: Generation) -> tuple[list[list[int]], list[int]]:
+        """Return the token ids of each pair of a generation, and where the second segment of each begins.
+
+        The pairs are encoded in a thread. Raises the errors of `encode`.
+        """
+        pairs = [pair for pair in generation.prompts if isinstance(pair, TextPair)]
+        encoded = await asyncio.to_thread(self._encode_pairs, pairs)
+        return [ids for ids, _ in encoded], [second for _, second in encoded]
+
+    def _encode_pairs(self, pairs: Sequence[TextPair]) -> list[tuple[list[int], int]]:
+        limit = self._max_context_tokens
+        try:
+            return [self._tokenizer.encode_pair(pair.first, pair.second, max_tokens=limit) for pair in pairs]
+        except TooManyTokens as exc:
+            raise self._too_long(f"at least {exc.at_least}") from exc
+        except TextNotEncodable as exc:
+            raise BadRequest(f"the model's tokenizer refused the input: {exc}") from exc
 
     def _check_decodable(self, prompts: Sequence[Sequence[int]], field: str) -> None:
         """Check that all ids have text. Ids that exist only in the model's padded vocabulary have none."""
@@ -255,6 +274,8 @@ class ModelText:
                 left -= ID_COST * len(prompt)
             elif isinstance(prompt, str):
                 left -= _num_bytes(prompt, left)
+            elif isinstance(prompt, TextPair):
+                return False
             else:
                 left = self._after_conversation(prompt, left)
             if left < 0:
@@ -286,7 +307,7 @@ class ModelText:
         for prompt in prompts:
             if isinstance(prompt, tuple):
                 encoded.append(self._check_ids(prompt, field))
-            else:
+            elif not isinstance(prompt, TextPair):  # pairs: see `encode_pairs`
                 encoded.append(self._encode(prompt, is_plain))
         return encoded
 
@@ -379,7 +400,7 @@ class ModelTexts:
 
     def __init__(self, inline_bytes: int) -> None:
         self._inline_bytes = inline_bytes
-        self._built: dict[tuple[str, str, str, str, int], ModelText] = {}
+        self._built: dict[tuple[Any, ...], ModelText] = {}
         self._building = asyncio.Lock()
 
     def use(self, inline_bytes: int) -> None:
@@ -390,7 +411,8 @@ class ModelTexts:
 
     async def get(self, card: ModelCard) -> ModelText:
         """Return the `ModelText` of a card. Raises moiety_text's errors if the card's files cannot be used."""
-        key = (card.model, card.device, card.tokenizer_json, card.chat_template, card.max_context_tokens)
+        files = (card.tokenizer_json, card.chat_template)
+        key = (card.model, card.device, *files, card.max_context_tokens, card.labels, card.score_activation)
         text = self._built.get(key)
         if text is not None:
             return text
