@@ -28,6 +28,7 @@ schemathesis.openapi.format("json-object", st.dictionaries(PRINTABLE, PRINTABLE,
 # What a schema cannot say, so that a request which it allows may be refused: by the code of the error, or the parameter
 # that it names.
 EXCUSED_CODES = {
+    "text_count_mismatch": "two lists must have the same length",
     "unknown_token_id": "which there are depends on the model",
     "thinking_not_supported": "whether a model thinks, and can be told to, is its own affair",
     "unsupported_response_format": "which schemas and expressions can be followed is the engine's to say",

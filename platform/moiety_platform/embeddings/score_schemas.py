@@ -68,7 +68,8 @@ class ScoreBody(AskingBody):
         if len(firsts) not in (1, len(seconds)):
             raise refuse(
                 f"'text_1' has {len(firsts):,} texts and 'text_2' {len(seconds):,}; send one 'text_1', or as many "
-                "of both"
+                "of both",
+                code="text_count_mismatch",
             )
         return self
 

@@ -225,7 +225,7 @@ class RequestPipeline:
         record.served_model, record.base_model = model, base
         if adapter is not None:
             card = adapting_card(adapter, card, able_engines(states, base))
-        if generation.task is PoolingTask.SCORE and not card.labels:
+        if generation.task is PoolingTask.SCORE and len(card.labels) != 1:
             generation = with_single_texts(generation)
             record.generation, record.num_sequences = generation, len(generation.prompts)
         check_limits(generation, record.num_sequences, card, self.limits.max_sequences)
