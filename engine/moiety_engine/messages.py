@@ -40,6 +40,7 @@ class CoreSubmit(msgspec.Struct, frozen=True, tag="submit"):
     fallback: ServiceClass | None = None  # class after a downgrade, where `service` downgrades on overload
     resumed_ids: list[int] | None = None  # output of another engine, which had admitted it; fewer than max_tokens
     embed: bool = False  # ends with its prefill; `max_tokens` is 0
+    second_segment_at: int = 0  # first token of the second text of a pair; 0: one text
     sibling_tokens: int = 0  # prompt tokens besides its own that the SLO allows time for
     grammar: GrammarSpec | None = None  # grammar of its answer
     hand_over: KvHandoff | None = None  # target of its KV; it ends with its next token, unless that was its last
@@ -130,7 +131,7 @@ class CoreFinish(msgspec.Struct, frozen=True, array_like=True):
     served_class: str
     events: list[CoreEvent]
     num_recomputed_tokens: int
-    embedding: bytes = b""  # a unit vector, little-endian float32
+    embedding: bytes = b""  # a unit vector or a head's logits, little-endian float32
     num_drafted_tokens: int = 0  # drafted and computed
     num_accepted_tokens: int = 0  # drafted tokens that were accepted
     arrival: KvTransferTimes | None = None
@@ -190,6 +191,9 @@ class CoreHello(msgspec.Struct, frozen=True, tag="hello"):
     dtype: str = ""
     device: str = ""
     embedding_width: int = 0  # 0: this core computes no embeddings
+    generates: bool = True
+    labels: tuple[str, ...] = ()
+    score_activation: str = ""
     follows_grammars: bool = False
     hands_over: bool = False
     kv_address: str = ""  # address for KV from other engines

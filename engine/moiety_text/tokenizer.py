@@ -120,6 +120,20 @@ class Tokenizer:
         except TypeError as exc:
             raise TextNotEncodable("the text contains half of a surrogate pair; send valid Unicode") from exc
 
+    def encode_pair(self, first: str, second: str, *, max_tokens: int | None = None) -> tuple[list[int], int]:
+        """Return the ids of two texts with special tokens, and the index of the first token of the second segment.
+
+        The index is 0 where the tokenizer does not mark segments. Raises as `encode` does.
+        """
+        self.check_fits(first, max_tokens)
+        self.check_fits(second, max_tokens)
+        try:
+            (encoding,) = self._backend.encode_batch_fast([(first, second)], add_special_tokens=True)
+        except TypeError as exc:
+            raise TextNotEncodable("the text contains half of a surrogate pair; send valid Unicode") from exc
+        types = encoding.type_ids
+        return encoding.ids, types.index(1) if 1 in types else 0
+
     def check_fits(self, text: str, max_tokens: int | None) -> None:
         """Raise TooManyTokens if `text` is too long for `max_tokens`, however it is encoded."""
         if max_tokens is None or self._most_bytes_a_token is None:

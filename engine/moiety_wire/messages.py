@@ -13,7 +13,7 @@ direction from 0. Credit is the *total* number of output tokens that the engine 
 raises it (a repeated message is harmless, since it carries a total). At the end of its credit a request pauses.
 
 An embedding request (`Submit.embed`) generates no tokens and needs no credit. Its `Finished` contains the vector, and
-no `Tokens` come before it.
+no `Tokens` come before it. An engine whose card has `labels` returns the logits of these in place of a unit vector.
 
 A request whose engine was lost is submitted to another engine with `resumed_ids`, the output that its gateway has. All
 counts of that request stay totals: the first `position` is the number of resumed tokens; credit, max_tokens, min_tokens
@@ -182,6 +182,7 @@ class Submit(msgspec.Struct, frozen=True, omit_defaults=True, tag="submit"):
     resumed_ids: list[int] | None = None  # output so far of a request that another engine had admitted
     billing_context: bytes = msgspec.field(default=b"", name="bill")  # opaque to the engine; MeteredUsage returns it
     embed: bool = False  # return the prompt's embedding and no token: `max_tokens` and `credit_tokens` are 0
+    second_segment_at: int = 0  # first token of the second text of a pair, for encoders; 0: one text
     gathers: bool = False  # the output is not streamed: after the first, tokens may be grouped
     sibling_tokens: int = 0  # tokens of the client's other prompts in the same request; the SLO covers them too
     shown_ids: tuple[int, ...] = ()  # special tokens that appear in the output text: the marks of tool calls
@@ -293,6 +294,9 @@ class ModelCard(msgspec.Struct, frozen=True, tag="card"):
     device: str
     protocol_version: int = PROTOCOL_VERSION
     embedding_width: int = 0  # dimensions of an embedding; 0 where the engine makes none
+    generates: bool = True  # False: an encoder, which serves only `Submit.embed`
+    labels: tuple[str, ...] = ()  # of a classification head, whose logits `Submit.embed` then returns
+    score_activation: str = ""  # sigmoid, softmax or identity: turns the logits into scores
     extensible: bool = True  # False: credit cannot be raised, and the engine does not remember usage
     follows_grammars: bool = False
     tool_format: str = "auto"  # name of the model's tool-call format; auto: as the chat template shows

@@ -26,6 +26,7 @@ from moiety_platform.cors import cross_origin_policy
 from moiety_platform.db.readiness import StoreReadiness
 from moiety_platform.direct import GatewayApp
 from moiety_platform.embeddings.controller import embedding_route
+from moiety_platform.embeddings.score_controller import score_routes
 from moiety_platform.engine_metrics import EngineCollector
 from moiety_platform.errors import PlatformError
 from moiety_platform.expert_metrics import ExpertCollector
@@ -192,6 +193,7 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
         route_handlers=[
             *completion_routes(serve),
             embedding_route(serve),
+            *score_routes(serve),
             message_route(serve),
             with_services(TokenCountController, messages=messages),
             response_route(serve, services.responses, services.cipher, services.background),

@@ -102,3 +102,20 @@ async def test_an_embedding_is_metered_as_a_prompt_without_output(bench: Any, su
         assert "first" in (await gateway.until_load(lambda load: load.unacknowledged_replicas)).unacknowledged_replicas
         await gateway.send(UsageAcknowledgement("first", ["r"]))
         await gateway.until_load(lambda load: not load.unacknowledged_replicas)
+
+
+async def test_an_encoder_with_a_head_returns_its_logits_and_refuses_to_generate(bench: Any, submit: Any) -> None:
+    async with bench(Script(labels=("bad", "good"))) as running:
+        gateway = running.connect()
+        card = await gateway.greet()
+        assert (card.generates, card.labels, card.score_activation) == (False, ("bad", "good"), "softmax")
+        assert card.embedding_width == 0
+        end = (await gateway.ask(wanted(submit, "pair", second_segment_at=3))).end
+        assert isinstance(end, Finished) and len(end.embedding) == 8
+        for request_id, changes, message in (
+            ("text", {"embed": False, "stopping": Stopping(max_tokens=2)}, "an encoder generates no text"),
+            ("far", {"second_segment_at": 5}, "second_segment_at must be an index of the prompt's 5 tokens, not 5"),
+            ("low", {"second_segment_at": -1}, "second_segment_at must be an index"),
+        ):
+            refused = (await gateway.ask(wanted(submit, request_id, **changes))).end
+            assert isinstance(refused, Failed) and message in refused.message

@@ -28,6 +28,7 @@ schemathesis.openapi.format("json-object", st.dictionaries(PRINTABLE, PRINTABLE,
 # What a schema cannot say, so that a request which it allows may be refused: by the code of the error, or the parameter
 # that it names.
 EXCUSED_CODES = {
+    "text_count_mismatch": "two lists must have the same length",
     "unknown_token_id": "which there are depends on the model",
     "unsupported_response_format": "which schemas and expressions can be followed is the engine's to say",
     "context_length_exceeded": "how long a prompt may be depends on the model",

@@ -60,7 +60,10 @@ async def test_the_api_is_what_its_document_says(
     if EXAMPLES:
         searches = [["--phases", "coverage,fuzzing", "--max-examples", EXAMPLES, "--continue-on-failure"]]
     engine = FakeEngineClient(
-        msgspec.structs.replace(tool_card("hermes"), model="tiny", embedding_width=8), call_a_tool
+        msgspec.structs.replace(
+            tool_card("hermes"), model="tiny", embedding_width=8, labels=tuple("abcdefgh"), score_activation="softmax"
+        ),
+        call_a_tool,
     )
     engine.expert_loads[None] = ExpertLoad(1, 0, 0, (0,), 2, 1, pack_counts([3, 1]), [], [TenantTokens("t", 4)])
     idle: dict[str, Any] = {

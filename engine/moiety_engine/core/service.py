@@ -9,8 +9,11 @@ from pathlib import Path
 import structlog
 
 from moiety_engine.config import EngineConfig
+from moiety_engine.core.encoder_service import serve_encoder
 from moiety_engine.core.link import IDLE_WAIT_MS, ServerLink
 from moiety_engine.distribution.rendezvous_address import Rendezvous
+from moiety_engine.encoder.config import is_encoder
+from moiety_engine.encoder.startup import load_encoder_loop
 from moiety_engine.errors import OutOfMemory
 from moiety_engine.first_steps import FirstSteps
 from moiety_engine.loop import MAX_NUM_LOGPROBS, EngineLoop
@@ -45,12 +48,17 @@ def serve(
     `rendezvous` is the rendezvous that a launcher set for several ranks. `first_steps` records the requests whose first
     token is being computed. Raises EngineError where the model cannot be loaded.
     """
+    if is_encoder(Path(config.model)):
+        loop = load_encoder_loop(config, 1 if rendezvous is None else rendezvous.num_ranks)
+        loop.first_steps = first_steps
+        serve_encoder(link, loop)
+        return
     if ignored := ignored_keys(Path(config.model)):
         advice = "check that the model computes the same without them"
         structlog.get_logger().warning("config_keys_ignored", keys=ignored, advice=advice)
-    with load_loop(config, rendezvous=rendezvous, progress=_Progress(link)) as loop:
-        loop.first_steps = first_steps
-        _serve(link, loop, config)
+    with load_loop(config, rendezvous=rendezvous, progress=_Progress(link)) as generating:
+        generating.first_steps = first_steps
+        _serve(link, generating, config)
 
 
 def _serve(link: ServerLink, loop: EngineLoop, config: EngineConfig) -> None:

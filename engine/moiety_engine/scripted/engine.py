@@ -73,7 +73,10 @@ class ScriptedEngine:
             max_num_logprobs=self.script.max_num_logprobs,
             dtype="none",
             device="none",
-            embedding_width=self.script.embedding_width,
+            embedding_width=0 if self.script.labels else self.script.embedding_width,
+            generates=not self.script.labels,
+            labels=self.script.labels,
+            score_activation=("sigmoid" if len(self.script.labels) == 1 else "softmax") if self.script.labels else "",
         )
 
     def obey(self, commands: Iterable[ToCore]) -> None:

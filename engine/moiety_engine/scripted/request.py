@@ -74,7 +74,7 @@ class ScriptedRequest:
 
     def embedding(self) -> bytes:
         """Return a unit vector determined by the prompt's tokens, in the model's format: little-endian float32."""
-        ids, width = self.submit.prompt_ids, self._script.embedding_width
+        ids, width = self.submit.prompt_ids, len(self._script.labels) or self._script.embedding_width
         digest = shake_128(struct.pack(f"<{len(ids)}I", *ids)).digest(width)
         length = math.hypot(*(byte - 127.5 for byte in digest))
         return struct.pack(f"<{width}f", *((byte - 127.5) / length for byte in digest))

@@ -50,6 +50,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
     max_num_logprobs: int = 20
     vocab_size: int = VOCAB_SIZE
     embedding_width: int = 16  # 0: a core without embeddings
+    labels: tuple[str, ...] = ()  # of an encoder with a classification head, which generates nothing
     end_token_id: int = END_ID
     verdicts: tuple[ScriptedDecision, ...] = ()  # the first match applies; without one a request is admitted
     events: tuple[ScriptedEvent, ...] = ()

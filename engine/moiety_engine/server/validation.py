@@ -46,6 +46,7 @@ class ModelLimits:
     takes_over: bool = False
     speculative_prefill: bool = False
     images: ImageRules | None = None
+    generates: bool = True
 
     @classmethod
     def of(cls, card: ModelCard) -> ModelLimits:
@@ -55,12 +56,13 @@ class ModelLimits:
             vocab_size=card.vocab_size,
             max_num_logprobs=card.max_num_logprobs,
             eos_token_ids=card.eos_token_ids,
-            makes_embeddings=card.embedding_width > 0,
+            makes_embeddings=card.embedding_width > 0 or bool(card.labels),
             follows_grammars=card.follows_grammars,
             hands_over=card.hands_over,
             takes_over=bool(card.kv_address),
             speculative_prefill=card.speculative_prefill,
             images=card.images,
+            generates=card.generates,
         )
 
 
@@ -93,6 +95,7 @@ def find_refusal(submit: Submit, limits: ModelLimits) -> Refusal | None:
         or _transfer_complaint(submit, limits)
         or _keep_complaint(submit)
         or images_complaint(submit, limits.images)
+        or _segment_complaint(submit)
     )
     return Refusal(FailureCode.INVALID_REQUEST, complaint) if complaint else None
 
@@ -121,6 +124,7 @@ def to_core(submit: Submit, limits: ModelLimits, key: int) -> CoreSubmit:
         resumed_ids=submit.resumed_ids,
         grammar=submit.grammar,
         embed=submit.embed,
+        second_segment_at=submit.second_segment_at,
         sibling_tokens=submit.sibling_tokens,
         hand_over=submit.hand_over,
         transfer_id=submit.transfer_id,
@@ -214,6 +218,8 @@ def _length_complaint(submit: Submit, limits: ModelLimits) -> str:
     max_tokens = submit.stopping.max_tokens
     if submit.speculative_prefill is not None:
         return _speculative_prefill_error(submit, submit.speculative_prefill, limits)
+    if not submit.embed and not limits.generates:
+        return "an encoder generates no text; send the request to an engine with a generating model"
     if not submit.embed:
         return "" if max_tokens >= 1 else f"max_tokens must be at least 1, not {max_tokens}"
     if not limits.makes_embeddings:
@@ -276,6 +282,13 @@ def _keep_complaint(submit: Submit) -> str:
     if not 0 <= submit.keep_s <= MAX_KEEP_S:
         return f"keep_s must be between 0 and {MAX_KEEP_S:.0f} seconds"
     return ""
+
+
+def _segment_complaint(submit: Submit) -> str:
+    second, num_prompt = submit.second_segment_at, len(submit.prompt_ids)
+    if 0 <= second < num_prompt:
+        return ""
+    return f"second_segment_at must be an index of the prompt's {num_prompt} tokens, not {second}"
 
 
 def _transfer_complaint(submit: Submit, limits: ModelLimits) -> str:

@@ -35,7 +35,7 @@ class EmbeddingBody(AskingBody):
 
     def generation(self) -> Generation:
         """Return the generation to run. Raises BadRequest for an empty input."""
-        _check_filled(self.input)
+        check_filled(self.input)
         return Generation(
             model=self.model,
             prompts=as_prompts(self.input),
@@ -49,7 +49,8 @@ class EmbeddingBody(AskingBody):
         )
 
 
-def _check_filled(given: str | list[str] | list[int] | list[list[int]]) -> None:
+def check_filled(given: str | list[str] | list[int] | list[list[int]]) -> None:
+    """Raise BadRequest if there is no input, or an empty one."""
     if not given:
         raise BadRequest("'input' is empty; send a text, token ids, or a list of either", param="input")
     if isinstance(given, list):

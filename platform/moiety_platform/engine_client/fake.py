@@ -289,7 +289,7 @@ class FakeEngineClient:
 
     async def _embed(self, run: _Running, verdict: FakeVerdict, received_ns: int) -> None:
         await self._pause(run)
-        width = self.card.embedding_width
+        width = len(self.card.labels) or self.card.embedding_width
         vector = struct.pack(f"<{width}f", *self._vector(run.submit, width))
         self._finish(run, verdict, received_ns, FinishReason.STOP, embedding=vector)
 

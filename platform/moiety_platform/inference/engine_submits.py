@@ -5,12 +5,14 @@ Pure.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from moiety_platform.classes.terms import ChosenClass
 from moiety_platform.errors import BadRequest, ContextTooLong
 from moiety_platform.inference.answer_format import AnswerFormat
-from moiety_platform.inference.generation import Generation
+from moiety_platform.inference.generation import Generation, PoolingTask
 from moiety_platform.inference.model_texts import UNKNOWN_TOKEN, ModelText
 from moiety_wire.messages import ModelCard, Sampling, Stopping, Submit
 from moiety_wire.seeds import seed_of_choice
@@ -36,7 +38,14 @@ class RequestOrigin(msgspec.Struct, frozen=True):
 def check_limits(generation: Generation, num_sequences: int, card: ModelCard, max_sequences: int) -> None:
     """Check that the model supports the generation, independent of its prompts. Raises BadRequest."""
     if generation.embed:
-        _check_embedding(generation, card)
+        _check_pooling(generation, card)
+    elif not card.generates:
+        raise BadRequest(
+            f"the model {card.model!r} is an encoder and generates no text; use it with /v1/embeddings, /v1/score, "
+            "/v1/rerank or /v1/classify, or name another model",
+            code="generation_not_supported",
+            param="model",
+        )
     elif num_sequences > max_sequences:
         raise BadRequest(
             f"{len(generation.prompts)} prompts × n={generation.num_choices} are {num_sequences} "
@@ -59,11 +68,17 @@ def check_limits(generation: Generation, num_sequences: int, card: ModelCard, ma
 
 
 def submits_of(
-    origin: RequestOrigin, generation: Generation, prompts: list[list[int]], longest: list[int], text: ModelText
+    origin: RequestOrigin,
+    generation: Generation,
+    prompts: list[list[int]],
+    longest: list[int],
+    text: ModelText,
+    seconds: Sequence[int] = (),
 ) -> list[Submit]:
     """Return all sequences in the order of their indices.
 
-    `longest` has the maximum number of output tokens for each prompt.
+    `longest` has the maximum number of output tokens for each prompt, `seconds` where the second segment of each pair
+    begins.
     """
     num_prompt_tokens, submits = sum(map(len, prompts)), []
     for number, (prompt_ids, max_tokens) in enumerate(zip(prompts, longest, strict=True)):
@@ -73,6 +88,11 @@ def submits_of(
         # embeddings are answered together, so each input has the SLO of all inputs together
         sibling_tokens = num_prompt_tokens - len(prompt_ids) if generation.embed else 0
         submits += _submits(origin, generation, number, prompt_ids, max_tokens, answer, sibling_tokens)
+    if seconds:
+        return [
+            msgspec.structs.replace(submit, second_segment_at=second)
+            for submit, second in zip(submits, seconds, strict=True)
+        ]
     return submits
 
 
@@ -145,6 +165,22 @@ def _sampling_of(asked: Sampling, choice: int) -> Sampling:
     Only the first choice has the request's own seed and scores the prompt.
     """
     return msgspec.structs.replace(asked, seed=seed_of_choice(asked.seed, choice), num_prompt_logprobs=None)
+
+
+def _check_pooling(generation: Generation, card: ModelCard) -> None:
+    """Check that the model can do the task: a score needs a head with one label, or embeddings."""
+    match generation.task:
+        case PoolingTask.EMBED:
+            _check_embedding(generation, card)
+        case PoolingTask.CLASSIFY if not card.labels:
+            message = f"the model {card.model!r} has no classification head; use another model"
+            raise BadRequest(message, code="classification_not_supported", param="model")
+        case PoolingTask.SCORE if len(card.labels) != 1 and not card.embedding_width:
+            raise BadRequest(
+                f"the model {card.model!r} scores no texts; use a cross-encoder with one label or an embedding model",
+                code="score_not_supported",
+                param="model",
+            )
 
 
 def _check_embedding(generation: Generation, card: ModelCard) -> None:

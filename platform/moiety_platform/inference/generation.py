@@ -5,6 +5,7 @@ The schemas of the APIs create it and the pipeline runs it.
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Any
 
 import msgspec
@@ -47,7 +48,22 @@ class Conversation(msgspec.Struct, frozen=True):
         return bool(self.template_options) or chosen != (None, None, None)
 
 
-Prompt = Conversation | str | tuple[int, ...]
+class TextPair(msgspec.Struct, frozen=True):
+    """Two texts whose relation is scored."""
+
+    first: str
+    second: str
+
+
+Prompt = Conversation | str | tuple[int, ...] | TextPair
+
+
+class PoolingTask(StrEnum):
+    """What a generation with `embed` is for."""
+
+    EMBED = "embed"
+    SCORE = "score"  # the prompts are pairs
+    CLASSIFY = "classify"
 
 
 class Generation(msgspec.Struct, frozen=True):
@@ -71,6 +87,7 @@ class Generation(msgspec.Struct, frozen=True):
     ignore_eos: bool = False
     service_tier: str | None = None  # OpenAI's name of the requested service class
     embed: bool = False  # return each prompt's vector and no tokens: `max_tokens` is 0
+    task: PoolingTask = PoolingTask.EMBED  # with `embed`
     dimensions: int | None = None  # numbers per returned vector; None for all
     max_numbers: int | None = None  # limit on the numbers of all vectors together; None for no limit
     grammar: GrammarSpec | None = None  # grammar of each answer
@@ -80,3 +97,11 @@ class Generation(msgspec.Struct, frozen=True):
     cache_salt: str = ""  # the client's own: requests share cached prefixes only with those of the same salt
     truncates: bool = False  # leave out the oldest messages of a conversation that does not fit the context
     prompt_field: str = "prompt"  # the API's field of the prompts, for error messages
+
+
+def with_single_texts(generation: Generation) -> Generation:
+    """Return a generation of pairs as one of its distinct texts, for a model that embeds each text by itself."""
+    texts = dict.fromkeys(
+        text for pair in generation.prompts if isinstance(pair, TextPair) for text in (pair.first, pair.second)
+    )
+    return msgspec.structs.replace(generation, prompts=tuple(texts))

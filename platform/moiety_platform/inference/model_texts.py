@@ -12,7 +12,7 @@ from typing import Any
 
 from moiety_platform.errors import UNSUPPORTED_RESPONSE_FORMAT, BadRequest, ContextTooLong
 from moiety_platform.inference.answer_format import AnswerFormat
-from moiety_platform.inference.generation import Conversation, Generation, Prompt
+from moiety_platform.inference.generation import Conversation, Generation, Prompt, TextPair
 from moiety_platform.inference.harmony_answers import HarmonyAnswers
 from moiety_platform.inference.strict_tools import grammar_of_calls
 from moiety_platform.inference.system_messages import as_user_messages, takes_late_system
@@ -84,6 +84,7 @@ class ModelText:
         self.special_ids = tuple(one for one, token in self._tokenizer.added_tokens.items() if token.special)
         self._model = card.model
         self._follows_grammars = card.follows_grammars
+        self.labels, self.score_activation = card.labels, card.score_activation
         self._vocab_size = card.vocab_size
         self._max_context_tokens = card.max_context_tokens
         self.inline_bytes = inline_bytes
@@ -110,6 +111,24 @@ class ModelText:
         if generation.echo:
             self._check_decodable(prompts, generation.prompt_field)
         return prompts
+
+    async def encode_pairs(self, generation: Generation) -> tuple[list[list[int]], list[int]]:
+        """Return the token ids of each pair of a generation, and where the second segment of each begins.
+
+        The pairs are encoded in a thread. Raises the errors of `encode`.
+        """
+        pairs = [pair for pair in generation.prompts if isinstance(pair, TextPair)]
+        encoded = await asyncio.to_thread(self._encode_pairs, pairs)
+        return [ids for ids, _ in encoded], [second for _, second in encoded]
+
+    def _encode_pairs(self, pairs: Sequence[TextPair]) -> list[tuple[list[int], int]]:
+        limit = self._max_context_tokens
+        try:
+            return [self._tokenizer.encode_pair(pair.first, pair.second, max_tokens=limit) for pair in pairs]
+        except TooManyTokens as exc:
+            raise self._too_long(f"at least {exc.at_least}") from exc
+        except TextNotEncodable as exc:
+            raise BadRequest(f"the model's tokenizer refused the input: {exc}") from exc
 
     def _check_decodable(self, prompts: Sequence[Sequence[int]], field: str) -> None:
         """Check that all ids have text. Ids that exist only in the model's padded vocabulary have none."""
@@ -327,6 +346,8 @@ class ModelText:
                 left -= ID_COST * len(prompt)
             elif isinstance(prompt, str):
                 left -= _num_bytes(prompt, left)
+            elif isinstance(prompt, TextPair):
+                return False
             else:
                 left = self._after_conversation(prompt, left)
             if left < 0:
@@ -358,7 +379,7 @@ class ModelText:
         for prompt in prompts:
             if isinstance(prompt, tuple):
                 encoded.append(self._check_ids(prompt, field))
-            else:
+            elif not isinstance(prompt, TextPair):  # pairs: see `encode_pairs`
                 encoded.append(self._encode(prompt, is_plain))
         return encoded
 

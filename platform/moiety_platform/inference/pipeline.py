@@ -34,7 +34,7 @@ from moiety_platform.inference.endpoint import Body, Endpoint
 from moiety_platform.inference.engine_placement import Placement
 from moiety_platform.inference.engine_submits import RequestOrigin, check_limits, most_output_tokens, submits_of
 from moiety_platform.inference.field_support import ignored_fields, support_headers
-from moiety_platform.inference.generation import Generation
+from moiety_platform.inference.generation import Generation, PoolingTask, TextPair, with_single_texts
 from moiety_platform.inference.idempotency import claim_key
 from moiety_platform.inference.keep_alive import KeepAlive
 from moiety_platform.inference.model_text_cache import ModelTexts
@@ -172,12 +172,17 @@ class RequestPipeline:
         services, limits = self.services, self.limits
         record.trace.enter(Phase.PREPARE)
         matched = await self._classify(record, generation)
+        generation = matched.generation
         place = services.gate.reserve(record.principal.tenant_id, record.num_sequences)
         run = None
         try:
             _refuse_hopeless(generation, matched)
             text = await services.texts.get(matched.card)
-            prompts = await encode_fitting(text, generation, matched.card, record)
+            seconds: list[int] = []
+            if isinstance(generation.prompts[0], TextPair):
+                prompts, seconds = await text.encode_pairs(generation)
+            else:
+                prompts = await encode_fitting(text, generation, matched.card, record)
             record.adjusted_fields |= text.adjusted_fields(generation)
             longest = self._most_output_tokens(record, generation, matched.card, prompts)
             origin = await self._reserve(record, matched, prompts, max(longest), streams)
@@ -187,7 +192,7 @@ class RequestPipeline:
                 record, matched.chosen, prompts, text, placement, services.clock, limits.credit_window_tokens, place
             )
             record.reservation.require_current()
-            for submit in submits_of(origin, generation, prompts, longest, text):
+            for submit in submits_of(origin, generation, prompts, longest, text, seconds):
                 await run.submit(submit)
             await run.wait_admitted()
         except BaseException:
@@ -231,11 +236,14 @@ class RequestPipeline:
         record.served_model, record.base_model = model, base
         if adapter is not None:
             card = adapting_card(adapter, card, able_engines(states, base))
+        if generation.task is PoolingTask.SCORE and len(card.labels) != 1:
+            generation = with_single_texts(generation)
+            record.generation, record.num_sequences = generation, len(generation.prompts)
         check_limits(generation, record.num_sequences, card, self.limits.max_sequences)
         catalogue = await services.classes.get(principal.service_class)
         chosen = catalogue.choose(principal.service_class, generation.service_tier)
         record.chose(catalogue, chosen.service)
-        return _Matched(card, states, catalogue, chosen, adapter)
+        return _Matched(generation, card, states, catalogue, chosen, adapter)
 
     def _most_output_tokens(
         self, record: RequestRecord, generation: Generation, card: ModelCard, prompts: list[list[int]]
@@ -286,8 +294,12 @@ class RequestPipeline:
 
 
 class _Matched(msgspec.Struct, frozen=True):
-    """Model card, engines and service class of a request."""
+    """Generation, model card, engines and service class of a request.
 
+    The generation is of single texts where the model does not score pairs.
+    """
+
+    generation: Generation
     card: ModelCard
     states: list[EngineState]  # of all engines, at the time of the choice
     catalogue: Catalogue
