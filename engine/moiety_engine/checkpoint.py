@@ -38,15 +38,16 @@ def resolve_checkpoint(model: str, needed: tuple[str, ...] = NEEDED_FILES) -> Pa
 def fingerprint(folder: Path) -> str:
     """Return a fingerprint that is equal for copies of a checkpoint, wherever they are.
 
-    It covers config.json, the list of tensors, the sizes of the files, and some KiB from the middle of each tensor, or
-    of 4,096 evenly spread tensors where there are more.
+    It covers config.json, preprocessor_config.json, the list of tensors, the sizes of the files, and some KiB from the
+    middle of each tensor, or of 4,096 evenly spread tensors where there are more.
 
     So it detects weights of another training run in the same shapes, and a file of another version. It does not detect
     a change of a few rows of a tensor, nor of one tensor among very many: a caller that needs this must read
     everything, as the disk cache does once.
     """
     digest = hashlib.sha256()
-    for path in sorted([folder / "config.json", *folder.glob("*.safetensors.index.json")]):
+    further = [*folder.glob("preprocessor_config.json"), *folder.glob("*.safetensors.index.json")]
+    for path in sorted([folder / "config.json", *further]):
         digest.update(path.name.encode() + path.read_bytes())
     tensors: list[tuple[Path, int, int]] = []
     for path in sorted(folder.glob("*.safetensors")):
