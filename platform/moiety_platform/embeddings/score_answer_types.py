@@ -56,7 +56,7 @@ class RerankAnswer(TypedDict):
     results: list[RerankResult]
 
 
-class ClassEntry(TypedDict):
+class Classification(TypedDict):
     """The most likely label of one input, and the probabilities of all labels."""
 
     index: Count
@@ -65,12 +65,12 @@ class ClassEntry(TypedDict):
     num_classes: Count
 
 
-class ClassList(TypedDict):
+class ClassificationList(TypedDict):
     """The classes, in the order of the inputs."""
 
     id: str
     object: Literal["list"]
     created: Count
     model: str
-    data: list[ClassEntry]
+    data: list[Classification]
     usage: PoolingUsage

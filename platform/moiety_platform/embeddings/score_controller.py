@@ -16,8 +16,8 @@ import msgspec
 from litestar.handlers import HTTPRouteHandler
 
 from moiety_platform.embeddings.score_answer_types import (
-    ClassEntry,
-    ClassList,
+    Classification,
+    ClassificationList,
     PoolingUsage,
     RerankAnswer,
     RerankResult,
@@ -84,8 +84,8 @@ def _rerank(body: RerankBody, run: InferenceRun, record: RequestRecord, found: l
     return {"id": record.request_id, "model": record.served_model, "usage": _usage_of(run), "results": results}
 
 
-def _classify(_: ClassifyBody, run: InferenceRun, record: RequestRecord, found: list[bytes]) -> ClassList:
-    labels, data = run.text.labels, list[ClassEntry]()
+def _classify(_: ClassifyBody, run: InferenceRun, record: RequestRecord, found: list[bytes]) -> ClassificationList:
+    labels, data = run.text.labels, list[Classification]()
     for index, logits in enumerate(found):
         probs = activated(numbers_of(logits), run.text.score_activation)
         best = max(range(len(probs)), key=probs.__getitem__)
@@ -152,6 +152,6 @@ CLASSIFY = Endpoint(
         tag="embeddings",
         summary="Classify texts",
         detail="The label and the probabilities of a classification model for each input.",
-        answer=ClassList,
+        answer=ClassificationList,
     ),
 )
