@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from moiety_platform.inference import model_texts as text_module
+from moiety_platform.inference import encoding_cost
 from moiety_platform.inference import request_body as body_module
 from moiety_platform.inference.model_texts import ModelText
 from moiety_platform.inference.request_body import INLINE_BYTES
@@ -181,9 +181,9 @@ async def test_of_a_prompt_of_many_texts_no_more_is_looked_at_in_the_loop_than_f
             looked_at.append(threading.current_thread())
             yield text
 
-    monkeypatch.setattr(text_module, "texts_of", counted)
+    monkeypatch.setattr(encoding_cost, "texts_of", counted)
     tool = {"type": "function", "function": {"name": "f", "parameters": {"enum": ["a"] * 15_000}}}
     body = {"messages": [{"role": "user", "content": "hello"}], "tools": [tool]}
     prompt = TokenizeBody.model_validate_json(json.dumps(body)).as_prompt()
-    assert not ModelText(card, inline_bytes=8192)._is_short([prompt])
+    assert not encoding_cost.is_short([prompt], 8192, None)
     assert len(looked_at) <= 8192 + 1

@@ -14,11 +14,9 @@ from sqlalchemy import text
 from moiety_platform.clock import ManualClock
 from moiety_platform.db.session import Database
 from moiety_platform.errors import BadRequest
+from moiety_platform.openapi.tags_header import MAX_TAG_NAME_CHARS, MAX_TAG_VALUE_CHARS, MAX_TAGS
 from moiety_platform.usage.attribution import (
     MAX_END_USER_CHARS,
-    MAX_TAG_NAME_CHARS,
-    MAX_TAG_VALUE_CHARS,
-    MAX_TAGS,
     UNATTRIBUTED,
     attribution_of,
     parse_tags,

@@ -21,8 +21,8 @@ from moiety_platform.inference.run import InferenceRun
 from moiety_platform.openapi.described import EVENTS, JSON, Described, describes
 from moiety_platform.openapi.documents import KEY
 from moiety_platform.openapi.headers import IDEMPOTENCY_KEY, OF_SPENDING
+from moiety_platform.openapi.tags_header import TAGS_HEADER
 from moiety_platform.request_head import bearer_authorization
-from moiety_platform.usage.attribution import TAGS_HEADER
 
 Body = TypeVar("Body", bound=AskingBody)
 SendLast = Callable[[], Awaitable[None]]

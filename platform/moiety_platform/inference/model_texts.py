@@ -12,6 +12,7 @@ from typing import Any
 
 from moiety_platform.errors import UNSUPPORTED_RESPONSE_FORMAT, BadRequest, ContextTooLong
 from moiety_platform.inference.answer_format import AnswerFormat
+from moiety_platform.inference.encoding_cost import ID_COST, is_short, tools_for_template
 from moiety_platform.inference.generation import Conversation, Generation, Prompt, TextPair
 from moiety_platform.inference.harmony_answers import HarmonyAnswers
 from moiety_platform.inference.strict_tools import grammar_of_calls
@@ -19,7 +20,7 @@ from moiety_platform.inference.system_messages import as_user_messages, takes_la
 from moiety_platform.inference.template_options import TemplateOptions
 from moiety_platform.inference.thought_limits import budget_of_markers, closing_text, grammar_after_thought
 from moiety_text.chat import ChatTemplate
-from moiety_text.conversation import ConversationEncoder, texts_of
+from moiety_text.conversation import ConversationEncoder
 from moiety_text.errors import TemplateRefused, TextNotEncodable, TokenOutOfRange, TooManyTokens
 from moiety_text.guarded import GuardedReader
 from moiety_text.harmony.format import harmony_of
@@ -29,14 +30,12 @@ from moiety_text.reasoning_formats import THINK
 from moiety_text.tokenizer import Tokenizer
 from moiety_text.tools.deltas import Parts
 from moiety_text.tools.formats import Opening, ToolFormat
-from moiety_text.tools.offer import Tool, ToolOffer
+from moiety_text.tools.offer import Tool
 from moiety_text.tools.registry import FORMAT_NAMES, adapt_to_template, find_tool_format
 from moiety_wire.grammars import GrammarSpec
 from moiety_wire.messages import ModelCard, ThoughtBudget, ThoughtMarks
 
-MESSAGE_COST = 64  # estimated cost of rendering one more message, in bytes of text
 MARKER_TOKENS = 16  # last tokens of a prompt, in which a marker and white space after it fit
-ID_COST = 4  # estimated cost of checking one token id, in bytes of text
 
 UNKNOWN_TOKEN = "unknown_token_id"  # error code
 
@@ -97,7 +96,7 @@ class ModelText:
         Long text is encoded in a thread. Raises BadRequest, which may name the `field` of the request, and
         ContextTooLong for a prompt that cannot fit the context, whatever its exact length.
         """
-        if self._is_short(prompts):
+        if is_short(prompts, self.inline_bytes, self._conversations):
             return self._encode_all(prompts, field, is_plain=True)
         return await asyncio.to_thread(self._encode_all, prompts, field)
 
@@ -335,45 +334,6 @@ class ModelText:
         except TokenOutOfRange as exc:
             raise BadRequest(str(exc), code=UNKNOWN_TOKEN) from exc
 
-    def _is_short(self, prompts: Sequence[Prompt]) -> bool:
-        """Return whether encoding takes less time than a thread costs, and no text spells a control token.
-
-        The cost is an estimate, but True is always safe.
-        """
-        left = self.inline_bytes
-        for prompt in prompts:
-            if isinstance(prompt, tuple):
-                left -= ID_COST * len(prompt)
-            elif isinstance(prompt, str):
-                left -= _num_bytes(prompt, left)
-            elif isinstance(prompt, TextPair):
-                return False
-            else:
-                left = self._after_conversation(prompt, left)
-            if left < 0:
-                return False
-        return True
-
-    def _after_conversation(self, prompt: Conversation, left: int) -> int:
-        """Return the rest of the byte budget `left` after the conversation's texts.
-
-        A negative result means that the budget is exceeded or that a text spells a control token.
-        """
-        tools = [] if prompt.tools is None else _tools_of(prompt.tools)
-        left -= MESSAGE_COST * (len(prompt.messages) - 1 + len(tools))
-        if left < 0:
-            return left
-        texts, room = [], left
-        for text in texts_of((prompt.messages, tools, prompt.prefill, prompt.template_options)):
-            room -= len(text)
-            if room < 0:  # stop early: the rest may be megabytes
-                return room
-            texts.append(text)
-        text = "".join(texts)
-        left -= len(text) if text.isascii() else _num_bytes(text, left)
-        encoder = self._conversations
-        return -1 if encoder is not None and encoder.is_control_token_in(texts) else left
-
     def _encode_all(self, prompts: Sequence[Prompt], field: str, *, is_plain: bool = False) -> list[list[int]]:
         encoded = []
         for prompt in prompts:
@@ -405,7 +365,7 @@ class ModelText:
             raise BadRequest(
                 f"the model {self._model!r} has no chat template; use /v1/completions with a prompt", param="messages"
             )
-        tools = [] if conversation.tools is None else _tools_of(conversation.tools)
+        tools = [] if conversation.tools is None else tools_for_template(conversation.tools)
         extra = self._options.variables_of(conversation) if conversation.has_reasoning_options else {}
         opening, messages = self._begun(conversation)
         return self._conversations.encode(
@@ -475,12 +435,3 @@ class ModelText:
 
 def _has_grammar(tool: Tool) -> bool:
     return bool(tool.input_grammar)
-
-
-def _num_bytes(text: str, at_most: int) -> int:
-    return len(text) if len(text) > at_most or text.isascii() else len(text.encode(errors="replace"))
-
-
-def _tools_of(offer: ToolOffer) -> list[dict[str, Any]]:
-    """Return the tools in the format of chat templates."""
-    return [tool.for_template() for tool in offer.tools]

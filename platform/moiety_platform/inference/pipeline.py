@@ -47,6 +47,7 @@ from moiety_platform.inference.run import InferenceRun
 from moiety_platform.inference.truncation import encode_fitting
 from moiety_platform.known_parameters import check_query
 from moiety_platform.metrics import Metrics
+from moiety_platform.openapi.tags_header import TAGS_HEADER
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.randomness import ordered_hex
 from moiety_platform.request_head import fields_of, request_id_of
@@ -54,7 +55,7 @@ from moiety_platform.routing.choose import Need, able_engines, are_extensible, c
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.speculative_prefill.next_turn_prefill import NextTurnPrefill
 from moiety_platform.traces.tracing import Phase
-from moiety_platform.usage.attribution import TAGS_HEADER, attribution_of
+from moiety_platform.usage.attribution import attribution_of
 from moiety_wire.messages import ModelCard
 from moiety_wire.roles import EngineRole
 

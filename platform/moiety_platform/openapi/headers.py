@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from moiety_platform.usage.attribution import TAGS_HEADER, TAGS_PATTERN
+from moiety_platform.openapi.tags_header import TAGS_HEADER, TAGS_PATTERN
 
 _TEXT = {"type": "string"}
 _NUMBER = {"type": "string", "pattern": "^[0-9]+$"}

@@ -14,18 +14,16 @@ from typing import Any
 import msgspec
 
 from moiety_platform.errors import BadRequest
+from moiety_platform.openapi.tags_header import (
+    MAX_TAG_NAME_CHARS,
+    MAX_TAG_VALUE_CHARS,
+    MAX_TAGS,
+    TAG_NAME,
+    TAGS_HEADER,
+    TAGS_PATTERN,
+)
 
-TAGS_HEADER = "x-moiety-tags"
-MAX_TAGS = 8
-MAX_TAG_NAME_CHARS = 32
-MAX_TAG_VALUE_CHARS = 64
 MAX_END_USER_CHARS = 256  # of a column; a longer name is stored as its hash
-
-TAG_NAME = f"[A-Za-z0-9][A-Za-z0-9_.-]{{0,{MAX_TAG_NAME_CHARS - 1}}}"
-TAG_PATTERN = f"^{TAG_NAME}=.{{1,{MAX_TAG_VALUE_CHARS}}}$"  # of printable characters
-
-_TAG = f"{TAG_NAME}=[!-+.-~-]{{1,{MAX_TAG_VALUE_CHARS}}}"
-TAGS_PATTERN = f"^{_TAG}(?:[ \\t]*,[ \\t]*{_TAG}){{0,{MAX_TAGS - 1}}}$"  # of the header
 
 _HEADER = re.compile(TAGS_PATTERN)
 _TAG_NAME = re.compile(TAG_NAME)

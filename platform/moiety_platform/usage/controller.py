@@ -17,8 +17,8 @@ from moiety_platform.clock import Clock
 from moiety_platform.db.paging import Limit, parse_page
 from moiety_platform.db.session import Database
 from moiety_platform.errors import BadRequest
+from moiety_platform.openapi.tags_header import TAG_NAME, TAG_PATTERN
 from moiety_platform.query_parameters import Cursor, Filter, Since, Until, parse_whole, some_of, whole
-from moiety_platform.usage.attribution import TAG_NAME, TAG_PATTERN
 from moiety_platform.usage.minutes import GROUPINGS as MINUTE_GROUPINGS
 from moiety_platform.usage.minutes import KEPT_HOURS, MAX_STEP, MinuteReport, parse_groups, sum_minutes
 from moiety_platform.usage.queries import GROUPINGS, TAG_PREFIX, list_requests, parse_filter, parse_grouping, sum_usage
