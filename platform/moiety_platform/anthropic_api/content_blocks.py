@@ -20,10 +20,12 @@ from pydantic import ConfigDict, Field, PlainValidator, ValidationInfo
 from moiety_platform.anthropic_api.cache_control import CacheControl, longest
 from moiety_platform.inference.body_fields import MAX_PARTS, StrictBody, or_text, refuse, shows
 from moiety_platform.inference.field_support import ignored
+from moiety_platform.inference.prompt_images import decode_base64
 from moiety_platform.inference.tool_fields import ArgumentsObject, ToolName, call_for_template
 
 ERROR_PREFIX = "Error: "  # chat templates have no field for failed tool results, so the text says it
-IMAGE_UNSERVED = "is an image; the models here read text only. Leave it out, or describe it in words"
+IMAGE_LINKED = "is a link to an image, and links are not followed; send the image itself with a base64 source"
+IMAGE_IN_DOCUMENT = "has an image in a document; send the image as a block of its own"
 DOCUMENT_UNSERVED = (
     "is a document that is not plain text; send its text, as a document whose source has the type 'text'"
 )
@@ -133,7 +135,18 @@ class ImageBlock(ContentBlock):
 
     @property
     def why_unserved(self) -> str:
-        return IMAGE_UNSERVED
+        if not isinstance(self.source, Base64Source):
+            return IMAGE_LINKED
+        try:
+            decode_base64(self.source.data)
+        except ValueError as exc:
+            return f"cannot be read: {exc}"
+        return ""
+
+    @property
+    def data(self) -> bytes:
+        """The image file, of a block that can be served."""
+        return decode_base64(self.source.data) if isinstance(self.source, Base64Source) else b""
 
 
 class ContentSource(StrictBody):
@@ -171,7 +184,8 @@ class DocumentBlock(ContentBlock):
     @property
     def why_unserved(self) -> str:
         if isinstance(self.source, ContentSource):
-            return next((reason for block in self.source.content if (reason := block.why_unserved)), "")
+            has_images = any(isinstance(block, ImageBlock) for block in self.source.content)
+            return IMAGE_IN_DOCUMENT if has_images else ""
         return "" if isinstance(self.source, PlainTextSource) else DOCUMENT_UNSERVED
 
 
@@ -346,7 +360,7 @@ class ToolResultBlock(ContentBlock):
 
     def for_template(self) -> dict[str, Any]:
         texts = [
-            f"[This {block.type} is not shown: the model reads text only.]" if block.why_unserved else block.read_text
+            f"[This {block.type} is not shown: results are text only.]" if _is_unread(block) else block.read_text
             for block in self.content or ()
         ]
         text = "\n".join(texts)
@@ -417,8 +431,13 @@ def skipped_of(blocks: Sequence[ContentBlock], path: str) -> Iterator[str]:
         if block.is_skipped:
             yield f"{path}.{place}"
         elif isinstance(block, ToolResultBlock):
-            unread = (number for number, one in enumerate(block.content or ()) if one.why_unserved)
+            unread = (number for number, one in enumerate(block.content or ()) if _is_unread(one))
             yield from (f"{path}.{place}.content.{number}" for number in unread)
+
+
+def _is_unread(block: ContentBlock) -> bool:
+    """Return whether a block of a tool's result is replaced by a text that says so."""
+    return isinstance(block, ImageBlock) or bool(block.why_unserved)
 
 
 def _tagged(tag: str, text: str, **attributes: str | None) -> str:

@@ -11,6 +11,7 @@ from pydantic import ConfigDict, ValidationInfo, field_validator
 from moiety_platform.anthropic_api.content_blocks import (
     Blocks,
     ContentBlock,
+    ImageBlock,
     TextBlock,
     ThinkingBlock,
     ToolChangeBlock,
@@ -21,6 +22,7 @@ from moiety_platform.anthropic_api.content_blocks import (
 )
 from moiety_platform.anthropic_api.output_config import Effort
 from moiety_platform.inference.body_fields import StrictBody, refuse, shows
+from moiety_platform.inference.prompt_images import image_part, text_part
 
 ROLES = ("user", "assistant", "system")
 _ONLY = {"thinking": ("assistant",), "redacted_thinking": ("assistant",), "tool_use": ("assistant",)} | {
@@ -35,15 +37,23 @@ _PLAIN_DOCUMENTS: dict[str, Any] = {
     "if": {"properties": {"type": {"const": "document"}}},
     "then": {"properties": {"source": {"properties": {"type": {"enum": ["text", "content"]}}}}},
 }
+_ENCODED_IMAGES: dict[str, Any] = {
+    "if": {"properties": {"type": {"const": "image"}}},
+    "then": {"properties": {"source": {"properties": {"type": {"const": "base64"}}}}},
+}
 _OF_SYSTEM = ("text", "tool_addition", "tool_removal")
 
 
 def _blocks_of(role: str) -> dict[str, Any]:
     """Return a JSON schema of the blocks that a turn of the role may have."""
-    kinds = {"enum": list(_OF_SYSTEM)} if role == "system" else {"not": {"enum": [*_foreign(role), "image"]}}
+    kinds = {"enum": list(_OF_SYSTEM)} if role == "system" else {"not": {"enum": _foreign(role)}}
     return {
         "if": {"properties": {"role": {"const": role}}},
-        "then": {"properties": {"content": {"items": {"properties": {"type": kinds}, "allOf": [_PLAIN_DOCUMENTS]}}}},
+        "then": {
+            "properties": {
+                "content": {"items": {"properties": {"type": kinds}, "allOf": [_PLAIN_DOCUMENTS, _ENCODED_IMAGES]}}
+            }
+        },
     }
 
 
@@ -161,9 +171,11 @@ def _messages_of_role(role: str, turns: Sequence[MessageTurn]) -> list[dict[str,
     results = [result.for_template() for turn in turns for result in turn.results]
     spoken = [turn for turn in turns if not turn.results or any(_is_spoken(block) for block in turn.content)]
     texts = [text_of(turn.content) for turn in spoken]
+    blocks = [block for turn in spoken for block in turn.content]
+    has_images = any(isinstance(block, ImageBlock) for block in blocks)
     if not spoken or (role == "system" and not any(texts)):
         return results
-    message: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
+    message: dict[str, Any] = {"role": role, "content": _parts_of(blocks) if has_images else "\n".join(texts)}
     thoughts = [thought for turn in turns for block in turn.content if (thought := _thought_of(block))]
     if thoughts:
         message[_REASONING] = "\n".join(thoughts)
@@ -172,7 +184,18 @@ def _messages_of_role(role: str, turns: Sequence[MessageTurn]) -> list[dict[str,
 
 
 def _is_spoken(block: ContentBlock) -> bool:
-    return isinstance(block, TextBlock) or bool(block.read_text)
+    return isinstance(block, TextBlock | ImageBlock) or bool(block.read_text)
+
+
+def _parts_of(blocks: Sequence[ContentBlock]) -> list[dict[str, Any]]:
+    """Return blocks with images for the chat template. Consecutive texts are joined by line breaks."""
+    found: list[dict[str, Any]] = []
+    for is_image, run in groupby(blocks, lambda block: isinstance(block, ImageBlock)):
+        if is_image:
+            found += [image_part(block.data) for block in run if isinstance(block, ImageBlock)]
+        elif text := text_of(list(run)):
+            found.append(text_part(text))
+    return found
 
 
 def _thought_of(block: ContentBlock) -> str:

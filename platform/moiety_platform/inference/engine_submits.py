@@ -14,6 +14,7 @@ from moiety_platform.errors import BadRequest, ContextTooLong
 from moiety_platform.inference.answer_format import AnswerFormat
 from moiety_platform.inference.generation import Generation, PoolingTask
 from moiety_platform.inference.model_texts import UNKNOWN_TOKEN, ModelText
+from moiety_wire.images import ImageInput
 from moiety_wire.messages import ModelCard, Sampling, Stopping, Submit
 from moiety_wire.seeds import seed_of_choice
 
@@ -87,7 +88,8 @@ def submits_of(
             answer = msgspec.structs.replace(answer, shown_ids=text.special_ids)
         # embeddings are answered together, so each input has the SLO of all inputs together
         sibling_tokens = num_prompt_tokens - len(prompt_ids) if generation.embed else 0
-        submits += _submits(origin, generation, number, prompt_ids, max_tokens, answer, sibling_tokens)
+        images = text.image_inputs(generation, number, prompt_ids)
+        submits += _submits(origin, generation, number, prompt_ids, max_tokens, answer, sibling_tokens, images)
     if seconds:
         return [
             msgspec.structs.replace(submit, second_segment_at=second)
@@ -104,6 +106,7 @@ def _submits(
     max_tokens: int,
     answer: AnswerFormat,
     sibling_tokens: int,
+    images: list[ImageInput],
 ) -> list[Submit]:
     """Return the sequences of one prompt."""
     chosen = origin.chosen
@@ -142,6 +145,7 @@ def _submits(
             grammar=answer.grammar,
             adapter=origin.adapter,
             keep_s=generation.keep_s,
+            images=images,
         )
     ]
     for choice in range(1, generation.num_choices):

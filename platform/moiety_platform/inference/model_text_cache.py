@@ -29,7 +29,7 @@ class ModelTexts:
         answers = card.controls_reasoning, card.follows_grammars, card.shows_special_tokens, card.eos_token_ids
         formats = card.tool_format, card.reasoning_format
         key: tuple[object, ...] = (card.model, card.device, card.tokenizer_json, card.chat_template)
-        key += (card.max_context_tokens, answers, formats, card.labels, card.score_activation)
+        key += (card.max_context_tokens, answers, formats, card.labels, card.score_activation, card.images)
         text = self._built.get(key)
         if text is not None:
             return text

@@ -15,6 +15,7 @@ from moiety_platform.inference.answer_format import AnswerFormat
 from moiety_platform.inference.encoding_cost import ID_COST, is_short, tools_for_template
 from moiety_platform.inference.generation import Conversation, Generation, Prompt, TextPair
 from moiety_platform.inference.harmony_answers import HarmonyAnswers
+from moiety_platform.inference.prompt_images import image_inputs, images_of, with_placeholders
 from moiety_platform.inference.strict_tools import grammar_of_calls
 from moiety_platform.inference.system_messages import as_user_messages, takes_late_system
 from moiety_platform.inference.template_options import TemplateOptions
@@ -33,6 +34,7 @@ from moiety_text.tools.formats import Opening, ToolFormat
 from moiety_text.tools.offer import Tool
 from moiety_text.tools.registry import FORMAT_NAMES, adapt_to_template, find_tool_format
 from moiety_wire.grammars import GrammarSpec
+from moiety_wire.images import ImageInput
 from moiety_wire.messages import ModelCard, ThoughtBudget, ThoughtMarks
 
 MARKER_TOKENS = 16  # last tokens of a prompt, in which a marker and white space after it fit
@@ -83,6 +85,7 @@ class ModelText:
         self.special_ids = tuple(one for one, token in self._tokenizer.added_tokens.items() if token.special)
         self._model = card.model
         self._follows_grammars = card.follows_grammars
+        self._images = card.images
         self.labels, self.score_activation = card.labels, card.score_activation
         self._vocab_size = card.vocab_size
         self._max_context_tokens = card.max_context_tokens
@@ -368,7 +371,7 @@ class ModelText:
         tools = [] if conversation.tools is None else tools_for_template(conversation.tools)
         extra = self._options.variables_of(conversation) if conversation.has_reasoning_options else {}
         opening, messages = self._begun(conversation)
-        return self._conversations.encode(
+        token_ids = self._conversations.encode(
             messages,
             tools=tools,
             opening=opening,
@@ -377,6 +380,12 @@ class ModelText:
             max_tokens=self._max_context_tokens,
             is_plain=is_plain,
         )
+        images = images_of(conversation)
+        return with_placeholders(token_ids, images, self._images, self._model) if images else token_ids
+
+    def image_inputs(self, generation: Generation, number: int, prompt_ids: Sequence[int]) -> list[ImageInput]:
+        """Return the images of the generation's prompt `number` for the engine; `prompt_ids` are its token ids."""
+        return image_inputs(prompt_ids, images_of(generation.prompts[number]), self._images)
 
     def _begun(self, conversation: Conversation) -> tuple[Opening, Sequence[Mapping[str, Any]]]:
         """Return the beginning of the answer, and the messages in the template's form. Raises BadRequest."""

@@ -10,6 +10,7 @@ import msgspec
 from moiety_platform.errors import ContextTooLong
 from moiety_platform.inference.generation import Conversation, Generation
 from moiety_platform.inference.model_texts import ModelText
+from moiety_platform.inference.prompt_images import images_of
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_wire.messages import ModelCard
 
@@ -23,10 +24,10 @@ async def encode_fitting(
     """Return the token ids of each prompt, of a conversation with truncation without what does not fit.
 
     Messages of the system and the last message are kept, and results stay with their calls. The record says how many
-    messages are left out. Raises the errors of `encode_prompts`.
+    messages are left out. A conversation with images is not truncated. Raises the errors of `encode_prompts`.
     """
     conversation = generation.prompts[0]
-    if not generation.truncates or not isinstance(conversation, Conversation):
+    if not generation.truncates or not isinstance(conversation, Conversation) or images_of(conversation):
         return await text.encode_prompts(generation)
     most = card.max_context_tokens - _output_room(generation, card)
 

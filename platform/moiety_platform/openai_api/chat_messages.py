@@ -11,7 +11,13 @@ from pydantic_core import PydanticKnownError
 from moiety_platform.inference.body_fields import MAX_MESSAGES, StrictBody, bounded, refuse, shows
 from moiety_platform.inference.field_support import refused
 from moiety_platform.inference.tool_fields import call_for_template
-from moiety_platform.openai_api.content_parts import ContentParts, text_of_parts, why_unserved
+from moiety_platform.openai_api.content_parts import (
+    ContentParts,
+    ImagePart,
+    template_parts,
+    text_of_parts,
+    why_unserved,
+)
 from moiety_platform.openai_api.tools import CalledFunction, ChatCalls
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -82,8 +88,12 @@ class ChatMessage(StrictBody):
     def _servable(cls, value: Any, info: ValidationInfo) -> Any:
         if value is None and info.data.get("role", "assistant") not in _MAY_BE_EMPTY:
             raise refuse("null is for the assistant and for results of tools only; send a text")
-        if isinstance(value, list) and (reason := why_unserved(value)) is not None:
+        if not isinstance(value, list):
+            return value
+        if (reason := why_unserved(value)) is not None:
             raise refuse(reason)
+        if info.data.get("role", "user") != "user" and any(isinstance(part, ImagePart) for part in value):
+            raise refuse("images are for the user's messages only; send the image in one of them")
         return value
 
     @field_validator("tool_call_id")
@@ -124,7 +134,9 @@ class ChatMessage(StrictBody):
     def for_template(self) -> dict[str, Any]:
         """Return the message for the chat template. Calls of the older form are left out: see `messages_of`."""
         role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
-        message: dict[str, Any] = {"role": role, "content": self.text}
+        has_images = isinstance(self.content, list) and any(isinstance(part, ImagePart) for part in self.content)
+        content = template_parts(self.content) if has_images and isinstance(self.content, list) else self.text
+        message: dict[str, Any] = {"role": role, "content": content}
         if self.name is not None:
             message["name"] = self.name
         if self.tool_call_id is not None:

@@ -1,16 +1,21 @@
 """Parts of a chat message's content in OpenAI's fields.
 
-Text is served. Images, audio and files are known, so that their refusal says what is not served.
+Text and images are served, images by models that see. Audio and files are known, so that their refusal says what is not
+served.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from moiety_platform.inference.body_fields import MAX_PARTS, StrictBody
+from moiety_platform.inference.body_fields import MAX_PARTS, StrictBody, shows
+from moiety_platform.inference.field_support import ignored
+from moiety_platform.inference.prompt_images import decode_data_url, image_part, text_part
 
 _TYPES = ("text", "refusal", "image_url", "input_audio", "file")
 _UNSERVED = ConfigDict(json_schema_extra={"not": {}})  # no value is accepted
@@ -33,17 +38,22 @@ class RefusalPart(StrictBody):
 
 
 class ImageUrl(StrictBody):
-    url: str
-    detail: Literal["auto", "low", "high", "original"] | None = None
+    url: Annotated[str, shows(pattern="^data:image/[^,]*;base64,")]
+    detail: Annotated[
+        Literal["auto", "low", "high", "original"] | None, ignored("The size of the image gives its number of tokens.")
+    ] = None
 
 
 class ImagePart(StrictBody):
-    """Image, as a data URL or a link."""
-
-    model_config = _UNSERVED
+    """Image as a data URL. Links are refused."""
 
     type: Literal["image_url"]
     image_url: ImageUrl
+
+    @cached_property
+    def data(self) -> bytes:
+        """The image file."""
+        return decode_data_url(self.image_url.url)
 
 
 class AudioPart(StrictBody):
@@ -83,7 +93,6 @@ ContentPart = Annotated[
 ContentParts = Annotated[list[ContentPart], Field(fail_fast=True, max_length=MAX_PARTS)]
 
 _REASONS = {
-    ImagePart: "is an image; the models here read text only. Leave images out, or describe them in words",
     AudioPart: "is audio, which is not supported; send its transcript as text",
     FilePart: "is a file, which is not supported; send its text as a part of the type 'text'",
 }
@@ -94,10 +103,26 @@ def why_unserved(parts: Sequence[ContentPart]) -> str | None:
     for number, part in enumerate(parts):
         if isinstance(part, OtherPart):
             return f"part {number} is of the unknown type {part.type[:64]!r}; send parts of the type 'text'"
+        if isinstance(part, ImagePart):
+            try:
+                _ = part.data
+            except ValueError as exc:
+                return f"part {number} is an image that cannot be read: {exc}"
         reason = _REASONS.get(type(part))
         if reason is not None:
             return f"part {number} {reason}"
     return None
+
+
+def template_parts(parts: Sequence[ContentPart]) -> list[dict[str, Any]]:
+    """Return parts with images for the chat template. Consecutive texts are joined by line breaks."""
+    found: list[dict[str, Any]] = []
+    for is_image, run in groupby(parts, lambda part: isinstance(part, ImagePart)):
+        if is_image:
+            found += [image_part(part.data) for part in run if isinstance(part, ImagePart)]
+        else:
+            found.append(text_part(text_of_parts(list(run))))
+    return found
 
 
 def text_of_parts(parts: Sequence[ContentPart]) -> str:
