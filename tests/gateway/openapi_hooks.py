@@ -44,6 +44,7 @@ EXCUSED_PARAMS = {
     "since": "it must lie before `until`",
     "expires_at": "it must lie in the future",
     "cached_input": "it must not be dearer than `input`",
+    "truncate_prompt_tokens": "how many special tokens there are depends on the model",
     "dimensions": "how many there are depends on the model",
 }
 

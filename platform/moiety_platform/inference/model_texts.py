@@ -16,6 +16,7 @@ from moiety_platform.errors import UNSUPPORTED_RESPONSE_FORMAT, BadRequest, Cont
 from moiety_platform.inference.generation import Conversation, Generation, Prompt, TextPair
 from moiety_platform.inference.strict_tools import grammar_of_calls
 from moiety_platform.inference.template_options import TemplateOptions
+from moiety_platform.inference.truncated_inputs import truncated_inputs
 from moiety_text.chat import ChatTemplate
 from moiety_text.conversation import ConversationEncoder, texts_of
 from moiety_text.errors import TemplateRefused, TextNotEncodable, TokenOutOfRange, TooManyTokens
@@ -89,6 +90,8 @@ class ModelText:
         Raises the errors of `encode`. Also raises BadRequest, before anything is computed, for a prompt with echo that
         has an id without text.
         """
+        if generation.truncate_tokens is not None:
+            return (await self._encode_truncated(generation))[0]
         prompts = await self.encode(generation.prompts, generation.prompt_field)
         if generation.echo:
             self._check_decodable(prompts, generation.prompt_field)
@@ -99,8 +102,18 @@ class ModelText:
 
         The pairs are encoded in a thread. Raises the errors of `encode`.
         """
+        if generation.truncate_tokens is not None:
+            return await self._encode_truncated(generation)
         pairs = [pair for pair in generation.prompts if isinstance(pair, TextPair)]
         encoded = await asyncio.to_thread(self._encode_pairs, pairs)
+        return [ids for ids, _ in encoded], [second for _, second in encoded]
+
+    async def _encode_truncated(self, generation: Generation) -> tuple[list[list[int]], list[int]]:
+        """Return the token ids of texts, pairs and token ids, each cut to the generation's limit."""
+        limit = self._max_context_tokens
+        encoded = await asyncio.to_thread(truncated_inputs, self._tokenizer, generation, limit)
+        for ids, _ in encoded:
+            self._check_ids(tuple(ids), generation.prompt_field)
         return [ids for ids, _ in encoded], [second for _, second in encoded]
 
     def _encode_pairs(self, pairs: Sequence[TextPair]) -> list[tuple[list[int], int]]:
