@@ -77,6 +77,15 @@ def _keeps_length(step: Mapping[str, Any]) -> bool:
     return old is not None and len(step["content"].encode()) >= len(old.encode())
 
 
+def _shares(room: int, lengths: Sequence[int]) -> list[int]:
+    """Return how many tokens of one or two texts are kept; the longer text loses tokens first."""
+    if len(lengths) == 1:
+        return [min(room, lengths[0])]
+    first, second = lengths
+    kept = min(first, max(room - second, (room + 1) // 2))
+    return [kept, min(second, room - kept)]
+
+
 class Tokenizer:
     """A tokenizer. Immutable and thread-safe."""
 
@@ -133,6 +142,26 @@ class Tokenizer:
             raise TextNotEncodable("the text contains half of a surrogate pair; send valid Unicode") from exc
         types = encoding.type_ids
         return encoding.ids, types.index(1) if 1 in types else 0
+
+    def encode_truncated(self, first: str, second: str | None, max_tokens: int) -> tuple[list[int], int]:
+        """Return the ids of a text or a pair, as `encode_pair` does, of at most `max_tokens`, special ones included.
+
+        The ends of the texts are cut off, that of the longer text first. Raises TextNotEncodable, and TooManyTokens if
+        not even one token of each text fits.
+        """
+        room = max_tokens - self._backend.num_special_tokens_to_add(second is not None)
+        texts = [first] if second is None else [first, second]
+        if room < len(texts):
+            raise TooManyTokens(max_tokens - room + len(texts))
+        try:
+            parts = self._backend.encode_batch(texts, add_special_tokens=False)
+        except TypeError as exc:
+            raise TextNotEncodable("the text contains half of a surrogate pair; send valid Unicode") from exc
+        for part, num_kept in zip(parts, _shares(room, [len(part.ids) for part in parts]), strict=True):
+            part.truncate(num_kept)
+        encoding = self._backend.post_process(parts[0], None if second is None else parts[1], add_special_tokens=True)
+        types = encoding.type_ids
+        return encoding.ids, types.index(1) if second is not None and 1 in types else 0
 
     def check_fits(self, text: str, max_tokens: int | None) -> None:
         """Raise TooManyTokens if `text` is too long for `max_tokens`, however it is encoded."""

@@ -147,10 +147,10 @@ async def test_tenants_take_turns_and_requests_that_left_are_not_reported() -> N
     options = ImageOptions(decode_processes=1, max_decoding=3)
     queue = ImageDecodeQueue(ImageDecoder(RULES, options), options, on_done)
     image = [ImageInput(0, file_of(picture(16, 16)))]
-    assert [queue.enter(key, "a", image) for key in (1, 2, 3, 4)] == [""] * 4
-    assert "too many images of this tenant" in queue.enter(5, "a", image)
-    assert queue.enter(6, "b", image) == ""
-    queue.leave(3)
+    assert [queue.queue_images(key, "a", image) for key in (1, 2, 3, 4)] == [""] * 4
+    assert "too many images of this tenant" in queue.queue_images(5, "a", image)
+    assert queue.queue_images(6, "b", image) == ""
+    queue.forget_request(3)
     async with asyncio.timeout(60):
         await is_all.wait()
     assert sorted(done) == [1, 2, 4, 6]
@@ -158,12 +158,35 @@ async def test_tenants_take_turns_and_requests_that_left_are_not_reported() -> N
     await queue.close()
 
 
-async def test_the_pixels_of_open_requests_stay_within_their_memory() -> None:
-    options = ImageOptions(pixel_memory_bytes=2 * 16 * 16 * 3)
+async def test_the_images_of_open_requests_stay_within_their_memory_and_leave_room_for_another_tenant() -> None:
+    file = file_of(picture(16, 16))
+    options = ImageOptions(pixel_memory_bytes=4 * (len(file) + 16 * 16 * 3))
     queue = ImageDecodeQueue(ImageDecoder(RULES, options), options, lambda key, result: None)
-    image = [ImageInput(0, file_of(picture(16, 16)))]
-    assert queue.enter(1, "a", image) == queue.enter(2, "b", image) == ""
-    assert "all memory for pixels" in queue.enter(3, "c", image)
-    queue.leave(1)
-    assert queue.enter(4, "c", image) == ""
+    image = [ImageInput(0, file)]
+    assert queue.queue_images(1, "a", image) == queue.queue_images(2, "a", image) == ""
+    assert "this tenant's open requests" in queue.queue_images(3, "a", image)
+    assert queue.queue_images(4, "b", image) == queue.queue_images(5, "c", image) == ""
+    assert "take all memory" in queue.queue_images(6, "d", image)
+    queue.forget_request(1)
+    assert queue.queue_images(7, "d", image) == ""
+    await queue.close()
+
+
+async def test_tenants_take_turns_image_by_image() -> None:
+    done: list[int] = []
+    is_all = asyncio.Event()
+
+    def on_done(key: int, result: list[PromptImage] | ImageFailure) -> None:
+        assert isinstance(result, list)
+        done.append(key)
+        if len(done) == 2:
+            is_all.set()
+
+    options = ImageOptions(decode_processes=1)
+    queue = ImageDecodeQueue(ImageDecoder(RULES, options), options, on_done)
+    image = ImageInput(0, file_of(picture(16, 16)))
+    assert queue.queue_images(1, "a", [image] * 8) == queue.queue_images(2, "b", [image]) == ""
+    async with asyncio.timeout(60):
+        await is_all.wait()
+    assert done == [2, 1]
     await queue.close()

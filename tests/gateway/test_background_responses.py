@@ -79,7 +79,8 @@ async def test_a_response_that_another_gateway_ends_stops_with_the_next_extensio
     start_gateway: StartGateway, endless: FakeEngineClient, how: str
 ) -> None:
     async with start_gateway([endless]) as gateway:
-        gateway.background._extend_s = 0.05
+        gateway.background.lease_extension.every_s = 0.05
+        gateway.background.lease_extension.wake()
         queued = await gateway.client.responses.create(**LONG, background=True)
         stored = gateway.responses
         if how == "cancelled":

@@ -231,3 +231,13 @@ async def test_input_tokens_are_those_that_a_response_is_billed_for(
             assert (counted.object, counted.input_tokens) == ("response.input_tokens", response.usage.input_tokens)
         with pytest.raises(openai.NotFoundError):
             await gateway.client.responses.input_tokens.count(model="gpt-9", input="x")
+
+
+async def test_an_item_can_be_referred_to_once_only(start_gateway: StartGateway, thinking: FakeEngineClient) -> None:
+    async with start_gateway([thinking]) as gateway:
+        answer = await gateway.client.responses.create(**BODY, store=True)
+        reference: Any = {"type": "item_reference", "id": answer.output[-1].id}
+        go_on: Any = {"role": "user", "content": "why?"}
+        await gateway.client.responses.create(**BODY | {"input": [reference, go_on]})
+        with pytest.raises(openai.BadRequestError, match="more than once"):
+            await gateway.client.responses.create(**BODY | {"input": [reference, reference, go_on]})

@@ -143,7 +143,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/score", {"text_1": "", "text_2": "a"}, "'text_1' must be a non-empty string"),
     ("/v1/score", {"text_1": "a", "text_2": []}, "'text_2' must be a non-empty string"),
     ("/v1/score", {"text_1": "a"}, "'text_2' is missing"),
-    ("/v1/score", {"text_1": "a", "text_2": "x" * 600}, "an input has 603 tokens"),
+    ("/v1/score", {"text_1": "a", "text_2": "x" * 600}, "the prompt has 603 tokens"),
     ("/v1/rerank", {"query": "a", "documents": []}, "'documents'"),
     ("/v1/rerank", {"query": "a", "documents": ["b", ""]}, "'documents"),
     ("/v1/rerank", {"query": "a", "documents": [{"title": "b"}]}, "'documents"),
@@ -177,3 +177,37 @@ async def test_ignored_fields_are_named(ranker: RunningGateway) -> None:
     body = {"model": MODEL, "query": "a", "documents": ["b"], "user": "u", "priority": 3}
     _, headers, _ = await ranker.post("/v1/rerank", body)
     assert headers["x-moiety-ignored-fields"] == "priority, user"
+
+
+@pytest.mark.parametrize(("limit", "sizes"), [(8, (3, 5)), (9, (3, 6)), (-1, (3, 509)), (4000, (3, 509))])
+async def test_the_longer_text_of_a_pair_is_cut_to_the_asked_tokens(
+    ranker: RunningGateway, limit: int, sizes: tuple[int, int]
+) -> None:
+    await ask(ranker, "/v1/score", text_1="ab", text_2="x" * 600, truncate_prompt_tokens=limit)
+    (submit,) = ranker.engine.submits
+    first, second = submit.prompt_ids[: submit.second_segment_at], submit.prompt_ids[submit.second_segment_at :]
+    assert (len(first), len(second)) == sizes
+    assert first[-1] == second[-1] == 256  # the special tokens stay
+
+
+async def test_texts_and_token_ids_are_cut_at_their_end(embedder: RunningGateway) -> None:
+    for given in ("abcdef", [97, 98, 99, 100]):
+        await ask(embedder, "/v1/embeddings", input=given, truncate_prompt_tokens=3)
+    await ask(embedder, "/v1/embeddings", input="a", truncate_prompt_tokens=3)
+    found = [submit.prompt_ids for submit in embedder.engine.submits]
+    assert [len(ids) for ids in found] == [3, 3, 2]
+    assert found[0][:2] == (await encoded(embedder, "ab"))[:2] and found[0][2] == 256
+    assert found[1] == [97, 98, 99]
+
+
+async def encoded(gateway: RunningGateway, text: str) -> list[int]:
+    _, _, answer = await gateway.post("/tokenize", {"model": MODEL, "prompt": text})
+    found: list[int] = json.loads(answer)["tokens"]
+    return found
+
+
+async def test_a_limit_without_room_for_text_is_refused(ranker: RunningGateway) -> None:
+    body = {"model": MODEL, "text_1": "a", "text_2": "b", "truncate_prompt_tokens": 3}
+    status, _, answer = await ranker.post("/v1/score", body)
+    error = json.loads(answer)["error"]
+    assert (status, error["param"]) == (400, "truncate_prompt_tokens") and "at least 4" in error["message"]

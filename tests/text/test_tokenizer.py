@@ -92,3 +92,33 @@ def test_an_unknown_decoder_is_refused_when_loading(backends: Backends) -> None:
     spec["decoder"] = {"type": "CTC", "pad_token": "<pad>", "word_delimiter_token": "|", "cleanup": True}
     with pytest.raises(UnusableTokenizer, match="CTC"):
         Tokenizer.from_json(json.dumps(spec))
+
+
+def _marking_segments() -> tokenizers.Tokenizer:
+    letters = {letter: number for number, letter in enumerate("abcdefgh")}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({**letters, "[CLS]": 8, "[SEP]": 9}, unk_token="a"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    backend.add_special_tokens(["[CLS]", "[SEP]"])
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 8), ("[SEP]", 9)]
+    )
+    return backend
+
+
+@pytest.mark.parametrize("second", [None, "e", "e f g h e f g"])
+@pytest.mark.parametrize("first", ["a", "a b c d a b"])
+def test_truncation_is_that_of_the_library_with_the_longer_text_first(first: str, second: str | None) -> None:
+    ours, library = Tokenizer.from_json(_marking_segments().to_str()), _marking_segments()
+    for limit in range(5, 20):
+        library.enable_truncation(limit, strategy="longest_first")
+        wanted = library.encode(first, second)
+        ids, begin = ours.encode_truncated(first, second, limit)
+        assert len(ids) == min(limit, len(_marking_segments().encode(first, second).ids))
+        if second is None:
+            assert ids == wanted.ids
+        else:  # which of two equally long texts loses the odd token is the library's choice
+            assert abs(wanted.type_ids.count(1) - (len(ids) - begin)) <= 1
+        assert begin == (0 if second is None else ids.index(9) + 1)
+        if limit >= 17:  # nothing is cut
+            assert ids == wanted.ids
+            assert second is None or ours.encode_pair(first, second) == (ids, begin)

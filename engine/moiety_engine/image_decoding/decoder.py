@@ -43,10 +43,12 @@ class ImageFailure:
     message: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Job:
     key: int
-    images: list[ImageInput]
+    tenant_id: str
+    images: deque[ImageInput]  # those that are not decoded yet
+    found: list[PromptImage]
 
 
 class ImageDecoder:
@@ -123,10 +125,11 @@ class ImageDecoder:
 
 
 class ImageDecodeQueue:
-    """Requests whose images are being decoded, and the memory that the pixels of open requests take.
+    """Requests whose images are being decoded, and the memory that the images of open requests take.
 
-    Used by one event loop. `on_done` is called with each request's key and its images, or the failure; not for a
-    request that has left.
+    Tenants take turns image by image. A tenant may have the memory divided by the number of tenants that have images,
+    and one more, so that there is always room for another tenant's. `on_done` is called with each request's key and its
+    images, or the failure; not for a request that has left. Used by one event loop.
     """
 
     def __init__(
@@ -137,34 +140,53 @@ class ImageDecodeQueue:
     ) -> None:
         self._decoder, self._on_done = decoder, on_done
         self._max_waiting, self._max_pixel_bytes = options.max_decoding, options.pixel_memory_bytes
-        self._pixel_bytes: dict[int, int] = {}  # by request, until it ends
+        self._held: dict[int, tuple[str, int]] = {}  # by request, until it ends: its tenant, and bytes
         self._slots = options.decode_processes
         self._threads = ThreadPoolExecutor(self._slots, thread_name_prefix="image-decoding")
         self._waiting: dict[str, deque[_Job]] = {}  # by tenant; the tenant whose turn it is comes first
         self._wanted: set[int] = set()
         self._running: set[asyncio.Task[None]] = set()
 
-    def enter(self, key: int, tenant_id: str, images: list[ImageInput]) -> str:
+    def queue_images(self, key: int, tenant_id: str, images: list[ImageInput]) -> str:
         """Queue a request's images. Return why they cannot be queued now; "" if they are.
 
-        Their heads must have been checked. A request that is queued must `leave` at its end.
+        Their heads must have been checked. Call `forget_request` at the end of a request that is queued.
         """
         jobs = self._waiting.get(tenant_id, ())
         if jobs and sum(len(job.images) for job in jobs) + len(images) > self._max_waiting:
             return "too many images of this tenant wait to be decoded"
-        num_bytes = sum(self._decoder.pixel_bytes(image) for image in images)
-        if self._pixel_bytes and sum(self._pixel_bytes.values()) + num_bytes > self._max_pixel_bytes:
-            return "the images of other requests take all memory for pixels"
-        self._pixel_bytes[key] = num_bytes
-        self._waiting.setdefault(tenant_id, deque()).append(_Job(key, images))
+        num_bytes = sum(len(image.data) + self._decoder.pixel_bytes(image) for image in images)
+        if problem := self._why_no_memory(tenant_id, num_bytes):
+            return problem
+        self._held[key] = tenant_id, num_bytes
+        self._waiting.setdefault(tenant_id, deque()).append(_Job(key, tenant_id, deque(images), []))
         self._wanted.add(key)
         self._start_next()
         return ""
 
-    def leave(self, key: int) -> None:
-        """Forget a request that has ended; what is being decoded for it is discarded."""
+    def forget_request(self, key: int) -> None:
+        """Forget a request that has ended, and its images that wait; what is being decoded for it is discarded."""
         self._wanted.discard(key)
-        self._pixel_bytes.pop(key, None)
+        tenant_id, _ = self._held.pop(key, ("", 0))
+        if (jobs := self._waiting.get(tenant_id)) is not None:
+            left = deque(job for job in jobs if job.key != key)
+            if left:
+                self._waiting[tenant_id] = left
+            else:
+                del self._waiting[tenant_id]
+
+    def _why_no_memory(self, tenant_id: str, num_bytes: int) -> str:
+        held: dict[str, int] = {}
+        for holder, its_bytes in self._held.values():
+            held[holder] = held.get(holder, 0) + its_bytes
+        if not held:
+            return ""  # a prompt by itself is bounded by the rules
+        own, num_tenants = held.get(tenant_id, 0), len(held.keys() | {tenant_id})
+        if own and own + num_bytes > self._max_pixel_bytes // (num_tenants + 1):
+            return "the images of this tenant's open requests take its share of the memory for images"
+        if sum(held.values()) + num_bytes > self._max_pixel_bytes:
+            return "the images of open requests take all memory for images"
+        return ""
 
     async def close(self) -> None:
         """End the processes, and wait for the threads."""
@@ -193,17 +215,17 @@ class ImageDecodeQueue:
         self._start_next()
 
     async def _run(self, job: _Job) -> None:
+        """Decode the request's next image. It waits for its next turn with the rest."""
         loop = asyncio.get_running_loop()
-        found: list[PromptImage] = []
-        for image in job.images:
-            if job.key not in self._wanted:
-                return
-            one = await loop.run_in_executor(self._threads, self._decoder.decode, image)
-            if isinstance(one, ImageFailure):
-                self._report(job.key, one)
-                return
-            found.append(one)
-        self._report(job.key, found)
+        one = await loop.run_in_executor(self._threads, self._decoder.decode, job.images.popleft())
+        if isinstance(one, ImageFailure):
+            self._report(job.key, one)
+            return
+        job.found.append(one)
+        if not job.images:
+            self._report(job.key, job.found)
+        elif job.key in self._wanted:
+            self._waiting.setdefault(job.tenant_id, deque()).appendleft(job)
 
     def _report(self, key: int, result: list[PromptImage] | ImageFailure) -> None:
         if key in self._wanted:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from moiety_engine.config import EngineConfig
 from moiety_engine.core.service import hello_of, obey
 from moiety_engine.environment import environment
@@ -48,7 +50,7 @@ class InProcessReplica:
         loop = load_loop(config, progress=on_load)
         loop.warm_up()
         self._loop: EngineLoop | None = loop
-        self.card = make_card(
+        card = make_card(
             config.name,
             ENGINE_ID,
             text,
@@ -57,6 +59,7 @@ class InProcessReplica:
             tool_format=tool_format,
             reasoning_format=reasoning_format,
         )
+        self.card = msgspec.structs.replace(card, images=None)  # there are no processes that decode images
         self.tokenizer = Tokenizer.from_json(text.tokenizer_json)
         self._messages: list[ToGateway] = []
         self._session = GatewaySession(b"", 0.0)

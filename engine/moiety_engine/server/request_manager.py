@@ -124,7 +124,7 @@ class RequestManager:
         """Hold a request until its images are decoded."""
         assert self.images is not None, "images are only accepted where they can be decoded"
         self._pending_images.hold(command)
-        problem = self.images.enter(command.key, submit.tenant_id, submit.images)
+        problem = self.images.queue_images(command.key, submit.tenant_id, submit.images)
         if problem:
             message = f"{problem}; send the request again later"
             self.take_images(command.key, ImageFailure(FailureCode.OVERLOADED, message))
@@ -275,7 +275,7 @@ class RequestManager:
     def _close(self, request: OpenRequest, session: GatewaySession) -> None:
         del self._open[request.key]
         if self.images is not None:
-            self.images.leave(request.key)
+            self.images.forget_request(request.key)
         del session.open_keys[request.request_id]
         self._ended[request.key] = request.request_id
         if len(self._ended) > MAX_REMEMBERED:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
@@ -20,6 +21,7 @@ _NAMES: Mapping[type, tuple[str, ...]] = {
     **{bool: ("boolean",), type(None): ("null",), str: (STRING,), list: ("array",)},
     **{int: ("integer", "number"), float: ("integer", "number")},
 }
+_MAX_PARTS = 1024  # of a schema that are searched for a member or an item
 _MAX_DEPTH = 16  # of references and of subschemas that apply to the same value
 _JSON_WORDS = ("true", "false", "null")
 _WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}  # as Python's templates print them
@@ -28,7 +30,7 @@ Schema = Mapping[str, Any]
 
 
 class ArgumentSchema:
-    """The JSON schema of one tool's arguments, whose parts are read in time linear in its size."""
+    """The JSON schema of one tool's arguments, of which a bounded number of parts is read at a time."""
 
     def __init__(self, root: Any) -> None:
         self.root = root
@@ -43,9 +45,9 @@ class ArgumentSchema:
 
     def member(self, schema: Any, name: str) -> Any:
         """Return the schema of one member of an object with this schema; {} where it does not say it."""
-        waiting, seen = [schema], set()
-        while waiting:
-            part = waiting.pop(0)
+        waiting, seen = deque([schema]), set[int]()
+        while waiting and len(seen) < _MAX_PARTS:
+            part = waiting.popleft()
             if not isinstance(part, Mapping) or id(part) in seen:
                 continue
             seen.add(id(part))
@@ -59,9 +61,9 @@ class ArgumentSchema:
 
     def item(self, schema: Any, index: int) -> Any:
         """Return the schema of one item of a list with this schema; {} where it does not say it."""
-        waiting, seen = [schema], set()
-        while waiting:
-            part = waiting.pop(0)
+        waiting, seen = deque([schema]), set[int]()
+        while waiting and len(seen) < _MAX_PARTS:
+            part = waiting.popleft()
             if not isinstance(part, Mapping) or id(part) in seen:
                 continue
             seen.add(id(part))

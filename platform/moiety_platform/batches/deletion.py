@@ -17,7 +17,10 @@ LINES_AT_ONCE = 500
 
 
 async def delete_batch(database: Database, batch_id: str, *, with_input: bool) -> None:
-    """Delete a batch, its lines and its result files, and with `with_input` its input file. Raises Conflict."""
+    """Delete a batch, its lines and its result files, and with `with_input` its input file. Raises Conflict.
+
+    An input file that another batch has too is kept.
+    """
     async with database.write() as session:
         batch = await session.get(Batch, batch_id, with_for_update=True)
         if batch is None:
@@ -27,7 +30,9 @@ async def delete_batch(database: Database, batch_id: str, *, with_input: bool) -
                 "the batch has not ended; cancel it, wait until its 'processing_status' is 'ended', and delete it then",
                 code="batch_not_over",
             )
-        files = [batch.output_file_id, batch.error_file_id, batch.input_file_id if with_input else None]
+        files = [batch.output_file_id, batch.error_file_id]
+        if with_input and not await _is_read_by_others(session, batch):
+            files.append(batch.input_file_id)
         gone = StoredFile.id.in_([one for one in files if one is not None])
         await session.execute(update(StoredFile).where(gone).values(state=FileState.DELETED))
     while True:
@@ -35,6 +40,13 @@ async def delete_batch(database: Database, batch_id: str, *, with_input: bool) -
             if not await _delete_some_lines(session, batch_id):
                 await session.execute(delete(Batch).where(Batch.id == batch_id))
                 return
+
+
+async def _is_read_by_others(session: AsyncSession, batch: Batch) -> bool:
+    """Return whether there is another batch with this batch's input file. The file is locked before."""
+    await session.execute(select(StoredFile.id).where(StoredFile.id == batch.input_file_id).with_for_update())
+    others = select(Batch.id).where(Batch.input_file_id == batch.input_file_id, Batch.id != batch.id).limit(1)
+    return await session.scalar(others) is not None
 
 
 async def _delete_some_lines(session: AsyncSession, batch_id: str) -> int:

@@ -14,9 +14,11 @@ from moiety_platform.inference.body_fields import (
     AskingBody,
     ModelName,
     RawPrompts,
+    TruncateTokens,
     as_prompts,
     forms_of_prompts,
 )
+from moiety_platform.inference.field_support import ignored
 from moiety_platform.inference.generation import Generation
 from moiety_wire.messages import Sampling
 
@@ -30,7 +32,8 @@ class EmbeddingBody(AskingBody):
     input: RawPrompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    user: str | None = None
+    truncate_prompt_tokens: TruncateTokens | None = None
+    user: Annotated[str | None, ignored("a vector does not depend on it")] = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
 
     def generation(self) -> Generation:
@@ -44,6 +47,7 @@ class EmbeddingBody(AskingBody):
             max_tokens=0,
             service_tier=self.service_tier,
             embed=True,
+            truncate_tokens=self.truncate_prompt_tokens,
             dimensions=self.dimensions,
             prompt_field="input",
         )

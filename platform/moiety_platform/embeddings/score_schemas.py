@@ -16,6 +16,7 @@ from moiety_platform.inference.body_fields import (
     ModelName,
     RawPrompts,
     StrictBody,
+    TruncateTokens,
     as_prompts,
     forms_of_prompts,
     refuse,
@@ -34,33 +35,38 @@ ServiceTier = Literal["auto", "default", "flex", "priority"]
 _TEXTS = f"must be a non-empty string or a list of 1 to {MAX_PROMPTS:,} non-empty strings"
 
 
-def _pooling_of(
-    model: str, prompts: tuple[Prompt, ...], task: PoolingTask, tier: str | None, prompt_field: str
-) -> Generation:
-    return Generation(
-        model=model,
-        prompts=prompts,
-        num_choices=1,
-        sampling=Sampling(),
-        max_tokens=0,
-        service_tier=tier,
-        embed=True,
-        task=task,
-        prompt_field=prompt_field,
-    )
+class PoolingBody(AskingBody):
+    """Fields of all bodies here."""
+
+    model: ModelName
+    truncate_prompt_tokens: TruncateTokens | None = None
+    service_tier: ServiceTier | None = None
+    user: User = None
+    priority: Priority = None
+
+    def pooling(self, prompts: tuple[Prompt, ...], task: PoolingTask, prompt_field: str) -> Generation:
+        """Return the generation of a task."""
+        return Generation(
+            model=self.model,
+            prompts=prompts,
+            num_choices=1,
+            sampling=Sampling(),
+            max_tokens=0,
+            service_tier=self.service_tier,
+            embed=True,
+            task=task,
+            truncate_tokens=self.truncate_prompt_tokens,
+            prompt_field=prompt_field,
+        )
 
 
-class ScoreBody(AskingBody):
+class ScoreBody(PoolingBody):
     """`POST /v1/score`: one text with each of several, or two lists of the same length entry by entry."""
 
     forms: ClassVar[Mapping[str, str]] = MappingProxyType({"text_1": _TEXTS, "text_2": _TEXTS})
 
-    model: ModelName
     text_1: ScoredText | ScoredTexts
     text_2: ScoredText | ScoredTexts
-    service_tier: ServiceTier | None = None
-    user: User = None
-    priority: Priority = None
 
     @model_validator(mode="after")
     def _check_lengths(self) -> Self:
@@ -82,7 +88,7 @@ class ScoreBody(AskingBody):
 
     def generation(self) -> Generation:
         """Return the generation to run."""
-        return _pooling_of(self.model, self.pairs(), PoolingTask.SCORE, self.service_tier, "text_2")
+        return self.pooling(self.pairs(), PoolingTask.SCORE, "text_2")
 
 
 class DocumentBody(StrictBody):
@@ -94,7 +100,7 @@ class DocumentBody(StrictBody):
 Document = ScoredText | DocumentBody
 
 
-class RerankBody(AskingBody):
+class RerankBody(PoolingBody):
     """`POST /v1/rerank`, `/v2/rerank` and `/rerank`: documents in the order of their relevance to a query."""
 
     forms: ClassVar[Mapping[str, str]] = MappingProxyType(
@@ -104,14 +110,10 @@ class RerankBody(AskingBody):
         }
     )
 
-    model: ModelName
     query: ScoredText
     documents: Annotated[list[Document], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
     top_n: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None  # 0: all, as in vLLM
     return_documents: bool | None = None
-    service_tier: ServiceTier | None = None
-    user: User = None
-    priority: Priority = None
 
     def texts(self) -> list[str]:
         """Return the documents' texts."""
@@ -123,24 +125,20 @@ class RerankBody(AskingBody):
 
     def generation(self) -> Generation:
         """Return the generation to run."""
-        return _pooling_of(self.model, self.pairs(), PoolingTask.SCORE, self.service_tier, "documents")
+        return self.pooling(self.pairs(), PoolingTask.SCORE, "documents")
 
 
-class ClassifyBody(AskingBody):
+class ClassifyBody(PoolingBody):
     """`POST /v1/classify`: texts or token ids to classify."""
 
     forms: ClassVar[Mapping[str, str]] = MappingProxyType({"input": forms_of_prompts("inputs")})
 
-    model: ModelName
     input: RawPrompts
-    service_tier: ServiceTier | None = None
-    user: User = None
-    priority: Priority = None
 
     def generation(self) -> Generation:
         """Return the generation to run. Raises BadRequest for an empty input."""
         check_filled(self.input)
-        return _pooling_of(self.model, as_prompts(self.input), PoolingTask.CLASSIFY, self.service_tier, "input")
+        return self.pooling(as_prompts(self.input), PoolingTask.CLASSIFY, "input")
 
 
 def _as_list(given: str | list[str]) -> list[str]:

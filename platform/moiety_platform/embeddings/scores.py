@@ -17,7 +17,8 @@ def activated(logits: Sequence[float], activation: str) -> list[float]:
     if activation == "softmax":
         largest = max(logits)
         powers = [math.exp(logit - largest) for logit in logits]
-        return [power / sum(powers) for power in powers]
+        total = sum(powers)
+        return [power / total for power in powers]
     return list(logits)
 
 

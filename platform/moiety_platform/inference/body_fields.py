@@ -183,6 +183,9 @@ MetadataPairs = Annotated[
     shows(maxProperties=MAX_PAIRS, propertyNames={"minLength": 1, "maxLength": 64, "pattern": _NO_NUL}),
 ]
 
+# Most tokens of one input, special tokens included; -1: the model's context. The ends of longer inputs are cut off.
+TruncateTokens = Annotated[int, Field(ge=-1, le=INT32_MAX)]
+
 # Validation of a list stops at its first bad entry: errors for every entry of a large body would take seconds.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_TOKEN_IDS)]
 

@@ -88,6 +88,7 @@ class Generation(msgspec.Struct, frozen=True):
     service_tier: str | None = None  # OpenAI's name of the requested service class
     embed: bool = False  # return each prompt's vector and no tokens: `max_tokens` is 0
     task: PoolingTask = PoolingTask.EMBED  # with `embed`
+    truncate_tokens: int | None = None  # with `embed`: most tokens of an input; -1: the model's context
     dimensions: int | None = None  # numbers per returned vector; None for all
     max_numbers: int | None = None  # limit on the numbers of all vectors together; None for no limit
     grammar: GrammarSpec | None = None  # grammar of each answer

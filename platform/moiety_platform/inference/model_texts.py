@@ -20,6 +20,7 @@ from moiety_platform.inference.strict_tools import grammar_of_calls
 from moiety_platform.inference.system_messages import as_user_messages, takes_late_system
 from moiety_platform.inference.template_options import TemplateOptions
 from moiety_platform.inference.thought_limits import budget_of_markers, closing_text, grammar_after_thought
+from moiety_platform.inference.truncated_inputs import truncated_inputs
 from moiety_text.chat import ChatTemplate
 from moiety_text.conversation import ConversationEncoder
 from moiety_text.errors import TemplateRefused, TextNotEncodable, TokenOutOfRange, TooManyTokens
@@ -109,6 +110,8 @@ class ModelText:
         Raises the errors of `encode`. Also raises BadRequest, before anything is computed, for a prompt with echo that
         has an id without text.
         """
+        if generation.truncate_tokens is not None:
+            return (await self._encode_truncated(generation))[0]
         prompts = await self.encode(generation.prompts, generation.prompt_field)
         if generation.echo:
             self._check_decodable(prompts, generation.prompt_field)
@@ -119,18 +122,32 @@ class ModelText:
 
         The pairs are encoded in a thread. Raises the errors of `encode`.
         """
+        if generation.truncate_tokens is not None:
+            return await self._encode_truncated(generation)
         pairs = [pair for pair in generation.prompts if isinstance(pair, TextPair)]
         encoded = await asyncio.to_thread(self._encode_pairs, pairs)
         return [ids for ids, _ in encoded], [second for _, second in encoded]
 
-    def _encode_pairs(self, pairs: Sequence[TextPair]) -> list[tuple[list[int], int]]:
+    async def _encode_truncated(self, generation: Generation) -> tuple[list[list[int]], list[int]]:
+        """Return the token ids of texts, pairs and token ids, each cut to the generation's limit."""
         limit = self._max_context_tokens
+        encoded = await asyncio.to_thread(truncated_inputs, self._tokenizer, generation, limit)
+        for ids, _ in encoded:
+            self._check_ids(tuple(ids), generation.prompt_field)
+        return [ids for ids, _ in encoded], [second for _, second in encoded]
+
+    def _encode_pairs(self, pairs: Sequence[TextPair]) -> list[tuple[list[int], int]]:
+        limit, encoded = self._max_context_tokens, list[tuple[list[int], int]]()
         try:
-            return [self._tokenizer.encode_pair(pair.first, pair.second, max_tokens=limit) for pair in pairs]
+            for pair in pairs:
+                encoded.append(self._tokenizer.encode_pair(pair.first, pair.second, max_tokens=limit))
+                if len(encoded[-1][0]) > limit:  # before the next one, since each repeats what they share
+                    raise self._too_long(str(len(encoded[-1][0])))
         except TooManyTokens as exc:
             raise self._too_long(f"at least {exc.at_least}") from exc
         except TextNotEncodable as exc:
             raise BadRequest(f"the model's tokenizer refused the input: {exc}") from exc
+        return encoded
 
     def _check_decodable(self, prompts: Sequence[Sequence[int]], field: str) -> None:
         """Check that all ids have text. Ids that exist only in the model's padded vocabulary have none."""

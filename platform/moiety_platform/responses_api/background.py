@@ -18,6 +18,7 @@ from litestar.types import Message, Receive, Scope, Send
 from moiety_platform.errors import PlatformError, Unavailable
 from moiety_platform.inference.endpoint import Endpoint, Serve
 from moiety_platform.inference.response import DISCONNECT_SIGNAL, SEND_WHOLE, DisconnectSignal, HttpResponse, SendWhole
+from moiety_platform.periodic_task import PeriodicTask
 from moiety_platform.responses_api.keeper import ResponseKeeper, with_end
 
 LEASE_MS = 30_000
@@ -93,12 +94,11 @@ class BackgroundRuns:
     def __init__(self, keeper: ResponseKeeper, drain_s: float, extend_s: float = EXTEND_S) -> None:
         self._keeper = keeper
         self._drain_s = drain_s
-        self._extend_s = extend_s
         self._of_task: dict[asyncio.Task[Any], BackgroundRun] = {}
-        self._extending: asyncio.Task[None] | None = None
+        self.lease_extension = PeriodicTask("background_leases", self._extend, extend_s)
 
     async def __aenter__(self) -> Self:
-        self._extending = asyncio.create_task(self._keep_extending())
+        self.lease_extension.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -109,9 +109,7 @@ class BackgroundRuns:
             for task in pending:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        if self._extending is not None:
-            self._extending.cancel()
-            await asyncio.gather(self._extending, return_exceptions=True)
+        await self.lease_extension.cancel()
 
     @property
     def current(self) -> BackgroundRun:
@@ -179,17 +177,12 @@ class BackgroundRuns:
         if run.response_id is not None and not task.cancelled() and task.exception() is not None:
             log.error("background_response_failed", response_id=run.response_id, exc_info=task.exception())
 
-    async def _keep_extending(self) -> None:
-        while True:
-            await asyncio.sleep(self._extend_s)
-            runs = {run.response_id: run for run in list(self._of_task.values()) if run.response_id is not None}
-            if not runs:
-                continue
-            try:
-                running = await self._keeper.extend_runs(list(runs), LEASE_MS)
-            except Unavailable as error:
-                log.warning("background_leases_not_extended", reason=str(error))
-                continue
-            for response_id, run in runs.items():
-                if response_id not in running:  # cancelled or deleted, or it has just ended
-                    run.disconnect.note()
+    async def _extend(self) -> None:
+        """Extend the leases of the running responses, and stop those that no longer run in the database."""
+        runs = {run.response_id: run for run in list(self._of_task.values()) if run.response_id is not None}
+        if not runs:
+            return
+        running = await self._keeper.extend_runs(list(runs), LEASE_MS)
+        for response_id, run in runs.items():
+            if response_id not in running:  # cancelled or deleted, or it has just ended
+                run.disconnect.note()

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TypeVar
 
 from moiety_platform.auth.principal import Principal
-from moiety_platform.errors import NotFound
+from moiety_platform.errors import BadRequest, NotFound
 from moiety_platform.responses_api.input import REFERENCE
 from moiety_platform.responses_api.item_bodies import ItemsBody
 from moiety_platform.responses_api.items import (
@@ -69,6 +69,11 @@ class ConversationReader:
                     code="item_not_found",
                     param="input",
                 )
+        if len(set(wanted)) < len(wanted):  # a small request must not become a large conversation
+            twice = next(item_id for item_id in wanted if wanted.count(item_id) > 1)
+            raise BadRequest(
+                f"'input' refers to the item {twice[:64]!r} more than once; refer to it once", param="input"
+            )
         return [without_id(known[item["id"]]) if item["type"] == REFERENCE else item for item in items]
 
     def _decrypted(self, tenant_id: str, items: Sequence[Item], notes: set[str]) -> Iterator[Item]:
