@@ -28,6 +28,8 @@ schemathesis.openapi.format("json-object", st.dictionaries(PRINTABLE, PRINTABLE,
 # What a schema cannot say, so that a request which it allows may be refused: by the code of the error, or the parameter
 # that it names.
 EXCUSED_CODES = {
+    "invalid_image": "an image is a file of some format, and has a size",
+    "images_not_supported": "the model reads text only",
     "text_count_mismatch": "two lists must have the same length",
     "unknown_token_id": "which there are depends on the model",
     "unsupported_response_format": "which schemas and expressions can be followed is the engine's to say",
@@ -254,6 +256,13 @@ PARTNERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+def inner_of(tool: dict[str, Any]) -> dict[str, Any]:
+    """What has the name of a tool: chats' functions and custom tools are objects within it."""
+    kind = tool.get("type") or "function"
+    inner = tool.get(kind)
+    return inner if kind in ("function", "custom") and isinstance(inner, dict) else tool
+
+
 def offered(body: dict[str, Any]) -> None:
     """Each tool has its own name, and the one that is chosen is among them."""
     body.pop("documents", None)  # which the model's chat template does not read
@@ -271,7 +280,7 @@ def offered(body: dict[str, Any]) -> None:
     elif body.get("function_call") != "none":
         body.pop("function_call", None)
     tools = [tool for tool in body.get("tools") or () if tool.get("type") not in BUILT_IN]
-    functions = [tool.get(tool.get("type", "function"), tool) for tool in tools]
+    functions = [inner_of(tool) for tool in tools]
     for number, function in enumerate([*functions, *(body.get("functions") or ())]):
         function["name"] = f"tool{number}"  # the first is what the engine calls
         for place, inner in enumerate(function.get("tools") or ()):

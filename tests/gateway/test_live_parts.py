@@ -340,6 +340,7 @@ LOOKED_AT_HERE = {
 LOOKED_AT_ELSEWHERE = {
     "engines",  # test_reload.py
     "oidc_issuer", "oidc_audience", "oidc_roles_claim", "oidc_tenant_claim",  # tenancy/test_oidc.py
+    "clamp_max_tokens",  # test_message_fields.py
     "sse_keep_alive_s", "cors_allowed_origins",  # test_http_clients.py
     "simulation_limit_s", "simulation_niceness",  # tenancy/test_simulations.py
 }  # fmt: skip

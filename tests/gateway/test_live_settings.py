@@ -268,7 +268,7 @@ OK = (200, None)
 BAD = (400, "invalid_request")
 NESTED: dict[str, Any] = {"metadata": None, "other": deep(8)}
 ROWS = [  # setting, its new value, what is looked at, what it is before and after
-    ("max_body_bytes", 1024, asks(user="x" * 2000), OK, (413, "request_too_large")),
+    ("max_body_bytes", 1024, asks(other="x" * 2000), OK, (413, "request_too_large")),
     ("max_json_depth", 4, asks(**NESTED), OK, (400, "json_too_deep")),
     ("max_messages", 1, asks(messages=HELLO["messages"] * 2), OK, BAD),
     ("max_choices", 2, asks(n=3), OK, BAD),

@@ -22,7 +22,7 @@ from moiety_platform.anthropic_api.content_blocks import (
 )
 from moiety_platform.anthropic_api.output_config import Effort
 from moiety_platform.inference.body_fields import StrictBody, refuse, shows
-from moiety_platform.inference.prompt_images import image_part, text_part
+from moiety_platform.inference.prompt_images import INVALID_IMAGE, image_part, text_part
 
 ROLES = ("user", "assistant", "system")
 _ONLY = {"thinking": ("assistant",), "redacted_thinking": ("assistant",), "tool_use": ("assistant",)} | {
@@ -94,7 +94,8 @@ class MessageTurn(StrictBody):
             if role is not None and is_foreign:
                 raise refuse(f"block {place} is of type {kind[:64]!r}, which is not the {role}'s")
             if block.why_unserved:
-                raise refuse(f"block {place} {block.why_unserved}")
+                code = INVALID_IMAGE if isinstance(block, ImageBlock) else None
+                raise refuse(f"block {place} {block.why_unserved}", code)
         return value
 
     @property

@@ -17,7 +17,7 @@ from moiety_platform.inference.generation import Conversation, Prompt
 from moiety_wire.images import ImageInput, ImageRules, image_size
 
 NOT_SUPPORTED = "images_not_supported"  # error codes
-INVALID = "invalid_image"
+INVALID_IMAGE = "invalid_image"
 
 _DATA_URL = "data:image/"
 _ENCODED = ";base64,"
@@ -115,4 +115,4 @@ def _counts(images: Sequence[bytes], rules: ImageRules) -> list[int]:
 
 
 def _invalid(message: str) -> BadRequest:
-    return BadRequest(message, code=INVALID, param="messages")
+    return BadRequest(message, code=INVALID_IMAGE, param="messages")

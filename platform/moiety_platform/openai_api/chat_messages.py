@@ -10,12 +10,14 @@ from pydantic_core import PydanticKnownError
 
 from moiety_platform.inference.body_fields import MAX_MESSAGES, StrictBody, bounded, refuse, shows
 from moiety_platform.inference.field_support import refused
+from moiety_platform.inference.prompt_images import INVALID_IMAGE
 from moiety_platform.inference.tool_fields import call_for_template
 from moiety_platform.openai_api.content_parts import (
     ContentParts,
     ImagePart,
     template_parts,
     text_of_parts,
+    why_unreadable,
     why_unserved,
 )
 from moiety_platform.openai_api.tools import CalledFunction, ChatCalls
@@ -92,8 +94,10 @@ class ChatMessage(StrictBody):
             return value
         if (reason := why_unserved(value)) is not None:
             raise refuse(reason)
+        if (reason := why_unreadable(value)) is not None:
+            raise refuse(reason, INVALID_IMAGE)
         if info.data.get("role", "user") != "user" and any(isinstance(part, ImagePart) for part in value):
-            raise refuse("images are for the user's messages only; send the image in one of them")
+            raise refuse("images are for the user's messages only; send the image in one of them", INVALID_IMAGE)
         return value
 
     @field_validator("tool_call_id")

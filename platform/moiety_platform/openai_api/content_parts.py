@@ -103,14 +103,20 @@ def why_unserved(parts: Sequence[ContentPart]) -> str | None:
     for number, part in enumerate(parts):
         if isinstance(part, OtherPart):
             return f"part {number} is of the unknown type {part.type[:64]!r}; send parts of the type 'text'"
+        reason = _REASONS.get(type(part))
+        if reason is not None:
+            return f"part {number} {reason}"
+    return None
+
+
+def why_unreadable(parts: Sequence[ContentPart]) -> str | None:
+    """Return why an image among the parts cannot be read, or None."""
+    for number, part in enumerate(parts):
         if isinstance(part, ImagePart):
             try:
                 _ = part.data
             except ValueError as exc:
                 return f"part {number} is an image that cannot be read: {exc}"
-        reason = _REASONS.get(type(part))
-        if reason is not None:
-            return f"part {number} {reason}"
     return None
 
 

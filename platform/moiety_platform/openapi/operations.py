@@ -70,8 +70,13 @@ def operation_of(handler: HTTPRouteHandler, schemas: Schemas, responses: dict[st
 
 
 def operation_id_of(handler: HTTPRouteHandler) -> str:
-    """Return the handler's name. A name that is a path is converted to words."""
+    """Return the handler's name. A name that is a path is converted to words.
+
+    A path without a version is another name of one with it, whose operation has the plain name.
+    """
     name = handler.name or handler.handler_name
+    if name.startswith("/") and not re.match(r"/v\d", name):
+        name = f"unversioned{name}"
     return re.sub(r"\W+", "_", name.removeprefix("/v1/").strip("/"))
 
 

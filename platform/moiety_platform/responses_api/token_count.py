@@ -13,7 +13,7 @@ from moiety_platform.inference.field_support import ignored, mapped
 from moiety_platform.inference.generation import Conversation
 from moiety_platform.inference.model_services import ModelServices
 from moiety_platform.openapi.described import JSON, Described, describes
-from moiety_platform.openapi.documents import KEY
+from moiety_platform.openapi.documents import ANTHROPIC_KEY, KEY
 from moiety_platform.request_head import fields_of
 from moiety_platform.responses_api.answer_types import InputTokens
 from moiety_platform.responses_api.conversation_reader import ConversationReader
@@ -44,7 +44,7 @@ class ResponseTokensController(Controller):
 
     path = "/v1/responses/input_tokens"
     tags = ("responses",)
-    security = [{KEY: list[str]()}]  # noqa: RUF012  read by the framework only
+    security = [{KEY: list[str]()}, {ANTHROPIC_KEY: list[str]()}]  # noqa: RUF012  read by the framework only
 
     @post(status_code=200, opt=describes(Described(body={JSON: InputTokensBody}, errors=(404,))))
     async def count_input_tokens(
