@@ -265,7 +265,8 @@ def inner_of(tool: dict[str, Any]) -> dict[str, Any]:
 
 def offered(body: dict[str, Any]) -> None:
     """Each tool has its own name, and the one that is chosen is among them."""
-    body.pop("documents", None)  # which the model's chat template does not read
+    if "query" not in body:  # of a rerank
+        body.pop("documents", None)  # which the model's chat template does not read
     if body.pop("continue_final_message", None):
         body["messages"] = [*body["messages"], {"role": "assistant", "content": "a"}]
         body["continue_final_message"] = True
