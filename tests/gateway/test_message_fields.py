@@ -12,8 +12,8 @@ import msgspec
 import pydantic
 import pytest
 
-from moiety_platform.anthropic_api.content_blocks import omitted_signature_of
 from moiety_platform.anthropic_api.rate_limit_headers import anthropic_rate_limits
+from moiety_platform.anthropic_api.thinking_signatures import omitted_signature_of
 from moiety_platform.engine_client.fake import FakeEngineClient, FakeVerdict
 from moiety_wire.grammars import GrammarKind
 from moiety_wire.messages import ModelCard

@@ -323,16 +323,9 @@ class EngineServer:
 
     def _become_ready(self, hello: CoreHello) -> None:
         settings = self.settings
-        self.card = make_card(
-            settings.model,
-            self.engine_id,
-            self._text,
-            hello,
-            settings.role,
-            settings.adapters,
-            settings.tool_format,
-            settings.reasoning_format,
-        )
+        formats = settings.tool_format, settings.reasoning_format
+        described = self._text, hello, settings.role, settings.adapters
+        self.card = make_card(settings.model, self.engine_id, *described, *formats)
         if self.card.images is not None and self._requests.images is None:
             decoder = ImageDecoder(self.card.images, settings.images)
             self._requests.images = ImageDecodeQueue(decoder, settings.images, self._on_images)

@@ -6,10 +6,7 @@ Blocks of Anthropic's own tools, in a history from elsewhere, become text.
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from hashlib import blake2b
 from html import escape
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
@@ -18,6 +15,7 @@ import msgspec
 from pydantic import ConfigDict, Field, PlainValidator, ValidationInfo
 
 from moiety_platform.anthropic_api.cache_control import CacheControl, longest
+from moiety_platform.anthropic_api.thinking_signatures import text_of_signature
 from moiety_platform.inference.body_fields import MAX_PARTS, StrictBody, or_text, refuse, shows
 from moiety_platform.inference.field_support import ignored
 from moiety_platform.inference.prompt_images import decode_base64
@@ -42,31 +40,9 @@ HOSTED_TYPES = (
     "web_search_tool_result",
 )
 SKIPPED_TYPES = ("container_upload", "fallback", "mcp_tool_listing", "redacted_thinking")
-_TEXT_SIGNATURE = "text:"
 _HIDDEN_FIELDS = ("cache_control", "caller", "id", "signature", "tool_use_id", "type")
 
 Citations = Annotated[Any, ignored("Answers have no citations.")]
-
-
-def signature_of(thinking: str) -> str:
-    """Return the signature of a thinking block: a digest of its text. Signatures are not verified."""
-    digest = blake2b(thinking.encode(errors="replace"), digest_size=24).digest()
-    return base64.b64encode(digest).decode()
-
-
-def omitted_signature_of(thinking: str) -> str:
-    """Return the signature of a thinking block that is returned without its text. It holds the text."""
-    return _TEXT_SIGNATURE + base64.b64encode(thinking.encode(errors="replace")).decode()
-
-
-def _text_of_signature(signature: str) -> str:
-    """Return the text in a signature, or an empty one if there is none."""
-    if not signature.startswith(_TEXT_SIGNATURE):
-        return ""
-    try:
-        return base64.b64decode(signature.removeprefix(_TEXT_SIGNATURE), validate=True).decode()
-    except (binascii.Error, UnicodeDecodeError):
-        return ""
 
 
 class ContentBlock(StrictBody):
@@ -293,7 +269,7 @@ class ThinkingBlock(ContentBlock):
 
     @property
     def thought(self) -> str:
-        return self.thinking or _text_of_signature(self.signature or "")
+        return self.thinking or text_of_signature(self.signature or "")
 
 
 class OtherBlock(ContentBlock):

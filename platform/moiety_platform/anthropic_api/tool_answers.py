@@ -9,7 +9,7 @@ import msgspec
 
 from moiety_platform.anthropic_api.answer_types import AnswerBlock
 from moiety_platform.anthropic_api.answers import PING, MessageEvents, MessageHead, event
-from moiety_platform.anthropic_api.content_blocks import omitted_signature_of, signature_of
+from moiety_platform.anthropic_api.thinking_signatures import omitted_signature_of, signature_of
 from moiety_text.reasoning import AnswerReader
 from moiety_text.tools.deltas import Call, CallArguments, CallBegun, Content, Delta, Part, Parts, Thinking, Thought
 from moiety_wire.messages import Finished, TokenLogprob

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from moiety_platform.errors import UNSUPPORTED_RESPONSE_FORMAT, BadRequest, ContextTooLong
+from moiety_platform.errors import UNSUPPORTED_RESPONSE_FORMAT, BadRequest
 from moiety_platform.inference.answer_format import AnswerFormat
+from moiety_platform.inference.encoded_pairs import context_too_long, encode_pairs
 from moiety_platform.inference.encoding_cost import ID_COST, is_short, tools_for_template
 from moiety_platform.inference.generation import Conversation, Generation, Prompt, TextPair
 from moiety_platform.inference.harmony_answers import HarmonyAnswers
@@ -125,7 +126,7 @@ class ModelText:
         if generation.truncate_tokens is not None:
             return await self._encode_truncated(generation)
         pairs = [pair for pair in generation.prompts if isinstance(pair, TextPair)]
-        encoded = await asyncio.to_thread(self._encode_pairs, pairs)
+        encoded = await asyncio.to_thread(encode_pairs, self._tokenizer, pairs, self._max_context_tokens)
         return [ids for ids, _ in encoded], [second for _, second in encoded]
 
     async def _encode_truncated(self, generation: Generation) -> tuple[list[list[int]], list[int]]:
@@ -135,19 +136,6 @@ class ModelText:
         for ids, _ in encoded:
             self._check_ids(tuple(ids), generation.prompt_field)
         return [ids for ids, _ in encoded], [second for _, second in encoded]
-
-    def _encode_pairs(self, pairs: Sequence[TextPair]) -> list[tuple[list[int], int]]:
-        limit, encoded = self._max_context_tokens, list[tuple[list[int], int]]()
-        try:
-            for pair in pairs:
-                encoded.append(self._tokenizer.encode_pair(pair.first, pair.second, max_tokens=limit))
-                if len(encoded[-1][0]) > limit:  # before the next one, since each repeats what they share
-                    raise self._too_long(str(len(encoded[-1][0])))
-        except TooManyTokens as exc:
-            raise self._too_long(f"at least {exc.at_least}") from exc
-        except TextNotEncodable as exc:
-            raise BadRequest(f"the model's tokenizer refused the input: {exc}") from exc
-        return encoded
 
     def _check_decodable(self, prompts: Sequence[Sequence[int]], field: str) -> None:
         """Check that all ids have text. Ids that exist only in the model's padded vocabulary have none."""
@@ -373,7 +361,7 @@ class ModelText:
             else:
                 token_ids = self._encode_conversation(prompt, is_plain)
         except TooManyTokens as exc:
-            raise self._too_long(f"at least {exc.at_least}") from exc
+            raise context_too_long(f"at least {exc.at_least}", limit) from exc
         except (TextNotEncodable, TemplateRefused) as exc:
             raise BadRequest(f"the model's chat template or tokenizer refused the input: {exc}") from exc
         if not token_ids:
@@ -451,12 +439,6 @@ class ModelText:
             message = f"token id {max(token_ids)} is not the model's; its ids are below {self._vocab_size}"
             raise BadRequest(message, code=UNKNOWN_TOKEN, param=field)
         return list(token_ids)
-
-    def _too_long(self, num_tokens: str) -> ContextTooLong:
-        return ContextTooLong(
-            f"the prompt has {num_tokens} tokens; the model's context is {self._max_context_tokens} tokens. "
-            "Shorten the prompt"
-        )
 
 
 def _has_grammar(tool: Tool) -> bool:
