@@ -210,6 +210,7 @@ class EngineLoop:
         try:
             self.executor.restore(on_progress)
             self.warm_up()
+            self.executor.awake().runner.forget_images(frozenset(map(tenant_mark, self._forgotten)))
             if self.intake.disk is not None:
                 self.intake.disk.serve(self.executor.awake().kv)
             if self.experts.rebalancing is not None:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from moiety_text.chat import ChatTemplate
 from moiety_text.errors import TemplateRefused
+from moiety_text.held_space import HeldSpace
 from moiety_text.reasoning_formats import AUTO, THINK, ReasoningMarkers, find_reasoning_markers
 from moiety_text.tools.deltas import Content, Delta, Part, Thinking, assemble
 from moiety_text.tools.reader import overlap
@@ -130,16 +131,18 @@ class ThoughtReader:
         """Create the reader. `is_open`: the prompt has opened the reasoning."""
         self._rest = rest
         self._opener, self._closer = markers.opener, markers.closer
-        self._held = ""  # possibly a marker, or white space before one
+        self._held, self._space = "", HeldSpace()  # possibly a marker, or white space before one
         self._step = self._thought if is_open else self._start
         self._has_thought = False  # some reasoning text has arrived
         self._deltas: list[Delta] = []
 
     def feed(self, text: str) -> list[Delta]:
-        self._step(text)
+        if text := self._space.take(text, self._held):
+            self._step(text)
         return self._taken()
 
     def end(self) -> list[Delta]:
+        self._held += self._space.end()
         if self._step == self._thought:
             self._give(self._held)
         elif self._step == self._start:
@@ -210,14 +213,15 @@ class UnwrappingReader:
     def __init__(self, rest: AnswerReader | None, opener: str, closer: str) -> None:
         self._rest = rest
         self._opener, self._closer = opener, closer
-        self._held = ""  # possibly a marker, and white space around it
+        self._held, self._space = "", HeldSpace()  # possibly a marker, and white space around it
         self._step = self._start
 
     def feed(self, text: str) -> list[Delta]:
-        return self._passed(self._step(text))
+        text = self._space.take(text, self._held)
+        return self._passed(self._step(text)) if text else []
 
     def end(self) -> list[Delta]:
-        held, self._held = self._held, ""
+        held, self._held = self._held + self._space.end(), ""
         deltas = self._passed(held if self._step != self._gap else "")
         return deltas if self._rest is None else [*deltas, *self._rest.end()]
 

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from moiety_text.errors import UnusableStop
 from moiety_text.guarded import GUARD, index_before
+from moiety_text.held_space import HeldSpace
 
 
 class _Matcher:
@@ -68,15 +69,18 @@ class ThoughtSplitter:
             raise UnusableStop("a reasoning marker is empty")
         self._opener, self._closer, self._answer_opener = marks.opener, marks.closer, marks.answer_opener
         self._held = ""  # at the beginning: a possible opener; in the reasoning: the end of the text so far
+        self._space = HeldSpace()  # behind what is held at the beginning
         self._step: Callable[[str], tuple[str, str]] = self._thought if marks.is_open else self._start
 
     def split(self, text: str) -> tuple[str, str]:
         """Return (reasoning, text after it). Text that may become the opener is held back."""
-        return self._step(text)
+        if self._step == self._start:
+            text = self._space.take(text, self._held)
+        return self._step(text) if text else ("", "")
 
     def flush(self) -> str:
         """Return the text held back, which is not reasoning, at the end of the text."""
-        held, self._held = "" if self._step == self._thought else self._held, ""
+        held, self._held = "" if self._step == self._thought else self._held + self._space.end(), ""
         return held
 
     def _start(self, text: str) -> tuple[str, str]:

@@ -16,6 +16,8 @@ from moiety_platform.errors import BadRequest, PlatformError, TooLarge, Unsuppor
 INLINE_BYTES = 64 * 1024  # decoded by the event loop; threads decode the rest of a body
 THREAD_PIECES = 16  # decoded by one call in a thread
 PATIENCE = 16  # times the limit, up to which the rest of an excessive body is read, so that the client gets the error
+MAX_EXPANSION = 2  # times the content, and so many bytes more, that its encoded form may have: empty blocks have none
+MAX_OVERHEAD_BYTES = 1024 * 1024
 BAD_CODING = "invalid_content_encoding"
 MAX_SHOWN = 64  # characters of an unknown coding in an error message
 
@@ -39,7 +41,7 @@ class DecodedBody:
         self._max_bytes = max_bytes
         self._decoder: ContentDecoder | None = None
         self._pieces: Iterator[bytes] = iter(())
-        self._num_bytes = 0
+        self._num_bytes = self._num_encoded = 0
         self._is_last = False  # the last part of the encoded body has been received
 
     async def __call__(self) -> ReceiveMessage:
@@ -61,6 +63,10 @@ class DecodedBody:
             if message_received["type"] != "http.request":
                 return message_received
             self._is_last = not message_received["more_body"]
+            self._num_encoded += len(message_received["body"])
+            if self._num_encoded > MAX_EXPANSION * self._num_bytes + MAX_OVERHEAD_BYTES:
+                await self._drain(self._max_bytes or MAX_OVERHEAD_BYTES)
+                raise self._bad("has next to no content")
             self._pieces = self._decoder.feed(message_received["body"])
 
     async def _new_decoder(self) -> ContentDecoder:

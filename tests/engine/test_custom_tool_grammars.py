@@ -132,6 +132,9 @@ def test_what_cannot_be_rewritten_with_certainty_is_not(syntax: str, definition:
 
 
 def test_rewriting_takes_linear_time_and_is_bounded() -> None:
+    assert escaped_grammar("regex", r"a\\$") == escaped_grammar("regex", r"a\\") != ""
+    assert escaped_grammar("regex", r"a\$") not in ("", escaped_grammar("regex", "a"))
+    assert escaped_grammar("regex", "[ab]" * 129) == ""
     assert escaped_grammar("regex", "." * 1000) == escaped_grammar("regex", "a" * 20_000) == ""
     for text in (
         "/" + "[" * 15_000,

@@ -11,7 +11,11 @@ import openai
 import pytest
 from sqlalchemy import update
 
+from moiety_platform.backoff import Backoff
 from moiety_platform.engine_client.fake import FakeEngineClient
+from moiety_platform.errors import Unavailable
+from moiety_platform.responses_api import background
+from moiety_platform.responses_api.background import BackgroundRuns
 from moiety_platform.responses_api.models import StoredResponse
 from moiety_wire.messages import Failed, FailureCode, ModelCard, Submit
 
@@ -161,3 +165,45 @@ async def test_a_response_in_the_foreground_cannot_be_cancelled(gateway: Running
     with pytest.raises(openai.BadRequestError) as refused:
         await gateway.client.responses.cancel(response.id)
     assert refused.value.code == "response_not_cancellable"
+
+
+class AwayKeeper:
+    """A store of responses that is away for so many tries."""
+
+    def __init__(self, num_failures: int) -> None:
+        self.left = num_failures
+        self.stored: list[tuple[bytes, bool]] = []
+
+    async def update_run(self, _response_id: str, body: bytes, *, ends: bool) -> bool:
+        self.left -= 1
+        if self.left >= 0:
+            raise Unavailable("the database is away")
+        self.stored.append((body, ends))
+        return True
+
+
+async def test_the_end_of_a_response_is_stored_once_the_database_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "RETRIES", Backoff(0.001, 0.002))
+    keeper: Any = AwayKeeper(4)
+    runs = BackgroundRuns(keeper, drain_s=1.0)
+    await runs.store_progress("resp_1", b"begun")
+    assert keeper.stored == []  # which costs nothing but the progress
+    await runs.store_end("resp_1", b"done")
+    assert keeper.stored == [(b"done", True)]
+    monkeypatch.setattr(background, "LEASE_MS", 1)
+    keeper.left = 1_000
+    with pytest.raises(Unavailable):
+        await runs.store_end("resp_1", b"done")
+
+
+async def test_a_stop_waits_for_running_responses_no_longer_than_its_time_and_not_at_all_when_forced() -> None:
+    keeper: Any = AwayKeeper(0)
+    runs = BackgroundRuns(keeper, drain_s=100.0)
+    assert runs.drain_left_s() == 100.0
+    runs.drain()
+    assert 0.0 < runs.drain_left_s() <= 100.0
+    runs.drain_s = 0.0
+    assert runs.drain_left_s() == 0.0
+    runs.drain_s = 100.0
+    runs.drain()
+    assert runs.drain_left_s() == 0.0

@@ -146,6 +146,14 @@ async def test_a_body_that_is_not_of_its_coding_is_refused(gateway: RunningGatew
         assert (status, code_of(answer)) == (400, "invalid_content_encoding")
 
 
+async def test_a_compressed_body_without_content_is_refused_before_its_end(gateway: RunningGateway) -> None:
+    head, empty_block = gzip.compress(b"")[:10], b"\0\0\0\xff\xff"
+    body = head + empty_block * 300_000 + zlib.compress(RAW, wbits=-15)
+    status, _, answer = await gateway.post(CHAT, body, headers=encoded("gzip"))
+    assert (status, code_of(answer)) == (400, "invalid_content_encoding")
+    assert b"next to no content" in answer
+
+
 @pytest.mark.parametrize("name", ["gzip", "zstd"])
 async def test_a_body_that_expands_beyond_the_limit_is_refused(
     start_gateway: StartGateway, card: ModelCard, name: str

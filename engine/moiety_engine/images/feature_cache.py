@@ -39,6 +39,7 @@ class FeatureCache:
     def __init__(self, encoder: VisionEncoder, device: torch.device, budget_bytes: int) -> None:
         self._encoder, self._device, self._budget_bytes = encoder, device, budget_bytes
         self._features: dict[bytes, Tensor] = {}  # features_FID, the least recently used first
+        self._forgotten: frozenset[bytes] = frozenset()  # marks of tenants whose images are not kept after a step
         self.num_bytes = 0
         self.encoded_total = 0
 
@@ -62,11 +63,17 @@ class FeatureCache:
         """Mark the images of a step, of all its groups, as just used, and drop others beyond the budget."""
         for key in dict.fromkeys(part.key for part in parts):
             self._features[key] = self._features.pop(key)
+        if self._forgotten:  # a request that was open when its tenant was deleted may go on
+            self._drop_of(self._forgotten)
         while self.num_bytes > self._budget_bytes and self._features:
             self._drop(next(iter(self._features)))
 
     def forget(self, marks: frozenset[bytes]) -> int:
-        """Drop the images of the tenants with these marks, and return how many they were."""
+        """Drop the images of the tenants with these marks, now and after each step; return how many there are now."""
+        self._forgotten |= marks
+        return self._drop_of(marks)
+
+    def _drop_of(self, marks: frozenset[bytes]) -> int:
         dropped = [key for key in self._features if key[:MARK_BYTES] in marks]
         for key in dropped:
             self._drop(key)

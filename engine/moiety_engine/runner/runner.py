@@ -149,7 +149,7 @@ class Runner:
 
     def forget_images(self, marks: frozenset[bytes]) -> int:
         """Drop the encoded images of the tenants with these marks, on all ranks; return how many they were."""
-        if self.features is None:
+        if self.features is None or not marks:
             return 0
         self._orders.give(ForgetImages(sorted(marks)))
         return self.features.forget(marks)

@@ -11,6 +11,7 @@ from moiety_engine.structured_outputs.formats import PATTERNS
 from moiety_engine.structured_outputs.patterns import exact_pattern
 
 _ANYTHING = r"(.|\n)*"
+_ANCHORED_END = re.compile(r"(?<!\\)(?:\\\\)*\$\Z")  # an even number of backslashes before it escape each other
 _SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 
 
@@ -38,7 +39,7 @@ def string_expressions(schema: Mapping[str, Any], excluded: str) -> Iterator[str
 
 def _whole(pattern: str) -> str:
     """Return an expression of whole strings for a pattern that is searched in them. Raises GrammarRefused."""
-    begins, ends = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
+    begins, ends = pattern.startswith("^"), _ANCHORED_END.search(pattern) is not None
     if "|" in pattern and (begins or ends):
         raise GrammarRefused("'|' together with '^' or '$' is not supported in calls with tags; use 'enum'")
     inner = pattern[begins : len(pattern) - ends]

@@ -45,34 +45,22 @@ class ArgumentSchema:
 
     def member(self, schema: Any, name: str) -> Any:
         """Return the schema of one member of an object with this schema; {} where it does not say it."""
-        waiting, seen = deque([schema]), set[int]()
-        while waiting and len(seen) < _MAX_PARTS:
-            part = waiting.popleft()
-            if not isinstance(part, Mapping) or id(part) in seen:
-                continue
-            seen.add(id(part))
+        for part in self._applying(schema):
             properties, more = part.get("properties"), part.get("additionalProperties")
             if isinstance(properties, Mapping) and name in properties:
                 return properties[name]
             if isinstance(more, Mapping):
                 return more
-            waiting += self._parts(part)
         return {}
 
     def item(self, schema: Any, index: int) -> Any:
         """Return the schema of one item of a list with this schema; {} where it does not say it."""
-        waiting, seen = deque([schema]), set[int]()
-        while waiting and len(seen) < _MAX_PARTS:
-            part = waiting.popleft()
-            if not isinstance(part, Mapping) or id(part) in seen:
-                continue
-            seen.add(id(part))
+        for part in self._applying(schema):
             first, items = part.get("prefixItems"), part.get("items")
             if _is_list(first) and index < len(first):
                 return first[index]
             if isinstance(items, Mapping):
                 return items
-            waiting += self._parts(part)
         return {}
 
     def types(self, schema: Any) -> frozenset[str]:
@@ -81,6 +69,16 @@ class ArgumentSchema:
 
     def parameter_types(self, name: str) -> frozenset[str]:
         return self.types(self.parameter(name))
+
+    def _applying(self, schema: Any) -> Iterator[Schema]:
+        """Yield the schema and the subschemas that apply to the same value, or may, up to a number; each once."""
+        waiting, seen = deque([schema]), set[int]()
+        while waiting and len(seen) < _MAX_PARTS:
+            part = waiting.popleft()
+            if isinstance(part, Mapping) and id(part) not in seen:
+                seen.add(id(part))
+                yield part
+                waiting += self._parts(part)
 
     def _parts(self, schema: Schema) -> Iterator[Any]:
         """Yield the subschemas that apply to the same value, or may."""

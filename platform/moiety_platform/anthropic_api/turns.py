@@ -21,7 +21,7 @@ from moiety_platform.anthropic_api.content_blocks import (
     text_of,
 )
 from moiety_platform.anthropic_api.output_config import Effort
-from moiety_platform.inference.body_fields import StrictBody, refuse, shows
+from moiety_platform.inference.body_fields import StrictBody, known_role, refuse, shows
 from moiety_platform.inference.prompt_images import INVALID_IMAGE, image_part, text_part
 
 ROLES = ("user", "assistant", "system")
@@ -72,17 +72,10 @@ class MessageTurn(StrictBody):
 
     model_config = ConfigDict(json_schema_extra={"allOf": [_blocks_of(role) for role in ROLES]})
 
-    role: Annotated[str, shows(enum=list(ROLES))]
+    role: Annotated[str, known_role(ROLES), shows(enum=list(ROLES))]
     content: Blocks
     clear_at: Literal["next_user_message", "never"] | None = None  # of a system message
     output_config: TurnOutputConfig | None = None  # of a system message
-
-    @field_validator("role")
-    @classmethod
-    def _known_role(cls, value: str) -> str:
-        if value not in ROLES:
-            raise refuse(f"{value[:64]!r} is not a role; use one of {', '.join(ROLES)}")
-        return value
 
     @field_validator("content")
     @classmethod

@@ -119,8 +119,14 @@ async def assembled(
         pipeline = create_pipeline(settings, services)
         app = create_app(settings, services, pipeline)
         limits = ConnectionLimits.of(settings)
-        server = GatewayServer(app, settings.drain_s, limits, on_started, on_draining=batches.drain)
+
+        def drain() -> None:
+            batches.drain()
+            services.background.drain()
+
+        server = GatewayServer(app, settings.drain_s, limits, on_started, on_draining=drain)
         server.followed_by(live)
+        live.follow(["drain_s"], services.background.use)
         operations_app = create_operations_app(services, app, lambda: live.now, lambda: server.should_exit)
         operations = GatewayServer(operations_app, OPERATIONS_DRAIN_S, limits)
         live.follow(["log_level"], lambda wanted: set_log_level(wanted.log_level))

@@ -139,6 +139,17 @@ def or_text(entry: Callable[[str, ValidationInfo], Any], entries: str) -> Before
     return BeforeValidator(_OrText(entry, entries))
 
 
+def known_role(roles: Sequence[str]) -> AfterValidator:
+    """Return a validator of a message's role."""
+
+    def check(value: str) -> str:
+        if value not in roles:
+            raise refuse(f"{value[:64]!r} is not a role; use one of {', '.join(roles)}")
+        return value
+
+    return AfterValidator(check)
+
+
 def _without_nul(value: str) -> str:
     if "\0" in value:
         raise refuse("it must not contain NUL characters")

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from types import MappingProxyType
 
 import msgspec
 
 MAX_DEFINITION_CHARS = 16 * 1024
+MAX_CLASSES = 128  # of characters, each of which is compiled
 MAX_ESCAPED_BYTES = 128 * 1024  # together with other tools it must not exceed the engine's limit
 
 _SHORT = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t", "\b": "\\b", "\f": "\\f"}
@@ -29,6 +31,7 @@ _COMMON: Mapping[str, str] = MappingProxyType(
 _UNESCAPED = re.compile(
     "(HEX)?DIGIT|(SIGNED_)?(INT|FLOAT|NUMBER)|DECIMAL|([LU]CASE_)?LETTER|WORD|CNAME"
 )  # other imported terminals
+_ANCHORED_END = re.compile(r"(?<!\\)((?:\\\\)*)\$\Z")  # an even number of backslashes before it escape each other
 _PART = re.compile(
     r"""(?P<comment>//[^\n]*|\#[^\n]*)
     |"(?P<first>\\.|[^"\\\n])"\s*\.\.\s*"(?P<last>\\.|[^"\\\n])"
@@ -59,12 +62,13 @@ class _NotEscapable(Exception):
     """The grammar has a part that cannot be rewritten."""
 
 
+@lru_cache(64)  # the same tools come with each turn, and are asked for several times in one
 def escaped_grammar(syntax: str, definition: str) -> str:
     """Return the Lark grammar of the escaped text, or "" where the grammar cannot be rewritten or is too long.
 
     `syntax` is "lark" or "regex". Linear in the length of the definition.
     """
-    if len(definition) > MAX_DEFINITION_CHARS:
+    if len(definition) > MAX_DEFINITION_CHARS or definition.count("[") > MAX_CLASSES:
         return ""
     try:
         escaped = _escaped_regex_grammar(definition) if syntax == "regex" else _escaped_lark_grammar(definition)
@@ -75,7 +79,7 @@ def escaped_grammar(syntax: str, definition: str) -> str:
 
 def _escaped_regex_grammar(definition: str) -> str:
     body = definition.removeprefix("^")
-    body = body[:-1] if body.endswith("$") and not body.endswith("\\$") else body
+    body = _ANCHORED_END.sub(r"\1", body)
     return f"start: {_escaped_regex(body)}"
 
 

@@ -37,6 +37,7 @@ from moiety_platform.batches.validation import begin_validated
 from moiety_platform.controllers import with_services
 from moiety_platform.db.keyset import ListRequest, read_list
 from moiety_platform.db.session import Database
+from moiety_platform.direct import OWN_BODY_LIMIT
 from moiety_platform.errors import BadRequest, NotFound, PlatformError
 from moiety_platform.files.models import StoredFile
 from moiety_platform.files.service import Files
@@ -131,7 +132,7 @@ class MessageBatchController(Controller):
         Exception: answer_unexpected_anthropic,
     }
 
-    @post(status_code=200, opt=_described(body={JSON: NewMessageBatch}, errors=(429,)))
+    @post(status_code=200, opt=_described(body={JSON: NewMessageBatch}, errors=(429,)) | {OWN_BODY_LIMIT: True})
     async def create_message_batch(
         self, message_batches: MessageBatches, request: Request[Any, Any, Any]
     ) -> MessageBatch:

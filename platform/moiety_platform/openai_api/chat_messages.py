@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticKnownError
 
-from moiety_platform.inference.body_fields import MAX_MESSAGES, StrictBody, bounded, refuse, shows
+from moiety_platform.inference.body_fields import MAX_MESSAGES, StrictBody, bounded, known_role, refuse, shows
 from moiety_platform.inference.field_support import refused
 from moiety_platform.inference.prompt_images import INVALID_IMAGE
 from moiety_platform.inference.tool_fields import call_for_template
@@ -61,7 +61,7 @@ class ChatMessage(StrictBody):
 
     model_config = ConfigDict(json_schema_extra=_RULES)
 
-    role: Annotated[str, shows(enum=list(ROLES))]
+    role: Annotated[str, known_role(ROLES), shows(enum=list(ROLES))]
     content: str | ContentParts | None
     name: Annotated[str | None, Field(validate_default=True)] = None
     refusal: str | None = None  # an assistant's, which the model reads as text
@@ -76,13 +76,6 @@ class ChatMessage(StrictBody):
     def _content_is_optional(cls, value: Any) -> Any:
         if isinstance(value, dict) and "content" not in value and _stands_alone(value):
             return {"content": None, **value}
-        return value
-
-    @field_validator("role")
-    @classmethod
-    def _known_role(cls, value: str) -> str:
-        if value not in ROLES:
-            raise refuse(f"{value[:64]!r} is not a role; use one of {', '.join(ROLES)}")
         return value
 
     @field_validator("content")

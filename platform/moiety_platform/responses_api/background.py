@@ -8,6 +8,7 @@ and every gateway answers it as failed. A cancellation by another gateway is see
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from typing import Any, Self, cast
 
@@ -15,14 +16,17 @@ import msgspec
 import structlog
 from litestar.types import Message, Receive, Scope, Send
 
+from moiety_platform.backoff import Backoff
 from moiety_platform.errors import PlatformError, Unavailable
 from moiety_platform.inference.endpoint import Endpoint, Serve
 from moiety_platform.inference.response import DISCONNECT_SIGNAL, SEND_WHOLE, DisconnectSignal, HttpResponse, SendWhole
 from moiety_platform.periodic_task import PeriodicTask
 from moiety_platform.responses_api.keeper import ResponseKeeper, with_end
+from moiety_platform.settings import GatewaySettings
 
 LEASE_MS = 30_000
 EXTEND_S = 5.0
+RETRIES = Backoff(0.2, 3.0)
 MAX_ERROR_BYTES = 64 * 1024
 
 log = structlog.get_logger(__name__)
@@ -92,8 +96,11 @@ class BackgroundRuns:
     """The running background responses of one gateway process. Enter it as a context."""
 
     def __init__(self, keeper: ResponseKeeper, drain_s: float, extend_s: float = EXTEND_S) -> None:
+        """Create it. `drain_s` bounds the wait for running responses, counted from the call of `drain`."""
         self._keeper = keeper
-        self._drain_s = drain_s
+        self.drain_s = drain_s
+        self._drains_since: float | None = None  # monotonic
+        self._is_forced = False
         self._of_task: dict[asyncio.Task[Any], BackgroundRun] = {}
         self.lease_extension = PeriodicTask("background_leases", self._extend, extend_s)
 
@@ -105,11 +112,25 @@ class BackgroundRuns:
         """Wait for the running responses, then end the rest as failed."""
         tasks = list(self._of_task)
         if tasks:
-            pending = (await asyncio.wait(tasks, timeout=self._drain_s))[1]
+            pending = (await asyncio.wait(tasks, timeout=self.drain_left_s()))[1]
             for task in pending:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         await self.lease_extension.cancel()
+
+    def use(self, settings: GatewaySettings) -> None:
+        self.drain_s = settings.drain_s
+
+    def drain(self) -> None:
+        """Begin to count the time that running responses have to end; at the second call, wait for none."""
+        self._is_forced = self._drains_since is not None
+        if self._drains_since is None:
+            self._drains_since = time.monotonic()
+
+    def drain_left_s(self) -> float:
+        """Return how long a stop still waits for running responses, in seconds."""
+        waited_s = 0.0 if self._drains_since is None else time.monotonic() - self._drains_since
+        return 0.0 if self._is_forced else max(0.0, self.drain_s - waited_s)
 
     @property
     def current(self) -> BackgroundRun:
@@ -143,6 +164,27 @@ class BackgroundRuns:
         for run in self._of_task.values():
             if run.response_id == response_id:
                 run.disconnect.note()
+
+    async def store_progress(self, response_id: str, body: bytes) -> None:
+        """Store a running response. A database that is away does not matter: its end is stored later."""
+        try:
+            await self._keeper.update_run(response_id, body, ends=False)
+        except Unavailable as error:
+            log.warning("background_progress_not_stored", response_id=response_id, reason=str(error))
+
+    async def store_end(self, response_id: str, body: bytes) -> None:
+        """Store a response that has ended, with retries for as long as a lease lasts; then raise Unavailable."""
+        ends_s, num_tries = time.monotonic() + LEASE_MS / 1000, 0
+        while True:
+            try:
+                await self._keeper.update_run(response_id, body, ends=True)
+                return
+            except Unavailable:
+                wait_s = RETRIES.after(num_tries)
+                if time.monotonic() + wait_s > ends_s:
+                    raise
+            await asyncio.sleep(wait_s)
+            num_tries += 1
 
     async def _wait_for_stream(self, run: BackgroundRun, task: asyncio.Task[None]) -> None:
         """Return when the stream has ended or its client has left."""

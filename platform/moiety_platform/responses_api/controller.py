@@ -128,8 +128,7 @@ class ResponseAnswers:
         self._note_unheld_inputs(body, run, record, reply)
         output = self._output_of(body, record, None if readers is None else readers[0])
         if body.background:
-            begun = msgspec.json.encode(head.in_progress())
-            await self.keeper.update_run(record.request_id, begun, ends=False)
+            await self.runs.store_progress(record.request_id, msgspec.json.encode(head.in_progress()))
         if not body.wants_stream:
             async for _, message in run:
                 _take(output, message)
@@ -174,7 +173,7 @@ class ResponseAnswers:
         """Store the response if requested, and return its encoding, which says whether it is stored."""
         encoded = msgspec.json.encode(response)
         if body.background:
-            await self.keeper.update_run(record.request_id, encoded, ends=True)
+            await self.runs.store_end(record.request_id, encoded)
         elif body.store and not await self._store(encoded, body, record):
             return msgspec.json.encode({**response, "store": False})
         return encoded

@@ -6,7 +6,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, PlainValidator, StringConstraints, ValidationInfo, field_validator
 
-from moiety_platform.inference.body_fields import MAX_MESSAGES, MAX_PARTS, StrictBody, bounded, or_text, refuse, shows
+from moiety_platform.inference.body_fields import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    StrictBody,
+    bounded,
+    known_role,
+    or_text,
+    refuse,
+    shows,
+)
 from moiety_platform.responses_api.call_input import CALL_ITEMS, CallInput
 from moiety_platform.responses_api.content import INPUT_TEXT, OUTPUT_TEXT, REFUSAL, ContentParts, ItemContent
 from moiety_platform.responses_api.items import (
@@ -54,15 +63,8 @@ class MessageItem(StrictBody):
     )
 
     type: Literal["message"] | None = None
-    role: Annotated[str, shows(enum=list(ROLES))]
+    role: Annotated[str, known_role(ROLES), shows(enum=list(ROLES))]
     content: ContentParts
-
-    @field_validator("role")
-    @classmethod
-    def _known_role(cls, value: str) -> str:
-        if value not in ROLES:
-            raise refuse(f"{value[:64]!r} is not a role; use one of {', '.join(ROLES)}")
-        return value
 
     @field_validator("content")
     @classmethod
