@@ -7,6 +7,7 @@ A line in is (configuration, where to meet, requests). Rank 0 answers with a lin
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import os
 import sys
@@ -297,6 +298,8 @@ def main() -> None:
     configure_logs()
     heartbeat.SILENCE_S = float(sys.argv[1])
     pipes = [tuple(map(int, pair.split(","))) for pair in sys.argv[2:]]
+    gc.collect()
+    gc.freeze()  # a rank collects garbage at its end, and need not copy the pages of all that was imported
     for index in range(len(pipes)):
         if os.fork() == 0:
             for other in pipes[:index] + pipes[index + 1 :]:

@@ -94,7 +94,7 @@ async def test_an_uploaded_file_of_messages_is_a_batch_in_both_apis(
 async def test_a_cancelled_batch_keeps_its_answers_and_tells_what_was_canceled(
     start_gateway: StartGateway, card: ModelCard, until: Until
 ) -> None:
-    engine = FakeEngineClient(card, lambda submit: ((65, "x") for _ in range(10**6)))
+    engine = FakeEngineClient(card, lambda submit: ((65, "x") for _ in range(10**6)), token_s=0.05)
     settings = {"stores_usage": True, "batch_concurrency": 1}
     async with start_gateway([engine], **settings) as gateway, gateway.anthropic:
         batches = gateway.anthropic.messages.batches
