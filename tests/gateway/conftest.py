@@ -20,7 +20,7 @@ import tokenizers
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 from sqlalchemy import ColumnElement
-from tests.parsed_once import parse_handlers_once
+from tests.framework_caches import share_framework_caches
 
 from moiety_platform.auth.bootstrap import BootstrapResult, ensure_bootstrap
 from moiety_platform.backoff import Backoff
@@ -45,7 +45,7 @@ from moiety_platform.usage.row import UsageRow
 from moiety_wire.classes import SHIPPED
 from moiety_wire.messages import Failed, ModelCard
 
-parse_handlers_once()
+share_framework_caches()
 
 MODEL = "tiny"
 PEPPER = b"a pepper that is long enough for tests"

@@ -19,7 +19,7 @@ from litestar import Litestar, get
 from litestar.exceptions import HTTPException
 from psycopg import sql
 from tests.database_clock import DatabaseClock
-from tests.parsed_once import parse_handlers_once
+from tests.framework_caches import share_framework_caches
 
 from moiety_migrations import upgrade
 from moiety_platform.access.actions import needs
@@ -44,7 +44,7 @@ from moiety_platform.quota.store import LeaseStore
 from moiety_platform.tenants.schemas import NewProject, NewTenant
 from moiety_platform.tenants.service import create_project, create_tenant
 
-parse_handlers_once()
+share_framework_caches()
 
 PEPPER = b"a pepper for tests, 32 bytes long"
 

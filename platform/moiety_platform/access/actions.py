@@ -7,7 +7,7 @@ require a second action, for example a quota on a whole tenant.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from moiety_platform.access.roles import Role
 
@@ -32,6 +32,10 @@ class AdminAction:
     name: str
     anyone: frozenset[Role]
     own: frozenset[Role] = frozenset()
+
+    def __deepcopy__(self, _memo: dict[int, object]) -> Self:
+        """Return the action itself, which is immutable: the framework copies each handler with its `opt`."""
+        return self
 
 
 def needs(action: AdminAction) -> dict[str, Any]:

@@ -1,0 +1,98 @@
+"""Work of Litestar for each application and of SQLAlchemy for each engine, done once a process of tests.
+
+Most tests of a gateway make an application and several engines. Litestar would parse each handler anew, and SQLAlchemy
+compile each statement. What a route needs to call its handler is made at the route's first request: in production when
+the application is made.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import FunctionType, MethodType
+from typing import Any
+
+from litestar._kwargs import KwargsModel
+from litestar._signature.model import SignatureModel
+from litestar.handlers.base import BaseRouteHandler
+from litestar.utils.signature import ParsedSignature
+from sqlalchemy import Engine
+
+_parsed: dict[
+    Any, ParsedSignature
+] = {}  # by method or code; modules have these, so that nothing lives on that would not
+_models: dict[tuple[int, frozenset[str]], type[SignatureModel]] = {}
+
+
+def _key_of(fn: Any) -> Any:
+    """Return what two functions of one signature share, or None: a method, or the code of a function without defaults,
+    whose annotations are strings that mean the same in each of its closures."""
+    if isinstance(fn, MethodType):
+        return fn.__func__
+    is_plain = isinstance(fn, FunctionType) and not fn.__defaults__ and not fn.__kwdefaults__
+    return fn.__code__ if is_plain and all(isinstance(one, str) for one in fn.__annotations__.values()) else None
+
+
+def _parse_once(parse: Callable[..., ParsedSignature]) -> Callable[..., ParsedSignature]:
+    def parsed(fn: Any, signature_namespace: dict[str, Any]) -> ParsedSignature:
+        key = _key_of(fn)
+        if key is None:
+            return parse(fn, signature_namespace)
+        if key not in _parsed:
+            _parsed[key] = parse(fn, signature_namespace)
+        return _parsed[key]
+
+    return parsed
+
+
+def _model_once(make: Callable[..., type[SignatureModel]]) -> Callable[..., type[SignatureModel]]:
+    def model(*, fn: Any, dependency_name_set: set[str], **given: Any) -> type[SignatureModel]:
+        if _parsed.get(_key_of(fn)) is not given["parsed_signature"] or given["data_dto"] is not None:
+            return make(fn=fn, dependency_name_set=dependency_name_set, **given)
+        key = id(given["parsed_signature"]), frozenset(dependency_name_set)
+        if key not in _models:
+            _models[key] = make(fn=fn, dependency_name_set=dependency_name_set, **given)
+        return _models[key]
+
+    return model
+
+
+class _AtFirstRequest:
+    """Stands for a handler's KwargsModel until something is asked of it."""
+
+    def __init__(self, make: Callable[[], KwargsModel]) -> None:
+        self._make = make
+
+    def __getattr__(self, name: str) -> Any:
+        if "_made" not in self.__dict__:
+            self._made = self._make()
+        return getattr(self._made, name)
+
+
+class _SharedCompiledCache(dict[Any, Any]):
+    """Compiled statements of all engines of one dialect and driver; an engine's own cache has the dialect in its keys."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return super().get(key[1:], default)
+
+    def __setitem__(self, key: Any, compiled: Any) -> None:
+        super().__setitem__(key[1:], compiled)
+
+
+@functools.cache
+def _compiled_cache(dialect: str, driver: str) -> _SharedCompiledCache:
+    return _SharedCompiledCache()
+
+
+@functools.cache
+def share_framework_caches() -> None:
+    """From now on, in this process."""
+    ParsedSignature.from_fn = _parse_once(ParsedSignature.from_fn)  # type: ignore[method-assign]
+    SignatureModel.create = _model_once(SignatureModel.create)  # type: ignore[method-assign]
+    create = BaseRouteHandler.create_kwargs_model
+    BaseRouteHandler.create_kwargs_model = lambda *given, **named: _AtFirstRequest(  # type: ignore
+        functools.partial(create, *given, **named)
+    )
+    Engine._compiled_cache = property(  # type: ignore
+        lambda engine: _compiled_cache(engine.dialect.name, engine.dialect.driver), lambda *_: None
+    )
