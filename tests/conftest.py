@@ -47,12 +47,12 @@ hypothesis.settings.load_profile("moiety")
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests marked `thorough` and most of those marked `combinations` unless all are wanted, and most where
-    only the fast ones are. Where workers take a file at a time, files with slow tests come first, then files with many,
-    so that none is left to the end."""
+    """Deselect tests marked `thorough`, most of those marked `combinations` and most mutants unless all are wanted, and
+    most where only the fast ones are. Where workers take a file at a time, files with slow tests come first, then files
+    with many, so that none is left to the end."""
     if not THOROUGH:
         _keep(config, items, lambda item: not item.get_closest_marker("thorough"))
-        left_out = _repeated_combinations(items)
+        left_out = _repeated_combinations(items) | _further_mutants(items)
         _keep(config, items, lambda item: item not in left_out)
     if FAST:
         seen: set[tuple[Path, str]] = set()
@@ -78,6 +78,20 @@ def _repeated_combinations(items: list[pytest.Item]) -> set[pytest.Item]:
         if item.get_closest_marker("combinations") and isinstance(item, pytest.Function):
             functions.setdefault((item.path, item.originalname), []).append(item)
     return {item for function in functions.values() for item in _not_needed(function)}
+
+
+def _further_mutants(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return the tests that a changed kernel is noticed, all but the first of each function and module."""
+    seen: set[tuple[Path, str, str]] = set()
+    further = set()
+    for item in items:
+        if isinstance(item, pytest.Function) and "a_mutant" in item.originalname:
+            params = item.callspec.params if hasattr(item, "callspec") else {}
+            changed = item.path, item.originalname, repr(params.get("module"))
+            if changed in seen:
+                further.add(item)
+            seen.add(changed)
+    return further
 
 
 def _not_needed(function: list[pytest.Function]) -> Iterator[pytest.Function]:

@@ -18,9 +18,7 @@ from litestar.handlers.base import BaseRouteHandler
 from litestar.utils.signature import ParsedSignature
 from sqlalchemy import Engine
 
-_parsed: dict[
-    Any, ParsedSignature
-] = {}  # by method or code; modules have these, so that nothing lives on that would not
+_parsed: dict[Any, ParsedSignature] = {}  # by method or code, which modules hold anyway
 _models: dict[tuple[int, frozenset[str]], type[SignatureModel]] = {}
 
 
@@ -70,7 +68,7 @@ class _AtFirstRequest:
 
 
 class _SharedCompiledCache(dict[Any, Any]):
-    """Compiled statements of all engines of one dialect and driver; an engine's own cache has the dialect in its keys."""
+    """Compiled statements of all engines of one dialect and driver. An engine's own keys begin with its dialect."""
 
     def get(self, key: Any, default: Any = None) -> Any:
         return super().get(key[1:], default)

@@ -20,7 +20,7 @@ engines: [{name: demo, drainSeconds: 5, options: {scripted: true}}]
 """
 NEWER = "9999"
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(420), NEEDS_ROOT]
+pytestmark = [pytest.mark.thorough, pytest.mark.slow, pytest.mark.timeout(420), NEEDS_ROOT]
 
 
 @pytest.fixture(scope="module")

@@ -191,7 +191,9 @@ def test_few_rows_meet_weights_of_eight_bits_by_scales_of_rows(narrow: str, devi
     assert_rows_agree(rows, Case((0, 2, 1), 72, 40, biases=True, narrow=narrow, device=device))
 
 
-@pytest.mark.parametrize(("width", "hidden"), [(208, 144), (141, 77), (640, 520)])
+@pytest.mark.parametrize(
+    ("width", "hidden"), [(208, 144), (141, 77), pytest.param(640, 520, marks=pytest.mark.thorough)]
+)
 def test_few_rows_meet_float8_weights_by_scales_of_blocks(width: int, hidden: int, device: str) -> None:
     assert_rows_agree(rows, Case((0, 2, 1), width, hidden, biases=True, narrow="fp8", device=device))
 
