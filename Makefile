@@ -107,7 +107,7 @@ $(VENV)/.serve: $(VENV)/.made $(INPUTS)
 
 $(VENV)/.dev: $(VENV)/.made $(INPUTS)
 	@echo 'installing Moiety and its tests into $(VENV); this takes a few minutes the first time …'
-	@$(PIP) --editable '.[dev]'
+	@$(PIP) --no-compile --editable '.[dev]' # Python compiles what is imported, a tenth of it
 	@touch $@ $(VENV)/.serve
 
 $(VENV)/.docs: $(VENV)/.made $(INPUTS)

@@ -29,7 +29,7 @@ def make_checkpoint(folder: Path) -> None:
     tokenizer = _tokenizer()
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(  # type: ignore[call-arg]  # head_dim is taken, but not declared
+    config = Qwen3MoeConfig(
         vocab_size=len(tokenizer),
         hidden_size=1024,
         num_hidden_layers=12,
@@ -47,7 +47,7 @@ def make_checkpoint(folder: Path) -> None:
         pad_token_id=tokenizer.pad_token_id,
     )
     model = Qwen3MoeForCausalLM(config)
-    model.to(torch.bfloat16).save_pretrained(folder)  # type: ignore[arg-type]  # its decorator hides the signature
+    model.to(torch.bfloat16).save_pretrained(folder)
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
