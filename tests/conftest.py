@@ -37,7 +37,7 @@ THOROUGH = bool(os.environ.get("MOIETY_TEST_ALL"))  # every combination: make te
 FAST = os.environ.get("MOIETY_TEST_FAST", "")  # test functions that are short, once each: make test-fast
 TESTS = Path(__file__).parent
 LONG = frozenset() if FAST == "all" else frozenset((TESTS / "long_tests.txt").read_text().split())
-EXAMPLES = 100 if THOROUGH else 40  # of a property whose test asks for no other number
+EXAMPLES = 100 if THOROUGH else 25  # of a property whose test asks for no other number
 WITH_PROCESSES = frozenset({"system", "dashboard", "helm", "fuzz"})  # folders whose tests start servers or a browser
 
 # no deadline: how long an example takes depends on who else computes

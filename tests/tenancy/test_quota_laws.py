@@ -291,7 +291,7 @@ def test_the_laws_hold_whatever_happens() -> None:
     run_state_machine_as_test(
         World,
         settings=settings(
-            max_examples=EXAMPLES // 2,
+            max_examples=EXAMPLES,
             stateful_step_count=40,
             deadline=None,
             derandomize=True,
