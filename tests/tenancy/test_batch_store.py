@@ -24,7 +24,7 @@ from moiety_platform.batches.outcomes import AnsweredLine, RequeuedLine, store_o
 from moiety_platform.batches.results import PIECE_BYTES, BatchFiles
 from moiety_platform.batches.schemas import NewBatch
 from moiety_platform.batches.service import CANCELLED, cancel_batch, create_batch
-from moiety_platform.batches.validation import Validation
+from moiety_platform.batches.validation import LINES_AT_ONCE, Validation
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
 from moiety_platform.errors import Conflict
@@ -288,7 +288,7 @@ class LossyClock(StoreClock):
         return super().__call__()
 
 
-NUM_CHECKED = 2501  # of which a transaction stores 1,000
+NUM_CHECKED = 701
 
 
 async def create_checked(store: Store) -> None:
@@ -329,7 +329,7 @@ async def test_a_batch_whose_import_is_cut_off_is_whole_when_another_worker_has_
         await import_checked(store, LossyClock(num_reads))
     batch = await store.batch()
     assert (batch.status, batch.total) == (BatchStatus.VALIDATING, NUM_CHECKED)
-    assert await stored_numbers(store) == list(range(1, min(1000 * num_reads, NUM_CHECKED) + 1))
+    assert await stored_numbers(store) == list(range(1, min(LINES_AT_ONCE * num_reads, NUM_CHECKED) + 1))
     await import_checked(store, store.now)
     batch = await store.batch()
     assert (batch.status, batch.total, batch.errors) == (BatchStatus.IN_PROGRESS, NUM_CHECKED, None)

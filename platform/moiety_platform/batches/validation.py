@@ -26,7 +26,7 @@ from moiety_platform.files.contents import FileContents
 from moiety_platform.files.store import Now
 from moiety_platform.object_storage.store import PIECE_BYTES
 
-LINES_AT_ONCE = 1000
+LINES_AT_ONCE = 250
 
 log = structlog.get_logger(__name__)
 
