@@ -357,6 +357,27 @@ async def test_a_batch_that_is_cancelled_before_its_lines_are_stored_has_a_resul
     ]
 
 
+async def test_an_uploaded_batch_that_is_cancelled_while_it_is_validated_counts_as_unchecked(store: Store) -> None:
+    (first,) = await store.all(Batch)
+    async with store.database.write() as session:
+        new = NewBatch(input_file_id=first.input_file_id, endpoint=URL, completion_window="24h")
+        batch = await create_batch(session, OWNER, new, max_open=9, keep_files_s=None, now=store.now)
+        store.batch_id = batch.id
+
+    async def found() -> OpenBatch:
+        async with store.database.read() as session:
+            return next(one for one in await open_batches(session, store.now) if one.id == store.batch_id)
+
+    assert not (await found()).is_checked
+    with pytest.raises(RuntimeError, match="lost"):
+        await Validation(store.database, store.contents, await found(), LIMITS, LEASE_MS, LossyClock(1)).run()
+    async with store.database.write() as session:
+        await cancel_batch(session, OWNER.project_id, store.batch_id, store.now)
+        await fail_unanswered(session, store.batch_id)
+    assert (await store.batch()).failed > 0 and not (await found()).is_checked
+    assert await store.close() is BatchStatus.CANCELLED
+
+
 async def test_a_batch_is_deleted_with_its_files(store: Store, database: Database) -> None:
     async with database.write() as session:
         (first,) = (await session.scalars(select(Batch))).all()

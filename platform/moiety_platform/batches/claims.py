@@ -81,7 +81,8 @@ async def open_batches(session: AsyncSession, now: Now) -> list[OpenBatch]:
             status=batch.status,
             is_due=batch.expires_ms <= moment,
             is_free=batch.available_ms <= moment,
-            is_checked=batch.in_progress_ms is None and batch.total > 0,
+            # of others, the total is that of the ended lines until all are stored
+            is_checked=batch.in_progress_ms is None and batch.completed + batch.failed < batch.total,
         )
         for batch, moment in rows
     ]
