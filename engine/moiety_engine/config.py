@@ -15,9 +15,11 @@ from moiety_wire.engine_choices import (
     KvTransport,
     LoadFormat,
     MoeKernel,
+    NormalizeEmbeddings,
     Offload,
     Overlap,
     PolicyName,
+    PoolingChoice,
     Quantization,
     Speculate,
 )
@@ -29,10 +31,12 @@ __all__ = [  # the configuration, and those values of its fields that the code t
     "GrammarLimits",
     "ImageOptions",
     "KvTransport",
+    "NormalizeEmbeddings",
     "Offload",
     "OffloadConfig",
     "Overlap",
     "PolicyName",
+    "PoolingChoice",
     "Speculate",
     "TransferConfig",
 ]
@@ -135,6 +139,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int | None = None
     prefix_caching: bool = True
     load_format: LoadFormat = LoadFormat.AUTO
+    pooling: PoolingChoice = PoolingChoice.AUTO  # of embeddings
+    normalize_embeddings: NormalizeEmbeddings = NormalizeEmbeddings.AUTO
     overlap: Overlap = Overlap.AUTO
     speculate: Speculate = Speculate.OFF
     speculate_tokens: int = 7  # the longest draft; with the token before it 8 rows, as processors like them

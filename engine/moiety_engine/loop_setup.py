@@ -18,6 +18,7 @@ from moiety_engine.model.image_settings import image_rules
 from moiety_engine.model_executor import DeviceOptions, ModelExecutor
 from moiety_engine.moe.load_watch import ExpertWatch
 from moiety_engine.moe.tenants import TenantSlots
+from moiety_engine.pooling import decoder_embeds
 from moiety_engine.request_intake import RequestIntake
 from moiety_engine.runner.control_messages import ControlSender
 from moiety_engine.runner.micro_batches import cutting_of
@@ -83,6 +84,7 @@ def build_loop(
         image_rules=None
         if model.spec.vision is None
         else image_rules(model.spec.vision, Path(config.model), config.images),
+        embeds=decoder_embeds(config),
     )
     return EngineLoop(executor, scheduler, intake, experts, reporter, clock_ns=clock_ns)
 

@@ -131,7 +131,7 @@ class CoreFinish(msgspec.Struct, frozen=True, array_like=True):
     served_class: str
     events: list[CoreEvent]
     num_recomputed_tokens: int
-    embedding: bytes = b""  # a unit vector or a head's logits, little-endian float32
+    embedding: bytes = b""  # a vector or a head's logits, little-endian float32
     num_drafted_tokens: int = 0  # drafted and computed
     num_accepted_tokens: int = 0  # drafted tokens that were accepted
     arrival: KvTransferTimes | None = None
@@ -191,6 +191,7 @@ class CoreHello(msgspec.Struct, frozen=True, tag="hello"):
     dtype: str = ""
     device: str = ""
     embedding_width: int = 0  # 0: this core computes no embeddings
+    unit_vectors: bool = True  # embeddings are divided by their length
     generates: bool = True
     labels: tuple[str, ...] = ()
     score_activation: str = ""

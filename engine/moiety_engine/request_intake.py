@@ -42,7 +42,9 @@ class RequestIntake:
         max_context_tokens: int,
         clock_ns: Callable[[], int],
         image_rules: ImageRules | None = None,
+        embeds: bool = True,
     ) -> None:
+        self.embeds = embeds  # False: the model makes no embeddings
         self.image_rules = image_rules  # None: the model takes no images
         self.kv_connector = kv_connector
         self.adapters = adapters

@@ -17,8 +17,10 @@ from moiety_wire.engine_choices import (
     KvDtype,
     LoadFormat,
     MoeKernel,
+    NormalizeEmbeddings,
     Offload,
     Overlap,
+    PoolingChoice,
     Quantization,
     Speculate,
 )
@@ -188,6 +190,15 @@ class ServedModelOptions(ModelOptions):
         "auto",
         "Format in which the model marks its reasoning, by name. auto finds it in the chat template. An unknown name "
         "is rejected with the list of names.",
+    )
+    pooling: PoolingChoice = _model(
+        PoolingChoice.AUTO,
+        "Pooling of embeddings. auto uses that of the checkpoint's sentence-transformers files, or without them the "
+        "mean for encoder models and the last token for others, which have no other pooling.",
+    )
+    normalize_embeddings: NormalizeEmbeddings = _model(
+        NormalizeEmbeddings.AUTO,
+        "Divide embeddings by their length. auto: yes, unless the checkpoint's modules.json has no Normalize module.",
     )
     max_context_tokens: int | None = _batching(
         None,

@@ -88,6 +88,24 @@ class Overlap(StrEnum):
     OFF = "off"
 
 
+class PoolingChoice(StrEnum):
+    """Pooling of the hidden states of an input into its embedding."""
+
+    AUTO = "auto"  # as the checkpoint names it
+    MEAN = "mean"
+    CLS = "cls"  # the first token
+    LAST = "last"  # the last token
+    MAX = "max"
+
+
+class NormalizeEmbeddings(StrEnum):
+    """Division of embeddings by their length."""
+
+    AUTO = "auto"  # as the checkpoint's modules have it
+    ON = "on"
+    OFF = "off"
+
+
 class Speculate(StrEnum):
     """Source of the tokens that speculative decoding verifies; see `moiety_engine.scheduling.speculative_decoding`."""
 

@@ -294,6 +294,7 @@ class ModelCard(msgspec.Struct, frozen=True, tag="card"):
     device: str
     protocol_version: int = PROTOCOL_VERSION
     embedding_width: int = 0  # dimensions of an embedding; 0 where the engine makes none
+    unit_vectors: bool = True  # embeddings are divided by their length
     generates: bool = True  # False: an encoder, which serves only `Submit.embed`
     labels: tuple[str, ...] = ()  # of a classification head, whose logits `Submit.embed` then returns
     score_activation: str = ""  # sigmoid, softmax or identity: turns the logits into scores
@@ -378,7 +379,7 @@ class Finished(msgspec.Struct, frozen=True, omit_defaults=True, tag="finished"):
     num_recomputed_tokens: int = 0  # recomputed after preemptions; metered, not billed
     detail: str = ""  # the stop string that matched; max_tokens, context, credit_refused; silent_gateway, draining;
     # for disaggregated prefill, why the KV was not sent
-    embedding: bytes = b""  # result of `Submit.embed`, unless aborted: a unit vector, little-endian float32
+    embedding: bytes = b""  # result of `Submit.embed`, unless aborted: a vector, little-endian float32
     num_drafted_tokens: int = 0  # draft tokens that were verified; not billed
     num_accepted_tokens: int = 0  # accepted draft tokens
     steps: bytes = b""

@@ -22,6 +22,7 @@ from moiety_platform.errors import (
     RequestExceedsQuota,
     UnsupportedContentCoding,
 )
+from moiety_platform.unserved_endpoints import ENDPOINT_NOT_SUPPORTED, advice_for
 
 DEFAULT_RETRY_AFTER_S = 1
 NO_RETRY_HEADER = "x-should-retry"  # OpenAI's and Anthropic's clients retry 429 and 5xx unless it is "false"
@@ -137,7 +138,9 @@ def answer_framework_error(request: Request[Any, Any, Any], error: HTTPException
         return answer_unexpected_error(request, error)
     kind, code = _CODES.get(status, ("invalid_request_error", "invalid_request"))
     path = request.scope["path"][:256]
-    if status == 404:
+    if status == 404 and (advice := advice_for(path)) is not None:
+        message, code = f"{path} is not served: {advice}", ENDPOINT_NOT_SUPPORTED
+    elif status == 404:
         message = f"there is no route {path}{_where_routes_are(request, 'for those that are')}"
     elif status == 405:
         message = f"{request.scope['method']} is not allowed on {path}{_where_routes_are(request, 'for what is')}"

@@ -1,4 +1,4 @@
-"""Small BERT checkpoints with random weights, saved by transformers."""
+"""Small checkpoints of encoders with random weights, saved by transformers."""
 
 from __future__ import annotations
 
@@ -10,30 +10,35 @@ import pytest
 import torch
 import transformers
 
-SaveBert = Callable[..., tuple[Path, Any]]
+SaveEncoder = Callable[..., tuple[Path, Any]]
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # prefix of transformers' classes, and fields of the configuration
+    "bert": ("Bert", {"max_position_embeddings": 64}),
+    "roberta": ("Roberta", {"max_position_embeddings": 66, "type_vocab_size": 1, "pad_token_id": 1}),
+    "xlm-roberta": ("XLMRoberta", {"max_position_embeddings": 69, "type_vocab_size": 1, "pad_token_id": 4}),
+    "camembert": ("Camembert", {"max_position_embeddings": 66, "type_vocab_size": 1, "pad_token_id": 1}),
+}
 
 
 @pytest.fixture
-def save_bert(tmp_path: Path) -> SaveBert:
-    """`save_bert(labels=(…), **config)` returns the folder and transformers' model; without labels it has no head."""
+def save_encoder(tmp_path: Path) -> SaveEncoder:
+    """`save_encoder(family, labels, **config)` returns the folder and transformers' model; a head has the labels."""
 
-    def save(labels: tuple[str, ...] = (), **changes: Any) -> tuple[Path, Any]:
+    def save(family: str = "bert", labels: tuple[str, ...] = (), **changes: Any) -> tuple[Path, Any]:
         torch.manual_seed(3)
+        name, own = KINDS[family]
         named: dict[str, Any] = {"id2label": dict(enumerate(labels))} if labels else {}
-        config = transformers.BertConfig(
+        config = getattr(transformers, f"{name}Config")(
             vocab_size=99,
             hidden_size=32,
             num_hidden_layers=3,
             num_attention_heads=4,
             intermediate_size=48,
-            max_position_embeddings=64,
-            **{**named, **changes},
+            **{**own, **named, **changes},
         )
-        kind = transformers.BertForSequenceClassification if labels else transformers.BertModel
-        model = kind(config).eval()
+        model = getattr(transformers, name + ("ForSequenceClassification" if labels else "Model"))(config).eval()
         for one in model.parameters():  # biases and norms of new models are zeros and ones
             one.data += 0.3 * torch.randn_like(one)
-        folder = tmp_path / "bert"
+        folder = tmp_path / family
         model.save_pretrained(folder)
         return folder, model
 

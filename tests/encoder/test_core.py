@@ -16,7 +16,7 @@ from moiety_engine.messages import CoreHello, CoreShutdown, CoreSleep, CoreSlept
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import Sampling
 
-from .conftest import SaveBert
+from .conftest import SaveEncoder
 
 DEADLINE_MS = 60_000
 IDS = [4, 5, 6, 7, 8]
@@ -41,9 +41,9 @@ def asked(key: int) -> CoreSubmit:
 
 
 def test_the_core_says_what_the_model_is_answers_with_logits_and_does_not_sleep(
-    save_bert: SaveBert, tmp_path: Path
+    save_encoder: SaveEncoder, tmp_path: Path
 ) -> None:
-    folder, model = save_bert(("relevant",))
+    folder, model = save_encoder("bert", ("relevant",))
     address = f"ipc://{tmp_path}/core"
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.bind(address)

@@ -18,7 +18,7 @@ from moiety_engine.messages import CoreSubmit
 from moiety_wire.classes import ServiceClass
 from moiety_wire.messages import FailureCode, FinishReason, Sampling
 
-from .conftest import SaveBert
+from .conftest import SaveEncoder
 
 STANDARD = ServiceClass("standard", 1, ttft_s=1.0)
 
@@ -42,8 +42,8 @@ def submit(key: int, num_tokens: int = 4, **changes: Any) -> CoreSubmit:
 
 
 @pytest.fixture
-def new_loop(save_bert: SaveBert) -> Callable[..., EncoderLoop]:
-    folder, _ = save_bert()
+def new_loop(save_encoder: SaveEncoder) -> Callable[..., EncoderLoop]:
+    folder, _ = save_encoder()
 
     def new(**options: Any) -> EncoderLoop:
         return load_encoder_loop(EngineConfig(model=str(folder), name="bert", device="cpu", **options))

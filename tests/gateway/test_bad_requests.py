@@ -199,6 +199,28 @@ async def test_unknown_routes_and_methods_have_openais_error_shape(gateway: Runn
         assert headers["x-request-id"]
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "words"),
+    [
+        ("POST", "/v1/audio/transcriptions", "send the transcript as text"),
+        ("POST", "/v1/audio/speech", "audio is not supported"),
+        ("GET", "/v1/realtime", "realtime sessions are not supported"),
+        ("POST", "/v1/decisions", "use /v1/classify"),
+        ("POST", "/v1/images/generations", "images are not generated"),
+        ("GET", "/v1/vector_stores/vs_1/files", "use /v1/embeddings"),
+    ],
+)
+async def test_an_endpoint_of_openai_that_is_not_served_says_what_to_use(
+    gateway: RunningGateway, method: str, path: str, words: str
+) -> None:
+    status, _, answer = await gateway.request(method, path, b"{}")
+    error = json.loads(answer)["error"]
+    assert (status, error["code"]) == (404, "endpoint_not_supported")
+    assert words in error["message"] and path in error["message"]
+    status, _, answer = await gateway.request(method, "/v1/audiobooks")
+    assert (status, json.loads(answer)["error"]["code"]) == (404, "route_not_found")
+
+
 @pytest.mark.parametrize("key", ["", "nonsense", "mty_x.y", "mty_" + "a" * 5000, "ключ".encode().decode("latin-1")])
 async def test_without_a_good_key_there_is_a_401_and_no_row(gateway: RunningGateway, key: Any) -> None:
     for path in (CHAT, COMPLETIONS, MESSAGES, COUNT_TOKENS, "/tokenize"):

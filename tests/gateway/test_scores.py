@@ -211,3 +211,20 @@ async def test_a_limit_without_room_for_text_is_refused(ranker: RunningGateway) 
     status, _, answer = await ranker.post("/v1/score", body)
     error = json.loads(answer)["error"]
     assert (status, error["param"]) == (400, "truncate_prompt_tokens") and "at least 4" in error["message"]
+
+
+async def test_scores_of_vectors_of_any_length_are_cosines(start_gateway: StartGateway, card: ModelCard) -> None:
+    def vector(submit: Submit, width: int) -> list[float]:
+        size, angle = len(submit.prompt_ids), submit.prompt_ids[0] / 50
+        return [size * math.cos(angle), size * math.sin(angle), *[0.0] * (width - 2)]
+
+    made = with_segments(card, embedding_width=8, unit_vectors=False)
+    async with start_gateway([FakeEngineClient(made, vector=vector)]) as gateway:
+        answer = await ask(gateway, "/v1/score", text_1=["abc", "k"], text_2=["kk", "kabc"])
+        scores = [entry["score"] for entry in answer["data"]]
+        first, other = (gateway.engine.submits[number].prompt_ids[0] / 50 for number in (0, 1))
+        angle = other - first
+        assert scores == [pytest.approx(math.cos(angle), abs=1e-6), pytest.approx(1.0, abs=1e-6)]
+        answer = await ask(gateway, "/v1/embeddings", input="abc", dimensions=1)
+        (number,) = answer["data"][0]["embedding"]
+        assert number == pytest.approx(4 * math.cos(first), abs=1e-5)  # cut, and not of length 1

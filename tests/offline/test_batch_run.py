@@ -74,6 +74,8 @@ def test_lines_of_every_endpoint_are_answered_in_openais_shape_with_a_bar_on_a_t
     others = [
         line("text", COMPLETIONS, prompt=["What", "The"], n=2, seed=3, logprobs=2, max_tokens=4),
         line("vectors", EMBEDDINGS, input=["one", "two"], dimensions=4),
+        line("scores", "/v1/score", text_1="one", text_2=["one", "two"]),
+        line("message", "/v1/messages", max_tokens=4, messages=[{"role": "user", "content": "hello"}]),
         chat("hot", "hello") | {"body": {"model": "moiety-demo", "messages": [], "temperature": 9}},
         line("other", model="gpt", messages=[{"role": "user", "content": "hello"}]),
         line("nowhere", "/v1/nowhere"),
@@ -82,17 +84,19 @@ def test_lines_of_every_endpoint_are_answered_in_openais_shape_with_a_bar_on_a_t
     file, output = write(tmp_path / "asked.jsonl", sums + others), tmp_path / "out.jsonl"
     done, drawn = run_on_terminal(command(file, "--output", output, "--json"))
     assert done.returncode == 0, drawn
-    assert "18/18" in drawn
+    assert "20/20" in drawn
     report = json.loads(done.stdout)
-    assert (report["lines"], report["answered"], report["failed"]) == (18, 14, 4)
+    assert (report["lines"], report["answered"], report["failed"]) == (20, 15, 5)
     answers = {one["custom_id"]: one["response"] for one in read(output)}
     bodies = {name: response["body"] for name, response in answers.items()}
-    assert len(answers) == 18
+    assert len(answers) == 20
     told = [bodies[f"sum-{a}"]["choices"][0]["message"]["content"] for a in range(12)]
     assert told == [str(2 * a + 7) for a in range(12)]
     assert [choice["index"] for choice in bodies["text"]["choices"]] == [0, 1, 2, 3]
     assert len(bodies["text"]["choices"][0]["logprobs"]["top_logprobs"][0]) == 2
     assert [len(one["embedding"]) for one in bodies["vectors"]["data"]] == [4, 4]
+    scores = [one["score"] for one in bodies["scores"]["data"]]
+    assert scores == [pytest.approx(1.0, abs=1e-6), pytest.approx(scores[1])] and -1 <= scores[1] < 0.9999
     codes = {
         name: (answers[name]["status_code"], bodies[name]["error"]["code"])
         for name in bodies
@@ -102,6 +106,7 @@ def test_lines_of_every_endpoint_are_answered_in_openais_shape_with_a_bar_on_a_t
         "hot": (400, "invalid_request"),
         "other": (404, "model_not_found"),
         "nowhere": (400, "mismatched_endpoint"),
+        "message": (400, "mismatched_endpoint"),
         "long": (400, "context_length_exceeded"),
     }
     used = sum(body["usage"].get("completion_tokens", 0) for body in bodies.values() if "usage" in body)

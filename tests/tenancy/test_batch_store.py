@@ -18,13 +18,13 @@ from moiety_platform.auth.principal import Principal
 from moiety_platform.batches.claims import ClaimedLine, OpenBatch, claim_lines, open_batches, renew_lines
 from moiety_platform.batches.closing import begin_closing, close_batch, fail_unanswered
 from moiety_platform.batches.deletion import delete_batch
-from moiety_platform.batches.input_lines import GoodLine, Limits
+from moiety_platform.batches.input_lines import Limits
 from moiety_platform.batches.models import Batch, BatchLine, BatchStatus, LineState
 from moiety_platform.batches.outcomes import AnsweredLine, RequeuedLine, store_outcomes
 from moiety_platform.batches.results import PIECE_BYTES, BatchFiles
 from moiety_platform.batches.schemas import NewBatch
-from moiety_platform.batches.service import CANCELLED, create_batch
-from moiety_platform.batches.validation import Validation, begin_validated
+from moiety_platform.batches.service import CANCELLED, cancel_batch, create_batch
+from moiety_platform.batches.validation import LINES_AT_ONCE, Validation
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
 from moiety_platform.errors import Conflict
@@ -274,30 +274,127 @@ async def test_an_answer_that_comes_after_the_end_is_dropped(store: Store) -> No
         assert await open_batches(session, store.now) == []
 
 
-async def test_a_batch_of_validated_lines_begins_at_once_and_is_deleted_with_its_files(
-    store: Store, database: Database
+class LossyClock(StoreClock):
+    """A clock that is read so many times; then the worker that reads it is lost."""
+
+    def __init__(self, num_reads: int) -> None:
+        super().__init__()
+        self.num_reads = num_reads
+
+    def __call__(self) -> ColumnElement[int]:
+        self.num_reads -= 1
+        if self.num_reads < 0:
+            raise RuntimeError("lost")
+        return super().__call__()
+
+
+NUM_CHECKED = 701
+
+
+async def create_checked(store: Store) -> None:
+    """Create a batch of messages whose lines were validated before, more than the limits of today."""
+    lines = [
+        json.dumps({"custom_id": f"id-{number}", "method": "POST", "url": "/v1/messages", "body": {}}).encode()
+        for number in range(1, NUM_CHECKED + 1)
+    ]
+    content = b"".join(line + b"\n" for line in lines)
+    async with store.database.write() as session:
+        file = await begin_file(session, OWNER, "message_batch.jsonl")
+        session.add(FileChunk(file_id=file.id, start=0, stop=len(content), data=content))
+        file.purpose, file.state, file.num_bytes, file.object_key = "batch", FileState.READY, len(content), None
+        await session.flush()
+        new = NewBatch(input_file_id=file.id, endpoint="/v1/messages", completion_window="24h")
+        limits = {"max_open": 9, "keep_files_s": None, "num_checked": NUM_CHECKED}
+        store.batch_id = (await create_batch(session, OWNER, new, **limits, now=store.now)).id
+
+
+async def import_checked(store: Store, now: StoreClock, *, closing: bool = False) -> None:
+    async with store.database.read() as session:
+        (found,) = [one for one in await open_batches(session, store.now) if one.id == store.batch_id]
+    assert found.is_checked
+    validation = Validation(store.database, store.contents, found, LIMITS, LEASE_MS, now)
+    await (validation.add_missing() if closing else validation.run())
+
+
+async def stored_numbers(store: Store) -> list[int]:
+    return sorted(line.number for line in await store.all(BatchLine) if line.batch_id == store.batch_id)
+
+
+@pytest.mark.parametrize("num_reads", [0, 1, 2, 3])
+async def test_a_batch_whose_import_is_cut_off_is_whole_when_another_worker_has_it(
+    store: Store, num_reads: int
 ) -> None:
-    lines = [GoodLine(number, f"id-{number}", number * 10, 10) for number in range(1, 1502)]
-    async with database.write() as session:
-        (first,) = (await session.scalars(select(Batch))).all()
-        new = NewBatch(input_file_id=first.input_file_id, endpoint="/v1/messages", completion_window="24h")
-        batch = await create_batch(session, OWNER, new, max_open=9, keep_files_s=None, now=store.now)
-        await begin_validated(session, batch, lines, store.now)
-    store.batch_id = batch.id
-    begun = await store.batch()
-    assert (begun.status, begun.total, begun.in_progress_ms is not None) == (BatchStatus.IN_PROGRESS, 1501, True)
-    with pytest.raises(Conflict, match="has not ended"):
-        await delete_batch(database, batch.id, with_input=False)
-    async with database.write() as session:
-        await begin_closing(session, batch.id, BatchStatus.CANCELLED, CANCELLED, store.now)
+    await create_checked(store)
+    with pytest.raises(RuntimeError, match="lost"):
+        await import_checked(store, LossyClock(num_reads))
+    batch = await store.batch()
+    assert (batch.status, batch.total) == (BatchStatus.VALIDATING, NUM_CHECKED)
+    assert await stored_numbers(store) == list(range(1, min(LINES_AT_ONCE * num_reads, NUM_CHECKED) + 1))
+    await import_checked(store, store.now)
+    batch = await store.batch()
+    assert (batch.status, batch.total, batch.errors) == (BatchStatus.IN_PROGRESS, NUM_CHECKED, None)
+    assert await stored_numbers(store) == list(range(1, NUM_CHECKED + 1))
+
+
+@pytest.mark.parametrize("num_reads", [0, 2])
+async def test_a_batch_that_is_cancelled_before_its_lines_are_stored_has_a_result_for_each(
+    store: Store, num_reads: int
+) -> None:
+    await create_checked(store)
+    with pytest.raises(RuntimeError, match="lost"):
+        await import_checked(store, LossyClock(num_reads))
+    async with store.database.write() as session:
+        await cancel_batch(session, OWNER.project_id, store.batch_id, store.now)
+    await import_checked(store, store.now, closing=True)
     assert await store.close() is BatchStatus.CANCELLED
     ended = await store.batch()
-    async with database.read() as session:
+    async with store.database.read() as session:
         (view,) = await views_of(session, [ended])
-    assert view["request_counts"] == {"processing": 0, "succeeded": 0, "errored": 0, "canceled": 1501, "expired": 0}
-    await delete_batch(database, batch.id, with_input=True)  # but another batch has the same input
+    counts = {"processing": 0, "succeeded": 0, "errored": 0, "canceled": NUM_CHECKED, "expired": 0}
+    assert view["request_counts"] == counts
+    assert [one["custom_id"] for one in await store.read(ended.error_file_id)] == [
+        f"id-{number}" for number in range(1, NUM_CHECKED + 1)
+    ]
+
+
+async def test_an_uploaded_batch_that_is_cancelled_while_it_is_validated_counts_as_unchecked(store: Store) -> None:
+    (first,) = await store.all(Batch)
+    async with store.database.write() as session:
+        new = NewBatch(input_file_id=first.input_file_id, endpoint=URL, completion_window="24h")
+        batch = await create_batch(session, OWNER, new, max_open=9, keep_files_s=None, now=store.now)
+        store.batch_id = batch.id
+
+    async def found() -> OpenBatch:
+        async with store.database.read() as session:
+            return next(one for one in await open_batches(session, store.now) if one.id == store.batch_id)
+
+    assert not (await found()).is_checked
+    with pytest.raises(RuntimeError, match="lost"):
+        await Validation(store.database, store.contents, await found(), LIMITS, LEASE_MS, LossyClock(1)).run()
+    async with store.database.write() as session:
+        await cancel_batch(session, OWNER.project_id, store.batch_id, store.now)
+        await fail_unanswered(session, store.batch_id)
+    assert (await store.batch()).failed > 0 and not (await found()).is_checked
+    assert await store.close() is BatchStatus.CANCELLED
+
+
+async def test_a_batch_is_deleted_with_its_files(store: Store, database: Database) -> None:
+    async with database.write() as session:
+        (first,) = (await session.scalars(select(Batch))).all()
+        new = NewBatch(input_file_id=first.input_file_id, endpoint=URL, completion_window="24h")
+        store.batch_id = (await create_batch(session, OWNER, new, max_open=9, keep_files_s=None, now=store.now)).id
+    async with database.read() as session:
+        (found,) = [one for one in await open_batches(session, store.now) if one.id == store.batch_id]
+    await Validation(database, store.contents, found, LIMITS, LEASE_MS, store.now).run()
+    with pytest.raises(Conflict, match="has not ended"):
+        await delete_batch(database, store.batch_id, with_input=False)
+    async with database.write() as session:
+        await begin_closing(session, store.batch_id, BatchStatus.CANCELLED, CANCELLED, store.now)
+    assert await store.close() is BatchStatus.CANCELLED
+    ended = await store.batch()
+    await delete_batch(database, store.batch_id, with_input=True)  # but another batch has the same input
     assert [one.id for one in await store.all(Batch)] == [first.id]
     assert {line.batch_id for line in await store.all(BatchLine)} == {first.id}
     states = {file.id: file.state for file in await store.all(StoredFile)}
     assert (states[str(ended.error_file_id)], states[first.input_file_id]) == (FileState.DELETED, FileState.READY)
-    await delete_batch(database, batch.id, with_input=False)  # a repetition finds nothing to do
+    await delete_batch(database, store.batch_id, with_input=False)  # a repetition finds nothing to do

@@ -105,6 +105,18 @@ def _marking_segments() -> tokenizers.Tokenizer:
     return backend
 
 
+@pytest.mark.parametrize("limit", [8, 9, 12, 20])
+def test_pairs_of_robertas_have_two_separators_and_no_segments(limit: int) -> None:
+    backend = _marking_segments()
+    backend.post_processor = tokenizers.processors.RobertaProcessing(("[SEP]", 9), ("[CLS]", 8))
+    ours = Tokenizer.from_json(backend.to_str())
+    whole = [8, 0, 1, 2, 3, 9, 9, 4, 5, 6, 9]
+    assert ours.encode_pair("a b c d", "e f g") == (whole, 0)
+    ids, begin = ours.encode_truncated("a b c d", "e f g", limit)
+    cut = {8: [8, 0, 1, 9, 9, 4, 5, 9], 9: [8, 0, 1, 2, 9, 9, 4, 5, 9]}.get(limit, whole)
+    assert (sorted(ids), len(ids), begin) == (sorted(cut), min(limit, 11), 0)
+
+
 @pytest.mark.parametrize("second", [None, "e", "e f g h e f g"])
 @pytest.mark.parametrize("first", ["a", "a b c d a b"])
 def test_truncation_is_that_of_the_library_with_the_longer_text_first(first: str, second: str | None) -> None:

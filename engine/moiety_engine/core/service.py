@@ -105,7 +105,7 @@ def hello_of(loop: EngineLoop) -> CoreHello:
         max_num_logprobs=MAX_NUM_LOGPROBS,
         dtype=str(loop.executor.model.dtype).removeprefix("torch."),
         device=str(loop.executor.model.device),
-        embedding_width=loop.executor.model.spec.hidden_size,
+        embedding_width=loop.executor.model.spec.hidden_size if loop.intake.embeds else 0,
         follows_grammars=loop.follows_grammars,
         hands_over=loop.intake.kv_connector.kv_sender is not None,
         kv_address=loop.intake.kv_connector.address,

@@ -1,1 +1,1 @@
-"""Encoder models (BERT): embeddings, scores of text pairs and classes, without a KV cache."""
+"""Encoder models (BERT, RoBERTa): embeddings, scores of text pairs and classes, without a KV cache."""

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.errors import ConfigError, UnsupportedModelError
+from moiety_engine.pooling import Pooling, PoolingKind, read_json, read_pooling
+from moiety_wire.engine_choices import NormalizeEmbeddings, PoolingChoice
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-ENCODER_TYPES = ("bert",)
+    from moiety_engine.config import EngineConfig
+
+ENCODER_TYPES = ("bert", "roberta", "xlm-roberta", "camembert")  # the latter three have one structure
 _HEAD = "ForSequenceClassification"
 _ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu")
-_KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
-
-
-class PoolingKind(StrEnum):
-    """How the hidden states of an input become one vector."""
-
-    CLS = "cls"  # the first token's
-    MEAN = "mean"
-    MAX = "max"
-    LAST = "last"
 
 
 class ScoreActivation(StrEnum):
@@ -37,7 +31,11 @@ class ScoreActivation(StrEnum):
 
 
 class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """An encoder. `labels` is empty where the checkpoint has no classification head."""
+    """An encoder. `labels` is empty where the checkpoint has no classification head.
+
+    `first_position` is the position of an input's first token. With `padding_id`, positions do not count tokens with
+    that id, as in RoBERTa; None: they count all.
+    """
 
     family: str
     vocab_size: int
@@ -48,32 +46,36 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     hidden_act: str
     norm_eps: float
     num_positions: int
+    first_position: int
+    padding_id: int | None
     num_segments: int
     max_context_tokens: int
     dtype: str
-    pooling: PoolingKind
+    pooling: Pooling
     labels: tuple[str, ...]
     activation: ScoreActivation
 
 
 def is_encoder(folder: Path) -> bool:
     """Return whether the checkpoint's family is an encoder. Raises ConfigError."""
-    return _read(folder / "config.json").get("model_type") in ENCODER_TYPES
+    return read_json(folder / "config.json").get("model_type") in ENCODER_TYPES
 
 
-def read_encoder_spec(folder: Path, max_context_tokens: int | None) -> EncoderSpec:
-    """Read config.json and, where they exist, the files of sentence-transformers.
+def read_encoder_spec(folder: Path, options: EngineConfig | None = None) -> EncoderSpec:
+    """Read config.json and, where they exist, the files of sentence-transformers. `options` None: the defaults.
 
-    Raises ConfigError and UnsupportedModelError.
+    Raises ConfigError, UnsupportedModelError and InvalidConfig.
     """
-    config = _read(folder / "config.json")
+    config = read_json(folder / "config.json")
     if config.get("position_embedding_type", "absolute") != "absolute":
         raise UnsupportedModelError(
             f"{folder}: position_embedding_type {config['position_embedding_type']!r} is not supported; "
             "use a checkpoint with absolute positions"
         )
     if config.get("is_decoder") or config.get("add_cross_attention"):
-        raise UnsupportedModelError(f"{folder}: a BERT decoder is not supported; use an encoder checkpoint")
+        raise UnsupportedModelError(
+            f"{folder}: an encoder that is configured as a decoder is not supported; use an encoder checkpoint"
+        )
     hidden_act = config.get("hidden_act", "gelu")
     if hidden_act not in _ACTIVATIONS:
         raise UnsupportedModelError(
@@ -81,15 +83,10 @@ def read_encoder_spec(folder: Path, max_context_tokens: int | None) -> EncoderSp
         )
     has_head = any(name.endswith(_HEAD) for name in config.get("architectures") or ())
     labels = _labels(config) if has_head else ()
-    most = int(config.get("max_position_embeddings", 512))
-    limits = [most, _read(folder / "sentence_bert_config.json").get("max_seq_length") or most]
-    if max_context_tokens is not None:
-        if max_context_tokens > most:
-            raise ConfigError(
-                f"--max-context-tokens {max_context_tokens} exceeds the model's {most} positions; lower it"
-            )
-        limits = [max_context_tokens]
     try:
+        num_positions = int(config.get("max_position_embeddings", 512))
+        padding_id = None if config["model_type"] == "bert" else int(config.get("pad_token_id", 1))
+        first_position = 0 if padding_id is None else padding_id + 1
         return EncoderSpec(
             family=config["model_type"],
             vocab_size=int(config["vocab_size"]),
@@ -99,16 +96,41 @@ def read_encoder_spec(folder: Path, max_context_tokens: int | None) -> EncoderSp
             intermediate_size=int(config["intermediate_size"]),
             hidden_act=hidden_act,
             norm_eps=float(config.get("layer_norm_eps", 1e-12)),
-            num_positions=most,
+            num_positions=num_positions,
+            first_position=first_position,
+            padding_id=padding_id,
             num_segments=int(config.get("type_vocab_size", 2)),
-            max_context_tokens=min(limits),
+            max_context_tokens=_context(folder, options, num_positions - first_position),
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
-            pooling=_pooling(folder),
+            pooling=_pooling(folder, options, has_head=has_head),
             labels=labels,
             activation=_activation(config, len(labels)),
         )
     except (KeyError, TypeError, ValueError) as exc:
-        raise ConfigError(f"{folder / 'config.json'} is not a complete BERT configuration: {exc!r}") from exc
+        raise ConfigError(f"{folder / 'config.json'} is not a complete encoder configuration: {exc!r}") from exc
+
+
+def _context(folder: Path, options: EngineConfig | None, most: int) -> int:
+    """Return the largest number of tokens of an input: that of the options, or else of the checkpoint."""
+    asked = None if options is None else options.max_context_tokens
+    if asked is None:
+        return min(most, int(read_json(folder / "sentence_bert_config.json").get("max_seq_length") or most))
+    if asked > most:
+        raise ConfigError(f"--max-context-tokens {asked} exceeds the model's {most} positions; lower it")
+    return asked
+
+
+def _pooling(folder: Path, options: EngineConfig | None, *, has_head: bool) -> Pooling:
+    """Return the pooling; without files and options the mean, as sentence-transformers has it."""
+    if not has_head:
+        return read_pooling(folder, options, PoolingKind.MEAN)
+    chosen = options is not None and (options.pooling, options.normalize_embeddings)
+    if chosen and chosen != (PoolingChoice.AUTO, NormalizeEmbeddings.AUTO):
+        raise InvalidConfig(
+            f"--pooling and --normalize-embeddings: {folder} has a classification head and makes no embeddings; leave "
+            "them out"
+        )
+    return Pooling(PoolingKind.CLS, normalizes=False)
 
 
 def _labels(config: dict[str, Any]) -> tuple[str, ...]:
@@ -131,45 +153,3 @@ def _activation(config: dict[str, Any], num_labels: int) -> ScoreActivation:
             return ScoreActivation.SIGMOID
         case _:
             return ScoreActivation.SIGMOID if num_labels == 1 else ScoreActivation.SOFTMAX
-
-
-def _pooling(folder: Path) -> PoolingKind:
-    """Return the pooling of sentence-transformers' modules; mean without them, as that package does."""
-    modules = _read(folder / "modules.json", kind=list)
-    kinds = [str(one.get("type", "")).rpartition(".")[2] for one in modules]
-    if unknown := [kind for kind in kinds if kind not in _KNOWN_MODULES]:
-        raise UnsupportedModelError(
-            f"{folder / 'modules.json'}: the modules {', '.join(unknown)} are not supported; "
-            f"supported are {', '.join(_KNOWN_MODULES)}"
-        )
-    if "Pooling" not in kinds:
-        return PoolingKind.MEAN
-    pooling = _read(folder / str(modules[kinds.index("Pooling")].get("path", "")) / "config.json")
-    names = {"cls_token": "cls", "mean_tokens": "mean", "mean_sqrt_len_tokens": "mean", "max_tokens": "max"}
-    names["lasttoken"] = "last"  # a mean divided by a root of the length has the same direction
-    given = pooling.get("pooling_mode")
-    chosen = [given] if isinstance(given, str) else [
-        names.get(name.removeprefix("pooling_mode_"), name)
-        for name, is_on in pooling.items()
-        if name.startswith("pooling_mode_") and is_on is True
-    ]  # fmt: skip
-    found = ["last" if one == "lasttoken" else one for one in chosen]
-    if len(found) != 1 or found[0] not in list(PoolingKind):
-        raise UnsupportedModelError(
-            f"{folder}: the pooling {', '.join(map(str, found)) or '(none)'} is not supported; "
-            f"it must be one of {', '.join(PoolingKind)}"
-        )
-    return PoolingKind(found[0])
-
-
-def _read(path: Path, kind: type = dict) -> Any:
-    """Return the JSON value in the file, empty if there is none. Raises ConfigError."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return kind()
-    except (OSError, ValueError) as exc:
-        raise ConfigError(f"{path} cannot be read ({exc}); download the checkpoint again") from exc
-    if not isinstance(found, kind):
-        raise ConfigError(f"{path} must be a JSON {'object' if kind is dict else 'list'}")
-    return found

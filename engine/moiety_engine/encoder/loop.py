@@ -71,6 +71,7 @@ class EncoderLoop:
             device=str(self.network.device),
             embedding_width=0 if spec.labels else spec.hidden_size,
             generates=False,
+            unit_vectors=spec.pooling.normalizes,
             labels=spec.labels,
             score_activation=str(spec.activation) if spec.labels else "",
         )

@@ -1,10 +1,11 @@
-"""The BERT encoder: bidirectional attention over a packed batch of whole inputs, pooling and the classification head.
+"""The encoders BERT and RoBERTa: bidirectional attention over a packed batch of whole inputs, pooling and the head.
 
 T tokens of all inputs together, N inputs, D model width, H heads, L padded length of a group of inputs.
 """
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,17 +13,18 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.nn import functional as nnf
 
-from moiety_engine.encoder.config import PoolingKind
 from moiety_engine.model.checkpoint import tensor_files
 from moiety_engine.model.errors import WeightsError
+from moiety_engine.pooling import PoolingKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from moiety_engine.encoder.config import EncoderSpec
 
-_PREFIX = "bert."
+_PREFIXES = ("bert.", "roberta.")
+_HEAD_LAYERS = {False: ("pooler.dense", "classifier"), True: ("classifier.dense", "classifier.out_proj")}  # RoBERTa's
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": nnf.gelu,
     "gelu_new": lambda x: nnf.gelu(x, approximate="tanh"),
@@ -69,13 +71,13 @@ class EncoderNetwork:
 
     @torch.inference_mode()
     def run(self, inputs: Sequence[tuple[Sequence[int], int]]) -> Tensor:
-        """Return one float32 row for each input, in host memory: its unit vector, or the logits of the head.
+        """Return one float32 row for each input, in host memory: its vector, or the logits of the head.
 
         An input is its token ids and the index of the first token of its second text, 0 if it has only one.
         """
         lengths = [len(ids) for ids, _ in inputs]
         ids_T = torch.tensor([one for ids, _ in inputs for one in ids], device=self.device)
-        position_T = torch.tensor([i for length in lengths for i in range(length)], device=self.device)
+        position_T = torch.tensor([at for ids, _ in inputs for at in self._positions(ids)], device=self.device)
         segment_T = torch.tensor(
             [int(0 < second <= i) for length, (_, second) in zip(lengths, inputs, strict=True) for i in range(length)],
             device=self.device,
@@ -86,7 +88,15 @@ class EncoderNetwork:
             hidden_TD = self._layer(f"encoder.layer.{layer}.", hidden_TD, groups)
         if self.spec.labels:
             return self._logits(hidden_TD, lengths).float().cpu()
-        return nnf.normalize(self._pool(hidden_TD.float(), lengths), dim=-1).cpu()
+        pooled_ND = self._pool(hidden_TD.float(), lengths)
+        return (nnf.normalize(pooled_ND, dim=-1) if self.spec.pooling.normalizes else pooled_ND).cpu()
+
+    def _positions(self, ids: Sequence[int]) -> Iterable[int]:
+        first, padding_id = self.spec.first_position, self.spec.padding_id
+        if padding_id is None or padding_id not in ids:
+            return range(first, first + len(ids))
+        counts = accumulate(int(token_id != padding_id) for token_id in ids)
+        return [padding_id + (token_id != padding_id) * count for token_id, count in zip(ids, counts, strict=True)]
 
     def _embed(self, ids_T: Tensor, position_T: Tensor, segment_T: Tensor) -> Tensor:
         of = self._weights
@@ -120,7 +130,7 @@ class EncoderNetwork:
 
     def _pool(self, hidden_TD: Tensor, lengths: Sequence[int]) -> Tensor:
         parts = torch.functional.split(hidden_TD, list(lengths))
-        match self.spec.pooling:
+        match self.spec.pooling.kind:
             case PoolingKind.CLS:
                 return torch.stack([part[0] for part in parts])
             case PoolingKind.LAST:
@@ -129,10 +139,13 @@ class EncoderNetwork:
                 return torch.stack([part.amax(0) for part in parts])
             case PoolingKind.MEAN:
                 return torch.stack([part.mean(0) for part in parts])
+            case PoolingKind.MEAN_SQRT_LEN:
+                return torch.stack([part.sum(0) / len(part) ** 0.5 for part in parts])
 
     def _logits(self, hidden_TD: Tensor, lengths: Sequence[int]) -> Tensor:
         first_ND = torch.stack([part[0] for part in torch.functional.split(hidden_TD, list(lengths))])
-        return self._linear("classifier", torch.tanh(self._linear("pooler.dense", first_ND)))
+        dense, classifier = _HEAD_LAYERS[self.spec.padding_id is not None]
+        return self._linear(classifier, torch.tanh(self._linear(dense, first_ND)))
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
         return nnf.linear(x, self._weights[f"{name}.weight"], self._weights[f"{name}.bias"])
@@ -160,7 +173,9 @@ def load_encoder(folder: Path, spec: EncoderSpec, device: torch.device, dtype: t
 
 def _own_name(stored: str) -> str:
     """Return a tensor's name without the model's prefix; old checkpoints call norms' weights gamma and beta."""
-    name = stored.removeprefix(_PREFIX)
+    name = stored
+    for prefix in _PREFIXES:
+        name = name.removeprefix(prefix)
     return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 
 
@@ -174,7 +189,8 @@ def _shapes(spec: EncoderSpec) -> dict[str, tuple[int, ...]]:
         linear |= {f"{prefix}intermediate.dense": (inner, width), f"{prefix}output.dense": (width, inner)}
         norms += [f"{prefix}attention.output.LayerNorm", f"{prefix}output.LayerNorm"]
     if spec.labels:
-        linear |= {"pooler.dense": (width, width), "classifier": (len(spec.labels), width)}
+        dense, classifier = _HEAD_LAYERS[spec.padding_id is not None]
+        linear |= {dense: (width, width), classifier: (len(spec.labels), width)}
     shapes: dict[str, tuple[int, ...]] = {
         "embeddings.word_embeddings.weight": (spec.vocab_size, width),
         "embeddings.position_embeddings.weight": (spec.num_positions, width),

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def load_encoder_loop(config: EngineConfig, num_ranks: int = 1) -> EncoderLoop:
     """Load the checkpoint and return its loop. Raises EngineError with advice."""
     _refuse_unavailable(config, num_ranks)
-    spec = read_encoder_spec(Path(config.model), config.max_context_tokens)
+    spec = read_encoder_spec(Path(config.model), config)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device

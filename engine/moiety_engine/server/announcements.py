@@ -59,6 +59,7 @@ def make_card(
         dtype=hello.dtype,
         device=hello.device,
         embedding_width=hello.embedding_width,
+        unit_vectors=hello.unit_vectors,
         generates=hello.generates,
         labels=hello.labels,
         score_activation=hello.score_activation,

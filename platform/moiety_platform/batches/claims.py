@@ -24,7 +24,11 @@ LineKey = tuple[str, int]  # (batch, number)
 
 @dataclass(frozen=True, slots=True)
 class OpenBatch:
-    """A batch that has not ended, as workers see it. `is_free`: no worker validates or finalizes it now."""
+    """A batch that has not ended, as workers see it.
+
+    `is_free`: no worker validates or finalizes it now. `is_checked`: its lines were validated before it was created,
+    and not all of them may be stored yet.
+    """
 
     id: str
     tenant_id: str
@@ -34,6 +38,7 @@ class OpenBatch:
     status: str
     is_due: bool  # its completion window is over
     is_free: bool
+    is_checked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,8 @@ async def open_batches(session: AsyncSession, now: Now) -> list[OpenBatch]:
             status=batch.status,
             is_due=batch.expires_ms <= moment,
             is_free=batch.available_ms <= moment,
+            # of others, the total is that of the ended lines until all are stored
+            is_checked=batch.in_progress_ms is None and batch.completed + batch.failed < batch.total,
         )
         for batch, moment in rows
     ]

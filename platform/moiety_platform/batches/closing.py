@@ -26,7 +26,7 @@ EXPIRED = {
     "message": "this request was not answered before the batch's completion window was over",
 }
 
-_CLOSABLE = (BatchStatus.FINALIZING, BatchStatus.CANCELLING)
+CLOSABLE = (BatchStatus.FINALIZING, BatchStatus.CANCELLING)
 
 
 async def begin_closing(
@@ -55,7 +55,7 @@ async def fail_unanswered(session: AsyncSession, batch_id: str) -> bool:
     pending = BatchLine.batch_id == batch_id, BatchLine.state == LineState.PENDING
     wanted = select(BatchLine.number, BatchLine.custom_id).where(*pending).order_by(BatchLine.number)
     rows = (await session.execute(wanted.limit(LINES_AT_ONCE).with_for_update())).all()
-    if not rows or batch is None or batch.status not in _CLOSABLE:
+    if not rows or batch is None or batch.status not in CLOSABLE:
         return True
     assert batch.closing_error is not None, "a batch is completed when every line has come to its end"
     answers = [
@@ -87,7 +87,7 @@ async def close_batch(session: AsyncSession, batch_id: str, now: Now) -> BatchSt
     Returns None, and does nothing, if another worker has closed it, or a line is still pending.
     """
     batch = await session.get(Batch, batch_id, with_for_update=True)
-    if batch is None or batch.status not in _CLOSABLE:
+    if batch is None or batch.status not in CLOSABLE:
         return None
     sums = (
         select(BatchLine.state, func.sum(BatchLine.answer_bytes))

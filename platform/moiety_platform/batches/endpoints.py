@@ -15,6 +15,9 @@ from moiety_platform.classes.terms import BATCH_TIER
 from moiety_platform.embeddings import whole as vectors
 from moiety_platform.embeddings.controller import EMBEDDINGS
 from moiety_platform.embeddings.schemas import EmbeddingBody
+from moiety_platform.embeddings.score_answers import PoolingResults, pooling_pieces
+from moiety_platform.embeddings.score_controller import CLASSIFY, RERANKS, SCORE
+from moiety_platform.embeddings.score_schemas import ClassifyBody, PoolingBody
 from moiety_platform.inference.answer_collection import collect
 from moiety_platform.inference.body_fields import AskingBody
 from moiety_platform.inference.endpoint import Endpoint
@@ -27,6 +30,7 @@ from moiety_platform.openai_api.schemas import GenerationBody
 
 MAX_VECTOR_BYTES = 32 * 1024 * 1024  # of one line's answer, which is held and stored as a whole
 BYTES_A_NUMBER = {"base64": 6, "float": 24}  # at most
+BYTES_A_HELD_NUMBER = 4  # of vectors whose cosines are answered
 
 Answer = ChatCompletion | TextCompletion | msgspec.Raw
 AnswerBody = Callable[[RequestPipeline, RequestRecord, AskingBody], Awaitable[Answer]]
@@ -62,6 +66,18 @@ async def answer_embeddings(pipeline: RequestPipeline, record: RequestRecord, bo
     return msgspec.Raw(await asyncio.to_thread(b"".join, pieces))
 
 
+async def answer_pooling(pipeline: RequestPipeline, record: RequestRecord, body: AskingBody) -> Answer:
+    """Return scores, ranks or classes, in the batch class. Raises BadRequest if they are too large for one line."""
+    asked = cast("PoolingBody", body)
+    each = BYTES_A_NUMBER["float"] if isinstance(asked, ClassifyBody) else BYTES_A_HELD_NUMBER
+    generation = msgspec.structs.replace(
+        asked.generation(), service_tier=BATCH_TIER, max_numbers=MAX_VECTOR_BYTES // each
+    )
+    async with await pipeline.start(record, generation) as run:
+        results = PoolingResults.of_run(run, record, await vectors.collect(run))
+    return msgspec.Raw(await asyncio.to_thread(b"".join, pooling_pieces(asked, results)))
+
+
 async def answer_message(pipeline: RequestPipeline, record: RequestRecord, body: AskingBody) -> Answer:
     """Answer a conversation in Anthropic's fields, in the batch class."""
     asked = cast("MessagesBody", body)
@@ -70,18 +86,19 @@ async def answer_message(pipeline: RequestPipeline, record: RequestRecord, body:
         return msgspec.Raw(await message_of(asked, run, record, await collect(run)))
 
 
-def _generation(endpoint: Endpoint[Any]) -> BatchEndpoint:
-    return BatchEndpoint(endpoint.path, endpoint.operation, endpoint.id_prefix, endpoint.schema, answer_generation)
+def _batched(endpoint: Endpoint[Any], answer: AnswerBody) -> BatchEndpoint:
+    return BatchEndpoint(endpoint.path, endpoint.operation, endpoint.id_prefix, endpoint.schema, answer)
 
 
 ENDPOINTS = {
     endpoint.path: endpoint
     for endpoint in (
-        _generation(CHAT),
-        _generation(COMPLETIONS),
-        BatchEndpoint(MESSAGES.path, MESSAGES.operation, MESSAGES.id_prefix, MESSAGES.schema, answer_message),
-        BatchEndpoint(
-            EMBEDDINGS.path, EMBEDDINGS.operation, EMBEDDINGS.id_prefix, EMBEDDINGS.schema, answer_embeddings
-        ),
+        _batched(CHAT, answer_generation),
+        _batched(COMPLETIONS, answer_generation),
+        _batched(MESSAGES, answer_message),
+        _batched(EMBEDDINGS, answer_embeddings),
+        _batched(SCORE, answer_pooling),
+        *(_batched(rerank, answer_pooling) for rerank in RERANKS),
+        _batched(CLASSIFY, answer_pooling),
     )
 }

@@ -116,11 +116,15 @@ class Splitter:
 
 
 class Checker:
-    """Checker of the lines of one file, in order; it collects the errors in the API's form."""
+    """Checker of the lines of one file, in order; it collects the errors in the API's form.
 
-    def __init__(self, endpoint: BatchEndpoint, limits: Limits) -> None:
+    Lines that were `checked` before are only located: the limits may have changed meanwhile.
+    """
+
+    def __init__(self, endpoint: BatchEndpoint, limits: Limits, *, checked: bool = False) -> None:
         self._endpoint = endpoint
         self._limits = limits
+        self._checked = checked
         self._seen: dict[str, int] = {}  # custom_id → line number
         self.num_lines = 0
         self.errors: list[dict[str, Any]] = []
@@ -128,11 +132,13 @@ class Checker:
     @property
     def gave_up(self) -> bool:
         """True if there are more errors than are listed, or the file has too many lines."""
-        return len(self.errors) > MAX_ERRORS or self.num_lines > self._limits.max_lines
+        return len(self.errors) > MAX_ERRORS or (self.num_lines > self._limits.max_lines and not self._checked)
 
     def check(self, line: RawLine) -> GoodLine | None:
         """Check a line; return None for an invalid line, whose error is recorded."""
         self.num_lines += 1
+        if self._checked and line.text is not None:
+            return GoodLine(line.number, _decoder.decode(line.text).custom_id, line.start, line.num_bytes)
         if self.num_lines > self._limits.max_lines:
             self.complain(
                 None, "too_many_lines", f"the file has more than {self._limits.max_lines:,} requests; split it"

@@ -90,11 +90,13 @@ class BatchMaintenance:
         async with self._database.write() as session:
             if not await claim_batch(session, batch, self._lease_ms, self._now):
                 return
+        validation = Validation(self._database, self._contents, batch, self.limits, self._lease_ms, self._now)
         if batch.status == BatchStatus.VALIDATING:
-            parts = (self._database, self._contents, batch, self.limits, self._lease_ms, self._now)
-            await Validation(*parts).run()
-        else:
-            await self._close(batch)
+            await validation.run()
+            return
+        if batch.is_checked:
+            await validation.add_missing()
+        await self._close(batch)
 
     async def _close(self, batch: OpenBatch) -> None:
         is_done = False

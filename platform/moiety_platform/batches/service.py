@@ -28,9 +28,10 @@ async def create_batch(
     *,
     max_open: int,
     keep_files_s: int | None,
+    num_checked: int = 0,
     now: Now = now_ms,
 ) -> Batch:
-    """Create a batch, which is validated next.
+    """Create a batch, which is validated next, or imported if its `num_checked` lines were validated before.
 
     Raises NotFound for an unknown file, BadRequest, or RateLimited if the tenant has too many batches that have not
     ended.
@@ -59,7 +60,8 @@ async def create_batch(
         note=new.metadata,
         output_expires_s=new.output_expires_s or keep_files_s,
         status=BatchStatus.VALIDATING,
-        **dict.fromkeys(("total", "completed", "failed", "prompt_tokens", "cached_tokens", "output_tokens"), 0),
+        total=num_checked,
+        **dict.fromkeys(("completed", "failed", "prompt_tokens", "cached_tokens", "output_tokens"), 0),
         available_ms=0,
         created_ms=moment,
         expires_ms=moment + WINDOW_MS,

@@ -7,14 +7,15 @@ the batch after a killed validation starts again.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Iterable, Sequence
 
 import structlog
-from sqlalchemy import delete, insert, select, update
+from sqlalchemy import delete, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.batches.claims import OpenBatch
-from moiety_platform.batches.closing import refuse_batch
+from moiety_platform.batches.closing import CLOSABLE, refuse_batch
 from moiety_platform.batches.endpoints import ENDPOINTS
 from moiety_platform.batches.input_lines import Checker, GoodLine, Limits, RawLine, Splitter
 from moiety_platform.batches.models import Batch, BatchLine, BatchStatus, LineState
@@ -22,16 +23,16 @@ from moiety_platform.db.dialect import insert_into
 from moiety_platform.db.session import Database
 from moiety_platform.errors import Gone
 from moiety_platform.files.contents import FileContents
-from moiety_platform.files.store import Now, read_clock
+from moiety_platform.files.store import Now
 from moiety_platform.object_storage.store import PIECE_BYTES
 
-LINES_AT_ONCE = 1000
+LINES_AT_ONCE = 250
 
 log = structlog.get_logger(__name__)
 
 
 class Validation:
-    """Validation of one batch by the worker that has claimed it."""
+    """Validation of one batch by the worker that has claimed it. Lines that were checked before are only imported."""
 
     def __init__(
         self, database: Database, contents: FileContents, batch: OpenBatch, limits: Limits, lease_ms: int, now: Now
@@ -41,8 +42,9 @@ class Validation:
         self._batch = batch
         self._lease_ms = lease_ms
         self._now = now
-        self._splitter = Splitter(limits.max_line_bytes)
-        self._checker = Checker(ENDPOINTS[batch.endpoint], limits)
+        self._splitter = Splitter(sys.maxsize if batch.is_checked else limits.max_line_bytes)
+        self._checker = Checker(ENDPOINTS[batch.endpoint], limits, checked=batch.is_checked)
+        self._statuses: Sequence[BatchStatus] = (BatchStatus.VALIDATING,)  # in which lines may be added
         self._good: list[GoodLine] = []
 
     async def run(self) -> None:
@@ -50,22 +52,36 @@ class Validation:
 
         Stops early if the batch was cancelled meanwhile. Raises Unavailable.
         """
-        try:
-            async for data in self._pieces():
-                await asyncio.to_thread(self._check, self._splitter.take(data))
-                if self._checker.gave_up:
-                    break
-                if not self._checker.errors and not await self._add_lines():
-                    return
-        except Gone as error:
-            self._checker.complain(None, error.code, error.message)
-        if not self._checker.gave_up:
-            await asyncio.to_thread(self._check, self._splitter.finish())
-            self._checker.finish()
+        if not await self._read():
+            return
         if self._checker.errors:
             await self._refuse()
         else:
             await self._accept()
+
+    async def add_missing(self) -> None:
+        """Import the lines of a checked batch that is closed before all are stored, so that each has a result.
+
+        Raises Unavailable.
+        """
+        self._statuses = CLOSABLE
+        if await self._read():
+            await self._add_lines()
+
+    async def _read(self) -> bool:
+        """Read the whole file, and add its lines while none is wrong; return False if they may not be added."""
+        try:
+            async for data in self._pieces():
+                await asyncio.to_thread(self._check, self._splitter.take(data))
+                if self._checker.gave_up:
+                    return True
+                if not self._checker.errors and not await self._add_lines():
+                    return False
+        except Gone as error:
+            self._checker.complain(None, error.code, error.message)
+        await asyncio.to_thread(self._check, self._splitter.finish())
+        self._checker.finish()
+        return True
 
     async def _pieces(self) -> AsyncIterator[bytes]:
         """Yield the input file piece by piece. Raises Gone or Unavailable."""
@@ -82,7 +98,7 @@ class Validation:
                 return
 
     async def _add_lines(self) -> bool:
-        """Insert the collected lines; return False if the batch is not validating any more."""
+        """Insert the collected lines; return False if the batch takes no more of them."""
         while self._good:
             some, self._good = self._good[:LINES_AT_ONCE], self._good[LINES_AT_ONCE:]
             async with self._database.write() as session:
@@ -95,7 +111,7 @@ class Validation:
 
     async def _renew(self, session: AsyncSession) -> bool:
         """Extend the claim and lock the batch, so that nothing is added after a cancellation."""
-        mine = Batch.id == self._batch.id, Batch.status == BatchStatus.VALIDATING
+        mine = Batch.id == self._batch.id, Batch.status.in_(self._statuses)
         renewed = update(Batch).where(*mine).values(available_ms=self._now() + self._lease_ms).returning(Batch.id)
         return await session.scalar(renewed) is not None
 
@@ -123,15 +139,6 @@ class Validation:
             numbers = (await session.scalars(select(BatchLine.number).where(of_batch).limit(LINES_AT_ONCE))).all()
             await session.execute(delete(BatchLine).where(of_batch, BatchLine.number.in_(numbers)))
         return bool(numbers)
-
-
-async def begin_validated(session: AsyncSession, batch: Batch, lines: Sequence[GoodLine], now: Now) -> None:
-    """Start a new batch whose lines were validated before it was created."""
-    for start in range(0, len(lines), LINES_AT_ONCE):
-        await session.execute(insert(BatchLine), _rows(batch.id, lines[start : start + LINES_AT_ONCE]))
-    batch.status, batch.total = BatchStatus.IN_PROGRESS, len(lines)
-    batch.in_progress_ms = await read_clock(session, now)
-    await session.flush()
 
 
 def _rows(batch_id: str, lines: Sequence[GoodLine]) -> list[dict[str, object]]:

@@ -14,16 +14,16 @@ VECTORS_A_PIECE = 16
 
 
 def answer_pieces(
-    vectors: Sequence[bytes], *, model: str, usage: Usage, dimensions: int | None, as_base64: bool
+    vectors: Sequence[bytes], *, model: str, usage: Usage, dimensions: int | None, as_base64: bool, to_unit: bool = True
 ) -> Iterator[bytes]:
     """Yield the body, VECTORS_A_PIECE vectors at a time.
 
-    `vectors` are unit vectors of little-endian float32, in the order of the inputs.
+    `vectors` are little-endian float32, in the order of the inputs; shortened ones become unit vectors `to_unit`.
     """
     yield b'{"object":"list","data":['
     for first in range(0, len(vectors), VECTORS_A_PIECE):
         entries = [
-            _entry(index, shortened(vector, dimensions), as_base64)
+            _entry(index, shortened(vector, dimensions, to_unit), as_base64)
             for index, vector in enumerate(vectors[first : first + VECTORS_A_PIECE], start=first)
         ]
         yield (b"," if first else b"") + b",".join(entries)
@@ -38,10 +38,12 @@ def answer_pieces(
     yield b"]," + msgspec.json.encode(end)[1:]
 
 
-def shortened(vector: bytes, dimensions: int | None) -> bytes:
-    """Return the first `dimensions` numbers of a vector, normalized to a unit vector. Zeros stay zeros."""
+def shortened(vector: bytes, dimensions: int | None, to_unit: bool = True) -> bytes:
+    """Return the first `dimensions` numbers of a vector, `to_unit` divided by their length. Zeros stay zeros."""
     if dimensions is None or dimensions == len(vector) // 4:
         return vector
+    if not to_unit:
+        return vector[: 4 * dimensions]
     numbers = struct.unpack_from(f"<{dimensions}f", vector)
     length = math.hypot(*numbers) or 1.0
     return struct.pack(f"<{dimensions}f", *(number / length for number in numbers))

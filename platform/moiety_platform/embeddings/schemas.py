@@ -22,6 +22,8 @@ from moiety_platform.inference.field_support import ignored
 from moiety_platform.inference.generation import Generation
 from moiety_wire.messages import Sampling
 
+MAX_NUMBERS = 1 << 24  # of the results of one request, which are held as float32: 64 MiB
+
 
 class EmbeddingBody(AskingBody):
     """`POST /v1/embeddings`. null means the default, as everywhere in OpenAI's API."""
@@ -49,6 +51,7 @@ class EmbeddingBody(AskingBody):
             embed=True,
             truncate_tokens=self.truncate_prompt_tokens,
             dimensions=self.dimensions,
+            max_numbers=MAX_NUMBERS,
             prompt_field="input",
         )
 

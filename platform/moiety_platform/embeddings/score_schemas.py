@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
-from moiety_platform.embeddings.schemas import check_filled
+from moiety_platform.embeddings.schemas import MAX_NUMBERS, check_filled
 from moiety_platform.inference.body_fields import (
     INT32_MAX,
     MAX_PROMPTS,
@@ -55,6 +55,7 @@ class PoolingBody(AskingBody):
             service_tier=self.service_tier,
             embed=True,
             task=task,
+            max_numbers=MAX_NUMBERS,
             truncate_tokens=self.truncate_prompt_tokens,
             prompt_field=prompt_field,
         )

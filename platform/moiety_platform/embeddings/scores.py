@@ -1,10 +1,14 @@
-"""Scores from vectors and logits. Pure."""
+"""Scores from vectors and logits. Pure.
+
+Vectors stay little-endian float32 bytes, and numbers are read from them only while a score is computed.
+"""
 
 from __future__ import annotations
 
 import math
-import struct
-from collections.abc import Mapping, Sequence
+import sys
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from operator import mul
 
 from moiety_platform.inference.generation import TextPair
@@ -22,12 +26,24 @@ def activated(logits: Sequence[float], activation: str) -> list[float]:
     return list(logits)
 
 
-def numbers_of(vector: bytes) -> tuple[float, ...]:
+def numbers_of(vector: bytes) -> array[float]:
     """Return the numbers of a little-endian float32 vector."""
-    return struct.unpack(f"<{len(vector) // 4}f", vector)
+    numbers = array("f", vector)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers
 
 
-def cosines(pairs: Sequence[TextPair], vectors: Mapping[str, bytes]) -> list[float]:
-    """Return the cosine of the unit vectors of each pair's texts."""
-    numbers = {text: numbers_of(vector) for text, vector in vectors.items()}
-    return [sum(map(mul, numbers[pair.first], numbers[pair.second])) for pair in pairs]
+def cosines(pairs: Sequence[TextPair], vectors: Mapping[str, bytes]) -> Iterator[float]:
+    """Yield the cosine of the vectors of each pair's texts, 0 if one is zero. The numbers of two vectors are in memory.
+
+    The vectors need not be unit vectors.
+    """
+    text, first, first_length = "", array("f"), 0.0
+    for pair in pairs:
+        if pair.first != text:
+            text, first = pair.first, numbers_of(vectors[pair.first])
+            first_length = math.hypot(*first)
+        second = numbers_of(vectors[pair.second])
+        length = first_length * math.hypot(*second)
+        yield max(-1.0, min(1.0, sum(map(mul, first, second)) / length)) if length else 0.0

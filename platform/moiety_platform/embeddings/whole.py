@@ -30,4 +30,5 @@ def pieces_of(
         usage=run.usage(),
         dimensions=body.dimensions,
         as_base64=body.encoding_format == "base64",
+        to_unit=run.text.unit_vectors,
     )

@@ -7,9 +7,12 @@ comes before the object: what a kill leaves is found by its row and erased.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from litestar.types import Receive, Scope
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.auth.principal import Principal
 from moiety_platform.db.now import now_ms
@@ -23,6 +26,9 @@ from moiety_platform.object_storage.store import PIECE_BYTES, ObjectStore, Objec
 BATCH_PURPOSE = "batch"
 MIN_EXPIRY_S = 3600
 MAX_EXPIRY_S = 30 * 86_400
+
+
+Created = TypeVar("Created")
 
 
 @dataclass(slots=True)
@@ -45,20 +51,30 @@ class Uploads:
         try:
             async for part in read_form(receive, scope["headers"], self.max_file_bytes):
                 await upload.take(part)
-            return await upload.finish()
+            return await upload.finish(_return_file)
         except BaseException:  # including a disconnect or a shutdown: the received part is discarded
             await upload.discard()
             raise
 
-    async def store_content(self, owner: Principal, filename: str, content: bytes) -> StoredFile:
-        """Store a file of requests that the server has made. Raises InsufficientStorage, TooLarge or Unavailable."""
+    async def store_content(
+        self,
+        owner: Principal,
+        filename: str,
+        content: bytes,
+        create_user: Callable[[AsyncSession, StoredFile], Awaitable[Created]],
+    ) -> Created:
+        """Store a file of requests that the server has made, and return what `create_user` creates for it.
+
+        Both are published in one transaction, or neither is. Raises InsufficientStorage, TooLarge, Unavailable, and
+        what `create_user` raises.
+        """
         if len(content) > self.max_file_bytes:
             raise TooLarge(f"the requests have {len(content):,} bytes; a batch may have {self.max_file_bytes:,}")
         upload = _Upload(self, owner)
         try:
             for part in (Field("purpose", BATCH_PURPOSE), FileBegins(filename), content):
                 await upload.take(part)
-            return await upload.finish()
+            return await upload.finish(create_user)
         except BaseException:
             await upload.discard()
             raise
@@ -90,7 +106,7 @@ class _Upload:
                 await self._store(bytes(self._pending[:PIECE_BYTES]))
                 del self._pending[:PIECE_BYTES]
 
-    async def finish(self) -> StoredFile:
+    async def finish(self, create_user: Callable[[AsyncSession, StoredFile], Awaitable[Created]]) -> Created:
         if self._file_id is None or self._object is None:
             raise BadRequest("'file' is missing from the form; send the file's content in it", param="file")
         purpose, expires_s = _purpose(self._fields), _expires_s(self._fields) or self._uploads.keep_s
@@ -100,7 +116,8 @@ class _Upload:
             raise BadRequest("the file is empty; send at least one line", param="file", code="empty_file")
         written = await self._object.finish()
         async with self._uploads.database.write() as session:
-            return await publish_file(session, self._file_id, purpose, written.digest, expires_s)
+            file = await publish_file(session, self._file_id, purpose, written.digest, expires_s)
+            return await create_user(session, file)
 
     async def discard(self) -> None:
         """Discard the upload. If a store is down, the retention job finds the rest."""
@@ -122,6 +139,10 @@ class _Upload:
             await grow_file(session, self._file_id, total, max_tenant_bytes=uploads.max_tenant_bytes, now=uploads.now)
         self._counted = total
         await self._object.write(data)
+
+
+async def _return_file(session: AsyncSession, file: StoredFile) -> StoredFile:
+    return file
 
 
 def check_expiry(anchor: object, seconds: object, param: str) -> int:

@@ -176,6 +176,7 @@ def _check_pooling(generation: Generation, card: ModelCard) -> None:
     match generation.task:
         case PoolingTask.EMBED:
             _check_embedding(generation, card)
+            _check_numbers(generation, generation.dimensions or card.embedding_width)
         case PoolingTask.CLASSIFY if not card.labels:
             message = f"the model {card.model!r} has no classification head; use another model"
             raise BadRequest(message, code="classification_not_supported", param="model")
@@ -185,6 +186,8 @@ def _check_pooling(generation: Generation, card: ModelCard) -> None:
                 code="score_not_supported",
                 param="model",
             )
+        case PoolingTask.SCORE | PoolingTask.CLASSIFY:
+            _check_numbers(generation, len(card.labels) or card.embedding_width)
 
 
 def _check_embedding(generation: Generation, card: ModelCard) -> None:
@@ -201,14 +204,18 @@ def _check_embedding(generation: Generation, card: ModelCard) -> None:
             "as many or fewer",
             param="dimensions",
         )
-    numbers = (generation.dimensions or width) * len(generation.prompts)
+
+
+def _check_numbers(generation: Generation, width: int) -> None:
+    """Check the numbers of all results, which the gateway holds until the last one has come. Raises BadRequest."""
+    numbers = width * len(generation.prompts)
     if generation.max_numbers is not None and numbers > generation.max_numbers:
+        more = ", or ask for fewer 'dimensions' or for 'base64'" if generation.task is PoolingTask.EMBED else ""
         raise BadRequest(
-            f"the vectors of {len(generation.prompts):,} inputs have {numbers:,} numbers, and in this "
-            f"'encoding_format' there may be {generation.max_numbers:,}; put fewer inputs into one line of the batch, "
-            "or ask for fewer 'dimensions' or for 'base64'",
+            f"the results of {len(generation.prompts):,} inputs have {numbers:,} numbers, and there may be "
+            f"{generation.max_numbers:,}; send fewer inputs in one request{more}",
             code="answer_too_large",
-            param="input",
+            param=generation.prompt_field,
         )
 
 

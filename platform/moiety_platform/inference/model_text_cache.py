@@ -30,6 +30,7 @@ class ModelTexts:
         formats = card.tool_format, card.reasoning_format
         key: tuple[object, ...] = (card.model, card.device, card.tokenizer_json, card.chat_template)
         key += (card.max_context_tokens, answers, formats, card.labels, card.score_activation, card.images)
+        key += (card.unit_vectors,)
         text = self._built.get(key)
         if text is not None:
             return text

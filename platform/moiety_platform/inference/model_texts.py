@@ -89,6 +89,7 @@ class ModelText:
         self._follows_grammars = card.follows_grammars
         self._images = card.images
         self.labels, self.score_activation = card.labels, card.score_activation
+        self.unit_vectors = card.unit_vectors
         self._vocab_size = card.vocab_size
         self._max_context_tokens = card.max_context_tokens
         self.inline_bytes = inline_bytes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from litestar import Controller, Request, Router, delete, get, post
@@ -33,7 +33,6 @@ from moiety_platform.batches.input_lines import Limits
 from moiety_platform.batches.models import OPEN, Batch, BatchLine, LineState
 from moiety_platform.batches.schemas import COMPLETION_WINDOW, NewBatch
 from moiety_platform.batches.service import cancel_batch, create_batch, get_batch
-from moiety_platform.batches.validation import begin_validated
 from moiety_platform.controllers import with_services
 from moiety_platform.db.keyset import ListRequest, read_list
 from moiety_platform.db.session import Database
@@ -55,6 +54,7 @@ from moiety_platform.message_batches.objects import (
     message_batch,
     results_of,
 )
+from moiety_platform.message_batches.tenant_turns import TenantTurns
 from moiety_platform.openapi.described import JSON, Described, describes
 from moiety_platform.openapi.documents import ANTHROPIC_KEY, KEY
 from moiety_platform.openapi.headers import MESSAGES_REQUEST_ID
@@ -87,6 +87,7 @@ class MessageBatchServices:
     uploads: Uploads
     files: Files
     limits: Callable[[], Limits]  # of requests
+    turns: TenantTurns = field(default_factory=TenantTurns)  # of new batches, whose bodies are large
 
     async def caller(self, request: Request[Any, Any, Any]) -> Principal:
         """Return the caller, who may use models. Raises Unauthenticated, Forbidden or Unavailable."""
@@ -140,24 +141,23 @@ class MessageBatchController(Controller):
         owner = await message_batches.caller(request)
         limits, bounds = message_batches.limits(), message_batches.batches
         length = fields_of(request.scope).get(b"content-length", b"")
-        data = await read_body(request.receive, length, BODY_FACTOR * limits.max_line_bytes)
-        content, lines = await asyncio.to_thread(input_file_of, data, limits)
-        file = await message_batches.uploads.store_content(owner, INPUT_NAME, content)
-        new = NewBatch(input_file_id=file.id, endpoint=MESSAGES_PATH, completion_window=COMPLETION_WINDOW)
-        try:
-            async with message_batches.database.write() as session:
-                batch = await create_batch(
-                    session,
-                    owner,
-                    new,
-                    max_open=bounds.max_open_batches,
-                    keep_files_s=bounds.keep_files_s,
-                    now=bounds.now,
-                )
-                await begin_validated(session, batch, lines, bounds.now)
-        except PlatformError:
-            await message_batches.files.delete(owner.project_id, file.id)
-            raise
+
+        async def create(session: AsyncSession, file: StoredFile) -> Batch:
+            new = NewBatch(input_file_id=file.id, endpoint=MESSAGES_PATH, completion_window=COMPLETION_WINDOW)
+            return await create_batch(
+                session,
+                owner,
+                new,
+                max_open=bounds.max_open_batches,
+                keep_files_s=bounds.keep_files_s,
+                num_checked=num_lines,
+                now=bounds.now,
+            )
+
+        async with message_batches.turns.of(owner.tenant_id):
+            data = await read_body(request.receive, length, BODY_FACTOR * limits.max_line_bytes)
+            content, num_lines = await asyncio.to_thread(input_file_of, data, limits)
+            batch = await message_batches.uploads.store_content(owner, INPUT_NAME, content, create)
         bounds.on_change()
         return message_batch(batch, 0)
 

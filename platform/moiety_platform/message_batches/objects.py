@@ -15,7 +15,7 @@ from moiety_platform.anthropic_api.errors import AnthropicErrorBody, anthropic_e
 from moiety_platform.anthropic_api.schemas import MessagesBody
 from moiety_platform.batches.closing import EXPIRED
 from moiety_platform.batches.endpoints import ENDPOINTS
-from moiety_platform.batches.input_lines import Checker, GoodLine, Limits, RawLine
+from moiety_platform.batches.input_lines import Checker, Limits, RawLine
 from moiety_platform.batches.models import MAX_CUSTOM_ID_LENGTH, OPEN, Batch, BatchStatus
 from moiety_platform.batches.service import CANCELLED
 from moiety_platform.errors import BadRequest
@@ -146,8 +146,8 @@ _result_line = msgspec.json.Decoder(_ResultLine)
 _error_body = msgspec.json.Decoder(_ErrorBody)
 
 
-def input_file_of(data: bytes, limits: Limits) -> tuple[bytes, list[GoodLine]]:
-    """Return the input file of a new batch, and its lines, one for each request.
+def input_file_of(data: bytes, limits: Limits) -> tuple[bytes, int]:
+    """Return the input file of a new batch, and the number of its lines, one for each request.
 
     Raises BadRequest, which names the bad requests, at most MAX_ERRORS.
     """
@@ -163,19 +163,17 @@ def input_file_of(data: bytes, limits: Limits) -> tuple[bytes, list[GoodLine]]:
     if len(requests) > limits.max_lines:
         raise BadRequest(f"'requests' is too long; it may have {limits.max_lines:,} entries", param="requests")
     checker = Checker(ENDPOINTS[MESSAGES_PATH], limits)
-    content, lines = bytearray(), list[GoodLine]()
+    content = bytearray()
     for number, request in enumerate(requests, 1):
         line = _input_line(request)
-        good = checker.check(RawLine(number, len(content), line if len(line) <= limits.max_line_bytes else None))
-        if good is not None:
-            lines.append(good)
+        checker.check(RawLine(number, len(content), line if len(line) <= limits.max_line_bytes else None))
         content += line + b"\n"
         if len(checker.errors) >= MAX_ERRORS:
             break
     if checker.errors:
         named = "; ".join(f"'requests.{error['line'] - 1}': {error['message']}" for error in checker.errors)
         raise BadRequest(f"some requests are wrong: {named}", param=f"requests.{checker.errors[0]['line'] - 1}")
-    return bytes(content), lines
+    return bytes(content), len(requests)
 
 
 def _input_line(request: _Request) -> bytes:

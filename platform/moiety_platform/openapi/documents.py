@@ -41,7 +41,8 @@ _SECURITY: Mapping[str, Any] = {
 
 _ABOUT = (
     "Errors have the form of the API that is asked, with a stable `code`. What is no HTTP is answered 400 `bad_http`, "
-    "an unknown path 404 `route_not_found`, a method that a path does not have 405 with `Allow`. A defect of ours is a "
+    "an unknown path 404 `route_not_found`, an endpoint of OpenAI's that is not served 404 `endpoint_not_supported`, a "
+    "method that a path does not have 405 with `Allow`. A defect of ours is a "
     "500 of the same form, without detail. Every answer has `x-request-id`."
 )
 

@@ -14,12 +14,14 @@ from moiety_platform.classes.terms import ChosenClass
 from moiety_platform.cli.offline.work import MAX_JSON_DEPTH, MAX_LINE_BYTES, Work
 from moiety_platform.embeddings.answers import answer_pieces
 from moiety_platform.embeddings.schemas import EmbeddingBody
+from moiety_platform.embeddings.score_answers import PoolingResults, pooling_pieces
+from moiety_platform.embeddings.score_schemas import PoolingBody
 from moiety_platform.engine_client.stream import error_of
 from moiety_platform.errors import BadRequest, NotFound, PlatformError
 from moiety_platform.inference.answer_collection import AnswerChoice
 from moiety_platform.inference.body_fields import AskingBody
 from moiety_platform.inference.engine_submits import RequestOrigin, check_limits, most_output_tokens, submits_of
-from moiety_platform.inference.generation import Generation
+from moiety_platform.inference.generation import Generation, PoolingTask, with_single_texts
 from moiety_platform.inference.model_texts import ModelText
 from moiety_platform.inference.run import Usage
 from moiety_platform.inference.shape_limits import DEFAULT_SHAPE
@@ -84,6 +86,11 @@ class OfflineLine:
             choice.logprobs += message.logprobs or []
             self.output_ids[index] += message.token_ids
 
+    def _pooling_results(self, answer_id: str) -> PoolingResults:
+        vectors = [choice.end.embedding for choice in self.choices]
+        parts = (self.text.labels, self.text.score_activation, self.usage().prompt_tokens)
+        return PoolingResults(answer_id, self.card.model, self.generation.prompts, vectors, *parts)
+
     async def answer(self) -> bytes:
         """Return the output line, once every sequence has ended."""
         if self.failure is not None:
@@ -97,7 +104,11 @@ class OfflineLine:
                 usage=self.usage(),
                 dimensions=self.body.dimensions,
                 as_base64=self.body.encoding_format == "base64",
+                to_unit=self.text.unit_vectors,
             )
+            return answered(self.work.key, self.work.custom_id, request_id, msgspec.Raw(b"".join(pieces)))
+        if isinstance(self.body, PoolingBody):
+            pieces = pooling_pieces(self.body, self._pooling_results(request_id))
             return answered(self.work.key, self.work.custom_id, request_id, msgspec.Raw(b"".join(pieces)))
         assert isinstance(self.body, GenerationBody), "there are no other bodies"
         head = AnswerHead(
@@ -120,12 +131,17 @@ async def ask(work: Work, data: bytes, card: ModelCard, text: ModelText) -> Offl
         if endpoint is None:
             message = f"'url' is {line.url[:64]!r}; it must be one of {', '.join(ENDPOINTS)}"
             raise BadRequest(message, param="url", code="mismatched_endpoint")
+        if not issubclass(endpoint.schema, (GenerationBody, EmbeddingBody, PoolingBody)):
+            message = f"{line.url} is available in batches of a gateway only; use /v1/chat/completions"
+            raise BadRequest(message, param="url", code="mismatched_endpoint")
         prefix = endpoint.id_prefix
         body = decode_asked(endpoint, bytes(line.body), MAX_JSON_DEPTH, DEFAULT_SHAPE)
         generation = body.generation()
         if generation.model != card.model:
             message = f"this run serves {card.model!r}, not {generation.model[:256]!r}; change the line, or give --name"
             raise NotFound(message, code=MODEL_NOT_FOUND, param="model")
+        if generation.task is PoolingTask.SCORE and len(card.labels) != 1:
+            generation = with_single_texts(generation)
         check_limits(generation, len(generation.prompts) * generation.num_choices, card, MAX_SEQUENCES)
         prompts = await text.encode_prompts(generation)
         longest = [most_output_tokens(generation, card, len(prompt_ids)) for prompt_ids in prompts]

@@ -12,8 +12,8 @@ import msgspec
 from moiety_platform.batches.endpoints import ENDPOINTS
 from moiety_platform.batches.input_lines import Line, RawLine, Splitter, check_unused, read_line
 from moiety_platform.cli.errors import CommandError
-from moiety_platform.embeddings.controller import EMBEDDINGS
 from moiety_platform.errors import BadRequest
+from moiety_platform.inference.body_fields import GeneratingBody
 from moiety_platform.openai_api.schemas import COMPLETION_DEFAULT_MAX_TOKENS
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
@@ -83,7 +83,7 @@ def _lines(file: Path) -> Iterator[RawLine]:
 def _predict_tokens(line: Line) -> int:
     """Predict the tokens of a line without a tokenizer, for the order only."""
     num_input = len(bytes(line.body)) // _BYTES_A_TOKEN
-    if line.url == EMBEDDINGS.path or line.url not in ENDPOINTS:
+    if line.url not in ENDPOINTS or not issubclass(ENDPOINTS[line.url].schema, GeneratingBody):
         return num_input
     try:
         sizes = msgspec.json.decode(bytes(line.body), type=_Sizes)
