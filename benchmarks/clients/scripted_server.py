@@ -16,7 +16,7 @@ from pathlib import Path
 import tokenizers
 from pydantic import SecretStr
 
-from clients.scripted_answers import CHAT_TEMPLATE, MARKERS, ScriptedAnswers
+from clients.scripted_answers import CHAT_TEMPLATE, IMAGE, MARKERS, ScriptedAnswers
 from moiety_platform.auth.bootstrap import BootstrapResult, ensure_bootstrap
 from moiety_platform.bootstrap.composition import Overrides, assembled
 from moiety_platform.classes.schemas import NewClass
@@ -29,6 +29,7 @@ from moiety_platform.listening import bind
 from moiety_platform.reloading.source import SettingsSource
 from moiety_platform.settings import SECTION, GatewaySettings
 from moiety_wire.classes import SHIPPED
+from moiety_wire.images import ImageRules
 from moiety_wire.messages import ModelCard
 
 MODEL = "scripted-agent"
@@ -37,13 +38,13 @@ CONTEXT_TOKENS = 1_000_000  # the tokenizer has one token a byte, and agents beg
 
 
 def model_card() -> ModelCard:
-    """Return the card of a model with one token a byte and one a marker, which reasons and calls tools."""
+    """Return the card of a model with one token a byte and one a marker, which reasons, calls tools and sees."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: number for number, letter in enumerate(alphabet)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|end|>"])
+    tokenizer.add_special_tokens(["<|end|>", IMAGE])
     tokenizer.add_tokens(list(MARKERS))
     return ModelCard(
         engine_id="scripted",
@@ -60,6 +61,24 @@ def model_card() -> ModelCard:
         dtype="float32",
         device="none",
         follows_grammars=True,
+        images=image_rules(tokenizer.token_to_id(IMAGE)),
+    )
+
+
+def image_rules(token_id: int) -> ImageRules:
+    """Return the sizes of Qwen3-VL, whose placeholder has no tokens around it here."""
+    return ImageRules(
+        image_token_id=token_id,
+        start_token_id=token_id,
+        end_token_id=token_id,
+        patch_size=16,
+        merge_size=2,
+        min_pixels=1 << 16,
+        max_pixels=1 << 21,
+        max_images=16,
+        max_bytes=20 << 20,
+        max_total_bytes=48 << 20,
+        max_source_pixels=36_000_000,
     )
 
 
@@ -75,7 +94,13 @@ async def serve(port: int, write: Callable[[BootstrapResult], object], data: Pat
     keys = await ensure_bootstrap(database, PEPPER.encode(), clock, reissue=True)
     assert keys is not None
     write(keys)
-    settings = GatewaySettings(data_dir=data, database_url=url, traces_database_url=url, key_pepper=SecretStr(PEPPER))
+    settings = GatewaySettings(
+        data_dir=data,
+        database_url=url,
+        traces_database_url=url,
+        key_pepper=SecretStr(PEPPER),
+        responses_store_by_default=True,  # Vercel's AI SDK refers to items, as to OpenAI's
+    )
     card = model_card()
     engine = FakeEngineClient(card, ScriptedAnswers(card.tokenizer_json))
     source = SettingsSource.open(None, SECTION, lambda: settings, {})

@@ -40,6 +40,7 @@ from moiety_platform.inference.tool_fields import TemplateVariables
 from moiety_platform.openai_api.chat_messages import Messages, messages_of
 from moiety_platform.openai_api.response_formats import FORMS as FORMS_OF_FORMS
 from moiety_platform.openai_api.response_formats import StructuredOutputBody, require_one_form
+from moiety_platform.openai_api.responses_form import chat_of_responses_form
 from moiety_platform.openai_api.tool_message import MessageForm
 from moiety_platform.openai_api.tools import (
     NEEDS_TOOLS,
@@ -251,6 +252,10 @@ class ChatBody(ThoughtBudgetFields, VllmChatFields, GenerationBody):
     moderation: Annotated[
         Any, refused("prompts and answers are not moderated here; leave the field out, and moderate them yourself", [])
     ] = None
+
+    @classmethod
+    def translated(cls, data: bytes) -> bytes | None:
+        return chat_of_responses_form(data)
 
     @field_validator("tool_choice")
     @classmethod
