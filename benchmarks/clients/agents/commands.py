@@ -30,7 +30,8 @@ def run_agent(
     commands = Path(os.environ["MOIETY_CLIENT_COMMANDS"])
     folder = Path(tempfile.mkdtemp(dir=Path.cwd()))
     (folder / "a.txt").write_text("hello\n")
-    environment = os.environ | dict(settings) | {"PATH": f"{commands}:{os.environ['PATH']}"}
+    places = {"PATH": f"{commands}:{os.environ['PATH']}", "PWD": str(folder)}
+    environment = os.environ | dict(settings) | places
     author = ["-c", "user.name=moiety", "-c", "user.email=moiety@localhost"]
     for git in (["init", "-q"], ["add", "-A"], [*author, "commit", "-qm", "a"]):
         subprocess.run(["git", *git], cwd=folder, check=True)
@@ -38,7 +39,7 @@ def run_agent(
         [str(commands / command[0]), *(part.replace(FILE, str(folder / "a.txt")) for part in command[1:])],
         cwd=folder,
         env=environment,
-        input=written or "",
+        input=(written or "").replace(FILE, str(folder / "a.txt")),
         capture_output=True,
         text=True,
         timeout=AGENT_TIMEOUT_S,

@@ -16,7 +16,7 @@ Call edit with {{"filePath": "{FILE}", "oldString": "hello", "newString": "goodb
 Call bash with {{"command": "cat a.txt", "description": "show the file"}}"""
 
 
-def ask(server: Server, provider: str, *arguments: str) -> str:
+def ask(server: Server, provider: str, *arguments: str, written: str | None = None) -> str:
     model = {
         "name": "M",
         "attachment": True,
@@ -32,7 +32,7 @@ def ask(server: Server, provider: str, *arguments: str) -> str:
         },
     }
     settings = {"OPENCODE_CONFIG_CONTENT": json.dumps(config)}
-    made = run_agent(["opencode", "run", "-m", f"moiety/{server.model}", *arguments], settings)
+    made = run_agent(["opencode", "run", "-m", f"moiety/{server.model}", *arguments], settings, written)
     expect(made.returncode == 0, (made.stdout + made.stderr)[-600:])
     return made.stdout
 
@@ -47,12 +47,12 @@ def tools(server: Server) -> None:
     for provider in PROVIDERS:
         output = ask(server, provider, "Run echo moiety")
         expect("The tool says: moiety" in output, (provider, output))
-    output = ask(server, PROVIDERS[0], EDIT)
+    output = ask(server, PROVIDERS[0], "Edit it.", written=EDIT)  # it would escape the quotes of an argument
     expect("The tool says: goodbye" in output, output)
 
 
 def thoughts(server: Server) -> None:
-    for provider in PROVIDERS:
+    for provider in (PROVIDERS[0], PROVIDERS[2]):  # of the responses API it shows summaries, which there are none of
         output = ask(server, provider, "--thinking", "Say hello.\nUse no tools.")
         expect("The tool knows it." in output, (provider, output))
 

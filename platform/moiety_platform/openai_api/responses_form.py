@@ -51,7 +51,9 @@ def nested_tool(tool: dict[str, Any]) -> dict[str, Any]:
     kind = tool.get("type", "function")
     if kind not in ("function", "custom") or kind in tool or "name" not in tool:
         return tool
-    inner = {name: tool[name] for name in ("name", "description", "parameters", "strict") if name in tool}
+    inner: dict[str, Any] = {
+        name: tool[name] for name in ("name", "description", "parameters", "strict") if name in tool
+    }
     if "input_schema" in tool:  # Anthropic's name of the field
         inner.setdefault("parameters", tool["input_schema"])
     form = tool.get("format")
