@@ -1,1 +1,1 @@
-"""vLLM's public tests of its HTTP API against a gateway of Moiety. Has none of vLLM's code: it reads a source archive."""
+"""vLLM's public tests of its HTTP API against a gateway of Moiety. Has none of vLLM's code: it reads an archive."""

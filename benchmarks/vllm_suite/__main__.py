@@ -3,8 +3,8 @@
     pip download --no-deps --no-binary vllm vllm==0.33.0
     PYTHONPATH=benchmarks python -m vllm_suite vllm-0.33.0.tar.gz [--only chat_completion]
 
-The archive is vLLM's source distribution; its test files are copied to a temporary folder, and vLLM is not installed. The
-table and the JSON go to `benchmarks/results/vllm_suite.*`. Ends with 1 where a test fails without a known reason.
+The archive is vLLM's source distribution. Its test files are copied to a temporary folder, and vLLM is not installed.
+The table and the JSON go to `benchmarks/results/vllm_suite.*`. Ends with 1 where a test fails without a known reason.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """pytest plugin that lets vLLM's tests of its HTTP API run without vLLM, against servers of Moiety.
 
-`tests.utils.RemoteOpenAIServer` starts a gateway that serves the model's name: with the demo model, or with the scripted
-engine for the files of SCRIPTED, which need a model that reasons and calls tools. Whatever is imported from vLLM is a
-placeholder, and tests that name one are skipped, since they test vLLM's own code.
+`tests.utils.RemoteOpenAIServer` starts a gateway that serves the model's name, with the demo model, or with the
+scripted engine for the files of SCRIPTED, which need a model that reasons and calls tools. Whatever is imported from
+vLLM is a placeholder, and tests that name one are skipped, since they test vLLM's own code.
 """
 
 from __future__ import annotations
@@ -50,6 +50,11 @@ class Placeholder:
             return arguments[0]  # it decorates the function
         return Placeholder(f"{self.__name__}()")
 
+    def __add__(self, other: Any) -> Any:
+        return other  # options of vLLM's server, which Moiety's has not
+
+    __radd__ = __add__
+
     def __bool__(self) -> bool:
         return False
 
@@ -62,8 +67,6 @@ class Placeholder:
 
 class PlaceholderModule(ModuleType):
     """Module whose attributes are placeholders."""
-
-    __path__: Sequence[str] = ()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -127,12 +130,27 @@ class Servers:
 SERVERS = Servers()
 
 
+class NamingClient(openai.AsyncOpenAI):
+    """Client that names the model in requests for responses without one: vLLM's server needs no name."""
+
+    model = ""
+
+    async def _prepare_options(self, options: Any) -> Any:
+        body = options.json_data
+        if options.url == "/responses" and isinstance(body, dict) and not body.get("model"):
+            options.json_data = {**body, "model": self.model}
+        return await super()._prepare_options(options)
+
+
 class RemoteOpenAIServer:
     """Gateway in place of a vLLM server."""
 
-    def __init__(self, model: str, _arguments: Sequence[str], **_options: Any) -> None:
-        file = os.environ["PYTEST_CURRENT_TEST"]
+    def __init__(self, model: str, arguments: Sequence[str], **_options: Any) -> None:
+        file, arguments = os.environ["PYTEST_CURRENT_TEST"], list(map(str, arguments))
+        if "--served-model-name" in arguments:
+            model = arguments[arguments.index("--served-model-name") + 1]
         self._url, self.DUMMY_API_KEY = SERVERS.address(model, scripted=any(part in file for part in SCRIPTED))
+        self._model = model
         _send_keys(self._url, self.DUMMY_API_KEY)
 
     def __enter__(self) -> RemoteOpenAIServer:
@@ -152,7 +170,9 @@ class RemoteOpenAIServer:
         return openai.OpenAI(base_url=f"{self._url}/v1", api_key=self.DUMMY_API_KEY, max_retries=0, **options)
 
     def get_async_client(self, **options: Any) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self._url}/v1", api_key=self.DUMMY_API_KEY, max_retries=0, **options)
+        client = NamingClient(base_url=f"{self._url}/v1", api_key=self.DUMMY_API_KEY, max_retries=0, **options)
+        client.model = self._model
+        return client
 
     def get_async_client_anthropic(self, **options: Any) -> anthropic.AsyncAnthropic:
         return anthropic.AsyncAnthropic(base_url=self._url, api_key=self.DUMMY_API_KEY, max_retries=0, **options)
@@ -169,7 +189,7 @@ def _send_keys(url: str, key: str) -> None:
 
 
 def _patch_clients() -> None:
-    prepared, send, send_async = requests.Session.send, httpx.Client.send, httpx.AsyncClient.send
+    send_requests, send, send_async = requests.Session.send, httpx.Client.send, httpx.AsyncClient.send
 
     def with_key(request: Any) -> Any:
         key = next((key for url, key in _KEYS.items() if str(request.url).startswith(url)), None)
@@ -177,7 +197,7 @@ def _patch_clients() -> None:
             request.headers["Authorization"] = f"Bearer {key}"
         return request
 
-    requests.Session.send = lambda self, request, **more: prepared(self, with_key(request), **more)  # type: ignore[method-assign]
+    requests.Session.send = lambda self, request, **more: send_requests(self, with_key(request), **more)  # type: ignore[method-assign]
     httpx.Client.send = lambda self, request, **more: send(self, with_key(request), **more)  # type: ignore[method-assign]
     httpx.AsyncClient.send = lambda self, request, **more: send_async(self, with_key(request), **more)  # type: ignore[method-assign]
 
@@ -211,8 +231,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when != "call" and report.outcome == "passed":
         return
     crash = getattr(report.longrepr, "reprcrash", None)
-    told = crash.message if crash is not None else str(report.longrepr[-1] if report.longrepr else "")
-    line = {"test": report.nodeid, "outcome": report.outcome, "detail": told}
+    told = crash.message if crash is not None else str(report.longrepr or "")
+    outcome = "skipped" if report.failed and "Placeholder" in told else report.outcome
+    line = {"test": report.nodeid, "outcome": outcome, "detail": told}
     with Path(os.environ[OUTCOMES_FILE]).open("a") as file:
         file.write(json.dumps(line) + "\n")
 

@@ -91,6 +91,20 @@ def test_a_body_that_cannot_be_translated_says_why(body: dict[str, Any], said: s
         decoded(body)
 
 
+@pytest.mark.parametrize(
+    ("told", "read"),
+    [
+        ({"reasoning": "hm"}, "hm"),
+        ({"reasoning": "hm", "reasoning_content": "so"}, "so"),
+        ({"reasoning": {"a": 1}}, None),
+    ],
+)
+def test_vllms_name_of_reasoning_is_read(told: dict[str, Any], read: str | None) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", **told}]
+    last = decoded({"messages": messages}).generation().prompts[0].messages[-1]
+    assert last.get("reasoning_content") == read
+
+
 def test_a_chat_that_also_has_input_is_a_chat() -> None:
     body = decoded({"messages": [{"role": "user", "content": "chat"}], "input": "other"})
     assert [one["content"] for one in body.generation().prompts[0].messages] == ["chat"]
