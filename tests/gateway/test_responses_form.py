@@ -80,6 +80,11 @@ def test_calls_join_the_assistants_message_and_results_follow() -> None:
         ({"input": [{"type": "function_call_output", "call_id": "c9", "output": "x"}]}, "'c9'"),
         ({"input": [5]}, "'messages.0'"),
         ({"input": [{"role": "user", "content": 5}]}, "'messages.0.content'"),
+        ({"input": [{"type": ["message"]}]}, "'messages.0"),
+        (
+            {"input": [{"type": 5, "role": "assistant", "tool_calls": "x"}, {"type": "function_call", "name": "a"}]},
+            "'messages.0",
+        ),
         ({"input": []}, "'messages'"),
         ({"input": {"role": "user"}}, "'messages'"),
         ({"inputs": "x"}, "'messages'"),
@@ -103,6 +108,25 @@ def test_vllms_name_of_reasoning_is_read(told: dict[str, Any], read: str | None)
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", **told}]
     last = decoded({"messages": messages}).generation().prompts[0].messages[-1]
     assert last.get("reasoning_content") == read
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"model": "m", "input": "\\ud800"}',
+        b'{"model": "m", "input": "x", "user": "\xff"}',
+        b'{"model": "m", "input": "x", "top_p": 1e999}',
+        b'{"model": "m", "input": [[1]], "tools": [{"type": "function", "name": "a", "format": 5}]}',
+        b'{"model": "m", "input": "x", "tools": [{"type": "custom", "name": "a", "format": {"type": "grammar"}}]}',
+        b'{"model": "m", "input": "x", "instructions": [1], "reasoning": [1], "text": [1]}',
+        b'["input"]',
+        b'"input"',
+        b'{"input"',
+    ],
+)
+def test_a_broken_body_with_input_is_refused(data: bytes) -> None:
+    with pytest.raises(BadRequest):
+        decode_body(ChatBody, data, 64)
 
 
 def test_a_chat_that_also_has_input_is_a_chat() -> None:

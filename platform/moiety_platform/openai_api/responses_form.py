@@ -31,7 +31,7 @@ def chat_of_responses_form(data: bytes) -> bytes | None:
         return None
     try:
         body = msgspec.json.decode(data)
-    except msgspec.DecodeError:
+    except ValueError:  # of JSON or of UTF-8
         return None
     if not isinstance(body, dict) or body.get("messages") or not isinstance(body.get("input"), str | list):
         return None
@@ -98,6 +98,9 @@ def _messages(body: dict[str, Any]) -> list[Any]:
     thought = ""
     for item in items:
         kind = item.get("type", "message") if isinstance(item, dict) else None
+        if not isinstance(kind, str):
+            messages.append(item)  # for the error of the chat's own schema
+            continue
         if kind == "reasoning":
             thought = _text_of(item.get("content"))
         elif kind == "message":
@@ -114,13 +117,12 @@ def _messages(body: dict[str, Any]) -> list[Any]:
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
         elif kind == "item_reference":
             raise refuse_all([refuse("'input' refers to a stored item, which a chat cannot read; send the item")])
-        elif kind is None:
-            messages.append(item)  # for the error of the chat's own schema
     return messages
 
 
 def _is_assistants(messages: list[Any]) -> bool:
-    return bool(messages) and isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant"
+    last = messages[-1] if messages else None
+    return isinstance(last, dict) and last.get("role") == "assistant" and isinstance(last.get("tool_calls", []), list)
 
 
 def _with_thought(message: dict[str, Any], thought: str) -> dict[str, Any]:
