@@ -19,7 +19,7 @@ class ServerKind(StrEnum):
 
 SERVERS = {
     **dict.fromkeys(TASKS, ServerKind.DEMO),
-    **dict.fromkeys(("tools", "thoughts"), ServerKind.SCRIPTED),
+    **dict.fromkeys(("tools", "thoughts", "images"), ServerKind.SCRIPTED),
 }
 
 
@@ -50,10 +50,10 @@ CLIENTS = (
     Client("anthropic (Node)", "node/anthropic_sdk.mjs", "node", "@anthropic-ai/sdk"),
     Client("Vercel AI SDK", "node/ai_sdk.mjs", "node", "ai", TOOL_USERS),
     Client("LangChain", "python/langchain_client.py", "langchain", "langchain-openai", TOOL_USERS),
-    Client("LangGraph", "python/langgraph_client.py", "langchain", "langgraph"),
+    Client("LangGraph", "python/langgraph_client.py", "langchain", "langgraph", TOOL_USERS),
     Client("LlamaIndex", "python/llama_index_client.py", "llama_index", "llama-index-core"),
     Client("pydantic-ai", "python/pydantic_ai_client.py", "agents", "pydantic-ai-slim", TOOL_USERS | REFUSES_EMPTY),
-    Client("instructor", "python/instructor_client.py", "vendors", "instructor", TOOL_USERS),
+    Client("instructor", "python/instructor_client.py", "vendors", "instructor", TOOL_USERS | REFUSES_EMPTY),
     Client("smolagents", "python/smolagents_client.py", "litellm", "smolagents"),
     Client("OpenAI Agents", "python/openai_agents_client.py", "agents", "openai-agents"),
     Client("litellm", "python/litellm_client.py", "litellm", "litellm", TOOL_USERS),

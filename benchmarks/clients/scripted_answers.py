@@ -1,7 +1,8 @@
 """Answers of a scripted engine for agents: it calls an offered tool, repeats the tool's result, and fills in schemas.
 
 It reads the prompt that the gateway has made, as a model does. So a client's tool loop ends with the tool's own result
-in the answer, which shows that tools, calls and results pass the gateway in both directions.
+in the answer, which shows that tools, calls and results pass the gateway in both directions. A user may say which tools
+to call: a line `Call NAME with {"argument": …}` for each call, or `Use no tools`.
 """
 
 from __future__ import annotations
@@ -15,15 +16,20 @@ import msgspec
 
 from moiety_platform.engine_client.fake import Piece
 from moiety_text.tokenizer import Tokenizer
-from moiety_wire.grammars import GrammarKind, ToolCallsGrammar
+from moiety_wire.grammars import GrammarKind, GrammarSpec, ReasonedGrammar, ToolCallsGrammar
+from moiety_wire.images import image_size
 from moiety_wire.messages import Submit
 
+IMAGE = "<|image|>"
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 THOUGHT = "The tool knows it."
 CHAT_TEMPLATE = """\
 {%- if tools %}<|system|><tools>{{ tools | tojson }}</tools>
 {% endif %}
-{%- for message in messages %}<|{{ message.role }}|>{{ message.content or '' }}
+{%- for message in messages %}<|{{ message.role }}|>
+{%- if message.content is string %}{{ message.content }}
+{%- else %}{% for part in message.content or [] %}{% if part.type == 'image' %}<|image|>{% else %}{{ part.text }}
+{%- endif %}{% endfor %}{% endif %}
 {%- for call in message.tool_calls or [] %}
 <tool_call>
 {"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
@@ -44,6 +50,8 @@ KNOWN_VALUES: dict[str, Any] = {
     "city": "Basel",
 }
 _TOOLS = re.compile(r"<tools>(.*?)</tools>\n", re.DOTALL)
+_ASKED_CALL = re.compile(r"^Call (\S+) with (\{.*?\})(?=\n|<\||$)", re.MULTILINE)
+_NO_TOOLS = "Use no tools"
 _RESULT_CHARS = 400
 
 
@@ -58,7 +66,8 @@ class ScriptedAnswers:
     def __call__(self, submit: Submit) -> Sequence[Piece]:
         prompt = self._tokenizer.decode(submit.prompt_ids, skip_special_tokens=False)
         begun = prompt.rpartition("<|assistant|>")[2].rpartition("</think>")[2].lstrip()  # where a call is forced
-        is_silent = bool(begun) or prompt.rstrip().endswith("</think>") or _is_schema(submit)
+        must_answer = _schema_of(submit.grammar) is not None and _unreasoned(submit.grammar) is submit.grammar
+        is_silent = bool(begun) or prompt.rstrip().endswith("</think>") or must_answer
         thought = "" if is_silent else f"<think>{THOUGHT}</think>"
         return list(self._pieces(thought + answer_to(prompt, submit).removeprefix(begun)))
 
@@ -79,24 +88,36 @@ class ScriptedAnswers:
 
 def answer_to(prompt: str, submit: Submit) -> str:
     """Return the answer after the reasoning."""
-    tools = offered_tools(prompt, submit)
+    tools = {} if _NO_TOOLS in _last_turn(prompt) else offered_tools(prompt, submit)
+    asked = [found for found in _ASKED_CALL.findall(_last_turn(prompt)) if found[0] in tools]
+    num_results = _last_turn(prompt).count("<|tool|>")
+    if num_results < len(asked):
+        name, arguments = asked[num_results]
+        return call_of(name, json.loads(arguments))
     result = _last_result(prompt, "<|tool|>" if "final_answer" not in tools else "Observation:")
     if result is not None:
         text = f"The tool says: {result}"
         if "final_answer" in tools:  # smolagents, whose results are user messages, and whose answer is a call
             return call_of("final_answer", {"answer": text})
-        return text if submit.grammar is None or not _is_schema(submit) else _document(submit)
+        return text if _schema_of(submit.grammar) is None else _document(submit)
+    if submit.images and _schema_of(submit.grammar) is None:
+        width, height = image_size(submit.images[-1].data)
+        return f"I see an image of {width} × {height} pixels."
     if tools:
         name = next((name for name in SHELLS if name in tools), next(iter(tools)))
         return call_of(name, instance_of(tools[name]))
-    return _document(submit) if _is_schema(submit) else "The answer is 42, as everybody knows."
+    return _document(submit) if _schema_of(submit.grammar) is not None else "The answer is 42, as everybody knows."
 
 
 def _last_result(prompt: str, mark: str) -> str | None:
     """Return the result of a tool that the last turn begins with `mark`; None where it is no result."""
-    turn = prompt[prompt.rfind("<|user|>") :]
-    _, found, result = turn.rpartition(mark)
+    _, found, result = _last_turn(prompt).rpartition(mark)
     return result.partition("<|")[0].strip()[:_RESULT_CHARS] if found else None
+
+
+def _last_turn(prompt: str) -> str:
+    """Return the last message of the user and what follows it."""
+    return prompt[prompt.rfind("<|user|>") :]
 
 
 def call_of(name: str, arguments: Any) -> str:
@@ -105,9 +126,9 @@ def call_of(name: str, arguments: Any) -> str:
 
 def offered_tools(prompt: str, submit: Submit) -> dict[str, Any]:
     """Return the schemas of the tools by name: those of the grammar, which a choice may narrow, else the prompt's."""
-    if submit.grammar is not None and submit.grammar.kind is GrammarKind.CALLS:
-        grammar = _calls_grammar(submit.grammar.text)
-        return {tool.name: json.loads(tool.schema) for tool in grammar.tools}
+    grammar = _unreasoned(submit.grammar)
+    if grammar is not None and grammar.kind is GrammarKind.CALLS:
+        return {tool.name: json.loads(tool.schema) for tool in _calls_grammar(grammar.text).tools}
     found = _TOOLS.search(prompt)
     tools = json.loads(found[1]) if found else []
     functions = [tool.get("function", tool) for tool in tools]
@@ -153,11 +174,23 @@ def _calls_grammar(text: str) -> ToolCallsGrammar:
     return msgspec.json.decode(text, type=ToolCallsGrammar)
 
 
-def _is_schema(submit: Submit) -> bool:
-    return submit.grammar is not None and submit.grammar.kind in {GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT}
+def _schema_of(grammar: GrammarSpec | None) -> str | None:
+    """Return the JSON schema of the answer, empty for any object; None where it may be text."""
+    grammar = _unreasoned(grammar)
+    if grammar is None:
+        return None
+    if grammar.kind is GrammarKind.CALLS:
+        return _schema_of(_calls_grammar(grammar.text).answer)
+    return grammar.text if grammar.kind in {GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT} else None
+
+
+def _unreasoned(grammar: GrammarSpec | None) -> GrammarSpec | None:
+    """Return the grammar of the output after the reasoning."""
+    if grammar is None or grammar.kind is not GrammarKind.REASONED:
+        return grammar
+    return msgspec.json.decode(grammar.text, type=ReasonedGrammar).answer
 
 
 def _document(submit: Submit) -> str:
-    assert submit.grammar is not None
-    text = submit.grammar.text
+    text = _schema_of(submit.grammar)
     return json.dumps(instance_of(json.loads(text)) if text else {"answer": 42})

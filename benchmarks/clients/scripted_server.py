@@ -16,7 +16,7 @@ from pathlib import Path
 import tokenizers
 from pydantic import SecretStr
 
-from clients.scripted_answers import CHAT_TEMPLATE, MARKERS, ScriptedAnswers
+from clients.scripted_answers import CHAT_TEMPLATE, IMAGE, MARKERS, ScriptedAnswers
 from moiety_platform.auth.bootstrap import BootstrapResult, ensure_bootstrap
 from moiety_platform.bootstrap.composition import Overrides, assembled
 from moiety_platform.classes.schemas import NewClass
@@ -29,25 +29,39 @@ from moiety_platform.listening import bind
 from moiety_platform.reloading.source import SettingsSource
 from moiety_platform.settings import SECTION, GatewaySettings
 from moiety_wire.classes import SHIPPED
+from moiety_wire.images import ImageRules
 from moiety_wire.messages import ModelCard
 
 MODEL = "scripted-agent"
 PEPPER = "a pepper of a gateway that only this machine reaches"
+IMAGES = ImageRules(  # the sizes of Qwen3-VL, whose placeholder has no tokens around it here
+    image_token_id=257,
+    start_token_id=257,
+    end_token_id=257,
+    patch_size=16,
+    merge_size=2,
+    min_pixels=1 << 16,
+    max_pixels=1 << 21,
+    max_images=16,
+    max_bytes=20 << 20,
+    max_total_bytes=48 << 20,
+    max_source_pixels=36_000_000,
+)
 CONTEXT_TOKENS = 1_000_000  # the tokenizer has one token a byte, and agents begin with 100 KB
 
 
-def model_card() -> ModelCard:
-    """Return the card of a model with one token a byte and one a marker, which reasons and calls tools."""
+def model_card(model: str) -> ModelCard:
+    """Return the card of a model with one token a byte and one a marker, which reasons, calls tools and sees."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: number for number, letter in enumerate(alphabet)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|end|>"])
+    tokenizer.add_special_tokens(["<|end|>", IMAGE])  # their ids are 256 and IMAGES.image_token_id
     tokenizer.add_tokens(list(MARKERS))
     return ModelCard(
         engine_id="scripted",
-        model=MODEL,
+        model=model,
         family="scripted",
         tokenizer_json=tokenizer.to_str(),
         chat_template=CHAT_TEMPLATE,
@@ -60,10 +74,11 @@ def model_card() -> ModelCard:
         dtype="float32",
         device="none",
         follows_grammars=True,
+        images=IMAGES,
     )
 
 
-async def serve(port: int, write: Callable[[BootstrapResult], object], data: Path) -> None:
+async def serve(model: str, port: int, write: Callable[[BootstrapResult], object], data: Path) -> None:
     """Serve until cancelled. `write` gets the first keys before the port listens."""
     url, clock = f"sqlite:///{data / 'store.db'}", SystemClock()
     database = Database.open(url)
@@ -75,8 +90,14 @@ async def serve(port: int, write: Callable[[BootstrapResult], object], data: Pat
     keys = await ensure_bootstrap(database, PEPPER.encode(), clock, reissue=True)
     assert keys is not None
     write(keys)
-    settings = GatewaySettings(data_dir=data, database_url=url, traces_database_url=url, key_pepper=SecretStr(PEPPER))
-    card = model_card()
+    settings = GatewaySettings(
+        data_dir=data,
+        database_url=url,
+        traces_database_url=url,
+        key_pepper=SecretStr(PEPPER),
+        responses_store_by_default=True,  # Vercel's AI SDK refers to items, as to OpenAI's
+    )
+    card = model_card(model)
     engine = FakeEngineClient(card, ScriptedAnswers(card.tokenizer_json))
     source = SettingsSource.open(None, SECTION, lambda: settings, {})
     async with assembled(source, Overrides(engines=[engine], database=database)) as gateway:
@@ -86,6 +107,7 @@ async def serve(port: int, write: Callable[[BootstrapResult], object], data: Pat
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=MODEL, help="name of the model")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--keys", type=Path, required=True)
     parser.add_argument("--data", type=Path, required=True)
@@ -95,7 +117,7 @@ def main() -> None:
     def write(keys: BootstrapResult) -> None:
         options.keys.write_text(json.dumps({"tenant_key": keys.tenant_key}))
 
-    asyncio.run(serve(options.port, write, options.data))
+    asyncio.run(serve(options.model, options.port, write, options.data))
 
 
 if __name__ == "__main__":

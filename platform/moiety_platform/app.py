@@ -89,6 +89,7 @@ OF_PIPELINE = (
 OF_KEEPING = (
     "idempotency_ttl_s", "idempotency_max_answer_bytes", "idempotency_max_keys_per_tenant",
     "idempotency_max_bytes_per_tenant", "responses_ttl_s", "responses_max_per_tenant", "responses_max_bytes_per_tenant",
+    "responses_store_by_default",
 )  # fmt: skip
 OF_BATCHES = (
     "max_file_bytes", "max_file_bytes_per_tenant", "keep_files_days", "max_batch_lines", "max_open_batches_per_tenant",

@@ -223,6 +223,11 @@ class GatewaySettings(BaseSettings):
         ge=0,
     )
 
+    responses_store_by_default: bool = live(
+        False,
+        "Whether requests of the Responses API without 'store' store their responses, as OpenAI's do. Clients need it "
+        "that refer to responses or items without asking to store them.",
+    )
     responses_ttl_s: float = live(
         30 * 86_400, "Time for which responses of the Responses API are stored on request, in seconds.", gt=0
     )

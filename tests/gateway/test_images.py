@@ -137,6 +137,15 @@ async def test_a_model_that_reads_text_only_refuses_images(gateway: RunningGatew
     assert "reads text only" in await refusal(gateway, path, BODIES[path](WIDE))
 
 
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+async def test_images_are_refused_before_a_template_that_knows_texts_only_sees_them(
+    start_gateway: StartGateway, card: ModelCard, path: str
+) -> None:
+    template = "{% for message in messages %}{{ message.role + ': ' + message.content }}{% endfor %}"
+    async with start_gateway([FakeEngineClient(msgspec.structs.replace(card, chat_template=template))]) as gateway:
+        assert "reads text only" in await refusal(gateway, path, BODIES[path](WIDE))
+
+
 async def test_links_and_broken_base64_are_refused(start_gateway: StartGateway, seeing: ModelCard) -> None:
     async with start_gateway([FakeEngineClient(seeing)]) as gateway:
         body = chat_of(WIDE)

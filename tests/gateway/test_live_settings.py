@@ -260,6 +260,11 @@ async def days_of_a_response(gateway: RunningGateway) -> tuple[Any, ...]:
     return status, round((last.expires_ms / 1000 - time.time()) / DAY_S)
 
 
+async def stores_unasked(gateway: RunningGateway) -> object:
+    _, _, body = await gateway.post("/v1/responses", {"model": "tiny", "input": "x", "max_output_tokens": 2})
+    return json.loads(body)["store"]
+
+
 def deep(levels: int) -> list[Any]:
     return [deep(levels - 1)] if levels else []
 
@@ -302,6 +307,7 @@ ROWS = [  # setting, its new value, what is looked at, what it is before and aft
     ("idempotency_max_bytes_per_tenant", 0, replayed, OK, (410, "idempotency_answer_not_kept")),
     ("idempotency_max_keys_per_tenant", 1, with_another_key, OK, (429, "idempotency_keys_exhausted")),
     ("responses_ttl_s", 4 * DAY_S, days_of_a_response, (200, 30), (200, 4)),
+    ("responses_store_by_default", True, stores_unasked, False, True),
     ("responses_max_per_tenant", 0, days_of_a_response, (200, 30), (400, "not kept")),
     ("responses_max_bytes_per_tenant", 0, days_of_a_response, (200, 30), (429, "not kept")),
 ]

@@ -165,6 +165,21 @@ async def test_anthropics_client_gets_a_thinking_block(
         await gateway.anthropic.messages.create(**{**asked, "messages": turns})
 
 
+async def test_log_probabilities_of_a_response_are_those_of_the_text_after_the_reasoning(
+    thinking: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+) -> None:
+    asked: dict[str, Any] = {
+        "model": "hermes", "input": "Is it warm?", "include": ["message.output_text.logprobs"], "top_logprobs": 1
+    }  # fmt: skip
+    async with thinking() as gateway:
+        writes(gateway, "<think>\nHm.\n</think>\n\nYes.")
+        whole = await gateway.client.responses.create(**asked)
+        assert [entry.token for entry in whole.output[-1].content[0].logprobs] == list("Yes.")
+        events = [event async for event in await gateway.client.responses.create(**asked, stream=True)]
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert [[entry.token for entry in event.logprobs] for event in deltas] == [list(event.delta) for event in deltas]
+
+
 async def test_responses_have_a_reasoning_item(
     thinking: Callable[..., AbstractAsyncContextManager[RunningGateway]],
 ) -> None:

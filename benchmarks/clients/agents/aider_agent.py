@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import tasks
 from commands import run_agent
-from tasks import Server, expect
+from tasks import LONG_TEXT, Server, expect
 
 OPTIONS = ("--no-show-model-warnings", "--no-check-update", "--analytics-disable", "--yes-always", "--no-gitignore")
 
 
-def ask(server: Server, *arguments: str) -> None:
+def ask(server: Server, *arguments: str) -> str:
     settings = {
         "OPENAI_API_BASE": server.openai_url,
         "OPENAI_API_KEY": server.key,
@@ -18,6 +20,7 @@ def ask(server: Server, *arguments: str) -> None:
     }
     made = run_agent(["aider", *OPTIONS, *arguments, "--message", "Say hello", "a.txt"], settings)
     expect("The answer is 42" in made.stdout and made.returncode == 0, (made.stdout + made.stderr)[-600:])
+    return made.stdout
 
 
 def chat(server: Server) -> None:
@@ -29,5 +32,20 @@ def stream(server: Server) -> None:
         ask(server, "--model", f"{provider}/{server.model}")
 
 
+def thoughts(server: Server) -> None:
+    for provider in ("openai", "anthropic"):
+        made = ask(server, "--model", f"{provider}/{server.model}")
+        expect("THINKING" in made, made[-600:])
+
+
+def long_prompt(server: Server) -> None:
+    file = Path("long.txt").absolute()
+    file.write_text(LONG_TEXT * 10)
+    ask(server, "--model", f"openai/{server.model}", "--read", str(file))
+
+
 if __name__ == "__main__":
-    tasks.main({"chat": chat, "stream": stream})
+    tasks.main({"chat": chat, "stream": stream, "thoughts": thoughts, "long prompt": long_prompt}, {
+        "tools": "it reads edits from the text of answers", "structured output": "it asks for none",
+        "images": "it sends them only to models that its own list says can see", "cancel": tasks.NO_CANCEL
+    })  # fmt: skip

@@ -1,28 +1,37 @@
-"""Claude Code in print mode: a tool loop with its own shell tool, reasoning, its stream of events."""
+"""Claude Code in print mode: tool loops with its own tools, an edited file, images, reasoning, its stream of events."""
 
 from __future__ import annotations
 
+import base64
 import json
 import subprocess
+from pathlib import Path
 
 import tasks
-from commands import run_agent
-from tasks import CITY_SCHEMA, Server, expect
+from commands import FILE, run_agent
+from tasks import CITY_SCHEMA, LONG_TEXT, PIXEL, Server, expect
+
+EDIT = f"""Call Read with {{"file_path": "{FILE}"}}
+Call Edit with {{"file_path": "{FILE}", "old_string": "hello", "new_string": "goodbye"}}
+Call Bash with {{"command": "cat a.txt", "description": "show the file"}}"""
 
 
-def ask(server: Server, prompt: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def ask(server: Server, prompt: str, *arguments: str, message: object = None) -> subprocess.CompletedProcess[str]:
     settings = {
         "ANTHROPIC_BASE_URL": server.url,
         "ANTHROPIC_AUTH_TOKEN": server.key,
         "ANTHROPIC_MODEL": server.model,
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
-    return run_agent(["claude", "-p", prompt, *arguments], settings)
+    written = None if message is None else json.dumps({"type": "user", "message": message})
+    return run_agent(["claude", "-p", prompt, *arguments], settings, written)
 
 
 def tools(server: Server) -> None:
     made = ask(server, "Run echo moiety", "--allowedTools", "Bash")
     expect(made.stdout.strip() == "The tool says: moiety", made)
+    made = ask(server, EDIT, "--allowedTools", "Read,Edit,Bash")
+    expect(made.stdout.strip() == "The tool says: goodbye", made)
 
 
 def stream(server: Server) -> None:
@@ -49,7 +58,26 @@ def structured_output(server: Server) -> None:
     expect(json.loads(made.stdout).get("structured_output") == {"city": "Basel"}, made)
 
 
+def images(server: Server) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": PIXEL}
+    content = [{"type": "text", "text": "What is it?"}, {"type": "image", "source": source}]
+    forms = ("--input-format", "stream-json", "--output-format", "stream-json", "--verbose")
+    made = ask(server, "", *forms, "--tools", "", message={"role": "user", "content": content})
+    expect(tasks.SEEN in made.stdout, made)
+    file = Path("pixel.png").absolute()
+    file.write_bytes(base64.b64decode(PIXEL))
+    read = f'Call Read with {{"file_path": "{file}"}}'
+    made = ask(server, read, "--allowedTools", "Read", "--add-dir", str(file.parent))
+    expect(made.returncode == 0 and "The tool says" in made.stdout, made)
+
+
+def long_prompt(server: Server) -> None:
+    made = ask(server, f"{LONG_TEXT * 10}\nUse no tools.")  # its own prompt has 100 KB more
+    expect(made.returncode == 0 and "42" in made.stdout, made)
+
+
 if __name__ == "__main__":
-    tasks.main(
-        {"chat": chat, "stream": stream, "tools": tools, "thoughts": thoughts, "structured output": structured_output}
-    )
+    tasks.main({
+        "chat": chat, "stream": stream, "tools": tools, "structured output": structured_output, "thoughts": thoughts,
+        "images": images, "long prompt": long_prompt
+    }, {"cancel": tasks.NO_CANCEL})  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 
 import tasks
 from commands import RefusedRequest, run_agent
-from tasks import CITY_SCHEMA, PIXEL, Server, expect
+from tasks import CITY_SCHEMA, LONG_TEXT, PIXEL, Server, expect
 
 CONFIG = """\
 model = "{model}"
@@ -45,6 +45,16 @@ def items_of(made: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
     return [event["item"] for event in events_of(made) if event["type"] == "item.completed"]
 
 
+def chat(server: Server) -> None:
+    items = items_of(ask(server, "Say hello.\nUse no tools."))
+    expect("command_execution" not in [item["type"] for item in items] and "42" in items[-1]["text"], items)
+
+
+def long_prompt(server: Server) -> None:
+    events = events_of(ask(server, f"{LONG_TEXT * 10}\nUse no tools."))
+    expect(events[-1]["usage"]["input_tokens"] > 10 * tasks.MIN_LONG_TOKENS, events[-1])
+
+
 def tools(server: Server) -> None:
     items = items_of(ask(server, "Run echo moiety"))
     expect("command_execution" in [item["type"] for item in items], items)
@@ -67,7 +77,8 @@ def structured_output(server: Server) -> None:
 def images(server: Server) -> None:
     file = Path("pixel.png").absolute()
     file.write_bytes(base64.b64decode(PIXEL))
-    items_of(ask(server, "-i", str(file), "--", "What is it?"))
+    items = items_of(ask(server, "-i", str(file), "--", "What is it?"))
+    expect(tasks.SEEN in items[-1]["text"], items)
 
 
 def thoughts(server: Server) -> None:
@@ -76,12 +87,7 @@ def thoughts(server: Server) -> None:
 
 
 if __name__ == "__main__":
-    tasks.main(
-        {
-            "stream": stream,
-            "tools": tools,
-            "structured output": structured_output,
-            "thoughts": thoughts,
-            "images": images,
-        }
-    )
+    tasks.main({
+        "chat": chat, "stream": stream, "tools": tools, "structured output": structured_output, "thoughts": thoughts,
+        "images": images, "long prompt": long_prompt
+    }, {"cancel": tasks.NO_CANCEL})  # fmt: skip

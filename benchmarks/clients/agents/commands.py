@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 AGENT_TIMEOUT_S = 120.0
+FILE = "@FILE@"  # in a command, the absolute path of the repository's file
 _REFUSAL = re.compile(r"(?:API Error:|status|code:?) 400\b.{0,240}")
 
 
@@ -19,20 +20,26 @@ class RefusedRequest(Exception):
     status = 400
 
 
-def run_agent(command: Sequence[str], settings: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    """Return the ended command, which ran in a new repository with one file, a.txt. Raises RefusedRequest."""
+def run_agent(
+    command: Sequence[str], settings: Mapping[str, str], written: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Return the ended command, which ran in a new repository with one file, a.txt. Raises RefusedRequest.
+
+    `written` is its standard input.
+    """
     commands = Path(os.environ["MOIETY_CLIENT_COMMANDS"])
     folder = Path(tempfile.mkdtemp(dir=Path.cwd()))
     (folder / "a.txt").write_text("hello\n")
-    environment = os.environ | dict(settings) | {"PATH": f"{commands}:{os.environ['PATH']}"}
+    places = {"PATH": f"{commands}:{os.environ['PATH']}", "PWD": str(folder)}
+    environment = os.environ | dict(settings) | places
     author = ["-c", "user.name=moiety", "-c", "user.email=moiety@localhost"]
     for git in (["init", "-q"], ["add", "-A"], [*author, "commit", "-qm", "a"]):
         subprocess.run(["git", *git], cwd=folder, check=True)
     made = subprocess.run(
-        [str(commands / command[0]), *command[1:]],
+        [str(commands / command[0]), *(part.replace(FILE, str(folder / "a.txt")) for part in command[1:])],
         cwd=folder,
         env=environment,
-        stdin=subprocess.DEVNULL,
+        input=(written or "").replace(FILE, str(folder / "a.txt")),
         capture_output=True,
         text=True,
         timeout=AGENT_TIMEOUT_S,

@@ -1,6 +1,6 @@
 // Anthropic's Node package: messages.
 import Anthropic from '@anthropic-ai/sdk';
-import { ANSWER, CHOICE_SCHEMA, CITY_SCHEMA, LONG_TEXT, MIN_LONG_TOKENS, PIXEL, QUESTION, RESULT, TIMEOUT_MS, expect, main } from './tasks.mjs';
+import { ANSWER, CHOICE_SCHEMA, CITY_SCHEMA, LONG_TEXT, MIN_LONG_TOKENS, PIXEL, QUESTION, RESULT, SEEN, TIMEOUT_MS, expect, main } from './tasks.mjs';
 
 const USER = [{ role: 'user', content: QUESTION }];
 const TOOL = { name: 'temperature_of', description: 'Tells how warm it is.', input_schema: CHOICE_SCHEMA };
@@ -56,7 +56,8 @@ async function thoughts(server) {
 async function images(server) {
   const source = { type: 'base64', media_type: 'image/png', data: PIXEL };
   const content = [{ type: 'text', text: 'What is it?' }, { type: 'image', source }];
-  await clientOf(server).messages.create({ model: server.model, messages: [{ role: 'user', content }], max_tokens: 8 });
+  const answer = await clientOf(server).messages.create({ model: server.model, messages: [{ role: 'user', content }], max_tokens: 400 });
+  expect(answer.content.at(-1).text.includes(SEEN), answer);
 }
 
 async function longPrompt(server) {

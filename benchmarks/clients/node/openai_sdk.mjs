@@ -1,6 +1,6 @@
 // OpenAI's Node package: chat completions and responses.
 import OpenAI from 'openai';
-import { ANSWER, CHOICE_SCHEMA, CITY_SCHEMA, LONG_TEXT, MIN_LONG_TOKENS, PIXEL, QUESTION, RESULT, TIMEOUT_MS, expect, main } from './tasks.mjs';
+import { ANSWER, CHOICE_SCHEMA, CITY_SCHEMA, LONG_TEXT, MIN_LONG_TOKENS, PIXEL, QUESTION, RESULT, SEEN, TIMEOUT_MS, expect, main } from './tasks.mjs';
 
 const USER = [{ role: 'user', content: QUESTION }];
 const TOOL = { type: 'function', function: { name: 'temperature_of', parameters: CITY_SCHEMA } };
@@ -57,7 +57,12 @@ async function thoughts(server) {
 async function images(server) {
   const url = `data:image/png;base64,${PIXEL}`;
   const content = [{ type: 'text', text: 'What is it?' }, { type: 'image_url', image_url: { url } }];
-  await clientOf(server).chat.completions.create({ model: server.model, messages: [{ role: 'user', content }], max_tokens: 8 });
+  const client = clientOf(server);
+  const answer = await client.chat.completions.create({ model: server.model, messages: [{ role: 'user', content }] });
+  expect(answer.choices[0].message.content.includes(SEEN), answer);
+  const items = [{ type: 'input_text', text: 'What is it?' }, { type: 'input_image', image_url: url }];
+  const response = await client.responses.create({ model: server.model, input: [{ role: 'user', content: items }] });
+  expect(response.output_text.includes(SEEN), response);
 }
 
 async function longPrompt(server) {

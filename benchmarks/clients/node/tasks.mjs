@@ -14,6 +14,7 @@ export const LONG_TEXT = Array.from({ length: 80 }, (_, number) => `Line ${numbe
 export const MIN_LONG_TOKENS = 1000;
 export const PIXEL =
   'iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg==';
+export const SEEN = 'an image of 1 × 1 pixels'; // in an answer to it
 export const TIMEOUT_MS = 60_000;
 const DETAIL_CHARS = 300;
 
@@ -33,7 +34,6 @@ function isRefusal(error) {
 }
 
 async function outcomeOf(task, name) {
-  if (!task) return ['not applicable', ''];
   try {
     await task(serverOf(name));
   } catch (error) {

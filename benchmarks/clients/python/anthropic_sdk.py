@@ -72,7 +72,10 @@ def thoughts(server: Server) -> None:
 def images(server: Server) -> None:
     source = {"type": "base64", "media_type": "image/png", "data": PIXEL}
     parts: Any = [{"type": "text", "text": "What is it?"}, {"type": "image", "source": source}]
-    client_of(server).messages.create(model=server.model, messages=[{"role": "user", "content": parts}], max_tokens=8)
+    answer = client_of(server).messages.create(
+        model=server.model, messages=[{"role": "user", "content": parts}], max_tokens=400
+    )
+    expect(tasks.SEEN in str(answer.content[-1]), answer)
 
 
 def long_prompt(server: Server) -> None:

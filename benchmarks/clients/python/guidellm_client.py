@@ -8,12 +8,12 @@ import subprocess
 from pathlib import Path
 
 import tasks
-from tasks import QUESTION, Server, expect
+from tasks import LONG_TEXT, QUESTION, Server, expect
 
 
-def benchmark(server: Server, request_format: str) -> None:
+def benchmark(server: Server, request_format: str, text: str = QUESTION) -> None:
     data = Path("prompts.jsonl")
-    data.write_text("".join(json.dumps({"prompt": f"{number}. {QUESTION}"}) + "\n" for number in range(4)))
+    data.write_text("".join(json.dumps({"prompt": f"{number}. {text}"}) + "\n" for number in range(4)))
     command = Path(os.environ["MOIETY_CLIENT_COMMANDS"]) / "guidellm"
     backend = f"kind=openai_http,target={server.url},model={server.model},api_key={server.key}"
     made = subprocess.run(
@@ -40,5 +40,18 @@ def stream(server: Server) -> None:
     benchmark(server, "/v1/chat/completions")
 
 
+def chat(server: Server) -> None:
+    benchmark(server, "/v1/completions")
+
+
+def long_prompt(server: Server) -> None:
+    benchmark(server, "/v1/chat/completions", LONG_TEXT)
+
+
 if __name__ == "__main__":
-    tasks.main({"stream": stream})
+    only = "it measures texts only"
+    absent = dict.fromkeys(("tools", "structured output", "thoughts", "images"), only)
+    tasks.main(
+        {"chat": chat, "stream": stream, "long prompt": long_prompt},
+        {**absent, "cancel": "it ends its requests itself"},
+    )

@@ -7,10 +7,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import tasks
-from inspect_ai.model import ChatMessageTool, ChatMessageUser, GenerateConfig, ResponseSchema, get_model
+from inspect_ai.model import (
+    ChatMessageTool,
+    ChatMessageUser,
+    ContentImage,
+    ContentText,
+    GenerateConfig,
+    ResponseSchema,
+    get_model,
+)
 from inspect_ai.tool import ToolInfo, ToolParam, ToolParams
 from inspect_ai.util import JSONSchema
-from tasks import LONG_TEXT, QUESTION, RESULT, Server, expect
+from tasks import LONG_TEXT, PIXEL_URL, QUESTION, RESULT, Server, expect
 
 PARAMETERS = ToolParams(
     properties={"city": ToolParam(type="string", description="Name of the city.")}, required=["city"]
@@ -29,10 +37,14 @@ def ask(model: Any, messages: list[Any], max_tokens: int | None = 20, **more: An
     return asyncio.run(model.generate(messages, tools=tools, config=config))
 
 
+def prompt_tokens(usage: Any) -> int:
+    return int(usage.input_tokens + (usage.input_tokens_cache_read or 0) + (usage.input_tokens_cache_write or 0))
+
+
 def chat(server: Server) -> None:
     for model in models(server):
         answer = ask(model, [ChatMessageUser(content=QUESTION)])
-        expect(answer.completion and answer.usage.input_tokens > 0, answer)
+        expect(answer.completion and prompt_tokens(answer.usage) > 0, answer)
 
 
 def tools(server: Server) -> None:
@@ -62,11 +74,27 @@ def structured_output(server: Server) -> None:
         expect('"city"' in answer, answer)
 
 
+def thoughts(server: Server) -> None:
+    for model in models(server):
+        message = ask(model, [ChatMessageUser(content=QUESTION)], 4000, reasoning_effort="low").message
+        expect("reasoning" in [part.type for part in message.content], message)
+
+
+def images(server: Server) -> None:
+    content: Any = [ContentText(text="What is it?"), ContentImage(image=PIXEL_URL)]
+    for model in models(server):
+        answer = ask(model, [ChatMessageUser(content=content)], 400).completion
+        expect(tasks.SEEN in answer, answer)
+
+
 def long_prompt(server: Server) -> None:
     for model in models(server):
         used = ask(model, [ChatMessageUser(content=LONG_TEXT)], 8).usage
-        expect(used.input_tokens + (used.input_tokens_cache_read or 0) > tasks.MIN_LONG_TOKENS, used)
+        expect(prompt_tokens(used) > tasks.MIN_LONG_TOKENS, used)
 
 
 if __name__ == "__main__":
-    tasks.main({"chat": chat, "tools": tools, "structured output": structured_output, "long prompt": long_prompt})
+    tasks.main({
+        "chat": chat, "tools": tools, "structured output": structured_output, "thoughts": thoughts, "images": images,
+        "long prompt": long_prompt
+    }, {"stream": "it does not stream", "cancel": "it does not stream"})  # fmt: skip

@@ -7,9 +7,10 @@ from typing import Any, Literal
 import instructor
 import tasks
 from anthropic import Anthropic
+from instructor.processing.multimodal import Image
 from openai import OpenAI
 from pydantic import BaseModel
-from tasks import QUESTION, Server, expect
+from tasks import LONG_TEXT, PIXEL_URL, QUESTION, Server, expect
 
 MESSAGES: Any = [{"role": "user", "content": QUESTION}]
 
@@ -34,13 +35,38 @@ def structured_output(server: Server) -> None:
     expect(isinstance(found, City), found)
 
 
-def stream(server: Server) -> None:
-    client: Any = instructor.from_openai(
+def client_of(server: Server) -> Any:
+    return instructor.from_openai(
         OpenAI(base_url=server.openai_url, api_key=server.key), mode=instructor.Mode.JSON_SCHEMA
     )
-    parts = list(client.chat.completions.create_partial(model=server.model, messages=MESSAGES, response_model=City))
+
+
+def stream(server: Server) -> None:
+    asked: dict[str, Any] = {"model": server.model, "messages": MESSAGES, "response_model": City}
+    parts = list(client_of(server).chat.completions.create_partial(**asked))
     expect(parts[-1].city, parts)
 
 
+def images(server: Server) -> None:
+    content = ["Which city is it?", Image.from_base64(PIXEL_URL)]
+    found, completion = client_of(server).chat.completions.create_with_completion(
+        model=server.model, messages=[{"role": "user", "content": content}], response_model=City, max_retries=0
+    )
+    expect(isinstance(found, City) and completion.usage.prompt_tokens > 0, found)
+
+
+def long_prompt(server: Server) -> None:
+    _, completion = client_of(server).chat.completions.create_with_completion(
+        model=server.model, messages=[{"role": "user", "content": LONG_TEXT}], response_model=City, max_retries=0
+    )
+    expect(completion.usage.prompt_tokens > tasks.MIN_LONG_TOKENS, completion.usage)
+
+
 if __name__ == "__main__":
-    tasks.main({"structured output": structured_output, "stream": stream})
+    only = "it makes documents only"
+    tasks.main({
+        "stream": stream, "structured output": structured_output, "images": images, "long prompt": long_prompt
+    }, {
+        "chat": only, "tools": f"{only}, by tool calls among others", "thoughts": only,
+        "cancel": "it collects a stream before it returns",
+    })  # fmt: skip

@@ -61,7 +61,21 @@ def structured_output(server: Server) -> None:
 
 def images(server: Server) -> None:
     parts: Any = [{"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": {"url": PIXEL_URL}}]
-    next(models(server)).invoke([HumanMessage(parts)])
+    for model in models(server, 400):
+        answer = model.invoke([HumanMessage(parts)])
+        expect(tasks.SEEN in answer.text, answer)
+
+
+def thoughts(server: Server) -> None:
+    told: dict[str, Any] = {"base_url": server.openai_url, "api_key": server.key, "max_retries": 0}
+    responses = ChatOpenAI(model=server.model, reasoning={"effort": "low", "summary": "auto"}, **told)
+    anthropic = ChatAnthropic(
+        model_name=server.model, base_url=server.url, api_key=server.key, max_tokens=4000,
+        thinking={"type": "enabled", "budget_tokens": 1024},
+    )  # fmt: skip
+    for model in (responses, anthropic):
+        blocks = model.invoke(QUESTION).content_blocks
+        expect("reasoning" in [block["type"] for block in blocks], blocks)
 
 
 def long_prompt(server: Server) -> None:
@@ -80,6 +94,6 @@ def cancel(server: Server) -> None:
 
 if __name__ == "__main__":
     tasks.main({
-        "chat": chat, "stream": stream, "tools": tools, "structured output": structured_output, "images": images,
-        "long prompt": long_prompt, "cancel": cancel
+        "chat": chat, "stream": stream, "tools": tools, "structured output": structured_output, "thoughts": thoughts,
+        "images": images, "long prompt": long_prompt, "cancel": cancel
     })  # fmt: skip

@@ -70,7 +70,8 @@ def thoughts(server: Server) -> None:
 def images(server: Server) -> None:
     parts: Any = [{"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": {"url": PIXEL_URL}}]
     for provider in providers(server):
-        litellm.completion(messages=[{"role": "user", "content": parts}], max_tokens=8, **provider)
+        answer: Any = litellm.completion(messages=[{"role": "user", "content": parts}], max_tokens=400, **provider)
+        expect(tasks.SEEN in str(answer.choices[0].message.content), answer)
 
 
 def long_prompt(server: Server) -> None:
@@ -79,8 +80,16 @@ def long_prompt(server: Server) -> None:
         expect(answer.usage.prompt_tokens > tasks.MIN_LONG_TOKENS, answer.usage)
 
 
+def cancel(server: Server) -> None:
+    for provider in providers(server):
+        running: Any = litellm.completion(messages=USER, max_tokens=1000, stream=True, **provider)
+        next(running)
+        running.completion_stream.close()
+    chat(server)
+
+
 if __name__ == "__main__":
     tasks.main({
         "chat": chat, "stream": stream, "tools": tools, "structured output": structured_output, "thoughts": thoughts,
-        "images": images, "long prompt": long_prompt
+        "images": images, "long prompt": long_prompt, "cancel": cancel
     })  # fmt: skip

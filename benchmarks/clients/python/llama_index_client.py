@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Any, Literal
 
 import tasks
-from llama_index.core.llms import ChatMessage
+from llama_index.core.llms import ChatMessage, ImageBlock, TextBlock
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
 from pydantic import BaseModel
-from tasks import LONG_TEXT, QUESTION, Server, expect
+from tasks import LONG_TEXT, PIXEL, QUESTION, Server, expect
 
 
 class City(BaseModel):
@@ -53,6 +54,12 @@ def structured_output(server: Server) -> None:
     expect(isinstance(found, City), found)
 
 
+def images(server: Server) -> None:
+    image = ImageBlock(image=base64.b64decode(PIXEL), image_mimetype="image/png")
+    answer = model_of(server, 400).chat([ChatMessage(role="user", blocks=[TextBlock(text="What is it?"), image])])
+    expect(tasks.SEEN in str(answer.message.content), answer)
+
+
 def long_prompt(server: Server) -> None:
     raw: Any = model_of(server, 8).chat([ChatMessage(role="user", content=LONG_TEXT)]).raw
     expect(raw.usage.prompt_tokens > tasks.MIN_LONG_TOKENS, raw)
@@ -68,5 +75,5 @@ def cancel(server: Server) -> None:
 if __name__ == "__main__":
     tasks.main({
         "chat": chat, "stream": stream, "tools": tools, "structured output": structured_output,
-        "long prompt": long_prompt, "cancel": cancel
-    })  # fmt: skip
+        "images": images, "long prompt": long_prompt, "cancel": cancel
+    }, {"thoughts": "OpenAILike does not read reasoning_content"})  # fmt: skip

@@ -11,7 +11,7 @@ import tasks
 from openai import AsyncOpenAI
 from openai.types.shared import Reasoning
 from pydantic import BaseModel
-from tasks import LONG_TEXT, QUESTION, Server, expect
+from tasks import LONG_TEXT, PIXEL_URL, QUESTION, Server, expect
 
 agents.set_tracing_disabled(True)  # it would send traces to its maker
 
@@ -58,6 +58,30 @@ def structured_output(server: Server) -> None:
         expect(isinstance(found, City), found)
 
 
+def thoughts(server: Server) -> None:
+    for agent in agents_of(server, max_tokens=4000):
+        kinds = [item.type for item in agents.Runner.run_sync(agent, QUESTION).new_items]
+        expect("reasoning_item" in kinds, kinds)
+
+
+def images(server: Server) -> None:
+    content: Any = [{"type": "input_text", "text": "What is it?"}, {"type": "input_image", "image_url": PIXEL_URL}]
+    for agent in agents_of(server, max_tokens=400):
+        answer = agents.Runner.run_sync(agent, [{"role": "user", "content": content}]).final_output
+        expect(tasks.SEEN in answer, answer)
+
+
+def cancel(server: Server) -> None:
+    async def run(agent: agents.Agent[Any]) -> None:
+        result = agents.Runner.run_streamed(agent, QUESTION)
+        async for _ in result.stream_events():
+            result.cancel()
+
+    for agent in agents_of(server, max_tokens=1000):
+        asyncio.run(run(agent))
+    chat(server)
+
+
 def long_prompt(server: Server) -> None:
     for agent in agents_of(server):
         used = agents.Runner.run_sync(agent, LONG_TEXT).raw_responses[-1].usage
@@ -67,5 +91,5 @@ def long_prompt(server: Server) -> None:
 if __name__ == "__main__":
     tasks.main({
         "chat": chat, "stream": stream, "tools": tools, "structured output": structured_output,
-        "long prompt": long_prompt
+        "thoughts": thoughts, "images": images, "long prompt": long_prompt, "cancel": cancel
     })  # fmt: skip

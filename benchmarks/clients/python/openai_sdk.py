@@ -83,9 +83,12 @@ def thoughts(server: Server) -> None:
 
 def images(server: Server) -> None:
     parts: Any = [{"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": {"url": PIXEL_URL}}]
-    client_of(server).chat.completions.create(
-        model=server.model, messages=[{"role": "user", "content": parts}], max_tokens=8
-    )
+    client = client_of(server)
+    answer = client.chat.completions.create(model=server.model, messages=[{"role": "user", "content": parts}])
+    expect(tasks.SEEN in str(answer.choices[0].message.content), answer)
+    items: Any = [{"type": "input_text", "text": "What is it?"}, {"type": "input_image", "image_url": PIXEL_URL}]
+    response = client.responses.create(model=server.model, input=[{"role": "user", "content": items}])
+    expect(tasks.SEEN in response.output_text, response)
 
 
 def long_prompt(server: Server) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -66,7 +67,20 @@ def thoughts(server: Server) -> None:
 
 def images(server: Server) -> None:
     image = BinaryContent(base64.b64decode(PIXEL), media_type="image/png")
-    Agent(next(models(server)), model_settings=SETTINGS).run_sync(["What is it?", image])
+    for model in models(server):
+        result = Agent(model).run_sync(["What is it?", image])
+        expect(tasks.SEEN in result.output, result)
+
+
+def cancel(server: Server) -> None:
+    async def run(model: Any) -> None:
+        async with Agent(model, model_settings=SETTINGS).run_stream(QUESTION) as result:
+            async for _ in result.stream_text(delta=True):
+                break
+
+    for model in models(server):
+        asyncio.run(run(model))
+    chat(server)
 
 
 def long_prompt(server: Server) -> None:
@@ -78,5 +92,5 @@ def long_prompt(server: Server) -> None:
 if __name__ == "__main__":
     tasks.main({
         "chat": chat, "stream": stream, "tools": tools, "structured output": structured_output, "thoughts": thoughts,
-        "images": images, "long prompt": long_prompt
+        "images": images, "long prompt": long_prompt, "cancel": cancel
     })  # fmt: skip

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from typing import Any
 
+import PIL.Image
 import tasks
 from smolagents import ChatMessage, OpenAIServerModel, ToolCallingAgent, tool
-from tasks import LONG_TEXT, QUESTION, Server, expect
+from tasks import CITY_SCHEMA, LONG_TEXT, PIXEL, QUESTION, Server, expect
 
 
 @tool
@@ -43,10 +46,33 @@ def tools(server: Server) -> None:
     expect(tasks.RESULT in str(answer), answer)
 
 
+def structured_output(server: Server) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY_SCHEMA, "strict": True}}
+    answer = model_of(server, 200).generate(messages_of(QUESTION), response_format=form)
+    expect('"city"' in str(answer.content), answer)
+
+
+def images(server: Server) -> None:
+    image = PIL.Image.open(io.BytesIO(base64.b64decode(PIXEL)))
+    content: Any = [{"type": "text", "text": "What is it?"}, {"type": "image", "image": image}]
+    answer = model_of(server, 400).generate([ChatMessage(role="user", content=content)])
+    expect(tasks.SEEN in str(answer.content), answer)
+
+
+def cancel(server: Server) -> None:
+    running: Any = model_of(server, 1000).generate_stream(messages_of(QUESTION))
+    next(running)
+    running.close()
+    chat(server)
+
+
 def long_prompt(server: Server) -> None:
     answer = model_of(server, 8).generate(messages_of(LONG_TEXT))
     expect(answer.token_usage and answer.token_usage.input_tokens > tasks.MIN_LONG_TOKENS, answer)
 
 
 if __name__ == "__main__":
-    tasks.main({"chat": chat, "stream": stream, "tools": tools, "long prompt": long_prompt})
+    tasks.main({
+        "chat": chat, "stream": stream, "tools": tools, "structured output": structured_output, "images": images,
+        "long prompt": long_prompt, "cancel": cancel
+    }, {"thoughts": "it does not read reasoning_content"})  # fmt: skip

@@ -30,13 +30,11 @@ PIXEL = (  # a PNG of one pixel
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 )
 PIXEL_URL = f"data:image/png;base64,{PIXEL}"
+SEEN = "an image of 1 × 1 pixels"  # in an answer to it
 TIMEOUT_S = 60.0
+NO_CANCEL = "its print mode ends by a signal only, and the scripted engine ends before one arrives"
 _REFUSED_STATUS = 400
 _DETAIL_CHARS = 300
-
-
-class NotApplicable(Exception):
-    """The client has no such feature; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +69,17 @@ def expect(condition: object, got: object) -> None:
         raise AssertionError(f"got {got!r}"[:_DETAIL_CHARS])
 
 
-def main(tasks: dict[str, Task]) -> None:
-    """Run the tasks named on the command line."""
+def main(tasks: dict[str, Task], absent: dict[str, str] | None = None) -> None:
+    """Run the tasks named on the command line. `absent` has the reason for each task that the client cannot do."""
     for name in sys.argv[1:]:
-        outcome, detail = _run(tasks.get(name), name)
+        task = tasks.get(name)
+        outcome, detail = ("not applicable", (absent or {})[name]) if task is None else _run(task, name)
         print(json.dumps({"task": name, "outcome": outcome, "detail": detail}), flush=True)
 
 
-def _run(task: Task | None, name: str) -> tuple[str, str]:
-    if task is None:
-        return "not applicable", ""
+def _run(task: Task, name: str) -> tuple[str, str]:
     try:
         task(_server_of(name))
-    except NotApplicable as exc:
-        return "not applicable", str(exc)
     except BaseException as exc:
         traceback.print_exc()
         refusal = next((one for one in _chain(exc) if _status_of(one) == _REFUSED_STATUS), None)

@@ -223,6 +223,14 @@ class StrictBody(BaseModel):
 
     forms: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
+    @classmethod
+    def translated(cls, _data: bytes) -> bytes | None:
+        """Return a body in the form of another API as one of this schema; None where it is no such body.
+
+        Called for bodies that are not valid as they are. May raise ValidationError.
+        """
+        return None
+
 
 class AskingBody(StrictBody):
     """Base of request bodies that are served by an engine."""

@@ -16,7 +16,7 @@ from moiety_platform.inference.encoded_pairs import context_too_long, encode_pai
 from moiety_platform.inference.encoding_cost import ID_COST, is_short, tools_for_template
 from moiety_platform.inference.generation import Conversation, Generation, Prompt, TextPair
 from moiety_platform.inference.harmony_answers import HarmonyAnswers
-from moiety_platform.inference.prompt_images import image_inputs, images_of, with_placeholders
+from moiety_platform.inference.prompt_images import image_inputs, images_not_supported, images_of, with_placeholders
 from moiety_platform.inference.strict_tools import grammar_of_calls
 from moiety_platform.inference.system_messages import as_user_messages, takes_late_system
 from moiety_platform.inference.template_options import TemplateOptions
@@ -374,6 +374,9 @@ class ModelText:
             raise BadRequest(
                 f"the model {self._model!r} has no chat template; use /v1/completions with a prompt", param="messages"
             )
+        images = images_of(conversation)
+        if images and self._images is None:
+            raise images_not_supported(self._model)
         tools = [] if conversation.tools is None else tools_for_template(conversation.tools)
         extra = self._options.variables_of(conversation) if conversation.has_reasoning_options else {}
         opening, messages = self._begun(conversation)
@@ -386,8 +389,7 @@ class ModelText:
             max_tokens=self._max_context_tokens,
             is_plain=is_plain,
         )
-        images = images_of(conversation)
-        return with_placeholders(token_ids, images, self._images, self._model) if images else token_ids
+        return token_ids if self._images is None else with_placeholders(token_ids, images, self._images, self._model)
 
     def image_inputs(self, generation: Generation, number: int, prompt_ids: Sequence[int]) -> list[ImageInput]:
         """Return the images of the generation's prompt `number` for the engine; `prompt_ids` are its token ids."""

@@ -62,14 +62,19 @@ def _images_in(messages: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
                     yield part["data"]
 
 
-def with_placeholders(token_ids: list[int], images: Sequence[bytes], rules: ImageRules | None, model: str) -> list[int]:
+def images_not_supported(model: str) -> BadRequest:
+    """Return the error for images to a model that reads text only."""
+    message = f"the model {model!r} reads text only; leave the images out, or use a model that sees"
+    return BadRequest(message, code=NOT_SUPPORTED, param="messages")
+
+
+def with_placeholders(token_ids: list[int], images: Sequence[bytes], rules: ImageRules, model: str) -> list[int]:
     """Return the prompt with as many placeholders for each image as it has tokens.
 
     Raises BadRequest for images that the model cannot read, and for a template that leaves one out.
     """
-    if rules is None:
-        message = f"the model {model!r} reads text only; leave the images out, or use a model that sees"
-        raise BadRequest(message, code=NOT_SUPPORTED, param="messages")
+    if not images:
+        return token_ids
     counts = _counts(images, rules)
     if token_ids.count(rules.image_token_id) != len(counts):
         message = f"the chat template of the model {model!r} does not show each image once; send fewer images a message"

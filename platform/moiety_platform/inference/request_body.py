@@ -102,7 +102,13 @@ def decode_body(schema: type[Body], data: bytes, max_depth: int, shape: ShapeLim
     """
     check_depth(data, max_depth)
     try:
-        return schema.model_validate_json(data, context=shape)
+        try:
+            return schema.model_validate_json(data, context=shape)
+        except ValidationError:
+            translated = schema.translated(data)
+            if translated is None:
+                raise
+            return schema.model_validate_json(translated, context=shape)
     except ValidationError as exc:
         raise _translate(exc, schema.forms, shape) from exc
 

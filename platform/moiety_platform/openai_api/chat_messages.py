@@ -9,7 +9,7 @@ from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, field_va
 from pydantic_core import PydanticKnownError
 
 from moiety_platform.inference.body_fields import MAX_MESSAGES, StrictBody, bounded, known_role, refuse, shows
-from moiety_platform.inference.field_support import refused
+from moiety_platform.inference.field_support import mapped, refused
 from moiety_platform.inference.prompt_images import INVALID_IMAGE
 from moiety_platform.inference.tool_fields import call_for_template
 from moiety_platform.openai_api.content_parts import (
@@ -66,6 +66,7 @@ class ChatMessage(StrictBody):
     name: Annotated[str | None, Field(validate_default=True)] = None
     refusal: str | None = None  # an assistant's, which the model reads as text
     reasoning_content: str | None = None  # an assistant's reasoning, which the template may omit
+    reasoning: Annotated[Any, mapped("It is vLLM's name of `reasoning_content`.")] = None  # others' is no text
     audio: Annotated[Any, refused("answers with audio are not supported; leave the field out", [])] = None
     tool_call_id: Annotated[str | None, Field(validate_default=True)] = None
     tool_calls: ChatCalls | None = None
@@ -138,8 +139,9 @@ class ChatMessage(StrictBody):
             message["name"] = self.name
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
-        if self.reasoning_content and self.role == "assistant":
-            message["reasoning_content"] = self.reasoning_content
+        reasoning = self.reasoning_content or self.reasoning
+        if isinstance(reasoning, str) and reasoning and self.role == "assistant":
+            message["reasoning_content"] = reasoning
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return message

@@ -40,6 +40,7 @@ from moiety_platform.inference.tool_fields import TemplateVariables
 from moiety_platform.openai_api.chat_messages import Messages, messages_of
 from moiety_platform.openai_api.response_formats import FORMS as FORMS_OF_FORMS
 from moiety_platform.openai_api.response_formats import StructuredOutputBody, require_one_form
+from moiety_platform.openai_api.responses_form import chat_of_responses_form
 from moiety_platform.openai_api.tool_message import MessageForm
 from moiety_platform.openai_api.tools import (
     NEEDS_TOOLS,
@@ -59,6 +60,7 @@ from moiety_text.tools.offer import ToolOffer
 from moiety_wire.grammars import GrammarSpec
 from moiety_wire.messages import Sampling
 
+MAX_NAMED_KEYS = 8  # in an error message
 COMPLETION_DEFAULT_MAX_TOKENS = 16
 MAX_BIASES = 4096
 MIN_REPETITION_PENALTY = 0.01  # logits are divided by it and must stay within float32
@@ -143,9 +145,10 @@ class GenerationBody(VllmFields, StructuredOutputBody, GeneratingBody):
     @field_validator("logit_bias")
     @classmethod
     def _keys_are_token_ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
-        for key in value or {}:
-            if not (key.isascii() and key.isdigit() and len(key) < 10):
-                raise refuse(f"its keys must be token ids, such as '42'; {key[:32]!r} is none")
+        wrong = [key for key in value or () if not (key.isascii() and key.isdigit() and len(key) < 10)]
+        if wrong:
+            named = ", ".join(repr(key[:32]) for key in wrong[:MAX_NAMED_KEYS])
+            raise refuse(f"its keys must be token ids, such as '42'; {len(wrong)} are none: {named}")
         return value
 
     def problems(self) -> Iterator[PydanticCustomError]:
@@ -251,6 +254,10 @@ class ChatBody(ThoughtBudgetFields, VllmChatFields, GenerationBody):
     moderation: Annotated[
         Any, refused("prompts and answers are not moderated here; leave the field out, and moderate them yourself", [])
     ] = None
+
+    @classmethod
+    def translated(cls, data: bytes) -> bytes | None:
+        return chat_of_responses_form(data)
 
     @field_validator("tool_choice")
     @classmethod

@@ -25,6 +25,7 @@ from moiety_platform.inference.tool_fields import (
     require_among,
     tool_of,
 )
+from moiety_platform.openai_api.responses_form import nested_tool
 from moiety_text.tools.offer import Tool, ToolOffer
 
 CHOICES = ("none", "auto", "required")
@@ -127,6 +128,11 @@ class ChatTool(StrictBody):
     type: str = "function"
     function: FunctionTool | None = None
     custom: CustomTool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nested(cls, value: Any) -> Any:
+        return nested_tool(value) if isinstance(value, dict) else value
 
     @model_validator(mode="after")
     def _has_own_field(self) -> Self:

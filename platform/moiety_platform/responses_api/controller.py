@@ -105,6 +105,8 @@ class ResponseAnswers:
         A request that neither stores nor continues does not query the store. From here on a background response is
         stored and needs no client.
         """
+        if body.store is None and self.keeper.limits.stores_by_default:
+            body = body.model_copy(update={"store": True})
         if body.is_stored:
             await self.keeper.require_room(record.principal)
         body, ignored = await self.reader.resolve(body, record.principal)

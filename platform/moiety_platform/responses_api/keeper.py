@@ -35,6 +35,7 @@ class ConversationLimits:
     room: StorageRoom
     max_items: int
     max_bytes: int
+    stores_by_default: bool = False
 
     @classmethod
     def of(cls, settings: GatewaySettings) -> ConversationLimits:
@@ -43,6 +44,7 @@ class ConversationLimits:
             StorageRoom(settings.responses_max_per_tenant, settings.responses_max_bytes_per_tenant),
             settings.max_messages,
             settings.max_body_bytes,
+            settings.responses_store_by_default and settings.responses_max_per_tenant > 0,
         )
 
 

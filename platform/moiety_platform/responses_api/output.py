@@ -120,10 +120,12 @@ class ResponseOutput:
         self._open: _Open | None = None
         self._call: _PendingCall | None = None
         self._logprobs: list[TokenLogprob] = []  # of tokens whose text is still held back
+        self._latest: list[TokenLogprob] = []  # those of them that came with the last text
 
     def take(self, text: str, logprobs: Sequence[TokenLogprob] | None) -> list[Step]:
         """Add text and return the resulting steps."""
-        self._logprobs += logprobs or ()
+        self._latest = list(logprobs or ())
+        self._logprobs += self._latest
         if self._reader is None:
             return self._told(text)
         return [step for delta in self._reader.feed(text) for step in self._of(delta)]
@@ -182,9 +184,14 @@ class ResponseOutput:
         return [*steps, ItemBegun(begun), MoreInput(item["input"]), ItemEnded(item)]
 
     def _told(self, text: str) -> list[Step]:
-        steps = [] if self._is_open(MESSAGE) else self._begin(message_item([]))
+        steps: list[Step] = []
+        if not self._is_open(MESSAGE):
+            ends_other = self._open is not None  # reasoning or a call, whose tokens are no text
+            steps = self._begin(message_item([]))
+            if ends_other:
+                self._logprobs = self._latest
         assert self._open is not None, "just begun, if it was not"
-        logprobs, self._logprobs = self._logprobs, []
+        logprobs, self._logprobs, self._latest = self._logprobs, [], []
         self._open.text.append(text)
         self._open.logprobs += logprobs
         return [*steps, MoreText(text, logprobs)]
