@@ -7,6 +7,7 @@ the application is made.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from types import FunctionType, MethodType
@@ -82,6 +83,11 @@ def _compiled_cache(dialect: str, driver: str) -> _SharedCompiledCache:
     return _SharedCompiledCache()
 
 
+def _copy_handler(handler: BaseRouteHandler, _memo: dict[int, object]) -> BaseRouteHandler:
+    """Stand for `__deepcopy__`: what a controller changes in its copy of a handler are attributes of the copy."""
+    return copy.copy(handler)
+
+
 @functools.cache
 def share_framework_caches() -> None:
     """From now on, in this process."""
@@ -94,3 +100,4 @@ def share_framework_caches() -> None:
     Engine._compiled_cache = property(  # type: ignore
         lambda engine: _compiled_cache(engine.dialect.name, engine.dialect.driver), lambda *_: None
     )
+    BaseRouteHandler.__deepcopy__ = _copy_handler  # type: ignore[attr-defined]

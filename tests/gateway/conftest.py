@@ -352,7 +352,7 @@ async def run_gateway(
         span_senders=() if sender is None else (sender,),
         usage=None if stores_usage else rows,
         database=database,
-        batch_poll_s=0.05,
+        batch_poll_s=0.4,
         batch_backoff=Backoff(0.02),
     )
     source = SettingsSource.open(None, SECTION, lambda: chosen, settings)
