@@ -300,13 +300,10 @@ class ModelText:
         elif not prompt.tools.is_strict and not (self.follows_inputs and any(map(_has_grammar, prompt.tools.tools))):
             return None
         way = self._format_of_tools()
-        grammar = None
-        if way.marks_calls or not prompt.prefill.strip():
-            grammar = grammar_of_calls(way, prompt.tools, self._call_markers(), self._free_ids(), answer)
-        if grammar is None:
+        if not way.marks_calls and prompt.prefill.strip():
             message = f"calls of the model {self._model!r} cannot be held to a schema here; leave 'strict' out"
             raise BadRequest(message, code=UNSUPPORTED_RESPONSE_FORMAT, param="tools")
-        return grammar
+        return grammar_of_calls(way, prompt.tools, self._call_markers(), self._free_ids(), answer)
 
     @property
     def follows_inputs(self) -> bool:
@@ -317,7 +314,7 @@ class ModelText:
     def _follows_calls(self) -> bool:
         """Whether answers can be held to a grammar that includes calls."""
         way = self._tool_format
-        return self._follows_grammars and way is not None and way.to_end is not None and way.marks_calls
+        return self._follows_grammars and way is not None and way.marks_calls
 
     def _call_markers(self) -> dict[str, int]:
         """Return the markers of tool calls that are added tokens, with their ids."""
