@@ -102,7 +102,7 @@ class ToolCallsGrammar(msgspec.Struct, frozen=True):
     call_id: CallIdGrammar | None = None  # before `between`, also where the prompt ends with the name
     parameters: ParameterTagsGrammar | NotedArgumentsGrammar | None = None  # None: the arguments are a JSON object
     free_ids: list[int] = []  # added tokens that are allowed in free text
-    answer: GrammarSpec | None = None  # grammar of an answer without calls, in place of free text: of JSON
+    answer: GrammarSpec | None = None  # grammar of an answer without calls, in place of free text
 
 
 class ReasonedGrammar(msgspec.Struct, frozen=True):

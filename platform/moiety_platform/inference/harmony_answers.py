@@ -61,6 +61,11 @@ class HarmonyAnswers:
         """Return the grammar of the whole answer; None where it is free."""
         offer = conversation.tools
         must_call, is_strict = (False, False) if offer is None else (offer.must_call, offer.is_strict)
+        if grammar is not None and offer is not None and not self._by_grammar:
+            raise BadRequest(
+                "this model's engine cannot follow a response format beside tools; leave one of them out",
+                code=UNSUPPORTED_RESPONSE_FORMAT,
+            )
         if conversation.prefill or (grammar is not None and not self._by_grammar):
             return grammar
         if is_strict and not self._by_grammar:

@@ -68,6 +68,12 @@ def _parameters_of(way: ToolFormat) -> ParameterTagsGrammar | NotedArgumentsGram
     return ParameterTagsGrammar(tags.to_name, tags.to_value, tags.to_json, tags.end, tags.between, tags.padding)
 
 
+def may_read_like_call(answer: GrammarSpec, way: ToolFormat, special: Mapping[str, int]) -> bool:
+    """Return whether an answer of a grammar could be read as a call: it is not JSON, and no token marks calls."""
+    is_json = answer.kind in (GrammarKind.JSON_OBJECT, GrammarKind.JSON_SCHEMA)
+    return not is_json and not any(marker in way.opener for marker in special)
+
+
 def tool_grammars(offer: ToolOffer, *, with_inputs: bool = False) -> list[ToolCallGrammar]:
     """Return the callable tools with the schemas of their arguments. Tools that are not strict accept any object.
 
