@@ -10,7 +10,7 @@ from moiety_platform.errors import UNSUPPORTED_RESPONSE_FORMAT, BadRequest
 from moiety_platform.inference.answer_format import AnswerFormat
 from moiety_platform.inference.generation import Conversation, Prompt
 from moiety_platform.inference.strict_tools import tool_grammars
-from moiety_text.harmony.format import ANALYSIS_OPENER, FINAL_OPENER, HarmonyFormat
+from moiety_text.harmony.format import ANALYSIS_OPENER, FINAL_OPENER, TURN_OPENER, HarmonyFormat
 from moiety_text.harmony.reader import HarmonyReader
 from moiety_text.tools.formats import Opening
 from moiety_wire.grammars import GrammarKind, GrammarSpec, HarmonyGrammar
@@ -90,4 +90,5 @@ class HarmonyAnswers:
             tuple(encode(ANALYSIS_OPENER)),
             (self._form.end_id, *self._form.stop_ids),
             tuple(encode(self._form.closing_of(conversation.tools))),
+            reopener_ids=tuple(encode(TURN_OPENER)),
         )
