@@ -11,12 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
+import msgspec
 import pytest
 from tests.tool_call_grammars import FORMATS, GrammarText, format_named, with_added_tokens
 
+from moiety_engine.scripted.text_model import END_ID
 from moiety_engine.structured_outputs.errors import GrammarRefused
+from moiety_engine.structured_outputs.harmony import CONTROL_TOKENS
+from moiety_text.harmony.reader import HarmonyReader
 from moiety_text.tools.deltas import Call
 from moiety_text.tools.offer import Tool, ToolOffer
+from moiety_wire.grammars import GrammarKind, GrammarSpec, HarmonyGrammar, ToolCallGrammar
 
 NUM_SCHEMAS = 120 if os.environ.get("MOIETY_TEST_ALL") else 16
 TOO_LARGE = re.compile(r"\d[eE]\+?\d{3}")  # numbers without bounds may be too large for a double
@@ -110,6 +115,24 @@ def test_random_calls_of_a_grammar_are_read_and_valid_by_their_schema(
     if way.parameters is None:
         assert num_refused == 0
     assert num_valid >= len(schemas) // (2 if way.parameters is None else 4)
+
+
+def test_random_calls_of_the_harmony_format_are_read_and_valid_by_their_schema(schemas: list[dict[str, Any]]) -> None:
+    text = GrammarText(with_added_tokens(special=True, contents=CONTROL_TOKENS))
+    control = {token: text.ids[token] for token in CONTROL_TOKENS}
+    num_valid = 0
+    for seed, schema in enumerate(schemas):
+        tools = [ToolCallGrammar("f", json.dumps(schema))]
+        form = HarmonyGrammar(control, tools, must_call=True, banned_ids=[END_ID])
+        spec = GrammarSpec(GrammarKind.HARMONY, msgspec.json.encode(form).decode())
+        begun = [control["<|channel|>"], *b"commentary to=functions.f", control["<|message|>"]]
+        answer = text.walker.draw_answer(spec, random.Random(seed), begun)
+        if answer is not None and TOO_LARGE.search(text.decode(answer)) is None:
+            (call,) = HarmonyReader(frozenset(["f"])).read(text.decode(answer))
+            assert isinstance(call, Call), call
+            jsonschema_rs.validator_for(schema, validate_formats=True).validate(json.loads(call.arguments))
+            num_valid += 1
+    assert num_valid >= len(schemas) // 2
 
 
 def _member(value: Any) -> str:

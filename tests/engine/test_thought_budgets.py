@@ -144,6 +144,9 @@ def repeated_budget(num_tokens: int) -> ThoughtBudget:
 def stretches_of(output: list[int]) -> list[int]:
     """Tokens of each stretch of reasoning, by a plain reading of the output."""
     found, at, opener = [], 0, [CHANNEL, ANALYSIS]
+    if output[:2] != opener:
+        opener = [AGAIN, *opener]
+        at = next((one for one in range(len(output)) if output[one : one + 3] == opener), len(output))
     while output[at : at + len(opener)] == opener:
         start = at = at + len(opener)
         while at < len(output) and output[at] not in CLOSERS:
@@ -183,6 +186,14 @@ def test_all_stretches_of_reasoning_share_one_budget(seed: int) -> None:
     assert sum(counts) <= budget.max_tokens
     if sum(counts) >= budget.max_tokens - 1:
         assert len([one for one in counts if one]) <= budget.max_tokens
+
+
+def test_reasoning_that_begins_after_something_else_is_limited_too() -> None:
+    before = [50, 230, AGAIN, CHANNEL, ANALYSIS, 60, 60]
+    for budget, expected in ((repeated_budget(2), ThoughtLimit(230)), (repeated_budget(4), ThoughtLimit())):
+        assert thought_limit(PlainRow(before, budget, is_pending=False)) == expected
+    alone = msgspec.structs.replace(repeated_budget(2), reopener_ids=())
+    assert thought_limit(PlainRow(before, alone, is_pending=False)) == ThoughtLimit()
 
 
 @pytest.mark.parametrize("overlap", [Overlap.OFF, Overlap.ON])

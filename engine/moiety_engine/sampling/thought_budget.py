@@ -80,13 +80,17 @@ def _without_opener(budget: ThoughtBudget, output: Sequence[int]) -> ThoughtLimi
 def _last_stretch(budget: ThoughtBudget, output: list[int]) -> _Stretch | None:
     """Return the last stretch of reasoning in the output; None where it begins with none."""
     opener, start, num_before = budget.opener_ids, 0, 0
+    again = (*budget.reopener_ids, *opener)
     if opener:
         while start < min(len(output), MAX_SPACE_TOKENS) and output[start] in budget.space_ids:
             start += 1
-        if tuple(output[start : start + len(opener)]) != opener:
-            return None
-        start += len(opener)
-    again = (*budget.reopener_ids, *opener)
+        if tuple(output[start : start + len(opener)]) == opener:
+            start += len(opener)
+        else:  # something else may come before the reasoning where it can begin later
+            begun = _find(again, output, 0) if budget.reopener_ids else None
+            if begun is None:
+                return None
+            start = begun + len(again)
     while True:
         end = _first_of(budget.closer_ids, output, start)
         begun = None if end is None or not budget.reopener_ids else _find(again, output, end)
