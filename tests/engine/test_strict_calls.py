@@ -94,10 +94,27 @@ def schemas() -> list[dict[str, Any]]:
     return [schema for schema in made if schema.get("type") == "object"][:NUM_SCHEMAS]
 
 
+@pytest.fixture(scope="module")
+def unmarked() -> GrammarText:
+    """A tokenizer that has tokens for no markers."""
+    return GrammarText(with_added_tokens(special=True, contents=("<other>",)))
+
+
+@pytest.mark.parametrize("name", NOTED)
+def test_random_calls_are_valid_also_where_no_token_marks_their_parts(
+    unmarked: GrammarText, schemas: list[dict[str, Any]], name: str
+) -> None:
+    check_random_calls(unmarked, schemas, name)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_random_calls_of_a_grammar_are_read_and_valid_by_their_schema(
     text: GrammarText, schemas: list[dict[str, Any]], name: str
 ) -> None:
+    check_random_calls(text, schemas, name)
+
+
+def check_random_calls(text: GrammarText, schemas: list[dict[str, Any]], name: str) -> None:
     way, num_valid, num_refused = format_named(name), 0, 0
     for seed, schema in enumerate(schemas):
         offer = ToolOffer((Tool("f", "", schema, strict=True),), must_call=True, parallel=False)
