@@ -42,7 +42,7 @@ class ToolCallGrammar(msgspec.Struct, frozen=True, array_like=True):
     input_grammar: str = ""
 
 
-class ParameterTagsGrammar(msgspec.Struct, frozen=True):
+class ParameterTagsGrammar(msgspec.Struct, frozen=True, tag="tags"):
     """Tags around the parameters of calls whose arguments are not a JSON object.
 
     A parameter is `to_name` name `to_value` `padding` value `padding` `end` `between`. Text is written as it is; before
@@ -55,6 +55,28 @@ class ParameterTagsGrammar(msgspec.Struct, frozen=True):
     end: str
     between: str
     padding: str
+
+
+class ArgumentNotation(StrEnum):
+    """Notation of arguments that are neither a JSON object nor parameters with tags."""
+
+    KEYWORDS = "keywords"  # Python's keyword arguments: `a=1, b="x"`
+    MEMBERS = "members"  # members without quotes, and a mark around each text: `a:1,b:<mark>x<mark>`
+    ELEMENTS = "elements"  # nested elements with a mark before each tag: `<mark><a>1<mark></a>`
+
+
+class NotedArgumentsGrammar(msgspec.Struct, frozen=True, tag="noted"):
+    """Arguments in a notation of their own, with its mark."""
+
+    notation: ArgumentNotation
+    mark: str = ""
+
+
+class CallIdGrammar(msgspec.Struct, frozen=True):
+    """Id that a model writes between the name and the arguments of a call; `pattern` is a regular expression."""
+
+    opener: str
+    pattern: str
 
 
 class ToolCallsGrammar(msgspec.Struct, frozen=True):
@@ -77,9 +99,10 @@ class ToolCallsGrammar(msgspec.Struct, frozen=True):
     is_named: bool  # and with everything before the arguments, since there is only one tool
     may_repeat: bool
     name_end: str = ""  # regular expression of what follows the name
-    parameters: ParameterTagsGrammar | None = None  # None: the arguments are a JSON object
+    call_id: CallIdGrammar | None = None  # before `between`, also where the prompt ends with the name
+    parameters: ParameterTagsGrammar | NotedArgumentsGrammar | None = None  # None: the arguments are a JSON object
     free_ids: list[int] = []  # added tokens that are allowed in free text
-    answer: GrammarSpec | None = None  # grammar of an answer without calls, in place of free text: of JSON
+    answer: GrammarSpec | None = None  # grammar of an answer without calls, in place of free text
 
 
 class ReasonedGrammar(msgspec.Struct, frozen=True):

@@ -101,13 +101,16 @@ class ThoughtBudget(msgspec.Struct, frozen=True, array_like=True):
 
     The reasoning begins after `opener_ids`, if the output begins with these, and ends with any token of `closer_ids`.
     After `max_tokens` tokens (at least MIN_THOUGHT_BUDGET) without one, the output goes on with `closing_ids`, and then
-    as the model likes.
+    as the model likes. Tokens of `space_ids` may stand before the opener. With `reopener_ids` the reasoning can begin
+    again after these and the opener, and all its stretches together have `max_tokens` tokens.
     """
 
     max_tokens: int
     opener_ids: tuple[int, ...]  # empty if the prompt has opened the reasoning
     closer_ids: tuple[int, ...]
     closing_ids: tuple[int, ...]
+    space_ids: tuple[int, ...] = ()
+    reopener_ids: tuple[int, ...] = ()
 
 
 class Stopping(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -9,7 +9,7 @@ import pandas as pd
 
 from moiety_dashboard import charts, colours, figures, waterfall
 from moiety_dashboard.cli import server_options
-from moiety_dashboard.frames import changes, fleet, limits, series, simulations, traces
+from moiety_dashboard.frames import attribution, changes, fleet, limits, series, simulations, traces
 from moiety_dashboard.frames.tenants import keys_frame, tenants_frame
 from moiety_dashboard.settings import read_settings
 from moiety_dashboard.views.quotas import rows_set_aside
@@ -392,3 +392,36 @@ def test_usage_that_is_set_aside_stands_among_what_does_not_agree() -> None:
         ("unreadable usage lines", "1"),
     ]
     assert rows_set_aside({"set_aside": {"rows": 0, "unreadable_lines": 0}}) == rows_set_aside({}) == []
+
+
+# ── usage by end user and tag ──
+
+
+def attributed(group: dict[str, Any], prompt_tokens: int, **totals: Any) -> dict[str, Any]:
+    counts = {"requests": 1, "failed": 0, "cached_tokens": 0, "output_tokens": 0, "cost_nanodollars": 2_000_000_000}
+    return {"group": group, "totals": counts | {"prompt_tokens": prompt_tokens} | totals}
+
+
+def test_end_users_come_by_their_tokens_with_their_share_and_cost_and_requests_without_one() -> None:
+    groups = [attributed({"end_user": None}, 25), attributed({"end_user": "a"}, 10, output_tokens=65)]
+    frame = attribution.attribution_frame(groups, "end_user")
+    assert list(frame["name"].fillna("-")) == ["a", "-"] and list(frame["share"]) == [0.75, 0.25]
+    assert list(frame["cost"]) == [2.0, 2.0]
+    assert attribution.attribution_frame([], "tag:team").empty
+
+
+def test_hours_of_each_name_are_added_up_by_the_day() -> None:
+    since = NOON.replace(hour=0)
+    hours = {
+        "a": [attributed({"hour": (since + timedelta(hours=at)).isoformat()}, 10) for at in (1, 23, 24)],
+        "b": [attributed({"hour": (since + timedelta(hours=30)).isoformat()}, 7)],
+    }
+    frame = attribution.slots_frame(hours, since, timedelta(days=1))
+    told = list(frame.itertuples(index=False, name=None))
+    day = timedelta(days=1)
+    assert told == [(since, "a", 20, 4.0), (since + day, "a", 10, 2.0), (since + day, "b", 7, 2.0)]
+
+
+def test_the_names_of_tags_come_by_how_often_requests_have_them() -> None:
+    requests = [{"tags": {"team": "x", "app": "y"}}, {"tags": {"team": "z"}}, {"tags": {}}]
+    assert attribution.tag_names(requests) == ["team", "app"]

@@ -364,3 +364,37 @@ def test_a_tenants_administrator_sees_nothing_of_another_on_any_page_or_by_any_a
     for name in FOR_OPERATORS:
         assert browser.page.get_by_role("link", name=name).count() == 0
     assert browser.complaints == []
+
+
+@pytest.mark.slow
+@needs_browser
+def test_a_tenants_usage_is_shown_by_its_end_users_and_by_its_tags(
+    serve: Any, open_browser: Callable[[], Browser]
+) -> None:
+    with httpx.Client(base_url=f"{serve.url}/admin/v1", headers={"Authorization": f"Bearer {serve.admin_key}"}) as http:
+        tenant = http.post("/tenants", json={"name": "umbrella"}).json()
+        project = http.post("/projects", json={"tenant_id": tenant["id"], "name": "web"}).json()
+        key = http.post("/keys", json={"project_id": project["id"], "name": "site"}).json()["secret"]
+    asked = {"model": "moiety-demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}
+    for user, team, count in (("alice", "search", 3), ("**bob**", "ads", 2), (None, None, 1)):
+        headers = {"Authorization": f"Bearer {key}", **({"x-moiety-tags": f"team={team}"} if team else {})}
+        for _ in range(count):
+            body = asked | ({"user": user} if user else {})
+            httpx.post(f"{serve.url}/v1/chat/completions", json=body, headers=headers, timeout=60).raise_for_status()
+    browser = open_browser()
+    page = browser.page
+    browser.sign_in(serve.admin_key, f"tenants?tenant={tenant['id']}")
+    page.get_by_role("radio", name="End users and tags").click()
+    browser.see("Usage by end user")
+    for text in ("alice", "**bob**"):
+        browser.see_in_table(text)
+    page.get_by_test_id("stVegaLiteChart").nth(1).wait_for()
+    page.get_by_role("combobox", name="Group by").click()
+    page.get_by_role("option", name="tag team").click()
+    browser.see("Usage by tag team")
+    for text in ("search", "ads"):
+        browser.see_in_table(text)
+    page.get_by_role("radio", name="24 h").last.click()
+    browser.see("the 5 with most tokens, by hour")
+    browser.look()
+    assert browser.complaints == []

@@ -99,6 +99,22 @@ def test_an_answer_with_a_response_format_is_calls_or_a_document(kind: GrammarKi
     assert is_followed(grammar, '{"b": 5}') is (kind is GrammarKind.JSON_OBJECT)
 
 
+@pytest.mark.parametrize(
+    ("answer", "good", "bad"),
+    [
+        (GrammarSpec(GrammarKind.REGEX, "[ab]{2}"), "ab", "abc"),
+        (GrammarSpec(GrammarKind.CHOICE, '["yes", "no"]'), "no", "noo"),
+        (GrammarSpec(GrammarKind.GRAMMAR, 'start: "x" %json {"type": "integer"}'), "x5", "x"),
+    ],
+)
+def test_an_answer_with_another_constraint_is_calls_or_follows_it(answer: GrammarSpec, good: str, bad: str) -> None:
+    way = find_tool_format(TEMPLATE)
+    assert way is not None
+    grammar = grammar_of_calls(way, ToolOffer((Tool("write", "", {"type": "object"}),)), {}, (), answer)
+    assert is_followed(grammar, called("aa").removeprefix("Well.")) and is_followed(grammar, good)
+    assert not is_followed(grammar, bad) and not is_followed(grammar, good + called("aa"))
+
+
 def test_random_calls_are_inputs_of_the_grammar() -> None:
     expression = r'[a-c"\\\n\t\x01]{2,5}-[^x\n]?'
     grammar = calls_of(custom_tool_of("write", None, CustomGrammar("regex", expression)))

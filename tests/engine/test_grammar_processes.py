@@ -346,6 +346,22 @@ def drained(queue: GrammarCompileQueue, keys: set[int]) -> tuple[list[int], list
     return order, refusals
 
 
+class FaultyService(GrammarService):
+    """A service with an error of its own."""
+
+    def compile(self, spec: GrammarSpec) -> Any:
+        raise RuntimeError("an error of ours")
+
+
+def test_an_error_of_the_compiler_is_the_engines_and_not_the_requests() -> None:
+    service = FaultyService(checkpoint_path(), LIMITS)
+    queue = GrammarCompileQueue(service, LIMITS)
+    queue.enter(asked(1, CHOICE, "tenant"))
+    _, (failure,) = drained(queue, {1})
+    assert failure.code is FailureCode.ENGINE_FAILED and "error in the engine" in failure.message
+    service.close()
+
+
 def test_a_tenant_with_expensive_grammars_does_not_delay_another(service: GrammarService) -> None:
     queue = GrammarCompileQueue(service, LIMITS)
     slow = [GrammarSpec(GrammarKind.REGEX, "x?" * (20_000 + i)) for i in range(6)]

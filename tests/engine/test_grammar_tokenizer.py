@@ -5,158 +5,43 @@ from __future__ import annotations
 import json
 import random
 import re
-from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
 import pytest
-from tests.grammar_walks import GrammarWalker
+from tests.tool_call_grammars import FORMATS, PLACE, TOOLS, GrammarText, format_named, with_added_tokens
 
 from moiety_demo import checkpoint_path
-from moiety_engine.scripted.text_model import END_ID, scripted_text_model
-from moiety_engine.structured_outputs.compiler import GrammarCompiler
 from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.grammar_tokenizer import GrammarTokenizer
-from moiety_platform.inference.generation import Conversation, Generation
-from moiety_platform.inference.model_texts import ModelText
-from moiety_platform.inference.strict_tools import grammar_of_calls
 from moiety_text.folder import TextModel, read_text_model
 from moiety_text.tokenizer import Tokenizer
 from moiety_text.tools.deltas import Call
 from moiety_text.tools.formats import ToolFormat
 from moiety_text.tools.offer import Tool, ToolOffer
-from moiety_text.tools.registry import find_tool_format
 from moiety_wire.grammars import GrammarKind, GrammarSpec
-from moiety_wire.messages import ModelCard, Sampling
-
-TEMPLATES = Path(__file__).parents[1] / "gateway" / "templates"
-CALL_TEMPLATES = Path(__file__).parents[1] / "text" / "templates"
-SCRIPTED = scripted_text_model()
-ADDED = (
-    *("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"),
-    *(
-        "   ",
-        "user\n",
-        "<arg_key>",
-        "</arg_key>",
-        "<arg_value>",
-        "</arg_value>",
-        "｜DSML｜",
-        "<|tool_calls_section_begin|>",
-    ),
-    *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>"),
-    *(
-        "<｜tool▁calls▁begin｜>",
-        "<｜tool▁call▁begin｜>",
-        "<｜tool▁sep｜>",
-        "<｜tool▁call▁end｜>",
-        "<｜tool▁calls▁end｜>",
-    ),
-)
-PLACE = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 6}, "how": {"enum": ["<tool_call>", "<think>", 3]}},
-    "required": ["city", "how"],
-    "additionalProperties": False,
-}
-TOOLS = (Tool("now", "", {"type": "object"}), Tool("forecast", "", PLACE, strict=True))
-OTHER_FAMILIES = (
-    *("qwen3_coder", "mimo", "seed_oss", "glm45", "glm47", "hy_v3", "minimax_m2", "dots", "step3", "deepseek_v32"),
-    *("deepseek_v4", "deepseek_v3", "deepseek_v31", "kimi_k2", "cohere_command", "granite", "phi4_mini"),
-    *("phi4_mini_json", "nemotron_json", "hunyuan_a13b", "json_list"),
-)
-
-
-def with_added_tokens(special: bool, contents: tuple[str, ...] = ADDED, **more: Any) -> str:
-    spec = json.loads(SCRIPTED.tokenizer_json) | more
-    for token_id, content in enumerate(contents, start=len(spec["model"]["vocab"])):
-        spec["added_tokens"].append(spec["added_tokens"][0] | {"id": token_id, "content": content, "special": special})
-    return json.dumps(spec)
-
-
-def templates() -> dict[str, str]:
-    found = {name: (TEMPLATES / f"{name}.jinja").read_text() for name in ("hermes", "llama", "mistral")}
-    found["hermes with thoughts"] = found["hermes"] + "{% if false %}<think></think>{% endif %}"
-    found["mistral of later models"] = (
-        "{{ tools }}{% for call in messages[0].tool_calls %}[TOOL_CALLS]{{ call.name }}[ARGS]{{ call.arguments }}"
-        "{% endfor %}"
-    )
-    around = "{{ tools }}{% set calls = messages[0].tool_calls %}"
-    return found | {name: around + (CALL_TEMPLATES / f"{name}.jinja").read_text() for name in OTHER_FAMILIES}
-
-
-FORMATS = tuple(templates())
-
-
-def format_named(name: str) -> ToolFormat:
-    way = find_tool_format(templates()[name], "json_list" if name == "json_list" else "auto")
-    assert way is not None
-    return way
-
-
-class Text:
-    """One tokenizer with its compiler."""
-
-    def __init__(self, tokenizer_json: str, eos_token_ids: tuple[int, ...] = (END_ID,)) -> None:
-        self.json, self.tokenizer = tokenizer_json, Tokenizer.from_json(tokenizer_json)
-        self.ids = {token.content: one for one, token in self.tokenizer.added_tokens.items()}
-        self.compiler = GrammarCompiler(tokenizer_json, eos_token_ids)
-        tokens = GrammarTokenizer(tokenizer_json, eos_token_ids).tokens
-        self.walker = GrammarWalker(self.compiler, tokens, eos_token_ids)
-
-    def decode(self, token_ids: list[int]) -> str:
-        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
-
-    def spell(self, told: str, way: ToolFormat) -> list[int]:
-        """Token ids with the markers of the format as tokens, and all else as ordinary ones."""
-        marked = re.split("(" + "|".join(map(re.escape, way.markers)) + ")", told)
-        return [
-            one
-            for part in marked
-            for one in ([self.ids[part]] if part in way.markers and part in self.ids else part.encode())
-        ]
-
-    def grammar(self, name: str, offer: ToolOffer) -> GrammarSpec:
-        """What a gateway makes of tools, for a model with this tokenizer and a template of this name."""
-        size = self.tokenizer.vocab_size
-        card = ModelCard(
-            "e",
-            "m",
-            "qwen",
-            self.json,
-            templates()[name],
-            {},
-            (END_ID,),
-            4096,
-            size,
-            0,
-            0,
-            "float32",
-            "cpu",
-            tool_format="json_list" if name == "json_list" else "auto",
-        )
-        prompt = Conversation(({"role": "user", "content": "Hi"},), tools=offer)
-        grammar = ModelText(card, 8192).answer_format(Generation("m", (prompt,), 1, Sampling(), None), 0, []).grammar
-        assert grammar is not None
-        return grammar
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["added", "special"])
-def text(request: pytest.FixtureRequest) -> Text:
-    return Text(with_added_tokens(request.param))
+def text(request: pytest.FixtureRequest) -> GrammarText:
+    return GrammarText(with_added_tokens(request.param))
 
 
 TEXTS = ["<|end|>", "a <think> b", "<tool_call>", "user\n", "   x", "[ARGS]é", "<[256]>", "\x00[256]"]
 
 
 @pytest.mark.parametrize("wanted", TEXTS)
-def test_a_choice_that_reads_like_an_added_token_is_written_with_ordinary_tokens(text: Text, wanted: str) -> None:
+def test_a_choice_that_reads_like_an_added_token_is_written_with_ordinary_tokens(
+    text: GrammarText, wanted: str
+) -> None:
     answer = text.walker.draw_answer(GrammarSpec(GrammarKind.CHOICE, json.dumps([wanted])), random.Random(1))
     assert answer is not None and bytes(answer) == wanted.encode()  # an ordinary token's id is its byte
 
 
 @pytest.mark.parametrize("wanted", TEXTS[:-1])
-def test_strings_of_schemas_expressions_and_grammars_are_written_with_ordinary_tokens(text: Text, wanted: str) -> None:
+def test_strings_of_schemas_expressions_and_grammars_are_written_with_ordinary_tokens(
+    text: GrammarText, wanted: str
+) -> None:
     quoted = json.dumps(wanted)
     for kind, told, expected in (
         (GrammarKind.JSON_SCHEMA, json.dumps({"const": wanted}), quoted),
@@ -169,7 +54,7 @@ def test_strings_of_schemas_expressions_and_grammars_are_written_with_ordinary_t
         assert found == expected or json.loads(found) == json.loads(expected)
 
 
-def test_an_added_token_that_a_grammar_names_outside_of_a_string_is_that_token(text: Text) -> None:
+def test_an_added_token_that_a_grammar_names_outside_of_a_string_is_that_token(text: GrammarText) -> None:
     think = text.ids["<think>"]
     for lark in ("start: <think> /[ab]/", f"start: <[{think}]> /[ab]/"):
         answer = text.walker.draw_answer(GrammarSpec(GrammarKind.GRAMMAR, lark), random.Random(1))
@@ -178,13 +63,13 @@ def test_an_added_token_that_a_grammar_names_outside_of_a_string_is_that_token(t
 
 def test_a_choice_on_the_demo_model_is_not_ended_by_the_token_that_it_spells() -> None:
     model = read_text_model(checkpoint_path())
-    demo = Text(model.tokenizer_json, model.eos_token_ids)
+    demo = GrammarText(model.tokenizer_json, model.eos_token_ids)
     answer = demo.walker.draw_answer(GrammarSpec(GrammarKind.CHOICE, '["<|im_end|>"]'), random.Random(1))
     assert answer is not None and demo.tokenizer.decode(answer) == "<|im_end|>"
 
 
 def test_a_text_that_the_normalizer_would_change_is_kept() -> None:
-    text = Text(with_added_tokens(False, normalizer={"type": "NFC"}))
+    text = GrammarText(with_added_tokens(False, normalizer={"type": "NFC"}))
     answer = text.walker.draw_answer(GrammarSpec(GrammarKind.CHOICE, json.dumps(["e\u0301"])), random.Random(1))
     assert answer is not None and bytes(answer).decode() == "e\u0301"
 
@@ -203,7 +88,7 @@ def test_every_token_of_the_model_has_the_bytes_that_answers_get_from_it() -> No
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("forced", [None, "forecast"])
-def test_a_call_that_must_be_made_keeps_to_its_schema(text: Text, name: str, forced: str | None) -> None:
+def test_a_call_that_must_be_made_keeps_to_its_schema(text: GrammarText, name: str, forced: str | None) -> None:
     way = format_named(name)
     for seed in range(4):
         offer = ToolOffer(TOOLS[1:], must_call=True, forced=forced, parallel=forced is None)
@@ -215,7 +100,9 @@ def test_a_call_that_must_be_made_keeps_to_its_schema(text: Text, name: str, for
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_calls_that_the_model_makes_by_itself_keep_to_their_schemas_one_after_another(text: Text, name: str) -> None:
+def test_calls_that_the_model_makes_by_itself_keep_to_their_schemas_one_after_another(
+    text: GrammarText, name: str
+) -> None:
     way = format_named(name)
     offer = ToolOffer(TOOLS if way.parameters is None else TOOLS[1:])  # a random walk finds no end of a free text
     markers = {one for marker, one in text.ids.items() if marker in way.markers}
@@ -245,7 +132,7 @@ def check_calls(parts: list[Any], *, at_least: int) -> int:
     return len(calls)
 
 
-def test_a_thought_may_stand_before_a_call(text: Text) -> None:
+def test_a_thought_may_stand_before_a_call(text: GrammarText) -> None:
     name, offer, ids = "hermes with thoughts", ToolOffer(TOOLS, parallel=False), text.ids
     way = format_named(name)
     begun = [ids["<think>"], *b"Hm.", ids["</think>"], ids["<tool_call>"], *b'\n{"name": "forecast']
@@ -254,7 +141,7 @@ def test_a_thought_may_stand_before_a_call(text: Text) -> None:
     check_calls(way.new_reader(offer, is_rest=False).read(text.decode(answer)), at_least=1)
 
 
-def test_a_turn_cannot_be_forged_in_the_text_beside_calls(text: Text) -> None:
+def test_a_turn_cannot_be_forged_in_the_text_beside_calls(text: GrammarText) -> None:
     matcher = text.compiler.compile(text.grammar("hermes", ToolOffer(TOOLS)))
     assert matcher.validate_tokens([*b"text", text.ids["<|user|>"]]) == 4
 
@@ -307,14 +194,14 @@ def written(way: ToolFormat, tool: str, arguments: dict[str, Any]) -> str:
     return told + str(way.to_end) + way.closer
 
 
-def matched(text: Text, name: str, tool: Tool, told: str) -> bool:
+def matched(text: GrammarText, name: str, tool: Tool, told: str) -> bool:
     matcher = text.compiler.compile(text.grammar(name, ToolOffer((tool,))))
     ids = text.spell(told, format_named(name))
     return matcher.validate_tokens(ids) == len(ids)
 
 
 @pytest.mark.parametrize("name", TAGGED)
-def test_strict_calls_with_tags_are_exactly_those_of_their_schema(text: Text, name: str) -> None:
+def test_strict_calls_with_tags_are_exactly_those_of_their_schema(text: GrammarText, name: str) -> None:
     way, tool = format_named(name), Tool("lookup", "", LOOKUP, strict=True)
     for arguments in GOOD:
         told = written(way, "lookup", arguments)
@@ -327,7 +214,7 @@ def test_strict_calls_with_tags_are_exactly_those_of_their_schema(text: Text, na
 
 
 @pytest.mark.parametrize("name", TAGGED)
-def test_a_tool_that_is_not_strict_takes_any_parameters_beside_a_strict_one(text: Text, name: str) -> None:
+def test_a_tool_that_is_not_strict_takes_any_parameters_beside_a_strict_one(text: GrammarText, name: str) -> None:
     way, offer = format_named(name), ToolOffer(TOOLS)
     told = written(way, "now", {"any": "text\n", "other_one": "5"})
     matcher = text.compiler.compile(text.grammar(name, offer))
@@ -353,20 +240,13 @@ def test_a_tool_that_is_not_strict_takes_any_parameters_beside_a_strict_one(text
         ({"properties": {}, "required": ["a"]}, "/required: 'a' is not among the properties"),
         ({"minProperties": 1}, "/minProperties: the keyword"),
         ({"properties": {"a": {"$ref": "#/properties/b"}, "b": {"type": "integer"}}}, "the reference"),
-        ({"properties": {"a": {"type": "string", "format": "uuid"}}}, "/properties/a/format: the format 'uuid'"),
+        ({"properties": {"a": {"type": "string", "format": "color"}}}, "/properties/a/format: the format 'color'"),
     ],
 )
 def test_a_schema_that_calls_with_tags_cannot_keep_is_refused_with_its_place(
-    text: Text, schema: dict[str, Any], told: str
+    text: GrammarText, schema: dict[str, Any], told: str
 ) -> None:
     tool = Tool("f", "", {"type": "object", **schema}, strict=True)
     with pytest.raises(GrammarRefused) as refused:
         text.compiler.compile(text.grammar("qwen3_coder", ToolOffer((tool,))))
     assert told in str(refused.value)
-
-
-@pytest.mark.parametrize("name", ["gemma4", "llama4_pythonic", "lfm2", "minimax_m3"])
-def test_strict_is_refused_where_no_grammar_expresses_the_format(name: str) -> None:
-    source = "{{ tools }}{% set calls = messages[0].tool_calls %}" + (CALL_TEMPLATES / f"{name}.jinja").read_text()
-    way = find_tool_format(source)
-    assert way is not None and grammar_of_calls(way, ToolOffer(TOOLS), {}) is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -10,6 +12,7 @@ import pytest
 from moiety_engine.config import Overlap
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import run_all
+from moiety_engine.sampling.thought_budget import ThoughtLimit, limits_thoughts, thought_limit
 from moiety_engine.server.validation import MAX_BUDGET_IDS, ModelLimits, find_refusal
 from moiety_wire.classes import BATCH, STANDARD
 from moiety_wire.engine_choices import Batching
@@ -119,6 +122,97 @@ def test_a_preempted_request_keeps_its_budget(loops: Any, overlap: Overlap) -> N
     assert {key: result.token_ids for key, result in results.items()} == expected
 
 
+def test_white_space_before_the_opener_does_not_count_and_is_no_way_around_the_budget(loops: Any) -> None:
+    for spaces in ([50], [50, 60, 50]):
+        budget = msgspec.structs.replace(budget_of(4, OPENER), space_ids=(50, 60))
+        begun = asked(0, budget, resumed_ids=[*spaces, OPENER])
+        tokens = ids_of(loops.make(overlap=Overlap.ON), [begun])[0]
+        assert tokens[4:7] == list(CLOSING) and not set(tokens[:4]) & set(CLOSERS)
+        without = msgspec.structs.replace(begun, thought_budget=budget_of(4, OPENER))
+        assert ids_of(loops.make(), [without])[0][4:7] != list(CLOSING), "other tokens before it are an answer"
+
+
+# ── reasoning that begins again ──
+
+AGAIN, CHANNEL, ANALYSIS, FINAL = 70, 17, 41, 42
+
+
+def repeated_budget(num_tokens: int) -> ThoughtBudget:
+    return ThoughtBudget(num_tokens, (CHANNEL, ANALYSIS), CLOSERS, (230, AGAIN), reopener_ids=(AGAIN,))
+
+
+def stretches_of(output: list[int]) -> list[int]:
+    """Tokens of each stretch of reasoning, by a plain reading of the output."""
+    found, at, opener = [], 0, [CHANNEL, ANALYSIS]
+    if output[:2] != opener:
+        opener = [AGAIN, *opener]
+        at = next((one for one in range(len(output)) if output[one : one + 3] == opener), len(output))
+    while output[at : at + len(opener)] == opener:
+        start = at = at + len(opener)
+        while at < len(output) and output[at] not in CLOSERS:
+            at += 1
+        found.append(at - start)
+        opener = [AGAIN, CHANNEL, ANALYSIS]
+        while at < len(output) and output[at : at + len(opener)] != opener:
+            at += 1
+    return found
+
+
+class PlainRow:
+    """A row of which all tokens but the previous one are known."""
+
+    pending = False
+    pending_row = 0
+
+    def __init__(self, output: list[int], budget: ThoughtBudget, *, is_pending: bool) -> None:
+        self.num_output = len(output)
+        self.known_output = output[: max(len(output) - is_pending, 0)]
+        self.request: Any = SimpleNamespace(submit=SimpleNamespace(thought_budget=budget))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_all_stretches_of_reasoning_share_one_budget(seed: int) -> None:
+    draw, budget = random.Random(seed), repeated_budget(2 + seed % 9)
+    words = [AGAIN, CHANNEL, CHANNEL, ANALYSIS, ANALYSIS, FINAL, 50, 230]
+    output = [CHANNEL, ANALYSIS] if seed % 4 else []
+    while len(output) < 80:
+        row, late = (PlainRow(output, budget, is_pending=one) for one in (False, True))
+        limit = thought_limit(row)
+        assert thought_limit(late) == limit, "the previous token does not matter"
+        assert limits_thoughts(row) or limit == ThoughtLimit()
+        allowed = [word for word in words if word not in limit.banned]
+        output.append(draw.choice(allowed) if limit.forced is None else limit.forced)
+    counts = stretches_of(output)
+    assert sum(counts) <= budget.max_tokens
+    if sum(counts) >= budget.max_tokens - 1:
+        assert len([one for one in counts if one]) <= budget.max_tokens
+
+
+def test_reasoning_that_begins_after_something_else_is_limited_too() -> None:
+    before = [50, 230, AGAIN, CHANNEL, ANALYSIS, 60, 60]
+    for budget, expected in ((repeated_budget(2), ThoughtLimit(230)), (repeated_budget(4), ThoughtLimit())):
+        assert thought_limit(PlainRow(before, budget, is_pending=False)) == expected
+    alone = msgspec.structs.replace(repeated_budget(2), reopener_ids=())
+    assert thought_limit(PlainRow(before, alone, is_pending=False)) == ThoughtLimit()
+
+
+@pytest.mark.parametrize("overlap", [Overlap.OFF, Overlap.ON])
+def test_an_engine_keeps_the_budget_over_all_stretches(loops: Any, drafting: Any, overlap: Overlap) -> None:
+    budget, again = repeated_budget(4), [CHANNEL, ANALYSIS, 50, 230, AGAIN, CHANNEL, ANALYSIS]
+    submits = [asked(key, budget, bias={50: 30.0, 60: 30.0}, resumed_ids=again) for key in range(6)]
+    found = ids_of(loops.make(overlap=overlap), submits)
+    for ids in found.values():
+        assert set(ids[:3]) <= {50, 60} and ids[3:5] == [230, AGAIN], "one token was used before"
+    assert ids_of(drafting(overlap=overlap), submits) == found
+    used = [CHANNEL, ANALYSIS, 50, 50, 50, 50, 230, AGAIN]
+    submits = [asked(key, budget, bias={CHANNEL: 60.0, ANALYSIS: 70.0}, resumed_ids=used) for key in range(6)]
+    found = ids_of(loops.make(overlap=overlap), submits)
+    assert all(ids[1] == CHANNEL for ids in found.values()), "the reasoning does not begin again"
+    assert ids_of(drafting(overlap=overlap), submits) == found
+    free = ids_of(loops.make(), [msgspec.structs.replace(one, thought_budget=None) for one in submits])
+    assert all(ids[1] == ANALYSIS for ids in free.values())
+
+
 LIMITS = ModelLimits("m", 100, 320, 5, (2,), makes_embeddings=False)
 
 
@@ -130,6 +224,8 @@ LIMITS = ModelLimits("m", 100, 320, 5, (2,), makes_embeddings=False)
         (ThoughtBudget(9, (), (), CLOSING), "needs closer_ids"),
         (ThoughtBudget(9, (), CLOSERS, ()), "needs closer_ids"),
         (ThoughtBudget(9, (), CLOSERS, (5,) * MAX_BUDGET_IDS), f"at most {MAX_BUDGET_IDS} ids"),
+        (ThoughtBudget(9, (), CLOSERS, CLOSING, space_ids=(5,) * MAX_BUDGET_IDS), f"at most {MAX_BUDGET_IDS} ids"),
+        (ThoughtBudget(9, (), CLOSERS, CLOSING, reopener_ids=(320,)), "outside the model's vocabulary"),
         (ThoughtBudget(9, (320,), CLOSERS, CLOSING), "outside the model's vocabulary"),
         (ThoughtBudget(9, (), (-1,), CLOSING), "outside the model's vocabulary"),
     ],

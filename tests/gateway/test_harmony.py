@@ -208,6 +208,7 @@ async def test_efforts_and_budgets_reach_the_model(harmony: Start) -> None:
             assert budget.closing_ids == tuple(encode(closing))
             assert budget.opener_ids == tuple(encode("<|channel|>analysis<|message|>"))
             assert encode("<|end|>")[0] in budget.closer_ids
+            assert budget.reopener_ids == tuple(encode("<|start|>assistant"))
         thinking: Any = {"type": "enabled", "budget_tokens": 1024}
         await gateway.anthropic.messages.create(
             model="harmony", max_tokens=2000, messages=ASKED, tools=ANTHROPIC_TOOLS, thinking=thinking

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tests.conftest import EXAMPLES
 
 from moiety_engine.scripted.text_model import scripted_text_model
 from moiety_text.chat import ChatTemplate
@@ -25,7 +26,8 @@ from moiety_text.tools.registry import AUTO, FORMAT_NAMES, adapt_to_template, fi
 
 TEMPLATES = Path(__file__).parent / "templates"
 NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
-FORMAT_OF = {"glm47": "glm45", "mistral_v11": "mistral"}  # where the template is not named after its format
+# where the template is not named after its format
+FORMAT_OF = {"glm47": "glm45", "mistral_v11": "mistral", "mistral_ids": "mistral"}
 BY_NAME_ONLY = ("json_list",)
 NESTED_NAMES = ("gemma4", "minimax_m3")  # formats whose nested names are written without quotes
 UNTYPED_TEXT = ("minimax_m3",)  # formats in which text without a schema may look like a number
@@ -208,7 +210,7 @@ def test_a_format_that_does_not_exist_is_refused_with_the_names() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(data=st.data())
 def test_calls_are_read_back_as_they_were_rendered_however_they_are_cut(name: str, data: st.DataObject) -> None:
     calls, form = data.draw(calls_of(name)), format_of(name)
@@ -258,7 +260,7 @@ def test_a_call_of_an_unknown_tool_is_text(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(data=st.data())
 def test_a_damaged_call_is_read_alike_however_it_is_cut_and_loses_nothing(name: str, data: st.DataObject) -> None:
     form, text = format_of(name), render(name, EXAMPLE)

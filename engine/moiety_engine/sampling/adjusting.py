@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moiety_engine.sampling.rows import Row
-from moiety_engine.sampling.thought_budget import banned_tokens, forced_token, limits_thoughts
+from moiety_engine.sampling.thought_budget import limits_thoughts, thought_limit
 from moiety_engine.staging import Upload
 from moiety_kernels.sample import IN_PROMPT, Penalties
 
@@ -52,9 +52,10 @@ def bias_and_ban(logits_LV: Tensor, rows: Rows[Row], upload: Upload) -> None:
         if _may_not_stop(row):
             banned += [i * vocabulary + token for token in row.request.submit.stop_token_ids]
         if limits_thoughts(row):
-            banned += [i * vocabulary + token for token in banned_tokens(row)]
-            if (token := forced_token(row)) is not None:
-                forced[i] = token
+            limit = thought_limit(row)
+            banned += [i * vocabulary + token for token in limit.banned]
+            if limit.forced is not None:
+                forced[i] = limit.forced
     flat = logits_LV.view(-1)
     if biased:
         flat.index_add_(0, upload(np.array(biased)), upload(np.array(amounts, dtype=np.float32)))

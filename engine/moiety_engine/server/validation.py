@@ -327,7 +327,7 @@ def _stopping_complaint(stopping: Stopping, limits: ModelLimits) -> str:
 def _budget_complaint(budget: ThoughtBudget, limits: ModelLimits) -> str:
     if budget.max_tokens < MIN_THOUGHT_BUDGET:
         return f"a thought budget must have at least {MIN_THOUGHT_BUDGET} tokens, not {budget.max_tokens}"
-    ids = (*budget.opener_ids, *budget.closer_ids, *budget.closing_ids)
+    ids = (*budget.opener_ids, *budget.closer_ids, *budget.closing_ids, *budget.space_ids, *budget.reopener_ids)
     if len(ids) > MAX_BUDGET_IDS or not budget.closer_ids or not budget.closing_ids:
         return f"a thought budget needs closer_ids and closing_ids, and at most {MAX_BUDGET_IDS} ids in all"
     if any(not 0 <= token_id < limits.vocab_size for token_id in ids):

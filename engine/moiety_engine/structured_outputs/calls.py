@@ -8,11 +8,21 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from moiety_engine.structured_outputs.argument_rules import ArgumentRules
+from moiety_engine.structured_outputs.element_arguments import ElementArguments
 from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.exact_schemas import ExactSchema, exact_schema_of
+from moiety_engine.structured_outputs.keyword_arguments import KeywordArguments
 from moiety_engine.structured_outputs.lark_text import lark_string, quoted_with_tokens, split_at_token
+from moiety_engine.structured_outputs.member_arguments import MemberArguments
 from moiety_engine.structured_outputs.tagged_arguments import TaggedArguments
-from moiety_wire.grammars import GrammarSpec, ToolCallGrammar, ToolCallsGrammar
+from moiety_wire.grammars import (
+    ArgumentNotation,
+    GrammarSpec,
+    ParameterTagsGrammar,
+    ToolCallGrammar,
+    ToolCallsGrammar,
+)
 
 FIRST_TOOL_LINE = 3  # of a grammar of calls, with one line per tool's arguments
 _ONE_SPACE = r"\x20"
@@ -31,16 +41,19 @@ def calls_grammar(text: str) -> str:
 
     rules = ["%llguidance {}", f"start: {_start(form)}", *arguments]
     name_end = f"/{form.name_end}/ " if form.name_end else ""
-    inner = [
-        f"{quoted(tool.name)} {name_end}{quoted(form.between)} {_with_arguments(form, i)}"
-        for i, tool in enumerate(form.tools)
-    ]
-    rest = _with_arguments(form, 0) if form.is_named else " | ".join(inner)
+    between = quoted(form.between)
+    if form.call_id is not None:
+        between = f"{quoted(form.call_id.opener)} /{form.call_id.pattern}/ {between}"
+    inner = [f"{quoted(tool.name)} {name_end}{between} {_with_arguments(form, i)}" for i, tool in enumerate(form.tools)]
+    rest = " | ".join(inner)
+    if form.is_named:
+        rest = _with_arguments(form, 0) if form.call_id is None else f"{between} {_with_arguments(form, 0)}"
     rules += [f"rest: ({rest}) {quoted(form.after)} more", f"inner: {' | '.join(inner)}"]
     again = ""
     if form.separator is not None and form.may_repeat:
         again = f"({quoted(form.separator)} inner {quoted(form.after)})*"
     rules += [f"more: {again} {quoted(form.closer)}", f"calls: {quoted(form.before)} inner {quoted(form.after)} more"]
+    rules += ["ANY: /(.|\\n)*/", "TEXT: /(.|\\n)+/"]
     if form.answer is not None and not form.must_call:
         return "\n".join([*rules, f"called: {quoted(form.opener)} calls"])
     return "\n".join([*rules, *_free_text(form.free_ids, "{" if form.opener else form.before[:1]), *_text_around(form)])
@@ -49,22 +62,37 @@ def calls_grammar(text: str) -> str:
 def schema_at(form: ToolCallsGrammar, line: int) -> tuple[str, str]:
     """Return the place of the schema in a line of the grammar, as words, and the schema as text."""
     number = line - FIRST_TOOL_LINE
-    if form.parameters is None:
+    found = _new_rules(form)
+    if found is None:
         tool = form.tools[number]
         return f"in the parameters of the tool {tool.name!r}", tool.schema
-    tagged = TaggedArguments(form.parameters, form.special)
     for index, tool in enumerate(form.tools):
-        tagged.add_tool(index, tool)
-    return tagged.place_of(number - len(form.tools))
+        found.add_tool(index, tool)
+    return found.place_of(number - len(form.tools))
+
+
+def _new_rules(form: ToolCallsGrammar) -> ArgumentRules | None:
+    """Return the rules of arguments that are not a JSON object; None where they are."""
+    found = form.parameters
+    if found is None:
+        return None
+    if isinstance(found, ParameterTagsGrammar):
+        return TaggedArguments(found, form.special)
+    match found.notation:
+        case ArgumentNotation.KEYWORDS:
+            return KeywordArguments(form.special)
+        case ArgumentNotation.MEMBERS:
+            return MemberArguments(found.mark, form.special)
+    return ElementArguments(found.mark, form.special)
 
 
 def _argument_rules(form: ToolCallsGrammar) -> list[str]:
-    if form.parameters is None:
+    found = _new_rules(form)
+    if found is None:
         return [f"arguments_{number}: {_arguments_of(tool, number)}" for number, tool in enumerate(form.tools)]
-    tagged = TaggedArguments(form.parameters, form.special)
-    arguments = [tagged.add_tool(index, tool) for index, tool in enumerate(form.tools)]
-    values = [f"json_{i}: {json_rule(schema)}" for i, schema in enumerate(tagged.json_schemas)]
-    return [*arguments, *values, *tagged.value_rules()]
+    arguments = [found.add_tool(index, tool) for index, tool in enumerate(form.tools)]
+    values = [f"json_{i}: {json_rule(schema)}" for i, schema in enumerate(found.json_schemas)]
+    return [*arguments, *values, *found.value_rules()]
 
 
 def json_rule(exact: ExactSchema) -> str:
@@ -77,7 +105,7 @@ def _free_text(free_ids: Sequence[int], first: str) -> list[str]:
 
     A grammar does not count added tokens as text, so those that free text may contain are named.
     """
-    rules = ["ANY: /(.|\\n)*/", "TEXT: /(.|\\n)+/", f"FIRST: /[^{re.escape(first)}\\s](.|\\n)*/"]
+    rules = [f"FIRST: /[^{re.escape(first)}\\s](.|\\n)*/"]
     if not free_ids:
         return [*rules, "text: TEXT?", "plain: FIRST"]
     return [

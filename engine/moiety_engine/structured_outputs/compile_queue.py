@@ -19,7 +19,13 @@ from moiety_engine.config import GrammarLimits
 from moiety_engine.messages import CoreFailure, CoreSubmit
 from moiety_engine.structured_outputs.errors import GrammarRefused, GrammarWorkerFailed
 from moiety_engine.structured_outputs.service import GrammarService
-from moiety_engine.structured_outputs.stepping import NOT_RUNNING, CheckedGrammar, GrammarHandle, SteppingWorker
+from moiety_engine.structured_outputs.stepping import (
+    NOT_COMPILED,
+    NOT_RUNNING,
+    CheckedGrammar,
+    GrammarHandle,
+    SteppingWorker,
+)
 from moiety_wire.grammars import GrammarSpec
 from moiety_wire.messages import FailureCode
 from moiety_wire.notes import Reason
@@ -191,7 +197,7 @@ class GrammarCompileQueue:
             code, message = FailureCode.ENGINE_FAILED, NOT_RUNNING.format(reason=exc)
         except Exception:  # top of a compiler's task: an error fails its requests, not the engine
             log.exception("grammar_failed")
-            message = "the requested grammar cannot be compiled; rewrite it"
+            code, message = FailureCode.ENGINE_FAILED, NOT_COMPILED
         else:
             self._ready += [(submit, worker.open(grammar)) for submit in submits]
             return

@@ -65,7 +65,7 @@ def exact_schema(decoded: Any) -> ExactSchema:
     if not isinstance(decoded, dict):
         raise GrammarRefused("a JSON schema must be an object")
     _check_text(decoded, "")
-    _check_references(decoded)
+    check_references(decoded)
     rewriting = _SchemaRewrite(_is_old(decoded))
     found = rewriting.rewrite(with_exact_numbers(decoded), "")
     rewriting.check_multiples()
@@ -236,7 +236,7 @@ def _check_text(value: Any, pointer: str) -> None:
             _check_text(one, f"{pointer}/{at_index}")
 
 
-def _check_references(root: Mapping[str, Any]) -> None:
+def check_references(root: Mapping[str, Any]) -> None:
     """Refuse a schema that refers to itself for the same value, which has no meaning. Raises GrammarRefused."""
     is_done: dict[int, bool] = {}  # by schema; False while it is being followed
 

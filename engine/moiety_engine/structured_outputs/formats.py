@@ -19,6 +19,9 @@ _LABEL = r"[a-zA-Z0-9]{1,20}(?:-[a-zA-Z0-9]{1,12}){0,3}"  # at most 63 character
 _DOMAIN = rf"{_LABEL}(?:\.{_LABEL}){{0,3}}"
 _ATOM = r"[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]{1,20}"
 
+_OCTET = r"(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_SEGMENT = r"[A-Za-z0-9._~-]{0,40}"
+
 PATTERNS: Mapping[str, str] = MappingProxyType(
     {
         "date": f"^{_DATE}$",
@@ -26,5 +29,15 @@ PATTERNS: Mapping[str, str] = MappingProxyType(
         "date-time": f"^{_DATE}T{_TIME}$",
         "hostname": f"^{_DOMAIN}$",
         "email": rf"^{_ATOM}(?:\.{_ATOM}){{0,2}}@{_DOMAIN}$",
+    }
+)
+TEXT_PATTERNS: Mapping[str, str] = MappingProxyType(  # of formats that the library knows only within JSON
+    {
+        **PATTERNS,
+        "uuid": r"^[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}$",
+        "ipv4": rf"^{_OCTET}(?:\.{_OCTET}){{3}}$",
+        "ipv6": r"^[0-9a-f]{1,4}(?::[0-9a-f]{1,4}){7}$",
+        "duration": r"^P(?:[0-9]{1,4}[WDMY]|(?:[0-9]{1,4}D)?T[0-9]{1,4}[HMS])$",
+        "uri": rf"^https?://{_DOMAIN}(?::[1-9][0-9]{{0,3}})?(?:/{_SEGMENT}){{0,8}}(?:\?[A-Za-z0-9._~=&-]{{0,80}})?$",
     }
 )

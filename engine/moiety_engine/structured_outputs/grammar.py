@@ -103,8 +103,10 @@ def _calls_grammar(text: str) -> str:
     grammars = [{"name": "calls", "lark_grammar": calls}]
     grammars += [{"name": name, "lark_grammar": one} for name, one in inputs.items()]
     if answer is not None:
-        (whole,) = msgspec.json.decode(grammar_of(answer))["grammars"]
-        grammars.append({**whole, "name": "answer"})
+        whole = grammar_of(answer)  # of a JSON schema, or in Lark's syntax
+        begins = whole.lstrip()[:1] == "{"
+        first, *others = msgspec.json.decode(whole)["grammars"] if begins else [{"lark_grammar": whole}]
+        grammars += [{**first, "name": "answer"}, *others]
     return msgspec.json.encode({"grammars": grammars}).decode()
 
 

@@ -20,6 +20,11 @@ def lark_string(text: str) -> str:
     return msgspec.json.encode(text).decode() if text else ""
 
 
+def lark_literal(text: str) -> str:
+    """Return a string in grammar syntax, which may be empty."""
+    return lark_string(text) or '""'
+
+
 def split_at_token(text: str, special: Mapping[str, int]) -> str | None:
     """Return the text before its first added token; None where it has none."""
     found = _tokens(special).search(text) if special else None

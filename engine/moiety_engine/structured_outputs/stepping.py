@@ -45,6 +45,7 @@ UNKNOWN_END = 0.5  # share of a death that the template did not report: it was k
 MAX_DEATHS = 2  # deaths of processes during a request's operation, without proof of its fault, after which it fails
 MAX_UNEXPLAINED = 3  # deaths within one step that no request caused
 CRASHED = "the grammar crashed its worker process ({how}); rewrite it"
+NOT_COMPILED = "the grammar could not be compiled because of an error in the engine; send the request again"
 NOT_RUNNING = "the engine's grammar processes do not run ({reason}); send the request again"
 
 _ids = itertools.count(1)

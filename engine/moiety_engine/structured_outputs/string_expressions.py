@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moiety_engine.structured_outputs.errors import GrammarRefused
-from moiety_engine.structured_outputs.formats import PATTERNS
+from moiety_engine.structured_outputs.formats import TEXT_PATTERNS
 from moiety_engine.structured_outputs.patterns import exact_pattern
 
 _ANYTHING = r"(.|\n)*"
@@ -32,18 +32,29 @@ def string_expressions(schema: Mapping[str, Any], excluded: str) -> Iterator[str
         except GrammarRefused as exc:
             raise GrammarRefused(f"/pattern: {exc}") from exc
     if (name := schema.get("format")) is not None:
-        if name not in PATTERNS:
-            raise GrammarRefused(f"/format: the format {str(name)[:64]!r} is not supported in calls with tags")
-        yield _escaped(PATTERNS[name][1:-1])
+        if name not in TEXT_PATTERNS:
+            known = ", ".join(sorted(TEXT_PATTERNS))
+            raise GrammarRefused(f"/format: the format {str(name)[:64]!r} is not supported here; supported are {known}")
+        yield _escaped(TEXT_PATTERNS[name][1:-1])
 
 
 def _whole(pattern: str) -> str:
     """Return an expression of whole strings for a pattern that is searched in them. Raises GrammarRefused."""
     begins, ends = pattern.startswith("^"), _ANCHORED_END.search(pattern) is not None
-    if "|" in pattern and (begins or ends):
-        raise GrammarRefused("'|' together with '^' or '$' is not supported in calls with tags; use 'enum'")
+    if (begins or ends) and _has_alternatives(pattern):
+        raise GrammarRefused("'|' together with '^' or '$' is not supported here; put the alternatives in a group")
     inner = pattern[begins : len(pattern) - ends]
     return f"{'' if begins else _ANYTHING}({_escaped(inner)}){'' if ends else _ANYTHING}"
+
+
+def _has_alternatives(pattern: str) -> bool:
+    """Return whether an exact pattern, in which literal operators are escaped, has alternatives in no group."""
+    depth = 0
+    for character in pattern:
+        depth += (character == "(") - (character == ")")
+        if character == "|" and depth == 0:
+            return True
+    return False
 
 
 def _escaped(expression: str) -> str:

@@ -27,7 +27,8 @@ from moiety_text.tools.offer import ToolOffer
 
 FINAL_OPENER = f"{CHANNEL}final{MESSAGE}"
 ANALYSIS_OPENER = f"{CHANNEL}{ANALYSIS}{MESSAGE}"
-NEXT_TURN = f"{END}{START}assistant"
+TURN_OPENER = f"{START}assistant"
+NEXT_TURN = END + TURN_OPENER
 _TO_FUNCTION = f"{CHANNEL}{COMMENTARY} to={FUNCTIONS}"
 _TO_ARGUMENTS = f" {CONSTRAIN}json{MESSAGE}"
 

@@ -43,6 +43,26 @@ class ParameterTags:
 
 
 @dataclass(frozen=True, slots=True)
+class NotedArguments:
+    """Arguments in a notation that is neither a JSON object nor tags around parameters.
+
+    `notation` is `keywords` (Python's keyword arguments), `members` (members without quotes, with `mark` around texts)
+    or `elements` (nested elements, with `mark` before each tag).
+    """
+
+    notation: str
+    mark: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CallIdText:
+    """Id that the model writes itself between the name and the arguments; `pattern` is a regular expression."""
+
+    opener: str
+    pattern: str
+
+
+@dataclass(frozen=True, slots=True)
 class ToolFormat:
     """Tool-call format of one model.
 
@@ -54,13 +74,14 @@ class ToolFormat:
     markers: tuple[str, ...]
     to_name: str
     to_arguments: str
-    to_end: str | None  # text after the arguments; None where a call contains more than a grammar can express
+    to_end: str  # text after the arguments
     between: str | None = None  # from the end of a call to the name of the next; None: each call has its own marker
     closer: str = ""  # after the last of those calls
     marks_calls: bool = True  # otherwise a call is the whole answer, and recognized by its format
     name_end: str = ""  # directly after the name, such as the number of the call
     name_end_pattern: str = ""  # regular expression of `name_end`
-    parameters: ParameterTags | None = None  # None: the arguments are a JSON object
+    call_id: CallIdText | None = None  # before `to_arguments`, which then is no part of an opening
+    parameters: ParameterTags | NotedArguments | None = None  # None: the arguments are a JSON object
     call_ids: CallIds = CallIds.CLIENT
     one_call_a_message: bool = False
     results_in_calls: bool = False  # the template reads results from the message with the calls
@@ -78,7 +99,7 @@ class ToolFormat:
         name = offer.first_call
         if name is None:
             return Opening(self.to_name)
-        return Opening(self.to_name, name, self.name_end + self.to_arguments)
+        return Opening(self.to_name, name, self.name_end + (self.to_arguments if self.call_id is None else ""))
 
     def new_reader(self, offer: ToolOffer, *, is_rest: bool) -> CallReader:
         """Return a reader for an answer to a prompt that ends with the opening.

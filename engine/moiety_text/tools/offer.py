@@ -15,6 +15,7 @@ class Tool:
     parameters: dict[str, Any]
     strict: bool = False  # arguments must match the schema
     input_grammar: str = ""  # Lark grammar of the only argument, a string, as it is escaped in JSON
+    asks_for_grammar: bool = False  # the client has sent a grammar, also where `input_grammar` cannot express it
 
     def for_template(self) -> dict[str, Any]:
         """Return the tool in the form of chat templates."""
@@ -44,6 +45,10 @@ class ToolOffer:
     @property
     def is_strict(self) -> bool:
         return any(tool.strict for tool in self.tools)
+
+    @property
+    def has_input_grammars(self) -> bool:
+        return any(tool.input_grammar for tool in self.tools)
 
     @property
     def first_call(self) -> str | None:

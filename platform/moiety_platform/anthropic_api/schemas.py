@@ -53,7 +53,7 @@ from moiety_platform.inference.body_fields import (
 )
 from moiety_platform.inference.field_support import ignored, mapped, refused
 from moiety_platform.inference.generation import Conversation, Generation, ReasoningFields
-from moiety_platform.openai_api.response_formats import require_one_form
+from moiety_platform.openai_api.response_formats import format_beside
 from moiety_text.tools.offer import ToolOffer
 from moiety_wire.grammars import GrammarSpec
 from moiety_wire.messages import Sampling
@@ -236,8 +236,8 @@ class MessagesBody(ConversationBody, GeneratingBody):
     fallback_credit_token: Annotated[Any, ignored("There are no credits for refusals.")] = None
 
     def generation(self) -> Generation:
-        conversation, grammar = self.conversation(), self.grammar()
-        require_one_form(grammar, conversation.tools, "output_config.format")
+        conversation = self.conversation()
+        grammar = format_beside(conversation.tools, self.grammar())
         return Generation(
             model=self.model,
             prompts=(conversation,),

@@ -37,7 +37,7 @@ def custom_tool_of(name: str, description: str | None, grammar: CustomGrammar | 
         "additionalProperties": False,
     }
     escaped = "" if grammar is None else escaped_grammar(grammar.syntax, grammar.definition)
-    return Tool(name, told.lstrip("\n"), parameters, input_grammar=escaped)
+    return Tool(name, told.lstrip("\n"), parameters, input_grammar=escaped, asks_for_grammar=grammar is not None)
 
 
 def arguments_of(text: str) -> dict[str, Any]:

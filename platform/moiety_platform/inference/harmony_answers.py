@@ -10,7 +10,7 @@ from moiety_platform.errors import UNSUPPORTED_RESPONSE_FORMAT, BadRequest
 from moiety_platform.inference.answer_format import AnswerFormat
 from moiety_platform.inference.generation import Conversation, Prompt
 from moiety_platform.inference.strict_tools import tool_grammars
-from moiety_text.harmony.format import ANALYSIS_OPENER, FINAL_OPENER, HarmonyFormat
+from moiety_text.harmony.format import ANALYSIS_OPENER, FINAL_OPENER, TURN_OPENER, HarmonyFormat
 from moiety_text.harmony.reader import HarmonyReader
 from moiety_text.tools.formats import Opening
 from moiety_wire.grammars import GrammarKind, GrammarSpec, HarmonyGrammar
@@ -61,6 +61,11 @@ class HarmonyAnswers:
         """Return the grammar of the whole answer; None where it is free."""
         offer = conversation.tools
         must_call, is_strict = (False, False) if offer is None else (offer.must_call, offer.is_strict)
+        if grammar is not None and offer is not None and not self._by_grammar:
+            raise BadRequest(
+                "this model's engine cannot follow a response format beside tools; leave one of them out",
+                code=UNSUPPORTED_RESPONSE_FORMAT,
+            )
         if conversation.prefill or (grammar is not None and not self._by_grammar):
             return grammar
         if is_strict and not self._by_grammar:
@@ -85,4 +90,5 @@ class HarmonyAnswers:
             tuple(encode(ANALYSIS_OPENER)),
             (self._form.end_id, *self._form.stop_ids),
             tuple(encode(self._form.closing_of(conversation.tools))),
+            reopener_ids=tuple(encode(TURN_OPENER)),
         )

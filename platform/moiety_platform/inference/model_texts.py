@@ -17,7 +17,7 @@ from moiety_platform.inference.encoding_cost import ID_COST, is_short, tools_for
 from moiety_platform.inference.generation import Conversation, Generation, Prompt, TextPair
 from moiety_platform.inference.harmony_answers import HarmonyAnswers
 from moiety_platform.inference.prompt_images import image_inputs, images_not_supported, images_of, with_placeholders
-from moiety_platform.inference.strict_tools import grammar_of_calls
+from moiety_platform.inference.strict_tools import grammar_of_calls, may_read_like_call
 from moiety_platform.inference.system_messages import as_user_messages, takes_late_system
 from moiety_platform.inference.template_options import TemplateOptions
 from moiety_platform.inference.thought_limits import budget_of_markers, closing_text, grammar_after_thought
@@ -33,7 +33,6 @@ from moiety_text.reasoning_formats import THINK
 from moiety_text.tokenizer import Tokenizer
 from moiety_text.tools.deltas import Parts
 from moiety_text.tools.formats import Opening, ToolFormat
-from moiety_text.tools.offer import Tool
 from moiety_text.tools.registry import FORMAT_NAMES, adapt_to_template, find_tool_format
 from moiety_wire.grammars import GrammarSpec
 from moiety_wire.images import ImageInput
@@ -292,22 +291,21 @@ class ModelText:
         """
         if prompt.tools is None:
             return answer
+        way = self._format_of_tools()
         if answer is not None:
-            if not self._follows_calls:
+            if not self._follows_calls or may_read_like_call(answer, way, self._call_markers()):
                 message = (
                     f"the model {self._model!r} cannot follow a response format beside tools; leave one of them out"
                 )
                 raise BadRequest(message, code=UNSUPPORTED_RESPONSE_FORMAT)
-        elif not prompt.tools.is_strict and not (self.follows_inputs and any(map(_has_grammar, prompt.tools.tools))):
+        elif not prompt.tools.is_strict and not (
+            self.follows_inputs and any(tool.input_grammar for tool in prompt.tools.tools)
+        ):
             return None
-        way = self._format_of_tools()
-        grammar = None
-        if way.marks_calls or not prompt.prefill.strip():
-            grammar = grammar_of_calls(way, prompt.tools, self._call_markers(), self._free_ids(), answer)
-        if grammar is None:
+        if not way.marks_calls and prompt.prefill.strip():
             message = f"calls of the model {self._model!r} cannot be held to a schema here; leave 'strict' out"
             raise BadRequest(message, code=UNSUPPORTED_RESPONSE_FORMAT, param="tools")
-        return grammar
+        return grammar_of_calls(way, prompt.tools, self._call_markers(), self._free_ids(), answer)
 
     @property
     def follows_inputs(self) -> bool:
@@ -318,7 +316,7 @@ class ModelText:
     def _follows_calls(self) -> bool:
         """Whether answers can be held to a grammar that includes calls."""
         way = self._tool_format
-        return self._follows_grammars and way is not None and way.to_end is not None and way.marks_calls
+        return self._follows_grammars and way is not None and way.marks_calls
 
     def _call_markers(self) -> dict[str, int]:
         """Return the markers of tool calls that are added tokens, with their ids."""
@@ -412,11 +410,15 @@ class ModelText:
         return opening, messages if self._tool_format is None else self._tool_format.adapted(messages)
 
     def adjusted_fields(self, generation: Generation) -> dict[str, str]:
-        """Return the reasoning fields whose values the model does not have, with what is used instead."""
+        """Return the fields whose values the model or its engine cannot follow, with what is used instead."""
         prompt = generation.prompts[0]  # a chat has only one
-        if self._options is None or not isinstance(prompt, Conversation) or not prompt.has_reasoning_options:
+        if self._options is None or not isinstance(prompt, Conversation):
             return {}
-        return self._options.adjusted_fields(prompt)
+        found = self._options.adjusted_fields(prompt) if prompt.has_reasoning_options else {}
+        for tool in () if prompt.tools is None else prompt.tools.tools:
+            if tool.asks_for_grammar and not (self.follows_inputs and tool.input_grammar):
+                found = {**found, f"tools.{tool.name}.format": "text"}
+        return found
 
     def _format_of_tools(self, field: str = "tools") -> ToolFormat:
         """Return the model's tool call format. Raises BadRequest, which names the `field`, if there is none."""
@@ -442,7 +444,3 @@ class ModelText:
             message = f"token id {max(token_ids)} is not the model's; its ids are below {self._vocab_size}"
             raise BadRequest(message, code=UNKNOWN_TOKEN, param=field)
         return list(token_ids)
-
-
-def _has_grammar(tool: Tool) -> bool:
-    return bool(tool.input_grammar)

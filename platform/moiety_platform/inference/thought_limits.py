@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 
 import msgspec
@@ -24,8 +25,16 @@ def budget_of_markers(num_tokens: int, marks: ThoughtMarks, closing: str, tokeni
     if marks.closer not in ids:
         return None
     openers = () if marks.is_open else tuple(tokenizer.encode(marks.opener))
+    spaces = () if marks.is_open else space_tokens(tokenizer)
     closing_ids = tuple(tokenizer.encode(closing))
-    return ThoughtBudget(max(num_tokens, MIN_THOUGHT_BUDGET), openers, (ids[marks.closer],), closing_ids)
+    return ThoughtBudget(max(num_tokens, MIN_THOUGHT_BUDGET), openers, (ids[marks.closer],), closing_ids, spaces)
+
+
+def space_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the tokens of which up to three characters of white space consist."""
+    texts = ("".join(one) for length in (1, 2, 3) for one in itertools.product(" \n\r\t", repeat=length))
+    found = {token_id for text in texts for token_id in tokenizer.encode(text)}
+    return tuple(sorted(one for one in found if not tokenizer.token_bytes(one).strip()))
 
 
 def grammar_after_thought(

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 import msgspec
 from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, model_validator
 
-from moiety_platform.errors import UNSUPPORTED_RESPONSE_FORMAT, BadRequest
+from moiety_platform.errors import UNSUPPORTED_RESPONSE_FORMAT
 from moiety_platform.inference.body_fields import StrictBody, refuse, shape_of, shows
 from moiety_platform.inference.field_support import ignored, refused
 from moiety_text.tools.offer import ToolOffer
@@ -170,11 +170,9 @@ class StructuredOutputBody(StrictBody):
         return found[0] if found else None
 
 
-def require_one_form(grammar: GrammarSpec | None, offer: ToolOffer | None, field: str) -> None:
-    """Raise BadRequest where a request has both a response format and tools. Tool calls need a grammar of their own."""
-    if grammar is not None and offer is not None:
-        message = f"'{field}' cannot go with tools that may be called; leave one of them out, or set tool_choice 'none'"
-        raise BadRequest(message, code=UNSUPPORTED_RESPONSE_FORMAT, param=field)
+def format_beside(offer: ToolOffer | None, grammar: GrammarSpec | None) -> GrammarSpec | None:
+    """Return the response format of answers beside tools; None where the answer is a call and has no text."""
+    return None if offer is not None and offer.must_call else grammar
 
 
 def grammars_of(

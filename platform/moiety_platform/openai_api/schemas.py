@@ -39,7 +39,7 @@ from moiety_platform.inference.reasoning_fields import Effort, ThoughtBudgetFiel
 from moiety_platform.inference.tool_fields import TemplateVariables
 from moiety_platform.openai_api.chat_messages import Messages, messages_of
 from moiety_platform.openai_api.response_formats import FORMS as FORMS_OF_FORMS
-from moiety_platform.openai_api.response_formats import StructuredOutputBody, require_one_form
+from moiety_platform.openai_api.response_formats import StructuredOutputBody, format_beside
 from moiety_platform.openai_api.responses_form import chat_of_responses_form
 from moiety_platform.openai_api.tool_message import MessageForm
 from moiety_platform.openai_api.tools import (
@@ -323,8 +323,8 @@ class ChatBody(ThoughtBudgetFields, VllmChatFields, GenerationBody):
         return MessageForm(custom_names, bool(self.functions), self.include_reasoning is not False)
 
     def generation(self) -> Generation:
-        offer, grammar = self.offer(), self.grammar()
-        require_one_form(grammar, offer, "response_format")
+        offer = self.offer()
+        grammar = format_beside(offer, self.grammar())
         options = self.chat_template_kwargs or {}
         if self.documents is not None:
             options = {"documents": self.documents, **options}

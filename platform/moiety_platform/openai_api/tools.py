@@ -87,7 +87,7 @@ class CustomToolGrammar(StrictBody):
 
 
 class CustomToolFormat(StrictBody):
-    """Format of a custom tool's input. A grammar is shown to the model, and the answer is not checked against it."""
+    """Format of a custom tool's input. A grammar is shown to the model, and followed where its engine can."""
 
     model_config = ConfigDict(
         json_schema_extra={

@@ -54,7 +54,6 @@ class OfferedTool:
     tool: Tool
     name: str
     namespace: str | None = None
-    has_grammar: bool = False  # of a custom tool's input
 
 
 def name_for_model(name: str, namespace: str | None) -> str:

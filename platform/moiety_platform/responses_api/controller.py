@@ -18,7 +18,6 @@ from moiety_platform.auth.principal import Principal
 from moiety_platform.db.keyset import After, Identified, list_fields, parse_list
 from moiety_platform.errors import BadRequest, Unavailable
 from moiety_platform.inference.endpoint import Endpoint, EndpointDocs, SendLast, Serve, route
-from moiety_platform.inference.field_support import support_headers
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.response import HttpResponse
 from moiety_platform.inference.run import InferenceRun
@@ -127,7 +126,6 @@ class ResponseAnswers:
         self, body: ResponsesBody, run: InferenceRun, record: RequestRecord, reply: HttpResponse
     ) -> SendLast:
         head, readers = ResponseHead.of(body, record), run.new_readers()
-        self._note_unheld_inputs(body, run, record, reply)
         output = self._output_of(body, record, None if readers is None else readers[0])
         if body.background:
             await self.runs.store_progress(record.request_id, msgspec.json.encode(head.in_progress()))
@@ -139,19 +137,6 @@ class ResponseAnswers:
         reply.errors = StreamErrors(events, self.runs.current.note_error)
         await relay(events, run, record, reply)
         return partial(self._end_stream, events, _ended(head, output, run, record), body, record, reply)
-
-    def _note_unheld_inputs(
-        self, body: ResponsesBody, run: InferenceRun, record: RequestRecord, reply: HttpResponse
-    ) -> None:
-        """Name in the answer's headers the custom tools whose input is not held to its grammar."""
-        names = [
-            one.tool.name
-            for one in body.offered
-            if one.has_grammar and not (run.text.follows_inputs and one.tool.input_grammar)
-        ]
-        if names:
-            record.adjusted_fields |= {f"tools.{name}.format": "text" for name in names}
-            reply.headers |= support_headers(record.ignored_fields, record.adjusted_fields)
 
     def _output_of(self, body: ResponsesBody, record: RequestRecord, reader: AnswerReader | None) -> ResponseOutput:
         tenant_id = record.principal.tenant_id

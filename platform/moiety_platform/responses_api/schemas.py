@@ -31,7 +31,7 @@ from moiety_platform.inference.body_fields import (
 from moiety_platform.inference.field_support import ignored, mapped, refused
 from moiety_platform.inference.generation import Conversation, Generation, ReasoningFields
 from moiety_platform.inference.reasoning_fields import Effort
-from moiety_platform.openai_api.response_formats import TextFormat
+from moiety_platform.openai_api.response_formats import TextFormat, format_beside
 from moiety_platform.openai_api.schemas import STREAMED_OPTIONS
 from moiety_platform.responses_api.compaction import TIERS, compaction_of
 from moiety_platform.responses_api.input import InputItems
@@ -206,8 +206,6 @@ class ResponsesBody(GeneratingBody, ToolItemsBody):
             return compaction_of(self.model, messages, self.service_tier)
         offer = (self.tool_choice or AUTO).offer(self.offered, parallel=self.parallel_tool_calls is not False)
         grammar = None if self.text is None or self.text.format is None else self.text.format.grammar()
-        if offer is not None and offer.must_call:
-            grammar = None  # there is no text that it could apply to
         return Generation(
             model=self.model,
             prompts=(
@@ -228,6 +226,6 @@ class ResponsesBody(GeneratingBody, ToolItemsBody):
             max_tokens_field="max_output_tokens",
             service_tier=TIERS.get(self.service_tier or "", self.service_tier),
             keep_s=KEEP_S[self.prompt_cache_retention or "in_memory"],
-            grammar=grammar,
+            grammar=format_beside(offer, grammar),
             truncates=self.truncation == "auto" or bool(self.context_management),
         )

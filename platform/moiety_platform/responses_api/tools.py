@@ -105,7 +105,7 @@ class FreeTextTool(ResponseTool):
         if isinstance(self.format, GrammarInput):
             grammar = CustomGrammar(self.format.syntax, self.format.definition)
         tool = custom_tool_of(name_for_model(self.name, namespace), self.description, grammar)
-        return OfferedTool(ToolKind.CUSTOM, tool, self.name, namespace, has_grammar=grammar is not None)
+        return OfferedTool(ToolKind.CUSTOM, tool, self.name, namespace)
 
 
 class BuiltInTool(ResponseTool):

@@ -16,7 +16,7 @@ from moiety_dashboard.figures import percent, ratio, short
 from moiety_dashboard.frames.tenants import tenants_frame
 from moiety_dashboard.page import Page
 from moiety_dashboard.panels import Tile
-from moiety_dashboard.views.tenants import keys, limits, settings
+from moiety_dashboard.views.tenants import attribution, keys, limits, settings
 from moiety_dashboard.views.tenants.names import forget_names
 from moiety_dashboard.views.windows import DAY, LIVE, LONG, Window
 from moiety_dashboard.views.windows import series as read_series
@@ -122,9 +122,11 @@ def columns() -> dict[str, Any]:
 def draw_one(page: Page, client: AdminClient, tenant: dict[str, Any]) -> None:
     st.subheader(as_text(tenant["name"]), anchor=False)
     panels.chips(colours.of_classes([tenant["service_class"]]))
-    names = ["Usage", "Quotas", "Keys", "Settings"]
+    names = ["Usage", "End users and tags", "Quotas", "Keys", "Settings"]
     shown = st.segmented_control("Part", names, default="Usage", key="part", label_visibility="collapsed")
-    if shown == "Quotas":
+    if shown == "End users and tags":
+        attribution.draw(client, tenant)
+    elif shown == "Quotas":
         limits.draw(client, tenant)
     elif shown == "Keys":
         keys.draw(client, tenant)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Generator
 
 from moiety_text.tools.argument_types import json_of_plain
-from moiety_text.tools.formats import ToolFamily, ToolFormat
+from moiety_text.tools.formats import NotedArguments, ToolFamily, ToolFormat
 from moiety_text.tools.json_scanner import MAX_DEPTH, MAX_NUMBER_LENGTH, Malformed
 from moiety_text.tools.scanning import (
     MAX_NAME_CHARS,
@@ -94,7 +94,8 @@ def _format_of(template: str) -> ToolFormat:
         (_OPENER, _CLOSER, _QUOTE),
         to_name=f"{_OPENER}call:",
         to_arguments="{",
-        to_end=None,
+        to_end="}" + _CLOSER,
+        parameters=NotedArguments("members", _QUOTE),
         results_in_calls="tool_responses" in template,
     )
 

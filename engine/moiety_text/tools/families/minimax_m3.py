@@ -6,7 +6,7 @@ from collections.abc import Generator
 from typing import Any
 
 from moiety_text.tools.argument_types import ArgumentSchema, typed_argument
-from moiety_text.tools.formats import ToolFamily, ToolFormat
+from moiety_text.tools.formats import NotedArguments, ToolFamily, ToolFormat
 from moiety_text.tools.json_scanner import MAX_DEPTH, Malformed
 from moiety_text.tools.scanning import MAX_NAME_CHARS, SPACE, CallCharacters, expect, take_name, take_until
 from moiety_text.tools.sections import SectionReader
@@ -87,7 +87,10 @@ def _format_of(template: str) -> ToolFormat:
         (_TOKEN,),
         to_name=f'{_TOKEN}<tool_call>\n{_TOKEN}<invoke name="',
         to_arguments='">',
-        to_end=None,
+        to_end=f"{_TOKEN}</invoke>",
+        between=f'\n{_TOKEN}<invoke name="',
+        closer=f"\n{_TOKEN}</tool_call>",
+        parameters=NotedArguments("elements", _TOKEN),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from moiety_text.tools.calls import ArgumentsOnly, CallObject
-from moiety_text.tools.formats import ToolFamily, ToolFormat
+from moiety_text.tools.formats import CallIdText, ToolFamily, ToolFormat
 from moiety_text.tools.history import CallIds
 from moiety_text.tools.lists import ListReader
 
@@ -64,8 +64,8 @@ def _format_of(template: str) -> ToolFormat:
     markers = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
     ids = CallIds.SHORT if "length 9" in template or "length != 9" in template else CallIds.CLIENT
     if "[ARGS]" in template:
-        to_arguments, to_end = ("", None) if "[CALL_ID]" in template else ("[ARGS]", "")
-        return ToolFormat(MistralReader, markers, "[TOOL_CALLS]", to_arguments, to_end, call_ids=ids)
+        call_id = CallIdText("[CALL_ID]", "[A-Za-z0-9]{9}") if "[CALL_ID]" in template else None
+        return ToolFormat(MistralReader, markers, "[TOOL_CALLS]", "[ARGS]", "", call_id=call_id, call_ids=ids)
     to_list = "[TOOL_CALLS] [" if "[TOOL_CALLS] [" in template else "[TOOL_CALLS]["
     return ToolFormat(
         MistralReader,

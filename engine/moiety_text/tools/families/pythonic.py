@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
-from moiety_text.tools.formats import ToolFamily, ToolFormat
+from moiety_text.tools.formats import NotedArguments, ToolFamily, ToolFormat
 from moiety_text.tools.json_scanner import Malformed
 from moiety_text.tools.python_values import take_python_value
 from moiety_text.tools.reader import MAX_SPACE
@@ -93,15 +93,27 @@ class Lfm2Reader(PythonicReader):
         return text
 
 
+def _new_format(reader: type[PythonicReader], to_name: str, closer: str, *, marks_calls: bool = True) -> ToolFormat:
+    return ToolFormat(
+        reader,
+        (reader.opener, reader.closer),
+        to_name=to_name,
+        to_arguments="(",
+        to_end=")",
+        between=", ",
+        closer=closer,
+        marks_calls=marks_calls,
+        parameters=NotedArguments("keywords"),
+    )
+
+
 LLAMA4_PYTHONIC = ToolFamily(
     "llama4_pythonic",
     lambda template: "func_name1(param" in template,
-    lambda template: ToolFormat(
-        PythonicReader, (PythonicReader.opener, PythonicReader.closer), "[", "(", None, marks_calls=False
-    ),
+    lambda template: _new_format(PythonicReader, "[", "]", marks_calls=False),
 )
 LFM2 = ToolFamily(
     "lfm2",
     lambda template: Lfm2Reader.opener in template,
-    lambda template: ToolFormat(Lfm2Reader, (Lfm2Reader.opener, Lfm2Reader.closer), f"{Lfm2Reader.opener}[", "(", None),
+    lambda template: _new_format(Lfm2Reader, f"{Lfm2Reader.opener}[", f"]{Lfm2Reader.closer}"),
 )
