@@ -20,13 +20,14 @@ import pytest
 from moiety_demo import checkpoint_path
 from moiety_engine.config import EngineConfig, GrammarLimits, Overlap
 from moiety_engine.errors import InvalidConfig
+from moiety_engine.limited_processes.errors import WorkerFailed
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreFailure, CoreSubmit
 from moiety_engine.offline import run_all
 from moiety_engine.startup import load_loop
 from moiety_engine.structured_outputs.compile_queue import GrammarCompileQueue
 from moiety_engine.structured_outputs.compiler import GrammarCompiler
-from moiety_engine.structured_outputs.errors import GrammarRefused, GrammarWorkerFailed
+from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.service import GrammarService
 from moiety_engine.structured_outputs.stepping import GrammarHandle
 from moiety_text.folder import read_text_model
@@ -306,7 +307,7 @@ def test_a_closed_service_says_so_and_leaves_no_process() -> None:
     steppers = children_of(pid)
     service.close()
     until(lambda: not any(Path(f"/proc/{one}").exists() for one in (pid, *steppers)))
-    with pytest.raises(GrammarWorkerFailed, match="shutting down"):
+    with pytest.raises(WorkerFailed, match="shutting down"):
         service.compile(LIST)
     assert masks_of([handle]) == [None]
     assert handle.code is FailureCode.ENGINE_FAILED

@@ -17,9 +17,9 @@ import structlog
 
 from moiety_engine.image_decoding.frames import DecodeOrder, DecodeReport, ImageTemplateReady
 from moiety_engine.images.prompt_images import PromptImage
-from moiety_engine.structured_outputs.errors import GrammarWorkerFailed
-from moiety_engine.structured_outputs.frames import receive_frame, send_frame
-from moiety_engine.structured_outputs.processes import ForkTemplate, name_of
+from moiety_engine.limited_processes.errors import WorkerFailed
+from moiety_engine.limited_processes.frames import receive_frame, send_frame
+from moiety_engine.limited_processes.processes import ForkTemplate, name_of
 from moiety_wire.images import image_size
 from moiety_wire.messages import FailureCode
 
@@ -76,7 +76,7 @@ class ImageDecoder:
                     end = child.kill()
                     log.warning("image_process_ended", end="unknown" if end is None else name_of(end))
                     return self._too_costly()
-        except GrammarWorkerFailed as exc:
+        except WorkerFailed as exc:
             return ImageFailure(FailureCode.ENGINE_FAILED, f"the image cannot be decoded now: {exc}; try again")
         except ValueError as exc:
             return ImageFailure(FailureCode.INVALID_REQUEST, str(exc))
@@ -109,7 +109,7 @@ class ImageDecoder:
     def _started(self) -> ForkTemplate[ImageTemplateReady]:
         with self._lock:
             if self._is_closed:
-                raise GrammarWorkerFailed("the engine is shutting down")
+                raise WorkerFailed("the engine is shutting down")
             if self._template is None:
                 command = ["-m", "moiety_engine.image_decoding.worker"]
                 self._template = ForkTemplate(command, ImageTemplateReady, lambda _: None)

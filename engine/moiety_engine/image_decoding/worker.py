@@ -17,14 +17,9 @@ from typing import NoReturn
 from PIL import Image, ImageFile, ImageOps
 
 from moiety_engine.image_decoding.frames import DecodeOrder, DecodeReport, ImageTemplateReady
-from moiety_engine.structured_outputs.child_limits import end_with_parent, limit_memory, limit_time
-from moiety_engine.structured_outputs.frames import (
-    EXIT_CRASHED,
-    EXIT_OUT_OF_MEMORY,
-    receive_frame,
-    send_frame,
-)
-from moiety_engine.structured_outputs.template import Template
+from moiety_engine.limited_processes.child_limits import end_with_parent, limit_memory, limit_time
+from moiety_engine.limited_processes.frames import EXIT_CRASHED, EXIT_OUT_OF_MEMORY, receive_frame, send_frame
+from moiety_engine.limited_processes.template import Template
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 NICENESS = 5  # decoding yields to the model's steps

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 import structlog
 
 from moiety_engine.config import GrammarLimits
+from moiety_engine.limited_processes.errors import WorkerFailed
 from moiety_engine.messages import CoreFailure, CoreSubmit
-from moiety_engine.structured_outputs.errors import GrammarRefused, GrammarWorkerFailed
+from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.service import GrammarService
 from moiety_engine.structured_outputs.stepping import NOT_RUNNING, CheckedGrammar, GrammarHandle, SteppingWorker
 from moiety_wire.grammars import GrammarSpec
@@ -187,7 +188,7 @@ class GrammarCompileQueue:
             grammar, worker = compilation.result.result()
         except GrammarRefused as exc:
             message = REFUSED.format(reason=exc)
-        except GrammarWorkerFailed as exc:
+        except WorkerFailed as exc:
             code, message = FailureCode.ENGINE_FAILED, NOT_RUNNING.format(reason=exc)
         except Exception:  # top of a compiler's task: an error fails its requests, not the engine
             log.exception("grammar_failed")
