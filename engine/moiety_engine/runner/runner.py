@@ -140,7 +140,7 @@ class Runner:
 
     def _encode_images(self, plan: Plan, features: FeatureCache) -> None:
         """Encode the images of the step that are not encoded yet, on all ranks."""
-        for chunk in plan.chunks:
+        for chunk in plan.chunks[plan.num_decode :]:  # output tokens stand for no image
             images, first = chunk.sequence.request.images, chunk.sequence.kv.num_computed
             for part in () if images is None else images.parts(first, first + chunk.num_tokens):
                 if features.lacks(part.key):

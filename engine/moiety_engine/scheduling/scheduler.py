@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from moiety_engine.images.encoder_cost import EncoderWork
 from moiety_engine.messages import CoreAdmission, CoreFailure, CoreFinish, CoreLogprob, CoreOutput, CoreSubmit
 from moiety_engine.scheduling.admission.admission_queue import AdmissionQueue
 from moiety_engine.scheduling.admission.batching_strategies import Strategy, queue_view
@@ -92,18 +93,12 @@ class Scheduler:
         )
         self._preemptor = Preemptor(groups, self.queues, self.policy, self.step_time, self.tally, swap or SwapCost())
         self.speculative_prefill = SpeculativePrefill(groups, self.step_time, is_possible=not strategy.padded)
-        self._prefill_planner = PrefillPlanner(
-            groups,
-            self.queues,
-            self.policy,
-            self._preemptor,
-            self.tally,
-            self.speculative_prefill,
-            limits.encoder_cost,
-        )
+        self.encoder_work = encoder_work = EncoderWork(limits.encoder_cost)
+        parts = self._preemptor, self.tally, self.speculative_prefill, encoder_work
+        self._prefill_planner = PrefillPlanner(groups, self.queues, self.policy, *parts)
         self._padded = PaddedPrefillPlanner(kv, self.policy, self._preemptor, self._prefill_planner)
         self._admission_queue = AdmissionQueue(
-            groups, self.queues, self.policy, self.tally, limits.max_waiting, self._drop, limits.encoder_cost
+            groups, self.queues, self.policy, self.tally, limits.max_waiting, self._drop, encoder_work
         )
         self._running: Plan | None = None  # launched, not committed
         self._step_timing = StepTiming(self.step_time)
@@ -191,8 +186,8 @@ class Scheduler:
         """
         fixed = None if self.policy.sizes_chunks else self.limits.chunk_tokens
         answers = self.limits.max_running if self.kv.answers_apart else None
-        rows, cost = fixed or self.limits.max_batch_tokens, self.limits.encoder_cost
-        planner = StepPlanner(self.groups, rows, self.step_time, answers, cost)
+        rows = fixed or self.limits.max_batch_tokens
+        planner = StepPlanner(self.groups, rows, self.step_time, answers, self.encoder_work)
         self._preemptor.preempted = []
         self._plan_into(planner, now_ns)
         while planner.empty and self._running is None and self._preemptor.break_deadlock(now_ns):
