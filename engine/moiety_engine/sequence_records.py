@@ -37,17 +37,24 @@ class RequestFacts:
 
     @classmethod
     def of(
-        cls, submit: CoreSubmit, *, order: int, seed: int, queued_unix_ns: int, grammar: GrammarHandle | None
+        cls,
+        submit: CoreSubmit,
+        *,
+        order: int,
+        seed: int,
+        queued_unix_ns: int,
+        received_unix_ns: int,
+        grammar: GrammarHandle | None,
     ) -> RequestFacts:
-        """Return the facts of a request that arrives at `queued_unix_ns`."""
-        trusted_ns = max(submit.arrival_unix_ns, queued_unix_ns - MAX_TRUSTED_DELAY_NS)
+        """Return the facts of a request that arrived at `received_unix_ns` and is queued at `queued_unix_ns`."""
+        trusted_ns = max(submit.arrival_unix_ns, received_unix_ns - MAX_TRUSTED_DELAY_NS)
         return cls(
             submit=submit,
             tenant=submit.tenant_id,
             order=order,
             seed=seed,
             queued_unix_ns=queued_unix_ns,
-            arrival_s=min(queued_unix_ns, trusted_ns) / 1e9,
+            arrival_s=min(received_unix_ns, trusted_ns) / 1e9,
             num_prompt=len(submit.prompt_ids),
             num_resumed=len(submit.resumed_ids or ()),
             grammar=grammar,

@@ -186,7 +186,8 @@ async def test_wrong_images_are_refused_with_the_reason(
             counts = [rules.num_tokens(40, 24)]
         answer = await gateway.ask(ask_about("r", images, counts))
         assert isinstance(answer.end, Failed)
-        assert answer.end.code is FailureCode.INVALID_REQUEST
+        is_decoded = reason == "cannot be decoded"
+        assert answer.end.code is (FailureCode.IMAGE_REFUSED if is_decoded else FailureCode.INVALID_REQUEST)
         assert reason in answer.end.message
         assert running.front.num_open == 0
 

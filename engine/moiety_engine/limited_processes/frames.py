@@ -14,6 +14,7 @@ import msgspec
 EXIT_CRASHED = 70  # of a child, after an unexpected exception
 EXIT_OUT_OF_MEMORY = 71  # Python could not allocate; native code aborts
 MAX_FDS = 4
+MAX_FRAME_BYTES = 1 << 30
 _HEADER_BYTES = 4
 _Message = TypeVar("_Message")
 
@@ -47,15 +48,19 @@ def receive_frame_with_fds(link: socket.socket, kind: type[_Message]) -> tuple[_
 
 def _receive_rest(link: socket.socket, begun: bytes, kind: type[_Message]) -> _Message:
     header = _receive_exactly(link, _HEADER_BYTES, begun)
-    payload = _receive_exactly(link, int.from_bytes(header, "little"), b"")
-    return msgspec.msgpack.decode(payload, type=kind)
+    num_bytes = int.from_bytes(header, "little")
+    if num_bytes > MAX_FRAME_BYTES:
+        raise OSError(f"a frame of {num_bytes:,} bytes is too long")
+    return msgspec.msgpack.decode(_receive_exactly(link, num_bytes, b""), type=kind)
 
 
-def _receive_exactly(link: socket.socket, num_bytes: int, begun: bytes) -> bytes:
-    parts = begun
-    while len(parts) < num_bytes:
-        part = link.recv(num_bytes - len(parts))
-        if not part:
+def _receive_exactly(link: socket.socket, num_bytes: int, begun: bytes) -> bytearray:
+    received = bytearray(num_bytes)
+    received[: len(begun)] = begun
+    rest = memoryview(received)[len(begun) :]
+    while rest:
+        count = link.recv_into(rest)
+        if not count:
             raise EOFError("the other process has ended")
-        parts += part
-    return parts
+        rest = rest[count:]
+    return received

@@ -146,6 +146,8 @@ class Runner:
                 if features.lacks(part.key):
                     self._orders.give(EncodeImage(part.key, part.image))
                     features.encode(part.key, part.image)
+                elif not part.first:
+                    features.hits_total += 1
 
     def forget_images(self, marks: frozenset[bytes]) -> int:
         """Drop the encoded images of the tenants with these marks, on all ranks; return how many they were."""

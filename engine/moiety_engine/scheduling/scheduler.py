@@ -118,20 +118,26 @@ class Scheduler:
         *,
         seed: int,
         now_ns: int,
+        received_ns: int | None = None,
         grammar: GrammarHandle | None = None,
         num_transferred_tokens: int = 0,
     ) -> None:
         """Queue a request or reject it (see `take_verdicts`).
 
-        The caller has checked that prompt and output fit the pool. `num_transferred_tokens` is the number of tokens
-        whose KV came from another engine. A speculative prefill is not a request: `speculative_prefill.take_ended`
-        reports its end.
+        The caller has checked that prompt and output fit the pool. `received_ns` is given for a request that had to
+        wait before. `num_transferred_tokens` is the number of tokens whose KV came from another engine. A speculative
+        prefill is not a request: `speculative_prefill.take_ended` reports its end.
         """
         if submit.speculative_prefill is not None:
             self.speculative_prefill.add(submit, now_ns)
             return
         self._admission_queue.add(
-            submit, seed=seed, now_ns=now_ns, grammar=grammar, num_transferred_tokens=num_transferred_tokens
+            submit,
+            seed=seed,
+            now_ns=now_ns,
+            received_ns=now_ns if received_ns is None else received_ns,
+            grammar=grammar,
+            num_transferred_tokens=num_transferred_tokens,
         )
 
     def extend(self, key: int, credit_tokens: int, *, last: bool, now_ns: int) -> CoreOutput | None:

@@ -92,7 +92,7 @@ class GrammarCompileQueue:
             "grammar_worker_restarts_total": self._service.restarts_total,
         }
 
-    def enter(self, submit: CoreSubmit) -> None:
+    def add_request(self, submit: CoreSubmit) -> None:
         """Add a request that waits until its grammar is compiled or refused."""
         spec = submit.grammar
         assert spec is not None, "only requests with a grammar wait for its compilation"
@@ -105,7 +105,7 @@ class GrammarCompileQueue:
         else:
             self._wait(submit, spec)
 
-    def leave(self, key: int) -> CoreSubmit | None:
+    def remove_request(self, key: int) -> CoreSubmit | None:
         """Remove a waiting request and return it; None if there is no such request."""
         for one in self._ready:
             if one[0].key == key:

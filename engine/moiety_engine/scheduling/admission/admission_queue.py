@@ -47,6 +47,7 @@ class AdmissionQueue:
         *,
         seed: int,
         now_ns: int,
+        received_ns: int,
         grammar: GrammarHandle | None = None,
         num_transferred_tokens: int = 0,
     ) -> None:
@@ -56,6 +57,7 @@ class AdmissionQueue:
             order=self._num_seen,
             seed=seed,
             queued_unix_ns=now_ns,
+            received_unix_ns=received_ns,
             answer_apart=self._kv.first.answers_apart,
             grammar=grammar,
         )
