@@ -29,6 +29,7 @@ class RequestFacts:
     order: int  # place in the queue, kept through preemption
     seed: int
     queued_unix_ns: int  # by this process's clock; the gateway's may differ
+    waited_s: float  # before it was queued, for its KV, images, adapter, grammar or disk blocks
     arrival_s: float  # start of its deadlines, in unix seconds
     num_prompt: int
     num_resumed: int  # output tokens that another engine generated before
@@ -54,6 +55,7 @@ class RequestFacts:
             order=order,
             seed=seed,
             queued_unix_ns=queued_unix_ns,
+            waited_s=max(0, queued_unix_ns - received_unix_ns) / 1e9,
             arrival_s=min(received_unix_ns, trusted_ns) / 1e9,
             num_prompt=len(submit.prompt_ids),
             num_resumed=len(submit.resumed_ids or ()),
