@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -20,6 +21,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from moiety_engine.config import ImageOptions
 from moiety_engine.image_decoding.decoder import ImageDecoder, ImageFailure
+from moiety_engine.image_decoding.frames import DecodeReport
 from moiety_engine.images.prompt_images import PromptImage
 from moiety_engine.model.families import spec_from_config
 from moiety_engine.model.vision_encoder import patches_of
@@ -77,6 +79,24 @@ def assert_like_transformers(made: PromptImage, data: bytes) -> None:
     assert (patches - expected["pixel_values"]).abs().max().item() <= 1e-5
 
 
+LIAR = """
+import os, pathlib, socket, sys
+import msgspec
+from moiety_engine.image_decoding.frames import DecodeOrder, ImageTemplateReady
+from moiety_engine.limited_processes.frames import receive_frame, send_frame
+from moiety_engine.limited_processes.template import Template
+
+
+def answer(link):
+    receive_frame(link, DecodeOrder)
+    send_frame(link, msgspec.Raw((pathlib.Path(__file__).parent / "answer").read_bytes()))
+    os._exit(0)
+
+
+control = socket.socket(fileno=int(sys.argv[1]))
+send_frame(control, ImageTemplateReady())
+Template(control, answer).serve()
+"""
 SLOW = file_of(picture(6000, 6000), "PNG", compress_level=1)
 
 
@@ -171,6 +191,30 @@ def test_a_slow_image_is_ended_by_the_limit_of_processor_time() -> None:
         assert "0.1 s of processor time" in made.message
     finally:
         decoder.close()
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        DecodeReport("", 16, 16, bytes(3 * 16 * 16 - 1)),
+        DecodeReport("", 1024, 16, bytes(3 * 1024 * 16)),
+        DecodeReport("", -16, -16, bytes(3 * 16 * 16)),
+        ["not", "a", "report"],
+        7,
+    ],
+    ids=["too few pixels", "another size", "negative size", "another form", "a number"],
+)
+def test_what_a_process_that_a_file_has_taken_over_says_is_not_believed(tmp_path: Path, report: object) -> None:
+    (tmp_path / "answer").write_bytes(msgspec.msgpack.encode(report))
+    (tmp_path / "worker.py").write_text(LIAR)
+    decoder = ImageDecoder(RULES, OPTIONS, worker=[str(tmp_path / "worker.py")])
+    try:
+        made = decoder.decode(ImageInput(0, file_of(picture(16, 16))))
+    finally:
+        decoder.close()
+    assert isinstance(made, ImageFailure)
+    assert made.code is FailureCode.IMAGE_REFUSED
+    assert "something else than an image" in made.message
 
 
 def test_an_image_that_a_busy_machine_decodes_too_slowly_can_be_sent_again() -> None:

@@ -50,10 +50,6 @@ class _Job:
     images: list[ImageInput]
     found: list[PromptImage | None]
 
-    def next_undecoded(self) -> int:
-        """Return the index of the first image that is not decoded; -1 if all are."""
-        return self.found.index(None) if None in self.found else -1
-
 
 class ImageDecodeQueue:
     """Requests whose images are being decoded, by class rank; tenants of a rank take turns image by image.
@@ -215,15 +211,16 @@ class ImageDecodeQueue:
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
-        if not task.cancelled() and (problem := task.exception()) is not None:
-            log.error("image_decoding_failed", reason=repr(problem))
         self._start_next()
 
     async def _decode_next(self, job: _Job) -> None:
         """Decode the request's next image. It waits for its next turn with the rest."""
-        index = job.next_undecoded()
-        image = job.images[index]
-        made = await asyncio.get_running_loop().run_in_executor(self._threads, self._decoder.decode, image)
+        image = job.images[job.found.index(None)]
+        try:
+            made = await asyncio.get_running_loop().run_in_executor(self._threads, self._decoder.decode, image)
+        except Exception:  # top of an image's task: an error fails its request, not the engine
+            log.exception("image_decoding_failed")
+            made = ImageFailure(FailureCode.ENGINE_FAILED, "the image cannot be decoded; send the request again")
         if isinstance(made, ImageFailure):
             self._report(job.key, made)
             return

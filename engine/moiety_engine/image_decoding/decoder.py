@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
+import msgspec
 import structlog
 
 from moiety_engine.image_decoding.frames import DecodeOrder, DecodeReport, ImageTemplateReady
@@ -25,6 +26,8 @@ from moiety_engine.messages import CoreFailure
 from moiety_wire.messages import FailureCode
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from moiety_engine.config import ImageOptions
     from moiety_wire.images import ImageInput, ImageRules
     from moiety_wire.notes import Reason
@@ -33,6 +36,9 @@ log = structlog.get_logger()
 
 GRACE_S = 2.0  # beyond a process's own limit, until it is killed from here
 DIGEST_BYTES = 32
+MAX_REFUSAL_CHARS = 500
+TAKEN_OVER = "an image makes the decoder return something else than an image; send it in another format"
+WORKER = ("-m", "moiety_engine.image_decoding.worker")
 MAX_ATTEMPTS = 2  # of an image whose process was killed from outside
 
 
@@ -53,8 +59,9 @@ class ImageFailure:
 class ImageDecoder:
     """Decodes images, some at a time. Owner of the template process, which starts with the first image."""
 
-    def __init__(self, rules: ImageRules, options: ImageOptions) -> None:
-        self._rules, self._options = rules, options
+    def __init__(self, rules: ImageRules, options: ImageOptions, worker: Sequence[str] = WORKER) -> None:
+        """Create the decoder. `worker`: arguments of Python that start the template process."""
+        self._rules, self._options, self._worker = rules, options, worker
         self._template: ForkTemplate[ImageTemplateReady] | None = None
         self._is_closed = False
         self._lock = threading.Lock()
@@ -100,7 +107,7 @@ class ImageDecoder:
             for attempt in range(MAX_ATTEMPTS):
                 found = self._run_order(order, is_last=attempt == MAX_ATTEMPTS - 1)
                 if isinstance(found, DecodeReport):
-                    return self._take_report(image.start, found)
+                    return self._take_report(image.start, order, found)
                 if found is not None:
                     return found
         except WorkerFailed as exc:
@@ -124,6 +131,9 @@ class ImageDecoder:
             except (EOFError, OSError):
                 end = child.kill()
                 is_slow = False
+            except msgspec.MsgspecError:  # a file may take over its process, which then says what it likes
+                child.kill()
+                return ImageFailure(FailureCode.IMAGE_REFUSED, TAKEN_OVER)
         log.warning("image_process_ended", end="unknown" if end is None else name_of(end), is_slow=is_slow)
         if end is None:
             template.restart(template_pid)
@@ -139,9 +149,13 @@ class ImageDecoder:
             return ImageFailure(FailureCode.OVERLOADED, message)
         return None
 
-    def _take_report(self, start: int, report: DecodeReport) -> PromptImage | ImageFailure:
+    def _take_report(self, start: int, order: DecodeOrder, report: DecodeReport) -> PromptImage | ImageFailure:
+        """Return the image of a report, whose sizes are checked, since a file may have taken over the process."""
         if report.refusal:
-            return ImageFailure(FailureCode.IMAGE_REFUSED, report.refusal)
+            return ImageFailure(FailureCode.IMAGE_REFUSED, report.refusal[:MAX_REFUSAL_CHARS])
+        is_right_size = (report.width, report.height) in (order.resized, order.resized[::-1])
+        if not is_right_size or len(report.pixels) != 3 * report.width * report.height:
+            return ImageFailure(FailureCode.IMAGE_REFUSED, TAKEN_OVER)
         head = f"{report.width}x{report.height}:".encode()
         side = self._rules.patch_size * self._rules.merge_size
         return PromptImage(
@@ -159,8 +173,7 @@ class ImageDecoder:
             if self._is_closed:
                 raise WorkerFailed("the engine is shutting down")
             if self._template is None:
-                command = ["-m", "moiety_engine.image_decoding.worker"]
-                self._template = ForkTemplate(command, ImageTemplateReady, lambda _: None)
+                self._template = ForkTemplate(list(self._worker), ImageTemplateReady, lambda _: None)
             return self._template
 
     def _refuse(self, end: ChildExit) -> ImageFailure:
