@@ -45,7 +45,7 @@ class _Job:
 
     key: int
     lane: _Lane
-    salt: bytes
+    keys: list[ImageKey]  # of each image, in the cache
     boost_at_s: float  # from then on it comes before all ranks
     images: list[ImageInput]
     found: list[PromptImage | None]
@@ -89,9 +89,9 @@ class ImageDecodeQueue:
         return cls(ImageDecoder(rules, options), options, on_done)
 
     def figures(self) -> dict[str, float]:
-        """Return fields of `Figures`."""
+        """Return fields of `Figures`. Callable from any thread."""
         return {
-            "images_waiting_bytes": sum(self._held[key][1] for key in self._wanted),
+            "images_waiting_bytes": sum(self._held.get(key, ("", 0))[1] for key in list(self._wanted)),
             "decoded_image_bytes": self._cache.num_bytes,
             "decoded_image_hits_total": self._cache.hits_total,
             "decoded_image_misses_total": self._cache.misses_total,
@@ -105,10 +105,7 @@ class ImageDecodeQueue:
 
     def lacks_images(self, submit: Submit) -> bool:
         """Return whether a request refers to an image that is not in the cache."""
-        return any(
-            not image.data and (submit.tenant_id, submit.cache_salt, image.digest) not in self._cache
-            for image in submit.images
-        )
+        return any(not image.data and _key_of(submit, image) not in self._cache for image in submit.images)
 
     def queue_images(self, key: int, submit: Submit) -> list[PromptImage] | ImageFailure | None:
         """Queue a request's images; None if it has to wait for them.
@@ -120,13 +117,14 @@ class ImageDecodeQueue:
         problem = self._why_no_memory(submit.tenant_id, num_bytes)
         if problem:
             return _overloaded(problem)
+        keys = [_key_of(submit, image) for image in submit.images]
         job = _Job(
             key,
             (submit.service.rank, submit.tenant_id),
-            submit.cache_salt,
+            keys,
             self._clock() + submit.service.max_queue_s,
             list(submit.images),
-            [self._find_cached(submit.tenant_id, submit.cache_salt, image) for image in submit.images],
+            [self._find_cached(one, image) for one, image in zip(keys, submit.images, strict=True)],
         )
         if None in job.found and (problem := self._why_no_room(submit.tenant_id, job.found.count(None))):
             return _overloaded(problem)
@@ -168,9 +166,9 @@ class ImageDecodeQueue:
         await asyncio.gather(*self._running, return_exceptions=True)
         self._threads.shutdown(wait=True)
 
-    def _find_cached(self, tenant_id: str, salt: bytes, image: ImageInput) -> PromptImage | None:
+    def _find_cached(self, key: ImageKey, image: ImageInput) -> PromptImage | None:
         """Return the cached image, at its place in the prompt, if it has as many tokens as the request says."""
-        found = self._cache.find_image((tenant_id, salt, image_digest(image.data) if image.data else image.digest))
+        found = self._cache.find_image(key)
         if found is None or found.num_tokens != self._decoder.num_tokens(image):
             return None
         return msgspec.structs.replace(found, start=image.start)
@@ -215,7 +213,8 @@ class ImageDecodeQueue:
 
     async def _decode_next(self, job: _Job) -> None:
         """Decode the request's next image. It waits for its next turn with the rest."""
-        image = job.images[job.found.index(None)]
+        index = job.found.index(None)
+        image = job.images[index]
         try:
             made = await asyncio.get_running_loop().run_in_executor(self._threads, self._decoder.decode, image)
         except Exception:  # top of an image's task: an error fails its request, not the engine
@@ -224,10 +223,9 @@ class ImageDecodeQueue:
         if isinstance(made, ImageFailure):
             self._report(job.key, made)
             return
-        key: ImageKey = job.lane[1], job.salt, image_digest(image.data)
-        self._cache.add_image(key, made)
+        self._cache.add_image(job.keys[index], made)
         for number, other in enumerate(job.images):  # the same file may be in the prompt several times
-            if job.found[number] is None and other.data == image.data:
+            if job.found[number] is None and job.keys[number] == job.keys[index]:
                 job.found[number] = msgspec.structs.replace(made, start=other.start)
         if None not in job.found:
             self._report(job.key, [one for one in job.found if one is not None])
@@ -246,6 +244,10 @@ class ImageDecodeQueue:
         if timer is not None:
             timer.cancel()
             self._on_done(key, result)
+
+
+def _key_of(submit: Submit, image: ImageInput) -> ImageKey:
+    return submit.tenant_id, submit.cache_salt, image_digest(image.data) if image.data else image.digest
 
 
 def _patience_s(submit: Submit) -> float:
