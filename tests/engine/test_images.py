@@ -268,6 +268,51 @@ def test_an_image_that_was_dropped_before_its_last_token_counts_again_in_the_ste
     assert sum(encoded) >= 1
 
 
+@pytest.mark.parametrize("max_batch_tokens", [7, 40, 200])
+@pytest.mark.parametrize("kept_images", [0, 1, 9])
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_each_step_counts_exactly_the_images_that_it_encodes(
+    seeing: Loops, max_batch_tokens: int, kept_images: int, *, prefix_caching: bool
+) -> None:
+    spec = seeing.model.spec
+    assert spec.vision is not None
+    of_a_strip = STRIP.num_tokens * (1 + len(spec.vision.deepstack_layers)) * spec.hidden_size * 4
+    images = ImageOptions(cache_bytes=kept_images * of_a_strip)
+    limits: dict[str, Any] = {"max_batch_tokens": max_batch_tokens, "max_running": 3, "block_size": 8}
+    loop = seeing.make(images=images, prefix_caching=prefix_caching, **limits)
+    state, cost = loop.executor.awake(), loop.scheduler.limits.encoder_cost
+    features = state.runner.features
+    assert features is not None
+    costs = {one.digest: cost.tokens(one.num_tokens) for submit in MIXED for one in submit.images}
+    for submit in MIXED * 2:
+        loop.submit(msgspec.structs.replace(submit, key=loop.intake.requests_total))
+    encoded: list[int] = []
+    encode = features.encode
+
+    class Counting:
+        """The cache of the loop, which notes what each image costs that it encodes."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(features, name)
+
+        def encode(self, key: bytes, image: PromptImage) -> None:
+            encoded.append(costs[image.digest])
+            encode(key, image)
+
+    state.runner.features = Counting()  # type: ignore[assignment]
+    num_steps = 0
+    while not loop.scheduler.idle:
+        plan = loop.scheduler.plan(10**18)
+        encoded.clear()
+        loop._collect(state, state.runner.launch(plan))
+        counted = plan.shape.prefill_rows + plan.shape.decode_rows - plan.num_rows
+        assert counted == sum(encoded)
+        assert len(encoded) <= 1 or plan.num_rows + counted <= max_batch_tokens
+        num_steps += 1
+    assert num_steps > ANSWER
+    assert features.encoded_total >= 3
+
+
 def test_an_image_that_several_requests_of_a_step_share_is_counted_once(seeing: Loops) -> None:
     loop = seeing.make(max_batch_tokens=256, max_running=4, prefix_caching=False)
     for key in (1, 2, 3):
