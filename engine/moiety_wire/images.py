@@ -20,6 +20,11 @@ _JPEG_BARE = frozenset({0x01, *range(0xD0, 0xD9)})  # markers without a segment
 _MAX_JPEG_SEGMENTS = 4096
 
 
+def image_digest(data: bytes) -> bytes:
+    """Return the hash by which a gateway refers to an image file that it has sent before."""
+    return blake2b(data, digest_size=DIGEST_BYTES, person=b"moiety-file").digest()
+
+
 class ImageInput(msgspec.Struct, frozen=True, omit_defaults=True):
     """An image of a prompt: an encoded PNG, JPEG or WebP file, or a reference to one that the engine was sent before.
 
@@ -85,11 +90,6 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
         """Return the number of tokens of an image of this size. Raises ValueError for one that is too narrow."""
         new_width, new_height = self.resized(width, height)
         return new_width * new_height // (self.patch_size * self.merge_size) ** 2
-
-
-def image_digest(data: bytes) -> bytes:
-    """Return the hash by which a gateway refers to an image file that it has sent before."""
-    return blake2b(data, digest_size=DIGEST_BYTES, person=b"moiety-file").digest()
 
 
 def image_size(data: bytes) -> tuple[int, int]:
