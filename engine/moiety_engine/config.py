@@ -102,16 +102,18 @@ class ImageOptions(msgspec.Struct, frozen=True, kw_only=True):
     decode_wall_s: float = 15.0  # the same, by the clock
     decode_memory_bytes: int = 512 << 20  # address space for it, beyond what the process had at its start
     decode_processes: int = 2  # images that are decoded at once
+    decoded_cache_bytes: int = 256 << 20  # host memory for the pixels of recently decoded images
     pixel_memory_bytes: int = 4 << 30  # host memory for the pixels of all open requests
     max_decoding: int = 64  # images of one tenant that wait to be decoded; requests with further ones are refused
 
     def __post_init__(self) -> None:
-        limits = {name: getattr(self, name) for name in self.__struct_fields__ if name != "cache_bytes"}
+        limits = {name: getattr(self, name) for name in self.__struct_fields__ if not name.endswith("cache_bytes")}
         for name, value in limits.items():
             if not value > 0:
                 raise InvalidConfig(f"image limit {name} must be more than 0, not {value}")
-        if self.cache_bytes < 0:
-            raise InvalidConfig(f"image_cache_bytes must be 0 (keep nothing) or more, not {self.cache_bytes}")
+        for name in ("cache_bytes", "decoded_cache_bytes"):
+            if getattr(self, name) < 0:
+                raise InvalidConfig(f"image limit {name} must be 0 (keep nothing) or more, not {getattr(self, name)}")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

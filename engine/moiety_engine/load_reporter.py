@@ -31,17 +31,18 @@ def load_of(
     waited_s: tuple[float, float],
     excluded_ranks: int,
     tenant_blocks: dict[str, int],
-    grammars: dict[str, float],
+    further: dict[str, float],
 ) -> CoreLoad:
     """Collect the load figures of a replica. Totals count since its start.
 
     `experts` is the cache of offloaded experts. `waited_s` holds the seconds that attention waited for the experts and
     the experts for attention. `excluded_ranks` is the number of excluded ranks. `tenant_blocks` is the last reading of
-    `TenantBlocks`. `grammars` holds the figures of grammar compilation.
+    `TenantBlocks`. `further` holds the figures of grammar compilation and of images.
     """
     load = _load_of(scheduler, kv_connector, steps_total, requests_total, waited_s, tenant_blocks)
-    if grammars:
-        load = msgspec.structs.replace(load, **grammars)
+    if further:
+        load = msgspec.structs.replace(load, **further)
+        load = msgspec.structs.replace(load, num_waiting=load.num_waiting + load.images_waiting)
     if excluded_ranks:
         load = msgspec.structs.replace(load, excluded_ranks=excluded_ranks)
     if disk is not None:

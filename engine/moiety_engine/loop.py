@@ -259,7 +259,7 @@ class EngineLoop:
             executor.controls.waited_s(),
             executor.controls.excluded_ranks,
             self._tenant_blocks.read(self.scheduler, self._clock_ns()),
-            intake.grammars.figures(),
+            {**intake.grammars.figures(), **executor.image_figures(), **intake.image_figures()},
         )
 
     def _note_first_steps(self, plan: Plan) -> None:

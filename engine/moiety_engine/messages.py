@@ -52,6 +52,14 @@ class CoreSubmit(msgspec.Struct, frozen=True, tag="submit"):
     keep_s: float = 0.0  # time in which its prefix-cache blocks are evicted after others
     thought_budget: ThoughtBudget | None = None
     images: list[PromptImage] = []  # in the order of their places in the prompt
+    images_pending: bool = False  # they follow in CoreImages
+
+
+class CoreImages(msgspec.Struct, frozen=True, tag="images"):
+    """The decoded images of a request that waits for them."""
+
+    key: int
+    images: list[PromptImage]
 
 
 class CoreExtend(msgspec.Struct, frozen=True, tag="extend"):
@@ -93,7 +101,9 @@ class CoreForget(msgspec.Struct, frozen=True, tag="forget"):
     tenant_ids: list[str]
 
 
-ToCore = CoreSubmit | CoreExtend | CoreAbort | CoreShutdown | CoreSleep | CoreAdapter | CoreForget | AskExperts
+ToCore = (
+    CoreSubmit | CoreImages | CoreExtend | CoreAbort | CoreShutdown | CoreSleep | CoreAdapter | CoreForget | AskExperts
+)
 
 
 class CoreLogprob(msgspec.Struct, frozen=True, array_like=True):

@@ -73,6 +73,16 @@ class ModelExecutor:
         assert self.device_state is not None, "a replica that sleeps has nothing to run"
         return self.device_state
 
+    def is_image_encoded(self, key: bytes) -> bool:
+        """Return whether the features of the image with this key are on the device."""
+        features = None if self.device_state is None else self.device_state.runner.features
+        return features is not None and not features.lacks(key)
+
+    def image_figures(self) -> dict[str, float]:
+        """Return fields of `Figures` about the vision encoder; none for a model without one, or while it sleeps."""
+        features = None if self.device_state is None else self.device_state.runner.features
+        return {} if features is None else features.figures()
+
     def settle_weights(self, timeout_s: float) -> None:
         """Wait until the weights have the memory layout that is fastest to read, at most `timeout_s` per model."""
         self._weights.settle(timeout_s)

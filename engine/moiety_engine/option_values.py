@@ -81,6 +81,7 @@ def image_options(options: EngineOptions) -> ImageOptions:
         decode_cpu_s=options.image_decode_cpu_s,
         decode_wall_s=3 * options.image_decode_cpu_s,
         decode_memory_bytes=options.image_decode_memory_bytes,
+        decoded_cache_bytes=options.image_decoded_cache_bytes,
         pixel_memory_bytes=options.image_pixel_memory_bytes,
         max_decoding=options.image_queue,
     )

@@ -1,21 +1,25 @@
 """Requests that wait before they enter the scheduler's queue.
 
-The order of the waits is: KV from another engine, a slot for the adapter, the compiled grammar, the prompt's KV on
-disk. No other request waits because of them, and each wait ends by itself.
+The order of the waits is: KV from another engine, the decoded images, a slot for the adapter, the compiled grammar, the
+prompt's KV on disk. No other request waits because of them, and each wait ends by itself.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
+from moiety_engine.images.pending_images import PendingImages
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from moiety_engine.adapters.adapter_slots import AdapterRegistry
     from moiety_engine.disk.tier import DiskTier
+    from moiety_engine.images.prompt_images import PromptImage
     from moiety_engine.kv_transfer.kv_receiver import KvReceiver
     from moiety_engine.messages import CoreFailure, CoreSubmit
     from moiety_engine.structured_outputs.compile_queue import GrammarCompileQueue
@@ -23,14 +27,26 @@ if TYPE_CHECKING:
 
 
 class _PendingStage(Protocol):
-    def leave(self, key: int) -> CoreSubmit | None:
+    def remove_request(self, key: int) -> CoreSubmit | None:
         """Remove a pending request and return it; None if this stage does not hold it."""
 
 
 @dataclass(slots=True)
-class _Credit:
-    tokens: int
+class _Wait:
+    """What is kept of a pending request while it moves from stage to stage."""
+
+    received_ns: int
+    credit_tokens: int
     is_last: bool = False  # the credit is final
+
+
+class ReadyRequest(NamedTuple):
+    """A request whose waits are over, with its current credit."""
+
+    submit: CoreSubmit
+    grammar: GrammarHandle | None
+    is_last: bool  # the credit is final
+    received_ns: int  # when its first wait began
 
 
 class PendingRequests:
@@ -45,50 +61,63 @@ class PendingRequests:
         adapters: AdapterRegistry,
         compile_queue: GrammarCompileQueue,
         disk: DiskTier | None = None,
+        clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self._arrivals, self._adapters, self._compile_queue, self._disk = arrivals, adapters, compile_queue, disk
-        stages = (arrivals, adapters, compile_queue, None if disk is None else disk.restorer)
+        self._images = PendingImages()
+        stages = (arrivals, self._images, adapters, compile_queue, None if disk is None else disk.restorer)
         self._stages: list[_PendingStage] = [stage for stage in stages if stage is not None]
-        self._credits: dict[int, _Credit] = {}  # of all pending requests, by key
+        self._waits: dict[int, _Wait] = {}  # of all pending requests, by key
+        self._clock_ns = clock_ns
 
     @property
     def is_empty(self) -> bool:
-        return not self._credits
+        return not self._waits
+
+    @property
+    def num_waiting_for_images(self) -> int:
+        return self._images.num_waiting
 
     def must_wait(self, submit: CoreSubmit) -> bool:
         """Hold a request that has something to wait for. Return whether it waits."""
-        self._credits[submit.key] = _Credit(submit.credit_tokens)
+        self._waits[submit.key] = _Wait(self._clock_ns(), submit.credit_tokens)
         if submit.transfer_id and self._arrivals is not None:
-            self._arrivals.enter(submit)
+            self._arrivals.add_request(submit)
             return True
-        waits = self._waits_for_adapter(submit) or self._waits_for_grammar(submit) or self._waits_for_disk(submit, None)
+        waits = self._waits_for_images(submit) or self._waits_in_memory(submit) or self._waits_for_disk(submit, None)
         if not waits:
-            del self._credits[submit.key]
+            del self._waits[submit.key]
         return waits
 
     def extend(self, key: int, credit_tokens: int, *, last: bool) -> bool:
         """Raise a pending request's credit. Return False if no request with this key is pending."""
-        credit = self._credits.get(key)
-        if credit is None:
+        wait = self._waits.get(key)
+        if wait is None:
             return False
-        credit.tokens = max(credit.tokens, credit_tokens)
-        credit.is_last = credit.is_last or last
+        wait.credit_tokens = max(wait.credit_tokens, credit_tokens)
+        wait.is_last = wait.is_last or last
         return True
 
-    def leave(self, key: int) -> CoreSubmit | None:
+    def add_images(self, key: int, images: list[PromptImage]) -> None:
+        """Give a pending request its decoded images, in whichever stage it is."""
+        if key in self._waits:
+            self._images.add_images(key, images)
+
+    def remove_request(self, key: int) -> CoreSubmit | None:
         """Remove a pending request and return it; None if no request with this key is pending."""
-        pending = next((pending for stage in self._stages if (pending := stage.leave(key)) is not None), None)
+        pending = next((found for stage in self._stages if (found := stage.remove_request(key)) is not None), None)
         if pending is not None:
-            del self._credits[key]
+            self._images.forget_images(key)
+            del self._waits[key]
         return pending
 
-    def take_ready(self) -> Iterator[tuple[CoreSubmit, GrammarHandle | None, bool]]:
-        """Yield the requests whose wait is over.
-
-        Each item is (request with its current credit, grammar, whether the credit is final).
-        """
+    def take_ready(self) -> Iterator[ReadyRequest]:
+        """Yield the requests whose wait is over."""
         for submit in () if self._arrivals is None else self._arrivals.take_ready():
-            if not (self._waits_for_adapter(submit) or self._waits_for_grammar(submit)):
+            if not (self._waits_for_images(submit) or self._waits_in_memory(submit)):
+                yield self._ready(submit, None)
+        for submit in self._images.take_ready():
+            if not (self._waits_in_memory(submit) or self._waits_for_disk(submit, None)):
                 yield self._ready(submit, None)
         for submit in self._adapters.take_ready():
             if not (self._waits_for_grammar(submit) or self._waits_for_disk(submit, None)):
@@ -103,24 +132,32 @@ class PendingRequests:
         """Return the failures of the requests that cannot be served."""
         refused = self._adapters.take_refused() + self._compile_queue.take_refused()
         for one in refused:
-            del self._credits[one.key]
+            del self._waits[one.key]
         return refused
+
+    def _waits_for_images(self, submit: CoreSubmit) -> bool:
+        if submit.images_pending:
+            self._images.add_request(submit)
+        return submit.images_pending
+
+    def _waits_in_memory(self, submit: CoreSubmit) -> bool:
+        """Return whether the request waits for its adapter or its grammar."""
+        return self._waits_for_adapter(submit) or self._waits_for_grammar(submit)
 
     def _waits_for_adapter(self, submit: CoreSubmit) -> bool:
         if submit.adapter:
-            self._adapters.enter(submit)
+            self._adapters.add_request(submit)
         return bool(submit.adapter)
 
     def _waits_for_grammar(self, submit: CoreSubmit) -> bool:
         if submit.grammar is not None:
-            self._compile_queue.enter(submit)
+            self._compile_queue.add_request(submit)
         return submit.grammar is not None
 
     def _waits_for_disk(self, submit: CoreSubmit, grammar: GrammarHandle | None) -> bool:
         return self._disk is not None and self._disk.must_wait(submit, grammar)
 
-    def _ready(
-        self, submit: CoreSubmit, grammar: GrammarHandle | None
-    ) -> tuple[CoreSubmit, GrammarHandle | None, bool]:
-        credit = self._credits.pop(submit.key)
-        return msgspec.structs.replace(submit, credit_tokens=credit.tokens), grammar, credit.is_last
+    def _ready(self, submit: CoreSubmit, grammar: GrammarHandle | None) -> ReadyRequest:
+        wait = self._waits.pop(submit.key)
+        submit = msgspec.structs.replace(submit, credit_tokens=wait.credit_tokens)
+        return ReadyRequest(submit, grammar, wait.is_last, wait.received_ns)

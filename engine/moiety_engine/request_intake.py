@@ -1,7 +1,7 @@
 """Requests from their submission to the scheduler's queue: checks, the waits before the queue, and credit.
 
-A request may have to wait for its KV from another engine, its adapter, its grammar or its prompt's KV on disk before it
-is queued (`pending_requests`).
+A request may have to wait for its KV from another engine, its images, its adapter, its grammar or its prompt's KV on
+disk before it is queued (`pending_requests`). The time of these waits counts against its deadlines.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from moiety_engine.messages import CoreFailure, CoreFinish, CoreOutput, CoreSubmit
-from moiety_engine.pending_requests import PendingRequests
+from moiety_engine.pending_requests import PendingRequests, ReadyRequest
 from moiety_wire.messages import FailureCode, FinishReason
 
 if TYPE_CHECKING:
     from moiety_engine.adapters.adapter_slots import AdapterRegistry
     from moiety_engine.disk.tier import DiskTier
+    from moiety_engine.images.prompt_images import PromptImage
     from moiety_engine.kv_transfer.connector import KvConnector
     from moiety_engine.scheduling.scheduler import Scheduler
     from moiety_engine.step_reporter import StepReporter
     from moiety_engine.structured_outputs.compile_queue import GrammarCompileQueue
-    from moiety_engine.structured_outputs.stepping import GrammarHandle
     from moiety_wire.images import ImageRules
 
 
@@ -54,13 +54,17 @@ class RequestIntake:
         self.requests_total = 0
         self._scheduler = scheduler
         self._reporter = reporter
-        self._pending_requests = PendingRequests(kv_connector.arrivals, adapters, grammars, disk)
+        self._pending_requests = PendingRequests(kv_connector.arrivals, adapters, grammars, disk, clock_ns)
         self._clock_ns = clock_ns
 
     @property
     def has_pending(self) -> bool:
         """True if requests wait to be queued."""
         return not self._pending_requests.is_empty
+
+    def image_figures(self) -> dict[str, float]:
+        """Return fields of `Figures`; none for a model that takes no images."""
+        return {} if self.image_rules is None else {"images_waiting": self._pending_requests.num_waiting_for_images}
 
     @property
     def waits_for_others(self) -> bool:
@@ -83,7 +87,7 @@ class RequestIntake:
             message = f"the prompt has {num_prompt} tokens; it must have 1 to {longest}"
             self._reporter.add_failures(CoreFailure(submit.key, FailureCode.CONTEXT_LENGTH_EXCEEDED, message))
             return
-        if submit.images and self.image_rules is None:
+        if (submit.images or submit.images_pending) and self.image_rules is None:
             message = "this model does not take images; send the request to a model that does, or leave them out"
             self._reporter.add_failures(CoreFailure(submit.key, FailureCode.INVALID_REQUEST, message))
             return
@@ -95,7 +99,7 @@ class RequestIntake:
         if self.disk is not None and submit.adapter:
             submit = msgspec.structs.replace(submit, cache_salt=self.disk.salted(submit))
         if not self._pending_requests.must_wait(submit):
-            self._queue(submit, None)
+            self._queue(ReadyRequest(submit, None, False, self._clock_ns()))
 
     def extend_credit(self, key: int, credit_tokens: int, *, last: bool) -> None:
         """Raise a request's credit to `credit_tokens`, a total."""
@@ -103,9 +107,13 @@ class RequestIntake:
             ended = self._scheduler.extend(key, credit_tokens, last=last, now_ns=self._clock_ns())
             self._reporter.add_output(ended)
 
+    def add_images(self, key: int, images: list[PromptImage]) -> None:
+        """Give a request its decoded images. A request that has ended is ignored."""
+        self._pending_requests.add_images(key, images)
+
     def abort_request(self, key: int, reason: FinishReason) -> None:
         """End a request before the next step; its blocks are free when this returns."""
-        pending = self._pending_requests.leave(key)
+        pending = self._pending_requests.remove_request(key)
         if pending is not None:
             num_resumed = len(pending.resumed_ids or ())
             ended = CoreFinish(reason, "", 0, num_resumed, 0, 0, self._clock_ns(), pending.service.name, [], 0)
@@ -117,10 +125,10 @@ class RequestIntake:
         """Queue the pending requests whose waits are over, and report those that cannot be served."""
         if self._pending_requests.is_empty:
             return
-        for submit, grammar, is_last in self._pending_requests.take_ready():
-            self._queue(submit, grammar)
-            if is_last:
-                self.extend_credit(submit.key, submit.credit_tokens, last=True)
+        for ready in self._pending_requests.take_ready():
+            self._queue(ready)
+            if ready.is_last:
+                self.extend_credit(ready.submit.key, ready.submit.credit_tokens, last=True)
         self._reporter.add_failures(*self._pending_requests.take_refused())
 
     def close(self) -> None:
@@ -129,10 +137,16 @@ class RequestIntake:
         self.grammars.close()
         self.adapters.close()
 
-    def _queue(self, submit: CoreSubmit, grammar: GrammarHandle | None) -> None:
+    def _queue(self, ready: ReadyRequest) -> None:
+        submit = ready.submit
         seed = submit.sampling.seed
         seed = secrets.randbits(63) if seed is None else seed
         num_transferred_tokens = self.kv_connector.num_transferred_tokens(submit.key)
         self._scheduler.add(
-            submit, seed=seed, now_ns=self._clock_ns(), grammar=grammar, num_transferred_tokens=num_transferred_tokens
+            submit,
+            seed=seed,
+            now_ns=self._clock_ns(),
+            received_ns=ready.received_ns,
+            grammar=ready.grammar,
+            num_transferred_tokens=num_transferred_tokens,
         )

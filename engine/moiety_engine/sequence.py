@@ -68,14 +68,23 @@ class Sequence:
         order: int,
         seed: int,
         queued_unix_ns: int = 0,
+        received_unix_ns: int | None = None,
         answer_apart: bool = False,
         grammar: GrammarHandle | None = None,
     ) -> None:
         """Create a waiting sequence.
 
-        With `answer_apart`, the block hashes of its output differ from those of a prompt with the same tokens.
+        `received_unix_ns` is given if it had to wait before it was queued. With `answer_apart`, the block hashes of its
+        output differ from those of a prompt with the same tokens.
         """
-        self.request = RequestFacts.of(submit, order=order, seed=seed, queued_unix_ns=queued_unix_ns, grammar=grammar)
+        self.request = RequestFacts.of(
+            submit,
+            order=order,
+            seed=seed,
+            queued_unix_ns=queued_unix_ns,
+            received_unix_ns=queued_unix_ns if received_unix_ns is None else received_unix_ns,
+            grammar=grammar,
+        )
         self.service = submit.service  # service class that it is served in
         self.state = SequenceState.WAITING
         self.tokens = [*submit.prompt_ids, *(submit.resumed_ids or ())]

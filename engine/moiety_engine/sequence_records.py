@@ -29,6 +29,7 @@ class RequestFacts:
     order: int  # place in the queue, kept through preemption
     seed: int
     queued_unix_ns: int  # by this process's clock; the gateway's may differ
+    waited_s: float  # before it was queued, for its KV, images, adapter, grammar or disk blocks
     arrival_s: float  # start of its deadlines, in unix seconds
     num_prompt: int
     num_resumed: int  # output tokens that another engine generated before
@@ -37,17 +38,25 @@ class RequestFacts:
 
     @classmethod
     def of(
-        cls, submit: CoreSubmit, *, order: int, seed: int, queued_unix_ns: int, grammar: GrammarHandle | None
+        cls,
+        submit: CoreSubmit,
+        *,
+        order: int,
+        seed: int,
+        queued_unix_ns: int,
+        received_unix_ns: int,
+        grammar: GrammarHandle | None,
     ) -> RequestFacts:
-        """Return the facts of a request that arrives at `queued_unix_ns`."""
-        trusted_ns = max(submit.arrival_unix_ns, queued_unix_ns - MAX_TRUSTED_DELAY_NS)
+        """Return the facts of a request that arrived at `received_unix_ns` and is queued at `queued_unix_ns`."""
+        trusted_ns = max(submit.arrival_unix_ns, received_unix_ns - MAX_TRUSTED_DELAY_NS)
         return cls(
             submit=submit,
             tenant=submit.tenant_id,
             order=order,
             seed=seed,
             queued_unix_ns=queued_unix_ns,
-            arrival_s=min(queued_unix_ns, trusted_ns) / 1e9,
+            waited_s=max(0, queued_unix_ns - received_unix_ns) / 1e9,
+            arrival_s=min(received_unix_ns, trusted_ns) / 1e9,
             num_prompt=len(submit.prompt_ids),
             num_resumed=len(submit.resumed_ids or ()),
             grammar=grammar,

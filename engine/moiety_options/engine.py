@@ -67,6 +67,12 @@ class ServingOptions(ServedModelOptions):
         "Device memory for encoded images, such as 1GiB; 0 keeps none. Only for models with a vision encoder.",
         is_size=True,
     )
+    image_decoded_cache_bytes: int = _images(
+        256 << 20,
+        "Host memory for the pixels of recently decoded images, such as 1GiB; 0 keeps none. Images that are sent "
+        "again are not decoded again.",
+        is_size=True,
+    )
     max_images: int = _images(16, "Largest number of images in one prompt.", min=1)
     max_image_bytes: int = _images(20 << 20, "Largest size of one image file, such as 20MiB.", is_size=True)
     max_image_source_pixels: int = _images(

@@ -114,6 +114,24 @@ class Figures(msgspec.Struct, frozen=True):
     grammars_waiting: int = 0
     grammar_compile_seconds_total: float = 0.0
     grammar_worker_restarts_total: int = 0
+    images_waiting: int = 0  # requests whose images are not decoded
+    images_waiting_bytes: int = 0  # files and pixels of these requests
+    decoded_image_bytes: int = 0  # host memory for the pixels of recently decoded images
+    decoded_image_hits_total: int = 0  # images of requests that were found there …
+    decoded_image_misses_total: int = 0  # … and that were not
+    decoded_image_evictions_total: int = 0
+    decoded_images_total: int = 0
+    refused_images_total: int = 0  # images that cannot be decoded within the limits
+    failed_image_decodes_total: int = 0  # ended by something else than the image
+    expired_image_waits_total: int = 0
+    image_decode_seconds_total: float = 0.0
+    image_cache_bytes_total: int = 0  # device memory for encoded images; a gauge, not a counter
+    image_cache_bytes_used: int = 0
+    image_cache_hits_total: int = 0  # images whose features were on the device when their prompt reached them …
+    image_cache_misses_total: int = 0  # … and images that were encoded
+    image_cache_evictions_total: int = 0
+    encoded_image_tokens_total: int = 0
+    image_encode_seconds_total: float = 0.0
     tenant_kv_blocks: dict[str, int] = {}  # KV blocks of the largest tenants; shared blocks count per request
 
 
@@ -143,6 +161,11 @@ GAUGES = (
     ("disk_bytes_used", "Disk space that the prefix cache uses, in bytes."),
     ("disk_blocks_cached", "Prefix cache blocks on disk."),
     ("grammars_waiting", "Grammars of structured outputs that are queued for compilation or being compiled."),
+    ("images_waiting", "Requests that wait for their images to be decoded."),
+    ("images_waiting_bytes", "Files and pixels of the images that requests wait for, in bytes."),
+    ("decoded_image_bytes", "Host memory for the pixels of recently decoded images, in bytes."),
+    ("image_cache_bytes_total", "Device memory for encoded images, in bytes; 0 without a vision encoder."),
+    ("image_cache_bytes_used", "Device memory that encoded images use, in bytes."),
     ("expert_slots", "Device slots for offloaded experts, over all layers."),
     (
         "rank_balancedness",
@@ -192,6 +215,19 @@ COUNTERS = (
     ("moved_expert_bytes", "Bytes of expert weights moved between ranks."),
     ("grammar_compile_seconds", "CPU seconds spent compiling grammars, rejected ones included."),
     ("grammar_worker_restarts", "Restarts of the grammar worker processes."),
+    ("decoded_images", "Images that were decoded."),
+    ("decoded_image_hits", "Images of requests that were found decoded."),
+    ("decoded_image_misses", "Images of requests that had to be decoded."),
+    ("decoded_image_evictions", "Decoded images dropped from host memory for newer ones."),
+    ("refused_images", "Images that cannot be decoded within the limits."),
+    ("failed_image_decodes", "Decodes that ended for another reason than their image; the client can try again."),
+    ("expired_image_waits", "Requests whose images were not decoded within the time of their class."),
+    ("image_decode_seconds", "Seconds of decoding images, by the clock."),
+    ("image_cache_hits", "Images in prompts whose encoded features were on the device."),
+    ("image_cache_misses", "Images that the vision encoder encoded."),
+    ("image_cache_evictions", "Encoded images dropped from the device for newer ones."),
+    ("encoded_image_tokens", "Tokens of images that the vision encoder computed."),
+    ("image_encode_seconds", "Seconds of the vision encoder on the device."),
     ("prefill_seconds", "Seconds of steps with prompt tokens."),
     ("decode_seconds", "Seconds of steps without prompt tokens."),
 )

@@ -8,24 +8,43 @@ the image only, so the count of a prompt's tokens is exact before it is submitte
 from __future__ import annotations
 
 import math
+from hashlib import blake2b
 
 import msgspec
 
 MAX_ASPECT_RATIO = 200
+DIGEST_BYTES = 32
 _PNG, _JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8"
 _JPEG_SIZES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # markers of frames, which have the size
 _JPEG_BARE = frozenset({0x01, *range(0xD0, 0xD9)})  # markers without a segment
 _MAX_JPEG_SEGMENTS = 4096
 
 
-class ImageInput(msgspec.Struct, frozen=True):
-    """An image of a prompt: an encoded PNG, JPEG or WebP file.
+def image_digest(data: bytes) -> bytes:
+    """Return the hash by which a gateway refers to an image file that it has sent before."""
+    return blake2b(data, digest_size=DIGEST_BYTES, person=b"moiety-file").digest()
 
-    `start` is the index in the prompt of the first of its placeholders, which are consecutive.
+
+class ImageInput(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An image of a prompt: an encoded PNG, JPEG or WebP file, or a reference to one that the engine was sent before.
+
+    `start` is the index in the prompt of the first of its placeholders, which are consecutive. A reference has no
+    data, but the file's digest and its size in pixels. It names an image of the request's tenant and cache salt only.
     """
 
     start: int
-    data: bytes
+    data: bytes = b""
+    digest: bytes = b""  # `image_digest` of the file
+    width: int = 0  # in pixels, as the head of the file says
+    height: int = 0
+
+    def size(self) -> tuple[int, int]:
+        """Return (width, height) in pixels. Raises ValueError as `image_size` does."""
+        return image_size(self.data) if self.data else (self.width, self.height)
+
+    def reference(self) -> ImageInput:
+        """Return the reference to this image. Raises ValueError as `image_size` does."""
+        return ImageInput(self.start, b"", image_digest(self.data), *image_size(self.data))
 
 
 class ImageRules(msgspec.Struct, frozen=True, kw_only=True):

@@ -62,6 +62,8 @@ class FailureCode(StrEnum):
     GRAMMAR_REFUSED = "grammar_refused"  # the grammar of the output cannot be compiled or followed
     ADAPTER_MISSING = "adapter_missing"  # the engine does not hold the adapter: send it, and submit again
     ADAPTER_REFUSED = "adapter_refused"  # the adapter cannot be served with this model
+    IMAGE_REFUSED = "image_refused"  # an image cannot be decoded within the limits
+    IMAGES_MISSING = "images_missing"  # the engine does not hold an image of a reference: submit again with the files
     NON_FINITE = "non_finite_output"  # the logits or the vector contained NaN or infinity
     OVERLOADED = "overloaded"
     DRAINING = "draining"

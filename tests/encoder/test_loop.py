@@ -17,6 +17,7 @@ from moiety_engine.errors import InvalidConfig
 from moiety_engine.messages import CoreSubmit
 from moiety_wire.classes import ServiceClass
 from moiety_wire.messages import FailureCode, FinishReason, Sampling
+from moiety_wire.notes import Reason
 
 from .conftest import SaveEncoder
 
@@ -128,6 +129,53 @@ def test_an_input_that_has_waited_its_classes_longest_wait_is_next() -> None:
     assert queue.take(4, 1, 5 * 10**9)[0].key == 2
     queue.append(submit(3, tenant_id="other", arrival_unix_ns=11 * 10**9))
     assert queue.take(4, 1, 11 * 10**9)[0].key == 1
+
+
+def test_a_full_queue_refuses_inputs_and_leaves_room_for_other_tenants(new_loop: Callable[..., EncoderLoop]) -> None:
+    loop = EncoderLoop(new_loop().network, queue=EncoderQueue(max_waiting=12))
+    tenants = {key: f"tenant {key % 5 if key >= 20 else 0}" for key in range(40)}
+    for key, tenant in tenants.items():
+        loop.submit(submit(key, tenant_id=tenant))
+    assert loop.load().num_waiting == 12
+    step = loop.take_outputs()
+    assert step is not None
+    assert {one.code for one in step.failures} == {FailureCode.OVERLOADED}
+    assert {one.reason for one in step.failures} == {Reason.TENANT_QUEUE_FULL, Reason.QUEUE_FULL}
+    refused = {one.key for one in step.failures}
+    assert {tenants[key] for key in tenants.keys() - refused} == set(tenants.values())
+    (load,) = loop.load().classes
+    assert sum(load.rejected_total.values()) == len(refused) == 40 - 12
+    while loop.step():
+        pass
+    assert set(ended_keys(loop)) == tenants.keys() - refused
+    loop.submit(submit(50))
+    assert loop.load().num_waiting == 1
+
+
+def test_the_tokens_of_waiting_inputs_are_bounded_but_one_input_always_fits() -> None:
+    queue = EncoderQueue(max_tokens=100)
+    long = submit(1, 400)
+    assert queue.find_refusal(long) is None
+    queue.append(long)
+    assert queue.find_refusal(submit(2, 4)) is Reason.TENANT_QUEUE_FULL
+    assert queue.find_refusal(submit(3, 4, tenant_id="other")) is Reason.QUEUE_FULL
+    assert queue.take(4, 1, 0) == [long]
+    assert queue.find_refusal(submit(2, 4)) is None
+
+
+def test_a_more_critical_input_displaces_the_newest_of_the_least_critical(
+    new_loop: Callable[..., EncoderLoop],
+) -> None:
+    loop = EncoderLoop(new_loop().network, queue=EncoderQueue(max_waiting=3))
+    slow = ServiceClass("slow", 5, ttft_s=1.0)
+    for key, (tenant, service) in enumerate([("a", slow), ("b", slow), ("c", STANDARD), ("d", slow), ("e", STANDARD)]):
+        loop.submit(submit(key, tenant_id=tenant, service=service))
+    step = loop.take_outputs()
+    assert step is not None
+    assert [(one.key, one.reason) for one in step.failures] == [(3, Reason.QUEUE_FULL), (0, Reason.SHED)]
+    while loop.step():
+        pass
+    assert sorted(ended_keys(loop)) == [1, 2, 4]
 
 
 @pytest.mark.parametrize(

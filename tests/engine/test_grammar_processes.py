@@ -20,13 +20,14 @@ import pytest
 from moiety_demo import checkpoint_path
 from moiety_engine.config import EngineConfig, GrammarLimits, Overlap
 from moiety_engine.errors import InvalidConfig
+from moiety_engine.limited_processes.errors import WorkerFailed
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreFailure, CoreSubmit
 from moiety_engine.offline import run_all
 from moiety_engine.startup import load_loop
 from moiety_engine.structured_outputs.compile_queue import GrammarCompileQueue
 from moiety_engine.structured_outputs.compiler import GrammarCompiler
-from moiety_engine.structured_outputs.errors import GrammarRefused, GrammarWorkerFailed
+from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.service import GrammarService
 from moiety_engine.structured_outputs.stepping import GrammarHandle
 from moiety_text.folder import read_text_model
@@ -306,7 +307,7 @@ def test_a_closed_service_says_so_and_leaves_no_process() -> None:
     steppers = children_of(pid)
     service.close()
     until(lambda: not any(Path(f"/proc/{one}").exists() for one in (pid, *steppers)))
-    with pytest.raises(GrammarWorkerFailed, match="shutting down"):
+    with pytest.raises(WorkerFailed, match="shutting down"):
         service.compile(LIST)
     assert masks_of([handle]) == [None]
     assert handle.code is FailureCode.ENGINE_FAILED
@@ -366,13 +367,13 @@ def test_a_tenant_with_expensive_grammars_does_not_delay_another(service: Gramma
     queue = GrammarCompileQueue(service, LIMITS)
     slow = [GrammarSpec(GrammarKind.REGEX, "x?" * (20_000 + i)) for i in range(6)]
     for key, grammar in enumerate(slow):
-        queue.enter(asked(key, grammar, "hostile"))
-    queue.enter(asked(100, GrammarSpec(GrammarKind.CHOICE, '["red", "green"]'), "other"))
+        queue.add_request(asked(key, grammar, "hostile"))
+    queue.add_request(asked(100, GrammarSpec(GrammarKind.CHOICE, '["red", "green"]'), "other"))
     assert queue.num_waiting == 7
     order, _ = drained(queue, {100})
     assert len(order) <= 2  # at most one of the expensive ones ended before it
     for key in range(6):
-        queue.leave(key)
+        queue.remove_request(key)
     assert queue.num_waiting == 0
 
 
@@ -381,7 +382,7 @@ def test_the_tenant_that_has_used_the_least_goes_first(service: GrammarService) 
     tenants = [f"tenant-{i}" for i in range(3)]
     for i in range(9):
         grammar = GrammarSpec(GrammarKind.REGEX, "x?" * (21_000 + i) if i < 6 else f"cheap {i}")
-        queue.enter(asked(i, grammar, tenants[i // 3]))
+        queue.add_request(asked(i, grammar, tenants[i // 3]))
     order, _ = drained(queue, set(range(9)))
     assert max(order.index(i) for i in (6, 7, 8)) <= 5  # the cheap ones of the third do not wait for the others'
 
@@ -390,20 +391,20 @@ def test_requests_with_one_grammar_are_compiled_together_also_of_several_tenants
     queue = GrammarCompileQueue(service, LIMITS)
     grammar = GrammarSpec(GrammarKind.REGEX, "(together|apart)+")
     for key in range(8):
-        queue.enter(asked(key, grammar, f"tenant-{key % 3}"))
+        queue.add_request(asked(key, grammar, f"tenant-{key % 3}"))
     used_s = service.compile_seconds_total
     order, refusals = drained(queue, set(range(8)))
     assert sorted(order) == list(range(8)) and not refusals
     assert service.compile_seconds_total - used_s < 0.2
-    queue.enter(asked(9, grammar))
+    queue.add_request(asked(9, grammar))
     assert [submit.key for submit, _ in queue.take_ready()] == [9]  # at once
 
 
 def test_a_full_queue_of_one_tenant_refuses_it_and_nobody_else(service: GrammarService) -> None:
     queue = GrammarCompileQueue(service, msgspec.structs.replace(LIMITS, max_waiting_per_tenant=2))
     for key in range(4):
-        queue.enter(asked(key, GrammarSpec(GrammarKind.REGEX, f"full {key}"), "eager"))
-    queue.enter(asked(9, GrammarSpec(GrammarKind.REGEX, "full 9"), "other"))
+        queue.add_request(asked(key, GrammarSpec(GrammarKind.REGEX, f"full {key}"), "eager"))
+    queue.add_request(asked(9, GrammarSpec(GrammarKind.REGEX, "full 9"), "other"))
     order, refusals = drained(queue, {0, 1, 2, 3, 9})
     assert [(one.key, one.code) for one in refusals] == [(2, FailureCode.OVERLOADED), (3, FailureCode.OVERLOADED)]
     assert all(one.retry_after_s and "2 grammars" in one.message for one in refusals)
@@ -414,13 +415,13 @@ def test_who_leaves_is_gone_and_the_others_are_served(service: GrammarService) -
     queue = GrammarCompileQueue(service, LIMITS)
     grammar = GrammarSpec(GrammarKind.REGEX, "leave (or|stay)")
     for key in (1, 2):
-        queue.enter(asked(key, grammar))
-    gone = queue.leave(1)
+        queue.add_request(asked(key, grammar))
+    gone = queue.remove_request(1)
     assert gone is not None and gone.key == 1
-    assert queue.leave(1) is None
+    assert queue.remove_request(1) is None
     assert drained(queue, {2})[0] == [2]
-    queue.enter(asked(3, grammar))
-    ready = queue.leave(3)  # it is ready, and has not been taken
+    queue.add_request(asked(3, grammar))
+    ready = queue.remove_request(3)  # it is ready, and has not been taken
     assert ready is not None and ready.key == 3
     assert not list(queue.take_ready())
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
+import os
+import signal
 import struct
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -16,7 +20,8 @@ from tests.vision_checkpoint import TEXT, VISION
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from moiety_engine.config import ImageOptions
-from moiety_engine.image_decoding.decoder import ImageDecodeQueue, ImageDecoder, ImageFailure
+from moiety_engine.image_decoding.decoder import ImageDecoder, ImageFailure
+from moiety_engine.image_decoding.frames import DecodeReport
 from moiety_engine.images.prompt_images import PromptImage
 from moiety_engine.model.families import spec_from_config
 from moiety_engine.model.vision_encoder import patches_of
@@ -59,13 +64,8 @@ def forged_png(width: int, height: int, rows: bytes) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
 
 
-@pytest.mark.parametrize("size", [(37, 50), (8, 8), (300, 20), (700, 500)])
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
-def test_patches_are_those_of_transformers(decoder: ImageDecoder, kind: str, size: tuple[int, int]) -> None:
-    data = file_of(picture(*size), kind)
-    made = decoder.decode(ImageInput(7, data))
-    assert isinstance(made, PromptImage)
-    assert (made.start, made.num_tokens) == (7, RULES.num_tokens(*size))
+def assert_like_transformers(made: PromptImage, data: bytes) -> None:
+    """Compare the patches of a decoded file with those of transformers' image processor."""
     processor = Qwen2VLImageProcessorPil(
         patch_size=4, merge_size=2, size={"shortest_edge": 256, "longest_edge": 40_000}, image_mean=[0.5] * 3,
         image_std=[0.5] * 3,
@@ -79,11 +79,68 @@ def test_patches_are_those_of_transformers(decoder: ImageDecoder, kind: str, siz
     assert (patches - expected["pixel_values"]).abs().max().item() <= 1e-5
 
 
-@pytest.mark.parametrize("mode", ["L", "RGBA"])
-def test_other_modes_become_rgb(decoder: ImageDecoder, mode: str) -> None:
-    made = decoder.decode(ImageInput(0, file_of(picture(40, 40, mode=mode))))
+LIAR = """
+import os, pathlib, socket, sys
+import msgspec
+from moiety_engine.image_decoding.frames import DecodeOrder, ImageTemplateReady
+from moiety_engine.limited_processes.frames import receive_frame, send_frame
+from moiety_engine.limited_processes.template import Template
+
+
+def answer(link):
+    receive_frame(link, DecodeOrder)
+    send_frame(link, msgspec.Raw((pathlib.Path(__file__).parent / "answer").read_bytes()))
+    os._exit(0)
+
+
+control = socket.socket(fileno=int(sys.argv[1]))
+send_frame(control, ImageTemplateReady())
+Template(control, answer).serve()
+"""
+SLOW = file_of(picture(6000, 6000), "PNG", compress_level=1)
+
+
+@pytest.mark.parametrize("size", [(37, 50), (8, 8), (300, 20), (700, 500)])
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_patches_are_those_of_transformers(decoder: ImageDecoder, kind: str, size: tuple[int, int]) -> None:
+    data = file_of(picture(*size), kind)
+    made = decoder.decode(ImageInput(7, data))
     assert isinstance(made, PromptImage)
-    assert len(made.pixels) == 40 * 40 * 3
+    assert (made.start, made.num_tokens) == (7, RULES.num_tokens(*size))
+    assert_like_transformers(made, data)
+
+
+def odd_files() -> dict[str, bytes]:
+    """Files of every mode that Pillow finds in the three formats, besides plain RGB."""
+    values = np.random.default_rng(1)
+    palette = picture(40, 600).quantize(16)
+    frames = [picture(40, 40, seed) for seed in (1, 2, 3)]
+    return {
+        "1": file_of(picture(40, 40, mode="L").convert("1")),
+        "L": file_of(picture(40, 40, mode="L")),
+        "L of a JPEG": file_of(picture(40, 40, mode="L"), "JPEG"),
+        "I;16": file_of(Image.fromarray(values.integers(0, 65_536, (40, 40), dtype=np.uint16))),
+        "LA": file_of(picture(40, 40, mode="LA")),
+        "RGBA": file_of(picture(40, 600, mode="RGBA")),
+        "RGBA of a WebP": file_of(picture(40, 40, mode="RGBA"), "WEBP", lossless=True),
+        "P": file_of(palette),
+        "P with a transparent colour": file_of(palette, transparency=3),
+        "P with an alpha palette": file_of(palette, transparency=bytes(range(0, 256, 16))),
+        "RGB with a transparent colour": file_of(frames[0], transparency=(1, 2, 3)),
+        "CMYK": file_of(picture(40, 40, mode="CMYK"), "JPEG"),
+        "animated PNG": file_of(frames[0], "PNG", save_all=True, append_images=frames[1:]),
+        "animated WebP": file_of(frames[0], "WEBP", save_all=True, append_images=frames[1:], lossless=True),
+    }
+
+
+ODD = odd_files()
+
+
+@pytest.mark.parametrize("mode", ODD)
+def test_other_modes_become_rgb_as_in_transformers(decoder: ImageDecoder, mode: str) -> None:
+    made = decoder.decode(ImageInput(0, ODD[mode]))
+    assert isinstance(made, PromptImage)
+    assert_like_transformers(made, ODD[mode])
 
 
 def test_an_image_is_turned_upright_and_has_as_many_tokens(decoder: ImageDecoder) -> None:
@@ -120,7 +177,7 @@ def test_equal_pixels_have_equal_digests_and_others_have_not(decoder: ImageDecod
 def test_bad_images_are_refused_with_the_reason(decoder: ImageDecoder, data: bytes, reason: str) -> None:
     made = decoder.decode(ImageInput(0, data))
     assert isinstance(made, ImageFailure)
-    assert made.code is FailureCode.INVALID_REQUEST
+    assert made.code is FailureCode.IMAGE_REFUSED
     assert reason in made.message
     assert isinstance(decoder.decode(ImageInput(0, file_of(picture(16, 16)))), PromptImage), "the next one is served"
 
@@ -130,63 +187,74 @@ def test_a_slow_image_is_ended_by_the_limit_of_processor_time() -> None:
     try:
         made = decoder.decode(ImageInput(0, file_of(picture(7000, 7000), "PNG", compress_level=1)))
         assert isinstance(made, ImageFailure)
+        assert made.code is FailureCode.IMAGE_REFUSED
         assert "0.1 s of processor time" in made.message
     finally:
         decoder.close()
 
 
-async def test_tenants_take_turns_and_requests_that_left_are_not_reported() -> None:
-    done: list[int] = []
-    is_all = asyncio.Event()
-
-    def on_done(key: int, result: list[PromptImage] | ImageFailure) -> None:
-        done.append(key)
-        if len(done) == 4:
-            is_all.set()
-
-    options = ImageOptions(decode_processes=1, max_decoding=3)
-    queue = ImageDecodeQueue(ImageDecoder(RULES, options), options, on_done)
-    image = [ImageInput(0, file_of(picture(16, 16)))]
-    assert [queue.queue_images(key, "a", image) for key in (1, 2, 3, 4)] == [""] * 4
-    assert "too many images of this tenant" in queue.queue_images(5, "a", image)
-    assert queue.queue_images(6, "b", image) == ""
-    queue.forget_request(3)
-    async with asyncio.timeout(60):
-        await is_all.wait()
-    assert sorted(done) == [1, 2, 4, 6]
-    assert done.index(6) < done.index(4)
-    await queue.close()
-
-
-async def test_the_images_of_open_requests_stay_within_their_memory_and_leave_room_for_another_tenant() -> None:
-    file = file_of(picture(16, 16))
-    options = ImageOptions(pixel_memory_bytes=4 * (len(file) + 16 * 16 * 3))
-    queue = ImageDecodeQueue(ImageDecoder(RULES, options), options, lambda key, result: None)
-    image = [ImageInput(0, file)]
-    assert queue.queue_images(1, "a", image) == queue.queue_images(2, "a", image) == ""
-    assert "this tenant's open requests" in queue.queue_images(3, "a", image)
-    assert queue.queue_images(4, "b", image) == queue.queue_images(5, "c", image) == ""
-    assert "take all memory" in queue.queue_images(6, "d", image)
-    queue.forget_request(1)
-    assert queue.queue_images(7, "d", image) == ""
-    await queue.close()
+@pytest.mark.parametrize(
+    "report",
+    [
+        DecodeReport("", 16, 16, bytes(3 * 16 * 16 - 1)),
+        DecodeReport("", 1024, 16, bytes(3 * 1024 * 16)),
+        DecodeReport("", -16, -16, bytes(3 * 16 * 16)),
+        ["not", "a", "report"],
+        7,
+    ],
+    ids=["too few pixels", "another size", "negative size", "another form", "a number"],
+)
+def test_what_a_process_that_a_file_has_taken_over_says_is_not_believed(tmp_path: Path, report: object) -> None:
+    (tmp_path / "answer").write_bytes(msgspec.msgpack.encode(report))
+    (tmp_path / "worker.py").write_text(LIAR)
+    decoder = ImageDecoder(RULES, OPTIONS, worker=[str(tmp_path / "worker.py")])
+    try:
+        made = decoder.decode(ImageInput(0, file_of(picture(16, 16))))
+    finally:
+        decoder.close()
+    assert isinstance(made, ImageFailure)
+    assert made.code is FailureCode.IMAGE_REFUSED
+    assert "something else than an image" in made.message
 
 
-async def test_tenants_take_turns_image_by_image() -> None:
-    done: list[int] = []
-    is_all = asyncio.Event()
+def test_an_image_that_a_busy_machine_decodes_too_slowly_can_be_sent_again() -> None:
+    decoder = ImageDecoder(RULES, ImageOptions(decode_wall_s=0.1, decode_memory_bytes=1 << 30))
+    try:
+        made = decoder.decode(ImageInput(0, SLOW))
+        assert isinstance(made, ImageFailure)
+        assert made.code is FailureCode.OVERLOADED
+        assert "send the request again" in made.message
+    finally:
+        decoder.close()
 
-    def on_done(key: int, result: list[PromptImage] | ImageFailure) -> None:
-        assert isinstance(result, list)
-        done.append(key)
-        if len(done) == 2:
-            is_all.set()
 
-    options = ImageOptions(decode_processes=1)
-    queue = ImageDecodeQueue(ImageDecoder(RULES, options), options, on_done)
-    image = ImageInput(0, file_of(picture(16, 16)))
-    assert queue.queue_images(1, "a", [image] * 8) == queue.queue_images(2, "b", [image]) == ""
-    async with asyncio.timeout(60):
-        await is_all.wait()
-    assert done == [2, 1]
-    await queue.close()
+def children_of(pid: int) -> list[int]:
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_image_whose_process_is_killed_from_outside_is_tried_again_and_then_is_no_fault_of_the_image(
+    times: int,
+) -> None:
+    before = set(children_of(os.getpid()))
+    decoder = ImageDecoder(RULES, ImageOptions(decode_memory_bytes=1 << 30))
+    decoder.decode(ImageInput(0, file_of(picture(16, 16))))  # starts the template
+    (template_pid,) = set(children_of(os.getpid())) - before
+    killed: set[int] = set()
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(decoder.decode, ImageInput(0, SLOW))
+        while not result.done():
+            for pid in children_of(template_pid):
+                if len(killed) < times and pid not in killed:
+                    killed.add(pid)
+                    os.kill(pid, signal.SIGKILL)
+        made = result.result()
+    decoder.close()
+    assert len(killed) == times
+    if times == 1:
+        assert isinstance(made, PromptImage)
+    else:
+        assert isinstance(made, ImageFailure)
+        assert made.code is FailureCode.OVERLOADED
+        assert decoder.failed_total == 1
+        assert decoder.refused_total == 0

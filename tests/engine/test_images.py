@@ -23,6 +23,9 @@ from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.spec import ModelSpec
 from moiety_engine.model.vision_encoder import patches_of
 from moiety_engine.offline import run_all
+from moiety_engine.scheduling.policies.policy import StepBudget
+from moiety_engine.scheduling.step_planner import StepPlanner
+from moiety_engine.scheduling.step_time.step_time_model import StepShape, StepTimeModel
 from moiety_engine.startup import load_loop
 from moiety_wire.classes import STANDARD
 from moiety_wire.engine_choices import Batching, Overlap, PolicyName
@@ -223,11 +226,138 @@ def test_the_encoder_s_work_is_part_of_a_step(seeing: Loops) -> None:
 
 
 def test_images_that_do_not_fit_into_a_step_together_are_encoded_one_after_the_other(seeing: Loops) -> None:
-    loop = seeing.make(max_batch_tokens=64, max_running=4)
+    loop = seeing.make(max_batch_tokens=100, max_running=4)
     loop.submit(submit_of(1, text(3, 1), CAT, DOG, text(9, 2)))
     plan = loop.scheduler.plan(10**18)
     (chunk,) = plan.chunks
     assert chunk.num_tokens == 3 + 17 + 1  # up to the second image's first token
+
+
+def test_an_image_whose_features_are_kept_is_no_work_for_the_encoder(seeing: Loops) -> None:
+    loop = seeing.make(max_batch_tokens=64, prefix_caching=False)
+    tokens(loop, [submit_of(1, CAT, text(9, 2))])
+    loop.submit(submit_of(2, CAT, text(9, 2)))
+    (waiting,) = loop.scheduler.queues.by_key.values()
+    assert waiting.kv.num_uncached == len(waiting.tokens)
+    plan = loop.scheduler.plan(10**18)
+    assert plan.shape.prefill_rows == plan.num_rows == len(waiting.tokens)
+
+
+def test_an_image_that_was_dropped_before_its_last_token_counts_again_in_the_step_that_encodes_it_again(
+    seeing: Loops,
+) -> None:
+    loop = seeing.make(max_batch_tokens=64, images=ImageOptions(cache_bytes=0))
+    work, features = loop.scheduler.encoder_work, loop.executor.awake().runner.features
+    assert features is not None
+    loop.submit(submit_of(1, text(60, 1), STRIP, text(4, 2)))
+    (sequence,) = loop.scheduler.queues.by_key.values()
+    sequence.kv.num_computed = 65  # within the image, as after a prefix hit
+    cost = loop.scheduler.limits.encoder_cost.tokens(STRIP.num_tokens)
+    assert work.cost_from(sequence.request.images, 65) == cost
+    sequence.kv.num_computed = 0
+    counted, encoded = [], []
+    for _ in range(20):
+        plan = loop.scheduler.plan(10**18)
+        if not plan.chunks[plan.num_decode :]:
+            break
+        counted.append(plan.shape.prefill_rows - plan.num_rows)
+        before = features.encoded_total
+        loop._collect(loop.executor.awake(), loop.executor.awake().runner.launch(plan))
+        encoded.append(features.encoded_total - before)
+    assert counted == [cost * number for number in encoded]
+    assert sum(encoded) >= 1
+
+
+@pytest.mark.parametrize("max_batch_tokens", [7, 40, 200])
+@pytest.mark.parametrize("kept_images", [0, 1, 9])
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_each_step_counts_exactly_the_images_that_it_encodes(
+    seeing: Loops, max_batch_tokens: int, kept_images: int, *, prefix_caching: bool
+) -> None:
+    spec = seeing.model.spec
+    assert spec.vision is not None
+    of_a_strip = STRIP.num_tokens * (1 + len(spec.vision.deepstack_layers)) * spec.hidden_size * 4
+    images = ImageOptions(cache_bytes=kept_images * of_a_strip)
+    limits: dict[str, Any] = {"max_batch_tokens": max_batch_tokens, "max_running": 3, "block_size": 8}
+    loop = seeing.make(images=images, prefix_caching=prefix_caching, **limits)
+    state, cost = loop.executor.awake(), loop.scheduler.limits.encoder_cost
+    features = state.runner.features
+    assert features is not None
+    costs = {one.digest: cost.tokens(one.num_tokens) for submit in MIXED for one in submit.images}
+    for submit in MIXED * 2:
+        loop.submit(msgspec.structs.replace(submit, key=loop.intake.requests_total))
+    encoded: list[int] = []
+    encode = features.encode
+
+    class Counting:
+        """The cache of the loop, which notes what each image costs that it encodes."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(features, name)
+
+        def encode(self, key: bytes, image: PromptImage) -> None:
+            encoded.append(costs[image.digest])
+            encode(key, image)
+
+    state.runner.features = Counting()  # type: ignore[assignment]
+    num_steps = 0
+    while not loop.scheduler.idle:
+        plan = loop.scheduler.plan(10**18)
+        encoded.clear()
+        loop._collect(state, state.runner.launch(plan))
+        counted = plan.shape.prefill_rows + plan.shape.decode_rows - plan.num_rows
+        assert counted == sum(encoded)
+        assert len(encoded) <= 1 or plan.num_rows + counted <= max_batch_tokens
+        num_steps += 1
+    assert num_steps > ANSWER
+    assert features.encoded_total >= 3
+
+
+def test_an_image_that_several_requests_of_a_step_share_is_counted_once(seeing: Loops) -> None:
+    loop = seeing.make(max_batch_tokens=256, max_running=4, prefix_caching=False)
+    for key in (1, 2, 3):
+        loop.submit(submit_of(key, text(key, key), CAT, text(4, 2)))
+    plan = loop.scheduler.plan(10**18)
+    assert len(plan.chunks) == 3
+    assert plan.shape.prefill_rows - plan.num_rows == loop.scheduler.limits.encoder_cost.tokens(CAT.num_tokens)
+
+
+def test_tokens_and_the_encoding_of_their_images_share_the_budget_of_a_step(seeing: Loops) -> None:
+    loop = seeing.make(max_batch_tokens=64)
+    cost = loop.scheduler.limits.encoder_cost.tokens(CAT.num_tokens)
+    loop.submit(submit_of(1, CAT, text(90, 1)))
+    plan = loop.scheduler.plan(10**18)
+    assert plan.shape.prefill_rows == plan.num_rows + cost <= 64
+
+
+def test_an_image_larger_than_a_step_s_budget_is_encoded_in_a_step_that_begins_with_it(seeing: Loops) -> None:
+    loop = seeing.make(max_batch_tokens=24)
+    cost = loop.scheduler.limits.encoder_cost.tokens(CAT.num_tokens)
+    assert cost > 24
+    loop.submit(submit_of(1, text(3, 1), CAT, text(9, 2)))
+    sizes = []
+    while (plan := loop.scheduler.plan(10**18)).chunks[plan.num_decode :]:
+        sizes.append((plan.num_rows, plan.shape.prefill_rows - plan.num_rows))
+        loop._collect(loop.executor.awake(), loop.executor.awake().runner.launch(plan))
+    assert sizes == [(4, 0), (CAT.num_tokens, cost), (10, 0)]
+
+
+def test_a_step_limited_in_time_stops_before_an_image_that_would_end_too_late(seeing: Loops) -> None:
+    loop = seeing.make(max_batch_tokens=512)
+    submit = submit_of(1, text(20, 1), CAT, text(9, 2))
+    loop.submit(submit)
+    (sequence,) = loop.scheduler.queues.by_key.values()
+    model = StepTimeModel()
+    cost = loop.scheduler.limits.encoder_cost.tokens(CAT.num_tokens)
+    text_s = model.predict_s(StepShape(prefill_rows=21, attended_pairs=21 * 10))
+    image_s = model.predict_s(StepShape(prefill_rows=38 + cost, attended_pairs=38 * 19))
+    rooms = []
+    for seconds in (text_s, image_s - 1e-4, image_s + 1e-4):
+        planner = StepPlanner(loop.scheduler.groups, 512, model, None, loop.scheduler.encoder_work)
+        planner.limit_time(StepBudget(seconds, floor_tokens=16))
+        rooms.append(planner.prefill_room(sequence))
+    assert rooms[0] == 21
+    assert 21 < rooms[1] < 38 <= rooms[2] < len(submit.prompt_ids)
 
 
 def test_another_engine_goes_on_with_the_kv_of_a_prompt_with_images(seeing: Loops, alone: dict[int, list[int]]) -> None:

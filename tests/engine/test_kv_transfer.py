@@ -91,6 +91,10 @@ class Pair:
                     self._take(output, following[output.key])
             on_step()
 
+    def submit_decode(self, submit: CoreSubmit) -> None:
+        """To the second engine."""
+        self.decode.submit(submit)
+
     def _take(self, output: CoreOutput, following: CoreSubmit) -> None:
         tokens = self.tokens[output.key]
         tokens += output.token_ids
@@ -100,7 +104,7 @@ class Pair:
             goes_on = msgspec.structs.replace(following, resumed_ids=tokens.copy())
             if output.finish.detail:
                 goes_on = msgspec.structs.replace(goes_on, transfer_id="")
-            self.decode.submit(goes_on)
+            self.submit_decode(goes_on)
         else:
             self.ends[output.key] = output.finish
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import io
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+import zmq
 from PIL import Image
 from tests.vision_checkpoint import END, IMAGE, START, write_checkpoint
 
@@ -20,8 +23,21 @@ from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreShutdown, CoreStep, ToCore
 from moiety_engine.server.core_link import CoreEvents
 from moiety_engine.startup import load_loop
+from moiety_platform.clock import SystemClock
+from moiety_platform.engine_client.transport import ZmqEngineClient
 from moiety_wire.images import ImageInput
-from moiety_wire.messages import Abort, Extend, Failed, FailureCode, Finished, FinishReason, Sampling, Stopping, Submit
+from moiety_wire.messages import (
+    Abort,
+    Extend,
+    Failed,
+    FailureCode,
+    Finished,
+    FinishReason,
+    Forget,
+    Sampling,
+    Stopping,
+    Submit,
+)
 
 Bench = Callable[..., AbstractAsyncContextManager[Any]]
 LIMITS = ImageOptions(max_images=2, max_bytes=40_000, max_source_pixels=20_000, max_pixels=3_000)
@@ -186,7 +202,8 @@ async def test_wrong_images_are_refused_with_the_reason(
             counts = [rules.num_tokens(40, 24)]
         answer = await gateway.ask(ask_about("r", images, counts))
         assert isinstance(answer.end, Failed)
-        assert answer.end.code is FailureCode.INVALID_REQUEST
+        is_decoded = reason == "cannot be decoded"
+        assert answer.end.code is (FailureCode.IMAGE_REFUSED if is_decoded else FailureCode.INVALID_REQUEST)
         assert reason in answer.end.message
         assert running.front.num_open == 0
 
@@ -198,3 +215,103 @@ async def test_an_engine_without_a_vision_encoder_refuses_images(bench: Bench, s
         image = ImageInput(1, png(40, 24))
         answer = await gateway.ask(submit("r", [1, 2, 3], images=[image]))
         assert "does not take images" in answer.end.message
+
+
+async def test_a_conversation_of_twenty_turns_decodes_and_encodes_its_image_once(
+    serving: Any, ask_about: Any, loop: EngineLoop
+) -> None:
+    features = loop.executor.awake().runner.features
+    assert features is not None
+    before = features.encoded_total
+    async with serving() as running:
+        gateway = running.connect()
+        count = (await gateway.greet()).images.num_tokens(48, 32)
+        file = png(48, 32, 77)
+        first = await gateway.ask(ask_about("turn 0", [file], [count]))
+        for turn in range(1, 20):
+            submit = ask_about(f"turn {turn}", [file], [count])
+            short = msgspec.structs.replace(submit, images=[one.reference() for one in submit.images])
+            answer = await gateway.ask(short if turn % 2 else submit)
+            assert isinstance(answer.end, Finished)
+            assert answer.token_ids == first.token_ids
+        load = running.front.stats().load
+        assert (load.decoded_images_total, load.decoded_image_hits_total) == (1, 19)
+        assert features.encoded_total - before == 1
+
+
+async def test_a_reference_that_the_engine_does_not_have_is_answered_with_a_code_of_its_own(
+    serving: Any, ask_about: Any
+) -> None:
+    async with serving() as running:
+        gateway = running.connect()
+        count = (await gateway.greet()).images.num_tokens(40, 24)
+        submit = ask_about("r", [png(40, 24)], [count], tenant_id="leaving")
+        short = msgspec.structs.replace(submit, images=[one.reference() for one in submit.images])
+        missing = await gateway.ask(short)
+        assert missing.end.code is FailureCode.IMAGES_MISSING
+        assert isinstance((await gateway.ask(msgspec.structs.replace(submit, request_id="whole"))).end, Finished)
+        assert isinstance((await gateway.ask(msgspec.structs.replace(short, request_id="short"))).end, Finished)
+        await gateway.send(Forget([submit.tenant_id]))
+        forgotten = await gateway.ask(msgspec.structs.replace(short, request_id="forgotten"))
+        assert forgotten.end.code is FailureCode.IMAGES_MISSING
+        assert running.front.stats().load.decoded_image_bytes == 0
+        assert running.front.num_open == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"digest": b"short"}, "neither a file nor the digest"),
+        ({"width": 4000}, "at most 20,000 are allowed"),
+        ({"height": 0}, "too narrow"),
+    ],
+)
+async def test_malformed_references_are_refused(serving: Any, ask_about: Any, change: Any, reason: str) -> None:
+    async with serving() as running:
+        gateway = running.connect()
+        count = (await gateway.greet()).images.num_tokens(40, 24)
+        submit = ask_about("r", [png(40, 24)], [count])
+        images = [msgspec.structs.replace(one.reference(), **change) for one in submit.images]
+        answer = await gateway.ask(msgspec.structs.replace(submit, images=images))
+        assert answer.end.code is FailureCode.INVALID_REQUEST
+        assert reason in answer.end.message
+
+
+async def test_a_gateway_sends_an_image_once_and_again_if_the_engine_has_dropped_it(
+    bench: Bench, loop: EngineLoop, ask_about: Any, submit: Any
+) -> None:
+    """The cache of the engine holds one image; the gateway does not know of it."""
+    rules = hello_of(loop).images
+    assert rules is not None
+    count = rules.num_tokens(40, 24)
+    num_bytes = 3 * math.prod(rules.resized(40, 24))
+    limits = msgspec.structs.replace(LIMITS, decoded_cache_bytes=num_bytes)
+    context: zmq.Context[Any] = zmq.Context()
+    async with bench(core=LoopCore(loop), images=limits) as running:
+        client = ZmqEngineClient(running.front.address, context, SystemClock(), None)
+        await client.start()
+        async with asyncio.timeout(60):
+            while not client.state.healthy:  # noqa: ASYNC110 - what is watched has no event
+                await asyncio.sleep(0.01)
+
+        async def ask(name: str, seed: int, **changes: Any) -> tuple[int, ...]:
+            asked = ask_about(name, [png(40, 24, seed)], [count], **changes)
+            async with client.open(asked) as stream:
+                return tuple([one async for message in stream.messages() for one in getattr(message, "token_ids", [])])
+
+        def figures() -> tuple[int, int]:
+            load = running.front.stats().load
+            return load.decoded_images_total, load.decoded_image_hits_total
+
+        cat, again = await ask("cat", 1), await ask("cat again", 1)
+        assert cat == again
+        assert figures() == (1, 1)
+        dog = await ask("dog", 2)
+        assert figures() == (2, 1)
+        assert await ask("dropped", 1) == cat
+        assert figures() == (3, 1), "the engine asked for the file again"
+        assert await ask("other tenant", 1, tenant_id="another") == cat
+        client.forget(["another"])
+        assert await ask("dog again", 2) == dog
+        await client.close()
+    context.destroy(linger=0)

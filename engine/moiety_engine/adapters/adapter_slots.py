@@ -71,7 +71,7 @@ class AdapterRegistry:
         known = self._known.setdefault(adapter_id, _Adapter(folder))
         known.folder, known.problem, known.reading = folder, "", None
 
-    def enter(self, submit: CoreSubmit) -> None:
+    def add_request(self, submit: CoreSubmit) -> None:
         """Queue a request until its adapter is in a slot; refuse it if its adapter cannot be served."""
         known = self._known.get(submit.adapter)
         if self._readers is None:
@@ -81,7 +81,7 @@ class AdapterRegistry:
         else:
             self._pending[submit.key] = submit, time.monotonic()
 
-    def leave(self, key: int) -> CoreSubmit | None:
+    def remove_request(self, key: int) -> CoreSubmit | None:
         """Remove and return a pending request; return None if it is not pending."""
         submit, _ = self._pending.pop(key, (None, 0.0))
         if submit is None:

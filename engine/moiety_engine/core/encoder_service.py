@@ -13,6 +13,7 @@ from moiety_engine.messages import (
     CoreAdapter,
     CoreExtend,
     CoreForget,
+    CoreImages,
     CoreShutdown,
     CoreSleep,
     CoreSlept,
@@ -57,5 +58,5 @@ def _obey(link: ServerLink, loop: EncoderLoop, command: ToCore) -> None:
             link.send(CoreSlept(asleep=False, problem=problem))
         case AskExperts():
             link.send(ExpertLoad(command.ask_id, 0, 0))
-        case CoreExtend() | CoreAdapter() | CoreForget() | CoreShutdown():
-            pass  # an encoder has no credit, no adapters and no cache
+        case CoreExtend() | CoreImages() | CoreAdapter() | CoreForget() | CoreShutdown():
+            pass  # an encoder has no credit, no images, no adapters and no cache

@@ -23,6 +23,7 @@ from moiety_engine.messages import (
     CoreExtend,
     CoreForget,
     CoreHello,
+    CoreImages,
     CoreShutdown,
     CoreSleep,
     CoreSlept,
@@ -122,6 +123,8 @@ def obey(loop: EngineLoop, command: ToCore) -> None:
     match command:
         case CoreSubmit():
             loop.submit(command)
+        case CoreImages():
+            loop.intake.add_images(command.key, command.images)
         case CoreExtend():
             loop.extend(command.key, command.credit_tokens, last=command.last)
         case CoreAbort():

@@ -92,7 +92,7 @@ class Restorer:
     def is_quiet(self) -> bool:
         return not self._pending and not self._portions
 
-    def enter(
+    def add_request(
         self,
         submit: CoreSubmit,
         grammar: GrammarHandle | None,
@@ -126,7 +126,7 @@ class Restorer:
         self.waited_requests_total += 1
         return True
 
-    def leave(self, key: int) -> CoreSubmit | None:
+    def remove_request(self, key: int) -> CoreSubmit | None:
         """Remove a waiting request; None if there is none. Its reads are still restored."""
         pending = self._pending.pop(key, None)
         return None if pending is None else pending.submit

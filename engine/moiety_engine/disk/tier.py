@@ -172,7 +172,8 @@ class DiskTier:
         step_time = self._scheduler.step_time
         compute_s = step_time.predict_s(shape) - step_time.predict_s(empty)
         is_known = step_time.num_observed >= KNOWN_STEPS
-        if not self.restorer.enter(submit, grammar, wanted, compute_s, self.folder.block_bytes, is_known=is_known):
+        block_bytes = self.folder.block_bytes
+        if not self.restorer.add_request(submit, grammar, wanted, compute_s, block_bytes, is_known=is_known):
             return False
         ledger.refresh(hits)
         return True

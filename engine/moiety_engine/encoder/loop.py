@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 MAX_BATCH_TOKENS = 8192
 MAX_INPUTS = 256
+RETRY_AFTER_S = 1.0
 
 
 class EncoderLoop:
@@ -44,6 +45,7 @@ class EncoderLoop:
         *,
         max_batch_tokens: int | None = None,
         max_inputs: int | None = None,
+        queue: EncoderQueue | None = None,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self.network = network
@@ -51,11 +53,12 @@ class EncoderLoop:
         self._max_batch_tokens = max_batch_tokens or MAX_BATCH_TOKENS
         self._max_inputs = max_inputs or MAX_INPUTS
         self._clock_ns = clock_ns
-        self._queue = EncoderQueue()
+        self._queue = EncoderQueue() if queue is None else queue
         self._outputs: list[CoreOutput] = []
         self._failures: list[CoreFailure] = []
         self._admissions: list[CoreAdmission] = []
         self._admitted = Counter[str]()
+        self._rejected: dict[str, Counter[str]] = {}  # by class: reasons
         self._steps_total = self._prompt_tokens_total = self._requests_total = 0
         self._prefill_seconds_total = 0.0
 
@@ -81,12 +84,18 @@ class EncoderLoop:
         self.network.run([([0, 0], 1)])
 
     def submit(self, submit: CoreSubmit) -> None:
-        """Queue an input. A request to generate fails with the next step."""
+        """Queue an input. A request to generate, or for which there is no room, fails with the next step."""
         self._requests_total += 1
         if not submit.embed:
             message = "an encoder generates no text; send chats and completions to another model"
             self._failures.append(CoreFailure(submit.key, FailureCode.INVALID_REQUEST, message))
             return
+        refusal = self._queue.find_refusal(submit)
+        if refusal is not None:
+            self._refuse(submit, refusal)
+            return
+        for shed in self._queue.shed_for(submit):
+            self._refuse(shed, Reason.SHED)
         name = submit.service.name
         reason = Reason.IN_TIME if submit.resumed_ids is None else Reason.FAILED_OVER
         self._admissions.append(CoreAdmission(submit.key, name, reason, None))
@@ -150,8 +159,16 @@ class EncoderLoop:
             max_batch_tokens=self._max_batch_tokens,
             max_running=self._max_inputs,
             prefill_seconds_total=self._prefill_seconds_total,
-            classes=[_class_load(name, waiting[name], count) for name, count in sorted(self._admitted.items())],
+            classes=[
+                _class_load(name, waiting[name], self._admitted[name], dict(self._rejected.get(name, {})))
+                for name in sorted(self._admitted.keys() | self._rejected.keys())
+            ],
         )
+
+    def _refuse(self, submit: CoreSubmit, reason: Reason) -> None:
+        self._rejected.setdefault(submit.service.name, Counter())[reason.value] += 1
+        message = f"the engine's queue is full ({reason.value}); try again later"
+        self._failures.append(CoreFailure(submit.key, FailureCode.OVERLOADED, message, 0, reason, RETRY_AFTER_S))
 
     def _finish(
         self, submit: CoreSubmit, reason: FinishReason, begun_ns: int, now_ns: int, vector: bytes = b""
@@ -160,14 +177,14 @@ class EncoderLoop:
         return CoreFinish(reason, "", 0, 0, begun_ns, 0, now_ns, submit.service.name, events, 0, embedding=vector)
 
 
-def _class_load(name: str, num_waiting: int, num_admitted: int) -> ClassLoad:
+def _class_load(name: str, num_waiting: int, num_admitted: int, rejected: dict[str, int]) -> ClassLoad:
     return ClassLoad(
         name=name,
         num_waiting=num_waiting,
         num_running=0,
         predicted_ttft_s=0.0,
         admitted_total=num_admitted,
-        rejected_total={},
+        rejected_total=rejected,
         downgraded_total=0,
         preempted_total={},
         demoted_total=0,

@@ -1,4 +1,4 @@
-"""Messages between the engine server and its image processes: frames over Unix sockets, as those of grammars are."""
+"""Messages between the engine server and its image processes, sent as frames of `limited_processes`."""
 
 from __future__ import annotations
 

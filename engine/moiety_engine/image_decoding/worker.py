@@ -17,16 +17,12 @@ from typing import NoReturn
 from PIL import Image, ImageFile, ImageOps
 
 from moiety_engine.image_decoding.frames import DecodeOrder, DecodeReport, ImageTemplateReady
-from moiety_engine.structured_outputs.child_limits import end_with_parent, limit_memory, limit_time
-from moiety_engine.structured_outputs.frames import (
-    EXIT_CRASHED,
-    EXIT_OUT_OF_MEMORY,
-    receive_frame,
-    send_frame,
-)
-from moiety_engine.structured_outputs.template import Template
+from moiety_engine.limited_processes.child_limits import end_with_parent, limit_memory, limit_time
+from moiety_engine.limited_processes.frames import EXIT_CRASHED, EXIT_OUT_OF_MEMORY, receive_frame, send_frame
+from moiety_engine.limited_processes.template import Template
 
 FORMATS = ("PNG", "JPEG", "WEBP")
+BAND_ROWS = 256  # of an image with transparency, converted at once
 NICENESS = 5  # decoding yields to the model's steps
 
 
@@ -54,7 +50,10 @@ def run_child(link: socket.socket) -> NoReturn:
 
 
 def decode(order: DecodeOrder) -> DecodeReport:
-    """Return the first frame of the image, upright, in RGB without its transparency, in the ordered size."""
+    """Return the first frame of the image, upright, in RGB on a white ground, in the ordered size.
+
+    Modes are converted as transformers' image processors convert them. Raises MemoryError.
+    """
     try:
         with Image.open(io.BytesIO(order.data), formats=FORMATS) as image:
             if image.size != order.size:
@@ -62,11 +61,26 @@ def decode(order: DecodeOrder) -> DecodeReport:
             image.load()
             upright = ImageOps.exif_transpose(image)
             turned = upright.size != image.size
-            resized = (order.resized[1], order.resized[0]) if turned else order.resized
-            pixels = upright.convert("RGB").resize(resized, Image.Resampling.BICUBIC)
-    except (OSError, SyntaxError, ValueError) as exc:  # what Pillow raises of damaged files
+        resized = (order.resized[1], order.resized[0]) if turned else order.resized
+        pixels = _to_rgb(upright).resize(resized, Image.Resampling.BICUBIC)
+    except MemoryError:
+        raise
+    except Exception as exc:  # top of what one file can cause: Pillow's decoders raise many kinds for damaged files
         return DecodeReport(f"the image cannot be decoded ({type(exc).__name__}); send a valid PNG, JPEG or WebP file")
     return DecodeReport("", *resized, pixels.tobytes())
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    """Return the image in RGB, with transparent parts on a white ground; a band of rows at a time, to save memory."""
+    if "A" not in image.getbands() and image.info.get("transparency") is None:
+        return image.convert("RGB")
+    width, height = image.size
+    whole = Image.new("RGB", image.size)
+    for top in range(0, height, BAND_ROWS):
+        band = image.crop((0, top, width, min(height, top + BAND_ROWS))).convert("RGBA")
+        white = Image.new("RGBA", band.size, (255, 255, 255, 255))
+        whole.paste(Image.alpha_composite(white, band).convert("RGB"), (0, top))
+    return whole
 
 
 def main() -> int:

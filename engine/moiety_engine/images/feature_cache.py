@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from moiety_engine.cache.block_hashes import MARK_BYTES
+from moiety_engine.images.encoder_timer import EncoderTimer
 from moiety_engine.model.vision_encoder import patches_of
 
 if TYPE_CHECKING:
@@ -40,20 +41,34 @@ class FeatureCache:
         self._encoder, self._device, self._budget_bytes = encoder, device, budget_bytes
         self._features: dict[bytes, Tensor] = {}  # features_FID, the least recently used first
         self._forgotten: frozenset[bytes] = frozenset()  # marks of tenants whose images are not kept after a step
+        self._timer = EncoderTimer(device)
         self.num_bytes = 0
-        self.encoded_total = 0
+        self.encoded_total = self.encoded_tokens_total = self.hits_total = self.evictions_total = 0
+
+    def figures(self) -> dict[str, float]:
+        """Return fields of `Figures`."""
+        return {
+            "image_cache_bytes_total": self._budget_bytes,
+            "image_cache_bytes_used": self.num_bytes,
+            "image_cache_hits_total": self.hits_total,
+            "image_cache_misses_total": self.encoded_total,
+            "image_cache_evictions_total": self.evictions_total,
+            "encoded_image_tokens_total": self.encoded_tokens_total,
+            "image_encode_seconds_total": self._timer.seconds_total(),
+        }
 
     def lacks(self, key: bytes) -> bool:
         return key not in self._features
 
     def encode(self, key: bytes, image: PromptImage) -> None:
         """Encode an image and keep the result."""
-        spec = self._encoder.spec
         pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8).view(image.height, image.width, -1)
-        patches_PC, grid = patches_of(pixels.to(self._device), spec)
-        self._features[key] = features_FID = self._encoder.encode(patches_PC, grid)
+        with self._timer.measure():
+            patches_PC, grid = patches_of(pixels.to(self._device), self._encoder.spec)
+            self._features[key] = features_FID = self._encoder.encode(patches_PC, grid)
         self.num_bytes += features_FID.nbytes
         self.encoded_total += 1
+        self.encoded_tokens_total += image.num_tokens
 
     def rows(self, parts: Iterable[FeaturePart]) -> Tensor:
         """Return features_FID of the parts, one after the other. Their images must be encoded."""
@@ -67,6 +82,7 @@ class FeatureCache:
             self._drop_of(self._forgotten)
         while self.num_bytes > self._budget_bytes and self._features:
             self._drop(next(iter(self._features)))
+            self.evictions_total += 1
 
     def forget(self, marks: frozenset[bytes]) -> int:
         """Drop the images of the tenants with these marks, now and after each step; return how many there are now."""

@@ -63,6 +63,11 @@ class PromptImages:
         for image in images:
             self.shifts.append(self.shifts[-1] + max(image.rows, image.columns) - image.num_tokens)
 
+    @property
+    def end(self) -> int:
+        """Place after the last image's last token."""
+        return self.images[-1].end
+
     def position(self, place: int) -> int:
         """Return the rotary position of the token at a place, which is not an image's token."""
         return place + self.shifts[bisect_right(self.starts, place)]

@@ -69,7 +69,7 @@ class KvConnector:
         num_tokens = len(submit.resumed_ids or ()) + 1
         if self.kv_sender is None or submit.embed or submit.max_tokens <= num_tokens:
             return msgspec.structs.replace(submit, hand_over=None)
-        self.kv_sender.enter(submit)
+        self.kv_sender.add_request(submit)
         return msgspec.structs.replace(submit, max_tokens=num_tokens)
 
     def num_transferred_tokens(self, key: int) -> int:

@@ -30,10 +30,10 @@ class KvReceiver:
     def num_waiting(self) -> int:
         return len(self._pending)
 
-    def enter(self, submit: CoreSubmit) -> None:
+    def add_request(self, submit: CoreSubmit) -> None:
         self._pending[submit.key] = submit, self._clock()
 
-    def leave(self, key: int) -> CoreSubmit | None:
+    def remove_request(self, key: int) -> CoreSubmit | None:
         """Remove a waiting request and its KV, and return it; None if no such request waits."""
         submit, _ = self._pending.pop(key, (None, 0.0))
         if submit is not None:

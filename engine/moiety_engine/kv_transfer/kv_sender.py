@@ -55,7 +55,7 @@ class KvSender:
         self._problems: dict[int, str] = {}
         self._stream: Any = None  # CUDA stream for copies to the host
 
-    def enter(self, submit: CoreSubmit) -> None:
+    def add_request(self, submit: CoreSubmit) -> None:
         """Register a request for disaggregated prefill."""
         assert submit.hand_over is not None, "the request has no KV transfer"
         self._open[submit.key] = _OutgoingPrompt(submit.hand_over, [*submit.prompt_ids, *(submit.resumed_ids or ())])

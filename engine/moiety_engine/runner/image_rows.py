@@ -23,16 +23,14 @@ class HostImages:
     parts: tuple[FeaturePart, ...]
 
 
-def computes_image(sequence: Sequence) -> bool:
-    """Return whether the next token to compute stands for a part of an image."""
-    images, place = sequence.request.images, sequence.kv.num_computed
-    return images is not None and bool(images.parts(place, place + 1))
-
-
-def rotary_position(sequence: Sequence, place: int) -> int:
-    """Return the rotary position of the token at a place, which does not stand for a part of an image."""
-    images = sequence.request.images
-    return place if images is None else images.position(place)
+def decode_positions(sequences: list[Sequence], places: list[int]) -> list[int]:
+    """Return the rotary position of each sequence's output token at its place, which stands for no part of an image."""
+    images_of = [sequence.request.images for sequence in sequences]
+    if not any(images_of):
+        return places
+    return [
+        place if images is None else images.position(place) for images, place in zip(images_of, places, strict=True)
+    ]
 
 
 def image_rows(
@@ -43,13 +41,13 @@ def image_rows(
     A step has runs of consecutive tokens, each of one of the sequences, from its token `first` on, in the rows from
     `start` to the next start. `places` are the rows' places in their sequences.
     """
-    if all(sequence.request.images is None for sequence in sequences):
+    images_of = [sequence.request.images for sequence in sequences]
+    if not any(images_of):
         return places, None
     rotary_3T = np.repeat(places[None], 3, axis=0)
     rows: list[np.ndarray] = []
     features: list[FeaturePart] = []
-    for sequence, first, start, stop in zip(sequences, firsts, starts[:-1], starts[1:], strict=True):
-        images = sequence.request.images
+    for images, first, start, stop in zip(images_of, firsts, starts[:-1], starts[1:], strict=True):
         if images is None:
             continue
         end = first + int(stop - start)

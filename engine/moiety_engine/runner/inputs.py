@@ -20,7 +20,7 @@ from moiety_engine.model.adapter_stacks import AdaptedRows
 from moiety_engine.model.batch import Batch, ImageRows, Spread
 from moiety_engine.moe.tenants import NOBODY, TenantSlots
 from moiety_engine.runner.block_tables import BlockTables
-from moiety_engine.runner.image_rows import HostImages, computes_image, image_rows, rotary_position
+from moiety_engine.runner.image_rows import HostImages, decode_positions, image_rows
 from moiety_engine.scheduling.plan import Chunk, Plan
 from moiety_engine.sequence import PENDING, Sequence
 from moiety_engine.staging import Staging
@@ -155,6 +155,7 @@ class BatchBuilder:
         """
         size, every = self._block_size, range(len(sequences))
         positions = [sequence.kv.num_computed for sequence in sequences]
+        rotary = positions if self._features is None else decode_positions(sequences, positions)
         token_ids = [sequences[s].tokens[positions[s]] for s in every]
         blocks = [sequences[s].kv.blocks[positions[s] // size] for s in every]
         pending = [s for s in every if token_ids[s] == PENDING]
@@ -166,7 +167,7 @@ class BatchBuilder:
             owners = self._tenants.slots_of([sequence.request.tenant for sequence in sequences], ones)
         return HostBatch(
             token_ids_T=np.array(token_ids, dtype=np.int64),
-            positions_T=np.array(list(map(rotary_position, sequences, positions)), dtype=np.int64),
+            positions_T=np.array(rotary, dtype=np.int64),
             slots_T=np.array([blocks[s] * size + positions[s] % size for s in every], dtype=np.int64),
             owner_T=np.array(owners, dtype=np.int64),
             query_start_S1=starts,
@@ -215,7 +216,9 @@ class BatchBuilder:
         wanted += [end for end, chunk in zip(parts.ends, chunks, strict=True) if chunk.embeds]
         scored_rows = _scored_rows(chunks, parts, starts)
         contexts = (firsts + lengths).astype(np.int32)
-        rotary_T, images = image_rows(parts.sequences, parts.firsts, starts, positions)
+        rotary_T, images = positions, None
+        if self._features is not None:
+            rotary_T, images = image_rows(parts.sequences, parts.firsts, starts, positions)
         return HostBatch(
             token_ids_T=token_ids,
             positions_T=rotary_T,
@@ -284,7 +287,7 @@ class BatchBuilder:
 
 
 def _decodes_one(chunk: Chunk) -> bool:
-    return chunk.num_tokens == 1 and chunk.samples and not chunk.num_pad and not computes_image(chunk.sequence)
+    return chunk.num_tokens == 1 and chunk.samples and not chunk.num_pad
 
 
 @functools.cache

@@ -140,12 +140,14 @@ class Runner:
 
     def _encode_images(self, plan: Plan, features: FeatureCache) -> None:
         """Encode the images of the step that are not encoded yet, on all ranks."""
-        for chunk in plan.chunks:
+        for chunk in plan.chunks[plan.num_decode :]:  # output tokens stand for no image
             images, first = chunk.sequence.request.images, chunk.sequence.kv.num_computed
             for part in () if images is None else images.parts(first, first + chunk.num_tokens):
                 if features.lacks(part.key):
                     self._orders.give(EncodeImage(part.key, part.image))
                     features.encode(part.key, part.image)
+                elif not part.first:
+                    features.hits_total += 1
 
     def forget_images(self, marks: frozenset[bytes]) -> int:
         """Drop the encoded images of the tenants with these marks, on all ranks; return how many they were."""

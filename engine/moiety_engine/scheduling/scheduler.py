@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from moiety_engine.images.encoder_cost import EncoderWork
 from moiety_engine.messages import CoreAdmission, CoreFailure, CoreFinish, CoreLogprob, CoreOutput, CoreSubmit
 from moiety_engine.scheduling.admission.admission_queue import AdmissionQueue
 from moiety_engine.scheduling.admission.batching_strategies import Strategy, queue_view
@@ -92,18 +93,12 @@ class Scheduler:
         )
         self._preemptor = Preemptor(groups, self.queues, self.policy, self.step_time, self.tally, swap or SwapCost())
         self.speculative_prefill = SpeculativePrefill(groups, self.step_time, is_possible=not strategy.padded)
-        self._prefill_planner = PrefillPlanner(
-            groups,
-            self.queues,
-            self.policy,
-            self._preemptor,
-            self.tally,
-            self.speculative_prefill,
-            limits.encoder_cost,
-        )
+        self.encoder_work = encoder_work = EncoderWork(limits.encoder_cost)
+        parts = self._preemptor, self.tally, self.speculative_prefill, encoder_work
+        self._prefill_planner = PrefillPlanner(groups, self.queues, self.policy, *parts)
         self._padded = PaddedPrefillPlanner(kv, self.policy, self._preemptor, self._prefill_planner)
         self._admission_queue = AdmissionQueue(
-            groups, self.queues, self.policy, self.tally, limits.max_waiting, self._drop, limits.encoder_cost
+            groups, self.queues, self.policy, self.tally, limits.max_waiting, self._drop, encoder_work
         )
         self._running: Plan | None = None  # launched, not committed
         self._step_timing = StepTiming(self.step_time)
@@ -123,20 +118,26 @@ class Scheduler:
         *,
         seed: int,
         now_ns: int,
+        received_ns: int | None = None,
         grammar: GrammarHandle | None = None,
         num_transferred_tokens: int = 0,
     ) -> None:
         """Queue a request or reject it (see `take_verdicts`).
 
-        The caller has checked that prompt and output fit the pool. `num_transferred_tokens` is the number of tokens
-        whose KV came from another engine. A speculative prefill is not a request: `speculative_prefill.take_ended`
-        reports its end.
+        The caller has checked that prompt and output fit the pool. `received_ns` is given for a request that had to
+        wait before. `num_transferred_tokens` is the number of tokens whose KV came from another engine. A speculative
+        prefill is not a request: `speculative_prefill.take_ended` reports its end.
         """
         if submit.speculative_prefill is not None:
             self.speculative_prefill.add(submit, now_ns)
             return
         self._admission_queue.add(
-            submit, seed=seed, now_ns=now_ns, grammar=grammar, num_transferred_tokens=num_transferred_tokens
+            submit,
+            seed=seed,
+            now_ns=now_ns,
+            received_ns=now_ns if received_ns is None else received_ns,
+            grammar=grammar,
+            num_transferred_tokens=num_transferred_tokens,
         )
 
     def extend(self, key: int, credit_tokens: int, *, last: bool, now_ns: int) -> CoreOutput | None:
@@ -191,8 +192,8 @@ class Scheduler:
         """
         fixed = None if self.policy.sizes_chunks else self.limits.chunk_tokens
         answers = self.limits.max_running if self.kv.answers_apart else None
-        rows, cost = fixed or self.limits.max_batch_tokens, self.limits.encoder_cost
-        planner = StepPlanner(self.groups, rows, self.step_time, answers, cost)
+        rows = fixed or self.limits.max_batch_tokens
+        planner = StepPlanner(self.groups, rows, self.step_time, answers, self.encoder_work)
         self._preemptor.preempted = []
         self._plan_into(planner, now_ns)
         while planner.empty and self._running is None and self._preemptor.break_deadlock(now_ns):

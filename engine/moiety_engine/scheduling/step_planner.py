@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moiety_engine.images.encoder_cost import NO_ENCODER, EncoderCost
+from moiety_engine.images.encoder_cost import EncoderWork, ImageEncoding
 from moiety_engine.scheduling.kv.kv_groups import KvGroups
 from moiety_engine.scheduling.plan import Chunk, DraftCatchUp, Plan
 from moiety_engine.scheduling.policies.policy import StepBudget
@@ -22,13 +22,13 @@ class StepPlanner:
         budget_rows: int,
         step_time: StepTimeModel,
         max_answer_rows: int | None = None,
-        encoder_cost: EncoderCost = NO_ENCODER,
+        encoder_work: EncoderWork | None = None,
     ) -> None:
         """Create an empty step.
 
         `max_answer_rows` limits the output tokens in a step, decoded or recomputed; None means no limit. Each rank
-        group gets an equal part of the rows, and prefill takes what decodes leave of it. `encoder_cost` counts the
-        encoding of images as rows.
+        group gets an equal part of the rows, and prefill takes what decodes leave of it. `encoder_work` counts the
+        encoding of images as rows; None for a model without an encoder.
         """
         self._kv = kv
         self._answer_rows_left = max_answer_rows
@@ -46,8 +46,9 @@ class StepPlanner:
         self.num_drafted = 0
         self._taken_in: list[DraftCatchUp] = []
         self._prefill_rows = 0
-        self._encoder_cost = encoder_cost
+        self._encoder_work = encoder_work
         self._encoder_rows = 0
+        self._encoded: set[bytes] = set()  # keys of the images that the step encodes
         self._attended_pairs = 0
         self.num_rows = 0
 
@@ -151,13 +152,13 @@ class StepPlanner:
         if self._answer_rows_left is not None:
             prompt_left = max(0, sequence.request.num_prompt - sequence.kv.num_computed)
             limit = min(limit, prompt_left + max(0, self._answer_rows_left))
-        limit = self._room_before_images(sequence, limit)
-        if self._budget is None or limit <= 0:
-            return max(0, limit)
-        budget = self._budget.for_rank(sequence.service.rank)
-        context = sequence.kv.num_computed
-        floor = min(limit, max(0, budget.floor_tokens - self._prefill_rows))
-        return max(floor, self._step_time.largest_prefill(self.shape, context, budget.seconds, limit))
+        if limit <= 0:
+            return 0
+        budget = None if self._budget is None else self._budget.for_rank(sequence.service.rank)
+        encodings = self._encodings(sequence, limit)
+        if encodings:
+            return self._room_with_images(sequence, limit, encodings, budget)
+        return limit if budget is None else self._room_in_time(sequence, limit, budget, self.shape)
 
     def add_prefill(self, sequence: Sequence, limit: int) -> bool:
         """Add as many of the sequence's uncomputed tokens as `limit` and free blocks allow, possibly none.
@@ -184,28 +185,47 @@ class StepPlanner:
         self._prefill_rows += num_tokens + pad
         self._take_answer_rows(max(0, end - max(first, sequence.request.num_prompt)))
         self._attended_pairs += num_tokens * (first + num_tokens // 2)
-        self._encoder_rows += sum(cost for _, cost in self._encodings(sequence, num_tokens))
+        for encoding in self._encodings(sequence, num_tokens):
+            self._encoder_rows += encoding.cost
+            self._encoded.add(encoding.key)
         return ends
 
-    def _room_before_images(self, sequence: Sequence, limit: int) -> int:
-        """Return `limit`, cut before the first image whose encoding does not fit into the step.
+    def _room_in_time(self, sequence: Sequence, limit: int, budget: StepBudget, shape: StepShape) -> int:
+        floor = min(limit, max(0, budget.floor_tokens - self._prefill_rows))
+        return max(floor, self._step_time.largest_prefill(shape, sequence.kv.num_computed, budget.seconds, limit))
 
-        One image is encoded in a step whatever it costs, since it cannot be divided.
+    def _room_with_images(
+        self, sequence: Sequence, limit: int, encodings: list[ImageEncoding], budget: StepBudget | None
+    ) -> int:
+        """Return how many of `limit` tokens fit with the encoding of their images, which counts as rows.
+
+        Tokens are cut before the first image that does not fit. Since an image cannot be divided, the prefill of a step
+        may begin with one whatever it costs; the tokens of this image then go with it, so that it is encoded once even
+        if its features are not kept.
         """
-        rows = self._encoder_rows
-        for num_before, cost in self._encodings(sequence, limit):
-            if rows and rows + cost > self._budget_rows:
-                return num_before
-            rows += cost
-        return limit
+        rows_left, shape, room = self.rows_left, self.shape, limit
+        if budget is not None:
+            room = self._room_in_time(sequence, limit, budget, shape)
+        for encoding in encodings:
+            if room <= encoding.num_before:
+                break
+            rows_left -= encoding.cost
+            shape = shape._replace(prefill_rows=shape.prefill_rows + encoding.cost)
+            fitting = min(limit, rows_left)
+            if budget is not None and fitting > 0:
+                fitting = self._step_time.largest_prefill(shape, sequence.kv.num_computed, budget.seconds, fitting)
+            if fitting <= encoding.num_before:
+                begins = not encoding.num_before and not self._prefill_rows
+                return min(limit, encoding.num_through) if begins else encoding.num_before
+            room = fitting
+        return room
 
-    def _encodings(self, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]]:
-        """Return (tokens before it, cost in rows) of each image that the sequence's next tokens begin."""
-        images, first = sequence.request.images, sequence.kv.num_computed
-        if images is None or num_tokens <= 0:
+    def _encodings(self, sequence: Sequence, num_tokens: int) -> list[ImageEncoding]:
+        """Return the images to encode for the sequence's next tokens, beyond those that the step encodes already."""
+        images = sequence.request.images
+        if images is None or self._encoder_work is None:
             return []
-        begun = (part.image for part in images.parts(first, first + num_tokens) if part.first == 0)
-        return [(image.start - first, self._encoder_cost.tokens(image.num_tokens)) for image in begun]
+        return self._encoder_work.of_chunk(images, sequence.kv.num_computed, num_tokens, self._encoded)
 
     def _take_answer_rows(self, count: int) -> None:
         if self._answer_rows_left is not None:

@@ -16,9 +16,10 @@ import msgspec
 import structlog
 import zmq
 
-from moiety_engine.image_decoding.decoder import ImageDecodeQueue, ImageDecoder, ImageFailure
+from moiety_engine.image_decoding.decode_queue import ImageDecodeQueue
+from moiety_engine.image_decoding.decoder import ImageFailure
 from moiety_engine.images.prompt_images import PromptImage
-from moiety_engine.messages import CoreForget, CoreHello, CoreLoad, CoreSlept, CoreState, CoreStep, ToCore, ToFront
+from moiety_engine.messages import CoreHello, CoreLoad, CoreSlept, CoreState, CoreStep, ToCore, ToFront
 from moiety_engine.server.adapter_store import AdapterStore
 from moiety_engine.server.announcements import make_card, make_load
 from moiety_engine.server.core_link import CoreLink
@@ -135,7 +136,8 @@ class EngineServer:
         num_gateways = sum(1 for session in self._sessions.all() if session.has_card)
         num_refused = self._permissions.num_refused
         counts = num_gateways, self.num_open, self._meter.num_unacknowledged, self.num_undecodable, num_refused
-        return ServerStats(self._load, *counts, is_ready=self.card is not None and self._requests.is_awake)
+        load = self._requests.with_image_figures(self._load)
+        return ServerStats(load, *counts, is_ready=self.card is not None and self._requests.is_awake)
 
     async def start(self) -> None:
         """Bind the socket, and start the core. Raises zmq.ZMQError if the address cannot be bound."""
@@ -258,7 +260,7 @@ class EngineServer:
                 self._experts.add(session, message)
             case Forget():
                 self._adapter_store.forget(message.tenant_ids)
-                self._core.send([CoreForget(message.tenant_ids)])
+                self._requests.forget_tenants(message.tenant_ids)
             case UsageAcknowledgement():
                 num_refused = self._meter.settle_for(session.replica_id, message.replica_id, message.request_ids)
                 if num_refused:
@@ -327,8 +329,7 @@ class EngineServer:
         described = self._text, hello, settings.role, settings.adapters
         self.card = make_card(settings.model, self.engine_id, *described, *formats)
         if self.card.images is not None and self._requests.images is None:
-            decoder = ImageDecoder(self.card.images, settings.images)
-            self._requests.images = ImageDecodeQueue(decoder, settings.images, self._on_images)
+            self._requests.images = ImageDecodeQueue.of(self.card.images, settings.images, self._on_images)
         self._requests.limits = ModelLimits.of(self.card)
         for session in self._sessions.all():
             if session.wants_card:
@@ -393,9 +394,8 @@ class EngineServer:
             if now_s - session.heard_at_s <= self.settings.silence_limit_s:
                 continue
             if session.open_keys:
-                self._requests.abort_session(
-                    session
-                )  # it gets the end, if it still reads, and is lost at the next beat
+                # it gets the end, if it still reads, and is lost at the next beat
+                self._requests.abort_session(session)
             else:
                 self._sessions.lose(session, "silent")
         self._send_loads()
@@ -419,7 +419,7 @@ class EngineServer:
         message = make_load(
             self.engine_id,
             session.num_loads,
-            self._load,
+            self._requests.with_image_figures(self._load),
             draining=self._requests.is_draining,
             sleep=self._sleep_mode.state,
             sleep_problem=session.sleep_refusal or self._sleep_mode.problem,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moiety_wire.images import image_size
+from moiety_wire.images import DIGEST_BYTES
 
 if TYPE_CHECKING:
     from moiety_wire.images import ImageInput, ImageRules
@@ -46,10 +46,12 @@ def _places_complaint(submit: Submit, rules: ImageRules) -> str:
 
 def _num_tokens(image: ImageInput, rules: ImageRules) -> tuple[int, str]:
     """Return the image's number of tokens, or why it cannot be served."""
+    if not image.data and len(image.digest) != DIGEST_BYTES:
+        return 0, "it has neither a file nor the digest of one"
     if len(image.data) > rules.max_bytes:
         return 0, f"the file has {len(image.data):,} bytes; at most {rules.max_bytes:,} are allowed"
     try:
-        width, height = image_size(image.data)
+        width, height = image.size()
         if width * height > rules.max_source_pixels:
             return 0, (
                 f"it has {width} × {height} pixels; at most {rules.max_source_pixels:,} are allowed: make it smaller"

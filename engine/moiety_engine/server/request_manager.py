@@ -13,7 +13,8 @@ from collections.abc import Callable, Container
 import msgspec
 import structlog
 
-from moiety_engine.image_decoding.decoder import ImageDecodeQueue, ImageFailure
+from moiety_engine.image_decoding.decode_queue import ImageDecodeQueue
+from moiety_engine.image_decoding.decoder import ImageFailure
 from moiety_engine.images.prompt_images import PromptImage
 from moiety_engine.messages import (
     CoreAbort,
@@ -21,12 +22,14 @@ from moiety_engine.messages import (
     CoreExtend,
     CoreFailure,
     CoreFinish,
+    CoreForget,
+    CoreImages,
+    CoreLoad,
     CoreStep,
     CoreSubmit,
     ToCore,
     TracedStep,
 )
-from moiety_engine.server.pending_images import PendingImages
 from moiety_engine.server.request import OpenRequest, TokenTable
 from moiety_engine.server.sessions import GatewaySession
 from moiety_engine.server.usage_meter import UsageMeter
@@ -74,7 +77,6 @@ class RequestManager:
         self._commands: list[ToCore] = []
         self._num_keys = 0
         self.images: ImageDecodeQueue | None = None  # None: the model takes no images
-        self._pending_images = PendingImages()
 
     @property
     def num_open(self) -> int:
@@ -112,7 +114,7 @@ class RequestManager:
         session.open_keys[submit.request_id] = key
         ended = request.resume(submit.resumed_ids or [], command.stop_token_ids)
         if ended is None and submit.images:
-            self._decode_images(submit, command)
+            self._submit_with_images(submit, command)
         elif ended is None:
             self._commands.append(command)
         else:
@@ -120,22 +122,35 @@ class RequestManager:
             self._post(session, request.accept(admission))
             self._finish(request, session, ended)
 
-    def _decode_images(self, submit: Submit, command: CoreSubmit) -> None:
-        """Hold a request until its images are decoded."""
+    def _submit_with_images(self, submit: Submit, command: CoreSubmit) -> None:
+        """Submit a request to the core, where it waits for its images unless they are decoded already."""
         assert self.images is not None, "images are only accepted where they can be decoded"
-        self._pending_images.hold(command)
-        problem = self.images.queue_images(command.key, submit.tenant_id, submit.images)
-        if problem:
-            message = f"{problem}; send the request again later"
-            self.take_images(command.key, ImageFailure(FailureCode.OVERLOADED, message))
+        found = self.images.queue_images(command.key, submit)
+        match found:
+            case ImageFailure():
+                self._fail(*self._open[command.key], found.of_request(command.key))
+            case None:
+                self._commands.append(msgspec.structs.replace(command, images_pending=True))
+            case _:
+                self._commands.append(msgspec.structs.replace(command, images=found))
 
     def take_images(self, key: int, result: list[PromptImage] | ImageFailure) -> None:
-        """Submit a request to the core with its decoded images, or fail it."""
+        """Give the core the decoded images of a request that waits for them, or fail the request."""
         if isinstance(result, ImageFailure):
-            if self._pending_images.leave(key):
-                self._fail(*self._open[key], CoreFailure(key, result.code, result.message))
+            self._commands.append(CoreAbort(key, FinishReason.ABORT))
+            self._fail(*self._open[key], result.of_request(key))
         else:
-            self._commands += self._pending_images.release(key, result)
+            self._commands.append(CoreImages(key, result))
+
+    def forget_tenants(self, tenant_ids: list[str]) -> None:
+        """Drop the cached images of these tenants, and delete their data in the core."""
+        if self.images is not None:
+            self.images.forget_tenants(tenant_ids)
+        self._commands.append(CoreForget(tenant_ids))
+
+    def with_image_figures(self, load: CoreLoad) -> CoreLoad:
+        """Return the core's figures with those of decoding images."""
+        return load if self.images is None else msgspec.structs.replace(load, **self.images.figures())
 
     def _refuse(self, session: GatewaySession, submit: Submit) -> tuple[FailureCode, str] | None:
         if self.limits is None:
@@ -156,6 +171,8 @@ class RequestManager:
             refusal = Refusal(
                 FailureCode.ADAPTER_MISSING, "the engine does not have this adapter; send the adapter again"
             )
+        if refusal is None and self.images is not None and self.images.lacks_images(submit):
+            refusal = Refusal(FailureCode.IMAGES_MISSING, "the engine does not have these images; send the files again")
         return None if refusal is None else (refusal.code, refusal.message)
 
     def extend(self, session: GatewaySession, extend: Extend) -> None:
@@ -163,8 +180,7 @@ class RequestManager:
         if key is not None:
             request, _ = self._open[key]
             request.credit_tokens = max(request.credit_tokens, extend.credit_tokens)
-            if not self._pending_images.extend(key, extend.credit_tokens, last=extend.last):
-                self._commands.append(CoreExtend(key, extend.credit_tokens, extend.last))
+            self._commands.append(CoreExtend(key, extend.credit_tokens, extend.last))
 
     def abort(self, session: GatewaySession, abort: Abort) -> None:
         """Abort a request. A request that has already ended is ignored: the two messages have crossed."""
@@ -187,13 +203,9 @@ class RequestManager:
             self._abort(key, DRAINED)
 
     def _abort(self, key: int, detail: str) -> None:
-        request, session = self._open[key]
+        request, _ = self._open[key]
         if request.stopped_by is None:  # otherwise the core is already ending it
             request.abort_detail = request.abort_detail or detail
-            if self._pending_images.leave(key):  # the core does not know it
-                counts = 0, request.num_output, 0, 0, self._clock_ns(), request.submit.service.name
-                self._finish(request, session, CoreFinish(FinishReason.ABORT, "", *counts, [], 0))
-                return
             self._commands.append(CoreAbort(key, FinishReason.ABORT))
 
     # ── from the core ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -240,7 +252,6 @@ class RequestManager:
 
         `first_step_keys` are the requests whose first token the core was computing when it died; None if unknown.
         """
-        self._pending_images.clear()
         for request, session in list(self._open.values()):
             in_first_step = None if first_step_keys is None else request.key in first_step_keys
             self._fail(request, session, CoreFailure(request.key, code, message, in_first_step=in_first_step))

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 import structlog
 
 from moiety_engine.config import GrammarLimits
+from moiety_engine.limited_processes.errors import WorkerFailed
 from moiety_engine.messages import CoreFailure, CoreSubmit
-from moiety_engine.structured_outputs.errors import GrammarRefused, GrammarWorkerFailed
+from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.service import GrammarService
 from moiety_engine.structured_outputs.stepping import (
     NOT_COMPILED,
@@ -97,7 +98,7 @@ class GrammarCompileQueue:
             "grammar_worker_restarts_total": self._service.restarts_total,
         }
 
-    def enter(self, submit: CoreSubmit) -> None:
+    def add_request(self, submit: CoreSubmit) -> None:
         """Add a request that waits until its grammar is compiled or refused."""
         spec = submit.grammar
         assert spec is not None, "only requests with a grammar wait for its compilation"
@@ -110,7 +111,7 @@ class GrammarCompileQueue:
         else:
             self._wait(submit, spec)
 
-    def leave(self, key: int) -> CoreSubmit | None:
+    def remove_request(self, key: int) -> CoreSubmit | None:
         """Remove a waiting request and return it; None if there is no such request."""
         for one in self._ready:
             if one[0].key == key:
@@ -193,7 +194,7 @@ class GrammarCompileQueue:
             grammar, worker = compilation.result.result()
         except GrammarRefused as exc:
             message = REFUSED.format(reason=exc)
-        except GrammarWorkerFailed as exc:
+        except WorkerFailed as exc:
             code, message = FailureCode.ENGINE_FAILED, NOT_RUNNING.format(reason=exc)
         except Exception:  # top of a compiler's task: an error fails its requests, not the engine
             log.exception("grammar_failed")

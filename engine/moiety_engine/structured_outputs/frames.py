@@ -1,23 +1,10 @@
-"""Messages between the core and its grammar processes, as msgpack frames over Unix sockets.
-
-The core requests a fork from the template process by an empty frame with two file descriptors: the child's socket, and
-a socket on which the template reports the child's end. The first frame on the child's socket contains the child's role.
-"""
+"""Messages between the core and its grammar processes. The first frame on a child's socket contains its role."""
 
 from __future__ import annotations
-
-import socket
-from typing import TypeVar
 
 import msgspec
 
 from moiety_wire.grammars import GrammarSpec
-
-EXIT_CRASHED = 70  # of a child, after an unexpected exception
-EXIT_OUT_OF_MEMORY = 71  # Python could not allocate; native code aborts
-MAX_FDS = 4
-_HEADER_BYTES = 4
-_Message = TypeVar("_Message")
 
 
 class TemplateReady(msgspec.Struct, frozen=True, array_like=True):
@@ -25,13 +12,6 @@ class TemplateReady(msgspec.Struct, frozen=True, array_like=True):
 
     num_words: int
     problem: str
-
-
-class ChildExit(msgspec.Struct, frozen=True, array_like=True):
-    """Exit of a child: its wait status, and the processor time that it used, in seconds."""
-
-    status: int
-    cpu_s: float
 
 
 class TrialOrder(msgspec.Struct, frozen=True, tag="trial"):
@@ -99,39 +79,3 @@ class StepReport(msgspec.Struct, frozen=True, array_like=True):
     """Result of a step. `problems`: index of a row, and why its request cannot continue."""
 
     problems: list[tuple[int, str]]
-
-
-def send_frame(link: socket.socket, message: object, fds: tuple[int, ...] = ()) -> None:
-    """Send one frame, with file descriptors on its first byte. Raises OSError."""
-    payload = msgspec.msgpack.encode(message)
-    frame = len(payload).to_bytes(_HEADER_BYTES, "little") + payload
-    sent = socket.send_fds(link, [frame], fds) if fds else link.send(frame)
-    if sent < len(frame):
-        link.sendall(frame[sent:])
-
-
-def receive_frame(link: socket.socket, kind: type[_Message]) -> _Message:
-    """Receive one frame. Raises EOFError where the peer is gone, OSError (including TimeoutError)."""
-    return _receive_rest(link, b"", kind)
-
-
-def receive_frame_with_fds(link: socket.socket, kind: type[_Message]) -> tuple[_Message, list[int]]:
-    """Receive one frame and the descriptors that came with it, which the caller closes."""
-    begun, fds, _, _ = socket.recv_fds(link, _HEADER_BYTES, MAX_FDS)
-    return _receive_rest(link, begun, kind), fds
-
-
-def _receive_rest(link: socket.socket, begun: bytes, kind: type[_Message]) -> _Message:
-    header = _receive_exactly(link, _HEADER_BYTES, begun)
-    payload = _receive_exactly(link, int.from_bytes(header, "little"), b"")
-    return msgspec.msgpack.decode(payload, type=kind)
-
-
-def _receive_exactly(link: socket.socket, num_bytes: int, begun: bytes) -> bytes:
-    parts = begun
-    while len(parts) < num_bytes:
-        part = link.recv(num_bytes - len(parts))
-        if not part:
-            raise EOFError("the other process has ended")
-        parts += part
-    return parts

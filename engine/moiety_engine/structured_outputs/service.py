@@ -18,15 +18,12 @@ from pathlib import Path
 import structlog
 
 from moiety_engine.config import GrammarLimits
-from moiety_engine.structured_outputs.errors import GrammarRefused, GrammarWorkerFailed
-from moiety_engine.structured_outputs.frames import (
-    EXIT_OUT_OF_MEMORY,
-    ChildExit,
-    TrialOrder,
-    TrialReport,
-    receive_frame,
-)
-from moiety_engine.structured_outputs.processes import WorkerTemplate, name_of
+from moiety_engine.limited_processes.errors import WorkerFailed
+from moiety_engine.limited_processes.frames import EXIT_OUT_OF_MEMORY, ChildExit, receive_frame
+from moiety_engine.limited_processes.processes import name_of
+from moiety_engine.structured_outputs.errors import GrammarRefused
+from moiety_engine.structured_outputs.frames import TrialOrder, TrialReport
+from moiety_engine.structured_outputs.grammar_template import GrammarTemplate, send_role
 from moiety_engine.structured_outputs.stepping import (
     MAX_KEPT,
     MAX_KEPT_BYTES,
@@ -53,11 +50,11 @@ class GrammarService:
 
         `folder`: the checkpoint, for its tokenizer.
 
-        Raises ValueError where the tokenizer does not support grammars, and GrammarWorkerFailed where no process
+        Raises ValueError where the tokenizer does not support grammars, and WorkerFailed where no process
         starts.
         """
         self._limits = limits
-        self._template = WorkerTemplate(folder)
+        self._template = GrammarTemplate(folder)
         self._lock = threading.Lock()
         self._refusals: OrderedDict[bytes, str] = OrderedDict()  # by the grammar's hash
         self._accepted: OrderedDict[GrammarSpec, CheckedGrammar] = OrderedDict()
@@ -95,7 +92,7 @@ class GrammarService:
     def compile(self, spec: GrammarSpec) -> tuple[CheckedGrammar, SteppingWorker]:
         """Compile a grammar in a worker that can step it for later requests, and wait for it.
 
-        Raises GrammarRefused, GrammarWorkerFailed.
+        Raises GrammarRefused, WorkerFailed.
         """
         if refusal := self.refusal_of(spec):
             raise GrammarRefused(refusal)
@@ -132,7 +129,7 @@ class GrammarService:
             self.remember_refusal(spec, problem)
 
     def close(self) -> None:
-        """End all processes. Calls in progress raise GrammarWorkerFailed."""
+        """End all processes. Calls in progress raise WorkerFailed."""
         self._close()
 
     def _choose(self) -> SteppingWorker:
@@ -148,7 +145,7 @@ class GrammarService:
     def _try(self, spec: GrammarSpec) -> int:
         """Compile in a trial process; return the bytes of memory that the grammar takes.
 
-        Raises GrammarRefused, GrammarWorkerFailed.
+        Raises GrammarRefused, WorkerFailed.
         """
         limits = self._limits
         order = TrialOrder(spec, limits.compile_cpu_s, limits.compile_wall_s, limits.compile_memory_bytes)
@@ -157,7 +154,7 @@ class GrammarService:
             with self._template.fork() as child:
                 child.link.settimeout(limits.compile_wall_s + 2)
                 try:
-                    child.send(order)
+                    send_role(child, order)
                     report = receive_frame(child.link, TrialReport)
                 except (EOFError, OSError):
                     end = child.kill()
@@ -219,7 +216,7 @@ class GrammarServiceStart:
     def _start(self, folder: Path, limits: GrammarLimits) -> None:
         try:
             self._found = GrammarService(folder, limits)
-        except (ValueError, GrammarWorkerFailed) as exc:
+        except (ValueError, WorkerFailed) as exc:
             self._found = str(exc)
 
 
@@ -232,7 +229,7 @@ def _digest(spec: GrammarSpec) -> bytes:
     return blake2b(f"{spec.kind}\0{spec.text}".encode(errors="surrogatepass"), digest_size=16).digest()
 
 
-def _close_all(workers: Sequence[SteppingWorker], template: WorkerTemplate) -> None:
+def _close_all(workers: Sequence[SteppingWorker], template: GrammarTemplate) -> None:
     for worker in workers:
         worker.close()
     template.close()

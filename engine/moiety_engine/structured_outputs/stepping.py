@@ -18,20 +18,20 @@ from typing import NamedTuple
 import structlog
 
 from moiety_engine.config import GrammarLimits
-from moiety_engine.structured_outputs.errors import GrammarRefused, GrammarWorkerFailed
+from moiety_engine.limited_processes.errors import WorkerFailed
+from moiety_engine.limited_processes.frames import ChildExit, receive_frame, send_frame
+from moiety_engine.limited_processes.processes import WorkerChild, is_own_fault, name_of
+from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.frames import (
-    ChildExit,
     PrepareOrder,
     PrepareReport,
     StepOrder,
     StepperOrder,
     StepReport,
     StepRow,
-    receive_frame,
-    send_frame,
 )
+from moiety_engine.structured_outputs.grammar_template import GrammarTemplate, send_role
 from moiety_engine.structured_outputs.mask_buffer import MaskBuffer
-from moiety_engine.structured_outputs.processes import WorkerChild, WorkerTemplate, is_own_fault, name_of
 from moiety_wire.grammars import GrammarSpec
 from moiety_wire.messages import FailureCode
 
@@ -96,7 +96,7 @@ class _Kept(NamedTuple):
 class _Process:
     """One process, from its start to its death. `has` is guarded by the worker's lock."""
 
-    def __init__(self, template: WorkerTemplate, limits: GrammarLimits) -> None:
+    def __init__(self, template: GrammarTemplate, limits: GrammarLimits) -> None:
         self.child: WorkerChild = template.fork()
         self.masks = MaskBuffer(template.num_words)
         self.compile_link, its_compile_link = socket.socketpair()
@@ -110,7 +110,7 @@ class _Process:
         self.compile_link.settimeout(4 * limits.compile_wall_s + STALL_S)
         with its_compile_link:
             try:
-                self.child.send(order, (self.masks.fd, its_compile_link.fileno()))
+                send_role(self.child, order, (self.masks.fd, its_compile_link.fileno()))
             except OSError:
                 self.close()
                 raise
@@ -129,7 +129,7 @@ class SteppingWorker:
     """
 
     def __init__(
-        self, template: WorkerTemplate, limits: GrammarLimits, note_crash: Callable[[GrammarSpec, str], None]
+        self, template: GrammarTemplate, limits: GrammarLimits, note_crash: Callable[[GrammarSpec, str], None]
     ) -> None:
         """Create the worker. `note_crash` is called with a grammar that crashed the process."""
         self._template, self._limits, self._note_crash = template, limits, note_crash
@@ -157,7 +157,7 @@ class SteppingWorker:
     def prepare(self, grammar: CheckedGrammar) -> float:
         """Compile the grammar beside the steps; return the processor time in seconds.
 
-        Raises GrammarRefused, GrammarWorkerFailed.
+        Raises GrammarRefused, WorkerFailed.
         """
         for _ in range(MAX_UNEXPLAINED):
             process = self._running()
@@ -178,7 +178,7 @@ class SteppingWorker:
                 with self._lock:
                     self._keep(process, grammar, order.grammar_id)
                 return report.cpu_s
-        raise GrammarWorkerFailed("grammar processes end as soon as they start")
+        raise WorkerFailed("grammar processes end as soon as they start")
 
     def step(self, handles: Sequence[GrammarHandle]) -> tuple[memoryview, Sequence[int]]:
         """Accept each handle's new tokens and write its mask.
@@ -190,7 +190,7 @@ class SteppingWorker:
         while live := [handle for handle in handles if not handle.problem]:
             try:
                 process = self._running()
-            except GrammarWorkerFailed as exc:
+            except WorkerFailed as exc:
                 self._give_up(live, str(exc))
                 break
             try:
@@ -222,7 +222,7 @@ class SteppingWorker:
     def _running(self) -> _Process:
         with self._lock:
             if self._is_closed:
-                raise GrammarWorkerFailed("the engine is shutting down")
+                raise WorkerFailed("the engine is shutting down")
             for _ in range(MAX_UNEXPLAINED):
                 if self._process is not None:
                     return self._process
@@ -230,7 +230,7 @@ class SteppingWorker:
                     self._process = _Process(self._template, self._limits)
                 except OSError:
                     self._template.restart(self._template.pid)
-            raise GrammarWorkerFailed("grammar processes do not start")
+            raise WorkerFailed("grammar processes do not start")
 
     def _ask(self, process: _Process, live: Sequence[GrammarHandle]) -> StepReport:
         order = self._order(process, live)

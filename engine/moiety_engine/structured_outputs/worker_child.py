@@ -15,12 +15,17 @@ from typing import NoReturn
 
 from llguidance import LLMatcher
 
-from moiety_engine.structured_outputs.child_limits import end_with_parent, limit_memory, limit_time, resident_bytes
+from moiety_engine.limited_processes.child_limits import end_with_parent, limit_memory, limit_time, resident_bytes
+from moiety_engine.limited_processes.frames import (
+    EXIT_CRASHED,
+    EXIT_OUT_OF_MEMORY,
+    receive_frame,
+    receive_frame_with_fds,
+    send_frame,
+)
 from moiety_engine.structured_outputs.compiler import GrammarCompiler
 from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.frames import (
-    EXIT_CRASHED,
-    EXIT_OUT_OF_MEMORY,
     ChildOrder,
     PrepareOrder,
     PrepareReport,
@@ -30,9 +35,6 @@ from moiety_engine.structured_outputs.frames import (
     StepRow,
     TrialOrder,
     TrialReport,
-    receive_frame,
-    receive_frame_with_fds,
-    send_frame,
 )
 from moiety_engine.structured_outputs.mask_buffer import MaskBuffer
 from moiety_engine.structured_outputs.state import TOO_COSTLY, GrammarState

@@ -20,6 +20,7 @@ from moiety_platform.clock import Clock
 from moiety_platform.engine_client.adapter_sync import AdapterSync
 from moiety_platform.engine_client.curve import CurveKeys
 from moiety_platform.engine_client.engine_queries import EngineQueries
+from moiety_platform.engine_client.image_sync import ImageSync
 from moiety_platform.engine_client.stream import EngineStream
 from moiety_platform.errors import EngineFailed, Unavailable
 from moiety_wire.codec import decode_to_gateway, encode, encode_in_frames
@@ -33,6 +34,7 @@ from moiety_wire.messages import (
     Accepted,
     Failed,
     Finished,
+    Forget,
     Heartbeat,
     Hello,
     ModelCard,
@@ -76,6 +78,7 @@ class Session:
         self.load: Load | None = None
         self.balance: ExpertBalance | None = None
         self.questions = EngineQueries(self.send)
+        self.image_sync = ImageSync(self.send)
         self.adapter_sync = AdapterSync(self.send, lambda name: self.card is not None and name in self.card.adapters)
         self.load_at_s = clock.monotonic()
         self.since_s = clock.monotonic()  # when the model card arrived
@@ -126,6 +129,10 @@ class Session:
 
     def send(self, message: ToEngine) -> None:
         """Queue a message. All messages of one turn of the event loop are sent together."""
+        if isinstance(message, Submit) and message.images:
+            message = self.image_sync.with_references(message)
+        elif isinstance(message, Forget):
+            self.image_sync.forget_tenants(message.tenant_ids)
         self._unsent.append(message)
         if len(self._unsent) == 1:
             self._loop.call_soon(self._flush)
@@ -198,6 +205,8 @@ class Session:
                 messages = []
             for message in messages:
                 if isinstance(message, _OfRequest):  # the common case
+                    if self.image_sync.submits and self.image_sync.takes(message, self.streams):
+                        continue
                     stream = self.streams.get(message.request_id)
                     if stream is not None and not (self.adapter_sync.submits and self.adapter_sync.takes(message)):
                         stream.deliver(message)

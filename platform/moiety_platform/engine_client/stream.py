@@ -38,7 +38,11 @@ from moiety_wire.messages import (
 Sender = TypeVar("Sender")
 Delivery = Accepted | Tokens | Finished
 
-_REFUSALS = {FailureCode.GRAMMAR_REFUSED: UNSUPPORTED_RESPONSE_FORMAT, FailureCode.ADAPTER_REFUSED: "adapter_refused"}
+_REFUSALS = {
+    FailureCode.GRAMMAR_REFUSED: UNSUPPORTED_RESPONSE_FORMAT,
+    FailureCode.ADAPTER_REFUSED: "adapter_refused",
+    FailureCode.IMAGE_REFUSED: "invalid_image",
+}
 ABORT_WAIT_S = 6.0  # longer than an engine step and than the silence limit of the connection
 
 
@@ -250,11 +254,16 @@ def error_of(failed: Failed) -> PlatformError:
             return NotFound(failed.message, code="model_not_found", param="model")
         case FailureCode.CONTEXT_LENGTH_EXCEEDED:
             return ContextTooLong(failed.message)
-        case FailureCode.INVALID_REQUEST | FailureCode.GRAMMAR_REFUSED | FailureCode.ADAPTER_REFUSED:
+        case (
+            FailureCode.INVALID_REQUEST
+            | FailureCode.GRAMMAR_REFUSED
+            | FailureCode.ADAPTER_REFUSED
+            | FailureCode.IMAGE_REFUSED
+        ):
             return BadRequest(failed.message, code=_REFUSALS.get(failed.code))
         case FailureCode.OVERLOADED:
             return _overload_of(failed)
-        case FailureCode.DRAINING | FailureCode.ADAPTER_MISSING:
+        case FailureCode.DRAINING | FailureCode.ADAPTER_MISSING | FailureCode.IMAGES_MISSING:
             code = "engine_draining" if failed.code is FailureCode.DRAINING else failed.code.value
             return Unavailable(failed.message, code=code, retry_after_s=1)
         case FailureCode.NON_FINITE | FailureCode.ENGINE_FAILED:

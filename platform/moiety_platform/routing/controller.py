@@ -124,6 +124,24 @@ class LoadView(msgspec.Struct, frozen=True):
     grammars_waiting: int
     grammar_compile_seconds_total: float
     grammar_worker_restarts_total: int
+    images_waiting: int
+    images_waiting_bytes: int
+    decoded_image_bytes: int
+    decoded_image_hits_total: int
+    decoded_image_misses_total: int
+    decoded_image_evictions_total: int
+    decoded_images_total: int
+    refused_images_total: int
+    failed_image_decodes_total: int
+    expired_image_waits_total: int
+    image_decode_seconds_total: float
+    image_cache_bytes_total: int
+    image_cache_bytes_used: int
+    image_cache_hits_total: int
+    image_cache_misses_total: int
+    image_cache_evictions_total: int
+    encoded_image_tokens_total: int
+    image_encode_seconds_total: float
     tenant_kv_blocks: dict[str, int]
     classes: list[ClassLoadView]
 

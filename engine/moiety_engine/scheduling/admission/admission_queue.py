@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from moiety_engine.images.encoder_cost import NO_ENCODER, EncoderCost
+from moiety_engine.images.encoder_cost import EncoderWork
 from moiety_engine.messages import CoreAdmission, CoreFailure, CoreSubmit
 from moiety_engine.scheduling.kv.kv_groups import KvGroups
 from moiety_engine.scheduling.policies.policy import AdmissionDecision, Policy
@@ -28,9 +28,9 @@ class AdmissionQueue:
         tally: ClassCounters,
         max_waiting: int,
         drop: Callable[[Sequence], None],
-        encoder_cost: EncoderCost = NO_ENCODER,
+        encoder_work: EncoderWork,
     ) -> None:
-        self._encoder_cost = encoder_cost
+        self._encoder_work = encoder_work
         self._kv = kv
         self._queues = queues
         self._policy = policy
@@ -47,6 +47,7 @@ class AdmissionQueue:
         *,
         seed: int,
         now_ns: int,
+        received_ns: int,
         grammar: GrammarHandle | None = None,
         num_transferred_tokens: int = 0,
     ) -> None:
@@ -56,12 +57,13 @@ class AdmissionQueue:
             order=self._num_seen,
             seed=seed,
             queued_unix_ns=now_ns,
+            received_unix_ns=received_ns,
             answer_apart=self._kv.first.answers_apart,
             grammar=grammar,
         )
         self._num_seen += 1
         num_cached = self._kv.num_cached(sequence)
-        encoding = self._encoder_cost.tokens_from(sequence.request.images, num_cached)
+        encoding = self._encoder_work.cost_from(sequence.request.images, num_cached)
         sequence.kv.num_uncached = len(sequence.tokens) - num_cached + encoding
         sequence.define_deadlines()
         verdict = self._judge(sequence, now_ns / 1e9)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from moiety_engine.images.encoder_cost import NO_ENCODER, EncoderCost
+from moiety_engine.images.encoder_cost import EncoderWork
 from moiety_engine.scheduling.kv.kv_groups import KvGroups
 from moiety_engine.scheduling.kv.kv_ledger import Hit
 from moiety_engine.scheduling.policies.policy import BatchView, Policy
@@ -42,9 +42,9 @@ class PrefillPlanner:
         preemptor: Preemptor,
         tally: ClassCounters,
         speculative_prefill: SpeculativePrefill,
-        encoder_cost: EncoderCost = NO_ENCODER,
+        encoder_work: EncoderWork,
     ) -> None:
-        self._encoder_cost = encoder_cost
+        self._encoder_work = encoder_work
         self._kv = kv
         self._queues = queues
         self._policy = policy
@@ -159,7 +159,7 @@ class PrefillPlanner:
             )
             if sequence.timeline.delay is not None:
                 sequence.timeline.note(now_ns, EventKind.DELAYED, sequence.timeline.delay)
-            encoding = self._encoder_cost.tokens_from(sequence.request.images, sequence.kv.num_computed)
+            encoding = self._encoder_work.cost_from(sequence.request.images, sequence.kv.num_computed)
             self._policy.started(sequence, sequence.num_uncomputed + encoding, now_ns / 1e9)
         elif sequence.timeline.num_preemptions or sequence.timeline.num_pauses:
             again = Reason.RECOMPUTE if sequence.kv.num_computed < sequence.kv.peak_computed else Reason.SWAP

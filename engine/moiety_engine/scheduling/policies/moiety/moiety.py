@@ -176,7 +176,8 @@ class Moiety(Policy):
         weight = max(1e-6, sequence.request.submit.tenant_weight * service.weight)
         ahead = 0.0 if accounts is None else accounts.ahead_of(account, weight)
         wait_s = self._flow.wait_s(service.rank, ahead)
-        predicted_s = wait_s + sequence.kv.num_uncached * self._pace.token_s + self._pace.step_s
+        waited_s = sequence.request.waited_s
+        predicted_s = waited_s + wait_s + sequence.kv.num_uncached * self._pace.token_s + self._pace.step_s
         if service.ttft_s is None or not self.tuning.admission:
             return AdmissionDecision(service, Reason.IN_TIME, predicted_s)
         num_allowed = sequence.kv.num_uncached + sequence.request.submit.sibling_tokens

@@ -1,4 +1,4 @@
-"""The core's side of grammar processes: start the template, fork children, and read how they ended."""
+"""The owner's side of processes with limits: start the template, fork children, and read how they ended."""
 
 from __future__ import annotations
 
@@ -10,22 +10,13 @@ import socket
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import structlog
 
-from moiety_engine.structured_outputs.errors import GrammarWorkerFailed
-from moiety_engine.structured_outputs.frames import (
-    ChildExit,
-    ChildOrder,
-    StepperOrder,
-    TemplateReady,
-    TrialOrder,
-    receive_frame,
-    send_frame,
-)
+from moiety_engine.limited_processes.errors import WorkerFailed
+from moiety_engine.limited_processes.frames import ChildExit, receive_frame, send_frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,10 +55,6 @@ class WorkerChild:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
         self.close()
-
-    def send(self, role: TrialOrder | StepperOrder, fds: tuple[int, ...] = ()) -> None:
-        """Send the child its role. Raises OSError."""
-        send_frame(self.link, ChildOrder(role), fds)
 
     def wait_readable(self, timeout_s: float) -> bool:
         """Return whether the child answers or ends within the timeout.
@@ -109,7 +96,7 @@ class ForkTemplate(Generic[_Ready]):
         `command`: arguments of Python; the descriptor of the process's socket is added. `check` is called with the
         first frame, of `ready_kind`, and may raise ValueError.
 
-        Raises that ValueError, and GrammarWorkerFailed where the process does not start.
+        Raises that ValueError, and WorkerFailed where the process does not start.
         """
         self._command, self._ready_kind, self._check = command, ready_kind, check
         self._lock = threading.Lock()
@@ -122,16 +109,16 @@ class ForkTemplate(Generic[_Ready]):
         return self._process.pid
 
     def fork(self) -> WorkerChild:
-        """Return a new process, which waits for its role. Raises GrammarWorkerFailed."""
+        """Return a new process, which waits for its role. Raises WorkerFailed."""
         with self._lock:
             for is_last in (False, True):
                 if self._is_closed:
-                    raise GrammarWorkerFailed("the engine is shutting down")
+                    raise WorkerFailed("the engine is shutting down")
                 try:
                     return self._fork()
                 except OSError:
                     if is_last:
-                        raise GrammarWorkerFailed("the template of worker processes does not answer") from None
+                        raise WorkerFailed("the template of worker processes does not answer") from None
                     self._restart()
         raise AssertionError("one of the loop's branches returns or raises")
 
@@ -162,7 +149,7 @@ class ForkTemplate(Generic[_Ready]):
             ready = receive_frame(own, self._ready_kind)
         except (EOFError, OSError) as exc:
             self._end()
-            raise GrammarWorkerFailed(f"the template of worker processes does not start: {exc}") from exc
+            raise WorkerFailed(f"the template of worker processes does not start: {exc}") from exc
         try:
             self._check(ready)
         except ValueError:
@@ -195,24 +182,6 @@ class ForkTemplate(Generic[_Ready]):
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-
-
-class WorkerTemplate(ForkTemplate[TemplateReady]):
-    """Process from which all grammar processes are forked."""
-
-    def __init__(self, folder: Path) -> None:
-        """Start the process and wait until it can fork. `folder`: the checkpoint, for its tokenizer.
-
-        Raises ValueError where the tokenizer does not support grammars, GrammarWorkerFailed where the process does not
-        start.
-        """
-        self.num_words = 0
-        super().__init__(["-m", "moiety_engine.structured_outputs.worker", str(folder)], TemplateReady, self._take_size)
-
-    def _take_size(self, ready: TemplateReady) -> None:
-        if ready.problem:
-            raise ValueError(ready.problem)
-        self.num_words = ready.num_words
 
 
 def name_of(end: ChildExit) -> str:

@@ -9,13 +9,13 @@ import resource
 import signal
 from pathlib import Path
 
-from moiety_engine.structured_outputs.frames import EXIT_CRASHED
+from moiety_engine.limited_processes.frames import EXIT_CRASHED
 
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 def end_with_parent() -> None:
-    """Die with the template, which alone can report to the core how a child ended."""
+    """Die with the template, which alone can report to the owner how a child ended."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

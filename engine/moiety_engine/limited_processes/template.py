@@ -9,16 +9,16 @@ import signal
 import socket
 from typing import TYPE_CHECKING, NoReturn
 
-from moiety_engine.structured_outputs.frames import ChildExit, receive_frame_with_fds, send_frame
+from moiety_engine.limited_processes.frames import ChildExit, receive_frame_with_fds, send_frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
 class Template:
-    """State of the template: its link to the core, and the links on which it reports the ends of its children.
+    """State of the template: its link to its owner, and the links on which it reports the ends of its children.
 
-    "Core" is here the process that started the template.
+    The owner is the process that started the template: a core or an engine server.
     """
 
     def __init__(self, control: socket.socket, run_child: Callable[[socket.socket], NoReturn]) -> None:
@@ -31,7 +31,7 @@ class Template:
         self._wake_out.setblocking(False)
 
     def serve(self) -> None:
-        """Fork and report until the core closes the link."""
+        """Fork and report until the owner closes the link."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake_in.fileno(), warn_on_full_buffer=False)
         self._selector.register(self._control, selectors.EVENT_READ)
@@ -50,7 +50,7 @@ class Template:
             self._report_ends()
 
     def _fork(self) -> bool:
-        """Handle one fork request. Returns False where the core is gone."""
+        """Handle one fork request. Returns False where the owner is gone."""
         try:
             _, fds = receive_frame_with_fds(self._control, type(None))
         except (EOFError, OSError):
@@ -75,7 +75,7 @@ class Template:
             one.close()
 
     def _end_child(self, pid: int) -> None:
-        """Kill a child at the core's request, or when the core no longer waits for it.
+        """Kill a child at the owner's request, or when the owner no longer waits for it.
 
         The child is not reaped yet, so the process id is still its own.
         """
@@ -95,6 +95,6 @@ class Template:
             link = self._status_links.pop(pid)
             with contextlib.suppress(KeyError):
                 self._selector.unregister(link)
-            with contextlib.suppress(OSError):  # the core no longer waits for it
+            with contextlib.suppress(OSError):  # the owner no longer waits for it
                 send_frame(link, ChildExit(status, usage.ru_utime + usage.ru_stime))
             link.close()

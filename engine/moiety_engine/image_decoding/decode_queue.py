@@ -1,0 +1,270 @@
+"""Queue of the images that wait to be decoded, and the memory that the images of open requests take.
+
+Used by the engine server's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+import structlog
+
+from moiety_engine.image_decoding.decoded_images import DecodedImageCache, ImageKey
+from moiety_engine.image_decoding.decoder import ImageDecoder, ImageFailure
+from moiety_wire.classes import OverloadAction
+from moiety_wire.images import image_digest
+from moiety_wire.messages import FailureCode
+from moiety_wire.notes import Reason
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from moiety_engine.config import ImageOptions
+    from moiety_engine.images.prompt_images import PromptImage
+    from moiety_wire.images import ImageInput, ImageRules
+    from moiety_wire.messages import Submit
+
+log = structlog.get_logger()
+
+MAX_WAIT_S = 600.0  # longest wait of a request for its images, whatever its class
+RETRY_AFTER_S = 5.0
+TENANTS_IN_QUEUE = 32  # the queue has room for the images of as many tenants, each with its limit
+
+_Lane = tuple[int, str]  # rank of the class and tenant
+
+
+@dataclass(slots=True)
+class _Job:
+    """A request's images that wait, with those that are decoded."""
+
+    key: int
+    lane: _Lane
+    keys: list[ImageKey]  # of each image, in the cache
+    boost_at_s: float  # from then on it comes before all ranks
+    images: list[ImageInput]
+    found: list[PromptImage | None]
+
+
+class ImageDecodeQueue:
+    """Requests whose images are being decoded, by class rank; tenants of a rank take turns image by image.
+
+    A tenant may have the memory divided by the number of tenants that have images, and one more, so that there is
+    always room for another tenant's. `on_done` is called with each waiting request's key and its images, or the
+    failure; not for a request that was forgotten. Decoded images are cached for the tenant's later requests.
+    """
+
+    def __init__(
+        self,
+        decoder: ImageDecoder,
+        options: ImageOptions,
+        on_done: Callable[[int, list[PromptImage] | ImageFailure], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._decoder, self._on_done, self._clock = decoder, on_done, clock
+        self._max_waiting, self._max_pixel_bytes = options.max_decoding, options.pixel_memory_bytes
+        self._cache = DecodedImageCache(options.decoded_cache_bytes)
+        self._held: dict[int, tuple[str, int]] = {}  # by request, until it ends: its tenant, and bytes
+        self._slots = options.decode_processes
+        self._threads = ThreadPoolExecutor(self._slots, thread_name_prefix="image-decoding")
+        self._lanes: dict[_Lane, deque[_Job]] = {}  # the lane whose turn it is comes first within its rank
+        self._wanted: dict[int, asyncio.TimerHandle] = {}  # by waiting request: the end of its wait
+        self._running: set[asyncio.Task[None]] = set()
+        self.expired_total = 0
+
+    @classmethod
+    def of(
+        cls,
+        rules: ImageRules,
+        options: ImageOptions,
+        on_done: Callable[[int, list[PromptImage] | ImageFailure], None],
+    ) -> ImageDecodeQueue:
+        """Return a queue with a decoder of its own."""
+        return cls(ImageDecoder(rules, options), options, on_done)
+
+    def figures(self) -> dict[str, float]:
+        """Return fields of `Figures`. Callable from any thread."""
+        return {
+            "images_waiting_bytes": sum(self._held.get(key, ("", 0))[1] for key in list(self._wanted)),
+            "decoded_image_bytes": self._cache.num_bytes,
+            "decoded_image_hits_total": self._cache.hits_total,
+            "decoded_image_misses_total": self._cache.misses_total,
+            "decoded_image_evictions_total": self._cache.evictions_total,
+            "decoded_images_total": self._decoder.decoded_total,
+            "refused_images_total": self._decoder.refused_total,
+            "failed_image_decodes_total": self._decoder.failed_total,
+            "expired_image_waits_total": self.expired_total,
+            "image_decode_seconds_total": self._decoder.seconds_total,
+        }
+
+    def lacks_images(self, submit: Submit) -> bool:
+        """Return whether a request refers to an image that is not in the cache."""
+        return any(not image.data and _key_of(submit, image) not in self._cache for image in submit.images)
+
+    def queue_images(self, key: int, submit: Submit) -> list[PromptImage] | ImageFailure | None:
+        """Queue a request's images; None if it has to wait for them.
+
+        Return the images if all are cached, or why they cannot be queued now. Their heads must have been checked, and
+        its references must be in the cache. Call `forget_request` at the end of the request, unless it failed here.
+        """
+        num_bytes = sum(len(image.data) + self._decoder.pixel_bytes(image) for image in submit.images)
+        problem = self._why_no_memory(submit.tenant_id, num_bytes)
+        if problem:
+            return _overloaded(problem)
+        keys = [_key_of(submit, image) for image in submit.images]
+        job = _Job(
+            key,
+            (submit.service.rank, submit.tenant_id),
+            keys,
+            self._clock() + submit.service.max_queue_s,
+            list(submit.images),
+            [self._find_cached(one, image) for one, image in zip(keys, submit.images, strict=True)],
+        )
+        if None in job.found and (problem := self._why_no_room(submit.tenant_id, job.found.count(None))):
+            return _overloaded(problem)
+        if any(one is None and not image.data for one, image in zip(job.found, job.images, strict=True)):
+            message = "the size of a referenced image differs from its file; send the file"
+            return ImageFailure(FailureCode.IMAGES_MISSING, message)
+        self._held[key] = submit.tenant_id, num_bytes
+        if None not in job.found:
+            return [one for one in job.found if one is not None]
+        self._wanted[key] = asyncio.get_running_loop().call_later(_patience_s(submit), self._expire, key)
+        self._lanes.setdefault(job.lane, deque()).append(job)
+        self._start_next()
+        return None
+
+    def forget_request(self, key: int) -> None:
+        """Forget a request that has ended, and its images that wait; what is being decoded for it is only cached."""
+        timer = self._wanted.pop(key, None)
+        if timer is not None:
+            timer.cancel()
+        self._held.pop(key, None)
+        for lane, jobs in list(self._lanes.items()):
+            left = deque(job for job in jobs if job.key != key)
+            if left:
+                self._lanes[lane] = left
+            else:
+                del self._lanes[lane]
+
+    def forget_tenants(self, tenant_ids: Iterable[str]) -> None:
+        """Drop the cached images of these tenants, and cache none of them from now on."""
+        self._cache.forget_tenants(tenant_ids)
+
+    async def close(self) -> None:
+        """End the processes, and wait for the threads."""
+        for timer in self._wanted.values():
+            timer.cancel()
+        self._wanted.clear()
+        self._lanes.clear()
+        await asyncio.get_running_loop().run_in_executor(None, self._decoder.close)
+        await asyncio.gather(*self._running, return_exceptions=True)
+        self._threads.shutdown(wait=True)
+
+    def _find_cached(self, key: ImageKey, image: ImageInput) -> PromptImage | None:
+        """Return the cached image, at its place in the prompt, if it has as many tokens as the request says."""
+        found = self._cache.find_image(key)
+        if found is None or found.num_tokens != self._decoder.num_tokens(image):
+            return None
+        return msgspec.structs.replace(found, start=image.start)
+
+    def _why_no_room(self, tenant_id: str, num_images: int) -> str:
+        waiting = {lane: sum(job.found.count(None) for job in jobs) for lane, jobs in self._lanes.items()}
+        own = sum(count for lane, count in waiting.items() if lane[1] == tenant_id)
+        if own and own + num_images > self._max_waiting:
+            return "too many images of this tenant wait to be decoded"
+        if waiting and sum(waiting.values()) + num_images > TENANTS_IN_QUEUE * self._max_waiting:
+            return "too many images wait to be decoded"
+        return ""
+
+    def _why_no_memory(self, tenant_id: str, num_bytes: int) -> str:
+        held: dict[str, int] = {}
+        for holder, its_bytes in self._held.values():
+            held[holder] = held.get(holder, 0) + its_bytes
+        if not held:
+            return ""  # a prompt by itself is bounded by the rules
+        own, num_tenants = held.get(tenant_id, 0), len(held.keys() | {tenant_id})
+        if own and own + num_bytes > self._max_pixel_bytes // (num_tenants + 1):
+            return "the images of this tenant's open requests take its share of the memory for images"
+        if sum(held.values()) + num_bytes > self._max_pixel_bytes:
+            return "the images of open requests take all memory for images"
+        return ""
+
+    def _start_next(self) -> None:
+        while len(self._running) < self._slots and self._lanes:
+            now_s = self._clock()
+            lane = min(self._lanes, key=lambda one: -1 if now_s > self._lanes[one][0].boost_at_s else one[0])
+            jobs = self._lanes.pop(lane)
+            job = jobs.popleft()
+            if jobs:
+                self._lanes[lane] = jobs  # behind the other tenants of its rank
+            task = asyncio.get_running_loop().create_task(self._decode_next(job))
+            self._running.add(task)
+            task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        self._start_next()
+
+    async def _decode_next(self, job: _Job) -> None:
+        """Decode the request's next image. It waits for its next turn with the rest."""
+        index = job.found.index(None)
+        image = job.images[index]
+        try:
+            made = await asyncio.get_running_loop().run_in_executor(self._threads, self._decoder.decode, image)
+        except Exception:  # top of an image's task: an error fails its request, not the engine
+            log.exception("image_decoding_failed")
+            made = ImageFailure(FailureCode.ENGINE_FAILED, "the image cannot be decoded; send the request again")
+        if isinstance(made, ImageFailure):
+            self._report(job.key, made)
+            return
+        self._cache.add_image(job.keys[index], made)
+        for number, other in enumerate(job.images):  # the same file may be in the prompt several times
+            if job.found[number] is None and job.keys[number] == job.keys[index]:
+                job.found[number] = msgspec.structs.replace(made, start=other.start)
+        if None not in job.found:
+            self._report(job.key, [one for one in job.found if one is not None])
+        elif job.key in self._wanted:
+            self._lanes.setdefault(job.lane, deque()).appendleft(job)
+
+    def _expire(self, key: int) -> None:
+        """Fail a request whose images were not decoded in time; its own decoding goes on until its image is done."""
+        self.expired_total += 1
+        message = "the images of the request were not decoded within the time of its class; send it again later"
+        failure = ImageFailure(FailureCode.OVERLOADED, message, Reason.PREDICTED_LATE, RETRY_AFTER_S)
+        self._report(key, failure)
+
+    def _report(self, key: int, result: list[PromptImage] | ImageFailure) -> None:
+        timer = self._wanted.pop(key, None)
+        if timer is not None:
+            timer.cancel()
+            self._on_done(key, result)
+
+
+def _key_of(submit: Submit, image: ImageInput) -> ImageKey:
+    return submit.tenant_id, submit.cache_salt, image_digest(image.data) if image.data else image.digest
+
+
+def _patience_s(submit: Submit) -> float:
+    """Return how long a request may wait for its images: until it cannot be on time, if its class then refuses it."""
+    service = submit.service
+    if submit.resumed_ids is not None or submit.transfer_id or service.on_overload is not OverloadAction.REJECT:
+        return MAX_WAIT_S
+    limit_s = MAX_WAIT_S
+    if service.ttft_s is not None:
+        limit_s = min(limit_s, service.ttft_s + service.ttft_per_1k_s * len(submit.prompt_ids) / 1000)
+    elif service.completion_s is not None:
+        limit_s = min(limit_s, service.completion_s)
+    if submit.deadline_unix_ns is not None:
+        limit_s = min(limit_s, (submit.deadline_unix_ns - time.time_ns()) / 1e9)
+    return max(0.0, limit_s)
+
+
+def _overloaded(problem: str) -> ImageFailure:
+    message = f"{problem}; send the request again later"
+    return ImageFailure(FailureCode.OVERLOADED, message, Reason.TENANT_QUEUE_FULL, RETRY_AFTER_S)

@@ -1,0 +1,1 @@
+"""Processes with limits of memory and time that the kernel enforces, forked from a template: for strangers' inputs."""

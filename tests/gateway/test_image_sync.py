@@ -1,0 +1,148 @@
+"""An engine is sent an image once: later requests refer to it, and the files follow where it has dropped one."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import msgspec
+import pytest
+
+from moiety_platform.engine_client import image_sync
+from moiety_platform.engine_client.image_sync import ImageSync
+from moiety_platform.engine_client.stream import EngineStream, error_of
+from moiety_platform.errors import BadRequest, PlatformError, Unavailable
+from moiety_wire.classes import STANDARD
+from moiety_wire.images import ImageInput
+from moiety_wire.messages import Accepted, Extend, Failed, FailureCode, Sampling, Stopping, Submit
+from moiety_wire.notes import Reason
+
+
+def file(number: int) -> bytes:
+    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I4sII", 13, b"IHDR", 64, 32) + struct.pack(">I", number)
+
+
+def asks(request_id: str, *numbers: int, **changes: Any) -> Submit:
+    submit = Submit(
+        request_id=request_id, seq=0, model="m", tenant_id="t", service=STANDARD, prompt_ids=[1] * 40,
+        sampling=Sampling(), stopping=Stopping(9), credit_tokens=4, cache_salt=b"s", arrival_unix_ns=1,
+        images=[ImageInput(place, file(number)) for place, number in enumerate(numbers)],
+    )  # fmt: skip
+    return msgspec.structs.replace(submit, **changes)
+
+
+class Link:
+    """One session's end: what it has sent, and the streams of its requests."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.streams: dict[str, EngineStream] = {}
+        self.sync = ImageSync(self._send)
+
+    def _send(self, message: Any) -> None:
+        self.sent.append(self.sync.with_references(message) if isinstance(message, Submit) else message)
+
+    def submit(self, submit: Submit) -> EngineStream:
+        stream = self.streams[submit.request_id] = EngineStream(submit, None, self._send)
+        self._send(submit)
+        return stream
+
+    def whole(self, index: int = -1) -> list[bool]:
+        """Which images of a sent request are whole files."""
+        return [bool(image.data) for image in self.sent[index].images]
+
+    def accept(self, request_id: str) -> None:
+        assert not self.sync.takes(Accepted(request_id, 0, "standard", Reason.IN_TIME), self.streams)
+
+    def misses(self, request_id: str) -> bool:
+        return self.sync.takes(Failed(request_id, 0, FailureCode.IMAGES_MISSING, "send the files"), self.streams)
+
+
+def test_files_are_sent_until_a_request_with_them_was_accepted_and_new_images_always() -> None:
+    link = Link()
+    link.submit(asks("a", 1))
+    link.submit(asks("b", 1))
+    assert link.whole(0) == link.whole(1) == [True]
+    link.accept("a")
+    link.submit(asks("c", 1, 2))
+    assert link.whole() == [False, True]
+    reference = link.sent[-1].images[0]
+    assert reference == ImageInput(0, file(1)).reference()
+    assert (reference.width, reference.height) == (64, 32)
+
+
+@pytest.mark.parametrize("other", [{"tenant_id": "u"}, {"cache_salt": b"z"}])
+def test_images_of_another_tenant_or_salt_are_sent_whole(other: dict[str, Any]) -> None:
+    link = Link()
+    link.submit(asks("a", 1))
+    link.accept("a")
+    link.submit(asks("b", 1, **other))
+    assert link.whole() == [True]
+
+
+def test_a_request_whose_images_were_dropped_is_sent_again_whole_with_the_credit_given_since() -> None:
+    link = Link()
+    link.submit(asks("a", 1, 2))
+    link.accept("a")
+    stream = link.submit(asks("b", 1, 2))
+    assert link.whole() == [False, False]
+    stream.extend(7, last=True)
+    assert link.misses("b")
+    again, extend = link.sent[-2:]
+    assert [image.data for image in again.images] == [file(1), file(2)]
+    assert again.credit_tokens == 7
+    assert isinstance(extend, Extend)
+    assert extend.last
+    link.accept("b")
+    link.submit(asks("c", 1))
+    assert link.whole() == [False]
+
+
+def test_a_request_that_was_aborted_meanwhile_is_not_sent_again() -> None:
+    link = Link()
+    link.submit(asks("a", 1))
+    link.accept("a")
+    stream = link.submit(asks("b", 1))
+    stream.abort()
+    num_sent = len(link.sent)
+    assert not link.misses("b")
+    assert len(link.sent) == num_sent
+    assert not link.sync.submits
+
+
+def test_another_failure_is_the_requests_and_its_files_are_sent_next_time() -> None:
+    link = Link()
+    link.submit(asks("a", 1))
+    link.accept("a")
+    link.submit(asks("b", 1))
+    assert not link.sync.takes(Failed("b", 0, FailureCode.OVERLOADED, "later"), link.streams)
+    link.submit(asks("c", 1))
+    assert link.whole() == [True]
+
+
+def test_deleted_tenants_are_forgotten_and_what_is_known_is_bounded() -> None:
+    link = Link()
+    link.submit(asks("a", 1))
+    link.accept("a")
+    link.sync.forget_tenants(["t"])
+    link.submit(asks("b", 1))
+    assert link.whole() == [True]
+    for number in range(image_sync.MAX_KNOWN + 1):
+        link.submit(asks(f"{number}", number))
+        link.accept(f"{number}")
+    link.submit(asks("z", 0, 1))
+    assert link.whole() == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "name"),
+    [
+        (FailureCode.IMAGE_REFUSED, BadRequest, "invalid_image"),
+        (FailureCode.IMAGES_MISSING, Unavailable, "images_missing"),
+        (FailureCode.OVERLOADED, Unavailable, "overloaded"),
+    ],
+)
+def test_clients_are_told_whose_fault_it_is(code: FailureCode, kind: type[PlatformError], name: str) -> None:
+    error = error_of(Failed("r", 0, code, "what to do"))
+    assert isinstance(error, kind)
+    assert error.code == name
