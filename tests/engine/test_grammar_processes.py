@@ -357,7 +357,7 @@ class FaultyService(GrammarService):
 def test_an_error_of_the_compiler_is_the_engines_and_not_the_requests() -> None:
     service = FaultyService(checkpoint_path(), LIMITS)
     queue = GrammarCompileQueue(service, LIMITS)
-    queue.enter(asked(1, CHOICE, "tenant"))
+    queue.add_request(asked(1, CHOICE, "tenant"))
     _, (failure,) = drained(queue, {1})
     assert failure.code is FailureCode.ENGINE_FAILED and "error in the engine" in failure.message
     service.close()
