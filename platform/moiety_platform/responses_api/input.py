@@ -19,6 +19,7 @@ from moiety_platform.inference.body_fields import (
 from moiety_platform.responses_api.call_input import CALL_ITEMS, CallInput
 from moiety_platform.responses_api.content import INPUT_TEXT, OUTPUT_TEXT, REFUSAL, ContentParts, ItemContent
 from moiety_platform.responses_api.items import (
+    ADDITIONAL_TOOLS,
     COMPACTION,
     MESSAGE,
     THOUGHT,
@@ -136,8 +137,8 @@ class AdditionalTools(StrictBody):
     type: Literal["additional_tools"]
     tools: ResponseTools
 
-    def checked(self) -> None:
-        """Return nothing, since it is no part of the conversation."""
+    def checked(self) -> Item:
+        return {"type": ADDITIONAL_TOOLS, "role": "developer", "tools": [tool.fields() for tool in self.tools]}
 
 
 class SkippedItem(StrictBody):
@@ -174,7 +175,7 @@ _ITEMS: dict[str, type[InputItem]] = {
     COMPACTION: CompactionItem,
     TRIGGER: CompactionTrigger,
     REFERENCE: ItemReference,
-    "additional_tools": AdditionalTools,
+    ADDITIONAL_TOOLS: AdditionalTools,
 }
 
 
