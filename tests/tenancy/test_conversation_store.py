@@ -23,7 +23,7 @@ from moiety_platform.responses_api.conversation_keeper import ConversationKeeper
 from moiety_platform.responses_api.conversation_store import ConversationStore
 from moiety_platform.responses_api.event_log import EventLog
 from moiety_platform.responses_api.items import Item, message_item, text_part
-from moiety_platform.responses_api.keeper import ResponseKeeper
+from moiety_platform.responses_api.keeper import ConversationLimits, ResponseKeeper
 from moiety_platform.responses_api.models import ConversationItem, StoredConversation, StoredEvents
 from moiety_platform.responses_api.storage_room import StorageRoom
 from moiety_platform.responses_api.store import ResponseStore
@@ -38,8 +38,8 @@ def message(text: str) -> Item:
     return message_item([text_part(text)])
 
 
-def keepers_of(database: Database, limits: object = ROOM) -> tuple[ResponseKeeper, ConversationKeeper]:
-    responses = ResponseKeeper(database, limits)  # type: ignore[arg-type]
+def keepers_of(database: Database, limits: ConversationLimits = ROOM) -> tuple[ResponseKeeper, ConversationKeeper]:
+    responses = ResponseKeeper(database, limits)
     return responses, ConversationKeeper(database, responses, ConversationStore())
 
 
@@ -154,8 +154,8 @@ async def test_a_deleted_tenant_leaves_no_conversation_and_no_event(
     responses, keeper = keepers_of(database)
     made = await keeper.create(whose, [message("x")], {})
     continued = await responses.continued_conversation(whose, made["id"])
-    parts = (whose, response_id(1), "m", continued, [], BODY % b"", 60_000)
-    assert await responses.keep(*parts, has_events=True)
+    body = BODY % b""
+    assert await responses.keep(whose, response_id(1), "m", continued, [], body, 60_000, has_events=True)
     log = EventLog()
     log.add(b"event: e\ndata: {}\n\n", 1)
     await responses.add_events({response_id(1): log.chunks()})

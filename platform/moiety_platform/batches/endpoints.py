@@ -24,6 +24,9 @@ from moiety_platform.openai_api.answer_types import ChatCompletion, TextCompleti
 from moiety_platform.openai_api.answers import whole_answer
 from moiety_platform.openai_api.controller import CHAT, COMPLETIONS
 from moiety_platform.openai_api.schemas import GenerationBody
+from moiety_platform.responses_api.answers import ID_PREFIX as RESPONSE_PREFIX
+from moiety_platform.responses_api.controller import PATH as RESPONSES_PATH
+from moiety_platform.responses_api.whole import BatchResponsesBody, whole_response
 
 MAX_VECTOR_BYTES = 32 * 1024 * 1024  # of one line's answer, which is held and stored as a whole
 BYTES_A_NUMBER = {"base64": 6, "float": 24}  # at most
@@ -70,6 +73,14 @@ async def answer_message(pipeline: RequestPipeline, record: RequestRecord, body:
         return msgspec.Raw(await message_of(asked, run, record, await collect(run)))
 
 
+async def answer_response(pipeline: RequestPipeline, record: RequestRecord, body: AskingBody) -> Answer:
+    """Answer items in OpenAI's fields for responses, in the batch class. Nothing is stored beside the line's answer."""
+    asked = cast("BatchResponsesBody", body)
+    generation = msgspec.structs.replace(asked.generation(), service_tier=BATCH_TIER)
+    async with await pipeline.start(record, generation) as run:
+        return msgspec.Raw(await whole_response(asked, run, record))
+
+
 def _generation(endpoint: Endpoint[Any]) -> BatchEndpoint:
     return BatchEndpoint(endpoint.path, endpoint.operation, endpoint.id_prefix, endpoint.schema, answer_generation)
 
@@ -80,6 +91,7 @@ ENDPOINTS = {
         _generation(CHAT),
         _generation(COMPLETIONS),
         BatchEndpoint(MESSAGES.path, MESSAGES.operation, MESSAGES.id_prefix, MESSAGES.schema, answer_message),
+        BatchEndpoint(RESPONSES_PATH, "chat", RESPONSE_PREFIX, BatchResponsesBody, answer_response),
         BatchEndpoint(
             EMBEDDINGS.path, EMBEDDINGS.operation, EMBEDDINGS.id_prefix, EMBEDDINGS.schema, answer_embeddings
         ),

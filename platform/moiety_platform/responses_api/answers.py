@@ -62,7 +62,7 @@ class ResponseHead:
             "object": "response",
             "created_at": self.created_at,
             "status": status,
-            "conversation": None if body.conversation is None else {"id": body.conversation},
+            "conversation": None if body.conversation is None else {"id": body.conversation.id},
             "background": bool(body.background),
             "completed_at": None,
             "error": None,

@@ -47,8 +47,8 @@ from moiety_platform.responses_api.output import ResponseOutput
 from moiety_platform.responses_api.reasoning_cipher import ReasoningCipher
 from moiety_platform.responses_api.resumed_streams import ResumedStreams
 from moiety_platform.responses_api.schemas import ResponsesBody
+from moiety_platform.responses_api.whole import ended_response, take_message
 from moiety_text.reasoning import AnswerReader
-from moiety_wire.messages import Finished, Tokens
 
 PATH = "/v1/responses"
 DEFAULT_LIST = 20
@@ -142,13 +142,13 @@ class ResponseAnswers:
             await self.runs.store_progress(record.request_id, msgspec.json.encode(head.in_progress()))
         if not body.wants_stream:
             async for _, message in run:
-                _take(output, message)
-            return partial(self._send_whole, _ended(head, output, run, record), body, record, reply)
+                take_message(output, message)
+            return partial(self._send_whole, ended_response(head, output, run, record), body, record, reply)
         log = self.runs.current.events
         events = ResponseEvents(head, output) if log is None else LoggedEvents(head, output, log)
         reply.errors = StreamErrors(events, self.runs.current.note_error)
         await relay(events, run, record, reply)
-        return partial(self._end_stream, events, _ended(head, output, run, record), body, record, reply)
+        return partial(self._end_stream, events, ended_response(head, output, run, record), body, record, reply)
 
     def _note_unheld_inputs(
         self, body: ResponsesBody, run: InferenceRun, record: RequestRecord, reply: HttpResponse
@@ -240,7 +240,7 @@ class Compactions:
         readers, encrypt = run.new_readers(), self.reader.encrypt_for(record.principal.tenant_id, COMPACTION)
         output = CompactionOutput(record.request_id, None if readers is None else readers[0], encrypt)
         async for _, message in run:
-            _take(output, message)
+            take_message(output, message)
         kept = [item for item in body.all_items() if item["type"] == MESSAGE and item["role"] == "user"]
         fields = {
             "id": record.request_id,
@@ -253,20 +253,6 @@ class Compactions:
             "usage": usage_fields(run.usage()),
         }
         return partial(reply.whole, 200, msgspec.json.encode(fields))
-
-
-def _take(output: ResponseOutput, message: Tokens | Finished) -> None:
-    """Add a message to an answer that is not streamed."""
-    if isinstance(message, Finished):
-        output.take(message.text, None)
-        output.end(message)
-    else:
-        output.take(message.text, message.logprobs)
-
-
-def _ended(head: ResponseHead, output: ResponseOutput, run: InferenceRun, record: RequestRecord) -> Fields:
-    assert output.finished is not None, "an answer has come to its end"
-    return head.ended(output.items, output.finished, run.usage(), record.ended_unix_s)
 
 
 class ResponseController(Controller):

@@ -32,19 +32,15 @@ from moiety_platform.responses_api.tools import (
 class ConversationReference(StrictBody):
     """A conversation, by its id."""
 
-    id: str
+    id: Annotated[str, StringConstraints(min_length=1, max_length=128)]
 
 
-def _id_of(value: Any, info: ValidationInfo) -> Any:
-    if not isinstance(value, dict):
-        return value
-    return ConversationReference.model_validate(value, context=info.context).id
+def _as_reference(value: Any) -> Any:
+    return {"id": value} if isinstance(value, str) else value
 
 
-ConversationId = Annotated[
-    str,
-    StringConstraints(min_length=1, max_length=128),
-    BeforeValidator(_id_of, json_schema_input_type=str | ConversationReference),
+GivenConversation = Annotated[
+    ConversationReference, BeforeValidator(_as_reference, json_schema_input_type=str | ConversationReference)
 ]
 
 
@@ -110,7 +106,7 @@ class ItemsBody(AskingBody):
 class ToolItemsBody(ItemsBody):
     """Base of bodies with tools beside items, some of which may have tools too, and with a conversation."""
 
-    conversation: ConversationId | None = None
+    conversation: GivenConversation | None = None
     tools: Annotated[
         ResponseTools | None, mapped("Tools that OpenAI's servers run are skipped, unless `tool_choice` requires one.")
     ] = None
@@ -138,7 +134,7 @@ class ToolItemsBody(ItemsBody):
     @property
     def conversation_id(self) -> str | None:
         """The conversation that the request adds to."""
-        return self.conversation
+        return None if self.conversation is None else self.conversation.id
 
     @cached_property
     def offered(self) -> list[OfferedTool]:
