@@ -13,7 +13,7 @@ from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_wire.messages import Failed, FailureCode, ModelCard
 
 from .conftest import RunningGateway, StartGateway, ToolCard, always
-from .test_background_responses import ended
+from .test_background_responses import ended, endless  # noqa: F401  a fixture
 from .test_response_tools import last_prompt
 
 BODY: dict[str, Any] = {"model": "tiny", "input": "hello", "max_output_tokens": 3}
@@ -125,11 +125,12 @@ async def test_bad_references_to_conversations_are_refused(gateway: RunningGatew
 
 
 async def test_a_conversation_that_is_deleted_during_the_answer_is_not_made_again(
-    start_gateway: StartGateway, card: ModelCard
+    start_gateway: StartGateway,
+    endless: FakeEngineClient,  # noqa: F811
 ) -> None:
-    async with start_gateway([FakeEngineClient(card)], credit_window_tokens=8) as gateway:
+    async with start_gateway([endless], credit_window_tokens=8) as gateway:
         made = await gateway.client.conversations.create()
-        asked = BODY | {"max_output_tokens": 100, "conversation": made.id, "store": True}
+        asked = BODY | {"max_output_tokens": 5_000, "conversation": made.id, "store": True}
         is_deleted = False
         async for event in await gateway.client.responses.create(**asked, stream=True):
             if event.type == "response.output_text.delta" and not is_deleted:
