@@ -251,9 +251,11 @@ def agreed(body: dict[str, Any]) -> Any:
     if isinstance(body.get("messages"), list):
         body["messages"] = [turn for message in body["messages"] for turn in chat_turns(message)]
         body["messages"] = message_turns(body["messages"])
-    if isinstance(body.get("input"), list):
-        body["input"] = [paired for item in body["input"] for paired in with_partner(item)]
-        for item in body["input"]:
+    for field in {"input", "items"} & body.keys():
+        if not isinstance(body[field], list):
+            continue
+        body[field] = [paired for item in body[field] for paired in with_partner(item)]
+        for item in body[field]:
             if isinstance(item, dict) and item.get("type") in ("additional_tools", "tool_search_output"):
                 item["tools"] = []  # they would have names of their own
     return body

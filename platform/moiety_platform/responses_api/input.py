@@ -182,11 +182,12 @@ _ITEMS: dict[str, type[InputItem]] = {
 def _as_item(value: Any, info: ValidationInfo) -> InputItem:
     """Validate an item as the type that it names, so that errors refer to that type only.
 
-    A message may omit its type, and so may a reference, which has only an id.
+    A message may omit its type, and so may a reference, which has an id and neither role nor content.
     """
     kind = MESSAGE
     if isinstance(value, dict):
-        kind = value.get("type") or (REFERENCE if value.keys() == {"id"} else MESSAGE)
+        is_reference = "id" in value and not value.keys() & {"role", "content"}
+        kind = value.get("type") or (REFERENCE if is_reference else MESSAGE)
     schema = _ITEMS.get(kind, SkippedItem) if isinstance(kind, str) else SkippedItem
     return schema.model_validate(value, context=info.context)
 
