@@ -38,7 +38,7 @@ def _read_sqlite(path: Path) -> str | None:
 
 def _read_postgres(database_url: str) -> str | None:
     try:
-        with psycopg.connect(_with_timeout(to_libpq_url(database_url)), prepare_threshold=None) as connection:
+        with psycopg.connect(with_timeout(to_libpq_url(database_url)), prepare_threshold=None) as connection:
             row = connection.execute(_QUERY).fetchone()
     except psycopg.errors.UndefinedTable:
         return None
@@ -50,6 +50,6 @@ def _read_postgres(database_url: str) -> str | None:
     return str(row[0]) if row else None
 
 
-def _with_timeout(url: str) -> str:
+def with_timeout(url: str) -> str:
     """Return the URL with a connection timeout per host, unless it has one."""
     return url if "connect_timeout=" in url else f"{url}{'&' if '?' in url else '?'}connect_timeout={CONNECT_TIMEOUT_S}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from moiety_migrations.concurrent_indexes import build_missing_indexes
 from moiety_migrations.errors import DatabaseTooNew, UnknownRevision
 from moiety_migrations.probe import read_revision
 from moiety_migrations.revisions import HEAD, REVISIONS
@@ -14,12 +15,12 @@ BASE = "base"
 def upgrade(database_url: str) -> str:
     """Upgrade the database to this release's schema, creating it if needed; return the revision.
 
-    The upgrade is atomic and safe to call from several processes at once. Raises DatabaseTooNew, DatabaseAway, or
-    BadDatabaseUrl.
+    The upgrade is atomic and safe to call from several processes at once. Indexes of large tables in PostgreSQL are
+    built after it. Raises DatabaseTooNew, DatabaseAway, or BadDatabaseUrl.
     """
-    if _known(read_revision(database_url)) == HEAD:
-        return HEAD
-    _migrate(database_url, HEAD, upwards=True)
+    if _known(read_revision(database_url)) != HEAD:
+        _migrate(database_url, HEAD, upwards=True)
+    build_missing_indexes(database_url)
     return HEAD
 
 

@@ -64,9 +64,12 @@ from moiety_platform.responses_api.controller import (
     compaction_route,
     response_route,
 )
+from moiety_platform.responses_api.conversation_controller import ConversationController, ConversationServices
+from moiety_platform.responses_api.conversation_keeper import ConversationKeeper
 from moiety_platform.responses_api.conversation_reader import ConversationReader
 from moiety_platform.responses_api.keeper import ConversationLimits, ResponseKeeper
 from moiety_platform.responses_api.reasoning_cipher import ReasoningCipher
+from moiety_platform.responses_api.resumed_streams import ResumedStreams
 from moiety_platform.responses_api.token_count import ResponseTokensController
 from moiety_platform.routing.breaker_metrics import BreakerCollector
 from moiety_platform.routing.replicas import Replicas
@@ -112,6 +115,7 @@ class Services:
     recorder: RequestRecorder
     idempotency: IdempotencyKeys
     responses: ResponseKeeper
+    conversations: ConversationKeeper
     cipher: ReasoningCipher
     background: BackgroundRuns
     admin_routes: Sequence[ControllerRouterHandler] = ()
@@ -185,7 +189,10 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
     serve, bodies, texts = pipeline.serve, pipeline.services.bodies, pipeline.services.texts
     replicas, adapters = services.replicas, services.adapters
     messages = MessageServices(services.authenticator, bodies, replicas, texts, adapters)
-    stored = StoredResponses(services.authenticator, services.responses, services.background)
+    resumed = ResumedStreams(services.responses, pipeline.services.streams, lambda: services.background.is_draining)
+    stored = StoredResponses(services.authenticator, services.responses, services.background, resumed)
+    reader = ConversationReader(services.responses, services.cipher)
+    conversations = ConversationServices(services.authenticator, bodies, services.conversations, reader)
     has_operations = settings.has_operations_on_port
     models = ModelServices(services.authenticator, replicas, texts, bodies, adapters)
     probes = Probes(replicas, services.store, services.objects, with_reasons=has_operations)
@@ -199,11 +206,8 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
             with_services(TokenCountController, messages=messages),
             response_route(serve, services.responses, services.cipher, services.background),
             compaction_route(serve, services.responses, services.cipher),
-            with_services(
-                ResponseTokensController,
-                models=models,
-                reader=ConversationReader(services.responses, services.cipher),
-            ),
+            with_services(ResponseTokensController, models=models, reader=reader),
+            with_services(ConversationController, conversations=conversations),
             with_services(ResponseController, stored=stored),
             with_services(ModelController, models=models),
             with_services(ProbeController, probes=probes),

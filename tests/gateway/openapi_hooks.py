@@ -36,12 +36,14 @@ EXCUSED_CODES = {
     "context_length_exceeded": "how long a prompt may be depends on the model",
     "idempotency_key_reused": "a key may have been sent before",
     "precondition_failed": "nobody guesses an ETag",
+    "response_not_streamable": "only one that is made in the background with `stream` is",
     "response_not_cancellable": "only one that is made in the background is",
     "previous_response_running": "it ends at some time",
     "invalid_slo": "a change must go with what the class has already",
 }
 EXCUSED_PARAMS = {
     "after": "it must be the id of something in the list",
+    "starting_after": "it is of streams",
     "cursor": "it must be one that the server gave",
     "after_id": "it must be the id of something in the list, as in the next",
     "before_id": "it must be, and without the one before",
@@ -66,6 +68,7 @@ class World:
         self.keys = {"public": os.environ["MOIETY_KEY"], "admin": os.environ["MOIETY_ADMIN_KEY"]}
         self.http = httpx.Client(base_url=os.environ["MOIETY_URL"], timeout=30)
         self.made = {"name": "standard"}
+        self.latest = ""  # conversation
         self.answered: Counter[Any] = Counter()
 
     def make(self, path: str, body: dict[str, Any], who: str = "admin", method: str = "POST") -> Any:
@@ -82,6 +85,8 @@ class World:
 
     def known(self, name: str) -> Any:
         """One that is there already, for what leaves it as it is."""
+        if name == "item_id":
+            return self.item_of(self.known("conversation_id"))
         if name not in self.made:
             self.made[name] = getattr(self, name)()
         return self.made[name]
@@ -135,6 +140,18 @@ class World:
     def response_id(self) -> Any:
         body = {"model": self.model_id(), "input": "a", "max_output_tokens": 1, "background": True}
         return self.make("/v1/responses", body, "public")["id"]
+
+    def conversation_id(self) -> Any:
+        item = {"role": "user", "content": "a"}
+        self.latest = self.make("/v1/conversations", {"items": [item, item]}, "public")["id"]
+        return self.latest
+
+    def item_id(self) -> Any:
+        """Of the conversation that was made last."""
+        return self.item_of(self.latest)
+
+    def item_of(self, conversation_id: str) -> Any:
+        return self.ask("GET", f"/v1/conversations/{conversation_id}/items", "public").json()["data"][0]["id"]
 
     def declaration(self) -> Any:
         return self.make("/admin/v1/declarations", {"kind": "tenant", "name": new(), "source": "file"}, method="PUT")
@@ -201,6 +218,9 @@ def named(body: dict[str, Any]) -> Any:
     for name, kind in KINDS.items():
         if isinstance(body.get(name), str):
             body[name] = WORLD.known(kind)
+    if isinstance(body.get("conversation"), str | dict):  # a new one, since requests add to it
+        body["conversation"] = WORLD.conversation_id()
+        body.pop("previous_response_id", None)
     if "scope_id" in body:
         body["scope_id"] = WORLD.known(f"{body['level']}_id")
     if "url" in body:  # where webhooks may go to depends on the settings
@@ -231,9 +251,11 @@ def agreed(body: dict[str, Any]) -> Any:
     if isinstance(body.get("messages"), list):
         body["messages"] = [turn for message in body["messages"] for turn in chat_turns(message)]
         body["messages"] = message_turns(body["messages"])
-    if isinstance(body.get("input"), list):
-        body["input"] = [paired for item in body["input"] for paired in with_partner(item)]
-        for item in body["input"]:
+    for field in {"input", "items"} & body.keys():
+        if not isinstance(body[field], list):
+            continue
+        body[field] = [paired for item in body[field] for paired in with_partner(item)]
+        for item in body[field]:
             if isinstance(item, dict) and item.get("type") in ("additional_tools", "tool_search_output"):
                 item["tools"] = []  # they would have names of their own
     return body

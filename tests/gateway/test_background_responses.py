@@ -9,7 +9,7 @@ from typing import Any
 
 import openai
 import pytest
-from sqlalchemy import update
+from sqlalchemy import func, select, update
 
 from moiety_platform.backoff import Backoff
 from moiety_platform.engine_client.fake import FakeEngineClient
@@ -131,10 +131,13 @@ async def test_errors_before_and_after_the_queue(start_gateway: StartGateway, ca
         call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
         with pytest.raises(openai.BadRequestError, match="no result of the call"):
             await gateway.client.responses.create(**BODY | {"input": [call]}, background=True)
-        for changes, code in (({"model": "gpt-9"}, "invalid_prompt"), ({"input": "x" * 600}, "invalid_prompt")):
-            queued = await gateway.client.responses.create(**BODY | changes, background=True)
-            failed = await ended(gateway, queued.id)
-            assert (failed.status, failed.error.code) == ("failed", code)
+        with pytest.raises(openai.NotFoundError, match="gpt-9"):
+            await gateway.client.responses.create(**BODY | {"model": "gpt-9"}, background=True)
+        with pytest.raises(openai.BadRequestError) as too_long:
+            await gateway.client.responses.create(**BODY | {"input": "x" * 600}, background=True)
+        assert too_long.value.code == "context_length_exceeded"
+        async with gateway.database.read() as session:
+            assert await session.scalar(select(func.count()).select_from(StoredResponse)) == 0
         engine.script = always(Failed("", 0, FailureCode.ENGINE_FAILED, "no, because", 0))
         failed = await ended(gateway, (await gateway.client.responses.create(**BODY, background=True)).id)
         assert (failed.error.code, failed.error.message) == ("server_error", "no, because")
@@ -174,12 +177,12 @@ class AwayKeeper:
         self.left = num_failures
         self.stored: list[tuple[bytes, bool]] = []
 
-    async def update_run(self, _response_id: str, body: bytes, *, ends: bool) -> bool:
+    async def update_run(self, _response_id: str, body: bytes, *, ends: bool) -> bytes:
         self.left -= 1
         if self.left >= 0:
             raise Unavailable("the database is away")
         self.stored.append((body, ends))
-        return True
+        return body
 
 
 async def test_the_end_of_a_response_is_stored_once_the_database_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +191,7 @@ async def test_the_end_of_a_response_is_stored_once_the_database_is_back(monkeyp
     runs = BackgroundRuns(keeper, drain_s=1.0)
     await runs.store_progress("resp_1", b"begun")
     assert keeper.stored == []  # which costs nothing but the progress
-    await runs.store_end("resp_1", b"done")
+    assert await runs.store_end("resp_1", b"done") == b"done"
     assert keeper.stored == [(b"done", True)]
     monkeypatch.setattr(background, "LEASE_MS", 1)
     keeper.left = 1_000

@@ -79,7 +79,7 @@ async def test_a_kept_response_is_found_again_as_it_was_answered(gateway: Runnin
         response = await gateway.client.responses.create(**asked)
     assert (response.store, response.output_text) == (True, "1 2 3")
     assert await gateway.client.responses.retrieve(response.id) == response
-    with pytest.raises(openai.BadRequestError, match="not streamed"):
+    with pytest.raises(openai.BadRequestError, match="can be streamed again"):
         await gateway.client.responses.retrieve(response.id, stream=True)
 
 

@@ -213,7 +213,7 @@ BAD = [
     ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format", "are needed"),
     ({"text": {"verbosity": "lowest"}}, "text.verbosity", "'low'"),
     ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "'none'"),
-    ({"conversation": "conv_1"}, "conversation", "use 'previous_response_id'"),
+    ({"conversation": "conv_1", "previous_response_id": "resp_1"}, None, "exclude each other"),
     ({"prompt": {"id": "pmpt_1"}}, "prompt", "as 'instructions' or 'input'"),
     ({"moderation": {"model": "m"}}, "moderation", "moderate them yourself"),
     ({"context_management": [{"compact_threshold": 1}]}, "context_management.0.type", "is missing"),

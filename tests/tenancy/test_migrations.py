@@ -27,6 +27,7 @@ from moiety_migrations import (
     DatabaseTooNew,
     MigrationError,
     UnknownRevision,
+    concurrent_indexes,
     current,
     downgrade,
     upgrade,
@@ -46,8 +47,20 @@ DECLARED = {"declarations"}
 UPKEEP = {"retention_jobs", "usage_cuts", "usage_minutes", "usage_days", "usage_day_marks"}
 TRACES = {"traces", "spans"}
 ADAPTERS = {"adapters", "adapter_chunks"}
-KEPT = {"simulations", "object_stores", *ADAPTERS, *DECLARED, *BATCHES, *IDEMPOTENCY, *ALERTS, *UPKEEP, *TRACES}
-LATER = {"service_classes", "responses", *QUOTAS, *USAGE, *KEPT}  # than the first
+CONVERSATIONS = {"conversations", "conversation_items", "response_events"}
+KEPT = {
+    "simulations",
+    *CONVERSATIONS,
+    "object_stores",
+    *ADAPTERS,
+    *DECLARED,
+    *BATCHES,
+    *IDEMPOTENCY,
+    *ALERTS,
+    *UPKEEP,
+    *TRACES,
+}
+LATER = {"service_classes", "responses", *CONVERSATIONS, *QUOTAS, *USAGE, *KEPT}  # than the first
 TABLES = {"tenants", "projects", "api_keys", "usage", *LATER}
 
 
@@ -326,3 +339,44 @@ def test_the_command_takes_the_data_directory_of_the_gateway_and_says_which_data
     assert done.returncode == 0, done.stderr
     assert str(tmp_path / "data" / "moiety.db") in done.stdout
     assert (tmp_path / "data" / "moiety.db").exists()
+
+
+def index_state(url: str) -> list[tuple[str, bool]]:
+    with psycopg.connect(url) as connection:
+        found = connection.execute(
+            "SELECT relname, indisvalid FROM pg_index JOIN pg_class ON pg_class.oid = indexrelid WHERE relname = %s",
+            ("ix_usage_end_user",),
+        )
+        return [(str(name), bool(is_valid)) for name, is_valid in found]
+
+
+def test_an_index_of_a_large_table_is_built_after_the_transaction_of_the_revisions(
+    new_postgres: Callable[[str], str],
+) -> None:
+    url = new_postgres("concurrent_index")
+    upgrade(url)
+    downgrade(url, "0025")
+    assert index_state(url) == []
+    with psycopg.connect(url) as builder:  # another process that builds
+        builder.execute("SELECT pg_advisory_xact_lock(%s)", (concurrent_indexes._LOCK,))
+        assert upgrade(url) == HEAD == current(url)
+        assert index_state(url) == []
+    assert upgrade(url) == HEAD
+    assert index_state(url) == [("ix_usage_end_user", True)]
+
+
+def test_an_index_whose_build_was_interrupted_is_built_again_by_the_next_upgrade(
+    new_postgres: Callable[[str], str],
+) -> None:
+    url = new_postgres("interrupted_index")
+    upgrade(url)
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute("UPDATE pg_index SET indisvalid = false WHERE indexrelid = 'ix_usage_end_user'::regclass")
+        assert index_state(url) == [("ix_usage_end_user", False)]
+        holder = psycopg.connect(url)
+        holder.execute("SELECT pg_advisory_xact_lock(%s)", (concurrent_indexes._LOCK,))
+        assert upgrade(url) == HEAD
+        assert index_state(url) == [("ix_usage_end_user", False)]  # another process builds it
+        holder.close()
+    assert upgrade(url) == HEAD
+    assert index_state(url) == [("ix_usage_end_user", True)]

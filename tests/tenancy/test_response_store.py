@@ -23,7 +23,8 @@ from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.responses_api.items import Continued, message_item, text_part
 from moiety_platform.responses_api.keeper import ConversationLimits, ResponseKeeper
 from moiety_platform.responses_api.models import StoredResponse
-from moiety_platform.responses_api.store import ResponseStore, StorageRoom
+from moiety_platform.responses_api.storage_room import StorageRoom
+from moiety_platform.responses_api.store import ResponseStore
 from moiety_platform.tenant_deletion.service import TenantDeleter
 
 from .conftest import PEPPER, CuttableStore, Demo, make_demo

@@ -35,7 +35,7 @@ from moiety_platform.quota.models import (
     QuotaRate,
     QuotaWindow,
 )
-from moiety_platform.responses_api.models import StoredResponse
+from moiety_platform.responses_api.models import StoredConversation, StoredResponse
 from moiety_platform.retention.jobs import DAY_MS, retention_jobs_of
 from moiety_platform.retention.leases import take
 from moiety_platform.retention.models import RetentionJobRecord
@@ -153,6 +153,12 @@ def response_of(name: str, expires_ms: int) -> StoredResponse:
     return StoredResponse(id=name, **whose, **counts, expires_ms=expires_ms, items=b"[]", body=b"{}")
 
 
+def conversation_of(name: str, expires_ms: int) -> StoredConversation:
+    whose = {"tenant_id": "t", "project_id": "p", "models": "[]", "labels": "{}"}
+    counts = {"next_position": 0, "num_items": 0, "num_bytes": 2, "created_ms": 0}
+    return StoredConversation(id=name, **whose, **counts, expires_ms=expires_ms)
+
+
 def simulation_of(name: str, created_ms: int) -> SimulationRecord:
     return SimulationRecord(id=name, state="done", created_ms=created_ms, alive_ms=created_ms, settings={})
 
@@ -170,6 +176,7 @@ async def fill(database: Database) -> None:
     async with database.write() as session:
         session.add_all([key_of("old", NOW_MS - 1), key_of("new", NOW_MS + DAY_MS)])
         session.add_all([response_of("old", NOW_MS - 1), response_of("new", NOW_MS + DAY_MS)])
+        session.add_all([conversation_of("old", NOW_MS - 1), conversation_of("new", NOW_MS + DAY_MS)])
         session.add(IdempotencyTenant(tenant_id="t", num_keys=2, num_bytes=2))
         session.add_all([file_of("in-old", OLD), file_of("in-new", NEW), file_of("in-open", OLD)])
         session.add_all(FileChunk(file_id=f"in-{n}", start=0, stop=2, data=b"{}") for n in ("old", "new", "open"))
@@ -220,6 +227,7 @@ async def test_what_is_past_its_time_goes_and_nothing_else(
         "idempotent_requests": 1,
         "files_without_end": 1,
         "responses": 1,
+        "conversations": 1,
         "files": 2 + 4,  # a file and its chunk; a file and the three answers that it was made of
         "batches": 3 + 1 + 1,
         "webhook_deliveries": 1,
@@ -234,6 +242,7 @@ async def test_what_is_past_its_time_goes_and_nothing_else(
     assert await left(database, SimulationRecord.id) == {"new"}
     assert await left(database, IdempotentRequest.claim_id) == {"new"}
     assert await left(database, StoredResponse.id) == {"new"}
+    assert await left(database, StoredConversation.id) == {"new"}
     assert await left(database, StoredFile.id) == {"in-new", "in-open", "out-kept"}
     assert await left(database, FileChunk.file_id) == set()
     assert await content_of(objects, "files/t/in-open") == b"{}"

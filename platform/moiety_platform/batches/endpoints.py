@@ -27,6 +27,9 @@ from moiety_platform.openai_api.answer_types import ChatCompletion, TextCompleti
 from moiety_platform.openai_api.answers import whole_answer
 from moiety_platform.openai_api.controller import CHAT, COMPLETIONS
 from moiety_platform.openai_api.schemas import GenerationBody
+from moiety_platform.responses_api.answers import ID_PREFIX as RESPONSE_PREFIX
+from moiety_platform.responses_api.controller import PATH as RESPONSES_PATH
+from moiety_platform.responses_api.whole import BatchResponsesBody, whole_response
 
 MAX_VECTOR_BYTES = 32 * 1024 * 1024  # of one line's answer, which is held and stored as a whole
 BYTES_A_NUMBER = {"base64": 6, "float": 24}  # at most
@@ -86,6 +89,14 @@ async def answer_message(pipeline: RequestPipeline, record: RequestRecord, body:
         return msgspec.Raw(await message_of(asked, run, record, await collect(run)))
 
 
+async def answer_response(pipeline: RequestPipeline, record: RequestRecord, body: AskingBody) -> Answer:
+    """Answer items in OpenAI's fields for responses, in the batch class. Nothing is stored beside the line's answer."""
+    asked = cast("BatchResponsesBody", body)
+    generation = msgspec.structs.replace(asked.generation(), service_tier=BATCH_TIER)
+    async with await pipeline.start(record, generation) as run:
+        return msgspec.Raw(await whole_response(asked, run, record))
+
+
 def _batched(endpoint: Endpoint[Any], answer: AnswerBody) -> BatchEndpoint:
     return BatchEndpoint(endpoint.path, endpoint.operation, endpoint.id_prefix, endpoint.schema, answer)
 
@@ -100,5 +111,6 @@ ENDPOINTS = {
         _batched(SCORE, answer_pooling),
         *(_batched(rerank, answer_pooling) for rerank in RERANKS),
         _batched(CLASSIFY, answer_pooling),
+        BatchEndpoint(RESPONSES_PATH, "chat", RESPONSE_PREFIX, BatchResponsesBody, answer_response),
     )
 }

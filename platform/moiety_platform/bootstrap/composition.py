@@ -50,6 +50,8 @@ from moiety_platform.quota.store import LeaseStore
 from moiety_platform.reloading.reloader import Reloader, ReloadMetrics
 from moiety_platform.reloading.source import SettingsSource
 from moiety_platform.responses_api.background import BackgroundRuns
+from moiety_platform.responses_api.conversation_keeper import ConversationKeeper
+from moiety_platform.responses_api.conversation_store import ConversationStore
 from moiety_platform.responses_api.keeper import ConversationLimits, ResponseKeeper
 from moiety_platform.responses_api.reasoning_cipher import ReasoningCipher
 from moiety_platform.responses_api.store import ResponseStore
@@ -234,6 +236,7 @@ async def _open_services(
         recorder=recorder,
         idempotency=idempotency,
         responses=responses,
+        conversations=ConversationKeeper(database, responses, ConversationStore(overrides.now)),
         cipher=ReasoningCipher(pepper, turn),
         background=await stack.enter_async_context(BackgroundRuns(responses, settings.drain_s)),
         admin_routes=[admin],

@@ -53,7 +53,8 @@ class EndpointDocs:
 class Endpoint(Generic[Body]):
     """One path of one API.
 
-    `prepare` adds to the body what must be looked up before an engine gets the request. `answer` is called once the
+    `prepare` adds to the body what must be looked up before an engine gets the request. `accept` is called once every
+    check of the gateway has passed, before an engine gets the request. `answer` is called once the
     request is admitted: it reads the run to its end and sends the answer except for its last part. The returned
     function sends that part, once the request is recorded as completed.
     """
@@ -65,6 +66,7 @@ class Endpoint(Generic[Body]):
     answer: Callable[[Body, InferenceRun, RequestRecord, HttpResponse], Awaitable[SendLast]]
     shown: EndpointDocs
     prepare: Callable[[Body, RequestRecord], Awaitable[Body]] | None = None
+    accept: Callable[[Body, RequestRecord, HttpResponse], Awaitable[None]] | None = None
     errors: ErrorForm = OPENAI_ERRORS
     authorization: Callable[[Mapping[bytes, bytes]], str | None] = bearer_authorization
     headers: Callable[[Mapping[str, str]], dict[str, str]] = dict  # of a response, from those that every API has

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 
 import msgspec
@@ -139,7 +141,8 @@ class RequestPipeline:
                     with WatchingForDisconnect(response.disconnect):
                         if endpoint.prepare is not None:
                             body = await endpoint.prepare(body, record)
-                        async with await self.start(record, body.generation(), streams=streams) as run:
+                        accept = None if endpoint.accept is None else partial(endpoint.accept, body, record, response)
+                        async with await self.start(record, body.generation(), streams=streams, accept=accept) as run:
                             response.headers = _headers_of(record)
                             keep_alive_s = self.limits.sse_keep_alive_s if streams else 0.0
                             async with KeepAlive(response, keep_alive_s, endpoint.keep_alive, record.kept_alive):
@@ -163,8 +166,17 @@ class RequestPipeline:
             if response.claim is not None:
                 await response.release_claim()
 
-    async def start(self, record: RequestRecord, generation: Generation, *, streams: bool = False) -> InferenceRun:
+    async def start(
+        self,
+        record: RequestRecord,
+        generation: Generation,
+        *,
+        streams: bool = False,
+        accept: Callable[[], Awaitable[None]] | None = None,
+    ) -> InferenceRun:
         """Submit a request, and return its run once an engine has admitted every sequence.
+
+        `accept` is awaited before that, once the model, the prompt, the limits and the quotas are checked.
 
         Enter the run as a context: on exit every sequence has ended at its engine and is counted in the record. With
         `streams` engines send each token as it comes. Raises the errors of `moiety_platform.errors`, such as Overloaded
@@ -187,6 +199,8 @@ class RequestPipeline:
             record.adjusted_fields |= text.adjusted_fields(generation)
             longest = self._most_output_tokens(record, generation, matched.card, prompts)
             origin = await self._reserve(record, matched, prompts, max(longest), streams)
+            if accept is not None:
+                await accept()
             service = matched.chosen.service
             placement = Placement(services.replicas, matched.card.model, service, limits.failover_wait_s)
             run = InferenceRun(

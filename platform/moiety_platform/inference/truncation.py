@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -15,6 +17,9 @@ from moiety_platform.inference.request_record import RequestRecord
 from moiety_wire.messages import ModelCard
 
 OUTPUT_SHARE = 8  # without an output limit, one part in so many of the context is left for the output
+TOKENS_A_BYTE = 0.5  # of messages in JSON, before anything is measured
+MIN_TOKENS_A_BYTE = 0.001
+MAX_ESTIMATES = 6
 MAX_OUTPUT_ROOM = 4096  # and no more tokens than that
 
 
@@ -43,19 +48,60 @@ async def encode_fitting(
     fitting = await encode_without(0)
     if fitting is not None or not groups:
         return await text.encode_prompts(generation) if fitting is None else fitting
-    low, high, fitting = 1, len(groups), await encode_without(len(groups))
+    fitting = await encode_without(len(groups))
     if fitting is None:
         return await text.encode_prompts(generation)  # the error names the lengths
-    while low < high:
-        middle = (low + high) // 2
+    search = _Search([_num_bytes(conversation.messages, group) for group in groups], most, len(fitting[0]))
+    while (middle := search.next()) is not None:
         found = await encode_without(middle)
-        if found is None:
-            low = middle + 1
-        else:
-            high, fitting = middle, found
-    num_dropped = sum(map(len, groups[:high]))
+        search.note(middle, None if found is None else len(found[0]))
+        fitting = fitting if found is None else found
+    num_dropped = sum(map(len, groups[: search.high]))
     record.adjusted_fields["truncation"] = f"{num_dropped} of {len(conversation.messages)} messages left out"
     return fitting
+
+
+class _Search:
+    """Search for the fewest groups to leave out, with few encodings of the conversation.
+
+    Encoding costs much, so a number is estimated from the sizes of the messages and the tokens that were measured: the
+    first estimate is nearly right, and the next ones prove it. Whatever the estimates are, the interval is bisected
+    after `MAX_ESTIMATES` of them. Without `high` groups the conversation fits; without `low` groups it does not.
+    """
+
+    def __init__(self, group_bytes: Sequence[int], most_tokens: int, num_tokens: int) -> None:
+        self.low, self.high = 0, len(group_bytes)
+        self._bytes_before = [0, *accumulate(group_bytes)]
+        self._most_tokens = most_tokens
+        self._num_tokens = num_tokens  # without `high` groups
+        self._tokens_a_byte = TOKENS_A_BYTE
+        self._is_measured = False
+        self._num_estimates = 0
+
+    def next(self) -> int | None:
+        """Return the number of groups to try, or None at the end."""
+        if self.high - self.low <= 1:
+            return None
+        if self._num_estimates == MAX_ESTIMATES:
+            return (self.low + self.high) // 2
+        self._num_estimates += 1
+        room_bytes = (self._most_tokens - self._num_tokens) / self._tokens_a_byte
+        estimate = bisect_left(self._bytes_before, self._bytes_before[self.high] - room_bytes)
+        return min(max(estimate, self.low + 1), self.high - 1)
+
+    def note(self, num_groups: int, num_tokens: int | None) -> None:
+        """Note the number of tokens without so many groups, None if that does not fit."""
+        if num_tokens is None:
+            self.low = num_groups
+            self._tokens_a_byte *= 1 if self._is_measured else 2
+            return
+        more_bytes = self._bytes_before[self.high] - self._bytes_before[num_groups]
+        self._tokens_a_byte = max((num_tokens - self._num_tokens) / more_bytes, MIN_TOKENS_A_BYTE)
+        self.high, self._num_tokens, self._is_measured = num_groups, num_tokens, True
+
+
+def _num_bytes(messages: Sequence[dict[str, Any]], group: Sequence[int]) -> int:
+    return sum(len(msgspec.json.encode(messages[index])) for index in group)
 
 
 def _output_room(generation: Generation, card: ModelCard) -> int:

@@ -107,6 +107,12 @@ class ResponseReasoning(TypedDict):
     summary: None
 
 
+class ResponseConversation(TypedDict):
+    """The conversation to which the items of a response were added."""
+
+    id: str
+
+
 class ResponseObject(TypedDict):
     """A response with the options of its request.
 
@@ -117,6 +123,7 @@ class ResponseObject(TypedDict):
     object: Literal["response"]
     created_at: int
     status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    conversation: ResponseConversation | None
     background: bool
     completed_at: int | None
     error: ResponseError | None

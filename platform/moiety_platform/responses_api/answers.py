@@ -35,11 +35,6 @@ class ResponseHead:
         created_at = record.arrival_unix_ns // 1_000_000_000
         return cls(record.request_id, created_at, record.served_model, record.served_tier, body)
 
-    @classmethod
-    def queueing(cls, body: ResponsesBody, record: RequestRecord) -> ResponseHead:
-        """Return the head of a response whose service class is not known yet."""
-        return cls(record.request_id, record.arrival_unix_ns // 1_000_000_000, body.model, None, body)
-
     def queued(self) -> Fields:
         """Return the response before it has begun."""
         return self._fields("queued", [])
@@ -67,6 +62,7 @@ class ResponseHead:
             "object": "response",
             "created_at": self.created_at,
             "status": status,
+            "conversation": None if body.conversation is None else {"id": body.conversation.id},
             "background": bool(body.background),
             "completed_at": None,
             "error": None,

@@ -8,6 +8,7 @@ and every gateway answers it as failed. A cancellation by another gateway is see
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Mapping
 from typing import Any, Self, cast
@@ -18,14 +19,24 @@ from litestar.types import Message, Receive, Scope, Send
 
 from moiety_platform.backoff import Backoff
 from moiety_platform.errors import PlatformError, Unavailable
+from moiety_platform.idempotency.key_store_client import KeyClaim
 from moiety_platform.inference.endpoint import Endpoint, Serve
-from moiety_platform.inference.response import DISCONNECT_SIGNAL, SEND_WHOLE, DisconnectSignal, HttpResponse, SendWhole
+from moiety_platform.inference.response import (
+    DISCONNECT_SIGNAL,
+    SEND_WHOLE,
+    ClientDisconnected,
+    DisconnectSignal,
+    HttpResponse,
+    SendWhole,
+)
 from moiety_platform.periodic_task import PeriodicTask
+from moiety_platform.responses_api.event_log import EventLog
 from moiety_platform.responses_api.keeper import ResponseKeeper, with_end
 from moiety_platform.settings import GatewaySettings
 
 LEASE_MS = 30_000
 EXTEND_S = 5.0
+STORE_EVENTS_S = 0.5
 RETRIES = Backoff(0.2, 3.0)
 MAX_ERROR_BYTES = 64 * 1024
 
@@ -42,7 +53,9 @@ class BackgroundRun:
         self.signal.on_left = self.disconnect.note
         self.response_id: str | None = None  # once it is detached
         self.queued = b""
-        self.streams = False
+        self.headers: dict[str, str] = {}  # of the client's answer, unless it is streamed
+        self.claim: KeyClaim | None = None  # the idempotency key that it is stored under
+        self.events: EventLog | None = None  # of an answer that is streamed
         self.settled = asyncio.Event()  # detached, or ended
         self.error: PlatformError | None = None  # that ended a stream
         self._send = send
@@ -53,9 +66,24 @@ class BackgroundRun:
         own = {DISCONNECT_SIGNAL: self.disconnect, SEND_WHOLE: self._whole}
         self.scope = cast("Scope", {**scope, "state": {**scope["state"], **own}})
 
-    def detach(self, response_id: str, queued: bytes, *, streams: bool) -> None:
-        """Let the request go on without its client, which gets `queued` unless the answer is streamed to it."""
-        self.response_id, self.queued, self.streams = response_id, queued, streams
+    def detach(self, response_id: str, queued: bytes, reply: HttpResponse, headers: dict[str, str]) -> None:
+        """Let the request go on without its client, which gets `queued`. This answer completes the idempotency key."""
+        self.queued, self.headers = queued, headers
+        self.claim, reply.claim = reply.claim, None
+        self._detach(response_id)
+
+    def detach_stream(self, response_id: str, queued: bytes) -> EventLog:
+        """Let the request go on without its client, which gets the events while it is connected, and return the log."""
+        self.queued, self.events = queued, EventLog()
+        self._detach(response_id)
+        return self.events
+
+    @property
+    def streams(self) -> bool:
+        return self.events is not None
+
+    def _detach(self, response_id: str) -> None:
+        self.response_id = response_id
         self.signal.on_left = None
         self.settled.set()
 
@@ -103,9 +131,11 @@ class BackgroundRuns:
         self._is_forced = False
         self._of_task: dict[asyncio.Task[Any], BackgroundRun] = {}
         self.lease_extension = PeriodicTask("background_leases", self._extend, extend_s)
+        self.event_storage = PeriodicTask("background_events", self._store_events, STORE_EVENTS_S)
 
     async def __aenter__(self) -> Self:
         self.lease_extension.start()
+        self.event_storage.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -117,6 +147,7 @@ class BackgroundRuns:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         await self.lease_extension.cancel()
+        await self.event_storage.cancel()
 
     def use(self, settings: GatewaySettings) -> None:
         self.drain_s = settings.drain_s
@@ -131,6 +162,11 @@ class BackgroundRuns:
         """Return how long a stop still waits for running responses, in seconds."""
         waited_s = 0.0 if self._drains_since is None else time.monotonic() - self._drains_since
         return 0.0 if self._is_forced else max(0.0, self.drain_s - waited_s)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether the process stops."""
+        return self._drains_since is not None
 
     @property
     def current(self) -> BackgroundRun:
@@ -152,7 +188,10 @@ class BackgroundRuns:
             elif run.streams:
                 await self._wait_for_stream(run, task)
             else:
-                await HttpResponse(send, scope, endpoint.errors).whole(200, run.queued)
+                reply = HttpResponse(send, scope, endpoint.errors, endpoint.headers)
+                reply.claim, reply.headers = run.claim, run.headers
+                with contextlib.suppress(ClientDisconnected):
+                    await reply.whole(200, run.queued)
         except asyncio.CancelledError:
             if run.response_id is None:
                 task.cancel()
@@ -172,13 +211,15 @@ class BackgroundRuns:
         except Unavailable as error:
             log.warning("background_progress_not_stored", response_id=response_id, reason=str(error))
 
-    async def store_end(self, response_id: str, body: bytes) -> None:
-        """Store a response that has ended, with retries for as long as a lease lasts; then raise Unavailable."""
+    async def store_end(self, response_id: str, body: bytes, events: EventLog | None = None) -> bytes:
+        """Store a response that has ended, with its last events, and return it as it is stored.
+
+        Retries for as long as a lease lasts, then raises Unavailable.
+        """
         ends_s, num_tries = time.monotonic() + LEASE_MS / 1000, 0
         while True:
             try:
-                await self._keeper.update_run(response_id, body, ends=True)
-                return
+                return await self._keeper.update_run(response_id, body, ends=True, **_of_log(events)) or body
             except Unavailable:
                 wait_s = RETRIES.after(num_tries)
                 if time.monotonic() + wait_s > ends_s:
@@ -209,7 +250,7 @@ class BackgroundRuns:
         """Store the failure of a response that is still running. One that ended by itself is stored already."""
         failed = with_end(run.queued, "failed", run.failure())
         try:
-            await self._keeper.update_run(response_id, failed, ends=True)
+            await self._keeper.update_run(response_id, failed, ends=True, **_of_log(run.events))
         except Unavailable as error:  # its lease runs out
             log.warning("background_response_not_ended", response_id=response_id, reason=str(error))
 
@@ -218,6 +259,15 @@ class BackgroundRuns:
         run.settled.set()
         if run.response_id is not None and not task.cancelled() and task.exception() is not None:
             log.error("background_response_failed", response_id=run.response_id, exc_info=task.exception())
+
+    async def _store_events(self) -> None:
+        """Store the events of the running responses since the last round."""
+        logs = {run.response_id: run.events for run in self._of_task.values() if run.response_id and run.events}
+        chunks_of = {response_id: chunks for response_id, log in logs.items() if (chunks := log.chunks())}
+        if chunks_of:
+            await self._keeper.add_events(chunks_of)
+            for response_id, chunks in chunks_of.items():
+                logs[response_id].note_stored(chunks)
 
     async def _extend(self) -> None:
         """Extend the leases of the running responses, and stop those that no longer run in the database."""
@@ -228,3 +278,8 @@ class BackgroundRuns:
         for response_id, run in runs.items():
             if response_id not in running:  # cancelled or deleted, or it has just ended
                 run.disconnect.note()
+
+
+def _of_log(events: EventLog | None) -> dict[str, Any]:
+    """Return what is stored of a log with the end of its response."""
+    return {} if events is None else {"events": events.chunks(), "num_events": events.num_events}

@@ -11,6 +11,7 @@ from litestar import Controller, Request, Response, delete, get, post
 from litestar.di import NamedDependency
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath, SkipValidation
+from litestar.response import Stream
 
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.client import authenticate
@@ -22,9 +23,11 @@ from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.response import HttpResponse
 from moiety_platform.inference.run import InferenceRun
 from moiety_platform.inference.text_answer import relay
+from moiety_platform.known_parameters import IGNORED
+from moiety_platform.openapi.described import EVENTS as EVENT_STREAM
 from moiety_platform.openapi.described import JSON, Described, describes, event_of
 from moiety_platform.openapi.documents import KEY
-from moiety_platform.query_parameters import one_of, whole
+from moiety_platform.query_parameters import one_of, parse_whole, whole
 from moiety_platform.responses_api.answer_types import (
     EVENTS,
     CompactedResponse,
@@ -36,24 +39,29 @@ from moiety_platform.responses_api.answers import ID_PREFIX, Fields, ResponseHea
 from moiety_platform.responses_api.background import LEASE_MS, BackgroundRuns
 from moiety_platform.responses_api.compaction import CompactBody, CompactionOutput
 from moiety_platform.responses_api.conversation_reader import ConversationReader
-from moiety_platform.responses_api.events import ResponseEvents, StreamErrors
+from moiety_platform.responses_api.events import LoggedEvents, ResponseEvents, StreamErrors
 from moiety_platform.responses_api.items import COMPACTION, FIRST_INPUT, MESSAGE, THOUGHT, Item, with_id, without_id
 from moiety_platform.responses_api.keeper import ResponseKeeper
 from moiety_platform.responses_api.output import ResponseOutput
 from moiety_platform.responses_api.reasoning_cipher import ReasoningCipher
+from moiety_platform.responses_api.resumed_streams import ResumedStreams
 from moiety_platform.responses_api.schemas import ResponsesBody
+from moiety_platform.responses_api.whole import ended_response, take_message
 from moiety_text.reasoning import AnswerReader
-from moiety_wire.messages import Finished, Tokens
 
 PATH = "/v1/responses"
 DEFAULT_LIST = 20
 MAX_LIST = 100
+MAX_NUMBER = 2**31 - 1  # of an event
 TAGS = ("responses",)
 SECURITY = [{KEY: list[str]()}]
 
 Limit = Annotated[str | None, whole(f"At most so many, {DEFAULT_LIST} if not given.", 1, MAX_LIST)]
 Order = Annotated[str | None, one_of("By their place in the conversation; desc if not given.", "asc", "desc")]
-Streamed = Annotated[str | None, one_of("What is kept is not streamed.", "false")]
+Streamed = Annotated[str | None, one_of("Whether to stream the events of a background response.", "true", "false")]
+StartingAfter = Annotated[
+    str | None, whole("The sequence number of the event after which a stream begins.", 0, MAX_NUMBER)
+]
 
 _SHOWN = EndpointDocs(
     tag="responses",
@@ -71,6 +79,7 @@ class StoredResponses:
     authenticator: Authenticator
     keeper: ResponseKeeper
     runs: BackgroundRuns
+    streams: ResumedStreams
 
     async def caller(self, request: Request[Any, Any, Any]) -> Principal:
         """Return the caller, who may use models. Raises Unauthenticated, Forbidden or Unavailable."""
@@ -82,7 +91,7 @@ def response_route(
 ) -> HTTPRouteHandler:
     """Return the handler of the endpoint that answers."""
     answers = ResponseAnswers(keeper, ConversationReader(keeper, cipher), runs)
-    endpoint = Endpoint(PATH, "chat", ID_PREFIX, ResponsesBody, answers.answer, _SHOWN, answers.prepare)
+    endpoint = Endpoint(PATH, "chat", ID_PREFIX, ResponsesBody, answers.answer, _SHOWN, answers.prepare, answers.accept)
     return route(endpoint, partial(runs.serve, serve))
 
 
@@ -101,8 +110,7 @@ class ResponseAnswers:
     async def prepare(self, body: ResponsesBody, record: RequestRecord) -> ResponsesBody:
         """Return the body together with the conversation that it continues.
 
-        A request that neither stores nor continues does not query the store. From here on a background response is
-        stored and needs no client.
+        A request that neither stores nor continues does not query the store.
         """
         if body.store is None and self.keeper.limits.stores_by_default:
             body = body.model_copy(update={"store": True})
@@ -110,17 +118,20 @@ class ResponseAnswers:
             await self.keeper.require_room(record.principal)
         body, ignored = await self.reader.resolve(body, record.principal)
         record.ignored_fields += ignored
-        if body.background:
-            await self._detach(body, record)
         return body
 
-    async def _detach(self, body: ResponsesBody, record: RequestRecord) -> None:
-        """Store the response as queued, and let its request go on without the client. Raises Unavailable."""
-        body.generation()  # what cannot be served is refused before anything is stored
-        queued = msgspec.json.encode(ResponseHead.queueing(body, record).queued())
+    async def accept(self, body: ResponsesBody, record: RequestRecord, reply: HttpResponse) -> None:
+        """Store a background response as queued, and let its request go on without the client. Raises Unavailable."""
+        if not body.background:
+            return
+        queued = msgspec.json.encode(ResponseHead.of(body, record).queued())
         if not await self._store(queued, body, record, LEASE_MS):
             raise Unavailable("the response cannot be stored now, which 'background' needs; try again")
-        self.runs.current.detach(record.request_id, queued, streams=body.wants_stream)
+        if body.wants_stream:
+            self.runs.current.detach_stream(record.request_id, queued)
+        else:
+            headers = support_headers(record.ignored_fields, record.adjusted_fields)
+            self.runs.current.detach(record.request_id, queued, reply, headers)
 
     async def answer(
         self, body: ResponsesBody, run: InferenceRun, record: RequestRecord, reply: HttpResponse
@@ -131,12 +142,13 @@ class ResponseAnswers:
             await self.runs.store_progress(record.request_id, msgspec.json.encode(head.in_progress()))
         if not body.wants_stream:
             async for _, message in run:
-                _take(output, message)
-            return partial(self._send_whole, _ended(head, output, run, record), body, record, reply)
-        events = ResponseEvents(head, output)
+                take_message(output, message)
+            return partial(self._send_whole, ended_response(head, output, run, record), body, record, reply)
+        log = self.runs.current.events
+        events = ResponseEvents(head, output) if log is None else LoggedEvents(head, output, log)
         reply.errors = StreamErrors(events, self.runs.current.note_error)
         await relay(events, run, record, reply)
-        return partial(self._end_stream, events, _ended(head, output, run, record), body, record, reply)
+        return partial(self._end_stream, events, ended_response(head, output, run, record), body, record, reply)
 
     def _output_of(self, body: ResponsesBody, record: RequestRecord, reader: AnswerReader | None) -> ResponseOutput:
         tenant_id = record.principal.tenant_id
@@ -160,9 +172,9 @@ class ResponseAnswers:
         """Store the response if requested, and return its encoding, which says whether it is stored."""
         encoded = msgspec.json.encode(response)
         if body.background:
-            await self.runs.store_end(record.request_id, encoded)
-        elif body.store and not await self._store(encoded, body, record):
-            return msgspec.json.encode({**response, "store": False})
+            return await self.runs.store_end(record.request_id, encoded, self.runs.current.events)
+        if (body.store or body.conversation is not None) and not await self._store(encoded, body, record):
+            return msgspec.json.encode({**response, "store": False, "conversation": None})
         return encoded
 
     async def _store(
@@ -170,7 +182,8 @@ class ResponseAnswers:
     ) -> bool:
         items = [with_id(item, record.request_id, FIRST_INPUT + at) for at, item in enumerate(body.items())]
         parts = (record.principal, record.request_id, body.model, body.continued, items, encoded, lease_ms)
-        return await self.keeper.keep(*parts)
+        has_events = lease_ms is not None and body.wants_stream
+        return await self.keeper.keep(*parts, stores=body.is_stored, has_events=has_events)
 
 
 def compaction_route(serve: Serve, keeper: ResponseKeeper, cipher: ReasoningCipher) -> HTTPRouteHandler:
@@ -214,7 +227,7 @@ class Compactions:
         readers, encrypt = run.new_readers(), self.reader.encrypt_for(record.principal.tenant_id, COMPACTION)
         output = CompactionOutput(record.request_id, None if readers is None else readers[0], encrypt)
         async for _, message in run:
-            _take(output, message)
+            take_message(output, message)
         kept = [item for item in body.all_items() if item["type"] == MESSAGE and item["role"] == "user"]
         fields = {
             "id": record.request_id,
@@ -229,20 +242,6 @@ class Compactions:
         return partial(reply.whole, 200, msgspec.json.encode(fields))
 
 
-def _take(output: ResponseOutput, message: Tokens | Finished) -> None:
-    """Add a message to an answer that is not streamed."""
-    if isinstance(message, Finished):
-        output.take(message.text, None)
-        output.end(message)
-    else:
-        output.take(message.text, message.logprobs)
-
-
-def _ended(head: ResponseHead, output: ResponseOutput, run: InferenceRun, record: RequestRecord) -> Fields:
-    assert output.finished is not None, "an answer has come to its end"
-    return head.ended(output.items, output.finished, run.usage(), record.ended_unix_s)
-
-
 class ResponseController(Controller):
     """Routes of stored responses."""
 
@@ -250,18 +249,33 @@ class ResponseController(Controller):
     tags = TAGS
     security = SECURITY
 
-    @get("/{response_id:str}", opt=describes(Described(answers={200: {JSON: ResponseObject}})))
+    @get(
+        "/{response_id:str}",
+        opt={
+            IGNORED: frozenset({"include", "include[]", "include_obfuscation"}),  # what is stored is returned whole
+            **describes(
+                Described(answers={200: {JSON: ResponseObject, EVENT_STREAM: _SHOWN.event}}, errors=(400, 429))
+            ),
+        },
+    )
     async def retrieve_response(
         self,
         stored: NamedDependency[SkipValidation[StoredResponses]],
         request: Request[Any, Any, Any],
         response_id: FromPath[str],
         stream: Streamed = None,
-    ) -> Response[bytes]:
-        """Return a stored response as it was answered."""
+        starting_after: StartingAfter = None,
+    ) -> Response[bytes] | Stream:
+        """Return a stored response as it was answered, or the events of a streamed background response."""
         owner = await stored.caller(request)
-        if stream not in (None, "false"):
-            raise BadRequest("a stored response is not streamed; leave 'stream' out", param="stream")
+        if stream not in (None, "true", "false"):
+            raise BadRequest("'stream' must be true or false", param="stream")
+        number = -1 if starting_after is None else parse_whole(starting_after, "starting_after")
+        if stream == "true":
+            events = await stored.streams.open(owner, response_id, max(-1, number))
+            return Stream(events, media_type=EVENT_STREAM, headers={"x-accel-buffering": "no"})
+        if starting_after is not None:
+            raise BadRequest("'starting_after' is of streams; send 'stream=true' as well", param="starting_after")
         return Response(await stored.keeper.body(owner, response_id), media_type="application/json")
 
     @delete("/{response_id:str}", status_code=200)

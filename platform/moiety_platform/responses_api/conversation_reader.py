@@ -44,7 +44,9 @@ class ConversationReader:
         continued = Continued()
         if body.previous_response_id is not None:
             continued = await self.keeper.continued(whose, body.previous_response_id)
-        given = await self._without_references(whose, body.items(), continued)
+        elif body.conversation_id is not None:
+            continued = await self.keeper.continued_conversation(whose, body.conversation_id)
+        given = await self.without_references(whose, body.items(), continued)
         notes: set[str] = set()
         read = list(self._decrypted(whose.tenant_id, [*continued.items, *given], notes))
         return body.resolved(continued, given, read), sorted(notes)
@@ -53,8 +55,11 @@ class ConversationReader:
         """Return the function that encrypts the texts of a tenant's items of a type."""
         return partial(self.cipher.encrypt, tenant_id, kind)
 
-    async def _without_references(self, whose: Principal, items: list[Item], continued: Continued) -> list[Item]:
-        """Return the items with those of stored responses in place of references. Raises NotFound."""
+    async def without_references(self, whose: Principal, items: list[Item], continued: Continued) -> list[Item]:
+        """Return the items with those of stored responses in place of references.
+
+        Raises NotFound, BadRequest, TooLarge or Unavailable.
+        """
         wanted = [item["id"] for item in items if item["type"] == REFERENCE]
         if not wanted:
             return items

@@ -11,6 +11,7 @@ from moiety_platform.errors import PlatformError
 from moiety_platform.http_errors import OpenAIErrors
 from moiety_platform.openai_api.answers import chat_logprobs
 from moiety_platform.responses_api.answers import ResponseHead
+from moiety_platform.responses_api.event_log import EventLog
 from moiety_platform.responses_api.items import CALL, CUSTOM_CALL, MESSAGE, SHELL_CALL, THOUGHT, Item, text_part
 from moiety_platform.responses_api.output import (
     ItemBegun,
@@ -55,19 +56,21 @@ class ResponseEvents:
 
     def end(self, response: bytes) -> bytes:
         """Return the last event of the stream for the ended response."""
-        status = msgspec.json.decode(response, type=_Status).status
-        return self.event(f"response.{status}", {"response": msgspec.Raw(response)})
+        return ending_event(response, self._number)
 
     def failed(self, error: PlatformError) -> bytes:
         """Return the last events of a stream that fails."""
-        told = {"code": error.code, "message": error.message, "param": error.param}
-        response = self._head.failed(self._output.items, error)
-        return self.event("error", told) + self.event("response.failed", {"response": response})
+        told = self.failing(error)
+        return told + self.event("response.failed", {"response": self._head.failed(self._output.items, error)})
+
+    def failing(self, error: PlatformError) -> bytes:
+        """Return the event of the error that a stream fails with."""
+        self._number += 1
+        return error_event(error, self._number - 1)
 
     def event(self, kind: str, fields: dict[str, Any]) -> bytes:
-        data = _encode({"type": kind, **fields, "sequence_number": self._number})
         self._number += 1
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+        return _event(kind, fields, self._number - 1)
 
     def _of(self, step: Step) -> bytes:
         match step:
@@ -136,8 +139,49 @@ class ResponseEvents:
         return added + delta + self.event(f"{_COMMAND}.done", {**place, "command": text})
 
 
+class LoggedEvents(ResponseEvents):
+    """Encoder that also adds all events but the last one to a log, from which the stream can be resumed."""
+
+    def __init__(self, head: ResponseHead, output: ResponseOutput, log: EventLog) -> None:
+        super().__init__(head, output)
+        self._log = log
+
+    def opening(self, index: int) -> bytes:
+        return self._logged(super().opening(index))
+
+    def piece(self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None) -> bytes:
+        return self._logged(super().piece(index, text, logprobs))
+
+    def closing(self, index: int, finished: Finished) -> bytes:
+        return self._logged(super().closing(index, finished))
+
+    def failing(self, error: PlatformError) -> bytes:
+        return self._logged(super().failing(error))
+
+    def _logged(self, data: bytes) -> bytes:
+        self._log.add(data, self._number)
+        return data
+
+
 class _Status(msgspec.Struct):
     status: str
+
+
+def ending_event(response: bytes, number: int) -> bytes:
+    """Return the last event of a stream. A cancelled response has no event of its own, and ends as a failed one."""
+    status = msgspec.json.decode(response, type=_Status).status
+    status = "failed" if status == "cancelled" else status
+    return _event(f"response.{status}", {"response": msgspec.Raw(response)}, number)
+
+
+def error_event(error: PlatformError, number: int) -> bytes:
+    """Return the event that a stream has failed."""
+    return _event("error", {"code": error.code, "message": error.message, "param": error.param}, number)
+
+
+def _event(kind: str, fields: dict[str, Any], number: int) -> bytes:
+    data = _encode({"type": kind, **fields, "sequence_number": number})
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
 
 
 class StreamErrors(OpenAIErrors):

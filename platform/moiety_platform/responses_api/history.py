@@ -11,6 +11,7 @@ from moiety_platform.errors import BadRequest
 from moiety_platform.inference.tool_fields import call_for_template
 from moiety_platform.responses_api.calls import call_for_model, name_for_model
 from moiety_platform.responses_api.items import (
+    ADDITIONAL_TOOLS,
     CALLS,
     COMPACTION,
     MESSAGE,
@@ -67,6 +68,8 @@ def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
             thought = {"reasoning_content": text} if text else {}
         elif kind == COMPACTION:
             messages.append({"role": "user", "content": SUMMARY_HEAD + item["summary"]})
+        elif kind == ADDITIONAL_TOOLS:
+            continue  # they are offered beside the messages
         elif kind in RESULTS:
             messages.append({"role": "tool", "content": text_of_result(item), "tool_call_id": item["call_id"]})
         elif is_whole(item):

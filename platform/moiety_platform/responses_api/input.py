@@ -19,6 +19,7 @@ from moiety_platform.inference.body_fields import (
 from moiety_platform.responses_api.call_input import CALL_ITEMS, CallInput
 from moiety_platform.responses_api.content import INPUT_TEXT, OUTPUT_TEXT, REFUSAL, ContentParts, ItemContent
 from moiety_platform.responses_api.items import (
+    ADDITIONAL_TOOLS,
     COMPACTION,
     MESSAGE,
     THOUGHT,
@@ -136,8 +137,8 @@ class AdditionalTools(StrictBody):
     type: Literal["additional_tools"]
     tools: ResponseTools
 
-    def checked(self) -> None:
-        """Return nothing, since it is no part of the conversation."""
+    def checked(self) -> Item:
+        return {"type": ADDITIONAL_TOOLS, "role": "developer", "tools": [tool.fields() for tool in self.tools]}
 
 
 class SkippedItem(StrictBody):
@@ -174,18 +175,19 @@ _ITEMS: dict[str, type[InputItem]] = {
     COMPACTION: CompactionItem,
     TRIGGER: CompactionTrigger,
     REFERENCE: ItemReference,
-    "additional_tools": AdditionalTools,
+    ADDITIONAL_TOOLS: AdditionalTools,
 }
 
 
 def _as_item(value: Any, info: ValidationInfo) -> InputItem:
     """Validate an item as the type that it names, so that errors refer to that type only.
 
-    A message may omit its type, and so may a reference, which has only an id.
+    A message may omit its type, and so may a reference, which has an id and neither role nor content.
     """
     kind = MESSAGE
     if isinstance(value, dict):
-        kind = value.get("type") or (REFERENCE if value.keys() == {"id"} else MESSAGE)
+        is_reference = "id" in value and not value.keys() & {"role", "content"}
+        kind = value.get("type") or (REFERENCE if is_reference else MESSAGE)
     schema = _ITEMS.get(kind, SkippedItem) if isinstance(kind, str) else SkippedItem
     return schema.model_validate(value, context=info.context)
 

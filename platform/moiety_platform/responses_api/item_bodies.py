@@ -6,23 +6,42 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Self
 
-from pydantic import PrivateAttr, ValidationInfo, field_validator
+from pydantic import BeforeValidator, PrivateAttr, StringConstraints, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
-from moiety_platform.inference.body_fields import AskingBody, ModelName
+from moiety_platform.errors import BadRequest
+from moiety_platform.inference.body_fields import AskingBody, ModelName, StrictBody, refuse, shape_of
 from moiety_platform.inference.field_support import mapped
 from moiety_platform.responses_api.call_input import SearchResultItem
 from moiety_platform.responses_api.calls import OfferedTool
 from moiety_platform.responses_api.history import check_results, messages_of
 from moiety_platform.responses_api.input import AdditionalTools, CompactionTrigger, InputItem, InputItems, SkippedItem
-from moiety_platform.responses_api.items import Continued, Item
+from moiety_platform.responses_api.items import HAVE_TOOLS, Continued, Item
 from moiety_platform.responses_api.tool_choice import ResponseChoice
 from moiety_platform.responses_api.tools import (
     ResponseTool,
     ResponseTools,
+    check_offered,
     offered_by,
     readable_type,
     skipped_types,
+    tools_of_item,
 )
+
+
+class ConversationReference(StrictBody):
+    """A conversation, by its id."""
+
+    id: Annotated[str, StringConstraints(min_length=1, max_length=128)]
+
+
+def _as_reference(value: Any) -> Any:
+    return {"id": value} if isinstance(value, str) else value
+
+
+GivenConversation = Annotated[
+    ConversationReference, BeforeValidator(_as_reference, json_schema_input_type=str | ConversationReference)
+]
 
 
 class ItemsBody(AskingBody):
@@ -41,6 +60,11 @@ class ItemsBody(AskingBody):
     def wants_compaction(self) -> bool:
         """Whether the last item asks for a compaction of the conversation in place of an answer."""
         return isinstance(next(reversed(self.input or []), None), CompactionTrigger)
+
+    @property
+    def conversation_id(self) -> str | None:
+        """The conversation that the request adds to. Only some bodies can name one."""
+        return None
 
     @property
     def continued(self) -> Continued:
@@ -80,25 +104,64 @@ class ItemsBody(AskingBody):
 
 
 class ToolItemsBody(ItemsBody):
-    """Base of bodies with tools beside items, some of which may have tools too."""
+    """Base of bodies with tools beside items, some of which may have tools too, and with a conversation."""
 
+    conversation: GivenConversation | None = None
     tools: Annotated[
         ResponseTools | None, mapped("Tools that OpenAI's servers run are skipped, unless `tool_choice` requires one.")
     ] = None
     tool_choice: ResponseChoice | None = None
     parallel_tool_calls: bool | None = None
 
+    _max_tools: int = PrivateAttr(0)
+
     @field_validator("tool_choice")
     @classmethod
     def _choice_among_tools(cls, value: ResponseChoice | None, info: ValidationInfo) -> ResponseChoice | None:
-        if value is not None and info.data.keys() >= {"tools", "input"}:
+        is_new = not info.data.get("previous_response_id") and not info.data.get("conversation")
+        if value is not None and is_new and info.data.keys() >= {"tools", "input"}:
             value.check(_offered(_all_tools(info.data["tools"], info.data["input"])))
         return value
 
+    @model_validator(mode="after")
+    def _check_continued(self, info: ValidationInfo) -> Self:
+        if self.conversation is not None and self.previous_response_id is not None:
+            raise refuse("'conversation' and 'previous_response_id' exclude each other; send one of them")
+        self._max_tools = shape_of(info).max_tools
+        check_offered(self.offered, self._max_tools)
+        return self
+
+    @property
+    def conversation_id(self) -> str | None:
+        """The conversation that the request adds to."""
+        return None if self.conversation is None else self.conversation.id
+
     @cached_property
     def offered(self) -> list[OfferedTool]:
-        """The functions of the model for the tools of the request, in `tools` and in items of `input`."""
-        return _offered(_all_tools(self.tools, self.input))
+        """The functions of the model for the tools in `tools` and in items of the whole conversation."""
+        learned = [tool for item in self._read or () if item["type"] in HAVE_TOOLS for tool in tools_of_item(item)]
+        return _offered([*_all_tools(self.tools, self.input), *learned])
+
+    def resolved(self, continued: Continued, given: Sequence[Item], read: Sequence[Item]) -> Self:
+        """Return a copy of the request that continues a conversation, whose items may have tools too.
+
+        Raises BadRequest if they are too many, or `tool_choice` requires another one.
+        """
+        body = super().resolved(continued, given, read)
+        body.__dict__.pop("offered", None)  # of the request alone
+        for param, check in (("tools", body._check_tools), ("tool_choice", body._check_choice)):
+            try:
+                check()
+            except PydanticCustomError as error:
+                raise BadRequest(f"{param!r}: {error.message()}", param=param) from None
+        return body
+
+    def _check_tools(self) -> None:
+        check_offered(self.offered, self._max_tools)
+
+    def _check_choice(self) -> None:
+        if self.tool_choice is not None:
+            self.tool_choice.check(self.offered)
 
     def skipped_entries(self) -> Iterator[str]:
         """Yield the types of tools and items that have no effect."""

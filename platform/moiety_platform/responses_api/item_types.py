@@ -240,6 +240,15 @@ class InputSearchResult(TypedDict):
     tools: list[dict[str, Any]]
 
 
+class InputTools(TypedDict):
+    """Tools that are offered from here on beside those of a request."""
+
+    id: str
+    type: Literal["additional_tools"]
+    role: Literal["developer"]
+    tools: list[dict[str, Any]]
+
+
 OutputItem = Annotated[
     Any,
     either(
@@ -271,6 +280,7 @@ InputItem = Annotated[
         ResponseLocalShellCall,
         ResponseSearchCall,
         InputSearchResult,
+        InputTools,
         ResponseCompaction,
     ),
 ]

@@ -20,6 +20,7 @@ Item = dict[str, Any]
 MESSAGE = "message"
 THOUGHT = "reasoning"
 COMPACTION = "compaction"
+ADDITIONAL_TOOLS = "additional_tools"
 
 CALL = "function_call"
 CUSTOM_CALL = "custom_tool_call"
@@ -48,23 +49,31 @@ CALLS: Mapping[str, str] = MappingProxyType(
 """Types of calls that the client executes, with the types of their results."""
 
 RESULTS = frozenset(CALLS.values())
+HAVE_TOOLS = frozenset({SEARCH_RESULT, ADDITIONAL_TOOLS})  # which are offered to the model from there on
 FIRST_INPUT = 0x80000  # number of a response's first input item; those of its output begin at 0
 
 _ID_PREFIXES = {
     MESSAGE: "msg", THOUGHT: "rs", COMPACTION: "cmp", CALL: "fc", RESULT: "fco", CUSTOM_CALL: "ctc",
     CUSTOM_RESULT: "ctco", PATCH_CALL: "apc", PATCH_RESULT: "apco", SHELL_CALL: "sh", SHELL_RESULT: "sho",
     LOCAL_SHELL_CALL: "lsh", LOCAL_SHELL_RESULT: "lsho", SEARCH_CALL: "tsc", SEARCH_RESULT: "tso",
+    ADDITIONAL_TOOLS: "at",
 }  # fmt: skip
 _ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})[0-9a-f]{5,}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class Continued:
-    """The stored conversation that a response continues: its items in order, and their stored size in bytes."""
+    """What a response continues: items in order, and their stored size in bytes.
+
+    They are of the response `last_id` and all before it, or of the conversation `conversation_id`, whose next item will
+    have the position `conversation_position`.
+    """
 
     last_id: str | None = None
     items: tuple[Item, ...] = ()
     num_bytes: int = 0
+    conversation_id: str | None = None
+    conversation_position: int | None = None
 
 
 def text_part(text: str, logprobs: list[ChatTokenLogprob] | None = None) -> dict[str, Any]:
@@ -105,9 +114,9 @@ def is_whole(call: Item) -> bool:
     return bool(call["status"] == "completed")
 
 
-def with_id(item: Item, response_id: str, number: int) -> Item:
-    """Return the item with the id of item `number` of a response."""
-    _, _, random = response_id.partition("_")
+def with_id(item: Item, owner_id: str, number: int) -> Item:
+    """Return the item with the id of item `number` of a response or of an addition to a conversation."""
+    _, _, random = owner_id.partition("_")
     return {"id": f"{_ID_PREFIXES[item['type']]}_{random}{number:05x}", **item}
 
 

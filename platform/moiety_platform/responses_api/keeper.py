@@ -1,4 +1,4 @@
-"""Stored conversations as one gateway process serves them.
+"""Stored responses as one gateway process serves them.
 
 A request that stores or continues a response fails closed before it is served: it is refused with 503 while the
 database is unavailable. A response that cannot be stored after generation is still answered, and says so.
@@ -6,22 +6,28 @@ database is unavailable. A response that cannot be stored after generation is st
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import structlog
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.auth.principal import Principal
 from moiety_platform.db.session import Database
 from moiety_platform.errors import BadRequest, NotFound, RateLimited, TooLarge, Unavailable
+from moiety_platform.responses_api.conversation_store import ConversationStore
+from moiety_platform.responses_api.event_log import EventChunk
 from moiety_platform.responses_api.items import Continued, Item
-from moiety_platform.responses_api.models import StoredResponse
-from moiety_platform.responses_api.store import ResponseStore, StorageRoom
+from moiety_platform.responses_api.models import StoredConversation, StoredResponse
+from moiety_platform.responses_api.storage_room import StorageRoom, claim_room, has_room
+from moiety_platform.responses_api.store import ResponseStore, RunState
 from moiety_platform.settings import GatewaySettings
 
 FULL_RETRY_S = 60.0
 FORSAKEN = {"code": "server_error", "message": "the gateway that made this response has stopped; send it again"}
+ENDED_BY_ITSELF = ("completed", "incomplete")  # statuses of responses whose items are added to conversations
 MAX_REFERENCED = 256  # responses whose items a request may refer to
 
 log = structlog.get_logger(__name__)
@@ -59,6 +65,7 @@ class ResponseKeeper:
     ) -> None:
         self._database = database
         self._store = store or ResponseStore()
+        self._conversations = ConversationStore(self._store.now)
         self.limits = limits  # may be replaced, for later requests
 
     # ── Requests that store or continue ──
@@ -72,15 +79,9 @@ class ResponseKeeper:
         if room.max_responses == 0:
             raise BadRequest("this server keeps no responses; leave 'store' out, or send false", param="store")
         async with self._database.read() as session:
-            if await self._store.has_room(session, whose.tenant_id, room):
+            if await has_room(session, whose.tenant_id, room):
                 return
-        raise RateLimited(
-            f"as much is kept for this tenant as may be ({room.max_responses:,} responses, {room.max_bytes:,} bytes); "
-            "delete some, wait until the oldest expire, or leave 'store' out",
-            code="response_storage_full",
-            param="store",
-            retry_after_s=FULL_RETRY_S,
-        )
+        raise storage_full(room, "store")
 
     async def continued(self, whose: Principal, last_id: str) -> Continued:
         """Return the conversation up to a response.
@@ -97,16 +98,44 @@ class ResponseKeeper:
                     code="previous_response_running",
                     param="previous_response_id",
                 )
-            self._check_length(last)
+            self.check_length(last.num_items, last.total_bytes, "previous_response_id")
             chain = await self._store.chain(session, whose, last)
-        if not chain:
+            earlier = await self._earlier_items(session, whose, chain)
+        if not chain or earlier is None:
             raise NotFound(
                 f"the response {last_id!r} continues one that is not kept any more; send the whole conversation as "
                 "'input' instead",
                 code="previous_response_not_found",
                 param="previous_response_id",
             )
-        return Continued(last.id, tuple(_items_of(chain)), last.total_bytes)
+        return Continued(last.id, (*earlier, *_items_of(chain)), last.total_bytes)
+
+    async def continued_conversation(self, whose: Principal, conversation_id: str) -> Continued:
+        """Return the items of a conversation, for a request that adds to it.
+
+        Raises NotFound, BadRequest or TooLarge if it is too long to continue, or Unavailable.
+        """
+        async with self._database.read() as session:
+            found = await self._conversations.find(session, whose, conversation_id)
+            if found is None:
+                raise conversation_not_found(conversation_id)
+            self.check_length(found.num_items, found.num_bytes, "conversation")
+            items = await self._conversations.items(session, found.id, found.next_position)
+        return Continued(None, tuple(items), found.num_bytes, found.id, found.next_position)
+
+    async def _earlier_items(
+        self, session: AsyncSession, whose: Principal, chain: Sequence[StoredResponse]
+    ) -> list[Item] | None:
+        """Return the items of the conversation that the first response of a chain has read.
+
+        Returns None if the conversation is not kept any more.
+        """
+        if not chain or chain[0].conversation_id is None:
+            return []
+        found = await self._conversations.find(session, whose, chain[0].conversation_id)
+        if found is None:
+            return None
+        return await self._conversations.items(session, found.id, chain[0].conversation_position)
 
     async def items_of_responses(self, whose: Principal, response_ids: Collection[str]) -> dict[str, Item]:
         """Return the items of stored responses by their ids, without the responses that are not visible to the key.
@@ -129,18 +158,19 @@ class ResponseKeeper:
             found = await self._store.find_all(session, whose, response_ids)
         return {item["id"]: item for item in _items_of(found)}
 
-    def _check_length(self, last: StoredResponse) -> None:
+    def check_length(self, num_items: int, num_bytes: int, param: str) -> None:
+        """Check that a conversation can be continued. Raises BadRequest or TooLarge."""
         limits = self.limits
-        if last.num_items >= limits.max_items:
+        if num_items >= limits.max_items:
             raise BadRequest(
-                f"the conversation has {last.num_items:,} items; one may have {limits.max_items:,}. Begin a new one",
-                param="previous_response_id",
+                f"the conversation has {num_items:,} items; one may have {limits.max_items:,}. Begin a new one",
+                param=param,
             )
-        if last.total_bytes > limits.max_bytes:
+        if num_bytes > limits.max_bytes:
             raise TooLarge(
-                f"the conversation has {last.total_bytes:,} bytes; this server continues at most {limits.max_bytes:,}. "
+                f"the conversation has {num_bytes:,} bytes; this server continues at most {limits.max_bytes:,}. "
                 "Begin a new one",
-                param="previous_response_id",
+                param=param,
             )
 
     async def keep(
@@ -152,35 +182,82 @@ class ResponseKeeper:
         items: Sequence[Item],
         body: bytes,
         lease_ms: int | None = None,
+        *,
+        stores: bool = True,
+        has_events: bool = False,
     ) -> bool:
         """Store a response and the input items of its request, and return whether that succeeded.
 
-        With a lease it is made in the background, and `update_run` replaces it.
+        With a lease it is made in the background, and `update_run` replaces it. One that has ended adds its items to
+        the conversation that it continues, in the same transaction; without `stores` it does nothing else.
         """
         encoded = msgspec.json.encode(items)
         num_bytes = len(encoded) + len(body)
+        output = _output_of(body)
         response = StoredResponse(
             id=response_id,
             tenant_id=whose.tenant_id,
             project_id=whose.project_id,
             model=model,
             previous_id=continued.last_id,
-            num_items=len(continued.items) + len(items) + len(_output_of(body)),
+            num_items=len(continued.items) + len(items) + len(output),
             num_bytes=num_bytes,
             total_bytes=continued.num_bytes + num_bytes,
+            conversation_id=continued.conversation_id,
+            conversation_position=continued.conversation_position,
+            num_events=0 if has_events else None,
             items=encoded,
             body=body,
         )
         try:
             async with self._database.write() as session:
-                ttl_ms = round(self.limits.ttl_s * 1000)
-                is_kept = await self._store.add(session, response, self.limits.room, ttl_ms, lease_ms)
+                is_kept = await self._add(session, response, [*items, *output], lease_ms, stores=stores)
         except Unavailable as error:
             log.warning("response_not_kept", tenant_id=whose.tenant_id, reason=str(error))
             return False
         if not is_kept:
-            log.warning("response_not_kept", tenant_id=whose.tenant_id, reason="no room, or the tenant is erased")
+            reason = "no room, the tenant is erased, or the conversation is gone"
+            log.warning("response_not_kept", tenant_id=whose.tenant_id, reason=reason)
         return is_kept
+
+    async def _add(
+        self,
+        session: AsyncSession,
+        response: StoredResponse,
+        items: Sequence[Item],
+        lease_ms: int | None,
+        *,
+        stores: bool,
+    ) -> bool:
+        """Store a response, and add its items to its conversation unless it is still made. Returns False if it cannot.
+
+        Nothing is stored then.
+        """
+        adds = response.conversation_id is not None and lease_ms is None
+        num_bytes = response.num_bytes * (stores + adds)
+        if not await claim_room(session, response.tenant_id, self.limits.room, num_bytes, int(stores)):
+            return False
+        if adds and not await self._append(session, response, items):
+            return False
+        if stores:
+            await self._store.add(session, response, self._ttl_ms, lease_ms)
+        return True
+
+    async def _append(self, session: AsyncSession, response: StoredResponse, items: Sequence[Item]) -> bool:
+        """Add the items of a response to its conversation, and return whether there is one. Room has been claimed."""
+        found: StoredConversation | None = None
+        if response.conversation_id is not None:
+            found = await self._conversations.find_in_project(
+                session, response.project_id, response.conversation_id, locks=True
+            )
+        if found is None:
+            return False
+        await self._conversations.append(session, found, items, self._ttl_ms, response.model)
+        return True
+
+    @property
+    def _ttl_ms(self) -> int:
+        return round(self.limits.ttl_s * 1000)
 
     # ── Access to stored responses ──
 
@@ -216,14 +293,65 @@ class ResponseKeeper:
             return cancelled
         return await self.body(whose, response_id)
 
-    async def update_run(self, response_id: str, body: bytes, *, ends: bool) -> bool:
-        """Replace the body of a response that is made in the background, and return whether it was still running.
+    async def update_run(
+        self,
+        response_id: str,
+        body: bytes,
+        *,
+        ends: bool,
+        events: Collection[EventChunk] = (),
+        num_events: int | None = None,
+    ) -> bytes | None:
+        """Replace the body of a running background response, and return it as stored, or None if it ran no longer.
 
-        Raises Unavailable.
+        One that ends adds its items to its conversation, and its last events are stored with it. `num_events` is the
+        number of all its events before the last one, if the caller knows it. Raises Unavailable.
         """
-        num_items = len(_output_of(body)) if ends else 0
         async with self._database.write() as session:
-            return await self._store.update_run(session, response_id, body, num_items, ends=ends)
+            running = await self._store.find_run(session, response_id)
+            if running is None:
+                return None
+            added: list[Item] = []
+            has_claimed = False
+            output = _output_of(body) if ends else []
+            is_whole = ends and msgspec.json.decode(body, type=_Progress).status in ENDED_BY_ITSELF
+            if is_whole and running.conversation_id is not None:
+                added = [*msgspec.json.decode(running.items), *output]
+                num_bytes = len(running.items) + len(body)
+                has_claimed = await claim_room(session, running.tenant_id, self.limits.room, num_bytes, 0)
+            row = await self._store.find_run(session, response_id, locks=True)
+            if row is None:
+                return None
+            if added and not (has_claimed and await self._append(session, row, added)):
+                log.warning("conversation_not_extended", tenant_id=row.tenant_id, response_id=response_id)
+                body = _with_fields(body, conversation=None)
+            if events:
+                await self._store.add_events(session, {response_id: events})
+            if ends and row.num_events is not None:
+                known = num_events is not None
+                row.num_events = num_events if known else await self._store.num_stored_events(session, response_id)
+            await self._store.update_run(row, body, len(output), ends=ends)
+            return body
+
+    # ── Events of streamed background responses ──
+
+    async def add_events(self, chunks_of: Mapping[str, Collection[EventChunk]]) -> None:
+        """Store events of running responses. Raises Unavailable."""
+        async with self._database.write() as session:
+            await self._store.add_events(session, chunks_of)
+
+    async def run_state(self, whose: Principal, response_id: str) -> RunState:
+        """Return the progress of a response. Raises NotFound or Unavailable."""
+        async with self._database.read() as session:
+            found = await self._store.run_state(session, whose, response_id)
+        if found is None:
+            raise _not_found("response", response_id, "response_id")
+        return found
+
+    async def events(self, response_id: str, number: int) -> list[EventChunk]:
+        """Return some stored events of a response from a sequence number on, in chunks. Raises Unavailable."""
+        async with self._database.read() as session:
+            return await self._store.events(session, response_id, number)
 
     async def extend_runs(self, response_ids: Collection[str], lease_ms: int) -> set[str]:
         """Extend the leases of responses that this process makes, and return those that go on. Raises Unavailable."""
@@ -240,8 +368,9 @@ class ResponseKeeper:
             if found is None:
                 raise _not_found("response", response_id, "response_id")
             chain = await self._store.chain(session, whose, found)
+            earlier = await self._earlier_items(session, whose, chain)
         own: list[Item] = msgspec.json.decode(found.items)
-        return [*_items_of(chain[:-1]), *own]
+        return [*(earlier or ()), *_items_of(chain[:-1]), *own]
 
     async def delete(self, whose: Principal, response_id: str) -> None:
         """Delete a response. Raises NotFound or Unavailable."""
@@ -256,11 +385,16 @@ class _Output(msgspec.Struct):
 
 class _Progress(msgspec.Struct):
     background: bool = False
+    status: str = ""
 
 
 def with_end(body: bytes, status: str, error: dict[str, str] | None) -> bytes:
     """Return a response that is made in the background with the status and error of its end."""
-    return msgspec.json.encode({**msgspec.json.decode(body), "status": status, "error": error})
+    return _with_fields(body, status=status, error=error)
+
+
+def _with_fields(body: bytes, **fields: Any) -> bytes:
+    return msgspec.json.encode({**msgspec.json.decode(body), **fields})
 
 
 def _output_of(body: bytes) -> list[Item]:
@@ -282,4 +416,22 @@ def _not_found(what: str, response_id: str, param: str) -> NotFound:
         "are kept, and only for some time",
         code=f"{what.replace(' ', '_')}_not_found",
         param=param,
+    )
+
+
+def conversation_not_found(conversation_id: str) -> NotFound:
+    return NotFound(
+        f"there is no conversation {conversation_id[:64]!r} for this key; create one with POST /v1/conversations",
+        code="conversation_not_found",
+        param="conversation",
+    )
+
+
+def storage_full(room: StorageRoom, param: str | None = None) -> RateLimited:
+    return RateLimited(
+        f"as much is kept for this tenant as may be ({room.max_responses:,} responses and conversations, "
+        f"{room.max_bytes:,} bytes); delete some, wait until the oldest expire, or leave 'store' out",
+        code="response_storage_full",
+        param=param,
+        retry_after_s=FULL_RETRY_S,
     )

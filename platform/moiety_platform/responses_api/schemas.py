@@ -25,7 +25,6 @@ from moiety_platform.inference.body_fields import (
     Retention,
     StrictBody,
     refuse,
-    shape_of,
     shows,
 )
 from moiety_platform.inference.field_support import ignored, mapped, refused
@@ -37,7 +36,6 @@ from moiety_platform.responses_api.compaction import TIERS, compaction_of
 from moiety_platform.responses_api.input import InputItems
 from moiety_platform.responses_api.item_bodies import ToolItemsBody
 from moiety_platform.responses_api.tool_choice import AUTO
-from moiety_platform.responses_api.tools import check_offered
 from moiety_wire.messages import Sampling
 
 LOGPROBS = "message.output_text.logprobs"
@@ -73,7 +71,6 @@ _RULES: dict[str, Any] = {
     ]
 }
 _REFUSED = {
-    "conversation": "conversations are not stored here; use 'previous_response_id', or send the items as 'input'",
     "prompt": "prompts are not stored here; send the text of the prompt as 'instructions' or 'input'",
     "moderation": "prompts and answers are not moderated here; leave the field out, and moderate them yourself",
 }
@@ -156,7 +153,6 @@ class ResponsesBody(GeneratingBody, ToolItemsBody):
     client_metadata: Annotated[dict[str, Any] | None, ignored("It is for OpenAI's own statistics.")] = None
     access_programs: Annotated[dict[str, Any] | None, ignored("There are no such programs here.")] = None
     image: Annotated[dict[str, Any] | None, ignored("Images are not compressed.")] = None
-    conversation: Annotated[_Refused, refused(_REFUSED["conversation"])] = None
     prompt: Annotated[_Refused, refused(_REFUSED["prompt"])] = None
     moderation: Annotated[_Refused, refused(_REFUSED["moderation"])] = None
 
@@ -177,14 +173,13 @@ class ResponsesBody(GeneratingBody, ToolItemsBody):
         return value
 
     @model_validator(mode="after")
-    def _check_together(self, info: ValidationInfo) -> Self:
+    def _check_together(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise refuse("'stream_options' is allowed only when 'stream' is true")
         if self.top_logprobs and not self.wants_logprobs:
             raise refuse(f"'top_logprobs' is allowed only when 'include' has {LOGPROBS!r}")
         if self.background and self.store is False:
             raise refuse("'background' needs 'store', since the response is read from the store; leave 'store' out")
-        check_offered(self.offered, shape_of(info).max_tools)
         return self
 
     @property

@@ -6,29 +6,32 @@ A response is visible to keys of its project that may use its model. For all oth
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import BigInteger, ColumnElement, delete, exists, func, literal, select, update
+from sqlalchemy import BigInteger, ColumnElement, delete, func, literal, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.auth.principal import Principal
+from moiety_platform.db.dialect import insert_into
 from moiety_platform.db.expired import oldest_expired
 from moiety_platform.db.now import now_ms
-from moiety_platform.responses_api.models import StoredResponse
-from moiety_platform.tenants.models import Tenant, TenantDeletion
+from moiety_platform.responses_api.event_log import EventChunk
+from moiety_platform.responses_api.models import StoredEvents, StoredResponse
 
 PURGE_ROWS = 100  # per transaction, each with one turn of a conversation
+READ_CHUNKS = 16  # of events, per transaction
 
 _ID = re.compile(r"resp_[0-9a-f]{32}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class StorageRoom:
-    """Storage limits of a tenant."""
+class RunState:
+    """Progress of a response. `num_events` is None if it has no stored events."""
 
-    max_responses: int
-    max_bytes: int
+    is_running: bool
+    is_forsaken: bool
+    num_events: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,37 +40,18 @@ class ResponseStore:
 
     now: Callable[[], ColumnElement[int]] = now_ms
 
-    async def has_room(self, session: AsyncSession, tenant_id: str, room: StorageRoom, num_bytes: int = 0) -> bool:
-        """Return whether one more response of `num_bytes` bytes may be stored for the tenant."""
-        sums = select(func.count(), func.sum(StoredResponse.num_bytes)).where(StoredResponse.tenant_id == tenant_id)
-        num_responses, total = (await session.execute(sums)).one()
-        return num_responses < room.max_responses and int(total or 0) + num_bytes <= room.max_bytes
-
     async def add(
-        self,
-        session: AsyncSession,
-        response: StoredResponse,
-        room: StorageRoom,
-        ttl_ms: int,
-        lease_ms: int | None = None,
-    ) -> bool:
+        self, session: AsyncSession, response: StoredResponse, ttl_ms: int, lease_ms: int | None = None
+    ) -> None:
         """Store a response for `ttl_ms`. One that is made in the background is running for `lease_ms`.
 
-        Returns False if the tenant's storage is full or the tenant is being deleted. The tenant's row is locked, so
-        that concurrent requests do not use the same free space and none is added after a deletion has begun.
+        The caller has claimed room for it.
         """
-        tenant_id = response.tenant_id
-        await session.execute(select(Tenant.id).where(Tenant.id == tenant_id).with_for_update(key_share=True))
-        if await session.scalar(select(exists().where(TenantDeletion.tenant_id == tenant_id))):
-            return False
-        if not await self.has_room(session, tenant_id, room, response.num_bytes):
-            return False
         now_ms = int(await session.scalar(select(self.now())) or 0)
         response.expires_ms = now_ms + ttl_ms
         if lease_ms is not None:
             response.running_until_ms = now_ms + lease_ms
         session.add(response)
-        return True
 
     async def find(self, session: AsyncSession, whose: Principal, response_id: str) -> StoredResponse | None:
         """Return the response if it is visible to the key."""
@@ -127,23 +111,65 @@ class ResponseStore:
         )
         return set((await session.scalars(extended)).all())
 
-    async def update_run(
-        self, session: AsyncSession, response_id: str, body: bytes, num_new_items: int = 0, *, ends: bool
-    ) -> bool:
-        """Replace the body of a running response, and return whether it was running."""
-        row = await session.scalar(
-            select(StoredResponse)
-            .where(StoredResponse.id == response_id, StoredResponse.running_until_ms.is_not(None))
-            .with_for_update()
+    async def find_run(self, session: AsyncSession, response_id: str, *, locks: bool = False) -> StoredResponse | None:
+        """Return the response if it is running, locked on demand until the transaction ends."""
+        running = select(StoredResponse).where(
+            StoredResponse.id == response_id, StoredResponse.running_until_ms.is_not(None)
         )
-        if row is None:
-            return False
+        if locks:
+            running = running.with_for_update().execution_options(populate_existing=True)
+        return await session.scalar(running)
+
+    async def update_run(self, row: StoredResponse, body: bytes, num_new_items: int = 0, *, ends: bool) -> None:
+        """Replace the body of a running response, which is locked."""
         more = len(body) - len(row.body)
         row.body, row.num_items = body, row.num_items + num_new_items
         row.num_bytes, row.total_bytes = row.num_bytes + more, row.total_bytes + more
         if ends:
             row.running_until_ms = None
-        return True
+
+    # ── Events ──
+
+    async def run_state(self, session: AsyncSession, whose: Principal, response_id: str) -> RunState | None:
+        """Return the progress of a response that is visible to the key."""
+        until, now = StoredResponse.running_until_ms, self.now()
+        wanted = select(until.is_not(None), until < now, StoredResponse.num_events)
+        found = await session.execute(wanted.where(StoredResponse.id == _possible(response_id), *self._visible(whose)))
+        row = found.first()
+        return None if row is None else RunState(bool(row[0]), bool(row[1]), row[2])
+
+    async def add_events(self, session: AsyncSession, chunks_of: Mapping[str, Collection[EventChunk]]) -> None:
+        """Store chunks of running responses. A chunk that is stored already stays as it is."""
+        running = select(StoredResponse).where(
+            StoredResponse.id.in_(chunks_of), StoredResponse.running_until_ms.is_not(None)
+        )
+        for row in (await session.scalars(running.order_by(StoredResponse.id).with_for_update())).all():
+            for chunk in chunks_of[row.id]:
+                added = insert_into(session, StoredEvents).values(
+                    response_id=row.id,
+                    first_number=chunk.first_number,
+                    tenant_id=row.tenant_id,
+                    num_events=chunk.num_events,
+                    events=chunk.events,
+                )
+                added = added.on_conflict_do_nothing().returning(StoredEvents.first_number)
+                if await session.scalar(added) is not None:
+                    row.num_bytes += len(chunk.events)
+
+    async def events(
+        self, session: AsyncSession, response_id: str, number: int, limit: int = READ_CHUNKS
+    ) -> list[EventChunk]:
+        """Return stored chunks with the event of this sequence number and later ones, in order."""
+        last_number = StoredEvents.first_number + StoredEvents.num_events
+        wanted = select(StoredEvents.first_number, StoredEvents.num_events, StoredEvents.events)
+        wanted = wanted.where(StoredEvents.response_id == response_id, last_number > number)
+        found = await session.execute(wanted.order_by(StoredEvents.first_number).limit(limit))
+        return [EventChunk(*row) for row in found]
+
+    async def num_stored_events(self, session: AsyncSession, response_id: str) -> int:
+        """Return the number of events in the stored chunks of a response."""
+        total = select(func.sum(StoredEvents.num_events)).where(StoredEvents.response_id == response_id)
+        return int(await session.scalar(total) or 0)
 
     async def purge(self, session: AsyncSession, limit: int = PURGE_ROWS) -> int:
         """Delete at most `limit` expired responses, the oldest first, and return their number."""

@@ -32,7 +32,7 @@ class InputTokensBody(ToolItemsBody):
     ] = None
     personality: Annotated[str | None, ignored("Models have no such option. Say it in the instructions.")] = None
 
-    def conversation(self) -> Conversation:
+    def counted(self) -> Conversation:
         """Return the conversation to count. Raises BadRequest if calls and results do not match."""
         offer = (self.tool_choice or AUTO).offer(self.offered, parallel=self.parallel_tool_calls is not False)
         effort = None if self.reasoning is None else self.reasoning.effort
@@ -61,5 +61,5 @@ class ResponseTokensController(Controller):
         adapter = None if models.adapters is None else await models.adapters.find(whose.tenant_id, body.model)
         base = body.model if adapter is None else adapter.model
         text = await models.texts.get(models.replicas.card(base, allowed_of(whose.allowed_models, adapter)))
-        (token_ids,) = await text.encode([body.conversation()])
+        (token_ids,) = await text.encode([body.counted()])
         return {"object": "response.input_tokens", "input_tokens": len(token_ids)}

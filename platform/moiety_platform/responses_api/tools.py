@@ -10,13 +10,15 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, PlainValidator, ValidationInfo
+from pydantic import AfterValidator, Field, PlainValidator, TypeAdapter, ValidationInfo
 
-from moiety_platform.inference.body_fields import StrictBody, refuse, shape_of
+from moiety_platform.inference.body_fields import INT32_MAX, StrictBody, refuse, shape_of
 from moiety_platform.inference.custom_tools import CustomGrammar, custom_tool_of
 from moiety_platform.inference.field_support import ignored
+from moiety_platform.inference.shape_limits import ShapeLimits
 from moiety_platform.inference.tool_fields import MAX_TOOLS, ToolName, ToolSchema, few_tools, tool_of
 from moiety_platform.responses_api.calls import BUILT_IN, OfferedTool, ToolKind, name_for_model
+from moiety_platform.responses_api.items import Item
 
 _TYPE = re.compile(r"[a-z0-9_]{1,64}", re.ASCII)
 _Flag = Annotated[bool | None, ignored("All tools are offered from the beginning.")]
@@ -225,6 +227,17 @@ ResponseTools = Annotated[
     few_tools,
     AfterValidator(_check_names),
 ]
+
+
+_STORED = TypeAdapter(list[Annotated[ResponseTool, PlainValidator(_as_tool)]])
+
+
+_UNBOUNDED = ShapeLimits(max_tools=INT32_MAX, max_tool_schema_bytes=INT32_MAX, max_grammar_bytes=INT32_MAX)
+
+
+def tools_of_item(item: Item) -> list[ResponseTool]:
+    """Return the tools in a stored item, which met the limits when a client sent them."""
+    return _STORED.validate_python(item["tools"], context=_UNBOUNDED)
 
 
 def offered_by(tools: Sequence[ResponseTool]) -> list[OfferedTool]:

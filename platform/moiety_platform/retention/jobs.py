@@ -21,6 +21,7 @@ from moiety_platform.files.store import give_ends, read_clock
 from moiety_platform.idempotency.store import KeyStore
 from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.quota.purge import purge_forsaken, purge_windows
+from moiety_platform.responses_api.conversation_store import ConversationStore
 from moiety_platform.responses_api.store import ResponseStore
 from moiety_platform.retention.leases import Now
 from moiety_platform.retention.orphans import OrphanedObjects
@@ -58,6 +59,7 @@ def retention_jobs_of(
     jobs: list[RetentionJob | ObjectJob] = [
         RetentionJob("idempotent_requests", KeyStore(now=now).purge),
         RetentionJob("responses", ResponseStore(now).purge),
+        RetentionJob("conversations", ConversationStore(now).purge),
         ObjectJob("files", files.purge),
         ObjectJob("file_contents", files.move_some),
         RetentionJob("batches", partial(purge_batches, keep_ms=settings.keep_batches_days * DAY_MS, now=now)),

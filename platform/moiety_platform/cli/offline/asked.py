@@ -122,14 +122,22 @@ class OfflineLine:
         return answered(self.work.key, self.work.custom_id, request_id, body)
 
 
+OFFLINE_ENDPOINTS = {
+    path: endpoint
+    for path, endpoint in ENDPOINTS.items()
+    if issubclass(endpoint.schema, GenerationBody | EmbeddingBody)
+}
+"""Endpoints that lines may ask without a gateway."""
+
+
 async def ask(work: Work, data: bytes, card: ModelCard, text: ModelText) -> OfflineLine | bytes:
     """Return the line with the sequences for the engine, or the answer of an invalid line."""
     prefix = ""
     try:
         line = read_line(RawLine(work.number, work.start, data), MAX_LINE_BYTES, MAX_JSON_DEPTH)
-        endpoint = ENDPOINTS.get(line.url)
+        endpoint = OFFLINE_ENDPOINTS.get(line.url)
         if endpoint is None:
-            message = f"'url' is {line.url[:64]!r}; it must be one of {', '.join(ENDPOINTS)}"
+            message = f"'url' is {line.url[:64]!r}; it must be one of {', '.join(OFFLINE_ENDPOINTS)}"
             raise BadRequest(message, param="url", code="mismatched_endpoint")
         if not issubclass(endpoint.schema, (GenerationBody, EmbeddingBody, PoolingBody)):
             message = f"{line.url} is available in batches of a gateway only; use /v1/chat/completions"

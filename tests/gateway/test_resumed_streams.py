@@ -1,0 +1,138 @@
+"""Streams of background responses that clients resume after an event, however the responses end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sqlalchemy import delete, func, select, update
+
+from moiety_platform.engine_client.fake import FakeEngineClient
+from moiety_platform.responses_api.event_log import CHUNK_BYTES, EventLog, numbered
+from moiety_platform.responses_api.models import StoredEvents, StoredResponse
+from moiety_wire.messages import Failed, FailureCode, ModelCard
+
+from .conftest import DEADLINE_S, RunningGateway, StartGateway, always
+from .test_background_responses import LONG, ended, endless  # noqa: F401  a fixture
+
+BODY: dict[str, Any] = {"model": "tiny", "input": "hello", "max_output_tokens": 20, "background": True, "stream": True}
+
+
+async def resumed(gateway: RunningGateway, response_id: str, after: int | None = None) -> list[Any]:
+    more: dict[str, Any] = {} if after is None else {"starting_after": after}
+    stream = await gateway.client.responses.retrieve(response_id, stream=True, **more)
+    return [event async for event in stream]
+
+
+async def test_a_stream_is_resumed_after_any_event_with_the_same_events(gateway: RunningGateway) -> None:
+    live = [event async for event in await gateway.client.responses.create(**BODY)]
+    assert [event.sequence_number for event in live] == list(range(len(live)))
+    response_id = live[0].response.id
+    assert await resumed(gateway, response_id) == live
+    for after in range(len(live)):
+        assert await resumed(gateway, response_id, after) == live[after + 1 :]
+    await gateway.client.responses.delete(response_id)
+    async with gateway.database.read() as session:
+        assert await session.scalar(select(func.count()).select_from(StoredEvents)) == 0
+    with pytest.raises(openai.NotFoundError):
+        await resumed(gateway, response_id)
+
+
+async def test_a_stream_whose_client_left_is_read_on_while_the_response_is_made(
+    start_gateway: StartGateway,
+    endless: FakeEngineClient,  # noqa: F811
+) -> None:
+    async with start_gateway([endless], credit_window_tokens=8) as gateway:
+        async with await gateway.client.responses.create(**LONG, background=True, stream=True) as stream:
+            seen = [await anext(stream) for _ in range(5)]
+        response_id, last = seen[0].response.id, seen[-1].sequence_number
+        numbers: list[int] = []
+        async with (
+            asyncio.timeout(DEADLINE_S),
+            await gateway.client.responses.retrieve(response_id, stream=True, starting_after=last) as stream,
+        ):
+            async for event in stream:
+                numbers.append(event.sequence_number)
+                if len(numbers) == 50:
+                    await gateway.client.responses.cancel(response_id)
+        assert numbers == list(range(last + 1, last + 1 + len(numbers)))
+        assert (event.type, event.response.status) == ("response.failed", "cancelled")
+
+
+async def test_a_failed_response_ends_its_resumed_stream(start_gateway: StartGateway, card: ModelCard) -> None:
+    async with start_gateway([FakeEngineClient(card)]) as gateway:
+        gateway.engine.script = always(Failed("", 0, FailureCode.ENGINE_FAILED, "no, because", 0))
+        with pytest.raises(openai.APIError):
+            [event async for event in await gateway.client.responses.create(**BODY)]
+        async with gateway.database.read() as session:
+            (response_id,) = (await session.scalars(select(StoredResponse.id))).all()
+        assert (await ended(gateway, response_id)).status == "failed"
+        (event,) = await resumed(gateway, response_id)
+        assert (event.type, event.response.error.message) == ("response.failed", "no, because")
+
+
+async def test_a_response_of_a_gateway_that_died_ends_its_resumed_stream(gateway: RunningGateway) -> None:
+    live = [event async for event in await gateway.client.responses.create(**BODY)]
+    begun = live[0].response.model_dump_json().encode()
+    async with gateway.database.write() as session:  # as if its gateway had died just before the end
+        await session.execute(update(StoredResponse).values(running_until_ms=1, num_events=0, body=begun))
+    events = await resumed(gateway, live[0].response.id)
+    assert events[:-1] == live[:-1]
+    assert (events[-1].type, events[-1].response.status) == ("response.failed", "failed")
+    assert events[-1].sequence_number == live[-1].sequence_number
+
+
+async def test_lost_events_are_told_and_responses_without_events_are_refused(gateway: RunningGateway) -> None:
+    live = [event async for event in await gateway.client.responses.create(**BODY)]
+    async with gateway.database.write() as session:
+        await session.execute(delete(StoredEvents))
+    headers = {"authorization": f"Bearer {gateway.key}"}
+    async with httpx.AsyncClient(base_url=gateway.url, headers=headers) as client:
+        path = f"/v1/responses/{live[0].response.id}"
+        told = (await client.get(f"{path}?stream=true&starting_after=1")).text
+        data = json.loads(told.split("data: ")[1])
+        assert (data["type"], data["code"], data["sequence_number"]) == ("error", "events_not_stored", 2)
+        for query, status in (
+            ("starting_after=1", 400),
+            ("stream=yes", 400),
+            ("stream=true&starting_after=x", 400),
+            ("include[]=reasoning.encrypted_content", 200),
+        ):
+            assert (await client.get(f"{path}?{query}")).status_code == status, query
+    quiet = await gateway.client.responses.create(**BODY | {"stream": False})
+    with pytest.raises(openai.BadRequestError) as refused:
+        await resumed(gateway, quiet.id)
+    assert refused.value.code == "response_not_streamable"
+
+
+async def test_a_repeated_background_request_gets_its_queued_answer_while_the_response_is_made(
+    start_gateway: StartGateway,
+    endless: FakeEngineClient,  # noqa: F811
+) -> None:
+    async with start_gateway([endless], credit_window_tokens=8) as gateway:
+        key = {"idempotency-key": "one"}
+        first = await gateway.client.responses.create(**LONG, background=True, extra_headers=key)
+        again = await gateway.client.responses.create(**LONG, background=True, extra_headers=key)
+        assert again == first and endless.state.num_inflight <= 1
+        await gateway.client.responses.cancel(first.id)
+        await gateway.rows.wait_for(1)
+
+
+@given(st.lists(st.integers(1, CHUNK_BYTES), max_size=8), st.integers(0, 8), st.sets(st.integers(0, 8)))
+def test_chunks_hold_every_event_once_whenever_they_are_taken(sizes: list[int], start: int, taken: set[int]) -> None:
+    events = [b"event: e\ndata: %b\n\n" % (b"%d" % number * size)[:size] for number, size in enumerate(sizes)]
+    log, chunks = EventLog(), []
+    for number, event in enumerate(events):
+        log.add(event, number + 1)
+        if number in taken:
+            chunks += log.chunks()
+            log.note_stored(log.chunks())
+    chunks += log.chunks()
+    wanted = [chunk for chunk in chunks if chunk.next_number > start]
+    assert b"".join(data for data, _ in numbered(wanted, start)) == b"".join(events[start:])
