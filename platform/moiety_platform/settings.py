@@ -117,6 +117,10 @@ class GatewaySettings(BaseSettings):
     webhook_networks: Annotated[tuple[str, ...], NoDecode] = live(
         (), "Private networks in which webhooks may have addresses, in addition to the public internet."
     )
+    image_link_networks: Annotated[tuple[str, ...], NoDecode] = live(
+        (), "Private networks to which links to images may lead, in addition to the public internet."
+    )
+    max_image_links: int = live(0, "Largest number of links to images in a request. 0: none is followed.", ge=0, le=64)
 
     max_body_bytes: int = live(4 * 1024 * 1024, "Largest request body accepted, in bytes.", ge=1024)
     max_json_depth: int = live(64, "Largest nesting depth of the JSON of a request body.", ge=4, le=128)
@@ -311,7 +315,7 @@ class GatewaySettings(BaseSettings):
         "auto", "Format of the log. auto writes columns on a terminal, otherwise JSON."
     )
 
-    @field_validator("engines", "webhook_networks", "cors_allowed_origins", mode="before")
+    @field_validator("engines", "webhook_networks", "image_link_networks", "cors_allowed_origins", mode="before")
     @classmethod
     def _split_list(cls, value: object) -> object:
         if isinstance(value, str):
@@ -342,7 +346,7 @@ class GatewaySettings(BaseSettings):
             raise ValueError("an engine address is listed twice")
         return value
 
-    @field_validator("webhook_networks")
+    @field_validator("webhook_networks", "image_link_networks")
     @classmethod
     def _check_networks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for network in value:

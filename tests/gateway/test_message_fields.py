@@ -248,7 +248,7 @@ async def test_a_tools_image_is_replaced_by_a_text_and_the_loop_goes_on(tool_gat
     tools = [{"name": "mcp.read:file", "input_schema": {"type": "object"}}]
     _, headers = await raw(tool_gateway, messages=turns, tools=tools)
     prompt = last_prompt(tool_gateway)
-    assert "ok\n[This image is not shown: results are text only.]\nTool found: now\n<browser_state>" in prompt
+    assert "ok\n[This image is not shown: the model reads text only.]\nTool found: now\n<browser_state>" in prompt
     assert headers[IGNORED] == "messages.2.content.0.content.1"
     with pytest.raises(anthropic.BadRequestError, match="reads text only"):
         await raw(tool_gateway, messages=[{"role": "user", "content": [results[0], image]}])

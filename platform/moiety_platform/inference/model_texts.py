@@ -21,6 +21,7 @@ from moiety_platform.inference.strict_tools import grammar_of_calls
 from moiety_platform.inference.system_messages import as_user_messages, takes_late_system
 from moiety_platform.inference.template_options import TemplateOptions
 from moiety_platform.inference.thought_limits import budget_of_markers, closing_text, grammar_after_thought
+from moiety_platform.inference.tool_result_images import shows_result_images, with_images_after_results
 from moiety_platform.inference.truncated_inputs import truncated_inputs
 from moiety_text.chat import ChatTemplate
 from moiety_text.conversation import ConversationEncoder
@@ -88,6 +89,8 @@ class ModelText:
         self._model = card.model
         self._follows_grammars = card.follows_grammars
         self._images = card.images
+        placeholder = None if card.images is None else self._tokenizer.find_token(card.images.image_token_id)
+        self._shows_result_images = shows_result_images(template, placeholder, self._tool_format)
         self.labels, self.score_activation = card.labels, card.score_activation
         self._vocab_size = card.vocab_size
         self._max_context_tokens = card.max_context_tokens
@@ -395,6 +398,8 @@ class ModelText:
     def _begun(self, conversation: Conversation) -> tuple[Opening, Sequence[Mapping[str, Any]]]:
         """Return the beginning of the answer, and the messages in the template's form. Raises BadRequest."""
         messages: Sequence[Mapping[str, Any]] = conversation.messages
+        if not self._shows_result_images:
+            messages = with_images_after_results(messages)
         if not self._takes_late_system:
             messages = as_user_messages(messages)
         if self._harmony is not None:

@@ -36,6 +36,7 @@ from moiety_platform.inference.engine_submits import RequestOrigin, check_limits
 from moiety_platform.inference.field_support import ignored_fields, support_headers
 from moiety_platform.inference.generation import Generation, PoolingTask, TextPair, with_single_texts
 from moiety_platform.inference.idempotency import claim_key
+from moiety_platform.inference.image_preparation import ImagePreparation
 from moiety_platform.inference.keep_alive import KeepAlive
 from moiety_platform.inference.model_text_cache import ModelTexts
 from moiety_platform.inference.quota_reservation import Tariffs
@@ -82,6 +83,7 @@ class PipelineServices:
     texts: ModelTexts
     metrics: Metrics
     clock: Clock
+    images: ImagePreparation
     adapters: AdapterCache | None = None
     next_turn_prefill: NextTurnPrefill | None = None
 
@@ -179,6 +181,10 @@ class RequestPipeline:
         try:
             _refuse_hopeless(generation, matched)
             text = await services.texts.get(matched.card)
+            tenant_id = record.principal.tenant_id
+            generation, replaced = await services.images.prepare(generation, matched.card, tenant_id)
+            record.generation = generation
+            record.ignored_fields += replaced
             seconds: list[int] = []
             if isinstance(generation.prompts[0], TextPair):
                 prompts, seconds = await text.encode_pairs(generation)
