@@ -1,3 +1,4 @@
+# ruff: noqa: F811  fixtures are imported
 """Links to images: what is fetched, what is not, and how a tenant's fetches are bounded."""
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ async def test_a_linked_image_reaches_the_engine_as_a_file(
 
 async def test_a_link_that_fails_names_its_place_or_becomes_a_text_in_a_tools_result(
     start_gateway: StartGateway,
-    seeing: ModelCard,  # noqa: F811
+    seeing: ModelCard,
 ) -> None:
     card = msgspec.structs.replace(seeing, chat_template=TOOL_TEMPLATE)
     async with file_server(sends(b"", "404 Not Found")) as (url, _):

@@ -238,7 +238,7 @@ async def test_a_stored_response_goes_on_with_its_images(start_gateway: StartGat
         status, _, answer = await gateway.post(RESPONSES, {**response_of(WIDE), "store": True})
         assert status == 200, answer
         response_id = json.loads(answer)["id"]
-        (item,) = (await gateway.openai.responses.input_items.list(response_id)).data
+        (item,) = (await gateway.client.responses.input_items.list(response_id)).data
         assert item.content[-1].image_url == data_url(WIDE)
         more = {**response_of(TALL), "previous_response_id": response_id, "store": True}
         status, _, answer = await gateway.post(RESPONSES, more)

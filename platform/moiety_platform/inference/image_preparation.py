@@ -25,6 +25,7 @@ from moiety_platform.inference.prompt_images import (
     reads_text_only,
     text_part,
 )
+from moiety_wire.images import ImageRules
 from moiety_wire.messages import ModelCard
 
 TEXT_ONLY = "the model reads text only"
@@ -54,7 +55,7 @@ class ImagePreparation:
 
         Raises the errors of `prepare`.
         """
-        images, rules = images_of(conversation), card.images
+        images, rules = images_of(conversation), card.images or card.image_allowance
         if not images:
             return conversation, []
         files: dict[str, bytes | CannotFetch] = {}
@@ -92,7 +93,7 @@ def _prepared(
     if not is_image(part):
         return part
     image: PromptImage = part["image"]
-    rules = card.images
+    rules = card.images or card.image_allowance
     if rules is None:
         if is_result:
             return _not_shown(TEXT_ONLY)
@@ -104,7 +105,9 @@ def _prepared(
         raise invalid_image(f"the image at {image.path or 'a link'} cannot be fetched: {data}")
     if is_result:
         try:
-            rules.num_tokens(*check_file(data, rules))
+            size = check_file(data, rules)
+            if isinstance(rules, ImageRules):
+                rules.num_tokens(*size)
         except ValueError as exc:
             return _not_shown(str(exc))
     return image_part(msgspec.structs.replace(image, data=data, url=""))

@@ -16,7 +16,7 @@ import msgspec
 
 from moiety_platform.errors import BadRequest
 from moiety_platform.inference.generation import Conversation, Prompt
-from moiety_wire.images import ImageInput, ImageRules, image_size
+from moiety_wire.images import ImageAllowance, ImageInput, ImageRules, image_size
 
 NOT_SUPPORTED = "images_not_supported"  # error codes
 INVALID_IMAGE = "invalid_image"
@@ -153,7 +153,7 @@ def check_number(num_images: int, max_images: int) -> None:
         raise invalid_image(f"there are {num_images} images; a request may have {max_images}. Send fewer")
 
 
-def check_together(images: Sequence[PromptImage], limits: ImageRules) -> None:
+def check_together(images: Sequence[PromptImage], limits: ImageRules | ImageAllowance) -> None:
     """Check the number of images and their bytes together. Raises BadRequest."""
     check_number(len(images), limits.max_images)
     if sum(len(image.data) for image in images) > limits.max_total_bytes:
@@ -162,7 +162,7 @@ def check_together(images: Sequence[PromptImage], limits: ImageRules) -> None:
         )
 
 
-def check_file(data: bytes, limits: ImageRules) -> tuple[int, int]:
+def check_file(data: bytes, limits: ImageRules | ImageAllowance) -> tuple[int, int]:
     """Return (width, height) of an image file within the limits. Raises ValueError."""
     if len(data) > limits.max_bytes:
         raise ValueError(f"it has {len(data):,} bytes; it may have {limits.max_bytes:,}. Make it smaller")

@@ -22,6 +22,7 @@ from hashlib import blake2b
 from urllib.parse import urlsplit
 
 from moiety_platform.engine_client.base import EngineState
+from moiety_platform.engine_client.chat_submit import ChatSubmit
 from moiety_platform.errors import NotFound, Unavailable
 from moiety_wire.classes import ServiceClass
 from moiety_wire.figures import SleepState
@@ -46,6 +47,7 @@ class Need(Enum):
     ANSWER = auto()  # a prefill, and a decode that another engine may run
     WHOLE = auto()  # both on one engine
     ADAPTED = auto()  # the same, on an engine that serves adapters
+    CHAT = auto()  # the same, on an external engine that takes images in conversations
 
 
 # ── choice ──
@@ -179,6 +181,8 @@ def need_of(submit: Submit) -> Need:
     """Return the need of a request. Prompt logprobs come with the end of the output, from the engine that prefilled."""
     if submit.adapter:
         return Need.ADAPTED
+    if isinstance(submit, ChatSubmit):
+        return Need.CHAT
     if submit.sampling.num_prompt_logprobs is not None:
         return Need.WHOLE
     num_tokens = len(submit.resumed_ids or ())
@@ -197,6 +201,11 @@ def first_engines(able: Sequence[EngineState], need: Need) -> list[EngineState]:
             raise Unavailable(
                 "No engine that serves adapters can take a request now; try again shortly.", retry_after_s=1
             )
+    if need is Need.CHAT:
+        able = [engine for engine in able if engine.card is not None and engine.card.image_allowance is not None]
+        if not able:
+            message = "no engine that takes images in conversations can take a request now; try again shortly"
+            raise Unavailable(message, retry_after_s=1)
     for engine in able:
         if _role(engine) is not EngineRole.BOTH:
             break
