@@ -12,8 +12,11 @@ from ipaddress import ip_network
 import msgspec
 import pytest
 
+from moiety_platform.bootstrap.image_preparation import image_fetcher_of
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.inference.image_fetcher import CannotFetch, ImageFetcher, LinkLimits
+from moiety_platform.live_settings import LiveSettings
+from moiety_platform.settings import GatewaySettings
 from moiety_platform.webhooks.addresses import AddressPolicy
 from moiety_wire.messages import ModelCard
 
@@ -178,3 +181,18 @@ async def test_one_tenants_slow_links_leave_room_for_another() -> None:
         assert len(slow_heads) == 2
         is_open.set()
         assert set((await waiting).values()) == {WIDE}
+
+
+async def test_the_settings_of_links_are_reloaded() -> None:
+    live = LiveSettings(GatewaySettings())
+    fetcher = image_fetcher_of(live.now, live)
+    async with file_server(sends(WIDE)) as (url, _), fetcher:
+        for settings, words in (
+            ({}, "follows no links"),
+            ({"max_image_links": 1}, "its scheme is 'http'"),
+            ({"max_image_links": 1, "image_link_networks": ("127.0.0.0/8",)}, ""),
+        ):
+            await live.change(GatewaySettings(**settings))
+            found = (await fetcher.fetch_all([url], "t", MAX_BYTES, MAX_TOTAL_BYTES))[url]
+            assert words in str(found)
+        assert found == WIDE

@@ -281,6 +281,23 @@ async def test_an_image_in_a_tools_result_that_breaks_a_rule_becomes_a_text(
         assert headers["x-moiety-ignored-fields"] == REPLACED[path]
 
 
+async def test_the_oldest_images_of_tools_beyond_the_limit_become_texts(
+    start_gateway: StartGateway, seeing: ModelCard
+) -> None:
+    card = msgspec.structs.replace(seeing, chat_template=TOOL_TEMPLATE)
+    body = chat_result(WIDE)
+    question, *turn = body["messages"]
+    body["messages"] = [{"role": "user", "content": chat_of(TALL)["messages"][0]["content"]}, *turn * 4]
+    async with start_gateway([FakeEngineClient(card)]) as gateway:
+        status, headers, answer = await gateway.post(CHAT, body)
+        assert status == 200, answer
+        (submit,) = gateway.engine.submits
+        assert [image.data for image in submit.images] == [TALL, WIDE, WIDE]
+        assert headers["x-moiety-ignored-fields"] == "messages.2.content.1.image_url, messages.4.content.1.image_url"
+        body["messages"] = [question, {"role": "user", "content": chat_of(*[TALL] * 4)["messages"][0]["content"]}]
+        assert "a request may have 3" in await refusal(gateway, CHAT, body)
+
+
 async def test_the_count_of_tokens_has_those_of_images(start_gateway: StartGateway, seeing: ModelCard) -> None:
     async with start_gateway([FakeEngineClient(seeing)]) as gateway:
         for path, count, body in (

@@ -6,7 +6,8 @@ the conversation can go on without it. Any other image that cannot be read ends 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -55,43 +56,62 @@ class ImagePreparation:
 
         Raises the errors of `prepare`.
         """
-        images, rules = images_of(conversation), card.images or card.image_allowance
-        if not images:
+        rules, replaced = card.images or card.image_allowance, list[str]()
+        if not images_of(conversation):
             return conversation, []
         files: dict[str, bytes | CannotFetch] = {}
         if rules is not None:
+            conversation = _without_oldest(conversation, rules.max_images, replaced)
+            images = images_of(conversation)
             check_number(len(images), rules.max_images)
             links = dict.fromkeys(image.url for image in images if image.url)
             files = await self.fetcher.fetch_all(list(links), tenant_id, rules.max_bytes, rules.max_total_bytes)
-        replaced: list[str] = []
-        messages = tuple(_with_files(message, files, card, replaced) for message in conversation.messages)
-        return msgspec.structs.replace(conversation, messages=messages), replaced
+        return _changed(conversation, partial(_prepared, files, card), replaced), replaced
 
 
-def _with_files(
-    message: dict[str, Any], files: Mapping[str, bytes | CannotFetch], card: ModelCard, replaced: list[str]
-) -> dict[str, Any]:
-    """Return the message with its images as files. Paths of images that a text replaces are added to `replaced`."""
-    content = message["content"]
-    if not has_images(content):
-        return message
-    parts = [_prepared(part, files, card, is_result=message["role"] == "tool") for part in content]
-    for old, new in zip(content, parts, strict=True):
-        if is_image(old) and not is_image(new) and old["image"].path not in replaced:
-            replaced.append(old["image"].path)
-    return {**message, "content": parts if has_images(parts) else _text_of(parts)}
+Change = Callable[[dict[str, Any], bool], dict[str, Any]]
+
+
+def _changed(conversation: Conversation, change: Change, replaced: list[str]) -> Conversation:
+    """Return the conversation with each image changed by a function of its part and whether it is in a tool's result.
+
+    Paths of images that a text replaces are added to `replaced`.
+    """
+    messages = []
+    for message in conversation.messages:
+        content = message["content"]
+        if not has_images(content):
+            messages.append(message)
+            continue
+        parts = [change(part, message["role"] == "tool") if is_image(part) else part for part in content]
+        for old, new in zip(content, parts, strict=True):
+            if is_image(old) and not is_image(new) and old["image"].path not in replaced:
+                replaced.append(old["image"].path)
+        messages.append({**message, "content": parts if has_images(parts) else _text_of(parts)})
+    return msgspec.structs.replace(conversation, messages=tuple(messages))
+
+
+def _without_oldest(conversation: Conversation, max_images: int, replaced: list[str]) -> Conversation:
+    """Return the conversation without the oldest images of tools' results beyond a number of images in all.
+
+    An agent that looks at more and more images can thus go on.
+    """
+    num_left = len(images_of(conversation)) - max_images
+
+    def change(part: dict[str, Any], is_result: bool) -> dict[str, Any]:
+        nonlocal num_left
+        if not is_result or num_left <= 0:
+            return part
+        num_left -= 1
+        return _not_shown(f"there are {max_images} later ones, as many as a request may have")
+
+    return conversation if num_left <= 0 else _changed(conversation, change, replaced)
 
 
 def _prepared(
-    part: dict[str, Any],
-    files: Mapping[str, bytes | CannotFetch],
-    card: ModelCard,
-    *,
-    is_result: bool,
+    files: Mapping[str, bytes | CannotFetch], card: ModelCard, part: dict[str, Any], is_result: bool
 ) -> dict[str, Any]:
     """Return the part with its image as a file, or a text in its place in a result. Raises BadRequest."""
-    if not is_image(part):
-        return part
     image: PromptImage = part["image"]
     rules = card.images or card.image_allowance
     if rules is None:
