@@ -231,6 +231,11 @@ async def test_blocks_of_anthropics_own_tools_are_read_as_json_and_empty_ones_sk
     assert headers[IGNORED] == "messages.1.content.0, messages.1.content.4"
 
 
+async def test_only_a_system_message_is_cleared(plain: RunningGateway) -> None:
+    await raw(plain, messages=[{"role": "user", "content": "Hi", "clear_at": "next_user_message"}])
+    assert "Hi" in last_prompt(plain)
+
+
 async def test_a_tools_image_is_replaced_by_a_text_and_the_loop_goes_on(tool_gateway: RunningGateway) -> None:
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
     results: list[Any] = [

@@ -22,7 +22,13 @@ from moiety_platform.anthropic_api.content_blocks import (
 )
 from moiety_platform.anthropic_api.output_config import Effort
 from moiety_platform.inference.body_fields import StrictBody, known_role, refuse, shows
-from moiety_platform.inference.prompt_images import INVALID_IMAGE, text_part
+from moiety_platform.inference.prompt_images import (
+    BASE64_PATTERN,
+    INVALID_IMAGE,
+    LINK_PATTERN,
+    MAX_URL_CHARACTERS,
+    text_part,
+)
 
 ROLES = ("user", "assistant", "system")
 _ONLY = {"thinking": ("assistant",), "redacted_thinking": ("assistant",), "tool_use": ("assistant",)} | {
@@ -39,7 +45,17 @@ _PLAIN_DOCUMENTS: dict[str, Any] = {
 }
 _SENT_IMAGES: dict[str, Any] = {
     "if": {"properties": {"type": {"const": "image"}}},
-    "then": {"properties": {"source": {"properties": {"type": {"enum": ["base64", "url"]}}}}},
+    "then": {
+        "properties": {
+            "source": {
+                "properties": {
+                    "type": {"enum": ["base64", "url"]},
+                    "data": {"pattern": BASE64_PATTERN},
+                    "url": {"pattern": LINK_PATTERN, "maxLength": MAX_URL_CHARACTERS},
+                }
+            }
+        }
+    },
 }
 _OF_SYSTEM = ("text", "tool_addition", "tool_removal")
 
@@ -136,7 +152,9 @@ def _shown_turns(turns: Sequence[MessageTurn]) -> list[tuple[int, MessageTurn]]:
     """Return the turns with their places, without system messages for an earlier message of the user's only."""
     last_user = max((place for place, turn in enumerate(turns) if turn.role == "user"), default=-1)
     return [
-        (place, turn) for place, turn in enumerate(turns) if turn.clear_at != "next_user_message" or place > last_user
+        (place, turn)
+        for place, turn in enumerate(turns)
+        if turn.role != "system" or turn.clear_at != "next_user_message" or place > last_user
     ]
 
 

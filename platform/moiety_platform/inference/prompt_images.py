@@ -28,6 +28,8 @@ _ENCODED = ";base64,"
 _LINKS = ("https://", "http://")
 
 IMAGE_URL_PATTERN = "^(data:image/[^,]*;base64,|https?://)"  # for schemas
+LINK_PATTERN = "^https?://"
+BASE64_PATTERN = "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
 
 
 class PromptImage(msgspec.Struct, frozen=True):
