@@ -7,17 +7,33 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from moiety_platform.engine_addresses import ExternalAddress
+from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.external_engines.chat import ChatCompletions
 from moiety_platform.external_engines.piece import AnswerDelta, MalformedAnswer
 from moiety_text.guarded import GUARD
+from moiety_wire.messages import ModelCard
 
 from .conftest import ToolCard
 from .test_external_engines import MODEL, client_of, start_over, start_server  # noqa: F401  fixtures
 from .test_image_links import file_server, sends
-from .test_images import BODIES, CHAT, LINKED, MESSAGES, RESPONSES, RESULTS, TALL, WIDE, data_url, png, refusal
+from .test_images import (
+    BODIES,
+    CHAT,
+    LINKED,
+    MESSAGES,
+    RESPONSES,
+    RESULTS,
+    TALL,
+    WIDE,
+    data_url,
+    png,
+    refusal,
+    seeing,  # noqa: F401  a fixture
+)
 
 ALLOWANCE = 40
 SEES = f"&image_tokens={ALLOWANCE}&context=512"
@@ -167,6 +183,26 @@ async def test_a_server_that_is_not_said_to_see_refuses_images(
     async with start_over(client_of(server)) as gateway:
         assert "reads text only" in await refusal(gateway, path, BODIES[path](WIDE))
     assert not server.bodies
+
+
+async def test_images_go_to_those_engines_of_a_model_that_see(
+    start_server: Any, client_of: Any, start_over: Any, card: ModelCard, seeing: ModelCard
+) -> None:
+    server = await start_server("vllm")
+    server.raw = stream_of({"content": "ok"})
+    texts = FakeEngineClient(msgspec.structs.replace(card, max_context_tokens=4096))
+    async with start_over(client_of(server, SEES), texts) as gateway:
+        for _ in range(4):
+            status, _, answer = await gateway.post(CHAT, BODIES[CHAT](WIDE))
+            assert status == 200, answer
+    assert len(server.bodies) == 4 and not texts.submits
+    server.raw = None
+    sees = FakeEngineClient(seeing)
+    async with start_over(client_of(server), sees) as gateway:
+        for _ in range(4):
+            status, _, answer = await gateway.post(CHAT, BODIES[CHAT](WIDE))
+            assert status == 200, answer
+    assert len(sees.submits) == 4 and len(server.bodies) == 4
 
 
 async def test_a_form_of_answers_is_asked_for_in_the_servers_field(

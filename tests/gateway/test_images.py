@@ -298,6 +298,21 @@ async def test_the_oldest_images_of_tools_beyond_the_limit_become_texts(
         assert "a request may have 3" in await refusal(gateway, CHAT, body)
 
 
+async def test_a_conversation_that_is_too_long_is_shortened_with_its_images(
+    start_gateway: StartGateway, seeing: ModelCard
+) -> None:
+    card = msgspec.structs.replace(seeing, max_context_tokens=200)
+    body = response_of(WIDE)
+    body["input"] = [*body["input"], {"role": "assistant", "content": "b" * 150}, *response_of(TALL)["input"]]
+    async with start_gateway([FakeEngineClient(card)]) as gateway:
+        assert "context is 200 tokens" in await refusal(gateway, RESPONSES, body)
+        status, headers, answer = await gateway.post(RESPONSES, {**body, "truncation": "auto"})
+        assert status == 200, answer
+        (submit,) = gateway.engine.submits
+        assert [image.data for image in submit.images] == [TALL]
+        assert headers["x-moiety-adjusted-fields"] == "truncation=1 of 3 messages left out"
+
+
 async def test_the_count_of_tokens_has_those_of_images(start_gateway: StartGateway, seeing: ModelCard) -> None:
     async with start_gateway([FakeEngineClient(seeing)]) as gateway:
         for path, count, body in (

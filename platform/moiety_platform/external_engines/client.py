@@ -170,6 +170,8 @@ class ExternalEngineClient:
         stream.begins_by_output = True
         stream.credit_is_last = True  # the server gets its token limit once, with the request
         answer = ExternalAnswer(submit, self._prober.tokenizer, self._prober.eos_token_ids, self._clock)
+        if submit.images:
+            raise Unavailable(f"this engine of {submit.model!r} takes no images; try again shortly", retry_after_s=1)
         dialect = ChatCompletions(self._address) if isinstance(submit, ChatSubmit) else self._dialect
         refusal = _refusal_of(submit, dialect)
         if isinstance(submit, ChatSubmit) and submit.resumed_ids:  # no server goes on with an answer of a chat
@@ -326,6 +328,4 @@ class ExternalEngineClient:
 
 def _refusal_of(submit: Submit, dialect: Dialect) -> str:
     """Return what the server does not support of the request, or "" if nothing."""
-    if submit.adapter:
-        return "adapters"
-    return "images" if submit.images else dialect.refusal(submit)
+    return "adapters" if submit.adapter else dialect.refusal(submit)

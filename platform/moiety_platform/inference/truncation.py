@@ -10,7 +10,6 @@ import msgspec
 from moiety_platform.errors import ContextTooLong
 from moiety_platform.inference.generation import Conversation, Generation
 from moiety_platform.inference.model_texts import ModelText
-from moiety_platform.inference.prompt_images import images_of
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_wire.messages import ModelCard
 
@@ -20,21 +19,25 @@ MAX_OUTPUT_ROOM = 4096  # and no more tokens than that
 
 async def encode_fitting(
     text: ModelText, generation: Generation, card: ModelCard, record: RequestRecord
-) -> list[list[int]]:
+) -> tuple[Generation, list[list[int]]]:
     """Return the token ids of each prompt, of a conversation with truncation without what does not fit.
 
-    Messages of the system and the last message are kept, and results stay with their calls. The record says how many
-    messages are left out. A conversation with images is not truncated. Raises the errors of `encode_prompts`.
+    The generation is returned with the messages that are kept. Messages of the system and the last message are kept,
+    and results stay with their calls. The record says how many messages are left out. Raises the errors of
+    `encode_prompts`.
     """
     conversation = generation.prompts[0]
-    if not generation.truncates or not isinstance(conversation, Conversation) or images_of(conversation):
-        return await text.encode_prompts(generation)
+    if not generation.truncates or not isinstance(conversation, Conversation):
+        return generation, await text.encode_prompts(generation)
     most = card.max_context_tokens - _output_room(generation, card)
 
-    async def encode_without(num_dropped: int) -> list[list[int]] | None:
+    def without(num_dropped: int) -> Generation:
         kept = msgspec.structs.replace(conversation, messages=_without(conversation.messages, groups[:num_dropped]))
+        return msgspec.structs.replace(generation, prompts=(kept,))
+
+    async def encode_without(num_dropped: int) -> list[list[int]] | None:
         try:
-            prompts = await text.encode_prompts(msgspec.structs.replace(generation, prompts=(kept,)))
+            prompts = await text.encode_prompts(without(num_dropped))
         except ContextTooLong:
             return None
         return prompts if len(prompts[0]) <= most else None
@@ -42,10 +45,10 @@ async def encode_fitting(
     groups = _droppable(conversation.messages)
     fitting = await encode_without(0)
     if fitting is not None or not groups:
-        return await text.encode_prompts(generation) if fitting is None else fitting
+        return generation, await text.encode_prompts(generation) if fitting is None else fitting
     low, high, fitting = 1, len(groups), await encode_without(len(groups))
     if fitting is None:
-        return await text.encode_prompts(generation)  # the error names the lengths
+        return generation, await text.encode_prompts(generation)  # the error names the lengths
     while low < high:
         middle = (low + high) // 2
         found = await encode_without(middle)
@@ -55,7 +58,7 @@ async def encode_fitting(
             high, fitting = middle, found
     num_dropped = sum(map(len, groups[:high]))
     record.adjusted_fields["truncation"] = f"{num_dropped} of {len(conversation.messages)} messages left out"
-    return fitting
+    return without(high), fitting
 
 
 def _output_room(generation: Generation, card: ModelCard) -> int:

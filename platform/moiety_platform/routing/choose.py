@@ -100,6 +100,16 @@ def card_of(engines: Sequence[EngineState], model: str, allowed: frozenset[str] 
     return longest
 
 
+def seeing_card_of(engines: Sequence[EngineState], model: str) -> ModelCard | None:
+    """Return the card of an engine that can take a request with images; None if no engine of the model sees.
+
+    Raises NotFound or Unavailable.
+    """
+    cards = [engine.card for engine in able_engines(engines, model) if engine.card is not None]
+    seeing = [card for card in cards if card.images is not None or card.image_allowance is not None]
+    return max(seeing, key=lambda card: card.max_context_tokens, default=None)
+
+
 def cards_of(engines: Sequence[EngineState]) -> dict[str, ModelCard]:
     """Return the card of every model that an engine has reported, by model name; of healthy engines where possible."""
     ordered = sorted(engines, key=lambda engine: engine.healthy)
