@@ -298,6 +298,27 @@ async def test_the_oldest_images_of_tools_beyond_the_limit_become_texts(
         assert "a request may have 3" in await refusal(gateway, CHAT, body)
 
 
+@pytest.mark.parametrize("detail", ["auto", "high"])
+async def test_a_level_of_detail_has_no_effect_and_is_named(
+    start_gateway: StartGateway, seeing: ModelCard, detail: str
+) -> None:
+    chat, response = chat_of(WIDE), response_of(WIDE)
+    chat["messages"][0]["content"][-1]["image_url"]["detail"] = detail
+    response["input"][0]["content"][-1]["detail"] = detail
+    result = response_result(WIDE)
+    result["input"][-1]["output"][-1]["detail"] = detail
+    card = msgspec.structs.replace(seeing, chat_template=TOOL_TEMPLATE)
+    async with start_gateway([FakeEngineClient(card)]) as gateway:
+        for path, body, name in (
+            (CHAT, chat, "messages.content.image_url.detail"),
+            (RESPONSES, response, "input.input_image.detail"),
+            (RESPONSES, result, "input.input_image.detail"),
+        ):
+            status, headers, answer = await gateway.post(path, body)
+            assert status == 200, answer
+            assert headers.get("x-moiety-ignored-fields") == (None if detail == "auto" else name)
+
+
 async def test_a_conversation_that_is_too_long_is_shortened_with_its_images(
     start_gateway: StartGateway, seeing: ModelCard
 ) -> None:

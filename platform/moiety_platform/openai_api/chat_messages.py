@@ -123,6 +123,13 @@ class ChatMessage(StrictBody):
         return self
 
     @property
+    def has_detail(self) -> bool:
+        """Whether an image asks for a level of detail, which has no effect."""
+        parts = self.content if isinstance(self.content, list) else []
+        details = (part.image_url.detail for part in parts if isinstance(part, ImagePart))
+        return any(detail not in (None, "auto") for detail in details)
+
+    @property
     def text(self) -> str | None:
         """The message's text, or None for an assistant's message without any."""
         text = text_of_parts(self.content) if isinstance(self.content, list) else self.content

@@ -132,6 +132,11 @@ def text_of(parts: Sequence[ItemContent]) -> str:
     return "\n".join(part.readable for part in parts if not isinstance(part, ImageContent))
 
 
+def has_detail(parts: Sequence[ItemContent]) -> bool:
+    """Return whether an image asks for a level of detail, which has no effect."""
+    return any(isinstance(part, ImageContent) and part.detail not in (None, "auto") for part in parts)
+
+
 def stored_parts(parts: Sequence[ItemContent]) -> list[dict[str, Any]]:
     """Return a client's parts as they are stored and listed."""
     return [

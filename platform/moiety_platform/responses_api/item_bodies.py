@@ -10,10 +10,18 @@ from pydantic import PrivateAttr, ValidationInfo, field_validator
 
 from moiety_platform.inference.body_fields import AskingBody, ModelName
 from moiety_platform.inference.field_support import mapped
-from moiety_platform.responses_api.call_input import SearchResultItem
+from moiety_platform.responses_api.call_input import CustomResultItem, ResultItem, SearchResultItem
 from moiety_platform.responses_api.calls import OfferedTool
+from moiety_platform.responses_api.content import has_detail
 from moiety_platform.responses_api.history import check_results, messages_of
-from moiety_platform.responses_api.input import AdditionalTools, CompactionTrigger, InputItem, InputItems, SkippedItem
+from moiety_platform.responses_api.input import (
+    AdditionalTools,
+    CompactionTrigger,
+    InputItem,
+    InputItems,
+    MessageItem,
+    SkippedItem,
+)
 from moiety_platform.responses_api.items import Continued, Item
 from moiety_platform.responses_api.tool_choice import ResponseChoice
 from moiety_platform.responses_api.tools import (
@@ -77,6 +85,10 @@ class ItemsBody(AskingBody):
     def skipped_entries(self) -> Iterator[str]:
         """Yield the types of items that have no effect."""
         yield from {f"input.{readable_type(item.type)}" for item in self.input or () if isinstance(item, SkippedItem)}
+        contents = [item.content for item in self.input or () if isinstance(item, MessageItem)]
+        contents += [item.output for item in self.input or () if isinstance(item, ResultItem | CustomResultItem)]
+        if any(map(has_detail, contents)):
+            yield "input.input_image.detail"
 
 
 class ToolItemsBody(ItemsBody):
