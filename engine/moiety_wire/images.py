@@ -92,6 +92,19 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
         return new_width * new_height // (self.patch_size * self.merge_size) ** 2
 
 
+class ImageAllowance(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model card says of images for an engine that counts their tokens itself.
+
+    `image_tokens` are reserved for each image, until the engine has counted. The limits are those of `ImageRules`.
+    """
+
+    image_tokens: int
+    max_images: int = 16
+    max_bytes: int = 20 * 1024 * 1024
+    max_total_bytes: int = 48 * 1024 * 1024
+    max_source_pixels: int = 36_000_000
+
+
 def image_size(data: bytes) -> tuple[int, int]:
     """Return (width, height) in pixels from the head of a PNG, JPEG or WebP file, without decoding it.
 

@@ -35,7 +35,7 @@ from moiety_wire.classes import ServiceClass
 from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
 from moiety_wire.figures import Load
 from moiety_wire.grammars import GrammarSpec
-from moiety_wire.images import ImageInput, ImageRules
+from moiety_wire.images import ImageAllowance, ImageInput, ImageRules
 from moiety_wire.notes import Event, Phases, Reason
 from moiety_wire.roles import EngineRole, KvHandoff, KvTransferTimes
 
@@ -319,6 +319,7 @@ class ModelCard(msgspec.Struct, frozen=True, tag="card"):
     shows_special_tokens: bool = True  # False: the engine refuses `Submit.shown_ids`
     controls_reasoning: bool = False  # the engine keeps thought budgets, and follows grammars that include reasoning
     images: ImageRules | None = None  # None: the model takes no images
+    image_allowance: ImageAllowance | None = None  # of an external engine that takes images in conversations
 
 
 class Accepted(msgspec.Struct, frozen=True, omit_defaults=True, tag="accepted"):

@@ -38,6 +38,7 @@ from moiety_platform.http_errors import (
     answer_unexpected_error,
 )
 from moiety_platform.idempotency.key_store_client import IdempotencyKeys, KeepingLimits
+from moiety_platform.inference.image_preparation import ImagePreparation
 from moiety_platform.inference.model_services import ModelServices
 from moiety_platform.inference.model_text_cache import ModelTexts
 from moiety_platform.inference.pipeline import PipelineLimits, PipelineServices, RequestPipeline
@@ -118,6 +119,7 @@ class Services:
     conversations: ConversationKeeper
     cipher: ReasoningCipher
     background: BackgroundRuns
+    images: ImagePreparation
     admin_routes: Sequence[ControllerRouterHandler] = ()
     store: StoreReadiness | None = None
     objects: ObjectStoreReadiness | None = None
@@ -155,6 +157,7 @@ def create_pipeline(settings: GatewaySettings, services: Services) -> RequestPip
         texts=ModelTexts(settings.inline_tokenize_bytes),
         metrics=services.metrics,
         clock=services.clock,
+        images=services.images,
         adapters=services.adapters,
         next_turn_prefill=services.next_turn_prefill,
     )
@@ -188,13 +191,13 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
     services.metrics.registry.register(ExpertCollector(services.replicas.states))
     serve, bodies, texts = pipeline.serve, pipeline.services.bodies, pipeline.services.texts
     replicas, adapters = services.replicas, services.adapters
-    messages = MessageServices(services.authenticator, bodies, replicas, texts, adapters)
+    messages = MessageServices(services.authenticator, bodies, replicas, texts, services.images, adapters)
     resumed = ResumedStreams(services.responses, pipeline.services.streams, lambda: services.background.is_draining)
     stored = StoredResponses(services.authenticator, services.responses, services.background, resumed)
     reader = ConversationReader(services.responses, services.cipher)
     conversations = ConversationServices(services.authenticator, bodies, services.conversations, reader)
     has_operations = settings.has_operations_on_port
-    models = ModelServices(services.authenticator, replicas, texts, bodies, adapters)
+    models = ModelServices(services.authenticator, replicas, texts, bodies, services.images, adapters)
     probes = Probes(replicas, services.store, services.objects, with_reasons=has_operations)
     operations = _operations_routes(services, ServedDocuments(lambda: bodies.limits.shape)) if has_operations else []
     app = GatewayApp(

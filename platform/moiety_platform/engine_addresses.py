@@ -37,6 +37,7 @@ class ExternalAddress:
     context_tokens: int | None = None  # None: the server reports it
     key_file: Path | None = None
     priority: bool = False  # the server schedules by priority
+    image_tokens: int | None = None  # reserved for each image; None: the model reads text only
     shared_cache: bool = False  # prompts may share a prefix cache that cannot be separated by tenant
 
     @property
@@ -58,7 +59,7 @@ class ExternalAddress:
         _check_place(address, parts)
         pairs = parse_qsl(parts.query, keep_blank_values=True)
         given = dict(pairs)
-        known = ("model", "kind", "tokenizer", "context", "key_file", "priority", "shared_cache")
+        known = ("model", "kind", "tokenizer", "context", "key_file", "priority", "image_tokens", "shared_cache")
         if len(given) != len(pairs) or not given.keys() <= set(known):
             raise ValueError(f"engine address {address!r} may have each of {', '.join(known)} once, and nothing else")
         for name, what in (
@@ -78,6 +79,7 @@ class ExternalAddress:
             _count(address, given, "context"),
             Path(given["key_file"]) if given.get("key_file") else None,
             _switch(address, given, "priority"),
+            _count(address, given, "image_tokens"),
             _switch(address, given, "shared_cache"),
         )
 

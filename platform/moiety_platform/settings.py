@@ -5,7 +5,6 @@ Read and validated by the entry point, passed down as an argument; nothing else 
 
 from __future__ import annotations
 
-import re
 from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -19,25 +18,12 @@ from moiety_platform.engine_addresses import identity
 from moiety_platform.object_store_url import check_url
 from moiety_platform.origins import check_origin
 from moiety_platform.reloadable import fixed, live
+from moiety_platform.trace_store_url import traces_beside
 from moiety_wire.grammars import MAX_GRAMMAR_BYTES
 
 SECTION = "gateway"
 MIN_DAYS_OF_USAGE = 62  # so that late usage of the previous month still finds its requests
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-
-
-TRACES_FILE = "traces.db"
-_SQLITE_FILE = re.compile(r"(sqlite(?:\+\w+)?:///(?:.*/)?)[^/?]+", re.DOTALL)
-
-
-def traces_beside(store_url: str) -> str:
-    """Return the default URL of the trace store.
-
-    Beside a SQLite store it is a file of its own, since SQLite has one writer and spans would delay the ledger; on
-    PostgreSQL it is the same database.
-    """
-    found = _SQLITE_FILE.fullmatch(store_url)
-    return store_url if found is None else found[1] + TRACES_FILE
 
 
 def is_loopback(host: str) -> bool:
@@ -117,6 +103,10 @@ class GatewaySettings(BaseSettings):
     webhook_networks: Annotated[tuple[str, ...], NoDecode] = live(
         (), "Private networks in which webhooks may have addresses, in addition to the public internet."
     )
+    image_link_networks: Annotated[tuple[str, ...], NoDecode] = live(
+        (), "Private networks to which links to images may lead, in addition to the public internet."
+    )
+    max_image_links: int = live(0, "Largest number of links to images in a request. 0: none is followed.", ge=0, le=64)
 
     max_body_bytes: int = live(4 * 1024 * 1024, "Largest request body accepted, in bytes.", ge=1024)
     max_json_depth: int = live(64, "Largest nesting depth of the JSON of a request body.", ge=4, le=128)
@@ -316,7 +306,7 @@ class GatewaySettings(BaseSettings):
         "auto", "Format of the log. auto writes columns on a terminal, otherwise JSON."
     )
 
-    @field_validator("engines", "webhook_networks", "cors_allowed_origins", mode="before")
+    @field_validator("engines", "webhook_networks", "image_link_networks", "cors_allowed_origins", mode="before")
     @classmethod
     def _split_list(cls, value: object) -> object:
         if isinstance(value, str):
@@ -347,7 +337,7 @@ class GatewaySettings(BaseSettings):
             raise ValueError("an engine address is listed twice")
         return value
 
-    @field_validator("webhook_networks")
+    @field_validator("webhook_networks", "image_link_networks")
     @classmethod
     def _check_networks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for network in value:

@@ -1,4 +1,4 @@
-"""Images in chats and messages, as an engine of a model that sees gets them."""
+"""Images in chats, messages and responses, as an engine of a model that sees gets them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,19 @@ TEMPLATE = (
     "{% if part.type == 'image' %}<|image|>{% else %}{{ part.text }}{% endif %}"
     "{% endfor %}{% endif %}\n{% endfor %}"
 )
-CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+TOOL_TEMPLATE = (
+    "{% macro shown(message) %}{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}<|image|>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}{% endmacro %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for message in messages %}{{ message.role }}:"
+    "{% if message.role == 'tool' %}{{ shown(message) }}{% else %}{{ shown(message) }}{% endif %}"
+    "{% for call in message.tool_calls or [] %}"
+    "<tool_call>\n{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}\n</tool_call>"
+    "{% endfor %}\n{% endfor %}"
+)
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 
 
 def png(width: int, height: int) -> bytes:
@@ -76,7 +88,71 @@ def message_of(*images: bytes) -> dict[str, Any]:
     return {"model": "tiny", "messages": [{"role": "user", "content": content}], "max_tokens": 4}
 
 
-BODIES = {CHAT: chat_of, MESSAGES: message_of}
+def data_url(data: bytes) -> str:
+    return f"data:image/png;base64,{encoded(data)}"
+
+
+def response_of(*images: bytes) -> dict[str, Any]:
+    parts = [{"type": "input_image", "image_url": data_url(data), "detail": "auto"} for data in images]
+    texts = [{"type": "input_text", "text": "What is"}, {"type": "input_text", "text": "this?"}]
+    return {"model": "tiny", "input": [{"role": "user", "content": [*texts, *parts]}], "max_output_tokens": 16}
+
+
+def linked_chat(url: str) -> dict[str, Any]:
+    content = [{"type": "image_url", "image_url": {"url": url}}]
+    return {"model": "tiny", "messages": [{"role": "user", "content": content}], "max_tokens": 4}
+
+
+def linked_message(url: str) -> dict[str, Any]:
+    content = [{"type": "image", "source": {"type": "url", "url": url}}]
+    return {"model": "tiny", "messages": [{"role": "user", "content": content}], "max_tokens": 4}
+
+
+def linked_response(url: str) -> dict[str, Any]:
+    content = [{"type": "input_image", "image_url": url}]
+    return {"model": "tiny", "input": [{"role": "user", "content": content}], "max_output_tokens": 16}
+
+
+def chat_result(data: bytes) -> dict[str, Any]:
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    parts = [{"type": "text", "text": "seen"}, {"type": "image_url", "image_url": {"url": data_url(data)}}]
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": parts},
+    ]
+    return {"model": "tiny", "messages": messages, "max_tokens": 4}
+
+
+def message_result(data: bytes) -> dict[str, Any]:
+    source = {"type": "base64", "media_type": "image/png", "data": encoded(data)}
+    result = [{"type": "text", "text": "seen"}, {"type": "image", "source": source}]
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "look", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": result}]},
+    ]
+    return {"model": "tiny", "messages": messages, "max_tokens": 4}
+
+
+def response_result(data: bytes) -> dict[str, Any]:
+    output = [{"type": "input_text", "text": "seen"}, {"type": "input_image", "image_url": data_url(data)}]
+    items = [
+        {"role": "user", "content": "a"},
+        {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": output},
+    ]
+    return {"model": "tiny", "input": items, "max_output_tokens": 16}
+
+
+BODIES = {CHAT: chat_of, MESSAGES: message_of, RESPONSES: response_of}
+LINKED = {CHAT: linked_chat, MESSAGES: linked_message, RESPONSES: linked_response}
+RESULTS = {CHAT: chat_result, MESSAGES: message_result, RESPONSES: response_result}
+REPLACED = {
+    CHAT: "messages.2.content.1.image_url",
+    MESSAGES: "messages.2.content.0.content.1",
+    RESPONSES: "input.function_call_output.input_image",
+}
 
 
 async def refusal(gateway: RunningGateway, path: str, body: dict[str, Any]) -> str:
@@ -85,7 +161,7 @@ async def refusal(gateway: RunningGateway, path: str, body: dict[str, Any]) -> s
     return str(json.loads(answer)["error"]["message"])
 
 
-@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
 async def test_an_engine_gets_each_image_at_its_placeholders_and_all_of_its_tokens_are_billed(
     start_gateway: StartGateway, seeing: ModelCard, path: str
 ) -> None:
@@ -113,7 +189,7 @@ async def test_text_that_spells_the_placeholder_is_no_image(start_gateway: Start
         assert submit.prompt_ids.count(seeing.images.image_token_id) == 2
 
 
-@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
 @pytest.mark.parametrize(
     ("images", "words"),
     [
@@ -132,7 +208,7 @@ async def test_an_image_that_breaks_a_rule_is_refused_with_what_to_do(
         assert not gateway.engine.submits
 
 
-@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
 async def test_a_model_that_reads_text_only_refuses_images(gateway: RunningGateway, path: str) -> None:
     assert "reads text only" in await refusal(gateway, path, BODIES[path](WIDE))
 
@@ -148,17 +224,133 @@ async def test_images_are_refused_before_a_template_that_knows_texts_only_sees_t
 
 async def test_links_and_broken_base64_are_refused(start_gateway: StartGateway, seeing: ModelCard) -> None:
     async with start_gateway([FakeEngineClient(seeing)]) as gateway:
-        body = chat_of(WIDE)
-        for url, words in (("https://example.com/a.png", "not followed"), ("data:image/png;base64,!", "base64")):
-            body["messages"][0]["content"][-1]["image_url"]["url"] = url
-            assert words in await refusal(gateway, CHAT, body)
-        linked = message_of()
-        linked["messages"][0]["content"].append({"type": "image", "source": {"type": "url", "url": "https://a.test/"}})
-        assert "not followed" in await refusal(gateway, MESSAGES, linked)
+        for path, with_url in LINKED.items():
+            assert "follows no links" in await refusal(gateway, path, with_url("https://example.com/a.png"))
+            assert "neither a data URL nor a link" in await refusal(gateway, path, with_url("ftp://example.com/a.png"))
+        for path in (CHAT, RESPONSES):
+            assert "base64" in await refusal(gateway, path, LINKED[path]("data:image/png;base64,!"))
+        assert not gateway.engine.submits
 
 
 async def test_images_of_an_assistant_are_refused(start_gateway: StartGateway, seeing: ModelCard) -> None:
     body = chat_of(WIDE)
     body["messages"] = [{"role": "user", "content": "a"}, {**body["messages"][0], "role": "assistant"}]
+    response = response_of(WIDE)
+    response["input"][0]["role"] = "assistant"
     async with start_gateway([FakeEngineClient(seeing)]) as gateway:
-        assert "the user's messages only" in await refusal(gateway, CHAT, body)
+        assert "the user's messages" in await refusal(gateway, CHAT, body)
+        assert "images are for the user" in await refusal(gateway, RESPONSES, response)
+
+
+async def test_a_stored_response_goes_on_with_its_images(start_gateway: StartGateway, seeing: ModelCard) -> None:
+    async with start_gateway([FakeEngineClient(seeing)]) as gateway:
+        status, _, answer = await gateway.post(RESPONSES, {**response_of(WIDE), "store": True})
+        assert status == 200, answer
+        response_id = json.loads(answer)["id"]
+        (item,) = (await gateway.client.responses.input_items.list(response_id)).data
+        assert item.content[-1].image_url == data_url(WIDE)
+        more = {**response_of(TALL), "previous_response_id": response_id, "store": True}
+        status, _, answer = await gateway.post(RESPONSES, more)
+        assert status == 200, answer
+        assert [image.data for image in gateway.engine.submits[-1].images] == [WIDE, TALL]
+
+
+@pytest.mark.parametrize("shows", [True, False])
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+async def test_an_image_in_a_tools_result_is_in_its_place_or_right_after_the_results(
+    start_gateway: StartGateway, seeing: ModelCard, path: str, shows: bool
+) -> None:
+    template = TOOL_TEMPLATE if shows else TOOL_TEMPLATE.replace("{{ shown(message) }}", "{{ message.content }}", 1)
+    card = msgspec.structs.replace(seeing, chat_template=template)
+    async with start_gateway([FakeEngineClient(card)]) as gateway:
+        status, headers, answer = await gateway.post(path, RESULTS[path](WIDE))
+        assert status == 200, answer
+        (submit,) = gateway.engine.submits
+        assert [image.data for image in submit.images] == [WIDE]
+        prompt = tokenizers.Tokenizer.from_str(card.tokenizer_json).decode(submit.prompt_ids, skip_special_tokens=False)
+        image = PLACEHOLDER * 2
+        told = f"tool:seen{image}" if shows else f"tool:seen\n[The image is in the next message.]user:{image}"
+        assert told in prompt
+        assert "x-moiety-ignored-fields" not in headers
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+@pytest.mark.parametrize("data", [b"GIF89a", png(4, 4000), WIDE + bytes(10_000)])
+async def test_an_image_in_a_tools_result_that_breaks_a_rule_becomes_a_text(
+    start_gateway: StartGateway, seeing: ModelCard, path: str, data: bytes
+) -> None:
+    card = msgspec.structs.replace(seeing, chat_template=TOOL_TEMPLATE)
+    async with start_gateway([FakeEngineClient(card)]) as gateway:
+        status, headers, answer = await gateway.post(path, RESULTS[path](data))
+        assert status == 200, answer
+        (submit,) = gateway.engine.submits
+        assert not submit.images
+        prompt = tokenizers.Tokenizer.from_str(card.tokenizer_json).decode(submit.prompt_ids)
+        assert "seen\n[This image is not shown: " in prompt
+        assert headers["x-moiety-ignored-fields"] == REPLACED[path]
+
+
+async def test_the_oldest_images_of_tools_beyond_the_limit_become_texts(
+    start_gateway: StartGateway, seeing: ModelCard
+) -> None:
+    card = msgspec.structs.replace(seeing, chat_template=TOOL_TEMPLATE)
+    body = chat_result(WIDE)
+    question, *turn = body["messages"]
+    body["messages"] = [{"role": "user", "content": chat_of(TALL)["messages"][0]["content"]}, *turn * 4]
+    async with start_gateway([FakeEngineClient(card)]) as gateway:
+        status, headers, answer = await gateway.post(CHAT, body)
+        assert status == 200, answer
+        (submit,) = gateway.engine.submits
+        assert [image.data for image in submit.images] == [TALL, WIDE, WIDE]
+        assert headers["x-moiety-ignored-fields"] == "messages.2.content.1.image_url, messages.4.content.1.image_url"
+        body["messages"] = [question, {"role": "user", "content": chat_of(*[TALL] * 4)["messages"][0]["content"]}]
+        assert "a request may have 3" in await refusal(gateway, CHAT, body)
+
+
+@pytest.mark.parametrize("detail", ["auto", "high"])
+async def test_a_level_of_detail_has_no_effect_and_is_named(
+    start_gateway: StartGateway, seeing: ModelCard, detail: str
+) -> None:
+    chat, response = chat_of(WIDE), response_of(WIDE)
+    chat["messages"][0]["content"][-1]["image_url"]["detail"] = detail
+    response["input"][0]["content"][-1]["detail"] = detail
+    result = response_result(WIDE)
+    result["input"][-1]["output"][-1]["detail"] = detail
+    card = msgspec.structs.replace(seeing, chat_template=TOOL_TEMPLATE)
+    async with start_gateway([FakeEngineClient(card)]) as gateway:
+        for path, body, name in (
+            (CHAT, chat, "messages.content.image_url.detail"),
+            (RESPONSES, response, "input.input_image.detail"),
+            (RESPONSES, result, "input.input_image.detail"),
+        ):
+            status, headers, answer = await gateway.post(path, body)
+            assert status == 200, answer
+            assert headers.get("x-moiety-ignored-fields") == (None if detail == "auto" else name)
+
+
+async def test_a_conversation_that_is_too_long_is_shortened_with_its_images(
+    start_gateway: StartGateway, seeing: ModelCard
+) -> None:
+    card = msgspec.structs.replace(seeing, max_context_tokens=200)
+    body = response_of(WIDE)
+    body["input"] = [*body["input"], {"role": "assistant", "content": "b" * 150}, *response_of(TALL)["input"]]
+    async with start_gateway([FakeEngineClient(card)]) as gateway:
+        assert "context is 200 tokens" in await refusal(gateway, RESPONSES, body)
+        status, headers, answer = await gateway.post(RESPONSES, {**body, "truncation": "auto"})
+        assert status == 200, answer
+        (submit,) = gateway.engine.submits
+        assert [image.data for image in submit.images] == [TALL]
+        assert headers["x-moiety-adjusted-fields"] == "truncation=1 of 3 messages left out"
+
+
+async def test_the_count_of_tokens_has_those_of_images(start_gateway: StartGateway, seeing: ModelCard) -> None:
+    async with start_gateway([FakeEngineClient(seeing)]) as gateway:
+        for path, count, body in (
+            (MESSAGES, f"{MESSAGES}/count_tokens", message_of(TALL)),
+            (RESPONSES, f"{RESPONSES}/input_tokens", response_of(TALL)),
+        ):
+            await gateway.post(path, body)
+            counted = {name: value for name, value in body.items() if not name.startswith("max_")}
+            status, _, answer = await gateway.post(count, counted)
+            assert status == 200, answer
+            assert json.loads(answer)["input_tokens"] == len(gateway.engine.submits[-1].prompt_ids)

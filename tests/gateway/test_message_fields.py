@@ -231,6 +231,11 @@ async def test_blocks_of_anthropics_own_tools_are_read_as_json_and_empty_ones_sk
     assert headers[IGNORED] == "messages.1.content.0, messages.1.content.4"
 
 
+async def test_only_a_system_message_is_cleared(plain: RunningGateway) -> None:
+    await raw(plain, messages=[{"role": "user", "content": "Hi", "clear_at": "next_user_message"}])
+    assert "Hi" in last_prompt(plain)
+
+
 async def test_a_tools_image_is_replaced_by_a_text_and_the_loop_goes_on(tool_gateway: RunningGateway) -> None:
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
     results: list[Any] = [
@@ -248,7 +253,7 @@ async def test_a_tools_image_is_replaced_by_a_text_and_the_loop_goes_on(tool_gat
     tools = [{"name": "mcp.read:file", "input_schema": {"type": "object"}}]
     _, headers = await raw(tool_gateway, messages=turns, tools=tools)
     prompt = last_prompt(tool_gateway)
-    assert "ok\n[This image is not shown: results are text only.]\nTool found: now\n<browser_state>" in prompt
+    assert "ok\n[This image is not shown: the model reads text only.]\nTool found: now\n<browser_state>" in prompt
     assert headers[IGNORED] == "messages.2.content.0.content.1"
     with pytest.raises(anthropic.BadRequestError, match="reads text only"):
         await raw(tool_gateway, messages=[{"role": "user", "content": [results[0], image]}])

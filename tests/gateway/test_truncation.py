@@ -47,7 +47,7 @@ async def truncate(lengths: list[int], context: int, bytes_a_token: int) -> tupl
         model="tiny", prompts=(conversation,), num_choices=1, sampling=Sampling(), max_tokens=8, truncates=True
     )
     record: Any = SimpleNamespace(adjusted_fields={})
-    (ids,) = await encode_fitting(text, generation, make_card(max_context_tokens=context), record)
+    _, (ids,) = await encode_fitting(text, generation, make_card(max_context_tokens=context), record)
     told = record.adjusted_fields.get("truncation", "0 of")
     num_dropped = int(told.split()[0])
     assert len(ids) == text.count(messages[num_dropped:]) <= context - 8

@@ -1,12 +1,13 @@
 """Content blocks of messages in Anthropic's fields, and the text that the model reads of each.
 
-Text is served. Images and documents that must be decoded are known, so that their refusal says what is not served.
+Text and images are served. Documents that must be decoded are known, so that their refusal says what is not served.
 Blocks of Anthropic's own tools, in a history from elsewhere, become text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from html import escape
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
@@ -18,11 +19,18 @@ from moiety_platform.anthropic_api.cache_control import CacheControl, longest
 from moiety_platform.anthropic_api.thinking_signatures import text_of_signature
 from moiety_platform.inference.body_fields import MAX_PARTS, StrictBody, or_text, refuse, shows
 from moiety_platform.inference.field_support import ignored
-from moiety_platform.inference.prompt_images import decode_base64
+from moiety_platform.inference.prompt_images import (
+    PromptImage,
+    decode_base64,
+    has_images,
+    image_of_link,
+    image_part,
+    text_part,
+)
 from moiety_platform.inference.tool_fields import ArgumentsObject, ToolName, call_for_template
 
 ERROR_PREFIX = "Error: "  # chat templates have no field for failed tool results, so the text says it
-IMAGE_LINKED = "is a link to an image, and links are not followed; send the image itself with a base64 source"
+IMAGE_UPLOADED = "is an uploaded image, and none are kept here; send the image itself with a base64 source"
 IMAGE_IN_DOCUMENT = "has an image in a document; send the image as a block of its own"
 DOCUMENT_UNSERVED = (
     "is a document that is not plain text; send its text, as a document whose source has the type 'text'"
@@ -111,18 +119,24 @@ class ImageBlock(ContentBlock):
 
     @property
     def why_unserved(self) -> str:
-        if not isinstance(self.source, Base64Source):
-            return IMAGE_LINKED
+        if isinstance(self.source, UploadedSource):
+            return IMAGE_UPLOADED
         try:
-            decode_base64(self.source.data)
+            _ = self.image
         except ValueError as exc:
             return f"cannot be read: {exc}"
         return ""
 
-    @property
-    def data(self) -> bytes:
-        """The image file, of a block that can be served."""
-        return decode_base64(self.source.data) if isinstance(self.source, Base64Source) else b""
+    @cached_property
+    def image(self) -> PromptImage:
+        """The image file or its link, of a block that can be served. Raises ValueError."""
+        if isinstance(self.source, Base64Source):
+            return PromptImage(decode_base64(self.source.data))
+        return image_of_link(self.source.url) if isinstance(self.source, UrlSource) else PromptImage()
+
+    def part(self, path: str) -> dict[str, Any]:
+        """Return the image for the chat template; `path` is that of the block in the request."""
+        return image_part(msgspec.structs.replace(self.image, path=path))
 
 
 class ContentSource(StrictBody):
@@ -325,8 +339,8 @@ _ResultBlock = Annotated[
 class ToolResultBlock(ContentBlock):
     """Result of a tool call.
 
-    An image or a document in it that the model cannot read is replaced by a text that says so: the client's tool has
-    made it, and the conversation can go on without it.
+    An image or a document in it that cannot be read is replaced by a text that says so: the client's tool has made it,
+    and the conversation can go on without it.
     """
 
     type: Literal["tool_result"]
@@ -334,14 +348,20 @@ class ToolResultBlock(ContentBlock):
     content: Annotated[list[_ResultBlock], _MANY, _OR_TEXT] | None = None
     is_error: bool | None = None
 
-    def for_template(self) -> dict[str, Any]:
-        texts = [
-            f"[This {block.type} is not shown: results are text only.]" if _is_unread(block) else block.read_text
-            for block in self.content or ()
-        ]
-        text = "\n".join(texts)
-        content = ERROR_PREFIX + text if self.is_error else text
+    def for_template(self, path: str) -> dict[str, Any]:
+        """Return the result for the chat template; `path` is that of the block in the request."""
+        parts = [_result_part(block, f"{path}.content.{place}") for place, block in enumerate(self.content or ())]
+        if self.is_error:
+            first = [] if has_images(parts[:1]) else parts[:1]
+            parts = [text_part(ERROR_PREFIX + "".join(one["text"] for one in first)), *parts[len(first) :]]
+        content: Any = parts if has_images(parts) else "\n".join(part["text"] for part in parts)
         return {"role": "tool", "content": content, "tool_call_id": self.tool_use_id}
+
+
+def _result_part(block: ContentBlock, path: str) -> dict[str, Any]:
+    if block.why_unserved:
+        return text_part(f"[This {block.type} is not shown: it cannot be read here.]")
+    return block.part(path) if isinstance(block, ImageBlock) else text_part(block.read_text)
 
 
 _SCHEMAS: Mapping[str, type[ContentBlock]] = MappingProxyType(
@@ -402,18 +422,16 @@ def text_of(blocks: Sequence[ContentBlock]) -> str:
 
 
 def skipped_of(blocks: Sequence[ContentBlock], path: str) -> Iterator[str]:
-    """Yield the paths of blocks that have no effect, with those in tool results. `path` is that of the blocks."""
+    """Yield the paths of blocks that have no effect, with those in tool results that cannot be read here.
+
+    `path` is that of the blocks.
+    """
     for place, block in enumerate(blocks):
         if block.is_skipped:
             yield f"{path}.{place}"
         elif isinstance(block, ToolResultBlock):
-            unread = (number for number, one in enumerate(block.content or ()) if _is_unread(one))
+            unread = (number for number, one in enumerate(block.content or ()) if one.why_unserved)
             yield from (f"{path}.{place}.content.{number}" for number in unread)
-
-
-def _is_unread(block: ContentBlock) -> bool:
-    """Return whether a block of a tool's result is replaced by a text that says so."""
-    return isinstance(block, ImageBlock) or bool(block.why_unserved)
 
 
 def _tagged(tag: str, text: str, **attributes: str | None) -> str:

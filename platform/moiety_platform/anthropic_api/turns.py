@@ -22,7 +22,13 @@ from moiety_platform.anthropic_api.content_blocks import (
 )
 from moiety_platform.anthropic_api.output_config import Effort
 from moiety_platform.inference.body_fields import StrictBody, known_role, refuse, shows
-from moiety_platform.inference.prompt_images import INVALID_IMAGE, image_part, text_part
+from moiety_platform.inference.prompt_images import (
+    BASE64_PATTERN,
+    INVALID_IMAGE,
+    LINK_PATTERN,
+    MAX_URL_CHARACTERS,
+    text_part,
+)
 
 ROLES = ("user", "assistant", "system")
 _ONLY = {"thinking": ("assistant",), "redacted_thinking": ("assistant",), "tool_use": ("assistant",)} | {
@@ -37,9 +43,19 @@ _PLAIN_DOCUMENTS: dict[str, Any] = {
     "if": {"properties": {"type": {"const": "document"}}},
     "then": {"properties": {"source": {"properties": {"type": {"enum": ["text", "content"]}}}}},
 }
-_ENCODED_IMAGES: dict[str, Any] = {
+_SENT_IMAGES: dict[str, Any] = {
     "if": {"properties": {"type": {"const": "image"}}},
-    "then": {"properties": {"source": {"properties": {"type": {"const": "base64"}}}}},
+    "then": {
+        "properties": {
+            "source": {
+                "properties": {
+                    "type": {"enum": ["base64", "url"]},
+                    "data": {"pattern": BASE64_PATTERN},
+                    "url": {"pattern": LINK_PATTERN, "maxLength": MAX_URL_CHARACTERS},
+                }
+            }
+        }
+    },
 }
 _OF_SYSTEM = ("text", "tool_addition", "tool_removal")
 
@@ -51,7 +67,7 @@ def _blocks_of(role: str) -> dict[str, Any]:
         "if": {"properties": {"role": {"const": role}}},
         "then": {
             "properties": {
-                "content": {"items": {"properties": {"type": kinds}, "allOf": [_PLAIN_DOCUMENTS, _ENCODED_IMAGES]}}
+                "content": {"items": {"properties": {"type": kinds}, "allOf": [_PLAIN_DOCUMENTS, _SENT_IMAGES]}}
             }
         },
     }
@@ -116,12 +132,6 @@ def check_results(turns: list[MessageTurn]) -> list[MessageTurn]:
     return turns
 
 
-def shown_turns(turns: Sequence[MessageTurn]) -> list[MessageTurn]:
-    """Return the turns without system messages that were for an earlier message of the user's only."""
-    last_user = max((place for place, turn in enumerate(turns) if turn.role == "user"), default=-1)
-    return [turn for place, turn in enumerate(turns) if turn.clear_at != "next_user_message" or place > last_user]
-
-
 def messages_of(turns: Sequence[MessageTurn], num_thoughts: int | None = None) -> list[dict[str, Any]]:
     """Return the turns as messages for the chat template. Consecutive turns of one role become one message.
 
@@ -129,13 +139,23 @@ def messages_of(turns: Sequence[MessageTurn], num_thoughts: int | None = None) -
     """
     messages = [
         message
-        for role, group in groupby(shown_turns(turns), key=lambda turn: turn.role)
+        for role, group in groupby(_shown_turns(turns), key=lambda placed: placed[1].role)
         for message in _messages_of_role(role, list(group))
     ]
     if num_thoughts is not None:
         for message in [one for one in messages if _REASONING in one][:-num_thoughts]:
             del message[_REASONING]
     return messages
+
+
+def _shown_turns(turns: Sequence[MessageTurn]) -> list[tuple[int, MessageTurn]]:
+    """Return the turns with their places, without system messages for an earlier message of the user's only."""
+    last_user = max((place for place, turn in enumerate(turns) if turn.role == "user"), default=-1)
+    return [
+        (place, turn)
+        for place, turn in enumerate(turns)
+        if turn.role != "system" or turn.clear_at != "next_user_message" or place > last_user
+    ]
 
 
 def removed_tools(turns: Sequence[MessageTurn]) -> frozenset[str]:
@@ -160,13 +180,16 @@ def skipped_blocks(turns: Sequence[MessageTurn]) -> Iterator[str]:
         yield from skipped_of(turn.content, f"messages.{place}.content")
 
 
-def _messages_of_role(role: str, turns: Sequence[MessageTurn]) -> list[dict[str, Any]]:
+def _messages_of_role(role: str, placed: Sequence[tuple[int, MessageTurn]]) -> list[dict[str, Any]]:
     """Return consecutive turns of one role. Results come first, right after their calls."""
-    results = [result.for_template() for turn in turns for result in turn.results]
-    spoken = [turn for turn in turns if not turn.results or any(_is_spoken(block) for block in turn.content)]
-    texts = [text_of(turn.content) for turn in spoken]
-    blocks = [block for turn in spoken for block in turn.content]
-    has_images = any(isinstance(block, ImageBlock) for block in blocks)
+    turns = [turn for _, turn in placed]
+    results = [block.for_template(path) for path, block in _paths_of(placed) if isinstance(block, ToolResultBlock)]
+    spoken = [
+        (place, turn) for place, turn in placed if not turn.results or any(_is_spoken(block) for block in turn.content)
+    ]
+    texts = [text_of(turn.content) for _, turn in spoken]
+    blocks = list(_paths_of(spoken))
+    has_images = any(isinstance(block, ImageBlock) for _, block in blocks)
     if not spoken or (role == "system" and not any(texts)):
         return results
     message: dict[str, Any] = {"role": role, "content": _parts_of(blocks) if has_images else "\n".join(texts)}
@@ -181,13 +204,20 @@ def _is_spoken(block: ContentBlock) -> bool:
     return isinstance(block, TextBlock | ImageBlock) or bool(block.read_text)
 
 
-def _parts_of(blocks: Sequence[ContentBlock]) -> list[dict[str, Any]]:
+def _paths_of(placed: Sequence[tuple[int, MessageTurn]]) -> Iterator[tuple[str, ContentBlock]]:
+    """Yield the blocks of turns with their paths in the request."""
+    for place, turn in placed:
+        for number, block in enumerate(turn.content):
+            yield f"messages.{place}.content.{number}", block
+
+
+def _parts_of(blocks: Sequence[tuple[str, ContentBlock]]) -> list[dict[str, Any]]:
     """Return blocks with images for the chat template. Consecutive texts are joined by line breaks."""
     found: list[dict[str, Any]] = []
-    for is_image, run in groupby(blocks, lambda block: isinstance(block, ImageBlock)):
+    for is_image, run in groupby(blocks, lambda named: isinstance(named[1], ImageBlock)):
         if is_image:
-            found += [image_part(block.data) for block in run if isinstance(block, ImageBlock)]
-        elif text := text_of(list(run)):
+            found += [block.part(path) for path, block in run if isinstance(block, ImageBlock)]
+        elif text := text_of([block for _, block in run]):
             found.append(text_part(text))
     return found
 

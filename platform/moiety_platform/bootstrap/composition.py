@@ -25,6 +25,7 @@ from moiety_platform.batches.assembly import Batches
 from moiety_platform.batches.worker import POLL_S
 from moiety_platform.bootstrap.administration import Administration
 from moiety_platform.bootstrap.engines import Engines, key_files
+from moiety_platform.bootstrap.image_preparation import image_fetcher_of
 from moiety_platform.bootstrap.oidc_authentication import OidcAuthentication
 from moiety_platform.bootstrap.server import GatewayServer
 from moiety_platform.bootstrap.telemetry import Telemetry
@@ -38,6 +39,7 @@ from moiety_platform.engine_client.base import EngineClient
 from moiety_platform.files.store import Now
 from moiety_platform.idempotency.key_store_client import IdempotencyKeys, KeepingLimits
 from moiety_platform.idempotency.store import KeyStore
+from moiety_platform.inference.image_preparation import ImagePreparation
 from moiety_platform.inference.request_recorder import RequestRecorder, UsageSink
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.logs import set_log_level
@@ -194,8 +196,7 @@ async def _open_services(
         NextTurnPrefill(usage, quotas, SpeculativePrefillMetrics(metrics.registry), clock)
     )
     authenticator = await stack.enter_async_context(Authenticator(keys, pepper, clock, turn=turn))
-    classes, prices = ClassCache(database, clock), PriceCache(database, clock)
-    adapters = AdapterCache(database, clock)
+    classes, prices, adapters = ClassCache(database, clock), PriceCache(database, clock), AdapterCache(database, clock)
     oidc = await stack.enter_async_context(OidcAuthentication(settings, database, clock))
     retention = await _start_retention(stack, settings, process_id, database, objects, metrics, overrides.now)
     reload_metrics = ReloadMetrics(metrics.registry)
@@ -247,6 +248,7 @@ async def _open_services(
         live=live,
         reloader=reloader,
         next_turn_prefill=next_turn_prefill,
+        images=ImagePreparation(await stack.enter_async_context(image_fetcher_of(settings, live))),
     )
     return _OpenParts(services, database, objects, stored_usage, retention, live, batches)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from moiety_platform.clock import Clock
+from moiety_platform.engine_client.chat_submit import ChatSubmit
 from moiety_platform.external_engines.piece import AnswerDelta, DeltaLogprob, MalformedAnswer, Token
 from moiety_text.detokenizer import Detokenizer
 from moiety_text.stop import new_stop_finder
@@ -40,6 +41,7 @@ class ExternalAnswer:
         self._num_seen = 0  # output tokens, including those beyond the limit
         self._num_counted: int | None = None  # output tokens in the server's count, without resumed ones
         self._num_cached = 0
+        self._num_prompt = len(submit.prompt_ids)  # in the server's count where it renders the prompt
         self._withheld_ids: list[int] | None = []  # ids received without text; None if some are unknown
         self._finish: FinishReason | None = None  # as sent by the server
         self._stopped_by: str | None = None  # the stop string that was found
@@ -109,8 +111,10 @@ class ExternalAnswer:
     def take(self, piece: AnswerDelta) -> Tokens | None:
         """Return the message for a delta, or None if it has nothing new. Raises MalformedAnswer."""
         num_more = self._count(piece.num_output_tokens)
+        if piece.num_prompt_tokens is not None and isinstance(self._submit, ChatSubmit):
+            self._num_prompt = piece.num_prompt_tokens
         if piece.num_cached_tokens is not None:
-            self._num_cached = min(piece.num_cached_tokens, len(self._submit.prompt_ids))
+            self._num_cached = min(piece.num_cached_tokens, self._num_prompt)
         if piece.finish is not None:
             self._finish = piece.finish
         if self._stopped_by is not None:
@@ -251,7 +255,7 @@ class ExternalAnswer:
             request_id=submit.request_id,
             seq=self._next_seq(),
             reason=reason,
-            num_prompt_tokens=len(submit.prompt_ids),
+            num_prompt_tokens=self._num_prompt,
             num_cached_tokens=self._num_cached,
             num_output_tokens=num_output,
             phases=Phases(self._received_unix_ns, 0, self._first_token_unix_ns, self._clock.unix_ns()),

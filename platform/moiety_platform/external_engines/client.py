@@ -20,9 +20,11 @@ import structlog
 from moiety_platform.clock import Clock
 from moiety_platform.engine_addresses import ExternalAddress, ExternalKind
 from moiety_platform.engine_client.base import EngineState
+from moiety_platform.engine_client.chat_submit import ChatSubmit
 from moiety_platform.engine_client.stream import EngineStream, Inbox
 from moiety_platform.errors import BadRequest, Conflict, EngineFailed, Unavailable
 from moiety_platform.external_engines.answer import ExternalAnswer
+from moiety_platform.external_engines.chat import ChatCompletions
 from moiety_platform.external_engines.completions import Completions
 from moiety_platform.external_engines.content_encoding import NO_ENCODING
 from moiety_platform.external_engines.exchange import ExternalRequest
@@ -168,7 +170,14 @@ class ExternalEngineClient:
         stream.begins_by_output = True
         stream.credit_is_last = True  # the server gets its token limit once, with the request
         answer = ExternalAnswer(submit, self._prober.tokenizer, self._prober.eos_token_ids, self._clock)
-        refusal = "adapters" if submit.adapter else self._dialect.refusal(submit)
+        if submit.images:
+            raise Unavailable(f"this engine of {submit.model!r} takes no images; try again shortly", retry_after_s=1)
+        dialect = ChatCompletions(self._address) if isinstance(submit, ChatSubmit) else self._dialect
+        refusal = _refusal_of(submit, dialect)
+        if isinstance(submit, ChatSubmit) and submit.resumed_ids:  # no server goes on with an answer of a chat
+            stream.fail(EngineFailed("the engine was lost while it answered; send the request again"))
+            yield stream
+            return
         if refusal:
             message = f"the engine of {submit.model!r} does not know {refusal}; leave that out"
             if submit.resumed_ids is None:
@@ -176,11 +185,11 @@ class ExternalEngineClient:
             stream.fail(BadRequest(message))  # another engine has begun it
             yield stream
             return
-        url = self._address.root_url + self._dialect.path
+        url = self._address.root_url + dialect.path
         exchange = ExternalRequest(
             self._http,
             url,
-            self._dialect,
+            dialect,
             submit,
             answer,
             stream,
@@ -315,3 +324,8 @@ class ExternalEngineClient:
             requests_total=figures.requests_total,
             classes=classes,
         )
+
+
+def _refusal_of(submit: Submit, dialect: Dialect) -> str:
+    """Return what the server does not support of the request, or "" if nothing."""
+    return "adapters" if submit.adapter else dialect.refusal(submit)

@@ -125,7 +125,7 @@ class Completions:
         if error is not None:
             return error_of_event(error)
         usage = event.get("usage")
-        num_output, num_cached = _counts(usage)
+        num_output, num_cached = counts_of(usage)
         choices = event.get("choices") or None
         if choices is not None and (not isinstance(choices, list) or len(choices) > 1):
             raise MalformedAnswer("an event has no list of one choice")
@@ -170,7 +170,7 @@ def _form(kind: ExternalKind, grammar: GrammarSpec) -> dict[str, Any]:
     return {"regex": schema} if grammar.kind is GrammarKind.REGEX else {"json_schema": schema}
 
 
-def _counts(usage: Any) -> tuple[int | None, int | None]:
+def counts_of(usage: Any) -> tuple[int | None, int | None]:
     """Return the numbers of output tokens and cached prompt tokens, None where not reported."""
     if not isinstance(usage, dict):
         return None, None

@@ -14,6 +14,7 @@ import msgspec
 import structlog
 
 from moiety_platform.clock import Clock
+from moiety_platform.engine_client.chat_submit import ChatSubmit
 from moiety_platform.engine_client.stream import EngineStream
 from moiety_platform.errors import EngineFailed, PlatformError, Unavailable
 from moiety_platform.external_engines.answer import ExternalAnswer
@@ -113,19 +114,27 @@ class ExternalRequest:
             self._stream.deliver(answer.accept())
             self._stream.deliver(answer.end())
             return
-        body = self._dialect.body(submit, answer.prompt_ids, answer.num_left, answer.num_min_left)
+        content = await self._content()
         headers = {"Content-Type": "application/json", "X-Request-Id": submit.request_id}
         if not self._dialect.keeps_alive:
             headers["Connection"] = "close"
         if submit.traceparent:
             headers["traceparent"] = submit.traceparent
-        async with self._http.stream("POST", self._url, content=msgspec.json.encode(body), headers=headers) as response:
+        async with self._http.stream("POST", self._url, content=content, headers=headers) as response:
             if response.status_code != 200:
                 raise error_of_answer(
                     response.status_code, await _beginning(response), response.headers, self._clock.now()
                 )
             self._stream.deliver(answer.accept())
             await self._relay(response)
+
+    async def _content(self) -> bytes:
+        """Return the encoded body. Images take long to encode, so that is done in a thread."""
+        answer, submit = self._answer, self._submit
+        numbers = answer.prompt_ids, answer.num_left, answer.num_min_left
+        if isinstance(submit, ChatSubmit):
+            return await asyncio.to_thread(lambda: msgspec.json.encode(self._dialect.body(submit, *numbers)))
+        return msgspec.json.encode(self._dialect.body(submit, *numbers))
 
     async def _relay(self, response: httpx.Response) -> None:
         """Deliver the events.

@@ -50,6 +50,7 @@ class AnswerDelta:
     logprobs: list[DeltaLogprob] | None = field(default_factory=list)
     num_output_tokens: int | None = None
     num_cached_tokens: int | None = None
+    num_prompt_tokens: int | None = None
     finish: FinishReason | None = None  # None for unknown words
     stop_string: str | None = None  # the stop string that was found
     is_last: bool = False

@@ -15,6 +15,7 @@ from moiety_platform.external_engines.figures import NAMES, ExternalFigures, rea
 from moiety_platform.external_engines.piece import MalformedAnswer, count_of
 from moiety_text.folder import TextModel, read_text_model
 from moiety_text.tokenizer import Tokenizer
+from moiety_wire.images import ImageAllowance
 from moiety_wire.messages import ModelCard
 
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
@@ -62,7 +63,7 @@ class Prober:
         """Return the server's model card. Raises Unwell or Silent."""
         address, text = self._address, self._text
         model = self._find(await self._get_json("/v1/models"))
-        created = model.get("created")
+        created, image_tokens = model.get("created"), address.image_tokens
         return ModelCard(
             engine_id=address.name,
             model=address.model,
@@ -78,6 +79,7 @@ class Prober:
             dtype="unknown",
             device="unknown",
             extensible=False,
+            image_allowance=None if image_tokens is None else ImageAllowance(image_tokens=image_tokens),
             shows_special_tokens=address.kind in (ExternalKind.VLLM, ExternalKind.SGLANG),
         )
 

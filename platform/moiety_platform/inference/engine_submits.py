@@ -12,6 +12,7 @@ import msgspec
 from moiety_platform.classes.terms import ChosenClass
 from moiety_platform.errors import BadRequest, ContextTooLong
 from moiety_platform.inference.answer_format import AnswerFormat
+from moiety_platform.inference.external_model_texts import ExternalModelText
 from moiety_platform.inference.generation import Generation, PoolingTask
 from moiety_platform.inference.model_texts import UNKNOWN_TOKEN, ModelText
 from moiety_wire.images import ImageInput
@@ -89,7 +90,10 @@ def submits_of(
         # embeddings are answered together, so each input has the SLO of all inputs together
         sibling_tokens = num_prompt_tokens - len(prompt_ids) if generation.embed else 0
         images = text.image_inputs(generation, number, prompt_ids)
-        submits += _submits(origin, generation, number, prompt_ids, max_tokens, answer, sibling_tokens, images)
+        made = _submits(origin, generation, number, prompt_ids, max_tokens, answer, sibling_tokens, images)
+        if isinstance(text, ExternalModelText):
+            made = [text.as_chat(submit, generation.prompts[number]) for submit in made]
+        submits += made
     if seconds:
         return [
             msgspec.structs.replace(submit, second_segment_at=second)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from moiety_platform.inference.external_model_texts import ExternalModelText
 from moiety_platform.inference.model_texts import ModelText
 from moiety_wire.messages import ModelCard
 
@@ -30,14 +31,19 @@ class ModelTexts:
         formats = card.tool_format, card.reasoning_format
         key: tuple[object, ...] = (card.model, card.device, card.tokenizer_json, card.chat_template)
         key += (card.max_context_tokens, answers, formats, card.labels, card.score_activation, card.images)
-        key += (card.unit_vectors,)
+        key += (card.unit_vectors, card.image_allowance)
         text = self._built.get(key)
         if text is not None:
             return text
         async with self._building:
             if key not in self._built:
-                built = await asyncio.to_thread(ModelText, card, self._inline_bytes)
+                built = await asyncio.to_thread(_built, card, self._inline_bytes)
                 while len(self._built) >= MAX_CACHED_MODELS:
                     self._built.pop(next(iter(self._built)))
                 self._built[key] = built
             return self._built[key]
+
+
+def _built(card: ModelCard, inline_bytes: int) -> ModelText:
+    allowance = card.image_allowance
+    return ModelText(card, inline_bytes) if allowance is None else ExternalModelText(card, allowance, inline_bytes)

@@ -16,11 +16,12 @@ from moiety_platform.inference.encoded_pairs import context_too_long, encode_pai
 from moiety_platform.inference.encoding_cost import ID_COST, is_short, tools_for_template
 from moiety_platform.inference.generation import Conversation, Generation, Prompt, TextPair
 from moiety_platform.inference.harmony_answers import HarmonyAnswers
-from moiety_platform.inference.prompt_images import image_inputs, images_not_supported, images_of, with_placeholders
+from moiety_platform.inference.prompt_images import image_inputs, images_of, readable_images, with_placeholders
 from moiety_platform.inference.strict_tools import grammar_of_calls, may_read_like_call
 from moiety_platform.inference.system_messages import as_user_messages, takes_late_system
 from moiety_platform.inference.template_options import TemplateOptions
 from moiety_platform.inference.thought_limits import budget_of_markers, closing_text, grammar_after_thought
+from moiety_platform.inference.tool_result_images import shows_result_images, with_images_after_results
 from moiety_platform.inference.truncated_inputs import truncated_inputs
 from moiety_text.chat import ChatTemplate
 from moiety_text.conversation import ConversationEncoder
@@ -87,6 +88,8 @@ class ModelText:
         self._model = card.model
         self._follows_grammars = card.follows_grammars
         self._images = card.images
+        placeholder = None if card.images is None else self._tokenizer.find_token(card.images.image_token_id)
+        self._shows_result_images = shows_result_images(template, placeholder, self._tool_format)
         self.labels, self.score_activation = card.labels, card.score_activation
         self.unit_vectors = card.unit_vectors
         self._vocab_size = card.vocab_size
@@ -372,9 +375,7 @@ class ModelText:
             raise BadRequest(
                 f"the model {self._model!r} has no chat template; use /v1/completions with a prompt", param="messages"
             )
-        images = images_of(conversation)
-        if images and self._images is None:
-            raise images_not_supported(self._model)
+        images = readable_images(conversation, self._images, self._model)
         tools = [] if conversation.tools is None else tools_for_template(conversation.tools)
         extra = self._options.variables_of(conversation) if conversation.has_reasoning_options else {}
         opening, messages = self._begun(conversation)
@@ -396,6 +397,8 @@ class ModelText:
     def _begun(self, conversation: Conversation) -> tuple[Opening, Sequence[Mapping[str, Any]]]:
         """Return the beginning of the answer, and the messages in the template's form. Raises BadRequest."""
         messages: Sequence[Mapping[str, Any]] = conversation.messages
+        if not self._shows_result_images:
+            messages = with_images_after_results(messages)
         if not self._takes_late_system:
             messages = as_user_messages(messages)
         if self._harmony is not None:

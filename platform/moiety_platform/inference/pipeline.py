@@ -38,8 +38,10 @@ from moiety_platform.inference.engine_submits import RequestOrigin, check_limits
 from moiety_platform.inference.field_support import ignored_fields, support_headers
 from moiety_platform.inference.generation import Generation, PoolingTask, TextPair, with_single_texts
 from moiety_platform.inference.idempotency import claim_key
+from moiety_platform.inference.image_preparation import ImagePreparation
 from moiety_platform.inference.keep_alive import KeepAlive
 from moiety_platform.inference.model_text_cache import ModelTexts
+from moiety_platform.inference.prompt_images import images_of
 from moiety_platform.inference.quota_reservation import Tariffs
 from moiety_platform.inference.request_body import BodyReader
 from moiety_platform.inference.request_record import RequestRecord
@@ -53,7 +55,7 @@ from moiety_platform.openapi.tags_header import TAGS_HEADER
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.randomness import ordered_hex
 from moiety_platform.request_head import fields_of, request_id_of
-from moiety_platform.routing.choose import Need, able_engines, are_extensible, card_of, cards_of, choose
+from moiety_platform.routing.choose import Need, able_engines, are_extensible, card_of, cards_of, choose, seeing_card_of
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.speculative_prefill.next_turn_prefill import NextTurnPrefill
 from moiety_platform.traces.tracing import Phase
@@ -84,6 +86,7 @@ class PipelineServices:
     texts: ModelTexts
     metrics: Metrics
     clock: Clock
+    images: ImagePreparation
     adapters: AdapterCache | None = None
     next_turn_prefill: NextTurnPrefill | None = None
 
@@ -191,11 +194,16 @@ class RequestPipeline:
         try:
             _refuse_hopeless(generation, matched)
             text = await services.texts.get(matched.card)
+            tenant_id = record.principal.tenant_id
+            generation, replaced = await services.images.prepare(generation, matched.card, tenant_id)
+            record.generation = generation
+            record.ignored_fields += replaced
             seconds: list[int] = []
             if isinstance(generation.prompts[0], TextPair):
                 prompts, seconds = await text.encode_pairs(generation)
             else:
-                prompts = await encode_fitting(text, generation, matched.card, record)
+                generation, prompts = await encode_fitting(text, generation, matched.card, record)
+                record.generation = generation
             record.adjusted_fields |= text.adjusted_fields(generation)
             longest = self._most_output_tokens(record, generation, matched.card, prompts)
             origin = await self._reserve(record, matched, prompts, max(longest), streams)
@@ -249,6 +257,8 @@ class RequestPipeline:
                 record.served_model, record.base_model = model, base
             raise
         record.served_model, record.base_model = model, base
+        if images_of(generation.prompts[0]):
+            card = seeing_card_of(states, base) or card
         if adapter is not None:
             card = adapting_card(adapter, card, able_engines(states, base))
         if generation.task is PoolingTask.SCORE and len(card.labels) != 1:

@@ -1,8 +1,8 @@
 """Images in conversations: their parts in messages, their placeholders in prompts, and the checks before a submit.
 
 A message with images has a list of parts as its content, as chat templates take it: `{"type": "text", "text": …}` and
-`{"type": "image", "data": bytes}`. The template writes one placeholder for each image. Nothing is decoded here: the
-size of an image, which gives its number of tokens, is read from the head of its file.
+`{"type": "image", "image": PromptImage}`. The template writes one placeholder for each image. Nothing is decoded here:
+the size of an image, which gives its number of tokens, is read from the head of its file.
 """
 
 from __future__ import annotations
@@ -12,15 +12,32 @@ import binascii
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from moiety_platform.errors import BadRequest
 from moiety_platform.inference.generation import Conversation, Prompt
-from moiety_wire.images import ImageInput, ImageRules, image_size
+from moiety_wire.images import ImageAllowance, ImageInput, ImageRules, image_size
 
 NOT_SUPPORTED = "images_not_supported"  # error codes
 INVALID_IMAGE = "invalid_image"
+MAX_URL_CHARACTERS = 8192  # of a link
 
-_DATA_URL = "data:image/"
+_DATA_URL = "data:"
+_IMAGE_URL = "data:image/"
 _ENCODED = ";base64,"
+_LINKS = ("https://", "http://")
+
+IMAGE_URL_PATTERN = "^(data:image/[^,]*;base64,|https?://)"  # for schemas
+LINK_PATTERN = "^https?://"
+BASE64_PATTERN = "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
+
+
+class PromptImage(msgspec.Struct, frozen=True):
+    """Image of a conversation: an encoded file, or the link at which it must be fetched."""
+
+    data: bytes = b""
+    url: str = ""  # "" where `data` is known
+    path: str = ""  # of its part in the request
 
 
 def text_part(text: str) -> dict[str, Any]:
@@ -28,9 +45,14 @@ def text_part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-def image_part(data: bytes) -> dict[str, Any]:
-    """Return a part with an encoded image file, for the chat template."""
-    return {"type": "image", "data": data}
+def image_part(image: PromptImage) -> dict[str, Any]:
+    """Return a part with an image, for the chat template."""
+    return {"type": "image", "image": image}
+
+
+def is_image(part: Mapping[str, Any]) -> bool:
+    """Return whether a part is an image."""
+    return bool(part["type"] == "image")
 
 
 def decode_base64(text: str) -> bytes:
@@ -41,25 +63,52 @@ def decode_base64(text: str) -> bytes:
         raise ValueError("the image is not valid base64; encode the file's bytes, without line breaks") from None
 
 
-def decode_data_url(url: str) -> bytes:
-    """Return the image file in a data URL. Raises ValueError, also for links, which are never followed."""
+def image_of_url(url: str) -> PromptImage:
+    """Return the image of a data URL or a link. Raises ValueError."""
+    if not url.startswith(_DATA_URL):
+        return image_of_link(url)
     head, found, data = url.partition(_ENCODED)
-    if not head.startswith(_DATA_URL) or not found:
-        raise ValueError("links to images are not followed; send the image itself: data:image/png;base64,…")
-    return decode_base64(data)
+    if not head.startswith(_IMAGE_URL) or not found:
+        raise ValueError("the data URL has no image in base64; send data:image/png;base64,…")
+    return PromptImage(decode_base64(data))
 
 
-def images_of(prompt: Prompt) -> list[bytes]:
-    """Return the image files of a conversation, in their order in its messages."""
+def image_of_link(url: str) -> PromptImage:
+    """Return the image at a link. Raises ValueError."""
+    if not url[:8].lower().startswith(_LINKS):
+        raise ValueError("the URL is neither a data URL nor a link; send data:image/png;base64,… or https://…")
+    if len(url) > MAX_URL_CHARACTERS:
+        raise ValueError(f"the link has {len(url):,} characters; it may have {MAX_URL_CHARACTERS:,}")
+    return PromptImage(url=url)
+
+
+def has_images(content: Any) -> bool:
+    """Return whether a message's content has images."""
+    return isinstance(content, list) and any(map(is_image, content))
+
+
+def joined_contents(first: Any, second: Any) -> Any:
+    """Return the content of two messages as that of one: a text, or parts if one of them has parts."""
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n{second}"
+    return [*_parts_of(first), *_parts_of(second)]
+
+
+def _parts_of(content: Any) -> list[dict[str, Any]]:
+    return content if isinstance(content, list) else [text_part(content)]
+
+
+def images_of(prompt: Prompt) -> list[PromptImage]:
+    """Return the images of a conversation, in their order in its messages."""
     return list(_images_in(prompt.messages)) if isinstance(prompt, Conversation) else []
 
 
-def _images_in(messages: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
+def _images_in(messages: Sequence[Mapping[str, Any]]) -> Iterator[PromptImage]:
     for message in messages:
         if isinstance(message["content"], list):
             for part in message["content"]:
-                if part["type"] == "image":
-                    yield part["data"]
+                if is_image(part):
+                    yield part["image"]
 
 
 def images_not_supported(model: str) -> BadRequest:
@@ -68,14 +117,21 @@ def images_not_supported(model: str) -> BadRequest:
     return BadRequest(message, code=NOT_SUPPORTED, param="messages")
 
 
-def with_placeholders(token_ids: list[int], images: Sequence[bytes], rules: ImageRules, model: str) -> list[int]:
+def readable_images(conversation: Conversation, rules: ImageRules | None, model: str) -> list[PromptImage]:
+    """Return the images of a conversation, in its order. Raises BadRequest if the model reads text only."""
+    images = images_of(conversation)
+    if images and rules is None:
+        raise images_not_supported(model)
+    return images
+
+
+def with_placeholders(token_ids: list[int], images: Sequence[PromptImage], rules: ImageRules, model: str) -> list[int]:
     """Return the prompt with as many placeholders for each image as it has tokens.
 
     Raises BadRequest for images that the model cannot read, and for a template that leaves one out.
     """
-    if not images:
-        return token_ids
-    counts = _counts(images, rules)
+    check_together(images, rules)
+    counts = [_num_tokens(number, image.data, rules) for number, image in enumerate(images)]
     if token_ids.count(rules.image_token_id) != len(counts):
         message = f"the chat template of the model {model!r} does not show each image once; send fewer images a message"
         raise BadRequest(message, code=NOT_SUPPORTED, param="messages")
@@ -85,39 +141,52 @@ def with_placeholders(token_ids: list[int], images: Sequence[bytes], rules: Imag
     return expanded
 
 
-def image_inputs(token_ids: Sequence[int], images: Sequence[bytes], rules: ImageRules | None) -> list[ImageInput]:
+def image_inputs(token_ids: Sequence[int], images: Sequence[PromptImage], rules: ImageRules | None) -> list[ImageInput]:
     """Return the images for the engine, each with the index of its first placeholder in the prompt."""
     if rules is None or not images:
         return []
     inputs, end, prompt_ids = [], 0, list(token_ids)
-    for data in images:
+    for image in images:
         start = prompt_ids.index(rules.image_token_id, end)
-        inputs.append(ImageInput(start, data))
-        end = start + rules.num_tokens(*image_size(data))
+        inputs.append(ImageInput(start, image.data))
+        end = start + rules.num_tokens(*image_size(image.data))
     return inputs
 
 
-def _counts(images: Sequence[bytes], rules: ImageRules) -> list[int]:
-    """Return the number of tokens of each image. Raises BadRequest."""
-    if len(images) > rules.max_images:
-        raise _invalid(f"there are {len(images)} images; a request may have {rules.max_images}. Send fewer")
-    if sum(map(len, images)) > rules.max_total_bytes:
-        raise _invalid(f"the images have more than {rules.max_total_bytes:,} bytes together; send fewer or smaller")
-    counts = []
-    for number, data in enumerate(images):
-        if len(data) > rules.max_bytes:
-            raise _invalid(f"image {number} has {len(data):,} bytes; it may have {rules.max_bytes:,}. Make it smaller")
-        try:
-            width, height = image_size(data)
-            if width * height > rules.max_source_pixels:
-                raise ValueError(
-                    f"it has {width} × {height} pixels, of which {rules.max_source_pixels:,} are allowed; scale it down"
-                )
-            counts.append(rules.num_tokens(width, height))
-        except ValueError as exc:
-            raise _invalid(f"image {number} cannot be read: {exc}") from exc
-    return counts
+def check_number(num_images: int, max_images: int) -> None:
+    """Check the number of images in a request. Raises BadRequest."""
+    if num_images > max_images:
+        raise invalid_image(f"there are {num_images} images; a request may have {max_images}. Send fewer")
 
 
-def _invalid(message: str) -> BadRequest:
+def check_together(images: Sequence[PromptImage], limits: ImageRules | ImageAllowance) -> None:
+    """Check the number of images and their bytes together. Raises BadRequest."""
+    check_number(len(images), limits.max_images)
+    if sum(len(image.data) for image in images) > limits.max_total_bytes:
+        raise invalid_image(
+            f"the images have more than {limits.max_total_bytes:,} bytes together; send fewer or smaller"
+        )
+
+
+def check_file(data: bytes, limits: ImageRules | ImageAllowance) -> tuple[int, int]:
+    """Return (width, height) of an image file within the limits. Raises ValueError."""
+    if len(data) > limits.max_bytes:
+        raise ValueError(f"it has {len(data):,} bytes; it may have {limits.max_bytes:,}. Make it smaller")
+    width, height = image_size(data)
+    if width * height > limits.max_source_pixels:
+        raise ValueError(
+            f"it has {width} × {height} pixels, of which {limits.max_source_pixels:,} are allowed; scale it down"
+        )
+    return width, height
+
+
+def _num_tokens(number: int, data: bytes, rules: ImageRules) -> int:
+    try:
+        return rules.num_tokens(*check_file(data, rules))
+    except ValueError as exc:
+        raise invalid_image(f"image {number} cannot be read: {exc}") from exc
+
+
+def invalid_image(message: str) -> BadRequest:
+    """Return the error for an image that breaks a rule."""
     return BadRequest(message, code=INVALID_IMAGE, param="messages")

@@ -245,13 +245,14 @@ class InferenceRun:
     def usage(self) -> Usage:
         """Return the usage so far; exact when every stream has ended."""
         num_choices = max(1, len(self._sequences) // len(self.prompts))
-        cached_tokens = output_tokens = 0
+        prompt_tokens, cached_tokens, output_tokens = self._num_prompt_tokens, 0, 0
         for number, sequence in enumerate(self._sequences):
             output_tokens += sequence.stream.num_output_tokens
             if number % num_choices == 0:
+                prompt_tokens += sequence.num_counted_prompt_tokens - sequence.num_prompt_tokens
                 cached_tokens += sequence.num_cached_tokens
         thought_tokens = self._num_thought_tokens() if self.text.thinks else None
-        return Usage(self._num_prompt_tokens, cached_tokens, output_tokens, thought_tokens)
+        return Usage(prompt_tokens, cached_tokens, output_tokens, thought_tokens)
 
     @property
     def output_ids(self) -> list[list[int]]:
@@ -305,6 +306,8 @@ class InferenceRun:
         """Put what the sequences came to into the record."""
         record, usage = self._record, self.usage()
         record.cached_tokens, record.output_tokens = usage.cached_tokens, usage.output_tokens
+        if record.reached_engine:
+            record.prompt_tokens = usage.prompt_tokens
         record.progress = [sequence.progress for sequence in self._sequences]
         record.was_taken_on = any(sequence.was_taken_on for sequence in self._sequences)
         queues_ns = []

@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager
 import msgspec
 
 from moiety_platform.engine_client.base import Connection
+from moiety_platform.engine_client.chat_submit import ChatSubmit
 from moiety_platform.engine_client.stream import Delivery, EngineStream, Inbox
 from moiety_platform.errors import (
     CRASH_SUSPECTED,
@@ -88,6 +89,14 @@ class Sequence:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self._submit.prompt_ids)
+
+    @property
+    def num_counted_prompt_tokens(self) -> int:
+        """Prompt tokens by the engine's count where it renders the prompt, once the sequence has ended."""
+        finished = self.stream.finished
+        if finished is None or not isinstance(self._submit, ChatSubmit):
+            return self.num_prompt_tokens
+        return finished.num_prompt_tokens
 
     @property
     def num_cached_tokens(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from moiety_platform.inference.prompt_images import joined_contents
 from moiety_text.chat import ChatTemplate
 from moiety_text.errors import TemplateRefused
 
@@ -32,6 +33,6 @@ def as_user_messages(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[
     for place, message in enumerate(messages):
         moved = {"role": "user", "content": f"<system>\n{message['content']}\n</system>"} if place in late else message
         if found and found[-1]["role"] == moved["role"] == "user":
-            moved = {**moved, "content": f"{found.pop()['content']}\n{moved['content']}"}
+            moved = {**moved, "content": joined_contents(found.pop()["content"], moved["content"])}
         found.append(moved)
     return found

@@ -12,34 +12,39 @@ import msgspec
 from moiety_platform.errors import ContextTooLong
 from moiety_platform.inference.generation import Conversation, Generation
 from moiety_platform.inference.model_texts import ModelText
-from moiety_platform.inference.prompt_images import images_of
+from moiety_platform.inference.prompt_images import is_image
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_wire.messages import ModelCard
 
 OUTPUT_SHARE = 8  # without an output limit, one part in so many of the context is left for the output
 TOKENS_A_BYTE = 0.5  # of messages in JSON, before anything is measured
 MIN_TOKENS_A_BYTE = 0.001
+BYTES_AN_IMAGE = 2048  # of JSON that has about as many tokens
 MAX_ESTIMATES = 6
 MAX_OUTPUT_ROOM = 4096  # and no more tokens than that
 
 
 async def encode_fitting(
     text: ModelText, generation: Generation, card: ModelCard, record: RequestRecord
-) -> list[list[int]]:
+) -> tuple[Generation, list[list[int]]]:
     """Return the token ids of each prompt, of a conversation with truncation without what does not fit.
 
-    Messages of the system and the last message are kept, and results stay with their calls. The record says how many
-    messages are left out. A conversation with images is not truncated. Raises the errors of `encode_prompts`.
+    The generation is returned with the messages that are kept. Messages of the system and the last message are kept,
+    and results stay with their calls. The record says how many messages are left out. Raises the errors of
+    `encode_prompts`.
     """
     conversation = generation.prompts[0]
-    if not generation.truncates or not isinstance(conversation, Conversation) or images_of(conversation):
-        return await text.encode_prompts(generation)
+    if not generation.truncates or not isinstance(conversation, Conversation):
+        return generation, await text.encode_prompts(generation)
     most = card.max_context_tokens - _output_room(generation, card)
 
-    async def encode_without(num_dropped: int) -> list[list[int]] | None:
+    def without(num_dropped: int) -> Generation:
         kept = msgspec.structs.replace(conversation, messages=_without(conversation.messages, groups[:num_dropped]))
+        return msgspec.structs.replace(generation, prompts=(kept,))
+
+    async def encode_without(num_dropped: int) -> list[list[int]] | None:
         try:
-            prompts = await text.encode_prompts(msgspec.structs.replace(generation, prompts=(kept,)))
+            prompts = await text.encode_prompts(without(num_dropped))
         except ContextTooLong:
             return None
         return prompts if len(prompts[0]) <= most else None
@@ -47,10 +52,10 @@ async def encode_fitting(
     groups = _droppable(conversation.messages)
     fitting = await encode_without(0)
     if fitting is not None or not groups:
-        return await text.encode_prompts(generation) if fitting is None else fitting
+        return generation, await text.encode_prompts(generation) if fitting is None else fitting
     fitting = await encode_without(len(groups))
     if fitting is None:
-        return await text.encode_prompts(generation)  # the error names the lengths
+        return generation, await text.encode_prompts(generation)  # the error names the lengths
     search = _Search([_num_bytes(conversation.messages, group) for group in groups], most, len(fitting[0]))
     while (middle := search.next()) is not None:
         found = await encode_without(middle)
@@ -58,7 +63,7 @@ async def encode_fitting(
         fitting = fitting if found is None else found
     num_dropped = sum(map(len, groups[: search.high]))
     record.adjusted_fields["truncation"] = f"{num_dropped} of {len(conversation.messages)} messages left out"
-    return fitting
+    return without(search.high), fitting
 
 
 class _Search:
@@ -101,7 +106,22 @@ class _Search:
 
 
 def _num_bytes(messages: Sequence[dict[str, Any]], group: Sequence[int]) -> int:
-    return sum(len(msgspec.json.encode(messages[index])) for index in group)
+    """Return the size of a group of messages, in which an image counts as text of about as many tokens."""
+    return sum(len(msgspec.json.encode(_text_of(messages[index]))) + _image_bytes(messages[index]) for index in group)
+
+
+def _text_of(message: dict[str, Any]) -> dict[str, Any]:
+    content = message["content"]
+    return {**message, "content": [part for part in content if not is_image(part)]} if _is_parts(content) else message
+
+
+def _image_bytes(message: dict[str, Any]) -> int:
+    content = message["content"]
+    return BYTES_AN_IMAGE * sum(map(is_image, content)) if _is_parts(content) else 0
+
+
+def _is_parts(content: object) -> bool:
+    return isinstance(content, list)
 
 
 def _output_room(generation: Generation, card: ModelCard) -> int:

@@ -172,7 +172,8 @@ def input_file_of(data: bytes, limits: Limits) -> tuple[bytes, int]:
             break
     if checker.errors:
         named = "; ".join(f"'requests.{error['line'] - 1}': {error['message']}" for error in checker.errors)
-        raise BadRequest(f"some requests are wrong: {named}", param=f"requests.{checker.errors[0]['line'] - 1}")
+        first = checker.errors[0]
+        raise BadRequest(f"some requests are wrong: {named}", code=first["code"], param=f"requests.{first['line'] - 1}")
     return bytes(content), len(requests)
 
 

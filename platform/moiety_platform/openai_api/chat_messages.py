@@ -25,6 +25,7 @@ from moiety_platform.openai_api.tools import CalledFunction, ChatCalls
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 _RESULTS = ("tool", "function")  # roles whose content may be null, as an assistant's may
+_WITH_IMAGES = ("user", *_RESULTS)
 _MAY_BE_EMPTY = ("assistant", *_RESULTS)
 _CALLS = {"type": "array", "minItems": 1}
 _RULES: dict[str, Any] = {
@@ -90,8 +91,9 @@ class ChatMessage(StrictBody):
             raise refuse(reason)
         if (reason := why_unreadable(value)) is not None:
             raise refuse(reason, INVALID_IMAGE)
-        if info.data.get("role", "user") != "user" and any(isinstance(part, ImagePart) for part in value):
-            raise refuse("images are for the user's messages only; send the image in one of them", INVALID_IMAGE)
+        if info.data.get("role", "user") not in _WITH_IMAGES and any(isinstance(part, ImagePart) for part in value):
+            reason = "images are for the user's messages and results of tools only; send the image in one of them"
+            raise refuse(reason, INVALID_IMAGE)
         return value
 
     @field_validator("tool_call_id")
@@ -122,6 +124,13 @@ class ChatMessage(StrictBody):
         return self
 
     @property
+    def has_detail(self) -> bool:
+        """Whether an image asks for a level of detail, which has no effect."""
+        parts = self.content if isinstance(self.content, list) else []
+        details = (part.image_url.detail for part in parts if isinstance(part, ImagePart))
+        return any(detail not in (None, "auto") for detail in details)
+
+    @property
     def text(self) -> str | None:
         """The message's text, or None for an assistant's message without any."""
         text = text_of_parts(self.content) if isinstance(self.content, list) else self.content
@@ -129,11 +138,16 @@ class ChatMessage(StrictBody):
             return text or self.refusal or text
         return text or ""
 
-    def for_template(self) -> dict[str, Any]:
-        """Return the message for the chat template. Calls of the older form are left out: see `messages_of`."""
+    def for_template(self, path: str) -> dict[str, Any]:
+        """Return the message for the chat template; `path` is its own in the request.
+
+        Calls of the older form are left out: see `messages_of`.
+        """
         role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
         has_images = isinstance(self.content, list) and any(isinstance(part, ImagePart) for part in self.content)
-        content = template_parts(self.content) if has_images and isinstance(self.content, list) else self.text
+        content: Any = self.text
+        if has_images and isinstance(self.content, list):
+            content = template_parts(self.content, f"{path}.content")
         message: dict[str, Any] = {"role": role, "content": content}
         if self.name is not None:
             message["name"] = self.name
@@ -154,8 +168,8 @@ def messages_of(messages: Sequence[ChatMessage]) -> tuple[dict[str, Any], ...]:
     """
     found: list[dict[str, Any]] = []
     num_calls, last_ids = 0, dict[str, str]()
-    for message in messages:
-        converted = message.for_template()
+    for place, message in enumerate(messages):
+        converted = message.for_template(f"messages.{place}")
         if message.function_call is not None:
             called = message.function_call
             call_id, num_calls = f"call_{num_calls}", num_calls + 1

@@ -11,11 +11,18 @@ from functools import cached_property
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
+import msgspec
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from moiety_platform.inference.body_fields import MAX_PARTS, StrictBody, shows
 from moiety_platform.inference.field_support import ignored
-from moiety_platform.inference.prompt_images import decode_data_url, image_part, text_part
+from moiety_platform.inference.prompt_images import (
+    IMAGE_URL_PATTERN,
+    PromptImage,
+    image_of_url,
+    image_part,
+    text_part,
+)
 
 _TYPES = ("text", "refusal", "image_url", "input_audio", "file")
 _UNSERVED = ConfigDict(json_schema_extra={"not": {}})  # no value is accepted
@@ -38,22 +45,22 @@ class RefusalPart(StrictBody):
 
 
 class ImageUrl(StrictBody):
-    url: Annotated[str, shows(pattern="^data:image/[^,]*;base64,")]
+    url: Annotated[str, shows(pattern=IMAGE_URL_PATTERN)]
     detail: Annotated[
         Literal["auto", "low", "high", "original"] | None, ignored("The size of the image gives its number of tokens.")
     ] = None
 
 
 class ImagePart(StrictBody):
-    """Image as a data URL. Links are refused."""
+    """Image as a data URL or a link. Links are followed where the operator has enabled it."""
 
     type: Literal["image_url"]
     image_url: ImageUrl
 
     @cached_property
-    def data(self) -> bytes:
-        """The image file."""
-        return decode_data_url(self.image_url.url)
+    def image(self) -> PromptImage:
+        """The image file or its link. Raises ValueError."""
+        return image_of_url(self.image_url.url)
 
 
 class AudioPart(StrictBody):
@@ -114,20 +121,26 @@ def why_unreadable(parts: Sequence[ContentPart]) -> str | None:
     for number, part in enumerate(parts):
         if isinstance(part, ImagePart):
             try:
-                _ = part.data
+                _ = part.image
             except ValueError as exc:
                 return f"part {number} is an image that cannot be read: {exc}"
     return None
 
 
-def template_parts(parts: Sequence[ContentPart]) -> list[dict[str, Any]]:
-    """Return parts with images for the chat template. Consecutive texts are joined by line breaks."""
+def template_parts(parts: Sequence[ContentPart], path: str) -> list[dict[str, Any]]:
+    """Return parts with images for the chat template. Consecutive texts are joined by line breaks.
+
+    `path` is that of the parts in the request.
+    """
     found: list[dict[str, Any]] = []
-    for is_image, run in groupby(parts, lambda part: isinstance(part, ImagePart)):
+    for is_image, run in groupby(enumerate(parts), lambda numbered: isinstance(numbered[1], ImagePart)):
         if is_image:
-            found += [image_part(part.data) for part in run if isinstance(part, ImagePart)]
+            for number, part in run:
+                if isinstance(part, ImagePart):
+                    image = msgspec.structs.replace(part.image, path=f"{path}.{number}.image_url")
+                    found.append(image_part(image))
         else:
-            found.append(text_part(text_of_parts(list(run))))
+            found.append(text_part(text_of_parts([part for _, part in run])))
     return found
 
 

@@ -309,7 +309,9 @@ class ChatBody(ThoughtBudgetFields, VllmChatFields, GenerationBody):
         return max(ttl_s, super().keep_s)
 
     def skipped_entries(self) -> Iterator[str]:
-        return skipped_tools(self.tools)
+        yield from skipped_tools(self.tools)
+        if any(message.has_detail for message in self.messages):
+            yield "messages.content.image_url.detail"
 
     def offer(self) -> ToolOffer | None:
         """Return the tools that the model may call, or None."""

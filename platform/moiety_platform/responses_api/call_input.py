@@ -12,7 +12,7 @@ from pydantic import Field, StringConstraints
 from moiety_platform.inference.body_fields import MAX_PARTS, StrictBody
 from moiety_platform.inference.tool_fields import ArgumentsObject, ArgumentsText, ToolName
 from moiety_platform.responses_api.calls import MAX_INT
-from moiety_platform.responses_api.content import ContentParts, text_of
+from moiety_platform.responses_api.content import INPUT_TEXT, ContentParts, stored_output, stored_parts
 from moiety_platform.responses_api.items import (
     CALL,
     CUSTOM_CALL,
@@ -61,11 +61,10 @@ class ResultItem(StrictBody):
     output: ContentParts
 
     def checked(self) -> Item:
-        text = text_of(self.output)
         if self.call_id is not None:
-            return result_item(RESULT, self.call_id, output=text)
-        told = f"Output of the tool {self.name}:\n{text}" if self.name else f"Output of a tool:\n{text}"
-        content = [{"type": "input_text", "text": told}]
+            return result_item(RESULT, self.call_id, output=stored_output(self.output))
+        head = f"Output of the tool {self.name}:" if self.name else "Output of a tool:"
+        content = [{"type": INPUT_TEXT, "text": head}, *stored_parts(self.output)]
         return {"type": MESSAGE, "status": "completed", "role": "user", "content": content}
 
 
@@ -90,7 +89,7 @@ class CustomResultItem(StrictBody):
     output: ContentParts
 
     def checked(self) -> Item:
-        return result_item(CUSTOM_RESULT, self.call_id, output=text_of(self.output))
+        return result_item(CUSTOM_RESULT, self.call_id, output=stored_output(self.output))
 
 
 class PatchWrite(StrictBody):

@@ -19,6 +19,7 @@ from moiety_platform.auth.principal import Principal
 from moiety_platform.db.keyset import After, Identified, list_fields, parse_list
 from moiety_platform.errors import BadRequest, Unavailable
 from moiety_platform.inference.endpoint import Endpoint, EndpointDocs, SendLast, Serve, route
+from moiety_platform.inference.field_support import support_headers
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.response import HttpResponse
 from moiety_platform.inference.run import InferenceRun

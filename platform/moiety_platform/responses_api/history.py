@@ -10,6 +10,7 @@ import msgspec
 from moiety_platform.errors import BadRequest
 from moiety_platform.inference.tool_fields import call_for_template
 from moiety_platform.responses_api.calls import call_for_model, name_for_model
+from moiety_platform.responses_api.content import INPUT_IMAGE, content_for_template
 from moiety_platform.responses_api.items import (
     ADDITIONAL_TOOLS,
     CALLS,
@@ -61,7 +62,8 @@ def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
         kind = item["type"]
         if kind == MESSAGE:
             role = "system" if item["role"] == "developer" else item["role"]
-            messages.append({"role": role, "content": "\n".join(part["text"] for part in item["content"]), **thought})
+            content = content_for_template(item["content"], f"input.{MESSAGE}.{INPUT_IMAGE}")
+            messages.append({"role": role, "content": content, **thought})
             thought = {}
         elif kind == THOUGHT:
             text = "\n".join(part["text"] for part in item["content"])
@@ -71,7 +73,7 @@ def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
         elif kind == ADDITIONAL_TOOLS:
             continue  # they are offered beside the messages
         elif kind in RESULTS:
-            messages.append({"role": "tool", "content": text_of_result(item), "tool_call_id": item["call_id"]})
+            messages.append({"role": "tool", "content": content_of_result(item), "tool_call_id": item["call_id"]})
         elif is_whole(item):
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": "", **thought})
@@ -82,8 +84,8 @@ def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
     return messages
 
 
-def text_of_result(item: Item) -> str:
-    """Return the text with which the model reads the result of a call."""
+def content_of_result(item: Item) -> Any:
+    """Return the result of a call as the content of a tool's message: a text, or parts if it has images."""
     match item["type"]:
         case kind if kind == PATCH_RESULT:
             return "\n".join(filter(None, (item["status"], item.get("output"))))
@@ -92,7 +94,7 @@ def text_of_result(item: Item) -> str:
         case kind if kind == SEARCH_RESULT:
             return msgspec.json.encode({"tools": _names(item["tools"])}).decode()
         case _:
-            return str(item["output"])
+            return content_for_template(item["output"], f"input.{item['type']}.{INPUT_IMAGE}")
 
 
 def _text_of_output(output: dict[str, Any]) -> str:

@@ -17,7 +17,16 @@ from moiety_platform.inference.body_fields import (
     shows,
 )
 from moiety_platform.responses_api.call_input import CALL_ITEMS, CallInput
-from moiety_platform.responses_api.content import INPUT_TEXT, OUTPUT_TEXT, REFUSAL, ContentParts, ItemContent
+from moiety_platform.responses_api.content import (
+    INPUT_IMAGE,
+    INPUT_TEXT,
+    OUTPUT_TEXT,
+    REFUSAL,
+    ContentParts,
+    ItemContent,
+    stored_parts,
+    text_of,
+)
 from moiety_platform.responses_api.items import (
     ADDITIONAL_TOOLS,
     COMPACTION,
@@ -53,15 +62,26 @@ SKIPPED = (  # items of hosted tools and of features that are not offered; they 
 _ItemId = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
+_PARTS_OF = (
+    ("user", (INPUT_TEXT, INPUT_IMAGE)),
+    ("assistant", (INPUT_TEXT, OUTPUT_TEXT, REFUSAL)),
+    ("system", (INPUT_TEXT,)),
+    ("developer", (INPUT_TEXT,)),
+)
+
+
+def _parts_by_role(role: str, types: tuple[str, ...]) -> dict[str, Any]:
+    """Return a JSON schema of the parts that a message of the role may have."""
+    return {
+        "if": {"properties": {"role": {"const": role}}},
+        "then": {"properties": {"content": {"items": {"properties": {"type": {"enum": list(types)}}}}}},
+    }
+
+
 class MessageItem(StrictBody):
     """One message. An assistant's message may be an unchanged message of an earlier answer."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "if": {"properties": {"role": {"const": "assistant"}}},
-            "else": {"properties": {"content": {"items": {"properties": {"type": {"const": INPUT_TEXT}}}}}},
-        }
-    )
+    model_config = ConfigDict(json_schema_extra={"allOf": [_parts_by_role(role, types) for role, types in _PARTS_OF]})
 
     type: Literal["message"] | None = None
     role: Annotated[str, known_role(ROLES), shows(enum=list(ROLES))]
@@ -74,13 +94,14 @@ class MessageItem(StrictBody):
         for place, part in enumerate(value):
             if role not in (None, "assistant") and part.type in (OUTPUT_TEXT, REFUSAL):
                 raise refuse(f"part {place} is of type {part.type!r}; those of role {role!r} are {INPUT_TEXT!r}")
+            if role not in (None, "user") and part.type == INPUT_IMAGE:
+                raise refuse(f"part {place} is an image; images are for the user and for results of tools only")
         return value
 
     def checked(self) -> Item:
         if self.role == "assistant":
-            return message_item([text_part(part.readable) for part in self.content])
-        content = [{"type": INPUT_TEXT, "text": part.readable} for part in self.content]
-        return {"type": MESSAGE, "status": "completed", "role": self.role, "content": content}
+            return message_item([text_part(text_of([part])) for part in self.content])
+        return {"type": MESSAGE, "status": "completed", "role": self.role, "content": stored_parts(self.content)}
 
 
 class GivenThought(StrictBody):

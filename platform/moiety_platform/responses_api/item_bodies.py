@@ -12,10 +12,18 @@ from pydantic_core import PydanticCustomError
 from moiety_platform.errors import BadRequest
 from moiety_platform.inference.body_fields import AskingBody, ModelName, StrictBody, refuse, shape_of
 from moiety_platform.inference.field_support import mapped
-from moiety_platform.responses_api.call_input import SearchResultItem
+from moiety_platform.responses_api.call_input import CustomResultItem, ResultItem, SearchResultItem
 from moiety_platform.responses_api.calls import OfferedTool
+from moiety_platform.responses_api.content import has_detail
 from moiety_platform.responses_api.history import check_results, messages_of
-from moiety_platform.responses_api.input import AdditionalTools, CompactionTrigger, InputItem, InputItems, SkippedItem
+from moiety_platform.responses_api.input import (
+    AdditionalTools,
+    CompactionTrigger,
+    InputItem,
+    InputItems,
+    MessageItem,
+    SkippedItem,
+)
 from moiety_platform.responses_api.items import HAVE_TOOLS, Continued, Item
 from moiety_platform.responses_api.tool_choice import ResponseChoice
 from moiety_platform.responses_api.tools import (
@@ -101,6 +109,10 @@ class ItemsBody(AskingBody):
     def skipped_entries(self) -> Iterator[str]:
         """Yield the types of items that have no effect."""
         yield from {f"input.{readable_type(item.type)}" for item in self.input or () if isinstance(item, SkippedItem)}
+        contents = [item.content for item in self.input or () if isinstance(item, MessageItem)]
+        contents += [item.output for item in self.input or () if isinstance(item, ResultItem | CustomResultItem)]
+        if any(map(has_detail, contents)):
+            yield "input.input_image.detail"
 
 
 class ToolItemsBody(ItemsBody):

@@ -60,6 +60,8 @@ class ResponseTokensController(Controller):
         body, _ = await reader.resolve(given, whose)
         adapter = None if models.adapters is None else await models.adapters.find(whose.tenant_id, body.model)
         base = body.model if adapter is None else adapter.model
-        text = await models.texts.get(models.replicas.card(base, allowed_of(whose.allowed_models, adapter)))
-        (token_ids,) = await text.encode([body.counted()])
+        card = models.replicas.card(base, allowed_of(whose.allowed_models, adapter))
+        text = await models.texts.get(card)
+        asked, _ = await models.images.prepare_conversation(body.counted(), card, whose.tenant_id)
+        (token_ids,) = await text.encode([asked])
         return {"object": "response.input_tokens", "input_tokens": len(token_ids)}

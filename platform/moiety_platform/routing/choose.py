@@ -22,6 +22,7 @@ from hashlib import blake2b
 from urllib.parse import urlsplit
 
 from moiety_platform.engine_client.base import EngineState
+from moiety_platform.engine_client.chat_submit import ChatSubmit
 from moiety_platform.errors import NotFound, Unavailable
 from moiety_wire.classes import ServiceClass
 from moiety_wire.figures import SleepState
@@ -46,6 +47,7 @@ class Need(Enum):
     ANSWER = auto()  # a prefill, and a decode that another engine may run
     WHOLE = auto()  # both on one engine
     ADAPTED = auto()  # the same, on an engine that serves adapters
+    CHAT = auto()  # the same, on an external engine that takes images in conversations
 
 
 # ── choice ──
@@ -96,6 +98,16 @@ def card_of(engines: Sequence[EngineState], model: str, allowed: frozenset[str] 
             longest = card
     assert longest is not None, "only engines that have a card are able"
     return longest
+
+
+def seeing_card_of(engines: Sequence[EngineState], model: str) -> ModelCard | None:
+    """Return the card of an engine that can take a request with images; None if no engine of the model sees.
+
+    Raises NotFound or Unavailable.
+    """
+    cards = [engine.card for engine in able_engines(engines, model) if engine.card is not None]
+    seeing = [card for card in cards if card.images is not None or card.image_allowance is not None]
+    return max(seeing, key=lambda card: card.max_context_tokens, default=None)
 
 
 def cards_of(engines: Sequence[EngineState]) -> dict[str, ModelCard]:
@@ -179,6 +191,8 @@ def need_of(submit: Submit) -> Need:
     """Return the need of a request. Prompt logprobs come with the end of the output, from the engine that prefilled."""
     if submit.adapter:
         return Need.ADAPTED
+    if isinstance(submit, ChatSubmit):
+        return Need.CHAT
     if submit.sampling.num_prompt_logprobs is not None:
         return Need.WHOLE
     num_tokens = len(submit.resumed_ids or ())
@@ -197,6 +211,11 @@ def first_engines(able: Sequence[EngineState], need: Need) -> list[EngineState]:
             raise Unavailable(
                 "No engine that serves adapters can take a request now; try again shortly.", retry_after_s=1
             )
+    if need is Need.CHAT:
+        able = [engine for engine in able if engine.card is not None and engine.card.image_allowance is not None]
+        if not able:
+            message = "no engine that takes images in conversations can take a request now; try again shortly"
+            raise Unavailable(message, retry_after_s=1)
     for engine in able:
         if _role(engine) is not EngineRole.BOTH:
             break

@@ -11,7 +11,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 from moiety_platform.config_file import read_config_section
 from moiety_platform.reloadable import fixed, live
 from moiety_platform.settings import SECTION as GATEWAY_SECTION
-from moiety_platform.settings import traces_beside
+from moiety_platform.trace_store_url import traces_beside
 
 SECTION = "traces"
 OF_GATEWAYS_TOO = ("data_dir", "database_url", "traces_database_url", "traces_token")

@@ -1,0 +1,25 @@
+"""The preparation of images as the settings want it."""
+
+from __future__ import annotations
+
+from ipaddress import ip_network
+
+from moiety_platform.inference.image_fetcher import ImageFetcher, LinkLimits
+from moiety_platform.live_settings import LiveSettings
+from moiety_platform.settings import GatewaySettings
+from moiety_platform.webhooks.addresses import AddressPolicy
+
+OF_LINKS = ["image_link_networks", "max_image_links"]
+
+
+def image_fetcher_of(settings: GatewaySettings, live: LiveSettings[GatewaySettings]) -> ImageFetcher:
+    """Return a fetcher of images that follows the settings."""
+    fetcher = ImageFetcher()
+
+    def use(wanted: GatewaySettings) -> None:
+        fetcher.reach = AddressPolicy(tuple(map(ip_network, wanted.image_link_networks)))
+        fetcher.limits = LinkLimits(wanted.max_image_links)
+
+    use(settings)
+    live.follow(OF_LINKS, use)
+    return fetcher

@@ -1,0 +1,231 @@
+"""OpenAI's streamed `/v1/chat/completions`, for conversations with images.
+
+The parts of the answer are written as one text, for the reader of `ExternalModelText`: reasoning between `<think>` and
+`</think>`, calls in the format of Hermes. Content that only spells one of these markers is guarded.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from moiety_platform.engine_addresses import ExternalAddress, ExternalKind
+from moiety_platform.engine_client.chat_submit import ChatSubmit
+from moiety_platform.errors import PlatformError
+from moiety_platform.external_engines.completions import Completions, counts_of
+from moiety_platform.external_engines.failures import ended_by_error, error_of_event
+from moiety_platform.external_engines.piece import (
+    FAILED_FINISH,
+    FINISH_REASONS,
+    AnswerDelta,
+    DeltaLogprob,
+    MalformedAnswer,
+    count_of,
+)
+from moiety_text.guarded import SpelledMarkers
+from moiety_text.reasoning_formats import THINK
+from moiety_wire.grammars import GrammarKind, GrammarSpec
+from moiety_wire.messages import Submit
+
+MAX_CALLS = 256  # of one answer
+MAX_CALL_CHARS = 4_000_000  # of all calls of an answer
+_CALL, _CALL_END = "<tool_call>", "</tool_call>"
+_JSON = (GrammarKind.JSON_OBJECT, GrammarKind.JSON_SCHEMA)
+_NOT_OF_CHATS = ("logprobs", "prompt", "return_token_ids", "return_tokens_as_token_ids", "skip_special_tokens")
+_EXTENDED = (ExternalKind.VLLM, ExternalKind.SGLANG)
+_TYPES = {b"\x89PNG": "png", b"RIFF": "webp"}  # by the beginning of the file; others are JPEG
+
+
+class ChatCompletions:
+    """Dialect of OpenAI's chats for one request. Implements Dialect."""
+
+    path = "/v1/chat/completions"
+
+    def __init__(self, address: ExternalAddress) -> None:
+        self._kind = address.kind
+        self._is_extended = address.kind in _EXTENDED
+        as_documented = address if self._is_extended else dataclasses.replace(address, kind=ExternalKind.GENERIC)
+        self._completions = Completions(as_documented)
+        self._shares_cache = address.shared_cache
+        self._spelled = SpelledMarkers((THINK.opener, THINK.closer, _CALL, _CALL_END))
+        self._is_thinking = self._has_content = False
+        self._calls: dict[int, tuple[str, list[str]]] = {}  # name and arguments, by the server's index
+        self._num_call_chars = 0
+
+    @property
+    def max_num_logprobs(self) -> int:
+        return self._completions.max_num_logprobs
+
+    @property
+    def keeps_alive(self) -> bool:
+        return self._kind is not ExternalKind.LLAMA_CPP
+
+    def refusal(self, submit: Submit) -> str:
+        assert isinstance(submit, ChatSubmit), "made for chats"
+        if submit.messages[-1]["role"] == "assistant" and not self._is_extended:
+            return "an answer that the client has begun"
+        grammar = submit.grammar
+        if grammar is not None and grammar.kind not in _JSON and self._kind is not ExternalKind.VLLM:
+            return f"a form of answers of the kind {grammar.kind.value!r}"
+        return self._completions.refusal(_as_completion(submit))
+
+    def body(self, submit: Submit, prompt_ids: list[int], max_tokens: int, min_tokens: int) -> dict[str, Any]:
+        assert isinstance(submit, ChatSubmit), "made for chats"
+        body = self._completions.body(_as_completion(submit), prompt_ids, max_tokens, min_tokens)
+        for name in _NOT_OF_CHATS:
+            body.pop(name, None)
+        body |= {"messages": [self._message(message) for message in submit.messages], **submit.options}
+        if not self._is_extended:
+            body.pop("chat_template_kwargs", None)
+        elif submit.messages[-1]["role"] == "assistant":
+            body |= {"continue_final_message": True, "add_generation_prompt": False}
+        if self._kind is ExternalKind.LLAMA_CPP:
+            body["cache_prompt"] = self._shares_cache
+        if submit.sampling.num_logprobs is not None:
+            body |= {"logprobs": True, "top_logprobs": submit.sampling.num_logprobs}
+        if submit.grammar is not None:
+            body |= _response_format(submit.grammar)
+        return body
+
+    def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a message in the fields of the server."""
+        sent = dict(message)
+        if not self._is_extended:
+            sent.pop("reasoning_content", None)
+        if isinstance(message["content"], list):
+            sent["content"] = [_part(part) for part in message["content"]]
+        return sent
+
+    def read(self, event: dict[str, Any]) -> AnswerDelta | PlatformError:
+        error = event.get("error")
+        if error is not None:
+            return error_of_event(error)
+        usage = event.get("usage")
+        num_output, num_cached = counts_of(usage)
+        counted = AnswerDelta(
+            text="",
+            num_output_tokens=num_output,
+            num_cached_tokens=num_cached,
+            num_prompt_tokens=count_of(usage.get("prompt_tokens")) if isinstance(usage, dict) else None,
+        )
+        choices = event.get("choices") or None
+        if choices is not None and (not isinstance(choices, list) or len(choices) > 1):
+            raise MalformedAnswer("an event has no list of one choice")
+        if choices is None or choices == [None]:
+            return dataclasses.replace(counted, is_usage=isinstance(usage, dict))
+        choice = choices[0]
+        if not isinstance(choice, dict):
+            raise MalformedAnswer("a choice is no object")
+        finish = choice.get("finish_reason")
+        if isinstance(finish, str) and finish in FAILED_FINISH:
+            return ended_by_error(finish)
+        text = self._text_of(choice.get("delta") or choice.get("message") or {})
+        if isinstance(finish, str) and finish:
+            text += self._end()
+        stopped = choice.get("stop_reason", choice.get("matched_stop"))  # vLLM's and SGLang's field
+        return dataclasses.replace(
+            counted,
+            text=text,
+            logprobs=_logprobs(choice.get("logprobs")),
+            finish=FINISH_REASONS.get(finish) if isinstance(finish, str) else None,
+            stop_string=stopped if isinstance(stopped, str) else None,
+        )
+
+    def _text_of(self, delta: Any) -> str:
+        """Return the text for the parts of a delta. Raises MalformedAnswer."""
+        if not isinstance(delta, dict):
+            raise MalformedAnswer("a delta is no object")
+        thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
+        content, calls = delta.get("content") or "", delta.get("tool_calls") or []
+        if not isinstance(thought, str) or not isinstance(content, str) or not isinstance(calls, list):
+            raise MalformedAnswer("a delta has no text as its content")
+        text = ""
+        if thought and not self._has_content:
+            text = "" if self._is_thinking else self._mark(THINK.opener)
+            self._is_thinking = True
+            text += self._spelled.guard(thought)
+        if content:
+            text += self._end_thought() + self._spelled.guard(content)
+            self._has_content = True
+        for call in calls:
+            self._take_call(call)
+        return text
+
+    def _take_call(self, call: Any) -> None:
+        """Add a part of a call, which is written once the answer has ended. Raises MalformedAnswer."""
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            raise MalformedAnswer("a call has no function")
+        number = count_of(call.get("index"))
+        name, arguments = function.get("name") or "", function.get("arguments") or ""
+        if not isinstance(name, str) or not isinstance(arguments, str):
+            raise MalformedAnswer("a call has no name and arguments of text")
+        known, parts = self._calls.setdefault(len(self._calls) if number is None else number, (name, []))
+        parts.append(arguments)
+        if name and not known:
+            self._calls[len(self._calls) if number is None else number] = name, parts
+        self._num_call_chars += len(name) + len(arguments)
+        if len(self._calls) > MAX_CALLS or self._num_call_chars > MAX_CALL_CHARS:
+            raise MalformedAnswer("its calls are too many or too long")
+
+    def _end(self) -> str:
+        """Return the end of the reasoning, and the calls, which are complete now."""
+        text = self._end_thought()
+        for _, (name, parts) in sorted(self._calls.items()):
+            arguments = "".join(parts).strip() or "{}"
+            call = f'\n{{"name": {msgspec.json.encode(name).decode()}, "arguments": {arguments}}}\n'
+            text += self._mark(_CALL) + self._spelled.guard(call) + self._mark(_CALL_END)
+        self._calls.clear()
+        return text
+
+    def _end_thought(self) -> str:
+        was_thinking, self._is_thinking = self._is_thinking, False
+        return self._mark(THINK.closer) if was_thinking else ""
+
+    def _mark(self, marker: str) -> str:
+        return self._spelled.guard(marker, marker)
+
+
+def _as_completion(submit: ChatSubmit) -> ChatSubmit:
+    """Return the request without what chats have in other fields."""
+    return msgspec.structs.replace(submit, grammar=None, shown_ids=())
+
+
+def _part(part: Mapping[str, Any]) -> dict[str, Any]:
+    if part["type"] != "image":
+        return dict(part)
+    data = part["image"].data
+    encoded = base64.b64encode(data).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/{_TYPES.get(data[:4], 'jpeg')};base64,{encoded}"}}
+
+
+def _response_format(grammar: GrammarSpec) -> dict[str, Any]:
+    """Return the grammar as OpenAI's response format, or in vLLM's own field."""
+    if grammar.kind is GrammarKind.JSON_OBJECT:
+        return {"response_format": {"type": "json_object"}}
+    if grammar.kind is GrammarKind.JSON_SCHEMA:
+        schema = msgspec.json.decode(grammar.text)
+        return {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}}
+    choices = msgspec.json.decode(grammar.text) if grammar.kind is GrammarKind.CHOICE else grammar.text
+    return {"structured_outputs": {grammar.kind.value: choices}}
+
+
+def _logprobs(found: Any) -> list[DeltaLogprob] | None:
+    """Parse the list of tokens, each with its logprob and the best alternatives."""
+    if found is None or (isinstance(found, dict) and found.get("content") is None):
+        return []
+    try:
+        return [
+            DeltaLogprob(
+                str(one["token"]),
+                float(one["logprob"]),
+                [(str(top["token"]), float(top["logprob"])) for top in one.get("top_logprobs") or []],
+            )
+            for one in found["content"]
+        ]
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError):
+        return None

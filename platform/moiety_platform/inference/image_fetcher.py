@@ -1,0 +1,171 @@
+"""Fetches images that requests name by links, under the address checks of webhooks.
+
+Off by default. Clients choose the links, so everything is bounded: where a link may lead, the links of a request, its
+time, the bytes of a file and of all files, and the fetches of a tenant and of the process at the same time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Self
+
+import httpx
+
+from moiety_platform.webhooks.addresses import ADDRESS_NOT_ALLOWED, NAME_NOT_RESOLVED, AddressPolicy, CannotReach
+from moiety_platform.webhooks.guarded_http import guarded_client, guarded_request
+
+MAX_FETCHES = 64  # at the same time in this process
+_HEADERS = {"Accept": "image/png, image/jpeg, image/webp", "Accept-Encoding": "identity"}
+_REASONS = {
+    ADDRESS_NOT_ALLOWED: "leads to an address that is not in the public internet; link to a public one",
+    NAME_NOT_RESOLVED: "is not known; correct it",
+}
+
+
+class CannotFetch(Exception):
+    """An image cannot be fetched. The message says which part of the link is at fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLimits:
+    """Limits on links to images. They can change while the gateway runs."""
+
+    max_links: int = 0  # different ones in a request; 0: links are not followed
+    timeout_s: float = 10.0  # of all fetches of a request together
+    max_per_tenant: int = 4  # fetches at the same time
+
+
+@dataclass(slots=True)
+class _Budget:
+    """Bytes that the files of one request may still have."""
+
+    left: int
+
+
+@dataclass(slots=True)
+class _TenantSlots:
+    """Fetches of one tenant at the same time. `num_users` waits and fetches hold it."""
+
+    semaphore: asyncio.Semaphore
+    num_users: int = 0
+
+
+@dataclass(slots=True)
+class ImageFetcher:
+    """Fetcher of one gateway process, closed by its owner. `reach` and `limits` can be changed."""
+
+    reach: AddressPolicy = field(default_factory=AddressPolicy)
+    limits: LinkLimits = LinkLimits()
+    tls: ssl.SSLContext | None = None
+    _http: httpx.AsyncClient | None = None
+    _slots: dict[str, _TenantSlots] = field(default_factory=dict)
+    _all: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_FETCHES))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._http is not None:
+            await self._http.aclose()
+
+    async def fetch_all(
+        self, links: Sequence[str], tenant_id: str, max_bytes: int, max_total_bytes: int
+    ) -> dict[str, bytes | CannotFetch]:
+        """Return the file of each link, or why it cannot be fetched."""
+        limits = self.limits
+        if limits.max_links == 0:
+            return dict.fromkeys(links, CannotFetch("this server follows no links; send the image itself, as base64"))
+        if len(links) > limits.max_links:
+            message = f"there are {len(links)} links to images; a request may have {limits.max_links}. Send fewer"
+            return dict.fromkeys(links, CannotFetch(message))
+        budget, found = _Budget(max_total_bytes), dict[str, bytes | CannotFetch]()
+
+        async def fetch(link: str) -> None:
+            try:
+                async with self._slot(tenant_id):
+                    found[link] = await self._fetch(link, max_bytes, budget)
+            except CannotFetch as exc:
+                found[link] = exc
+
+        try:
+            async with asyncio.timeout(limits.timeout_s), asyncio.TaskGroup() as group:
+                for link in links:
+                    group.create_task(fetch(link))
+        except TimeoutError:
+            for link in links:
+                host = _host_of(link)
+                found.setdefault(link, CannotFetch(f"its host {host!r} did not send it within {limits.timeout_s:g} s"))
+        return found
+
+    @asynccontextmanager
+    async def _slot(self, tenant_id: str) -> AsyncIterator[None]:
+        slots = self._slots.get(tenant_id)
+        if slots is None:
+            slots = self._slots[tenant_id] = _TenantSlots(asyncio.Semaphore(self.limits.max_per_tenant))
+        slots.num_users += 1
+        try:
+            async with slots.semaphore, self._all:
+                yield
+        finally:
+            slots.num_users -= 1
+            if not slots.num_users:
+                self._slots.pop(tenant_id, None)
+
+    async def _fetch(self, link: str, max_bytes: int, budget: _Budget) -> bytes:
+        """Return the file of a link. Raises CannotFetch."""
+        url = self._checked(link)
+        if self._http is None:
+            self._http = guarded_client(self.limits.timeout_s, self.tls)
+        try:
+            request = await guarded_request(self._http, self.reach, "GET", url, _HEADERS)
+            answer = await self._http.send(request, stream=True)
+            try:
+                return await _read(answer, max_bytes, budget)
+            finally:
+                await answer.aclose()
+        except CannotReach as exc:
+            raise CannotFetch(f"its host {url.host[:128]!r} {_REASONS[exc.code]}") from exc
+        except (httpx.HTTPError, httpx.InvalidURL, ssl.SSLError) as exc:
+            raise CannotFetch(f"its host {url.host[:128]!r} cannot be reached; try again, or send the image") from exc
+
+    def _checked(self, link: str) -> httpx.URL:
+        """Return the URL of a link that may be followed. Raises CannotFetch."""
+        try:
+            url = httpx.URL(link)
+        except httpx.InvalidURL:
+            raise CannotFetch("its link is not a valid URL; correct it") from None
+        if url.scheme != "https" and not self.reach.networks:
+            raise CannotFetch(f"its scheme is {url.scheme[:16]!r}; link to it with https://")
+        if not url.host or url.userinfo:
+            raise CannotFetch("its link must name a host, and no user or password")
+        return url
+
+
+async def _read(answer: httpx.Response, max_bytes: int, budget: _Budget) -> bytes:
+    """Return the body of a successful answer. Raises CannotFetch."""
+    if answer.is_redirect:
+        raise CannotFetch("its link is redirected, and redirects are not followed; link to the file itself")
+    if answer.status_code != 200:
+        raise CannotFetch(f"its host answers with status {answer.status_code}; correct the path of the link")
+    if answer.headers.get("content-encoding", "identity").lower() != "identity":
+        raise CannotFetch("its host sends it compressed; send the image itself, as base64")
+    body = bytearray()
+    async for chunk in answer.aiter_raw():
+        body += chunk
+        budget.left -= len(chunk)
+        if len(body) > max_bytes:
+            raise CannotFetch(f"it has more than {max_bytes:,} bytes; make it smaller")
+        if budget.left < 0:
+            raise CannotFetch("the images of the request have too many bytes together; send fewer or smaller")
+    return bytes(body)
+
+
+def _host_of(link: str) -> str:
+    try:
+        return httpx.URL(link).host[:128]
+    except httpx.InvalidURL:
+        return ""

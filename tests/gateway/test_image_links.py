@@ -1,0 +1,198 @@
+# ruff: noqa: F811  fixtures are imported
+"""Links to images: what is fetched, what is not, and how a tenant's fetches are bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from ipaddress import ip_network
+
+import msgspec
+import pytest
+
+from moiety_platform.bootstrap.image_preparation import image_fetcher_of
+from moiety_platform.engine_client.fake import FakeEngineClient
+from moiety_platform.inference.image_fetcher import CannotFetch, ImageFetcher, LinkLimits
+from moiety_platform.live_settings import LiveSettings
+from moiety_platform.settings import GatewaySettings
+from moiety_platform.webhooks.addresses import AddressPolicy
+from moiety_wire.messages import ModelCard
+
+from .conftest import StartGateway
+from .test_images import (
+    CHAT,
+    LINKED,
+    MESSAGES,
+    REPLACED,
+    RESPONSES,
+    RESULTS,
+    TALL,
+    TOOL_TEMPLATE,
+    WIDE,
+    seeing,  # noqa: F401  a fixture
+)
+
+MAX_BYTES, MAX_TOTAL_BYTES = 1_000, 1_500
+LOOPBACK = AddressPolicy((ip_network("127.0.0.0/8"),))
+Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
+
+
+def sends(body: bytes, status: str = "200 OK", headers: str = "") -> Answer:
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        writer.write(f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n{headers}\r\n".encode() + body)
+        await writer.drain()
+
+    return answer
+
+
+@asynccontextmanager
+async def file_server(answer: Answer) -> AsyncIterator[tuple[str, list[bytes]]]:
+    """Serve every path with the answer. Yields the URL of an image, and the heads of the requests."""
+    heads: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            heads.append(await reader.readuntil(b"\r\n\r\n"))
+            await answer(writer)
+        finally:
+            writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}/a.png", heads
+
+
+async def fetched(fetcher: ImageFetcher, *links: str, tenant_id: str = "t") -> dict[str, bytes | CannotFetch]:
+    async with fetcher:
+        return await fetcher.fetch_all(links, tenant_id, MAX_BYTES, MAX_TOTAL_BYTES)
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+async def test_a_linked_image_reaches_the_engine_as_a_file(
+    start_gateway: StartGateway,
+    seeing: ModelCard,
+    path: str,
+) -> None:
+    async with file_server(sends(TALL)) as (url, heads):
+        limits = {"max_image_links": 2, "image_link_networks": ("127.0.0.0/8",)}
+        async with start_gateway([FakeEngineClient(seeing)], **limits) as gateway:
+            status, _, answer = await gateway.post(path, LINKED[path](url))
+            assert status == 200, answer
+            (submit,) = gateway.engine.submits
+            assert [image.data for image in submit.images] == [TALL]
+            assert len(heads) == 1 and b"authorization" not in heads[0].lower()
+
+
+async def test_a_link_that_fails_names_its_place_or_becomes_a_text_in_a_tools_result(
+    start_gateway: StartGateway,
+    seeing: ModelCard,
+) -> None:
+    card = msgspec.structs.replace(seeing, chat_template=TOOL_TEMPLATE)
+    async with file_server(sends(b"", "404 Not Found")) as (url, _):
+        limits = {"max_image_links": 2, "image_link_networks": ("127.0.0.0/8",)}
+        async with start_gateway([FakeEngineClient(card)], **limits) as gateway:
+            status, _, answer = await gateway.post(CHAT, LINKED[CHAT](url))
+            error = json.loads(answer)["error"]
+            assert (status, error["code"]) == (400, "invalid_image")
+            assert "messages.0.content.0.image_url" in error["message"] and "status 404" in error["message"]
+            body = RESULTS[CHAT](WIDE)
+            body["messages"][2]["content"][1]["image_url"]["url"] = url
+            status, headers, answer = await gateway.post(CHAT, body)
+            assert status == 200, answer
+            assert headers["x-moiety-ignored-fields"] == REPLACED[CHAT]
+
+
+@pytest.mark.parametrize(
+    ("link", "words"),
+    [
+        ("http://example.com/a.png", "its scheme is 'http'"),
+        ("https://127.0.0.1/a.png", "not in the public internet"),
+        ("https://127.1/a.png", "not in the public internet"),
+        ("https://2130706433/a.png", "not in the public internet"),
+        ("https://[::1]/a.png", "not in the public internet"),
+        ("https://[::ffff:10.0.0.1]/a.png", "not in the public internet"),
+        ("https://169.254.169.254/latest/meta-data", "not in the public internet"),
+        ("https://localhost/a.png", "not in the public internet"),
+        ("https://user:secret@example.com/a.png", "no user or password"),
+        ("https://no-such-name.invalid/a.png", "is not known"),
+        ("https://exa mple/\x7f", ""),
+    ],
+)
+async def test_a_link_may_lead_to_the_public_internet_only(link: str, words: str) -> None:
+    found = (await fetched(ImageFetcher(limits=LinkLimits(4)), link))[link]
+    assert isinstance(found, CannotFetch)
+    assert words in str(found)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (sends(b"", "302 Found", "Location: http://169.254.169.254/\r\n"), "redirects are not followed"),
+        (sends(b"", "500 Oh"), "status 500"),
+        (sends(bytes(MAX_BYTES + 1)), "more than 1,000 bytes"),
+        (sends(b"x", headers="Content-Encoding: gzip\r\n"), "compressed"),
+    ],
+)
+async def test_an_answer_that_is_no_file_within_the_limits_is_refused(answer: Answer, words: str) -> None:
+    async with file_server(answer) as (url, _):
+        found = (await fetched(ImageFetcher(LOOPBACK, LinkLimits(4)), url))[url]
+    assert isinstance(found, CannotFetch)
+    assert words in str(found)
+
+
+async def test_the_bytes_and_the_number_of_all_links_are_bounded() -> None:
+    async with file_server(sends(bytes(MAX_BYTES))) as (url, heads):
+        links = [f"{url}?{number}" for number in range(3)]
+        found = await fetched(ImageFetcher(LOOPBACK, LinkLimits(4)), *links)
+        refused = [one for one in found.values() if isinstance(one, CannotFetch)]
+        assert refused and all("too many bytes together" in str(one) for one in refused)
+        num_asked = len(heads)
+        found = await fetched(ImageFetcher(LOOPBACK, LinkLimits(2)), *links)
+        assert all("a request may have 2" in str(one) for one in found.values())
+        assert len(heads) == num_asked
+
+
+async def test_a_host_that_never_ends_costs_a_bounded_time() -> None:
+    async def never(_: asyncio.StreamWriter) -> None:
+        await asyncio.Event().wait()
+
+    async with file_server(never) as (url, _):
+        found = (await fetched(ImageFetcher(LOOPBACK, LinkLimits(4, timeout_s=0.2)), url))[url]
+    assert "did not send it within 0.2 s" in str(found)
+
+
+async def test_one_tenants_slow_links_leave_room_for_another() -> None:
+    is_open, two_wait = asyncio.Event(), asyncio.Event()
+
+    async def slow(writer: asyncio.StreamWriter) -> None:
+        if len(slow_heads) == 2:
+            two_wait.set()
+        await is_open.wait()
+        await sends(WIDE)(writer)
+
+    fetcher = ImageFetcher(LOOPBACK, LinkLimits(8, max_per_tenant=2))
+    async with file_server(slow) as (slow_url, slow_heads), file_server(sends(TALL)) as (url, _), fetcher:
+        links = [f"{slow_url}?{number}" for number in range(5)]
+        waiting = asyncio.create_task(fetcher.fetch_all(links, "greedy", MAX_BYTES, MAX_TOTAL_BYTES))
+        await two_wait.wait()
+        assert await fetcher.fetch_all([url], "other", MAX_BYTES, MAX_TOTAL_BYTES) == {url: TALL}
+        assert len(slow_heads) == 2
+        is_open.set()
+        assert set((await waiting).values()) == {WIDE}
+
+
+async def test_the_settings_of_links_are_reloaded() -> None:
+    live = LiveSettings(GatewaySettings())
+    fetcher = image_fetcher_of(live.now, live)
+    async with file_server(sends(WIDE)) as (url, _), fetcher:
+        for settings, words in (
+            ({}, "follows no links"),
+            ({"max_image_links": 1}, "its scheme is 'http'"),
+            ({"max_image_links": 1, "image_link_networks": ("127.0.0.0/8",)}, ""),
+        ):
+            await live.change(GatewaySettings(**settings))
+            found = (await fetcher.fetch_all([url], "t", MAX_BYTES, MAX_TOTAL_BYTES))[url]
+            assert words in str(found)
+        assert found == WIDE
