@@ -30,7 +30,7 @@ from moiety_platform.inference.response import (
     SendWhole,
 )
 from moiety_platform.periodic_task import PeriodicTask
-from moiety_platform.responses_api.event_log import EventLog
+from moiety_platform.responses_api.event_log import EventLog, statements_of
 from moiety_platform.responses_api.keeper import ResponseKeeper, with_end
 from moiety_platform.settings import GatewaySettings
 
@@ -263,11 +263,10 @@ class BackgroundRuns:
     async def _store_events(self) -> None:
         """Store the events of the running responses since the last round."""
         logs = {run.response_id: run.events for run in self._of_task.values() if run.response_id and run.events}
-        chunks_of = {response_id: chunks for response_id, log in logs.items() if (chunks := log.chunks())}
-        if chunks_of:
-            await self._keeper.add_events(chunks_of)
-            for response_id, chunks in chunks_of.items():
-                logs[response_id].note_stored(chunks)
+        for response_id, log in logs.items():
+            for chunks in statements_of(log.chunks()):  # others may write between two of them
+                await self._keeper.add_events({response_id: chunks})
+                log.note_stored(chunks)
 
     async def _extend(self) -> None:
         """Extend the leases of the running responses, and stop those that no longer run in the database."""

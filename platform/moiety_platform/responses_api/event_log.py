@@ -6,11 +6,12 @@ Knows no database. A chunk is sealed once and stays the same until it is stored,
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 CHUNK_BYTES = 64 * 1024  # of events, before their compression
 MAX_LOG_BYTES = 16 * 1024 * 1024  # of all chunks of one response; later events are not stored
+CHUNKS_A_STATEMENT = 64
 LEVEL = 6
 
 _END = b"\n\n"  # of an event; there is no other empty line, since data is JSON
@@ -86,3 +87,10 @@ def numbered(chunks: Collection[EventChunk], number: int) -> Iterator[tuple[byte
             return
         yield chunk.events_from(number), chunk.next_number
         number = chunk.next_number
+
+
+def statements_of(chunks: Collection[EventChunk]) -> Iterator[Sequence[EventChunk]]:
+    """Yield the chunks in order, as many at a time as one statement stores."""
+    ordered = list(chunks)
+    for start in range(0, len(ordered), CHUNKS_A_STATEMENT):
+        yield ordered[start : start + CHUNKS_A_STATEMENT]

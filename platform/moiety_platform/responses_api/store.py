@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from sqlalchemy import BigInteger, ColumnElement, delete, func, literal, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -16,7 +16,7 @@ from moiety_platform.auth.principal import Principal
 from moiety_platform.db.dialect import insert_into
 from moiety_platform.db.expired import oldest_expired
 from moiety_platform.db.now import now_ms
-from moiety_platform.responses_api.event_log import EventChunk
+from moiety_platform.responses_api.event_log import EventChunk, statements_of
 from moiety_platform.responses_api.models import StoredEvents, StoredResponse
 
 PURGE_ROWS = 100  # per transaction, each with one turn of a conversation
@@ -144,17 +144,12 @@ class ResponseStore:
             StoredResponse.id.in_(chunks_of), StoredResponse.running_until_ms.is_not(None)
         )
         for row in (await session.scalars(running.order_by(StoredResponse.id).with_for_update())).all():
-            for chunk in chunks_of[row.id]:
-                added = insert_into(session, StoredEvents).values(
-                    response_id=row.id,
-                    first_number=chunk.first_number,
-                    tenant_id=row.tenant_id,
-                    num_events=chunk.num_events,
-                    events=chunk.events,
-                )
+            for chunks in statements_of(chunks_of[row.id]):
+                sizes = {chunk.first_number: len(chunk.events) for chunk in chunks}
+                rows = [{"response_id": row.id, "tenant_id": row.tenant_id, **asdict(chunk)} for chunk in chunks]
+                added = insert_into(session, StoredEvents).values(rows)
                 added = added.on_conflict_do_nothing().returning(StoredEvents.first_number)
-                if await session.scalar(added) is not None:
-                    row.num_bytes += len(chunk.events)
+                row.num_bytes += sum(sizes[number] for number in await session.scalars(added))
 
     async def events(
         self, session: AsyncSession, response_id: str, number: int, limit: int = READ_CHUNKS
