@@ -38,6 +38,7 @@ from moiety_platform.inference.generation import Generation, PoolingTask, TextPa
 from moiety_platform.inference.idempotency import claim_key
 from moiety_platform.inference.keep_alive import KeepAlive
 from moiety_platform.inference.model_text_cache import ModelTexts
+from moiety_platform.inference.option_scores import encode_options
 from moiety_platform.inference.quota_reservation import Tariffs
 from moiety_platform.inference.request_body import BodyReader
 from moiety_platform.inference.request_record import RequestRecord
@@ -182,9 +183,12 @@ class RequestPipeline:
             seconds: list[int] = []
             if isinstance(generation.prompts[0], TextPair):
                 prompts, seconds = await text.encode_pairs(generation)
+            elif generation.option_counts:
+                prompts = await encode_options(text, generation)
             else:
                 prompts = await encode_fitting(text, generation, matched.card, record)
-            record.adjusted_fields |= text.adjusted_fields(generation)
+            if not generation.option_counts:  # whose reasoning options are not the client's
+                record.adjusted_fields |= text.adjusted_fields(generation)
             longest = self._most_output_tokens(record, generation, matched.card, prompts)
             origin = await self._reserve(record, matched, prompts, max(longest), streams)
             service = matched.chosen.service
