@@ -231,6 +231,10 @@ def agreed(body: dict[str, Any]) -> Any:
     if isinstance(body.get("messages"), list):
         body["messages"] = [turn for message in body["messages"] for turn in chat_turns(message)]
         body["messages"] = message_turns(body["messages"])
+    for question in body.get("questions") or ():
+        for name, field in (("choices", "value"), ("levels", "label")):
+            for number, option in enumerate(question.get(name) or ()):
+                option[field] = f"{number}"  # each is another one
     if isinstance(body.get("input"), list):
         body["input"] = [paired for item in body["input"] for paired in with_partner(item)]
         for item in body["input"]:

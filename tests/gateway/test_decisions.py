@@ -181,7 +181,7 @@ async def test_all_problems_are_named_at_once(gateway: RunningGateway) -> None:
         ),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]},
-            "images are not read by this endpoint",
+            "decisions take text input only; describe the image",
         ),
         ({"input": [{"type": "reasoning"}]}, "items of type 'reasoning' are unknown"),
         (

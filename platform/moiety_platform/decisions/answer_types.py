@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict
+from typing import Annotated, Any, Literal, TypedDict
 
 from moiety_platform.openai_api.answer_types import Count
+from moiety_platform.openapi.schemas import either
 from moiety_platform.responses_api.answer_types import ResponseUsage
 
 
@@ -58,5 +59,5 @@ class DecisionObject(TypedDict):
     """The answers, in the order of the questions."""
 
     model: str
-    answers: list[DecisionAnswer]
+    answers: list[Annotated[Any, either(PredicateAnswer, ChoiceAnswer, ScoreAnswer)]]
     usage: ResponseUsage

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
 from moiety_platform.decisions.answer_types import DecisionAnswer, DecisionObject
 from moiety_platform.decisions.questions import ChoiceQuestion, PredicateQuestion, Question
@@ -13,6 +14,9 @@ from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.run import InferenceRun
 from moiety_platform.responses_api.answers import usage_fields
 from moiety_wire.messages import Finished
+
+if TYPE_CHECKING:
+    from moiety_platform.responses_api.answer_types import ResponseUsage
 
 
 async def collect_option_scores(run: InferenceRun) -> list[float]:
@@ -36,7 +40,8 @@ def decision_of(
     """Return the whole answer."""
     groups = option_probabilities(scores, body.option_counts)
     answers = [_answer(question, group) for question, group in zip(body.questions, groups, strict=True)]
-    return {"model": record.served_model, "answers": answers, "usage": usage_fields(run.usage())}
+    usage = cast("ResponseUsage", usage_fields(run.usage()))
+    return {"model": record.served_model, "answers": answers, "usage": usage}
 
 
 def _answer(question: Question, probabilities: Sequence[float]) -> DecisionAnswer:

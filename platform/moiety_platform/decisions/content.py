@@ -18,7 +18,7 @@ MAX_JSON_VALUES = 10_000
 INPUT_TEXT, INPUT_JSON, OUTPUT_TEXT, REFUSAL = "input_text", "input_json", "output_text", "refusal"
 
 _OTHERS = {
-    "input_image": "images are not read by this endpoint; describe the image in text",
+    "input_image": "decisions take text input only; describe the image in text",
     "input_file": "files are not read by this endpoint; send their text as 'input_text'",
     "input_audio": "audio is not supported; send text",
 }
