@@ -50,7 +50,7 @@ def _num_values(value: Any) -> int:
     return count
 
 
-class TextPart(StrictBody):
+class DecisionText(StrictBody):
     type: Literal["input_text", "output_text"]
     text: str
 
@@ -60,7 +60,7 @@ class TextPart(StrictBody):
         return self.text
 
 
-class JsonPart(StrictBody):
+class DecisionJson(StrictBody):
     """A JSON object or a list of objects, which the model reads as compact JSON."""
 
     type: Literal["input_json"]
@@ -72,7 +72,7 @@ class JsonPart(StrictBody):
         return msgspec.json.encode(self.data).decode()
 
 
-class RefusalPart(StrictBody):
+class DecisionRefusal(StrictBody):
     """An assistant's refusal."""
 
     type: Literal["refusal"]
@@ -84,7 +84,7 @@ class RefusalPart(StrictBody):
         return self.refusal
 
 
-class _OtherPart(StrictBody):
+class _OtherDecisionPart(StrictBody):
     """A part that no model reads here. Validation raises an error that names the type."""
 
     type: Annotated[str, shows(enum=[INPUT_TEXT, INPUT_JSON, OUTPUT_TEXT, REFUSAL])]
@@ -96,9 +96,9 @@ class _OtherPart(StrictBody):
         raise refuse(f"parts of type {value[:64]!r} are not supported: {advice}")
 
 
-DecisionPart = TextPart | JsonPart | RefusalPart
+DecisionPart = DecisionText | DecisionJson | DecisionRefusal
 _PARTS: dict[str, type[DecisionPart]] = {
-    INPUT_TEXT: TextPart, INPUT_JSON: JsonPart, OUTPUT_TEXT: TextPart, REFUSAL: RefusalPart,
+    INPUT_TEXT: DecisionText, INPUT_JSON: DecisionJson, OUTPUT_TEXT: DecisionText, REFUSAL: DecisionRefusal,
 }  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def _as_part(value: Any, info: ValidationInfo) -> DecisionPart:
     """Validate a part as the type that it names, so that errors refer to that type only."""
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(kind, str) or kind not in _PARTS:
-        _OtherPart.model_validate(value)
+        _OtherDecisionPart.model_validate(value)
     return _PARTS[str(kind)].model_validate(value, context=info.context)
 
 

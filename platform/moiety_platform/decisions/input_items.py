@@ -30,7 +30,7 @@ _CallId = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 _Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
-class InputMessage(StrictBody):
+class DecisionMessage(StrictBody):
     """One message."""
 
     type: Literal["message"] | None = None
@@ -42,7 +42,7 @@ class InputMessage(StrictBody):
         return {"role": self.role, "content": text_of(self.content)}
 
 
-class InputCall(StrictBody):
+class DecisionCall(StrictBody):
     """A function call."""
 
     type: Literal["function_call"]
@@ -57,7 +57,7 @@ class InputCall(StrictBody):
         return {"call": name, "call_id": self.call_id, "arguments": self.arguments}
 
 
-class InputCustomCall(StrictBody):
+class DecisionCustomCall(StrictBody):
     """A call of a custom tool."""
 
     type: Literal["custom_tool_call"]
@@ -72,7 +72,7 @@ class InputCustomCall(StrictBody):
         return {"call": name, "call_id": self.call_id, "input": self.input}
 
 
-class InputCallOutput(StrictBody):
+class DecisionCallOutput(StrictBody):
     """The result of a call that an earlier item has made."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
@@ -84,7 +84,7 @@ class InputCallOutput(StrictBody):
         return {"output_of": self.call_id, "output": text_of(self.output)}
 
 
-class _OtherItem(StrictBody):
+class _OtherDecisionItem(StrictBody):
     """An item of an unknown type. Validation raises an error that names the type."""
 
     type: str
@@ -95,14 +95,14 @@ class _OtherItem(StrictBody):
         raise refuse(f"items of type {value[:64]!r} are unknown; send {', '.join(_ITEMS)}")
 
 
-DecisionItem = InputMessage | InputCall | InputCustomCall | InputCallOutput
+DecisionItem = DecisionMessage | DecisionCall | DecisionCustomCall | DecisionCallOutput
 
 _ITEMS: dict[str, type[DecisionItem]] = {
-    "message": InputMessage,
-    "function_call": InputCall,
-    "function_call_output": InputCallOutput,
-    "custom_tool_call": InputCustomCall,
-    "custom_tool_call_output": InputCallOutput,
+    "message": DecisionMessage,
+    "function_call": DecisionCall,
+    "function_call_output": DecisionCallOutput,
+    "custom_tool_call": DecisionCustomCall,
+    "custom_tool_call_output": DecisionCallOutput,
 }
 
 
@@ -110,7 +110,7 @@ def _as_item(value: Any, info: ValidationInfo) -> DecisionItem:
     """Validate an item as the type that it names, so that errors refer to that type only."""
     kind = (value.get("type") or "message") if isinstance(value, dict) else "message"
     if not isinstance(kind, str) or kind not in _ITEMS:
-        _OtherItem.model_validate(value)
+        _OtherDecisionItem.model_validate(value)
     return _ITEMS[str(kind)].model_validate(value, context=info.context)
 
 
@@ -126,9 +126,9 @@ def problems_of_calls(items: Sequence[DecisionItem]) -> Iterator[PydanticCustomE
     """Yield an error for each result whose call no earlier item has made."""
     made: set[tuple[str, str]] = set()
     for number, item in enumerate(items):
-        if isinstance(item, InputCall | InputCustomCall):
+        if isinstance(item, DecisionCall | DecisionCustomCall):
             made.add((item.type, item.call_id))
-        elif isinstance(item, InputCallOutput) and (item.type.removesuffix("_output"), item.call_id) not in made:
+        elif isinstance(item, DecisionCallOutput) and (item.type.removesuffix("_output"), item.call_id) not in made:
             yield refuse(
                 f"'input.{number}' has the result of the call {item.call_id[:64]!r}, which no "
                 f"{item.type.removesuffix('_output')!r} before it has made; send the call, or leave the result out"
@@ -137,6 +137,6 @@ def problems_of_calls(items: Sequence[DecisionItem]) -> Iterator[PydanticCustomE
 
 def input_text(items: Sequence[DecisionItem]) -> str:
     """Return the text in which a model reads the items: a single user's message as its text, others as JSON lines."""
-    if len(items) == 1 and isinstance(items[0], InputMessage) and items[0].role == "user":
+    if len(items) == 1 and isinstance(items[0], DecisionMessage) and items[0].role == "user":
         return text_of(items[0].content)
     return "\n".join(msgspec.json.encode(item.shown()).decode() for item in items)
