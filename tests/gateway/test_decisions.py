@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from typing import Any
@@ -11,13 +12,14 @@ import pytest
 import tokenizers
 
 from moiety_platform.decisions.schemas import MAX_OPTIONS
-from moiety_platform.engine_client.fake import FakeEngineClient
+from moiety_platform.engine_client.fake import FakeEngineClient, FakeVerdict, admit
 from moiety_platform.inference.option_scores import MAX_OPTION_TOKENS, option_probabilities, scored_from
-from moiety_wire.messages import ModelCard
+from moiety_wire.messages import ModelCard, Submit
 
-from .conftest import MODEL, RunningGateway, StartGateway
+from .conftest import MODEL, RunningGateway, StartGateway, Until
 from .test_batch_scores import batch_line
-from .test_batches import admin, results, submit, usage_rows, wait_for
+from .test_batches import admin, results, usage_rows, wait_for
+from .test_batches import submit as submit_batch
 
 TRUE = {"type": "predicate", "name": "angry", "instructions": "The writer is angry."}
 TEAM = {
@@ -218,6 +220,39 @@ async def test_external_engines_and_encoders_are_refused_with_the_reason(
         assert (error["code"], error["param"]) == (code, "model")
 
 
+async def test_the_first_option_is_computed_before_the_others_are_submitted_and_judged(
+    start_gateway: StartGateway, card: ModelCard
+) -> None:
+    num_generated: list[int] = []
+
+    def note(submit: Submit) -> FakeVerdict:
+        load = engine.state.load
+        num_generated.append(0 if load is None else load.output_tokens_total)
+        return admit(submit)
+
+    engine = FakeEngineClient(card, verdict=note, token_s=0.05)
+    async with start_gateway([engine]) as gateway:
+        decision = await gateway.client.decisions.create(model=MODEL, input="a", questions=[TEAM])
+        assert decision.answers[0].type == "choice" and decision.usage.output_tokens == 3
+    assert num_generated[0] == 0 and min(num_generated[1:]) >= 1
+
+
+async def test_a_client_that_leaves_ends_all_options(
+    start_gateway: StartGateway, card: ModelCard, until: Until
+) -> None:
+    engine = FakeEngineClient(card, token_s=3600.0)
+    async with start_gateway([engine]) as gateway:
+        body = json.dumps({"model": MODEL, "input": "a", "questions": [TEAM]}).encode()
+        head = f"POST /v1/decisions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {gateway.key}\r\n"
+        _, writer = await asyncio.open_connection(*gateway.address)
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        await until(lambda: engine.submits)
+        writer.close()
+        (row,) = await gateway.rows.wait_for(1)
+        assert (row.outcome, row.http_status) == ("disconnected", 499)
+        assert engine.state.num_inflight == 0
+
+
 async def test_fields_without_effect_are_named(gateway: RunningGateway) -> None:
     body = {"model": MODEL, "input": "a", "questions": [TRUE], "prompt_cache_key": "k"}
     options = {"prompt_cache_options": {"mode": "explicit", "ttl": "30m"}}
@@ -245,7 +280,7 @@ async def test_a_batch_line_has_the_answer_of_a_live_request(start_gateway: Star
         await admin(gateway, "PUT", "/prices", {"model": MODEL, "input": "2", "output": "8"})
         body = {"input": "Help!", "questions": [TRUE, URGENCY]}
         url = "/v1/decisions"
-        batch = await wait_for(gateway, await submit(gateway, [batch_line("a", url, **body)], url), "completed")
+        batch = await wait_for(gateway, await submit_batch(gateway, [batch_line("a", url, **body)], url), "completed")
         (one,) = await results(gateway, batch.output_file_id)
         _, _, live = await gateway.post(url, {"model": MODEL, **body})
         assert one["response"]["body"] == json.loads(live)

@@ -199,6 +199,8 @@ class RequestPipeline:
             record.reservation.require_current()
             for submit in submits_of(origin, generation, prompts, longest, text, seconds):
                 await run.submit(submit)
+                if generation.option_counts and run.num_sequences == 1:
+                    await run.wait_first_finished()  # the cache then has what others share, and they are judged by it
             await run.wait_admitted()
         except BaseException:
             if run is None:
