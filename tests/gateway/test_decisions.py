@@ -191,6 +191,10 @@ async def test_all_problems_are_named_at_once(gateway: RunningGateway) -> None:
             "it has more than 10,000 values",
         ),
         ({"input": "x" * 5000}, "the model's context is 4096 tokens"),
+        (
+            {"input": "x" * 50_000, "questions": [TRUE] * 400},
+            "'input' has 20,000,000 characters, counted once for each of 400 questions; a request may have 16,777,216",
+        ),
     ],
 )
 async def test_bad_requests_are_refused_with_what_to_do(

@@ -6,6 +6,7 @@ probabilities that a model's answer begins with one of them are those of events 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
@@ -40,7 +41,7 @@ def _check_several(entries: list[Any]) -> list[Any]:
 
 
 def _check_unique(literals: Sequence[str]) -> None:
-    repeated = sorted({one for one in literals if literals.count(one) > 1})
+    repeated = [literal for literal, count in Counter(literals).items() if count > 1]
     if repeated:
         raise refuse(f"each entry must be unique; {repeated[0][:64]} is repeated")
 

@@ -17,6 +17,7 @@ from moiety_platform.openai_api.schemas import CACHE_TTL_S, PromptCacheOptions
 from moiety_wire.messages import Sampling
 
 MAX_OPTIONS = 2048  # of all questions of a request, each of which is one sequence
+MAX_INPUT_CHARS = 1 << 24  # of the input, counted once for each question
 
 _EndUser = Annotated[str, StringConstraints(max_length=512)]
 
@@ -40,6 +41,12 @@ class DecisionBody(AskingBody):
             yield refuse(
                 f"'questions' have {num_options:,} options together; a request may have {MAX_OPTIONS:,}. Send the "
                 "questions in several requests"
+            )
+        num_chars = len(self.questions) * len(input_text(self.input))
+        if num_chars > MAX_INPUT_CHARS:
+            yield refuse(
+                f"'input' has {num_chars:,} characters, counted once for each of {len(self.questions)} questions; a "
+                f"request may have {MAX_INPUT_CHARS:,}. Send fewer questions in one request, or a shorter input"
             )
 
     @property
