@@ -28,7 +28,7 @@ from external.processes import MOIETY, process, wait
 
 from moiety_platform.supervisor.ports import claim_port
 
-SCRIPTED = ("responses/", "messages", "function_calling", "include_reasoning", "thinking_token_budget", "decisions")
+SCRIPTED = ("responses/", "messages", "function_calling", "include_reasoning", "thinking_token_budget")
 ABSENT = ("vllm", "openai_harmony", "fastapi", "pybase64")
 OUTCOMES_FILE = "MOIETY_VLLM_OUTCOMES"
 _OWN_CODE = "tests vLLM's own code"

@@ -113,6 +113,17 @@ class Sequence:
         return len(self.tokens) - self.kv.num_computed
 
     @property
+    def num_reusable(self) -> int:
+        """Number of first tokens that prefix hits may be a part of, without the last one, which must be computed.
+
+        With log-probabilities of the prompt these end before the first token that has them.
+        """
+        sampling = self.request.submit.sampling
+        if sampling.num_prompt_logprobs is None:
+            return len(self.tokens)
+        return min(len(self.tokens), sampling.prompt_logprobs_from)
+
+    @property
     def pending(self) -> bool:
         """True if its newest token is not known yet."""
         return self.pending_row >= 0

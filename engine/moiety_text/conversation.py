@@ -71,7 +71,7 @@ class ConversationEncoder:
         """Create the encoder.
 
         `call_markers` mark tool calls in the model's format, and are control tokens. `reasoning` are the markers before
-        and after reasoning, which is closed before the opening of a call.
+        and after reasoning, which is closed before the opening of a call and before the beginning of an answer.
         """
         self._reasoning = reasoning
         self._tokenizer = tokenizer
@@ -137,7 +137,7 @@ class ConversationEncoder:
                 messages, tools=tools, opening=opening, prefill=prefill, extra=extra, max_tokens=max_tokens
             )
         rendered = self._template.render(messages, tools=tools or None, extra=extra)
-        rendered += self._closing(rendered, opening) + opening.text + prefill
+        rendered += self._closing(rendered, opening, prefill) + opening.text + prefill
         return self._tokenizer.encode(rendered, max_tokens=max_tokens)
 
     def encode_guarded(
@@ -158,7 +158,7 @@ class ConversationEncoder:
         guarded = {name: self._broken(value) for name, value in extra.items()}
         rendered = self._template.render(broken, tools=[self._broken(tool) for tool in tools] or None, extra=guarded)
         rendered += (
-            self._closing(rendered, opening)
+            self._closing(rendered, opening, prefill)
             + opening.before
             + self._broken(opening.name)
             + opening.after
@@ -175,9 +175,9 @@ class ConversationEncoder:
                 self._guarded = _GuardedTokenizer(self._tokenizer, self._tokenizer_json, self._names)
         return self._guarded.encode("".join(parts))
 
-    def _closing(self, rendered: str, opening: Opening) -> str:
-        """Return what ends the reasoning that the template has opened, if a call must follow; "" for nothing."""
-        if self._reasoning is None or not opening.text:
+    def _closing(self, rendered: str, opening: Opening, prefill: str) -> str:
+        """Return what ends the reasoning that the template has opened, if the answer has begun; "" for nothing."""
+        if self._reasoning is None or not (opening.text or prefill.strip()):
             return ""
         opener, closer = self._reasoning
         return f"{closer}\n\n" if rendered.rstrip().endswith(opener) else ""

@@ -83,7 +83,8 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     logit_bias: dict[int, float] = {}
     seed: int | None = None
     num_logprobs: int | None = None  # None: no logprobs; N: the chosen token's, and the N best
-    num_prompt_logprobs: int | None = None  # the same for the prompt's tokens; the prefix cache is then not used
+    num_prompt_logprobs: int | None = None  # the same for the prompt's tokens
+    prompt_logprobs_from: int = 1  # index of the first prompt token with log-probabilities; the prefix cache ends there
 
 
 class ThoughtMarks(msgspec.Struct, frozen=True):
@@ -389,7 +390,9 @@ class Finished(msgspec.Struct, frozen=True, omit_defaults=True, tag="finished"):
     num_drafted_tokens: int = 0  # draft tokens that were verified; not billed
     num_accepted_tokens: int = 0  # accepted draft tokens
     steps: bytes = b""
-    prompt_logprobs: list[TokenLogprob] | None = None  # if requested: of each prompt token but the first
+    prompt_logprobs: list[TokenLogprob] | None = (
+        None  # if requested: of the prompt's tokens from `prompt_logprobs_from` on
+    )
     arrival: KvTransferTimes | None = None  # transfer times of KV from the prefill engine
     # With `Submit.speculative_prefill`: tokens that were computed; `detail` then says how it ended. Otherwise:
     # cached tokens that speculative prefill had computed.

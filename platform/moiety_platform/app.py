@@ -24,6 +24,7 @@ from moiety_platform.clock import Clock
 from moiety_platform.controllers import with_services
 from moiety_platform.cors import cross_origin_policy
 from moiety_platform.db.readiness import StoreReadiness
+from moiety_platform.decisions.controller import decision_route
 from moiety_platform.direct import GatewayApp
 from moiety_platform.embeddings.controller import embedding_route
 from moiety_platform.embeddings.score_controller import score_routes
@@ -205,6 +206,7 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
             *completion_routes(serve),
             embedding_route(serve),
             *score_routes(serve),
+            decision_route(serve),
             message_route(serve),
             with_services(TokenCountController, messages=messages),
             response_route(serve, services.responses, services.cipher, services.background),

@@ -7,8 +7,6 @@ ENDPOINT_NOT_SUPPORTED = "endpoint_not_supported"
 _ADVICE = {
     "/v1/audio": "audio is not supported; send the transcript as text to /v1/chat/completions",
     "/v1/realtime": "audio and realtime sessions are not supported; stream /v1/responses or /v1/chat/completions",
-    "/v1/decisions": "decisions are not supported; send a chat with a JSON schema of the choices in 'response_format', "
-    "or use /v1/classify with a classification model",
     "/v1/images": "images are not generated; models that take images get them in chats, messages and responses",
     "/v1/videos": "videos are not generated; use another service for them",
     "/v1/moderations": "moderation is not supported; use /v1/classify with a classification model",

@@ -147,6 +147,25 @@ def test_a_prefix_hit_changes_nothing_but_the_work(loops: Any, alone: dict[int, 
     assert _cached(second[2]) == 68
 
 
+def test_log_probabilities_of_a_prompts_end_use_the_prefix_cache_and_are_those_of_the_whole_prompt(loops: Any) -> None:
+    prompt, loop = prompt_of(60, 6), loops.make(block_size=8)
+    whole = _scores(loops.make(prefix_caching=False), make_submit(0, prompt, max_tokens=1, num_prompt_logprobs=0))
+    run_all(loop, [make_submit(0, prompt)])
+    for first, num_cached in ((1, 0), (8, 0), (9, 8), (48, 40), (49, 48), (59, 56)):
+        submit = make_submit(1, prompt, max_tokens=1, num_prompt_logprobs=0, prompt_logprobs_from=first)
+        found = _scores(loop, submit)
+        assert sorted(found) == list(range(first, 60))
+        assert found == pytest.approx({position: whole[position] for position in found}, abs=1e-4)
+        assert _cached(run_all(loop, [submit])[1]) == num_cached
+
+
+def test_prompts_that_share_their_beginning_and_have_log_probabilities_compute_it_once(loops: Any) -> None:
+    common, loop = prompt_of(64, 7), loops.make(block_size=8, max_batch_tokens=256)
+    scoring: dict[str, Any] = {"max_tokens": 1, "num_prompt_logprobs": 0, "prompt_logprobs_from": 65}
+    results = run_all(loop, [make_submit(key, [*common, key + 3, 9], **scoring) for key in range(6)])
+    assert sorted(_cached(result) for result in results.values()) == [0, *[64] * 5]
+
+
 @given(
     chunk=st.integers(8, 80),
     order=st.permutations(range(len(MIXED))),
@@ -242,6 +261,19 @@ def test_a_budget_below_the_batch_is_refused(loops: Any) -> None:
 def test_the_pool_is_sized_from_what_the_batch_could_use(loops: Any) -> None:
     loop = loops.make(max_running=4, block_size=8)
     assert loop.load().kv_blocks_total == 4 * 512 // 8
+
+
+def _scores(loop: EngineLoop, submit: CoreSubmit) -> dict[int, float]:
+    """The log-probabilities of a prompt's tokens by position."""
+    loop.submit(submit)
+    found: dict[int, float] = {}
+    while not loop.scheduler.idle:
+        loop.step()
+        step = loop.take_outputs()
+        for output in step.outputs if step else []:
+            if output.scores is not None:
+                found |= {at: one.logprob for at, one in enumerate(output.scores.logprobs, output.scores.position)}
+    return found
 
 
 def _cached(result: Result) -> int:

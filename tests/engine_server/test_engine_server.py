@@ -198,6 +198,7 @@ BAD = [
     {"sampling": Sampling(temperature=float("inf"))},
     {"sampling": Sampling(top_p=1.1)},
     {"sampling": Sampling(min_p=-1)},
+    {"sampling": Sampling(num_prompt_logprobs=0, prompt_logprobs_from=0)},
     {"sampling": Sampling(top_k=-1)},
     {"sampling": Sampling(repetition_penalty=0.0)},
     {"sampling": Sampling(presence_penalty=float("inf"))},

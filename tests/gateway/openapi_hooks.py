@@ -251,6 +251,10 @@ def agreed(body: dict[str, Any]) -> Any:
     if isinstance(body.get("messages"), list):
         body["messages"] = [turn for message in body["messages"] for turn in chat_turns(message)]
         body["messages"] = message_turns(body["messages"])
+    for question in body.get("questions") or ():
+        for name, field in (("choices", "value"), ("levels", "label")):
+            for number, option in enumerate(question.get(name) or ()):
+                option[field] = f"{number}"  # each is another one
     for field in {"input", "items"} & body.keys():
         if not isinstance(body[field], list):
             continue

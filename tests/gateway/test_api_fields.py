@@ -12,7 +12,7 @@ import pytest
 import typing_extensions
 from anthropic.types import message_create_params
 from anthropic.types.beta import message_create_params as beta_message_create_params
-from openai.types import completion_create_params
+from openai.types import completion_create_params, decision_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 from pydantic import BaseModel, Field
@@ -28,6 +28,7 @@ VENDORS: list[tuple[str, Any]] = [
     ("/v1/completions", completion_create_params.CompletionCreateParamsStreaming),
     ("/v1/responses", response_create_params.ResponseCreateParamsNonStreaming),
     ("/v1/responses", response_create_params.ResponseCreateParamsStreaming),
+    ("/v1/decisions", decision_create_params.DecisionCreateParams),
     ("/v1/messages", message_create_params.MessageCreateParamsNonStreaming),
     ("/v1/messages", message_create_params.MessageCreateParamsStreaming),
     ("/v1/messages", beta_message_create_params.MessageCreateParamsNonStreaming),

@@ -205,7 +205,7 @@ async def test_unknown_routes_and_methods_have_openais_error_shape(gateway: Runn
         ("POST", "/v1/audio/transcriptions", "send the transcript as text"),
         ("POST", "/v1/audio/speech", "audio is not supported"),
         ("GET", "/v1/realtime", "realtime sessions are not supported"),
-        ("POST", "/v1/decisions", "use /v1/classify"),
+        ("POST", "/v1/moderations", "use /v1/classify"),
         ("POST", "/v1/images/generations", "images are not generated"),
         ("GET", "/v1/vector_stores/vs_1/files", "use /v1/embeddings"),
     ],

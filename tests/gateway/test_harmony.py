@@ -240,3 +240,11 @@ async def test_an_engine_that_sends_no_control_tokens_gets_chats_without_tools_a
         gateway.engine.script = lambda submit: [(65, "Yes.")]
         await ask_openai(gateway, "harmony")
         assert last(gateway)[0].shown_ids  # which the engine refuses
+
+
+async def test_options_of_decisions_are_final_answers(harmony: Start) -> None:
+    async with harmony() as gateway:
+        question: Any = {"type": "predicate", "instructions": "It is warm."}
+        await gateway.client.decisions.create(model="harmony", input="a", questions=[question])
+        prompts = [prompt_of(submit, gateway.engine) for submit in gateway.engine.submits]
+        assert [prompt.rpartition("<|start|>assistant")[2] for prompt in prompts] == [f"{FINAL}true", f"{FINAL}false"]

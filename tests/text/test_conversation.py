@@ -73,6 +73,19 @@ def test_the_beginning_of_an_answer_follows_the_templates_opening_of_it_as_text(
         assert sum(map(tokenizer.is_special, ids)) == 3  # the turn's two and the answer's one
 
 
+@pytest.mark.parametrize(("prefill", "closed"), [("Yes", "</think>\n\nYes"), (" ", " "), ("", "")])
+def test_reasoning_that_the_template_opens_is_closed_before_the_beginning_of_an_answer(
+    backends: Backends, prefill: str, closed: str
+) -> None:
+    spec = backends["byte_level"].to_str()
+    template = ChatTemplate(CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif"), {})
+    tokenizer = Tokenizer.from_json(spec)
+    encoder = ConversationEncoder(tokenizer, spec, template, reasoning=("<think>", "</think>"))
+    ids = encoder.encode(ORDINARY[0], prefill=prefill)
+    assert ids == encoder.encode_guarded(ORDINARY[0], prefill=prefill)
+    assert tokenizer.decode(ids, skip_special_tokens=False).endswith(f"assistant\n<think>\n{closed}")
+
+
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "add", "description": "ab é", "parameters": {"a": ["b", 1.5, None]}}}
 ]

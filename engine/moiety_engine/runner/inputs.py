@@ -322,9 +322,10 @@ def scored(plan: Plan) -> list[Scored]:
 
 def scored_of(chunk: Chunk) -> Scored | None:
     """Return the prompt tokens of a chunk that are scored; None if there are none."""
-    sequence, first = chunk.sequence, chunk.sequence.kv.num_computed
-    count = sequence.request.submit.sampling.num_prompt_logprobs
-    end = min(first + chunk.num_tokens, sequence.request.num_prompt - 1)
+    sequence, sampling = chunk.sequence, chunk.sequence.request.submit.sampling
+    count, begin = sampling.num_prompt_logprobs, sequence.kv.num_computed
+    end = min(begin + chunk.num_tokens, sequence.request.num_prompt - 1)
+    first = max(begin, sampling.prompt_logprobs_from - 1)
     if count is None or first >= end:
         return None
     return Scored(sequence.key, first + 1, sequence.tokens[first + 1 : end + 1], count)

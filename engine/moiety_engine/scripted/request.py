@@ -62,8 +62,8 @@ class ScriptedRequest:
 
     def scores(self) -> CoreScores | None:
         """Return made-up log-probabilities of the prompt."""
-        count = self.submit.sampling.num_prompt_logprobs
-        return None if count is None else CoreScores(1, self._make_up(self.submit.prompt_ids[1:], count))
+        count, first = self.submit.sampling.num_prompt_logprobs, self.submit.sampling.prompt_logprobs_from
+        return None if count is None else CoreScores(first, self._make_up(self.submit.prompt_ids[first:], count))
 
     def _make_up(self, token_ids: list[int], count: int) -> list[CoreLogprob]:
         size = self._script.vocab_size

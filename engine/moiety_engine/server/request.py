@@ -262,10 +262,11 @@ class OpenRequest:
 
     def _prompt_logprobs(self) -> list[TokenLogprob] | None:
         """Return the prompt's log-probabilities; None if not requested, or not complete before an abort."""
-        ids = self.submit.prompt_ids
-        if self.submit.sampling.num_prompt_logprobs is None or len(self._scores) != len(ids) - 1:
+        ids, sampling = self.submit.prompt_ids, self.submit.sampling
+        positions = range(sampling.prompt_logprobs_from, len(ids))
+        if sampling.num_prompt_logprobs is None or len(self._scores) != len(positions):
             return None
-        return [self._table.logprob(ids[position], self._scores[position]) for position in range(1, len(ids))]
+        return [self._table.logprob(ids[position], self._scores[position]) for position in positions]
 
     def _search(self, token_ids: list[int]) -> tuple[str, int]:
         """Return (text, number of tokens used): up to and including the token that completes a stop string, or all."""

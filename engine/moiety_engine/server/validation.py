@@ -202,6 +202,8 @@ def _sampling_complaint(sampling: Sampling, limits: ModelLimits) -> str:
     ):
         if count is not None and not 0 <= count <= limits.max_num_logprobs:
             return f"{name} must be between 0 and {limits.max_num_logprobs}, not {count}"
+    if sampling.prompt_logprobs_from < 1:  # the first token has no predecessor
+        return f"prompt_logprobs_from must be at least 1, not {sampling.prompt_logprobs_from}"
     return _bias_complaint(sampling, limits)
 
 

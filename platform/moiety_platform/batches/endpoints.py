@@ -12,6 +12,9 @@ import msgspec
 from moiety_platform.anthropic_api.controller import MESSAGES, message_of
 from moiety_platform.anthropic_api.schemas import MessagesBody
 from moiety_platform.classes.terms import BATCH_TIER
+from moiety_platform.decisions.answers import collect_option_scores, decision_of
+from moiety_platform.decisions.controller import DECISIONS
+from moiety_platform.decisions.schemas import DecisionBody
 from moiety_platform.embeddings import whole as vectors
 from moiety_platform.embeddings.controller import EMBEDDINGS
 from moiety_platform.embeddings.schemas import EmbeddingBody
@@ -81,6 +84,15 @@ async def answer_pooling(pipeline: RequestPipeline, record: RequestRecord, body:
     return msgspec.Raw(await asyncio.to_thread(b"".join, pooling_pieces(asked, results)))
 
 
+async def answer_decisions(pipeline: RequestPipeline, record: RequestRecord, body: AskingBody) -> Answer:
+    """Answer closed questions with probabilities, in the batch class."""
+    asked = cast("DecisionBody", body)
+    generation = msgspec.structs.replace(asked.generation(), service_tier=BATCH_TIER)
+    async with await pipeline.start(record, generation) as run:
+        decision = decision_of(asked, run, record, await collect_option_scores(run))
+    return msgspec.Raw(msgspec.json.encode(decision))
+
+
 async def answer_message(pipeline: RequestPipeline, record: RequestRecord, body: AskingBody) -> Answer:
     """Answer a conversation in Anthropic's fields, in the batch class."""
     asked = cast("MessagesBody", body)
@@ -111,6 +123,7 @@ ENDPOINTS = {
         _batched(SCORE, answer_pooling),
         *(_batched(rerank, answer_pooling) for rerank in RERANKS),
         _batched(CLASSIFY, answer_pooling),
+        _batched(DECISIONS, answer_decisions),
         BatchEndpoint(RESPONSES_PATH, "chat", RESPONSE_PREFIX, BatchResponsesBody, answer_response),
     )
 }

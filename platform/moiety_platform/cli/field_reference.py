@@ -1,4 +1,4 @@
-"""Generator of the reference of all request fields of the text APIs in Markdown, `docs/api-fields.md`."""
+"""Generator of the reference of all request fields of the text APIs and of decisions, `docs/api-fields.md`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel
 
 from moiety_platform.anthropic_api.schemas import MessagesBody
+from moiety_platform.decisions.schemas import DecisionBody
 from moiety_platform.inference.field_support import SERVED, FieldSupport, FieldTreatment, support_of
 from moiety_platform.openai_api.schemas import ChatBody, CompletionBody
 from moiety_platform.responses_api.schemas import ResponsesBody
 
 HEAD = """# Request fields
 
-This page lists every request field of the four text APIs and what the server does with it.
+This page lists every request field of the four text APIs and of decisions, and what the server does with it.
 `moiety config reference --api-fields` generates it from the declarations of the fields. You need it to find out whether
 an option of your client has an effect.
 
@@ -39,6 +40,7 @@ SCHEMAS: Mapping[str, tuple[str, type[BaseModel]]] = MappingProxyType(
         "/v1/completions": ("Completions", CompletionBody),
         "/v1/responses": ("Responses", ResponsesBody),
         "/v1/messages": ("Messages", MessagesBody),
+        "/v1/decisions": ("Decisions", DecisionBody),
     }
 )
 

@@ -382,6 +382,6 @@ def _logprobs(token_id: int, text: str, num_top: int | None) -> list[TokenLogpro
 
 
 def _prompt_logprobs(submit: Submit) -> list[TokenLogprob] | None:
-    count = submit.sampling.num_prompt_logprobs
-    scored = [_logprobs(token_id, str(token_id), count) or [] for token_id in submit.prompt_ids[1:]]
+    count, first = submit.sampling.num_prompt_logprobs, submit.sampling.prompt_logprobs_from
+    scored = [_logprobs(token_id, str(token_id), count) or [] for token_id in submit.prompt_ids[first:]]
     return None if count is None else [one for several in scored for one in several]

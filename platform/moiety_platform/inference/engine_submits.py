@@ -15,6 +15,7 @@ from moiety_platform.inference.answer_format import AnswerFormat
 from moiety_platform.inference.external_model_texts import ExternalModelText
 from moiety_platform.inference.generation import Generation, PoolingTask
 from moiety_platform.inference.model_texts import UNKNOWN_TOKEN, ModelText
+from moiety_platform.inference.option_scores import scored_from
 from moiety_wire.images import ImageInput
 from moiety_wire.messages import ModelCard, Sampling, Stopping, Submit
 from moiety_wire.seeds import seed_of_choice
@@ -48,6 +49,8 @@ def check_limits(generation: Generation, num_sequences: int, card: ModelCard, ma
             code="generation_not_supported",
             param="model",
         )
+    elif generation.option_counts:
+        _check_scoring(card)
     elif num_sequences > max_sequences:
         raise BadRequest(
             f"{len(generation.prompts)} prompts × n={generation.num_choices} are {num_sequences} "
@@ -87,13 +90,19 @@ def submits_of(
         answer = text.answer_format(generation, number, prompt_ids)
         if generation.shows_special_tokens:
             answer = msgspec.structs.replace(answer, shown_ids=text.special_ids)
-        # embeddings are answered together, so each input has the SLO of all inputs together
-        sibling_tokens = num_prompt_tokens - len(prompt_ids) if generation.embed else 0
+        # embeddings and options are answered together, so each input has the SLO of all inputs together
+        is_whole = generation.embed or bool(generation.option_counts)
+        sibling_tokens = num_prompt_tokens - len(prompt_ids) if is_whole else 0
         images = text.image_inputs(generation, number, prompt_ids)
         made = _submits(origin, generation, number, prompt_ids, max_tokens, answer, sibling_tokens, images)
         if isinstance(text, ExternalModelText):
             made = [text.as_chat(submit, generation.prompts[number]) for submit in made]
         submits += made
+    if generation.option_counts:
+        return [
+            _with_scores_from(submit, first)
+            for submit, first in zip(submits, scored_from(prompts, generation.option_counts), strict=True)
+        ]
     if seconds:
         return [
             msgspec.structs.replace(submit, second_segment_at=second)
@@ -173,6 +182,23 @@ def _sampling_of(asked: Sampling, choice: int) -> Sampling:
     Only the first choice has the request's own seed and scores the prompt.
     """
     return msgspec.structs.replace(asked, seed=seed_of_choice(asked.seed, choice), num_prompt_logprobs=None)
+
+
+def _with_scores_from(submit: Submit, first: int) -> Submit:
+    """Return the sequence of an option, whose prompt is scored from the token `first` on."""
+    sampling = msgspec.structs.replace(submit.sampling, prompt_logprobs_from=first)
+    return msgspec.structs.replace(submit, sampling=sampling)
+
+
+def _check_scoring(card: ModelCard) -> None:
+    """Check that the engine can score options. Raises BadRequest."""
+    if not card.extensible:
+        raise BadRequest(
+            f"the engine of the model {card.model!r} is an external one, which scores no prompts; use a model of an "
+            "engine of this server, or send a chat with a JSON schema of the choices in 'response_format'",
+            code="decisions_not_supported",
+            param="model",
+        )
 
 
 def _check_pooling(generation: Generation, card: ModelCard) -> None:

@@ -97,6 +97,9 @@ class Generation(msgspec.Struct, frozen=True):
     shows_special_tokens: bool = False  # the text of special tokens is a part of the answer
     cache_salt: str = ""  # the client's own: requests share cached prefixes only with those of the same salt
     truncates: bool = False  # leave out the oldest messages of a conversation that does not fit the context
+    option_counts: tuple[
+        int, ...
+    ] = ()  # consecutive prompts that are the options of one question, whose ends are scored
     prompt_field: str = "prompt"  # the API's field of the prompts, for error messages
 
 

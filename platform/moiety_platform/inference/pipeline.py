@@ -41,6 +41,7 @@ from moiety_platform.inference.idempotency import claim_key
 from moiety_platform.inference.image_preparation import ImagePreparation
 from moiety_platform.inference.keep_alive import KeepAlive
 from moiety_platform.inference.model_text_cache import ModelTexts
+from moiety_platform.inference.option_scores import encode_options
 from moiety_platform.inference.prompt_images import images_of
 from moiety_platform.inference.quota_reservation import Tariffs
 from moiety_platform.inference.request_body import BodyReader
@@ -201,10 +202,13 @@ class RequestPipeline:
             seconds: list[int] = []
             if isinstance(generation.prompts[0], TextPair):
                 prompts, seconds = await text.encode_pairs(generation)
+            elif generation.option_counts:
+                prompts = await encode_options(text, generation)
             else:
                 generation, prompts = await encode_fitting(text, generation, matched.card, record)
                 record.generation = generation
-            record.adjusted_fields |= text.adjusted_fields(generation)
+            if not generation.option_counts:  # whose reasoning options are not the client's
+                record.adjusted_fields |= text.adjusted_fields(generation)
             longest = self._most_output_tokens(record, generation, matched.card, prompts)
             origin = await self._reserve(record, matched, prompts, max(longest), streams)
             if accept is not None:
@@ -217,6 +221,8 @@ class RequestPipeline:
             record.reservation.require_current()
             for submit in submits_of(origin, generation, prompts, longest, text, seconds):
                 await run.submit(submit)
+                if generation.option_counts and run.num_sequences == 1:
+                    await run.wait_first_finished()  # the cache then has what others share, and they are judged by it
             await run.wait_admitted()
         except BaseException:
             if run is None:

@@ -110,6 +110,12 @@ class InferenceRun:
             assert sequence.accepted is not None
             self._record.admitted(self._served(sequence), sequence.accepted.reason)
 
+    async def wait_first_finished(self) -> None:
+        """Return when the first sequence has ended; what comes meanwhile is kept for the reader. Raises as above."""
+        first = self._sequences[0]
+        while first.stream.finished is None:
+            self._early.append(await self._receive())
+
     def __aiter__(self) -> Self:
         return self
 

@@ -84,7 +84,7 @@ STREAMED_OPTIONS = only_with("stream_options", "stream")
 
 _EndUser = Annotated[str, StringConstraints(max_length=512)]
 _TIERS: Mapping[str, str] = MappingProxyType({"fast": "priority", "scale": "auto"})
-_TTL_S = {"30m": 1800.0, "12h": 43_200.0}
+CACHE_TTL_S: Mapping[str, float] = {"30m": 1800.0, "12h": 43_200.0}
 _WITH_LOGPROBS: dict[str, Any] = {
     "if": {"required": ["top_logprobs"], "properties": {"top_logprobs": {"type": "integer", "minimum": 1}}},
     "then": {"required": ["logprobs"], "properties": {"logprobs": {"const": True}}},
@@ -305,7 +305,7 @@ class ChatBody(ThoughtBudgetFields, VllmChatFields, GenerationBody):
     @property
     def keep_s(self) -> float:
         options = self.prompt_cache_options
-        ttl_s = 0.0 if options is None or options.ttl is None else _TTL_S[options.ttl]
+        ttl_s = 0.0 if options is None or options.ttl is None else CACHE_TTL_S[options.ttl]
         return max(ttl_s, super().keep_s)
 
     def skipped_entries(self) -> Iterator[str]:

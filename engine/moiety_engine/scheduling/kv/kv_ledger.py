@@ -70,11 +70,12 @@ class KvLedger:
     def find_prefix(self, sequence: Sequence) -> list[Hit]:
         """Return the longest run of cached blocks that the sequence starts with.
 
-        The last token is always left to compute. The hits may be evicted as soon as blocks are allocated to others.
+        The last token is always left to compute, and so are the tokens from which log-probabilities of the prompt
+        come. The hits may be evicted as soon as blocks are allocated to others.
         """
         hits: list[Hit] = []
-        if self._reads_cache(sequence):
-            for index in range((len(sequence.tokens) - 1) // self.block_size):
+        if self.caches(sequence):
+            for index in range((sequence.num_reusable - 1) // self.block_size):
                 hit = self._find(sequence.block_hashes.at(index, self.block_size))
                 if hit is None:
                     break
@@ -95,17 +96,13 @@ class KvLedger:
     def is_on_host(self, block_hash: bytes) -> bool:
         return self.host is not None and self.host.find(block_hash) is not None
 
-    def _reads_cache(self, sequence: Sequence) -> bool:
-        """Return whether the sequence may use prefix hits; a prompt with logprobs is computed completely."""
-        return self.caches(sequence) and sequence.request.submit.sampling.num_prompt_logprobs is None
-
     def caches(self, sequence: Sequence) -> bool:
         """Return whether the sequence's blocks may be cached."""
         return self._prefix_caching and not (self._forgotten and sequence.block_hashes.mark in self._forgotten)
 
     def next_hash(self, sequence: Sequence, num_hits: int) -> bytes | None:
         """Return the hash of the first block that the sequence must compute, if it will be full and shareable."""
-        if not self._reads_cache(sequence) or (num_hits + 1) * self.block_size >= len(sequence.tokens):
+        if not self.caches(sequence) or (num_hits + 1) * self.block_size >= sequence.num_reusable:
             return None
         return sequence.block_hashes.at(num_hits, self.block_size)
 

@@ -1,0 +1,142 @@
+"""Items of `input`: messages, calls of tools and their results, and the text in which a model reads them.
+
+The items are what a question is about. They are no turns of the model's own conversation, so several items are shown
+as JSON objects, one a line: this form needs no support of the model's chat template for roles and calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import Field, PlainValidator, StringConstraints, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+from moiety_platform.decisions.content import Parts, text_of
+from moiety_platform.inference.body_fields import (
+    MAX_MESSAGES,
+    StrictBody,
+    bounded,
+    known_role,
+    or_text,
+    refuse,
+    shows,
+)
+
+ROLES = ("user", "assistant", "system", "developer")
+
+_CallId = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+_Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+
+
+class DecisionMessage(StrictBody):
+    """One message."""
+
+    type: Literal["message"] | None = None
+    role: Annotated[str, known_role(ROLES), shows(enum=list(ROLES))]
+    content: Parts
+
+    def shown(self) -> dict[str, Any]:
+        """Return the item as the model reads it."""
+        return {"role": self.role, "content": text_of(self.content)}
+
+
+class DecisionCall(StrictBody):
+    """A function call."""
+
+    type: Literal["function_call"]
+    call_id: _CallId
+    name: _Name
+    namespace: _Name | None = None
+    arguments: str
+
+    def shown(self) -> dict[str, Any]:
+        """Return the item as the model reads it."""
+        name = self.name if self.namespace is None else f"{self.namespace}.{self.name}"
+        return {"call": name, "call_id": self.call_id, "arguments": self.arguments}
+
+
+class DecisionCustomCall(StrictBody):
+    """A call of a custom tool."""
+
+    type: Literal["custom_tool_call"]
+    call_id: _CallId
+    name: _Name
+    namespace: _Name | None = None
+    input: str
+
+    def shown(self) -> dict[str, Any]:
+        """Return the item as the model reads it."""
+        name = self.name if self.namespace is None else f"{self.namespace}.{self.name}"
+        return {"call": name, "call_id": self.call_id, "input": self.input}
+
+
+class DecisionCallOutput(StrictBody):
+    """The result of a call that an earlier item has made."""
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: _CallId
+    output: Parts
+
+    def shown(self) -> dict[str, Any]:
+        """Return the item as the model reads it."""
+        return {"output_of": self.call_id, "output": text_of(self.output)}
+
+
+class _OtherDecisionItem(StrictBody):
+    """An item of an unknown type. Validation raises an error that names the type."""
+
+    type: str
+
+    @field_validator("type")
+    @classmethod
+    def _known_type(cls, value: str) -> str:
+        raise refuse(f"items of type {value[:64]!r} are unknown; send {', '.join(_ITEMS)}")
+
+
+DecisionItem = DecisionMessage | DecisionCall | DecisionCustomCall | DecisionCallOutput
+
+_ITEMS: dict[str, type[DecisionItem]] = {
+    "message": DecisionMessage,
+    "function_call": DecisionCall,
+    "function_call_output": DecisionCallOutput,
+    "custom_tool_call": DecisionCustomCall,
+    "custom_tool_call_output": DecisionCallOutput,
+}
+
+
+def _as_item(value: Any, info: ValidationInfo) -> DecisionItem:
+    """Validate an item as the type that it names, so that errors refer to that type only."""
+    kind = (value.get("type") or "message") if isinstance(value, dict) else "message"
+    if not isinstance(kind, str) or kind not in _ITEMS:
+        _OtherDecisionItem.model_validate(value)
+    return _ITEMS[str(kind)].model_validate(value, context=info.context)
+
+
+DecisionItems = Annotated[
+    list[Annotated[DecisionItem, PlainValidator(_as_item, json_schema_input_type=DecisionItem)]],
+    Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES),
+    bounded(lambda shape: shape.max_messages),
+    or_text(lambda text, _info: {"role": "user", "content": text}, "items"),
+]
+
+
+def problems_of_calls(items: Sequence[DecisionItem]) -> Iterator[PydanticCustomError]:
+    """Yield an error for each result whose call no earlier item has made."""
+    made: set[tuple[str, str]] = set()
+    for number, item in enumerate(items):
+        if isinstance(item, DecisionCall | DecisionCustomCall):
+            made.add((item.type, item.call_id))
+        elif isinstance(item, DecisionCallOutput) and (item.type.removesuffix("_output"), item.call_id) not in made:
+            yield refuse(
+                f"'input.{number}' has the result of the call {item.call_id[:64]!r}, which no "
+                f"{item.type.removesuffix('_output')!r} before it has made; send the call, or leave the result out"
+            )
+
+
+def input_text(items: Sequence[DecisionItem]) -> str:
+    """Return the text in which a model reads the items: a single user's message as its text, others as JSON lines."""
+    if len(items) == 1 and isinstance(items[0], DecisionMessage) and items[0].role == "user":
+        return text_of(items[0].content)
+    return "\n".join(msgspec.json.encode(item.shown()).decode() for item in items)
