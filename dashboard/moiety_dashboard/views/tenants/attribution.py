@@ -42,11 +42,11 @@ def draw(client: AdminClient, tenant: Mapping[str, Any]) -> None:
         "header x-moiety-tags."
     )
     with panels.panel(f"Usage by {what}", note, [total, sample], key="attribution", frame=frame):
-        panels.table(frame, _columns(what), none)
+        panels.table(frame, _columns(grouping), none)
     inks = dict(zip(frame["name"].dropna(), colours.TENANTS, strict=False))
     left, right = st.columns(2)
     note = f"the {NUM_DRAWN} with most tokens, by {slot}"
-    empty = f"No request with {what} in this time."
+    empty = f"No request with {as_text(what)} in this time."
     with left, panels.panel("Tokens", note, by_hour or [total], key="attributed tokens", frame=slots):
         figure = charts.Figure("tokens", "tokens")
         panels.draw(lambda: charts.stacked(slots, figure, "name", inks, span), slots, empty, "attributed tokens chart")
@@ -84,10 +84,12 @@ def _label(grouping: str) -> str:
     return "end user" if grouping == END_USER else f"tag {grouping.removeprefix(TAG)}"
 
 
-def _columns(what: str) -> dict[str, Any]:
+def _columns(grouping: str) -> dict[str, Any]:
     column = st.column_config
     return {
-        "name": column.TextColumn(what[0].upper() + what[1:], help="A dash stands for requests without one"),
+        "name": column.TextColumn(
+            "End user" if grouping == END_USER else "Tag value", help="A dash stands for requests without one"
+        ),
         "share": column.ProgressColumn("Token share", min_value=0.0, max_value=1.0, format="percent"),
         "requests": column.NumberColumn("Requests", format="localized"),
         "failed": column.NumberColumn("Failed", format="localized"),

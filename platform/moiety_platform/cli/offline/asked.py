@@ -125,7 +125,7 @@ class OfflineLine:
 OFFLINE_ENDPOINTS = {
     path: endpoint
     for path, endpoint in ENDPOINTS.items()
-    if issubclass(endpoint.schema, GenerationBody | EmbeddingBody)
+    if issubclass(endpoint.schema, GenerationBody | EmbeddingBody | PoolingBody)
 }
 """Endpoints that lines may ask without a gateway."""
 
@@ -138,9 +138,6 @@ async def ask(work: Work, data: bytes, card: ModelCard, text: ModelText) -> Offl
         endpoint = OFFLINE_ENDPOINTS.get(line.url)
         if endpoint is None:
             message = f"'url' is {line.url[:64]!r}; it must be one of {', '.join(OFFLINE_ENDPOINTS)}"
-            raise BadRequest(message, param="url", code="mismatched_endpoint")
-        if not issubclass(endpoint.schema, (GenerationBody, EmbeddingBody, PoolingBody)):
-            message = f"{line.url} is available in batches of a gateway only; use /v1/chat/completions"
             raise BadRequest(message, param="url", code="mismatched_endpoint")
         prefix = endpoint.id_prefix
         body = decode_asked(endpoint, bytes(line.body), MAX_JSON_DEPTH, DEFAULT_SHAPE)
