@@ -260,3 +260,21 @@ def test_a_schema_for_any_other_property_is_not_taken_for_any_value(text: Gramma
     tool = Tool("f", "", {"type": "object", "additionalProperties": {"type": "integer"}}, strict=True)
     with pytest.raises(GrammarRefused, match="/additionalProperties: the keyword"):
         text.compiler.compile(text.grammar(name, ToolOffer((tool,))))
+
+
+FRACTIONS = {"type": "object", "properties": {"a": {"enum": ["auto", 0.5, 2.0]}}, "required": ["a"]}
+NUMBERS = {"type": "object", "properties": {"a": {"type": "number", "enum": [0.5, 1, 2]}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("schema", [FRACTIONS, NUMBERS])
+def test_listed_fractions_are_written_as_numbers(text: GrammarText, name: str, schema: dict[str, Any]) -> None:
+    offer = ToolOffer((Tool("f", "", schema, strict=True),), must_call=True, parallel=False)
+    grammar, found = text.grammar(name, offer), set()
+    for seed in range(24):
+        answer = text.walker.draw_answer(grammar, random.Random(seed))
+        if answer is not None:
+            (call,) = format_named(name).new_reader(offer, is_rest=False).read(text.decode(answer))
+            assert isinstance(call, Call), call
+            found.add(json.loads(call.arguments)["a"])
+    assert 0.5 in found and found <= set(schema["properties"]["a"]["enum"])
