@@ -33,7 +33,7 @@ class TextRules:
         number, end = self._num_limited, self._end
         self._num_limited += 1
         head = split_at_token(end, self._special)
-        body = " & ".join(f"/{one}/" for one in string_expressions(part, "" if head == "" else end[0]))
+        body = " & ".join(string_expressions(part, "" if head == "" else end))
         self._limited.append(f"LIMITED_{number}: {body}")
         if head is not None:
             return f"LIMITED_{number} {self._quoted(end + self._between)}"
