@@ -10,6 +10,7 @@ from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.formats import TEXT_PATTERNS
 from moiety_engine.structured_outputs.patterns import exact_pattern
 
+_LONG = 1024  # characters
 _ANYTHING = r"(.|\n)*"
 _ANCHORED_END = re.compile(r"(?<!\\)(?:\\\\)*\$\Z")  # an even number of backslashes before it escape each other
 _OPERATOR, _BACKSLASHED = re.compile(r"[\\.+*?()|\[\]{}^$]"), r"\\\g<0>"
@@ -19,14 +20,17 @@ _SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 def string_expressions(schema: Mapping[str, Any], excluded: str) -> Iterator[str]:
     """Yield expressions in grammar syntax, with their slashes, that the whole string matches, all of them.
 
-    `excluded` is a text that the string does not contain, since it ends it; "" for none. Raises GrammarRefused.
+    `excluded` is a text that the string does not contain, since it ends it; "" for none. A long string has not its
+    first character: the lexer limits expressions, and a count needs one per character. Raises GrammarRefused.
     """
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     for keyword, count in (("minLength", least), ("maxLength", most)):
         if count != "" and not (isinstance(count, int | float) and count == int(count) and count >= 0):
             raise GrammarRefused(f"/{keyword}: it must be an integer of at least 0")
-    yield rf"/(.|\n){{{int(least)},{most if most == '' else int(most)}}}/"
-    if excluded:
+    is_long = bool(excluded) and max(least, most or 0) > _LONG
+    character = f"[^{re.escape(excluded[0])}]" if is_long else r"(.|\n)"
+    yield f"/{character}{{{int(least)},{most if most == '' else int(most)}}}/"
+    if excluded and not is_long:
         yield f"~/{_ANYTHING}{_escaped(_OPERATOR.sub(_BACKSLASHED, excluded))}{_ANYTHING}/"
     if isinstance(pattern := schema.get("pattern"), str):
         try:
