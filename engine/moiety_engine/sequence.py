@@ -24,6 +24,7 @@ from moiety_engine.sequence_records import (
     TokenDeadlines,
 )
 from moiety_engine.structured_outputs.stepping import GrammarHandle
+from moiety_engine.thought_scan import ThoughtScan
 
 _NEVER_S = float("inf")
 PENDING = -1  # placeholder of the token that the running step samples
@@ -44,6 +45,7 @@ class Sequence:
     """State of one request: its tokens and its credit, and records of everything else."""
 
     __slots__ = (
+        "_thought_scan",
         "block_hashes",
         "credit_last",
         "credit_tokens",
@@ -88,6 +90,7 @@ class Sequence:
         self.service = submit.service  # service class that it is served in
         self.state = SequenceState.WAITING
         self.tokens = [*submit.prompt_ids, *(submit.resumed_ids or ())]
+        self._thought_scan = None if submit.thought_budget is None else ThoughtScan(submit.thought_budget)
         self.pending_row = -1  # row of the pending token in the running step's samples; -1 if none is pending
         self.credit_tokens = submit.credit_tokens
         self.credit_last = False
@@ -137,6 +140,14 @@ class Sequence:
     def known_output(self) -> list[int]:
         """Output tokens without a pending one."""
         return self.tokens[self.request.num_prompt : self.num_known]
+
+    @property
+    def thought_scan(self) -> ThoughtScan | None:
+        """Scan of the output before its newest token, for the thought budget; None without one."""
+        scan = self._thought_scan
+        if scan is not None:
+            scan.advance(self.tokens, self.request.num_prompt, max(len(self.tokens) - 1, self.request.num_prompt))
+        return scan
 
     @property
     def has_credit(self) -> bool:

@@ -105,7 +105,9 @@ class ThoughtBudget(msgspec.Struct, frozen=True, array_like=True):
     The reasoning begins after `opener_ids`, if the output begins with these, and ends with any token of `closer_ids`.
     After `max_tokens` tokens (at least MIN_THOUGHT_BUDGET) without one, the output goes on with `closing_ids`, and then
     as the model likes. Tokens of `space_ids` may stand before the opener. With `reopener_ids` the reasoning can begin
-    again after these and the opener, and all its stretches together have `max_tokens` tokens.
+    again, and all its stretches together have `max_tokens` tokens, where each counts at least as many as the opener
+    has. The first of these ids then begins a message's header. The opener is a channel's token, the channel's name and
+    the token that ends a header; a header with the channel and name, and anything around them, begins the reasoning.
     """
 
     max_tokens: int

@@ -260,3 +260,36 @@ def test_a_schema_for_any_other_property_is_not_taken_for_any_value(text: Gramma
     tool = Tool("f", "", {"type": "object", "additionalProperties": {"type": "integer"}}, strict=True)
     with pytest.raises(GrammarRefused, match="/additionalProperties: the keyword"):
         text.compiler.compile(text.grammar(name, ToolOffer((tool,))))
+
+
+FRACTIONS = {"type": "object", "properties": {"a": {"enum": ["auto", 0.5, 2.0]}}, "required": ["a"]}
+NUMBERS = {"type": "object", "properties": {"a": {"type": "number", "enum": [0.5, 1, 2]}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("schema", [FRACTIONS, NUMBERS])
+def test_listed_fractions_are_written_as_numbers(text: GrammarText, name: str, schema: dict[str, Any]) -> None:
+    offer = ToolOffer((Tool("f", "", schema, strict=True),), must_call=True, parallel=False)
+    grammar, found = text.grammar(name, offer), set()
+    for seed in range(24):
+        answer = text.walker.draw_answer(grammar, random.Random(seed))
+        if answer is not None:
+            (call,) = format_named(name).new_reader(offer, is_rest=False).read(text.decode(answer))
+            assert isinstance(call, Call), call
+            found.add(json.loads(call.arguments)["a"])
+    assert 0.5 in found and found <= set(schema["properties"]["a"]["enum"])
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "minimax_m2", "seed_oss"])
+def test_a_string_with_limits_may_have_the_first_character_of_the_tag_that_ends_it(
+    text: GrammarText, name: str
+) -> None:
+    limits = {"type": "string", "minLength": 3, "maxLength": 5}
+    schema = {"type": "object", "properties": {"a": limits}, "required": ["a"], "additionalProperties": False}
+    tool, way = Tool("f", "", schema, strict=True), format_named(name)
+    tags = way.parameters
+    assert tags is not None
+    for value, is_allowed in (("a<b", True), ("</p<", True), ("a<", False), ("a<bcd<", False)):
+        inner = f"{tags.to_name}a{tags.to_value}{tags.padding}{value}{tags.padding}{tags.end}{tags.between}"
+        told = f"{way.to_name}f{way.to_arguments}{inner}{way.to_end}{way.closer}"
+        assert _is_allowed(text, name, (tool,), told) == is_allowed, told

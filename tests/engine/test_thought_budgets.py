@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +15,10 @@ from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import run_all
 from moiety_engine.sampling.thought_budget import ThoughtLimit, limits_thoughts, thought_limit
 from moiety_engine.server.validation import MAX_BUDGET_IDS, ModelLimits, find_refusal
+from moiety_engine.thought_scan import ThoughtScan
 from moiety_wire.classes import BATCH, STANDARD
 from moiety_wire.engine_choices import Batching
-from moiety_wire.messages import Sampling, Stopping, Submit, ThoughtBudget
+from moiety_wire.messages import MIN_THOUGHT_BUDGET, Sampling, Stopping, Submit, ThoughtBudget
 from moiety_wire.notes import EventKind
 
 BLOCK_BYTES_8 = 2 * 2 * 2 * 16 * 8 * 4  # layers · (K, V) · heads · width · tokens · float32
@@ -134,28 +136,31 @@ def test_white_space_before_the_opener_does_not_count_and_is_no_way_around_the_b
 
 # ── reasoning that begins again ──
 
-AGAIN, CHANNEL, ANALYSIS, FINAL = 70, 17, 41, 42
+AGAIN, CHANNEL, ANALYSIS, FINAL, MESSAGE = 70, 17, 41, 42, 43
 
 
 def repeated_budget(num_tokens: int) -> ThoughtBudget:
-    return ThoughtBudget(num_tokens, (CHANNEL, ANALYSIS), CLOSERS, (230, AGAIN), reopener_ids=(AGAIN,))
+    return ThoughtBudget(num_tokens, (CHANNEL, ANALYSIS, MESSAGE), CLOSERS, (230, AGAIN), reopener_ids=(AGAIN,))
 
 
 def stretches_of(output: list[int]) -> list[int]:
     """Tokens of each stretch of reasoning, by a plain reading of the output."""
-    found, at, opener = [], 0, [CHANNEL, ANALYSIS]
-    if output[:2] != opener:
-        opener = [AGAIN, *opener]
-        at = next((one for one in range(len(output)) if output[one : one + 3] == opener), len(output))
-    while output[at : at + len(opener)] == opener:
-        start = at = at + len(opener)
-        while at < len(output) and output[at] not in CLOSERS:
-            at += 1
-        found.append(at - start)
-        opener = [AGAIN, CHANNEL, ANALYSIS]
-        while at < len(output) and output[at : at + len(opener)] != opener:
-            at += 1
-    return found
+    found: list[int] = []
+    header: list[int] | None = []
+    count: int | None = None
+    for token in output:
+        if count is not None:
+            count += 1
+            if token in CLOSERS:
+                found, count = [*found, count - 1], None
+        elif token == AGAIN or (header is None and token == CHANNEL):
+            header = [token]
+        elif header is not None and token == MESSAGE:
+            count = 0 if (CHANNEL, ANALYSIS) in itertools.pairwise(header) else None
+            header = None
+        elif header is not None:
+            header.append(token)
+    return found if count is None else [*found, count]
 
 
 class PlainRow:
@@ -168,28 +173,66 @@ class PlainRow:
         self.num_output = len(output)
         self.known_output = output[: max(len(output) - is_pending, 0)]
         self.request: Any = SimpleNamespace(submit=SimpleNamespace(thought_budget=budget))
+        self.thought_scan = ThoughtScan(budget).after(self.known_output[: max(len(output) - 1, 0)])
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(60))
 def test_all_stretches_of_reasoning_share_one_budget(seed: int) -> None:
-    draw, budget = random.Random(seed), repeated_budget(2 + seed % 9)
-    words = [AGAIN, CHANNEL, CHANNEL, ANALYSIS, ANALYSIS, FINAL, 50, 230]
-    output = [CHANNEL, ANALYSIS] if seed % 4 else []
-    while len(output) < 80:
+    draw, budget = random.Random(seed), repeated_budget(2 + seed % 17)
+    words = [AGAIN, AGAIN, CHANNEL, CHANNEL, ANALYSIS, ANALYSIS, MESSAGE, MESSAGE, FINAL, 50, 230]
+    output = [CHANNEL, ANALYSIS, MESSAGE] if seed % 4 else []
+    scan = ThoughtScan(budget)
+    while len(output) < 160:
         row, late = (PlainRow(output, budget, is_pending=one) for one in (False, True))
         limit = thought_limit(row)
         assert thought_limit(late) == limit, "the previous token does not matter"
-        assert limits_thoughts(row) or limit == ThoughtLimit()
-        allowed = [word for word in words if word not in limit.banned]
+        assert limits_thoughts(row) == (limit != ThoughtLimit())
+        scan.advance([5, *output], 1, max(len(output), 1))
+        assert vars(scan) == vars(row.thought_scan), "a scan in parts is that of the whole"
+        since = next((at for at in range(len(output), 0, -1) if output[at - 1] == AGAIN), 0)
+        banned = {*limit.banned, *([CHANNEL] if MESSAGE in output[since:] else [])}
+        allowed = [word for word in words if word not in banned]
         output.append(draw.choice(allowed) if limit.forced is None else limit.forced)
     counts = stretches_of(output)
     assert sum(counts) <= budget.max_tokens
-    if sum(counts) >= budget.max_tokens - 1:
-        assert len([one for one in counts if one]) <= budget.max_tokens
+    assert len(counts) < 2 or sum(max(one, 3) for one in counts[:-1]) <= budget.max_tokens - MIN_THOUGHT_BUDGET
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        [CHANNEL, ANALYSIS, MESSAGE],
+        [CHANNEL, ANALYSIS, 50, 60, MESSAGE],
+        [50, 60, CHANNEL, ANALYSIS, MESSAGE],
+        [50, 60, CHANNEL, ANALYSIS, 50, MESSAGE],
+    ],
+)
+def test_a_header_with_the_channel_begins_reasoning_whatever_is_around_it(header: list[int]) -> None:
+    output, budget = [*header, 60, 60, 60, 60, 230, AGAIN, *header, 60], repeated_budget(6)
+    assert thought_limit(PlainRow(output, budget, is_pending=False)) == ThoughtLimit(banned=CLOSERS)
+    used = [*header, *[60] * 5, 230, AGAIN]
+    for at in range(1, len(header) - 1):
+        if header[at : at + 1] == [ANALYSIS]:
+            row = PlainRow([*used, *header[:at]], budget, is_pending=False)
+            assert ANALYSIS in thought_limit(row).banned
+
+
+def test_empty_stretches_use_the_budget() -> None:
+    empty = [CHANNEL, ANALYSIS, MESSAGE, 230, AGAIN]
+    for count, banned in ((1, ()), (2, (ANALYSIS,)), (5, (ANALYSIS,))):
+        row = PlainRow([*empty * count, 50], repeated_budget(7), is_pending=False)
+        assert thought_limit(row) == ThoughtLimit(banned=banned)
+
+
+def test_a_name_after_another_channel_and_content_are_free() -> None:
+    used = [CHANNEL, ANALYSIS, MESSAGE, *[60] * 5, 230, AGAIN, CHANNEL, FINAL, 50]
+    assert ANALYSIS not in thought_limit(PlainRow(used, repeated_budget(6), is_pending=False)).banned
+    content = [*used, MESSAGE, 50, 50]
+    assert not limits_thoughts(PlainRow(content, repeated_budget(6), is_pending=False))
 
 
 def test_reasoning_that_begins_after_something_else_is_limited_too() -> None:
-    before = [50, 230, AGAIN, CHANNEL, ANALYSIS, 60, 60]
+    before = [50, 230, AGAIN, CHANNEL, ANALYSIS, MESSAGE, 60, 60]
     for budget, expected in ((repeated_budget(2), ThoughtLimit(230)), (repeated_budget(4), ThoughtLimit())):
         assert thought_limit(PlainRow(before, budget, is_pending=False)) == expected
     alone = msgspec.structs.replace(repeated_budget(2), reopener_ids=())
@@ -198,16 +241,17 @@ def test_reasoning_that_begins_after_something_else_is_limited_too() -> None:
 
 @pytest.mark.parametrize("overlap", [Overlap.OFF, Overlap.ON])
 def test_an_engine_keeps_the_budget_over_all_stretches(loops: Any, drafting: Any, overlap: Overlap) -> None:
-    budget, again = repeated_budget(4), [CHANNEL, ANALYSIS, 50, 230, AGAIN, CHANNEL, ANALYSIS]
+    opener = [CHANNEL, ANALYSIS, MESSAGE]
+    budget, again = repeated_budget(6), [*opener, 50, 230, AGAIN, *opener]
     submits = [asked(key, budget, bias={50: 30.0, 60: 30.0}, resumed_ids=again) for key in range(6)]
     found = ids_of(loops.make(overlap=overlap), submits)
     for ids in found.values():
-        assert set(ids[:3]) <= {50, 60} and ids[3:5] == [230, AGAIN], "one token was used before"
+        assert set(ids[:3]) <= {50, 60} and ids[3:5] == [230, AGAIN], "the stretch before counts its opener's length"
     assert ids_of(drafting(overlap=overlap), submits) == found
-    used = [CHANNEL, ANALYSIS, 50, 50, 50, 50, 230, AGAIN]
+    used = [*opener, 50, 50, 50, 50, 50, 50, 230, AGAIN]
     submits = [asked(key, budget, bias={CHANNEL: 60.0, ANALYSIS: 70.0}, resumed_ids=used) for key in range(6)]
     found = ids_of(loops.make(overlap=overlap), submits)
-    assert all(ids[1] == CHANNEL for ids in found.values()), "the reasoning does not begin again"
+    assert all((CHANNEL, ANALYSIS) not in itertools.pairwise(ids) for ids in found.values())
     assert ids_of(drafting(overlap=overlap), submits) == found
     free = ids_of(loops.make(), [msgspec.structs.replace(one, thought_budget=None) for one in submits])
     assert all(ids[1] == ANALYSIS for ids in free.values())
@@ -226,6 +270,7 @@ LIMITS = ModelLimits("m", 100, 320, 5, (2,), makes_embeddings=False)
         (ThoughtBudget(9, (), CLOSERS, (5,) * MAX_BUDGET_IDS), f"at most {MAX_BUDGET_IDS} ids"),
         (ThoughtBudget(9, (), CLOSERS, CLOSING, space_ids=(5,) * MAX_BUDGET_IDS), f"at most {MAX_BUDGET_IDS} ids"),
         (ThoughtBudget(9, (), CLOSERS, CLOSING, reopener_ids=(320,)), "outside the model's vocabulary"),
+        (ThoughtBudget(9, (1, 2), CLOSERS, CLOSING, reopener_ids=(3,)), "needs at least 3 opener_ids"),
         (ThoughtBudget(9, (320,), CLOSERS, CLOSING), "outside the model's vocabulary"),
         (ThoughtBudget(9, (), (-1,), CLOSING), "outside the model's vocabulary"),
     ],

@@ -10,6 +10,7 @@ import msgspec
 from moiety_engine.scheduling.plan import Plan
 from moiety_engine.sequence import Sequence
 from moiety_engine.sequence_records import RequestFacts
+from moiety_engine.thought_scan import ThoughtScan
 
 
 class Row(Protocol):
@@ -21,6 +22,11 @@ class Row(Protocol):
     def num_output(self) -> int: ...
     @property
     def known_output(self) -> list[int]: ...
+    @property
+    def thought_scan(self) -> ThoughtScan | None:
+        """Scan of the known output before the previous token; None without a thought budget."""
+        ...
+
     @property
     def pending(self) -> bool: ...
     @property
@@ -41,6 +47,14 @@ class Drafted:
     @property
     def known_output(self) -> list[int]:
         return [*self._sequence.known_output, *self._draft]
+
+    @property
+    def thought_scan(self) -> ThoughtScan | None:
+        scan = self._sequence.thought_scan
+        if scan is None:
+            return None
+        unscanned = [*_unscanned(self._sequence), *self._draft]
+        return scan.after(unscanned[: self.num_output - 1 - scan.num_scanned])
 
 
 class DraftedRow:
@@ -69,6 +83,21 @@ class DraftedRow:
     @property
     def known_output(self) -> list[int]:
         return self._sequence.known_output
+
+    @property
+    def thought_scan(self) -> ThoughtScan | None:
+        scan = self._sequence.thought_scan
+        if scan is None or self.num_output == self._sequence.num_output:
+            return scan
+        return scan.after(_unscanned(self._sequence))
+
+
+def _unscanned(sequence: Sequence) -> list[int]:
+    """Return the newest token of the output, before which a sequence's scan ends.
+
+    A pending token is PENDING, which keeps the positions of the draft tokens after it.
+    """
+    return sequence.tokens[-1:] if sequence.num_output else []
 
 
 def rows_of(plan: Plan) -> list[Row]:

@@ -25,6 +25,7 @@ from moiety_wire.messages import (
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 4096
 MAX_BUDGET_IDS = 1024  # token ids in a thought budget
+MIN_CHANNEL_OPENER = 3  # a channel's token, its name, and the end of a header
 MAX_PENALTY = 1000.0
 MIN_REPETITION_PENALTY = 1 / MAX_PENALTY  # logits are divided by the penalty
 MAX_BIAS = 1e30  # multiplied by a penalty and divided by the least temperature, still finite in float32
@@ -334,4 +335,6 @@ def _budget_complaint(budget: ThoughtBudget, limits: ModelLimits) -> str:
         return f"a thought budget needs closer_ids and closing_ids, and at most {MAX_BUDGET_IDS} ids in all"
     if any(not 0 <= token_id < limits.vocab_size for token_id in ids):
         return f"a token id of the thought budget is outside the model's vocabulary, 0 to {limits.vocab_size - 1}"
+    if budget.reopener_ids and len(budget.opener_ids) < MIN_CHANNEL_OPENER:
+        return f"a thought budget with reopener_ids needs at least {MIN_CHANNEL_OPENER} opener_ids"
     return ""

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from moiety_engine.structured_outputs.errors import GrammarRefused
-from moiety_engine.structured_outputs.exact_numbers import decode_exactly, pointer_part
+from moiety_engine.structured_outputs.exact_numbers import decode_exactly, encode_exactly, pointer_part
 from moiety_engine.structured_outputs.exact_schemas import ExactSchema, check_references, exact_schema
 from moiety_engine.structured_outputs.lark_text import quoted_with_tokens
 from moiety_text.tools.argument_types import ArgumentSchema, resolve_reference
@@ -91,7 +89,7 @@ class ArgumentRules:
         found = _with_definitions(root, part)
         self.json_schemas.append(exact_schema(found))
         place = f"in the parameter {name!r} of the tool {tool.name!r}"
-        self._places.append((place, msgspec.json.encode(found).decode()))
+        self._places.append((place, encode_exactly(found)))
         return f"json_{len(self.json_schemas) - 1}"
 
     def _quoted(self, text: str) -> str:

@@ -11,11 +11,14 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
+import msgspec
+
 from moiety_engine.structured_outputs.errors import GrammarRefused
 
 MAX_EXACT = 2**53 - 1  # largest whole number up to which floats represent every whole number
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_ENCODER = msgspec.json.Encoder(decimal_format="number")
 _UNREAD = ("default", "examples")  # values that do not constrain the answer
 
 
@@ -25,6 +28,11 @@ def decode_exactly(text: str) -> Any:
     Raises ValueError, and RecursionError where it is nested too deeply.
     """
     return json.loads(text, parse_float=Decimal, parse_constant=refuse_constant)
+
+
+def encode_exactly(value: Any) -> str:
+    """Return a value that `decode_exactly` may have returned, as JSON in which Decimals are numbers."""
+    return _ENCODER.encode(value).decode()
 
 
 def with_exact_numbers(schema: Any, pointer: str = "") -> Any:

@@ -10,32 +10,38 @@ from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.formats import TEXT_PATTERNS
 from moiety_engine.structured_outputs.patterns import exact_pattern
 
+_LONG = 1024  # characters
 _ANYTHING = r"(.|\n)*"
 _ANCHORED_END = re.compile(r"(?<!\\)(?:\\\\)*\$\Z")  # an even number of backslashes before it escape each other
+_OPERATOR, _BACKSLASHED = re.compile(r"[\\.+*?()|\[\]{}^$]"), r"\\\g<0>"
 _SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 
 
 def string_expressions(schema: Mapping[str, Any], excluded: str) -> Iterator[str]:
-    """Yield expressions in grammar syntax that the whole string matches, all of them. Raises GrammarRefused.
+    """Yield expressions in grammar syntax, with their slashes, that the whole string matches, all of them.
 
-    `excluded` is a character that the string does not contain, since it begins what follows; "" for none.
+    `excluded` is a text that the string does not contain, since it ends it; "" for none. A long string has not its
+    first character: the lexer limits expressions, and a count needs one per character. Raises GrammarRefused.
     """
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     for keyword, count in (("minLength", least), ("maxLength", most)):
         if count != "" and not (isinstance(count, int | float) and count == int(count) and count >= 0):
             raise GrammarRefused(f"/{keyword}: it must be an integer of at least 0")
-    character = f"[^{re.escape(excluded)}]" if excluded else r"(.|\n)"
-    yield f"{character}{{{int(least)},{most if most == '' else int(most)}}}"
+    is_long = bool(excluded) and max(least, most or 0) > _LONG
+    character = f"[^{re.escape(excluded[0])}]" if is_long else r"(.|\n)"
+    yield f"/{character}{{{int(least)},{most if most == '' else int(most)}}}/"
+    if excluded and not is_long:
+        yield f"~/{_ANYTHING}{_escaped(_OPERATOR.sub(_BACKSLASHED, excluded))}{_ANYTHING}/"
     if isinstance(pattern := schema.get("pattern"), str):
         try:
-            yield _whole(exact_pattern(pattern))
+            yield f"/{_whole(exact_pattern(pattern))}/"
         except GrammarRefused as exc:
             raise GrammarRefused(f"/pattern: {exc}") from exc
     if (name := schema.get("format")) is not None:
         if name not in TEXT_PATTERNS:
             known = ", ".join(sorted(TEXT_PATTERNS))
             raise GrammarRefused(f"/format: the format {str(name)[:64]!r} is not supported here; supported are {known}")
-        yield _escaped(TEXT_PATTERNS[name][1:-1])
+        yield f"/{_escaped(TEXT_PATTERNS[name][1:-1])}/"
 
 
 def _whole(pattern: str) -> str:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from moiety_engine.structured_outputs.argument_rules import ADVICE, NOTES, check_keywords, parts_of_union
 from moiety_engine.structured_outputs.errors import GrammarRefused
+from moiety_engine.structured_outputs.exact_numbers import encode_exactly
 from moiety_engine.structured_outputs.lark_text import lark_string, quoted_with_tokens, split_at_token
 from moiety_engine.structured_outputs.string_expressions import string_expressions
 from moiety_text.tools.argument_types import STRING, ArgumentSchema, typed_argument, types_of_value
@@ -34,7 +33,7 @@ class TextRules:
         number, end = self._num_limited, self._end
         self._num_limited += 1
         head = split_at_token(end, self._special)
-        body = " & ".join(f"/{one}/" for one in string_expressions(part, "" if head == "" else end[0]))
+        body = " & ".join(string_expressions(part, "" if head == "" else end))
         self._limited.append(f"LIMITED_{number}: {body}")
         if head is not None:
             return f"LIMITED_{number} {self._quoted(end + self._between)}"
@@ -131,13 +130,13 @@ def listed_values(schema: ArgumentSchema, part: Any, end: str, *, is_told: bool)
         raise GrammarRefused(f": some strings beside values of other types cannot be told apart; {ADVICE}")
     for value in listed:
         text = text_of(_writable(value, end))
-        if not is_told and typed_argument(text, types) != msgspec.json.encode(value).decode():
+        if not is_told and typed_argument(text, types) != encode_exactly(value):
             raise GrammarRefused(f"/enum: {text[:64]!r} cannot be told from a value of another type; {ADVICE}")
     return listed
 
 
 def text_of(value: Any) -> str:
-    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    return value if isinstance(value, str) else encode_exactly(value)
 
 
 def listed_in(schema: ArgumentSchema, part: Mapping[str, Any]) -> list[Any]:

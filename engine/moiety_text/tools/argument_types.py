@@ -9,6 +9,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
 from typing import Any, TypeGuard
 
 from moiety_text.tools.json_scanner import MAX_NUMBER_LENGTH, NUMBER, JsonScanner, Malformed
@@ -20,6 +21,7 @@ ANY_TYPE = frozenset(["string", "number", "integer", "boolean", "null", "array",
 _NAMES: Mapping[type, tuple[str, ...]] = {
     **{bool: ("boolean",), type(None): ("null",), str: (STRING,), list: ("array",)},
     **{int: ("integer", "number"), float: ("integer", "number")},
+    Decimal: ("integer", "number"),
 }
 _MAX_PARTS = 1024  # of a schema that are searched for a member or an item
 _MAX_DEPTH = 16  # of references and of subschemas that apply to the same value
@@ -141,6 +143,8 @@ def _widened(names: Sequence[str]) -> frozenset[str]:
 def types_of_value(value: Any) -> tuple[str, ...]:
     """Return the types that a value of JSON has: a whole number is an integer and a number."""
     if isinstance(value, float) and not value.is_integer():
+        return ("number",)
+    if isinstance(value, Decimal) and value != value.to_integral_value():
         return ("number",)
     return _NAMES.get(type(value), ("object",))
 

@@ -104,9 +104,12 @@ class Speculator:
         """Return a proposal for a sequence.
 
         Structured outputs get none: the grammar's mask after a proposed token is unknown before the token is accepted.
+        Nor does a nearly used thought budget after a pending token, which may begin or end the reasoning.
         """
         room = min(sequence.credit_tokens, sequence.request.submit.max_tokens) - sequence.num_output - 1
         if sequence.request.grammar is not None or room <= 0:
+            return Proposal([])
+        if sequence.pending and (scan := sequence.thought_scan) is not None and scan.depends_on_pending:
             return Proposal([])
         guess = self._proposer.guess(sequence, self._num_tokens)
         return guess._replace(token_ids=guess.token_ids[:room])
