@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from sqlalchemy import delete, func, select, update
 
 from moiety_platform.engine_client.fake import FakeEngineClient
+from moiety_platform.errors import Unavailable
 from moiety_platform.responses_api.event_log import CHUNK_BYTES, EventLog, numbered
+from moiety_platform.responses_api.keeper import ResponseKeeper
 from moiety_platform.responses_api.models import StoredEvents, StoredResponse
 from moiety_wire.messages import Failed, FailureCode, ModelCard
 
@@ -97,7 +99,7 @@ async def test_lost_events_are_told_and_responses_without_events_are_refused(gat
         path = f"/v1/responses/{live[0].response.id}"
         told = (await client.get(f"{path}?stream=true&starting_after=1")).text
         data = json.loads(told.split("data: ")[1])
-        assert (data["type"], data["code"], data["sequence_number"]) == ("error", "events_not_stored", 2)
+        assert (data["type"], data["code"], data["sequence_number"]) == ("error", "events_not_stored", 1)
         for query, status in (
             ("starting_after=1", 400),
             ("stream=yes", 400),
@@ -109,6 +111,27 @@ async def test_lost_events_are_told_and_responses_without_events_are_refused(gat
     with pytest.raises(openai.BadRequestError) as refused:
         await resumed(gateway, quiet.id)
     assert refused.value.code == "response_not_streamable"
+
+
+async def test_a_resumption_after_a_failure_of_a_resumed_stream_loses_no_event(
+    gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = [event async for event in await gateway.client.responses.create(**BODY)]
+    response_id = live[0].response.id
+
+    async def away(*_: object) -> None:
+        raise Unavailable("the database is away")
+
+    for after, number in ((None, None), (2, 2)):
+        with monkeypatch.context() as patch:
+            patch.setattr(ResponseKeeper, "events", away)
+            query = "" if after is None else f"&starting_after={after}"
+            headers = {"authorization": f"Bearer {gateway.key}"}
+            async with httpx.AsyncClient(base_url=gateway.url, headers=headers) as client:
+                told = (await client.get(f"/v1/responses/{response_id}?stream=true{query}")).text
+        data = json.loads(told.split("data: ")[1])
+        assert (data["type"], data["code"], data.get("sequence_number")) == ("error", "unavailable", number)
+        assert await resumed(gateway, response_id, number) == live[0 if number is None else number + 1 :]
 
 
 async def test_a_repeated_background_request_gets_its_queued_answer_while_the_response_is_made(

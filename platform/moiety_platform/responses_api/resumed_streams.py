@@ -60,7 +60,8 @@ class ResumedStreams:
                         number = next_number
                         yield data
             except PlatformError as error:  # the client resumes, or retrieves the response
-                yield error_event(error, number)
+                # It has the number of the last event sent, so that a resumption after it loses none.
+                yield error_event(error, number - 1 if number else None)
 
     async def _stored(self, whose: Principal, response_id: str, number: int) -> AsyncGenerator[tuple[bytes, int]]:
         """Yield events and the number after them, until the end. Raises NotFound or Unavailable."""
