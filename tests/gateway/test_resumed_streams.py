@@ -104,6 +104,8 @@ async def test_lost_events_are_told_and_responses_without_events_are_refused(gat
             ("starting_after=1", 400),
             ("stream=yes", 400),
             ("stream=true&starting_after=x", 400),
+            (f"stream=true&starting_after={2**31}", 400),
+            (f"stream=true&starting_after={2**31 - 1}", 200),
             ("include[]=reasoning.encrypted_content", 200),
         ):
             assert (await client.get(f"{path}?{query}")).status_code == status, query
