@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from sqlalchemy import BigInteger, ColumnElement, delete, func, literal, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -31,6 +32,18 @@ class RunState:
 
     is_running: bool
     is_forsaken: bool
+    num_events: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunHead:
+    """A running response without its input and body, which may be large."""
+
+    id: str
+    tenant_id: str
+    project_id: str
+    model: str
+    conversation_id: str | None
     num_events: int | None
 
 
@@ -111,22 +124,37 @@ class ResponseStore:
         )
         return set((await session.scalars(extended)).all())
 
-    async def find_run(self, session: AsyncSession, response_id: str, *, locks: bool = False) -> StoredResponse | None:
+    async def find_run(self, session: AsyncSession, response_id: str, *, locks: bool = False) -> RunHead | None:
         """Return the response if it is running, locked on demand until the transaction ends."""
-        running = select(StoredResponse).where(
-            StoredResponse.id == response_id, StoredResponse.running_until_ms.is_not(None)
-        )
-        if locks:
-            running = running.with_for_update().execution_options(populate_existing=True)
-        return await session.scalar(running)
+        columns = (getattr(StoredResponse, field.name) for field in fields(RunHead))
+        running = select(*columns).where(StoredResponse.id == response_id, StoredResponse.running_until_ms.is_not(None))
+        row = (await session.execute(running.with_for_update() if locks else running)).first()
+        return None if row is None else RunHead(*row)
 
-    async def update_run(self, row: StoredResponse, body: bytes, num_new_items: int = 0, *, ends: bool) -> None:
-        """Replace the body of a running response, which is locked."""
-        more = len(body) - len(row.body)
-        row.body, row.num_items = body, row.num_items + num_new_items
-        row.num_bytes, row.total_bytes = row.num_bytes + more, row.total_bytes + more
-        if ends:
-            row.running_until_ms = None
+    async def input_of(self, session: AsyncSession, response_id: str) -> bytes:
+        """Return the encoded input items of a response, or nothing if it is gone."""
+        return await session.scalar(select(StoredResponse.items).where(StoredResponse.id == response_id)) or b"[]"
+
+    async def update_run(
+        self, session: AsyncSession, response_id: str, body: bytes, num_new_items: int = 0, *, ends: bool
+    ) -> None:
+        """Replace the body of a running response, which is locked. The old one is not read."""
+        more = literal(len(body), BigInteger) - func.length(StoredResponse.body)
+        values: dict[str, Any] = {
+            "body": body,
+            "num_items": StoredResponse.num_items + num_new_items,
+            "num_bytes": StoredResponse.num_bytes + more,
+            "total_bytes": StoredResponse.total_bytes + more,
+        }
+        await self._set(session, response_id, values | ({"running_until_ms": None} if ends else {}))
+
+    async def set_num_events(self, session: AsyncSession, response_id: str, num_events: int) -> None:
+        """Set the number of all events of a response before the last one."""
+        await self._set(session, response_id, {"num_events": num_events})
+
+    async def _set(self, session: AsyncSession, response_id: str, values: Mapping[str, Any]) -> None:
+        changed = update(StoredResponse).where(StoredResponse.id == response_id).values(**values)
+        await session.execute(changed, execution_options={"synchronize_session": False})
 
     # ── Events ──
 
@@ -140,16 +168,19 @@ class ResponseStore:
 
     async def add_events(self, session: AsyncSession, chunks_of: Mapping[str, Collection[EventChunk]]) -> None:
         """Store chunks of running responses. A chunk that is stored already stays as it is."""
-        running = select(StoredResponse).where(
+        running = select(StoredResponse.id, StoredResponse.tenant_id).where(
             StoredResponse.id.in_(chunks_of), StoredResponse.running_until_ms.is_not(None)
         )
-        for row in (await session.scalars(running.order_by(StoredResponse.id).with_for_update())).all():
-            for chunks in statements_of(chunks_of[row.id]):
+        locked = running.order_by(StoredResponse.id).with_for_update()
+        for response_id, tenant_id in (await session.execute(locked)).all():
+            num_bytes = 0
+            for chunks in statements_of(chunks_of[response_id]):
                 sizes = {chunk.first_number: len(chunk.events) for chunk in chunks}
-                rows = [{"response_id": row.id, "tenant_id": row.tenant_id, **asdict(chunk)} for chunk in chunks]
+                rows = [{"response_id": response_id, "tenant_id": tenant_id, **asdict(chunk)} for chunk in chunks]
                 added = insert_into(session, StoredEvents).values(rows)
                 added = added.on_conflict_do_nothing().returning(StoredEvents.first_number)
-                row.num_bytes += sum(sizes[number] for number in await session.scalars(added))
+                num_bytes += sum(sizes[number] for number in await session.scalars(added))
+            await self._set(session, response_id, {"num_bytes": StoredResponse.num_bytes + num_bytes})
 
     async def events(
         self, session: AsyncSession, response_id: str, number: int, limit: int = READ_CHUNKS
