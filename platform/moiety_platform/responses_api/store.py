@@ -28,11 +28,12 @@ _ID = re.compile(r"resp_[0-9a-f]{32}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """Progress of a response. `num_events` is None if it has no stored events."""
+    """Progress of a response. `num_events` is None if it has no stored events, and `num_bytes` grows with them."""
 
     is_running: bool
     is_forsaken: bool
     num_events: int | None
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +162,10 @@ class ResponseStore:
     async def run_state(self, session: AsyncSession, whose: Principal, response_id: str) -> RunState | None:
         """Return the progress of a response that is visible to the key."""
         until, now = StoredResponse.running_until_ms, self.now()
-        wanted = select(until.is_not(None), until < now, StoredResponse.num_events)
+        wanted = select(until.is_not(None), until < now, StoredResponse.num_events, StoredResponse.num_bytes)
         found = await session.execute(wanted.where(StoredResponse.id == _possible(response_id), *self._visible(whose)))
         row = found.first()
-        return None if row is None else RunState(bool(row[0]), bool(row[1]), row[2])
+        return None if row is None else RunState(bool(row[0]), bool(row[1]), row[2], row[3])
 
     async def add_events(self, session: AsyncSession, chunks_of: Mapping[str, Collection[EventChunk]]) -> None:
         """Store chunks of running responses. A chunk that is stored already stays as it is."""
