@@ -198,6 +198,15 @@ async def test_a_repeated_background_request_gets_its_queued_answer_while_the_re
         await gateway.rows.wait_for(1)
 
 
+def test_a_closed_log_only_counts_its_events() -> None:
+    log = EventLog()
+    log.add(b"event: e\n\n", 1)
+    assert log.chunks()
+    log.close()
+    log.add(b"event: e\n\n", 2)
+    assert (log.chunks(), log.num_events) == ([], 2)
+
+
 @given(st.lists(st.integers(1, CHUNK_BYTES), max_size=8), st.integers(0, 8), st.sets(st.integers(0, 8)))
 def test_chunks_hold_every_event_once_whenever_they_are_taken(sizes: list[int], start: int, taken: set[int]) -> None:
     events = [b"event: e\ndata: %b\n\n" % (b"%d" % number * size)[:size] for number, size in enumerate(sizes)]

@@ -327,7 +327,7 @@ class ResponseKeeper:
                 log.warning("conversation_not_extended", tenant_id=row.tenant_id, response_id=response_id)
                 body = _with_fields(body, conversation=None)
             if events:
-                await self._store.add_events(session, {response_id: events})
+                await self._store.add_events(session, {response_id: events}, self.limits.room)
             if ends and row.num_events is not None:
                 if num_events is None:
                     num_events = await self._store.num_stored_events(session, response_id)
@@ -337,10 +337,13 @@ class ResponseKeeper:
 
     # ── Events of streamed background responses ──
 
-    async def add_events(self, chunks_of: Mapping[str, Collection[EventChunk]]) -> None:
-        """Store events of running responses. Raises Unavailable."""
+    async def add_events(self, chunks_of: Mapping[str, Collection[EventChunk]]) -> set[str]:
+        """Store events of running responses, and return the ids of those whose tenants have no room for them.
+
+        Raises Unavailable.
+        """
         async with self._database.write() as session:
-            await self._store.add_events(session, chunks_of)
+            return await self._store.add_events(session, chunks_of, self.limits.room)
 
     async def run_state(self, whose: Principal, response_id: str) -> RunState:
         """Return the progress of a response. Raises NotFound or Unavailable."""

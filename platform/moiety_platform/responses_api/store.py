@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import accumulate
 from typing import Any
 
 from sqlalchemy import BigInteger, ColumnElement, delete, func, literal, select, update
@@ -19,9 +20,12 @@ from moiety_platform.db.expired import oldest_expired
 from moiety_platform.db.now import now_ms
 from moiety_platform.responses_api.event_log import EventChunk, statements_of
 from moiety_platform.responses_api.models import StoredEvents, StoredResponse
+from moiety_platform.responses_api.storage_room import StorageRoom, has_room
 
 PURGE_ROWS = 100  # per transaction, each with one turn of a conversation
+PURGE_BYTES = 64 * 1024 * 1024  # per transaction, unless a single response has more
 READ_CHUNKS = 16  # of events, per transaction
+ROOM_STEP = 64 * 1024  # of a response's bytes: events are stored often, and a tenant's sum reads all of its rows
 
 _ID = re.compile(r"resp_[0-9a-f]{32}", re.ASCII)
 
@@ -167,21 +171,35 @@ class ResponseStore:
         row = found.first()
         return None if row is None else RunState(bool(row[0]), bool(row[1]), row[2], row[3])
 
-    async def add_events(self, session: AsyncSession, chunks_of: Mapping[str, Collection[EventChunk]]) -> None:
-        """Store chunks of running responses. A chunk that is stored already stays as it is."""
-        running = select(StoredResponse.id, StoredResponse.tenant_id).where(
-            StoredResponse.id.in_(chunks_of), StoredResponse.running_until_ms.is_not(None)
-        )
+    async def add_events(
+        self, session: AsyncSession, chunks_of: Mapping[str, Collection[EventChunk]], room: StorageRoom
+    ) -> set[str]:
+        """Store chunks of running responses, and return the ids of those whose tenants have no room for them.
+
+        A chunk that is stored already stays as it is. The room is looked at whenever a response has grown by
+        `ROOM_STEP`.
+        """
+        columns = StoredResponse.id, StoredResponse.tenant_id, StoredResponse.num_bytes
+        running = select(*columns).where(StoredResponse.id.in_(chunks_of), StoredResponse.running_until_ms.is_not(None))
         locked = running.order_by(StoredResponse.id).with_for_update()
-        for response_id, tenant_id in (await session.execute(locked)).all():
-            num_bytes = 0
+        refused = set()
+        for response_id, tenant_id, num_bytes in (await session.execute(locked)).all():
+            total_bytes = num_bytes
             for chunks in statements_of(chunks_of[response_id]):
                 sizes = {chunk.first_number: len(chunk.events) for chunk in chunks}
+                num_more = sum(sizes.values())
+                crosses = (total_bytes + num_more) // ROOM_STEP > total_bytes // ROOM_STEP
+                unstored = total_bytes - num_bytes + num_more
+                if crosses and not await has_room(session, tenant_id, room, unstored, 0):
+                    refused.add(response_id)
+                    break
                 rows = [{"response_id": response_id, "tenant_id": tenant_id, **asdict(chunk)} for chunk in chunks]
                 added = insert_into(session, StoredEvents).values(rows)
                 added = added.on_conflict_do_nothing().returning(StoredEvents.first_number)
-                num_bytes += sum(sizes[number] for number in await session.scalars(added))
-            await self._set(session, response_id, {"num_bytes": StoredResponse.num_bytes + num_bytes})
+                total_bytes += sum(sizes[number] for number in await session.scalars(added))
+            more = total_bytes - num_bytes
+            await self._set(session, response_id, {"num_bytes": StoredResponse.num_bytes + more})
+        return refused
 
     async def events(
         self, session: AsyncSession, response_id: str, number: int, limit: int = READ_CHUNKS
@@ -198,12 +216,20 @@ class ResponseStore:
         total = select(func.sum(StoredEvents.num_events)).where(StoredEvents.response_id == response_id)
         return int(await session.scalar(total) or 0)
 
-    async def purge(self, session: AsyncSession, limit: int = PURGE_ROWS) -> int:
-        """Delete at most `limit` expired responses, the oldest first, and return their number."""
+    async def purge(self, session: AsyncSession, limit: int = PURGE_ROWS, max_bytes: int = PURGE_BYTES) -> int:
+        """Delete at most `limit` expired responses of `max_bytes`, the oldest first, and return their number.
+
+        The first one is deleted whatever its size.
+        """
         ids = await oldest_expired(session, StoredResponse.id, StoredResponse.expires_ms, self.now(), limit)
-        if ids:
-            await session.execute(delete(StoredResponse).where(StoredResponse.id.in_(ids)))
-        return len(ids)
+        if not ids:
+            return 0
+        sizes = select(StoredResponse.id, StoredResponse.num_bytes).where(StoredResponse.id.in_(ids))
+        rows = (await session.execute(sizes.order_by(StoredResponse.expires_ms))).all()
+        totals = accumulate(row.num_bytes for row in rows)
+        gone = [row.id for row, total in zip(rows, totals, strict=True) if total <= max_bytes] or [rows[0].id]
+        await session.execute(delete(StoredResponse).where(StoredResponse.id.in_(gone)))
+        return len(gone)
 
     def _visible(self, whose: Principal) -> tuple[ColumnElement[bool], ...]:
         models = whose.allowed_models
