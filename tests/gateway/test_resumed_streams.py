@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import zlib
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -13,9 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import delete, func, select, update
 
+from moiety_platform.admission.gate import StreamGate
 from moiety_platform.engine_client.fake import FakeEngineClient
-from moiety_platform.responses_api.event_log import CHUNK_BYTES, EventLog, numbered
+from moiety_platform.errors import RateLimited, Unavailable
+from moiety_platform.responses_api import resumed_streams
+from moiety_platform.responses_api.event_log import CHUNK_BYTES, EventChunk, EventLog, numbered
+from moiety_platform.responses_api.keeper import ResponseKeeper
 from moiety_platform.responses_api.models import StoredEvents, StoredResponse
+from moiety_platform.responses_api.resumed_streams import ResumedStreams
+from moiety_platform.responses_api.store import RunState
 from moiety_wire.messages import Failed, FailureCode, ModelCard
 
 from .conftest import DEADLINE_S, RunningGateway, StartGateway, always
@@ -97,11 +105,13 @@ async def test_lost_events_are_told_and_responses_without_events_are_refused(gat
         path = f"/v1/responses/{live[0].response.id}"
         told = (await client.get(f"{path}?stream=true&starting_after=1")).text
         data = json.loads(told.split("data: ")[1])
-        assert (data["type"], data["code"], data["sequence_number"]) == ("error", "events_not_stored", 2)
+        assert (data["type"], data["code"], data["sequence_number"]) == ("error", "events_not_stored", 1)
         for query, status in (
             ("starting_after=1", 400),
             ("stream=yes", 400),
             ("stream=true&starting_after=x", 400),
+            (f"stream=true&starting_after={2**31}", 400),
+            (f"stream=true&starting_after={2**31 - 1}", 200),
             ("include[]=reasoning.encrypted_content", 200),
         ):
             assert (await client.get(f"{path}?{query}")).status_code == status, query
@@ -109,6 +119,70 @@ async def test_lost_events_are_told_and_responses_without_events_are_refused(gat
     with pytest.raises(openai.BadRequestError) as refused:
         await resumed(gateway, quiet.id)
     assert refused.value.code == "response_not_streamable"
+
+
+async def test_a_resumption_after_a_failure_of_a_resumed_stream_loses_no_event(
+    gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = [event async for event in await gateway.client.responses.create(**BODY)]
+    response_id = live[0].response.id
+
+    async def away(*_: object) -> None:
+        raise Unavailable("the database is away")
+
+    for after, number in ((None, None), (2, 2)):
+        with monkeypatch.context() as patch:
+            patch.setattr(ResponseKeeper, "events", away)
+            query = "" if after is None else f"&starting_after={after}"
+            headers = {"authorization": f"Bearer {gateway.key}"}
+            async with httpx.AsyncClient(base_url=gateway.url, headers=headers) as client:
+                told = (await client.get(f"/v1/responses/{response_id}?stream=true{query}")).text
+        data = json.loads(told.split("data: ")[1])
+        assert (data["type"], data["code"], data.get("sequence_number")) == ("error", "unavailable", number)
+        assert await resumed(gateway, response_id, number) == live[0 if number is None else number + 1 :]
+
+
+class GrowingKeeper:
+    """Keeper of one running response, which gets an event at the third look at it, and ends at the eighth."""
+
+    num_looks = num_reads = 0
+
+    async def run_state(self, *_: object) -> RunState:
+        self.num_looks += 1
+        return RunState(self.num_looks < 8, False, 1, 100 + (self.num_looks >= 3))
+
+    async def events(self, _id: str, number: int) -> list[EventChunk]:
+        self.num_reads += 1
+        return [] if number or self.num_looks < 3 else [EventChunk(0, 1, zlib.compress(b"event: e\ndata: {}\n\n"))]
+
+    async def body(self, *_: object) -> bytes:
+        return b'{"status":"completed"}'
+
+
+WHOSE: Any = SimpleNamespace(tenant_id="one", root_key_id="key")
+
+
+async def test_events_are_read_only_when_more_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resumed_streams, "POLL_S", 0.001)
+    keeper: Any = GrowingKeeper()
+    parts = [part async for part in await ResumedStreams(keeper, StreamGate(9)).open(WHOSE, "r", -1)]
+    assert [part.split(b"\n")[0] for part in parts[1:]] == [b"event: e", b"event: response.completed"]
+    assert (keeper.num_looks, keeper.num_reads) == (8, 3)  # at first, after the growth, and at the end
+
+
+async def test_a_tenant_may_open_only_so_many_resumed_streams() -> None:
+    keeper: Any = GrowingKeeper()
+    streams = ResumedStreams(keeper, StreamGate(1000))
+    held = [await streams.open(WHOSE, "r", -1) for _ in range(resumed_streams.MAX_PER_TENANT)]
+    assert [await anext(stream) for stream in held]
+    with pytest.raises(RateLimited, match="This tenant has 64 resumed streams open") as refused:
+        await streams.open(WHOSE, "r", -1)
+    assert (refused.value.code, refused.value.retry_after_s) == ("too_many_streams", 1.0)
+    await held.pop().aclose()
+    held.append(await streams.open(WHOSE, "r", -1))
+    for stream in held:
+        assert await anext(stream)
+        await stream.aclose()
 
 
 async def test_a_repeated_background_request_gets_its_queued_answer_while_the_response_is_made(
@@ -122,6 +196,15 @@ async def test_a_repeated_background_request_gets_its_queued_answer_while_the_re
         assert again == first and endless.state.num_inflight <= 1
         await gateway.client.responses.cancel(first.id)
         await gateway.rows.wait_for(1)
+
+
+def test_a_closed_log_only_counts_its_events() -> None:
+    log = EventLog()
+    log.add(b"event: e\n\n", 1)
+    assert log.chunks()
+    log.close()
+    log.add(b"event: e\n\n", 2)
+    assert (log.chunks(), log.num_events) == ([], 2)
 
 
 @given(st.lists(st.integers(1, CHUNK_BYTES), max_size=8), st.integers(0, 8), st.sets(st.integers(0, 8)))

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
-from sqlalchemy import func, select
+from sqlalchemy import event, func, select
 from tests.database_clock import DatabaseClock
 
 from moiety_platform.access.roles import Role
@@ -20,6 +20,7 @@ from moiety_platform.clock import ManualClock
 from moiety_platform.db.session import Database
 from moiety_platform.errors import NotFound, RateLimited, Unavailable
 from moiety_platform.object_storage.store import ObjectStore
+from moiety_platform.responses_api.event_log import EventChunk
 from moiety_platform.responses_api.items import Continued, message_item, text_part
 from moiety_platform.responses_api.keeper import ConversationLimits, ResponseKeeper
 from moiety_platform.responses_api.models import StoredResponse
@@ -111,10 +112,43 @@ async def test_what_has_expired_is_found_no_more_and_purged_in_batches(
         await keeper.body(whose, response_id(0))
     async with database.write() as session:
         assert await store.purge(session, 5) == 5
-    async with database.write() as session:
-        assert await store.purge(session) == 2
+    for max_bytes in (1, (await sums(database))[1]):  # one, whatever its size; then as many as there are
+        async with database.write() as session:
+            assert await store.purge(session, max_bytes=max_bytes) == 1
     assert (await sums(database))[0] == 1
     assert await keeper.body(whose, response_id(7)) == BODY % b""
+
+
+async def test_a_running_response_counts_its_events_without_being_read(database: Database, whose: Principal) -> None:
+    keeper, item = ResponseKeeper(database, LIMITS), {"id": "msg_1", **message_item([text_part("x")])}
+    assert await keeper.keep(whose, response_id(1), "m", Continued(), [item], BODY % b"", 60_000, has_events=True)
+    size_before = (await sums(database))[1] - len(BODY % b"")
+    statements: list[str] = []
+    engine = database.engine.sync_engine
+    event.listen(engine, "before_cursor_execute", lambda *call: statements.append(call[2]))
+    chunks = [EventChunk(number, 1, b"x" * 10) for number in range(3)]
+    await keeper.add_events({response_id(1): chunks[:1]})
+    await keeper.add_events({response_id(1): chunks[:2]})  # the first one again, as after a lost commit
+    body = BODY.replace(b"}", b',"status":"completed"}') % b'{"id":"msg_2"}'
+    assert await keeper.update_run(response_id(1), body, ends=True, events=chunks[2:], num_events=3) == body
+    assert not any("responses.body," in one or "responses.items" in one for one in statements)
+    async with database.read() as session:
+        (row,) = (await session.scalars(select(StoredResponse))).all()
+    assert (row.body, row.num_items, row.num_events, row.running_until_ms) == (body, 2, 3, None)
+    assert row.num_bytes == row.total_bytes + 30 == size_before + len(body) + 30
+
+
+async def test_events_of_a_tenant_without_room_are_stored_no_more(database: Database, whose: Principal) -> None:
+    keeper = ResponseKeeper(database, replace(LIMITS, room=StorageRoom(10, 100_000)))
+    assert await keeper.keep(whose, response_id(1), "m", Continued(), [], BODY % b"", 60_000, has_events=True)
+    first, second, third = (EventChunk(number, 1, b"x" * 50_000) for number in range(3))
+    assert await keeper.add_events({response_id(1): [first]}) == set()
+    assert await keeper.add_events({response_id(1): [second]}) == {response_id(1)}
+    keeper.limits = replace(LIMITS, room=StorageRoom(10, 120_000))
+    assert await keeper.add_events({response_id(1): [second]}) == set()
+    assert await keeper.update_run(response_id(1), BODY % b"", ends=True, events=[third], num_events=3)
+    assert [chunk.first_number for chunk in await keeper.events(response_id(1), 0)] == [0, 1]
+    assert (await sums(database))[1] < 120_000
 
 
 async def test_nothing_is_kept_of_a_tenant_once_its_erasure_has_begun(

@@ -92,29 +92,34 @@ def _retry_after_s(tenant: _Tenant, num_too_many: int) -> float:
 
 
 class StreamGate:
-    """Counter of streamed responses, from the body of their request to their end. For one event loop."""
+    """Counter of streamed responses, from the body of their request to their end. For one event loop.
 
-    def __init__(self, max_per_key: int) -> None:
-        self.limit = max_per_key  # can be changed, for streams that begin from then on
+    Each key, or each of other holders, has the limit.
+    """
+
+    def __init__(self, limit: int, holder: str = "key", streams: str = "streams") -> None:
+        self.limit = limit  # can be changed, for streams that begin from then on
+        self._what = holder, streams  # as errors name them
         self._num_open: Counter[str] = Counter()
 
     @contextmanager
-    def hold(self, key_id: str) -> Iterator[None]:
-        """Count a stream as open. Raises RateLimited where the key is at its limit."""
-        if self._num_open[key_id] >= self.limit:
+    def hold(self, holder_id: str) -> Iterator[None]:
+        """Count a stream as open. Raises RateLimited where the holder is at its limit."""
+        if self._num_open[holder_id] >= self.limit:
+            holder, streams = self._what
             raise RateLimited(
-                f"This key has {self.limit} streams open at this gateway, and no more are allowed; read some to their "
-                "end or close them, then try again",
+                f"This {holder} has {self.limit} {streams} open at this gateway, and no more are allowed; read some to "
+                "their end or close them, then try again",
                 code="too_many_streams",
                 retry_after_s=STREAM_RETRY_AFTER_S,
             )
-        self._num_open[key_id] += 1
+        self._num_open[holder_id] += 1
         try:
             yield
         finally:
-            self._num_open[key_id] -= 1
-            if not self._num_open[key_id]:
-                del self._num_open[key_id]
+            self._num_open[holder_id] -= 1
+            if not self._num_open[holder_id]:
+                del self._num_open[holder_id]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from moiety_platform.openai_api.answer_types import ChatTokenLogprob, Count, Tier
 from moiety_platform.openapi.schemas import either, shows
@@ -342,9 +342,13 @@ class ResponseIncomplete(_Event):
     response: ResponseObject
 
 
-class ResponseBroken(_Event):
-    """Why a response failed, with our stable error code. `response.failed` follows."""
+class ResponseBroken(TypedDict):
+    """Why a stream failed, with our stable error code. If the response failed, `response.failed` follows.
 
+    In a resumed stream it has the number of the last event sent, and none before the first one.
+    """
+
+    sequence_number: NotRequired[Count]
     type: Literal["error"]
     code: str
     message: str

@@ -263,10 +263,13 @@ class BackgroundRuns:
     async def _store_events(self) -> None:
         """Store the events of the running responses since the last round."""
         logs = {run.response_id: run.events for run in self._of_task.values() if run.response_id and run.events}
-        for response_id, log in logs.items():
-            for chunks in statements_of(log.chunks()):  # others may write between two of them
-                await self._keeper.add_events({response_id: chunks})
-                log.note_stored(chunks)
+        for response_id, events in logs.items():
+            for chunks in statements_of(events.chunks()):  # others may write between two of them
+                if await self._keeper.add_events({response_id: chunks}):
+                    events.close()
+                    log.warning("background_events_not_stored", response_id=response_id, reason="no room")
+                    break
+                events.note_stored(chunks)
 
     async def _extend(self) -> None:
         """Extend the leases of the running responses, and stop those that no longer run in the database."""

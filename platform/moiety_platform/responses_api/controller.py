@@ -272,6 +272,8 @@ class ResponseController(Controller):
         if stream not in (None, "true", "false"):
             raise BadRequest("'stream' must be true or false", param="stream")
         number = -1 if starting_after is None else parse_whole(starting_after, "starting_after")
+        if number > MAX_NUMBER:
+            raise BadRequest(f"'starting_after' must be at most {MAX_NUMBER:,}", param="starting_after")
         if stream == "true":
             events = await stored.streams.open(owner, response_id, max(-1, number))
             return Stream(events, media_type=EVENT_STREAM, headers={"x-accel-buffering": "no"})

@@ -47,11 +47,12 @@ class EventLog:
         self._first_number = 0
         self._sealed: list[EventChunk] = []
         self._sealed_bytes = 0
+        self._is_closed = False
 
     def add(self, data: bytes, num_events: int) -> None:
-        """Add encoded events, with which there are `num_events`. A log that is full only counts them."""
+        """Add encoded events, with which there are `num_events`. A log that is full or closed only counts them."""
         self.num_events = num_events
-        if data and self._sealed_bytes < MAX_LOG_BYTES:
+        if data and not self._is_closed and self._sealed_bytes < MAX_LOG_BYTES:
             self._parts.append(data)
             self._part_bytes += len(data)
             if self._part_bytes >= CHUNK_BYTES:
@@ -66,6 +67,11 @@ class EventLog:
     def note_stored(self, chunks: Collection[EventChunk]) -> None:
         """Forget chunks that are stored."""
         self._sealed = [chunk for chunk in self._sealed if chunk not in chunks]
+
+    def close(self) -> None:
+        """Forget what is not stored yet, and store nothing more."""
+        self._is_closed = True
+        self._sealed, self._parts, self._part_bytes = [], [], 0
 
     def _seal(self) -> None:
         chunk = EventChunk(

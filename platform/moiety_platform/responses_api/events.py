@@ -174,13 +174,14 @@ def ending_event(response: bytes, number: int) -> bytes:
     return _event(f"response.{status}", {"response": msgspec.Raw(response)}, number)
 
 
-def error_event(error: PlatformError, number: int) -> bytes:
-    """Return the event that a stream has failed."""
+def error_event(error: PlatformError, number: int | None) -> bytes:
+    """Return the event that a stream has failed, without a sequence number if that is None."""
     return _event("error", {"code": error.code, "message": error.message, "param": error.param}, number)
 
 
-def _event(kind: str, fields: dict[str, Any], number: int) -> bytes:
-    data = _encode({"type": kind, **fields, "sequence_number": number})
+def _event(kind: str, fields: dict[str, Any], number: int | None) -> bytes:
+    numbered = {} if number is None else {"sequence_number": number}
+    data = _encode({"type": kind, **fields, **numbered})
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
 
 

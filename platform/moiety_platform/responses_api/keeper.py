@@ -22,7 +22,7 @@ from moiety_platform.responses_api.event_log import EventChunk
 from moiety_platform.responses_api.items import Continued, Item
 from moiety_platform.responses_api.models import StoredConversation, StoredResponse
 from moiety_platform.responses_api.storage_room import StorageRoom, claim_room, has_room
-from moiety_platform.responses_api.store import ResponseStore, RunState
+from moiety_platform.responses_api.store import ResponseStore, RunHead, RunState
 from moiety_platform.settings import GatewaySettings
 
 FULL_RETRY_S = 60.0
@@ -243,7 +243,7 @@ class ResponseKeeper:
             await self._store.add(session, response, self._ttl_ms, lease_ms)
         return True
 
-    async def _append(self, session: AsyncSession, response: StoredResponse, items: Sequence[Item]) -> bool:
+    async def _append(self, session: AsyncSession, response: StoredResponse | RunHead, items: Sequence[Item]) -> bool:
         """Add the items of a response to its conversation, and return whether there is one. Room has been claimed."""
         found: StoredConversation | None = None
         if response.conversation_id is not None:
@@ -316,8 +316,9 @@ class ResponseKeeper:
             output = _output_of(body) if ends else []
             is_whole = ends and msgspec.json.decode(body, type=_Progress).status in ENDED_BY_ITSELF
             if is_whole and running.conversation_id is not None:
-                added = [*msgspec.json.decode(running.items), *output]
-                num_bytes = len(running.items) + len(body)
+                items = await self._store.input_of(session, response_id)
+                added = [*msgspec.json.decode(items), *output]
+                num_bytes = len(items) + len(body)
                 has_claimed = await claim_room(session, running.tenant_id, self.limits.room, num_bytes, 0)
             row = await self._store.find_run(session, response_id, locks=True)
             if row is None:
@@ -326,19 +327,23 @@ class ResponseKeeper:
                 log.warning("conversation_not_extended", tenant_id=row.tenant_id, response_id=response_id)
                 body = _with_fields(body, conversation=None)
             if events:
-                await self._store.add_events(session, {response_id: events})
+                await self._store.add_events(session, {response_id: events}, self.limits.room)
             if ends and row.num_events is not None:
-                known = num_events is not None
-                row.num_events = num_events if known else await self._store.num_stored_events(session, response_id)
-            await self._store.update_run(row, body, len(output), ends=ends)
+                if num_events is None:
+                    num_events = await self._store.num_stored_events(session, response_id)
+                await self._store.set_num_events(session, response_id, num_events)
+            await self._store.update_run(session, response_id, body, len(output), ends=ends)
             return body
 
     # ── Events of streamed background responses ──
 
-    async def add_events(self, chunks_of: Mapping[str, Collection[EventChunk]]) -> None:
-        """Store events of running responses. Raises Unavailable."""
+    async def add_events(self, chunks_of: Mapping[str, Collection[EventChunk]]) -> set[str]:
+        """Store events of running responses, and return the ids of those whose tenants have no room for them.
+
+        Raises Unavailable.
+        """
         async with self._database.write() as session:
-            await self._store.add_events(session, chunks_of)
+            return await self._store.add_events(session, chunks_of, self.limits.room)
 
     async def run_state(self, whose: Principal, response_id: str) -> RunState:
         """Return the progress of a response. Raises NotFound or Unavailable."""

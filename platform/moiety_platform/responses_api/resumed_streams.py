@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from moiety_platform.admission.gate import StreamGate
 from moiety_platform.auth.principal import Principal
@@ -19,9 +19,11 @@ from moiety_platform.inference.text_answer import KEEP_ALIVE
 from moiety_platform.responses_api.event_log import numbered
 from moiety_platform.responses_api.events import ending_event, error_event
 from moiety_platform.responses_api.keeper import ResponseKeeper
+from moiety_platform.responses_api.store import READ_CHUNKS
 
-POLL_S = 0.1  # at first; it grows while nothing comes
+POLL_S = 0.25  # at first; it grows while nothing comes
 MAX_POLL_S = 1.0
+MAX_PER_TENANT = 64  # of streams open at one gateway
 KEEP_ALIVE_S = 15.0
 LOST = "the events from {:,} on are not stored; retrieve the response without 'stream'"
 
@@ -31,8 +33,9 @@ class ResumedStreams:
     """Reader of stored events. `is_stopping` says whether the process stops, which ends its resumed streams."""
 
     keeper: ResponseKeeper
-    gate: StreamGate
+    gate: StreamGate  # of keys
     is_stopping: Callable[[], bool] = lambda: False
+    tenants: StreamGate = field(default_factory=lambda: StreamGate(MAX_PER_TENANT, "tenant", "resumed streams"))
 
     async def open(self, whose: Principal, response_id: str, starting_after: int) -> AsyncGenerator[bytes]:
         """Return the events of a response after a sequence number, until its end.
@@ -48,11 +51,11 @@ class ResumedStreams:
                 param="stream",
             )
         events = self._events(whose, response_id, starting_after + 1)
-        first = await anext(events)  # which takes the place at the gate
+        first = await anext(events)  # which takes the places at the gates
         return _chained(first, events)
 
     async def _events(self, whose: Principal, response_id: str, number: int) -> AsyncGenerator[bytes]:
-        with self.gate.hold(whose.root_key_id):
+        with self.gate.hold(whose.root_key_id), self.tenants.hold(whose.tenant_id):
             yield KEEP_ALIVE
             try:
                 async with aclosing(self._stored(whose, response_id, number)) as stored:
@@ -60,19 +63,24 @@ class ResumedStreams:
                         number = next_number
                         yield data
             except PlatformError as error:  # the client resumes, or retrieves the response
-                yield error_event(error, number)
+                # It has the number of the last event sent, so that a resumption after it loses none.
+                yield error_event(error, number - 1 if number else None)
 
     async def _stored(self, whose: Principal, response_id: str, number: int) -> AsyncGenerator[tuple[bytes, int]]:
         """Yield events and the number after them, until the end. Raises NotFound or Unavailable."""
         wait_s, sent_s = POLL_S, time.monotonic()
+        read_bytes: int | None = None  # of the response, when all of its events were read
         while not self.is_stopping():
             state = await self.keeper.run_state(whose, response_id)  # before the events: they are complete if it ended
-            chunks = await self.keeper.events(response_id, number)
-            for data, next_number in numbered(chunks, number):
-                yield data, next_number
-                number, wait_s, sent_s = next_number, POLL_S, time.monotonic()
-            if chunks and chunks[-1].next_number == number:
-                continue
+            if state.num_bytes != read_bytes or not state.is_running:
+                chunks, first = await self.keeper.events(response_id, number), number
+                for data, next_number in numbered(chunks, number):
+                    yield data, next_number
+                    number, wait_s, sent_s = next_number, POLL_S, time.monotonic()
+                read_bytes = state.num_bytes
+                if number > first and len(chunks) == READ_CHUNKS:
+                    read_bytes = None  # there may be more
+                    continue
             if state.is_forsaken:
                 await self.keeper.body(whose, response_id)  # which ends it
             elif not state.is_running:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from itertools import accumulate
+from typing import Any
 
 from sqlalchemy import BigInteger, ColumnElement, delete, func, literal, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -18,19 +20,35 @@ from moiety_platform.db.expired import oldest_expired
 from moiety_platform.db.now import now_ms
 from moiety_platform.responses_api.event_log import EventChunk, statements_of
 from moiety_platform.responses_api.models import StoredEvents, StoredResponse
+from moiety_platform.responses_api.storage_room import StorageRoom, has_room
 
 PURGE_ROWS = 100  # per transaction, each with one turn of a conversation
+PURGE_BYTES = 64 * 1024 * 1024  # per transaction, unless a single response has more
 READ_CHUNKS = 16  # of events, per transaction
+ROOM_STEP = 64 * 1024  # of a response's bytes: events are stored often, and a tenant's sum reads all of its rows
 
 _ID = re.compile(r"resp_[0-9a-f]{32}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """Progress of a response. `num_events` is None if it has no stored events."""
+    """Progress of a response. `num_events` is None if it has no stored events, and `num_bytes` grows with them."""
 
     is_running: bool
     is_forsaken: bool
+    num_events: int | None
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunHead:
+    """A running response without its input and body, which may be large."""
+
+    id: str
+    tenant_id: str
+    project_id: str
+    model: str
+    conversation_id: str | None
     num_events: int | None
 
 
@@ -111,45 +129,77 @@ class ResponseStore:
         )
         return set((await session.scalars(extended)).all())
 
-    async def find_run(self, session: AsyncSession, response_id: str, *, locks: bool = False) -> StoredResponse | None:
+    async def find_run(self, session: AsyncSession, response_id: str, *, locks: bool = False) -> RunHead | None:
         """Return the response if it is running, locked on demand until the transaction ends."""
-        running = select(StoredResponse).where(
-            StoredResponse.id == response_id, StoredResponse.running_until_ms.is_not(None)
-        )
-        if locks:
-            running = running.with_for_update().execution_options(populate_existing=True)
-        return await session.scalar(running)
+        columns = (getattr(StoredResponse, field.name) for field in fields(RunHead))
+        running = select(*columns).where(StoredResponse.id == response_id, StoredResponse.running_until_ms.is_not(None))
+        row = (await session.execute(running.with_for_update() if locks else running)).first()
+        return None if row is None else RunHead(*row)
 
-    async def update_run(self, row: StoredResponse, body: bytes, num_new_items: int = 0, *, ends: bool) -> None:
-        """Replace the body of a running response, which is locked."""
-        more = len(body) - len(row.body)
-        row.body, row.num_items = body, row.num_items + num_new_items
-        row.num_bytes, row.total_bytes = row.num_bytes + more, row.total_bytes + more
-        if ends:
-            row.running_until_ms = None
+    async def input_of(self, session: AsyncSession, response_id: str) -> bytes:
+        """Return the encoded input items of a response, or nothing if it is gone."""
+        return await session.scalar(select(StoredResponse.items).where(StoredResponse.id == response_id)) or b"[]"
+
+    async def update_run(
+        self, session: AsyncSession, response_id: str, body: bytes, num_new_items: int = 0, *, ends: bool
+    ) -> None:
+        """Replace the body of a running response, which is locked. The old one is not read."""
+        more = literal(len(body), BigInteger) - func.length(StoredResponse.body)
+        values: dict[str, Any] = {
+            "body": body,
+            "num_items": StoredResponse.num_items + num_new_items,
+            "num_bytes": StoredResponse.num_bytes + more,
+            "total_bytes": StoredResponse.total_bytes + more,
+        }
+        await self._set(session, response_id, values | ({"running_until_ms": None} if ends else {}))
+
+    async def set_num_events(self, session: AsyncSession, response_id: str, num_events: int) -> None:
+        """Set the number of all events of a response before the last one."""
+        await self._set(session, response_id, {"num_events": num_events})
+
+    async def _set(self, session: AsyncSession, response_id: str, values: Mapping[str, Any]) -> None:
+        changed = update(StoredResponse).where(StoredResponse.id == response_id).values(**values)
+        await session.execute(changed, execution_options={"synchronize_session": False})
 
     # ── Events ──
 
     async def run_state(self, session: AsyncSession, whose: Principal, response_id: str) -> RunState | None:
         """Return the progress of a response that is visible to the key."""
         until, now = StoredResponse.running_until_ms, self.now()
-        wanted = select(until.is_not(None), until < now, StoredResponse.num_events)
+        wanted = select(until.is_not(None), until < now, StoredResponse.num_events, StoredResponse.num_bytes)
         found = await session.execute(wanted.where(StoredResponse.id == _possible(response_id), *self._visible(whose)))
         row = found.first()
-        return None if row is None else RunState(bool(row[0]), bool(row[1]), row[2])
+        return None if row is None else RunState(bool(row[0]), bool(row[1]), row[2], row[3])
 
-    async def add_events(self, session: AsyncSession, chunks_of: Mapping[str, Collection[EventChunk]]) -> None:
-        """Store chunks of running responses. A chunk that is stored already stays as it is."""
-        running = select(StoredResponse).where(
-            StoredResponse.id.in_(chunks_of), StoredResponse.running_until_ms.is_not(None)
-        )
-        for row in (await session.scalars(running.order_by(StoredResponse.id).with_for_update())).all():
-            for chunks in statements_of(chunks_of[row.id]):
+    async def add_events(
+        self, session: AsyncSession, chunks_of: Mapping[str, Collection[EventChunk]], room: StorageRoom
+    ) -> set[str]:
+        """Store chunks of running responses, and return the ids of those whose tenants have no room for them.
+
+        A chunk that is stored already stays as it is. The room is looked at whenever a response has grown by
+        `ROOM_STEP`.
+        """
+        columns = StoredResponse.id, StoredResponse.tenant_id, StoredResponse.num_bytes
+        running = select(*columns).where(StoredResponse.id.in_(chunks_of), StoredResponse.running_until_ms.is_not(None))
+        locked = running.order_by(StoredResponse.id).with_for_update()
+        refused = set()
+        for response_id, tenant_id, num_bytes in (await session.execute(locked)).all():
+            total_bytes = num_bytes
+            for chunks in statements_of(chunks_of[response_id]):
                 sizes = {chunk.first_number: len(chunk.events) for chunk in chunks}
-                rows = [{"response_id": row.id, "tenant_id": row.tenant_id, **asdict(chunk)} for chunk in chunks]
+                num_more = sum(sizes.values())
+                crosses = (total_bytes + num_more) // ROOM_STEP > total_bytes // ROOM_STEP
+                unstored = total_bytes - num_bytes + num_more
+                if crosses and not await has_room(session, tenant_id, room, unstored, 0):
+                    refused.add(response_id)
+                    break
+                rows = [{"response_id": response_id, "tenant_id": tenant_id, **asdict(chunk)} for chunk in chunks]
                 added = insert_into(session, StoredEvents).values(rows)
                 added = added.on_conflict_do_nothing().returning(StoredEvents.first_number)
-                row.num_bytes += sum(sizes[number] for number in await session.scalars(added))
+                total_bytes += sum(sizes[number] for number in await session.scalars(added))
+            more = total_bytes - num_bytes
+            await self._set(session, response_id, {"num_bytes": StoredResponse.num_bytes + more})
+        return refused
 
     async def events(
         self, session: AsyncSession, response_id: str, number: int, limit: int = READ_CHUNKS
@@ -166,12 +216,20 @@ class ResponseStore:
         total = select(func.sum(StoredEvents.num_events)).where(StoredEvents.response_id == response_id)
         return int(await session.scalar(total) or 0)
 
-    async def purge(self, session: AsyncSession, limit: int = PURGE_ROWS) -> int:
-        """Delete at most `limit` expired responses, the oldest first, and return their number."""
+    async def purge(self, session: AsyncSession, limit: int = PURGE_ROWS, max_bytes: int = PURGE_BYTES) -> int:
+        """Delete at most `limit` expired responses of `max_bytes`, the oldest first, and return their number.
+
+        The first one is deleted whatever its size.
+        """
         ids = await oldest_expired(session, StoredResponse.id, StoredResponse.expires_ms, self.now(), limit)
-        if ids:
-            await session.execute(delete(StoredResponse).where(StoredResponse.id.in_(ids)))
-        return len(ids)
+        if not ids:
+            return 0
+        sizes = select(StoredResponse.id, StoredResponse.num_bytes).where(StoredResponse.id.in_(ids))
+        rows = (await session.execute(sizes.order_by(StoredResponse.expires_ms))).all()
+        totals = accumulate(row.num_bytes for row in rows)
+        gone = [row.id for row, total in zip(rows, totals, strict=True) if total <= max_bytes] or [rows[0].id]
+        await session.execute(delete(StoredResponse).where(StoredResponse.id.in_(gone)))
+        return len(gone)
 
     def _visible(self, whose: Principal) -> tuple[ColumnElement[bool], ...]:
         models = whose.allowed_models
