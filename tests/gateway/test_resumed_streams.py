@@ -18,7 +18,7 @@ from sqlalchemy import delete, func, select, update
 from moiety_platform.admission.gate import StreamGate
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.errors import RateLimited, Unavailable
-from moiety_platform.responses_api import resumed_streams
+from moiety_platform.responses_api import resumed_streams, store
 from moiety_platform.responses_api.event_log import CHUNK_BYTES, EventChunk, EventLog, numbered
 from moiety_platform.responses_api.keeper import ResponseKeeper
 from moiety_platform.responses_api.models import StoredEvents, StoredResponse
@@ -71,6 +71,37 @@ async def test_a_stream_whose_client_left_is_read_on_while_the_response_is_made(
                     await gateway.client.responses.cancel(response_id)
         assert numbers == list(range(last + 1, last + 1 + len(numbers)))
         assert (event.type, event.response.status) == ("response.failed", "cancelled")
+
+
+async def test_a_response_goes_on_when_there_is_no_room_for_its_events(
+    start_gateway: StartGateway,
+    endless: FakeEngineClient,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closed: list[EventLog] = []
+    close = EventLog.close
+
+    def note_closed(log: EventLog) -> None:
+        close(log)
+        closed.append(log)
+
+    monkeypatch.setattr(EventLog, "close", note_closed)
+    monkeypatch.setattr(store, "has_room", always_false)
+    monkeypatch.setattr(store, "ROOM_STEP", 1)
+    async with start_gateway([endless], credit_window_tokens=8) as gateway, asyncio.timeout(DEADLINE_S):
+        async with await gateway.client.responses.create(**LONG, background=True, stream=True) as stream:
+            response_id = (await anext(stream)).response.id
+            while not closed:
+                await anext(stream)
+            seen = [await anext(stream) for _ in range(20)]
+        await gateway.client.responses.cancel(response_id)
+        async with gateway.database.read() as session:
+            assert await session.scalar(select(func.count()).select_from(StoredEvents)) == 0
+        assert closed[0].num_events > 20 and len(seen) == 20 and len(closed) == 1
+
+
+async def always_false(*_: object) -> bool:
+    return False
 
 
 async def test_a_failed_response_ends_its_resumed_stream(start_gateway: StartGateway, card: ModelCard) -> None:
