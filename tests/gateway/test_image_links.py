@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from ipaddress import ip_network
 
+import httpx
 import msgspec
 import pytest
 
@@ -17,7 +18,7 @@ from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.inference.image_fetcher import CannotFetch, ImageFetcher, LinkLimits
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.settings import GatewaySettings
-from moiety_platform.webhooks.addresses import AddressPolicy
+from moiety_platform.webhooks.addresses import Address, AddressPolicy
 from moiety_wire.messages import ModelCard
 
 from .conftest import StartGateway
@@ -118,12 +119,25 @@ async def test_a_link_that_fails_names_its_place_or_becomes_a_text_in_a_tools_re
         ("https://user:secret@example.com/a.png", "no user or password"),
         ("https://no-such-name.invalid/a.png", "is not known"),
         ("https://exa mple/\x7f", ""),
+        ("https://127.0.0.1:99999/a.png", "port must be from 1 to 65535"),
+        ("https://example.com:99999/a.png", "port must be from 1 to 65535"),
+        ("https://example.com:0/a.png", "port must be from 1 to 65535"),
     ],
 )
 async def test_a_link_may_lead_to_the_public_internet_only(link: str, words: str) -> None:
     found = (await fetched(ImageFetcher(limits=LinkLimits(4)), link))[link]
     assert isinstance(found, CannotFetch)
     assert words in str(found)
+
+
+async def test_an_error_of_the_socket_is_the_links() -> None:
+    class Broken(AddressPolicy):
+        async def resolve(self, url: httpx.URL) -> Address:
+            raise OverflowError(url.host)
+
+    url = "https://example.com/a.png"
+    found = (await fetched(ImageFetcher(Broken(), LinkLimits(4)), url))[url]
+    assert "cannot be reached" in str(found)
 
 
 @pytest.mark.parametrize(

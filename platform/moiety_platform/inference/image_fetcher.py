@@ -15,7 +15,14 @@ from typing import Self
 
 import httpx
 
-from moiety_platform.webhooks.addresses import ADDRESS_NOT_ALLOWED, NAME_NOT_RESOLVED, AddressPolicy, CannotReach
+from moiety_platform.webhooks.addresses import (
+    ADDRESS_NOT_ALLOWED,
+    MAX_PORT,
+    MIN_PORT,
+    NAME_NOT_RESOLVED,
+    AddressPolicy,
+    CannotReach,
+)
 from moiety_platform.webhooks.guarded_http import guarded_client, guarded_request
 
 MAX_FETCHES = 64  # at the same time in this process
@@ -129,7 +136,7 @@ class ImageFetcher:
                 await answer.aclose()
         except CannotReach as exc:
             raise CannotFetch(f"its host {url.host[:128]!r} {_REASONS[exc.code]}") from exc
-        except (httpx.HTTPError, httpx.InvalidURL, ssl.SSLError) as exc:
+        except (httpx.HTTPError, httpx.InvalidURL, ssl.SSLError, ValueError, OverflowError) as exc:
             raise CannotFetch(f"its host {url.host[:128]!r} cannot be reached; try again, or send the image") from exc
 
     def _checked(self, link: str) -> httpx.URL:
@@ -140,6 +147,8 @@ class ImageFetcher:
             raise CannotFetch("its link is not a valid URL; correct it") from None
         if url.scheme != "https" and not self.reach.networks:
             raise CannotFetch(f"its scheme is {url.scheme[:16]!r}; link to it with https://")
+        if url.port is not None and not MIN_PORT <= url.port <= MAX_PORT:
+            raise CannotFetch(f"its port must be from {MIN_PORT} to {MAX_PORT}; correct the link")
         if not url.host or url.userinfo:
             raise CannotFetch("its link must name a host, and no user or password")
         return url
