@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import struct
+import threading
 from typing import Any
 
 import msgspec
@@ -12,7 +13,8 @@ import pytest
 import tokenizers
 
 from moiety_platform.engine_client.fake import FakeEngineClient
-from moiety_wire.images import ImageRules
+from moiety_platform.inference import image_preparation
+from moiety_wire.images import ImageRules, image_digest
 from moiety_wire.messages import ModelCard
 
 from .conftest import RunningGateway, StartGateway
@@ -176,6 +178,24 @@ async def test_an_engine_gets_each_image_at_its_placeholders_and_all_of_its_toke
         assert placeholders == [*range(first, first + 2), *range(second, second + 3)]  # tokens of 32 × 32 pixels
         (row,) = await gateway.rows.wait_for(1)
         assert row.prompt_tokens == len(submit.prompt_ids)
+
+
+async def test_files_are_hashed_once_for_all_choices_and_in_a_thread(
+    start_gateway: StartGateway, seeing: ModelCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def digest(data: bytes) -> bytes:
+        threads.append(threading.current_thread())
+        return image_digest(data)
+
+    monkeypatch.setattr(image_preparation, "image_digest", digest)
+    async with start_gateway([FakeEngineClient(seeing)]) as gateway:
+        status, _, answer = await gateway.post(CHAT, chat_of(WIDE) | {"n": 3})
+        assert status == 200, answer
+        assert [[image.digest for image in one.images] for one in gateway.engine.submits] == [[image_digest(WIDE)]] * 3
+    assert len(threads) == 1
+    assert threads[0] is not threading.current_thread()
 
 
 async def test_text_that_spells_the_placeholder_is_no_image(start_gateway: StartGateway, seeing: ModelCard) -> None:

@@ -6,6 +6,7 @@ the conversation can go on without it. Any other image that cannot be read ends 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from moiety_platform.inference.prompt_images import (
     PromptImage,
     check_file,
     check_number,
+    data_url_as_json,
     has_images,
     image_part,
     images_not_supported,
@@ -26,7 +28,7 @@ from moiety_platform.inference.prompt_images import (
     is_image,
     text_part,
 )
-from moiety_wire.images import ImageRules
+from moiety_wire.images import ImageRules, image_digest
 from moiety_wire.messages import ModelCard
 
 TEXT_ONLY = "the model reads text only"
@@ -66,7 +68,8 @@ class ImagePreparation:
             check_number(len(images), rules.max_images)
             links = dict.fromkeys(image.url for image in images if image.url)
             files = await self.fetcher.fetch_all(list(links), tenant_id, rules.max_bytes, rules.max_total_bytes)
-        return _changed(conversation, partial(_prepared, files, card), replaced), replaced
+        change = partial(_prepared, files, card)
+        return await asyncio.to_thread(_changed, conversation, change, replaced), replaced
 
 
 Change = Callable[[dict[str, Any], bool], dict[str, Any]]
@@ -111,7 +114,10 @@ def _without_oldest(conversation: Conversation, max_images: int, replaced: list[
 def _prepared(
     files: Mapping[str, bytes | CannotFetch], card: ModelCard, part: dict[str, Any], is_result: bool
 ) -> dict[str, Any]:
-    """Return the part with its image as a file, or a text in its place in a result. Raises BadRequest."""
+    """Return the part with its image as a file, or a text in its place in a result. Raises BadRequest.
+
+    The file is also hashed or encoded, as the engine needs it.
+    """
     image: PromptImage = part["image"]
     rules = card.images or card.image_allowance
     if rules is None:
@@ -130,7 +136,12 @@ def _prepared(
                 rules.num_tokens(*size)
         except ValueError as exc:
             return _not_shown(str(exc))
-    return image_part(msgspec.structs.replace(image, data=data, url=""))
+    image = msgspec.structs.replace(image, data=data, url="")
+    if len(data) > rules.max_bytes:
+        return image_part(image)  # refused later
+    if isinstance(rules, ImageRules):
+        return image_part(msgspec.structs.replace(image, digest=image_digest(data)))
+    return image_part(msgspec.structs.replace(image, encoded=data_url_as_json(data)))
 
 
 def _not_shown(why: str) -> dict[str, Any]:
