@@ -15,6 +15,7 @@ import pytest
 
 from moiety_platform.bootstrap.image_preparation import image_fetcher_of
 from moiety_platform.engine_client.fake import FakeEngineClient
+from moiety_platform.errors import RateLimited
 from moiety_platform.inference.image_fetcher import CannotFetch, ImageFetcher, LinkLimits
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.settings import GatewaySettings
@@ -195,6 +196,43 @@ async def test_one_tenants_slow_links_leave_room_for_another() -> None:
         assert len(slow_heads) == 2
         is_open.set()
         assert set((await waiting).values()) == {WIDE}
+
+
+async def test_the_requests_of_a_tenant_that_wait_for_links_are_bounded() -> None:
+    is_open, one_waits = asyncio.Event(), asyncio.Event()
+
+    async def slow(writer: asyncio.StreamWriter) -> None:
+        one_waits.set()
+        await is_open.wait()
+        await sends(WIDE)(writer)
+
+    fetcher = ImageFetcher(LOOPBACK, LinkLimits(8, max_requests_per_tenant=1))
+    async with file_server(slow) as (url, heads), fetcher:
+        waiting = asyncio.create_task(fetcher.fetch_all([url], "greedy", MAX_BYTES, MAX_TOTAL_BYTES))
+        await one_waits.wait()
+        with pytest.raises(RateLimited) as caught:
+            await fetcher.fetch_all([url], "greedy", MAX_BYTES, MAX_TOTAL_BYTES)
+        assert caught.value.retry_after_s
+        assert await fetcher.fetch_all([], "greedy", MAX_BYTES, MAX_TOTAL_BYTES) == {}
+        assert len(heads) == 1
+        is_open.set()
+        assert await waiting == {url: WIDE}
+        assert await fetcher.fetch_all([url], "greedy", MAX_BYTES, MAX_TOTAL_BYTES) == {url: WIDE}
+
+
+@pytest.mark.parametrize(("path", "count"), [(MESSAGES, "count_tokens"), (RESPONSES, "input_tokens")])
+async def test_links_are_not_followed_to_count_tokens(
+    start_gateway: StartGateway, seeing: ModelCard, path: str, count: str
+) -> None:
+    async with file_server(sends(TALL)) as (url, heads):
+        limits = {"max_image_links": 2, "image_link_networks": ("127.0.0.0/8",)}
+        async with start_gateway([FakeEngineClient(seeing)], **limits) as gateway:
+            body = {name: value for name, value in LINKED[path](url).items() if not name.startswith("max_")}
+            status, _, answer = await gateway.post(f"{path}/{count}", body)
+            error = json.loads(answer)["error"]
+            assert status == 400, answer
+            assert "send the image itself" in error["message"]
+        assert not heads
 
 
 async def test_the_settings_of_links_are_reloaded() -> None:

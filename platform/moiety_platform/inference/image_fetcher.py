@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Self
 
 import httpx
 
+from moiety_platform.errors import RateLimited
 from moiety_platform.webhooks.addresses import (
     ADDRESS_NOT_ALLOWED,
     MAX_PORT,
@@ -26,6 +28,7 @@ from moiety_platform.webhooks.addresses import (
 from moiety_platform.webhooks.guarded_http import guarded_client, guarded_request
 
 MAX_FETCHES = 64  # at the same time in this process
+TOO_MANY_LINKS = "too_many_image_links"  # an error code
 _HEADERS = {"Accept": "image/png, image/jpeg, image/webp", "Accept-Encoding": "identity"}
 _REASONS = {
     ADDRESS_NOT_ALLOWED: "leads to an address that is not in the public internet; link to a public one",
@@ -44,6 +47,7 @@ class LinkLimits:
     max_links: int = 0  # different ones in a request; 0: links are not followed
     timeout_s: float = 10.0  # of all fetches of a request together
     max_per_tenant: int = 4  # fetches at the same time
+    max_requests_per_tenant: int = 16  # that fetch or wait to
 
 
 @dataclass(slots=True)
@@ -69,6 +73,7 @@ class ImageFetcher:
     limits: LinkLimits = LinkLimits()
     tls: ssl.SSLContext | None = None
     _http: httpx.AsyncClient | None = None
+    _num_requests: Counter[str] = field(default_factory=Counter)  # by tenant
     _slots: dict[str, _TenantSlots] = field(default_factory=dict)
     _all: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_FETCHES))
 
@@ -82,13 +87,34 @@ class ImageFetcher:
     async def fetch_all(
         self, links: Sequence[str], tenant_id: str, max_bytes: int, max_total_bytes: int
     ) -> dict[str, bytes | CannotFetch]:
-        """Return the file of each link, or why it cannot be fetched."""
+        """Return the file of each link, or why it cannot be fetched.
+
+        Raises RateLimited if too many requests of the tenant fetch or wait to.
+        """
+        if not links:
+            return {}
         limits = self.limits
         if limits.max_links == 0:
             return dict.fromkeys(links, CannotFetch("this server follows no links; send the image itself, as base64"))
         if len(links) > limits.max_links:
             message = f"there are {len(links)} links to images; a request may have {limits.max_links}. Send fewer"
             return dict.fromkeys(links, CannotFetch(message))
+        if self._num_requests[tenant_id] >= limits.max_requests_per_tenant:
+            message = f"{limits.max_requests_per_tenant} requests with links to images are running; wait, or send files"
+            raise RateLimited(message, code=TOO_MANY_LINKS, retry_after_s=1)
+        self._num_requests[tenant_id] += 1
+        try:
+            return await self._fetch_within(links, tenant_id, max_bytes, max_total_bytes)
+        finally:
+            self._num_requests[tenant_id] -= 1
+            if not self._num_requests[tenant_id]:
+                del self._num_requests[tenant_id]
+
+    async def _fetch_within(
+        self, links: Sequence[str], tenant_id: str, max_bytes: int, max_total_bytes: int
+    ) -> dict[str, bytes | CannotFetch]:
+        """Return the results of `fetch_all` within the time of a request."""
+        limits = self.limits
         budget, found = _Budget(max_total_bytes), dict[str, bytes | CannotFetch]()
 
         async def fetch(link: str) -> None:

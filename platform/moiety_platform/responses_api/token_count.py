@@ -11,6 +11,7 @@ from litestar.params import SkipValidation
 from moiety_platform.adapters.naming import allowed_of
 from moiety_platform.inference.field_support import ignored, mapped
 from moiety_platform.inference.generation import Conversation
+from moiety_platform.inference.image_preparation import prepare_count
 from moiety_platform.inference.model_services import ModelServices
 from moiety_platform.openapi.described import JSON, Described, describes
 from moiety_platform.openapi.documents import ANTHROPIC_KEY, KEY
@@ -62,6 +63,6 @@ class ResponseTokensController(Controller):
         base = body.model if adapter is None else adapter.model
         card = models.replicas.card(base, allowed_of(whose.allowed_models, adapter))
         text = await models.texts.get(card)
-        asked, _ = await models.images.prepare_conversation(body.counted(), card, whose.tenant_id)
+        asked = prepare_count(body.counted(), card)
         (token_ids,) = await text.encode([asked])
         return {"object": "response.input_tokens", "input_tokens": len(token_ids)}
