@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from ipaddress import ip_network
+from typing import Any
 
 import httpx
 import msgspec
@@ -19,7 +22,7 @@ from moiety_platform.errors import RateLimited
 from moiety_platform.inference.image_fetcher import CannotFetch, ImageFetcher, LinkLimits
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.settings import GatewaySettings
-from moiety_platform.webhooks.addresses import Address, AddressPolicy
+from moiety_platform.webhooks.addresses import Address, AddressPolicy, LookUpName
 from moiety_wire.messages import ModelCard
 
 from .conftest import StartGateway
@@ -133,7 +136,7 @@ async def test_a_link_may_lead_to_the_public_internet_only(link: str, words: str
 
 async def test_an_error_of_the_socket_is_the_links() -> None:
     class Broken(AddressPolicy):
-        async def resolve(self, url: httpx.URL) -> Address:
+        async def resolve(self, url: httpx.URL, look_up: LookUpName | None = None) -> Address:
             raise OverflowError(url.host)
 
     url = "https://example.com/a.png"
@@ -196,6 +199,32 @@ async def test_one_tenants_slow_links_leave_room_for_another() -> None:
         assert len(slow_heads) == 2
         is_open.set()
         assert set((await waiting).values()) == {WIDE}
+
+
+async def test_a_name_whose_server_is_silent_keeps_its_slot_until_the_look_up_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_answered, look_up, asked = threading.Event(), socket.getaddrinfo, list[threading.Thread]()
+
+    def look_up_slowly(host: Any, *args: Any, **kwargs: Any) -> Any:
+        if host != "silent.example":
+            return look_up(host, *args, **kwargs)
+        asked.append(threading.current_thread())
+        is_answered.wait(20)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 1))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up_slowly)
+    limits = LinkLimits(4, timeout_s=0.3, max_per_tenant=1)
+    async with file_server(sends(TALL)) as (url, _), ImageFetcher(LOOPBACK, limits) as fetcher:
+        silent = "http://silent.example/a.png"
+        for _ in range(2):
+            found = await fetcher.fetch_all([silent], "greedy", MAX_BYTES, MAX_TOTAL_BYTES)
+            assert "did not send it within 0.3 s" in str(found[silent])
+        assert [thread.name.rpartition("_")[0] for thread in asked] == ["image-link-name"]
+        assert await fetcher.fetch_all([url], "other", MAX_BYTES, MAX_TOTAL_BYTES) == {url: TALL}
+        is_answered.set()
+        fetcher.limits = LinkLimits(4, max_per_tenant=1)
+        assert await fetcher.fetch_all([url], "greedy", MAX_BYTES, MAX_TOTAL_BYTES) == {url: TALL}
 
 
 async def test_the_requests_of_a_tenant_that_wait_for_links_are_bounded() -> None:

@@ -10,13 +10,15 @@ import asyncio
 import ssl
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Self
 
 import httpx
 
 from moiety_platform.errors import RateLimited
+from moiety_platform.inference.name_look_ups import LookUp, new_pool
 from moiety_platform.webhooks.addresses import (
     ADDRESS_NOT_ALLOWED,
     MAX_PORT,
@@ -72,6 +74,7 @@ class ImageFetcher:
     reach: AddressPolicy = field(default_factory=AddressPolicy)
     limits: LinkLimits = LinkLimits()
     tls: ssl.SSLContext | None = None
+    _names: ThreadPoolExecutor = field(default_factory=new_pool)
     _http: httpx.AsyncClient | None = None
     _num_requests: Counter[str] = field(default_factory=Counter)  # by tenant
     _slots: dict[str, _TenantSlots] = field(default_factory=dict)
@@ -83,6 +86,7 @@ class ImageFetcher:
     async def __aexit__(self, *_: object) -> None:
         if self._http is not None:
             await self._http.aclose()
+        self._names.shutdown(wait=False, cancel_futures=True)
 
     async def fetch_all(
         self, links: Sequence[str], tenant_id: str, max_bytes: int, max_total_bytes: int
@@ -119,8 +123,8 @@ class ImageFetcher:
 
         async def fetch(link: str) -> None:
             try:
-                async with self._slot(tenant_id):
-                    found[link] = await self._fetch(link, max_bytes, budget)
+                async with self._slot(tenant_id) as look_up:
+                    found[link] = await self._fetch(link, max_bytes, budget, look_up)
             except CannotFetch as exc:
                 found[link] = exc
 
@@ -135,26 +139,35 @@ class ImageFetcher:
         return found
 
     @asynccontextmanager
-    async def _slot(self, tenant_id: str) -> AsyncIterator[None]:
+    async def _slot(self, tenant_id: str) -> AsyncIterator[LookUp]:
+        """Hold one of the tenant's fetches, until the look-up of the name has ended too."""
         slots = self._slots.get(tenant_id)
         if slots is None:
             slots = self._slots[tenant_id] = _TenantSlots(asyncio.Semaphore(self.limits.max_per_tenant))
         slots.num_users += 1
+        look_up, held = LookUp(self._names), ExitStack()
+        held.callback(self._leave, tenant_id, slots)
         try:
-            async with slots.semaphore, self._all:
-                yield
+            await slots.semaphore.acquire()
+            held.callback(slots.semaphore.release)
+            await self._all.acquire()
+            held.callback(self._all.release)
+            yield look_up
         finally:
-            slots.num_users -= 1
-            if not slots.num_users:
-                self._slots.pop(tenant_id, None)
+            look_up.when_ended(held.close)
 
-    async def _fetch(self, link: str, max_bytes: int, budget: _Budget) -> bytes:
+    def _leave(self, tenant_id: str, slots: _TenantSlots) -> None:
+        slots.num_users -= 1
+        if not slots.num_users:
+            self._slots.pop(tenant_id, None)
+
+    async def _fetch(self, link: str, max_bytes: int, budget: _Budget, look_up: LookUp) -> bytes:
         """Return the file of a link. Raises CannotFetch."""
         url = self._checked(link)
         if self._http is None:
             self._http = guarded_client(self.limits.timeout_s, self.tls)
         try:
-            request = await guarded_request(self._http, self.reach, "GET", url, _HEADERS)
+            request = await guarded_request(self._http, self.reach, "GET", url, _HEADERS, look_up=look_up)
             answer = await self._http.send(request, stream=True)
             try:
                 return await _read(answer, max_bytes, budget)
