@@ -34,7 +34,7 @@ class ImageInput(msgspec.Struct, frozen=True, omit_defaults=True):
 
     start: int
     data: bytes = b""
-    digest: bytes = b""  # `image_digest` of the file
+    digest: bytes = b""  # `image_digest` of the file; engines trust it in references only
     width: int = 0  # in pixels, as the head of the file says
     height: int = 0
 
@@ -44,7 +44,7 @@ class ImageInput(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def reference(self) -> ImageInput:
         """Return the reference to this image. Raises ValueError as `image_size` does."""
-        return ImageInput(self.start, b"", image_digest(self.data), *image_size(self.data))
+        return ImageInput(self.start, b"", self.digest or image_digest(self.data), *image_size(self.data))
 
 
 class ImageRules(msgspec.Struct, frozen=True, kw_only=True):

@@ -192,13 +192,13 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
     services.metrics.registry.register(ExpertCollector(services.replicas.states))
     serve, bodies, texts = pipeline.serve, pipeline.services.bodies, pipeline.services.texts
     replicas, adapters = services.replicas, services.adapters
-    messages = MessageServices(services.authenticator, bodies, replicas, texts, services.images, adapters)
+    messages = MessageServices(services.authenticator, bodies, replicas, texts, adapters)
     resumed = ResumedStreams(services.responses, pipeline.services.streams, lambda: services.background.is_draining)
     stored = StoredResponses(services.authenticator, services.responses, services.background, resumed)
     reader = ConversationReader(services.responses, services.cipher)
     conversations = ConversationServices(services.authenticator, bodies, services.conversations, reader)
     has_operations = settings.has_operations_on_port
-    models = ModelServices(services.authenticator, replicas, texts, bodies, services.images, adapters)
+    models = ModelServices(services.authenticator, replicas, texts, bodies, adapters)
     probes = Probes(replicas, services.store, services.objects, with_reasons=has_operations)
     operations = _operations_routes(services, ServedDocuments(lambda: bodies.limits.shape)) if has_operations else []
     app = GatewayApp(

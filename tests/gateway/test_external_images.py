@@ -14,6 +14,8 @@ from moiety_platform.engine_addresses import ExternalAddress
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.external_engines.chat import ChatCompletions
 from moiety_platform.external_engines.piece import AnswerDelta, MalformedAnswer
+from moiety_platform.inference import image_preparation
+from moiety_platform.inference.prompt_images import data_url_as_json
 from moiety_text.guarded import GUARD
 from moiety_wire.messages import ModelCard
 
@@ -89,6 +91,25 @@ async def test_a_server_that_sees_gets_images_as_data_and_its_count_is_billed(
     assert message["content"] == [{"type": "text", "text": "What is\nthis?"}, *images]
     assert server.bodies[-1]["max_tokens"] == BODIES[path](WIDE).get("max_tokens", 16)
     assert "prompt" not in server.bodies[-1]
+
+
+async def test_files_are_encoded_once_for_all_choices(
+    start_server: Any, client_of: Any, start_over: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[bytes] = []
+
+    def encode(data: bytes) -> bytes:
+        encoded.append(data)
+        return data_url_as_json(data)
+
+    monkeypatch.setattr(image_preparation, "data_url_as_json", encode)
+    server = await start_server("vllm")
+    server.raw = stream_of({"role": "assistant", "content": "A cat"})
+    async with start_over(client_of(server, SEES)) as gateway:
+        status, _, answer = await gateway.post(CHAT, BODIES[CHAT](WIDE) | {"n": 3})
+        assert status == 200, answer
+    assert len(server.bodies) == 3
+    assert encoded == [WIDE]
 
 
 async def test_text_goes_to_such_a_server_as_token_ids(start_server: Any, client_of: Any, start_over: Any) -> None:

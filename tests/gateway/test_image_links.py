@@ -5,19 +5,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from ipaddress import ip_network
+from typing import Any
 
+import httpx
 import msgspec
 import pytest
 
 from moiety_platform.bootstrap.image_preparation import image_fetcher_of
 from moiety_platform.engine_client.fake import FakeEngineClient
+from moiety_platform.errors import RateLimited
 from moiety_platform.inference.image_fetcher import CannotFetch, ImageFetcher, LinkLimits
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.settings import GatewaySettings
-from moiety_platform.webhooks.addresses import AddressPolicy
+from moiety_platform.webhooks.addresses import Address, AddressPolicy, LookUpName
 from moiety_wire.messages import ModelCard
 
 from .conftest import StartGateway
@@ -118,12 +123,25 @@ async def test_a_link_that_fails_names_its_place_or_becomes_a_text_in_a_tools_re
         ("https://user:secret@example.com/a.png", "no user or password"),
         ("https://no-such-name.invalid/a.png", "is not known"),
         ("https://exa mple/\x7f", ""),
+        ("https://127.0.0.1:99999/a.png", "port must be from 1 to 65535"),
+        ("https://example.com:99999/a.png", "port must be from 1 to 65535"),
+        ("https://example.com:0/a.png", "port must be from 1 to 65535"),
     ],
 )
 async def test_a_link_may_lead_to_the_public_internet_only(link: str, words: str) -> None:
     found = (await fetched(ImageFetcher(limits=LinkLimits(4)), link))[link]
     assert isinstance(found, CannotFetch)
     assert words in str(found)
+
+
+async def test_an_error_of_the_socket_is_the_links() -> None:
+    class Broken(AddressPolicy):
+        async def resolve(self, url: httpx.URL, look_up: LookUpName | None = None) -> Address:
+            raise OverflowError(url.host)
+
+    url = "https://example.com/a.png"
+    found = (await fetched(ImageFetcher(Broken(), LinkLimits(4)), url))[url]
+    assert "cannot be reached" in str(found)
 
 
 @pytest.mark.parametrize(
@@ -181,6 +199,69 @@ async def test_one_tenants_slow_links_leave_room_for_another() -> None:
         assert len(slow_heads) == 2
         is_open.set()
         assert set((await waiting).values()) == {WIDE}
+
+
+async def test_a_name_whose_server_is_silent_keeps_its_slot_until_the_look_up_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_answered, look_up, asked = threading.Event(), socket.getaddrinfo, list[threading.Thread]()
+
+    def look_up_slowly(host: Any, *args: Any, **kwargs: Any) -> Any:
+        if host != "silent.example":
+            return look_up(host, *args, **kwargs)
+        asked.append(threading.current_thread())
+        is_answered.wait(20)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 1))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up_slowly)
+    limits = LinkLimits(4, timeout_s=0.3, max_per_tenant=1)
+    async with file_server(sends(TALL)) as (url, _), ImageFetcher(LOOPBACK, limits) as fetcher:
+        silent = "http://silent.example/a.png"
+        for _ in range(2):
+            found = await fetcher.fetch_all([silent], "greedy", MAX_BYTES, MAX_TOTAL_BYTES)
+            assert "did not send it within 0.3 s" in str(found[silent])
+        assert [thread.name.rpartition("_")[0] for thread in asked] == ["image-link-name"]
+        assert await fetcher.fetch_all([url], "other", MAX_BYTES, MAX_TOTAL_BYTES) == {url: TALL}
+        is_answered.set()
+        fetcher.limits = LinkLimits(4, max_per_tenant=1)
+        assert await fetcher.fetch_all([url], "greedy", MAX_BYTES, MAX_TOTAL_BYTES) == {url: TALL}
+
+
+async def test_the_requests_of_a_tenant_that_wait_for_links_are_bounded() -> None:
+    is_open, one_waits = asyncio.Event(), asyncio.Event()
+
+    async def slow(writer: asyncio.StreamWriter) -> None:
+        one_waits.set()
+        await is_open.wait()
+        await sends(WIDE)(writer)
+
+    fetcher = ImageFetcher(LOOPBACK, LinkLimits(8, max_requests_per_tenant=1))
+    async with file_server(slow) as (url, heads), fetcher:
+        waiting = asyncio.create_task(fetcher.fetch_all([url], "greedy", MAX_BYTES, MAX_TOTAL_BYTES))
+        await one_waits.wait()
+        with pytest.raises(RateLimited) as caught:
+            await fetcher.fetch_all([url], "greedy", MAX_BYTES, MAX_TOTAL_BYTES)
+        assert caught.value.retry_after_s
+        assert await fetcher.fetch_all([], "greedy", MAX_BYTES, MAX_TOTAL_BYTES) == {}
+        assert len(heads) == 1
+        is_open.set()
+        assert await waiting == {url: WIDE}
+        assert await fetcher.fetch_all([url], "greedy", MAX_BYTES, MAX_TOTAL_BYTES) == {url: WIDE}
+
+
+@pytest.mark.parametrize(("path", "count"), [(MESSAGES, "count_tokens"), (RESPONSES, "input_tokens")])
+async def test_links_are_not_followed_to_count_tokens(
+    start_gateway: StartGateway, seeing: ModelCard, path: str, count: str
+) -> None:
+    async with file_server(sends(TALL)) as (url, heads):
+        limits = {"max_image_links": 2, "image_link_networks": ("127.0.0.0/8",)}
+        async with start_gateway([FakeEngineClient(seeing)], **limits) as gateway:
+            body = {name: value for name, value in LINKED[path](url).items() if not name.startswith("max_")}
+            status, _, answer = await gateway.post(f"{path}/{count}", body)
+            error = json.loads(answer)["error"]
+            assert status == 400, answer
+            assert "send the image itself" in error["message"]
+        assert not heads
 
 
 async def test_the_settings_of_links_are_reloaded() -> None:

@@ -13,7 +13,7 @@ from moiety_platform.engine_client.image_sync import ImageSync
 from moiety_platform.engine_client.stream import EngineStream, error_of
 from moiety_platform.errors import BadRequest, PlatformError, Unavailable
 from moiety_wire.classes import STANDARD
-from moiety_wire.images import ImageInput
+from moiety_wire.images import ImageInput, image_digest
 from moiety_wire.messages import Accepted, Extend, Failed, FailureCode, Sampling, Stopping, Submit
 from moiety_wire.notes import Reason
 
@@ -69,6 +69,17 @@ def test_files_are_sent_until_a_request_with_them_was_accepted_and_new_images_al
     reference = link.sent[-1].images[0]
     assert reference == ImageInput(0, file(1)).reference()
     assert (reference.width, reference.height) == (64, 32)
+
+
+def test_an_image_that_was_hashed_before_is_not_hashed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    link, digest = Link(), image_digest(file(1))
+    images = [ImageInput(0, file(1), digest)]
+    monkeypatch.delattr(image_sync, "image_digest")
+    monkeypatch.delattr("moiety_wire.images.image_digest")
+    for request_id in ("a", "b"):
+        link.submit(asks(request_id, images=images))
+        link.accept(request_id)
+    assert link.sent[-1].images == [ImageInput(0, b"", digest, 64, 32)]
 
 
 @pytest.mark.parametrize("other", [{"tenant_id": "u"}, {"cache_salt": b"z"}])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import struct
+import threading
 from typing import Any
 
 import msgspec
@@ -12,7 +13,11 @@ import pytest
 import tokenizers
 
 from moiety_platform.engine_client.fake import FakeEngineClient
-from moiety_wire.images import ImageRules
+from moiety_platform.errors import Unavailable
+from moiety_platform.inference import image_preparation
+from moiety_platform.routing.replicas import Replicas
+from moiety_wire.classes import STANDARD
+from moiety_wire.images import ImageRules, image_digest
 from moiety_wire.messages import ModelCard
 
 from .conftest import RunningGateway, StartGateway
@@ -176,6 +181,24 @@ async def test_an_engine_gets_each_image_at_its_placeholders_and_all_of_its_toke
         assert placeholders == [*range(first, first + 2), *range(second, second + 3)]  # tokens of 32 × 32 pixels
         (row,) = await gateway.rows.wait_for(1)
         assert row.prompt_tokens == len(submit.prompt_ids)
+
+
+async def test_files_are_hashed_once_for_all_choices_and_in_a_thread(
+    start_gateway: StartGateway, seeing: ModelCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def digest(data: bytes) -> bytes:
+        threads.append(threading.current_thread())
+        return image_digest(data)
+
+    monkeypatch.setattr(image_preparation, "image_digest", digest)
+    async with start_gateway([FakeEngineClient(seeing)]) as gateway:
+        status, _, answer = await gateway.post(CHAT, chat_of(WIDE) | {"n": 3})
+        assert status == 200, answer
+        assert [[image.digest for image in one.images] for one in gateway.engine.submits] == [[image_digest(WIDE)]] * 3
+    assert len(threads) == 1
+    assert threads[0] is not threading.current_thread()
 
 
 async def test_text_that_spells_the_placeholder_is_no_image(start_gateway: StartGateway, seeing: ModelCard) -> None:
@@ -354,3 +377,37 @@ async def test_the_count_of_tokens_has_those_of_images(start_gateway: StartGatew
             status, _, answer = await gateway.post(count, counted)
             assert status == 200, answer
             assert json.loads(answer)["input_tokens"] == len(gateway.engine.submits[-1].prompt_ids)
+
+
+async def test_images_go_to_the_engines_whose_rules_their_placeholders_follow_and_are_counted_by_them(
+    start_gateway: StartGateway, seeing: ModelCard
+) -> None:
+    assert seeing.images is not None
+    longer = seeing.max_context_tokens + 1
+    blind = msgspec.structs.replace(seeing, engine_id="blind", images=None, max_context_tokens=longer)
+    coarse_rules = msgspec.structs.replace(seeing.images, patch_size=32)
+    shorter = seeing.max_context_tokens - 1
+    coarse = msgspec.structs.replace(seeing, engine_id="coarse", images=coarse_rules, max_context_tokens=shorter)
+    engines = [FakeEngineClient(card) for card in (blind, coarse, seeing)]
+    async with start_gateway(engines) as gateway:
+        for path, count, body in (
+            (MESSAGES, f"{MESSAGES}/count_tokens", message_of(TALL)),
+            (RESPONSES, f"{RESPONSES}/input_tokens", response_of(TALL)),
+        ):
+            for _ in range(3):
+                status, _, answer = await gateway.post(path, body)
+                assert status == 200, answer
+            counted = {name: value for name, value in body.items() if not name.startswith("max_")}
+            status, _, answer = await gateway.post(count, counted)
+            assert status == 200, answer
+            assert json.loads(answer)["input_tokens"] == len(engines[2].submits[-1].prompt_ids)
+    assert [len(engine.submits) for engine in engines] == [0, 0, 6]
+
+
+async def test_images_wait_for_no_engine_with_other_rules(seeing: ModelCard) -> None:
+    async with Replicas([FakeEngineClient(seeing)]) as replicas:
+        assert seeing.images is not None
+        assert replicas.choose(seeing.model, STANDARD, images=seeing.images)[1].card == seeing
+        other = msgspec.structs.replace(seeing.images, patch_size=32)
+        with pytest.raises(Unavailable):
+            replicas.choose(seeing.model, STANDARD, images=other)

@@ -30,8 +30,9 @@ from moiety_platform.auth.principal import INFERENCE_SCOPE, require_scope
 from moiety_platform.errors import PlatformError
 from moiety_platform.inference.answer_collection import AnswerChoice, parts_of
 from moiety_platform.inference.endpoint import Endpoint, EndpointDocs, Serve, route
-from moiety_platform.inference.image_preparation import ImagePreparation
+from moiety_platform.inference.image_preparation import prepare_count
 from moiety_platform.inference.model_text_cache import ModelTexts
+from moiety_platform.inference.prompt_images import images_of
 from moiety_platform.inference.request_body import BodyReader
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.run import InferenceRun
@@ -64,7 +65,6 @@ class MessageServices:
     bodies: BodyReader
     replicas: Replicas
     texts: ModelTexts
-    images: ImagePreparation
     adapters: AdapterCache | None = None
 
 
@@ -157,8 +157,10 @@ class TokenCountController(Controller):
         if messages.adapters is not None:
             adapter = await messages.adapters.find(principal.tenant_id, body.model)
         base = body.model if adapter is None else adapter.model
-        card = messages.replicas.card(base, allowed_of(principal.allowed_models, adapter))
+        asked = body.conversation()
+        allowed = allowed_of(principal.allowed_models, adapter)
+        card = messages.replicas.card(base, allowed, has_images=bool(images_of(asked)))
         text = await messages.texts.get(card)
-        asked, _ = await messages.images.prepare_conversation(body.conversation(), card, principal.tenant_id)
+        asked = prepare_count(asked, card)
         (token_ids,) = await text.encode([asked])
         return {"input_tokens": len(token_ids)}

@@ -15,7 +15,7 @@ class ChatSubmit(Submit, frozen=True, tag="submit"):
     """Request with a conversation in OpenAI's fields for chats, for external engines.
 
     `prompt_ids` are an estimate: the tokens of the text, and an allowance for each image. The engine's own count is
-    billed. Images are parts `{"type": "image", "image": PromptImage}`, which the client encodes when it sends them.
+    billed. Images are parts `{"type": "image", "image": PromptImage}` with their files encoded.
     """
 
     messages: tuple[dict[str, Any], ...] = ()

@@ -30,7 +30,9 @@ class ImageSync:
 
     def with_references(self, submit: Submit) -> Submit:
         """Return the request as it is sent: with references to the images that the engine has."""
-        keys = [(submit.tenant_id, submit.cache_salt, image_digest(image.data)) for image in submit.images]
+        keys = [
+            (submit.tenant_id, submit.cache_salt, image.digest or image_digest(image.data)) for image in submit.images
+        ]
         self.submits[submit.request_id] = submit, keys
         return msgspec.structs.replace(
             submit, images=[self._shortened(image, key) for image, key in zip(submit.images, keys, strict=True)]

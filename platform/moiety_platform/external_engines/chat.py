@@ -6,7 +6,6 @@ The parts of the answer are written as one text, for the reader of `ExternalMode
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -37,7 +36,6 @@ _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _JSON = (GrammarKind.JSON_OBJECT, GrammarKind.JSON_SCHEMA)
 _NOT_OF_CHATS = ("logprobs", "prompt", "return_token_ids", "return_tokens_as_token_ids", "skip_special_tokens")
 _EXTENDED = (ExternalKind.VLLM, ExternalKind.SGLANG)
-_TYPES = {b"\x89PNG": "png", b"RIFF": "webp"}  # by the beginning of the file; others are JPEG
 
 
 class ChatCompletions:
@@ -198,9 +196,7 @@ def _as_completion(submit: ChatSubmit) -> ChatSubmit:
 def _part(part: Mapping[str, Any]) -> dict[str, Any]:
     if part["type"] != "image":
         return dict(part)
-    data = part["image"].data
-    encoded = base64.b64encode(data).decode()
-    return {"type": "image_url", "image_url": {"url": f"data:image/{_TYPES.get(data[:4], 'jpeg')};base64,{encoded}"}}
+    return {"type": "image_url", "image_url": {"url": msgspec.Raw(part["image"].encoded)}}
 
 
 def _response_format(grammar: GrammarSpec) -> dict[str, Any]:

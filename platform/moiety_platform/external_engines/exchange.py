@@ -129,7 +129,7 @@ class ExternalRequest:
             await self._relay(response)
 
     async def _content(self) -> bytes:
-        """Return the encoded body. Images take long to encode, so that is done in a thread."""
+        """Return the encoded body. Images are long, so they are copied in a thread."""
         answer, submit = self._answer, self._submit
         numbers = answer.prompt_ids, answer.num_left, answer.num_min_left
         if isinstance(submit, ChatSubmit):

@@ -14,6 +14,7 @@ from moiety_platform.routing.choose import Need, is_handed_over, kv_address_of
 from moiety_platform.routing.circuit_breaker import RequestOutcome
 from moiety_platform.routing.replicas import Replicas
 from moiety_wire.classes import ServiceClass
+from moiety_wire.images import ImageRules
 from moiety_wire.roles import KvHandoff, transfer_token
 
 MAX_ENGINES = 8  # engines tried for one request, whatever they answer
@@ -35,12 +36,18 @@ class Place(msgspec.Struct, frozen=True):
 class Placement:
     """Placement of one request. Failures of one of its sequences apply to all of them."""
 
-    def __init__(self, replicas: Replicas, model: str, service: ServiceClass, wait_s: float) -> None:
-        """Create the placement. `wait_s` is how long a sequence without a usable engine waits for one."""
+    def __init__(
+        self, replicas: Replicas, model: str, service: ServiceClass, wait_s: float, images: ImageRules | None = None
+    ) -> None:
+        """Create the placement. `wait_s` is how long a sequence without a usable engine waits for one.
+
+        `images` are the rules that the placeholders of the prompt's images were written by, if it has some.
+        """
         self._replicas = replicas
         self._model = model
         self._service = service
         self._wait_s = wait_s
+        self._images = images
         self._excluded: set[Connection] = set()  # engines that ended a sequence of this request or were unreachable
         self._num_failed = 0  # engines in `_excluded` that failed
 
@@ -52,10 +59,14 @@ class Placement:
         `context_tokens` counts its prompt and output. Raises NotFound or Unavailable.
         """
         avoid = self._excluded if avoid is None else avoid
-        client, state = self._replicas.choose(self._model, self._service, prefix, avoid, need, context_tokens)
+        client, state = self._replicas.choose(
+            self._model, self._service, prefix, avoid, need, context_tokens, self._images
+        )
         if not is_handed_over(state, need):
             return Place(client, state.connection)
-        partner_client, partner = self._replicas.choose_partner(self._model, self._service, avoid, context_tokens)
+        partner_client, partner = self._replicas.choose_partner(
+            self._model, self._service, avoid, context_tokens, self._images
+        )
         return Place(client, state.connection, Place(partner_client, partner.connection), _hand_over_to(partner))
 
     def expect(self, partner: Place) -> Callable[[], None]:

@@ -8,17 +8,29 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Self
 
 import httpx
 
-from moiety_platform.webhooks.addresses import ADDRESS_NOT_ALLOWED, NAME_NOT_RESOLVED, AddressPolicy, CannotReach
+from moiety_platform.errors import RateLimited
+from moiety_platform.inference.name_look_ups import LookUp, new_pool
+from moiety_platform.webhooks.addresses import (
+    ADDRESS_NOT_ALLOWED,
+    MAX_PORT,
+    MIN_PORT,
+    NAME_NOT_RESOLVED,
+    AddressPolicy,
+    CannotReach,
+)
 from moiety_platform.webhooks.guarded_http import guarded_client, guarded_request
 
 MAX_FETCHES = 64  # at the same time in this process
+TOO_MANY_LINKS = "too_many_image_links"  # an error code
 _HEADERS = {"Accept": "image/png, image/jpeg, image/webp", "Accept-Encoding": "identity"}
 _REASONS = {
     ADDRESS_NOT_ALLOWED: "leads to an address that is not in the public internet; link to a public one",
@@ -37,6 +49,7 @@ class LinkLimits:
     max_links: int = 0  # different ones in a request; 0: links are not followed
     timeout_s: float = 10.0  # of all fetches of a request together
     max_per_tenant: int = 4  # fetches at the same time
+    max_requests_per_tenant: int = 16  # that fetch or wait to
 
 
 @dataclass(slots=True)
@@ -61,7 +74,9 @@ class ImageFetcher:
     reach: AddressPolicy = field(default_factory=AddressPolicy)
     limits: LinkLimits = LinkLimits()
     tls: ssl.SSLContext | None = None
+    _names: ThreadPoolExecutor = field(default_factory=new_pool)
     _http: httpx.AsyncClient | None = None
+    _num_requests: Counter[str] = field(default_factory=Counter)  # by tenant
     _slots: dict[str, _TenantSlots] = field(default_factory=dict)
     _all: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_FETCHES))
 
@@ -71,23 +86,45 @@ class ImageFetcher:
     async def __aexit__(self, *_: object) -> None:
         if self._http is not None:
             await self._http.aclose()
+        self._names.shutdown(wait=False, cancel_futures=True)
 
     async def fetch_all(
         self, links: Sequence[str], tenant_id: str, max_bytes: int, max_total_bytes: int
     ) -> dict[str, bytes | CannotFetch]:
-        """Return the file of each link, or why it cannot be fetched."""
+        """Return the file of each link, or why it cannot be fetched.
+
+        Raises RateLimited if too many requests of the tenant fetch or wait to.
+        """
+        if not links:
+            return {}
         limits = self.limits
         if limits.max_links == 0:
             return dict.fromkeys(links, CannotFetch("this server follows no links; send the image itself, as base64"))
         if len(links) > limits.max_links:
             message = f"there are {len(links)} links to images; a request may have {limits.max_links}. Send fewer"
             return dict.fromkeys(links, CannotFetch(message))
+        if self._num_requests[tenant_id] >= limits.max_requests_per_tenant:
+            message = f"{limits.max_requests_per_tenant} requests with links to images are running; wait, or send files"
+            raise RateLimited(message, code=TOO_MANY_LINKS, retry_after_s=1)
+        self._num_requests[tenant_id] += 1
+        try:
+            return await self._fetch_within(links, tenant_id, max_bytes, max_total_bytes)
+        finally:
+            self._num_requests[tenant_id] -= 1
+            if not self._num_requests[tenant_id]:
+                del self._num_requests[tenant_id]
+
+    async def _fetch_within(
+        self, links: Sequence[str], tenant_id: str, max_bytes: int, max_total_bytes: int
+    ) -> dict[str, bytes | CannotFetch]:
+        """Return the results of `fetch_all` within the time of a request."""
+        limits = self.limits
         budget, found = _Budget(max_total_bytes), dict[str, bytes | CannotFetch]()
 
         async def fetch(link: str) -> None:
             try:
-                async with self._slot(tenant_id):
-                    found[link] = await self._fetch(link, max_bytes, budget)
+                async with self._slot(tenant_id) as look_up:
+                    found[link] = await self._fetch(link, max_bytes, budget, look_up)
             except CannotFetch as exc:
                 found[link] = exc
 
@@ -102,26 +139,35 @@ class ImageFetcher:
         return found
 
     @asynccontextmanager
-    async def _slot(self, tenant_id: str) -> AsyncIterator[None]:
+    async def _slot(self, tenant_id: str) -> AsyncIterator[LookUp]:
+        """Hold one of the tenant's fetches, until the look-up of the name has ended too."""
         slots = self._slots.get(tenant_id)
         if slots is None:
             slots = self._slots[tenant_id] = _TenantSlots(asyncio.Semaphore(self.limits.max_per_tenant))
         slots.num_users += 1
+        look_up, held = LookUp(self._names), ExitStack()
+        held.callback(self._leave, tenant_id, slots)
         try:
-            async with slots.semaphore, self._all:
-                yield
+            await slots.semaphore.acquire()
+            held.callback(slots.semaphore.release)
+            await self._all.acquire()
+            held.callback(self._all.release)
+            yield look_up
         finally:
-            slots.num_users -= 1
-            if not slots.num_users:
-                self._slots.pop(tenant_id, None)
+            look_up.when_ended(held.close)
 
-    async def _fetch(self, link: str, max_bytes: int, budget: _Budget) -> bytes:
+    def _leave(self, tenant_id: str, slots: _TenantSlots) -> None:
+        slots.num_users -= 1
+        if not slots.num_users:
+            self._slots.pop(tenant_id, None)
+
+    async def _fetch(self, link: str, max_bytes: int, budget: _Budget, look_up: LookUp) -> bytes:
         """Return the file of a link. Raises CannotFetch."""
         url = self._checked(link)
         if self._http is None:
             self._http = guarded_client(self.limits.timeout_s, self.tls)
         try:
-            request = await guarded_request(self._http, self.reach, "GET", url, _HEADERS)
+            request = await guarded_request(self._http, self.reach, "GET", url, _HEADERS, look_up=look_up)
             answer = await self._http.send(request, stream=True)
             try:
                 return await _read(answer, max_bytes, budget)
@@ -129,7 +175,7 @@ class ImageFetcher:
                 await answer.aclose()
         except CannotReach as exc:
             raise CannotFetch(f"its host {url.host[:128]!r} {_REASONS[exc.code]}") from exc
-        except (httpx.HTTPError, httpx.InvalidURL, ssl.SSLError) as exc:
+        except (httpx.HTTPError, httpx.InvalidURL, ssl.SSLError, ValueError, OverflowError) as exc:
             raise CannotFetch(f"its host {url.host[:128]!r} cannot be reached; try again, or send the image") from exc
 
     def _checked(self, link: str) -> httpx.URL:
@@ -140,6 +186,8 @@ class ImageFetcher:
             raise CannotFetch("its link is not a valid URL; correct it") from None
         if url.scheme != "https" and not self.reach.networks:
             raise CannotFetch(f"its scheme is {url.scheme[:16]!r}; link to it with https://")
+        if url.port is not None and not MIN_PORT <= url.port <= MAX_PORT:
+            raise CannotFetch(f"its port must be from {MIN_PORT} to {MAX_PORT}; correct the link")
         if not url.host or url.userinfo:
             raise CannotFetch("its link must name a host, and no user or password")
         return url

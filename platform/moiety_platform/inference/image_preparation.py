@@ -6,6 +6,7 @@ the conversation can go on without it. Any other image that cannot be read ends 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from moiety_platform.inference.prompt_images import (
     PromptImage,
     check_file,
     check_number,
+    data_url_as_json,
     has_images,
     image_part,
     images_not_supported,
@@ -26,7 +28,7 @@ from moiety_platform.inference.prompt_images import (
     is_image,
     text_part,
 )
-from moiety_wire.images import ImageRules
+from moiety_wire.images import ImageAllowance, ImageRules, image_digest
 from moiety_wire.messages import ModelCard
 
 TEXT_ONLY = "the model reads text only"
@@ -41,7 +43,7 @@ class ImagePreparation:
     async def prepare(self, generation: Generation, card: ModelCard, tenant_id: str) -> tuple[Generation, list[str]]:
         """Return the generation with every image as a file, and the paths of images that are replaced by a text.
 
-        Raises BadRequest for images that the model cannot read or that cannot be fetched.
+        Raises BadRequest for images that the model cannot read or that cannot be fetched, and RateLimited.
         """
         prompt = generation.prompts[0]  # a chat has only one
         if not isinstance(prompt, Conversation) or not images_of(prompt):
@@ -56,17 +58,42 @@ class ImagePreparation:
 
         Raises the errors of `prepare`.
         """
-        rules, replaced = card.images or card.image_allowance, list[str]()
         if not images_of(conversation):
             return conversation, []
+        rules, replaced = card.images or card.image_allowance, list[str]()
         files: dict[str, bytes | CannotFetch] = {}
         if rules is not None:
-            conversation = _without_oldest(conversation, rules.max_images, replaced)
-            images = images_of(conversation)
-            check_number(len(images), rules.max_images)
-            links = dict.fromkeys(image.url for image in images if image.url)
-            files = await self.fetcher.fetch_all(list(links), tenant_id, rules.max_bytes, rules.max_total_bytes)
-        return _changed(conversation, partial(_prepared, files, card), replaced), replaced
+            conversation = _within_number(conversation, rules, replaced)
+            links = list(dict.fromkeys(image.url for image in images_of(conversation) if image.url))
+            files = await self.fetcher.fetch_all(links, tenant_id, rules.max_bytes, rules.max_total_bytes)
+        change = partial(_prepared, files, card)
+        return await asyncio.to_thread(_changed, conversation, change, replaced), replaced
+
+
+def prepare_count(conversation: Conversation, card: ModelCard) -> Conversation:
+    """Return the conversation as `ImagePreparation` does, for a count of its tokens. It must have no links.
+
+    Raises BadRequest for links, and for images that the model cannot read.
+    """
+    if not images_of(conversation):
+        return conversation
+    rules, replaced = card.images or card.image_allowance, list[str]()
+    if rules is not None:
+        conversation = _within_number(conversation, rules, replaced)
+        for image in images_of(conversation):
+            if image.url:
+                raise invalid_image(
+                    f"the image at {image.path or 'a link'} is a link, and links are not followed to count tokens; "
+                    "send the image itself, as base64"
+                )
+    return _changed(conversation, partial(_checked, {}, card), replaced)
+
+
+def _within_number(conversation: Conversation, rules: ImageRules | ImageAllowance, replaced: list[str]) -> Conversation:
+    """Return the conversation with at most as many images as are allowed. Raises BadRequest."""
+    conversation = _without_oldest(conversation, rules.max_images, replaced)
+    check_number(len(images_of(conversation)), rules.max_images)
+    return conversation
 
 
 Change = Callable[[dict[str, Any], bool], dict[str, Any]]
@@ -109,6 +136,21 @@ def _without_oldest(conversation: Conversation, max_images: int, replaced: list[
 
 
 def _prepared(
+    files: Mapping[str, bytes | CannotFetch], card: ModelCard, part: dict[str, Any], is_result: bool
+) -> dict[str, Any]:
+    """Return the part as `_checked` does, with the file hashed or encoded as the engine needs it. Raises BadRequest."""
+    part, rules = _checked(files, card, part, is_result), card.images or card.image_allowance
+    if not is_image(part) or rules is None:
+        return part
+    image: PromptImage = part["image"]
+    if len(image.data) > rules.max_bytes:
+        return part  # refused later
+    if isinstance(rules, ImageRules):
+        return image_part(msgspec.structs.replace(image, digest=image_digest(image.data)))
+    return image_part(msgspec.structs.replace(image, encoded=data_url_as_json(image.data)))
+
+
+def _checked(
     files: Mapping[str, bytes | CannotFetch], card: ModelCard, part: dict[str, Any], is_result: bool
 ) -> dict[str, Any]:
     """Return the part with its image as a file, or a text in its place in a result. Raises BadRequest."""

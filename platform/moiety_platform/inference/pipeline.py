@@ -56,7 +56,7 @@ from moiety_platform.openapi.tags_header import TAGS_HEADER
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.randomness import ordered_hex
 from moiety_platform.request_head import fields_of, request_id_of
-from moiety_platform.routing.choose import Need, able_engines, are_extensible, card_of, cards_of, choose, seeing_card_of
+from moiety_platform.routing.choose import Need, able_engines, are_extensible, card_of, cards_of, choose, seeing_engines
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.speculative_prefill.next_turn_prefill import NextTurnPrefill
 from moiety_platform.traces.tracing import Phase
@@ -214,7 +214,8 @@ class RequestPipeline:
             if accept is not None:
                 await accept()
             service = matched.chosen.service
-            placement = Placement(services.replicas, matched.card.model, service, limits.failover_wait_s)
+            rules = matched.card.images if images_of(generation.prompts[0]) else None
+            placement = Placement(services.replicas, matched.card.model, service, limits.failover_wait_s, rules)
             run = InferenceRun(
                 record, matched.chosen, prompts, text, placement, services.clock, limits.credit_window_tokens, place
             )
@@ -257,14 +258,12 @@ class RequestPipeline:
             allowed = allowed_of(allowed, adapter)
         base = model if adapter is None else adapter.model
         try:
-            card = card_of(states, base, allowed)
+            card = card_of(states, base, allowed, has_images=bool(images_of(generation.prompts[0])))
         except PlatformError:
             if base in cards_of(states):  # there is such a model, but not for this request
                 record.served_model, record.base_model = model, base
             raise
         record.served_model, record.base_model = model, base
-        if images_of(generation.prompts[0]):
-            card = seeing_card_of(states, base) or card
         if adapter is not None:
             card = adapting_card(adapter, card, able_engines(states, base))
         if generation.task is PoolingTask.SCORE and len(card.labels) != 1:
@@ -361,7 +360,10 @@ def _refuse_hopeless(generation: Generation, matched: _Matched) -> None:
         return  # the common case
     need = Need.PROMPT if generation.embed else Need.ANSWER
     need = need if matched.adapter is None else Need.ADAPTED
-    state = choose(matched.states, matched.card.model, service, need=need)
+    states, rules = matched.states, matched.card.images
+    if rules is not None and images_of(matched.generation.prompts[0]):
+        states = seeing_engines(states, matched.card.model, rules)
+    state = choose(states, matched.card.model, service, need=need)
     refusal = refuse_hopeless(service, state.class_load(service.name))
     if refusal is not None:
         raise Overloaded(refusal.message, refusal.reason, retry_after_s=refusal.retry_after_s)

@@ -27,17 +27,24 @@ _IMAGE_URL = "data:image/"
 _ENCODED = ";base64,"
 _LINKS = ("https://", "http://")
 
+_TYPES = {b"\x89PNG": b"png", b"RIFF": b"webp"}  # by the beginning of the file; others are JPEG
+
 IMAGE_URL_PATTERN = "^(data:image/[^,]*;base64,|https?://)"  # for schemas
 LINK_PATTERN = "^https?://"
 BASE64_PATTERN = "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
 
 
 class PromptImage(msgspec.Struct, frozen=True):
-    """Image of a conversation: an encoded file, or the link at which it must be fetched."""
+    """Image of a conversation: an encoded file, or the link at which it must be fetched.
+
+    `digest` and `encoded` take long to compute, so they are computed once for all choices of a request.
+    """
 
     data: bytes = b""
     url: str = ""  # "" where `data` is known
     path: str = ""  # of its part in the request
+    digest: bytes = b""  # `image_digest` of the file; b"" where it is not computed
+    encoded: bytes = b""  # the file's data URL as JSON; b"" where it is not computed
 
 
 def text_part(text: str) -> dict[str, Any]:
@@ -61,6 +68,11 @@ def decode_base64(text: str) -> bytes:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         raise ValueError("the image is not valid base64; encode the file's bytes, without line breaks") from None
+
+
+def data_url_as_json(data: bytes) -> bytes:
+    """Return the data URL of an image file, as a string in JSON."""
+    return b'"data:image/%s;base64,%s"' % (_TYPES.get(data[:4], b"jpeg"), base64.b64encode(data))
 
 
 def image_of_url(url: str) -> PromptImage:
@@ -148,7 +160,7 @@ def image_inputs(token_ids: Sequence[int], images: Sequence[PromptImage], rules:
     inputs, end, prompt_ids = [], 0, list(token_ids)
     for image in images:
         start = prompt_ids.index(rules.image_token_id, end)
-        inputs.append(ImageInput(start, image.data))
+        inputs.append(ImageInput(start, image.data, image.digest))
         end = start + rules.num_tokens(*image_size(image.data))
     return inputs
 

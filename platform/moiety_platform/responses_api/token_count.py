@@ -11,7 +11,9 @@ from litestar.params import SkipValidation
 from moiety_platform.adapters.naming import allowed_of
 from moiety_platform.inference.field_support import ignored, mapped
 from moiety_platform.inference.generation import Conversation
+from moiety_platform.inference.image_preparation import prepare_count
 from moiety_platform.inference.model_services import ModelServices
+from moiety_platform.inference.prompt_images import images_of
 from moiety_platform.openapi.described import JSON, Described, describes
 from moiety_platform.openapi.documents import ANTHROPIC_KEY, KEY
 from moiety_platform.request_head import fields_of
@@ -60,8 +62,10 @@ class ResponseTokensController(Controller):
         body, _ = await reader.resolve(given, whose)
         adapter = None if models.adapters is None else await models.adapters.find(whose.tenant_id, body.model)
         base = body.model if adapter is None else adapter.model
-        card = models.replicas.card(base, allowed_of(whose.allowed_models, adapter))
+        asked = body.counted()
+        allowed = allowed_of(whose.allowed_models, adapter)
+        card = models.replicas.card(base, allowed, has_images=bool(images_of(asked)))
         text = await models.texts.get(card)
-        asked, _ = await models.images.prepare_conversation(body.counted(), card, whose.tenant_id)
+        asked = prepare_count(asked, card)
         (token_ids,) = await text.encode([asked])
         return {"object": "response.input_tokens", "input_tokens": len(token_ids)}

@@ -26,6 +26,7 @@ from moiety_platform.engine_client.chat_submit import ChatSubmit
 from moiety_platform.errors import NotFound, Unavailable
 from moiety_wire.classes import ServiceClass
 from moiety_wire.figures import SleepState
+from moiety_wire.images import ImageRules
 from moiety_wire.messages import ModelCard, Submit
 from moiety_wire.roles import ANY_HOST, EngineRole
 
@@ -83,8 +84,12 @@ def choose(
     return least
 
 
-def card_of(engines: Sequence[EngineState], model: str, allowed: frozenset[str] | None) -> ModelCard:
+def card_of(
+    engines: Sequence[EngineState], model: str, allowed: frozenset[str] | None, *, has_images: bool = False
+) -> ModelCard:
     """Return the card of the engine with the longest context among those that can take a request.
+
+    For a prompt with images it is one that sees, if there is one.
 
     The key may use the models `allowed`, None meaning all. Raises NotFound or Unavailable.
     """
@@ -92,7 +97,10 @@ def card_of(engines: Sequence[EngineState], model: str, allowed: frozenset[str] 
         served = sorted(allowed & cards_of(engines).keys())
         raise NotFound(model_not_found(model[:256], served), code=MODEL_NOT_FOUND, param="model")
     longest: ModelCard | None = None
-    for engine in able_engines(engines, model):
+    able = able_engines(engines, model)
+    if has_images:
+        able = [engine for engine in able if _sees(engine)] or able
+    for engine in able:
         card = engine.card
         if card is not None and (longest is None or card.max_context_tokens > longest.max_context_tokens):
             longest = card
@@ -100,14 +108,23 @@ def card_of(engines: Sequence[EngineState], model: str, allowed: frozenset[str] 
     return longest
 
 
-def seeing_card_of(engines: Sequence[EngineState], model: str) -> ModelCard | None:
-    """Return the card of an engine that can take a request with images; None if no engine of the model sees.
+def seeing_engines(engines: Sequence[EngineState], model: str, rules: ImageRules) -> list[EngineState]:
+    """Return the engines without those of the model that read images by other rules, or none.
 
-    Raises NotFound or Unavailable.
+    The placeholders of a prompt are right for its rules only. Raises Unavailable if no engine of the model is left.
     """
-    cards = [engine.card for engine in able_engines(engines, model) if engine.card is not None]
-    seeing = [card for card in cards if card.images is not None or card.image_allowance is not None]
-    return max(seeing, key=lambda card: card.max_context_tokens, default=None)
+    left, num_others, has_model = [], 0, False
+    for engine in engines:
+        if engine.card is not None and engine.card.model == model:
+            if engine.card.images != rules:
+                num_others += 1
+                continue
+            has_model = True
+        left.append(engine)
+    if num_others and not has_model:
+        message = f"no engine for {model!r} that takes these images can take a request now; try again shortly"
+        raise Unavailable(message, code="no_engine", retry_after_s=1)
+    return left
 
 
 def cards_of(engines: Sequence[EngineState]) -> dict[str, ModelCard]:
@@ -154,6 +171,11 @@ def able_engines(engines: Sequence[EngineState], model: str, context_tokens: int
     raise Unavailable(
         f"no engine for {model!r} can take a request now; try again shortly", code="no_engine", retry_after_s=1
     )
+
+
+def _sees(engine: EngineState) -> bool:
+    card = engine.card
+    return card is not None and (card.images is not None or card.image_allowance is not None)
 
 
 def _is_near(engine: EngineState, least: EngineState, service: ServiceClass | None) -> bool:

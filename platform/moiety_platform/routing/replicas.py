@@ -20,10 +20,12 @@ from moiety_platform.routing.choose import (
     choose,
     first_engines,
     partner_among,
+    seeing_engines,
     takes_over,
 )
 from moiety_platform.routing.circuit_breaker import ReplicaBreakers
 from moiety_wire.classes import ServiceClass
+from moiety_wire.images import ImageRules
 from moiety_wire.messages import ModelCard
 
 
@@ -120,12 +122,16 @@ class Replicas:
         avoid: Collection[Connection] = (),
         need: Need = Need.ANSWER,
         context_tokens: int = 0,
+        images: ImageRules | None = None,
     ) -> tuple[EngineClient, EngineState]:
         """Return the client, and its state, for a request of that class and prefix. Raises NotFound or Unavailable.
 
-        The engine is none of those in `avoid`, and its context holds at least `context_tokens`.
+        The engine is none of those in `avoid`, its context holds at least `context_tokens`, and it reads images by the
+        rules `images`, if the prompt has some.
         """
         states = self.states() if not avoid else self._states_but(avoid)
+        if images is not None:
+            states = seeing_engines(states, model, images)
         willing = self.breakers.willing(states)
         if len(willing) < len(states):
             try:
@@ -138,13 +144,21 @@ class Replicas:
         return self._clients[state.address], state
 
     def choose_partner(
-        self, model: str, service: ServiceClass, avoid: Collection[Connection], context_tokens: int = 0
+        self,
+        model: str,
+        service: ServiceClass,
+        avoid: Collection[Connection],
+        context_tokens: int = 0,
+        images: ImageRules | None = None,
     ) -> tuple[EngineClient, EngineState]:
         """Return the engine that decodes a request of that class after another one has prefilled it.
 
         Raises Unavailable.
         """
-        able = able_engines(self._states_but(avoid), model, context_tokens)
+        states = self._states_but(avoid)
+        if images is not None:
+            states = seeing_engines(states, model, images)
+        able = able_engines(states, model, context_tokens)
         willing = self.breakers.willing(able)
         if any(map(takes_over, willing)):
             state = partner_among(willing, service, self._coming)
@@ -174,12 +188,13 @@ class Replicas:
             async with asyncio.timeout(timeout_s):
                 await changed.wait()
 
-    def card(self, model: str, allowed: frozenset[str] | None) -> ModelCard:
+    def card(self, model: str, allowed: frozenset[str] | None, *, has_images: bool = False) -> ModelCard:
         """Return the card of an engine that can take a request. Raises NotFound or Unavailable.
 
-        The key may use the models `allowed`, None meaning all.
+        The key may use the models `allowed`, None meaning all. For a prompt with images it is an engine that sees, if
+        there is one.
         """
-        return card_of(self.states(), model, allowed)
+        return card_of(self.states(), model, allowed, has_images=has_images)
 
     def cards(self) -> dict[str, ModelCard]:
         """Return the card of every model that an engine has reported, by name; of healthy engines where possible."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
+from typing import Any
 
 import httpx
 
@@ -21,6 +22,8 @@ from moiety_platform.webhooks.special_addresses import is_special
 
 Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
+Found = Sequence[tuple[Any, ...]]  # as `socket.getaddrinfo` returns it
+LookUpName = Callable[[str, int | None], Awaitable[Found]]  # by host and port
 
 ADDRESS_NOT_ALLOWED = "address_not_allowed"
 NAME_NOT_RESOLVED = "name_not_resolved"
@@ -78,26 +81,30 @@ class AddressPolicy:
             return True
         return scheme == "https" and not is_special(address)
 
-    async def resolve(self, url: httpx.URL) -> Address:
+    async def resolve(self, url: httpx.URL, look_up: LookUpName | None = None) -> Address:
         """Return an address of the URL's host to connect to. Raises CannotReach.
+
+        `look_up` resolves a name; by default the event loop does.
 
         One forbidden address among several suffices for CannotReach.
         """
         literal = _literal(url.host)
-        addresses = [literal] if literal is not None else await _look_up(url)
+        addresses = [literal] if literal is not None else await _look_up(url, look_up or _ask_loop)
         if not all(self.allows(address, url.scheme) for address in addresses):
             raise CannotReach(ADDRESS_NOT_ALLOWED)
         return addresses[0]
 
 
-async def _look_up(url: httpx.URL) -> Sequence[Address]:
+async def _look_up(url: httpx.URL, ask: LookUpName) -> Sequence[Address]:
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(
-            url.raw_host.decode("ascii"), url.port, type=socket.SOCK_STREAM
-        )
+        found = await ask(url.raw_host.decode("ascii"), url.port)
     except (OSError, UnicodeError) as exc:
         raise CannotReach(NAME_NOT_RESOLVED) from exc
-    return [ip_address(where[0]) for *_, where in found]
+    return [ip_address(one[-1][0]) for one in found]
+
+
+async def _ask_loop(host: str, port: int | None) -> Found:
+    return await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
 
 
 def _literal(host: str) -> Address | None:
