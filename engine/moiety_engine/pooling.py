@@ -94,12 +94,14 @@ def decoder_embeds(config: EngineConfig) -> bool:
     except (ConfigError, UnsupportedModelError) as exc:
         problem = str(exc)
     else:
-        if pooling.kind is PoolingKind.LAST:
+        if pooling.kind is PoolingKind.LAST and pooling.normalizes:
             return True
-        problem = f"{config.model} names the pooling {pooling.kind}, which is available for encoder models only"
-    structlog.get_logger().warning(
-        "embeddings_not_available", reason=problem, advice="to use the last token all the same, set --pooling last"
-    )
+        if pooling.kind is PoolingKind.LAST:
+            problem = f"{config.model} has no Normalize module, but embeddings of decoders are unit vectors"
+        else:
+            problem = f"{config.model} names the pooling {pooling.kind}, which is available for encoder models only"
+    advice = "for unit vectors of the last token all the same, set --pooling last and --normalize-embeddings on"
+    structlog.get_logger().warning("embeddings_not_available", reason=problem, advice=advice)
     return False
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 from moiety_engine.config import EngineConfig, NormalizeEmbeddings, PoolingChoice
 from moiety_engine.errors import InvalidConfig
@@ -39,8 +40,19 @@ def test_a_decoder_with_another_pooling_makes_no_embeddings(tmp_path: Path, mode
     assert not embeds(checkpoint(tmp_path, mode, *more))
 
 
-def test_the_option_replaces_the_pooling_of_the_checkpoint(tmp_path: Path) -> None:
-    assert embeds(checkpoint(tmp_path, "mean_tokens"), pooling=PoolingChoice.LAST)
+def test_a_decoder_without_unit_vectors_makes_no_embeddings_unless_the_option_asks_for_them(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, "lasttoken")
+    with structlog.testing.capture_logs() as logs:
+        assert not embeds(folder)
+    assert "no Normalize module" in logs[0]["reason"]
+    assert "--normalize-embeddings on" in logs[0]["advice"]
+    assert embeds(folder, normalize_embeddings=NormalizeEmbeddings.ON)
+
+
+def test_the_options_replace_the_pooling_of_the_checkpoint(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, "mean_tokens")
+    assert not embeds(folder, pooling=PoolingChoice.LAST)
+    assert embeds(folder, pooling=PoolingChoice.LAST, normalize_embeddings=NormalizeEmbeddings.ON)
 
 
 def test_poolings_of_encoders_are_refused_for_decoders(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -13,11 +14,12 @@ import pytest
 from PIL import Image
 
 from moiety_engine.config import ImageOptions
+from moiety_engine.image_decoding import decode_queue
 from moiety_engine.image_decoding.decode_queue import ImageDecodeQueue
 from moiety_engine.image_decoding.decoder import ImageDecoder, ImageFailure
 from moiety_engine.images.prompt_images import PromptImage
 from moiety_wire.classes import BATCH, FLEX, STANDARD, ServiceClass
-from moiety_wire.images import ImageInput, ImageRules
+from moiety_wire.images import ImageInput, ImageRules, image_digest
 from moiety_wire.messages import FailureCode, Sampling, Stopping, Submit
 from moiety_wire.notes import Reason
 
@@ -179,6 +181,48 @@ async def test_a_request_that_cannot_be_on_time_any_more_fails_while_it_waits_if
     assert (expired.code, expired.reason) == (FailureCode.OVERLOADED, Reason.PREDICTED_LATE)
     assert isinstance(one.done[3], list)
     assert figure(one, "expired_image_waits_total") == 1
+
+
+async def test_a_request_with_kv_from_another_engine_waits_a_short_time_and_fails_so_that_it_is_tried_again(
+    decoding: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_queue, "MAX_WAIT_WITH_KV_S", 0.05)
+    one = decoding()
+    assert one.queue.queue_images(1, asks("a", SLOW)) is None
+    assert one.queue.queue_images(2, asks("b", picture(2), transfer_id="t")) is None
+    await one.until(1, 2)
+    assert list(one.done) == [2, 1]
+    expired = one.done[2]
+    assert isinstance(expired, ImageFailure)
+    assert (expired.code, expired.reason) == (FailureCode.OVERLOADED, None)
+
+
+async def test_requests_that_another_engine_began_are_decoded_first(decoding: Make) -> None:
+    one = decoding()
+    for key, changes in ((1, {}), (2, {}), (3, {"transfer_id": "t"}), (4, {"resumed_ids": [5]})):
+        assert one.queue.queue_images(key, asks(f"tenant {key}", picture(key), **changes)) is None
+    await one.until(1, 2, 3, 4)
+    assert list(one.done) == [1, 3, 4, 2]
+
+
+async def test_files_are_hashed_by_threads_and_not_those_of_refused_requests(
+    decoding: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[tuple[bytes, bool]] = []
+
+    def digest(data: bytes) -> bytes:
+        hashed.append((data, threading.current_thread() is threading.main_thread()))
+        return image_digest(data)
+
+    monkeypatch.setattr(decode_queue, "image_digest", digest)
+    one = decoding(max_decoding=1)
+    files = [picture(key) for key in range(3)]
+    found = [one.queue.queue_images(key, asks("a", file)) for key, file in enumerate(files)]
+    assert found[:2] == [None, None]
+    assert isinstance(found[2], ImageFailure)
+    assert not hashed
+    await one.until(0, 1)
+    assert hashed == [(file, False) for file in files[:2]]
 
 
 async def test_a_conversation_decodes_its_image_once(decoding: Make) -> None:

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 import structlog
 
-from moiety_engine.image_decoding.decoded_images import DecodedImageCache, ImageKey
+from moiety_engine.image_decoding.decode_turns import DecodeTurns, ImageJob, Lane
+from moiety_engine.image_decoding.decoded_images import DecodedImageCache
 from moiety_engine.image_decoding.decoder import ImageDecoder, ImageFailure
 from moiety_wire.classes import OverloadAction
 from moiety_wire.images import image_digest
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from moiety_engine.config import ImageOptions
+    from moiety_engine.image_decoding.decode_turns import Turn
+    from moiety_engine.image_decoding.decoded_images import ImageKey
     from moiety_engine.images.prompt_images import PromptImage
     from moiety_wire.images import ImageInput, ImageRules
     from moiety_wire.messages import Submit
@@ -33,30 +34,18 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 MAX_WAIT_S = 600.0  # longest wait of a request for its images, whatever its class
+MAX_WAIT_WITH_KV_S = 30.0  # of one whose KV from another engine takes room in the staging buffer meanwhile
 RETRY_AFTER_S = 5.0
 TENANTS_IN_QUEUE = 32  # the queue has room for the images of as many tenants, each with its limit
 
-_Lane = tuple[int, str]  # rank of the class and tenant
-
-
-@dataclass(slots=True)
-class _Job:
-    """A request's images that wait, with those that are decoded."""
-
-    key: int
-    lane: _Lane
-    keys: list[ImageKey]  # of each image, in the cache
-    boost_at_s: float  # from then on it comes before all ranks
-    images: list[ImageInput]
-    found: list[PromptImage | None]
-
 
 class ImageDecodeQueue:
-    """Requests whose images are being decoded, by class rank; tenants of a rank take turns image by image.
+    """Requests whose images are being decoded, image by image in the order of `DecodeTurns`.
 
-    A tenant may have the memory divided by the number of tenants that have images, and one more, so that there is
-    always room for another tenant's. `on_done` is called with each waiting request's key and its images, or the
-    failure; not for a request that was forgotten. Decoded images are cached for the tenant's later requests.
+    Files are hashed and decoded by threads, one for each slot. A tenant may have the memory divided by the number of
+    tenants that have images, and one more, so that there is always room for another tenant's. `on_done` is called with
+    each waiting request's key and its images, or the failure; not for a request that was forgotten. Decoded images are
+    cached for the tenant's later requests.
     """
 
     def __init__(
@@ -73,7 +62,7 @@ class ImageDecodeQueue:
         self._held: dict[int, tuple[str, int]] = {}  # by request, until it ends: its tenant, and bytes
         self._slots = options.decode_processes
         self._threads = ThreadPoolExecutor(self._slots, thread_name_prefix="image-decoding")
-        self._lanes: dict[_Lane, deque[_Job]] = {}  # the lane whose turn it is comes first within its rank
+        self._turns = DecodeTurns()
         self._wanted: dict[int, asyncio.TimerHandle] = {}  # by waiting request: the end of its wait
         self._running: set[asyncio.Task[None]] = set()
         self.expired_total = 0
@@ -110,32 +99,26 @@ class ImageDecodeQueue:
     def queue_images(self, key: int, submit: Submit) -> list[PromptImage] | ImageFailure | None:
         """Queue a request's images; None if it has to wait for them.
 
-        Return the images if all are cached, or why they cannot be queued now. Their heads must have been checked, and
-        its references must be in the cache. Call `forget_request` at the end of the request, unless it failed here.
+        Return the images if all are references, or why they cannot be queued now. Their heads must have been checked,
+        and its references must be in the cache. Call `forget_request` at the end of the request, unless it failed here.
         """
         num_bytes = sum(len(image.data) + self._decoder.pixel_bytes(image) for image in submit.images)
         problem = self._why_no_memory(submit.tenant_id, num_bytes)
         if problem:
             return _overloaded(problem)
-        keys = [_key_of(submit, image) for image in submit.images]
-        job = _Job(
-            key,
-            (submit.service.rank, submit.tenant_id),
-            keys,
-            self._clock() + submit.service.max_queue_s,
-            list(submit.images),
-            [self._find_cached(one, image) for one, image in zip(keys, submit.images, strict=True)],
-        )
-        if None in job.found and (problem := self._why_no_room(submit.tenant_id, job.found.count(None))):
+        job = _job_of(key, submit, self._clock())
+        self._find_cached(job)
+        if job.num_missing and (problem := self._why_no_room(submit.tenant_id, job.num_missing)):
             return _overloaded(problem)
         if any(one is None and not image.data for one, image in zip(job.found, job.images, strict=True)):
             message = "the size of a referenced image differs from its file; send the file"
             return ImageFailure(FailureCode.IMAGES_MISSING, message)
         self._held[key] = submit.tenant_id, num_bytes
-        if None not in job.found:
+        if not job.num_missing:
             return [one for one in job.found if one is not None]
-        self._wanted[key] = asyncio.get_running_loop().call_later(_patience_s(submit), self._expire, key)
-        self._lanes.setdefault(job.lane, deque()).append(job)
+        expire = asyncio.get_running_loop().call_later
+        self._wanted[key] = expire(_patience_s(submit), self._expire, key, _late_failure(submit))
+        self._turns.add_new(job)
         self._start_next()
         return None
 
@@ -145,12 +128,7 @@ class ImageDecodeQueue:
         if timer is not None:
             timer.cancel()
         self._held.pop(key, None)
-        for lane, jobs in list(self._lanes.items()):
-            left = deque(job for job in jobs if job.key != key)
-            if left:
-                self._lanes[lane] = left
-            else:
-                del self._lanes[lane]
+        self._turns.forget_request(key)
 
     def forget_tenants(self, tenant_ids: Iterable[str]) -> None:
         """Drop the cached images of these tenants, and cache none of them from now on."""
@@ -161,24 +139,26 @@ class ImageDecodeQueue:
         for timer in self._wanted.values():
             timer.cancel()
         self._wanted.clear()
-        self._lanes.clear()
+        self._turns.clear()
         await asyncio.get_running_loop().run_in_executor(None, self._decoder.close)
         await asyncio.gather(*self._running, return_exceptions=True)
         self._threads.shutdown(wait=True)
 
-    def _find_cached(self, key: ImageKey, image: ImageInput) -> PromptImage | None:
-        """Return the cached image, at its place in the prompt, if it has as many tokens as the request says."""
-        found = self._cache.find_image(key)
-        if found is None or found.num_tokens != self._decoder.num_tokens(image):
-            return None
-        return msgspec.structs.replace(found, start=image.start)
+    def _find_cached(self, job: ImageJob) -> None:
+        """Take the images with known digests from the cache, if they have as many tokens as the request says."""
+        for number, image in enumerate(job.images):
+            if job.found[number] is not None or not job.digests[number]:
+                continue
+            found = self._cache.find_image(job.image_key(number))
+            if found is not None and found.num_tokens == self._decoder.num_tokens(image):
+                job.found[number] = msgspec.structs.replace(found, start=image.start)
 
     def _why_no_room(self, tenant_id: str, num_images: int) -> str:
-        waiting = {lane: sum(job.found.count(None) for job in jobs) for lane, jobs in self._lanes.items()}
-        own = sum(count for lane, count in waiting.items() if lane[1] == tenant_id)
+        waiting = self._turns.num_waiting()
+        own = waiting[tenant_id]
         if own and own + num_images > self._max_waiting:
             return "too many images of this tenant wait to be decoded"
-        if waiting and sum(waiting.values()) + num_images > TENANTS_IN_QUEUE * self._max_waiting:
+        if waiting and waiting.total() + num_images > TENANTS_IN_QUEUE * self._max_waiting:
             return "too many images wait to be decoded"
         return ""
 
@@ -196,47 +176,61 @@ class ImageDecodeQueue:
         return ""
 
     def _start_next(self) -> None:
-        while len(self._running) < self._slots and self._lanes:
-            now_s = self._clock()
-            lane = min(self._lanes, key=lambda one: -1 if now_s > self._lanes[one][0].boost_at_s else one[0])
-            jobs = self._lanes.pop(lane)
-            job = jobs.popleft()
-            if jobs:
-                self._lanes[lane] = jobs  # behind the other tenants of its rank
-            task = asyncio.get_running_loop().create_task(self._decode_next(job))
+        while self._turns.num_running < self._slots and (turn := self._turns.start_next(self._clock())) is not None:
+            task = asyncio.get_running_loop().create_task(self._run_turn(turn))
             self._running.add(task)
-            task.add_done_callback(self._task_ended)
+            task.add_done_callback(self._running.discard)
 
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
-        self._running.discard(task)
-        self._start_next()
-
-    async def _decode_next(self, job: _Job) -> None:
-        """Decode the request's next image. It waits for its next turn with the rest."""
-        index = job.found.index(None)
-        image = job.images[index]
+    async def _run_turn(self, turn: Turn) -> None:
+        begun_s = self._clock()
         try:
-            made = await asyncio.get_running_loop().run_in_executor(self._threads, self._decoder.decode, image)
+            await self._decode_next(turn.job)
+        finally:
+            self._turns.end(turn, self._clock() - begun_s)
+            self._start_next()
+
+    async def _decode_next(self, job: ImageJob) -> None:
+        """Decode the request's next image. It waits for its next turn with the rest."""
+        try:
+            if not all(job.digests):
+                await self._hash_files(job)
+                if job.key not in self._wanted:
+                    return
+            made = await self._decode_first_missing(job) if job.num_missing else None
         except Exception:  # top of an image's task: an error fails its request, not the engine
             log.exception("image_decoding_failed")
             made = ImageFailure(FailureCode.ENGINE_FAILED, "the image cannot be decoded; send the request again")
-        if isinstance(made, ImageFailure):
+        if made is not None:
             self._report(job.key, made)
-            return
-        self._cache.add_image(job.keys[index], made)
-        for number, other in enumerate(job.images):  # the same file may be in the prompt several times
-            if job.found[number] is None and job.keys[number] == job.keys[index]:
-                job.found[number] = msgspec.structs.replace(made, start=other.start)
-        if None not in job.found:
+        elif not job.num_missing:
             self._report(job.key, [one for one in job.found if one is not None])
         elif job.key in self._wanted:
-            self._lanes.setdefault(job.lane, deque()).appendleft(job)
+            self._turns.add_again(job)
 
-    def _expire(self, key: int) -> None:
+    async def _hash_files(self, job: ImageJob) -> None:
+        """Compute the digests of the request's files, and take from the cache what is there."""
+        files = {number: job.images[number].data for number, digest in enumerate(job.digests) if not digest}
+        run = asyncio.get_running_loop().run_in_executor
+        digests = await run(self._threads, lambda: [image_digest(data) for data in files.values()])
+        for number, digest in zip(files, digests, strict=True):
+            job.digests[number] = digest
+        self._find_cached(job)
+
+    async def _decode_first_missing(self, job: ImageJob) -> ImageFailure | None:
+        index = job.found.index(None)
+        image = job.images[index]
+        made = await asyncio.get_running_loop().run_in_executor(self._threads, self._decoder.decode, image)
+        if isinstance(made, ImageFailure):
+            return made
+        self._cache.add_image(job.image_key(index), made)
+        for number, other in enumerate(job.images):  # the same file may be in the prompt several times
+            if job.found[number] is None and job.digests[number] == job.digests[index]:
+                job.found[number] = msgspec.structs.replace(made, start=other.start)
+        return None
+
+    def _expire(self, key: int, failure: ImageFailure) -> None:
         """Fail a request whose images were not decoded in time; its own decoding goes on until its image is done."""
         self.expired_total += 1
-        message = "the images of the request were not decoded within the time of its class; send it again later"
-        failure = ImageFailure(FailureCode.OVERLOADED, message, Reason.PREDICTED_LATE, RETRY_AFTER_S)
         self._report(key, failure)
 
     def _report(self, key: int, result: list[PromptImage] | ImageFailure) -> None:
@@ -246,14 +240,38 @@ class ImageDecodeQueue:
             self._on_done(key, result)
 
 
-def _key_of(submit: Submit, image: ImageInput) -> ImageKey:
-    return submit.tenant_id, submit.cache_salt, image_digest(image.data) if image.data else image.digest
+def _key_of(submit: Submit, reference: ImageInput) -> ImageKey:
+    return submit.tenant_id, submit.cache_salt, reference.digest
+
+
+def _job_of(key: int, submit: Submit, now_s: float) -> ImageJob:
+    is_new = submit.resumed_ids is None and not submit.transfer_id
+    return ImageJob(
+        key,
+        Lane(is_new, submit.service.rank, submit.tenant_id),
+        now_s + submit.service.max_queue_s,
+        submit.cache_salt,
+        list(submit.images),
+        [b"" if image.data else image.digest for image in submit.images],
+        [None] * len(submit.images),
+    )
+
+
+def _late_failure(submit: Submit) -> ImageFailure:
+    """Return the failure of a request that waited too long: without a reason, the gateway tries another engine."""
+    if submit.transfer_id:
+        message = "the images of the request were not decoded while its KV was held; send it again"
+        return ImageFailure(FailureCode.OVERLOADED, message)
+    message = "the images of the request were not decoded within the time of its class; send it again later"
+    return ImageFailure(FailureCode.OVERLOADED, message, Reason.PREDICTED_LATE, RETRY_AFTER_S)
 
 
 def _patience_s(submit: Submit) -> float:
     """Return how long a request may wait for its images: until it cannot be on time, if its class then refuses it."""
     service = submit.service
-    if submit.resumed_ids is not None or submit.transfer_id or service.on_overload is not OverloadAction.REJECT:
+    if submit.transfer_id:
+        return MAX_WAIT_WITH_KV_S
+    if submit.resumed_ids is not None or service.on_overload is not OverloadAction.REJECT:
         return MAX_WAIT_S
     limit_s = MAX_WAIT_S
     if service.ttft_s is not None:
