@@ -144,4 +144,5 @@ def test_streams_go_on_exactly_when_grammar_processes_are_killed(client: openai.
     for text, stream in zip(texts, streams, strict=True):
         text += [chunk.choices[0].text for chunk in stream]
     assert ["".join(text) for text in texts] == [expected] * 4
+    assert client.completions.create(**asked).choices[0].text == expected  # by new processes
     assert server.fresh_load()["grammar_worker_restarts_total"] >= 1
