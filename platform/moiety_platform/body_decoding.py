@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
-from litestar.types import Receive, ReceiveMessage, Scope
+from litestar.types import Receive, ReceiveMessage
 
 from moiety_platform.content_codings import CODINGS, ContentDecoder, UndecodableContent, UnknownCoding
 from moiety_platform.errors import BadRequest, PlatformError, TooLarge, UnsupportedContentCoding
@@ -20,15 +20,6 @@ MAX_EXPANSION = 2  # times the content, and so many bytes more, that its encoded
 MAX_OVERHEAD_BYTES = 1024 * 1024
 BAD_CODING = "invalid_content_encoding"
 MAX_SHOWN = 64  # characters of an unknown coding in an error message
-
-
-def coding_of(scope: Scope) -> str | None:
-    """Return the request's content coding, None if there is none. Several are joined by commas."""
-    given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"content-encoding"]
-    if not given:
-        return None
-    codings = (part.strip().lower() for part in ",".join(given).split(","))
-    return ", ".join(one for one in codings if one not in ("", "identity")) or None
 
 
 class DecodedBody:

@@ -13,9 +13,10 @@ from litestar import Litestar
 from litestar.routes import HTTPRoute
 from litestar.types import ASGIApp, HTTPScope, Receive, Send
 
-from moiety_platform.body_decoding import DecodedBody, coding_of
+from moiety_platform.body_decoding import DecodedBody
 from moiety_platform.cors import CrossOriginPolicy, answer_preflight, is_preflight, with_origin_headers
 from moiety_platform.head_requests import answer_head
+from moiety_platform.request_head import coding_of
 
 DIRECT = "direct"  # key of this ASGI application in the `opt` of its POST route
 OWN_BODY_LIMIT = "own_body_limit"  # key in the `opt` of a POST route that limits its body itself

@@ -101,6 +101,18 @@ def fields_of(scope: Scope) -> dict[bytes, bytes]:
     return dict([*scope["headers"]][::-1])
 
 
+def coding_of(scope: Scope) -> str | None:
+    """Return the request's content coding, None if there is none. Several are joined by commas."""
+    given = []
+    for name, value in scope["headers"]:
+        if name == b"content-encoding":
+            given.append(value.decode("latin-1"))
+    if not given:
+        return None
+    codings = (part.strip().lower() for part in ",".join(given).split(","))
+    return ", ".join(one for one in codings if one not in ("", "identity")) or None
+
+
 def bearer_authorization(fields: Mapping[bytes, bytes]) -> str | None:
     """Return the client's credentials, in the form `Bearer KEY`."""
     value = fields.get(b"authorization")

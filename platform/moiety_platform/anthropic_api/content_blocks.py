@@ -19,14 +19,8 @@ from moiety_platform.anthropic_api.cache_control import CacheControl, longest
 from moiety_platform.anthropic_api.thinking_signatures import text_of_signature
 from moiety_platform.inference.body_fields import MAX_PARTS, StrictBody, or_text, refuse, shows
 from moiety_platform.inference.field_support import ignored
-from moiety_platform.inference.prompt_images import (
-    PromptImage,
-    decode_base64,
-    has_images,
-    image_of_link,
-    image_part,
-    text_part,
-)
+from moiety_platform.inference.generation import PromptImage
+from moiety_platform.inference.prompt_images import decode_base64, has_images, image_of_link, image_part, text_part
 from moiety_platform.inference.tool_fields import ArgumentsObject, ToolName, call_for_template
 
 ERROR_PREFIX = "Error: "  # chat templates have no field for failed tool results, so the text says it

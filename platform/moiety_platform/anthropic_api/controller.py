@@ -32,7 +32,6 @@ from moiety_platform.inference.answer_collection import AnswerChoice, parts_of
 from moiety_platform.inference.endpoint import Endpoint, EndpointDocs, Serve, route
 from moiety_platform.inference.image_preparation import prepare_count
 from moiety_platform.inference.model_text_cache import ModelTexts
-from moiety_platform.inference.prompt_images import images_of
 from moiety_platform.inference.request_body import BodyReader
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.run import InferenceRun
@@ -159,7 +158,7 @@ class TokenCountController(Controller):
         base = body.model if adapter is None else adapter.model
         asked = body.conversation()
         allowed = allowed_of(principal.allowed_models, adapter)
-        card = messages.replicas.card(base, allowed, has_images=bool(images_of(asked)))
+        card = messages.replicas.card(base, allowed, has_images=bool(asked.images))
         text = await messages.texts.get(card)
         asked = prepare_count(asked, card)
         (token_ids,) = await text.encode([asked])

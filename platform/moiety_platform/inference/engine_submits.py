@@ -13,9 +13,10 @@ from moiety_platform.classes.terms import ChosenClass
 from moiety_platform.errors import BadRequest, ContextTooLong
 from moiety_platform.inference.answer_format import AnswerFormat
 from moiety_platform.inference.external_model_texts import ExternalModelText
-from moiety_platform.inference.generation import Generation, PoolingTask
+from moiety_platform.inference.generation import Conversation, Generation, PoolingTask
 from moiety_platform.inference.model_texts import UNKNOWN_TOKEN, ModelText
 from moiety_platform.inference.option_scores import scored_from
+from moiety_platform.inference.prompt_images import image_inputs
 from moiety_wire.images import ImageInput
 from moiety_wire.messages import ModelCard, Sampling, Stopping, Submit
 from moiety_wire.seeds import seed_of_choice
@@ -93,10 +94,13 @@ def submits_of(
         # embeddings and options are answered together, so each input has the SLO of all inputs together
         is_whole = generation.embed or bool(generation.option_counts)
         sibling_tokens = num_prompt_tokens - len(prompt_ids) if is_whole else 0
-        images = text.image_inputs(generation, number, prompt_ids)
+        prompt = generation.prompts[number]
+        images = []
+        if text.image_rules is not None and isinstance(prompt, Conversation) and prompt.images:
+            images = image_inputs(prompt_ids, prompt.images, text.image_rules)
         made = _submits(origin, generation, number, prompt_ids, max_tokens, answer, sibling_tokens, images)
         if isinstance(text, ExternalModelText):
-            made = [text.as_chat(submit, generation.prompts[number]) for submit in made]
+            made = [text.as_chat(submit, prompt) for submit in made]
         submits += made
     if generation.option_counts:
         return [

@@ -21,7 +21,6 @@ from moiety_platform.inference.prompt_images import (
     check_file,
     check_together,
     has_images,
-    images_of,
     invalid_image,
     is_image,
 )
@@ -63,7 +62,7 @@ class ExternalModelText(ModelText):
 
     def as_chat(self, submit: Submit, prompt: Prompt) -> Submit:
         """Return the request with its conversation, if that has images."""
-        if not isinstance(prompt, Conversation) or not is_sent_as_chat(prompt):
+        if not isinstance(prompt, Conversation) or not prompt.images:
             return submit
         variables: dict[str, Any] = {}
         if self._options is not None and prompt.has_reasoning_options:
@@ -78,7 +77,7 @@ class ExternalModelText(ModelText):
 
     def _encode_conversation(self, conversation: Conversation, is_plain: bool) -> list[int]:
         """Return the ids of the text, and as many as the allowance has for the images. Raises BadRequest."""
-        images, allowance = images_of(conversation), self._allowance
+        images, allowance = conversation.images, self._allowance
         if not images:
             return super()._encode_conversation(conversation, is_plain)
         check_together(images, allowance)
@@ -93,7 +92,7 @@ class ExternalModelText(ModelText):
 
 def is_sent_as_chat(prompt: Prompt) -> bool:
     """Return whether the engine gets the conversation itself."""
-    return bool(images_of(prompt))
+    return isinstance(prompt, Conversation) and bool(prompt.images)
 
 
 def _new_reader(prompt: Prompt) -> AnswerReader:

@@ -23,13 +23,27 @@ class ReasoningFields(msgspec.Struct, frozen=True):
     budget: str = "thinking_token_budget"
 
 
+class PromptImage(msgspec.Struct, frozen=True):
+    """Image of a conversation: an encoded file, or the link at which it must be fetched.
+
+    `digest` and `encoded` take long to compute, so they are computed once for all choices of a request.
+    """
+
+    data: bytes = b""
+    url: str = ""  # "" where `data` is known
+    path: str = ""  # of its part in the request
+    digest: bytes = b""  # `image_digest` of the file; b"" where it is not computed
+    encoded: bytes = b""  # the file's data URL as JSON; b"" where it is not computed
+
+
 class Conversation(msgspec.Struct, frozen=True):
     """Messages for the model's chat template, each with `role` and text `content`.
 
     An assistant's message may have `reasoning_content`, its reasoning, and `tool_calls`, each an `id` and a `function`
     with `name` and `arguments` (an object). A tool's message has the `tool_call_id`.
 
-    The answer begins with `prefill`, and only the rest of it is generated. It may call the tools in `tools`.
+    The answer begins with `prefill`, and only the rest of it is generated. It may call the tools in `tools`. `images`
+    are those of the messages, in their order.
     """
 
     messages: tuple[dict[str, Any], ...]
@@ -40,6 +54,12 @@ class Conversation(msgspec.Struct, frozen=True):
     template_options: dict[str, Any] = {}  # further variables of the chat template, as named by the client
     thought_budget: int | None = None  # reasoning tokens, after which the engine ends the reasoning
     reasoning_fields: ReasoningFields = ReasoningFields()
+    images: tuple[PromptImage, ...] = ()
+
+    def __post_init__(self) -> None:
+        contents = (message["content"] for message in self.messages)
+        parts = [part for content in contents if isinstance(content, list) for part in content]
+        msgspec.structs.force_setattr(self, "images", tuple(part["image"] for part in parts if part["type"] == "image"))
 
     @property
     def has_reasoning_options(self) -> bool:

@@ -13,17 +13,15 @@ from typing import Any
 
 import msgspec
 
-from moiety_platform.inference.generation import Conversation, Generation
+from moiety_platform.inference.generation import Conversation, Generation, PromptImage
 from moiety_platform.inference.image_fetcher import CannotFetch, ImageFetcher
 from moiety_platform.inference.prompt_images import (
-    PromptImage,
     check_file,
     check_number,
     data_url_as_json,
     has_images,
     image_part,
     images_not_supported,
-    images_of,
     invalid_image,
     is_image,
     text_part,
@@ -46,7 +44,7 @@ class ImagePreparation:
         Raises BadRequest for images that the model cannot read or that cannot be fetched, and RateLimited.
         """
         prompt = generation.prompts[0]  # a chat has only one
-        if not isinstance(prompt, Conversation) or not images_of(prompt):
+        if not isinstance(prompt, Conversation):
             return generation, []
         prepared, replaced = await self.prepare_conversation(prompt, card, tenant_id)
         return msgspec.structs.replace(generation, prompts=(prepared,)), replaced
@@ -58,13 +56,13 @@ class ImagePreparation:
 
         Raises the errors of `prepare`.
         """
-        if not images_of(conversation):
+        if not conversation.images:
             return conversation, []
         rules, replaced = card.images or card.image_allowance, list[str]()
         files: dict[str, bytes | CannotFetch] = {}
         if rules is not None:
             conversation = _within_number(conversation, rules, replaced)
-            links = list(dict.fromkeys(image.url for image in images_of(conversation) if image.url))
+            links = list(dict.fromkeys(image.url for image in conversation.images if image.url))
             files = await self.fetcher.fetch_all(links, tenant_id, rules.max_bytes, rules.max_total_bytes)
         change = partial(_prepared, files, card)
         return await asyncio.to_thread(_changed, conversation, change, replaced), replaced
@@ -75,12 +73,12 @@ def prepare_count(conversation: Conversation, card: ModelCard) -> Conversation:
 
     Raises BadRequest for links, and for images that the model cannot read.
     """
-    if not images_of(conversation):
+    if not conversation.images:
         return conversation
     rules, replaced = card.images or card.image_allowance, list[str]()
     if rules is not None:
         conversation = _within_number(conversation, rules, replaced)
-        for image in images_of(conversation):
+        for image in conversation.images:
             if image.url:
                 raise invalid_image(
                     f"the image at {image.path or 'a link'} is a link, and links are not followed to count tokens; "
@@ -92,7 +90,7 @@ def prepare_count(conversation: Conversation, card: ModelCard) -> Conversation:
 def _within_number(conversation: Conversation, rules: ImageRules | ImageAllowance, replaced: list[str]) -> Conversation:
     """Return the conversation with at most as many images as are allowed. Raises BadRequest."""
     conversation = _without_oldest(conversation, rules.max_images, replaced)
-    check_number(len(images_of(conversation)), rules.max_images)
+    check_number(len(conversation.images), rules.max_images)
     return conversation
 
 
@@ -123,7 +121,7 @@ def _without_oldest(conversation: Conversation, max_images: int, replaced: list[
 
     An agent that looks at more and more images can thus go on.
     """
-    num_left = len(images_of(conversation)) - max_images
+    num_left = len(conversation.images) - max_images
 
     def change(part: dict[str, Any], is_result: bool) -> dict[str, Any]:
         nonlocal num_left

@@ -16,7 +16,7 @@ from moiety_platform.inference.encoded_pairs import context_too_long, encode_pai
 from moiety_platform.inference.encoding_cost import ID_COST, is_short, tools_for_template
 from moiety_platform.inference.generation import Conversation, Generation, Prompt, TextPair
 from moiety_platform.inference.harmony_answers import HarmonyAnswers
-from moiety_platform.inference.prompt_images import image_inputs, images_of, readable_images, with_placeholders
+from moiety_platform.inference.prompt_images import images_not_supported, with_placeholders
 from moiety_platform.inference.strict_tools import grammar_of_calls, may_read_like_call
 from moiety_platform.inference.system_messages import as_user_messages, takes_late_system
 from moiety_platform.inference.template_options import TemplateOptions
@@ -36,7 +36,6 @@ from moiety_text.tools.deltas import Parts
 from moiety_text.tools.formats import Opening, ToolFormat
 from moiety_text.tools.registry import FORMAT_NAMES, adapt_to_template, find_tool_format
 from moiety_wire.grammars import GrammarSpec
-from moiety_wire.images import ImageInput
 from moiety_wire.messages import ModelCard, ThoughtBudget, ThoughtMarks
 
 MARKER_TOKENS = 16  # last tokens of a prompt, in which a marker and white space after it fit
@@ -87,7 +86,7 @@ class ModelText:
         self.special_ids = tuple(one for one, token in self._tokenizer.added_tokens.items() if token.special)
         self._model = card.model
         self._follows_grammars = card.follows_grammars
-        self._images = card.images
+        self.image_rules = card.images
         placeholder = None if card.images is None else self._tokenizer.find_token(card.images.image_token_id)
         self._shows_result_images = shows_result_images(template, placeholder, self._tool_format)
         self.labels, self.score_activation = card.labels, card.score_activation
@@ -375,7 +374,8 @@ class ModelText:
             raise BadRequest(
                 f"the model {self._model!r} has no chat template; use /v1/completions with a prompt", param="messages"
             )
-        images = readable_images(conversation, self._images, self._model)
+        if conversation.images and self.image_rules is None:
+            raise images_not_supported(self._model)
         tools = [] if conversation.tools is None else tools_for_template(conversation.tools)
         extra = self._options.variables_of(conversation) if conversation.has_reasoning_options else {}
         opening, messages = self._begun(conversation)
@@ -388,16 +388,14 @@ class ModelText:
             max_tokens=self._max_context_tokens,
             is_plain=is_plain,
         )
-        return token_ids if self._images is None else with_placeholders(token_ids, images, self._images, self._model)
-
-    def image_inputs(self, generation: Generation, number: int, prompt_ids: Sequence[int]) -> list[ImageInput]:
-        """Return the images of the generation's prompt `number` for the engine; `prompt_ids` are its token ids."""
-        return image_inputs(prompt_ids, images_of(generation.prompts[number]), self._images)
+        if self.image_rules is None:
+            return token_ids
+        return with_placeholders(token_ids, conversation.images, self.image_rules, self._model)
 
     def _begun(self, conversation: Conversation) -> tuple[Opening, Sequence[Mapping[str, Any]]]:
         """Return the beginning of the answer, and the messages in the template's form. Raises BadRequest."""
         messages: Sequence[Mapping[str, Any]] = conversation.messages
-        if not self._shows_result_images:
+        if conversation.images and not self._shows_result_images:
             messages = with_images_after_results(messages)
         if not self._takes_late_system:
             messages = as_user_messages(messages)

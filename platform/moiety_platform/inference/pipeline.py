@@ -36,13 +36,12 @@ from moiety_platform.inference.endpoint import Body, Endpoint
 from moiety_platform.inference.engine_placement import Placement
 from moiety_platform.inference.engine_submits import RequestOrigin, check_limits, most_output_tokens, submits_of
 from moiety_platform.inference.field_support import ignored_fields, support_headers
-from moiety_platform.inference.generation import Generation, PoolingTask, TextPair, with_single_texts
+from moiety_platform.inference.generation import Conversation, Generation, PoolingTask, TextPair, with_single_texts
 from moiety_platform.inference.idempotency import claim_key
 from moiety_platform.inference.image_preparation import ImagePreparation
 from moiety_platform.inference.keep_alive import KeepAlive
 from moiety_platform.inference.model_text_cache import ModelTexts
 from moiety_platform.inference.option_scores import encode_options
-from moiety_platform.inference.prompt_images import images_of
 from moiety_platform.inference.quota_reservation import Tariffs
 from moiety_platform.inference.request_body import BodyReader
 from moiety_platform.inference.request_record import RequestRecord
@@ -196,17 +195,20 @@ class RequestPipeline:
             _refuse_hopeless(generation, matched)
             text = await services.texts.get(matched.card)
             tenant_id = record.principal.tenant_id
-            generation, replaced = await services.images.prepare(generation, matched.card, tenant_id)
+            if matched.has_images:
+                generation, replaced = await services.images.prepare(generation, matched.card, tenant_id)
+                record.ignored_fields += replaced
             record.generation = generation
-            record.ignored_fields += replaced
             seconds: list[int] = []
             if isinstance(generation.prompts[0], TextPair):
                 prompts, seconds = await text.encode_pairs(generation)
             elif generation.option_counts:
                 prompts = await encode_options(text, generation)
-            else:
+            elif generation.truncates:
                 generation, prompts = await encode_fitting(text, generation, matched.card, record)
                 record.generation = generation
+            else:
+                prompts = await text.encode_prompts(generation)
             if not generation.option_counts:  # whose reasoning options are not the client's
                 record.adjusted_fields |= text.adjusted_fields(generation)
             longest = self._most_output_tokens(record, generation, matched.card, prompts)
@@ -214,7 +216,7 @@ class RequestPipeline:
             if accept is not None:
                 await accept()
             service = matched.chosen.service
-            rules = matched.card.images if images_of(generation.prompts[0]) else None
+            rules = matched.card.images if matched.has_images else None
             placement = Placement(services.replicas, matched.card.model, service, limits.failover_wait_s, rules)
             run = InferenceRun(
                 record, matched.chosen, prompts, text, placement, services.clock, limits.credit_window_tokens, place
@@ -257,8 +259,10 @@ class RequestPipeline:
             adapter = await services.adapters.find(principal.tenant_id, model)
             allowed = allowed_of(allowed, adapter)
         base = model if adapter is None else adapter.model
+        prompt = generation.prompts[0]
+        has_images = isinstance(prompt, Conversation) and bool(prompt.images)
         try:
-            card = card_of(states, base, allowed, has_images=bool(images_of(generation.prompts[0])))
+            card = card_of(states, base, allowed, has_images=has_images)
         except PlatformError:
             if base in cards_of(states):  # there is such a model, but not for this request
                 record.served_model, record.base_model = model, base
@@ -273,7 +277,7 @@ class RequestPipeline:
         catalogue = await services.classes.get(principal.service_class)
         chosen = catalogue.choose(principal.service_class, generation.service_tier)
         record.chose(catalogue, chosen.service)
-        return _Matched(generation, card, states, catalogue, chosen, adapter)
+        return _Matched(generation, card, states, catalogue, chosen, adapter, has_images)
 
     def _most_output_tokens(
         self, record: RequestRecord, generation: Generation, card: ModelCard, prompts: list[list[int]]
@@ -335,6 +339,7 @@ class _Matched(msgspec.Struct, frozen=True):
     catalogue: Catalogue
     chosen: ChosenClass
     adapter: NamedAdapter | None
+    has_images: bool
 
 
 def _cache_salt(principal: Principal, adapter: str, generation: Generation | None) -> bytes:
@@ -361,7 +366,7 @@ def _refuse_hopeless(generation: Generation, matched: _Matched) -> None:
     need = Need.PROMPT if generation.embed else Need.ANSWER
     need = need if matched.adapter is None else Need.ADAPTED
     states, rules = matched.states, matched.card.images
-    if rules is not None and images_of(matched.generation.prompts[0]):
+    if rules is not None and matched.has_images:
         states = seeing_engines(states, matched.card.model, rules)
     state = choose(states, matched.card.model, service, need=need)
     refusal = refuse_hopeless(service, state.class_load(service.name))
@@ -371,11 +376,14 @@ def _refuse_hopeless(generation: Generation, matched: _Matched) -> None:
 
 def _headers_of(record: RequestRecord) -> dict[str, str]:
     """Return the response headers of an admitted request."""
+    adjustments = {}
+    if record.ignored_fields or record.adjusted_fields:
+        adjustments = support_headers(record.ignored_fields, record.adjusted_fields)
     return {
         CLASS_HEADER: record.service_class,
         ADMISSION_HEADER: record.admission_reason,
         **record.reservation.headers(),
-        **support_headers(record.ignored_fields, record.adjusted_fields),
+        **adjustments,
     }
 
 

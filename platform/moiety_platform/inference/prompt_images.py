@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from moiety_platform.errors import BadRequest
-from moiety_platform.inference.generation import Conversation, Prompt
+from moiety_platform.inference.generation import PromptImage
 from moiety_wire.images import ImageAllowance, ImageInput, ImageRules, image_size
 
 NOT_SUPPORTED = "images_not_supported"  # error codes
@@ -32,19 +30,6 @@ _TYPES = {b"\x89PNG": b"png", b"RIFF": b"webp"}  # by the beginning of the file;
 IMAGE_URL_PATTERN = "^(data:image/[^,]*;base64,|https?://)"  # for schemas
 LINK_PATTERN = "^https?://"
 BASE64_PATTERN = "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
-
-
-class PromptImage(msgspec.Struct, frozen=True):
-    """Image of a conversation: an encoded file, or the link at which it must be fetched.
-
-    `digest` and `encoded` take long to compute, so they are computed once for all choices of a request.
-    """
-
-    data: bytes = b""
-    url: str = ""  # "" where `data` is known
-    path: str = ""  # of its part in the request
-    digest: bytes = b""  # `image_digest` of the file; b"" where it is not computed
-    encoded: bytes = b""  # the file's data URL as JSON; b"" where it is not computed
 
 
 def text_part(text: str) -> dict[str, Any]:
@@ -110,31 +95,10 @@ def _parts_of(content: Any) -> list[dict[str, Any]]:
     return content if isinstance(content, list) else [text_part(content)]
 
 
-def images_of(prompt: Prompt) -> list[PromptImage]:
-    """Return the images of a conversation, in their order in its messages."""
-    return list(_images_in(prompt.messages)) if isinstance(prompt, Conversation) else []
-
-
-def _images_in(messages: Sequence[Mapping[str, Any]]) -> Iterator[PromptImage]:
-    for message in messages:
-        if isinstance(message["content"], list):
-            for part in message["content"]:
-                if is_image(part):
-                    yield part["image"]
-
-
 def images_not_supported(model: str) -> BadRequest:
     """Return the error for images to a model that reads text only."""
     message = f"the model {model!r} reads text only; leave the images out, or use a model that sees"
     return BadRequest(message, code=NOT_SUPPORTED, param="messages")
-
-
-def readable_images(conversation: Conversation, rules: ImageRules | None, model: str) -> list[PromptImage]:
-    """Return the images of a conversation, in its order. Raises BadRequest if the model reads text only."""
-    images = images_of(conversation)
-    if images and rules is None:
-        raise images_not_supported(model)
-    return images
 
 
 def with_placeholders(token_ids: list[int], images: Sequence[PromptImage], rules: ImageRules, model: str) -> list[int]:
@@ -153,10 +117,8 @@ def with_placeholders(token_ids: list[int], images: Sequence[PromptImage], rules
     return expanded
 
 
-def image_inputs(token_ids: Sequence[int], images: Sequence[PromptImage], rules: ImageRules | None) -> list[ImageInput]:
+def image_inputs(token_ids: Sequence[int], images: Sequence[PromptImage], rules: ImageRules) -> list[ImageInput]:
     """Return the images for the engine, each with the index of its first placeholder in the prompt."""
-    if rules is None or not images:
-        return []
     inputs, end, prompt_ids = [], 0, list(token_ids)
     for image in images:
         start = prompt_ids.index(rules.image_token_id, end)

@@ -9,14 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moiety_platform.inference.prompt_images import (
-    PromptImage,
-    has_images,
-    image_part,
-    is_image,
-    joined_contents,
-    text_part,
-)
+from moiety_platform.inference.generation import PromptImage
+from moiety_platform.inference.prompt_images import has_images, image_part, is_image, joined_contents, text_part
 from moiety_platform.inference.tool_fields import call_for_template
 from moiety_text.chat import ChatTemplate
 from moiety_text.errors import TemplateRefused

@@ -34,7 +34,7 @@ async def encode_fitting(
     `encode_prompts`.
     """
     conversation = generation.prompts[0]
-    if not generation.truncates or not isinstance(conversation, Conversation):
+    if not isinstance(conversation, Conversation):
         return generation, await text.encode_prompts(generation)
     most = card.max_context_tokens - _output_room(generation, card)
 

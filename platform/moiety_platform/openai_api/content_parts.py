@@ -16,13 +16,8 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from moiety_platform.inference.body_fields import MAX_PARTS, StrictBody, shows
 from moiety_platform.inference.field_support import ignored
-from moiety_platform.inference.prompt_images import (
-    IMAGE_URL_PATTERN,
-    PromptImage,
-    image_of_url,
-    image_part,
-    text_part,
-)
+from moiety_platform.inference.generation import PromptImage
+from moiety_platform.inference.prompt_images import IMAGE_URL_PATTERN, image_of_url, image_part, text_part
 
 _TYPES = ("text", "refusal", "image_url", "input_audio", "file")
 _UNSERVED = ConfigDict(json_schema_extra={"not": {}})  # no value is accepted

@@ -309,14 +309,17 @@ class ChatBody(ThoughtBudgetFields, VllmChatFields, GenerationBody):
         return max(ttl_s, super().keep_s)
 
     def skipped_entries(self) -> Iterator[str]:
-        yield from skipped_tools(self.tools)
-        if any(message.has_detail for message in self.messages):
+        if self.tools:
+            yield from skipped_tools(self.tools)
+        if any(message.has_detail for message in self.messages if isinstance(message.content, list)):
             yield "messages.content.image_url.detail"
 
     def offer(self) -> ToolOffer | None:
         """Return the tools that the model may call, or None."""
         if self.functions:
             return offer_of_functions(self.functions, self.function_call, parallel=False)
+        if not self.tools:
+            return None
         return offer_of(self.tools, self.tool_choice, parallel=self.parallel_tool_calls is not False)
 
     def message_form(self) -> MessageForm:

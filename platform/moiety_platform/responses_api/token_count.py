@@ -13,7 +13,6 @@ from moiety_platform.inference.field_support import ignored, mapped
 from moiety_platform.inference.generation import Conversation
 from moiety_platform.inference.image_preparation import prepare_count
 from moiety_platform.inference.model_services import ModelServices
-from moiety_platform.inference.prompt_images import images_of
 from moiety_platform.openapi.described import JSON, Described, describes
 from moiety_platform.openapi.documents import ANTHROPIC_KEY, KEY
 from moiety_platform.request_head import fields_of
@@ -64,7 +63,7 @@ class ResponseTokensController(Controller):
         base = body.model if adapter is None else adapter.model
         asked = body.counted()
         allowed = allowed_of(whose.allowed_models, adapter)
-        card = models.replicas.card(base, allowed, has_images=bool(images_of(asked)))
+        card = models.replicas.card(base, allowed, has_images=bool(asked.images))
         text = await models.texts.get(card)
         asked = prepare_count(asked, card)
         (token_ids,) = await text.encode([asked])

@@ -22,7 +22,6 @@ from moiety_platform.engine_client.base import EngineClient
 from moiety_platform.engine_client.stream import EngineStream
 from moiety_platform.errors import BadRequest, PlatformError, RequestExceedsQuota, forget_frames
 from moiety_platform.inference.generation import Conversation
-from moiety_platform.inference.prompt_images import images_of
 from moiety_platform.inference.quota_reservation import UsedTokens, scopes_of
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.request_recorder import UsageSink
@@ -222,7 +221,7 @@ def _turn_of(record: RequestRecord, run: InferenceRun) -> _Turn | None:
         return None
     (asked,), output_ids = generation.prompts, run.whole_answer()
     is_adapted = record.base_model != record.served_model
-    if not isinstance(asked, Conversation) or asked.prefill or output_ids is None or is_adapted or images_of(asked):
+    if not isinstance(asked, Conversation) or asked.prefill or output_ids is None or is_adapted or asked.images:
         return None
     client = next((client for client, _ in reversed(record.sequences) if _prefills_ahead(client.state.card)), None)
     return None if client is None else _Turn(record, run, asked, output_ids, client)
