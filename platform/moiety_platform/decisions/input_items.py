@@ -42,34 +42,39 @@ class DecisionMessage(StrictBody):
         return {"role": self.role, "content": text_of(self.content)}
 
 
-class DecisionCall(StrictBody):
-    """A function call."""
+class _AnyCall(StrictBody):
+    """A call of a function or of a custom tool."""
 
-    type: Literal["function_call"]
     call_id: _CallId
     name: _Name
     namespace: _Name | None = None
+
+    def _shown_with(self, **given: str) -> dict[str, Any]:
+        """Return the call as the model reads it, with what it was given."""
+        name = self.name if self.namespace is None else f"{self.namespace}.{self.name}"
+        return {"call": name, "call_id": self.call_id, **given}
+
+
+class DecisionCall(_AnyCall):
+    """A function call."""
+
+    type: Literal["function_call"]
     arguments: str
 
     def shown(self) -> dict[str, Any]:
         """Return the item as the model reads it."""
-        name = self.name if self.namespace is None else f"{self.namespace}.{self.name}"
-        return {"call": name, "call_id": self.call_id, "arguments": self.arguments}
+        return self._shown_with(arguments=self.arguments)
 
 
-class DecisionCustomCall(StrictBody):
+class DecisionCustomCall(_AnyCall):
     """A call of a custom tool."""
 
     type: Literal["custom_tool_call"]
-    call_id: _CallId
-    name: _Name
-    namespace: _Name | None = None
     input: str
 
     def shown(self) -> dict[str, Any]:
         """Return the item as the model reads it."""
-        name = self.name if self.namespace is None else f"{self.namespace}.{self.name}"
-        return {"call": name, "call_id": self.call_id, "input": self.input}
+        return self._shown_with(input=self.input)
 
 
 class DecisionCallOutput(StrictBody):

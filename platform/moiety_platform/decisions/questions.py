@@ -29,21 +29,40 @@ def _literal(value: str | bool) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def _listed(options: Sequence[tuple[str, str | None]]) -> str:
-    """Return options with their descriptions as a list."""
-    return "\n".join(f"- {option}" + (f": {described}" if described else "") for option, described in options)
+class _Option(StrictBody):
+    """One of the options that a question lists."""
+
+    description: str | None = None
+
+    @property
+    def literal(self) -> str:
+        """The answer that chooses it, as JSON."""
+        raise NotImplementedError
 
 
-def _check_several(entries: list[Any]) -> list[Any]:
-    if len(entries) < 2:
+def _check_options(options: list[Any]) -> list[Any]:
+    """Check that there are several options, and no answer that chooses two of them."""
+    if len(options) < 2:
         raise refuse("it has fewer than two entries; send at least two")
-    return entries
-
-
-def _check_unique(literals: Sequence[str]) -> None:
-    repeated = [literal for literal, count in Counter(literals).items() if count > 1]
+    repeated = [literal for literal, count in Counter(option.literal for option in options).items() if count > 1]
     if repeated:
         raise refuse(f"each entry must be unique; {repeated[0][:64]} is repeated")
+    return options
+
+
+def _literals(options: Sequence[_Option]) -> tuple[str, ...]:
+    return tuple(option.literal for option in options)
+
+
+def _task(instructions: str, heading: str, options: Sequence[_Option]) -> str:
+    """Return what the model is told to do: to answer with one of the options, which are listed."""
+    listed = "\n".join(
+        f"- {option.literal}" + (f": {option.description}" if option.description else "") for option in options
+    )
+    return (
+        f"{instructions}\n\n{heading}, as JSON:\n{listed}\n\n"
+        "Answer with exactly one of these JSON values and nothing else."
+    )
 
 
 class PredicateQuestion(StrictBody):
@@ -67,11 +86,14 @@ class PredicateQuestion(StrictBody):
         )
 
 
-class DecisionChoice(StrictBody):
+class DecisionChoice(_Option):
     """One of the values of a choice. A string and a boolean with the same text are distinct."""
 
     value: str | bool
-    description: str | None = None
+
+    @property
+    def literal(self) -> str:
+        return _literal(self.value)
 
 
 class ChoiceQuestion(StrictBody):
@@ -83,36 +105,29 @@ class ChoiceQuestion(StrictBody):
     choices: Annotated[
         list[DecisionChoice],
         Field(fail_fast=True, max_length=MAX_CHOICES),
-        AfterValidator(_check_several),
+        AfterValidator(_check_options),
         shows(minItems=2, maxItems=MAX_CHOICES),
     ]
-
-    @field_validator("choices")
-    @classmethod
-    def _unique(cls, value: list[DecisionChoice]) -> list[DecisionChoice]:
-        _check_unique([_literal(choice.value) for choice in value])
-        return value
 
     @property
     def options(self) -> tuple[str, ...]:
         """The answers among which the model chooses, as JSON."""
-        return tuple(_literal(choice.value) for choice in self.choices)
+        return _literals(self.choices)
 
     @property
     def task(self) -> str:
         """What the model is told to do."""
-        listed = _listed([(_literal(choice.value), choice.description) for choice in self.choices])
-        return (
-            f"{text_of(self.instructions)}\n\nThe possible answers, as JSON:\n{listed}\n\n"
-            "Answer with exactly one of these JSON values and nothing else."
-        )
+        return _task(text_of(self.instructions), "The possible answers", self.choices)
 
 
-class ScoreLevel(StrictBody):
+class ScoreLevel(_Option):
     """One level of a score."""
 
     label: str
-    description: str | None = None
+
+    @property
+    def literal(self) -> str:
+        return _literal(self.label)
 
 
 class ScoreQuestion(StrictBody):
@@ -124,29 +139,19 @@ class ScoreQuestion(StrictBody):
     levels: Annotated[
         list[ScoreLevel],
         Field(fail_fast=True, max_length=MAX_LEVELS),
-        AfterValidator(_check_several),
+        AfterValidator(_check_options),
         shows(minItems=2, maxItems=MAX_LEVELS),
     ]
-
-    @field_validator("levels")
-    @classmethod
-    def _unique(cls, value: list[ScoreLevel]) -> list[ScoreLevel]:
-        _check_unique([_literal(level.label) for level in value])
-        return value
 
     @property
     def options(self) -> tuple[str, ...]:
         """The answers among which the model chooses, as JSON."""
-        return tuple(_literal(level.label) for level in self.levels)
+        return _literals(self.levels)
 
     @property
     def task(self) -> str:
         """What the model is told to do."""
-        listed = _listed([(_literal(level.label), level.description) for level in self.levels])
-        return (
-            f"{text_of(self.instructions)}\n\nThe levels, from the lowest to the highest, as JSON:\n{listed}\n\n"
-            "Answer with exactly one of these JSON values and nothing else."
-        )
+        return _task(text_of(self.instructions), "The levels, from the lowest to the highest", self.levels)
 
 
 class _OtherQuestion(StrictBody):
