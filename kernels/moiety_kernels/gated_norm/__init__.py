@@ -1,0 +1,31 @@
+"""RMS normalisation of each head's output of a recurrent layer, with a gate from the layer's input."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from moiety_kernels.checks import require, require_shape
+from moiety_kernels.gated_norm import reference
+from moiety_kernels.lazy_imports import when_asked
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Gate = Literal["silu", "sigmoid"]
+
+_cpu = when_asked(__name__, "cpu")
+_kernel = when_asked(__name__, "kernel")
+
+
+def gated_norm(x_TMV: Tensor, gate_TMV: Tensor, weight_V: Tensor, eps: float, gate: Gate = "silu") -> Tensor:
+    """Return rms_norm(x) · weight · gate(gate_TMV) over the last dimension, computed in float32, in x's dtype."""
+    require_shape("gate", gate_TMV, tuple(x_TMV.shape))
+    require_shape("weight", weight_V, (x_TMV.shape[2],))
+    require(gate in ("silu", "sigmoid"), "gate must be silu or sigmoid")
+    if x_TMV.is_cpu and _cpu().fits(x_TMV, gate_TMV, weight_V):
+        fast: Tensor = _cpu().gated_norm(x_TMV, gate_TMV, weight_V, eps, gate)
+        return fast
+    if x_TMV.is_cuda and _kernel().fits(x_TMV, gate_TMV):
+        on_gpu: Tensor = _kernel().gated_norm(x_TMV, gate_TMV, weight_V, eps, gate)
+        return on_gpu
+    return reference.gated_norm(x_TMV, gate_TMV, weight_V, eps, gate)
