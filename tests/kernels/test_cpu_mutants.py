@@ -32,6 +32,8 @@ from moiety_kernels.latent_input import cpu as latent_input
 from moiety_kernels.latent_input import reference as latent_reference
 from moiety_kernels.linear import cpu as linear
 from moiety_kernels.linear.reference import linear as linear_reference
+from moiety_kernels.linear_attention import cpu as linear_attention
+from moiety_kernels.linear_attention.reference import linear_attention as linear_attention_reference
 from moiety_kernels.low_rank import Factors
 from moiety_kernels.low_rank import cpu as low_rank
 from moiety_kernels.low_rank import reference as low_rank_reference
@@ -190,9 +192,22 @@ def recurs(kernel: ModuleType, _: Any) -> None:
         assert_close(ours.nan_to_num(7), theirs.nan_to_num(7))
 
 
+def decays(kernel: ModuleType, _: Any) -> None:
+    q, k, v, log_decay, _ = delta_inputs(32, 128, 1, torch.float32)
+    ours = states(4, 32, 128)
+    theirs, gates = ours.clone(), log_decay.squeeze(2)
+    expected = linear_attention_reference(q, k, v, gates, theirs, *sequences())
+    assert_close(kernel.linear_attention(q, k, v, gates, ours, *sequences()), expected)
+    assert_close(ours.nan_to_num(7), theirs.nan_to_num(7))
+
+
 def normalizes_with_gates(kernel: ModuleType, _: Any) -> None:
-    x, z, weight = torch.randn(70, 3, 32), torch.randn(70, 96 + 32)[:, 32:].view(70, 3, 32), torch.rand(32)
-    for gate in ("silu", "sigmoid"):
+    x, z = torch.randn(70, 3, 32), torch.randn(70, 96 + 32)[:, 32:].view(70, 3, 32)
+    for gate, weight in (
+        ("silu", torch.rand(1, 32)),
+        ("sigmoid", torch.rand(3, 32)),
+        ("silu_first", torch.rand(3, 32)),
+    ):
         assert_close(kernel.gated_norm(x, z, weight, 1e-6, gate), gated_norm_reference(x, z, weight, 1e-6, gate))
 
 
@@ -200,6 +215,7 @@ CHECKS: dict[ModuleType, Check] = {
     causal_conv: convolves,
     gated_delta: recurs,
     gated_norm: normalizes_with_gates,
+    linear_attention: decays,
     embedding: embeds,
     expert_count: counts,
     rms_norm: normalizes,
@@ -223,6 +239,11 @@ MUTANTS = [
     (gated_delta, "products(k, decay, width, decayed_k)", "products(k, k, width, decayed_k)"),
     (gated_norm, "r // heads * args.gate_stride", "r // heads * 4 * heads * width"),
     (gated_norm, "if args.is_sigmoid:", "if not args.is_sigmoid:"),
+    (gated_norm, "            x_V = out_V\n", ""),
+    (gated_norm, "r % heads * args.weight_stride", "r // heads * args.weight_stride"),
+    (linear_attention, "row[column] * decay)", "row[column])"),
+    (linear_attention, "4 * width * (head // args.sharing)", "4 * width * (head % args.sharing)"),
+    (linear_attention, "if load_i32(args.has_state_S, s) == 0:", "if load_i32(args.has_state_S, s) != 0:"),
     (embedding, "load_i64(token_ids_T, t) * row_bytes", "load_i64(token_ids_T, task * _BLOCK) * row_bytes"),
     (embedding, "if factor != 1.0:", "if factor == 1.0:"),
     (expert_count, "if owner != 0 and load_i32", "if load_i32"),

@@ -13,6 +13,8 @@ from moiety_kernels.gated_delta import gated_delta_rule
 from moiety_kernels.gated_delta import reference as delta_reference
 from moiety_kernels.gated_norm import Gate, gated_norm
 from moiety_kernels.gated_norm import reference as norm_reference
+from moiety_kernels.linear_attention import linear_attention
+from moiety_kernels.linear_attention import reference as linear_reference
 
 from .recurrent import QUERIES, TOKENS, delta_inputs, sequences, states
 
@@ -79,16 +81,24 @@ def test_the_convolution(channels: int, has_bias: bool, silu: bool) -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("gate", ["silu", "sigmoid"])
+@pytest.mark.parametrize(("gate", "rows"), [("silu", 1), ("sigmoid", 1), ("silu_first", 3)])
 @pytest.mark.parametrize("width", [64, 20])
-def test_the_gated_normalisation(gate: Gate, width: int) -> None:
-    x, z, weight = (
-        torch.randn(70, 3, width),
-        torch.randn(70, 4 * width)[:, width:].view(70, 3, width),
-        torch.rand(width),
-    )
+def test_the_gated_normalisation(gate: Gate, rows: int, width: int) -> None:
+    x, z = torch.randn(70, 3, width), torch.randn(70, 4 * width)[:, width:].view(70, 3, width)
+    weight = torch.rand(rows, width)
     made = gated_norm(x, z, weight, 1e-6, gate)
     torch.testing.assert_close(made, norm_reference.gated_norm(x, z, weight, 1e-6, gate), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("value_width", [128, 24])
+def test_linear_attention(value_width: int) -> None:
+    q, k, v, log_decay, _ = delta_inputs(48, value_width, 1, torch.float32)
+    ours, gates = states(4, 48, value_width), log_decay.squeeze(2)
+    theirs = ours.clone()
+    made = linear_attention(q, k, v, gates, ours, *sequences(), max_query=max(QUERIES))
+    expected = linear_reference.linear_attention(q, k, v, gates, theirs, *sequences())
+    torch.testing.assert_close(made, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 def test_shapes_that_do_not_go_together_are_refused() -> None:

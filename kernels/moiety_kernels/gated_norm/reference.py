@@ -11,9 +11,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def gated_norm(x_TMV: Tensor, gate_TMV: Tensor, weight_V: Tensor, eps: float, gate: str) -> Tensor:
-    """Return rms_norm(x) · weight · gate, in x's dtype."""
+def gated_norm(x_TMV: Tensor, gate_TMV: Tensor, weight_MV: Tensor, eps: float, gate: str) -> Tensor:
+    """Return the gated normalisation, in x's dtype."""
     x = x_TMV.float()
-    normed = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight_V.float()
-    opened = silu(gate_TMV.float()) if gate == "silu" else gate_TMV.float().sigmoid()
-    return (normed * opened).to(x_TMV.dtype)
+    if gate == "silu_first":
+        x = x * silu(gate_TMV.float())
+    normed = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight_MV.float()
+    if gate != "silu_first":
+        normed = normed * (silu(gate_TMV.float()) if gate == "silu" else gate_TMV.float().sigmoid())
+    return normed.to(x_TMV.dtype)

@@ -14,6 +14,8 @@ from moiety_kernels.gated_delta import kernel as delta
 from moiety_kernels.gated_delta import reference as delta_reference
 from moiety_kernels.gated_norm import kernel as norm
 from moiety_kernels.gated_norm import reference as norm_reference
+from moiety_kernels.linear_attention import kernel as linear
+from moiety_kernels.linear_attention import reference as linear_reference
 
 TOLERANCE: dict[torch.dtype, Any] = {
     torch.float32: {"rtol": 2e-5, "atol": 2e-5},
@@ -40,6 +42,21 @@ def test_a_gate_of_each_channel_token_by_token(device: str) -> None:
     assert_recurs(delta, 32, NUM_DECODE, torch.float32, device)
 
 
+def assert_decays(kernels: Any, dtype: torch.dtype, device: str) -> None:
+    q, k, v, log_decay, _ = delta_inputs(32, 48, 1, dtype, device)
+    q, k, ours, gates = q / 4, k / 4, states(4, 32, 48, device=device), log_decay.squeeze(2)
+    theirs, batch = ours.clone(), sequences(device)
+    made = kernels.linear_attention(q, k, v, gates, ours, *batch, num_decode=NUM_DECODE, max_query=max(QUERIES))
+    expected = linear_reference.linear_attention(q, k, v, gates, theirs, *batch)
+    torch.testing.assert_close(made, expected, **TOLERANCE[dtype])
+    torch.testing.assert_close(ours, theirs, equal_nan=True, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_state_that_decays(dtype: torch.dtype, device: str) -> None:
+    assert_decays(linear, dtype, device)
+
+
 def assert_convolves(kernels: Any, dtype: torch.dtype, device: str, *, whole: bool) -> None:
     x = torch.randn(TOKENS, 217).to(device, dtype)[:, 17:]
     weight, bias = torch.randn(4, 200, device=device), torch.randn(200, device=device) if whole else None
@@ -58,12 +75,12 @@ def test_a_convolution_with_tails(dtype: torch.dtype, whole: bool, device: str) 
 
 def assert_normalizes(kernels: Any, gate: str, device: str) -> None:
     x, z = torch.randn(9, 5, 48, device=device), torch.randn(9, 300, device=device)[:, 10:250].view(9, 5, 48)
-    weight = torch.rand(48, device=device)
+    weight = torch.rand(1 if gate == "silu" else 5, 48, device=device)
     made = kernels.gated_norm(x, z, weight, 1e-5, gate)
     torch.testing.assert_close(made, norm_reference.gated_norm(x, z, weight, 1e-5, gate), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("gate", ["silu", "sigmoid"])
+@pytest.mark.parametrize("gate", ["silu", "sigmoid", "silu_first"])
 def test_a_gated_normalisation(gate: str, device: str) -> None:
     assert_normalizes(norm, gate, device)
 
@@ -87,6 +104,22 @@ def test_a_mutant_of_the_recurrence_is_found(mutated: Any, noticed: Any, old: st
     mutant = mutated(delta, old, new)
     with pytest.raises(noticed):
         assert_recurs(mutant, 1, NUM_DECODE, torch.float32, device)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("state * tl.exp(last), input", "state, input"),
+        ("i_token == CHUNK - 1", "i_token == 0"),
+        ("state * tl.exp(tl.load(p_log_decay + row)) +", "state +"),
+        ("* tl.exp(total)[:, None]", ""),
+    ],
+)
+def test_a_mutant_of_linear_attention_is_found(mutated: Any, noticed: Any, old: str, new: str, device: str) -> None:
+    mutant = mutated(linear, old, new)
+    with pytest.raises(noticed):
+        assert_decays(mutant, torch.float32, device)
 
 
 @pytest.mark.thorough
