@@ -20,7 +20,8 @@ _kernel = when_asked(__name__, "kernel")
 def gated_norm(x_TMV: Tensor, gate_TMV: Tensor, weight_MV: Tensor, eps: float, gate: Gate = "silu") -> Tensor:
     """Return rms_norm(x) · weight · gate(z) over the last dimension, computed in float32, in x's dtype.
 
-    z is `gate_TMV`. `weight_MV` may have one row for all heads. The gate "silu_first" is Mamba-2's: rms_norm(x · silu(z)) · weight.
+    z is `gate_TMV`. `weight_MV` may have one row for all heads. The gate "silu_first" is Mamba-2's:
+    rms_norm(x · silu(z)) · weight.
     """
     require_shape("gate", gate_TMV, tuple(x_TMV.shape))
     require_shape("weight", weight_MV, (-1, x_TMV.shape[2]))
