@@ -98,7 +98,7 @@ class PendingRequests:
         wait.is_last = wait.is_last or last
         return True
 
-    def add_images(self, key: int, images: list[PromptImage]) -> None:
+    def add_images(self, key: int, images: tuple[PromptImage, ...]) -> None:
         """Give a pending request its decoded images, in whichever stage it is."""
         if key in self._waits:
             self._images.add_images(key, images)

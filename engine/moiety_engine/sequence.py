@@ -95,7 +95,7 @@ class Sequence:
         self.credit_tokens = submit.credit_tokens
         self.credit_last = False
         self.kv = KvState(num_uncached=len(self.tokens))
-        self.block_hashes = BlockHashes(submit, self.tokens, answer_apart=answer_apart)
+        self.block_hashes = BlockHashes(submit, self.tokens, answer_apart)
         self.deadlines = TokenDeadlines()
         self.timeline = Timeline()
         self.drafts = NO_DRAFTS

@@ -70,7 +70,7 @@ class FailureCode(StrEnum):
     ENGINE_FAILED = "engine_failed"
 
 
-class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
+class Sampling(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """Sampling parameters. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 disable the filter."""
 
     temperature: float = 1.0
@@ -80,7 +80,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}
+    logit_bias: dict[int, float] | None = None
     seed: int | None = None
     num_logprobs: int | None = None  # None: no logprobs; N: the chosen token's, and the N best
     num_prompt_logprobs: int | None = None  # the same for the prompt's tokens

@@ -52,7 +52,7 @@ class ImageDecodeQueue:
         self,
         decoder: ImageDecoder,
         options: ImageOptions,
-        on_done: Callable[[int, list[PromptImage] | ImageFailure], None],
+        on_done: Callable[[int, tuple[PromptImage, ...] | ImageFailure], None],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -72,7 +72,7 @@ class ImageDecodeQueue:
         cls,
         rules: ImageRules,
         options: ImageOptions,
-        on_done: Callable[[int, list[PromptImage] | ImageFailure], None],
+        on_done: Callable[[int, tuple[PromptImage, ...] | ImageFailure], None],
     ) -> ImageDecodeQueue:
         """Return a queue with a decoder of its own."""
         return cls(ImageDecoder(rules, options), options, on_done)
@@ -96,7 +96,7 @@ class ImageDecodeQueue:
         """Return whether a request refers to an image that is not in the cache."""
         return any(not image.data and _key_of(submit, image) not in self._cache for image in submit.images)
 
-    def queue_images(self, key: int, submit: Submit) -> list[PromptImage] | ImageFailure | None:
+    def queue_images(self, key: int, submit: Submit) -> tuple[PromptImage, ...] | ImageFailure | None:
         """Queue a request's images; None if it has to wait for them.
 
         Return the images if all are references, or why they cannot be queued now. Their heads must have been checked,
@@ -115,7 +115,7 @@ class ImageDecodeQueue:
             return ImageFailure(FailureCode.IMAGES_MISSING, message)
         self._held[key] = submit.tenant_id, num_bytes
         if not job.num_missing:
-            return [one for one in job.found if one is not None]
+            return tuple(one for one in job.found if one is not None)
         expire = asyncio.get_running_loop().call_later
         self._wanted[key] = expire(_patience_s(submit), self._expire, key, _late_failure(submit))
         self._turns.add_new(job)
@@ -203,7 +203,7 @@ class ImageDecodeQueue:
         if made is not None:
             self._report(job.key, made)
         elif not job.num_missing:
-            self._report(job.key, [one for one in job.found if one is not None])
+            self._report(job.key, tuple(one for one in job.found if one is not None))
         elif job.key in self._wanted:
             self._turns.add_again(job)
 
@@ -233,7 +233,7 @@ class ImageDecodeQueue:
         self.expired_total += 1
         self._report(key, failure)
 
-    def _report(self, key: int, result: list[PromptImage] | ImageFailure) -> None:
+    def _report(self, key: int, result: tuple[PromptImage, ...] | ImageFailure) -> None:
         timer = self._wanted.pop(key, None)
         if timer is not None:
             timer.cancel()

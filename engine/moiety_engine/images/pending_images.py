@@ -21,7 +21,7 @@ class PendingImages:
 
     def __init__(self) -> None:
         self._requests: dict[int, CoreSubmit] = {}
-        self._images: dict[int, list[PromptImage]] = {}  # by request key
+        self._images: dict[int, tuple[PromptImage, ...]] = {}  # by request key
 
     @property
     def num_waiting(self) -> int:
@@ -35,7 +35,7 @@ class PendingImages:
         """Remove a waiting request and return it; None if it does not wait here."""
         return self._requests.pop(key, None)
 
-    def add_images(self, key: int, images: list[PromptImage]) -> None:
+    def add_images(self, key: int, images: tuple[PromptImage, ...]) -> None:
         """Keep the images of a request that waits here or will."""
         self._images[key] = images
 

@@ -89,7 +89,7 @@ class ScriptedRequest:
             first_token_unix_ns=self.first_token_unix_ns,
             finished_unix_ns=now_unix_ns,
             served_class=self.served_class,
-            events=self.events,
+            events=tuple(self.events),
             num_recomputed_tokens=self.num_recomputed,
             embedding=embedding,
         )

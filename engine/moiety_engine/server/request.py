@@ -258,7 +258,7 @@ class OpenRequest:
     def _ended(self, reason: FinishReason, detail: str) -> CoreFinish:
         """Return a finish like the core's, for a request that the core never received."""
         now_ns = self.received_unix_ns
-        return CoreFinish(reason, detail, 0, self.num_output, 0, 0, now_ns, self.submit.service.name, [], 0)
+        return CoreFinish(reason, detail, 0, self.num_output, 0, 0, now_ns, self.submit.service.name, (), 0)
 
     def _prompt_logprobs(self) -> list[TokenLogprob] | None:
         """Return the prompt's log-probabilities; None if not requested, or not complete before an abort."""

@@ -209,9 +209,10 @@ def _sampling_complaint(sampling: Sampling, limits: ModelLimits) -> str:
 
 
 def _bias_complaint(sampling: Sampling, limits: ModelLimits) -> str:
-    if any(not 0 <= token_id < limits.vocab_size for token_id in sampling.logit_bias):
+    biases = sampling.logit_bias or {}
+    if any(not 0 <= token_id < limits.vocab_size for token_id in biases):
         return f"a logit_bias token id is outside the model's vocabulary, 0 to {limits.vocab_size - 1}"
-    for bias in sampling.logit_bias.values():
+    for bias in biases.values():
         if not -MAX_BIAS <= bias <= MAX_BIAS:  # NaN is in no range
             return f"a logit_bias must be between {-MAX_BIAS:g} and {MAX_BIAS:g}, not {bias}"
     return ""

@@ -66,7 +66,7 @@ class LlamaCpp:
             "repeat_last_n": len(prompt_ids) + max_tokens,  # the whole context
             "presence_penalty": sampling.presence_penalty,
             "frequency_penalty": sampling.frequency_penalty,
-            "logit_bias": [[token_id, bias] for token_id, bias in sampling.logit_bias.items()],
+            "logit_bias": [[token_id, bias] for token_id, bias in (sampling.logit_bias or {}).items()],
             "stop": sent_stops(stopping),
             "ignore_eos": stopping.ignore_eos,
         }

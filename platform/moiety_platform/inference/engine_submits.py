@@ -65,7 +65,7 @@ def check_limits(generation: Generation, num_sequences: int, card: ModelCard, ma
     if num_logprobs is not None and num_logprobs > card.max_num_logprobs:
         raise BadRequest(f"this model gives at most {card.max_num_logprobs} alternatives a token; ask for fewer")
     for name, ids in (
-        ("logit_bias", generation.sampling.logit_bias),
+        ("logit_bias", generation.sampling.logit_bias or ()),
         ("stop_token_ids", generation.stop_token_ids),
     ):
         if (largest := max(ids, default=0)) >= card.vocab_size:

@@ -201,7 +201,7 @@ class GenerationBody(VllmFields, StructuredOutputBody, GeneratingBody):
                 repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
                 presence_penalty=self.presence_penalty or 0.0,
                 frequency_penalty=self.frequency_penalty or 0.0,
-                logit_bias={int(key): value for key, value in self.logit_bias.items()} if self.logit_bias else {},
+                logit_bias={int(key): value for key, value in self.logit_bias.items()} if self.logit_bias else None,
                 seed=self.seed,
                 num_logprobs=num_logprobs,
             ),
