@@ -110,6 +110,7 @@ class CoreLogprob(msgspec.Struct, frozen=True, array_like=True):
     logprob: float
     top_ids: list[int]
     top_logprobs: list[float]
+    rank: int = 0  # among all tokens, 1 for the most likely one; 0: not computed
 
 
 class CoreEvent(msgspec.Struct, frozen=True, gc=False, array_like=True):

@@ -141,6 +141,10 @@ class Sequence:
         """Output tokens without a pending one."""
         return self.tokens[self.request.num_prompt : self.num_known]
 
+    def recent_output(self, count: int) -> list[int]:
+        """Return the newest output tokens, at most `count`, with PENDING for one that is not known yet."""
+        return self.tokens[max(self.request.num_prompt, len(self.tokens) - count) :]
+
     @property
     def thought_scan(self) -> ThoughtScan | None:
         """Scan of the output before its newest token, for the thought budget; None without one."""

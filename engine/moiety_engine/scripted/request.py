@@ -68,7 +68,7 @@ class ScriptedRequest:
     def _make_up(self, token_ids: list[int], count: int) -> list[CoreLogprob]:
         size = self._script.vocab_size
         return [
-            CoreLogprob(-0.5, [(t + i) % size for i in range(count)], [-0.5 - i for i in range(count)])
+            CoreLogprob(-0.5, [(t + i) % size for i in range(count)], [-0.5 - i for i in range(count)], 1)
             for t in token_ids
         ]
 
