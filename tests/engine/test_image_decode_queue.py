@@ -183,20 +183,6 @@ async def test_a_request_that_cannot_be_on_time_any_more_fails_while_it_waits_if
     assert figure(one, "expired_image_waits_total") == 1
 
 
-async def test_a_request_with_kv_from_another_engine_waits_a_short_time_and_fails_so_that_it_is_tried_again(
-    decoding: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(decode_queue, "MAX_WAIT_WITH_KV_S", 0.05)
-    one = decoding()
-    assert one.queue.queue_images(1, asks("a", SLOW)) is None
-    assert one.queue.queue_images(2, asks("b", picture(2), transfer_id="t")) is None
-    await one.until(1, 2)
-    assert list(one.done) == [2, 1]
-    expired = one.done[2]
-    assert isinstance(expired, ImageFailure)
-    assert (expired.code, expired.reason) == (FailureCode.OVERLOADED, None)
-
-
 async def test_requests_that_another_engine_began_are_decoded_first(decoding: Make) -> None:
     one = decoding()
     for key, changes in ((1, {}), (2, {}), (3, {"transfer_id": "t"}), (4, {"resumed_ids": [5]})):

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 MAX_WAIT_S = 600.0  # longest wait of a request for its images, whatever its class
-MAX_WAIT_WITH_KV_S = 30.0  # of one whose KV from another engine takes room in the staging buffer meanwhile
 RETRY_AFTER_S = 5.0
 TENANTS_IN_QUEUE = 32  # the queue has room for the images of as many tenants, each with its limit
 
@@ -117,7 +116,7 @@ class ImageDecodeQueue:
         if not job.num_missing:
             return tuple(one for one in job.found if one is not None)
         expire = asyncio.get_running_loop().call_later
-        self._wanted[key] = expire(_patience_s(submit), self._expire, key, _late_failure(submit))
+        self._wanted[key] = expire(_patience_s(submit), self._expire, key, _late_failure())
         self._turns.add_new(job)
         self._start_next()
         return None
@@ -257,11 +256,8 @@ def _job_of(key: int, submit: Submit, now_s: float) -> ImageJob:
     )
 
 
-def _late_failure(submit: Submit) -> ImageFailure:
-    """Return the failure of a request that waited too long: without a reason, the gateway tries another engine."""
-    if submit.transfer_id:
-        message = "the images of the request were not decoded while its KV was held; send it again"
-        return ImageFailure(FailureCode.OVERLOADED, message)
+def _late_failure() -> ImageFailure:
+    """Return the failure of a request that waited too long."""
     message = "the images of the request were not decoded within the time of its class; send it again later"
     return ImageFailure(FailureCode.OVERLOADED, message, Reason.PREDICTED_LATE, RETRY_AFTER_S)
 
@@ -269,8 +265,6 @@ def _late_failure(submit: Submit) -> ImageFailure:
 def _patience_s(submit: Submit) -> float:
     """Return how long a request may wait for its images: until it cannot be on time, if its class then refuses it."""
     service = submit.service
-    if submit.transfer_id:
-        return MAX_WAIT_WITH_KV_S
     if submit.resumed_ids is not None or service.on_overload is not OverloadAction.REJECT:
         return MAX_WAIT_S
     limit_s = MAX_WAIT_S

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, KeysView
 
     from moiety_engine.images.prompt_images import PromptImage
     from moiety_engine.messages import CoreSubmit
@@ -26,6 +26,11 @@ class PendingImages:
     @property
     def num_waiting(self) -> int:
         return len(self._requests)
+
+    @property
+    def waiting_keys(self) -> KeysView[int]:
+        """Return the keys of the requests that wait here."""
+        return self._requests.keys()
 
     def add_request(self, submit: CoreSubmit) -> None:
         """Hold a request until its images are here."""
