@@ -111,9 +111,12 @@ def submits_of(
             made = [text.as_chat(submit, prompt) for submit in made]
         submits += made
     if generation.option_counts:
+        are_first = [number == 0 for count in generation.option_counts for number in range(count)]
         return [
-            _with_scores_from(submit, first)
-            for submit, first in zip(submits, scored_from(prompts, generation.option_counts), strict=True)
+            _with_scores_from(submit, first, is_billed=is_first)
+            for submit, first, is_first in zip(
+                submits, scored_from(prompts, generation.option_counts), are_first, strict=True
+            )
         ]
     if seconds:
         return [
@@ -197,10 +200,14 @@ def _sampling_of(asked: Sampling, choice: int) -> Sampling:
     return msgspec.structs.replace(asked, seed=seed_of_choice(asked.seed, choice), num_prompt_logprobs=None)
 
 
-def _with_scores_from(submit: Submit, first: int) -> Submit:
-    """Return the sequence of an option, whose prompt is scored from the token `first` on."""
+def _with_scores_from(submit: Submit, first: int, *, is_billed: bool) -> Submit:
+    """Return the sequence of an option, whose prompt is scored from the token `first` on.
+
+    The engine meters only the first option of a question: `billed_prompt_tokens` has what the others add.
+    """
     sampling = msgspec.structs.replace(submit.sampling, prompt_logprobs_from=first)
-    return msgspec.structs.replace(submit, sampling=sampling)
+    bill = submit.billing_context if is_billed else b""
+    return msgspec.structs.replace(submit, sampling=sampling, billing_context=bill)
 
 
 def _check_scoring(card: ModelCard) -> None:
