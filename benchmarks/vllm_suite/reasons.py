@@ -44,7 +44,7 @@ _RULES = tuple(
     for test, detail, reason in (
         ("", "zephyr-lora", "an adapter of the server's command line"),
         ("", "attribute 'prompt_logprobs'", "answers have `prompt_logprobs` only if the request asks for them"),
-        ("logprob_token_ids", "", "`logprob_token_ids` has no effect"),
+        ("", "'logprob_token_ids' cannot", "`logprob_token_ids` is refused"),
         ("", "'use_beam_search' cannot", "beam search is refused"),
         ("", "'echo' cannot", "chats are not echoed"),
         ("", "'(top|prompt)_logprobs' must be", "-1 log probabilities, for the whole vocabulary, are refused"),

@@ -140,6 +140,7 @@ BAD = [
     (CHAT, chat(bad_words=["a" * 65]), 400, "bad_words.0", "64"),
     (CHAT, chat(truncate_prompt_tokens=0), 400, None, "leaves no prompt"),
     (CHAT, chat(truncation_side="middle"), 400, "truncation_side", "'left'"),
+    (CHAT, chat(logprob_token_ids=[5]), 400, "logprob_token_ids", "most likely tokens"),
     (CHAT, chat(logits_processors=["a.b"]), 400, "logits_processors", "runs no code of clients"),
     (CHAT, chat(chat_template="{{ messages }}"), 400, "chat_template", "cannot bring a chat template"),
     (CHAT, chat(structured_outputs={"structural_tag": "{}"}), 400, "structured_outputs.structural_tag", "'tools'"),

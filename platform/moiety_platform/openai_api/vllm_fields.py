@@ -30,6 +30,9 @@ class VllmFields(StrictBody):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None  # -1: what the context leaves
     truncation_side: Literal["left", "right"] | None = None  # where tokens are cut off
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprob_token_ids: Annotated[
+        Any, refused("log probabilities are of the most likely tokens; leave it out, and ask for enough of them", [[]])
+    ] = None
     allowed_token_ids: (
         Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_ALLOWED_IDS)] | None
     ) = None
