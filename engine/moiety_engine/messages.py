@@ -21,7 +21,7 @@ from moiety_wire.notes import EventKind, Reason, StepNote
 from moiety_wire.roles import KvHandoff, KvTransferTimes
 
 
-class CoreSubmit(msgspec.Struct, frozen=True, tag="submit"):
+class CoreSubmit(msgspec.Struct, frozen=True, gc=False, tag="submit"):
     """A request, validated by the server. The server matches stop strings itself."""
 
     key: int
@@ -51,7 +51,7 @@ class CoreSubmit(msgspec.Struct, frozen=True, tag="submit"):
     )
     keep_s: float = 0.0  # time in which its prefix-cache blocks are evicted after others
     thought_budget: ThoughtBudget | None = None
-    images: list[PromptImage] = []  # in the order of their places in the prompt
+    images: tuple[PromptImage, ...] = ()  # in the order of their places in the prompt
     images_pending: bool = False  # they follow in CoreImages
 
 
@@ -59,7 +59,7 @@ class CoreImages(msgspec.Struct, frozen=True, tag="images"):
     """The decoded images of a request that waits for them."""
 
     key: int
-    images: list[PromptImage]
+    images: tuple[PromptImage, ...]
 
 
 class CoreExtend(msgspec.Struct, frozen=True, tag="extend"):
@@ -110,9 +110,10 @@ class CoreLogprob(msgspec.Struct, frozen=True, array_like=True):
     logprob: float
     top_ids: list[int]
     top_logprobs: list[float]
+    rank: int = 0  # among all tokens, 1 for the most likely one; 0: not computed
 
 
-class CoreEvent(msgspec.Struct, frozen=True, array_like=True):
+class CoreEvent(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """A decision about a request; `other` is the key of the request that benefited, 0 if none."""
 
     unix_ns: int
@@ -139,7 +140,7 @@ class CoreFinish(msgspec.Struct, frozen=True, array_like=True):
     first_token_unix_ns: int
     finished_unix_ns: int
     served_class: str
-    events: list[CoreEvent]
+    events: tuple[CoreEvent, ...]
     num_recomputed_tokens: int
     embedding: bytes = b""  # a vector or a head's logits, little-endian float32
     num_drafted_tokens: int = 0  # drafted and computed

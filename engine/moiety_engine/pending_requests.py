@@ -98,7 +98,7 @@ class PendingRequests:
         wait.is_last = wait.is_last or last
         return True
 
-    def add_images(self, key: int, images: list[PromptImage]) -> None:
+    def add_images(self, key: int, images: tuple[PromptImage, ...]) -> None:
         """Give a pending request its decoded images, in whichever stage it is."""
         if key in self._waits:
             self._images.add_images(key, images)
@@ -113,6 +113,8 @@ class PendingRequests:
 
     def take_ready(self) -> Iterator[ReadyRequest]:
         """Yield the requests whose wait is over."""
+        if self._arrivals is not None:
+            self._arrivals.drop_long_held(self._images.waiting_keys)
         for submit in () if self._arrivals is None else self._arrivals.take_ready():
             if not (self._waits_for_images(submit) or self._waits_in_memory(submit)):
                 yield self._ready(submit, None)

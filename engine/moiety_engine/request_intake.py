@@ -107,7 +107,7 @@ class RequestIntake:
             ended = self._scheduler.extend(key, credit_tokens, last=last, now_ns=self._clock_ns())
             self._reporter.add_output(ended)
 
-    def add_images(self, key: int, images: list[PromptImage]) -> None:
+    def add_images(self, key: int, images: tuple[PromptImage, ...]) -> None:
         """Give a request its decoded images. A request that has ended is ignored."""
         self._pending_requests.add_images(key, images)
 
@@ -116,7 +116,7 @@ class RequestIntake:
         pending = self._pending_requests.remove_request(key)
         if pending is not None:
             num_resumed = len(pending.resumed_ids or ())
-            ended = CoreFinish(reason, "", 0, num_resumed, 0, 0, self._clock_ns(), pending.service.name, [], 0)
+            ended = CoreFinish(reason, "", 0, num_resumed, 0, 0, self._clock_ns(), pending.service.name, (), 0)
             self._reporter.add_output(CoreOutput(key, [], None, ended))
         else:
             self._reporter.add_output(self._scheduler.abort(key, reason, now_ns=self._clock_ns()))

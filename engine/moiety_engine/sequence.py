@@ -95,7 +95,7 @@ class Sequence:
         self.credit_tokens = submit.credit_tokens
         self.credit_last = False
         self.kv = KvState(num_uncached=len(self.tokens))
-        self.block_hashes = BlockHashes(submit, self.tokens, answer_apart=answer_apart)
+        self.block_hashes = BlockHashes(submit, self.tokens, answer_apart)
         self.deadlines = TokenDeadlines()
         self.timeline = Timeline()
         self.drafts = NO_DRAFTS
@@ -140,6 +140,10 @@ class Sequence:
     def known_output(self) -> list[int]:
         """Output tokens without a pending one."""
         return self.tokens[self.request.num_prompt : self.num_known]
+
+    def recent_output(self, count: int) -> list[int]:
+        """Return the newest output tokens, at most `count`, with PENDING for one that is not known yet."""
+        return self.tokens[max(self.request.num_prompt, len(self.tokens) - count) :]
 
     @property
     def thought_scan(self) -> ThoughtScan | None:

@@ -1,15 +1,20 @@
 """Records of which a sequence consists: facts of its request, KV, deadlines, timeline, and counts of speculation.
 
-Each record groups what changes together. The owner of all of them is the scheduler, as for the sequence itself.
+Each record groups what changes together. The owner of all of them is the scheduler, as for the sequence itself. Very
+many requests may wait, so records that cannot be part of a reference cycle are not tracked by the garbage collector,
+and empty values are shared.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from moiety_engine.cache.block_hashes import MARK_BYTES, block_hash, image_key, root_hash
+import msgspec
+
+from moiety_engine.cache.block_hashes import block_hash, image_key, root_hash, tenant_mark
 from moiety_engine.images.prompt_images import PromptImages
 from moiety_engine.messages import CoreEvent, CoreSubmit
 from moiety_engine.structured_outputs.stepping import GrammarHandle
@@ -17,6 +22,7 @@ from moiety_wire.classes import ServiceClass
 from moiety_wire.notes import EventKind, Reason
 
 MAX_EVENTS = 64
+NO_BLOCKS: tuple[int, ...] = ()
 MAX_TRUSTED_DELAY_NS = 10**9  # upper bound on the delivery delay that a gateway's clock may claim
 
 
@@ -55,7 +61,7 @@ class RequestFacts:
             order=order,
             seed=seed,
             queued_unix_ns=queued_unix_ns,
-            waited_s=max(0, queued_unix_ns - received_unix_ns) / 1e9,
+            waited_s=(queued_unix_ns - received_unix_ns) / 1e9 if queued_unix_ns > received_unix_ns else 0.0,
             arrival_s=min(received_unix_ns, trusted_ns) / 1e9,
             num_prompt=len(submit.prompt_ids),
             num_resumed=len(submit.resumed_ids or ()),
@@ -64,30 +70,23 @@ class RequestFacts:
         )
 
 
-class BlockHashes:
+class BlockHashes(msgspec.Struct, eq=False, gc=False):
     """Hashes of a sequence's full blocks, each computed once. The chain starts from the tenant's salt.
 
-    The hash of a block with tokens of an image covers the image's place and content too.
+    `tokens` is the sequence's own list, which grows. The hash of a block with tokens of an image covers the image's
+    place and content too. With `answer_apart`, the hashes of the output differ from those of a prompt with the same
+    tokens.
     """
 
-    __slots__ = ("_answer_apart", "_hashes", "_images", "_num_prompt", "_root", "_tokens")
-
-    def __init__(self, submit: CoreSubmit, tokens: list[int], *, answer_apart: bool) -> None:
-        """Create the chain over `tokens`, the sequence's own list, which grows.
-
-        With `answer_apart`, the hashes of its output differ from those of a prompt with the same tokens.
-        """
-        self._root = _root_of(submit)
-        self._images = submit.images
-        self._tokens = tokens
-        self._num_prompt = len(submit.prompt_ids)
-        self._answer_apart = answer_apart
-        self._hashes: list[bytes] = []
+    submit: CoreSubmit
+    tokens: list[int]
+    answer_apart: bool
+    _hashes: list[bytes] = []
 
     @property
     def mark(self) -> bytes:
         """Mark of the tenant: the prefix of all of the hashes."""
-        return self._root[:MARK_BYTES]
+        return tenant_mark(self.submit.tenant_id)
 
     def at(self, index: int, block_size: int) -> bytes:
         """Return the hash of full block `index`; its tokens must be known."""
@@ -102,12 +101,12 @@ class BlockHashes:
         return self._hashes[begin:end]
 
     def _extend(self, count: int, block_size: int) -> None:
-        hashes, tokens, num_prompt = self._hashes, self._tokens, self._num_prompt
-        parent = hashes[-1] if hashes else self._root
+        hashes, tokens, num_prompt = self._hashes, self.tokens, len(self.submit.prompt_ids)
+        parent = hashes[-1] if hashes else _root_of(self.submit)
         for begin in range(len(hashes) * block_size, count * block_size, block_size):
-            if self._answer_apart and begin <= num_prompt < begin + block_size:
+            if self.answer_apart and begin <= num_prompt < begin + block_size:
                 parent = block_hash(parent, [-1, num_prompt])  # no token is -1
-            for image in self._images:
+            for image in self.submit.images:
                 if image.start < begin + block_size and begin < image.end:
                     parent = block_hash(parent + image.digest, [-2, image.start])  # no token is -2
             parent = block_hash(parent, tokens[begin : begin + block_size])
@@ -125,14 +124,13 @@ def _root_of(submit: CoreSubmit) -> bytes:
     return root_hash(submit.tenant_id, submit.cache_salt, submit.adapter)
 
 
-@dataclass(slots=True, eq=False)
-class KvState:
+class KvState(msgspec.Struct, eq=False, gc=False):
     """KV of one sequence: its blocks and how many of its tokens are computed. Counts are in tokens."""
 
     num_uncached: int  # tokens to prefill that no cache held on arrival; encoding images counts as tokens
     group: int = 0  # rank group that holds its blocks; may change while it has none
-    blocks: list[int] = field(default_factory=list)
-    host_blocks: list[int] = field(default_factory=list)  # while swapped out: hold the first `num_computed` tokens
+    blocks: list[int] = []
+    host_blocks: Sequence[int] = NO_BLOCKS  # while swapped out: hold the first `num_computed` tokens
     num_sealed: int = 0  # blocks whose hash the pool knows
     num_computed: int = 0
     peak_computed: int = 0  # largest number of tokens that had computed KV at any time
@@ -148,17 +146,15 @@ class KvState:
         return bool(self.blocks or self.host_blocks)
 
 
-class TokenDeadlines:
+class TokenDeadlines(msgspec.Struct, eq=False, gc=False):
     """Deadlines of one sequence's tokens, in unix seconds; infinite without one."""
 
-    __slots__ = ("completion_s", "due_s", "first_s", "last_token_s", "next_due_s", "on_time")
-
-    def __init__(self) -> None:
-        self.first_s = self.completion_s = math.inf  # of the first token, and of the last one
-        self.due_s = math.inf  # of the next output token, while all earlier tokens were on time
-        self.next_due_s = math.inf  # of the token after the pending one, if one is pending
-        self.last_token_s = 0.0  # unix time of the newest token
-        self.on_time = True  # no deadline has been missed yet
+    first_s: float = math.inf  # of the first token
+    completion_s: float = math.inf  # of the last token
+    due_s: float = math.inf  # of the next output token, while all earlier tokens were on time
+    next_due_s: float = math.inf  # of the token after the pending one, if one is pending
+    last_token_s: float = 0.0  # unix time of the newest token
+    on_time: bool = True  # no deadline has been missed yet
 
     def define(self, request: RequestFacts, service: ServiceClass, num_uncached: int) -> None:
         """Set the deadlines that the service class defines for the request."""
@@ -184,8 +180,7 @@ class TokenDeadlines:
         self.due_s = self.next_due_s = math.inf if pace is None or not self.on_time else self.due_s + pace
 
 
-@dataclass(slots=True, eq=False)
-class Timeline:
+class Timeline(msgspec.Struct, eq=False, gc=False):
     """What the scheduler did with one sequence, and when. Times are unix nanoseconds, 0 until reached."""
 
     scheduled_unix_ns: int = 0
@@ -195,16 +190,17 @@ class Timeline:
     num_pauses: int = 0  # times it gave back a batch slot beyond its tenant's share
     num_overtaken: int = 0  # other sequences that joined since it first lacked blocks at the head of the queue
     delay: Reason | None = None  # why it last could not start
-    events: list[CoreEvent] = field(default_factory=list)
+    events: tuple[CoreEvent, ...] = ()
 
     def note(self, unix_ns: int, kind: EventKind, reason: Reason, other: int = 0) -> None:
         """Record a scheduling decision about this request.
 
         At most MAX_EVENTS are kept: the first ones and the newest.
         """
-        if len(self.events) == MAX_EVENTS:
-            del self.events[MAX_EVENTS // 2]
-        self.events.append(CoreEvent(unix_ns, kind, reason, other))
+        kept = self.events
+        if len(kept) == MAX_EVENTS:
+            kept = kept[: MAX_EVENTS // 2] + kept[MAX_EVENTS // 2 + 1 :]
+        self.events = (*kept, CoreEvent(unix_ns, kind, reason, other))
 
 
 class DraftCounts(NamedTuple):

@@ -3,7 +3,7 @@
 Generation ends at the first character that completes a stop string, and the text is cut where that stop string begins.
 If several are complete at that character, the longest applies, since it cuts the most. So the answer does not depend on
 how the text is split into pieces, no token is generated to see whether a longer stop string might still follow, and the
-output never contains a stop string. It knows no tokens.
+output never contains a stop string, unless the stop string at the end is to be included. It knows no tokens.
 
 If an answer may begin with reasoning (see `reasoning`), only the text after it is searched, from the first character
 after it that is not white space. A guard (see `guarded`) is not a character of a stop string.
@@ -134,10 +134,13 @@ class ThoughtSplitter:
 class StopFinder:
     """Finder of any of `stops` in one text. Constant work per character and stop string, whatever their lengths."""
 
-    def __init__(self, stops: Sequence[str], thought: ThoughtSplitter | None = None) -> None:
+    def __init__(
+        self, stops: Sequence[str], thought: ThoughtSplitter | None = None, *, includes_stop: bool = False
+    ) -> None:
         """Create the finder.
 
-        `thought`: splitter of reasoning, which is not searched.
+        `thought`: splitter of reasoning, which is not searched. With `includes_stop` the text ends with the stop string
+        that was found.
 
         Raises UnusableStop for an empty stop string.
         """
@@ -146,6 +149,7 @@ class StopFinder:
         self._matchers = [_Matcher(stop) for stop in dict.fromkeys(stops)]
         self._held = ""
         self._thought = thought
+        self._includes_stop = includes_stop
 
     def add(self, text: str) -> tuple[str, str | None]:
         """Return (text that can be output, the stop string that ended the text or None).
@@ -180,7 +184,7 @@ class StopFinder:
                 longest = max(complete, key=len)
                 seen = self._held + text[: i + 1]
                 self._held = ""
-                return seen[: index_before(seen, len(longest))], longest
+                return seen if self._includes_stop else seen[: index_before(seen, len(longest))], longest
         text = self._held + text
         keep = index_before(text, max((matcher.matched for matcher in matchers), default=0))
         self._held = text[keep:]
@@ -192,6 +196,8 @@ class StopFinder:
         return held if self._thought is None else held + self._thought.flush()
 
 
-def new_stop_finder(stops: Sequence[str], marks: Marks | None) -> StopFinder | None:
+def new_stop_finder(stops: Sequence[str], marks: Marks | None, *, includes_stop: bool = False) -> StopFinder | None:
     """Return a stop finder for one answer; None where there are no stops. `marks`: of possible reasoning before it."""
-    return StopFinder(stops, None if marks is None else ThoughtSplitter(marks)) if stops else None
+    if not stops:
+        return None
+    return StopFinder(stops, None if marks is None else ThoughtSplitter(marks), includes_stop=includes_stop)

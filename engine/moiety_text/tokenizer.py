@@ -143,11 +143,13 @@ class Tokenizer:
         types = encoding.type_ids
         return encoding.ids, types.index(1) if 1 in types else 0
 
-    def encode_truncated(self, first: str, second: str | None, max_tokens: int) -> tuple[list[int], int]:
+    def encode_truncated(
+        self, first: str, second: str | None, max_tokens: int, *, from_left: bool = False
+    ) -> tuple[list[int], int]:
         """Return the ids of a text or a pair, as `encode_pair` does, of at most `max_tokens`, special ones included.
 
-        The ends of the texts are cut off, that of the longer text first. Raises TextNotEncodable, and TooManyTokens if
-        not even one token of each text fits.
+        The ends of the texts are cut off, or with `from_left` their beginnings, that of the longer text first. Raises
+        TextNotEncodable, and TooManyTokens if not even one token of each text fits.
         """
         room = max_tokens - self._backend.num_special_tokens_to_add(second is not None)
         texts = [first] if second is None else [first, second]
@@ -158,7 +160,7 @@ class Tokenizer:
         except TypeError as exc:
             raise TextNotEncodable("the text contains half of a surrogate pair; send valid Unicode") from exc
         for part, num_kept in zip(parts, _shares(room, [len(part.ids) for part in parts]), strict=True):
-            part.truncate(num_kept)
+            part.truncate(num_kept, direction="left" if from_left else "right")
         encoding = self._backend.post_process(parts[0], None if second is None else parts[1], add_special_tokens=True)
         types = encoding.type_ids
         return encoding.ids, types.index(1) if second is not None and 1 in types else 0

@@ -70,7 +70,15 @@ class FailureCode(StrEnum):
     ENGINE_FAILED = "engine_failed"
 
 
-class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
+class TokenRules(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """Restrictions of the output's tokens. A grammar comes before them, and allowed ids before banned runs."""
+
+    allowed_ids: tuple[int, ...] = ()  # the only tokens that the output may have; empty: all
+    banned_runs: tuple[tuple[int, ...], ...] = ()  # no output token may complete one of these
+    bad_words: tuple[str, ...] = ()  # texts of the banned runs, for external engines
+
+
+class Sampling(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """Sampling parameters. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 disable the filter."""
 
     temperature: float = 1.0
@@ -80,11 +88,12 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}
+    logit_bias: dict[int, float] | None = None
     seed: int | None = None
     num_logprobs: int | None = None  # None: no logprobs; N: the chosen token's, and the N best
     num_prompt_logprobs: int | None = None  # the same for the prompt's tokens
     prompt_logprobs_from: int = 1  # index of the first prompt token with log-probabilities; the prefix cache ends there
+    token_rules: TokenRules | None = None
 
 
 class ThoughtMarks(msgspec.Struct, frozen=True):
@@ -131,6 +140,7 @@ class Stopping(msgspec.Struct, frozen=True, omit_defaults=True):
     ignore_eos: bool = False
     thought: ThoughtMarks | None = None  # None: the output has no reasoning that stop strings ignore
     thought_budget: ThoughtBudget | None = None
+    includes_stop: bool = False  # the output's text ends with the stop string or the stop token's text
 
 
 class SpeculativePrefillRequest(msgspec.Struct, frozen=True):
@@ -349,6 +359,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     top: list[TopLogprob]
     token_id: int = -1  # -1: an external engine, which does not report it
     num_chars: int = -1  # characters that it completes in the output text, 0 without text; -1: unknown
+    rank: int = 0  # of a prompt's token among all tokens, 1 for the most likely one; 0: unknown
 
 
 class Tokens(msgspec.Struct, frozen=True, omit_defaults=True, tag="tokens"):

@@ -24,7 +24,7 @@ from moiety_engine.sequence import PENDING, Sequence, SequenceState
 from moiety_engine.startup import load_loop
 from moiety_wire.classes import STANDARD
 from moiety_wire.engine_choices import Batching, LoadFormat
-from moiety_wire.messages import FinishReason, Sampling
+from moiety_wire.messages import FinishReason, Sampling, TokenRules
 
 BLOCK_BYTES_8 = 2 * 2 * 2 * 16 * 8 * 4  # layers · (K, V) · heads · width · tokens · float32
 KINDS: list[dict[str, Any]] = [
@@ -34,7 +34,13 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0, "repetition_penalty": 1.3},
     {"temperature": 1.1, "top_k": 20, "presence_penalty": 0.7, "frequency_penalty": 0.4, "seed": 13},
     {"temperature": 0.0, "num_logprobs": 2},
-    {"temperature": 0.9, "logit_bias": {7: 3.0}, "min_p": 0.02, "seed": 14},
+    {
+        "temperature": 0.9,
+        "logit_bias": {7: 6.0, 8: 6.0},
+        "min_p": 0.02,
+        "seed": 14,
+        "token_rules": TokenRules(banned_runs=((7, 7), (8, 7, 8), (7, 8, 8))),
+    },
 ]
 
 

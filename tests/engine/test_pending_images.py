@@ -10,6 +10,7 @@ import pytest
 from tests.vision_checkpoint import write_checkpoint
 
 from moiety_engine.config import ImageOptions, TransferConfig
+from moiety_engine.kv_transfer import kv_receiver
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import run_all
@@ -140,6 +141,37 @@ def test_images_may_come_before_or_after_the_kv_from_another_engine(seeing: Loop
     assert features is not None
     assert features.encoded_total == 0, "the KV was claimed while the images were decoded"
     assert decode.load().lost_transfers_total == 0
+
+
+class PairWithVeryLateImages(PairWithLateImages):
+    """Sends the second request's images only after its received KV was dropped."""
+
+    def give_late_images(self) -> None:
+        if self.decode.load().lost_transfers_total:
+            super().give_late_images()
+
+
+def test_kv_that_takes_room_while_images_are_awaited_is_dropped_and_computed_again(
+    seeing: Loops, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_receiver, "MAX_HELD_S", 0.05)
+    asked = [ASKED, submit_of(2, text(3, 4), STRIP, text(4, 5), CAT, text(12, 6))]
+    expected = tokens(seeing.make(), asked)
+    prefill = seeing.make(transfer=TransferConfig(role=EngineRole.PREFILL), max_batch_tokens=32)
+    decode = seeing.make(transfer=TransferConfig(role=EngineRole.DECODE, listen=LISTEN))
+    pair = PairWithVeryLateImages(prefill, decode)
+    try:
+        pair.run(asked, pair.give_late_images)
+        assert pair.tokens == expected
+        assert pair.ends[2].num_recomputed_tokens >= len(asked[1].prompt_ids)
+        assert pair.ends[1].num_recomputed_tokens == 0
+        receiver = decode.intake.kv_connector.arrivals
+        assert receiver is not None
+        assert receiver.arrival_of(2) is None
+        assert decode.load().lost_transfers_total == 1
+    finally:
+        prefill.close()
+        decode.close()
 
 
 def test_the_cache_of_encoded_images_tells_hits_misses_evictions_and_bytes(seeing: Loops) -> None:

@@ -13,7 +13,7 @@ from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import Result, run_all
 from moiety_wire.classes import STANDARD
 from moiety_wire.engine_choices import Batching
-from moiety_wire.messages import Sampling
+from moiety_wire.messages import Sampling, TokenRules
 from moiety_wire.notes import EventKind, Reason
 
 LENGTH = 20
@@ -40,7 +40,7 @@ KINDS = [
     asked(0, num_logprobs=3),
     asked(1, temperature=1.0, seed=11, frequency_penalty=0.7, presence_penalty=0.2, num_logprobs=0),
     asked(2, temperature=0.8, top_p=0.9, seed=12, repetition_penalty=1.3),
-    asked(3, temperature=1.2, top_k=20, seed=13, logit_bias={5: 4.0}),
+    asked(3, temperature=1.2, top_k=20, seed=13, logit_bias={5: 9.0}, token_rules=TokenRules(banned_runs=((5, 5),))),
 ]
 
 

@@ -23,7 +23,7 @@ from moiety_engine.scheduling.step_time.step_time_model import StepShape, StepTi
 from moiety_engine.sequence import Sequence
 from moiety_wire.classes import BATCH
 from moiety_wire.engine_choices import Batching
-from moiety_wire.messages import FinishReason, Sampling
+from moiety_wire.messages import FinishReason, Sampling, TokenRules
 
 BLOCK_BYTES_8 = 2 * 2 * 2 * 16 * 8 * 4  # layers · (K, V) · heads · width · tokens · float32
 WORDS = [17, 230, 41]
@@ -35,7 +35,7 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0, "repetition_penalty": 1.05},
     {"temperature": 0.6, "top_k": 2, "presence_penalty": 0.3, "frequency_penalty": 0.1, "seed": 13},
     {"temperature": 0.0, "num_logprobs": 2},
-    {"temperature": 0.8, "min_p": 0.2, "seed": 14},
+    {"temperature": 0.8, "seed": 14, "token_rules": TokenRules((*WORDS, 5), ((17, 230, 41, 17), (5, 5)))},
 ]
 
 

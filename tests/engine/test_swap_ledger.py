@@ -67,9 +67,9 @@ class Memory:
         sequence.kv.num_computed = max(end, sequence.kv.num_computed)
 
     def check_reads(self, sequence: Sequence) -> None:
-        memory, blocks = self.device_content, sequence.kv.blocks
+        memory, blocks = self.device_content, tuple(sequence.kv.blocks)
         if sequence.kv.host_blocks:
-            memory, blocks = self.host_content, sequence.kv.host_blocks
+            memory, blocks = self.host_content, tuple(sequence.kv.host_blocks)
         for position in range(sequence.kv.num_computed):
             block, place = divmod(position, BLOCK_SIZE)
             assert memory[blocks[block]][place] == content_at(sequence, position)
@@ -139,7 +139,7 @@ class LedgerMachine(RuleBasedStateMachine):
         swapped = self.kv.swap_in(sequence, computed + more)
         assert swapped == (needed <= free_before)
         assert sequence.kv.num_computed == computed
-        assert sequence.kv.host_blocks == ([] if swapped else host_blocks)
+        assert list(sequence.kv.host_blocks) == ([] if swapped else host_blocks)
         if swapped:
             assert self.kv.grow(sequence, computed + more)
             assert self.kv.pool.num_free == free_before - needed

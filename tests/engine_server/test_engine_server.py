@@ -144,6 +144,20 @@ async def test_a_stop_string_over_many_pieces_ends_with_the_token_that_completes
         await gateway.until_idle()
 
 
+@pytest.mark.parametrize("tokens_per_step", [1, 3, 100])
+async def test_what_has_stopped_the_output_ends_its_text_if_it_is_included(
+    bench: Any, submit: Any, tokens_per_step: int
+) -> None:
+    async with bench(Script(tokens_per_step=tokens_per_step)) as running:
+        gateway = running.connect()
+        stopping = Stopping(max_tokens=50, stop=("STOP",), includes_stop=True)
+        answer = await gateway.ask(submit("string", prompt="one STO two STOPPED", stopping=stopping))
+        assert (answer.text, answer.end.detail) == ("one STO two STOP", "STOP")
+        stopping = Stopping(max_tokens=50, stop_token_ids=(ord("c"),), includes_stop=True)
+        answer = await gateway.ask(submit("id", prompt="abcd", stopping=stopping))
+        assert (answer.text, answer.token_ids) == ("abc", [*b"abc"])
+
+
 async def test_stop_strings_are_not_looked_for_before_min_tokens(bench: Any, submit: Any) -> None:
     async with bench() as running:
         stopping = Stopping(max_tokens=50, min_tokens=6, stop=("b",))

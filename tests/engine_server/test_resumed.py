@@ -19,6 +19,10 @@ CASES = {
         Script(tokens=tuple(b"one two stopping there")),
         Stopping(max_tokens=100, stop=("stop there", "ing")),
     ),
+    "included stop string": (
+        Script(tokens=tuple(b"one two stopping there")),
+        Stopping(max_tokens=100, stop=("stop there", "ing"), includes_stop=True),
+    ),
     "held back to the end": (Script(tokens=tuple(b"one sto")), Stopping(max_tokens=100, stop=("stop",))),
     "least": (Script(tokens=tuple(b"ab stop cd stop")), Stopping(max_tokens=100, min_tokens=9, stop=("stop",))),
     "length": (Script(tokens=tuple(b"abcdef")), Stopping(max_tokens=17, ignore_eos=True)),

@@ -130,7 +130,18 @@ BAD = [
     (CHAT, chat(metadata={str(i): 0 for i in range(9999)}), 400, "metadata", "16 at most"),
     (CHAT, chat(cache_salt=""), 400, "cache_salt", "at least 1"),
     (CHAT, chat(use_beam_search=True), 400, "use_beam_search", "not supported"),
-    (CHAT, chat(include_stop_str_in_output=True), 400, "include_stop_str_in_output", "append it yourself"),
+    (CHAT, chat(prompt_logprobs=1, stream=True), 400, None, "not available in a stream"),
+    (CHAT, chat(prompt_logprobs=-1), 400, "prompt_logprobs", "greater than or equal to 0"),
+    (CHAT, chat(allowed_token_ids=[]), 400, "allowed_token_ids", "at least one"),
+    (CHAT, chat(allowed_token_ids=[1] * 4097), 400, "allowed_token_ids", "may have 4,096"),
+    (CHAT, chat(allowed_token_ids=[257]), 400, "allowed_token_ids", "below 257"),
+    (CHAT, chat(bad_words=["a", " "]), 400, "bad_words.1", ""),
+    (CHAT, chat(bad_words=["a"] * 129), 400, "bad_words", "may have 128"),
+    (CHAT, chat(bad_words=["a" * 65]), 400, "bad_words.0", "64"),
+    (CHAT, chat(truncate_prompt_tokens=0), 400, None, "leaves no prompt"),
+    (CHAT, chat(truncation_side="middle"), 400, "truncation_side", "'left'"),
+    (CHAT, chat(logprob_token_ids=[5]), 400, "logprob_token_ids", "most likely tokens"),
+    (CHAT, chat(logits_processors=["a.b"]), 400, "logits_processors", "runs no code of clients"),
     (CHAT, chat(chat_template="{{ messages }}"), 400, "chat_template", "cannot bring a chat template"),
     (CHAT, chat(structured_outputs={"structural_tag": "{}"}), 400, "structured_outputs.structural_tag", "'tools'"),
     (CHAT, chat(response_format={"type": "xml"}), 400, "response_format.type", "'json_schema'"),
@@ -157,6 +168,7 @@ BAD = [
     (COMPLETIONS, completion(best_of=3), 400, None, "'best_of'"),
     (COMPLETIONS, completion(echo=True, logprobs=1, stream=True), 400, None, "'echo' together with 'logprobs'"),
     (COMPLETIONS, completion(logprobs=True), 400, "logprobs", ""),
+    (COMPLETIONS, completion(echo=True, truncate_prompt_tokens=2), 400, None, "'echo' cannot go with"),
 ]
 
 

@@ -107,16 +107,20 @@ async def test_each_option_is_a_prompt_that_ends_with_it_and_only_where_they_dif
     assert {one.sibling_tokens + len(one.prompt_ids) for one in gateway.engine.submits} == {total}
 
 
-async def test_the_usage_is_that_of_all_options_in_the_answer_and_in_the_row(gateway: RunningGateway) -> None:
+async def test_what_the_options_of_a_question_share_is_billed_once_and_with_one_output_token(
+    gateway: RunningGateway,
+) -> None:
     decision = await gateway.client.decisions.create(
         model=MODEL, input="Help!", questions=[TRUE, URGENCY], safety_identifier="user-7"
     )
-    total = sum(len(one.prompt_ids) for one in gateway.engine.submits)
+    submits = gateway.engine.submits
+    total = sum(len(submits[first].prompt_ids) for first in (0, 2)) + len("false") + len('high"')
     usage = decision.usage
-    assert (usage.input_tokens, usage.output_tokens, usage.total_tokens) == (total, 4, total + 4)
+    assert (usage.input_tokens, usage.output_tokens, usage.total_tokens) == (total, 2, total + 2)
     assert (usage.input_tokens_details.cached_tokens, usage.output_tokens_details.reasoning_tokens) == (0, 0)
     (row,) = await gateway.rows.wait_for(1)
-    assert (row.endpoint, row.prompt_tokens, row.output_tokens, row.num_choices) == ("/v1/decisions", total, 4, 4)
+    assert (row.endpoint, row.prompt_tokens, row.output_tokens, row.num_choices) == ("/v1/decisions", total, 2, 4)
+    assert [bool(one.billing_context) for one in submits] == [True, False, True, False]
     assert row.end_user == "user-7" and row.outcome in ("stop", "length")
 
 
@@ -237,7 +241,7 @@ async def test_the_first_option_is_computed_before_the_others_are_submitted_and_
     engine = FakeEngineClient(card, verdict=note, token_s=0.05)
     async with start_gateway([engine]) as gateway:
         decision = await gateway.client.decisions.create(model=MODEL, input="a", questions=[TEAM])
-        assert decision.answers[0].type == "choice" and decision.usage.output_tokens == 3
+        assert decision.answers[0].type == "choice" and decision.usage.output_tokens == 1
     assert num_generated[0] == 0 and min(num_generated[1:]) >= 1
 
 

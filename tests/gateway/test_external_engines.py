@@ -420,7 +420,13 @@ async def test_sampling_parameters_are_passed_on(
     }
     more: dict[str, Any] = {"top_k": 40, "min_p": 0.125, "repetition_penalty": 1.5, "ignore_eos": True}
     bias: dict[str, Any] = {"logit_bias": {"65": -1.5}, "stop": ["nothing"]}
-    vllm_only: dict[str, Any] = {"min_tokens": 3, "stop_token_ids": [12]}
+    vllm_only: dict[str, Any] = {
+        "min_tokens": 3,
+        "stop_token_ids": [12],
+        "allowed_token_ids": [65, 66],
+        "bad_words": ["AB"],
+        "include_stop_str_in_output": True,
+    }
     async with start_over(client_of(server)) as gateway:
         await gateway.client.chat.completions.create(**ASK, **asked, **bias, extra_body=more | vllm_only)
         (body,) = server.bodies
@@ -440,8 +446,9 @@ async def test_sampling_parameters_are_passed_on(
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
-        ("generic", {"top_k": 5, "min_tokens": 2, "stop": list("abcde"), "ignore_eos": True}),
-        ("llama.cpp", {"stop_token_ids": [5], "min_tokens": 2}),
+        ("generic", {"top_k": 5, "min_tokens": 2, "stop": list("abcde"), "ignore_eos": True, "bad_words": ["a"]}),
+        ("llama.cpp", {"stop_token_ids": [5], "min_tokens": 2, "include_stop_str_in_output": True}),
+        ("sglang", {"allowed_token_ids": [5], "bad_words": ["a"], "prompt_logprobs": 1}),
     ],
 )
 async def test_what_a_server_cannot_do_is_refused_by_name_and_costs_nothing(

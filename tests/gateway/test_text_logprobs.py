@@ -42,7 +42,7 @@ def test_an_offset_is_that_of_the_tokens_first_character(text: Any, cuts: Any, s
     offsets = TextOffsets(3)
     streamed = [text_logprobs(part, offsets) for part in (entries[:split], entries[split:])]
     assert [at for part in streamed for at in part["text_offset"]] == [at + 3 for at in expected]
-    echoed = echoed_logprobs("x" + text, 5, b"x", entries)
+    echoed = echoed_logprobs("x" + text, 5, b"x", entries, num_best=1)
     assert echoed["text_offset"] == [0, *(at + 1 for at in expected)]
 
 
@@ -73,7 +73,7 @@ def test_the_sampled_token_is_among_the_likeliest(token_id: int) -> None:
 def test_a_token_without_text_moves_nothing() -> None:
     entries = [entry(b"a", 1, num_chars=1), entry(b"<|end|>", 2, num_chars=0), entry(b"b", 3, num_chars=1)]
     assert text_logprobs(entries, TextOffsets())["text_offset"] == [0, 1, 1]
-    echoed = echoed_logprobs("a b", 1, b"<s>", [entry(b" a", 2), entry(b" b", 3)])
+    echoed = echoed_logprobs("a b", 1, b"<s>", [entry(b" a", 2), entry(b" b", 3)], num_best=0)
     assert echoed["text_offset"] == [0, 0, 1]
 
 

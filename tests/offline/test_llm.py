@@ -74,6 +74,8 @@ def test_a_prompts_tokens_have_the_logprobs_that_transformers_gives_them(options
             true_TV = reference(torch.tensor([ids])).logits[0].log_softmax(-1)
         for row_V, one in zip(true_TV, output.prompt_logprobs, strict=False):
             assert one.logprob == pytest.approx(float(row_V[one.token_id]), abs=2e-3)
+            better = (row_V > row_V[one.token_id] + 4e-3).sum(), (row_V > row_V[one.token_id] - 4e-3).sum()
+            assert better[0] < one.rank <= better[1]
             assert sorted(one.top.values()) == pytest.approx(sorted(row_V.topk(2).values.tolist()), abs=2e-3)
 
 

@@ -123,3 +123,12 @@ def test_text_that_is_skipped_still_tells_where_the_thought_ends() -> None:
     assert finder.skip(" <t") == ""
     assert finder.skip(">Hm.\n\nSo") == " <t>Hm.\n\nSo"
     assert finder.add("\n\nthen</t>\n\nYes.\n\nMore") == ("\n\nthen</t>\n\nYes.", "\n\n")
+
+
+@pytest.mark.parametrize("cut", range(8))
+def test_the_stop_string_ends_the_text_where_it_is_included(cut: int) -> None:
+    text = "ab<stop>"
+    finder = StopFinder(["<stop>", "p>", "x"], includes_stop=True)
+    first, stopped = finder.add(text[:cut])
+    second, stop = finder.add(text[cut:] + "more")
+    assert (stopped, stop, first + second) == (None, "<stop>", text)

@@ -19,7 +19,7 @@ The tier knows only ids and hashes; the runner moves the bytes.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 
 from moiety_engine.cache.block_pool import BlockPool
@@ -78,7 +78,7 @@ class HostTier:
         """Add one reference."""
         self._pool.share(host_block)
 
-    def free(self, host_blocks: list[int]) -> None:
+    def free(self, host_blocks: Sequence[int]) -> None:
         """Drop one reference to each block, the tail of a prefix before its head."""
         self._pool.free(reversed(host_blocks))
 

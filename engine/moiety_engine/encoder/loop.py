@@ -173,7 +173,7 @@ class EncoderLoop:
     def _finish(
         self, submit: CoreSubmit, reason: FinishReason, begun_ns: int, now_ns: int, vector: bytes = b""
     ) -> CoreFinish:
-        events = [CoreEvent(submit.arrival_unix_ns, EventKind.ADMITTED, Reason.IN_TIME)]
+        events = (CoreEvent(submit.arrival_unix_ns, EventKind.ADMITTED, Reason.IN_TIME),)
         return CoreFinish(reason, "", 0, 0, begun_ns, 0, now_ns, submit.service.name, events, 0, embedding=vector)
 
 

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 MAX_WAIT_S = 600.0  # longest wait of a request for its images, whatever its class
-MAX_WAIT_WITH_KV_S = 30.0  # of one whose KV from another engine takes room in the staging buffer meanwhile
 RETRY_AFTER_S = 5.0
 TENANTS_IN_QUEUE = 32  # the queue has room for the images of as many tenants, each with its limit
 
@@ -52,7 +51,7 @@ class ImageDecodeQueue:
         self,
         decoder: ImageDecoder,
         options: ImageOptions,
-        on_done: Callable[[int, list[PromptImage] | ImageFailure], None],
+        on_done: Callable[[int, tuple[PromptImage, ...] | ImageFailure], None],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -72,7 +71,7 @@ class ImageDecodeQueue:
         cls,
         rules: ImageRules,
         options: ImageOptions,
-        on_done: Callable[[int, list[PromptImage] | ImageFailure], None],
+        on_done: Callable[[int, tuple[PromptImage, ...] | ImageFailure], None],
     ) -> ImageDecodeQueue:
         """Return a queue with a decoder of its own."""
         return cls(ImageDecoder(rules, options), options, on_done)
@@ -96,7 +95,7 @@ class ImageDecodeQueue:
         """Return whether a request refers to an image that is not in the cache."""
         return any(not image.data and _key_of(submit, image) not in self._cache for image in submit.images)
 
-    def queue_images(self, key: int, submit: Submit) -> list[PromptImage] | ImageFailure | None:
+    def queue_images(self, key: int, submit: Submit) -> tuple[PromptImage, ...] | ImageFailure | None:
         """Queue a request's images; None if it has to wait for them.
 
         Return the images if all are references, or why they cannot be queued now. Their heads must have been checked,
@@ -115,9 +114,9 @@ class ImageDecodeQueue:
             return ImageFailure(FailureCode.IMAGES_MISSING, message)
         self._held[key] = submit.tenant_id, num_bytes
         if not job.num_missing:
-            return [one for one in job.found if one is not None]
+            return tuple(one for one in job.found if one is not None)
         expire = asyncio.get_running_loop().call_later
-        self._wanted[key] = expire(_patience_s(submit), self._expire, key, _late_failure(submit))
+        self._wanted[key] = expire(_patience_s(submit), self._expire, key, _late_failure())
         self._turns.add_new(job)
         self._start_next()
         return None
@@ -203,7 +202,7 @@ class ImageDecodeQueue:
         if made is not None:
             self._report(job.key, made)
         elif not job.num_missing:
-            self._report(job.key, [one for one in job.found if one is not None])
+            self._report(job.key, tuple(one for one in job.found if one is not None))
         elif job.key in self._wanted:
             self._turns.add_again(job)
 
@@ -233,7 +232,7 @@ class ImageDecodeQueue:
         self.expired_total += 1
         self._report(key, failure)
 
-    def _report(self, key: int, result: list[PromptImage] | ImageFailure) -> None:
+    def _report(self, key: int, result: tuple[PromptImage, ...] | ImageFailure) -> None:
         timer = self._wanted.pop(key, None)
         if timer is not None:
             timer.cancel()
@@ -257,11 +256,8 @@ def _job_of(key: int, submit: Submit, now_s: float) -> ImageJob:
     )
 
 
-def _late_failure(submit: Submit) -> ImageFailure:
-    """Return the failure of a request that waited too long: without a reason, the gateway tries another engine."""
-    if submit.transfer_id:
-        message = "the images of the request were not decoded while its KV was held; send it again"
-        return ImageFailure(FailureCode.OVERLOADED, message)
+def _late_failure() -> ImageFailure:
+    """Return the failure of a request that waited too long."""
     message = "the images of the request were not decoded within the time of its class; send it again later"
     return ImageFailure(FailureCode.OVERLOADED, message, Reason.PREDICTED_LATE, RETRY_AFTER_S)
 
@@ -269,8 +265,6 @@ def _late_failure(submit: Submit) -> ImageFailure:
 def _patience_s(submit: Submit) -> float:
     """Return how long a request may wait for its images: until it cannot be on time, if its class then refuses it."""
     service = submit.service
-    if submit.transfer_id:
-        return MAX_WAIT_WITH_KV_S
     if submit.resumed_ids is not None or service.on_overload is not OverloadAction.REJECT:
         return MAX_WAIT_S
     limit_s = MAX_WAIT_S

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, KeysView
 
     from moiety_engine.images.prompt_images import PromptImage
     from moiety_engine.messages import CoreSubmit
@@ -21,11 +21,16 @@ class PendingImages:
 
     def __init__(self) -> None:
         self._requests: dict[int, CoreSubmit] = {}
-        self._images: dict[int, list[PromptImage]] = {}  # by request key
+        self._images: dict[int, tuple[PromptImage, ...]] = {}  # by request key
 
     @property
     def num_waiting(self) -> int:
         return len(self._requests)
+
+    @property
+    def waiting_keys(self) -> KeysView[int]:
+        """Return the keys of the requests that wait here."""
+        return self._requests.keys()
 
     def add_request(self, submit: CoreSubmit) -> None:
         """Hold a request until its images are here."""
@@ -35,7 +40,7 @@ class PendingImages:
         """Remove a waiting request and return it; None if it does not wait here."""
         return self._requests.pop(key, None)
 
-    def add_images(self, key: int, images: list[PromptImage]) -> None:
+    def add_images(self, key: int, images: tuple[PromptImage, ...]) -> None:
         """Keep the images of a request that waits here or will."""
         self._images[key] = images
 

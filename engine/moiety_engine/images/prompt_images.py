@@ -54,7 +54,7 @@ class PromptImages:
 
     __slots__ = ("_keys", "images", "shifts", "starts")
 
-    def __init__(self, images: list[PromptImage], keys: list[bytes]) -> None:
+    def __init__(self, images: tuple[PromptImage, ...], keys: list[bytes]) -> None:
         """Create the record. `images` are ordered by place and do not overlap. `keys` name each for its tenant."""
         self.images = images
         self._keys = keys

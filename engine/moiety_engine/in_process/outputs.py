@@ -12,12 +12,14 @@ from moiety_wire.messages import TokenLogprob
 class ScoredToken(msgspec.Struct, frozen=True):
     """A token and its log-probability under the model itself, before temperature, penalties and filters.
 
-    `top` holds the most likely tokens at its position, by id.
+    `top` holds the most likely tokens at its position, by id. `rank` is that of a prompt's token among all tokens, 1
+    for the most likely one, and 0 for generated tokens.
     """
 
     token_id: int
     logprob: float
     top: dict[int, float]
+    rank: int = 0
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -64,6 +66,6 @@ class OutputDelta:
 def scored(token_ids: list[int], logprobs: list[TokenLogprob]) -> list[ScoredToken]:
     """Return tokens with their log-probabilities from the wire format."""
     return [
-        ScoredToken(token_id, scored.logprob, {top.token_id: top.logprob for top in scored.top})
+        ScoredToken(token_id, scored.logprob, {top.token_id: top.logprob for top in scored.top}, scored.rank)
         for token_id, scored in zip(token_ids, logprobs, strict=True)
     ]

@@ -18,7 +18,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}
+    logit_bias: dict[int, float] | None = None
     seed: int | None = None
     max_tokens: int | None = None  # None: as many as the context allows
     min_tokens: int = 0

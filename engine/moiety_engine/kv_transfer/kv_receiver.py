@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import structlog
 
@@ -12,8 +13,17 @@ from moiety_engine.messages import CoreSubmit
 from moiety_wire.roles import KvTransferTimes
 
 ANNOUNCED_S = 5.0  # longest wait for the announcement, which was sent before the request
+MAX_HELD_S = 5.0  # longest time that received KV takes room in the staging buffer while its request awaits images
 
 log = structlog.get_logger()
+
+
+class _Received(NamedTuple):
+    """A received transfer, and when its request found it."""
+
+    transfer_id: str
+    times: KvTransferTimes
+    since_s: float
 
 
 class KvReceiver:
@@ -23,7 +33,7 @@ class KvReceiver:
         self._zone = zone
         self._clock = clock
         self._pending: dict[int, tuple[CoreSubmit, float]] = {}  # by request key, with the start of the wait
-        self._there: dict[int, tuple[str, KvTransferTimes]] = {}  # by request key: received transfers
+        self._there: dict[int, _Received] = {}  # by request key
         self.disaggregated_decode_requests_total = self.lost_transfers_total = 0
 
     @property
@@ -55,17 +65,32 @@ class KvReceiver:
     def arrival_of(self, key: int) -> KvTransferTimes | None:
         """Return the transfer times of a request's KV; None if no KV arrived."""
         found = self._there.get(key)
-        return None if found is None else found[1]
+        return None if found is None else found.times
 
     def load(self, key: int, first: int, blocks: list[int]) -> None:
         """Copy a request's received KV into its blocks, from token `first` on."""
-        self._zone.load(self._there[key][0], first, blocks)
+        self._zone.load(self._there[key].transfer_id, first, blocks)
+
+    def drop_long_held(self, keys: Iterable[int]) -> None:
+        """Drop the received KV of these requests, which still wait for something else, after MAX_HELD_S.
+
+        The requests compute their KV again.
+        """
+        if not self._there:
+            return
+        oldest_s = self._clock() - MAX_HELD_S
+        for key in keys:
+            found = self._there.get(key)
+            if found is not None and found.since_s <= oldest_s:
+                self.ended(key)
+                self.lost_transfers_total += 1
+                log.warning("received_kv_dropped", num_tokens=found.times.num_tokens)
 
     def ended(self, key: int) -> None:
         """Drop the KV of a request that has ended, whether or not it was copied into the cache."""
         found = self._there.pop(key, None)
         if found is not None:
-            self._zone.drop(found[0])
+            self._zone.drop(found.transfer_id)
 
     def _receive(self, submit: CoreSubmit) -> None:
         computed = [*submit.prompt_ids, *(submit.resumed_ids or ())][:-1]  # the newest token has no KV yet
@@ -75,4 +100,4 @@ class KvReceiver:
             log.warning("kv_not_received", num_tokens=len(computed))
             return
         self.disaggregated_decode_requests_total += 1
-        self._there[submit.key] = submit.transfer_id, arrival
+        self._there[submit.key] = _Received(submit.transfer_id, arrival, self._clock())

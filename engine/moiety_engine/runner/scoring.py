@@ -26,19 +26,23 @@ class Scores:
 
     parts: list[Scored]
     pieces: list[Logprobs]
+    ranks: list[Tensor]  # of the tokens of each piece
 
     def unpack(self) -> list[tuple[int, CoreScores]]:
         """Return the scores with the keys of their requests."""
         rows = [
             row
-            for piece in self.pieces
-            for row in zip(piece.chosen_L.tolist(), piece.id_LK.tolist(), piece.value_LK.tolist(), strict=True)
+            for piece, rank_L in zip(self.pieces, self.ranks, strict=True)
+            for row in zip(
+                piece.chosen_L.tolist(), piece.id_LK.tolist(), piece.value_LK.tolist(), rank_L.tolist(), strict=True
+            )
         ]
         found, begin = [], 0
         for part in self.parts:
             end = begin + len(part.token_ids)
             logprobs = [
-                CoreLogprob(chosen, ids[: part.count], values[: part.count]) for chosen, ids, values in rows[begin:end]
+                CoreLogprob(chosen, ids[: part.count], values[: part.count], rank)
+                for chosen, ids, values, rank in rows[begin:end]
             ]
             found.append((part.key, CoreScores(part.position, logprobs)))
             begin = end
@@ -49,11 +53,17 @@ def score(model: Transformer, hidden_LD: Tensor, parts: list[Scored], staging: S
     """Queue the computation of the scores, `ROWS_AT_ONCE` rows at a time."""
     token_L = staging.upload(np.array([token_id for part in parts for token_id in part.token_ids], dtype=np.int64))
     count = max(part.count for part in parts)
-    pieces = [
-        logprobs_of(model.logits(rows_LD), picked_L, count).download(staging)
-        for rows_LD, picked_L in zip(in_turns(hidden_LD), in_turns(token_L), strict=True)
-    ]
-    return Scores(parts, pieces)
+    scores = Scores(parts, [], [])
+    for rows_LD, picked_L in zip(in_turns(hidden_LD), in_turns(token_L), strict=True):
+        logits_LV = model.logits(rows_LD)
+        scores.ranks.append(staging.download(_ranks(logits_LV, picked_L)))
+        scores.pieces.append(logprobs_of(logits_LV, picked_L, count).download(staging))
+    return scores
+
+
+def _ranks(logits_LV: Tensor, token_L: Tensor) -> Tensor:
+    """Return one more than the number of tokens that are likelier than each row's token."""
+    return (logits_LV > logits_LV.gather(1, token_L[:, None])).sum(dim=-1) + 1
 
 
 def are_finite(scores: CoreScores) -> bool:

@@ -22,6 +22,10 @@ class Row(Protocol):
     def num_output(self) -> int: ...
     @property
     def known_output(self) -> list[int]: ...
+    def recent_output(self, count: int) -> list[int]:
+        """Return the output's newest tokens, at most `count`, with PENDING for one that is not known yet."""
+        ...
+
     @property
     def thought_scan(self) -> ThoughtScan | None:
         """Scan of the known output before the previous token; None without a thought budget."""
@@ -47,6 +51,11 @@ class Drafted:
     @property
     def known_output(self) -> list[int]:
         return [*self._sequence.known_output, *self._draft]
+
+    def recent_output(self, count: int) -> list[int]:
+        num_before = max(0, count - len(self._draft))
+        drafted = list(self._draft[max(0, len(self._draft) - count) :])
+        return [*self._sequence.recent_output(num_before), *drafted]
 
     @property
     def thought_scan(self) -> ThoughtScan | None:
@@ -83,6 +92,9 @@ class DraftedRow:
     @property
     def known_output(self) -> list[int]:
         return self._sequence.known_output
+
+    def recent_output(self, count: int) -> list[int]:
+        return self._sequence.recent_output(count) if self.num_output == self._sequence.num_output else []
 
     @property
     def thought_scan(self) -> ThoughtScan | None:

@@ -1,8 +1,8 @@
 """Sampler: draws the next token of every row of a step, on the device and without waiting for it.
 
-Legend: L rows, V vocabulary, K columns. Order of operations per row: `adjusting` and the grammar's mask → temperature →
-top-k → top-p → min-p → draw. Reported log-probabilities are those of the model itself (log-softmax of the unmodified
-logits), like those of OpenAI.
+Legend: L rows, V vocabulary, K columns. Order of operations per row: `adjusting`, the grammar's mask, and token rules →
+temperature → top-k → top-p → min-p → draw. Reported log-probabilities are those of the model itself (log-softmax of the
+unmodified logits), like those of OpenAI.
 
 The draw inverts the cumulative distribution at one uniform number that depends on seed and position only.
 """
@@ -23,6 +23,7 @@ from moiety_engine.sampling.allowed import Allowed, ban_others
 from moiety_engine.sampling.finite import finite_rows, finite_rows_on_device
 from moiety_engine.sampling.randomness import uniforms
 from moiety_engine.sampling.rows import Row
+from moiety_engine.sampling.token_rules import apply_token_rules, has_token_rules
 from moiety_engine.staging import Staging, Upload
 from moiety_kernels.sample import Draws, Penalties, penalised
 from moiety_kernels.sample import sample as draw_on_device
@@ -135,6 +136,7 @@ class Sampler:
             bias_and_ban(logits_LV, rows, upload)
         if allowed is not None:
             ban_others(logits_LV, allowed, upload)
+        apply_token_rules(logits_LV, rows, sampled_L, upload)
         penalised_rows = [i for i, row in enumerate(rows) if has_penalty(row)]
         if self._on_cpu:
             self._penalise(logits_LV, rows, penalised_rows, sampled_L)
@@ -279,7 +281,7 @@ def is_plain(row: Row) -> bool:
     sampling = row.request.submit.sampling
     if sampling.temperature > 0 or sampling.num_logprobs is not None or row.request.grammar is not None:
         return False
-    return not has_bias_or_ban(row) and not has_penalty(row)
+    return not has_bias_or_ban(row) and not has_token_rules(row) and not has_penalty(row)
 
 
 def _best(logits_LV: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ class ScriptedRequest:
     def _make_up(self, token_ids: list[int], count: int) -> list[CoreLogprob]:
         size = self._script.vocab_size
         return [
-            CoreLogprob(-0.5, [(t + i) % size for i in range(count)], [-0.5 - i for i in range(count)])
+            CoreLogprob(-0.5, [(t + i) % size for i in range(count)], [-0.5 - i for i in range(count)], 1)
             for t in token_ids
         ]
 
@@ -89,7 +89,7 @@ class ScriptedRequest:
             first_token_unix_ns=self.first_token_unix_ns,
             finished_unix_ns=now_unix_ns,
             served_class=self.served_class,
-            events=self.events,
+            events=tuple(self.events),
             num_recomputed_tokens=self.num_recomputed,
             embedding=embedding,
         )

@@ -312,7 +312,7 @@ class EngineServer:
                 log.info("core_loading", progress=message.message)
         self._settle()
 
-    def _on_images(self, key: int, result: list[PromptImage] | ImageFailure) -> None:
+    def _on_images(self, key: int, result: tuple[PromptImage, ...] | ImageFailure) -> None:
         self._requests.take_images(key, result)
         self._settle()
 

@@ -50,7 +50,7 @@ class TokenTable:
     def logprob(self, token_id: int, logprob: CoreLogprob, num_chars: int = -1) -> TokenLogprob:
         best = zip(logprob.top_ids, logprob.top_logprobs, strict=True)
         top = [TopLogprob(*self.describe(best_id), lp, best_id) for best_id, lp in best]
-        return TokenLogprob(*self.describe(token_id), logprob.logprob, top, token_id, num_chars)
+        return TokenLogprob(*self.describe(token_id), logprob.logprob, top, token_id, num_chars, logprob.rank)
 
 
 @dataclass(slots=True)
@@ -99,7 +99,8 @@ class OpenRequest:
         self._min_tokens = submit.stopping.min_tokens
         self._has_grammar = submit.grammar is not None
         self._detokenizer = Detokenizer(tokenizer, submit.shown_ids, submit.marker_ids)
-        self._finder = new_stop_finder(submit.stopping.stop, submit.stopping.thought)
+        self._includes_stop = submit.stopping.includes_stop
+        self._finder = new_stop_finder(submit.stopping.stop, submit.stopping.thought, includes_stop=self._includes_stop)
         self._table = table
         wants_logprobs = submit.sampling.num_logprobs is not None
         self._chars = CharacterCount(tokenizer, submit.shown_ids) if wants_logprobs else None
@@ -121,7 +122,7 @@ class OpenRequest:
             return None
         may_stop = self._has_grammar or len(token_ids) > self._min_tokens  # same rule as in the core
         ends_by_token = may_stop and token_ids[-1] in stop_token_ids
-        shown = token_ids[:-1] if ends_by_token else token_ids
+        shown = token_ids[:-1] if ends_by_token and not self._includes_stop else token_ids
         if self._chars is not None:
             for token_id in shown:
                 self._chars.add(token_id)
@@ -155,7 +156,8 @@ class OpenRequest:
             return None
         token_ids = output.token_ids
         ends_by_token = output.finish is not None and output.finish.reason is FinishReason.STOP
-        shown = token_ids[:-1] if ends_by_token else token_ids  # the token that ends a request has no text
+        hides_end = ends_by_token and not self._includes_stop
+        shown = token_ids[:-1] if hides_end else token_ids  # the token that ends a request has no text
         if self._finder is None:
             text = self._detokenizer.add(shown)
         else:
@@ -258,7 +260,7 @@ class OpenRequest:
     def _ended(self, reason: FinishReason, detail: str) -> CoreFinish:
         """Return a finish like the core's, for a request that the core never received."""
         now_ns = self.received_unix_ns
-        return CoreFinish(reason, detail, 0, self.num_output, 0, 0, now_ns, self.submit.service.name, [], 0)
+        return CoreFinish(reason, detail, 0, self.num_output, 0, 0, now_ns, self.submit.service.name, (), 0)
 
     def _prompt_logprobs(self) -> list[TokenLogprob] | None:
         """Return the prompt's log-probabilities; None if not requested, or not complete before an abort."""

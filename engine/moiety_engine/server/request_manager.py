@@ -134,7 +134,7 @@ class RequestManager:
             case _:
                 self._commands.append(msgspec.structs.replace(command, images=found))
 
-    def take_images(self, key: int, result: list[PromptImage] | ImageFailure) -> None:
+    def take_images(self, key: int, result: tuple[PromptImage, ...] | ImageFailure) -> None:
         """Give the core the decoded images of a request that waits for them, or fail the request."""
         if isinstance(result, ImageFailure):
             self._commands.append(CoreAbort(key, FinishReason.ABORT))
@@ -267,7 +267,7 @@ class RequestManager:
     def _fail(self, request: OpenRequest, session: GatewaySession, failure: CoreFailure) -> None:
         if request.stopped_by is not None:  # its output was sent completely, so the later failure is irrelevant
             ended = CoreFinish(
-                FinishReason.STOP, "", 0, request.num_output, 0, 0, self._clock_ns(), request.served_class, [], 0
+                FinishReason.STOP, "", 0, request.num_output, 0, 0, self._clock_ns(), request.served_class, (), 0
             )
             self._finish(request, session, ended)
             return

@@ -29,6 +29,7 @@ MIN_CHANNEL_OPENER = 3  # a channel's token, its name, and the end of a header
 MAX_PENALTY = 1000.0
 MIN_REPETITION_PENALTY = 1 / MAX_PENALTY  # logits are divided by the penalty
 MAX_BIAS = 1e30  # multiplied by a penalty and divided by the least temperature, still finite in float32
+MAX_RULE_IDS = 4096
 MAX_CLASS_NAME_LENGTH = 64  # the name is a label of the engine's counters
 MAX_KEEP_S = 7 * 86_400.0
 TRANSFER_ID = re.compile(r"[0-9a-f]{32}")
@@ -90,6 +91,7 @@ def find_refusal(submit: Submit, limits: ModelLimits) -> Refusal | None:
         or _shown_complaint(submit, limits)
         or _service_complaint(submit)
         or _sampling_complaint(submit.sampling, limits)
+        or _rules_complaint(submit, limits)
         or _length_complaint(submit, limits)
         or _stopping_complaint(submit.stopping, limits)
         or _grammar_complaint(submit, limits)
@@ -104,9 +106,6 @@ def find_refusal(submit: Submit, limits: ModelLimits) -> Refusal | None:
 def to_core(submit: Submit, limits: ModelLimits, key: int) -> CoreSubmit:
     """Return a validated request for the core, with its length clipped to the context."""
     stopping = submit.stopping
-    stop_ids = set(stopping.stop_token_ids)
-    if not stopping.ignore_eos:
-        stop_ids.update(limits.eos_token_ids)
     return CoreSubmit(
         key=key,
         tenant_id=submit.tenant_id,
@@ -115,7 +114,7 @@ def to_core(submit: Submit, limits: ModelLimits, key: int) -> CoreSubmit:
         sampling=submit.sampling,
         max_tokens=min(stopping.max_tokens, limits.max_context_tokens - len(submit.prompt_ids)),
         min_tokens=stopping.min_tokens,
-        stop_token_ids=sorted(stop_ids),
+        stop_token_ids=sorted(stop_ids_of(stopping, limits)),
         credit_tokens=submit.credit_tokens,
         cache_salt=submit.cache_salt,
         arrival_unix_ns=submit.arrival_unix_ns,
@@ -134,6 +133,11 @@ def to_core(submit: Submit, limits: ModelLimits, key: int) -> CoreSubmit:
         keep_s=submit.keep_s,
         thought_budget=stopping.thought_budget,
     )
+
+
+def stop_ids_of(stopping: Stopping, limits: ModelLimits) -> set[int]:
+    """Return the tokens that end the output."""
+    return {*stopping.stop_token_ids, *(() if stopping.ignore_eos else limits.eos_token_ids)}
 
 
 def _prompt_complaint(submit: Submit, limits: ModelLimits) -> str:
@@ -209,11 +213,34 @@ def _sampling_complaint(sampling: Sampling, limits: ModelLimits) -> str:
 
 
 def _bias_complaint(sampling: Sampling, limits: ModelLimits) -> str:
-    if any(not 0 <= token_id < limits.vocab_size for token_id in sampling.logit_bias):
+    biases = sampling.logit_bias or {}
+    if any(not 0 <= token_id < limits.vocab_size for token_id in biases):
         return f"a logit_bias token id is outside the model's vocabulary, 0 to {limits.vocab_size - 1}"
-    for bias in sampling.logit_bias.values():
+    for bias in biases.values():
         if not -MAX_BIAS <= bias <= MAX_BIAS:  # NaN is in no range
             return f"a logit_bias must be between {-MAX_BIAS:g} and {MAX_BIAS:g}, not {bias}"
+    return ""
+
+
+def _rules_complaint(submit: Submit, limits: ModelLimits) -> str:
+    rules = submit.sampling.token_rules
+    if rules is None:
+        return ""
+    run_ids = [token_id for run in rules.banned_runs for token_id in run]
+    if len(rules.allowed_ids) > MAX_RULE_IDS or len(run_ids) > MAX_RULE_IDS:
+        return f"token_rules may have {MAX_RULE_IDS:,} allowed ids, and as many ids in banned runs"
+    if not all(rules.banned_runs):
+        return "a banned run has no tokens; leave it out"
+    if any(not 0 <= token_id < limits.vocab_size for token_id in (*rules.allowed_ids, *run_ids)):
+        return f"a token id in token_rules is outside the model's vocabulary, 0 to {limits.vocab_size - 1}"
+    if (
+        submit.stopping.min_tokens
+        and rules.allowed_ids
+        and stop_ids_of(submit.stopping, limits) >= {*rules.allowed_ids}
+    ):
+        return (
+            "all allowed tokens end the output, which min_tokens forbids; allow another token, or leave min_tokens out"
+        )
     return ""
 
 

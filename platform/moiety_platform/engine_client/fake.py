@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 
+import msgspec
 from msgspec.structs import replace
 
 from moiety_platform.clock import Clock, SystemClock
@@ -384,4 +385,4 @@ def _logprobs(token_id: int, text: str, num_top: int | None) -> list[TokenLogpro
 def _prompt_logprobs(submit: Submit) -> list[TokenLogprob] | None:
     count, first = submit.sampling.num_prompt_logprobs, submit.sampling.prompt_logprobs_from
     scored = [_logprobs(token_id, str(token_id), count) or [] for token_id in submit.prompt_ids[first:]]
-    return None if count is None else [one for several in scored for one in several]
+    return None if count is None else [msgspec.structs.replace(one, rank=1) for several in scored for one in several]

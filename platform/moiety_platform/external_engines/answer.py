@@ -33,7 +33,8 @@ class ExternalAnswer:
             self._stop_ids.update(eos_token_ids)
         self._clock = clock
         self._detokenizer = Detokenizer(tokenizer, submit.shown_ids, submit.marker_ids)
-        self._finder = new_stop_finder(submit.stopping.stop, submit.stopping.thought)
+        self._includes_stop = submit.stopping.includes_stop
+        self._finder = new_stop_finder(submit.stopping.stop, submit.stopping.thought, includes_stop=self._includes_stop)
         self._min_tokens = submit.stopping.min_tokens
         self._limit = min(submit.stopping.max_tokens, submit.credit_tokens)
         self._num_output = 0
@@ -97,7 +98,7 @@ class ExternalAnswer:
         if not token_ids:
             return False
         ends_by_token = token_ids[-1] in self._stop_ids and len(token_ids) > self._min_tokens
-        self._text_of(token_ids[:-1] if ends_by_token else token_ids)
+        self._text_of(token_ids[:-1] if ends_by_token and not self._includes_stop else token_ids)
         self._num_output = self._num_resumed = self._num_seen = len(token_ids)
         if ends_by_token:
             self._finish = FinishReason.STOP
@@ -187,7 +188,8 @@ class ExternalAnswer:
             and piece.stop_string is None
             and token_ids[-1] in self._stop_ids
         )
-        text, num_shown = self._text_of(token_ids[:-1] if ends_by_token else token_ids)
+        hides_end = ends_by_token and not self._includes_stop
+        text, num_shown = self._text_of(token_ids[:-1] if hides_end else token_ids)
         if self._stopped_by is not None:
             token_ids = token_ids[:num_shown]
         return token_ids, text, logprobs[: len(token_ids)]

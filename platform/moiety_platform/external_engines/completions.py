@@ -21,6 +21,7 @@ from moiety_platform.external_engines.piece import (
     are_ids,
     count_of,
     form_refusal,
+    rule_refusals,
     sent_stops,
 )
 from moiety_wire.grammars import GrammarKind, GrammarSpec
@@ -51,8 +52,10 @@ class Completions:
         return 5 if self._kind is ExternalKind.GENERIC else 20
 
     def refusal(self, submit: Submit) -> str:
-        if self._kind is not ExternalKind.GENERIC:
+        if self._kind is ExternalKind.VLLM:
             return form_refusal(submit, _FORMS[self._kind])
+        if self._kind is ExternalKind.SGLANG:
+            return ", ".join(filter(None, [*rule_refusals(submit), form_refusal(submit, _FORMS[self._kind])]))
         sampling, stopping = submit.sampling, submit.stopping
         asked = {
             "top_k": sampling.top_k != 0,
@@ -65,7 +68,7 @@ class Completions:
             "tools or special tokens in the text": bool(submit.shown_ids),
             f"more than {MAX_STOP_STRINGS} stop strings": len(sent_stops(stopping)) > MAX_STOP_STRINGS,
         }
-        return ", ".join(name for name, is_asked in asked.items() if is_asked)
+        return ", ".join([*(name for name, is_asked in asked.items() if is_asked), *rule_refusals(submit)])
 
     def body(self, submit: Submit, prompt_ids: list[int], max_tokens: int, min_tokens: int) -> dict[str, Any]:
         sampling, stopping = submit.sampling, submit.stopping
@@ -116,8 +119,8 @@ class Completions:
             more["skip_special_tokens"] = False
         if self._has_priority:
             more["priority"] = submit.service.rank
-        if self._kind is ExternalKind.VLLM and sampling.num_logprobs is not None:
-            more["return_tokens_as_token_ids"] = True
+        if self._kind is ExternalKind.VLLM:
+            more |= _vllm_fields(submit)
         return more
 
     def read(self, event: dict[str, Any]) -> AnswerDelta | PlatformError:
@@ -153,6 +156,22 @@ class Completions:
             finish=FINISH_REASONS.get(finish) if isinstance(finish, str) else None,
             stop_string=stopped if isinstance(stopped, str) else None,
         )
+
+
+def _vllm_fields(submit: Submit) -> dict[str, Any]:
+    """Return the fields that only vLLM has."""
+    sampling = submit.sampling
+    fields: dict[str, Any] = {}
+    if sampling.num_logprobs is not None:
+        fields["return_tokens_as_token_ids"] = True
+    if submit.stopping.includes_stop:
+        fields["include_stop_str_in_output"] = True
+    rules = sampling.token_rules
+    if rules is not None and rules.allowed_ids:
+        fields["allowed_token_ids"] = list(rules.allowed_ids)
+    if rules is not None and rules.bad_words:
+        fields["bad_words"] = list(rules.bad_words)
+    return fields
 
 
 def _form(kind: ExternalKind, grammar: GrammarSpec) -> dict[str, Any]:

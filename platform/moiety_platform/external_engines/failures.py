@@ -59,6 +59,7 @@ PARAMETERS = frozenset(
     {
         "temperature", "top_p", "top_k", "min_p", "seed", "stop", "logit_bias", "logprobs", "max_tokens", "min_tokens",
         "presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids", "ignore_eos",
+        "allowed_token_ids", "bad_words", "include_stop_str_in_output",
     }
 )  # fmt: skip
 _CONTEXT_SIZE = re.compile(r"(?:context (?:length|size|window)|model length)[^0-9]{0,40}(\d{1,9})")

@@ -15,6 +15,7 @@ from moiety_platform.external_engines.piece import (
     are_ids,
     count_of,
     form_refusal,
+    rule_refusals,
     sent_stops,
 )
 from moiety_wire.grammars import GrammarKind
@@ -47,7 +48,7 @@ class LlamaCpp:
             "tools or special tokens in the text": bool(submit.shown_ids),
         }
         missing = [name for name, is_asked in asked.items() if is_asked]
-        return ", ".join(filter(None, [*missing, form_refusal(submit, _FORMS)]))
+        return ", ".join(filter(None, [*missing, *rule_refusals(submit), form_refusal(submit, _FORMS)]))
 
     def body(self, submit: Submit, prompt_ids: list[int], max_tokens: int, min_tokens: int) -> dict[str, Any]:
         sampling, stopping = submit.sampling, submit.stopping
@@ -66,7 +67,7 @@ class LlamaCpp:
             "repeat_last_n": len(prompt_ids) + max_tokens,  # the whole context
             "presence_penalty": sampling.presence_penalty,
             "frequency_penalty": sampling.frequency_penalty,
-            "logit_bias": [[token_id, bias] for token_id, bias in sampling.logit_bias.items()],
+            "logit_bias": [[token_id, bias] for token_id, bias in (sampling.logit_bias or {}).items()],
             "stop": sent_stops(stopping),
             "ignore_eos": stopping.ignore_eos,
         }

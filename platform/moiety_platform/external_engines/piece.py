@@ -89,6 +89,17 @@ def form_refusal(submit: Submit, known: Collection[GrammarKind]) -> str:
     return "to go on with an answer of a form in its middle" if submit.resumed_ids else ""
 
 
+def rule_refusals(submit: Submit) -> list[str]:
+    """Return the fields of the request that only vLLM has, and which others lack."""
+    rules = submit.sampling.token_rules
+    asked = {
+        "allowed_token_ids": rules is not None and bool(rules.allowed_ids),
+        "bad_words": rules is not None and bool(rules.bad_words),
+        "include_stop_str_in_output": submit.stopping.includes_stop,
+    }
+    return [name for name, is_asked in asked.items() if is_asked]
+
+
 class Dialect(Protocol):
     """Encoder of requests and decoder of answers for one kind of server."""
 

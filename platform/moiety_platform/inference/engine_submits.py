@@ -14,11 +14,12 @@ from moiety_platform.errors import BadRequest, ContextTooLong
 from moiety_platform.inference.answer_format import AnswerFormat
 from moiety_platform.inference.external_model_texts import ExternalModelText
 from moiety_platform.inference.generation import Conversation, Generation, PoolingTask
-from moiety_platform.inference.model_texts import UNKNOWN_TOKEN, ModelText
+from moiety_platform.inference.model_texts import ModelText
 from moiety_platform.inference.option_scores import scored_from
 from moiety_platform.inference.prompt_images import image_inputs
+from moiety_platform.inference.token_ids import UNKNOWN_TOKEN
 from moiety_wire.images import ImageInput
-from moiety_wire.messages import ModelCard, Sampling, Stopping, Submit
+from moiety_wire.messages import ModelCard, Sampling, Stopping, Submit, TokenRules
 from moiety_wire.seeds import seed_of_choice
 
 
@@ -59,14 +60,16 @@ def check_limits(generation: Generation, num_sequences: int, card: ModelCard, ma
             param="n",
         )
     if generation.sampling.num_prompt_logprobs is not None and not card.extensible:
-        message = f"the engine of the model {card.model!r} scores no prompts; leave out 'echo' or 'logprobs'"
-        raise BadRequest(message, code="prompt_logprobs_not_supported", param="echo")
-    num_logprobs = generation.sampling.num_logprobs
-    if num_logprobs is not None and num_logprobs > card.max_num_logprobs:
-        raise BadRequest(f"this model gives at most {card.max_num_logprobs} alternatives a token; ask for fewer")
+        field = "echo" if generation.echo else "prompt_logprobs"
+        message = f"the engine of the model {card.model!r} scores no prompts; leave out {field!r}"
+        raise BadRequest(message, code="prompt_logprobs_not_supported", param=field)
+    for num_logprobs in (generation.sampling.num_logprobs, generation.sampling.num_prompt_logprobs):
+        if num_logprobs is not None and num_logprobs > card.max_num_logprobs:
+            raise BadRequest(f"this model gives at most {card.max_num_logprobs} alternatives a token; ask for fewer")
     for name, ids in (
-        ("logit_bias", generation.sampling.logit_bias),
+        ("logit_bias", generation.sampling.logit_bias or ()),
         ("stop_token_ids", generation.stop_token_ids),
+        ("allowed_token_ids", generation.allowed_ids),
     ):
         if (largest := max(ids, default=0)) >= card.vocab_size:
             message = f"'{name}' has the token id {largest}; the model's are below {card.vocab_size}"
@@ -87,6 +90,11 @@ def submits_of(
     begins.
     """
     num_prompt_tokens, submits = sum(map(len, prompts)), []
+    if generation.allowed_ids or generation.bad_words:
+        runs = text.runs_of_words(generation.bad_words)
+        rules = TokenRules(generation.allowed_ids, runs, generation.bad_words)
+        ruled = msgspec.structs.replace(generation.sampling, token_rules=rules)
+        generation = msgspec.structs.replace(generation, sampling=ruled)
     for number, (prompt_ids, max_tokens) in enumerate(zip(prompts, longest, strict=True)):
         answer = text.answer_format(generation, number, prompt_ids)
         if generation.shows_special_tokens:
@@ -103,9 +111,12 @@ def submits_of(
             made = [text.as_chat(submit, prompt) for submit in made]
         submits += made
     if generation.option_counts:
+        are_first = [number == 0 for count in generation.option_counts for number in range(count)]
         return [
-            _with_scores_from(submit, first)
-            for submit, first in zip(submits, scored_from(prompts, generation.option_counts), strict=True)
+            _with_scores_from(submit, first, is_billed=is_first)
+            for submit, first, is_first in zip(
+                submits, scored_from(prompts, generation.option_counts), are_first, strict=True
+            )
         ]
     if seconds:
         return [
@@ -135,6 +146,7 @@ def _submits(
         stop_token_ids=generation.stop_token_ids if generation.ignore_eos else _stop_ids(generation, answer),
         ignore_eos=generation.ignore_eos,
         thought_budget=answer.thought_budget,
+        includes_stop=generation.includes_stop,
     )
     first = number * generation.num_choices
     submits = [
@@ -188,10 +200,14 @@ def _sampling_of(asked: Sampling, choice: int) -> Sampling:
     return msgspec.structs.replace(asked, seed=seed_of_choice(asked.seed, choice), num_prompt_logprobs=None)
 
 
-def _with_scores_from(submit: Submit, first: int) -> Submit:
-    """Return the sequence of an option, whose prompt is scored from the token `first` on."""
+def _with_scores_from(submit: Submit, first: int, *, is_billed: bool) -> Submit:
+    """Return the sequence of an option, whose prompt is scored from the token `first` on.
+
+    The engine meters only the first option of a question: `billed_prompt_tokens` has what the others add.
+    """
     sampling = msgspec.structs.replace(submit.sampling, prompt_logprobs_from=first)
-    return msgspec.structs.replace(submit, sampling=sampling)
+    bill = submit.billing_context if is_billed else b""
+    return msgspec.structs.replace(submit, sampling=sampling, billing_context=bill)
 
 
 def _check_scoring(card: ModelCard) -> None:

@@ -21,6 +21,7 @@ from moiety_platform.inference.strict_tools import grammar_of_calls, may_read_li
 from moiety_platform.inference.system_messages import as_user_messages, takes_late_system
 from moiety_platform.inference.template_options import TemplateOptions
 from moiety_platform.inference.thought_limits import budget_of_markers, closing_text, grammar_after_thought
+from moiety_platform.inference.token_ids import UNKNOWN_TOKEN, check_decodable, check_ids, runs_of_words
 from moiety_platform.inference.tool_result_images import shows_result_images, with_images_after_results
 from moiety_platform.inference.truncated_inputs import truncated_inputs
 from moiety_text.chat import ChatTemplate
@@ -39,8 +40,6 @@ from moiety_wire.grammars import GrammarSpec
 from moiety_wire.messages import ModelCard, ThoughtBudget, ThoughtMarks
 
 MARKER_TOKENS = 16  # last tokens of a prompt, in which a marker and white space after it fit
-
-UNKNOWN_TOKEN = "unknown_token_id"  # error code
 
 
 class ModelText:
@@ -97,15 +96,17 @@ class ModelText:
         identity = f"{card.model}\0{card.family}\0{card.dtype}\0{card.device}"
         self.fingerprint = "fp_" + blake2b(identity.encode(), digest_size=5).hexdigest()
 
-    async def encode(self, prompts: Sequence[Prompt], field: str = "prompt") -> list[list[int]]:
+    async def encode(
+        self, prompts: Sequence[Prompt], field: str = "prompt", *, adds_special_tokens: bool = True
+    ) -> list[list[int]]:
         """Return the token ids of each prompt, at least one each.
 
         Long text is encoded in a thread. Raises BadRequest, which may name the `field` of the request, and
         ContextTooLong for a prompt that cannot fit the context, whatever its exact length.
         """
         if is_short(prompts, self.inline_bytes, self._conversations):
-            return self._encode_all(prompts, field, is_plain=True)
-        return await asyncio.to_thread(self._encode_all, prompts, field)
+            return self._encode_all(prompts, field, adds_special_tokens, is_plain=True)
+        return await asyncio.to_thread(self._encode_all, prompts, field, adds_special_tokens)
 
     async def encode_prompts(self, generation: Generation) -> list[list[int]]:
         """Return the token ids of each prompt of a generation.
@@ -115,9 +116,10 @@ class ModelText:
         """
         if generation.truncate_tokens is not None:
             return (await self._encode_truncated(generation))[0]
-        prompts = await self.encode(generation.prompts, generation.prompt_field)
+        adds = generation.adds_special_tokens
+        prompts = await self.encode(generation.prompts, generation.prompt_field, adds_special_tokens=adds)
         if generation.echo:
-            self._check_decodable(prompts, generation.prompt_field)
+            check_decodable(self._tokenizer, self._model, prompts, generation.prompt_field)
         return prompts
 
     async def encode_pairs(self, generation: Generation) -> tuple[list[list[int]], list[int]]:
@@ -134,26 +136,20 @@ class ModelText:
     async def _encode_truncated(self, generation: Generation) -> tuple[list[list[int]], list[int]]:
         """Return the token ids of texts, pairs and token ids, each cut to the generation's limit."""
         limit = self._max_context_tokens
-        encoded = await asyncio.to_thread(truncated_inputs, self._tokenizer, generation, limit)
+        encoded = await asyncio.to_thread(truncated_inputs, self._tokenizer, generation, limit, self._encode)
         for ids, _ in encoded:
-            self._check_ids(tuple(ids), generation.prompt_field)
+            check_ids(ids, self._vocab_size, generation.prompt_field)
         return [ids for ids, _ in encoded], [second for _, second in encoded]
-
-    def _check_decodable(self, prompts: Sequence[Sequence[int]], field: str) -> None:
-        """Check that all ids have text. Ids that exist only in the model's padded vocabulary have none."""
-        for token_id in sorted({one for prompt in prompts for one in prompt}):
-            if self._tokenizer.find_token(token_id) is None:
-                message = (
-                    f"token id {token_id} has no text in the tokenizer of the model {self._model!r}, so the prompt "
-                )
-                message += "cannot be echoed; leave out 'echo', or the id"
-                raise BadRequest(message, code=UNKNOWN_TOKEN, param=field)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids. Raises BadRequest for an id that is not the model's."""
         if len(token_ids) * ID_COST <= self.inline_bytes:
             return self._decode(token_ids)
         return await asyncio.to_thread(self._decode, token_ids)
+
+    def runs_of_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the token ids of words that answers must not have. Raises BadRequest."""
+        return runs_of_words(self._tokenizer, words)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token of an echoed prompt."""
@@ -343,22 +339,26 @@ class ModelText:
         except TokenOutOfRange as exc:
             raise BadRequest(str(exc), code=UNKNOWN_TOKEN) from exc
 
-    def _encode_all(self, prompts: Sequence[Prompt], field: str, *, is_plain: bool = False) -> list[list[int]]:
+    def _encode_all(
+        self, prompts: Sequence[Prompt], field: str, adds_special_tokens: bool, *, is_plain: bool = False
+    ) -> list[list[int]]:
         encoded = []
         for prompt in prompts:
             if isinstance(prompt, tuple):
-                encoded.append(self._check_ids(prompt, field))
+                encoded.append(check_ids(prompt, self._vocab_size, field))
             elif not isinstance(prompt, TextPair):  # pairs: see `encode_pairs`
-                encoded.append(self._encode(prompt, is_plain))
+                encoded.append(self._encode(prompt, is_plain, adds_special_tokens))
         return encoded
 
-    def _encode(self, prompt: Conversation | str, is_plain: bool) -> list[int]:
+    def _encode(
+        self, prompt: Conversation | str, is_plain: bool = False, adds_special_tokens: bool = True
+    ) -> list[int]:
         limit = self._max_context_tokens
         if prompt == "":  # a BOS token alone would count as a token that the client did not send
             raise BadRequest("the prompt is empty; send at least one token of text")
         try:
             if isinstance(prompt, str):
-                token_ids = self._tokenizer.encode(prompt, add_special_tokens=True, max_tokens=limit)
+                token_ids = self._tokenizer.encode(prompt, add_special_tokens=adds_special_tokens, max_tokens=limit)
             else:
                 token_ids = self._encode_conversation(prompt, is_plain)
         except TooManyTokens as exc:
@@ -437,11 +437,3 @@ class ModelText:
             code="tools_not_supported",
             param=field,
         )
-
-    def _check_ids(self, token_ids: tuple[int, ...], field: str) -> list[int]:
-        if not token_ids:
-            raise BadRequest("a prompt is empty; send at least one token id", param=field)
-        if max(token_ids) >= self._vocab_size:
-            message = f"token id {max(token_ids)} is not the model's; its ids are below {self._vocab_size}"
-            raise BadRequest(message, code=UNKNOWN_TOKEN, param=field)
-        return list(token_ids)

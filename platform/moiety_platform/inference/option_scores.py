@@ -54,6 +54,23 @@ def scored_from(prompts: Sequence[list[int]], option_counts: Sequence[int]) -> l
     return starts
 
 
+def billed_prompt_tokens(prompts: Sequence[list[int]], option_counts: Sequence[int]) -> list[int]:
+    """Return how many tokens of each prompt are billed.
+
+    These are all tokens, but of the second and further options of a question only those in which the options differ:
+    what they share is billed once.
+    """
+    billed = [len(prompt) for prompt in prompts]
+    if not option_counts:
+        return billed
+    starts, number = scored_from(prompts, option_counts), 0
+    for count in option_counts:
+        for further in range(number + 1, number + count):
+            billed[further] -= starts[further]
+        number += count
+    return billed
+
+
 def option_probabilities(scores: Sequence[float], option_counts: Sequence[int]) -> list[list[float]]:
     """Return the probabilities of each question's options, which sum to 1, from their log-probabilities."""
     found = []

@@ -40,7 +40,7 @@ from moiety_platform.inference.generation import Conversation, Generation, Pooli
 from moiety_platform.inference.idempotency import claim_key
 from moiety_platform.inference.image_preparation import ImagePreparation
 from moiety_platform.inference.model_text_cache import ModelTexts
-from moiety_platform.inference.option_scores import encode_options
+from moiety_platform.inference.option_scores import billed_prompt_tokens, encode_options
 from moiety_platform.inference.quota_reservation import Tariffs
 from moiety_platform.inference.request_body import BodyReader
 from moiety_platform.inference.request_record import RequestRecord
@@ -213,15 +213,15 @@ class RequestPipeline:
             if not generation.option_counts:  # whose reasoning options are not the client's
                 record.adjusted_fields |= text.adjusted_fields(generation)
             longest = self._most_output_tokens(record, generation, matched.card, prompts)
-            origin = await self._reserve(record, matched, prompts, max(longest), streams)
+            billed = billed_prompt_tokens(prompts, generation.option_counts)
+            origin = await self._reserve(record, matched, sum(billed), max(longest), streams)
             if accept is not None:
                 await accept()
             service = matched.chosen.service
             rules = matched.card.images if matched.has_images else None
             placement = Placement(services.replicas, matched.card.model, service, limits.failover_wait_s, rules)
-            run = InferenceRun(
-                record, matched.chosen, prompts, text, placement, services.clock, limits.credit_window_tokens, place
-            )
+            window, clock = limits.credit_window_tokens, services.clock
+            run = InferenceRun(record, matched.chosen, prompts, billed, text, placement, clock, window, place)
             record.reservation.require_current()
             for submit in submits_of(origin, generation, prompts, longest, text, seconds):
                 await run.submit(submit)
@@ -297,7 +297,7 @@ class RequestPipeline:
         return longest
 
     async def _reserve(
-        self, record: RequestRecord, matched: _Matched, prompts: list[list[int]], most_tokens: int, streams: bool
+        self, record: RequestRecord, matched: _Matched, num_prompt_tokens: int, most_tokens: int, streams: bool
     ) -> RequestOrigin:
         """Reserve the prompts and the first output under every quota, and return what all sequences share.
 
@@ -308,7 +308,6 @@ class RequestPipeline:
         prices = await self.services.prices.current()
         priced_model = f"{card.model}:{adapter}" if adapter else card.model  # names of adapters are their tenants'
         tariff = self._tariffs.of(prices, matched.catalogue, chosen, priced_model, card.model)
-        num_prompt_tokens = sum(map(len, prompts))
         credit_tokens = most_tokens
         if are_extensible(matched.states, card.model):
             credit_tokens = min(most_tokens, self.limits.credit_window_tokens)

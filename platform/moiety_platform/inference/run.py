@@ -54,6 +54,7 @@ class InferenceRun:
         record: RequestRecord,
         chosen: ChosenClass,
         prompts: list[list[int]],
+        billed_tokens: list[int],
         text: ModelText,
         placement: Placement,
         clock: Clock,
@@ -61,7 +62,8 @@ class InferenceRun:
         gate_place: GatePlace,
     ) -> None:
         self.prompts = prompts
-        self._num_prompt_tokens = sum(map(len, prompts))
+        self._billed_tokens = billed_tokens  # of each prompt
+        self._num_prompt_tokens = sum(billed_tokens)
         self.text = text
         self._record = record
         self._chosen = chosen
@@ -256,8 +258,11 @@ class InferenceRun:
         num_choices = max(1, len(self._sequences) // len(self.prompts))
         prompt_tokens, cached_tokens, output_tokens = self._num_prompt_tokens, 0, 0
         for number, sequence in enumerate(self._sequences):
+            prompt_number, choice = divmod(number, num_choices)
+            if self._billed_tokens[prompt_number] < len(self.prompts[prompt_number]):
+                continue  # a further option of a question, of which the engine generates nothing that is read
             output_tokens += sequence.stream.num_output_tokens
-            if number % num_choices == 0:
+            if choice == 0:
                 prompt_tokens += sequence.num_counted_prompt_tokens - sequence.num_prompt_tokens
                 cached_tokens += sequence.num_cached_tokens
         thought_tokens = self._num_thought_tokens() if self.text.thinks else None

@@ -1,6 +1,8 @@
-"""Token ids of inputs that are cut to a limit, for embeddings, scores and classes. Pure."""
+"""Token ids of prompts that are cut to a limit. Pure."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from moiety_platform.errors import BadRequest
 from moiety_platform.inference.generation import Conversation, Generation, Prompt, TextPair
@@ -9,16 +11,20 @@ from moiety_text.tokenizer import Tokenizer
 
 
 def truncated_inputs(
-    tokenizer: Tokenizer, generation: Generation, max_context_tokens: int
+    tokenizer: Tokenizer,
+    generation: Generation,
+    max_context_tokens: int,
+    encode_conversation: Callable[[Conversation], list[int]],
 ) -> list[tuple[list[int], int]]:
-    """Return the ids of each input, and where the second segment of a pair begins, 0 for others. Raises BadRequest.
+    """Return the ids of each prompt, and where the second segment of a pair begins, 0 for others. Raises BadRequest.
 
-    The limit is the generation's, or the context if that is less.
+    The limit is the generation's, or what the context leaves beside the output if that is less.
     """
     asked = generation.truncate_tokens
-    limit = max_context_tokens if asked is None or asked < 0 else min(asked, max_context_tokens)
+    room = max_context_tokens - (0 if generation.embed else max(1, generation.max_tokens or 0))
+    limit = max(1, room if asked is None or asked < 0 else min(asked, room))
     try:
-        encoded = [_encode(tokenizer, prompt, limit) for prompt in generation.prompts]
+        encoded = [_encode(tokenizer, generation, prompt, limit, encode_conversation) for prompt in generation.prompts]
     except TooManyTokens as exc:
         message = f"'truncate_prompt_tokens' is {asked}; with the special tokens, it must be at least {exc.at_least}"
         raise BadRequest(message, param="truncate_prompt_tokens") from exc
@@ -29,13 +35,29 @@ def truncated_inputs(
     return encoded
 
 
-def _encode(tokenizer: Tokenizer, prompt: Prompt, limit: int) -> tuple[list[int], int]:
+def _encode(
+    tokenizer: Tokenizer,
+    generation: Generation,
+    prompt: Prompt,
+    limit: int,
+    encode_conversation: Callable[[Conversation], list[int]],
+) -> tuple[list[int], int]:
+    left = generation.truncates_left
     match prompt:
         case TextPair():
             return tokenizer.encode_truncated(prompt.first, prompt.second, limit)
+        case str() if generation.adds_special_tokens:
+            return tokenizer.encode_truncated(prompt, None, limit, from_left=left)
         case str():
-            return tokenizer.encode_truncated(prompt, None, limit)
+            return _cut(tokenizer.encode(prompt), limit, left), 0
         case tuple():
-            return list(prompt[:limit]), 0
+            return _cut(list(prompt), limit, left), 0
+        case Conversation() if prompt.images:
+            message = "a conversation with images cannot be cut; leave it out, or leave out the images"
+            raise BadRequest(message, param="truncate_prompt_tokens")
         case Conversation():
-            raise AssertionError("a conversation is not truncated")
+            return _cut(encode_conversation(prompt), limit, left), 0
+
+
+def _cut(token_ids: list[int], limit: int, left: bool) -> list[int]:
+    return token_ids[-limit:] if left else token_ids[:limit]

@@ -122,11 +122,23 @@ class ChatChoice(TypedDict):
     token_ids: NotRequired[list[Count]]  # with `return_token_ids`
 
 
+class PromptLogprob(TypedDict):
+    """A token at one place of a prompt. Its rank is 1 for the most likely token."""
+
+    logprob: float
+    rank: Count
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
 class ChatCompletion(AnswerFields):
     """A complete chat answer."""
 
     choices: list[ChatChoice]
     usage: CompletionUsage
+    prompt_logprobs: NotRequired[PromptLogprobs]  # with `prompt_logprobs`; null for the first token
     prompt_token_ids: NotRequired[list[Count]]  # with `return_token_ids`
 
 
@@ -205,6 +217,7 @@ class TextChoice(TypedDict):
     text: str
     logprobs: TextLogprobs | None
     finish_reason: FinishReasonText
+    prompt_logprobs: NotRequired[PromptLogprobs]  # with `prompt_logprobs`; null for the first token
     prompt_token_ids: NotRequired[list[Count]]  # with `return_token_ids`
     token_ids: NotRequired[list[Count]]  # with `return_token_ids`
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import msgspec
@@ -18,12 +18,13 @@ from moiety_platform.openai_api.answer_types import (
     ChatCompletion,
     ChatLogprobs,
     CompletionUsage,
+    PromptLogprobs,
     TextChoice,
     TextCompletion,
     TextLogprobs,
 )
 from moiety_platform.openai_api.schemas import ChatBody, CompletionBody, GenerationBody
-from moiety_platform.openai_api.text_logprobs import TextOffsets, echoed_logprobs, text_logprobs
+from moiety_platform.openai_api.text_logprobs import TextOffsets, echoed_logprobs, prompt_logprobs, text_logprobs
 from moiety_platform.openai_api.tool_message import MessageForm, has_called
 from moiety_text.tools.deltas import Parts
 from moiety_wire.messages import TokenLogprob, TopLogprob
@@ -69,6 +70,7 @@ class AnswerOptions:
     names_ids: bool = False  # tokens of log probabilities are named by their ids
     prompt_ids: Sequence[list[int]] = ()  # token ids to return: of the prompt of each choice,
     output_ids: Sequence[list[int]] = ()  # and of each choice
+    prompt_logprobs: Sequence[PromptLogprobs] = ()  # of the prompt of each choice
 
     @classmethod
     def of(cls, body: GenerationBody, run: EndedRun, *, with_logprobs: bool) -> AnswerOptions:
@@ -104,6 +106,8 @@ def chat_answer(
     answer = cast("ChatCompletion", fields)  # mypy takes no `**` where a key is optional
     if options.prompt_ids:
         answer["prompt_token_ids"] = options.prompt_ids[0]
+    if options.prompt_logprobs:
+        answer["prompt_logprobs"] = options.prompt_logprobs[0]
     return answer
 
 
@@ -136,6 +140,8 @@ def completion_answer(
         if options.output_ids:
             answered["token_ids"] = options.output_ids[index]
             answered["prompt_token_ids"] = options.prompt_ids[index]
+        if options.prompt_logprobs:
+            answered["prompt_logprobs"] = options.prompt_logprobs[index]
         found.append(answered)
     return {**head.fields("text_completion"), "choices": found, "usage": usage_fields(usage)}
 
@@ -176,18 +182,14 @@ async def answer_of(
     """Return OpenAI's answer with the collected choices of a run with or without a gateway."""
     if isinstance(body, ChatBody):
         parts = await parts_of(run, choices)
-        return chat_answer(
-            head,
-            choices,
-            parts,
-            run.usage(),
-            body.message_form(),
-            AnswerOptions.of(body, run, with_logprobs=bool(body.logprobs)),
-        )
+        options = AnswerOptions.of(body, run, with_logprobs=bool(body.logprobs))
+        options = replace(options, prompt_logprobs=_prompt_logprobs(body, choices))
+        return chat_answer(head, choices, parts, run.usage(), body.message_form(), options)
     assert isinstance(body, CompletionBody)
     echoes = await echoes_of(body, run)
     echoed = _echoed_logprobs(body, run, choices, echoes)
     options = AnswerOptions.of(body, run, with_logprobs=body.logprobs is not None)
+    options = replace(options, prompt_logprobs=_prompt_logprobs(body, choices))
     return completion_answer(head, choices, run.usage(), echoes=echoes, echoed=echoed, options=options)
 
 
@@ -215,12 +217,32 @@ def _echoed_logprobs(
     found: list[TextLogprobs | None] = []
     num_choices = body.n or 1
     for prompt, choice, echo in zip(run.prompts, choices[::num_choices], echoes[::num_choices], strict=True):
-        scores = choice.end.prompt_logprobs
-        if scores is None:
-            raise EngineFailed("the engine was lost after it had scored the prompt; send the request again")
         first, names_ids = run.text.token_bytes(prompt[0]), bool(body.return_tokens_as_token_ids)
-        found += [echoed_logprobs(echo, prompt[0], first, scores, names_ids=names_ids)] * num_choices
+        scores, num_best = _scores_of(choice), body.logprobs
+        echoed = echoed_logprobs(echo, prompt[0], first, scores, num_best=num_best, names_ids=names_ids)
+        found += [echoed] * num_choices
     return found
+
+
+def _prompt_logprobs(body: GenerationBody, choices: Sequence[AnswerChoice]) -> list[PromptLogprobs]:
+    """Return the prompt log probabilities of each choice in vLLM's format; an empty list where not requested.
+
+    Raises EngineFailed if an engine was lost together with the scores.
+    """
+    asked, num_choices = body.prompt_logprobs, body.n or 1
+    if asked is None:
+        return []
+    return [
+        told for choice in choices[::num_choices] for told in [prompt_logprobs(_scores_of(choice), asked)] * num_choices
+    ]
+
+
+def _scores_of(choice: AnswerChoice) -> list[TokenLogprob]:
+    """Return the scores of the prompt of a first choice. Raises EngineFailed."""
+    scores = choice.end.prompt_logprobs
+    if scores is None:
+        raise EngineFailed("the engine was lost after it had scored the prompt; send the request again")
+    return scores
 
 
 async def echoes_of(body: CompletionBody, run: EndedRun) -> Sequence[str]:

@@ -154,6 +154,10 @@ class GenerationBody(VllmFields, StructuredOutputBody, GeneratingBody):
     def problems(self) -> Iterator[PydanticCustomError]:
         if self.stream_options is not None and not self.stream:
             yield refuse("'stream_options' is allowed only when 'stream' is true")
+        if self.prompt_logprobs is not None and self.stream:
+            yield refuse("'prompt_logprobs' is not available in a stream; leave one of them out")
+        if self.truncate_prompt_tokens == 0:
+            yield refuse("'truncate_prompt_tokens' is 0, which leaves no prompt; send a larger number")
         try:
             has_form = self.grammar() is not None
         except PydanticCustomError as problem:
@@ -203,9 +207,10 @@ class GenerationBody(VllmFields, StructuredOutputBody, GeneratingBody):
                 repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
                 presence_penalty=self.presence_penalty or 0.0,
                 frequency_penalty=self.frequency_penalty or 0.0,
-                logit_bias={int(key): value for key, value in self.logit_bias.items()} if self.logit_bias else {},
+                logit_bias={int(key): value for key, value in self.logit_bias.items()} if self.logit_bias else None,
                 seed=self.seed,
                 num_logprobs=num_logprobs,
+                num_prompt_logprobs=self.prompt_logprobs,
             ),
             max_tokens=self.output_limit,
             max_tokens_field=self.output_limit_field,
@@ -217,6 +222,11 @@ class GenerationBody(VllmFields, StructuredOutputBody, GeneratingBody):
             service_tier=_TIERS.get(self.service_tier or "auto", self.service_tier),
             keep_s=self.keep_s,
             shows_special_tokens=self.skip_special_tokens is False,
+            allowed_ids=tuple(dict.fromkeys(self.allowed_token_ids or ())),
+            bad_words=tuple(dict.fromkeys(self.bad_words or ())),
+            includes_stop=bool(self.include_stop_str_in_output),
+            truncate_tokens=self.truncate_prompt_tokens,
+            truncates_left=self.truncation_side != "right",
             cache_salt=self.cache_salt or "",
         )
 
@@ -397,6 +407,8 @@ class CompletionBody(VllmCompletionFields, GenerationBody):
             yield refuse("'echo' together with 'logprobs' is not supported in a stream; leave one of them out")
         if not self.prompt:
             yield refuse("'prompt' is empty; send at least one token of text")
+        if self.echo and self.truncate_prompt_tokens is not None:
+            yield refuse("'echo' cannot go with 'truncate_prompt_tokens'; leave one of them out")
 
     @property
     def output_limit(self) -> int | None:
@@ -408,8 +420,10 @@ class CompletionBody(VllmCompletionFields, GenerationBody):
             max_tokens=self.max_tokens,
             default_max_tokens=COMPLETION_DEFAULT_MAX_TOKENS,
             echo=bool(self.echo),
+            adds_special_tokens=self.add_special_tokens is not False,
         )
         if not self.echo or self.logprobs is None:
             return generation
-        scoring = msgspec.structs.replace(generation.sampling, num_prompt_logprobs=self.logprobs)
+        num_scored = max(self.logprobs, self.prompt_logprobs or 0)
+        scoring = msgspec.structs.replace(generation.sampling, num_prompt_logprobs=num_scored)
         return msgspec.structs.replace(generation, sampling=scoring)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
-from moiety_platform.openai_api.answer_types import TextLogprobs
+import msgspec
+
+from moiety_platform.openai_api.answer_types import PromptLogprob, PromptLogprobs, TextLogprobs
 from moiety_wire.messages import TokenLogprob
 
 
@@ -60,9 +62,13 @@ def text_logprobs(
 
 
 def echoed_logprobs(
-    text: str, first_id: int, first: bytes, scores: Sequence[TokenLogprob], *, names_ids: bool = False
+    text: str, first_id: int, first: bytes, scores: Sequence[TokenLogprob], *, num_best: int, names_ids: bool = False
 ) -> TextLogprobs:
-    """Return the log probabilities of an echoed prompt with the text `text`. The first token has none."""
+    """Return the log probabilities of an echoed prompt with the text `text`, and of the `num_best` most likely tokens.
+
+    The first token has none.
+    """
+    scores = [msgspec.structs.replace(entry, top=entry.top[:num_best]) for entry in scores]
     return {
         "tokens": [
             _name(first, first_id, names_ids),
@@ -72,6 +78,22 @@ def echoed_logprobs(
         "top_logprobs": [None, *(_top(entry, names_ids) for entry in scores)],
         "text_offset": _places(text, [first, *(entry.token_bytes for entry in scores)]),
     }
+
+
+def prompt_logprobs(scores: Sequence[TokenLogprob], num_best: int) -> PromptLogprobs:
+    """Return the log probabilities of a prompt's tokens and of the `num_best` most likely ones, in vLLM's format.
+
+    Tokens are named by their ids. The first token has none.
+    """
+    found: PromptLogprobs = [None]
+    for entry in scores:
+        told: dict[str, PromptLogprob] = {
+            str(entry.token_id): {"logprob": entry.logprob, "rank": entry.rank, "decoded_token": entry.token}
+        }
+        for rank, top in enumerate(entry.top[:num_best], 1):
+            told.setdefault(str(top.token_id), {"logprob": top.logprob, "rank": rank, "decoded_token": top.token})
+        found.append(told)
+    return found
 
 
 def _places(text: str, tokens: Sequence[bytes]) -> list[int]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, FiniteFloat, StringConstraints
 
-from moiety_platform.inference.body_fields import INT32_MAX, StrictBody
+from moiety_platform.inference.body_fields import INT32_MAX, StrictBody, TokenId
 from moiety_platform.inference.field_support import ignored, refused
 
-_NOT_SUPPORTED = "it is not supported; leave it out"
+MAX_ALLOWED_IDS = 4096
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 64
+
+BadWord = Annotated[str, StringConstraints(min_length=1, max_length=MAX_BAD_WORD_CHARS, pattern=r"\S")]
 _Objects = dict[str, Any]
 _TokenBudget = Annotated[int, Field(ge=0, le=INT32_MAX)]
 
@@ -19,22 +23,22 @@ class VllmFields(StrictBody):
 
     use_beam_search: Annotated[bool | None, refused("beam search is not supported; leave it out", [False])] = None
     length_penalty: Annotated[FiniteFloat | None, ignored("It acts on beam search only.")] = None
-    include_stop_str_in_output: Annotated[
-        bool | None, refused("a stop string is never a part of the answer; append it yourself", [False])
-    ] = None
+    include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: Annotated[
         bool | None, ignored("Tokens are joined as the tokenizer writes them.")
     ] = None
-    truncate_prompt_tokens: Annotated[
-        Any, refused("prompts are not truncated; shorten it yourself: /tokenize counts its tokens", [])
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None  # -1: what the context leaves
+    truncation_side: Literal["left", "right"] | None = None  # where tokens are cut off
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprob_token_ids: Annotated[
+        Any, refused("log probabilities are of the most likely tokens; leave it out, and ask for enough of them", [[]])
     ] = None
-    prompt_logprobs: Annotated[
-        Any, refused("send 'echo' and 'logprobs' to /v1/completions for the log probabilities of a prompt", [])
-    ] = None
-    allowed_token_ids: Annotated[Any, refused(f"{_NOT_SUPPORTED}, or use 'structured_outputs'", [[]])] = None
-    bad_words: Annotated[Any, refused(f"{_NOT_SUPPORTED}, or use 'logit_bias'", [[]])] = None
-    logits_processors: Annotated[Any, refused(_NOT_SUPPORTED, [[]])] = None
+    allowed_token_ids: (
+        Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_ALLOWED_IDS)] | None
+    ) = None
+    bad_words: Annotated[list[BadWord], Field(fail_fast=True, max_length=MAX_BAD_WORDS)] | None = None
+    logits_processors: Annotated[Any, refused("the server runs no code of clients; leave it out", [[]])] = None
     return_tokens_as_token_ids: bool | None = None  # log probabilities name each token `token_id:N`
     return_token_ids: bool | None = None
     priority: Annotated[int | None, ignored("The service class decides. Choose one with `service_tier`.")] = None
@@ -69,7 +73,5 @@ class VllmChatFields(VllmFields):
 class VllmCompletionFields(VllmFields):
     """Fields of text completions."""
 
-    add_special_tokens: Annotated[
-        bool | None, refused("a prompt of text gets the tokenizer's special tokens; send token ids instead", [True])
-    ] = None
+    add_special_tokens: bool | None = None  # of the tokenizer to a prompt of text
     prompt_embeds: Annotated[Any, refused("prompts are texts or token ids; leave it out", [])] = None

@@ -17,6 +17,7 @@ from moiety_engine.cache.host import Copies, HostTier
 from moiety_engine.cache.retention import PrefixRetention
 from moiety_engine.scheduling.plan import KvLoad
 from moiety_engine.sequence import Sequence
+from moiety_engine.sequence_records import NO_BLOCKS
 
 
 class Hit(NamedTuple):
@@ -230,7 +231,7 @@ class KvLedger:
         sequence.kv.blocks = []
         if self.host is not None:
             self.host.free(sequence.kv.host_blocks)
-        sequence.kv.host_blocks = []
+        sequence.kv.host_blocks = NO_BLOCKS
         sequence.kv.num_sealed = 0
         sequence.kv.num_computed = 0
 
@@ -328,7 +329,7 @@ class KvLedger:
             return False
         sequence.kv.blocks = self._bring_in(sequence, hits)
         self.host.free(sequence.kv.host_blocks)
-        sequence.kv.host_blocks = []
+        sequence.kv.host_blocks = NO_BLOCKS
         self.swapped_in_total += len(hits)
         return True
 

@@ -270,7 +270,7 @@ class SpeculativePrefill:
             first_token_unix_ns=0,
             finished_unix_ns=now_ns,
             served_class=sequence.service.name,
-            events=[],
+            events=(),
             num_recomputed_tokens=0,
             num_speculative_tokens=wanted.num_computed,
         )
