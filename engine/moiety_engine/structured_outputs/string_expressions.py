@@ -31,7 +31,7 @@ def string_expressions(schema: Mapping[str, Any], excluded: str) -> Iterator[str
     character = f"[^{re.escape(excluded[0])}]" if is_long else r"(.|\n)"
     yield f"/{character}{{{int(least)},{most if most == '' else int(most)}}}/"
     if excluded and not is_long:
-        yield f"~/{_ANYTHING}{_escaped(_OPERATOR.sub(_BACKSLASHED, excluded))}{_ANYTHING}/"
+        yield excluding(excluded)
     if isinstance(pattern := schema.get("pattern"), str):
         try:
             yield f"/{_whole(exact_pattern(pattern))}/"
@@ -42,6 +42,11 @@ def string_expressions(schema: Mapping[str, Any], excluded: str) -> Iterator[str
             known = ", ".join(sorted(TEXT_PATTERNS))
             raise GrammarRefused(f"/format: the format {str(name)[:64]!r} is not supported here; supported are {known}")
         yield f"/{_escaped(TEXT_PATTERNS[name][1:-1])}/"
+
+
+def excluding(text: str) -> str:
+    """Return the expression, in grammar syntax, of all strings that do not contain a text."""
+    return f"~/{_ANYTHING}{_escaped(_OPERATOR.sub(_BACKSLASHED, text))}{_ANYTHING}/"
 
 
 def _whole(pattern: str) -> str:
