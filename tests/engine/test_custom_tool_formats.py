@@ -77,7 +77,7 @@ def read(name: str, offer: ToolOffer, told: str) -> str:
     return input_of(call.arguments)
 
 
-@pytest.mark.parametrize("tokens", ["text", "unmarked"])
+@pytest.mark.parametrize("tokens", ["text", pytest.param("unmarked", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", FORMATS)
 def test_random_inputs_follow_their_grammar(request: pytest.FixtureRequest, tokens: str, name: str) -> None:
     found: GrammarText = request.getfixturevalue(tokens)
@@ -93,7 +93,7 @@ def test_random_inputs_follow_their_grammar(request: pytest.FixtureRequest, toke
     assert num_read > 4
 
 
-@pytest.mark.parametrize("tokens", ["text", "unmarked"])
+@pytest.mark.parametrize("tokens", ["text", pytest.param("unmarked", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", TEXT_FORMATS)
 def test_an_input_is_written_as_it_is_and_held_exactly(request: pytest.FixtureRequest, tokens: str, name: str) -> None:
     found: GrammarText = request.getfixturevalue(tokens)
@@ -168,3 +168,34 @@ def test_a_terminal_that_expands_beyond_any_memory_is_refused(text: GrammarText)
     offer = ToolOffer((custom_tool_of("write", None, grammar),), True)
     with pytest.raises(GrammarRefused, match="with its referenced terminals expanded"):
         text.compiler.compile(text.grammar("qwen3_coder", offer))
+
+
+def test_no_control_token_begins_another_message_within_a_part_of_the_harmony_format() -> None:
+    text = GrammarText(with_added_tokens(special=True, contents=CONTROL_TOKENS))
+    control = {token: text.ids[token] for token in CONTROL_TOKENS}
+    offer = ToolOffer((custom_tool_of("write", None, CustomGrammar("regex", "a+")), Tool("f", "", {"type": "object"})))
+    answers = (None, GrammarSpec(GrammarKind.JSON_OBJECT))
+    thought = [control["<|channel|>"], *b"analysis", control["<|message|>"]]
+    reopened = [*thought, *b"hm", control["<|end|>"], control["<|start|>"], *b"assistant"]
+    final, call = [*b"final", control["<|message|>"]], [*b"commentary to=functions.", *b"f"]
+    for answer in answers:
+        form = HarmonyGrammar(control, tool_grammars(offer, input_in_json), answer, banned_ids=[END_ID])
+        spec = GrammarSpec(GrammarKind.HARMONY, msgspec.json.encode(form).decode())
+        for begun, expected in (
+            ([], {"<|channel|>"}),
+            (thought, {"<|end|>"}),
+            ([*thought, *b"hm<|channel|>final"], {"<|end|>"}),
+            ([*thought, *b"hm", control["<|end|>"]], {"<|start|>"}),
+            (reopened, {"<|channel|>"}),
+            ([*reopened, control["<|channel|>"], *final], set()),
+            ([control["<|channel|>"], *final, *(b'{"a": "' if answer else b"Hi")], set()),
+            ([control["<|channel|>"], *call], {"<|constrain|>", "<|message|>"}),
+            ([control["<|channel|>"], *call, control["<|message|>"], *b'{"a": "<'], set()),
+            ([control["<|channel|>"], *call, control["<|message|>"], *b"{}"], {"<|call|>"}),
+        ):
+            matcher = text.compiler.compile(spec)
+            assert matcher.consume_tokens(begun), text.decode(begun)
+            mask = int.from_bytes(matcher.compute_bitmask(), "little")
+            ends = {END_ID} if matcher.is_accepting() else set()  # this tokenizer ends answers with `<|end|>`
+            allowed = {token for token, one in control.items() if mask >> one & 1 and one not in ends}
+            assert allowed == expected, text.decode(begun)
