@@ -127,26 +127,19 @@ class GrammarText:
             for one in ([self.ids[part]] if part in way.markers and part in self.ids else part.encode())
         ]
 
-    def grammar(self, name: str, offer: ToolOffer) -> GrammarSpec:
-        """What a gateway makes of tools, for a model with this tokenizer and a template of this name."""
+    def card(self, name: str) -> ModelCard:
+        """The card of a model with this tokenizer and a template of this name."""
         size = self.tokenizer.vocab_size
-        card = ModelCard(
-            "e",
-            "m",
-            "qwen",
-            self.json,
-            templates()[name],
-            {},
-            (END_ID,),
-            4096,
-            size,
-            0,
-            0,
-            "float32",
-            "cpu",
+        return ModelCard(
+            *("e", "m", "qwen", self.json, templates()[name], {}, (END_ID,), 4096, size, 0, 0, "float32", "cpu"),
+            follows_grammars=True,
             tool_format="json_list" if name == "json_list" else "auto",
         )
+
+    def grammar(self, name: str, offer: ToolOffer) -> GrammarSpec:
+        """What a gateway makes of tools, for a model with this tokenizer and a template of this name."""
         prompt = Conversation(({"role": "user", "content": "Hi"},), tools=offer)
-        grammar = ModelText(card, 8192).answer_format(Generation("m", (prompt,), 1, Sampling(), None), 0, []).grammar
+        generation = Generation("m", (prompt,), 1, Sampling(), None)
+        grammar = ModelText(self.card(name), 8192).answer_format(generation, 0, []).grammar
         assert grammar is not None
         return grammar

@@ -33,13 +33,16 @@ class ToolCallGrammar(msgspec.Struct, frozen=True, array_like=True):
     """Tool that may be called.
 
     Its arguments conform to `schema`, a JSON schema as text. With an `input_grammar`, a grammar in Lark syntax, its
-    only argument is the string `input_name`, whose escaped text follows the grammar.
+    only argument is the string `input_name`, whose text follows the grammar as the format of calls writes it: escaped
+    within the quotes of JSON, or as it is. With an `input_terminal`, the grammar has only terminals, and this one is
+    the text.
     """
 
     name: str
     schema: str
     input_name: str = ""
     input_grammar: str = ""
+    input_terminal: str = ""
 
 
 class ParameterTagsGrammar(msgspec.Struct, frozen=True, tag="tags"):

@@ -116,7 +116,9 @@ async def test_an_answer_is_a_call_or_follows_the_response_format(
         assert alone is not None and alone.kind is GrammarKind.JSON_SCHEMA
         writes(gateway, " {}}</tool_call>")
         assert content_and_call((await ask(gateway, api, demands))[1]) == ("", "now")
-        assert gateway.engine.submits[-1].grammar is None
+        begun = gateway.engine.submits[-1].grammar
+        assert begun is not None and begun.kind is GrammarKind.CALLS
+        assert msgspec.json.decode(begun.text, type=ToolCallsGrammar).must_call
 
 
 @pytest.mark.parametrize("api", APIS)

@@ -46,7 +46,8 @@ def test_options_have_the_chats_names() -> None:
 def test_flat_tools_are_offered_in_either_form_of_a_body(asked: dict[str, Any]) -> None:
     offer = decoded({**asked, "tools": [LOOK, PATCH, {"type": "web_search"}]}).offer()
     assert [tool.name for tool in offer.tools] == ["look", "patch"]
-    assert offer.tools[1].input_grammar == 'start: "x"'
+    grammar = offer.tools[1].input_grammar
+    assert grammar is not None and grammar.plain == 'start: "x"'
 
 
 def test_a_chosen_flat_tool_must_be_called() -> None:

@@ -33,6 +33,8 @@ class ArgumentRules:
 
     def add_tool(self, number: int, tool: ToolCallGrammar) -> str:
         """Return the rule of a tool's arguments. Raises GrammarRefused, ValueError and RecursionError."""
+        if tool.input_grammar:
+            return f"arguments_{number}: {self._input(tool, f'@input_{number}')}"
         root = decode_exactly(tool.schema)
         if not isinstance(root, Mapping):
             raise GrammarRefused("a JSON schema of a tool's parameters must be an object")
@@ -70,6 +72,14 @@ class ArgumentRules:
 
     def value_rules(self) -> list[str]:
         """Return the rules that those of the arguments refer to."""
+        raise NotImplementedError
+
+    def input_grammar(self, tool: ToolCallGrammar) -> str:
+        """Return the grammar of a tool's input, to which the rule of its arguments refers. Raises GrammarRefused."""
+        return tool.input_grammar
+
+    def _input(self, tool: ToolCallGrammar, written: str) -> str:
+        """Return the text of a rule of arguments whose only one is an input of the grammar `written`."""
         raise NotImplementedError
 
     def _any_parameters(self) -> str:

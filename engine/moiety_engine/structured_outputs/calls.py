@@ -26,6 +26,7 @@ from moiety_wire.grammars import (
 
 FIRST_TOOL_LINE = 3  # of a grammar of calls, with one line per tool's arguments
 _ONE_SPACE = r"\x20"
+_JSON_LEXEME = re.compile(r'"[^"]*"| |[^" ]')
 
 
 def calls_grammar(text: str) -> str:
@@ -40,6 +41,8 @@ def calls_grammar(text: str) -> str:
         return quoted_with_tokens(text, form.special)
 
     rules = ["%llguidance {}", f"start: {_start(form)}", *arguments]
+    if form.answer is not None and not form.opener and form.parameters is None:
+        return "\n".join([*rules, *_called_in_json(form)])
     name_end = f"/{form.name_end}/ " if form.name_end else ""
     between = quoted(form.between)
     if form.call_id is not None:
@@ -89,7 +92,7 @@ def _new_rules(form: ToolCallsGrammar) -> ArgumentRules | None:
 def _argument_rules(form: ToolCallsGrammar) -> list[str]:
     found = _new_rules(form)
     if found is None:
-        return [f"arguments_{number}: {_arguments_of(tool, number)}" for number, tool in enumerate(form.tools)]
+        return [f"arguments_{number}: {json_arguments(tool, number)}" for number, tool in enumerate(form.tools)]
     arguments = [found.add_tool(index, tool) for index, tool in enumerate(form.tools)]
     values = [f"json_{i}: {json_rule(schema)}" for i, schema in enumerate(found.json_schemas)]
     return [*arguments, *values, *found.value_rules()]
@@ -98,6 +101,29 @@ def _argument_rules(form: ToolCallsGrammar) -> list[str]:
 def json_rule(exact: ExactSchema) -> str:
     """Return the rule of JSON documents of a schema, with at most one space between their parts."""
     return f"%json {exact.encode(**exact.options(whitespace_pattern=_ONE_SPACE))}"
+
+
+def _called_in_json(form: ToolCallsGrammar) -> list[str]:
+    """Return the rules of calls in the lexemes of JSON.
+
+    The lexer takes the longest lexeme, so a beginning that an answer in JSON shares must have the answer's lexemes.
+    """
+
+    def calls_after(text: str) -> str:
+        beginnings = [_json_lexemes(text + tool.name + form.between) for tool in form.tools]
+        return " | ".join(f'{one} " "? arguments_{i}' for i, one in enumerate(beginnings))
+
+    after, again = _json_lexemes(form.after), ""
+    rules = [f"first: {calls_after(form.before)}"]
+    if form.separator is not None and form.may_repeat:
+        rules.append(f"next: {calls_after(form.separator)}")
+        again = f"(next {after})*"
+    return [*rules, f"called: first {after} {again} {_json_lexemes(form.closer)}"]
+
+
+def _json_lexemes(text: str) -> str:
+    """Return text in grammar syntax, in parts that are strings, punctuation or optional white space of JSON."""
+    return " ".join('" "?' if part == " " else lark_string(part) for part in _JSON_LEXEME.findall(text))
 
 
 def _free_text(free_ids: Sequence[int], first: str) -> list[str]:
@@ -168,10 +194,21 @@ def answer_beside_calls(text: str) -> GrammarSpec | None:
 def input_grammars(text: str) -> dict[str, str]:
     """Return the grammars of tools' inputs by the names that `calls_grammar` refers to them by."""
     form = msgspec.json.decode(text, type=ToolCallsGrammar)
-    return {f"input_{number}": tool.input_grammar for number, tool in enumerate(form.tools) if tool.input_grammar}
+    found = _new_rules(form)
+    return input_grammars_of(form.tools, found)
 
 
-def _arguments_of(tool: ToolCallGrammar, number: int) -> str:
+def input_grammars_of(tools: Sequence[ToolCallGrammar], rules: ArgumentRules | None = None) -> dict[str, str]:
+    """Return the grammars of tools' inputs by the names that `json_arguments` and the rules refer to them by."""
+    return {
+        f"input_{number}": tool.input_grammar if rules is None else rules.input_grammar(tool)
+        for number, tool in enumerate(tools)
+        if tool.input_grammar
+    }
+
+
+def json_arguments(tool: ToolCallGrammar, number: int) -> str:
+    """Return the rule of a tool's arguments that are a JSON object. Raises GrammarRefused."""
     if not tool.input_grammar:
         return json_rule(exact_schema_of(tool.schema))
     name, quote = lark_string(msgspec.json.encode(tool.input_name).decode()), lark_string('"')

@@ -46,6 +46,13 @@ class ElementArguments(ArgumentRules):
             raise GrammarRefused("the tokenizer has no token for the mark of tags; set 'strict' for all tools or none")
         return f"({self._quoted(self._mark)} LOOSE_TAG)*"
 
+    def input_grammar(self, tool: ToolCallGrammar) -> str:
+        return self._texts.input_grammar(tool)
+
+    def _input(self, tool: ToolCallGrammar, written: str) -> str:
+        opened, ended = self._quoted(f"{self._mark}<{tool.input_name}>"), lark_string(f"</{tool.input_name}>")
+        return f"{opened} {self._texts.input(written)} {ended}"
+
     def _parameter(self, tool: ToolCallGrammar, schema: ArgumentSchema, name: str, part: Any) -> str:
         return self._element(tool, schema, name, part)
 

@@ -12,13 +12,18 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 from llguidance import LLMatcher
 
-from moiety_engine.structured_outputs.calls import answer_beside_calls, calls_grammar, input_grammars
+from moiety_engine.structured_outputs.calls import (
+    answer_beside_calls,
+    calls_grammar,
+    input_grammars,
+    input_grammars_of,
+)
 from moiety_engine.structured_outputs.embedded_schemas import with_exact_embedded_schemas
 from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.exact_schemas import exact_schema_of
 from moiety_engine.structured_outputs.harmony import harmony_of, harmony_rules
 from moiety_engine.structured_outputs.patterns import exact_expression
-from moiety_engine.structured_outputs.reasoned import reasoned_of, reasoned_rules, with_answer
+from moiety_engine.structured_outputs.reasoned import ANSWER, reasoned_of, reasoned_rules, with_grammars
 from moiety_wire.grammars import GrammarKind, GrammarSpec
 
 if TYPE_CHECKING:
@@ -36,15 +41,19 @@ _QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/')
 
 def grammar_of(spec: GrammarSpec) -> str:
     """Return the grammar for llguidance. Raises GrammarRefused."""
+    others: dict[str, str] = {}
     match spec.kind:
         case GrammarKind.REASONED:
             rules = reasoned_rules(reasoned_of(spec))
         case GrammarKind.HARMONY:
-            rules = harmony_rules(harmony_of(spec))
+            form = harmony_of(spec)
+            rules, others = harmony_rules(form), _checked_inputs(input_grammars_of(form.tools))
         case _:
             return _answer_grammar(spec)
     answer = answer_of(spec)
-    return LLMatcher.grammar_from_lark(rules) if answer is None else with_answer(rules, _answer_grammar(answer))
+    if answer is not None:
+        others = {ANSWER.removeprefix("@"): _answer_grammar(answer), **others}
+    return with_grammars(rules, others) if others else LLMatcher.grammar_from_lark(rules)
 
 
 def answer_of(spec: GrammarSpec) -> GrammarSpec | None:
@@ -95,19 +104,16 @@ def _choice_grammar(text: str) -> str:
 
 def _calls_grammar(text: str) -> str:
     """Return the grammar of tool calls, with those of the inputs of custom tools and of answers without calls."""
-    calls, inputs, answer = calls_grammar(text), input_grammars(text), answer_beside_calls(text)
-    if not inputs and answer is None:
-        return LLMatcher.grammar_from_lark(calls)
+    calls, others, answer = calls_grammar(text), _checked_inputs(input_grammars(text)), answer_beside_calls(text)
+    if answer is not None:
+        others = {**others, "answer": grammar_of(answer)}
+    return with_grammars(calls, others, "calls") if others else LLMatcher.grammar_from_lark(calls)
+
+
+def _checked_inputs(inputs: dict[str, str]) -> dict[str, str]:
     for one in inputs.values():
         check_terminals(one)
-    grammars = [{"name": "calls", "lark_grammar": calls}]
-    grammars += [{"name": name, "lark_grammar": one} for name, one in inputs.items()]
-    if answer is not None:
-        whole = grammar_of(answer)  # of a JSON schema, or in Lark's syntax
-        begins = whole.lstrip()[:1] == "{"
-        first, *others = msgspec.json.decode(whole)["grammars"] if begins else [{"lark_grammar": whole}]
-        grammars += [{**first, "name": "answer"}, *others]
-    return msgspec.json.encode({"grammars": grammars}).decode()
+    return inputs
 
 
 def _lark_grammar(text: str) -> str:

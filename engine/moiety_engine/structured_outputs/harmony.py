@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from moiety_engine.structured_outputs.calls import json_rule
+from moiety_engine.structured_outputs.calls import json_arguments
 from moiety_engine.structured_outputs.errors import GrammarRefused
-from moiety_engine.structured_outputs.exact_schemas import exact_schema_of
 from moiety_engine.structured_outputs.lark_text import quoted_with_tokens
 from moiety_engine.structured_outputs.reasoned import ANSWER, tokens_but
 from moiety_wire.grammars import GrammarSpec, HarmonyGrammar
@@ -42,7 +41,7 @@ def harmony_rules(form: HarmonyGrammar) -> str:
         return quoted_with_tokens(text, form.special)
 
     try:
-        arguments = [json_rule(exact_schema_of(tool.schema)) for tool in form.tools]
+        arguments = [json_arguments(tool, number) for number, tool in enumerate(form.tools)]
     except (ValueError, RecursionError) as exc:
         raise GrammarRefused(f"a tool's parameters are not a valid JSON schema: {exc}") from exc
     next_turn = text_of("<|end|><|start|>assistant")

@@ -43,6 +43,9 @@ class KeywordArguments(ArgumentRules):
             self._rows.append(f"any_json: %json {anything.encode(**options)}")
         return '(any_keyword (", " any_keyword)*)?'
 
+    def _input(self, tool: ToolCallGrammar, written: str) -> str:
+        return f"{lark_string(f'{tool.input_name}=')} {lark_string(chr(34))} {written} {lark_string(chr(34))}"
+
     def _parameter(self, tool: ToolCallGrammar, schema: ArgumentSchema, name: str, part: Any) -> str:
         if _NAME.fullmatch(name) is None:
             raise GrammarRefused(f": the name cannot be written in the model's format of tool calls; {ADVICE}")

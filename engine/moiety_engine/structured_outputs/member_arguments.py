@@ -61,6 +61,12 @@ class MemberArguments(ArgumentRules):
     def _any_parameters(self) -> str:
         return '(any_member ("," any_member)*)?'
 
+    def input_grammar(self, tool: ToolCallGrammar) -> str:
+        return self._texts.input_grammar(tool)
+
+    def _input(self, tool: ToolCallGrammar, written: str) -> str:
+        return f"{self._name_rule(tool.input_name)} {self._quoted(self._mark)} {self._texts.input(written)}"
+
     def _parameter(self, tool: ToolCallGrammar, schema: ArgumentSchema, name: str, part: Any) -> str:
         self._tool, self._parameter_name = tool, name
         return f"{self._name_rule(name)} {self._value(schema, part)}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -44,9 +45,14 @@ def tokens_but(banned_ids: Sequence[int]) -> str:
     return f"text: <[^{','.join(id_ranges(banned_ids))}]>*"
 
 
-def with_answer(rules: str, answer: str) -> str:
-    """Return the grammar for llguidance: the rules, with the answer's grammar as llguidance takes it."""
-    begin = answer.lstrip()[:1]
-    first, *others = msgspec.json.decode(answer)["grammars"] if begin == "{" else [{"lark_grammar": answer}]
-    grammars = [{"name": "main", "lark_grammar": rules}, {**first, "name": ANSWER.removeprefix("@")}, *others]
+def with_grammars(rules: str, others: Mapping[str, str], name: str = "main") -> str:
+    """Return the grammar for llguidance of rules that refer to others by their names.
+
+    Each of the others is Lark's syntax, or what llguidance takes.
+    """
+    grammars: list[dict[str, Any]] = [{"name": name, "lark_grammar": rules}]
+    for other, text in others.items():
+        is_whole = text.lstrip()[:1] == "{"
+        first, *more = msgspec.json.decode(text)["grammars"] if is_whole else [{"lark_grammar": text}]
+        grammars += [{**first, "name": other}, *more]
     return msgspec.json.encode({"grammars": grammars}).decode()

@@ -10,7 +10,6 @@ from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.formats import TEXT_PATTERNS
 from moiety_engine.structured_outputs.patterns import exact_pattern
 
-_LONG = 1024  # characters
 _ANYTHING = r"(.|\n)*"
 _ANCHORED_END = re.compile(r"(?<!\\)(?:\\\\)*\$\Z")  # an even number of backslashes before it escape each other
 _OPERATOR, _BACKSLASHED = re.compile(r"[\\.+*?()|\[\]{}^$]"), r"\\\g<0>"
@@ -20,18 +19,11 @@ _SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 def string_expressions(schema: Mapping[str, Any], excluded: str) -> Iterator[str]:
     """Yield expressions in grammar syntax, with their slashes, that the whole string matches, all of them.
 
-    `excluded` is a text that the string does not contain, since it ends it; "" for none. A long string has not its
-    first character: the lexer limits expressions, and a count needs one per character. Raises GrammarRefused.
+    `excluded` is a text that the string does not contain, since it ends it; "" for none. Raises GrammarRefused.
     """
-    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-    for keyword, count in (("minLength", least), ("maxLength", most)):
-        if count != "" and not (isinstance(count, int | float) and count == int(count) and count >= 0):
-            raise GrammarRefused(f"/{keyword}: it must be an integer of at least 0")
-    is_long = bool(excluded) and max(least, most or 0) > _LONG
-    character = f"[^{re.escape(excluded[0])}]" if is_long else r"(.|\n)"
-    yield f"/{character}{{{int(least)},{most if most == '' else int(most)}}}/"
-    if excluded and not is_long:
-        yield f"~/{_ANYTHING}{_escaped(_OPERATOR.sub(_BACKSLASHED, excluded))}{_ANYTHING}/"
+    yield characters(*length_limits(schema))
+    if excluded:
+        yield excluding(excluded)
     if isinstance(pattern := schema.get("pattern"), str):
         try:
             yield f"/{_whole(exact_pattern(pattern))}/"
@@ -42,6 +34,36 @@ def string_expressions(schema: Mapping[str, Any], excluded: str) -> Iterator[str
             known = ", ".join(sorted(TEXT_PATTERNS))
             raise GrammarRefused(f"/format: the format {str(name)[:64]!r} is not supported here; supported are {known}")
         yield f"/{_escaped(TEXT_PATTERNS[name][1:-1])}/"
+
+
+def length_limits(schema: Mapping[str, Any]) -> tuple[int, int | None]:
+    """Return `minLength` and `maxLength`; None without a `maxLength`. Raises GrammarRefused."""
+    limits = schema.get("minLength", 0), schema.get("maxLength")
+    for keyword, count in zip(("minLength", "maxLength"), limits, strict=True):
+        if keyword in schema and not (isinstance(count, int | float) and count == int(count) and count >= 0):
+            raise GrammarRefused(f"/{keyword}: it must be an integer of at least 0")
+    least, most = limits
+    return int(least), None if most is None else int(most)
+
+
+def characters(least: int, most: int | None) -> str:
+    """Return the expression, in grammar syntax, of all strings with that many characters."""
+    return rf"/(.|\n){{{least},{'' if most is None else most}}}/"
+
+
+def excluding_early(num_chars: int, padding: str, end: str) -> str:
+    """Return the expression, in grammar syntax, of strings without a tag after fewer characters than these.
+
+    Padding before the tag is none of the characters.
+    """
+    tag = _escaped(_OPERATOR.sub(_BACKSLASHED, end))
+    padded = f"({_escaped(padding)})?" if padding else ""
+    return rf"~/(.|\n){{0,{num_chars - 1}}}{padded}{tag}{_ANYTHING}/"
+
+
+def excluding(text: str) -> str:
+    """Return the expression, in grammar syntax, of all strings that do not contain a text."""
+    return f"~/{_ANYTHING}{_escaped(_OPERATOR.sub(_BACKSLASHED, text))}{_ANYTHING}/"
 
 
 def _whole(pattern: str) -> str:

@@ -30,6 +30,14 @@ class TaggedArguments(ArgumentRules):
     def value_rules(self) -> list[str]:
         return self._texts.rules()
 
+    def input_grammar(self, tool: ToolCallGrammar) -> str:
+        return self._texts.input_grammar(tool)
+
+    def _input(self, tool: ToolCallGrammar, written: str) -> str:
+        tags = self._tags
+        opened = self._quoted(tags.to_name + tool.input_name + tags.to_value)
+        return f"{opened} {lark_string(tags.padding)} {self._texts.input(written)}"
+
     def _parameter(self, tool: ToolCallGrammar, schema: ArgumentSchema, name: str, part: Any) -> str:
         tags = self._tags
         if tags.to_value.strip()[:1] in name:

@@ -9,8 +9,10 @@ from moiety_engine.structured_outputs.argument_rules import ADVICE, NOTES, check
 from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.exact_numbers import encode_exactly
 from moiety_engine.structured_outputs.lark_text import lark_string, quoted_with_tokens, split_at_token
-from moiety_engine.structured_outputs.string_expressions import string_expressions
+from moiety_engine.structured_outputs.limited_strings import limited_string
+from moiety_engine.structured_outputs.string_expressions import excluding
 from moiety_text.tools.argument_types import STRING, ArgumentSchema, typed_argument, types_of_value
+from moiety_wire.grammars import ToolCallGrammar
 
 LIMITS = frozenset(["pattern", "format", "minLength", "maxLength"])
 MAX_ALTERNATIVES = 4096
@@ -30,15 +32,11 @@ class TextRules:
 
     def limited(self, part: Mapping[str, Any]) -> str:
         """Return a rule of strings with a pattern, a format or a length. Raises GrammarRefused."""
-        number, end = self._num_limited, self._end
+        name, head = f"limited_{self._num_limited}", split_at_token(self._end, self._special)
         self._num_limited += 1
-        head = split_at_token(end, self._special)
-        body = " & ".join(string_expressions(part, "" if head == "" else end))
-        self._limited.append(f"LIMITED_{number}: {body}")
-        if head is not None:
-            return f"LIMITED_{number} {self._quoted(end + self._between)}"
-        self._limited.append(f"limited_{number}[lazy]: LIMITED_{number} {lark_string(self._padding + end)}")
-        return f"{lark_string(self._padding)} limited_{number} {self._quoted(self._between)}"
+        self._limited += limited_string(name, part, self._padding, self._end, head)
+        rest = "" if head is None else self._quoted(self._end[len(head) :])
+        return f"{lark_string(self._padding)} {name} {rest} {self._quoted(self._between)}"
 
     def value(self, schema: ArgumentSchema, part: Any, *, is_told: bool = False) -> tuple[list[str], list[Any]]:
         """Return rules of texts that a value of a schema may be, and the values that are listed in it.
@@ -57,6 +55,29 @@ class TextRules:
             raise GrammarRefused(f"/enum: there are more than {MAX_ALTERNATIVES:,} values; {ADVICE}")
         limits = [one for one in found if isinstance(one, Mapping)]
         return [self.limited(one) for one in limits], [one for one in found if not isinstance(one, Mapping)]
+
+    def input(self, written: str) -> str:
+        """Return the rule of a text of a grammar of its own (see `input_grammar`), with the tag after it."""
+        head = split_at_token(self._end, self._special)
+        rest = "" if head is None else self._quoted(self._end[len(head) :])
+        return f"{written} {rest} {self._quoted(self._between)}"
+
+    def input_grammar(self, tool: ToolCallGrammar) -> str:
+        """Return the grammar of a tool's input with what ordinary tokens spell of the tag after it.
+
+        Only a terminal can be kept from containing that. Raises GrammarRefused for a grammar with rules.
+        """
+        head = split_at_token(self._end, self._special)
+        after = self._padding + (self._end if head is None else head)
+        if not tool.input_terminal:
+            if after:
+                raise GrammarRefused(f"the input of the tool {tool.name!r} cannot be kept from containing {after!r}")
+            return tool.input_grammar
+        if head is None:
+            end = excluding(self._end)
+            rules = f"start: whole\nwhole[lazy]: WHOLE_INPUT {lark_string(after)}\n"
+            return f"{rules}WHOLE_INPUT: {tool.input_terminal} & {end}\n{tool.input_grammar}"
+        return f"start: WHOLE_INPUT\nWHOLE_INPUT: {tool.input_terminal} {lark_string(after)}\n{tool.input_grammar}"
 
     def rules(self) -> list[str]:
         """Return the rules of all these texts."""

@@ -14,7 +14,7 @@ from moiety_text.tools.json_scanner import JsonScanner, Malformed
 
 ARGUMENTS = ("arguments", "parameters")
 NAMES = ("name", "tool_name")
-_KNOWN = ("id", "tool_call_id", "type", *NAMES, *ARGUMENTS)
+KNOWN_MEMBERS = ("id", "tool_call_id", "type", *NAMES, *ARGUMENTS)
 _SPACE = " \t\n\r"
 
 
@@ -100,7 +100,7 @@ class CallObject:
         self._text.append(self._scanner.advance(character))
         if self._scanner.is_complete:
             self._member = json.loads("".join(self._text))
-            if self._member not in _KNOWN and self.name is None:
+            if self._member not in KNOWN_MEMBERS and self.name is None:
                 raise Malformed
             self._step = self._colon
         return ""

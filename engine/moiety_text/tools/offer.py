@@ -5,6 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+INPUT_TERMINAL = "RULE_START"
+
+
+@dataclass(frozen=True, slots=True)
+class InputGrammar:
+    """Grammar of a custom tool's input, in Lark's syntax; "" where it cannot be expressed.
+
+    `escaped` is of the input as it is escaped in a JSON string, `plain` of the input as it is. `terminals` are
+    terminals of the same, of which INPUT_TERMINAL is the whole input; a grammar that refers to itself has none.
+    """
+
+    escaped: str
+    plain: str
+    terminals: str
+
 
 @dataclass(frozen=True, slots=True)
 class Tool:
@@ -14,8 +29,7 @@ class Tool:
     description: str
     parameters: dict[str, Any]
     strict: bool = False  # arguments must match the schema
-    input_grammar: str = ""  # Lark grammar of the only argument, a string, as it is escaped in JSON
-    asks_for_grammar: bool = False  # the client has sent a grammar, also where `input_grammar` cannot express it
+    input_grammar: InputGrammar | None = None  # of the only argument, a string
 
     def for_template(self) -> dict[str, Any]:
         """Return the tool in the form of chat templates."""
@@ -45,10 +59,6 @@ class ToolOffer:
     @property
     def is_strict(self) -> bool:
         return any(tool.strict for tool in self.tools)
-
-    @property
-    def has_input_grammars(self) -> bool:
-        return any(tool.input_grammar for tool in self.tools)
 
     @property
     def first_call(self) -> str | None:

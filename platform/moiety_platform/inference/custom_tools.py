@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from moiety_platform.inference.escaped_grammars import escaped_grammar
+from moiety_platform.inference.input_grammars import input_grammar_of
 from moiety_text.tools.offer import Tool
 
 INPUT = "input"  # the function's only parameter
@@ -36,8 +36,8 @@ def custom_tool_of(name: str, description: str | None, grammar: CustomGrammar | 
         "required": [INPUT],
         "additionalProperties": False,
     }
-    escaped = "" if grammar is None else escaped_grammar(grammar.syntax, grammar.definition)
-    return Tool(name, told.lstrip("\n"), parameters, input_grammar=escaped, asks_for_grammar=grammar is not None)
+    found = None if grammar is None else input_grammar_of(grammar.syntax, grammar.definition)
+    return Tool(name, told.lstrip("\n"), parameters, input_grammar=found)
 
 
 def arguments_of(text: str) -> dict[str, Any]:

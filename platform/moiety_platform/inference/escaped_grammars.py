@@ -32,7 +32,7 @@ _UNESCAPED = re.compile(
     "(HEX)?DIGIT|(SIGNED_)?(INT|FLOAT|NUMBER)|DECIMAL|([LU]CASE_)?LETTER|WORD|CNAME"
 )  # other imported terminals
 _ANCHORED_END = re.compile(r"(?<!\\)((?:\\\\)*)\$\Z")  # an even number of backslashes before it escape each other
-_PART = re.compile(
+PART = re.compile(
     r"""(?P<comment>//[^\n]*|\#[^\n]*)
     |"(?P<first>\\.|[^"\\\n])"\s*\.\.\s*"(?P<last>\\.|[^"\\\n])"
     |(?P<text>"(?:\\.|[^"\\\n])*")(?P<text_flags>[a-z]*)
@@ -58,7 +58,7 @@ _NAMED: Mapping[str, str] = MappingProxyType({"n": "\n", "r": "\r", "t": "\t", "
 _CLASSES = "dDwWsS"
 
 
-class _NotEscapable(Exception):
+class NotRewritable(Exception):
     """The grammar has a part that cannot be rewritten."""
 
 
@@ -72,20 +72,18 @@ def escaped_grammar(syntax: str, definition: str) -> str:
         return ""
     try:
         escaped = _escaped_regex_grammar(definition) if syntax == "regex" else _escaped_lark_grammar(definition)
-    except _NotEscapable:
+    except NotRewritable:
         return ""
     return escaped if len(escaped.encode()) <= MAX_ESCAPED_BYTES else ""
 
 
 def _escaped_regex_grammar(definition: str) -> str:
-    body = definition.removeprefix("^")
-    body = _ANCHORED_END.sub(r"\1", body)
-    return f"start: {_escaped_regex(body)}"
+    return f"start: {rewritten_regex(definition, _ESCAPES)}"
 
 
 def _escaped_lark_grammar(definition: str) -> str:
-    kept = {found["alias"] or found["imported"] for found in _PART.finditer(definition) if _is_kept(found)}
-    return _PART.sub(lambda found: _escaped_part(found, kept), definition)
+    kept = {found["alias"] or found["imported"] for found in PART.finditer(definition) if _is_kept(found)}
+    return PART.sub(lambda found: _escaped_part(found, kept), definition)
 
 
 def _is_kept(found: re.Match[str]) -> bool:
@@ -96,7 +94,7 @@ def _is_kept(found: re.Match[str]) -> bool:
 def _escaped_part(found: re.Match[str], kept: set[str]) -> str:
     part = found.groupdict()
     if part["unknown"] is not None:
-        raise _NotEscapable
+        raise NotRewritable
     if part["first"] is not None:
         first, last = _in_class(part["first"]), _in_class(part["last"])
         return _escaped_class(f"[{first}-{last}]")
@@ -104,7 +102,7 @@ def _escaped_part(found: re.Match[str], kept: set[str]) -> str:
         return _escaped_text(part["text"], part["text_flags"])
     if part["regex"] is not None:
         if part["regex_flags"] not in ("", "s"):
-            raise _NotEscapable
+            raise NotRewritable
         return f"({_escaped_regex(part['regex'], dot_all=part['regex_flags'] == 's')})"
     if part["imported"] is not None:
         return _imported(part["imported"], part["alias"], found[0])
@@ -120,10 +118,10 @@ def _escaped_text(literal: str, flags: str) -> str:
     try:
         text = msgspec.json.decode(literal, type=str)
     except msgspec.DecodeError as exc:
-        raise _NotEscapable from exc
+        raise NotRewritable from exc
     escaped = "".join(_ESCAPES.get(character, character) for character in text)
     if flags not in ("", "i") or (flags and escaped != text):
-        raise _NotEscapable
+        raise NotRewritable
     return _string(escaped) + flags
 
 
@@ -131,20 +129,29 @@ def _imported(name: str, alias: str | None, statement: str) -> str:
     if name in _COMMON:
         return f"{_rule_of(alias or name)}: {_escaped_regex(_COMMON[name])}"
     if _UNESCAPED.fullmatch(name) is None:
-        raise _NotEscapable
+        raise NotRewritable
     return statement
 
 
-def _escaped_regex(body: str, *, dot_all: bool = False) -> str:
-    """Return a rule's expression of the escaped text. Raises _NotEscapable."""
+def rewritten_regex(definition: str, escapes: Mapping[str, str]) -> str:
+    """Return a rule's expression of the texts that a client's expression matches, with escapes for some characters.
+
+    Raises NotRewritable.
+    """
+    body = _ANCHORED_END.sub(r"\1", definition.removeprefix("^"))
+    return _escaped_regex(body, escapes)
+
+
+def _escaped_regex(body: str, escapes: Mapping[str, str] = _ESCAPES, *, dot_all: bool = False) -> str:
+    """Return a rule's expression of the escaped text. Raises NotRewritable."""
     parts: list[str] = []
     for found in _ATOM.finditer(body):
         part = found.groupdict()
         if part["refused"] is not None or (part["open"] == "(" and body.startswith("(?", found.start())):
-            raise _NotEscapable
+            raise NotRewritable
         if part["quantifier"] is not None:
             if not parts or parts[-1] in ("(", "|"):
-                raise _NotEscapable
+                raise NotRewritable
             parts[-1] += part["quantifier"]
         elif part["open"] is not None:
             parts.append("(")
@@ -153,37 +160,38 @@ def _escaped_regex(body: str, *, dot_all: bool = False) -> str:
                 parts.append('""')
             parts.append(part["operator"])
         else:
-            parts.append(_escaped_atom(part, dot_all))
+            parts.append(_escaped_atom(part, escapes, dot_all))
     return " ".join(parts) or '""'
 
 
-def _escaped_atom(part: Mapping[str, str | None], dot_all: bool) -> str:
+def _escaped_atom(part: Mapping[str, str | None], escapes: Mapping[str, str], dot_all: bool) -> str:
     """Return the expression of one character."""
     if part["class"] is not None:
-        return _escaped_class(part["class"])
+        return _escaped_class(part["class"], escapes)
     if part["dot"] is not None:
-        return _escaped_class(r"[\s\S]" if dot_all else r"[^\n]")
+        return _escaped_class(r"[\s\S]" if dot_all else r"[^\n]", escapes)
     escaped, code = part["escaped"], part["hex"] or part["unicode"]
     if escaped is not None and escaped in _CLASSES:
-        return _escaped_class(f"[\\{escaped}]")
+        return _escaped_class(f"[\\{escaped}]", escapes)
     if escaped is not None and escaped.isalnum() and escaped not in _NAMED:
-        raise _NotEscapable
+        raise NotRewritable
     character = chr(int(code, 16)) if code else part["plain"] or _NAMED.get(escaped or "", escaped or "")
-    return _string(_ESCAPES.get(character, character))
+    return _string(escapes.get(character, character))
 
 
-def _escaped_class(text: str) -> str:
+def _escaped_class(text: str, escapes: Mapping[str, str] = _ESCAPES) -> str:
     """Return an expression for one character of a class, escaped where a JSON string needs it."""
     # of a nested set, which `[`, `--`, `&&`, `~~` and `||` will begin in later Pythons, `re` warns
     if "[" in text[1:].replace("\\[", "") or re.search(r"&&|--|~~|\|\||\\[pPbB]", text):
-        raise _NotEscapable
+        raise NotRewritable
     try:
         matches = re.compile(text).fullmatch
     except re.error as exc:
-        raise _NotEscapable from exc
-    plain = "/[" + text.replace("\\/", "/").replace("/", "\\/") + f"&&{_SAFE}]/"
-    escapes = [_string(escape) for character, escape in _ESCAPES.items() if matches(character)]
-    return f"({' | '.join([plain, *escapes])})"
+        raise NotRewritable from exc
+    safe = f"&&{_SAFE}" if escapes else ""
+    plain = "/[" + text.replace("\\/", "/").replace("/", "\\/") + f"{safe}]/"
+    found = [_string(escape) for character, escape in escapes.items() if matches(character)]
+    return f"({' | '.join([plain, *found])})"
 
 
 def _in_class(character: str) -> str:

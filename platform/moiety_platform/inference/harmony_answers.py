@@ -9,10 +9,11 @@ import msgspec
 from moiety_platform.errors import UNSUPPORTED_RESPONSE_FORMAT, BadRequest
 from moiety_platform.inference.answer_format import AnswerFormat
 from moiety_platform.inference.generation import Conversation, Prompt
-from moiety_platform.inference.strict_tools import tool_grammars
+from moiety_platform.inference.strict_tools import input_in_json, tool_grammars
 from moiety_text.harmony.format import ANALYSIS_OPENER, FINAL_OPENER, TURN_OPENER, HarmonyFormat
 from moiety_text.harmony.reader import HarmonyReader
 from moiety_text.tools.formats import Opening
+from moiety_text.tools.offer import Tool
 from moiety_wire.grammars import GrammarKind, GrammarSpec, HarmonyGrammar
 from moiety_wire.messages import MIN_THOUGHT_BUDGET, ModelCard, ThoughtBudget, ThoughtMarks
 
@@ -61,6 +62,7 @@ class HarmonyAnswers:
         """Return the grammar of the whole answer; None where it is free."""
         offer = conversation.tools
         must_call, is_strict = (False, False) if offer is None else (offer.must_call, offer.is_strict)
+        has_inputs = offer is not None and any(self.follows_input(tool) for tool in offer.tools)
         if grammar is not None and offer is not None and not self._by_grammar:
             raise BadRequest(
                 "this model's engine cannot follow a response format beside tools; leave one of them out",
@@ -74,12 +76,16 @@ class HarmonyAnswers:
                 code=UNSUPPORTED_RESPONSE_FORMAT,
                 param="tools",
             )
-        if grammar is None and not is_strict and not (must_call and self._by_grammar):
+        if grammar is None and not is_strict and not has_inputs and not (must_call and self._by_grammar):
             return None
-        tools = [] if offer is None else tool_grammars(offer)
+        tools = [] if offer is None else tool_grammars(offer, input_in_json)
         banned_ids = sorted({*self._form.tokenizer.special_ids, *self._end_ids})
         form = HarmonyGrammar(dict(self._form.control_ids), tools, grammar, must_call, banned_ids)
         return GrammarSpec(GrammarKind.HARMONY, msgspec.json.encode(form).decode())
+
+    def follows_input(self, tool: Tool) -> bool:
+        """Return whether calls can be held to the grammar of a custom tool's input."""
+        return self._by_grammar and bool(input_in_json(tool).grammar)
 
     def _budget(self, conversation: Conversation) -> ThoughtBudget | None:
         if conversation.thought_budget is None or not self._keeps_budgets:

@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from moiety_platform.errors import UNSUPPORTED_RESPONSE_FORMAT, BadRequest
+from moiety_platform.errors import BadRequest
 from moiety_platform.inference.answer_format import AnswerFormat
+from moiety_platform.inference.call_grammars import CallGrammars
 from moiety_platform.inference.encoded_pairs import context_too_long, encode_pairs
 from moiety_platform.inference.encoding_cost import ID_COST, is_short, tools_for_template
 from moiety_platform.inference.generation import Conversation, Generation, Prompt, TextPair
 from moiety_platform.inference.harmony_answers import HarmonyAnswers
 from moiety_platform.inference.prompt_images import images_not_supported, with_placeholders
-from moiety_platform.inference.strict_tools import grammar_of_calls, may_read_like_call
 from moiety_platform.inference.system_messages import as_user_messages, takes_late_system
 from moiety_platform.inference.template_options import TemplateOptions
 from moiety_platform.inference.thought_limits import budget_of_markers, closing_text, grammar_after_thought
@@ -35,6 +35,7 @@ from moiety_text.reasoning_formats import THINK
 from moiety_text.tokenizer import Tokenizer
 from moiety_text.tools.deltas import Parts
 from moiety_text.tools.formats import Opening, ToolFormat
+from moiety_text.tools.offer import Tool, ToolOffer
 from moiety_text.tools.registry import FORMAT_NAMES, adapt_to_template, find_tool_format
 from moiety_wire.grammars import GrammarSpec
 from moiety_wire.messages import ModelCard, ThoughtBudget, ThoughtMarks
@@ -76,6 +77,9 @@ class ModelText:
         self._special_thoughts = tuple(
             one for one in shown if one is not None and self._tokenizer.added_tokens[one].special
         )
+        self._calls = None
+        if self._tool_format is not None:
+            self._calls = CallGrammars(self._tool_format, self._tokenizer, card, self._special_thoughts)
         switch = None if self._thoughts is None else self._thoughts.switch
         keeps_budget = self._keeps_budgets and (harmony is not None or self._closer_id is not None)
         self._options = None
@@ -84,7 +88,6 @@ class ModelText:
         self._end_ids = card.eos_token_ids
         self.special_ids = tuple(one for one, token in self._tokenizer.added_tokens.items() if token.special)
         self._model = card.model
-        self._follows_grammars = card.follows_grammars
         self.image_rules = card.images
         placeholder = None if card.images is None else self._tokenizer.find_token(card.images.image_token_id)
         self._shows_result_images = shows_result_images(template, placeholder, self._tool_format)
@@ -217,7 +220,9 @@ class ModelText:
         if self._harmony is not None:
             return self._harmony.answer_format(prompt, grammar)
         marks = self._thought_marks(generation, number, prompt_ids)
-        grammar = self._grammar_of(prompt, grammar)
+        if prompt.tools is not None:
+            ignore_eos, calls = generation.ignore_eos, self._calls_of_tools()
+            grammar = calls.grammar(prompt, prompt.tools, grammar, ignore_eos=ignore_eos)
         return AnswerFormat(
             self._shown_ids(prompt),
             self._marker_ids(prompt, generation.grammar),
@@ -270,7 +275,7 @@ class ModelText:
     def _shown_ids(self, prompt: Conversation) -> tuple[int, ...]:
         """Return the special tokens that the answer's text must contain for its parser."""
         added = self._tokenizer.added_tokens
-        calls = () if prompt.tools is None else self._call_markers().values()
+        calls = () if prompt.tools is None else self._calls_of_tools().markers.values()
         return (*(one for one in calls if added[one].special), *self._special_thoughts)
 
     def _marker_ids(self, prompt: Conversation, grammar: GrammarSpec | None) -> tuple[int, ...]:
@@ -278,60 +283,8 @@ class ModelText:
 
         They let the parser distinguish markers from text that only spells one.
         """
-        calls = () if prompt.tools is None else self._call_markers().values()
+        calls = () if prompt.tools is None else self._calls_of_tools().markers.values()
         return (*calls, *(self._thought_ids if self._may_think(prompt, grammar) else ()))
-
-    def _grammar_of(self, prompt: Conversation, answer: GrammarSpec | None) -> GrammarSpec | None:
-        """Return the grammar of an answer that may call tools, or None for free text.
-
-        `answer` is the grammar of an answer without calls. The grammar of a tool's input is followed only where that is
-        possible. Raises BadRequest for a response format beside tools and for strict tools that cannot be enforced.
-        """
-        if prompt.tools is None:
-            return answer
-        way = self._format_of_tools()
-        if answer is not None:
-            if not self._follows_calls or may_read_like_call(answer, way, self._call_markers()):
-                message = (
-                    f"the model {self._model!r} cannot follow a response format beside tools; leave one of them out"
-                )
-                raise BadRequest(message, code=UNSUPPORTED_RESPONSE_FORMAT)
-        elif not prompt.tools.is_strict and not (
-            self.follows_inputs and any(tool.input_grammar for tool in prompt.tools.tools)
-        ):
-            return None
-        if not way.marks_calls and prompt.prefill.strip():
-            message = f"calls of the model {self._model!r} cannot be held to a schema here; leave 'strict' out"
-            raise BadRequest(message, code=UNSUPPORTED_RESPONSE_FORMAT, param="tools")
-        return grammar_of_calls(way, prompt.tools, self._call_markers(), self._free_ids(), answer)
-
-    @property
-    def follows_inputs(self) -> bool:
-        """Whether calls can be held to the grammar of a custom tool's input."""
-        return self._follows_calls and self._tool_format is not None and self._tool_format.parameters is None
-
-    @property
-    def _follows_calls(self) -> bool:
-        """Whether answers can be held to a grammar that includes calls."""
-        way = self._tool_format
-        return self._follows_grammars and way is not None and way.marks_calls
-
-    def _call_markers(self) -> dict[str, int]:
-        """Return the markers of tool calls that are added tokens, with their ids."""
-        markers, added = self._format_of_tools().markers, self._tokenizer.added_tokens
-        return {token.content: one for one, token in added.items() if token.content in markers}
-
-    def _free_ids(self) -> list[int]:
-        """Return the added tokens that are allowed in the text beside tool calls.
-
-        These are the tokens of reasoning and the tokens with text, but no markers of calls or turns.
-        """
-        markers = self._call_markers().values()
-        return [
-            one
-            for one, token in sorted(self._tokenizer.added_tokens.items())
-            if one not in markers and (one in self._special_thoughts or not token.special)
-        ]
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         try:
@@ -416,10 +369,23 @@ class ModelText:
         if self._options is None or not isinstance(prompt, Conversation):
             return {}
         found = self._options.adjusted_fields(prompt) if prompt.has_reasoning_options else {}
-        for tool in () if prompt.tools is None else prompt.tools.tools:
-            if tool.asks_for_grammar and not (self.follows_inputs and tool.input_grammar):
-                found = {**found, f"tools.{tool.name}.format": "text"}
+        if (offer := prompt.tools) is not None:
+            for tool in offer.tools:
+                if tool.input_grammar is not None and not self._follows_input(generation, offer, tool):
+                    found = {**found, f"tools.{tool.name}.format": "text"}
         return found
+
+    def _follows_input(self, generation: Generation, offer: ToolOffer, tool: Tool) -> bool:
+        """Return whether calls are held to the grammar of a custom tool's input."""
+        if self._harmony is not None:
+            return self._harmony.follows_input(tool)
+        return not generation.ignore_eos and self._calls_of_tools().follows_input(offer, tool)
+
+    def _calls_of_tools(self) -> CallGrammars:
+        """Return the grammars of the model's tool calls. Raises BadRequest if it has no format of them."""
+        self._format_of_tools()
+        assert self._calls is not None, "the model has a format of tool calls"
+        return self._calls
 
     def _format_of_tools(self, field: str = "tools") -> ToolFormat:
         """Return the model's tool call format. Raises BadRequest, which names the `field`, if there is none."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
 from moiety_platform.inference.custom_tools import INPUT
 from moiety_text.tools.formats import NotedArguments, ToolFormat
-from moiety_text.tools.offer import ToolOffer
+from moiety_text.tools.offer import INPUT_TERMINAL, Tool, ToolOffer
 from moiety_wire.grammars import (
     ArgumentNotation,
     CallIdGrammar,
@@ -39,7 +40,7 @@ def grammar_of_calls(
     opener, call_id = way.opener, way.call_id
     name = offer.first_call
     form = ToolCallsGrammar(
-        tools=tool_grammars(offer, with_inputs=way.parameters is None),
+        tools=tool_grammars(offer, lambda tool: written_input(tool, way, special)),
         opener=opener,
         before=way.to_name.removeprefix(opener),
         between=way.to_arguments,
@@ -68,22 +69,56 @@ def _parameters_of(way: ToolFormat) -> ParameterTagsGrammar | NotedArgumentsGram
     return ParameterTagsGrammar(tags.to_name, tags.to_value, tags.to_json, tags.end, tags.between, tags.padding)
 
 
-def may_read_like_call(answer: GrammarSpec, way: ToolFormat, special: Mapping[str, int]) -> bool:
-    """Return whether an answer of a grammar could be read as a call: it is not JSON, and no token marks calls."""
-    is_json = answer.kind in (GrammarKind.JSON_OBJECT, GrammarKind.JSON_SCHEMA)
-    return not is_json and not any(marker in way.opener for marker in special)
+def takes_any_arguments(way: ToolFormat, special: Mapping[str, int]) -> bool:
+    """Return whether a grammar of calls can leave the arguments of a tool free.
+
+    It cannot where the end of the arguments is text that names of nested elements would have to be told from.
+    """
+    tags = way.parameters
+    if isinstance(tags, NotedArguments) and tags.notation == ArgumentNotation.ELEMENTS:
+        return tags.mark in special
+    return True
 
 
-def tool_grammars(offer: ToolOffer, *, with_inputs: bool = False) -> list[ToolCallGrammar]:
+@dataclass(frozen=True, slots=True)
+class WrittenInput:
+    """Grammar of a custom tool's input in a format of tool calls. `terminal` is that of the whole input, if any is."""
+
+    grammar: str = ""  # "": the format cannot follow the tool's grammar
+    terminal: str = ""
+
+
+NO_INPUT = WrittenInput()
+
+
+def input_in_json(tool: Tool) -> WrittenInput:
+    """Return the grammar of a tool's input as a JSON string."""
+    return NO_INPUT if tool.input_grammar is None else WrittenInput(tool.input_grammar.escaped)
+
+
+def written_input(tool: Tool, way: ToolFormat, special: Mapping[str, int]) -> WrittenInput:
+    """Return the grammar of a tool's input in a model's format. `special` are the markers that are added tokens."""
+    tags, grammar = way.parameters, tool.input_grammar
+    if tags is None or (isinstance(tags, NotedArguments) and not tags.mark):
+        return input_in_json(tool)
+    if grammar is None:
+        return NO_INPUT
+    if grammar.terminals:
+        return WrittenInput(grammar.terminals, INPUT_TERMINAL)
+    after = tags.mark if isinstance(tags, NotedArguments) else tags.padding + tags.end
+    return WrittenInput(grammar.plain) if after.startswith(tuple(special)) else NO_INPUT
+
+
+def tool_grammars(offer: ToolOffer, input_of: Callable[[Tool], WrittenInput]) -> list[ToolCallGrammar]:
     """Return the callable tools with the schemas of their arguments. Tools that are not strict accept any object.
 
-    `with_inputs`: arguments are JSON, in which the input of a custom tool can follow the tool's grammar.
+    `input_of` returns the grammar of a custom tool's input in the model's format of tool calls.
     """
     found = []
     for tool in offer.tools:
         if tool.name in offer.names:
             schema = msgspec.json.encode(tool.parameters if tool.strict else ANY_OBJECT).decode()
-            has_input = with_inputs and bool(tool.input_grammar)
-            inputs = (INPUT, tool.input_grammar) if has_input else ("", "")
+            written = input_of(tool)
+            inputs = (INPUT, written.grammar, written.terminal) if written.grammar else ("", "", "")
             found.append(ToolCallGrammar(tool.name, schema, *inputs))
     return found
