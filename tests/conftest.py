@@ -129,6 +129,19 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+_file = pytest.StashKey[Path]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Look through what the files before this one left once, and never again: collections of garbage, of which engines
+    make some of their own, cost no more at the end of a run than at its beginning."""
+    if item.config.stash.get(_file, None) != item.path:
+        item.config.stash[_file] = item.path
+        gc.collect()
+        gc.freeze()
+
+
 DEADLINE_S = 120.0  # generous: the machine may be busy
 POLL_S = 0.02
 KEY = re.compile(r"mty_[A-Za-z0-9]+\.[A-Za-z0-9]+")

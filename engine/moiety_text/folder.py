@@ -22,13 +22,8 @@ class TextModel:
     eos_token_ids: tuple[int, ...]  # ascending; empty if no file names one
 
 
-def read_text_model(folder: Path) -> TextModel:
-    """Read the text side of a model folder.
-
-    Reads tokenizer.json, tokenizer_config.json, chat_template.jinja, additional_chat_templates/*.jinja and the
-    end-of-sequence ids of generation_config.json, config.json and the tokenizer. Raises ModelFilesUnusable,
-    UnusableTokenizer.
-    """
+def read_tokenizer_json(folder: Path) -> str:
+    """Return the text of a model folder's tokenizer.json. Raises ModelFilesUnusable."""
     if not folder.is_dir():
         raise ModelFilesUnusable(f"{folder} is not a folder; name the folder of a checkpoint in Hugging Face's format")
     tokenizer_json = _read_text(folder / "tokenizer.json")
@@ -37,6 +32,17 @@ def read_text_model(folder: Path) -> TextModel:
             f"{folder} has no tokenizer.json; create one from its other tokenizer files with "
             "transformers.AutoTokenizer.from_pretrained(…).save_pretrained(…)"
         )
+    return tokenizer_json
+
+
+def read_text_model(folder: Path) -> TextModel:
+    """Read the text side of a model folder.
+
+    Reads tokenizer.json, tokenizer_config.json, chat_template.jinja, additional_chat_templates/*.jinja and the
+    end-of-sequence ids of generation_config.json, config.json and the tokenizer. Raises ModelFilesUnusable,
+    UnusableTokenizer.
+    """
+    tokenizer_json = read_tokenizer_json(folder)
     tokenizer = Tokenizer.from_json(tokenizer_json)
     config = _read_object(folder / "tokenizer_config.json")
     mapped, configured = _special_tokens(_read_object(folder / "special_tokens_map.json")), _special_tokens(config)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 SaveEncoder = Callable[..., tuple[Path, Any]]
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # prefix of transformers' classes, and fields of the configuration
@@ -22,6 +21,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # prefix of transformers' clas
 @pytest.fixture
 def save_encoder(tmp_path: Path) -> SaveEncoder:
     """`save_encoder(family, labels, **config)` returns the folder and transformers' model; a head has the labels."""
+    import transformers
 
     def save(family: str = "bert", labels: tuple[str, ...] = (), **changes: Any) -> tuple[Path, Any]:
         torch.manual_seed(3)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -195,6 +196,15 @@ def test_a_refusal_of_the_compiler_has_its_words(service: GrammarService) -> Non
 
 def test_the_template_has_one_thread_so_that_forking_is_safe(service: GrammarService) -> None:
     assert len(os.listdir(f"/proc/{template_pid(service)}/task")) == 1  # noqa: PTH208 - no folder of files
+
+
+@pytest.mark.parametrize(("name", "reason"), [("", "has no tokenizer.json"), ("gone", "is not a folder")])
+def test_a_checkpoint_without_a_tokenizer_starts_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, reason: str
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))  # with which no process would start
+    with pytest.raises(ValueError, match=reason):
+        GrammarService(tmp_path / name, LIMITS)
 
 
 def test_a_trial_leaves_no_process_behind(service: GrammarService) -> None:

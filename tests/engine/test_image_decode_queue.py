@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 from PIL import Image
+from tests.slow_image import slow_png
 
 from moiety_engine.config import ImageOptions
 from moiety_engine.image_decoding import decode_queue
@@ -30,14 +31,11 @@ RULES = ImageRules(
 PIXEL_BYTES = 16 * 16 * 3
 
 
-def picture(seed: int = 0, side: int = 16) -> bytes:
+def picture(seed: int = 0) -> bytes:
     buffer = io.BytesIO()
-    values = np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8)
+    values = np.random.default_rng(seed).integers(0, 256, (16, 16, 3), dtype=np.uint8)
     Image.fromarray(values).save(buffer, "PNG", compress_level=1)
     return buffer.getvalue()
-
-
-SLOW = picture(side=6000)
 
 
 def asks(tenant: str, *files: bytes | ImageInput, service: ServiceClass = BATCH, **changes: Any) -> Submit:
@@ -171,7 +169,7 @@ async def test_a_request_that_cannot_be_on_time_any_more_fails_while_it_waits_if
     one = decoding()
     hurried = ServiceClass(name="hurried", rank=5, ttft_s=0.05)
     patient = msgspec.structs.replace(BATCH, rank=9)
-    assert one.queue.queue_images(1, asks("a", SLOW, service=patient)) is None
+    assert one.queue.queue_images(1, asks("a", slow_png(), service=patient)) is None
     assert one.queue.queue_images(2, asks("b", picture(2), service=hurried)) is None
     assert one.queue.queue_images(3, asks("b", picture(3), service=hurried, resumed_ids=[5])) is None
     await one.until(1, 2, 3)

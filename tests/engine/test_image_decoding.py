@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import os
 import signal
-import struct
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tests.conftest import wait_for
+from tests.slow_image import png_of, slow_png
 from tests.vision_checkpoint import TEXT, VISION
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from moiety_engine.config import ImageOptions
 from moiety_engine.image_decoding.decoder import ImageDecoder, ImageFailure
@@ -54,18 +53,10 @@ def file_of(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
     return buffer.getvalue()
 
 
-def forged_png(width: int, height: int, rows: bytes) -> bytes:
-    """A PNG whose head says a size that its data may not have."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
-
-
 def assert_like_transformers(made: PromptImage, data: bytes) -> None:
     """Compare the patches of a decoded file with those of transformers' image processor."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
     processor = Qwen2VLImageProcessorPil(
         patch_size=4, merge_size=2, size={"shortest_edge": 256, "longest_edge": 40_000}, image_mean=[0.5] * 3,
         image_std=[0.5] * 3,
@@ -97,7 +88,6 @@ control = socket.socket(fileno=int(sys.argv[1]))
 send_frame(control, ImageTemplateReady())
 Template(control, answer).serve()
 """
-SLOW = file_of(picture(6000, 6000), "PNG", compress_level=1)
 
 
 @pytest.mark.parametrize("size", [(37, 50), (8, 8), (300, 20), (700, 500)])
@@ -167,10 +157,10 @@ def test_equal_pixels_have_equal_digests_and_others_have_not(decoder: ImageDecod
     ("data", "reason"),
     [
         (file_of(picture(64, 64))[:900], "cannot be decoded"),
-        (forged_png(64, 64, b"\0" * 100), "cannot be decoded"),
+        (png_of(64, 64, b"\0" * 100), "cannot be decoded"),
         (file_of(picture(500, 2)), "too narrow"),
         (b"GIF89a" + bytes(100), "convert it"),
-        (forged_png(20_000, 20_000, bytes(10)), "MiB of memory"),
+        (png_of(20_000, 20_000, bytes(10)), "MiB of memory"),
     ],
     ids=["cut off", "too few rows", "narrow", "another format", "large"],
 )
@@ -185,7 +175,7 @@ def test_bad_images_are_refused_with_the_reason(decoder: ImageDecoder, data: byt
 def test_a_slow_image_is_ended_by_the_limit_of_processor_time() -> None:
     decoder = ImageDecoder(RULES, ImageOptions(decode_cpu_s=0.05, decode_memory_bytes=1 << 30))
     try:
-        made = decoder.decode(ImageInput(0, file_of(Image.new("RGB", (7000, 7000), "red"), "PNG", compress_level=1)))
+        made = decoder.decode(ImageInput(0, slow_png()))
         assert isinstance(made, ImageFailure)
         assert made.code is FailureCode.IMAGE_REFUSED
         assert "0.05 s of processor time" in made.message
@@ -220,7 +210,7 @@ def test_what_a_process_that_a_file_has_taken_over_says_is_not_believed(tmp_path
 def test_an_image_that_a_busy_machine_decodes_too_slowly_can_be_sent_again() -> None:
     decoder = ImageDecoder(RULES, ImageOptions(decode_wall_s=0.1, decode_memory_bytes=1 << 30))
     try:
-        made = decoder.decode(ImageInput(0, SLOW))
+        made = decoder.decode(ImageInput(0, slow_png()))
         assert isinstance(made, ImageFailure)
         assert made.code is FailureCode.OVERLOADED
         assert "send the request again" in made.message
@@ -240,10 +230,11 @@ def test_an_image_whose_process_is_killed_from_outside_is_tried_again_and_then_i
     decoder = ImageDecoder(RULES, ImageOptions(decode_memory_bytes=1 << 30))
     decoder.decode(ImageInput(0, file_of(picture(16, 16))))  # starts the template
     (template_pid,) = set(children_of(os.getpid())) - before
+    wait_for(lambda: not children_of(template_pid), "the end of the first image's process")
     killed: set[int] = set()
     with ThreadPoolExecutor(1) as pool:
-        result = pool.submit(decoder.decode, ImageInput(0, SLOW))
-        while not result.done():
+        result = pool.submit(decoder.decode, ImageInput(0, slow_png()))
+        while len(killed) < times and not result.done():
             for pid in children_of(template_pid):
                 if len(killed) < times and pid not in killed:
                     killed.add(pid)

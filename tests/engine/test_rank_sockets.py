@@ -19,7 +19,7 @@ from moiety_engine.errors import InvalidConfig, RanksError
 from moiety_engine.loopback import is_loopback
 
 LAYOUTS = [
-    {"tp": 2},
+    pytest.param({"tp": 2}, marks=pytest.mark.thorough),
     pytest.param({"pp": 2}, marks=pytest.mark.thorough),
     pytest.param({"dp_attention": 2, "ep": 2}, marks=pytest.mark.thorough),
     {"ffn_ranks": 1},

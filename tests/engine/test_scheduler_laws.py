@@ -591,7 +591,7 @@ def test_the_laws_hold_whatever_happens(machine: type[Machine]) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=150 if THOROUGH else 50,
+            max_examples=150 if THOROUGH else 25,
             stateful_step_count=40,
             deadline=None,
             derandomize=True,

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from moiety_engine.errors import InvalidConfig
-from moiety_engine.simulator.capacity import at_load, measure_capacity
+from moiety_engine.simulator.capacity import Capacity, at_load, measure_capacity
 from moiety_engine.simulator.comparison import Scenario, compare, read_classes
 from moiety_engine.simulator.devices import SimulatedDevice
 from moiety_engine.simulator.simulate import simulate
@@ -17,6 +17,7 @@ from moiety_engine.simulator.work import WorkModel
 from moiety_platform.cli.main import main
 from moiety_wire.classes import PRIORITY
 from moiety_workload.generators import generate
+from moiety_workload.request import Workload
 
 SPEC = "poisson:rate=4,tenants=6,input=16..200,output=4..60"
 FIELDS = {
@@ -28,22 +29,31 @@ CLASS_FIELDS = {"attainment", "demand_share", "ttft_s", "tpot_s", "queue_s", "nu
 FAIRNESS_FIELDS = {"max_gap", "bound", "window_max", "window_mean", "jain"}
 
 
-def test_a_saturated_device_does_about_a_second_of_work_a_second(small: SimulatedDevice) -> None:
-    capacity = measure_capacity(generate(SPEC, 60.0, 0), small, run_s=60.0)
+def test_a_saturated_device_does_about_a_second_of_work_a_second(capacity: Capacity) -> None:
     assert 0.8 < capacity.work_per_s < 1.2
 
 
-def test_cheap_prompts_earn_little_beside_decoding(small: SimulatedDevice) -> None:
-    model = WorkModel.of(small, generate(SPEC, 60.0, 0).requests)
+def test_cheap_prompts_earn_little_beside_decoding(base: Workload, small: SimulatedDevice) -> None:
+    model = WorkModel.of(small, base.requests)
     assert model.prompt_s == pytest.approx(small.token_s, rel=0.5)
     assert model.output_s > 3 * model.prompt_s
     assert model.seconds(100, 100, 50) > model.seconds(100, 100, 0) + model.seconds(100, 0, 49)
 
 
+@pytest.fixture(scope="module")
+def base() -> Workload:
+    return generate(SPEC, 60.0, 0)
+
+
+@pytest.fixture(scope="module")
+def capacity(base: Workload, small: SimulatedDevice) -> Capacity:
+    return measure_capacity(base, small, run_s=60.0)
+
+
 @pytest.mark.parametrize("load", [0.5, 2.0])
-def test_fcfs_completes_what_is_offered_up_to_the_capacity(load: float, small: SimulatedDevice) -> None:
-    base = generate(SPEC, 60.0, 0)
-    capacity = measure_capacity(base, small, run_s=60.0)
+def test_fcfs_completes_what_is_offered_up_to_the_capacity(
+    load: float, base: Workload, capacity: Capacity, small: SimulatedDevice
+) -> None:
     figures = simulate(at_load(base, capacity, load, 0), small, capacity=capacity).figures
     assert figures["offered_fraction_of_capacity"] == pytest.approx(load, rel=0.03)
     assert figures["completed_fraction_of_capacity"] == pytest.approx(min(1.0, load), abs=0.08)
@@ -67,9 +77,11 @@ def test_the_report_has_the_fields_that_checks_read(small: SimulatedDevice) -> N
     assert len(service) == 60 and service == sorted(service) and service[-1] > 0
 
 
-def test_rejected_requests_stay_in_the_denominator_and_are_counted_by_reason(small: SimulatedDevice) -> None:
+def test_rejected_requests_stay_in_the_denominator_and_are_counted_by_reason(
+    capacity: Capacity, small: SimulatedDevice
+) -> None:
     workload = generate("constant:rate=1,input=64,output=4;constant:rate=1,input=3000,output=4", 20.0, 0)
-    outcome = simulate(workload, small, capacity=measure_capacity(generate(SPEC, 60.0, 0), small, run_s=20.0))
+    outcome = simulate(workload, small, capacity=capacity)
     row = outcome.figures["classes"]["standard"]
     assert outcome.figures["rejections"] == {"context_length_exceeded": 20}
     assert row["attainment"] == 0.5 and row["attainment_of_served"] == 1.0

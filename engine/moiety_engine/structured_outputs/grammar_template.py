@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from moiety_engine.limited_processes.frames import send_frame
 from moiety_engine.limited_processes.processes import ForkTemplate, WorkerChild
 from moiety_engine.structured_outputs.frames import ChildOrder, StepperOrder, TemplateReady, TrialOrder
+from moiety_text.errors import TextError
+from moiety_text.folder import read_tokenizer_json
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,9 +20,13 @@ class GrammarTemplate(ForkTemplate[TemplateReady]):
     def __init__(self, folder: Path) -> None:
         """Start the process and wait until it can fork. `folder`: the checkpoint, for its tokenizer.
 
-        Raises ValueError where the tokenizer does not support grammars, WorkerFailed where the process does not
-        start.
+        Raises ValueError where there is no tokenizer, before a process starts, or where it does not support grammars;
+        WorkerFailed where the process does not start.
         """
+        try:
+            read_tokenizer_json(folder)
+        except TextError as exc:
+            raise ValueError(str(exc)) from exc
         self.num_words = 0
         super().__init__(["-m", "moiety_engine.structured_outputs.worker", str(folder)], TemplateReady, self._take_size)
 

@@ -3,6 +3,8 @@ what compiles them runs in processes of its own."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,9 +32,9 @@ def fresh_numbers_on_poisoned_memory() -> Iterator[None]:
     for size in (1 << 8, 1 << 12, 1 << 16, 1 << 18) if DEVICE == "cuda" else ():
         held = [torch.full((size,), float("nan"), device=DEVICE) for _ in range(4)]
         del held
-    torch.use_deterministic_algorithms(DEVICE == "cpu")
+    torch.set_deterministic_debug_mode("error" if DEVICE == "cpu" else "default")
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")  # the other way to say so imports a compiler for 3 s
 
 
 @pytest.fixture
@@ -47,6 +49,40 @@ def untouched() -> Callable[[int, torch.dtype], torch.Tensor]:
             torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
     return reserve
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interpreter_that_patches_the_language_once() -> Iterator[None]:
+    """Triton's own looks through the members of its language at each launch and at each call of a device function, to
+    replace those that are built in, though they are replaced already: a third of the time. Here the names of these are
+    found once, and replaced once a launch; what numpy calls each type is found once, too. In a language whose members
+    are replaced, `static_print` is Python's `print`."""
+    patch_lang = interpreter._patch_lang
+    patched = [tl, tl.core, tl.tensor, tl.math, tl.core.tensor_descriptor_base]
+    builtins = {one: [name for name, value in inspect.getmembers(one) if tl.core.is_builtin(value)] for one in patched}
+
+    def patch_builtin(owner: Any, builder: Any, scope: Any) -> None:
+        for name in builtins[owner]:
+            if tl.core.is_builtin(member := getattr(owner, name)):
+                interpreter._patch_attr(owner, name, member, builder, scope)
+
+    def patch_lang_once(fn: Any) -> Any:
+        languages = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
+        is_patched = languages and all(language.static_print is print for language in languages)
+        return interpreter._LangPatchScope() if is_patched else patch_lang(fn)
+
+    of_scalars = functools.cache(interpreter._get_np_dtype)
+    of_pointers = interpreter._get_np_dtype(tl.pointer_type(tl.int8))
+
+    def dtype_in_numpy(dtype: Any) -> Any:
+        return of_pointers if dtype.scalar.is_ptr() else of_scalars(dtype.scalar)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if DEVICE == "cpu":
+            patch.setattr(interpreter, "_patch_builtin", patch_builtin)
+            patch.setattr(interpreter, "_patch_lang", patch_lang_once)
+            patch.setattr(interpreter, "_get_np_dtype", dtype_in_numpy)
+        yield
 
 
 @pytest.fixture(autouse=True)
