@@ -61,8 +61,6 @@ def billed_prompt_tokens(prompts: Sequence[list[int]], option_counts: Sequence[i
     what they share is billed once.
     """
     billed = [len(prompt) for prompt in prompts]
-    if not option_counts:
-        return billed
     starts, number = scored_from(prompts, option_counts), 0
     for count in option_counts:
         for further in range(number + 1, number + count):

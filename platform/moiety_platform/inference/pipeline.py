@@ -213,7 +213,8 @@ class RequestPipeline:
             if not generation.option_counts:  # whose reasoning options are not the client's
                 record.adjusted_fields |= text.adjusted_fields(generation)
             longest = self._most_output_tokens(record, generation, matched.card, prompts)
-            billed = billed_prompt_tokens(prompts, generation.option_counts)
+            counts = generation.option_counts
+            billed = billed_prompt_tokens(prompts, counts) if counts else list(map(len, prompts))
             origin = await self._reserve(record, matched, sum(billed), max(longest), streams)
             if accept is not None:
                 await accept()
