@@ -26,6 +26,7 @@ from moiety_wire.messages import (
     Stopping,
     Submit,
     TokenLogprob,
+    TokenRules,
     Tokens,
     TopLogprob,
 )
@@ -39,7 +40,13 @@ SUBMIT = Submit(
     service=msgspec.structs.replace(PRIORITY, on_overload=OverloadAction.DOWNGRADE),
     fallback=STANDARD,
     prompt_ids=[1, 2, 3],
-    sampling=Sampling(temperature=0.5, logit_bias={7: -1.5}, seed=2**63 - 1, num_logprobs=0),
+    sampling=Sampling(
+        temperature=0.5,
+        logit_bias={7: -1.5},
+        seed=2**63 - 1,
+        num_logprobs=0,
+        token_rules=TokenRules((1, 2), ((3,), (4, 5)), ("a", "b c")),
+    ),
     stopping=Stopping(max_tokens=4, stop=("é", "\n\n"), stop_token_ids=(9,)),
     credit_tokens=16,
     cache_salt=b"\x00\xff",
