@@ -227,7 +227,8 @@ def test_an_image_whose_process_is_killed_from_outside_is_tried_again_and_then_i
     times: int,
 ) -> None:
     before = set(children_of(os.getpid()))
-    decoder = ImageDecoder(RULES, ImageOptions(decode_memory_bytes=1 << 30))
+    patient = ImageOptions(decode_cpu_s=30.0, decode_wall_s=60.0, decode_memory_bytes=1 << 30)
+    decoder = ImageDecoder(RULES, patient)
     decoder.decode(ImageInput(0, file_of(picture(16, 16))))  # starts the template
     (template_pid,) = set(children_of(os.getpid())) - before
     wait_for(lambda: not children_of(template_pid), "the end of the first image's process")
