@@ -36,6 +36,7 @@ from moiety_platform.db.now import now_ms
 from moiety_platform.db.readiness import StoreReadiness
 from moiety_platform.db.session import CHECKING, LOOKING, SERVING, Database
 from moiety_platform.engine_client.base import EngineClient
+from moiety_platform.files.images import UploadedImages
 from moiety_platform.files.store import Now
 from moiety_platform.idempotency.key_store_client import IdempotencyKeys, KeepingLimits
 from moiety_platform.idempotency.store import KeyStore
@@ -248,7 +249,9 @@ async def _open_services(
         live=live,
         reloader=reloader,
         next_turn_prefill=next_turn_prefill,
-        images=ImagePreparation(await stack.enter_async_context(image_fetcher_of(settings, live))),
+        images=ImagePreparation(
+            await stack.enter_async_context(image_fetcher_of(settings, live)), UploadedImages(batches.files).read_all
+        ),
     )
     return _OpenParts(services, database, objects, stored_usage, retention, live, batches)
 

@@ -194,9 +194,8 @@ class RequestPipeline:
         try:
             _refuse_hopeless(generation, matched)
             text = await services.texts.get(matched.card)
-            tenant_id = record.principal.tenant_id
             if matched.has_images:
-                generation, replaced = await services.images.prepare(generation, matched.card, tenant_id)
+                generation, replaced = await services.images.prepare(generation, matched.card, record.principal)
                 record.ignored_fields += replaced
             record.generation = generation
             seconds: list[int] = []

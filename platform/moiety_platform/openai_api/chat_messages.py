@@ -15,6 +15,7 @@ from moiety_platform.inference.tool_fields import call_for_template
 from moiety_platform.openai_api.content_parts import (
     ContentParts,
     ImagePart,
+    PartWithImage,
     template_parts,
     text_of_parts,
     why_unreadable,
@@ -91,7 +92,7 @@ class ChatMessage(StrictBody):
             raise refuse(reason)
         if (reason := why_unreadable(value)) is not None:
             raise refuse(reason, INVALID_IMAGE)
-        if info.data.get("role", "user") not in _WITH_IMAGES and any(isinstance(part, ImagePart) for part in value):
+        if info.data.get("role", "user") not in _WITH_IMAGES and any(isinstance(part, PartWithImage) for part in value):
             reason = "images are for the user's messages and results of tools only; send the image in one of them"
             raise refuse(reason, INVALID_IMAGE)
         return value
@@ -144,7 +145,7 @@ class ChatMessage(StrictBody):
         Calls of the older form are left out: see `messages_of`.
         """
         role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
-        has_images = isinstance(self.content, list) and any(isinstance(part, ImagePart) for part in self.content)
+        has_images = isinstance(self.content, list) and any(isinstance(part, PartWithImage) for part in self.content)
         content: Any = self.text
         if has_images and isinstance(self.content, list):
             content = template_parts(self.content, f"{path}.content")
