@@ -68,7 +68,9 @@ class ChatMessage(StrictBody):
     name: Annotated[str | None, Field(validate_default=True)] = None
     refusal: str | None = None  # an assistant's, which the model reads as text
     reasoning_content: str | None = None  # an assistant's reasoning, which the template may omit
-    reasoning: Annotated[Any, mapped("It is vLLM's name of `reasoning_content`.")] = None  # others' is no text
+    reasoning: Annotated[Any, mapped("It is the name of `reasoning_content` in vLLM and OpenRouter.")] = (
+        None  # others' is no text
+    )
     audio: Annotated[Any, refused("answers with audio are not supported; leave the field out", [])] = None
     tool_call_id: Annotated[str | None, Field(validate_default=True)] = None
     tool_calls: ChatCalls | None = None
