@@ -54,6 +54,7 @@ from moiety_platform.reloading.reloader import Reloader, ReloadMetrics
 from moiety_platform.reloading.source import SettingsSource
 from moiety_platform.responses_api.background import BackgroundRuns
 from moiety_platform.responses_api.conversation_keeper import ConversationKeeper
+from moiety_platform.responses_api.conversation_locks import ConversationLocks
 from moiety_platform.responses_api.conversation_store import ConversationStore
 from moiety_platform.responses_api.keeper import ConversationLimits, ResponseKeeper
 from moiety_platform.responses_api.reasoning_cipher import ReasoningCipher
@@ -240,7 +241,9 @@ async def _open_services(
         responses=responses,
         conversations=ConversationKeeper(database, responses, ConversationStore(overrides.now)),
         cipher=ReasoningCipher(pepper, turn),
-        background=await stack.enter_async_context(BackgroundRuns(responses, settings.drain_s)),
+        background=await stack.enter_async_context(
+            BackgroundRuns(responses, ConversationLocks(database, ConversationStore(overrides.now)), settings.drain_s)
+        ),
         admin_routes=[admin],
         store=store,
         objects=objects_ready,

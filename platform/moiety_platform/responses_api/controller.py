@@ -117,6 +117,8 @@ class ResponseAnswers:
             body = body.model_copy(update={"store": True})
         if body.is_stored:
             await self.keeper.require_room(record.principal)
+        if body.conversation_id is not None:
+            await self.runs.lock_conversation(record.principal, body.conversation_id, record.request_id)
         body, ignored = await self.reader.resolve(body, record.principal)
         record.ignored_fields += ignored
         return body
@@ -174,8 +176,11 @@ class ResponseAnswers:
         encoded = msgspec.json.encode(response)
         if body.background:
             return await self.runs.store_end(record.request_id, encoded, self.runs.current.events)
-        if (body.store or body.conversation is not None) and not await self._store(encoded, body, record):
+        if not body.store and body.conversation is None:
+            return encoded
+        if not await self._store(encoded, body, record):
             return msgspec.json.encode({**response, "store": False, "conversation": None})
+        self.runs.current.lock = None  # it ended in the same transaction
         return encoded
 
     async def _store(
