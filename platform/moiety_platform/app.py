@@ -212,7 +212,7 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
             decision_route(serve),
             message_route(serve),
             with_services(TokenCountController, messages=messages),
-            response_route(serve, services.responses, services.cipher, services.background),
+            response_route(serve, services.responses, services.cipher, services.background, resumed),
             compaction_route(serve, services.responses, services.cipher),
             with_services(ResponseTokensController, models=models, reader=reader),
             with_services(ConversationController, conversations=conversations),

@@ -247,6 +247,34 @@ async def test_a_repeated_background_request_gets_its_queued_answer_while_the_re
         await gateway.rows.wait_for(1)
 
 
+async def test_a_repeated_streamed_background_request_gets_the_events_of_the_same_response_at_any_time(
+    start_gateway: StartGateway,
+    endless: FakeEngineClient,  # noqa: F811
+) -> None:
+    async with start_gateway([endless], credit_window_tokens=8) as gateway:
+        body = json.dumps({**LONG, "background": True, "stream": True, "speed": 1}).encode()
+        headers = {"idempotency-key": "one"}
+        first = await gateway.client.responses.create(**LONG, background=True, stream=True, extra_headers=headers)
+        begun = await anext(aiter(first))
+        again = await gateway.client.responses.create(**LONG, background=True, stream=True, extra_headers=headers)
+        assert again.response.headers["idempotent-replayed"] == "true"
+        told = [await anext(aiter(again)) for _ in range(3)]
+        assert told[0] == begun and [event.sequence_number for event in told] == [0, 1, 2]
+        status, _, _ = await gateway.post("/v1/responses", body, headers=headers)
+        assert status == 422  # another body
+        await gateway.client.responses.cancel(begun.response.id)
+        await first.close()
+        rest = [event async for event in again]
+        assert (rest[-1].type, rest[-1].response.status) == ("response.failed", "cancelled")
+        await gateway.rows.wait_for(1)
+        ended_again = await gateway.client.responses.create(**LONG, background=True, stream=True, extra_headers=headers)
+        assert [event async for event in ended_again] == [*told, *rest]
+        assert len(endless.submits) == 1
+        await gateway.client.responses.delete(begun.response.id)
+        with pytest.raises(openai.NotFoundError):
+            await gateway.client.responses.create(**LONG, background=True, stream=True, extra_headers=headers)
+
+
 def test_a_closed_log_only_counts_its_events() -> None:
     log = EventLog()
     log.add(b"event: e\n\n", 1)

@@ -122,7 +122,7 @@ class RequestPipeline:
             if IDEMPOTENCY_KEY in fields:
                 claimed = await claim_key(
                     services.idempotency, services.metrics, principal, endpoint.path, scope, receive, response,
-                    services.bodies.limits.max_body_bytes,
+                    services.bodies.limits.max_body_bytes, endpoint.resume,
                 )  # fmt: skip
                 if claimed is None:
                     return  # the client got the stored answer

@@ -25,6 +25,7 @@ from moiety_platform.inference.endpoint import Endpoint, Serve
 from moiety_platform.inference.response import (
     DISCONNECT_SIGNAL,
     SEND_WHOLE,
+    STREAM_ID,
     ClientDisconnected,
     DisconnectSignal,
     HttpResponse,
@@ -76,11 +77,18 @@ class BackgroundRun:
         self.claim, reply.claim = reply.claim, None
         self._detach(response_id)
 
-    def detach_stream(self, response_id: str, queued: bytes) -> EventLog:
-        """Let the request go on without its client, which gets the events while it is connected, and return the log."""
+    async def detach_stream(
+        self, response_id: str, queued: bytes, reply: HttpResponse, headers: dict[str, str]
+    ) -> None:
+        """Let the request go on without its client, which gets the events while it is connected.
+
+        From now on the idempotency key stands for the stored stream.
+        """
         self.queued, self.events = queued, EventLog()
         self._detach(response_id)
-        return self.events
+        claim, reply.claim = reply.claim, None
+        if claim is not None:
+            await claim.keep(200, {**headers, STREAM_ID: response_id})
 
     @property
     def streams(self) -> bool:

@@ -88,11 +88,14 @@ class StoredResponses:
 
 
 def response_route(
-    serve: Serve, keeper: ResponseKeeper, cipher: ReasoningCipher, runs: BackgroundRuns
+    serve: Serve, keeper: ResponseKeeper, cipher: ReasoningCipher, runs: BackgroundRuns, streams: ResumedStreams
 ) -> HTTPRouteHandler:
     """Return the handler of the endpoint that answers."""
     answers = ResponseAnswers(keeper, ConversationReader(keeper, cipher), runs)
-    endpoint = Endpoint(PATH, "chat", ID_PREFIX, ResponsesBody, answers.answer, _SHOWN, answers.prepare, answers.accept)
+    endpoint = Endpoint(
+        PATH, "chat", ID_PREFIX, ResponsesBody, answers.answer, _SHOWN, answers.prepare, answers.accept,
+        resume=partial(streams.open, starting_after=-1),
+    )  # fmt: skip
     return route(endpoint, partial(runs.serve, serve))
 
 
@@ -130,10 +133,10 @@ class ResponseAnswers:
         queued = msgspec.json.encode(ResponseHead.of(body, record).queued())
         if not await self._store(queued, body, record, LEASE_MS):
             raise Unavailable("the response cannot be stored now, which 'background' needs; try again")
+        headers = support_headers(record.ignored_fields, record.adjusted_fields)
         if body.wants_stream:
-            self.runs.current.detach_stream(record.request_id, queued)
+            await self.runs.current.detach_stream(record.request_id, queued, reply, headers)
         else:
-            headers = support_headers(record.ignored_fields, record.adjusted_fields)
             self.runs.current.detach(record.request_id, queued, reply, headers)
 
     async def answer(
