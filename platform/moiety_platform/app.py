@@ -192,13 +192,16 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
     services.metrics.registry.register(ExpertCollector(services.replicas.states))
     serve, bodies, texts = pipeline.serve, pipeline.services.bodies, pipeline.services.texts
     replicas, adapters = services.replicas, services.adapters
-    messages = MessageServices(services.authenticator, bodies, replicas, texts, adapters)
-    resumed = ResumedStreams(services.responses, pipeline.services.streams, lambda: services.background.is_draining)
+    messages = MessageServices(services.authenticator, bodies, replicas, texts, services.images, adapters)
+    resumed_gate = StreamGate(settings.max_resumed_streams_per_tenant, "tenant", "resumed streams")
+    resumed = ResumedStreams(
+        services.responses, pipeline.services.streams, resumed_gate, lambda: services.background.is_draining
+    )
     stored = StoredResponses(services.authenticator, services.responses, services.background, resumed)
     reader = ConversationReader(services.responses, services.cipher)
     conversations = ConversationServices(services.authenticator, bodies, services.conversations, reader)
     has_operations = settings.has_operations_on_port
-    models = ModelServices(services.authenticator, replicas, texts, bodies, adapters)
+    models = ModelServices(services.authenticator, replicas, texts, bodies, services.images, adapters)
     probes = Probes(replicas, services.store, services.objects, with_reasons=has_operations)
     operations = _operations_routes(services, ServedDocuments(lambda: bodies.limits.shape)) if has_operations else []
     app = GatewayApp(
@@ -209,7 +212,7 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
             decision_route(serve),
             message_route(serve),
             with_services(TokenCountController, messages=messages),
-            response_route(serve, services.responses, services.cipher, services.background),
+            response_route(serve, services.responses, services.cipher, services.background, resumed),
             compaction_route(serve, services.responses, services.cipher),
             with_services(ResponseTokensController, models=models, reader=reader),
             with_services(ConversationController, conversations=conversations),
@@ -232,7 +235,7 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
     check_actions(app)
     app.cross_origin = cross_origin_policy(settings.cors_allowed_origins)
     if services.live is not None:
-        _follow(services.live, app, services)
+        _follow(services.live, app, services, resumed_gate)
     return app
 
 
@@ -240,8 +243,8 @@ def _batch_routes(batches: Batches) -> list[Router]:
     return [*batches.routes(), message_batch_routes(batches)]
 
 
-def _follow(live: LiveSettings[GatewaySettings], app: GatewayApp, services: Services) -> None:
-    """Apply changed bounds of bodies and of stored responses, and changed origins, to later requests."""
+def _follow(live: LiveSettings[GatewaySettings], app: GatewayApp, services: Services, resumed_gate: StreamGate) -> None:
+    """Apply changed bounds of bodies, stored responses and resumed streams, and changed origins, to later requests."""
 
     def bound(wanted: GatewaySettings) -> None:
         app.state.max_body_bytes = wanted.max_body_bytes
@@ -250,10 +253,14 @@ def _follow(live: LiveSettings[GatewaySettings], app: GatewayApp, services: Serv
         services.idempotency.limits = KeepingLimits.of(wanted)
         services.responses.limits = ConversationLimits.of(wanted)
 
+    def resume(wanted: GatewaySettings) -> None:
+        resumed_gate.limit = wanted.max_resumed_streams_per_tenant
+
     def open_to(wanted: GatewaySettings) -> None:
         app.cross_origin = cross_origin_policy(wanted.cors_allowed_origins)
 
     live.follow(["max_body_bytes"], bound)
+    live.follow(["max_resumed_streams_per_tenant"], resume)
     live.follow(["cors_allowed_origins"], open_to)
     live.follow([*OF_KEEPING, "max_messages", "max_body_bytes"], keep)
     if services.batches is not None:

@@ -241,7 +241,10 @@ async def _tokenized(models: ModelServices, request: Request[Any, Any, Any]) -> 
     cards = await models.visible(principal)
     body = await models.receive(TokenizeBody, principal, request)
     card = _find(cards, body.model)
-    (tokens,) = await (await models.texts.get(card)).encode([body.as_prompt()])
+    prompt = body.as_prompt()
+    if isinstance(prompt, Conversation):
+        prompt = await models.images.prepare_count(prompt, card, principal)
+    (tokens,) = await (await models.texts.get(card)).encode([prompt])
     return {"tokens": tokens, "count": len(tokens), "max_model_len": card.max_context_tokens}
 
 

@@ -107,6 +107,9 @@ class GatewaySettings(BaseSettings):
         (), "Private networks to which links to images may lead, in addition to the public internet."
     )
     max_image_links: int = live(0, "Largest number of links to images in a request. 0: none is followed.", ge=0, le=64)
+    max_image_link_requests_per_tenant: int = live(
+        16, "Largest number of requests of a tenant that fetch linked images at this gateway. Others get 429.", ge=1
+    )
 
     max_body_bytes: int = live(4 * 1024 * 1024, "Largest request body accepted, in bytes.", ge=1024)
     max_json_depth: int = live(64, "Largest nesting depth of the JSON of a request body.", ge=4, le=128)
@@ -146,6 +149,9 @@ class GatewaySettings(BaseSettings):
     )
     max_streams_per_key: int = live(
         1024, "Largest number of open streams of one key at this gateway. Further requests are rejected with 429.", ge=1
+    )
+    max_resumed_streams_per_tenant: int = live(
+        64, "Largest number of resumed streams of a tenant that are open at this gateway. Others get 429.", ge=1
     )
     max_sequences: int = live(128, "Largest number of sequences in one request: prompts × n.", ge=1)
     clamp_max_tokens: bool = live(

@@ -188,7 +188,7 @@ class AwayKeeper:
 async def test_the_end_of_a_response_is_stored_once_the_database_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "RETRIES", Backoff(0.001, 0.002))
     keeper: Any = AwayKeeper(4)
-    runs = BackgroundRuns(keeper, drain_s=1.0)
+    runs = BackgroundRuns(keeper, keeper, drain_s=1.0)
     await runs.store_progress("resp_1", b"begun")
     assert keeper.stored == []  # which costs nothing but the progress
     assert await runs.store_end("resp_1", b"done") == b"done"
@@ -201,7 +201,7 @@ async def test_the_end_of_a_response_is_stored_once_the_database_is_back(monkeyp
 
 async def test_a_stop_waits_for_running_responses_no_longer_than_its_time_and_not_at_all_when_forced() -> None:
     keeper: Any = AwayKeeper(0)
-    runs = BackgroundRuns(keeper, drain_s=100.0)
+    runs = BackgroundRuns(keeper, keeper, drain_s=100.0)
     assert runs.drain_left_s() == 100.0
     runs.drain()
     assert 0.0 < runs.drain_left_s() <= 100.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import httpx
@@ -12,7 +13,7 @@ import pytest
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_wire.messages import Failed, FailureCode, ModelCard
 
-from .conftest import RunningGateway, StartGateway, ToolCard, always
+from .conftest import DEADLINE_S, RunningGateway, StartGateway, ToolCard, always
 from .test_background_responses import ended, endless  # noqa: F401  a fixture
 from .test_response_tools import last_prompt
 
@@ -77,13 +78,56 @@ async def test_a_response_reads_a_conversation_and_adds_its_items_whether_it_is_
     assert lost.value.code == "previous_response_not_found"
 
 
-async def test_concurrent_responses_neither_lose_nor_interleave_items(gateway: RunningGateway) -> None:
-    made = await gateway.client.conversations.create()
-    asked = [BODY | {"input": f"question {number}"} for number in range(12)]
-    await asyncio.gather(*(gateway.client.responses.create(**one, conversation=made.id) for one in asked))
-    found = await texts(gateway, made.id)
-    assert sorted(found[::2]) == sorted(one["input"] for one in asked)
-    assert found[1::2] == ["1 2 3"] * 12
+@pytest.mark.parametrize("how", [{"stream": True}, {"background": True}])
+async def test_a_second_response_in_a_conversation_is_refused_until_the_first_has_ended(
+    start_gateway: StartGateway,
+    endless: FakeEngineClient,  # noqa: F811
+    how: dict[str, Any],
+) -> None:
+    async with start_gateway([endless], credit_window_tokens=8) as gateway:
+        create, made = gateway.client.responses.create, await gateway.client.conversations.create()
+        first = await create(**BODY | {"max_output_tokens": 10**6}, conversation=made.id, **how)
+        if "stream" in how:
+            await anext(aiter(first))
+        for more in ({}, {"stream": True}, {"background": True}):
+            with pytest.raises(openai.BadRequestError, match="another response is being made") as locked:
+                await create(**BODY, conversation=made.id, **more)
+            assert (locked.value.code, locked.value.param) == ("conversation_locked", "conversation")
+        await gateway.client.conversations.items.create(made.id, items=[USER])
+        assert (await create(**BODY, conversation=(await gateway.client.conversations.create()).id)).output
+        if "stream" in how:
+            await first.close()
+            await gateway.rows.wait_for(2)
+        else:
+            await gateway.client.responses.cancel(first.id)
+        async with asyncio.timeout(DEADLINE_S):
+            while True:  # the gateway learns that the client has left
+                with contextlib.suppress(openai.BadRequestError):
+                    assert (await create(**BODY, conversation=made.id)).conversation.id == made.id
+                    break
+        assert (await texts(gateway, made.id))[:-1] == ["hi", "hello"]  # and the last answer
+
+
+async def test_a_failed_request_unlocks_its_conversation_before_its_error_is_sent(
+    start_gateway: StartGateway, card: ModelCard
+) -> None:
+    engine = FakeEngineClient(card)
+    async with start_gateway([engine]) as gateway:
+        create, made = gateway.client.responses.create, await gateway.client.conversations.create()
+        failing, answering = always(Failed("", 0, FailureCode.ENGINE_FAILED, "no, because", 0)), engine.script
+        streams: tuple[Any, ...] = (False, True)
+        for stream in streams:
+            engine.script = failing
+            with pytest.raises(openai.APIError, match="no, because"):
+                answer = await create(**BODY, conversation=made.id, stream=stream)
+                assert [event async for event in answer] == []
+            engine.script = answering
+            await create(**BODY, conversation=made.id)
+        with pytest.raises(openai.NotFoundError):
+            await create(**BODY | {"model": "none"}, conversation=made.id)
+        await asyncio.gather(*(create(**BODY, conversation=made.id) for _ in range(6)), return_exceptions=True)
+        found = await texts(gateway, made.id)
+        assert len(found) >= 6 and found == ["hello", "1 2 3"] * (len(found) // 2)
 
 
 async def test_a_background_response_adds_its_items_when_it_ends_and_a_failed_one_none(

@@ -164,7 +164,7 @@ PURPOSE = field("purpose", "batch")
         (*form(PURPOSE), "'file' is missing"),
         (*form(FILE), "'purpose' is missing"),
         (*form(PURPOSE, FILE, FILE), "two files"),
-        (*form(FILE, field("purpose", "fine-tune")), "must be 'batch'"),
+        (*form(FILE, field("purpose", "fine-tune")), "must be 'batch' for requests"),
         (*form(PURPOSE, field("file", "", '; filename="f"')), "empty"),
         (*form(field("purpose", "x" * 5000), FILE), "1024 bytes"),
         (*form(PURPOSE, field("expires_after[seconds]", "7"), FILE), "anchor"),

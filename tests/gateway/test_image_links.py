@@ -19,6 +19,7 @@ import pytest
 from moiety_platform.bootstrap.image_preparation import image_fetcher_of
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.errors import RateLimited
+from moiety_platform.inference import image_fetcher
 from moiety_platform.inference.image_fetcher import CannotFetch, ImageFetcher, LinkLimits
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.settings import GatewaySettings
@@ -227,6 +228,26 @@ async def test_a_name_whose_server_is_silent_keeps_its_slot_until_the_look_up_en
         assert await fetcher.fetch_all([url], "greedy", MAX_BYTES, MAX_TOTAL_BYTES) == {url: TALL}
 
 
+async def test_tenants_whose_names_are_never_found_leave_look_ups_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_answered, look_up = threading.Event(), socket.getaddrinfo
+
+    def look_up_slowly(host: Any, *args: Any, **kwargs: Any) -> Any:
+        if host == "silent.example":
+            is_answered.wait(20)
+        return look_up("127.0.0.1", *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up_slowly)
+    monkeypatch.setattr(image_fetcher, "MAX_LOOK_UPS", 8)
+    async with file_server(sends(TALL)) as (url, _), ImageFetcher(LOOPBACK, LinkLimits(4, timeout_s=0.2)) as fetcher:
+        silent = [f"http://silent.example/{number}.png" for number in range(4)]
+        for tenant_id in ("greedy", "greedier"):
+            await fetcher.fetch_all(silent, tenant_id, MAX_BYTES, MAX_TOTAL_BYTES)
+        fetcher.limits = LinkLimits(4)
+        for tenant_id in ("other", "another"):
+            assert await fetcher.fetch_all([url], tenant_id, MAX_BYTES, MAX_TOTAL_BYTES) == {url: TALL}
+        is_answered.set()
+
+
 async def test_the_requests_of_a_tenant_that_wait_for_links_are_bounded() -> None:
     is_open, one_waits = asyncio.Event(), asyncio.Event()
 
@@ -277,3 +298,5 @@ async def test_the_settings_of_links_are_reloaded() -> None:
             found = (await fetcher.fetch_all([url], "t", MAX_BYTES, MAX_TOTAL_BYTES))[url]
             assert words in str(found)
         assert found == WIDE
+        await live.change(GatewaySettings(max_image_link_requests_per_tenant=5))
+        assert fetcher.limits.max_requests_per_tenant == 5

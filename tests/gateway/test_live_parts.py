@@ -342,7 +342,8 @@ LOOKED_AT_ELSEWHERE = {
     "oidc_issuer", "oidc_audience", "oidc_roles_claim", "oidc_tenant_claim",  # tenancy/test_oidc.py
     "clamp_max_tokens",  # test_message_fields.py
     "sse_keep_alive_s", "cors_allowed_origins",  # test_http_clients.py
-    "max_image_links", "image_link_networks",  # test_image_links.py
+    "max_image_links", "image_link_networks", "max_image_link_requests_per_tenant",  # test_image_links.py
+    "max_resumed_streams_per_tenant",  # test_resumed_streams.py
     "simulation_limit_s", "simulation_niceness",  # tenancy/test_simulations.py
 }  # fmt: skip
 

@@ -334,8 +334,10 @@ async def test_reasoning_can_be_left_out_of_an_answer(
         message = (await gateway.client.chat.completions.create(**asked)).choices[0].message.to_dict()
         chunks = await streamed(gateway, **asked)
     assert (message["content"], message.get("reasoning_content")) == ("Well.", "Hm." if shows else None)
+    assert message.get("reasoning") == message.get("reasoning_content")
     assert "".join(deltas(chunks, "content")) == "Well."
     assert "".join(deltas(chunks, "reasoning_content")) == ("Hm." if shows else "")
+    assert deltas(chunks, "reasoning") == deltas(chunks, "reasoning_content")
 
 
 async def test_a_named_schema_without_a_schema_is_any_json_object(gateway: RunningGateway) -> None:

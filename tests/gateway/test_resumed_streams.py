@@ -196,17 +196,17 @@ WHOSE: Any = SimpleNamespace(tenant_id="one", root_key_id="key")
 async def test_events_are_read_only_when_more_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resumed_streams, "POLL_S", 0.001)
     keeper: Any = GrowingKeeper()
-    parts = [part async for part in await ResumedStreams(keeper, StreamGate(9)).open(WHOSE, "r", -1)]
+    parts = [part async for part in await ResumedStreams(keeper, StreamGate(9), StreamGate(9)).open(WHOSE, "r", -1)]
     assert [part.split(b"\n")[0] for part in parts[1:]] == [b"event: e", b"event: response.completed"]
     assert (keeper.num_looks, keeper.num_reads) == (8, 3)  # at first, after the growth, and at the end
 
 
 async def test_a_tenant_may_open_only_so_many_resumed_streams() -> None:
     keeper: Any = GrowingKeeper()
-    streams = ResumedStreams(keeper, StreamGate(1000))
-    held = [await streams.open(WHOSE, "r", -1) for _ in range(resumed_streams.MAX_PER_TENANT)]
+    streams = ResumedStreams(keeper, StreamGate(1000), StreamGate(3, "tenant", "resumed streams"))
+    held = [await streams.open(WHOSE, "r", -1) for _ in range(3)]
     assert [await anext(stream) for stream in held]
-    with pytest.raises(RateLimited, match="This tenant has 64 resumed streams open") as refused:
+    with pytest.raises(RateLimited, match="This tenant has 3 resumed streams open") as refused:
         await streams.open(WHOSE, "r", -1)
     assert (refused.value.code, refused.value.retry_after_s) == ("too_many_streams", 1.0)
     await held.pop().aclose()
@@ -214,6 +214,24 @@ async def test_a_tenant_may_open_only_so_many_resumed_streams() -> None:
     for stream in held:
         assert await anext(stream)
         await stream.aclose()
+
+
+async def test_the_bound_of_resumed_streams_can_be_changed(
+    start_gateway: StartGateway,
+    endless: FakeEngineClient,  # noqa: F811
+) -> None:
+    async with start_gateway([endless], credit_window_tokens=8, max_resumed_streams_per_tenant=1) as gateway:
+        made = await gateway.client.responses.create(**LONG, background=True, stream=True)
+        response_id = (await anext(aiter(made))).response.id
+        async with await gateway.client.responses.retrieve(response_id, stream=True):
+            with pytest.raises(openai.RateLimitError, match="This tenant has 1 resumed streams open"):
+                await gateway.client.responses.retrieve(response_id, stream=True)
+            await gateway.live.change(gateway.live.now.model_copy(update={"max_resumed_streams_per_tenant": 2}))
+            async with await gateway.client.responses.retrieve(response_id, stream=True):
+                pass
+        await made.close()
+        await gateway.client.responses.cancel(response_id)
+        await gateway.rows.wait_for(1)
 
 
 async def test_a_repeated_background_request_gets_its_queued_answer_while_the_response_is_made(
@@ -227,6 +245,34 @@ async def test_a_repeated_background_request_gets_its_queued_answer_while_the_re
         assert again == first and endless.state.num_inflight <= 1
         await gateway.client.responses.cancel(first.id)
         await gateway.rows.wait_for(1)
+
+
+async def test_a_repeated_streamed_background_request_gets_the_events_of_the_same_response_at_any_time(
+    start_gateway: StartGateway,
+    endless: FakeEngineClient,  # noqa: F811
+) -> None:
+    async with start_gateway([endless], credit_window_tokens=8) as gateway:
+        body = json.dumps({**LONG, "background": True, "stream": True, "speed": 1}).encode()
+        headers = {"idempotency-key": "one"}
+        first = await gateway.client.responses.create(**LONG, background=True, stream=True, extra_headers=headers)
+        begun = await anext(aiter(first))
+        again = await gateway.client.responses.create(**LONG, background=True, stream=True, extra_headers=headers)
+        assert again.response.headers["idempotent-replayed"] == "true"
+        told = [await anext(aiter(again)) for _ in range(3)]
+        assert told[0] == begun and [event.sequence_number for event in told] == [0, 1, 2]
+        status, _, _ = await gateway.post("/v1/responses", body, headers=headers)
+        assert status == 422  # another body
+        await gateway.client.responses.cancel(begun.response.id)
+        await first.close()
+        rest = [event async for event in again]
+        assert (rest[-1].type, rest[-1].response.status) == ("response.failed", "cancelled")
+        await gateway.rows.wait_for(1)
+        ended_again = await gateway.client.responses.create(**LONG, background=True, stream=True, extra_headers=headers)
+        assert [event async for event in ended_again] == [*told, *rest]
+        assert len(endless.submits) == 1
+        await gateway.client.responses.delete(begun.response.id)
+        with pytest.raises(openai.NotFoundError):
+            await gateway.client.responses.create(**LONG, background=True, stream=True, extra_headers=headers)
 
 
 def test_a_closed_log_only_counts_its_events() -> None:

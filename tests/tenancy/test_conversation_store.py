@@ -17,9 +17,10 @@ from moiety_platform.auth.reach import tenant_of
 from moiety_platform.clock import ManualClock
 from moiety_platform.db.keyset import ListRequest
 from moiety_platform.db.session import Database
-from moiety_platform.errors import NotFound, RateLimited
+from moiety_platform.errors import BadRequest, NotFound, RateLimited
 from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.responses_api.conversation_keeper import ConversationKeeper
+from moiety_platform.responses_api.conversation_locks import LOCK_MS, ConversationLocks
 from moiety_platform.responses_api.conversation_store import ConversationStore
 from moiety_platform.responses_api.event_log import EventLog
 from moiety_platform.responses_api.items import Item, message_item, text_part
@@ -83,6 +84,38 @@ async def test_responses_and_additions_at_two_gateways_keep_their_items_together
         row = await session.get_one(StoredConversation, made["id"])
         total = await session.scalar(select(func.sum(ConversationItem.num_bytes)))
     assert (row.num_items, row.next_position, row.num_bytes) == (60, 60, int(total or 0) + len("{}"))
+
+
+async def test_one_of_the_responses_at_two_gateways_locks_a_conversation_until_its_end_or_its_gateways(
+    database: Database,
+    second: Database,  # noqa: F811
+    whose: Principal,  # noqa: F811
+    time: DatabaseClock,
+) -> None:
+    store = ConversationStore(time.now)
+    keeper = ConversationKeeper(database, ResponseKeeper(database, ROOM, ResponseStore(time.now)), store)
+    locks = [ConversationLocks(one, store) for one in (database, second)]
+    made = (await keeper.create(whose, [], {}))["id"]
+    tries = [locks[number % 2].acquire(whose, made, response_id(number)) for number in range(8)]
+    refused = await asyncio.gather(*tries, return_exceptions=True)
+    (winner,) = [number for number, error in enumerate(refused) if error is None]
+    assert {error.code for error in refused if isinstance(error, BadRequest)} == {"conversation_locked"}
+    for number in set(range(8)) - {winner}:
+        await locks[0].release(made, response_id(number))  # of those that never had it
+    time.ms += LOCK_MS - 1
+    await locks[0].extend([response_id(winner)])
+    time.ms += LOCK_MS - 1
+    with pytest.raises(BadRequest):
+        await locks[1].acquire(whose, made, response_id(8))
+    time.ms += 1  # its gateway has died
+    await locks[1].acquire(whose, made, response_id(8))
+    await locks[0].release(made, response_id(winner))
+    with pytest.raises(BadRequest):
+        await locks[0].acquire(whose, made, response_id(9))
+    await locks[1].release(made, response_id(8))
+    await locks[0].acquire(whose, made, response_id(9))
+    for other in (replace(whose, project_id="prj_other"), replace(whose, tenant_id="ten_other")):
+        await locks[0].acquire(other, made, response_id(1))  # it does not learn that there is one
 
 
 async def test_other_projects_tenants_and_models_do_not_find_a_conversation(

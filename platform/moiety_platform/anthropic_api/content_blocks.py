@@ -20,11 +20,17 @@ from moiety_platform.anthropic_api.thinking_signatures import text_of_signature
 from moiety_platform.inference.body_fields import MAX_PARTS, StrictBody, or_text, refuse, shows
 from moiety_platform.inference.field_support import ignored
 from moiety_platform.inference.generation import PromptImage
-from moiety_platform.inference.prompt_images import decode_base64, has_images, image_of_link, image_part, text_part
+from moiety_platform.inference.prompt_images import (
+    decode_base64,
+    has_images,
+    image_of_file,
+    image_of_link,
+    image_part,
+    text_part,
+)
 from moiety_platform.inference.tool_fields import ArgumentsObject, ToolName, call_for_template
 
 ERROR_PREFIX = "Error: "  # chat templates have no field for failed tool results, so the text says it
-IMAGE_UPLOADED = "is an uploaded image, and none are kept here; send the image itself with a base64 source"
 IMAGE_IN_DOCUMENT = "has an image in a document; send the image as a block of its own"
 DOCUMENT_UNSERVED = (
     "is a document that is not plain text; send its text, as a document whose source has the type 'text'"
@@ -113,8 +119,6 @@ class ImageBlock(ContentBlock):
 
     @property
     def why_unserved(self) -> str:
-        if isinstance(self.source, UploadedSource):
-            return IMAGE_UPLOADED
         try:
             _ = self.image
         except ValueError as exc:
@@ -123,10 +127,14 @@ class ImageBlock(ContentBlock):
 
     @cached_property
     def image(self) -> PromptImage:
-        """The image file or its link, of a block that can be served. Raises ValueError."""
-        if isinstance(self.source, Base64Source):
-            return PromptImage(decode_base64(self.source.data))
-        return image_of_link(self.source.url) if isinstance(self.source, UrlSource) else PromptImage()
+        """The image file, its link, or the id of its upload. Raises ValueError."""
+        match self.source:
+            case Base64Source(data=data):
+                return PromptImage(decode_base64(data))
+            case UrlSource(url=url):
+                return image_of_link(url)
+            case UploadedSource(file_id=file_id):
+                return image_of_file(file_id)
 
     def part(self, path: str) -> dict[str, Any]:
         """Return the image for the chat template; `path` is that of the block in the request."""

@@ -30,7 +30,7 @@ from moiety_platform.auth.principal import INFERENCE_SCOPE, require_scope
 from moiety_platform.errors import PlatformError
 from moiety_platform.inference.answer_collection import AnswerChoice, parts_of
 from moiety_platform.inference.endpoint import Endpoint, EndpointDocs, Serve, route
-from moiety_platform.inference.image_preparation import prepare_count
+from moiety_platform.inference.image_preparation import ImagePreparation
 from moiety_platform.inference.model_text_cache import ModelTexts
 from moiety_platform.inference.request_body import BodyReader
 from moiety_platform.inference.request_record import RequestRecord
@@ -64,6 +64,7 @@ class MessageServices:
     bodies: BodyReader
     replicas: Replicas
     texts: ModelTexts
+    images: ImagePreparation
     adapters: AdapterCache | None = None
 
 
@@ -160,6 +161,6 @@ class TokenCountController(Controller):
         allowed = allowed_of(principal.allowed_models, adapter)
         card = messages.replicas.card(base, allowed, has_images=bool(asked.images))
         text = await messages.texts.get(card)
-        asked = prepare_count(asked, card)
+        asked = await messages.images.prepare_count(asked, card, principal)
         (token_ids,) = await text.encode([asked])
         return {"input_tokens": len(token_ids)}

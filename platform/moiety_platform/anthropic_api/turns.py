@@ -49,7 +49,7 @@ _SENT_IMAGES: dict[str, Any] = {
         "properties": {
             "source": {
                 "properties": {
-                    "type": {"enum": ["base64", "url"]},
+                    "type": {"enum": ["base64", "url", "file"]},
                     "data": {"pattern": BASE64_PATTERN},
                     "url": {"pattern": LINK_PATTERN, "maxLength": MAX_URL_CHARACTERS},
                 }

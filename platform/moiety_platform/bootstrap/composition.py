@@ -36,6 +36,7 @@ from moiety_platform.db.now import now_ms
 from moiety_platform.db.readiness import StoreReadiness
 from moiety_platform.db.session import CHECKING, LOOKING, SERVING, Database
 from moiety_platform.engine_client.base import EngineClient
+from moiety_platform.files.images import UploadedImages
 from moiety_platform.files.store import Now
 from moiety_platform.idempotency.key_store_client import IdempotencyKeys, KeepingLimits
 from moiety_platform.idempotency.store import KeyStore
@@ -53,6 +54,7 @@ from moiety_platform.reloading.reloader import Reloader, ReloadMetrics
 from moiety_platform.reloading.source import SettingsSource
 from moiety_platform.responses_api.background import BackgroundRuns
 from moiety_platform.responses_api.conversation_keeper import ConversationKeeper
+from moiety_platform.responses_api.conversation_locks import ConversationLocks
 from moiety_platform.responses_api.conversation_store import ConversationStore
 from moiety_platform.responses_api.keeper import ConversationLimits, ResponseKeeper
 from moiety_platform.responses_api.reasoning_cipher import ReasoningCipher
@@ -239,7 +241,9 @@ async def _open_services(
         responses=responses,
         conversations=ConversationKeeper(database, responses, ConversationStore(overrides.now)),
         cipher=ReasoningCipher(pepper, turn),
-        background=await stack.enter_async_context(BackgroundRuns(responses, settings.drain_s)),
+        background=await stack.enter_async_context(
+            BackgroundRuns(responses, ConversationLocks(database, ConversationStore(overrides.now)), settings.drain_s)
+        ),
         admin_routes=[admin],
         store=store,
         objects=objects_ready,
@@ -248,7 +252,9 @@ async def _open_services(
         live=live,
         reloader=reloader,
         next_turn_prefill=next_turn_prefill,
-        images=ImagePreparation(await stack.enter_async_context(image_fetcher_of(settings, live))),
+        images=ImagePreparation(
+            await stack.enter_async_context(image_fetcher_of(settings, live)), UploadedImages(batches.files).read_all
+        ),
     )
     return _OpenParts(services, database, objects, stored_usage, retention, live, batches)
 

@@ -9,7 +9,7 @@ from moiety_platform.live_settings import LiveSettings
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.webhooks.addresses import AddressPolicy
 
-OF_LINKS = ["image_link_networks", "max_image_links"]
+OF_LINKS = ["image_link_networks", "max_image_links", "max_image_link_requests_per_tenant"]
 
 
 def image_fetcher_of(settings: GatewaySettings, live: LiveSettings[GatewaySettings]) -> ImageFetcher:
@@ -18,7 +18,9 @@ def image_fetcher_of(settings: GatewaySettings, live: LiveSettings[GatewaySettin
 
     def use(wanted: GatewaySettings) -> None:
         fetcher.reach = AddressPolicy(tuple(map(ip_network, wanted.image_link_networks)))
-        fetcher.limits = LinkLimits(wanted.max_image_links)
+        fetcher.limits = LinkLimits(
+            wanted.max_image_links, max_requests_per_tenant=wanted.max_image_link_requests_per_tenant
+        )
 
     use(settings)
     live.follow(OF_LINKS, use)

@@ -52,7 +52,7 @@ class FileController(Controller):
     async def upload_file(
         self, file_services: NamedDependency[SkipValidation[FileServices]], request: Request[Any, Any, Any]
     ) -> FileObject:
-        """Upload a file of requests for a batch."""
+        """Upload a file of requests for a batch, or an image that requests can name by the file's id."""
         owner = await file_services.caller(request)
         return view(await file_services.uploads.receive(owner, request.scope, request.receive))
 

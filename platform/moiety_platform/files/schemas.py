@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from moiety_platform.direct import OWN_BODY_LIMIT
 from moiety_platform.files.models import StoredFile
-from moiety_platform.files.upload import BATCH_PURPOSE, MAX_EXPIRY_S, MIN_EXPIRY_S
+from moiety_platform.files.upload import MAX_EXPIRY_S, MIN_EXPIRY_S, PURPOSES
 from moiety_platform.openapi.described import Described, describes
 from moiety_platform.openapi.headers import LENGTH
 
@@ -45,12 +45,12 @@ UPLOAD_FORM: dict[str, Any] = {
     "type": "object",
     "required": ["purpose", "file"],
     "properties": {
-        "purpose": {"const": BATCH_PURPOSE},
+        "purpose": {"enum": list(PURPOSES)},
         "file": {
             "type": "string",
             "contentMediaType": "application/octet-stream",
             "minLength": 1,
-            "description": "Requests in JSON, one a line.",
+            "description": "Requests in JSON, one a line, or an image (PNG, JPEG or WebP).",
         },
         **_EXPIRES,
     },

@@ -24,8 +24,11 @@ from moiety_platform.files.store import Now, begin_file, discard_upload, grow_fi
 from moiety_platform.object_storage.store import PIECE_BYTES, ObjectStore, ObjectWriter
 
 BATCH_PURPOSE = "batch"
+IMAGE_PURPOSES = ("vision", "user_data")
+PURPOSES = (BATCH_PURPOSE, *IMAGE_PURPOSES)
 MIN_EXPIRY_S = 3600
 MAX_EXPIRY_S = 30 * 86_400
+_NAMED = "'batch' for requests, or 'vision' or 'user_data' for images"
 
 
 Created = TypeVar("Created")
@@ -113,7 +116,7 @@ class _Upload:
         if self._pending:
             await self._store(bytes(self._pending))
         if not self._counted:
-            raise BadRequest("the file is empty; send at least one line", param="file", code="empty_file")
+            raise BadRequest("the file is empty; send its content", param="file", code="empty_file")
         written = await self._object.finish()
         async with self._uploads.database.write() as session:
             file = await publish_file(session, self._file_id, purpose, written.digest, expires_s)
@@ -157,9 +160,9 @@ def check_expiry(anchor: object, seconds: object, param: str) -> int:
 def _purpose(fields: dict[str, str]) -> str:
     purpose = fields.get("purpose")
     if purpose is None:
-        raise BadRequest("'purpose' is missing from the form; it must be 'batch'", param="purpose")
-    if purpose != BATCH_PURPOSE:
-        raise BadRequest(f"'purpose' must be 'batch', not {purpose[:64]!r}", param="purpose")
+        raise BadRequest(f"'purpose' is missing from the form; it must be {_NAMED}", param="purpose")
+    if purpose not in PURPOSES:
+        raise BadRequest(f"'purpose' must be {_NAMED}, not {purpose[:64]!r}", param="purpose")
     return purpose
 
 

@@ -14,6 +14,7 @@ from litestar.types import ASGIApp, Receive, Scope, Send
 from moiety_platform.direct import DIRECT
 from moiety_platform.http_errors import OPENAI_ERRORS, ErrorForm
 from moiety_platform.inference.body_fields import AskingBody
+from moiety_platform.inference.idempotency import Resume
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.response import KEEP_ALIVE_COMMENT, HttpResponse
 from moiety_platform.inference.run import InferenceRun
@@ -53,9 +54,10 @@ class Endpoint(Generic[Body]):
     """One path of one API.
 
     `prepare` adds to the body what must be looked up before an engine gets the request. `accept` is called once every
-    check of the gateway has passed, before an engine gets the request. `answer` is called once the
-    request is admitted: it reads the run to its end and sends the answer except for its last part. The returned
-    function sends that part, once the request is recorded as completed.
+    check of the gateway has passed, before an engine gets the request. `resume` returns the events of a stored stream
+    by its id, for a repetition of the request that began it. `answer` is called once the request is admitted: it reads
+    the run to its end and sends the answer except for its last part. The returned function sends that part, once the
+    request is recorded as completed.
     """
 
     path: str
@@ -66,6 +68,7 @@ class Endpoint(Generic[Body]):
     shown: EndpointDocs
     prepare: Callable[[Body, RequestRecord], Awaitable[Body]] | None = None
     accept: Callable[[Body, RequestRecord, HttpResponse], Awaitable[None]] | None = None
+    resume: Resume | None = None
     errors: ErrorForm = OPENAI_ERRORS
     authorization: Callable[[Mapping[bytes, bytes]], str | None] = bearer_authorization
     headers: Callable[[Mapping[str, str]], dict[str, str]] = dict  # of a response, from those that every API has

@@ -24,13 +24,14 @@ class ReasoningFields(msgspec.Struct, frozen=True):
 
 
 class PromptImage(msgspec.Struct, frozen=True):
-    """Image of a conversation: an encoded file, or the link at which it must be fetched.
+    """Image of a conversation: an encoded file, the link at which it must be fetched, or an uploaded file's id.
 
     `digest` and `encoded` take long to compute, so they are computed once for all choices of a request.
     """
 
     data: bytes = b""
-    url: str = ""  # "" where `data` is known
+    source: str = ""  # the link or the id; "" where `data` is known
+    is_uploaded: bool = False  # whether `source` is the id of a file
     path: str = ""  # of its part in the request
     digest: bytes = b""  # `image_digest` of the file; b"" where it is not computed
     encoded: bytes = b""  # the file's data URL as JSON; b"" where it is not computed

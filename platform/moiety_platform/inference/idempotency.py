@@ -6,6 +6,8 @@ stored just before its last bytes are sent. If the request fails, the key is rel
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator, Awaitable, Callable
+
 import structlog
 from litestar.types import Receive, ReceiveMessage, Scope
 
@@ -14,8 +16,10 @@ from moiety_platform.errors import PlatformError
 from moiety_platform.idempotency.key_store_client import IdempotencyKeys
 from moiety_platform.idempotency.keys import KeyBinding, key_of
 from moiety_platform.idempotency.store import KeptAnswer
-from moiety_platform.inference.response import HttpResponse
+from moiety_platform.inference.response import STREAM_ID, HttpResponse, WatchingForDisconnect
 from moiety_platform.metrics import Metrics
+
+Resume = Callable[[Principal, str], Awaitable[AsyncGenerator[bytes]]]  # from the id of a stored stream to its events
 
 log = structlog.get_logger(__name__)
 
@@ -29,11 +33,13 @@ async def claim_key(
     receive: Receive,
     response: HttpResponse,
     max_body_bytes: int,
+    resume: Resume | None = None,
 ) -> Receive | None:
     """Claim the request's key for `response`, and return a `receive` that reads the body again.
 
-    Returns None if `response` has replayed the stored answer. A body that is too large or incomplete claims nothing,
-    since its request is refused. Raises BadKey, KeyReused, KeyInUse, AnswerNotKept, TooManyKeys or Unavailable.
+    Returns None if `response` has replayed the stored answer, or the stored stream that `resume` returns. A body that
+    is too large or incomplete claims nothing, since its request is refused. Raises BadKey, KeyReused, KeyInUse,
+    AnswerNotKept, TooManyKeys, Unavailable, and what `resume` raises.
     """
     key = key_of(scope["headers"])
     body, receive = await _read_ahead(receive, max_body_bytes)
@@ -48,7 +54,12 @@ async def claim_key(
     if isinstance(found, KeptAnswer):
         metrics.observe_idempotency("replayed")
         log.info("replayed", request_id=response.request_id, tenant_id=principal.tenant_id, endpoint=endpoint)
-        await response.replay(found)
+        stream_id = found.headers.get(STREAM_ID)
+        if stream_id is None or resume is None:
+            await response.replay(found)
+            return None
+        with WatchingForDisconnect(response.disconnect):
+            await response.resume(found, await resume(principal, stream_id))
         return None
     response.claim = found
     return receive

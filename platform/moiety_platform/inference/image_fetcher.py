@@ -1,7 +1,8 @@
 """Fetches images that requests name by links, under the address checks of webhooks.
 
 Off by default. Clients choose the links, so everything is bounded: where a link may lead, the links of a request, its
-time, the bytes of a file and of all files, and the fetches of a tenant and of the process at the same time.
+time, the bytes of a file and of all files, and the fetches of a tenant and of the process at the same time. A fetch
+looks up one name, so there are as many threads for look-ups as fetches, and tenants share both fairly.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ import ssl
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Self
 
 import httpx
 
 from moiety_platform.errors import RateLimited
-from moiety_platform.inference.name_look_ups import LookUp, new_pool
+from moiety_platform.inference.name_look_ups import MAX_LOOK_UPS, LookUp, new_pool
+from moiety_platform.inference.tenant_slots import TenantSlots
 from moiety_platform.webhooks.addresses import (
     ADDRESS_NOT_ALLOWED,
     MAX_PORT,
@@ -29,7 +32,6 @@ from moiety_platform.webhooks.addresses import (
 )
 from moiety_platform.webhooks.guarded_http import guarded_client, guarded_request
 
-MAX_FETCHES = 64  # at the same time in this process
 TOO_MANY_LINKS = "too_many_image_links"  # an error code
 _HEADERS = {"Accept": "image/png, image/jpeg, image/webp", "Accept-Encoding": "identity"}
 _REASONS = {
@@ -39,7 +41,11 @@ _REASONS = {
 
 
 class CannotFetch(Exception):
-    """An image cannot be fetched. The message says which part of the link is at fault."""
+    """An image cannot be fetched. The message says what is at fault, for example a part of its link."""
+
+
+class NoSuchFile(CannotFetch):
+    """There is no file with the id of an image, for this key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +66,6 @@ class _Budget:
 
 
 @dataclass(slots=True)
-class _TenantSlots:
-    """Fetches of one tenant at the same time. `num_users` waits and fetches hold it."""
-
-    semaphore: asyncio.Semaphore
-    num_users: int = 0
-
-
-@dataclass(slots=True)
 class ImageFetcher:
     """Fetcher of one gateway process, closed by its owner. `reach` and `limits` can be changed."""
 
@@ -77,8 +75,7 @@ class ImageFetcher:
     _names: ThreadPoolExecutor = field(default_factory=new_pool)
     _http: httpx.AsyncClient | None = None
     _num_requests: Counter[str] = field(default_factory=Counter)  # by tenant
-    _slots: dict[str, _TenantSlots] = field(default_factory=dict)
-    _all: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_FETCHES))
+    _slots: TenantSlots = field(default_factory=lambda: TenantSlots(MAX_LOOK_UPS))
 
     async def __aenter__(self) -> Self:
         return self
@@ -141,25 +138,12 @@ class ImageFetcher:
     @asynccontextmanager
     async def _slot(self, tenant_id: str) -> AsyncIterator[LookUp]:
         """Hold one of the tenant's fetches, until the look-up of the name has ended too."""
-        slots = self._slots.get(tenant_id)
-        if slots is None:
-            slots = self._slots[tenant_id] = _TenantSlots(asyncio.Semaphore(self.limits.max_per_tenant))
-        slots.num_users += 1
-        look_up, held = LookUp(self._names), ExitStack()
-        held.callback(self._leave, tenant_id, slots)
+        await self._slots.acquire(tenant_id, self.limits.max_per_tenant)
+        look_up = LookUp(self._names)
         try:
-            await slots.semaphore.acquire()
-            held.callback(slots.semaphore.release)
-            await self._all.acquire()
-            held.callback(self._all.release)
             yield look_up
         finally:
-            look_up.when_ended(held.close)
-
-    def _leave(self, tenant_id: str, slots: _TenantSlots) -> None:
-        slots.num_users -= 1
-        if not slots.num_users:
-            self._slots.pop(tenant_id, None)
+            look_up.when_ended(partial(self._slots.release, tenant_id))
 
     async def _fetch(self, link: str, max_bytes: int, budget: _Budget, look_up: LookUp) -> bytes:
         """Return the file of a link. Raises CannotFetch."""

@@ -13,6 +13,7 @@ from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.client import authenticate
 from moiety_platform.auth.principal import Principal
 from moiety_platform.inference.body_fields import StrictBody
+from moiety_platform.inference.image_preparation import ImagePreparation
 from moiety_platform.inference.model_text_cache import ModelTexts
 from moiety_platform.inference.request_body import BodyReader
 from moiety_platform.request_head import api_key_authorization, fields_of
@@ -30,6 +31,7 @@ class ModelServices:
     replicas: Replicas
     texts: ModelTexts
     bodies: BodyReader
+    images: ImagePreparation
     adapters: AdapterCache | None = None
 
     async def caller(self, request: Request[Any, Any, Any]) -> Principal:

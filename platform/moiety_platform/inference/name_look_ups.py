@@ -15,7 +15,7 @@ from functools import partial
 
 from moiety_platform.webhooks.addresses import Found
 
-MAX_LOOK_UPS = 32  # at the same time in this process
+MAX_LOOK_UPS = 64  # at the same time in this process
 
 
 def new_pool() -> ThreadPoolExecutor:

@@ -121,7 +121,7 @@ class RequestPipeline:
             if IDEMPOTENCY_KEY in fields:
                 claimed = await claim_key(
                     services.idempotency, services.metrics, principal, endpoint.path, scope, receive, response,
-                    services.bodies.limits.max_body_bytes,
+                    services.bodies.limits.max_body_bytes, endpoint.resume,
                 )  # fmt: skip
                 if claimed is None:
                     return  # the client got the stored answer
@@ -195,9 +195,8 @@ class RequestPipeline:
         try:
             _refuse_hopeless(generation, matched)
             text = await services.texts.get(matched.card)
-            tenant_id = record.principal.tenant_id
             if matched.has_images:
-                generation, replaced = await services.images.prepare(generation, matched.card, tenant_id)
+                generation, replaced = await services.images.prepare(generation, matched.card, record.principal)
                 record.ignored_fields += replaced
             record.generation = generation
             seconds: list[int] = []

@@ -18,10 +18,10 @@ from moiety_wire.images import ImageAllowance, ImageInput, ImageRules, image_siz
 
 NOT_SUPPORTED = "images_not_supported"  # error codes
 INVALID_IMAGE = "invalid_image"
+DATA_IMAGE = "data:image/"  # beginning of the data URL of an image
 MAX_URL_CHARACTERS = 8192  # of a link
 
 _DATA_URL = "data:"
-_IMAGE_URL = "data:image/"
 _ENCODED = ";base64,"
 _LINKS = ("https://", "http://")
 
@@ -65,7 +65,7 @@ def image_of_url(url: str) -> PromptImage:
     if not url.startswith(_DATA_URL):
         return image_of_link(url)
     head, found, data = url.partition(_ENCODED)
-    if not head.startswith(_IMAGE_URL) or not found:
+    if not head.startswith(DATA_IMAGE) or not found:
         raise ValueError("the data URL has no image in base64; send data:image/png;base64,…")
     return PromptImage(decode_base64(data))
 
@@ -76,7 +76,12 @@ def image_of_link(url: str) -> PromptImage:
         raise ValueError("the URL is neither a data URL nor a link; send data:image/png;base64,… or https://…")
     if len(url) > MAX_URL_CHARACTERS:
         raise ValueError(f"the link has {len(url):,} characters; it may have {MAX_URL_CHARACTERS:,}")
-    return PromptImage(url=url)
+    return PromptImage(source=url)
+
+
+def image_of_file(file_id: str) -> PromptImage:
+    """Return the image of an uploaded file."""
+    return PromptImage(source=file_id, is_uploaded=True)
 
 
 def has_images(content: Any) -> bool:

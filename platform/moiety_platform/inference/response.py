@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from contextlib import aclosing
 from types import TracebackType
 from typing import Any
 
@@ -30,6 +31,7 @@ SendWhole = Callable[[Scope, int, Mapping[str, str], bytes], bool]
 KEEP_ALIVE_COMMENT = b": keep-alive\n\n"  # event stream parsers ignore comments
 REPLAYED_HEADER = b"idempotent-replayed"
 REPLAY_BYTES = 64 * 1024  # of a stored answer, per message
+STREAM_ID = "stream-id"  # of a stored answer that is a stream stored elsewhere, and no header of its replay
 _KEPT_HEADERS = "x-moiety-"  # prefix of the headers that are stored; rate limits and dates are not
 
 _JSON_HEADERS: list[tuple[bytes, bytes]] = [(b"content-type", b"application/json")]
@@ -242,6 +244,15 @@ class HttpResponse:
         await self._start(answer.status, [(REPLAYED_HEADER, b"true")], {**answer.headers, "content-length": length})
         for start in range(0, len(answer.body), REPLAY_BYTES):
             await self._send(_body(answer.body[start : start + REPLAY_BYTES], more=True))
+        await self._send(_body(b"", more=False))
+
+    async def resume(self, answer: KeptAnswer, events: AsyncGenerator[bytes]) -> None:
+        """Send the stored stream that is the answer of an earlier request."""
+        headers = {name: value for name, value in answer.headers.items() if name != STREAM_ID}
+        self.headers = {**headers, REPLAYED_HEADER.decode(): "true"}
+        async with aclosing(events):
+            async for data in events:
+                await self.stream(data)
         await self._send(_body(b"", more=False))
 
     async def fail(self, error: PlatformError) -> None:

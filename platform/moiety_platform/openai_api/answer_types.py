@@ -108,6 +108,7 @@ class AssistantMessage(TypedDict):
     content: str | None
     refusal: None
     reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]  # the same
     tool_calls: NotRequired[list[AnswerCall]]
     function_call: NotRequired[AnswerFunction]  # to a request with `functions`
 
@@ -175,6 +176,7 @@ class ChatDelta(TypedDict):
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str | None]
     reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]  # the same
     tool_calls: NotRequired[list[CallDelta]]
     function_call: NotRequired[FunctionDelta]  # to a request with `functions`
 

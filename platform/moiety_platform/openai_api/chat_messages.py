@@ -22,6 +22,7 @@ from moiety_platform.inference.tool_fields import call_for_template
 from moiety_platform.openai_api.content_parts import (
     ContentParts,
     ImagePart,
+    PartWithImage,
     template_parts,
     text_of_parts,
     why_unreadable,
@@ -74,7 +75,9 @@ class ChatMessage(StrictBody):
     name: str | None = None
     refusal: str | None = None  # an assistant's, which the model reads as text
     reasoning_content: str | None = None  # an assistant's reasoning, which the template may omit
-    reasoning: Annotated[Any, mapped("It is vLLM's name of `reasoning_content`.")] = None  # others' is no text
+    reasoning: Annotated[Any, mapped("It is the name of `reasoning_content` in vLLM and OpenRouter.")] = (
+        None  # others' is no text
+    )
     audio: Annotated[Any, refused("answers with audio are not supported; leave the field out", [])] = None
     tool_call_id: str | None = None
     tool_calls: ChatCalls | None = None
@@ -100,7 +103,7 @@ class ChatMessage(StrictBody):
             raise refuse(reason)
         if (reason := why_unreadable(value)) is not None:
             raise refuse(reason, INVALID_IMAGE)
-        if info.data.get("role", "user") not in _WITH_IMAGES and any(isinstance(part, ImagePart) for part in value):
+        if info.data.get("role", "user") not in _WITH_IMAGES and any(isinstance(part, PartWithImage) for part in value):
             reason = "images are for the user's messages and results of tools only; send the image in one of them"
             raise refuse(reason, INVALID_IMAGE)
         return value
@@ -143,7 +146,7 @@ class ChatMessage(StrictBody):
         Calls of the older form are left out: see `messages_of`.
         """
         role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
-        has_images = isinstance(self.content, list) and any(isinstance(part, ImagePart) for part in self.content)
+        has_images = isinstance(self.content, list) and any(isinstance(part, PartWithImage) for part in self.content)
         content: Any = self.text
         if has_images and isinstance(self.content, list):
             content = template_parts(self.content, f"{path}.content")

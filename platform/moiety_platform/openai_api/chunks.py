@@ -210,7 +210,7 @@ class ToolChunks(ChatChunks):
             case Content(text):
                 return {"content": text}
             case Thinking(text):
-                return {"reasoning_content": text} if self._form.shows_reasoning else {}
+                return {"reasoning_content": text, "reasoning": text} if self._form.shows_reasoning else {}
             case CallBegun(number, name):
                 self._has_called[index] = True
                 return self._begin_call(index, number, name)

@@ -1,7 +1,7 @@
 """Parts of a chat message's content in OpenAI's fields.
 
-Text and images are served, images by models that see. Audio and files are known, so that their refusal says what is not
-served.
+Text and images are served, images by models that see. Audio and other files are known, so that their refusal says what
+is not served.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 from moiety_platform.inference.body_fields import MAX_PARTS, StrictBody, shows
 from moiety_platform.inference.field_support import ignored
 from moiety_platform.inference.generation import PromptImage
-from moiety_platform.inference.prompt_images import IMAGE_URL_PATTERN, image_of_url, image_part, text_part
+from moiety_platform.inference.prompt_images import (
+    DATA_IMAGE,
+    IMAGE_URL_PATTERN,
+    image_of_file,
+    image_of_url,
+    image_part,
+    text_part,
+)
 
 _TYPES = ("text", "refusal", "image_url", "input_audio", "file")
 _UNSERVED = ConfigDict(json_schema_extra={"not": {}})  # no value is accepted
@@ -64,10 +71,39 @@ class AudioPart(StrictBody):
     type: Literal["input_audio"]
 
 
+class FileOfPart(StrictBody):
+    """A file by the id of its upload, or as a data URL. It must be an image."""
+
+    file_id: str | None = None
+    file_data: Annotated[str, shows(pattern=f"^{DATA_IMAGE}[^,]*;base64,")] | None = None
+    filename: Annotated[str | None, ignored("The model does not read names of files.")] = None
+
+
 class FilePart(StrictBody):
-    model_config = _UNSERVED
+    """An image as a file."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "properties": {"file": {"oneOf": [{"required": [name]} for name in ("file_id", "file_data")]}}
+        }
+    )
 
     type: Literal["file"]
+    file: FileOfPart
+
+    @cached_property
+    def image(self) -> PromptImage:
+        """The image file, or the id of its upload. Raises ValueError."""
+        if self.file.file_id is not None and self.file.file_data is None:
+            return image_of_file(self.file.file_id)
+        if self.file.file_id is None and (self.file.file_data or "").startswith(DATA_IMAGE):
+            return image_of_url(self.file.file_data or "")
+        raise ValueError(
+            "a file must be an image, by the 'file_id' of its upload or a data URL in 'file_data'; send others as text"
+        )
+
+
+PartWithImage = ImagePart | FilePart
 
 
 class OtherPart(StrictBody):
@@ -94,27 +130,21 @@ ContentPart = Annotated[
 ]
 ContentParts = Annotated[list[ContentPart], Field(fail_fast=True, max_length=MAX_PARTS)]
 
-_REASONS = {
-    AudioPart: "is audio, which is not supported; send its transcript as text",
-    FilePart: "is a file, which is not supported; send its text as a part of the type 'text'",
-}
-
 
 def why_unserved(parts: Sequence[ContentPart]) -> str | None:
     """Return why the content of a message cannot be served, or None."""
     for number, part in enumerate(parts):
         if isinstance(part, OtherPart):
             return f"part {number} is of the unknown type {part.type[:64]!r}; send parts of the type 'text'"
-        reason = _REASONS.get(type(part))
-        if reason is not None:
-            return f"part {number} {reason}"
+        if isinstance(part, AudioPart):
+            return f"part {number} is audio, which is not supported; send its transcript as text"
     return None
 
 
 def why_unreadable(parts: Sequence[ContentPart]) -> str | None:
     """Return why an image among the parts cannot be read, or None."""
     for number, part in enumerate(parts):
-        if isinstance(part, ImagePart):
+        if isinstance(part, PartWithImage):
             try:
                 _ = part.image
             except ValueError as exc:
@@ -128,11 +158,11 @@ def template_parts(parts: Sequence[ContentPart], path: str) -> list[dict[str, An
     `path` is that of the parts in the request.
     """
     found: list[dict[str, Any]] = []
-    for is_image, run in groupby(enumerate(parts), lambda numbered: isinstance(numbered[1], ImagePart)):
+    for is_image, run in groupby(enumerate(parts), lambda numbered: isinstance(numbered[1], PartWithImage)):
         if is_image:
             for number, part in run:
-                if isinstance(part, ImagePart):
-                    image = msgspec.structs.replace(part.image, path=f"{path}.{number}.image_url")
+                if isinstance(part, PartWithImage):
+                    image = msgspec.structs.replace(part.image, path=f"{path}.{number}.{part.type}")
                     found.append(image_part(image))
         else:
             found.append(text_part(text_of_parts([part for _, part in run])))

@@ -154,4 +154,6 @@ def _part(part: Any) -> Any:
         return {"type": "text", "text": part.get("text")}
     if part.get("type") == "input_image" and isinstance(part.get("image_url"), str):
         return {"type": "image_url", "image_url": {"url": part["image_url"]}}
+    if part.get("type") == "input_image" and isinstance(part.get("file_id"), str):
+        return {"type": "file", "file": {"file_id": part["file_id"]}}
     return part

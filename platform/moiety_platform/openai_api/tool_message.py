@@ -41,7 +41,7 @@ class MessageForm:
             "refusal": None,
         }
         if thought and self.shows_reasoning:
-            message["reasoning_content"] = thought
+            message["reasoning_content"] = message["reasoning"] = thought
         if calls and self.is_older:
             message["function_call"] = {"name": calls[0].name, "arguments": calls[0].arguments}
         elif calls:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Self, cast
 
 import msgspec
 import structlog
 from litestar.types import Message, Receive, Scope, Send
 
+from moiety_platform.auth.principal import Principal
 from moiety_platform.backoff import Backoff
 from moiety_platform.errors import PlatformError, Unavailable
 from moiety_platform.idempotency.key_store_client import KeyClaim
@@ -24,12 +25,14 @@ from moiety_platform.inference.endpoint import Endpoint, Serve
 from moiety_platform.inference.response import (
     DISCONNECT_SIGNAL,
     SEND_WHOLE,
+    STREAM_ID,
     ClientDisconnected,
     DisconnectSignal,
     HttpResponse,
     SendWhole,
 )
 from moiety_platform.periodic_task import PeriodicTask
+from moiety_platform.responses_api.conversation_locks import ConversationLocks
 from moiety_platform.responses_api.event_log import EventLog, statements_of
 from moiety_platform.responses_api.keeper import ResponseKeeper, with_end
 from moiety_platform.settings import GatewaySettings
@@ -46,7 +49,7 @@ log = structlog.get_logger(__name__)
 class BackgroundRun:
     """One request, which may go on without its client. Owned by the task that serves it."""
 
-    def __init__(self, scope: Scope, send: Send) -> None:
+    def __init__(self, scope: Scope, send: Send, release_lock: Callable[[BackgroundRun], Awaitable[None]]) -> None:
         self.signal = DisconnectSignal.of(scope["state"])  # of the client
         self.disconnect = DisconnectSignal(self.signal.drop)  # of the request
         self.disconnect.has_left = self.signal.has_left
@@ -58,6 +61,8 @@ class BackgroundRun:
         self.events: EventLog | None = None  # of an answer that is streamed
         self.settled = asyncio.Event()  # detached, or ended
         self.error: PlatformError | None = None  # that ended a stream
+        self.lock: tuple[str, str] | None = None  # ids of the conversation that is locked, and of the response
+        self._release_lock = release_lock
         self._send = send
         self._send_whole: SendWhole | None = scope["state"].get(SEND_WHOLE)
         self._original_scope = scope
@@ -72,11 +77,18 @@ class BackgroundRun:
         self.claim, reply.claim = reply.claim, None
         self._detach(response_id)
 
-    def detach_stream(self, response_id: str, queued: bytes) -> EventLog:
-        """Let the request go on without its client, which gets the events while it is connected, and return the log."""
+    async def detach_stream(
+        self, response_id: str, queued: bytes, reply: HttpResponse, headers: dict[str, str]
+    ) -> None:
+        """Let the request go on without its client, which gets the events while it is connected.
+
+        From now on the idempotency key stands for the stored stream.
+        """
         self.queued, self.events = queued, EventLog()
         self._detach(response_id)
-        return self.events
+        claim, reply.claim = reply.claim, None
+        if claim is not None:
+            await claim.keep(200, {**headers, STREAM_ID: response_id})
 
     @property
     def streams(self) -> bool:
@@ -93,6 +105,8 @@ class BackgroundRun:
 
     async def send(self, message: Message) -> None:
         """Send a part of the answer to the client, or discard it where the client has left or polls."""
+        if self.lock is not None and _ends_answer(message):
+            await self._release_lock(self)  # before the client knows that it may go on
         if self.response_id is None:
             await self._send(message)
             return
@@ -115,7 +129,7 @@ class BackgroundRun:
         return {"code": code or ("invalid_prompt" if self._status else "server_error"), "message": str(message)}
 
     def _whole(self, scope: Scope, status: int, headers: Mapping[str, str], body: bytes) -> bool:
-        if self._send_whole is None or self.response_id is not None:
+        if self._send_whole is None or self.response_id is not None or self.lock is not None:
             return False
         return self._send_whole(self._original_scope, status, headers, body)
 
@@ -123,9 +137,12 @@ class BackgroundRun:
 class BackgroundRuns:
     """The running background responses of one gateway process. Enter it as a context."""
 
-    def __init__(self, keeper: ResponseKeeper, drain_s: float, extend_s: float = EXTEND_S) -> None:
+    def __init__(
+        self, keeper: ResponseKeeper, locks: ConversationLocks, drain_s: float, extend_s: float = EXTEND_S
+    ) -> None:
         """Create it. `drain_s` bounds the wait for running responses, counted from the call of `drain`."""
         self._keeper = keeper
+        self._locks = locks
         self.drain_s = drain_s
         self._drains_since: float | None = None  # monotonic
         self._is_forced = False
@@ -177,7 +194,7 @@ class BackgroundRuns:
 
     async def serve(self, serve: Serve, endpoint: Endpoint[Any], scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request, until it has ended, or until the client has its answer if it goes on in the background."""
-        run = BackgroundRun(scope, send)
+        run = BackgroundRun(scope, send, self._release_lock)
         task = asyncio.create_task(self._serve(run, serve(endpoint, run.scope, receive, run.send)))
         self._of_task[task] = run
         task.add_done_callback(self._ended)
@@ -197,6 +214,20 @@ class BackgroundRuns:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
             raise
+
+    async def lock_conversation(self, whose: Principal, conversation_id: str, response_id: str) -> None:
+        """Lock a conversation until the current request has ended. Raises BadRequest if another one has it."""
+        self.current.lock = conversation_id, response_id  # released also if the outcome of the commit is in doubt
+        await self._locks.acquire(whose, conversation_id, response_id)
+
+    async def _release_lock(self, run: BackgroundRun) -> None:
+        """Unlock the conversation of a request that has ended. Without the database the lock runs out by itself."""
+        if run.lock is not None:
+            lock, run.lock = run.lock, None
+            try:
+                await self._locks.release(*lock)
+            except Unavailable as error:
+                log.warning("conversation_not_unlocked", response_id=lock[1], reason=str(error))
 
     def cancel(self, response_id: str) -> None:
         """Stop a response if this process makes it."""
@@ -245,6 +276,7 @@ class BackgroundRuns:
         finally:
             if run.response_id is not None:
                 await self._end(run, run.response_id)
+            await self._release_lock(run)
 
     async def _end(self, run: BackgroundRun, response_id: str) -> None:
         """Store the failure of a response that is still running. One that ended by itself is stored already."""
@@ -272,7 +304,13 @@ class BackgroundRuns:
                 events.note_stored(chunks)
 
     async def _extend(self) -> None:
-        """Extend the leases of the running responses, and stop those that no longer run in the database."""
+        """Extend the leases of the running responses, and stop those that no longer run in the database.
+
+        Locks of conversations are extended too.
+        """
+        locking = [run.lock[1] for run in self._of_task.values() if run.lock is not None]
+        if locking:
+            await self._locks.extend(locking)
         runs = {run.response_id: run for run in list(self._of_task.values()) if run.response_id is not None}
         if not runs:
             return
@@ -285,3 +323,10 @@ class BackgroundRuns:
 def _of_log(events: EventLog | None) -> dict[str, Any]:
     """Return what is stored of a log with the end of its response."""
     return {} if events is None else {"events": events.chunks(), "num_events": events.num_events}
+
+
+def _ends_answer(message: Message) -> bool:
+    """Return whether a message begins an error, or is the last one of an answer."""
+    if message["type"] == "http.response.start":
+        return message["status"] >= 400
+    return message["type"] == "http.response.body" and not message["more_body"]

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
-from pydantic import Field, PlainValidator, ValidationInfo, field_validator, model_validator
+from pydantic import ConfigDict, Field, PlainValidator, ValidationInfo, field_validator, model_validator
 
 from moiety_platform.inference.body_fields import MAX_PARTS, StrictBody, or_text, refuse, shows
-from moiety_platform.inference.field_support import ignored, refused
+from moiety_platform.inference.field_support import ignored
+from moiety_platform.inference.generation import PromptImage
 from moiety_platform.inference.prompt_images import (
     IMAGE_URL_PATTERN,
     INVALID_IMAGE,
     has_images,
+    image_of_file,
     image_of_url,
     image_part,
     text_part,
@@ -31,6 +33,11 @@ _OTHERS = {
 }
 
 
+def _only(field: str, other: str) -> dict[str, Any]:
+    """Return the JSON schema of a part with one of two fields."""
+    return {"required": [field], "properties": {field: {"type": "string"}, other: {"type": "null"}}}
+
+
 class TextContent(StrictBody):
     type: Literal["input_text", "output_text"]
     text: str
@@ -42,35 +49,40 @@ class TextContent(StrictBody):
 
 
 class ImageContent(StrictBody):
-    """An image as a data URL or a link. Links are followed where the operator has enabled it."""
+    """An image as a data URL, a link or an uploaded file. Links are followed where the operator has enabled it."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"oneOf": [_only("image_url", "file_id"), _only("file_id", "image_url")]}
+    )
 
     type: Literal["input_image"]
-    image_url: Annotated[str, shows(pattern=IMAGE_URL_PATTERN)]
+    image_url: Annotated[str, shows(pattern=IMAGE_URL_PATTERN)] | None = None
     detail: Annotated[
         Literal["auto", "low", "high", "original"] | None, ignored("The size of the image gives its number of tokens.")
     ] = None
-    file_id: Annotated[None, refused("images are not kept as files; send the image in 'image_url'")] = None
+    file_id: str | None = None
     prompt_cache_breakpoint: Annotated[Any, ignored("Every prefix is cached.")] = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _has_a_url(cls, value: Any) -> Any:
-        if isinstance(value, dict) and value.get("file_id") is not None:
-            raise refuse("images are not kept as files; leave 'file_id' out and send the image in 'image_url'")
-        return value
 
     @field_validator("image_url")
     @classmethod
-    def _readable(cls, value: str) -> str:
+    def _readable(cls, value: str | None) -> str | None:
         try:
-            image_of_url(value)
+            if value is not None:
+                image_of_url(value)
         except ValueError as exc:
             raise refuse(f"it is an image that cannot be read: {exc}", INVALID_IMAGE) from exc
         return value
 
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.image_url is None) == (self.file_id is None):
+            raise refuse("an image has either an 'image_url' or the 'file_id' of an uploaded image; send one of both")
+        return self
+
     def stored(self) -> dict[str, Any]:
         """Return the part as it is stored and listed."""
-        return {"type": INPUT_IMAGE, "image_url": self.image_url, "detail": self.detail or "auto"}
+        source = {"image_url": self.image_url} if self.file_id is None else {"file_id": self.file_id}
+        return {"type": INPUT_IMAGE, **source, "detail": self.detail or "auto"}
 
 
 class RefusalContent(StrictBody):
@@ -160,8 +172,12 @@ def content_for_template(content: str | Sequence[Mapping[str, Any]], path: str) 
     found: list[dict[str, Any]] = []
     for is_image, run in groupby(content, lambda part: part["type"] == INPUT_IMAGE):
         if is_image:
-            images = [msgspec.structs.replace(image_of_url(part["image_url"]), path=path) for part in run]
-            found += map(image_part, images)
+            found += [image_part(msgspec.structs.replace(_image_of(part), path=path)) for part in run]
         else:
             found.append(text_part("\n".join(part["text"] for part in run)))
     return found if has_images(found) else "".join(part["text"] for part in found)
+
+
+def _image_of(part: Mapping[str, Any]) -> PromptImage:
+    file_id = part.get("file_id")
+    return image_of_url(part["image_url"]) if file_id is None else image_of_file(file_id)

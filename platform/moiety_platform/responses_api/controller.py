@@ -88,11 +88,14 @@ class StoredResponses:
 
 
 def response_route(
-    serve: Serve, keeper: ResponseKeeper, cipher: ReasoningCipher, runs: BackgroundRuns
+    serve: Serve, keeper: ResponseKeeper, cipher: ReasoningCipher, runs: BackgroundRuns, streams: ResumedStreams
 ) -> HTTPRouteHandler:
     """Return the handler of the endpoint that answers."""
     answers = ResponseAnswers(keeper, ConversationReader(keeper, cipher), runs)
-    endpoint = Endpoint(PATH, "chat", ID_PREFIX, ResponsesBody, answers.answer, _SHOWN, answers.prepare, answers.accept)
+    endpoint = Endpoint(
+        PATH, "chat", ID_PREFIX, ResponsesBody, answers.answer, _SHOWN, answers.prepare, answers.accept,
+        resume=partial(streams.open, starting_after=-1),
+    )  # fmt: skip
     return route(endpoint, partial(runs.serve, serve))
 
 
@@ -117,6 +120,8 @@ class ResponseAnswers:
             body = body.model_copy(update={"store": True})
         if body.is_stored:
             await self.keeper.require_room(record.principal)
+        if body.conversation_id is not None:
+            await self.runs.lock_conversation(record.principal, body.conversation_id, record.request_id)
         body, ignored = await self.reader.resolve(body, record.principal)
         record.ignored_fields += ignored
         return body
@@ -128,10 +133,10 @@ class ResponseAnswers:
         queued = msgspec.json.encode(ResponseHead.of(body, record).queued())
         if not await self._store(queued, body, record, LEASE_MS):
             raise Unavailable("the response cannot be stored now, which 'background' needs; try again")
+        headers = support_headers(record.ignored_fields, record.adjusted_fields)
         if body.wants_stream:
-            self.runs.current.detach_stream(record.request_id, queued)
+            await self.runs.current.detach_stream(record.request_id, queued, reply, headers)
         else:
-            headers = support_headers(record.ignored_fields, record.adjusted_fields)
             self.runs.current.detach(record.request_id, queued, reply, headers)
 
     async def answer(
@@ -174,8 +179,11 @@ class ResponseAnswers:
         encoded = msgspec.json.encode(response)
         if body.background:
             return await self.runs.store_end(record.request_id, encoded, self.runs.current.events)
-        if (body.store or body.conversation is not None) and not await self._store(encoded, body, record):
+        if not body.store and body.conversation is None:
+            return encoded
+        if not await self._store(encoded, body, record):
             return msgspec.json.encode({**response, "store": False, "conversation": None})
+        self.runs.current.lock = None  # it ended in the same transaction
         return encoded
 
     async def _store(

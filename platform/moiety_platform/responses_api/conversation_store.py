@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
-from sqlalchemy import ColumnElement, delete, func, insert, select
+from sqlalchemy import ColumnElement, delete, func, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.auth.principal import Principal
@@ -62,6 +62,15 @@ class ConversationStore:
             StoredConversation.expires_ms > self.now(),
         )
         return (await session.scalars(wanted.with_for_update() if locks else wanted)).first()
+
+    async def lock(self, session: AsyncSession, conversation_id: str, response_id: str, lock_ms: int) -> bool:
+        """Lock a conversation for a response, unless another one has it; return whether that succeeded."""
+        now = self.now()
+        is_free = or_(StoredConversation.locked_until_ms.is_(None), StoredConversation.locked_until_ms <= now)
+        taken = update(StoredConversation).where(StoredConversation.id == conversation_id, is_free)
+        values = {"locked_by": response_id, "locked_until_ms": now + lock_ms}
+        locked = await session.scalar(taken.values(values).returning(StoredConversation.id))
+        return locked is not None
 
     async def append(
         self,

@@ -17,6 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from moiety_platform.auth.principal import Principal
 from moiety_platform.db.session import Database
 from moiety_platform.errors import BadRequest, NotFound, RateLimited, TooLarge, Unavailable
+from moiety_platform.responses_api.conversation_locks import unlock
 from moiety_platform.responses_api.conversation_store import ConversationStore
 from moiety_platform.responses_api.event_log import EventChunk
 from moiety_platform.responses_api.items import Continued, Item
@@ -239,6 +240,8 @@ class ResponseKeeper:
             return False
         if adds and not await self._append(session, response, items):
             return False
+        if adds and response.conversation_id is not None:
+            await unlock(session, response.conversation_id, response.id)
         if stores:
             await self._store.add(session, response, self._ttl_ms, lease_ms)
         return True
@@ -326,6 +329,8 @@ class ResponseKeeper:
             if added and not (has_claimed and await self._append(session, row, added)):
                 log.warning("conversation_not_extended", tenant_id=row.tenant_id, response_id=response_id)
                 body = _with_fields(body, conversation=None)
+            if ends and row.conversation_id is not None:
+                await unlock(session, row.conversation_id, response_id)
             if events:
                 await self._store.add_events(session, {response_id: events}, self.limits.room)
             if ends and row.num_events is not None:

@@ -56,7 +56,8 @@ class StoredConversation(Base):
     """One conversation, without its items.
 
     `models` is a JSON list of the models that have answered in it, and `labels` the JSON object of its metadata. Items
-    get the positions from `next_position` on. `num_items` and `num_bytes` count the items that are there.
+    get the positions from `next_position` on. `num_items` and `num_bytes` count the items that are there. `locked_by`
+    is the response that is being made in it, until its end or `locked_until_ms`.
     """
 
     __tablename__ = "conversations"
@@ -75,6 +76,8 @@ class StoredConversation(Base):
     next_position: Mapped[int] = mapped_column(BigInteger)
     num_items: Mapped[int]
     num_bytes: Mapped[int] = mapped_column(BigInteger)
+    locked_by: Mapped[str | None] = mapped_column(String(RESPONSE_ID_LENGTH))
+    locked_until_ms: Mapped[int | None] = mapped_column(BigInteger)
 
 
 class ConversationItem(Base):

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from moiety_platform.admission.gate import StreamGate
 from moiety_platform.auth.principal import Principal
@@ -23,7 +23,6 @@ from moiety_platform.responses_api.store import READ_CHUNKS
 
 POLL_S = 0.25  # at first; it grows while nothing comes
 MAX_POLL_S = 1.0
-MAX_PER_TENANT = 64  # of streams open at one gateway
 KEEP_ALIVE_S = 15.0
 LOST = "the events from {:,} on are not stored; retrieve the response without 'stream'"
 
@@ -34,8 +33,8 @@ class ResumedStreams:
 
     keeper: ResponseKeeper
     gate: StreamGate  # of keys
+    tenants: StreamGate
     is_stopping: Callable[[], bool] = lambda: False
-    tenants: StreamGate = field(default_factory=lambda: StreamGate(MAX_PER_TENANT, "tenant", "resumed streams"))
 
     async def open(self, whose: Principal, response_id: str, starting_after: int) -> AsyncGenerator[bytes]:
         """Return the events of a response after a sequence number, until its end.

@@ -11,7 +11,6 @@ from litestar.params import SkipValidation
 from moiety_platform.adapters.naming import allowed_of
 from moiety_platform.inference.field_support import ignored, mapped
 from moiety_platform.inference.generation import Conversation
-from moiety_platform.inference.image_preparation import prepare_count
 from moiety_platform.inference.model_services import ModelServices
 from moiety_platform.openapi.described import JSON, Described, describes
 from moiety_platform.openapi.documents import ANTHROPIC_KEY, KEY
@@ -65,6 +64,6 @@ class ResponseTokensController(Controller):
         allowed = allowed_of(whose.allowed_models, adapter)
         card = models.replicas.card(base, allowed, has_images=bool(asked.images))
         text = await models.texts.get(card)
-        asked = prepare_count(asked, card)
+        asked = await models.images.prepare_count(asked, card, whose)
         (token_ids,) = await text.encode([asked])
         return {"object": "response.input_tokens", "input_tokens": len(token_ids)}
