@@ -117,8 +117,10 @@ class HarmonyReader:
             self._begin_message()
         elif token in _ENDS:
             self._header, self._is_loose = "", False
-        else:
-            self._header, self._is_loose = (token if self._is_loose else self._header + token), False
+        elif self._is_loose or token == START:  # what stands before the start of a message is not its header
+            self._header, self._is_loose = token, False
+        elif len(self._header) <= MAX_HEADER:
+            self._header += token
 
     def _text(self, text: str) -> None:
         if not text:

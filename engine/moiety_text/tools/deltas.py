@@ -66,25 +66,34 @@ Parts = Sequence[Part]  # of a whole answer: its reasoning, if any, then its tex
 
 
 def assemble(deltas: Iterable[Delta]) -> list[Part]:
-    """Return the parts of a whole answer; no text is empty or adjacent to another."""
+    """Return the parts of a whole answer; no text is empty or adjacent to another. Takes linear time."""
     parts: list[Part] = []
-    name, arguments = "", ""
+    kind: type[Content | Thinking] | None = None  # of the texts, which are adjacent
+    texts: list[str] = []
+    name = ""
+
+    def end_text() -> None:
+        nonlocal kind
+        if kind is not None:
+            text = "".join(texts)
+            parts.append(text if kind is Content else Thought(text))
+            texts.clear()
+        kind = None
+
     for delta in deltas:
         match delta:
-            case Content(text):
-                if parts and isinstance(last := parts[-1], str):
-                    parts[-1] = last + text
-                else:
-                    parts.append(text)
-            case Thinking(text):
-                if parts and isinstance(last := parts[-1], Thought):
-                    parts[-1] = Thought(last.text + text)
-                else:
-                    parts.append(Thought(text))
+            case Content(text) | Thinking(text):
+                if kind is not type(delta):
+                    end_text()
+                    kind = type(delta)
+                texts.append(text)
             case CallBegun():
-                name, arguments = delta.name, ""
+                end_text()
+                name = delta.name
             case CallArguments():
-                arguments += delta.text
+                texts.append(delta.text)
             case CallEnded():
-                parts.append(Call(name, arguments))
+                parts.append(Call(name, "".join(texts)))
+                texts.clear()
+    end_text()
     return parts

@@ -28,6 +28,7 @@ from moiety_text.tools.json_scanner import Malformed
 
 _SPACE = " \t\n\r"
 _CLOSERS = "}]"
+_PIECE_CHARS = 4096  # of a text that are read at a time, since each step copies the rest of them
 MAX_SPACE = 256  # characters of white space held back, since a marker may follow
 NO_SCHEMAS: Mapping[str, Any] = MappingProxyType({})
 
@@ -69,9 +70,11 @@ class CallReader:
         self._step: Callable[[str], str] = self._content if is_rest else self._start
 
     def feed(self, text: str) -> list[Delta]:
-        """Return the deltas of more text."""
-        while text:
-            text = self._step(text)
+        """Return the deltas of more text. Takes time linear in the text's length."""
+        for begin in range(0, len(text), _PIECE_CHARS):
+            rest = text[begin : begin + _PIECE_CHARS]
+            while rest:
+                rest = self._step(rest)
         return self._taken()
 
     def end(self) -> list[Delta]:
