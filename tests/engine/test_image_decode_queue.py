@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import io
 import threading
 from collections.abc import Awaitable, Callable
@@ -37,7 +38,10 @@ def picture(seed: int = 0, side: int = 16) -> bytes:
     return buffer.getvalue()
 
 
-SLOW = picture(side=6000)
+@functools.cache
+def slow_file() -> bytes:
+    """Return a file that takes long to decode, and seconds to make: not while tests are collected."""
+    return picture(side=6000)
 
 
 def asks(tenant: str, *files: bytes | ImageInput, service: ServiceClass = BATCH, **changes: Any) -> Submit:
@@ -171,7 +175,7 @@ async def test_a_request_that_cannot_be_on_time_any_more_fails_while_it_waits_if
     one = decoding()
     hurried = ServiceClass(name="hurried", rank=5, ttft_s=0.05)
     patient = msgspec.structs.replace(BATCH, rank=9)
-    assert one.queue.queue_images(1, asks("a", SLOW, service=patient)) is None
+    assert one.queue.queue_images(1, asks("a", slow_file(), service=patient)) is None
     assert one.queue.queue_images(2, asks("b", picture(2), service=hurried)) is None
     assert one.queue.queue_images(3, asks("b", picture(3), service=hurried, resumed_ids=[5])) is None
     await one.until(1, 2, 3)
@@ -188,7 +192,7 @@ async def test_a_request_with_kv_from_another_engine_waits_a_short_time_and_fail
 ) -> None:
     monkeypatch.setattr(decode_queue, "MAX_WAIT_WITH_KV_S", 0.05)
     one = decoding()
-    assert one.queue.queue_images(1, asks("a", SLOW)) is None
+    assert one.queue.queue_images(1, asks("a", slow_file())) is None
     assert one.queue.queue_images(2, asks("b", picture(2), transfer_id="t")) is None
     await one.until(1, 2)
     assert list(one.done) == [2, 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import signal
@@ -97,7 +98,12 @@ control = socket.socket(fileno=int(sys.argv[1]))
 send_frame(control, ImageTemplateReady())
 Template(control, answer).serve()
 """
-SLOW = file_of(picture(6000, 6000), "PNG", compress_level=1)
+
+
+@functools.cache
+def slow_file() -> bytes:
+    """Return a file that takes long to decode, and seconds to make: not while tests are collected."""
+    return file_of(picture(6000, 6000), "PNG", compress_level=1)
 
 
 @pytest.mark.parametrize("size", [(37, 50), (8, 8), (300, 20), (700, 500)])
@@ -220,7 +226,7 @@ def test_what_a_process_that_a_file_has_taken_over_says_is_not_believed(tmp_path
 def test_an_image_that_a_busy_machine_decodes_too_slowly_can_be_sent_again() -> None:
     decoder = ImageDecoder(RULES, ImageOptions(decode_wall_s=0.1, decode_memory_bytes=1 << 30))
     try:
-        made = decoder.decode(ImageInput(0, SLOW))
+        made = decoder.decode(ImageInput(0, slow_file()))
         assert isinstance(made, ImageFailure)
         assert made.code is FailureCode.OVERLOADED
         assert "send the request again" in made.message
@@ -242,7 +248,7 @@ def test_an_image_whose_process_is_killed_from_outside_is_tried_again_and_then_i
     (template_pid,) = set(children_of(os.getpid())) - before
     killed: set[int] = set()
     with ThreadPoolExecutor(1) as pool:
-        result = pool.submit(decoder.decode, ImageInput(0, SLOW))
+        result = pool.submit(decoder.decode, ImageInput(0, slow_file()))
         while not result.done():
             for pid in children_of(template_pid):
                 if len(killed) < times and pid not in killed:
