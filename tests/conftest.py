@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,21 +61,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         counts = Counter(item.path for item in items)
         slow = {item.path for item in items if item.get_closest_marker("slow")}
         items.sort(key=lambda item: (item.path not in slow, -counts[item.path], item.path))
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(
-    collector: pytest.Collector,
-) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Let each worker collect folders and files in an order of its own, and sort its tests afterwards.
-
-    In one order all workers would compile each file at the same time; so most find it compiled by another one.
-    """
-    report = yield
-    worker = os.environ.get("PYTEST_XDIST_WORKER")
-    if worker and isinstance(collector, pytest.Session | pytest.Directory):
-        random.Random(worker).shuffle(report.result)
-    return report
 
 
 def _keep(config: pytest.Config, items: list[pytest.Item], wanted: Callable[[pytest.Item], bool]) -> None:
