@@ -37,6 +37,7 @@ from moiety_engine.errors import CheckpointError, EngineError, InvalidConfig, Ou
 from moiety_engine.model.loading import WeightShard, load_share
 from moiety_engine.runner.overlap import steps_overlap
 from moiety_engine.runner.worker import ExpertWorker, Worker, WorkerBase
+from moiety_engine.window_setup import why_windows_are_kept
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -275,6 +276,7 @@ def _load(
         offload=config.offload,
         progress=progress,
         keeps_hidden=config.speculate is Speculate.MTP,
+        frees_windows=not why_windows_are_kept(config),
         max_context_tokens=config.max_context_tokens,
     )
 

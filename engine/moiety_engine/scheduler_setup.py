@@ -12,6 +12,7 @@ from moiety_engine.scheduling.admission.batching_strategies import STRATEGIES
 from moiety_engine.scheduling.kv.kv_ledger import KvLedger
 from moiety_engine.scheduling.limits import SchedulerLimits
 from moiety_engine.scheduling.scheduler import Scheduler
+from moiety_engine.window_setup import table_windows
 from moiety_wire.engine_choices import Batching
 
 if TYPE_CHECKING:
@@ -46,4 +47,5 @@ def _build_ledger(config: EngineConfig, model: Transformer, sizes: Sizes) -> KvL
         prefix_caching=config.prefix_caching,
         host=HostTier(sizes.num_host_blocks) if sizes.num_host_blocks else None,
         answers_apart=model.arithmetic.invariant,
+        windows=table_windows(model, config),
     )

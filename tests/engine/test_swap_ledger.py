@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from moiety_engine.cache.block_pool import BlockPool
 from moiety_engine.cache.host import HostTier
 from moiety_engine.messages import CoreSubmit
-from moiety_engine.scheduling.kv.kv_ledger import Hit, KvLedger
+from moiety_engine.scheduling.kv.kv_ledger import KvLedger
+from moiety_engine.scheduling.kv.prefix_search import NO_HITS, Hit, cells_of, held_blocks
 from moiety_engine.sequence import Sequence
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import Sampling
@@ -22,7 +23,8 @@ from moiety_wire.messages import Sampling
 BLOCK_SIZE = 2
 STORY = [1, 2, 3, 4, 5, 6, 7, 8]
 
-Content = tuple[bytes, tuple[int, ...]] | None
+Content = tuple[bytes, int, tuple[int, ...]] | None
+LAYOUTS: list[tuple[int | None, ...]] = [(None,), (None, 3), (None, None, 1), (4,), (3, 6)]
 
 
 def make_sequence(prompt: list[int], *, salt: bytes = b"a") -> Sequence:
@@ -30,16 +32,24 @@ def make_sequence(prompt: list[int], *, salt: bytes = b"a") -> Sequence:
     return Sequence(submit, order=0, seed=0)
 
 
-def content_at(sequence: Sequence, position: int) -> Content:
-    return sequence.request.submit.cache_salt, tuple(sequence.tokens[: position + 1])
+def content_at(sequence: Sequence, position: int, table: int = 0) -> Content:
+    return sequence.request.submit.cache_salt, table, tuple(sequence.tokens[: position + 1])
 
 
 class Memory:
     """Symbolic device and host memory under a ledger; `step` does what a step of the engine would."""
 
-    def __init__(self, num_blocks: int, num_host_blocks: int, *, prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        num_host_blocks: int,
+        *,
+        prefix_caching: bool = True,
+        windows: tuple[int | None, ...] = (None,),
+    ) -> None:
         self.host = HostTier(num_host_blocks)
-        self.kv = KvLedger(BlockPool(num_blocks), BLOCK_SIZE, prefix_caching=prefix_caching, host=self.host)
+        pool, self.windows = BlockPool(num_blocks), windows
+        self.kv = KvLedger(pool, BLOCK_SIZE, prefix_caching=prefix_caching, host=self.host, windows=windows)
         self.device_content: list[list[Content]] = [[None] * BLOCK_SIZE for _ in range(num_blocks)]
         self.host_content: list[list[Content]] = [[None] * BLOCK_SIZE for _ in range(num_host_blocks)]
 
@@ -63,16 +73,23 @@ class Memory:
         end = min(sequence.kv.num_computed + num_tokens, len(sequence.tokens), len(sequence.kv.blocks) * BLOCK_SIZE)
         for position in range(sequence.kv.num_computed, end):
             block, place = divmod(position, BLOCK_SIZE)
-            self.device_content[sequence.kv.blocks[block]][place] = content_at(sequence, position)
+            for number, table in enumerate(sequence.kv.tables):
+                assert block >= sequence.kv.firsts[number]
+                self.device_content[table[block]][place] = content_at(sequence, position, number)
         sequence.kv.num_computed = max(end, sequence.kv.num_computed)
 
     def check_reads(self, sequence: Sequence) -> None:
-        memory, blocks = self.device_content, sequence.kv.blocks
-        if sequence.kv.host_blocks:
-            memory, blocks = self.host_content, sequence.kv.host_blocks
-        for position in range(sequence.kv.num_computed):
-            block, place = divmod(position, BLOCK_SIZE)
-            assert memory[blocks[block]][place] == content_at(sequence, position)
+        """Check what the next query reads: all positions in a table without a window, else those in the window."""
+        kv, memory = sequence.kv, self.device_content
+        where = {(number, i): block for number, table in enumerate(kv.tables) for i, block in enumerate(table)}
+        if kv.host_blocks:
+            cells = cells_of(kv.firsts, self.kv.blocks_for(kv.num_computed))
+            memory, where = self.host_content, dict(zip(cells, kv.host_blocks, strict=True))
+        for number, window in enumerate(self.windows):
+            lowest = 0 if window is None else max(0, kv.num_computed - window + 1)
+            for position in range(lowest, kv.num_computed):
+                block, place = divmod(position, BLOCK_SIZE)
+                assert memory[where[number, block]][place] == content_at(sequence, position, number)
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -82,9 +99,13 @@ class LedgerMachine(RuleBasedStateMachine):
         num_blocks=st.integers(2, 8),
         num_host_blocks=st.integers(1, 7),
         prefix_caching=st.sampled_from([True] * 3 + [False]),
+        windows=st.sampled_from(LAYOUTS),
     )
-    def begin(self, num_blocks: int, num_host_blocks: int, prefix_caching: bool) -> None:
-        self.memory = Memory(num_blocks, num_host_blocks, prefix_caching=prefix_caching)
+    def begin(
+        self, num_blocks: int, num_host_blocks: int, prefix_caching: bool, windows: tuple[int | None, ...]
+    ) -> None:
+        sizes = num_blocks * len(windows), num_host_blocks * len(windows)
+        self.memory = Memory(*sizes, prefix_caching=prefix_caching, windows=windows)
         self.kv, self.host = self.memory.kv, self.memory.host
         self.live: list[Sequence] = []
 
@@ -124,10 +145,11 @@ class LedgerMachine(RuleBasedStateMachine):
     def swap_out(self, data: st.DataObject) -> None:
         sequence = data.draw(st.sampled_from([s for s in self.live if s.kv.blocks]))
         blocks, computed, possible = list(sequence.kv.blocks), sequence.kv.num_computed, self.kv.can_swap_out(sequence)
+        num_computed = self.kv.num_computed_blocks(sequence)
         assert self.kv.swap_out(sequence) == possible
         assert sequence.kv.num_computed == computed
         assert sequence.kv.blocks == ([] if possible else blocks)
-        assert len(sequence.kv.host_blocks) == (self.kv.blocks_for(computed) if possible else 0)
+        assert len(sequence.kv.host_blocks) == (num_computed if possible else 0)
 
     @precondition(lambda self: any(s.kv.host_blocks for s in self.live))
     @rule(data=st.data(), more=st.integers(0, 3))
@@ -181,7 +203,8 @@ class LedgerMachine(RuleBasedStateMachine):
         if not hasattr(self, "live"):
             return
         pool, host = self.kv.pool, self.host
-        assert pool.num_used == len({block for s in self.live for block in s.kv.blocks})
+        assert pool.num_used == len({block for s in self.live for block in held_blocks(s.kv)})
+        assert all(s.kv.num_held == len(held_blocks(s.kv)) for s in self.live)
         sources = {host.source_of(block) for block in range(pool.num_blocks)} - {None}
         assert host.num_used == len({block for s in self.live for block in s.kv.host_blocks} | sources)
         assert host.num_used + host.num_cached + host.num_blank == host.num_blocks
@@ -229,7 +252,7 @@ def test_a_returned_sequences_prefix_is_shared_again() -> None:
     memory.kv.release(computed(memory, [9] * 8))
     memory.kv.swap_in(victim, 5)
     hits = memory.kv.find_prefix(make_sequence([1, 2, 3, 4, 8]))
-    assert hits == [Hit(block, on_host=False) for block in victim.kv.blocks[:2]]
+    assert hits.hits == [Hit(block, on_host=False) for block in victim.kv.blocks[:2]]
 
 
 def test_a_returning_sequence_takes_what_is_still_on_the_device_without_a_copy() -> None:
@@ -274,7 +297,7 @@ def test_an_evicted_prefix_is_hit_on_the_host() -> None:
     memory.kv.release(computed(memory, [5, 6, 7, 8]))
     again = make_sequence([1, 2, 3])
     hits = memory.kv.find_prefix(again)
-    assert [hit.on_host for hit in hits] == [True]
+    assert [hit.on_host for hit in hits.hits] == [True]
     assert memory.kv.start(again, hits, 3)
     assert memory.copy()[1] == 1
     assert again.kv.num_computed == 2
@@ -285,8 +308,8 @@ def test_another_tenant_does_not_hit_an_evicted_prefix() -> None:
     memory = Memory(2, 4)
     memory.kv.release(computed(memory, [1, 2, 3, 4], salt=b"a"))
     memory.kv.release(computed(memory, [5, 6, 7, 8], salt=b"a"))
-    assert memory.kv.find_prefix(make_sequence([1, 2, 3], salt=b"b")) == []
-    assert memory.kv.find_prefix(make_sequence([1, 2, 3], salt=b"a")) != []
+    assert len(memory.kv.find_prefix(make_sequence([1, 2, 3], salt=b"b"))) == 0
+    assert len(memory.kv.find_prefix(make_sequence([1, 2, 3], salt=b"a"))) == 1
 
 
 def test_a_half_computed_block_is_not_hit_by_the_hash_it_will_have() -> None:
@@ -326,7 +349,7 @@ def test_a_full_host_tier_refuses_and_changes_nothing() -> None:
 def test_without_a_host_tier_nothing_is_swapped_and_nothing_copied() -> None:
     kv = KvLedger(BlockPool(2), BLOCK_SIZE, prefix_caching=True)
     sequence = make_sequence([1, 2, 3])
-    assert kv.start(sequence, [], 3)
+    assert kv.start(sequence, NO_HITS, 3)
     assert kv.grow(sequence, 3)
     sequence.kv.num_computed = 3
     kv.seal(sequence)

@@ -57,9 +57,9 @@ class KvReceiver:
         found = self._there.get(key)
         return None if found is None else found[1]
 
-    def load(self, key: int, first: int, blocks: list[int]) -> None:
-        """Copy a request's received KV into its blocks, from token `first` on."""
-        self._zone.load(self._there[key][0], first, blocks)
+    def load(self, key: int, first: int, tables: list[list[int]], firsts: tuple[int, ...]) -> None:
+        """Copy a request's received KV into its blocks, from token `first` on; see `StagingBuffer.load`."""
+        self._zone.load(self._there[key][0], first, tables, firsts)
 
     def ended(self, key: int) -> None:
         """Drop the KV of a request that has ended, whether or not it was copied into the cache."""

@@ -6,7 +6,7 @@ wanted, N blocks, G key-value heads, P positions per block, d head width, L widt
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -34,6 +34,14 @@ class ImageRows:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupTable:
+    """Slots and block tables of a step in one cache group; the shapes and types are those of the fields of Batch."""
+
+    slots_T: Tensor
+    block_table_SB: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """Tokens of one step for one group of ranks. Decodes (sequences with exactly one query token) come first."""
 
@@ -42,7 +50,7 @@ class Batch:
     slots_T: Tensor  # int64, cache slot of token t's K and V: block_id · block_size + offset
     query_start_S1: Tensor  # int32; sequence s owns the tokens query_start[s] … query_start[s + 1] - 1
     context_len_S: Tensor  # int32, tokens of sequence s in the cache, this chunk included
-    block_table_SB: Tensor  # int32, padded with 0
+    block_table_SB: Tensor  # int32, padded with 0; entries of freed blocks are void
     wanted_rows_L: Tensor  # int64, rows of T whose logits or hidden states are wanted
     num_decode: int  # sequences 0 … num_decode - 1 have exactly one query token
     max_context: int  # Python ints, to avoid device synchronization
@@ -52,6 +60,17 @@ class Batch:
     adapted: AdaptedRows | None = None  # None: no token has an adapter
     images: ImageRows | None = None  # None: no token stands for a part of an image
     micro_batches: tuple[Batch, ...] = ()  # the same tokens in consecutive parts, if they run as micro-batches
+    further_tables: tuple[GroupTable, ...] = ()  # of the cache groups after the first
+
+    def by_cache_group(self) -> tuple[Batch, ...]:
+        """Return the batch as the layers of each cache group see it: with the slots and block tables of the group."""
+        if not self.further_tables:
+            return (self,)
+        others = (
+            replace(self, slots_T=one.slots_T, block_table_SB=one.block_table_SB, further_tables=())
+            for one in self.further_tables
+        )
+        return (self, *others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +115,33 @@ class LatentCache:
 
 @dataclass(frozen=True, slots=True)
 class KvCache:
-    """Paged KV cache of all layers; the blocks with the same index in all layers belong together."""
+    """Paged KV cache of all layers.
+
+    A block belongs to one cache group at a time. It has a place for each of the group's layers; layers of different
+    groups share a place, and so the memory that `layers` has for both.
+    """
 
     layers: tuple[LayerCache | LatentCache, ...]
     num_blocks: int
     block_size: int
     rotation: str = ""  # digest of the rotary embedding; equal for engines with compatible keys
     hidden: LatentCache | None = None  # hidden state of each token after the final norm; None: not kept
+    num_groups: int = 1  # cache groups of the model, also those without layers on this pipeline stage
+    group_of_layer: tuple[int, ...] = ()  # cache group of each layer; (): all layers are in the first
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Cache group of each layer, and of the hidden states if they are kept."""
+        of_layers = self.group_of_layer or (0,) * len(self.layers)
+        return of_layers if self.hidden is None else (*of_layers, 0)
 
     @property
     def everything(self) -> tuple[LayerCache | LatentCache, ...]:
-        """All caches to copy when a block is moved or transferred."""
+        """Cache of each layer, and of the hidden states if they are kept."""
         return self.layers if self.hidden is None else (*self.layers, self.hidden)
+
+    @property
+    def places(self) -> tuple[LayerCache | LatentCache, ...]:
+        """All caches to copy when a block is moved: the places of a block, each once."""
+        found = {part.data_ptr(): one for one in self.layers for part in one.parts[:1]}
+        return (*found.values(), *(() if self.hidden is None else (self.hidden,)))

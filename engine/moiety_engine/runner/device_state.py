@@ -120,7 +120,8 @@ class DeviceState:
         blank = CoreSubmit(0, "", STANDARD, [0] * 4, Sampling(), 1, 0, [], 1, b"", 0)
         sequences = [Sequence(blank, order=0, seed=0) for _ in range(self._model.ranks.across.size)]
         for group, sequence in enumerate(sequences):
-            sequence.kv.group, sequence.kv.blocks = group, list(range(-(-5 // self._sizes.block_size)))
+            sequence.kv.group = group
+            sequence.kv.fill_tables(list(range(-(-5 // self._sizes.block_size))), self.kv.num_groups)
         for num_tokens, decodes in ((4, False), (1, True)):
             chunks = [Chunk(sequence, num_tokens, samples=True) for sequence in sequences]
             plan = Plan(chunks, len(chunks) if decodes else 0, num_tokens * len(chunks), [])
@@ -144,7 +145,7 @@ class DeviceState:
         for size in SIZES:
             if size > min(self._sizes.max_batch_tokens, self._sizes.num_blocks * self._sizes.block_size):
                 break
-            sequence.kv.blocks = list(range(-(-size // self._sizes.block_size)))
+            sequence.kv.fill_tables(list(range(-(-size // self._sizes.block_size))), self.kv.num_groups)
             times_s = []
             for _ in range(_TIMED_SMALL if size <= _SMALL else _TIMED):
                 draft = tuple(tokens.randrange(self._model.spec.vocab_size) for _ in range(size - 1))

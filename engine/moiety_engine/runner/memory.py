@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from moiety_engine.cache.table_layout import TableLayout
 from moiety_engine.errors import OutOfMemory
 from moiety_engine.memory import Memory
 
@@ -38,17 +39,19 @@ def gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB"
 
 
-def num_kv_blocks(*, budget_bytes: int, block_bytes: int, block_size: int, max_running: int, max_context: int) -> int:
+def num_kv_blocks(
+    *, budget_bytes: int, block_bytes: int, layout: TableLayout, max_running: int, max_context: int
+) -> int:
     """Return the number of blocks in the budget, at most what `max_running` sequences of the longest context fill.
 
     Raises OutOfMemory where not even a single short sequence fits.
     """
-    useful = max_running * -(-max_context // block_size)
-    count = min(budget_bytes // block_bytes, useful)
-    if count < 2:
+    useful = max_running * layout.held_for(max_context)
+    count, least = min(budget_bytes // block_bytes, useful), 2 * layout.num_tables
+    if count < least:
         raise OutOfMemory(
-            f"the KV cache has {budget_bytes / 2**20:.1f} MiB, but two blocks of {block_size} tokens need "
-            f"{2 * block_bytes / 2**20:.1f} MiB: raise --kv-memory-bytes, or lower --block-size"
+            f"the KV cache has {budget_bytes / 2**20:.1f} MiB, but {least} blocks of {layout.block_size} tokens need "
+            f"{least * block_bytes / 2**20:.1f} MiB: raise --kv-memory-bytes, or lower --block-size"
         )
     return count
 

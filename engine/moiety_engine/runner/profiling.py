@@ -65,7 +65,8 @@ def largest_step(
         sequence = Sequence(CoreSubmit(0, "", STANDARD, [0] * length, _GREEDIEST, 2, 0, [], 2, b"", 0), order=0, seed=0)
         sequence.kv.group = group = index % num_groups
         count = -(-(length + 1) // block_size)
-        sequence.kv.blocks = list(range(blocks_of[group], blocks_of[group] + count))
+        blocks = list(range(blocks_of[group], blocks_of[group] + count))
+        sequence.kv.fill_tables(blocks, len(model.cache_groups))
         blocks_of[group] += count
         sequences.append(sequence)
     num_blocks = max(blocks_of)

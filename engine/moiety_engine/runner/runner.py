@@ -111,6 +111,7 @@ class Runner:
             tenants=tenants,
             adapters=adapters,
             features=self.features,
+            num_tables=kv.num_groups,
         )
         self._sampler = Sampler(model.spec.vocab_size, model.device, self.staging)
         self._masks = MaskMaker(num_mask_words, model.spec.vocab_size, model.device)

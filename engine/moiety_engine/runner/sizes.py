@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moiety_engine.cache.table_layout import TableLayout
 from moiety_engine.config import EngineConfig
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.memory import available_bytes, device_memory
@@ -18,6 +19,7 @@ from moiety_engine.runner.memory import (
     num_kv_blocks,
 )
 from moiety_engine.runner.profiling import measure
+from moiety_engine.window_setup import table_windows
 from moiety_wire.roles import EngineRole
 
 
@@ -80,11 +82,12 @@ def sizes_for(
     elif budget is None:
         budget = int(available_bytes() * CPU_FRACTION) // local_ranks
     block_bytes = model.kv_bytes_per_block(block_size)
+    layout = TableLayout(block_size, table_windows(model, config))
     drafts_bytes = 0 if draft_model is None else draft_model.kv_bytes_per_block(block_size)
     num_blocks = num_kv_blocks(
         budget_bytes=budget,
         block_bytes=block_bytes + drafts_bytes,
-        block_size=block_size,
+        layout=layout,
         max_running=max_running,
         max_context=context,
     )
@@ -95,7 +98,8 @@ def sizes_for(
         block_bytes=block_bytes,
         host_bytes=available_bytes() // local_ranks,
     )
-    context = min(context, num_blocks * block_size)
+    longest = layout.longest_context(num_blocks)
+    context = context if longest is None else min(context, longest)
     waits = model.ranks.everyone.size > 1 or model.offloads  # a graph cannot wait for other ranks or for experts
     graphs = on_cuda and config.cuda_graphs and not waits
     return Sizes(

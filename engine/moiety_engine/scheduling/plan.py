@@ -37,12 +37,14 @@ class DraftCatchUp(NamedTuple):
 class KvLoad(NamedTuple):
     """KV from another engine to load into a sequence's blocks.
 
-    `blocks` starts with the sequence's first block; the KV of token `first` and later tokens is loaded.
+    `tables` are its block tables, of which blocks `firsts` and later ones are held; the KV of token `first` and later
+    tokens is loaded.
     """
 
     key: int
     first: int
-    blocks: list[int]
+    tables: list[list[int]]
+    firsts: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,7 +125,7 @@ class StepPlanner:
         """
         sequence = self._decodes[place].sequence
         first, kv = sequence.kv.num_computed, self._kv.of(sequence)
-        num_spare = max(0, kv.pool.num_free - len(self._decodes))
+        num_spare = max(0, kv.pool.num_free - len(self._decodes) * kv.num_tables) // kv.num_tables
         room = (len(sequence.kv.blocks) + num_spare) * kv.block_size - first - 1
         limit = min(len(draft), self.rows_left, room)
         if self._answer_rows_left is not None:
