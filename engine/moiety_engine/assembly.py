@@ -18,6 +18,7 @@ import psutil
 import structlog
 import torch
 
+from moiety_engine.cache_setup import why_windows_are_kept
 from moiety_engine.checkpoint import fingerprint
 from moiety_engine.config import Speculate
 from moiety_engine.distribution.collectives import ALONE
@@ -37,7 +38,6 @@ from moiety_engine.errors import CheckpointError, EngineError, InvalidConfig, Ou
 from moiety_engine.model.loading import WeightShard, load_share
 from moiety_engine.runner.overlap import steps_overlap
 from moiety_engine.runner.worker import ExpertWorker, Worker, WorkerBase
-from moiety_engine.window_setup import why_windows_are_kept
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 
 from moiety_engine.cache.block_pool import BlockPool
 from moiety_engine.cache.host import HostTier
+from moiety_engine.cache.state_slots import StateSlots
+from moiety_engine.cache_setup import table_windows
 from moiety_engine.config import PolicyName, Speculate
 from moiety_engine.model.vision_cost import encoder_cost
 from moiety_engine.scheduling.admission.batching_strategies import STRATEGIES
 from moiety_engine.scheduling.kv.kv_ledger import KvLedger
 from moiety_engine.scheduling.limits import SchedulerLimits
 from moiety_engine.scheduling.scheduler import Scheduler
-from moiety_engine.window_setup import table_windows
 from moiety_wire.engine_choices import Batching
 
 if TYPE_CHECKING:
@@ -48,4 +49,5 @@ def _build_ledger(config: EngineConfig, model: Transformer, sizes: Sizes) -> KvL
         host=HostTier(sizes.num_host_blocks) if sizes.num_host_blocks else None,
         answers_apart=model.arithmetic.invariant,
         windows=table_windows(model, config),
+        states=StateSlots(sizes.num_state_slots) if sizes.num_state_slots else None,
     )

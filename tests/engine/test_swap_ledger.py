@@ -7,12 +7,15 @@ a copy not yet run, or across tenants is a mismatch.
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from moiety_engine.cache.block_pool import BlockPool
 from moiety_engine.cache.host import HostTier
+from moiety_engine.cache.state_slots import StateSlots
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.scheduling.kv.kv_ledger import KvLedger
 from moiety_engine.scheduling.kv.prefix_search import NO_HITS, Hit, cells_of, held_blocks
@@ -46,10 +49,14 @@ class Memory:
         *,
         prefix_caching: bool = True,
         windows: tuple[int | None, ...] = (None,),
+        num_state_slots: int = 0,
     ) -> None:
         self.host = HostTier(num_host_blocks)
         pool, self.windows = BlockPool(num_blocks), windows
-        self.kv = KvLedger(pool, BLOCK_SIZE, prefix_caching=prefix_caching, host=self.host, windows=windows)
+        self.states = StateSlots(num_state_slots) if num_state_slots else None
+        caching: dict[str, Any] = {"prefix_caching": prefix_caching, "host": self.host}
+        self.kv = KvLedger(pool, BLOCK_SIZE, windows=windows, states=self.states, **caching)
+        self.state_content: list[Content] = [None] * num_state_slots
         self.device_content: list[list[Content]] = [[None] * BLOCK_SIZE for _ in range(num_blocks)]
         self.host_content: list[list[Content]] = [[None] * BLOCK_SIZE for _ in range(num_host_blocks)]
 
@@ -66,11 +73,17 @@ class Memory:
             self.host_content[host] = list(self.device_content[device])
         for host, device in reversed(ins):
             self.device_content[device] = list(self.host_content[host])
+        for source, target in self.kv.take_state_copies():
+            self.state_content[target] = self.state_content[source]
         return len(outs), len(ins)
 
     def compute(self, sequence: Sequence, num_tokens: int) -> None:
         """Write so many of the sequence's next tokens, as far as it has blocks."""
         end = min(sequence.kv.num_computed + num_tokens, len(sequence.tokens), len(sequence.kv.blocks) * BLOCK_SIZE)
+        if sequence.kv.snapshot_ends:
+            end = min(end, sequence.kv.snapshot_ends[0] * BLOCK_SIZE)
+        if self.states is not None and end > sequence.kv.num_computed:
+            self.state_content[sequence.kv.state_slot] = content_at(sequence, end - 1)
         for position in range(sequence.kv.num_computed, end):
             block, place = divmod(position, BLOCK_SIZE)
             for number, table in enumerate(sequence.kv.tables):
@@ -81,6 +94,8 @@ class Memory:
     def check_reads(self, sequence: Sequence) -> None:
         """Check what the next query reads: all positions in a table without a window, else those in the window."""
         kv, memory = sequence.kv, self.device_content
+        if self.states is not None and kv.num_computed:
+            assert self.state_content[kv.state_slot] == content_at(sequence, kv.num_computed - 1)
         where = {(number, i): block for number, table in enumerate(kv.tables) for i, block in enumerate(table)}
         if kv.host_blocks:
             cells = cells_of(kv.firsts, self.kv.blocks_for(kv.num_computed))
@@ -100,12 +115,19 @@ class LedgerMachine(RuleBasedStateMachine):
         num_host_blocks=st.integers(1, 7),
         prefix_caching=st.sampled_from([True] * 3 + [False]),
         windows=st.sampled_from(LAYOUTS),
+        num_state_slots=st.sampled_from([0, 0, 1, 3, 6]),
     )
     def begin(
-        self, num_blocks: int, num_host_blocks: int, prefix_caching: bool, windows: tuple[int | None, ...]
+        self,
+        num_blocks: int,
+        num_host_blocks: int,
+        prefix_caching: bool,
+        windows: tuple[int | None, ...],
+        num_state_slots: int,
     ) -> None:
         sizes = num_blocks * len(windows), num_host_blocks * len(windows)
-        self.memory = Memory(*sizes, prefix_caching=prefix_caching, windows=windows)
+        states = {"num_state_slots": num_state_slots}
+        self.memory = Memory(*sizes, prefix_caching=prefix_caching, windows=windows, **states)
         self.kv, self.host = self.memory.kv, self.memory.host
         self.live: list[Sequence] = []
 
@@ -124,9 +146,9 @@ class LedgerMachine(RuleBasedStateMachine):
         sequence = data.draw(st.sampled_from([s for s in self.live if not s.kv.blocks and not s.kv.host_blocks]))
         hits = self.kv.find_prefix(sequence)
         free_before = self.kv.pool.num_free
-        needed = self.kv.num_blocks_to_start(hits, len(sequence.tokens))
+        needed, has_slot = self.kv.num_blocks_to_start(hits, len(sequence.tokens)), self.kv.has_state_slot
         started = self.kv.start(sequence, hits, len(sequence.tokens))
-        assert started == (needed <= free_before)
+        assert started == (needed <= free_before and has_slot)
         if started:
             assert sequence.kv.num_computed == len(hits) * BLOCK_SIZE < len(sequence.tokens)
             assert self.kv.grow(sequence, len(sequence.tokens))
@@ -204,6 +226,9 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         pool, host = self.kv.pool, self.host
         assert pool.num_used == len({block for s in self.live for block in held_blocks(s.kv)})
+        states = self.memory.states
+        slots = [s.kv.state_slot for s in self.live if s.kv.state_slot >= 0]
+        assert states is None or states.num_used == len(set(slots)) == len(slots)
         assert all(s.kv.num_held == len(held_blocks(s.kv)) for s in self.live)
         sources = {host.source_of(block) for block in range(pool.num_blocks)} - {None}
         assert host.num_used == len({block for s in self.live for block in s.kv.host_blocks} | sources)
@@ -216,6 +241,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.kv.release(sequence)
             self.kv.take_copies()
             assert self.kv.pool.num_used == self.host.num_used == 0
+            assert self.memory.states is None or self.memory.states.num_used == 0
 
 
 LedgerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -1,4 +1,4 @@
-"""Models with sliding windows answer as transformers does while the blocks behind their windows are freed and reused."""
+"""Models with sliding windows answer as transformers does while the blocks behind their windows are freed."""
 
 from __future__ import annotations
 

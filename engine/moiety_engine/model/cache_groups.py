@@ -34,17 +34,18 @@ class CacheGroup:
 def cache_groups(spec: ModelSpec, *, keep_everything: bool = False) -> tuple[CacheGroup, ...]:
     """Return the cache groups of a model; those without a window come first.
 
-    With `keep_everything` there is one group that frees nothing. Layers are divided into groups only where that saves
-    memory, and only if the caches of all layers have the same shape.
+    Recurrent layers are in none. With `keep_everything` there is one group that frees nothing. Layers are divided into
+    groups only where that saves memory, and only if the caches of all layers have the same shape.
     """
-    layers = tuple(range(len(spec.layers)))
-    windows = [_window(spec, layer) for layer in layers]
+    recurrent = set(spec.recurrent_layers)
+    layers = tuple(layer for layer in range(len(spec.layers)) if layer not in recurrent)
+    windows = {layer: _window(spec, layer) for layer in layers}
     if keep_everything:
         return (CacheGroup(layers, None),)
-    single = (CacheGroup(layers, _widest(windows)),)
-    num_of = Counter(windows)
+    single = (CacheGroup(layers, _widest(list(windows.values()))),)
+    num_of = Counter(windows.values())
     kinds = sorted(num_of, key=lambda window: (window is not None, -(window or 0)))
-    if len(kinds) == 1 or len({_shape(spec, layer) for layer in layers}) > 1:
+    if len(kinds) <= 1 or len({_shape(spec, layer) for layer in layers}) > 1:
         return single
     context = min(spec.max_context_tokens, _CONTEXT_TOKENS)
 
@@ -77,7 +78,7 @@ def _window(spec: ModelSpec, layer: int) -> int | None:
 
 def _widest(windows: list[int | None]) -> int | None:
     bounded = [window for window in windows if window is not None]
-    return max(bounded) if len(bounded) == len(windows) else None
+    return max(bounded) if bounded and len(bounded) == len(windows) else None
 
 
 def _shape(spec: ModelSpec, layer: int) -> tuple[type, int, int]:

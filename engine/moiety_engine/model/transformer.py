@@ -89,13 +89,19 @@ class Transformer:
         self.experts = expert_shape(spec, weights, ranks.seat, expert_bytes)
         self.expert_counter = None if self.experts is None else ExpertCounter(self.experts, NUM_SLOTS, self.device)
         self._chosen: list[Tensor] = []  # experts of the running pass, layer by layer
-        rotaries = {layer.attention.rope: RotaryTable(layer.attention.rope, self.device) for layer in own.layers}
+        rotaries = {rope: RotaryTable(rope, self.device) for rope in own.ropes}
         self.adapters = AdapterStacks(own, self.device, self.activation_dtype)
         self._weights = weights
         self.keeps_hidden = keeps_hidden
         self.cache_groups = cache_groups(spec, keep_everything=not frees_windows)
-        hidden = (spec.hidden_size, self.activation_dtype) if keeps_hidden else None
-        self._kv_allocation = KvAllocation(own.layers, self._first_layer, self.cache_groups, self.kv_dtype, hidden)
+        self._kv_allocation = KvAllocation(
+            own.layers,
+            self._first_layer,
+            self.cache_groups,
+            self.kv_dtype,
+            self.activation_dtype,
+            spec.hidden_size if keeps_hidden else None,
+        )
         self.vocabulary = vocabulary or Vocabulary(spec.vocab_size, weights, ranks.tensor, arithmetic)
         self._mtp_input = None if weights.mtp_input is None else MtpInput(spec.norm, weights.mtp_input, arithmetic)
         self.vision = (
@@ -107,11 +113,12 @@ class Transformer:
         kept_whole = self.kv_dtype in (torch.float32, torch.bfloat16)
         on_cpu_alone = self.device.type == "cpu" and kept_whole  # no torch in any layer
         recordable = on_cpu_alone and ranks.everyone.size == 1 and expert_cache is None
+        recordable &= not spec.recurrent_layers  # recording runs a step twice, which would advance states twice
         self._programs = _decode_programs(_Pass(self)) if recordable else None
         attend = partial(attention, arithmetic=arithmetic, rounds=self.dtype is torch.bfloat16)
         self._attentions = [
             self._whole(
-                attend(one.attention, w.attention, rotaries[one.attention.rope], spec.norm.eps, adapters=factors),
+                attend(one.attention, w.attention, rotaries, spec.norm.eps, adapters=factors),
                 ranks.tensor,
                 w.attention_post_norm,
             )
@@ -148,9 +155,16 @@ class Transformer:
         """Return the bytes of one block of `block_size` tokens on each rank."""
         return self._kv_allocation.block_bytes(block_size)
 
-    def allocate_kv(self, num_blocks: int, block_size: int) -> KvCache:
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one sequence's recurrent state on each rank; 0 for a model without recurrent layers."""
+        return self._kv_allocation.state_bytes
+
+    def allocate_kv(self, num_blocks: int, block_size: int, num_state_slots: int = 0) -> KvCache:
         """Return a new KV cache for the model, in its `kv_dtype`, with undefined content."""
-        return self._kv_allocation.allocate(num_blocks, block_size, self.device, rotation_of(self.spec))
+        return self._kv_allocation.allocate(
+            num_blocks, block_size, num_state_slots, self.device, rotation_of(self.spec)
+        )
 
     @property
     def only_kernels(self) -> bool:

@@ -23,6 +23,7 @@ from moiety_engine.moe.tenants import NOBODY
 from moiety_engine.runner.block_tables import HostTable
 from moiety_engine.runner.image_rows import HostImages
 from moiety_engine.runner.inputs import HostBatch
+from moiety_engine.runner.state_rows import HostStates
 from moiety_placement.transition import Write
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Allocate(msgspec.Struct, frozen=True, tag=True, array_like=True):
     block_size: int
     num_host_blocks: int
     image_cache_bytes: int = 0
+    num_state_slots: int = 0
 
 
 class Release(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -92,6 +94,7 @@ class GroupStep(msgspec.Struct, frozen=True, array_like=True):
     max_query: int
     images: GroupImages | None = None
     further_tables: list[tuple[bytes, bytes]] = []  # slots_T and block_table_SB of each further cache group
+    states: tuple[bytes, bytes] | None = None  # slots_R and begins_R
 
     @staticmethod
     def of(host: HostBatch) -> GroupStep:
@@ -99,7 +102,8 @@ class GroupStep(msgspec.Struct, frozen=True, array_like=True):
         counts = len(host.token_ids_T), len(host.wanted_rows_L), host.num_scored
         images = None if host.images is None else GroupImages.of(host.images)
         further = [(one.slots_T.tobytes(), one.block_table_SB.tobytes()) for one in host.further_tables]
-        return GroupStep(arrays, *counts, host.num_decode, host.max_context, host.max_query, images, further)
+        states = None if host.states is None else (host.states.slots_R.tobytes(), host.states.begins_R.tobytes())
+        return GroupStep(arrays, *counts, host.num_decode, host.max_context, host.max_query, images, further, states)
 
     def batch(self) -> HostBatch:
         """Return the HostBatch that this message was made from."""
@@ -118,12 +122,18 @@ class GroupStep(msgspec.Struct, frozen=True, array_like=True):
             max_query=self.max_query,
             images=None if self.images is None else self.images.images(),
             further_tables=tuple(_host_table(*one, num_sequences) for one in self.further_tables),
+            states=None if self.states is None else _host_states(*self.states),
         )
 
 
 def _host_table(slots: bytes, block_tables: bytes, num_sequences: int) -> HostTable:
     table_SB = np.frombuffer(bytearray(block_tables), dtype=np.int32).reshape(num_sequences, -1)
     return HostTable(np.frombuffer(bytearray(slots), dtype=np.int64), table_SB)
+
+
+def _host_states(slots: bytes, begins: bytes) -> HostStates:
+    slots_R = np.frombuffer(bytearray(slots), dtype=np.int64)
+    return HostStates(slots_R, np.frombuffer(bytearray(begins), dtype=bool))
 
 
 class RunStep(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -162,6 +172,12 @@ class Swap(msgspec.Struct, frozen=True, tag=True, array_like=True):
     ins: list[tuple[int, int]]
 
 
+class CopyStates(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Copy recurrent states between slots (source, target), in order. The numbers are those of the plan."""
+
+    pairs: list[tuple[int, int]]
+
+
 class MoveExperts(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Write other experts into slots of a layer."""
 
@@ -186,6 +202,7 @@ Order = (
     | Release
     | RunStep
     | Swap
+    | CopyStates
     | MoveExperts
     | EncodeImage
     | ForgetImages
@@ -237,6 +254,10 @@ class ControlSender:
     def swap(self, outs: list[tuple[int, int]], ins: list[tuple[int, int]]) -> None:
         if outs or ins:
             self.give(Swap(outs, ins))
+
+    def copy_states(self, pairs: list[tuple[int, int]]) -> None:
+        if pairs:
+            self.give(CopyStates(pairs))
 
     def send_tokens(self, token_L: Tensor) -> None:
         """Send the other ranks the tokens that the launched step samples."""

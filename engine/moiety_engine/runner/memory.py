@@ -14,6 +14,7 @@ RESERVE_BYTES = 512 << 20  # for kernels that are loaded later
 ADAPTER_FRACTION = 1 / 64  # of a GPU's memory, for adapters
 ADAPTER_BYTES = 1 << 30  # on a CPU, where unused memory is not allocated
 HOST_FRACTION = 0.25  # of the available host memory, for the host tier beside a GPU
+SNAPSHOT_FRACTION = 0.2  # of the KV cache's memory, for snapshots of recurrent states
 HOST_PER_DEVICE = 2  # upper bound, in multiples of the device's KV cache
 
 
@@ -47,13 +48,28 @@ def num_kv_blocks(
     Raises OutOfMemory where not even a single short sequence fits.
     """
     useful = max_running * layout.held_for(max_context)
-    count, least = min(budget_bytes // block_bytes, useful), 2 * layout.num_tables
+    count, least = min(budget_bytes // max(1, block_bytes), useful), 2 * layout.num_tables
     if count < least:
         raise OutOfMemory(
             f"the KV cache has {budget_bytes / 2**20:.1f} MiB, but {least} blocks of {layout.block_size} tokens need "
             f"{least * block_bytes / 2**20:.1f} MiB: raise --kv-memory-bytes, or lower --block-size"
         )
     return count
+
+
+def num_states(budget_bytes: int, state_bytes: int, max_running: int) -> int:
+    """Return the number of state slots of recurrent layers: one per running sequence, and the others for snapshots.
+
+    Snapshots get a fixed part of what the slots of running sequences leave of the budget. Raises OutOfMemory where
+    those take more than half of it.
+    """
+    running_bytes = max_running * state_bytes
+    if running_bytes > budget_bytes // 2:
+        raise OutOfMemory(
+            f"the recurrent states of {max_running} running requests need {gib(running_bytes)}, more than half of the "
+            f"{gib(budget_bytes)} for the KV cache: lower --max-running, or raise --kv-memory-bytes"
+        )
+    return max_running + max(1, int((budget_bytes - running_bytes) * SNAPSHOT_FRACTION) // state_bytes)
 
 
 def num_host_blocks(

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moiety_engine.cache.block_hashes import MARK_BYTES
 from moiety_engine.cache.block_pool import BlockPool
 from moiety_engine.cache.host import Copies, HostTier
 from moiety_engine.cache.retention import PrefixRetention
+from moiety_engine.cache.state_slots import StateSlots
 from moiety_engine.cache.table_layout import TableLayout
 from moiety_engine.scheduling.kv.prefix_search import (
     NO_HITS,
@@ -41,13 +41,16 @@ class KvLedger(TableBlocks):
         host: HostTier | None = None,
         answers_apart: bool = False,
         windows: tuple[int | None, ...] = (None,),
+        states: StateSlots | None = None,
     ) -> None:
         """Create the ledger.
 
-        `windows` are those of the cache groups; see `TableLayout`. `answers_apart` means that an output's KV is never a
+        `windows` are those of the cache groups; see `TableLayout`. `states`: slots of recurrent states, if the model
+        has any. `answers_apart` means that an output's KV is never a
         prefix hit of another prompt, because its bits differ from those of a prompt with the same tokens.
         """
         super().__init__(pool, TableLayout(block_size, windows), host, prefix_caching=prefix_caching)
+        self.states = states
         self.answers_apart = answers_apart
         self.swapped_out_total = 0  # blocks of sequences, including those that needed no copy
         self.swapped_in_total = 0
@@ -60,7 +63,7 @@ class KvLedger(TableBlocks):
             pool.on_evict = host.keep
             host.keep_longest(self.retention)
         else:
-            pool.on_evict = lambda _block, block_hash: self.retention.drop(block_hash)
+            pool.on_evict = self._evicted
 
     # ── prefixes ──
 
@@ -73,15 +76,16 @@ class KvLedger(TableBlocks):
         if not self.caches(sequence):
             return NO_HITS
         most = (sequence.num_reusable - 1) // self.block_size
-        if self.layout.has_windows or self.num_tables > 1:
-            return longest_prefix(sequence, self.layout, most, self._find)
+        if self.layout.has_windows or self.num_tables > 1 or self.states is not None:
+            has_state = None if self.states is None else self.states.has_snapshot
+            return longest_prefix(sequence, self.layout, most, self._find, has_state)
         hits: list[Hit] = []
         for index in range(most):
             hit = self._find(sequence.block_hashes.at(index, self.block_size))
             if hit is None:
                 break
             hits.append(hit)
-        return PrefixHits(len(hits), hits)
+        return PrefixHits(len(hits), hits, len(hits))
 
     @property
     def caches_prefixes(self) -> bool:
@@ -104,20 +108,27 @@ class KvLedger(TableBlocks):
         return sequence.block_hashes.at(num_hits, self.block_size)
 
     def start(self, sequence: Sequence, prefix: PrefixHits, num_tokens: int) -> bool:
-        """Share the cached prefix if blocks for `num_tokens` tokens in all are available.
+        """Share the cached prefix if blocks for `num_tokens` tokens in all, and a state slot, are available.
 
         Return False, with nothing taken, otherwise.
         """
         firsts = self._firsts(len(prefix) * self.block_size)
         on_device = [hit.block for hit in prefix.hits if not hit.on_host]
         num_blocks = self.layout.missing_for(num_tokens, len(prefix), firsts)
-        if not self._can_have(num_blocks - len(on_device), beside=on_device):
+        if not self.has_state_slot or not self._can_have(num_blocks - len(on_device), beside=on_device):
             return False
+        if self.states is not None:
+            self._start_state(sequence, prefix, self.states)
         sequence.kv.num_sealed = len(prefix)
         self._bring_in(sequence, prefix.hits, firsts, len(prefix))
         sequence.kv.num_computed = len(prefix) * self.block_size
         self.host_hit_blocks_total += len(prefix.hits) - len(on_device)
         return True
+
+    @property
+    def has_state_slot(self) -> bool:
+        """True if a sequence can start as far as recurrent states are concerned."""
+        return self.states is None or self.states.num_free > 0
 
     def num_blocks_to_start(self, prefix: PrefixHits, num_tokens: int) -> int:
         """Return the free blocks that `start` and growth to `num_tokens` take from the pool.
@@ -149,41 +160,7 @@ class KvLedger(TableBlocks):
         kv_loads, self._kv_loads = list(self._kv_loads.values()), {}
         return kv_loads
 
-    # ── contents from the disk ──
-
-    def holds(self, block_hash: bytes) -> bool:
-        """Return whether a block on the device or on the host has these contents."""
-        return self._find(block_hash) is not None
-
-    def adopt(self, hashes: list[bytes]) -> dict[bytes, int]:
-        """Allocate device blocks for contents that the device lacks, and return them by hash.
-
-        At most as many as are free are allocated, for the first hashes first. The caller fills them after the copies of
-        `take_copies` have run, before anything else is planned, and releases them with `adopted`.
-        """
-        wanted = [one for one in dict.fromkeys(hashes) if one[:MARK_BYTES] not in self._forgotten]
-        missing = [one for one in wanted if self.pool.find(one) is None]
-        blocks = self.pool.allocate(min(len(missing), self.pool.num_free))
-        taken = dict(zip(missing, blocks, strict=False))
-        for block_hash, block in taken.items():
-            self.pool.seal(block, block_hash)
-        return taken
-
-    def adopted(self, taken: dict[bytes, int]) -> None:
-        """Release the filled blocks of `adopt`; they stay cached, so that prompts can hit them."""
-        self.pool.free(reversed(taken.values()))
-
-    def refresh(self, prefix: PrefixHits) -> None:
-        """Move a prefix that is needed soon to the end of the eviction order, its tail before its head."""
-        for hit in reversed(prefix.hits):
-            if not hit.on_host:
-                self.pool.share(hit.block)
-                self.pool.free([hit.block])
-            elif self.host is not None:
-                self.host.share(hit.block)
-                self.host.free([hit.block])
-
-    # ── growth ──
+    # ── full blocks ──
 
     def completed_hashes(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
         """Return the hashes of the blocks that become full when the first `num_tokens` tokens are computed."""
@@ -206,6 +183,10 @@ class KvLedger(TableBlocks):
             kv.num_sealed += 1
         if self.layout.has_windows:
             self._free_behind_windows(sequence, kv.num_computed)
+        if self.states is not None and kv.snapshot_ends and kv.num_computed == kv.snapshot_ends[0] * self.block_size:
+            *_, block_hash = sequence.block_hashes.between(0, kv.snapshot_ends[0], self.block_size)
+            self.states.keep_snapshot(kv.state_slot, block_hash)
+            kv.snapshot_ends = kv.snapshot_ends[1:]
 
     def num_unshared(self, sequence: Sequence) -> int:
         """Return how many device blocks would become free if the sequence released its own."""
@@ -218,6 +199,9 @@ class KvLedger(TableBlocks):
         elif sequence.kv.num_sealed:
             self._leave_behind(sequence)
         self._free_tables(sequence)
+        if self.states is not None and sequence.kv.state_slot >= 0:
+            self.states.end(sequence.kv.state_slot)
+            sequence.kv.state_slot, sequence.kv.snapshot_ends = -1, ()
         sequence.kv.firsts = self._from_start
         if self.host is not None:
             self.host.free(sequence.kv.host_blocks)
@@ -243,6 +227,8 @@ class KvLedger(TableBlocks):
         self._forgotten |= marks
         invalidated = self.pool.invalidate_marked(marks)
         invalidated += [] if self.host is None else self.host.invalidate_marked(marks)
+        if self.states is not None:
+            self.states.invalidate_marked(marks)
         for block_hash in invalidated:
             self.retention.drop(block_hash)
         return len(invalidated)
@@ -260,6 +246,8 @@ class KvLedger(TableBlocks):
         self.pool.invalidate(hashes)
         if self.host is not None:
             self.host.invalidate(hashes)
+        if self.states is not None:
+            self.states.invalidate(hashes)
         for block_hash in hashes:
             self.retention.drop(block_hash)
         sequence.kv.num_sealed = 0  # so that its blocks are not offered to the disk
@@ -271,11 +259,16 @@ class KvLedger(TableBlocks):
         self.pool.forget()
         if self.host is not None:
             self.host.forget()
+        if self.states is not None:
+            self.states.forget()
 
     # ── the host tier ──
 
     def can_swap_out(self, sequence: Sequence) -> bool:
-        """Return whether the sequence has computed KV on the device and the host tier has enough blocks for it."""
+        """Return whether the sequence has computed KV on the device and the host tier has enough blocks for it.
+
+        A sequence with recurrent states is never swapped out.
+        """
         return self._host_places(sequence) is not None
 
     def num_to_copy_out(self, sequence: Sequence) -> int:
@@ -338,6 +331,10 @@ class KvLedger(TableBlocks):
         assert not sequence.kv.blocks, "a sequence holds blocks on the device and on the host"
         self.release(sequence)
 
+    def take_state_copies(self) -> list[tuple[int, int]]:
+        """Return the queued copies of recurrent states (source, target), once per plan, to run in order."""
+        return [] if self.states is None else self.states.take_copies()
+
     def take_copies(self) -> Copies:
         """Return the queued copies, once per plan: run all of `outs`, then all of `ins`, then the forward pass."""
         return Copies([], []) if self.host is None else self.host.take_copies()
@@ -353,6 +350,21 @@ class KvLedger(TableBlocks):
         return was_there
 
     # ── internal ──
+
+    def _start_state(self, sequence: Sequence, prefix: PrefixHits, states: StateSlots) -> None:
+        """Give the sequence a state slot, and choose the blocks after which it keeps snapshots.
+
+        These are the end of the prompt, where the next turn of a conversation continues, and the point up to which
+        others have computed the same tokens: a prefix that is met twice is likely to be met again (Marconi, Pan et al.
+        2024, arXiv 2411.19379).
+        """
+        hashes, size, num_hits = sequence.block_hashes, self.block_size, len(prefix)
+        if num_hits:
+            sequence.kv.state_slot = states.resume(hashes.at(num_hits - 1, size))
+        else:
+            sequence.kv.state_slot = states.begin()
+        ends = {prefix.num_kept, (sequence.num_reusable - 1) // size} if self.caches(sequence) else set()
+        sequence.kv.snapshot_ends = tuple(sorted(end for end in ends if end > num_hits))
 
     def _leave_behind(self, sequence: Sequence) -> None:
         """Retain the full blocks of a sequence that is released if its request asks for it, and call `on_release`."""
@@ -372,6 +384,11 @@ class KvLedger(TableBlocks):
         if self.on_release is not None:
             self.on_release(sequence)
 
+    def _evicted(self, _block: int, key: bytes) -> None:
+        self.retention.drop(key)
+        if self.states is not None:
+            self.states.invalidate([key])
+
     def _let_go(self, block_hash: bytes) -> None:
         self.pool.let_go(block_hash)
         if self.host is not None:
@@ -390,7 +407,9 @@ class KvLedger(TableBlocks):
     def _host_places(self, sequence: Sequence) -> list[int | None] | None:
         """Return `_known_on_host` if the host tier has enough free blocks and there is KV to swap out; else None."""
         host = self.host
-        if host is None or sequence.kv.num_computed == 0 or not sequence.kv.blocks or sequence.key in self._kv_loads:
+        if host is None or self.states is not None or sequence.key in self._kv_loads:
+            return None
+        if sequence.kv.num_computed == 0 or not sequence.kv.blocks:
             return None
         known = self._known_on_host(host, sequence)
         num_revived = sum(block is not None and host.is_free(block) for block in known)

@@ -31,11 +31,13 @@ class Hit(NamedTuple):
 class PrefixHits:
     """Cached prefix of `num_blocks` blocks; its length is this number.
 
-    `hits` has the cells that the tokens after the prefix read, table by table: see `cells_of`.
+    `hits` has the cells that the tokens after the prefix read, table by table: see `cells_of`. `num_kept` is the length
+    of the prefix that the block tables alone have; it is longer where no snapshot of the recurrent states is there.
     """
 
     num_blocks: int
     hits: list[Hit]
+    num_kept: int = 0
 
     def __len__(self) -> int:
         return self.num_blocks
@@ -66,11 +68,16 @@ def held_blocks(kv: KvState) -> list[int]:
 
 
 def longest_prefix(
-    sequence: Sequence, layout: TableLayout, most: int, find: Callable[[bytes], Hit | None]
+    sequence: Sequence,
+    layout: TableLayout,
+    most: int,
+    find: Callable[[bytes], Hit | None],
+    has_state: Callable[[bytes], bool] | None,
 ) -> PrefixHits:
     """Return the longest prefix of at most `most` blocks that every table still has.
 
-    Tables without a window need all of its blocks, tables with one those that the next token sees.
+    Tables without a window need all of its blocks, tables with one those that the next token sees. `has_state` returns
+    whether the recurrent states after a block are known, which a prefix must end with; None: there are none.
     """
     hashes, size = sequence.block_hashes, layout.block_size
     found: list[dict[int, Hit]] = [{} for _ in layout.windows]
@@ -88,13 +95,18 @@ def longest_prefix(
     if whole:
         length = next((i for i in range(most) if not all(has(table, i) for table in whole)), most)
     windowed = [table for table in range(layout.num_tables) if table not in whole]
-    while length and windowed:
-        gaps = [_last_gap(layout, table, length, has) for table in windowed]
-        if max(gaps) < 0:
+    num_kept = 0
+    while length:
+        gap = max((_last_gap(layout, table, length, has) for table in windowed), default=-1)
+        if gap >= 0:
+            length = gap  # no prefix that needs the missing block
+            continue
+        num_kept = num_kept or length
+        if has_state is None or has_state(hashes.at(length - 1, size)):
             break
-        length = max(gaps)  # no prefix that needs the missing block
+        length -= 1
     firsts = tuple(layout.first_kept(table, length * size) for table in range(layout.num_tables))
-    return PrefixHits(length, [found[table][index] for table, index in cells_of(firsts, length)])
+    return PrefixHits(length, [found[table][index] for table, index in cells_of(firsts, length)], num_kept)
 
 
 def _last_gap(layout: TableLayout, table: int, length: int, has: Callable[[int, int], bool]) -> int:

@@ -6,10 +6,11 @@ pool. The ledger above decides what is cached, retained and swapped.
 
 from __future__ import annotations
 
+from moiety_engine.cache.block_hashes import MARK_BYTES
 from moiety_engine.cache.block_pool import BlockPool
 from moiety_engine.cache.host import HostTier
 from moiety_engine.cache.table_layout import TableLayout
-from moiety_engine.scheduling.kv.prefix_search import Cell, Hit, cells_of, held_blocks, key_of
+from moiety_engine.scheduling.kv.prefix_search import Cell, Hit, PrefixHits, cells_of, held_blocks, key_of
 from moiety_engine.sequence import Sequence
 
 VOID = 0  # block number in the entries of a table that no query reads
@@ -74,6 +75,38 @@ class TableBlocks:
     def room_tokens(self, sequence: Sequence) -> int:
         """Return how many tokens in all the sequence could hold if it took every free block."""
         return (len(sequence.kv.blocks) + self.pool.num_free // self.num_tables) * self.block_size
+
+    def holds(self, block_hash: bytes) -> bool:
+        """Return whether a block on the device or on the host has these contents."""
+        return self._find(block_hash) is not None
+
+    def adopt(self, hashes: list[bytes]) -> dict[bytes, int]:
+        """Allocate device blocks for contents that the device lacks, and return them by hash.
+
+        At most as many as are free are allocated, for the first hashes first. The caller fills them after the copies of
+        `take_copies` have run, before anything else is planned, and releases them with `adopted`.
+        """
+        wanted = [one for one in dict.fromkeys(hashes) if one[:MARK_BYTES] not in self._forgotten]
+        missing = [one for one in wanted if self.pool.find(one) is None]
+        blocks = self.pool.allocate(min(len(missing), self.pool.num_free))
+        taken = dict(zip(missing, blocks, strict=False))
+        for block_hash, block in taken.items():
+            self.pool.seal(block, block_hash)
+        return taken
+
+    def adopted(self, taken: dict[bytes, int]) -> None:
+        """Release the filled blocks of `adopt`; they stay cached, so that prompts can hit them."""
+        self.pool.free(reversed(taken.values()))
+
+    def refresh(self, prefix: PrefixHits) -> None:
+        """Move a prefix that is needed soon to the end of the eviction order, its tail before its head."""
+        for hit in reversed(prefix.hits):
+            if not hit.on_host:
+                self.pool.share(hit.block)
+                self.pool.free([hit.block])
+            elif self.host is not None:
+                self.host.share(hit.block)
+                self.host.free([hit.block])
 
     def caches(self, sequence: Sequence) -> bool:
         """Return whether the sequence's blocks may be cached."""

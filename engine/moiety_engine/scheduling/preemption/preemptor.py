@@ -49,19 +49,20 @@ class Preemptor:
         self.swap = swap
         self.preempted: list[Sequence] = []
 
-    def reclaim(self, num_blocks: int, kv: KvLedger) -> bool:
+    def reclaim(self, num_blocks: int, kv: KvLedger, *, with_state: bool = False) -> bool:
         """Free blocks of a ledger until `num_blocks` are free, by taking those of sequences outside the batch.
 
-        Return False if all of these sequences together hold too few.
+        `with_state`: a state slot is freed too, if the model has recurrent states. Return False if all of these
+        sequences together hold too few.
         """
         pool = kv.pool
-        if pool.num_free >= num_blocks:
+        if pool.num_free >= num_blocks and (not with_state or kv.has_state_slot):
             return True
         for holders in (self._queues.parked, self._queues.returning):
             for sequence in reversed(holders):
                 if sequence.kv.blocks and self._kv.of(sequence) is kv:
                     self._take_blocks(sequence)
-                    if pool.num_free >= num_blocks:
+                    if pool.num_free >= num_blocks and (not with_state or kv.has_state_slot):
                         return True
         return False
 

@@ -239,10 +239,11 @@ class PrefillPlanner:
         """Preempt other sequences until the sequence has its blocks. Return False if it has none."""
         kv, num_tokens = self._kv.of(sequence), len(sequence.tokens)
         if (
-            self._preemptor.reclaim(num_blocks, kv) or self._preemptor.free_for(sequence, num_blocks, planner, now_ns)
+            self._preemptor.reclaim(num_blocks, kv, with_state=True)
+            or self._preemptor.free_for(sequence, num_blocks, planner, now_ns)
         ) and self.take_blocks(sequence, num_tokens, None):
             return True
         # its hits may have been blocks of preempted sequences, so that it needs more blocks than before
-        return self._preemptor.reclaim(kv.layout.held_for(num_tokens), kv) and self.take_blocks(
+        return self._preemptor.reclaim(kv.layout.held_for(num_tokens), kv, with_state=True) and self.take_blocks(
             sequence, num_tokens, None
         )

@@ -79,9 +79,8 @@ class SpeculativePrefill:
         self._step_time = step_time
         self._block_size = groups.first.block_size
         ledger = groups.first
-        self.is_possible = (
-            is_possible and ledger.caches_prefixes and ledger.num_tables == 1 and not ledger.layout.has_windows
-        )
+        keeps_everything = ledger.num_tables == 1 and not ledger.layout.has_windows and ledger.states is None
+        self.is_possible = is_possible and ledger.caches_prefixes and keeps_everything
         self._wanted: dict[int, _Wanted] = {}  # by key
         self._watch = ConversationWatch[_Wanted](self.habits)  # by the hash of the prompt's last full block
         self._served: dict[str, float] = {}  # tokens divided by weight, of tenants with requested prefills
