@@ -94,14 +94,8 @@ class Transformer:
         self._weights = weights
         self.keeps_hidden = keeps_hidden
         self.cache_groups = cache_groups(spec, keep_everything=not frees_windows)
-        self._kv_allocation = KvAllocation(
-            own.layers,
-            self._first_layer,
-            self.cache_groups,
-            self.kv_dtype,
-            self.activation_dtype,
-            spec.hidden_size if keeps_hidden else None,
-        )
+        kv_form = self.kv_dtype, self.activation_dtype, spec.hidden_size if keeps_hidden else None
+        self._kv_allocation = KvAllocation(own.layers, self._first_layer, self.cache_groups, *kv_form)
         self.vocabulary = vocabulary or Vocabulary(spec.vocab_size, weights, ranks.tensor, arithmetic)
         self._mtp_input = None if weights.mtp_input is None else MtpInput(spec.norm, weights.mtp_input, arithmetic)
         self.vision = (
@@ -112,8 +106,8 @@ class Transformer:
         self._residence = WeightOffload(weights)
         kept_whole = self.kv_dtype in (torch.float32, torch.bfloat16)
         on_cpu_alone = self.device.type == "cpu" and kept_whole  # no torch in any layer
-        recordable = on_cpu_alone and ranks.everyone.size == 1 and expert_cache is None
-        recordable &= not spec.recurrent_layers  # recording runs a step twice, which would advance states twice
+        once = expert_cache is None and not spec.recurrent_layers  # recording runs a step twice, which advances states
+        recordable = on_cpu_alone and ranks.everyone.size == 1 and once
         self._programs = _decode_programs(_Pass(self)) if recordable else None
         attend = partial(attention, arithmetic=arithmetic, rounds=self.dtype is torch.bfloat16)
         self._attentions = [
