@@ -132,7 +132,7 @@ class Served:
         if all(group.window is None for group in groups):
             return sum(self.kv_bytes(layer.attention) for layer in own.layers)
         layout = TableLayout(1, tuple(group.window for group in groups))
-        kept = [context if most is None else min(context, most) for most in map(layout.most_held, range(len(groups)))]
+        kept = [context if most is None else min(context, most) for most in layout.most_held]
         share = sum(len(group.layers) * tokens for group, tokens in zip(groups, kept, strict=True))
         all_layers = sum(self.kv_bytes(layer.attention) for layer in own.layers)
         return math.ceil(all_layers * share / (len(self.spec.layers) * context))

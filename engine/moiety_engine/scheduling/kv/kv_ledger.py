@@ -76,7 +76,7 @@ class KvLedger(TableBlocks):
         if not self.caches(sequence):
             return NO_HITS
         most = (sequence.num_reusable - 1) // self.block_size
-        if self.layout.has_windows or self.num_tables > 1 or self.states is not None:
+        if not self.layout.is_plain or self.states is not None:
             has_state = None if self.states is None else self.states.has_snapshot
             return longest_prefix(sequence, self.layout, most, self._find, has_state)
         hits: list[Hit] = []
@@ -172,6 +172,11 @@ class KvLedger(TableBlocks):
     def seal(self, sequence: Sequence) -> None:
         """Publish the sequence's full blocks in the prefix cache, and free those that its windows have passed."""
         kv = sequence.kv
+        if self.layout.is_plain and self.states is None:
+            for block_hash in self.completed_hashes(sequence, kv.num_computed):
+                self.pool.seal(kv.blocks[kv.num_sealed], block_hash)
+                kv.num_sealed += 1
+            return
         further = [(number, table) for number, table in enumerate(kv.further_blocks, 1)]
         for block_hash in self.completed_hashes(sequence, kv.num_computed):
             index = kv.num_sealed

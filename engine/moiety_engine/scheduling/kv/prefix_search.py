@@ -8,7 +8,6 @@ values for the same tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from moiety_engine.cache.table_layout import TableLayout
@@ -27,17 +26,19 @@ class Hit(NamedTuple):
     on_host: bool
 
 
-@dataclass(frozen=True, slots=True)
 class PrefixHits:
-    """Cached prefix of `num_blocks` blocks; its length is this number.
+    """Cached prefix of `num_blocks` blocks; its length is this number."""
 
-    `hits` has the cells that the tokens after the prefix read, table by table: see `cells_of`. `num_kept` is the length
-    of the prefix that the block tables alone have; it is longer where no snapshot of the recurrent states is there.
-    """
+    __slots__ = ("hits", "num_blocks", "num_kept")
 
-    num_blocks: int
-    hits: list[Hit]
-    num_kept: int = 0
+    def __init__(self, num_blocks: int, hits: list[Hit], num_kept: int = 0) -> None:
+        """Create the prefix.
+
+        `hits` has the cells that the tokens after the prefix read, table by table: see `cells_of`. `num_kept` is the
+        length of the prefix that the block tables alone have; it is longer where no snapshot of the recurrent states is
+        there.
+        """
+        self.num_blocks, self.hits, self.num_kept = num_blocks, hits, num_kept
 
     def __len__(self) -> int:
         return self.num_blocks
