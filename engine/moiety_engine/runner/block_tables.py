@@ -6,6 +6,7 @@ Converting long lists to arrays in each step would take more of a step's time th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,8 +28,7 @@ class _TableRow:
     values: np.ndarray
 
 
-@dataclass(frozen=True, slots=True)
-class HostTable:
+class HostTable(NamedTuple):
     """Slots and block tables of a step in one cache group, in host memory; see GroupTable."""
 
     slots_T: np.ndarray
@@ -77,8 +77,11 @@ class BlockTables:
 
     def of_decodes(self, sequences: list[Sequence], positions: list[int], block_size: int) -> HostTable:
         """Return the table of a step that decodes one token of each sequence, at these positions."""
-        blocks = [self.blocks(s)[position // block_size] for s, position in zip(sequences, positions, strict=True)]
-        slots = [b * block_size + position % block_size for b, position in zip(blocks, positions, strict=True)]
+        tables = [s.kv.blocks for s in sequences] if not self._table else [self.blocks(s) for s in sequences]
+        slots = [
+            table[position // block_size] * block_size + position % block_size
+            for table, position in zip(tables, positions, strict=True)
+        ]
         return HostTable(np.array(slots, dtype=np.int64), self.stacked(sequences))
 
     def of_rows(
