@@ -56,5 +56,6 @@ def _build_ledger(config: EngineConfig, model: Transformer, sizes: Sizes) -> KvL
         host=HostTier(sizes.num_host_blocks) if sizes.num_host_blocks else None,
         answers_apart=model.arithmetic.invariant,
         windows=table_windows(model, config),
+        max_chunk_tokens=sizes.max_batch_tokens,
         states=StateSlots(sizes.num_state_slots) if sizes.num_state_slots else None,
     )

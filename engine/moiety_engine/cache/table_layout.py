@@ -6,7 +6,7 @@ sliding-window layers holds only the blocks that its next query can see: earlier
 
 from __future__ import annotations
 
-LEAST_CHUNK_TOKENS = 256  # prompt tokens at once for which a joining sequence must find blocks beside its windows
+CHUNK_TOKENS = 256  # prompt tokens at once for which a joining sequence must find blocks beside its windows
 
 
 class TableLayout:
@@ -14,11 +14,15 @@ class TableLayout:
 
     __slots__ = ("block_size", "has_windows", "is_plain", "most_held", "num_tables", "slots_per_token", "windows")
 
-    def __init__(self, block_size: int, windows: tuple[int | None, ...] = (None,)) -> None:
+    def __init__(
+        self, block_size: int, windows: tuple[int | None, ...] = (None,), *, max_chunk_tokens: int = CHUNK_TOKENS
+    ) -> None:
         """Create the layout.
 
         `windows`: for each table, the number of positions that a query of its layers sees, its own included; None: all.
+        `max_chunk_tokens`: the most tokens of a sequence that a step computes.
         """
+        chunk_tokens = min(CHUNK_TOKENS, max_chunk_tokens)
         self.block_size, self.windows = block_size, windows
         self.num_tables = len(windows)
         self.has_windows = any(window is not None for window in windows)  # some blocks are freed while a sequence runs
@@ -28,7 +32,7 @@ class TableLayout:
         # the window's range, a chunk beside it, and two partial blocks: one that the window begins in, and one that is
         # freed only when the next block is full.
         self.most_held = tuple(
-            None if window is None else self.blocks_for(window - 1 + LEAST_CHUNK_TOKENS) + 2 for window in windows
+            None if window is None else self.blocks_for(window - 1 + chunk_tokens) + 2 for window in windows
         )
 
     def blocks_for(self, num_tokens: int) -> int:

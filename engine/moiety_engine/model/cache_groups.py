@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moiety_engine.cache.table_layout import LEAST_CHUNK_TOKENS
+from moiety_engine.cache.table_layout import CHUNK_TOKENS
 
 if TYPE_CHECKING:
     from moiety_engine.model.spec import ModelSpec
@@ -50,7 +50,7 @@ def cache_groups(spec: ModelSpec, *, keep_everything: bool = False) -> tuple[Cac
     context = min(spec.max_context_tokens, _CONTEXT_TOKENS)
 
     def slots(places: int) -> int:
-        kept = {None: context} | {w: min(context, w + LEAST_CHUNK_TOKENS) for w in kinds if w is not None}
+        kept = {None: context} | {w: min(context, w + CHUNK_TOKENS) for w in kinds if w is not None}
         return sum(-(-num_of[kind] // places) * places * kept[kind] for kind in kinds)
 
     fitting = [
@@ -60,7 +60,7 @@ def cache_groups(spec: ModelSpec, *, keep_everything: bool = False) -> tuple[Cac
     ]
     best = min(fitting, key=lambda places: (slots(places), -places), default=0)
     widest = single[0].window
-    kept_by_one = context if widest is None else min(context, widest + LEAST_CHUNK_TOKENS)
+    kept_by_one = context if widest is None else min(context, widest + CHUNK_TOKENS)
     if not best or slots(best) > WORTH * len(layers) * kept_by_one:
         return single
     of_kind = {kind: [layer for layer in layers if windows[layer] == kind] for kind in kinds}

@@ -87,7 +87,7 @@ def sizes_for(
     num_state_slots = 0 if not state_bytes else num_states(budget, state_bytes, max_running)
     budget -= num_state_slots * state_bytes
     block_bytes = model.kv_bytes_per_block(block_size)
-    layout = TableLayout(block_size, table_windows(model, config))
+    layout = TableLayout(block_size, table_windows(model, config), max_chunk_tokens=max_batch_tokens)
     drafts_bytes = 0 if draft_model is None else draft_model.kv_bytes_per_block(block_size)
     num_blocks = num_kv_blocks(
         budget_bytes=budget,

@@ -15,7 +15,7 @@ from moiety_engine.cache.block_pool import BlockPool
 from moiety_engine.cache.host import Copies, HostTier
 from moiety_engine.cache.retention import PrefixRetention
 from moiety_engine.cache.state_slots import StateSlots
-from moiety_engine.cache.table_layout import TableLayout
+from moiety_engine.cache.table_layout import CHUNK_TOKENS, TableLayout
 from moiety_engine.scheduling.kv.prefix_search import (
     NO_HITS,
     Hit,
@@ -41,15 +41,17 @@ class KvLedger(TableBlocks):
         host: HostTier | None = None,
         answers_apart: bool = False,
         windows: tuple[int | None, ...] = (None,),
+        max_chunk_tokens: int = CHUNK_TOKENS,
         states: StateSlots | None = None,
     ) -> None:
         """Create the ledger.
 
-        `windows` are those of the cache groups; see `TableLayout`. `states`: slots of recurrent states, if the model
-        has any. `answers_apart` means that an output's KV is never a
-        prefix hit of another prompt, because its bits differ from those of a prompt with the same tokens.
+        `windows` are those of the cache groups; see `TableLayout`, also for `max_chunk_tokens`. `states`: slots of
+        recurrent states, if the model has any. `answers_apart` means that an output's KV is never a prefix hit of
+        another prompt, because its bits differ from those of a prompt with the same tokens.
         """
-        super().__init__(pool, TableLayout(block_size, windows), host, prefix_caching=prefix_caching)
+        layout = TableLayout(block_size, windows, max_chunk_tokens=max_chunk_tokens)
+        super().__init__(pool, layout, host, prefix_caching=prefix_caching)
         self.states = states
         self.answers_apart = answers_apart
         self.swapped_out_total = 0  # blocks of sequences, including those that needed no copy
