@@ -18,6 +18,7 @@ import psutil
 import structlog
 import torch
 
+from moiety_engine.cache_setup import why_windows_are_kept
 from moiety_engine.checkpoint import fingerprint
 from moiety_engine.config import Speculate
 from moiety_engine.distribution.collectives import ALONE
@@ -275,6 +276,7 @@ def _load(
         offload=config.offload,
         progress=progress,
         keeps_hidden=config.speculate is Speculate.MTP,
+        frees_windows=not why_windows_are_kept(config),
         max_context_tokens=config.max_context_tokens,
     )
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moiety_engine.adapters.adapter_slots import AdapterRegistry
+from moiety_engine.cache_setup import require_recurrent_support
 from moiety_engine.disk.tier import DiskTier
 from moiety_engine.draft_model.draft_model import DraftModel
 from moiety_engine.errors import InvalidConfig
@@ -58,6 +59,7 @@ def build_loop(
             "--speculate draft is not available with a model that takes images, since the draft model does not see "
             "them: use --speculate ngram, or leave out --draft-model"
         )
+    require_recurrent_support(model, config)
     overlaps = steps_overlap(model, config)
     controls = ControlSender(rank_group, overlaps=overlaps)
     sizes = sizes_for(model, config, controls, local_ranks, draft_model=draft_model)

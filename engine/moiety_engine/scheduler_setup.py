@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import structlog
+
 from moiety_engine.cache.block_pool import BlockPool
 from moiety_engine.cache.host import HostTier
+from moiety_engine.cache.state_slots import StateSlots
+from moiety_engine.cache_setup import table_windows, why_windows_are_kept
 from moiety_engine.config import PolicyName, Speculate
 from moiety_engine.model.vision_cost import encoder_cost
 from moiety_engine.scheduling.admission.batching_strategies import STRATEGIES
@@ -20,9 +24,14 @@ if TYPE_CHECKING:
     from moiety_engine.model.transformer import Transformer
     from moiety_engine.runner.sizes import Sizes
 
+log = structlog.get_logger()
+
 
 def build_scheduler(config: EngineConfig, model: Transformer, sizes: Sizes, draft: DraftModel | None) -> Scheduler:
     """Build the scheduler. Without a draft model, drafts are found by n-gram lookup."""
+    reason = why_windows_are_kept(config)
+    if reason and any(getattr(layer.attention, "window", None) for layer in model.spec.layers):
+        log.info("windows_are_kept", reason=f"blocks behind sliding windows are not freed: {reason}")
     first, *further = [_build_ledger(config, model, sizes) for _ in range(model.ranks.across.size)]
     limits = SchedulerLimits(
         sizes.max_batch_tokens,
@@ -46,4 +55,7 @@ def _build_ledger(config: EngineConfig, model: Transformer, sizes: Sizes) -> KvL
         prefix_caching=config.prefix_caching,
         host=HostTier(sizes.num_host_blocks) if sizes.num_host_blocks else None,
         answers_apart=model.arithmetic.invariant,
+        windows=table_windows(model, config),
+        max_chunk_tokens=sizes.max_batch_tokens,
+        states=StateSlots(sizes.num_state_slots) if sizes.num_state_slots else None,
     )

@@ -129,9 +129,13 @@ class KvState(msgspec.Struct, eq=False, gc=False):
 
     num_uncached: int  # tokens to prefill that no cache held on arrival; encoding images counts as tokens
     group: int = 0  # rank group that holds its blocks; may change while it has none
-    blocks: list[int] = []
-    host_blocks: Sequence[int] = NO_BLOCKS  # while swapped out: hold the first `num_computed` tokens
-    num_sealed: int = 0  # blocks whose hash the pool knows
+    blocks: list[int] = []  # of the first cache group, in the order of positions
+    further_blocks: tuple[list[int], ...] = ()  # of the other cache groups, for the same positions
+    firsts: tuple[int, ...] = (0,)  # first block that each cache group holds; those before it were freed
+    state_slot: int = -1  # slot of the recurrent state while it holds blocks; -1: none
+    snapshot_ends: tuple[int, ...] = ()  # numbers of blocks after which prefill keeps a snapshot of the state
+    host_blocks: Sequence[int] = NO_BLOCKS  # while swapped out: computed blocks, by cache group
+    num_sealed: int = 0  # blocks of each cache group whose hash the pool was told
     num_computed: int = 0
     peak_computed: int = 0  # largest number of tokens that had computed KV at any time
     num_recomputed: int = 0  # tokens whose KV was computed more than once
@@ -139,6 +143,23 @@ class KvState(msgspec.Struct, eq=False, gc=False):
     num_speculative: int = 0  # of these, tokens that speculative prefill computed
     num_transferred_tokens: int = 0  # tokens whose KV arrived from another engine and needs blocks
     num_landed: int = 0  # tokens whose transferred KV is in blocks
+
+    @property
+    def tables(self) -> tuple[list[int], ...]:
+        """Block table of each cache group. The entries of freed blocks are void."""
+        return (self.blocks, *self.further_blocks)
+
+    @property
+    def num_held(self) -> int:
+        """Number of device blocks over all cache groups."""
+        if not self.blocks:
+            return 0
+        return len(self.blocks) * (1 + len(self.further_blocks)) - sum(self.firsts)
+
+    def fill_tables(self, blocks: list[int], num_tables: int) -> None:
+        """Give every cache group the same blocks, for a step whose values do not matter."""
+        self.blocks, self.further_blocks = blocks, tuple(list(blocks) for _ in range(num_tables - 1))
+        self.firsts = (0,) * num_tables
 
     @property
     def holds_blocks(self) -> bool:

@@ -171,7 +171,7 @@ def test_a_prefix_hit_on_the_host_gives_the_logits_of_a_prefix_hit_on_the_device
             bench.step(sequence)
             bench.ledger.release(sequence)
         again = make_sequence(3, 18)
-        assert [hit.on_host for hit in bench.ledger.find_prefix(again)] == [evict] * 4
+        assert [hit.on_host for hit in bench.ledger.find_prefix(again).hits] == [evict] * 4
         bench.start(again)
         assert again.num_uncomputed == 2
         logits.append(bench.step(again))

@@ -283,7 +283,7 @@ def test_another_type_and_another_block_size_hold_the_same_values(
             zone.put(KvChunk("a", layer, first, end, offset), frames)
             offset += (end - first) * layer_bytes(parts)
     assert zone.end("a")
-    zone.load("a", 5, [2, 0, 3])
+    zone.load("a", 5, [[2, 0, 3]], [0])
     for layer in range(LAYERS):
         for got, sent in zip(
             values_of(target, layer, [2, 0, 3], num_tokens), values_of(source, layer, blocks, num_tokens), strict=True

@@ -118,7 +118,7 @@ def test_another_connection_neither_writes_into_a_transfer_nor_ends_it(
     own.send(KvChunk("a", 0, 0, NUM_TOKENS, 0), bytes(len(data)))
     assert isinstance(own.ask(End("nothing")), Refused)
     assert zone.arrival("a", begin.prompt_hash) is not None
-    zone.load("a", 0, [2])
+    zone.load("a", 0, [[2]], [0])
     stored = torch.cat([part[2].flatten() for part in kv.layers[0].parts])
     assert sorted(stored.tolist()) == list(range(begin.num_bytes // 4))
 

@@ -18,6 +18,7 @@ from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreFinish, CoreOutput, CoreSubmit
 from moiety_engine.scheduling.kv.kv_groups import KvGroups
 from moiety_engine.scheduling.kv.kv_ledger import KvLedger
+from moiety_engine.scheduling.kv.prefix_search import NO_HITS
 from moiety_engine.scheduling.step_planner import StepPlanner
 from moiety_engine.scheduling.step_time.step_time_model import StepTimeModel
 from moiety_engine.sequence import PENDING, Sequence, SequenceState
@@ -311,7 +312,7 @@ def test_embeddings_come_one_step_later_and_are_the_same(loops: Any) -> None:
 def test_a_block_is_not_hashed_before_all_of_its_tokens_are_known() -> None:
     kv = KvLedger(BlockPool(8), 4, prefix_caching=True)
     sequence = Sequence(make_submit(0, length=7), order=0, seed=0)
-    assert kv.start(sequence, [], 8)
+    assert kv.start(sequence, NO_HITS, 8)
     sequence.expect_token(0)
     planner = StepPlanner(KvGroups([kv]), 64, StepTimeModel())
     assert planner.add_prefill(sequence, 8)  # as when it was preempted, and is computed again

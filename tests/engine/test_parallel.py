@@ -29,6 +29,7 @@ from moiety_engine.distribution.layout import Seat, layout_of
 from moiety_engine.distribution.rank_heartbeat import LOST_RANK
 from moiety_engine.distribution.rendezvous_address import Rendezvous
 from moiety_engine.messages import CoreSubmit
+from moiety_engine.model.cache_groups import cache_groups
 from moiety_engine.model.families import read_spec
 from moiety_engine.model.spec import MoeSpec
 from moiety_engine.model.tensor_shards import own_spec
@@ -67,6 +68,7 @@ NARROW: dict[str, tuple[str, dict[str, Any]]] = {  # checkpoints in few bits: th
 }
 NEAR = 1e-4  # between the two best logits: which one wins may hang on the order of a sum
 BLOCK_SIZE, NUM_BLOCKS = 4, 20  # the longest request takes 16 of them at most
+NUM_WINDOWED_BLOCKS = 15  # so much memory, where blocks behind windows are freed
 
 
 @pytest.fixture(scope="module")
@@ -195,9 +197,11 @@ def settings_of(folder: Path, **settings: Any) -> EngineConfig:
     tight: dict[str, Any] = {"block_size": BLOCK_SIZE, "max_batch_tokens": 24, "max_running": 8, "policy": "fcfs"}
     given = {"model": str(folder), "name": "tiny", "device": "cpu", "dtype": "float32"} | tight | settings
     config = EngineConfig(**given)
-    own = own_spec(read_spec(folder), Seat(layout_of(config)))
+    spec = read_spec(folder)
+    own = own_spec(spec, Seat(layout_of(config)))
+    num_blocks = NUM_WINDOWED_BLOCKS if len(cache_groups(spec)) > 1 else NUM_BLOCKS
     block_bytes = 4 * BLOCK_SIZE * sum(layer.attention.cached_values for layer in own.layers)
-    memory = {"kv_memory_bytes": NUM_BLOCKS * block_bytes, "host_kv_memory_bytes": config.host_kv_memory_bytes or 0}
+    memory = {"kv_memory_bytes": num_blocks * block_bytes, "host_kv_memory_bytes": config.host_kv_memory_bytes or 0}
     return msgspec.structs.replace(config, **memory)
 
 

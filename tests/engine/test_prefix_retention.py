@@ -146,7 +146,7 @@ def test_it_is_found_in_host_memory_too() -> None:
     back = leave(ledger, 0, keep_s=300.0)
     for first in range(40, 200, 20):
         leave(ledger, first)
-    assert [hit.on_host for hit in ledger.find_prefix(back)][:2] == [True, True]
+    assert [hit.on_host for hit in ledger.find_prefix(back).hits][:2] == [True, True]
 
 
 def test_files_that_are_kept_are_passed_over_within_half_of_the_disk() -> None:

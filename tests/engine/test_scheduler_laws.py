@@ -31,10 +31,12 @@ from tests.conftest import THOROUGH
 
 from moiety_engine.cache.block_pool import BlockPool
 from moiety_engine.cache.host import HostTier
+from moiety_engine.cache.state_slots import StateSlots
 from moiety_engine.messages import CoreFinish, CoreOutput, CoreSubmit
 from moiety_engine.scheduling.admission.batching_strategies import STRATEGIES
 from moiety_engine.scheduling.fairness.tenant_counters import OUTPUT_WEIGHT
 from moiety_engine.scheduling.kv.kv_ledger import KvLedger
+from moiety_engine.scheduling.kv.prefix_search import held_blocks
 from moiety_engine.scheduling.limits import SchedulerLimits
 from moiety_engine.scheduling.plan import Chunk, Plan
 from moiety_engine.scheduling.policies.moiety.moiety import Moiety
@@ -106,10 +108,16 @@ def make_scheduler(
     draft_tokens: int = 0,
     num_groups: int = 1,
     held: DraftedKv | None = None,
+    windows: tuple[int | None, ...] = (None,),
+    num_snapshots: int | None = None,
 ) -> Scheduler:
+    """With `num_snapshots`, sequences have recurrent states."""
+
     def ledger() -> KvLedger:
-        host = HostTier(host_blocks) if host_blocks else None
-        return KvLedger(BlockPool(num_blocks), BLOCK_SIZE, prefix_caching=True, host=host)
+        host = HostTier(host_blocks * len(windows)) if host_blocks else None
+        states = None if num_snapshots is None else StateSlots(max_running + num_snapshots)
+        tables: dict[str, Any] = {"windows": windows, "max_chunk_tokens": budget, "states": states}
+        return KvLedger(BlockPool(num_blocks * len(windows)), BLOCK_SIZE, prefix_caching=True, host=host, **tables)
 
     return Scheduler(
         ledger(),
@@ -156,8 +164,10 @@ class Replica:
         self._flight: tuple[Plan, list[int], list[bytes]] | None = None
         self.now_ns = 10**12
         self.clients: dict[int, Client] = {}
-        self._device: dict[tuple[int, int], object] = {}  # (block, offset) → the text up to the token that is there
+        # (block, offset) → the table, and the text up to the token that is there
+        self._device: dict[tuple[int, int], object] = {}
         self._host: dict[tuple[int, int], object] = {}
+        self._states: dict[int, object] = {}  # by slot: the text that is in the state
         self.num_drafted = 0
 
     def add(self, client: Client) -> None:
@@ -255,11 +265,8 @@ class Replica:
         tokens = [*tokens, *chunk.draft]
         texts = [(sequence.request.submit.cache_salt, tuple(tokens[: i + 1])) for i in range(len(tokens))]
         end = sequence.kv.num_computed + chunk.num_tokens
-        for i, text in enumerate(texts[:end]):
-            slot = self._block(sequence, i), i % BLOCK_SIZE
-            if i < sequence.kv.num_computed:
-                assert self._device.get(slot) == text, f"request {sequence.key} lost the KV of token {i}"
-            self._device[slot] = text
+        self._compute_tables(sequence, texts, end)
+        self._compute_state(sequence, texts, end)
         for i in range(end, end + chunk.num_pad):
             self._device[self._block(sequence, i), i % BLOCK_SIZE] = "padding"
         if sequence.padded_row.is_finished:
@@ -275,9 +282,30 @@ class Replica:
         wrong = [-2] * (len(chunk.draft) - right)  # what is sampled after a wrong guess is nothing that anybody may get
         return (said[: right + 1] + wrong) if chunk.samples else []
 
+    def _compute_tables(self, sequence: Sequence, texts: list[Any], end: int) -> None:
+        computed, windows = sequence.kv.num_computed, self.scheduler.kv.layout.windows
+        for number, (table, window) in enumerate(zip(sequence.kv.tables, windows, strict=True)):
+            for i in range(0 if window is None else max(0, computed - window + 1), end):
+                slot = self._first_block(sequence) + table[i // BLOCK_SIZE], i % BLOCK_SIZE
+                if i < computed:
+                    assert self._device.get(slot) == (number, texts[i]), f"{sequence.key} lost the KV of token {i}"
+                self._device[slot] = number, texts[i]
+
+    def _compute_state(self, sequence: Sequence, texts: list[Any], end: int) -> None:
+        states, computed = self.scheduler.kv.states, sequence.kv.num_computed
+        if states is None or end == computed:
+            return
+        slot = sequence.kv.group * states.num_slots + sequence.kv.state_slot
+        assert not computed or self._states.get(slot) == texts[computed - 1], f"{sequence.key} lost its state"
+        self._states[slot] = texts[end - 1]
+
+    def _first_block(self, sequence: Sequence) -> int:
+        """The number of the first block of the sequence's group, among all groups' blocks."""
+        return sequence.kv.group * self.scheduler.kv.pool.num_blocks
+
     def _block(self, sequence: Sequence, position: int) -> int:
         """By its number among all groups' blocks."""
-        return sequence.kv.group * self.scheduler.kv.pool.num_blocks + sequence.kv.blocks[position // BLOCK_SIZE]
+        return self._first_block(sequence) + sequence.kv.blocks[position // BLOCK_SIZE]
 
     def _copy(self, plan: Plan) -> None:
         for copies, source, target in (
@@ -287,6 +315,8 @@ class Replica:
             for there, here in copies:
                 for offset in range(BLOCK_SIZE):
                     target[here, offset] = source.get((there, offset))
+        for there, here in plan.state_copies:
+            self._states[here] = self._states.get(there)
 
     def _check_preempted(self, plan: Plan) -> None:
         policy = self.scheduler.policy
@@ -361,15 +391,19 @@ class Replica:
     def _check_blocks(self, sequences: list[Sequence]) -> None:
         for group, kv in enumerate(self.scheduler.groups):
             members = [s for s in sequences if s.kv.group == group]
-            assert kv.pool.num_used == len({block for s in members for block in s.kv.blocks})
-            unsealed = [block for s in members for block in s.kv.blocks[s.kv.num_sealed :]]
+            assert kv.pool.num_used == len({block for s in members for block in held_blocks(s.kv)})
+            unsealed = [block for s in members for table in s.kv.tables for block in table[s.kv.num_sealed :]]
+            slots = [s.kv.state_slot for s in members if s.kv.state_slot >= 0]
+            assert kv.states is None or kv.states.num_used == len(slots) == len(set(slots))
             assert len(unsealed) == len(set(unsealed)), "two sequences write one block"
             if kv.host is not None:
                 assert kv.host.num_used == len({block for s in members for block in s.kv.host_blocks})
                 assert kv.host.num_used + kv.host.num_cached + kv.host.num_blank == kv.host.num_blocks
         for s in sequences:
             assert not (s.kv.blocks and s.kv.host_blocks)
-            assert s.kv.num_computed <= max(len(s.kv.blocks), len(s.kv.host_blocks)) * BLOCK_SIZE
+            needed = self.scheduler.groups.of(s).num_computed_blocks(s)
+            assert s.kv.num_computed <= len(s.kv.blocks) * BLOCK_SIZE or needed == len(s.kv.host_blocks)
+            assert s.kv.num_held == len(held_blocks(s.kv))
 
     def _check_tally(self, sequences: list[Sequence]) -> None:
         waiting: Counter[str] = Counter()
@@ -387,7 +421,7 @@ class Replica:
             assert load.oldest_waiting_unix_s == min(queued, default=0.0)
         held = Counter[str]()
         for s in sequences:
-            held[s.request.tenant] += len(s.kv.blocks)
+            held[s.request.tenant] += s.kv.num_held
         assert self.scheduler.queues.tenant_blocks(len(held)) == dict(+held)
 
     def drain(self) -> None:
@@ -427,6 +461,8 @@ class Machine(RuleBasedStateMachine):
     draft_tokens = 0
     by_model = False
     num_groups = 1
+    windows: tuple[int | None, ...] = (None,)
+    num_snapshots: int | None = None
 
     @initialize(
         num_blocks=st.integers(FEWEST_BLOCKS, 30),
@@ -446,6 +482,8 @@ class Machine(RuleBasedStateMachine):
             draft_tokens=self.draft_tokens,
             num_groups=self.num_groups,
             held=(held := DraftedKv(BLOCK_SIZE, lag) if self.by_model else None),
+            windows=self.windows,
+            num_snapshots=self.num_snapshots,
         )
         self.replica = Replica(scheduler, overlap=self.overlap, held=held)
 
@@ -570,10 +608,38 @@ class OverlapDraftingGroupsMachine(OverlapDraftingMachine):
     num_groups = 2
 
 
+class WindowsMachine(OverlapMachine):
+    windows = (None, 6)
+
+
+class WindowsFcfsMachine(FcfsMachine):
+    windows = (5,)
+
+
+class WindowsDraftingMachine(OverlapDraftingMachine):
+    windows = (None, 3, 9)
+
+
+class StatesMachine(OverlapMachine):
+    num_snapshots = 3
+
+
+class StatesWindowsGroupsMachine(GroupsFcfsMachine):
+    windows = (None, 6)
+    num_snapshots = 1
+
+
 PLAIN = [Machine, FcfsMachine, OverlapMachine, OverlapFcfsMachine, PaddedMachine, OverlapPaddedMachine]
 DRAFTING = [DraftingMachine, DraftingFcfsMachine, OverlapDraftingMachine, OverlapDraftingFcfsMachine]
 BY_MODEL = [ModelDraftingMachine, OverlapModelDraftingFcfsMachine]
 IN_GROUPS = [GroupsFcfsMachine, OverlapDraftingGroupsMachine]
+KEEPING_LESS = [
+    WindowsMachine,
+    WindowsFcfsMachine,
+    WindowsDraftingMachine,
+    StatesMachine,
+    StatesWindowsGroupsMachine,
+]
 
 
 def name_of(machine: type[Machine]) -> str:
@@ -583,10 +649,12 @@ def name_of(machine: type[Machine]) -> str:
         + "-drafting" * bool(machine.draft_tokens)
         + "-by_model" * machine.by_model
         + "-groups" * (machine.num_groups > 1)
+        + "-windows" * (machine.windows != (None,))
+        + "-states" * (machine.num_snapshots is not None)
     )
 
 
-@pytest.mark.parametrize("machine", PLAIN + DRAFTING + BY_MODEL + IN_GROUPS, ids=name_of)
+@pytest.mark.parametrize("machine", PLAIN + DRAFTING + BY_MODEL + IN_GROUPS + KEEPING_LESS, ids=name_of)
 def test_the_laws_hold_whatever_happens(machine: type[Machine]) -> None:
     run_state_machine_as_test(
         machine,

@@ -7,14 +7,18 @@ a copy not yet run, or across tenants is a mismatch.
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from moiety_engine.cache.block_pool import BlockPool
 from moiety_engine.cache.host import HostTier
+from moiety_engine.cache.state_slots import StateSlots
 from moiety_engine.messages import CoreSubmit
-from moiety_engine.scheduling.kv.kv_ledger import Hit, KvLedger
+from moiety_engine.scheduling.kv.kv_ledger import KvLedger
+from moiety_engine.scheduling.kv.prefix_search import NO_HITS, Hit, cells_of, held_blocks
 from moiety_engine.sequence import Sequence
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import Sampling
@@ -22,7 +26,8 @@ from moiety_wire.messages import Sampling
 BLOCK_SIZE = 2
 STORY = [1, 2, 3, 4, 5, 6, 7, 8]
 
-Content = tuple[bytes, tuple[int, ...]] | None
+Content = tuple[bytes, int, tuple[int, ...]] | None
+LAYOUTS: list[tuple[int | None, ...]] = [(None,), (None, 3), (None, None, 1), (4,), (3, 6)]
 
 
 def make_sequence(prompt: list[int], *, salt: bytes = b"a") -> Sequence:
@@ -30,16 +35,28 @@ def make_sequence(prompt: list[int], *, salt: bytes = b"a") -> Sequence:
     return Sequence(submit, order=0, seed=0)
 
 
-def content_at(sequence: Sequence, position: int) -> Content:
-    return sequence.request.submit.cache_salt, tuple(sequence.tokens[: position + 1])
+def content_at(sequence: Sequence, position: int, table: int = 0) -> Content:
+    return sequence.request.submit.cache_salt, table, tuple(sequence.tokens[: position + 1])
 
 
 class Memory:
     """Symbolic device and host memory under a ledger; `step` does what a step of the engine would."""
 
-    def __init__(self, num_blocks: int, num_host_blocks: int, *, prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        num_host_blocks: int,
+        *,
+        prefix_caching: bool = True,
+        windows: tuple[int | None, ...] = (None,),
+        num_state_slots: int = 0,
+    ) -> None:
         self.host = HostTier(num_host_blocks)
-        self.kv = KvLedger(BlockPool(num_blocks), BLOCK_SIZE, prefix_caching=prefix_caching, host=self.host)
+        pool, self.windows = BlockPool(num_blocks), windows
+        self.states = StateSlots(num_state_slots) if num_state_slots else None
+        caching: dict[str, Any] = {"prefix_caching": prefix_caching, "host": self.host}
+        self.kv = KvLedger(pool, BLOCK_SIZE, windows=windows, states=self.states, **caching)
+        self.state_content: list[Content] = [None] * num_state_slots
         self.device_content: list[list[Content]] = [[None] * BLOCK_SIZE for _ in range(num_blocks)]
         self.host_content: list[list[Content]] = [[None] * BLOCK_SIZE for _ in range(num_host_blocks)]
 
@@ -56,23 +73,38 @@ class Memory:
             self.host_content[host] = list(self.device_content[device])
         for host, device in reversed(ins):
             self.device_content[device] = list(self.host_content[host])
+        for source, target in self.kv.take_state_copies():
+            self.state_content[target] = self.state_content[source]
         return len(outs), len(ins)
 
     def compute(self, sequence: Sequence, num_tokens: int) -> None:
         """Write so many of the sequence's next tokens, as far as it has blocks."""
         end = min(sequence.kv.num_computed + num_tokens, len(sequence.tokens), len(sequence.kv.blocks) * BLOCK_SIZE)
+        if sequence.kv.snapshot_ends:
+            end = min(end, sequence.kv.snapshot_ends[0] * BLOCK_SIZE)
+        if self.states is not None and end > sequence.kv.num_computed:
+            self.state_content[sequence.kv.state_slot] = content_at(sequence, end - 1)
         for position in range(sequence.kv.num_computed, end):
             block, place = divmod(position, BLOCK_SIZE)
-            self.device_content[sequence.kv.blocks[block]][place] = content_at(sequence, position)
+            for number, table in enumerate(sequence.kv.tables):
+                assert block >= sequence.kv.firsts[number]
+                self.device_content[table[block]][place] = content_at(sequence, position, number)
         sequence.kv.num_computed = max(end, sequence.kv.num_computed)
 
     def check_reads(self, sequence: Sequence) -> None:
-        memory, blocks = self.device_content, tuple(sequence.kv.blocks)
-        if sequence.kv.host_blocks:
-            memory, blocks = self.host_content, tuple(sequence.kv.host_blocks)
-        for position in range(sequence.kv.num_computed):
-            block, place = divmod(position, BLOCK_SIZE)
-            assert memory[blocks[block]][place] == content_at(sequence, position)
+        """Check what the next query reads: all positions in a table without a window, else those in the window."""
+        kv, memory = sequence.kv, self.device_content
+        if self.states is not None and kv.num_computed:
+            assert self.state_content[kv.state_slot] == content_at(sequence, kv.num_computed - 1)
+        where = {(number, i): block for number, table in enumerate(kv.tables) for i, block in enumerate(table)}
+        if kv.host_blocks:
+            cells = cells_of(kv.firsts, self.kv.blocks_for(kv.num_computed))
+            memory, where = self.host_content, dict(zip(cells, kv.host_blocks, strict=True))
+        for number, window in enumerate(self.windows):
+            lowest = 0 if window is None else max(0, kv.num_computed - window + 1)
+            for position in range(lowest, kv.num_computed):
+                block, place = divmod(position, BLOCK_SIZE)
+                assert memory[where[number, block]][place] == content_at(sequence, position, number)
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -82,9 +114,20 @@ class LedgerMachine(RuleBasedStateMachine):
         num_blocks=st.integers(2, 8),
         num_host_blocks=st.integers(1, 7),
         prefix_caching=st.sampled_from([True] * 3 + [False]),
+        windows=st.sampled_from(LAYOUTS),
+        num_state_slots=st.sampled_from([0, 0, 1, 3, 6]),
     )
-    def begin(self, num_blocks: int, num_host_blocks: int, prefix_caching: bool) -> None:
-        self.memory = Memory(num_blocks, num_host_blocks, prefix_caching=prefix_caching)
+    def begin(
+        self,
+        num_blocks: int,
+        num_host_blocks: int,
+        prefix_caching: bool,
+        windows: tuple[int | None, ...],
+        num_state_slots: int,
+    ) -> None:
+        sizes = num_blocks * len(windows), num_host_blocks * len(windows)
+        states = {"num_state_slots": num_state_slots}
+        self.memory = Memory(*sizes, prefix_caching=prefix_caching, windows=windows, **states)
         self.kv, self.host = self.memory.kv, self.memory.host
         self.live: list[Sequence] = []
 
@@ -103,9 +146,9 @@ class LedgerMachine(RuleBasedStateMachine):
         sequence = data.draw(st.sampled_from([s for s in self.live if not s.kv.blocks and not s.kv.host_blocks]))
         hits = self.kv.find_prefix(sequence)
         free_before = self.kv.pool.num_free
-        needed = self.kv.num_blocks_to_start(hits, len(sequence.tokens))
+        needed, has_slot = self.kv.num_blocks_to_start(hits, len(sequence.tokens)), self.kv.has_state_slot
         started = self.kv.start(sequence, hits, len(sequence.tokens))
-        assert started == (needed <= free_before)
+        assert started == (needed <= free_before and has_slot)
         if started:
             assert sequence.kv.num_computed == len(hits) * BLOCK_SIZE < len(sequence.tokens)
             assert self.kv.grow(sequence, len(sequence.tokens))
@@ -124,10 +167,11 @@ class LedgerMachine(RuleBasedStateMachine):
     def swap_out(self, data: st.DataObject) -> None:
         sequence = data.draw(st.sampled_from([s for s in self.live if s.kv.blocks]))
         blocks, computed, possible = list(sequence.kv.blocks), sequence.kv.num_computed, self.kv.can_swap_out(sequence)
+        num_computed = self.kv.num_computed_blocks(sequence)
         assert self.kv.swap_out(sequence) == possible
         assert sequence.kv.num_computed == computed
         assert sequence.kv.blocks == ([] if possible else blocks)
-        assert len(sequence.kv.host_blocks) == (self.kv.blocks_for(computed) if possible else 0)
+        assert len(sequence.kv.host_blocks) == (num_computed if possible else 0)
 
     @precondition(lambda self: any(s.kv.host_blocks for s in self.live))
     @rule(data=st.data(), more=st.integers(0, 3))
@@ -181,7 +225,11 @@ class LedgerMachine(RuleBasedStateMachine):
         if not hasattr(self, "live"):
             return
         pool, host = self.kv.pool, self.host
-        assert pool.num_used == len({block for s in self.live for block in s.kv.blocks})
+        assert pool.num_used == len({block for s in self.live for block in held_blocks(s.kv)})
+        states = self.memory.states
+        slots = [s.kv.state_slot for s in self.live if s.kv.state_slot >= 0]
+        assert states is None or states.num_used == len(set(slots)) == len(slots)
+        assert all(s.kv.num_held == len(held_blocks(s.kv)) for s in self.live)
         sources = {host.source_of(block) for block in range(pool.num_blocks)} - {None}
         assert host.num_used == len({block for s in self.live for block in s.kv.host_blocks} | sources)
         assert host.num_used + host.num_cached + host.num_blank == host.num_blocks
@@ -193,6 +241,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.kv.release(sequence)
             self.kv.take_copies()
             assert self.kv.pool.num_used == self.host.num_used == 0
+            assert self.memory.states is None or self.memory.states.num_used == 0
 
 
 LedgerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
@@ -229,7 +278,7 @@ def test_a_returned_sequences_prefix_is_shared_again() -> None:
     memory.kv.release(computed(memory, [9] * 8))
     memory.kv.swap_in(victim, 5)
     hits = memory.kv.find_prefix(make_sequence([1, 2, 3, 4, 8]))
-    assert hits == [Hit(block, on_host=False) for block in victim.kv.blocks[:2]]
+    assert hits.hits == [Hit(block, on_host=False) for block in victim.kv.blocks[:2]]
 
 
 def test_a_returning_sequence_takes_what_is_still_on_the_device_without_a_copy() -> None:
@@ -274,7 +323,7 @@ def test_an_evicted_prefix_is_hit_on_the_host() -> None:
     memory.kv.release(computed(memory, [5, 6, 7, 8]))
     again = make_sequence([1, 2, 3])
     hits = memory.kv.find_prefix(again)
-    assert [hit.on_host for hit in hits] == [True]
+    assert [hit.on_host for hit in hits.hits] == [True]
     assert memory.kv.start(again, hits, 3)
     assert memory.copy()[1] == 1
     assert again.kv.num_computed == 2
@@ -285,8 +334,8 @@ def test_another_tenant_does_not_hit_an_evicted_prefix() -> None:
     memory = Memory(2, 4)
     memory.kv.release(computed(memory, [1, 2, 3, 4], salt=b"a"))
     memory.kv.release(computed(memory, [5, 6, 7, 8], salt=b"a"))
-    assert memory.kv.find_prefix(make_sequence([1, 2, 3], salt=b"b")) == []
-    assert memory.kv.find_prefix(make_sequence([1, 2, 3], salt=b"a")) != []
+    assert len(memory.kv.find_prefix(make_sequence([1, 2, 3], salt=b"b"))) == 0
+    assert len(memory.kv.find_prefix(make_sequence([1, 2, 3], salt=b"a"))) == 1
 
 
 def test_a_half_computed_block_is_not_hit_by_the_hash_it_will_have() -> None:
@@ -326,7 +375,7 @@ def test_a_full_host_tier_refuses_and_changes_nothing() -> None:
 def test_without_a_host_tier_nothing_is_swapped_and_nothing_copied() -> None:
     kv = KvLedger(BlockPool(2), BLOCK_SIZE, prefix_caching=True)
     sequence = make_sequence([1, 2, 3])
-    assert kv.start(sequence, [], 3)
+    assert kv.start(sequence, NO_HITS, 3)
     assert kv.grow(sequence, 3)
     sequence.kv.num_computed = 3
     kv.seal(sequence)

@@ -252,6 +252,30 @@ def test_a_sink_takes_its_share_of_the_softmax_and_adds_nothing(paged: Paged) ->
     assert close(ours[0], value * torch.sigmoid(score - sinks)[:, None])
 
 
+@pytest.mark.parametrize("kept", CACHES)
+@pytest.mark.parametrize("way", ["fast", "rounded", "torch", "reference"])
+def test_blocks_behind_a_window_may_have_any_content(paged: Paged, way: str, kept: torch.dtype) -> None:
+    queries, contexts, window = [1, 1, 7, 130, 40], [1, 300, 70, 250, 290], 37
+    q, k_cache, v_cache, starts, lengths, table = paged(queries, contexts, 4, 2, 32, 8)
+    inputs = q, k_cache.to(kept), v_cache.to(kept), starts, lengths
+
+    def attend() -> Tensor:
+        longest: dict[str, Any] = {"max_query": 130, "max_context": 300}
+        if way == "reference":
+            return paged_attention_reference(*inputs, table, 0.2, window)
+        if way == "torch":
+            return paged_attention_batched(*inputs, table, 0.2, window, None, num_decode=0, **longest)
+        return paged_attention(*inputs, table, 0.2, window, rounds=way == "rounded", **longest)
+
+    before = attend()
+    used = set(table.flatten().tolist())
+    nobodys = next(block for block in range(len(k_cache)) if block not in used)  # its content is NaN
+    for s, (count, context) in enumerate(zip(queries, contexts, strict=True)):
+        table[s, : max(0, context - count + 1 - window) // 8] = nobodys
+    assert nobodys in table
+    assert torch.equal(attend(), before)
+
+
 @pytest.mark.combinations
 @pytest.mark.parametrize("num_decode", [0, 2])
 @pytest.mark.parametrize("window", [None, 37])

@@ -44,9 +44,9 @@ def test_a_preset_has_as_many_parameters_as_the_release(name: str, billions: flo
 
 def test_the_latent_cache_of_deepseek_v3_takes_512_and_64_values_a_layer() -> None:
     served = find_model("deepseek-v3")
-    assert served.kv_bytes_per_token(served.spec) == 576 * 61 * 2
-    assert find_model("deepseek-v3", kv_dtype="fp8").kv_bytes_per_token(served.spec) == 576 * 61
-    assert find_model("deepseek-v3", kv_dtype="int8").kv_bytes_per_token(served.spec) == (576 + 8) * 61
+    assert served.kv_bytes_per_token(served.spec, 1000) == 576 * 61 * 2
+    assert find_model("deepseek-v3", kv_dtype="fp8").kv_bytes_per_token(served.spec, 1000) == 576 * 61
+    assert find_model("deepseek-v3", kv_dtype="int8").kv_bytes_per_token(served.spec, 1000) == (576 + 8) * 61
 
 
 def test_the_weights_of_deepseek_v3_take_a_byte_each_but_for_the_few_that_stay_wide() -> None:
@@ -165,3 +165,10 @@ def test_bad_input_says_what_to_do(arguments: list[str], message: str, capsys: p
         main(["plan", *arguments])
     assert done.value.code == 1
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_sequence_of_gpt_oss_takes_hardly_more_than_half_of_a_cache_without_windows() -> None:
+    served = find_model("gpt-oss-20b")
+    whole = 24 * 2 * 8 * 64 * 2  # keys and values of 8 heads in all layers
+    assert served.kv_bytes_per_token(served.spec, 100) == whole
+    assert served.kv_bytes_per_token(served.spec, 32768) <= 0.55 * whole

@@ -42,7 +42,7 @@ class _Stretch:
     transfer: _OutgoingPrompt
     first: int
     end: int
-    blocks_n: Tensor
+    blocks: list[Tensor]  # blocks_n of each cache group; those behind a window are void, as is what is sent of them
     in_block: int  # offset of the first token in its block
 
 
@@ -72,10 +72,10 @@ class KvSender:
             if transfer is None or end <= transfer.num_left or not self._has_begun(sequence.key, transfer, kv):
                 continue
             first, size = transfer.num_left, kv.block_size  # cached tokens of the prompt are sent with the first step
-            blocks = sequence.kv.blocks[first // size : -(-end // size)]
             device = kv.layers[0].parts[0].device
-            blocks_n = torch.tensor(blocks, device=device)
-            stretches.append(_Stretch(transfer, first, end, blocks_n, first % size))
+            tables = [table[first // size : -(-end // size)] for table in sequence.kv.tables]
+            blocks = [torch.tensor(table, device=device) for table in tables]
+            stretches.append(_Stretch(transfer, first, end, blocks, first % size))
             transfer.num_left = end
         if not stretches:
             return None
@@ -135,7 +135,8 @@ class StepSends:
     def __call__(self, layer: int) -> None:
         for stretch in self._stretches:
             transfer, num_tokens = stretch.transfer, stretch.end - stretch.first
-            rows = read(self._kv.everything[layer], stretch.blocks_n, stretch.in_block, num_tokens)
+            blocks_n = stretch.blocks[self._kv.groups[layer]]
+            rows = read(self._kv.everything[layer], blocks_n, stretch.in_block, num_tokens)
             piece = KvChunk(transfer.hand_over.transfer_id, layer, stretch.first, stretch.end, transfer.offset)
             transfer.offset += sum(row.nbytes for row in rows)
             self._sender.put(piece, *self._on_host(rows))

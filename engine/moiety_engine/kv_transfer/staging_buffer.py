@@ -170,19 +170,22 @@ class StagingBuffer:
             return KvTransferTimes(transfer.begun_unix_ns, ended_ns, begin.num_tokens, begin.num_bytes, begin.transport)
 
     @torch.inference_mode()
-    def load(self, transfer_id: str, first: int, blocks: Sequence[int]) -> None:
+    def load(self, transfer_id: str, first: int, tables: Sequence[Sequence[int]], firsts: Sequence[int]) -> None:
         """Copy tokens `first` and later into the cache, and free the memory.
 
-        `blocks` are the sequence's blocks from its start. On a GPU, work queued afterwards sees the tokens.
+        `tables` are the sequence's block tables; tokens before their blocks `firsts` are behind a window.
+        On a GPU, work queued afterwards sees the tokens.
         """
         with self._lock:
             transfer, kv = self._transfers[transfer_id], self._kv
         assert kv is not None, "KV is loaded without a cache"
         device = kv.layers[0].parts[0].device
-        blocks_n = torch.tensor(blocks)
-        for cache, form, pieces in zip(kv.everything, transfer.begin.form, transfer.pieces, strict=True):
+        blocks_of = [torch.tensor(table) for table in tables]
+        of_layers = zip(kv.everything, kv.groups, transfer.begin.form, transfer.pieces, strict=True)
+        for cache, group, form, pieces in of_layers:
+            blocks_n, kept_from = blocks_of[group], max(first, firsts[group] * kv.block_size)
             for piece in pieces:
-                begin = max(first, piece.first)
+                begin = max(kept_from, piece.first)
                 if begin >= piece.end:
                     continue
                 rows = views(transfer.buffer_B[piece.offset :], form, piece.end - piece.first)

@@ -6,7 +6,7 @@ wanted, N blocks, G key-value heads, P positions per block, d head width, L widt
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -34,6 +34,30 @@ class ImageRows:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupTable:
+    """Slots and block tables of a step in one cache group; the shapes and types are those of the fields of Batch."""
+
+    slots_T: Tensor
+    block_table_SB: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentRows:
+    """Rows of a step as recurrent layers see them: R runs, each of consecutive tokens of one sequence.
+
+    All tokens of a step are in a run, in the order of the batch; a sequence has one run. A layer reads the state of run
+    r from slot slots_R[r] of its RecurrentStateCache and writes the state after the run's last token to the same slot.
+    The state before the first token of a sequence is zero, whatever the slot contains.
+    """
+
+    run_start_R1: Tensor  # int32; run r has the tokens run_start[r] … run_start[r + 1] - 1
+    slots_R: Tensor  # int64; all slots of a step are distinct
+    begins_R: Tensor  # bool; the run begins with the first token of its sequence
+    num_single: int  # runs 0 … num_single - 1 have exactly one token
+    max_run: int  # Python int: tokens of the longest run
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """Tokens of one step for one group of ranks. Decodes (sequences with exactly one query token) come first."""
 
@@ -42,7 +66,7 @@ class Batch:
     slots_T: Tensor  # int64, cache slot of token t's K and V: block_id · block_size + offset
     query_start_S1: Tensor  # int32; sequence s owns the tokens query_start[s] … query_start[s + 1] - 1
     context_len_S: Tensor  # int32, tokens of sequence s in the cache, this chunk included
-    block_table_SB: Tensor  # int32, padded with 0
+    block_table_SB: Tensor  # int32, padded with 0; entries of freed blocks are void
     wanted_rows_L: Tensor  # int64, rows of T whose logits or hidden states are wanted
     num_decode: int  # sequences 0 … num_decode - 1 have exactly one query token
     max_context: int  # Python ints, to avoid device synchronization
@@ -52,6 +76,18 @@ class Batch:
     adapted: AdaptedRows | None = None  # None: no token has an adapter
     images: ImageRows | None = None  # None: no token stands for a part of an image
     micro_batches: tuple[Batch, ...] = ()  # the same tokens in consecutive parts, if they run as micro-batches
+    further_tables: tuple[GroupTable, ...] = ()  # of the cache groups after the first
+    states: RecurrentRows | None = None  # None: the model has no recurrent layers
+
+    def by_cache_group(self) -> tuple[Batch, ...]:
+        """Return the batch as the layers of each cache group see it: with the slots and block tables of the group."""
+        if not self.further_tables:
+            return (self,)
+        others = (
+            replace(self, slots_T=one.slots_T, block_table_SB=one.block_table_SB, further_tables=())
+            for one in self.further_tables
+        )
+        return (self, *others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +131,53 @@ class LatentCache:
 
 
 @dataclass(frozen=True, slots=True)
-class KvCache:
-    """Paged KV cache of all layers; the blocks with the same index in all layers belong together."""
+class RecurrentStateCache:
+    """States of one recurrent layer: for each part of the layer's spec a tensor [num_slots, *shape of the part]."""
 
-    layers: tuple[LayerCache | LatentCache, ...]
+    parts: tuple[Tensor, ...]
+
+
+Cache = LayerCache | LatentCache | RecurrentStateCache  # of one layer
+
+
+@dataclass(frozen=True, slots=True)
+class KvCache:
+    """Paged KV cache of all attention layers, and the states of all recurrent layers.
+
+    A block belongs to one cache group at a time. It has a place for each of the group's layers; layers of different
+    groups share a place, and so the memory that `layers` has for both.
+    """
+
+    layers: tuple[Cache, ...]
     num_blocks: int
     block_size: int
     rotation: str = ""  # digest of the rotary embedding; equal for engines with compatible keys
     hidden: LatentCache | None = None  # hidden state of each token after the final norm; None: not kept
+    num_groups: int = 1  # cache groups of the model, also those without layers on this pipeline stage
+    group_of_layer: tuple[int, ...] = ()  # cache group of each layer; (): all layers are in the first
+    num_state_slots: int = 0  # of each recurrent layer
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Cache group of each layer, and of the hidden states if they are kept."""
+        of_layers = self.group_of_layer or (0,) * len(self.layers)
+        return of_layers if self.hidden is None else (*of_layers, 0)
 
     @property
     def everything(self) -> tuple[LayerCache | LatentCache, ...]:
-        """All caches to copy when a block is moved or transferred."""
-        return self.layers if self.hidden is None else (*self.layers, self.hidden)
+        """Cache of each layer, and of the hidden states if they are kept. The model has no recurrent layers."""
+        layers = tuple(one for one in self.layers if not isinstance(one, RecurrentStateCache))
+        assert len(layers) == len(self.layers), "recurrent states are no part of what moves with blocks"
+        return layers if self.hidden is None else (*layers, self.hidden)
+
+    @property
+    def places(self) -> tuple[LayerCache | LatentCache, ...]:
+        """All caches to copy when a block is moved: the places of a block, each once."""
+        paged = [one for one in self.layers if not isinstance(one, RecurrentStateCache)]
+        found = {one.parts[0].data_ptr(): one for one in paged}
+        return (*found.values(), *(() if self.hidden is None else (self.hidden,)))
+
+    @property
+    def states(self) -> tuple[RecurrentStateCache, ...]:
+        """Caches of the recurrent layers."""
+        return tuple(one for one in self.layers if isinstance(one, RecurrentStateCache))

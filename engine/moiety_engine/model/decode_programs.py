@@ -23,10 +23,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from moiety_engine.model.adapter_stacks import AdaptedRows
+from moiety_engine.model.batch import GroupTable
 from moiety_kernels.cpu.team import Program, team
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import numpy as np
 
@@ -63,6 +64,15 @@ class _Watch(TorchFunctionMode):
         return result
 
 
+class _Table(Protocol):
+    """Arrays of a step in one cache group; see runner.block_tables.HostTable."""
+
+    @property
+    def slots_T(self) -> np.ndarray: ...  # noqa: N802
+    @property
+    def block_table_SB(self) -> np.ndarray: ...  # noqa: N802
+
+
 class Decodes(Protocol):
     """Arrays of a step in host memory that its decodes depend on; see runner.inputs.HostBatch."""
 
@@ -80,6 +90,8 @@ class Decodes(Protocol):
     def block_table_SB(self) -> np.ndarray: ...  # noqa: N802
     @property
     def adapter_T(self) -> np.ndarray | None: ...  # noqa: N802
+    @property
+    def further_tables(self) -> Sequence[_Table]: ...
 
 
 class Pass(Protocol):
@@ -99,7 +111,17 @@ class Pass(Protocol):
 class _Inputs:
     """Arrays over the memory that a program reads a step's decodes from."""
 
-    __slots__ = ("adapter_T", "context_len_S", "owner_T", "positions_T", "slots_T", "table_SB", "token_ids_T", "width")
+    __slots__ = (
+        "adapter_T",
+        "context_len_S",
+        "further_tables",
+        "owner_T",
+        "positions_T",
+        "slots_T",
+        "table_SB",
+        "token_ids_T",
+        "width",
+    )
 
     def __init__(self, own: Batch) -> None:
         self.token_ids_T, self.positions_T = own.token_ids_T.numpy(), own.positions_T.numpy()
@@ -108,6 +130,7 @@ class _Inputs:
         self.adapter_T = None if own.adapted is None else own.adapted.slot_T.numpy()
         self.table_SB = own.block_table_SB.numpy()
         self.width = self.table_SB.shape[1]
+        self.further_tables = [(one.slots_T.numpy(), one.block_table_SB.numpy()) for one in own.further_tables]
 
     def take(self, step: Decodes) -> bool:
         """Copy a step into the arrays; return False, without a change, if it does not fit."""
@@ -120,6 +143,9 @@ class _Inputs:
         self.slots_T[:] = step.slots_T
         self.context_len_S[:] = step.context_len_S
         self.table_SB[:, :width] = table_SB
+        for (slots_T, further_SB), one in zip(self.further_tables, step.further_tables, strict=True):
+            slots_T[:] = one.slots_T
+            further_SB[:, :width] = one.block_table_SB
         if owner_T is not None:
             owner_T[:] = step.owner_T
         if self.adapter_T is not None:
@@ -257,6 +283,10 @@ def _own(batch: Batch, kv: KvCache) -> Batch:
         block_table_SB=torch.zeros(sequences, wide, dtype=torch.int32),
         max_context=wide * kv.block_size,
         adapted=None if batch.adapted is None else AdaptedRows(batch.adapted.slot_T.clone()),
+        further_tables=tuple(
+            GroupTable(one.slots_T.clone(), torch.zeros(sequences, wide, dtype=torch.int32))
+            for one in batch.further_tables
+        ),
     )
 
 
@@ -282,3 +312,6 @@ def _refill(own: Batch, batch: Batch) -> None:
     own.query_start_S1.copy_(batch.query_start_S1)
     own.context_len_S.copy_(batch.context_len_S)
     own.block_table_SB[:, : batch.block_table_SB.shape[1]].copy_(batch.block_table_SB)
+    for ours, one in zip(own.further_tables, batch.further_tables, strict=True):
+        ours.slots_T.copy_(one.slots_T)
+        ours.block_table_SB[:, : one.block_table_SB.shape[1]].copy_(one.block_table_SB)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_engine.model.arithmetic import Arithmetic
-    from moiety_engine.model.batch import Batch, LayerCache
+    from moiety_engine.model.batch import Batch, Cache
     from moiety_engine.model.rotary import RotaryTable
     from moiety_engine.model.spec import LatentAttentionSpec
     from moiety_engine.model.weights import LatentAttentionWeights
@@ -39,7 +39,7 @@ class LatentAttention:
         self._linear = partial(linear, invariant=arithmetic.invariant)
         self._plan = LatentInputPlan(weights.latent_norm_L, weights.query_norm, spec.norm_eps)
 
-    def __call__(self, x_TD: Tensor, batch: Batch, cache: LayerCache | LatentCache) -> Tensor:
+    def __call__(self, x_TD: Tensor, batch: Batch, cache: Cache) -> Tensor:
         assert isinstance(cache, LatentCache)
         spec, weights = self._spec, self._weights
         tables = *self._rotary.upto(batch.max_context), batch.positions_T

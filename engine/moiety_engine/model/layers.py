@@ -23,16 +23,16 @@ from moiety_kernels.paged_attention import paged_attention
 from moiety_kernels.route import RoutingSpec, route
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor
 
     from moiety_engine.model.adapter_stacks import AdaptedRows, LayerFactors
     from moiety_engine.model.arithmetic import Arithmetic
-    from moiety_engine.model.batch import Batch, LatentCache
+    from moiety_engine.model.batch import Batch, Cache
     from moiety_engine.model.dispatch import Dispatch
     from moiety_engine.model.rotary import RotaryTable
-    from moiety_engine.model.spec import AttentionSpec, DenseSpec, SharedSpec
+    from moiety_engine.model.spec import AttentionSpec, DenseSpec, RopeSpec, SharedSpec
     from moiety_engine.model.weights import SharedWeights
     from moiety_engine.moe.expert_slots import ExpertSlots
     from moiety_engine.offload.layer import LayerExperts
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 class Attention(Protocol):
     """Attention, the first half of a layer."""
 
-    def __call__(self, x_TD: Tensor, batch: Batch, cache: LayerCache | LatentCache) -> Tensor: ...
+    def __call__(self, x_TD: Tensor, batch: Batch, cache: Cache) -> Tensor: ...
 
 
 class FeedForward(Protocol):
@@ -70,7 +70,7 @@ class GroupedQueryAttention:
         self._rounds = rounds
         self._plan = AttentionInputPlan(weights.q_norm, weights.k_norm, norm_eps, spec.clip)
 
-    def __call__(self, x_TD: Tensor, batch: Batch, cache: LayerCache | LatentCache) -> Tensor:
+    def __call__(self, x_TD: Tensor, batch: Batch, cache: Cache) -> Tensor:
         assert isinstance(cache, LayerCache)
         spec, weights = self._spec, self._weights
         qkv_TC = self._linear(x_TD, weights.qkv_CD, weights.qkv_bias_C)
@@ -251,19 +251,19 @@ class MixtureOfExperts:
 def attention(
     spec: AttentionSpec | LatentAttentionSpec,
     weights: AttentionWeights | LatentAttentionWeights,
-    rotary: RotaryTable,
+    rotaries: Mapping[RopeSpec, RotaryTable],
     norm_eps: float,
     arithmetic: Arithmetic,
     adapters: LayerFactors,
     *,
     rounds: bool,
 ) -> Attention:
-    """Return the attention that the spec describes. `rounds`: see GroupedQueryAttention."""
+    """Return the first half of a layer that the spec describes. `rounds`: see GroupedQueryAttention."""
     if isinstance(spec, LatentAttentionSpec):
         assert isinstance(weights, LatentAttentionWeights)
-        return LatentAttention(spec, weights, rotary, arithmetic)
+        return LatentAttention(spec, weights, rotaries[spec.rope], arithmetic)
     assert isinstance(weights, AttentionWeights)
-    return GroupedQueryAttention(spec, weights, rotary, norm_eps, arithmetic, adapters, rounds=rounds)
+    return GroupedQueryAttention(spec, weights, rotaries[spec.rope], norm_eps, arithmetic, adapters, rounds=rounds)
 
 
 def feed_forward(

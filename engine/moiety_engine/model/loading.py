@@ -68,6 +68,7 @@ class LoadOptions(TypedDict, total=False):
     offload: OffloadConfig
     progress: Callable[[int, int], None] | None
     keeps_hidden: bool
+    frees_windows: bool
     max_context_tokens: int | None
 
 
@@ -76,7 +77,7 @@ class WeightShard:
     """Loaded part of a model on one rank; with a single rank, the whole model.
 
     `expert_bytes`: bytes of one expert of a layer, given if this rank may have no experts. `expert_cache`: cache whose
-    slots are the weights' experts. `keeps_hidden`: see Transformer.
+    slots are the weights' experts. `keeps_hidden`, `frees_windows`: see Transformer.
     """
 
     spec: ModelSpec
@@ -87,6 +88,7 @@ class WeightShard:
     expert_bytes: int | None
     expert_cache: ExpertCache | None
     keeps_hidden: bool = False
+    frees_windows: bool = False
 
     def transformer(self, vocabulary: Vocabulary | None = None) -> Transformer:
         """Return the Transformer of a rank with layers. `vocabulary`: another model's, for a model without one."""
@@ -99,6 +101,7 @@ class WeightShard:
             expert_bytes=self.expert_bytes,
             expert_cache=self.expert_cache,
             keeps_hidden=self.keeps_hidden,
+            frees_windows=self.frees_windows,
             vocabulary=vocabulary,
         )
 
@@ -132,6 +135,7 @@ def load_share(
     offload: OffloadConfig = _IN_PLACE,
     progress: Callable[[int, int], None] | None = None,
     keeps_hidden: bool = False,
+    frees_windows: bool = False,
     mtp: bool = False,
     max_context_tokens: int | None = None,
 ) -> WeightShard:
@@ -150,7 +154,8 @@ def load_share(
     `num_threads`: number of threads of the process.
     `offload`: which experts need not be on the device.
     `progress` is called with (bytes read, bytes in all).
-    `keeps_hidden`: the KV cache keeps hidden states for an MTP layer. `mtp`: load only the MTP layer.
+    `keeps_hidden`: the KV cache keeps hidden states for an MTP layer. `frees_windows`: see Transformer.
+    `mtp`: load only the MTP layer.
     `max_context_tokens`: longest context that is served, on which LongRoPE depends; None: the model's longest.
 
     Raises ModelError, InvalidConfig, and OutOfMemory with the figures.
@@ -203,7 +208,7 @@ def load_share(
     if compiler is not None:
         compiler.join()
     weights = with_narrow_head(weights) if head_too else weights
-    return WeightShard(spec, weights, cached_in, arithmetic, ranks, one_bytes, cache, keeps_hidden)
+    return WeightShard(spec, weights, cached_in, arithmetic, ranks, one_bytes, cache, keeps_hidden, frees_windows)
 
 
 def _spec(folder: Path, load_format: LoadFormat, max_context_tokens: int | None, *, keeps_hidden: bool) -> ModelSpec:

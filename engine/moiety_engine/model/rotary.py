@@ -65,7 +65,7 @@ class RotaryTable:
 def rotation_of(spec: ModelSpec) -> str:
     """Return a digest of the rotary frequencies of all layers."""
     digest = hashlib.blake2b(digest_size=16)
-    for rope in dict.fromkeys(layer.attention.rope for layer in spec.layers):
+    for rope in spec.ropes:
         frequencies_R, magnitude = inverse_frequencies(rope)
         digest.update(frequencies_R.numpy().tobytes() + struct.pack("<d?", magnitude, rope.interleaved))
         digest.update(struct.pack("<3q", *rope.axes) if rope.axes else b"")

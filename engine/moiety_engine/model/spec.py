@@ -6,6 +6,7 @@ new kind of attention or routing adds a spec here and its layer in `layers`, not
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -182,6 +183,31 @@ class LatentAttentionSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class StatePart:
+    """One tensor of the state that a recurrent layer keeps of a sequence.
+
+    `shape` is that of one sequence, on one rank. `exact`: float32; otherwise the part has the type of activations.
+    """
+
+    shape: tuple[int, ...]
+    exact: bool = True
+
+
+class RecurrentSpec(ABC):
+    """Base of the specs of recurrent layers, which keep a state of fixed size instead of keys and values.
+
+    Gated DeltaNet, Mamba-2 and short convolutions are of this kind. A subclass is a frozen dataclass.
+    """
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def state_parts(self) -> tuple[StatePart, ...]:
+        """Parts of the state, for instance a matrix per head, and the last inputs of a convolution."""
+
+
+@dataclass(frozen=True, slots=True)
 class DenseSpec:
     """Dense gated feed-forward."""
 
@@ -341,12 +367,25 @@ class ModelSpec:
         return replace(self, layers=layers, mtp=mtp)
 
     @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """Rotary embeddings of the attention layers, each once."""
+        attentions = [layer.attention for layer in self.layers]
+        return tuple(dict.fromkeys(one.rope for one in attentions if not isinstance(one, RecurrentSpec)))
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """Indices of the layers that keep a state instead of keys and values."""
+        return tuple(i for i, layer in enumerate(self.layers) if isinstance(layer.attention, RecurrentSpec))
+
+    @property
     def moe_layers(self) -> tuple[int, ...]:
         """Indices of the layers with routed experts."""
         return tuple(i for i, layer in enumerate(self.layers) if isinstance(layer.ffn, MoeSpec))
 
 
 def _layer_within(layer: LayerSpec, max_context_tokens: int) -> LayerSpec:
+    if isinstance(layer.attention, RecurrentSpec):
+        return layer
     rope = layer.attention.rope
     if not isinstance(rope.scaling, LongRopeScaling):
         return layer

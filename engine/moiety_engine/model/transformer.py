@@ -16,15 +16,17 @@ from torch import Tensor
 from moiety_engine.distribution.collectives import ALONE, Ranks
 from moiety_engine.model.adapter_stacks import AdapterStacks
 from moiety_engine.model.arithmetic import Arithmetic
-from moiety_engine.model.batch import Batch, ImageRows, KvCache, LatentCache, LayerCache
+from moiety_engine.model.batch import Batch, ImageRows, KvCache
+from moiety_engine.model.cache_groups import cache_groups
 from moiety_engine.model.expert_migration import SlotWeights
 from moiety_engine.model.expert_setup import expert_dispatch, expert_shape, expert_slots
+from moiety_engine.model.kv_allocation import KvAllocation
 from moiety_engine.model.layers import MixtureOfExperts, attention, feed_forward
 from moiety_engine.model.mtp_input import MtpInput
 from moiety_engine.model.norms import make_norm
 from moiety_engine.model.remote_experts import RemoteExperts, take_turns
 from moiety_engine.model.rotary import RotaryTable, rotation_of
-from moiety_engine.model.spec import KV_SCALE_BYTES, AttentionSpec, LatentAttentionSpec, ModelSpec, MoeSpec
+from moiety_engine.model.spec import ModelSpec, MoeSpec
 from moiety_engine.model.tensor_shards import own_spec
 from moiety_engine.model.vision_encoder import VisionEncoder
 from moiety_engine.model.vocabulary import Vocabulary
@@ -64,6 +66,7 @@ class Transformer:
         expert_bytes: int | None = None,
         expert_cache: ExpertCache | None = None,
         keeps_hidden: bool = False,
+        frees_windows: bool = False,
         vocabulary: Vocabulary | None = None,
     ) -> None:
         """Create the model.
@@ -71,7 +74,8 @@ class Transformer:
         `weights`: weights of the spec, or a rank's part of them. `kv_dtype`: type of the KV cache; None: that of the
         activations. `expert_bytes`: bytes of one expert of a layer, given if this rank may have no experts.
         `expert_cache`: cache whose slots are the weights' experts. `keeps_hidden`: the KV cache also keeps the hidden
-        state of each token, for an MTP layer. `vocabulary`: another model's, for a model without one.
+        state of each token, for an MTP layer. `frees_windows`: blocks behind sliding windows may be freed; see
+        `cache_groups`. `vocabulary`: another model's, for a model without one.
         """
         self.spec = spec
         self.ranks = ranks
@@ -85,10 +89,13 @@ class Transformer:
         self.experts = expert_shape(spec, weights, ranks.seat, expert_bytes)
         self.expert_counter = None if self.experts is None else ExpertCounter(self.experts, NUM_SLOTS, self.device)
         self._chosen: list[Tensor] = []  # experts of the running pass, layer by layer
-        rotaries = {layer.attention.rope: RotaryTable(layer.attention.rope, self.device) for layer in own.layers}
+        rotaries = {rope: RotaryTable(rope, self.device) for rope in own.ropes}
         self.adapters = AdapterStacks(own, self.device, self.activation_dtype)
         self._weights = weights
         self.keeps_hidden = keeps_hidden
+        self.cache_groups = cache_groups(spec, keep_everything=not frees_windows)
+        kv_form = self.kv_dtype, self.activation_dtype, spec.hidden_size if keeps_hidden else None
+        self._kv_allocation = KvAllocation(own.layers, self._first_layer, self.cache_groups, *kv_form)
         self.vocabulary = vocabulary or Vocabulary(spec.vocab_size, weights, ranks.tensor, arithmetic)
         self._mtp_input = None if weights.mtp_input is None else MtpInput(spec.norm, weights.mtp_input, arithmetic)
         self.vision = (
@@ -99,12 +106,13 @@ class Transformer:
         self._residence = WeightOffload(weights)
         kept_whole = self.kv_dtype in (torch.float32, torch.bfloat16)
         on_cpu_alone = self.device.type == "cpu" and kept_whole  # no torch in any layer
-        recordable = on_cpu_alone and ranks.everyone.size == 1 and expert_cache is None
+        once = expert_cache is None and not spec.recurrent_layers  # recording runs a step twice, which advances states
+        recordable = on_cpu_alone and ranks.everyone.size == 1 and once
         self._programs = _decode_programs(_Pass(self)) if recordable else None
         attend = partial(attention, arithmetic=arithmetic, rounds=self.dtype is torch.bfloat16)
         self._attentions = [
             self._whole(
-                attend(one.attention, w.attention, rotaries[one.attention.rope], spec.norm.eps, adapters=factors),
+                attend(one.attention, w.attention, rotaries, spec.norm.eps, adapters=factors),
                 ranks.tensor,
                 w.attention_post_norm,
             )
@@ -138,38 +146,19 @@ class Transformer:
         ]
 
     def kv_bytes_per_block(self, block_size: int) -> int:
-        """Return the bytes of one block of `block_size` tokens over all layers, on each rank."""
-        layers = [layer.attention for layer in self._own.layers]
-        num_bytes = sum(one.cached_values for one in layers) * self.kv_dtype.itemsize
-        if self.kv_dtype is torch.int8:
-            num_bytes += sum(one.cached_rows for one in layers) * KV_SCALE_BYTES
-        if self.keeps_hidden:
-            num_bytes += self.spec.hidden_size * self.activation_dtype.itemsize
-        return num_bytes * block_size
+        """Return the bytes of one block of `block_size` tokens on each rank."""
+        return self._kv_allocation.block_bytes(block_size)
 
-    def allocate_kv(self, num_blocks: int, block_size: int) -> KvCache:
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one sequence's recurrent state on each rank; 0 for a model without recurrent layers."""
+        return self._kv_allocation.state_bytes
+
+    def allocate_kv(self, num_blocks: int, block_size: int, num_state_slots: int = 0) -> KvCache:
         """Return a new KV cache for the model, in its `kv_dtype`, with undefined content."""
-
-        def layer(one: AttentionSpec | LatentAttentionSpec) -> LayerCache | LatentCache:
-            if isinstance(one, LatentAttentionSpec):
-                rows = empty(num_blocks, block_size, one.cached_values)
-                if self.kv_dtype is not torch.int8:
-                    return LatentCache(rows, one.latent_width)
-                of_parts = empty(2, num_blocks, block_size, dtype=torch.float32)
-                return LatentCache(rows, one.latent_width, of_parts[0], of_parts[1])
-            both = empty(2, num_blocks, one.num_kv_heads, block_size, one.head_dim)
-            if self.kv_dtype is not torch.int8:
-                return LayerCache(both[0], both[1])
-            scales = empty(2, num_blocks, one.num_kv_heads, block_size, dtype=torch.float32)
-            return LayerCache(both[0], both[1], scales[0], scales[1])
-
-        empty = partial(torch.empty, dtype=self.kv_dtype, device=self.device)
-        hidden: LatentCache | None = None
-        if self.keeps_hidden:
-            width = self.spec.hidden_size
-            hidden = LatentCache(empty(num_blocks, block_size, width, dtype=self.activation_dtype), width)
-        layers = tuple(layer(one.attention) for one in self._own.layers)
-        return KvCache(layers, num_blocks, block_size, rotation_of(self.spec), hidden)
+        return self._kv_allocation.allocate(
+            num_blocks, block_size, num_state_slots, self.device, rotation_of(self.spec)
+        )
 
     @property
     def only_kernels(self) -> bool:
@@ -361,11 +350,11 @@ class Transformer:
             return x_TD, x_TD
         normed_TD = self._norms[0][0](x_TD)
         next_norms = [attention_norm for attention_norm, _ in self._norms[1:]] + [self._final_norm]
-        share = self.spec.residual_multiplier
+        share, views, groups = self.spec.residual_multiplier, batch.by_cache_group(), kv.groups
         for number, (attend, feed, far, (_, ffn_norm), cache, next_norm) in enumerate(
             zip(self._attentions, self._ffns, self._far, self._norms, kv.layers, next_norms, strict=True)
         ):
-            attended_TD = attend(normed_TD, batch, cache)
+            attended_TD = attend(normed_TD, views[groups[number]], cache)
             if on_stored is not None:
                 on_stored(number)
             x_TD, normed_TD = ffn_norm.after_adding(x_TD, _times(share, attended_TD))

@@ -166,7 +166,7 @@ def _kv_capacity(served: Served, ours: ModelSpec, theirs: ModelSpec, sides: Side
             kv_bytes.append(kv_budget_bytes(Memory(total - served.weight_bytes(own), total), activations))
         except OutOfMemory:
             return 0
-    return int(kv_bytes[-1] // served.kv_bytes_per_token(ours) // demand.mean_context)
+    return int(kv_bytes[-1] // served.kv_bytes_per_token(ours, demand.mean_context) // demand.mean_context)
 
 
 def _step_s(

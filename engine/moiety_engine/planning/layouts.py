@@ -54,7 +54,7 @@ class LayoutCandidate:
     in_engine: bool
     problem: str | None = None
     weight_bytes: int = 0  # per rank
-    kv_bytes_per_token: int = 0  # per rank
+    kv_bytes_per_token: int = 0  # per rank, of a request of mean length
     kv_tokens: int = 0  # per group
     most_running: int = 0  # requests that fit into the memory of all replicas
     running: int = 0  # requests that decode at once within the SLO, over all replicas
@@ -118,7 +118,7 @@ def _fill_memory(
     found: LayoutCandidate, served: Served, own: ModelSpec, machine: Machine, demand: TrafficDemand
 ) -> LayoutCandidate:
     weights = served.weight_bytes(own)
-    found = replace(found, weight_bytes=weights, kv_bytes_per_token=served.kv_bytes_per_token(own))
+    found = replace(found, weight_bytes=weights, kv_bytes_per_token=served.kv_bytes_per_token(own, demand.mean_context))
     free = Memory(int(machine.memory_bytes) - weights, int(machine.memory_bytes))
     try:
         kv_bytes = kv_budget_bytes(free, activation_bytes(own, demand))

@@ -5,14 +5,17 @@ Presets are the keys of the releases' config.json; the hub id is in the comment 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moiety_engine.cache.table_layout import TableLayout
 from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.errors import InvalidConfig
+from moiety_engine.model.cache_groups import cache_groups
 from moiety_engine.model.families import read_spec, spec_from_config
 from moiety_engine.model.spec import KV_SCALE_BYTES
 from moiety_engine.model.weight_offload import weight_bytes
@@ -120,8 +123,19 @@ class Served:
             return weight_bytes(own, torch.bfloat16)
         return bytes_in(self.form, own, torch.bfloat16)
 
-    def kv_bytes_per_token(self, own: ModelSpec) -> int:
-        return sum(self.kv_bytes(layer.attention) for layer in own.layers)
+    def kv_bytes_per_token(self, own: ModelSpec, context: float) -> int:
+        """Return the bytes of a sequence of `context` tokens in a rank's KV cache, divided by its tokens.
+
+        Layers with a sliding window keep the last tokens only; see `model.cache_groups`.
+        """
+        groups = cache_groups(self.spec)
+        if all(group.window is None for group in groups):
+            return sum(self.kv_bytes(layer.attention) for layer in own.layers)
+        layout = TableLayout(1, tuple(group.window for group in groups))
+        kept = [context if most is None else min(context, most) for most in layout.most_held]
+        share = sum(len(group.layers) * tokens for group, tokens in zip(groups, kept, strict=True))
+        all_layers = sum(self.kv_bytes(layer.attention) for layer in own.layers)
+        return math.ceil(all_layers * share / (len(self.spec.layers) * context))
 
     def kv_bytes(self, attention: AttentionSpec | LatentAttentionSpec) -> int:
         """Return the bytes of one token in one layer's KV cache."""

@@ -6,6 +6,7 @@ Converting long lists to arrays in each step would take more of a step's time th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,15 +28,30 @@ class _TableRow:
     values: np.ndarray
 
 
-class BlockTables:
-    """Cache of the table rows of recently used sequences."""
+class HostTable(NamedTuple):
+    """Slots and block tables of a step in one cache group, in host memory; see GroupTable."""
 
-    def __init__(self) -> None:
+    slots_T: np.ndarray
+    block_table_SB: np.ndarray
+
+
+class BlockTables:
+    """Cache of the table rows of recently used sequences, in one cache group.
+
+    The entries of blocks that were freed behind a window are void: they may name any block.
+    """
+
+    def __init__(self, table: int = 0) -> None:
+        self._table = table
         self._rows: dict[Sequence, _TableRow] = {}
+
+    def blocks(self, sequence: Sequence) -> list[int]:
+        """Return the sequence's block table in this group."""
+        return sequence.kv.further_blocks[self._table - 1] if self._table else sequence.kv.blocks
 
     def of(self, sequence: Sequence) -> np.ndarray:
         """Return the sequence's blocks as int32; a view that is valid until the sequence's next step."""
-        blocks = sequence.kv.blocks
+        blocks = self.blocks(sequence)
         row = self._rows.get(sequence)
         if row is None or row.blocks is not blocks or row.num_read > len(blocks):
             row = self._rows[sequence] = _TableRow(blocks, 0, np.empty(_SMALLEST, dtype=np.int32))
@@ -48,6 +64,32 @@ class BlockTables:
             row.values[row.num_read : count] = blocks[row.num_read :]
             row.num_read = count
         return row.values[:count]
+
+    def stacked(self, sequences: list[Sequence]) -> np.ndarray:
+        """Return the block tables of these sequences: [S, B], int32, padded with 0."""
+        if len(sequences) == 1:
+            return self.of(sequences[0])[None, :]
+        width = max([len(sequence.kv.blocks) for sequence in sequences])
+        tables_SB = np.zeros((len(sequences), width), dtype=np.int32)
+        for s, sequence in enumerate(sequences):
+            tables_SB[s, : len(sequence.kv.blocks)] = self.of(sequence)
+        return tables_SB
+
+    def of_decodes(self, sequences: list[Sequence], positions: list[int], block_size: int) -> HostTable:
+        """Return the table of a step that decodes one token of each sequence, at these positions."""
+        tables = [s.kv.blocks for s in sequences] if not self._table else [self.blocks(s) for s in sequences]
+        slots = [
+            table[position // block_size] * block_size + position % block_size
+            for table, position in zip(tables, positions, strict=True)
+        ]
+        return HostTable(np.array(slots, dtype=np.int64), self.stacked(sequences))
+
+    def of_rows(
+        self, sequences: list[Sequence], sequence_T: np.ndarray, positions_T: np.ndarray, block_size: int
+    ) -> HostTable:
+        """Return the table of a step whose rows are tokens of `sequences[sequence_T]` at these positions."""
+        tables_SB, (in_block_T, offset_T) = self.stacked(sequences), np.divmod(positions_T, block_size)
+        return HostTable(tables_SB[sequence_T, in_block_T].astype(np.int64) * block_size + offset_T, tables_SB)
 
     def keep_only(self, sequences: list[Sequence]) -> None:
         """Drop the rows of all other sequences if there are many."""

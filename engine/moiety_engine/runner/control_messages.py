@@ -20,8 +20,10 @@ from moiety_engine.images.feature_cache import FeaturePart
 from moiety_engine.images.prompt_images import PromptImage
 from moiety_engine.model.batch import Spread
 from moiety_engine.moe.tenants import NOBODY
+from moiety_engine.runner.block_tables import HostTable
 from moiety_engine.runner.image_rows import HostImages
 from moiety_engine.runner.inputs import HostBatch
+from moiety_engine.runner.state_rows import HostStates
 from moiety_placement.transition import Write
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ class Allocate(msgspec.Struct, frozen=True, tag=True, array_like=True):
     block_size: int
     num_host_blocks: int
     image_cache_bytes: int = 0
+    num_state_slots: int = 0
 
 
 class Release(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -90,13 +93,17 @@ class GroupStep(msgspec.Struct, frozen=True, array_like=True):
     max_context: int
     max_query: int
     images: GroupImages | None = None
+    further_tables: list[tuple[bytes, bytes]] = []  # slots_T and block_table_SB of each further cache group
+    states: tuple[bytes, bytes] | None = None  # slots_R and begins_R
 
     @staticmethod
     def of(host: HostBatch) -> GroupStep:
         arrays = {name: getattr(host, name).tobytes() for name in _INT32 + _INT64}
         counts = len(host.token_ids_T), len(host.wanted_rows_L), host.num_scored
         images = None if host.images is None else GroupImages.of(host.images)
-        return GroupStep(arrays, *counts, host.num_decode, host.max_context, host.max_query, images)
+        further = [(one.slots_T.tobytes(), one.block_table_SB.tobytes()) for one in host.further_tables]
+        states = None if host.states is None else (host.states.slots_R.tobytes(), host.states.begins_R.tobytes())
+        return GroupStep(arrays, *counts, host.num_decode, host.max_context, host.max_query, images, further, states)
 
     def batch(self) -> HostBatch:
         """Return the HostBatch that this message was made from."""
@@ -104,7 +111,8 @@ class GroupStep(msgspec.Struct, frozen=True, array_like=True):
             return HostBatch.empty()
         arrays = {name: np.frombuffer(bytearray(self.arrays[name]), dtype=np.int32) for name in _INT32}
         arrays |= {name: np.frombuffer(bytearray(self.arrays[name]), dtype=np.int64) for name in _INT64}
-        arrays["block_table_SB"] = arrays["block_table_SB"].reshape(len(arrays["context_len_S"]), -1)
+        num_sequences = len(arrays["context_len_S"])
+        arrays["block_table_SB"] = arrays["block_table_SB"].reshape(num_sequences, -1)
         arrays["owner_T"] = np.full(len(arrays["token_ids_T"]), NOBODY)  # rank 0 counts expert picks for all ranks
         return HostBatch(
             **arrays,
@@ -113,7 +121,19 @@ class GroupStep(msgspec.Struct, frozen=True, array_like=True):
             max_context=self.max_context,
             max_query=self.max_query,
             images=None if self.images is None else self.images.images(),
+            further_tables=tuple(_host_table(*one, num_sequences) for one in self.further_tables),
+            states=None if self.states is None else _host_states(*self.states),
         )
+
+
+def _host_table(slots: bytes, block_tables: bytes, num_sequences: int) -> HostTable:
+    table_SB = np.frombuffer(bytearray(block_tables), dtype=np.int32).reshape(num_sequences, -1)
+    return HostTable(np.frombuffer(bytearray(slots), dtype=np.int64), table_SB)
+
+
+def _host_states(slots: bytes, begins: bytes) -> HostStates:
+    slots_R = np.frombuffer(bytearray(slots), dtype=np.int64)
+    return HostStates(slots_R, np.frombuffer(bytearray(begins), dtype=bool))
 
 
 class RunStep(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -152,6 +172,12 @@ class Swap(msgspec.Struct, frozen=True, tag=True, array_like=True):
     ins: list[tuple[int, int]]
 
 
+class CopyStates(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Copy recurrent states between slots (source, target), in order. The numbers are those of the plan."""
+
+    pairs: list[tuple[int, int]]
+
+
 class MoveExperts(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Write other experts into slots of a layer."""
 
@@ -176,6 +202,7 @@ Order = (
     | Release
     | RunStep
     | Swap
+    | CopyStates
     | MoveExperts
     | EncodeImage
     | ForgetImages
@@ -227,6 +254,10 @@ class ControlSender:
     def swap(self, outs: list[tuple[int, int]], ins: list[tuple[int, int]]) -> None:
         if outs or ins:
             self.give(Swap(outs, ins))
+
+    def copy_states(self, pairs: list[tuple[int, int]]) -> None:
+        if pairs:
+            self.give(CopyStates(pairs))
 
     def send_tokens(self, token_L: Tensor) -> None:
         """Send the other ranks the tokens that the launched step samples."""

@@ -24,6 +24,7 @@ from moiety_engine.runner.kv_swap import HostKv
 from moiety_engine.runner.micro_batches import WHOLE, MicroBatchSplit
 from moiety_engine.runner.runner import Runner
 from moiety_engine.runner.sizes import Sizes
+from moiety_engine.runner.state_rows import copy_states
 from moiety_engine.scheduling.plan import Chunk, Plan
 from moiety_engine.scheduling.preemption.preemptor import SwapCost
 from moiety_engine.scheduling.speculative_decoding.costs import SIZES
@@ -61,7 +62,7 @@ class DeviceState:
         self._arrivals = kv_connector.arrivals
         scratch = int(sizes.graphs)  # one block that no sequence gets
         with orders.together(_allocation(sizes, scratch)):
-            self._allocate(sizes.num_blocks + scratch)
+            self._allocate(sizes.num_blocks + scratch, sizes.num_state_slots)
         self.runner = Runner(
             model,
             self.kv,
@@ -74,12 +75,13 @@ class DeviceState:
             image_cache_bytes=sizes.image_cache_bytes,
         )
 
-    def _allocate(self, num_blocks: int) -> None:
+    def _allocate(self, num_blocks: int, num_state_slots: int) -> None:
         model, sizes = self._model, self._sizes
         try:
-            self.kv = model.allocate_kv(num_blocks, sizes.block_size)
+            self.kv = model.allocate_kv(num_blocks, sizes.block_size, num_state_slots)
         except RuntimeError as exc:  # torch raises this on a CPU
             kv_gib = sizes.num_blocks * model.kv_bytes_per_block(sizes.block_size) / 2**30
+            kv_gib += num_state_slots * model.state_bytes / 2**30
             raise OutOfMemory(
                 f"a KV cache of {kv_gib:.2f} GiB does not fit on {model.device}: lower --kv-memory-bytes, "
                 "or leave it out to use the measured free memory"
@@ -93,11 +95,13 @@ class DeviceState:
             ) from exc
 
     def copy_blocks(self, plan: Plan) -> None:
-        """Run the plan's copies between cache and host tier, and write received KV into the cache.
+        """Run the plan's copies between cache and host tier and of states, and write received KV into the cache.
 
         Call it before the plan runs.
         """
         self.move(Copies(plan.swap_out, plan.swap_in))
+        self._orders.copy_states(plan.state_copies)
+        copy_states(self.kv, 0, plan.state_copies)
         for kv_load in plan.kv_loads:
             assert self._arrivals is not None, "KV is loaded without a receiver"
             self._arrivals.load(*kv_load)
@@ -120,7 +124,9 @@ class DeviceState:
         blank = CoreSubmit(0, "", STANDARD, [0] * 4, Sampling(), 1, 0, [], 1, b"", 0)
         sequences = [Sequence(blank, order=0, seed=0) for _ in range(self._model.ranks.across.size)]
         for group, sequence in enumerate(sequences):
-            sequence.kv.group, sequence.kv.blocks = group, list(range(-(-5 // self._sizes.block_size)))
+            sequence.kv.group = group
+            sequence.kv.state_slot = 0
+            sequence.kv.fill_tables(list(range(-(-5 // self._sizes.block_size))), self.kv.num_groups)
         for num_tokens, decodes in ((4, False), (1, True)):
             chunks = [Chunk(sequence, num_tokens, samples=True) for sequence in sequences]
             plan = Plan(chunks, len(chunks) if decodes else 0, num_tokens * len(chunks), [])
@@ -144,7 +150,7 @@ class DeviceState:
         for size in SIZES:
             if size > min(self._sizes.max_batch_tokens, self._sizes.num_blocks * self._sizes.block_size):
                 break
-            sequence.kv.blocks = list(range(-(-size // self._sizes.block_size)))
+            sequence.kv.fill_tables(list(range(-(-size // self._sizes.block_size))), self.kv.num_groups)
             times_s = []
             for _ in range(_TIMED_SMALL if size <= _SMALL else _TIMED):
                 draft = tuple(tokens.randrange(self._model.spec.vocab_size) for _ in range(size - 1))
@@ -179,7 +185,7 @@ class DeviceState:
 
 def _allocation(sizes: Sizes, scratch: int) -> Allocate:
     num_blocks = sizes.num_blocks + scratch
-    return Allocate(num_blocks, sizes.block_size, sizes.num_host_blocks, sizes.image_cache_bytes)
+    return Allocate(num_blocks, sizes.block_size, sizes.num_host_blocks, sizes.image_cache_bytes, sizes.num_state_slots)
 
 
 def free_cached_memory(device: torch.device) -> None:

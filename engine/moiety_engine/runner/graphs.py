@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moiety_engine.model.batch import Batch, KvCache
+from moiety_engine.model.batch import Batch, GroupTable, KvCache
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.moe.tenants import NOBODY
+from moiety_engine.runner.block_tables import HostTable
 from moiety_engine.runner.inputs import HostBatch, put_pending
 from moiety_engine.staging import Staging
 
@@ -47,9 +48,12 @@ def graph_contexts(max_context: int) -> list[int]:
 def padded(host: HostBatch, num_sequences: int, scratch_block: int, block_size: int) -> HostBatch:
     """Return a batch of decodes padded with dummy rows to `num_sequences`. The wanted rows stay the same."""
     more = num_sequences - host.num_decode
-    table_SB = np.zeros((num_sequences, host.block_table_SB.shape[1]), dtype=np.int32)
-    table_SB[: host.num_decode] = host.block_table_SB
-    table_SB[host.num_decode :, 0] = scratch_block
+
+    def padded_table(given_SB: np.ndarray) -> np.ndarray:
+        table_SB = np.zeros((num_sequences, given_SB.shape[1]), dtype=np.int32)
+        table_SB[: host.num_decode] = given_SB
+        table_SB[host.num_decode :, 0] = scratch_block
+        return table_SB
 
     def longer(values: np.ndarray, filler: int) -> np.ndarray:
         return np.concatenate((values, np.full(more, filler, dtype=values.dtype)))
@@ -62,8 +66,12 @@ def padded(host: HostBatch, num_sequences: int, scratch_block: int, block_size: 
         owner_T=longer(host.owner_T, NOBODY),
         query_start_S1=np.arange(num_sequences + 1, dtype=np.int32),
         context_len_S=longer(host.context_len_S, 1),
-        block_table_SB=table_SB,
+        block_table_SB=padded_table(host.block_table_SB),
         num_decode=num_sequences,
+        further_tables=tuple(
+            HostTable(longer(one.slots_T, scratch_block * block_size), padded_table(one.block_table_SB))
+            for one in host.further_tables
+        ),
     )
 
 
@@ -133,6 +141,9 @@ class DecodeGraphs:
             into(own.owner_T, whole.owner_T)
         into(own.context_len_S, whole.context_len_S)
         into(own.block_table_SB[:, : whole.block_table_SB.shape[1]], whole.block_table_SB)
+        for ours, one in zip(own.further_tables, whole.further_tables, strict=True):
+            into(ours.slots_T, one.slots_T)
+            into(ours.block_table_SB[:, : one.block_table_SB.shape[1]], one.block_table_SB)
         captured.graph.replay()
         return self._hidden_SD[: len(host.wanted_rows_L)]
 
@@ -159,6 +170,9 @@ class DecodeGraphs:
             wanted_rows_L=whole.wanted_rows_L[:size],
             num_decode=size,
             max_context=context,
+            further_tables=tuple(
+                GroupTable(one.slots_T[:size], one.block_table_SB[:size]) for one in whole.further_tables
+            ),
         )
 
     def _rehearse(self, batch: Batch) -> None:
@@ -188,16 +202,22 @@ def _static_inputs(rows: int, width: int, scratch_block: int, kv: KvCache, model
     def full(*shape: int, value: int, dtype: torch.dtype) -> Tensor:
         return torch.full(shape, value, dtype=dtype, device=model.device)
 
+    def table() -> GroupTable:
+        slots_T = full(rows, value=scratch_block * kv.block_size, dtype=torch.int64)
+        return GroupTable(slots_T, full(rows, width, value=scratch_block, dtype=torch.int32))
+
+    first, *further = (table() for _ in range(kv.num_groups))
     return Batch(
         token_ids_T=full(rows, value=0, dtype=torch.int64),
         positions_T=full(rows, value=0, dtype=torch.int64),
-        slots_T=full(rows, value=scratch_block * kv.block_size, dtype=torch.int64),
+        slots_T=first.slots_T,
         query_start_S1=torch.arange(rows + 1, dtype=torch.int32, device=model.device),
         context_len_S=full(rows, value=1, dtype=torch.int32),
-        block_table_SB=full(rows, width, value=scratch_block, dtype=torch.int32),
+        block_table_SB=first.block_table_SB,
         wanted_rows_L=torch.arange(rows, dtype=torch.int64, device=model.device),
         num_decode=rows,
         max_context=1,
         max_query=1,
         owner_T=None if model.expert_counter is None else full(rows, value=NOBODY, dtype=torch.int64),
+        further_tables=tuple(further),
     )

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from moiety_engine.images.feature_cache import FeatureCache
 from moiety_engine.model.adapter_stacks import AdaptedRows
-from moiety_engine.model.batch import Batch, ImageRows, Spread
+from moiety_engine.model.batch import Batch, GroupTable, ImageRows, RecurrentRows, Spread
 from moiety_engine.moe.tenants import NOBODY, TenantSlots
-from moiety_engine.runner.block_tables import BlockTables
+from moiety_engine.runner.block_tables import BlockTables, HostTable
 from moiety_engine.runner.image_rows import HostImages, decode_positions, image_rows
+from moiety_engine.runner.state_rows import HostStates
 from moiety_engine.scheduling.plan import Chunk, Plan
 from moiety_engine.sequence import PENDING, Sequence
 from moiety_engine.staging import Staging
@@ -50,6 +51,8 @@ class HostBatch:
     max_query: int
     adapter_T: np.ndarray | None = None  # adapter slots, -1 for none; None where no token has an adapter
     images: HostImages | None = None
+    further_tables: tuple[HostTable, ...] = ()
+    states: HostStates | None = None  # None: the model has no recurrent layers
 
     @property
     def decodes_only(self) -> bool:
@@ -96,6 +99,7 @@ class BatchBuilder:
     every prompt token attends as part of a chunk: the two attention paths round differently. Draft tokens always attend
     as decodes, so an accepted token gets the same bits as without speculation. With `tenants`, batches name the tenant
     slot of each token; with `adapters`, the slot of its adapter. `features` has the encoder's output for images.
+    `num_tables`: number of cache groups. `has_states`: the model has recurrent layers.
     """
 
     def __init__(
@@ -108,6 +112,8 @@ class BatchBuilder:
         tenants: TenantSlots | None = None,
         adapters: Mapping[str, int] | None = None,
         features: FeatureCache | None = None,
+        num_tables: int = 1,
+        has_states: bool = False,
     ) -> None:
         self._features = features
         self._parts = _answers_apart if answers_apart else _chunks
@@ -116,6 +122,8 @@ class BatchBuilder:
         self._staging = staging or Staging(device)
         self._tenants = tenants
         self._tables = BlockTables()
+        self._further = [BlockTables(table) for table in range(1, num_tables)]
+        self._has_states = has_states
 
     def build(self, plan: Plan, sampled_L: Tensor | None = None) -> Batch:
         """Return the plan's batch on the device. `sampled_L` holds the tokens that the running step samples."""
@@ -128,7 +136,7 @@ class BatchBuilder:
         and its draft; then the rows of the chunks that embed; then the rows before the prompt tokens that are scored.
         """
         sequences = [chunk.sequence for chunk in plan.chunks]
-        self._tables.keep_only(sequences)
+        self._keep_tables(sequences)
         if plan.num_decode == len(sequences) > 0 and all(map(_decodes_one, plan.chunks)):
             return self._arrange_decodes(sequences)
         return self._arrange(plan, self._tenants)
@@ -138,7 +146,7 @@ class BatchBuilder:
 
         `owner_T` of the first batch covers the tokens of all groups.
         """
-        self._tables.keep_only([chunk.sequence for chunk in plan.chunks])
+        self._keep_tables([chunk.sequence for chunk in plan.chunks])
         plans = [part_of(plan, group) for group in range(num_groups)]
         hosts = [self._arrange(part, None) if part.chunks else HostBatch.empty() for part in plans]
         if self._tenants is None:
@@ -157,22 +165,21 @@ class BatchBuilder:
         positions = [sequence.kv.num_computed for sequence in sequences]
         rotary = positions if self._features is None else decode_positions(sequences, positions)
         token_ids = [sequences[s].tokens[positions[s]] for s in every]
-        blocks = [sequences[s].kv.blocks[positions[s] // size] for s in every]
         pending = [s for s in every if token_ids[s] == PENDING]
         for s in pending:
             token_ids[s] = 0
         ones, rows, starts = _of_decodes(len(sequences))
-        owners = [NOBODY] * len(ones)
+        owners, table = [NOBODY] * len(ones), self._tables.of_decodes(sequences, positions, size)
         if self._tenants is not None:
             owners = self._tenants.slots_of([sequence.request.tenant for sequence in sequences], ones)
         return HostBatch(
             token_ids_T=np.array(token_ids, dtype=np.int64),
             positions_T=np.array(rotary, dtype=np.int64),
-            slots_T=np.array([blocks[s] * size + positions[s] % size for s in every], dtype=np.int64),
+            slots_T=table.slots_T,
             owner_T=np.array(owners, dtype=np.int64),
             query_start_S1=starts,
             context_len_S=np.array([position + 1 for position in positions], dtype=np.int32),
-            block_table_SB=self._table_of(sequences),
+            block_table_SB=table.block_table_SB,
             wanted_rows_L=rows,
             num_scored=0,
             pending_rows_P=np.array(pending, dtype=np.int64),
@@ -181,17 +188,9 @@ class BatchBuilder:
             max_context=max(positions) + 1,
             max_query=1,
             adapter_T=self._adapters_of(sequences, np.array(ones)) if self._adapters else None,
+            further_tables=tuple([one.of_decodes(sequences, positions, size) for one in self._further]),
+            states=HostStates.of(sequences, positions) if self._has_states else None,
         )
-
-    def _table_of(self, sequences: list[Sequence]) -> np.ndarray:
-        """Return the block table: [S, B], int32, padded with 0."""
-        if len(sequences) == 1:
-            return self._tables.of(sequences[0])[None, :]
-        width = max([len(sequence.kv.blocks) for sequence in sequences])
-        tables_SB = np.zeros((len(sequences), width), dtype=np.int32)
-        for s, sequence in enumerate(sequences):
-            tables_SB[s, : len(sequence.kv.blocks)] = self._tables.of(sequence)
-        return tables_SB
 
     def _arrange(self, plan: Plan, tenants: TenantSlots | None) -> HostBatch:
         chunks, parts = plan.chunks, self._parts(plan)
@@ -201,10 +200,10 @@ class BatchBuilder:
         firsts = np.array(parts.firsts, dtype=np.int64)
         starts = np.zeros(count + 1, dtype=np.int32)
         np.cumsum(lengths, out=starts[1:])
-        tables = self._table_of(sequences)
         sequence_T = np.repeat(np.arange(count), lengths)
         positions = np.arange(starts[-1]) + (firsts - starts[:-1])[sequence_T]
-        in_block, offset = np.divmod(positions, self._block_size)
+        rows = sequences, sequence_T, positions, self._block_size
+        table = self._tables.of_rows(*rows)
         token_ids = _tokens(parts, starts)
         pending = np.flatnonzero(token_ids == PENDING)
         token_ids[pending] = 0
@@ -222,11 +221,11 @@ class BatchBuilder:
         return HostBatch(
             token_ids_T=token_ids,
             positions_T=rotary_T,
-            slots_T=tables[sequence_T, in_block].astype(np.int64) * self._block_size + offset,
+            slots_T=table.slots_T,
             owner_T=_owners(tenants, parts, lengths, starts),
             query_start_S1=starts,
             context_len_S=contexts,
-            block_table_SB=tables,
+            block_table_SB=table.block_table_SB,
             wanted_rows_L=np.concatenate((ends[wanted], scored_rows)) if len(scored_rows) else ends[wanted],
             num_scored=len(scored_rows),
             pending_rows_P=pending,
@@ -236,7 +235,13 @@ class BatchBuilder:
             max_query=int(lengths.max()),
             adapter_T=self._adapters_of(sequences, lengths),
             images=images,
+            further_tables=tuple([one.of_rows(*rows) for one in self._further]),
+            states=HostStates.of(sequences, parts.firsts) if self._has_states else None,
         )
+
+    def _keep_tables(self, sequences: list[Sequence]) -> None:
+        for tables in (self._tables, *self._further):
+            tables.keep_only(sequences)
 
     def upload(
         self,
@@ -249,14 +254,14 @@ class BatchBuilder:
 
         `parts` are the micro-batches, if there are any.
         """
-        upload = self._staging.upload
-        token_ids_T = upload(host.token_ids_T)
+        upload, states = self._staging.upload, host.states
+        token_ids_T, query_start_S1 = upload(host.token_ids_T), upload(host.query_start_S1)
         put_pending(token_ids_T, host, sampled_L, self._staging)
         return Batch(
             token_ids_T=token_ids_T,
             positions_T=upload(host.positions_T),
             slots_T=upload(host.slots_T),
-            query_start_S1=upload(host.query_start_S1),
+            query_start_S1=query_start_S1,
             context_len_S=upload(host.context_len_S),
             block_table_SB=upload(host.block_table_SB),
             wanted_rows_L=upload(host.wanted_rows_L),
@@ -268,6 +273,14 @@ class BatchBuilder:
             adapted=None if host.adapter_T is None else AdaptedRows(upload(host.adapter_T)),
             images=None if host.images is None else self._upload_images(host.images),
             micro_batches=tuple(map(self.upload, parts)),
+            further_tables=tuple(
+                GroupTable(upload(one.slots_T), upload(one.block_table_SB)) for one in host.further_tables
+            ),
+            states=None
+            if states is None
+            else RecurrentRows(
+                query_start_S1, upload(states.slots_R), upload(states.begins_R), host.num_decode, host.max_query
+            ),
         )
 
     def _upload_images(self, images: HostImages) -> ImageRows:

@@ -1,8 +1,8 @@
 """Storage of the host-memory tier: KV blocks are copied out of the cache and back in.
 
-Owns the host memory (page-locked beside a GPU) and a small staging buffer on the device. A block's data of all layers
-is contiguous in one row, so a block moves in one copy regardless of the number of layers. `cache.host` decides which
-block goes where.
+Owns the host memory (page-locked beside a GPU) and a small staging buffer on the device. A block's data of all its
+layers is contiguous in one row, so a block moves in one copy regardless of the number of layers. `cache.host` decides
+which block goes where.
 
 n blocks of a copy, E elements of a block over all layers, H host blocks of a slab.
 """
@@ -48,7 +48,7 @@ class HostKv:
         first = kv.layers[0].parts[0]
         self._kv = kv
         # all viewed as one dtype: an int8 cache has scales of another dtype
-        self._views = [part.flatten(1).view(first.dtype) for layer in kv.everything for part in layer.parts]
+        self._views = [part.flatten(1).view(first.dtype) for layer in kv.places for part in layer.parts]
         self.block_bytes = self.bytes_of_a_block(kv)
         width = self.block_bytes // first.element_size()
         on_cuda = first.device.type == "cuda"
@@ -68,8 +68,8 @@ class HostKv:
 
     @staticmethod
     def bytes_of_a_block(kv: KvCache) -> int:
-        """Return the bytes of one block over all layers."""
-        return sum(part[0].numel() * part.element_size() for layer in kv.everything for part in layer.parts)
+        """Return the bytes of one block."""
+        return sum(part[0].numel() * part.element_size() for layer in kv.places for part in layer.parts)
 
     def view(self, host_block: int) -> memoryview:
         """Return the bytes of a host block, readable and writable.

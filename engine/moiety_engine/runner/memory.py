@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from moiety_engine.cache.table_layout import TableLayout
 from moiety_engine.errors import OutOfMemory
 from moiety_engine.memory import Memory
 
@@ -13,6 +14,7 @@ RESERVE_BYTES = 512 << 20  # for kernels that are loaded later
 ADAPTER_FRACTION = 1 / 64  # of a GPU's memory, for adapters
 ADAPTER_BYTES = 1 << 30  # on a CPU, where unused memory is not allocated
 HOST_FRACTION = 0.25  # of the available host memory, for the host tier beside a GPU
+SNAPSHOT_FRACTION = 0.2  # of the KV cache's memory, for snapshots of recurrent states
 HOST_PER_DEVICE = 2  # upper bound, in multiples of the device's KV cache
 
 
@@ -38,19 +40,36 @@ def gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB"
 
 
-def num_kv_blocks(*, budget_bytes: int, block_bytes: int, block_size: int, max_running: int, max_context: int) -> int:
+def num_kv_blocks(
+    *, budget_bytes: int, block_bytes: int, layout: TableLayout, max_running: int, max_context: int
+) -> int:
     """Return the number of blocks in the budget, at most what `max_running` sequences of the longest context fill.
 
     Raises OutOfMemory where not even a single short sequence fits.
     """
-    useful = max_running * -(-max_context // block_size)
-    count = min(budget_bytes // block_bytes, useful)
-    if count < 2:
+    useful = max_running * layout.held_for(max_context)
+    count, least = min(budget_bytes // max(1, block_bytes), useful), 2 * layout.num_tables
+    if count < least:
         raise OutOfMemory(
-            f"the KV cache has {budget_bytes / 2**20:.1f} MiB, but two blocks of {block_size} tokens need "
-            f"{2 * block_bytes / 2**20:.1f} MiB: raise --kv-memory-bytes, or lower --block-size"
+            f"the KV cache has {budget_bytes / 2**20:.1f} MiB, but {least} blocks of {layout.block_size} tokens need "
+            f"{least * block_bytes / 2**20:.1f} MiB: raise --kv-memory-bytes, or lower --block-size"
         )
     return count
+
+
+def num_states(budget_bytes: int, state_bytes: int, max_running: int) -> int:
+    """Return the number of state slots of recurrent layers: one per running sequence, and the others for snapshots.
+
+    Snapshots get a fixed part of what the slots of running sequences leave of the budget. Raises OutOfMemory where
+    those take more than half of it.
+    """
+    running_bytes = max_running * state_bytes
+    if running_bytes > budget_bytes // 2:
+        raise OutOfMemory(
+            f"the recurrent states of {max_running} running requests need {gib(running_bytes)}, more than half of the "
+            f"{gib(budget_bytes)} for the KV cache: lower --max-running, or raise --kv-memory-bytes"
+        )
+    return max_running + max(1, int((budget_bytes - running_bytes) * SNAPSHOT_FRACTION) // state_bytes)
 
 
 def num_host_blocks(

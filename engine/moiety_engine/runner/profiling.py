@@ -65,12 +65,15 @@ def largest_step(
         sequence = Sequence(CoreSubmit(0, "", STANDARD, [0] * length, _GREEDIEST, 2, 0, [], 2, b"", 0), order=0, seed=0)
         sequence.kv.group = group = index % num_groups
         count = -(-(length + 1) // block_size)
-        sequence.kv.blocks = list(range(blocks_of[group], blocks_of[group] + count))
+        blocks = list(range(blocks_of[group], blocks_of[group] + count))
+        sequence.kv.fill_tables(blocks, len(model.cache_groups))
+        sequence.kv.state_slot = index
         blocks_of[group] += count
         sequences.append(sequence)
     num_blocks = max(blocks_of)
-    with orders.together(Allocate(num_blocks, block_size, 0)):
-        kv = model.allocate_kv(num_blocks, block_size)
+    num_states = len(sequences) if model.state_bytes else 0
+    with orders.together(Allocate(num_blocks, block_size, 0, num_state_slots=num_states)):
+        kv = model.allocate_kv(num_blocks, block_size, num_states)
     runner = Runner(model, kv, orders)
     runner.collect(runner.launch(Plan([Chunk(s, len(s.tokens), samples=True) for s in sequences], 0, sum(lengths), [])))
     many = [sequences[i % len(sequences)] for i in range(max_running)]  # the values that they compute do not matter
@@ -79,7 +82,7 @@ def largest_step(
         sequence.tokens.append(0)
     runner.collect(runner.launch(Plan([Chunk(s, 1, samples=True) for s in many], max_running, max_running, [])))
     orders.give(Release())
-    return num_blocks * model.kv_bytes_per_block(block_size)
+    return num_blocks * model.kv_bytes_per_block(block_size) + num_states * model.state_bytes
 
 
 def _prompt_lengths(max_batch_tokens: int, max_running: int, longest: int) -> list[int]:

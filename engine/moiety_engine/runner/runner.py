@@ -111,6 +111,8 @@ class Runner:
             tenants=tenants,
             adapters=adapters,
             features=self.features,
+            num_tables=kv.num_groups,
+            has_states=bool(model.spec.recurrent_layers),
         )
         self._sampler = Sampler(model.spec.vocab_size, model.device, self.staging)
         self._masks = MaskMaker(num_mask_words, model.spec.vocab_size, model.device)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moiety_engine.cache.table_layout import TableLayout
+from moiety_engine.cache_setup import table_windows
 from moiety_engine.config import EngineConfig
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.memory import available_bytes, device_memory
@@ -16,6 +18,7 @@ from moiety_engine.runner.memory import (
     kv_budget_bytes,
     num_host_blocks,
     num_kv_blocks,
+    num_states,
 )
 from moiety_engine.runner.profiling import measure
 from moiety_wire.roles import EngineRole
@@ -34,6 +37,7 @@ class Sizes:
     graphs: bool  # decode steps are captured and replayed
     adapter_bytes: int = 0  # device memory for adapters; 0 if none are served
     image_cache_bytes: int = 0  # device memory for encoded images; 0 without an encoder
+    num_state_slots: int = 0  # of each recurrent layer; 0 without any
 
 
 def sizes_for(
@@ -79,12 +83,16 @@ def sizes_for(
         )
     elif budget is None:
         budget = int(available_bytes() * CPU_FRACTION) // local_ranks
+    state_bytes = model.state_bytes
+    num_state_slots = 0 if not state_bytes else num_states(budget, state_bytes, max_running)
+    budget -= num_state_slots * state_bytes
     block_bytes = model.kv_bytes_per_block(block_size)
+    layout = TableLayout(block_size, table_windows(model, config), max_chunk_tokens=max_batch_tokens)
     drafts_bytes = 0 if draft_model is None else draft_model.kv_bytes_per_block(block_size)
     num_blocks = num_kv_blocks(
         budget_bytes=budget,
         block_bytes=block_bytes + drafts_bytes,
-        block_size=block_size,
+        layout=layout,
         max_running=max_running,
         max_context=context,
     )
@@ -95,9 +103,10 @@ def sizes_for(
         block_bytes=block_bytes,
         host_bytes=available_bytes() // local_ranks,
     )
-    context = min(context, num_blocks * block_size)
+    longest = layout.longest_context(num_blocks)
+    context = context if longest is None else min(context, longest)
     waits = model.ranks.everyone.size > 1 or model.offloads  # a graph cannot wait for other ranks or for experts
-    graphs = on_cuda and config.cuda_graphs and not waits
+    graphs = on_cuda and config.cuda_graphs and not waits and not state_bytes  # states are no input of graphs
     return Sizes(
         block_size,
         max_batch_tokens,
@@ -108,6 +117,7 @@ def sizes_for(
         graphs,
         adapter_bytes,
         image_cache_bytes,
+        num_state_slots,
     )
 
 

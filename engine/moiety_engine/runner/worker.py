@@ -15,6 +15,7 @@ from moiety_engine.errors import OutOfMemory
 from moiety_engine.images.feature_cache import FeatureCache, features_of
 from moiety_engine.runner.control_messages import (
     Allocate,
+    CopyStates,
     EncodeImage,
     ForgetImages,
     MoveExperts,
@@ -31,6 +32,7 @@ from moiety_engine.runner.inputs import BatchBuilder
 from moiety_engine.runner.kv_swap import HostKv
 from moiety_engine.runner.micro_batches import cut
 from moiety_engine.runner.scoring import in_turns
+from moiety_engine.runner.state_rows import copy_states
 from moiety_engine.staging import Staging
 
 if TYPE_CHECKING:
@@ -68,6 +70,8 @@ class WorkerBase:
                 self._step(order)
             case Swap():
                 self._swap(order)
+            case CopyStates():
+                self._copy_states(order)
             case MoveExperts():
                 self._move_experts(order)
             case EncodeImage():
@@ -88,6 +92,7 @@ class WorkerBase:
         raise NotImplementedError
 
     def _swap(self, swap: Swap) -> None: ...
+    def _copy_states(self, order: CopyStates) -> None: ...
     def _move_experts(self, order: MoveExperts) -> None: ...
     def _encode_image(self, order: EncodeImage) -> None: ...
     def _forget_images(self, order: ForgetImages) -> None: ...
@@ -135,7 +140,7 @@ class Worker(WorkerBase):
         self._staging = Staging(model.device)
 
     def _allocate(self, order: Allocate) -> None:
-        self._kv = self._model.allocate_kv(order.num_blocks, order.block_size)
+        self._kv = self._model.allocate_kv(order.num_blocks, order.block_size, order.num_state_slots)
         self._host_kv = HostKv(self._kv, order.num_host_blocks) if order.num_host_blocks else None
         self._features = features_of(self._model, order.image_cache_bytes)
         self._builder = BatchBuilder(order.block_size, self._model.device, self._staging, features=self._features)
@@ -143,6 +148,10 @@ class Worker(WorkerBase):
     def _swap(self, swap: Swap) -> None:
         assert self._host_kv is not None, "blocks are swapped without a host tier"
         self._host_kv.run_own(self._group, swap.outs, swap.ins)
+
+    def _copy_states(self, order: CopyStates) -> None:
+        assert self._kv is not None, "states are copied without a cache"
+        copy_states(self._kv, self._group, order.pairs)
 
     def _move_experts(self, order: MoveExperts) -> None:
         self._model.move_experts(order.layer, order.writes)

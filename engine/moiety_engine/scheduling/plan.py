@@ -37,12 +37,14 @@ class DraftCatchUp(NamedTuple):
 class KvLoad(NamedTuple):
     """KV from another engine to load into a sequence's blocks.
 
-    `blocks` starts with the sequence's first block; the KV of token `first` and later tokens is loaded.
+    `tables` are its block tables, of which blocks `firsts` and later ones are held; the KV of token `first` and later
+    tokens is loaded.
     """
 
     key: int
     first: int
-    blocks: list[int]
+    tables: list[list[int]]
+    firsts: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +53,10 @@ class Plan:
 
     Decode chunks come first: a single token each, or one token and a draft. `preempted` sequences left the batch to
     free blocks or batch slots. Before the forward pass, blocks are copied: first those of `swap_out` (device block,
-    host block), then those of `swap_in` (host block, device block). With several rank groups, the block numbers of a
-    group follow those of the groups before it. Then KV from other engines is loaded, and the draft model processes the
-    tokens of `taken_in` and generates the pending draft tokens.
+    host block), then those of `swap_in` (host block, device block); and recurrent states are copied between slots, one
+    after the other (source, target). With several rank groups, the numbers of a group's blocks and slots follow those
+    of the groups before it. Then KV from other engines is loaded, and the draft model processes the tokens of
+    `taken_in` and generates the pending draft tokens.
     """
 
     chunks: list[Chunk]
@@ -63,6 +66,7 @@ class Plan:
     shape: StepShape = field(default_factory=StepShape)
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
+    state_copies: list[tuple[int, int]] = field(default_factory=list)
     kv_loads: list[KvLoad] = field(default_factory=list)
     planned_ns: int = 0
     taken_in: list[DraftCatchUp] = field(default_factory=list)

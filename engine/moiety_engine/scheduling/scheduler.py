@@ -87,7 +87,7 @@ class Scheduler:
                 max_running=limits.max_running,
                 max_waiting=limits.max_waiting,
                 num_blocks=kv.pool.num_blocks,
-                block_size=kv.block_size,
+                layout=kv.layout,
                 cached_tokens=groups.num_cached,
             ),
         )
@@ -210,7 +210,7 @@ class Scheduler:
         running = () if self._running is None else self._running.chunks
         busy = planner.groups | {chunk.sequence.kv.group for chunk in running}
         for group, kv in enumerate(self.groups):
-            if group not in busy and not kv.pool.num_free:
+            if group not in busy and kv.pool.num_free < kv.num_tables:
                 self._preemptor.break_deadlock(now_ns, group)
 
     def end_non_finite(self, now_ns: int, also: Iterable[int] = ()) -> list[NonFiniteEnd]:

@@ -125,7 +125,7 @@ class StepPlanner:
         """
         sequence = self._decodes[place].sequence
         first, kv = sequence.kv.num_computed, self._kv.of(sequence)
-        num_spare = max(0, kv.pool.num_free - len(self._decodes))
+        num_spare = max(0, kv.pool.num_free - len(self._decodes) * kv.num_tables) // kv.num_tables
         room = (len(sequence.kv.blocks) + num_spare) * kv.block_size - first - 1
         limit = min(len(draft), self.rows_left, room)
         if self._answer_rows_left is not None:
@@ -171,6 +171,8 @@ class StepPlanner:
         if num_tokens <= 0:
             return False
         first = sequence.kv.num_computed
+        if sequence.kv.snapshot_ends:  # the state after a block is known only where a chunk ends
+            num_tokens = min(num_tokens, sequence.kv.snapshot_ends[0] * kv.block_size - first)
         end = first + num_tokens
         grown = kv.grow(sequence, end)
         assert grown, "room_tokens promised blocks that are not there"
@@ -248,6 +250,7 @@ class StepPlanner:
             shape=self.shape,
             swap_out=copies.outs,
             swap_in=copies.ins,
+            state_copies=self._kv.take_state_copies(),
             kv_loads=self._kv.take_kv_loads(),
             planned_ns=planned_ns,
             taken_in=self._taken_in,

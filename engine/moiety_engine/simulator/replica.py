@@ -60,4 +60,4 @@ def make_scheduler(
 
 def num_copied(plan: Plan) -> int:
     """Return the number of blocks copied from or to the host before the step, or received from another engine."""
-    return len(plan.swap_out) + len(plan.swap_in) + sum(len(kv_load.blocks) for kv_load in plan.kv_loads)
+    return len(plan.swap_out) + len(plan.swap_in) + sum(len(kv_load.tables[0]) for kv_load in plan.kv_loads)

@@ -43,10 +43,10 @@ def paged_attention(
     query_start_S1, context_len_S and block_table_SB are int32. The first `num_decode` sequences have one query each;
     `max_query` and `max_context` bound the queries and the context of any sequence, so the host does not read device
     memory. `window`: number of positions that a query sees, its own included. `sinks_H`, float32: a score per query
-    head that takes its share of the softmax and adds nothing. Slots beyond a sequence's context are never read. An
-    8-bit cache (float8_e4m3fn, int8) is multiplied by `k_scale` and `v_scale`, float32, both or none; a bfloat16 cache
-    goes with float32 queries on a CPU. `rounds`: on a CPU, queries, keys, values and weights may be rounded to
-    bfloat16, as on a GPU.
+    head that takes its share of the softmax and adds nothing. Slots beyond a sequence's context, and blocks behind the
+    window of its first query, may have any content. An 8-bit cache (float8_e4m3fn, int8) is multiplied by `k_scale` and
+    `v_scale`, float32, both or none; a bfloat16 cache goes with float32 queries on a CPU. `rounds`: on a CPU, queries,
+    keys, values and weights may be rounded to bfloat16, as on a GPU.
     """
     require_shape("query_start", query_start_S1, (context_len_S.shape[0] + 1,))
     require(scale > 0, "scale must be positive")

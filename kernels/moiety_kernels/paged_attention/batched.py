@@ -97,13 +97,16 @@ def _attend(
     seen_SQC = key_C <= position_SQ[..., None]
     if window is not None:
         seen_SQC &= key_C > position_SQ[..., None] - window
-    stored_S1C1 = (key_C < context_S1)[:, None, :, None]
+    read_SC = key_C < context_S1
+    if window is not None:  # blocks behind the window may have any content
+        read_SC &= key_C > position_SQ[:, :1] - window
+    read_S1C1 = read_SC[:, None, :, None]
 
     def gathered(cache_NGPd: Tensor, scale_NGP: Tensor | None) -> Tensor:
         rows = cache_NGPd[block_table_SB.long()].transpose(1, 2).flatten(2, 3).to(q_THd.dtype)
         if scale_NGP is not None:
             rows = (rows * scale_NGP[block_table_SB.long()].transpose(1, 2).flatten(2)[..., None]).to(q_THd.dtype)
-        return rows.masked_fill(~stored_S1C1, 0)
+        return rows.masked_fill(~read_S1C1, 0)
 
     k_SGCd, v_SGCd = gathered(k_cache_NGPd, k_scale_NGP), gathered(v_cache_NGPd, v_scale_NGP)
     q_SHQd = q_THd[row_SQ.clamp(max=num_tokens - 1)].transpose(1, 2)

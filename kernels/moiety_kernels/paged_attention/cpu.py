@@ -193,9 +193,10 @@ def _add(
 
 @jit
 def _accumulate(
-    args: AttentionArguments, table: int, head: int, start: int, count: int, num_rows: int, scores: int, sums: int
-) -> None:
-    """Add sums[row] += Σ_j weight[row, j] · v[start + j] for j < count."""
+    args: AttentionArguments, table: int, head: int, start: int, first: int, count: int, num_rows: int, scores: int,
+    sums: int,
+) -> None:  # fmt: skip
+    """Add sums[row] += Σ_j weight[row, j] · v[start + j] for first ≤ j < count."""
     places, width, kv_heads = args.places, args.value_width, args.kv_heads
     cache, stride, size, row_bytes = (
         args.v_cache_NGPd,
@@ -204,7 +205,7 @@ def _accumulate(
         4 * width,
     )
     vectors = width // LANES
-    j = 0
+    j = first
     while j < count:
         block, place = (start + j) // places, (start + j) % places
         run = min(places - place, count - j)
@@ -266,7 +267,8 @@ def _task(args: AttentionArguments, task: int, scratch: int) -> None:
             shrink = softmax_step(row, padded, states + 8 * i)
             if shrink != 1.0:
                 scale_row(sums + 4 * value_width * i, value_width, shrink)
-        _accumulate(args, table, head, start, count, num_rows, scores, sums)
+        first_seen = max(0, lowest - start)  # a block behind the window may be another sequence's, with any content
+        _accumulate(args, table, head, start, first_seen, count, num_rows, scores, sums)
     for i in range(num_rows):
         token, shared = first + begin + i // sharing, head * sharing + i % sharing
         out = args.out_THd + 4 * (token * heads + shared) * value_width

@@ -88,10 +88,13 @@ def _ask(args: AttentionArguments, table: int, head: int, first: int, end: int) 
 
 @jit
 def _pack_chunk(
-    args: AttentionArguments, table: int, head: int, start: int, count: int, end: int, pointers: int, keys: int,
-    values: int, zeros: int,
+    args: AttentionArguments, table: int, head: int, start: int, unseen: int, count: int, end: int, pointers: int,
+    keys: int, values: int, zeros: int,
 ) -> None:  # fmt: skip
-    """Pack keys and values of `count` positions from `start` on, with padding, and prefetch the next before `end`."""
+    """Pack keys and values of `count` positions from `start` on, with padding, and prefetch the next before `end`.
+
+    The first `unseen` positions are behind the window and packed as zeros: their blocks may have any content.
+    """
     places, size, width = args.places, args.cache_itemsize, args.width
     k_cache, v_cache, key_bytes = args.k_cache_NGPd, args.v_cache_NGPd, size * width
     value_width, value_bytes = args.value_width, args.value_stride
@@ -101,7 +104,7 @@ def _pack_chunk(
         _ask(args, table, head, ahead, min(ahead + PANEL, end))
         for j in range(first, first + PANEL):
             key = value = zeros
-            if j < count:
+            if unseen <= j < count:
                 if left == 0:
                     slot, left = _slot(args, table, head, start + j), places - (start + j) % places
                 key, value = k_cache + slot * key_bytes, v_cache + slot * value_bytes
@@ -180,7 +183,7 @@ def task(args: AttentionArguments, number: int, scratch: int) -> None:
     for start in range(lowest // CHUNK * CHUNK, stop, CHUNK):
         count = min(CHUNK, stop - start)
         padded = (count + _GROUP - 1) // _GROUP * _GROUP
-        _pack_chunk(args, table, head, start, count, stop, pointers, keys, values, zeros)
+        _pack_chunk(args, table, head, start, max(0, lowest - start), count, stop, pointers, keys, values, zeros)
         i = 0
         while i < num_rows:
             step = _next_rows(num_rows - i)

@@ -29,8 +29,9 @@ def paged_attention(
     """Return attention of each sequence's queries, which are its last tokens in the cache.
 
     Query i sees positions up to its own, only the last `window` if that is set. A head's sink is a score whose share of
-    the softmax is discarded. Slots beyond a sequence's context are never read. A value may be narrower than a key; the
-    output is as wide as a value. A quantized cache may hold keys and values divided by their own scales.
+    the softmax is discarded. Slots beyond a sequence's context and blocks behind its window are never read. A value may
+    be narrower than a key; the output is as wide as a value. A quantized cache may hold keys and values divided by
+    their own scales.
     """
     num_kv_heads, places = k_cache_NGPd.shape[1:3]
     repeat = q_THd.shape[1] // num_kv_heads
@@ -40,17 +41,18 @@ def paged_attention(
         begin, end = starts[s], starts[s + 1]
         if begin == end:
             continue
-        blocks = block_table_SB[s, : -(-context // places)].long()
+        lowest = 0 if window is None else max(0, context - (end - begin) - window + 1) // places * places
+        blocks = block_table_SB[s, lowest // places : -(-context // places)].long()
         k, v = (
-            cache[blocks].transpose(1, 2).reshape(-1, num_kv_heads, cache.shape[3])[:context].float()
-            * (1.0 if scale is None else scale[blocks].transpose(1, 2).reshape(-1, num_kv_heads, 1)[:context])
+            cache[blocks].transpose(1, 2).reshape(-1, num_kv_heads, cache.shape[3])[: context - lowest].float()
+            * (1.0 if scale is None else scale[blocks].transpose(1, 2).reshape(-1, num_kv_heads, 1)[: context - lowest])
             for cache, scale in ((k_cache_NGPd, k_scale_NGP), (v_cache_NGPd, v_scale_NGP))
         )
         scores = (
             torch.einsum("qgrd,kgd->grqk", q_THd[begin:end].float().reshape(end - begin, num_kv_heads, repeat, -1), k)
             * scale
         )
-        key_at = torch.arange(context, device=q_THd.device)
+        key_at = torch.arange(lowest, context, device=q_THd.device)
         query_at = torch.arange(context - (end - begin), context, device=q_THd.device)[:, None]
         hidden = key_at > query_at
         if window is not None:
@@ -59,6 +61,6 @@ def paged_attention(
         if sinks_H is not None:
             sinks = sinks_H.float().view(num_kv_heads, repeat, 1, 1).expand(-1, -1, end - begin, 1)
             scores = torch.cat((scores, sinks), dim=-1)
-        weights = torch.softmax(scores, dim=-1)[..., :context]
+        weights = torch.softmax(scores, dim=-1)[..., : context - lowest]
         out_THd[begin:end] = torch.einsum("grqk,kgd->qgrd", weights, v).flatten(1, 2).to(q_THd.dtype)
     return out_THd

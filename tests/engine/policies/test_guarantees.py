@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moiety_engine.cache.table_layout import TableLayout
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.scheduling.policies.moiety.kv_reservations import KvReservations
 from moiety_engine.sequence import Sequence, SequenceState
@@ -40,7 +41,7 @@ class Bank:
     num_blocks: int
 
     def __post_init__(self) -> None:
-        self.guarantees = KvReservations(self.num_blocks, SIZE)
+        self.guarantees = KvReservations(self.num_blocks, TableLayout(SIZE))
         self.running: list[Sequence] = []
 
     @property

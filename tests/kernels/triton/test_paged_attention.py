@@ -41,7 +41,8 @@ class Case:
 
 
 def arguments(case: Case, device: str) -> tuple[list[Any], dict[str, Any]]:
-    """Random ones. Beyond a context the cache has NaN (or 127), and the table a block with nothing else."""
+    """Random ones. Beyond a context the cache has NaN (or 127), and the table a block with nothing else, also
+    behind the window of a sequence's first query, where blocks are freed."""
     counts = [-(-context // case.places) for _, context in case.sequences]
     blocks = torch.randperm(sum(counts) + 3, dtype=torch.int32)
     table = torch.full((len(counts), max(counts) + 2), int(blocks[-1]), dtype=torch.int32)
@@ -51,7 +52,7 @@ def arguments(case: Case, device: str) -> tuple[list[Any], dict[str, Any]]:
     if case.cache_dtype is torch.int8:
         caches = [torch.full_like(cache, 127) for cache in caches]
     used = 0
-    for s, ((_, context), count) in enumerate(zip(case.sequences, counts, strict=True)):
+    for s, ((queries, context), count) in enumerate(zip(case.sequences, counts, strict=True)):
         table[s, :count] = blocks[used : used + count]
         used += count
         at = torch.arange(context)
@@ -63,6 +64,8 @@ def arguments(case: Case, device: str) -> tuple[list[Any], dict[str, Any]]:
                 scale[slots // case.places, :, slots % case.places] = of_slot
                 row.div_(of_slot[..., None]).clamp_(-127, 127)
         kv_store(*rows, *caches, slots)
+        if case.window is not None:
+            table[s, : max(0, context - queries + 1 - case.window) // case.places] = blocks[-1]
     starts = torch.tensor([0, *torch.tensor([n for n, _ in case.sequences]).cumsum(0).tolist()], dtype=torch.int32)
     contexts = torch.tensor([context for _, context in case.sequences], dtype=torch.int32)
     # Heads lie apart in the queries, so that what overruns one shows.

@@ -104,6 +104,17 @@ class KvGroups:
             ins += [(source + host, block + device) for source, block in copies.ins]
         return Copies(outs, ins)
 
+    def take_state_copies(self) -> list[tuple[int, int]]:
+        """Return the copies of recurrent states of all groups, once per plan.
+
+        Slot numbers of a group follow those of the groups before it.
+        """
+        copies = []
+        for group, kv in enumerate(self._ledgers):
+            first = 0 if kv.states is None else group * kv.states.num_slots
+            copies += [(source + first, target + first) for source, target in kv.take_state_copies()]
+        return copies
+
     def take_kv_loads(self) -> list[KvLoad]:
         """Return the KV loads from other engines, once per plan, to run after the copies; empty with several groups."""
         return self.first.take_kv_loads()

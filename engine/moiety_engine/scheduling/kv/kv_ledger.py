@@ -1,33 +1,36 @@
 """KV blocks of sequences: prefix hits, growth, sealing and swapping, on top of the block pool and the host tier.
 
-A sequence holds either device blocks (`blocks`) or, when swapped out, host blocks (`host_blocks`), never both; these
-hold its `num_computed` tokens. Copies between device and host are queued when blocks change owner. The caller that
-plans a step takes them with `take_copies` once per plan and runs them before the step's forward pass, also when the
-step is empty. KV from other engines is loaded after the copies: `take_kv_loads`.
+A sequence has a block table for each cache group (see `cache.table_layout`); the blocks of all tables come from one
+pool. It holds either device blocks or, when swapped out, host blocks (`host_blocks`), never both; these hold its
+`num_computed` tokens, in tables with a window those that its next token sees. Copies between device and host are queued
+when blocks change owner. The caller that plans a step takes them with `take_copies` once per plan and runs them before
+the step's forward pass, also when the step is empty. KV from other engines is loaded after the copies: `take_kv_loads`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
-from moiety_engine.cache.block_hashes import MARK_BYTES
 from moiety_engine.cache.block_pool import BlockPool
 from moiety_engine.cache.host import Copies, HostTier
 from moiety_engine.cache.retention import PrefixRetention
+from moiety_engine.cache.state_slots import StateSlots
+from moiety_engine.cache.table_layout import CHUNK_TOKENS, TableLayout
+from moiety_engine.scheduling.kv.prefix_search import (
+    NO_HITS,
+    Hit,
+    PrefixHits,
+    held_blocks,
+    key_of,
+    longest_prefix,
+)
+from moiety_engine.scheduling.kv.table_blocks import TableBlocks
 from moiety_engine.scheduling.plan import KvLoad
 from moiety_engine.sequence import Sequence
 from moiety_engine.sequence_records import NO_BLOCKS
 
 
-class Hit(NamedTuple):
-    """Cached block of a prefix. A block on the host needs a device block and a copy."""
-
-    block: int
-    on_host: bool
-
-
-class KvLedger:
+class KvLedger(TableBlocks):
     """Ledger of one rank group's KV blocks. The only place that moves blocks between pool, host tier and sequences."""
 
     def __init__(
@@ -38,22 +41,24 @@ class KvLedger:
         prefix_caching: bool,
         host: HostTier | None = None,
         answers_apart: bool = False,
+        windows: tuple[int | None, ...] = (None,),
+        max_chunk_tokens: int = CHUNK_TOKENS,
+        states: StateSlots | None = None,
     ) -> None:
         """Create the ledger.
 
-        `answers_apart` means that an output's KV is never a prefix hit of another prompt, because its bits differ from
-        those of a prompt with the same tokens.
+        `windows` are those of the cache groups; see `TableLayout`, also for `max_chunk_tokens`. `states`: slots of
+        recurrent states, if the model has any. `answers_apart` means that an output's KV is never a prefix hit of
+        another prompt, because its bits differ from those of a prompt with the same tokens.
         """
-        self.pool = pool
+        layout = TableLayout(block_size, windows, max_chunk_tokens=max_chunk_tokens)
+        super().__init__(pool, layout, host, prefix_caching=prefix_caching)
+        self.states = states
         self.answers_apart = answers_apart
-        self.block_size = block_size
-        self.host = host
         self.swapped_out_total = 0  # blocks of sequences, including those that needed no copy
         self.swapped_in_total = 0
         self.host_hit_blocks_total = 0  # blocks of prefix hits that were on the host
         self.on_release: Callable[[Sequence], None] | None = None  # called with a sequence before it gives up blocks
-        self._prefix_caching = prefix_caching
-        self._forgotten: frozenset[bytes] = frozenset()  # marks of tenants whose blocks are not cached
         self._kv_loads: dict[int, KvLoad] = {}  # queued, by the sequences' keys
         self.retention: PrefixRetention[bytes] = PrefixRetention(pool.num_blocks, let_go=self._let_go)
         pool.kept = self.retention
@@ -61,27 +66,29 @@ class KvLedger:
             pool.on_evict = host.keep
             host.keep_longest(self.retention)
         else:
-            pool.on_evict = lambda _block, block_hash: self.retention.drop(block_hash)
-
-    def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+            pool.on_evict = self._evicted
 
     # ── prefixes ──
 
-    def find_prefix(self, sequence: Sequence) -> list[Hit]:
-        """Return the longest run of cached blocks that the sequence starts with.
+    def find_prefix(self, sequence: Sequence) -> PrefixHits:
+        """Return the longest cached prefix of the sequence that all tables have.
 
         The last token is always left to compute, and so are the tokens from which log-probabilities of the prompt
         come. The hits may be evicted as soon as blocks are allocated to others.
         """
+        if not self.caches(sequence):
+            return NO_HITS
+        most = (sequence.num_reusable - 1) // self.block_size
+        if not self.layout.is_plain or self.states is not None:
+            has_state = None if self.states is None else self.states.has_snapshot
+            return longest_prefix(sequence, self.layout, most, self._find, has_state)
         hits: list[Hit] = []
-        if self.caches(sequence):
-            for index in range((sequence.num_reusable - 1) // self.block_size):
-                hit = self._find(sequence.block_hashes.at(index, self.block_size))
-                if hit is None:
-                    break
-                hits.append(hit)
-        return hits
+        for index in range(most):
+            hit = self._find(sequence.block_hashes.at(index, self.block_size))
+            if hit is None:
+                break
+            hits.append(hit)
+        return PrefixHits(len(hits), hits, len(hits))
 
     @property
     def caches_prefixes(self) -> bool:
@@ -97,37 +104,42 @@ class KvLedger:
     def is_on_host(self, block_hash: bytes) -> bool:
         return self.host is not None and self.host.find(block_hash) is not None
 
-    def caches(self, sequence: Sequence) -> bool:
-        """Return whether the sequence's blocks may be cached."""
-        return self._prefix_caching and not (self._forgotten and sequence.block_hashes.mark in self._forgotten)
-
     def next_hash(self, sequence: Sequence, num_hits: int) -> bytes | None:
         """Return the hash of the first block that the sequence must compute, if it will be full and shareable."""
         if not self.caches(sequence) or (num_hits + 1) * self.block_size >= sequence.num_reusable:
             return None
         return sequence.block_hashes.at(num_hits, self.block_size)
 
-    def start(self, sequence: Sequence, hits: list[Hit], num_tokens: int) -> bool:
-        """Share the prefix `hits` if blocks for `num_tokens` tokens in all are available.
+    def start(self, sequence: Sequence, prefix: PrefixHits, num_tokens: int) -> bool:
+        """Share the cached prefix if blocks for `num_tokens` tokens in all, and a state slot, are available.
 
         Return False, with nothing taken, otherwise.
         """
-        on_device = [hit.block for hit in hits if not hit.on_host]
-        if not self._can_have(self.blocks_for(num_tokens) - len(on_device), beside=on_device):
+        firsts = self._firsts(len(prefix) * self.block_size)
+        on_device = [hit.block for hit in prefix.hits if not hit.on_host]
+        num_blocks = self.layout.missing_for(num_tokens, len(prefix), firsts)
+        if not self.has_state_slot or not self._can_have(num_blocks - len(on_device), beside=on_device):
             return False
-        sequence.kv.num_sealed = len(hits)
-        sequence.kv.blocks = self._bring_in(sequence, hits)
-        sequence.kv.num_computed = len(hits) * self.block_size
-        self.host_hit_blocks_total += len(hits) - len(on_device)
+        if self.states is not None:
+            self._start_state(sequence, prefix, self.states)
+        sequence.kv.num_sealed = len(prefix)
+        self._bring_in(sequence, prefix.hits, firsts, len(prefix))
+        sequence.kv.num_computed = len(prefix) * self.block_size
+        self.host_hit_blocks_total += len(prefix.hits) - len(on_device)
         return True
 
-    def num_blocks_to_start(self, hits: list[Hit], num_tokens: int) -> int:
+    @property
+    def has_state_slot(self) -> bool:
+        """True if a sequence can start as far as recurrent states are concerned."""
+        return self.states is None or self.states.num_free > 0
+
+    def num_blocks_to_start(self, prefix: PrefixHits, num_tokens: int) -> int:
         """Return the free blocks that `start` and growth to `num_tokens` take from the pool.
 
         A hit on the host needs a new block; an unreferenced hit on the device is no longer free.
         """
-        in_use = sum(not hit.on_host and not self.pool.is_free(hit.block) for hit in hits)
-        return self.blocks_for(num_tokens) - in_use
+        firsts = self._firsts(len(prefix) * self.block_size)
+        return self.layout.missing_for(num_tokens, len(prefix), firsts) - self._num_in_use(prefix.hits)
 
     def land(self, sequence: Sequence) -> None:
         """Queue the load of the KV from another engine into the sequence's blocks, after its prefix hits.
@@ -138,9 +150,11 @@ class KvLedger:
         sequence.kv.num_transferred_tokens = 0
         if end <= first:
             return
+        self._free_behind_windows(sequence, end)
         grown = self.grow(sequence, end)
         assert grown, "a sequence was started without blocks for all its tokens"
-        self._kv_loads[sequence.key] = KvLoad(sequence.key, first, sequence.kv.blocks[: self.blocks_for(end)])
+        tables = [table[: self.blocks_for(end)] for table in sequence.kv.tables]
+        self._kv_loads[sequence.key] = KvLoad(sequence.key, first, tables, sequence.kv.firsts)
         sequence.kv.num_computed = sequence.kv.peak_computed = end
         sequence.kv.num_landed = end - first
 
@@ -149,60 +163,7 @@ class KvLedger:
         kv_loads, self._kv_loads = list(self._kv_loads.values()), {}
         return kv_loads
 
-    # ── contents from the disk ──
-
-    def holds(self, block_hash: bytes) -> bool:
-        """Return whether a block on the device or on the host has these contents."""
-        return self._find(block_hash) is not None
-
-    def adopt(self, hashes: list[bytes]) -> dict[bytes, int]:
-        """Allocate device blocks for contents that the device lacks, and return them by hash.
-
-        At most as many as are free are allocated, for the first hashes first. The caller fills them after the copies of
-        `take_copies` have run, before anything else is planned, and releases them with `adopted`.
-        """
-        wanted = [one for one in dict.fromkeys(hashes) if one[:MARK_BYTES] not in self._forgotten]
-        missing = [one for one in wanted if self.pool.find(one) is None]
-        blocks = self.pool.allocate(min(len(missing), self.pool.num_free))
-        taken = dict(zip(missing, blocks, strict=False))
-        for block_hash, block in taken.items():
-            self.pool.seal(block, block_hash)
-        return taken
-
-    def adopted(self, taken: dict[bytes, int]) -> None:
-        """Release the filled blocks of `adopt`; they stay cached, so that prompts can hit them."""
-        self.pool.free(reversed(taken.values()))
-
-    def refresh(self, hits: list[Hit]) -> None:
-        """Move a prefix that is needed soon to the end of the eviction order, its tail before its head."""
-        for hit in reversed(hits):
-            if not hit.on_host:
-                self.pool.share(hit.block)
-                self.pool.free([hit.block])
-            elif self.host is not None:
-                self.host.share(hit.block)
-                self.host.free([hit.block])
-
-    # ── growth ──
-
-    def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Allocate blocks for `num_tokens` tokens in all. Return False, with nothing taken, if too few are free."""
-        missing = self.blocks_for(num_tokens) - len(sequence.kv.blocks)
-        if missing <= 0:
-            return True
-        if missing > self.pool.num_free:
-            return False
-        sequence.kv.blocks.extend(self.pool.allocate(missing))
-        return True
-
-    def grow_each(self, sequences: list[Sequence]) -> None:
-        """Allocate one more block for each sequence. The caller has checked that enough are free."""
-        for sequence, block in zip(sequences, self.pool.allocate(len(sequences)), strict=True):
-            sequence.kv.blocks.append(block)
-
-    def room_tokens(self, sequence: Sequence) -> int:
-        """Return how many tokens in all the sequence could hold if it took every free block."""
-        return (len(sequence.kv.blocks) + self.pool.num_free) * self.block_size
+    # ── full blocks ──
 
     def completed_hashes(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
         """Return the hashes of the blocks that become full when the first `num_tokens` tokens are computed."""
@@ -212,14 +173,32 @@ class KvLedger:
         return sequence.block_hashes.between(sequence.kv.num_sealed, full, self.block_size)
 
     def seal(self, sequence: Sequence) -> None:
-        """Publish the sequence's full blocks in the prefix cache."""
-        for block_hash in self.completed_hashes(sequence, sequence.kv.num_computed):
-            self.pool.seal(sequence.kv.blocks[sequence.kv.num_sealed], block_hash)
-            sequence.kv.num_sealed += 1
+        """Publish the sequence's full blocks in the prefix cache, and free those that its windows have passed."""
+        kv = sequence.kv
+        if self.layout.is_plain and self.states is None:
+            for block_hash in self.completed_hashes(sequence, kv.num_computed):
+                self.pool.seal(kv.blocks[kv.num_sealed], block_hash)
+                kv.num_sealed += 1
+            return
+        further = [(number, table) for number, table in enumerate(kv.further_blocks, 1)]
+        for block_hash in self.completed_hashes(sequence, kv.num_computed):
+            index = kv.num_sealed
+            if index >= kv.firsts[0]:
+                self.pool.seal(kv.blocks[index], block_hash)
+            for number, table in further:
+                if index >= kv.firsts[number]:
+                    self.pool.seal(table[index], key_of(block_hash, number))
+            kv.num_sealed += 1
+        if self.layout.has_windows:
+            self._free_behind_windows(sequence, kv.num_computed)
+        if self.states is not None and kv.snapshot_ends and kv.num_computed == kv.snapshot_ends[0] * self.block_size:
+            *_, block_hash = sequence.block_hashes.between(0, kv.snapshot_ends[0], self.block_size)
+            self.states.keep_snapshot(kv.state_slot, block_hash)
+            kv.snapshot_ends = kv.snapshot_ends[1:]
 
     def num_unshared(self, sequence: Sequence) -> int:
         """Return how many device blocks would become free if the sequence released its own."""
-        return sum(not self.pool.is_shared(block) for block in sequence.kv.blocks)
+        return sum(not self.pool.is_shared(block) for block in held_blocks(sequence.kv))
 
     def release(self, sequence: Sequence) -> None:
         """Release all device and host blocks; the computed contents may still be hit by their hashes."""
@@ -227,8 +206,11 @@ class KvLedger:
             sequence.kv.num_transferred_tokens = sequence.kv.num_computed
         elif sequence.kv.num_sealed:
             self._leave_behind(sequence)
-        self.pool.free(reversed(sequence.kv.blocks))
-        sequence.kv.blocks = []
+        self._free_tables(sequence)
+        if self.states is not None and sequence.kv.state_slot >= 0:
+            self.states.end(sequence.kv.state_slot)
+            sequence.kv.state_slot, sequence.kv.snapshot_ends = -1, ()
+        sequence.kv.firsts = self._from_start
         if self.host is not None:
             self.host.free(sequence.kv.host_blocks)
         sequence.kv.host_blocks = NO_BLOCKS
@@ -238,8 +220,8 @@ class KvLedger:
     def put_back(self, sequence: Sequence, num_shared: int, num_own: int) -> None:
         """Release the blocks of a speculative prefill without changing the eviction order of other blocks.
 
-        The first `num_shared` blocks were hits. Of the later ones, the first `num_own` enter the normal eviction order,
-        and the others are evicted before all other blocks.
+        Only for models with a single table and no window. The first `num_shared` blocks were hits. Of the later ones,
+        the first `num_own` enter the normal eviction order, and the others are evicted before all other blocks.
         """
         shared, new = sequence.kv.blocks[:num_shared], sequence.kv.blocks[num_shared:]
         self.pool.put_back(reversed(shared))
@@ -253,6 +235,8 @@ class KvLedger:
         self._forgotten |= marks
         invalidated = self.pool.invalidate_marked(marks)
         invalidated += [] if self.host is None else self.host.invalidate_marked(marks)
+        if self.states is not None:
+            self.states.invalidate_marked(marks)
         for block_hash in invalidated:
             self.retention.drop(block_hash)
         return len(invalidated)
@@ -265,10 +249,13 @@ class KvLedger:
         if not self.caches(sequence):
             return []
         num_full = min(sequence.kv.peak_computed, sequence.num_known) // self.block_size
-        hashes = sequence.block_hashes.between(0, num_full, self.block_size)
+        of_tokens = sequence.block_hashes.between(0, num_full, self.block_size)
+        hashes = [key_of(one, table) for table in range(self.num_tables) for one in of_tokens]
         self.pool.invalidate(hashes)
         if self.host is not None:
             self.host.invalidate(hashes)
+        if self.states is not None:
+            self.states.invalidate(hashes)
         for block_hash in hashes:
             self.retention.drop(block_hash)
         sequence.kv.num_sealed = 0  # so that its blocks are not offered to the disk
@@ -280,19 +267,28 @@ class KvLedger:
         self.pool.forget()
         if self.host is not None:
             self.host.forget()
+        if self.states is not None:
+            self.states.forget()
 
     # ── the host tier ──
 
     def can_swap_out(self, sequence: Sequence) -> bool:
-        """Return whether the sequence has computed KV on the device and the host tier has enough blocks for it."""
+        """Return whether the sequence has computed KV on the device and the host tier has enough blocks for it.
+
+        A sequence with recurrent states is never swapped out.
+        """
         return self._host_places(sequence) is not None
 
     def num_to_copy_out(self, sequence: Sequence) -> int:
         """Return how many blocks `swap_out` would copy: those whose contents the host tier lacks.
 
-        Swapping in copies at most `blocks_for(num_computed)` blocks, less those that the device still has by hash.
+        Swapping in copies at most `num_computed_blocks`, less those that the device still has by hash.
         """
         return 0 if self.host is None else self._known_on_host(self.host, sequence).count(None)
+
+    def num_computed_blocks(self, sequence: Sequence) -> int:
+        """Return the number of blocks that hold the sequence's computed tokens, as far as it needs them."""
+        return len(self._computed_cells(sequence))
 
     def swap_out(self, sequence: Sequence) -> bool:
         """Swap the computed KV out to the host and free the device blocks.
@@ -306,14 +302,12 @@ class KvLedger:
         for host_block in known:
             if host_block is not None:
                 host.share(host_block)  # before any allocation, which might evict it
+        tables = sequence.kv.tables
         sequence.kv.host_blocks = [
-            host.take(sequence.kv.blocks[index], self._sealed_hash(sequence, index))
-            if host_block is None
-            else host_block
-            for index, host_block in enumerate(known)
+            host.take(tables[cell[0]][cell[1]], self._sealed_key(sequence, cell)) if host_block is None else host_block
+            for cell, host_block in zip(self._computed_cells(sequence), known, strict=True)
         ]
-        self.pool.free(reversed(sequence.kv.blocks))
-        sequence.kv.blocks = []
+        self._free_tables(sequence)
         self.swapped_out_total += len(known)
         return True
 
@@ -324,10 +318,10 @@ class KvLedger:
         """
         hits = self._swapped(sequence)
         on_device = [hit.block for hit in hits if not hit.on_host]
-        num_blocks = max(self.blocks_for(num_tokens), len(hits))
+        num_blocks = self._num_blocks_swapped_in(sequence, num_tokens)
         if self.host is None or not hits or not self._can_have(num_blocks - len(on_device), beside=on_device):
             return False
-        sequence.kv.blocks = self._bring_in(sequence, hits)
+        self._bring_in(sequence, hits, sequence.kv.firsts, self.blocks_for(sequence.kv.num_computed))
         self.host.free(sequence.kv.host_blocks)
         sequence.kv.host_blocks = NO_BLOCKS
         self.swapped_in_total += len(hits)
@@ -335,8 +329,7 @@ class KvLedger:
 
     def num_blocks_to_swap_in(self, sequence: Sequence, num_tokens: int) -> int:
         """Return the free blocks that `swap_in` takes from the pool, including cached blocks that it shares."""
-        hits = self._swapped(sequence)
-        return self.num_blocks_to_start(hits, max(num_tokens, len(hits) * self.block_size))
+        return self._num_blocks_swapped_in(sequence, num_tokens) - self._num_in_use(self._swapped(sequence))
 
     def drop_swapped(self, sequence: Sequence) -> None:
         """Release the host blocks of a swapped-out sequence.
@@ -345,6 +338,10 @@ class KvLedger:
         """
         assert not sequence.kv.blocks, "a sequence holds blocks on the device and on the host"
         self.release(sequence)
+
+    def take_state_copies(self) -> list[tuple[int, int]]:
+        """Return the queued copies of recurrent states (source, target), once per plan, to run in order."""
+        return [] if self.states is None else self.states.take_copies()
 
     def take_copies(self) -> Copies:
         """Return the queued copies, once per plan: run all of `outs`, then all of `ins`, then the forward pass."""
@@ -362,48 +359,65 @@ class KvLedger:
 
     # ── internal ──
 
+    def _start_state(self, sequence: Sequence, prefix: PrefixHits, states: StateSlots) -> None:
+        """Give the sequence a state slot, and choose the blocks after which it keeps snapshots.
+
+        These are the end of the prompt, where the next turn of a conversation continues, and the point up to which
+        others have computed the same tokens: a prefix that is met twice is likely to be met again (Marconi, Pan et al.
+        2024, arXiv 2411.19379).
+        """
+        hashes, size, num_hits = sequence.block_hashes, self.block_size, len(prefix)
+        if num_hits:
+            sequence.kv.state_slot = states.resume(hashes.at(num_hits - 1, size))
+        else:
+            sequence.kv.state_slot = states.begin()
+        ends = {prefix.num_kept, (sequence.num_reusable - 1) // size} if self.caches(sequence) else set()
+        sequence.kv.snapshot_ends = tuple(sorted(end for end in ends if end > num_hits))
+
     def _leave_behind(self, sequence: Sequence) -> None:
         """Retain the full blocks of a sequence that is released if its request asks for it, and call `on_release`."""
         submit = sequence.request.submit
         if not self.caches(sequence):
             return
         if submit.keep_s > 0:
-            hashes = sequence.block_hashes.between(0, sequence.kv.num_sealed, self.block_size)
-            retained = [(block_hash, 1) for block_hash in reversed(hashes)]  # a head is worth more than its tail
+            hashes, firsts = sequence.block_hashes, sequence.kv.firsts
+            retained = [
+                (key_of(hashes.at(index, self.block_size), table), 1)
+                for index in reversed(range(sequence.kv.num_sealed))  # a head is worth more than its tail
+                for table, first in enumerate(firsts)
+                if index >= first
+            ]
             self.retention.retain(submit.tenant_id, retained, submit.keep_s, submit.tenant_weight)
         self.retention.sweep()
         if self.on_release is not None:
             self.on_release(sequence)
+
+    def _evicted(self, _block: int, key: bytes) -> None:
+        self.retention.drop(key)
+        if self.states is not None:
+            self.states.invalidate([key])
 
     def _let_go(self, block_hash: bytes) -> None:
         self.pool.let_go(block_hash)
         if self.host is not None:
             self.host.let_go(block_hash)
 
-    def _find(self, block_hash: bytes) -> Hit | None:
-        block = self.pool.find(block_hash)
-        if block is not None:
-            return Hit(block, on_host=False)
-        block = None if self.host is None else self.host.find(block_hash)
-        return None if block is None else Hit(block, on_host=True)
-
-    def _sealed_hash(self, sequence: Sequence, index: int) -> bytes | None:
-        is_sealed = index < sequence.kv.num_sealed and self.caches(sequence)
-        return sequence.block_hashes.at(index, self.block_size) if is_sealed else None
-
     def _known_on_host(self, host: HostTier, sequence: Sequence) -> list[int | None]:
         """Return, for each computed device block of the sequence, the host block with its contents, or None."""
         known: list[int | None] = []
-        for index in range(self.blocks_for(sequence.kv.num_computed)):
-            block_hash = self._sealed_hash(sequence, index)
-            found = None if block_hash is None else host.find(block_hash)
-            known.append(host.source_of(sequence.kv.blocks[index]) if found is None else found)
+        tables = sequence.kv.tables
+        for cell in self._computed_cells(sequence):
+            key = self._sealed_key(sequence, cell)
+            found = None if key is None else host.find(key)
+            known.append(host.source_of(tables[cell[0]][cell[1]]) if found is None else found)
         return known
 
     def _host_places(self, sequence: Sequence) -> list[int | None] | None:
         """Return `_known_on_host` if the host tier has enough free blocks and there is KV to swap out; else None."""
         host = self.host
-        if host is None or sequence.kv.num_computed == 0 or not sequence.kv.blocks or sequence.key in self._kv_loads:
+        if host is None or self.states is not None or sequence.key in self._kv_loads:
+            return None
+        if sequence.kv.num_computed == 0 or not sequence.kv.blocks:
             return None
         known = self._known_on_host(host, sequence)
         num_revived = sum(block is not None and host.is_free(block) for block in known)
@@ -412,37 +426,16 @@ class KvLedger:
     def _swapped(self, sequence: Sequence) -> list[Hit]:
         """Return the source of each block of a swapped-out sequence: the device if possible, else the host."""
         hits = []
-        for index, host_block in enumerate(sequence.kv.host_blocks):
-            block_hash = self._sealed_hash(sequence, index)
-            block = None if block_hash is None else self.pool.find(block_hash)
+        for cell, host_block in zip(self._computed_cells(sequence), sequence.kv.host_blocks, strict=False):
+            key = self._sealed_key(sequence, cell)
+            block = None if key is None else self.pool.find(key)
             hits.append(Hit(host_block, on_host=True) if block is None else Hit(block, on_host=False))
         return hits
 
-    def _can_have(self, num_new: int, *, beside: list[int]) -> bool:
-        """Return whether `num_new` blocks can be allocated once the blocks `beside` are shared."""
-        num_revived = sum(self.pool.is_free(block) for block in beside)
-        return num_new <= self.pool.num_free - num_revived
+    def _num_blocks_swapped_in(self, sequence: Sequence, num_tokens: int) -> int:
+        """Return the blocks with which a swapped-out sequence reaches `num_tokens` tokens."""
+        num_blocks = self.blocks_for(sequence.kv.num_computed)
+        return self.layout.missing_for(num_tokens, num_blocks, sequence.kv.firsts)
 
-    def _bring_in(self, sequence: Sequence, hits: list[Hit]) -> list[int]:
-        """Return one device block per hit: device hits are shared, host hits get a new block and a queued copy."""
-        from_host = [hit.block for hit in hits if hit.on_host]
-        for hit in hits:
-            if not hit.on_host:
-                self.pool.share(hit.block)
-        if self.host is None:
-            return [hit.block for hit in hits]
-        for host_block in from_host:
-            self.host.share(host_block)  # before the allocation, which might evict it
-        new = iter(self.pool.allocate(len(from_host)))
-        blocks = []
-        for index, hit in enumerate(hits):
-            block = hit.block
-            if hit.on_host:
-                block = next(new)
-                self.host.fill(hit.block, block)
-                block_hash = self._sealed_hash(sequence, index)
-                if block_hash is not None:
-                    self.pool.seal(block, block_hash)  # a sequence that hits it runs after the copy
-            blocks.append(block)
-        self.host.free(from_host)
-        return blocks
+    def _num_in_use(self, hits: list[Hit]) -> int:
+        return sum(not hit.on_host and not self.pool.is_free(hit.block) for hit in hits)

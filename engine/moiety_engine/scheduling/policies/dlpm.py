@@ -141,7 +141,7 @@ class Dlpm(OrderedPolicy):
     def _note_lack(self, sequence: Sequence, num_cached: int) -> None:
         """Record the next block that would extend the cached prefix, if it can be shared."""
         self._forget_lack(sequence)
-        size = self.context.block_size
+        size = self.context.layout.block_size
         if num_cached + size < len(sequence.tokens):
             lacked = sequence.block_hashes.at(num_cached // size, size)
             self._lacks[sequence.key] = lacked
@@ -159,7 +159,7 @@ class Dlpm(OrderedPolicy):
         """Reorder the requests that lacked one of the sequence's blocks, which can be hit now."""
         for index in range(sequence.kv.num_sealed):
             for other in list(
-                self._waiting_for.get(sequence.block_hashes.at(index, self.context.block_size), {}).values()
+                self._waiting_for.get(sequence.block_hashes.at(index, self.context.layout.block_size), {}).values()
             ):
                 other.entry += 2  # its old entry is void
                 self._enter(other)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from moiety_engine.cache.table_layout import TableLayout
 from moiety_engine.scheduling.outputs.output_predictor import OutputPredictor
 from moiety_engine.scheduling.plan import Chunk
 from moiety_engine.scheduling.queues.class_counters import ClassCounters
@@ -92,7 +93,7 @@ class BatchView:
         if self.blocks_of_tenant is None:
             held = self.blocks_of_tenant = {}
             for s in self.peers:
-                held[s.request.tenant] = held.get(s.request.tenant, 0) + len(s.kv.blocks)
+                held[s.request.tenant] = held.get(s.request.tenant, 0) + s.kv.num_held
         return self.blocks_of_tenant.get(tenant, 0)
 
 
@@ -107,7 +108,7 @@ class PolicyContext:
     max_running: int
     max_waiting: int
     num_blocks: int  # of each rank group
-    block_size: int
+    layout: TableLayout  # block tables of a sequence
     cached_tokens: Callable[[Sequence], int]  # returns how many of its tokens the prefix cache holds now
 
 

@@ -49,19 +49,20 @@ class Preemptor:
         self.swap = swap
         self.preempted: list[Sequence] = []
 
-    def reclaim(self, num_blocks: int, kv: KvLedger) -> bool:
+    def reclaim(self, num_blocks: int, kv: KvLedger, *, with_state: bool = False) -> bool:
         """Free blocks of a ledger until `num_blocks` are free, by taking those of sequences outside the batch.
 
-        Return False if all of these sequences together hold too few.
+        `with_state`: a state slot is freed too, if the model has recurrent states. Return False if all of these
+        sequences together hold too few.
         """
         pool = kv.pool
-        if pool.num_free >= num_blocks:
+        if pool.num_free >= num_blocks and (not with_state or kv.has_state_slot):
             return True
         for holders in (self._queues.parked, self._queues.returning):
             for sequence in reversed(holders):
                 if sequence.kv.blocks and self._kv.of(sequence) is kv:
                     self._take_blocks(sequence)
-                    if pool.num_free >= num_blocks:
+                    if pool.num_free >= num_blocks and (not with_state or kv.has_state_slot):
                         return True
         return False
 
@@ -163,12 +164,13 @@ class Preemptor:
         waiting = self._policy.waiting_for_others(short)
         if waiting:
             short = [s for s in short if s not in waiting]
-        if len(short) > pool.num_free and not self.reclaim(len(short), kv):
+        if len(short) * kv.num_tables > pool.num_free and not self.reclaim(len(short) * kv.num_tables, kv):
             self._free_for_decodes(short, kv, now_ns)
-        if len(short) > pool.num_free:
+        served = pool.num_free // kv.num_tables
+        if len(short) > served:
             short.sort(key=_first_served)
-            waiting = waiting + short[pool.num_free :]
-            del short[pool.num_free :]
+            waiting = waiting + short[served:]
+            del short[served:]
         kv.grow_each(short)
         return waiting
 
@@ -176,7 +178,7 @@ class Preemptor:
         """Preempt until the remaining decodes have their blocks or no more sequences may be preempted."""
         pool, group = kv.pool, short[0].kv.group
         for victim in self._policy.victims(list(self.peers(group)), None, now_ns / 1e9):
-            if len(short) <= pool.num_free or self._num_decoding(group) < 2:
+            if len(short) * kv.num_tables <= pool.num_free or self._num_decoding(group) < 2:
                 break
             if victim in self._queues.verifying:
                 continue
@@ -217,7 +219,7 @@ class Preemptor:
     def _swap_s(self, sequence: Sequence) -> float:
         kv = self._kv.of(sequence)
         out = kv.num_to_copy_out(sequence)
-        back = kv.blocks_for(sequence.kv.num_computed)
+        back = kv.num_computed_blocks(sequence)
         return (out + back) * self.swap.seconds_per_block
 
     def _recompute_s(self, sequence: Sequence) -> float:

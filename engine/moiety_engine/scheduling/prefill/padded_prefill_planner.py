@@ -38,7 +38,7 @@ class PaddedPrefillPlanner:
         longest, reserve = _padded_lengths(batch) if batch else (0, 0)
         for sequence in batch:
             sequence.padded_row = PaddedRow(longest, reserve)
-            self._preemptor.reclaim(self._kv.blocks_for(reserve) - len(sequence.kv.blocks), self._kv)
+            self._preemptor.reclaim(self._kv.num_to_grow(sequence, reserve), self._kv)
             reserved = self._kv.grow(sequence, reserve)
             assert reserved or len(batch) == 1, "a padded batch was admitted that does not fit"
         unfinished += [s for s in batch if not planner.add_prefill(s, planner.prefill_room(s))]
@@ -47,14 +47,17 @@ class PaddedPrefillPlanner:
     def _start(self, sequence: Sequence) -> bool:
         num_tokens = len(sequence.tokens)
         return self._prefill_planner.take_blocks(sequence, num_tokens, None) or (
-            self._preemptor.reclaim(self._kv.blocks_for(num_tokens), self._kv)
+            self._preemptor.reclaim(self._kv.layout.held_for(num_tokens), self._kv)
             and self._prefill_planner.take_blocks(sequence, num_tokens, None)
         )
 
     def _fits(self, batch: list[Sequence]) -> bool:
         """Return whether the pool can hold the batch with rows padded to the longest; a single sequence always fits."""
         _, reserve = _padded_lengths(batch)
-        return len(batch) == 1 or len(batch) * self._kv.blocks_for(reserve) <= self._kv.pool.num_blocks
+        return (
+            len(batch) == 1
+            or len(batch) * self._kv.blocks_for(reserve) * self._kv.num_tables <= self._kv.pool.num_blocks
+        )
 
 
 def _padded_lengths(batch: list[Sequence]) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from enum import Enum, auto
 
 from moiety_engine.images.encoder_cost import EncoderWork
 from moiety_engine.scheduling.kv.kv_groups import KvGroups
-from moiety_engine.scheduling.kv.kv_ledger import Hit
+from moiety_engine.scheduling.kv.prefix_search import PrefixHits
 from moiety_engine.scheduling.policies.policy import BatchView, Policy
 from moiety_engine.scheduling.preemption.preemptor import Preemptor
 from moiety_engine.scheduling.queues.class_counters import ClassCounters
@@ -174,7 +174,7 @@ class PrefillPlanner:
             ):  # decoding sequences are not queued
                 self._policy.push(sequence, now_s)
 
-    def take_blocks(self, sequence: Sequence, num_tokens: int, hits: list[Hit] | None) -> bool:
+    def take_blocks(self, sequence: Sequence, num_tokens: int, hits: PrefixHits | None) -> bool:
         """Give a joining sequence its KV: kept blocks, swapped-out blocks, or prefix hits (searched if None).
 
         Return False, with nothing taken, if too few blocks are free.
@@ -196,7 +196,7 @@ class PrefillPlanner:
         if limit <= 0:
             return _Given.NOTHING
         kv = self._kv.of(sequence)
-        self._preemptor.reclaim(kv.blocks_for(sequence.kv.num_computed + limit) - len(sequence.kv.blocks), kv)
+        self._preemptor.reclaim(kv.num_to_grow(sequence, sequence.kv.num_computed + limit), kv)
         if planner.add_prefill(sequence, limit):
             return _Given.ALL
         return _Given.SOME if planner.prefills(sequence) else _Given.NOTHING
@@ -210,9 +210,9 @@ class PrefillPlanner:
         if joinable <= 0 and (victim := self._preemptor.place_victim(sequence, planner, now_ns)) is None:
             return Reason.BATCH_FULL
         num_tokens, kv = len(sequence.tokens), self._kv.of(sequence)
-        hits: list[Hit] | None = None
+        hits: PrefixHits | None = None
         if sequence.kv.blocks:
-            num_new = kv.blocks_for(num_tokens) - len(sequence.kv.blocks)
+            num_new = kv.num_to_complete(sequence, num_tokens)
         elif sequence.kv.host_blocks:
             num_new = kv.num_blocks_to_swap_in(sequence, num_tokens)
         else:
@@ -239,8 +239,11 @@ class PrefillPlanner:
         """Preempt other sequences until the sequence has its blocks. Return False if it has none."""
         kv, num_tokens = self._kv.of(sequence), len(sequence.tokens)
         if (
-            self._preemptor.reclaim(num_blocks, kv) or self._preemptor.free_for(sequence, num_blocks, planner, now_ns)
+            self._preemptor.reclaim(num_blocks, kv, with_state=True)
+            or self._preemptor.free_for(sequence, num_blocks, planner, now_ns)
         ) and self.take_blocks(sequence, num_tokens, None):
             return True
         # its hits may have been blocks of preempted sequences, so that it needs more blocks than before
-        return self._preemptor.reclaim(kv.blocks_for(num_tokens), kv) and self.take_blocks(sequence, num_tokens, None)
+        return self._preemptor.reclaim(kv.layout.held_for(num_tokens), kv, with_state=True) and self.take_blocks(
+            sequence, num_tokens, None
+        )

@@ -178,7 +178,7 @@ class RequestQueues:
         """
         held = Counter[str]()
         for sequence in (*self.running, *self.parked, *self.returning):
-            held[sequence.request.tenant] += len(sequence.kv.blocks)
+            held[sequence.request.tenant] += sequence.kv.num_held
         return {tenant: count for tenant, count in held.most_common(most) if count}
 
     def _sums_of_all(self) -> tuple[float, int]:

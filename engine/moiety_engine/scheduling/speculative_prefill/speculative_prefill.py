@@ -20,7 +20,8 @@ import msgspec
 
 from moiety_engine.messages import CoreFinish, CoreOutput, CoreSubmit
 from moiety_engine.scheduling.kv.kv_groups import KvGroups
-from moiety_engine.scheduling.kv.kv_ledger import Hit, KvLedger
+from moiety_engine.scheduling.kv.kv_ledger import KvLedger
+from moiety_engine.scheduling.kv.prefix_search import Hit, PrefixHits
 from moiety_engine.scheduling.plan import Plan
 from moiety_engine.scheduling.speculative_prefill.return_patterns import (
     HORIZON_S,
@@ -77,7 +78,9 @@ class SpeculativePrefill:
         self._groups = groups
         self._step_time = step_time
         self._block_size = groups.first.block_size
-        self.is_possible = is_possible and groups.first.caches_prefixes
+        ledger = groups.first
+        keeps_everything = ledger.num_tables == 1 and not ledger.layout.has_windows and ledger.states is None
+        self.is_possible = is_possible and ledger.caches_prefixes and keeps_everything
         self._wanted: dict[int, _Wanted] = {}  # by key
         self._watch = ConversationWatch[_Wanted](self.habits)  # by the hash of the prompt's last full block
         self._served: dict[str, float] = {}  # tokens divided by weight, of tenants with requested prefills
@@ -206,7 +209,7 @@ class SpeculativePrefill:
         rows = min(num_left * size, planner.prefill_room(sequence))
         num_blocks = self._num_in_time(planner, num_hits * size, rows)
         num_blocks = min(num_blocks, self._make_blank(wanted, kv, num_blocks))
-        if not num_blocks or not kv.start(sequence, hits, num_hits * size):
+        if not num_blocks or not kv.start(sequence, PrefixHits(num_hits, hits), num_hits * size):
             return SpeculativePrefillOutcome.NO_ROOM
         sequence.kv.peak_computed = sequence.kv.num_computed
         wanted.num_hits = num_hits

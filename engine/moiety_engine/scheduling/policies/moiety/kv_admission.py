@@ -24,7 +24,7 @@ class KvAdmission:
         self._tuning = tuning
         self._accounts = accounts  # by rank
         self._records = records
-        self._guarantees = KvReservations(context.num_blocks, context.block_size)
+        self._guarantees = KvReservations(context.num_blocks, context.layout)
         self._overcommit = 1.0  # predicted demand of the batch that is allowed, as a fraction of all blocks
         self._preemption_share = 0.0  # fraction of the time that preemptions cost; running mean
         self._held_back = False  # whether the predicted peak recently kept a request out of the batch
@@ -98,18 +98,19 @@ class KvAdmission:
         When one of the sequences ends, those that last longer have grown as much as it, and those before it are gone
         (Past-Future, arXiv 2507.10150).
         """
-        size = self._context.block_size
+        layout = self._context.layout
+        size, slots_for, each = layout.block_size, layout.slots_for, layout.slots_per_token
         total = self._overcommit * view.blocks_total * size
-        held = (view.blocks_total - view.blocks_free) * size + len(candidate.tokens)
-        if held + view.predicted_output() + candidate.predicted_output <= total:
+        held = (view.blocks_total - view.blocks_free) * size + slots_for(len(candidate.tokens))
+        if held + (view.predicted_output() + candidate.predicted_output) * each <= total:
             return True  # even if all ended together
         batch = [(s.predicted_output - len(s.tokens) + s.request.num_prompt, len(s.tokens)) for s in view.peers]
         batch.append((candidate.predicted_output - candidate.num_output, len(candidate.tokens)))
         batch.sort(reverse=True)
         held = 0
         for position, (left, num_tokens) in enumerate(batch, start=1):
-            held += num_tokens
-            if held + (left if left > 1.0 else 1.0) * position > total:
+            held += slots_for(num_tokens)
+            if held + (left if left > 1.0 else 1.0) * position * each > total:
                 self._held_back = True
                 return position == 1
         return True

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from moiety_engine.cache.table_layout import TableLayout
 from moiety_engine.sequence import Sequence, SequenceState
 
 
@@ -23,9 +24,9 @@ class KvReservations:
     Reservations count only for running sequences, and for those in the same rank group.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, layout: TableLayout) -> None:
         self._num_blocks = num_blocks
-        self._size = block_size
+        self._layout = layout
         self._tokens: dict[Sequence, int] = {}  # tokens for which a sequence has reserved blocks
         self._reserved: dict[Sequence, int] = {}  # blocks
         self._reserved_total = 0
@@ -42,7 +43,7 @@ class KvReservations:
     def reserve(self, sequence: Sequence, num_tokens: int) -> None:
         """Reserve blocks for `num_tokens` tokens, from its start on."""
         self._tokens[sequence] = num_tokens
-        self._reserved[sequence] = -(-num_tokens // self._size)
+        self._reserved[sequence] = self._layout.held_for(num_tokens)
         self._reserved_total += self._reserved[sequence]
 
     def reserved_tokens(self, sequence: Sequence) -> int:
@@ -52,7 +53,7 @@ class KvReservations:
     def owe(self, sequence: Sequence) -> None:
         """Protect the sequence from further preemption."""
         self._reserved_total -= self._reserved.pop(sequence, 0)
-        self._owed[sequence] = -(-(sequence.request.num_prompt + sequence.request.submit.max_tokens) // self._size)
+        self._owed[sequence] = self._layout.held_for(sequence.request.num_prompt + sequence.request.submit.max_tokens)
 
     def forget(self, sequence: Sequence) -> None:
         """Remove a sequence that has ended."""
@@ -65,7 +66,7 @@ class KvReservations:
 
         It needs blocks for `num_tokens` tokens, or up to its predicted end if it is owed. Alone it can always join.
         """
-        needed = -(-max(num_tokens, len(sequence.tokens)) // self._size)
+        needed = self._layout.held_for(max(num_tokens, len(sequence.tokens)))
         if not self._owed and self._reserved_total + needed <= self._num_blocks:
             return True  # even if all reserved requests ran now
         firm = self._firm(sequence.kv.group)
@@ -83,7 +84,7 @@ class KvReservations:
     def waiting_for_others(self, growing: Iterable[Sequence]) -> list[Sequence]:
         """Return the owed sequences among these that must wait for others to end.
 
-        `growing` are sequences of one group that need one more block now.
+        `growing` are sequences of one group that need one more block of each table now.
         """
         asking = [s for s in growing if s in self._owed]
         if not asking:
@@ -94,7 +95,7 @@ class KvReservations:
         held_up = []
         for s in sorted(asking, key=lambda s: (states[s][0], s.request.order)):
             left, held = states[s]
-            states[s] = left - 1, held + 1
+            states[s] = left - self._layout.num_tables, held + self._layout.num_tables
             if s is not nearest and not self._all_can_end(firm, list(states.values())):
                 states[s] = left, held
                 held_up.append(s)
@@ -118,11 +119,11 @@ class KvReservations:
     def _predicted(self, sequence: Sequence) -> int:
         """Return the number of blocks with which it is predicted to end."""
         num_output = max(sequence.predicted_output, sequence.num_output + 1.0)
-        return min(self._owed[sequence], -(-(sequence.request.num_prompt + int(num_output)) // self._size))
+        return min(self._owed[sequence], self._layout.held_for(sequence.request.num_prompt + int(num_output)))
 
     def _state(self, sequence: Sequence) -> tuple[int, int]:
         """Return (blocks that it may still need, blocks that it holds once its tokens are computed)."""
-        held = len(sequence.kv.blocks) if sequence.decoding else -(-len(sequence.tokens) // self._size)
+        held = sequence.kv.num_held if sequence.decoding else self._layout.held_for(len(sequence.tokens))
         return max(0, self._owed[sequence] - held), held
 
     def _all_can_end(self, firm: int, owed: list[tuple[int, int]]) -> bool:

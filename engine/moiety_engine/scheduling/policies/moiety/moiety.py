@@ -119,7 +119,8 @@ class Moiety(Policy):
         self._pace.refresh(now_s)
         self._unreckoned_s += seconds
         if self._unreckoned_s >= 1.0:
-            kv_tokens = self.context.num_blocks * self.context.block_size
+            layout = self.context.layout
+            kv_tokens = self.context.num_blocks * layout.block_size // layout.slots_per_token
             for accounts in self._accounts.values():
                 accounts.time_passed(self._unreckoned_s, self.tuning.burst_s, kv_tokens / 2)
             self._unreckoned_s = 0.0

@@ -136,15 +136,15 @@ class PreemptionVictims:
         blocks: dict[TenantCounter, int] = {}
         for s in same:
             account = records[s].tenant
-            blocks[account] = blocks.get(account, 0) + len(s.kv.blocks)
+            blocks[account] = blocks.get(account, 0) + s.kv.num_held
         each = self._context.num_blocks / max(1e-9, self._accounts[rank].total_weight)  # blocks per unit of weight
-        wanted = -(-len(beneficiary.tokens) // self._context.block_size)
+        wanted = self._context.layout.held_for(len(beneficiary.tokens))
         if blocks.get(own, 0) + wanted > self._tuning.reclaims_up_to * each * own.weight:
             return []
         over = []
         for s in sorted(same, key=lambda s: -s.request.order):
             account = records[s].tenant
-            left = blocks[account] - len(s.kv.blocks)
+            left = blocks[account] - s.kv.num_held
             if account is not own and not s.timeline.num_preemptions and left >= each * account.weight:
                 over.append(s)
                 blocks[account] = left

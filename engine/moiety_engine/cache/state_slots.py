@@ -1,0 +1,103 @@
+"""Slots of recurrent states: one per sequence that holds blocks, and snapshots that prefix hits continue from.
+
+A slot is *live* (it belongs to a sequence), a *snapshot* (the state after a full block, found by the hash of that
+block), or *blank*. Live slots evict snapshots, least recently used first, and snapshots evict each other; a block pool
+keeps the slots, so that its laws hold for them.
+
+Copies of states are queued while a step is planned and run before its forward pass, one after the other in the order
+of the queue. So a slot may be given to another sequence as soon as a copy from it is queued.
+
+The slots know only numbers and hashes; the runner moves the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+
+from moiety_engine.cache.block_pool import BlockPool
+
+
+class StateSlots:
+    """Owner of slots 0 … num_slots-1 and of the queued copies. Single-threaded, like the block pool."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._pool = BlockPool(num_slots)
+        self._copies: list[tuple[int, int]] = []  # (source, target)
+        self.snapshots_total = 0
+        self.resumed_total = 0  # sequences that continued from a snapshot
+
+    @property
+    def num_slots(self) -> int:
+        return self._pool.num_blocks
+
+    @property
+    def num_free(self) -> int:
+        """Slots available to sequences: blank ones and snapshots."""
+        return self._pool.num_free
+
+    @property
+    def num_used(self) -> int:
+        return self._pool.num_used
+
+    @property
+    def num_snapshots(self) -> int:
+        return self._pool.num_cached
+
+    def has_snapshot(self, block_hash: bytes) -> bool:
+        """Return whether the state after the block with this hash is known."""
+        return self._pool.find(block_hash) is not None
+
+    def begin(self) -> int:
+        """Return a slot for a sequence without computed tokens; its content is undefined. Raises NoFreeBlocks."""
+        return self._pool.allocate(1)[0]
+
+    def resume(self, block_hash: bytes) -> int:
+        """Return a slot for a sequence that continues after this block, and queue the copy of its snapshot.
+
+        The caller has checked that the snapshot is there and that a slot is free. The snapshot itself may be evicted
+        for the slot if no other is free; the state then stays where it is.
+        """
+        snapshot = self._pool.find(block_hash)
+        assert snapshot is not None, "a sequence continues from a snapshot that is not there"
+        self.resumed_total += 1
+        if self._pool.num_free == 1:
+            self._pool.share(snapshot)
+            self._pool.invalidate([block_hash])
+            return snapshot
+        self._pool.share(snapshot)  # so that the slot is another one
+        (slot,) = self._pool.allocate(1)
+        self._pool.free([snapshot])
+        self._copies.append((snapshot, slot))
+        return slot
+
+    def keep_snapshot(self, slot: int, block_hash: bytes) -> None:
+        """Queue a copy of the slot's state, found by the hash of the block after which it is; if a slot is free."""
+        if self._pool.find(block_hash) is not None or not self._pool.num_free:
+            return
+        (snapshot,) = self._pool.allocate(1)
+        self._pool.seal(snapshot, block_hash)
+        self._pool.free([snapshot])
+        self._copies.append((slot, snapshot))
+        self.snapshots_total += 1
+
+    def end(self, slot: int) -> None:
+        """Release a sequence's slot."""
+        self._pool.free([slot])
+
+    def invalidate(self, hashes: Iterable[bytes]) -> None:
+        """Drop the snapshots after these blocks, where present."""
+        self._pool.invalidate(hashes)
+
+    def invalidate_marked(self, marks: Container[bytes]) -> None:
+        """Drop the snapshots after blocks whose hashes begin with one of these marks."""
+        self._pool.invalidate_marked(marks)
+
+    def forget(self) -> None:
+        """Drop all snapshots and queued copies. No slot may be live."""
+        self._pool.forget()
+        self._copies = []
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Return the queued copies (source, target) and clear the queue; to run in order, before the forward pass."""
+        copies, self._copies = self._copies, []
+        return copies

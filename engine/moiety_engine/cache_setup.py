@@ -1,0 +1,61 @@
+"""Caches of a replica: whether blocks behind windows are freed, and which settings recurrent states allow."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moiety_engine.config import Speculate
+from moiety_engine.errors import InvalidConfig
+from moiety_wire.engine_choices import Batching
+from moiety_wire.roles import EngineRole
+
+if TYPE_CHECKING:
+    from moiety_engine.config import EngineConfig
+    from moiety_engine.model.transformer import Transformer
+
+
+def why_windows_are_kept(config: EngineConfig) -> str:
+    """Return why blocks behind sliding windows are not freed with this configuration; "" if they are."""
+    if config.disk_cache:
+        return "the disk cache (--disk-cache) stores one block for all layers"
+    if config.batching is Batching.PADDED:
+        return "padded batching reserves all blocks of a batch when it starts"
+    return ""
+
+
+def table_windows(model: Transformer, config: EngineConfig) -> tuple[int | None, ...]:
+    """Return the window of each block table; None: the table keeps the whole context.
+
+    A draft model and an MTP layer use the first table for their own keys and values, so it keeps the whole context.
+    Raises InvalidConfig if the model was loaded to free what the configuration keeps.
+    """
+    first, *others = (group.window for group in model.cache_groups)
+    reason = why_windows_are_kept(config)
+    if reason and others:
+        raise InvalidConfig(f"the model was loaded to free blocks behind windows, but {reason}: load it anew")
+    if reason or config.speculate in (Speculate.DRAFT, Speculate.MTP):
+        first = None
+    return (first, *others)
+
+
+def require_recurrent_support(model: Transformer, config: EngineConfig) -> None:
+    """Raise InvalidConfig for settings that are not available with a model that has recurrent layers."""
+    if not model.spec.recurrent_layers:
+        return
+    transfer = config.transfer
+    refused = {
+        "the disk cache does not store states: leave out --disk-cache": bool(config.disk_cache),
+        "padded batching computes rows beyond a sequence: use another --batching": config.batching is Batching.PADDED,
+        "states cannot be taken back when a draft is rejected: leave out --speculate": (
+            config.speculate is not Speculate.OFF
+        ),
+        "states are not sent between engines: leave out --role and --kv-listen": (
+            transfer.role is not EngineRole.BOTH or bool(transfer.listen)
+        ),
+        "a later pipeline stage may have more states than the first: leave out --pp": config.pp > 1,
+        "micro-batches divide sequences: leave out --ffn-ranks": bool(config.ffn_ranks),
+        "prompt and output tokens of a step are computed apart: leave out --batch-invariant": config.batch_invariant,
+    }
+    for reason, is_set in refused.items():
+        if is_set:
+            raise InvalidConfig(f"this model has recurrent layers, and {reason}")

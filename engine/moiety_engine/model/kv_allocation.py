@@ -1,0 +1,117 @@
+"""Allocation of one rank's cache: the places of its layers in a block, the states of recurrent layers, and their bytes.
+
+N blocks, G key-value heads, P positions per block, d head width, L width of a latent row.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from moiety_engine.model.batch import Cache, KvCache, LatentCache, LayerCache, RecurrentStateCache
+from moiety_engine.model.spec import KV_SCALE_BYTES, LatentAttentionSpec, RecurrentSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from moiety_engine.model.cache_groups import CacheGroup
+    from moiety_engine.model.spec import AttentionSpec, LayerSpec, StatePart
+
+
+class KvAllocation:
+    """Layout of a rank's KV cache. A block has as many places as the largest cache group has layers here."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerSpec],
+        first_layer: int,
+        groups: Sequence[CacheGroup],
+        dtype: torch.dtype,
+        activation_dtype: torch.dtype,
+        hidden_width: int | None,
+    ) -> None:
+        """Create the layout.
+
+        `layers`: the rank's share of the layers from `first_layer` on. `groups`: cache groups of the whole model.
+        `hidden_width`: width of hidden states, in `activation_dtype`, if the cache keeps them.
+        """
+        self._dtype, self._activation_dtype, self._hidden_width = dtype, activation_dtype, hidden_width
+        group_of = {layer: number for number, group in enumerate(groups) for layer in group.layers}
+        self._group_of_layer = tuple(group_of.get(first_layer + index, 0) for index in range(len(layers)))
+        self._num_groups = len(groups)
+        self._places: list[AttentionSpec | LatentAttentionSpec] = []  # a layer of each place
+        self._place_of_layer: list[int | RecurrentSpec] = []
+        taken = [0] * len(groups)
+        for layer, group in zip(layers, self._group_of_layer, strict=True):
+            if isinstance(layer.attention, RecurrentSpec):
+                self._place_of_layer.append(layer.attention)
+                continue
+            place = taken[group]
+            taken[group] += 1
+            if place == len(self._places):
+                self._places.append(layer.attention)
+            self._place_of_layer.append(place)
+
+    def block_bytes(self, block_size: int) -> int:
+        """Return the bytes of one block of `block_size` tokens."""
+        num_bytes = sum(one.cached_values for one in self._places) * self._dtype.itemsize
+        if self._dtype is torch.int8:
+            num_bytes += sum(one.cached_rows for one in self._places) * KV_SCALE_BYTES
+        if self._hidden_width is not None:
+            num_bytes += self._hidden_width * self._activation_dtype.itemsize
+        return num_bytes * block_size
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one sequence's state in all recurrent layers."""
+        parts = [part for one in self._place_of_layer if isinstance(one, RecurrentSpec) for part in one.state_parts]
+        return sum(math.prod(part.shape) * self._state_dtype(part).itemsize for part in parts)
+
+    def allocate(
+        self, num_blocks: int, block_size: int, num_state_slots: int, device: torch.device, rotation: str
+    ) -> KvCache:
+        """Return a new cache with undefined content; `rotation`: digest of the rotary embedding."""
+
+        def place(one: AttentionSpec | LatentAttentionSpec) -> LayerCache | LatentCache:
+            if isinstance(one, LatentAttentionSpec):
+                rows = empty(num_blocks, block_size, one.cached_values)
+                if self._dtype is not torch.int8:
+                    return LatentCache(rows, one.latent_width)
+                of_parts = empty(2, num_blocks, block_size, dtype=torch.float32)
+                return LatentCache(rows, one.latent_width, of_parts[0], of_parts[1])
+            both = empty(2, num_blocks, one.num_kv_heads, block_size, one.head_dim)
+            if self._dtype is not torch.int8:
+                return LayerCache(both[0], both[1])
+            scales = empty(2, num_blocks, one.num_kv_heads, block_size, dtype=torch.float32)
+            return LayerCache(both[0], both[1], scales[0], scales[1])
+
+        empty = partial(torch.empty, dtype=self._dtype, device=device)
+        hidden: LatentCache | None = None
+        if self._hidden_width is not None:
+            rows = empty(num_blocks, block_size, self._hidden_width, dtype=self._activation_dtype)
+            hidden = LatentCache(rows, self._hidden_width)
+        places = [place(one) for one in self._places]
+
+        def layer(one: int | RecurrentSpec) -> Cache:
+            if isinstance(one, int):
+                return places[one]
+            return RecurrentStateCache(
+                tuple(empty(num_state_slots, *part.shape, dtype=self._state_dtype(part)) for part in one.state_parts)
+            )
+
+        return KvCache(
+            tuple(map(layer, self._place_of_layer)),
+            num_blocks,
+            block_size,
+            rotation,
+            hidden,
+            self._num_groups,
+            self._group_of_layer,
+            num_state_slots,
+        )
+
+    def _state_dtype(self, part: StatePart) -> torch.dtype:
+        return torch.float32 if part.exact else self._activation_dtype

@@ -1,0 +1,285 @@
+"""Recurrent layers continue from their own sequence's state, however its tokens are cut, batched, hit or recomputed.
+
+No family with such layers is needed: the layer here is a decaying linear attention after a short convolution, and what
+it answers is compared with the same model's answers to each prompt alone, in one chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moiety_engine.config import EngineConfig, Speculate
+from moiety_engine.errors import InvalidConfig, OutOfMemory
+from moiety_engine.loop import EngineLoop
+from moiety_engine.loop_setup import build_loop
+from moiety_engine.messages import CoreFinish, CoreLogprob, CoreSubmit
+from moiety_engine.model.batch import Batch, Cache, RecurrentStateCache
+from moiety_engine.model.cache_groups import cache_groups
+from moiety_engine.model.dummy import draw_weights
+from moiety_engine.model.families import read_spec
+from moiety_engine.model.kv_allocation import KvAllocation
+from moiety_engine.model.spec import (
+    AttentionSpec,
+    DenseSpec,
+    LayerSpec,
+    ModelSpec,
+    NormSpec,
+    RecurrentSpec,
+    RopeSpec,
+    StatePart,
+)
+from moiety_engine.model.transformer import Transformer
+from moiety_engine.model.weights import AttentionWeights
+from moiety_engine.runner.memory import num_states
+from moiety_wire.classes import STANDARD
+from moiety_wire.engine_choices import Batching
+from moiety_wire.messages import Sampling
+from moiety_wire.notes import Reason
+
+BLOCK_SIZE = 4
+DECAY = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class DecaySpec(AttentionSpec, RecurrentSpec):
+    """A layer with the weights of an attention layer."""
+
+    @property
+    def state_parts(self) -> tuple[StatePart, ...]:
+        matrix = StatePart((self.num_kv_heads, self.head_dim, self.head_dim))
+        return matrix, StatePart((2, self.q_width + 2 * self.kv_width), exact=False)
+
+
+class DecayLayer:
+    """S ← 0.9 S + k vᵀ for each token, read by its query; the projections are mixed with those of two tokens before."""
+
+    def __init__(self, spec: AttentionSpec, weights: AttentionWeights) -> None:
+        self._spec, self._weights = spec, weights
+
+    def __call__(self, x_TD: Tensor, batch: Batch, cache: Cache) -> Tensor:
+        assert isinstance(cache, RecurrentStateCache)
+        assert batch.states is not None
+        spec, rows = self._spec, batch.states
+        matrix, tail = cache.parts
+        mixed_TC, out_TD = x_TD @ self._weights.qkv_CD.T, torch.empty_like(x_TD)
+        starts = rows.run_start_R1.tolist()
+        assert max(end - begin for begin, end in pairwise(starts)) == rows.max_run
+        assert starts[: rows.num_single + 1] == list(range(rows.num_single + 1))
+        for run, (begin, end) in enumerate(pairwise(starts)):
+            slot, begins = int(rows.slots_R[run]), bool(rows.begins_R[run])
+            state = torch.zeros_like(matrix[0]) if begins else matrix[slot].clone()
+            before = torch.zeros_like(tail[0]) if begins else tail[slot].clone()
+            for token in range(begin, end):
+                row = mixed_TC[token] + 0.5 * before[1] + 0.25 * before[0]
+                before = torch.stack((before[1], mixed_TC[token]))
+                q, k, v = row.split([spec.q_width, spec.kv_width, spec.kv_width])
+                state = DECAY * state + torch.einsum("gk,gv->gkv", self._heads(k), self._heads(v))
+                read = torch.einsum("ghk,gkv->ghv", q.view(spec.num_kv_heads, -1, spec.head_dim), state)
+                out_TD[token] = self._weights.output_DC @ read.reshape(-1)
+            matrix[slot], tail[slot] = state, before
+        return out_TD
+
+    def _heads(self, row: Tensor) -> Tensor:
+        return row.view(self._spec.num_kv_heads, self._spec.head_dim)
+
+
+class DecayModel(Transformer):
+    """A decoder whose first and last layer are recurrent."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        plain = read_spec(folder)
+        (layer,) = plain.layers
+        attention = layer.attention
+        assert isinstance(attention, AttentionSpec)
+        fields = {name: getattr(attention, name) for name in AttentionSpec.__dataclass_fields__}
+        recurrent = replace(layer, attention=DecaySpec(**fields))
+        spec = replace(plain, layers=(recurrent, layer, recurrent))
+        weights = draw_weights(spec, device=torch.device("cpu"), dtype=torch.float32)
+        super().__init__(spec, weights, **options)
+        for index in spec.recurrent_layers:
+            own = weights.layers[index].attention
+            assert isinstance(own, AttentionWeights)
+            self._attentions[index] = DecayLayer(DecaySpec(**fields), own)
+
+
+@dataclass
+class Engine:
+    """A loop whose cache and states are NaN at first, and what it answers."""
+
+    loop: EngineLoop
+    answers: dict[int, list[int]] = field(default_factory=dict)
+    logprobs: dict[int, list[CoreLogprob]] = field(default_factory=dict)
+    finishes: dict[int, CoreFinish] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for layer in self.loop.executor.awake().kv.layers:
+            for part in layer.parts:
+                part.fill_(float("nan"))
+
+    def submit(self, key: int, prompt: list[int], num_output: int = 8) -> None:
+        sampling = Sampling(temperature=0.0, num_logprobs=1)
+        self.answers[key], self.logprobs[key] = [], []
+        self.loop.submit(CoreSubmit(key, "t", STANDARD, prompt, sampling, num_output, 0, [], num_output, b"s", 0))
+
+    def step(self) -> None:
+        self.loop.step()
+        step = self.loop.take_outputs()
+        assert step is None or step.failures == []
+        for output in [] if step is None else step.outputs:
+            self.answers[output.key] += output.token_ids
+            self.logprobs[output.key] += output.logprobs or []
+            if output.finish is not None:
+                self.finishes[output.key] = output.finish
+
+    def run(self) -> None:
+        for _ in range(2000):
+            if self.loop.scheduler.idle:
+                states = self.loop.scheduler.kv.states
+                assert states is not None
+                assert states.num_used == self.loop.scheduler.kv.pool.num_used == 0
+                return
+            self.step()
+        raise AssertionError("the requests do not end")
+
+    def ask(self, key: int, prompt: list[int]) -> int:
+        """Answer a prompt; return how many of its tokens were cached."""
+        self.submit(key, prompt)
+        self.run()
+        return self.finishes[key].num_cached_tokens
+
+
+@pytest.fixture(scope="module")
+def model(sketch_loops: Any) -> DecayModel:
+    return DecayModel(sketch_loops.folder)
+
+
+@pytest.fixture
+def engine(sketch_loops: Any, model: DecayModel) -> Any:
+    def make(num_blocks: int = 400, num_snapshots: int = 12, **settings: Any) -> Engine:
+        max_running = settings.setdefault("max_running", 4)
+        memory = num_blocks * model.kv_bytes_per_block(BLOCK_SIZE) + max_running * model.state_bytes
+        memory += num_snapshots * model.state_bytes
+        sizes = {"block_size": BLOCK_SIZE, "max_batch_tokens": 64, "kv_memory_bytes": memory}
+        return Engine(build_loop(model, EngineConfig(model=str(sketch_loops.folder), name="tiny", **sizes | settings)))
+
+    return make
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return torch.randint(3, 320, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def assert_same(ours: Engine, alone: Engine, keys: Any) -> None:
+    for key in keys:
+        assert ours.answers[key] == alone.answers[key]
+        pairs = zip(ours.logprobs[key], alone.logprobs[key], strict=True)
+        assert max(abs(one.logprob - other.logprob) for one, other in pairs) <= 1e-4
+
+
+@pytest.fixture
+def alone(engine: Any) -> Engine:
+    whole: Engine = engine(max_batch_tokens=512, prefix_caching=False)
+    return whole
+
+
+PROMPTS = {key: tokens(count, seed=key) for key, count in enumerate((130, 61, 24, 5, 90))}
+
+
+@pytest.mark.parametrize("chunk", [7, 64])
+def test_mixed_batches_of_chunks_answer_as_each_prompt_alone(engine: Any, alone: Engine, chunk: int) -> None:
+    ours = engine(max_batch_tokens=chunk)
+    for key, prompt in PROMPTS.items():
+        ours.submit(key, prompt)
+        alone.ask(key, prompt)
+    ours.run()
+    assert_same(ours, alone, PROMPTS)
+
+
+def test_the_next_turn_continues_from_the_snapshot_at_the_end_of_the_prompt(engine: Any, alone: Engine) -> None:
+    ours = engine()
+    assert ours.ask(0, PROMPTS[1]) == 0
+    again = PROMPTS[1] + ours.answers[0] + tokens(9, seed=9)
+    assert ours.ask(1, again) == 60
+    alone.ask(1, again)
+    assert_same(ours, alone, [1])
+
+
+def test_a_prefix_that_is_met_a_second_time_gets_a_snapshot_where_prompts_part(engine: Any, alone: Engine) -> None:
+    ours = engine()
+    shared = tokens(40, seed=7)
+    prompts = {key: shared + tokens(30, seed=10 + key) for key in range(3)}
+    cached = [ours.ask(key, prompt) for key, prompt in prompts.items()]
+    assert cached == [0, 0, 40]
+    for key, prompt in prompts.items():
+        alone.ask(key, prompt)
+    assert_same(ours, alone, prompts)
+
+
+def test_snapshots_give_way_to_running_sequences_and_cost_hits_only(engine: Any, alone: Engine) -> None:
+    ours = engine(num_snapshots=1)
+    for key, prompt in PROMPTS.items():
+        ours.submit(key, prompt)
+    ours.run()
+    again = {10 + key: [*prompt, 4, 5, 6] for key, prompt in PROMPTS.items()}
+    for key, prompt in again.items():
+        ours.ask(key, prompt)
+        alone.ask(key, prompt)
+    assert_same(ours, alone, again)
+
+
+def test_a_preempted_sequence_is_computed_anew(engine: Any, alone: Engine) -> None:
+    ours = engine(prefix_caching=False)
+    for key in (0, 1):
+        ours.submit(key, PROMPTS[key], num_output=30)
+        alone.submit(key, PROMPTS[key], num_output=30)
+    while len(ours.answers[1]) < 5:
+        ours.step()
+    scheduler = ours.loop.scheduler
+    victim = scheduler.queues.by_key[1]
+    scheduler._preemptor.preempt(victim, Reason.DECODE_NEEDS_BLOCKS, 0, None, take_blocks=True)
+    assert victim.kv.state_slot == -1
+    ours.run()
+    alone.run()
+    assert ours.finishes[1].num_recomputed_tokens > 0
+    assert_same(ours, alone, [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"speculate": Speculate.NGRAM}, "leave out --speculate"),
+        ({"batching": Batching.PADDED}, "use another --batching"),
+        ({"disk_cache": "/nowhere"}, "leave out --disk-cache"),
+    ],
+)
+def test_what_recurrent_layers_cannot_do_is_refused_at_the_start(engine: Any, settings: Any, match: str) -> None:
+    with pytest.raises(InvalidConfig, match=match):
+        engine(**settings)
+
+
+def test_more_running_requests_than_states_fit_are_refused_with_what_to_do() -> None:
+    with pytest.raises(OutOfMemory, match="lower --max-running"):
+        num_states(1000, 100, max_running=6)
+    assert num_states(1000, 100, max_running=2) == 3
+
+
+def test_a_long_sequence_takes_less_than_a_third_of_the_memory_where_three_of_four_layers_are_recurrent() -> None:
+    rope = RopeSpec(1e6, 64)
+    attention = AttentionSpec(16, 2, 256, rope, 256**-0.5)  # as in Qwen 3.5, and states of about its size
+    recurrent = DecaySpec(32, 32, 128, rope, 128**-0.5)
+    kinds = [LayerSpec(recurrent if i % 4 != 3 else attention, DenseSpec(512)) for i in range(40)]
+    plain = [LayerSpec(attention, DenseSpec(512))] * 40
+
+    def num_bytes(layers: list[LayerSpec]) -> int:
+        spec = ModelSpec("qwen3_5_moe", 1000, 2048, NormSpec(1e-6), False, 262144, "bfloat16", tuple(layers))
+        allocation = KvAllocation(layers, 0, cache_groups(spec), torch.bfloat16, torch.bfloat16, None)
+        return allocation.block_bytes(16) * 32768 // 16 + allocation.state_bytes
+
+    assert num_bytes(kinds) <= 0.3 * num_bytes(plain)

@@ -1,0 +1,164 @@
+"""Models with sliding windows answer as transformers does while the blocks behind their windows are freed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moiety_engine.cache.table_layout import TableLayout
+from moiety_engine.config import EngineConfig
+from moiety_engine.loop import EngineLoop
+from moiety_engine.messages import CoreFinish, CoreLogprob, CoreSubmit
+from moiety_engine.model.cache_groups import cache_groups
+from moiety_engine.model.families import spec_from_config
+from moiety_engine.planning.models import PRESETS
+from moiety_engine.scheduling.preemption.preemptor import SwapCost
+from moiety_engine.startup import load_loop
+from moiety_wire.classes import STANDARD
+from moiety_wire.messages import Sampling
+
+TOLERANCE = 1e-4
+BLOCK_SIZE = 4
+WINDOWED = ["gemma3", "gpt_oss", "mistral, sliding window"]
+
+
+@dataclass
+class Engine:
+    """A loop over a small cache that holds NaN at first, and what it answers."""
+
+    loop: EngineLoop
+    answers: dict[int, list[int]] = field(default_factory=dict)
+    logprobs: dict[int, list[CoreLogprob]] = field(default_factory=dict)
+    finishes: dict[int, CoreFinish] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for place in self.loop.executor.awake().kv.places:
+            for part in place.parts:
+                part.fill_(float("nan"))
+
+    def submit(self, key: int, prompt: list[int], num_output: int = 8) -> None:
+        sampling = Sampling(temperature=0.0, num_logprobs=3)
+        self.answers[key], self.logprobs[key] = [], []
+        self.loop.submit(CoreSubmit(key, "t", STANDARD, prompt, sampling, num_output, 0, [], num_output, b"s", 0))
+
+    def run(self, until: Callable[[], bool] = lambda: False) -> None:
+        for _ in range(3000):
+            if self.loop.scheduler.idle or until():
+                return
+            self.loop.step()
+            step = self.loop.take_outputs()
+            assert step is None or step.failures == []
+            for output in [] if step is None else step.outputs:
+                self.answers[output.key] += output.token_ids
+                self.logprobs[output.key] += output.logprobs or []
+                if output.finish is not None:
+                    self.finishes[output.key] = output.finish
+        raise AssertionError("the requests do not end")
+
+    def check(self, oracle: Any, key: int, prompt: list[int]) -> None:
+        answer, found = self.answers[key], self.logprobs[key]
+        expected = oracle.logprobs(prompt + answer)[len(prompt) - 1 : -1]
+        assert len(found) == len(answer) > 0
+        for position, (token, one) in enumerate(zip(answer, found, strict=True)):
+            assert abs(one.logprob - expected[position, token].item()) <= TOLERANCE
+            assert abs(one.logprob - expected[position].max().item()) <= TOLERANCE
+
+
+def make_engine(folder: Path, num_blocks: int, *, host_blocks: int = 0, **settings: Any) -> Engine:
+    sizes: dict[str, Any] = {"block_size": BLOCK_SIZE, "max_batch_tokens": 64, "dtype": "float32"} | settings
+    config = EngineConfig(model=str(folder), name="tiny", kv_memory_bytes=1 << 22, device="cpu", **sizes)
+    block_bytes = load_loop(config).executor.model.kv_bytes_per_block(BLOCK_SIZE)
+    memory = {"kv_memory_bytes": num_blocks * block_bytes, "host_kv_memory_bytes": host_blocks * block_bytes}
+    config = EngineConfig(model=str(folder), name="tiny", device="cpu", **sizes, **memory)
+    return Engine(load_loop(config))
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return torch.randint(3, 380, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.fixture(params=WINDOWED)
+def windowed(request: pytest.FixtureRequest, make_checkpoint: Any) -> Any:
+    return make_checkpoint(request.param)
+
+
+@pytest.mark.parametrize("chunk", [7, 64])
+def test_prompts_beyond_the_window_are_answered_as_by_the_oracle_in_mixed_batches(windowed: Any, chunk: int) -> None:
+    engine = make_engine(windowed.folder, 320, max_batch_tokens=chunk, max_running=4)
+    prompts = {key: tokens(count, seed=key) for key, count in enumerate((300, 150, 41, 12))}
+    for key, prompt in prompts.items():
+        engine.submit(key, prompt)
+    engine.run()
+    for key, prompt in prompts.items():
+        engine.check(windowed, key, prompt)
+    assert engine.loop.scheduler.kv.pool.num_used == 0
+
+
+def test_a_prefix_hit_needs_only_the_blocks_that_windows_reach(windowed: Any) -> None:
+    engine = make_engine(windowed.folder, 400)
+    first = tokens(300, seed=3)
+    engine.submit(0, first)
+    engine.run()
+    again = first[:240] + tokens(30, seed=4)
+    ledger = engine.loop.scheduler.kv
+    for table, window in enumerate(ledger.layout.windows):
+        if window is not None:  # of a freed block far behind the hit
+            hashes = _hashes(again)
+            ledger.pool.invalidate([hashes[10] + (bytes((table,)) if table else b"")])
+    engine.submit(1, again)
+    engine.run()
+    assert engine.finishes[1].num_cached_tokens == 240
+    engine.check(windowed, 1, again)
+
+
+def _hashes(prompt: list[int]) -> list[bytes]:
+    from moiety_engine.sequence import Sequence
+
+    submit = CoreSubmit(0, "t", STANDARD, prompt, Sampling(), 1, 0, [], 1, b"s", 0)
+    return Sequence(submit, order=0, seed=0).block_hashes.between(0, len(prompt) // BLOCK_SIZE, BLOCK_SIZE)
+
+
+@pytest.mark.parametrize("swaps", [True, False])
+def test_a_preempted_sequence_continues_as_by_the_oracle(windowed: Any, swaps: bool) -> None:
+    engine = make_engine(windowed.folder, 200, host_blocks=400 if swaps else 0, prefix_caching=False, max_running=4)
+    engine.loop.scheduler.swap_costs(SwapCost(0.0 if swaps else 1e6))
+    prompts = {key: tokens(110 + key, seed=key) for key in range(3)}
+    for key, prompt in prompts.items():
+        engine.submit(key, prompt, num_output=40)
+    engine.run(until=lambda: len(engine.answers[0]) > 4)
+    scheduler = engine.loop.scheduler
+    victim = scheduler.queues.by_key[1 if 1 in scheduler.queues.by_key else 2]
+    preempt = partial(scheduler._preemptor.preempt, victim, take_blocks=True)
+    from moiety_wire.notes import Reason
+
+    preempt(Reason.DECODE_NEEDS_BLOCKS, 0, None)
+    assert bool(victim.kv.host_blocks) == swaps
+    engine.run()
+    for key, prompt in prompts.items():
+        engine.check(windowed, key, prompt)
+    assert scheduler.kv.pool.num_used == 0
+    assert (scheduler.kv.swapped_in_total > 0) == swaps
+
+
+def test_a_long_sequence_of_gpt_oss_takes_hardly_more_than_half_of_the_blocks() -> None:
+    spec = spec_from_config(PRESETS["gpt-oss-20b"])
+    groups = cache_groups(spec)
+    assert [(len(group.layers), group.window) for group in groups] == [(12, None), (12, 128)]
+    layout = TableLayout(16, tuple(group.window for group in groups))
+    whole = 2 * layout.blocks_for(32768)  # blocks of as many bytes, had both halves of the layers kept everything
+    assert layout.held_for(32768) <= 0.55 * whole
+
+
+def test_groups_are_formed_only_where_they_save_memory() -> None:
+    dense = spec_from_config(PRESETS["qwen3-30b-a3b"])
+    (single,) = cache_groups(dense)
+    assert single.window is None
+    assert single.layers == tuple(range(48))
+    (kept,) = cache_groups(spec_from_config(PRESETS["gpt-oss-20b"]), keep_everything=True)
+    assert kept.window is None
