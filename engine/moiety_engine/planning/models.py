@@ -17,7 +17,7 @@ from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.cache_groups import cache_groups
 from moiety_engine.model.families import read_spec, spec_from_config
-from moiety_engine.model.spec import KV_SCALE_BYTES
+from moiety_engine.model.spec import KV_SCALE_BYTES, GatedDeltaSpec
 from moiety_engine.model.weight_offload import weight_bytes
 from moiety_engine.model.weight_quantizer import bytes_in
 from moiety_kernels.quantization.weight import FORMATS
@@ -137,8 +137,10 @@ class Served:
         all_layers = sum(self.kv_bytes(layer.attention) for layer in own.layers)
         return math.ceil(all_layers * share / (len(self.spec.layers) * context))
 
-    def kv_bytes(self, attention: AttentionSpec | LatentAttentionSpec) -> int:
-        """Return the bytes of one token in one layer's KV cache."""
+    def kv_bytes(self, attention: AttentionSpec | LatentAttentionSpec | GatedDeltaSpec) -> int:
+        """Return the bytes of one token in one layer's KV cache; 0 for a recurrent layer."""
+        if isinstance(attention, GatedDeltaSpec):
+            return 0
         scales = KV_SCALE_BYTES * attention.cached_rows if self.kv_scaled else 0
         return attention.cached_values * self.kv_itemsize + scales
 
