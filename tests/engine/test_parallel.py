@@ -31,7 +31,7 @@ from moiety_engine.distribution.rendezvous_address import Rendezvous
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.cache_groups import cache_groups
 from moiety_engine.model.families import read_spec
-from moiety_engine.model.spec import MoeSpec
+from moiety_engine.model.spec import MoeSpec, RecurrentSpec
 from moiety_engine.model.tensor_shards import own_spec
 from moiety_engine.model.weight_offload import weight_bytes
 from moiety_engine.quantize.writing import write_quantized
@@ -55,6 +55,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16}
     | {"v_head_dim": 32, "num_key_value_heads": 4, "first_k_dense_replace": 1, "moe_intermediate_size": 256}
     | {"intermediate_size": 96, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
+    "qwen3_next": {"num_experts": 8, "num_experts_per_tok": 2, "head_dim": 16, "moe_intermediate_size": 64}
+    | {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3}
+    | {"shared_expert_intermediate_size": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    | {"linear_key_head_dim": 16, "linear_value_head_dim": 64},
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64, "head_dim": 16}
     | {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]},
 }
@@ -193,15 +197,21 @@ def processes() -> Iterator[RankProcesses]:
 
 
 def settings_of(folder: Path, **settings: Any) -> EngineConfig:
-    """So little memory that requests are preempted."""
+    """So little memory that requests are preempted, unless the model has recurrent layers."""
     tight: dict[str, Any] = {"block_size": BLOCK_SIZE, "max_batch_tokens": 24, "max_running": 8, "policy": "fcfs"}
     given = {"model": str(folder), "name": "tiny", "device": "cpu", "dtype": "float32"} | tight | settings
     config = EngineConfig(**given)
     spec = read_spec(folder)
     own = own_spec(spec, Seat(layout_of(config)))
     num_blocks = NUM_WINDOWED_BLOCKS if len(cache_groups(spec)) > 1 else NUM_BLOCKS
-    block_bytes = 4 * BLOCK_SIZE * sum(layer.attention.cached_values for layer in own.layers)
-    memory = {"kv_memory_bytes": num_blocks * block_bytes, "host_kv_memory_bytes": config.host_kv_memory_bytes or 0}
+    attentions = [layer.attention for layer in own.layers]
+    states = [part for one in attentions if isinstance(one, RecurrentSpec) for part in one.state_parts]
+    state_bytes = 4 * config.max_running * sum(math.prod(part.shape) for part in states)
+    cached = sum(one.cached_values for one in attentions if not isinstance(one, RecurrentSpec))
+    kv_bytes = 4 * num_blocks * BLOCK_SIZE * cached
+    if states:  # they may take half of the memory
+        kv_bytes = 2 * state_bytes + kv_bytes
+    memory = {"kv_memory_bytes": kv_bytes, "host_kv_memory_bytes": config.host_kv_memory_bytes or 0}
     return msgspec.structs.replace(config, **memory)
 
 
@@ -273,14 +283,16 @@ def thorough(*case: Any) -> Any:
 
 CUT_BY = {  # layouts, and the family that shows each of them
     ("tp", 2): "deepseek_v3",
-    ("tp", 2, "ep", 2): "mixtral",
+    ("tp", 2, "ep", 2): "qwen3_next",
     ("tp", 4, "ep", 4): "gpt_oss",
     ("pp", 2): "qwen3_moe",
 }
+REFUSED = {("qwen3_next", ("pp", 2)), ("qwen3_next", ("tp", 4, "ep", 4))}  # recurrent layers; two key heads
 CUT = [
     (pytest.param if family == shown_by else thorough)(family, dict(zip(cuts[::2], cuts[1::2], strict=True)))
     for cuts, shown_by in CUT_BY.items()
     for family in FAMILIES
+    if (family, cuts) not in REFUSED
 ]
 
 
@@ -293,7 +305,7 @@ def test_tensor_and_expert_parallel_say_what_one_rank_says(
     assert_same(expected, ours)
     assert not any(other["error"] for other in others)
     assert expected["num_cached"] > 0 and ours["num_cached"] > 0
-    assert expected["num_recomputed"] > 0 and ours["num_recomputed"] > 0
+    assert family == "qwen3_next" or (expected["num_recomputed"] > 0 and ours["num_recomputed"] > 0)
     num_ranks = len(others) + 1
     shares = 1.5 if "pp" in layout else num_ranks / 1.1  # a first stage has the vocabulary, and a layer more
     assert ours["weight_bytes"] <= expected["weight_bytes"] / shares

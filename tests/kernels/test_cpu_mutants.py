@@ -22,6 +22,7 @@ from moiety_kernels.embedding.reference import embedding as embedding_reference
 from moiety_kernels.expert_count import cpu as expert_count
 from moiety_kernels.expert_count.reference import count_picks as count_picks_reference
 from moiety_kernels.gated_delta import cpu as gated_delta
+from moiety_kernels.gated_delta.reference import delta_gates as delta_gates_reference
 from moiety_kernels.gated_delta.reference import gated_delta_rule as gated_delta_reference
 from moiety_kernels.gated_norm import cpu as gated_norm
 from moiety_kernels.gated_norm.reference import gated_norm as gated_norm_reference
@@ -184,6 +185,11 @@ def convolves(kernel: ModuleType, _: Any) -> None:
 
 
 def recurs(kernel: ModuleType, _: Any) -> None:
+    projected, decay, bias = 9 * torch.randn(70, 6), torch.randn(3), torch.randn(3)
+    for ours, theirs in zip(
+        kernel.delta_gates(projected, decay, bias), delta_gates_reference(projected, decay, bias), strict=True
+    ):
+        assert_close(ours, theirs)
     for gates in (1, 32):
         inputs, ours = delta_inputs(32, 128, gates, torch.float32), states(4, 32, 128)
         theirs = ours.clone()
@@ -209,6 +215,8 @@ def normalizes_with_gates(kernel: ModuleType, _: Any) -> None:
         ("silu_first", torch.rand(3, 32)),
     ):
         assert_close(kernel.gated_norm(x, z, weight, 1e-6, gate), gated_norm_reference(x, z, weight, 1e-6, gate))
+    x, z = torch.randn(70, 96), torch.randn(70, 96)
+    assert_close(kernel.sigmoid_gate(x, z), x * z.sigmoid())
 
 
 CHECKS: dict[ModuleType, Check] = {
@@ -238,6 +246,8 @@ MUTANTS = [
     (gated_delta, "if load_i32(args.has_state_S, s) == 0:", "if load_i32(args.has_state_S, s) != 0:"),
     (gated_delta, "products(k, decay, width, decayed_k)", "products(k, k, width, decayed_k)"),
     (gated_norm, "r // heads * args.gate_stride", "r // heads * 4 * heads * width"),
+    (gated_delta, "load_f32(row, heads + m)", "load_f32(row, m)"),
+    (gated_norm, "args.gate_TC + row", "args.gate_TC"),
     (gated_norm, "if args.is_sigmoid:", "if not args.is_sigmoid:"),
     (gated_norm, "            x_V = out_V\n", ""),
     (gated_norm, "r % heads * args.weight_stride", "r // heads * args.weight_stride"),

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from moiety_engine.config import OffloadConfig
-from moiety_engine.model.batch import Batch
+from moiety_engine.model.batch import Batch, RecurrentRows
 from moiety_engine.model.loading import load_model
 from moiety_engine.model.transformer import Transformer
 
+NUM_STATES = 8  # of a driver
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 SMALL: dict[str, Any] = {
@@ -150,6 +151,22 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"norm_topk_prob": True, "routed_scaling_factor": 1.5, "sliding_window": 40, "max_window_layers": 1}
         | {"head_dim": 32, "attention_bias": True},
     ),
+    "qwen3_next": (
+        "qwen3_next",
+        MIXTURE
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "mlp_only_layers": [1]}
+        | {"head_dim": 32, "intermediate_size": 96, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 32}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32}
+        | {"linear_value_head_dim": 64, "norm_topk_prob": True, "initializer_range": 0.08},
+    ),
+    "qwen3_5_moe": (
+        "qwen3_5_moe_text",
+        MIXTURE
+        | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "head_dim": 32}
+        | {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 32, "linear_num_key_heads": 2}
+        | {"linear_num_value_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 64}
+        | {"initializer_range": 0.08},
+    ),
     "qwen3, tied": ("qwen3", {"head_dim": 32, "intermediate_size": 96, "tie_word_embeddings": True}),
     "llama, llama3 rope": ("llama", {"intermediate_size": 96, "rope_parameters": LLAMA3_ROPE}),
     "gemma3": (
@@ -246,6 +263,10 @@ def write_checkpoint(folder: Path, variant: str, *, dtype: torch.dtype = torch.f
                 parameter.copy_(torch.rand_like(parameter) + 0.5)
             elif name.endswith("bias"):
                 parameter.normal_(std=0.1)
+            elif "conv1d" in name:
+                parameter.normal_(std=0.5)  # as initialized, what it lets through is nearly nothing, and inexact
+            elif name.endswith("A_log"):
+                parameter.uniform_(-3, 0)  # as initialized, a state is forgotten at once
     oracle.save_pretrained(folder)
     if dtype is not torch.float32:  # read anew, for rotary frequencies were narrowed with the weights
         oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
@@ -269,6 +290,7 @@ class Sequence:
     token_ids: list[int]
     num_stored: int = 0
     blocks: list[int] = field(default_factory=list)
+    state_slot: int = -1  # of a model with recurrent layers
 
 
 class Driver:
@@ -276,12 +298,13 @@ class Driver:
 
     def __init__(self, model: Transformer, *, num_blocks: int = 160, block_size: int = 16) -> None:
         self.model, self.block_size = model, block_size
-        self.kv = model.allocate_kv(num_blocks, block_size)
+        self.kv = model.allocate_kv(num_blocks, block_size, NUM_STATES if model.spec.recurrent_layers else 0)
         for layer in self.kv.layers:
             for part in layer.parts:
                 part.fill_(float("nan") if part.is_floating_point() else 127)
         generator = torch.Generator().manual_seed(0)
         self.free = torch.randperm(num_blocks, generator=generator).tolist()
+        self.free_states = torch.randperm(NUM_STATES, generator=generator).tolist()
 
     def share_prefix(self, owner: Sequence, token_ids: list[int]) -> Sequence:
         """A sequence that reuses the owner's whole blocks as far as the tokens agree."""
@@ -296,9 +319,12 @@ class Driver:
         ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
-        starts = [0]
+        starts, begins = [0], []
         for index in order:
             sequence, n = chunks[index]
+            begins.append(not sequence.num_stored)
+            if self.kv.num_state_slots and sequence.state_slot < 0:
+                sequence.state_slot = self.free_states.pop()
             end = sequence.num_stored + n
             while len(sequence.blocks) * self.block_size < end:
                 sequence.blocks.append(self.free.pop())
@@ -325,6 +351,7 @@ class Driver:
                 num_decode=sum(1 for _, n in chunks if n == 1),
                 max_context=max(s.num_stored for s in ordered),
                 max_query=max(n for _, n in chunks),
+                states=self._states(starts, ordered, begins) if self.kv.num_state_slots else None,
             ),
             self.kv,
         ).cpu()
@@ -333,6 +360,17 @@ class Driver:
         for index, part in zip(order, parts, strict=True):
             results[index] = part
         return results
+
+    def _states(self, starts: list[int], sequences: list[Sequence], begins: list[bool]) -> RecurrentRows:
+        lengths = [end - start for start, end in itertools.pairwise(starts)]
+        device = self.model.device
+        return RecurrentRows(
+            run_start_R1=torch.tensor(starts, dtype=torch.int32, device=device),
+            slots_R=torch.tensor([one.state_slot for one in sequences], device=device),
+            begins_R=torch.tensor(begins, device=device),
+            num_single=lengths.count(1),
+            max_run=max(lengths),
+        )
 
     def prefill(self, sequence: Sequence, chunk: int) -> Tensor:
         """Run what is not yet stored, `chunk` tokens at a time; logits of all those tokens."""

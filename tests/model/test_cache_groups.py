@@ -17,7 +17,7 @@ from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreFinish, CoreLogprob, CoreSubmit
 from moiety_engine.model.cache_groups import cache_groups
 from moiety_engine.model.families import spec_from_config
-from moiety_engine.planning.models import PRESETS
+from moiety_engine.planning.models import PRESETS, find_model
 from moiety_engine.scheduling.preemption.preemptor import SwapCost
 from moiety_engine.startup import load_loop
 from moiety_wire.classes import STANDARD
@@ -153,6 +153,13 @@ def test_a_long_sequence_of_gpt_oss_takes_hardly_more_than_half_of_the_blocks() 
     layout = TableLayout(16, tuple(group.window for group in groups))
     whole = 2 * layout.blocks_for(32768)  # blocks of as many bytes, had both halves of the layers kept everything
     assert layout.held_for(32768) <= 0.55 * whole
+
+
+def test_a_long_sequence_of_qwen_3_5_takes_less_than_a_third_of_what_attention_in_all_layers_takes() -> None:
+    served = find_model("qwen3.5-35b-a3b")
+    layers = served.spec.layers
+    whole = len(layers) * max(served.kv_bytes(layer.attention) for layer in layers)
+    assert served.kv_bytes_per_token(served.spec, 32768) <= 0.3 * whole
 
 
 def test_groups_are_formed_only_where_they_save_memory() -> None:

@@ -18,8 +18,9 @@ Config = dict[str, Any]
 DERIVED = {"rope_theta", "rope_local_base_freq", "rope_parameters", "partial_rotary_factor", "sliding_window_pattern"}
 DERIVED |= {"sliding_window", "moe_layer_end_index"}
 # families whose text model has a part of the configuration only
-NESTED = {"qwen3_vl_moe"}
+NESTED = {"qwen3_5", "qwen3_5_moe", "qwen3_vl_moe"}
 TEXT_CLASSES = {"gemma3": "gemma3_text", "qwen3_vl_moe": "qwen3_vl_moe_text"}
+TEXT_CLASSES |= {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 WHOLE_KEYS = ("image_token_id", "vision_start_token_id", "vision_end_token_id", "tie_word_embeddings")
 
 
@@ -112,7 +113,7 @@ def test_scaled_rotary_embeddings_have_the_family_s_own_base(family: str, kind: 
         config = {"model_type": family, key: scaling, "max_position_embeddings": 4096, **sizes}
         spec = spec_from_config(config)
         assert spec == spec_from_config(theirs(family, config))
-        assert spec.layers[0].attention.rope.theta == text_class(family).default_theta
+        assert spec.ropes[0].theta == text_class(family).default_theta
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -159,7 +159,10 @@ def test_shards_are_read_and_progress_reaches_the_whole(mixture: Any, make_drive
 
 @pytest.mark.parametrize(
     "variant",
-    ["qwen3_moe", "mixtral", "deepseek_v3", "qwen2_moe", "granitemoe", "phimoe", "ernie4_5_moe", "glm4_moe", "dots1"],
+    [
+        *("qwen3_moe", "mixtral", "deepseek_v3", "qwen2_moe", "granitemoe", "phimoe", "ernie4_5_moe", "glm4_moe"),
+        *("dots1", "qwen3_5_moe", "qwen3_next"),
+    ],
 )
 def test_experts_may_be_stacked_and_fused(
     make_checkpoint: Any, make_driver: Any, make_sequence: Any, variant: str

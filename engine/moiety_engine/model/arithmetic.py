@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moiety_engine.model.spec import LatentAttentionSpec, MoeSpec
+from moiety_engine.model.spec import GatedDeltaSpec, LatentAttentionSpec, MoeSpec
 from moiety_kernels.moe import unavailable
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ def _widths(spec: ModelSpec, layer: LayerSpec) -> Iterator[int]:
     if isinstance(attention, LatentAttentionSpec):
         yield from (attention.nope_width, attention.latent_width, attention.num_heads * attention.value_width)
         yield from (attention.cached_values, attention.query_rank or 0)
+    elif isinstance(attention, GatedDeltaSpec):
+        yield from (attention.key_width, attention.value_width, attention.conv_channels)
     else:
         yield attention.head_dim
     if isinstance(ffn, MoeSpec) and ffn.shared is not None:
@@ -88,10 +90,13 @@ def _not_taken(spec: ModelSpec) -> str | None:
     return None
 
 
-def _attends(attention: AttentionSpec | LatentAttentionSpec, most_values: int) -> bool:
+def _attends(attention: AttentionSpec | LatentAttentionSpec | GatedDeltaSpec, most_values: int) -> bool:
+    from moiety_kernels.gated_delta.kernel import fits_widths  # noqa: PLC0415 - Triton
     from moiety_kernels.mla_attention.kernel import MAX_WIDTH as MAX_ROW  # noqa: PLC0415 - Triton
     from moiety_kernels.paged_attention.tiles import MAX_WIDTH, parts  # noqa: PLC0415
 
+    if isinstance(attention, GatedDeltaSpec):
+        return fits_widths(attention.key_width, attention.value_width)
     if isinstance(attention, LatentAttentionSpec):
         row = attention.cached_values
         return torch.version.hip is None and row <= MAX_ROW and parts(row)[0] == attention.latent_width

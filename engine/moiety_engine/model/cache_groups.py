@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moiety_engine.cache.table_layout import CHUNK_TOKENS
+from moiety_engine.model.spec import RecurrentSpec
 
 if TYPE_CHECKING:
     from moiety_engine.model.spec import ModelSpec
@@ -83,4 +84,5 @@ def _widest(windows: list[int | None]) -> int | None:
 
 def _shape(spec: ModelSpec, layer: int) -> tuple[type, int, int]:
     attention = spec.layers[layer].attention
+    assert not isinstance(attention, RecurrentSpec), "recurrent layers are in no group"
     return type(attention), attention.cached_values, attention.cached_rows

@@ -13,10 +13,18 @@ import torch
 from moiety_engine.model.adapter_stacks import Product
 from moiety_engine.model.batch import LayerCache
 from moiety_engine.model.cached_experts import CachedExperts
+from moiety_engine.model.gated_delta_net import GatedDeltaNet
 from moiety_engine.model.latent_attention import LatentAttention
-from moiety_engine.model.spec import LatentAttentionSpec, MoeSpec
-from moiety_engine.model.weights import AttentionWeights, DenseWeights, LatentAttentionWeights, MoeWeights
+from moiety_engine.model.spec import GatedDeltaSpec, LatentAttentionSpec, MoeSpec
+from moiety_engine.model.weights import (
+    AttentionWeights,
+    DenseWeights,
+    GatedDeltaWeights,
+    LatentAttentionWeights,
+    MoeWeights,
+)
 from moiety_kernels.attention_input import AttentionInputPlan, attention_input
+from moiety_kernels.gated_norm import sigmoid_gate
 from moiety_kernels.linear import linear
 from moiety_kernels.moe import dense_glu, experts
 from moiety_kernels.paged_attention import paged_attention
@@ -106,6 +114,8 @@ class GroupedQueryAttention:
             rounds=self._rounds,
         )
         heads_TC = out_THd.view(out_THd.shape[0], -1)
+        if weights.gate_CD is not None:
+            heads_TC = sigmoid_gate(heads_TC, self._linear(x_TD, weights.gate_CD))
         out_TD = self._linear(heads_TC, weights.output_DC, weights.output_bias_D)
         return self._adapters.add(Product.OUTPUT, out_TD, heads_TC, batch.adapted)
 
@@ -249,8 +259,8 @@ class MixtureOfExperts:
 
 
 def attention(
-    spec: AttentionSpec | LatentAttentionSpec,
-    weights: AttentionWeights | LatentAttentionWeights,
+    spec: AttentionSpec | LatentAttentionSpec | GatedDeltaSpec,
+    weights: AttentionWeights | LatentAttentionWeights | GatedDeltaWeights,
     rotaries: Mapping[RopeSpec, RotaryTable],
     norm_eps: float,
     arithmetic: Arithmetic,
@@ -259,6 +269,9 @@ def attention(
     rounds: bool,
 ) -> Attention:
     """Return the first half of a layer that the spec describes. `rounds`: see GroupedQueryAttention."""
+    if isinstance(spec, GatedDeltaSpec):
+        assert isinstance(weights, GatedDeltaWeights)
+        return GatedDeltaNet(spec, weights, arithmetic)
     if isinstance(spec, LatentAttentionSpec):
         assert isinstance(weights, LatentAttentionWeights)
         return LatentAttention(spec, weights, rotaries[spec.rope], arithmetic)

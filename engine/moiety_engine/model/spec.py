@@ -106,7 +106,8 @@ class AttentionSpec:
     """Grouped-query attention.
 
     `scale`: factor of scores before the softmax. `qk_norm`: RMS normalization of each head, or of the whole width of
-    all heads. `sinks`: attention sinks: each head has an extra score in the softmax without a value.
+    all heads. `sinks`: attention sinks: each head has an extra score in the softmax without a value. `output_gate`: the
+    output of all heads is multiplied by the sigmoid of another projection of the token.
     """
 
     num_heads: int
@@ -120,6 +121,7 @@ class AttentionSpec:
     clip: float | None = None
     window: int | None = None
     sinks: bool = False
+    output_gate: bool = False
 
     @property
     def q_width(self) -> int:
@@ -208,6 +210,38 @@ class RecurrentSpec(ABC):
 
 
 @dataclass(frozen=True, slots=True)
+class GatedDeltaSpec(RecurrentSpec):
+    """Gated DeltaNet (Yang et al. 2024): linear attention by the gated delta rule after a short convolution.
+
+    Queries, keys and values are convolved; the heads' outputs are normalized with a gate. Value heads share key heads
+    in groups. `conv_taps`: tokens that the convolution sees.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_width: int
+    value_width: int
+    conv_taps: int
+    norm_eps: float
+
+    @property
+    def conv_channels(self) -> int:
+        """Width of all queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_width + self.output_width
+
+    @property
+    def output_width(self) -> int:
+        """Width of the output of all heads."""
+        return self.num_value_heads * self.value_width
+
+    @property
+    def state_parts(self) -> tuple[StatePart, ...]:
+        """A matrix of keys by values per head, and the last inputs of the convolution."""
+        matrices = StatePart((self.num_value_heads, self.key_width, self.value_width))
+        return matrices, StatePart((self.conv_taps - 1, self.conv_channels), exact=False)
+
+
+@dataclass(frozen=True, slots=True)
 class DenseSpec:
     """Dense gated feed-forward."""
 
@@ -272,7 +306,7 @@ class LayerSpec:
     rank has only the held routed experts; the rest of the layer is on other ranks.
     """
 
-    attention: AttentionSpec | LatentAttentionSpec
+    attention: AttentionSpec | LatentAttentionSpec | GatedDeltaSpec
     ffn: DenseSpec | MoeSpec
     post_norms: bool = False
     only_experts: bool = False

@@ -18,7 +18,14 @@ from moiety_engine.distribution.layout import Seat, divide
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.names import placements
 from moiety_engine.model.names.tensor_mapping import Chosen, Shares, TensorMapping
-from moiety_engine.model.spec import AttentionSpec, LatentAttentionSpec, LayerSpec, ModelSpec, MoeSpec
+from moiety_engine.model.spec import (
+    AttentionSpec,
+    GatedDeltaSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    ModelSpec,
+    MoeSpec,
+)
 from moiety_engine.model.weights import ModelWeights, allocate
 
 if TYPE_CHECKING:
@@ -146,14 +153,20 @@ class _Cut:
 def _cuts(spec: ModelSpec, layout: Layout) -> Iterator[_Cut]:
     for layer in spec.layers:
         attention, ffn = layer.attention, layer.ffn
-        head_width = attention.value_width if isinstance(attention, LatentAttentionSpec) else attention.head_dim
-        yield _Cut("columns of all heads", attention.num_heads * head_width, "--tp", layout.tp)
+        yield _Cut("columns of all heads", _output_width(attention), "--tp", layout.tp)
         if not isinstance(ffn, MoeSpec):
             yield _Cut("columns of a feed-forward", ffn.width, "--tp", layout.tp)
             continue
         yield _Cut(*_cut_experts(ffn, Seat(layout)), of_experts=True)
         if ffn.shared is not None:
             yield _Cut("columns of shared experts", ffn.shared.dense.width, "--tp", layout.tp)
+
+
+def _output_width(attention: AttentionSpec | LatentAttentionSpec | GatedDeltaSpec) -> int:
+    if isinstance(attention, GatedDeltaSpec):
+        return attention.output_width
+    head_width = attention.value_width if isinstance(attention, LatentAttentionSpec) else attention.head_dim
+    return attention.num_heads * head_width
 
 
 def _cut_experts(mixture: MoeSpec, seat: Seat) -> tuple[str, int, str, int]:
@@ -171,7 +184,12 @@ def _own_layer(layer: LayerSpec, seat: Seat) -> LayerSpec:
     return replace(layer, attention=attention, ffn=ffn, only_experts=seat.expert_rank is not None)
 
 
-def _own_attention(attention: AttentionSpec | LatentAttentionSpec, tp: int) -> AttentionSpec | LatentAttentionSpec:
+def _own_attention(
+    attention: AttentionSpec | LatentAttentionSpec | GatedDeltaSpec, tp: int
+) -> AttentionSpec | LatentAttentionSpec | GatedDeltaSpec:
+    if isinstance(attention, GatedDeltaSpec):
+        keys = divide(attention.num_key_heads, tp, "key heads of linear attention", "--tp")
+        return replace(attention, num_key_heads=keys, num_value_heads=attention.num_value_heads // tp)
     heads = divide(attention.num_heads, tp, "query heads", "--tp")
     if isinstance(attention, LatentAttentionSpec):
         return replace(attention, num_heads=heads)
@@ -232,6 +250,8 @@ def _cut(name: str, place: TensorMapping | Shares, whole: tuple[int, ...], seat:
     if place.shape == whole and not stacked:
         return place
     parts = seat.expert_cuts if of_experts else seat.layout.tp
+    if isinstance(place, TensorMapping) and place.sections:
+        return _of_sections(place, whole, index)
     ranges = [_range(full, own, index, parts) for own, full in zip(place.shape, whole, strict=True)]
     if stacked:
         assert isinstance(place, TensorMapping)
@@ -242,6 +262,18 @@ def _cut(name: str, place: TensorMapping | Shares, whole: tuple[int, ...], seat:
         num_rows = max(0, whole[0] - ranges[0].start)
         place = replace(place, view=place.view[:num_rows])
     return _taking(place, whole, lambda source: source[tuple(ranges)])
+
+
+def _of_sections(place: TensorMapping, whole: tuple[int, ...], index: int) -> TensorMapping:
+    """Return the mapping of the rank's rows of each section of a tensor."""
+    more, own = whole[0] // place.shape[0], place.sections
+
+    def rows_of_rank(source: Tensor) -> Tensor:
+        sections = torch.split(source, [more * rows for rows in own])
+        parts = [part[index * rows : (index + 1) * rows] for part, rows in zip(sections, own, strict=True)]
+        return torch.cat(parts)
+
+    return _part(place, whole, rows_of_rank)
 
 
 def _range(full: int, own: int, index: int, parts: int) -> slice:

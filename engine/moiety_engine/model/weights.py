@@ -16,6 +16,7 @@ import torch
 from moiety_engine.model.spec import (
     AttentionSpec,
     DenseSpec,
+    GatedDeltaSpec,
     LatentAttentionSpec,
     LayerSpec,
     ModelSpec,
@@ -41,6 +42,7 @@ class AttentionWeights:
     q_norm: Tensor | None  # float32, head width or width of all heads
     k_norm: Tensor | None
     sinks_H: Tensor | None  # float32
+    gate_CD: Weight | None = None  # of the output of all heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,17 @@ class LatentAttentionWeights:
     value_up_HdL: Tensor
     output_DC: Weight
     output_bias_D: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaWeights:
+    input_CD: Weight  # rows: queries, keys, values of all heads, then the gates of the outputs
+    strength_decay_GD: Tensor  # rows: the strength of each head's update, then its decay
+    conv_WC: Tensor  # float32, as are all but products; the oldest token's tap first
+    decay_M: Tensor  # logarithm of each head's rate
+    decay_bias_M: Tensor
+    norm_V: Tensor
+    output_DC: Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +104,7 @@ class NormWeights:
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     attention_norm: NormWeights
-    attention: AttentionWeights | LatentAttentionWeights
+    attention: AttentionWeights | LatentAttentionWeights | GatedDeltaWeights
     ffn_norm: NormWeights
     ffn: DenseWeights | MoeWeights
     attention_post_norm: NormWeights | None
@@ -184,7 +197,8 @@ def allocate(
 
 
 _PRODUCTS: dict[type, tuple[str, ...]] = {  # the weights with most of the memory and compute time
-    AttentionWeights: ("qkv_CD", "output_DC"),
+    AttentionWeights: ("qkv_CD", "output_DC", "gate_CD"),
+    GatedDeltaWeights: ("input_CD", "output_DC"),
     LatentAttentionWeights: ("input_CD", "query_up", "output_DC"),
     DenseWeights: ("gate_up_2FD", "down_DF"),
     MoeWeights: ("gate_up_E2FD", "down_EDF"),
@@ -283,8 +297,24 @@ class _Allocator:
             ffn_post_norm=self.norm() if one.post_norms else None,
         )
 
-    def attention(self, a: AttentionSpec | LatentAttentionSpec) -> AttentionWeights | LatentAttentionWeights:
+    def attention(
+        self, a: AttentionSpec | LatentAttentionSpec | GatedDeltaSpec
+    ) -> AttentionWeights | LatentAttentionWeights | GatedDeltaWeights:
+        if isinstance(a, GatedDeltaSpec):
+            return self.gated_delta(a)
         return self.latent(a) if isinstance(a, LatentAttentionSpec) else self.grouped(a)
+
+    def gated_delta(self, a: GatedDeltaSpec) -> GatedDeltaWeights:
+        size = self.spec.hidden_size
+        return GatedDeltaWeights(
+            input_CD=self.product(a.conv_channels + a.output_width, size),
+            strength_decay_GD=self.matrix(2 * a.num_value_heads, size),
+            conv_WC=self.vector(a.conv_taps, a.conv_channels),
+            decay_M=self.vector(a.num_value_heads),
+            decay_bias_M=self.vector(a.num_value_heads),
+            norm_V=self.vector(a.value_width),
+            output_DC=self.product(size, a.output_width),
+        )
 
     def latent(self, a: LatentAttentionSpec) -> LatentAttentionWeights:
         fused, size = a.query_input_width + a.cached_values, self.spec.hidden_size
@@ -310,6 +340,7 @@ class _Allocator:
             q_norm=None if a.qk_norm == "none" else self.vector(a.q_width if full else a.head_dim),
             k_norm=None if a.qk_norm == "none" else self.vector(a.kv_width if full else a.head_dim),
             sinks_H=self.vector(a.num_heads) if a.sinks else None,
+            gate_CD=self.product(a.q_width, size) if a.output_gate else None,
         )
 
     def dense(self, f: DenseSpec) -> DenseWeights:

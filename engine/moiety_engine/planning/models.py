@@ -17,7 +17,7 @@ from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.cache_groups import cache_groups
 from moiety_engine.model.families import read_spec, spec_from_config
-from moiety_engine.model.spec import KV_SCALE_BYTES
+from moiety_engine.model.spec import KV_SCALE_BYTES, GatedDeltaSpec
 from moiety_engine.model.weight_offload import weight_bytes
 from moiety_engine.model.weight_quantizer import bytes_in
 from moiety_kernels.quantization.weight import FORMATS
@@ -33,6 +33,9 @@ _GPT_OSS = {"model_type": "gpt_oss", "head_dim": 64, "num_attention_heads": 64, 
 _GPT_OSS |= {"hidden_size": 2880, "intermediate_size": 2880, "num_experts_per_tok": 4, "vocab_size": 201088}
 _GPT_OSS |= {"sliding_window": 128, "max_position_embeddings": 131072, "quantization_config": {"quant_method": "mxfp4"}}
 _GPT_OSS |= {"swiglu_limit": 7.0, "attention_bias": True}
+_QWEN_3_NEXT = {"hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256}
+_QWEN_3_NEXT |= {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "max_position_embeddings": 262_144}
+_QWEN_3_NEXT |= {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
 PRESETS: dict[str, dict[str, Any]] = {
     "deepseek-v3": {  # deepseek-ai/DeepSeek-V3
         "model_type": "deepseek_v3",
@@ -70,6 +73,22 @@ PRESETS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 768,
         "num_hidden_layers": 48,
         "num_attention_heads": 32,
+    },
+    "qwen3.5-35b-a3b": {  # Qwen/Qwen3.5-35B-A3B, its text model
+        **_QWEN_3_NEXT,
+        "model_type": "qwen3_5_moe_text",
+        "num_hidden_layers": 40,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "vocab_size": 248_320,
+    },
+    "qwen3-next-80b-a3b": {  # Qwen/Qwen3-Next-80B-A3B-Instruct
+        **_QWEN_3_NEXT,
+        "model_type": "qwen3_next",
+        "num_hidden_layers": 48,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "vocab_size": 151_936,
     },
     "mixtral-8x7b": {  # mistralai/Mixtral-8x7B-v0.1
         "model_type": "mixtral",
@@ -126,21 +145,31 @@ class Served:
     def kv_bytes_per_token(self, own: ModelSpec, context: float) -> int:
         """Return the bytes of a sequence of `context` tokens in a rank's KV cache, divided by its tokens.
 
-        Layers with a sliding window keep the last tokens only; see `model.cache_groups`.
+        Layers with a sliding window keep the last tokens only; see `model.cache_groups`. Recurrent layers have a state,
+        whose bytes are spread over the tokens.
         """
         groups = cache_groups(self.spec)
         if all(group.window is None for group in groups):
-            return sum(self.kv_bytes(layer.attention) for layer in own.layers)
+            states = sum(state_bytes(layer.attention) for layer in own.layers)
+            return sum(self.kv_bytes(layer.attention) for layer in own.layers) + math.ceil(states / context)
         layout = TableLayout(1, tuple(group.window for group in groups))
         kept = [context if most is None else min(context, most) for most in layout.most_held]
         share = sum(len(group.layers) * tokens for group, tokens in zip(groups, kept, strict=True))
         all_layers = sum(self.kv_bytes(layer.attention) for layer in own.layers)
         return math.ceil(all_layers * share / (len(self.spec.layers) * context))
 
-    def kv_bytes(self, attention: AttentionSpec | LatentAttentionSpec) -> int:
-        """Return the bytes of one token in one layer's KV cache."""
+    def kv_bytes(self, attention: AttentionSpec | LatentAttentionSpec | GatedDeltaSpec) -> int:
+        """Return the bytes of one token in one layer's KV cache; 0 for a recurrent layer."""
+        if isinstance(attention, GatedDeltaSpec):
+            return 0
         scales = KV_SCALE_BYTES * attention.cached_rows if self.kv_scaled else 0
         return attention.cached_values * self.kv_itemsize + scales
+
+
+def state_bytes(attention: AttentionSpec | LatentAttentionSpec | GatedDeltaSpec) -> int:
+    """Return the bytes of a sequence's state in one layer, with activations in bfloat16; 0 for attention."""
+    parts = attention.state_parts if isinstance(attention, GatedDeltaSpec) else ()
+    return sum((4 if part.exact else 2) * math.prod(part.shape) for part in parts)
 
 
 def find_model(model: str, weights: str = "auto", kv_dtype: str = "auto") -> Served:

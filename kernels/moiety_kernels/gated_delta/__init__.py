@@ -20,6 +20,19 @@ _cpu = when_asked(__name__, "cpu")
 _kernel = when_asked(__name__, "kernel")
 
 
+def delta_gates(strength_decay_TG: Tensor, decay_M: Tensor, decay_bias_M: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a layer's gates (log_decay_TM, beta_TM), float32, from its projections b and a of the tokens.
+
+    `strength_decay_TG` has b of all M heads, then a. log_decay = -e^decay · softplus(a + decay_bias), and
+    beta = sigmoid(b).
+    """
+    require_shape("strength_decay", strength_decay_TG, (-1, 2 * decay_M.shape[0]))
+    if strength_decay_TG.is_cpu and _cpu().fits_gates(strength_decay_TG):
+        fast: tuple[Tensor, Tensor] = _cpu().delta_gates(strength_decay_TG, decay_M, decay_bias_M)
+        return fast
+    return reference.delta_gates(strength_decay_TG, decay_M, decay_bias_M)
+
+
 def gated_delta_rule(
     q_THK: Tensor,
     k_THK: Tensor,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from moiety_kernels.cpu.emitter import Emitter, function
-from moiety_kernels.cpu.memory import load_f32, load_i32, load_i64
+from moiety_kernels.cpu.memory import load_f32, load_i32, load_i64, store_f32
 from moiety_kernels.cpu.structs import Address, Float64, Int64
 from moiety_kernels.cpu.team import MAX_TASKS, SCRATCH_BYTES, team
 from moiety_kernels.cpu.values import LANES, Float, Floats, Int
@@ -227,3 +227,52 @@ def _task(args: GatedDeltaArguments, task: int, scratch: int) -> None:
             beta=load_f32(args.beta_TM, row),
             out_V=args.out_TMV + row * row_bytes + block,
         )
+
+
+_SOFTPLUS_IS_LINEAR = 20.0  # from here on log(1 + e^x) is x
+
+
+class DeltaGatesArguments(NamedTuple):
+    """Arguments of the gates of T tokens; the tensors are float32 and contiguous."""
+
+    strength_decay_TG: Address
+    decay_M: Address
+    decay_bias_M: Address
+    log_decay_TM: Address
+    beta_TM: Address
+    heads: Int64  # M
+
+
+def fits_gates(strength_decay_TG: Tensor) -> bool:
+    """Return whether `delta_gates` supports these projections."""
+    return (
+        strength_decay_TG.dtype is torch.float32
+        and strength_decay_TG.is_contiguous()
+        and 0 < strength_decay_TG.shape[0] < MAX_TASKS
+    )
+
+
+def delta_gates(strength_decay_TG: Tensor, decay_M: Tensor, decay_bias_M: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log_decay_TM and beta_TM. Numbers are computed one by one, so their bits depend on nothing else."""
+    tokens, heads = strength_decay_TG.shape[0], decay_M.shape[0]
+    log_decay_TM, beta_TM = (strength_decay_TG.new_empty(tokens, heads) for _ in range(2))
+    args = DeltaGatesArguments(
+        strength_decay_TG=strength_decay_TG.data_ptr(),
+        decay_M=decay_M.data_ptr(),
+        decay_bias_M=decay_bias_M.data_ptr(),
+        log_decay_TM=log_decay_TM.data_ptr(),
+        beta_TM=beta_TM.data_ptr(),
+        heads=heads,
+    )
+    team().run(_gates_task, tokens, args)
+    return log_decay_TM, beta_TM
+
+
+def _gates_task(args: DeltaGatesArguments, task: int, scratch: int) -> None:
+    heads = args.heads
+    row = args.strength_decay_TG + 8 * heads * task
+    for m in range(heads):
+        strength, decay = load_f32(row, m), load_f32(row, heads + m) + load_f32(args.decay_bias_M, m)
+        rate = decay if decay > _SOFTPLUS_IS_LINEAR else math.log1p(math.exp(decay))
+        store_f32(args.log_decay_TM, task * heads + m, -math.exp(load_f32(args.decay_M, m)) * rate)
+        store_f32(args.beta_TM, task * heads + m, 1.0 / (1.0 + math.exp(-strength)))

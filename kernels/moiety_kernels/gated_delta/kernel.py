@@ -29,16 +29,17 @@ _SCAN_WARPS, _SCAN_STAGES = 8, 1  # what a chunk's rows leave of registers and s
 
 def fits(q_THK: Tensor, k_THK: Tensor, v_TMV: Tensor, log_decay_TMG: Tensor, state_NMKV: Tensor) -> bool:
     """Return whether the kernels support these tensors."""
-    width, value_width = state_NMKV.shape[2:]
     return (
-        width == triton.next_power_of_2(width)
-        and 16 <= width <= MAX_WIDTH
-        and value_width == triton.next_power_of_2(value_width)
-        and 16 <= value_width <= MAX_WIDTH
+        fits_widths(*state_NMKV.shape[2:])
         and all(one.stride()[1:] == (one.shape[2], 1) for one in (q_THK, k_THK, v_TMV))
         and log_decay_TMG.is_contiguous()
         and state_NMKV[0].is_contiguous()
     )
+
+
+def fits_widths(width: int, value_width: int) -> bool:
+    """Return whether the kernels support heads of these widths of keys and values."""
+    return all(one == triton.next_power_of_2(one) and 16 <= one <= MAX_WIDTH for one in (width, value_width))
 
 
 def gated_delta_rule(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.functional import softplus
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,3 +52,9 @@ def unit(x_THK: Tensor) -> Tensor:
     """Return the vectors divided by their lengths, float32."""
     x_THK = x_THK.float()
     return x_THK * torch.rsqrt(x_THK.square().sum(dim=-1, keepdim=True) + EPS)
+
+
+def delta_gates(strength_decay_TG: Tensor, decay_M: Tensor, decay_bias_M: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log_decay_TM and beta_TM, float32."""
+    strength_TM, decay_TM = strength_decay_TG.float().chunk(2, dim=1)
+    return -decay_M.exp() * softplus(decay_TM + decay_bias_M), strength_TM.sigmoid()

@@ -92,3 +92,42 @@ def _task(args: GatedNormArguments, task: int, scratch: int) -> None:
             sigmoid_glu_row(gate_V, out_V, width, out_V)
         elif not args.gates_first:
             swiglu_row(gate_V, out_V, width, out_V)
+
+
+class SigmoidGateArguments(NamedTuple):
+    """Arguments of the gates of T rows; the tensors are float32 and contiguous."""
+
+    x_TC: Address
+    gate_TC: Address
+    out_TC: Address
+    tokens: Int64  # T
+    width: Int64  # C
+
+
+def fits_gate(x_TC: Tensor, gate_TC: Tensor) -> bool:
+    """Return whether `sigmoid_gate` supports these tensors."""
+    return (
+        x_TC.dtype is gate_TC.dtype is torch.float32
+        and x_TC.shape[1] % LANES == 0
+        and x_TC.numel() > 0
+        and x_TC.is_contiguous()
+        and gate_TC.is_contiguous()
+    )
+
+
+def sigmoid_gate(x_TC: Tensor, gate_TC: Tensor) -> Tensor:
+    """Return x · sigmoid(gate)."""
+    out_TC = torch.empty_like(x_TC)
+    tokens, width = x_TC.shape
+    args = SigmoidGateArguments(
+        x_TC=x_TC.data_ptr(), gate_TC=gate_TC.data_ptr(), out_TC=out_TC.data_ptr(), tokens=tokens, width=width
+    )
+    team().run(_gate_task, -(-tokens // _BLOCK), args)
+    return out_TC
+
+
+def _gate_task(args: SigmoidGateArguments, task: int, scratch: int) -> None:
+    row_bytes = 4 * args.width
+    for t in range(task * _BLOCK, min(args.tokens, (task + 1) * _BLOCK)):
+        row = t * row_bytes
+        sigmoid_glu_row(args.gate_TC + row, args.x_TC + row, args.width, args.out_TC + row)

@@ -31,6 +31,7 @@ from moiety_engine.model.families.mixtral import mixtral
 from moiety_engine.model.families.olmoe import olmoe
 from moiety_engine.model.families.phimoe import phimoe, phimoe_features
 from moiety_engine.model.families.qwen import qwen2, qwen2_moe, qwen3, qwen3_moe
+from moiety_engine.model.families.qwen_next import qwen3_5, qwen3_5_moe, qwen3_next, qwen3_next_features
 from moiety_engine.model.families.qwen_vl import qwen3_vl_moe, qwen3_vl_moe_features, qwen3_vl_moe_text_config
 from moiety_engine.model.quantized_checkpoints import stored_format
 from moiety_engine.model.spec import LayerSpec, ModelSpec, NormSpec
@@ -58,7 +59,12 @@ FAMILIES: dict[str, Callable[[Config, int], LayerSpec]] = {
     "qwen2": qwen2,
     "qwen2_moe": qwen2_moe,
     "qwen3": qwen3,
+    "qwen3_5": qwen3_5,
+    "qwen3_5_moe": qwen3_5_moe,
+    "qwen3_5_moe_text": qwen3_5_moe,
+    "qwen3_5_text": qwen3_5,
     "qwen3_moe": qwen3_moe,
+    "qwen3_next": qwen3_next,
     "qwen3_vl_moe": qwen3_vl_moe,
 }
 # Readers of a family's special features outside the layers.
@@ -72,11 +78,18 @@ WHOLE: dict[str, Callable[[Config], Features]] = {
     "granite": granite_features,
     "granitemoe": granite_features,
     "phimoe": phimoe_features,
+    "qwen3_5": qwen3_next_features,
+    "qwen3_5_moe": qwen3_next_features,
+    "qwen3_5_moe_text": qwen3_next_features,
+    "qwen3_5_text": qwen3_next_features,
+    "qwen3_next": qwen3_next_features,
     "qwen3_vl_moe": qwen3_vl_moe_features,
 }
 # Readers of the part of a config.json that describes the text model, if that is not the whole file.
 TEXT_PART: dict[str, Callable[[Config], Config]] = {
     "gemma3": gemma3_text_config,
+    "qwen3_5": qwen3_vl_moe_text_config,
+    "qwen3_5_moe": qwen3_vl_moe_text_config,
     "qwen3_vl_moe": qwen3_vl_moe_text_config,
 }
 

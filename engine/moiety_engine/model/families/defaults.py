@@ -50,6 +50,28 @@ _QWEN_MIXTURE: Config = {
     "decoder_sparse_step": 1,
     "norm_topk_prob": False,
 }
+_QWEN_NEXT: Config = _SHARED | {
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "max_position_embeddings": 32_768,
+    "attention_bias": False,
+    "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+_QWEN_3_5: Config = _QWEN_NEXT | {"vocab_size": 248_320, "num_hidden_layers": 32}
+_QWEN_3_5_MIXTURE: Config = {
+    "num_hidden_layers": 40,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts_per_tok": 8,
+    "num_experts": 256,
+}
 _GEMMA: Config = {
     "vocab_size": 262_208,
     "hidden_size": 2304,
@@ -290,6 +312,22 @@ DEFAULTS: dict[str, Config] = {
         "moe_intermediate_size": 768,
         "num_experts_per_tok": 8,
         "num_experts": 128,
+    },
+    "qwen3_5": _QWEN_3_5 | {"hidden_size": 4096, "intermediate_size": 12_288, "num_key_value_heads": 4},
+    "qwen3_5_moe": _QWEN_3_5 | _QWEN_3_5_MIXTURE,
+    "qwen3_5_moe_text": _QWEN_3_5 | _QWEN_3_5_MIXTURE,
+    "qwen3_5_text": _QWEN_3_5 | {"hidden_size": 4096, "intermediate_size": 12_288, "num_key_value_heads": 4},
+    "qwen3_next": _QWEN_NEXT
+    | {
+        "vocab_size": 151_936,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 48,
+        "decoder_sparse_step": 1,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts_per_tok": 10,
+        "num_experts": 512,
+        "norm_topk_prob": True,
     },
     "qwen3_vl_moe": _SHARED
     | {

@@ -24,6 +24,7 @@ __all__ = ["ignorable", "placements"]
 
 # Prefixes: usual, of embedding models, of the text part of vision models as published, and as in transformers 5.
 _ROOTS = ("model.", "", "language_model.model.", "model.language_model.")
+_PLAIN_NORMS = ("linear_attn.norm.weight",)  # without the offset of the model's other norms
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # tables in some old checkpoints
 
 
@@ -78,12 +79,13 @@ def _layer(spec: LayerSpec, layer: LayerWeights, present: set[str]) -> Iterator[
         yield from _norm("post_feedforward_layernorm", layer.ffn_post_norm)
     else:
         yield from _norm("post_attention_layernorm", layer.ffn_norm)
-    yield from attention_places(spec.attention, layer.attention)
+    yield from attention_places(spec.attention, layer.attention, present)
     yield from feed_forward_places(layer.ffn, present)
 
 
 def _raised(name: str, place: TensorMapping | Shares, offset: float) -> TensorMapping | Shares:
-    return raised(place, offset) if isinstance(place, TensorMapping) and name.endswith("norm.weight") else place
+    is_raised = name.endswith("norm.weight") and not name.endswith(_PLAIN_NORMS)
+    return raised(place, offset) if isinstance(place, TensorMapping) and is_raised else place
 
 
 def _norm(name: str, weights: NormWeights) -> Iterator[Named]:

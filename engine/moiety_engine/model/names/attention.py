@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moiety_engine.model.names.gated_delta import gated_delta_places
 from moiety_engine.model.names.tensor_mapping import Shares, TensorMapping, plain, reshaped, whole
-from moiety_engine.model.spec import LatentAttentionSpec
-from moiety_engine.model.weights import AttentionWeights, LatentAttentionWeights
+from moiety_engine.model.spec import GatedDeltaSpec, LatentAttentionSpec
+from moiety_engine.model.weights import AttentionWeights, GatedDeltaWeights, LatentAttentionWeights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,10 +24,18 @@ if TYPE_CHECKING:
 
 
 def attention_places(
-    spec: AttentionSpec | LatentAttentionSpec, weights: AttentionWeights | LatentAttentionWeights
+    spec: AttentionSpec | LatentAttentionSpec | GatedDeltaSpec,
+    weights: AttentionWeights | LatentAttentionWeights | GatedDeltaWeights,
+    present: set[str],
 ) -> Iterator[Named]:
-    """Yield the names, relative to the layer's, and mappings of attention tensors."""
-    if isinstance(spec, LatentAttentionSpec):
+    """Yield the names, relative to the layer's, and mappings of attention tensors.
+
+    `present`: the names in the checkpoint.
+    """
+    if isinstance(spec, GatedDeltaSpec):
+        assert isinstance(weights, GatedDeltaWeights)
+        yield from gated_delta_places(spec, weights, present)
+    elif isinstance(spec, LatentAttentionSpec):
         assert isinstance(weights, LatentAttentionWeights)
         yield from _latent(spec, weights)
     else:
@@ -37,7 +46,12 @@ def attention_places(
 def _grouped(spec: AttentionSpec, weights: AttentionWeights) -> Iterator[Named]:
     widths = [spec.q_width, spec.kv_width, spec.kv_width]
     for fused_C, kind in ((plain(weights.qkv_CD), "weight"), (weights.qkv_bias_C, "bias")):
-        if fused_C is not None:
+        if fused_C is not None and weights.gate_CD is not None:
+            query, key, value = torch.split(fused_C, widths)
+            yield f"self_attn.q_proj.{kind}", _with_gates(query, plain(weights.gate_CD), spec)
+            yield f"self_attn.k_proj.{kind}", whole(key)
+            yield f"self_attn.v_proj.{kind}", whole(value)
+        elif fused_C is not None:
             for name, view in zip("qkv", torch.split(fused_C, widths), strict=True):
                 turned = spec.rope.interleaved and name != "v"
                 yield f"self_attn.{name}_proj.{kind}", _from_neighbours(view, spec) if turned else whole(view)
@@ -49,6 +63,16 @@ def _grouped(spec: AttentionSpec, weights: AttentionWeights) -> Iterator[Named]:
         yield "self_attn.k_norm.weight", whole(weights.k_norm)
     if weights.sinks_H is not None:
         yield "self_attn.sinks", whole(weights.sinks_H)
+
+
+def _with_gates(query_CD: Tensor, gate_CD: Tensor, spec: AttentionSpec) -> Shares:
+    """Return the mapping of a projection that has, for each head, the rows of its query and then of its gate."""
+
+    def parts(source: Tensor) -> tuple[Tensor, Tensor]:
+        query, gate = source.view(-1, 2, spec.head_dim, *source.shape[1:]).unbind(1)
+        return query.flatten(0, 1), gate.flatten(0, 1)
+
+    return Shares((query_CD, gate_CD), (2 * spec.q_width, *query_CD.shape[1:]), parts)
 
 
 def _from_neighbours(rows_C: Tensor, spec: AttentionSpec) -> TensorMapping:

@@ -26,7 +26,8 @@ class TensorMapping:
     """Mapping of a tensor with `shape` on disk to `view`, through `arrange` if given.
 
     `chosen`: experts to select first from a tensor that stacks experts; `shape` is then that of the selection.
-    `takes_transposed`: the tensor may be stored with its last two dimensions exchanged.
+    `takes_transposed`: the tensor may be stored with its last two dimensions exchanged. `sections`: numbers of rows of
+    parts that are divided over ranks each by itself; (): the rows are one part.
     """
 
     view: Tensor
@@ -34,6 +35,7 @@ class TensorMapping:
     arrange: Callable[[Tensor], Tensor] | None = None
     chosen: Chosen | None = None
     takes_transposed: bool = False
+    sections: tuple[int, ...] = ()
 
     def fill(self, source: Tensor) -> None:
         """Copy a tensor read from disk into the weight."""

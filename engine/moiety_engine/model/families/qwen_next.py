@@ -1,0 +1,91 @@
+"""Qwen3-Next and Qwen 3.5: three gated DeltaNet layers, then one with gated attention.
+
+Of Qwen 3.5, which sees images, the text model is served.
+"""
+
+from __future__ import annotations
+
+from moiety_engine.model.errors import ConfigError, UnsupportedModelError
+from moiety_engine.model.families.config import (
+    Config,
+    Features,
+    quantization_settings,
+    read_activation,
+    read_attention,
+    read_routing,
+    require,
+)
+from moiety_engine.model.spec import AttentionSpec, DenseSpec, GatedDeltaSpec, LayerSpec, MoeSpec, NormSpec, SharedSpec
+
+FULL_INTERVAL = 4  # every fourth layer has full attention unless config.json says otherwise
+
+
+def qwen3_next(config: Config, index: int) -> LayerSpec:
+    step = config["decoder_sparse_step"]
+    if index in (config.get("mlp_only_layers") or ()) or (index + 1) % step:
+        return qwen3_5(config, index)
+    return _with_experts(config, index, renormalize=bool(config["norm_topk_prob"]))
+
+
+def qwen3_5(config: Config, index: int) -> LayerSpec:
+    return LayerSpec(
+        _attention(config, index), DenseSpec(config["intermediate_size"], activation=read_activation(config))
+    )
+
+
+def qwen3_5_moe(config: Config, index: int) -> LayerSpec:
+    return _with_experts(config, index, renormalize=True)
+
+
+def qwen3_next_features(config: Config) -> Features:
+    """Return the norms, and the tensors of the MTP layers and of the vision encoder as ignored.
+
+    Raises UnsupportedModelError.
+    """
+    if quantization_settings(config):
+        raise UnsupportedModelError(
+            f"quantized checkpoints of {config['model_type']} are not supported; load the bfloat16 one, with "
+            "--quantization if it is to be kept in fewer bits"
+        )
+    norm = NormSpec(float(config["rms_norm_eps"]), weight_offset=1.0)
+    return {"norm": norm, "ignored_prefixes": ("mtp.", "model.visual.", "visual.")}
+
+
+def _with_experts(config: Config, index: int, *, renormalize: bool) -> LayerSpec:
+    activation = read_activation(config)
+    routing = read_routing(config, "num_experts", renormalize=renormalize)
+    shared = SharedSpec(DenseSpec(config["shared_expert_intermediate_size"], activation=activation), gated=True)
+    mixture = MoeSpec(config["moe_intermediate_size"], routing, activation, shared=shared)
+    return LayerSpec(_attention(config, index), mixture)
+
+
+def _attention(config: Config, index: int) -> AttentionSpec | GatedDeltaSpec:
+    require(config, config["model_type"], attention_bias=False)
+    return _delta(config) if _is_linear(config, index) else _full(config)
+
+
+def _is_linear(config: Config, index: int) -> bool:
+    kinds = config.get("layer_types")
+    if kinds is None:
+        return (index + 1) % (config.get("full_attention_interval") or FULL_INTERVAL) != 0
+    if kinds[index] not in ("linear_attention", "full_attention"):
+        raise UnsupportedModelError(f"layer type {kinds[index]!r} is not supported in {config['model_type']}")
+    return bool(kinds[index] == "linear_attention")
+
+
+def _full(config: Config) -> AttentionSpec:
+    return read_attention(config, qk_norm="head", output_gate=True)
+
+
+def _delta(config: Config) -> GatedDeltaSpec:
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    if values % keys:
+        raise ConfigError(f"linear_num_value_heads {values} is not a multiple of linear_num_key_heads {keys}")
+    return GatedDeltaSpec(
+        num_key_heads=keys,
+        num_value_heads=values,
+        key_width=config["linear_key_head_dim"],
+        value_width=config["linear_value_head_dim"],
+        conv_taps=config["linear_conv_kernel_dim"],
+        norm_eps=float(config["rms_norm_eps"]),
+    )

@@ -1,0 +1,64 @@
+"""Gated DeltaNet (2412.06464): the recurrent layers of Qwen3-Next and Qwen 3.5.
+
+T tokens, D model width, C channels of the convolution, H key heads of width K, M value heads of width V, R runs.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from moiety_engine.model.batch import RecurrentStateCache
+from moiety_kernels.causal_conv import causal_conv
+from moiety_kernels.gated_delta import delta_gates, gated_delta_rule
+from moiety_kernels.gated_norm import gated_norm
+from moiety_kernels.linear import linear
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moiety_engine.model.arithmetic import Arithmetic
+    from moiety_engine.model.batch import Batch, Cache
+    from moiety_engine.model.spec import GatedDeltaSpec
+    from moiety_engine.model.weights import GatedDeltaWeights
+
+
+class GatedDeltaNet:
+    """Linear attention by the gated delta rule, with a state of fixed size for each sequence."""
+
+    def __init__(self, spec: GatedDeltaSpec, weights: GatedDeltaWeights, arithmetic: Arithmetic) -> None:
+        self._spec, self._weights = spec, weights
+        self._linear = partial(linear, invariant=arithmetic.invariant)
+
+    def __call__(self, x_TD: Tensor, batch: Batch, cache: Cache) -> Tensor:
+        assert isinstance(cache, RecurrentStateCache)
+        assert batch.states is not None
+        spec, weights, rows = self._spec, self._weights, batch.states
+        matrices, tails = cache.parts
+        has_state_R = rows.begins_R.logical_not().int()
+        runs = rows.slots_R, has_state_R, rows.run_start_R1
+        input_TC = self._linear(x_TD, weights.input_CD)
+        mixed_TC = causal_conv(
+            input_TC[:, : spec.conv_channels], weights.conv_WC, None, tails, *runs, silu=True, max_query=rows.max_run
+        )
+        log_decay_TM, strength_TM = delta_gates(
+            self._linear(x_TD, weights.strength_decay_GD), weights.decay_M, weights.decay_bias_M
+        )
+        keys = spec.num_key_heads * spec.key_width
+        q_TC, k_TC, v_TC = torch.split(mixed_TC, [keys, keys, spec.output_width], dim=1)
+        out_TMV = gated_delta_rule(
+            q_TC.view(-1, spec.num_key_heads, spec.key_width),
+            k_TC.view(-1, spec.num_key_heads, spec.key_width),
+            v_TC.view(-1, spec.num_value_heads, spec.value_width),
+            log_decay_TM.unsqueeze(2),
+            strength_TM,
+            matrices,
+            *runs,
+            num_decode=rows.num_single,
+            max_query=rows.max_run,
+        )
+        gate_TMV = input_TC[:, spec.conv_channels :].view(out_TMV.shape)
+        normed_TMV = gated_norm(out_TMV, gate_TMV, weights.norm_V.unsqueeze(0), spec.norm_eps)
+        return self._linear(normed_TMV.flatten(1), weights.output_DC)
