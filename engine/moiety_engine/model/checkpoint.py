@@ -1,6 +1,6 @@
 """Loading of a decoder's weights from a checkpoint's safetensors files; errors name the tensors.
 
-`names` maps tensors on disk to parts of weights; `quantized_checkpoints` defines how quantized tensors are read.
+`names` maps tensors on disk to parts of weights; `checkpoint_formats` defines how quantized tensors are read.
 """
 
 from __future__ import annotations
@@ -13,18 +13,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from moiety_engine.distribution.layout import ONLY_SEAT, Seat
+from moiety_engine.model.checkpoint_formats.tensor_source import sources
 from moiety_engine.model.direct_read import DirectRead
 from moiety_engine.model.errors import WeightsError
-from moiety_engine.model.families import kv_cache_scheme
+from moiety_engine.model.families import kv_cache_scheme, stored_quantization
 from moiety_engine.model.names import ignorable, placements
 from moiety_engine.model.names.tensor_mapping import TensorMapping
 from moiety_engine.model.offloading import expert_names
-from moiety_engine.model.quantization_formats import (
-    KV_SCALES,
-    refuse_by_tensors,
-    refuse_scales_without_settings,
-)
-from moiety_engine.model.quantized_checkpoints import sources
+from moiety_engine.model.quantization_formats import KV_SCALES, refuse_by_tensors
 from moiety_engine.model.stored_precision import StoredPrecision
 from moiety_engine.model.tensor_shards import own_places, own_spec, whole_places
 from moiety_engine.model.weight_quantizer import WeightQuantizer, products_among
@@ -36,9 +32,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from moiety_engine.model.checkpoint_formats.tensor_source import TensorSource
     from moiety_engine.model.names.tensor_mapping import Chosen, Shares
     from moiety_engine.model.offloading import Offloading
-    from moiety_engine.model.quantized_checkpoints import TensorSource
     from moiety_engine.model.spec import ModelSpec
     from moiety_kernels.quantization import WeightFormat
 
@@ -78,11 +74,9 @@ def load(
     experts_in = filling.store.empty if filling is not None and form is None else None
     weights = allocate(own, device=filled_on, dtype=dtype, product_dtype=exactly, experts_in=experts_in)
     shard_of = tensor_files(folder)
-    refuse_by_tensors(shard_of)
-    if spec.weight_format is None:
-        refuse_scales_without_settings(folder, shard_of)
     _note_kv_scales(folder, shard_of)
-    found = sources(set(shard_of), spec.weight_format)
+    found = sources(shard_of, stored_quantization(folder))
+    refuse_by_tensors(folder, found.keys() & shard_of.keys())
     wholes = placements(spec, weights, set(found)) if own is spec else whole_places(spec, set(found))
     _complain("lacks", sorted(wholes.keys() - found.keys()), folder)
     parts_on_disk = {part for name in wholes for part in found[name].names}
@@ -95,6 +89,7 @@ def load(
     fewer_bits = None
     if form is not None:
         fewer_bits = _fewer_bits((spec, own, seat, form), weights, wanted, found, device, offloading)
+    _note_widened(wanted.keys(), found, dtype)
     starting_at = {found[name].names[0]: name for name in wanted}
     done, straight = 0, DirectRead()
     for path in shards:
@@ -127,6 +122,17 @@ def _note_kv_scales(folder: Path, names: Iterable[str]) -> None:
     if scales or scheme:
         advice = "--kv-dtype sets the format of keys and values; in 8 bits each gets its own scale"
         log.info("kv_scales_ignored", first=next(iter(scales), None), of=len(scales), scheme=scheme, advice=advice)
+
+
+def _note_widened(names: Iterable[str], found: dict[str, TensorSource], dtype: torch.dtype) -> None:
+    """Log the tensors that are dequantized because their format is not that of the checkpoint's products."""
+    formats: dict[str, list[str]] = {}
+    for name in sorted(names):
+        if found[name].widened:
+            formats.setdefault(found[name].widened, []).append(name)
+    for kept, some in formats.items():
+        why = "no kernel reads it, or products in one format only"
+        log.info("checkpoint_widened", kept=kept, to=str(dtype), reason=why, first=some[0], of=len(some))
 
 
 def product_names(folder: Path, spec: ModelSpec) -> set[str]:

@@ -209,4 +209,4 @@ def _bytes(part: Tensor, form: WeightFormat | None) -> int:
     if form is None:
         return part.nbytes
     rows, width = part.numel() // part.shape[-1], part.shape[-1]
-    return rows * (width * form.bits // 8 + 4 * form.num_groups(width))
+    return rows * (width * form.bits // 8 + 4 * form.num_scales(width))

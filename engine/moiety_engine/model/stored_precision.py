@@ -45,10 +45,10 @@ class StoredPrecision:
     ) -> None:
         on_cpu = torch.device("cpu")
         values = allocate(own, device=on_cpu, dtype=torch.float32, product_dtype=torch.uint8)
-        scales = allocate(own, device=on_cpu, dtype=torch.float32, groups=form.num_groups)
+        scales = allocate(own, device=on_cpu, dtype=torch.float32, groups=form.num_scales)
         self._form = form
         self._values = places_on_rank(spec, own, values, seat, names)
-        self._scales = places_on_rank(spec, own, scales, seat, names, form.num_groups)
+        self._scales = places_on_rank(spec, own, scales, seat, names, form.num_scales)
         three = zip(products_of(weights), products_of(values), products_of(scales), strict=True)
         self._of_product = {id(wide): parts for wide, *parts in three}
 
@@ -59,7 +59,7 @@ class StoredPrecision:
         block.
         """
         values, scales = self._values[name], self._scales[name]
-        rows_alike = scales.shape == (*values.shape[:-1], self._form.num_groups(values.shape[-1]))
+        rows_alike = scales.shape == (*values.shape[:-1], self._form.num_scales(values.shape[-1]))
         stacked = len(values.shape) == _STACKED
         return (
             isinstance(values, TensorMapping)

@@ -18,7 +18,8 @@ class WeightFormat:
     `floating` numbers have an exponent: 8-bit ones are float8_e4m3fn, 4-bit ones are e2m1 with scales that are powers
     of two. Numbers of four bits are stored in packs: the lower halves of a pack's bytes hold its first inputs, the
     upper halves its last. Each row has its own scales, which may equal its neighbours': for block scales, `rows` rows
-    have the same, counted from the first row of a matrix before it was joined with others.
+    have the same, counted from the first row of a matrix before it was joined with others. With `offsets`, which only
+    integers of four bits have, each group's scale is followed by an offset: a weight is its number · scale + offset.
     """
 
     name: str
@@ -27,6 +28,7 @@ class WeightFormat:
     floating: bool = False
     pack: int = BLOCK
     rows: int = 1
+    offsets: bool = False
 
     @property
     def half(self) -> int:
@@ -44,6 +46,10 @@ class WeightFormat:
 
     def num_groups(self, width: int) -> int:
         return 1 if self.group is None else -(-width // self.group)
+
+    def num_scales(self, width: int) -> int:
+        """Return the number of float32 that belong to a row of `width` inputs: its groups' scales, and offsets."""
+        return self.num_groups(width) * (2 if self.offsets else 1)
 
     @property
     def is_kept(self) -> bool:
@@ -74,7 +80,8 @@ class QuantizedWeight:
     """A quantized weight.
 
     `values`: uint8 for four bits, float8_e4m3fn or int8, in the kernels' order (see `reference.pack`). `scales`:
-    float32. Both have the shape of a weight [..., N, K] in all but their last dimension.
+    float32, for a format with offsets (scale, offset) of each group. Both have the shape of a weight [..., N, K] in all
+    but their last dimension.
     """
 
     values_NK: Tensor
