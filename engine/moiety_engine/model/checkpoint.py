@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -13,7 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from moiety_engine.distribution.layout import ONLY_SEAT, Seat
-from moiety_engine.model.checkpoint_formats.tensor_source import sources
+from moiety_engine.model.checkpoint_formats.gguf_file import GgufTensorFile
+from moiety_engine.model.checkpoint_formats.tensor_source import as_it_is, sources
 from moiety_engine.model.direct_read import DirectRead
 from moiety_engine.model.errors import WeightsError
 from moiety_engine.model.families import kv_cache_scheme, stored_quantization
@@ -27,7 +29,7 @@ from moiety_engine.model.weight_quantizer import WeightQuantizer, products_among
 from moiety_engine.model.weights import ModelWeights, allocate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from torch import Tensor
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 MAX_NAMES_SHOWN = 8
+GGUF = ".gguf"
 
 
 def load(
@@ -93,13 +96,13 @@ def load(
     starting_at = {found[name].names[0]: name for name in wanted}
     done, straight = 0, DirectRead()
     for path in shards:
-        with safe_open(path, framework="pt") as file:
+        with open_tensors(path) as file:
             for start in file.keys():  # noqa: SIM118 - not a mapping
                 name = starting_at.get(start)
                 if name is None or shard_of[start] != path:
                     continue
-                as_it_is = fewer_bits is None and len(found[name].names) == 1
-                if as_it_is and straight.take(path, start, wanted[name]):
+                unchanged = fewer_bits is None and found[name].make is as_it_is
+                if unchanged and straight.take(path, start, wanted[name]):
                     continue
                 of_one = ((part, shard_of[part]) for part in found[name].names)
                 parts = [file.get_tensor(part) if where == path else _tensor(where, part) for part, where in of_one]
@@ -221,13 +224,23 @@ def _fill(place: TensorMapping | Shares, source: Tensor, what: str) -> None:
 
 
 def _tensor(path: Path, name: str) -> Tensor:
-    with safe_open(path, framework="pt") as file:
+    with open_tensors(path) as file:
         tensor: Tensor = file.get_tensor(name)
     return tensor
 
 
+@contextmanager
+def open_tensors(path: Path) -> Iterator[Any]:
+    """Open a file of a checkpoint: its `keys()` are the tensors' names, `get_tensor` reads one by memory map."""
+    if path.suffix == GGUF:
+        yield GgufTensorFile(path)
+        return
+    with safe_open(path, framework="pt") as file:
+        yield file
+
+
 def shard_paths(folder: Path) -> list[Path]:
-    """Return the safetensors files of the checkpoint. Raises WeightsError."""
+    """Return the files with the checkpoint's tensors; of a GGUF model's files only the first. Raises WeightsError."""
     index = _index(folder)
     if index:
         paths = sorted(set(index.values()))
@@ -235,6 +248,9 @@ def shard_paths(folder: Path) -> list[Path]:
         return paths
     single = folder / "model.safetensors"
     if not single.is_file():
+        in_gguf = sorted(folder.glob(f"*{GGUF}"))[:1]
+        if in_gguf:
+            return in_gguf
         raise WeightsError(f"{folder} holds neither model.safetensors nor model.safetensors.index.json")
     return [single]
 
@@ -266,7 +282,7 @@ def _index(folder: Path) -> dict[str, Path]:
 
 def _names(path: Path) -> list[str]:
     try:
-        with safe_open(path, framework="pt") as file:
+        with open_tensors(path) as file:
             return list(file.keys())
     except SafetensorError as exc:
         raise WeightsError(f"{path} is not a complete safetensors file ({exc}); download it again") from exc

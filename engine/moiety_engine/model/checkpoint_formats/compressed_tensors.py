@@ -126,7 +126,7 @@ def _sources(
     found = {}
     for name in present:
         plain = name.removesuffix(PACKED)
-        if plain + SCALES not in present:
+        if plain == name and plain + SCALES not in present:
             continue
         scheme = _of_module(plain.removesuffix(".weight"), targets)
         source = _source(name, plain, scheme, present)
@@ -185,6 +185,8 @@ def _numbers(parts: tuple[Tensor, ...], scheme: Scheme) -> tuple[Tensor, Tensor,
     zeros = None if scheme.symmetric else parts[-1]
     if scheme.layout == PACKED_FORMAT:
         rows, width = parts[2].tolist()
+        if tuple(parts[0].shape) != (rows, -(-width * scheme.bits // 32)):
+            raise ValueError(f"it has another shape than {rows} by {width} packed")
         numbers = unpacked(parts[0], scheme.bits)[:, :width]
         zeros = None if zeros is None else unpacked(zeros.T, scheme.bits)[:, :rows].T
     else:

@@ -10,6 +10,7 @@ from moiety_engine.model.checkpoint_formats.bitsandbytes import bitsandbytes
 from moiety_engine.model.checkpoint_formats.compressed_tensors import METHOD, compressed_tensors
 from moiety_engine.model.checkpoint_formats.float8 import float8_format, float8_sources
 from moiety_engine.model.checkpoint_formats.four_bit_floats import expert_sources
+from moiety_engine.model.checkpoint_formats.gguf import gguf
 from moiety_engine.model.checkpoint_formats.modelopt import modelopt
 from moiety_engine.model.checkpoint_formats.tensor_source import StoredQuantization
 from moiety_engine.model.quantization_formats import method_name, refused
@@ -17,6 +18,7 @@ from moiety_kernels.quantization import MXFP4
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
     from typing import Any
 
 _READERS: dict[str, Callable[[dict[str, Any]], StoredQuantization]] = {
@@ -29,9 +31,10 @@ _READERS: dict[str, Callable[[dict[str, Any]], StoredQuantization]] = {
 }
 
 
-def read_quantization(settings: dict[str, Any]) -> StoredQuantization | None:
+def read_quantization(settings: dict[str, Any], folder: Path | None = None) -> StoredQuantization | None:
     """Return the quantization that config.json's quantization_config describes; None if it is empty.
 
+    `folder` is that of the checkpoint; without it, sources of a GGUF file's tensors are not available.
     Raises UnsupportedModelError for unsupported formats.
     """
     if not settings:
@@ -39,6 +42,8 @@ def read_quantization(settings: dict[str, Any]) -> StoredQuantization | None:
     method = settings.get("quant_method")
     if method is None and ("quant_algo" in settings or "producer" in settings):
         method = "modelopt"
+    if method == "gguf":
+        return gguf(settings, folder)
     if method == "mxfp4":
         return StoredQuantization(MXFP4.name, MXFP4, expert_sources)
     if method == "fp8" and settings.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn"):

@@ -105,7 +105,7 @@ def kv_cache_scheme(folder: Path) -> Any:
 
 def stored_quantization(folder: Path) -> StoredQuantization | None:
     """Return the quantization of the checkpoint in `folder`; None if it is not quantized. Raises like `read_spec`."""
-    return read_quantization(quantization_settings(_text_part(_read(folder))))
+    return read_quantization(quantization_settings(_text_part(_read(folder))), folder)
 
 
 def _read(folder: Path) -> Config:
