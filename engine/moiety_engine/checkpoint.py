@@ -14,7 +14,7 @@ from moiety_engine.errors import CheckpointError
 from moiety_engine.gguf.folder import folder_of
 from moiety_engine.gguf.header import read_header
 
-NEEDED_FILES = ("*.json", "*.safetensors", "*.jinja")
+NEEDED_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.tiktoken", "tiktoken.model")
 UNNEEDED_FILES = ("original/*", "consolidated*", "onnx/*")
 MOST_HEADER_BYTES = 100 << 20  # limit of a safetensors header, by its format
 _SAMPLE_BYTES, _MOST_SAMPLES = 4096, 4096
