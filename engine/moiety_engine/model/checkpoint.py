@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from moiety_engine.model.weight_quantizer import WeightQuantizer, products_among
 from moiety_engine.model.weights import ModelWeights, allocate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -84,7 +85,7 @@ def load(
     _complain("lacks", sorted(wholes.keys() - found.keys()), folder)
     parts_on_disk = {part for name in wholes for part in found[name].names}
     _complain("lacks", sorted(parts_on_disk - shard_of.keys()), folder)
-    _complain("has unexpected", sorted(n for n in found.keys() - wholes.keys() if not ignorable(n, spec)), folder)
+    _check_extra(sorted(found.keys() - wholes.keys()), wholes, spec, folder, shard_of)
     wanted = wholes if own is spec else own_places(own, weights, seat, seat.layers_of(len(spec.layers)).start, wholes)
     if offloading is not None and offloading.is_whole:
         stored = expert_names(weights, wanted)
@@ -117,6 +118,34 @@ def load(
     if progress is not None:
         progress(total, total)
     return weights if fewer_bits is None else fewer_bits.finish(dtype)
+
+
+def _check_extra(
+    extra: list[str],
+    wholes: Mapping[str, TensorMapping | Shares],
+    spec: ModelSpec,
+    folder: Path,
+    shard_of: dict[str, Path],
+) -> None:
+    """Raise WeightsError for tensors of the decoder that no weight uses; log the others, which belong to other models.
+
+    Biases that are zero, which older GPTQ tools write for every matrix, are left out too.
+    """
+    extra = [name for name in extra if not ignorable(name, spec)]
+    embedding = "embed_tokens.weight"
+    root = next((name.removesuffix(embedding) for name in wholes if name.endswith(embedding)), "model.")
+    layer = re.compile(re.escape(root) + r"layers\.(\d+)\.")
+    own = []
+    for name in extra:
+        match = layer.match(name)
+        if not name.startswith(root) or (match is not None and int(match[1]) >= len(spec.layers)):
+            continue
+        is_bias = name.endswith(".bias") and f"{name.removesuffix('bias')}weight" in wholes
+        if not (is_bias and name in shard_of and not bool(_tensor(shard_of[name], name).any())):
+            own.append(name)
+    _complain("has unexpected", own, folder)
+    if extra:
+        log.info("tensors_ignored", first=extra[0], of=len(extra), reason="the model has no such part")
 
 
 def _note_kv_scales(folder: Path, names: Iterable[str]) -> None:
