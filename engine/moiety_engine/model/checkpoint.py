@@ -163,7 +163,7 @@ def _note_widened(names: Iterable[str], found: dict[str, TensorSource], dtype: t
         if found[name].widened:
             formats.setdefault(found[name].widened, []).append(name)
     for kept, some in formats.items():
-        why = "no kernel reads it, or products in one format only"
+        why = "only products stay quantized, all of them in one format that a kernel reads"
         log.info("checkpoint_widened", kept=kept, to=str(dtype), reason=why, first=some[0], of=len(some))
 
 

@@ -59,8 +59,17 @@ class WeightFormat:
         )
 
     def is_stored_as(self, other: WeightFormat | None) -> bool:
-        """Return whether `other` is the same format, whatever its packing."""
-        return other is not None and replace(self, pack=other.pack) == other
+        """Return whether weights in `other` are in this format too, whatever their packing, once scales are repeated.
+
+        A scale of a group of 4-bit integers is then that of each smaller group within it.
+        """
+        if other is None:
+            return False
+        same = replace(self, pack=other.pack)
+        if self.bits != 4 or self.floating or self.group is None or same == other:
+            return same == other
+        finer = other.group is None or other.group % self.group == 0
+        return finer and replace(same, group=other.group) == other
 
     def takes(self, width: int) -> bool:
         """Return whether rows of that many inputs can have this format."""
