@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from moiety_engine.errors import CheckpointError
 from moiety_engine.gguf.header import read_header
 from moiety_engine.model.checkpoint import load
 from moiety_engine.model.checkpoint_formats.gguf_blocks import BLOCKS, dequantized
+from moiety_engine.model.errors import ModelError
 from moiety_engine.model.families import read_spec
 from moiety_engine.model.weights import products_of
 from moiety_kernels.quantization import MXFP4, QuantizedWeight, WeightFormat, dequantize
@@ -158,6 +160,24 @@ def test_damaged_files_are_refused_wherever_they_are_cut(make_checkpoint: Any, t
                      + (1).to_bytes(8, "little") + b"k" + array)  # fmt: skip
     with pytest.raises(CheckpointError, match=f"an array has {1 << 40} values"):
         read_header(path)
+
+
+def test_changed_bytes_of_a_header_end_in_a_clear_error_or_in_a_model(make_checkpoint: Any, tmp_path: Path) -> None:
+    path, generator = tmp_path / "model.gguf", random.Random(5)
+    write_gguf(make_checkpoint("deepseek_v3, no biases").folder, path)
+    whole, refused = path.read_bytes(), 0
+    end = min(entry.offset for entry in read_header(path).tensors.values())
+    for _ in range(120):
+        changed = bytearray(whole)
+        at = generator.choice((generator.randrange(1200), generator.randrange(end - 3000, end)))
+        changed[at] ^= 1 << generator.randrange(8)
+        path.write_bytes(bytes(changed))
+        try:
+            read_spec(resolve_checkpoint(str(path)))
+        except (CheckpointError, ModelError) as exc:
+            assert "\n" not in str(exc)
+            refused += 1
+    assert 20 < refused < 120
 
 
 def test_what_is_not_read_says_what_to_use_instead(make_checkpoint: Any, tmp_path: Path) -> None:

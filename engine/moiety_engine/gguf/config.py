@@ -48,6 +48,8 @@ def config_of(header: GgufHeader, rope_factors: Callable[[], list[float]]) -> di
 
 
 def _config(header: GgufHeader) -> dict[str, Any]:
+    if _need(header, "block_count") > len(header.tensors):
+        raise ValueError(f"{header.architecture}.block_count is {_need(header, 'block_count')}")
     heads, hidden = _need(header, "attention.head_count"), _need(header, "embedding_length")
     config: dict[str, Any] = {
         "model_type": "mixtral" if is_mixtral(header) else _FAMILIES[header.architecture],
@@ -168,6 +170,8 @@ def _deepseek(header: GgufHeader) -> dict[str, Any]:
     apart = "attn_k_b" in {name.split(".")[-2] for name in header.tensors}
     width = header.value("attention.key_length_mla") or header.value("attention.key_length")
     value_width = header.value("attention.value_length_mla") or header.value("attention.value_length")
+    if not all(isinstance(one, int) and one > 0 for one in (width, value_width)):
+        raise ValueError(f"the widths of keys and values are {width!r} and {value_width!r}")
     if apart and not header.value("attention.key_length_mla"):
         raise ValueError("attention.key_length_mla is missing")
     num_groups = header.value("expert_group_count", 1)

@@ -23,7 +23,7 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MOST_HEADER_BYTES = 256 << 20
 _MOST_ENTRIES, _MOST_TENSORS, _MOST_VALUES = 10_000, 200_000, 4 << 20
-_MOST_KEY_BYTES, _MOST_DIMENSIONS = 65_535, 4
+_MOST_KEY_BYTES, _MOST_DIMENSIONS, _MOST_EXPERTS = 65_535, 4, 65_536
 _ALIGNMENT = 32
 _STRING, _ARRAY = 8, 9
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -194,7 +194,8 @@ class _Parser:
                 "use a file of one of those, such as Q4_K_M, or convert it with llama-quantize"
             )
         kind = TYPES[number]
-        if shape[-1] % kind.numbers or any(side == 0 for side in shape):
+        too_many = len(shape) > 2 and shape[0] > _MOST_EXPERTS
+        if shape[-1] % kind.numbers or any(side == 0 for side in shape) or too_many:
             raise _Damaged(f"the tensor {name!r} of type {kind.name} has the shape {shape}")
         return name, kind, shape, offset
 
