@@ -11,8 +11,10 @@ from pathlib import Path
 
 import moiety_demo
 from moiety_engine.errors import CheckpointError
+from moiety_engine.gguf.folder import folder_of
+from moiety_engine.gguf.header import read_header
 
-NEEDED_FILES = ("*.json", "*.safetensors", "*.jinja")
+NEEDED_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.tiktoken", "tiktoken.model")
 UNNEEDED_FILES = ("original/*", "consolidated*", "onnx/*")
 MOST_HEADER_BYTES = 100 << 20  # limit of a safetensors header, by its format
 _SAMPLE_BYTES, _MOST_SAMPLES = 4096, 4096
@@ -22,16 +24,22 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 def resolve_checkpoint(model: str, needed: tuple[str, ...] = NEEDED_FILES) -> Path:
     """Return the folder of a checkpoint.
 
-    `model` is a path, a hub id, whose `needed` files are downloaded if they are not in the cache, or "" for the bundled
-    demo model. Raises CheckpointError.
+    `model` is a path of a folder or of a GGUF file, a hub id, whose `needed` files are downloaded if they are not in
+    the cache, or "" for the bundled demo model. Raises CheckpointError.
     """
     if not model:
         return _existing(moiety_demo.checkpoint_path(), "the bundled demo model")
     folder = Path(model).expanduser()
     if folder.is_dir():
         return _existing(folder, model)
+    if folder.suffix == ".gguf":
+        if not folder.is_file():
+            raise CheckpointError(f"{model} does not exist; give the path of a GGUF file")
+        return folder_of(folder).resolve()
     if not _HUB_ID.fullmatch(model):
-        raise CheckpointError(f"{model!r} is neither a folder nor a hub id such as 'organisation/model'")
+        raise CheckpointError(
+            f"{model!r} is neither a folder nor a hub id such as 'organisation/model', nor a file that ends in .gguf"
+        )
     return _existing(_download(model, needed), model)
 
 
@@ -57,12 +65,21 @@ def fingerprint(folder: Path) -> str:
             header = file.read(num_bytes)
         digest.update(header)
         tensors += [(path, 8 + num_bytes + begin, 8 + num_bytes + end) for begin, end in _places(header)]
+    for path in sorted(folder.glob("*.gguf"))[:1]:
+        for name, entry in sorted(read_header(path).tensors.items(), key=lambda one: (one[1].path, one[1].offset)):
+            digest.update(f"{name} {entry.type.name} {entry.shape}".encode())
+            tensors.append((entry.path, entry.offset, entry.offset + entry.num_bytes))
     for path, of_file in groupby(tensors[:: -(-len(tensors) // _MOST_SAMPLES) or 1], key=itemgetter(0)):
         with path.open("rb") as file:
             for _, begin, end in of_file:
                 file.seek(max(begin, (begin + end - _SAMPLE_BYTES) // 2))
                 digest.update(file.read(min(_SAMPLE_BYTES, end - begin)))
     return digest.hexdigest()
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files with weights in a checkpoint folder."""
+    return sorted([*folder.glob("*.safetensors"), *folder.glob("*.gguf")])
 
 
 def _places(header: bytes) -> list[tuple[int, int]]:
@@ -79,7 +96,9 @@ def _places(header: bytes) -> list[tuple[int, int]]:
 
 def _existing(folder: Path, what: str) -> Path:
     if not (folder / "config.json").is_file():
-        raise CheckpointError(f"{what}: {folder} has no config.json; give a checkpoint in Hugging Face's format")
+        in_gguf = next(iter(sorted(folder.glob("*.gguf"))), None)
+        advice = "give a checkpoint in Hugging Face's format" if in_gguf is None else f"give the path of {in_gguf.name}"
+        raise CheckpointError(f"{what}: {folder} has no config.json; {advice}")
     return folder.resolve()
 
 

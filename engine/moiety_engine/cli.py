@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+import structlog
 import typer
 import zmq
 
@@ -38,6 +39,8 @@ from moiety_text.folder import TextModel, read_text_model
 from moiety_text.reasoning_formats import check_reasoning_format
 from moiety_text.tools.registry import check_tool_format
 from moiety_wire.roles import EngineRole
+
+log = structlog.get_logger()
 
 CORE_MODULE = "moiety_engine.core"
 WRONG_USE = 2  # exit code
@@ -151,7 +154,11 @@ def _text_and_process(folder: Path, config: EngineConfig, settings: ServerSettin
         silence_s = settings.core_silence_s
         return ProcessCore(context, CORE_MODULE, config, listen=settings.listen, silence_s=silence_s)
 
-    return read_text_model(folder), make
+    text = read_text_model(folder)
+    if text.sampling_defaults:
+        advice = "used for requests that do not set them; edit generation_config.json to change them"
+        log.info("sampling_defaults", **text.sampling_defaults, advice=advice)
+    return text, make
 
 
 def _follow_if_launched_so(config: EngineConfig) -> None:

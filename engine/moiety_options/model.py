@@ -42,7 +42,7 @@ class ModelOptions:
     """Options of a model's weights, its layout over ranks, and its steps."""
 
     model: str = _model(
-        "", "Checkpoint to serve: a folder or a Hugging Face hub id. If not given, the bundled demo model."
+        "", "Checkpoint to serve: a folder, a GGUF file or a Hugging Face hub id. If not given, the bundled demo model."
     )
     device: DeviceChoice = _model(
         DeviceChoice.AUTO, "Device that runs the model. auto selects cuda if a GPU is available, otherwise cpu."

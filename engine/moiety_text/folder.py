@@ -6,12 +6,22 @@ The module reads files and knows nothing else about tokens; weights and model di
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from moiety_text.errors import ModelFilesUnusable
 from moiety_text.tokenizer import Tokenizer
+from moiety_text.tokenizer_formats.files import converted_tokenizer
+
+# Sampling parameters that generation_config.json may set, and their least and greatest values.
+SAMPLING_RANGES = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "top_k": (-1.0, 2.0**31 - 1),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1e-3, 100.0),
+}
 
 
 @dataclass(frozen=True)
@@ -20,17 +30,24 @@ class TextModel:
     chat_template: str  # "" if the model has none
     special_tokens: dict[str, str]  # bos_token, eos_token … by the template's names
     eos_token_ids: tuple[int, ...]  # ascending; empty if no file names one
+    sampling_defaults: dict[str, float] = field(default_factory=dict)  # of generation_config.json, by SAMPLING_RANGES
 
 
 def read_tokenizer_json(folder: Path) -> str:
-    """Return the text of a model folder's tokenizer.json. Raises ModelFilesUnusable."""
+    """Return the text of a model folder's tokenizer.json, or one made of a sentencepiece or tiktoken file.
+
+    Raises ModelFilesUnusable.
+    """
     if not folder.is_dir():
         raise ModelFilesUnusable(f"{folder} is not a folder; name the folder of a checkpoint in Hugging Face's format")
     tokenizer_json = _read_text(folder / "tokenizer.json")
     if tokenizer_json is None:
+        config, added = _read_object(folder / "tokenizer_config.json"), _read_object(folder / "added_tokens.json")
+        tokenizer_json = converted_tokenizer(folder, config, added)
+    if tokenizer_json is None:
         raise ModelFilesUnusable(
-            f"{folder} has no tokenizer.json; create one from its other tokenizer files with "
-            "transformers.AutoTokenizer.from_pretrained(…).save_pretrained(…)"
+            f"{folder} has no tokenizer.json, tokenizer.model (sentencepiece) or tiktoken.model; create the first from "
+            "its other tokenizer files with transformers.AutoTokenizer.from_pretrained(…).save_pretrained(…)"
         )
     return tokenizer_json
 
@@ -38,18 +55,19 @@ def read_tokenizer_json(folder: Path) -> str:
 def read_text_model(folder: Path) -> TextModel:
     """Read the text side of a model folder.
 
-    Reads tokenizer.json, tokenizer_config.json, chat_template.jinja, additional_chat_templates/*.jinja and the
-    end-of-sequence ids of generation_config.json, config.json and the tokenizer. Raises ModelFilesUnusable,
-    UnusableTokenizer.
+    Reads tokenizer.json, or else a sentencepiece or tiktoken file, tokenizer_config.json, chat_template.jinja,
+    additional_chat_templates/*.jinja, the end-of-sequence ids of generation_config.json, config.json and the tokenizer,
+    and the sampling parameters of generation_config.json. Raises ModelFilesUnusable, UnusableTokenizer.
     """
     tokenizer_json = read_tokenizer_json(folder)
-    tokenizer = Tokenizer.from_json(tokenizer_json)
     config = _read_object(folder / "tokenizer_config.json")
+    tokenizer = Tokenizer.from_json(tokenizer_json)
     mapped, configured = _special_tokens(_read_object(folder / "special_tokens_map.json")), _special_tokens(config)
     # as in transformers: newer files put all in tokenizer_config.json, and the older file beside it is ignored
     special_tokens = configured if "added_tokens_decoder" in config else configured | mapped
     template = _one_template(_template_files(folder) or config.get("chat_template"), folder)
-    return TextModel(tokenizer_json, template, special_tokens, _eos_ids(folder, tokenizer, mapped | configured))
+    eos_ids = _eos_ids(folder, tokenizer, mapped | configured)
+    return TextModel(tokenizer_json, template, special_tokens, eos_ids, _sampling_defaults(folder))
 
 
 def _read_text(path: Path) -> str | None:
@@ -146,3 +164,17 @@ def _eos_ids(folder: Path, tokenizer: Tokenizer, special_tokens: dict[str, str])
         if len(ids) == 1:
             found.update(ids)
     return tuple(sorted(found))
+
+
+def _sampling_defaults(folder: Path) -> dict[str, float]:
+    """Return the sampling parameters that the model's authors recommend. Raises ModelFilesUnusable."""
+    path = folder / "generation_config.json"
+    config, found = _read_object(path), dict[str, float]()
+    for name, (least, greatest) in SAMPLING_RANGES.items():
+        value = config.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= greatest:
+            raise ModelFilesUnusable(f"{path}: {name} is {value!r}, but must be from {least:g} to {greatest:g}")
+        found[name] = max(0, int(value)) if name == "top_k" else value  # -1: off
+    return found

@@ -316,6 +316,7 @@ class ModelCard(msgspec.Struct, frozen=True, tag="card"):
     generates: bool = True  # False: an encoder, which serves only `Submit.embed`
     labels: tuple[str, ...] = ()  # of a classification head, whose logits `Submit.embed` then returns
     score_activation: str = ""  # sigmoid, softmax or identity: turns the logits into scores
+    sampling_defaults: dict[str, float] = {}  # of requests without the parameter, by the names of `Sampling`
     extensible: bool = True  # False: credit cannot be raised, and the engine does not remember usage
     follows_grammars: bool = False
     tool_format: str = "auto"  # name of the model's tool-call format; auto: as the chat template shows

@@ -21,7 +21,8 @@ from moiety_kernels.quantization import FP8, INT4, INT8, MXFP4, QuantizedWeight,
 from moiety_kernels.quantization.reference import MAGNITUDES, pack, round_to, unpack
 
 WHOLE = [INT8, INT4, WeightFormat("int4", 4, 128)]
-FORMATS = [*WHOLE, FP8, MXFP4]
+OFFSETS = WeightFormat("int4", 4, 64, offsets=True)
+FORMATS = [*WHOLE, OFFSETS, FP8, MXFP4]
 
 
 def is_multiplied_as_it_lies(arithmetic: str, form: WeightFormat) -> bool:
@@ -54,6 +55,15 @@ def test_the_error_is_at_most_half_a_step_or_a_little_clipping(form: WeightForma
     error = (dequantize(quantize(weight, form)) - weight).norm() / weight.norm()
     assert error < (0.01 if form.bits == 8 else 0.13)
     assert torch.equal(unpack(pack(round_to(weight, form)[0], form), form), round_to(weight, form)[0])
+
+
+def test_with_offsets_the_least_and_the_greatest_weight_of_a_group_are_kept() -> None:
+    weight = drawn(8, 256) + 3
+    groups, read = (one.view(8, -1, 64) for one in (weight, dequantize(quantize(weight, OFFSETS))))
+    for end in (torch.amin, torch.amax):
+        torch.testing.assert_close(end(groups, -1), end(read, -1))
+    step = (groups.amax(-1) - groups.amin(-1)) / 15
+    assert ((read - groups).abs().amax(-1) <= 0.501 * step).all()
 
 
 def test_rows_of_zeros_and_of_one_value_are_kept() -> None:
@@ -105,7 +115,7 @@ def test_a_product_is_that_with_the_weight_it_stands_for(
     ("form", "k"),
     [
         (form, k)
-        for form in (INT8, INT4, MXFP4, *(WeightFormat("int8", 8, group) for group in (32, 64, 128, 256)))
+        for form in (INT8, INT4, OFFSETS, MXFP4, *(WeightFormat("int8", 8, group) for group in (32, 64, 128, 256)))
         for k in (32, 96, 160, 256, 768, 1056)
         if form.takes(k)
     ],

@@ -224,11 +224,30 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+QWEN2_MOE = (
+    *MIXTURE,
+    "num_hidden_layers",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "intermediate_size",
+)
 # of use in some test only
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3, as wide as blocks": (
         "deepseek_v3",
         VARIANTS["deepseek_v3"][1] | {"q_lora_rank": 64, "moe_intermediate_size": 32, "intermediate_size": 96},
+    ),
+    "llama, llama3 rope of long models": (
+        "llama",
+        {"intermediate_size": 128, "num_hidden_layers": 2}
+        | {"rope_parameters": LLAMA3_ROPE | {"original_max_position_embeddings": 8192}},
+    ),
+    "qwen2, no windows": ("qwen2", {"num_hidden_layers": 2, "intermediate_size": 96}),
+    "qwen2_moe, no dense layers": ("qwen2_moe", {k: v for k, v in VARIANTS["qwen2_moe"][1].items() if k in QWEN2_MOE}),
+    "deepseek_v3, no biases": (
+        "deepseek_v3",
+        VARIANTS["deepseek_v3"][1]
+        | {"attention_bias": False, "rope_parameters": YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0}},
     ),
     "gpt_oss, experts as wide as blocks": (
         "gpt_oss",

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
 from torch import Tensor
 
 from moiety_engine.model.errors import ConfigError, UnsupportedModelError, WeightsError
@@ -190,7 +191,7 @@ def test_some_families_are_written_with_names_of_their_own(make_checkpoint: Any,
 @pytest.mark.parametrize(
     ("variant", "drafting", "unknown"),
     [
-        ("glm4_moe", "model.layers.2.eh_proj.weight", "model.layers.3.eh_proj.weight"),
+        ("glm4_moe", "model.layers.2.eh_proj.weight", "model.eh_proj.weight"),
         ("ernie4_5_moe", "model.mtp_linear_proj.0.weight", "model.mtq_linear_proj.0.weight"),
     ],
 )
@@ -202,6 +203,23 @@ def test_layers_that_draft_tokens_are_left_on_disk(
     assert agrees(checkpoint, make_driver, make_sequence)
     edit_weights(checkpoint.folder, lambda tensors: tensors.update({unknown: torch.ones(2)}))
     with pytest.raises(WeightsError, match=rf"unexpected {re.escape(unknown)}"):
+        load_model(checkpoint.folder, device="cpu", dtype="auto")
+
+
+def test_tensors_of_other_parts_are_ignored_with_one_line(
+    make_checkpoint: Any, make_driver: Any, make_sequence: Any
+) -> None:
+    checkpoint = make_checkpoint("llama, llama3 rope")
+    others = ["mtp.fc.weight", "model.layers.3.self_attn.q_proj.weight", "vision_tower.patch.weight"]
+    bias = "model.layers.0.self_attn.o_proj.bias"  # GPTQ's tools write biases of zeros
+    edit_weights(checkpoint.folder, lambda tensors: tensors.update({name: torch.ones(2) for name in others}))
+    edit_weights(checkpoint.folder, lambda tensors: tensors.update({bias: torch.zeros(64)}))
+    with capture_logs() as logs:
+        assert agrees(checkpoint, make_driver, make_sequence)
+    (line,) = (one for one in logs if one["event"] == "tensors_ignored")
+    assert (line["first"], line["of"]) == (bias, 4)
+    edit_weights(checkpoint.folder, lambda tensors: tensors.update({bias: torch.ones(64)}))
+    with pytest.raises(WeightsError, match=rf"unexpected {re.escape(bias)}"):
         load_model(checkpoint.folder, device="cpu", dtype="auto")
 
 

@@ -17,10 +17,9 @@ from structlog.testing import capture_logs
 from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.config import EngineConfig
 from moiety_engine.errors import CheckpointError, InvalidConfig
+from moiety_engine.model.checkpoint_formats.integers import from_integers, to_packed, unpacked
 from moiety_engine.model.errors import UnsupportedModelError
-from moiety_engine.model.families import spec_from_config
 from moiety_engine.model.loading import load_model
-from moiety_engine.model.quantized_checkpoints import from_packed, to_packed
 from moiety_engine.model.weights import products_of
 from moiety_engine.quantize.report import quantize_and_measure
 from moiety_engine.quantize.writing import write_quantized
@@ -109,7 +108,7 @@ def test_numbers_are_packed_as_others_read_them() -> None:
         assert parts["_packed"].dtype is torch.int32
         lowest = int(parts["_packed"][0, 0]) & ((1 << form.bits) - 1)
         assert lowest == int(q[0, 0]) + (1 << form.bits - 1), "the first is in the lowest bits, plus half the range"
-        read = from_packed(parts["_packed"], parts["_scale"], parts["_shape"], form)
+        read = from_integers(unpacked(parts["_packed"], form.bits), parts["_scale"], None, form.bits, form.group)
         torch.testing.assert_close(read, dequantize(quantize(weight, form)))
 
 
@@ -192,11 +191,6 @@ def test_bad_requests_say_what_to_do(tmp_path: Path) -> None:
         EngineConfig(model=str(source), name="demo", quantization="int3")
     with pytest.raises(InvalidConfig, match="choose one of int8, int4, fp8"):
         quantize_and_measure(EngineConfig(model=str(source), name="d"), tmp_path / "x", "int3", None, 1, 8, silent)
-    config = json.loads((source / "config.json").read_text())
-    asymmetric = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
-    settings = {"format": "pack-quantized", "config_groups": {"group_0": {"weights": asymmetric}}}
-    with pytest.raises(UnsupportedModelError, match=r"pack-quantized.*asymmetric"):
-        spec_from_config(config | {"quantization_config": settings | {"quant_method": "compressed-tensors"}})
 
 
 @pytest.mark.parametrize("variant", ["mixtral, sliding window", "llama, llama3 rope"])
@@ -210,7 +204,8 @@ def test_in_float32_a_packed_checkpoint_is_the_model_of_its_numbers_times_its_sc
     for name in [name for name in tensors if name.endswith("_packed")]:
         plain = name.removesuffix("_packed")
         q, scales = (tensors.pop(plain + end) for end in ("_packed", "_scale"))
-        tensors[plain] = from_packed(q, scales, tensors.pop(plain + "_shape"), form)
+        del tensors[plain + "_shape"]
+        tensors[plain] = from_integers(unpacked(q, form.bits), scales, None, form.bits, form.group)
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     prompt = list(range(3, 90))
     with capture_logs() as logs:

@@ -32,28 +32,34 @@ def compressed(**weights: Any) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}}
 
 
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
-    "gptq": ({"quant_method": "gptq", "bits": 4, "desc_act": True}, r"GPTQ \(4 bits, act-order \(desc_act\)\)"),
-    "awq": ({"quant_method": "awq", "bits": 4, "version": "gemm"}, r"AWQ \(4 bits\)"),
-    "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
-    "modelopt": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, r"NVIDIA ModelOpt \(NVFP4\)"),
-    "modelopt of old": ({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}, r"ModelOpt \(FP8\)"),
+    "gptq": (GPTQ | {"bits": 3, "desc_act": True}, r"GPTQ \(3 bits, act-order \(desc_act\)\)"),
+    "gptq for marlin": (GPTQ | {"checkpoint_format": "marlin"}, r"GPTQ \(4 bits\) in the layout 'marlin'"),
+    "gptq, other layers": (
+        GPTQ | {"dynamic": {"+:.*down": {"bits": 8}, "-:.*up": {}}},
+        "with other bits in some layers",
+    ),
+    "awq": ({"quant_method": "awq", "bits": 4, "version": "gemv"}, r"AWQ \(4 bits\) of version 'gemv'"),
+    "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, r"bitsandbytes in 8 bits \(LLM\.int8\)"),
+    "modelopt": ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, r"NVIDIA ModelOpt \(W4A8_AWQ\)"),
+    "modelopt of old": (
+        {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "INT4_AWQ"}},
+        r"ModelOpt \(INT4_AWQ\)",
+    ),
     "fbgemm": ({"quant_method": "fbgemm_fp8"}, "FBGEMM fp8"),
     "quark": ({"quant_method": "quark"}, "AMD Quark"),
     "torchao": ({"quant_method": "torchao"}, "torchao"),
     "unheard of": ({"quant_method": "squeeze9"}, "'squeeze9'"),
     "e5m2": ({"quant_method": "fp8", "fmt": "e5m2"}, r"'fp8' \(e5m2\)"),
-    "nvfp4": (
-        compressed(type="float", strategy="tensor_group", format="nvfp4-pack-quantized"),
-        "'nvfp4-pack-quantized'",
-    ),
-    "act-order": (compressed(actorder="group"), "'pack-quantized'.*activation ordering 'group'"),
-    "asymmetric": (compressed(symmetric=False), "'pack-quantized'.*asymmetric"),
+    "mxfp6": (compressed(type="float", num_bits=6, format="mxfp6-pack-quantized"), "'mxfp6-pack-quantized'"),
     "3 bits": (compressed(num_bits=3), r"3 bits, int, by group"),
-    "w8a8": (
-        compressed(num_bits=8, strategy="channel", format="int-quantized", inputs={"num_bits": 8}),
+    "blocks of integers": (
+        compressed(num_bits=8, strategy="block", format="int-quantized", inputs={"num_bits": 8}),
         "'int-quantized'.*activations in 8 bits",
     ),
+    "sparse": (compressed() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "'pack-quantized'.*sparse"),
+    "no groups": ({"quant_method": "compressed-tensors", "format": "dense"}, "'dense'.*without config_groups"),
     "marlin": (compressed(format="marlin-24"), "'marlin-24'"),
 }
 
@@ -69,19 +75,29 @@ def test_a_configuration_in_another_format_is_refused_by_its_name(kind: str) -> 
         assert "\n" not in str(told.value)
 
 
+def test_a_target_that_is_no_pattern_is_refused() -> None:
+    settings = compressed()
+    settings["config_groups"]["group_0"]["targets"] = ["re:(layers"]
+    with pytest.raises(UnsupportedModelError, match=r"a target 're:\(layers' that is not a pattern"):
+        spec_from_config(LLAMA | {"quantization_config": settings})
+
+
 @pytest.mark.parametrize("order", [None, False, "weight", "static"])
 def test_orders_that_leave_groups_together_are_read(order: Any) -> None:
     assert spec_from_config(LLAMA | {"quantization_config": compressed(actorder=order)}).weight_format is not None
 
 
-TENSORS: dict[str, tuple[tuple[str, ...], str]] = {
-    "gptq": (("qweight", "qzeros", "scales", "g_idx"), "GPTQ"),
-    "awq": (("qweight", "qzeros", "scales"), "AWQ or GPTQ"),
-    "bitsandbytes 4": (("weight", "weight.absmax", "weight.quant_map"), "bitsandbytes"),
-    "bitsandbytes 8": (("weight", "SCB", "weight_format"), "bitsandbytes"),
-    "aqlm": (("codes", "codebooks", "scales"), "AQLM"),
-    "exl2": (("q_weight", "q_scale", "q_invperm"), "EXL2"),
-    "nvfp4": (("weight", "weight_scale", "weight_scale_2", "input_scale"), "NVFP4"),
+UNSUPPORTED = r"quantization .*{}.*supported are"
+UNDESCRIBED = r"have model\.layers\.0\.self_attn\.q_proj\..*of the quantization {}.*no quantization_config of that kind"
+TENSORS: dict[str, tuple[tuple[str, ...], str, str]] = {
+    "gptq": (("qweight", "qzeros", "scales", "g_idx"), "GPTQ", UNDESCRIBED),
+    "awq": (("qweight", "qzeros", "scales"), "AWQ or GPTQ", UNDESCRIBED),
+    "bitsandbytes 4": (("weight", "weight.absmax", "weight.quant_map"), "bitsandbytes", UNDESCRIBED),
+    "bitsandbytes 8": (("weight", "SCB", "weight_format"), "bitsandbytes", UNSUPPORTED),
+    "aqlm": (("codes", "codebooks", "scales"), "AQLM", UNSUPPORTED),
+    "exl2": (("q_weight", "q_scale", "q_invperm"), "ExLlamaV2", UNSUPPORTED),
+    "nvfp4": (("weight", "weight_scale", "weight_scale_2", "input_scale"), "NVIDIA ModelOpt NVFP4", UNDESCRIBED),
+    "float8": (("weight", "weight_scale", "input_scale"), "float8 or integers", UNDESCRIBED),
 }
 
 
@@ -95,10 +111,10 @@ def write_tensors(folder: Path, *ends: str) -> None:
 
 @pytest.mark.parametrize("kind", TENSORS)
 def test_tensors_of_another_format_are_known_though_config_json_says_nothing(make_checkpoint: Any, kind: str) -> None:
-    ends, name = TENSORS[kind]
+    ends, name, said = TENSORS[kind]
     folder = make_checkpoint("llama, llama3 rope").folder
     write_tensors(folder, *ends)
-    with pytest.raises(UnsupportedModelError, match=rf"quantization .*{name}.*supported are"):
+    with pytest.raises((ConfigError, UnsupportedModelError), match=said.format(name)):
         load_model(folder, device="cpu", dtype="auto")
 
 
@@ -107,19 +123,12 @@ def test_a_packed_checkpoint_with_ordered_inputs_is_refused_by_name(make_checkpo
     write_quantized(make_checkpoint("llama, llama3 rope").folder, folder, INT4, lambda *_: None)
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors | {f"{PROJ}.weight_g_idx": torch.arange(64)}, folder / "model.safetensors")
-    with pytest.raises(UnsupportedModelError, match=r"activation ordering \(actorder 'group': weight_g_idx\)"):
+    with pytest.raises(ConfigError, match=r"activation ordering \(actorder 'group': weight_g_idx\)"):
         load_model(folder, device="cpu", dtype="auto")
 
 
-def test_scales_without_a_configuration_are_said_to_be_old_modelopts_or_to_lack_it(make_checkpoint: Any) -> None:
+def test_the_file_of_old_modelopts_must_be_json(make_checkpoint: Any) -> None:
     folder = make_checkpoint("llama, llama3 rope").folder
-    write_tensors(folder, "weight", "weight_scale", "input_scale")
-    with pytest.raises(ConfigError, match=rf"has no quantization_config, but the files have {PROJ}\.weight_scale"):
-        load_model(folder, device="cpu", dtype="auto")
-    said = {"producer": {"name": "modelopt", "version": "0.11"}, "quantization": {"quant_algo": "FP8"}}
-    (folder / "hf_quant_config.json").write_text(json.dumps(said))
-    with pytest.raises(UnsupportedModelError, match=r"ModelOpt \(FP8\).*hf_quant_config\.json.*supported are"):
-        load_model(folder, device="cpu", dtype="auto")
     (folder / "hf_quant_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"hf_quant_config\.json cannot be read"):
         load_model(folder, device="cpu", dtype="auto")

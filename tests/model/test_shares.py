@@ -84,6 +84,23 @@ def test_products_in_few_bits_are_cut_with_their_scales_or_not_at_all(make_check
         load_share(folder, device="cpu", dtype="bfloat16", ranks=four)
 
 
+def test_scales_of_larger_groups_are_repeated_for_kernels_that_read_groups_of_32(
+    make_checkpoint: Any, tmp_path: Path
+) -> None:
+    folder, form = tmp_path / "narrow", replace(INT4, pack=GPU_PACK)
+    write_quantized(make_checkpoint("mixtral").folder, folder, WeightFormat("int4", 4, 64), lambda *_: None)
+    spec = read_spec(folder)
+    assert form.is_stored_as(spec.weight_format)
+    kept, wide = (
+        list[Any](products_of(load(folder, spec, device=CPU, dtype=torch.float32, form=one))) for one in (form, None)
+    )
+    for one, plain in zip(kept, wide, strict=True):
+        assert one.scales_NG.shape[-1] == plain.shape[-1] // 32
+        assert torch.equal(dequantize(one), plain)
+    assert not form.is_stored_as(WeightFormat("int4", 4, 64, offsets=True))
+    assert not WeightFormat("int4", 4, 64).is_stored_as(INT4)
+
+
 BLOCKS = WeightFormat("fp8", 8, 128, floating=True, rows=128)
 
 

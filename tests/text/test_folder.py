@@ -74,3 +74,15 @@ def test_a_broken_file_is_named(folder: Path, broken: str) -> None:
     write(folder, "generation_config.json", broken)
     with pytest.raises(ModelFilesUnusable, match=r"generation_config\.json"):
         read_text_model(folder)
+
+
+def test_sampling_parameters_of_the_model_are_read_and_checked(folder: Path) -> None:
+    said = {"temperature": 0.6, "top_p": 0.95, "top_k": -1, "do_sample": True, "min_p": None}
+    write(folder, "generation_config.json", said)
+    assert read_text_model(folder).sampling_defaults == {"temperature": 0.6, "top_p": 0.95, "top_k": 0}
+    for bad in (True, "0.6", -1, 1e9):
+        write(folder, "generation_config.json", {"temperature": bad})
+        with pytest.raises(
+            ModelFilesUnusable, match=r"generation_config\.json: temperature is .*must be from 0 to 100"
+        ):
+            read_text_model(folder)

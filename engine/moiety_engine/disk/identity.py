@@ -15,6 +15,7 @@ import msgspec
 import structlog
 import torch
 
+from moiety_engine.checkpoint import weight_files
 from moiety_engine.config import EngineConfig
 from moiety_wire.engine_choices import LoadFormat
 
@@ -34,7 +35,7 @@ def identity_of(model: Transformer, config: EngineConfig, kv: KvCache, parent: P
     device = model.device
     folder = Path(config.model)
     whole = config.load_format is not LoadFormat.DUMMY
-    files = [folder / "config.json", *(sorted(folder.glob("*.safetensors")) if whole else [])]
+    files = [folder / "config.json", *(weight_files(folder) if whole else [])]
     said = {
         "form": [FORM, version("moiety"), str(torch.__version__)],
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,

@@ -1,11 +1,13 @@
 """Loading of a decoder's weights from a checkpoint's safetensors files; errors name the tensors.
 
-`names` maps tensors on disk to parts of weights; `quantized_checkpoints` defines how quantized tensors are read.
+`names` maps tensors on disk to parts of weights; `checkpoint_formats` defines how quantized tensors are read.
 """
 
 from __future__ import annotations
 
 import json
+import re
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -13,38 +15,36 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from moiety_engine.distribution.layout import ONLY_SEAT, Seat
+from moiety_engine.model.checkpoint_formats.gguf_file import GgufTensorFile
+from moiety_engine.model.checkpoint_formats.tensor_source import as_it_is, sources
 from moiety_engine.model.direct_read import DirectRead
 from moiety_engine.model.errors import WeightsError
-from moiety_engine.model.families import kv_cache_scheme
+from moiety_engine.model.families import kv_cache_scheme, stored_quantization
 from moiety_engine.model.names import ignorable, placements
 from moiety_engine.model.names.tensor_mapping import TensorMapping
 from moiety_engine.model.offloading import expert_names
-from moiety_engine.model.quantization_formats import (
-    KV_SCALES,
-    refuse_by_tensors,
-    refuse_scales_without_settings,
-)
-from moiety_engine.model.quantized_checkpoints import sources
+from moiety_engine.model.quantization_formats import KV_SCALES, refuse_by_tensors
 from moiety_engine.model.stored_precision import StoredPrecision
 from moiety_engine.model.tensor_shards import own_places, own_spec, whole_places
 from moiety_engine.model.weight_quantizer import WeightQuantizer, products_among
 from moiety_engine.model.weights import ModelWeights, allocate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from torch import Tensor
 
+    from moiety_engine.model.checkpoint_formats.tensor_source import TensorSource
     from moiety_engine.model.names.tensor_mapping import Chosen, Shares
     from moiety_engine.model.offloading import Offloading
-    from moiety_engine.model.quantized_checkpoints import TensorSource
     from moiety_engine.model.spec import ModelSpec
     from moiety_kernels.quantization import WeightFormat
 
 log = structlog.get_logger()
 
 MAX_NAMES_SHOWN = 8
+GGUF = ".gguf"
 
 
 def load(
@@ -78,16 +78,14 @@ def load(
     experts_in = filling.store.empty if filling is not None and form is None else None
     weights = allocate(own, device=filled_on, dtype=dtype, product_dtype=exactly, experts_in=experts_in)
     shard_of = tensor_files(folder)
-    refuse_by_tensors(shard_of)
-    if spec.weight_format is None:
-        refuse_scales_without_settings(folder, shard_of)
     _note_kv_scales(folder, shard_of)
-    found = sources(set(shard_of), spec.weight_format)
+    found = sources(shard_of, stored_quantization(folder))
+    refuse_by_tensors(folder, found.keys() & shard_of.keys())
     wholes = placements(spec, weights, set(found)) if own is spec else whole_places(spec, set(found))
     _complain("lacks", sorted(wholes.keys() - found.keys()), folder)
     parts_on_disk = {part for name in wholes for part in found[name].names}
     _complain("lacks", sorted(parts_on_disk - shard_of.keys()), folder)
-    _complain("has unexpected", sorted(n for n in found.keys() - wholes.keys() if not ignorable(n, spec)), folder)
+    _check_extra(sorted(found.keys() - wholes.keys()), wholes, spec, folder, shard_of)
     wanted = wholes if own is spec else own_places(own, weights, seat, seat.layers_of(len(spec.layers)).start, wholes)
     if offloading is not None and offloading.is_whole:
         stored = expert_names(weights, wanted)
@@ -95,16 +93,17 @@ def load(
     fewer_bits = None
     if form is not None:
         fewer_bits = _fewer_bits((spec, own, seat, form), weights, wanted, found, device, offloading)
+    _note_widened(wanted.keys(), found, dtype)
     starting_at = {found[name].names[0]: name for name in wanted}
     done, straight = 0, DirectRead()
     for path in shards:
-        with safe_open(path, framework="pt") as file:
+        with open_tensors(path) as file:
             for start in file.keys():  # noqa: SIM118 - not a mapping
                 name = starting_at.get(start)
                 if name is None or shard_of[start] != path:
                     continue
-                as_it_is = fewer_bits is None and len(found[name].names) == 1
-                if as_it_is and straight.take(path, start, wanted[name]):
+                unchanged = fewer_bits is None and found[name].make is as_it_is
+                if unchanged and straight.take(path, start, wanted[name]):
                     continue
                 of_one = ((part, shard_of[part]) for part in found[name].names)
                 parts = [file.get_tensor(part) if where == path else _tensor(where, part) for part, where in of_one]
@@ -121,12 +120,51 @@ def load(
     return weights if fewer_bits is None else fewer_bits.finish(dtype)
 
 
+def _check_extra(
+    extra: list[str],
+    wholes: Mapping[str, TensorMapping | Shares],
+    spec: ModelSpec,
+    folder: Path,
+    shard_of: dict[str, Path],
+) -> None:
+    """Raise WeightsError for tensors of the decoder that no weight uses; log the others, which belong to other models.
+
+    Biases that are zero, which older GPTQ tools write for every matrix, are left out too.
+    """
+    extra = [name for name in extra if not ignorable(name, spec)]
+    embedding = "embed_tokens.weight"
+    root = next((name.removesuffix(embedding) for name in wholes if name.endswith(embedding)), "model.")
+    layer = re.compile(re.escape(root) + r"layers\.(\d+)\.")
+    own = []
+    for name in extra:
+        match = layer.match(name)
+        if not name.startswith(root) or (match is not None and int(match[1]) >= len(spec.layers)):
+            continue
+        is_bias = name.endswith(".bias") and f"{name.removesuffix('bias')}weight" in wholes
+        if not (is_bias and name in shard_of and not bool(_tensor(shard_of[name], name).any())):
+            own.append(name)
+    _complain("has unexpected", own, folder)
+    if extra:
+        log.info("tensors_ignored", first=extra[0], of=len(extra), reason="the model has no such part")
+
+
 def _note_kv_scales(folder: Path, names: Iterable[str]) -> None:
     """Log that KV cache scales are ignored, if the checkpoint has any or configures a quantized KV cache."""
     scales, scheme = sorted(name for name in names if name.endswith(KV_SCALES)), kv_cache_scheme(folder)
     if scales or scheme:
         advice = "--kv-dtype sets the format of keys and values; in 8 bits each gets its own scale"
         log.info("kv_scales_ignored", first=next(iter(scales), None), of=len(scales), scheme=scheme, advice=advice)
+
+
+def _note_widened(names: Iterable[str], found: dict[str, TensorSource], dtype: torch.dtype) -> None:
+    """Log the tensors that are dequantized because their format is not that of the checkpoint's products."""
+    formats: dict[str, list[str]] = {}
+    for name in sorted(names):
+        if found[name].widened:
+            formats.setdefault(found[name].widened, []).append(name)
+    for kept, some in formats.items():
+        why = "only products stay quantized, all of them in one format that a kernel reads"
+        log.info("checkpoint_widened", kept=kept, to=str(dtype), reason=why, first=some[0], of=len(some))
 
 
 def product_names(folder: Path, spec: ModelSpec) -> set[str]:
@@ -215,13 +253,23 @@ def _fill(place: TensorMapping | Shares, source: Tensor, what: str) -> None:
 
 
 def _tensor(path: Path, name: str) -> Tensor:
-    with safe_open(path, framework="pt") as file:
+    with open_tensors(path) as file:
         tensor: Tensor = file.get_tensor(name)
     return tensor
 
 
+@contextmanager
+def open_tensors(path: Path) -> Iterator[Any]:
+    """Open a file of a checkpoint: its `keys()` are the tensors' names, `get_tensor` reads one by memory map."""
+    if path.suffix == GGUF:
+        yield GgufTensorFile(path)
+        return
+    with safe_open(path, framework="pt") as file:
+        yield file
+
+
 def shard_paths(folder: Path) -> list[Path]:
-    """Return the safetensors files of the checkpoint. Raises WeightsError."""
+    """Return the files with the checkpoint's tensors; of a GGUF model's files only the first. Raises WeightsError."""
     index = _index(folder)
     if index:
         paths = sorted(set(index.values()))
@@ -229,6 +277,9 @@ def shard_paths(folder: Path) -> list[Path]:
         return paths
     single = folder / "model.safetensors"
     if not single.is_file():
+        in_gguf = sorted(folder.glob(f"*{GGUF}"))[:1]
+        if in_gguf:
+            return in_gguf
         raise WeightsError(f"{folder} holds neither model.safetensors nor model.safetensors.index.json")
     return [single]
 
@@ -260,7 +311,7 @@ def _index(folder: Path) -> dict[str, Path]:
 
 def _names(path: Path) -> list[str]:
     try:
-        with safe_open(path, framework="pt") as file:
+        with open_tensors(path) as file:
             return list(file.keys())
     except SafetensorError as exc:
         raise WeightsError(f"{path} is not a complete safetensors file ({exc}); download it again") from exc

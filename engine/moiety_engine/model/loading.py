@@ -175,7 +175,8 @@ def load_share(
     own = own_spec(spec, ranks.seat)
     form = _on_device(wanted, spec, where, DTYPES[dtype], moe_kernel, is_explicit=quantization != "auto")
     if form is not None:
-        check_cuts(form, spec, ranks.seat.layout)
+        kept = stored if stored is not None and form.is_stored_as(stored) else form
+        check_cuts(replace(form, group=kept.group), spec, ranks.seat.layout)
     cached_in = None if kv_dtype == "auto" else _cached_in(kv_dtype, spec, where, DTYPES[dtype])
     head_too = compiler is not None and quantization in _WHOLE_NUMBERS
     num_bytes = _weight_bytes(form, own, DTYPES[dtype], head_too=head_too)
@@ -293,9 +294,9 @@ def _on_device(
     """
     if form is None:
         return None
-    packed = (
-        as_packed_for_a_gpu(form, spec) if where.type == "cuda" and form.bits == 4 and form.group == BLOCK else form
-    )
+    packed: WeightFormat | None = form
+    if where.type == "cuda" and form.bits == 4 and (form.group or BLOCK) % BLOCK == 0:
+        packed = as_packed_for_a_gpu(replace(form, group=BLOCK), spec)
     reason = _unreadable(packed, spec, where, dtype, moe_kernel)
     if reason is None:
         return packed

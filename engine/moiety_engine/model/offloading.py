@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moiety_engine.checkpoint import fingerprint
+from moiety_engine.checkpoint import fingerprint, weight_files
 from moiety_engine.config import Offload
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.names.tensor_mapping import addresses
@@ -116,7 +116,7 @@ def _key(folder: Path, made_of: str) -> str:
     The times are included because the fingerprint covers little of the files' contents.
     """
     digest = hashlib.sha256(f"{fingerprint(folder)} {made_of} {folder.resolve()}".encode())
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in weight_files(folder):
         digest.update(f"{path.name} {path.stat().st_mtime_ns}".encode())
     return digest.hexdigest()[:24]
 
@@ -209,4 +209,4 @@ def _bytes(part: Tensor, form: WeightFormat | None) -> int:
     if form is None:
         return part.nbytes
     rows, width = part.numel() // part.shape[-1], part.shape[-1]
-    return rows * (width * form.bits // 8 + 4 * form.num_groups(width))
+    return rows * (width * form.bits // 8 + 4 * form.num_scales(width))

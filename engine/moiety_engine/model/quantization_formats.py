@@ -1,6 +1,6 @@
 """Detection of a checkpoint's quantization format from its configuration and tensor names, for error messages.
 
-Handles no tensors; `quantized_checkpoints` reads the supported formats.
+Handles no tensors; `checkpoint_formats` reads the supported formats.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SUPPORTED = (
-    "supported are fp8 (float8_e4m3fn with scales for blocks, rows or matrices), mxfp4 experts, and "
-    "compressed-tensors that are pack-quantized (symmetric, 4 or 8 bits, by channel or group) or "
-    "float-quantized; use one of those, or the unquantized checkpoint, which --quantization can quantize"
+    "supported are fp8 (float8_e4m3fn with scales for blocks, rows, groups or matrices), mxfp4 experts, GGUF, AWQ (4 "
+    "bits, GEMM), GPTQ (2, 4 or 8 bits), bitsandbytes in 4 bits, ModelOpt's FP8, MXFP8 and NVFP4, and "
+    "compressed-tensors (pack-quantized in 2, 4 or 8 bits, int-quantized, float-quantized, NVFP4, MXFP4, MXFP8); "
+    "convert it to one of those, for example with llm-compressor, or use the unquantized checkpoint, which "
+    "--quantization can quantize"
 )
 MODELOPT_FILE = "hf_quant_config.json"  # next to config.json, which older versions of modelopt do not extend
 _METHODS = {
@@ -44,17 +46,22 @@ _METHODS = {
     "vptq": "VPTQ",
 }
 # Suffixes of tensor names that identify a format: the first entry whose suffixes all occur decides.
-_BY_TENSORS: tuple[tuple[tuple[str, ...], str], ...] = (
+_UNSUPPORTED_TENSORS: tuple[tuple[tuple[str, ...], str], ...] = (
+    ((".q_weight", ".q_scale"), "ExLlamaV2 (EXL2)"),
+    ((".SCB",), "bitsandbytes (8 bits: SCB)"),
+    ((".codebooks",), "AQLM (codebooks)"),
+)
+_SUPPORTED_TENSORS: tuple[tuple[tuple[str, ...], str], ...] = (
     ((".weight_g_idx",), "compressed-tensors with activation ordering (actorder 'group': weight_g_idx)"),
     ((".qweight", ".g_idx"), "GPTQ (qweight, qzeros, g_idx)"),
     ((".qweight", ".qzeros"), "AWQ or GPTQ (qweight, qzeros)"),
-    ((".q_weight", ".q_scale"), "ExLlamaV2 (EXL2)"),
     ((".absmax",), "bitsandbytes (4 bits: absmax)"),
-    ((".SCB",), "bitsandbytes (8 bits: SCB)"),
-    ((".codebooks",), "AQLM (codebooks)"),
     ((".weight_scale_2",), "NVIDIA ModelOpt NVFP4 (weight_scale_2)"),
     ((".weight_global_scale",), "compressed-tensors NVFP4 (weight_global_scale)"),
     ((".weight_zero_point",), "asymmetric integers (weight_zero_point)"),
+    ((".weight_packed",), "compressed-tensors (weight_packed)"),
+    ((".weight_scale",), "float8 or integers (weight_scale)"),
+    ((".weight_scale_inv",), "float8 in blocks (weight_scale_inv)"),
 )
 # Suffixes of scales for an fp8 KV cache and fp8 attention: of keys, values, queries and softmax outputs.
 KV_SCALES = tuple(
@@ -88,27 +95,31 @@ def method_name(settings: Mapping[str, Any]) -> str:
     return f"{name} ({', '.join(details)})" if details else name
 
 
-def refuse_by_tensors(names: Collection[str]) -> None:
-    """Raise UnsupportedModelError if tensors are in an unsupported format, regardless of config.json."""
-    for ends, what in _BY_TENSORS:
+def refuse_by_tensors(folder: Path, names: Collection[str]) -> None:
+    """Raise if tensors that config.json's quantization does not explain belong to a quantized format.
+
+    Raises UnsupportedModelError for unsupported formats, and ConfigError if config.json should describe the format.
+    """
+    for ends, what in _UNSUPPORTED_TENSORS:
         if all(any(name.endswith(end) for name in names) for end in ends):
             raise refused(what)
+    for ends, what in _SUPPORTED_TENSORS:
+        if all(any(name.endswith(end) for name in names) for end in ends):
+            first = min(name for name in names if name.endswith(ends))
+            raise ConfigError(
+                f"the files in {folder} have {first}, of the quantization {what}, but config.json has no "
+                "quantization_config of that kind: download config.json as it was published, or the unquantized "
+                "checkpoint"
+            )
 
 
-def refuse_scales_without_settings(folder: Path, names: Collection[str]) -> None:
-    """Raise UnsupportedModelError or ConfigError if weights have scales but config.json has no quantization_config."""
-    scale = next((name for name in sorted(names) if name.endswith((".weight_scale", ".weight_scale_inv"))), None)
-    if scale is None:
-        return
+def modelopt_settings(folder: Path) -> dict[str, Any]:
+    """Return the settings in the file of older versions of ModelOpt; {} if there is none. Raises ConfigError."""
     path = folder / MODELOPT_FILE
     if not path.is_file():
-        raise ConfigError(
-            f"config.json in {folder} has no quantization_config, but the files have {scale}: download "
-            "config.json as it was published, or the unquantized checkpoint"
-        )
+        return {}
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as exc:
         raise ConfigError(f"{path} cannot be read as JSON: {exc}") from exc
-    settings = said if isinstance(said, dict) else {}
-    raise refused(f"{method_name({'quant_method': 'modelopt', **settings})}, of a version that says so in {path.name}")
+    return {"quant_method": "modelopt", **said} if isinstance(said, dict) else {}

@@ -31,7 +31,8 @@ _STACKED = 3  # dimensions of a tensor that holds all experts
 class StoredPrecision:
     """Owner of the quantized values and scales of `weights`' products until each is handed out.
 
-    Only filled tensors use memory. `weights` belong to the rank's `own` spec, a part of the whole `spec`.
+    Only filled tensors use memory. `weights` belong to the rank's `own` spec, a part of the whole `spec`. Where the
+    checkpoint's groups are larger than those of `form`, scales are repeated.
     """
 
     def __init__(
@@ -43,12 +44,13 @@ class StoredPrecision:
         form: WeightFormat,
         names: set[str],
     ) -> None:
-        on_cpu = torch.device("cpu")
+        on_cpu, stored = torch.device("cpu"), spec.weight_format
+        assert stored is not None, "the checkpoint is not quantized"
         values = allocate(own, device=on_cpu, dtype=torch.float32, product_dtype=torch.uint8)
-        scales = allocate(own, device=on_cpu, dtype=torch.float32, groups=form.num_groups)
-        self._form = form
+        scales = allocate(own, device=on_cpu, dtype=torch.float32, groups=stored.num_scales)
+        self._form, self._stored = form, stored
         self._values = places_on_rank(spec, own, values, seat, names)
-        self._scales = places_on_rank(spec, own, scales, seat, names, form.num_groups)
+        self._scales = places_on_rank(spec, own, scales, seat, names, stored.num_scales)
         three = zip(products_of(weights), products_of(values), products_of(scales), strict=True)
         self._of_product = {id(wide): parts for wide, *parts in three}
 
@@ -59,7 +61,7 @@ class StoredPrecision:
         block.
         """
         values, scales = self._values[name], self._scales[name]
-        rows_alike = scales.shape == (*values.shape[:-1], self._form.num_groups(values.shape[-1]))
+        rows_alike = scales.shape == (*values.shape[:-1], self._stored.num_scales(values.shape[-1]))
         stacked = len(values.shape) == _STACKED
         return (
             isinstance(values, TensorMapping)
@@ -74,7 +76,10 @@ class StoredPrecision:
     def hand_out(self, wide: Tensor, device: torch.device) -> QuantizedWeight:
         """Return the quantized product that replaces `wide`, on the device; it can be taken once."""
         values, scales = self._of_product.pop(id(wide))
-        kept = QuantizedWeight(self._numbers(values).to(device), scales.to(device), self._form)
+        width = values.shape[-1]
+        times = self._form.num_scales(width) // self._stored.num_scales(width)
+        spread = scales if times == 1 else scales.repeat_interleave(times, -1)
+        kept = QuantizedWeight(self._numbers(values).to(device), spread.to(device), self._form)
         for part, moved in ((values, kept.values_NK), (scales, kept.scales_NG)):
             if moved.untyped_storage().data_ptr() != part.untyped_storage().data_ptr():
                 part.untyped_storage().resize_(0)  # releases the memory although mappings still have views

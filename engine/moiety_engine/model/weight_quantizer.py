@@ -128,7 +128,7 @@ def bytes_in(form: WeightFormat, spec: ModelSpec, dtype: torch.dtype) -> int:
     products = list(_products(weights, form))
     plain = {id(tensor): tensor.nbytes for _, tensor in named_tensors(weights)}
     rest = sum(plain.values()) - sum(plain[id(product)] for product in products)
-    scales = sum(4 * product.numel() // product.shape[-1] * form.num_groups(product.shape[-1]) for product in products)
+    scales = sum(4 * product.numel() // product.shape[-1] * form.num_scales(product.shape[-1]) for product in products)
     return rest + scales + sum(product.numel() * form.bits // 8 for product in products)
 
 

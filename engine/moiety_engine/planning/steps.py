@@ -220,7 +220,9 @@ def _kind(served: Served) -> tuple[Weights, Scales]:
 
 def _expert_itemsize(served: Served) -> float:
     form = served.form
-    return _ITEM_BYTES if form is None else form.bits / 8 + (0 if form.group is None else 4 / form.group)
+    if form is None:
+        return _ITEM_BYTES
+    return form.bits / 8 + (0 if form.group is None else 4 * form.num_scales(form.group) / form.group)
 
 
 def _dense_itemsize(served: Served) -> float:

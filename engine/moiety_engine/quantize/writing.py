@@ -18,8 +18,9 @@ from safetensors.torch import save_file
 
 from moiety_engine.errors import CheckpointError
 from moiety_engine.model.checkpoint import product_names, shard_paths, tensor_files
+from moiety_engine.model.checkpoint_formats.compressed_tensors import FLOAT_FORMAT, METHOD, PACKED_FORMAT
+from moiety_engine.model.checkpoint_formats.integers import SCALES, to_packed
 from moiety_engine.model.families import read_spec
-from moiety_engine.model.quantized_checkpoints import COMPRESSED, FLOAT_FORMAT, PACKED_FORMAT, SCALES, to_packed
 from moiety_kernels.quantization.reference import round_to
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ def _describe(path: Path, form: WeightFormat, kept: set[str]) -> None:
     rows = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, "strategy": "token"}
     linear = sorted(name.removesuffix(_WEIGHT) for name in kept if name.endswith(_WEIGHT))
     config["quantization_config"] = {
-        "quant_method": COMPRESSED,
+        "quant_method": METHOD,
         "format": FLOAT_FORMAT if form.floating else PACKED_FORMAT,
         "quantization_status": "compressed",
         "config_groups": {

@@ -52,6 +52,7 @@ def make_card(
         chat_template=text.chat_template,
         special_tokens=text.special_tokens,
         eos_token_ids=tuple(token_id for token_id in text.eos_token_ids if token_id < hello.vocab_size),
+        sampling_defaults=text.sampling_defaults,
         max_context_tokens=hello.max_context_tokens,
         vocab_size=hello.vocab_size,
         max_num_logprobs=hello.max_num_logprobs,

@@ -99,7 +99,7 @@ class PackedDotArguments(NamedTuple):
     scales_NG: Floats  # of the weight
     scales_stride: Int
     shift: Int  # from an input to its scale
-    table: Int  # of a 4-bit weight's numbers: 0 for integers, else e2m1
+    table: Int  # of a 4-bit weight's numbers: 0 for integers, 1 for e2m1, 2 for integers with offsets
     out_MN: Floats
     out_stride: Int
 
@@ -171,15 +171,17 @@ class _Pairs(_Dots):
 
 
 class _FourBits:
-    """Emits the conversion of 4-bit numbers to bfloat16, each times its scale and rounded.
+    """Emits the conversion of 4-bit numbers to bfloat16, each times its scale, plus its offset, and rounded.
 
     The numbers index a table of all 16 values times the scales of two blocks.
     """
 
     def __init__(self, e: Emitter, kind: Int, shift: Int) -> None:
-        """Prepare the table. `kind`: 0 for integers, else e2m1; `shift`: from an input to its scale."""
+        """Prepare the table. `kind`: see PackedDotArguments; `shift`: from an input to its scale."""
         self.e, self.shift = e, shift
-        self.numbers = kind.equals(0).choose(e.constant(_INT4), e.constant(_E2M1))
+        self.numbers = kind.equals(1).choose(e.constant(_E2M1), e.constant(_INT4))
+        self.offsets = kind >> 1  # 1 if an offset follows each scale, else 0
+        self.with_offset = kind.equals(2).choose(e.constant(1.0), e.constant(0.0))
 
     def two_blocks(self, values_K: Bytes, scales_G: Floats, k: Int) -> tuple[Vector, Vector]:
         """Return the inputs from k on, in the order of `pack_fours_row`."""
@@ -197,7 +199,9 @@ class _FourBits:
         return self._read(self._table(scaled, scaled), low.shuffled(high, range(_PAIR_LANES)))
 
     def _scaled(self, scales_G: Floats, k: Int) -> Vector:
-        return self.numbers * self.e.splat(scales_G.scalar(k >> self.shift))
+        at = (k >> self.shift) << self.offsets
+        offset = self.e.splat(scales_G.scalar(at + self.offsets)) * self.with_offset
+        return self.numbers * self.e.splat(scales_G.scalar(at)) + offset
 
     def _table(self, first: Vector, second: Vector) -> Vector:
         return narrowed(self.e, first, second).as_(_WORDS)

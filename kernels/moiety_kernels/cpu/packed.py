@@ -27,7 +27,7 @@ from moiety_kernels.cpu.dots import (
 from moiety_kernels.cpu.memory import load_i64
 from moiety_kernels.cpu.row_packing import pack_fours_row, pack_pairs_row, pack_whole_group
 from moiety_kernels.cpu.structs import Address, Int64, store_struct, struct_at
-from moiety_kernels.cpu.unpacking import E2M1, INT8, PLAIN, WHOLE_ROW
+from moiety_kernels.cpu.unpacking import E2M1, INT4_OFFSETS, INT8, PLAIN, WHOLE_ROW
 from moiety_kernels.cpu.vectors import fetch
 
 PACKED_BYTES = 512 << 10  # prefetch distance in groups of COLS weight rows; 4-bit rows as far in bytes
@@ -53,7 +53,7 @@ DESCRIPTION_BYTES = 64
 def describe(at: int, values: int, scales: int, numbers: int, shift: int, first: int, k: int) -> int:
     """Write the description of a weight's rows of k inputs from row `first` on; return `at`."""
     row_bytes = 2 * k if numbers == PLAIN else k if numbers == INT8 else k // 2
-    scales_bytes = 0 if numbers == PLAIN else 4 * (((k - 1) >> shift) + 1)
+    scales_bytes = 0 if numbers == PLAIN else 4 * (((k - 1) >> shift) + 1) << int(numbers == INT4_OFFSETS)
     description = WeightDescription(
         values=values + first * row_bytes,
         scales=scales + first * scales_bytes,
@@ -105,7 +105,8 @@ def multiply_packed(
     """
     described = struct_at(WeightDescription, weight)
     numbers, shift, stride = described.numbers, described.shift, packed_stride(k)
-    w_bytes, s_bytes, table = described.row_bytes, described.scales_bytes, int(numbers == E2M1)
+    w_bytes, s_bytes = described.row_bytes, described.scales_bytes
+    table = int(numbers == E2M1) + 2 * int(numbers == INT4_OFFSETS)
     few, most, tiles_ahead = PAIRS_FEW, PAIRS_ROWS, TILES_AHEAD
     kind = PAIRS if numbers == PLAIN else FOURS
     if numbers == INT8:

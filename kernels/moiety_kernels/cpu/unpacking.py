@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # number formats of a weight
-PLAIN, INT4, INT8, E2M1, E4M3 = range(5)  # PLAIN: not quantized
+PLAIN, INT4, INT8, E2M1, E4M3, INT4_OFFSETS = range(6)  # PLAIN: not quantized
 WHOLE_ROW = 62  # the shift by which a whole row is one group
 UNPACKED_BYTES = 2 << 20
 MAX_UNPACKED_WIDTH = UNPACKED_BYTES // (2 * 2 * 16)  # of a weight of which 16 rows of gate and up are unpacked at once
@@ -40,7 +40,8 @@ def weight_arguments(weight: Tensor | QuantizedWeight) -> WeightArguments:
         return WeightArguments(values=weight.data_ptr(), scales=0, numbers=PLAIN, shift=0)
     form = weight.format
     shift = WHOLE_ROW if form.group is None else form.group.bit_length() - 1
-    numbers = (E2M1 if form.bits == 4 else E4M3) if form.floating else (INT4 if form.bits == 4 else INT8)
+    fours = INT4_OFFSETS if form.offsets else INT4
+    numbers = (E2M1 if form.bits == 4 else E4M3) if form.floating else (fours if form.bits == 4 else INT8)
     return WeightArguments(
         values=weight.values_NK.data_ptr(), scales=weight.scales_NG.data_ptr(), numbers=numbers, shift=shift
     )
@@ -88,7 +89,8 @@ def _from_floating(e: Emitter, wide: Vector, kind: int) -> Vector:
 
 
 def _widen(e: Emitter, q_K: Bytes, k: Int, scales_G: Floats, shift: Int, out_K: Pairs, *, kind: int) -> None:
-    """Emit out[i] = bfloat16(q[i] · scale of i), for BLOCK numbers at a time."""
+    """Emit out[i] = bfloat16(q[i] · scale of i), plus the offset of i if there are any, for BLOCK numbers at a time."""
+    offsets = int(kind == INT4_OFFSETS)
 
     def numbers(wide: Vector) -> Vector:
         if kind in (E2M1, E4M3):
@@ -96,7 +98,8 @@ def _widen(e: Emitter, q_K: Bytes, k: Int, scales_G: Floats, shift: Int, out_K: 
         return (wide if kind == INT8 else wide - 8).to_floats()
 
     for i in e.loop(k, BLOCK):
-        scale = e.splat(scales_G.scalar(i >> shift))
+        group = (i >> shift) << offsets
+        scale = e.splat(scales_G.scalar(group))
         if kind in (INT8, E4M3):
             wide = [q_K[i + n].extended(VI32, signed=kind == INT8) for n in range(0, BLOCK, LANES)]
         else:
@@ -104,15 +107,18 @@ def _widen(e: Emitter, q_K: Bytes, k: Int, scales_G: Floats, shift: Int, out_K: 
             both = [q_K[start + n].extended(VI32, signed=False) for n in range(0, BLOCK // 2, LANES)]
             wide = [pair & 15 for pair in both] + [pair >> 4 for pair in both]
         floats = [numbers(one) * scale for one in wide]
+        if offsets:
+            offset = e.splat(scales_G.scalar(group + 1))
+            floats = [one + offset for one in floats]
         for pair in range(0, len(floats), 2):
             parts = _bfloat16(e, floats[pair], floats[pair + 1])
             for number, part in enumerate(parts):
                 out_K[i + LANES * (pair + number)] = part
 
 
-_widen_int4, _widen_int8, _widen_e2m1, _widen_e4m3 = (
-    function(f"moiety_widen_{name}", partial(_widen, kind=kind))
-    for name, kind in (("int4", INT4), ("int8", INT8), ("e2m1", E2M1), ("e4m3", E4M3))
+_KINDS = {"int4": INT4, "int8": INT8, "e2m1": E2M1, "e4m3": E4M3, "int4_offsets": INT4_OFFSETS}
+_widen_int4, _widen_int8, _widen_e2m1, _widen_e4m3, _widen_int4_offsets = (
+    function(f"moiety_widen_{name}", partial(_widen, kind=kind)) for name, kind in _KINDS.items()
 )
 
 
@@ -121,14 +127,16 @@ def unpack_rows(weight: WeightArguments, first: int, num_rows: int, k: int, out:
     """Write `num_rows` rows of k inputs from row `first` on to `out`, as bfloat16."""
     values, scales, kind, shift = weight.values, weight.scales, weight.numbers, weight.shift
     row_bytes = k if kind in (INT8, E4M3) else k // 2
-    groups = ((k - 1) >> shift) + 1
+    scales_bytes = 4 * (((k - 1) >> shift) + 1) << int(kind == INT4_OFFSETS)
     for row in range(num_rows):
         at, target = values + (first + row) * row_bytes, out + 2 * row * k
-        scale = scales + 4 * (first + row) * groups
+        scale = scales + (first + row) * scales_bytes
         if kind == INT8:
             _widen_int8(at, k, scale, shift, target)
         elif kind == INT4:
             _widen_int4(at, k, scale, shift, target)
+        elif kind == INT4_OFFSETS:
+            _widen_int4_offsets(at, k, scale, shift, target)
         elif kind == E4M3:
             _widen_e4m3(at, k, scale, shift, target)
         else:

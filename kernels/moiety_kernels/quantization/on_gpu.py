@@ -23,7 +23,7 @@ def unreadable(form: WeightFormat, device: torch.device) -> str | None:
         if device.type == "cuda" and not _has_float8(device):
             return "this GPU has no fp8, which came with compute capability 8.9"
         return None
-    four_bits = (form.bits, form.group, form.pack) == (4, 32, GPU_PACK)
+    four_bits = (form.bits, form.group, form.pack, form.offsets) == (4, 32, GPU_PACK, False)
     return None if four_bits or (form.bits, form.group) == (8, None) else f"its kernels do not read {form.name} weights"
 
 

@@ -1,4 +1,4 @@
-"""Definition of quantized weights: w ≈ q · scale, symmetric, round to nearest.
+"""Definition of quantized weights: w ≈ q · scale, symmetric, round to nearest; with offsets w ≈ q · scale + offset.
 
 Floating 8-bit numbers are e4m3, whose largest is 448. Four bits: of each pack of P inputs, byte j holds input j in its
 lower half and input j + P ÷ 2 in its upper half; integers are stored plus 8, floating numbers as their sign and their
@@ -40,6 +40,10 @@ def dequantize(weight: QuantizedWeight) -> Tensor:
         table = torch.tensor([*MAGNITUDES, *(-one for one in MAGNITUDES)], device=q_NK.device)
         q_NK = table[q_NK.int()]
     width = q_NK.shape[-1]
+    if form.offsets:
+        scales, offsets = weight.scales_NG[..., ::2], weight.scales_NG[..., 1::2]
+        groups = _in_groups(q_NK, scales.shape[-1]).float()
+        return (groups * scales.unsqueeze(-1) + offsets.unsqueeze(-1)).flatten(-2)
     if form.group is not None and width % form.group:  # the last group is shorter
         return q_NK.float() * weight.scales_NG.repeat_interleave(form.group, -1)[..., :width]
     groups = _in_groups(q_NK, weight.scales_NG.shape[-1]).float()
@@ -47,7 +51,7 @@ def dequantize(weight: QuantizedWeight) -> Tensor:
 
 
 def round_to(weight_NK: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
-    """Return (q_NK, scales_NG float32); q is int8 or float8_e4m3fn.
+    """Return (q_NK, scales_NG float32, with the offsets if there are any); q is int8 or float8_e4m3fn.
 
     Rounding an already rounded weight returns the same numbers, up to the scales' last bits.
     """
@@ -57,6 +61,8 @@ def round_to(weight_NK: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
     if form.floating:
         return (_round_to_e4m3 if form.bits == 8 else _round_to_e2m1)(weight_NK, form)
     groups = _in_groups(weight_NK.float(), form.num_groups(width))
+    if form.offsets:
+        return _round_between(groups, form)
     above, below = groups.amax(-1, keepdim=True) / (form.half - 1), groups.amin(-1, keepdim=True) / -form.half
     widest = torch.maximum(above, below).clamp_min(torch.finfo(torch.float32).tiny)
     best_q, best_scale, best_error = None, None, None
@@ -73,6 +79,15 @@ def round_to(weight_NK: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
     assert best_q is not None
     assert best_scale is not None
     return best_q.to(torch.int8).flatten(-2), best_scale.squeeze(-1)
+
+
+def _round_between(groups: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
+    """Round with the scales and offsets that map a group's least and greatest number to the ends of the range."""
+    least, greatest = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    scale = ((greatest - least) / (2 * form.half - 1)).clamp_min(torch.finfo(torch.float32).tiny)
+    offset = least + form.half * scale
+    q = ((groups - offset) / scale).round().clamp(-form.half, form.half - 1)
+    return q.to(torch.int8).flatten(-2), torch.cat((scale, offset), dim=-1).flatten(-2)
 
 
 def _round_to_e4m3(weight_NK: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,8 @@ class WeightFormat:
     `floating` numbers have an exponent: 8-bit ones are float8_e4m3fn, 4-bit ones are e2m1 with scales that are powers
     of two. Numbers of four bits are stored in packs: the lower halves of a pack's bytes hold its first inputs, the
     upper halves its last. Each row has its own scales, which may equal its neighbours': for block scales, `rows` rows
-    have the same, counted from the first row of a matrix before it was joined with others.
+    have the same, counted from the first row of a matrix before it was joined with others. With `offsets`, which only
+    integers of four bits have, each group's scale is followed by an offset: a weight is its number · scale + offset.
     """
 
     name: str
@@ -27,6 +28,7 @@ class WeightFormat:
     floating: bool = False
     pack: int = BLOCK
     rows: int = 1
+    offsets: bool = False
 
     @property
     def half(self) -> int:
@@ -45,6 +47,10 @@ class WeightFormat:
     def num_groups(self, width: int) -> int:
         return 1 if self.group is None else -(-width // self.group)
 
+    def num_scales(self, width: int) -> int:
+        """Return the number of float32 that belong to a row of `width` inputs: its groups' scales, and offsets."""
+        return self.num_groups(width) * (2 if self.offsets else 1)
+
     @property
     def is_kept(self) -> bool:
         """True if the CPU kernels support weights in this format; a GPU's require more."""
@@ -53,8 +59,17 @@ class WeightFormat:
         )
 
     def is_stored_as(self, other: WeightFormat | None) -> bool:
-        """Return whether `other` is the same format, whatever its packing."""
-        return other is not None and replace(self, pack=other.pack) == other
+        """Return whether weights in `other` are in this format too, whatever their packing, once scales are repeated.
+
+        A scale of a group of 4-bit integers is then that of each smaller group within it.
+        """
+        if other is None:
+            return False
+        same = replace(self, pack=other.pack)
+        if self.bits != 4 or self.floating or self.group is None or same == other:
+            return same == other
+        finer = other.group is None or other.group % self.group == 0
+        return finer and replace(same, group=other.group) == other
 
     def takes(self, width: int) -> bool:
         """Return whether rows of that many inputs can have this format."""
@@ -74,7 +89,8 @@ class QuantizedWeight:
     """A quantized weight.
 
     `values`: uint8 for four bits, float8_e4m3fn or int8, in the kernels' order (see `reference.pack`). `scales`:
-    float32. Both have the shape of a weight [..., N, K] in all but their last dimension.
+    float32, for a format with offsets (scale, offset) of each group. Both have the shape of a weight [..., N, K] in all
+    but their last dimension.
     """
 
     values_NK: Tensor

@@ -52,7 +52,7 @@ from moiety_platform.inference.body_fields import (
     shows,
 )
 from moiety_platform.inference.field_support import ignored, mapped, refused
-from moiety_platform.inference.generation import Conversation, Generation, ReasoningFields
+from moiety_platform.inference.generation import Conversation, Generation, ReasoningFields, unset_fields
 from moiety_platform.openai_api.response_formats import format_beside
 from moiety_text.tools.offer import ToolOffer
 from moiety_wire.grammars import GrammarSpec
@@ -247,6 +247,7 @@ class MessagesBody(ConversationBody, GeneratingBody):
                 top_p=1.0 if self.top_p is None else self.top_p,
                 top_k=self.top_k or 0,
             ),
+            unset_sampling=unset_fields(self),
             max_tokens=max(1, self.max_tokens),
             clamps_max_tokens=True,
             stop=tuple(self.stop_sequences or ()),

@@ -5,6 +5,7 @@ The schemas of the APIs create it and the pipeline runs it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
@@ -13,6 +14,8 @@ import msgspec
 from moiety_text.tools.offer import ToolOffer
 from moiety_wire.grammars import GrammarSpec
 from moiety_wire.messages import Sampling
+
+_DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # see ModelCard.sampling_defaults
 
 
 class ReasoningFields(msgspec.Struct, frozen=True):
@@ -129,6 +132,24 @@ class Generation(msgspec.Struct, frozen=True):
         int, ...
     ] = ()  # consecutive prompts that are the options of one question, whose ends are scored
     prompt_field: str = "prompt"  # the API's field of the prompts, for error messages
+    unset_sampling: tuple[str, ...] = ()  # fields of `sampling` that the request left out: the model's defaults apply
+
+
+def unset_fields(body: object) -> tuple[str, ...]:
+    """Return the sampling parameters that a request's body does not set, or has no fields for."""
+    unset = []
+    for name in _DEFAULTED:  # of each request, and a generator would cost more calls
+        if getattr(body, name, None) is None:
+            unset.append(name)  # noqa: PERF401
+    return tuple(unset)
+
+
+def with_sampling_defaults(generation: Generation, defaults: Mapping[str, float]) -> Generation:
+    """Return the generation with the model's default for each sampling parameter that the request left out."""
+    found = {name: defaults[name] for name in generation.unset_sampling if name in defaults}
+    if not found:
+        return generation
+    return msgspec.structs.replace(generation, sampling=msgspec.structs.replace(generation.sampling, **found))
 
 
 def with_single_texts(generation: Generation) -> Generation:

@@ -36,7 +36,14 @@ from moiety_platform.inference.endpoint import Body, Endpoint
 from moiety_platform.inference.engine_placement import Placement
 from moiety_platform.inference.engine_submits import RequestOrigin, check_limits, most_output_tokens, submits_of
 from moiety_platform.inference.field_support import ignorable_fields, ignored_fields, support_headers
-from moiety_platform.inference.generation import Conversation, Generation, PoolingTask, TextPair, with_single_texts
+from moiety_platform.inference.generation import (
+    Conversation,
+    Generation,
+    PoolingTask,
+    TextPair,
+    with_sampling_defaults,
+    with_single_texts,
+)
 from moiety_platform.inference.idempotency import claim_key
 from moiety_platform.inference.image_preparation import ImagePreparation
 from moiety_platform.inference.model_text_cache import ModelTexts
@@ -274,6 +281,8 @@ class RequestPipeline:
         if generation.task is PoolingTask.SCORE and len(card.labels) != 1:
             generation = with_single_texts(generation)
             record.generation, record.num_sequences = generation, len(generation.prompts)
+        if card.sampling_defaults:
+            record.generation = generation = with_sampling_defaults(generation, card.sampling_defaults)
         check_limits(generation, record.num_sequences, card, self.limits.max_sequences)
         catalogue = await services.classes.current()
         if principal.service_class not in catalogue.names:

@@ -34,7 +34,7 @@ from moiety_platform.inference.body_fields import (
     shows,
 )
 from moiety_platform.inference.field_support import ignored, mapped, refused
-from moiety_platform.inference.generation import Conversation, Generation, Prompt
+from moiety_platform.inference.generation import Conversation, Generation, Prompt, unset_fields
 from moiety_platform.inference.reasoning_fields import Effort
 from moiety_platform.inference.tool_fields import TemplateVariables
 from moiety_platform.openai_api.chat_messages import Messages, messages_of
@@ -212,6 +212,7 @@ class GenerationBody(VllmFields, StructuredOutputBody, GeneratingBody):
                 num_logprobs=num_logprobs,
                 num_prompt_logprobs=self.prompt_logprobs,
             ),
+            unset_sampling=unset_fields(self),
             max_tokens=self.output_limit,
             max_tokens_field=self.output_limit_field,
             min_tokens=self.min_tokens or 0,

@@ -12,7 +12,7 @@ from moiety_platform.responses_api.answer_types import TextFormatFields
 from moiety_platform.responses_api.items import Item
 from moiety_platform.responses_api.schemas import ResponsesBody, TextOptions
 from moiety_platform.responses_api.tool_choice import AUTO
-from moiety_wire.messages import Finished, FinishReason
+from moiety_wire.messages import Finished, FinishReason, Sampling
 
 ID_PREFIX = "resp_"
 WHY_INCOMPLETE = {FinishReason.LENGTH: "max_output_tokens", FinishReason.CONTENT_FILTER: "content_filter"}
@@ -29,11 +29,13 @@ class ResponseHead:
     model: str
     served_tier: str | None
     body: ResponsesBody
+    sampling: Sampling
 
     @classmethod
     def of(cls, body: ResponsesBody, record: RequestRecord) -> ResponseHead:
         created_at = record.arrival_unix_ns // 1_000_000_000
-        return cls(record.request_id, created_at, record.served_model, record.served_tier, body)
+        sampling = Sampling() if record.generation is None else record.generation.sampling
+        return cls(record.request_id, created_at, record.served_model, record.served_tier, body, sampling)
 
     def queued(self) -> Fields:
         """Return the response before it has begun."""
@@ -80,12 +82,12 @@ class ResponseHead:
             "safety_identifier": body.safety_identifier,
             "service_tier": self.served_tier,
             "store": body.is_stored,
-            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "temperature": self.sampling.temperature if body.temperature is None else body.temperature,
             "text": {"format": format_fields(body.text), "verbosity": "medium"},
             "tool_choice": (body.tool_choice or AUTO).fields,
             "tools": [tool.fields() for tool in body.tools or () if any(tool.offered())],
             "top_logprobs": body.top_logprobs or 0,
-            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "top_p": self.sampling.top_p if body.top_p is None else body.top_p,
             "truncation": body.truncation or "disabled",
             "usage": None,
             "user": body.user,

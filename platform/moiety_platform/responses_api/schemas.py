@@ -28,7 +28,7 @@ from moiety_platform.inference.body_fields import (
     shows,
 )
 from moiety_platform.inference.field_support import ignored, mapped, refused
-from moiety_platform.inference.generation import Conversation, Generation, ReasoningFields
+from moiety_platform.inference.generation import Conversation, Generation, ReasoningFields, unset_fields
 from moiety_platform.inference.reasoning_fields import Effort
 from moiety_platform.openai_api.response_formats import TextFormat, format_beside
 from moiety_platform.openai_api.schemas import STREAMED_OPTIONS
@@ -217,6 +217,7 @@ class ResponsesBody(GeneratingBody, ToolItemsBody):
                 top_p=1.0 if self.top_p is None else self.top_p,
                 num_logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
             ),
+            unset_sampling=unset_fields(self),
             max_tokens=self.max_output_tokens,
             max_tokens_field="max_output_tokens",
             service_tier=TIERS.get(self.service_tier or "", self.service_tier),

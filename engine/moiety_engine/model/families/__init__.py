@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from moiety_engine.model.checkpoint_formats.reading import read_quantization
 from moiety_engine.model.errors import ConfigError, UnsupportedModelError
 from moiety_engine.model.families.config import Config, Features, checkpoint_dtype, quantization_settings
 from moiety_engine.model.families.deepseek import (
@@ -33,12 +34,14 @@ from moiety_engine.model.families.phimoe import phimoe, phimoe_features
 from moiety_engine.model.families.qwen import qwen2, qwen2_moe, qwen3, qwen3_moe
 from moiety_engine.model.families.qwen_next import qwen3_5, qwen3_5_moe, qwen3_next, qwen3_next_features
 from moiety_engine.model.families.qwen_vl import qwen3_vl_moe, qwen3_vl_moe_features, qwen3_vl_moe_text_config
-from moiety_engine.model.quantized_checkpoints import stored_format
+from moiety_engine.model.quantization_formats import modelopt_settings
 from moiety_engine.model.spec import LayerSpec, ModelSpec, NormSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from moiety_engine.model.checkpoint_formats.tensor_source import StoredQuantization
 
 FAMILIES: dict[str, Callable[[Config, int], LayerSpec]] = {
     "deepseek_v2": deepseek_v2,
@@ -113,6 +116,11 @@ def kv_cache_scheme(folder: Path) -> Any:
     return settings.get("kv_cache_scheme") or settings.get("kv_cache_quant_algo")
 
 
+def stored_quantization(folder: Path) -> StoredQuantization | None:
+    """Return the quantization of the checkpoint in `folder`; None if it is not quantized. Raises like `read_spec`."""
+    return read_quantization(quantization_settings(_text_part(_read(folder))), folder)
+
+
 def _read(folder: Path) -> Config:
     path = folder / "config.json"
     try:
@@ -123,6 +131,8 @@ def _read(folder: Path) -> Config:
         raise ConfigError(f"{path} cannot be read as JSON: {exc}") from exc
     if not isinstance(config, dict):
         raise ConfigError(f"{path} must hold one JSON object")
+    if not quantization_settings(config) and (settings := modelopt_settings(folder)):
+        config["quantization_config"] = settings
     return config
 
 
@@ -155,6 +165,7 @@ def _spec_of(config: Config) -> ModelSpec:
     family = config["model_type"]
     read_layer = FAMILIES[family]
     try:
+        quantization = read_quantization(quantization_settings(config))
         _check_layer_types(config)
         usual: Features = {
             "norm": NormSpec(float(config["rms_norm_eps"])),
@@ -167,7 +178,7 @@ def _spec_of(config: Config) -> ModelSpec:
             max_context_tokens=config["max_position_embeddings"],
             checkpoint_dtype=checkpoint_dtype(config),
             layers=tuple(read_layer(config, index) for index in range(config["num_hidden_layers"])),
-            weight_format=stored_format(quantization_settings(config)),
+            weight_format=None if quantization is None else quantization.form,
             **(usual | WHOLE[family](config) if family in WHOLE else usual),
         )
     except KeyError as exc:

@@ -21,7 +21,7 @@ from moiety_platform.errors import BadRequest, NotFound, PlatformError
 from moiety_platform.inference.answer_collection import AnswerChoice
 from moiety_platform.inference.body_fields import AskingBody
 from moiety_platform.inference.engine_submits import RequestOrigin, check_limits, most_output_tokens, submits_of
-from moiety_platform.inference.generation import Generation, PoolingTask, with_single_texts
+from moiety_platform.inference.generation import Generation, PoolingTask, with_sampling_defaults, with_single_texts
 from moiety_platform.inference.model_texts import ModelText
 from moiety_platform.inference.run import Usage
 from moiety_platform.inference.shape_limits import DEFAULT_SHAPE
@@ -147,6 +147,7 @@ async def ask(work: Work, data: bytes, card: ModelCard, text: ModelText) -> Offl
             raise NotFound(message, code=MODEL_NOT_FOUND, param="model")
         if generation.task is PoolingTask.SCORE and len(card.labels) != 1:
             generation = with_single_texts(generation)
+        generation = with_sampling_defaults(generation, card.sampling_defaults)
         check_limits(generation, len(generation.prompts) * generation.num_choices, card, MAX_SEQUENCES)
         prompts = await text.encode_prompts(generation)
         longest = [most_output_tokens(generation, card, len(prompt_ids)) for prompt_ids in prompts]

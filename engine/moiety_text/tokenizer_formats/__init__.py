@@ -1,0 +1,1 @@
+"""Tokenizers in other formats than tokenizer.json, as the contents of a tokenizer.json. Reads no files."""

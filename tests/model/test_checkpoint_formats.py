@@ -1,0 +1,224 @@
+"""Checkpoints quantized by other tools are the models of the weights that their numbers stand for.
+
+Where a kernel reads the numbers, they are kept from the file to the product; else they are widened, with a log entry.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from structlog.testing import capture_logs
+from tests import packed_checkpoints as written
+
+from moiety_engine.config import Offload, OffloadConfig
+from moiety_engine.distribution.layout import Layout, Seat
+from moiety_engine.model.checkpoint import load
+from moiety_engine.model.errors import WeightsError
+from moiety_engine.model.families import read_spec
+from moiety_engine.model.loading import load_model
+from moiety_engine.model.weights import products_of
+from moiety_kernels.quantization import QuantizedWeight, WeightFormat, dequantize
+
+PROMPT = list(range(3, 60))
+VARIANT = "mixtral, sliding window"
+
+
+def groups(*each: dict[str, Any], layout: str) -> dict[str, Any]:
+    found = {f"group_{index}": {"targets": ["Linear"]} | one for index, one in enumerate(each)}
+    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": found}
+
+
+def weights(kind: str = "int", bits: int = 4, strategy: str = "group", **more: Any) -> dict[str, Any]:
+    return {"weights": {"type": kind, "num_bits": bits, "strategy": strategy, "group_size": 32, **more}}
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+OFFSETS = WeightFormat("int4", 4, 32, offsets=True)
+# name: (quantization_config, writer, format of the products or None)
+KINDS: dict[str, tuple[dict[str, Any], written.Writer, WeightFormat | None]] = {
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, written.awq, OFFSETS),
+    "gptq": (GPTQ | {"sym": True}, partial(written.gptq, symmetric=True), WeightFormat("int4", 4, 32)),
+    "gptq asymmetric": (GPTQ | {"sym": False, "desc_act": False}, written.gptq, OFFSETS),
+    "gptq v2": (GPTQ | {"sym": False, "checkpoint_format": "gptq_v2"}, partial(written.gptq, less=0), OFFSETS),
+    "gptq 8 bits": (
+        GPTQ | {"bits": 8, "sym": True},
+        partial(written.gptq, bits=8, symmetric=True),
+        WeightFormat("int8", 8, 32),
+    ),
+    "gptq 8 bits asymmetric": (GPTQ | {"bits": 8, "sym": False}, partial(written.gptq, bits=8), None),
+    "gptq 2 bits": (GPTQ | {"bits": 2, "sym": False}, partial(written.gptq, bits=2), None),
+    "gptq desc_act": (GPTQ | {"sym": False, "desc_act": True}, written.act_ordered, None),
+    "compressed, asymmetric": (
+        groups(weights(symmetric=False), layout="pack-quantized"),
+        written.compressed,
+        OFFSETS,
+    ),
+    "compressed, ordered": (
+        groups(weights(symmetric=False, actorder="group"), layout="pack-quantized"),
+        written.compressed_ordered,
+        None,
+    ),
+    "compressed W8A8": (
+        groups(weights(bits=8, strategy="channel", symmetric=True), layout="int-quantized"),
+        written.whole,
+        WeightFormat("int8", 8, None),
+    ),
+    "compressed W8A8, asymmetric": (
+        groups(weights(bits=8, strategy="channel", symmetric=False), layout="int-quantized"),
+        partial(written.whole, symmetric=False),
+        None,
+    ),
+    "compressed NVFP4": (
+        groups(weights("float", strategy="tensor_group", group_size=16), layout="nvfp4-pack-quantized"),
+        partial(written.nvfp4, modelopt=False),
+        None,
+    ),
+    "modelopt NVFP4": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        partial(written.nvfp4, modelopt=True),
+        None,
+    ),
+    "compressed MXFP4": (groups(weights("float"), layout="mxfp4-pack-quantized"), written.mxfp4, None),
+    "compressed MXFP8": (
+        groups(weights("float", 8), layout="mxfp8-quantized"),
+        written.mxfp8,
+        WeightFormat("fp8", 8, 32, floating=True),
+    ),
+    "modelopt MXFP8": (
+        {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "MXFP8"}},
+        written.mxfp8,
+        WeightFormat("fp8", 8, 32, floating=True),
+    ),
+    "bitsandbytes nf4": (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+        written.nf4,
+        None,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(folder as written by transformers, copies of it in a quantization beside the weights that it stands for)."""
+    from tests.model.conftest import write_checkpoint
+
+    source = tmp_path_factory.mktemp("source")
+    write_checkpoint(source, VARIANT)
+
+    def make(settings: dict[str, Any], writer_of: Any) -> tuple[Path, Path]:
+        both = []
+        for name in ("narrow", "plain"):
+            both.append(tmp_path_factory.mktemp(name))
+            for path in source.iterdir():
+                (both[-1] / path.name).write_bytes(path.read_bytes())
+        plain = written.write(both[0], settings, writer_of)
+        save_file(plain, both[1] / "model.safetensors", metadata={"format": "pt"})
+        return both[0], both[1]
+
+    return make
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_is_the_model_of_the_weights_that_its_numbers_stand_for(
+    folders: Any, make_driver: Any, make_sequence: Any, kind: str
+) -> None:
+    settings, writer, form = KINDS[kind]
+    narrow, plain = folders(settings, lambda name: writer)
+    wide = make_driver(plain)
+    expected, ours = (one.prefill(make_sequence(PROMPT), 64).log_softmax(-1) for one in (wide, make_driver(narrow)))
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
+    with capture_logs() as logs:
+        kept = make_driver(narrow, dtype="bfloat16")
+    assert read_spec(narrow).weight_format == form
+    assert any(one["event"] == "checkpoint_widened" for one in logs) is (form is None)
+    for one, product in zip(products_of(kept.model._weights), products_of(wide.model._weights), strict=True):
+        if form is None:
+            torch.testing.assert_close(one, product.bfloat16())
+        else:
+            assert isinstance(one, QuantizedWeight)
+            torch.testing.assert_close(dequantize(one), product, rtol=1e-5, atol=1e-6)
+    in_few_bits = kept.prefill(make_sequence(PROMPT), 64).log_softmax(-1)
+    assert (in_few_bits - expected).abs().median() < 0.05
+    if kind.endswith("modelopt MXFP8"):  # older versions say so in another file
+        config = json.loads((narrow / "config.json").read_text())
+        (narrow / "hf_quant_config.json").write_text(json.dumps(config.pop("quantization_config")))
+        (narrow / "config.json").write_text(json.dumps(config))
+        assert read_spec(narrow).weight_format == form
+
+
+def test_groups_of_layers_in_several_formats_are_read_by_name_pattern_and_class(
+    folders: Any, make_driver: Any, make_sequence: Any
+) -> None:
+    of_layer = "re:.*layers.1.self_attn.*"
+    settings = groups(
+        weights() | {"targets": ["Linear"], "format": "pack-quantized"},
+        weights(bits=8, strategy="channel") | {"targets": [of_layer], "format": "int-quantized"},
+        weights("float", 8) | {"targets": ["model.layers.0.self_attn.o_proj"], "format": "mxfp8-quantized"},
+        layout="mixed-precision",
+    )
+
+    def writer_of(name: str) -> written.Writer:
+        if "layers.1.self_attn" in name:
+            return written.whole
+        return written.mxfp8 if "layers.0.self_attn.o_proj" in name else partial(written.compressed, symmetric=True)
+
+    narrow, plain = folders(settings, writer_of)
+    expected, ours = (make_driver(one).prefill(make_sequence(PROMPT), 64) for one in (plain, narrow))
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
+    with capture_logs() as logs:
+        kept = load_model(narrow, device="cpu", dtype="bfloat16")
+    said = {one["kept"]: one["of"] for one in logs if one["event"] == "checkpoint_widened"}
+    assert said == {
+        "'int-quantized' (8 bits, int, by channel)": 4,
+        "'mxfp8-quantized' (8 bits, float, by group)": 1,
+    }
+    narrow_layers = [isinstance(one.attention.output_DC, QuantizedWeight) for one in kept._weights.layers]
+    assert narrow_layers == [False, False, True]
+
+
+def test_ranks_read_their_parts_of_numbers_scales_and_offsets(folders: Any) -> None:
+    narrow, plain = folders(KINDS["awq"][0], lambda name: written.awq)
+    cpu = torch.device("cpu")
+    for layout in (Layout(tp=2), Layout(tp=2, ep=2)):
+        for rank in range(layout.num_ranks):
+            both = []
+            for folder, form in ((narrow, OFFSETS), (plain, None)):
+                spec = read_spec(folder)
+                seat = Seat(layout, rank)
+                both.append(products_of(load(folder, spec, device=cpu, dtype=torch.float32, form=form, seat=seat)))
+            for kept, wide in zip(*both, strict=True):
+                torch.testing.assert_close(dequantize(kept), wide, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.thorough
+def test_experts_with_offsets_are_offloaded(folders: Any, make_driver: Any, make_sequence: Any, tmp_path: Path) -> None:
+    narrow, _ = folders(KINDS["awq"][0], lambda name: written.awq)
+    expected = make_driver(narrow, dtype="bfloat16").prefill(make_sequence(PROMPT), 16)
+    offload = OffloadConfig(what=Offload.EXPERTS, folder=str(tmp_path), memory_bytes=100_000)
+    ours = make_driver(narrow, dtype="bfloat16", offload=offload).prefill(make_sequence(PROMPT), 16)
+    torch.testing.assert_close(ours, expected)
+
+
+def test_tensors_that_contradict_config_json_are_refused_by_name(folders: Any) -> None:
+    wrong = {
+        "symmetric, but": ("gptq", written.gptq),
+        "g_idx has groups whose inputs lie apart": ("gptq asymmetric", written.act_ordered),
+        "do not match groups of 32": ("awq", lambda weight: cut(written.awq(weight), "scales")),
+        "packed into torch.float32, not int32": ("awq", lambda weight: cut(written.awq(weight), "qweight")),
+    }
+    for message, (kind, writer) in wrong.items():
+        narrow, _ = folders(KINDS[kind][0], lambda name, writer=writer: writer if "layers.0" in name else None)
+        with pytest.raises(WeightsError, match=message):
+            load_model(narrow, device="cpu", dtype="bfloat16")
+
+
+def cut(made: tuple[dict[str, Any], Any], end: str) -> tuple[dict[str, Any], Any]:
+    parts, stands_for = made
+    short = parts[end][:-1] if end == "scales" else parts[end].float()
+    return parts | {end: short}, stands_for
