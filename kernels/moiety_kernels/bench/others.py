@@ -17,6 +17,7 @@ from moiety_kernels.bench.clocks import Call
 from moiety_kernels.bench.routings import draw_logits, spec_of
 from moiety_kernels.bench.shapes import DECODE_CONTEXT, LayerShape
 from moiety_kernels.bench.work import Work
+from moiety_kernels.gated_delta import gated_delta_rule
 from moiety_kernels.linear import linear
 from moiety_kernels.paged_attention import paged_attention
 from moiety_kernels.rms_norm import add_rms_norm, rms_norm
@@ -175,6 +176,41 @@ def _prefill(shape: LayerShape, tokens: int, device: torch.device) -> Point:
     return Point(run, {"torch_sdpa_contiguous": in_torch}, least, _name(k))
 
 
+def _delta_decode(shape: LayerShape, sequences: int, device: torch.device) -> Point:
+    return _gated_delta(shape, [1] * sequences, device)
+
+
+def _delta_prefill(shape: LayerShape, tokens: int, device: torch.device) -> Point:
+    return _gated_delta(shape, [tokens], device)
+
+
+def _gated_delta(shape: LayerShape, lengths: list[int], device: torch.device) -> Point:
+    assert shape.delta_heads is not None
+    (heads, value_heads, width), tokens = shape.delta_heads, sum(lengths)
+    q, k, v = (
+        torch.randn(tokens, count, width, device=device).to(_dtype(device)) for count in (heads, heads, value_heads)
+    )
+    decay = -torch.rand(tokens, value_heads, 1, device=device)
+    strength = torch.rand(tokens, value_heads, device=device)
+    states = torch.randn(len(lengths), value_heads, width, width, device=device)
+    slots = torch.arange(len(lengths), device=device)
+    starts = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+    sequences = slots, torch.ones(len(lengths), dtype=torch.int32, device=device), starts
+    num_decode = lengths.count(1)
+
+    def run() -> Tensor:
+        return gated_delta_rule(
+            q, k, v, decay, strength, states, *sequences, num_decode=num_decode, max_query=max(lengths)
+        )
+
+    return Point(run, {}, work.gated_delta(shape, tokens, len(lengths), _name(v)), _name(v))
+
+
+def _delta_bytes(shape: LayerShape, tokens: int) -> int:
+    heads, value_heads, width = shape.delta_heads or (0, 0, 0)
+    return 8 * tokens * width * (2 * heads + 4 * value_heads) + 8 * tokens * value_heads * width * width
+
+
 def _rows(tokens: int, shape: LayerShape, device: torch.device) -> Tensor:
     return torch.randn(tokens, shape.width, device=device).to(_dtype(device))
 
@@ -226,6 +262,15 @@ OPERATIONS = {
             lambda s, t: s.heads > 0 and t >= 256,
             lambda s, t: _cache_bytes(s, t) + 2 * t * t,  # masks without a fused kernel
             _prefill,
+        ),
+        Operation(
+            "gated_delta_decode", lambda s, t: s.delta_heads is not None and t <= 256, _delta_bytes, _delta_decode
+        ),
+        Operation(
+            "gated_delta_prefill",
+            lambda s, t: s.delta_heads is not None and t >= 256,
+            lambda s, t: _delta_bytes(s, t) // 16,
+            _delta_prefill,
         ),
     )
 }

@@ -80,6 +80,14 @@ def attention_prefill(shape: LayerShape, tokens: int, dtype: str = "bfloat16") -
     return Work(flops=4.0 * seen * shape.heads * shape.head_width, bytes=rows * ITEM_BYTES[dtype])
 
 
+def gated_delta(shape: LayerShape, tokens: int, states: int, dtype: str = "bfloat16") -> Work:
+    """Return the work of the gated delta rule: recall, correct and read; float32 states in and out, rows once each."""
+    heads, value_heads, width = shape.delta_heads or (0, 0, 0)
+    rows = tokens * width * (2 * heads + 2 * value_heads) * ITEM_BYTES[dtype]
+    state = value_heads * width * width
+    return Work(flops=6.0 * tokens * state, bytes=rows + 8.0 * states * state)
+
+
 def rms_norm(shape: LayerShape, tokens: int, *, add: bool, dtype: str = "bfloat16") -> Work:
     """Return the work: a row in and a row out, two of each with the residual sum; the weight is float32."""
     moved = (4 if add else 2) * tokens * shape.width * ITEM_BYTES[dtype]
