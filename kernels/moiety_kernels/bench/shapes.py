@@ -43,20 +43,20 @@ MODELS = (
     LayerShape("Qwen3-30B-A3B", 128, 8, 2048, 768, 32, 4, 128, 151936),
     LayerShape("Qwen3-235B", 128, 8, 4096, 1536, 64, 4, 128, 151936),
     LayerShape("GLM-4.5-Air", 128, 8, 4096, 1408, 96, 8, 128, 151552, _SIGMOID),
-    LayerShape("Qwen3-Next", 512, 10, 2048, 512, 16, 2, 256, 151936, delta_heads=(16, 32, 128)),
     # Its attention is latent, which paged_attention does not compute; so it is measured without heads.
     LayerShape("DeepSeek-V3", 256, 8, 7168, 2048, 0, 0, 0, 129280, _SIGMOID | _GROUPS),
     LayerShape("gpt-oss-20b", 32, 4, 2880, 2880, 64, 8, 64, 201088, _CHOSEN),
     # Not a model's layer: published figures of fused kernels use it.
     LayerShape("E128-2816x704", 128, 8, 2816, 704, 0, 0, 0, 0),
 )
+RECURRENT = (LayerShape("Qwen3-Next", 512, 10, 2048, 512, 16, 2, 256, 151936, delta_heads=(16, 32, 128)),)
 # Sizes for a CPU: the layer of the bundled model, and that of benchmarks/checkpoint.py.
 SMALL = (
     LayerShape("moiety-demo", 16, 2, 128, 96, 4, 2, 32, 2048, delta_heads=(2, 4, 64)),
     LayerShape("random-669M", 32, 4, 1024, 512, 16, 4, 64, 16000),
 )
 SMALL_TOKENS = (1, 16, 64, 256)
-SHAPES = {shape.name: shape for shape in (*MODELS, *SMALL)}
+SHAPES = {shape.name: shape for shape in (*MODELS, *RECURRENT, *SMALL)}
 
 
 def layer_of(numbers: tuple[int, ...]) -> LayerShape:
