@@ -134,7 +134,7 @@ class KvState:
     blocks: list[int] = field(default_factory=list)  # of the first cache group, in the order of positions
     further_blocks: tuple[list[int], ...] = ()  # of the other cache groups, for the same positions
     firsts: tuple[int, ...] = (0,)  # first block that each cache group holds; those before it were freed
-    state_slot: int = -1  # slot of the recurrent state while it holds blocks; -1: none
+    state_slot: int = -1  # slot of the recurrent state, while swapped out one on the host; -1: none
     snapshot_ends: tuple[int, ...] = ()  # numbers of blocks after which prefill keeps a snapshot of the state
     host_blocks: list[int] = field(default_factory=list)  # while swapped out: computed blocks, by cache group
     num_sealed: int = 0  # blocks of each cache group whose hash the pool was told
