@@ -164,9 +164,14 @@ class KvState:
         self.firsts = (0,) * num_tables
 
     @property
+    def is_on_device(self) -> bool:
+        """True if there are blocks or a recurrent state on the device."""
+        return bool(self.blocks) or (self.state_slot >= 0 and not self.host_blocks)
+
+    @property
     def holds_blocks(self) -> bool:
-        """True if there are blocks on the device or, when swapped out, on the host."""
-        return bool(self.blocks or self.host_blocks)
+        """True if there are blocks or a recurrent state on the device or, when swapped out, on the host."""
+        return bool(self.blocks or self.host_blocks) or self.state_slot >= 0
 
 
 class TokenDeadlines:

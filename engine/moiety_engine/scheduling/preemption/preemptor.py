@@ -61,7 +61,7 @@ class Preemptor:
             return True
         for holders in (self._queues.parked, self._queues.returning):
             for sequence in reversed(holders):
-                if sequence.kv.blocks and self._kv.of(sequence) is kv:
+                if sequence.kv.is_on_device and self._kv.of(sequence) is kv:
                     self._take_blocks(sequence)
                     if pool.num_free >= num_blocks and (not with_state or kv.has_state_slot):
                         return True
