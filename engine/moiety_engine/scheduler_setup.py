@@ -57,5 +57,5 @@ def _build_ledger(config: EngineConfig, model: Transformer, sizes: Sizes) -> KvL
         answers_apart=model.arithmetic.invariant,
         windows=table_windows(model, config),
         max_chunk_tokens=sizes.max_batch_tokens,
-        states=StateSlots(sizes.num_state_slots) if sizes.num_state_slots else None,
+        states=StateSlots(sizes.num_state_slots, sizes.num_host_state_slots) if sizes.num_state_slots else None,
     )

@@ -132,7 +132,7 @@ class KvState(msgspec.Struct, eq=False, gc=False):
     blocks: list[int] = []  # of the first cache group, in the order of positions
     further_blocks: tuple[list[int], ...] = ()  # of the other cache groups, for the same positions
     firsts: tuple[int, ...] = (0,)  # first block that each cache group holds; those before it were freed
-    state_slot: int = -1  # slot of the recurrent state while it holds blocks; -1: none
+    state_slot: int = -1  # slot of the recurrent state, while swapped out one on the host; -1: none
     snapshot_ends: tuple[int, ...] = ()  # numbers of blocks after which prefill keeps a snapshot of the state
     host_blocks: Sequence[int] = NO_BLOCKS  # while swapped out: computed blocks, by cache group
     num_sealed: int = 0  # blocks of each cache group whose hash the pool was told
@@ -162,9 +162,14 @@ class KvState(msgspec.Struct, eq=False, gc=False):
         self.firsts = (0,) * num_tables
 
     @property
+    def is_on_device(self) -> bool:
+        """True if there are blocks or a recurrent state on the device."""
+        return bool(self.blocks) or (self.state_slot >= 0 and not self.host_blocks)
+
+    @property
     def holds_blocks(self) -> bool:
-        """True if there are blocks on the device or, when swapped out, on the host."""
-        return bool(self.blocks or self.host_blocks)
+        """True if there are blocks or a recurrent state on the device or, when swapped out, on the host."""
+        return bool(self.blocks or self.host_blocks) or self.state_slot >= 0
 
 
 class TokenDeadlines(msgspec.Struct, eq=False, gc=False):

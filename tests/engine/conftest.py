@@ -87,6 +87,33 @@ def sketch_loops(tmp_path_factory: pytest.TempPathFactory) -> Loops:
     return Loops(folder)
 
 
+@pytest.fixture(scope="session")
+def windowed_loops(tmp_path_factory: pytest.TempPathFactory) -> Loops:
+    """A model with the same tokens whose upper layer sees 20 positions, so that it has two cache groups."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    folder = tmp_path_factory.mktemp("windowed")
+    torch.manual_seed(2)
+    config = Qwen2Config(
+        vocab_size=320,
+        hidden_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        intermediate_size=64,
+        max_position_embeddings=512,
+        use_sliding_window=True,
+        sliding_window=20,
+        max_window_layers=1,
+        initializer_range=0.2,
+        eos_token_id=2,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return Loops(folder)
+
+
 Drafting = Callable[..., EngineLoop]
 
 

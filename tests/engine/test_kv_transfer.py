@@ -111,6 +111,15 @@ class Pair:
 
 @pytest.fixture
 def pair(loops: Any) -> Iterator[Callable[..., Pair]]:
+    yield from pairs_of(loops)
+
+
+@pytest.fixture
+def windowed_pair(windowed_loops: Any) -> Iterator[Callable[..., Pair]]:
+    yield from pairs_of(windowed_loops)
+
+
+def pairs_of(loops: Any) -> Iterator[Callable[..., Pair]]:
     made: list[EngineLoop] = []
 
     def make(
@@ -168,6 +177,21 @@ def test_tokens_and_ends_are_those_of_one_engine(
         0,
     )
     assert engines.prefill.load().prefill_done_requests_total == len(KINDS)
+
+
+def test_of_layers_with_a_window_the_end_of_the_prompt_arrives(windowed_pair: Any, windowed_loops: Any) -> None:
+    longer = asked(5, 90)
+    again = asked(6, 120, prompt_ids=[*longer.prompt_ids, *asked(6, 30).prompt_ids])  # hits on both engines
+    whole = run_all(windowed_loops.make(), [*KINDS, longer, again])
+    engines = windowed_pair(block_size=4)
+    assert engines.decode.scheduler.kv.layout.windows == (None, 20)
+    engines.run([*KINDS, longer])
+    later = Pair(engines.prefill, engines.decode)
+    later.run([again])
+    assert {key: result.token_ids for key, result in whole.items()} == engines.tokens | later.tokens
+    assert all(finish.num_recomputed_tokens == 0 for finish in (engines.ends | later.ends).values())
+    assert later.ends[6].num_cached_tokens == 88
+    assert engines.decode.load().kv_blocks_used == 0
 
 
 def test_kv_that_finds_no_room_is_computed_again_with_the_same_tokens(pair: Any, whole: dict[int, Result]) -> None:

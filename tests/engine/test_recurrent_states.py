@@ -38,6 +38,7 @@ from moiety_engine.model.spec import (
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.model.weights import AttentionWeights
 from moiety_engine.runner.memory import num_states
+from moiety_engine.scheduling.preemption.preemptor import SwapCost
 from moiety_wire.classes import STANDARD
 from moiety_wire.engine_choices import Batching
 from moiety_wire.messages import Sampling
@@ -234,20 +235,24 @@ def test_snapshots_give_way_to_running_sequences_and_cost_hits_only(engine: Any,
     assert_same(ours, alone, again)
 
 
-def test_a_preempted_sequence_is_computed_anew(engine: Any, alone: Engine) -> None:
-    ours = engine(prefix_caching=False)
+@pytest.mark.parametrize("swaps", [True, False])
+def test_a_preempted_sequence_continues_from_its_state_or_is_computed_anew(
+    engine: Any, alone: Engine, swaps: bool
+) -> None:
+    ours = engine(prefix_caching=False, host_kv_memory_bytes=1 << 20 if swaps else 0)
     for key in (0, 1):
         ours.submit(key, PROMPTS[key], num_output=30)
         alone.submit(key, PROMPTS[key], num_output=30)
     while len(ours.answers[1]) < 5:
         ours.step()
     scheduler = ours.loop.scheduler
+    scheduler.swap_costs(SwapCost())
     victim = scheduler.queues.by_key[1]
     scheduler._preemptor.preempt(victim, Reason.DECODE_NEEDS_BLOCKS, 0, None, take_blocks=True)
-    assert victim.kv.state_slot == -1
+    assert bool(victim.kv.host_blocks) == (victim.kv.state_slot >= 0) == swaps
     ours.run()
     alone.run()
-    assert ours.finishes[1].num_recomputed_tokens > 0
+    assert (ours.finishes[1].num_recomputed_tokens == 0) == swaps
     assert_same(ours, alone, [0, 1])
 
 

@@ -115,7 +115,7 @@ def make_scheduler(
 
     def ledger() -> KvLedger:
         host = HostTier(host_blocks * len(windows)) if host_blocks else None
-        states = None if num_snapshots is None else StateSlots(max_running + num_snapshots)
+        states = None if num_snapshots is None else StateSlots(max_running + num_snapshots, 2 if host_blocks else 0)
         tables: dict[str, Any] = {"windows": windows, "max_chunk_tokens": budget, "states": states}
         return KvLedger(BlockPool(num_blocks * len(windows)), BLOCK_SIZE, prefix_caching=True, host=host, **tables)
 
@@ -295,7 +295,7 @@ class Replica:
         states, computed = self.scheduler.kv.states, sequence.kv.num_computed
         if states is None or end == computed:
             return
-        slot = sequence.kv.group * states.num_slots + sequence.kv.state_slot
+        slot = sequence.kv.group * (states.num_slots + states.num_host_slots) + sequence.kv.state_slot
         assert not computed or self._states.get(slot) == texts[computed - 1], f"{sequence.key} lost its state"
         self._states[slot] = texts[end - 1]
 
@@ -393,8 +393,9 @@ class Replica:
             members = [s for s in sequences if s.kv.group == group]
             assert kv.pool.num_used == len({block for s in members for block in held_blocks(s.kv)})
             unsealed = [block for s in members for table in s.kv.tables for block in table[s.kv.num_sealed :]]
-            slots = [s.kv.state_slot for s in members if s.kv.state_slot >= 0]
-            assert kv.states is None or kv.states.num_used == len(slots) == len(set(slots))
+            if kv.states is not None:
+                slots = [s.kv.state_slot for s in members if 0 <= s.kv.state_slot < kv.states.num_slots]
+                assert kv.states.num_used == len(slots) == len(set(slots))
             assert len(unsealed) == len(set(unsealed)), "two sequences write one block"
             if kv.host is not None:
                 assert kv.host.num_used == len({block for s in members for block in s.kv.host_blocks})

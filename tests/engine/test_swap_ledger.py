@@ -24,6 +24,7 @@ from moiety_wire.classes import STANDARD
 from moiety_wire.messages import Sampling
 
 BLOCK_SIZE = 2
+NUM_HOST_STATES = 2
 STORY = [1, 2, 3, 4, 5, 6, 7, 8]
 
 Content = tuple[bytes, int, tuple[int, ...]] | None
@@ -53,10 +54,10 @@ class Memory:
     ) -> None:
         self.host = HostTier(num_host_blocks)
         pool, self.windows = BlockPool(num_blocks), windows
-        self.states = StateSlots(num_state_slots) if num_state_slots else None
+        self.states = StateSlots(num_state_slots, NUM_HOST_STATES) if num_state_slots else None
         caching: dict[str, Any] = {"prefix_caching": prefix_caching, "host": self.host}
         self.kv = KvLedger(pool, BLOCK_SIZE, windows=windows, states=self.states, **caching)
-        self.state_content: list[Content] = [None] * num_state_slots
+        self.state_content: list[Content] = [None] * (num_state_slots + NUM_HOST_STATES)
         self.device_content: list[list[Content]] = [[None] * BLOCK_SIZE for _ in range(num_blocks)]
         self.host_content: list[list[Content]] = [[None] * BLOCK_SIZE for _ in range(num_host_blocks)]
 
@@ -179,9 +180,9 @@ class LedgerMachine(RuleBasedStateMachine):
         sequence = data.draw(st.sampled_from([s for s in self.live if s.kv.host_blocks]))
         computed, free_before = sequence.kv.num_computed, self.kv.pool.num_free
         host_blocks = list(sequence.kv.host_blocks)
-        needed = self.kv.num_blocks_to_swap_in(sequence, computed + more)
+        needed, has_slot = self.kv.num_blocks_to_swap_in(sequence, computed + more), self.kv.has_state_slot
         swapped = self.kv.swap_in(sequence, computed + more)
-        assert swapped == (needed <= free_before)
+        assert swapped == (needed <= free_before and has_slot)
         assert sequence.kv.num_computed == computed
         assert list(sequence.kv.host_blocks) == ([] if swapped else host_blocks)
         if swapped:
@@ -227,7 +228,10 @@ class LedgerMachine(RuleBasedStateMachine):
         pool, host = self.kv.pool, self.host
         assert pool.num_used == len({block for s in self.live for block in held_blocks(s.kv)})
         states = self.memory.states
-        slots = [s.kv.state_slot for s in self.live if s.kv.state_slot >= 0]
+        num_slots = 0 if states is None else states.num_slots
+        slots = [s.kv.state_slot for s in self.live if 0 <= s.kv.state_slot < num_slots]
+        hosted = [s.kv.state_slot for s in self.live if s.kv.state_slot >= max(1, num_slots)]
+        assert len(set(hosted)) == len(hosted) == (0 if states is None else NUM_HOST_STATES - states.num_host_free)
         assert states is None or states.num_used == len(set(slots)) == len(slots)
         assert all(s.kv.num_held == len(held_blocks(s.kv)) for s in self.live)
         sources = {host.source_of(block) for block in range(pool.num_blocks)} - {None}

@@ -4,8 +4,9 @@ A slot is *live* (it belongs to a sequence), a *snapshot* (the state after a ful
 block), or *blank*. Live slots evict snapshots, least recently used first, and snapshots evict each other; a block pool
 keeps the slots, so that its laws hold for them.
 
-Copies of states are queued while a step is planned and run before its forward pass, one after the other in the order
-of the queue. So a slot may be given to another sequence as soon as a copy from it is queued.
+A swapped-out sequence has a host slot instead. Host slots are numbered after the slots on the device, so that one list
+has all copies. They are queued while a step is planned and run before its forward pass, one after the other in the
+order of the queue. So a slot may be given to another sequence as soon as a copy from it is queued.
 
 The slots know only numbers and hashes; the runner moves the bytes.
 """
@@ -18,10 +19,12 @@ from moiety_engine.cache.block_pool import BlockPool
 
 
 class StateSlots:
-    """Owner of slots 0 … num_slots-1 and of the queued copies. Single-threaded, like the block pool."""
+    """Owner of slots 0 … num_slots-1, of the host slots after them, and of the queued copies. Single-threaded."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, num_host_slots: int = 0) -> None:
         self._pool = BlockPool(num_slots)
+        self._host = BlockPool(num_host_slots) if num_host_slots else None
+        self.num_host_slots = num_host_slots
         self._copies: list[tuple[int, int]] = []  # (source, target)
         self.snapshots_total = 0
         self.resumed_total = 0  # sequences that continued from a snapshot
@@ -42,6 +45,10 @@ class StateSlots:
     @property
     def num_snapshots(self) -> int:
         return self._pool.num_cached
+
+    @property
+    def num_host_free(self) -> int:
+        return 0 if self._host is None else self._host.num_free
 
     def has_snapshot(self, block_hash: bytes) -> bool:
         """Return whether the state after the block with this hash is known."""
@@ -81,8 +88,26 @@ class StateSlots:
         self.snapshots_total += 1
 
     def end(self, slot: int) -> None:
-        """Release a sequence's slot."""
-        self._pool.free([slot])
+        """Release a sequence's slot, on the device or on the host."""
+        if slot < self.num_slots:
+            self._pool.free([slot])
+        elif self._host is not None:
+            self._host.free([slot - self.num_slots])
+
+    def swap_out(self, slot: int) -> int:
+        """Release the slot, queue the copy of its state to the host, and return the host slot. Raises NoFreeBlocks."""
+        assert self._host is not None, "a state is swapped out without host slots"
+        (host_slot,) = self._host.allocate(1)
+        self._copies.append((slot, self.num_slots + host_slot))
+        self.end(slot)
+        return self.num_slots + host_slot
+
+    def swap_in(self, host_slot: int) -> int:
+        """Release the host slot, queue the copy of its state back, and return the slot. Raises NoFreeBlocks."""
+        (slot,) = self._pool.allocate(1)
+        self._copies.append((host_slot, slot))
+        self.end(host_slot)
+        return slot
 
     def invalidate(self, hashes: Iterable[bytes]) -> None:
         """Drop the snapshots after these blocks, where present."""
@@ -95,6 +120,8 @@ class StateSlots:
     def forget(self) -> None:
         """Drop all snapshots and queued copies. No slot may be live."""
         self._pool.forget()
+        if self._host is not None:
+            self._host.forget()
         self._copies = []
 
     def take_copies(self) -> list[tuple[int, int]]:

@@ -46,6 +46,7 @@ class Allocate(msgspec.Struct, frozen=True, tag=True, array_like=True):
     num_host_blocks: int
     image_cache_bytes: int = 0
     num_state_slots: int = 0
+    num_host_state_slots: int = 0
 
 
 class Release(msgspec.Struct, frozen=True, tag=True, array_like=True):

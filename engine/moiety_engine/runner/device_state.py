@@ -24,7 +24,7 @@ from moiety_engine.runner.kv_swap import HostKv
 from moiety_engine.runner.micro_batches import WHOLE, MicroBatchSplit
 from moiety_engine.runner.runner import Runner
 from moiety_engine.runner.sizes import Sizes
-from moiety_engine.runner.state_rows import copy_states
+from moiety_engine.runner.state_rows import StateCopier
 from moiety_engine.scheduling.plan import Chunk, Plan
 from moiety_engine.scheduling.preemption.preemptor import SwapCost
 from moiety_engine.scheduling.speculative_decoding.costs import SIZES
@@ -88,6 +88,7 @@ class DeviceState:
             ) from exc
         try:
             self.host_kv = HostKv(self.kv, sizes.num_host_blocks) if sizes.num_host_blocks else None
+            self._state_copier = StateCopier(self.kv, sizes.num_host_state_slots)
         except RuntimeError as exc:
             raise OutOfMemory(
                 f"the host has too little memory for {sizes.num_host_blocks} blocks of the host tier: "
@@ -101,7 +102,7 @@ class DeviceState:
         """
         self.move(Copies(plan.swap_out, plan.swap_in))
         self._orders.copy_states(plan.state_copies)
-        copy_states(self.kv, 0, plan.state_copies)
+        self._state_copier.run(0, plan.state_copies)
         for kv_load in plan.kv_loads:
             assert self._arrivals is not None, "KV is loaded without a receiver"
             self._arrivals.load(*kv_load)
@@ -120,7 +121,8 @@ class DeviceState:
         """
         cost = SwapCost()
         if self.host_kv is not None:
-            cost = SwapCost(self.host_kv.block_bytes / self.host_kv.measure_bandwidth())
+            bytes_per_s = self.host_kv.measure_bandwidth()
+            cost = SwapCost(self.host_kv.block_bytes / bytes_per_s, self._model.state_bytes / bytes_per_s)
         blank = CoreSubmit(0, "", STANDARD, [0] * 4, Sampling(), 1, 0, [], 1, b"", 0)
         sequences = [Sequence(blank, order=0, seed=0) for _ in range(self._model.ranks.across.size)]
         for group, sequence in enumerate(sequences):
@@ -185,7 +187,14 @@ class DeviceState:
 
 def _allocation(sizes: Sizes, scratch: int) -> Allocate:
     num_blocks = sizes.num_blocks + scratch
-    return Allocate(num_blocks, sizes.block_size, sizes.num_host_blocks, sizes.image_cache_bytes, sizes.num_state_slots)
+    return Allocate(
+        num_blocks,
+        sizes.block_size,
+        sizes.num_host_blocks,
+        sizes.image_cache_bytes,
+        sizes.num_state_slots,
+        sizes.num_host_state_slots,
+    )
 
 
 def free_cached_memory(device: torch.device) -> None:

@@ -14,6 +14,7 @@ RESERVE_BYTES = 512 << 20  # for kernels that are loaded later
 ADAPTER_FRACTION = 1 / 64  # of a GPU's memory, for adapters
 ADAPTER_BYTES = 1 << 30  # on a CPU, where unused memory is not allocated
 HOST_FRACTION = 0.25  # of the available host memory, for the host tier beside a GPU
+HOST_STATE_FRACTION = 0.25  # of the host tier, at most, for recurrent states of swapped-out sequences
 SNAPSHOT_FRACTION = 0.2  # of the KV cache's memory, for snapshots of recurrent states
 HOST_PER_DEVICE = 2  # upper bound, in multiples of the device's KV cache
 
@@ -70,6 +71,11 @@ def num_states(budget_bytes: int, state_bytes: int, max_running: int) -> int:
             f"{gib(budget_bytes)} for the KV cache: lower --max-running, or raise --kv-memory-bytes"
         )
     return max_running + max(1, int((budget_bytes - running_bytes) * SNAPSHOT_FRACTION) // state_bytes)
+
+
+def num_host_slots(host_bytes: int, state_bytes: int, max_running: int) -> int:
+    """Return the number of recurrent states for which the host tier keeps a part of its `host_bytes`."""
+    return min(max_running, int(host_bytes * HOST_STATE_FRACTION) // state_bytes) if state_bytes else 0
 
 
 def num_host_blocks(

@@ -17,6 +17,7 @@ from moiety_engine.runner.memory import (
     CPU_FRACTION,
     kv_budget_bytes,
     num_host_blocks,
+    num_host_slots,
     num_kv_blocks,
     num_states,
 )
@@ -38,6 +39,7 @@ class Sizes:
     adapter_bytes: int = 0  # device memory for adapters; 0 if none are served
     image_cache_bytes: int = 0  # device memory for encoded images; 0 without an encoder
     num_state_slots: int = 0  # of each recurrent layer; 0 without any
+    num_host_state_slots: int = 0  # in host memory, for swapped-out sequences
 
 
 def sizes_for(
@@ -103,6 +105,8 @@ def sizes_for(
         block_bytes=block_bytes,
         host_bytes=available_bytes() // local_ranks,
     )
+    num_host_states = num_host_slots(num_host * block_bytes, state_bytes, max_running)
+    num_host -= -(-num_host_states * state_bytes // max(1, block_bytes))
     longest = layout.longest_context(num_blocks)
     context = context if longest is None else min(context, longest)
     waits = model.ranks.everyone.size > 1 or model.offloads  # a graph cannot wait for other ranks or for experts
@@ -118,6 +122,7 @@ def sizes_for(
         adapter_bytes,
         image_cache_bytes,
         num_state_slots,
+        num_host_states,
     )
 
 

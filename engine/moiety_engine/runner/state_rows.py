@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from moiety_engine.model.batch import KvCache
 from moiety_engine.sequence import Sequence
@@ -29,16 +30,33 @@ class HostStates:
         return HostStates(np.array(slots, dtype=np.int64), np.array(firsts, dtype=np.int64) == 0)
 
 
-@torch.inference_mode()
-def copy_states(kv: KvCache, group: int, pairs: SequenceOf[tuple[int, int]]) -> None:
-    """Run those of a plan's copies (source, target) that belong to this rank group, in their order.
+class StateCopier:
+    """Copies of states between the slots of one rank's cache and its host slots, whose memory it owns."""
 
-    Each group's slots are numbered after those of the groups before it.
-    """
-    first = group * kv.num_state_slots
-    own = range(first, first + kv.num_state_slots)
-    for source, target in pairs:
-        if source in own:
-            for layer in kv.states:
-                for part in layer.parts:
-                    part[target - first].copy_(part[source - first])
+    def __init__(self, kv: KvCache, num_host_slots: int) -> None:
+        self._num_slots = kv.num_state_slots + num_host_slots
+        pinned = any(part.is_cuda for layer in kv.states for part in layer.parts)
+        self._parts = [
+            (part, torch.empty(num_host_slots, *part.shape[1:], dtype=part.dtype, pin_memory=pinned))
+            for layer in kv.states
+            for part in layer.parts
+        ]
+
+    @torch.inference_mode()
+    def run(self, group: int, pairs: SequenceOf[tuple[int, int]]) -> None:
+        """Run those of a plan's copies (source, target) that belong to this rank group, in their order.
+
+        Each group's slots are numbered after those of the groups before it, those on the host after those on the
+        device.
+        """
+        first = group * self._num_slots
+        own = range(first, first + self._num_slots)
+        for source, target in pairs:
+            if source in own:
+                for on_device, on_host in self._parts:
+                    both = on_device, on_host, len(on_device)
+                    _slot(*both, target - first).copy_(_slot(*both, source - first), non_blocking=True)
+
+
+def _slot(on_device: Tensor, on_host: Tensor, num_slots: int, slot: int) -> Tensor:
+    return on_device[slot] if slot < num_slots else on_host[slot - num_slots]

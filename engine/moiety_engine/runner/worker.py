@@ -32,7 +32,7 @@ from moiety_engine.runner.inputs import BatchBuilder
 from moiety_engine.runner.kv_swap import HostKv
 from moiety_engine.runner.micro_batches import cut
 from moiety_engine.runner.scoring import in_turns
-from moiety_engine.runner.state_rows import copy_states
+from moiety_engine.runner.state_rows import StateCopier
 from moiety_engine.staging import Staging
 
 if TYPE_CHECKING:
@@ -135,6 +135,7 @@ class Worker(WorkerBase):
         self._group = rank_group.ranks.seat.dp_rank
         self._kv: KvCache | None = None
         self._host_kv: HostKv | None = None
+        self._state_copier: StateCopier | None = None
         self._sampled_L: Tensor | None = None
         self._features: FeatureCache | None = None
         self._staging = Staging(model.device)
@@ -142,6 +143,7 @@ class Worker(WorkerBase):
     def _allocate(self, order: Allocate) -> None:
         self._kv = self._model.allocate_kv(order.num_blocks, order.block_size, order.num_state_slots)
         self._host_kv = HostKv(self._kv, order.num_host_blocks) if order.num_host_blocks else None
+        self._state_copier = StateCopier(self._kv, order.num_host_state_slots)
         self._features = features_of(self._model, order.image_cache_bytes)
         self._builder = BatchBuilder(order.block_size, self._model.device, self._staging, features=self._features)
 
@@ -150,8 +152,8 @@ class Worker(WorkerBase):
         self._host_kv.run_own(self._group, swap.outs, swap.ins)
 
     def _copy_states(self, order: CopyStates) -> None:
-        assert self._kv is not None, "states are copied without a cache"
-        copy_states(self._kv, self._group, order.pairs)
+        assert self._state_copier is not None, "states are copied without a cache"
+        self._state_copier.run(self._group, order.pairs)
 
     def _move_experts(self, order: MoveExperts) -> None:
         self._model.move_experts(order.layer, order.writes)
@@ -179,7 +181,7 @@ class Worker(WorkerBase):
             self._model.logits(rows_LD)
 
     def _release(self) -> None:
-        self._kv = self._host_kv = self._sampled_L = self._features = None
+        self._kv = self._host_kv = self._state_copier = self._sampled_L = self._features = None
         free_cached_memory(self._model.device)
 
 

@@ -107,11 +107,11 @@ class KvGroups:
     def take_state_copies(self) -> list[tuple[int, int]]:
         """Return the copies of recurrent states of all groups, once per plan.
 
-        Slot numbers of a group follow those of the groups before it.
+        Slot numbers of a group, on the device and then on the host, follow those of the groups before it.
         """
         copies = []
         for group, kv in enumerate(self._ledgers):
-            first = 0 if kv.states is None else group * kv.states.num_slots
+            first = 0 if kv.states is None else group * (kv.states.num_slots + kv.states.num_host_slots)
             copies += [(source + first, target + first) for source, target in kv.take_state_copies()]
         return copies
 

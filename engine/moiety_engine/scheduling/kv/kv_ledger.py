@@ -275,7 +275,7 @@ class KvLedger(TableBlocks):
     def can_swap_out(self, sequence: Sequence) -> bool:
         """Return whether the sequence has computed KV on the device and the host tier has enough blocks for it.
 
-        A sequence with recurrent states is never swapped out.
+        Recurrent states need a host slot too.
         """
         return self._host_places(sequence) is not None
 
@@ -308,19 +308,25 @@ class KvLedger(TableBlocks):
             for cell, host_block in zip(self._computed_cells(sequence), known, strict=True)
         ]
         self._free_tables(sequence)
+        if self.states is not None:
+            sequence.kv.state_slot = self.states.swap_out(sequence.kv.state_slot)
         self.swapped_out_total += len(known)
         return True
 
     def swap_in(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Swap the computed KV back to the device if blocks for `num_tokens` tokens in all are available.
+        """Swap the computed KV back to the device if blocks for `num_tokens` tokens, and a state slot, are available.
 
         Return False otherwise: nothing is taken and the sequence stays swapped out.
         """
         hits = self._swapped(sequence)
         on_device = [hit.block for hit in hits if not hit.on_host]
         num_blocks = self._num_blocks_swapped_in(sequence, num_tokens)
-        if self.host is None or not hits or not self._can_have(num_blocks - len(on_device), beside=on_device):
+        if self.host is None or not hits or not self.has_state_slot:
             return False
+        if not self._can_have(num_blocks - len(on_device), beside=on_device):
+            return False
+        if self.states is not None:
+            sequence.kv.state_slot = self.states.swap_in(sequence.kv.state_slot)
         self._bring_in(sequence, hits, sequence.kv.firsts, self.blocks_for(sequence.kv.num_computed))
         self.host.free(sequence.kv.host_blocks)
         sequence.kv.host_blocks = NO_BLOCKS
@@ -414,8 +420,8 @@ class KvLedger(TableBlocks):
 
     def _host_places(self, sequence: Sequence) -> list[int | None] | None:
         """Return `_known_on_host` if the host tier has enough free blocks and there is KV to swap out; else None."""
-        host = self.host
-        if host is None or self.states is not None or sequence.key in self._kv_loads:
+        host, states = self.host, self.states
+        if host is None or (states is not None and not states.num_host_free) or sequence.key in self._kv_loads:
             return None
         if sequence.kv.num_computed == 0 or not sequence.kv.blocks:
             return None

@@ -24,9 +24,10 @@ from moiety_wire.notes import EventKind, Reason
 
 @dataclass(frozen=True, slots=True)
 class SwapCost:
-    """Measured cost of copying a block between device and host memory."""
+    """Measured cost of copying a block, and all states of a sequence, between device and host memory."""
 
     seconds_per_block: float = 0.0
+    seconds_per_state: float = 0.0
 
 
 class Preemptor:
@@ -60,7 +61,7 @@ class Preemptor:
             return True
         for holders in (self._queues.parked, self._queues.returning):
             for sequence in reversed(holders):
-                if sequence.kv.blocks and self._kv.of(sequence) is kv:
+                if sequence.kv.is_on_device and self._kv.of(sequence) is kv:
                     self._take_blocks(sequence)
                     if pool.num_free >= num_blocks and (not with_state or kv.has_state_slot):
                         return True
@@ -220,7 +221,7 @@ class Preemptor:
         kv = self._kv.of(sequence)
         out = kv.num_to_copy_out(sequence)
         back = kv.num_computed_blocks(sequence)
-        return (out + back) * self.swap.seconds_per_block
+        return (out + back) * self.swap.seconds_per_block + 2 * self.swap.seconds_per_state
 
     def _recompute_s(self, sequence: Sequence) -> float:
         empty = StepShape()

@@ -179,7 +179,7 @@ class PrefillPlanner:
 
         Return False, with nothing taken, if too few blocks are free.
         """
-        if sequence.kv.blocks:
+        if sequence.kv.is_on_device:
             return True  # it kept its blocks, and grows with each chunk
         kv = self._kv.of(sequence)
         if sequence.kv.host_blocks:
@@ -211,7 +211,7 @@ class PrefillPlanner:
             return Reason.BATCH_FULL
         num_tokens, kv = len(sequence.tokens), self._kv.of(sequence)
         hits: PrefixHits | None = None
-        if sequence.kv.blocks:
+        if sequence.kv.is_on_device:
             num_new = kv.num_to_complete(sequence, num_tokens)
         elif sequence.kv.host_blocks:
             num_new = kv.num_blocks_to_swap_in(sequence, num_tokens)
