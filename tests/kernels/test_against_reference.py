@@ -317,8 +317,10 @@ def test_what_float8_has_no_number_for_is_stored_as_its_greatest() -> None:
     assert [cache.float()[[0, 1, 0], 0, [1, 2, 0], 0].tolist() for cache in caches] == [[3, 448, -448], [-3, -448, 448]]
 
 
-@pytest.mark.parametrize("norm", ["none", "head", "full"])
-@pytest.mark.parametrize("clip", [None, 0.7])
+@pytest.mark.parametrize(
+    ("norm", "clip"),
+    [(norm, clip) for norm in ("none", "head", "full") for clip in (None, 0.7)] + [("head of rotated", None)],
+)
 @pytest.mark.parametrize(("width", "pairs"), [(32, 16), (64, 20), (20, 10)])
 @pytest.mark.parametrize("kept", CACHES)
 def test_attention_input(norm: str, clip: float | None, width: int, pairs: int, kept: torch.dtype) -> None:
@@ -328,9 +330,9 @@ def test_attention_input(norm: str, clip: float | None, width: int, pairs: int, 
     positions = torch.randint(0, 500, (tokens,), device=DEVICE)
     slots = torch.randperm(10 * places, device=DEVICE)[:tokens]
     slots[5::9] = -1  # tokens that belong to nobody
-    norms = {"none": (None, None), "head": (normal(width), normal(width))}
+    norms = {"none": (None, None)} | dict.fromkeys(("head", "head of rotated"), (normal(width), normal(width)))
     q_norm, k_norm = norms.get(norm, (normal(heads * width), normal(kv_heads * width)))
-    plan = AttentionInputPlan(q_norm, k_norm, 1e-6, clip)
+    plan = AttentionInputPlan(q_norm, k_norm, 1e-6, clip, rotates_first=norm == "head of rotated")
     caches = [torch.full((10, kv_heads, places, width), 7.0, device=DEVICE, dtype=kept) for _ in range(4)]
     tables = angles.cos(), angles.sin(), positions
     expected = attention_input_reference(qkv.clone(), plan, *tables, *caches[:2], slots)

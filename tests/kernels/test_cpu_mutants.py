@@ -200,7 +200,12 @@ MUTANTS = [
     ),
     (cpu_pairs, "seen = position + i // sharing + 1 - start", "seen = position + i // sharing + 2 - start"),
     (attention_input, "_normalize(k, kv_heads * width, k_norm", "_normalize(k, width, k_norm"),
-    (attention_input, "rotate_heads(q, heads + kv_heads,", "rotate_heads(q, heads,"),
+    (
+        attention_input,
+        "if not args.rotates_first:\n            rotate_heads(q, heads + kv_heads,",
+        "if not args.rotates_first:\n            rotate_heads(q, heads,",
+    ),
+    (attention_input, "if args.rotates_first:", "if not args.rotates_first:"),
     (attention_input, "if slot < 0:\n            continue", "if slot < 0:\n            slot = 0"),
     (latent_input, "load_i64(positions_T, t)\n        rotate", "load_i64(positions_T, 0)\n        rotate"),
     (latent_input, "q_THd + t * token_bytes + head * head_bytes", "q_THd + t * token_bytes"),

@@ -6,6 +6,7 @@ The driver allocates blocks in a scrambled order, fills the cache with NaN first
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from moiety_engine.config import OffloadConfig
 from moiety_engine.model.batch import Batch
 from moiety_engine.model.loading import load_model
 from moiety_engine.model.transformer import Transformer
+
+from .recent_variants import RECENT_VARIANTS
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
@@ -150,6 +153,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"norm_topk_prob": True, "routed_scaling_factor": 1.5, "sliding_window": 40, "max_window_layers": 1}
         | {"head_dim": 32, "attention_bias": True},
     ),
+    **RECENT_VARIANTS,
     "qwen3, tied": ("qwen3", {"head_dim": 32, "intermediate_size": 96, "tie_word_embeddings": True}),
     "llama, llama3 rope": ("llama", {"intermediate_size": 96, "rope_parameters": LLAMA3_ROPE}),
     "gemma3": (
@@ -207,6 +211,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# families without a class in transformers of their own, by the family whose class it is
+CLASS_OF = {"kimi_k2": "deepseek_v3"}
+
 # of use in some test only
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3, as wide as blocks": (
@@ -238,7 +245,7 @@ def write_checkpoint(folder: Path, variant: str, *, dtype: torch.dtype = torch.f
 
     family, more = (VARIANTS | OTHERS)[variant]
     torch.manual_seed(sum(map(ord, variant)))
-    config = AutoConfig.for_model(family, **(SMALL | more))
+    config = AutoConfig.for_model(CLASS_OF.get(family, family), **(SMALL | more))
     oracle = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
     with torch.no_grad():
         for name, parameter in itertools.chain(oracle.named_parameters(), oracle.named_buffers()):
@@ -247,6 +254,9 @@ def write_checkpoint(folder: Path, variant: str, *, dtype: torch.dtype = torch.f
             elif name.endswith("bias"):
                 parameter.normal_(std=0.1)
     oracle.save_pretrained(folder)
+    if family in CLASS_OF:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": family}))
     if dtype is not torch.float32:  # read anew, for rotary frequencies were narrowed with the weights
         oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     return Checkpoint(folder, oracle, config.vocab_size)

@@ -11,7 +11,7 @@ from moiety_engine.model.errors import ModelError
 from moiety_engine.model.families import FAMILIES, spec_from_config
 from moiety_engine.model.families.defaults import DEFAULTS, OTHER_NAMES, VISION_DEFAULTS
 
-from .conftest import LINEAR_ROPE, LLAMA3_ROPE, SMALL, VARIANTS, YARN_ROPE
+from .conftest import CLASS_OF, LINEAR_ROPE, LLAMA3_ROPE, SMALL, VARIANTS, YARN_ROPE
 
 Config = dict[str, Any]
 # a derived value is compared where it is used: in the spec
@@ -19,7 +19,7 @@ DERIVED = {"rope_theta", "rope_local_base_freq", "rope_parameters", "partial_rot
 DERIVED |= {"sliding_window", "moe_layer_end_index"}
 # families whose text model has a part of the configuration only
 NESTED = {"qwen3_vl_moe"}
-TEXT_CLASSES = {"gemma3": "gemma3_text", "qwen3_vl_moe": "qwen3_vl_moe_text"}
+TEXT_CLASSES = {"gemma3": "gemma3_text", "qwen3_vl_moe": "qwen3_vl_moe_text"} | CLASS_OF
 WHOLE_KEYS = ("image_token_id", "vision_start_token_id", "vision_end_token_id", "tie_word_embeddings")
 
 
@@ -117,7 +117,7 @@ def test_scaled_rotary_embeddings_have_the_family_s_own_base(family: str, kind: 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_default_is_that_of_transformers(family: str) -> None:
-    config, whole = text_class(family)(), CONFIG_MAPPING[family]()
+    config, whole = text_class(family)(), CONFIG_MAPPING[CLASS_OF.get(family, family)]()
     for key in DEFAULTS[family].keys() - DERIVED:
         source = whole if family in NESTED and key in WHOLE_KEYS else config
         assert getattr(source, key) == DEFAULTS[family][key], key
@@ -147,7 +147,8 @@ def test_the_same_count_under_another_name_is_not_overruled_by_a_default() -> No
     for family, names in ((family, names) for family, names in OTHER_NAMES.items() if family not in NESTED):
         for key, others in names.items():
             for other in others:
-                config = {"model_type": family, "num_experts_per_tok": 3, "n_routed_experts": 24} | {other: 16}
+                counts = {"num_experts": 24} if "moe_topk" in names else {"n_routed_experts": 24}
+                config = {"model_type": family, "num_experts_per_tok": 3} | counts | {other: 16}
                 config = {name: value for name, value in config.items() if name != key}
                 assert spec_from_config(config) == spec_from_config(theirs(family, config)), (family, other)
 

@@ -51,7 +51,7 @@ def agrees(checkpoint: Any, make_driver: Any, make_sequence: Any) -> bool:
 
 def test_an_unknown_family_is_refused_with_the_known_ones(mixture: Any) -> None:
     edit_config(mixture.folder, model_type="mamba")
-    with pytest.raises(UnsupportedModelError, match=r"'mamba'.*llama, mistral, mixtral"):
+    with pytest.raises(UnsupportedModelError, match=r"'mamba'.*minimax_m2, mistral, mixtral"):
         load_model(mixture.folder, device="cpu", dtype="auto")
 
 
@@ -159,7 +159,10 @@ def test_shards_are_read_and_progress_reaches_the_whole(mixture: Any, make_drive
 
 @pytest.mark.parametrize(
     "variant",
-    ["qwen3_moe", "mixtral", "deepseek_v3", "qwen2_moe", "granitemoe", "phimoe", "ernie4_5_moe", "glm4_moe", "dots1"],
+    [
+        *("qwen3_moe", "mixtral", "deepseek_v3", "qwen2_moe", "granitemoe", "phimoe", "ernie4_5_moe", "glm4_moe"),
+        *("dots1", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "minimax_m2", "sarvam_moe"),
+    ],
 )
 def test_experts_may_be_stacked_and_fused(
     make_checkpoint: Any, make_driver: Any, make_sequence: Any, variant: str
@@ -177,6 +180,11 @@ def test_experts_may_be_stacked_and_fused(
         ("mixtral", "block_sparse_moe.experts.0.w1.weight"),
         ("phimoe", "block_sparse_moe.experts.0.w1.weight"),
         ("granitemoe", "block_sparse_moe.input_linear.weight"),
+        ("granitemoeshared", "shared_mlp.input_linear.weight"),
+        ("hy_v3", "mlp.router.gate.weight"),
+        ("minimax_m2", "block_sparse_moe.e_score_correction_bias"),
+        ("sarvam_moe", "attention.query_key_value.weight"),
+        ("axk1", "post_mlp_layernorm.weight"),
         ("ernie4_5_moe", "mlp.moe_statics.e_score_correction_bias"),
     ],
 )

@@ -31,7 +31,7 @@ from moiety_engine.model.weight_quantizer import WeightQuantizer, products_among
 from moiety_engine.model.weights import ModelWeights, allocate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -84,11 +84,9 @@ def load(
     _note_kv_scales(folder, shard_of)
     found = sources(set(shard_of), spec.weight_format)
     wholes = placements(spec, weights, set(found)) if own is spec else whole_places(spec, set(found))
-    _complain("lacks", sorted(wholes.keys() - found.keys()), folder)
-    parts_on_disk = {part for name in wholes for part in found[name].names}
-    _complain("lacks", sorted(parts_on_disk - shard_of.keys()), folder)
-    _complain("has unexpected", sorted(n for n in found.keys() - wholes.keys() if not ignorable(n, spec)), folder)
+    zeros = _check_names(wholes, found, shard_of, spec, folder)
     wanted = wholes if own is spec else own_places(own, weights, seat, seat.layers_of(len(spec.layers)).start, wholes)
+    wanted = _filled_with_zeros(wanted, zeros)
     if offloading is not None and offloading.is_whole:
         stored = expert_names(weights, wanted)
         wanted = {name: place for name, place in wanted.items() if name not in stored}
@@ -264,6 +262,34 @@ def _names(path: Path) -> list[str]:
             return list(file.keys())
     except SafetensorError as exc:
         raise WeightsError(f"{path} is not a complete safetensors file ({exc}); download it again") from exc
+
+
+def _check_names(
+    wholes: Mapping[str, TensorMapping | Shares],
+    found: Mapping[str, TensorSource],
+    shard_of: Mapping[str, Path],
+    spec: ModelSpec,
+    folder: Path,
+) -> set[str]:
+    """Return the names of tensors that the checkpoint lacks and that are zero then.
+
+    Raises WeightsError if other tensors are missing, or if tensors are unexpected.
+    """
+    zeros = {name for name in wholes.keys() - found.keys() if name.endswith(spec.zero_if_absent)}
+    _complain("lacks", sorted(wholes.keys() - found.keys() - zeros), folder)
+    parts_on_disk = {part for name in wholes.keys() - zeros for part in found[name].names}
+    _complain("lacks", sorted(parts_on_disk - shard_of.keys()), folder)
+    _complain("has unexpected", sorted(n for n in found.keys() - wholes.keys() if not ignorable(n, spec)), folder)
+    return zeros
+
+
+def _filled_with_zeros(
+    wanted: dict[str, TensorMapping | Shares], absent: set[str]
+) -> dict[str, TensorMapping | Shares]:
+    """Fill the weights of absent tensors with zeros, and return the mappings of the other tensors."""
+    for name in absent & wanted.keys():
+        wanted[name].fill(torch.zeros(wanted[name].shape))
+    return {name: place for name, place in wanted.items() if name not in absent}
 
 
 def _complain(how: str, names: list[str], folder: Path) -> None:

@@ -68,7 +68,9 @@ class GroupedQueryAttention:
         self._spec, self._weights, self._rotary, self._adapters = spec, weights, rotary, adapters
         self._linear = partial(linear, invariant=arithmetic.invariant)
         self._rounds = rounds
-        self._plan = AttentionInputPlan(weights.q_norm, weights.k_norm, norm_eps, spec.clip)
+        self._plan = AttentionInputPlan(
+            weights.q_norm, weights.k_norm, norm_eps, spec.clip, rotates_first=spec.rotates_first
+        )
 
     def __call__(self, x_TD: Tensor, batch: Batch, cache: LayerCache | LatentCache) -> Tensor:
         assert isinstance(cache, LayerCache)

@@ -76,8 +76,10 @@ def inverse_frequencies(spec: RopeSpec) -> tuple[Tensor, float]:
     """Return (radians per position for each rotated pair, factor of cosines and sines).
 
     The order of operations is that of transformers: at 100,000 positions the last bit of a frequency changes the third
-    digit.
+    digit. A rotary width of 0 has one pair that never turns, since the kernels rotate at least one pair.
     """
+    if not spec.rotary_width:
+        return torch.zeros(1), 1.0
     exponent_R = torch.arange(0, spec.rotary_width, 2, dtype=torch.float32) / spec.rotary_width
     plain_R = 1.0 / (spec.theta**exponent_R)
     match spec.scaling:

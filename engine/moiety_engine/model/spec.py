@@ -79,9 +79,10 @@ RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
 class RopeSpec:
     """Rotary embedding of the first `rotary_width` entries of each head.
 
-    Entries i and i + rotary_width / 2 form a rotated pair. If `interleaved`, the checkpoint has the entries of a pair
-    next to each other, and its rows are reordered at loading. `axes`: M-RoPE (Wang et al. 2024): numbers of pairs that
-    turn by the temporal, the vertical and the horizontal position of an image's token; see `axis_of_pair`.
+    Entries i and i + rotary_width / 2 form a rotated pair; a width of 0 means no rotation (`NO_ROPE`). If
+    `interleaved`, the checkpoint has the entries of a pair next to each other, and its rows are reordered at loading.
+    `axes`: M-RoPE (Wang et al. 2024): numbers of pairs that turn by the temporal, the vertical and the horizontal
+    position of an image's token; see `axis_of_pair`.
     """
 
     theta: float
@@ -100,12 +101,16 @@ class RopeSpec:
         return tuple(axis)
 
 
+NO_ROPE = RopeSpec(theta=1.0, rotary_width=0)  # attention without positions (NoPE, Kazemnejad et al. 2023)
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """Grouped-query attention.
 
     `scale`: factor of scores before the softmax. `qk_norm`: RMS normalization of each head, or of the whole width of
-    all heads. `sinks`: attention sinks: each head has an extra score in the softmax without a value.
+    all heads, before the rotation or, with `rotates_first`, after it. `sinks`: attention sinks: each head has an extra
+    score in the softmax without a value.
     """
 
     num_heads: int
@@ -119,6 +124,7 @@ class AttentionSpec:
     clip: float | None = None
     window: int | None = None
     sinks: bool = False
+    rotates_first: bool = False
 
     @property
     def q_width(self) -> int:
@@ -242,13 +248,16 @@ class NormSpec:
 class LayerSpec:
     """One decoder layer: norm → attention → add → norm → feed-forward → add.
 
-    `post_norms`: the outputs of attention and feed-forward are normalized too before the addition. `only_experts`: this
-    rank has only the held routed experts; the rest of the layer is on other ranks.
+    `pre_norms`: the inputs of attention and feed-forward are normalized. `attention_post_norm`, `ffn_post_norm`: the
+    output of attention or of the feed-forward is normalized before the addition. `only_experts`: this rank has only the
+    held routed experts; the rest of the layer is on other ranks.
     """
 
     attention: AttentionSpec | LatentAttentionSpec
     ffn: DenseSpec | MoeSpec
-    post_norms: bool = False
+    attention_post_norm: bool = False
+    ffn_post_norm: bool = False
+    pre_norms: bool = True
     only_experts: bool = False
 
 
@@ -304,10 +313,11 @@ class ModelSpec:
     `embedding_multiplier`, `residual_multiplier`, `logits_multiplier`: factors of the embeddings, of the layers' two
     contributions to the residual stream, and of the logits. `logit_softcap`: bound of the logits, applied with tanh.
     `weight_format`: format of a checkpoint whose weights (for mxfp4: experts) are quantized. `ignored_prefixes`:
-    prefixes of tensors in the checkpoint that decoding does not use. `mtp`: the multi-token prediction layer after the
-    last layer, if there is one; it predicts a token from the token before it and the hidden state before that.
-    `mtp_after`: set if this spec is itself that of an MTP layer: the number of layers of its model, whose vocabulary it
-    uses. `vision`: the encoder of images, if the model has one.
+    prefixes of tensors in the checkpoint that decoding does not use. `zero_if_absent`: suffixes of tensors that are
+    zero if the checkpoint lacks them. `mtp`: the multi-token prediction layer after the last layer, if there is one; it
+    predicts a token from the token before it and the hidden state before that. `mtp_after`: set if this spec is itself
+    that of an MTP layer: the number of layers of its model, whose vocabulary it uses. `vision`: the encoder of images,
+    if the model has one.
     """
 
     family: str
@@ -325,6 +335,7 @@ class ModelSpec:
     logit_softcap: float | None = None
     weight_format: WeightFormat | None = None
     ignored_prefixes: tuple[str, ...] = ()
+    zero_if_absent: tuple[str, ...] = ()
     mtp: LayerSpec | None = None
     mtp_after: int | None = None
     vision: VisionSpec | None = None

@@ -90,9 +90,9 @@ class NormWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    attention_norm: NormWeights
+    attention_norm: NormWeights | None
     attention: AttentionWeights | LatentAttentionWeights
-    ffn_norm: NormWeights
+    ffn_norm: NormWeights | None
     ffn: DenseWeights | MoeWeights
     attention_post_norm: NormWeights | None
     ffn_post_norm: NormWeights | None
@@ -275,12 +275,12 @@ class _Allocator:
     def layer(self, one: LayerSpec) -> LayerWeights:
         ffn = self.experts(one.ffn) if isinstance(one.ffn, MoeSpec) else self.dense(one.ffn)
         return LayerWeights(
-            attention_norm=self.norm(),
+            attention_norm=self.norm() if one.pre_norms else None,
             attention=self.attention(one.attention),
-            ffn_norm=self.norm(),
+            ffn_norm=self.norm() if one.pre_norms else None,
             ffn=ffn,
-            attention_post_norm=self.norm() if one.post_norms else None,
-            ffn_post_norm=self.norm() if one.post_norms else None,
+            attention_post_norm=self.norm() if one.attention_post_norm else None,
+            ffn_post_norm=self.norm() if one.ffn_post_norm else None,
         )
 
     def attention(self, a: AttentionSpec | LatentAttentionSpec) -> AttentionWeights | LatentAttentionWeights:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from moiety_engine.model.families.config import (
     Config,
     Features,
     read_activation,
     read_attention,
     read_routing,
+    read_shared,
 )
 from moiety_engine.model.spec import AttentionSpec, DenseSpec, LayerSpec, MoeSpec
 
@@ -20,6 +23,13 @@ def granite(config: Config, _index: int) -> LayerSpec:
 def granitemoe(config: Config, _index: int) -> LayerSpec:
     routing = read_routing(config, "num_local_experts", renormalize=False, scoring="softmax_chosen")
     return LayerSpec(_attention(config), MoeSpec(config["intermediate_size"], routing, read_activation(config)))
+
+
+def granitemoeshared(config: Config, index: int) -> LayerSpec:
+    layer = granitemoe(config, index)
+    assert isinstance(layer.ffn, MoeSpec)
+    shared = read_shared(config["shared_intermediate_size"], layer.ffn.activation)
+    return replace(layer, ffn=replace(layer.ffn, shared=shared))
 
 
 def _attention(config: Config) -> AttentionSpec:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moiety_engine.model.names.tensor_mapping import Shares, TensorMapping, plain, reshaped, whole
+from moiety_engine.model.names.tensor_mapping import Shares, TensorMapping, joined, plain, reshaped, whole
 from moiety_engine.model.spec import LatentAttentionSpec
 from moiety_engine.model.weights import AttentionWeights, LatentAttentionWeights
 
@@ -22,33 +22,56 @@ if TYPE_CHECKING:
     from moiety_engine.model.spec import AttentionSpec
 
 
+# Names of the block, of the output projection and of both norms; Ling's and Sarvam's have one fused input projection.
+_USUAL = ("self_attn.", "o_proj", "q_norm", "k_norm")
+_OF_LING = ("attention.", "dense", "query_layernorm", "key_layernorm")
+_OF_HUNYUAN = ("self_attn.", "o_proj", "query_layernorm", "key_layernorm")
+
+
 def attention_places(
-    spec: AttentionSpec | LatentAttentionSpec, weights: AttentionWeights | LatentAttentionWeights
+    spec: AttentionSpec | LatentAttentionSpec,
+    weights: AttentionWeights | LatentAttentionWeights,
+    present: set[str],
 ) -> Iterator[Named]:
-    """Yield the names, relative to the layer's, and mappings of attention tensors."""
+    """Yield the names, relative to the layer's, and mappings of attention tensors.
+
+    `present`: the layer's names in the checkpoint.
+    """
     if isinstance(spec, LatentAttentionSpec):
         assert isinstance(weights, LatentAttentionWeights)
         yield from _latent(spec, weights)
     else:
         assert isinstance(weights, AttentionWeights)
-        yield from _grouped(spec, weights)
+        yield from _grouped(spec, weights, present)
 
 
-def _grouped(spec: AttentionSpec, weights: AttentionWeights) -> Iterator[Named]:
-    widths = [spec.q_width, spec.kv_width, spec.kv_width]
+def _grouped(spec: AttentionSpec, weights: AttentionWeights, present: set[str]) -> Iterator[Named]:
+    widths = (spec.q_width, spec.kv_width, spec.kv_width)
+    block, output, q_norm, k_norm = _style(present)
     for fused_C, kind in ((plain(weights.qkv_CD), "weight"), (weights.qkv_bias_C, "bias")):
-        if fused_C is not None:
-            for name, view in zip("qkv", torch.split(fused_C, widths), strict=True):
+        if fused_C is not None and f"{block}query_key_value.weight" in present:
+            yield f"{block}query_key_value.{kind}", joined(fused_C, widths)
+        elif fused_C is not None:
+            for name, view in zip("qkv", torch.split(fused_C, list(widths)), strict=True):
                 turned = spec.rope.interleaved and name != "v"
-                yield f"self_attn.{name}_proj.{kind}", _from_neighbours(view, spec) if turned else whole(view)
-    yield "self_attn.o_proj.weight", whole(plain(weights.output_DC))
+                yield f"{block}{name}_proj.{kind}", _from_neighbours(view, spec) if turned else whole(view)
+    yield f"{block}{output}.weight", whole(plain(weights.output_DC))
     if weights.output_bias_D is not None:
-        yield "self_attn.o_proj.bias", whole(weights.output_bias_D)
+        yield f"{block}{output}.bias", whole(weights.output_bias_D)
     if weights.q_norm is not None and weights.k_norm is not None:
-        yield "self_attn.q_norm.weight", whole(weights.q_norm)
-        yield "self_attn.k_norm.weight", whole(weights.k_norm)
+        yield f"{block}{q_norm}.weight", whole(weights.q_norm)
+        yield f"{block}{k_norm}.weight", whole(weights.k_norm)
     if weights.sinks_H is not None:
-        yield "self_attn.sinks", whole(weights.sinks_H)
+        yield f"{block}sinks", whole(weights.sinks_H)
+
+
+def _style(present: set[str]) -> tuple[str, str, str, str]:
+    """Return the names that the checkpoint has: of the block, the output projection and the norms of heads."""
+    for style in (_OF_LING, _OF_HUNYUAN):
+        block, output, q_norm, _ = style
+        if f"{block}{output}.weight" in present and (style is _OF_LING or f"{block}{q_norm}.weight" in present):
+            return style
+    return _USUAL
 
 
 def _from_neighbours(rows_C: Tensor, spec: AttentionSpec) -> TensorMapping:
@@ -65,7 +88,7 @@ def _latent(spec: LatentAttentionSpec, weights: LatentAttentionWeights) -> Itera
     names = "q_proj" if spec.query_rank is None else "q_a_proj", "kv_a_proj_with_mqa"
     for fused_C, kind in ((plain(weights.input_CD), "weight"), (weights.input_bias_C, "bias")):
         if fused_C is not None:
-            query, latent = torch.split(fused_C, widths)
+            query, latent = torch.split(fused_C, list(widths))
             heads = spec.num_heads if spec.query_rank is None else 0
             yield f"self_attn.{names[0]}.{kind}", _with_rotated_ends(query, spec, heads)
             yield f"self_attn.{names[1]}.{kind}", _with_rotated_ends(latent, spec, 1)

@@ -26,7 +26,8 @@ class TensorMapping:
     """Mapping of a tensor with `shape` on disk to `view`, through `arrange` if given.
 
     `chosen`: experts to select first from a tensor that stacks experts; `shape` is then that of the selection.
-    `takes_transposed`: the tensor may be stored with its last two dimensions exchanged.
+    `takes_transposed`: the tensor may be stored with its last two dimensions exchanged. `sections`: numbers of rows of
+    the parts that the tensor joins (query, key and value; gate and up), each of which is divided among ranks alone.
     """
 
     view: Tensor
@@ -34,6 +35,7 @@ class TensorMapping:
     arrange: Callable[[Tensor], Tensor] | None = None
     chosen: Chosen | None = None
     takes_transposed: bool = False
+    sections: tuple[int, ...] = ()
 
     def fill(self, source: Tensor) -> None:
         """Copy a tensor read from disk into the weight."""
@@ -69,6 +71,11 @@ def plain(weight: Weight) -> Tensor:
 def whole(view: Tensor) -> TensorMapping:
     """Return the mapping of a tensor, unchanged, to the view."""
     return TensorMapping(view, tuple(view.shape))
+
+
+def joined(view: Tensor, sections: tuple[int, ...]) -> TensorMapping:
+    """Return the mapping of a tensor whose rows join `sections`, unchanged, to the view."""
+    return TensorMapping(view, tuple(view.shape), sections=sections)
 
 
 def raised(place: TensorMapping, offset: float) -> TensorMapping:
