@@ -32,6 +32,8 @@ from moiety_kernels.low_rank import reference as low_rank_reference
 from moiety_kernels.moe import SILU
 from moiety_kernels.moe import cpu as moe
 from moiety_kernels.moe.reference import experts as experts_reference
+from moiety_kernels.output_gate import cpu as output_gate
+from moiety_kernels.output_gate.reference import output_gate as output_gate_reference
 from moiety_kernels.paged_attention import cpu as paged_attention
 from moiety_kernels.paged_attention import cpu_pairs
 from moiety_kernels.paged_attention.reference import paged_attention as paged_attention_reference
@@ -166,6 +168,13 @@ def mixes_experts(kernel: ModuleType, _: Any) -> None:
     assert_close(ours, experts_reference(x, weight, expert, up, down))
 
 
+def gates(kernel: ModuleType, _: Any) -> None:
+    out = torch.randn(9, 6, 20)
+    for columns, kind in ((6, "softplus"), (120, "sigmoid")):
+        gate = 12 * torch.randn(9, columns)
+        assert_close(kernel.output_gate(out.clone(), gate, kind), output_gate_reference(out, gate, kind))
+
+
 CHECKS: dict[ModuleType, Check] = {
     embedding: embeds,
     expert_count: counts,
@@ -179,6 +188,7 @@ CHECKS: dict[ModuleType, Check] = {
     attention_input: prepares,
     latent_input: prepares_latent,
     moe: mixes_experts,
+    output_gate: gates,
 }
 MUTANTS = [
     (embedding, "load_i64(token_ids_T, t) * row_bytes", "load_i64(token_ids_T, task * _BLOCK) * row_bytes"),
@@ -209,6 +219,8 @@ MUTANTS = [
     (attention_input, "if slot < 0:\n            continue", "if slot < 0:\n            slot = 0"),
     (latent_input, "load_i64(positions_T, t)\n        rotate", "load_i64(positions_T, 0)\n        rotate"),
     (latent_input, "q_THd + t * token_bytes + head * head_bytes", "q_THd + t * token_bytes"),
+    (output_gate, "gate > _LINEAR else math.log1p(math.exp(gate))", "True else 0.0"),
+    (output_gate, "args.out_THd + 4 * columns * shared_by * t", "args.out_THd + 4 * columns * t"),
     (moe, "x_TD + pair // top_k * x_stride", "x_TD + pair // top_k // 2 * x_stride"),
     (moe, "expert * width + column, num_columns, hidden", "column, num_columns, hidden"),
 ]

@@ -213,6 +213,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 # families without a class in transformers of their own, by the family whose class it is
 CLASS_OF = {"kimi_k2": "deepseek_v3"}
+# classes that transformers' AutoModelForCausalLM does not know
+NOT_AUTOMATIC = {"mistral4": "Mistral4ForCausalLM"}
 
 # of use in some test only
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -241,24 +243,29 @@ class Checkpoint:
 
 
 def write_checkpoint(folder: Path, variant: str, *, dtype: torch.dtype = torch.float32) -> Checkpoint:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
+    from transformers import AutoConfig
 
     family, more = (VARIANTS | OTHERS)[variant]
     torch.manual_seed(sum(map(ord, variant)))
     config = AutoConfig.for_model(CLASS_OF.get(family, family), **(SMALL | more))
-    oracle = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
+    model_class: Any = getattr(transformers, NOT_AUTOMATIC.get(family, "AutoModelForCausalLM"))
+    made = model_class._from_config if family in NOT_AUTOMATIC else model_class.from_config
+    oracle = made(config, attn_implementation="eager").to(dtype).eval()
     with torch.no_grad():
         for name, parameter in itertools.chain(oracle.named_parameters(), oracle.named_buffers()):
             if "norm" in name:
                 parameter.copy_(torch.rand_like(parameter) + 0.5)
             elif name.endswith("bias"):
                 parameter.normal_(std=0.1)
+            elif not parameter.any():  # routers and sinks that start at zero
+                parameter.normal_(std=0.15)
     oracle.save_pretrained(folder)
     if family in CLASS_OF:
         path = folder / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": family}))
     if dtype is not torch.float32:  # read anew, for rotary frequencies were narrowed with the weights
-        oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        oracle = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     return Checkpoint(folder, oracle, config.vocab_size)
 
 

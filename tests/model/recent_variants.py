@@ -32,10 +32,26 @@ _SIGMOID: dict[str, Any] = {
     "head_dim": 32,
 }
 
+_BY_KIND = {
+    "full_attention": _DEEPSEEK_YARN | {"partial_rotary_factor": 0.5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0},
+}
+_WINDOWS = {"sliding_window": 40, "layer_types": ["sliding_attention", "full_attention"]}
+
 RECENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "afmoe": (
+        "afmoe",
+        _SIGMOID
+        | _WINDOWS
+        | {"num_experts": 8, "num_dense_layers": 1, "route_scale": 1.5, "mup_enabled": True, "attention_bias": True},
+    ),
     "axk1": (
         "axk1",
         _LATENT | {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "rope_parameters": _DEEPSEEK_YARN},
+    ),
+    "exaone_moe": (
+        "exaone_moe",
+        _SIGMOID | _WINDOWS | {"num_experts": 12, "n_group": 3, "topk_group": 2},
     ),
     "flex_olmo": (
         "flex_olmo",
@@ -45,6 +61,12 @@ RECENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe_lite": (
         "glm4_moe_lite",
         _LATENT | {"n_routed_experts": 12, "n_shared_experts": 2, "attention_bias": True},
+    ),
+    "granitemoe_swa": (
+        "granitemoe_swa",
+        {"num_hidden_layers": 2, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48}
+        | _WINDOWS
+        | {"shared_intermediate_size": 64, "layer_rope_theta": [500.0, 0], "attention_multiplier": 0.2},
     ),
     "granitemoeshared": (
         "granitemoeshared",
@@ -68,10 +90,38 @@ RECENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"n_routed_experts": 12, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
         | {"routed_scaling_factor": 2.827, "rope_parameters": _DEEPSEEK_YARN},
     ),
+    "kolibri1": (
+        "kolibri1",
+        _SIGMOID | _WINDOWS | {"num_experts": 8, "shared_expert_intermediate_size": 48, "norm_topk_prob": True},
+    ),
+    "laguna": (
+        "laguna",
+        _SIGMOID
+        | _WINDOWS
+        | {"num_experts": 8, "shared_expert_intermediate_size": 48, "moe_routed_scaling_factor": 2.5}
+        | {"num_attention_heads_per_layer": [4, 6], "attention_bias": True, "rope_parameters": _BY_KIND},
+    ),
+    "laguna, a gate for each value": (
+        "laguna",
+        _SIGMOID | {"num_experts": 8, "shared_expert_intermediate_size": 48, "gating": "per-element"},
+    ),
+    "mellum": (
+        "mellum",
+        _SIGMOID
+        | _WINDOWS
+        | {"num_experts": 8, "mlp_layer_types": ["sparse", "dense"], "attention_bias": True}
+        | {"rope_parameters": {kind: dict(_BY_KIND[kind], partial_rotary_factor=1.0) for kind in _BY_KIND}},
+    ),
     "minimax_m2": (
         "minimax_m2",
         {"num_hidden_layers": 2, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48}
         | {"head_dim": 32, "rotary_dim": 16},
+    ),
+    "mistral4": (
+        "mistral4",
+        _LATENT
+        | {"n_routed_experts": 12, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1}
+        | {"rope_parameters": _DEEPSEEK_YARN | {"original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.3}},
     ),
     "sarvam_mla": (
         "sarvam_mla",

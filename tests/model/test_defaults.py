@@ -19,6 +19,8 @@ DERIVED = {"rope_theta", "rope_local_base_freq", "rope_parameters", "partial_rot
 DERIVED |= {"sliding_window", "moe_layer_end_index"}
 # families whose text model has a part of the configuration only
 NESTED = {"qwen3_vl_moe"}
+# families that were never released with other rotary parameters than one set for each kind of layer
+BY_KIND = {"laguna", "mellum"}
 TEXT_CLASSES = {"gemma3": "gemma3_text", "qwen3_vl_moe": "qwen3_vl_moe_text"} | CLASS_OF
 WHOLE_KEYS = ("image_token_id", "vision_start_token_id", "vision_end_token_id", "tie_word_embeddings")
 
@@ -82,6 +84,9 @@ ROPES = {"llama": LLAMA3_ROPE, "yarn": YARN_ROPE, "linear": LINEAR_ROPE}
 @pytest.mark.parametrize("name", VARIANTS)
 def test_each_key_that_is_left_out_means_what_transformers_takes_it_for(name: str, form: str) -> None:
     family, config = full(name)
+    if form == "rope_scaling" and family in BY_KIND:
+        assert {"full_attention", "sliding_attention"} == config["rope_parameters"].keys()
+        return
     if form == "rope_scaling":
         config = as_first_released(config)
         assert "rope_parameters" not in config
@@ -104,7 +109,7 @@ def test_a_configuration_that_says_nothing_is_the_class_as_it_is(family: str) ->
 
 
 @pytest.mark.parametrize("kind", ROPES)
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"gemma3", "gemma3_text", "phimoe"} - NESTED))
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"gemma3", "gemma3_text", "phimoe"} - NESTED - BY_KIND))
 def test_scaled_rotary_embeddings_have_the_family_s_own_base(family: str, kind: str) -> None:
     scaling = {key: value for key, value in ROPES[kind].items() if key != "rope_theta"}
     sizes = {"num_experts_per_tok": 2, "n_routed_experts": 8} if family in ("dots1", "deepseek_v2") else {}

@@ -21,12 +21,18 @@ DENSE = [
     "qwen2, windows in the upper layers",
     "qwen3, tied",
 ]
-RECENT = [  # with what older families do not have: norms of outputs, norms after the rotation, latent without groups
+RECENT = [  # with what older families do not have, such as output gates, layers without positions, norms of outputs
+    "afmoe",
     "axk1",
     "flex_olmo",
+    "granitemoe_swa",
     "hunyuan_v1_moe",
+    "kolibri1",
+    "laguna",
     "minimax_m2",
+    "mistral4",
 ]
+CHOOSING_NEARLY_TIED = {"kolibri1"}  # among its three prompts one token has two experts that rounding exchanges
 ROUTED_OTHERWISE = ["dots1", "ernie4_5_moe", "glm4_moe", "granitemoe", "phimoe", "qwen2_moe"]
 
 
@@ -200,15 +206,21 @@ def test_decode_steps_stay_right_when_sequences_come_and_go_and_tables_grow(
 
 @pytest.mark.parametrize(
     "variant",
-    ["qwen3_moe", "mixtral", "olmoe", *DENSE, *RECENT, *ROUTED_OTHERWISE, *ATTENDING_OTHERWISE],
+    [
+        "qwen3_moe",
+        "mixtral",
+        "olmoe",
+        *DENSE,
+        *sorted({*RECENT} - CHOOSING_NEARLY_TIED),
+        *ROUTED_OTHERWISE,
+        *ATTENDING_OTHERWISE,
+    ],
 )
 def test_bfloat16_is_at_most_half_again_as_far_from_float32_as_the_oracles_bfloat16(
     make_checkpoint: Any, device: str, make_driver: Any, make_sequence: Any, variant: str
 ) -> None:
-    from transformers import AutoModelForCausalLM
-
     checkpoint = make_checkpoint(variant, dtype=torch.bfloat16)
-    narrow = AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=torch.bfloat16)
+    narrow = type(checkpoint.oracle).from_pretrained(checkpoint.folder, dtype=torch.bfloat16)
     theirs, ours = [], []
     for seed in range(3):
         prompt = tokens(checkpoint.vocab_size, 200, seed=seed)

@@ -19,6 +19,7 @@ from moiety_engine.model.weights import AttentionWeights, DenseWeights, LatentAt
 from moiety_kernels.attention_input import AttentionInputPlan, attention_input
 from moiety_kernels.linear import linear
 from moiety_kernels.moe import dense_glu, experts
+from moiety_kernels.output_gate import output_gate
 from moiety_kernels.paged_attention import paged_attention
 from moiety_kernels.route import RoutingSpec, route
 
@@ -107,6 +108,8 @@ class GroupedQueryAttention:
             max_context=batch.max_context,
             rounds=self._rounds,
         )
+        if spec.gate is not None and weights.gate_CD is not None:
+            out_THd = output_gate(out_THd, self._linear(x_TD, weights.gate_CD), spec.gate.kind)
         heads_TC = out_THd.view(out_THd.shape[0], -1)
         out_TD = self._linear(heads_TC, weights.output_DC, weights.output_bias_D)
         return self._adapters.add(Product.OUTPUT, out_TD, heads_TC, batch.adapted)

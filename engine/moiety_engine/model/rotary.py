@@ -14,7 +14,7 @@ from moiety_engine.model.spec import LinearScaling, Llama3Scaling, LongRopeScali
 
 if TYPE_CHECKING:
     from moiety_engine.model.batch import Batch
-    from moiety_engine.model.spec import ModelSpec
+    from moiety_engine.model.spec import ModelSpec, QueryGrowth
 
 
 class RotaryTable:
@@ -60,6 +60,22 @@ class RotaryTable:
             row_T = torch.arange(len(batch.positions_T), device=self._device)
             self._mixed = images.rows_I, (tables[0], tables[1], row_T)
         return self._mixed[1]
+
+
+class GrowthTable:
+    """Factor of queries at each position, float32."""
+
+    def __init__(self, spec: QueryGrowth, device: torch.device) -> None:
+        self._spec, self._device = spec, device
+        self._factor_P = torch.empty(0, device=device)
+
+    def upto(self, num_positions: int) -> Tensor:
+        """Return factor_P with P ≥ num_positions."""
+        if num_positions > self._factor_P.shape[0]:
+            position_P = torch.arange(max(2048, 1 << (num_positions - 1).bit_length()), dtype=torch.float64)
+            steps_P = torch.floor(position_P / self._spec.original_max_positions)
+            self._factor_P = (1 + self._spec.beta * torch.log1p(steps_P)).float().to(self._device)
+        return self._factor_P
 
 
 def rotation_of(spec: ModelSpec) -> str:

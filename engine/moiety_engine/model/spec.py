@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from moiety_kernels.moe.activation import SILU, Activation
+from moiety_kernels.output_gate import GateKind
 from moiety_kernels.quantization.weight import WeightFormat
 from moiety_kernels.route.spec import RoutingSpec
 
@@ -105,12 +106,32 @@ NO_ROPE = RopeSpec(theta=1.0, rotary_width=0)  # attention without positions (No
 
 
 @dataclass(frozen=True, slots=True)
+class OutputGateSpec:
+    """Gate of attention's output (Qiu et al. 2025, arXiv 2505.06708); `per_head`: one gate for all values of a head."""
+
+    kind: GateKind
+    per_head: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class QueryGrowth:
+    """Growth of queries with the position, which keeps attention focused in long contexts (Llama 4).
+
+    Queries at position p are multiplied by 1 + beta · ln(1 + floor(p / original_max_positions)).
+    """
+
+    beta: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """Grouped-query attention.
 
     `scale`: factor of scores before the softmax. `qk_norm`: RMS normalization of each head, or of the whole width of
     all heads, before the rotation or, with `rotates_first`, after it. `sinks`: attention sinks: each head has an extra
-    score in the softmax without a value.
+    score in the softmax without a value. `gate`: the output of heads is multiplied by an activation of a projection of
+    the layer's input.
     """
 
     num_heads: int
@@ -125,11 +146,19 @@ class AttentionSpec:
     window: int | None = None
     sinks: bool = False
     rotates_first: bool = False
+    gate: OutputGateSpec | None = None
 
     @property
     def q_width(self) -> int:
         """Width of all query heads."""
         return self.num_heads * self.head_dim
+
+    @property
+    def gate_width(self) -> int:
+        """Number of gates of the output; 0 if it has none."""
+        if self.gate is None:
+            return 0
+        return self.num_heads if self.gate.per_head else self.q_width
 
     @property
     def kv_width(self) -> int:
@@ -165,6 +194,7 @@ class LatentAttentionSpec:
     input_bias: bool = False  # bias of the projections into latent rows
     output_bias: bool = False
     norm_eps: float = 1e-6  # independent of the other norms
+    query_growth: QueryGrowth | None = None
 
     @property
     def head_dim(self) -> int:

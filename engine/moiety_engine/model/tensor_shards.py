@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _EXPERT = re.compile(r"\bexperts\.(\d+)\.")
 _LAYER = re.compile(r"\blayers\.(-?\d+)\.")
-_OF_EXPERTS = re.compile(r"\bexperts\.|\bblock_sparse_moe\.(?:input|output)_linear\.")
+_OF_EXPERTS = re.compile(r"\bexperts\.(?!e_score)|\bblock_sparse_moe\.(?:input|output)_linear\.")
 _HALVES = re.compile(
     r"\b(?:experts\.gate_up_proj|block_sparse_moe\.input_linear\.weight)$"
 )  # rows of gate, then as many rows of up

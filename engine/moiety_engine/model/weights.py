@@ -41,6 +41,7 @@ class AttentionWeights:
     q_norm: Tensor | None  # float32, head width or width of all heads
     k_norm: Tensor | None
     sinks_H: Tensor | None  # float32
+    gate_CD: Weight | None  # of the output
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +185,7 @@ def allocate(
 
 
 _PRODUCTS: dict[type, tuple[str, ...]] = {  # the weights with most of the memory and compute time
-    AttentionWeights: ("qkv_CD", "output_DC"),
+    AttentionWeights: ("qkv_CD", "output_DC", "gate_CD"),
     LatentAttentionWeights: ("input_CD", "query_up", "output_DC"),
     DenseWeights: ("gate_up_2FD", "down_DF"),
     MoeWeights: ("gate_up_E2FD", "down_EDF"),
@@ -310,6 +311,7 @@ class _Allocator:
             q_norm=None if a.qk_norm == "none" else self.vector(a.q_width if full else a.head_dim),
             k_norm=None if a.qk_norm == "none" else self.vector(a.kv_width if full else a.head_dim),
             sinks_H=self.vector(a.num_heads) if a.sinks else None,
+            gate_CD=self.product(a.gate_width, size) if a.gate is not None else None,
         )
 
     def dense(self, f: DenseSpec) -> DenseWeights:

@@ -68,6 +68,11 @@ def rope_from(config: Config, parameters: Mapping[str, Any], head_dim: int) -> R
     return RopeSpec(theta, int(head_dim * partial), _rope_scaling(config, parameters))
 
 
+def rope_of_kind(config: Config, kind: str, head_dim: int) -> RopeSpec:
+    """Return the rotary embedding of a kind of layer, where `rope_parameters` has one for each kind."""
+    return rope_from(config, config["rope_parameters"][kind], head_dim)
+
+
 def _rope_scaling(config: Config, parameters: Mapping[str, Any]) -> RopeScaling | None:
     kind = first(parameters, "rope_type", "type", default="default")
     if kind in ("default", "dynamic"):  # dynamic has no effect below max_position_embeddings, the engine's limit

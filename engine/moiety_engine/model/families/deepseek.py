@@ -21,7 +21,14 @@ from moiety_engine.model.families.config import (
     rope_parameters,
     yarn_magnitude,
 )
-from moiety_engine.model.spec import DenseSpec, LatentAttentionSpec, LayerSpec, MoeSpec, SharedSpec
+from moiety_engine.model.spec import (
+    DenseSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    MoeSpec,
+    QueryGrowth,
+    SharedSpec,
+)
 
 
 def deepseek_v2(config: Config, index: int) -> LayerSpec:
@@ -37,6 +44,23 @@ def deepseek_v3(config: Config, index: int) -> LayerSpec:
 
 def sarvam_mla(config: Config, index: int) -> LayerSpec:
     return deepseek_v3(_with_usual_yarn(config), index)
+
+
+def mistral4(config: Config, index: int) -> LayerSpec:
+    """Return a layer of Mistral Small 4, whose queries grow with the position and whose experts compete by softmax."""
+    attention = _attention(config, interleaved=bool(config["rope_interleave"]))
+    parameters = rope_parameters(config)  # their partial_rotary_factor is that of a whole head, not of its rotated part
+    attention = replace(attention, rope=replace(attention.rope, rotary_width=config["qk_rope_head_dim"]))
+    beta = parameters.get("llama_4_scaling_beta")
+    if beta:
+        growth = QueryGrowth(float(beta), parameters["original_max_position_embeddings"])
+        attention = replace(attention, query_growth=growth)
+    activation = read_activation(config)
+    if index < config["first_k_dense_replace"]:
+        return LayerSpec(attention, DenseSpec(config["intermediate_size"], activation=activation))
+    experts = read_sigmoid_experts(config)
+    routing = replace(experts.routing, scoring="softmax")
+    return LayerSpec(attention, replace(experts, routing=routing, selection_bias=False, exact_router=False))
 
 
 def _with_usual_yarn(config: Config) -> Config:

@@ -63,6 +63,9 @@ def _grouped(spec: AttentionSpec, weights: AttentionWeights, present: set[str]) 
         yield f"{block}{k_norm}.weight", whole(weights.k_norm)
     if weights.sinks_H is not None:
         yield f"{block}sinks", whole(weights.sinks_H)
+    if weights.gate_CD is not None:
+        name = "g_proj" if f"{block}g_proj.weight" in present else "gate_proj"
+        yield f"{block}{name}.weight", whole(plain(weights.gate_CD))
 
 
 def _style(present: set[str]) -> tuple[str, str, str, str]:

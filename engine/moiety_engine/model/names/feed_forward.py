@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _ROUTERS = ("gate.weight", "router.weight", "router.layer.weight", "router.gate.weight", "gate.wg.weight")
 _FUSED_SHARED = "shared_mlp.input_linear.weight"  # Granite's, beside the block of the routed experts
 _SHARED = ("shared_experts.", "shared_expert.", "shared_mlp.")
+_KOLIBRI_BIAS = "moe.router.expert_bias"  # Kolibri's selection bias, beside the block of everything else
 _STACKED = {"experts.gate_up_proj": "experts.down_proj", "input_linear.weight": "output_linear.weight"}
 _SINGLE = {
     "experts.0.gate_proj.weight": ("gate_proj", "up_proj", "down_proj"),
@@ -33,6 +34,8 @@ _SELECTION_BIASES = (
     "moe_statics.e_score_correction_bias",
     "gate.moe_statics.e_score_correction_bias",
     "gate.expert_bias",
+    "experts.e_score_correction_bias",
+    "router.expert_bias",
     "e_score_correction_bias",
     "expert_bias",
 )
@@ -48,7 +51,8 @@ def feed_forward_places(weights: DenseWeights | MoeWeights, present: set[str]) -
         return
     block, local = _block(present)
     for name, place in _mixture(weights, local):
-        yield block + name, place
+        of_kolibri = name == _SELECTION_BIASES[0] and _KOLIBRI_BIAS in present
+        yield _KOLIBRI_BIAS if of_kolibri else block + name, place
     if weights.shared is not None and _FUSED_SHARED in present:
         gate_up_2FD, down_DF = plain(weights.shared.dense.gate_up_2FD), plain(weights.shared.dense.down_DF)
         yield _FUSED_SHARED, joined(gate_up_2FD, (down_DF.shape[1], down_DF.shape[1]))
