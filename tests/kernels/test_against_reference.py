@@ -25,6 +25,8 @@ from moiety_kernels.mla_attention.reference import mla_attention as mla_attentio
 from moiety_kernels.moe import dense_glu, experts
 from moiety_kernels.moe import grouped as experts_grouped
 from moiety_kernels.moe.reference import experts as experts_reference
+from moiety_kernels.output_gate import GateKind, output_gate
+from moiety_kernels.output_gate.reference import output_gate as output_gate_reference
 from moiety_kernels.paged_attention import paged_attention
 from moiety_kernels.paged_attention.batched import paged_attention as paged_attention_batched
 from moiety_kernels.paged_attention.reference import paged_attention as paged_attention_reference
@@ -341,8 +343,25 @@ def test_what_float8_has_no_number_for_is_stored_as_its_greatest() -> None:
     assert [cache.float()[[0, 1, 0], 0, [1, 2, 0], 0].tolist() for cache in caches] == [[3, 448, -448], [-3, -448, 448]]
 
 
-@pytest.mark.parametrize("norm", ["none", "head", "full"])
-@pytest.mark.parametrize("clip", [None, 0.7])
+@pytest.mark.parametrize(("columns", "kind"), [(6, "softplus"), (6, "sigmoid"), (120, "softplus"), (120, "sigmoid")])
+@pytest.mark.parametrize("tokens", [0, 1, 37])
+def test_output_gate(columns: int, kind: GateKind, tokens: int) -> None:
+    out, gate = normal(tokens, 6, 20), normal(tokens, columns, scale=15.0)
+    expected = output_gate_reference(out, gate, kind)
+    ours = output_gate(out.clone(), gate, kind)
+    assert ours.shape == out.shape
+    assert tokens == 0 or close(ours, expected)
+
+
+def test_a_gate_of_another_number_of_heads_is_refused() -> None:
+    with pytest.raises(KernelInputError, match=r"shape \(3, 5\); it needs 6 or 120 columns for 3 tokens"):
+        output_gate(normal(3, 6, 20), normal(3, 5), "sigmoid")
+
+
+@pytest.mark.parametrize(
+    ("norm", "clip"),
+    [(norm, clip) for norm in ("none", "head", "full") for clip in (None, 0.7)] + [("head of rotated", None)],
+)
 @pytest.mark.parametrize(("width", "pairs"), [(32, 16), (64, 20), (20, 10)])
 @pytest.mark.parametrize("kept", CACHES)
 def test_attention_input(norm: str, clip: float | None, width: int, pairs: int, kept: torch.dtype) -> None:
@@ -352,9 +371,9 @@ def test_attention_input(norm: str, clip: float | None, width: int, pairs: int, 
     positions = torch.randint(0, 500, (tokens,), device=DEVICE)
     slots = torch.randperm(10 * places, device=DEVICE)[:tokens]
     slots[5::9] = -1  # tokens that belong to nobody
-    norms = {"none": (None, None), "head": (normal(width), normal(width))}
+    norms = {"none": (None, None)} | dict.fromkeys(("head", "head of rotated"), (normal(width), normal(width)))
     q_norm, k_norm = norms.get(norm, (normal(heads * width), normal(kv_heads * width)))
-    plan = AttentionInputPlan(q_norm, k_norm, 1e-6, clip)
+    plan = AttentionInputPlan(q_norm, k_norm, 1e-6, clip, rotates_first=norm == "head of rotated")
     caches = [torch.full((10, kv_heads, places, width), 7.0, device=DEVICE, dtype=kept) for _ in range(4)]
     tables = angles.cos(), angles.sin(), positions
     expected = attention_input_reference(qkv.clone(), plan, *tables, *caches[:2], slots)

@@ -41,6 +41,8 @@ from moiety_kernels.low_rank import reference as low_rank_reference
 from moiety_kernels.moe import SILU
 from moiety_kernels.moe import cpu as moe
 from moiety_kernels.moe.reference import experts as experts_reference
+from moiety_kernels.output_gate import cpu as output_gate
+from moiety_kernels.output_gate.reference import output_gate as output_gate_reference
 from moiety_kernels.paged_attention import cpu as paged_attention
 from moiety_kernels.paged_attention import cpu_pairs
 from moiety_kernels.paged_attention.reference import paged_attention as paged_attention_reference
@@ -215,8 +217,13 @@ def normalizes_with_gates(kernel: ModuleType, _: Any) -> None:
         ("silu_first", torch.rand(3, 32)),
     ):
         assert_close(kernel.gated_norm(x, z, weight, 1e-6, gate), gated_norm_reference(x, z, weight, 1e-6, gate))
-    x, z = torch.randn(70, 96), torch.randn(70, 96)
-    assert_close(kernel.sigmoid_gate(x, z), x * z.sigmoid())
+
+
+def gates(kernel: ModuleType, _: Any) -> None:
+    out = torch.randn(9, 6, 20)
+    for columns, kind in ((6, "softplus"), (120, "sigmoid")):
+        gate = 12 * torch.randn(9, columns)
+        assert_close(kernel.output_gate(out.clone(), gate, kind), output_gate_reference(out, gate, kind))
 
 
 CHECKS: dict[ModuleType, Check] = {
@@ -236,6 +243,7 @@ CHECKS: dict[ModuleType, Check] = {
     attention_input: prepares,
     latent_input: prepares_latent,
     moe: mixes_experts,
+    output_gate: gates,
 }
 MUTANTS = [
     (causal_conv, "source = t - taps + 1 + tap", "source = t - taps + tap"),
@@ -247,7 +255,6 @@ MUTANTS = [
     (gated_delta, "products(k, decay, width, decayed_k)", "products(k, k, width, decayed_k)"),
     (gated_norm, "r // heads * args.gate_stride", "r // heads * 4 * heads * width"),
     (gated_delta, "load_f32(row, heads + m)", "load_f32(row, m)"),
-    (gated_norm, "args.gate_TC + row", "args.gate_TC"),
     (gated_norm, "if args.is_sigmoid:", "if not args.is_sigmoid:"),
     (gated_norm, "            x_V = out_V\n", ""),
     (gated_norm, "r % heads * args.weight_stride", "r // heads * args.weight_stride"),
@@ -273,10 +280,17 @@ MUTANTS = [
     ),
     (cpu_pairs, "seen = position + i // sharing + 1 - start", "seen = position + i // sharing + 2 - start"),
     (attention_input, "_normalize(k, kv_heads * width, k_norm", "_normalize(k, width, k_norm"),
-    (attention_input, "rotate_heads(q, heads + kv_heads,", "rotate_heads(q, heads,"),
+    (
+        attention_input,
+        "if not args.rotates_first:\n            rotate_heads(q, heads + kv_heads,",
+        "if not args.rotates_first:\n            rotate_heads(q, heads,",
+    ),
+    (attention_input, "if args.rotates_first:", "if not args.rotates_first:"),
     (attention_input, "if slot < 0:\n            continue", "if slot < 0:\n            slot = 0"),
     (latent_input, "load_i64(positions_T, t)\n        rotate", "load_i64(positions_T, 0)\n        rotate"),
     (latent_input, "q_THd + t * token_bytes + head * head_bytes", "q_THd + t * token_bytes"),
+    (output_gate, "gate > _LINEAR else math.log1p(math.exp(gate))", "True else 0.0"),
+    (output_gate, "args.out_THd + 4 * columns * shared_by * t", "args.out_THd + 4 * columns * t"),
     (moe, "x_TD + pair // top_k * x_stride", "x_TD + pair // top_k // 2 * x_stride"),
     (moe, "expert * width + column, num_columns, hidden", "column, num_columns, hidden"),
 ]

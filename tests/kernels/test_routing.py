@@ -23,6 +23,7 @@ SPECS = {
     "softmax, best groups, scaled": RoutingSpec(EXPERTS, 3, renormalize=False, scale=16.0, **GROUPED),
     "sigmoid, groups by their two best": RoutingSpec(EXPERTS, 4, renormalize=True, **V3),
     "sigmoid, all experts of the best groups": RoutingSpec(EXPERTS, 8, renormalize=False, **V3),
+    "sigmoid of the chosen": RoutingSpec(EXPERTS, 4, renormalize=True, scoring="sigmoid_chosen"),
     "softmax over the chosen": RoutingSpec(EXPERTS, 4, renormalize=False, scoring="softmax_chosen"),
     "sparse mixer": RoutingSpec(EXPERTS, 2, renormalize=False, scoring="sparse_mixer", jitter=0.2),
 }
@@ -43,7 +44,7 @@ def weight_of_each(weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", list(SPECS))
 def test_on_a_cpu_routing_is_the_references(name: str, biased: bool, tokens: int) -> None:
     spec, logits = SPECS[name], torch.randn(tokens, EXPERTS) * 2
-    if biased and spec.scoring not in ("softmax", "sigmoid"):
+    if biased and spec.scoring not in ("softmax", "sigmoid", "sigmoid_chosen"):
         with pytest.raises(KernelInputError, match="take a bias"):
             route(logits, spec, torch.zeros(EXPERTS))
         return
@@ -85,6 +86,18 @@ def test_groups_without_a_bias_are_deepseek_v2s() -> None:
     for ours in (route, route_reference):
         chosen = ours(logits, SPECS["softmax, best groups, scaled"])
         assert torch.allclose(weight_of_each(*chosen), weight_of_each(weight, expert), atol=1e-5)
+
+
+def test_the_sigmoid_of_logits_that_a_bias_helps_to_choose_is_kolibris() -> None:
+    from transformers.models.kolibri1.modeling_kolibri1 import Kolibri1TopKRouter
+
+    router = identity_router(Kolibri1TopKRouter, num_experts_per_tok=4, norm_topk_prob=True)
+    bias, logits = torch.randn(EXPERTS), torch.randn(300, EXPERTS) * 2
+    router.e_score_correction_bias.copy_(bias)
+    _, weight, expert = router(logits)
+    for ours in (route, route_reference):
+        chosen = ours(logits, SPECS["sigmoid of the chosen"], bias)
+        assert torch.allclose(weight_of_each(*chosen), weight_of_each(weight, expert), atol=1e-6)
 
 
 def test_the_sparse_mixer_is_phis() -> None:

@@ -6,6 +6,7 @@ The driver allocates blocks in a scrambled order, fills the cache with NaN first
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from moiety_engine.config import OffloadConfig
 from moiety_engine.model.batch import Batch, RecurrentRows
 from moiety_engine.model.loading import load_model
 from moiety_engine.model.transformer import Transformer
+
+from .recent_variants import RECENT_VARIANTS
 
 NUM_STATES = 8  # of a driver
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -167,6 +170,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"linear_num_value_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 64}
         | {"initializer_range": 0.08},
     ),
+    **RECENT_VARIANTS,
     "qwen3, tied": ("qwen3", {"head_dim": 32, "intermediate_size": 96, "tie_word_embeddings": True}),
     "llama, llama3 rope": ("llama", {"intermediate_size": 96, "rope_parameters": LLAMA3_ROPE}),
     "gemma3": (
@@ -231,6 +235,11 @@ QWEN2_MOE = (
     "shared_expert_intermediate_size",
     "intermediate_size",
 )
+# families without a class in transformers of their own, by the family whose class it is
+CLASS_OF = {"kimi_k2": "deepseek_v3"}
+# classes that transformers' AutoModelForCausalLM does not know
+NOT_AUTOMATIC = {"mistral4": "Mistral4ForCausalLM"}
+
 # of use in some test only
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3, as wide as blocks": (
@@ -270,12 +279,15 @@ class Checkpoint:
 
 
 def write_checkpoint(folder: Path, variant: str, *, dtype: torch.dtype = torch.float32) -> Checkpoint:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
+    from transformers import AutoConfig
 
     family, more = (VARIANTS | OTHERS)[variant]
     torch.manual_seed(sum(map(ord, variant)))
-    config = AutoConfig.for_model(family, **(SMALL | more))
-    oracle = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
+    config = AutoConfig.for_model(CLASS_OF.get(family, family), **(SMALL | more))
+    model_class: Any = getattr(transformers, NOT_AUTOMATIC.get(family, "AutoModelForCausalLM"))
+    made = model_class._from_config if family in NOT_AUTOMATIC else model_class.from_config
+    oracle = made(config, attn_implementation="eager").to(dtype).eval()
     with torch.no_grad():
         for name, parameter in itertools.chain(oracle.named_parameters(), oracle.named_buffers()):
             if "norm" in name:
@@ -286,9 +298,14 @@ def write_checkpoint(folder: Path, variant: str, *, dtype: torch.dtype = torch.f
                 parameter.normal_(std=0.5)  # as initialized, what it lets through is nearly nothing, and inexact
             elif name.endswith("A_log"):
                 parameter.uniform_(-3, 0)  # as initialized, a state is forgotten at once
+            elif not parameter.any():  # routers and sinks that start at zero
+                parameter.normal_(std=0.15)
     oracle.save_pretrained(folder)
+    if family in CLASS_OF:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": family}))
     if dtype is not torch.float32:  # read anew, for rotary frequencies were narrowed with the weights
-        oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        oracle = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     return Checkpoint(folder, oracle, config.vocab_size)
 
 

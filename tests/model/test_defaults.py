@@ -11,7 +11,7 @@ from moiety_engine.model.errors import ModelError
 from moiety_engine.model.families import FAMILIES, spec_from_config
 from moiety_engine.model.families.defaults import DEFAULTS, OTHER_NAMES, VISION_DEFAULTS
 
-from .conftest import LINEAR_ROPE, LLAMA3_ROPE, SMALL, VARIANTS, YARN_ROPE
+from .conftest import CLASS_OF, LINEAR_ROPE, LLAMA3_ROPE, SMALL, VARIANTS, YARN_ROPE
 
 Config = dict[str, Any]
 # a derived value is compared where it is used: in the spec
@@ -20,7 +20,9 @@ DERIVED |= {"sliding_window", "moe_layer_end_index"}
 # families whose text model has a part of the configuration only
 NESTED = {"qwen3_5", "qwen3_5_moe", "qwen3_vl_moe"}
 TEXT_CLASSES = {"gemma3": "gemma3_text", "qwen3_vl_moe": "qwen3_vl_moe_text"}
-TEXT_CLASSES |= {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+TEXT_CLASSES |= {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"} | CLASS_OF
+# families that were never released with other rotary parameters than one set for each kind of layer
+BY_KIND = {"laguna", "mellum"}
 WHOLE_KEYS = ("image_token_id", "vision_start_token_id", "vision_end_token_id", "tie_word_embeddings")
 
 
@@ -83,6 +85,9 @@ ROPES = {"llama": LLAMA3_ROPE, "yarn": YARN_ROPE, "linear": LINEAR_ROPE}
 @pytest.mark.parametrize("name", VARIANTS)
 def test_each_key_that_is_left_out_means_what_transformers_takes_it_for(name: str, form: str) -> None:
     family, config = full(name)
+    if form == "rope_scaling" and family in BY_KIND:
+        assert {"full_attention", "sliding_attention"} == config["rope_parameters"].keys()
+        return
     if form == "rope_scaling":
         config = as_first_released(config)
         assert "rope_parameters" not in config
@@ -105,7 +110,7 @@ def test_a_configuration_that_says_nothing_is_the_class_as_it_is(family: str) ->
 
 
 @pytest.mark.parametrize("kind", ROPES)
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"gemma3", "gemma3_text", "phimoe"} - NESTED))
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"gemma3", "gemma3_text", "phimoe"} - NESTED - BY_KIND))
 def test_scaled_rotary_embeddings_have_the_family_s_own_base(family: str, kind: str) -> None:
     scaling = {key: value for key, value in ROPES[kind].items() if key != "rope_theta"}
     sizes = {"num_experts_per_tok": 2, "n_routed_experts": 8} if family in ("dots1", "deepseek_v2") else {}
@@ -118,7 +123,7 @@ def test_scaled_rotary_embeddings_have_the_family_s_own_base(family: str, kind: 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_default_is_that_of_transformers(family: str) -> None:
-    config, whole = text_class(family)(), CONFIG_MAPPING[family]()
+    config, whole = text_class(family)(), CONFIG_MAPPING[CLASS_OF.get(family, family)]()
     for key in DEFAULTS[family].keys() - DERIVED:
         source = whole if family in NESTED and key in WHOLE_KEYS else config
         assert getattr(source, key) == DEFAULTS[family][key], key
@@ -148,7 +153,8 @@ def test_the_same_count_under_another_name_is_not_overruled_by_a_default() -> No
     for family, names in ((family, names) for family, names in OTHER_NAMES.items() if family not in NESTED):
         for key, others in names.items():
             for other in others:
-                config = {"model_type": family, "num_experts_per_tok": 3, "n_routed_experts": 24} | {other: 16}
+                counts = {"num_experts": 24} if "moe_topk" in names else {"n_routed_experts": 24}
+                config = {"model_type": family, "num_experts_per_tok": 3} | counts | {other: 16}
                 config = {name: value for name, value in config.items() if name != key}
                 assert spec_from_config(config) == spec_from_config(theirs(family, config)), (family, other)
 

@@ -86,7 +86,7 @@ def form_of(layer: LayerSpec, product: Product, hidden_size: int) -> Form | None
     """Return the dimensions of a layer's product; None if the product does not exist or takes no adapters."""
     attention, ffn = layer.attention, layer.ffn
     if product in (Product.QKV, Product.OUTPUT):
-        if not isinstance(attention, AttentionSpec) or (attention.output_gate and product is Product.QKV):
+        if not isinstance(attention, AttentionSpec):
             return None
         q, kv = attention.q_width, attention.kv_width
         return Form(hidden_size, (q, kv, kv)) if product is Product.QKV else Form(q, (hidden_size,))

@@ -82,11 +82,9 @@ def load(
     found = sources(shard_of, stored_quantization(folder))
     refuse_by_tensors(folder, found.keys() & shard_of.keys())
     wholes = placements(spec, weights, set(found)) if own is spec else whole_places(spec, set(found))
-    _complain("lacks", sorted(wholes.keys() - found.keys()), folder)
-    parts_on_disk = {part for name in wholes for part in found[name].names}
-    _complain("lacks", sorted(parts_on_disk - shard_of.keys()), folder)
-    _check_extra(sorted(found.keys() - wholes.keys()), wholes, spec, folder, shard_of)
+    zeros = _check_names(wholes, found, shard_of, spec, folder)
     wanted = wholes if own is spec else own_places(own, weights, seat, seat.layers_of(len(spec.layers)).start, wholes)
+    wanted = _filled_with_zeros(wanted, zeros)
     if offloading is not None and offloading.is_whole:
         stored = expert_names(weights, wanted)
         wanted = {name: place for name, place in wanted.items() if name not in stored}
@@ -125,7 +123,7 @@ def _check_extra(
     wholes: Mapping[str, TensorMapping | Shares],
     spec: ModelSpec,
     folder: Path,
-    shard_of: dict[str, Path],
+    shard_of: Mapping[str, Path],
 ) -> None:
     """Raise WeightsError for tensors of the decoder that no weight uses; log the others, which belong to other models.
 
@@ -315,6 +313,34 @@ def _names(path: Path) -> list[str]:
             return list(file.keys())
     except SafetensorError as exc:
         raise WeightsError(f"{path} is not a complete safetensors file ({exc}); download it again") from exc
+
+
+def _check_names(
+    wholes: Mapping[str, TensorMapping | Shares],
+    found: Mapping[str, TensorSource],
+    shard_of: Mapping[str, Path],
+    spec: ModelSpec,
+    folder: Path,
+) -> set[str]:
+    """Return the names of tensors that the checkpoint lacks and that are zero then.
+
+    Raises WeightsError if other tensors are missing, or if tensors are unexpected.
+    """
+    zeros = {name for name in wholes.keys() - found.keys() if name.endswith(spec.zero_if_absent)}
+    _complain("lacks", sorted(wholes.keys() - found.keys() - zeros), folder)
+    parts_on_disk = {part for name in wholes.keys() - zeros for part in found[name].names}
+    _complain("lacks", sorted(parts_on_disk - shard_of.keys()), folder)
+    _check_extra(sorted(found.keys() - wholes.keys()), wholes, spec, folder, shard_of)
+    return zeros
+
+
+def _filled_with_zeros(
+    wanted: dict[str, TensorMapping | Shares], absent: set[str]
+) -> dict[str, TensorMapping | Shares]:
+    """Fill the weights of absent tensors with zeros, and return the mappings of the other tensors."""
+    for name in absent & wanted.keys():
+        wanted[name].fill(torch.zeros(wanted[name].shape))
+    return {name: place for name, place in wanted.items() if name not in absent}
 
 
 def _complain(how: str, names: list[str], folder: Path) -> None:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from moiety_engine.model.batch import LatentCache
+from moiety_engine.model.rotary import GrowthTable
 from moiety_kernels.head_linear import head_linear
 from moiety_kernels.latent_input import LatentInputPlan, latent_input, latent_queries
 from moiety_kernels.linear import linear
@@ -37,6 +38,9 @@ class LatentAttention:
         self._spec, self._weights, self._rotary = spec, weights, rotary
         self._invariant = arithmetic.invariant
         self._linear = partial(linear, invariant=arithmetic.invariant)
+        self._growth = (
+            None if spec.query_growth is None else GrowthTable(spec.query_growth, weights.latent_norm_L.device)
+        )
         self._plan = LatentInputPlan(weights.latent_norm_L, weights.query_norm, spec.norm_eps)
 
     def __call__(self, x_TD: Tensor, batch: Batch, cache: Cache) -> Tensor:
@@ -46,6 +50,8 @@ class LatentAttention:
         input_TC = self._linear(x_TD, weights.input_CD, weights.input_bias_C)
         scales = cache.latent_scale_NP, cache.rotated_scale_NP
         query_TQ = latent_input(input_TC, self._plan, *tables, cache.rows_NPL, batch.slots_T, *scales)
+        if self._growth is not None:  # the projection is linear, so its input may be scaled in place of its output
+            query_TQ = query_TQ * self._growth.upto(batch.max_context).index_select(0, batch.positions_T)[:, None]
         if weights.query_up is not None:
             query_TQ = self._linear(query_TQ, weights.query_up)
         heads = (query_TQ.shape[0], spec.num_heads, spec.head_dim)

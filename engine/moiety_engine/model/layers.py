@@ -24,9 +24,9 @@ from moiety_engine.model.weights import (
     MoeWeights,
 )
 from moiety_kernels.attention_input import AttentionInputPlan, attention_input
-from moiety_kernels.gated_norm import sigmoid_gate
 from moiety_kernels.linear import linear
 from moiety_kernels.moe import dense_glu, experts
+from moiety_kernels.output_gate import output_gate
 from moiety_kernels.paged_attention import paged_attention
 from moiety_kernels.route import RoutingSpec, route
 
@@ -76,7 +76,9 @@ class GroupedQueryAttention:
         self._spec, self._weights, self._rotary, self._adapters = spec, weights, rotary, adapters
         self._linear = partial(linear, invariant=arithmetic.invariant)
         self._rounds = rounds
-        self._plan = AttentionInputPlan(weights.q_norm, weights.k_norm, norm_eps, spec.clip)
+        self._plan = AttentionInputPlan(
+            weights.q_norm, weights.k_norm, norm_eps, spec.clip, rotates_first=spec.rotates_first
+        )
 
     def __call__(self, x_TD: Tensor, batch: Batch, cache: Cache) -> Tensor:
         assert isinstance(cache, LayerCache)
@@ -113,9 +115,9 @@ class GroupedQueryAttention:
             max_context=batch.max_context,
             rounds=self._rounds,
         )
+        if spec.gate is not None and weights.gate_CD is not None:
+            out_THd = output_gate(out_THd, self._linear(x_TD, weights.gate_CD), spec.gate.kind)
         heads_TC = out_THd.view(out_THd.shape[0], -1)
-        if weights.gate_CD is not None:
-            heads_TC = sigmoid_gate(heads_TC, self._linear(x_TD, weights.gate_CD))
         out_TD = self._linear(heads_TC, weights.output_DC, weights.output_bias_D)
         return self._adapters.add(Product.OUTPUT, out_TD, heads_TC, batch.adapted)
 

@@ -52,8 +52,21 @@ class LayerNorm:
         return add_layer_norm(x_TD, delta_TD, self._weight_D, self._bias_D, self._eps)
 
 
-def make_norm(spec: NormSpec, weights: NormWeights) -> Norm:
-    """Return the normalization that the spec describes."""
+class Unnormalized:
+    """Residual stream as it is, in layers that normalize only the outputs of their halves."""
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        return x_TD
+
+    def after_adding(self, x_TD: Tensor, delta_TD: Tensor) -> tuple[Tensor, Tensor]:
+        sum_TD = x_TD + delta_TD
+        return sum_TD, sum_TD
+
+
+def make_norm(spec: NormSpec, weights: NormWeights | None) -> Norm:
+    """Return the normalization that the spec describes; `weights`: None if there is no normalization."""
+    if weights is None:
+        return Unnormalized()
     if weights.bias_D is None:
         return RmsNorm(weights.weight_D, spec.eps)
     return LayerNorm(weights.weight_D, weights.bias_D, spec.eps)

@@ -14,7 +14,7 @@ from moiety_engine.model.spec import LinearScaling, Llama3Scaling, LongRopeScali
 
 if TYPE_CHECKING:
     from moiety_engine.model.batch import Batch
-    from moiety_engine.model.spec import ModelSpec
+    from moiety_engine.model.spec import ModelSpec, QueryGrowth
 
 
 class RotaryTable:
@@ -62,6 +62,22 @@ class RotaryTable:
         return self._mixed[1]
 
 
+class GrowthTable:
+    """Factor of queries at each position, float32."""
+
+    def __init__(self, spec: QueryGrowth, device: torch.device) -> None:
+        self._spec, self._device = spec, device
+        self._factor_P = torch.empty(0, device=device)
+
+    def upto(self, num_positions: int) -> Tensor:
+        """Return factor_P with P ≥ num_positions."""
+        if num_positions > self._factor_P.shape[0]:
+            position_P = torch.arange(max(2048, 1 << (num_positions - 1).bit_length()), dtype=torch.float64)
+            steps_P = torch.floor(position_P / self._spec.original_max_positions)
+            self._factor_P = (1 + self._spec.beta * torch.log1p(steps_P)).float().to(self._device)
+        return self._factor_P
+
+
 def rotation_of(spec: ModelSpec) -> str:
     """Return a digest of the rotary frequencies of all layers."""
     digest = hashlib.blake2b(digest_size=16)
@@ -76,8 +92,10 @@ def inverse_frequencies(spec: RopeSpec) -> tuple[Tensor, float]:
     """Return (radians per position for each rotated pair, factor of cosines and sines).
 
     The order of operations is that of transformers: at 100,000 positions the last bit of a frequency changes the third
-    digit.
+    digit. A rotary width of 0 has one pair that never turns, since the kernels rotate at least one pair.
     """
+    if not spec.rotary_width:
+        return torch.zeros(1), 1.0
     exponent_R = torch.arange(0, spec.rotary_width, 2, dtype=torch.float32) / spec.rotary_width
     plain_R = 1.0 / (spec.theta**exponent_R)
     match spec.scaling:

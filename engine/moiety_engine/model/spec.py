@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from moiety_kernels.moe.activation import SILU, Activation
+from moiety_kernels.output_gate import GateKind
 from moiety_kernels.quantization.weight import WeightFormat
 from moiety_kernels.route.spec import RoutingSpec
 
@@ -80,9 +81,10 @@ RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
 class RopeSpec:
     """Rotary embedding of the first `rotary_width` entries of each head.
 
-    Entries i and i + rotary_width / 2 form a rotated pair. If `interleaved`, the checkpoint has the entries of a pair
-    next to each other, and its rows are reordered at loading. `axes`: M-RoPE (Wang et al. 2024): numbers of pairs that
-    turn by the temporal, the vertical and the horizontal position of an image's token; see `axis_of_pair`.
+    Entries i and i + rotary_width / 2 form a rotated pair; a width of 0 means no rotation (`NO_ROPE`). If
+    `interleaved`, the checkpoint has the entries of a pair next to each other, and its rows are reordered at loading.
+    `axes`: M-RoPE (Wang et al. 2024): numbers of pairs that turn by the temporal, the vertical and the horizontal
+    position of an image's token; see `axis_of_pair`.
     """
 
     theta: float
@@ -101,13 +103,36 @@ class RopeSpec:
         return tuple(axis)
 
 
+NO_ROPE = RopeSpec(theta=1.0, rotary_width=0)  # attention without positions (NoPE, Kazemnejad et al. 2023)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputGateSpec:
+    """Gate of attention's output (Qiu et al. 2025, arXiv 2505.06708); `per_head`: one gate for all values of a head."""
+
+    kind: GateKind
+    per_head: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class QueryGrowth:
+    """Growth of queries with the position, which keeps attention focused in long contexts (Llama 4).
+
+    Queries at position p are multiplied by 1 + beta · ln(1 + floor(p / original_max_positions)).
+    """
+
+    beta: float
+    original_max_positions: int
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """Grouped-query attention.
 
     `scale`: factor of scores before the softmax. `qk_norm`: RMS normalization of each head, or of the whole width of
-    all heads. `sinks`: attention sinks: each head has an extra score in the softmax without a value. `output_gate`: the
-    output of all heads is multiplied by the sigmoid of another projection of the token.
+    all heads, before the rotation or, with `rotates_first`, after it. `sinks`: attention sinks: each head has an extra
+    score in the softmax without a value. `gate`: the output of heads is multiplied by an activation of a projection of
+    the layer's input.
     """
 
     num_heads: int
@@ -121,12 +146,20 @@ class AttentionSpec:
     clip: float | None = None
     window: int | None = None
     sinks: bool = False
-    output_gate: bool = False
+    rotates_first: bool = False
+    gate: OutputGateSpec | None = None
 
     @property
     def q_width(self) -> int:
         """Width of all query heads."""
         return self.num_heads * self.head_dim
+
+    @property
+    def gate_width(self) -> int:
+        """Number of gates of the output; 0 if it has none."""
+        if self.gate is None:
+            return 0
+        return self.num_heads if self.gate.per_head else self.q_width
 
     @property
     def kv_width(self) -> int:
@@ -162,6 +195,7 @@ class LatentAttentionSpec:
     input_bias: bool = False  # bias of the projections into latent rows
     output_bias: bool = False
     norm_eps: float = 1e-6  # independent of the other norms
+    query_growth: QueryGrowth | None = None
 
     @property
     def head_dim(self) -> int:
@@ -302,13 +336,16 @@ class NormSpec:
 class LayerSpec:
     """One decoder layer: norm → attention → add → norm → feed-forward → add.
 
-    `post_norms`: the outputs of attention and feed-forward are normalized too before the addition. `only_experts`: this
-    rank has only the held routed experts; the rest of the layer is on other ranks.
+    `pre_norms`: the inputs of attention and feed-forward are normalized. `attention_post_norm`, `ffn_post_norm`: the
+    output of attention or of the feed-forward is normalized before the addition. `only_experts`: this rank has only the
+    held routed experts; the rest of the layer is on other ranks.
     """
 
     attention: AttentionSpec | LatentAttentionSpec | GatedDeltaSpec
     ffn: DenseSpec | MoeSpec
-    post_norms: bool = False
+    attention_post_norm: bool = False
+    ffn_post_norm: bool = False
+    pre_norms: bool = True
     only_experts: bool = False
 
 
@@ -364,10 +401,11 @@ class ModelSpec:
     `embedding_multiplier`, `residual_multiplier`, `logits_multiplier`: factors of the embeddings, of the layers' two
     contributions to the residual stream, and of the logits. `logit_softcap`: bound of the logits, applied with tanh.
     `weight_format`: format of a checkpoint whose weights (for mxfp4: experts) are quantized. `ignored_prefixes`:
-    prefixes of tensors in the checkpoint that decoding does not use. `mtp`: the multi-token prediction layer after the
-    last layer, if there is one; it predicts a token from the token before it and the hidden state before that.
-    `mtp_after`: set if this spec is itself that of an MTP layer: the number of layers of its model, whose vocabulary it
-    uses. `vision`: the encoder of images, if the model has one.
+    prefixes of tensors in the checkpoint that decoding does not use. `zero_if_absent`: suffixes of tensors that are
+    zero if the checkpoint lacks them. `mtp`: the multi-token prediction layer after the last layer, if there is one; it
+    predicts a token from the token before it and the hidden state before that. `mtp_after`: set if this spec is itself
+    that of an MTP layer: the number of layers of its model, whose vocabulary it uses. `vision`: the encoder of images,
+    if the model has one.
     """
 
     family: str
@@ -385,6 +423,7 @@ class ModelSpec:
     logit_softcap: float | None = None
     weight_format: WeightFormat | None = None
     ignored_prefixes: tuple[str, ...] = ()
+    zero_if_absent: tuple[str, ...] = ()
     mtp: LayerSpec | None = None
     mtp_after: int | None = None
     vision: VisionSpec | None = None

@@ -39,10 +39,17 @@ if TYPE_CHECKING:
 
 _EXPERT = re.compile(r"\bexperts\.(\d+)\.")
 _LAYER = re.compile(r"\blayers\.(-?\d+)\.")
-_OF_EXPERTS = re.compile(r"\bexperts\.|\b(?:input|output)_linear\.")
-_HALVES = re.compile(r"\b(?:experts\.gate_up_proj|input_linear\.weight)$")  # rows of gate, then as many rows of up
+_OF_EXPERTS = re.compile(r"\bexperts\.(?!e_score)|\bblock_sparse_moe\.(?:input|output)_linear\.")
+_HALVES = re.compile(
+    r"\b(?:experts\.gate_up_proj|block_sparse_moe\.input_linear\.weight)$"
+)  # rows of gate, then as many rows of up
 _MOST_PIECES = 64  # largest number of pieces that an error message suggests
-_ADDED_ONCE = ("o_proj.bias", "down_proj.bias", "down_proj_bias")  # biases of sums over ranks: only one rank adds them
+_ADDED_ONCE = (
+    "o_proj.bias",
+    "attention.dense.bias",
+    "down_proj.bias",
+    "down_proj_bias",
+)  # biases of sums over ranks: only one rank adds them
 
 
 def own_spec(spec: ModelSpec, seat: Seat) -> ModelSpec:
@@ -78,7 +85,7 @@ def own_places(
             continue
         name = _of_layer(_of_expert(own, own_name), first_layer)
         assert name not in cut, f"{name} must be cut like its counterpart on the rank"
-        cut[name] = _cut(name, place, wholes[name].shape, seat)
+        cut[name] = _cut(name, place, wholes[name], seat)
     return cut
 
 
@@ -240,8 +247,11 @@ def _of_expert(own: ModelSpec, name: str) -> str:
 # ── the rank's parts of tensors ──
 
 
-def _cut(name: str, place: TensorMapping | Shares, whole: tuple[int, ...], seat: Seat) -> TensorMapping | Shares:
-    """Return the mapping of the rank's part of a tensor with the shape `whole`."""
+def _cut(
+    name: str, place: TensorMapping | Shares, of_whole: TensorMapping | Shares, seat: Seat
+) -> TensorMapping | Shares:
+    """Return the mapping of the rank's part of a tensor with the mapping `of_whole`."""
+    whole = of_whole.shape
     of_experts = _OF_EXPERTS.search(name) is not None
     index = seat.cut_rank if of_experts else seat.tp_rank
     if name.endswith(_ADDED_ONCE) and index:
@@ -250,8 +260,8 @@ def _cut(name: str, place: TensorMapping | Shares, whole: tuple[int, ...], seat:
     if place.shape == whole and not stacked:
         return place
     parts = seat.expert_cuts if of_experts else seat.layout.tp
-    if isinstance(place, TensorMapping) and place.sections:
-        return _of_sections(place, whole, index)
+    if isinstance(place, TensorMapping) and isinstance(of_whole, TensorMapping) and place.sections:
+        return _of_sections(place, of_whole, index, parts)
     ranges = [_range(full, own, index, parts) for own, full in zip(place.shape, whole, strict=True)]
     if stacked:
         assert isinstance(place, TensorMapping)
@@ -264,16 +274,15 @@ def _cut(name: str, place: TensorMapping | Shares, whole: tuple[int, ...], seat:
     return _taking(place, whole, lambda source: source[tuple(ranges)])
 
 
-def _of_sections(place: TensorMapping, whole: tuple[int, ...], index: int) -> TensorMapping:
-    """Return the mapping of the rank's rows of each section of a tensor."""
-    more, own = whole[0] // place.shape[0], place.sections
+def _of_sections(place: TensorMapping, of_whole: TensorMapping, index: int, parts: int) -> TensorMapping:
+    """Return the mapping of the rank's part of a tensor that joins sections, each of which is cut alone."""
+    ranges = [_range(full, own, index, parts) for own, full in zip(place.sections, of_whole.sections, strict=True)]
 
-    def rows_of_rank(source: Tensor) -> Tensor:
-        sections = torch.split(source, [more * rows for rows in own])
-        parts = [part[index * rows : (index + 1) * rows] for part, rows in zip(sections, own, strict=True)]
-        return torch.cat(parts)
+    def of_each(source: Tensor) -> Tensor:
+        sections = torch.split(source, list(of_whole.sections))
+        return torch.cat([rows[of_rank] for rows, of_rank in zip(sections, ranges, strict=True)])
 
-    return _part(place, whole, rows_of_rank)
+    return _part(place, of_whole.shape, of_each)
 
 
 def _range(full: int, own: int, index: int, parts: int) -> slice:

@@ -42,7 +42,7 @@ class AttentionWeights:
     q_norm: Tensor | None  # float32, head width or width of all heads
     k_norm: Tensor | None
     sinks_H: Tensor | None  # float32
-    gate_CD: Weight | None = None  # of the output of all heads
+    gate_CD: Weight | None  # of the output
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +103,9 @@ class NormWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    attention_norm: NormWeights
+    attention_norm: NormWeights | None
     attention: AttentionWeights | LatentAttentionWeights | GatedDeltaWeights
-    ffn_norm: NormWeights
+    ffn_norm: NormWeights | None
     ffn: DenseWeights | MoeWeights
     attention_post_norm: NormWeights | None
     ffn_post_norm: NormWeights | None
@@ -289,12 +289,12 @@ class _Allocator:
     def layer(self, one: LayerSpec) -> LayerWeights:
         ffn = self.experts(one.ffn) if isinstance(one.ffn, MoeSpec) else self.dense(one.ffn)
         return LayerWeights(
-            attention_norm=self.norm(),
+            attention_norm=self.norm() if one.pre_norms else None,
             attention=self.attention(one.attention),
-            ffn_norm=self.norm(),
+            ffn_norm=self.norm() if one.pre_norms else None,
             ffn=ffn,
-            attention_post_norm=self.norm() if one.post_norms else None,
-            ffn_post_norm=self.norm() if one.post_norms else None,
+            attention_post_norm=self.norm() if one.attention_post_norm else None,
+            ffn_post_norm=self.norm() if one.ffn_post_norm else None,
         )
 
     def attention(
@@ -340,7 +340,7 @@ class _Allocator:
             q_norm=None if a.qk_norm == "none" else self.vector(a.q_width if full else a.head_dim),
             k_norm=None if a.qk_norm == "none" else self.vector(a.kv_width if full else a.head_dim),
             sinks_H=self.vector(a.num_heads) if a.sinks else None,
-            gate_CD=self.product(a.q_width, size) if a.output_gate else None,
+            gate_CD=self.product(a.gate_width, size) if a.gate is not None else None,
         )
 
     def dense(self, f: DenseSpec) -> DenseWeights:

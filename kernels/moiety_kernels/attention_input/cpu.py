@@ -49,6 +49,7 @@ class AttentionInputArguments(NamedTuple):
     cache_itemsize: Int64  # 4 for float32, 2 for bfloat16
     eps: Float64
     clip: Float64  # or infinity
+    rotates_first: Int64  # whether the rotation comes before the normalisation
 
 
 def fits(qkv_TC: Tensor, cos_PR: Tensor, positions_T: Tensor, k_cache_NGPd: Tensor, slots_T: Tensor) -> bool:
@@ -103,6 +104,7 @@ def attention_input(
             cache_itemsize=k_cache_NGPd.itemsize,
             eps=plan.norm_eps,
             clip=math.inf if plan.clip is None else plan.clip,
+            rotates_first=plan.rotates_first,
         ),
     )
     return qkv_TC.as_strided((tokens, q_width // width, width), (fused, width, 1))
@@ -136,14 +138,17 @@ def _task(args: AttentionInputArguments, task: int, scratch: int) -> None:
     for t in range(task * _BLOCK, min(tokens, (task + 1) * _BLOCK)):
         q = qkv_TC + 4 * fused * t
         k = q + 4 * heads * width
+        at = 4 * pairs * load_i64(positions_T, t)
+        if args.rotates_first:
+            rotate_heads(q, heads + kv_heads, width, pairs, cos_PR + at, sin_PR + at)
         if q_norm:
             _normalize(q, heads * width, q_norm, args.q_norm_width, eps)
             _normalize(k, kv_heads * width, k_norm, args.k_norm_width, eps)
         if clip < math.inf:
             for i in range(fused):
                 store_f32(q, i, min(max(load_f32(q, i), -clip), clip))
-        at = 4 * pairs * load_i64(positions_T, t)
-        rotate_heads(q, heads + kv_heads, width, pairs, cos_PR + at, sin_PR + at)
+        if not args.rotates_first:
+            rotate_heads(q, heads + kv_heads, width, pairs, cos_PR + at, sin_PR + at)
         slot = load_i64(slots_T, t)
         if slot < 0:
             continue

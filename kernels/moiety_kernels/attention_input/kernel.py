@@ -128,6 +128,7 @@ def _launch(
         0.0 if clip is None else clip,
         **shape,
         CLIP=clip is not None,
+        ROTATES_FIRST=plan is not None and plan.rotates_first,
     )
 
 
@@ -209,6 +210,7 @@ def _attention_input(
     REST_BLOCK: tl.constexpr,
     NORM: tl.constexpr,
     CLIP: tl.constexpr,
+    ROTATES_FIRST: tl.constexpr,
 ):
     """Process the heads of one token.
 
@@ -223,7 +225,7 @@ def _attention_input(
             _heads(
                 p_q + i_token * q_token, q_head, p_out + i_token * out_token, out_head, program, heads, heads,
                 None, 0, p_q_norm, p_cos, p_sin, p_positions, i_token, eps, clip,
-                Q_HEADS, WIDTH, PAIRS, PAIRS_BLOCK, REST_BLOCK, NORM, CLIP, True,
+                Q_HEADS, WIDTH, PAIRS, PAIRS_BLOCK, REST_BLOCK, NORM, CLIP, True, ROTATES_FIRST,
             )  # fmt: skip
     if p_k is not None:  # noqa: SIM102 - likewise
         if program >= q_programs:
@@ -237,7 +239,7 @@ def _attention_input(
                     program - q_programs, kv_heads, held,
                     None if p_k_scale is None else p_k_scale + first_scale, places,
                     p_k_norm, p_cos, p_sin, p_positions, i_token, eps, clip,
-                    KV_HEADS, WIDTH, PAIRS, PAIRS_BLOCK, REST_BLOCK, NORM, CLIP, True,
+                    KV_HEADS, WIDTH, PAIRS, PAIRS_BLOCK, REST_BLOCK, NORM, CLIP, True, ROTATES_FIRST,
                 )  # fmt: skip
             else:
                 _heads(
@@ -245,7 +247,7 @@ def _attention_input(
                     program - q_programs - kv_programs, kv_heads, held,
                     None if p_v_scale is None else p_v_scale + first_scale, places,
                     p_k_norm, p_cos, p_sin, p_positions, i_token, eps, clip,
-                    KV_HEADS, WIDTH, PAIRS, PAIRS_BLOCK, REST_BLOCK, "none", CLIP, False,
+                    KV_HEADS, WIDTH, PAIRS, PAIRS_BLOCK, REST_BLOCK, "none", CLIP, False, False,
                 )  # fmt: skip
 
 
@@ -275,6 +277,7 @@ def _heads(
     NORM: tl.constexpr,
     CLIP: tl.constexpr,
     ROTATE: tl.constexpr,
+    ROTATES_FIRST: tl.constexpr,
 ):
     """Write HEADS of the `heads` at p_source to the target; only the first `held` heads are stored.
 
@@ -283,6 +286,8 @@ def _heads(
     i_head = program * HEADS + tl.arange(0, HEADS)
     p_row = p_source + i_head.to(tl.int64)[:, None] * source_head
     first, second, rest = _load(p_row, i_head, heads, WIDTH, PAIRS, PAIRS_BLOCK, REST_BLOCK)
+    if ROTATES_FIRST and PAIRS > 0:
+        first, second = _turned(first, second, p_cos, p_sin, p_positions, i_token, PAIRS, PAIRS_BLOCK)
     if NORM != "none":
         total = _squares(first) + _squares(second) + _squares(rest)  # [HEADS]
         if NORM == "head":
@@ -296,13 +301,8 @@ def _heads(
         rest = _scaled(rest, factor, weights[2])
     if CLIP:
         first, second, rest = _clamped(first, clip), _clamped(second, clip), _clamped(rest, clip)
-    if ROTATE and PAIRS > 0:
-        i_pair = tl.arange(0, PAIRS_BLOCK)
-        i_angle = tl.load(p_positions + i_token).to(tl.int64) * PAIRS + i_pair
-        cos = tl.load(p_cos + i_angle, mask=i_pair < PAIRS, other=0.0)[None, :]
-        sin = tl.load(p_sin + i_angle, mask=i_pair < PAIRS, other=0.0)[None, :]
-        a, b = first.to(tl.float32), second.to(tl.float32)
-        first, second = (a * cos - b * sin).to(first.dtype), (b * cos + a * sin).to(first.dtype)
+    if ROTATE and not ROTATES_FIRST and PAIRS > 0:
+        first, second = _turned(first, second, p_cos, p_sin, p_positions, i_token, PAIRS, PAIRS_BLOCK)
     if p_scale is not None:
         largest = tl.maximum(tl.maximum(_largest(first), _largest(second)), _largest(rest))
         scale = tl.div_rn(tl.where(largest > 0, largest, 1.0), 127.0)
@@ -317,6 +317,17 @@ def _heads(
     tl.store(p_row + i_pair, kept(first, p_row), mask=m_pair)
     tl.store(p_row + PAIRS + i_pair, kept(second, p_row), mask=m_pair)
     tl.store(p_row + 2 * PAIRS + i_rest, kept(rest, p_row), mask=m_rest)
+
+
+@triton.jit
+def _turned(first, second, p_cos, p_sin, p_positions, i_token, PAIRS: tl.constexpr, PAIRS_BLOCK: tl.constexpr):
+    """Return both entries of the rotated pairs of some heads, turned by the token's position."""
+    i_pair = tl.arange(0, PAIRS_BLOCK)
+    i_angle = tl.load(p_positions + i_token).to(tl.int64) * PAIRS + i_pair
+    cos = tl.load(p_cos + i_angle, mask=i_pair < PAIRS, other=0.0)[None, :]
+    sin = tl.load(p_sin + i_angle, mask=i_pair < PAIRS, other=0.0)[None, :]
+    a, b = first.to(tl.float32), second.to(tl.float32)
+    return (a * cos - b * sin).to(first.dtype), (b * cos + a * sin).to(first.dtype)
 
 
 @triton.jit
@@ -391,6 +402,7 @@ def compile_cases() -> list[CompileCase]:
         "widest row": (128, 128, 128, 64, _OF_ROW, False),
         "glm4_moe": (96, 8, 128, 32, _OF_HEAD, False),
         "phi": (32, 32, 80, 16, _NONE, False),
+        "hunyuan_v1_moe": (32, 8, 128, 64, _OF_HEAD, False),
         "rope": (128, 0, 64, 32, _NONE, False),
         "kv_store": (0, 8, 128, 0, _NONE, False),
         "int8": (32, 4, 128, 64, _OF_HEAD, False),
@@ -399,7 +411,10 @@ def compile_cases() -> list[CompileCase]:
     caches = {"int8": "*i8", "fp8": "*fp8e4nv"}
     cases = []
     for name, (heads, kv_heads, width, pairs, norm, clip) in families.items():
-        constants = _shape(heads, kv_heads, width, pairs, norm) | {"CLIP": clip}
+        constants = _shape(heads, kv_heads, width, pairs, norm) | {
+            "CLIP": clip,
+            "ROTATES_FIRST": name == "hunyuan_v1_moe",
+        }
         warps = constants.pop("num_warps")
         absent: tuple[str, ...] = () if heads else ("p_q", "p_out", "p_cos", "p_sin", "p_positions")
         absent += () if kv_heads else ("p_k", "p_v", "p_k_cache", "p_v_cache", "p_slots")

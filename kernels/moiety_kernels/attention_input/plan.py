@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from moiety_kernels.checks import require
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -14,10 +16,15 @@ class AttentionInputPlan:
     """Normalisation and clipping of queries, keys and values.
 
     `q_norm` and `k_norm`, float32: RMS weights as wide as one head, or as all heads together, or None. Values beyond
-    ±clip are clipped afterwards.
+    ±clip are clipped afterwards. `rotates_first`: the rotation comes before normalisation, which is then that of
+    heads, without clipping.
     """
 
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     norm_eps: float = 0.0
     clip: float | None = None
+    rotates_first: bool = False
+
+    def __post_init__(self) -> None:
+        require(not self.rotates_first or self.clip is None, "what is rotated first cannot be clipped")

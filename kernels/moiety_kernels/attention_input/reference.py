@@ -34,12 +34,16 @@ def attention_input(
     kv_width = num_kv_heads * width
     q, k, v = qkv_TC.tensor_split([qkv_TC.shape[1] - 2 * kv_width, qkv_TC.shape[1] - kv_width], dim=1)
     tokens = qkv_TC.shape[0]
+    if plan.rotates_first:
+        q = rope(q.reshape(tokens, -1, width), cos_PR, sin_PR, positions_T)
+        k = rope(k.reshape(tokens, -1, width), cos_PR, sin_PR, positions_T)
     if plan.q_norm is not None and plan.k_norm is not None:
         q = rms_norm(q.reshape(tokens, -1, plan.q_norm.shape[0]), plan.q_norm, plan.norm_eps)
         k = rms_norm(k.reshape(tokens, -1, plan.k_norm.shape[0]), plan.k_norm, plan.norm_eps)
     if plan.clip is not None:
         q, k, v = (part.clamp(-plan.clip, plan.clip) for part in (q, k, v))
-    q_THd = rope(q.reshape(tokens, -1, width), cos_PR, sin_PR, positions_T)
-    k_TGd = rope(k.reshape(tokens, -1, width), cos_PR, sin_PR, positions_T)
+    q_THd, k_TGd = q.reshape(tokens, -1, width), k.reshape(tokens, -1, width)
+    if not plan.rotates_first:
+        q_THd, k_TGd = (rope(part, cos_PR, sin_PR, positions_T) for part in (q_THd, k_TGd))
     kv_store(k_TGd, v.reshape(tokens, -1, width), k_cache_NGPd, v_cache_NGPd, slots_T, k_scale_NGP, v_scale_NGP)
     return q_THd

@@ -17,15 +17,6 @@ _cpu = when_asked(__name__, "cpu")
 _kernel = when_asked(__name__, "kernel")
 
 
-def sigmoid_gate(x_TC: Tensor, gate_TC: Tensor) -> Tensor:
-    """Return x · sigmoid(gate), computed in float32, in x's dtype: the output gate of attention (Qwen3-Next)."""
-    require_shape("gate", gate_TC, tuple(x_TC.shape))
-    if x_TC.is_cpu and _cpu().fits_gate(x_TC, gate_TC):
-        fast: Tensor = _cpu().sigmoid_gate(x_TC, gate_TC)
-        return fast
-    return reference.sigmoid_gate(x_TC, gate_TC)
-
-
 def gated_norm(x_TMV: Tensor, gate_TMV: Tensor, weight_MV: Tensor, eps: float, gate: Gate = "silu") -> Tensor:
     """Return rms_norm(x) · weight · gate(z) over the last dimension, computed in float32, in x's dtype.
 

@@ -20,8 +20,3 @@ def gated_norm(x_TMV: Tensor, gate_TMV: Tensor, weight_MV: Tensor, eps: float, g
     if gate != "silu_first":
         normed = normed * (silu(gate_TMV.float()) if gate == "silu" else gate_TMV.float().sigmoid())
     return normed.to(x_TMV.dtype)
-
-
-def sigmoid_gate(x_TC: Tensor, gate_TC: Tensor) -> Tensor:
-    """Return x · sigmoid(gate), in x's dtype."""
-    return (x_TC.float() * gate_TC.float().sigmoid()).to(x_TC.dtype)

@@ -61,4 +61,6 @@ def _check(logits_TE: Tensor, spec: RoutingSpec, bias_E: Tensor | None) -> None:
     if bias_E is not None:
         require_shape("bias", bias_E, (spec.num_experts,))
         require(bias_E.dtype is torch.float32, "the bias must be float32")
-        require(spec.scoring in ("softmax", "sigmoid"), "only scores by softmax and sigmoid take a bias")
+        require(
+            spec.scoring in ("softmax", "sigmoid", "sigmoid_chosen"), "only scores by softmax and sigmoid take a bias"
+        )

@@ -23,10 +23,11 @@ if TYPE_CHECKING:
     from moiety_kernels.route.spec import RoutingSpec
 
 _BLOCK = 64  # tokens per task
-_SOFTMAX, _SIGMOID, _SOFTMAX_CHOSEN, _SPARSE_MIXER = range(4)
+_SOFTMAX, _SIGMOID, _SOFTMAX_CHOSEN, _SPARSE_MIXER, _SIGMOID_CHOSEN = range(5)
 _SCORINGS = {
     "softmax": _SOFTMAX,
     "sigmoid": _SIGMOID,
+    "sigmoid_chosen": _SIGMOID_CHOSEN,
     "softmax_chosen": _SOFTMAX_CHOSEN,
     "sparse_mixer": _SPARSE_MIXER,
 }
@@ -170,6 +171,8 @@ def _take(args: RouteArguments, row: int, experts: int, ranks: int, scores: int,
         store_i32(chosen, k, best)
         if scoring == _SOFTMAX_CHOSEN:
             weight = math.exp(weight - load_f32(scores, load_i32(chosen, 0)))
+        elif scoring == _SIGMOID_CHOSEN:
+            weight = 1.0 / (1.0 + math.exp(-weight))
         elif scoring == _SPARSE_MIXER:
             weight = _share_among_near(row, experts, ranks, best, 2 * args.jitter)
         taken += weight

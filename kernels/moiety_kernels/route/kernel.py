@@ -131,6 +131,8 @@ def _route(
         weight = tl.where(i_k[None, :] == k, own[:, None], weight)
         expert = tl.where(i_k[None, :] == k, (best // SP * SIZE + best % SP)[:, None], expert)
         free = tl.where(hit, 0, free)
+    if SCORING == "sigmoid_chosen":
+        weight = 1 / (1 + tl.exp(-weight))
     if SCORING == "softmax_chosen":
         weight = tl.exp(weight - tl.max(tl.where(i_k[None, :] < TOP_K, weight, -float("inf")), axis=1)[:, None])
         weight /= tl.sum(tl.where(i_k[None, :] < TOP_K, weight, 0.0), axis=1)[:, None]
@@ -185,6 +187,7 @@ def compile_cases() -> list[CompileCase]:
         "deepseek_v2": RoutingSpec(160, 6, renormalize=False, num_groups=8, top_groups=3, scale=16.0),
         "deepseek_v3": RoutingSpec(256, 8, True, "sigmoid", 8, 4, "best_two", scale=2.5),
         "gpt_oss": RoutingSpec(32, 4, renormalize=False, scoring="softmax_chosen"),
+        "kolibri1": RoutingSpec(384, 6, renormalize=False, scoring="sigmoid_chosen"),
         "phimoe": RoutingSpec(16, 2, renormalize=False, scoring="sparse_mixer", jitter=0.01),
     }
     types = {"p_logits": "*bf16", "p_bias": "*fp32", "p_weight": "*fp32", "p_expert": "*i32"}
@@ -193,6 +196,6 @@ def compile_cases() -> list[CompileCase]:
     odd = frozenset(_CHANGING)
     cases = []
     for name, spec in families.items():
-        shape = _constants(spec, None) | {"BIASED": spec.scoring == "sigmoid", "TOKENS": _TOKENS}
+        shape = _constants(spec, None) | {"BIASED": spec.scoring.startswith("sigmoid"), "TOKENS": _TOKENS}
         cases.append(CompileCase(f"route {name}", _route, types, shape, num_warps=4, unaligned=odd))
     return cases + grouping_cases()

@@ -23,6 +23,10 @@ def route(logits_TE: Tensor, spec: RoutingSpec, bias_E: Tensor | None = None) ->
     if spec.scoring == "softmax_chosen":
         chosen_TK, expert_TK = torch.topk(logits_TE, spec.top_k, dim=-1)
         weight_TK = torch.softmax(chosen_TK, dim=-1)
+    elif spec.scoring == "sigmoid_chosen":
+        ranks_TE = logits_TE if bias_E is None else logits_TE + bias_E
+        expert_TK = torch.topk(ranks_TE, spec.top_k, dim=-1).indices
+        weight_TK = torch.sigmoid(logits_TE.gather(1, expert_TK))
     elif spec.scoring == "sparse_mixer":
         weight_TK, expert_TK = _sparse_mixer(logits_TE, spec)
     else:

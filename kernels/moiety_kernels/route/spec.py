@@ -15,6 +15,7 @@ class RoutingSpec:
     `scoring`:
     - "softmax" over all experts;
     - "sigmoid" of each logit alone (DeepSeek-V3);
+    - "sigmoid_chosen": the logits choose, and the weights are the sigmoids of the chosen ones (Kolibri);
     - "softmax_chosen": the logits choose, and the weights are a softmax over the chosen ones (gpt-oss, Granite);
     - "sparse_mixer" (Liu et al. 2024, PhiMoE), in its form for inference: the two best logits, each weighted by a
       softmax over the logits, without those chosen before, that lie within twice `jitter` of it, relative to their own
@@ -31,7 +32,7 @@ class RoutingSpec:
     num_experts: int
     top_k: int
     renormalize: bool
-    scoring: Literal["softmax", "sigmoid", "softmax_chosen", "sparse_mixer"] = "softmax"
+    scoring: Literal["softmax", "sigmoid", "sigmoid_chosen", "softmax_chosen", "sparse_mixer"] = "softmax"
     num_groups: int = 1
     top_groups: int = 1
     group_score: Literal["best", "best_two"] = "best"

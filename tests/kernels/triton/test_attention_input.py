@@ -52,9 +52,10 @@ def assert_agrees(
     fused = (heads[0] + 2 * heads[1]) * width
     qkv = torch.randn(tokens, fused + 5, device=device).to(dtype)[:, :fused]
     cos, sin = tables(pairs, device)
-    sizes = {"none": None, "head": (width, width), "row": (heads[0] * width, heads[1] * width)}[norm]
+    rotates_first = norm == "head of rotated"
+    sizes = {"none": None, "row": (heads[0] * width, heads[1] * width)}.get(norm, (width, width))
     q_norm, k_norm = (None, None) if sizes is None else (torch.rand(size, device=device) + 0.5 for size in sizes)
-    plan = AttentionInputPlan(q_norm, k_norm, norm_eps=1e-6, clip=clip)
+    plan = AttentionInputPlan(q_norm, k_norm, norm_eps=1e-6, clip=clip, rotates_first=rotates_first)
     positions, slots = torch.randint(0, POSITIONS, (tokens,), device=device), some_slots(tokens, device)
     ours, theirs = (poisoned_caches(heads[1], width, dtype, device) for _ in range(2))
     q_ours = kernels.attention_input(qkv, plan, cos, sin, positions, *ours[:, 1:-1], slots)
@@ -127,6 +128,7 @@ CASES: list[tuple[tuple[int, int], int, int, str, float | None]] = [
     ((4, 1), 8, 4, "none", None),
     ((4, 2), 20, 10, "head", None),
     ((6, 2), 16, 3, "head", 0.5),
+    ((5, 1), 20, 6, "head of rotated", None),
     ((3, 3), 24, 12, "row", 0.7),
     ((40, 5), 64, 32, "none", None),
 ]

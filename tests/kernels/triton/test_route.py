@@ -81,6 +81,7 @@ SPECS = {
         64, 8, renormalize=True, scoring="sigmoid", num_groups=8, top_groups=4, group_score="best_two", scale=2.5
     ),
     "sigmoid": RoutingSpec(128, 8, renormalize=True, scoring="sigmoid"),
+    "sigmoid of the chosen": RoutingSpec(24, 3, renormalize=True, scoring="sigmoid_chosen", scale=1.5),
     "sparse mixer": RoutingSpec(16, 2, renormalize=False, scoring="sparse_mixer", jitter=0.1),
 }
 
@@ -90,7 +91,7 @@ def assert_routed_alike(kernels: Any, name: str, tokens: int, dtype: torch.dtype
     spec = SPECS[name]
     values = torch.rand(tokens, spec.num_experts + 3, device=device).argsort(dim=1) / 16 - spec.num_experts / 32
     logits = values.to(dtype)[:, : spec.num_experts]
-    takes_bias = spec.scoring in ("softmax", "sigmoid")
+    takes_bias = spec.scoring in ("softmax", "sigmoid", "sigmoid_chosen")
     bias = torch.randn(spec.num_experts, device=device) if biased and takes_bias else None
     weight, expert = reference.route(logits, spec, bias)
     ours = kernels.route(logits, spec, bias)

@@ -11,25 +11,39 @@ from typing import TYPE_CHECKING, Any
 
 from moiety_engine.model.checkpoint_formats.reading import read_quantization
 from moiety_engine.model.errors import ConfigError, UnsupportedModelError
+from moiety_engine.model.families.afmoe import afmoe, afmoe_features
 from moiety_engine.model.families.config import Config, Features, checkpoint_dtype, quantization_settings
 from moiety_engine.model.families.deepseek import (
+    axk1,
+    axk1_features,
     deepseek_v2,
     deepseek_v2_features,
     deepseek_v3,
     deepseek_v3_features,
+    glm4_moe_lite,
+    glm4_moe_lite_features,
+    mistral4,
+    sarvam_mla,
+    sarvam_mla_features,
 )
 from moiety_engine.model.families.defaults import filled, under_own_names
 from moiety_engine.model.families.dots import dots1
 from moiety_engine.model.families.ernie import ernie4_5_moe, ernie_features
+from moiety_engine.model.families.exaone import exaone_features, exaone_moe
 from moiety_engine.model.families.gemma import gemma3, gemma3_features, gemma3_text_config
-from moiety_engine.model.families.glm import glm4_moe, glm_features
+from moiety_engine.model.families.glm import glm4_moe, glm_features, solar_open
 from moiety_engine.model.families.gpt_oss import gpt_oss
-from moiety_engine.model.families.granite import granite, granite_features, granitemoe
+from moiety_engine.model.families.granite import granite, granite_features, granitemoe, granitemoe_swa, granitemoeshared
+from moiety_engine.model.families.hunyuan import hunyuan_v1_moe
+from moiety_engine.model.families.hy import hy_v3, hy_v3_features
 from moiety_engine.model.families.ignored import Noting, ignored_of
+from moiety_engine.model.families.kolibri import kolibri1
+from moiety_engine.model.families.laguna import laguna, mellum, mellum_features
 from moiety_engine.model.families.llama import llama
+from moiety_engine.model.families.minimax import minimax_m2, minimax_m2_features
 from moiety_engine.model.families.mistral import mistral
 from moiety_engine.model.families.mixtral import mixtral
-from moiety_engine.model.families.olmoe import olmoe
+from moiety_engine.model.families.olmoe import flex_olmo, olmoe
 from moiety_engine.model.families.phimoe import phimoe, phimoe_features
 from moiety_engine.model.families.qwen import qwen2, qwen2_moe, qwen3, qwen3_moe
 from moiety_engine.model.families.qwen_next import qwen3_5, qwen3_5_moe, qwen3_next, qwen3_next_features
@@ -44,18 +58,33 @@ if TYPE_CHECKING:
     from moiety_engine.model.checkpoint_formats.tensor_source import StoredQuantization
 
 FAMILIES: dict[str, Callable[[Config, int], LayerSpec]] = {
+    "afmoe": afmoe,
+    "axk1": axk1,
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
     "dots1": dots1,
     "ernie4_5_moe": ernie4_5_moe,
+    "exaone_moe": exaone_moe,
+    "flex_olmo": flex_olmo,
     "gemma3": gemma3,
     "gemma3_text": gemma3,
     "glm4_moe": glm4_moe,
+    "glm4_moe_lite": glm4_moe_lite,
     "gpt_oss": gpt_oss,
     "granite": granite,
     "granitemoe": granitemoe,
+    "granitemoe_swa": granitemoe_swa,
+    "granitemoeshared": granitemoeshared,
+    "hunyuan_v1_moe": hunyuan_v1_moe,
+    "hy_v3": hy_v3,
+    "kimi_k2": deepseek_v3,
+    "kolibri1": kolibri1,
+    "laguna": laguna,
     "llama": llama,
+    "mellum": mellum,
+    "minimax_m2": minimax_m2,
     "mistral": mistral,
+    "mistral4": mistral4,
     "mixtral": mixtral,
     "olmoe": olmoe,
     "phimoe": phimoe,
@@ -69,17 +98,30 @@ FAMILIES: dict[str, Callable[[Config, int], LayerSpec]] = {
     "qwen3_moe": qwen3_moe,
     "qwen3_next": qwen3_next,
     "qwen3_vl_moe": qwen3_vl_moe,
+    "sarvam_mla": sarvam_mla,
+    "sarvam_moe": glm4_moe,
+    "solar_open": solar_open,
 }
 # Readers of a family's special features outside the layers.
 WHOLE: dict[str, Callable[[Config], Features]] = {
+    "afmoe": afmoe_features,
+    "axk1": axk1_features,
     "deepseek_v2": deepseek_v2_features,
     "deepseek_v3": deepseek_v3_features,
     "ernie4_5_moe": ernie_features,
+    "exaone_moe": exaone_features,
     "gemma3": gemma3_features,
     "gemma3_text": gemma3_features,
     "glm4_moe": glm_features,
+    "glm4_moe_lite": glm4_moe_lite_features,
     "granite": granite_features,
     "granitemoe": granite_features,
+    "granitemoe_swa": granite_features,
+    "granitemoeshared": granite_features,
+    "hy_v3": hy_v3_features,
+    "kimi_k2": deepseek_v3_features,
+    "mellum": mellum_features,
+    "minimax_m2": minimax_m2_features,
     "phimoe": phimoe_features,
     "qwen3_5": qwen3_next_features,
     "qwen3_5_moe": qwen3_next_features,
@@ -87,6 +129,8 @@ WHOLE: dict[str, Callable[[Config], Features]] = {
     "qwen3_5_text": qwen3_next_features,
     "qwen3_next": qwen3_next_features,
     "qwen3_vl_moe": qwen3_vl_moe_features,
+    "sarvam_mla": sarvam_mla_features,
+    "sarvam_moe": glm_features,
 }
 # Readers of the part of a config.json that describes the text model, if that is not the whole file.
 TEXT_PART: dict[str, Callable[[Config], Config]] = {

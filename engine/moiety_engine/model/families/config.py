@@ -68,6 +68,11 @@ def rope_from(config: Config, parameters: Mapping[str, Any], head_dim: int) -> R
     return RopeSpec(theta, int(head_dim * partial), _rope_scaling(config, parameters))
 
 
+def rope_of_kind(config: Config, kind: str, head_dim: int) -> RopeSpec:
+    """Return the rotary embedding of a kind of layer, where `rope_parameters` has one for each kind."""
+    return rope_from(config, config["rope_parameters"][kind], head_dim)
+
+
 def _rope_scaling(config: Config, parameters: Mapping[str, Any]) -> RopeScaling | None:
     kind = first(parameters, "rope_type", "type", default="default")
     if kind in ("default", "dynamic"):  # dynamic has no effect below max_position_embeddings, the engine's limit
@@ -190,17 +195,50 @@ def read_routing(
 
 
 def read_sigmoid_mixture(config: Config, index: int) -> DenseSpec | MoeSpec:
-    """Return the feed-forward of a layer in the style of DeepSeek-V3, which other families use too.
+    """Return the feed-forward of a layer in the style of DeepSeek-V3; the first layers are dense."""
+    if index < config["first_k_dense_replace"]:
+        return DenseSpec(config["intermediate_size"], activation=read_activation(config))
+    return read_sigmoid_experts(config)
+
+
+def is_dense_layer(config: Config, index: int, *, num_dense: int = 1) -> bool:
+    """Return whether `mlp_layer_types` has a dense feed-forward in the layer; without it the first layers are dense."""
+    kinds = config.get("mlp_layer_types")
+    if kinds is None:
+        return index < num_dense
+    return index < len(kinds) and kinds[index] == "dense"  # further layers predict further tokens, and have experts
+
+
+def is_sliding_layer(config: Config, index: int, *, otherwise: bool) -> bool:
+    """Return whether `layer_types` has a sliding window in the layer; `otherwise`: the result if it is absent."""
+    kinds = config.get("layer_types")
+    if kinds is None:
+        return otherwise
+    if kinds[index] not in ("sliding_attention", "full_attention"):
+        known = "full_attention, sliding_attention"
+        raise UnsupportedModelError(f"layer type {kinds[index]!r} is not supported; known: {known}")
+    return bool(kinds[index] == "sliding_attention")
+
+
+def read_shared(width: int, activation: Activation, *, bias: bool = False) -> SharedSpec | None:
+    """Return the shared experts of a total width; None if it is 0."""
+    return SharedSpec(DenseSpec(width, bias, activation)) if width else None
+
+
+def read_sigmoid_experts(
+    config: Config,
+    experts_key: str = "n_routed_experts",
+    shared_key: str = "n_shared_experts",
+) -> MoeSpec:
+    """Return the experts of a layer in the style of DeepSeek-V3, which other families use too.
 
     Experts are scored by a sigmoid and chosen from the best groups with a selection bias, with shared experts in
-    addition; the first layers are dense.
+    addition.
     """
     activation = read_activation(config)
-    if index < config["first_k_dense_replace"]:
-        return DenseSpec(config["intermediate_size"], activation=activation)
     routing = read_routing(
         config,
-        "n_routed_experts",
+        experts_key,
         renormalize=bool(config["norm_topk_prob"]),
         scoring="sigmoid",
         num_groups=config["n_group"],
@@ -208,6 +246,6 @@ def read_sigmoid_mixture(config: Config, index: int) -> DenseSpec | MoeSpec:
         group_score="best_two",
         scale=float(config["routed_scaling_factor"]),
     )
-    width, num_shared = config["moe_intermediate_size"], first(config, "n_shared_experts", default=0)
-    shared = SharedSpec(DenseSpec(num_shared * width, activation=activation)) if num_shared else None
+    width, num_shared = config["moe_intermediate_size"], first(config, shared_key, default=0)
+    shared = read_shared(num_shared * width, activation)
     return MoeSpec(width, routing, activation, selection_bias=True, exact_router=True, shared=shared)

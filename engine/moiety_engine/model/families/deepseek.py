@@ -1,4 +1,4 @@
-"""DeepSeek-V2, DeepSeek-V3 and models with the same architecture."""
+"""DeepSeek-V2, DeepSeek-V3 and models with the same architecture: Kimi K2, Sarvam, GLM-4.7-Flash and A.X-K1."""
 
 from __future__ import annotations
 
@@ -9,17 +9,26 @@ from moiety_engine.model.families.config import (
     Config,
     Features,
     first,
+    is_dense_layer,
     need,
     read_activation,
     read_mtp,
     read_rope,
     read_routing,
+    read_sigmoid_experts,
     read_sigmoid_mixture,
     require,
     rope_parameters,
     yarn_magnitude,
 )
-from moiety_engine.model.spec import DenseSpec, LatentAttentionSpec, LayerSpec, MoeSpec, SharedSpec
+from moiety_engine.model.spec import (
+    DenseSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    MoeSpec,
+    QueryGrowth,
+    SharedSpec,
+)
 
 
 def deepseek_v2(config: Config, index: int) -> LayerSpec:
@@ -31,6 +40,79 @@ def deepseek_v3(config: Config, index: int) -> LayerSpec:
     require(config, "deepseek_v3", scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
     attention = _attention(config, interleaved=bool(config["rope_interleave"]))
     return LayerSpec(attention, read_sigmoid_mixture(config, index))
+
+
+def sarvam_mla(config: Config, index: int) -> LayerSpec:
+    return deepseek_v3(_with_usual_yarn(config), index)
+
+
+def mistral4(config: Config, index: int) -> LayerSpec:
+    """Return a layer of Mistral Small 4, whose queries grow with the position and whose experts compete by softmax."""
+    attention = _attention(config, interleaved=bool(config["rope_interleave"]))
+    parameters = rope_parameters(config)  # their partial_rotary_factor is that of a whole head, not of its rotated part
+    attention = replace(attention, rope=replace(attention.rope, rotary_width=config["qk_rope_head_dim"]))
+    beta = parameters.get("llama_4_scaling_beta")
+    if beta:
+        growth = QueryGrowth(float(beta), parameters["original_max_position_embeddings"])
+        attention = replace(attention, query_growth=growth)
+    activation = read_activation(config)
+    if index < config["first_k_dense_replace"]:
+        return LayerSpec(attention, DenseSpec(config["intermediate_size"], activation=activation))
+    experts = read_sigmoid_experts(config)
+    routing = replace(experts.routing, scoring="softmax")
+    return LayerSpec(attention, replace(experts, routing=routing, selection_bias=False, exact_router=False))
+
+
+def _with_usual_yarn(config: Config) -> Config:
+    """Return the configuration with YaRN under its usual name; the first releases call it deepseek_yarn."""
+    scaling = config.get("rope_scaling") or {}
+    if "deepseek_yarn" not in (scaling.get("type"), scaling.get("rope_type")):
+        return config
+    return config | {"rope_scaling": {**scaling, "rope_type": "yarn"}}
+
+
+def glm4_moe_lite(config: Config, index: int) -> LayerSpec:
+    """Return a layer of GLM-4.7-Flash."""
+    require(config, "glm4_moe_lite", scoring_func="sigmoid", topk_method="noaux_tc")
+    attention = _attention(config, interleaved=bool(config["rope_interleave"]))
+    dense = is_dense_layer(config, index)
+    ffn = DenseSpec(config["intermediate_size"], activation=read_activation(config)) if dense else None
+    return LayerSpec(attention, ffn or read_sigmoid_experts(config))
+
+
+def axk1(config: Config, index: int) -> LayerSpec:
+    """Return a layer of A.X-K1, which normalizes the output of experts."""
+    require(config, "axk1", scoring_func="sigmoid")
+    attention = _attention(config, interleaved=bool(config["rope_interleave"]))
+    if _is_dense_in_axk1(config, index):
+        return LayerSpec(attention, DenseSpec(config["intermediate_size"], activation=read_activation(config)))
+    return LayerSpec(attention, read_sigmoid_experts(config), ffn_post_norm=True)
+
+
+def _is_dense_in_axk1(config: Config, index: int) -> bool:
+    if config.get("mlp_layer_types") is not None:
+        return is_dense_layer(config, index)
+    sparse = index >= config.get("first_k_dense_replace", 1) and index % config.get("moe_layer_freq", 1) == 0
+    return not sparse
+
+
+def axk1_features(config: Config) -> Features:
+    """Return what released checkpoints have too much, norms after dense layers, and what they may lack: biases."""
+    num_layers = config["num_hidden_layers"]
+    dense = [index for index in range(num_layers) if _is_dense_in_axk1(config, index)]
+    names = ("post_mlp_layernorm.", "mlp.post_mlp_layernorm.")
+    return {
+        "ignored_prefixes": tuple(f"model.layers.{index}.{name}" for index in dense for name in names),
+        "zero_if_absent": ("e_score_correction_bias",),
+    }
+
+
+def glm4_moe_lite_features(config: Config) -> Features:
+    return read_mtp(config, glm4_moe_lite)
+
+
+def sarvam_mla_features(config: Config) -> Features:
+    return read_mtp(config, sarvam_mla)
 
 
 def deepseek_v2_features(config: Config) -> Features:

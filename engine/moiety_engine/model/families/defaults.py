@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from moiety_engine.model.families.recent_defaults import RECENT_DEFAULTS
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -92,7 +94,7 @@ _GEMMA: Config = {
     "rope_local_base_freq": 10_000.0,
 }
 
-DEFAULTS: dict[str, Config] = {
+DEFAULTS: dict[str, Config] = RECENT_DEFAULTS | {
     "deepseek_v2": _LLAMA
     | {
         "vocab_size": 102_400,
@@ -365,17 +367,35 @@ VISION_DEFAULTS: Config = {
     "deepstack_visual_indexes": [8, 16, 24],
 }
 # Other names that a family's class accepts for a key of `DEFAULTS`, by that key: transformers' `attribute_map`.
+_SARVAM_NAMES = {
+    "n_routed_experts": ("num_local_experts", "num_experts"),
+    "n_shared_experts": ("num_shared_experts",),
+    "num_nextn_predict_layers": ("num_mtp_layers",),
+}
 OTHER_NAMES: dict[str, Mapping[str, tuple[str, ...]]] = {
+    "axk1": {"n_routed_experts": ("num_local_experts",)},
     "deepseek_v2": {"n_routed_experts": ("num_experts",)},
     "deepseek_v3": {"n_routed_experts": ("num_local_experts",), "num_nextn_predict_layers": ("num_mtp_layers",)},
     "dots1": {"n_routed_experts": ("num_local_experts",)},
     "ernie4_5_moe": {"moe_num_experts": ("num_experts",), "moe_k": ("num_experts_per_tok",)},
+    "flex_olmo": {"num_experts": ("num_local_experts",)},
+    "glm4_moe_lite": {"n_routed_experts": ("num_local_experts",)},
     "glm4_moe": {"n_routed_experts": ("num_local_experts",), "num_nextn_predict_layers": ("num_mtp_layers",)},
     "gpt_oss": {"num_local_experts": ("num_experts",)},
+    "hunyuan_v1_moe": {"num_experts": ("num_local_experts",), "moe_topk": ("num_experts_per_tok",)},
+    "hy_v3": {"num_experts": ("num_local_experts",)},
+    "kimi_k2": {"n_routed_experts": ("num_local_experts",), "num_nextn_predict_layers": ("num_mtp_layers",)},
+    "kolibri1": {"num_experts": ("num_local_experts",)},
+    "mellum": {"num_experts": ("num_local_experts",)},
+    "mistral4": {"n_routed_experts": ("num_local_experts",)},
+    "minimax_m2": {"num_local_experts": ("num_experts",)},
     "mixtral": {"num_local_experts": ("num_experts",)},
     "olmoe": {"num_experts": ("num_local_experts",)},
     "qwen3_moe": {"num_experts": ("num_local_experts",)},
     "qwen3_vl_moe": {"num_experts": ("num_local_experts",)},
+    "sarvam_mla": _SARVAM_NAMES,
+    "sarvam_moe": _SARVAM_NAMES | {"attention_bias": ("use_qkv_bias",)},
+    "solar_open": {"n_routed_experts": ("num_local_experts",)},
 }
 
 

@@ -50,7 +50,10 @@ def gemma3(config: Config, index: int) -> LayerSpec:
         window=config["sliding_window"] if kind == "sliding_attention" else None,
     )
     return LayerSpec(
-        attention, DenseSpec(config["intermediate_size"], activation=read_activation(config, "hidden_activation")), True
+        attention,
+        DenseSpec(config["intermediate_size"], activation=read_activation(config, "hidden_activation")),
+        attention_post_norm=True,
+        ffn_post_norm=True,
     )
 
 

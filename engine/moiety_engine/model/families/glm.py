@@ -1,4 +1,4 @@
-"""GLM-4.5 and related models."""
+"""GLM-4.5 and related models: Solar Open and Sarvam's grouped-query models."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from moiety_engine.model.families.config import (
     Features,
     read_attention,
     read_mtp,
+    read_sigmoid_experts,
     read_sigmoid_mixture,
 )
 from moiety_engine.model.spec import LayerSpec
@@ -19,6 +20,11 @@ def glm4_moe(config: Config, index: int) -> LayerSpec:
         qk_norm="head" if config["use_qk_norm"] else "none",
     )
     return LayerSpec(attention, read_sigmoid_mixture(config, index))
+
+
+def solar_open(config: Config, _index: int) -> LayerSpec:
+    attention = read_attention(config, qkv_bias=bool(config["attention_bias"]))
+    return LayerSpec(attention, read_sigmoid_experts(config))
 
 
 def glm_features(config: Config) -> Features:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from moiety_engine.model.families.config import (
     Config,
     Features,
+    is_sliding_layer,
     read_activation,
     read_attention,
     read_routing,
+    read_shared,
 )
-from moiety_engine.model.spec import AttentionSpec, DenseSpec, LayerSpec, MoeSpec
+from moiety_engine.model.spec import NO_ROPE, AttentionSpec, DenseSpec, LayerSpec, MoeSpec
 
 
 def granite(config: Config, _index: int) -> LayerSpec:
@@ -20,6 +24,25 @@ def granite(config: Config, _index: int) -> LayerSpec:
 def granitemoe(config: Config, _index: int) -> LayerSpec:
     routing = read_routing(config, "num_local_experts", renormalize=False, scoring="softmax_chosen")
     return LayerSpec(_attention(config), MoeSpec(config["intermediate_size"], routing, read_activation(config)))
+
+
+def granitemoeshared(config: Config, index: int) -> LayerSpec:
+    layer = granitemoe(config, index)
+    assert isinstance(layer.ffn, MoeSpec)
+    shared = read_shared(config["shared_intermediate_size"], layer.ffn.activation)
+    return replace(layer, ffn=replace(layer.ffn, shared=shared))
+
+
+def granitemoe_swa(config: Config, index: int) -> LayerSpec:
+    """Return a layer with attention sinks; layers may have windows, and a rotary base of their own or none (0)."""
+    layer = granitemoeshared(config, index)
+    sliding, thetas = is_sliding_layer(config, index, otherwise=index % 4 != 0), config.get("layer_rope_theta")
+    assert isinstance(layer.attention, AttentionSpec)
+    rope = layer.attention.rope
+    if thetas is not None:
+        rope = replace(rope, theta=float(thetas[index])) if thetas[index] else NO_ROPE
+    window = config["sliding_window"] if sliding else None
+    return replace(layer, attention=replace(layer.attention, rope=rope, window=window, sinks=True))
 
 
 def _attention(config: Config) -> AttentionSpec:

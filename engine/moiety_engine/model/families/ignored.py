@@ -11,7 +11,7 @@ _GENERIC = frozenset({
     "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_from_model_config",
     "_model_name_or_path", "_name_or_path", "_output_attentions", "architectures", "auto_map", "bos_token_id",
     "cache_implementation", "chunk_size_feed_forward", "cls_token_id", "decoder_start_token_id", "dtype",
-    "eos_token_id", "finetuning_task", "id2label", "initializer_range", "is_llama_config", "label2id",
+    "eod_token_id", "eos_token_id", "finetuning_task", "id2label", "initializer_range", "is_llama_config", "label2id",
     "mask_token_id", "model_type", "output_attentions", "output_hidden_states", "output_scores", "pad_token_id",
     "problem_type", "return_dict", "return_dict_in_generate", "sep_token_id", "task_specific_params",
     "tokenizer_class", "torch_dtype", "torchscript", "transformers.js_config", "transformers_version",
@@ -27,12 +27,14 @@ _DRAWING = frozenset({
     "num_return_sequences", "remove_invalid_values", "repetition_penalty", "temperature", "top_k", "top_p",
     "typical_p"
 })  # fmt: skip
+# Keys that choose the precision of a sum, for which this engine has a rule of its own.
+_PRECISION = frozenset({"enable_moe_fp32_combine"})
 # Sizes that a model may not use; errors in those that it uses show in the tensors' shapes.
 _SIZES = frozenset({
     "experts_per_token", "head_dim", "initial_context_length", "intermediate_size", "num_key_value_heads",
     "qk_head_dim"
 })  # fmt: skip
-_HARMLESS = _GENERIC | _TRAINING | _DRAWING | _SIZES
+_HARMLESS = _GENERIC | _TRAINING | _DRAWING | _PRECISION | _SIZES
 _OF_WINDOWS = frozenset({"sliding_window", "max_window_layers", "layer_types"})
 _OF_LAYERS = frozenset({"max_window_layers", "sliding_window_pattern", "_sliding_window_pattern"})
 _OFF: tuple[object, ...] = (None, False, 0, "", [], {})  # values that mean absence

@@ -15,7 +15,16 @@ from moiety_engine.model.families.config import (
     read_routing,
     require,
 )
-from moiety_engine.model.spec import AttentionSpec, DenseSpec, GatedDeltaSpec, LayerSpec, MoeSpec, NormSpec, SharedSpec
+from moiety_engine.model.spec import (
+    AttentionSpec,
+    DenseSpec,
+    GatedDeltaSpec,
+    LayerSpec,
+    MoeSpec,
+    NormSpec,
+    OutputGateSpec,
+    SharedSpec,
+)
 
 FULL_INTERVAL = 4  # every fourth layer has full attention unless config.json says otherwise
 
@@ -74,7 +83,7 @@ def _is_linear(config: Config, index: int) -> bool:
 
 
 def _full(config: Config) -> AttentionSpec:
-    return read_attention(config, qk_norm="head", output_gate=True)
+    return read_attention(config, qk_norm="head", gate=OutputGateSpec("sigmoid"))
 
 
 def _delta(config: Config) -> GatedDeltaSpec:

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 __all__ = ["ignorable", "placements"]
 
+_EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight")
+_ATTENTION_POST_NORMS = ("post_self_attn_layernorm", "post_attn_norm", "post_attention_layernorm")
+_FFN_POST_NORMS = ("post_feedforward_layernorm", "post_mlp_layernorm", "mlp.post_mlp_layernorm", "post_ffn_norm")
+_FFN_NORMS = ("pre_feedforward_layernorm", "pre_mlp_layernorm")  # where post_attention_layernorm is another norm
 # Prefixes: usual, of embedding models, of the text part of vision models as published, and as in transformers 5.
 _ROOTS = ("model.", "", "language_model.model.", "model.language_model.")
 _PLAIN_NORMS = ("linear_attn.norm.weight",)  # without the offset of the model's other norms
@@ -30,8 +34,9 @@ _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # tables in some old checkpoints
 
 def placements(spec: ModelSpec, weights: ModelWeights, present: set[str]) -> dict[str, TensorMapping | Shares]:
     """Return the mapping of each tensor, by name on disk. Of alternative names the one in `present` is used."""
-    root = next((root for root in _ROOTS if f"{root}embed_tokens.weight" in present), "model.")
-    found: dict[str, TensorMapping | Shares] = dict(_around(spec, weights, root))
+    embeddings = ((root, name) for root in _ROOTS for name in _EMBEDDINGS if root + name in present)
+    root, embedding = next(embeddings, ("model.", _EMBEDDINGS[0]))
+    found: dict[str, TensorMapping | Shares] = dict(_around(spec, weights, root, embedding))
     layers = zip(spec.layers, weights.layers, strict=True)
     for index, (layer_spec, layer) in enumerate(layers, spec.mtp_after or 0):
         prefix = f"{root}layers.{index}."
@@ -49,7 +54,7 @@ def ignorable(name: str, spec: ModelSpec) -> bool:
     return copied_head or name.endswith(_IGNORED_SUFFIXES + KV_SCALES) or name.startswith(spec.ignored_prefixes)
 
 
-def _around(spec: ModelSpec, weights: ModelWeights, root: str) -> Iterator[Named]:
+def _around(spec: ModelSpec, weights: ModelWeights, root: str, embedding: str) -> Iterator[Named]:
     """Yield the names and mappings of the weights outside the layers."""
     mtp_input = weights.mtp_input
     if mtp_input is not None:
@@ -60,7 +65,7 @@ def _around(spec: ModelSpec, weights: ModelWeights, root: str) -> Iterator[Named
         yield from _norm(f"{prefix}shared_head.norm", weights.final_norm)
         return
     outside = "language_model." if root == "language_model.model." else ""
-    yield f"{root}embed_tokens.weight", whole(weights.embedding_VD)
+    yield root + embedding, whole(weights.embedding_VD)
     yield from _norm(f"{root}norm", weights.final_norm)
     if not spec.tie_word_embeddings:
         yield f"{outside}lm_head.weight", whole(plain(weights.head_VD))
@@ -72,13 +77,16 @@ def _layer(spec: LayerSpec, layer: LayerWeights, present: set[str]) -> Iterator[
     if spec.only_experts:
         yield from expert_places(layer.ffn, present)
         return
-    yield from _norm("input_layernorm", layer.attention_norm)
-    if layer.attention_post_norm is not None and layer.ffn_post_norm is not None:
-        yield from _norm("post_attention_layernorm", layer.attention_post_norm)
-        yield from _norm("pre_feedforward_layernorm", layer.ffn_norm)
-        yield from _norm("post_feedforward_layernorm", layer.ffn_post_norm)
-    else:
-        yield from _norm("post_attention_layernorm", layer.ffn_norm)
+    ffn_norm = "post_attention_layernorm"
+    if layer.attention_post_norm is not None:
+        post_norm = _norm_name(_ATTENTION_POST_NORMS, present)
+        yield from _norm(post_norm, layer.attention_post_norm)
+        ffn_norm = _norm_name(_FFN_NORMS, present) if post_norm == ffn_norm else ffn_norm
+    if layer.attention_norm is not None and layer.ffn_norm is not None:
+        yield from _norm("input_layernorm", layer.attention_norm)
+        yield from _norm(ffn_norm, layer.ffn_norm)
+    if layer.ffn_post_norm is not None:
+        yield from _norm(_norm_name(_FFN_POST_NORMS, present), layer.ffn_post_norm)
     yield from attention_places(spec.attention, layer.attention, present)
     yield from feed_forward_places(layer.ffn, present)
 
@@ -86,6 +94,11 @@ def _layer(spec: LayerSpec, layer: LayerWeights, present: set[str]) -> Iterator[
 def _raised(name: str, place: TensorMapping | Shares, offset: float) -> TensorMapping | Shares:
     is_raised = name.endswith("norm.weight") and not name.endswith(_PLAIN_NORMS)
     return raised(place, offset) if isinstance(place, TensorMapping) and is_raised else place
+
+
+def _norm_name(names: tuple[str, ...], present: set[str]) -> str:
+    """Return the name that is present; the first if none is, so that the error names it as missing."""
+    return next((name for name in names if f"{name}.weight" in present), names[0])
 
 
 def _norm(name: str, weights: NormWeights) -> Iterator[Named]:

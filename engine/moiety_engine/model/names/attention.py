@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moiety_engine.model.names.gated_delta import gated_delta_places
-from moiety_engine.model.names.tensor_mapping import Shares, TensorMapping, plain, reshaped, whole
+from moiety_engine.model.names.tensor_mapping import Shares, TensorMapping, joined, plain, reshaped, whole
 from moiety_engine.model.spec import GatedDeltaSpec, LatentAttentionSpec
 from moiety_engine.model.weights import AttentionWeights, GatedDeltaWeights, LatentAttentionWeights
 
@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 
     from moiety_engine.model.names.tensor_mapping import Named
     from moiety_engine.model.spec import AttentionSpec
+
+
+# Names of the block, of the output projection and of both norms; Ling's and Sarvam's have one fused input projection.
+_USUAL = ("self_attn.", "o_proj", "q_norm", "k_norm")
+_OF_LING = ("attention.", "dense", "query_layernorm", "key_layernorm")
+_GATES = ("g_proj", "gate_proj")  # of the output; without one, the projection of queries has its rows too
+_OF_HUNYUAN = ("self_attn.", "o_proj", "query_layernorm", "key_layernorm")
 
 
 def attention_places(
@@ -40,29 +47,44 @@ def attention_places(
         yield from _latent(spec, weights)
     else:
         assert isinstance(weights, AttentionWeights)
-        yield from _grouped(spec, weights)
+        yield from _grouped(spec, weights, present)
 
 
-def _grouped(spec: AttentionSpec, weights: AttentionWeights) -> Iterator[Named]:
-    widths = [spec.q_width, spec.kv_width, spec.kv_width]
+def _grouped(spec: AttentionSpec, weights: AttentionWeights, present: set[str]) -> Iterator[Named]:
+    widths = (spec.q_width, spec.kv_width, spec.kv_width)
+    block, output, q_norm, k_norm = _style(present)
+    gate = next((name for name in _GATES if f"{block}{name}.weight" in present), None)
     for fused_C, kind in ((plain(weights.qkv_CD), "weight"), (weights.qkv_bias_C, "bias")):
-        if fused_C is not None and weights.gate_CD is not None:
-            query, key, value = torch.split(fused_C, widths)
-            yield f"self_attn.q_proj.{kind}", _with_gates(query, plain(weights.gate_CD), spec)
-            yield f"self_attn.k_proj.{kind}", whole(key)
-            yield f"self_attn.v_proj.{kind}", whole(value)
+        if fused_C is not None and f"{block}query_key_value.weight" in present:
+            yield f"{block}query_key_value.{kind}", joined(fused_C, widths)
+        elif fused_C is not None and weights.gate_CD is not None and gate is None:
+            query, key, value = torch.split(fused_C, list(widths))
+            yield f"{block}q_proj.{kind}", _with_gates(query, plain(weights.gate_CD), spec)
+            yield f"{block}k_proj.{kind}", whole(key)
+            yield f"{block}v_proj.{kind}", whole(value)
         elif fused_C is not None:
-            for name, view in zip("qkv", torch.split(fused_C, widths), strict=True):
+            for name, view in zip("qkv", torch.split(fused_C, list(widths)), strict=True):
                 turned = spec.rope.interleaved and name != "v"
-                yield f"self_attn.{name}_proj.{kind}", _from_neighbours(view, spec) if turned else whole(view)
-    yield "self_attn.o_proj.weight", whole(plain(weights.output_DC))
+                yield f"{block}{name}_proj.{kind}", _from_neighbours(view, spec) if turned else whole(view)
+    yield f"{block}{output}.weight", whole(plain(weights.output_DC))
     if weights.output_bias_D is not None:
-        yield "self_attn.o_proj.bias", whole(weights.output_bias_D)
+        yield f"{block}{output}.bias", whole(weights.output_bias_D)
     if weights.q_norm is not None and weights.k_norm is not None:
-        yield "self_attn.q_norm.weight", whole(weights.q_norm)
-        yield "self_attn.k_norm.weight", whole(weights.k_norm)
+        yield f"{block}{q_norm}.weight", whole(weights.q_norm)
+        yield f"{block}{k_norm}.weight", whole(weights.k_norm)
     if weights.sinks_H is not None:
-        yield "self_attn.sinks", whole(weights.sinks_H)
+        yield f"{block}sinks", whole(weights.sinks_H)
+    if weights.gate_CD is not None and gate is not None:
+        yield f"{block}{gate}.weight", whole(plain(weights.gate_CD))
+
+
+def _style(present: set[str]) -> tuple[str, str, str, str]:
+    """Return the names that the checkpoint has: of the block, the output projection and the norms of heads."""
+    for style in (_OF_LING, _OF_HUNYUAN):
+        block, output, q_norm, _ = style
+        if f"{block}{output}.weight" in present and (style is _OF_LING or f"{block}{q_norm}.weight" in present):
+            return style
+    return _USUAL
 
 
 def _with_gates(query_CD: Tensor, gate_CD: Tensor, spec: AttentionSpec) -> Shares:
@@ -89,7 +111,7 @@ def _latent(spec: LatentAttentionSpec, weights: LatentAttentionWeights) -> Itera
     names = "q_proj" if spec.query_rank is None else "q_a_proj", "kv_a_proj_with_mqa"
     for fused_C, kind in ((plain(weights.input_CD), "weight"), (weights.input_bias_C, "bias")):
         if fused_C is not None:
-            query, latent = torch.split(fused_C, widths)
+            query, latent = torch.split(fused_C, list(widths))
             heads = spec.num_heads if spec.query_rank is None else 0
             yield f"self_attn.{names[0]}.{kind}", _with_rotated_ends(query, spec, heads)
             yield f"self_attn.{names[1]}.{kind}", _with_rotated_ends(latent, spec, 1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moiety_engine.model.names.tensor_mapping import TensorMapping, plain, reshaped, whole
+from moiety_engine.model.names.tensor_mapping import TensorMapping, joined, plain, reshaped, whole
 from moiety_engine.model.weights import MoeWeights
 
 if TYPE_CHECKING:
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from moiety_engine.model.names.tensor_mapping import Named
     from moiety_engine.model.weights import DenseWeights, SharedWeights
 
-_ROUTERS = ("gate.weight", "router.weight", "router.layer.weight")
+_ROUTERS = ("gate.weight", "router.weight", "router.layer.weight", "router.gate.weight", "gate.wg.weight")
+_FUSED_SHARED = "shared_mlp.input_linear.weight"  # Granite's, beside the block of the routed experts
+_SHARED = ("shared_experts.", "shared_expert.", "shared_mlp.")
+_KOLIBRI_BIAS = "moe.router.expert_bias"  # Kolibri's selection bias, beside the block of everything else
 _STACKED = {"experts.gate_up_proj": "experts.down_proj", "input_linear.weight": "output_linear.weight"}
 _SINGLE = {
     "experts.0.gate_proj.weight": ("gate_proj", "up_proj", "down_proj"),
@@ -30,6 +33,11 @@ _SELECTION_BIASES = (
     "gate.e_score_correction_bias",
     "moe_statics.e_score_correction_bias",
     "gate.moe_statics.e_score_correction_bias",
+    "gate.expert_bias",
+    "experts.e_score_correction_bias",
+    "router.expert_bias",
+    "e_score_correction_bias",
+    "expert_bias",
 )
 
 
@@ -43,7 +51,15 @@ def feed_forward_places(weights: DenseWeights | MoeWeights, present: set[str]) -
         return
     block, local = _block(present)
     for name, place in _mixture(weights, local):
-        yield block + name, place
+        of_kolibri = name == _SELECTION_BIASES[0] and _KOLIBRI_BIAS in present
+        yield _KOLIBRI_BIAS if of_kolibri else block + name, place
+    if weights.shared is not None and _FUSED_SHARED in present:
+        gate_up_2FD, down_DF = plain(weights.shared.dense.gate_up_2FD), plain(weights.shared.dense.down_DF)
+        yield _FUSED_SHARED, joined(gate_up_2FD, (down_DF.shape[1], down_DF.shape[1]))
+        yield "shared_mlp.output_linear.weight", whole(down_DF)
+    elif weights.shared is not None:
+        for name, place in _shared(weights.shared, local):
+            yield block + name, place
 
 
 def expert_places(weights: DenseWeights | MoeWeights, present: set[str]) -> Iterator[Named]:
@@ -80,8 +96,6 @@ def _mixture(weights: MoeWeights, present: set[str]) -> Iterator[Named]:
         bias = weights.selection_bias_E
         yield name, reshaped(bias, (1, *bias.shape)) if "moe_statics" in name else whole(bias)
     yield from _experts(weights, present)
-    if weights.shared is not None:
-        yield from _shared(weights.shared, present)
 
 
 def _experts(weights: MoeWeights, present: set[str]) -> Iterator[Named]:
@@ -113,7 +127,8 @@ def _interwoven(gate_up_E2FD: Tensor, bias_E2F: Tensor) -> Iterator[Named]:
 
 
 def _shared(weights: SharedWeights, present: set[str]) -> Iterator[Named]:
-    prefix = "shared_expert." if "shared_expert.down_proj.weight" in present else "shared_experts."
+    prefixes = (name for name in _SHARED if f"{name}down_proj.weight" in present)
+    prefix = next(prefixes, _SHARED[0])
     yield from _dense(prefix, weights.dense)
     if weights.gate_1D is not None:
         yield "shared_expert_gate.weight", whole(weights.gate_1D)

@@ -27,7 +27,7 @@ class TensorMapping:
 
     `chosen`: experts to select first from a tensor that stacks experts; `shape` is then that of the selection.
     `takes_transposed`: the tensor may be stored with its last two dimensions exchanged. `sections`: numbers of rows of
-    parts that are divided over ranks each by itself; (): the rows are one part.
+    the parts that the tensor joins (query, key and value; gate and up), each of which is divided among ranks alone.
     """
 
     view: Tensor
@@ -71,6 +71,11 @@ def plain(weight: Weight) -> Tensor:
 def whole(view: Tensor) -> TensorMapping:
     """Return the mapping of a tensor, unchanged, to the view."""
     return TensorMapping(view, tuple(view.shape))
+
+
+def joined(view: Tensor, sections: tuple[int, ...]) -> TensorMapping:
+    """Return the mapping of a tensor whose rows join `sections`, unchanged, to the view."""
+    return TensorMapping(view, tuple(view.shape), sections=sections)
 
 
 def raised(place: TensorMapping, offset: float) -> TensorMapping:

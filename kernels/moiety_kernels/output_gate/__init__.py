@@ -1,0 +1,34 @@
+"""Gate of attention's output: heads are multiplied by an activation of a projection of the layer's input."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from moiety_kernels.checks import require
+from moiety_kernels.lazy_imports import when_asked
+from moiety_kernels.output_gate import reference
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["GateKind", "output_gate"]
+
+GateKind = Literal["sigmoid", "softplus"]
+
+_cpu = when_asked(__name__, "cpu")
+
+
+def output_gate(out_THd: Tensor, gate_TC: Tensor, kind: GateKind) -> Tensor:
+    """Return out_THd, which may be overwritten, times the sigmoid or the softplus of gate_TC.
+
+    The gate has a column for each head, or one for each value of all heads.
+    """
+    tokens, heads, width = out_THd.shape
+    require(
+        gate_TC.shape in ((tokens, heads), (tokens, heads * width)),
+        f"the gate has shape {tuple(gate_TC.shape)}; it needs {heads} or {heads * width} columns for {tokens} tokens",
+    )
+    if out_THd.is_cpu and _cpu().fits(out_THd, gate_TC):
+        fast: Tensor = _cpu().output_gate(out_THd, gate_TC, kind)
+        return fast
+    return reference.output_gate(out_THd, gate_TC, kind)

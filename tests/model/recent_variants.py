@@ -1,0 +1,138 @@
+"""Variants of the families released since the autumn of 2025; see VARIANTS in conftest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_LATENT: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 32,
+    "intermediate_size": 96,
+    "num_experts_per_tok": 3,
+}
+_DEEPSEEK_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 50_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 256,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+_SIGMOID: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "intermediate_size": 96,
+    "head_dim": 32,
+}
+
+_BY_KIND = {
+    "full_attention": _DEEPSEEK_YARN | {"partial_rotary_factor": 0.5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0},
+}
+_WINDOWS = {"sliding_window": 40, "layer_types": ["sliding_attention", "full_attention"]}
+
+RECENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "afmoe": (
+        "afmoe",
+        _SIGMOID
+        | _WINDOWS
+        | {"num_experts": 8, "num_dense_layers": 1, "route_scale": 1.5, "mup_enabled": True, "attention_bias": True},
+    ),
+    "axk1": (
+        "axk1",
+        _LATENT | {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "rope_parameters": _DEEPSEEK_YARN},
+    ),
+    "exaone_moe": (
+        "exaone_moe",
+        _SIGMOID | _WINDOWS | {"num_experts": 12, "n_group": 3, "topk_group": 2},
+    ),
+    "flex_olmo": (
+        "flex_olmo",
+        {"num_hidden_layers": 2, "num_experts": 7, "num_experts_per_tok": 3, "intermediate_size": 48}
+        | {"num_key_value_heads": 2, "attention_bias": True, "pad_token_id": None},
+    ),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        _LATENT | {"n_routed_experts": 12, "n_shared_experts": 2, "attention_bias": True},
+    ),
+    "granitemoe_swa": (
+        "granitemoe_swa",
+        {"num_hidden_layers": 2, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48}
+        | _WINDOWS
+        | {"shared_intermediate_size": 64, "layer_rope_theta": [500.0, 0], "attention_multiplier": 0.2},
+    ),
+    "granitemoeshared": (
+        "granitemoeshared",
+        {"num_hidden_layers": 2, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48}
+        | {"shared_intermediate_size": 64, "attention_bias": True, "logits_scaling": 2.0}
+        | {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2},
+    ),
+    "hunyuan_v1_moe": (
+        "hunyuan_v1_moe",
+        {"num_hidden_layers": 2, "num_experts": 8, "moe_topk": [3, 2], "intermediate_size": 48, "head_dim": 32}
+        | {"attention_bias": True}
+        | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}},
+    ),
+    "hy_v3": (
+        "hy_v3",
+        _SIGMOID | {"num_experts": 8, "num_shared_experts": 2, "attention_bias": True, "mlp_bias": True},
+    ),
+    "kimi_k2": (
+        "kimi_k2",
+        _LATENT
+        | {"n_routed_experts": 12, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+        | {"routed_scaling_factor": 2.827, "rope_parameters": _DEEPSEEK_YARN},
+    ),
+    "kolibri1": (
+        "kolibri1",
+        _SIGMOID | _WINDOWS | {"num_experts": 8, "shared_expert_intermediate_size": 48, "norm_topk_prob": True},
+    ),
+    "laguna": (
+        "laguna",
+        _SIGMOID
+        | _WINDOWS
+        | {"num_experts": 8, "shared_expert_intermediate_size": 48, "moe_routed_scaling_factor": 2.5}
+        | {"num_attention_heads_per_layer": [4, 6], "attention_bias": True, "rope_parameters": _BY_KIND},
+    ),
+    "laguna, a gate for each value": (
+        "laguna",
+        _SIGMOID | {"num_experts": 8, "shared_expert_intermediate_size": 48, "gating": "per-element"},
+    ),
+    "mellum": (
+        "mellum",
+        _SIGMOID
+        | _WINDOWS
+        | {"num_experts": 8, "mlp_layer_types": ["sparse", "dense"], "attention_bias": True}
+        | {"rope_parameters": {kind: dict(_BY_KIND[kind], partial_rotary_factor=1.0) for kind in _BY_KIND}},
+    ),
+    "minimax_m2": (
+        "minimax_m2",
+        {"num_hidden_layers": 2, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48}
+        | {"head_dim": 32, "rotary_dim": 16},
+    ),
+    "mistral4": (
+        "mistral4",
+        _LATENT
+        | {"n_routed_experts": 12, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1}
+        | {"rope_parameters": _DEEPSEEK_YARN | {"original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.3}},
+    ),
+    "sarvam_mla": (
+        "sarvam_mla",
+        _LATENT | {"q_lora_rank": None, "n_routed_experts": 12, "rope_parameters": _DEEPSEEK_YARN},
+    ),
+    "sarvam_moe": (
+        "sarvam_moe",
+        _SIGMOID | {"n_routed_experts": 8, "n_shared_experts": 2},
+    ),
+    "solar_open": (
+        "solar_open",
+        _SIGMOID | {"n_routed_experts": 8, "attention_bias": True, "rope_parameters": _DEEPSEEK_YARN},
+    ),
+}
