@@ -60,7 +60,7 @@ RECENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4_moe_lite": (
         "glm4_moe_lite",
-        _LATENT | {"n_routed_experts": 12, "n_shared_experts": 2, "attention_bias": True},
+        _LATENT | {"q_lora_rank": 64, "n_routed_experts": 12, "n_shared_experts": 2, "attention_bias": True},
     ),
     "granitemoe_swa": (
         "granitemoe_swa",
@@ -76,7 +76,7 @@ RECENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "hunyuan_v1_moe": (
         "hunyuan_v1_moe",
-        {"num_hidden_layers": 2, "num_experts": 8, "moe_topk": [3, 2], "intermediate_size": 48, "head_dim": 32}
+        {"num_hidden_layers": 2, "num_experts": 8, "moe_topk": [3, 3], "intermediate_size": 48, "head_dim": 32}
         | {"attention_bias": True}
         | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}},
     ),

@@ -22,7 +22,7 @@ from moiety_engine.model.loading import load_model, load_mtp
 from moiety_engine.model.transformer import Transformer
 from moiety_wire.engine_choices import LoadFormat
 
-FAMILIES = ["deepseek_v3, as wide as blocks", "glm4_moe"]
+FAMILIES = ["deepseek_v3, as wide as blocks", "glm4_moe", "glm4_moe_lite", "hy_v3"]
 BLOCK_SIZE = 16
 TOKENS = [3 + (i * i * 31 + i * 7) % 370 for i in range(100)]
 COUNTED = "num_nextn_predict_layers"

@@ -315,6 +315,17 @@ def _names(path: Path) -> list[str]:
         raise WeightsError(f"{path} is not a complete safetensors file ({exc}); download it again") from exc
 
 
+def check_tensor_names(folder: Path, spec: ModelSpec) -> None:
+    """Check that the checkpoint has all tensors of the model and no unexpected ones, without reading any.
+
+    Raises WeightsError.
+    """
+    shard_of = tensor_files(folder)
+    refuse_by_tensors(shard_of)
+    found = sources(set(shard_of), spec.weight_format)
+    _check_names(whole_places(spec, set(found)), found, shard_of, spec, folder)
+
+
 def _check_names(
     wholes: Mapping[str, TensorMapping | Shares],
     found: Mapping[str, TensorSource],

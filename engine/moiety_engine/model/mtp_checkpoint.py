@@ -33,7 +33,7 @@ def mtp_spec(spec: ModelSpec) -> ModelSpec:
         raise UnsupportedModelError(
             f"--speculate mtp needs an MTP layer, which this {spec.family} checkpoint with "
             f"{len(spec.layers)} layers does not have: its config.json sets no num_nextn_predict_layers, "
-            f"which the families deepseek_v3 and glm4_moe support; {_INSTEAD}"
+            f"which the families with MTP in docs/models.md support; {_INSTEAD}"
         )
     return replace(
         spec,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from moiety_kernels.moe.activation import SILU, Activation
-from moiety_kernels.output_gate import GateKind
+from moiety_kernels.output_gate.spec import GateKind
 from moiety_kernels.quantization.weight import WeightFormat
 from moiety_kernels.route.spec import RoutingSpec
 

@@ -54,12 +54,18 @@ def find_tool_format(template: str, name: str = AUTO) -> ToolFormat | None:
     With `auto`, None where it is unknown, or where the template would omit the calls of earlier answers. Raises
     UnknownFormat.
     """
+    family = find_tool_family(template, name)
+    return None if family is None else family.format_of(template)
+
+
+def find_tool_family(template: str, name: str = AUTO) -> ToolFamily | None:
+    """Return the named format as `find_tool_format` chooses it, before it is fitted to the template."""
     check_tool_format(name)
     if name == AUTO and "tool_calls" not in template:
         return None
     for family in FAMILIES:
         if family.name == name or (name == AUTO and family.is_of(template)):
-            return family.format_of(template)
+            return family
     return None
 
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from moiety_kernels.checks import require
 from moiety_kernels.lazy_imports import when_asked
 from moiety_kernels.output_gate import reference
+from moiety_kernels.output_gate.spec import GateKind
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["GateKind", "output_gate"]
-
-GateKind = Literal["sigmoid", "softplus"]
 
 _cpu = when_asked(__name__, "cpu")
 

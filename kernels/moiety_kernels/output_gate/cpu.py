@@ -18,7 +18,7 @@ from moiety_kernels.cpu.team import team
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moiety_kernels.output_gate import GateKind
+    from moiety_kernels.output_gate.spec import GateKind
 
 _BLOCK = 4  # tokens per task
 _LINEAR = 20.0  # softplus(x) is x from here on, as in torch

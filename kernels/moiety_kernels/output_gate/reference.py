@@ -10,7 +10,7 @@ from torch.nn import functional
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moiety_kernels.output_gate import GateKind
+    from moiety_kernels.output_gate.spec import GateKind
 
 
 def output_gate(out_THd: Tensor, gate_TC: Tensor, kind: GateKind) -> Tensor:

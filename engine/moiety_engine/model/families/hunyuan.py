@@ -19,16 +19,16 @@ from moiety_engine.model.families.config import (
 from moiety_engine.model.spec import AttentionSpec, LayerSpec, MoeSpec
 
 
-def hunyuan_v1_moe(config: Config, index: int) -> LayerSpec:
+def hunyuan_v1_moe(config: Config, _index: int) -> LayerSpec:
     require(
         config, "hunyuan_v1_moe", use_cla=False, use_mla=False, use_qk_norm=True, attention_head_dim=_head_dim(config)
     )
     activation, width = read_activation(config), config["intermediate_size"]
-    if _of_layer(config, "moe_intermediate_size", index, width) != width:
+    if _of_all_layers(config, "moe_intermediate_size", width) != width:
         raise UnsupportedModelError("moe_intermediate_size must equal intermediate_size in hunyuan_v1_moe")
-    if _of_layer(config, "num_shared_expert", index, 1) != 1:
+    if _of_all_layers(config, "num_shared_expert", 1) != 1:
         raise UnsupportedModelError("num_shared_expert must be 1 in hunyuan_v1_moe")
-    counts = {key: _of_layer(config, key, index, 1) for key in ("num_experts", "moe_topk")}
+    counts = {key: _of_all_layers(config, key, 1) for key in ("num_experts", "moe_topk")}
     routing = read_routing(counts, "num_experts", top_k_key="moe_topk", renormalize=True)
     shared = read_shared(width, activation)
     return LayerSpec(_attention(config), MoeSpec(width, routing, activation, exact_router=True, shared=shared))
@@ -50,7 +50,11 @@ def _head_dim(config: Config) -> int:
     return int(first(config, "head_dim", default=config["hidden_size"] // config["num_attention_heads"]))
 
 
-def _of_layer(config: Config, key: str, index: int, default: int) -> Any:
-    """Return a setting that is one number, or a list with a number for each layer."""
+def _of_all_layers(config: Config, key: str, default: int) -> Any:
+    """Return a setting that is one number, or a list with the same number for each layer."""
     value = first(config, key, default=default)
-    return value[index] if isinstance(value, list) else value
+    if not isinstance(value, list):
+        return value
+    if len(set(value)) != 1:
+        raise UnsupportedModelError(f"{key} {value} differs by layer, which is not supported in hunyuan_v1_moe")
+    return value[0]

@@ -1,0 +1,134 @@
+"""Catalogue of the supported families for documents and for `moiety models`: released models, and what is special."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from moiety_engine.model.families.config import Config
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyEntry:
+    """Entry of one `model_type`.
+
+    `settings`: values of config.json keys beside the class's defaults that make a model of the family, where the
+    defaults alone make none or an untypical one.
+    """
+
+    examples: str
+    attention: str
+    feed_forward: str
+    settings: Config = field(default_factory=dict)
+
+
+_DEEPSEEK = "sigmoid; the best groups by their two best experts, with a bias for choosing; shared experts"
+_AS_DEEPSEEK = "as DeepSeek-V3; first layers dense"
+_GRANITE = "softmax over the chosen; multipliers of embedding, residuals and logits"
+_SIGMOID = "sigmoid, with a bias for choosing; shared experts; first layers dense"
+_NO_ROPE = "windows; full attention without positions"
+_DELTA = "gated DeltaNet in three of four layers, else norms of heads and an output gate"
+_WITH_SHARED = "softmax, renormalised; a shared expert with a gate"
+
+CATALOG: dict[str, FamilyEntry] = {
+    "afmoe": FamilyEntry("Trinity Mini, Nano", f"norms of heads, an output gate, {_NO_ROPE}", _SIGMOID),
+    "axk1": FamilyEntry("A.X-K1", "latent, YaRN", f"{_AS_DEEPSEEK}; a norm of the output of experts"),
+    "deepseek_v2": FamilyEntry(
+        "DeepSeek-V2, V2-Lite",
+        "latent, YaRN",
+        "softmax; the best groups by their best expert; scaled; shared experts",
+        {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
+    ),
+    "deepseek_v3": FamilyEntry("DeepSeek-V3, R1", "latent, YaRN", _DEEPSEEK),
+    "dots1": FamilyEntry(
+        "dots.llm1",
+        "norms of heads, windows",
+        "as DeepSeek-V3",
+        {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
+    ),
+    "ernie4_5_moe": FamilyEntry(
+        "ERNIE-4.5-21B-A3B, 300B-A47B",
+        "grouped, rotates neighbours",
+        "softmax with a bias for choosing; shared experts; first layers dense",
+    ),
+    "exaone_moe": FamilyEntry("K-EXAONE-236B-A23B", f"norms of heads, {_NO_ROPE}", _AS_DEEPSEEK),
+    "flex_olmo": FamilyEntry("FlexOlmo-7x7B-1T", "norms of all heads at once", "softmax; norms of outputs only"),
+    "gemma3": FamilyEntry("Gemma 3 (its text)", "norms of heads, windows, two rotary bases", "dense, GELU"),
+    "gemma3_text": FamilyEntry("Gemma 3 1B", "norms of heads, windows, two rotary bases", "dense, GELU"),
+    "glm4_moe": FamilyEntry("GLM-4.5, 4.5-Air, 4.6", "part of each head rotated, norms of heads", _AS_DEEPSEEK),
+    "glm4_moe_lite": FamilyEntry("GLM-4.7-Flash", "latent", _AS_DEEPSEEK),
+    "gpt_oss": FamilyEntry(
+        "gpt-oss-20b, 120b", "sinks, windows, YaRN", "softmax over the chosen, biases, clipped activation"
+    ),
+    "granite": FamilyEntry(
+        "Granite 3.0 to 3.3 2B, 8B",
+        "grouped, a scale of its own",
+        "dense; multipliers of embedding, residuals and logits",
+    ),
+    "granitemoe": FamilyEntry("Granite 3.0 and 3.1 1B-A400M, 3B-A800M", "grouped, a scale of its own", _GRANITE),
+    "granitemoe_swa": FamilyEntry(
+        "Granite Swash 3B-A600M", "sinks, windows, a rotary base by layer or none", f"{_GRANITE}; shared experts"
+    ),
+    "granitemoeshared": FamilyEntry(
+        "Granite with shared experts", "grouped, a scale of its own", f"{_GRANITE}; shared experts"
+    ),
+    "hunyuan_v1_moe": FamilyEntry(
+        "Hunyuan-A13B",
+        "norms of heads after the rotation, NTK-aware base",
+        "softmax, renormalised; a shared expert",
+        {"num_experts": 64, "moe_topk": 8},
+    ),
+    "hy_v3": FamilyEntry("Hy3", "norms of heads", _SIGMOID),
+    "kimi_k2": FamilyEntry("Kimi K2, K2 Thinking", "latent, YaRN", _DEEPSEEK),
+    "kolibri1": FamilyEntry(
+        "Kolibri 1",
+        f"norms of heads, {_NO_ROPE}",
+        "sigmoids of the chosen logits, with a bias for choosing; a shared expert; norms of outputs too",
+    ),
+    "laguna": FamilyEntry(
+        "Laguna XS.2", "norms of heads, windows, query heads by layer, an output gate, two rotary embeddings", _SIGMOID
+    ),
+    "llama": FamilyEntry("Llama 2, 3 and what is built like them", "grouped", "dense"),
+    "mellum": FamilyEntry(
+        "Mellum 2 12B-A2.5B",
+        "norms of heads, windows, two rotary embeddings",
+        "softmax, renormalised; some layers dense",
+    ),
+    "minimax_m2": FamilyEntry(
+        "MiniMax-M2, M2.5",
+        "part of each head rotated, norms of all heads at once",
+        "sigmoid, with a bias for choosing",
+    ),
+    "mistral": FamilyEntry("Mistral 7B, Nemo", "grouped, windows", "dense"),
+    "mistral4": FamilyEntry(
+        "the text model of Mistral Small 4",
+        "latent, YaRN, queries that grow with the position",
+        "softmax; the best groups by their two best experts; shared experts",
+    ),
+    "mixtral": FamilyEntry("Mixtral 8x7B, 8x22B", "grouped, windows", "softmax, renormalised"),
+    "olmoe": FamilyEntry("OLMoE 1B-7B", "norms of all heads at once, clipping", "softmax"),
+    "phimoe": FamilyEntry("Phi-3.5-MoE, Phi-mini-MoE", "grouped, LongRoPE, LayerNorm", "sparse mixer"),
+    "qwen2": FamilyEntry("Qwen 2, 2.5", "grouped, biases, windows", "dense"),
+    "qwen2_moe": FamilyEntry(
+        "Qwen1.5-MoE, Qwen2-57B-A14B", "grouped, biases, windows", "softmax; a shared expert with a gate"
+    ),
+    "qwen3": FamilyEntry("Qwen 3", "norms of heads, windows", "dense"),
+    "qwen3_5": FamilyEntry("Qwen 3.5 (its text)", _DELTA, "dense"),
+    "qwen3_5_moe": FamilyEntry("Qwen3.5-35B-A3B (its text)", _DELTA, _WITH_SHARED),
+    "qwen3_5_moe_text": FamilyEntry("the text model of Qwen3.5-35B-A3B", _DELTA, _WITH_SHARED),
+    "qwen3_5_text": FamilyEntry("the text model of Qwen 3.5", _DELTA, "dense"),
+    "qwen3_moe": FamilyEntry(
+        "Qwen3-30B-A3B, 235B-A22B", "norms of heads, windows", "softmax, renormalised; some layers dense"
+    ),
+    "qwen3_next": FamilyEntry("Qwen3-Next-80B-A3B", _DELTA, f"{_WITH_SHARED}; some layers dense"),
+    "qwen3_vl_moe": FamilyEntry(
+        "Qwen3-VL-30B-A3B, 235B-A22B",
+        "norms of heads, M-RoPE; a vision encoder ([images](images.md))",
+        "softmax, renormalised; some layers dense",
+        {"vision_config": {"out_hidden_size": 2048}},
+    ),
+    "sarvam_mla": FamilyEntry("Sarvam-105B", "latent, YaRN", _AS_DEEPSEEK),
+    "sarvam_moe": FamilyEntry("Sarvam-30B", "norms of heads", _AS_DEEPSEEK),
+    "solar_open": FamilyEntry("Solar Open 100B", "grouped", "as DeepSeek-V3"),
+}

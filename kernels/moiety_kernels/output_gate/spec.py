@@ -1,0 +1,7 @@
+"""Kinds of output gates, as data without an implementation."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+GateKind = Literal["sigmoid", "softplus"]

@@ -1,0 +1,105 @@
+"""Two ranks of one model say what transformers says: heads, feed-forwards and experts are divided, outputs are summed.
+
+Both ranks run in this process, in turns: one computes while the other waits for it in a collective operation.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moiety_engine.distribution.collectives import RankCollectives, Ranks
+from moiety_engine.distribution.layout import Layout, Seat
+from moiety_engine.errors import InvalidConfig
+from moiety_engine.model.checkpoint import load
+from moiety_engine.model.families import read_spec
+from moiety_engine.model.transformer import Transformer
+
+from .conftest import Driver, Sequence
+from .recent_variants import RECENT_VARIANTS
+
+DIVIDED = [name for name in RECENT_VARIANTS if name not in ("flex_olmo", "minimax_m2")]  # refused: see below
+PROMPT = [3 + (i * i * 31 + i * 7) % 370 for i in range(90)]
+
+
+class Turns:
+    """Meeting point of two ranks, of which one computes at a time."""
+
+    def __init__(self) -> None:
+        self.computing = threading.Lock()
+        self._all_here = threading.Barrier(2, timeout=60)
+        self.parts: list[Tensor] = [torch.empty(0), torch.empty(0)]
+
+    def meet(self) -> None:
+        self.computing.release()
+        try:
+            self._all_here.wait()
+        finally:
+            self.computing.acquire()
+
+    def give_up(self) -> None:
+        self._all_here.abort()
+
+
+class RankInTurns(RankCollectives):
+    """One of two ranks."""
+
+    def __init__(self, turns: Turns, rank: int) -> None:
+        super().__init__()
+        self._turns, self.rank, self.size = turns, rank, 2
+
+    def sum(self, x: Tensor) -> Tensor:
+        first, second = self._gather(x)
+        return first + second
+
+    def gather_columns(self, x_LC: Tensor) -> Tensor:
+        parts = self._gather(x_LC)
+        return x_LC if self.rank else torch.cat(parts, dim=1)
+
+    def _gather(self, x: Tensor) -> list[Tensor]:
+        self._turns.parts[self.rank] = x.clone()
+        self._turns.meet()
+        parts = list(self._turns.parts)
+        self._turns.meet()
+        return parts
+
+
+def logprobs_of_two_ranks(folder: Path, layout: Layout) -> Tensor:
+    turns = Turns()
+
+    def run(rank: int) -> Tensor:
+        with turns.computing:
+            try:
+                spec, seat, group = read_spec(folder), Seat(layout, rank), RankInTurns(turns, rank)
+                weights = load(folder, spec, device=torch.device("cpu"), dtype=torch.float32, seat=seat)
+                model = Transformer(spec, weights, ranks=Ranks(seat=seat, tensor=group, everyone=group))
+                return Driver(model).prefill(Sequence(PROMPT), 64).log_softmax(-1)
+            except BaseException:
+                turns.give_up()
+                raise
+
+    with ThreadPoolExecutor(2) as pool:
+        ours, _ = pool.map(run, range(2))
+    return ours
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(tp=2, ep=2), pytest.param(Layout(tp=2), marks=pytest.mark.thorough)], ids=str
+)
+@pytest.mark.parametrize("variant", DIVIDED)
+def test_two_ranks_say_what_transformers_says(make_checkpoint: Any, variant: str, layout: Layout) -> None:
+    checkpoint = make_checkpoint(variant)
+    ours = logprobs_of_two_ranks(checkpoint.folder, layout)
+    assert (ours - checkpoint.logprobs(PROMPT)).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("variant", sorted(RECENT_VARIANTS.keys() - {*DIVIDED}))
+def test_heads_that_are_normalised_together_are_not_divided(make_checkpoint: Any, variant: str) -> None:
+    with pytest.raises(InvalidConfig, match="divide its experts with --dp-attention and --ep"):
+        logprobs_of_two_ranks(make_checkpoint(variant).folder, Layout(tp=2))
