@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 YES, NO = "yes", "no"
 KV_CONTEXT_TOKENS = 32_768  # context for which the cache's bytes of a token are stated: windows and states count once
 # Features that depend on nothing in a model.
-EVERYWHERE = ("prefix cache", "n-gram and draft-model speculation", "pipeline parallelism", "DP attention", "roles")
+EVERYWHERE = ("prefix cache", "DP attention", "expert offloading")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,9 @@ class ModelFeatures:
 
     tensor_parallel: str
     expert_parallel: str
+    pipeline_parallel: str
+    speculation: str  # by n-gram and draft model
+    roles: str
     lora: str
     mtp: str
     images: str
@@ -67,9 +70,13 @@ class CheckpointReport:
 def features_of(spec: ModelSpec) -> ModelFeatures:
     """Return the features that work with a model."""
     latent = any(isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers)
+    with_states = f"{NO}: the model has recurrent layers" if spec.recurrent_layers else YES
     return ModelFeatures(
         tensor_parallel=_divides(spec, Layout(tp=2)),
         expert_parallel=_divides(spec, Layout(dp=2, ep=2)),
+        pipeline_parallel=with_states,
+        speculation=with_states,
+        roles=with_states,
         lora="feed-forward only" if latent else "not in recurrent layers" if spec.recurrent_layers else YES,
         mtp=NO if spec.mtp is None else YES,
         images=NO if spec.vision is None else YES,
