@@ -17,7 +17,7 @@ import psycopg.sql
 
 from moiety_migrations.errors import DatabaseAway, MigrationError
 from moiety_migrations.probe import with_timeout
-from moiety_platform.db.url import redact, sqlite_path, to_libpq_url
+from moiety_platform.db.url import redact, to_libpq_url
 
 CONCURRENT_INDEXES: Mapping[str, LiteralString] = MappingProxyType(
     {
@@ -36,12 +36,10 @@ _FIND_VALID: LiteralString = (
 
 
 def build_missing_indexes(database_url: str) -> None:
-    """Build the indexes that a database in PostgreSQL does not have yet, unless another process is building them.
+    """Build the indexes that a PostgreSQL database does not have yet, unless another process is building them.
 
     Idempotent. Raises DatabaseAway or MigrationError.
     """
-    if sqlite_path(database_url) is not None:
-        return
     url = with_timeout(to_libpq_url(database_url))
     try:
         with psycopg.connect(url, prepare_threshold=None) as lock:

@@ -6,8 +6,6 @@ import contextlib
 import sqlite3
 from pathlib import Path
 
-import psycopg
-
 from moiety_migrations.errors import DatabaseAway
 from moiety_platform.db.url import redact, sqlite_path, to_libpq_url
 
@@ -37,6 +35,8 @@ def _read_sqlite(path: Path) -> str | None:
 
 
 def _read_postgres(database_url: str) -> str | None:
+    import psycopg  # noqa: PLC0415  (slow, and SQLite needs no driver)
+
     try:
         with psycopg.connect(with_timeout(to_libpq_url(database_url)), prepare_threshold=None) as connection:
             row = connection.execute(_QUERY).fetchone()

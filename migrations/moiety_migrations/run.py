@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moiety_migrations.concurrent_indexes import build_missing_indexes
 from moiety_migrations.errors import DatabaseTooNew, UnknownRevision
 from moiety_migrations.probe import read_revision
 from moiety_migrations.revisions import HEAD, REVISIONS
+from moiety_platform.db.url import sqlite_path
 
 BASE = "base"
 
@@ -20,7 +20,10 @@ def upgrade(database_url: str) -> str:
     """
     if _known(read_revision(database_url)) != HEAD:
         _migrate(database_url, HEAD, upwards=True)
-    build_missing_indexes(database_url)
+    if sqlite_path(database_url) is None:
+        from moiety_migrations.concurrent_indexes import build_missing_indexes  # noqa: PLC0415  (loads the driver)
+
+        build_missing_indexes(database_url)
     return HEAD
 
 

@@ -36,6 +36,7 @@ def run_gateway(source: SettingsSource[GatewaySettings]) -> None:
     CannotSendSpans.
     """
     settings = source.first
+    gc.set_threshold(*RARELY)
     configure_logging(settings.log_level, settings.log_format)
     _share_arenas()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # for batches of texts, and here they arrive one by one
@@ -67,7 +68,6 @@ async def _serve(
             loop.add_signal_handler(signal_number, server.request_exit)
         host, port = listener.getsockname()[:2]
         gc.collect()
-        gc.set_threshold(*RARELY)
         gc.freeze()  # collections need not scan objects that live as long as the process
         async with watching(gateway.services.reloader):
             engines = list(source.first.engines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import sqlite3
@@ -22,13 +23,16 @@ import pytest
 from tests.conftest import wait_for
 
 DEADLINE_S = 60
+SOCKETS = shutil.ignore_patterns("*.sock", "*.ipc")  # of processes that are gone, which cannot be copied
 StartServe = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def serve(start_serve: StartServe) -> Any:
-    """One serve for the tests that leave it as it was."""
-    running = start_serve("--no-dashboard")
+def serve(start_serve: StartServe, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One serve for the tests that leave it as it was, on a directory that was there before and that all can read."""
+    directory = tmp_path_factory.mktemp("data")
+    directory.chmod(0o755)
+    running = start_serve("--no-dashboard", data_dir=directory)
     running.wait_for_line("moiety is ready at")
     return running
 
@@ -147,6 +151,7 @@ def test_a_killed_engine_is_restarted_and_said_so_and_requests_work_again(serve:
     assert ask(serve).status_code == 200
 
 
+@pytest.mark.thorough
 def test_an_engine_killed_twice_in_a_row_is_said_to_be_back_once(start_serve: StartServe) -> None:
     running = start_serve("--no-dashboard", "--no-traces")
     running.wait_for_line("moiety is ready at")
@@ -238,14 +243,26 @@ def test_a_killed_gateway_loses_no_usage_row(start_serve: StartServe) -> None:
     assert ended["http_status"] == 200 and ended["output_tokens"] > 0
 
 
-def test_a_lost_database_gets_new_keys_that_work_and_are_shown(start_serve: StartServe) -> None:
-    first = start_serve("--no-dashboard", "--no-traces")
-    first.wait_for_line("moiety is ready at")
-    old = first.admin_key
-    assert first.stop() == 0
-    for path in first.data_dir.glob("moiety.db*"):
+@pytest.fixture(scope="module")
+def killed(start_serve: StartServe) -> Any:
+    """A serve that was killed, and of which no process is left."""
+    running = start_serve("--no-dashboard", "--no-traces")
+    running.wait_for_line("moiety is ready at")
+    processes = running.family()
+    running.process.kill()
+    running.process.wait(DEADLINE_S)
+    assert gone(processes)
+    return running
+
+
+def test_a_lost_database_gets_new_keys_that_work_and_are_shown(
+    start_serve: StartServe, killed: Any, tmp_path: Path
+) -> None:
+    old = killed.admin_key
+    data_dir = shutil.copytree(killed.data_dir, tmp_path / "data", ignore=SOCKETS)
+    for path in data_dir.glob("moiety.db*"):
         path.unlink()
-    again = start_serve("--no-dashboard", "--no-traces", data_dir=first.data_dir)
+    again = start_serve("--no-dashboard", "--no-traces", data_dir=data_dir)
     again.wait_for_line("moiety is ready at")
     assert again.admin_key != old
     assert f"admin key   {again.admin_key}" in again.output
@@ -254,28 +271,20 @@ def test_a_lost_database_gets_new_keys_that_work_and_are_shown(start_serve: Star
     assert httpx.get(f"{again.url}/admin/v1/tenants", headers=headers).status_code == 200
 
 
-def test_the_data_is_private_also_in_a_directory_that_was_there_before(start_serve: StartServe, tmp_path: Path) -> None:
-    directory = tmp_path / "data"
-    directory.mkdir()
-    directory.chmod(0o755)
-    running = start_serve("--no-dashboard", "--no-traces", data_dir=directory)
-    running.wait_for_line("moiety is ready at")
-    assert ask(running).status_code == 200
-    shared = [path for path in directory.rglob("*") if not path.is_socket() and path.stat().st_mode & 0o077]
+def test_the_data_is_private_also_in_a_directory_that_was_there_before(serve: Any) -> None:
+    assert ask(serve).status_code == 200
+    shared = [path for path in serve.data_dir.rglob("*") if not path.is_socket() and path.stat().st_mode & 0o077]
     assert shared == []
-    assert (directory / "usage-journal").is_dir()
+    assert (serve.data_dir / "usage-journal").is_dir()
 
 
-def test_no_process_outlives_a_killed_serve_and_the_next_start_has_the_same_key(start_serve: StartServe) -> None:
-    killed = start_serve("--no-dashboard", "--no-traces")
-    killed.wait_for_line("moiety is ready at")
-    processes, key = killed.family(), killed.tenant_key
-    killed.process.kill()
-    killed.process.wait(DEADLINE_S)
-    assert gone(processes)
-    again = start_serve("--no-dashboard", "--no-traces", data_dir=killed.data_dir)
+def test_no_process_outlives_a_killed_serve_and_the_next_start_has_the_same_key(
+    start_serve: StartServe, killed: Any, tmp_path: Path
+) -> None:
+    data_dir = shutil.copytree(killed.data_dir, tmp_path / "data", ignore=SOCKETS)
+    again = start_serve("--no-dashboard", "--no-traces", data_dir=data_dir)
     again.wait_for_line("moiety is ready at")
-    assert again.tenant_key == key
+    assert again.tenant_key == killed.tenant_key
     assert "admin key" not in again.output  # it is shown once
     assert ask(again).status_code == 200
     assert again.stop(signal.SIGTERM) == 0

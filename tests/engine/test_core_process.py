@@ -176,7 +176,7 @@ def test_the_core_says_hello_answers_counts_an_abort_and_ends_when_told(start: o
     assert stub.process.wait(90) == 0
 
 
-def test_the_core_sleeps_and_wakes_when_told_and_answers_the_same_with_steps_that_overlap(
+def test_the_core_sleeps_and_wakes_with_steps_that_overlap_and_ends_at_once_when_its_front_is_gone(
     start: object, checkpoint: Path
 ) -> None:
     stub: EngineServerStub = start(str(checkpoint), overlap=Overlap.ON)
@@ -193,11 +193,6 @@ def test_the_core_sleeps_and_wakes_when_told_and_answers_the_same_with_steps_tha
         assert stub.rested() == CoreSlept(asleep=False)
     assert len(answers[0]) == 5
     assert answers[0] == answers[1]
-
-
-def test_the_core_ends_at_once_when_its_front_is_gone(start: object, checkpoint: Path) -> None:
-    stub: EngineServerStub = start(str(checkpoint))
-    stub.hello()
     assert stub.process.stdin is not None
     stub.process.stdin.close()
     assert stub.process.wait(90) == 3

@@ -48,7 +48,7 @@ def weights_on_device(loop: EngineLoop) -> int:
     return sum(tensor.untyped_storage().nbytes() for _, tensor in named_tensors(loop.executor.model._weights))
 
 
-@pytest.mark.parametrize("overlap", [Overlap.OFF, Overlap.ON])
+@pytest.mark.parametrize("overlap", [pytest.param(Overlap.OFF, marks=pytest.mark.thorough), Overlap.ON])
 def test_what_sleeps_gives_its_memory_back_and_answers_the_same_when_woken(checkpoint: Path, overlap: Overlap) -> None:
     loop = own_loop(checkpoint, overlap=overlap, host_kv_memory_bytes=1 << 20)
     loop.warm_up()

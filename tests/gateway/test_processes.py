@@ -71,6 +71,16 @@ def threads_of(pid: int) -> dict[int, str]:
     return {int(task.name): (task / "comm").read_text().strip() for task in Path(f"/proc/{pid}/task").iterdir()}
 
 
+def check_threads(pid: int) -> None:
+    """Threads of the store do not cut in on the loop of a gateway, and those of messages may."""
+    threads = threads_of(pid)
+    policies = {thread: os.sched_getscheduler(thread) for thread in threads}
+    assert policies.pop(pid) == os.SCHED_OTHER, "the loop has its turn like every process"
+    thread_priority = [threads[thread] for thread, policy in policies.items() if policy == os.SCHED_BATCH]
+    assert thread_priority, f"none of the store, among {threads}"
+    assert not any("ZMQ" in name for name in thread_priority), "clients wait for messages"
+
+
 class Deployment:
     """An engine and a gateway."""
 
@@ -213,20 +223,9 @@ async def test_the_openai_client_is_served_by_a_real_engine_front(deployment: An
     assert max(row.output_tokens for row in rows) == 1000
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have no such policy")
-async def test_threads_of_the_store_do_not_cut_in_on_the_loop_and_those_of_messages_may(deployment: Any) -> None:
-    await deployment.load()  # from a thread of the store, of an engine that is connected
-    pid = deployment.gateway.process.pid
-    threads = threads_of(pid)
-    policies = {thread: os.sched_getscheduler(thread) for thread in threads}
-    assert policies.pop(pid) == os.SCHED_OTHER, "the loop has its turn like every process"
-    thread_priority = [threads[thread] for thread, policy in policies.items() if policy == os.SCHED_BATCH]
-    assert thread_priority, f"none of the store, among {threads}"
-    assert not any("ZMQ" in name for name in thread_priority), "clients wait for messages"
-    assert await deployment.stop_gateway() == 0
-
-
-async def test_disconnects_leave_an_idle_engine_and_a_row_with_every_token(deployment: Any) -> None:
+async def test_disconnects_leave_an_idle_engine_and_a_row_with_every_token_and_threads_keep_their_policies(
+    deployment: Any,
+) -> None:
     rng = random.Random(7)
     body = {"model": "scripted", "prompt": "abc", "max_tokens": 3000, "ignore_eos": True}
 
@@ -249,6 +248,8 @@ async def test_disconnects_leave_an_idle_engine_and_a_row_with_every_token(deplo
             await asyncio.sleep(0.05)
             load = await deployment.load()
     assert load["kv_blocks_used"] == 0
+    if sys.platform == "linux":  # elsewhere threads have no such policy
+        check_threads(deployment.gateway.process.pid)
     assert await deployment.stop_gateway() == 0
     rows = await deployment.rows()
     assert len(rows) == len({row.request_id for row in rows}) <= 40

@@ -115,7 +115,7 @@ def test_lines_of_every_endpoint_are_answered_in_openais_shape_with_a_bar_on_a_t
 
 
 def test_a_run_that_is_killed_goes_on_with_the_lines_that_have_no_whole_answer(tmp_path: Path) -> None:
-    lines = [chat(f"{a}", f"What is {a} + 1?", max_tokens=150, ignore_eos=True) for a in range(32)]
+    lines = [chat(f"{a}", f"What is {a} + 1?", max_tokens=120, ignore_eos=True) for a in range(16)]
     file, output = write(tmp_path / "asked.jsonl", lines), tmp_path / "asked.answers.jsonl"
     running = subprocess.Popen(command(file, "--max-running", 4), stdout=subprocess.DEVNULL)
     until_s = time.monotonic() + DEADLINE_S

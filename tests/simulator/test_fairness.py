@@ -83,7 +83,7 @@ def test_the_accumulated_gap_is_between_the_most_and_the_least_served_since_the_
 
 def test_weighted_service_of_unequal_tenants_is_compared_by_weight(small: SimulatedDevice) -> None:
     stream = "constant:rate=60,input=64,output=8,tenant="
-    workload = generate(f"{stream}a;{stream}b", 60, 0)
+    workload = generate(f"{stream}a;{stream}b", 40, 0)
     run = Driver(workload, small, "fcfs", {"standard": STANDARD}, drain=False).run()
     even = measure_fairness(run, small.kv_tokens)
     assert even["jain"] == pytest.approx(1.0, abs=0.01)

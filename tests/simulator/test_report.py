@@ -50,7 +50,7 @@ def capacity(base: Workload, small: SimulatedDevice) -> Capacity:
     return measure_capacity(base, small, run_s=60.0)
 
 
-@pytest.mark.parametrize("load", [0.5, 2.0])
+@pytest.mark.parametrize("load", [0.5, pytest.param(2.0, marks=pytest.mark.thorough)])
 def test_fcfs_completes_what_is_offered_up_to_the_capacity(
     load: float, base: Workload, capacity: Capacity, small: SimulatedDevice
 ) -> None:
@@ -155,7 +155,7 @@ def test_the_command_reports_one_json_object_and_draws(
 
 def test_a_replica_gets_its_share_of_so_many_times_what_arrives(small: SimulatedDevice) -> None:
     def offered(times: float, replicas: int) -> float:
-        scenario = Scenario(spec=SPEC, duration_s=60.0, times=times, num_replicas=replicas)
+        scenario = Scenario(spec=SPEC, duration_s=30.0, times=times, num_replicas=replicas)
         figures = compare(scenario, small, ["fcfs"]).policies["fcfs"]
         return float(figures["offered_fraction_of_capacity"])
 

@@ -44,7 +44,7 @@ BODIES = (
     b"", b"\x00", b"\xff\xfe", b"null", b"[]", b"1", b'"x"', b"{", b"{}", b'{"a":1}', b"NaN", b"[" * 5000,
     b'{"a":' * 5000, b'\xef\xbb\xbf{}', b'{"name":"a","name":"b"}', rb'{"\ud800":1}', b'{"\xff":1}',
 )  # fmt: skip
-EVERY = 1 if THOROUGH else 4  # a place gets each value, or every fourth, and the next place those after them
+EVERY = 1 if THOROUGH else 8  # a place gets each value, or every eighth, and the next place those after them
 ETAGS = ("", "*", '"', '"x"', 'W/"x"', "x" * 9000, '"\u00ff"')
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.conftest import free_port
 
-from moiety_platform.db.postgres import NoConnection
+from moiety_platform.db.connection_errors import NoConnection
 from moiety_platform.db.postgres_url import asyncpg_dsn, parse_postgres_url
 from moiety_platform.db.session import Database
 from moiety_platform.db.url import postgres_url, to_libpq_url, to_sync_url

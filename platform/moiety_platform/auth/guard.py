@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from litestar.connection import ASGIConnection
 from litestar.enums import HttpMethod
@@ -13,9 +13,11 @@ from moiety_platform.access.actions import ACTION, AdminAction
 from moiety_platform.access.caller import Caller
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.keys import PREFIX
-from moiety_platform.auth.oidc import OidcVerifier
 from moiety_platform.auth.principal import Principal
 from moiety_platform.errors import Forbidden
+
+if TYPE_CHECKING:
+    from moiety_platform.auth.oidc import OidcVerifier
 
 AsyncGuard = Callable[[ASGIConnection[Any, Any, Any, Any], BaseRouteHandler], Awaitable[None]]
 
@@ -24,7 +26,7 @@ class UnguardedRoute(Exception):
     """A defect in the code: a route of the admin API names no action."""
 
 
-FindVerifier = Callable[[], OidcVerifier | None]
+FindVerifier = Callable[[], "OidcVerifier | None"]
 
 
 def admin_guard(authenticator: Authenticator, oidc: FindVerifier = lambda: None) -> AsyncGuard:

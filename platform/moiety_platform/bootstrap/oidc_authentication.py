@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-import httpx
-
-from moiety_platform.auth.oidc import FETCH_TIMEOUT_S, OidcTerms, OidcVerifier
 from moiety_platform.clock import Clock
 from moiety_platform.db.session import Database
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.settings import GatewaySettings
+
+if TYPE_CHECKING:
+    import httpx
+
+    from moiety_platform.auth.oidc import OidcVerifier
 
 NAMES = ("oidc_issuer", "oidc_audience", "oidc_roles_claim", "oidc_tenant_claim")
 
@@ -25,7 +27,7 @@ class OidcAuthentication:
     def __init__(self, settings: GatewaySettings, database: Database, clock: Clock) -> None:
         self._database = database
         self._clock = clock
-        self._http = httpx.AsyncClient(timeout=FETCH_TIMEOUT_S)
+        self._http: httpx.AsyncClient | None = None  # until there is an issuer, since it reads certificates
         self._verifier = self._of(settings)
 
     async def __aenter__(self) -> Self:
@@ -34,7 +36,8 @@ class OidcAuthentication:
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await self._http.aclose()
+        if self._http is not None:
+            await self._http.aclose()
 
     def find(self) -> OidcVerifier | None:
         """Return the verifier; None where tokens are not accepted."""
@@ -49,6 +52,12 @@ class OidcAuthentication:
     def _of(self, settings: GatewaySettings) -> OidcVerifier | None:
         if settings.oidc_issuer is None or settings.oidc_audience is None:
             return None
+        import httpx  # noqa: PLC0415  slow to import, and few gateways have an issuer
+
+        from moiety_platform.auth.oidc import FETCH_TIMEOUT_S, OidcTerms, OidcVerifier  # noqa: PLC0415  likewise
+
+        if self._http is None:
+            self._http = httpx.AsyncClient(timeout=FETCH_TIMEOUT_S)
         terms = OidcTerms(
             settings.oidc_issuer, settings.oidc_audience, settings.oidc_roles_claim, settings.oidc_tenant_claim
         )

@@ -7,8 +7,10 @@ imports them.
 
 from __future__ import annotations
 
+import gc
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import EntryPoints
 from types import MappingProxyType
@@ -66,7 +68,8 @@ class LazyCommand(TyperCommand):
     def load(self) -> TyperCommand | TyperGroup:
         """Import the command. Raises CommandError with the extra to install if a part is missing."""
         try:
-            loaded = self._load()
+            with _without_garbage_collection():
+                loaded = self._load()
         except ModuleNotFoundError as exc:
             explained = explain_missing_package(exc)
             if explained is None:
@@ -76,6 +79,23 @@ class LazyCommand(TyperCommand):
         if self._grow is not None and isinstance(command, TyperGroup):
             self._grow(command)
         return command
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Collect no garbage in the block, and exclude all objects that exist at its end from later collections.
+
+    Imports create hundreds of thousands of objects that live as long as the process; scanning them again and again
+    takes a sixth of the time of the imports.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def load_target(target: str) -> Any:

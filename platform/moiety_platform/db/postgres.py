@@ -23,6 +23,7 @@ from sqlalchemy import Dialect
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.util import await_only
 
+from moiety_platform.db.connection_errors import NoConnection
 from moiety_platform.db.postgres_url import PostgresUrl, asyncpg_dsn
 from moiety_platform.db.url_errors import BadDatabaseUrl
 
@@ -32,10 +33,6 @@ _ABOUT = "SELECT pg_backend_pid(), pg_is_in_recovery(), current_setting('transac
 _ANY = "any"
 
 _log = structlog.get_logger(__name__)
-
-
-class NoConnection(ConnectionError):
-    """PostgreSQL, or the pooler before it, refused the connection; the message says why and, if known, what to do."""
 
 
 class PostgresConnection(asyncpg.Connection):  # type: ignore[misc]  # the driver has no types

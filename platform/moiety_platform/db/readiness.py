@@ -10,7 +10,7 @@ import structlog
 from sqlalchemy import select
 
 from moiety_platform.db.base import Base
-from moiety_platform.db.postgres import NoConnection
+from moiety_platform.db.connection_errors import NoConnection
 from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
 

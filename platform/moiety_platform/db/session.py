@@ -26,7 +26,6 @@ from sqlalchemy.pool import ConnectionPoolEntry
 
 from moiety_platform.db.connecting import connect_uncancelled
 from moiety_platform.db.failures import unavailable_when_away
-from moiety_platform.db.postgres import PostgresConnector
 from moiety_platform.db.postgres_url import PostgresUrl
 from moiety_platform.db.url import postgres_url, sqlite_path
 from moiety_platform.thread_priority import lower_priority
@@ -81,6 +80,8 @@ def create_engine(url: str, *, busy_timeout_s: float = SQLITE_BUSY_TIMEOUT_S, po
 
 
 def _create_postgres_engine(url: PostgresUrl, pool: Pool) -> AsyncEngine:
+    from moiety_platform.db.postgres import PostgresConnector  # noqa: PLC0415  imports the driver, which is slow
+
     engine = create_async_engine(
         "postgresql+asyncpg://",
         pool_size=pool.size,

@@ -16,9 +16,10 @@ from moiety_platform.access.caller import Caller
 from moiety_platform.access.views import PLAN_EXPERTS, READ_EXPERTS
 from moiety_platform.db.session import Database
 from moiety_platform.errors import BadRequest, NotFound
-from moiety_platform.experts.plan import PlanRequest, PlanView, what_if
+from moiety_platform.experts.plan_schemas import PlanRequest, PlanView
 from moiety_platform.experts.schemas import ExpertReport, ExpertView
 from moiety_platform.experts.service import ExpertService
+from moiety_platform.experts.sums import LoadSum
 from moiety_platform.openapi.described import fails
 from moiety_platform.query_parameters import Filter, parse_text, parse_whole, whole
 from moiety_platform.tenants.models import Tenant
@@ -85,7 +86,13 @@ class ExpertController(Controller):
                 "models, and a load comes with requests"
             )
         async with experts.planning:
-            return await asyncio.to_thread(what_if, total, data)
+            return await asyncio.to_thread(_plan, total, data)
+
+
+def _plan(load: LoadSum, wanted: PlanRequest) -> PlanView:
+    from moiety_platform.experts.plan import what_if  # noqa: PLC0415  imports numpy, which is slow
+
+    return what_if(load, wanted)
 
 
 def parse_minutes(text: str | None) -> int:

@@ -219,7 +219,7 @@ class StrictBody(BaseModel):
     Names in braces are fields of `ShapeLimits`.
     """
 
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, defer_build=True)
 
     forms: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
