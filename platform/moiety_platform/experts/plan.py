@@ -12,7 +12,7 @@ import numpy as np
 
 from moiety_placement.matching import keep_in_place, moves
 from moiety_placement.placement import EMPTY, Floats, Placement, balancedness, rank_loads
-from moiety_placement.planning import plan
+from moiety_placement.placement_planner import plan
 from moiety_platform.experts.sums import LoadSum
 
 MAX_NODES, MAX_RANKS_PER_NODE, MAX_REDUNDANT, MAX_MINUTES = 64, 64, 4096, 60
