@@ -196,7 +196,7 @@ def past_request(one: Made, started: datetime, request_id: str, pressure: float,
         duration_ms=2.0 if refused else ttft_ms + generated * 14,
         error_code="overloaded" if refused else "engine_failed" if failed else None,
         num_preemptions=int(habit.service_class in ("flex", "batch") and rng.random() < 0.3 * waits),
-        sla_attained=None if left else kept,
+        slo_attained=None if left else kept,
         cost_nanodollars=cost,
     )
 

@@ -174,7 +174,7 @@ def metrics_alone() -> dict[str, float]:
     """Return the CPU time of counting one request, and of exporting all metrics once, in this process."""
     metrics = Metrics()
     row = UsageRow("r", "ten_a", "p", "k", "/v1", "m", "standard", datetime.now(UTC), "length", 200, 1, 20, 0, 8, 0.1,
-                   5.0, 20.0, sla_attained=True)  # fmt: skip
+                   5.0, 20.0, slo_attained=True)  # fmt: skip
 
     def count() -> None:
         metrics.observe(row, "chat", "m", 0.002)

@@ -135,5 +135,5 @@ def _row(one: Record) -> UsageRow:
         prompt_tokens=one.request.input_tokens, cached_tokens=one.cached_tokens, output_tokens=one.num_output,
         queue_ms=(one.scheduled_ns - one.arrival_ns) / 1e6 if one.scheduled_ns else None,
         ttft_ms=(one.first_ns - one.arrival_ns) / 1e6 if one.first_ns else None,
-        duration_ms=(one.end_ns - one.arrival_ns) / 1e6, sla_attained=one.attained,
+        duration_ms=(one.end_ns - one.arrival_ns) / 1e6, slo_attained=one.attained,
     )  # fmt: skip

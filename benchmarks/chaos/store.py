@@ -29,8 +29,8 @@ DIFFERENCES = f"""
 SELECT count(*) FROM (
     SELECT date_trunc('hour', started_at AT TIME ZONE 'UTC') AS hour, {GROUP}, count(*) AS requests,
         sum(prompt_tokens) AS prompt_tokens, sum(cached_tokens) AS cached_tokens, sum(output_tokens) AS output_tokens,
-        sum(cost_nanodollars) AS cost_nanodollars, count(*) FILTER (WHERE sla_attained) AS num_slo_attained,
-        count(sla_attained) AS num_slo_requests
+        sum(cost_nanodollars) AS cost_nanodollars, count(*) FILTER (WHERE slo_attained) AS num_slo_attained,
+        count(slo_attained) AS num_slo_requests
     FROM usage GROUP BY 1, {GROUP}
 ) one FULL JOIN (
     SELECT hour AT TIME ZONE 'UTC' AS hour, {GROUP}, {", ".join(SUMS)} FROM usage_hours

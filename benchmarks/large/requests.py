@@ -91,6 +91,6 @@ def _row(started: datetime, sender: Sender, *drawn: Any) -> UsageRow:
         duration_ms=2.0 if is_refused else ttft_ms + generated * 14,
         error_code=CODES.get(outcome),
         num_preemptions=int(sender.service_class in ("flex", "batch") and wait > 3),
-        sla_attained=None if outcome == "disconnected" else served and ttft_ms <= TTFT_SLO_MS[sender.service_class],
+        slo_attained=None if outcome == "disconnected" else served and ttft_ms <= TTFT_SLO_MS[sender.service_class],
         cost_nanodollars=(prompt_tokens - cached) * 300 + cached * 30 + generated * 1200,
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moiety_engine.adapters.adapter_slots import AdapterRegistry
+from moiety_engine.adapters.adapter_slots import AdapterSlots
 from moiety_engine.cache_setup import require_recurrent_support
 from moiety_engine.disk.tier import DiskTier
 from moiety_engine.draft_model.draft_model import DraftModel
@@ -92,8 +92,8 @@ def build_loop(
     return EngineLoop(executor, scheduler, intake, experts, reporter, clock_ns=clock_ns)
 
 
-def _load_adapters(model: Transformer, config: EngineConfig, sizes: Sizes) -> AdapterRegistry:
-    adapters = AdapterRegistry(
+def _load_adapters(model: Transformer, config: EngineConfig, sizes: Sizes) -> AdapterSlots:
+    adapters = AdapterSlots(
         model, max_bytes=sizes.adapter_bytes, max_slots=config.max_adapters, max_rank=config.max_adapter_rank
     )
     for name, folder in config.adapters.items():

@@ -15,7 +15,7 @@ from moiety_engine.runner.device_state import DeviceState, free_cached_memory
 from moiety_engine.runner.weights import Weights
 
 if TYPE_CHECKING:
-    from moiety_engine.adapters.adapter_slots import AdapterRegistry
+    from moiety_engine.adapters.adapter_slots import AdapterSlots
     from moiety_engine.draft_model.draft_model import DraftModel
     from moiety_engine.kv_transfer.connector import KvConnector
     from moiety_engine.model.transformer import Transformer
@@ -30,7 +30,7 @@ class DeviceOptions:
     """What the state on the device is connected to."""
 
     kv_connector: KvConnector  # transfers KV to and from other engines
-    adapters: AdapterRegistry
+    adapters: AdapterSlots
     tenants: TenantSlots | None  # slots by which the load of experts is counted; None for a model without experts
     num_mask_words: int  # of a token mask of structured outputs; 0 without them
     cutting: MicroBatchSplit

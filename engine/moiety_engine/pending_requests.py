@@ -17,7 +17,7 @@ from moiety_engine.images.pending_images import PendingImages
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from moiety_engine.adapters.adapter_slots import AdapterRegistry
+    from moiety_engine.adapters.adapter_slots import AdapterSlots
     from moiety_engine.disk.tier import DiskTier
     from moiety_engine.images.prompt_images import PromptImage
     from moiety_engine.kv_transfer.kv_receiver import KvReceiver
@@ -58,7 +58,7 @@ class PendingRequests:
     def __init__(
         self,
         arrivals: KvReceiver | None,
-        adapters: AdapterRegistry,
+        adapters: AdapterSlots,
         compile_queue: GrammarCompileQueue,
         disk: DiskTier | None = None,
         clock_ns: Callable[[], int] = time.time_ns,

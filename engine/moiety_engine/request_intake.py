@@ -17,7 +17,7 @@ from moiety_engine.pending_requests import PendingRequests, ReadyRequest
 from moiety_wire.messages import FailureCode, FinishReason
 
 if TYPE_CHECKING:
-    from moiety_engine.adapters.adapter_slots import AdapterRegistry
+    from moiety_engine.adapters.adapter_slots import AdapterSlots
     from moiety_engine.disk.tier import DiskTier
     from moiety_engine.images.prompt_images import PromptImage
     from moiety_engine.kv_transfer.connector import KvConnector
@@ -35,7 +35,7 @@ class RequestIntake:
         scheduler: Scheduler,
         reporter: StepReporter,
         kv_connector: KvConnector,
-        adapters: AdapterRegistry,
+        adapters: AdapterSlots,
         grammars: GrammarCompileQueue,
         disk: DiskTier | None,
         *,

@@ -9,7 +9,7 @@ from moiety_engine.load_reporter import LoadReporter
 from moiety_engine.messages import CoreAdmission, CoreFailure, CoreLoad, CoreOutput, CoreStep
 
 if TYPE_CHECKING:
-    from moiety_engine.adapters.adapter_slots import AdapterRegistry
+    from moiety_engine.adapters.adapter_slots import AdapterSlots
     from moiety_engine.kv_transfer.connector import KvConnector
     from moiety_engine.steps.tracer import StepTracer
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class StepReporter:
     """Outputs and failures since the last report. Used by the step loop's thread only."""
 
-    def __init__(self, tracer: StepTracer, kv_connector: KvConnector, adapters: AdapterRegistry) -> None:
+    def __init__(self, tracer: StepTracer, kv_connector: KvConnector, adapters: AdapterSlots) -> None:
         """Create the reporter. `kv_connector` and `adapters` are told of the requests that have ended."""
         self.tracer = tracer
         self._kv_connector = kv_connector

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 
 from moiety_placement.errors import BadNumbers
 from moiety_placement.placement import Floats, Ints, check_divides, check_load, rank_loads
-from moiety_placement.planning import plan
+from moiety_placement.placement_planner import plan
 
 
 def replica_budgets(

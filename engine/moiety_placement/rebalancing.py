@@ -43,7 +43,7 @@ def rebalance(old: Placement, load_LE: ArrayLike, *, move_cost: float) -> Rebala
     """
     loads = check_load(load_LE, (old.num_layers, old.num_experts))
     if not move_cost >= 0:
-        raise BadNumbers(f"a move costs 0 or more mean rank loads, not {move_cost}")
+        raise BadNumbers(f"move_cost is {move_cost}; it must be 0 or more mean rank loads")
     board = Board.of(old.physical_to_logical_LR, loads, old.num_ranks, old.num_nodes)
     mean_L = loads.sum(axis=1) / np.maximum(living_ranks(old).sum(axis=1), 1)
     before_L = board.largest_loads()

@@ -39,7 +39,7 @@ from moiety_wire.images import ImageAllowance, ImageInput, ImageRules
 from moiety_wire.notes import Event, Phases, Reason
 from moiety_wire.roles import EngineRole, KvHandoff, KvTransferTimes
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 HEARTBEAT_INTERVAL_S = 0.5
 SILENCE_LIMIT_S = 5.0
 MIN_THOUGHT_BUDGET = 2  # tokens; an engine decides about a token before it knows the previous one

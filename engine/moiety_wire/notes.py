@@ -31,7 +31,7 @@ class Reason(StrEnum):
     URGENT_NEEDS_BLOCKS = "urgent_needs_blocks"
     OVER_SHARE = "over_share"  # its tenant held more than its share of blocks, which another tenant needed
     # demoted, boosted, resumed
-    BEYOND_REPAIR = "beyond_repair"
+    SLO_UNATTAINABLE = "slo_unattainable"
     WAITED_TOO_LONG = "waited_too_long"
     RECOMPUTE = "recompute"  # resumed by recomputing its KV
     SWAP = "swap"  # resumed by copying its KV back from host memory

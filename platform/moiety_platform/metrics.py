@@ -361,10 +361,10 @@ class Metrics:
         self._duration.add((*of_operation, row.outcome), row.duration_ms / 1000)
         if row.error_code is not None:
             self._errors.add((row.service_class, row.error_code))
-        if row.sla_attained is not None:  # both series always exist, so that their ratio does, too
-            self._slo_requests.add((*of, "true"), int(row.sla_attained))
-            self._slo_requests.add((*of, "false"), int(not row.sla_attained))
-            if row.sla_attained and row.output_tokens:
+        if row.slo_attained is not None:  # both series always exist, so that their ratio does, too
+            self._slo_requests.add((*of, "true"), int(row.slo_attained))
+            self._slo_requests.add((*of, "false"), int(not row.slo_attained))
+            if row.slo_attained and row.output_tokens:
                 self._good_tokens.add(of, row.output_tokens)
         if row.queue_ms is not None:
             self._queue.add(of, row.queue_ms / 1000)

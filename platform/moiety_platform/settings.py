@@ -134,7 +134,8 @@ class GatewaySettings(BaseSettings):
     header_timeout_s: float = live(15, "Longest time until the headers of a request are complete, in seconds.", gt=0)
     body_timeout_s: float = live(
         30,
-        "Interval at which the speed of an incoming body is checked, in seconds. It must be at least 500 bytes/s.",
+        "Interval at which the speed of an incoming body is checked, in seconds. The body must arrive at 500 bytes/s "
+        "or more.",
         gt=0,
     )
     keep_alive_s: int = live(60, "Time for which an idle connection stays open, in seconds.", ge=1)
@@ -221,8 +222,8 @@ class GatewaySettings(BaseSettings):
 
     responses_store_by_default: bool = live(
         False,
-        "Whether requests of the Responses API without 'store' store their responses, as OpenAI's do. Clients need it "
-        "that refer to responses or items without asking to store them.",
+        "Whether requests of the Responses API without 'store' store their responses, as OpenAI's do. Needed by "
+        "clients that refer to earlier responses or items without setting 'store'.",
     )
     responses_ttl_s: float = live(
         30 * 86_400, "Time for which responses of the Responses API are stored on request, in seconds.", gt=0
@@ -373,7 +374,7 @@ class GatewaySettings(BaseSettings):
     @classmethod
     def _check_requests(cls, value: int) -> int:
         if 0 < value < MIN_DAYS_OF_USAGE:
-            raise ValueError(f"set 0, which keeps requests for ever, or at least {MIN_DAYS_OF_USAGE} days")
+            raise ValueError(f"set 0 (unlimited), or at least {MIN_DAYS_OF_USAGE} days")
         return value
 
     @model_validator(mode="after")

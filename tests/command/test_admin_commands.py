@@ -198,7 +198,7 @@ def test_usage_is_summed_by_tenant(moiety: Callable[..., Any], serve: Any) -> No
     wait_for(lambda: used() == tokens, "the row, which is written with others")
     lines = moiety("usage", "--by", "tenant,model").stdout.replace("┃", "│").splitlines()
     headings, *rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
-    assert (headings[:3], headings[-2:]) == (["tenant", "model", "requests"], ["$", "SLA kept"])
+    assert (headings[:3], headings[-2:]) == (["tenant", "model", "requests"], ["$", "SLO attained"])
     assert not any("nanodollars" in heading for heading in headings)
     assert ["summed-inc", "moiety-demo", "1"] in [row[:3] for row in rows]
     (exported,) = csv.DictReader(moiety("usage", "--tenant", "summed-inc", "--csv").stdout.splitlines())
@@ -206,10 +206,10 @@ def test_usage_is_summed_by_tenant(moiety: Callable[..., Any], serve: Any) -> No
     assert int(exported["cost_nanodollars"]) == 0
     assert moiety("usage", "--csv", "--json").returncode == 2
     by_class = moiety("usage", "--by", "service_class").stdout
-    assert "SLA kept" in by_class
+    assert "SLO attained" in by_class
     assert "standard" in by_class
     single = json.loads(moiety("usage", "--requests", "1", "--json").stdout)["data"][0]
-    assert (single["service_class"], single["num_preemptions"], single["sla_attained"]) == ("standard", 0, True)
+    assert (single["service_class"], single["num_preemptions"], single["slo_attained"]) == ("standard", 0, True)
 
 
 def test_usage_is_summed_and_exported_by_end_user_and_tag(moiety: Callable[..., Any], serve: Any) -> None:

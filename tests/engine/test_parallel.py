@@ -487,7 +487,7 @@ def test_parallel_ranks_in_few_bits_say_nearly_the_same(processes: RankProcesses
 @pytest.mark.parametrize(
     ("family", "settings", "words"),
     [
-        ("mixtral", {}, "another checkpoint"),
+        ("mixtral", {}, "checkpoint of rank 1 differs"),
         ("qwen3_moe", {"max_running": 7}, "max_running is 7 there and 8"),
     ],
 )

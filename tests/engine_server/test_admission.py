@@ -81,7 +81,7 @@ async def test_decisions_come_with_the_end_and_say_in_which_phase_they_were_made
         ScriptedEvent(kind=EventKind.BOOSTED, reason=Reason.WAITED_TOO_LONG),
         ScriptedEvent(kind=EventKind.PREEMPTED, reason=Reason.DECODE_NEEDS_BLOCKS, after_tokens=2, names_another=True),
         ScriptedEvent(kind=EventKind.RESUMED, reason=Reason.RECOMPUTE, after_tokens=2),
-        ScriptedEvent(kind=EventKind.DEMOTED, reason=Reason.BEYOND_REPAIR, after_tokens=3),
+        ScriptedEvent(kind=EventKind.DEMOTED, reason=Reason.SLO_UNATTAINABLE, after_tokens=3),
     )
     script = Script(events=events, verdicts=(ScriptedDecision(reason=Reason.PREDICTED_LATE, downgrades=True),))
     async with bench(script) as running:
@@ -96,7 +96,7 @@ async def test_decisions_come_with_the_end_and_say_in_which_phase_they_were_made
         (2, EventKind.BOOSTED, Reason.WAITED_TOO_LONG, ""),
         (3, EventKind.PREEMPTED, Reason.DECODE_NEEDS_BLOCKS, "other"),
         (3, EventKind.RESUMED, Reason.RECOMPUTE, ""),
-        (3, EventKind.DEMOTED, Reason.BEYOND_REPAIR, ""),
+        (3, EventKind.DEMOTED, Reason.SLO_UNATTAINABLE, ""),
     ]
     assert (end.served_class, end.num_recomputed_tokens) == ("flex", 7)
 

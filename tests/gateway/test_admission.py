@@ -132,7 +132,7 @@ async def test_a_downgraded_request_is_stated_as_it_was_served(
         events = [line[6:] for line in answer.split(b"\n") if line.startswith(b"data: {")] if stream else [answer]
         assert {json.loads(event)["service_tier"] for event in events} == {"flex"}
         (row,) = await gateway.rows.wait_for(1)
-        assert (row.service_class, row.sla_attained) == ("flex", True)
+        assert (row.service_class, row.slo_attained) == ("flex", True)
         text = gateway.metrics.render().decode()
         assert (
             'moiety_admission_total{outcome="downgraded",reason="predicted_late",service_class="standard"} 1.0' in text
@@ -168,7 +168,7 @@ async def test_the_openai_client_sees_a_rate_limit_with_the_time_to_come_back(
         assert caught.value.body["reason"] == "predicted_late"
         (row,) = await gateway.rows.wait_for(1)
         assert (row.outcome, row.http_status, row.error_code) == ("rejected", 429, "overloaded")
-        assert (row.prompt_tokens, row.output_tokens, row.sla_attained) == (0, 0, False)
+        assert (row.prompt_tokens, row.output_tokens, row.slo_attained) == (0, 0, False)
         text = gateway.metrics.render().decode()
         assert 'moiety_admission_total{outcome="rejected",reason="predicted_late",service_class="standard"} 1.0' in text
 
@@ -394,11 +394,11 @@ async def test_what_happened_to_a_request_is_in_its_row_its_span_and_the_metrics
     async with start_gateway([engine], spans) as gateway:
         await gateway.post(CHAT, BODY)
         (row,) = await gateway.rows.wait_for(1)
-        assert (row.num_preemptions, row.sla_attained) == (2, True)
+        assert (row.num_preemptions, row.slo_attained) == (2, True)
         text = gateway.metrics.render().decode()
     (span,) = spans.named("chat tiny")
-    told = {name: span.attributes[f"moiety.{name}"] for name in ("admission", "reason", "preemptions", "sla_attained")}
-    assert told == {"admission": "admitted", "reason": "accepted_late", "preemptions": 2, "sla_attained": True}
+    told = {name: span.attributes[f"moiety.{name}"] for name in ("admission", "reason", "preemptions", "slo_attained")}
+    assert told == {"admission": "admitted", "reason": "accepted_late", "preemptions": 2, "slo_attained": True}
     labels = 'engine="fake://engine-1",service_class="flex"'
     for line in (
         f"moiety_engine_class_num_waiting{{{labels}}} 3.0",

@@ -120,7 +120,7 @@ BAD = [
     (CHAT, chat(stream_options={"include_usage": True}), 400, None, "'stream' is true"),
     (CHAT, chat(top_logprobs=2), 400, None, "'logprobs' is true"),
     (CHAT, chat(logprobs=True, top_logprobs=21), 400, "top_logprobs", ""),
-    (CHAT, chat(functions=[{"name": ""}]), 400, "functions.0.name", "is no name of a tool"),
+    (CHAT, chat(functions=[{"name": ""}]), 400, "functions.0.name", "is not a valid name of a tool"),
     (CHAT, chat(continue_final_message=True), 400, None, "needs a last message of the assistant's"),
     (CHAT, chat(add_generation_prompt=False), 400, None, "'continue_final_message'"),
     (CHAT, chat(modalities=["text", "audio"]), 400, "modalities", "text only"),

@@ -166,7 +166,8 @@ async def test_all_problems_are_named_at_once(gateway: RunningGateway) -> None:
         "'questions.1.choices' cannot be served: it has fewer than two entries",
         "'questions.2.choices' cannot be served: each entry must be unique; \"x\" is repeated",
         "'questions.3.levels' is too long; it may have 10 entries",
-        "'questions.4.type' cannot be served: 'boolean' is no type of a question; use one of predicate, choice, score",
+        "'questions.4.type' cannot be served: 'boolean' is not a valid type of a question; use one of predicate, "
+        "choice, score",
     ):
         assert words in error["message"], error
     assert not gateway.engine.submits

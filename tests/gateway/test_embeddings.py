@@ -182,7 +182,7 @@ async def test_a_request_leaves_one_row_with_its_prompt_tokens_only(
         (row,) = await gateway.rows.wait_for(1)
     assert (row.endpoint, row.model, row.outcome, row.http_status) == (PATH, MODEL, "stop", 200)
     assert (row.num_choices, row.prompt_tokens, row.cached_tokens, row.output_tokens) == (2, 5, 2, 0)
-    assert (row.error_code, row.ttft_ms, row.sla_attained) == (None, None, True)
+    assert (row.error_code, row.ttft_ms, row.slo_attained) == (None, None, True)
     assert row.request_id.startswith("embd-")
 
 
@@ -200,7 +200,7 @@ async def test_the_promise_of_a_request_is_that_of_one_prompt_as_long_as_all_its
         await embed(gateway, "a")  # 0.05 s and 0.1 s for its token
         await embed(gateway, ["a"] * 30)
         rows = await gateway.rows.wait_for(2)
-        assert [row.sla_attained for row in rows] == [False, True]
+        assert [row.slo_attained for row in rows] == [False, True]
 
 
 async def test_prompt_tokens_alone_are_charged_and_limited(start_gateway: StartGateway, card: ModelCard) -> None:

@@ -245,7 +245,7 @@ BAD = [
     ({"tools": [{"name": "x"}]}, "tools.0.type", "missing"),
     ({"tools": [7]}, "tools.0", "object"),
     ({"tools": [{"type": "function"}]}, "tools.0.name", "missing"),
-    ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name", "is no name of a tool"),
+    ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name", "is not a valid name of a tool"),
     (
         {"tools": [{"type": "custom", "name": "a", "format": {"type": "grammar"}}]},
         "tools.0.format.grammar.syntax",

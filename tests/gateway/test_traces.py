@@ -277,7 +277,7 @@ async def test_only_what_speaks_for_itself_is_kept_where_the_rate_is_nought(
 
 def ending(trace_id: str = "a" * 32, salt: bytes = b"s" * 32, **what: Any) -> Ending:
     plain: dict[str, Any] = {
-        "service_class": "standard", "has_failed": False, "sla_attained": True, "num_preemptions": 0,
+        "service_class": "standard", "has_failed": False, "slo_attained": True, "num_preemptions": 0,
         "num_failovers": 0,
     }  # fmt: skip
     return Ending(trace_id=trace_id, salt=salt, **plain | what)
@@ -291,11 +291,11 @@ def kept_of(ids: Any, salt: bytes = b"s" * 32) -> set[str]:
 @pytest.mark.parametrize(
     ("what", "verdict"),
     [
-        ({"has_failed": True, "sla_attained": False}, SamplingDecision.FAILED),
-        ({"sla_attained": False}, SamplingDecision.SLA_MISSED),
+        ({"has_failed": True, "slo_attained": False}, SamplingDecision.FAILED),
+        ({"slo_attained": False}, SamplingDecision.SLO_MISSED),
         ({"num_preemptions": 1}, SamplingDecision.PREEMPTED),
         ({"num_failovers": 1}, SamplingDecision.FAILED_OVER),
-        ({"sla_attained": None}, SamplingDecision.UNSAMPLED),
+        ({"slo_attained": None}, SamplingDecision.UNSAMPLED),
         ({"service_class": "priority"}, SamplingDecision.RATE),
     ],
 )

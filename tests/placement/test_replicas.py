@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from moiety_placement.errors import BadLoad
 from moiety_placement.placement import Ints, Placement, rank_loads
-from moiety_placement.planning import plan
+from moiety_placement.placement_planner import plan
 from moiety_placement.replicas import concentrate, deal, spread
 from moiety_placement.survival import without
 

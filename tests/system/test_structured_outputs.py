@@ -1,4 +1,4 @@
-"""Answers of a form, by the real clients from the real model, which knows no JSON: every valid byte is the engine's."""
+"""Structured outputs, by the real clients from the real model, which was not trained on JSON."""
 
 from __future__ import annotations
 

@@ -299,7 +299,7 @@ async def usage(database: Database, demo: Demo, clock: ManualClock) -> None:
                 outcome=outcome,
                 ttft_ms=None if outcome == "rejected" else 10.0 + number,
                 num_preemptions=number % 4 if number < 8 else 0,
-                sla_attained=None if outcome == "disconnected" else outcome == "stop" and number > 0,
+                slo_attained=None if outcome == "disconnected" else outcome == "stop" and number > 0,
             )
         )
     async with database.write() as session:

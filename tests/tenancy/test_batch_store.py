@@ -18,13 +18,13 @@ from moiety_platform.auth.principal import Principal
 from moiety_platform.batches.claims import ClaimedLine, OpenBatch, claim_lines, open_batches, renew_lines
 from moiety_platform.batches.closing import begin_closing, close_batch, fail_unanswered
 from moiety_platform.batches.deletion import delete_batch
+from moiety_platform.batches.input_import import LINES_AT_ONCE, InputImport
 from moiety_platform.batches.input_lines import Limits
 from moiety_platform.batches.models import Batch, BatchLine, BatchStatus, LineState
 from moiety_platform.batches.outcomes import AnsweredLine, RequeuedLine, store_outcomes
 from moiety_platform.batches.results import PIECE_BYTES, BatchFiles
 from moiety_platform.batches.schemas import NewBatch
 from moiety_platform.batches.service import CANCELLED, cancel_batch, create_batch
-from moiety_platform.batches.validation import LINES_AT_ONCE, Validation
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
 from moiety_platform.errors import Conflict
@@ -132,7 +132,7 @@ async def store(database: Database, objects: ObjectStore) -> AsyncIterator[Store
         new = NewBatch(input_file_id=file.id, endpoint=URL, completion_window="24h")
         batch = await create_batch(session, OWNER, new, max_open=1, keep_files_s=None, now=now)
     made = Store(database, objects, now, batch.id)
-    await Validation(database, made.contents, await made.open_batch(), LIMITS, LEASE_MS, now).run()
+    await InputImport(database, made.contents, await made.open_batch(), LIMITS, LEASE_MS, now).run()
     assert (await made.batch()).status == BatchStatus.IN_PROGRESS
     yield made
 
@@ -312,8 +312,8 @@ async def import_checked(store: Store, now: StoreClock, *, closing: bool = False
     async with store.database.read() as session:
         (found,) = [one for one in await open_batches(session, store.now) if one.id == store.batch_id]
     assert found.is_checked
-    validation = Validation(store.database, store.contents, found, LIMITS, LEASE_MS, now)
-    await (validation.add_missing() if closing else validation.run())
+    input_import = InputImport(store.database, store.contents, found, LIMITS, LEASE_MS, now)
+    await (input_import.add_missing() if closing else input_import.run())
 
 
 async def stored_numbers(store: Store) -> list[int]:
@@ -370,7 +370,7 @@ async def test_an_uploaded_batch_that_is_cancelled_while_it_is_validated_counts_
 
     assert not (await found()).is_checked
     with pytest.raises(RuntimeError, match="lost"):
-        await Validation(store.database, store.contents, await found(), LIMITS, LEASE_MS, LossyClock(1)).run()
+        await InputImport(store.database, store.contents, await found(), LIMITS, LEASE_MS, LossyClock(1)).run()
     async with store.database.write() as session:
         await cancel_batch(session, OWNER.project_id, store.batch_id, store.now)
         await fail_unanswered(session, store.batch_id)
@@ -385,7 +385,7 @@ async def test_a_batch_is_deleted_with_its_files(store: Store, database: Databas
         store.batch_id = (await create_batch(session, OWNER, new, max_open=9, keep_files_s=None, now=store.now)).id
     async with database.read() as session:
         (found,) = [one for one in await open_batches(session, store.now) if one.id == store.batch_id]
-    await Validation(database, store.contents, found, LIMITS, LEASE_MS, store.now).run()
+    await InputImport(database, store.contents, found, LIMITS, LEASE_MS, store.now).run()
     with pytest.raises(Conflict, match="has not ended"):
         await delete_batch(database, store.batch_id, with_input=False)
     async with database.write() as session:

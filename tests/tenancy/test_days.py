@@ -37,7 +37,7 @@ async def used(database: Database) -> Database:
     """Six days, of which the third had no request."""
     rows = [
         make_row(f"r{number}", tenant_id=f"ten_{number % 3}", started_at=FIRST + timedelta(hours=number, minutes=7),
-                 output_tokens=number, sla_attained=number % 4 > 0, cost_nanodollars=number % 7)
+                 output_tokens=number, slo_attained=number % 4 > 0, cost_nanodollars=number % 7)
         for number in range(6 * 24)
         if number // 24 != 2
     ]  # fmt: skip

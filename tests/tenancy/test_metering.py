@@ -19,7 +19,7 @@ from moiety_platform.quota.kinds import LimitKind, LimitLevel, Unit
 from moiety_platform.quota.lease import Charge, WindowId
 from moiety_platform.quota.models import LeaseState, Quota, QuotaLease, QuotaWindow
 from moiety_platform.quota.store import LeaseStore, Remains
-from moiety_platform.usage.billing_context import BillingContext, encode_bill
+from moiety_platform.usage.billing_context import BillingContext, decode_bill, encode_bill
 from moiety_platform.usage.metering import MeterReader, charge
 from moiety_platform.usage.models import EntryKind, LedgerEntry, UsageHour, UsageRecord
 from moiety_platform.usage.queries import UsageFilter, sum_usage
@@ -175,6 +175,15 @@ async def test_a_downgraded_request_costs_what_the_class_that_served_it_costs(le
     assert {hour.service_class for hour in found.hours if hour.requests} == {"flex"}
 
 
+def test_the_bill_of_an_earlier_release_keeps_its_slo_outcome() -> None:
+    bill = make_bill()
+    record = metered(bill)
+    former = record.billing_context.replace(b"slo_attained", b"sla_attained")
+    assert former != record.billing_context
+    assert decode_bill(former) == bill
+    assert bill.row.slo_attained is False
+
+
 async def test_a_bill_that_is_none_is_refused_and_nothing_changes(leased: Database) -> None:
     with pytest.raises(msgspec.MsgspecError):
         await charge_all(leased, MeteredUsage("dead", "chat-1-0", b"\x01", "standard", 0, 5))
@@ -230,7 +239,7 @@ async def test_sums_are_those_of_the_requests_wherever_the_time_is_cut(
         make_row(
             request_id=f"r{n}", started_at=start + timedelta(minutes=n), key_id=f"k{n % 3}",
             outcome=rng.choice(["stop", "failed", "rejected", "disconnected"]), output_tokens=n,
-            ttft_ms=rng.choice([None, float(n)]), sla_attained=rng.choice([None, True, False]), cost_nanodollars=n * n,
+            ttft_ms=rng.choice([None, float(n)]), slo_attained=rng.choice([None, True, False]), cost_nanodollars=n * n,
         )
         for n in range(300)
     ]  # fmt: skip
@@ -247,7 +256,7 @@ async def test_sums_are_those_of_the_requests_wherever_the_time_is_cut(
     assert totals.output_tokens == sum(row.output_tokens for row in inside)
     assert totals.cost_nanodollars == sum(row.cost_nanodollars for row in inside)
     ttft = [row.ttft_ms for row in inside if row.ttft_ms is not None]
-    promised = [row.sla_attained for row in inside if row.sla_attained is not None]
+    promised = [row.slo_attained for row in inside if row.slo_attained is not None]
     assert totals.mean_ttft_ms == (pytest.approx(sum(ttft) / len(ttft)) if ttft else None)
     assert totals.attainment == (pytest.approx(sum(promised) / len(promised)) if promised else None)
 

@@ -133,7 +133,7 @@ def test_tenants_of_the_first_schema_come_along_with_their_projects_and_go_back_
     assert upgrade(empty_url) == HEAD
     engine = sa.create_engine(to_sync_url(empty_url), poolclass=sa.NullPool)
     with engine.connect() as connection:
-        row = connection.execute(sa.text("SELECT num_preemptions, sla_attained FROM usage")).one()
+        row = connection.execute(sa.text("SELECT num_preemptions, slo_attained FROM usage")).one()
         joined = "SELECT service_class FROM tenants JOIN projects ON projects.tenant_id = tenants.id"
         assert (tuple(row), connection.scalar(sa.text(joined))) == ((0, None), "flex")
         entry = "SELECT kind, prompt_tokens, output_tokens FROM ledger WHERE request_id = 'r'"
@@ -198,6 +198,57 @@ def test_administrators_from_before_there_were_roles_become_owners_and_the_log_s
     with engine.connect() as connection:
         revoked = connection.scalars(sa.text("SELECT id FROM api_keys WHERE revoked_at IS NOT NULL")).all()
     assert revoked == ["v"]  # without its role it could do everything
+
+
+def test_the_slo_outcome_in_usage_and_traces_gets_its_present_names_and_back(empty_url: str) -> None:
+    upgrade(empty_url)
+    downgrade(empty_url, "0030")
+    moment = "'2026-01-01 00:00:00'"
+    attributes = r'{"moiety.sla_attained"\: false, "moiety.kept_for"\: "sla_missed", "said"\: "sla_missed"}'
+    events = r'[{"name"\: "moiety.demoted", "attributes"\: {"moiety.reason"\:"beyond_repair"}}]'
+    execute(
+        empty_url,
+        "INSERT INTO usage (request_id, tenant_id, project_id, key_id, endpoint, model, service_class, started_at, "
+        "outcome, http_status, num_choices, prompt_tokens, cached_tokens, output_tokens, duration_ms, sla_attained) "
+        f"VALUES ('r', 't', 'p', 'k', '/', 'm', 'flex', {moment}, 'stop', 200, 1, 1, 0, 1, 0, false)",
+    )
+    execute(
+        empty_url,
+        f"INSERT INTO traces VALUES ('t', 's', 'r', 't', 'flex', 'chat', 'm', {moment}, 1, 'stop', 'beyond_repair', "
+        "NULL, 'sla_missed', 1)",
+    )
+    execute(
+        empty_url,
+        "INSERT INTO spans VALUES ('t', 's', NULL, 'n', 1, 'g', 't', 1, 2, 0, '', "
+        f"'{attributes}', '{events}', '[]', 1)",
+    )
+    stored = [
+        f"SELECT {column} FROM {table}"
+        for table, columns in {"traces": ("kept_for", "reason"), "spans": ("attributes", "events")}.items()
+        for column in columns
+    ]
+    engine = sa.create_engine(to_sync_url(empty_url), poolclass=sa.NullPool)
+
+    def read() -> list[Any]:
+        with engine.connect() as connection:
+            return [connection.scalar(sa.text(statement)) for statement in stored]
+
+    former = read()
+    upgrade(empty_url)
+    kept_for, reason, present_attributes, present_events = read()
+    assert (kept_for, reason) == ("slo_missed", "slo_unattainable")
+    expected = {"moiety.slo_attained": False, "moiety.kept_for": "slo_missed", "said": "sla_missed"}
+    assert _loaded(present_attributes) == expected
+    assert _loaded(present_events)[0]["attributes"] == {"moiety.reason": "slo_unattainable"}
+    with engine.connect() as connection:
+        assert connection.scalar(sa.text("SELECT slo_attained FROM usage")) in (False, 0)
+    downgrade(empty_url, "0030")
+    assert read() == former
+
+
+def _loaded(value: Any) -> Any:
+    """Return a JSON column's value; PostgreSQL's driver has parsed it, SQLite's has not."""
+    return json.loads(value) if isinstance(value, str) else value
 
 
 def test_processes_that_upgrade_at_the_same_time_all_succeed(empty_url: str) -> None:
@@ -284,7 +335,7 @@ def test_the_command_tells_where_a_database_is_and_by_its_exit_code(empty_url: s
 @pytest.mark.parametrize(
     ("url", "exit_code", "said"),
     [
-        ("mysql://root@localhost/x", 2, "no database URL of ours"),
+        ("mysql://root@localhost/x", 2, "not a supported database URL"),
         ("sqlite:///:memory:", 2, "must name a plain file"),
         ("postgresql://u:hunter2@127.0.0.1:1/x", 3, "cannot reach the database at postgresql://u:***@127.0.0.1:1/x"),
     ],

@@ -23,8 +23,8 @@ async def test_a_request_counts_once_in_the_minute_that_it_ended_in(
 ) -> None:
     start = clock.now()
     rows = [
-        make_row("kept", tenant_id=demo.tenant_id, started_at=start, duration_ms=70_000.0, sla_attained=True),
-        make_row("missed", tenant_id=demo.tenant_id, started_at=start, ttft_ms=None, sla_attained=False),
+        make_row("kept", tenant_id=demo.tenant_id, started_at=start, duration_ms=70_000.0, slo_attained=True),
+        make_row("missed", tenant_id=demo.tenant_id, started_at=start, ttft_ms=None, slo_attained=False),
         make_row("refused", tenant_id=demo.tenant_id, started_at=start, service_class="flex", outcome="rejected"),
     ]
     await record(database, *rows)

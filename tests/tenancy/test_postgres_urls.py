@@ -94,7 +94,7 @@ def test_a_poolers_switch_is_understood_and_sent_to_no_server(switch: str) -> No
         ("connect_timeout=soon", "connect_timeout=soon is not a whole number"),
         ("sslrootcert=system&sslmode=require", "sslrootcert=system needs sslmode=verify-full"),
         ("application_name", "the parameter 'application_name' has no value"),
-        ("application_name=%zz", "'%' is no percent escape"),
+        ("application_name=%zz", "'%' is not a valid percent escape"),
         ("host=a,b&port=1,2,3", "3 ports are given for 2 hosts"),
         ("port=70000", "the port '70000' is none"),
         ("requirepeer=postgres", "'requirepeer' is not supported"),

@@ -212,6 +212,19 @@ async def test_rows_wait_in_the_journal_while_another_process_keeps_the_database
     await other.close()
 
 
+async def test_rows_in_the_journal_of_an_earlier_release_keep_their_slo_outcome(
+    database: Database, tmp_path: Path
+) -> None:
+    lines = [journal.to_line(make_row(name, slo_attained=name == "met")) for name in ("met", "missed")]
+    former = [line.replace(b'"slo_attained"', b'"sla_attained"') for line in lines]
+    (tmp_path / "1-former.jsonl").write_bytes(b"\n".join(former) + b"\n")
+    async with recording(database, tmp_path) as recorder:
+        await until(lambda: not recorder.stats().journal_waiting)
+    async with database.read() as session:
+        rows = (await session.execute(sa.select(UsageRecord.request_id, UsageRecord.slo_attained))).all()
+    assert sorted(map(tuple, rows)) == [("met", True), ("missed", False)]
+
+
 async def test_the_journal_of_a_living_process_is_left_alone_and_that_of_a_dead_one_is_taken(
     database: Database, tmp_path: Path
 ) -> None:

@@ -42,7 +42,7 @@ class _Adapter:
     problem: str = ""  # why it cannot be served
 
 
-class AdapterRegistry:
+class AdapterSlots:
     """Owner of the adapter slots. Used by the step loop's thread only, except for reading adapters."""
 
     def __init__(self, model: Transformer, *, max_bytes: int, max_slots: int, max_rank: int) -> None:

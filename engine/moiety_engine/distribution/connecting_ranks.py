@@ -158,10 +158,11 @@ def _compare(own: RankHello, other: RankHello) -> None:
             if own.settings.get(name) != other.settings.get(name)
         )
         raise RanksError(
-            f"rank {other.rank} has other settings than rank 0: {differing}; give all ranks the same settings"
+            f"the settings of rank {other.rank} differ from those of rank 0: {differing}; "
+            "give all ranks the same settings"
         )
     if own.checkpoint != other.checkpoint:
         raise RanksError(
-            f"rank {other.rank} has another checkpoint than rank 0: config.json or the safetensors files "
+            f"the checkpoint of rank {other.rank} differs from that of rank 0: config.json or the safetensors files "
             "differ; give all ranks copies of the same checkpoint"
         )

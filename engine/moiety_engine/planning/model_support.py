@@ -17,7 +17,7 @@ from moiety_engine.model.checkpoint import check_tensor_names
 from moiety_engine.model.errors import ModelError
 from moiety_engine.model.families import ignored_keys, spec_from_config
 from moiety_engine.model.families.catalog import CATALOG
-from moiety_engine.model.mtp_checkpoint import require_mtp
+from moiety_engine.model.mtp import require_mtp
 from moiety_engine.model.spec import LatentAttentionSpec
 from moiety_engine.model.tensor_shards import own_spec
 from moiety_engine.planning.models import find_model

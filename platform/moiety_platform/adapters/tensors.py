@@ -47,10 +47,10 @@ def check_config(text: str) -> float:
 def head_bytes(beginning: bytes) -> int:
     """Return the length of the header in bytes, from the first bytes of the file. Raises BadRequest."""
     if len(beginning) < _LENGTH.size:
-        raise BadRequest("the upload is no safetensors file; send adapter_model.safetensors")
+        raise BadRequest("the upload is not a valid safetensors file; send adapter_model.safetensors")
     (length,) = _LENGTH.unpack_from(beginning)
     if length > MAX_HEAD_BYTES:
-        raise BadRequest("the upload is no safetensors file; send adapter_model.safetensors")
+        raise BadRequest("the upload is not a valid safetensors file; send adapter_model.safetensors")
     return _LENGTH.size + int(length)
 
 
@@ -66,13 +66,15 @@ def check_head(head: bytes, num_bytes: int) -> dict[str, Any]:
         last = max(ends.values(), default=0)
         is_whole = len(head) + last == num_bytes
     except (RecursionError, AttributeError, LookupError, TypeError, ValueError) as exc:  # msgspec's are ValueErrors
-        raise BadRequest("the upload is no safetensors file; send adapter_model.safetensors") from exc
+        raise BadRequest("the upload is not a valid safetensors file; send adapter_model.safetensors") from exc
     if not is_whole:
-        raise BadRequest(f"the upload has {num_bytes:,} bytes, and its head tells of others; send all parts once more")
+        raise BadRequest(
+            f"the upload has {num_bytes:,} bytes, but its header describes another size; send all parts again"
+        )
     odd = sorted(str(name) for name in ends if not _TENSOR.fullmatch(str(name)))
     if odd or not ends:
         named = f"such as {odd[0][:100]!r}" if odd else "or rather none"
-        raise BadRequest(f"the upload has tensors that are no LoRA factors, {named}; send adapter_model.safetensors")
+        raise BadRequest(f"the upload has tensors that are not LoRA factors, {named}; send adapter_model.safetensors")
     return tensors
 
 

@@ -153,7 +153,10 @@ def _answer_store_error(request: Request[Any, Any, Any], error: Exception) -> Re
         )
         return answer_platform_error(request, BadRequest(message, code="invalid_value"))
     if isinstance(error, IntegrityError):
-        message = "this contradicts what there is, or what somebody else did just now: look again, then repeat it"
+        message = (
+            "this conflicts with the present state or with a concurrent change: read the object again, then repeat "
+            "the request"
+        )
         return answer_platform_error(request, Conflict(message, code="conflicting_change"))
     return answer_unexpected_error(request, error)
 

@@ -164,8 +164,8 @@ class OidcVerifier:
             if role.value in names:
                 return role
         raise Forbidden(
-            f"The token's claim '{self._terms.roles_claim}' has none of the roles {', '.join(Role)}; ask whoever runs "
-            "its issuer for one.",
+            f"The token's claim '{self._terms.roles_claim}' has none of the roles {', '.join(Role)}; ask the "
+            "administrator of its issuer for one.",
             code=MISSING_ROLE,
         )
 
@@ -233,6 +233,4 @@ def _actor(subject: str) -> str:
 
 
 def _bad(why: str) -> Unauthenticated:
-    return Unauthenticated(
-        f"This token does not count here: {why}. Get another one from its issuer.", code="invalid_token"
-    )
+    return Unauthenticated(f"This token is not accepted: {why}. Get another one from its issuer.", code="invalid_token")

@@ -10,9 +10,9 @@ import structlog
 
 from moiety_platform.batches.claims import OpenBatch, claim_batch
 from moiety_platform.batches.closing import EXPIRED, begin_closing, close_batch, fail_unanswered
+from moiety_platform.batches.input_import import InputImport
 from moiety_platform.batches.input_lines import Limits
 from moiety_platform.batches.models import BatchStatus
-from moiety_platform.batches.validation import Validation
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
@@ -90,12 +90,12 @@ class BatchMaintenance:
         async with self._database.write() as session:
             if not await claim_batch(session, batch, self._lease_ms, self._now):
                 return
-        validation = Validation(self._database, self._contents, batch, self.limits, self._lease_ms, self._now)
+        input_import = InputImport(self._database, self._contents, batch, self.limits, self._lease_ms, self._now)
         if batch.status == BatchStatus.VALIDATING:
-            await validation.run()
+            await input_import.run()
             return
         if batch.is_checked:
-            await validation.add_missing()
+            await input_import.add_missing()
         await self._close(batch)
 
     async def _close(self, batch: OpenBatch) -> None:

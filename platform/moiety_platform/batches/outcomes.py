@@ -172,5 +172,5 @@ def _superseded(row: UsageRow, owner: str) -> UsageRow:
         cached_tokens=0,
         output_tokens=0,
         cost_nanodollars=0,
-        sla_attained=None,
+        slo_attained=None,
     )

@@ -39,7 +39,9 @@ def read_journals(paths: Iterable[Path], since: datetime) -> dict[str, dict[str,
             try:
                 line = _decoder.decode(text)
             except msgspec.MsgspecError as exc:
-                raise CommandError(f"{path}, line {number} is no line of an engine's usage journal: {exc}") from exc
+                raise CommandError(
+                    f"{path}, line {number} is not a valid line of an engine's usage journal: {exc}"
+                ) from exc
             if line.at_unix_ns < since.timestamp() * 1e9:
                 continue
             request_id = line.request_id.rpartition("-")[0]

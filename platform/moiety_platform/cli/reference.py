@@ -22,7 +22,7 @@ SETTINGS_HEAD = """# Settings
 
 This page lists every setting of the gateway and of the trace store. `moiety config reference` generates it from the
 declarations of the settings. [Configuration](commands.md#where-settings-come-from) describes the file and the
-environment variables, [operations](operations.md#changing-the-configuration-of-what-runs) how a running process reloads
+environment variables, [operations](operations.md#hot-reload-of-the-configuration) how a running process reloads
 its file. The options of commands are on [another page](options.md).
 """
 OPTIONS_HEAD = """# Command-line options

@@ -31,7 +31,7 @@ TOTALS = {
     "speculative_tokens": "speculative",
     "speculative_used_tokens": "of them used",
     "cost": "$",
-    "attainment": "SLA kept",
+    "attainment": "SLO attained",
 }
 REQUESTS = {
     "started_at": "started",
@@ -46,7 +46,7 @@ REQUESTS = {
     "ttft_ms": "TTFT ms",
     "duration_ms": "duration ms",
     "num_preemptions": "preempted",
-    "sla_attained": "SLA kept",
+    "slo_attained": "SLO attained",
     "end_user": "end user",
     "tags": "tags",
     "request_id": "request",

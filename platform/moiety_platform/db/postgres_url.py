@@ -269,5 +269,5 @@ def _decode(text: str | None) -> str | None:
 def _decoded(text: str) -> str:
     wrong = _BAD_ESCAPE.search(text)
     if wrong is not None:
-        raise BadPostgresUrl(f"{wrong[0]!r} is no percent escape; write %25 for a percent sign")
+        raise BadPostgresUrl(f"{wrong[0]!r} is not a valid percent escape; write %25 for a percent sign")
     return unquote(text)

@@ -58,5 +58,5 @@ def redact(url: str) -> str:
 def _scheme(url: str) -> str:
     scheme, separator, _ = url.partition("://")
     if not separator or scheme not in _SQLITE_SCHEMES | _POSTGRES_SCHEMES:
-        raise BadDatabaseUrl(f"{redact(url)!r} is no database URL of ours; {_HINT}")
+        raise BadDatabaseUrl(f"{redact(url)!r} is not a supported database URL; {_HINT}")
     return scheme

@@ -162,7 +162,7 @@ class _OtherQuestion(StrictBody):
     @field_validator("type")
     @classmethod
     def _known_type(cls, value: str) -> str:
-        raise refuse(f"{value[:64]!r} is no type of a question; use one of {', '.join(KINDS)}")
+        raise refuse(f"{value[:64]!r} is not a valid type of a question; use one of {', '.join(KINDS)}")
 
 
 Question = PredicateQuestion | ChoiceQuestion | ScoreQuestion

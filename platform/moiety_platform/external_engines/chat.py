@@ -117,7 +117,7 @@ class ChatCompletions:
             return dataclasses.replace(counted, is_usage=isinstance(usage, dict))
         choice = choices[0]
         if not isinstance(choice, dict):
-            raise MalformedAnswer("a choice is no object")
+            raise MalformedAnswer("a choice is not an object")
         finish = choice.get("finish_reason")
         if isinstance(finish, str) and finish in FAILED_FINISH:
             return ended_by_error(finish)
@@ -136,7 +136,7 @@ class ChatCompletions:
     def _text_of(self, delta: Any) -> str:
         """Return the text for the parts of a delta. Raises MalformedAnswer."""
         if not isinstance(delta, dict):
-            raise MalformedAnswer("a delta is no object")
+            raise MalformedAnswer("a delta is not an object")
         thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
         content, calls = delta.get("content") or "", delta.get("tool_calls") or []
         if not isinstance(thought, str) or not isinstance(content, str) or not isinstance(calls, list):

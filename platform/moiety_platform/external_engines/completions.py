@@ -137,12 +137,12 @@ class Completions:
             return AnswerDelta(text="", num_output_tokens=num_output, num_cached_tokens=num_cached, is_usage=is_usage)
         choice = choices[0]
         if not isinstance(choice, dict):
-            raise MalformedAnswer("a choice is no object")
+            raise MalformedAnswer("a choice is not an object")
         text, token_ids = choice.get("text"), choice.get("token_ids")
         if token_ids is not None and not are_ids(token_ids):
-            raise MalformedAnswer("token_ids is no list of ids")
+            raise MalformedAnswer("token_ids is not a list of ids")
         if not isinstance(text, str | None):
-            raise MalformedAnswer("the text of a choice is no string")
+            raise MalformedAnswer("the text of a choice is not a string")
         finish = choice.get("finish_reason")
         if isinstance(finish, str) and finish in FAILED_FINISH:
             return ended_by_error(finish)

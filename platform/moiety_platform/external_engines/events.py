@@ -133,5 +133,5 @@ def _object(data: bytes) -> dict[str, Any]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise MalformedAnswer(f"an event is not JSON ({error})") from error
     if not isinstance(found, dict):
-        raise MalformedAnswer("an event is no object")
+        raise MalformedAnswer("an event is not an object")
     return found

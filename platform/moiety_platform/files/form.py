@@ -116,4 +116,4 @@ def _boundary(headers: Iterable[tuple[bytes, bytes]]) -> str:
             boundary: str = options.get("boundary", "")
             if kind == "multipart/form-data" and 0 < len(boundary) <= 200 and boundary.isprintable():
                 return boundary
-    raise BadRequest(f"the body is no form; {_HOW_TO}", code="invalid_form")
+    raise BadRequest(f"the body is not a valid form; {_HOW_TO}", code="invalid_form")

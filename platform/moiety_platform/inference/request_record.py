@@ -186,7 +186,7 @@ class RequestRecord:
         if is_refusal or has_no_answer or not self.was_taken_on or not self.bills_failures:
             self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
 
-    def sla_attained(self, now_s: float) -> bool | None:
+    def slo_attained(self, now_s: float) -> bool | None:
         """Return whether the SLO of the served class was attained, or None where it does not apply.
 
         It does not apply to a bad request, to a request beyond a quota or its tenant's own queue limit here, and to a

@@ -165,7 +165,7 @@ class RequestRecorder:
             salt=record.principal.cache_salt,
             service_class=row.service_class,
             has_failed=row.outcome == "failed",
-            sla_attained=row.sla_attained,
+            slo_attained=row.slo_attained,
             num_preemptions=row.num_preemptions,
             num_failovers=len(record.failovers),
         )
@@ -223,7 +223,7 @@ class RequestRecorder:
             duration_ms=(now_s - record.started_s) * 1000,
             error_code=record.error_code,
             num_preemptions=record.num_preemptions,
-            sla_attained=record.sla_attained(now_s),
+            slo_attained=record.slo_attained(now_s),
             cost_nanodollars=cost,
             speculative_used_tokens=record.num_speculative_tokens,
             end_user=record.attribution.end_user,

@@ -113,7 +113,7 @@ def _of_end(record: RequestRecord, row: UsageRow) -> dict[str, Attribute | None]
         "moiety.recomputed_tokens": record.num_recomputed_tokens,
         "moiety.speculative_tokens": record.num_speculative_tokens or None,
         "moiety.failovers": len(record.failovers) or None,
-        "moiety.sla_attained": row.sla_attained,
+        "moiety.slo_attained": row.slo_attained,
         "moiety.cost_nanodollars": row.cost_nanodollars,
         "moiety.outcome": record.outcome,
     }

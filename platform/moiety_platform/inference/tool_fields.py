@@ -26,7 +26,9 @@ Named = TypeVar("Named")
 
 def _check_name(value: str) -> str:
     if _NAME.fullmatch(value) is None:
-        raise refuse(f"{value[:64]!r} is no name of a tool: 1 to 128 letters of ASCII, digits and any of '_.:/-'")
+        raise refuse(
+            f"{value[:64]!r} is not a valid name of a tool: use 1 to 128 ASCII letters, digits and any of '_.:/-'"
+        )
     return value
 
 

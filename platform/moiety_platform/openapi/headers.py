@@ -44,7 +44,7 @@ REQUEST: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "schema": {"type": "string", "pattern": TAGS_PATTERN},
         },
         IF_MATCH: {
-            "description": "ETags of the object as you know it: it is changed only if it has one of them. `*` is any.",
+            "description": "Expected ETags of the object, which is changed only if one matches. `*` matches any.",
             "schema": _TEXT,
         },
     }
@@ -53,12 +53,12 @@ REQUEST: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 ANSWER: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         REQUEST_ID: {
-            "description": "The request's id: your own `X-Request-Id` if it can be one.",
+            "description": "The request's id: the `X-Request-Id` that was sent, if it is valid.",
             "schema": _TEXT,
         },
         MESSAGES_REQUEST_ID: {"description": "The same, by Anthropic's name.", "schema": _TEXT},
         RETRY_AFTER: {"description": "Seconds to wait before the next try.", "schema": _NUMBER},
-        ETAG: {"description": "Stands for the object as it is shown, for `If-Match`.", "schema": _TEXT},
+        ETAG: {"description": "Version of the returned object, for `If-Match`.", "schema": _TEXT},
         LENGTH: {"description": "Bytes of the content.", "schema": _NUMBER},
         "x-moiety-class": {"description": "The service class that the request was served in.", "schema": _TEXT},
         "x-moiety-admission": {"description": "Why the engine let the request in, as a code.", "schema": _TEXT},

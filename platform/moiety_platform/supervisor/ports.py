@@ -24,7 +24,7 @@ def claim_port(host: str, port: int, option: str) -> int:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as exc:
         raise CannotListen(
-            f"{host} is no address of this machine ({exc.strerror}); choose another with --host"
+            f"{host} is not an address of this machine ({exc.strerror}); choose another with --host"
         ) from exc
     with socket.socket(family, kind, proto) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -165,7 +165,7 @@ def _unpack(headers: Headers, body: bytes, max_bytes: int) -> bytes:
     try:
         unpacked = unpacker.decompress(body, max_bytes + 1)
     except zlib.error as exc:
-        raise TraceRefusal(400, "the body is no gzip, which its Content-Encoding says") from exc
+        raise TraceRefusal(400, "Content-Encoding is gzip, but the body is not valid gzip data") from exc
     if len(unpacked) > max_bytes:
         raise _too_large(max_bytes)
     if not unpacker.eof:

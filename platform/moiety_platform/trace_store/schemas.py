@@ -17,7 +17,7 @@ STATUSES = ("unset", "ok", "error")
 class TraceView(msgspec.Struct, frozen=True):
     """A request whose trace was kept.
 
-    `kept_for` is the reason: failed, sla_missed, preempted, failed_over, first, rate.
+    `kept_for` is the reason: failed, slo_missed, preempted, failed_over, first, rate.
     """
 
     trace_id: str

@@ -18,7 +18,7 @@ class SamplingDecision(StrEnum):
     """Reasons for keeping a trace; the last two are reasons for dropping it."""
 
     FAILED = "failed"
-    SLA_MISSED = "sla_missed"
+    SLO_MISSED = "slo_missed"
     PREEMPTED = "preempted"
     FAILED_OVER = "failed_over"
     FIRST = "first"  # first of its second
@@ -52,7 +52,7 @@ class Ending(msgspec.Struct, frozen=True):
     salt: bytes
     service_class: str
     has_failed: bool
-    sla_attained: bool | None
+    slo_attained: bool | None
     num_preemptions: int
     num_failovers: int
 
@@ -94,8 +94,8 @@ class Sampler:
 def _speaks_for(ending: Ending) -> SamplingDecision | None:
     if ending.has_failed:
         return SamplingDecision.FAILED
-    if ending.sla_attained is False:
-        return SamplingDecision.SLA_MISSED
+    if ending.slo_attained is False:
+        return SamplingDecision.SLO_MISSED
     if ending.num_preemptions:
         return SamplingDecision.PREEMPTED
     return SamplingDecision.FAILED_OVER if ending.num_failovers else None

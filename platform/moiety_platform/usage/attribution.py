@@ -60,7 +60,7 @@ def parse_tags(text: str) -> dict[str, str]:
     """Return the tags of a header. Of several with one name, the last counts. Raises BadRequest."""
     if _HEADER.fullmatch(text) is None:
         raise _bad(
-            f"{text[:64]!r} is no list of tags; write 1 to {MAX_TAGS} of them, {_FORM}, with names of at most "
+            f"{text[:64]!r} is not a valid list of tags; write 1 to {MAX_TAGS} of them, {_FORM}, with names of at most "
             f"{MAX_TAG_NAME_CHARS} letters, digits, '.', '_' and '-', and values of at most {MAX_TAG_VALUE_CHARS} "
             "visible ASCII characters without commas",
             TAGS_HEADER,
@@ -72,7 +72,7 @@ def parse_tag(text: str, param: str) -> tuple[str, str]:
     """Return name and value of `name=value`. Raises BadRequest."""
     name, _, value = text.partition("=")
     if not _is_tag(name, value):
-        raise _bad(f"{text[:64]!r} is no tag; write its name and its value, such as team=search", param)
+        raise _bad(f"{text[:64]!r} is not a valid tag; write its name and its value, such as team=search", param)
     return name, value
 
 

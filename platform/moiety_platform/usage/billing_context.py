@@ -9,7 +9,7 @@ import msgspec
 from moiety_platform.prices.token_cost import Price
 from moiety_platform.quota.kinds import Unit
 from moiety_platform.quota.lease import Charge, WindowId
-from moiety_platform.usage.row import UsageRow
+from moiety_platform.usage.row import StoredUsageRow, UsageRow
 
 FREE = Price(0, 0, 0)
 
@@ -38,12 +38,20 @@ class BillingContext(msgspec.Struct, frozen=True, array_like=True):
 
 encode_bill: Callable[[BillingContext], bytes] = msgspec.msgpack.Encoder().encode
 
-_decoder = msgspec.msgpack.Decoder(BillingContext)
+
+class StoredBillingContext(BillingContext, frozen=True, array_like=True):
+    """Billing context as an engine returns it, possibly one of a gateway of an earlier release."""
+
+    row: StoredUsageRow
+
+
+_decoder = msgspec.msgpack.Decoder(StoredBillingContext)
 
 
 def decode_bill(data: bytes) -> BillingContext:
     """Decode a billing context. Raises msgspec.MsgspecError for data that is none of this release's form."""
-    return _decoder.decode(data)
+    stored = _decoder.decode(data)
+    return BillingContext(stored.row.present, stored.prices, stored.leases, stored.replica_id, stored.num_choices)
 
 
 def request_of(request_id: str) -> str:

@@ -16,14 +16,14 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from moiety_platform.usage.row import UsageRow
+from moiety_platform.usage.row import StoredUsageRow, UsageRow
 from moiety_platform.usage.set_aside import DAMAGED, SetAside
 
 COMPACT_BYTES = 1024 * 1024  # size from which the live log is rewritten without stored rows
 _SUFFIX = ".jsonl"
 
 _log = structlog.get_logger(__name__)
-_decoder = msgspec.json.Decoder(UsageRow)
+_decoder = msgspec.json.Decoder(StoredUsageRow)
 to_line: Callable[[UsageRow], bytes] = msgspec.json.Encoder().encode
 """Return a row as one line, without the line's end."""
 
@@ -45,7 +45,7 @@ class Segment:
         self._damaged = []
         for line in self._path.read_bytes().splitlines():
             try:
-                row = _decoder.decode(line)
+                row = _decoder.decode(line).present
             except msgspec.MsgspecError:
                 self._damaged.append(line)
             else:

@@ -65,7 +65,7 @@ class UsageRecord(Base):
     duration_ms: Mapped[float] = mapped_column(Double)
     error_code: Mapped[str | None] = mapped_column(Text)
     num_preemptions: Mapped[int] = mapped_column(server_default="0")
-    sla_attained: Mapped[bool | None]
+    slo_attained: Mapped[bool | None]
     cost_nanodollars: Mapped[int] = mapped_column(BigInteger, server_default="0")
     speculative_tokens: Mapped[int] = mapped_column(BigInteger, server_default="0")
     speculative_used_tokens: Mapped[int] = mapped_column(BigInteger, server_default="0")

@@ -20,7 +20,7 @@ class UsageRow(msgspec.Struct, frozen=True):
     `outcome` is one of: stop, length, content_filter, disconnected, failed, rejected (refused before anything was
     generated).
 
-    `service_class` is the class that was served, or would have been. `sla_attained` says whether the SLO was attained:
+    `service_class` is the class that was served, or would have been. `slo_attained` says whether the SLO was attained:
     the first and the last token by their deadlines, or the end by its own. A rejection for overload misses the SLO;
     None means that the SLO does not apply (a bad request, a client that left in time).
 
@@ -46,7 +46,7 @@ class UsageRow(msgspec.Struct, frozen=True):
     duration_ms: float
     error_code: str | None = None
     num_preemptions: int = 0
-    sla_attained: bool | None = None
+    slo_attained: bool | None = None
     cost_nanodollars: int = 0
     # tokens of a speculative prefill; a row of one has only them and its cost
     speculative_tokens: int = 0
@@ -61,6 +61,22 @@ class UsageRow(msgspec.Struct, frozen=True):
         return self.endpoint != SPECULATIVE_PREFILL
 
 
+class StoredUsageRow(UsageRow, frozen=True):
+    """Usage row as a journal or a billing context has it: releases up to 0.2.0 wrote `sla_attained`.
+
+    Read with `present`, which gives the row with the present names.
+    """
+
+    sla_attained: bool | None = None
+
+    @property
+    def present(self) -> UsageRow:
+        values = {name: getattr(self, name) for name in UsageRow.__struct_fields__}
+        if self.slo_attained is None:
+            values["slo_attained"] = self.sla_attained
+        return UsageRow(**values)
+
+
 KILLED: Final[dict[str, Any]] = {
     "outcome": "failed",
     "http_status": CONNECTION_LOST,
@@ -71,7 +87,7 @@ KILLED: Final[dict[str, Any]] = {
     "duration_ms": 0.0,
     "error_code": GATEWAY_KILLED,
     "num_preemptions": 0,
-    "sla_attained": False,
+    "slo_attained": False,
 }
 """Fields of the row stored for a running request whose gateway is killed.
 

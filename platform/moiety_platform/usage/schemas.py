@@ -67,7 +67,7 @@ class RequestView(msgspec.Struct, frozen=True):
     duration_ms: float
     error_code: str | None
     num_preemptions: int
-    sla_attained: bool | None
+    slo_attained: bool | None
     cost_nanodollars: int
     speculative_used_tokens: int
     end_user: str | None  # that its client named

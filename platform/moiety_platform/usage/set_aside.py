@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from moiety_platform.usage.row import UsageRow
+from moiety_platform.usage.row import StoredUsageRow, UsageRow
 
 REFUSED = "refused.txt"
 DAMAGED = "damaged.txt"
@@ -22,7 +22,7 @@ MAX_SHOWN = 100
 _CLAIMED = ".restoring"  # suffix of a file while its rows are written back
 _LOCK = "set-aside.lock"
 
-_decoder = msgspec.json.Decoder(UsageRow)
+_decoder = msgspec.json.Decoder(StoredUsageRow)
 
 
 class SetAsideRow(msgspec.Struct, frozen=True):
@@ -157,6 +157,6 @@ class SetAside:
 
 def _row_of(line: bytes) -> UsageRow | None:
     try:
-        return _decoder.decode(line)
+        return _decoder.decode(line).present
     except msgspec.MsgspecError:
         return None

@@ -125,7 +125,7 @@ def closed(data_dir: Path) -> list[Finding]:
 def test_a_file_in_the_journals_place_is_found_and_the_command_moves_it_away(tmp_path: Path) -> None:
     (tmp_path / "usage-journal").write_text("")
     complaint = at_once(tmp_path)["data_dir_closed"]
-    assert complaint.found == f"{tmp_path / 'usage-journal'} is no folder"
+    assert complaint.found == f"{tmp_path / 'usage-journal'} is not a folder"
     assert run(complaint.command).returncode == 0
     assert "data_dir_closed" not in at_once(tmp_path)
 

@@ -66,7 +66,7 @@ def draw_request(request: Mapping[str, Any], names: Mapping[str, str], answer: A
     """Draw the attributes of the request's own span."""
     of = request["attributes"]
     cached = of.get("gen_ai.usage.cache_read.input_tokens")
-    attained, service_class = of.get("moiety.sla_attained"), of.get("moiety.service_class", "")
+    attained, service_class = of.get("moiety.slo_attained"), of.get("moiety.service_class", "")
     ended = of.get("error.type") or ", ".join(of.get("gen_ai.response.finish_reasons", ())) or "no response"
     panels.tiles(
         [

@@ -28,7 +28,7 @@ OUTCOMES = {
     "rejected": "rejected", "failed": "failed",
 }  # fmt: skip
 REASONS = (
-    *("failed", "sla_missed", "preempted", "failed_over", "first", "rate"),  # reasons why a trace is kept
+    *("failed", "slo_missed", "preempted", "failed_over", "first", "rate"),  # reasons why a trace is kept
     *("accepted_late", "predicted_late", "kv_peak", "queue_full", "tenant_queue_full", "shed"),  # the scheduler's
     *("quota_exceeded", "engine_failed", "engine_refused", "model_not_found"),  # error codes
 )

@@ -92,7 +92,7 @@ class QoserveDemotion(QoserveChunking):
 
     def _demote(self, sequence: Sequence, now_s: float) -> None:
         self._late.add(sequence)
-        sequence.timeline.note(int(now_s * 1e9), EventKind.DEMOTED, Reason.BEYOND_REPAIR)
+        sequence.timeline.note(int(now_s * 1e9), EventKind.DEMOTED, Reason.SLO_UNATTAINABLE)
         self.context.tally.of(sequence.service.name).demoted += 1
         sequence.entry += 2  # its entry in the other heap is void
         self._enter(sequence, now_s)

@@ -53,7 +53,7 @@ def read_document(path: Path) -> Document:
     try:
         data = {} if node is None else _plain(node, ROOT, document)
     except (ValueError, TypeError, RecursionError) as exc:
-        raise FileError(f"{path} holds what is no plain value: {exc}") from exc
+        raise FileError(f"{path} holds a value that is not plain YAML: {exc}") from exc
     return Document(path, data, document.lines)
 
 

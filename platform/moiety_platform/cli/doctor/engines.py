@@ -78,7 +78,7 @@ def _ask(address: str, curve: CurveKeys | None, timeout_s: float) -> ModelCard |
         return wrong(AREA, "engine_away", f"{address}: {exc.strerror or exc}", advice)
     if greeting[SIGNATURE] != b"\xff" or len(greeting) < GREETING_BYTES:
         advice = "correct the port: it is that of `moiety engine --listen`, not of its metrics or of another server"
-        return wrong(AREA, "not_an_engine", f"{address}: something listens that is no engine", advice)
+        return wrong(AREA, "not_an_engine", f"{address}: another server, not an engine, listens there", advice)
     wants_curve = greeting[MECHANISM].rstrip(b"\0") == b"CURVE"
     if wants_curve and curve is None:
         advice = "set curve_server_key, curve_public_key and curve_secret_key of the gateway (MOIETY_CURVE_…)"

@@ -54,7 +54,7 @@ def _packages() -> Finding:
     try:
         wanted = [Requirement(text) for text in requires("moiety") or ()]
     except PackageNotFoundError:
-        return ok(AREA, "versions", "Moiety runs from its sources: nobody says which packages fit it")
+        return ok(AREA, "versions", "Moiety runs from its sources, which have no list of required package versions")
     unfit = {}
     for requirement in wanted:
         marker = requirement.marker
@@ -116,7 +116,7 @@ def _closed(folder: Path) -> Finding:
         return wrong(AREA, "data_dir_closed", f"{folder} cannot be written", advice)
     if not folder.is_dir():
         advice = "a file is in the way of the folder: put it elsewhere"
-        return wrong(AREA, "data_dir_closed", f"{folder} is no folder", advice, f"mv {place} {place}.away")
+        return wrong(AREA, "data_dir_closed", f"{folder} is not a folder", advice, f"mv {place} {place}.away")
     message = f"{folder} cannot be written by user {user}: it is of user {found.st_uid}, mode {found.st_mode & 0o777:o}"
     advice = "let the gateway's user have it, or usage that the database cannot take has nowhere to go"
     command = f"chmod u+rwx {place}" if found.st_uid == user else f"chown -R {user} {place}"

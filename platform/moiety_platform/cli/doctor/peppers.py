@@ -87,7 +87,7 @@ def _being_replaced(keys: Sequence[ApiKey], pepper: bytes, turn: PepperRotation)
     if not left:
         advice = f"take away MOIETY_KEY_PEPPER_PREVIOUS (or the file {PREVIOUS_FILE_NAME}), and destroy it"
         return warn(AREA, "pepper_previous", "no key needs the previous pepper any more", advice)
-    advice = "keep it until they were used, or rotate those that nobody uses"
+    advice = "keep it until they have been used, or rotate the unused ones"
     return warn(AREA, "pepper_turning", f"{_named(left)} still need the previous pepper", advice)
 
 

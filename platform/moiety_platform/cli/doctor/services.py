@@ -33,7 +33,7 @@ def look_at_gateway(url: str, admin_key: str | None, now: datetime) -> Iterator[
         advice = (
             "give the gateway's address as --url; if it should be there, stop what has its port (ss -ltnp names it)"
         )
-        yield wrong(GATEWAY, "not_a_gateway", f"something listens at {url} that is no gateway", advice)
+        yield wrong(GATEWAY, "not_a_gateway", f"another server, not a gateway, listens at {url}", advice)
         return
     yield from _look_at_its_clock(health, now)
     if ready.status_code == httpx.codes.OK:
@@ -86,7 +86,7 @@ async def look_at_issuer(settings: GatewaySettings) -> AsyncIterator[Finding]:
             yield ok(LOGIN, "issuer", f"{issuer} publishes {len(keys)} keys")
         else:
             advice = "have it sign with RS256, PS256, ES256 or EdDSA, and publish those keys"
-            yield wrong(LOGIN, "issuer_keys", f"{issuer} publishes no key that tokens can be checked with", advice)
+            yield wrong(LOGIN, "issuer_keys", f"{issuer} publishes no key that can verify tokens", advice)
 
 
 def _unreadable(issuer: str, failure: Exception) -> Finding:
@@ -99,7 +99,7 @@ def _unreadable(issuer: str, failure: Exception) -> Finding:
     advice = (
         "start the issuer, correct oidc_issuer, or let gateways reach it: known keys count on for a while, new none"
     )
-    return wrong(LOGIN, "issuer_away", f"{issuer} does not tell its keys: {text}", advice)
+    return wrong(LOGIN, "issuer_away", f"{issuer} does not return its keys: {text}", advice)
 
 
 def look_at_traces(settings: GatewaySettings) -> Iterator[Finding]:

@@ -119,7 +119,7 @@ async def look_at_prices(session: AsyncSession, clock: Clock) -> Finding:
     used = select(UsageHour.model).where(UsageHour.hour >= since, UsageHour.output_tokens > 0).distinct()
     free = sorted(await session.scalars(used.where(UsageHour.model.not_in(select(PriceRecord.model)))))
     if free:
-        message = f"{', '.join(free[:3])} has no price: whoever has one of the {limits} limits in money is refused"
+        message = f"{', '.join(free[:3])} has no price: requests under the {limits} limits in money are refused"
         advice = f"set one (dollars a million tokens): moiety price set {shlex.quote(free[0])} --input … --output …"
         return wrong(AREA, "price_missing", message, advice)
     return ok(AREA, "prices", f"what was used in {DRIFT_HOURS} h has a price")

@@ -87,8 +87,8 @@ class AnswerFile:
     def _cut(self, end: int, torn: bytes) -> None:
         """Remove the last, incomplete line, in which a run ended; nothing else is ever removed."""
         if not (torn.startswith(_BEGINNING) or _BEGINNING.startswith(torn)):
-            raise CommandError(f"{self.path} ends with what is no answer; give another --output")
+            raise CommandError(f"{self.path} ends with a line that is not a valid answer; give another --output")
         os.ftruncate(self._fd, end)
 
     def _foreign(self, number: int) -> CommandError:
-        return CommandError(f"line {number} of {self.path} is no answer of a run; give another --output")
+        return CommandError(f"line {number} of {self.path} is not a valid answer of a run; give another --output")

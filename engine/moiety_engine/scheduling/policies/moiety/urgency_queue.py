@@ -132,7 +132,7 @@ class UrgencyQueue:
             record.demoted = True
             if sequence.timeline.scheduled_unix_ns == 0:
                 self._pace.demand.left(sequence.service, sequence.kv.num_uncached)
-            sequence.timeline.note(int(now_s * 1e9), EventKind.DEMOTED, Reason.BEYOND_REPAIR)
+            sequence.timeline.note(int(now_s * 1e9), EventKind.DEMOTED, Reason.SLO_UNATTAINABLE)
             self._tally.of(sequence.service.name).demoted += 1
         record.bucket = bucket
         rank = sequence.service.rank
@@ -157,11 +157,11 @@ class UrgencyQueue:
 
     def _bucket(self, sequence: Sequence, now_s: float) -> tuple[int, float]:
         """Return (bucket, time of the next move)."""
-        beyond_repair = DEMOTED if self._tuning.demotion else AT_RISK
+        bucket_if_late = DEMOTED if self._tuning.demotion else AT_RISK
         need_s = sequence.num_uncomputed * self._pace.token_s
         if sequence.service.ttft_s is not None:
             if not sequence.deadlines.on_time:
-                return beyond_repair, math.inf
+                return bucket_if_late, math.inf
             deadline_s = sequence.deadlines.due_s if sequence.num_output else sequence.deadlines.first_s
             if deadline_s == math.inf:
                 return SAFE, math.inf
@@ -172,7 +172,7 @@ class UrgencyQueue:
         late_s = deadline_s - need_s
         risk_s = deadline_s - self._tuning.risk_factor * need_s - 2 * self._pace.longest_step_s
         if now_s >= late_s:
-            return beyond_repair, math.inf
+            return bucket_if_late, math.inf
         demotes_at_s = late_s if self._tuning.demotion else math.inf
         rank = sequence.service.rank
         if rank in self._pace.by_work:  # no request of the rank goes first for being nearly late

@@ -1,4 +1,4 @@
-"""Validation of a batch's input file, line by line, and its import in pieces.
+"""Import of a batch's input file: its validation, line by line, and the storage of its lines in pieces.
 
 The written rows are a function of the file, which is immutable, so they may be written twice: the worker that claims
 the batch after a killed validation starts again.
@@ -31,8 +31,11 @@ LINES_AT_ONCE = 250
 log = structlog.get_logger(__name__)
 
 
-class Validation:
-    """Validation of one batch by the worker that has claimed it. Lines that were checked before are only imported."""
+class InputImport:
+    """Validation and import of one batch by the worker that has claimed it.
+
+    Lines that were checked before are only imported.
+    """
 
     def __init__(
         self, database: Database, contents: FileContents, batch: OpenBatch, limits: Limits, lease_ms: int, now: Now

@@ -13,7 +13,7 @@ from moiety_placement.budgets import replica_budgets
 from moiety_placement.errors import BadLoad, BadNumbers
 from moiety_placement.packing import pack, replicate
 from moiety_placement.placement import Floats, Placement, balancedness, rank_loads
-from moiety_placement.planning import plan
+from moiety_placement.placement_planner import plan
 
 
 class Case(NamedTuple):
