@@ -77,7 +77,7 @@ BAD = [
     (CHAT, message(role="user", content=[{"type": "image_url"}]), 400, "messages.0.content", "list of parts"),
     (CHAT, message(role="user", content=[TEXT, IMAGE]), 400, "messages", "reads text only"),
     (CHAT, message(role="user", content=[{"type": "input_audio"}]), 400, "messages.0.content", "part 0 is audio"),
-    (CHAT, message(role="user", content=[{"type": "file"}]), 400, "messages.0.content", "part 0 is a file"),
+    (CHAT, message(role="user", content=[{"type": "file"}]), 400, "messages.0.content", "list of parts"),
     (CHAT, message(role="user", content=[{"type": "hologram"}]), 400, "messages.0.content", "unknown type 'hologram'"),
     (CHAT, message(role="assistant", content="", audio={"id": "a"}), 400, "messages.0.audio", "not supported"),
     # numbers

@@ -185,7 +185,7 @@ BAD = [
     ({"input": [7]}, "input.0", "object"),
     (message(type=7), "input.0.type", "valid string"),
     (message(role="user", content=7), "input.0.content", "a string or a list of text parts"),
-    (message(role="user", content=[{"type": "input_image"}]), "input.0.content.0.image_url", "is missing"),
+    (message(role="user", content=[{"type": "input_image"}]), "input.0.content.0", "image"),
     (message(role="user", content=[{"type": "input_file"}]), "input.0.content.0.type", "files are not read by this"),
     (message(role="user", content=[{"type": "smell"}]), "input.0.content.0.type", "'smell' are not supported"),
     (

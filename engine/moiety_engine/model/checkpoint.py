@@ -321,8 +321,8 @@ def check_tensor_names(folder: Path, spec: ModelSpec) -> None:
     Raises WeightsError.
     """
     shard_of = tensor_files(folder)
-    refuse_by_tensors(shard_of)
-    found = sources(set(shard_of), spec.weight_format)
+    found = sources(shard_of, stored_quantization(folder))
+    refuse_by_tensors(folder, found.keys() & shard_of.keys())
     _check_names(whole_places(spec, set(found)), found, shard_of, spec, folder)
 
 
