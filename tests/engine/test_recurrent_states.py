@@ -25,16 +25,8 @@ from moiety_engine.model.cache_groups import cache_groups
 from moiety_engine.model.dummy import draw_weights
 from moiety_engine.model.families import read_spec
 from moiety_engine.model.kv_allocation import KvAllocation
-from moiety_engine.model.spec import (
-    AttentionSpec,
-    DenseSpec,
-    LayerSpec,
-    ModelSpec,
-    NormSpec,
-    RecurrentSpec,
-    RopeSpec,
-    StatePart,
-)
+from moiety_engine.model.rope_spec import RopeSpec
+from moiety_engine.model.spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, NormSpec, RecurrentSpec, StatePart
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.model.weights import AttentionWeights
 from moiety_engine.runner.memory import num_states

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -235,6 +236,8 @@ QWEN2_MOE = (
     "shared_expert_intermediate_size",
     "intermediate_size",
 )
+# families whose class is not in transformers; test_ling shows them
+WITHOUT_CLASS = {"bailing_moe", "bailing_moe_v2"}
 # families without a class in transformers of their own, by the family whose class it is
 CLASS_OF = {"kimi_k2": "deepseek_v3"}
 # classes that transformers' AutoModelForCausalLM does not know
@@ -278,11 +281,18 @@ class Checkpoint:
         return self.oracle(torch.tensor([token_ids])).logits[0].float().log_softmax(-1)
 
 
-def write_checkpoint(folder: Path, variant: str, *, dtype: torch.dtype = torch.float32) -> Checkpoint:
+def write_checkpoint(
+    folder: Path,
+    variant: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    variants: Mapping[str, tuple[str, dict[str, Any]]] | None = None,
+) -> Checkpoint:
+    """Write a random checkpoint of a variant, among VARIANTS and OTHERS if no other ones are given."""
     import transformers
     from transformers import AutoConfig
 
-    family, more = (VARIANTS | OTHERS)[variant]
+    family, more = (variants or VARIANTS | OTHERS)[variant]
     torch.manual_seed(sum(map(ord, variant)))
     config = AutoConfig.for_model(CLASS_OF.get(family, family), **(SMALL | more))
     model_class: Any = getattr(transformers, NOT_AUTOMATIC.get(family, "AutoModelForCausalLM"))

@@ -17,7 +17,8 @@ from torch import Tensor
 from moiety_engine.model.errors import ConfigError, UnsupportedModelError, WeightsError
 from moiety_engine.model.families import read_spec, spec_from_config
 from moiety_engine.model.loading import load_model
-from moiety_engine.model.spec import DenseSpec, Llama3Scaling, MoeSpec
+from moiety_engine.model.rope_spec import Llama3Scaling
+from moiety_engine.model.spec import DenseSpec, MoeSpec
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.model.weight_offload import named_tensors
 from moiety_engine.model.weight_quantizer import bytes_in

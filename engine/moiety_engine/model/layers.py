@@ -39,8 +39,9 @@ if TYPE_CHECKING:
     from moiety_engine.model.arithmetic import Arithmetic
     from moiety_engine.model.batch import Batch, Cache
     from moiety_engine.model.dispatch import Dispatch
+    from moiety_engine.model.rope_spec import RopeSpec
     from moiety_engine.model.rotary import RotaryTable
-    from moiety_engine.model.spec import AttentionSpec, DenseSpec, RopeSpec, SharedSpec
+    from moiety_engine.model.spec import AttentionSpec, DenseSpec, SharedSpec
     from moiety_engine.model.weights import SharedWeights
     from moiety_engine.moe.expert_slots import ExpertSlots
     from moiety_engine.offload.layer import LayerExperts

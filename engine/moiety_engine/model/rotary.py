@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moiety_engine.model.spec import LinearScaling, Llama3Scaling, LongRopeScaling, RopeSpec, YarnScaling
+from moiety_engine.model.rope_spec import LinearScaling, Llama3Scaling, LongRopeScaling, RopeSpec, YarnScaling
 
 if TYPE_CHECKING:
     from moiety_engine.model.batch import Batch

@@ -32,9 +32,7 @@ from moiety_platform.inference.tool_fields import ArgumentsObject, ToolName, cal
 
 ERROR_PREFIX = "Error: "  # chat templates have no field for failed tool results, so the text says it
 IMAGE_IN_DOCUMENT = "has an image in a document; send the image as a block of its own"
-DOCUMENT_UNSERVED = (
-    "is a document that is not plain text; send its text, as a document whose source has the type 'text'"
-)
+DOCUMENT_UNSERVED = "is a document that is not plain text; send its text, in a document whose source has type 'text'"
 HOSTED_TYPES = (
     "advisor_tool_result",
     "bash_code_execution_tool_result",

@@ -12,7 +12,8 @@ from moiety_engine.model.families.config import (
     read_shared,
     require,
 )
-from moiety_engine.model.spec import NO_ROPE, DenseSpec, LayerSpec, MoeSpec, OutputGateSpec
+from moiety_engine.model.rope_spec import NO_ROPE
+from moiety_engine.model.spec import DenseSpec, LayerSpec, MoeSpec, OutputGateSpec
 
 
 def afmoe(config: Config, index: int) -> LayerSpec:

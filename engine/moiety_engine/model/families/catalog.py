@@ -31,9 +31,32 @@ _NO_ROPE = "windows; full attention without positions"
 _DELTA = "gated DeltaNet in three of four layers, else norms of heads and an output gate"
 _WITH_SHARED = "softmax, renormalised; a shared expert with a gate"
 
+_LING_ATTENTION = "part of each head rotated, norms of heads"
+_LING: Config = {  # Ling mini 2.0
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "moe_intermediate_size": 512,
+    "num_hidden_layers": 20,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_shared_experts": 1,
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 1,
+    "use_qk_norm": True,
+    "score_function": "sigmoid",
+    "vocab_size": 157_184,
+    "max_position_embeddings": 32_768,
+}
+
 CATALOG: dict[str, FamilyEntry] = {
     "afmoe": FamilyEntry("Trinity Mini, Nano", f"norms of heads, an output gate, {_NO_ROPE}", _SIGMOID),
     "axk1": FamilyEntry("A.X-K1", "latent, YaRN", f"{_AS_DEEPSEEK}; a norm of the output of experts"),
+    "bailing_moe": FamilyEntry("Ling 2.0, Ring 2.0 (BailingMoeV2)", _LING_ATTENTION, _AS_DEEPSEEK, _LING),
+    "bailing_moe_v2": FamilyEntry("Ling 2.0, Ring 2.0 (BailingMoeV2)", _LING_ATTENTION, _AS_DEEPSEEK, _LING),
     "deepseek_v2": FamilyEntry(
         "DeepSeek-V2, V2-Lite",
         "latent, YaRN",

@@ -6,19 +6,16 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from moiety_engine.model.errors import ConfigError, UnsupportedModelError
-from moiety_engine.model.spec import (
-    AttentionSpec,
-    DenseSpec,
+from moiety_engine.model.rope_spec import (
     LinearScaling,
     Llama3Scaling,
     LongRopeFactors,
     LongRopeScaling,
-    MoeSpec,
     RopeScaling,
     RopeSpec,
-    SharedSpec,
     YarnScaling,
 )
+from moiety_engine.model.spec import AttentionSpec, DenseSpec, MoeSpec, SharedSpec
 from moiety_kernels.checks import KernelInputError
 from moiety_kernels.moe.activation import GELU_TANH, SILU, Activation
 from moiety_kernels.route.spec import RoutingSpec

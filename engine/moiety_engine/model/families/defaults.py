@@ -94,7 +94,20 @@ _GEMMA: Config = {
     "rope_local_base_freq": 10_000.0,
 }
 
+# Of Ling's class, which is published with the checkpoints, and whose config.json files state what is not here.
+_LING: Config = _SHARED | {
+    "first_k_dense_replace": 0,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "use_bias": False,
+    "use_qkv_bias": False,
+    "use_qk_norm": False,
+}
 DEFAULTS: dict[str, Config] = RECENT_DEFAULTS | {
+    "bailing_moe": _LING,
+    "bailing_moe_v2": _LING,
     "deepseek_v2": _LLAMA
     | {
         "vocab_size": 102_400,

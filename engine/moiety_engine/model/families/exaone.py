@@ -12,7 +12,8 @@ from moiety_engine.model.families.config import (
     read_attention,
     read_sigmoid_experts,
 )
-from moiety_engine.model.spec import NO_ROPE, DenseSpec, LayerSpec
+from moiety_engine.model.rope_spec import NO_ROPE
+from moiety_engine.model.spec import DenseSpec, LayerSpec
 
 
 def exaone_moe(config: Config, index: int) -> LayerSpec:

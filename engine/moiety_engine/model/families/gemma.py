@@ -17,7 +17,8 @@ from moiety_engine.model.families.config import (
     read_attention,
     rope_from,
 )
-from moiety_engine.model.spec import DenseSpec, LayerSpec, NormSpec, RopeSpec
+from moiety_engine.model.rope_spec import RopeSpec
+from moiety_engine.model.spec import DenseSpec, LayerSpec, NormSpec
 
 # "sliding_attention" and "full_attention" layers have different rotary frequencies
 THETA_KEYS = {"sliding_attention": "rope_local_base_freq", "full_attention": "rope_theta"}

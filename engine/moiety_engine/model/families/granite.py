@@ -13,7 +13,8 @@ from moiety_engine.model.families.config import (
     read_routing,
     read_shared,
 )
-from moiety_engine.model.spec import NO_ROPE, AttentionSpec, DenseSpec, LayerSpec, MoeSpec
+from moiety_engine.model.rope_spec import NO_ROPE
+from moiety_engine.model.spec import AttentionSpec, DenseSpec, LayerSpec, MoeSpec
 
 
 def granite(config: Config, _index: int) -> LayerSpec:

@@ -18,8 +18,9 @@ _GENERIC = frozenset({
     "unk_token_id", "unsloth_fixed", "unsloth_version", "use_cache"
 })  # fmt: skip
 _TRAINING = frozenset({
-    "attention_dropout", "aux_loss_alpha", "ep_size", "input_jitter_noise", "output_router_logits",
-    "pretraining_tp", "router_aux_loss_coef", "router_jitter_noise", "seq_aux", "use_bfloat16"
+    "attention_dropout", "aux_loss_alpha", "embedding_dropout", "ep_size", "input_jitter_noise", "output_dropout",
+    "output_router_logits", "pretraining_tp", "router_aux_loss_coef", "router_jitter_noise", "seq_aux",
+    "use_bfloat16"
 })  # fmt: skip
 _DRAWING = frozenset({
     "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size", "length_penalty",
@@ -28,7 +29,7 @@ _DRAWING = frozenset({
     "typical_p"
 })  # fmt: skip
 # Keys that choose the precision of a sum, for which this engine has a rule of its own.
-_PRECISION = frozenset({"enable_moe_fp32_combine"})
+_PRECISION = frozenset({"enable_moe_fp32_combine", "router_dtype"})
 # Sizes that a model may not use; errors in those that it uses show in the tensors' shapes.
 _SIZES = frozenset({
     "experts_per_token", "head_dim", "initial_context_length", "intermediate_size", "num_key_value_heads",

@@ -10,7 +10,8 @@ from moiety_engine.model.families.config import (
     read_routing,
     read_shared,
 )
-from moiety_engine.model.spec import NO_ROPE, LayerSpec, MoeSpec
+from moiety_engine.model.rope_spec import NO_ROPE
+from moiety_engine.model.spec import LayerSpec, MoeSpec
 
 
 def kolibri1(config: Config, index: int) -> LayerSpec:

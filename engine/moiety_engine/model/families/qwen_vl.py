@@ -19,7 +19,8 @@ from moiety_engine.model.families.config import (
     rope_parameters,
 )
 from moiety_engine.model.families.defaults import VISION_DEFAULTS
-from moiety_engine.model.spec import DenseSpec, LayerSpec, MoeSpec, RopeSpec, VisionSpec
+from moiety_engine.model.rope_spec import RopeSpec
+from moiety_engine.model.spec import DenseSpec, LayerSpec, MoeSpec, VisionSpec
 
 _OF_THE_WHOLE = ("dtype", "torch_dtype", "quantization_config", "compression_config", "tie_word_embeddings")
 _TOKENS = ("image_token_id", "vision_start_token_id", "vision_end_token_id")
