@@ -81,16 +81,14 @@ def _repeated_combinations(items: list[pytest.Item]) -> set[pytest.Item]:
 
 
 def _further_mutants(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Return the tests that a changed kernel is noticed, all but the first of each function and module."""
-    seen: set[tuple[Path, str, str]] = set()
+    """Return the tests that a changed kernel is noticed, all but the first of each file."""
+    seen: set[Path] = set()
     further: set[pytest.Item] = set()
     for item in items:
         if isinstance(item, pytest.Function) and "a_mutant" in item.originalname:
-            params = item.callspec.params if hasattr(item, "callspec") else {}
-            changed = item.path, item.originalname, repr(params.get("module"))
-            if changed in seen:
+            if item.path in seen:
                 further.add(item)
-            seen.add(changed)
+            seen.add(item.path)
     return further
 
 

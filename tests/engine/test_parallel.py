@@ -384,7 +384,7 @@ def test_parallel_groups_with_sequences_of_their_own_say_what_one_rank_says(
     assert ours["num_picks"] == ours["num_computed"] * top_k > 0
 
 
-@pytest.mark.parametrize("micro_batches", [2, 3])
+@pytest.mark.parametrize("micro_batches", [thorough(2), 3])
 def test_parallel_ranks_with_attention_send_the_next_micro_batch_while_experts_have_one(
     processes: RankProcesses, alone: Alone, tmp_path: Path, micro_batches: int
 ) -> None:
@@ -650,7 +650,7 @@ def test_a_lost_parallel_rank_ends_the_group(
     assert ("sent no heartbeat" if number == signal.SIGSTOP else "is lost") in logged
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {"dp_attention": 2, "ep": 2}, {"ffn_ranks": 1}])
+@pytest.mark.parametrize("layout", [thorough({"tp": 2}), {"pp": 2}, {"dp_attention": 2, "ep": 2}, {"ffn_ranks": 1}])
 def test_a_request_that_is_not_finite_fails_alone_on_every_layout(
     processes: RankProcesses, folders: dict[str, Path], tmp_path: Path, layout: dict[str, int]
 ) -> None:

@@ -307,7 +307,6 @@ def test_a_kernel_agrees_with_its_reference(module: ModuleType, paged: Any) -> N
     CHECKS[module](module, paged)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("module", "old", "new"), [pytest.param(*one, id=f"{named(one[0])}: {one[1][:40]}") for one in MUTANTS]
 )

@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 )
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
-from tests.conftest import EXAMPLES, THOROUGH
+from tests.conftest import EXAMPLES
 from tests.database_clock import DatabaseClock
 
 from moiety_platform.clock import ManualClock
@@ -291,7 +291,7 @@ def test_the_laws_hold_whatever_happens() -> None:
     run_state_machine_as_test(
         World,
         settings=settings(
-            max_examples=EXAMPLES if THOROUGH else 12,  # of 40 steps each
+            max_examples=EXAMPLES,
             stateful_step_count=40,
             deadline=None,
             derandomize=True,
