@@ -7,6 +7,7 @@ that transformers 5 writes (`rope_parameters`, `num_local_experts`, `dtype`).
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from moiety_engine.model.errors import ConfigError, UnsupportedModelError
@@ -47,6 +48,7 @@ from moiety_engine.model.families.olmoe import flex_olmo, olmoe
 from moiety_engine.model.families.phimoe import phimoe, phimoe_features
 from moiety_engine.model.families.qwen import qwen2, qwen2_moe, qwen3, qwen3_moe
 from moiety_engine.model.families.qwen_vl import qwen3_vl_moe, qwen3_vl_moe_features, qwen3_vl_moe_text_config
+from moiety_engine.model.families.wrapped import WRAPPERS, around_text, wrapped_text_config
 from moiety_engine.model.quantized_checkpoints import stored_format
 from moiety_engine.model.spec import LayerSpec, ModelSpec, NormSpec
 
@@ -170,9 +172,11 @@ def spec_from_config(config: Config) -> ModelSpec:
 
 def _text_part(config: Config) -> Config:
     """Return the text model's configuration under the family's own key names. Raises UnsupportedModelError."""
+    if config.get("model_type") in WRAPPERS:
+        config = wrapped_text_config(config)
     family = config.get("model_type")
     if family not in FAMILIES:
-        known = ", ".join(sorted(FAMILIES))
+        known = ", ".join(sorted([*FAMILIES, *WRAPPERS]))
         raise UnsupportedModelError(f"model family {family!r} is not supported; the known families are: {known}")
     text = TEXT_PART[family](config) if family in TEXT_PART else config
     return {**under_own_names(text, family), "model_type": family}
@@ -196,7 +200,7 @@ def _spec_of(config: Config) -> ModelSpec:
             "norm": NormSpec(float(config["rms_norm_eps"])),
             "tie_word_embeddings": bool(config["tie_word_embeddings"]),
         }
-        return ModelSpec(
+        spec = ModelSpec(
             family=family,
             vocab_size=config["vocab_size"],
             hidden_size=config["hidden_size"],
@@ -206,6 +210,7 @@ def _spec_of(config: Config) -> ModelSpec:
             weight_format=stored_format(quantization_settings(config)),
             **(usual | WHOLE[family](config) if family in WHOLE else usual),
         )
+        return replace(spec, ignored_prefixes=spec.ignored_prefixes + around_text(config))
     except KeyError as exc:
         raise ConfigError(f"config.json of a {family} model lacks the key {exc.args[0]!r}") from exc
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as exc:
