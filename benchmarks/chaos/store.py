@@ -15,14 +15,22 @@ MORNING, AFTERNOON = 10, 15  # hours of the day between which growth is measured
 MAX_MISSED = 0.15  # of the predicted size
 HOUR_MS = 3_600_000
 
-SUMS = ("requests", "prompt_tokens", "cached_tokens", "output_tokens", "cost_nanodollars", "num_kept", "num_promised")
+SUMS = (
+    "requests",
+    "prompt_tokens",
+    "cached_tokens",
+    "output_tokens",
+    "cost_nanodollars",
+    "num_slo_attained",
+    "num_slo_requests",
+)
 GROUP = "tenant_id, project_id, key_id, model, service_class"
 DIFFERENCES = f"""
 SELECT count(*) FROM (
     SELECT date_trunc('hour', started_at AT TIME ZONE 'UTC') AS hour, {GROUP}, count(*) AS requests,
         sum(prompt_tokens) AS prompt_tokens, sum(cached_tokens) AS cached_tokens, sum(output_tokens) AS output_tokens,
-        sum(cost_nanodollars) AS cost_nanodollars, count(*) FILTER (WHERE sla_attained) AS num_kept,
-        count(sla_attained) AS num_promised
+        sum(cost_nanodollars) AS cost_nanodollars, count(*) FILTER (WHERE sla_attained) AS num_slo_attained,
+        count(sla_attained) AS num_slo_requests
     FROM usage GROUP BY 1, {GROUP}
 ) one FULL JOIN (
     SELECT hour AT TIME ZONE 'UTC' AS hour, {GROUP}, {", ".join(SUMS)} FROM usage_hours

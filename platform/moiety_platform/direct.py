@@ -11,7 +11,7 @@ from typing import Any
 
 from litestar import Litestar
 from litestar.routes import HTTPRoute
-from litestar.types import ASGIApp, HTTPScope, Receive, Send
+from litestar.types import ASGIApp
 
 from moiety_platform.body_decoding import DecodedBody
 from moiety_platform.cors import CrossOriginPolicy, answer_preflight, is_preflight, with_origin_headers
@@ -61,9 +61,6 @@ class GatewayApp(Litestar):
             receive = DecodedBody(receive, coding, limit)
         if scope["method"] == "HEAD":
             await answer_head(super().__call__, scope, receive, send)
-        else:
-            await self._dispatch(scope, receive, send)
-
-    async def _dispatch(self, scope: HTTPScope, receive: Receive, send: Send) -> None:
+            return
         direct = self._direct.get(scope["path"]) if scope["method"] == "POST" else None
         await (direct or super().__call__)(scope, receive, send)

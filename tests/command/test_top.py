@@ -138,7 +138,7 @@ def test_once_in_a_pipe_and_as_json_it_says_the_same_without_escapes(serve: Any)
     assert (engine["state"], engine["model"], engine["output_tokens_per_s"]) == ("ready", "moiety-demo", 0)
     assert [one["class"] for one in found["classes"]] == ["priority", "standard", "flex", "batch"]
     (tenant,) = found["tenants"]
-    assert (tenant["tenant"], tenant["share"], tenant["sla_kept"], tenant["failed"]) == ("demo", 1, 1, 0)
+    assert (tenant["tenant"], tenant["share"], tenant["slo_attainment"], tenant["failed"]) == ("demo", 1, 1, 0)
     assert tenant["requests_per_min"] == pytest.approx(5 * 60 / found["window_s"], rel=1e-4)
     assert 300 <= found["window_s"] <= 361
 

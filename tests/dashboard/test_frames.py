@@ -48,7 +48,7 @@ def engine(**changed: Any) -> dict[str, Any]:
 
 def minute_sum(at: str, group: dict[str, Any] | None = None, **totals: Any) -> dict[str, Any]:
     names = ("requests", "failed", "rejected", "disconnected", "prompt_tokens", "cached_tokens", "output_tokens")
-    counts = dict.fromkeys((*names, "good_tokens", "preemptions", "num_kept", "num_promised"), 0)
+    counts = dict.fromkeys((*names, "good_tokens", "preemptions", "num_slo_attained", "num_slo_requests"), 0)
     means = {"mean_ttft_ms": None, "mean_queue_ms": None, "mean_duration_ms": None}
     return {"at": at, "group": group or {"service_class": "standard"}, "totals": counts | means | totals}
 
@@ -130,7 +130,7 @@ def test_who_has_most_of_the_memory_comes_first_beside_what_it_saved() -> None:
 
 
 def test_a_class_shows_its_slo_its_attainment_and_the_burn_rate_of_its_error_budget() -> None:
-    sums = [minute_sum("", num_kept=98, num_promised=100)]
+    sums = [minute_sum("", num_slo_attained=98, num_slo_requests=100)]
     row = fleet.classes_frame([TERMS], sums, [engine()], NOON).iloc[0]
     assert row["slo"] == "TTFT ≤ 2 s + 0.2 s/1k, TPOT ≤ 100 ms"
     assert (row["attainment"], round(row["burn"], 6), row["waiting"]) == (0.98, 2.0, 2)
@@ -203,8 +203,10 @@ def test_keys_are_shown_by_what_they_are_for_and_never_whole() -> None:
 
 def test_minutes_become_rates_and_the_one_of_now_is_told_by_the_time_so_far() -> None:
     sums = [
-        minute_sum("2026-01-01T11:59:00Z", requests=4, rejected=1, output_tokens=120, good_tokens=60, num_promised=0),
-        minute_sum("2026-01-01T12:00:00Z", requests=1, output_tokens=120, num_kept=1, num_promised=2),
+        minute_sum(
+            "2026-01-01T11:59:00Z", requests=4, rejected=1, output_tokens=120, good_tokens=60, num_slo_requests=0
+        ),
+        minute_sum("2026-01-01T12:00:00Z", requests=1, output_tokens=120, num_slo_attained=1, num_slo_requests=2),
     ]
     frame = series.minutes_frame(sums, timedelta(minutes=1), NOON + timedelta(seconds=30))
     assert list(frame["tokens_per_s"]) == [2.0, 4.0]

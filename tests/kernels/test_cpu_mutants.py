@@ -14,11 +14,17 @@ from torch import Tensor
 from moiety_kernels.attention_input import AttentionInputPlan
 from moiety_kernels.attention_input import cpu as attention_input
 from moiety_kernels.attention_input.reference import attention_input as attention_input_reference
+from moiety_kernels.causal_conv import cpu as causal_conv
+from moiety_kernels.causal_conv.reference import causal_conv as causal_conv_reference
 from moiety_kernels.cpu import compiling, dots
 from moiety_kernels.embedding import cpu as embedding
 from moiety_kernels.embedding.reference import embedding as embedding_reference
 from moiety_kernels.expert_count import cpu as expert_count
 from moiety_kernels.expert_count.reference import count_picks as count_picks_reference
+from moiety_kernels.gated_delta import cpu as gated_delta
+from moiety_kernels.gated_delta.reference import gated_delta_rule as gated_delta_reference
+from moiety_kernels.gated_norm import cpu as gated_norm
+from moiety_kernels.gated_norm.reference import gated_norm as gated_norm_reference
 from moiety_kernels.head_linear import cpu as head_linear
 from moiety_kernels.head_linear.reference import head_linear as head_linear_reference
 from moiety_kernels.latent_input import LatentInputPlan
@@ -26,6 +32,8 @@ from moiety_kernels.latent_input import cpu as latent_input
 from moiety_kernels.latent_input import reference as latent_reference
 from moiety_kernels.linear import cpu as linear
 from moiety_kernels.linear.reference import linear as linear_reference
+from moiety_kernels.linear_attention import cpu as linear_attention
+from moiety_kernels.linear_attention.reference import linear_attention as linear_attention_reference
 from moiety_kernels.low_rank import Factors
 from moiety_kernels.low_rank import cpu as low_rank
 from moiety_kernels.low_rank import reference as low_rank_reference
@@ -44,6 +52,7 @@ from moiety_kernels.route import cpu as route
 from moiety_kernels.route.reference import route as route_reference
 
 from .conftest import Paged
+from .recurrent import TOKENS, delta_inputs, sequences, states
 
 Check = Callable[[ModuleType, Any], None]
 
@@ -175,7 +184,47 @@ def gates(kernel: ModuleType, _: Any) -> None:
         assert_close(kernel.output_gate(out.clone(), gate, kind), output_gate_reference(out, gate, kind))
 
 
+def convolves(kernel: ModuleType, _: Any) -> None:
+    x, weight, bias, ours = torch.randn(TOKENS, 64), torch.randn(4, 64), torch.randn(64), states(3, 64)
+    theirs = ours.clone()
+    expected = causal_conv_reference(x, weight, bias, theirs, *sequences(), silu=True)
+    assert_close(kernel.causal_conv(x, weight, bias, ours, *sequences(), silu=True), expected)
+    assert torch.equal(ours.nan_to_num(7), theirs.nan_to_num(7))
+
+
+def recurs(kernel: ModuleType, _: Any) -> None:
+    for gates in (1, 32):
+        inputs, ours = delta_inputs(32, 128, gates, torch.float32), states(4, 32, 128)
+        theirs = ours.clone()
+        expected = gated_delta_reference(*inputs, theirs, *sequences())
+        assert_close(kernel.gated_delta_rule(*inputs, ours, *sequences()), expected)
+        assert_close(ours.nan_to_num(7), theirs.nan_to_num(7))
+
+
+def decays(kernel: ModuleType, _: Any) -> None:
+    q, k, v, log_decay, _ = delta_inputs(32, 128, 1, torch.float32)
+    ours = states(4, 32, 128)
+    theirs, gates = ours.clone(), log_decay.squeeze(2)
+    expected = linear_attention_reference(q, k, v, gates, theirs, *sequences())
+    assert_close(kernel.linear_attention(q, k, v, gates, ours, *sequences()), expected)
+    assert_close(ours.nan_to_num(7), theirs.nan_to_num(7))
+
+
+def normalizes_with_gates(kernel: ModuleType, _: Any) -> None:
+    x, z = torch.randn(70, 3, 32), torch.randn(70, 96 + 32)[:, 32:].view(70, 3, 32)
+    for gate, weight in (
+        ("silu", torch.rand(1, 32)),
+        ("sigmoid", torch.rand(3, 32)),
+        ("silu_first", torch.rand(3, 32)),
+    ):
+        assert_close(kernel.gated_norm(x, z, weight, 1e-6, gate), gated_norm_reference(x, z, weight, 1e-6, gate))
+
+
 CHECKS: dict[ModuleType, Check] = {
+    causal_conv: convolves,
+    gated_delta: recurs,
+    gated_norm: normalizes_with_gates,
+    linear_attention: decays,
     embedding: embeds,
     expert_count: counts,
     rms_norm: normalizes,
@@ -191,6 +240,20 @@ CHECKS: dict[ModuleType, Check] = {
     output_gate: gates,
 }
 MUTANTS = [
+    (causal_conv, "source = t - taps + 1 + tap", "source = t - taps + tap"),
+    (causal_conv, "if load_i32(args.has_state_S, s) == 0:", "if load_i32(args.has_state_S, s) != 0:"),
+    (causal_conv, "source = end - taps + 1 + place", "source = end - taps + place"),
+    (gated_delta, "row[column] * decay)", "row[column])"),
+    (gated_delta, "group, gates = head // args.sharing", "group, gates = head % args.sharing"),
+    (gated_delta, "if load_i32(args.has_state_S, s) == 0:", "if load_i32(args.has_state_S, s) != 0:"),
+    (gated_delta, "products(k, decay, width, decayed_k)", "products(k, k, width, decayed_k)"),
+    (gated_norm, "r // heads * args.gate_stride", "r // heads * 4 * heads * width"),
+    (gated_norm, "if args.is_sigmoid:", "if not args.is_sigmoid:"),
+    (gated_norm, "            x_V = out_V\n", ""),
+    (gated_norm, "r % heads * args.weight_stride", "r // heads * args.weight_stride"),
+    (linear_attention, "row[column] * decay)", "row[column])"),
+    (linear_attention, "4 * width * (head // args.sharing)", "4 * width * (head % args.sharing)"),
+    (linear_attention, "if load_i32(args.has_state_S, s) == 0:", "if load_i32(args.has_state_S, s) != 0:"),
     (embedding, "load_i64(token_ids_T, t) * row_bytes", "load_i64(token_ids_T, task * _BLOCK) * row_bytes"),
     (embedding, "if factor != 1.0:", "if factor == 1.0:"),
     (expert_count, "if owner != 0 and load_i32", "if load_i32"),

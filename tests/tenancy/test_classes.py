@@ -160,23 +160,23 @@ async def test_an_edit_reaches_every_gateway_within_seconds_and_its_own_at_once(
     clock = ManualClock()
     here, there = ClassCache(database, clock), ClassCache(database, clock)
     for cache in (here, there):
-        assert (await cache.get("standard"))["standard"].service == STANDARD
+        assert (await cache.current())["standard"].service == STANDARD
     await edit(database, ttft_s=0.7)
     here.forget()
-    assert (await here.get("standard"))["standard"].service.ttft_s == 0.7
-    assert (await there.get("standard"))["standard"].service.ttft_s == 2.0
+    assert (await here.current())["standard"].service.ttft_s == 0.7
+    assert (await there.current())["standard"].service.ttft_s == 2.0
     clock.advance(2.0)
-    assert (await there.get("standard"))["standard"].service.ttft_s == 0.7
+    assert (await there.current())["standard"].service.ttft_s == 0.7
 
 
 async def test_a_class_that_another_gateway_has_just_made_is_found(database: Database) -> None:
     cache = ClassCache(database, ManualClock())
-    await cache.get("standard")
+    await cache.current()
     async with database.write() as session:
         await create_class(session, NewClass(name="gold", rank=0, ttft_s=0.2))
-    assert (await cache.get("gold"))["gold"].service.ttft_s == 0.2
+    assert (await cache.find("gold"))["gold"].service.ttft_s == 0.2
     with pytest.raises(Unavailable, match="'nowhere' cannot be read"):
-        await cache.get("nowhere")
+        await cache.find("nowhere")
 
 
 async def test_many_requests_cost_one_statement_in_the_time_that_a_snapshot_is_good_for(database: Database) -> None:
@@ -185,7 +185,7 @@ async def test_many_requests_cost_one_statement_in_the_time_that_a_snapshot_is_g
     clock = ManualClock()
     cache = ClassCache(database, clock)
     for _ in range(3):
-        await asyncio.gather(*(cache.get("flex") for _ in range(50)))
+        await asyncio.gather(*(cache.current() for _ in range(50)))
         clock.advance(1.4)
 
     def looked_up() -> int:
@@ -199,13 +199,13 @@ async def test_many_requests_cost_one_statement_in_the_time_that_a_snapshot_is_g
 
 async def test_an_edit_during_a_look_up_is_not_missed(database: Database) -> None:
     cache = ClassCache(database, ManualClock())
-    reading = asyncio.create_task(cache.get("standard"))
+    reading = asyncio.create_task(cache.current())
     await asyncio.sleep(0)  # it has begun, perhaps before the edit
     await edit(database, ttft_s=0.7)
     cache.forget()
-    assert (await cache.get("standard"))["standard"].service.ttft_s == 0.7
+    assert (await cache.current())["standard"].service.ttft_s == 0.7
     await reading
-    assert (await cache.get("standard"))["standard"].service.ttft_s == 0.7
+    assert (await cache.current())["standard"].service.ttft_s == 0.7
 
 
 async def test_without_a_database_the_last_classes_stay_good_and_without_any_it_fails_closed(
@@ -213,12 +213,12 @@ async def test_without_a_database_the_last_classes_stay_good_and_without_any_it_
 ) -> None:
     clock = ManualClock()
     cache = ClassCache(cuttable.database, clock)
-    await cache.get("standard")
+    await cache.current()
     await cuttable.wire.cut()
     clock.advance(3600)
-    assert (await cache.get("standard"))["standard"].service == STANDARD
+    assert (await cache.current())["standard"].service == STANDARD
     with pytest.raises(Unavailable) as caught:
-        await ClassCache(cuttable.database, clock).get("standard")
+        await ClassCache(cuttable.database, clock).current()
     assert caught.value.retry_after_s is not None
     await cuttable.wire.mend()
     await edit(cuttable.steady, ttft_s=0.7)
@@ -228,7 +228,7 @@ async def test_without_a_database_the_last_classes_stay_good_and_without_any_it_
 async def until_read(cache: ClassCache, clock: ManualClock) -> None:
     """Ask for the classes until the edit is seen."""
     async with asyncio.timeout(60):
-        while (await cache.get("standard"))["standard"].service.ttft_s != 0.7:
+        while (await cache.current())["standard"].service.ttft_s != 0.7:
             clock.advance(1.0)
             await asyncio.sleep(0.01)
 
@@ -236,13 +236,13 @@ async def until_read(cache: ClassCache, clock: ManualClock) -> None:
 async def test_a_database_that_does_not_answer_holds_up_nobody_who_has_classes_already(cuttable: CuttableStore) -> None:
     clock = ManualClock()
     cache = ClassCache(cuttable.database, clock)
-    await cache.get("standard")
+    await cache.current()
     cuttable.wire.stall()
     clock.advance(1.9)
-    assert (await cache.get("standard"))["standard"].service == STANDARD  # and is being read, ahead of need
+    assert (await cache.current())["standard"].service == STANDARD  # and is being read, ahead of need
     clock.advance(1.0)
     for _ in range(200):
-        assert (await cache.get("standard"))["standard"].service == STANDARD
+        assert (await cache.current())["standard"].service == STANDARD
     await edit(cuttable.steady, ttft_s=0.7)
     cuttable.wire.resume()
     await until_read(cache, clock)

@@ -37,7 +37,12 @@ async def test_a_request_counts_once_in_the_minute_that_it_ended_in(
     assert {one["group"]["tenant_name"] for one in report["data"]} == {"acme"}
     (whole,) = (await admin.call("GET", "usage/minutes", 200, params={"step": "60"}))["data"]
     totals = whole["totals"]
-    assert (totals["requests"], totals["rejected"], totals["num_kept"], totals["num_promised"]) == (3, 1, 1, 2)
+    assert (totals["requests"], totals["rejected"], totals["num_slo_attained"], totals["num_slo_requests"]) == (
+        3,
+        1,
+        1,
+        2,
+    )
     assert (totals["good_tokens"], totals["output_tokens"], totals["mean_ttft_ms"]) == (7, 21, 12.25)
 
 

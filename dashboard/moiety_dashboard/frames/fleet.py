@@ -86,7 +86,7 @@ def classes_frame(classes: Rows, sums: Rows, engines: Rows, now: datetime) -> pd
     rows = []
     for terms in classes:
         totals, load = by_class.get(terms["name"], {}), loads.get(terms["name"], {})
-        attainment = ratio(totals.get("num_kept", 0), totals.get("num_promised", 0))
+        attainment = ratio(totals.get("num_slo_attained", 0), totals.get("num_slo_requests", 0))
         predicted, oldest = load.get("predicted_ttft_s"), load.get(OLDEST)
         rows.append(
             {

@@ -31,7 +31,7 @@ def minutes_frame(sums: Rows, step: timedelta, now: datetime) -> pd.DataFrame:
         row |= {
             "good_tokens": good,
             "good_per_s": good / seconds,
-            "attainment": ratio(totals["num_kept"], totals["num_promised"]),
+            "attainment": ratio(totals["num_slo_attained"], totals["num_slo_requests"]),
             "queue_ms": totals["mean_queue_ms"],
         }
         rows.append(row)
@@ -91,5 +91,5 @@ def shares(sums: Rows, parts: Sequence[str], whole: str) -> list[float]:
 def totals_of(sums: Rows) -> dict[str, float]:
     """Return the sums of a minute report's counts."""
     names = ("requests", "failed", "rejected", "disconnected", "prompt_tokens", "cached_tokens", "output_tokens")
-    more = ("good_tokens", "preemptions", "num_kept", "num_promised")
+    more = ("good_tokens", "preemptions", "num_slo_attained", "num_slo_requests")
     return {name: sum(one["totals"][name] for one in sums) for name in (*names, *more)}

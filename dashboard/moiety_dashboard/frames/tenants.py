@@ -52,8 +52,8 @@ def tenants_frame(tenants: Rows, usage: Rows) -> pd.DataFrame:
 
 def attainment_of(totals: Mapping[str, Any]) -> float | None:
     """Return the SLO attainment of minute or hour sums."""
-    if "num_promised" in totals:
-        return ratio(totals["num_kept"], totals["num_promised"])
+    if "num_slo_requests" in totals:
+        return ratio(totals["num_slo_attained"], totals["num_slo_requests"])
     found: float | None = totals.get("attainment")
     return found
 

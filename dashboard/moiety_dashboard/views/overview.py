@@ -75,7 +75,7 @@ def draw_now(client: AdminClient, engines: Answer | None) -> None:
     last, whole = series.totals_of(recent.data["data"]), series.totals_of(hour.data["data"])
     frame = series.minutes_frame(hour.data["data"], MINUTE, now)
     last_s, whole_s = NOW.total_seconds(), HOUR.total_seconds()
-    attained, attained_hour = (ratio(sums["num_kept"], sums["num_promised"]) for sums in (last, whole))
+    attained, attained_hour = (ratio(sums["num_slo_attained"], sums["num_slo_requests"]) for sums in (last, whole))
     failed, rejected = (ratio(last[how], last["requests"]) for how in ("failed", "rejected"))
     found = [
         Tile(
@@ -86,7 +86,7 @@ def draw_now(client: AdminClient, engines: Answer | None) -> None:
         Tile(
             "SLO attainment, 5 min", percent(attained), f"{percent(attained_hour)} over 1 h",
             "Share of requests that attained their SLO. Requests rejected for overload count as missed.",
-            series.shares(hour.data["data"], ("num_kept",), "num_promised"),
+            series.shares(hour.data["data"], ("num_slo_attained",), "num_slo_requests"),
         ),
         Tile(
             "Requests, 5 min", f"{short(last['requests'] / last_s)} /s", f"{short(whole['requests'])} in 1 h",

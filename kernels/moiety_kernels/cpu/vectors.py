@@ -88,7 +88,7 @@ def _narrow(e: Emitter, row: Floats, count: Int, out: BFloats) -> None:
         out[i] = row[i]
 
 
-def _over_one_plus_exp(e: Emitter, numerator: Vector, x: Vector) -> Vector:
+def over_one_plus_exp(e: Emitter, numerator: Vector, x: Vector) -> Vector:
     """Return numerator / (1 + e^-x) = numerator · sigmoid(x)."""
     negated = -x
     capped = (negated < 88.0).choose(negated, 88.0)
@@ -99,7 +99,7 @@ def _swiglu(e: Emitter, gate: Floats, up: Floats, count: Int, out: Floats) -> No
     """Emit out[i] = silu(gate[i]) · up[i]."""
     for i in e.loop(count, LANES):
         gates, ups = gate[i], up[i]
-        out[i] = _over_one_plus_exp(e, gates, gates) * ups
+        out[i] = over_one_plus_exp(e, gates, gates) * ups
 
 
 def _geglu(e: Emitter, gate: Floats, up: Floats, count: Int, out: Floats) -> None:
@@ -107,7 +107,7 @@ def _geglu(e: Emitter, gate: Floats, up: Floats, count: Int, out: Floats) -> Non
     for i in e.loop(count, LANES):
         gates, ups = gate[i], up[i]
         inner = e.fma(gates * gates * gates, 0.044715, gates)
-        out[i] = _over_one_plus_exp(e, gates, inner * (2 * math.sqrt(2 / math.pi))) * ups
+        out[i] = over_one_plus_exp(e, gates, inner * (2 * math.sqrt(2 / math.pi))) * ups
 
 
 def _clipped(e: Emitter, gate: Floats, up: Floats, count: Int, out: Floats, limit: Float, alpha: Float) -> None:
@@ -117,7 +117,7 @@ def _clipped(e: Emitter, gate: Floats, up: Floats, count: Int, out: Floats, limi
         gates, ups = gate[i], up[i]
         gates = e.smaller(gates, limits)
         ups = e.larger(e.smaller(ups, limits), -limits)
-        glu = _over_one_plus_exp(e, gates, gates * alphas)
+        glu = over_one_plus_exp(e, gates, gates * alphas)
         out[i] = (ups + 1.0) * glu
 
 

@@ -38,7 +38,6 @@ from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.request_recorder import RequestRecorder
 from moiety_platform.inference.shape_limits import ShapeLimits
 from moiety_platform.routing.choose import MODEL_NOT_FOUND
-from moiety_platform.usage.attribution import attribution_of
 from moiety_platform.usage.row import UsageRow
 
 MAX_FAILURES = 6  # attempts that fail, without those that are told to retry later
@@ -149,7 +148,7 @@ class LineRunner:
         ) as record:
             self._records[line.key] = record
             body = decode_body(endpoint.schema, body_of(text), self.max_json_depth, self.shape)
-            record.attribution = attribution_of(*body.attribution(), None)
+            record.attribution = body.attribution(None)
             answer = await endpoint.answer(self._pipeline, record, body)
             record.completed()
         return answered(line_key(*line.key), line.custom_id, request_id, answer)

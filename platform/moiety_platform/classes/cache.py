@@ -17,14 +17,11 @@ class ClassCache(Snapshot[Catalogue]):
     def __init__(self, database: Database, clock: Clock, *, ttl_s: float = TTL_S) -> None:
         super().__init__("service classes", load_classes, database, clock, ttl_s=ttl_s)
 
-    async def get(self, name: str) -> Catalogue:
-        """Return all classes, with `name` among them.
+    async def find(self, name: str) -> Catalogue:
+        """Return all classes, with `name` among them, which the current snapshot may not have.
 
         Raises Unavailable when the database is down and was never read, or when there is no such class.
         """
-        catalogue = await self.current()
-        if name in catalogue.names:
-            return catalogue
         self.forget()  # another gateway may have just created it
         catalogue = await self.current()
         if name not in catalogue.names:

@@ -10,7 +10,7 @@ import typer
 from moiety_platform.cli.admin_command import Admin, admin_command
 from moiety_platform.resources.paths import path_of
 
-PAUSE_S = 1.0  # between polls of an erasure
+PAUSE_S = 1.0  # between polls of a tenant data deletion
 
 Name = Annotated[str, typer.Argument(help="Name or id of the tenant.")]
 

@@ -45,7 +45,7 @@ class FileContents:
         if key is None:
             async for piece in self._read_sql(file):
                 key = await self._object_key(file.id)
-                if key is not None:  # it has moved meanwhile, and the piece may be from after an erasure
+                if key is not None:  # it has moved meanwhile, and the piece may be from after a data deletion
                     break
                 yield piece
                 start += len(piece)

@@ -22,7 +22,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticKnownEr
 
 from moiety_platform.inference.generation import Generation, Prompt
 from moiety_platform.inference.shape_limits import DEFAULT_SHAPE, ShapeLimits
-from moiety_platform.usage.attribution import stable_user_id
+from moiety_platform.usage.attribution import UNATTRIBUTED, Attribution, attribution_of, stable_user_id
 
 INT32_MAX = 2**31 - 1
 MAX_MESSAGES = 16_384  # upper bound of the setting, like MAX_STOPS
@@ -67,7 +67,7 @@ class _FewEntries:
     most: Most
 
     def __call__(self, value: list[Any], info: ValidationInfo) -> list[Any]:
-        limit = self.most(shape_of(info))
+        limit = self.most(info.context if isinstance(info.context, ShapeLimits) else DEFAULT_SHAPE)
         if len(value) > limit:
             fields = {"field_type": "List", "max_length": limit, "actual_length": len(value)}
             raise PydanticKnownError("too_long", fields)
@@ -253,16 +253,19 @@ class AskingBody(StrictBody):
         """Yield the paths of list entries that have no effect, such as tools of an unknown type."""
         yield from ()
 
-    def attribution(self) -> tuple[str | None, Mapping[str, str]]:
-        """Return the end user and the metadata that the request names, in whatever fields its API has for them."""
-        if self.model_fields_set.isdisjoint(_ATTRIBUTING):
-            return None, {}
+    def attribution(self, tags: bytes | None) -> Attribution:
+        """Return the request's attribution, by whatever fields its API has for it and the header of tags, if any.
+
+        Raises BadRequest for tags in the header that are not in their form.
+        """
+        if tags is None and self.model_fields_set.isdisjoint(_ATTRIBUTING):
+            return UNATTRIBUTED
         end_user, metadata = getattr(self, "safety_identifier", None) or getattr(self, "user", None), None
         if (given := getattr(self, "metadata", None)) is not None:
             user_id = getattr(given, "user_id", None)
             end_user = end_user or (stable_user_id(user_id) if user_id else None)
             metadata = given if isinstance(given, dict) else None
-        return end_user, metadata or {}
+        return attribution_of(end_user, metadata or {}, tags)
 
     @property
     def wants_stream(self) -> bool:

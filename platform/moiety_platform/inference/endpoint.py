@@ -14,9 +14,8 @@ from litestar.types import ASGIApp, Receive, Scope, Send
 from moiety_platform.direct import DIRECT
 from moiety_platform.http_errors import OPENAI_ERRORS, ErrorForm
 from moiety_platform.inference.body_fields import AskingBody
-from moiety_platform.inference.keep_alive import COMMENT
 from moiety_platform.inference.request_record import RequestRecord
-from moiety_platform.inference.response import HttpResponse
+from moiety_platform.inference.response import KEEP_ALIVE_COMMENT, HttpResponse
 from moiety_platform.inference.run import InferenceRun
 from moiety_platform.openapi.described import EVENTS, JSON, Described, describes
 from moiety_platform.openapi.documents import KEY
@@ -70,7 +69,7 @@ class Endpoint(Generic[Body]):
     errors: ErrorForm = OPENAI_ERRORS
     authorization: Callable[[Mapping[bytes, bytes]], str | None] = bearer_authorization
     headers: Callable[[Mapping[str, str]], dict[str, str]] = dict  # of a response, from those that every API has
-    keep_alive: bytes = COMMENT  # event of a stream that carries nothing
+    keep_alive: bytes = KEEP_ALIVE_COMMENT  # event of a stream that carries nothing
     ignored_parameters: frozenset[str] = frozenset()  # query parameters that clients send and that change nothing
 
 

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema
@@ -95,6 +96,23 @@ def _ignored_of(schema: type[BaseModel]) -> frozenset[str]:
     return frozenset(
         name for name in schema.model_fields if support_of(schema, name).treatment is FieldTreatment.IGNORED
     )
+
+
+@cache
+def ignorable_fields(schema: type[BaseModel]) -> frozenset[str]:
+    """Return the fields that `ignored_fields` can yield, or whose objects have such fields."""
+    return _ignored_of(schema) | {
+        name for name, field in schema.model_fields.items() if any(map(ignorable_fields, _objects_in(field.annotation)))
+    }
+
+
+def _objects_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yield the schemas of a field whose value may be an object; those of lists are not among them."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    elif get_origin(annotation) in (Union, UnionType, Annotated):
+        for part in get_args(annotation):
+            yield from _objects_in(part)
 
 
 def ignored_fields(body: BaseModel, path: str = "") -> Iterator[str]:

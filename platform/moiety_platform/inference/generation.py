@@ -57,9 +57,11 @@ class Conversation(msgspec.Struct, frozen=True):
     images: tuple[PromptImage, ...] = ()
 
     def __post_init__(self) -> None:
-        contents = (message["content"] for message in self.messages)
-        parts = [part for content in contents if isinstance(content, list) for part in content]
-        msgspec.structs.force_setattr(self, "images", tuple(part["image"] for part in parts if part["type"] == "image"))
+        images: list[PromptImage] = []
+        for message in self.messages:
+            if isinstance(content := message["content"], list):
+                images += [part["image"] for part in content if part["type"] == "image"]
+        msgspec.structs.force_setattr(self, "images", tuple(images))
 
     @property
     def has_reasoning_options(self) -> bool:

@@ -35,18 +35,17 @@ from moiety_platform.idempotency.keys import HEADER as IDEMPOTENCY_KEY
 from moiety_platform.inference.endpoint import Body, Endpoint
 from moiety_platform.inference.engine_placement import Placement
 from moiety_platform.inference.engine_submits import RequestOrigin, check_limits, most_output_tokens, submits_of
-from moiety_platform.inference.field_support import ignored_fields, support_headers
+from moiety_platform.inference.field_support import ignorable_fields, ignored_fields, support_headers
 from moiety_platform.inference.generation import Conversation, Generation, PoolingTask, TextPair, with_single_texts
 from moiety_platform.inference.idempotency import claim_key
 from moiety_platform.inference.image_preparation import ImagePreparation
-from moiety_platform.inference.keep_alive import KeepAlive
 from moiety_platform.inference.model_text_cache import ModelTexts
 from moiety_platform.inference.option_scores import encode_options
 from moiety_platform.inference.quota_reservation import Tariffs
 from moiety_platform.inference.request_body import BodyReader
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.request_recorder import STOPPING, RequestRecorder
-from moiety_platform.inference.response import ClientDisconnected, HttpResponse, WatchingForDisconnect
+from moiety_platform.inference.response import ClientDisconnected, HttpResponse, KeepAlive, WatchingForDisconnect
 from moiety_platform.inference.run import InferenceRun
 from moiety_platform.inference.truncation import encode_fitting
 from moiety_platform.known_parameters import check_query
@@ -58,8 +57,8 @@ from moiety_platform.request_head import fields_of, request_id_of
 from moiety_platform.routing.choose import Need, able_engines, are_extensible, card_of, cards_of, choose, seeing_engines
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.speculative_prefill.next_turn_prefill import NextTurnPrefill
+from moiety_platform.tenants.models import SpeculativePrefillMode
 from moiety_platform.traces.tracing import Phase
-from moiety_platform.usage.attribution import attribution_of
 from moiety_wire.messages import ModelCard
 from moiety_wire.roles import EngineRole
 
@@ -137,8 +136,9 @@ class RequestPipeline:
                 status_of=endpoint.errors.status,
             ) as record:
                 body = await services.bodies.read(endpoint.schema, receive, fields, principal.tenant_id)
-                record.attribution = attribution_of(*body.attribution(), fields.get(TAGS_FIELD))
-                record.ignored_fields += [*ignored_fields(body), *body.skipped_entries()]
+                record.attribution = body.attribution(fields.get(TAGS_FIELD))
+                has_ignored = not body.model_fields_set.isdisjoint(ignorable_fields(endpoint.schema))
+                record.ignored_fields += [*(ignored_fields(body) if has_ignored else ()), *body.skipped_entries()]
                 streams = body.wants_stream
                 with services.streams.hold(principal.root_key_id) if streams else contextlib.nullcontext():
                     with WatchingForDisconnect(response.disconnect):
@@ -152,8 +152,9 @@ class RequestPipeline:
                                 send_last = await endpoint.answer(body, run, record, response)
                     record.completed()
                     await send_last()
-                    if services.next_turn_prefill is not None:
-                        services.next_turn_prefill.ended(record, run)
+                    ahead = services.next_turn_prefill
+                    if ahead is not None and principal.speculative_prefill is not SpeculativePrefillMode.OFF:
+                        ahead.ended(record, run)
         except ClientDisconnected:
             return
         except asyncio.CancelledError:
@@ -274,7 +275,9 @@ class RequestPipeline:
             generation = with_single_texts(generation)
             record.generation, record.num_sequences = generation, len(generation.prompts)
         check_limits(generation, record.num_sequences, card, self.limits.max_sequences)
-        catalogue = await services.classes.get(principal.service_class)
+        catalogue = await services.classes.current()
+        if principal.service_class not in catalogue.names:
+            catalogue = await services.classes.find(principal.service_class)
         chosen = catalogue.choose(principal.service_class, generation.service_tier)
         record.chose(catalogue, chosen.service)
         return _Matched(generation, card, states, catalogue, chosen, adapter, has_images)
@@ -287,7 +290,8 @@ class RequestPipeline:
         Raises ContextTooLong.
         """
         clamps = generation.clamps_max_tokens or self.limits.clamps_max_tokens
-        longest = [most_output_tokens(generation, card, len(prompt_ids), clamps=clamps) for prompt_ids in prompts]
+        most = partial(most_output_tokens, generation, card, clamps=clamps)
+        longest = list(map(most, map(len, prompts)))
         if generation.max_tokens is not None and min(longest) < generation.max_tokens:
             record.adjusted_fields[generation.max_tokens_field] = str(min(longest))
         return longest

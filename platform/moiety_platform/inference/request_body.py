@@ -100,7 +100,8 @@ def decode_body(schema: type[Body], data: bytes, max_depth: int, shape: ShapeLim
     Validation holds the GIL, in a thread too, so its cost is bounded: by the check of nesting depth and number of
     containers here, by the limits of the schema, and by lists whose validation stops at the first bad entry.
     """
-    check_depth(data, max_depth)
+    if data.count(b"[") + data.count(b"{") > max_depth:  # most bodies have fewer brackets than that
+        check_depth(data, max_depth)
     try:
         try:
             return schema.model_validate_json(data, context=shape)

@@ -61,6 +61,7 @@ class RequestRecord:
     make_bill: Callable[[RequestRecord, int], BillingContext]
     status_of: Callable[[PlatformError], int]  # HTTP status of an error in the request's API
     reservation: QuotaReservation
+    service_class: str  # name of the served class; until one is chosen, the best that the tenant may use
     bill: BillingContext | None = None  # set once the quota is reserved
     bills_failures: bool = True  # whether tokens generated before a failure are billed
     generation: Generation | None = None
@@ -116,11 +117,6 @@ class RequestRecord:
             self.on_submitted(self.bill.row)
 
     @property
-    def service_class(self) -> str:
-        """Name of the serving class. Until one is chosen, the best class that the tenant may use."""
-        return self.principal.service_class if self.served is None else self.served.name
-
-    @property
     def ended_unix_s(self) -> int:
         """Time of the last token, in whole Unix seconds."""
         after_s = 0.0 if self.last_token_s is None else self.last_token_s - self.started_s
@@ -138,7 +134,7 @@ class RequestRecord:
         return self.catalogue.tier_of(self.served)
 
     def chose(self, catalogue: Catalogue, service: ServiceClass) -> None:
-        self.catalogue, self.chosen, self.served = catalogue, service, service
+        self.catalogue, self.chosen, self.served, self.service_class = catalogue, service, service, service.name
 
     def admitted(self, served: ServiceClass, reason: Reason) -> None:
         """Record an engine's admission of one sequence.
@@ -148,7 +144,7 @@ class RequestRecord:
         is_downgraded = served != self.chosen
         if self.admission_outcome and not is_downgraded:
             return
-        self.served = served
+        self.served, self.service_class = served, served.name
         self.admission_outcome = "downgraded" if is_downgraded else "admitted"
         self.admission_reason = str(reason)
 
@@ -162,8 +158,10 @@ class RequestRecord:
 
     def completed(self) -> None:
         """Record that all choices have ended."""
-        cuts = (FinishReason.CONTENT_FILTER, FinishReason.LENGTH)
-        self.outcome = next((cut.value for cut in cuts if cut.value in self.finish_reasons), FinishReason.STOP.value)
+        self.outcome = FinishReason.STOP.value
+        for cut in (FinishReason.LENGTH.value, FinishReason.CONTENT_FILTER.value):
+            if cut in self.finish_reasons:
+                self.outcome = cut
         self.http_status = 200
         if self.was_cut_by_limit:
             self.error_code = self.reservation.refusal_code

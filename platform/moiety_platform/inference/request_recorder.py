@@ -104,6 +104,7 @@ class RequestRecorder:
             make_bill=self._bill,
             status_of=status_of,
             reservation=QuotaReservation(self._quotas, principal),
+            service_class=principal.service_class,
             bills_failures=bills_failures,
         )
         return OpenRecord(self, record)

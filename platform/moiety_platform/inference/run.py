@@ -116,6 +116,9 @@ class InferenceRun:
         while first.stream.finished is None:
             self._early.append(await self._receive())
 
+    async def __aenter__(self) -> Self:
+        return self
+
     def __aiter__(self) -> Self:
         return self
 
@@ -284,18 +287,14 @@ class InferenceRun:
         for sequence in self._sequences:
             sequence.stream.abort()
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
+    async def close(self, *_: object) -> None:
         """End every sequence at its engine, count it in the record, and release the request's place at the gate."""
         try:
             await self._end_all()
         finally:
             self._gate_place.release()
+
+    __aexit__ = close
 
     async def _end_all(self) -> None:
         if self._num_open:
@@ -314,17 +313,18 @@ class InferenceRun:
         record.cached_tokens, record.output_tokens = usage.cached_tokens, usage.output_tokens
         if record.reached_engine:
             record.prompt_tokens = usage.prompt_tokens
-        record.progress = [sequence.progress for sequence in self._sequences]
-        record.was_taken_on = any(sequence.was_taken_on for sequence in self._sequences)
-        queues_ns = []
+        record.progress, record.was_taken_on, queues_ns = [], False, []
         for sequence in self._sequences:
+            record.progress.append(sequence.progress)
+            record.was_taken_on |= sequence.was_taken_on
             sequence.progress.num_cached_tokens = sequence.num_cached_tokens
             finished = sequence.stream.finished
             parts = sequence.prefill_done
             if finished is not None and finished not in parts:
                 parts = [*parts, finished]
             for part in parts:
-                record.num_preemptions += [event.kind for event in part.events].count(EventKind.PREEMPTED)
+                for event in part.events:
+                    record.num_preemptions += event.kind is EventKind.PREEMPTED
                 record.num_recomputed_tokens += part.num_recomputed_tokens
                 record.num_speculative_tokens += part.num_speculative_tokens
             if parts and parts[0].phases.scheduled_unix_ns:

@@ -43,6 +43,7 @@ class Sequence:
         self.request_id = submit.request_id  # at every engine
         self.prefix = Prefix(submit.cache_salt, submit.prompt_ids)
         self.progress = SloProgress(len(submit.prompt_ids) + submit.sibling_tokens)  # prompt tokens of the SLO
+        self.num_prompt_tokens = len(submit.prompt_ids)
         self.max_tokens = submit.stopping.max_tokens
         self.context_tokens = len(submit.prompt_ids) + submit.stopping.max_tokens  # required context of the engine
         self.accepted: Accepted | None = None  # the first admission
@@ -85,10 +86,6 @@ class Sequence:
     def num_relayed(self) -> int:
         """Number of output tokens received from engines."""
         return len(self.output_ids)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self._submit.prompt_ids)
 
     @property
     def num_counted_prompt_tokens(self) -> int:

@@ -6,9 +6,16 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
-from pydantic_core import PydanticKnownError
 
-from moiety_platform.inference.body_fields import MAX_MESSAGES, StrictBody, bounded, known_role, refuse, shows
+from moiety_platform.inference.body_fields import (
+    MAX_MESSAGES,
+    StrictBody,
+    bounded,
+    known_role,
+    missing,
+    refuse,
+    shows,
+)
 from moiety_platform.inference.field_support import mapped, refused
 from moiety_platform.inference.prompt_images import INVALID_IMAGE
 from moiety_platform.inference.tool_fields import call_for_template
@@ -64,12 +71,12 @@ class ChatMessage(StrictBody):
 
     role: Annotated[str, known_role(ROLES), shows(enum=list(ROLES))]
     content: str | ContentParts | None
-    name: Annotated[str | None, Field(validate_default=True)] = None
+    name: str | None = None
     refusal: str | None = None  # an assistant's, which the model reads as text
     reasoning_content: str | None = None  # an assistant's reasoning, which the template may omit
     reasoning: Annotated[Any, mapped("It is vLLM's name of `reasoning_content`.")] = None  # others' is no text
     audio: Annotated[Any, refused("answers with audio are not supported; leave the field out", [])] = None
-    tool_call_id: Annotated[str | None, Field(validate_default=True)] = None
+    tool_call_id: str | None = None
     tool_calls: ChatCalls | None = None
     function_call: CalledFunction | None = None  # OpenAI's older form of a call
 
@@ -83,9 +90,11 @@ class ChatMessage(StrictBody):
     @field_validator("content")
     @classmethod
     def _servable(cls, value: Any, info: ValidationInfo) -> Any:
-        if value is None and info.data.get("role", "assistant") not in _MAY_BE_EMPTY:
-            raise refuse("null is for the assistant and for results of tools only; send a text")
-        if not isinstance(value, list):
+        if isinstance(value, str):
+            return value
+        if value is None:
+            if info.data.get("role", "assistant") not in _MAY_BE_EMPTY:
+                raise refuse("null is for the assistant and for results of tools only; send a text")
             return value
         if (reason := why_unserved(value)) is not None:
             raise refuse(reason)
@@ -96,20 +105,6 @@ class ChatMessage(StrictBody):
             raise refuse(reason, INVALID_IMAGE)
         return value
 
-    @field_validator("tool_call_id")
-    @classmethod
-    def _results_name_their_call(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if value is None and info.data.get("role") == "tool":
-            raise PydanticKnownError("missing")
-        return value
-
-    @field_validator("name")
-    @classmethod
-    def _results_name_their_function(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if value is None and info.data.get("role") == "function":
-            raise PydanticKnownError("missing")
-        return value
-
     @field_validator("tool_calls", "function_call")
     @classmethod
     def _calls_are_the_assistants(cls, value: Any, info: ValidationInfo) -> Any:
@@ -118,7 +113,11 @@ class ChatMessage(StrictBody):
         return value
 
     @model_validator(mode="after")
-    def _one_form_of_calls(self) -> Self:
+    def _check_fields_together(self) -> Self:
+        if self.role == "tool" and self.tool_call_id is None:
+            raise missing("tool_call_id")
+        if self.role == "function" and self.name is None:
+            raise missing("name")
         if self.tool_calls and self.function_call is not None:
             raise refuse("it has 'tool_calls' and 'function_call', the older form of them; send one of both")
         return self

@@ -40,9 +40,10 @@ class ChunkOptions:
     @classmethod
     def of(cls, body: GenerationBody, run: InferenceRun) -> ChunkOptions:
         """Return the options that a body asks for."""
+        includes_usage = body.include_usage
         return cls(
-            body.include_usage,
-            run.usage_so_far if body.includes_usage_so_far else None,
+            includes_usage,
+            run.usage_so_far if includes_usage and body.wants_continuous_usage else None,
             TokenIdFeed(run, body.n or 1) if body.return_token_ids else None,
             bool(body.return_tokens_as_token_ids),
         )
@@ -69,20 +70,21 @@ class TokenIdFeed:
 
 
 class _ChunkFrame:
-    """The encoded parts around a choice that every chunk of a request repeats."""
+    """The encoded parts around a choice that every chunk of a request repeats.
+
+    A chunk ends with `end` where `is_plain`, the common case, and else with `end_of`.
+    """
 
     def __init__(self, head: AnswerHead, kind: str, options: ChunkOptions, *, prompt_in_choice: bool) -> None:
         self.options = options
         self.start = b"data: " + _encode(head.fields(kind))[:-1] + b',"choices":['
         self._usage = b',"usage":null' if options.usage_in_last else b""
-        self._close = b"}]" + self._usage + b"}\n\n"
-        self._is_plain = options.usage_so_far is None and options.ids is None
+        self.end = b"}]" + self._usage + b"}\n\n"
+        self.is_plain = options.usage_so_far is None and options.ids is None
         self._prompt_in_choice = prompt_in_choice  # a prompt's ids; else they stand beside the choices
 
-    def close(self, index: int) -> bytes:
+    def end_of(self, index: int) -> bytes:
         """Return the end of choice `index` and its chunk."""
-        if self._is_plain:  # the common case
-            return self._close
         in_choice, beside, usage = b"", b"", self._usage
         if (feed := self.options.ids) is not None:
             if (prompt_ids := feed.prompt_of(index)) is not None:
@@ -109,9 +111,10 @@ class ChatChunks:
         return self._chunk(index, b'{"role":"assistant","content":""}', b"null", b"null")
 
     def piece(self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None) -> bytes:
+        frame = self._frame
         if logprobs is None:  # the common case
             return b'%b{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null%b' % (
-                self._frame.start, index, _encode(text), self._frame.close(index),
+                frame.start, index, _encode(text), frame.end if frame.is_plain else frame.end_of(index),
             )  # fmt: skip
         return self._chunk(index, b'{"content":' + _encode(text) + b"}", self._logprobs(logprobs), b"null")
 
@@ -125,8 +128,9 @@ class ChatChunks:
         return _encode(chat_logprobs(logprobs, names_ids=self._frame.options.names_ids))
 
     def _chunk(self, index: int, delta: bytes, logprobs: bytes, finish_reason: bytes) -> bytes:
+        frame = self._frame
         return b'%b{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b' % (
-            self._frame.start, index, delta, logprobs, finish_reason, self._frame.close(index),
+            frame.start, index, delta, logprobs, finish_reason, frame.end if frame.is_plain else frame.end_of(index),
         )  # fmt: skip
 
 
@@ -155,8 +159,9 @@ class CompletionChunks:
         return self._frame.end_stream(usage)
 
     def _chunk(self, index: int, text: bytes, logprobs: bytes, finish_reason: bytes) -> bytes:
+        frame = self._frame
         return b'%b{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b%b' % (
-            self._frame.start, index, text, logprobs, finish_reason, self._frame.close(index),
+            frame.start, index, text, logprobs, finish_reason, frame.end if frame.is_plain else frame.end_of(index),
         )  # fmt: skip
 
 

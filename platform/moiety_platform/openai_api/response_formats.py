@@ -149,13 +149,8 @@ class StructuredOutputBody(StrictBody):
     guided_decoding_backend: Annotated[str | None, ignored("The engine has one backend.")] = None
     guided_whitespace_pattern: Annotated[str | None, ignored("JSON may have white space between its parts.")] = None
 
-    @model_validator(mode="after")
-    def _one_form(self) -> Self:
-        self.grammar()
-        return self
-
     def grammar(self) -> GrammarSpec | None:
-        """Return the grammar of the answer, or None for free text."""
+        """Return the grammar of the answer, or None for free text. Raises a validator's error for several grammars."""
         guided = (self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
         if (*guided, self.structured_outputs, self.response_format).count(None) == len(guided) + 2:
             return None

@@ -35,7 +35,7 @@ from moiety_platform.inference.body_fields import (
 )
 from moiety_platform.inference.field_support import ignored, mapped, refused
 from moiety_platform.inference.generation import Conversation, Generation, Prompt
-from moiety_platform.inference.reasoning_fields import Effort, ThoughtBudgetFields
+from moiety_platform.inference.reasoning_fields import Effort
 from moiety_platform.inference.tool_fields import TemplateVariables
 from moiety_platform.openai_api.chat_messages import Messages, messages_of
 from moiety_platform.openai_api.response_formats import FORMS as FORMS_OF_FORMS
@@ -154,11 +154,15 @@ class GenerationBody(VllmFields, StructuredOutputBody, GeneratingBody):
     def problems(self) -> Iterator[PydanticCustomError]:
         if self.stream_options is not None and not self.stream:
             yield refuse("'stream_options' is allowed only when 'stream' is true")
-        if self.ignore_eos and self.grammar() is not None:
-            message = "'ignore_eos' cannot go with a form, which says where the answer ends; leave one of them out"
-            yield refuse(message, UNSUPPORTED_RESPONSE_FORMAT)
-        limit = self.output_limit
-        if limit is not None and (self.min_tokens or 0) > limit:
+        try:
+            has_form = self.grammar() is not None
+        except PydanticCustomError as problem:
+            yield problem
+        else:
+            if has_form and self.ignore_eos:
+                message = "'ignore_eos' cannot go with a form, which says where the answer ends; leave one of them out"
+                yield refuse(message, UNSUPPORTED_RESPONSE_FORMAT)
+        if self.min_tokens and (limit := self.output_limit) is not None and self.min_tokens > limit:
             yield refuse(f"'min_tokens' ({self.min_tokens}) must not be more than the most tokens asked for ({limit})")
 
     @property
@@ -174,11 +178,9 @@ class GenerationBody(VllmFields, StructuredOutputBody, GeneratingBody):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
-    def includes_usage_so_far(self) -> bool:
-        """Whether every chunk of a stream has the usage so far."""
-        return (
-            self.include_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
-        )
+    def wants_continuous_usage(self) -> bool:
+        """Whether every chunk of a stream has the usage so far, if the last one has usage."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     @property
     def keep_s(self) -> float:
@@ -219,7 +221,7 @@ class GenerationBody(VllmFields, StructuredOutputBody, GeneratingBody):
         )
 
 
-class ChatBody(ThoughtBudgetFields, VllmChatFields, GenerationBody):
+class ChatBody(VllmChatFields, GenerationBody):
     """`POST /v1/chat/completions`."""
 
     model_config = ConfigDict(json_schema_extra={"allOf": [STREAMED_OPTIONS, _WITH_LOGPROBS, NEEDS_TOOLS]})
@@ -306,13 +308,23 @@ class ChatBody(ThoughtBudgetFields, VllmChatFields, GenerationBody):
     def keep_s(self) -> float:
         options = self.prompt_cache_options
         ttl_s = 0.0 if options is None or options.ttl is None else CACHE_TTL_S[options.ttl]
-        return max(ttl_s, super().keep_s)
+        return max(ttl_s, KEEP_S[self.prompt_cache_retention or "in_memory"])
 
     def skipped_entries(self) -> Iterator[str]:
         if self.tools:
             yield from skipped_tools(self.tools)
-        if any(message.has_detail for message in self.messages if isinstance(message.content, list)):
-            yield "messages.content.image_url.detail"
+        for message in self.messages:
+            if isinstance(message.content, list) and message.has_detail:
+                yield "messages.content.image_url.detail"
+                break
+
+    @property
+    def thought_budget(self) -> int | None:
+        """Most tokens of the reasoning; None without a limit."""
+        budget, other = self.thinking_token_budget, self.max_thinking_tokens
+        if budget is None or other is None:
+            return other if budget is None else budget
+        return min(budget, other)
 
     def offer(self) -> ToolOffer | None:
         """Return the tools that the model may call, or None."""

@@ -6,11 +6,12 @@ from typing import Annotated, Any
 
 from pydantic import Field, FiniteFloat, StringConstraints
 
-from moiety_platform.inference.body_fields import StrictBody
+from moiety_platform.inference.body_fields import INT32_MAX, StrictBody
 from moiety_platform.inference.field_support import ignored, refused
 
 _NOT_SUPPORTED = "it is not supported; leave it out"
 _Objects = dict[str, Any]
+_TokenBudget = Annotated[int, Field(ge=0, le=INT32_MAX)]
 
 
 class VllmFields(StrictBody):
@@ -54,13 +55,15 @@ class VllmChatFields(VllmFields):
         bool | None, refused("the chat template writes the special tokens; leave it out", [False])
     ] = None
     include_reasoning: bool | None = None
+    thinking_token_budget: _TokenBudget | None = None  # most tokens of the reasoning; 0: no reasoning
+    max_thinking_tokens: _TokenBudget | None = None  # the same, by other servers' name; the smaller one counts
     documents: Annotated[list[_Objects], Field(max_length=1024)] | None = None  # a variable of the chat template
     echo: Annotated[bool | None, refused("chats are not echoed; leave it out", [False])] = None
     chat_template: Annotated[
         Any, refused("a request cannot bring a chat template; leave it out, or send the prompt to /v1/completions", [])
     ] = None
-    media_io_kwargs: Annotated[_Objects | None, ignored("Only text is served.")] = None
-    mm_processor_kwargs: Annotated[_Objects | None, ignored("Only text is served.")] = None
+    media_io_kwargs: Annotated[_Objects | None, ignored("Images are decoded in one way.")] = None
+    mm_processor_kwargs: Annotated[_Objects | None, ignored("Images are scaled as the model's files say.")] = None
 
 
 class VllmCompletionFields(VllmFields):

@@ -239,7 +239,7 @@ def first_engines(able: Sequence[EngineState], need: Need) -> list[EngineState]:
             message = "no engine that takes images in conversations can take a request now; try again shortly"
             raise Unavailable(message, retry_after_s=1)
     for engine in able:
-        if _role(engine) is not EngineRole.BOTH:
+        if engine.card is None or engine.card.role is not EngineRole.BOTH:
             break
     else:  # true nearly everywhere
         if able:

@@ -84,7 +84,10 @@ class NextTurnPrefill:
             await asyncio.wait(self._open)
 
     def ended(self, record: RequestRecord, run: InferenceRun) -> None:
-        """Start a speculative prefill after a complete answer. Returns at once and never raises."""
+        """Start a speculative prefill after a complete answer to a tenant that enables it.
+
+        Returns at once and never raises.
+        """
         turn = _turn_of(record, run)
         if turn is None:
             return
@@ -210,14 +213,9 @@ class NextTurnPrefill:
 
 
 def _turn_of(record: RequestRecord, run: InferenceRun) -> _Turn | None:
-    """Return the ended turn if a next turn is possible and the tenant has not disabled speculative prefill."""
+    """Return the ended turn, or None if no next turn is possible."""
     generation = record.generation
-    if (
-        record.principal.speculative_prefill is SpeculativePrefillMode.OFF
-        or generation is None
-        or record.num_sequences != 1
-        or generation.cache_salt
-    ):
+    if generation is None or record.num_sequences != 1 or generation.cache_salt:
         return None
     (asked,), output_ids = generation.prompts, run.whole_answer()
     is_adapted = record.base_model != record.served_model

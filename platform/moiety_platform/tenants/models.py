@@ -70,7 +70,7 @@ class Tenant(Base):
 class TenantDeletion(Base):
     """Deletion of a tenant's data, running or complete: no data is added to the tenant. `counts` are rows by table."""
 
-    __tablename__ = "erasures"
+    __tablename__ = "tenant_deletions"
 
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
     begun_at: Mapped[datetime] = mapped_column(UtcDateTime)

@@ -49,8 +49,8 @@ class MinuteTotals(msgspec.Struct, frozen=True):
     mean_queue_ms: float | None
     mean_duration_ms: float | None
     preemptions: int
-    num_kept: int  # requests that attained their SLO
-    num_promised: int
+    num_slo_attained: int  # requests that attained their SLO
+    num_slo_requests: int
 
 
 class UsageMinuteSum(msgspec.Struct, frozen=True):

@@ -120,8 +120,8 @@ class _Sums:
     duration_ms: Mapped[float] = mapped_column(Double)
     preemptions: Mapped[int] = mapped_column(BigInteger)
     cost_nanodollars: Mapped[int] = mapped_column(BigInteger)
-    num_kept: Mapped[int] = mapped_column(BigInteger)  # requests that attained their SLO
-    num_promised: Mapped[int] = mapped_column(BigInteger)
+    num_slo_attained: Mapped[int] = mapped_column(BigInteger)  # requests that attained their SLO
+    num_slo_requests: Mapped[int] = mapped_column(BigInteger)
     speculative_tokens: Mapped[int] = mapped_column(BigInteger, server_default="0")
     speculative_used_tokens: Mapped[int] = mapped_column(BigInteger, server_default="0")
 
@@ -190,5 +190,5 @@ class UsageMinute(Base):
     num_queue: Mapped[int] = mapped_column(BigInteger)
     duration_ms: Mapped[float] = mapped_column(Double)
     preemptions: Mapped[int] = mapped_column(BigInteger)
-    num_kept: Mapped[int] = mapped_column(BigInteger)  # requests that attained their SLO
-    num_promised: Mapped[int] = mapped_column(BigInteger)
+    num_slo_attained: Mapped[int] = mapped_column(BigInteger)  # requests that attained their SLO
+    num_slo_requests: Mapped[int] = mapped_column(BigInteger)

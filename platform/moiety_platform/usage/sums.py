@@ -19,7 +19,7 @@ from moiety_platform.usage.row import UsageRow
 _NAMES = (
     *("requests", "failed", "rejected", "disconnected", "prompt_tokens", "cached_tokens", "output_tokens"),
     *("good_tokens", "ttft_ms", "num_ttft", "queue_ms", "num_queue", "duration_ms", "preemptions"),
-    *("cost_nanodollars", "num_kept", "num_promised", "speculative_tokens", "speculative_used_tokens"),
+    *("cost_nanodollars", "num_slo_attained", "num_slo_requests", "speculative_tokens", "speculative_used_tokens"),
 )
 
 

@@ -168,7 +168,9 @@ def tiles(answer: Answer, seconds: float) -> list[Tile]:
         Tile("Prompt tokens, 1 h", short(get("prompt_tokens", 0)), f"{percent(cached)} from the prefix cache"),
         Tile("Output tokens, 1 h", short(get("output_tokens", 0)), f"{short(get('output_tokens', 0) / seconds)} tok/s"),
         Tile(
-            "SLO attainment, 1 h", percent(ratio(get("num_kept", 0), get("num_promised", 0))), "of requests with an SLO"
+            "SLO attainment, 1 h",
+            percent(ratio(get("num_slo_attained", 0), get("num_slo_requests", 0))),
+            "of requests with an SLO",
         ),
         Tile("Preemptions, 1 h", short(get("preemptions", 0)), "by higher classes or for memory"),
     ]

@@ -148,7 +148,7 @@ def of_window(totals: Mapping[str, Any], window_s: float) -> Row:
         "prompt_tokens_per_s": totals.get("prompt_tokens", 0) / window_s,
         "output_tokens_per_s": totals.get("output_tokens", 0) / window_s,
         "good_tokens_per_s": totals.get("good_tokens", 0) / window_s,
-        "sla_kept": ratio(totals.get("num_kept"), totals.get("num_promised")),
+        "slo_attainment": ratio(totals.get("num_slo_attained"), totals.get("num_slo_requests")),
         "mean_ttft_ms": totals.get("mean_ttft_ms"),
         "rejected": totals.get("rejected", 0),
         "failed": totals.get("failed", 0),

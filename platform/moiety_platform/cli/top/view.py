@@ -30,7 +30,7 @@ class Column:
 TOTALS = (
     Column("requests_per_min", "req/min", "rate"),
     Column("output_tokens_per_s", "out tok/s", "rate"),
-    Column("sla_kept", "SLA", "share"),
+    Column("slo_attainment", "SLO", "share"),
     Column("mean_ttft_ms", "TTFT ms", "ms"),
     Column("rejected", "reject", "count"),
 )

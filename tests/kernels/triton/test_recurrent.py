@@ -1,0 +1,149 @@
+"""The Triton kernels of recurrent layers agree with their definitions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.kernels.recurrent import NUM_DECODE, QUERIES, TOKENS, delta_inputs, sequences, states
+
+from moiety_kernels.causal_conv import kernel as conv
+from moiety_kernels.causal_conv import reference as conv_reference
+from moiety_kernels.gated_delta import kernel as delta
+from moiety_kernels.gated_delta import reference as delta_reference
+from moiety_kernels.gated_norm import kernel as norm
+from moiety_kernels.gated_norm import reference as norm_reference
+from moiety_kernels.linear_attention import kernel as linear
+from moiety_kernels.linear_attention import reference as linear_reference
+
+TOLERANCE: dict[torch.dtype, Any] = {
+    torch.float32: {"rtol": 2e-5, "atol": 2e-5},
+    torch.float16: {"rtol": 5e-3, "atol": 5e-3},
+}
+
+
+def assert_recurs(kernels: Any, gates: int, num_decode: int, dtype: torch.dtype, device: str) -> None:
+    inputs = delta_inputs(32, 16, gates, dtype, device)
+    ours = states(4, 32, 16, device=device)
+    theirs, batch = ours.clone(), sequences(device)
+    made = kernels.gated_delta_rule(*inputs, ours, *batch, num_decode=num_decode, max_query=max(QUERIES))
+    expected = delta_reference.gated_delta_rule(*inputs, theirs, *batch)
+    torch.testing.assert_close(made, expected, **TOLERANCE[dtype])
+    torch.testing.assert_close(ours, theirs, equal_nan=True, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_gate_of_each_head_by_chunks(dtype: torch.dtype, device: str) -> None:
+    assert_recurs(delta, 1, NUM_DECODE, dtype, device)
+
+
+def test_a_gate_of_each_channel_token_by_token(device: str) -> None:
+    assert_recurs(delta, 32, NUM_DECODE, torch.float32, device)
+
+
+def assert_decays(kernels: Any, dtype: torch.dtype, device: str) -> None:
+    q, k, v, log_decay, _ = delta_inputs(32, 48, 1, dtype, device)
+    q, k, ours, gates = q / 4, k / 4, states(4, 32, 48, device=device), log_decay.squeeze(2)
+    theirs, batch = ours.clone(), sequences(device)
+    made = kernels.linear_attention(q, k, v, gates, ours, *batch, num_decode=NUM_DECODE, max_query=max(QUERIES))
+    expected = linear_reference.linear_attention(q, k, v, gates, theirs, *batch)
+    torch.testing.assert_close(made, expected, **TOLERANCE[dtype])
+    torch.testing.assert_close(ours, theirs, equal_nan=True, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_state_that_decays(dtype: torch.dtype, device: str) -> None:
+    assert_decays(linear, dtype, device)
+
+
+def assert_convolves(kernels: Any, dtype: torch.dtype, device: str, *, whole: bool) -> None:
+    x = torch.randn(TOKENS, 217).to(device, dtype)[:, 17:]
+    weight, bias = torch.randn(4, 200, device=device), torch.randn(200, device=device) if whole else None
+    ours = states(3, 200, device=device).to(dtype)
+    theirs, batch = ours.clone(), sequences(device)
+    made = kernels.causal_conv(x, weight, bias, ours, *batch, silu=whole, max_query=max(QUERIES))
+    expected = conv_reference.causal_conv(x, weight, bias, theirs, *batch, silu=whole)
+    torch.testing.assert_close(made, expected, **TOLERANCE[dtype])
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("dtype", "whole"), [(torch.float32, True), (torch.float16, False)])
+def test_a_convolution_with_tails(dtype: torch.dtype, whole: bool, device: str) -> None:
+    assert_convolves(conv, dtype, device, whole=whole)
+
+
+def assert_normalizes(kernels: Any, gate: str, device: str) -> None:
+    x, z = torch.randn(9, 5, 48, device=device), torch.randn(9, 300, device=device)[:, 10:250].view(9, 5, 48)
+    weight = torch.rand(1 if gate == "silu" else 5, 48, device=device)
+    made = kernels.gated_norm(x, z, weight, 1e-5, gate)
+    torch.testing.assert_close(made, norm_reference.gated_norm(x, z, weight, 1e-5, gate), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("gate", ["silu", "sigmoid", "silu_first"])
+def test_a_gated_normalisation(gate: str, device: str) -> None:
+    assert_normalizes(norm, gate, device)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("is_later = i_token[:, None] > i_token[None, :]", "is_later = i_token[:, None] >= i_token[None, :]"),
+        ("for i in range(1, CHUNK):", "for i in range(1, CHUNK - 1):"),
+        ("beta * length * tl.exp(total)", "beta * length"),
+        ("tl.minimum(first + CHUNK, end) - 1", "first + CHUNK - 1"),
+        ("state *= tl.exp(last)\n", "state *= 1.0\n"),
+        ("written -= tl.dot(read_k", "written += tl.dot(read_k"),
+        ("is_seen = i_token[:, None] >= i_token[None, :]", "is_seen = i_token[:, None] > i_token[None, :]"),
+        ("recalled = tl.sum(state * k[:, None], axis=0)", "recalled = tl.sum(state, axis=0)"),
+        ("p_q + t * q_stride + i_group * WIDTH + i_key)", "p_q + t * q_stride + i_key)"),
+    ],
+)
+def test_a_mutant_of_the_recurrence_is_found(mutated: Any, noticed: Any, old: str, new: str, device: str) -> None:
+    mutant = mutated(delta, old, new)
+    with pytest.raises(noticed):
+        assert_recurs(mutant, 1, NUM_DECODE, torch.float32, device)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("state * tl.exp(last), input", "state, input"),
+        ("i_token == CHUNK - 1", "i_token == 0"),
+        ("state * tl.exp(tl.load(p_log_decay + row)) +", "state +"),
+        ("* tl.exp(total)[:, None]", ""),
+    ],
+)
+def test_a_mutant_of_linear_attention_is_found(mutated: Any, noticed: Any, old: str, new: str, device: str) -> None:
+    mutant = mutated(linear, old, new)
+    with pytest.raises(noticed):
+        assert_decays(mutant, torch.float32, device)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("source = t - (TAPS - 1) + tap", "source = t - TAPS + tap"),
+        ("m_before = (source < begin)[:, None] & m_out & has_state", "m_before = (source < begin)[:, None] & m_out"),
+        ("source = end - (TAPS - 1) + i_place", "source = begin - (TAPS - 1) + i_place"),
+        ("total *= tl.sigmoid(total)", "total = tl.sigmoid(total)"),
+    ],
+)
+def test_a_mutant_of_the_convolution_is_found(mutated: Any, noticed: Any, old: str, new: str, device: str) -> None:
+    mutant = mutated(conv, old, new)
+    with pytest.raises(noticed):
+        assert_convolves(mutant, torch.float32, device, whole=True)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("/ width + eps", "/ BLOCK + eps"), ("p_gate + i_token * gate_stride", "p_gate + i_token * heads * width")],
+)
+def test_a_mutant_of_the_normalisation_is_found(mutated: Any, noticed: Any, old: str, new: str, device: str) -> None:
+    mutant = mutated(norm, old, new)
+    with pytest.raises(noticed):
+        assert_normalizes(mutant, "silu", device)
