@@ -11,6 +11,7 @@ import pytest
 import moiety_demo
 from moiety_engine.model.families import FAMILIES
 from moiety_engine.model.families.catalog import CATALOG
+from moiety_engine.model.families.wrapped import WRAPPERS
 from moiety_engine.planning.model_support import family_features, family_table, report_on
 from moiety_platform.cli.main import main
 
@@ -54,7 +55,7 @@ def test_the_features_of_a_family_follow_from_its_layers() -> None:
 def test_without_an_argument_all_families_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys)
     assert code == 0
-    assert [line.split()[0] for line in out.splitlines()] == sorted(FAMILIES)
+    assert [line.split()[0] for line in out.splitlines()] == sorted([*FAMILIES, *WRAPPERS])
     code, out, _ = run(capsys, "--json")
     assert json.loads(out)["families"]["olmoe"]["features"]["tensor_parallel"].startswith("no: ")
     assert run(capsys, "--markdown") == (0, family_table(), "")

@@ -11,6 +11,7 @@ import typer
 from moiety_engine.command_errors import print_error
 from moiety_engine.errors import EngineError
 from moiety_engine.model.families.catalog import CATALOG
+from moiety_engine.model.families.wrapped import WRAPPERS
 from moiety_engine.planning.model_support import EVERYWHERE, family_features, family_table, report_on
 
 if TYPE_CHECKING:
@@ -43,9 +44,11 @@ def models_command(
             found = {name: asdict(one) | {"features": asdict(family_features(name))} for name, one in CATALOG.items()}
             typer.echo(json.dumps({"families": found}))
         else:
-            width = max(map(len, CATALOG))
-            for name, entry in sorted(CATALOG.items()):
-                typer.echo(f"{name:<{width}}  {entry.examples}")
+            listed = {name: entry.examples for name, entry in CATALOG.items()}
+            listed |= {name: f"{one.examples} (their text)" for name, one in WRAPPERS.items()}
+            width = max(map(len, listed))
+            for name, examples in sorted(listed.items()):
+                typer.echo(f"{name:<{width}}  {examples}")
         return
     try:
         report = report_on(model, weights, kv_dtype)

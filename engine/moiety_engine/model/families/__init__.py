@@ -7,6 +7,7 @@ that transformers 5 writes (`rope_parameters`, `num_local_experts`, `dtype`).
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from moiety_engine.model.checkpoint_formats.reading import read_quantization
@@ -49,6 +50,7 @@ from moiety_engine.model.families.phimoe import phimoe, phimoe_features
 from moiety_engine.model.families.qwen import qwen2, qwen2_moe, qwen3, qwen3_moe
 from moiety_engine.model.families.qwen_next import qwen3_5, qwen3_5_moe, qwen3_next, qwen3_next_features
 from moiety_engine.model.families.qwen_vl import qwen3_vl_moe, qwen3_vl_moe_features, qwen3_vl_moe_text_config
+from moiety_engine.model.families.wrapped import WRAPPERS, around_text, wrapped_text_config
 from moiety_engine.model.quantization_formats import modelopt_settings
 from moiety_engine.model.spec import LayerSpec, ModelSpec, NormSpec
 
@@ -193,9 +195,11 @@ def spec_from_config(config: Config) -> ModelSpec:
 
 def _text_part(config: Config) -> Config:
     """Return the text model's configuration under the family's own key names. Raises UnsupportedModelError."""
+    if config.get("model_type") in WRAPPERS:
+        config = wrapped_text_config(config)
     family = config.get("model_type")
     if family not in FAMILIES:
-        known = ", ".join(sorted(FAMILIES))
+        known = ", ".join(sorted([*FAMILIES, *WRAPPERS]))
         raise UnsupportedModelError(f"model family {family!r} is not supported; the known families are: {known}")
     text = TEXT_PART[family](config) if family in TEXT_PART else config
     return {**under_own_names(text, family), "model_type": family}
@@ -220,7 +224,7 @@ def _spec_of(config: Config) -> ModelSpec:
             "norm": NormSpec(float(config["rms_norm_eps"])),
             "tie_word_embeddings": bool(config["tie_word_embeddings"]),
         }
-        return ModelSpec(
+        spec = ModelSpec(
             family=family,
             vocab_size=config["vocab_size"],
             hidden_size=config["hidden_size"],
@@ -230,6 +234,7 @@ def _spec_of(config: Config) -> ModelSpec:
             weight_format=None if quantization is None else quantization.form,
             **(usual | WHOLE[family](config) if family in WHOLE else usual),
         )
+        return replace(spec, ignored_prefixes=spec.ignored_prefixes + around_text(config))
     except KeyError as exc:
         raise ConfigError(f"config.json of a {family} model lacks the key {exc.args[0]!r}") from exc
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as exc:
