@@ -72,7 +72,7 @@ NARROW: dict[str, tuple[str, dict[str, Any]]] = {  # checkpoints in few bits: th
 }
 NEAR = 1e-4  # between the two best logits: which one wins may hang on the order of a sum
 BLOCK_SIZE, NUM_BLOCKS = 4, 20  # the longest request takes 16 of them at most
-NUM_WINDOWED_BLOCKS = 15  # so much memory, where blocks behind windows are freed
+NUM_WINDOWED_BLOCKS = 13  # so much memory, where blocks behind windows are freed
 
 
 @pytest.fixture(scope="module")

@@ -50,6 +50,10 @@ class StateSlots:
     def num_host_free(self) -> int:
         return 0 if self._host is None else self._host.num_free
 
+    def keep_longest(self, kept: Container[bytes]) -> None:
+        """Set the hashes of the snapshots that are evicted last."""
+        self._pool.kept = kept
+
     def has_snapshot(self, block_hash: bytes) -> bool:
         """Return whether the state after the block with this hash is known."""
         return self._pool.find(block_hash) is not None

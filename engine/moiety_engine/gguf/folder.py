@@ -42,6 +42,8 @@ def folder_of(path: Path) -> Path:
     try:
         _write(header, draft)
         draft.rename(target)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as exc:
+        raise CheckpointError(f"{path} has metadata that cannot be used ({exc!r}); download it again") from exc
     except OSError as exc:
         if not (target / "config.json").is_file():  # another process has been faster
             raise CheckpointError(f"{target} cannot be written ({exc}); check the free space") from exc

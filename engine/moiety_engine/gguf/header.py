@@ -95,7 +95,7 @@ def read_header(path: Path) -> GgufHeader:
     """
     try:
         state = path.stat()
-        return _read_all(path.resolve(), state.st_size, state.st_mtime_ns)
+        return _read_all(path.absolute(), state.st_size, state.st_mtime_ns)
     except OSError as exc:
         raise CheckpointError(f"{path} cannot be read: {exc}") from exc
 
@@ -194,7 +194,7 @@ class _Parser:
                 "use a file of one of those, such as Q4_K_M, or convert it with llama-quantize"
             )
         kind = TYPES[number]
-        too_many = len(shape) > 2 and shape[0] > _MOST_EXPERTS
+        too_many = (len(shape) > 2 or "_exps." in name) and (len(shape) < 2 or shape[0] > _MOST_EXPERTS)
         if shape[-1] % kind.numbers or any(side == 0 for side in shape) or too_many:
             raise _Damaged(f"the tensor {name!r} of type {kind.name} has the shape {shape}")
         return name, kind, shape, offset

@@ -116,6 +116,7 @@ class KvSender:
             form,
             rotation=kv.rotation,
             token=transfer.hand_over.token,
+            windows=kv.windows,
         )
         problem = self._sender.begin(transfer.hand_over, begin)
         if problem:

@@ -39,6 +39,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True, array_like=True):
     transport: str = ""
     rotation: str = ""  # rotation of the sender's cache, see KvCache
     token: str = ""  # authorisation by a gateway
+    windows: tuple[int | None, ...] = ()  # windows of the sender's block tables, see KvCache
 
 
 class KvChunk(msgspec.Struct, frozen=True, tag=True, array_like=True):

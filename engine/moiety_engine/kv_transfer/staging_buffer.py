@@ -219,10 +219,14 @@ class StagingBuffer:
             num_bytes = begin.num_tokens * token_bytes(begin.form)
         except (ValueError, IndexError) as exc:
             return f"its layout cannot be read: {exc}"
-        if not is_fit or begin.rotation != self._kv.rotation:
+        if not is_fit or (begin.rotation, begin.windows) != (self._kv.rotation, self._kv.windows):
             angles = "its keys have other rotary embeddings: give both engines the same --max-context-tokens"
             other = "it is from a model with other layers, heads or widths, or only one engine has --speculate mtp"
-            return angles if is_fit else other
+            windows = (  # else freed blocks would be read, and cached as if they were valid
+                f"its block tables free what is behind the windows {begin.windows}, and not {self._kv.windows}: give "
+                "both engines the same --disk-cache, --batching and --speculate"
+            )
+            return other if not is_fit else angles if begin.rotation != self._kv.rotation else windows
         if begin.num_tokens < 1 or begin.num_bytes != num_bytes:
             return f"{begin.num_tokens} tokens have {num_bytes} bytes, not {begin.num_bytes}"
         if self._held_bytes + begin.num_bytes > self._max_bytes:

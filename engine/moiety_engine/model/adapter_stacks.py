@@ -86,8 +86,8 @@ def form_of(layer: LayerSpec, product: Product, hidden_size: int) -> Form | None
     """Return the dimensions of a layer's product; None if the product does not exist or takes no adapters."""
     attention, ffn = layer.attention, layer.ffn
     if product in (Product.QKV, Product.OUTPUT):
-        if not isinstance(attention, AttentionSpec):
-            return None
+        if not isinstance(attention, AttentionSpec) or (attention.gate is not None and product is Product.QKV):
+            return None  # a gate may share the projection of queries, whose adapter then has its rows too
         q, kv = attention.q_width, attention.kv_width
         return Form(hidden_size, (q, kv, kv)) if product is Product.QKV else Form(q, (hidden_size,))
     experts = ffn.routing.num_experts if isinstance(ffn, MoeSpec) else 1

@@ -156,6 +156,7 @@ class KvCache:
     num_groups: int = 1  # cache groups of the model, also those without layers on this pipeline stage
     group_of_layer: tuple[int, ...] = ()  # cache group of each layer; (): all layers are in the first
     num_state_slots: int = 0  # of each recurrent layer
+    windows: tuple[int | None, ...] = ()  # of the block tables: blocks behind a window are freed; (): not known
 
     @property
     def groups(self) -> tuple[int, ...]:

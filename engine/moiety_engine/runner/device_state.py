@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import structlog
 import torch
@@ -78,7 +79,8 @@ class DeviceState:
     def _allocate(self, num_blocks: int, num_state_slots: int) -> None:
         model, sizes = self._model, self._sizes
         try:
-            self.kv = model.allocate_kv(num_blocks, sizes.block_size, num_state_slots)
+            kv = model.allocate_kv(num_blocks, sizes.block_size, num_state_slots)
+            self.kv = replace(kv, windows=sizes.windows)
         except RuntimeError as exc:  # torch raises this on a CPU
             kv_gib = sizes.num_blocks * model.kv_bytes_per_block(sizes.block_size) / 2**30
             kv_gib += num_state_slots * model.state_bytes / 2**30

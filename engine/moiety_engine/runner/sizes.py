@@ -40,6 +40,7 @@ class Sizes:
     image_cache_bytes: int = 0  # device memory for encoded images; 0 without an encoder
     num_state_slots: int = 0  # of each recurrent layer; 0 without any
     num_host_state_slots: int = 0  # in host memory, for swapped-out sequences
+    windows: tuple[int | None, ...] = (None,)  # of the block tables
 
 
 def sizes_for(
@@ -123,6 +124,7 @@ def sizes_for(
         image_cache_bytes,
         num_state_slots,
         num_host_states,
+        layout.windows,
     )
 
 

@@ -247,14 +247,14 @@ class ResponseKeeper:
         return True
 
     async def _append(self, session: AsyncSession, response: StoredResponse | RunHead, items: Sequence[Item]) -> bool:
-        """Add the items of a response to its conversation, and return whether there is one. Room has been claimed."""
+        """Add the items of a response to its conversation, and return whether it still may. Room has been claimed."""
         found: StoredConversation | None = None
         if response.conversation_id is not None:
             found = await self._conversations.find_in_project(
                 session, response.project_id, response.conversation_id, locks=True
             )
-        if found is None:
-            return False
+        if found is None or found.locked_by not in (None, response.id):
+            return False  # its lock has run out, and another response is made that has not seen these items
         await self._conversations.append(session, found, items, self._ttl_ms, response.model)
         return True
 

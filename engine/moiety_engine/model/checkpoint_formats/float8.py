@@ -54,6 +54,8 @@ def kept_float8(matrix: Tensor, scale: Tensor, form: WeightFormat) -> tuple[Tens
     if matrix.dtype is not torch.float8_e4m3fn:
         raise ValueError(f"the values are {matrix.dtype}, not float8_e4m3fn")
     *stacked, rows, width = matrix.shape
+    if scale.dim() == matrix.dim() + 2 and scale.shape[-1] == scale.shape[-3] == 1:  # as ModelOpt writes blocks
+        scale = scale.squeeze(-1).squeeze(-2)
     wide = powers_of_two(scale) if scale.dtype is torch.uint8 else scale.float()
     if wide.numel() == 1:
         wide = wide.reshape(1, 1)

@@ -62,6 +62,8 @@ class KvLedger(TableBlocks):
         self._kv_loads: dict[int, KvLoad] = {}  # queued, by the sequences' keys
         self.retention: PrefixRetention[bytes] = PrefixRetention(pool.num_blocks, let_go=self._let_go)
         pool.kept = self.retention
+        if states is not None:
+            states.keep_longest(self.retention)
         if host is not None:
             pool.on_evict = host.keep
             host.keep_longest(self.retention)
@@ -192,8 +194,9 @@ class KvLedger(TableBlocks):
         if self.layout.has_windows:
             self._free_behind_windows(sequence, kv.num_computed)
         if self.states is not None and kv.snapshot_ends and kv.num_computed == kv.snapshot_ends[0] * self.block_size:
-            *_, block_hash = sequence.block_hashes.between(0, kv.snapshot_ends[0], self.block_size)
-            self.states.keep_snapshot(kv.state_slot, block_hash)
+            if self.caches(sequence):  # its tenant's data may have been deleted since it began
+                *_, block_hash = sequence.block_hashes.between(0, kv.snapshot_ends[0], self.block_size)
+                self.states.keep_snapshot(kv.state_slot, block_hash)
             kv.snapshot_ends = kv.snapshot_ends[1:]
 
     def num_unshared(self, sequence: Sequence) -> int:
