@@ -72,7 +72,7 @@ NARROW: dict[str, tuple[str, dict[str, Any]]] = {  # checkpoints in few bits: th
 }
 NEAR = 1e-4  # between the two best logits: which one wins may hang on the order of a sum
 BLOCK_SIZE, NUM_BLOCKS = 4, 20  # the longest request takes 16 of them at most
-NUM_WINDOWED_BLOCKS = 13  # so much memory, where blocks behind windows are freed
+NUM_WINDOWED_BLOCKS = 15  # so much memory, where blocks behind windows are freed
 
 
 @pytest.fixture(scope="module")
@@ -377,7 +377,7 @@ def test_parallel_groups_with_sequences_of_their_own_say_what_one_rank_says(
     assert_same(alone.says(family), ours)  # in the last wave all groups but one have no tokens
     assert not any(other["error"] for other in others)
     assert ours["num_cached"] > 0
-    assert "pp" in layout or ours["num_recomputed"] > 0
+    assert "pp" in layout or family == "gpt_oss" or ours["num_recomputed"] > 0
     assert "pp" in layout or ours["weight_bytes"] <= 1.1 * share_of(config)
     spec = read_spec(alone.folders[family])
     top_k = sum(layer.ffn.routing.top_k for layer in spec.layers if isinstance(layer.ffn, MoeSpec))
