@@ -45,6 +45,26 @@ hypothesis.settings.register_profile("moiety", deadline=None, max_examples=EXAMP
 hypothesis.settings.load_profile("moiety")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let each worker begin to collect at another folder: of modules that no worker compiled before, as in a fresh
+    checkout, each compiles a part, and reads the others' parts from their files."""
+    name = os.environ.get("PYTEST_XDIST_WORKER")
+    if name is None or [Path(arg).resolve() for arg in config.args] != [TESTS]:
+        return
+    folders = sorted(str(path) for path in TESTS.iterdir() if path.is_dir() and path.name != "__pycache__")
+    first = int(name.removeprefix("gw")) * len(folders) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    config.args[:] = folders[first:] + folders[:first]
+    config.pluginmanager.register(_InOrderOfPaths())
+
+
+class _InOrderOfPaths:
+    """Undoes what `pytest_configure` did to the order, before pytest groups tests by their fixtures."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items.sort(key=lambda item: item.path)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests marked `thorough`, most of those marked `combinations` and most mutants unless all are wanted, and

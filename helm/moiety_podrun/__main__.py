@@ -55,7 +55,7 @@ def main(
         raise typer.BadParameter("write --forward PORT=SERVICE, such as 8000=moiety") from error
     place = (folder or Path(tempfile.mkdtemp(prefix="podrun-"))).resolve()
     place.mkdir(parents=True, exist_ok=True)
-    given = values_of({}, *(yaml.safe_load(one.read_text(encoding="utf-8")) or {} for one in values or ()))
+    given = values_of({}, *(yaml.load(one.read_text(encoding="utf-8"), yaml.CSafeLoader) or {} for one in values or ()))
     try:
         if INSIDE in os.environ:
             asyncio.run(run(place, given, name, namespace, secret or [], database, list(forwards)))

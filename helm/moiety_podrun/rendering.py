@@ -38,7 +38,9 @@ def render(values: Mapping[str, Any], name: str, namespace: str, *, upgrade: boo
         raise NotPossible("Helm's own code is not here, which renders the chart: run `make .venv/.dev` first") from exc
     with helm_python.Chart.load(CHART) as chart:
         made = chart.render(dict(values), name=name, namespace=namespace, is_install=not upgrade, is_upgrade=upgrade)
-    documents = [one for path, text in made.items() if not path.endswith(".txt") for one in yaml.safe_load_all(text)]
+    documents = [
+        one for path, text in made.items() if not path.endswith(".txt") for one in yaml.load_all(text, yaml.CSafeLoader)
+    ]
     found = [one for one in documents if one]
     event = "upgrade" if upgrade else "install"
     return Release(

@@ -1,14 +1,13 @@
-"""One tool loop each of LangChain and of the OpenAI Agents SDK against a gateway on loopback."""
+"""One tool loop each of LangChain and of the OpenAI Agents SDK against a gateway on loopback.
+
+Each SDK is imported by its test alone, since every worker imports this module.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-import agents
 import pytest
-from langchain_core.messages import AIMessageChunk, BaseMessage, HumanMessage, ToolMessage
-from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI
 
 from .conftest import RunningGateway
 from .test_tool_loops import hermes, says
@@ -24,6 +23,10 @@ def temperature_of(city: str) -> str:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_langchains_tool_loop_comes_to_its_answer(tool_gateway: RunningGateway, stream: bool) -> None:
+    from langchain_core.messages import AIMessageChunk, BaseMessage, HumanMessage, ToolMessage
+    from langchain_core.tools import tool
+    from langchain_openai import ChatOpenAI
+
     tool_gateway.of["hermes"].script = says(CALL, "It is 17 degrees.")
     told: dict[str, Any] = {
         "base_url": f"{tool_gateway.url}/v1",
@@ -57,14 +60,16 @@ async def test_langchains_tool_loop_comes_to_its_answer(tool_gateway: RunningGat
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("api", [agents.OpenAIChatCompletionsModel, agents.OpenAIResponsesModel])
-async def test_the_agents_sdks_loop_comes_to_its_answer(tool_gateway: RunningGateway, api: Any, stream: bool) -> None:
+@pytest.mark.parametrize("api", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
+async def test_the_agents_sdks_loop_comes_to_its_answer(tool_gateway: RunningGateway, api: str, stream: bool) -> None:
+    import agents
+
     agents.set_tracing_disabled(True)  # it would send traces to its maker
     tool_gateway.of["hermes"].script = says(CALL, "It is 17 degrees.")
     agent = agents.Agent(
         name="weather",
         instructions="Answer in one sentence.",
-        model=api("hermes", tool_gateway.client),
+        model=getattr(agents, api)("hermes", tool_gateway.client),
         model_settings=agents.ModelSettings(include_usage=True),  # which it asks of others only if told to
         tools=[agents.function_tool(temperature_of)],
     )

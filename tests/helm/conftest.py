@@ -21,9 +21,9 @@ Render = Callable[..., Objects]
 
 def value_sets() -> dict[str, Values]:
     """Those of the tests, and the examples."""
-    found: dict[str, Values] = yaml.safe_load(SETS.read_text(encoding="utf-8"))
+    found: dict[str, Values] = yaml.load(SETS.read_text(encoding="utf-8"), yaml.CSafeLoader)
     for example in sorted((CHART / "examples").glob("*.yaml")):
-        found[f"example {example.stem}"] = yaml.safe_load(example.read_text(encoding="utf-8"))
+        found[f"example {example.stem}"] = yaml.load(example.read_text(encoding="utf-8"), yaml.CSafeLoader)
     return found
 
 

@@ -12,12 +12,12 @@ import yaml
 from moiety_platform.cli.apply.document import read_document
 from moiety_platform.cli.apply.spec import read_wanted
 
-SETS = yaml.safe_load(Path(__file__).with_name("value_sets.yaml").read_text(encoding="utf-8"))
+SETS = yaml.load(Path(__file__).with_name("value_sets.yaml").read_text(encoding="utf-8"), yaml.CSafeLoader)
 
 
 def objects_of(chart: helm_python.Chart, values: dict[str, Any]) -> dict[str, dict[str, Any]]:
     text = chart.render(values, name="rel", namespace="prod")["moiety/templates/jobs/declared.yaml"]
-    return {one["kind"]: one for one in yaml.safe_load_all(text) if one}
+    return {one["kind"]: one for one in yaml.load_all(text, yaml.CSafeLoader) if one}
 
 
 def test_what_values_declare_is_what_the_job_applies(chart: helm_python.Chart, tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_every_mount_has_its_volume_and_every_name_that_is_used_is_there(objects
 def test_a_changed_setting_starts_the_gateways_anew(chart: helm_python.Chart) -> None:
     def annotations(values: dict[str, Any]) -> str:
         text = chart.render(values, name="rel", namespace="prod")["moiety/templates/gateway/deployment.yaml"]
-        found: dict[str, str] = yaml.safe_load(text)["spec"]["template"]["metadata"]["annotations"]
+        found: dict[str, str] = yaml.load(text, yaml.CSafeLoader)["spec"]["template"]["metadata"]["annotations"]
         return found["checksum/settings"]
 
     assert annotations({}) == annotations({"gateway": {"replicas": 5}})
@@ -174,7 +174,7 @@ def test_without_tokens_per_second_a_pool_scales_by_queue_and_slo_and_the_notes_
         made = chart.render({"engines": [pool]}, name="rel")
         (scaler,) = (text for name, text in made.items() if name.endswith("engines/autoscaling.yaml"))
         (notes,) = (text for name, text in made.items() if name.endswith("NOTES.txt"))
-        return len(yaml.safe_load(scaler)["spec"]["triggers" if kind == "keda" else "metrics"]), notes
+        return len(yaml.load(scaler, yaml.CSafeLoader)["spec"]["triggers" if kind == "keda" else "metrics"]), notes
 
     num_figures, notes = rendered()
     assert num_figures == 2

@@ -22,7 +22,7 @@ TAKEN = ("kind", "production", "multi-node")
 
 def snapshot(chart: helm_python.Chart, example: str) -> str:
     """All templates of one example, in the order of their names."""
-    values = yaml.safe_load((CHART / "examples" / f"{example}.yaml").read_text(encoding="utf-8"))
+    values = yaml.load((CHART / "examples" / f"{example}.yaml").read_text(encoding="utf-8"), yaml.CSafeLoader)
     made = chart.render(values, name="rel", namespace="prod")
     shown = {name: text.strip() for name, text in made.items() if not name.endswith(LEFT_OUT)}
     lines = (f"# {name.removeprefix('moiety/templates/')}\n{text}\n" for name, text in sorted(shown.items()) if text)

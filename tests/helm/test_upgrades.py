@@ -10,7 +10,7 @@ import yaml
 
 from .conftest import Render
 
-FIRST = yaml.safe_load(Path(__file__).with_name("first_release.yaml").read_text(encoding="utf-8"))
+FIRST = yaml.load(Path(__file__).with_name("first_release.yaml").read_text(encoding="utf-8"), yaml.CSafeLoader)
 LASTING = (
     "selector",
     "serviceName",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers.models.qwen3_next import modeling_qwen3_next as oracle
 
 from moiety_kernels.causal_conv import causal_conv
 from moiety_kernels.causal_conv import reference as conv_reference
@@ -37,6 +36,8 @@ def test_the_recurrence(width: int, value_width: int, gates: int) -> None:
 
 
 def test_the_definition_is_that_of_transformers() -> None:
+    from transformers.models.qwen3_next import modeling_qwen3_next as oracle  # takes a second, in this test alone
+
     q, k, v, log_decay, beta = (one[:150].unsqueeze(0) for one in delta_inputs(32, 48, 1, torch.float32))
     expected, state = oracle.torch_chunk_gated_delta_rule(
         q, k, v, log_decay.squeeze(3), beta, output_final_state=True, use_qk_l2norm_in_kernel=True

@@ -68,7 +68,7 @@ def test_both_builds_of_torch_are_the_version_that_the_tests_run_with() -> None:
 
 def compose() -> dict[str, Any]:
     text = (ROOT / "compose.yaml").read_text(encoding="utf-8")
-    known: dict[str, Any] = yaml.safe_load(text)
+    known: dict[str, Any] = yaml.load(text, yaml.CSafeLoader)
     return known
 
 
@@ -118,13 +118,13 @@ def test_images_compose_and_chart_say_one_version_and_one_user() -> None:
     assert f"ARG VERSION={version}\n" in dockerfile
     ours = {one["image"] for one in compose()["services"].values() if "build" in one}
     assert ours == {f"moiety-{part}:{version}" for part in ("gateway", "dashboard")} | {f"moiety-engine:{version}-cpu"}
-    chart = yaml.safe_load((ROOT / "helm" / "moiety" / "Chart.yaml").read_text(encoding="utf-8"))
+    chart = yaml.load((ROOT / "helm" / "moiety" / "Chart.yaml").read_text(encoding="utf-8"), yaml.CSafeLoader)
     assert chart["appVersion"] == version
     pods = (ROOT / "helm" / "moiety" / "templates" / "_pods.tpl").read_text(encoding="utf-8")
     user = re.findall(r"runAsUser: (\d+)", pods)[0]
     assert re.findall(r"^USER (\d+):\1$", dockerfile, re.MULTILINE)[-1] == user
     assert dockerfile.count('ENTRYPOINT ["moiety"]') == 1
-    values = yaml.safe_load((ROOT / "helm" / "moiety" / "values.yaml").read_text(encoding="utf-8"))
+    values = yaml.load((ROOT / "helm" / "moiety" / "values.yaml").read_text(encoding="utf-8"), yaml.CSafeLoader)
     assert compose()["services"]["database"]["image"] == values["database"]["bundled"]["image"]
 
 

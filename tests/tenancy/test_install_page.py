@@ -107,7 +107,7 @@ def test_what_is_installed_is_what_the_chart_can_make(text: str) -> None:
     values: dict[str, Any] = {}
     for name in files:
         example = {"mine.yaml": "production.yaml"}.get(name, Path(name).name)  # what the page says to begin with
-        values |= yaml.safe_load((EXAMPLES / example).read_text(encoding="utf-8"))
+        values |= yaml.load((EXAMPLES / example).read_text(encoding="utf-8"), yaml.CSafeLoader)
     for setting in (words[at + 1] for at, word in enumerate(words) if word == "--set"):
         path, _, value = setting.partition("=")
         *outer, last = path.split(".")
@@ -148,7 +148,7 @@ def test_a_backup_is_taken_and_restored_by_the_commands_as_they_stand(
 
 def test_the_rules_for_an_adapter_are_the_queries_that_keda_asks() -> None:
     (rules,) = re.findall(r"^```yaml\n(rules:.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    told = {one["name"]["as"]: one for one in yaml.safe_load(rules)["rules"]["external"]}
+    told = {one["name"]["as"]: one for one in yaml.load(rules, yaml.CSafeLoader)["rules"]["external"]}
     with helm_python.Chart.load(ROOT / "helm" / "moiety") as chart:
 
         def made(kind: str) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def test_the_rules_for_an_adapter_are_the_queries_that_keda_asks() -> None:
             text = chart.render({"engines": [pool]}, name="r", namespace="n")[
                 "moiety/templates/engines/autoscaling.yaml"
             ]
-            found: dict[str, Any] = yaml.safe_load(text)["spec"]
+            found: dict[str, Any] = yaml.load(text, yaml.CSafeLoader)["spec"]
             return found
 
         keda, autoscaler = made("keda"), made("hpa")
