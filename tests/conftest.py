@@ -67,12 +67,12 @@ class _InOrderOfPaths:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests marked `thorough`, most of those marked `combinations` and most mutants unless all are wanted, and
-    most where only the fast ones are. Where workers take a file at a time, files with slow tests come first, then files
-    with many, so that none is left to the end."""
+    """Deselect tests marked `thorough`, most combinations of parameters and most mutants unless all are wanted, and
+    most tests where only the fast ones are. Where workers take a file at a time, files with slow tests come first, then
+    files with many, so that none is left to the end."""
     if not THOROUGH:
         _keep(config, items, lambda item: not item.get_closest_marker("thorough"))
-        left_out = _repeated_combinations(items) | _further_mutants(items)
+        left_out = repeated_combinations(items) | _further_mutants(items)
         _keep(config, items, lambda item: item not in left_out)
     if FAST:
         seen: set[tuple[Path, str]] = set()
@@ -90,13 +90,14 @@ def _keep(config: pytest.Config, items: list[pytest.Item], wanted: Callable[[pyt
     config.hook.pytest_deselected(items=list(left_out))
 
 
-def _repeated_combinations(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Return the tests marked `combinations` that can be left out: of each function, those kept have every value of
-    each parameter at least once, with every value of the marker's parameters (`by`) if it names any."""
-    functions: dict[tuple[Path, str], list[pytest.Function]] = {}
+def repeated_combinations(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return the tests that can be left out: of each function, those kept have every value of each parameter at least
+    once, beside every value of the parameters that the marker `combinations` names (`by`)."""
+    functions: dict[tuple[Path, str, str], list[pytest.Function]] = {}
     for item in items:
-        if item.get_closest_marker("combinations") and isinstance(item, pytest.Function):
-            functions.setdefault((item.path, item.originalname), []).append(item)
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            where = item.parent.nodeid if item.parent else ""
+            functions.setdefault((item.path, where, item.originalname), []).append(item)
     return {item for function in functions.values() for item in _not_needed(function)}
 
 
@@ -113,14 +114,18 @@ def _further_mutants(items: list[pytest.Item]) -> set[pytest.Item]:
 
 
 def _not_needed(function: list[pytest.Function]) -> Iterator[pytest.Function]:
-    """Yield what a greedy cover leaves over: the next test kept is always the one with the most values not yet seen."""
+    """Yield what a greedy cover leaves over: the next test kept is always the one with the most values not yet seen.
+    Parameters that one `parametrize` lists together are rows of a table, and count as one."""
     marker = function[0].get_closest_marker("combinations")
     by = marker.kwargs.get("by", ()) if marker else ()
+    names = [one.args[0] for one in function[0].iter_markers("parametrize")]
+    rows = [tuple(part.strip() for part in one.split(",")) if isinstance(one, str) else tuple(one) for one in names]
+    alone = [(name,) for name in function[0].callspec.params if not any(name in row for row in rows)]
     values = {}
     for item in function:
         params = {name: repr(value) for name, value in item.callspec.params.items()}
         beside = tuple(params[name] for name in by)
-        values[item] = {(name, value, beside) for name, value in params.items()}
+        values[item] = {(row, tuple(params[name] for name in row), beside) for row in (*rows, *alone)}
     missing = set().union(*values.values())
     while missing:
         best = max(values, key=lambda item: len(values[item] & missing))

@@ -650,7 +650,9 @@ def test_a_lost_parallel_rank_ends_the_group(
     assert ("sent no heartbeat" if number == signal.SIGSTOP else "is lost") in logged
 
 
-@pytest.mark.parametrize("layout", [thorough({"tp": 2}), {"pp": 2}, {"dp_attention": 2, "ep": 2}, {"ffn_ranks": 1}])
+@pytest.mark.parametrize(
+    "layout", [thorough({"tp": 2}), thorough({"pp": 2}), {"dp_attention": 2, "ep": 2}, {"ffn_ranks": 1}]
+)
 def test_a_request_that_is_not_finite_fails_alone_on_every_layout(
     processes: RankProcesses, folders: dict[str, Path], tmp_path: Path, layout: dict[str, int]
 ) -> None:

@@ -98,7 +98,6 @@ async def test_streamed_and_whole_answers_are_the_same(
     assert all(status == "completed" for kind, status, _ in items if kind == "function_call")
 
 
-@pytest.mark.combinations
 @pytest.mark.parametrize("before", ["", GOOD])
 @pytest.mark.parametrize("rest", BREAKS)
 async def test_a_broken_call_is_text_and_can_be_sent_back(tool_gateway: RunningGateway, rest: Any, before: Any) -> None:
@@ -141,7 +140,6 @@ async def test_a_bracket_too_many_behind_a_call_makes_all_of_it_text_in_every_fo
         assert responses == ([("message", "completed", text)], "completed")
 
 
-@pytest.mark.combinations
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("rest", BREAKS)
 async def test_anthropics_tool_runner_does_not_run_a_broken_call(

@@ -65,7 +65,6 @@ def found_by_collection() -> Iterator[Counter[str]]:
         gc.enable()
 
 
-@pytest.mark.combinations
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
 @pytest.mark.parametrize(

@@ -278,7 +278,6 @@ def test_blocks_behind_a_window_may_have_any_content(paged: Paged, way: str, kep
     assert torch.equal(attend(), before)
 
 
-@pytest.mark.combinations
 @pytest.mark.parametrize("num_decode", [0, 2])
 @pytest.mark.parametrize("window", [None, 37])
 @pytest.mark.parametrize("workspace", [1, 1 << 30])

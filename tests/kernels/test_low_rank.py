@@ -34,7 +34,6 @@ def merged(weight: Tensor, factors: Factors, place: int) -> Tensor:
     return weight + torch.cat([u.T @ d for u, d in zip(up, down, strict=True)])
 
 
-@pytest.mark.combinations
 @pytest.mark.parametrize("rank", [4, 16, 12])
 @pytest.mark.parametrize(("width", "widths"), [(64, (32, 16, 16)), (48, (80,)), (160, (64, 64)), (50, (20, 12))])
 @pytest.mark.parametrize("rows", [1, 5, 70])

@@ -8,6 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from tests.conftest import repeated_combinations
+
+pytest_plugins = ["pytester"]
+
 ROOT = Path(__file__).parents[2]
 FUNCTION = "tests/kernels/test_against_reference.py::test_linear"
 
@@ -26,3 +31,22 @@ def test_each_value_of_each_parameter_is_kept_beside_each_of_those_named() -> No
     assert len(some) < len(all_) / 10
     for position in range(1, len(next(iter(all_)))):
         assert {(one[0], one[position]) for one in some} == {(one[0], one[position]) for one in all_}
+
+
+def test_of_a_product_every_value_is_kept_and_of_a_table_every_row(pytester: pytest.Pytester) -> None:
+    items = pytester.getitems("""
+        import pytest
+
+        @pytest.mark.parametrize("a", range(3))
+        @pytest.mark.parametrize("b", range(4))
+        def test_product(a, b): pass
+
+        @pytest.mark.parametrize(("a", "b"), [(1, 1), (1, 2), (2, 1), (2, 2)])
+        def test_table(a, b): pass
+    """)
+    left_out = repeated_combinations(items)
+    kept = [item for item in items if isinstance(item, pytest.Function) and item not in left_out]
+    assert [item.callspec.params for item in kept if item.originalname == "test_product"] == [
+        {"a": number % 3, "b": number} for number in range(4)
+    ]
+    assert sum(item.originalname == "test_table" for item in kept) == 4

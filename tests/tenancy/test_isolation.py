@@ -384,7 +384,6 @@ async def test_an_endpoint_that_does_not_say_who_may_call_it_is_not_served(
             pass
 
 
-@pytest.mark.combinations
 @pytest.mark.parametrize("who", CALLERS)
 async def test_every_endpoint_answers_every_role_as_the_table_says(world: World, call: Any, who: str) -> None:
     wrong = []
@@ -443,7 +442,6 @@ OF_ALL = (
 )  # what is of no one tenant
 
 
-@pytest.mark.combinations
 @pytest.mark.parametrize("who", ["tenant-admin of A", "viewer of A"])
 async def test_lists_hold_only_the_own_tenants_objects_whatever_is_asked(world: World, call: Any, who: str) -> None:
     first = await call("owner", Ask("GET /tenants", "", query={"limit": "1"}), world.b)

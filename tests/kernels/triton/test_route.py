@@ -46,7 +46,6 @@ def test_few_pairs_are_grouped(routing: str, tokens: int, num_experts: int, devi
     assert_grouped_alike(grouping, routing, tokens, num_experts, device)
 
 
-@pytest.mark.combinations
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize(("tokens", "num_experts"), [(1, 8), (65, 3), (100, 20)])
 def test_many_pairs_are_grouped_block_by_block(routing: str, tokens: int, num_experts: int, device: str) -> None:

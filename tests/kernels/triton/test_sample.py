@@ -140,7 +140,6 @@ def test_a_mutant_that_penalises_is_found(mutated: Any, noticed: Any, old: str, 
         assert_penalised_alike(mutant, device)
 
 
-@pytest.mark.combinations
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), pytest.param(float("-inf"), marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("whole", [True, False], ids=["whole rows", "one number"])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the numpy that interprets it
