@@ -12,7 +12,7 @@ MAX_FILES, MAX_CALLS = 44, 349
 
 
 def test_a_streamed_chat_of_four_tokens_takes_few_calls_in_few_files() -> None:
-    command = [sys.executable, COUNTER, "--requests", "8"]
+    command = [sys.executable, COUNTER, "--requests", "24"]
     counted = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
     figures = json.loads(counted.stdout.splitlines()[-1])
     assert 0 < figures["files"] <= MAX_FILES and 0 < figures["calls"] <= MAX_CALLS, (
