@@ -60,7 +60,7 @@ class Precondition:
         if self.if_match is None:
             return
         if current is None:
-            raise PreconditionFailed("There is no such object, so that no ETag matches; leave If-Match out to make it.")
+            raise PreconditionFailed("The object does not exist, so no ETag matches; omit If-Match to create it.")
         is_any = self.if_match.strip() == "*"
         if not is_any and etag_of(current) not in (f'"{tag}"' for weak, tag in _TAG.findall(self.if_match) if not weak):
             raise PreconditionFailed(

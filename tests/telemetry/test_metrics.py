@@ -168,7 +168,7 @@ def boards() -> dict[str, Any]:
 
 
 def rules() -> list[dict[str, Any]]:
-    document = yaml.safe_load((CHART / "alerts" / "rules.yaml").read_text(encoding="utf-8"))
+    document = yaml.safe_load((CHART / "alerts" / "alert_rules.yaml").read_text(encoding="utf-8"))
     return [rule for group in document["groups"] for rule in group["rules"]]
 
 

@@ -50,7 +50,7 @@ class ExactSchema:
 def exact_schema_of(text: str) -> ExactSchema:
     """Return the exact schema of a JSON text.
 
-    Raises GrammarRefused, and ValueError and RecursionError where the text is no schema.
+    Raises GrammarRefused, and ValueError and RecursionError if the text is not a schema.
     """
     return exact_schema(decode_exactly(text))
 

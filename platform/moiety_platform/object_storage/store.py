@@ -169,7 +169,7 @@ class ObjectStore:
     async def remove_unfinished(self, prefix: str = "", before: datetime | None = None) -> int:
         """Remove unfinished objects from a local folder, which killed processes leave; return their number.
 
-        They are those whose keys begin with the prefix and that nobody has written to since `before`. A bucket needs a
+        They are those whose keys begin with the prefix and that were not written since `before`. A bucket needs a
         lifecycle rule for that.
         """
         await self.check()
