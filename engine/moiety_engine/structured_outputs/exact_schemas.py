@@ -220,7 +220,7 @@ def _is_old(schema: Mapping[str, Any]) -> bool:
 
 
 def _check_text(value: Any, pointer: str) -> None:
-    """Refuse half of a surrogate pair, which stands for no character. Raises GrammarRefused."""
+    """Refuse half of a surrogate pair, which is not a character. Raises GrammarRefused."""
     if isinstance(value, str):
         try:
             value.encode()

@@ -124,7 +124,7 @@ class ToolFormat:
 
 @dataclass(frozen=True, slots=True)
 class ToolFamily:
-    """A tool-call format by name. `is_of` tells whether a chat template is of the family."""
+    """A tool-call format by name. `is_of` returns whether a chat template is of the family."""
 
     name: str
     is_of: Callable[[str], bool]

@@ -134,7 +134,7 @@ class ObjectStore:
         return await self.call(lambda: bytes(obstore.get_range(self._store, key, start=start, length=num_bytes)))
 
     async def delete(self, key: str) -> bool:
-        """Delete an object; return whether it was there, as far as the store tells. Idempotent."""
+        """Delete an object; return whether it was there, as far as the store reports it. Idempotent."""
         await self.check()
         return await self.call(lambda: self._delete(key))
 
