@@ -2,7 +2,7 @@
 
 ApiError
 ├── GatewayAway    the gateway does not answer
-├── KeyRefused     the gateway does not know the key, or the key is no administrator's
+├── KeyRefused     the gateway does not know the key, or the key is not an administrator's
 ├── RoleRefused    the administrator's role does not allow the action
 └── ApiRefused     any other refusal; the message is the gateway's
 """

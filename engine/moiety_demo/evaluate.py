@@ -80,7 +80,7 @@ def evaluate(
 ) -> EvaluationReport:
     """Answer `per_domain` distinct held-out prompts of every domain, greedily, with the stored weights.
 
-    Raises DemoCheckpointError where `model_dir` is no demo model.
+    Raises DemoCheckpointError if `model_dir` is not a demo model.
     """
     start = time.monotonic()
     network, tokenizer = load_folder(model_dir)

@@ -78,7 +78,7 @@ def train(
     """Train a model and write its folder, at intervals and at the end; return the last progress.
 
     `dimensions` overrides fields of NetworkConfig. `start` is a model's folder to continue from, instead of from
-    scratch. Raises DemoCheckpointError where `start` is no demo model's folder.
+    scratch. Raises DemoCheckpointError if `start` is not the folder of a demo model.
     """
     torch.set_num_threads(settings.threads)
     torch.manual_seed(settings.seed)

@@ -18,7 +18,7 @@ class StepReporter:
     """Outputs and failures since the last report. Used by the step loop's thread only."""
 
     def __init__(self, tracer: StepTracer, kv_connector: KvConnector, adapters: AdapterSlots) -> None:
-        """Create the reporter. `kv_connector` and `adapters` are told of the requests that have ended."""
+        """Create the reporter. `kv_connector` and `adapters` are notified of ended requests."""
         self.tracer = tracer
         self._kv_connector = kv_connector
         self._adapters = adapters

@@ -216,7 +216,7 @@ def _within_limits(function: Callable[..., Any], weigh: bool) -> Callable[..., A
     @functools.wraps(function)
     def limited(*args: Any, **kwargs: Any) -> Any:
         own = [arg for arg in args if not isinstance(arg, jinja2.Environment | EvalContext)]
-        _check_size((*own[1:], *kwargs.values()))  # the first one is the filtered value, which is no size
+        _check_size((*own[1:], *kwargs.values()))  # the first one is the filtered value, which is not a size
         if weigh:
             _weighed(own)
         return _bounded(function(*args, **kwargs))

@@ -99,7 +99,7 @@ class Sampling(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 class ThoughtMarks(msgspec.Struct, frozen=True):
     """Marks around the reasoning at the start of an output. `is_open`: the prompt already contains the opening mark.
 
-    `answer_opener` may follow the reasoning, and is no part of the answer.
+    `answer_opener` may follow the reasoning, and is not part of the answer.
     """
 
     opener: str

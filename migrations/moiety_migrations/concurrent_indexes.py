@@ -47,7 +47,7 @@ def build_missing_indexes(database_url: str) -> None:
                 return
             lock.rollback()
             # The lock ends with its connection, also after a crash. The build waits for the end of every older
-            # snapshot, so this transaction must hold none: nobody waits for the lock, and a statement without
+            # snapshot, so this transaction must hold none: no transaction waits for the lock, and a statement without
             # parameters leaves no portal open.
             if lock.execute(_LOCK_IF_FREE).fetchone() != (True,):
                 return

@@ -138,7 +138,7 @@ class ClientConnection(HttpToolsProtocol):
         self._is_refused = False
         self._head_refusal: PlatformError | None = None  # reason for which the parser was stopped at the end of a head
         self._framing_head: bytes | None = None  # of a request to upgrade, whose body the parser does not see
-        self._is_told_framing = False  # the parser reads that generated head, which is no request
+        self._is_told_framing = False  # the parser reads that generated head, which is not a request
 
     # ── asyncio ──
 

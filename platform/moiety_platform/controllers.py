@@ -16,7 +16,7 @@ class UncopiedRouter(Router):
 
     Litestar copies a router when it is registered, with every handler and its OpenAPI metadata, which takes 0.15 s for
     all routes of a gateway. A router that is registered once needs no copy. All routers above it must be of this class
-    too, since a copy of a router is no owner of what it did not copy.
+    too, since a copy of a router does not own what it did not copy.
     """
 
     def __deepcopy__(self, _memo: dict[int, object]) -> Self:

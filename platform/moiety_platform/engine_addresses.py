@@ -85,7 +85,7 @@ class ExternalAddress:
 
 
 def is_name(address: str) -> bool:
-    """Return whether the address is a DNS name, which stands for one engine per resolved address."""
+    """Return whether the address is a DNS name, which represents one engine per resolved address."""
     return address.startswith(DNS_SCHEME)
 
 

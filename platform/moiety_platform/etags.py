@@ -54,16 +54,14 @@ class Precondition:
         Call it in the transaction of the change, with the object's current state, None if there is none.
         """
         if current is not None and (self.if_none_match or "").strip() == "*":
-            raise PreconditionFailed(
-                "There is such an object already, and it was left as it is; get it, and change it."
-            )
+            raise PreconditionFailed("The object exists already, and was not changed; get it, and change it.")
         if self.if_match is None:
             return
         if current is None:
-            raise PreconditionFailed("There is no such object, so that no ETag matches; leave If-Match out to make it.")
+            raise PreconditionFailed("The object does not exist, so no ETag matches; omit If-Match to create it.")
         is_any = self.if_match.strip() == "*"
         if not is_any and etag_of(current) not in (f'"{tag}"' for weak, tag in _TAG.findall(self.if_match) if not weak):
             raise PreconditionFailed(
-                "The object is not what it was when its ETag was read, and was left as it is; get it again, and repeat "
+                "The object has changed since its ETag was read, and was not changed; get it again, and repeat "
                 "the change with the ETag of that answer if it still makes sense."
             )

@@ -11,7 +11,7 @@ from litestar.types import ASGIApp, Message, Receive, ReceiveMessage, Scope, Sen
 async def answer_head(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     """Let the application answer a GET request, and send only the head of its response.
 
-    The application sees a disconnect once the head is sent, so that it does not read a file that nobody gets.
+    The application sees a disconnect once the head is sent, so that it does not read a file that is not sent.
     """
     is_answered = asyncio.Event()
     has_body_been_read = False

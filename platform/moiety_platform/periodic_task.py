@@ -17,7 +17,7 @@ class PeriodicTask:
     """Runs `work`, logged as `name`, every `every_s`, and at once when woken. For one event loop.
 
     Owned by the owner of the work. An exception in a round does not end the task: a database that is down is logged
-    once, any other error each time, and for `pause_s` nobody can wake it.
+    once, any other error each time, and for `pause_s` it cannot be woken.
     """
 
     def __init__(

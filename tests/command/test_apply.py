@@ -216,7 +216,7 @@ def test_a_key_that_no_secret_took_does_not_count(
         ("classes:\n  - name: gold\n    rank: best\n", ":3: classes[0].rank: expected `int`, got `str`"),
         ("prices:\n  - model: m\n    input: cheap\n    output: 1\n", ":3: prices[0].input: "),
         ("tenants:\n  - name: a\n  - name: a\n", ":3: tenants[1]: the tenant 'a' stands on line 2 already"),
-        ("tenants:\n  - name: a\n    name: b\n", ":3: tenants[0].name: stands here twice"),
+        ("tenants:\n  - name: a\n    name: b\n", ":3: tenants[0].name: is given twice"),
         ("tenants: [\n", "this is not valid YAML"),
         ("tenants:\n  - {name: a, projects: [{name: p, keys: [{name: k, secret: x}]}]}\n",
          ":2: tenants[0].projects[0].keys[0].secret: is not known; did you mean 'keySecret'?"),

@@ -339,7 +339,7 @@ def test_a_tenants_administrator_sees_nothing_of_another_on_any_page_or_by_any_a
     browser = open_browser()
     for not_its_own in (trace_id, "../tenants"):
         browser.sign_in(key, f"traces?trace={not_its_own}")
-        browser.see("There is no trace with this id, or it was not kept.")
+        browser.see("No trace with this id is stored.")
     browser.sign_in(key, f"tenants?tenant={other['id']}")
     browser.see("initech")
     shown = {name: browser.go(name) for name in PAGES if name not in FOR_OPERATORS}

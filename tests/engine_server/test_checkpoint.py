@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from moiety_engine.checkpoint import fingerprint, resolve_checkpoint
 from moiety_engine.errors import CheckpointError
-from moiety_options.model import model_name
+from moiety_options.model_options import model_name
 
 
 def test_a_folder_with_a_config_is_a_checkpoint(tmp_path: Path) -> None:

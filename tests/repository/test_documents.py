@@ -40,6 +40,22 @@ def test_links_to_files_are_of_files_that_exist(page: Path) -> None:
     assert not [link for link in links if not (page.parent / link).exists()]
 
 
+def anchors_of(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and MkDocs make them."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_to_headings_are_of_headings_that_exist(page: Path) -> None:
+    links = re.findall(r"\]\((?![a-z]+:)([^)\s#]*)#([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    targets = [
+        (page.parent / file if file else page, anchor) for file, anchor in links if not file or file.endswith(".md")
+    ]
+    assert not [f"{target.name}#{anchor}" for target, anchor in targets if anchor not in anchors_of(target)]
+
+
 def test_the_glossary_names_code_that_exists() -> None:
     rows = [line.split("|") for line in (DOCS / "glossary.md").read_text().splitlines() if line.startswith("| ")][1:]
     named = [path for row in rows for path in re.findall(r"`((?:platform|engine|kernels|helm)/[^`]*)`", row[3])]

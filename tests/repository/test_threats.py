@@ -22,10 +22,10 @@ FIXED = {"platform/moiety_platform/db/session.py": "pragma"}  # what is put into
 
 def rows() -> dict[str, list[str]]:
     """Threat → its tests, as the page has them."""
-    page = PAGE.read_text(encoding="utf-8").partition("\n## Strangers")[2]
+    page = PAGE.read_text(encoding="utf-8").partition("\n## Unauthenticated clients and the network")[2]
     lines = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")]
     return {
-        one[0].removeprefix("| "): re.findall(r"`([\w/]+\.py::\w+)`", one[2]) for one in lines if one[2] != "shown by |"
+        one[0].removeprefix("| "): re.findall(r"`([\w/]+\.py::\w+)`", one[2]) for one in lines if one[2] != "tests |"
     }
 
 

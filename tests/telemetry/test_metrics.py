@@ -168,7 +168,7 @@ def boards() -> dict[str, Any]:
 
 
 def rules() -> list[dict[str, Any]]:
-    document = yaml.load((CHART / "alerts" / "rules.yaml").read_text(encoding="utf-8"), yaml.CSafeLoader)
+    document = yaml.load((CHART / "alerts" / "alert_rules.yaml").read_text(encoding="utf-8"), yaml.CSafeLoader)
     return [rule for group in document["groups"] for rule in group["rules"]]
 
 

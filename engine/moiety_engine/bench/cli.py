@@ -22,7 +22,7 @@ from moiety_engine.logs import configure_logs
 from moiety_engine.option_values import engine_config
 from moiety_options.commands import command_of
 from moiety_options.declaration import option
-from moiety_options.model import ModelOptions
+from moiety_options.model_options import ModelOptions
 from moiety_wire.engine_choices import PolicyName
 
 

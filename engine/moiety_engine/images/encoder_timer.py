@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class EncoderTimer:
     """Seconds of all encodings. On a GPU, those that still run are added once they have ended.
 
-    Every measurement drops the events of those that have ended, so that also ranks whose figures nobody reads keep few.
+    Every measurement drops the events of those that have ended, so that ranks whose figures are not read keep few, too.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -23,7 +23,7 @@ from moiety_engine.logs import configure_logs
 from moiety_engine.option_values import engine_config
 from moiety_options.commands import command_of
 from moiety_options.declaration import option
-from moiety_options.model import ServedModelOptions, model_name
+from moiety_options.model_options import ServedModelOptions, model_name
 from moiety_text.errors import UnknownFormat
 from moiety_text.reasoning_formats import check_reasoning_format
 from moiety_text.tools.registry import check_tool_format

@@ -20,7 +20,7 @@ from moiety_engine.errors import EngineError, InvalidConfig, InvalidRequest
 from moiety_engine.in_process.outputs import Completion, Output, OutputDelta, ScoredToken, scored
 from moiety_engine.in_process.replica import SLICE_S, InProcessReplica
 from moiety_engine.in_process.sampling_params import SamplingParams
-from moiety_options.model import model_name
+from moiety_options.model_options import model_name
 from moiety_text.chat import ChatTemplate
 from moiety_text.conversation import ConversationEncoder
 from moiety_text.errors import TextError

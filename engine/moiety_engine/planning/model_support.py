@@ -53,7 +53,7 @@ class ModelFeatures:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointReport:
-    """What would be served of a checkpoint. `missing`: what it needs before it is served or used for chat."""
+    """Supported features of a checkpoint. `missing` names what it needs before it is served or used for chat."""
 
     model: str
     family: str

@@ -24,7 +24,7 @@ class HostImages:
 
 
 def decode_positions(sequences: list[Sequence], places: list[int]) -> list[int]:
-    """Return the rotary position of each sequence's output token at its place, which stands for no part of an image."""
+    """Return the rotary position of each sequence's output token at its place, which is not part of an image."""
     images_of = [sequence.request.images for sequence in sequences]
     if not any(images_of):
         return places

@@ -67,7 +67,7 @@ class ArgumentRules:
         return f"arguments_{number}: {self._joined(number, parts)}"
 
     def place_of(self, number: int) -> tuple[str, str]:
-        """Return where the schema of a rule `json_…` stands, as words, and the schema as text."""
+        """Return the position of the schema of a rule `json_…` as a phrase, and the schema as text."""
         return self._places[number]
 
     def value_rules(self) -> list[str]:

@@ -27,7 +27,7 @@ _OF_OBJECTS = (*NOTES, "type", "properties", "required", "additionalProperties")
 
 
 class ElementArguments(ArgumentRules):
-    """Rules of nested elements. `mark` stands before each tag."""
+    """Rules of nested elements. `mark` precedes each tag."""
 
     def __init__(self, mark: str, special: Mapping[str, int]) -> None:
         super().__init__(special)

@@ -50,7 +50,7 @@ class ExactSchema:
 def exact_schema_of(text: str) -> ExactSchema:
     """Return the exact schema of a JSON text.
 
-    Raises GrammarRefused, and ValueError and RecursionError where the text is no schema.
+    Raises GrammarRefused, and ValueError and RecursionError if the text is not a schema.
     """
     return exact_schema(decode_exactly(text))
 
@@ -220,7 +220,7 @@ def _is_old(schema: Mapping[str, Any]) -> bool:
 
 
 def _check_text(value: Any, pointer: str) -> None:
-    """Refuse half of a surrogate pair, which stands for no character. Raises GrammarRefused."""
+    """Refuse half of a surrogate pair, which is not a character. Raises GrammarRefused."""
     if isinstance(value, str):
         try:
             value.encode()

@@ -33,7 +33,7 @@ _ANY_NAME = f"/{_BARE_NAME.pattern}/"
 
 
 class MemberArguments(ArgumentRules):
-    """Rules of members without quotes. `mark` stands before and after each text."""
+    """Rules of members without quotes. `mark` encloses each text."""
 
     def __init__(self, mark: str, special: Mapping[str, int]) -> None:
         super().__init__(special)

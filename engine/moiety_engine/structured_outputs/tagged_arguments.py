@@ -1,6 +1,6 @@
 """Grammar of arguments that have a tag for each parameter, in which text is written as it is.
 
-A value of text ends at the first tag after it, so it can be any text; a value that is no string is JSON of its schema.
+A value of text ends at the first tag after it, so it can be any text; any other value is JSON of its schema.
 A schema in which a text could be read as a value of another type, which it does not allow, is refused.
 """
 

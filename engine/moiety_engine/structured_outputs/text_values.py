@@ -20,7 +20,7 @@ _MAX_DEPTH = 16  # of references and alternatives
 
 
 class TextRules:
-    """Rules of text with the tag `end` after it, and then `between`. `padding` stands around text with limits.
+    """Rules of text with the tag `end` after it, and then `between`. `padding` encloses text with limits.
 
     The rule `text_value` is any text with them. `special` are the added tokens with their ids.
     """

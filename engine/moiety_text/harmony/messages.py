@@ -17,7 +17,7 @@ _BETWEEN = "\n\n"
 
 
 def adapted(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages for the template. A later instruction is told as a message of the user."""
+    """Return the messages for the template. A later instruction becomes a message of the user."""
     left = deque(messages)
     instructions = []
     while left and left[0]["role"] in _INSTRUCTIONS:

@@ -30,7 +30,7 @@ def converted_tokenizer(folder: Path, config: Mapping[str, Any], added: Mapping[
         return None
     try:
         if path.stat().st_size > _MOST_BYTES:
-            raise ModelFilesUnusable(f"{path} has more than {_MOST_BYTES >> 20} MiB, so it is no tokenizer")
+            raise ModelFilesUnusable(f"{path} has more than {_MOST_BYTES >> 20} MiB, so it is not a tokenizer")
         data = path.read_bytes()
     except OSError as exc:
         raise ModelFilesUnusable(f"{path} cannot be read: {exc}") from exc

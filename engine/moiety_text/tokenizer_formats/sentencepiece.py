@@ -54,7 +54,7 @@ def parse_model(data: bytes) -> SentencePieceModel:
     except (IndexError, TypeError, ValueError, struct.error) as exc:
         raise UnusableTokenizer(f"the sentencepiece model is damaged ({exc}); download it again") from exc
     if not model.pieces:
-        raise UnusableTokenizer("the file is no sentencepiece model: it has no pieces; download it again")
+        raise UnusableTokenizer("the file is not a sentencepiece model: it has no pieces; download it again")
     return model
 
 

@@ -80,7 +80,7 @@ class ToolFormat:
     marks_calls: bool = True  # otherwise a call is the whole answer, and recognized by its format
     name_end: str = ""  # directly after the name, such as the number of the call
     name_end_pattern: str = ""  # regular expression of `name_end`
-    call_id: CallIdText | None = None  # before `to_arguments`, which then is no part of an opening
+    call_id: CallIdText | None = None  # before `to_arguments`, which then is not part of an opening
     parameters: ParameterTags | NotedArguments | None = None  # None: the arguments are a JSON object
     call_ids: CallIds = CallIds.CLIENT
     one_call_a_message: bool = False
@@ -124,7 +124,7 @@ class ToolFormat:
 
 @dataclass(frozen=True, slots=True)
 class ToolFamily:
-    """A tool-call format by name. `is_of` tells whether a chat template is of the family."""
+    """A tool-call format by name. `is_of` returns whether a chat template is of the family."""
 
     name: str
     is_of: Callable[[str], bool]

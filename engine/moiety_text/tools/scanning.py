@@ -1,6 +1,6 @@
 """Incremental scanning of one call whose format is written as a generator.
 
-A scan takes one character at a time (`character = yield from text.take()`), raises Malformed where the text is no such
+A scan takes one character at a time (`character = yield from text.take()`), raises Malformed if the text is not a valid
 call, and returns what it has read. So a format is written like an ordinary parser, and the text may be cut anywhere.
 """
 

@@ -1,7 +1,7 @@
 """Base of readers whose calls have a tag for each parameter: `<parameter=NAME>value</parameter>`.
 
 A value is the text between its tags. The schema of its tool says whether it is a string or another JSON value; a value
-that is no string and begins like a JSON object or list ends with it, so that it may contain the tags.
+that is not a string and begins like a JSON object or list ends with it, so that it may contain the tags.
 """
 
 from __future__ import annotations

@@ -387,7 +387,7 @@ def _clamped(part, clip):
 def compile_cases() -> list[CompileCase]:
     """Return the compile cases for the heads of known families.
 
-    They are plain, normalised per head or all at once, clipped, partly rotated, and of a width that is no multiple of
+    They are plain, normalised per head or all at once, clipped, partly rotated, and of widths that are not multiples of
     16 bytes; then the rotation alone and the store alone.
     """
     pointers = dict.fromkeys(("p_q", "p_k", "p_v", "p_out", "p_k_cache", "p_v_cache"), "*bf16")

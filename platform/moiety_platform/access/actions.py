@@ -26,7 +26,7 @@ class AdminAction:
 
     `anyone` are the roles of administrators of the whole deployment, who may act on every object. `own` are the roles
     of administrators of one tenant, who may act on objects of that tenant and on objects without a tenant. An empty set
-    allows nobody.
+    allows no role.
     """
 
     name: str

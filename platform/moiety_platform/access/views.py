@@ -1,4 +1,4 @@
-"""Actions of routes that administer no resource: views of what was recorded or runs, and what engines are told."""
+"""Actions of routes that administer no resource: views of records and of running requests, and control of engines."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class AdapterContents:
             await self.objects.delete(key)
 
     async def _write(self, adapter: Adapter, magnitudes: Magnitudes | None) -> tuple[WrittenObject, str]:
-        """Write the object of an adapter that is in SQL; check its values where told to, before it is complete."""
+        """Write the object of an adapter that is in SQL; check its values if requested, before it is complete."""
         key = new_adapter_key(adapter.tenant_id, adapter.id)
         writer = self.objects.begin_object(key)
         try:

@@ -110,7 +110,7 @@ class AdapterController(Controller):
         adapter_cache: NamedDependency[AdapterCache],
         adapter_id: FromPath[str],
     ) -> AdapterView:
-        """Delete an adapter, so that nobody can use it any more; returns its last state."""
+        """Delete an adapter; requests cannot use it any more. Returns its last state."""
         async with store.write() as session:
             view = AdapterView.of(await service.get_adapter(session, adapter_id))
             await service.delete_adapter(session, adapter_id)

@@ -16,9 +16,9 @@ MAX_KEY_LENGTH = 128
 
 
 class AdapterState(StrEnum):
-    UPLOADING = "uploading"  # parts are arriving; nobody can use it yet
+    UPLOADING = "uploading"  # parts are arriving; requests cannot use it yet
     READY = "ready"
-    DELETED = "deleted"  # nobody can use it any more; its parts are being deleted
+    DELETED = "deleted"  # requests cannot use it any more; its parts are being deleted
 
 
 class Adapter(Base):

@@ -140,7 +140,7 @@ async def list_adapters(
 
 
 async def delete_adapter(session: AsyncSession, adapter_id: str) -> Adapter:
-    """Mark an adapter as deleted: nobody can use it any more, its name is free, its parts are erased soon.
+    """Mark an adapter as deleted: requests cannot use it any more, its name is free, its parts are deleted soon.
 
     Raises NotFound.
     """

@@ -91,10 +91,10 @@ class Verifier:
         else:
             is_good = is_intact(self.head, entry)
         if not is_good:
-            raise BrokenChain(f"entry {seq} is not what it was when it was written, or one before it is not")
+            raise BrokenChain(f"entry {seq} or an earlier entry was modified after it was written")
         for number, expected in _listed(entry).items():
             if self._unlisted.pop(number, expected) != expected:
-                raise BrokenChain(f"entry {number} is not what was left of it when it was erased")
+                raise BrokenChain(f"entry {number} was modified after its content was erased")
         self.head, self.num_entries, self.num_erased = entry["hash"], seq, self.num_erased + is_erased
 
     def finish(self) -> Verified:

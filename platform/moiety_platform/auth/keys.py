@@ -41,7 +41,7 @@ class KeyText:
 
     @property
     def hint(self) -> str:
-        """The last characters, by which people tell their keys apart."""
+        """The last characters, by which users distinguish their keys."""
         return self.secret[-HINT_LENGTH:]
 
     def __repr__(self) -> str:

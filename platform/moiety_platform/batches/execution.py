@@ -166,7 +166,7 @@ class LineRunner:
         return AnsweredLine(line, LineState.FAILED, answer, self._rows.take(request_id))
 
     def _wait(self, line: ClaimedLine, error: PlatformError) -> RequeuedLine:
-        """Requeue a line that was told to retry later, as often as needed while the batch lasts.
+        """Requeue a line that has to be retried later, as often as needed while the batch lasts.
 
         The retry does not precede the time that the error gives, up to MAX_RETRY_AFTER_S.
         """

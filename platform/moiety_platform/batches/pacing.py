@@ -34,7 +34,7 @@ class BatchPacing:
         return 0 if now_s < self.paused_until_s else max(0, int(self.places) - num_running)
 
     def refused(self, *, by_limit: bool, num_running: int, wait_s: float, now_s: float) -> None:
-        """Record that a line was told to retry later, while `num_running` others were running.
+        """Record that a line has to be retried later, while `num_running` others were running.
 
         If several began together, the first one determines the pause.
         """

@@ -84,7 +84,7 @@ def submit(
         asked = {"input_file_id": uploaded["id"], "endpoint": path, "completion_window": "24h"}
         batch = client.call("POST", "/batches", json=asked)
         if wait:
-            say(f"{batch['id']} is submitted; it goes on without this command", err=True)
+            say(f"{batch['id']} is submitted; it continues without this command", err=True)
             batch = follow(client, batch)
     show(batch, as_json)
     if wait and batch["status"] != "completed":

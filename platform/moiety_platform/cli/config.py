@@ -139,9 +139,9 @@ def show(admin: Admin) -> None:
     rows = [{**one, "reload": WAITS if one["waits"] else HOT_RELOAD[one["reload"]]} for one in told["data"]]
     admin.show_rows(rows, {"name": "name", "value": "value", "origin": "from", "reload": "hot reload"})
     if told["file"] is not None:
-        say(f"{told['file']}, taken {told['taken_at']}")
+        say(f"{told['file']}, loaded {told['taken_at']}")
     if told["problem"]:
-        raise CommandError(f"the file as it is now was not taken: {told['problem']}")
+        raise CommandError(f"the current file was not loaded: {told['problem']}")
 
 
 def differences_from(file: Path, running: Sequence[Mapping[str, Any]]) -> Iterator[SettingDifference]:

@@ -31,7 +31,7 @@ def read_journals(paths: Iterable[Path], since: datetime) -> dict[str, dict[str,
     """Return output tokens by request id and answer id, of requests that ended since `since`.
 
     If several engines worked on an answer, each counts everything before it too, so the highest count is used. Raises
-    CommandError for a file that is no journal.
+    CommandError for a file that is not a journal.
     """
     counted: dict[str, dict[str, int]] = {}
     for path in paths:

@@ -21,7 +21,7 @@ from moiety_platform.reloading.shown import shown
 SETTINGS_HEAD = """# Settings
 
 This page lists every setting of the gateway and of the trace store. `moiety config reference` generates it from the
-declarations of the settings. [Configuration](commands.md#where-settings-come-from) describes the file and the
+declarations of the settings. [Configuration](commands.md#configuration-precedence) describes the file and the
 environment variables, [operations](operations.md#hot-reload-of-the-configuration) how a running process reloads
 its file. The options of commands are on [another page](options.md).
 """
@@ -29,7 +29,7 @@ OPTIONS_HEAD = """# Command-line options
 
 This page lists every option of every command. `moiety config reference --options` generates it from the declarations of
 the options; [Commands](commands.md) describes the commands. In the table of a command in a
-[configuration file](commands.md#where-settings-come-from) an option has the same name without the leading dashes.
+[configuration file](commands.md#configuration-precedence) an option has the same name without the leading dashes.
 Engines read their options at the start: a change needs a restart.
 
 Options that several commands share come first.

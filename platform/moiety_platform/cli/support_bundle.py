@@ -112,7 +112,7 @@ def _parts(patient: DoctorContext, operations_url: str | None, logs: list[Path])
 
 
 def _settings(settings: GatewaySettings) -> dict[str, Any]:
-    return {name: value for name, value in settings}  # noqa: C416  a model is no mapping
+    return {name: value for name, value in settings}  # noqa: C416  a model is not a mapping
 
 
 def _get(http: httpx.Client, path: str, key: str | None) -> str:

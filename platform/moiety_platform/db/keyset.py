@@ -68,7 +68,7 @@ async def read_list(
 ) -> tuple[Sequence[Row], bool]:
     """Return the requested page of the statement's rows, and whether more follow.
 
-    Raises BadRequest if `after` is no id of the statement's rows.
+    Raises BadRequest if `after` is not the id of one of the statement's rows.
     """
     if wanted.after is not None:
         position = statement.with_only_columns(created, row_id).where(row_id == wanted.after[:64])

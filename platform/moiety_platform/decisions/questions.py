@@ -55,7 +55,7 @@ def _literals(options: Sequence[_Option]) -> tuple[str, ...]:
 
 
 def _task(instructions: str, heading: str, options: Sequence[_Option]) -> str:
-    """Return what the model is told to do: to answer with one of the options, which are listed."""
+    """Return the instruction for the model: to answer with one of the listed options."""
     listed = "\n".join(
         f"- {option.literal}" + (f": {option.description}" if option.description else "") for option in options
     )
@@ -79,7 +79,7 @@ class PredicateQuestion(StrictBody):
 
     @property
     def task(self) -> str:
-        """What the model is told to do."""
+        """The instruction for the model."""
         return (
             f"Statement about the input: {text_of(self.instructions)}\n\n"
             "Is the statement true? Answer with true or false only."
@@ -116,7 +116,7 @@ class ChoiceQuestion(StrictBody):
 
     @property
     def task(self) -> str:
-        """What the model is told to do."""
+        """The instruction for the model."""
         return _task(text_of(self.instructions), "The possible answers", self.choices)
 
 
@@ -150,7 +150,7 @@ class ScoreQuestion(StrictBody):
 
     @property
     def task(self) -> str:
-        """What the model is told to do."""
+        """The instruction for the model."""
         return _task(text_of(self.instructions), "The levels, from the lowest to the highest", self.levels)
 
 

@@ -51,7 +51,7 @@ async def delete_declaration(session: AsyncSession, kind: DeclaredKind, name: st
     could_be = 0 < len(name) <= MAX_DECLARED_NAME_LENGTH and name.isprintable()
     record = await session.get(Declaration, (kind, name)) if could_be else None
     if record is None:
-        raise NotFound("There is no such declaration; list them with GET /admin/v1/declarations.", param="name")
+        raise NotFound("No declaration has this name; list them with GET /admin/v1/declarations.", param="name")
     await session.delete(record)
     return record
 

@@ -25,7 +25,7 @@ CLASSES_A_PIECE = 16
 
 
 class PoolingResults(msgspec.Struct, frozen=True):
-    """What the engine returned for the prompts of a request, and what the answer says of the request."""
+    """Engine results for the prompts of a request, and the request's fields in the answer."""
 
     answer_id: str
     model: str

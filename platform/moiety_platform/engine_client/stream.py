@@ -212,7 +212,7 @@ class EngineStream:
             self._break("an embedding ended without its vector")
             return
         if message.reason is FinishReason.PREFILL_DONE and not self._may_hand_over:
-            self._break("a request was handed over that nobody is to go on with")
+            self._break("the engine transferred a request for which no decode engine was chosen")
             return
         self.num_output_tokens, self.num_cached_tokens = message.num_output_tokens, message.num_cached_tokens
         self.finished = message

@@ -101,7 +101,7 @@ async def get_file(
 ) -> StoredFile:
     """Return a file of the project. Raises NotFound.
 
-    With `lock` nobody can delete it before the transaction ends.
+    With `lock` it cannot be deleted before the transaction ends.
     """
     statement = select(StoredFile).where(StoredFile.id == file_id, *_visible(project_id, now))
     if lock:

@@ -225,7 +225,7 @@ class StrictBody(BaseModel):
 
     @classmethod
     def translated(cls, _data: bytes) -> bytes | None:
-        """Return a body in the form of another API as one of this schema; None where it is no such body.
+        """Return a body in the form of another API as one of this schema; None if it does not have that form.
 
         Called for bodies that are not valid as they are. May raise ValidationError.
         """

@@ -1,4 +1,4 @@
-"""Whether an answer that follows a response format can be told from a call of a tool.
+"""Distinction between answers that follow a response format and calls of a tool.
 
 Where no marker stands before calls, an answer is a call if it reads like one. So a response format can stand beside
 tools only if none of its answers reads like a call of one of them.
@@ -27,7 +27,7 @@ _LIKE_CALL = (
 
 
 def ambiguity_of(answer: GrammarSpec, way: ToolFormat, offer: ToolOffer, special: Collection[str]) -> str:
-    """Return why answers of a grammar cannot be told from calls, as a phrase; "" where they can.
+    """Return why answers of a grammar cannot be distinguished from calls, as a phrase; "" where they can.
 
     `special` are the markers of calls that are added tokens.
     """

@@ -21,10 +21,6 @@ from pydantic_core.core_schema import no_info_before_validator_function
 
 from moiety_platform.inference.body_fields import refuse
 
-IGNORED_HEADER = "x-moiety-ignored-fields"
-ADJUSTED_HEADER = "x-moiety-adjusted-fields"
-MAX_NAMED = 32  # fields in a header
-
 
 class FieldTreatment(StrEnum):
     """What a server does with a field."""
@@ -129,13 +125,3 @@ def ignored_fields(body: BaseModel, path: str = "") -> Iterator[str]:
             yield path + name
         elif isinstance(value, BaseModel):
             yield from ignored_fields(value, f"{path}{name}.")
-
-
-def support_headers(ignored_names: list[str], adjusted: dict[str, str]) -> dict[str, str]:
-    """Return the headers that name ignored fields, and adjusted fields with the value that is used instead."""
-    headers = {}
-    if ignored_names:
-        headers[IGNORED_HEADER] = ", ".join(sorted(ignored_names)[:MAX_NAMED])
-    if adjusted:
-        headers[ADJUSTED_HEADER] = ", ".join(f"{name}={value}" for name, value in sorted(adjusted.items())[:MAX_NAMED])
-    return headers

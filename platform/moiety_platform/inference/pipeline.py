@@ -36,7 +36,7 @@ from moiety_platform.inference.context_editing import encode_edited
 from moiety_platform.inference.endpoint import Body, Endpoint
 from moiety_platform.inference.engine_placement import Placement
 from moiety_platform.inference.engine_submits import RequestOrigin, check_limits, most_output_tokens, submits_of
-from moiety_platform.inference.field_support import ignorable_fields, ignored_fields, support_headers
+from moiety_platform.inference.field_support import ignorable_fields, ignored_fields
 from moiety_platform.inference.generation import (
     Conversation,
     Generation,
@@ -54,6 +54,7 @@ from moiety_platform.inference.request_body import BodyReader
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.request_recorder import STOPPING, RequestRecorder
 from moiety_platform.inference.response import ClientDisconnected, HttpResponse, KeepAlive, WatchingForDisconnect
+from moiety_platform.inference.response_headers import response_headers
 from moiety_platform.inference.run import InferenceRun
 from moiety_platform.inference.truncation import encode_fitting
 from moiety_platform.known_parameters import check_query
@@ -70,9 +71,7 @@ from moiety_platform.traces.tracing import Phase
 from moiety_wire.messages import ModelCard
 from moiety_wire.roles import EngineRole
 
-CLASS_HEADER = "x-moiety-class"  # the class that is served
 TAGS_FIELD = TAGS_HEADER.encode()
-ADMISSION_HEADER = "x-moiety-admission"  # the reason code of the engine's verdict
 
 log = structlog.get_logger(__name__)
 
@@ -154,7 +153,7 @@ class RequestPipeline:
                             body = await endpoint.prepare(body, record)
                         accept = None if endpoint.accept is None else partial(endpoint.accept, body, record, response)
                         async with await self.start(record, body.generation(), streams=streams, accept=accept) as run:
-                            response.headers = _headers_of(record)
+                            response.headers = response_headers(record)
                             keep_alive_s = self.limits.sse_keep_alive_s if streams else 0.0
                             async with KeepAlive(response, keep_alive_s, endpoint.keep_alive, record.kept_alive):
                                 send_last = await endpoint.answer(body, run, record, response)
@@ -386,19 +385,6 @@ def _refuse_hopeless(generation: Generation, matched: _Matched) -> None:
     refusal = refuse_hopeless(service, state.class_load(service.name))
     if refusal is not None:
         raise Overloaded(refusal.message, refusal.reason, retry_after_s=refusal.retry_after_s)
-
-
-def _headers_of(record: RequestRecord) -> dict[str, str]:
-    """Return the response headers of an admitted request."""
-    adjustments = {}
-    if record.ignored_fields or record.adjusted_fields:
-        adjustments = support_headers(record.ignored_fields, record.adjusted_fields)
-    return {
-        CLASS_HEADER: record.service_class,
-        ADMISSION_HEADER: record.admission_reason,
-        **record.reservation.headers(),
-        **adjustments,
-    }
 
 
 async def _report(response: HttpResponse, error: PlatformError) -> None:

@@ -169,7 +169,7 @@ class RequestRecord:
             self.error_code = self.reservation.refusal_code
 
     def kept_alive(self) -> None:
-        """Record that a keep-alive event is sent. It begins the response, but is no part of the answer."""
+        """Record that a keep-alive event is sent. It begins the response, but is not part of the answer."""
         self.was_kept_alive = True
 
     def disconnected(self) -> None:

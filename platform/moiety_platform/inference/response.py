@@ -223,7 +223,7 @@ class HttpResponse:
         await self._raw_send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def keep_alive(self, event: bytes) -> None:
-        """Send an event that is no part of the answer, and is not stored with it. It may start the answer."""
+        """Send an event that is not part of the answer, and is not stored with it. It may start the answer."""
         if not self._streaming:
             self._streaming = True
             await self._start(200, _STREAM_HEADERS, self.headers)

@@ -26,7 +26,7 @@ from moiety_wire.notes import EventKind
 
 CREDIT_REFUSED = "credit_refused"  # the detail of an end for want of credit
 _is_admitted = attrgetter("is_admitted")
-STOP_TOKEN = "stop_token"  # the detail of an end by a token that is no text
+STOP_TOKEN = "stop_token"  # the detail of an end by a token that is not text
 
 
 class Usage(msgspec.Struct, frozen=True):

@@ -74,7 +74,7 @@ def _parse_object(value: Any) -> Any:
     except msgspec.MsgspecError:
         parsed = None
     if not isinstance(parsed, dict):
-        raise refuse("the string holds no JSON object; send a call as it was answered, or leave it out")
+        raise refuse("the string holds no JSON object; send a call as it was returned, or omit it")
     return parsed
 
 

@@ -134,7 +134,7 @@ class ObjectStore:
         return await self.call(lambda: bytes(obstore.get_range(self._store, key, start=start, length=num_bytes)))
 
     async def delete(self, key: str) -> bool:
-        """Delete an object; return whether it was there, as far as the store tells. Idempotent."""
+        """Delete an object; return whether it was there, as far as the store reports it. Idempotent."""
         await self.check()
         return await self.call(lambda: self._delete(key))
 
@@ -169,7 +169,7 @@ class ObjectStore:
     async def remove_unfinished(self, prefix: str = "", before: datetime | None = None) -> int:
         """Remove unfinished objects from a local folder, which killed processes leave; return their number.
 
-        They are those whose keys begin with the prefix and that nobody has written to since `before`. A bucket needs a
+        They are those whose keys begin with the prefix and that were not written since `before`. A bucket needs a
         lifecycle rule for that.
         """
         await self.check()

@@ -64,7 +64,7 @@ def usage_fields(usage: Usage) -> CompletionUsage:
 
 @dataclass(frozen=True, slots=True)
 class AnswerOptions:
-    """What an answer tells beside the text."""
+    """Fields of an answer besides its text."""
 
     with_logprobs: bool
     names_ids: bool = False  # tokens of log probabilities are named by their ids

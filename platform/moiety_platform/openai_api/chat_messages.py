@@ -76,7 +76,7 @@ class ChatMessage(StrictBody):
     refusal: str | None = None  # an assistant's, which the model reads as text
     reasoning_content: str | None = None  # an assistant's reasoning, which the template may omit
     reasoning: Annotated[Any, mapped("It is the name of `reasoning_content` in vLLM and OpenRouter.")] = (
-        None  # others' is no text
+        None  # others' values are not text
     )
     audio: Annotated[Any, refused("answers with audio are not supported; leave the field out", [])] = None
     tool_call_id: str | None = None

@@ -30,7 +30,7 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class ChunkOptions:
-    """What the chunks of a stream tell beside the text."""
+    """Fields of a stream's chunks besides the text."""
 
     usage_in_last: bool
     usage_so_far: Callable[[int], Usage] | None = None  # of a choice, in each of its chunks

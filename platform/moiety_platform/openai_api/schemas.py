@@ -254,7 +254,7 @@ class ChatBody(VllmChatFields, GenerationBody):
     ] = None
     metadata: MetadataPairs | None = None
     safety_identifier: _EndUser | None = None
-    store: Annotated[bool | None, ignored("Chats are not kept. `/v1/responses` keeps what it answers.")] = None
+    store: Annotated[bool | None, ignored("Chats are not stored. Use `/v1/responses` to store responses.")] = None
     verbosity: Annotated[
         Literal["low", "medium", "high"] | None, ignored("Models have no such option. Say it in the instructions.")
     ] = None

@@ -43,7 +43,7 @@ async def get_price(session: AsyncSession, model: str, service_class: str | None
     """Return the price of exactly this model and class. Raises NotFound."""
     record = await find_price(session, model, service_class)
     if record is None:
-        raise NotFound("There is no such price; list them with GET /admin/v1/prices.", param="model")
+        raise NotFound("There is no price for this model; list them with GET /admin/v1/prices.", param="model")
     return record
 
 

@@ -60,7 +60,7 @@ class SettingsSource(Generic[S]):
     def read(self) -> S:
         """Return the current settings of the file. Raises BadSettings.
 
-        An empty file also raises: somebody is about to write it.
+        An empty file also raises, since it is probably being written.
         """
         assert self.path is not None, "there is something to read again"
         try:

@@ -19,9 +19,9 @@ from moiety_platform.auth.principal import Principal
 from moiety_platform.db.keyset import After, Identified, list_fields, parse_list
 from moiety_platform.errors import BadRequest, Unavailable
 from moiety_platform.inference.endpoint import Endpoint, EndpointDocs, SendLast, Serve, route
-from moiety_platform.inference.field_support import support_headers
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.response import HttpResponse
+from moiety_platform.inference.response_headers import field_headers
 from moiety_platform.inference.run import InferenceRun
 from moiety_platform.inference.text_answer import relay
 from moiety_platform.known_parameters import IGNORED
@@ -133,7 +133,7 @@ class ResponseAnswers:
         queued = msgspec.json.encode(ResponseHead.of(body, record).queued())
         if not await self._store(queued, body, record, LEASE_MS):
             raise Unavailable("the response cannot be stored now, which 'background' needs; try again")
-        headers = support_headers(record.ignored_fields, record.adjusted_fields)
+        headers = field_headers(record.ignored_fields, record.adjusted_fields)
         if body.wants_stream:
             await self.runs.current.detach_stream(record.request_id, queued, reply, headers)
         else:

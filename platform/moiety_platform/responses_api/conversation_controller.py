@@ -15,8 +15,8 @@ from moiety_platform.auth.client import authenticate
 from moiety_platform.auth.principal import Principal
 from moiety_platform.db.keyset import After, Identified, Listing, list_fields, parse_list
 from moiety_platform.inference.body_fields import StrictBody
-from moiety_platform.inference.field_support import support_headers
 from moiety_platform.inference.request_body import BodyReader
+from moiety_platform.inference.response_headers import field_headers
 from moiety_platform.known_parameters import IGNORED
 from moiety_platform.openapi.described import JSON, Described, describes, fails
 from moiety_platform.openapi.documents import KEY
@@ -185,4 +185,4 @@ class ConversationController(Controller):
 def _headers(items: Sequence[InputItem] | None) -> dict[str, str]:
     """Return the response headers that name the types of items that are not stored."""
     skipped = {f"items.{readable_type(item.type)}" for item in items or () if isinstance(item, SkippedItem)}
-    return support_headers(sorted(skipped), {})
+    return field_headers(sorted(skipped), {})

@@ -149,7 +149,7 @@ class CompactionTrigger(StrictBody):
     type: Literal["compaction_trigger"]
 
     def checked(self) -> None:
-        """Return nothing, since it is no part of the conversation."""
+        """Return nothing, since it is not part of the conversation."""
 
 
 class AdditionalTools(StrictBody):
@@ -175,7 +175,7 @@ class SkippedItem(StrictBody):
         return value
 
     def checked(self) -> None:
-        """Return nothing, since it is no part of the conversation."""
+        """Return nothing, since it is not part of the conversation."""
 
 
 InputItem = (

@@ -71,7 +71,7 @@ Step = ItemBegun | MoreText | MoreThought | MoreArguments | MoreInput | ItemEnde
 
 @dataclass(slots=True)
 class _PendingCall:
-    """A call of a tool that is no function, until its arguments are complete."""
+    """A call of a tool that is not a function, until its arguments are complete."""
 
     tool: OfferedTool
     arguments: list[str] = field(default_factory=list)
@@ -170,7 +170,7 @@ class ResponseOutput:
         return [MoreArguments(text)]
 
     def _called(self, call: _PendingCall) -> list[Step]:
-        """Return the steps of a complete call of a tool that is no function."""
+        """Return the steps of a complete call of a tool that is not a function."""
         arguments = "".join(call.arguments)
         item = call_item_of(call.tool, new_call_id(), arguments)
         if item is None:

@@ -26,7 +26,7 @@ class InputTokensBody(ToolItemsBody):
     """`POST /v1/responses/input_tokens`."""
 
     reasoning: ReasoningOption | None = None
-    text: Annotated[TextOptions | None, ignored("A response format is no part of the prompt.")] = None
+    text: Annotated[TextOptions | None, ignored("A response format is not part of the prompt.")] = None
     truncation: Annotated[
         Literal["auto", "disabled"] | None, mapped("The whole conversation is counted, also where it does not fit.")
     ] = None

@@ -32,7 +32,7 @@ class ResponseTool(StrictBody):
     type: str
 
     def offered(self) -> Iterator[OfferedTool]:
-        """Yield the functions of the model that the tool stands for."""
+        """Yield the functions that represent the tool for the model."""
         yield from ()
 
     def fields(self) -> dict[str, Any]:

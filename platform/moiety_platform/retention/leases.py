@@ -18,7 +18,7 @@ Now = Callable[[], ColumnElement[int]]
 
 
 async def due(session: AsyncSession, names: Collection[str], now: Now) -> set[str]:
-    """Return the names of the jobs that nobody runs and that are due."""
+    """Return the names of the jobs that are due and that no gateway runs."""
     others = select(RetentionJobRecord.name).where(RetentionJobRecord.available_ms > now())
     return set(names) - set(await session.scalars(others))
 

@@ -103,7 +103,7 @@ class CircuitBreaker:
         return self._was_told and self.state(now_s) is BreakerState.OPEN
 
     def begin(self, now_s: float) -> Ticket:
-        """Record that a request goes there, even against `is_willing`: then it is no trial."""
+        """Record that a request goes there, even against `is_willing`: then it is not a trial."""
         is_half_open = self._until_s is not None and now_s >= self._until_s
         is_trial = is_half_open and self._trial is None
         ticket = Ticket(self.num_openings, is_trial)

@@ -216,7 +216,7 @@ class Replicas:
     def why_not_ready(self) -> list[str]:
         """Return a reason per engine, or nothing if at least one can take a request or sleeps.
 
-        A gateway whose engines sleep must count as ready, or nobody could reach it to wake them.
+        A gateway whose engines sleep must count as ready, otherwise no client could reach it to wake them.
         """
         states = self.states()
         if any(state.healthy and not state.draining for state in states):

@@ -72,7 +72,7 @@ async def find(session: AsyncSession, simulation_id: str, now: Now = now_ms) -> 
     could_be = is_id(simulation_id)
     record = await session.get(SimulationRecord, simulation_id, populate_existing=True) if could_be else None
     if record is None:
-        raise NotFound("There is no such simulation, or it was a day ago; list them with GET /admin/v1/simulations.")
+        raise NotFound("No simulation of the last day has this id; list them with GET /admin/v1/simulations.")
     return view_of(record, int(await session.scalar(select(now())) or 0))
 
 

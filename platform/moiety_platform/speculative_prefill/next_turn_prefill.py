@@ -2,7 +2,7 @@
 
 When a chat answer ends, the prefix of the next turn's prompt is known. With a reasoning model it differs from the
 engine's prefix cache, since later prompts omit reasoning. The gateway sends this prefix to the engine that answered.
-The engine decides whether the next turn is likely, and computes the prefix while it is idle. It is no request, and no
+The engine decides whether the next turn is likely, and computes the prefix while it is idle. It is not a request; no
 client waits for it. Failures are only counted.
 
 The computed tokens are stored once, in a usage row of their own. Where the tenant is charged, they cost the price of

@@ -52,6 +52,6 @@ async def erase_entries(session: AsyncSession, tenant_id: str, now: datetime) ->
 
 
 def _actor(entry: dict[str, Any]) -> str:
-    """Return the actor to keep: a key's id reveals nobody, but a user name of the tenant's identity provider does."""
+    """Return the actor to keep: a key's id names no person, but a user name of an identity provider does."""
     is_person = entry["actor_role"] == Role.TENANT_ADMIN and entry["actor"].startswith(PERSON)
     return NOBODY if is_person else str(entry["actor"])

@@ -51,7 +51,7 @@ async def change_row(session: AsyncSession, row: UsageRow) -> None:
 
 
 async def _replace_killed(session: AsyncSession, rows: Sequence[UsageRow]) -> list[Charge]:
-    """Replace the rows of requests whose gateway was wrongly taken for dead; return the additional charges.
+    """Replace the rows of requests whose gateway was wrongly considered dead; return the additional charges.
 
     The gateway's own row counts instead of the stored one.
     """

@@ -62,7 +62,7 @@ def body_of(alert: QuotaAlert) -> bytes:
 
 
 def derive_secret(webhook_id: str, pepper: bytes) -> str:
-    """Return a webhook's secret: 256 bits that nobody without the pepper can compute."""
+    """Return a webhook's secret: 256 bits that cannot be computed without the pepper."""
     return SECRET_PREFIX + hmac.digest(pepper, b"webhook:" + webhook_id.encode(), hashlib.sha256).hex()
 
 

@@ -103,7 +103,7 @@ def ask_removal(client: AdminClient, scopes: Mapping[Scope, str], quotas: list[d
     st.markdown("**Delete a quota**")
     mine = {quota["id"]: quota for quota in quotas if (quota["level"], quota["scope_id"]) in scopes}
     if not mine:
-        st.caption("There is no quota that you may delete.")
+        st.caption("You cannot delete any of these quotas.")
         return
 
     def label(quota_id: str) -> str:

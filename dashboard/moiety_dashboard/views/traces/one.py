@@ -26,10 +26,7 @@ def draw(client: AdminClient, trace_id: str, names: Mapping[str, str]) -> None:
     if answer is None:
         panels.head("Traces", "One trace")
         leave()
-        st.info(
-            "There is no trace with this id, or it was not kept. A trace is stored about two seconds after the "
-            f"answer. {KEPT}"
-        )
+        st.info(f"No trace with this id is stored. A trace is stored about two seconds after the answer. {KEPT}")
         return
     spans, linked = answer.data["spans"], answer.data["linked"]
     requests = frames.requests_of(spans)

@@ -23,10 +23,10 @@ class FamilyEntry:
     settings: Config = field(default_factory=dict)
 
 
-_DEEPSEEK = "sigmoid; the best groups by their two best experts, with a bias for choosing; shared experts"
+_DEEPSEEK = "sigmoid; the best groups by their two best experts, with a selection bias; shared experts"
 _AS_DEEPSEEK = "as DeepSeek-V3; first layers dense"
 _GRANITE = "softmax over the chosen; multipliers of embedding, residuals and logits"
-_SIGMOID = "sigmoid, with a bias for choosing; shared experts; first layers dense"
+_SIGMOID = "sigmoid, with a selection bias; shared experts; first layers dense"
 _NO_ROPE = "windows; full attention without positions"
 _DELTA = "gated DeltaNet in three of four layers, else norms of heads and an output gate"
 _WITH_SHARED = "softmax, renormalised; a shared expert with a gate"
@@ -73,7 +73,7 @@ CATALOG: dict[str, FamilyEntry] = {
     "ernie4_5_moe": FamilyEntry(
         "ERNIE-4.5-21B-A3B, 300B-A47B",
         "grouped, rotates neighbours",
-        "softmax with a bias for choosing; shared experts; first layers dense",
+        "softmax with a selection bias; shared experts; first layers dense",
     ),
     "exaone_moe": FamilyEntry("K-EXAONE-236B-A23B", f"norms of heads, {_NO_ROPE}", _AS_DEEPSEEK),
     "flex_olmo": FamilyEntry("FlexOlmo-7x7B-1T", "norms of all heads at once", "softmax; norms of outputs only"),
@@ -86,15 +86,17 @@ CATALOG: dict[str, FamilyEntry] = {
     ),
     "granite": FamilyEntry(
         "Granite 3.0 to 3.3 2B, 8B",
-        "grouped, a scale of its own",
+        "grouped, a configured attention scale",
         "dense; multipliers of embedding, residuals and logits",
     ),
-    "granitemoe": FamilyEntry("Granite 3.0 and 3.1 1B-A400M, 3B-A800M", "grouped, a scale of its own", _GRANITE),
+    "granitemoe": FamilyEntry(
+        "Granite 3.0 and 3.1 1B-A400M, 3B-A800M", "grouped, a configured attention scale", _GRANITE
+    ),
     "granitemoe_swa": FamilyEntry(
         "Granite Swash 3B-A600M", "sinks, windows, a rotary base by layer or none", f"{_GRANITE}; shared experts"
     ),
     "granitemoeshared": FamilyEntry(
-        "Granite with shared experts", "grouped, a scale of its own", f"{_GRANITE}; shared experts"
+        "Granite with shared experts", "grouped, a configured attention scale", f"{_GRANITE}; shared experts"
     ),
     "hunyuan_v1_moe": FamilyEntry(
         "Hunyuan-A13B",
@@ -107,12 +109,12 @@ CATALOG: dict[str, FamilyEntry] = {
     "kolibri1": FamilyEntry(
         "Kolibri 1",
         f"norms of heads, {_NO_ROPE}",
-        "sigmoids of the chosen logits, with a bias for choosing; a shared expert; norms of outputs too",
+        "sigmoids of the chosen logits, with a selection bias; a shared expert; norms of outputs too",
     ),
     "laguna": FamilyEntry(
         "Laguna XS.2", "norms of heads, windows, query heads by layer, an output gate, two rotary embeddings", _SIGMOID
     ),
-    "llama": FamilyEntry("Llama 2, 3 and what is built like them", "grouped", "dense"),
+    "llama": FamilyEntry("Llama 2, 3 and models with the same architecture", "grouped", "dense"),
     "mellum": FamilyEntry(
         "Mellum 2 12B-A2.5B",
         "norms of heads, windows, two rotary embeddings",
@@ -121,7 +123,7 @@ CATALOG: dict[str, FamilyEntry] = {
     "minimax_m2": FamilyEntry(
         "MiniMax-M2, M2.5",
         "part of each head rotated, norms of all heads at once",
-        "sigmoid, with a bias for choosing",
+        "sigmoid, with a selection bias",
     ),
     "mistral": FamilyEntry("Mistral 7B, Nemo", "grouped, windows", "dense"),
     "mistral4": FamilyEntry(

@@ -113,7 +113,7 @@ class PolicyContext:
 
 
 class Policy:
-    """Interface of a policy. By default it limits no time, delays nobody, and admits all requests."""
+    """Interface of a policy. By default it limits no time, delays no request, and admits all requests."""
 
     sizes_chunks = False  # true if the policy limits the time of a step
 

@@ -67,7 +67,7 @@ def _plain(node: yaml.Node, path: str, document: Document) -> Any:
             inner = f"{path}.{key.value}"
             document.lines[inner] = key.start_mark.line + 1
             if key.value in found:
-                raise document.wrong(inner, "stands here twice; take one of them away")
+                raise document.wrong(inner, "is given twice; remove one of them")
             found[key.value] = _plain(value, inner, document)
             document.lines[inner] = key.start_mark.line + 1
         return found

@@ -150,7 +150,7 @@ class PlanExecutor:
         request = kind.read(row)
         now, tag = self._client.tagged(request.path, **request.query)
         if any(now.get(name) != before for name, (before, _) in step.changes.items()):
-            raise CommandError("it was changed by someone else after it was read, and was left as it is; apply again")
+            raise CommandError("it was changed elsewhere after it was read, so it was not changed here; apply again")
         return {"If-Match": tag}
 
     def _send(self, request: AdminRequest, headers: dict[str, str] | None = None) -> Row:

@@ -60,7 +60,7 @@ def _open_to_others(settings: GatewaySettings) -> Finding | None:
     for file in (settings.data_dir / FILE_NAME, settings.data_dir / PREVIOUS_FILE_NAME):
         if file.exists() and (mode := stat.S_IMODE(file.stat().st_mode)) & 0o077:
             told, command = f"{file} can be read by others (mode {mode:o})", f"chmod 600 {shlex.quote(str(file))}"
-            return wrong(AREA, "pepper_open", told, "let its owner alone read it", command)
+            return wrong(AREA, "pepper_open", told, "make it readable for its owner only", command)
     return None
 
 

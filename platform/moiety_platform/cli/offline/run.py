@@ -109,7 +109,7 @@ def _answer(replica: Replica, left: list[Work], file: Path, answers: AnswerFile)
             asyncio.run(answering.run(left))
         except KeyboardInterrupt as exc:
             num_open = len(left) - counts.answered - counts.failed
-            say(f"moiety: stopped; {num_open:,} lines are left, and the same command goes on", err=True)
+            say(f"moiety: stopped; {num_open:,} lines are left; run the same command to continue", err=True)
             raise typer.Exit(EXIT_INTERRUPTED) from exc
     wall_s = time.perf_counter() - begin_s
     return {

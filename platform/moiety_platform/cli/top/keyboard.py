@@ -24,7 +24,7 @@ ReadKeys = Callable[[float], str]  # (longest wait in seconds) → the keys pres
 def keys_of_terminal() -> Iterator[ReadKeys]:
     """Yield a function that reads keys within the context; the terminal is restored afterwards.
 
-    If standard input is no terminal, the function only waits.
+    If standard input is not a terminal, the function only waits.
     """
     if termios is None or not sys.stdin.isatty():
         yield _only_wait

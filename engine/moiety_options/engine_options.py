@@ -8,7 +8,7 @@ from pathlib import Path
 
 from moiety_options import panels
 from moiety_options.declaration import option
-from moiety_options.model import ENV, ServedModelOptions
+from moiety_options.model_options import ENV, ServedModelOptions
 from moiety_wire.engine_choices import MAX_TRACED_PER_S, KvTransport, PolicyName
 from moiety_wire.roles import EngineRole
 
