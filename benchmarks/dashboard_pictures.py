@@ -80,7 +80,7 @@ def simulate(page: Any) -> None:
         page.get_by_role("combobox", name="Step time model").click()
         page.get_by_role("option", name="a100-llama3-8b", exact=True).click()
         page.get_by_role("spinbutton", name="Load factor").fill("3")
-        page.get_by_role("button", name="Simulate").click()
+        page.get_by_role("button", name="Simulate", exact=True).click()
     page.get_by_text("Wasted prefill").first.wait_for(timeout=300_000)
     page.wait_for_timeout(2500)
 
