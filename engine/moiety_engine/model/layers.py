@@ -13,6 +13,7 @@ import torch
 from moiety_engine.model.adapter_stacks import Product
 from moiety_engine.model.batch import LayerCache
 from moiety_engine.model.cached_experts import CachedExperts
+from moiety_engine.model.divided_norm import DividedNorm
 from moiety_engine.model.gated_delta_net import GatedDeltaNet
 from moiety_engine.model.latent_attention import LatentAttention
 from moiety_engine.model.spec import GatedDeltaSpec, LatentAttentionSpec, MoeSpec
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from moiety_engine.distribution.collectives import RankCollectives
     from moiety_engine.model.adapter_stacks import AdaptedRows, LayerFactors
     from moiety_engine.model.arithmetic import Arithmetic
     from moiety_engine.model.batch import Batch, Cache
@@ -72,20 +74,27 @@ class GroupedQueryAttention:
         adapters: LayerFactors,
         *,
         rounds: bool,
+        group: RankCollectives,
     ) -> None:
-        """Create the layer. `rounds`: attention may round its inputs to bfloat16, the type of the model's weights."""
+        """Create the layer.
+
+        `rounds`: attention may round its inputs to bfloat16, the type of the model's weights. `group`: the ranks that
+        share the heads.
+        """
         self._spec, self._weights, self._rotary, self._adapters = spec, weights, rotary, adapters
         self._linear = partial(linear, invariant=arithmetic.invariant)
         self._rounds = rounds
-        self._plan = AttentionInputPlan(
-            weights.q_norm, weights.k_norm, norm_eps, spec.clip, rotates_first=spec.rotates_first
-        )
+        self._divided_norm = None if spec.divided_norm is None else DividedNorm(spec, weights, norm_eps, group)
+        norms = (weights.q_norm, weights.k_norm) if self._divided_norm is None else (None, None)
+        self._plan = AttentionInputPlan(*norms, norm_eps, spec.clip, rotates_first=spec.rotates_first)
 
     def __call__(self, x_TD: Tensor, batch: Batch, cache: Cache) -> Tensor:
         assert isinstance(cache, LayerCache)
         spec, weights = self._spec, self._weights
         qkv_TC = self._linear(x_TD, weights.qkv_CD, weights.qkv_bias_C)
         self._adapters.add(Product.QKV, qkv_TC, x_TD, batch.adapted)
+        if self._divided_norm is not None:
+            self._divided_norm(qkv_TC)
         cos_PR, sin_PR, row_T = self._rotary.of_batch(batch)
         q_THd = attention_input(
             qkv_TC,
@@ -270,8 +279,9 @@ def attention(
     adapters: LayerFactors,
     *,
     rounds: bool,
+    group: RankCollectives,
 ) -> Attention:
-    """Return the first half of a layer that the spec describes. `rounds`: see GroupedQueryAttention."""
+    """Return the first half of a layer that the spec describes. `rounds`, `group`: see GroupedQueryAttention."""
     if isinstance(spec, GatedDeltaSpec):
         assert isinstance(weights, GatedDeltaWeights)
         return GatedDeltaNet(spec, weights, arithmetic)
@@ -279,7 +289,9 @@ def attention(
         assert isinstance(weights, LatentAttentionWeights)
         return LatentAttention(spec, weights, rotaries[spec.rope], arithmetic)
     assert isinstance(weights, AttentionWeights)
-    return GroupedQueryAttention(spec, weights, rotaries[spec.rope], norm_eps, arithmetic, adapters, rounds=rounds)
+    return GroupedQueryAttention(
+        spec, weights, rotaries[spec.rope], norm_eps, arithmetic, adapters, rounds=rounds, group=group
+    )
 
 
 def feed_forward(

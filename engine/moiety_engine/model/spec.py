@@ -28,6 +28,13 @@ class OutputGateSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class DividedNormSpec:
+    """Normalization of all heads together over several ranks; `kv_copies`: ranks that have the same key heads."""
+
+    kv_copies: int
+
+
+@dataclass(frozen=True, slots=True)
 class QueryGrowth:
     """Growth of queries with the position, which keeps attention focused in long contexts (Llama 4).
 
@@ -45,7 +52,7 @@ class AttentionSpec:
     `scale`: factor of scores before the softmax. `qk_norm`: RMS normalization of each head, or of the whole width of
     all heads, before the rotation or, with `rotates_first`, after it. `sinks`: attention sinks: each head has an extra
     score in the softmax without a value. `gate`: the output of heads is multiplied by an activation of a projection of
-    the layer's input.
+    the layer's input. `divided_norm`: set on a rank if all heads are normalized together and other ranks have some.
     """
 
     num_heads: int
@@ -61,6 +68,7 @@ class AttentionSpec:
     sinks: bool = False
     rotates_first: bool = False
     gate: OutputGateSpec | None = None
+    divided_norm: DividedNormSpec | None = None
 
     @property
     def q_width(self) -> int:

@@ -20,6 +20,7 @@ from moiety_engine.model.names import placements
 from moiety_engine.model.names.tensor_mapping import Chosen, Shares, TensorMapping
 from moiety_engine.model.spec import (
     AttentionSpec,
+    DividedNormSpec,
     GatedDeltaSpec,
     LatentAttentionSpec,
     LayerSpec,
@@ -200,17 +201,13 @@ def _own_attention(
     heads = divide(attention.num_heads, tp, "query heads", "--tp")
     if isinstance(attention, LatentAttentionSpec):
         return replace(attention, num_heads=heads)
-    if attention.qk_norm == "full" and tp > 1:
-        raise InvalidConfig(
-            "this model normalises the queries of all heads together, so its heads cannot be divided: "
-            "leave out --tp, and divide its experts with --dp-attention and --ep"
-        )
     num_kv = attention.num_kv_heads
     if num_kv % tp and tp % num_kv:
         raise InvalidConfig(
             f"--tp {tp} and the model's {num_kv} key-value heads do not match: one must divide the other"
         )
-    return replace(attention, num_heads=heads, num_kv_heads=max(1, num_kv // tp))
+    divided = DividedNormSpec(max(1, tp // num_kv)) if attention.qk_norm == "full" and tp > 1 else None
+    return replace(attention, num_heads=heads, num_kv_heads=max(1, num_kv // tp), divided_norm=divided)
 
 
 def _own_dense(dense: DenseSpec, seat: Seat) -> DenseSpec:

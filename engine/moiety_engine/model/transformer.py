@@ -109,7 +109,7 @@ class Transformer:
         once = expert_cache is None and not spec.recurrent_layers  # recording runs a step twice, which advances states
         recordable = on_cpu_alone and ranks.everyone.size == 1 and once
         self._programs = _decode_programs(_Pass(self)) if recordable else None
-        attend = partial(attention, arithmetic=arithmetic, rounds=self.dtype is torch.bfloat16)
+        attend = partial(attention, arithmetic=arithmetic, rounds=self.dtype is torch.bfloat16, group=ranks.tensor)
         self._attentions = [
             self._whole(
                 attend(one.attention, w.attention, rotaries, spec.norm.eps, adapters=factors),
