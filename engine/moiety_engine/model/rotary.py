@@ -13,8 +13,9 @@ from torch import Tensor
 from moiety_engine.model.rope_spec import LinearScaling, Llama3Scaling, LongRopeScaling, RopeSpec, YarnScaling
 
 if TYPE_CHECKING:
+    from moiety_engine.model.attention_options import QueryGrowth
     from moiety_engine.model.batch import Batch
-    from moiety_engine.model.spec import ModelSpec, QueryGrowth
+    from moiety_engine.model.spec import ModelSpec
 
 
 class RotaryTable:

@@ -10,39 +10,13 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from moiety_engine.model.attention_options import DividedNormSpec, OutputGateSpec, QueryGrowth
 from moiety_engine.model.rope_spec import LongRopeScaling, RopeSpec
 from moiety_kernels.moe.activation import SILU, Activation
-from moiety_kernels.output_gate.spec import GateKind
 from moiety_kernels.quantization.weight import WeightFormat
 from moiety_kernels.route.spec import RoutingSpec
 
 KV_SCALE_BYTES = 4  # per scale; `cached_rows` counts the scales of a position
-
-
-@dataclass(frozen=True, slots=True)
-class OutputGateSpec:
-    """Gate of attention's output (Qiu et al. 2025, arXiv 2505.06708); `per_head`: one gate for all values of a head."""
-
-    kind: GateKind
-    per_head: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class DividedNormSpec:
-    """Normalization of all heads together over several ranks; `kv_copies`: ranks that have the same key heads."""
-
-    kv_copies: int
-
-
-@dataclass(frozen=True, slots=True)
-class QueryGrowth:
-    """Growth of queries with the position, which keeps attention focused in long contexts (Llama 4).
-
-    Queries at position p are multiplied by 1 + beta · ln(1 + floor(p / original_max_positions)).
-    """
-
-    beta: float
-    original_max_positions: int
 
 
 @dataclass(frozen=True, slots=True)

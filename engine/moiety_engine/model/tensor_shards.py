@@ -16,17 +16,10 @@ import torch
 
 from moiety_engine.distribution.layout import Seat, divide
 from moiety_engine.errors import InvalidConfig
+from moiety_engine.model.attention_options import DividedNormSpec
 from moiety_engine.model.names import placements
 from moiety_engine.model.names.tensor_mapping import Chosen, Shares, TensorMapping
-from moiety_engine.model.spec import (
-    AttentionSpec,
-    DividedNormSpec,
-    GatedDeltaSpec,
-    LatentAttentionSpec,
-    LayerSpec,
-    ModelSpec,
-    MoeSpec,
-)
+from moiety_engine.model.spec import AttentionSpec, GatedDeltaSpec, LatentAttentionSpec, LayerSpec, ModelSpec, MoeSpec
 from moiety_engine.model.weights import ModelWeights, allocate
 
 if TYPE_CHECKING:
