@@ -105,6 +105,12 @@ RECENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "laguna",
         _SIGMOID | {"num_experts": 8, "shared_expert_intermediate_size": 48, "gating": "per-element"},
     ),
+    "llama4_text": (
+        "llama4_text",
+        {"num_hidden_layers": 4, "num_local_experts": 4, "intermediate_size": 48, "intermediate_size_mlp": 96}
+        | {"head_dim": 32, "interleave_moe_layer_step": 2, "attention_chunk_size": 48, "no_rope_layer_interval": 2}
+        | {"floor_scale": 32, "attention_bias": True, "pad_token_id": None},
+    ),
     "mellum": (
         "mellum",
         _SIGMOID

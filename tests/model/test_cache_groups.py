@@ -25,7 +25,7 @@ from moiety_wire.messages import Sampling
 
 TOLERANCE = 1e-4
 BLOCK_SIZE = 4
-WINDOWED = ["gemma3", "gpt_oss", "mistral, sliding window"]
+WINDOWED = ["gemma3", "gpt_oss", "llama4_text", "mistral, sliding window"]
 
 
 @dataclass
@@ -153,6 +153,19 @@ def test_a_long_sequence_of_gpt_oss_takes_hardly_more_than_half_of_the_blocks() 
     layout = TableLayout(16, tuple(group.window for group in groups))
     whole = 2 * layout.blocks_for(32768)  # blocks of as many bytes, had both halves of the layers kept everything
     assert layout.held_for(32768) <= 0.55 * whole
+
+
+def test_a_chunk_of_attention_frees_all_earlier_chunks_and_needs_none_of_them_for_a_prefix_hit() -> None:
+    config = {"model_type": "llama4_text", "num_hidden_layers": 48, "max_position_embeddings": 10_485_760}
+    groups = cache_groups(spec_from_config(config))
+    assert [(len(group.layers), group.window, group.chunked) for group in groups] == [
+        (12, None, False),
+        *[(12, 8192, True)] * 3,
+    ]
+    layout = TableLayout(16, (None, 8192), frozenset({1}))
+    assert [layout.first_kept(1, tokens) for tokens in (8191, 8192, 12_000, 16_384)] == [0, 512, 512, 1024]
+    assert layout.first_kept(0, 16_384) == 0
+    assert layout.held_for(1 << 20) < 65_536 + 600
 
 
 def test_a_long_sequence_of_qwen_3_5_takes_less_than_a_third_of_what_attention_in_all_layers_takes() -> None:

@@ -29,6 +29,7 @@ RECENT = [  # with what older families do not have, such as output gates, layers
     "hunyuan_v1_moe",
     "kolibri1",
     "laguna",
+    "llama4_text",
     "minimax_m2",
     "mistral4",
 ]

@@ -28,8 +28,9 @@ class DividedNormSpec:
 class QueryGrowth:
     """Growth of queries with the position, which keeps attention focused in long contexts (Llama 4).
 
-    Queries at position p are multiplied by 1 + beta · ln(1 + floor(p / original_max_positions)).
+    Queries at position p are multiplied by 1 + beta · ln(1 + floor((p + first) / original_max_positions)).
     """
 
     beta: float
     original_max_positions: int
+    first: int = 0  # number of the first position

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from moiety_engine.cache.table_layout import CHUNK_TOKENS
 from moiety_engine.model.spec import RecurrentSpec
@@ -25,11 +25,20 @@ _CONTEXT_TOKENS = 32768  # context for which memory is compared, unless the mode
 class CacheGroup:
     """Layers of one cache group, as indices over all pipeline stages.
 
-    `window`: number of positions that a query of any of its layers sees, its own included; None: all.
+    `window`: number of positions that a query of any of its layers sees, its own included; None: all. `chunked`: a
+    query sees those of its own chunk of `window` positions.
     """
 
     layers: tuple[int, ...]
     window: int | None
+    chunked: bool = False
+
+
+class _Kind(NamedTuple):
+    """Range of positions that layers keep; see CacheGroup."""
+
+    window: int | None
+    chunked: bool
 
 
 def cache_groups(spec: ModelSpec, *, keep_everything: bool = False) -> tuple[CacheGroup, ...]:
@@ -40,19 +49,18 @@ def cache_groups(spec: ModelSpec, *, keep_everything: bool = False) -> tuple[Cac
     """
     recurrent = set(spec.recurrent_layers)
     layers = tuple(layer for layer in range(len(spec.layers)) if layer not in recurrent)
-    windows = {layer: _window(spec, layer) for layer in layers}
+    kind_of = {layer: _kind(spec, layer) for layer in layers}
     if keep_everything:
         return (CacheGroup(layers, None),)
-    single = (CacheGroup(layers, _widest(list(windows.values()))),)
-    num_of = Counter(windows.values())
-    kinds = sorted(num_of, key=lambda window: (window is not None, -(window or 0)))
+    num_of = Counter(kind_of.values())
+    kinds = sorted(num_of, key=lambda kind: (kind.window is not None, -(kind.window or 0), kind.chunked))
+    single = (CacheGroup(layers, *(kinds[0] if len(kinds) == 1 else _Kind(_widest(kinds), chunked=False))),)
     if len(kinds) <= 1 or len({_shape(spec, layer) for layer in layers}) > 1:
         return single
     context = min(spec.max_context_tokens, _CONTEXT_TOKENS)
 
     def slots(places: int) -> int:
-        kept = {None: context} | {w: min(context, w + CHUNK_TOKENS) for w in kinds if w is not None}
-        return sum(-(-num_of[kind] // places) * places * kept[kind] for kind in kinds)
+        return sum(-(-num_of[kind] // places) * places * _kept(kind.window, context) for kind in kinds)
 
     fitting = [
         places
@@ -60,26 +68,32 @@ def cache_groups(spec: ModelSpec, *, keep_everything: bool = False) -> tuple[Cac
         if sum(-(-count // places) for count in num_of.values()) <= MOST_GROUPS
     ]
     best = min(fitting, key=lambda places: (slots(places), -places), default=0)
-    widest = single[0].window
-    kept_by_one = context if widest is None else min(context, widest + CHUNK_TOKENS)
-    if not best or slots(best) > WORTH * len(layers) * kept_by_one:
+    if not best or slots(best) > WORTH * len(layers) * _kept(single[0].window, context):
         return single
-    of_kind = {kind: [layer for layer in layers if windows[layer] == kind] for kind in kinds}
+    of_kind = {kind: [layer for layer in layers if kind_of[layer] == kind] for kind in kinds}
     return tuple(
-        CacheGroup(tuple(of_kind[kind][begin : begin + best]), kind)
+        CacheGroup(tuple(of_kind[kind][begin : begin + best]), *kind)
         for kind in kinds
         for begin in range(0, num_of[kind], best)
     )
 
 
-def _window(spec: ModelSpec, layer: int) -> int | None:
-    window: int | None = getattr(spec.layers[layer].attention, "window", None)
-    return None if window is None or window >= spec.max_context_tokens else window
+def _kind(spec: ModelSpec, layer: int) -> _Kind:
+    attention = spec.layers[layer].attention
+    window: int | None = getattr(attention, "window", None)
+    if window is None or window >= spec.max_context_tokens:
+        return _Kind(None, chunked=False)
+    return _Kind(window, chunked=getattr(attention, "chunked", False))
 
 
-def _widest(windows: list[int | None]) -> int | None:
-    bounded = [window for window in windows if window is not None]
-    return max(bounded) if bounded and len(bounded) == len(windows) else None
+def _widest(kinds: list[_Kind]) -> int | None:
+    windows = [kind.window for kind in kinds if kind.window is not None]
+    return max(windows) if windows and len(windows) == len(kinds) else None
+
+
+def _kept(window: int | None, context: int) -> int:
+    """Return the tokens that layers with the window keep of a context, and a chunk of a prompt."""
+    return context if window is None else min(context, window + CHUNK_TOKENS)
 
 
 def _shape(spec: ModelSpec, layer: int) -> tuple[type, int, int]:

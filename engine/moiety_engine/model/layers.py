@@ -16,6 +16,7 @@ from moiety_engine.model.cached_experts import CachedExperts
 from moiety_engine.model.divided_norm import DividedNorm
 from moiety_engine.model.gated_delta_net import GatedDeltaNet
 from moiety_engine.model.latent_attention import LatentAttention
+from moiety_engine.model.rotary import GrowthTable
 from moiety_engine.model.spec import GatedDeltaSpec, LatentAttentionSpec, MoeSpec
 from moiety_engine.model.weights import (
     AttentionWeights,
@@ -84,8 +85,12 @@ class GroupedQueryAttention:
         self._spec, self._weights, self._rotary, self._adapters = spec, weights, rotary, adapters
         self._linear = partial(linear, invariant=arithmetic.invariant)
         self._rounds = rounds
+        device = rotary.device
+        self._growth = None if spec.query_growth is None else GrowthTable(spec.query_growth, device)
         self._divided_norm = None if spec.divided_norm is None else DividedNorm(spec, weights, norm_eps, group)
         norms = (weights.q_norm, weights.k_norm) if self._divided_norm is None else (None, None)
+        if spec.qk_norm == "unit":
+            norms = (torch.ones(spec.head_dim, device=device),) * 2
         self._plan = AttentionInputPlan(*norms, norm_eps, spec.clip, rotates_first=spec.rotates_first)
 
     def __call__(self, x_TD: Tensor, batch: Batch, cache: Cache) -> Tensor:
@@ -108,6 +113,8 @@ class GroupedQueryAttention:
             cache.k_scale_NGP,
             cache.v_scale_NGP,
         )
+        if self._growth is not None:
+            q_THd = q_THd * self._growth.upto(batch.max_context).index_select(0, batch.positions_T)[:, None, None]
         out_THd = paged_attention(
             q_THd,
             cache.k_NGPd,
@@ -123,6 +130,7 @@ class GroupedQueryAttention:
             num_decode=batch.num_decode,
             max_query=batch.max_query,
             max_context=batch.max_context,
+            chunked=spec.chunked,
             rounds=self._rounds,
         )
         if spec.gate is not None and weights.gate_CD is not None:
@@ -222,11 +230,18 @@ class MixtureOfExperts:
     def __call__(self, x_TD: Tensor, rows: AdaptedRows | None) -> Tensor:
         weight_TK, expert_TK = self._route(x_TD)
         self._chosen.append(expert_TK)
+        input_TD, weight_TK = self._weighed(x_TD, weight_TK)
         if self._dispatch is not None:
             onto_TD = torch.zeros_like(x_TD)
-            return self._dispatch(x_TD, weight_TK, expert_TK, self.routed, lambda: self._add_shared(onto_TD, x_TD))
+            return self._dispatch(input_TD, weight_TK, expert_TK, self.routed, lambda: self._add_shared(onto_TD, x_TD))
         slot_TK = expert_TK if self._slots is None else self._slots.of(expert_TK)
-        return self._add_shared(self.routed(x_TD, weight_TK, slot_TK, rows), x_TD)
+        return self._add_shared(self.routed(input_TD, weight_TK, slot_TK, rows), x_TD)
+
+    def _weighed(self, x_TD: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the experts' input and the weights of their outputs."""
+        if not self._spec.weighs_input:
+            return x_TD, weight_TK
+        return x_TD * weight_TK.to(x_TD.dtype), torch.ones_like(weight_TK)
 
     def _route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weight and the index of each token's experts, both [T, K]."""

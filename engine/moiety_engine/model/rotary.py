@@ -26,7 +26,7 @@ class RotaryTable:
 
     def __init__(self, spec: RopeSpec, device: torch.device) -> None:
         self._frequencies_R, self._magnitude = inverse_frequencies(spec)
-        self._device = device
+        self.device = device
         self._axis_R = None if spec.axes is None else torch.tensor(spec.axis_of_pair, device=device)
         self._cos_PR = torch.empty(0, len(self._frequencies_R), device=device)
         self._sin_PR = self._cos_PR
@@ -37,8 +37,8 @@ class RotaryTable:
         if num_positions > self._cos_PR.shape[0]:
             size = max(2048, 1 << (num_positions - 1).bit_length())
             angles_PR = torch.arange(size, dtype=torch.float32)[:, None] * self._frequencies_R
-            self._cos_PR = (angles_PR.cos() * self._magnitude).to(self._device)
-            self._sin_PR = (angles_PR.sin() * self._magnitude).to(self._device)
+            self._cos_PR = (angles_PR.cos() * self._magnitude).to(self.device)
+            self._sin_PR = (angles_PR.sin() * self._magnitude).to(self.device)
             self._kept += [self._cos_PR, self._sin_PR]
         return self._cos_PR, self._sin_PR
 
@@ -54,11 +54,11 @@ class RotaryTable:
             return cos_PR, sin_PR, batch.positions_T
         if self._mixed is None or self._mixed[0] is not images.rows_I:
             at_IR = images.positions_3I.index_select(0, self._axis_R).T
-            pair_R = torch.arange(len(self._axis_R), device=self._device)
+            pair_R = torch.arange(len(self._axis_R), device=self.device)
             tables = [table_PR.index_select(0, batch.positions_T) for table_PR in (cos_PR, sin_PR)]
             for table_TR, table_PR in zip(tables, (cos_PR, sin_PR), strict=True):
                 table_TR.index_copy_(0, images.rows_I, table_PR[at_IR, pair_R])
-            row_T = torch.arange(len(batch.positions_T), device=self._device)
+            row_T = torch.arange(len(batch.positions_T), device=self.device)
             self._mixed = images.rows_I, (tables[0], tables[1], row_T)
         return self._mixed[1]
 
@@ -67,15 +67,15 @@ class GrowthTable:
     """Factor of queries at each position, float32."""
 
     def __init__(self, spec: QueryGrowth, device: torch.device) -> None:
-        self._spec, self._device = spec, device
+        self._spec, self.device = spec, device
         self._factor_P = torch.empty(0, device=device)
 
     def upto(self, num_positions: int) -> Tensor:
         """Return factor_P with P ≥ num_positions."""
         if num_positions > self._factor_P.shape[0]:
             position_P = torch.arange(max(2048, 1 << (num_positions - 1).bit_length()), dtype=torch.float64)
-            steps_P = torch.floor(position_P / self._spec.original_max_positions)
-            self._factor_P = (1 + self._spec.beta * torch.log1p(steps_P)).float().to(self._device)
+            steps_P = torch.floor((position_P + self._spec.first) / self._spec.original_max_positions)
+            self._factor_P = (1 + self._spec.beta * torch.log1p(steps_P)).float().to(self.device)
         return self._factor_P
 
 

@@ -23,10 +23,13 @@ KV_SCALE_BYTES = 4  # per scale; `cached_rows` counts the scales of a position
 class AttentionSpec:
     """Grouped-query attention.
 
-    `scale`: factor of scores before the softmax. `qk_norm`: RMS normalization of each head, or of the whole width of
-    all heads, before the rotation or, with `rotates_first`, after it. `sinks`: attention sinks: each head has an extra
-    score in the softmax without a value. `gate`: the output of heads is multiplied by an activation of a projection of
-    the layer's input. `divided_norm`: set on a rank if all heads are normalized together and other ranks have some.
+    `scale`: factor of scores before the softmax. `qk_norm`: RMS normalization of each head, of each head without
+    weights ("unit"), or of the whole width of all heads, before the rotation or, with `rotates_first`, after it.
+    `window`: number of positions that a query sees; with `chunked`, a query sees those of its own chunk of `window`
+    positions (Llama 4). `sinks`: attention sinks: each head has an extra score in the softmax without a value. `gate`:
+    the output of heads is multiplied by an activation of a projection of the layer's input. `query_growth`: queries are
+    multiplied by a factor of their position. `divided_norm`: set on a rank if all heads are normalized together and
+    other ranks have some.
     """
 
     num_heads: int
@@ -36,12 +39,14 @@ class AttentionSpec:
     scale: float
     qkv_bias: bool = False
     output_bias: bool = False
-    qk_norm: Literal["none", "head", "full"] = "none"
+    qk_norm: Literal["none", "head", "unit", "full"] = "none"
     clip: float | None = None
     window: int | None = None
+    chunked: bool = False
     sinks: bool = False
     rotates_first: bool = False
     gate: OutputGateSpec | None = None
+    query_growth: QueryGrowth | None = None
     divided_norm: DividedNormSpec | None = None
 
     @property
@@ -195,8 +200,9 @@ class MoeSpec:
     """Routed gated experts.
 
     `bias`: the experts' products have biases. `router_bias`: bias of the router's logits. `selection_bias`: bias that
-    applies to the selection of experts only. `exact_router`: the router's weights and logits are float32. `held`: the
-    expert of each slot on this rank, if the other experts are on other ranks.
+    applies to the selection of experts only. `weighs_input`: the weight of a token's only expert multiplies its input
+    in place of its output (Llama 4). `exact_router`: the router's weights and logits are float32. `held`: the expert of
+    each slot on this rank, if the other experts are on other ranks.
     """
 
     width: int
@@ -205,6 +211,7 @@ class MoeSpec:
     bias: bool = False
     router_bias: bool = False
     selection_bias: bool = False
+    weighs_input: bool = False
     exact_router: bool = False
     shared: SharedSpec | None = None
     held: tuple[int, ...] | None = None

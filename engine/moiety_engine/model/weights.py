@@ -337,8 +337,8 @@ class _Allocator:
             output_DC=self.product(size, a.q_width),
             qkv_bias_C=self.vector(fused) if a.qkv_bias else None,
             output_bias_D=self.vector(size) if a.output_bias else None,
-            q_norm=None if a.qk_norm == "none" else self.vector(a.q_width if full else a.head_dim),
-            k_norm=None if a.qk_norm == "none" else self.vector(a.kv_width if full else a.head_dim),
+            q_norm=None if a.qk_norm in ("none", "unit") else self.vector(a.q_width if full else a.head_dim),
+            k_norm=None if a.qk_norm in ("none", "unit") else self.vector(a.kv_width if full else a.head_dim),
             sinks_H=self.vector(a.num_heads) if a.sinks else None,
             gate_CD=self.product(a.gate_width, size) if a.gate is not None else None,
         )

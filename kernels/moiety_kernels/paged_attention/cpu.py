@@ -25,7 +25,7 @@ from moiety_kernels.cpu.team import MAX_TASKS, SCRATCH_BYTES, parallel, team
 from moiety_kernels.cpu.values import LANES
 from moiety_kernels.cpu.vectors import AXPY_ROWS, axpy_tile, fetch, scale_row, softmax_step
 from moiety_kernels.paged_attention import cpu_pairs
-from moiety_kernels.paged_attention.cpu_arguments import CHUNK, ITEM_BYTES, AttentionArguments, Item
+from moiety_kernels.paged_attention.cpu_arguments import CHUNK, ITEM_BYTES, AttentionArguments, Item, lowest_seen
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,6 +82,7 @@ def paged_attention(
     window: int | None,
     sinks_H: Tensor | None = None,
     *,
+    chunked: bool = False,
     rounds: bool = False,
 ) -> Tensor:
     """Return out_THd, contiguous, as wide as a value."""
@@ -110,6 +111,7 @@ def paged_attention(
         places=places,
         q_stride=4 * q_THd.stride(0),
         window=0 if window is None else window,
+        chunked=chunked,
         items=items.data_ptr(),
         tokens_at_once=at_once,
         task=task_address(cpu_pairs.task if in_pairs else _task, AttentionArguments),
@@ -227,10 +229,8 @@ def _accumulate(
 def _mask(args: AttentionArguments, position: int, start: int, count: int, padded: int, row: int) -> None:
     """Scale a row of scores and mask the positions that the query at `position` does not see."""
     scale_row(row, padded, args.scale)
-    window = args.window
-    if window:
-        for j in range(min(count, position - window + 1 - start)):
-            store_f32(row, j, -math.inf)
+    for j in range(min(count, lowest_seen(args, position) - start)):
+        store_f32(row, j, -math.inf)
     for j in range(max(0, min(count, position + 1 - start)), padded):
         store_f32(row, j, -math.inf)
 
@@ -255,8 +255,7 @@ def _task(args: AttentionArguments, task: int, scratch: int) -> None:
         store_f32(states, 2 * i + 1, 1.0 if sinks else 0.0)
     for i in range(num_rows * value_width):
         store_f32(sums, i, 0.0)
-    window = args.window
-    lowest = max(0, position - window + 1) if window else 0
+    lowest = lowest_seen(args, position)
     for start in range(lowest // CHUNK * CHUNK, position + queries, CHUNK):
         count = min(CHUNK, position + queries - start)
         padded = (count + LANES - 1) // LANES * LANES

@@ -31,7 +31,7 @@ from moiety_kernels.cpu.row_packing import pack_pairs_row
 from moiety_kernels.cpu.structs import struct_at
 from moiety_kernels.cpu.team import team
 from moiety_kernels.cpu.vectors import copy_row, fetch, scale_row
-from moiety_kernels.paged_attention.cpu_arguments import CHUNK, ITEM_BYTES, AttentionArguments, Item
+from moiety_kernels.paged_attention.cpu_arguments import CHUNK, ITEM_BYTES, AttentionArguments, Item, lowest_seen
 
 ROWS_AT_ONCE = 128
 LEAST_ROWS_AT_ONCE = 32  # used where there would be too few tasks
@@ -129,12 +129,10 @@ def _weigh(
     scores: int, weights: int, states: int, factors: int,
 ) -> None:  # fmt: skip
     """Compute masked softmax weights of a chunk's scores; `position` is the first query's."""
-    factor, window = args.scale * LOG2_E, args.window
+    factor = args.scale * LOG2_E
     for i in range(num_rows):
         seen = position + i // sharing + 1 - start
-        end, first = max(0, min(count, seen)), 0
-        if window:
-            first = max(0, seen - window)
+        end, first = max(0, min(count, seen)), max(0, lowest_seen(args, position + i // sharing) - start)
         score, weight, state = scores + 4 * CHUNK * i, weights + 2 * CHUNK * i, states + 8 * i
         if first > 0 or end < padded:
             weigh_masked_scores(score, padded, first, end, factor, state, weight, factors + 4 * i)
@@ -178,8 +176,7 @@ def task(args: AttentionArguments, number: int, scratch: int) -> None:
         store_f32(states, 2 * i + 1, 1.0 if sinks else 0.0)
     for i in range(num_rows * value_width):
         store_f32(sums, i, 0.0)
-    window, stop = args.window, position + queries
-    lowest = max(0, position - window + 1) if window else 0
+    stop, lowest = position + queries, lowest_seen(args, position)
     for start in range(lowest // CHUNK * CHUNK, stop, CHUNK):
         count = min(CHUNK, stop - start)
         padded = (count + _GROUP - 1) // _GROUP * _GROUP

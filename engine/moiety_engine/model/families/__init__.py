@@ -42,6 +42,7 @@ from moiety_engine.model.families.kolibri import kolibri1
 from moiety_engine.model.families.laguna import laguna, mellum, mellum_features
 from moiety_engine.model.families.ling import bailing_features, bailing_moe
 from moiety_engine.model.families.llama import llama
+from moiety_engine.model.families.llama4 import llama4_text
 from moiety_engine.model.families.minimax import minimax_m2, minimax_m2_features
 from moiety_engine.model.families.mistral import mistral
 from moiety_engine.model.families.mixtral import mixtral
@@ -86,6 +87,7 @@ FAMILIES: dict[str, Callable[[Config, int], LayerSpec]] = {
     "kolibri1": kolibri1,
     "laguna": laguna,
     "llama": llama,
+    "llama4_text": llama4_text,
     "mellum": mellum,
     "minimax_m2": minimax_m2,
     "mistral": mistral,

@@ -112,6 +112,11 @@ CATALOG: dict[str, FamilyEntry] = {
     "laguna": FamilyEntry(
         "Laguna XS.2", "norms of heads, windows, query heads by layer, an output gate, two rotary embeddings", _SIGMOID
     ),
+    "llama4_text": FamilyEntry(
+        "the text model of Llama 4 Scout, Maverick",
+        "chunks, norms of heads after the rotation; every fourth layer sees all, without positions",
+        "sigmoid of the one chosen, which scales its input; a shared expert; every other layer dense in Maverick",
+    ),
     "llama": FamilyEntry("Llama 2, 3 and what is built like them", "grouped", "dense"),
     "mellum": FamilyEntry(
         "Mellum 2 12B-A2.5B",

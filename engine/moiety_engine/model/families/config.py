@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from moiety_engine.model.errors import ConfigError, UnsupportedModelError
@@ -44,12 +45,12 @@ def need(config: Mapping[str, Any], *keys: str) -> Any:
     return value
 
 
-def read_rope(config: Config, head_dim: int) -> RopeSpec:
+def read_rope(config: Config, head_dim: int, *, interleaved: bool = False) -> RopeSpec:
     """Return the rotary embedding of heads of width `head_dim`, the same in all layers."""
     parameters = rope_parameters(config)
     if any(isinstance(value, dict) for value in parameters.values()):
         raise UnsupportedModelError("rotary parameters by layer type are not supported")
-    return rope_from(config, parameters, head_dim)
+    return replace(rope_from(config, parameters, head_dim), interleaved=interleaved)
 
 
 def rope_parameters(config: Config) -> dict[str, Any]:

@@ -96,6 +96,14 @@ RECENT_DEFAULTS: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
         },
     },
+    "llama4_text": _SHARED | {
+        "attention_chunk_size": 8192, "attn_scale": 0.1, "attn_temperature_tuning": True, "floor_scale": 8192,
+        "head_dim": 128, "hidden_size": 5120, "interleave_moe_layer_step": 1, "intermediate_size": 8192,
+        "intermediate_size_mlp": 16_384, "max_position_embeddings": 131_072, "no_rope_layer_interval": 4,
+        "num_attention_heads": 40, "num_experts_per_tok": 1, "num_hidden_layers": 48, "num_key_value_heads": 8,
+        "num_local_experts": 16, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "use_qk_norm": True,
+        "vocab_size": 202_048,
+    },
     "mellum": _SHARED | {
         "head_dim": 128, "hidden_size": 2304, "max_position_embeddings": 131_072, "moe_intermediate_size": 896,
         "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 64, "num_experts_per_tok": 8,

@@ -29,6 +29,11 @@ class Wrapper:
 
 WRAPPERS: dict[str, Wrapper] = {
     "kimi_k25": Wrapper("Kimi K2.5, K2.6", "kimi_k2", (*_VISION, "mm_projector.", "model.mm_projector.")),
+    "llama4": Wrapper(
+        "Llama 4 Scout, Maverick",
+        "llama4_text",
+        ("vision_model.", "model.vision_model.", "multi_modal_projector.", "model.multi_modal_projector."),
+    ),
     "mistral3": Wrapper(
         "Mistral Small 3.1, 3.2 and 4",
         "mistral",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from moiety_engine.model.names.tensor_mapping import Named
     from moiety_engine.model.weights import DenseWeights, SharedWeights
 
+_BLOCKS = ("mlp.", "block_sparse_moe.", "feed_forward.")
 _ROUTERS = ("gate.weight", "router.weight", "router.layer.weight", "router.gate.weight", "gate.wg.weight")
 _FUSED_SHARED = "shared_mlp.input_linear.weight"  # Granite's, beside the block of the routed experts
 _SHARED = ("shared_experts.", "shared_expert.", "shared_mlp.")
@@ -46,10 +47,10 @@ def feed_forward_places(weights: DenseWeights | MoeWeights, present: set[str]) -
 
     `present`: the names in the checkpoint.
     """
-    if not isinstance(weights, MoeWeights):
-        yield from _dense("mlp.", weights)
-        return
     block, local = _block(present)
+    if not isinstance(weights, MoeWeights):
+        yield from _dense(block, weights)
+        return
     for name, place in _mixture(weights, local):
         of_kolibri = name == _SELECTION_BIASES[0] and _KOLIBRI_BIAS in present
         yield _KOLIBRI_BIAS if of_kolibri else block + name, place
@@ -70,8 +71,8 @@ def expert_places(weights: DenseWeights | MoeWeights, present: set[str]) -> Iter
 
 
 def _block(present: set[str]) -> tuple[str, set[str]]:
-    """Return the name prefix of an MoE block, and the names with that prefix, without it."""
-    block = "mlp." if any(name.startswith("mlp.") for name in present) else "block_sparse_moe."
+    """Return the name prefix of the block, and the names with that prefix, without it."""
+    block = next((one for one in _BLOCKS if any(name.startswith(one) for name in present)), _BLOCKS[0])
     return block, {name.removeprefix(block) for name in present if name.startswith(block)}
 
 
