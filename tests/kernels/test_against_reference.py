@@ -371,6 +371,36 @@ def test_a_gate_of_another_number_of_heads_is_refused() -> None:
         output_gate(normal(3, 6, 20), normal(3, 5), "sigmoid")
 
 
+@pytest.mark.parametrize("kept", CACHES)
+def test_values_may_have_a_width_and_a_norm_of_their_own_in_blocks_that_lie_apart(kept: torch.dtype) -> None:
+    """Blocks of layers with different shapes share memory, so that a layer's blocks are not adjacent."""
+    tokens, heads, kv_heads, places, widths = 37, 6, 2, 8, (48, 32)
+    qkv = normal(tokens, heads * widths[0] + kv_heads * sum(widths))
+    angles, positions = normal(500, 12), torch.randint(0, 500, (tokens,), device=DEVICE)
+    slots = torch.randperm(10 * places, device=DEVICE)[:tokens]
+    tables = angles.cos(), angles.sin(), positions
+    plan = AttentionInputPlan(normal(48), normal(48), 1e-6, v_norm=normal(32))
+    near = [torch.full((10, kv_heads, places, width), 7.0, device=DEVICE, dtype=kept) for width in widths]
+    far, begin = torch.full((10, 2000), 7.0, device=DEVICE, dtype=kept), 64
+    apart = []
+    for width in widths:
+        size = kv_heads * places * width
+        apart.append(far[:, begin : begin + size].view(10, kv_heads, places, width))
+        begin += size
+    expected = attention_input_reference(qkv.clone(), plan, *tables, *near, slots)
+    ours = attention_input(qkv, plan, *tables, *apart, slots)
+    assert close(ours, expected)
+    rounding = 0.0 if kept is torch.float32 else 2**-8
+    for found, wanted in zip(apart, near, strict=True):
+        assert close(found.float(), wanted.float(), 1e-5 + rounding)
+    assert int((far != 7.0).sum()) <= tokens * kv_heads * sum(widths)
+    sequence = (torch.tensor(row, dtype=torch.int32, device=DEVICE) for row in ([0, tokens], [77], [list(range(10))]))
+    inputs = expected, *apart, *sequence
+    for rounds in (False, True):
+        attended = paged_attention(*inputs, 0.2, max_query=tokens, max_context=77, rounds=rounds)
+        assert close(attended, paged_attention_reference(*inputs, 0.2), 2e-2 if rounds else 2e-5)
+
+
 @pytest.mark.parametrize(
     ("norm", "clip"),
     [(norm, clip) for norm in ("none", "head", "full") for clip in (None, 0.7)] + [("head of rotated", None)],

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moiety_kernels.checks import require, require_shape
+from moiety_kernels.kv_store import require_slots
 from moiety_kernels.lazy_imports import when_asked
 from moiety_kernels.paged_attention import batched, reference
 
@@ -88,7 +89,7 @@ def _require_agreement(
 ) -> None:
     dtype, num_heads, num_kv_heads = k_cache_NGPd.dtype, q_THd.shape[1], k_cache_NGPd.shape[1]
     require(num_heads % num_kv_heads == 0, "query heads must be a multiple of key-value heads")
-    require(k_cache_NGPd.shape == v_cache_NGPd.shape, "the key and the value cache must have one shape")
+    require_slots(k_cache_NGPd, v_cache_NGPd)
     require(v_cache_NGPd.dtype is dtype, "the key and the value cache must have one dtype")
     require(
         dtype is q_THd.dtype or dtype in EIGHT_BITS or (q_THd.is_cpu and dtype is torch.bfloat16),

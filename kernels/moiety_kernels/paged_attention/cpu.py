@@ -59,16 +59,15 @@ def fits(q_THd: Tensor, k_cache_NGPd: Tensor, v_cache_NGPd: Tensor, block_table_
         and q_THd.stride(2) == 1
         and q_THd.stride(1) == width
         and block_table_SB.stride(1) == 1
-        and k_cache_NGPd.is_contiguous()
+        and k_cache_NGPd[0].is_contiguous()
         and _is_packed(v_cache_NGPd)
     )
 
 
 def _is_packed(cache_NGPd: Tensor) -> bool:
-    """Return whether slots, heads and blocks are evenly spaced; the spacing of slots may exceed their width."""
-    _, heads, places, _ = cache_NGPd.shape
+    """Return whether a block's slots and heads are evenly spaced; the spacing of slots may exceed their width."""
     row = cache_NGPd.stride(2)
-    return cache_NGPd.stride() == (heads * places * row, places * row, row, 1)
+    return cache_NGPd.stride()[1:] == (cache_NGPd.shape[2] * row, row, 1)
 
 
 def paged_attention(
@@ -109,6 +108,8 @@ def paged_attention(
         kv_heads=kv_heads,
         width=width,
         places=places,
+        key_block=k_cache_NGPd.itemsize * k_cache_NGPd.stride(0),
+        value_block=v_cache_NGPd.itemsize * v_cache_NGPd.stride(0),
         q_stride=4 * q_THd.stride(0),
         window=0 if window is None else window,
         chunked=chunked,
@@ -146,20 +147,19 @@ def _scores(
     args: AttentionArguments, table: int, head: int, start: int, count: int, num_rows: int, rows: int, scores: int
 ) -> None:
     """Compute scores[row, j] = q_row · k[start + j] for j < count, and prefetch the values, which are needed next."""
-    places, width, kv_heads = args.places, args.width, args.kv_heads
-    cache, values = args.k_cache_NGPd, args.v_cache_NGPd
-    size, value_stride = args.cache_itemsize, args.value_stride
+    places, width, size, value_stride = args.places, args.width, args.cache_itemsize, args.value_stride
     stride = size * width
+    cache = args.k_cache_NGPd + head * places * stride
+    values = args.v_cache_NGPd + head * places * value_stride
     j = 0
     while j < count:
         block, place = (start + j) // places, (start + j) % places
         run = min(places - place, count - j)
-        slot = (load_i32(table, block) * kv_heads + head) * places + place
-        key = cache + slot * stride
+        number = load_i32(table, block)
+        key = cache + number * args.key_block + place * stride
         if j + _FETCH_AHEAD * places < count:
-            ahead = (load_i32(table, block + _FETCH_AHEAD) * kv_heads + head) * places * stride
-            fetch(cache + ahead, places * stride)
-        fetch(values + slot * value_stride, run * value_stride)
+            fetch(cache + load_i32(table, block + _FETCH_AHEAD) * args.key_block, places * stride)
+        fetch(values + number * args.value_block + place * value_stride, run * value_stride)
         if size == 4:
             multiply_wide(rows, num_rows, key, stride, run, width, scores + 4 * j, 4 * CHUNK)
         else:
@@ -199,19 +199,14 @@ def _accumulate(
     sums: int,
 ) -> None:  # fmt: skip
     """Add sums[row] += Σ_j weight[row, j] · v[start + j] for first ≤ j < count."""
-    places, width, kv_heads = args.places, args.value_width, args.kv_heads
-    cache, stride, size, row_bytes = (
-        args.v_cache_NGPd,
-        args.value_stride,
-        args.cache_itemsize,
-        4 * width,
-    )
+    places, width, stride, size = args.places, args.value_width, args.value_stride, args.cache_itemsize
+    cache, row_bytes = args.v_cache_NGPd + head * places * stride, 4 * width
     vectors = width // LANES
     j = first
     while j < count:
         block, place = (start + j) // places, (start + j) % places
         run = min(places - place, count - j)
-        value = cache + ((load_i32(table, block) * kv_heads + head) * places + place) * stride
+        value = cache + load_i32(table, block) * args.value_block + place * stride
         i = 0
         while i < num_rows:
             step = AXPY_ROWS if num_rows - i >= AXPY_ROWS else 1

@@ -22,7 +22,7 @@ class AttentionArguments(NamedTuple):
     """Arguments of attention over the paged cache."""
 
     q_THd: Address  # float32
-    k_cache_NGPd: Address  # contiguous
+    k_cache_NGPd: Address
     v_cache_NGPd: Address
     out_THd: Address  # float32, contiguous, as wide as a value
     query_start_S1: Address  # int32: where each sequence's queries start, with one entry more
@@ -34,6 +34,8 @@ class AttentionArguments(NamedTuple):
     kv_heads: Int64  # G
     width: Int64  # d of queries and keys
     places: Int64  # P
+    key_block: Int64  # bytes from one block of the key cache to the next
+    value_block: Int64
     q_stride: Int64  # bytes from one token of q to the next
     window: Int64  # positions that a query sees, or 0: all
     chunked: Int64  # whether positions are divided into chunks of `window`

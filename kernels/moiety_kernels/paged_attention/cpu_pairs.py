@@ -67,11 +67,10 @@ def takes(width: int, value_width: int, sharing: int) -> bool:
 
 
 @jit
-def _slot(args: AttentionArguments, table: int, head: int, position: int) -> int:
-    """Return the cache's row of a position of the sequence."""
-    places = args.places
-    block = load_i32(table, position // places)
-    return int((block * args.kv_heads + head) * places + position % places)
+def _row(table: int, cache: int, block_bytes: int, row_bytes: int, head: int, places: int, position: int) -> int:
+    """Return the address of a position of the sequence in the key or the value cache."""
+    block = cache + load_i32(table, position // places) * block_bytes
+    return int(block + (head * places + position % places) * row_bytes)
 
 
 @jit
@@ -80,9 +79,11 @@ def _ask(args: AttentionArguments, table: int, head: int, first: int, end: int) 
     places, key_bytes = args.places, args.cache_itemsize * args.width
     value_bytes = args.value_stride
     while first < end:
-        run, slot = min(places - first % places, end - first), _slot(args, table, head, first)
-        fetch(args.k_cache_NGPd + slot * key_bytes, run * key_bytes)
-        fetch(args.v_cache_NGPd + slot * value_bytes, run * value_bytes)
+        run = min(places - first % places, end - first)
+        key = _row(table, args.k_cache_NGPd, args.key_block, key_bytes, head, places, first)
+        value = _row(table, args.v_cache_NGPd, args.value_block, value_bytes, head, places, first)
+        fetch(key, run * key_bytes)
+        fetch(value, run * value_bytes)
         first += run
 
 
@@ -97,8 +98,8 @@ def _pack_chunk(
     """
     places, size, width = args.places, args.cache_itemsize, args.width
     k_cache, v_cache, key_bytes = args.k_cache_NGPd, args.v_cache_NGPd, size * width
-    value_width, value_bytes = args.value_width, args.value_stride
-    left, slot, before = 0, 0, zeros  # `left`: slots left in the block
+    value_width, value_bytes, k_block, v_block = args.value_width, args.value_stride, args.key_block, args.value_block
+    left, next_key, next_value, before = 0, 0, 0, zeros  # `left`: slots left in the block
     for first in range(0, (count + _GROUP - 1) // _GROUP * _GROUP, PANEL):
         ahead = start + first + _FETCH_AHEAD
         _ask(args, table, head, ahead, min(ahead + PANEL, end))
@@ -106,9 +107,11 @@ def _pack_chunk(
             key = value = zeros
             if unseen <= j < count:
                 if left == 0:
-                    slot, left = _slot(args, table, head, start + j), places - (start + j) % places
-                key, value = k_cache + slot * key_bytes, v_cache + slot * value_bytes
-                slot, left = slot + 1, left - 1
+                    next_key = _row(table, k_cache, k_block, key_bytes, head, places, start + j)
+                    next_value = _row(table, v_cache, v_block, value_bytes, head, places, start + j)
+                    left = places - (start + j) % places
+                key, value = next_key, next_value
+                next_key, next_value, left = next_key + key_bytes, next_value + value_bytes, left - 1
             store_i64(pointers, j - first, key)
             if j % 2 == 0:
                 before = value
