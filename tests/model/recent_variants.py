@@ -118,6 +118,13 @@ RECENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_experts": 8, "mlp_layer_types": ["sparse", "dense"], "attention_bias": True}
         | {"rope_parameters": {kind: dict(_BY_KIND[kind], partial_rotary_factor=1.0) for kind in _BY_KIND}},
     ),
+    "mimo_v2_flash": (
+        "mimo_v2_flash",
+        _SIGMOID
+        | {"num_hidden_layers": 4, "layer_types": ["full_attention", *["sliding_attention"] * 3], "sliding_window": 40}
+        | {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "head_dim": 48, "v_head_dim": 32}
+        | {"attention_bias": True},
+    ),
     "minimax_m2": (
         "minimax_m2",
         {"num_hidden_layers": 2, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48}

@@ -22,7 +22,7 @@ NESTED = {"qwen3_5", "qwen3_5_moe", "qwen3_vl_moe"}
 TEXT_CLASSES = {"gemma3": "gemma3_text", "qwen3_vl_moe": "qwen3_vl_moe_text"}
 TEXT_CLASSES |= {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"} | CLASS_OF
 # families that were never released with other rotary parameters than one set for each kind of layer
-BY_KIND = {"laguna", "mellum"}
+BY_KIND = {"gemma4_text", "laguna", "mellum", "mimo_v2_flash"}
 WHOLE_KEYS = ("image_token_id", "vision_start_token_id", "vision_end_token_id", "tie_word_embeddings")
 
 

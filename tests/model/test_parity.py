@@ -30,6 +30,7 @@ RECENT = [  # with what older families do not have, such as output gates, layers
     "kolibri1",
     "laguna",
     "llama4_text",
+    "mimo_v2_flash",
     "minimax_m2",
     "mistral4",
 ]

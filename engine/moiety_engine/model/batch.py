@@ -157,6 +157,7 @@ class KvCache:
     group_of_layer: tuple[int, ...] = ()  # cache group of each layer; (): all layers are in the first
     num_state_slots: int = 0  # of each recurrent layer
     windows: tuple[int | None, ...] = ()  # of the block tables: blocks behind a window are freed; (): not known
+    shared: LatentCache | None = None  # memory of a block as one row, which layers of different shapes share
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -174,6 +175,8 @@ class KvCache:
     @property
     def places(self) -> tuple[LayerCache | LatentCache, ...]:
         """All caches to copy when a block is moved: the places of a block, each once."""
+        if self.shared is not None:
+            return (self.shared, *(() if self.hidden is None else (self.hidden,)))
         paged = [one for one in self.layers if not isinstance(one, RecurrentStateCache)]
         found = {one.parts[0].data_ptr(): one for one in paged}
         return (*found.values(), *(() if self.hidden is None else (self.hidden,)))

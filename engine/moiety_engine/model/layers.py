@@ -133,6 +133,8 @@ class GroupedQueryAttention:
             chunked=spec.chunked,
             rounds=self._rounds,
         )
+        if spec.value_scale != 1.0:  # attention is linear in values
+            out_THd = out_THd * spec.value_scale
         if spec.gate is not None and weights.gate_CD is not None:
             out_THd = output_gate(out_THd, self._linear(x_TD, weights.gate_CD), spec.gate.kind)
         heads_TC = out_THd.view(out_THd.shape[0], -1)

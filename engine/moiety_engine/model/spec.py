@@ -23,13 +23,14 @@ KV_SCALE_BYTES = 4  # per scale; `cached_rows` counts the scales of a position
 class AttentionSpec:
     """Grouped-query attention.
 
-    `scale`: factor of scores before the softmax. `qk_norm`: RMS normalization of each head, of each head without
-    weights ("unit"), or of the whole width of all heads, before the rotation or, with `rotates_first`, after it.
-    `window`: number of positions that a query sees; with `chunked`, a query sees those of its own chunk of `window`
-    positions (Llama 4). `sinks`: attention sinks: each head has an extra score in the softmax without a value. `gate`:
-    the output of heads is multiplied by an activation of a projection of the layer's input. `query_growth`: queries are
-    multiplied by a factor of their position. `divided_norm`: set on a rank if all heads are normalized together and
-    other ranks have some.
+    `own_value_width`: width of a head's value, if it is not `head_dim`. `value_scale`: factor of values. `scale`:
+    factor of scores before the softmax. `qk_norm`: RMS normalization of each head, of each head without weights
+    ("unit"), or of the whole width of all heads, before the rotation or, with `rotates_first`, after it. `window`:
+    number of positions that a query sees; with `chunked`, a query sees those of its own chunk of `window` positions
+    (Llama 4). `sinks`: attention sinks: each head has an extra score in the softmax without a value. `gate`: the output
+    of heads is multiplied by an activation of a projection of the layer's input. `query_growth`: queries are multiplied
+    by a factor of their position. `divided_norm`: set on a rank if all heads are normalized together and other ranks
+    have some.
     """
 
     num_heads: int
@@ -37,6 +38,8 @@ class AttentionSpec:
     head_dim: int
     rope: RopeSpec
     scale: float
+    own_value_width: int | None = None
+    value_scale: float = 1.0
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: Literal["none", "head", "unit", "full"] = "none"
@@ -59,22 +62,42 @@ class AttentionSpec:
         """Number of gates of the output; 0 if it has none."""
         if self.gate is None:
             return 0
-        return self.num_heads if self.gate.per_head else self.q_width
+        return self.num_heads if self.gate.per_head else self.output_width
+
+    @property
+    def value_width(self) -> int:
+        """Width of one head's value."""
+        return self.head_dim if self.own_value_width is None else self.own_value_width
+
+    @property
+    def output_width(self) -> int:
+        """Width of the output of all heads."""
+        return self.num_heads * self.value_width
+
+    @property
+    def qkv_widths(self) -> tuple[int, int, int]:
+        """Widths of all query heads, of all key heads, and of all value heads."""
+        return self.q_width, self.kv_width, self.num_kv_heads * self.value_width
 
     @property
     def kv_width(self) -> int:
-        """Width of all key heads, and of all value heads."""
+        """Width of all key heads."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def cached_values(self) -> int:
         """Values that a position takes in the cache."""
-        return 2 * self.kv_width
+        return self.num_kv_heads * (self.head_dim + self.value_width)
 
     @property
     def cached_rows(self) -> int:
         """Scales per position in an int8 cache: one for each key and each value."""
         return 2 * self.num_kv_heads
+
+    @property
+    def cache_shape(self) -> tuple[int, ...]:
+        """Number of key-value heads, and widths of a key and of a value."""
+        return self.num_kv_heads, self.head_dim, self.value_width
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +126,11 @@ class LatentAttentionSpec:
         return self.nope_width + self.rope.rotary_width
 
     @property
+    def output_width(self) -> int:
+        """Width of the output of all heads."""
+        return self.num_heads * self.value_width
+
+    @property
     def query_input_width(self) -> int:
         """Width of the queries' first projection: that of their latent row, or of all heads."""
         return self.num_heads * self.head_dim if self.query_rank is None else self.query_rank
@@ -116,6 +144,11 @@ class LatentAttentionSpec:
     def cached_rows(self) -> int:
         """Scales per position in an int8 cache: one for the latent part and one for the rotated part."""
         return 2
+
+    @property
+    def cache_shape(self) -> tuple[int, ...]:
+        """Widths of the latent part and of the rotated part of a row."""
+        return self.latent_width, self.rope.rotary_width
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,20 +154,13 @@ class _Cut:
 def _cuts(spec: ModelSpec, layout: Layout) -> Iterator[_Cut]:
     for layer in spec.layers:
         attention, ffn = layer.attention, layer.ffn
-        yield _Cut("columns of all heads", _output_width(attention), "--tp", layout.tp)
+        yield _Cut("columns of all heads", attention.output_width, "--tp", layout.tp)
         if not isinstance(ffn, MoeSpec):
             yield _Cut("columns of a feed-forward", ffn.width, "--tp", layout.tp)
             continue
         yield _Cut(*_cut_experts(ffn, Seat(layout)), of_experts=True)
         if ffn.shared is not None:
             yield _Cut("columns of shared experts", ffn.shared.dense.width, "--tp", layout.tp)
-
-
-def _output_width(attention: AttentionSpec | LatentAttentionSpec | GatedDeltaSpec) -> int:
-    if isinstance(attention, GatedDeltaSpec):
-        return attention.output_width
-    head_width = attention.value_width if isinstance(attention, LatentAttentionSpec) else attention.head_dim
-    return attention.num_heads * head_width
 
 
 def _cut_experts(mixture: MoeSpec, seat: Seat) -> tuple[str, int, str, int]:

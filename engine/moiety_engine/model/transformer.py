@@ -93,7 +93,7 @@ class Transformer:
         self.adapters = AdapterStacks(own, self.device, self.activation_dtype)
         self._weights = weights
         self.keeps_hidden = keeps_hidden
-        self.cache_groups = cache_groups(spec, keep_everything=not frees_windows)
+        self.cache_groups = cache_groups(spec, keep_everything=not frees_windows, one_shape=self.kv_dtype is torch.int8)
         kv_form = self.kv_dtype, self.activation_dtype, spec.hidden_size if keeps_hidden else None
         self._kv_allocation = KvAllocation(own.layers, self._first_layer, self.cache_groups, *kv_form)
         self.vocabulary = vocabulary or Vocabulary(spec.vocab_size, weights, ranks.tensor, arithmetic)

@@ -331,10 +331,10 @@ class _Allocator:
         )
 
     def grouped(self, a: AttentionSpec) -> AttentionWeights:
-        full, fused, size = a.qk_norm == "full", a.q_width + 2 * a.kv_width, self.spec.hidden_size
+        full, fused, size = a.qk_norm == "full", sum(a.qkv_widths), self.spec.hidden_size
         return AttentionWeights(
             qkv_CD=self.product(fused, size),
-            output_DC=self.product(size, a.q_width),
+            output_DC=self.product(size, a.output_width),
             qkv_bias_C=self.vector(fused) if a.qkv_bias else None,
             output_bias_D=self.vector(size) if a.output_bias else None,
             q_norm=None if a.qk_norm in ("none", "unit") else self.vector(a.q_width if full else a.head_dim),

@@ -51,12 +51,12 @@ def attention_input(
     fused = qkv_TC.shape[1]
     _, num_kv_heads, _, width = k_cache_NGPd.shape
     v_width = v_cache_NGPd.shape[3]
-    widths = fused - num_kv_heads * (width + v_width), num_kv_heads * width, num_kv_heads * v_width
+    widths = [fused - num_kv_heads * (width + v_width), num_kv_heads * width, num_kv_heads * v_width]
     q_TC, k_TC, v_TC = torch.split(qkv_TC, widths, dim=1)
     q_THd, k_TGd, v_TGd = (
-        q_TC.unflatten(1, (-1, width)),
-        k_TC.unflatten(1, (-1, width)),
-        v_TC.unflatten(1, (-1, v_width)),
+        q_TC.view(-1, widths[0] // width, width),
+        k_TC.view(-1, num_kv_heads, width),
+        v_TC.view(-1, num_kv_heads, v_width),
     )
     out_THd = torch.empty(q_THd.shape, dtype=qkv_TC.dtype, device=qkv_TC.device)
     caches = k_cache_NGPd, v_cache_NGPd, slots_T, k_scale_NGP, v_scale_NGP

@@ -43,6 +43,7 @@ from moiety_engine.model.families.laguna import laguna, mellum, mellum_features
 from moiety_engine.model.families.ling import bailing_features, bailing_moe
 from moiety_engine.model.families.llama import llama
 from moiety_engine.model.families.llama4 import llama4_text
+from moiety_engine.model.families.mimo import mimo_features, mimo_v2_flash
 from moiety_engine.model.families.minimax import minimax_m2, minimax_m2_features
 from moiety_engine.model.families.mistral import mistral
 from moiety_engine.model.families.mixtral import mixtral
@@ -89,6 +90,7 @@ FAMILIES: dict[str, Callable[[Config, int], LayerSpec]] = {
     "llama": llama,
     "llama4_text": llama4_text,
     "mellum": mellum,
+    "mimo_v2_flash": mimo_v2_flash,
     "minimax_m2": minimax_m2,
     "mistral": mistral,
     "mistral4": mistral4,
@@ -130,6 +132,7 @@ WHOLE: dict[str, Callable[[Config], Features]] = {
     "hy_v3": hy_v3_features,
     "kimi_k2": deepseek_v3_features,
     "mellum": mellum_features,
+    "mimo_v2_flash": mimo_features,
     "minimax_m2": minimax_m2_features,
     "phimoe": phimoe_features,
     "qwen3_5": qwen3_next_features,

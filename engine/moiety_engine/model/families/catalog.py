@@ -123,6 +123,11 @@ CATALOG: dict[str, FamilyEntry] = {
         "norms of heads, windows, two rotary embeddings",
         "softmax, renormalised; some layers dense",
     ),
+    "mimo_v2_flash": FamilyEntry(
+        "MiMo-V2-Flash",
+        "part of each head rotated, narrower values; windows with sinks and twice the key-value heads",
+        "as DeepSeek-V3 without shared experts; first layer dense",
+    ),
     "minimax_m2": FamilyEntry(
         "MiniMax-M2, M2.5",
         "part of each head rotated, norms of all heads at once",

@@ -114,6 +114,18 @@ RECENT_DEFAULTS: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         },
     },
+    "mimo_v2_flash": {
+        "attention_bias": False, "attention_value_scale": 0.707, "head_dim": 192, "hidden_act": "silu",
+        "hidden_size": 4096, "intermediate_size": 16_384, "max_position_embeddings": 131_072,
+        "moe_intermediate_size": 2048, "n_group": 1, "n_routed_experts": 256, "norm_topk_prob": True,
+        "num_attention_heads": 64, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-5, "routed_scaling_factor": 1.0, "sliding_window": 129, "tie_word_embeddings": False,
+        "topk_group": 1, "v_head_dim": 128, "vocab_size": 152_576,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 5_000_000.0, "partial_rotary_factor": 0.334},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.334},
+        },
+    },
     "minimax_m2": {
         "head_dim": 128, "hidden_act": "silu", "hidden_size": 3072, "intermediate_size": 1536,
         "max_position_embeddings": 196_608, "num_attention_heads": 48, "num_experts_per_tok": 8,

@@ -48,8 +48,8 @@ class KvLedger(TableBlocks):
     ) -> None:
         """Create the ledger.
 
-        `windows`, `chunked`, `max_chunk_tokens`: see `TableLayout`. `states`: slots of recurrent states, if the model has
-        any. `answers_apart` means that an output's KV is never a prefix hit of another prompt, because its bits differ.
+        `windows`, `chunked`, `max_chunk_tokens`: see `TableLayout`. `states`: slots of recurrent states, or None.
+        `answers_apart` means that an output's KV is never a prefix hit of another prompt, because its bits differ.
         """
         layout = TableLayout(block_size, windows, chunked, max_chunk_tokens=max_chunk_tokens)
         super().__init__(pool, layout, host, prefix_caching=prefix_caching)
