@@ -304,6 +304,8 @@ def write_checkpoint(
                 parameter.copy_(torch.rand_like(parameter) + 0.5)
             elif name.endswith("bias"):
                 parameter.normal_(std=0.1)
+            elif name.endswith(("layer_scalar", "router.scale", "expert_scale")):
+                parameter.uniform_(0.5, 1.5)
             elif "conv1d" in name:
                 parameter.normal_(std=0.5)  # as initialized, what it lets through is nearly nothing, and inexact
             elif name.endswith("A_log"):

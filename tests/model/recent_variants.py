@@ -105,6 +105,14 @@ RECENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "laguna",
         _SIGMOID | {"num_experts": 8, "shared_expert_intermediate_size": 48, "gating": "per-element"},
     ),
+    "gemma4_text": (
+        "gemma4_text",
+        _WINDOWS
+        | {"num_hidden_layers": 2, "head_dim": 32, "global_head_dim": 64, "num_global_key_value_heads": 2}
+        | {"num_key_value_heads": 4, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0}
+        | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32}
+        | {"intermediate_size": 96, "final_logit_softcapping": 4.0, "attention_bias": True},
+    ),
     "llama4_text": (
         "llama4_text",
         {"num_hidden_layers": 4, "num_local_experts": 4, "intermediate_size": 48, "intermediate_size_mlp": 96}

@@ -26,7 +26,7 @@ from moiety_wire.messages import Sampling
 
 TOLERANCE = 1e-4
 BLOCK_SIZE = 4
-WINDOWED = ["gemma3", "gpt_oss", "llama4_text", "mimo_v2_flash", "mistral, sliding window"]
+WINDOWED = ["gemma3", "gemma4_text", "gpt_oss", "llama4_text", "mimo_v2_flash", "mistral, sliding window"]
 
 
 @dataclass

@@ -25,6 +25,7 @@ RECENT = [  # with what older families do not have, such as output gates, layers
     "afmoe",
     "axk1",
     "flex_olmo",
+    "gemma4_text",
     "granitemoe_swa",
     "hunyuan_v1_moe",
     "kolibri1",

@@ -25,6 +25,12 @@ PIXTRAL = {"model_type": "pixtral", "head_dim": 16, "image_size": 28, "patch_siz
 CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "mistral": ("mistral3", "Mistral3ForConditionalGeneration", "mistral, sliding window", PIXTRAL),
     "mistral4": ("mistral3", "Mistral3ForConditionalGeneration", "mistral4", PIXTRAL),
+    "gemma4": (
+        "gemma4",
+        "Gemma4ForConditionalGeneration",
+        "gemma4_text",
+        VISION | {"head_dim": 16, "num_key_value_heads": 2},
+    ),
     "llama4": (
         "llama4",
         "Llama4ForConditionalGeneration",

@@ -33,7 +33,7 @@ from moiety_kernels.paged_attention import paged_attention
 from moiety_kernels.route import RoutingSpec, route
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from torch import Tensor
 
@@ -91,7 +91,8 @@ class GroupedQueryAttention:
         norms = (weights.q_norm, weights.k_norm) if self._divided_norm is None else (None, None)
         if spec.qk_norm == "unit":
             norms = (torch.ones(spec.head_dim, device=device),) * 2
-        self._plan = AttentionInputPlan(*norms, norm_eps, spec.clip, rotates_first=spec.rotates_first)
+        v_norm = torch.ones(spec.value_width, device=device) if spec.value_norm else None
+        self._plan = AttentionInputPlan(*norms, norm_eps, spec.clip, rotates_first=spec.rotates_first, v_norm=v_norm)
 
     def __call__(self, x_TD: Tensor, batch: Batch, cache: Cache) -> Tensor:
         assert isinstance(cache, LayerCache)
@@ -309,25 +310,3 @@ def attention(
     return GroupedQueryAttention(
         spec, weights, rotaries[spec.rope], norm_eps, arithmetic, adapters, rounds=rounds, group=group
     )
-
-
-def feed_forward(
-    spec: DenseSpec | MoeSpec,
-    weights: DenseWeights | MoeWeights,
-    chosen: list[Tensor],
-    arithmetic: Arithmetic,
-    adapters: LayerFactors,
-    slots: ExpertSlots | None = None,
-    dispatch: Dispatch | None = None,
-    cached: Iterator[LayerExperts] | None = None,
-) -> FeedForward:
-    """Return the feed-forward that the spec describes; an MoE layer appends its choices to `chosen`.
-
-    `slots`, `dispatch`: see MixtureOfExperts. `cached`: iterator over the cached experts of the remaining MoE layers.
-    """
-    if isinstance(spec, MoeSpec):
-        assert isinstance(weights, MoeWeights)
-        own = next(cached) if cached else None
-        return MixtureOfExperts(spec, weights, chosen, arithmetic, adapters, slots, dispatch, own)
-    assert isinstance(weights, DenseWeights)
-    return DenseFeedForward(spec, weights, arithmetic, adapters)

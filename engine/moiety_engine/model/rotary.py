@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moiety_engine.model.rope_spec import LinearScaling, Llama3Scaling, LongRopeScaling, RopeSpec, YarnScaling
+from moiety_engine.model.rope_spec import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ProportionalScaling,
+    RopeSpec,
+    YarnScaling,
+)
 
 if TYPE_CHECKING:
     from moiety_engine.model.attention_options import QueryGrowth
@@ -102,14 +109,21 @@ def inverse_frequencies(spec: RopeSpec) -> tuple[Tensor, float]:
     match spec.scaling:
         case None:
             return plain_R, 1.0
-        case LinearScaling(factor):
-            return plain_R / factor, 1.0
+        case LinearScaling() | ProportionalScaling() as scaling:
+            return _divided(plain_R, scaling), 1.0
         case Llama3Scaling() as scaling:
             return _llama3(plain_R, scaling), 1.0
         case YarnScaling() as scaling:
             return _yarn(plain_R, exponent_R, spec, scaling), scaling.attention_factor
         case LongRopeScaling(factors=factors):
             return 1.0 / (torch.tensor(factors.of_pairs) * spec.theta**exponent_R), factors.attention_factor
+
+
+def _divided(plain_R: Tensor, scaling: LinearScaling | ProportionalScaling) -> Tensor:
+    divided_R = plain_R / scaling.factor
+    if isinstance(scaling, LinearScaling):
+        return divided_R
+    return divided_R.where(torch.arange(len(plain_R)) < scaling.num_pairs, 0.0)
 
 
 def _llama3(plain_R: Tensor, scaling: Llama3Scaling) -> Tensor:

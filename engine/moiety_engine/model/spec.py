@@ -23,14 +23,15 @@ KV_SCALE_BYTES = 4  # per scale; `cached_rows` counts the scales of a position
 class AttentionSpec:
     """Grouped-query attention.
 
-    `own_value_width`: width of a head's value, if it is not `head_dim`. `value_scale`: factor of values. `scale`:
-    factor of scores before the softmax. `qk_norm`: RMS normalization of each head, of each head without weights
-    ("unit"), or of the whole width of all heads, before the rotation or, with `rotates_first`, after it. `window`:
-    number of positions that a query sees; with `chunked`, a query sees those of its own chunk of `window` positions
-    (Llama 4). `sinks`: attention sinks: each head has an extra score in the softmax without a value. `gate`: the output
-    of heads is multiplied by an activation of a projection of the layer's input. `query_growth`: queries are multiplied
-    by a factor of their position. `divided_norm`: set on a rank if all heads are normalized together and other ranks
-    have some.
+    `own_value_width`: width of a head's value, if it is not `head_dim`. `value_scale`: factor of values. `value_norm`:
+    RMS normalization of each head's value without weights. `keys_are_values`: values are projected as keys are, by the
+    same tensor on disk (Gemma 4). `scale`: factor of scores before the softmax. `qk_norm`: RMS normalization of each
+    head, of each head without weights ("unit"), or of the whole width of all heads, before the rotation or, with
+    `rotates_first`, after it. `window`: number of positions that a query sees; with `chunked`, a query sees those of
+    its own chunk of `window` positions (Llama 4). `sinks`: attention sinks: each head has an extra score in the softmax
+    without a value. `gate`: the output of heads is multiplied by an activation of a projection of the layer's input.
+    `query_growth`: queries are multiplied by a factor of their position. `divided_norm`: set on a rank if all heads are
+    normalized together and other ranks have some.
     """
 
     num_heads: int
@@ -40,6 +41,8 @@ class AttentionSpec:
     scale: float
     own_value_width: int | None = None
     value_scale: float = 1.0
+    value_norm: bool = False
+    keys_are_values: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: Literal["none", "head", "unit", "full"] = "none"
@@ -234,8 +237,9 @@ class MoeSpec:
 
     `bias`: the experts' products have biases. `router_bias`: bias of the router's logits. `selection_bias`: bias that
     applies to the selection of experts only. `weighs_input`: the weight of a token's only expert multiplies its input
-    in place of its output (Llama 4). `exact_router`: the router's weights and logits are float32. `held`: the expert of
-    each slot on this rank, if the other experts are on other ranks.
+    in place of its output (Llama 4). `normed`: the router, routed and shared experts normalize their input and output,
+    each by its own weights, and experts have a factor (Gemma 4). `exact_router`: the router's weights and logits are
+    float32. `held`: the expert of each slot on this rank, if the other experts are on other ranks.
     """
 
     width: int
@@ -245,6 +249,7 @@ class MoeSpec:
     router_bias: bool = False
     selection_bias: bool = False
     weighs_input: bool = False
+    normed: bool = False
     exact_router: bool = False
     shared: SharedSpec | None = None
     held: tuple[int, ...] | None = None
@@ -272,7 +277,8 @@ class LayerSpec:
     """One decoder layer: norm → attention → add → norm → feed-forward → add.
 
     `pre_norms`: the inputs of attention and feed-forward are normalized. `attention_post_norm`, `ffn_post_norm`: the
-    output of attention or of the feed-forward is normalized before the addition. `only_experts`: this rank has only the
+    output of attention or of the feed-forward is normalized before the addition. `scaled`: the layer's output is
+    multiplied by a learned number. `only_experts`: this rank has only the
     held routed experts; the rest of the layer is on other ranks.
     """
 
@@ -281,6 +287,7 @@ class LayerSpec:
     attention_post_norm: bool = False
     ffn_post_norm: bool = False
     pre_norms: bool = True
+    scaled: bool = False
     only_experts: bool = False
 
 
@@ -384,6 +391,11 @@ class ModelSpec:
     def recurrent_layers(self) -> tuple[int, ...]:
         """Indices of the layers that keep a state instead of keys and values."""
         return tuple(i for i, layer in enumerate(self.layers) if isinstance(layer.attention, RecurrentSpec))
+
+    @property
+    def has_normed_experts(self) -> bool:
+        """Return whether some MoE layer normalizes the output of its experts before it is added to anything."""
+        return any(isinstance(layer.ffn, MoeSpec) and layer.ffn.normed for layer in self.layers)
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

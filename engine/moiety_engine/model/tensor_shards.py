@@ -56,6 +56,11 @@ def own_spec(spec: ModelSpec, seat: Seat) -> ModelSpec:
     if max(seat.layout.ep - 1, seat.layout.ffn_ranks) and not (spec.moe_layers or seat.layout.masked):
         option = "--ffn-ranks could have" if seat.layout.ffn_ranks else "--ep could divide"
         raise InvalidConfig(f"a {spec.family} model has no experts, which {option} needs: leave it out")
+    if seat.layout.ffn_ranks and spec.has_normed_experts:
+        raise InvalidConfig(
+            f"--ffn-ranks is not available for {spec.family}, which normalizes the output of experts before anything "
+            "is added to it: use --ep or --tp"
+        )
     if seat.layout.pp > len(spec.layers):
         raise InvalidConfig(f"--pp {seat.layout.pp} is more than the model's {len(spec.layers)} layers")
     layers = tuple(_own_layer(spec.layers[index], seat) for index in seat.layers_of(len(spec.layers)))

@@ -20,9 +20,11 @@ from moiety_engine.model.batch import Batch, ImageRows, KvCache
 from moiety_engine.model.cache_groups import cache_groups
 from moiety_engine.model.expert_migration import SlotWeights
 from moiety_engine.model.expert_setup import expert_dispatch, expert_shape, expert_slots
+from moiety_engine.model.feed_forwards import feed_forward
 from moiety_engine.model.kv_allocation import KvAllocation
-from moiety_engine.model.layers import MixtureOfExperts, attention, feed_forward
+from moiety_engine.model.layers import MixtureOfExperts, attention
 from moiety_engine.model.mtp_input import MtpInput
+from moiety_engine.model.normed_mixture import NormedMixture
 from moiety_engine.model.norms import make_norm
 from moiety_engine.model.remote_experts import RemoteExperts, take_turns
 from moiety_engine.model.rotary import RotaryTable, rotation_of
@@ -125,25 +127,29 @@ class Transformer:
         self.expert_cache = expert_cache
         cached = None if expert_cache is None else iter(expert_cache.layers)
         self._slots = [expert_slots(one.ffn, ranks, self.device) for one in own.layers]
+        feed = partial(feed_forward, norm_eps=spec.norm.eps, group=ranks.tensor)
         feeds = [
             RemoteExperts(one.ffn, w.ffn, self._chosen, arithmetic, ranks, slots)
             if ranks.crossings and isinstance(one.ffn, MoeSpec) and isinstance(w.ffn, MoeWeights)
-            else feed_forward(
-                one.ffn, w.ffn, self._chosen, arithmetic, factors, slots, expert_dispatch(slots, ranks), cached
-            )
+            else feed(one.ffn, w.ffn, self._chosen, arithmetic, factors, slots, expert_dispatch(slots, ranks), cached)
             for one, w, factors, slots in zip(
                 own.layers, weights.layers, self.adapters.layers, self._slots, strict=True
             )
         ]
-        self._mixtures = [feed for feed in feeds if isinstance(feed, MixtureOfExperts)]
+        self._mixtures = [half for half in feeds if isinstance(half, MixtureOfExperts)]
         if expert_cache is not None and expert_cache.prefetches:
             for mixture, following in pairwise(self._mixtures):
                 mixture.prefetch(following)
-        self._far = [feed if isinstance(feed, RemoteExperts) else None for feed in feeds]
+        self._far = [half if isinstance(half, RemoteExperts) else None for half in feeds]
         self._ffns = [  # for remote experts: the function that ends a begun exchange
-            self._whole(_end if isinstance(feed, RemoteExperts) else feed, ranks.tensor, w.ffn_post_norm)
-            for feed, w in zip(feeds, weights.layers, strict=True)
+            self._whole(
+                _end if isinstance(half, RemoteExperts) else half,
+                ALONE.tensor if isinstance(half, NormedMixture) else ranks.tensor,  # it sums before its norms
+                w.ffn_post_norm,
+            )
+            for half, w in zip(feeds, weights.layers, strict=True)
         ]
+        self._scales = [w.scale_1 for w in weights.layers]
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Return the bytes of one block of `block_size` tokens on each rank."""
@@ -367,6 +373,9 @@ class Transformer:
             fed_TD = _times(share, fed_TD)
             if batch.images is not None:
                 fed_TD = self._add_deepstack(fed_TD, batch.images, self._first_layer + number)
+            scale_1 = self._scales[number]
+            if scale_1 is not None:
+                x_TD, fed_TD = x_TD * scale_1.to(x_TD.dtype), fed_TD * scale_1.to(x_TD.dtype)
             x_TD, normed_TD = next_norm.after_adding(x_TD, fed_TD)
         return x_TD, normed_TD
 

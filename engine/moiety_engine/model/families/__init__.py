@@ -32,6 +32,7 @@ from moiety_engine.model.families.dots import dots1
 from moiety_engine.model.families.ernie import ernie4_5_moe, ernie_features
 from moiety_engine.model.families.exaone import exaone_features, exaone_moe
 from moiety_engine.model.families.gemma import gemma3, gemma3_features, gemma3_text_config
+from moiety_engine.model.families.gemma4 import gemma4_features, gemma4_text
 from moiety_engine.model.families.glm import glm4_moe, glm_features, solar_open
 from moiety_engine.model.families.gpt_oss import gpt_oss
 from moiety_engine.model.families.granite import granite, granite_features, granitemoe, granitemoe_swa, granitemoeshared
@@ -75,6 +76,7 @@ FAMILIES: dict[str, Callable[[Config, int], LayerSpec]] = {
     "flex_olmo": flex_olmo,
     "gemma3": gemma3,
     "gemma3_text": gemma3,
+    "gemma4_text": gemma4_text,
     "glm4_moe": glm4_moe,
     "glm4_moe_lite": glm4_moe_lite,
     "gpt_oss": gpt_oss,
@@ -123,6 +125,7 @@ WHOLE: dict[str, Callable[[Config], Features]] = {
     "exaone_moe": exaone_features,
     "gemma3": gemma3_features,
     "gemma3_text": gemma3_features,
+    "gemma4_text": gemma4_features,
     "glm4_moe": glm_features,
     "glm4_moe_lite": glm4_moe_lite_features,
     "granite": granite_features,

@@ -12,6 +12,7 @@ from moiety_engine.model.rope_spec import (
     Llama3Scaling,
     LongRopeFactors,
     LongRopeScaling,
+    ProportionalScaling,
     RopeScaling,
     RopeSpec,
     YarnScaling,
@@ -63,6 +64,9 @@ def rope_from(config: Config, parameters: Mapping[str, Any], head_dim: int) -> R
     """Return the rotary embedding of one set of parameters; the configuration supplies missing ones."""
     theta = float(first(parameters, "rope_theta") or need(config, "rope_theta"))
     partial = first(parameters, "partial_rotary_factor", default=first(config, "partial_rotary_factor", default=1.0))
+    if first(parameters, "rope_type", "type") == "proportional":
+        turning = ProportionalScaling(int(partial * head_dim // 2), float(first(parameters, "factor", default=1.0)))
+        return RopeSpec(theta, head_dim, turning)
     return RopeSpec(theta, int(head_dim * partial), _rope_scaling(config, parameters))
 
 
@@ -96,7 +100,7 @@ def _rope_scaling(config: Config, parameters: Mapping[str, Any]) -> RopeScaling 
             attention_factor=_yarn_attention_factor(parameters, factor),
             truncate=bool(parameters.get("truncate", True)),
         )
-    known = "default, dynamic, linear, llama3, longrope, yarn"
+    known = "default, dynamic, linear, llama3, longrope, proportional, yarn"
     raise UnsupportedModelError(f"rope type {kind!r} is not supported; known: {known}")
 
 

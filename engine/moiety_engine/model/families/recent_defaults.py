@@ -39,6 +39,18 @@ RECENT_DEFAULTS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32, "num_experts": 7, "num_experts_per_tok": 5, "num_hidden_layers": 32,
         "vocab_size": 100_352, "rope_theta": 500_000.0,
     },
+    "gemma4_text": {
+        "attention_bias": False, "attention_k_eq_v": False, "enable_moe_block": False, "final_logit_softcapping": None,
+        "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2304,
+        "hidden_size_per_layer_input": 256, "intermediate_size": 9216, "max_position_embeddings": 131_072,
+        "num_attention_heads": 8, "num_hidden_layers": 30,
+        "num_key_value_heads": 4, "num_kv_shared_layers": 0, "rms_norm_eps": 1e-6, "sliding_window": 512,
+        "tie_word_embeddings": True, "use_bidirectional_attention": None, "vocab_size": 262_144,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+        },
+    },
     "glm4_moe_lite": _SHARED | {
         "hidden_size": 2048, "intermediate_size": 10_240, "kv_lora_rank": 512, "max_position_embeddings": 202_752,
         "moe_intermediate_size": 1536, "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 1,

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 WRAPPED_BY = "wrapped_by"  # key of a text model's configuration that names the multimodal model around it
 _OF_THE_WHOLE = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "compression_config")
+_GEMMA_PARTS = ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
 _VISION = ("vision_tower.", "model.vision_tower.")
 
 
@@ -28,6 +29,11 @@ class Wrapper:
 
 
 WRAPPERS: dict[str, Wrapper] = {
+    "gemma4": Wrapper(
+        "Gemma 4 26B-A4B, 31B",
+        "gemma4_text",
+        tuple(f"{root}{part}." for root in ("", "model.") for part in _GEMMA_PARTS),
+    ),
     "kimi_k25": Wrapper("Kimi K2.5, K2.6", "kimi_k2", (*_VISION, "mm_projector.", "model.mm_projector.")),
     "llama4": Wrapper(
         "Llama 4 Scout, Maverick",

@@ -82,9 +82,12 @@ def _layer(spec: LayerSpec, layer: LayerWeights, present: set[str]) -> Iterator[
         post_norm = _norm_name(_ATTENTION_POST_NORMS, present)
         yield from _norm(post_norm, layer.attention_post_norm)
         ffn_norm = _norm_name(_FFN_NORMS, present) if post_norm == ffn_norm else ffn_norm
-    if layer.attention_norm is not None and layer.ffn_norm is not None:
+    if layer.attention_norm is not None:
         yield from _norm("input_layernorm", layer.attention_norm)
+    if layer.ffn_norm is not None:
         yield from _norm(ffn_norm, layer.ffn_norm)
+    if layer.scale_1 is not None:
+        yield "layer_scalar", whole(layer.scale_1)
     if layer.ffn_post_norm is not None:
         yield from _norm(_norm_name(_FFN_POST_NORMS, present), layer.ffn_post_norm)
     yield from attention_places(spec.attention, layer.attention, present)

@@ -63,6 +63,10 @@ def _grouped(spec: AttentionSpec, weights: AttentionWeights, present: set[str]) 
             yield f"{block}q_proj.{kind}", _with_gates(query, plain(weights.gate_CD), spec)
             yield f"{block}k_proj.{kind}", whole(key)
             yield f"{block}v_proj.{kind}", whole(value)
+        elif fused_C is not None and spec.keys_are_values:
+            query, key, value = torch.split(fused_C, list(widths))
+            yield f"{block}q_proj.{kind}", whole(query)
+            yield f"{block}k_proj.{kind}", Shares((key, value), tuple(key.shape), lambda source: (source, source))
         elif fused_C is not None:
             for name, view in zip("qkv", torch.split(fused_C, list(widths)), strict=True):
                 turned = spec.rope.interleaved and name != "v"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_engine.model.names.tensor_mapping import Named
-    from moiety_engine.model.weights import DenseWeights, SharedWeights
+    from moiety_engine.model.weights import DenseWeights, MixtureNorms, SharedWeights
 
 _BLOCKS = ("mlp.", "block_sparse_moe.", "feed_forward.")
 _ROUTERS = ("gate.weight", "router.weight", "router.layer.weight", "router.gate.weight", "gate.wg.weight")
@@ -51,6 +51,9 @@ def feed_forward_places(weights: DenseWeights | MoeWeights, present: set[str]) -
     if not isinstance(weights, MoeWeights):
         yield from _dense(block, weights)
         return
+    if weights.norms is not None:
+        yield from _normed(weights, weights.norms, present)
+        return
     for name, place in _mixture(weights, local):
         of_kolibri = name == _SELECTION_BIASES[0] and _KOLIBRI_BIAS in present
         yield _KOLIBRI_BIAS if of_kolibri else block + name, place
@@ -61,6 +64,22 @@ def feed_forward_places(weights: DenseWeights | MoeWeights, present: set[str]) -
     elif weights.shared is not None:
         for name, place in _shared(weights.shared, local):
             yield block + name, place
+
+
+def _normed(weights: MoeWeights, norms: MixtureNorms, present: set[str]) -> Iterator[Named]:
+    """Yield the names and mappings of Gemma 4's experts beside a dense feed-forward."""
+    root_size = norms.router_D.shape[0] ** -0.5
+    scale = TensorMapping(norms.router_D, tuple(norms.router_D.shape), lambda source: source.float() * root_size)
+    yield "router.proj.weight", whole(weights.router_ED)
+    yield "router.scale", scale
+    yield "router.per_expert_scale", whole(norms.expert_scale_E)
+    yield "pre_feedforward_layernorm.weight", whole(norms.shared_D)
+    yield "post_feedforward_layernorm_1.weight", whole(norms.shared_output_D)
+    yield "pre_feedforward_layernorm_2.weight", whole(norms.routed_D)
+    yield "post_feedforward_layernorm_2.weight", whole(norms.routed_output_D)
+    yield from _experts(weights, present)
+    assert weights.shared is not None
+    yield from _dense("mlp.", weights.shared.dense)
 
 
 def expert_places(weights: DenseWeights | MoeWeights, present: set[str]) -> Iterator[Named]:
