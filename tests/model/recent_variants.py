@@ -49,6 +49,13 @@ RECENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "axk1",
         _LATENT | {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "rope_parameters": _DEEPSEEK_YARN},
     ),
+    "cohere2_moe": (
+        "cohere2_moe",
+        {"num_hidden_layers": 3, "num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48, "head_dim": 32}
+        | {"mlp_layer_types": ["dense", "sparse", "sparse"], "prefix_dense_intermediate_size": 96}
+        | {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 40}
+        | {"num_shared_experts": 2, "expert_selection_fn": "sigmoid", "attention_bias": True, "logit_scale": 0.5},
+    ),
     "exaone_moe": (
         "exaone_moe",
         _SIGMOID | _WINDOWS | {"num_experts": 12, "n_group": 3, "topk_group": 2},

@@ -24,6 +24,7 @@ DENSE = [
 RECENT = [  # with what older families do not have, such as output gates, layers without positions, norms of outputs
     "afmoe",
     "axk1",
+    "cohere2_moe",
     "flex_olmo",
     "gemma4_text",
     "granitemoe_swa",

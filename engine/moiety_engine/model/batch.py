@@ -32,6 +32,11 @@ class ImageRows:
     positions_3I: Tensor  # int64, temporal, vertical and horizontal position of each (M-RoPE)
     features_FID: Tensor  # embedding of each row, and what is added to the output of each of the first layers
 
+    def add_deepstack(self, fed_TD: Tensor, layer: int) -> Tensor:
+        """Return a layer's contribution to the residual stream plus what the encoder adds after this layer, if any."""
+        of_layers_FID = self.features_FID[1:]
+        return fed_TD if layer >= len(of_layers_FID) else fed_TD.index_add(0, self.rows_I, of_layers_FID[layer])
+
 
 @dataclass(frozen=True, slots=True)
 class GroupTable:

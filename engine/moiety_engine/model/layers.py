@@ -173,7 +173,8 @@ class SharedExperts:
     _ROUTING = RoutingSpec(num_experts=1, top_k=1, renormalize=False, scoring="sigmoid")
 
     def __init__(self, spec: SharedSpec, weights: SharedWeights, arithmetic: Arithmetic) -> None:
-        self._activation, self._weights = spec.dense.activation, weights
+        self._activation, self._weights, self._factor = spec.dense.activation, weights, spec.factor
+        assert spec.factor == 1.0 or not spec.gated, "a gate has no factor"
         self._invariant = arithmetic.invariant
 
     def added_to(self, routed_TD: Tensor, x_TD: Tensor) -> Tensor:
@@ -186,12 +187,14 @@ class SharedExperts:
             w.gate_up_bias_2F,
             w.down_bias_D,
             activation=self._activation,
-            weight_T1=None if gate_1D is None else self._share(x_TD, gate_1D),
+            weight_T1=self._share(x_TD, gate_1D),
             onto_TD=routed_TD,
             invariant=self._invariant,
         )
 
-    def _share(self, x_TD: Tensor, gate_1D: Tensor) -> Tensor:
+    def _share(self, x_TD: Tensor, gate_1D: Tensor | None) -> Tensor | None:
+        if gate_1D is None:
+            return None if self._factor == 1.0 else x_TD.new_full((len(x_TD), 1), self._factor, dtype=torch.float32)
         return route(linear(x_TD, gate_1D, invariant=self._invariant), self._ROUTING)[0]
 
 

@@ -224,11 +224,12 @@ class DenseSpec:
 class SharedSpec:
     """Shared experts, which process every token, as one dense feed-forward of their total width.
 
-    `gated`: their output is multiplied by the sigmoid of a projection of the token.
+    `gated`: their output is multiplied by the sigmoid of a projection of the token. `factor`: factor of their output.
     """
 
     dense: DenseSpec
     gated: bool = False
+    factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +279,8 @@ class LayerSpec:
 
     `pre_norms`: the inputs of attention and feed-forward are normalized. `attention_post_norm`, `ffn_post_norm`: the
     output of attention or of the feed-forward is normalized before the addition. `scaled`: the layer's output is
-    multiplied by a learned number. `only_experts`: this rank has only the
+    multiplied by a learned number. `parallel`: the feed-forward reads the same normalized input as attention.
+    `only_experts`: this rank has only the
     held routed experts; the rest of the layer is on other ranks.
     """
 
@@ -288,6 +290,7 @@ class LayerSpec:
     ffn_post_norm: bool = False
     pre_norms: bool = True
     scaled: bool = False
+    parallel: bool = False
     only_experts: bool = False
 
 

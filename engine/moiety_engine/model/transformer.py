@@ -16,7 +16,7 @@ from torch import Tensor
 from moiety_engine.distribution.collectives import ALONE, Ranks
 from moiety_engine.model.adapter_stacks import AdapterStacks
 from moiety_engine.model.arithmetic import Arithmetic
-from moiety_engine.model.batch import Batch, ImageRows, KvCache
+from moiety_engine.model.batch import Batch, KvCache
 from moiety_engine.model.cache_groups import cache_groups
 from moiety_engine.model.expert_migration import SlotWeights
 from moiety_engine.model.expert_setup import expert_dispatch, expert_shape, expert_slots
@@ -150,6 +150,7 @@ class Transformer:
             for half, w in zip(feeds, weights.layers, strict=True)
         ]
         self._scales = [w.scale_1 for w in weights.layers]
+        self._parallel = [one.parallel for one in own.layers]
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Return the bytes of one block of `block_size` tokens on each rank."""
@@ -363,7 +364,10 @@ class Transformer:
             attended_TD = attend(normed_TD, views[groups[number]], cache)
             if on_stored is not None:
                 on_stored(number)
-            x_TD, normed_TD = ffn_norm.after_adding(x_TD, _times(share, attended_TD))
+            if self._parallel[number]:
+                x_TD = x_TD + _times(share, attended_TD)
+            else:
+                x_TD, normed_TD = ffn_norm.after_adding(x_TD, _times(share, attended_TD))
             if far is None:
                 fed_TD = feed(normed_TD, batch.adapted)
             else:
@@ -372,19 +376,12 @@ class Transformer:
                 fed_TD = feed(begun)
             fed_TD = _times(share, fed_TD)
             if batch.images is not None:
-                fed_TD = self._add_deepstack(fed_TD, batch.images, self._first_layer + number)
+                fed_TD = batch.images.add_deepstack(fed_TD, self._first_layer + number)
             scale_1 = self._scales[number]
             if scale_1 is not None:
                 x_TD, fed_TD = x_TD * scale_1.to(x_TD.dtype), fed_TD * scale_1.to(x_TD.dtype)
             x_TD, normed_TD = next_norm.after_adding(x_TD, fed_TD)
         return x_TD, normed_TD
-
-    def _add_deepstack(self, fed_TD: Tensor, images: ImageRows, layer: int) -> Tensor:
-        """Return a layer's contribution to the residual stream plus what the encoder adds after this layer, if any."""
-        of_layers_FID = images.features_FID[1:]
-        if layer >= len(of_layers_FID):
-            return fed_TD
-        return fed_TD.index_add(0, images.rows_I, of_layers_FID[layer])
 
     def _count_experts(self, batch: Batch) -> None:
         """Count the experts that all groups' tokens chose, in all stages; the first rank counts for all ranks."""

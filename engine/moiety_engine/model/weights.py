@@ -306,7 +306,7 @@ class _Allocator:
         return LayerWeights(
             attention_norm=self.norm() if one.pre_norms else None,
             attention=self.attention(one.attention),
-            ffn_norm=self.norm() if one.pre_norms and not normed else None,
+            ffn_norm=self.norm() if one.pre_norms and not (normed or one.parallel) else None,
             ffn=ffn,
             attention_post_norm=self.norm() if one.attention_post_norm else None,
             ffn_post_norm=self.norm() if one.ffn_post_norm else None,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from moiety_engine.model.checkpoint_formats.reading import read_quantization
 from moiety_engine.model.errors import ConfigError, UnsupportedModelError
 from moiety_engine.model.families.afmoe import afmoe, afmoe_features
+from moiety_engine.model.families.cohere import cohere2_moe, cohere2_moe_features
 from moiety_engine.model.families.config import Config, Features, checkpoint_dtype, quantization_settings
 from moiety_engine.model.families.deepseek import (
     axk1,
@@ -68,6 +69,7 @@ FAMILIES: dict[str, Callable[[Config, int], LayerSpec]] = {
     "axk1": axk1,
     "bailing_moe": bailing_moe,
     "bailing_moe_v2": bailing_moe,
+    "cohere2_moe": cohere2_moe,
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
     "dots1": dots1,
@@ -119,6 +121,7 @@ WHOLE: dict[str, Callable[[Config], Features]] = {
     "axk1": axk1_features,
     "bailing_moe": bailing_features,
     "bailing_moe_v2": bailing_features,
+    "cohere2_moe": cohere2_moe_features,
     "deepseek_v2": deepseek_v2_features,
     "deepseek_v3": deepseek_v3_features,
     "ernie4_5_moe": ernie_features,
@@ -228,10 +231,10 @@ def _spec_of(config: Config) -> ModelSpec:
     try:
         quantization = read_quantization(quantization_settings(config))
         _check_layer_types(config)
-        usual: Features = {
-            "norm": NormSpec(float(config["rms_norm_eps"])),
-            "tie_word_embeddings": bool(config["tie_word_embeddings"]),
-        }
+        features: Features = {"tie_word_embeddings": bool(config["tie_word_embeddings"])}
+        features |= WHOLE[family](config) if family in WHOLE else {}
+        if "norm" not in features:
+            features["norm"] = NormSpec(float(config["rms_norm_eps"]))
         spec = ModelSpec(
             family=family,
             vocab_size=config["vocab_size"],
@@ -240,7 +243,7 @@ def _spec_of(config: Config) -> ModelSpec:
             checkpoint_dtype=checkpoint_dtype(config),
             layers=tuple(read_layer(config, index) for index in range(config["num_hidden_layers"])),
             weight_format=None if quantization is None else quantization.form,
-            **(usual | WHOLE[family](config) if family in WHOLE else usual),
+            **features,
         )
         return replace(spec, ignored_prefixes=spec.ignored_prefixes + around_text(config))
     except KeyError as exc:

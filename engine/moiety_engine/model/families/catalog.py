@@ -57,6 +57,11 @@ CATALOG: dict[str, FamilyEntry] = {
     "axk1": FamilyEntry("A.X-K1", "latent, YaRN", f"{_AS_DEEPSEEK}; a norm of the output of experts"),
     "bailing_moe": FamilyEntry("Ling 2.0, Ring 2.0 (BailingMoeV2)", _LING_ATTENTION, _AS_DEEPSEEK, _LING),
     "bailing_moe_v2": FamilyEntry("Ling 2.0, Ring 2.0 (BailingMoeV2)", _LING_ATTENTION, _AS_DEEPSEEK, _LING),
+    "cohere2_moe": FamilyEntry(
+        "Cohere 2 with experts",
+        "rotates neighbours, windows; full attention without positions; beside the feed-forward",
+        "softmax or sigmoid of the chosen; the mean with shared experts; LayerNorm; scaled logits",
+    ),
     "deepseek_v2": FamilyEntry(
         "DeepSeek-V2, V2-Lite",
         "latent, YaRN",

@@ -26,6 +26,15 @@ RECENT_DEFAULTS: dict[str, dict[str, Any]] = {
         "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rope_interleave": True,
         "routed_scaling_factor": 2.5, "topk_group": 4, "v_head_dim": 128, "vocab_size": 163_840,
     },
+    "cohere2_moe": {
+        "attention_bias": False, "expert_selection_fn": "softmax", "head_dim": 128, "hidden_act": "silu",
+        "hidden_size": 8192, "intermediate_size": 22_528, "layer_norm_eps": 1e-5, "logit_scale": 0.0625,
+        "max_position_embeddings": 8192, "norm_topk_prob": True, "num_attention_heads": 64, "num_experts": 8,
+        "num_experts_per_tok": 2, "num_hidden_layers": 40, "num_shared_experts": 0,
+        "prefix_dense_sliding_window_pattern": 1, "rms_norm_eps": None, "rope_theta": 10_000.0,
+        "shared_expert_combination_strategy": "average", "sliding_window": 4096, "sliding_window_pattern": 4,
+        "tie_word_embeddings": True, "vocab_size": 256_000,
+    },
     "exaone_moe": {
         "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 16_384,
         "max_position_embeddings": 2048, "moe_intermediate_size": 1024, "n_group": 1, "norm_topk_prob": True,
