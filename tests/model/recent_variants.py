@@ -45,6 +45,11 @@ RECENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         | _WINDOWS
         | {"num_experts": 8, "num_dense_layers": 1, "route_scale": 1.5, "mup_enabled": True, "attention_bias": True},
     ),
+    "aria_text": (
+        "aria_text",
+        {"num_hidden_layers": 2, "moe_num_experts": 8, "moe_topk": 3, "intermediate_size": 48, "attention_bias": True}
+        | {"pad_token_id": None},
+    ),
     "axk1": (
         "axk1",
         _LATENT | {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "rope_parameters": _DEEPSEEK_YARN},

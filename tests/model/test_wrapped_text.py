@@ -25,6 +25,12 @@ PIXTRAL = {"model_type": "pixtral", "head_dim": 16, "image_size": 28, "patch_siz
 CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "mistral": ("mistral3", "Mistral3ForConditionalGeneration", "mistral, sliding window", PIXTRAL),
     "mistral4": ("mistral3", "Mistral3ForConditionalGeneration", "mistral4", PIXTRAL),
+    "aria": (
+        "aria",
+        "AriaForConditionalGeneration",
+        "aria_text",
+        VISION | {"model_type": "idefics3_vision", "image_size": 28, "patch_size": 14},
+    ),
     "gemma4": (
         "gemma4",
         "Gemma4ForConditionalGeneration",

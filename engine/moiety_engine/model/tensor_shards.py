@@ -35,7 +35,7 @@ _EXPERT = re.compile(r"\bexperts\.(\d+)\.")
 _LAYER = re.compile(r"\blayers\.(-?\d+)\.")
 _OF_EXPERTS = re.compile(r"\bexperts\.(?!e_score)|\bblock_sparse_moe\.(?:input|output)_linear\.")
 _HALVES = re.compile(
-    r"\b(?:experts\.gate_up_proj|block_sparse_moe\.input_linear\.weight)$"
+    r"\b(?:experts\.gate_up_proj|experts\.fc1\.weight|block_sparse_moe\.input_linear\.weight)$"
 )  # rows of gate, then as many rows of up
 _MOST_PIECES = 64  # largest number of pieces that an error message suggests
 _ADDED_ONCE = (

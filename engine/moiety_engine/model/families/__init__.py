@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from moiety_engine.model.checkpoint_formats.reading import read_quantization
 from moiety_engine.model.errors import ConfigError, UnsupportedModelError
 from moiety_engine.model.families.afmoe import afmoe, afmoe_features
+from moiety_engine.model.families.aria import aria_text
 from moiety_engine.model.families.cohere import cohere2_moe, cohere2_moe_features
 from moiety_engine.model.families.config import Config, Features, checkpoint_dtype, quantization_settings
 from moiety_engine.model.families.deepseek import (
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
 
 FAMILIES: dict[str, Callable[[Config, int], LayerSpec]] = {
     "afmoe": afmoe,
+    "aria_text": aria_text,
     "axk1": axk1,
     "bailing_moe": bailing_moe,
     "bailing_moe_v2": bailing_moe,

@@ -54,6 +54,19 @@ _LING: Config = {  # Ling mini 2.0
 
 CATALOG: dict[str, FamilyEntry] = {
     "afmoe": FamilyEntry("Trinity Mini, Nano", f"norms of heads, an output gate, {_NO_ROPE}", _SIGMOID),
+    "aria_text": FamilyEntry(
+        "the text model of Aria",
+        "grouped",
+        "softmax over the chosen; shared experts",
+        {
+            "hidden_size": 2560,
+            "intermediate_size": 1664,
+            "moe_num_experts": 64,
+            "moe_topk": 6,
+            "num_attention_heads": 20,
+            "num_hidden_layers": 28,
+        },
+    ),
     "axk1": FamilyEntry("A.X-K1", "latent, YaRN", f"{_AS_DEEPSEEK}; a norm of the output of experts"),
     "bailing_moe": FamilyEntry("Ling 2.0, Ring 2.0 (BailingMoeV2)", _LING_ATTENTION, _AS_DEEPSEEK, _LING),
     "bailing_moe_v2": FamilyEntry("Ling 2.0, Ring 2.0 (BailingMoeV2)", _LING_ATTENTION, _AS_DEEPSEEK, _LING),

@@ -163,6 +163,16 @@ def require(config: Config, family: str, **only: Any) -> None:
             raise UnsupportedModelError(f"{key} {said!r} is not supported in {family}; known: {value}")
 
 
+def require_oblong_experts(config: Config, width: int, family: str) -> None:
+    """Raise UnsupportedModelError if experts are square, where checkpoints of the family store them transposed."""
+    hidden = config["hidden_size"]
+    if hidden in (width, 2 * width):
+        raise UnsupportedModelError(
+            f"hidden_size {hidden} and intermediate_size {width} make square tensors of experts, which {family} "
+            "checkpoints store transposed, and a shape cannot tell: no released model has them"
+        )
+
+
 def read_activation(config: Config, key: str = "hidden_act") -> Activation:
     """Return the activation that `key` names. Raises UnsupportedModelError."""
     name = need(config, key)

@@ -12,6 +12,7 @@ from moiety_engine.model.families.config import (
     read_routing,
     read_shared,
     require,
+    require_oblong_experts,
 )
 from moiety_engine.model.rope_spec import NO_ROPE
 from moiety_engine.model.spec import AttentionSpec, DenseSpec, LayerSpec, MoeSpec
@@ -53,12 +54,8 @@ def _is_chunked(config: Config, index: int, *, rotates: bool) -> bool:
 
 
 def _experts(config: Config) -> MoeSpec:
-    width, hidden, activation = config["intermediate_size"], config["hidden_size"], read_activation(config)
+    width, activation = config["intermediate_size"], read_activation(config)
     require(config, "llama4", num_experts_per_tok=1)  # a weight scales its expert's input, which then is one row
-    if hidden in (width, 2 * width):
-        raise UnsupportedModelError(
-            f"hidden_size {hidden} and intermediate_size {width} make square tensors of experts, which llama4 "
-            "checkpoints store transposed: their shape does not tell"
-        )
+    require_oblong_experts(config, width, "llama4")
     routing = read_routing(config, "num_local_experts", renormalize=False, scoring="sigmoid_chosen")
     return MoeSpec(width, routing, activation, weighs_input=True, shared=read_shared(width, activation))

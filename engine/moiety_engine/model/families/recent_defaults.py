@@ -19,6 +19,11 @@ RECENT_DEFAULTS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 32, "num_shared_experts": 2, "rms_norm_eps": 1e-5, "route_scale": 1.0,
         "sliding_window": 1024, "vocab_size": 200_192,
     },
+    "aria_text": _SHARED | {
+        "hidden_size": 4096, "intermediate_size": 4096, "max_position_embeddings": 2048, "mlp_bias": False,
+        "moe_num_experts": 8, "moe_num_shared_experts": 2, "moe_topk": 2, "num_attention_heads": 32,
+        "num_hidden_layers": 32, "vocab_size": 32_000,
+    },
     "axk1": _SHARED | {
         "hidden_size": 7168, "intermediate_size": 18_432, "kv_lora_rank": 512, "max_position_embeddings": 32_768,
         "moe_intermediate_size": 2048, "n_group": 8, "n_routed_experts": 192, "n_shared_experts": 1,

@@ -25,7 +25,11 @@ _ROUTERS = ("gate.weight", "router.weight", "router.layer.weight", "router.gate.
 _FUSED_SHARED = "shared_mlp.input_linear.weight"  # Granite's, beside the block of the routed experts
 _SHARED = ("shared_experts.", "shared_expert.", "shared_mlp.")
 _KOLIBRI_BIAS = "moe.router.expert_bias"  # Kolibri's selection bias, beside the block of everything else
-_STACKED = {"experts.gate_up_proj": "experts.down_proj", "input_linear.weight": "output_linear.weight"}
+_STACKED = {
+    "experts.gate_up_proj": "experts.down_proj",
+    "input_linear.weight": "output_linear.weight",
+    "experts.fc1.weight": "experts.fc2.weight",
+}
 _SINGLE = {
     "experts.0.gate_proj.weight": ("gate_proj", "up_proj", "down_proj"),
     "experts.0.w1.weight": ("w1", "w3", "w2"),
