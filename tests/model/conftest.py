@@ -261,6 +261,13 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         VARIANTS["deepseek_v3"][1]
         | {"attention_bias": False, "rope_parameters": YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0}},
     ),
+    "mimo_v2_flash, a dense last layer": (
+        "mimo_v2_flash",
+        RECENT_VARIANTS["mimo_v2_flash"][1]
+        | {"num_hidden_layers": 3, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}
+        | {"mlp_layer_types": ["dense", "sparse", "dense"], "sliding_window": 1000, "hidden_size": 96}
+        | {"intermediate_size": 96},
+    ),
     "gpt_oss, experts as wide as blocks": (
         "gpt_oss",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96, "head_dim": 16},

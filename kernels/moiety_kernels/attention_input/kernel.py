@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moiety_kernels.attention_input.kernels.parts import clamped, scaled_by, squares_of
 from moiety_kernels.gpu.cases import CompileCase
 
 if TYPE_CHECKING:
@@ -317,7 +318,7 @@ def _heads(
     if ROTATES_FIRST and PAIRS > 0:
         first, second = _turned(first, second, p_cos, p_sin, p_positions, i_token, PAIRS, PAIRS_BLOCK)
     if NORM != "none":
-        total = _squares(first) + _squares(second) + _squares(rest)  # [HEADS]
+        total = squares_of(first) + squares_of(second) + squares_of(rest)  # [HEADS]
         if NORM == "head":
             factor = tl.rsqrt(total / WIDTH + eps)[:, None]
             p_weight = p_norm + tl.zeros_like(i_head)[:, None]
@@ -325,17 +326,21 @@ def _heads(
             factor = tl.rsqrt(tl.sum(total, axis=0) / (WIDTH * heads) + eps)
             p_weight = p_norm + i_head[:, None] * WIDTH
         weights = _load(p_weight, i_head, heads, WIDTH, PAIRS, PAIRS_BLOCK, REST_BLOCK)
-        first, second = _scaled(first, factor, weights[0]), _scaled(second, factor, weights[1])
-        rest = _scaled(rest, factor, weights[2])
+        first, second = scaled_by(first, factor, weights[0]), scaled_by(second, factor, weights[1])
+        rest = scaled_by(rest, factor, weights[2])
     if CLIP:
-        first, second, rest = _clamped(first, clip), _clamped(second, clip), _clamped(rest, clip)
+        first, second, rest = clamped(first, clip), clamped(second, clip), clamped(rest, clip)
     if ROTATE and not ROTATES_FIRST and PAIRS > 0:
         first, second = _turned(first, second, p_cos, p_sin, p_positions, i_token, PAIRS, PAIRS_BLOCK)
     if p_scale is not None:
         largest = tl.maximum(tl.maximum(_largest(first), _largest(second)), _largest(rest))
         scale = tl.div_rn(tl.where(largest > 0, largest, 1.0), 127.0)
         tl.store(p_scale + i_head * scale_head, scale, mask=i_head < held)
-        first, second, rest = _whole(first, scale), _whole(second, scale), _whole(rest, scale)
+        first, second, rest = (
+            _whole(first, scale),
+            _whole(second, scale),
+            _whole(rest, scale),
+        )
     p_row = p_target + i_head.to(tl.int64)[:, None] * target_head
     i_pair, i_rest = tl.arange(0, PAIRS_BLOCK)[None, :], tl.arange(0, REST_BLOCK)[None, :]
     m_pair, m_rest = (
@@ -394,22 +399,6 @@ def _load(
     first = tl.load(p_row + i_pair, mask=m_pair, other=0.0)
     second = tl.load(p_row + PAIRS + i_pair, mask=m_pair, other=0.0)
     return first, second, tl.load(p_row + 2 * PAIRS + i_rest, mask=m_rest, other=0.0)
-
-
-@triton.jit
-def _squares(part):
-    return tl.sum(part.to(tl.float32) * part.to(tl.float32), axis=1)
-
-
-@triton.jit
-def _scaled(part, factor, weight):
-    """Return the part times the factor, rounded before the weight is applied, as the models' own code does."""
-    return ((part.to(tl.float32) * factor).to(part.dtype) * weight).to(part.dtype)
-
-
-@triton.jit
-def _clamped(part, clip):
-    return tl.minimum(tl.maximum(part.to(tl.float32), -clip), clip).to(part.dtype)
 
 
 def compile_cases() -> list[CompileCase]:

@@ -235,7 +235,7 @@ def test_a_mutant_that_keeps_whole_numbers_otherwise_is_found(
         ("(b * cos + a * sin)", "(b * cos - a * sin)"),
         ("block * v_block + place * v_place", "block * v_block"),
         ("(i_head < held)[:, None] & (i_rest <", "(i_head < 1)[:, None] & (i_rest <"),
-        ("_clamped(first, clip), _clamped(second, clip)", "_clamped(first, clip), second"),
+        ("clamped(first, clip), clamped(second, clip)", "clamped(first, clip), second"),
         ("p_positions + i_token", "p_positions"),
     ],
 )

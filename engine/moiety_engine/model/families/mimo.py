@@ -21,7 +21,8 @@ _FULL_EVERY = 6  # the first layer, and from then on every sixth has full attent
 
 def mimo_v2_flash(config: Config, index: int) -> LayerSpec:
     """Return a layer; those with a window have twice the key-value heads, and attention sinks."""
-    attention, frequency = _attention(config, index), config.get("moe_layer_freq")  # old files: 1 for experts
+    attention = _attention(config, slides=_slides(config, index))
+    frequency = config.get("moe_layer_freq")  # old files: 1 for experts
     is_dense = is_dense_layer(config, index) if frequency is None else not frequency[index]
     if is_dense:
         return LayerSpec(attention, DenseSpec(config["intermediate_size"], activation=read_activation(config)))
@@ -29,10 +30,13 @@ def mimo_v2_flash(config: Config, index: int) -> LayerSpec:
     return LayerSpec(attention, read_sigmoid_experts(scaled))
 
 
-def _attention(config: Config, index: int) -> AttentionSpec:
+def _slides(config: Config, index: int) -> bool:
     pattern = config.get("hybrid_layer_pattern")  # old files: 1 for a window
     usual = index > 0 and bool((index + 1) % _FULL_EVERY) if pattern is None else bool(pattern[index])
-    slides = is_sliding_layer(config, index, otherwise=usual)
+    return is_sliding_layer(config, index, otherwise=usual)
+
+
+def _attention(config: Config, *, slides: bool) -> AttentionSpec:
     kind, kv_heads = "sliding_attention" if slides else "full_attention", config["num_key_value_heads"]
     of_layer = config | {"num_key_value_heads": 2 * kv_heads if slides else kv_heads}
     _check_old_keys(config)
@@ -69,6 +73,7 @@ def _check_old_keys(config: Config) -> None:
     )
 
 
-def mimo_features(_config: Config) -> Features:
-    """Return the prefixes of the multi-token prediction layers, which are not loaded."""
-    return {"ignored_prefixes": ("mtp.", "model.mtp.")}
+def mimo_features(config: Config) -> Features:
+    """Return the first multi-token prediction (MTP) layer, which is dense and has a window, and the prefix of all."""
+    dense = DenseSpec(config["intermediate_size"], activation=read_activation(config))
+    return {"ignored_prefixes": ("model.mtp.",), "mtp": LayerSpec(_attention(config, slides=True), dense)}
