@@ -56,6 +56,7 @@ def _build_ledger(config: EngineConfig, model: Transformer, sizes: Sizes) -> KvL
         host=HostTier(sizes.num_host_blocks) if sizes.num_host_blocks else None,
         answers_apart=model.arithmetic.invariant,
         windows=table_windows(model, config),
+        chunked=frozenset(table for table, group in enumerate(model.cache_groups) if group.chunked),
         max_chunk_tokens=sizes.max_batch_tokens,
         states=StateSlots(sizes.num_state_slots, sizes.num_host_state_slots) if sizes.num_state_slots else None,
     )

@@ -220,7 +220,7 @@ def test_large_gates_do_not_overflow() -> None:
 
 
 @pytest.mark.combinations(by=("kept",))
-@pytest.mark.parametrize("window", [None, 1, 37])
+@pytest.mark.parametrize(("window", "chunked"), [(None, False), (1, False), (37, False), (37, True)])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "width"), [(4, 4, 16), (8, 2, 64), (5, 1, 48), (6, 2, 144), (4, 1, 256), (4, 2, 10)]
 )
@@ -234,6 +234,7 @@ def test_paged_attention(
     width: int,
     places: int,
     window: int | None,
+    chunked: bool,
     with_sinks: bool,
     kept: torch.dtype,
 ) -> None:
@@ -241,8 +242,18 @@ def test_paged_attention(
     q, k_cache, v_cache, starts, lengths, table = paged(queries, contexts, heads, kv_heads, width, places)
     inputs = q, k_cache.to(kept), v_cache.to(kept), starts, lengths, table
     sinks = normal(heads, scale=3) if with_sinks else None
-    ours = paged_attention(*inputs, width**-0.5, window, sinks, max_query=130, max_context=300)
-    assert close(ours, paged_attention_reference(*inputs, width**-0.5, window, sinks), 2e-5)
+    ours = paged_attention(*inputs, width**-0.5, window, sinks, max_query=130, max_context=300, chunked=chunked)
+    assert close(ours, paged_attention_reference(*inputs, width**-0.5, window, sinks, chunked=chunked), 2e-5)
+
+
+def test_a_query_of_chunked_attention_sees_only_its_own_chunk(paged: Paged) -> None:
+    """The last query of a chunk sees as many positions as a window; the first of the next sees itself alone."""
+    q, k_cache, v_cache, starts, _, table = paged([1], [75], 4, 2, 16, 4)
+    longest = {"max_query": 1, "max_context": 75}
+    for context, seen in ((74, 37), (75, 1)):
+        inputs = q, k_cache, v_cache, starts, torch.tensor([context], dtype=torch.int32, device=DEVICE), table
+        ours = paged_attention(*inputs, 0.25, 37, chunked=True, **longest)
+        assert close(ours, paged_attention_reference(*inputs, 0.25, seen))
 
 
 def test_a_sink_takes_its_share_of_the_softmax_and_adds_nothing(paged: Paged) -> None:
@@ -254,17 +265,18 @@ def test_a_sink_takes_its_share_of_the_softmax_and_adds_nothing(paged: Paged) ->
     assert close(ours[0], value * torch.sigmoid(score - sinks)[:, None])
 
 
+@pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("kept", CACHES)
 @pytest.mark.parametrize("way", ["fast", "rounded", "torch", "reference"])
-def test_blocks_behind_a_window_may_have_any_content(paged: Paged, way: str, kept: torch.dtype) -> None:
+def test_blocks_behind_a_window_may_have_any_content(paged: Paged, way: str, kept: torch.dtype, chunked: bool) -> None:
     queries, contexts, window = [1, 1, 7, 130, 40], [1, 300, 70, 250, 290], 37
     q, k_cache, v_cache, starts, lengths, table = paged(queries, contexts, 4, 2, 32, 8)
     inputs = q, k_cache.to(kept), v_cache.to(kept), starts, lengths
 
     def attend() -> Tensor:
-        longest: dict[str, Any] = {"max_query": 130, "max_context": 300}
+        longest: dict[str, Any] = {"max_query": 130, "max_context": 300, "chunked": chunked}
         if way == "reference":
-            return paged_attention_reference(*inputs, table, 0.2, window)
+            return paged_attention_reference(*inputs, table, 0.2, window, chunked=chunked)
         if way == "torch":
             return paged_attention_batched(*inputs, table, 0.2, window, None, num_decode=0, **longest)
         return paged_attention(*inputs, table, 0.2, window, rounds=way == "rounded", **longest)
@@ -273,23 +285,24 @@ def test_blocks_behind_a_window_may_have_any_content(paged: Paged, way: str, kep
     used = set(table.flatten().tolist())
     nobodys = next(block for block in range(len(k_cache)) if block not in used)  # its content is NaN
     for s, (count, context) in enumerate(zip(queries, contexts, strict=True)):
-        table[s, : max(0, context - count + 1 - window) // 8] = nobodys
+        first = (context - count) // window * window if chunked else max(0, context - count + 1 - window)
+        table[s, : first // 8] = nobodys
     assert nobodys in table
     assert torch.equal(attend(), before)
 
 
 @pytest.mark.parametrize("num_decode", [0, 2])
-@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize(("window", "chunked"), [(None, False), (37, False), (37, True)])
 @pytest.mark.parametrize("workspace", [1, 1 << 30])
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_paged_attention_through_torchs_own(
-    paged: Paged, num_decode: int, window: int | None, workspace: int, with_sinks: bool
+    paged: Paged, num_decode: int, window: int | None, chunked: bool, workspace: int, with_sinks: bool
 ) -> None:
     inputs = paged([1, 1, 7, 130, 40], [1, 300, 7, 150, 290], 8, 2, 64, 16)
     sinks = normal(8, scale=3) if with_sinks else None
-    longest: dict[str, Any] = {"num_decode": num_decode, "max_query": 130, "max_context": 300}
+    longest: dict[str, Any] = {"num_decode": num_decode, "max_query": 130, "max_context": 300, "chunked": chunked}
     ours = paged_attention_batched(*inputs, 0.125, window, sinks, **longest, workspace_bytes=workspace)
-    assert close(ours, paged_attention_reference(*inputs, 0.125, window, sinks), 2e-5)
+    assert close(ours, paged_attention_reference(*inputs, 0.125, window, sinks, chunked=chunked), 2e-5)
 
 
 @pytest.mark.combinations(by=("kept",))
@@ -355,6 +368,36 @@ def test_output_gate(columns: int, kind: GateKind, tokens: int) -> None:
 def test_a_gate_of_another_number_of_heads_is_refused() -> None:
     with pytest.raises(KernelInputError, match=r"shape \(3, 5\); it needs 6 or 120 columns for 3 tokens"):
         output_gate(normal(3, 6, 20), normal(3, 5), "sigmoid")
+
+
+@pytest.mark.parametrize("kept", CACHES)
+def test_values_may_have_a_width_and_a_norm_of_their_own_in_blocks_that_lie_apart(kept: torch.dtype) -> None:
+    """Blocks of layers with different shapes share memory, so that a layer's blocks are not adjacent."""
+    tokens, heads, kv_heads, places, widths = 37, 6, 2, 8, (48, 32)
+    qkv = normal(tokens, heads * widths[0] + kv_heads * sum(widths))
+    angles, positions = normal(500, 12), torch.randint(0, 500, (tokens,), device=DEVICE)
+    slots = torch.randperm(10 * places, device=DEVICE)[:tokens]
+    tables = angles.cos(), angles.sin(), positions
+    plan = AttentionInputPlan(normal(48), normal(48), 1e-6, v_norm=normal(32))
+    near = [torch.full((10, kv_heads, places, width), 7.0, device=DEVICE, dtype=kept) for width in widths]
+    far, begin = torch.full((10, 2000), 7.0, device=DEVICE, dtype=kept), 64
+    apart = []
+    for width in widths:
+        size = kv_heads * places * width
+        apart.append(far[:, begin : begin + size].view(10, kv_heads, places, width))
+        begin += size
+    expected = attention_input_reference(qkv.clone(), plan, *tables, *near, slots)
+    ours = attention_input(qkv, plan, *tables, *apart, slots)
+    assert close(ours, expected)
+    rounding = 0.0 if kept is torch.float32 else 2**-8
+    for found, wanted in zip(apart, near, strict=True):
+        assert close(found.float(), wanted.float(), 1e-5 + rounding)
+    assert int((far != 7.0).sum()) <= tokens * kv_heads * sum(widths)
+    sequence = (torch.tensor(row, dtype=torch.int32, device=DEVICE) for row in ([0, tokens], [77], [list(range(10))]))
+    inputs = expected, *apart, *sequence
+    for rounds in (False, True):
+        attended = paged_attention(*inputs, 0.2, max_query=tokens, max_context=77, rounds=rounds)
+        assert close(attended, paged_attention_reference(*inputs, 0.2), 2e-2 if rounds else 2e-5)
 
 
 @pytest.mark.parametrize(

@@ -275,8 +275,8 @@ MUTANTS = [
     (paged_attention, "min(count, position + 1 - start)", "min(count, position + 2 - start)"),
     (
         paged_attention,
-        "slot = (load_i32(table, block) * kv_heads + head)",
-        "slot = (load_i32(table, block) * kv_heads)",
+        "number = load_i32(table, block)",
+        "number = load_i32(table, 0)",
     ),
     (cpu_pairs, "seen = position + i // sharing + 1 - start", "seen = position + i // sharing + 2 - start"),
     (attention_input, "_normalize(k, kv_heads * width, k_norm", "_normalize(k, width, k_norm"),

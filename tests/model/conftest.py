@@ -261,6 +261,13 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         VARIANTS["deepseek_v3"][1]
         | {"attention_bias": False, "rope_parameters": YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0}},
     ),
+    "mimo_v2_flash, a dense last layer": (
+        "mimo_v2_flash",
+        RECENT_VARIANTS["mimo_v2_flash"][1]
+        | {"num_hidden_layers": 3, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}
+        | {"mlp_layer_types": ["dense", "sparse", "dense"], "sliding_window": 1000, "hidden_size": 96}
+        | {"intermediate_size": 96},
+    ),
     "gpt_oss, experts as wide as blocks": (
         "gpt_oss",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96, "head_dim": 16},
@@ -304,6 +311,8 @@ def write_checkpoint(
                 parameter.copy_(torch.rand_like(parameter) + 0.5)
             elif name.endswith("bias"):
                 parameter.normal_(std=0.1)
+            elif name.endswith(("layer_scalar", "router.scale", "expert_scale")):
+                parameter.uniform_(0.5, 1.5)
             elif "conv1d" in name:
                 parameter.normal_(std=0.5)  # as initialized, what it lets through is nearly nothing, and inexact
             elif name.endswith("A_log"):

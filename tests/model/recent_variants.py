@@ -45,9 +45,21 @@ RECENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         | _WINDOWS
         | {"num_experts": 8, "num_dense_layers": 1, "route_scale": 1.5, "mup_enabled": True, "attention_bias": True},
     ),
+    "aria_text": (
+        "aria_text",
+        {"num_hidden_layers": 2, "moe_num_experts": 8, "moe_topk": 3, "intermediate_size": 48, "attention_bias": True}
+        | {"pad_token_id": None},
+    ),
     "axk1": (
         "axk1",
         _LATENT | {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "rope_parameters": _DEEPSEEK_YARN},
+    ),
+    "cohere2_moe": (
+        "cohere2_moe",
+        {"num_hidden_layers": 3, "num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48, "head_dim": 32}
+        | {"mlp_layer_types": ["dense", "sparse", "sparse"], "prefix_dense_intermediate_size": 96}
+        | {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 40}
+        | {"num_shared_experts": 2, "expert_selection_fn": "sigmoid", "attention_bias": True, "logit_scale": 0.5},
     ),
     "exaone_moe": (
         "exaone_moe",
@@ -105,12 +117,33 @@ RECENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "laguna",
         _SIGMOID | {"num_experts": 8, "shared_expert_intermediate_size": 48, "gating": "per-element"},
     ),
+    "gemma4_text": (
+        "gemma4_text",
+        _WINDOWS
+        | {"num_hidden_layers": 2, "head_dim": 32, "global_head_dim": 64, "num_global_key_value_heads": 2}
+        | {"num_key_value_heads": 4, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0}
+        | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32}
+        | {"intermediate_size": 96, "final_logit_softcapping": 4.0, "attention_bias": True},
+    ),
+    "llama4_text": (
+        "llama4_text",
+        {"num_hidden_layers": 4, "num_local_experts": 4, "intermediate_size": 48, "intermediate_size_mlp": 96}
+        | {"head_dim": 32, "interleave_moe_layer_step": 2, "attention_chunk_size": 48, "no_rope_layer_interval": 2}
+        | {"floor_scale": 32, "attention_bias": True, "pad_token_id": None},
+    ),
     "mellum": (
         "mellum",
         _SIGMOID
         | _WINDOWS
         | {"num_experts": 8, "mlp_layer_types": ["sparse", "dense"], "attention_bias": True}
         | {"rope_parameters": {kind: dict(_BY_KIND[kind], partial_rotary_factor=1.0) for kind in _BY_KIND}},
+    ),
+    "mimo_v2_flash": (
+        "mimo_v2_flash",
+        _SIGMOID
+        | {"num_hidden_layers": 4, "layer_types": ["full_attention", *["sliding_attention"] * 3], "sliding_window": 40}
+        | {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "head_dim": 48, "v_head_dim": 32}
+        | {"attention_bias": True},
     ),
     "minimax_m2": (
         "minimax_m2",

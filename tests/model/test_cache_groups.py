@@ -17,6 +17,7 @@ from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreFinish, CoreLogprob, CoreSubmit
 from moiety_engine.model.cache_groups import cache_groups
 from moiety_engine.model.families import spec_from_config
+from moiety_engine.model.spec import LayerSpec, RecurrentSpec
 from moiety_engine.planning.models import PRESETS, find_model
 from moiety_engine.scheduling.preemption.preemptor import SwapCost
 from moiety_engine.startup import load_loop
@@ -25,7 +26,7 @@ from moiety_wire.messages import Sampling
 
 TOLERANCE = 1e-4
 BLOCK_SIZE = 4
-WINDOWED = ["gemma3", "gpt_oss", "mistral, sliding window"]
+WINDOWED = ["gemma3", "gemma4_text", "gpt_oss", "llama4_text", "mimo_v2_flash", "mistral, sliding window"]
 
 
 @dataclass
@@ -153,6 +154,38 @@ def test_a_long_sequence_of_gpt_oss_takes_hardly_more_than_half_of_the_blocks() 
     layout = TableLayout(16, tuple(group.window for group in groups))
     whole = 2 * layout.blocks_for(32768)  # blocks of as many bytes, had both halves of the layers kept everything
     assert layout.held_for(32768) <= 0.55 * whole
+
+
+def find_kept(layer: LayerSpec) -> int:
+    assert not isinstance(layer.attention, RecurrentSpec)
+    return layer.attention.cached_values
+
+
+def test_layers_with_caches_of_different_shapes_form_groups_whose_blocks_have_one_size() -> None:
+    spec = spec_from_config({"model_type": "mimo_v2_flash"})
+    groups = cache_groups(spec)
+    assert sorted(layer for group in groups for layer in group.layers) == list(range(48))
+    assert groups[0].layers == (0, 5, 11, 17, 23, 29, 35, 41, 47)
+    assert {group.window for group in groups[1:]} == {129}
+    of_layers = [find_kept(layer) for layer in spec.layers]
+    values = [sum(of_layers[layer] for layer in group.layers) for group in groups]
+    assert max(values) == 6 * 8 * (192 + 128) > values[0] == 9 * 4 * (192 + 128)
+    held = TableLayout(16, tuple(group.window for group in groups)).held_for(32_768)
+    assert held * max(values) <= 0.2 * 2048 * sum(of_layers)
+    assert len(cache_groups(spec, one_shape=True)) == 1
+
+
+def test_a_chunk_of_attention_frees_all_earlier_chunks_and_needs_none_of_them_for_a_prefix_hit() -> None:
+    config = {"model_type": "llama4_text", "num_hidden_layers": 48, "max_position_embeddings": 10_485_760}
+    groups = cache_groups(spec_from_config(config))
+    assert [(len(group.layers), group.window, group.chunked) for group in groups] == [
+        (12, None, False),
+        *[(12, 8192, True)] * 3,
+    ]
+    layout = TableLayout(16, (None, 8192), frozenset({1}))
+    assert [layout.first_kept(1, tokens) for tokens in (8191, 8192, 12_000, 16_384)] == [0, 512, 512, 1024]
+    assert layout.first_kept(0, 16_384) == 0
+    assert layout.held_for(1 << 20) < 65_536 + 600
 
 
 def test_a_long_sequence_of_qwen_3_5_takes_less_than_a_third_of_what_attention_in_all_layers_takes() -> None:

@@ -22,7 +22,8 @@ from moiety_engine.model.loading import load_model, load_mtp
 from moiety_engine.model.transformer import Transformer
 from moiety_wire.engine_choices import LoadFormat
 
-FAMILIES = ["deepseek_v3, as wide as blocks", "glm4_moe", "glm4_moe_lite", "hy_v3"]
+MIMO = "mimo_v2_flash, a dense last layer"
+FAMILIES = ["deepseek_v3, as wide as blocks", "glm4_moe", "glm4_moe_lite", "hy_v3", MIMO]
 BLOCK_SIZE = 16
 TOKENS = [3 + (i * i * 31 + i * 7) % 370 for i in range(100)]
 COUNTED = "num_nextn_predict_layers"
@@ -61,7 +62,8 @@ class Published:
     def _through(self, layer: Any, x_TD: Tensor) -> Tensor:
         places = torch.arange(x_TD.shape[1])[None]
         later = torch.full((x_TD.shape[1], x_TD.shape[1]), float("-inf")).triu(1)[None, None]
-        turned = self.oracle.model.rotary_emb(x_TD, places)
+        kind = (layer.self_attn.layer_type,) if hasattr(layer.self_attn, "layer_type") else ()
+        turned = self.oracle.model.rotary_emb(x_TD, places, *kind)
         found = layer(x_TD, attention_mask=later, position_embeddings=turned, position_ids=places)
         return found[0] if isinstance(found, tuple) else found
 
@@ -85,7 +87,26 @@ def published(request: pytest.FixtureRequest, make_checkpoint: Callable[..., Any
     of_layer = {f"model.layers.{num_layers}.{name}": tensor for name, tensor in (extra | copies).items()}
     save_file(tensors | of_layer, folder / "model.safetensors")
     edit_config(folder, **{"num_hidden_layers": num_layers, COUNTED: 1})
+    if request.param == MIMO:
+        write_as_mimo(folder, num_layers)
     return Published(folder, checkpoint.oracle, extra)
+
+
+def write_as_mimo(folder: Path, num_layers: int) -> None:
+    """Give the layer the names of MiMo-V2, which has no copies of the vocabulary."""
+    renamed = {"shared_head.norm": "final_layernorm", "post_attention_layernorm": "pre_mlp_layernorm"}
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith(f"model.layers.{num_layers}.")]:
+            tensor, own = tensors.pop(name), name.removeprefix(f"model.layers.{num_layers}.")
+            for usual, of_mimo in renamed.items():
+                own = own.replace(usual, of_mimo)
+            if own not in ("embed_tokens.weight", "shared_head.head.weight"):
+                tensors[f"model.mtp.layers.0.{own}"] = tensor
+
+    edit_weights(folder, change)
+    config = json.loads((folder / "config.json").read_text())
+    edit_config(folder, **{key: config[key][:num_layers] for key in ("layer_types", "mlp_layer_types")})
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
@@ -206,6 +227,7 @@ def test_without_being_asked_for_it_is_left_on_disk(published: Published) -> Non
     assert model.allocate_kv(1, BLOCK_SIZE).hidden is None
 
 
+@pytest.mark.parametrize("published", [one for one in FAMILIES if one != MIMO], indirect=True)
 def test_a_checkpoint_without_it_is_refused_with_what_it_has(
     published: Published, make_checkpoint: Callable[..., Any]
 ) -> None:

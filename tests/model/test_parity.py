@@ -24,11 +24,15 @@ DENSE = [
 RECENT = [  # with what older families do not have, such as output gates, layers without positions, norms of outputs
     "afmoe",
     "axk1",
+    "cohere2_moe",
     "flex_olmo",
+    "gemma4_text",
     "granitemoe_swa",
     "hunyuan_v1_moe",
     "kolibri1",
     "laguna",
+    "llama4_text",
+    "mimo_v2_flash",
     "minimax_m2",
     "mistral4",
 ]

@@ -12,18 +12,33 @@ CHUNK_TOKENS = 256  # prompt tokens at once for which a joining sequence must fi
 class TableLayout:
     """Tables of every sequence of a model; immutable."""
 
-    __slots__ = ("block_size", "has_windows", "is_plain", "most_held", "num_tables", "slots_per_token", "windows")
+    __slots__ = (
+        "_chunked",
+        "block_size",
+        "has_windows",
+        "is_plain",
+        "most_held",
+        "num_tables",
+        "slots_per_token",
+        "windows",
+    )
 
     def __init__(
-        self, block_size: int, windows: tuple[int | None, ...] = (None,), *, max_chunk_tokens: int = CHUNK_TOKENS
+        self,
+        block_size: int,
+        windows: tuple[int | None, ...] = (None,),
+        chunked: frozenset[int] = frozenset(),
+        *,
+        max_chunk_tokens: int = CHUNK_TOKENS,
     ) -> None:
         """Create the layout.
 
         `windows`: for each table, the number of positions that a query of its layers sees, its own included; None: all.
+        `chunked`: tables whose queries see the positions of their own chunk of `window` positions (Llama 4).
         `max_chunk_tokens`: the most tokens of a sequence that a step computes.
         """
         chunk_tokens = min(CHUNK_TOKENS, max_chunk_tokens)
-        self.block_size, self.windows = block_size, windows
+        self.block_size, self.windows, self._chunked = block_size, windows, chunked
         self.num_tables = len(windows)
         self.has_windows = any(window is not None for window in windows)  # some blocks are freed while a sequence runs
         self.is_plain = windows == (None,)
@@ -42,7 +57,10 @@ class TableLayout:
     def first_kept(self, table: int, num_tokens: int) -> int:
         """Return the first block of a table that queries after `num_tokens` tokens read."""
         window = self.windows[table]
-        return 0 if window is None else max(0, num_tokens - window + 1) // self.block_size
+        if window is None:
+            return 0
+        first = num_tokens // window * window if table in self._chunked else max(0, num_tokens - window + 1)
+        return first // self.block_size
 
     def held_for(self, num_tokens: int) -> int:
         """Return the blocks of all tables with which a sequence can reach `num_tokens` tokens."""

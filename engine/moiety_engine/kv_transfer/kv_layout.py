@@ -42,6 +42,7 @@ def fits(form: Form, kv: KvCache) -> bool:
     own = form_of(kv)
     return len(form) == len(own) and all(
         layer[0].shape == mine[0].shape
+        and (_is_latent(mine) or layer[1].shape == mine[1].shape)
         and len(layer) in (1, 2, _NUM_SCALED_LATENT_PARTS, _NUM_SCALED_PARTS)
         and _is_latent(layer) == _is_latent(mine)
         for layer, mine in zip(form, own, strict=True)

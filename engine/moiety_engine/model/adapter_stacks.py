@@ -88,8 +88,8 @@ def form_of(layer: LayerSpec, product: Product, hidden_size: int) -> Form | None
     if product in (Product.QKV, Product.OUTPUT):
         if not isinstance(attention, AttentionSpec) or (attention.gate is not None and product is Product.QKV):
             return None  # a gate may share the projection of queries, whose adapter then has its rows too
-        q, kv = attention.q_width, attention.kv_width
-        return Form(hidden_size, (q, kv, kv)) if product is Product.QKV else Form(q, (hidden_size,))
+        of_output = Form(attention.output_width, (hidden_size,))
+        return Form(hidden_size, attention.qkv_widths) if product is Product.QKV else of_output
     experts = ffn.routing.num_experts if isinstance(ffn, MoeSpec) else 1
     if product is Product.GATE_UP:
         return Form(hidden_size, (ffn.width, ffn.width), experts)

@@ -32,6 +32,11 @@ class ImageRows:
     positions_3I: Tensor  # int64, temporal, vertical and horizontal position of each (M-RoPE)
     features_FID: Tensor  # embedding of each row, and what is added to the output of each of the first layers
 
+    def add_deepstack(self, fed_TD: Tensor, layer: int) -> Tensor:
+        """Return a layer's contribution to the residual stream plus what the encoder adds after this layer, if any."""
+        of_layers_FID = self.features_FID[1:]
+        return fed_TD if layer >= len(of_layers_FID) else fed_TD.index_add(0, self.rows_I, of_layers_FID[layer])
+
 
 @dataclass(frozen=True, slots=True)
 class GroupTable:
@@ -157,6 +162,7 @@ class KvCache:
     group_of_layer: tuple[int, ...] = ()  # cache group of each layer; (): all layers are in the first
     num_state_slots: int = 0  # of each recurrent layer
     windows: tuple[int | None, ...] = ()  # of the block tables: blocks behind a window are freed; (): not known
+    shared: LatentCache | None = None  # memory of a block as one row, which layers of different shapes share
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -174,6 +180,8 @@ class KvCache:
     @property
     def places(self) -> tuple[LayerCache | LatentCache, ...]:
         """All caches to copy when a block is moved: the places of a block, each once."""
+        if self.shared is not None:
+            return (self.shared, *(() if self.hidden is None else (self.hidden,)))
         paged = [one for one in self.layers if not isinstance(one, RecurrentStateCache)]
         found = {one.parts[0].data_ptr(): one for one in paged}
         return (*found.values(), *(() if self.hidden is None else (self.hidden,)))

@@ -1,17 +1,17 @@
 """Cache groups: layers that keep keys and values for the same range of positions, and so share block tables.
 
-A block holds the keys and values of `block_size` tokens for the layers of one group; every group has the same number of
-places for layers, so that all blocks are equal and come from one pool. This follows vLLM's hybrid KV cache manager.
+A block holds the keys and values of `block_size` tokens for the layers of one group. All blocks have the same size and
+come from one pool, so a group has as many layers as fit. This follows vLLM's hybrid KV cache manager.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from moiety_engine.cache.table_layout import CHUNK_TOKENS
-from moiety_engine.model.spec import RecurrentSpec
+from moiety_engine.model.spec import LatentAttentionSpec, RecurrentSpec
 
 if TYPE_CHECKING:
     from moiety_engine.model.spec import ModelSpec
@@ -25,64 +25,85 @@ _CONTEXT_TOKENS = 32768  # context for which memory is compared, unless the mode
 class CacheGroup:
     """Layers of one cache group, as indices over all pipeline stages.
 
-    `window`: number of positions that a query of any of its layers sees, its own included; None: all.
+    `window`: number of positions that a query of any of its layers sees, its own included; None: all. `chunked`: a
+    query sees those of its own chunk of `window` positions.
     """
 
     layers: tuple[int, ...]
     window: int | None
+    chunked: bool = False
 
 
-def cache_groups(spec: ModelSpec, *, keep_everything: bool = False) -> tuple[CacheGroup, ...]:
+class _Kind(NamedTuple):
+    """Range of positions that layers keep, see CacheGroup, and what they keep of a position."""
+
+    window: int | None
+    chunked: bool
+    values: int
+    shape: tuple[int, ...]
+
+
+def cache_groups(spec: ModelSpec, *, keep_everything: bool = False, one_shape: bool = False) -> tuple[CacheGroup, ...]:
     """Return the cache groups of a model; those without a window come first.
 
     Recurrent layers are in none. With `keep_everything` there is one group that frees nothing. Layers are divided into
-    groups only where that saves memory, and only if the caches of all layers have the same shape.
+    groups only where that saves memory. The layers of a group have caches of one shape; with `one_shape`, groups are
+    formed only if all layers have the same.
     """
     recurrent = set(spec.recurrent_layers)
     layers = tuple(layer for layer in range(len(spec.layers)) if layer not in recurrent)
-    windows = {layer: _window(spec, layer) for layer in layers}
+    kind_of = {layer: _kind(spec, layer) for layer in layers}
     if keep_everything:
         return (CacheGroup(layers, None),)
-    single = (CacheGroup(layers, _widest(list(windows.values()))),)
-    num_of = Counter(windows.values())
-    kinds = sorted(num_of, key=lambda window: (window is not None, -(window or 0)))
-    if len(kinds) <= 1 or len({_shape(spec, layer) for layer in layers}) > 1:
+    num_of = Counter(kind_of.values())
+    kinds = sorted(num_of, key=lambda kind: (kind.window is not None, -(kind.window or 0), kind.chunked, kind.values))
+    ranges = {(kind.window, kind.chunked) for kind in kinds}
+    single = (CacheGroup(layers, *(ranges.pop() if len(ranges) == 1 else (_widest(kinds), False))),)
+    shapes = {kind.shape for kind in kinds}
+    latent = {isinstance(spec.layers[layer].attention, LatentAttentionSpec) for layer in layers}
+    if len({kind[:2] for kind in kinds}) <= 1 or (len(shapes) > 1 and one_shape) or len(latent) > 1:
         return single
     context = min(spec.max_context_tokens, _CONTEXT_TOKENS)
 
-    def slots(places: int) -> int:
-        kept = {None: context} | {w: min(context, w + CHUNK_TOKENS) for w in kinds if w is not None}
-        return sum(-(-num_of[kind] // places) * places * kept[kind] for kind in kinds)
+    def values(block: int) -> int:
+        """Return the values that all groups keep of the context, with `block` values of a token in a block."""
+        kept = (-(-num_of[kind] // (block // kind.values)) * _kept(kind.window, context) for kind in kinds)
+        return block * sum(kept)
 
+    widest = max(kind.values for kind in kinds)
+    sizes = sorted({count * kind.values for kind in kinds for count in range(1, num_of[kind] + 1)})
     fitting = [
-        places
-        for places in range(1, max(num_of.values()) + 1)
-        if sum(-(-count // places) for count in num_of.values()) <= MOST_GROUPS
+        block
+        for block in sizes
+        if block >= widest and sum(-(-num_of[kind] // (block // kind.values)) for kind in kinds) <= MOST_GROUPS
     ]
-    best = min(fitting, key=lambda places: (slots(places), -places), default=0)
-    widest = single[0].window
-    kept_by_one = context if widest is None else min(context, widest + CHUNK_TOKENS)
-    if not best or slots(best) > WORTH * len(layers) * kept_by_one:
+    best = min(fitting, key=lambda block: (values(block), -block), default=0)
+    in_one = sum(num_of[kind] * kind.values for kind in kinds) * _kept(single[0].window, context)
+    if not best or values(best) > WORTH * in_one:
         return single
-    of_kind = {kind: [layer for layer in layers if windows[layer] == kind] for kind in kinds}
-    return tuple(
-        CacheGroup(tuple(of_kind[kind][begin : begin + best]), kind)
-        for kind in kinds
-        for begin in range(0, num_of[kind], best)
-    )
+    found = []
+    for kind in kinds:
+        of_kind, places = [layer for layer in layers if kind_of[layer] == kind], best // kind.values
+        parts = (of_kind[begin : begin + places] for begin in range(0, len(of_kind), places))
+        found += [CacheGroup(tuple(part), kind.window, kind.chunked) for part in parts]
+    return tuple(found)
 
 
-def _window(spec: ModelSpec, layer: int) -> int | None:
-    window: int | None = getattr(spec.layers[layer].attention, "window", None)
-    return None if window is None or window >= spec.max_context_tokens else window
-
-
-def _widest(windows: list[int | None]) -> int | None:
-    bounded = [window for window in windows if window is not None]
-    return max(bounded) if bounded and len(bounded) == len(windows) else None
-
-
-def _shape(spec: ModelSpec, layer: int) -> tuple[type, int, int]:
+def _kind(spec: ModelSpec, layer: int) -> _Kind:
     attention = spec.layers[layer].attention
     assert not isinstance(attention, RecurrentSpec), "recurrent layers are in no group"
-    return type(attention), attention.cached_values, attention.cached_rows
+    window: int | None = getattr(attention, "window", None)
+    chunked = bool(getattr(attention, "chunked", False))
+    if window is not None and window >= spec.max_context_tokens:
+        window, chunked = None, False
+    return _Kind(window, chunked, attention.cached_values, attention.cache_shape)
+
+
+def _widest(kinds: list[_Kind]) -> int | None:
+    windows = [kind.window for kind in kinds if kind.window is not None]
+    return max(windows) if windows and len(windows) == len(kinds) else None
+
+
+def _kept(window: int | None, context: int) -> int:
+    """Return the tokens that layers with the window keep of a context, and a chunk of a prompt."""
+    return context if window is None else min(context, window + CHUNK_TOKENS)

@@ -17,12 +17,18 @@ from moiety_engine.model.spec import KV_SCALE_BYTES, LatentAttentionSpec, Recurr
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import Tensor
+
     from moiety_engine.model.cache_groups import CacheGroup
     from moiety_engine.model.spec import AttentionSpec, LayerSpec, StatePart
 
 
 class KvAllocation:
-    """Layout of a rank's KV cache. A block has as many places as the largest cache group has layers here."""
+    """Layout of a rank's KV cache. A block has as many places as the largest cache group has layers here.
+
+    If layers of different groups have caches of different shapes, a block is one row of values instead, in which the
+    layers of each group lie one after the other from its beginning. A row is as long as the longest group needs.
+    """
 
     def __init__(
         self,
@@ -54,10 +60,19 @@ class KvAllocation:
             if place == len(self._places):
                 self._places.append(layer.attention)
             self._place_of_layer.append(place)
+        attentions = [layer.attention for layer in layers]
+        self._paged = [None if isinstance(one, RecurrentSpec) else one for one in attentions]
+        rows = [0] * len(groups)  # values of a token in all layers of a group
+        for one, group in zip(self._paged, self._group_of_layer, strict=True):
+            rows[group] += 0 if one is None else one.cached_values
+        shapes = {one.cache_shape for one in self._paged if one is not None}
+        self._shared_values = max(rows) if len(shapes) > 1 and len(groups) > 1 else None
+        assert self._shared_values is None or dtype is not torch.int8, "scales are in no shared row"
 
     def block_bytes(self, block_size: int) -> int:
         """Return the bytes of one block of `block_size` tokens."""
-        num_bytes = sum(one.cached_values for one in self._places) * self._dtype.itemsize
+        values = sum(one.cached_values for one in self._places) if self._shared_values is None else self._shared_values
+        num_bytes = values * self._dtype.itemsize
         if self._dtype is torch.int8:
             num_bytes += sum(one.cached_rows for one in self._places) * KV_SCALE_BYTES
         if self._hidden_width is not None:
@@ -82,28 +97,37 @@ class KvAllocation:
                     return LatentCache(rows, one.latent_width)
                 of_parts = empty(2, num_blocks, block_size, dtype=torch.float32)
                 return LatentCache(rows, one.latent_width, of_parts[0], of_parts[1])
-            both = empty(2, num_blocks, one.num_kv_heads, block_size, one.head_dim)
+            block = num_blocks, one.num_kv_heads, block_size
+            both = empty(*block, one.head_dim), empty(*block, one.value_width)
             if self._dtype is not torch.int8:
-                return LayerCache(both[0], both[1])
+                return LayerCache(*both)
             scales = empty(2, num_blocks, one.num_kv_heads, block_size, dtype=torch.float32)
-            return LayerCache(both[0], both[1], scales[0], scales[1])
+            return LayerCache(*both, scales[0], scales[1])
 
         empty = partial(torch.empty, dtype=self._dtype, device=device)
         hidden: LatentCache | None = None
         if self._hidden_width is not None:
             rows = empty(num_blocks, block_size, self._hidden_width, dtype=self._activation_dtype)
             hidden = LatentCache(rows, self._hidden_width)
-        places = [place(one) for one in self._places]
+        shared: LatentCache | None = None
+        if self._shared_values is not None:
+            width = self._shared_values * block_size
+            shared = LatentCache(empty(num_blocks, 1, width), width)
+            paged = self._in_rows(shared.rows_NPL[:, 0], block_size)
+        else:
+            places = [place(one) for one in self._places]
+            paged = [None if isinstance(one, RecurrentSpec) else places[one] for one in self._place_of_layer]
 
-        def layer(one: int | RecurrentSpec) -> Cache:
-            if isinstance(one, int):
-                return places[one]
+        def layer(one: int | RecurrentSpec, of_layer: Cache | None) -> Cache:
+            if not isinstance(one, RecurrentSpec):
+                assert of_layer is not None
+                return of_layer
             return RecurrentStateCache(
                 tuple(empty(num_state_slots, *part.shape, dtype=self._state_dtype(part)) for part in one.state_parts)
             )
 
         return KvCache(
-            tuple(map(layer, self._place_of_layer)),
+            tuple(map(layer, self._place_of_layer, paged)),
             num_blocks,
             block_size,
             rotation,
@@ -111,7 +135,25 @@ class KvAllocation:
             self._num_groups,
             self._group_of_layer,
             num_state_slots,
+            shared=shared,
         )
+
+    def _in_rows(self, rows_NE: Tensor, block_size: int) -> list[LayerCache | LatentCache | None]:
+        """Return the layers' views of rows that have a block each."""
+        found: list[LayerCache | LatentCache | None] = []
+        ends = [0] * self._num_groups
+        for one, group in zip(self._paged, self._group_of_layer, strict=True):
+            assert one is None or not isinstance(one, LatentAttentionSpec), "latent rows share no memory"
+            if one is None:
+                found.append(None)
+                continue
+            parts = []
+            for width in (one.head_dim, one.value_width):
+                begin, ends[group] = ends[group], ends[group] + one.num_kv_heads * block_size * width
+                shape = one.num_kv_heads, block_size, width
+                parts.append(rows_NE[:, begin : ends[group]].view(-1, *shape))
+            found.append(LayerCache(*parts))
+        return found
 
     def _state_dtype(self, part: StatePart) -> torch.dtype:
         return torch.float32 if part.exact else self._activation_dtype

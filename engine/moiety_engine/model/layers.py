@@ -13,8 +13,10 @@ import torch
 from moiety_engine.model.adapter_stacks import Product
 from moiety_engine.model.batch import LayerCache
 from moiety_engine.model.cached_experts import CachedExperts
+from moiety_engine.model.divided_norm import DividedNorm
 from moiety_engine.model.gated_delta_net import GatedDeltaNet
 from moiety_engine.model.latent_attention import LatentAttention
+from moiety_engine.model.rotary import GrowthTable
 from moiety_engine.model.spec import GatedDeltaSpec, LatentAttentionSpec, MoeSpec
 from moiety_engine.model.weights import (
     AttentionWeights,
@@ -31,10 +33,11 @@ from moiety_kernels.paged_attention import paged_attention
 from moiety_kernels.route import RoutingSpec, route
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from torch import Tensor
 
+    from moiety_engine.distribution.collectives import RankCollectives
     from moiety_engine.model.adapter_stacks import AdaptedRows, LayerFactors
     from moiety_engine.model.arithmetic import Arithmetic
     from moiety_engine.model.batch import Batch, Cache
@@ -72,20 +75,32 @@ class GroupedQueryAttention:
         adapters: LayerFactors,
         *,
         rounds: bool,
+        group: RankCollectives,
     ) -> None:
-        """Create the layer. `rounds`: attention may round its inputs to bfloat16, the type of the model's weights."""
+        """Create the layer.
+
+        `rounds`: attention may round its inputs to bfloat16, the type of the model's weights. `group`: the ranks that
+        share the heads.
+        """
         self._spec, self._weights, self._rotary, self._adapters = spec, weights, rotary, adapters
         self._linear = partial(linear, invariant=arithmetic.invariant)
         self._rounds = rounds
-        self._plan = AttentionInputPlan(
-            weights.q_norm, weights.k_norm, norm_eps, spec.clip, rotates_first=spec.rotates_first
-        )
+        device = rotary.device
+        self._growth = None if spec.query_growth is None else GrowthTable(spec.query_growth, device)
+        self._divided_norm = None if spec.divided_norm is None else DividedNorm(spec, weights, norm_eps, group)
+        norms = (weights.q_norm, weights.k_norm) if self._divided_norm is None else (None, None)
+        if spec.qk_norm == "unit":
+            norms = (torch.ones(spec.head_dim, device=device),) * 2
+        v_norm = torch.ones(spec.value_width, device=device) if spec.value_norm else None
+        self._plan = AttentionInputPlan(*norms, norm_eps, spec.clip, rotates_first=spec.rotates_first, v_norm=v_norm)
 
     def __call__(self, x_TD: Tensor, batch: Batch, cache: Cache) -> Tensor:
         assert isinstance(cache, LayerCache)
         spec, weights = self._spec, self._weights
         qkv_TC = self._linear(x_TD, weights.qkv_CD, weights.qkv_bias_C)
         self._adapters.add(Product.QKV, qkv_TC, x_TD, batch.adapted)
+        if self._divided_norm is not None:
+            self._divided_norm(qkv_TC)
         cos_PR, sin_PR, row_T = self._rotary.of_batch(batch)
         q_THd = attention_input(
             qkv_TC,
@@ -99,6 +114,8 @@ class GroupedQueryAttention:
             cache.k_scale_NGP,
             cache.v_scale_NGP,
         )
+        if self._growth is not None:
+            q_THd = q_THd * self._growth.upto(batch.max_context).index_select(0, batch.positions_T)[:, None, None]
         out_THd = paged_attention(
             q_THd,
             cache.k_NGPd,
@@ -114,8 +131,11 @@ class GroupedQueryAttention:
             num_decode=batch.num_decode,
             max_query=batch.max_query,
             max_context=batch.max_context,
+            chunked=spec.chunked,
             rounds=self._rounds,
         )
+        if spec.value_scale != 1.0:  # attention is linear in values
+            out_THd = out_THd * spec.value_scale
         if spec.gate is not None and weights.gate_CD is not None:
             out_THd = output_gate(out_THd, self._linear(x_TD, weights.gate_CD), spec.gate.kind)
         heads_TC = out_THd.view(out_THd.shape[0], -1)
@@ -153,7 +173,8 @@ class SharedExperts:
     _ROUTING = RoutingSpec(num_experts=1, top_k=1, renormalize=False, scoring="sigmoid")
 
     def __init__(self, spec: SharedSpec, weights: SharedWeights, arithmetic: Arithmetic) -> None:
-        self._activation, self._weights = spec.dense.activation, weights
+        self._activation, self._weights, self._factor = spec.dense.activation, weights, spec.factor
+        assert spec.factor == 1.0 or not spec.gated, "a gate has no factor"
         self._invariant = arithmetic.invariant
 
     def added_to(self, routed_TD: Tensor, x_TD: Tensor) -> Tensor:
@@ -166,12 +187,14 @@ class SharedExperts:
             w.gate_up_bias_2F,
             w.down_bias_D,
             activation=self._activation,
-            weight_T1=None if gate_1D is None else self._share(x_TD, gate_1D),
+            weight_T1=self._share(x_TD, gate_1D),
             onto_TD=routed_TD,
             invariant=self._invariant,
         )
 
-    def _share(self, x_TD: Tensor, gate_1D: Tensor) -> Tensor:
+    def _share(self, x_TD: Tensor, gate_1D: Tensor | None) -> Tensor | None:
+        if gate_1D is None:
+            return None if self._factor == 1.0 else x_TD.new_full((len(x_TD), 1), self._factor, dtype=torch.float32)
         return route(linear(x_TD, gate_1D, invariant=self._invariant), self._ROUTING)[0]
 
 
@@ -213,11 +236,18 @@ class MixtureOfExperts:
     def __call__(self, x_TD: Tensor, rows: AdaptedRows | None) -> Tensor:
         weight_TK, expert_TK = self._route(x_TD)
         self._chosen.append(expert_TK)
+        input_TD, weight_TK = self._weighed(x_TD, weight_TK)
         if self._dispatch is not None:
             onto_TD = torch.zeros_like(x_TD)
-            return self._dispatch(x_TD, weight_TK, expert_TK, self.routed, lambda: self._add_shared(onto_TD, x_TD))
+            return self._dispatch(input_TD, weight_TK, expert_TK, self.routed, lambda: self._add_shared(onto_TD, x_TD))
         slot_TK = expert_TK if self._slots is None else self._slots.of(expert_TK)
-        return self._add_shared(self.routed(x_TD, weight_TK, slot_TK, rows), x_TD)
+        return self._add_shared(self.routed(input_TD, weight_TK, slot_TK, rows), x_TD)
+
+    def _weighed(self, x_TD: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the experts' input and the weights of their outputs."""
+        if not self._spec.weighs_input:
+            return x_TD, weight_TK
+        return x_TD * weight_TK.to(x_TD.dtype), torch.ones_like(weight_TK)
 
     def _route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weight and the index of each token's experts, both [T, K]."""
@@ -270,8 +300,9 @@ def attention(
     adapters: LayerFactors,
     *,
     rounds: bool,
+    group: RankCollectives,
 ) -> Attention:
-    """Return the first half of a layer that the spec describes. `rounds`: see GroupedQueryAttention."""
+    """Return the first half of a layer that the spec describes. `rounds`, `group`: see GroupedQueryAttention."""
     if isinstance(spec, GatedDeltaSpec):
         assert isinstance(weights, GatedDeltaWeights)
         return GatedDeltaNet(spec, weights, arithmetic)
@@ -279,26 +310,6 @@ def attention(
         assert isinstance(weights, LatentAttentionWeights)
         return LatentAttention(spec, weights, rotaries[spec.rope], arithmetic)
     assert isinstance(weights, AttentionWeights)
-    return GroupedQueryAttention(spec, weights, rotaries[spec.rope], norm_eps, arithmetic, adapters, rounds=rounds)
-
-
-def feed_forward(
-    spec: DenseSpec | MoeSpec,
-    weights: DenseWeights | MoeWeights,
-    chosen: list[Tensor],
-    arithmetic: Arithmetic,
-    adapters: LayerFactors,
-    slots: ExpertSlots | None = None,
-    dispatch: Dispatch | None = None,
-    cached: Iterator[LayerExperts] | None = None,
-) -> FeedForward:
-    """Return the feed-forward that the spec describes; an MoE layer appends its choices to `chosen`.
-
-    `slots`, `dispatch`: see MixtureOfExperts. `cached`: iterator over the cached experts of the remaining MoE layers.
-    """
-    if isinstance(spec, MoeSpec):
-        assert isinstance(weights, MoeWeights)
-        own = next(cached) if cached else None
-        return MixtureOfExperts(spec, weights, chosen, arithmetic, adapters, slots, dispatch, own)
-    assert isinstance(weights, DenseWeights)
-    return DenseFeedForward(spec, weights, arithmetic, adapters)
+    return GroupedQueryAttention(
+        spec, weights, rotaries[spec.rope], norm_eps, arithmetic, adapters, rounds=rounds, group=group
+    )

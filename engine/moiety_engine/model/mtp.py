@@ -14,6 +14,7 @@ from safetensors import safe_open
 
 from moiety_engine.model.checkpoint import tensor_files
 from moiety_engine.model.errors import UnsupportedModelError, WeightsError
+from moiety_engine.model.names import mtp_prefix
 from moiety_wire.engine_choices import LoadFormat
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ def require_mtp(folder: Path, spec: ModelSpec, load_format: LoadFormat) -> None:
     mtp_spec(spec)
     if load_format is LoadFormat.DUMMY:
         return
-    files, prefix = tensor_files(folder), f"model.layers.{len(spec.layers)}."
+    files = tensor_files(folder)
+    prefix = mtp_prefix("model.", len(spec.layers), files)
     if f"{prefix}eh_proj.weight" not in files:
         raise WeightsError(
             f"config.json in {folder} has an MTP layer, but the files have no {prefix}eh_proj.weight: "

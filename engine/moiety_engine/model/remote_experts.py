@@ -70,8 +70,9 @@ class RemoteExperts(MixtureOfExperts):
         """
         weight_TK, expert_TK = self._route(x_TD)
         self._chosen.append(expert_TK)
+        input_TD, weight_TK = self._weighed(x_TD, weight_TK)
         share, crossing = share_of(self._seat, len(x_TD)), self._crossing
-        x_SD, weight_SK, slot_SK = x_TD[share], weight_TK[share], expert_TK[share]
+        x_SD, weight_SK, slot_SK = input_TD[share], weight_TK[share], expert_TK[share]
         if self._slots is not None:
             slot_SK = self._slots.of(slot_SK, num_ranks=crossing.num_attention)
         goes_RS = destinations(self._seat, self._num_held, slot_SK)

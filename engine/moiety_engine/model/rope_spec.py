@@ -61,7 +61,15 @@ class LongRopeScaling:
         return self.long if self.longest_context > self.original_max_positions else self.short
 
 
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
+@dataclass(frozen=True, slots=True)
+class ProportionalScaling:
+    """Rotation of the first `num_pairs` pairs, at frequencies of the whole width divided by a factor (Gemma 4)."""
+
+    num_pairs: int
+    factor: float = 1.0
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling | ProportionalScaling
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moiety_engine.model.rope_spec import LinearScaling, Llama3Scaling, LongRopeScaling, RopeSpec, YarnScaling
+from moiety_engine.model.rope_spec import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ProportionalScaling,
+    RopeSpec,
+    YarnScaling,
+)
 
 if TYPE_CHECKING:
+    from moiety_engine.model.attention_options import QueryGrowth
     from moiety_engine.model.batch import Batch
-    from moiety_engine.model.spec import ModelSpec, QueryGrowth
+    from moiety_engine.model.spec import ModelSpec
 
 
 class RotaryTable:
@@ -25,7 +33,7 @@ class RotaryTable:
 
     def __init__(self, spec: RopeSpec, device: torch.device) -> None:
         self._frequencies_R, self._magnitude = inverse_frequencies(spec)
-        self._device = device
+        self.device = device
         self._axis_R = None if spec.axes is None else torch.tensor(spec.axis_of_pair, device=device)
         self._cos_PR = torch.empty(0, len(self._frequencies_R), device=device)
         self._sin_PR = self._cos_PR
@@ -36,8 +44,8 @@ class RotaryTable:
         if num_positions > self._cos_PR.shape[0]:
             size = max(2048, 1 << (num_positions - 1).bit_length())
             angles_PR = torch.arange(size, dtype=torch.float32)[:, None] * self._frequencies_R
-            self._cos_PR = (angles_PR.cos() * self._magnitude).to(self._device)
-            self._sin_PR = (angles_PR.sin() * self._magnitude).to(self._device)
+            self._cos_PR = (angles_PR.cos() * self._magnitude).to(self.device)
+            self._sin_PR = (angles_PR.sin() * self._magnitude).to(self.device)
             self._kept += [self._cos_PR, self._sin_PR]
         return self._cos_PR, self._sin_PR
 
@@ -53,11 +61,11 @@ class RotaryTable:
             return cos_PR, sin_PR, batch.positions_T
         if self._mixed is None or self._mixed[0] is not images.rows_I:
             at_IR = images.positions_3I.index_select(0, self._axis_R).T
-            pair_R = torch.arange(len(self._axis_R), device=self._device)
+            pair_R = torch.arange(len(self._axis_R), device=self.device)
             tables = [table_PR.index_select(0, batch.positions_T) for table_PR in (cos_PR, sin_PR)]
             for table_TR, table_PR in zip(tables, (cos_PR, sin_PR), strict=True):
                 table_TR.index_copy_(0, images.rows_I, table_PR[at_IR, pair_R])
-            row_T = torch.arange(len(batch.positions_T), device=self._device)
+            row_T = torch.arange(len(batch.positions_T), device=self.device)
             self._mixed = images.rows_I, (tables[0], tables[1], row_T)
         return self._mixed[1]
 
@@ -66,15 +74,15 @@ class GrowthTable:
     """Factor of queries at each position, float32."""
 
     def __init__(self, spec: QueryGrowth, device: torch.device) -> None:
-        self._spec, self._device = spec, device
+        self._spec, self.device = spec, device
         self._factor_P = torch.empty(0, device=device)
 
     def upto(self, num_positions: int) -> Tensor:
         """Return factor_P with P ≥ num_positions."""
         if num_positions > self._factor_P.shape[0]:
             position_P = torch.arange(max(2048, 1 << (num_positions - 1).bit_length()), dtype=torch.float64)
-            steps_P = torch.floor(position_P / self._spec.original_max_positions)
-            self._factor_P = (1 + self._spec.beta * torch.log1p(steps_P)).float().to(self._device)
+            steps_P = torch.floor((position_P + self._spec.first) / self._spec.original_max_positions)
+            self._factor_P = (1 + self._spec.beta * torch.log1p(steps_P)).float().to(self.device)
         return self._factor_P
 
 
@@ -101,14 +109,21 @@ def inverse_frequencies(spec: RopeSpec) -> tuple[Tensor, float]:
     match spec.scaling:
         case None:
             return plain_R, 1.0
-        case LinearScaling(factor):
-            return plain_R / factor, 1.0
+        case LinearScaling() | ProportionalScaling() as scaling:
+            return _divided(plain_R, scaling), 1.0
         case Llama3Scaling() as scaling:
             return _llama3(plain_R, scaling), 1.0
         case YarnScaling() as scaling:
             return _yarn(plain_R, exponent_R, spec, scaling), scaling.attention_factor
         case LongRopeScaling(factors=factors):
             return 1.0 / (torch.tensor(factors.of_pairs) * spec.theta**exponent_R), factors.attention_factor
+
+
+def _divided(plain_R: Tensor, scaling: LinearScaling | ProportionalScaling) -> Tensor:
+    divided_R = plain_R / scaling.factor
+    if isinstance(scaling, LinearScaling):
+        return divided_R
+    return divided_R.where(torch.arange(len(plain_R)) < scaling.num_pairs, 0.0)
 
 
 def _llama3(plain_R: Tensor, scaling: Llama3Scaling) -> Tensor:

@@ -10,9 +10,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from moiety_engine.model.attention_options import DividedNormSpec, OutputGateSpec, QueryGrowth
 from moiety_engine.model.rope_spec import LongRopeScaling, RopeSpec
 from moiety_kernels.moe.activation import SILU, Activation
-from moiety_kernels.output_gate.spec import GateKind
 from moiety_kernels.quantization.weight import WeightFormat
 from moiety_kernels.route.spec import RoutingSpec
 
@@ -20,32 +20,18 @@ KV_SCALE_BYTES = 4  # per scale; `cached_rows` counts the scales of a position
 
 
 @dataclass(frozen=True, slots=True)
-class OutputGateSpec:
-    """Gate of attention's output (Qiu et al. 2025, arXiv 2505.06708); `per_head`: one gate for all values of a head."""
-
-    kind: GateKind
-    per_head: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class QueryGrowth:
-    """Growth of queries with the position, which keeps attention focused in long contexts (Llama 4).
-
-    Queries at position p are multiplied by 1 + beta · ln(1 + floor(p / original_max_positions)).
-    """
-
-    beta: float
-    original_max_positions: int
-
-
-@dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """Grouped-query attention.
 
-    `scale`: factor of scores before the softmax. `qk_norm`: RMS normalization of each head, or of the whole width of
-    all heads, before the rotation or, with `rotates_first`, after it. `sinks`: attention sinks: each head has an extra
-    score in the softmax without a value. `gate`: the output of heads is multiplied by an activation of a projection of
-    the layer's input.
+    `own_value_width`: width of a head's value, if it is not `head_dim`. `value_scale`: factor of values. `value_norm`:
+    RMS normalization of each head's value without weights. `keys_are_values`: values are projected as keys are, by the
+    same tensor on disk (Gemma 4). `scale`: factor of scores before the softmax. `qk_norm`: RMS normalization of each
+    head, of each head without weights ("unit"), or of the whole width of all heads, before the rotation or, with
+    `rotates_first`, after it. `window`: number of positions that a query sees; with `chunked`, a query sees those of
+    its own chunk of `window` positions (Llama 4). `sinks`: attention sinks: each head has an extra score in the softmax
+    without a value. `gate`: the output of heads is multiplied by an activation of a projection of the layer's input.
+    `query_growth`: queries are multiplied by a factor of their position. `divided_norm`: set on a rank if all heads are
+    normalized together and other ranks have some.
     """
 
     num_heads: int
@@ -53,14 +39,21 @@ class AttentionSpec:
     head_dim: int
     rope: RopeSpec
     scale: float
+    own_value_width: int | None = None
+    value_scale: float = 1.0
+    value_norm: bool = False
+    keys_are_values: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
-    qk_norm: Literal["none", "head", "full"] = "none"
+    qk_norm: Literal["none", "head", "unit", "full"] = "none"
     clip: float | None = None
     window: int | None = None
+    chunked: bool = False
     sinks: bool = False
     rotates_first: bool = False
     gate: OutputGateSpec | None = None
+    query_growth: QueryGrowth | None = None
+    divided_norm: DividedNormSpec | None = None
 
     @property
     def q_width(self) -> int:
@@ -72,22 +65,42 @@ class AttentionSpec:
         """Number of gates of the output; 0 if it has none."""
         if self.gate is None:
             return 0
-        return self.num_heads if self.gate.per_head else self.q_width
+        return self.num_heads if self.gate.per_head else self.output_width
+
+    @property
+    def value_width(self) -> int:
+        """Width of one head's value."""
+        return self.head_dim if self.own_value_width is None else self.own_value_width
+
+    @property
+    def output_width(self) -> int:
+        """Width of the output of all heads."""
+        return self.num_heads * self.value_width
+
+    @property
+    def qkv_widths(self) -> tuple[int, int, int]:
+        """Widths of all query heads, of all key heads, and of all value heads."""
+        return self.q_width, self.kv_width, self.num_kv_heads * self.value_width
 
     @property
     def kv_width(self) -> int:
-        """Width of all key heads, and of all value heads."""
+        """Width of all key heads."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def cached_values(self) -> int:
         """Values that a position takes in the cache."""
-        return 2 * self.kv_width
+        return self.num_kv_heads * (self.head_dim + self.value_width)
 
     @property
     def cached_rows(self) -> int:
         """Scales per position in an int8 cache: one for each key and each value."""
         return 2 * self.num_kv_heads
+
+    @property
+    def cache_shape(self) -> tuple[int, ...]:
+        """Number of key-value heads, and widths of a key and of a value."""
+        return self.num_kv_heads, self.head_dim, self.value_width
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +129,11 @@ class LatentAttentionSpec:
         return self.nope_width + self.rope.rotary_width
 
     @property
+    def output_width(self) -> int:
+        """Width of the output of all heads."""
+        return self.num_heads * self.value_width
+
+    @property
     def query_input_width(self) -> int:
         """Width of the queries' first projection: that of their latent row, or of all heads."""
         return self.num_heads * self.head_dim if self.query_rank is None else self.query_rank
@@ -129,6 +147,11 @@ class LatentAttentionSpec:
     def cached_rows(self) -> int:
         """Scales per position in an int8 cache: one for the latent part and one for the rotated part."""
         return 2
+
+    @property
+    def cache_shape(self) -> tuple[int, ...]:
+        """Widths of the latent part and of the rotated part of a row."""
+        return self.latent_width, self.rope.rotary_width
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,11 +224,12 @@ class DenseSpec:
 class SharedSpec:
     """Shared experts, which process every token, as one dense feed-forward of their total width.
 
-    `gated`: their output is multiplied by the sigmoid of a projection of the token.
+    `gated`: their output is multiplied by the sigmoid of a projection of the token. `factor`: factor of their output.
     """
 
     dense: DenseSpec
     gated: bool = False
+    factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,8 +237,10 @@ class MoeSpec:
     """Routed gated experts.
 
     `bias`: the experts' products have biases. `router_bias`: bias of the router's logits. `selection_bias`: bias that
-    applies to the selection of experts only. `exact_router`: the router's weights and logits are float32. `held`: the
-    expert of each slot on this rank, if the other experts are on other ranks.
+    applies to the selection of experts only. `weighs_input`: the weight of a token's only expert multiplies its input
+    in place of its output (Llama 4). `normed`: the router, routed and shared experts normalize their input and output,
+    each by its own weights, and experts have a factor (Gemma 4). `exact_router`: the router's weights and logits are
+    float32. `held`: the expert of each slot on this rank, if the other experts are on other ranks.
     """
 
     width: int
@@ -223,6 +249,8 @@ class MoeSpec:
     bias: bool = False
     router_bias: bool = False
     selection_bias: bool = False
+    weighs_input: bool = False
+    normed: bool = False
     exact_router: bool = False
     shared: SharedSpec | None = None
     held: tuple[int, ...] | None = None
@@ -250,7 +278,9 @@ class LayerSpec:
     """One decoder layer: norm → attention → add → norm → feed-forward → add.
 
     `pre_norms`: the inputs of attention and feed-forward are normalized. `attention_post_norm`, `ffn_post_norm`: the
-    output of attention or of the feed-forward is normalized before the addition. `only_experts`: this rank has only the
+    output of attention or of the feed-forward is normalized before the addition. `scaled`: the layer's output is
+    multiplied by a learned number. `parallel`: the feed-forward reads the same normalized input as attention.
+    `only_experts`: this rank has only the
     held routed experts; the rest of the layer is on other ranks.
     """
 
@@ -259,6 +289,8 @@ class LayerSpec:
     attention_post_norm: bool = False
     ffn_post_norm: bool = False
     pre_norms: bool = True
+    scaled: bool = False
+    parallel: bool = False
     only_experts: bool = False
 
 
@@ -362,6 +394,11 @@ class ModelSpec:
     def recurrent_layers(self) -> tuple[int, ...]:
         """Indices of the layers that keep a state instead of keys and values."""
         return tuple(i for i, layer in enumerate(self.layers) if isinstance(layer.attention, RecurrentSpec))
+
+    @property
+    def has_normed_experts(self) -> bool:
+        """Return whether some MoE layer normalizes the output of its experts before it is added to anything."""
+        return any(isinstance(layer.ffn, MoeSpec) and layer.ffn.normed for layer in self.layers)
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

@@ -16,16 +16,10 @@ import torch
 
 from moiety_engine.distribution.layout import Seat, divide
 from moiety_engine.errors import InvalidConfig
+from moiety_engine.model.attention_options import DividedNormSpec
 from moiety_engine.model.names import placements
 from moiety_engine.model.names.tensor_mapping import Chosen, Shares, TensorMapping
-from moiety_engine.model.spec import (
-    AttentionSpec,
-    GatedDeltaSpec,
-    LatentAttentionSpec,
-    LayerSpec,
-    ModelSpec,
-    MoeSpec,
-)
+from moiety_engine.model.spec import AttentionSpec, GatedDeltaSpec, LatentAttentionSpec, LayerSpec, ModelSpec, MoeSpec
 from moiety_engine.model.weights import ModelWeights, allocate
 
 if TYPE_CHECKING:
@@ -41,7 +35,7 @@ _EXPERT = re.compile(r"\bexperts\.(\d+)\.")
 _LAYER = re.compile(r"\blayers\.(-?\d+)\.")
 _OF_EXPERTS = re.compile(r"\bexperts\.(?!e_score)|\bblock_sparse_moe\.(?:input|output)_linear\.")
 _HALVES = re.compile(
-    r"\b(?:experts\.gate_up_proj|block_sparse_moe\.input_linear\.weight)$"
+    r"\b(?:experts\.gate_up_proj|experts\.fc1\.weight|block_sparse_moe\.input_linear\.weight)$"
 )  # rows of gate, then as many rows of up
 _MOST_PIECES = 64  # largest number of pieces that an error message suggests
 _ADDED_ONCE = (
@@ -62,6 +56,11 @@ def own_spec(spec: ModelSpec, seat: Seat) -> ModelSpec:
     if max(seat.layout.ep - 1, seat.layout.ffn_ranks) and not (spec.moe_layers or seat.layout.masked):
         option = "--ffn-ranks could have" if seat.layout.ffn_ranks else "--ep could divide"
         raise InvalidConfig(f"a {spec.family} model has no experts, which {option} needs: leave it out")
+    if seat.layout.ffn_ranks and spec.has_normed_experts:
+        raise InvalidConfig(
+            f"--ffn-ranks is not available for {spec.family}, which normalizes the output of experts before anything "
+            "is added to it: use --ep or --tp"
+        )
     if seat.layout.pp > len(spec.layers):
         raise InvalidConfig(f"--pp {seat.layout.pp} is more than the model's {len(spec.layers)} layers")
     layers = tuple(_own_layer(spec.layers[index], seat) for index in seat.layers_of(len(spec.layers)))
@@ -160,20 +159,13 @@ class _Cut:
 def _cuts(spec: ModelSpec, layout: Layout) -> Iterator[_Cut]:
     for layer in spec.layers:
         attention, ffn = layer.attention, layer.ffn
-        yield _Cut("columns of all heads", _output_width(attention), "--tp", layout.tp)
+        yield _Cut("columns of all heads", attention.output_width, "--tp", layout.tp)
         if not isinstance(ffn, MoeSpec):
             yield _Cut("columns of a feed-forward", ffn.width, "--tp", layout.tp)
             continue
         yield _Cut(*_cut_experts(ffn, Seat(layout)), of_experts=True)
         if ffn.shared is not None:
             yield _Cut("columns of shared experts", ffn.shared.dense.width, "--tp", layout.tp)
-
-
-def _output_width(attention: AttentionSpec | LatentAttentionSpec | GatedDeltaSpec) -> int:
-    if isinstance(attention, GatedDeltaSpec):
-        return attention.output_width
-    head_width = attention.value_width if isinstance(attention, LatentAttentionSpec) else attention.head_dim
-    return attention.num_heads * head_width
 
 
 def _cut_experts(mixture: MoeSpec, seat: Seat) -> tuple[str, int, str, int]:
@@ -200,17 +192,13 @@ def _own_attention(
     heads = divide(attention.num_heads, tp, "query heads", "--tp")
     if isinstance(attention, LatentAttentionSpec):
         return replace(attention, num_heads=heads)
-    if attention.qk_norm == "full" and tp > 1:
-        raise InvalidConfig(
-            "this model normalises the queries of all heads together, so its heads cannot be divided: "
-            "leave out --tp, and divide its experts with --dp-attention and --ep"
-        )
     num_kv = attention.num_kv_heads
     if num_kv % tp and tp % num_kv:
         raise InvalidConfig(
             f"--tp {tp} and the model's {num_kv} key-value heads do not match: one must divide the other"
         )
-    return replace(attention, num_heads=heads, num_kv_heads=max(1, num_kv // tp))
+    divided = DividedNormSpec(max(1, tp // num_kv)) if attention.qk_norm == "full" and tp > 1 else None
+    return replace(attention, num_heads=heads, num_kv_heads=max(1, num_kv // tp), divided_norm=divided)
 
 
 def _own_dense(dense: DenseSpec, seat: Seat) -> DenseSpec:

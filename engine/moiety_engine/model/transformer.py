@@ -16,13 +16,15 @@ from torch import Tensor
 from moiety_engine.distribution.collectives import ALONE, Ranks
 from moiety_engine.model.adapter_stacks import AdapterStacks
 from moiety_engine.model.arithmetic import Arithmetic
-from moiety_engine.model.batch import Batch, ImageRows, KvCache
+from moiety_engine.model.batch import Batch, KvCache
 from moiety_engine.model.cache_groups import cache_groups
 from moiety_engine.model.expert_migration import SlotWeights
 from moiety_engine.model.expert_setup import expert_dispatch, expert_shape, expert_slots
+from moiety_engine.model.feed_forwards import feed_forward
 from moiety_engine.model.kv_allocation import KvAllocation
-from moiety_engine.model.layers import MixtureOfExperts, attention, feed_forward
+from moiety_engine.model.layers import MixtureOfExperts, attention
 from moiety_engine.model.mtp_input import MtpInput
+from moiety_engine.model.normed_mixture import NormedMixture
 from moiety_engine.model.norms import make_norm
 from moiety_engine.model.remote_experts import RemoteExperts, take_turns
 from moiety_engine.model.rotary import RotaryTable, rotation_of
@@ -93,7 +95,7 @@ class Transformer:
         self.adapters = AdapterStacks(own, self.device, self.activation_dtype)
         self._weights = weights
         self.keeps_hidden = keeps_hidden
-        self.cache_groups = cache_groups(spec, keep_everything=not frees_windows)
+        self.cache_groups = cache_groups(spec, keep_everything=not frees_windows, one_shape=self.kv_dtype is torch.int8)
         kv_form = self.kv_dtype, self.activation_dtype, spec.hidden_size if keeps_hidden else None
         self._kv_allocation = KvAllocation(own.layers, self._first_layer, self.cache_groups, *kv_form)
         self.vocabulary = vocabulary or Vocabulary(spec.vocab_size, weights, ranks.tensor, arithmetic)
@@ -109,7 +111,7 @@ class Transformer:
         once = expert_cache is None and not spec.recurrent_layers  # recording runs a step twice, which advances states
         recordable = on_cpu_alone and ranks.everyone.size == 1 and once
         self._programs = _decode_programs(_Pass(self)) if recordable else None
-        attend = partial(attention, arithmetic=arithmetic, rounds=self.dtype is torch.bfloat16)
+        attend = partial(attention, arithmetic=arithmetic, rounds=self.dtype is torch.bfloat16, group=ranks.tensor)
         self._attentions = [
             self._whole(
                 attend(one.attention, w.attention, rotaries, spec.norm.eps, adapters=factors),
@@ -125,25 +127,30 @@ class Transformer:
         self.expert_cache = expert_cache
         cached = None if expert_cache is None else iter(expert_cache.layers)
         self._slots = [expert_slots(one.ffn, ranks, self.device) for one in own.layers]
+        feed = partial(feed_forward, norm_eps=spec.norm.eps, group=ranks.tensor)
         feeds = [
             RemoteExperts(one.ffn, w.ffn, self._chosen, arithmetic, ranks, slots)
             if ranks.crossings and isinstance(one.ffn, MoeSpec) and isinstance(w.ffn, MoeWeights)
-            else feed_forward(
-                one.ffn, w.ffn, self._chosen, arithmetic, factors, slots, expert_dispatch(slots, ranks), cached
-            )
+            else feed(one.ffn, w.ffn, self._chosen, arithmetic, factors, slots, expert_dispatch(slots, ranks), cached)
             for one, w, factors, slots in zip(
                 own.layers, weights.layers, self.adapters.layers, self._slots, strict=True
             )
         ]
-        self._mixtures = [feed for feed in feeds if isinstance(feed, MixtureOfExperts)]
+        self._mixtures = [half for half in feeds if isinstance(half, MixtureOfExperts)]
         if expert_cache is not None and expert_cache.prefetches:
             for mixture, following in pairwise(self._mixtures):
                 mixture.prefetch(following)
-        self._far = [feed if isinstance(feed, RemoteExperts) else None for feed in feeds]
+        self._far = [half if isinstance(half, RemoteExperts) else None for half in feeds]
         self._ffns = [  # for remote experts: the function that ends a begun exchange
-            self._whole(_end if isinstance(feed, RemoteExperts) else feed, ranks.tensor, w.ffn_post_norm)
-            for feed, w in zip(feeds, weights.layers, strict=True)
+            self._whole(
+                _end if isinstance(half, RemoteExperts) else half,
+                ALONE.tensor if isinstance(half, NormedMixture) else ranks.tensor,  # it sums before its norms
+                w.ffn_post_norm,
+            )
+            for half, w in zip(feeds, weights.layers, strict=True)
         ]
+        self._scales = [w.scale_1 for w in weights.layers]
+        self._parallel = [one.parallel for one in own.layers]
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Return the bytes of one block of `block_size` tokens on each rank."""
@@ -357,7 +364,10 @@ class Transformer:
             attended_TD = attend(normed_TD, views[groups[number]], cache)
             if on_stored is not None:
                 on_stored(number)
-            x_TD, normed_TD = ffn_norm.after_adding(x_TD, _times(share, attended_TD))
+            if self._parallel[number]:
+                x_TD = x_TD + _times(share, attended_TD)
+            else:
+                x_TD, normed_TD = ffn_norm.after_adding(x_TD, _times(share, attended_TD))
             if far is None:
                 fed_TD = feed(normed_TD, batch.adapted)
             else:
@@ -366,16 +376,12 @@ class Transformer:
                 fed_TD = feed(begun)
             fed_TD = _times(share, fed_TD)
             if batch.images is not None:
-                fed_TD = self._add_deepstack(fed_TD, batch.images, self._first_layer + number)
+                fed_TD = batch.images.add_deepstack(fed_TD, self._first_layer + number)
+            scale_1 = self._scales[number]
+            if scale_1 is not None:
+                x_TD, fed_TD = x_TD * scale_1.to(x_TD.dtype), fed_TD * scale_1.to(x_TD.dtype)
             x_TD, normed_TD = next_norm.after_adding(x_TD, fed_TD)
         return x_TD, normed_TD
-
-    def _add_deepstack(self, fed_TD: Tensor, images: ImageRows, layer: int) -> Tensor:
-        """Return a layer's contribution to the residual stream plus what the encoder adds after this layer, if any."""
-        of_layers_FID = images.features_FID[1:]
-        if layer >= len(of_layers_FID):
-            return fed_TD
-        return fed_TD.index_add(0, images.rows_I, of_layers_FID[layer])
 
     def _count_experts(self, batch: Batch) -> None:
         """Count the experts that all groups' tokens chose, in all stages; the first rank counts for all ranks."""

@@ -84,6 +84,18 @@ class SharedWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class MixtureNorms:
+    """Weights of the norms in an MoE layer, all float32."""
+
+    router_D: Tensor
+    routed_D: Tensor  # of the routed experts' input
+    routed_output_D: Tensor
+    shared_D: Tensor
+    shared_output_D: Tensor
+    expert_scale_E: Tensor  # factor of each expert's weight
+
+
+@dataclass(frozen=True, slots=True)
 class MoeWeights:
     router_ED: Tensor  # float32 if the router is exact
     gate_up_E2FD: Weight
@@ -93,6 +105,7 @@ class MoeWeights:
     gate_up_bias_E2F: Tensor | None
     down_bias_ED: Tensor | None
     shared: SharedWeights | None
+    norms: MixtureNorms | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +122,7 @@ class LayerWeights:
     ffn: DenseWeights | MoeWeights
     attention_post_norm: NormWeights | None
     ffn_post_norm: NormWeights | None
+    scale_1: Tensor | None = None  # float32, factor of the layer's output
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,13 +302,15 @@ class _Allocator:
 
     def layer(self, one: LayerSpec) -> LayerWeights:
         ffn = self.experts(one.ffn) if isinstance(one.ffn, MoeSpec) else self.dense(one.ffn)
+        normed = isinstance(one.ffn, MoeSpec) and one.ffn.normed
         return LayerWeights(
             attention_norm=self.norm() if one.pre_norms else None,
             attention=self.attention(one.attention),
-            ffn_norm=self.norm() if one.pre_norms else None,
+            ffn_norm=self.norm() if one.pre_norms and not (normed or one.parallel) else None,
             ffn=ffn,
             attention_post_norm=self.norm() if one.attention_post_norm else None,
             ffn_post_norm=self.norm() if one.ffn_post_norm else None,
+            scale_1=self.vector(1) if one.scaled else None,
         )
 
     def attention(
@@ -331,14 +347,14 @@ class _Allocator:
         )
 
     def grouped(self, a: AttentionSpec) -> AttentionWeights:
-        full, fused, size = a.qk_norm == "full", a.q_width + 2 * a.kv_width, self.spec.hidden_size
+        full, fused, size = a.qk_norm == "full", sum(a.qkv_widths), self.spec.hidden_size
         return AttentionWeights(
             qkv_CD=self.product(fused, size),
-            output_DC=self.product(size, a.q_width),
+            output_DC=self.product(size, a.output_width),
             qkv_bias_C=self.vector(fused) if a.qkv_bias else None,
             output_bias_D=self.vector(size) if a.output_bias else None,
-            q_norm=None if a.qk_norm == "none" else self.vector(a.q_width if full else a.head_dim),
-            k_norm=None if a.qk_norm == "none" else self.vector(a.kv_width if full else a.head_dim),
+            q_norm=None if a.qk_norm in ("none", "unit") else self.vector(a.q_width if full else a.head_dim),
+            k_norm=None if a.qk_norm in ("none", "unit") else self.vector(a.kv_width if full else a.head_dim),
             sinks_H=self.vector(a.num_heads) if a.sinks else None,
             gate_CD=self.product(a.gate_width, size) if a.gate is not None else None,
         )
@@ -355,6 +371,17 @@ class _Allocator:
     def shared(self, s: SharedSpec) -> SharedWeights:
         return SharedWeights(self.dense(s.dense), self.matrix(1, self.spec.hidden_size) if s.gated else None)
 
+    def mixture_norms(self, experts: int) -> MixtureNorms:
+        size = self.spec.hidden_size
+        return MixtureNorms(
+            router_D=self.vector(size),
+            routed_D=self.vector(size),
+            routed_output_D=self.vector(size),
+            shared_D=self.vector(size),
+            shared_output_D=self.vector(size),
+            expert_scale_E=self.vector(experts),
+        )
+
     def experts(self, f: MoeSpec) -> MoeWeights:
         experts, held, size = f.routing.num_experts, f.num_held, self.spec.hidden_size
         all_rows = replace(self, rows=None)
@@ -367,4 +394,5 @@ class _Allocator:
             gate_up_bias_E2F=all_rows.vector(held, 2 * f.width) if f.bias else None,
             down_bias_ED=all_rows.vector(held, size) if f.bias else None,
             shared=None if f.shared is None else self.shared(f.shared),
+            norms=self.mixture_norms(experts) if f.normed else None,
         )

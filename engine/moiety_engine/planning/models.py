@@ -148,15 +148,18 @@ class Served:
         Layers with a sliding window keep the last tokens only; see `model.cache_groups`. Recurrent layers have a state,
         whose bytes are spread over the tokens.
         """
-        groups = cache_groups(self.spec)
+        groups = cache_groups(self.spec, one_shape=self.kv_scaled)
         if all(group.window is None for group in groups):
             states = sum(state_bytes(layer.attention) for layer in own.layers)
             return sum(self.kv_bytes(layer.attention) for layer in own.layers) + math.ceil(states / context)
         layout = TableLayout(1, tuple(group.window for group in groups))
         kept = [context if most is None else min(context, most) for most in layout.most_held]
-        share = sum(len(group.layers) * tokens for group, tokens in zip(groups, kept, strict=True))
+        of_layers = [self.kv_bytes(layer.attention) for layer in self.spec.layers]
+        share = sum(
+            sum(of_layers[layer] for layer in group.layers) * tokens for group, tokens in zip(groups, kept, strict=True)
+        )
         all_layers = sum(self.kv_bytes(layer.attention) for layer in own.layers)
-        return math.ceil(all_layers * share / (len(self.spec.layers) * context))
+        return math.ceil(all_layers * share / (sum(of_layers) * context))
 
     def kv_bytes(self, attention: AttentionSpec | LatentAttentionSpec | GatedDeltaSpec) -> int:
         """Return the bytes of one token in one layer's KV cache; 0 for a recurrent layer."""

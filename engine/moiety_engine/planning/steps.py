@@ -174,7 +174,7 @@ def attention_s(
         pair_flops = 2.0 * attention.num_heads * (2 * attention.latent_width + attention.rope.rotary_width)
         window = None
     else:
-        pair_flops, window = 4.0 * attention.q_width, attention.window
+        pair_flops, window = 2.0 * (attention.q_width + attention.output_width), attention.window
     context, seen = (length if window is None else min(length, window) for length in (batch.context, batch.prompt_seen))
     read = batch.decoding * context
     decoding = floor_s(Work(read * pair_flops, read * kv_bytes), _speeds(machine))

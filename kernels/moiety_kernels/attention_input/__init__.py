@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from moiety_kernels.attention_input import reference
 from moiety_kernels.attention_input.plan import AttentionInputPlan
 from moiety_kernels.checks import require, require_shape
-from moiety_kernels.kv_store import require_scales
+from moiety_kernels.kv_store import require_scales, require_slots
 from moiety_kernels.lazy_imports import when_asked
 
 if TYPE_CHECKING:
@@ -40,11 +40,11 @@ def attention_input(
     """
     require_shape("slots", slots_T, (qkv_TC.shape[0],))
     require_shape("positions", positions_T, (qkv_TC.shape[0],))
-    require(k_cache_NGPd.shape == v_cache_NGPd.shape, "the key and the value cache must have one shape")
+    require_slots(k_cache_NGPd, v_cache_NGPd)
     require(2 * cos_PR.shape[1] <= k_cache_NGPd.shape[3], "the rotated width is larger than the head width")
     require_scales(k_cache_NGPd, k_scale_NGP, v_scale_NGP)
     scales = k_scale_NGP, v_scale_NGP
-    if qkv_TC.is_cpu and _cpu().fits(qkv_TC, cos_PR, positions_T, k_cache_NGPd, slots_T):
+    if qkv_TC.is_cpu and _cpu().fits(qkv_TC, cos_PR, positions_T, k_cache_NGPd, v_cache_NGPd, slots_T):
         fast: Tensor = _cpu().attention_input(
             qkv_TC, plan, cos_PR, sin_PR, positions_T, k_cache_NGPd, v_cache_NGPd, slots_T
         )

@@ -38,12 +38,16 @@ class AttentionInputArguments(NamedTuple):
     sin_PR: Address
     q_norm: Address  # float32 weight of the queries' normalisation, or 0
     k_norm: Address
+    v_norm: Address  # of each head's value, as wide as it, or 0
     q_norm_width: Int64  # entries that are normalised together
     k_norm_width: Int64
     tokens: Int64  # T
     heads: Int64  # of queries
     kv_heads: Int64  # G
     width: Int64  # d
+    value_width: Int64  # of a value
+    k_block: Int64  # bytes from one block of the key cache to the next
+    v_block: Int64
     places: Int64  # P, slots per block
     pairs: Int64  # R, rotated
     cache_itemsize: Int64  # 4 for float32, 2 for bfloat16
@@ -52,7 +56,14 @@ class AttentionInputArguments(NamedTuple):
     rotates_first: Int64  # whether the rotation comes before the normalisation
 
 
-def fits(qkv_TC: Tensor, cos_PR: Tensor, positions_T: Tensor, k_cache_NGPd: Tensor, slots_T: Tensor) -> bool:
+def fits(
+    qkv_TC: Tensor,
+    cos_PR: Tensor,
+    positions_T: Tensor,
+    k_cache_NGPd: Tensor,
+    v_cache_NGPd: Tensor,
+    slots_T: Tensor,
+) -> bool:
     """Return whether `attention_input` supports these tensors."""
     return (
         qkv_TC.dtype is torch.float32
@@ -61,8 +72,8 @@ def fits(qkv_TC: Tensor, cos_PR: Tensor, positions_T: Tensor, k_cache_NGPd: Tens
         and positions_T.dtype is torch.int64
         and slots_T.dtype is torch.int64
         and qkv_TC.shape[0] > 0
-        and k_cache_NGPd.shape[3] % LANES == 0
-        and all(t.is_contiguous() for t in (qkv_TC, cos_PR, positions_T, k_cache_NGPd, slots_T))
+        and all(cache.shape[3] % LANES == 0 and cache[0].is_contiguous() for cache in (k_cache_NGPd, v_cache_NGPd))
+        and all(t.is_contiguous() for t in (qkv_TC, cos_PR, positions_T, slots_T))
     )
 
 
@@ -79,7 +90,8 @@ def attention_input(
     """Return the queries as a view of qkv."""
     tokens, fused = qkv_TC.shape
     _, num_kv_heads, places, width = k_cache_NGPd.shape
-    q_width = fused - 2 * num_kv_heads * width
+    value_width = v_cache_NGPd.shape[3]
+    q_width = fused - num_kv_heads * (width + value_width)
     team().run(
         _task,
         -(-tokens // _BLOCK),
@@ -93,12 +105,16 @@ def attention_input(
             sin_PR=sin_PR.data_ptr(),
             q_norm=address_of(plan.q_norm),
             k_norm=address_of(plan.k_norm),
+            v_norm=address_of(plan.v_norm),
             q_norm_width=0 if plan.q_norm is None else plan.q_norm.shape[0],
             k_norm_width=0 if plan.k_norm is None else plan.k_norm.shape[0],
             tokens=tokens,
             heads=q_width // width,
             kv_heads=num_kv_heads,
             width=width,
+            value_width=value_width,
+            k_block=k_cache_NGPd.itemsize * k_cache_NGPd.stride(0),
+            v_block=v_cache_NGPd.itemsize * v_cache_NGPd.stride(0),
             places=places,
             pairs=cos_PR.shape[1],
             cache_itemsize=k_cache_NGPd.itemsize,
@@ -134,16 +150,20 @@ def _task(args: AttentionInputArguments, task: int, scratch: int) -> None:
     tokens, heads, kv_heads = args.tokens, args.heads, args.kv_heads
     width, places, pairs = args.width, args.places, args.pairs
     size, eps, clip = args.cache_itemsize, args.eps, args.clip
-    fused = (heads + 2 * kv_heads) * width
+    value_width, v_norm = args.value_width, args.v_norm
+    fused = heads * width + kv_heads * (width + value_width)
     for t in range(task * _BLOCK, min(tokens, (task + 1) * _BLOCK)):
         q = qkv_TC + 4 * fused * t
         k = q + 4 * heads * width
+        v = k + 4 * kv_heads * width
         at = 4 * pairs * load_i64(positions_T, t)
         if args.rotates_first:
             rotate_heads(q, heads + kv_heads, width, pairs, cos_PR + at, sin_PR + at)
         if q_norm:
             _normalize(q, heads * width, q_norm, args.q_norm_width, eps)
             _normalize(k, kv_heads * width, k_norm, args.k_norm_width, eps)
+        if v_norm:
+            _normalize(v, kv_heads * value_width, v_norm, value_width, eps)
         if clip < math.inf:
             for i in range(fused):
                 store_f32(q, i, min(max(load_f32(q, i), -clip), clip))
@@ -152,8 +172,8 @@ def _task(args: AttentionInputArguments, task: int, scratch: int) -> None:
         slot = load_i64(slots_T, t)
         if slot < 0:
             continue
-        place = (slot // places * kv_heads * places + slot % places) * width
+        k_block, v_block = k_cache + slot // places * args.k_block, v_cache + slot // places * args.v_block
         for head in range(kv_heads):
-            source, target = k + 4 * head * width, size * (place + head * places * width)
-            _keep(source, width, size, k_cache + target)
-            _keep(source + 4 * kv_heads * width, width, size, v_cache + target)
+            row = head * places + slot % places
+            _keep(k + 4 * head * width, width, size, k_block + size * row * width)
+            _keep(v + 4 * head * value_width, value_width, size, v_block + size * row * value_width)

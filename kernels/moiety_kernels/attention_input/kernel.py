@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moiety_kernels.attention_input.kernels.parts import clamped, scaled_by, squares_of
 from moiety_kernels.gpu.cases import CompileCase
 
 if TYPE_CHECKING:
@@ -48,10 +49,15 @@ def attention_input(
     v_scale_NGP: Tensor | None = None,
 ) -> Tensor:
     """Return the queries q_THd and write keys and values to their slots; a negative slot writes nothing."""
-    tokens, fused = qkv_TC.shape
-    num_kv_heads, width = k_cache_NGPd.shape[1], k_cache_NGPd.shape[3]
-    q_THd, k_TGd, v_TGd = qkv_TC.view(tokens, fused // width, width).tensor_split(
-        [fused // width - 2 * num_kv_heads, fused // width - num_kv_heads], dim=1
+    fused = qkv_TC.shape[1]
+    _, num_kv_heads, _, width = k_cache_NGPd.shape
+    v_width = v_cache_NGPd.shape[3]
+    widths = [fused - num_kv_heads * (width + v_width), num_kv_heads * width, num_kv_heads * v_width]
+    q_TC, k_TC, v_TC = torch.split(qkv_TC, widths, dim=1)
+    q_THd, k_TGd, v_TGd = (
+        q_TC.view(-1, widths[0] // width, width),
+        k_TC.view(-1, num_kv_heads, width),
+        v_TC.view(-1, num_kv_heads, v_width),
     )
     out_THd = torch.empty(q_THd.shape, dtype=qkv_TC.dtype, device=qkv_TC.device)
     caches = k_cache_NGPd, v_cache_NGPd, slots_T, k_scale_NGP, v_scale_NGP
@@ -93,7 +99,11 @@ def _launch(
     assert some is not None
     heads = 0 if q_THd is None else q_THd.shape[1]
     kv_heads = 0 if k_TGd is None else k_TGd.shape[1]
-    shape = _shape(heads, kv_heads, some.shape[2], 0 if rotation is None else rotation[0].shape[1], _norm(plan, some))
+    pairs = 0 if rotation is None else rotation[0].shape[1]
+    shape = _shape(heads, kv_heads, some.shape[2], pairs, _norm(plan, some))
+    v_norm = None if plan is None else plan.v_norm
+    if v_TGd is not None:
+        shape |= _value_shape(v_TGd.shape[2], shape, normalized=v_norm is not None)
     q_programs = triton.cdiv(heads, shape["Q_HEADS"])
     programs = q_programs + 2 * triton.cdiv(kv_heads, shape["KV_HEADS"])
     if some.numel() == 0:
@@ -107,6 +117,7 @@ def _launch(
         v_TGd,
         q_norm,
         k_norm,
+        v_norm,
         cos_PR,
         sin_PR,
         positions_T,
@@ -164,6 +175,18 @@ def _shape(heads: int, kv_heads: int, width: int, pairs: int, norm: str) -> dict
         "REST_BLOCK": triton.next_power_of_2(max(1, width - 2 * pairs)),
         "NORM": norm,
         "num_warps": max(1, min(16, values // 512)),
+    } | _value_shape(width, {"WIDTH": width, "PAIRS": pairs}, normalized=False)
+
+
+def _value_shape(width: int, of_keys: dict[str, Any], *, normalized: bool) -> dict[str, Any]:
+    """Return the launch constants of values, which are held in the parts of keys if they are as wide."""
+    pairs = of_keys["PAIRS"] if width == of_keys["WIDTH"] else 0
+    return {
+        "V_WIDTH": width,
+        "V_PAIRS": pairs,
+        "V_PAIRS_BLOCK": triton.next_power_of_2(max(1, pairs)),
+        "V_REST_BLOCK": triton.next_power_of_2(max(1, width - 2 * pairs)),
+        "V_NORM": _OF_HEAD if normalized else _NONE,
     }
 
 
@@ -174,6 +197,7 @@ def _attention_input(
     p_v,
     p_q_norm,
     p_k_norm,
+    p_v_norm,
     p_cos,
     p_sin,
     p_positions,
@@ -209,6 +233,11 @@ def _attention_input(
     PAIRS_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
     NORM: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    V_PAIRS: tl.constexpr,
+    V_PAIRS_BLOCK: tl.constexpr,
+    V_REST_BLOCK: tl.constexpr,
+    V_NORM: tl.constexpr,
     CLIP: tl.constexpr,
     ROTATES_FIRST: tl.constexpr,
 ):
@@ -246,8 +275,8 @@ def _attention_input(
                     p_v + i_token * v_token, v_head, p_v_cache + block * v_block + place * v_place, v_cache_head,
                     program - q_programs - kv_programs, kv_heads, held,
                     None if p_v_scale is None else p_v_scale + first_scale, places,
-                    p_k_norm, p_cos, p_sin, p_positions, i_token, eps, clip,
-                    KV_HEADS, WIDTH, PAIRS, PAIRS_BLOCK, REST_BLOCK, "none", CLIP, False, False,
+                    p_v_norm, p_cos, p_sin, p_positions, i_token, eps, clip,
+                    KV_HEADS, V_WIDTH, V_PAIRS, V_PAIRS_BLOCK, V_REST_BLOCK, V_NORM, CLIP, False, False,
                 )  # fmt: skip
 
 
@@ -289,7 +318,7 @@ def _heads(
     if ROTATES_FIRST and PAIRS > 0:
         first, second = _turned(first, second, p_cos, p_sin, p_positions, i_token, PAIRS, PAIRS_BLOCK)
     if NORM != "none":
-        total = _squares(first) + _squares(second) + _squares(rest)  # [HEADS]
+        total = squares_of(first) + squares_of(second) + squares_of(rest)  # [HEADS]
         if NORM == "head":
             factor = tl.rsqrt(total / WIDTH + eps)[:, None]
             p_weight = p_norm + tl.zeros_like(i_head)[:, None]
@@ -297,17 +326,21 @@ def _heads(
             factor = tl.rsqrt(tl.sum(total, axis=0) / (WIDTH * heads) + eps)
             p_weight = p_norm + i_head[:, None] * WIDTH
         weights = _load(p_weight, i_head, heads, WIDTH, PAIRS, PAIRS_BLOCK, REST_BLOCK)
-        first, second = _scaled(first, factor, weights[0]), _scaled(second, factor, weights[1])
-        rest = _scaled(rest, factor, weights[2])
+        first, second = scaled_by(first, factor, weights[0]), scaled_by(second, factor, weights[1])
+        rest = scaled_by(rest, factor, weights[2])
     if CLIP:
-        first, second, rest = _clamped(first, clip), _clamped(second, clip), _clamped(rest, clip)
+        first, second, rest = clamped(first, clip), clamped(second, clip), clamped(rest, clip)
     if ROTATE and not ROTATES_FIRST and PAIRS > 0:
         first, second = _turned(first, second, p_cos, p_sin, p_positions, i_token, PAIRS, PAIRS_BLOCK)
     if p_scale is not None:
         largest = tl.maximum(tl.maximum(_largest(first), _largest(second)), _largest(rest))
         scale = tl.div_rn(tl.where(largest > 0, largest, 1.0), 127.0)
         tl.store(p_scale + i_head * scale_head, scale, mask=i_head < held)
-        first, second, rest = _whole(first, scale), _whole(second, scale), _whole(rest, scale)
+        first, second, rest = (
+            _whole(first, scale),
+            _whole(second, scale),
+            _whole(rest, scale),
+        )
     p_row = p_target + i_head.to(tl.int64)[:, None] * target_head
     i_pair, i_rest = tl.arange(0, PAIRS_BLOCK)[None, :], tl.arange(0, REST_BLOCK)[None, :]
     m_pair, m_rest = (
@@ -368,22 +401,6 @@ def _load(
     return first, second, tl.load(p_row + 2 * PAIRS + i_rest, mask=m_rest, other=0.0)
 
 
-@triton.jit
-def _squares(part):
-    return tl.sum(part.to(tl.float32) * part.to(tl.float32), axis=1)
-
-
-@triton.jit
-def _scaled(part, factor, weight):
-    """Return the part times the factor, rounded before the weight is applied, as the models' own code does."""
-    return ((part.to(tl.float32) * factor).to(part.dtype) * weight).to(part.dtype)
-
-
-@triton.jit
-def _clamped(part, clip):
-    return tl.minimum(tl.maximum(part.to(tl.float32), -clip), clip).to(part.dtype)
-
-
 def compile_cases() -> list[CompileCase]:
     """Return the compile cases for the heads of known families.
 
@@ -391,7 +408,7 @@ def compile_cases() -> list[CompileCase]:
     16 bytes; then the rotation alone and the store alone.
     """
     pointers = dict.fromkeys(("p_q", "p_k", "p_v", "p_out", "p_k_cache", "p_v_cache"), "*bf16")
-    pointers |= dict.fromkeys(("p_q_norm", "p_k_norm", "p_cos", "p_sin", "p_k_scale", "p_v_scale"), "*fp32")
+    pointers |= dict.fromkeys(("p_q_norm", "p_k_norm", "p_v_norm", "p_cos", "p_sin", "p_k_scale", "p_v_scale"), "*fp32")
     pointers |= dict.fromkeys(("p_positions", "p_slots"), "*i64")
     numbers = [name for name in _attention_input.arg_names if name.islower() and not name.startswith("p_")]
     types = pointers | {name: "fp32" if name in ("eps", "clip") else "i32" for name in numbers}
@@ -403,6 +420,8 @@ def compile_cases() -> list[CompileCase]:
         "glm4_moe": (96, 8, 128, 32, _OF_HEAD, False),
         "phi": (32, 32, 80, 16, _NONE, False),
         "hunyuan_v1_moe": (32, 8, 128, 64, _OF_HEAD, False),
+        "mimo_v2_flash": (64, 8, 192, 32, _NONE, False),
+        "gemma4": (16, 2, 512, 256, _OF_HEAD, False),
         "rope": (128, 0, 64, 32, _NONE, False),
         "kv_store": (0, 8, 128, 0, _NONE, False),
         "int8": (32, 4, 128, 64, _OF_HEAD, False),
@@ -411,7 +430,9 @@ def compile_cases() -> list[CompileCase]:
     caches = {"int8": "*i8", "fp8": "*fp8e4nv"}
     cases = []
     for name, (heads, kv_heads, width, pairs, norm, clip) in families.items():
-        constants = _shape(heads, kv_heads, width, pairs, norm) | {
+        constants = _shape(heads, kv_heads, width, pairs, norm)
+        value_width = 128 if name == "mimo_v2_flash" else width
+        constants |= _value_shape(value_width, constants, normalized=name == "gemma4") | {
             "CLIP": clip,
             "ROTATES_FIRST": name == "hunyuan_v1_moe",
         }
@@ -419,6 +440,7 @@ def compile_cases() -> list[CompileCase]:
         absent: tuple[str, ...] = () if heads else ("p_q", "p_out", "p_cos", "p_sin", "p_positions")
         absent += () if kv_heads else ("p_k", "p_v", "p_k_cache", "p_v_cache", "p_slots")
         absent += () if norm != _NONE else ("p_q_norm", "p_k_norm")
+        absent += () if name == "gemma4" else ("p_v_norm",)
         absent += () if name == "int8" else ("p_k_scale", "p_v_scale")
         constants |= dict.fromkeys(absent)
         kept_in = dict.fromkeys(("p_k_cache", "p_v_cache"), caches.get(name, "*bf16"))

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 class AttentionInputPlan:
     """Normalisation and clipping of queries, keys and values.
 
-    `q_norm` and `k_norm`, float32: RMS weights as wide as one head, or as all heads together, or None. Values beyond
+    `q_norm` and `k_norm`, float32: RMS weights as wide as one head, or as all heads together, or None. `v_norm`: RMS
+    weights as wide as one head's value, or None. Values beyond
     ±clip are clipped afterwards. `rotates_first`: the rotation comes before normalisation, which is then that of
     heads, without clipping.
     """
@@ -25,6 +26,7 @@ class AttentionInputPlan:
     norm_eps: float = 0.0
     clip: float | None = None
     rotates_first: bool = False
+    v_norm: Tensor | None = None
 
     def __post_init__(self) -> None:
         require(not self.rotates_first or self.clip is None, "what is rotated first cannot be clipped")

@@ -1,6 +1,6 @@
 """Definition of the steps between the fused projection and attention.
 
-T tokens, C fused width (H + 2G) · d, H query heads, G key-value heads, d head width.
+T tokens, C fused width of queries, keys and values, H query heads, G key-value heads, d head width.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def attention_input(
     v_scale_NGP: Tensor | None = None,
 ) -> Tensor:
     """Normalise, clip and rotate queries and keys, store keys and values, return q_THd."""
-    num_kv_heads, width = k_cache_NGPd.shape[1], k_cache_NGPd.shape[3]
-    kv_width = num_kv_heads * width
-    q, k, v = qkv_TC.tensor_split([qkv_TC.shape[1] - 2 * kv_width, qkv_TC.shape[1] - kv_width], dim=1)
+    (num_kv_heads, width), value_width = k_cache_NGPd.shape[1::2], v_cache_NGPd.shape[3]
+    k_at, v_at = (qkv_TC.shape[1] - num_kv_heads * further for further in (width + value_width, value_width))
+    q, k, v = qkv_TC.tensor_split([k_at, v_at], dim=1)
     tokens = qkv_TC.shape[0]
     if plan.rotates_first:
         q = rope(q.reshape(tokens, -1, width), cos_PR, sin_PR, positions_T)
@@ -40,10 +40,12 @@ def attention_input(
     if plan.q_norm is not None and plan.k_norm is not None:
         q = rms_norm(q.reshape(tokens, -1, plan.q_norm.shape[0]), plan.q_norm, plan.norm_eps)
         k = rms_norm(k.reshape(tokens, -1, plan.k_norm.shape[0]), plan.k_norm, plan.norm_eps)
+    if plan.v_norm is not None:
+        v = rms_norm(v.reshape(tokens, -1, value_width), plan.v_norm, plan.norm_eps)
     if plan.clip is not None:
         q, k, v = (part.clamp(-plan.clip, plan.clip) for part in (q, k, v))
     q_THd, k_TGd = q.reshape(tokens, -1, width), k.reshape(tokens, -1, width)
     if not plan.rotates_first:
         q_THd, k_TGd = (rope(part, cos_PR, sin_PR, positions_T) for part in (q_THd, k_TGd))
-    kv_store(k_TGd, v.reshape(tokens, -1, width), k_cache_NGPd, v_cache_NGPd, slots_T, k_scale_NGP, v_scale_NGP)
+    kv_store(k_TGd, v.reshape(tokens, -1, value_width), k_cache_NGPd, v_cache_NGPd, slots_T, k_scale_NGP, v_scale_NGP)
     return q_THd

@@ -32,12 +32,20 @@ def kv_store(
     float32, contiguous.
     """
     require_shape("slots", slots_T, (k_TGd.shape[0],))
-    require(k_cache_NGPd.shape == v_cache_NGPd.shape, "the key and the value cache must have one shape")
+    require_slots(k_cache_NGPd, v_cache_NGPd)
     require_scales(k_cache_NGPd, k_scale_NGP, v_scale_NGP)
     if k_TGd.is_cuda and k_TGd.stride(-1) == v_TGd.stride(-1) == 1:
         _kernel().kv_store(k_TGd, v_TGd, k_cache_NGPd, v_cache_NGPd, slots_T, k_scale_NGP, v_scale_NGP)
         return
     reference.kv_store(k_TGd, v_TGd, k_cache_NGPd, v_cache_NGPd, slots_T, k_scale_NGP, v_scale_NGP)
+
+
+def require_slots(k_cache_NGPd: Tensor, v_cache_NGPv: Tensor) -> None:
+    """Raise KernelInputError unless both caches have the same blocks, heads and places; widths may differ."""
+    require(
+        k_cache_NGPd.shape[:3] == v_cache_NGPv.shape[:3],
+        "the key and the value cache must have the same blocks, heads and places",
+    )
 
 
 def require_scales(cache_NGPd: Tensor, k_scale_NGP: Tensor | None, v_scale_NGP: Tensor | None) -> None:

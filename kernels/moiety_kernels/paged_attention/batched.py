@@ -35,6 +35,7 @@ def paged_attention(
     num_decode: int,
     max_query: int,
     max_context: int,
+    chunked: bool = False,
     workspace_bytes: int = WORKSPACE_BYTES,
 ) -> Tensor:
     """Return out_THd.
@@ -63,7 +64,7 @@ def paged_attention(
             context_len_S[begin:end],
             block_table_SB[begin:end, :width],
             scale,
-            window,
+            (window, chunked),
             sinks_H,
             k_scale_NGP,
             v_scale_NGP,
@@ -81,13 +82,17 @@ def _attend(
     context_len_S: Tensor,
     block_table_SB: Tensor,
     scale: float,
-    window: int | None,
+    seen: tuple[int | None, bool],
     sinks_H: Tensor | None,
     k_scale_NGP: Tensor | None,
     v_scale_NGP: Tensor | None,
     max_query: int,
 ) -> None:
-    """Write the rows of these sequences, each padded to `max_query` queries; no padded row is written."""
+    """Write the rows of these sequences, each padded to `max_query` queries; no padded row is written.
+
+    `seen`: the window, and whether positions are divided into chunks of it.
+    """
+    window, chunked = seen
     device, num_tokens = q_THd.device, q_THd.shape[0]
     start_S1, context_S1 = query_start_S1.long(), context_len_S.long()[:, None]
     at_Q = torch.arange(max_query, device=device)
@@ -95,11 +100,11 @@ def _attend(
     position_SQ = context_S1 - start_S1.diff()[:, None] + at_Q
     key_C = torch.arange(block_table_SB.shape[1] * k_cache_NGPd.shape[2], device=device)
     seen_SQC = key_C <= position_SQ[..., None]
-    if window is not None:
-        seen_SQC &= key_C > position_SQ[..., None] - window
     read_SC = key_C < context_S1
     if window is not None:  # blocks behind the window may have any content
-        read_SC &= key_C > position_SQ[:, :1] - window
+        first_SQ = position_SQ // window * window if chunked else position_SQ - window + 1
+        seen_SQC &= key_C >= first_SQ[..., None]
+        read_SC &= key_C >= first_SQ[:, :1]
     read_S1C1 = read_SC[:, None, :, None]
 
     def gathered(cache_NGPd: Tensor, scale_NGP: Tensor | None) -> Tensor:

@@ -8,6 +8,7 @@ from moiety_kernels.gpu.cases import CompileCase
 from moiety_kernels.gpu.targets import SM_90, Target
 from moiety_kernels.paged_attention.kernels.decode import decode, merge
 from moiety_kernels.paged_attention.tiles import (
+    SLIDING,
     SPAN,
     Device,
     Shape,
@@ -33,7 +34,7 @@ def variant(kernel: Any, name: str, shape: Shape, target: Target | None = None) 
     tiles = decode_tiles(shape, device) if kernel in (decode, merge) else prefill_tiles(shape, device)
     rule = splits(shape)
     known = constants(shape, tiles) | {"LEAST": rule.least, "MOST": rule.most, "SPAN": SPAN, "PLACES": _PLACES}
-    known |= {"SINKS": shape.windowed, "SCALED": _WHOLE in name}
+    known |= {"SINKS": shape.windowed == SLIDING, "SCALED": _WHOLE in name}
     if kernel is merge:
         known |= constants_of_merge(shape, tiles)
     types = {"p_q": "*bf16", "p_out": "*bf16", "factor": "fp32"}

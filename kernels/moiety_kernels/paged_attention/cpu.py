@@ -25,7 +25,7 @@ from moiety_kernels.cpu.team import MAX_TASKS, SCRATCH_BYTES, parallel, team
 from moiety_kernels.cpu.values import LANES
 from moiety_kernels.cpu.vectors import AXPY_ROWS, axpy_tile, fetch, scale_row, softmax_step
 from moiety_kernels.paged_attention import cpu_pairs
-from moiety_kernels.paged_attention.cpu_arguments import CHUNK, ITEM_BYTES, AttentionArguments, Item
+from moiety_kernels.paged_attention.cpu_arguments import CHUNK, ITEM_BYTES, AttentionArguments, Item, lowest_seen
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,16 +59,15 @@ def fits(q_THd: Tensor, k_cache_NGPd: Tensor, v_cache_NGPd: Tensor, block_table_
         and q_THd.stride(2) == 1
         and q_THd.stride(1) == width
         and block_table_SB.stride(1) == 1
-        and k_cache_NGPd.is_contiguous()
+        and k_cache_NGPd[0].is_contiguous()
         and _is_packed(v_cache_NGPd)
     )
 
 
 def _is_packed(cache_NGPd: Tensor) -> bool:
-    """Return whether slots, heads and blocks are evenly spaced; the spacing of slots may exceed their width."""
-    _, heads, places, _ = cache_NGPd.shape
+    """Return whether a block's slots and heads are evenly spaced; the spacing of slots may exceed their width."""
     row = cache_NGPd.stride(2)
-    return cache_NGPd.stride() == (heads * places * row, places * row, row, 1)
+    return cache_NGPd.stride()[1:] == (cache_NGPd.shape[2] * row, row, 1)
 
 
 def paged_attention(
@@ -82,6 +81,7 @@ def paged_attention(
     window: int | None,
     sinks_H: Tensor | None = None,
     *,
+    chunked: bool = False,
     rounds: bool = False,
 ) -> Tensor:
     """Return out_THd, contiguous, as wide as a value."""
@@ -108,8 +108,11 @@ def paged_attention(
         kv_heads=kv_heads,
         width=width,
         places=places,
+        key_block=k_cache_NGPd.itemsize * k_cache_NGPd.stride(0),
+        value_block=v_cache_NGPd.itemsize * v_cache_NGPd.stride(0),
         q_stride=4 * q_THd.stride(0),
         window=0 if window is None else window,
+        chunked=chunked,
         items=items.data_ptr(),
         tokens_at_once=at_once,
         task=task_address(cpu_pairs.task if in_pairs else _task, AttentionArguments),
@@ -144,20 +147,19 @@ def _scores(
     args: AttentionArguments, table: int, head: int, start: int, count: int, num_rows: int, rows: int, scores: int
 ) -> None:
     """Compute scores[row, j] = q_row · k[start + j] for j < count, and prefetch the values, which are needed next."""
-    places, width, kv_heads = args.places, args.width, args.kv_heads
-    cache, values = args.k_cache_NGPd, args.v_cache_NGPd
-    size, value_stride = args.cache_itemsize, args.value_stride
+    places, width, size, value_stride = args.places, args.width, args.cache_itemsize, args.value_stride
     stride = size * width
+    cache = args.k_cache_NGPd + head * places * stride
+    values = args.v_cache_NGPd + head * places * value_stride
     j = 0
     while j < count:
         block, place = (start + j) // places, (start + j) % places
         run = min(places - place, count - j)
-        slot = (load_i32(table, block) * kv_heads + head) * places + place
-        key = cache + slot * stride
+        number = load_i32(table, block)
+        key = cache + number * args.key_block + place * stride
         if j + _FETCH_AHEAD * places < count:
-            ahead = (load_i32(table, block + _FETCH_AHEAD) * kv_heads + head) * places * stride
-            fetch(cache + ahead, places * stride)
-        fetch(values + slot * value_stride, run * value_stride)
+            fetch(cache + load_i32(table, block + _FETCH_AHEAD) * args.key_block, places * stride)
+        fetch(values + number * args.value_block + place * value_stride, run * value_stride)
         if size == 4:
             multiply_wide(rows, num_rows, key, stride, run, width, scores + 4 * j, 4 * CHUNK)
         else:
@@ -197,19 +199,14 @@ def _accumulate(
     sums: int,
 ) -> None:  # fmt: skip
     """Add sums[row] += Σ_j weight[row, j] · v[start + j] for first ≤ j < count."""
-    places, width, kv_heads = args.places, args.value_width, args.kv_heads
-    cache, stride, size, row_bytes = (
-        args.v_cache_NGPd,
-        args.value_stride,
-        args.cache_itemsize,
-        4 * width,
-    )
+    places, width, stride, size = args.places, args.value_width, args.value_stride, args.cache_itemsize
+    cache, row_bytes = args.v_cache_NGPd + head * places * stride, 4 * width
     vectors = width // LANES
     j = first
     while j < count:
         block, place = (start + j) // places, (start + j) % places
         run = min(places - place, count - j)
-        value = cache + ((load_i32(table, block) * kv_heads + head) * places + place) * stride
+        value = cache + load_i32(table, block) * args.value_block + place * stride
         i = 0
         while i < num_rows:
             step = AXPY_ROWS if num_rows - i >= AXPY_ROWS else 1
@@ -227,10 +224,8 @@ def _accumulate(
 def _mask(args: AttentionArguments, position: int, start: int, count: int, padded: int, row: int) -> None:
     """Scale a row of scores and mask the positions that the query at `position` does not see."""
     scale_row(row, padded, args.scale)
-    window = args.window
-    if window:
-        for j in range(min(count, position - window + 1 - start)):
-            store_f32(row, j, -math.inf)
+    for j in range(min(count, lowest_seen(args, position) - start)):
+        store_f32(row, j, -math.inf)
     for j in range(max(0, min(count, position + 1 - start)), padded):
         store_f32(row, j, -math.inf)
 
@@ -255,8 +250,7 @@ def _task(args: AttentionArguments, task: int, scratch: int) -> None:
         store_f32(states, 2 * i + 1, 1.0 if sinks else 0.0)
     for i in range(num_rows * value_width):
         store_f32(sums, i, 0.0)
-    window = args.window
-    lowest = max(0, position - window + 1) if window else 0
+    lowest = lowest_seen(args, position)
     for start in range(lowest // CHUNK * CHUNK, position + queries, CHUNK):
         count = min(CHUNK, position + queries - start)
         padded = (count + LANES - 1) // LANES * LANES

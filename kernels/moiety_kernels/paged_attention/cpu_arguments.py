@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from moiety_kernels.cpu.compiling import jit
 from moiety_kernels.cpu.structs import Address, Float64, Int64, size_of
 
 CHUNK = 128  # key positions that a task processes at once, at fixed boundaries
@@ -21,7 +22,7 @@ class AttentionArguments(NamedTuple):
     """Arguments of attention over the paged cache."""
 
     q_THd: Address  # float32
-    k_cache_NGPd: Address  # contiguous
+    k_cache_NGPd: Address
     v_cache_NGPd: Address
     out_THd: Address  # float32, contiguous, as wide as a value
     query_start_S1: Address  # int32: where each sequence's queries start, with one entry more
@@ -33,8 +34,11 @@ class AttentionArguments(NamedTuple):
     kv_heads: Int64  # G
     width: Int64  # d of queries and keys
     places: Int64  # P
+    key_block: Int64  # bytes from one block of the key cache to the next
+    value_block: Int64
     q_stride: Int64  # bytes from one token of q to the next
     window: Int64  # positions that a query sees, or 0: all
+    chunked: Int64  # whether positions are divided into chunks of `window`
     items: Address  # workspace of `Item`s
     tokens_at_once: Int64  # most queries of an item
     task: Address
@@ -46,3 +50,14 @@ class AttentionArguments(NamedTuple):
 
 
 ITEM_BYTES = size_of(Item)
+
+
+@jit
+def lowest_seen(args: AttentionArguments, position: int) -> int:
+    """Return the first position that the query at `position` sees."""
+    window = args.window
+    if not window:
+        return 0
+    if args.chunked:
+        return position // window * window
+    return max(0, position - window + 1)

@@ -31,7 +31,7 @@ from moiety_kernels.cpu.row_packing import pack_pairs_row
 from moiety_kernels.cpu.structs import struct_at
 from moiety_kernels.cpu.team import team
 from moiety_kernels.cpu.vectors import copy_row, fetch, scale_row
-from moiety_kernels.paged_attention.cpu_arguments import CHUNK, ITEM_BYTES, AttentionArguments, Item
+from moiety_kernels.paged_attention.cpu_arguments import CHUNK, ITEM_BYTES, AttentionArguments, Item, lowest_seen
 
 ROWS_AT_ONCE = 128
 LEAST_ROWS_AT_ONCE = 32  # used where there would be too few tasks
@@ -67,11 +67,10 @@ def takes(width: int, value_width: int, sharing: int) -> bool:
 
 
 @jit
-def _slot(args: AttentionArguments, table: int, head: int, position: int) -> int:
-    """Return the cache's row of a position of the sequence."""
-    places = args.places
-    block = load_i32(table, position // places)
-    return int((block * args.kv_heads + head) * places + position % places)
+def _row(table: int, cache: int, block_bytes: int, row_bytes: int, head: int, places: int, position: int) -> int:
+    """Return the address of a position of the sequence in the key or the value cache."""
+    block = cache + load_i32(table, position // places) * block_bytes
+    return int(block + (head * places + position % places) * row_bytes)
 
 
 @jit
@@ -80,9 +79,11 @@ def _ask(args: AttentionArguments, table: int, head: int, first: int, end: int) 
     places, key_bytes = args.places, args.cache_itemsize * args.width
     value_bytes = args.value_stride
     while first < end:
-        run, slot = min(places - first % places, end - first), _slot(args, table, head, first)
-        fetch(args.k_cache_NGPd + slot * key_bytes, run * key_bytes)
-        fetch(args.v_cache_NGPd + slot * value_bytes, run * value_bytes)
+        run = min(places - first % places, end - first)
+        key = _row(table, args.k_cache_NGPd, args.key_block, key_bytes, head, places, first)
+        value = _row(table, args.v_cache_NGPd, args.value_block, value_bytes, head, places, first)
+        fetch(key, run * key_bytes)
+        fetch(value, run * value_bytes)
         first += run
 
 
@@ -97,8 +98,8 @@ def _pack_chunk(
     """
     places, size, width = args.places, args.cache_itemsize, args.width
     k_cache, v_cache, key_bytes = args.k_cache_NGPd, args.v_cache_NGPd, size * width
-    value_width, value_bytes = args.value_width, args.value_stride
-    left, slot, before = 0, 0, zeros  # `left`: slots left in the block
+    value_width, value_bytes, k_block, v_block = args.value_width, args.value_stride, args.key_block, args.value_block
+    left, next_key, next_value, before = 0, 0, 0, zeros  # `left`: slots left in the block
     for first in range(0, (count + _GROUP - 1) // _GROUP * _GROUP, PANEL):
         ahead = start + first + _FETCH_AHEAD
         _ask(args, table, head, ahead, min(ahead + PANEL, end))
@@ -106,9 +107,11 @@ def _pack_chunk(
             key = value = zeros
             if unseen <= j < count:
                 if left == 0:
-                    slot, left = _slot(args, table, head, start + j), places - (start + j) % places
-                key, value = k_cache + slot * key_bytes, v_cache + slot * value_bytes
-                slot, left = slot + 1, left - 1
+                    next_key = _row(table, k_cache, k_block, key_bytes, head, places, start + j)
+                    next_value = _row(table, v_cache, v_block, value_bytes, head, places, start + j)
+                    left = places - (start + j) % places
+                key, value = next_key, next_value
+                next_key, next_value, left = next_key + key_bytes, next_value + value_bytes, left - 1
             store_i64(pointers, j - first, key)
             if j % 2 == 0:
                 before = value
@@ -129,12 +132,10 @@ def _weigh(
     scores: int, weights: int, states: int, factors: int,
 ) -> None:  # fmt: skip
     """Compute masked softmax weights of a chunk's scores; `position` is the first query's."""
-    factor, window = args.scale * LOG2_E, args.window
+    factor = args.scale * LOG2_E
     for i in range(num_rows):
         seen = position + i // sharing + 1 - start
-        end, first = max(0, min(count, seen)), 0
-        if window:
-            first = max(0, seen - window)
+        end, first = max(0, min(count, seen)), max(0, lowest_seen(args, position + i // sharing) - start)
         score, weight, state = scores + 4 * CHUNK * i, weights + 2 * CHUNK * i, states + 8 * i
         if first > 0 or end < padded:
             weigh_masked_scores(score, padded, first, end, factor, state, weight, factors + 4 * i)
@@ -178,8 +179,7 @@ def task(args: AttentionArguments, number: int, scratch: int) -> None:
         store_f32(states, 2 * i + 1, 1.0 if sinks else 0.0)
     for i in range(num_rows * value_width):
         store_f32(sums, i, 0.0)
-    window, stop = args.window, position + queries
-    lowest = max(0, position - window + 1) if window else 0
+    stop, lowest = position + queries, lowest_seen(args, position)
     for start in range(lowest // CHUNK * CHUNK, stop, CHUNK):
         count = min(CHUNK, stop - start)
         padded = (count + _GROUP - 1) // _GROUP * _GROUP

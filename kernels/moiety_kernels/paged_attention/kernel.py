@@ -21,8 +21,11 @@ from moiety_kernels.paged_attention.cases import variant
 from moiety_kernels.paged_attention.kernels.decode import decode, merge
 from moiety_kernels.paged_attention.kernels.prefill import prefill
 from moiety_kernels.paged_attention.tiles import (
+    CHUNKS,
+    EVERYTHING,
     MAX_WIDTH,
     MERGED_ROWS,
+    SLIDING,
     SPAN,
     Device,
     Shape,
@@ -61,6 +64,7 @@ def paged_attention(
     *,
     num_decode: int,
     max_context: int,
+    chunked: bool = False,
     shared: bool = False,
 ) -> Tensor:
     """Return out_THv, contiguous.
@@ -69,7 +73,7 @@ def paged_attention(
     """
     num_kv_heads, places, key_width = k_cache_NGPd.shape[1:]
     num_tokens, num_heads = q_THd.shape[:2]
-    value_width, windowed = v_cache_NGPv.shape[3], window is not None
+    value_width, windowed = v_cache_NGPv.shape[3], CHUNKS if chunked and window else SLIDING if window else EVERYTHING
     sizes = q_THd.itemsize, k_cache_NGPd.itemsize
     shape = Shape(num_kv_heads, num_heads // num_kv_heads, key_width, value_width, *sizes, windowed, shared)
     out_THv = q_THd.new_empty(num_tokens, num_heads, value_width)
@@ -186,26 +190,27 @@ def _device(device: torch.device) -> Device:
 def compile_cases() -> list[CompileCase]:
     """Return cases for each head width, kind of layer and kernel: all for Hopper, the usual ones for other targets."""
     layers = {
-        "64, window, sinks": Shape(8, 8, 64, 64, 2, 2, True, False),
-        "80": Shape(32, 1, 80, 80, 2, 2, False, False),
-        "96": Shape(32, 1, 96, 96, 2, 2, False, False),
-        "112": Shape(32, 1, 112, 112, 2, 2, False, False),
-        "128": Shape(4, 8, 128, 128, 2, 2, False, False),
-        "128, window": Shape(8, 4, 128, 128, 2, 2, True, False),
-        "128, fp8": Shape(8, 12, 128, 128, 2, 1, False, False),
-        "128, int8": Shape(4, 8, 128, 128, 2, 1, False, False),
-        "192": Shape(8, 4, 192, 192, 2, 2, False, False),
-        "192, values of 128": Shape(16, 1, 192, 128, 2, 2, False, False),
-        "256, window": Shape(4, 2, 256, 256, 2, 2, True, False),
+        "64, window, sinks": Shape(8, 8, 64, 64, 2, 2, SLIDING, False),
+        "80": Shape(32, 1, 80, 80, 2, 2, EVERYTHING, False),
+        "96": Shape(32, 1, 96, 96, 2, 2, EVERYTHING, False),
+        "112": Shape(32, 1, 112, 112, 2, 2, EVERYTHING, False),
+        "128": Shape(4, 8, 128, 128, 2, 2, EVERYTHING, False),
+        "128, window": Shape(8, 4, 128, 128, 2, 2, SLIDING, False),
+        "128, chunks": Shape(8, 5, 128, 128, 2, 2, CHUNKS, False),
+        "128, fp8": Shape(8, 12, 128, 128, 2, 1, EVERYTHING, False),
+        "128, int8": Shape(4, 8, 128, 128, 2, 1, EVERYTHING, False),
+        "192": Shape(8, 4, 192, 192, 2, 2, EVERYTHING, False),
+        "192, values of 128": Shape(16, 1, 192, 128, 2, 2, EVERYTHING, False),
+        "256, window": Shape(4, 2, 256, 256, 2, 2, SLIDING, False),
     }
-    decoded = ["64, window, sinks", "128", "128, fp8", "128, int8", "192", "256, window"]
+    decoded = ["64, window, sinks", "128", "128, chunks", "128, fp8", "128, int8", "192", "256, window"]
     for kind in ("fp8", "int8"):  # for every width in use
         narrow = {
-            f"64, window, sinks, {kind}": Shape(8, 8, 64, 64, 2, 1, True, False),
-            f"128, window, {kind}": Shape(8, 4, 128, 128, 2, 1, True, False),
-            f"192, {kind}": Shape(8, 4, 192, 192, 2, 1, False, False),
-            f"256, {kind}": Shape(4, 2, 256, 256, 2, 1, False, False),
-            f"256, window, {kind}": Shape(4, 2, 256, 256, 2, 1, True, False),
+            f"64, window, sinks, {kind}": Shape(8, 8, 64, 64, 2, 1, SLIDING, False),
+            f"128, window, {kind}": Shape(8, 4, 128, 128, 2, 1, SLIDING, False),
+            f"192, {kind}": Shape(8, 4, 192, 192, 2, 1, EVERYTHING, False),
+            f"256, {kind}": Shape(4, 2, 256, 256, 2, 1, EVERYTHING, False),
+            f"256, window, {kind}": Shape(4, 2, 256, 256, 2, 1, SLIDING, False),
         }
         layers |= narrow
         decoded += narrow

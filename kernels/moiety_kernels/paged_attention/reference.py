@@ -25,10 +25,13 @@ def paged_attention(
     sinks_H: Tensor | None = None,
     k_scale_NGP: Tensor | None = None,
     v_scale_NGP: Tensor | None = None,
+    *,
+    chunked: bool = False,
 ) -> Tensor:
     """Return attention of each sequence's queries, which are its last tokens in the cache.
 
-    Query i sees positions up to its own, only the last `window` if that is set. A head's sink is a score whose share of
+    Query i sees positions up to its own, only the last `window` if that is set, or with `chunked` those of its own
+    chunk of `window` positions (Llama 4). A head's sink is a score whose share of
     the softmax is discarded. Slots beyond a sequence's context and blocks behind its window are never read. A value may
     be narrower than a key; the output is as wide as a value. A quantized cache may hold keys and values divided by
     their own scales.
@@ -41,7 +44,11 @@ def paged_attention(
         begin, end = starts[s], starts[s + 1]
         if begin == end:
             continue
-        lowest = 0 if window is None else max(0, context - (end - begin) - window + 1) // places * places
+        query_at = torch.arange(context - (end - begin), context, device=q_THd.device)[:, None]
+        first_seen = torch.zeros_like(query_at)
+        if window is not None:
+            first_seen = query_at // window * window if chunked else (query_at - window + 1).clamp(min=0)
+        lowest = int(first_seen[0]) // places * places
         blocks = block_table_SB[s, lowest // places : -(-context // places)].long()
         k, v = (
             cache[blocks].transpose(1, 2).reshape(-1, num_kv_heads, cache.shape[3])[: context - lowest].float()
@@ -53,10 +60,7 @@ def paged_attention(
             * scale
         )
         key_at = torch.arange(lowest, context, device=q_THd.device)
-        query_at = torch.arange(context - (end - begin), context, device=q_THd.device)[:, None]
-        hidden = key_at > query_at
-        if window is not None:
-            hidden |= key_at <= query_at - window
+        hidden = (key_at > query_at) | (key_at < first_seen)
         scores = scores.masked_fill(hidden, float("-inf"))
         if sinks_H is not None:
             sinks = sinks_H.float().view(num_kv_heads, repeat, 1, 1).expand(-1, -1, end - begin, 1)

@@ -12,6 +12,7 @@ MAX_WIDTH = 256  # of keys or values that are loaded separately
 _PREFILL_ROWS = 128
 SPAN = 256  # range of decoding sequences without recompilation
 MERGED_ROWS = 8
+EVERYTHING, SLIDING, CHUNKS = range(3)  # positions up to a query's own, the last of them, or those of its chunk
 _LEAST_KEYS = 16  # fewest keys of a matrix instruction
 
 
@@ -34,7 +35,7 @@ class Shape:
     value_width: int
     query_bytes: int  # per entry
     cache_bytes: int
-    windowed: bool
+    windowed: int  # EVERYTHING, SLIDING or CHUNKS: what a query sees of its context
     shared: bool  # a value is the first part of its key and is not loaded again
 
     @property

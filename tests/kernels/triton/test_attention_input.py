@@ -63,6 +63,23 @@ def assert_agrees(
     assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("value_width", [16, 48])
+def test_values_may_have_a_width_and_a_norm_of_their_own(value_width: int, device: str) -> None:
+    tokens, heads, kv_heads, width = 7, 6, 2, 32
+    qkv = torch.randn(tokens, heads * width + kv_heads * (width + value_width), device=device)
+    plan = AttentionInputPlan(norm_eps=1e-6, v_norm=torch.rand(value_width, device=device) + 0.5)
+    rotation = *tables(8, device), torch.randint(0, POSITIONS, (tokens,), device=device)
+    ours, theirs = (
+        [poisoned_caches(kv_heads, one, torch.float32, device)[0, 1:-1] for one in (width, value_width)]
+        for _ in range(2)
+    )
+    slots = some_slots(tokens, device)
+    q_ours = kernel.attention_input(qkv, plan, *rotation, *ours, slots)
+    assert_close(q_ours, reference.attention_input(qkv, plan, *rotation, *theirs, slots))
+    for found, wanted in zip(ours, theirs, strict=True):
+        assert_close(found, wanted)
+
+
 def assert_whole_numbers_agree(kernels: Any, device: str) -> None:
     """Keys and values in int8, each by its scale: the numbers are the same but for what lies halfway between two."""
     heads, width = (6, 3), 20
@@ -218,7 +235,7 @@ def test_a_mutant_that_keeps_whole_numbers_otherwise_is_found(
         ("(b * cos + a * sin)", "(b * cos - a * sin)"),
         ("block * v_block + place * v_place", "block * v_block"),
         ("(i_head < held)[:, None] & (i_rest <", "(i_head < 1)[:, None] & (i_rest <"),
-        ("_clamped(first, clip), _clamped(second, clip)", "_clamped(first, clip), second"),
+        ("clamped(first, clip), clamped(second, clip)", "clamped(first, clip), second"),
         ("p_positions + i_token", "p_positions"),
     ],
 )

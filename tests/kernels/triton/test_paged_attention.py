@@ -30,6 +30,7 @@ class Case:
     value_width: int = 0  # 0: as wide as keys
     places: int = 16
     window: int | None = None
+    chunked: bool = False
     sinks: bool = False
     dtype: torch.dtype = torch.float32
     cache_dtype: torch.dtype | None = None
@@ -65,7 +66,10 @@ def arguments(case: Case, device: str) -> tuple[list[Any], dict[str, Any]]:
                 row.div_(of_slot[..., None]).clamp_(-127, 127)
         kv_store(*rows, *caches, slots)
         if case.window is not None:
-            table[s, : max(0, context - queries + 1 - case.window) // case.places] = blocks[-1]
+            first = max(0, context - queries + 1 - case.window)
+            if case.chunked:
+                first = max(0, context - queries) // case.window * case.window
+            table[s, : first // case.places] = blocks[-1]
     starts = torch.tensor([0, *torch.tensor([n for n, _ in case.sequences]).cumsum(0).tolist()], dtype=torch.int32)
     contexts = torch.tensor([context for _, context in case.sequences], dtype=torch.int32)
     # Heads lie apart in the queries, so that what overruns one shows.
@@ -77,6 +81,7 @@ def arguments(case: Case, device: str) -> tuple[list[Any], dict[str, Any]]:
     return [q, *stored, *sequences, case.width**-0.5, case.window, sinks, *given], {
         "num_decode": case.decoded,
         "max_context": case.longest,
+        "chunked": case.chunked,
     }
 
 
@@ -84,13 +89,14 @@ def assert_agrees(case: Case, device: str) -> None:
     args, bounds = arguments(case, device)
     ours = kernel.paged_attention(*args, **bounds)
     tolerance = {"rtol": 4e-3, "atol": 4e-3} if case.dtype is torch.float16 else {"rtol": 2e-5, "atol": 2e-5}
-    torch.testing.assert_close(ours, reference.paged_attention(*args), **tolerance)
+    torch.testing.assert_close(ours, reference.paged_attention(*args, chunked=case.chunked), **tolerance)
 
 
 CASES = {
     "nothing special": Case(),
     "nothing decoded": Case(decoded=0, dtype=torch.float16),
     "window and sinks": Case(window=140, sinks=True),
+    "chunks, odd blocks": Case(window=140, chunked=True, places=5),
     "window of one": Case(window=1, dtype=torch.float16),
     "sinks, odd blocks": Case(sinks=True, places=5, dtype=torch.float16),
     "blocks of one": Case(places=1, heads=3, kv_heads=1),
@@ -190,7 +196,8 @@ MUTANTS = [
     (softmax, "m_key = i_key < end", "m_key = i_key <= end", SMALL),
     (softmax, "(i_key % PLACES) * k_place", "(start % PLACES) * k_place", SMALL),
     (softmax, "i_key[None, :] <= i_position[:, None]", "i_key[None, :] < i_position[:, None] + 2", SMALL),
-    (softmax, "i_position[:, None] - window", "i_position[:, None] - window - 1", dataclasses.replace(SMALL, window=9)),
+    (softmax, "position + 1 - window", "position - window", dataclasses.replace(SMALL, window=9)),
+    (softmax, "position // window * window", "position // window", dataclasses.replace(SMALL, window=9, chunked=True)),
     (softmax, "b_total = b_total * b_shrink", "b_total = b_total", SMALL),
     (prefill, "GROUP // BM - low", "GROUP // BM", SMALL),
     (prefill, "end_all = tl.maximum((first + 1) // BN", "end_all = tl.maximum((last + BN) // BN", SMALL),
@@ -218,7 +225,7 @@ def test_a_mutant_is_found(
 ) -> None:
     mutant = mutated(module, old, new)
     for user in (kernel, prefill, decode):
-        for name in ("attend", "prefill", "decode", "merge"):
+        for name in ("attend", "first_seen", "prefill", "decode", "merge"):
             if hasattr(mutant, name) and hasattr(user, name):
                 monkeypatch.setattr(user, name, getattr(mutant, name))
     with pytest.raises(noticed):

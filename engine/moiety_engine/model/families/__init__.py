@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from moiety_engine.model.checkpoint_formats.reading import read_quantization
 from moiety_engine.model.errors import ConfigError, UnsupportedModelError
 from moiety_engine.model.families.afmoe import afmoe, afmoe_features
+from moiety_engine.model.families.aria import aria_text
+from moiety_engine.model.families.cohere import cohere2_moe, cohere2_moe_features
 from moiety_engine.model.families.config import Config, Features, checkpoint_dtype, quantization_settings
 from moiety_engine.model.families.deepseek import (
     axk1,
@@ -32,6 +34,7 @@ from moiety_engine.model.families.dots import dots1
 from moiety_engine.model.families.ernie import ernie4_5_moe, ernie_features
 from moiety_engine.model.families.exaone import exaone_features, exaone_moe
 from moiety_engine.model.families.gemma import gemma3, gemma3_features, gemma3_text_config
+from moiety_engine.model.families.gemma4 import gemma4_features, gemma4_text
 from moiety_engine.model.families.glm import glm4_moe, glm_features, solar_open
 from moiety_engine.model.families.gpt_oss import gpt_oss
 from moiety_engine.model.families.granite import granite, granite_features, granitemoe, granitemoe_swa, granitemoeshared
@@ -42,6 +45,8 @@ from moiety_engine.model.families.kolibri import kolibri1
 from moiety_engine.model.families.laguna import laguna, mellum, mellum_features
 from moiety_engine.model.families.ling import bailing_features, bailing_moe
 from moiety_engine.model.families.llama import llama
+from moiety_engine.model.families.llama4 import llama4_text
+from moiety_engine.model.families.mimo import mimo_features, mimo_v2_flash
 from moiety_engine.model.families.minimax import minimax_m2, minimax_m2_features
 from moiety_engine.model.families.mistral import mistral
 from moiety_engine.model.families.mixtral import mixtral
@@ -62,9 +67,11 @@ if TYPE_CHECKING:
 
 FAMILIES: dict[str, Callable[[Config, int], LayerSpec]] = {
     "afmoe": afmoe,
+    "aria_text": aria_text,
     "axk1": axk1,
     "bailing_moe": bailing_moe,
     "bailing_moe_v2": bailing_moe,
+    "cohere2_moe": cohere2_moe,
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
     "dots1": dots1,
@@ -73,6 +80,7 @@ FAMILIES: dict[str, Callable[[Config, int], LayerSpec]] = {
     "flex_olmo": flex_olmo,
     "gemma3": gemma3,
     "gemma3_text": gemma3,
+    "gemma4_text": gemma4_text,
     "glm4_moe": glm4_moe,
     "glm4_moe_lite": glm4_moe_lite,
     "gpt_oss": gpt_oss,
@@ -86,7 +94,9 @@ FAMILIES: dict[str, Callable[[Config, int], LayerSpec]] = {
     "kolibri1": kolibri1,
     "laguna": laguna,
     "llama": llama,
+    "llama4_text": llama4_text,
     "mellum": mellum,
+    "mimo_v2_flash": mimo_v2_flash,
     "minimax_m2": minimax_m2,
     "mistral": mistral,
     "mistral4": mistral4,
@@ -113,12 +123,14 @@ WHOLE: dict[str, Callable[[Config], Features]] = {
     "axk1": axk1_features,
     "bailing_moe": bailing_features,
     "bailing_moe_v2": bailing_features,
+    "cohere2_moe": cohere2_moe_features,
     "deepseek_v2": deepseek_v2_features,
     "deepseek_v3": deepseek_v3_features,
     "ernie4_5_moe": ernie_features,
     "exaone_moe": exaone_features,
     "gemma3": gemma3_features,
     "gemma3_text": gemma3_features,
+    "gemma4_text": gemma4_features,
     "glm4_moe": glm_features,
     "glm4_moe_lite": glm4_moe_lite_features,
     "granite": granite_features,
@@ -128,6 +140,7 @@ WHOLE: dict[str, Callable[[Config], Features]] = {
     "hy_v3": hy_v3_features,
     "kimi_k2": deepseek_v3_features,
     "mellum": mellum_features,
+    "mimo_v2_flash": mimo_features,
     "minimax_m2": minimax_m2_features,
     "phimoe": phimoe_features,
     "qwen3_5": qwen3_next_features,
@@ -220,10 +233,10 @@ def _spec_of(config: Config) -> ModelSpec:
     try:
         quantization = read_quantization(quantization_settings(config))
         _check_layer_types(config)
-        usual: Features = {
-            "norm": NormSpec(float(config["rms_norm_eps"])),
-            "tie_word_embeddings": bool(config["tie_word_embeddings"]),
-        }
+        features: Features = {"tie_word_embeddings": bool(config["tie_word_embeddings"])}
+        features |= WHOLE[family](config) if family in WHOLE else {}
+        if "norm" not in features:
+            features["norm"] = NormSpec(float(config["rms_norm_eps"]))
         spec = ModelSpec(
             family=family,
             vocab_size=config["vocab_size"],
@@ -232,7 +245,7 @@ def _spec_of(config: Config) -> ModelSpec:
             checkpoint_dtype=checkpoint_dtype(config),
             layers=tuple(read_layer(config, index) for index in range(config["num_hidden_layers"])),
             weight_format=None if quantization is None else quantization.form,
-            **(usual | WHOLE[family](config) if family in WHOLE else usual),
+            **features,
         )
         return replace(spec, ignored_prefixes=spec.ignored_prefixes + around_text(config))
     except KeyError as exc:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moiety_engine.model.attention_options import OutputGateSpec
 from moiety_engine.model.families.config import (
     Config,
     Features,
@@ -13,7 +14,7 @@ from moiety_engine.model.families.config import (
     require,
 )
 from moiety_engine.model.rope_spec import NO_ROPE
-from moiety_engine.model.spec import DenseSpec, LayerSpec, MoeSpec, OutputGateSpec
+from moiety_engine.model.spec import DenseSpec, LayerSpec, MoeSpec
 
 
 def afmoe(config: Config, index: int) -> LayerSpec:

@@ -54,9 +54,27 @@ _LING: Config = {  # Ling mini 2.0
 
 CATALOG: dict[str, FamilyEntry] = {
     "afmoe": FamilyEntry("Trinity Mini, Nano", f"norms of heads, an output gate, {_NO_ROPE}", _SIGMOID),
+    "aria_text": FamilyEntry(
+        "the text model of Aria",
+        "grouped",
+        "softmax over the chosen; shared experts",
+        {
+            "hidden_size": 2560,
+            "intermediate_size": 1664,
+            "moe_num_experts": 64,
+            "moe_topk": 6,
+            "num_attention_heads": 20,
+            "num_hidden_layers": 28,
+        },
+    ),
     "axk1": FamilyEntry("A.X-K1", "latent, YaRN", f"{_AS_DEEPSEEK}; a norm of the output of experts"),
     "bailing_moe": FamilyEntry("Ling 2.0, Ring 2.0 (BailingMoeV2)", _LING_ATTENTION, _AS_DEEPSEEK, _LING),
     "bailing_moe_v2": FamilyEntry("Ling 2.0, Ring 2.0 (BailingMoeV2)", _LING_ATTENTION, _AS_DEEPSEEK, _LING),
+    "cohere2_moe": FamilyEntry(
+        "Cohere 2 with experts",
+        "rotates neighbours, windows; full attention without positions; beside the feed-forward",
+        "softmax or sigmoid of the chosen; the mean with shared experts; LayerNorm; scaled logits",
+    ),
     "deepseek_v2": FamilyEntry(
         "DeepSeek-V2, V2-Lite",
         "latent, YaRN",
@@ -79,6 +97,25 @@ CATALOG: dict[str, FamilyEntry] = {
     "flex_olmo": FamilyEntry("FlexOlmo-7x7B-1T", "norms of all heads at once", "softmax; norms of outputs only"),
     "gemma3": FamilyEntry("Gemma 3 (its text)", "norms of heads, windows, two rotary bases", "dense, GELU"),
     "gemma3_text": FamilyEntry("Gemma 3 1B", "norms of heads, windows, two rotary bases", "dense, GELU"),
+    "gemma4_text": FamilyEntry(
+        "the text model of Gemma 4 26B-A4B and 31B",
+        "norms of heads and values, windows; full attention with wider heads whose keys are values",
+        "softmax, renormalised, beside a dense feed-forward, each with norms of its own; or dense",
+        {
+            "attention_k_eq_v": True,
+            "enable_moe_block": True,
+            "hidden_size": 2816,
+            "hidden_size_per_layer_input": 0,
+            "intermediate_size": 2112,
+            "moe_intermediate_size": 704,
+            "num_attention_heads": 16,
+            "num_experts": 128,
+            "num_global_key_value_heads": 2,
+            "num_key_value_heads": 8,
+            "sliding_window": 1024,
+            "top_k_experts": 8,
+        },
+    ),
     "glm4_moe": FamilyEntry("GLM-4.5, 4.5-Air, 4.6", "part of each head rotated, norms of heads", _AS_DEEPSEEK),
     "glm4_moe_lite": FamilyEntry("GLM-4.7-Flash", "latent", _AS_DEEPSEEK),
     "gpt_oss": FamilyEntry(
@@ -114,11 +151,21 @@ CATALOG: dict[str, FamilyEntry] = {
     "laguna": FamilyEntry(
         "Laguna XS.2", "norms of heads, windows, query heads by layer, an output gate, two rotary embeddings", _SIGMOID
     ),
+    "llama4_text": FamilyEntry(
+        "the text model of Llama 4 Scout, Maverick",
+        "chunks, norms of heads after the rotation; every fourth layer sees all, without positions",
+        "sigmoid of the one chosen, which scales its input; a shared expert; every other layer dense in Maverick",
+    ),
     "llama": FamilyEntry("Llama 2, 3 and models with the same architecture", "grouped", "dense"),
     "mellum": FamilyEntry(
         "Mellum 2 12B-A2.5B",
         "norms of heads, windows, two rotary embeddings",
         "softmax, renormalised; some layers dense",
+    ),
+    "mimo_v2_flash": FamilyEntry(
+        "MiMo-V2-Flash",
+        "part of each head rotated, narrower values; windows with sinks and twice the key-value heads",
+        "as DeepSeek-V3 without shared experts; first layer dense",
     ),
     "minimax_m2": FamilyEntry(
         "MiniMax-M2, M2.5",

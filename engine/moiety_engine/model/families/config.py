@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from moiety_engine.model.errors import ConfigError, UnsupportedModelError
@@ -11,6 +12,7 @@ from moiety_engine.model.rope_spec import (
     Llama3Scaling,
     LongRopeFactors,
     LongRopeScaling,
+    ProportionalScaling,
     RopeScaling,
     RopeSpec,
     YarnScaling,
@@ -44,12 +46,12 @@ def need(config: Mapping[str, Any], *keys: str) -> Any:
     return value
 
 
-def read_rope(config: Config, head_dim: int) -> RopeSpec:
+def read_rope(config: Config, head_dim: int, *, interleaved: bool = False) -> RopeSpec:
     """Return the rotary embedding of heads of width `head_dim`, the same in all layers."""
     parameters = rope_parameters(config)
     if any(isinstance(value, dict) for value in parameters.values()):
         raise UnsupportedModelError("rotary parameters by layer type are not supported")
-    return rope_from(config, parameters, head_dim)
+    return replace(rope_from(config, parameters, head_dim), interleaved=interleaved)
 
 
 def rope_parameters(config: Config) -> dict[str, Any]:
@@ -62,6 +64,9 @@ def rope_from(config: Config, parameters: Mapping[str, Any], head_dim: int) -> R
     """Return the rotary embedding of one set of parameters; the configuration supplies missing ones."""
     theta = float(first(parameters, "rope_theta") or need(config, "rope_theta"))
     partial = first(parameters, "partial_rotary_factor", default=first(config, "partial_rotary_factor", default=1.0))
+    if first(parameters, "rope_type", "type") == "proportional":
+        turning = ProportionalScaling(int(partial * head_dim // 2), float(first(parameters, "factor", default=1.0)))
+        return RopeSpec(theta, head_dim, turning)
     return RopeSpec(theta, int(head_dim * partial), _rope_scaling(config, parameters))
 
 
@@ -95,7 +100,7 @@ def _rope_scaling(config: Config, parameters: Mapping[str, Any]) -> RopeScaling 
             attention_factor=_yarn_attention_factor(parameters, factor),
             truncate=bool(parameters.get("truncate", True)),
         )
-    known = "default, dynamic, linear, llama3, longrope, yarn"
+    known = "default, dynamic, linear, llama3, longrope, proportional, yarn"
     raise UnsupportedModelError(f"rope type {kind!r} is not supported; known: {known}")
 
 
@@ -156,6 +161,16 @@ def require(config: Config, family: str, **only: Any) -> None:
         said = first(config, key, default=value)
         if said != value:
             raise UnsupportedModelError(f"{key} {said!r} is not supported in {family}; known: {value}")
+
+
+def require_oblong_experts(config: Config, width: int, family: str) -> None:
+    """Raise UnsupportedModelError if experts are square, where checkpoints of the family store them transposed."""
+    hidden = config["hidden_size"]
+    if hidden in (width, 2 * width):
+        raise UnsupportedModelError(
+            f"hidden_size {hidden} and intermediate_size {width} make square tensors of experts, which {family} "
+            "checkpoints store transposed, and a shape cannot tell: no released model has them"
+        )
 
 
 def read_activation(config: Config, key: str = "hidden_act") -> Activation:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from moiety_engine.model.attention_options import QueryGrowth
 from moiety_engine.model.errors import UnsupportedModelError
 from moiety_engine.model.families.config import (
     Config,
@@ -21,14 +22,7 @@ from moiety_engine.model.families.config import (
     rope_parameters,
     yarn_magnitude,
 )
-from moiety_engine.model.spec import (
-    DenseSpec,
-    LatentAttentionSpec,
-    LayerSpec,
-    MoeSpec,
-    QueryGrowth,
-    SharedSpec,
-)
+from moiety_engine.model.spec import DenseSpec, LatentAttentionSpec, LayerSpec, MoeSpec, SharedSpec
 
 
 def deepseek_v2(config: Config, index: int) -> LayerSpec:

@@ -33,7 +33,7 @@ _PRECISION = frozenset({"enable_moe_fp32_combine", "router_dtype"})
 # Sizes that a model may not use; errors in those that it uses show in the tensors' shapes.
 _SIZES = frozenset({
     "experts_per_token", "head_dim", "initial_context_length", "intermediate_size", "num_key_value_heads",
-    "qk_head_dim"
+    "qk_head_dim", "vocab_size_per_layer_input"
 })  # fmt: skip
 _HARMLESS = _GENERIC | _TRAINING | _DRAWING | _PRECISION | _SIZES
 _OF_WINDOWS = frozenset({"sliding_window", "max_window_layers", "layer_types"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moiety_engine.model.attention_options import OutputGateSpec
 from moiety_engine.model.errors import UnsupportedModelError
 from moiety_engine.model.families.config import (
     Config,
@@ -15,7 +16,7 @@ from moiety_engine.model.families.config import (
     require,
     rope_of_kind,
 )
-from moiety_engine.model.spec import AttentionSpec, DenseSpec, LayerSpec, MoeSpec, OutputGateSpec
+from moiety_engine.model.spec import AttentionSpec, DenseSpec, LayerSpec, MoeSpec
 
 
 def laguna(config: Config, index: int) -> LayerSpec:

@@ -5,6 +5,7 @@ Of Qwen 3.5, which sees images, the text model is served.
 
 from __future__ import annotations
 
+from moiety_engine.model.attention_options import OutputGateSpec
 from moiety_engine.model.errors import ConfigError, UnsupportedModelError
 from moiety_engine.model.families.config import (
     Config,
@@ -22,7 +23,6 @@ from moiety_engine.model.spec import (
     LayerSpec,
     MoeSpec,
     NormSpec,
-    OutputGateSpec,
     SharedSpec,
 )
 

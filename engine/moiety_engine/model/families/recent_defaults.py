@@ -19,12 +19,26 @@ RECENT_DEFAULTS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 32, "num_shared_experts": 2, "rms_norm_eps": 1e-5, "route_scale": 1.0,
         "sliding_window": 1024, "vocab_size": 200_192,
     },
+    "aria_text": _SHARED | {
+        "hidden_size": 4096, "intermediate_size": 4096, "max_position_embeddings": 2048, "mlp_bias": False,
+        "moe_num_experts": 8, "moe_num_shared_experts": 2, "moe_topk": 2, "num_attention_heads": 32,
+        "num_hidden_layers": 32, "vocab_size": 32_000,
+    },
     "axk1": _SHARED | {
         "hidden_size": 7168, "intermediate_size": 18_432, "kv_lora_rank": 512, "max_position_embeddings": 32_768,
         "moe_intermediate_size": 2048, "n_group": 8, "n_routed_experts": 192, "n_shared_experts": 1,
         "norm_topk_prob": True, "num_attention_heads": 64, "num_experts_per_tok": 8, "num_hidden_layers": 61,
         "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rope_interleave": True,
         "routed_scaling_factor": 2.5, "topk_group": 4, "v_head_dim": 128, "vocab_size": 163_840,
+    },
+    "cohere2_moe": {
+        "attention_bias": False, "expert_selection_fn": "softmax", "head_dim": 128, "hidden_act": "silu",
+        "hidden_size": 8192, "intermediate_size": 22_528, "layer_norm_eps": 1e-5, "logit_scale": 0.0625,
+        "max_position_embeddings": 8192, "norm_topk_prob": True, "num_attention_heads": 64, "num_experts": 8,
+        "num_experts_per_tok": 2, "num_hidden_layers": 40, "num_shared_experts": 0,
+        "prefix_dense_sliding_window_pattern": 1, "rms_norm_eps": None, "rope_theta": 10_000.0,
+        "shared_expert_combination_strategy": "average", "sliding_window": 4096, "sliding_window_pattern": 4,
+        "tie_word_embeddings": True, "vocab_size": 256_000,
     },
     "exaone_moe": {
         "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 16_384,
@@ -38,6 +52,18 @@ RECENT_DEFAULTS: dict[str, dict[str, Any]] = {
         "hidden_size": 4096, "intermediate_size": 11_008, "max_position_embeddings": 4096, "norm_topk_prob": False,
         "num_attention_heads": 32, "num_experts": 7, "num_experts_per_tok": 5, "num_hidden_layers": 32,
         "vocab_size": 100_352, "rope_theta": 500_000.0,
+    },
+    "gemma4_text": {
+        "attention_bias": False, "attention_k_eq_v": False, "enable_moe_block": False, "final_logit_softcapping": None,
+        "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2304,
+        "hidden_size_per_layer_input": 256, "intermediate_size": 9216, "max_position_embeddings": 131_072,
+        "num_attention_heads": 8, "num_hidden_layers": 30,
+        "num_key_value_heads": 4, "num_kv_shared_layers": 0, "rms_norm_eps": 1e-6, "sliding_window": 512,
+        "tie_word_embeddings": True, "use_bidirectional_attention": None, "vocab_size": 262_144,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+        },
     },
     "glm4_moe_lite": _SHARED | {
         "hidden_size": 2048, "intermediate_size": 10_240, "kv_lora_rank": 512, "max_position_embeddings": 202_752,
@@ -96,6 +122,14 @@ RECENT_DEFAULTS: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
         },
     },
+    "llama4_text": _SHARED | {
+        "attention_chunk_size": 8192, "attn_scale": 0.1, "attn_temperature_tuning": True, "floor_scale": 8192,
+        "head_dim": 128, "hidden_size": 5120, "interleave_moe_layer_step": 1, "intermediate_size": 8192,
+        "intermediate_size_mlp": 16_384, "max_position_embeddings": 131_072, "no_rope_layer_interval": 4,
+        "num_attention_heads": 40, "num_experts_per_tok": 1, "num_hidden_layers": 48, "num_key_value_heads": 8,
+        "num_local_experts": 16, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "use_qk_norm": True,
+        "vocab_size": 202_048,
+    },
     "mellum": _SHARED | {
         "head_dim": 128, "hidden_size": 2304, "max_position_embeddings": 131_072, "moe_intermediate_size": 896,
         "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 64, "num_experts_per_tok": 8,
@@ -104,6 +138,18 @@ RECENT_DEFAULTS: dict[str, dict[str, Any]] = {
         "rope_parameters": {
             "full_attention": {"rope_type": "default", "rope_theta": 500000.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
+    "mimo_v2_flash": {
+        "attention_bias": False, "attention_value_scale": 0.707, "head_dim": 192, "hidden_act": "silu",
+        "hidden_size": 4096, "intermediate_size": 16_384, "max_position_embeddings": 131_072,
+        "moe_intermediate_size": 2048, "n_group": 1, "n_routed_experts": 256, "norm_topk_prob": True,
+        "num_attention_heads": 64, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-5, "routed_scaling_factor": 1.0, "sliding_window": 129, "tie_word_embeddings": False,
+        "topk_group": 1, "v_head_dim": 128, "vocab_size": 152_576,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 5_000_000.0, "partial_rotary_factor": 0.334},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.334},
         },
     },
     "minimax_m2": {

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 WRAPPED_BY = "wrapped_by"  # key of a text model's configuration that names the multimodal model around it
 _OF_THE_WHOLE = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "compression_config")
+_GEMMA_PARTS = ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
+_PROJECTOR = ("multi_modal_projector.", "model.multi_modal_projector.")
 _VISION = ("vision_tower.", "model.vision_tower.")
 
 
@@ -28,11 +30,22 @@ class Wrapper:
 
 
 WRAPPERS: dict[str, Wrapper] = {
+    "aria": Wrapper("Aria", "aria_text", (*_VISION, *_PROJECTOR)),
+    "gemma4": Wrapper(
+        "Gemma 4 26B-A4B, 31B",
+        "gemma4_text",
+        tuple(f"{root}{part}." for root in ("", "model.") for part in _GEMMA_PARTS),
+    ),
     "kimi_k25": Wrapper("Kimi K2.5, K2.6", "kimi_k2", (*_VISION, "mm_projector.", "model.mm_projector.")),
+    "llama4": Wrapper(
+        "Llama 4 Scout, Maverick",
+        "llama4_text",
+        ("vision_model.", "model.vision_model.", *_PROJECTOR),
+    ),
     "mistral3": Wrapper(
         "Mistral Small 3.1, 3.2 and 4",
         "mistral",
-        (*_VISION, "multi_modal_projector.", "model.multi_modal_projector."),
+        (*_VISION, *_PROJECTOR),
     ),
 }
 

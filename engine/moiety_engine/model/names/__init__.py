@@ -14,17 +14,19 @@ from moiety_engine.model.names.vision import vision_places
 from moiety_engine.model.quantization_formats import KV_SCALES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from moiety_engine.model.names.tensor_mapping import Named
     from moiety_engine.model.spec import LayerSpec, ModelSpec
     from moiety_engine.model.weights import LayerWeights, ModelWeights, NormWeights
 
-__all__ = ["ignorable", "placements"]
+__all__ = ["ignorable", "mtp_prefix", "placements"]
 
 _EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight")
 _ATTENTION_POST_NORMS = ("post_self_attn_layernorm", "post_attn_norm", "post_attention_layernorm")
 _FFN_POST_NORMS = ("post_feedforward_layernorm", "post_mlp_layernorm", "mlp.post_mlp_layernorm", "post_ffn_norm")
+_USUAL_FFN_NORMS = ("post_attention_layernorm", "pre_mlp_layernorm")  # the second in the MTP layer of MiMo
+_FINAL_NORM_OF_MIMO = "final_layernorm"  # of its MTP layer
 _FFN_NORMS = ("pre_feedforward_layernorm", "pre_mlp_layernorm")  # where post_attention_layernorm is another norm
 # Prefixes: usual, of embedding models, of the text part of vision models as published, and as in transformers 5.
 _ROOTS = ("model.", "", "language_model.model.", "model.language_model.")
@@ -36,10 +38,10 @@ def placements(spec: ModelSpec, weights: ModelWeights, present: set[str]) -> dic
     """Return the mapping of each tensor, by name on disk. Of alternative names the one in `present` is used."""
     embeddings = ((root, name) for root in _ROOTS for name in _EMBEDDINGS if root + name in present)
     root, embedding = next(embeddings, ("model.", _EMBEDDINGS[0]))
-    found: dict[str, TensorMapping | Shares] = dict(_around(spec, weights, root, embedding))
+    found: dict[str, TensorMapping | Shares] = dict(_around(spec, weights, root, embedding, present))
     layers = zip(spec.layers, weights.layers, strict=True)
-    for index, (layer_spec, layer) in enumerate(layers, spec.mtp_after or 0):
-        prefix = f"{root}layers.{index}."
+    for index, (layer_spec, layer) in enumerate(layers):
+        prefix = f"{root}layers.{index}." if spec.mtp_after is None else mtp_prefix(root, spec.mtp_after, present)
         local = {name.removeprefix(prefix) for name in present if name.startswith(prefix)}
         found.update((prefix + name, place) for name, place in _layer(layer_spec, layer, local))
     if spec.vision is not None and weights.vision is not None:
@@ -54,15 +56,22 @@ def ignorable(name: str, spec: ModelSpec) -> bool:
     return copied_head or name.endswith(_IGNORED_SUFFIXES + KV_SCALES) or name.startswith(spec.ignored_prefixes)
 
 
-def _around(spec: ModelSpec, weights: ModelWeights, root: str, embedding: str) -> Iterator[Named]:
+def mtp_prefix(root: str, num_layers: int, present: Collection[str]) -> str:
+    """Return the prefix of the tensors of a model's MTP layer: MiMo's has a number of its own."""
+    own = f"{root}mtp.layers.0."
+    return own if f"{own}eh_proj.weight" in present else f"{root}layers.{num_layers}."
+
+
+def _around(spec: ModelSpec, weights: ModelWeights, root: str, embedding: str, present: set[str]) -> Iterator[Named]:
     """Yield the names and mappings of the weights outside the layers."""
     mtp_input = weights.mtp_input
     if mtp_input is not None:
-        prefix = f"{root}layers.{spec.mtp_after}."
+        prefix = mtp_prefix(root, spec.mtp_after or 0, present)
         yield from _norm(f"{prefix}enorm", mtp_input.token_norm)
         yield from _norm(f"{prefix}hnorm", mtp_input.before_norm)
         yield f"{prefix}eh_proj.weight", whole(mtp_input.projection_DJ)
-        yield from _norm(f"{prefix}shared_head.norm", weights.final_norm)
+        final = f"{prefix}{_FINAL_NORM_OF_MIMO}"
+        yield from _norm(final if f"{final}.weight" in present else f"{prefix}shared_head.norm", weights.final_norm)
         return
     outside = "language_model." if root == "language_model.model." else ""
     yield root + embedding, whole(weights.embedding_VD)
@@ -77,14 +86,17 @@ def _layer(spec: LayerSpec, layer: LayerWeights, present: set[str]) -> Iterator[
     if spec.only_experts:
         yield from expert_places(layer.ffn, present)
         return
-    ffn_norm = "post_attention_layernorm"
+    ffn_norm = _norm_name(_USUAL_FFN_NORMS, present)
     if layer.attention_post_norm is not None:
         post_norm = _norm_name(_ATTENTION_POST_NORMS, present)
         yield from _norm(post_norm, layer.attention_post_norm)
-        ffn_norm = _norm_name(_FFN_NORMS, present) if post_norm == ffn_norm else ffn_norm
-    if layer.attention_norm is not None and layer.ffn_norm is not None:
+        ffn_norm = _norm_name(_FFN_NORMS, present) if post_norm == _USUAL_FFN_NORMS[0] else _USUAL_FFN_NORMS[0]
+    if layer.attention_norm is not None:
         yield from _norm("input_layernorm", layer.attention_norm)
+    if layer.ffn_norm is not None:
         yield from _norm(ffn_norm, layer.ffn_norm)
+    if layer.scale_1 is not None:
+        yield "layer_scalar", whole(layer.scale_1)
     if layer.ffn_post_norm is not None:
         yield from _norm(_norm_name(_FFN_POST_NORMS, present), layer.ffn_post_norm)
     yield from attention_places(spec.attention, layer.attention, present)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _USUAL = ("self_attn.", "o_proj", "q_norm", "k_norm")
 _OF_LING = ("attention.", "dense", "query_layernorm", "key_layernorm")
 _GATES = ("g_proj", "gate_proj")  # of the output; without one, the projection of queries has its rows too
+_SINKS_OF_MIMO = "attention_sink_bias"
 _OF_HUNYUAN = ("self_attn.", "o_proj", "query_layernorm", "key_layernorm")
 
 
@@ -51,7 +52,7 @@ def attention_places(
 
 
 def _grouped(spec: AttentionSpec, weights: AttentionWeights, present: set[str]) -> Iterator[Named]:
-    widths = (spec.q_width, spec.kv_width, spec.kv_width)
+    widths = spec.qkv_widths
     block, output, q_norm, k_norm = _style(present)
     gate = next((name for name in _GATES if f"{block}{name}.weight" in present), None)
     for fused_C, kind in ((plain(weights.qkv_CD), "weight"), (weights.qkv_bias_C, "bias")):
@@ -62,6 +63,10 @@ def _grouped(spec: AttentionSpec, weights: AttentionWeights, present: set[str]) 
             yield f"{block}q_proj.{kind}", _with_gates(query, plain(weights.gate_CD), spec)
             yield f"{block}k_proj.{kind}", whole(key)
             yield f"{block}v_proj.{kind}", whole(value)
+        elif fused_C is not None and spec.keys_are_values:
+            query, key, value = torch.split(fused_C, list(widths))
+            yield f"{block}q_proj.{kind}", whole(query)
+            yield f"{block}k_proj.{kind}", Shares((key, value), tuple(key.shape), lambda source: (source, source))
         elif fused_C is not None:
             for name, view in zip("qkv", torch.split(fused_C, list(widths)), strict=True):
                 turned = spec.rope.interleaved and name != "v"
@@ -73,7 +78,8 @@ def _grouped(spec: AttentionSpec, weights: AttentionWeights, present: set[str]) 
         yield f"{block}{q_norm}.weight", whole(weights.q_norm)
         yield f"{block}{k_norm}.weight", whole(weights.k_norm)
     if weights.sinks_H is not None:
-        yield f"{block}sinks", whole(weights.sinks_H)
+        of_mimo = f"{block}{_SINKS_OF_MIMO}" in present
+        yield f"{block}{_SINKS_OF_MIMO if of_mimo else 'sinks'}", whole(weights.sinks_H)
     if weights.gate_CD is not None and gate is not None:
         yield f"{block}{gate}.weight", whole(plain(weights.gate_CD))
 

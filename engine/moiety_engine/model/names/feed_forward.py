@@ -18,13 +18,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_engine.model.names.tensor_mapping import Named
-    from moiety_engine.model.weights import DenseWeights, SharedWeights
+    from moiety_engine.model.weights import DenseWeights, MixtureNorms, SharedWeights
 
+_BLOCKS = ("mlp.", "block_sparse_moe.", "feed_forward.")
 _ROUTERS = ("gate.weight", "router.weight", "router.layer.weight", "router.gate.weight", "gate.wg.weight")
 _FUSED_SHARED = "shared_mlp.input_linear.weight"  # Granite's, beside the block of the routed experts
 _SHARED = ("shared_experts.", "shared_expert.", "shared_mlp.")
 _KOLIBRI_BIAS = "moe.router.expert_bias"  # Kolibri's selection bias, beside the block of everything else
-_STACKED = {"experts.gate_up_proj": "experts.down_proj", "input_linear.weight": "output_linear.weight"}
+_STACKED = {
+    "experts.gate_up_proj": "experts.down_proj",
+    "input_linear.weight": "output_linear.weight",
+    "experts.fc1.weight": "experts.fc2.weight",
+}
 _SINGLE = {
     "experts.0.gate_proj.weight": ("gate_proj", "up_proj", "down_proj"),
     "experts.0.w1.weight": ("w1", "w3", "w2"),
@@ -46,10 +51,13 @@ def feed_forward_places(weights: DenseWeights | MoeWeights, present: set[str]) -
 
     `present`: the names in the checkpoint.
     """
-    if not isinstance(weights, MoeWeights):
-        yield from _dense("mlp.", weights)
-        return
     block, local = _block(present)
+    if not isinstance(weights, MoeWeights):
+        yield from _dense(block, weights)
+        return
+    if weights.norms is not None:
+        yield from _normed(weights, weights.norms, present)
+        return
     for name, place in _mixture(weights, local):
         of_kolibri = name == _SELECTION_BIASES[0] and _KOLIBRI_BIAS in present
         yield _KOLIBRI_BIAS if of_kolibri else block + name, place
@@ -62,6 +70,22 @@ def feed_forward_places(weights: DenseWeights | MoeWeights, present: set[str]) -
             yield block + name, place
 
 
+def _normed(weights: MoeWeights, norms: MixtureNorms, present: set[str]) -> Iterator[Named]:
+    """Yield the names and mappings of Gemma 4's experts beside a dense feed-forward."""
+    root_size = norms.router_D.shape[0] ** -0.5
+    scale = TensorMapping(norms.router_D, tuple(norms.router_D.shape), lambda source: source.float() * root_size)
+    yield "router.proj.weight", whole(weights.router_ED)
+    yield "router.scale", scale
+    yield "router.per_expert_scale", whole(norms.expert_scale_E)
+    yield "pre_feedforward_layernorm.weight", whole(norms.shared_D)
+    yield "post_feedforward_layernorm_1.weight", whole(norms.shared_output_D)
+    yield "pre_feedforward_layernorm_2.weight", whole(norms.routed_D)
+    yield "post_feedforward_layernorm_2.weight", whole(norms.routed_output_D)
+    yield from _experts(weights, present)
+    assert weights.shared is not None
+    yield from _dense("mlp.", weights.shared.dense)
+
+
 def expert_places(weights: DenseWeights | MoeWeights, present: set[str]) -> Iterator[Named]:
     """Yield the names and mappings of routed experts only."""
     block, local = _block(present)
@@ -70,8 +94,8 @@ def expert_places(weights: DenseWeights | MoeWeights, present: set[str]) -> Iter
 
 
 def _block(present: set[str]) -> tuple[str, set[str]]:
-    """Return the name prefix of an MoE block, and the names with that prefix, without it."""
-    block = "mlp." if any(name.startswith("mlp.") for name in present) else "block_sparse_moe."
+    """Return the name prefix of the block, and the names with that prefix, without it."""
+    block = next((one for one in _BLOCKS if any(name.startswith(one) for name in present)), _BLOCKS[0])
     return block, {name.removeprefix(block) for name in present if name.startswith(block)}
 
 

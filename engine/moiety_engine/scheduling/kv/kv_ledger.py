@@ -42,16 +42,16 @@ class KvLedger(TableBlocks):
         host: HostTier | None = None,
         answers_apart: bool = False,
         windows: tuple[int | None, ...] = (None,),
+        chunked: frozenset[int] = frozenset(),
         max_chunk_tokens: int = CHUNK_TOKENS,
         states: StateSlots | None = None,
     ) -> None:
         """Create the ledger.
 
-        `windows` are those of the cache groups; see `TableLayout`, also for `max_chunk_tokens`. `states`: slots of
-        recurrent states, if the model has any. `answers_apart` means that an output's KV is never a prefix hit of
-        another prompt, because its bits differ from those of a prompt with the same tokens.
+        `windows`, `chunked`, `max_chunk_tokens`: see `TableLayout`. `states`: slots of recurrent states, or None.
+        `answers_apart` means that an output's KV is never a prefix hit of another prompt, because its bits differ.
         """
-        layout = TableLayout(block_size, windows, max_chunk_tokens=max_chunk_tokens)
+        layout = TableLayout(block_size, windows, chunked, max_chunk_tokens=max_chunk_tokens)
         super().__init__(pool, layout, host, prefix_caching=prefix_caching)
         self.states = states
         self.answers_apart = answers_apart

@@ -9,7 +9,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moiety_kernels.paged_attention.kernels.softmax import LOG2_E, UNSEEN, attend, load_rows, start_sums, store_rows
+from moiety_kernels.paged_attention.kernels.softmax import (
+    LOG2_E,
+    UNSEEN,
+    attend,
+    first_seen,
+    load_rows,
+    start_sums,
+    store_rows,
+)
 
 
 @triton.jit
@@ -18,7 +26,7 @@ def _visible(context, window, WINDOWED: tl.constexpr, LEAST: tl.constexpr, MOST:
 
     They depend only on the sequence's own length, so that it is split alike in every batch.
     """
-    lowest = tl.maximum(context - window, 0) if WINDOWED else context * 0
+    lowest = first_seen(context - 1, window, WINDOWED) if WINDOWED else context * 0
     seen = context - lowest
     length = tl.maximum(((seen + MOST - 1) // MOST + BN - 1) // BN * BN, LEAST)
     return lowest, length, tl.maximum((seen + length - 1) // length, 1)

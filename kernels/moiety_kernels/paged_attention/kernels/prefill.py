@@ -8,7 +8,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moiety_kernels.paged_attention.kernels.softmax import LOG2_E, UNSEEN, attend, load_rows, start_sums, store_rows
+from moiety_kernels.paged_attention.kernels.softmax import (
+    LOG2_E,
+    UNSEEN,
+    attend,
+    first_seen,
+    load_rows,
+    start_sums,
+    store_rows,
+)
 
 
 @triton.jit
@@ -111,17 +119,17 @@ def prefill(
     # rows see, last those that some rows do not see yet. Where registers are short, one loop handles all three.
     lowest = first * 0
     if WINDOWED:
-        lowest = tl.maximum(first + 1 - window, 0)
+        lowest = first_seen(first, window, WINDOWED)
     begin = lowest // BN * BN
     b_sum0, b_sum1 = start_sums(BM, V0, V1)
     if not SHARED:
         end_all = tl.maximum((first + 1) // BN * BN, begin)
         if WINDOWED:
-            begin_all = tl.minimum((tl.maximum(last + 1 - window, 0) + BN - 1) // BN * BN, end_all)
+            begin_all = tl.minimum((first_seen(last, window, WINDOWED) + BN - 1) // BN * BN, end_all)
             b_sum0, b_sum1, b_max, b_total = attend(
                 *(b_sum0, b_sum1, b_max, b_total, b_q0, b_q1, i_position, window, lowest, begin, begin_all, factor),
                 *(p_k, p_v, p_k_scale, p_v_scale, scale_block, p_table, k_block, k_place, v_block, v_place),
-                *(PLACES, D, D0, D1, V, V0, V1, SHARED, BN, True, True, True, SCALED),
+                *(PLACES, D, D0, D1, V, V0, V1, SHARED, BN, True, True, WINDOWED, SCALED),
             )
             begin = begin_all
         b_sum0, b_sum1, b_max, b_total = attend(

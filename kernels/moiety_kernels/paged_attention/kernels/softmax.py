@@ -93,6 +93,13 @@ def scores(
 
 
 @triton.jit
+def first_seen(position, window, WINDOWED: tl.constexpr):
+    """Return the first position that a query sees in a window (WINDOWED 1) or in its own chunk of positions (2)."""
+    first = position // window * window if WINDOWED == 2 else position + 1 - window
+    return tl.maximum(first, 0)
+
+
+@triton.jit
 def attend(
     b_sum0,
     b_sum1,
@@ -133,7 +140,7 @@ def attend(
     """Add the keys at begin … end to the rows' sums of values, greatest scores and totals of weights.
 
     Weights are powers of 2. Unless MASKED, every key exists and every row sees it. With MASKED and CAUSAL, a row sees
-    keys up to its position; with WINDOWED, at most `window` of them, and nothing below `lowest` is read. If SCALED,
+    keys up to its position; with WINDOWED, from `first_seen` on, and nothing below `lowest` is read. If SCALED,
     each key and value has a scale, `scale_block` per block.
     """
     for start in range(begin, end, BN):
@@ -158,7 +165,7 @@ def attend(
             if CAUSAL:
                 m_seen &= i_key[None, :] <= i_position[:, None]
             if WINDOWED:
-                m_seen &= i_key[None, :] > i_position[:, None] - window
+                m_seen &= i_key[None, :] >= first_seen(i_position, window, WINDOWED)[:, None]
             b_score = tl.where(m_seen, b_score, float("-inf"))
         b_new = tl.maximum(b_max, tl.max(b_score, 1) * factor)
         b_weight = tl.exp2(b_score * factor - b_new[:, None])

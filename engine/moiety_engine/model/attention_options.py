@@ -1,0 +1,36 @@
+"""Options of attention that few families have, as data; `spec` has the attention that they belong to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from moiety_kernels.output_gate.spec import GateKind
+
+
+@dataclass(frozen=True, slots=True)
+class OutputGateSpec:
+    """Gate of attention's output (Qiu et al. 2025, arXiv 2505.06708); `per_head`: one gate for all values of a head."""
+
+    kind: GateKind
+    per_head: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DividedNormSpec:
+    """Normalization of all heads together over several ranks; `kv_copies`: ranks that have the same key heads."""
+
+    kv_copies: int
+
+
+@dataclass(frozen=True, slots=True)
+class QueryGrowth:
+    """Growth of queries with the position, which keeps attention focused in long contexts (Llama 4).
+
+    Queries at position p are multiplied by 1 + beta · ln(1 + floor((p + first) / original_max_positions)).
+    """
+
+    beta: float
+    original_max_positions: int
+    first: int = 0  # number of the first position

@@ -1,0 +1,1 @@
+"""Parts of the Triton kernel of attention's input."""
