@@ -49,6 +49,12 @@ RECENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "axk1",
         _LATENT | {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "rope_parameters": _DEEPSEEK_YARN},
     ),
+    "deepseek_v32": (
+        "deepseek_v32",
+        _LATENT
+        | {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "attention_bias": True}
+        | {"index_topk": 24, "index_head_dim": 32, "index_n_heads": 16, "rope_parameters": _DEEPSEEK_YARN},
+    ),
     "exaone_moe": (
         "exaone_moe",
         _SIGMOID | _WINDOWS | {"num_experts": 12, "n_group": 3, "topk_group": 2},
@@ -61,6 +67,12 @@ RECENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe_lite": (
         "glm4_moe_lite",
         _LATENT | {"q_lora_rank": 64, "n_routed_experts": 12, "n_shared_experts": 2, "attention_bias": True},
+    ),
+    "glm_moe_dsa": (
+        "glm_moe_dsa",
+        _LATENT
+        | {"num_hidden_layers": 3, "q_lora_rank": 64, "n_routed_experts": 12, "first_k_dense_replace": 1}
+        | {"index_topk": 24, "index_head_dim": 48, "index_n_heads": 18, "indexer_types": ["full", "shared", "full"]},
     ),
     "granitemoe_swa": (
         "granitemoe_swa",

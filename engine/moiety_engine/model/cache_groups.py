@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moiety_engine.cache.table_layout import CHUNK_TOKENS
-from moiety_engine.model.spec import RecurrentSpec
+from moiety_engine.model.spec import LatentAttentionSpec, RecurrentSpec
 
 if TYPE_CHECKING:
     from moiety_engine.model.spec import ModelSpec
@@ -82,7 +82,8 @@ def _widest(windows: list[int | None]) -> int | None:
     return max(bounded) if bounded and len(bounded) == len(windows) else None
 
 
-def _shape(spec: ModelSpec, layer: int) -> tuple[type, int, int]:
+def _shape(spec: ModelSpec, layer: int) -> tuple[type, int, int, int]:
     attention = spec.layers[layer].attention
     assert not isinstance(attention, RecurrentSpec), "recurrent layers are in no group"
-    return type(attention), attention.cached_values, attention.cached_rows
+    index_width = attention.index_key_width if isinstance(attention, LatentAttentionSpec) else 0
+    return type(attention), attention.cached_values, attention.cached_rows, index_width

@@ -1,6 +1,6 @@
 """Allocation of one rank's cache: the places of its layers in a block, the states of recurrent layers, and their bytes.
 
-N blocks, G key-value heads, P positions per block, d head width, L width of a latent row.
+N blocks, G key-value heads, P positions per block, d head width, L width of a latent row, I width of an index key.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from moiety_engine.model.spec import KV_SCALE_BYTES, LatentAttentionSpec, Recurr
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from torch import Tensor
 
     from moiety_engine.model.cache_groups import CacheGroup
     from moiety_engine.model.spec import AttentionSpec, LayerSpec, StatePart
@@ -58,6 +60,8 @@ class KvAllocation:
     def block_bytes(self, block_size: int) -> int:
         """Return the bytes of one block of `block_size` tokens."""
         num_bytes = sum(one.cached_values for one in self._places) * self._dtype.itemsize
+        index_widths = (one.index_key_width for one in self._places if isinstance(one, LatentAttentionSpec))
+        num_bytes += sum(index_widths) * self._index_dtype.itemsize
         if self._dtype is torch.int8:
             num_bytes += sum(one.cached_rows for one in self._places) * KV_SCALE_BYTES
         if self._hidden_width is not None:
@@ -78,10 +82,13 @@ class KvAllocation:
         def place(one: AttentionSpec | LatentAttentionSpec) -> LayerCache | LatentCache:
             if isinstance(one, LatentAttentionSpec):
                 rows = empty(num_blocks, block_size, one.cached_values)
+                index_keys: Tensor | None = None
+                if one.index_key_width:
+                    index_keys = empty(num_blocks, block_size, one.index_key_width, dtype=self._index_dtype)
                 if self._dtype is not torch.int8:
-                    return LatentCache(rows, one.latent_width)
+                    return LatentCache(rows, one.latent_width, index_keys_NPI=index_keys)
                 of_parts = empty(2, num_blocks, block_size, dtype=torch.float32)
-                return LatentCache(rows, one.latent_width, of_parts[0], of_parts[1])
+                return LatentCache(rows, one.latent_width, of_parts[0], of_parts[1], index_keys)
             both = empty(2, num_blocks, one.num_kv_heads, block_size, one.head_dim)
             if self._dtype is not torch.int8:
                 return LayerCache(both[0], both[1])
@@ -112,6 +119,11 @@ class KvAllocation:
             self._group_of_layer,
             num_state_slots,
         )
+
+    @property
+    def _index_dtype(self) -> torch.dtype:
+        """Type of index keys: that of the cache, but never 8 bits, since rounding changes which tokens are selected."""
+        return self._activation_dtype if self._dtype.itemsize == 1 else self._dtype
 
     def _state_dtype(self, part: StatePart) -> torch.dtype:
         return torch.float32 if part.exact else self._activation_dtype

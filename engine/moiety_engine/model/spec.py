@@ -91,11 +91,27 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexerSpec:
+    """Lightning indexer of sparse attention (DeepSeek-V3.2): selects the `top_k` tokens that a query attends to.
+
+    A query has `num_heads` index queries, a token one index key of width `head_dim`. The first entries of both are
+    rotated, as many as attention rotates; `interleaved`: the checkpoint has the entries of a pair next to each other.
+    `reuses`: the layer has no indexer and attends to the selection of the nearest layer before it that has one.
+    """
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    interleaved: bool = False
+    reuses: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class LatentAttentionSpec:
     """Multi-head latent attention (DeepSeek-V2).
 
     Keys and values of all heads come from one latent row per position; all heads share one rotated key part.
-    `query_rank`: width of the latent row of queries, if they have one.
+    `query_rank`: width of the latent row of queries, if they have one. `indexer`: set if attention is sparse.
     """
 
     num_heads: int
@@ -109,6 +125,7 @@ class LatentAttentionSpec:
     output_bias: bool = False
     norm_eps: float = 1e-6  # independent of the other norms
     query_growth: QueryGrowth | None = None
+    indexer: IndexerSpec | None = None
 
     @property
     def head_dim(self) -> int:
@@ -122,8 +139,13 @@ class LatentAttentionSpec:
 
     @property
     def cached_values(self) -> int:
-        """Values that a position takes in the cache."""
+        """Values that a position takes in the cache, without its index key."""
         return self.latent_width + self.rope.rotary_width
+
+    @property
+    def index_key_width(self) -> int:
+        """Values of a position's index key in the cache; 0 if the layer has no indexer."""
+        return 0 if self.indexer is None or self.indexer.reuses else self.indexer.head_dim
 
     @property
     def cached_rows(self) -> int:

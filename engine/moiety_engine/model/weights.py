@@ -17,6 +17,7 @@ from moiety_engine.model.spec import (
     AttentionSpec,
     DenseSpec,
     GatedDeltaSpec,
+    IndexerSpec,
     LatentAttentionSpec,
     LayerSpec,
     ModelSpec,
@@ -46,6 +47,14 @@ class AttentionWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexerWeights:
+    query_up_QC: Tensor  # from the queries' latent row to all index queries
+    key_ID: Tensor
+    key_norm: NormWeights  # a layer norm of the index key
+    head_weight_HD: Tensor  # float32, to the weight of each index query
+
+
+@dataclass(frozen=True, slots=True)
 class LatentAttentionWeights:
     input_CD: Tensor  # rows: queries or their latent row, then the latent row, then the rotated part of keys
     input_bias_C: Tensor | None
@@ -56,6 +65,7 @@ class LatentAttentionWeights:
     value_up_HdL: Tensor
     output_DC: Weight
     output_bias_D: Tensor | None
+    indexer: IndexerWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +338,16 @@ class _Allocator:
             value_up_HdL=self.matrix(a.num_heads, a.value_width, a.latent_width),
             output_DC=self.product(size, a.num_heads * a.value_width),
             output_bias_D=self.vector(size) if a.output_bias else None,
+            indexer=self.indexer(a.indexer, a.query_input_width) if a.indexer and not a.indexer.reuses else None,
+        )
+
+    def indexer(self, i: IndexerSpec, query_rank: int) -> IndexerWeights:
+        size = self.spec.hidden_size
+        return IndexerWeights(
+            query_up_QC=self.matrix(i.num_heads * i.head_dim, query_rank),
+            key_ID=self.matrix(i.head_dim, size),
+            key_norm=NormWeights(self.vector(i.head_dim), self.vector(i.head_dim)),
+            head_weight_HD=self.vector(i.num_heads, size),
         )
 
     def grouped(self, a: AttentionSpec) -> AttentionWeights:

@@ -64,6 +64,9 @@ CATALOG: dict[str, FamilyEntry] = {
         {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
     ),
     "deepseek_v3": FamilyEntry("DeepSeek-V3, R1", "latent, YaRN", _DEEPSEEK),
+    "deepseek_v32": FamilyEntry(
+        "DeepSeek-V3.2, V3.2-Exp", "latent, YaRN; sparse: an indexer selects 2,048 tokens", _DEEPSEEK
+    ),
     "dots1": FamilyEntry(
         "dots.llm1",
         "norms of heads, windows",
@@ -81,6 +84,9 @@ CATALOG: dict[str, FamilyEntry] = {
     "gemma3_text": FamilyEntry("Gemma 3 1B", "norms of heads, windows, two rotary bases", "dense, GELU"),
     "glm4_moe": FamilyEntry("GLM-4.5, 4.5-Air, 4.6", "part of each head rotated, norms of heads", _AS_DEEPSEEK),
     "glm4_moe_lite": FamilyEntry("GLM-4.7-Flash", "latent", _AS_DEEPSEEK),
+    "glm_moe_dsa": FamilyEntry(
+        "GLM-5, 5.1, 5.2", "latent; sparse: an indexer selects 2,048 tokens, for one or several layers", _AS_DEEPSEEK
+    ),
     "gpt_oss": FamilyEntry(
         "gpt-oss-20b, 120b", "sinks, windows, YaRN", "softmax over the chosen, biases, clipped activation"
     ),

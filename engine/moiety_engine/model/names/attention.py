@@ -5,6 +5,7 @@ C the widths of all heads' queries, keys and values, d head width, H heads, L wi
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -123,6 +124,32 @@ def _latent(spec: LatentAttentionSpec, weights: LatentAttentionWeights) -> Itera
     yield "self_attn.o_proj.weight", whole(plain(weights.output_DC))
     if weights.output_bias_D is not None:
         yield "self_attn.o_proj.bias", whole(weights.output_bias_D)
+    if spec.indexer is not None and weights.indexer is not None:
+        indexer, norm, width = weights.indexer, weights.indexer.key_norm, spec.rope.rotary_width
+        rotated = {
+            "wq_b.weight": (indexer.query_up_QC, spec.indexer.num_heads),
+            "wk.weight": (indexer.key_ID, 1),
+            "k_norm.weight": (norm.weight_D, 1),
+            "k_norm.bias": (norm.bias_D, 1),
+        }
+        for name, (rows, num_heads) in rotated.items():
+            assert rows is not None, "an index key has a layer norm with a bias"
+            one = _with_rotated_starts(rows, num_heads, width) if spec.indexer.interleaved else whole(rows)
+            yield f"self_attn.indexer.{name}", one
+        yield "self_attn.indexer.weights_proj.weight", whole(indexer.head_weight_HD)
+
+
+def _with_rotated_starts(rows_C: Tensor, num_heads: int, rotary_width: int) -> TensorMapping:
+    """Return the mapping like `_with_rotated_ends` of heads whose first rows are rotated."""
+    if not math.prod(rows_C.shape):
+        return whole(rows_C)
+
+    def arrange(source: Tensor) -> Tensor:
+        heads = source.view(num_heads, -1, *source.shape[1:])
+        rotated, rest = heads[:, :rotary_width], heads[:, rotary_width:]
+        return torch.cat((rotated[:, 0::2], rotated[:, 1::2], rest), dim=1).view(source.shape)
+
+    return TensorMapping(rows_C, tuple(rows_C.shape), arrange)
 
 
 def _with_rotated_ends(rows_C: Tensor, spec: LatentAttentionSpec, heads: int) -> TensorMapping:
