@@ -53,7 +53,8 @@ RECENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v32",
         _LATENT
         | {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "attention_bias": True}
-        | {"index_topk": 24, "index_head_dim": 32, "index_n_heads": 16, "rope_parameters": _DEEPSEEK_YARN},
+        | {"q_lora_rank": 64, "index_topk": 24, "index_head_dim": 32, "index_n_heads": 16}
+        | {"rope_parameters": _DEEPSEEK_YARN},
     ),
     "exaone_moe": (
         "exaone_moe",

@@ -22,7 +22,7 @@ from moiety_engine.model.loading import load_model, load_mtp
 from moiety_engine.model.transformer import Transformer
 from moiety_wire.engine_choices import LoadFormat
 
-FAMILIES = ["deepseek_v3, as wide as blocks", "glm4_moe", "glm4_moe_lite", "hy_v3"]
+FAMILIES = ["deepseek_v3, as wide as blocks", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "hy_v3"]
 BLOCK_SIZE = 16
 TOKENS = [3 + (i * i * 31 + i * 7) % 370 for i in range(100)]
 COUNTED = "num_nextn_predict_layers"
@@ -84,7 +84,7 @@ def published(request: pytest.FixtureRequest, make_checkpoint: Callable[..., Any
     }
     of_layer = {f"model.layers.{num_layers}.{name}": tensor for name, tensor in (extra | copies).items()}
     save_file(tensors | of_layer, folder / "model.safetensors")
-    edit_config(folder, **{"num_hidden_layers": num_layers, COUNTED: 1})
+    edit_config(folder, **{"num_hidden_layers": num_layers, COUNTED: 1, "layer_types": None})
     return Published(folder, checkpoint.oracle, extra)
 
 
@@ -169,7 +169,9 @@ def test_it_is_kept_in_the_form_of_the_model_and_shares_its_vocabulary(published
     for driver in (plain, narrow):
         driver.read(0, TOKENS[:-1])
     both = [driver.mtp.logits(driver.foretell(0, TOKENS[1:])).softmax(-1) for driver in (plain, narrow)]
-    assert 0 < (both[0] - both[1]).abs().max() < 0.1
+    difference_T = (both[0] - both[1]).abs().amax(1)  # sparse attention may select another token here and there
+    assert difference_T.max() > 0
+    assert difference_T.median() < 0.1
     assert plain.mtp.vocabulary is plain.model.vocabulary
 
 

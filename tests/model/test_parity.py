@@ -24,7 +24,9 @@ DENSE = [
 RECENT = [  # with what older families do not have, such as output gates, layers without positions, norms of outputs
     "afmoe",
     "axk1",
+    "deepseek_v32",
     "flex_olmo",
+    "glm_moe_dsa",
     "granitemoe_swa",
     "hunyuan_v1_moe",
     "kolibri1",

@@ -59,7 +59,7 @@ def _widths(spec: ModelSpec, layer: LayerSpec) -> Iterator[int]:
     yield from (spec.hidden_size, ffn.width)
     if isinstance(attention, LatentAttentionSpec):
         yield from (attention.nope_width, attention.latent_width, attention.num_heads * attention.value_width)
-        yield from (attention.cached_values, attention.query_rank or 0)
+        yield from (attention.cached_values, attention.query_rank or 0, attention.index_key_width)
     elif isinstance(attention, GatedDeltaSpec):
         yield from (attention.key_width, attention.value_width, attention.conv_channels)
     else:

@@ -29,9 +29,7 @@ _NORM_EPS = 1e-6  # of index keys, in all released models
 class Indexer:
     """Indexer of one layer. All ranks of a tensor-parallel group compute it whole, and so select the same tokens."""
 
-    def __init__(
-        self, spec: IndexerSpec, weights: IndexerWeights, rotary: RotaryTable, arithmetic: Arithmetic
-    ) -> None:
+    def __init__(self, spec: IndexerSpec, weights: IndexerWeights, rotary: RotaryTable, arithmetic: Arithmetic) -> None:
         self._spec, self._weights, self._rotary = spec, weights, rotary
         self._linear = partial(linear, invariant=arithmetic.invariant)
         self._scale = (spec.num_heads * spec.head_dim) ** -0.5

@@ -17,14 +17,14 @@ from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.cache_groups import cache_groups
 from moiety_engine.model.families import read_spec, spec_from_config
-from moiety_engine.model.spec import KV_SCALE_BYTES, GatedDeltaSpec
+from moiety_engine.model.spec import KV_SCALE_BYTES, GatedDeltaSpec, LatentAttentionSpec
 from moiety_engine.model.weight_offload import weight_bytes
 from moiety_engine.model.weight_quantizer import bytes_in
 from moiety_kernels.quantization.weight import FORMATS
 from moiety_wire.engine_choices import KvDtype
 
 if TYPE_CHECKING:
-    from moiety_engine.model.spec import AttentionSpec, LatentAttentionSpec, ModelSpec
+    from moiety_engine.model.spec import AttentionSpec, ModelSpec
     from moiety_kernels.quantization.weight import WeightFormat
 
 _QWEN3 = {"model_type": "qwen3_moe", "head_dim": 128, "num_key_value_heads": 4, "num_experts": 128}
@@ -126,6 +126,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+INDEX_KEY_ITEMSIZE = 2  # bytes of an index key's value, whatever the cache's type
+
+
 @dataclass(frozen=True, slots=True)
 class Served:
     """A model and the types of its weights and its KV cache."""
@@ -163,7 +166,8 @@ class Served:
         if isinstance(attention, GatedDeltaSpec):
             return 0
         scales = KV_SCALE_BYTES * attention.cached_rows if self.kv_scaled else 0
-        return attention.cached_values * self.kv_itemsize + scales
+        index_key = attention.index_key_width if isinstance(attention, LatentAttentionSpec) else 0
+        return attention.cached_values * self.kv_itemsize + scales + index_key * INDEX_KEY_ITEMSIZE
 
 
 def state_bytes(attention: AttentionSpec | LatentAttentionSpec | GatedDeltaSpec) -> int:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 
 _cpu = when_asked(__name__, "cpu")
+_kernel = when_asked(__name__, "kernel")
 
 
 def store_index_keys(
@@ -39,9 +40,7 @@ def store_index_keys(
     require_shape("norm_weight", norm_weight_I, (key_TI.shape[1],))
     require_shape("norm_bias", norm_bias_I, (key_TI.shape[1],))
     require(2 * cos_PR.shape[1] <= key_TI.shape[1], "the rotated width is larger than an index key")
-    reference.store_index_keys(
-        key_TI, norm_weight_I, norm_bias_I, eps, cos_PR, sin_PR, positions_T, keys_NPI, slots_T
-    )
+    reference.store_index_keys(key_TI, norm_weight_I, norm_bias_I, eps, cos_PR, sin_PR, positions_T, keys_NPI, slots_T)
 
 
 def select_tokens(
@@ -73,4 +72,9 @@ def select_tokens(
     if q_THI.is_cpu and _cpu().fits(q_THI, weight_TH, keys_NPI, block_table_SB, max_context):
         fast: tuple[Tensor, Tensor] = _cpu().select_tokens(q_THI, weight_TH, keys_NPI, *sequences, most)
         return fast
+    if q_THI.is_cuda and _kernel().fits(q_THI, weight_TH, keys_NPI):
+        on_gpu: tuple[Tensor, Tensor] = _kernel().select_tokens(
+            q_THI, weight_TH, keys_NPI, *sequences, most, max_context
+        )
+        return on_gpu
     return reference.select_tokens(q_THI, weight_TH, keys_NPI, *sequences, most)

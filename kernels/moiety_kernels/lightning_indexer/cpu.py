@@ -117,7 +117,8 @@ add_positive = function("moiety_add_positive", _add_positive)
 @jit
 def _slot(args: SelectArguments, table: int, position: int) -> int:
     places = args.places
-    return load_i32(table, position // places) * places + position % places
+    slot: int = load_i32(table, position // places) * places + position % places
+    return slot
 
 
 @jit
@@ -149,7 +150,7 @@ def _score(args: SelectArguments, token: int, table: int, seen: int, scratch: in
 @jit
 def _ordered(scores: int, index: int) -> int:
     """Return a number from 0 to 2³² - 1 that is larger for a larger score."""
-    bits = load_i32(scores, index)
+    bits: int = load_i32(scores, index)
     return bits + 0x80000000 if bits >= 0 else -1 - bits
 
 
