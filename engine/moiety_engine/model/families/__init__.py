@@ -54,6 +54,7 @@ from moiety_engine.model.families.phimoe import phimoe, phimoe_features
 from moiety_engine.model.families.qwen import qwen2, qwen2_moe, qwen3, qwen3_moe
 from moiety_engine.model.families.qwen_next import qwen3_5, qwen3_5_moe, qwen3_next, qwen3_next_features
 from moiety_engine.model.families.qwen_vl import qwen3_vl_moe, qwen3_vl_moe_features, qwen3_vl_moe_text_config
+from moiety_engine.model.families.unsupported import UNSUPPORTED
 from moiety_engine.model.families.wrapped import WRAPPERS, around_text, wrapped_text_config
 from moiety_engine.model.quantization_formats import modelopt_settings
 from moiety_engine.model.spec import LayerSpec, ModelSpec, NormSpec
@@ -206,6 +207,11 @@ def _text_part(config: Config) -> Config:
     if config.get("model_type") in WRAPPERS:
         config = wrapped_text_config(config)
     family = config.get("model_type")
+    if family in UNSUPPORTED:
+        raise UnsupportedModelError(
+            f"model family {family!r} is not supported, because it needs {UNSUPPORTED[family]}: serve it with another "
+            "engine behind the gateway, or choose a model that `moiety models` lists"
+        )
     if family not in FAMILIES:
         known = ", ".join(sorted([*FAMILIES, *WRAPPERS]))
         raise UnsupportedModelError(f"model family {family!r} is not supported; the known families are: {known}")
