@@ -451,10 +451,10 @@ def test_a_wrong_shape_is_named(paged: Paged) -> None:
 def test_an_indexer_selects_the_tokens_with_the_largest_scores(
     paged: Paged, heads: int, width: int, dtype: torch.dtype | None
 ) -> None:
-    q, keys, _, *sequences = paged([1, 1, 12, 40], [1, 300, 12, 170], heads, 1, width, 7)
+    q, keys, _, starts, lengths, table = paged([1, 1, 12, 40], [1, 300, 12, 170], heads, 1, width, 7)
     if DEVICE == "cpu":
         keys = keys.to(dtype)
-    tensors = q, normal(54, heads), keys.squeeze(1), *sequences
+    tensors = q, normal(54, heads), keys.squeeze(1), starts, lengths, table
     for top_k, most in ((30, 30), (1000, 300)):
         slots, counts = select_tokens(*tensors, top_k, max_context=300)
         expected, expected_counts = select_tokens_reference(*tensors, most)
