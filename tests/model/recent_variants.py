@@ -49,6 +49,12 @@ RECENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "axk1",
         _LATENT | {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "rope_parameters": _DEEPSEEK_YARN},
     ),
+    "axk2": (
+        "axk2",
+        _LATENT
+        | {"n_routed_experts": 12, "n_group": 3, "topk_group": 2, "mlp_layer_types": ["dense", "sparse"]}
+        | {"index_topk": 24, "index_head_dim": 32, "index_n_heads": 16, "gated_norm_rank": 16},
+    ),
     "deepseek_v32": (
         "deepseek_v32",
         _LATENT

@@ -24,6 +24,7 @@ DENSE = [
 RECENT = [  # with what older families do not have, such as output gates, layers without positions, norms of outputs
     "afmoe",
     "axk1",
+    "axk2",
     "deepseek_v32",
     "flex_olmo",
     "glm_moe_dsa",

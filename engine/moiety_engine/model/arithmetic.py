@@ -56,7 +56,7 @@ def cannot_be_invariant(
 def _widths(spec: ModelSpec, layer: LayerSpec) -> Iterator[int]:
     """Yield the widths of the rows that a layer multiplies, and of its heads."""
     attention, ffn = layer.attention, layer.ffn
-    yield from (spec.hidden_size, ffn.width)
+    yield from (spec.hidden_size, ffn.width, layer.attention_gate_rank, layer.ffn_gate_rank)
     if isinstance(attention, LatentAttentionSpec):
         yield from (attention.nope_width, attention.latent_width, attention.num_heads * attention.value_width)
         yield from (attention.cached_values, attention.query_rank or 0, attention.index_key_width)

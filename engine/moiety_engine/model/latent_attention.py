@@ -12,6 +12,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
 from moiety_engine.model.batch import LatentCache
 from moiety_engine.model.indexer import Indexer
 from moiety_engine.model.rotary import GrowthTable
@@ -19,6 +21,7 @@ from moiety_kernels.head_linear import head_linear
 from moiety_kernels.latent_input import LatentInputPlan, latent_input, latent_queries
 from moiety_kernels.linear import linear
 from moiety_kernels.mla_attention import mla_attention
+from moiety_kernels.output_gate import output_gate
 from moiety_kernels.sparse_mla_attention import sparse_mla_attention
 
 if TYPE_CHECKING:
@@ -54,11 +57,14 @@ class LatentAttention:
         tables = *self._rotary.upto(batch.max_context), batch.positions_T
         input_TC = self._linear(x_TD, weights.input_CD, weights.input_bias_C)
         scales = cache.latent_scale_NP, cache.rotated_scale_NP
+        raw_TC = input_TC[:, : spec.query_input_width].clone() if spec.gated else None
         query_TQ = latent_input(input_TC, self._plan, *tables, cache.rows_NPL, batch.slots_T, *scales)
         if self._indexer is not None:
             self._indexer.select(x_TD, query_TQ, batch, cache)
         if self._growth is not None:  # the projection is linear, so its input may be scaled in place of its output
             query_TQ = query_TQ * self._growth.upto(batch.max_context).index_select(0, batch.positions_T)[:, None]
+        if raw_TC is not None:
+            query_TQ = torch.cat((query_TQ, raw_TC), dim=1)
         if weights.query_up is not None:
             query_TQ = self._linear(query_TQ, weights.query_up)
         heads = (query_TQ.shape[0], spec.num_heads, spec.head_dim)
@@ -66,6 +72,9 @@ class LatentAttention:
         q_THL = latent_queries(q_THd, weights.key_up_HLd, *tables, invariant=self._invariant)
         out_THL = self._attend(q_THL, batch, cache)
         values_THd = head_linear(out_THL, weights.value_up_HdL, invariant=self._invariant)
+        if spec.gated:
+            gate_TC = query_TQ[:, spec.num_heads * spec.head_dim :].contiguous()
+            values_THd = output_gate(values_THd, gate_TC, "sigmoid")
         return self._linear(values_THd.view(heads[0], -1), weights.output_DC, weights.output_bias_D)
 
     def _attend(self, q_THL: Tensor, batch: Batch, cache: LatentCache) -> Tensor:

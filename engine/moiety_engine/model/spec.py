@@ -111,7 +111,9 @@ class LatentAttentionSpec:
     """Multi-head latent attention (DeepSeek-V2).
 
     Keys and values of all heads come from one latent row per position; all heads share one rotated key part.
-    `query_rank`: width of the latent row of queries, if they have one. `indexer`: set if attention is sparse.
+    `query_rank`: width of the latent row of queries, if they have one. `indexer`: set if attention is sparse. `gated`:
+    queries are projected from their latent row before and after its normalization, together with an output gate for
+    each value of all heads (A.X-K2).
     """
 
     num_heads: int
@@ -126,11 +128,17 @@ class LatentAttentionSpec:
     norm_eps: float = 1e-6  # independent of the other norms
     query_growth: QueryGrowth | None = None
     indexer: IndexerSpec | None = None
+    gated: bool = False
 
     @property
     def head_dim(self) -> int:
         """Width of a query or key of one head."""
         return self.nope_width + self.rope.rotary_width
+
+    @property
+    def query_output_width(self) -> int:
+        """Width of all heads' queries, and of their gates if there are any."""
+        return self.num_heads * (self.head_dim + (self.value_width if self.gated else 0))
 
     @property
     def query_input_width(self) -> int:
@@ -272,8 +280,9 @@ class LayerSpec:
     """One decoder layer: norm → attention → add → norm → feed-forward → add.
 
     `pre_norms`: the inputs of attention and feed-forward are normalized. `attention_post_norm`, `ffn_post_norm`: the
-    output of attention or of the feed-forward is normalized before the addition. `only_experts`: this rank has only the
-    held routed experts; the rest of the layer is on other ranks.
+    output of attention or of the feed-forward is normalized before the addition. `attention_gate_rank` and
+    `ffn_gate_rank`: inner width of the gate that the normalized input is multiplied by; 0: it has none. `only_experts`:
+    this rank has only the held routed experts; the rest of the layer is on other ranks.
     """
 
     attention: AttentionSpec | LatentAttentionSpec | GatedDeltaSpec
@@ -281,6 +290,8 @@ class LayerSpec:
     attention_post_norm: bool = False
     ffn_post_norm: bool = False
     pre_norms: bool = True
+    attention_gate_rank: int = 0
+    ffn_gate_rank: int = 0
     only_experts: bool = False
 
 

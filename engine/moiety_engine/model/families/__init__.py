@@ -17,6 +17,8 @@ from moiety_engine.model.families.config import Config, Features, checkpoint_dty
 from moiety_engine.model.families.deepseek import (
     axk1,
     axk1_features,
+    axk2,
+    axk2_features,
     deepseek_v2,
     deepseek_v2_features,
     deepseek_v3,
@@ -68,6 +70,7 @@ if TYPE_CHECKING:
 FAMILIES: dict[str, Callable[[Config, int], LayerSpec]] = {
     "afmoe": afmoe,
     "axk1": axk1,
+    "axk2": axk2,
     "bailing_moe": bailing_moe,
     "bailing_moe_v2": bailing_moe,
     "deepseek_v2": deepseek_v2,
@@ -118,6 +121,7 @@ FAMILIES: dict[str, Callable[[Config, int], LayerSpec]] = {
 WHOLE: dict[str, Callable[[Config], Features]] = {
     "afmoe": afmoe_features,
     "axk1": axk1_features,
+    "axk2": axk2_features,
     "bailing_moe": bailing_features,
     "bailing_moe_v2": bailing_features,
     "deepseek_v2": deepseek_v2_features,

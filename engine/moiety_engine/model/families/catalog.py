@@ -55,6 +55,11 @@ _LING: Config = {  # Ling mini 2.0
 CATALOG: dict[str, FamilyEntry] = {
     "afmoe": FamilyEntry("Trinity Mini, Nano", f"norms of heads, an output gate, {_NO_ROPE}", _SIGMOID),
     "axk1": FamilyEntry("A.X-K1", "latent, YaRN", f"{_AS_DEEPSEEK}; a norm of the output of experts"),
+    "axk2": FamilyEntry(
+        "A.X-K2-Light",
+        "latent, an output gate; sparse: an indexer selects 2,048 tokens",
+        f"{_AS_DEEPSEEK}; norms of inputs have gates",
+    ),
     "bailing_moe": FamilyEntry("Ling 2.0, Ring 2.0 (BailingMoeV2)", _LING_ATTENTION, _AS_DEEPSEEK, _LING),
     "bailing_moe_v2": FamilyEntry("Ling 2.0, Ring 2.0 (BailingMoeV2)", _LING_ATTENTION, _AS_DEEPSEEK, _LING),
     "deepseek_v2": FamilyEntry(

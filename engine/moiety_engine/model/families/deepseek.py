@@ -1,4 +1,4 @@
-"""DeepSeek-V2, DeepSeek-V3 and models with the same architecture: Kimi K2, Sarvam, GLM-4.7-Flash, GLM-5 and A.X-K1."""
+"""DeepSeek-V2, V3 and V3.2, and models with their architecture: Kimi K2, Sarvam, GLM-4.7-Flash, GLM-5, A.X-K1, K2."""
 
 from __future__ import annotations
 
@@ -142,6 +142,23 @@ def _is_dense_in_axk1(config: Config, index: int) -> bool:
         return is_dense_layer(config, index)
     sparse = index >= config.get("first_k_dense_replace", 1) and index % config.get("moe_layer_freq", 1) == 0
     return not sparse
+
+
+def axk2(config: Config, index: int) -> LayerSpec:
+    """Return a layer of A.X-K2: sparse attention with output gates, and norms with gates except before dense layers."""
+    require(config, "axk2", scoring_func="sigmoid")
+    attention, rank = replace(_sparse_attention(config), gated=True), config["gated_norm_rank"]
+    if rank < 1:
+        raise ConfigError(f"gated_norm_rank {rank} must be at least 1")
+    if _is_dense_in_axk1(config, index):
+        dense = DenseSpec(config["intermediate_size"], activation=read_activation(config))
+        return LayerSpec(attention, dense, attention_gate_rank=rank)
+    groups = {key: first(config, key, default=1) for key in ("n_group", "topk_group")}  # null: one group
+    return LayerSpec(attention, read_sigmoid_experts(config | groups), attention_gate_rank=rank, ffn_gate_rank=rank)
+
+
+def axk2_features(config: Config) -> Features:
+    return read_mtp(config, axk2)
 
 
 def axk1_features(config: Config) -> Features:

@@ -26,6 +26,14 @@ RECENT_DEFAULTS: dict[str, dict[str, Any]] = {
         "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rope_interleave": True,
         "routed_scaling_factor": 2.5, "topk_group": 4, "v_head_dim": 128, "vocab_size": 163_840,
     },
+    "axk2": _SHARED | {
+        "gated_norm_rank": 16, "hidden_size": 2048, "index_head_dim": 128, "index_n_heads": 16, "index_topk": 2048,
+        "intermediate_size": 5120, "kv_lora_rank": 128, "max_position_embeddings": 131_072,
+        "moe_intermediate_size": 512, "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True,
+        "num_attention_heads": 32, "num_experts_per_tok": 8, "num_hidden_layers": 48, "q_lora_rank": 384,
+        "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "routed_scaling_factor": 2.5, "v_head_dim": 64,
+        "vocab_size": 163_840,
+    },
     "deepseek_v32": _SHARED | {
         "first_k_dense_replace": 3, "hidden_size": 7168, "index_head_dim": 128, "index_n_heads": 64,
         "index_topk": 2048, "intermediate_size": 18_432, "kv_lora_rank": 512, "max_position_embeddings": 163_840,

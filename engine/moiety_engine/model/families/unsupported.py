@@ -7,7 +7,6 @@ _HYPER_CONNECTIONS = "several residual streams (hyper-connections)"
 
 # What a family needs, by `model_type`.
 UNSUPPORTED: dict[str, str] = {
-    "axk2": "gated norms and output gates from the queries' latent row",
     "deepseek_v4": f"{_POOLS}, {_HYPER_CONNECTIONS} and experts that are chosen by a hash of the token",
     "hy_v4": f"{_HYPER_CONNECTIONS}, and sinks and output gates in sparse latent attention",
     "minimax_m3_vl": "attention to selected blocks of keys, by key-value head",

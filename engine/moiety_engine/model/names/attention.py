@@ -118,7 +118,9 @@ def _latent(spec: LatentAttentionSpec, weights: LatentAttentionWeights) -> Itera
             yield f"self_attn.{names[1]}.{kind}", _with_rotated_ends(latent, spec, 1)
     if weights.query_norm is not None and weights.query_up is not None:
         yield "self_attn.q_a_layernorm.weight", whole(weights.query_norm)
-        yield "self_attn.q_b_proj.weight", _with_rotated_ends(plain(weights.query_up), spec, spec.num_heads)
+        up = plain(weights.query_up)
+        heads = _queries_and_gates(up, spec) if spec.gated else _with_rotated_ends(up, spec, spec.num_heads)
+        yield "self_attn.q_b_proj.weight", heads
     yield "self_attn.kv_a_layernorm.weight", whole(weights.latent_norm_L)
     yield "self_attn.kv_b_proj.weight", _up(spec, weights)
     yield "self_attn.o_proj.weight", whole(plain(weights.output_DC))
@@ -137,6 +139,21 @@ def _latent(spec: LatentAttentionSpec, weights: LatentAttentionWeights) -> Itera
             one = _with_rotated_starts(rows, num_heads, width) if spec.indexer.interleaved else whole(rows)
             yield f"self_attn.indexer.{name}", one
         yield "self_attn.indexer.weights_proj.weight", whole(indexer.head_weight_HD)
+
+
+def _queries_and_gates(rows_QC: Tensor, spec: LatentAttentionSpec) -> TensorMapping:
+    """Return the mapping of a projection that has, for each head, the rows of its query and then of its gates.
+
+    In the weight all queries come before all gates.
+    """
+    still, width = spec.nope_width, spec.head_dim
+    order = torch.cat((torch.arange(still), torch.arange(still, width, 2), torch.arange(still + 1, width, 2)))
+
+    def arrange(source: Tensor) -> Tensor:
+        heads = source.view(spec.num_heads, -1, source.shape[-1])
+        return torch.cat((heads[:, order].flatten(0, 1), heads[:, width:].flatten(0, 1)))
+
+    return TensorMapping(rows_QC, tuple(rows_QC.shape), arrange)
 
 
 def _with_rotated_starts(rows_C: Tensor, num_heads: int, rotary_width: int) -> TensorMapping:
