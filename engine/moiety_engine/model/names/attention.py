@@ -119,8 +119,8 @@ def _latent(spec: LatentAttentionSpec, weights: LatentAttentionWeights) -> Itera
     if weights.query_norm is not None and weights.query_up is not None:
         yield "self_attn.q_a_layernorm.weight", whole(weights.query_norm)
         up = plain(weights.query_up)
-        heads = _queries_and_gates(up, spec) if spec.gated else _with_rotated_ends(up, spec, spec.num_heads)
-        yield "self_attn.q_b_proj.weight", heads
+        mapping = _queries_and_gates(up, spec) if spec.gated else _with_rotated_ends(up, spec, spec.num_heads)
+        yield "self_attn.q_b_proj.weight", mapping
     yield "self_attn.kv_a_layernorm.weight", whole(weights.latent_norm_L)
     yield "self_attn.kv_b_proj.weight", _up(spec, weights)
     yield "self_attn.o_proj.weight", whole(plain(weights.output_DC))
