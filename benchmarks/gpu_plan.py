@@ -27,6 +27,7 @@ FEW_ROWS = ("--tokens", "1,4,16,64", "--routing", "uniform")
 OTHERS = "paged_attention_decode,paged_attention_prefill,rms_norm,add_rms_norm,invariant_linear,route,sample"
 OTHERS_OF = "Qwen3-30B-A3B,gpt-oss-20b"
 RECURRENT = ("--kernels", "gated_delta_decode,gated_delta_prefill", "--shapes", "Qwen3-Next")
+SPARSE = ("--kernels", "index_select,sparse_attention_decode,sparse_attention_prefill", "--shapes", "DeepSeek-V3.2")
 ENGINE_LAYERS = "24"  # of 48: drawing, capturing and running all of them would take longer than there is
 SANITIZERS = ("memcheck", "racecheck")
 KERNELS = ("-m", "moiety_kernels")
@@ -62,6 +63,7 @@ def on_gpu(scratch: Path, arch: str) -> list[Stage]:
         _measuring("few_bits", [*bench, "20", *FEW_BITS, *FEW_ROWS], 35.0, scratch),
         _measuring("kernels", [*bench, "25", "--kernels", OTHERS, "--shapes", OTHERS_OF], 45.0, scratch),
         _measuring("recurrent", [*bench, "10", *RECURRENT], 25.0, scratch),
+        _measuring("sparse", [*bench, "10", *SPARSE], 25.0, scratch),
         Stage("report", [*KERNELS, "report", "--target", arch], 90.0),
     ]
 
@@ -80,6 +82,7 @@ def rehearsal(scratch: Path) -> list[Stage]:
         _measuring("few_bits", [*bench, *small, "moe_layer_mxfp4,moe_layer_int4"], 60.0, scratch),
         _measuring("kernels", [*bench, *small, "rms_norm"], 60.0, scratch),
         _measuring("recurrent", [*bench, *small, "gated_delta_decode"], 60.0, scratch),
+        _measuring("sparse", [*bench, *small, "index_select,sparse_attention_decode"], 60.0, scratch),
         _measuring("engine", engine, 120.0, scratch, needs=("msgspec",)),
         Stage("smallest_tests", pytest_command(scratch, "-p", "gpu_smallest", *tests), 60.0),
         Stage("report", [*KERNELS, "report", "rms_norm"], 90.0),

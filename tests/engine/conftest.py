@@ -114,6 +114,43 @@ def windowed_loops(tmp_path_factory: pytest.TempPathFactory) -> Loops:
     return Loops(folder)
 
 
+@pytest.fixture(scope="session")
+def sparse_loops(tmp_path_factory: pytest.TempPathFactory) -> Loops:
+    """A model with the same tokens that attends to 16 of them; its middle layer uses the first one's selection."""
+    from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
+
+    folder = tmp_path_factory.mktemp("sparse")
+    torch.manual_seed(3)
+    config = GlmMoeDsaConfig(
+        vocab_size=320,
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=48,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=16,
+        v_head_dim=16,
+        index_topk=16,
+        index_head_dim=32,
+        index_n_heads=8,
+        indexer_types=["full", "shared", "full"],
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        intermediate_size=64,
+        first_k_dense_replace=1,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        eos_token_id=2,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
+    GlmMoeDsaForCausalLM(config).save_pretrained(folder)
+    return Loops(folder)
+
+
 Drafting = Callable[..., EngineLoop]
 
 

@@ -55,6 +55,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16}
     | {"v_head_dim": 32, "num_key_value_heads": 4, "first_k_dense_replace": 1, "moe_intermediate_size": 256}
     | {"intermediate_size": 96, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
+    "deepseek_v32": {"q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16}
+    | {"v_head_dim": 32, "num_key_value_heads": 4, "first_k_dense_replace": 1, "moe_intermediate_size": 64}
+    | {"intermediate_size": 96, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+    | {"index_topk": 16, "index_head_dim": 32, "index_n_heads": 8},
     "qwen3_next": {"num_experts": 8, "num_experts_per_tok": 2, "head_dim": 16, "moe_intermediate_size": 64}
     | {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3}
     | {"shared_expert_intermediate_size": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
@@ -207,7 +211,8 @@ def settings_of(folder: Path, **settings: Any) -> EngineConfig:
     attentions = [layer.attention for layer in own.layers]
     states = [part for one in attentions if isinstance(one, RecurrentSpec) for part in one.state_parts]
     state_bytes = 4 * config.max_running * sum(math.prod(part.shape) for part in states)
-    cached = sum(one.cached_values for one in attentions if not isinstance(one, RecurrentSpec))
+    kept = [one for one in attentions if not isinstance(one, RecurrentSpec)]
+    cached = sum(one.cached_values + getattr(one, "index_key_width", 0) for one in kept)
     kv_bytes = 4 * num_blocks * BLOCK_SIZE * cached
     if states:  # they may take half of the memory
         kv_bytes = 2 * state_bytes + kv_bytes
@@ -307,7 +312,8 @@ def test_tensor_and_expert_parallel_say_what_one_rank_says(
     assert expected["num_cached"] > 0 and ours["num_cached"] > 0
     assert family == "qwen3_next" or (expected["num_recomputed"] > 0 and ours["num_recomputed"] > 0)
     num_ranks = len(others) + 1
-    shares = 1.5 if "pp" in layout else num_ranks / 1.1  # a first stage has the vocabulary, and a layer more
+    # A first stage has the vocabulary, and a layer more; an indexer is whole on each rank.
+    shares = 1.5 if "pp" in layout or family == "deepseek_v32" else num_ranks / 1.1
     assert ours["weight_bytes"] <= expected["weight_bytes"] / shares
 
 
@@ -350,7 +356,7 @@ def share_of(config: EngineConfig) -> float:
 
 IN_GROUPS = [
     ("qwen3_moe", {"dp_attention": 2, "ep": 2}),
-    *(thorough(family, {"dp_attention": 2, "ep": 2}) for family in ("deepseek_v3", "mixtral", "gpt_oss")),
+    *(thorough(one, {"dp_attention": 2, "ep": 2}) for one in ("deepseek_v3", "deepseek_v32", "mixtral", "gpt_oss")),
     thorough("qwen3_moe", {"dp_attention": 2, "tp": 2, "ep": 4}),
     ("deepseek_v3", {"dp_attention": 2, "tp": 2, "ep": 4}),
     ("gpt_oss", {"dp_attention": 2, "tp": 2, "ep": 2}),
@@ -360,7 +366,7 @@ APART = [
     ("gpt_oss", {"dp_attention": 2, "ffn_ranks": 2, "ep": 2}),
     *(
         thorough(family, {"dp_attention": 2, "ffn_ranks": 2, "ep": 2})
-        for family in ("deepseek_v3", "qwen3_moe", "mixtral")
+        for family in ("deepseek_v3", "deepseek_v32", "qwen3_moe", "mixtral")
     ),
     ("deepseek_v3", {"tp": 2, "ffn_ranks": 2, "ep": 2}),
     *(thorough(family, {"tp": 2, "ffn_ranks": 2, "ep": 2}) for family in ("qwen3_moe", "mixtral", "gpt_oss")),

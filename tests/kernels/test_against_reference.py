@@ -18,6 +18,8 @@ from moiety_kernels.head_linear.reference import head_linear as head_linear_refe
 from moiety_kernels.kv_store import kv_store
 from moiety_kernels.latent_input import LatentInputPlan, latent_input, latent_queries
 from moiety_kernels.latent_input import reference as latent_reference
+from moiety_kernels.lightning_indexer import select_tokens, store_index_keys
+from moiety_kernels.lightning_indexer.reference import select_tokens as select_tokens_reference
 from moiety_kernels.linear import linear
 from moiety_kernels.linear.reference import linear as linear_reference
 from moiety_kernels.mla_attention import mla_attention
@@ -485,3 +487,34 @@ def test_a_wrong_shape_is_named(paged: Paged) -> None:
         paged_attention(*inputs, 1.0, None, normal(3), max_query=1, max_context=4)
     with pytest.raises(KernelInputError, match="value_width"):
         mla_attention(inputs[0], inputs[1][:, 0], 17, *inputs[3:], 1.0, max_query=1, max_context=4)
+
+
+@pytest.mark.parametrize(("heads", "width", "dtype"), [(16, 64, torch.float32), (5, 32, torch.bfloat16), (3, 20, None)])
+def test_an_indexer_selects_the_tokens_with_the_largest_scores(
+    paged: Paged, heads: int, width: int, dtype: torch.dtype | None
+) -> None:
+    q, keys, _, starts, lengths, table = paged([1, 1, 12, 40], [1, 300, 12, 170], heads, 1, width, 7)
+    if DEVICE == "cpu":
+        keys = keys.to(dtype)
+    tensors = q, normal(54, heads), keys.squeeze(1), starts, lengths, table
+    for top_k, most in ((30, 30), (1000, 300)):
+        slots, counts = select_tokens(*tensors, top_k, max_context=300)
+        expected, expected_counts = select_tokens_reference(*tensors, most)
+        assert slots.shape == (54, most)
+        assert torch.equal(counts, expected_counts)
+        is_void = torch.arange(most, device=DEVICE) >= counts[:, None]
+        assert torch.equal(slots.masked_fill(is_void, 0), expected)
+
+
+def test_index_keys_are_normalised_rotated_and_stored_in_their_slots() -> None:
+    key, weight, bias, angles = normal(9, 24), normal(24), normal(24), normal(50, 4)
+    positions, slots = torch.arange(20, 29, device=DEVICE), torch.randperm(40, device=DEVICE)[:9]
+    slots[7:] = -1
+    keys = torch.full((10, 4, 24), 7.0, device=DEVICE)
+    store_index_keys(key, weight, bias, 1e-6, angles.cos(), angles.sin(), positions, keys, slots)
+    normed = torch.nn.functional.layer_norm(key, (24,), weight, bias, 1e-6)
+    expected = rope(normed.unsqueeze(1), angles.cos(), angles.sin(), positions).squeeze(1)
+    assert close(keys.flatten(0, 1)[slots[:7]], expected[:7])
+    assert (keys == 7).all(dim=2).sum() == 40 - 7
+    with pytest.raises(KernelInputError, match="the rotated width is larger than an index key"):
+        store_index_keys(key[:, :6], weight[:6], bias[:6], 1e-6, angles, angles, positions, keys[..., :6], slots)

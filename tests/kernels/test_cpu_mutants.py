@@ -31,6 +31,8 @@ from moiety_kernels.head_linear.reference import head_linear as head_linear_refe
 from moiety_kernels.latent_input import LatentInputPlan
 from moiety_kernels.latent_input import cpu as latent_input
 from moiety_kernels.latent_input import reference as latent_reference
+from moiety_kernels.lightning_indexer import cpu as lightning_indexer
+from moiety_kernels.lightning_indexer.reference import select_tokens as select_tokens_reference
 from moiety_kernels.linear import cpu as linear
 from moiety_kernels.linear.reference import linear as linear_reference
 from moiety_kernels.linear_attention import cpu as linear_attention
@@ -226,10 +228,24 @@ def gates(kernel: ModuleType, _: Any) -> None:
         assert_close(kernel.output_gate(out.clone(), gate, kind), output_gate_reference(out, gate, kind))
 
 
+def selects(kernel: ModuleType, paged: Paged) -> None:
+    q, keys, _, *sequences = paged([1, 1, 7, 130], [1, 300, 7, 600], 6, 1, 64, 5)
+    for weight, few_values in ((torch.randn(139, 6), False), (torch.ones(139, 6), True)):
+        query, key = (q.sign() * (torch.rand(q.shape) < 0.03), keys.sign()) if few_values else (q, keys)
+        tensors = query, weight, key.squeeze(1), *sequences
+        for most in (9, 290):
+            slots, counts = kernel.select_tokens(*tensors, most)
+            expected, expected_counts = select_tokens_reference(*tensors, most)
+            assert torch.equal(counts, expected_counts)
+            is_void = torch.arange(most) >= counts[:, None]
+            assert torch.equal(slots.masked_fill(is_void, 0), expected)
+
+
 CHECKS: dict[ModuleType, Check] = {
     causal_conv: convolves,
     gated_delta: recurs,
     gated_norm: normalizes_with_gates,
+    lightning_indexer: selects,
     linear_attention: decays,
     embedding: embeds,
     expert_count: counts,
@@ -258,6 +274,10 @@ MUTANTS = [
     (gated_norm, "if args.is_sigmoid:", "if not args.is_sigmoid:"),
     (gated_norm, "            x_V = out_V\n", ""),
     (gated_norm, "r % heads * args.weight_stride", "r // heads * args.weight_stride"),
+    (lightning_indexer, "larger(row[i], zero)", "larger(row[i], row[i])"),
+    (lightning_indexer, "value == least and equal == 0", "value == least"),
+    (lightning_indexer, "load_f32(args.weight_TH, token * heads + h)", "load_f32(args.weight_TH, h)"),
+    (lightning_indexer, "else -1 - bits", "else bits"),
     (linear_attention, "row[column] * decay)", "row[column])"),
     (linear_attention, "4 * width * (head // args.sharing)", "4 * width * (head % args.sharing)"),
     (linear_attention, "if load_i32(args.has_state_S, s) == 0:", "if load_i32(args.has_state_S, s) != 0:"),

@@ -307,7 +307,7 @@ def write_checkpoint(
     oracle = made(config, attn_implementation="eager").to(dtype).eval()
     with torch.no_grad():
         for name, parameter in itertools.chain(oracle.named_parameters(), oracle.named_buffers()):
-            if "norm" in name:
+            if "norm" in name and ".fc" not in name:  # nor the gate of a norm
                 parameter.copy_(torch.rand_like(parameter) + 0.5)
             elif name.endswith("bias"):
                 parameter.normal_(std=0.1)

@@ -54,6 +54,19 @@ RECENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "axk1",
         _LATENT | {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "rope_parameters": _DEEPSEEK_YARN},
     ),
+    "axk2": (
+        "axk2",
+        _LATENT
+        | {"n_routed_experts": 12, "n_group": 3, "topk_group": 2, "mlp_layer_types": ["dense", "sparse"]}
+        | {"index_topk": 24, "index_head_dim": 32, "index_n_heads": 16, "gated_norm_rank": 16},
+    ),
+    "deepseek_v32": (
+        "deepseek_v32",
+        _LATENT
+        | {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "attention_bias": True}
+        | {"q_lora_rank": 64, "index_topk": 24, "index_head_dim": 32, "index_n_heads": 16}
+        | {"rope_parameters": _DEEPSEEK_YARN},
+    ),
     "cohere2_moe": (
         "cohere2_moe",
         {"num_hidden_layers": 3, "num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48, "head_dim": 32}
@@ -73,6 +86,12 @@ RECENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe_lite": (
         "glm4_moe_lite",
         _LATENT | {"q_lora_rank": 64, "n_routed_experts": 12, "n_shared_experts": 2, "attention_bias": True},
+    ),
+    "glm_moe_dsa": (
+        "glm_moe_dsa",
+        _LATENT
+        | {"num_hidden_layers": 3, "q_lora_rank": 64, "n_routed_experts": 12, "first_k_dense_replace": 1}
+        | {"index_topk": 24, "index_head_dim": 48, "index_n_heads": 18, "indexer_types": ["full", "shared", "full"]},
     ),
     "granitemoe_swa": (
         "granitemoe_swa",

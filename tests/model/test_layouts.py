@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING
 
 from moiety_engine.model.checkpoint import load
-from moiety_engine.model.errors import UnsupportedModelError
+from moiety_engine.model.errors import ConfigError, UnsupportedModelError
 from moiety_engine.model.families import FAMILIES, ignored_keys, read_spec, spec_from_config
 from moiety_engine.model.rope_spec import LinearScaling, YarnScaling
 from moiety_engine.model.weight_offload import weight_bytes
@@ -189,6 +189,9 @@ def test_a_deepseek_as_first_released_means_the_same(make_checkpoint: Any) -> No
         ("mistral, sliding window", {"hidden_act": "relu"}, "'relu'.*gelu_pytorch_tanh"),
         ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported in gpt_oss"),
         ("deepseek_v2", {"attention_bias": True}, "attention_bias without a q_lora_rank"),
+        ("glm_moe_dsa", {"q_lora_rank": None}, "sparse attention needs a q_lora_rank"),
+        ("glm_moe_dsa", {"indexer_rope_interleave": False}, "indexer_rope_interleave False .* known: True"),
+        ("glm_moe_dsa", {"model_type": "deepseek_v4"}, "it needs attention to compressed keys .* behind the gateway"),
     ],
 )
 def test_what_is_not_known_of_a_family_is_refused_by_name(
@@ -196,6 +199,20 @@ def test_what_is_not_known_of_a_family_is_refused_by_name(
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         spec_from_config(config_of(make_checkpoint(variant).folder) | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"index_head_dim": 8}, "index_head_dim 8 must be at least qk_rope_head_dim 16"),
+        ({"index_topk": 0}, "index_topk 0 must be at least 1"),
+        ({"indexer_types": ["shared", "full", "full"]}, "full for the first"),
+        ({"indexer_types": ["full"]}, "one for each layer"),
+    ],
+)
+def test_an_indexer_that_cannot_select_is_refused(make_checkpoint: Any, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        spec_from_config(config_of(make_checkpoint("glm_moe_dsa").folder) | change)
 
 
 def test_what_a_configuration_says_beyond_what_is_read_is_named_and_nothing_else(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from moiety_engine.model.transformer import Transformer
 from moiety_wire.engine_choices import LoadFormat
 
 MIMO = "mimo_v2_flash, a dense last layer"
-FAMILIES = ["deepseek_v3, as wide as blocks", "glm4_moe", "glm4_moe_lite", "hy_v3", MIMO]
+FAMILIES = ["deepseek_v3, as wide as blocks", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "hy_v3", MIMO]
 BLOCK_SIZE = 16
 TOKENS = [3 + (i * i * 31 + i * 7) % 370 for i in range(100)]
 COUNTED = "num_nextn_predict_layers"
@@ -89,6 +89,8 @@ def published(request: pytest.FixtureRequest, make_checkpoint: Callable[..., Any
     edit_config(folder, **{"num_hidden_layers": num_layers, COUNTED: 1})
     if request.param == MIMO:
         write_as_mimo(folder, num_layers)
+    else:
+        edit_config(folder, layer_types=None)
     return Published(folder, checkpoint.oracle, extra)
 
 
@@ -190,7 +192,9 @@ def test_it_is_kept_in_the_form_of_the_model_and_shares_its_vocabulary(published
     for driver in (plain, narrow):
         driver.read(0, TOKENS[:-1])
     both = [driver.mtp.logits(driver.foretell(0, TOKENS[1:])).softmax(-1) for driver in (plain, narrow)]
-    assert 0 < (both[0] - both[1]).abs().max() < 0.1
+    difference_T = (both[0] - both[1]).abs().amax(1)  # sparse attention may select another token here and there
+    assert difference_T.max() > 0
+    assert difference_T.median() < 0.1
     assert plain.mtp.vocabulary is plain.model.vocabulary
 
 

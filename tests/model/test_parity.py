@@ -24,9 +24,12 @@ DENSE = [
 RECENT = [  # with what older families do not have, such as output gates, layers without positions, norms of outputs
     "afmoe",
     "axk1",
+    "axk2",
     "cohere2_moe",
+    "deepseek_v32",
     "flex_olmo",
     "gemma4_text",
+    "glm_moe_dsa",
     "granitemoe_swa",
     "hunyuan_v1_moe",
     "kolibri1",

@@ -16,8 +16,8 @@ from moiety_engine.planning.layouts import (
     with_replicated_experts,
 )
 from moiety_engine.planning.machines import GPUS, LINKS, GpuNetwork, find_network
-from moiety_engine.planning.models import PRESETS, find_model
-from moiety_engine.planning.steps import PlannedBatch, Shape, dispatch_s, product_s, step_times, sum_s
+from moiety_engine.planning.models import PRESETS, Served, find_model
+from moiety_engine.planning.steps import PlannedBatch, Shape, attention_s, dispatch_s, product_s, step_times, sum_s
 from moiety_platform.cli.main import main
 
 H200 = GPUS["h200"]
@@ -35,6 +35,7 @@ DEMAND = TrafficDemand(input_tokens=4000, output_tokens=1000, ttft_s=2.0, tpot_s
         ("gpt-oss-120b", 116.8),
         ("gpt-oss-20b", 20.91),
         ("glm-4.5-air", 106.9),
+        ("glm-5", 744.0),
     ],
 )
 def test_a_preset_has_as_many_parameters_as_the_release(name: str, billions: float) -> None:
@@ -124,9 +125,22 @@ def test_cost_is_the_price_of_an_hour_by_the_tokens_of_an_hour() -> None:
 
 def test_every_preset_fits_on_some_layout_of_eight() -> None:
     for name in PRESETS:
-        served = find_model(name, "fp8" if name == "deepseek-v3" else "auto")
+        served = find_model(name, "fp8" if name in ("deepseek-v3", "glm-5") else "auto")
         found = (evaluate(served, layout, 8, H200, NETWORK, DEMAND) for layout in list_layouts(8, served.spec))
         assert any(one.problem is None and one.in_engine for one in found), name
+
+
+def test_sparse_attention_takes_the_time_of_its_selection_and_of_the_index_keys() -> None:
+    dense, sparse = find_model("deepseek-v3"), find_model("deepseek-v3.2")
+
+    def decode_s(served: Served, context: float) -> float:
+        attention = served.spec.layers[0].attention
+        return attention_s(attention, H200, PlannedBatch(decoding=8.0, context=context), served.kv_bytes(attention))
+
+    assert decode_s(sparse, 1024.0) == pytest.approx(decode_s(dense, 1024.0))
+    assert decode_s(sparse, 8192.0) < decode_s(dense, 8192.0)
+    assert decode_s(sparse, 65536.0) < decode_s(dense, 65536.0) / 5
+    assert sparse.kv_bytes_per_token(sparse.spec, 1024.0) - dense.kv_bytes_per_token(dense.spec, 1024.0) == 61 * 256
 
 
 def test_what_will_not_do_says_why() -> None:

@@ -19,7 +19,7 @@ from moiety_kernels.kv_store import kv_store
 from moiety_kernels.latent_input.reference import scale_of, to_whole
 
 _NUM_SCALED_PARTS = 4  # keys, values, and one scale per key and per value
-_NUM_SCALED_LATENT_PARTS = 3  # rows, and one scale for each of a row's two parts
+_NUM_LATENT_SCALES = 2  # one for each of a row's two parts
 
 
 def form_of(kv: KvCache) -> Form:
@@ -41,10 +41,7 @@ def fits(form: Form, kv: KvCache) -> bool:
     """Return whether KV of that layout is of the same model as the cache; the data types may differ."""
     own = form_of(kv)
     return len(form) == len(own) and all(
-        layer[0].shape == mine[0].shape
-        and (_is_latent(mine) or layer[1].shape == mine[1].shape)
-        and len(layer) in (1, 2, _NUM_SCALED_LATENT_PARTS, _NUM_SCALED_PARTS)
-        and _is_latent(layer) == _is_latent(mine)
+        bool(layer) and _values(layer) == _values(mine) and _num_scales(layer) in (0, _scales_of(mine))
         for layer, mine in zip(form, own, strict=True)
     )
 
@@ -76,7 +73,11 @@ def write(layer: LayerCache | LatentCache, rows: Sequence[Tensor], slots_T: Tens
 
 
 def _write_latent(layer: LatentCache, rows: Sequence[Tensor], slots_T: Tensor) -> None:
-    values_TL, *scales = rows
+    values_TL, *others = rows
+    if layer.index_keys_NPI is not None:
+        keys_TI, *others = others
+        layer.index_keys_NPI.flatten(0, 1)[slots_T] = keys_TI.to(layer.index_keys_NPI.dtype)
+    scales = others
     parts = values_TL.float().tensor_split([layer.latent_width], dim=1)
     if scales:
         parts = tuple(part * scale_T[:, None] for part, scale_T in zip(parts, scales, strict=True))
@@ -113,7 +114,21 @@ def _plain(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _is_latent(parts: Sequence[TensorLayout]) -> bool:
-    return len(parts) in (1, _NUM_SCALED_LATENT_PARTS)
+    return len(parts[0].shape) == 1
+
+
+def _values(parts: Sequence[TensorLayout]) -> list[tuple[int, ...]]:
+    """Return the shapes of the parts that are no scales: keys and values, or a latent row and its index key."""
+    return [part.shape for part in (parts if _is_latent(parts) else parts[:2]) if part.shape]
+
+
+def _num_scales(parts: Sequence[TensorLayout]) -> int:
+    return len(parts) - len(_values(parts))
+
+
+def _scales_of(parts: Sequence[TensorLayout]) -> int:
+    """Return how many scales the layer has in int8."""
+    return _NUM_LATENT_SCALES if _is_latent(parts) else _NUM_SCALED_PARTS - 2
 
 
 def _within(values: Tensor, dtype: torch.dtype) -> Tensor:

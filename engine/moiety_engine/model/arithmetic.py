@@ -56,10 +56,10 @@ def cannot_be_invariant(
 def _widths(spec: ModelSpec, layer: LayerSpec) -> Iterator[int]:
     """Yield the widths of the rows that a layer multiplies, and of its heads."""
     attention, ffn = layer.attention, layer.ffn
-    yield from (spec.hidden_size, ffn.width)
+    yield from (spec.hidden_size, ffn.width, layer.attention_gate_rank, layer.ffn_gate_rank)
     if isinstance(attention, LatentAttentionSpec):
         yield from (attention.nope_width, attention.latent_width, attention.num_heads * attention.value_width)
-        yield from (attention.cached_values, attention.query_rank or 0)
+        yield from (attention.cached_values, attention.query_rank or 0, attention.index_key_width)
     elif isinstance(attention, GatedDeltaSpec):
         yield from (attention.key_width, attention.value_width, attention.conv_channels)
     else:
@@ -92,12 +92,15 @@ def _not_taken(spec: ModelSpec) -> str | None:
 
 def _attends(attention: AttentionSpec | LatentAttentionSpec | GatedDeltaSpec, most_values: int) -> bool:
     from moiety_kernels.gated_delta.kernel import fits_widths  # noqa: PLC0415 - Triton
+    from moiety_kernels.lightning_indexer.kernel import fits_widths as fits_index  # noqa: PLC0415 - Triton
     from moiety_kernels.mla_attention.kernel import MAX_WIDTH as MAX_ROW  # noqa: PLC0415 - Triton
     from moiety_kernels.paged_attention.tiles import MAX_WIDTH, parts  # noqa: PLC0415
 
     if isinstance(attention, GatedDeltaSpec):
         return fits_widths(attention.key_width, attention.value_width)
     if isinstance(attention, LatentAttentionSpec):
-        row = attention.cached_values
+        row, indexer = attention.cached_values, attention.indexer
+        if indexer is not None and not fits_index(indexer.num_heads, indexer.head_dim):
+            return False
         return torch.version.hip is None and row <= MAX_ROW and parts(row)[0] == attention.latent_width
     return attention.head_dim <= MAX_WIDTH and 2 * attention.q_width <= most_values

@@ -6,7 +6,7 @@ wanted, N blocks, G key-value heads, P positions per block, d head width, L widt
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -62,6 +62,17 @@ class RecurrentRows:
     max_run: int  # Python int: tokens of the longest run
 
 
+@dataclass(slots=True)
+class SelectedTokens:
+    """Cache slots that the queries of one batch attend to, as the newest layer with an indexer has selected them.
+
+    The batch owns it. A layer with an indexer writes it, and the layers after it that share its selection read it.
+    """
+
+    slot_TK: Tensor | None = None  # int32, in the order of the positions
+    count_T: Tensor | None = None  # int32, slots of each query; the rest of its row is void
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Tokens of one step for one group of ranks. Decodes (sequences with exactly one query token) come first."""
@@ -83,6 +94,7 @@ class Batch:
     micro_batches: tuple[Batch, ...] = ()  # the same tokens in consecutive parts, if they run as micro-batches
     further_tables: tuple[GroupTable, ...] = ()  # of the cache groups after the first
     states: RecurrentRows | None = None  # None: the model has no recurrent layers
+    selected: SelectedTokens = field(default_factory=SelectedTokens, compare=False)  # of sparse attention
 
     def by_cache_group(self) -> tuple[Batch, ...]:
         """Return the batch as the layers of each cache group see it: with the slots and block tables of the group."""
@@ -119,19 +131,20 @@ class LayerCache:
 class LatentCache:
     """Views of a latent attention layer's part of the KV cache: one row per position.
 
-    The latent part, `latent_width` values, comes first in a row. An int8 cache has a scale for each of the two parts.
-    Otherwise like LayerCache.
+    The latent part, `latent_width` values, comes first in a row. An int8 cache has a scale for each of the two parts. A
+    layer with an indexer has an index key beside each row, in 16 bits or more. Otherwise like LayerCache.
     """
 
     rows_NPL: Tensor
     latent_width: int
     latent_scale_NP: Tensor | None = None
     rotated_scale_NP: Tensor | None = None
+    index_keys_NPI: Tensor | None = None
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """All tensors, the first dimension of each being the block."""
-        every = self.rows_NPL, self.latent_scale_NP, self.rotated_scale_NP
+        """All tensors, the first dimension of each being the block; the index keys come after the rows."""
+        every = self.rows_NPL, self.index_keys_NPI, self.latent_scale_NP, self.rotated_scale_NP
         return tuple(part for part in every if part is not None)
 
 

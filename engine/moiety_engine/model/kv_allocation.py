@@ -1,6 +1,6 @@
 """Allocation of one rank's cache: the places of its layers in a block, the states of recurrent layers, and their bytes.
 
-N blocks, G key-value heads, P positions per block, d head width, L width of a latent row.
+N blocks, G key-value heads, P positions per block, d head width, L width of a latent row, I width of an index key.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ class KvAllocation:
         """Return the bytes of one block of `block_size` tokens."""
         values = sum(one.cached_values for one in self._places) if self._shared_values is None else self._shared_values
         num_bytes = values * self._dtype.itemsize
+        index_widths = (one.index_key_width for one in self._places if isinstance(one, LatentAttentionSpec))
+        num_bytes += sum(index_widths) * self._index_dtype.itemsize
         if self._dtype is torch.int8:
             num_bytes += sum(one.cached_rows for one in self._places) * KV_SCALE_BYTES
         if self._hidden_width is not None:
@@ -93,10 +95,13 @@ class KvAllocation:
         def place(one: AttentionSpec | LatentAttentionSpec) -> LayerCache | LatentCache:
             if isinstance(one, LatentAttentionSpec):
                 rows = empty(num_blocks, block_size, one.cached_values)
+                index_keys: Tensor | None = None
+                if one.index_key_width:
+                    index_keys = empty(num_blocks, block_size, one.index_key_width, dtype=self._index_dtype)
                 if self._dtype is not torch.int8:
-                    return LatentCache(rows, one.latent_width)
+                    return LatentCache(rows, one.latent_width, index_keys_NPI=index_keys)
                 of_parts = empty(2, num_blocks, block_size, dtype=torch.float32)
-                return LatentCache(rows, one.latent_width, of_parts[0], of_parts[1])
+                return LatentCache(rows, one.latent_width, of_parts[0], of_parts[1], index_keys)
             block = num_blocks, one.num_kv_heads, block_size
             both = empty(*block, one.head_dim), empty(*block, one.value_width)
             if self._dtype is not torch.int8:
@@ -154,6 +159,11 @@ class KvAllocation:
                 parts.append(rows_NE[:, begin : ends[group]].view(-1, *shape))
             found.append(LayerCache(*parts))
         return found
+
+    @property
+    def _index_dtype(self) -> torch.dtype:
+        """Type of index keys: that of the cache, but never 8 bits, since rounding changes which tokens are selected."""
+        return self._activation_dtype if self._dtype.itemsize == 1 else self._dtype
 
     def _state_dtype(self, part: StatePart) -> torch.dtype:
         return torch.float32 if part.exact else self._activation_dtype

@@ -12,12 +12,17 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
 from moiety_engine.model.batch import LatentCache
+from moiety_engine.model.indexer import Indexer
 from moiety_engine.model.rotary import GrowthTable
 from moiety_kernels.head_linear import head_linear
 from moiety_kernels.latent_input import LatentInputPlan, latent_input, latent_queries
 from moiety_kernels.linear import linear
 from moiety_kernels.mla_attention import mla_attention
+from moiety_kernels.output_gate import output_gate
+from moiety_kernels.sparse_mla_attention import sparse_mla_attention
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,6 +47,9 @@ class LatentAttention:
             None if spec.query_growth is None else GrowthTable(spec.query_growth, weights.latent_norm_L.device)
         )
         self._plan = LatentInputPlan(weights.latent_norm_L, weights.query_norm, spec.norm_eps)
+        self._indexer: Indexer | None = None
+        if spec.indexer is not None and weights.indexer is not None:
+            self._indexer = Indexer(spec.indexer, weights.indexer, rotary, arithmetic)
 
     def __call__(self, x_TD: Tensor, batch: Batch, cache: Cache) -> Tensor:
         assert isinstance(cache, LatentCache)
@@ -49,15 +57,44 @@ class LatentAttention:
         tables = *self._rotary.upto(batch.max_context), batch.positions_T
         input_TC = self._linear(x_TD, weights.input_CD, weights.input_bias_C)
         scales = cache.latent_scale_NP, cache.rotated_scale_NP
+        raw_TC = input_TC[:, : spec.query_input_width].clone() if spec.gated else None
         query_TQ = latent_input(input_TC, self._plan, *tables, cache.rows_NPL, batch.slots_T, *scales)
+        if self._indexer is not None:
+            self._indexer.select(x_TD, query_TQ, batch, cache)
         if self._growth is not None:  # the projection is linear, so its input may be scaled in place of its output
             query_TQ = query_TQ * self._growth.upto(batch.max_context).index_select(0, batch.positions_T)[:, None]
+        if raw_TC is not None:
+            query_TQ = torch.cat((query_TQ, raw_TC), dim=1)
         if weights.query_up is not None:
             query_TQ = self._linear(query_TQ, weights.query_up)
         heads = (query_TQ.shape[0], spec.num_heads, spec.head_dim)
         q_THd = query_TQ.as_strided(heads, (query_TQ.stride(0), spec.head_dim, 1))
-        out_THL = mla_attention(
-            latent_queries(q_THd, weights.key_up_HLd, *tables, invariant=self._invariant),
+        q_THL = latent_queries(q_THd, weights.key_up_HLd, *tables, invariant=self._invariant)
+        out_THL = self._attend(q_THL, batch, cache)
+        values_THd = head_linear(out_THL, weights.value_up_HdL, invariant=self._invariant)
+        if spec.gated:
+            gate_TC = query_TQ[:, spec.num_heads * spec.head_dim :].contiguous()
+            values_THd = output_gate(values_THd, gate_TC, "sigmoid")
+        return self._linear(values_THd.view(heads[0], -1), weights.output_DC, weights.output_bias_D)
+
+    def _attend(self, q_THL: Tensor, batch: Batch, cache: LatentCache) -> Tensor:
+        """Return out_THL, attention to all tokens or, if it is sparse, to the selected ones."""
+        spec, scales = self._spec, (cache.latent_scale_NP, cache.rotated_scale_NP)
+        if spec.indexer is not None:
+            slot_TK, count_T = batch.selected.slot_TK, batch.selected.count_T
+            assert slot_TK is not None and count_T is not None, "an indexer comes before its selection is used"
+            return sparse_mla_attention(
+                q_THL,
+                cache.rows_NPL,
+                spec.latent_width,
+                slot_TK,
+                count_T,
+                spec.scale,
+                *scales,
+                num_decode=batch.num_decode,
+            )
+        return mla_attention(
+            q_THL,
             cache.rows_NPL,
             spec.latent_width,
             batch.query_start_S1,
@@ -69,5 +106,3 @@ class LatentAttention:
             max_query=batch.max_query,
             max_context=batch.max_context,
         )
-        values_THd = head_linear(out_THL, weights.value_up_HdL, invariant=self._invariant)
-        return self._linear(values_THd.view(heads[0], -1), weights.output_DC, weights.output_bias_D)

@@ -104,11 +104,29 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexerSpec:
+    """Lightning indexer of sparse attention (DeepSeek-V3.2): selects the `top_k` tokens that a query attends to.
+
+    A query has `num_heads` index queries, a token one index key of width `head_dim`. The first entries of both are
+    rotated, as many as attention rotates; `interleaved`: the checkpoint has the entries of a pair next to each other.
+    `reuses`: the layer has no indexer and attends to the selection of the nearest layer before it that has one.
+    """
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    interleaved: bool = False
+    reuses: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class LatentAttentionSpec:
     """Multi-head latent attention (DeepSeek-V2).
 
     Keys and values of all heads come from one latent row per position; all heads share one rotated key part.
-    `query_rank`: width of the latent row of queries, if they have one.
+    `query_rank`: width of the latent row of queries, if they have one. `indexer`: set if attention is sparse. `gated`:
+    queries are projected from their latent row before and after its normalization, together with an output gate for
+    each value of all heads (A.X-K2).
     """
 
     num_heads: int
@@ -122,6 +140,8 @@ class LatentAttentionSpec:
     output_bias: bool = False
     norm_eps: float = 1e-6  # independent of the other norms
     query_growth: QueryGrowth | None = None
+    indexer: IndexerSpec | None = None
+    gated: bool = False
 
     @property
     def head_dim(self) -> int:
@@ -134,14 +154,24 @@ class LatentAttentionSpec:
         return self.num_heads * self.value_width
 
     @property
+    def query_output_width(self) -> int:
+        """Width of all heads' queries, and of their gates if there are any."""
+        return self.num_heads * (self.head_dim + (self.value_width if self.gated else 0))
+
+    @property
     def query_input_width(self) -> int:
         """Width of the queries' first projection: that of their latent row, or of all heads."""
         return self.num_heads * self.head_dim if self.query_rank is None else self.query_rank
 
     @property
     def cached_values(self) -> int:
-        """Values that a position takes in the cache."""
+        """Values that a position takes in the cache, without its index key."""
         return self.latent_width + self.rope.rotary_width
+
+    @property
+    def index_key_width(self) -> int:
+        """Values of a position's index key in the cache; 0 if the layer has no indexer."""
+        return 0 if self.indexer is None or self.indexer.reuses else self.indexer.head_dim
 
     @property
     def cached_rows(self) -> int:
@@ -150,8 +180,8 @@ class LatentAttentionSpec:
 
     @property
     def cache_shape(self) -> tuple[int, ...]:
-        """Widths of the latent part and of the rotated part of a row."""
-        return self.latent_width, self.rope.rotary_width
+        """Widths of the latent part and of the rotated part of a row, and of an index key."""
+        return self.latent_width, self.rope.rotary_width, self.index_key_width
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,8 +310,8 @@ class LayerSpec:
     `pre_norms`: the inputs of attention and feed-forward are normalized. `attention_post_norm`, `ffn_post_norm`: the
     output of attention or of the feed-forward is normalized before the addition. `scaled`: the layer's output is
     multiplied by a learned number. `parallel`: the feed-forward reads the same normalized input as attention.
-    `only_experts`: this rank has only the
-    held routed experts; the rest of the layer is on other ranks.
+    `attention_gate_rank` and `ffn_gate_rank`: inner width of the gate that the normalized input is multiplied by; 0: it
+    has none. `only_experts`: this rank has only the held routed experts; the rest of the layer is on other ranks.
     """
 
     attention: AttentionSpec | LatentAttentionSpec | GatedDeltaSpec
@@ -291,6 +321,8 @@ class LayerSpec:
     pre_norms: bool = True
     scaled: bool = False
     parallel: bool = False
+    attention_gate_rank: int = 0
+    ffn_gate_rank: int = 0
     only_experts: bool = False
 
 

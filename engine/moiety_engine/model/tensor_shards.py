@@ -63,6 +63,7 @@ def own_spec(spec: ModelSpec, seat: Seat) -> ModelSpec:
         )
     if seat.layout.pp > len(spec.layers):
         raise InvalidConfig(f"--pp {seat.layout.pp} is more than the model's {len(spec.layers)} layers")
+    _check_stages(spec, seat.layout)
     layers = tuple(_own_layer(spec.layers[index], seat) for index in seat.layers_of(len(spec.layers)))
     elsewhere = seat.pp_rank or seat.expert_rank is not None
     vision = None if seat.expert_rank is not None else spec.vision
@@ -166,6 +167,18 @@ def _cuts(spec: ModelSpec, layout: Layout) -> Iterator[_Cut]:
         yield _Cut(*_cut_experts(ffn, Seat(layout)), of_experts=True)
         if ffn.shared is not None:
             yield _Cut("columns of shared experts", ffn.shared.dense.width, "--tp", layout.tp)
+
+
+def _check_stages(spec: ModelSpec, layout: Layout) -> None:
+    """Raise InvalidConfig if a pipeline stage begins with a layer that uses the selection of the stage before it."""
+    for stage in range(1, layout.pp):
+        first = next(layer for layer in range(len(spec.layers)) if layout.stage_of(layer, len(spec.layers)) == stage)
+        indexer = getattr(spec.layers[first].attention, "indexer", None)
+        if indexer is not None and indexer.reuses:
+            raise InvalidConfig(
+                f"--pp {layout.pp} begins a stage with layer {first}, which attends to the tokens that a layer of the "
+                "stage before it has selected: use another number of stages, or --tp and --ep instead"
+            )
 
 
 def _cut_experts(mixture: MoeSpec, seat: Seat) -> tuple[str, int, str, int]:

@@ -121,7 +121,8 @@ class Transformer:
             for one, w, factors in zip(own.layers, weights.layers, self.adapters.layers, strict=True)
         ]
         self._norms = [
-            (make_norm(spec.norm, w.attention_norm), make_norm(spec.norm, w.ffn_norm)) for w in weights.layers
+            (make_norm(spec.norm, w.attention_norm, arithmetic), make_norm(spec.norm, w.ffn_norm, arithmetic))
+            for w in weights.layers
         ]
         self._final_norm = make_norm(spec.norm, weights.final_norm)
         self.expert_cache = expert_cache

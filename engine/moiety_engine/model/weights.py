@@ -17,6 +17,7 @@ from moiety_engine.model.spec import (
     AttentionSpec,
     DenseSpec,
     GatedDeltaSpec,
+    IndexerSpec,
     LatentAttentionSpec,
     LayerSpec,
     ModelSpec,
@@ -46,16 +47,25 @@ class AttentionWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexerWeights:
+    query_up_QC: Tensor  # from the queries' latent row to all index queries
+    key_ID: Tensor
+    key_norm: NormWeights  # a layer norm of the index key
+    head_weight_HD: Tensor  # float32, to the weight of each index query
+
+
+@dataclass(frozen=True, slots=True)
 class LatentAttentionWeights:
     input_CD: Tensor  # rows: queries or their latent row, then the latent row, then the rotated part of keys
     input_bias_C: Tensor | None
     query_norm: Tensor | None  # float32
-    query_up: Weight | None  # from the queries' latent row to all heads
+    query_up: Weight | None  # from the queries' latent row to all heads, and then to all gates
     latent_norm_L: Tensor  # float32
     key_up_HLd: Tensor  # from the unrotated part of a head's query into the latent space
     value_up_HdL: Tensor
     output_DC: Weight
     output_bias_D: Tensor | None
+    indexer: IndexerWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +119,16 @@ class MoeWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class NormGateWeights:
+    down_RD: Tensor
+    up_DR: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class NormWeights:
     weight_D: Tensor  # float32, as is the bias
     bias_D: Tensor | None
+    gate: NormGateWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,9 +279,10 @@ class _Allocator:
         shape = shape if self.rows is None else (self.rows, *shape[1:])
         return torch.empty(shape, device=self.device, dtype=dtype)
 
-    def norm(self) -> NormWeights:
+    def norm(self, gate_rank: int = 0) -> NormWeights:
         size = self.spec.hidden_size
-        return NormWeights(self.vector(size), self.vector(size) if self.spec.norm.kind == "layer" else None)
+        gate = NormGateWeights(self.matrix(gate_rank, size), self.matrix(size, gate_rank)) if gate_rank else None
+        return NormWeights(self.vector(size), self.vector(size) if self.spec.norm.kind == "layer" else None, gate)
 
     def mtp_input(self) -> MtpInputWeights:
         size = self.spec.hidden_size
@@ -304,9 +322,9 @@ class _Allocator:
         ffn = self.experts(one.ffn) if isinstance(one.ffn, MoeSpec) else self.dense(one.ffn)
         normed = isinstance(one.ffn, MoeSpec) and one.ffn.normed
         return LayerWeights(
-            attention_norm=self.norm() if one.pre_norms else None,
+            attention_norm=self.norm(one.attention_gate_rank) if one.pre_norms else None,
             attention=self.attention(one.attention),
-            ffn_norm=self.norm() if one.pre_norms and not (normed or one.parallel) else None,
+            ffn_norm=self.norm(one.ffn_gate_rank) if one.pre_norms and not (normed or one.parallel) else None,
             ffn=ffn,
             attention_post_norm=self.norm() if one.attention_post_norm else None,
             ffn_post_norm=self.norm() if one.ffn_post_norm else None,
@@ -338,12 +356,24 @@ class _Allocator:
             input_CD=self.product(fused, size),
             input_bias_C=self.vector(fused) if a.input_bias else None,
             query_norm=None if a.query_rank is None else self.vector(a.query_rank),
-            query_up=None if a.query_rank is None else self.product(a.num_heads * a.head_dim, a.query_rank),
+            query_up=None
+            if a.query_rank is None
+            else self.product(a.query_output_width, (2 if a.gated else 1) * a.query_rank),
             latent_norm_L=self.vector(a.latent_width),
             key_up_HLd=self.matrix(a.num_heads, a.latent_width, a.nope_width),
             value_up_HdL=self.matrix(a.num_heads, a.value_width, a.latent_width),
             output_DC=self.product(size, a.num_heads * a.value_width),
             output_bias_D=self.vector(size) if a.output_bias else None,
+            indexer=self.indexer(a.indexer, a.query_input_width) if a.indexer and not a.indexer.reuses else None,
+        )
+
+    def indexer(self, i: IndexerSpec, query_rank: int) -> IndexerWeights:
+        size = self.spec.hidden_size
+        return IndexerWeights(
+            query_up_QC=self.matrix(i.num_heads * i.head_dim, query_rank),
+            key_ID=self.matrix(i.head_dim, size),
+            key_norm=NormWeights(self.vector(i.head_dim), self.vector(i.head_dim)),
+            head_weight_HD=self.vector(i.num_heads, size),
         )
 
     def grouped(self, a: AttentionSpec) -> AttentionWeights:

@@ -17,14 +17,14 @@ from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.cache_groups import cache_groups
 from moiety_engine.model.families import read_spec, spec_from_config
-from moiety_engine.model.spec import KV_SCALE_BYTES, GatedDeltaSpec
+from moiety_engine.model.spec import KV_SCALE_BYTES, GatedDeltaSpec, LatentAttentionSpec
 from moiety_engine.model.weight_offload import weight_bytes
 from moiety_engine.model.weight_quantizer import bytes_in
 from moiety_kernels.quantization.weight import FORMATS
 from moiety_wire.engine_choices import KvDtype
 
 if TYPE_CHECKING:
-    from moiety_engine.model.spec import AttentionSpec, LatentAttentionSpec, ModelSpec
+    from moiety_engine.model.spec import AttentionSpec, ModelSpec
     from moiety_kernels.quantization.weight import WeightFormat
 
 _QWEN3 = {"model_type": "qwen3_moe", "head_dim": 128, "num_key_value_heads": 4, "num_experts": 128}
@@ -36,28 +36,30 @@ _GPT_OSS |= {"swiglu_limit": 7.0, "attention_bias": True}
 _QWEN_3_NEXT = {"hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256}
 _QWEN_3_NEXT |= {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "max_position_embeddings": 262_144}
 _QWEN_3_NEXT |= {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+_DEEPSEEK: dict[str, Any] = {
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "first_k_dense_replace": 3,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "vocab_size": 129280,
+    "max_position_embeddings": 163840,
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+}
 PRESETS: dict[str, dict[str, Any]] = {
-    "deepseek-v3": {  # deepseek-ai/DeepSeek-V3
-        "model_type": "deepseek_v3",
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "moe_intermediate_size": 2048,
-        "num_hidden_layers": 61,
-        "first_k_dense_replace": 3,
-        "num_attention_heads": 128,
-        "num_key_value_heads": 128,
-        "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "n_routed_experts": 256,
-        "num_experts_per_tok": 8,
-        "n_shared_experts": 1,
-        "vocab_size": 129280,
-        "max_position_embeddings": 163840,
-        "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
-    },
+    "deepseek-v3": {"model_type": "deepseek_v3", **_DEEPSEEK},  # deepseek-ai/DeepSeek-V3
+    "deepseek-v3.2": {"model_type": "deepseek_v32", **_DEEPSEEK},  # deepseek-ai/DeepSeek-V3.2
+    "glm-5": {"model_type": "glm_moe_dsa"},  # zai-org/GLM-5, whose config.json has the class's defaults
     "qwen3-235b-a22b": {  # Qwen/Qwen3-235B-A22B
         **_QWEN3,
         "hidden_size": 4096,
@@ -126,6 +128,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+INDEX_KEY_ITEMSIZE = 2  # bytes of an index key's value, whatever the cache's type
+
+
 @dataclass(frozen=True, slots=True)
 class Served:
     """A model and the types of its weights and its KV cache."""
@@ -166,7 +171,8 @@ class Served:
         if isinstance(attention, GatedDeltaSpec):
             return 0
         scales = KV_SCALE_BYTES * attention.cached_rows if self.kv_scaled else 0
-        return attention.cached_values * self.kv_itemsize + scales
+        index_key = attention.index_key_width if isinstance(attention, LatentAttentionSpec) else 0
+        return attention.cached_values * self.kv_itemsize + scales + index_key * INDEX_KEY_ITEMSIZE
 
 
 def state_bytes(attention: AttentionSpec | LatentAttentionSpec | GatedDeltaSpec) -> int:

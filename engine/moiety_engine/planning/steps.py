@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moiety_engine.model.spec import AttentionSpec, GatedDeltaSpec, LatentAttentionSpec, LayerSpec, MoeSpec
+from moiety_engine.model.spec import AttentionSpec, GatedDeltaSpec, IndexerSpec, LatentAttentionSpec, LayerSpec, MoeSpec
 from moiety_engine.model.weights import LatentAttentionWeights, MoeWeights, allocate, products_of
+from moiety_engine.planning.models import INDEX_KEY_ITEMSIZE
 from moiety_kernels.bench.work import Speeds, Work, expected_active, floor_s
 from moiety_kernels.grouped_gemm.tiles import LAUNCH_S, Problem, candidates, choose, seconds
 
@@ -130,6 +131,8 @@ def products_s(served: Served, own: ModelSpec, layer: LayerSpec, machine: Machin
     wide: list[Tensor] = []
     if isinstance(one.attention, LatentAttentionWeights):
         wide += [one.attention.key_up_HLd, one.attention.value_up_HdL]
+        if (indexer := one.attention.indexer) is not None:
+            wide += [indexer.query_up_QC, indexer.key_ID, indexer.head_weight_HD]
     if isinstance(one.ffn, MoeWeights):
         wide.append(one.ffn.router_ED)
         narrow = [*narrow, *products_of(one.ffn.shared)]
@@ -172,6 +175,8 @@ def attention_s(
         return decoding + prompts
     if isinstance(attention, LatentAttentionSpec):  # absorbed: scores and sums are over latent rows
         pair_flops = 2.0 * attention.num_heads * (2 * attention.latent_width + attention.rope.rotary_width)
+        if attention.indexer is not None:
+            return _sparse_s(attention, attention.indexer, machine, batch, pair_flops, kv_bytes)
         window = None
     else:
         pair_flops, window = 2.0 * (attention.q_width + attention.output_width), attention.window
@@ -179,6 +184,26 @@ def attention_s(
     read = batch.decoding * context
     decoding = floor_s(Work(read * pair_flops, read * kv_bytes), _speeds(machine))
     return decoding + batch.prompt_rows * seen * pair_flops / (_PROMPT_ATTENTION * machine.speeds.flops_bf16)
+
+
+def _sparse_s(
+    attention: LatentAttentionSpec,
+    indexer: IndexerSpec,
+    machine: Machine,
+    batch: PlannedBatch,
+    pair_flops: float,
+    kv_bytes: int,
+) -> float:
+    """Return the seconds of sparse attention: index keys of the whole context, and rows of the selected tokens."""
+    index_bytes = attention.index_key_width * INDEX_KEY_ITEMSIZE
+    index_flops = 0.0 if indexer.reuses else 2.0 * indexer.num_heads * indexer.head_dim
+    chosen, seen = (min(length, indexer.top_k) for length in (batch.context, batch.prompt_seen))
+    scored, in_prompts = (length if length > indexer.top_k else 0.0 for length in (batch.context, batch.prompt_seen))
+    flops = chosen * pair_flops + scored * index_flops
+    moved = chosen * (kv_bytes - index_bytes) + scored * index_bytes
+    decoding = floor_s(Work(batch.decoding * flops, batch.decoding * moved), _speeds(machine))
+    prompts = batch.prompt_rows * (seen * pair_flops + in_prompts * index_flops)
+    return decoding + prompts / (_PROMPT_ATTENTION * machine.speeds.flops_bf16)
 
 
 def experts_s(

@@ -15,9 +15,10 @@ from torch.nn import functional
 from moiety_kernels.bench import work
 from moiety_kernels.bench.clocks import Call
 from moiety_kernels.bench.routings import draw_logits, spec_of
-from moiety_kernels.bench.shapes import DECODE_CONTEXT, LayerShape
+from moiety_kernels.bench.shapes import DECODE_CONTEXT, SPARSE_CONTEXT, LayerShape, SparseShape
 from moiety_kernels.bench.work import Work
 from moiety_kernels.gated_delta import gated_delta_rule
+from moiety_kernels.lightning_indexer import select_tokens
 from moiety_kernels.linear import linear
 from moiety_kernels.paged_attention import paged_attention
 from moiety_kernels.rms_norm import add_rms_norm, rms_norm
@@ -25,6 +26,7 @@ from moiety_kernels.route import route
 from moiety_kernels.route.reference import route as route_in_torch
 from moiety_kernels.sample import Draws, sample
 from moiety_kernels.sample.reference import sample as sample_in_torch
+from moiety_kernels.sparse_mla_attention import sparse_mla_attention
 
 _EPS = 1e-6
 _PLACES = 16  # slots per cache block
@@ -206,6 +208,68 @@ def _gated_delta(shape: LayerShape, lengths: list[int], device: torch.device) ->
     return Point(run, {}, work.gated_delta(shape, tokens, len(lengths), _name(v)), _name(v))
 
 
+def _index_select(shape: LayerShape, sequences: int, device: torch.device) -> Point:
+    """Return decodes that each score a context of their own and select from it."""
+    sparse, context = _sparse(shape), _sparse_context(device)
+    q = torch.randn(sequences, sparse.index_heads, sparse.index_width, device=device).to(_dtype(device))
+    weight = torch.randn(sequences, sparse.index_heads, device=device)
+    blocks = context // _PLACES
+    keys = torch.randn(sequences * blocks, _PLACES, sparse.index_width, device=device).to(_dtype(device))
+    table = torch.randperm(sequences * blocks, device=device).to(torch.int32).view(sequences, blocks)
+    starts = torch.arange(sequences + 1, dtype=torch.int32, device=device)
+    lengths = torch.full((sequences,), context, dtype=torch.int32, device=device)
+
+    def run() -> Tensor:
+        return select_tokens(q, weight, keys, starts, lengths, table, sparse.top_k, max_context=context)[0]
+
+    def in_torch() -> Tensor:
+        own = keys[table.long()].flatten(1, 2)
+        products = torch.einsum("shi,sci->shc", q, own).relu()
+        return (weight.unsqueeze(1) @ products.float()).squeeze(1).topk(sparse.top_k).indices
+
+    return Point(run, {"torch_einsum_topk": in_torch}, work.index_select(shape, sequences, context, _name(q)), _name(q))
+
+
+def _sparse_decode(shape: LayerShape, sequences: int, device: torch.device) -> Point:
+    return _sparse_attention(shape, sequences, sequences, device)
+
+
+def _sparse_prefill(shape: LayerShape, tokens: int, device: torch.device) -> Point:
+    return _sparse_attention(shape, tokens, 0, device)
+
+
+def _sparse_attention(shape: LayerShape, tokens: int, num_decode: int, device: torch.device) -> Point:
+    """Return attention to slots at random places of a context per decode, or of one that all tokens share."""
+    sparse, context = _sparse(shape), _sparse_context(device)
+    blocks = max(1, num_decode) * context // _PLACES
+    q = torch.randn(tokens, sparse.heads, sparse.row_width, device=device).to(_dtype(device))
+    cache = torch.randn(blocks, _PLACES, sparse.row_width, device=device).to(_dtype(device))
+    slots = torch.randint(blocks * _PLACES, (tokens, sparse.top_k), dtype=torch.int32, device=device)
+    counts = torch.full((tokens,), sparse.top_k, dtype=torch.int32, device=device)
+    scale = sparse.row_width**-0.5
+
+    def run() -> Tensor:
+        return sparse_mla_attention(q, cache, sparse.value_width, slots, counts, scale, num_decode=num_decode)
+
+    return Point(run, {}, work.sparse_attention(shape, tokens, _name(q)), _name(q))
+
+
+def _sparse(shape: LayerShape) -> SparseShape:
+    assert shape.sparse is not None
+    return shape.sparse
+
+
+def _sparse_context(device: torch.device) -> int:
+    return SPARSE_CONTEXT if device.type == "cuda" else SPARSE_CONTEXT // 64
+
+
+def _sparse_bytes(shape: LayerShape, tokens: int, contexts: int) -> int:
+    """Return the bytes of keys and rows in float32, as they are drawn, and in the cache's type, and of queries."""
+    sparse = _sparse(shape)
+    rows = contexts * SPARSE_CONTEXT * (sparse.index_width + sparse.row_width)
+    return 8 * rows + 16 * tokens * sparse.heads * sparse.row_width + 8 * tokens * sparse.top_k
+
+
 def _delta_bytes(shape: LayerShape, tokens: int) -> int:
     heads, value_heads, width = shape.delta_heads or (0, 0, 0)
     return 8 * tokens * width * (2 * heads + 4 * value_heads) + 8 * tokens * value_heads * width * width
@@ -271,6 +335,24 @@ OPERATIONS = {
             lambda s, t: s.delta_heads is not None and t >= 256,
             lambda s, t: _delta_bytes(s, t) // 16,
             _delta_prefill,
+        ),
+        Operation(
+            "index_select",
+            lambda s, t: s.sparse is not None and t <= 64,
+            lambda s, t: 2 * _sparse_bytes(s, t, t),
+            _index_select,
+        ),
+        Operation(
+            "sparse_attention_decode",
+            lambda s, t: s.sparse is not None and t <= 64,
+            lambda s, t: _sparse_bytes(s, t, t),
+            _sparse_decode,
+        ),
+        Operation(
+            "sparse_attention_prefill",
+            lambda s, t: s.sparse is not None and 256 <= t <= 4096,
+            lambda s, t: _sparse_bytes(s, t, 1),
+            _sparse_prefill,
         ),
     )
 }

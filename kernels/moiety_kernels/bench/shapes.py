@@ -10,6 +10,18 @@ import typer
 
 
 @dataclass(frozen=True, slots=True)
+class SparseShape:
+    """Sparse latent attention: index queries, rows of the cache, and the rows that a token selects."""
+
+    index_heads: int
+    index_width: int
+    heads: int
+    row_width: int
+    value_width: int
+    top_k: int
+
+
+@dataclass(frozen=True, slots=True)
 class LayerShape:
     """One layer of a model, without biases and with SiLU as its activation.
 
@@ -28,11 +40,13 @@ class LayerShape:
     routing: Mapping[str, Any] = field(default_factory=lambda: {"renormalize": True})  # further fields of RoutingSpec
     dtype: str = "bfloat16"  # of the weights
     delta_heads: tuple[int, int, int] | None = None  # key heads, value heads and their width, of gated DeltaNet layers
+    sparse: SparseShape | None = None
 
 
 TOKENS = (1, 16, 64, 256, 1024, 4096, 16384)
 ROUTINGS = ("uniform", "zipf")
 DECODE_CONTEXT = 4096  # cached tokens of every decoding sequence
+SPARSE_CONTEXT = 32768  # the same with sparse attention; a 64th of it on a CPU
 
 _SIGMOID = {"scoring": "sigmoid", "renormalize": True}
 _GROUPS = {"num_groups": 8, "top_groups": 4, "group_score": "best_two", "scale": 2.5}
@@ -50,13 +64,20 @@ MODELS = (
     LayerShape("E128-2816x704", 128, 8, 2816, 704, 0, 0, 0, 0),
 )
 RECURRENT = (LayerShape("Qwen3-Next", 512, 10, 2048, 512, 16, 2, 256, 151936, delta_heads=(16, 32, 128)),)
+SPARSE = (  # without heads, since paged_attention does not compute latent attention
+    LayerShape("DeepSeek-V3.2", 256, 8, 7168, 2048, 0, 0, 0, 129280, sparse=SparseShape(64, 128, 128, 576, 512, 2048)),
+)
 # Sizes for a CPU: the layer of the bundled model, and that of benchmarks/checkpoint.py.
 SMALL = (
-    LayerShape("moiety-demo", 16, 2, 128, 96, 4, 2, 32, 2048, delta_heads=(2, 4, 64)),
+    LayerShape(
+        *("moiety-demo", 16, 2, 128, 96, 4, 2, 32, 2048),
+        delta_heads=(2, 4, 64),
+        sparse=SparseShape(8, 64, 8, 96, 64, 64),
+    ),
     LayerShape("random-669M", 32, 4, 1024, 512, 16, 4, 64, 16000),
 )
 SMALL_TOKENS = (1, 16, 64, 256)
-SHAPES = {shape.name: shape for shape in (*MODELS, *RECURRENT, *SMALL)}
+SHAPES = {shape.name: shape for shape in (*MODELS, *RECURRENT, *SPARSE, *SMALL)}
 
 
 def layer_of(numbers: tuple[int, ...]) -> LayerShape:

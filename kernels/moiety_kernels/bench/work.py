@@ -88,6 +88,26 @@ def gated_delta(shape: LayerShape, tokens: int, states: int, dtype: str = "bfloa
     return Work(flops=6.0 * tokens * state, bytes=rows + 8.0 * states * state)
 
 
+def index_select(shape: LayerShape, sequences: int, context: int, dtype: str = "bfloat16") -> Work:
+    """Return the work of one query per sequence that scores `context` index keys: the keys read once."""
+    sparse = shape.sparse
+    assert sparse is not None
+    pairs = sequences * context * sparse.index_width
+    return Work(flops=2.0 * pairs * sparse.index_heads, bytes=float(pairs * ITEM_BYTES[dtype]))
+
+
+def sparse_attention(shape: LayerShape, tokens: int, dtype: str = "bfloat16") -> Work:
+    """Return the work of attention of each token to its selected rows: each row read once by each token."""
+    sparse = shape.sparse
+    assert sparse is not None
+    rows = tokens * sparse.top_k
+    outputs = tokens * sparse.heads * (sparse.row_width + sparse.value_width)
+    return Work(
+        flops=2.0 * rows * sparse.heads * (sparse.row_width + sparse.value_width),
+        bytes=float((rows * sparse.row_width + outputs) * ITEM_BYTES[dtype]),
+    )
+
+
 def rms_norm(shape: LayerShape, tokens: int, *, add: bool, dtype: str = "bfloat16") -> Work:
     """Return the work: a row in and a row out, two of each with the residual sum; the weight is float32."""
     moved = (4 if add else 2) * tokens * shape.width * ITEM_BYTES[dtype]

@@ -47,12 +47,12 @@ def latent_input(
     if latent_scale_NP is not None and rotated_scale_NP is not None:
         of_latent_T1, of_rotated_T1 = scale_of(latent), scale_of(rotated)
         latent, rotated = to_whole(latent, of_latent_T1), to_whole(rotated, of_rotated_T1)
-        _store(of_latent_T1, latent_scale_NP.view(-1, 1), slots_T)
-        _store(of_rotated_T1, rotated_scale_NP.view(-1, 1), slots_T)
+        store_rows(of_latent_T1, latent_scale_NP.view(-1, 1), slots_T)
+        store_rows(of_rotated_T1, rotated_scale_NP.view(-1, 1), slots_T)
     row_TL = torch.cat((latent, rotated), dim=1)
     if cache_NPL.dtype is torch.float8_e4m3fn:
         row_TL = row_TL.clamp(-FLOAT8_MAX, FLOAT8_MAX)
-    _store(row_TL.to(cache_NPL.dtype), cache_NPL.flatten(0, 1), slots_T)
+    store_rows(row_TL.to(cache_NPL.dtype), cache_NPL.flatten(0, 1), slots_T)
     return query if plan.query_norm is None else normalize(query, plan.query_norm, plan.norm_eps)
 
 
@@ -67,7 +67,7 @@ def to_whole(part_TL: Tensor, scale_T1: Tensor) -> Tensor:
     return torch.floor(part_TL.float() / scale_T1 + 0.5)
 
 
-def _store(row_TL: Tensor, rows: Tensor, slots_T: Tensor) -> None:
+def store_rows(row_TL: Tensor, rows: Tensor, slots_T: Tensor) -> None:
     """Write each row to its slot, if the slot is not negative.
 
     On a GPU the host must not wait to learn which slots are negative. So a row without a slot rewrites the first

@@ -19,12 +19,18 @@ from moiety_engine.model.families.config import Config, Features, checkpoint_dty
 from moiety_engine.model.families.deepseek import (
     axk1,
     axk1_features,
+    axk2,
+    axk2_features,
     deepseek_v2,
     deepseek_v2_features,
     deepseek_v3,
     deepseek_v3_features,
+    deepseek_v32,
+    deepseek_v32_features,
     glm4_moe_lite,
     glm4_moe_lite_features,
+    glm_moe_dsa,
+    glm_moe_dsa_features,
     mistral4,
     sarvam_mla,
     sarvam_mla_features,
@@ -55,6 +61,7 @@ from moiety_engine.model.families.phimoe import phimoe, phimoe_features
 from moiety_engine.model.families.qwen import qwen2, qwen2_moe, qwen3, qwen3_moe
 from moiety_engine.model.families.qwen_next import qwen3_5, qwen3_5_moe, qwen3_next, qwen3_next_features
 from moiety_engine.model.families.qwen_vl import qwen3_vl_moe, qwen3_vl_moe_features, qwen3_vl_moe_text_config
+from moiety_engine.model.families.unsupported import UNSUPPORTED
 from moiety_engine.model.families.wrapped import WRAPPERS, around_text, wrapped_text_config
 from moiety_engine.model.quantization_formats import modelopt_settings
 from moiety_engine.model.spec import LayerSpec, ModelSpec, NormSpec
@@ -69,11 +76,13 @@ FAMILIES: dict[str, Callable[[Config, int], LayerSpec]] = {
     "afmoe": afmoe,
     "aria_text": aria_text,
     "axk1": axk1,
+    "axk2": axk2,
     "bailing_moe": bailing_moe,
     "bailing_moe_v2": bailing_moe,
     "cohere2_moe": cohere2_moe,
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
+    "deepseek_v32": deepseek_v32,
     "dots1": dots1,
     "ernie4_5_moe": ernie4_5_moe,
     "exaone_moe": exaone_moe,
@@ -83,6 +92,7 @@ FAMILIES: dict[str, Callable[[Config, int], LayerSpec]] = {
     "gemma4_text": gemma4_text,
     "glm4_moe": glm4_moe,
     "glm4_moe_lite": glm4_moe_lite,
+    "glm_moe_dsa": glm_moe_dsa,
     "gpt_oss": gpt_oss,
     "granite": granite,
     "granitemoe": granitemoe,
@@ -121,11 +131,13 @@ FAMILIES: dict[str, Callable[[Config, int], LayerSpec]] = {
 WHOLE: dict[str, Callable[[Config], Features]] = {
     "afmoe": afmoe_features,
     "axk1": axk1_features,
+    "axk2": axk2_features,
     "bailing_moe": bailing_features,
     "bailing_moe_v2": bailing_features,
     "cohere2_moe": cohere2_moe_features,
     "deepseek_v2": deepseek_v2_features,
     "deepseek_v3": deepseek_v3_features,
+    "deepseek_v32": deepseek_v32_features,
     "ernie4_5_moe": ernie_features,
     "exaone_moe": exaone_features,
     "gemma3": gemma3_features,
@@ -133,6 +145,7 @@ WHOLE: dict[str, Callable[[Config], Features]] = {
     "gemma4_text": gemma4_features,
     "glm4_moe": glm_features,
     "glm4_moe_lite": glm4_moe_lite_features,
+    "glm_moe_dsa": glm_moe_dsa_features,
     "granite": granite_features,
     "granitemoe": granite_features,
     "granitemoe_swa": granite_features,
@@ -211,6 +224,11 @@ def _text_part(config: Config) -> Config:
     if config.get("model_type") in WRAPPERS:
         config = wrapped_text_config(config)
     family = config.get("model_type")
+    if family in UNSUPPORTED:
+        raise UnsupportedModelError(
+            f"model family {family!r} is not supported, because it needs {UNSUPPORTED[family]}: serve it with another "
+            "engine behind the gateway, or choose a model that `moiety models` lists"
+        )
     if family not in FAMILIES:
         known = ", ".join(sorted([*FAMILIES, *WRAPPERS]))
         raise UnsupportedModelError(f"model family {family!r} is not supported; the known families are: {known}")

@@ -68,6 +68,11 @@ CATALOG: dict[str, FamilyEntry] = {
         },
     ),
     "axk1": FamilyEntry("A.X-K1", "latent, YaRN", f"{_AS_DEEPSEEK}; a norm of the output of experts"),
+    "axk2": FamilyEntry(
+        "A.X-K2-Light",
+        "latent, an output gate; sparse: an indexer selects 2,048 tokens",
+        f"{_AS_DEEPSEEK}; norms of inputs have gates",
+    ),
     "bailing_moe": FamilyEntry("Ling 2.0, Ring 2.0 (BailingMoeV2)", _LING_ATTENTION, _AS_DEEPSEEK, _LING),
     "bailing_moe_v2": FamilyEntry("Ling 2.0, Ring 2.0 (BailingMoeV2)", _LING_ATTENTION, _AS_DEEPSEEK, _LING),
     "cohere2_moe": FamilyEntry(
@@ -82,6 +87,9 @@ CATALOG: dict[str, FamilyEntry] = {
         {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
     ),
     "deepseek_v3": FamilyEntry("DeepSeek-V3, R1", "latent, YaRN", _DEEPSEEK),
+    "deepseek_v32": FamilyEntry(
+        "DeepSeek-V3.2, V3.2-Exp", "latent, YaRN; sparse: an indexer selects 2,048 tokens", _DEEPSEEK
+    ),
     "dots1": FamilyEntry(
         "dots.llm1",
         "norms of heads, windows",
@@ -118,6 +126,9 @@ CATALOG: dict[str, FamilyEntry] = {
     ),
     "glm4_moe": FamilyEntry("GLM-4.5, 4.5-Air, 4.6", "part of each head rotated, norms of heads", _AS_DEEPSEEK),
     "glm4_moe_lite": FamilyEntry("GLM-4.7-Flash", "latent", _AS_DEEPSEEK),
+    "glm_moe_dsa": FamilyEntry(
+        "GLM-5, 5.1, 5.2", "latent; sparse: an indexer selects 2,048 tokens, for one or several layers", _AS_DEEPSEEK
+    ),
     "gpt_oss": FamilyEntry(
         "gpt-oss-20b, 120b", "sinks, windows, YaRN", "softmax over the chosen, biases, clipped activation"
     ),

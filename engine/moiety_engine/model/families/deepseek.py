@@ -1,11 +1,11 @@
-"""DeepSeek-V2, DeepSeek-V3 and models with the same architecture: Kimi K2, Sarvam, GLM-4.7-Flash and A.X-K1."""
+"""DeepSeek-V2, V3 and V3.2, and models with their architecture: Kimi K2, Sarvam, GLM-4.7-Flash, GLM-5, A.X-K1, K2."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from moiety_engine.model.attention_options import QueryGrowth
-from moiety_engine.model.errors import UnsupportedModelError
+from moiety_engine.model.errors import ConfigError, UnsupportedModelError
 from moiety_engine.model.families.config import (
     Config,
     Features,
@@ -22,7 +22,14 @@ from moiety_engine.model.families.config import (
     rope_parameters,
     yarn_magnitude,
 )
-from moiety_engine.model.spec import DenseSpec, LatentAttentionSpec, LayerSpec, MoeSpec, SharedSpec
+from moiety_engine.model.spec import (
+    DenseSpec,
+    IndexerSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    MoeSpec,
+    SharedSpec,
+)
 
 
 def deepseek_v2(config: Config, index: int) -> LayerSpec:
@@ -34,6 +41,53 @@ def deepseek_v3(config: Config, index: int) -> LayerSpec:
     require(config, "deepseek_v3", scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
     attention = _attention(config, interleaved=bool(config["rope_interleave"]))
     return LayerSpec(attention, read_sigmoid_mixture(config, index))
+
+
+def deepseek_v32(config: Config, index: int) -> LayerSpec:
+    """Return a layer of DeepSeek-V3.2, whose attention is sparse."""
+    require(config, "deepseek_v32", scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
+    return LayerSpec(_sparse_attention(config), _sigmoid_mixture_by_type(config, index))
+
+
+def glm_moe_dsa(config: Config, index: int) -> LayerSpec:
+    """Return a layer of GLM-5, whose attention is sparse; some layers use the selection of a layer before them."""
+    require(config, "glm_moe_dsa", scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
+    require(config, "glm_moe_dsa", rope_interleave=True, indexer_rope_interleave=True)
+    reuses = index < config["num_hidden_layers"] and _reuses_selection(config, index)  # the MTP layer has an indexer
+    attention = _sparse_attention(config, interleaved=True, reuses=reuses)
+    return LayerSpec(attention, _sigmoid_mixture_by_type(config, index))
+
+
+def _sparse_attention(config: Config, *, interleaved: bool = False, reuses: bool = False) -> LatentAttentionSpec:
+    """Return sparse latent attention; `interleaved`: that of the indexer's rotary embedding."""
+    attention = _attention(config, interleaved=True)
+    if attention.query_rank is None:
+        raise UnsupportedModelError("sparse attention needs a q_lora_rank, the input of its index queries")
+    rotary_width, head_dim = attention.rope.rotary_width, config["index_head_dim"]
+    if not 0 < rotary_width <= head_dim:
+        raise ConfigError(f"index_head_dim {head_dim} must be at least qk_rope_head_dim {rotary_width}")
+    if config["index_topk"] < 1:
+        raise ConfigError(f"index_topk {config['index_topk']} must be at least 1")
+    indexer = IndexerSpec(config["index_n_heads"], head_dim, config["index_topk"], interleaved, reuses)
+    return replace(attention, indexer=indexer)
+
+
+def _reuses_selection(config: Config, index: int) -> bool:
+    """Return whether the layer has no indexer. Raises ConfigError if there is none before it either."""
+    kinds, names = config.get("indexer_types") or config.get("index_topk_pattern"), {"F": "full", "S": "shared"}
+    if kinds is None:
+        period, offset = max(config.get("index_topk_freq", 1), 1), config.get("index_skip_topk_offset", 2)
+        kinds = ["SF"[max(i - offset + 1, 0) % period == 0] for i in range(config["num_hidden_layers"])]
+    kinds = [names.get(kind, kind) for kind in kinds]
+    if len(kinds) != config["num_hidden_layers"] or not {*kinds} <= {"full", "shared"} or kinds[0] != "full":
+        raise ConfigError(f"indexer_types {kinds} must be full or shared, one for each layer, and full for the first")
+    return bool(kinds[index] == "shared")
+
+
+def _sigmoid_mixture_by_type(config: Config, index: int) -> DenseSpec | MoeSpec:
+    if is_dense_layer(config, index, num_dense=config["first_k_dense_replace"]):
+        return DenseSpec(config["intermediate_size"], activation=read_activation(config))
+    return read_sigmoid_experts(config)
 
 
 def sarvam_mla(config: Config, index: int) -> LayerSpec:
@@ -90,6 +144,23 @@ def _is_dense_in_axk1(config: Config, index: int) -> bool:
     return not sparse
 
 
+def axk2(config: Config, index: int) -> LayerSpec:
+    """Return a layer of A.X-K2: sparse attention with output gates, and norms with gates except before dense layers."""
+    require(config, "axk2", scoring_func="sigmoid")
+    attention, rank = replace(_sparse_attention(config), gated=True), config["gated_norm_rank"]
+    if rank < 1:
+        raise ConfigError(f"gated_norm_rank {rank} must be at least 1")
+    if _is_dense_in_axk1(config, index):
+        dense = DenseSpec(config["intermediate_size"], activation=read_activation(config))
+        return LayerSpec(attention, dense, attention_gate_rank=rank)
+    groups = {key: first(config, key, default=1) for key in ("n_group", "topk_group")}  # null: one group
+    return LayerSpec(attention, read_sigmoid_experts(config | groups), attention_gate_rank=rank, ffn_gate_rank=rank)
+
+
+def axk2_features(config: Config) -> Features:
+    return read_mtp(config, axk2)
+
+
 def axk1_features(config: Config) -> Features:
     """Return what released checkpoints have too much, norms after dense layers, and what they may lack: biases."""
     num_layers = config["num_hidden_layers"]
@@ -115,6 +186,14 @@ def deepseek_v2_features(config: Config) -> Features:
 
 def deepseek_v3_features(config: Config) -> Features:
     return read_mtp(config, deepseek_v3)
+
+
+def deepseek_v32_features(config: Config) -> Features:
+    return read_mtp(config, deepseek_v32)
+
+
+def glm_moe_dsa_features(config: Config) -> Features:
+    return read_mtp(config, glm_moe_dsa)
 
 
 def _softmax_mixture(config: Config, index: int) -> DenseSpec | MoeSpec:

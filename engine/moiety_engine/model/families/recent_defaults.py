@@ -40,6 +40,22 @@ RECENT_DEFAULTS: dict[str, dict[str, Any]] = {
         "shared_expert_combination_strategy": "average", "sliding_window": 4096, "sliding_window_pattern": 4,
         "tie_word_embeddings": True, "vocab_size": 256_000,
     },
+    "axk2": _SHARED | {
+        "gated_norm_rank": 16, "hidden_size": 2048, "index_head_dim": 128, "index_n_heads": 16, "index_topk": 2048,
+        "intermediate_size": 5120, "kv_lora_rank": 128, "max_position_embeddings": 131_072,
+        "moe_intermediate_size": 512, "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True,
+        "num_attention_heads": 32, "num_experts_per_tok": 8, "num_hidden_layers": 48, "q_lora_rank": 384,
+        "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "routed_scaling_factor": 2.5, "v_head_dim": 64,
+        "vocab_size": 163_840,
+    },
+    "deepseek_v32": _SHARED | {
+        "first_k_dense_replace": 3, "hidden_size": 7168, "index_head_dim": 128, "index_n_heads": 64,
+        "index_topk": 2048, "intermediate_size": 18_432, "kv_lora_rank": 512, "max_position_embeddings": 163_840,
+        "moe_intermediate_size": 2048, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1,
+        "norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61,
+        "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "routed_scaling_factor": 2.5,
+        "topk_group": 4, "v_head_dim": 128, "vocab_size": 129_280,
+    },
     "exaone_moe": {
         "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 16_384,
         "max_position_embeddings": 2048, "moe_intermediate_size": 1024, "n_group": 1, "norm_topk_prob": True,
@@ -72,6 +88,14 @@ RECENT_DEFAULTS: dict[str, dict[str, Any]] = {
         "q_lora_rank": 768, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-5,
         "rope_interleave": True, "routed_scaling_factor": 1.8, "topk_group": 1, "v_head_dim": 256,
         "vocab_size": 154_880,
+    },
+    "glm_moe_dsa": _SHARED | {
+        "first_k_dense_replace": 3, "hidden_size": 6144, "index_head_dim": 128, "index_n_heads": 32,
+        "index_topk": 2048, "intermediate_size": 12_288, "kv_lora_rank": 512, "max_position_embeddings": 202_752,
+        "moe_intermediate_size": 2048, "n_group": 1, "n_routed_experts": 256, "n_shared_experts": 1,
+        "norm_topk_prob": True, "num_attention_heads": 64, "num_experts_per_tok": 8, "num_hidden_layers": 78,
+        "q_lora_rank": 2048, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-5,
+        "routed_scaling_factor": 2.5, "topk_group": 1, "v_head_dim": 256, "vocab_size": 154_880,
     },
     "granitemoe_swa": _SHARED | {
         "attention_multiplier": 1.0, "embedding_multiplier": 1.0, "hidden_size": 4096, "intermediate_size": 11_008,

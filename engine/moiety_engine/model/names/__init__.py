@@ -114,6 +114,11 @@ def _norm_name(names: tuple[str, ...], present: set[str]) -> str:
 
 
 def _norm(name: str, weights: NormWeights) -> Iterator[Named]:
+    if weights.gate is not None:
+        yield f"{name}.norm.weight", whole(weights.weight_D)
+        yield f"{name}.W_down.weight", whole(weights.gate.down_RD)
+        yield f"{name}.W_up.weight", whole(weights.gate.up_DR)
+        return
     yield f"{name}.weight", whole(weights.weight_D)
     if weights.bias_D is not None:
         yield f"{name}.bias", whole(weights.bias_D)

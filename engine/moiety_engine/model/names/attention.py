@@ -5,6 +5,7 @@ C the widths of all heads' queries, keys and values, d head width, H heads, L wi
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -123,12 +124,55 @@ def _latent(spec: LatentAttentionSpec, weights: LatentAttentionWeights) -> Itera
             yield f"self_attn.{names[1]}.{kind}", _with_rotated_ends(latent, spec, 1)
     if weights.query_norm is not None and weights.query_up is not None:
         yield "self_attn.q_a_layernorm.weight", whole(weights.query_norm)
-        yield "self_attn.q_b_proj.weight", _with_rotated_ends(plain(weights.query_up), spec, spec.num_heads)
+        up = plain(weights.query_up)
+        mapping = _queries_and_gates(up, spec) if spec.gated else _with_rotated_ends(up, spec, spec.num_heads)
+        yield "self_attn.q_b_proj.weight", mapping
     yield "self_attn.kv_a_layernorm.weight", whole(weights.latent_norm_L)
     yield "self_attn.kv_b_proj.weight", _up(spec, weights)
     yield "self_attn.o_proj.weight", whole(plain(weights.output_DC))
     if weights.output_bias_D is not None:
         yield "self_attn.o_proj.bias", whole(weights.output_bias_D)
+    if spec.indexer is not None and weights.indexer is not None:
+        indexer, norm, width = weights.indexer, weights.indexer.key_norm, spec.rope.rotary_width
+        rotated = {
+            "wq_b.weight": (indexer.query_up_QC, spec.indexer.num_heads),
+            "wk.weight": (indexer.key_ID, 1),
+            "k_norm.weight": (norm.weight_D, 1),
+            "k_norm.bias": (norm.bias_D, 1),
+        }
+        for name, (rows, num_heads) in rotated.items():
+            assert rows is not None, "an index key has a layer norm with a bias"
+            one = _with_rotated_starts(rows, num_heads, width) if spec.indexer.interleaved else whole(rows)
+            yield f"self_attn.indexer.{name}", one
+        yield "self_attn.indexer.weights_proj.weight", whole(indexer.head_weight_HD)
+
+
+def _queries_and_gates(rows_QC: Tensor, spec: LatentAttentionSpec) -> TensorMapping:
+    """Return the mapping of a projection that has, for each head, the rows of its query and then of its gates.
+
+    In the weight all queries come before all gates.
+    """
+    still, width = spec.nope_width, spec.head_dim
+    order = torch.cat((torch.arange(still), torch.arange(still, width, 2), torch.arange(still + 1, width, 2)))
+
+    def arrange(source: Tensor) -> Tensor:
+        heads = source.view(spec.num_heads, -1, source.shape[-1])
+        return torch.cat((heads[:, order].flatten(0, 1), heads[:, width:].flatten(0, 1)))
+
+    return TensorMapping(rows_QC, tuple(rows_QC.shape), arrange)
+
+
+def _with_rotated_starts(rows_C: Tensor, num_heads: int, rotary_width: int) -> TensorMapping:
+    """Return the mapping like `_with_rotated_ends` of heads whose first rows are rotated."""
+    if not math.prod(rows_C.shape):
+        return whole(rows_C)
+
+    def arrange(source: Tensor) -> Tensor:
+        heads = source.view(num_heads, -1, *source.shape[1:])
+        rotated, rest = heads[:, :rotary_width], heads[:, rotary_width:]
+        return torch.cat((rotated[:, 0::2], rotated[:, 1::2], rest), dim=1).view(source.shape)
+
+    return TensorMapping(rows_C, tuple(rows_C.shape), arrange)
 
 
 def _with_rotated_ends(rows_C: Tensor, spec: LatentAttentionSpec, heads: int) -> TensorMapping:

@@ -1,0 +1,70 @@
+"""Latent attention over a few selected tokens of each query: the sparse attention of DeepSeek-V3.2."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from moiety_kernels.checks import require, require_shape
+from moiety_kernels.latent_input import require_latent_scales
+from moiety_kernels.lazy_imports import when_asked
+from moiety_kernels.mla_attention import mla_attention
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+_kernel = when_asked(__name__, "kernel")
+
+
+def sparse_mla_attention(
+    q_THL: Tensor,
+    cache_NPL: Tensor,
+    value_width: int,
+    slot_TK: Tensor,
+    count_T: Tensor,
+    scale: float,
+    latent_scale_NP: Tensor | None = None,
+    rotated_scale_NP: Tensor | None = None,
+    *,
+    num_decode: int = 0,
+) -> Tensor:
+    """Return out_THV: attention of query t to the first count[t] of the cache slots in slot[t], both int32.
+
+    A slot is block · P + offset. The first `num_decode` tokens are decodes. Everything else is as in `mla_attention`.
+    On a CPU it is that operation, with each query a sequence of its own whose blocks have one slot.
+    """
+    tokens, most = slot_TK.shape
+    require_shape("q", q_THL, (tokens, -1, cache_NPL.shape[2]))
+    require_shape("count", count_T, (tokens,))
+    require(slot_TK.dtype is torch.int32 and count_T.dtype is torch.int32, "slots and counts must be int32")
+    require_latent_scales(cache_NPL, latent_scale_NP, rotated_scale_NP)
+    if q_THL.is_cuda and _kernel().fits(q_THL, cache_NPL, value_width):
+        on_gpu: Tensor = _kernel().sparse_mla_attention(
+            q_THL,
+            cache_NPL,
+            value_width,
+            slot_TK,
+            count_T,
+            scale,
+            latent_scale_NP,
+            rotated_scale_NP,
+            num_decode=num_decode,
+        )
+        return on_gpu
+    blocks, places, width = cache_NPL.shape
+    of_slots = [None if one is None else one.view(blocks * places, 1) for one in (latent_scale_NP, rotated_scale_NP)]
+    return mla_attention(
+        q_THL,
+        cache_NPL.view(blocks * places, 1, width),
+        value_width,
+        torch.arange(tokens + 1, dtype=torch.int32, device=q_THL.device),
+        count_T,
+        slot_TK,
+        scale,
+        *of_slots,
+        num_decode=num_decode,
+        max_query=1,
+        max_context=most,
+    )

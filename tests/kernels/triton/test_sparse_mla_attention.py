@@ -1,0 +1,117 @@
+"""The Triton kernel of attention over selected latent rows agrees with attention to a sequence of just these rows."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moiety_kernels.mla_attention import reference
+from moiety_kernels.sparse_mla_attention import kernel, sparse_mla_attention
+
+COUNTS = [1, 1100, 17, 40, 3]  # of selected slots: of three decodes, and of two tokens of a prompt
+NUM_DECODE = 3
+BLOCKS, PLACES = 80, 16
+
+
+def arguments(
+    heads: int, latent: int, rotated: int, dtype: torch.dtype, device: str, kept: torch.dtype | None = None
+) -> tuple[Any, ...]:
+    """A cache that is NaN (or 127, with scales that are NaN) where no slot is selected."""
+    width, most = latent + rotated, max(COUNTS)
+    slots = torch.stack([torch.randperm(BLOCKS * PLACES - 1)[:most] for _ in COUNTS]).int()
+    rows = torch.full((BLOCKS * PLACES, width), float("nan"))
+    for row, count in zip(slots, COUNTS, strict=True):
+        rows[row[:count].long()] = torch.randn(count, width)
+        row[count:] = BLOCKS * PLACES - 1
+    cache = rows.view(BLOCKS, PLACES, width)
+    q, counts = torch.randn(len(COUNTS), heads, width).to(device, dtype), torch.tensor(COUNTS, dtype=torch.int32)
+    chosen = slots.to(device), counts.to(device), width**-0.5
+    if kept is not torch.int8:
+        return q, cache.to(device, kept or dtype), latent, *chosen, None, None
+    scales = [torch.where(cache[..., 0].isnan(), torch.nan, torch.rand(cache.shape[:2]) * 0.02 + 0.02) for _ in "lr"]
+    of_entry = torch.repeat_interleave(torch.stack(scales, 2), torch.tensor([latent, rotated]), 2)
+    whole = (cache / of_entry).clamp(-127, 127).nan_to_num(127).to(torch.int8)
+    return q, whole.to(device), latent, *chosen, *(scale.to(device) for scale in scales)
+
+
+def expected_of(
+    q: Tensor, cache: Tensor, latent: int, slots: Tensor, counts: Tensor, scale: float, *scales: Tensor | None
+) -> Tensor:
+    flat = cache.flatten(0, 1)
+    rows = []
+    for t, count in enumerate(counts.tolist()):
+        at = slots[t, :count].long()
+        starts, length = torch.tensor([0, 1]), torch.tensor([count])
+        own = [None if one is None else one.flatten()[at][None] for one in scales]
+        table = torch.zeros(1, 1, dtype=torch.int32)
+        rows.append(reference.mla_attention(q[t : t + 1], flat[at][None], latent, starts, length, table, scale, *own))
+    return torch.cat(rows)
+
+
+def assert_agrees(
+    module: Any,
+    heads: int,
+    latent: int,
+    rotated: int,
+    dtype: torch.dtype,
+    device: str,
+    kept: torch.dtype | None = None,
+) -> None:
+    args = arguments(heads, latent, rotated, dtype, device, kept)
+    tolerance = {"rtol": 4e-3, "atol": 4e-3} if dtype is torch.float16 else {"rtol": 2e-5, "atol": 2e-5}
+    ours = module.sparse_mla_attention(*args, num_decode=NUM_DECODE)
+    torch.testing.assert_close(ours, expected_of(*args), **tolerance)
+
+
+@pytest.mark.parametrize(
+    ("heads", "latent", "rotated", "dtype", "kept"),
+    [
+        (3, 32, 16, torch.float32, None),
+        (16, 512, 64, torch.float16, None),
+        (70, 64, 32, torch.float16, torch.float8_e4m3fn),
+        (3, 32, 16, torch.float32, torch.int8),
+    ],
+)
+def test_the_selected_rows_are_attended_to(
+    heads: int, latent: int, rotated: int, dtype: torch.dtype, kept: torch.dtype | None, device: str
+) -> None:
+    assert_agrees(kernel, heads, latent, rotated, dtype, device, kept)
+
+
+def test_without_the_kernel_the_selected_rows_are_attended_to() -> None:
+    for kept in (None, torch.int8):
+        args = arguments(3, 32, 16, torch.float32, "cpu", kept)
+        ours = sparse_mla_attention(*args, num_decode=NUM_DECODE)
+        torch.testing.assert_close(ours, expected_of(*args), rtol=2e-5, atol=2e-5)
+
+
+def test_a_query_has_the_same_bits_alone_and_beside_others(device: str) -> None:
+    q, cache, latent, slots, counts, scale, *_ = arguments(5, 32, 16, torch.float16, device)
+    none = None, None
+    together = kernel.sparse_mla_attention(q, cache, latent, slots, counts, scale, *none, num_decode=NUM_DECODE)
+    for t, decoded in ((1, 1), (3, 0)):
+        one = slots[t : t + 1], counts[t : t + 1], scale, *none
+        alone = kernel.sparse_mla_attention(q[t : t + 1], cache, latent, *one, num_decode=decoded)
+        assert torch.equal(alone, together[t : t + 1])
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("p_slot + token * slot_row", "p_slot"),
+        ("begin = split * length", "begin = 0"),
+        ("tl.minimum(begin + length, count)", "begin + length"),
+        ("b_max + tl.log2(b_total)", "b_max"),
+        ("b_scale = 1.0 / b_total", "b_scale = 1.0"),
+        ("(token * num_splits + split) * num_heads", "(token * num_splits) * num_heads"),
+        ("p_out + (token * num_heads + i_head) * V", "p_out + i_head * V"),
+    ],
+)
+def test_a_mutant_is_found(old: str, new: str, mutated: Any, noticed: Any, device: str) -> None:
+    mutant: ModuleType = mutated(kernel, old, new)
+    with pytest.raises(noticed):
+        assert_agrees(mutant, 3, 32, 16, torch.float32, device)
