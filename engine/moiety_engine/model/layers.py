@@ -117,7 +117,9 @@ class GroupedQueryAttention:
             rounds=self._rounds,
         )
         if spec.gate is not None and weights.gate_CD is not None:
-            out_THd = output_gate(out_THd, self._linear(x_TD, weights.gate_CD), spec.gate.kind)
+            gate_TC = self._linear(x_TD, weights.gate_CD)
+            self._adapters.add(Product.OUTPUT_GATE, gate_TC, x_TD, batch.adapted)
+            out_THd = output_gate(out_THd, gate_TC, spec.gate.kind)
         heads_TC = out_THd.view(out_THd.shape[0], -1)
         out_TD = self._linear(heads_TC, weights.output_DC, weights.output_bias_D)
         return self._adapters.add(Product.OUTPUT, out_TD, heads_TC, batch.adapted)

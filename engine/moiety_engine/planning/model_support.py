@@ -18,7 +18,7 @@ from moiety_engine.model.errors import ModelError
 from moiety_engine.model.families import ignored_keys, spec_from_config
 from moiety_engine.model.families.catalog import CATALOG
 from moiety_engine.model.mtp import require_mtp
-from moiety_engine.model.spec import AttentionSpec, LatentAttentionSpec
+from moiety_engine.model.spec import LatentAttentionSpec
 from moiety_engine.model.tensor_shards import own_spec
 from moiety_engine.planning.models import find_model
 from moiety_text.chat import ChatTemplate
@@ -70,7 +70,6 @@ class CheckpointReport:
 def features_of(spec: ModelSpec) -> ModelFeatures:
     """Return the features that work with a model."""
     latent = any(isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers)
-    has_gates = any(isinstance(one.attention, AttentionSpec) and one.attention.gate is not None for one in spec.layers)
     with_states = f"{NO}: the model has recurrent layers" if spec.recurrent_layers else YES
     return ModelFeatures(
         tensor_parallel=_divides(spec, Layout(tp=2)),
@@ -78,7 +77,7 @@ def features_of(spec: ModelSpec) -> ModelFeatures:
         pipeline_parallel=with_states,
         speculation=with_states,
         roles=with_states,
-        lora="feed-forward only" if latent else "not q, k, v" if has_gates else YES,
+        lora="feed-forward only" if latent else YES,
         mtp=NO if spec.mtp is None else YES,
         images=NO if spec.vision is None else YES,
     )

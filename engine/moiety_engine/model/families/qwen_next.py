@@ -9,7 +9,6 @@ from moiety_engine.model.errors import ConfigError, UnsupportedModelError
 from moiety_engine.model.families.config import (
     Config,
     Features,
-    quantization_settings,
     read_activation,
     read_attention,
     read_routing,
@@ -47,15 +46,7 @@ def qwen3_5_moe(config: Config, index: int) -> LayerSpec:
 
 
 def qwen3_next_features(config: Config) -> Features:
-    """Return the norms, and the tensors of the MTP layers and of the vision encoder as ignored.
-
-    Raises UnsupportedModelError.
-    """
-    if quantization_settings(config):
-        raise UnsupportedModelError(
-            f"quantized checkpoints of {config['model_type']} are not supported; load the bfloat16 one, with "
-            "--quantization if it is to be kept in fewer bits"
-        )
+    """Return the norms, and the tensors of the MTP layers and of the vision encoder as ignored."""
     norm = NormSpec(float(config["rms_norm_eps"]), weight_offset=1.0)
     return {"norm": norm, "ignored_prefixes": ("mtp.", "model.visual.", "visual.")}
 
@@ -83,7 +74,7 @@ def _is_linear(config: Config, index: int) -> bool:
 
 
 def _full(config: Config) -> AttentionSpec:
-    return read_attention(config, qk_norm="head", gate=OutputGateSpec("sigmoid"))
+    return read_attention(config, qk_norm="head", gate=OutputGateSpec("sigmoid", in_query_projection=True))
 
 
 def _delta(config: Config) -> GatedDeltaSpec:
