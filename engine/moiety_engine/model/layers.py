@@ -31,13 +31,13 @@ from moiety_kernels.paged_attention import paged_attention
 from moiety_kernels.route import RoutingSpec, route
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
     from moiety_engine.model.adapter_stacks import AdaptedRows, LayerFactors
     from moiety_engine.model.arithmetic import Arithmetic
-    from moiety_engine.model.batch import Batch, Cache
+    from moiety_engine.model.batch import Batch, Cache, RecurrentRows, RecurrentStateCache
     from moiety_engine.model.dispatch import Dispatch
     from moiety_engine.model.rope_spec import RopeSpec
     from moiety_engine.model.rotary import RotaryTable
@@ -51,6 +51,14 @@ class Attention(Protocol):
     """Attention, the first half of a layer."""
 
     def __call__(self, x_TD: Tensor, batch: Batch, cache: Cache) -> Tensor: ...
+
+
+class RecurrentLayer(Protocol):
+    """Attention of a recurrent layer that can replay tokens, which its spec says by `input_widths`."""
+
+    def replay(self, inputs_TC: Sequence[Tensor], rows: RecurrentRows, cache: RecurrentStateCache) -> None:
+        """Advance the states in the rows' slots by tokens with these recorded inputs."""
+        ...
 
 
 class FeedForward(Protocol):
@@ -282,6 +290,11 @@ def attention(
         return LatentAttention(spec, weights, rotaries[spec.rope], arithmetic)
     assert isinstance(weights, AttentionWeights)
     return GroupedQueryAttention(spec, weights, rotaries[spec.rope], norm_eps, arithmetic, adapters, rounds=rounds)
+
+
+def recurrent_layers(attentions: Sequence[Attention]) -> dict[int, RecurrentLayer]:
+    """Return the layers that can replay tokens, by index."""
+    return {index: one for index, one in enumerate(attentions) if isinstance(one, GatedDeltaNet)}
 
 
 def feed_forward(

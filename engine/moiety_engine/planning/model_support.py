@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moiety_engine.cache_setup import can_undo_drafts
 from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.distribution.layout import Layout, Seat
 from moiety_engine.encoder.config import is_encoder
@@ -75,7 +76,7 @@ def features_of(spec: ModelSpec) -> ModelFeatures:
         tensor_parallel=_divides(spec, Layout(tp=2)),
         expert_parallel=_divides(spec, Layout(dp=2, ep=2)),
         pipeline_parallel=with_states,
-        speculation=with_states,
+        speculation=YES if can_undo_drafts(spec) else with_states,
         roles=with_states,
         lora="feed-forward only" if latent else YES,
         mtp=NO if spec.mtp is None else YES,
