@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 
 from moiety_engine.config import Speculate
 from moiety_engine.errors import InvalidConfig
+from moiety_engine.model.spec import RecurrentSpec
 from moiety_wire.engine_choices import Batching
 from moiety_wire.roles import EngineRole
 
 if TYPE_CHECKING:
     from moiety_engine.config import EngineConfig
+    from moiety_engine.model.spec import ModelSpec
     from moiety_engine.model.transformer import Transformer
 
 
@@ -46,8 +48,8 @@ def require_recurrent_support(model: Transformer, config: EngineConfig) -> None:
     refused = {
         "the disk cache does not store states: leave out --disk-cache": bool(config.disk_cache),
         "padded batching computes rows beyond a sequence: use another --batching": config.batching is Batching.PADDED,
-        "states cannot be taken back when a draft is rejected: leave out --speculate": (
-            config.speculate is not Speculate.OFF
+        "not all of them can replay tokens when a draft is rejected: leave out --speculate": (
+            config.speculate is not Speculate.OFF and not can_undo_drafts(model.spec)
         ),
         "states are not sent between engines: leave out --role and --kv-listen": (
             transfer.role is not EngineRole.BOTH or bool(transfer.listen)
@@ -59,3 +61,9 @@ def require_recurrent_support(model: Transformer, config: EngineConfig) -> None:
     for reason, is_set in refused.items():
         if is_set:
             raise InvalidConfig(f"this model has recurrent layers, and {reason}")
+
+
+def can_undo_drafts(spec: ModelSpec) -> bool:
+    """Return whether all recurrent layers can replay the accepted tokens of a draft."""
+    attentions = (layer.attention for layer in spec.layers)
+    return all(one.input_widths for one in attentions if isinstance(one, RecurrentSpec))

@@ -58,5 +58,11 @@ def _build_ledger(config: EngineConfig, model: Transformer, sizes: Sizes) -> KvL
         windows=table_windows(model, config),
         chunked=frozenset(table for table, group in enumerate(model.cache_groups) if group.chunked),
         max_chunk_tokens=sizes.max_batch_tokens,
-        states=StateSlots(sizes.num_state_slots, sizes.num_host_state_slots) if sizes.num_state_slots else None,
+        states=_state_slots(sizes) if sizes.num_state_slots else None,
     )
+
+
+def _state_slots(sizes: Sizes) -> StateSlots:
+    """Return the slots of recurrent states; drafts use those that running requests leave, as snapshots do."""
+    spare = sizes.num_state_slots - sizes.max_running
+    return StateSlots(sizes.num_state_slots, sizes.num_host_state_slots, spare)

@@ -133,6 +133,7 @@ class KvState(msgspec.Struct, eq=False, gc=False):
     further_blocks: tuple[list[int], ...] = ()  # of the other cache groups, for the same positions
     firsts: tuple[int, ...] = (0,)  # first block that each cache group holds; those before it were freed
     state_slot: int = -1  # slot of the recurrent state, while swapped out one on the host; -1: none
+    draft_slot: int = -1  # slot of the state before its draft, while that is verified; -1: none
     snapshot_ends: tuple[int, ...] = ()  # numbers of blocks after which prefill keeps a snapshot of the state
     host_blocks: Sequence[int] = NO_BLOCKS  # while swapped out: computed blocks, by cache group
     num_sealed: int = 0  # blocks of each cache group whose hash the pool was told

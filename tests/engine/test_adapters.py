@@ -123,6 +123,30 @@ def test_each_answer_in_a_batch_of_many_adapters_is_that_of_its_merged_checkpoin
     assert sum(one.finish.num_recomputed_tokens for one in squeezed.values() if one.finish) > 0
 
 
+@pytest.mark.parametrize(
+    ("variant", "gate"),
+    [("qwen3_next", "q_proj"), pytest.param("laguna", "g_proj", marks=pytest.mark.thorough)],
+)
+def test_adapters_on_queries_and_output_gates_answer_as_the_merged_checkpoint(
+    tmp_path: Path, variant: str, gate: str
+) -> None:
+    from tests.model.conftest import write_checkpoint
+
+    checkpoint = tmp_path / "base"
+    write_checkpoint(checkpoint, variant)
+    adapter = write_adapter(tmp_path / "adapter", checkpoint, modules=(*ATTENTION, gate), rank=3)
+    merged = merge(checkpoint, adapter, tmp_path / "merged")
+    settings: dict[str, Any] = {"name": "tiny", "dtype": "float32", "block_size": 4, "max_running": 4}
+    submits = [make_submit(1, "own", 40), make_submit(2, "", 23)]
+    loop = load_loop(EngineConfig(model=str(checkpoint), adapters={"own": str(adapter)}, **settings))
+    found = run_all(loop, submits)
+    expected = run_all(load_loop(EngineConfig(model=str(merged), **settings)), [make_submit(1, "", 40)])
+    assert found[1].token_ids == expected[1].token_ids
+    plain = run_all(loop, [make_submit(3, "", 40), make_submit(4, "", 23)])
+    assert found[1].token_ids != plain[3].token_ids
+    assert found[2].token_ids == plain[4].token_ids
+
+
 @pytest.fixture(scope="module")
 def many(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("adapters")

@@ -117,6 +117,20 @@ def write_one_that_reads_what_was_made(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
+def let_tokens_decide(folder: Path) -> None:
+    """Change random weights so that the next token depends on the newest one most of the time, for the layer too."""
+    tensors = load_file(folder / "model.safetensors")
+    for name, one in tensors.items():
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj", "down_proj.weight")):
+            one.mul_(0.2)
+    rows, width = tensors["model.embed_tokens.weight"], tensors["mtp.fc.weight"].shape[0]
+    tensors["model.embed_tokens.weight"] = rows / rows.square().mean(-1, keepdim=True).sqrt()
+    tensors["mtp.fc.weight"] = torch.cat((torch.eye(width), torch.zeros(width, width)), dim=1)
+    tensors["mtp.norm.weight"] = tensors["model.norm.weight"].clone()
+    tensors |= {f"mtp.pre_fc_norm_{name}.weight": torch.zeros(width) for name in ("embedding", "hidden")}
+    save_file(tensors, folder / "model.safetensors")
+
+
 class Foretelling:
     """Loops over one checkpoint, with the layer and without, each loaded once."""
 
@@ -133,7 +147,8 @@ class Foretelling:
     def make(self, **settings: Any) -> EngineLoop:
         ticks = count(10**18, 10**7)  # a clock by which all steps take the same
         config = self._config(**settings)
-        return build_loop(self.model, config, clock_ns=lambda: next(ticks), draft_model=self.layer)
+        layer = self.layer if config.speculate is Speculate.MTP else None
+        return build_loop(self.model, config, clock_ns=lambda: next(ticks), draft_model=layer)
 
     def check(self, loop: EngineLoop) -> None:
         """So much came true as must."""
@@ -219,6 +234,35 @@ def test_preempted_and_swapped_requests_go_on_with_what_was_made_of_their_tokens
     events = [event for result in results.values() if result.finish for event in result.finish.events]
     assert any(event.kind == "preempted" for event in events)
     mtp.check(loop)
+
+
+@pytest.mark.parametrize(
+    ("variant", "speculate"),
+    [
+        ("qwen3_next", Speculate.MTP),
+        pytest.param("qwen3_5_moe", Speculate.MTP, marks=pytest.mark.thorough),
+        pytest.param("qwen3_next", Speculate.NGRAM, marks=pytest.mark.thorough),
+    ],
+)
+def test_drafts_over_gated_delta_layers_change_no_answer(tmp_path: Path, variant: str, speculate: Speculate) -> None:
+    from tests.model.conftest import write_checkpoint
+    from tests.model.test_mtp import publish_as_qwen
+
+    publish_as_qwen(write_checkpoint(tmp_path, f"{variant}, full attention last"))
+    let_tokens_decide(tmp_path)
+    mtp = Foretelling(tmp_path, always_right=False)
+    sampling = Sampling(temperature=0.0, num_logprobs=1)
+    submits = [make_submit(key, sampling=sampling) for key in range(5)]
+    expected = run_all(mtp.plain(max_running=4), submits)
+    for overlap in (Overlap.OFF, Overlap.ON):
+        loop = mtp.make(max_running=4, overlap=overlap, speculate=speculate)
+        results = run_all(loop, submits)
+        for key, one in results.items():
+            assert one.token_ids == expected[key].token_ids
+            pairs = zip(one.logprobs, expected[key].logprobs, strict=True)
+            assert max(abs(ours.logprob - theirs.logprob) for ours, theirs in pairs) <= 1e-4
+        load = loop.load()
+        assert 0 < load.accepted_tokens_total < load.drafted_tokens_total
 
 
 def test_what_requests_share_of_a_prefix_is_not_taken_in_again(mtp: Foretelling) -> None:

@@ -6,8 +6,9 @@ it answers is compared with the same model's answers to each prompt alone, in on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from moiety_engine.config import EngineConfig, Speculate
+from moiety_engine.config import EngineConfig, Overlap, Speculate
 from moiety_engine.errors import InvalidConfig, OutOfMemory
 from moiety_engine.loop import EngineLoop
 from moiety_engine.loop_setup import build_loop
 from moiety_engine.messages import CoreFinish, CoreLogprob, CoreSubmit
-from moiety_engine.model.batch import Batch, Cache, RecurrentStateCache
+from moiety_engine.model.batch import Batch, Cache, RecurrentRows, RecurrentStateCache
 from moiety_engine.model.cache_groups import cache_groups
 from moiety_engine.model.dummy import draw_weights
 from moiety_engine.model.families import read_spec
@@ -49,6 +50,10 @@ class DecaySpec(AttentionSpec, RecurrentSpec):
         matrix = StatePart((self.num_kv_heads, self.head_dim, self.head_dim))
         return matrix, StatePart((2, self.q_width + 2 * self.kv_width), exact=False)
 
+    @property
+    def input_widths(self) -> tuple[int, ...]:
+        return (self.q_width + 2 * self.kv_width,)
+
 
 class DecayLayer:
     """S ← 0.9 S + k vᵀ for each token, read by its query; the projections are mixed with those of two tokens before."""
@@ -59,9 +64,16 @@ class DecayLayer:
     def __call__(self, x_TD: Tensor, batch: Batch, cache: Cache) -> Tensor:
         assert isinstance(cache, RecurrentStateCache)
         assert batch.states is not None
-        spec, rows = self._spec, batch.states
-        matrix, tail = cache.parts
-        mixed_TC, out_TD = x_TD @ self._weights.qkv_CD.T, torch.empty_like(x_TD)
+        mixed_TC = x_TD @ self._weights.qkv_CD.T
+        cache.record(batch.states, mixed_TC)
+        return self._advance(mixed_TC, batch.states, cache)
+
+    def replay(self, inputs_TC: Sequence[Tensor], rows: RecurrentRows, cache: RecurrentStateCache) -> None:
+        self._advance(inputs_TC[0], rows, cache)
+
+    def _advance(self, mixed_TC: Tensor, rows: RecurrentRows, cache: RecurrentStateCache) -> Tensor:
+        spec, (matrix, tail) = self._spec, cache.parts
+        out_TD = mixed_TC.new_empty(len(mixed_TC), self._weights.output_DC.shape[0])
         starts = rows.run_start_R1.tolist()
         assert max(end - begin for begin, end in pairwise(starts)) == rows.max_run
         assert starts[: rows.num_single + 1] == list(range(rows.num_single + 1))
@@ -99,7 +111,7 @@ class DecayModel(Transformer):
         for index in spec.recurrent_layers:
             own = weights.layers[index].attention
             assert isinstance(own, AttentionWeights)
-            self._attentions[index] = DecayLayer(DecaySpec(**fields), own)
+            self._attentions[index] = self.recurrent[index] = DecayLayer(DecaySpec(**fields), own)
 
 
 @dataclass
@@ -116,8 +128,8 @@ class Engine:
             for part in layer.parts:
                 part.fill_(float("nan"))
 
-    def submit(self, key: int, prompt: list[int], num_output: int = 8) -> None:
-        sampling = Sampling(temperature=0.0, num_logprobs=1)
+    def submit(self, key: int, prompt: list[int], num_output: int = 8, **more: Any) -> None:
+        sampling = Sampling(temperature=0.0, num_logprobs=1, **more)
         self.answers[key], self.logprobs[key] = [], []
         self.loop.submit(CoreSubmit(key, "t", STANDARD, prompt, sampling, num_output, 0, [], num_output, b"s", 0))
 
@@ -160,7 +172,9 @@ def engine(sketch_loops: Any, model: DecayModel) -> Any:
         memory = num_blocks * model.kv_bytes_per_block(BLOCK_SIZE) + max_running * model.state_bytes
         memory += num_snapshots * model.state_bytes
         sizes = {"block_size": BLOCK_SIZE, "max_batch_tokens": 64, "kv_memory_bytes": memory}
-        return Engine(build_loop(model, EngineConfig(model=str(sketch_loops.folder), name="tiny", **sizes | settings)))
+        config = EngineConfig(model=str(sketch_loops.folder), name="tiny", **sizes | settings)
+        ticks = count(10**18, 10**7)  # a clock by which all steps take the same, so that drafts cost nothing
+        return Engine(build_loop(model, config, clock_ns=lambda: next(ticks)))
 
     return make
 
@@ -248,10 +262,26 @@ def test_a_preempted_sequence_continues_from_its_state_or_is_computed_anew(
     assert_same(ours, alone, [0, 1])
 
 
+@pytest.mark.parametrize("overlap", [Overlap.OFF, Overlap.ON])
+def test_rejected_drafts_leave_no_trace_in_states(engine: Any, alone: Engine, overlap: Overlap) -> None:
+    ours = engine(speculate=Speculate.NGRAM, overlap=overlap, num_blocks=150)
+    few_words = {"logit_bias": dict.fromkeys((17, 230, 41), 30.0)}  # so that the answers repeat themselves in part
+    keys = range(6)
+    for key in keys:
+        prompt = tokens(20 + key, seed=key) + [17, 230, 41] * 4
+        ours.submit(key, prompt, num_output=40, **few_words)
+        alone.submit(key, prompt, num_output=40, **few_words)
+    ours.run()
+    alone.run()
+    load = ours.loop.load()
+    assert 0 < load.accepted_tokens_total < load.drafted_tokens_total
+    assert ours.loop.scheduler.kv.states._num_drafts == 0
+    assert_same(ours, alone, keys)
+
+
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"speculate": Speculate.NGRAM}, "leave out --speculate"),
         ({"batching": Batching.PADDED}, "use another --batching"),
         ({"disk_cache": "/nowhere"}, "leave out --disk-cache"),
     ],

@@ -249,6 +249,18 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         VARIANTS["deepseek_v3"][1] | {"q_lora_rank": 64, "moe_intermediate_size": 32, "intermediate_size": 96},
     ),
+    **{
+        f"{name}, as wide as blocks": (VARIANTS[name][0], VARIANTS[name][1] | {"moe_intermediate_size": 64})
+        for name in ("qwen3_next", "qwen3_5_moe")
+    },
+    **{
+        f"{name}, full attention last": (
+            VARIANTS[name][0],
+            VARIANTS[name][1]
+            | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": []},
+        )
+        for name in ("qwen3_next", "qwen3_5_moe")
+    },
     "llama, llama3 rope of long models": (
         "llama",
         {"intermediate_size": 128, "num_hidden_layers": 2}

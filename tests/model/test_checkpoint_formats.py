@@ -111,7 +111,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
     source = tmp_path_factory.mktemp("source")
     write_checkpoint(source, VARIANT)
 
-    def make(settings: dict[str, Any], writer_of: Any) -> tuple[Path, Path]:
+    def make(settings: dict[str, Any], writer_of: Any, source: Path = source) -> tuple[Path, Path]:
         both = []
         for name in ("narrow", "plain"):
             both.append(tmp_path_factory.mktemp(name))
@@ -150,6 +150,20 @@ def test_a_checkpoint_is_the_model_of_the_weights_that_its_numbers_stand_for(
         (narrow / "hf_quant_config.json").write_text(json.dumps(config.pop("quantization_config")))
         (narrow / "config.json").write_text(json.dumps(config))
         assert read_spec(narrow).weight_format == form
+
+
+def test_gated_delta_layers_are_read_from_an_awq_checkpoint(
+    folders: Any, make_driver: Any, make_sequence: Any, make_checkpoint: Any
+) -> None:
+    source = make_checkpoint("qwen3_5_moe, as wide as blocks").folder
+    small = "linear_attn.in_proj_a", "linear_attn.in_proj_b"  # unquantized in published checkpoints
+    settings = KINDS["awq"][0]
+    narrow, plain = folders(settings, lambda name: None if any(one in name for one in small) else written.awq, source)
+    expected, ours = (make_driver(one).prefill(make_sequence(PROMPT), 64).log_softmax(-1) for one in (plain, narrow))
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
+    kept = make_driver(narrow, dtype="bfloat16").model._weights.layers
+    for product in (kept[0].attention.input_CD, kept[0].attention.output_DC, kept[1].attention.gate_CD):
+        assert isinstance(product, QuantizedWeight)
 
 
 def test_groups_of_layers_in_several_formats_are_read_by_name_pattern_and_class(

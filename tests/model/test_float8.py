@@ -143,6 +143,21 @@ def test_experts_stacked_on_disk_stay_so_where_gate_and_up_begin_with_blocks_of_
     assert torch.equal(of_kept, of_wide)
 
 
+def test_gated_delta_layers_and_queries_with_gates_stay_in_float8(
+    make_checkpoint: Any, make_driver: Any, make_sequence: Any
+) -> None:
+    folder = make_checkpoint(
+        "qwen3_next, as wide as blocks"
+    ).folder  # published in float8 but for these small projections
+    put_in_float8(folder, "blocks", but="in_proj_ba")
+    kept, wide = (make_driver(folder, dtype="bfloat16", quantization=name) for name in ("auto", "none"))
+    recurrent, attention = (one.attention for one in layers(kept)[:2])
+    for product in (recurrent.input_CD, recurrent.output_DC, attention.qkv_CD, attention.gate_CD):
+        assert isinstance(product, QuantizedWeight)
+    of_kept, of_wide = (driver.prefill(make_sequence(PROMPT), 64) for driver in (kept, wide))
+    assert torch.equal(of_kept, of_wide)
+
+
 def test_products_with_a_part_that_is_wide_on_disk_are_wide_and_the_others_narrow(
     make_checkpoint: Any, make_driver: Any, make_sequence: Any
 ) -> None:

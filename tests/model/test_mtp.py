@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moiety_engine.model.batch import Batch, KvCache
+from moiety_engine.model.batch import Batch, KvCache, RecurrentRows
 from moiety_engine.model.errors import UnsupportedModelError, WeightsError
 from moiety_engine.model.loading import load_model, load_mtp
 from moiety_engine.model.transformer import Transformer
@@ -62,9 +62,10 @@ class Published:
     def _through(self, layer: Any, x_TD: Tensor) -> Tensor:
         places = torch.arange(x_TD.shape[1])[None]
         later = torch.full((x_TD.shape[1], x_TD.shape[1]), float("-inf")).triu(1)[None, None]
-        kind = (layer.self_attn.layer_type,) if hasattr(layer.self_attn, "layer_type") else ()
-        turned = self.oracle.model.rotary_emb(x_TD, places, *kind)
-        found = layer(x_TD, attention_mask=later, position_embeddings=turned, position_ids=places)
+        kinds = getattr(getattr(layer, "self_attn", None), "layer_type", None)
+        turned = self.oracle.model.rotary_emb(x_TD, places, *([] if kinds is None else [kinds]))
+        mask = None if hasattr(layer, "linear_attn") else later
+        found = layer(x_TD, attention_mask=mask, position_embeddings=turned, position_ids=places)
         return found[0] if isinstance(found, tuple) else found
 
     def _normed(self, x_TD: Tensor, weight_D: Tensor) -> Tensor:
@@ -74,7 +75,41 @@ class Published:
 @pytest.fixture(params=FAMILIES)
 def published(request: pytest.FixtureRequest, make_checkpoint: Callable[..., Any]) -> Published:
     """transformers writes one layer more than the model has, which becomes the one that is_mtp_layer."""
-    checkpoint = make_checkpoint(request.param)
+    made = publish(make_checkpoint(request.param))
+    if request.param == MIMO:
+        write_as_mimo(made.folder, made.oracle.config.num_hidden_layers - 1)
+    elif request.param == "deepseek_v32":
+        edit_config(made.folder, layer_types=None)
+    return made
+
+
+def publish_as_qwen(checkpoint: Any) -> Published:
+    """The same under the names of Qwen3-Next and Qwen 3.5, whose config.json need not mention the layer."""
+    made = publish(checkpoint)
+    num_layers = made.oracle.config.num_hidden_layers - 1
+    tensors, prefix = load_file(made.folder / "model.safetensors"), f"model.layers.{num_layers}."
+    names = {
+        "enorm": "pre_fc_norm_embedding",
+        "hnorm": "pre_fc_norm_hidden",
+        "eh_proj": "fc",
+        "shared_head.norm": "norm",
+    }
+    for ours, its in names.items():
+        weight = tensors.pop(f"{prefix}{ours}.weight")
+        tensors[f"mtp.{its}.weight"] = weight if its == "fc" else weight - 1  # these norms are stored less 1
+    for name in [name for name in tensors if name.startswith(prefix)]:
+        tensors[name.replace(prefix, "mtp.layers.0.")] = tensors.pop(name)
+    for name in ("mtp.layers.0.embed_tokens.weight", "mtp.layers.0.shared_head.head.weight"):
+        del tensors[name]
+    save_file(tensors, made.folder / "model.safetensors")
+    config = json.loads((made.folder / "config.json").read_text())
+    kinds = config["layer_types"][:num_layers]
+    (made.folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != COUNTED}))
+    edit_config(made.folder, layer_types=kinds)
+    return made
+
+
+def publish(checkpoint: Any) -> Published:
     folder, width = checkpoint.folder, checkpoint.oracle.config.hidden_size
     num_layers = checkpoint.oracle.config.num_hidden_layers - 1
     extra = {name: torch.rand(width) + 0.5 for name in ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")}
@@ -87,10 +122,6 @@ def published(request: pytest.FixtureRequest, make_checkpoint: Callable[..., Any
     of_layer = {f"model.layers.{num_layers}.{name}": tensor for name, tensor in (extra | copies).items()}
     save_file(tensors | of_layer, folder / "model.safetensors")
     edit_config(folder, **{"num_hidden_layers": num_layers, COUNTED: 1})
-    if request.param == MIMO:
-        write_as_mimo(folder, num_layers)
-    else:
-        edit_config(folder, layer_types=None)
     return Published(folder, checkpoint.oracle, extra)
 
 
@@ -129,8 +160,8 @@ class Driver:
         self.model = load_model(folder, device="cpu", keeps_hidden=True, **how)
         self.mtp = load_mtp(folder, self.model, device="cpu", **how)
         self.blocks = [5, 2, 7, 0, 4, 1, 3, 6]
-        self.kv, self.own_kv = (one.allocate_kv(8, BLOCK_SIZE) for one in (self.model, self.mtp))
-        for layer in self.own_kv.layers:
+        self.kv, self.own_kv = (one.allocate_kv(8, BLOCK_SIZE, 1) for one in (self.model, self.mtp))
+        for layer in (*self.own_kv.layers, *self.kv.states):
             for part in layer.parts:
                 part.fill_(float("nan"))
 
@@ -163,11 +194,27 @@ class Driver:
             num_decode=int(count == 1),
             max_context=first + count,
             max_query=count,
+            states=RecurrentRows(
+                torch.tensor([0, count], dtype=torch.int32),
+                torch.tensor([0]),
+                torch.tensor([first == 0]),
+                num_single=int(count == 1),
+                max_run=count,
+            ),
         )
         return model.hidden(batch, kv, **more)
 
 
 def test_it_says_what_plain_torch_says_in_chunks_and_after_its_own_guesses(published: Published) -> None:
+    check_says_what_plain_torch_says(published)
+
+
+@pytest.mark.parametrize("variant", ["qwen3_next", pytest.param("qwen3_5_moe", marks=pytest.mark.thorough)])
+def test_that_of_a_model_with_recurrent_layers_says_so_too(make_checkpoint: Callable[..., Any], variant: str) -> None:
+    check_says_what_plain_torch_says(publish_as_qwen(make_checkpoint(f"{variant}, full attention last")))
+
+
+def check_says_what_plain_torch_says(published: Published) -> None:
     driver = Driver(published.folder, dtype="float32")
     expected_TD = published.foretold(TOKENS[1:], published.made(TOKENS)[:-1])
     first, found = 0, []

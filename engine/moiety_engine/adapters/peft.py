@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from moiety_engine.errors import AdapterError
 from moiety_engine.model.adapter_stacks import AdapterWeights, Product, form_of
 from moiety_engine.model.names import placements
+from moiety_engine.model.spec import AttentionSpec
 from moiety_engine.model.weights import AttentionWeights, DenseWeights, ModelWeights, MoeWeights, allocate
 
 if TYPE_CHECKING:
@@ -34,18 +35,28 @@ MAX_NAMES_SHOWN = 4
 MAX_GAIN = 1e12  # of factors and scale together; trained adapters are below 1e4
 
 _NAME = re.compile(r"(?:.*\.)?layers\.(\d{1,6})\.(.+)\.lora_([AB])\.weight")
-_MODULE = re.compile(r"(?:self_attn\.([qkvo])_proj|mlp\.(?:experts\.(\d{1,6})\.)?(gate|up|down)_proj)")
-_ALIASES = (("block_sparse_moe.", "mlp."), (".w1", ".gate_proj"), (".w3", ".up_proj"), (".w2", ".down_proj"))
+_MODULE = re.compile(r"(?:self_attn\.([qkvog])_proj|mlp\.(?:experts\.(\d{1,6})\.)?(gate|up|down)_proj)")
+_ALIASES = (
+    ("self_attn.gate_proj", "self_attn.g_proj"),
+    ("block_sparse_moe.", "mlp."),
+    (".w1", ".gate_proj"),
+    (".w3", ".up_proj"),
+    (".w2", ".down_proj"),
+)
 _PLACES = {
     "q": (Product.QKV, 0),
     "k": (Product.QKV, 1),
     "v": (Product.QKV, 2),
     "o": (Product.OUTPUT, 0),
+    "g": (Product.OUTPUT_GATE, 0),
     "gate": (Product.GATE_UP, 0),
     "up": (Product.GATE_UP, 1),
     "down": (Product.DOWN, 0),
 }
-_TAKEN = "q_proj, k_proj, v_proj, o_proj of attention, gate_proj, up_proj, down_proj of feed-forwards and experts"
+_TAKEN = (
+    "q_proj, k_proj, v_proj, o_proj and the output gate of attention, "
+    "gate_proj, up_proj, down_proj of feed-forwards and experts"
+)
 _HARMLESS_STARTS = (True, False, "gaussian", "orthogonal", "eva")  # others also change the base model's weights
 
 
@@ -214,13 +225,15 @@ def _fused(
     places = placements(spec, outputs, set(parts))
     of_key: dict[Key, list[_Module]] = defaultdict(list)
     for of_layer, name in downs:
-        of_key[of_layer, _place_of(name)[0]].append((of_layer, name))
+        for product in _products_of(spec, of_layer, name):
+            of_key[of_layer, product].append((of_layer, name))
     fused = {}
     for (layer, product), modules in of_key.items():
         form = form_of(spec.layers[layer], product, spec.hidden_size)
         if form is None:
             raise AdapterError(
-                f"adapters on the attention of a {spec.family} model are not supported: train without its projections"
+                f"adapters on {_module_name(modules[0])} of a {spec.family} model are not supported: train without "
+                "that module"
             )
         up_ENr = _output_of(outputs, layer, product)
         up_ENr.zero_()
@@ -230,8 +243,8 @@ def _fused(
             _check_shapes(module, place, downs[module], ups[module], form.width, rank)
             assert place is not None
             place.fill(ups[module] * config.scale)
-            _, part, expert = _place_of(module[1])
-            down_EPrD[expert, part] = downs[module]
+            own_product, part, expert = _place_of(module[1])
+            down_EPrD[expert, part if product is own_product else 0] = downs[module]
         fused[layer, product] = down_EPrD, up_ENr.view(form.num_experts, -1, rank).mT.contiguous()
     return fused
 
@@ -260,11 +273,21 @@ def _place_of(module: str) -> tuple[Product, int, int]:
     return product, part, int(match[2] or 0)
 
 
+def _products_of(spec: ModelSpec, layer: int, module: str) -> list[Product]:
+    """Return the products that a module's rows belong to: queries, for instance, may be projected with a gate."""
+    product, part, _ = _place_of(module)
+    attention = spec.layers[layer].attention
+    gate = attention.gate if isinstance(attention, AttentionSpec) else None
+    with_gate = gate is not None and gate.in_query_projection and (product, part) == _PLACES["q"]
+    return [product, Product.OUTPUT_GATE] if with_gate else [product]
+
+
 def _output_of(outputs: ModelWeights, layer: int, product: Product) -> Tensor:
     attention, ffn = outputs.layers[layer].attention, outputs.layers[layer].ffn
-    if product in (Product.QKV, Product.OUTPUT):
+    if product in (Product.QKV, Product.OUTPUT_GATE, Product.OUTPUT):
         assert isinstance(attention, AttentionWeights)
-        found = attention.qkv_CD if product is Product.QKV else attention.output_DC
+        of_attention = {Product.QKV: attention.qkv_CD, Product.OUTPUT_GATE: attention.gate_CD}
+        found = of_attention.get(product, attention.output_DC)
     elif isinstance(ffn, MoeWeights):
         found = ffn.gate_up_E2FD if product is Product.GATE_UP else ffn.down_EDF
     else:

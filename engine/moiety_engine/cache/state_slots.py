@@ -21,7 +21,10 @@ from moiety_engine.cache.block_pool import BlockPool
 class StateSlots:
     """Owner of slots 0 … num_slots-1, of the host slots after them, and of the queued copies. Single-threaded."""
 
-    def __init__(self, num_slots: int, num_host_slots: int = 0) -> None:
+    def __init__(self, num_slots: int, num_host_slots: int = 0, max_drafts: int = 0) -> None:
+        """Create the slots. `max_drafts`: the most drafts that are verified at a time, each with a slot of its own."""
+        self._num_drafts, self._max_drafts = 0, max_drafts
+        self._replays: list[tuple[int, int]] = []  # (slot, number of recorded tokens)
         self._pool = BlockPool(num_slots)
         self._host = BlockPool(num_host_slots) if num_host_slots else None
         self.num_host_slots = num_host_slots
@@ -113,6 +116,31 @@ class StateSlots:
         self.end(host_slot)
         return slot
 
+    def begin_draft(self, slot: int) -> int:
+        """Queue the copy of a slot's state to a new slot, from which a draft can be undone; -1 if none is available."""
+        if self._num_drafts == self._max_drafts or not self._pool.num_free:
+            return -1
+        self._num_drafts += 1
+        (before,) = self._pool.allocate(1)
+        self._copies.append((slot, before))
+        return before
+
+    def end_draft(self, before: int) -> None:
+        """Release the slot of a draft that is not undone."""
+        self._num_drafts -= 1
+        self._pool.free([before])
+
+    def undo_draft(self, slot: int, before: int, num_tokens: int) -> int:
+        """Release the slot whose state has rejected tokens, and return the sequence's new slot.
+
+        It is the one with the state before the draft, for which a replay of the first `num_tokens` tokens that ran is
+        queued.
+        """
+        self._num_drafts -= 1
+        self._pool.free([slot])
+        self._replays.append((before, num_tokens))
+        return before
+
     def invalidate(self, hashes: Iterable[bytes]) -> None:
         """Drop the snapshots after these blocks, where present."""
         self._pool.invalidate(hashes)
@@ -126,7 +154,15 @@ class StateSlots:
         self._pool.forget()
         if self._host is not None:
             self._host.forget()
-        self._copies = []
+        self._copies, self._replays = [], []
+
+    def take_replays(self) -> list[tuple[int, int]]:
+        """Return the queued replays (slot, number of tokens) and clear the queue; to run before the copies.
+
+        A slot is replayed before it is the source or target of any copy that is queued with the replay.
+        """
+        replays, self._replays = self._replays, []
+        return replays
 
     def take_copies(self) -> list[tuple[int, int]]:
         """Return the queued copies (source, target) and clear the queue; to run in order, before the forward pass."""

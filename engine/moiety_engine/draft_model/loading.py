@@ -54,6 +54,11 @@ def load_drafter(
             "--draft-model of the same family, with the same vocabulary, or --speculate ngram, which "
             "needs none"
         )
+    if read_spec(folder).recurrent_layers:
+        raise InvalidConfig(
+            "the draft model has recurrent layers, whose states are not kept for drafts: use a --draft-model without "
+            "them, --speculate mtp if the model has an MTP layer, or --speculate ngram"
+        )
     _check_tokens(Path(config.model), folder)
     return load_model(folder, **how)
 

@@ -26,6 +26,7 @@ class Product(StrEnum):
     """Matrix product of a layer that an adapter may modify."""
 
     QKV = "qkv"
+    OUTPUT_GATE = "output_gate"
     OUTPUT = "output"
     GATE_UP = "gate_up"
     DOWN = "down"
@@ -85,9 +86,11 @@ class LayerFactors:
 def form_of(layer: LayerSpec, product: Product, hidden_size: int) -> Form | None:
     """Return the dimensions of a layer's product; None if the product does not exist or takes no adapters."""
     attention, ffn = layer.attention, layer.ffn
-    if product in (Product.QKV, Product.OUTPUT):
-        if not isinstance(attention, AttentionSpec) or (attention.gate is not None and product is Product.QKV):
-            return None  # a gate may share the projection of queries, whose adapter then has its rows too
+    if product in (Product.QKV, Product.OUTPUT_GATE, Product.OUTPUT):
+        if not isinstance(attention, AttentionSpec):
+            return None
+        if product is Product.OUTPUT_GATE:
+            return None if attention.gate is None else Form(hidden_size, (attention.gate_width,))
         of_output = Form(attention.output_width, (hidden_size,))
         return Form(hidden_size, attention.qkv_widths) if product is Product.QKV else of_output
     experts = ffn.routing.num_experts if isinstance(ffn, MoeSpec) else 1

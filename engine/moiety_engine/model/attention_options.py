@@ -11,10 +11,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class OutputGateSpec:
-    """Gate of attention's output (Qiu et al. 2025, arXiv 2505.06708); `per_head`: one gate for all values of a head."""
+    """Gate of attention's output (Qiu et al. 2025, arXiv 2505.06708); `per_head`: one gate for all values of a head.
+
+    `in_query_projection`: on disk, and for adapters, the projection of queries has the gate's rows too.
+    """
 
     kind: GateKind
     per_head: bool = False
+    in_query_projection: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,8 @@ class RecurrentRows:
     begins_R: Tensor  # bool; the run begins with the first token of its sequence
     num_single: int  # runs 0 … num_single - 1 have exactly one token
     max_run: int  # Python int: tokens of the longest run
+    recorded_rows_K: Tensor | None = None  # int64; tokens that may be replayed, for which inputs are recorded
+    record_places_K: Tensor | None = None  # int64; where: slot · num_record_tokens + place
 
 
 @dataclass(slots=True)
@@ -150,9 +152,22 @@ class LatentCache:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentStateCache:
-    """States of one recurrent layer: for each part of the layer's spec a tensor [num_slots, *shape of the part]."""
+    """States of one recurrent layer: for each part of the layer's spec a tensor [num_slots, *shape of the part].
+
+    `records` has the inputs of drafted tokens: for each of the spec's `input_widths` a tensor
+    [num_slots, num_record_tokens, width]; (): none are kept.
+    """
 
     parts: tuple[Tensor, ...]
+    records: tuple[Tensor, ...] = ()
+
+    def record(self, rows: RecurrentRows, *inputs_TC: Tensor) -> None:
+        """Keep the inputs of the tokens that may be replayed."""
+        if rows.recorded_rows_K is None or rows.record_places_K is None:
+            return
+        for record, input_TC in zip(self.records, inputs_TC, strict=True):
+            kept_KC = input_TC.index_select(0, rows.recorded_rows_K)
+            record.flatten(0, 1).index_copy_(0, rows.record_places_K, kept_KC)
 
 
 Cache = LayerCache | LatentCache | RecurrentStateCache  # of one layer
@@ -174,6 +189,7 @@ class KvCache:
     num_groups: int = 1  # cache groups of the model, also those without layers on this pipeline stage
     group_of_layer: tuple[int, ...] = ()  # cache group of each layer; (): all layers are in the first
     num_state_slots: int = 0  # of each recurrent layer
+    num_record_tokens: int = 0  # tokens whose inputs each of these slots records; 0: none
     windows: tuple[int | None, ...] = ()  # of the block tables: blocks behind a window are freed; (): not known
     shared: LatentCache | None = None  # memory of a block as one row, which layers of different shapes share
 

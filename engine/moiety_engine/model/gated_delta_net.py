@@ -17,10 +17,12 @@ from moiety_kernels.gated_norm import gated_norm
 from moiety_kernels.linear import linear
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from moiety_engine.model.arithmetic import Arithmetic
-    from moiety_engine.model.batch import Batch, Cache
+    from moiety_engine.model.batch import Batch, Cache, RecurrentRows
     from moiety_engine.model.spec import GatedDeltaSpec
     from moiety_engine.model.weights import GatedDeltaWeights
 
@@ -36,19 +38,31 @@ class GatedDeltaNet:
         assert isinstance(cache, RecurrentStateCache)
         assert batch.states is not None
         spec, weights, rows = self._spec, self._weights, batch.states
+        input_TC = self._linear(x_TD, weights.input_CD)
+        conv_TC = input_TC[:, : spec.conv_channels]
+        gates_TG = self._linear(x_TD, weights.strength_decay_GD)
+        cache.record(rows, conv_TC, gates_TG)
+        out_TMV = self._advance(conv_TC, gates_TG, rows, cache)
+        gate_TMV = input_TC[:, spec.conv_channels :].view(out_TMV.shape)
+        normed_TMV = gated_norm(out_TMV, gate_TMV, weights.norm_V.unsqueeze(0), spec.norm_eps)
+        return self._linear(normed_TMV.flatten(1), weights.output_DC)
+
+    def replay(self, inputs_TC: Sequence[Tensor], rows: RecurrentRows, cache: RecurrentStateCache) -> None:
+        """Advance states by tokens whose inputs were recorded."""
+        conv_TC, gates_TG = inputs_TC
+        self._advance(conv_TC, gates_TG, rows, cache)
+
+    def _advance(self, conv_TC: Tensor, gates_TG: Tensor, rows: RecurrentRows, cache: RecurrentStateCache) -> Tensor:
+        """Return out_TMV, the heads' outputs, and advance the states."""
+        spec, weights = self._spec, self._weights
         matrices, tails = cache.parts
         has_state_R = rows.begins_R.logical_not().int()
         runs = rows.slots_R, has_state_R, rows.run_start_R1
-        input_TC = self._linear(x_TD, weights.input_CD)
-        mixed_TC = causal_conv(
-            input_TC[:, : spec.conv_channels], weights.conv_WC, None, tails, *runs, silu=True, max_query=rows.max_run
-        )
-        log_decay_TM, strength_TM = delta_gates(
-            self._linear(x_TD, weights.strength_decay_GD), weights.decay_M, weights.decay_bias_M
-        )
+        mixed_TC = causal_conv(conv_TC, weights.conv_WC, None, tails, *runs, silu=True, max_query=rows.max_run)
+        log_decay_TM, strength_TM = delta_gates(gates_TG, weights.decay_M, weights.decay_bias_M)
         keys = spec.num_key_heads * spec.key_width
         q_TC, k_TC, v_TC = torch.split(mixed_TC, [keys, keys, spec.output_width], dim=1)
-        out_TMV = gated_delta_rule(
+        return gated_delta_rule(
             q_TC.view(-1, spec.num_key_heads, spec.key_width),
             k_TC.view(-1, spec.num_key_heads, spec.key_width),
             v_TC.view(-1, spec.num_value_heads, spec.value_width),
@@ -59,6 +73,3 @@ class GatedDeltaNet:
             num_decode=rows.num_single,
             max_query=rows.max_run,
         )
-        gate_TMV = input_TC[:, spec.conv_channels :].view(out_TMV.shape)
-        normed_TMV = gated_norm(out_TMV, gate_TMV, weights.norm_V.unsqueeze(0), spec.norm_eps)
-        return self._linear(normed_TMV.flatten(1), weights.output_DC)

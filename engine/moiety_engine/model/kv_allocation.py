@@ -87,8 +87,20 @@ class KvAllocation:
         parts = [part for one in self._place_of_layer if isinstance(one, RecurrentSpec) for part in one.state_parts]
         return sum(math.prod(part.shape) * self._state_dtype(part).itemsize for part in parts)
 
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of the recorded inputs of one token in all recurrent layers."""
+        widths = [sum(one.input_widths) for one in self._place_of_layer if isinstance(one, RecurrentSpec)]
+        return sum(widths) * self._activation_dtype.itemsize
+
     def allocate(
-        self, num_blocks: int, block_size: int, num_state_slots: int, device: torch.device, rotation: str
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_state_slots: int,
+        num_record_tokens: int,
+        device: torch.device,
+        rotation: str,
     ) -> KvCache:
         """Return a new cache with undefined content; `rotation`: digest of the rotary embedding."""
 
@@ -127,8 +139,11 @@ class KvAllocation:
             if not isinstance(one, RecurrentSpec):
                 assert of_layer is not None
                 return of_layer
+            widths = one.input_widths if num_record_tokens else ()
+            record = partial(empty, num_state_slots, num_record_tokens, dtype=self._activation_dtype)
             return RecurrentStateCache(
-                tuple(empty(num_state_slots, *part.shape, dtype=self._state_dtype(part)) for part in one.state_parts)
+                tuple(empty(num_state_slots, *part.shape, dtype=self._state_dtype(part)) for part in one.state_parts),
+                tuple(map(record, widths)),
             )
 
         return KvCache(
@@ -140,6 +155,7 @@ class KvAllocation:
             self._num_groups,
             self._group_of_layer,
             num_state_slots,
+            num_record_tokens,
             shared=shared,
         )
 

@@ -33,14 +33,14 @@ from moiety_kernels.paged_attention import paged_attention
 from moiety_kernels.route import RoutingSpec, route
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
     from moiety_engine.distribution.collectives import RankCollectives
     from moiety_engine.model.adapter_stacks import AdaptedRows, LayerFactors
     from moiety_engine.model.arithmetic import Arithmetic
-    from moiety_engine.model.batch import Batch, Cache
+    from moiety_engine.model.batch import Batch, Cache, RecurrentRows, RecurrentStateCache
     from moiety_engine.model.dispatch import Dispatch
     from moiety_engine.model.rope_spec import RopeSpec
     from moiety_engine.model.rotary import RotaryTable
@@ -54,6 +54,14 @@ class Attention(Protocol):
     """Attention, the first half of a layer."""
 
     def __call__(self, x_TD: Tensor, batch: Batch, cache: Cache) -> Tensor: ...
+
+
+class RecurrentLayer(Protocol):
+    """Attention of a recurrent layer that can replay tokens, which its spec says by `input_widths`."""
+
+    def replay(self, inputs_TC: Sequence[Tensor], rows: RecurrentRows, cache: RecurrentStateCache) -> None:
+        """Advance the states in the rows' slots by tokens with these recorded inputs."""
+        ...
 
 
 class FeedForward(Protocol):
@@ -137,7 +145,9 @@ class GroupedQueryAttention:
         if spec.value_scale != 1.0:  # attention is linear in values
             out_THd = out_THd * spec.value_scale
         if spec.gate is not None and weights.gate_CD is not None:
-            out_THd = output_gate(out_THd, self._linear(x_TD, weights.gate_CD), spec.gate.kind)
+            gate_TC = self._linear(x_TD, weights.gate_CD)
+            self._adapters.add(Product.OUTPUT_GATE, gate_TC, x_TD, batch.adapted)
+            out_THd = output_gate(out_THd, gate_TC, spec.gate.kind)
         heads_TC = out_THd.view(out_THd.shape[0], -1)
         out_TD = self._linear(heads_TC, weights.output_DC, weights.output_bias_D)
         return self._adapters.add(Product.OUTPUT, out_TD, heads_TC, batch.adapted)
@@ -313,3 +323,8 @@ def attention(
     return GroupedQueryAttention(
         spec, weights, rotaries[spec.rope], norm_eps, arithmetic, adapters, rounds=rounds, group=group
     )
+
+
+def recurrent_layers(attentions: Sequence[Attention]) -> dict[int, RecurrentLayer]:
+    """Return the layers that can replay tokens, by index."""
+    return {index: one for index, one in enumerate(attentions) if isinstance(one, GatedDeltaNet)}

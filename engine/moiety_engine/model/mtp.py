@@ -51,10 +51,11 @@ def require_mtp(folder: Path, spec: ModelSpec, load_format: LoadFormat) -> None:
     if load_format is LoadFormat.DUMMY:
         return
     files = tensor_files(folder)
-    prefix = mtp_prefix("model.", len(spec.layers), files)
-    if f"{prefix}eh_proj.weight" not in files:
+    prefix = spec.mtp_root or mtp_prefix("model.", len(spec.layers), files)
+    projection = f"{prefix}{'fc' if spec.mtp_root else 'eh_proj'}.weight"
+    if projection not in files:
         raise WeightsError(
-            f"config.json in {folder} has an MTP layer, but the files have no {prefix}eh_proj.weight: "
+            f"the model in {folder} has an MTP layer as published, but the files have no {projection}: "
             "transformers leaves MTP layers out; download the checkpoint as it was published, or "
             f"{_INSTEAD}"
         )

@@ -208,6 +208,14 @@ class RecurrentSpec(ABC):
     def state_parts(self) -> tuple[StatePart, ...]:
         """Parts of the state, for instance a matrix per head, and the last inputs of a convolution."""
 
+    @property
+    def input_widths(self) -> tuple[int, ...]:
+        """Widths of the inputs of the recurrence, by which a layer replays tokens; (): it cannot.
+
+        They have the type of activations. Without them drafts cannot be undone, so speculation is not available.
+        """
+        return ()
+
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaSpec(RecurrentSpec):
@@ -239,6 +247,11 @@ class GatedDeltaSpec(RecurrentSpec):
         """A matrix of keys by values per head, and the last inputs of the convolution."""
         matrices = StatePart((self.num_value_heads, self.key_width, self.value_width))
         return matrices, StatePart((self.conv_taps - 1, self.conv_channels), exact=False)
+
+    @property
+    def input_widths(self) -> tuple[int, ...]:
+        """The inputs of the convolution, and the strength and decay of each head's update."""
+        return self.conv_channels, 2 * self.num_value_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,8 +394,9 @@ class ModelSpec:
     prefixes of tensors in the checkpoint that decoding does not use. `zero_if_absent`: suffixes of tensors that are
     zero if the checkpoint lacks them. `mtp`: the multi-token prediction layer after the last layer, if there is one; it
     predicts a token from the token before it and the hidden state before that. `mtp_after`: set if this spec is itself
-    that of an MTP layer: the number of layers of its model, whose vocabulary it uses. `vision`: the encoder of images,
-    if the model has one.
+    that of an MTP layer: the number of layers of its model, whose vocabulary it uses. `mtp_root`: prefix of the MTP
+    layer's tensors, if they are not named as those of a further layer of the model. `vision`: the encoder of images, if
+    the model has one.
     """
 
     family: str
@@ -403,6 +417,7 @@ class ModelSpec:
     zero_if_absent: tuple[str, ...] = ()
     mtp: LayerSpec | None = None
     mtp_after: int | None = None
+    mtp_root: str | None = None
     vision: VisionSpec | None = None
 
     def within(self, max_context_tokens: int | None) -> ModelSpec:

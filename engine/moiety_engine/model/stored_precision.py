@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moiety_engine.model.names.tensor_mapping import TensorMapping
 from moiety_engine.model.tensor_shards import places_on_rank
 from moiety_engine.model.weights import allocate, products_of
 from moiety_kernels.quantization import QuantizedWeight
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_engine.distribution.layout import Seat
-    from moiety_engine.model.names.tensor_mapping import Shares
+    from moiety_engine.model.names.tensor_mapping import Shares, TensorMapping
     from moiety_engine.model.spec import ModelSpec
     from moiety_engine.model.weights import ModelWeights
     from moiety_kernels.quantization import WeightFormat
@@ -63,11 +62,7 @@ class StoredPrecision:
         values, scales = self._values[name], self._scales[name]
         rows_alike = scales.shape == (*values.shape[:-1], self._stored.num_scales(values.shape[-1]))
         stacked = len(values.shape) == _STACKED
-        return (
-            isinstance(values, TensorMapping)
-            and rows_alike
-            and not (stacked and values.shape[1] // 2 % self._form.rows)
-        )
+        return rows_alike and not (stacked and values.shape[1] // 2 % self._form.rows)
 
     def places(self, name: str) -> tuple[TensorMapping | Shares, TensorMapping | Shares]:
         """Return the mappings of a tensor's bytes and of its rows' scales."""

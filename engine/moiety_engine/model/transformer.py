@@ -22,7 +22,7 @@ from moiety_engine.model.expert_migration import SlotWeights
 from moiety_engine.model.expert_setup import expert_dispatch, expert_shape, expert_slots
 from moiety_engine.model.feed_forwards import feed_forward
 from moiety_engine.model.kv_allocation import KvAllocation
-from moiety_engine.model.layers import MixtureOfExperts, attention
+from moiety_engine.model.layers import MixtureOfExperts, attention, recurrent_layers
 from moiety_engine.model.mtp_input import MtpInput
 from moiety_engine.model.normed_mixture import NormedMixture
 from moiety_engine.model.norms import make_norm
@@ -112,13 +112,14 @@ class Transformer:
         recordable = on_cpu_alone and ranks.everyone.size == 1 and once
         self._programs = _decode_programs(_Pass(self)) if recordable else None
         attend = partial(attention, arithmetic=arithmetic, rounds=self.dtype is torch.bfloat16, group=ranks.tensor)
-        self._attentions = [
-            self._whole(
-                attend(one.attention, w.attention, rotaries, spec.norm.eps, adapters=factors),
-                ranks.tensor,
-                w.attention_post_norm,
-            )
+        halves = [
+            attend(one.attention, w.attention, rotaries, spec.norm.eps, adapters=factors)
             for one, w, factors in zip(own.layers, weights.layers, self.adapters.layers, strict=True)
+        ]
+        self.recurrent = recurrent_layers(halves)
+        self._attentions = [
+            self._whole(half, ranks.tensor, w.attention_post_norm)
+            for half, w in zip(halves, weights.layers, strict=True)
         ]
         self._norms = [
             (make_norm(spec.norm, w.attention_norm, arithmetic), make_norm(spec.norm, w.ffn_norm, arithmetic))
@@ -162,10 +163,17 @@ class Transformer:
         """Bytes of one sequence's recurrent state on each rank; 0 for a model without recurrent layers."""
         return self._kv_allocation.state_bytes
 
-    def allocate_kv(self, num_blocks: int, block_size: int, num_state_slots: int = 0) -> KvCache:
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of one token's inputs of recurrent layers, which a state slot records of a draft."""
+        return self._kv_allocation.record_bytes
+
+    def allocate_kv(
+        self, num_blocks: int, block_size: int, num_state_slots: int = 0, num_record_tokens: int = 0
+    ) -> KvCache:
         """Return a new KV cache for the model, in its `kv_dtype`, with undefined content."""
         return self._kv_allocation.allocate(
-            num_blocks, block_size, num_state_slots, self.device, rotation_of(self.spec)
+            num_blocks, block_size, num_state_slots, num_record_tokens, self.device, rotation_of(self.spec)
         )
 
     @property

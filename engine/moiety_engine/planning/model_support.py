@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moiety_engine.cache_setup import can_undo_drafts
 from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.distribution.layout import Layout, Seat
 from moiety_engine.encoder.config import is_encoder
@@ -18,7 +19,7 @@ from moiety_engine.model.errors import ModelError
 from moiety_engine.model.families import ignored_keys, spec_from_config
 from moiety_engine.model.families.catalog import CATALOG
 from moiety_engine.model.mtp import require_mtp
-from moiety_engine.model.spec import AttentionSpec, LatentAttentionSpec
+from moiety_engine.model.spec import LatentAttentionSpec
 from moiety_engine.model.tensor_shards import own_spec
 from moiety_engine.planning.models import find_model
 from moiety_text.chat import ChatTemplate
@@ -70,15 +71,14 @@ class CheckpointReport:
 def features_of(spec: ModelSpec) -> ModelFeatures:
     """Return the features that work with a model."""
     latent = any(isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers)
-    has_gates = any(isinstance(one.attention, AttentionSpec) and one.attention.gate is not None for one in spec.layers)
     with_states = f"{NO}: the model has recurrent layers" if spec.recurrent_layers else YES
     return ModelFeatures(
         tensor_parallel=_divides(spec, Layout(tp=2)),
         expert_parallel=_divides(spec, Layout(dp=2, ep=2)),
         pipeline_parallel=with_states,
-        speculation=with_states,
+        speculation=YES if can_undo_drafts(spec) else with_states,
         roles=with_states,
-        lora="feed-forward only" if latent else "not q, k, v" if has_gates else YES,
+        lora="feed-forward only" if latent else YES,
         mtp=NO if spec.mtp is None else YES,
         images=NO if spec.vision is None else YES,
     )

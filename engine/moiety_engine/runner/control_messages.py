@@ -47,6 +47,7 @@ class Allocate(msgspec.Struct, frozen=True, tag=True, array_like=True):
     image_cache_bytes: int = 0
     num_state_slots: int = 0
     num_host_state_slots: int = 0
+    num_record_tokens: int = 0
 
 
 class Release(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -83,6 +84,40 @@ class GroupImages(msgspec.Struct, frozen=True, array_like=True):
         return HostImages(rows_I, positions_C.reshape(3, -1), tuple(self.parts))
 
 
+class GroupStates(msgspec.Struct, frozen=True, array_like=True):
+    """Recurrent states of a rank group's part of a step: the fields of HostStates."""
+
+    run_start: bytes
+    slots: bytes
+    begins: bytes
+    num_single: int
+    max_run: int
+    recorded_rows: bytes
+    record_places: bytes
+
+    @staticmethod
+    def of(states: HostStates) -> GroupStates:
+        return GroupStates(
+            states.run_start_R1.tobytes(),
+            states.slots_R.tobytes(),
+            states.begins_R.tobytes(),
+            states.num_single,
+            states.max_run,
+            states.recorded_rows_K.tobytes(),
+            states.record_places_K.tobytes(),
+        )
+
+    def states(self) -> HostStates:
+        """Return the HostStates that this message was made from."""
+        slots_R, rows_K, places_K = (
+            np.frombuffer(bytearray(one), dtype=np.int64)
+            for one in (self.slots, self.recorded_rows, self.record_places)
+        )
+        run_start_R1 = np.frombuffer(bytearray(self.run_start), dtype=np.int32)
+        begins_R = np.frombuffer(bytearray(self.begins), dtype=bool)
+        return HostStates(run_start_R1, slots_R, begins_R, self.num_single, self.max_run, rows_K, places_K)
+
+
 class GroupStep(msgspec.Struct, frozen=True, array_like=True):
     """A rank group's part of a step. `arrays` are the arrays of HostBatch by name."""
 
@@ -95,7 +130,7 @@ class GroupStep(msgspec.Struct, frozen=True, array_like=True):
     max_query: int
     images: GroupImages | None = None
     further_tables: list[tuple[bytes, bytes]] = []  # slots_T and block_table_SB of each further cache group
-    states: tuple[bytes, bytes] | None = None  # slots_R and begins_R
+    states: GroupStates | None = None
 
     @staticmethod
     def of(host: HostBatch) -> GroupStep:
@@ -103,7 +138,7 @@ class GroupStep(msgspec.Struct, frozen=True, array_like=True):
         counts = len(host.token_ids_T), len(host.wanted_rows_L), host.num_scored
         images = None if host.images is None else GroupImages.of(host.images)
         further = [(one.slots_T.tobytes(), one.block_table_SB.tobytes()) for one in host.further_tables]
-        states = None if host.states is None else (host.states.slots_R.tobytes(), host.states.begins_R.tobytes())
+        states = None if host.states is None else GroupStates.of(host.states)
         return GroupStep(arrays, *counts, host.num_decode, host.max_context, host.max_query, images, further, states)
 
     def batch(self) -> HostBatch:
@@ -123,18 +158,13 @@ class GroupStep(msgspec.Struct, frozen=True, array_like=True):
             max_query=self.max_query,
             images=None if self.images is None else self.images.images(),
             further_tables=tuple(_host_table(*one, num_sequences) for one in self.further_tables),
-            states=None if self.states is None else _host_states(*self.states),
+            states=None if self.states is None else self.states.states(),
         )
 
 
 def _host_table(slots: bytes, block_tables: bytes, num_sequences: int) -> HostTable:
     table_SB = np.frombuffer(bytearray(block_tables), dtype=np.int32).reshape(num_sequences, -1)
     return HostTable(np.frombuffer(bytearray(slots), dtype=np.int64), table_SB)
-
-
-def _host_states(slots: bytes, begins: bytes) -> HostStates:
-    slots_R = np.frombuffer(bytearray(slots), dtype=np.int64)
-    return HostStates(slots_R, np.frombuffer(bytearray(begins), dtype=bool))
 
 
 class RunStep(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -173,10 +203,14 @@ class Swap(msgspec.Struct, frozen=True, tag=True, array_like=True):
     ins: list[tuple[int, int]]
 
 
-class CopyStates(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Copy recurrent states between slots (source, target), in order. The numbers are those of the plan."""
+class MoveStates(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Replay recorded tokens (slot, number of tokens), then copy recurrent states between slots, in order.
 
-    pairs: list[tuple[int, int]]
+    A copy is (source, target). The numbers are those of the plan.
+    """
+
+    replays: list[tuple[int, int]]
+    copies: list[tuple[int, int]]
 
 
 class MoveExperts(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -203,7 +237,7 @@ Order = (
     | Release
     | RunStep
     | Swap
-    | CopyStates
+    | MoveStates
     | MoveExperts
     | EncodeImage
     | ForgetImages
@@ -256,9 +290,9 @@ class ControlSender:
         if outs or ins:
             self.give(Swap(outs, ins))
 
-    def copy_states(self, pairs: list[tuple[int, int]]) -> None:
-        if pairs:
-            self.give(CopyStates(pairs))
+    def move_states(self, replays: list[tuple[int, int]], copies: list[tuple[int, int]]) -> None:
+        if replays or copies:
+            self.give(MoveStates(replays, copies))
 
     def send_tokens(self, token_L: Tensor) -> None:
         """Send the other ranks the tokens that the launched step samples."""

@@ -63,7 +63,7 @@ class DeviceState:
         self._arrivals = kv_connector.arrivals
         scratch = int(sizes.graphs)  # one block that no sequence gets
         with orders.together(_allocation(sizes, scratch)):
-            self._allocate(sizes.num_blocks + scratch, sizes.num_state_slots)
+            self._allocate(sizes.num_blocks + scratch, sizes.num_state_slots, sizes.num_record_tokens)
         self.runner = Runner(
             model,
             self.kv,
@@ -76,21 +76,21 @@ class DeviceState:
             image_cache_bytes=sizes.image_cache_bytes,
         )
 
-    def _allocate(self, num_blocks: int, num_state_slots: int) -> None:
+    def _allocate(self, num_blocks: int, num_state_slots: int, num_record_tokens: int) -> None:
         model, sizes = self._model, self._sizes
         try:
-            kv = model.allocate_kv(num_blocks, sizes.block_size, num_state_slots)
+            kv = model.allocate_kv(num_blocks, sizes.block_size, num_state_slots, num_record_tokens)
             self.kv = replace(kv, windows=sizes.windows)
         except RuntimeError as exc:  # torch raises this on a CPU
             kv_gib = sizes.num_blocks * model.kv_bytes_per_block(sizes.block_size) / 2**30
-            kv_gib += num_state_slots * model.state_bytes / 2**30
+            kv_gib += num_state_slots * (model.state_bytes + num_record_tokens * model.record_bytes) / 2**30
             raise OutOfMemory(
                 f"a KV cache of {kv_gib:.2f} GiB does not fit on {model.device}: lower --kv-memory-bytes, "
                 "or leave it out to use the measured free memory"
             ) from exc
         try:
             self.host_kv = HostKv(self.kv, sizes.num_host_blocks) if sizes.num_host_blocks else None
-            self._state_copier = StateCopier(self.kv, sizes.num_host_state_slots)
+            self._state_copier = StateCopier(self.kv, sizes.num_host_state_slots, model.recurrent)
         except RuntimeError as exc:
             raise OutOfMemory(
                 f"the host has too little memory for {sizes.num_host_blocks} blocks of the host tier: "
@@ -98,12 +98,13 @@ class DeviceState:
             ) from exc
 
     def copy_blocks(self, plan: Plan) -> None:
-        """Run the plan's copies between cache and host tier and of states, and write received KV into the cache.
+        """Run the plan's copies and replays, and write received KV into the cache.
 
         Call it before the plan runs.
         """
         self.move(Copies(plan.swap_out, plan.swap_in))
-        self._orders.copy_states(plan.state_copies)
+        self._orders.move_states(plan.state_replays, plan.state_copies)
+        self._state_copier.replay(0, plan.state_replays)
         self._state_copier.run(0, plan.state_copies)
         for kv_load in plan.kv_loads:
             assert self._arrivals is not None, "KV is loaded without a receiver"
@@ -149,6 +150,7 @@ class DeviceState:
         """
         blank = CoreSubmit(0, "", STANDARD, [0], Sampling(), 1, 0, [], 1, b"", 0)
         sequence, found = Sequence(blank, order=0, seed=0), []
+        sequence.kv.state_slot = 0
         tokens = random.Random(0)
         begin_ns = clock_ns()
         for size in SIZES:
@@ -196,6 +198,7 @@ def _allocation(sizes: Sizes, scratch: int) -> Allocate:
         sizes.image_cache_bytes,
         sizes.num_state_slots,
         sizes.num_host_state_slots,
+        sizes.num_record_tokens,
     )
 
 

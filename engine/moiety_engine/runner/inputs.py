@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moiety_engine.images.feature_cache import FeatureCache
 from moiety_engine.model.adapter_stacks import AdaptedRows
-from moiety_engine.model.batch import Batch, GroupTable, ImageRows, RecurrentRows, Spread
+from moiety_engine.model.batch import Batch, GroupTable, ImageRows, Spread
 from moiety_engine.moe.tenants import NOBODY, TenantSlots
 from moiety_engine.runner.block_tables import BlockTables, HostTable
 from moiety_engine.runner.image_rows import HostImages, decode_positions, image_rows
@@ -99,7 +99,8 @@ class BatchBuilder:
     every prompt token attends as part of a chunk: the two attention paths round differently. Draft tokens always attend
     as decodes, so an accepted token gets the same bits as without speculation. With `tenants`, batches name the tenant
     slot of each token; with `adapters`, the slot of its adapter. `features` has the encoder's output for images.
-    `num_tables`: number of cache groups. `has_states`: the model has recurrent layers.
+    `num_tables`: number of cache groups. `num_record_tokens`: tokens of a draft whose inputs the slots of recurrent
+    states record; None: the model has no recurrent layers.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class BatchBuilder:
         adapters: Mapping[str, int] | None = None,
         features: FeatureCache | None = None,
         num_tables: int = 1,
-        has_states: bool = False,
+        num_record_tokens: int | None = None,
     ) -> None:
         self._features = features
         self._parts = _answers_apart if answers_apart else _chunks
@@ -123,7 +124,7 @@ class BatchBuilder:
         self._tenants = tenants
         self._tables = BlockTables()
         self._further = [BlockTables(table) for table in range(1, num_tables)]
-        self._has_states = has_states
+        self._num_record_tokens = num_record_tokens
 
     def build(self, plan: Plan, sampled_L: Tensor | None = None) -> Batch:
         """Return the plan's batch on the device. `sampled_L` holds the tokens that the running step samples."""
@@ -189,7 +190,7 @@ class BatchBuilder:
             max_query=1,
             adapter_T=self._adapters_of(sequences, np.array(ones)) if self._adapters else None,
             further_tables=tuple([one.of_decodes(sequences, positions, size) for one in self._further]),
-            states=HostStates.of(sequences, positions) if self._has_states else None,
+            states=self._states_of(sequences, positions, starts),
         )
 
     def _arrange(self, plan: Plan, tenants: TenantSlots | None) -> HostBatch:
@@ -236,8 +237,12 @@ class BatchBuilder:
             adapter_T=self._adapters_of(sequences, lengths),
             images=images,
             further_tables=tuple([one.of_rows(*rows) for one in self._further]),
-            states=HostStates.of(sequences, parts.firsts) if self._has_states else None,
+            states=self._states_of(sequences, parts.firsts, starts),
         )
+
+    def _states_of(self, sequences: list[Sequence], firsts: list[int], starts: np.ndarray) -> HostStates | None:
+        count = self._num_record_tokens
+        return None if count is None else HostStates.of(sequences, firsts, starts, count)
 
     def _keep_tables(self, sequences: list[Sequence]) -> None:
         for tables in (self._tables, *self._further):
@@ -255,13 +260,13 @@ class BatchBuilder:
         `parts` are the micro-batches, if there are any.
         """
         upload, states = self._staging.upload, host.states
-        token_ids_T, query_start_S1 = upload(host.token_ids_T), upload(host.query_start_S1)
+        token_ids_T = upload(host.token_ids_T)
         put_pending(token_ids_T, host, sampled_L, self._staging)
         return Batch(
             token_ids_T=token_ids_T,
             positions_T=upload(host.positions_T),
             slots_T=upload(host.slots_T),
-            query_start_S1=query_start_S1,
+            query_start_S1=upload(host.query_start_S1),
             context_len_S=upload(host.context_len_S),
             block_table_SB=upload(host.block_table_SB),
             wanted_rows_L=upload(host.wanted_rows_L),
@@ -276,11 +281,7 @@ class BatchBuilder:
             further_tables=tuple(
                 GroupTable(upload(one.slots_T), upload(one.block_table_SB)) for one in host.further_tables
             ),
-            states=None
-            if states is None
-            else RecurrentRows(
-                query_start_S1, upload(states.slots_R), upload(states.begins_R), host.num_decode, host.max_query
-            ),
+            states=None if states is None else states.upload(upload),
         )
 
     def _upload_images(self, images: HostImages) -> ImageRows:

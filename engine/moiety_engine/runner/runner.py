@@ -112,7 +112,7 @@ class Runner:
             adapters=adapters,
             features=self.features,
             num_tables=kv.num_groups,
-            has_states=bool(model.spec.recurrent_layers),
+            num_record_tokens=kv.num_record_tokens if model.spec.recurrent_layers else None,
         )
         self._sampler = Sampler(model.spec.vocab_size, model.device, self.staging)
         self._masks = MaskMaker(num_mask_words, model.spec.vocab_size, model.device)

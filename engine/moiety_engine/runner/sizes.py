@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from moiety_engine.cache.table_layout import TableLayout
 from moiety_engine.cache_setup import table_windows
-from moiety_engine.config import EngineConfig
+from moiety_engine.config import EngineConfig, Speculate
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.memory import available_bytes, device_memory
 from moiety_engine.model.transformer import Transformer
@@ -41,6 +41,7 @@ class Sizes:
     num_state_slots: int = 0  # of each recurrent layer; 0 without any
     num_host_state_slots: int = 0  # in host memory, for swapped-out sequences
     windows: tuple[int | None, ...] = (None,)  # of the block tables
+    num_record_tokens: int = 0  # tokens of a draft whose inputs each state slot records; 0 without speculation
 
 
 def sizes_for(
@@ -87,8 +88,10 @@ def sizes_for(
     elif budget is None:
         budget = int(available_bytes() * CPU_FRACTION) // local_ranks
     state_bytes = model.state_bytes
-    num_state_slots = 0 if not state_bytes else num_states(budget, state_bytes, max_running)
-    budget -= num_state_slots * state_bytes
+    num_record_tokens = config.speculate_tokens if state_bytes and config.speculate is not Speculate.OFF else 0
+    slot_bytes = state_bytes + num_record_tokens * model.record_bytes
+    num_state_slots = 0 if not state_bytes else num_states(budget, slot_bytes, max_running)
+    budget -= num_state_slots * slot_bytes
     block_bytes = model.kv_bytes_per_block(block_size)
     layout = TableLayout(block_size, table_windows(model, config), max_chunk_tokens=max_batch_tokens)
     drafts_bytes = 0 if draft_model is None else draft_model.kv_bytes_per_block(block_size)
@@ -125,6 +128,7 @@ def sizes_for(
         num_state_slots,
         num_host_states,
         layout.windows,
+        num_record_tokens,
     )
 
 

@@ -1,10 +1,11 @@
-"""Rows of a step as recurrent layers see them, in host memory, and copies of states between slots.
+"""Rows of a step as recurrent layers see them, in host memory, copies of states between slots, and replays of tokens.
 
 R runs, each of consecutive tokens of one sequence.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -12,28 +13,81 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moiety_engine.model.batch import KvCache
+from moiety_engine.model.batch import KvCache, RecurrentRows, RecurrentStateCache
+from moiety_engine.model.layers import RecurrentLayer
 from moiety_engine.sequence import Sequence
+from moiety_engine.staging import Upload
+
+_NONE = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class HostStates:
-    """Fields of RecurrentRows in host memory; a step's runs are its sequences, so they start where its queries do."""
+    """Fields of RecurrentRows in host memory. A draft is one run with the token before it."""
 
+    run_start_R1: np.ndarray
     slots_R: np.ndarray
     begins_R: np.ndarray
+    num_single: int
+    max_run: int
+    recorded_rows_K: np.ndarray
+    record_places_K: np.ndarray
 
     @staticmethod
-    def of(sequences: SequenceOf[Sequence], firsts: SequenceOf[int]) -> HostStates:
-        """Return the states of a step that runs tokens `firsts` and later ones of these sequences."""
-        slots = [sequence.kv.state_slot for sequence in sequences]
-        return HostStates(np.array(slots, dtype=np.int64), np.array(firsts, dtype=np.int64) == 0)
+    def of(
+        sequences: SequenceOf[Sequence], firsts: SequenceOf[int], starts_S1: np.ndarray, num_record_tokens: int
+    ) -> HostStates:
+        """Return the states of a step.
+
+        Its parts run tokens `firsts` and later ones of these sequences in rows `starts_S1`; consecutive parts of one
+        sequence are one run. Of a sequence with a draft the inputs of all tokens but the last are recorded.
+        """
+        lengths, begin_of_run = np.diff(starts_S1).tolist(), []
+        for part, (sequence, first) in enumerate(zip(sequences, firsts, strict=True)):
+            follows = part and sequences[part - 1] is sequence and firsts[part - 1] + lengths[part - 1] == first
+            if not follows:
+                begin_of_run.append(part)
+        runs = np.array([*begin_of_run, len(sequences)])
+        run_start_R1 = np.ascontiguousarray(starts_S1[runs], dtype=np.int32)
+        run_lengths = np.diff(run_start_R1)
+        longer = np.flatnonzero(run_lengths != 1)
+        rows, places = [_NONE], [_NONE]
+        for run, part in enumerate(begin_of_run):
+            slot = sequences[part].kv.draft_slot
+            if slot >= 0:
+                count = np.arange(run_lengths[run] - 1, dtype=np.int64)
+                rows.append(run_start_R1[run] + count)
+                places.append(slot * num_record_tokens + count)
+        return HostStates(
+            run_start_R1,
+            np.array([sequences[part].kv.state_slot for part in begin_of_run], dtype=np.int64),
+            np.array([firsts[part] for part in begin_of_run], dtype=np.int64) == 0,
+            int(longer[0]) if len(longer) else len(run_lengths),
+            int(run_lengths.max()),
+            np.concatenate(rows),
+            np.concatenate(places),
+        )
+
+    def upload(self, upload: Upload) -> RecurrentRows:
+        """Return the rows on the device."""
+        records = len(self.recorded_rows_K) > 0
+        return RecurrentRows(
+            upload(self.run_start_R1),
+            upload(self.slots_R),
+            upload(self.begins_R),
+            self.num_single,
+            self.max_run,
+            upload(self.recorded_rows_K) if records else None,
+            upload(self.record_places_K) if records else None,
+        )
 
 
 class StateCopier:
-    """Copies of states between the slots of one rank's cache and its host slots, whose memory it owns."""
+    """Copies of states between the slots of one rank's cache and its host slots, whose memory it owns, and replays."""
 
-    def __init__(self, kv: KvCache, num_host_slots: int) -> None:
+    def __init__(self, kv: KvCache, num_host_slots: int, layers: Mapping[int, RecurrentLayer]) -> None:
+        """Create the copier. `layers`: the rank's recurrent layers by index, of which tokens are replayed."""
+        self._kv, self._layers = kv, layers
         self._num_slots = kv.num_state_slots + num_host_slots
         pinned = any(part.is_cuda for layer in kv.states for part in layer.parts)
         self._parts = [
@@ -56,6 +110,34 @@ class StateCopier:
                 for on_device, on_host in self._parts:
                     both = on_device, on_host, len(on_device)
                     _slot(*both, target - first).copy_(_slot(*both, source - first), non_blocking=True)
+
+    @torch.inference_mode()
+    def replay(self, group: int, replays: SequenceOf[tuple[int, int]]) -> None:
+        """Advance the states in slots by their first recorded tokens: (slot, number of tokens), in this rank group."""
+        begin = group * self._num_slots
+        own = sorted(
+            ((slot - begin, count) for slot, count in replays if begin <= slot < begin + self._num_slots),
+            key=lambda one: one[1] > 1,
+        )
+        if not own:
+            return
+        slots, counts = zip(*own, strict=True)
+        starts = np.concatenate(([0], np.cumsum(counts)))
+        width = self._kv.num_record_tokens
+        places = np.concatenate([slot * width + np.arange(count) for slot, count in own])
+        device = self._kv.states[0].parts[0].device
+        rows = RecurrentRows(
+            torch.tensor(starts, dtype=torch.int32, device=device),
+            torch.tensor(slots, device=device),
+            torch.zeros(len(slots), dtype=torch.bool, device=device),
+            counts.count(1),
+            max(counts),
+        )
+        places_K = torch.from_numpy(places).to(device)
+        for index, layer in self._layers.items():
+            cache = self._kv.layers[index]
+            assert isinstance(cache, RecurrentStateCache)
+            layer.replay([record.flatten(0, 1).index_select(0, places_K) for record in cache.records], rows, cache)
 
 
 def _slot(on_device: Tensor, on_host: Tensor, num_slots: int, slot: int) -> Tensor:

@@ -15,10 +15,10 @@ from moiety_engine.errors import OutOfMemory
 from moiety_engine.images.feature_cache import FeatureCache, features_of
 from moiety_engine.runner.control_messages import (
     Allocate,
-    CopyStates,
     EncodeImage,
     ForgetImages,
     MoveExperts,
+    MoveStates,
     OffloadWeights,
     Order,
     Release,
@@ -70,8 +70,8 @@ class WorkerBase:
                 self._step(order)
             case Swap():
                 self._swap(order)
-            case CopyStates():
-                self._copy_states(order)
+            case MoveStates():
+                self._move_states(order)
             case MoveExperts():
                 self._move_experts(order)
             case EncodeImage():
@@ -92,7 +92,7 @@ class WorkerBase:
         raise NotImplementedError
 
     def _swap(self, swap: Swap) -> None: ...
-    def _copy_states(self, order: CopyStates) -> None: ...
+    def _move_states(self, order: MoveStates) -> None: ...
     def _move_experts(self, order: MoveExperts) -> None: ...
     def _encode_image(self, order: EncodeImage) -> None: ...
     def _forget_images(self, order: ForgetImages) -> None: ...
@@ -141,9 +141,10 @@ class Worker(WorkerBase):
         self._staging = Staging(model.device)
 
     def _allocate(self, order: Allocate) -> None:
-        self._kv = self._model.allocate_kv(order.num_blocks, order.block_size, order.num_state_slots)
+        slots = order.num_state_slots, order.num_record_tokens
+        self._kv = self._model.allocate_kv(order.num_blocks, order.block_size, *slots)
         self._host_kv = HostKv(self._kv, order.num_host_blocks) if order.num_host_blocks else None
-        self._state_copier = StateCopier(self._kv, order.num_host_state_slots)
+        self._state_copier = StateCopier(self._kv, order.num_host_state_slots, self._model.recurrent)
         self._features = features_of(self._model, order.image_cache_bytes)
         self._builder = BatchBuilder(order.block_size, self._model.device, self._staging, features=self._features)
 
@@ -151,9 +152,10 @@ class Worker(WorkerBase):
         assert self._host_kv is not None, "blocks are swapped without a host tier"
         self._host_kv.run_own(self._group, swap.outs, swap.ins)
 
-    def _copy_states(self, order: CopyStates) -> None:
-        assert self._state_copier is not None, "states are copied without a cache"
-        self._state_copier.run(self._group, order.pairs)
+    def _move_states(self, order: MoveStates) -> None:
+        assert self._state_copier is not None, "states are moved without a cache"
+        self._state_copier.replay(self._group, order.replays)
+        self._state_copier.run(self._group, order.copies)
 
     def _move_experts(self, order: MoveExperts) -> None:
         self._model.move_experts(order.layer, order.writes)

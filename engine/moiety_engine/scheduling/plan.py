@@ -53,10 +53,11 @@ class Plan:
 
     Decode chunks come first: a single token each, or one token and a draft. `preempted` sequences left the batch to
     free blocks or batch slots. Before the forward pass, blocks are copied: first those of `swap_out` (device block,
-    host block), then those of `swap_in` (host block, device block); and recurrent states are copied between slots, one
-    after the other (source, target). With several rank groups, the numbers of a group's blocks and slots follow those
-    of the groups before it. Then KV from other engines is loaded, and the draft model processes the tokens of
-    `taken_in` and generates the pending draft tokens.
+    host block), then those of `swap_in` (host block, device block). Recurrent states are advanced by recorded tokens
+    (`state_replays`: slot, number of tokens), and then copied between slots, one after the other (source, target).
+    With several rank groups, the numbers of a group's blocks and slots follow those of the groups before it. Then KV
+    from other engines is loaded, and the draft model processes the tokens of `taken_in` and generates the pending draft
+    tokens.
     """
 
     chunks: list[Chunk]
@@ -66,6 +67,7 @@ class Plan:
     shape: StepShape = field(default_factory=StepShape)
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
+    state_replays: list[tuple[int, int]] = field(default_factory=list)
     state_copies: list[tuple[int, int]] = field(default_factory=list)
     kv_loads: list[KvLoad] = field(default_factory=list)
     planned_ns: int = 0

@@ -103,7 +103,7 @@ class Scheduler:
         self._running: Plan | None = None  # launched, not committed
         self._step_timing = StepTiming(self.step_time)
         proposer = proposer or NgramProposer()
-        self.speculator = Speculator(draft_tokens, self.step_time, proposer) if draft_tokens else None
+        self.speculator = Speculator(draft_tokens, self.step_time, proposer, groups) if draft_tokens else None
         self.output_processor = OutputProcessor(
             self.queues, self.speculator, on_computed=self._computed, on_end=self._end, on_park=self._park
         )

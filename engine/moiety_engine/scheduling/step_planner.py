@@ -130,7 +130,7 @@ class StepPlanner:
         limit = min(len(draft), self.rows_left, room)
         if self._answer_rows_left is not None:
             limit = min(limit, self._answer_rows_left)
-        if limit <= 0:
+        if limit <= 0 or not kv.begin_draft(sequence):
             return
         grown = kv.grow(sequence, first + 1 + limit)
         assert grown, "blocks that were free are not there"
@@ -242,6 +242,8 @@ class StepPlanner:
 
     def finish(self, preempted: list[Sequence], planned_ns: int) -> Plan:
         copies = self._kv.take_copies()
+        if self.num_drafted:  # recurrent layers take runs of single tokens first
+            self._decodes.sort(key=lambda chunk: bool(chunk.draft))
         return Plan(
             chunks=[*self._decodes, *self._prefills.values()],
             num_decode=len(self._decodes),
@@ -250,6 +252,7 @@ class StepPlanner:
             shape=self.shape,
             swap_out=copies.outs,
             swap_in=copies.ins,
+            state_replays=self._kv.take_state_replays(),
             state_copies=self._kv.take_state_copies(),
             kv_loads=self._kv.take_kv_loads(),
             planned_ns=planned_ns,

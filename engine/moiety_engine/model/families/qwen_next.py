@@ -10,7 +10,7 @@ from moiety_engine.model.errors import ConfigError, UnsupportedModelError
 from moiety_engine.model.families.config import (
     Config,
     Features,
-    quantization_settings,
+    first,
     read_activation,
     read_attention,
     read_routing,
@@ -26,6 +26,7 @@ from moiety_engine.model.spec import (
     SharedSpec,
 )
 
+MTP_ROOT = "mtp."
 FULL_INTERVAL = 4  # every fourth layer has full attention unless config.json says otherwise
 
 
@@ -47,25 +48,41 @@ def qwen3_5_moe(config: Config, index: int) -> LayerSpec:
 
 
 def qwen3_next_features(config: Config) -> Features:
-    """Return the norms, and the tensors of the MTP layers and of the vision encoder as ignored.
+    """Return the norms, the MTP layer, and its tensors and those of the vision encoder as ignored.
 
-    Raises UnsupportedModelError.
+    Config.json of Qwen3-Next does not say that there is an MTP layer; whether there is one is seen when it is loaded.
     """
-    if quantization_settings(config):
-        raise UnsupportedModelError(
-            f"quantized checkpoints of {config['model_type']} are not supported; load the bfloat16 one, with "
-            "--quantization if it is to be kept in fewer bits"
-        )
     norm = NormSpec(float(config["rms_norm_eps"]), weight_offset=1.0)
-    return {"norm": norm, "ignored_prefixes": ("mtp.", "model.visual.", "visual.")}
+    return {
+        "norm": norm,
+        "ignored_prefixes": (MTP_ROOT, "model.visual.", "visual."),
+        "mtp": _mtp_layer(config),
+        "mtp_root": MTP_ROOT,
+    }
+
+
+def _mtp_layer(config: Config) -> LayerSpec | None:
+    """Return the MTP layer, with full attention; None if there is none or if it has a vocabulary of its own."""
+    count = first(config, "mtp_num_hidden_layers", "num_nextn_predict_layers", default=1)
+    if not count or config.get("mtp_use_dedicated_embeddings"):
+        return None
+    if config["model_type"] in ("qwen3_5", "qwen3_5_text"):
+        ffn: DenseSpec | MoeSpec = DenseSpec(config["intermediate_size"], activation=read_activation(config))
+    else:
+        renormalize = config["model_type"] != "qwen3_next" or bool(config["norm_topk_prob"])
+        ffn = _mixture(config, renormalize=renormalize)
+    return LayerSpec(_full(config), ffn)
 
 
 def _with_experts(config: Config, index: int, *, renormalize: bool) -> LayerSpec:
+    return LayerSpec(_attention(config, index), _mixture(config, renormalize=renormalize))
+
+
+def _mixture(config: Config, *, renormalize: bool) -> MoeSpec:
     activation = read_activation(config)
     routing = read_routing(config, "num_experts", renormalize=renormalize)
     shared = SharedSpec(DenseSpec(config["shared_expert_intermediate_size"], activation=activation), gated=True)
-    mixture = MoeSpec(config["moe_intermediate_size"], routing, activation, shared=shared)
-    return LayerSpec(_attention(config, index), mixture)
+    return MoeSpec(config["moe_intermediate_size"], routing, activation, shared=shared)
 
 
 def _attention(config: Config, index: int) -> AttentionSpec | GatedDeltaSpec:
@@ -83,7 +100,7 @@ def _is_linear(config: Config, index: int) -> bool:
 
 
 def _full(config: Config) -> AttentionSpec:
-    return read_attention(config, qk_norm="head", gate=OutputGateSpec("sigmoid"))
+    return read_attention(config, qk_norm="head", gate=OutputGateSpec("sigmoid", in_query_projection=True))
 
 
 def _delta(config: Config) -> GatedDeltaSpec:

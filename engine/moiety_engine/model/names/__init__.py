@@ -30,6 +30,10 @@ _FINAL_NORM_OF_MIMO = "final_layernorm"  # of its MTP layer
 _FFN_NORMS = ("pre_feedforward_layernorm", "pre_mlp_layernorm")  # where post_attention_layernorm is another norm
 # Prefixes: usual, of embedding models, of the text part of vision models as published, and as in transformers 5.
 _ROOTS = ("model.", "", "language_model.model.", "model.language_model.")
+# Names of an MTP layer's norms of the token and of the hidden state, its projection of both, and its final norm.
+_OF_DEEPSEEK_MTP = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+_OF_QWEN_MTP = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+_RAISED_NORMS = ("norm.weight", *(f"{name}.weight" for name in _OF_QWEN_MTP[:2]))
 _PLAIN_NORMS = ("linear_attn.norm.weight",)  # without the offset of the model's other norms
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # tables in some old checkpoints
 
@@ -41,7 +45,10 @@ def placements(spec: ModelSpec, weights: ModelWeights, present: set[str]) -> dic
     found: dict[str, TensorMapping | Shares] = dict(_around(spec, weights, root, embedding, present))
     layers = zip(spec.layers, weights.layers, strict=True)
     for index, (layer_spec, layer) in enumerate(layers):
-        prefix = f"{root}layers.{index}." if spec.mtp_after is None else mtp_prefix(root, spec.mtp_after, present)
+        prefix = f"{root}layers.{index}."
+        if spec.mtp_after is not None:
+            own_root = spec.mtp_root
+            prefix = mtp_prefix(root, spec.mtp_after, present) if own_root is None else f"{own_root}layers.{index}."
         local = {name.removeprefix(prefix) for name in present if name.startswith(prefix)}
         found.update((prefix + name, place) for name, place in _layer(layer_spec, layer, local))
     if spec.vision is not None and weights.vision is not None:
@@ -66,12 +73,15 @@ def _around(spec: ModelSpec, weights: ModelWeights, root: str, embedding: str, p
     """Yield the names and mappings of the weights outside the layers."""
     mtp_input = weights.mtp_input
     if mtp_input is not None:
-        prefix = mtp_prefix(root, spec.mtp_after or 0, present)
-        yield from _norm(f"{prefix}enorm", mtp_input.token_norm)
-        yield from _norm(f"{prefix}hnorm", mtp_input.before_norm)
-        yield f"{prefix}eh_proj.weight", whole(mtp_input.projection_DJ)
-        final = f"{prefix}{_FINAL_NORM_OF_MIMO}"
-        yield from _norm(final if f"{final}.weight" in present else f"{prefix}shared_head.norm", weights.final_norm)
+        own_root = spec.mtp_root
+        prefix = mtp_prefix(root, spec.mtp_after or 0, present) if own_root is None else own_root
+        token, before, projection, final = _OF_DEEPSEEK_MTP if own_root is None else _OF_QWEN_MTP
+        if f"{prefix}{_FINAL_NORM_OF_MIMO}.weight" in present:
+            final = _FINAL_NORM_OF_MIMO
+        yield from _norm(f"{prefix}{token}", mtp_input.token_norm)
+        yield from _norm(f"{prefix}{before}", mtp_input.before_norm)
+        yield f"{prefix}{projection}.weight", whole(mtp_input.projection_DJ)
+        yield from _norm(f"{prefix}{final}", weights.final_norm)
         return
     outside = "language_model." if root == "language_model.model." else ""
     yield root + embedding, whole(weights.embedding_VD)
@@ -104,7 +114,7 @@ def _layer(spec: LayerSpec, layer: LayerWeights, present: set[str]) -> Iterator[
 
 
 def _raised(name: str, place: TensorMapping | Shares, offset: float) -> TensorMapping | Shares:
-    is_raised = name.endswith("norm.weight") and not name.endswith(_PLAIN_NORMS)
+    is_raised = name.endswith(_RAISED_NORMS) and not name.endswith(_PLAIN_NORMS)
     return raised(place, offset) if isinstance(place, TensorMapping) and is_raised else place
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # Names of the block, of the output projection and of both norms; Ling's and Sarvam's have one fused input projection.
 _USUAL = ("self_attn.", "o_proj", "q_norm", "k_norm")
 _OF_LING = ("attention.", "dense", "query_layernorm", "key_layernorm")
-_GATES = ("g_proj", "gate_proj")  # of the output; without one, the projection of queries has its rows too
+_GATES = ("g_proj", "gate_proj")  # of the output
 _SINKS_OF_MIMO = "attention_sink_bias"
 _OF_HUNYUAN = ("self_attn.", "o_proj", "query_layernorm", "key_layernorm")
 
@@ -55,11 +55,12 @@ def attention_places(
 def _grouped(spec: AttentionSpec, weights: AttentionWeights, present: set[str]) -> Iterator[Named]:
     widths = spec.qkv_widths
     block, output, q_norm, k_norm = _style(present)
-    gate = next((name for name in _GATES if f"{block}{name}.weight" in present), None)
+    gate = next((name for name in _GATES if f"{block}{name}.weight" in present), _GATES[0])
+    gate_with_queries = spec.gate is not None and spec.gate.in_query_projection
     for fused_C, kind in ((plain(weights.qkv_CD), "weight"), (weights.qkv_bias_C, "bias")):
         if fused_C is not None and f"{block}query_key_value.weight" in present:
             yield f"{block}query_key_value.{kind}", joined(fused_C, widths)
-        elif fused_C is not None and weights.gate_CD is not None and gate is None:
+        elif fused_C is not None and weights.gate_CD is not None and gate_with_queries:
             query, key, value = torch.split(fused_C, list(widths))
             yield f"{block}q_proj.{kind}", _with_gates(query, plain(weights.gate_CD), spec)
             yield f"{block}k_proj.{kind}", whole(key)
@@ -81,7 +82,7 @@ def _grouped(spec: AttentionSpec, weights: AttentionWeights, present: set[str]) 
     if weights.sinks_H is not None:
         of_mimo = f"{block}{_SINKS_OF_MIMO}" in present
         yield f"{block}{_SINKS_OF_MIMO if of_mimo else 'sinks'}", whole(weights.sinks_H)
-    if weights.gate_CD is not None and gate is not None:
+    if weights.gate_CD is not None and not gate_with_queries:
         yield f"{block}{gate}.weight", whole(plain(weights.gate_CD))
 
 

@@ -110,10 +110,21 @@ class KvGroups:
         Slot numbers of a group, on the device and then on the host, follow those of the groups before it.
         """
         copies = []
-        for group, kv in enumerate(self._ledgers):
-            first = 0 if kv.states is None else group * (kv.states.num_slots + kv.states.num_host_slots)
+        for first, kv in self._first_slots():
             copies += [(source + first, target + first) for source, target in kv.take_state_copies()]
         return copies
+
+    def take_state_replays(self) -> list[tuple[int, int]]:
+        """Return the replays of all groups, once per plan, with slots numbered as for the copies."""
+        replays = []
+        for first, kv in self._first_slots():
+            replays += [(slot + first, count) for slot, count in kv.take_state_replays()]
+        return replays
+
+    def _first_slots(self) -> Iterator[tuple[int, KvLedger]]:
+        """Yield each group's ledger with the number of its first state slot."""
+        for group, kv in enumerate(self._ledgers):
+            yield 0 if kv.states is None else group * (kv.states.num_slots + kv.states.num_host_slots), kv
 
     def take_kv_loads(self) -> list[KvLoad]:
         """Return the KV loads from other engines, once per plan, to run after the copies; empty with several groups."""

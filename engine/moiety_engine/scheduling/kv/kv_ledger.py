@@ -24,13 +24,13 @@ from moiety_engine.scheduling.kv.prefix_search import (
     key_of,
     longest_prefix,
 )
-from moiety_engine.scheduling.kv.table_blocks import TableBlocks
+from moiety_engine.scheduling.kv.state_ledger import StateLedger
 from moiety_engine.scheduling.plan import KvLoad
 from moiety_engine.sequence import Sequence
 from moiety_engine.sequence_records import NO_BLOCKS
 
 
-class KvLedger(TableBlocks):
+class KvLedger(StateLedger):
     """Ledger of one rank group's KV blocks. The only place that moves blocks between pool, host tier and sequences."""
 
     def __init__(
@@ -52,8 +52,7 @@ class KvLedger(TableBlocks):
         `answers_apart` means that an output's KV is never a prefix hit of another prompt, because its bits differ.
         """
         layout = TableLayout(block_size, windows, chunked, max_chunk_tokens=max_chunk_tokens)
-        super().__init__(pool, layout, host, prefix_caching=prefix_caching)
-        self.states = states
+        super().__init__(pool, layout, host, states, prefix_caching=prefix_caching)
         self.answers_apart = answers_apart
         self.swapped_out_total = 0  # blocks of sequences, including those that needed no copy
         self.swapped_in_total = 0
@@ -130,11 +129,6 @@ class KvLedger(TableBlocks):
         self.host_hit_blocks_total += len(prefix.hits) - len(on_device)
         return True
 
-    @property
-    def has_state_slot(self) -> bool:
-        """True if a sequence can start as far as recurrent states are concerned."""
-        return self.states is None or self.states.num_free > 0
-
     def num_blocks_to_start(self, prefix: PrefixHits, num_tokens: int) -> int:
         """Return the free blocks that `start` and growth to `num_tokens` take from the pool.
 
@@ -210,9 +204,7 @@ class KvLedger(TableBlocks):
         elif sequence.kv.num_sealed:
             self._leave_behind(sequence)
         self._free_tables(sequence)
-        if self.states is not None and sequence.kv.state_slot >= 0:
-            self.states.end(sequence.kv.state_slot)
-            sequence.kv.state_slot, sequence.kv.snapshot_ends = -1, ()
+        self._end_state(sequence)
         sequence.kv.firsts = self._from_start
         if self.host is not None:
             self.host.free(sequence.kv.host_blocks)
@@ -348,10 +340,6 @@ class KvLedger(TableBlocks):
         assert not sequence.kv.blocks, "a sequence holds blocks on the device and on the host"
         self.release(sequence)
 
-    def take_state_copies(self) -> list[tuple[int, int]]:
-        """Return the queued copies of recurrent states (source, target), once per plan, to run in order."""
-        return [] if self.states is None else self.states.take_copies()
-
     def take_copies(self) -> Copies:
         """Return the queued copies, once per plan: run all of `outs`, then all of `ins`, then the forward pass."""
         return Copies([], []) if self.host is None else self.host.take_copies()
@@ -367,21 +355,6 @@ class KvLedger(TableBlocks):
         return was_there
 
     # ── internal ──
-
-    def _start_state(self, sequence: Sequence, prefix: PrefixHits, states: StateSlots) -> None:
-        """Give the sequence a state slot, and choose the blocks after which it keeps snapshots.
-
-        These are the end of the prompt, where the next turn of a conversation continues, and the point up to which
-        others have computed the same tokens: a prefix that is met twice is likely to be met again (Marconi, Pan et al.
-        2024, arXiv 2411.19379).
-        """
-        hashes, size, num_hits = sequence.block_hashes, self.block_size, len(prefix)
-        if num_hits:
-            sequence.kv.state_slot = states.resume(hashes.at(num_hits - 1, size))
-        else:
-            sequence.kv.state_slot = states.begin()
-        ends = {prefix.num_kept, (sequence.num_reusable - 1) // size} if self.caches(sequence) else set()
-        sequence.kv.snapshot_ends = tuple(sorted(end for end in ends if end > num_hits))
 
     def _leave_behind(self, sequence: Sequence) -> None:
         """Retain the full blocks of a sequence that is released if its request asks for it, and call `on_release`."""

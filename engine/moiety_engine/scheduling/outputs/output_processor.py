@@ -140,7 +140,8 @@ class OutputProcessor:
             finish = more.finish
         self.accepted_tokens_total += (num_right := len(token_ids) - 1)
         if self._speculator is not None:
-            self._speculator.verified(sequence, num_right, one_wrong=finish is None and num_right < len(drafted))
+            one_wrong = finish is None and num_right < len(drafted)
+            self._speculator.verified(sequence, len(chunk.draft), num_right, one_wrong=one_wrong)
         if sequence.state is SequenceState.RUNNING:
             self._queues.verified(sequence)
             if not sequence.has_credit:

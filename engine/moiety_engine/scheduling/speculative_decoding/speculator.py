@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 
+from moiety_engine.scheduling.kv.kv_groups import KvGroups
 from moiety_engine.scheduling.speculative_decoding.costs import MOST_BEHIND, Drafting, RowCosts
 from moiety_engine.scheduling.speculative_decoding.proposal import Proposal
 from moiety_engine.scheduling.speculative_decoding.proposer import Proposer
@@ -30,8 +31,9 @@ _REST_EVERY = 16  # proposals, so that steps without drafts are still measured
 class Speculator:
     """Extends the decodes of a planned step by drafts. Each scheduler has its own."""
 
-    def __init__(self, num_tokens: int, step_time: StepTimeModel, proposer: Proposer) -> None:
+    def __init__(self, num_tokens: int, step_time: StepTimeModel, proposer: Proposer, kv: KvGroups) -> None:
         """Create the speculator. `num_tokens` is the longest draft."""
+        self._kv = kv
         self._num_tokens = num_tokens
         self._proposer = proposer
         self.costs = RowCosts(step_time)
@@ -56,8 +58,12 @@ class Speculator:
         in_vain = looks and not planner.num_drafted and len(planner.decodes) > _SMALL  # no measure of plain steps
         self._last = None if planner.empty or in_vain else (now_ns, planner.shape, planner.num_drafted)
 
-    def verified(self, sequence: Sequence, num_right: int, *, one_wrong: bool) -> None:
-        """Record the result of a verified draft: `num_right` accepted tokens, and whether the next one was rejected."""
+    def verified(self, sequence: Sequence, num_drafted: int, num_right: int, *, one_wrong: bool) -> None:
+        """Record the result of a verified draft of `num_drafted` tokens, and undo the rejected part of its state.
+
+        `num_right` tokens were accepted; `one_wrong`: the next one was rejected.
+        """
+        self._kv.of(sequence).settle_draft(sequence, num_drafted, num_right)
         self._proposer.verified(sequence, num_right, one_wrong=one_wrong)
 
     def ended(self, sequence: Sequence) -> None:
