@@ -27,7 +27,6 @@ RECENT = [  # with what older families do not have, such as output gates, layers
     "axk2",
     "deepseek_v32",
     "flex_olmo",
-    "glm_moe_dsa",
     "granitemoe_swa",
     "hunyuan_v1_moe",
     "kolibri1",
