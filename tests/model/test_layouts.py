@@ -190,6 +190,7 @@ def test_a_deepseek_as_first_released_means_the_same(make_checkpoint: Any) -> No
         ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported in gpt_oss"),
         ("deepseek_v2", {"attention_bias": True}, "attention_bias without a q_lora_rank"),
         ("glm_moe_dsa", {"q_lora_rank": None}, "sparse attention needs a q_lora_rank"),
+        ("glm_moe_dsa", {"layer_types": ["full_attention"] * 3}, "'full_attention' .* known: indexed_attention"),
         ("glm_moe_dsa", {"indexer_rope_interleave": False}, "indexer_rope_interleave False .* known: True"),
         ("glm_moe_dsa", {"model_type": "deepseek_v4"}, "it needs attention to compressed keys .* behind the gateway"),
     ],

@@ -29,7 +29,6 @@ RECENT = [  # with what older families do not have, such as output gates, layers
     "deepseek_v32",
     "flex_olmo",
     "gemma4_text",
-    "glm_moe_dsa",
     "granitemoe_swa",
     "hunyuan_v1_moe",
     "kolibri1",

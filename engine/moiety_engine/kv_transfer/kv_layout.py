@@ -40,10 +40,7 @@ def layer_bytes(parts: Sequence[TensorLayout]) -> int:
 def fits(form: Form, kv: KvCache) -> bool:
     """Return whether KV of that layout is of the same model as the cache; the data types may differ."""
     own = form_of(kv)
-    return len(form) == len(own) and all(
-        bool(layer) and _values(layer) == _values(mine) and _num_scales(layer) in (0, _scales_of(mine))
-        for layer, mine in zip(form, own, strict=True)
-    )
+    return len(form) == len(own) and all(_matches(layer, mine) for layer, mine in zip(form, own, strict=True))
 
 
 def read(layer: LayerCache | LatentCache, blocks_n: Tensor, offset: int, num_tokens: int) -> list[Tensor]:
@@ -117,18 +114,14 @@ def _is_latent(parts: Sequence[TensorLayout]) -> bool:
     return len(parts[0].shape) == 1
 
 
-def _values(parts: Sequence[TensorLayout]) -> list[tuple[int, ...]]:
-    """Return the shapes of the parts that are no scales: keys and values, or a latent row and its index key."""
-    return [part.shape for part in (parts if _is_latent(parts) else parts[:2]) if part.shape]
-
-
-def _num_scales(parts: Sequence[TensorLayout]) -> int:
-    return len(parts) - len(_values(parts))
-
-
-def _scales_of(parts: Sequence[TensorLayout]) -> int:
-    """Return how many scales the layer has in int8."""
-    return _NUM_LATENT_SCALES if _is_latent(parts) else _NUM_SCALED_PARTS - 2
+def _matches(parts: Sequence[TensorLayout], own: Sequence[TensorLayout]) -> bool:
+    """Return whether a layer's parts are values of the same shapes, followed by no scales or by those of int8."""
+    if _is_latent(own):
+        values, num_scales = [part for part in own if part.shape], _NUM_LATENT_SCALES
+    else:
+        values, num_scales = list(own[:2]), _NUM_SCALED_PARTS - 2
+    shapes, scales = [part.shape for part in values], [own[0].shape[:-1]] * num_scales
+    return [part.shape for part in parts] in (shapes, shapes + scales)
 
 
 def _within(values: Tensor, dtype: torch.dtype) -> Tensor:

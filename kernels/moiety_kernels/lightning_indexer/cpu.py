@@ -176,10 +176,10 @@ def _threshold(scores: int, seen: int, most: int, counts: int) -> tuple[int, int
 
 def _task(args: SelectArguments, task: int, scratch: int) -> None:
     s = 0
-    while load_i32(args.query_start_S1, s + 1) <= task:
+    while s + 1 < args.sequences and load_i32(args.query_start_S1, s + 1) <= task:
         s += 1
-    end = load_i32(args.query_start_S1, s + 1)
-    seen = load_i32(args.context_len_S, s) - (end - task) + 1
+    end, context = load_i32(args.query_start_S1, s + 1), load_i32(args.context_len_S, s)
+    seen = min(context - (end - task) + 1, context)
     table = args.block_table_SB + 4 * s * args.table_width
     most = args.most
     out = args.slot_TK + 4 * most * task

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MAX_WIDTH = 256
 MAX_HEADS = 128
-_KEYS = 128  # that a program scores
+_TILES = {2: (128, 4), 4: (16, 8)}  # keys that a program scores, and its warps, by the bytes of a key's entry
 _BLOCK = 1024  # scores that `select` reads at once
 _SELECT_WARPS = 8
 _SCORE_BYTES = 256 << 20  # of the scores of the rows that are scored by one launch
@@ -29,7 +29,7 @@ def fits(q_THI: Tensor, weight_TH: Tensor, keys_NPI: Tensor) -> bool:
     """Return whether the kernels support these tensors."""
     return (
         q_THI.dtype is keys_NPI.dtype
-        and q_THI.dtype in (torch.float16, torch.bfloat16)
+        and q_THI.dtype in (torch.float16, torch.bfloat16, torch.float32)
         and fits_widths(q_THI.shape[1], q_THI.shape[2])
         and q_THI.stride(2) == keys_NPI.stride(2) == weight_TH.stride(1) == 1
     )
@@ -52,14 +52,14 @@ def select_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Return (slot_TK, count_T) with K = `width`; launches depend only on shapes and `max_context`."""
     tokens, heads, index_width = q_THI.shape
-    device = q_THI.device
+    device, (keys, num_warps) = q_THI.device, _TILES[q_THI.itemsize]
     slot_TK = torch.empty(tokens, width, dtype=torch.int32, device=device)
     count_T = torch.empty(tokens, dtype=torch.int32, device=device)
     token_T = torch.arange(tokens, dtype=torch.int32, device=device)
     sequence_T = torch.searchsorted(query_start_S1[1:], token_T, right=True, out_int32=True)
-    # Tokens after the last sequence, which pad a CUDA graph, belong to it.
-    sequence_T = sequence_T.clamp(max=context_len_S.shape[0] - 1)
-    seen_T = context_len_S[sequence_T] - query_start_S1[sequence_T + 1] + token_T + 1
+    sequence_T = sequence_T.clamp(max=context_len_S.shape[0] - 1)  # no token is read beyond the last sequence's
+    context_T = context_len_S[sequence_T]
+    seen_T = torch.minimum(context_T - query_start_S1[sequence_T + 1] + token_T + 1, context_T)
     length = triton.cdiv(max_context, _BLOCK) * _BLOCK if max_context > width else 0
     rows = max(1, min(tokens, _SCORE_BYTES // (4 * max(1, length))))
     score_RC = torch.empty(rows, length, dtype=torch.float32, device=device)
@@ -67,7 +67,7 @@ def select_tokens(
         count = min(rows, tokens - first)
         of_rows = sequence_T[first:], seen_T[first:], block_table_SB
         if length:
-            score[(count, triton.cdiv(max_context, _KEYS))](
+            score[(count, triton.cdiv(max_context, keys))](
                 q_THI[first:],
                 weight_TH[first:],
                 keys_NPI,
@@ -80,7 +80,8 @@ def select_tokens(
                 weight_TH.stride(0),
                 *keys_NPI.stride()[:2],
                 block_table_SB.stride(0),
-                **_constants(heads, index_width, keys_NPI.shape[1]),
+                **_constants(heads, index_width, keys_NPI.shape[1], keys),
+                num_warps=num_warps,
             )
         select[(count,)](
             score_RC,
@@ -97,10 +98,10 @@ def select_tokens(
     return slot_TK, count_T
 
 
-def _constants(heads: int, width: int, places: int) -> dict[str, int]:
+def _constants(heads: int, width: int, places: int, keys: int) -> dict[str, int]:
     return {
         "HEADS": heads, "HEADS_UP": max(16, triton.next_power_of_2(heads)), "WIDTH": width,
-        "WIDTH_UP": max(16, triton.next_power_of_2(width)), "PLACES": places, "KEYS": _KEYS,
+        "WIDTH_UP": max(16, triton.next_power_of_2(width)), "PLACES": places, "KEYS": keys,
     }  # fmt: skip
 
 
@@ -223,15 +224,21 @@ def select(
 
 def compile_cases() -> list[CompileCase]:
     """Return the cases of DeepSeek-V3.2's 64 and GLM-5's 32 index queries of 128."""
-    types = {"p_q": "*bf16", "p_key": "*bf16", "p_weight": "*fp32", "p_score": "*fp32"}
+    types = {"p_weight": "*fp32", "p_score": "*fp32"}
     types |= dict.fromkeys(("p_out", "p_count", "p_sequence", "p_seen", "p_table"), "*i32")
     unaligned = frozenset((*_SCALARS, "p_out", "p_count", "p_sequence", "p_seen", "p_table"))
 
-    def case(name: str, kernel: Any, constants: dict[str, int]) -> CompileCase:
+    def case(name: str, kernel: Any, constants: dict[str, int], num_warps: int, dtype: str = "bf16") -> CompileCase:
         known = {key: value for key, value in constants.items() if key in kernel.arg_names}
-        given = {one: types.get(one, "i32") for one in kernel.arg_names if one not in known}
-        num_warps = _SELECT_WARPS if kernel is select else 4
+        given = {
+            one: f"*{dtype}" if one in ("p_q", "p_key") else types.get(one, "i32")
+            for one in kernel.arg_names
+            if one not in known
+        }
         return CompileCase(name, kernel, given, known, num_warps, unaligned=unaligned)
 
-    found = [case(f"score {heads} heads", score, _constants(heads, 128, 16)) for heads in (32, 64)]
-    return [*found, case("select", select, {"PLACES": 16, "BLOCK": _BLOCK})]
+    keys, num_warps = _TILES[2]
+    found = [case(f"score {heads} heads", score, _constants(heads, 128, 16, keys), num_warps) for heads in (32, 64)]
+    keys, num_warps = _TILES[4]
+    found.append(case("score 64 heads, float32", score, _constants(64, 128, 16, keys), num_warps, "fp32"))
+    return [*found, case("select", select, {"PLACES": 16, "BLOCK": _BLOCK}, _SELECT_WARPS)]

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 _kernel = when_asked(__name__, "kernel")
+_TOKENS_AT_ONCE = 64
 
 
 def sparse_mla_attention(
@@ -55,16 +56,22 @@ def sparse_mla_attention(
         return on_gpu
     blocks, places, width = cache_NPL.shape
     of_slots = [None if one is None else one.view(blocks * places, 1) for one in (latent_scale_NP, rotated_scale_NP)]
-    return mla_attention(
-        q_THL,
-        cache_NPL.view(blocks * places, 1, width),
-        value_width,
-        torch.arange(tokens + 1, dtype=torch.int32, device=q_THL.device),
-        count_T,
-        slot_TK,
-        scale,
-        *of_slots,
-        num_decode=num_decode,
-        max_query=1,
-        max_context=most,
-    )
+    rows = cache_NPL.view(blocks * places, 1, width)
+    at_once = tokens if q_THL.is_cpu else max(num_decode, _TOKENS_AT_ONCE)  # without a kernel, rows are gathered first
+    parts = [
+        mla_attention(
+            q_THL[first : first + at_once],
+            rows,
+            value_width,
+            torch.arange(min(at_once, tokens - first) + 1, dtype=torch.int32, device=q_THL.device),
+            count_T[first : first + at_once],
+            slot_TK[first : first + at_once],
+            scale,
+            *of_slots,
+            num_decode=min(num_decode, at_once) if first == 0 else 0,
+            max_query=1,
+            max_context=most,
+        )
+        for first in range(0, tokens, max(1, at_once))
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

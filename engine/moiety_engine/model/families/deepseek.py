@@ -63,11 +63,15 @@ def _sparse_attention(config: Config, *, interleaved: bool = False, reuses: bool
     attention = _attention(config, interleaved=True)
     if attention.query_rank is None:
         raise UnsupportedModelError("sparse attention needs a q_lora_rank, the input of its index queries")
+    others = {*(config.get("layer_types") or ())} - {"indexed_attention"}
+    if others:
+        raise UnsupportedModelError(f"layer type {min(others)!r} is not supported; known: indexed_attention")
     rotary_width, head_dim = attention.rope.rotary_width, config["index_head_dim"]
     if not 0 < rotary_width <= head_dim:
         raise ConfigError(f"index_head_dim {head_dim} must be at least qk_rope_head_dim {rotary_width}")
-    if config["index_topk"] < 1:
-        raise ConfigError(f"index_topk {config['index_topk']} must be at least 1")
+    for key in ("index_topk", "index_n_heads"):
+        if config[key] < 1:
+            raise ConfigError(f"{key} {config[key]} must be at least 1")
     indexer = IndexerSpec(config["index_n_heads"], head_dim, config["index_topk"], interleaved, reuses)
     return replace(attention, indexer=indexer)
 

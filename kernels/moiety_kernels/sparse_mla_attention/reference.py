@@ -1,0 +1,36 @@
+"""Definition of latent attention over selected rows of the cache (DeepSeek-V3.2-Exp, 2025).
+
+T tokens, K slots per token, H query heads, N blocks, P slots per block, L width of a cache row, V of a value.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from moiety_kernels.mla_attention.reference import unscaled
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def sparse_mla_attention(
+    q_THL: Tensor,
+    cache_NPL: Tensor,
+    value_width: int,
+    slot_TK: Tensor,
+    count_T: Tensor,
+    scale: float,
+    latent_scale_NP: Tensor | None = None,
+    rotated_scale_NP: Tensor | None = None,
+) -> Tensor:
+    """Return out_THV: each query attends to the rows in its first `count` slots; scales are as in `mla_attention`."""
+    if latent_scale_NP is not None and rotated_scale_NP is not None:
+        cache_NPL = unscaled(cache_NPL, value_width, latent_scale_NP, rotated_scale_NP)
+    out_THV = q_THL.new_empty(*q_THL.shape[:2], value_width)
+    for t, count in enumerate(count_T.tolist()):
+        rows_KL = cache_NPL.flatten(0, 1)[slot_TK[t, :count].long()].float()
+        weights_HK = torch.softmax(q_THL[t].float() @ rows_KL.T * scale, dim=-1)
+        out_THV[t] = (weights_HK @ rows_KL[:, :value_width]).to(q_THL.dtype)
+    return out_THV
