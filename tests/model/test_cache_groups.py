@@ -13,10 +13,12 @@ import torch
 
 from moiety_engine.cache.table_layout import TableLayout
 from moiety_engine.config import EngineConfig
+from moiety_engine.kv_transfer.kv_layout import read, write
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreFinish, CoreLogprob, CoreSubmit
 from moiety_engine.model.cache_groups import cache_groups
 from moiety_engine.model.families import spec_from_config
+from moiety_engine.model.kv_allocation import KvAllocation
 from moiety_engine.model.spec import LayerSpec, RecurrentSpec
 from moiety_engine.planning.models import PRESETS, find_model
 from moiety_engine.scheduling.preemption.preemptor import SwapCost
@@ -202,3 +204,34 @@ def test_groups_are_formed_only_where_they_save_memory() -> None:
     assert single.layers == tuple(range(48))
     (kept,) = cache_groups(spec_from_config(PRESETS["gpt-oss-20b"]), keep_everything=True)
     assert kept.window is None
+
+
+def test_layers_of_different_shapes_share_blocks_and_are_sent_token_by_token() -> None:
+    settings = {
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "v_head_dim": 8,
+    }
+    spec = spec_from_config({"model_type": "mimo_v2_flash", "sliding_window": 20, **settings})
+    groups = cache_groups(spec)
+    assert len(groups) > 1
+    allocation = KvAllocation(spec.layers, 0, groups, torch.float32, torch.float32, None)
+    ours, theirs = (allocation.allocate(6, BLOCK_SIZE, 0, torch.device("cpu"), "") for _ in range(2))
+    for kv in (ours, theirs):
+        (place,) = kv.places
+        place.rows_NPL.fill_(float("nan"))
+    block_of, sent = dict(enumerate([5, 2, 4, 1, 3][: len(groups)])), []
+    for layer, group in zip(ours.everything, ours.groups, strict=True):
+        slots = block_of[group] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)
+        rows = [torch.randn(BLOCK_SIZE, part.shape[1], part.shape[3]) for part in layer.parts]
+        write(layer, rows, slots)
+        sent.append(rows)
+    for mine, yours, rows, group in zip(ours.everything, theirs.everything, sent, ours.groups, strict=True):
+        found = read(mine, torch.tensor([block_of[group]]), 0, BLOCK_SIZE)
+        write(yours, found, block_of[group] * BLOCK_SIZE + torch.arange(BLOCK_SIZE))
+        again = read(yours, torch.tensor([block_of[group]]), 0, BLOCK_SIZE)
+        assert all(torch.equal(one, row) for one, row in zip(again, rows, strict=True))
+    unused = [block for block in range(6) if block not in block_of.values()]
+    assert ours.places[0].parts[0][unused].isnan().all()

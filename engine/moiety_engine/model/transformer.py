@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from moiety_engine.distribution.collectives import RankCollectives
     from moiety_engine.model.adapter_stacks import Key
     from moiety_engine.model.decode_programs import DecodePrograms, Decodes, Replayed
+    from moiety_engine.model.layers import FeedForward
     from moiety_engine.model.weights import NormWeights
     from moiety_engine.moe.expert_slots import ExpertSlots
     from moiety_engine.offload.cache import ExpertCache
@@ -143,14 +144,7 @@ class Transformer:
             for mixture, following in pairwise(self._mixtures):
                 mixture.prefetch(following)
         self._far = [half if isinstance(half, RemoteExperts) else None for half in feeds]
-        self._ffns = [  # for remote experts: the function that ends a begun exchange
-            self._whole(
-                _end if isinstance(half, RemoteExperts) else half,
-                ALONE.tensor if isinstance(half, NormedMixture) else ranks.tensor,  # it sums before its norms
-                w.ffn_post_norm,
-            )
-            for half, w in zip(feeds, weights.layers, strict=True)
-        ]
+        self._ffns = [self._fed(half, w.ffn_post_norm) for half, w in zip(feeds, weights.layers, strict=True)]
         self._scales = [w.scale_1 for w in weights.layers]
         self._parallel = [one.parallel for one in own.layers]
 
@@ -326,6 +320,11 @@ class Transformer:
             return half if group.size == 1 else summed
         norm = make_norm(self.spec.norm, weights)
         return lambda *args: norm(summed(*args))
+
+    def _fed(self, half: FeedForward, weights: NormWeights | None) -> Callable[..., Tensor]:
+        """Return `_whole` of a feed-forward; for remote experts, of the function that ends a begun exchange."""
+        group = ALONE.tensor if isinstance(half, NormedMixture) else self.ranks.tensor  # it sums before its norms
+        return self._whole(_end if isinstance(half, RemoteExperts) else half, group, weights)
 
     def _layers(
         self, x_TD: Tensor, batch: Batch, kv: KvCache, on_stored: Callable[[int], None] | None = None

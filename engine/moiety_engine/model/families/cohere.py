@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from moiety_engine.model.errors import UnsupportedModelError
 from moiety_engine.model.families.config import (
     Config,
@@ -9,8 +11,9 @@ from moiety_engine.model.families.config import (
     first,
     read_activation,
     read_attention,
-    read_rope,
     read_routing,
+    rope_from,
+    rope_parameters,
 )
 from moiety_engine.model.rope_spec import NO_ROPE
 from moiety_engine.model.spec import AttentionSpec, DenseSpec, LayerSpec, MoeSpec, NormSpec, SharedSpec
@@ -42,7 +45,8 @@ def _attention(config: Config, index: int, *, is_dense: bool) -> AttentionSpec:
         raise UnsupportedModelError(f"layer type {kind!r} is not supported; known: {known}")
     window = config["sliding_window"] if kind == "sliding_attention" else None
     bias, rotates = bool(config["attention_bias"]), window is not None or (is_dense and of_dense == 1)
-    rope = read_rope(config, config["head_dim"], interleaved=True) if rotates else NO_ROPE
+    rotary = {"rope_theta": config["rope_theta"]} | rope_parameters(config)  # whose own base precedes
+    rope = replace(rope_from(config, rotary, config["head_dim"]), interleaved=True) if rotates else NO_ROPE
     return read_attention(config, rope=rope, qkv_bias=bias, output_bias=bias, window=window)
 
 
