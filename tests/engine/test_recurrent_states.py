@@ -44,6 +44,10 @@ DECAY = 0.9
 class DecaySpec(AttentionSpec, RecurrentSpec):
     """A layer with the weights of an attention layer."""
 
+    output_width = AttentionSpec.q_width
+    row_widths = ()
+    divided_heads = ()
+
     @property
     def state_parts(self) -> tuple[StatePart, ...]:
         matrix = StatePart((self.num_kv_heads, self.head_dim, self.head_dim))

@@ -26,6 +26,7 @@ RECENT = [  # with what older families do not have, such as output gates, layers
     "axk1",
     "flex_olmo",
     "granitemoe_swa",
+    "granitemoehybrid",
     "hunyuan_v1_moe",
     "kolibri1",
     "laguna",

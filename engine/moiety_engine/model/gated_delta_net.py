@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from moiety_engine.model.arithmetic import Arithmetic
     from moiety_engine.model.batch import Batch, Cache
+    from moiety_engine.model.recurrent_weights import GatedDeltaWeights
     from moiety_engine.model.spec import GatedDeltaSpec
-    from moiety_engine.model.weights import GatedDeltaWeights
 
 
 class GatedDeltaNet:

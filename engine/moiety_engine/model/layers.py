@@ -13,13 +13,13 @@ import torch
 from moiety_engine.model.adapter_stacks import Product
 from moiety_engine.model.batch import LayerCache
 from moiety_engine.model.cached_experts import CachedExperts
-from moiety_engine.model.gated_delta_net import GatedDeltaNet
 from moiety_engine.model.latent_attention import LatentAttention
-from moiety_engine.model.spec import GatedDeltaSpec, LatentAttentionSpec, MoeSpec
+from moiety_engine.model.recurrent_layers import recurrent_layer
+from moiety_engine.model.recurrent_weights import RecurrentWeights
+from moiety_engine.model.spec import AttentionSpec, LatentAttentionSpec, MoeSpec
 from moiety_engine.model.weights import (
     AttentionWeights,
     DenseWeights,
-    GatedDeltaWeights,
     LatentAttentionWeights,
     MoeWeights,
 )
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from moiety_engine.model.dispatch import Dispatch
     from moiety_engine.model.rope_spec import RopeSpec
     from moiety_engine.model.rotary import RotaryTable
-    from moiety_engine.model.spec import AttentionSpec, DenseSpec, SharedSpec
+    from moiety_engine.model.spec import DenseSpec, RecurrentSpec, SharedSpec
     from moiety_engine.model.weights import SharedWeights
     from moiety_engine.moe.expert_slots import ExpertSlots
     from moiety_engine.offload.layer import LayerExperts
@@ -262,8 +262,8 @@ class MixtureOfExperts:
 
 
 def attention(
-    spec: AttentionSpec | LatentAttentionSpec | GatedDeltaSpec,
-    weights: AttentionWeights | LatentAttentionWeights | GatedDeltaWeights,
+    spec: AttentionSpec | LatentAttentionSpec | RecurrentSpec,
+    weights: AttentionWeights | LatentAttentionWeights | RecurrentWeights,
     rotaries: Mapping[RopeSpec, RotaryTable],
     norm_eps: float,
     arithmetic: Arithmetic,
@@ -272,14 +272,14 @@ def attention(
     rounds: bool,
 ) -> Attention:
     """Return the first half of a layer that the spec describes. `rounds`: see GroupedQueryAttention."""
-    if isinstance(spec, GatedDeltaSpec):
-        assert isinstance(weights, GatedDeltaWeights)
-        return GatedDeltaNet(spec, weights, arithmetic)
     if isinstance(spec, LatentAttentionSpec):
         assert isinstance(weights, LatentAttentionWeights)
         return LatentAttention(spec, weights, rotaries[spec.rope], arithmetic)
-    assert isinstance(weights, AttentionWeights)
-    return GroupedQueryAttention(spec, weights, rotaries[spec.rope], norm_eps, arithmetic, adapters, rounds=rounds)
+    if isinstance(spec, AttentionSpec):
+        assert isinstance(weights, AttentionWeights)
+        return GroupedQueryAttention(spec, weights, rotaries[spec.rope], norm_eps, arithmetic, adapters, rounds=rounds)
+    assert isinstance(weights, RecurrentWeights)
+    return recurrent_layer(spec, weights, arithmetic)
 
 
 def feed_forward(

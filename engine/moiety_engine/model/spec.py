@@ -6,6 +6,7 @@ new kind of attention or routing adds a spec here and its layer in `layers`, not
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -142,18 +143,37 @@ class StatePart:
     exact: bool = True
 
 
+@dataclass(frozen=True, slots=True)
 class RecurrentSpec(ABC):
     """Base of the specs of recurrent layers, which keep a state of fixed size instead of keys and values.
 
     Gated DeltaNet, Mamba-2 and short convolutions are of this kind. A subclass is a frozen dataclass.
     """
 
-    __slots__ = ()
-
     @property
     @abstractmethod
     def state_parts(self) -> tuple[StatePart, ...]:
         """Parts of the state, for instance a matrix per head, and the last inputs of a convolution."""
+
+    @property
+    @abstractmethod
+    def output_width(self) -> int:
+        """Width of the output of all heads."""
+
+    @property
+    @abstractmethod
+    def row_widths(self) -> tuple[int, ...]:
+        """Widths of the rows that the layer computes with, beside the model's width."""
+
+    @property
+    @abstractmethod
+    def divided_heads(self) -> tuple[tuple[str, str], ...]:
+        """Names of the fields that tensor parallelism divides, each with what it counts, for error messages."""
+
+    @property
+    def matrix_values(self) -> int:
+        """Values of the state's exact parts, which every token reads and changes."""
+        return sum(math.prod(part.shape) for part in self.state_parts if part.exact)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +200,16 @@ class GatedDeltaSpec(RecurrentSpec):
     def output_width(self) -> int:
         """Width of the output of all heads."""
         return self.num_value_heads * self.value_width
+
+    @property
+    def row_widths(self) -> tuple[int, ...]:
+        """Widths of the rows that the layer computes with."""
+        return self.key_width, self.value_width, self.conv_channels
+
+    @property
+    def divided_heads(self) -> tuple[tuple[str, str], ...]:
+        """Fields that tensor parallelism divides."""
+        return ("num_key_heads", "key heads of linear attention"), ("num_value_heads", "value heads")
 
     @property
     def state_parts(self) -> tuple[StatePart, ...]:
@@ -254,7 +284,7 @@ class LayerSpec:
     held routed experts; the rest of the layer is on other ranks.
     """
 
-    attention: AttentionSpec | LatentAttentionSpec | GatedDeltaSpec
+    attention: AttentionSpec | LatentAttentionSpec | RecurrentSpec
     ffn: DenseSpec | MoeSpec
     attention_post_norm: bool = False
     ffn_post_norm: bool = False

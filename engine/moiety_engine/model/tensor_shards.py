@@ -20,11 +20,11 @@ from moiety_engine.model.names import placements
 from moiety_engine.model.names.tensor_mapping import Chosen, Shares, TensorMapping
 from moiety_engine.model.spec import (
     AttentionSpec,
-    GatedDeltaSpec,
     LatentAttentionSpec,
     LayerSpec,
     ModelSpec,
     MoeSpec,
+    RecurrentSpec,
 )
 from moiety_engine.model.weights import ModelWeights, allocate
 
@@ -47,6 +47,7 @@ _MOST_PIECES = 64  # largest number of pieces that an error message suggests
 _ADDED_ONCE = (
     "o_proj.bias",
     "attention.dense.bias",
+    "mamba.out_proj.bias",
     "down_proj.bias",
     "down_proj_bias",
 )  # biases of sums over ranks: only one rank adds them
@@ -169,11 +170,10 @@ def _cuts(spec: ModelSpec, layout: Layout) -> Iterator[_Cut]:
             yield _Cut("columns of shared experts", ffn.shared.dense.width, "--tp", layout.tp)
 
 
-def _output_width(attention: AttentionSpec | LatentAttentionSpec | GatedDeltaSpec) -> int:
-    if isinstance(attention, GatedDeltaSpec):
-        return attention.output_width
-    head_width = attention.value_width if isinstance(attention, LatentAttentionSpec) else attention.head_dim
-    return attention.num_heads * head_width
+def _output_width(attention: AttentionSpec | LatentAttentionSpec | RecurrentSpec) -> int:
+    if isinstance(attention, LatentAttentionSpec):
+        return attention.num_heads * attention.value_width
+    return attention.q_width if isinstance(attention, AttentionSpec) else attention.output_width
 
 
 def _cut_experts(mixture: MoeSpec, seat: Seat) -> tuple[str, int, str, int]:
@@ -192,11 +192,11 @@ def _own_layer(layer: LayerSpec, seat: Seat) -> LayerSpec:
 
 
 def _own_attention(
-    attention: AttentionSpec | LatentAttentionSpec | GatedDeltaSpec, tp: int
-) -> AttentionSpec | LatentAttentionSpec | GatedDeltaSpec:
-    if isinstance(attention, GatedDeltaSpec):
-        keys = divide(attention.num_key_heads, tp, "key heads of linear attention", "--tp")
-        return replace(attention, num_key_heads=keys, num_value_heads=attention.num_value_heads // tp)
+    attention: AttentionSpec | LatentAttentionSpec | RecurrentSpec, tp: int
+) -> AttentionSpec | LatentAttentionSpec | RecurrentSpec:
+    if not isinstance(attention, AttentionSpec | LatentAttentionSpec):
+        heads_of = {name: divide(getattr(attention, name), tp, what, "--tp") for name, what in attention.divided_heads}
+        return replace(attention, **heads_of)
     heads = divide(attention.num_heads, tp, "query heads", "--tp")
     if isinstance(attention, LatentAttentionSpec):
         return replace(attention, num_heads=heads)

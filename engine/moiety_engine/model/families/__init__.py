@@ -34,7 +34,14 @@ from moiety_engine.model.families.exaone import exaone_features, exaone_moe
 from moiety_engine.model.families.gemma import gemma3, gemma3_features, gemma3_text_config
 from moiety_engine.model.families.glm import glm4_moe, glm_features, solar_open
 from moiety_engine.model.families.gpt_oss import gpt_oss
-from moiety_engine.model.families.granite import granite, granite_features, granitemoe, granitemoe_swa, granitemoeshared
+from moiety_engine.model.families.granite import (
+    granite,
+    granite_features,
+    granitemoe,
+    granitemoe_swa,
+    granitemoehybrid,
+    granitemoeshared,
+)
 from moiety_engine.model.families.hunyuan import hunyuan_v1_moe
 from moiety_engine.model.families.hy import hy_v3, hy_v3_features
 from moiety_engine.model.families.ignored import Noting, ignored_of
@@ -79,6 +86,7 @@ FAMILIES: dict[str, Callable[[Config, int], LayerSpec]] = {
     "granite": granite,
     "granitemoe": granitemoe,
     "granitemoe_swa": granitemoe_swa,
+    "granitemoehybrid": granitemoehybrid,
     "granitemoeshared": granitemoeshared,
     "hunyuan_v1_moe": hunyuan_v1_moe,
     "hy_v3": hy_v3,
@@ -124,6 +132,7 @@ WHOLE: dict[str, Callable[[Config], Features]] = {
     "granite": granite_features,
     "granitemoe": granite_features,
     "granitemoe_swa": granite_features,
+    "granitemoehybrid": granite_features,
     "granitemoeshared": granite_features,
     "hy_v3": hy_v3_features,
     "kimi_k2": deepseek_v3_features,
@@ -234,6 +243,11 @@ def _spec_of(config: Config) -> ModelSpec:
             weight_format=None if quantization is None else quantization.form,
             **(usual | WHOLE[family](config) if family in WHOLE else usual),
         )
+        if len(spec.recurrent_layers) == len(spec.layers):
+            raise UnsupportedModelError(
+                f"all {len(spec.layers)} layers of this {family} model are recurrent; models without a layer with "
+                "attention are not supported: check layer_types"
+            )
         return replace(spec, ignored_prefixes=spec.ignored_prefixes + around_text(config))
     except KeyError as exc:
         raise ConfigError(f"config.json of a {family} model lacks the key {exc.args[0]!r}") from exc

@@ -93,6 +93,12 @@ CATALOG: dict[str, FamilyEntry] = {
     "granitemoe_swa": FamilyEntry(
         "Granite Swash 3B-A600M", "sinks, windows, a rotary base by layer or none", f"{_GRANITE}; shared experts"
     ),
+    "granitemoehybrid": FamilyEntry(
+        "Granite 4.0 (H-Small, H-Tiny, H-Micro)",
+        "Mamba-2; in few layers full attention without positions",
+        f"{_GRANITE}; shared experts",
+        {"layer_types": ["mamba", "mamba", "mamba", "attention"], "num_hidden_layers": 4},
+    ),
     "granitemoeshared": FamilyEntry(
         "Granite with shared experts", "grouped, a scale of its own", f"{_GRANITE}; shared experts"
     ),

@@ -394,6 +394,7 @@ OTHER_NAMES: dict[str, Mapping[str, tuple[str, ...]]] = {
     "flex_olmo": {"num_experts": ("num_local_experts",)},
     "glm4_moe_lite": {"n_routed_experts": ("num_local_experts",)},
     "glm4_moe": {"n_routed_experts": ("num_local_experts",), "num_nextn_predict_layers": ("num_mtp_layers",)},
+    "granitemoehybrid": {"layer_types": ("layers_block_type",)},
     "gpt_oss": {"num_local_experts": ("num_experts",)},
     "hunyuan_v1_moe": {"num_experts": ("num_local_experts",), "moe_topk": ("num_experts_per_tok",)},
     "hy_v3": {"num_experts": ("num_local_experts",)},

@@ -53,6 +53,13 @@ RECENT_DEFAULTS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 32, "num_local_experts": 8, "residual_multiplier": 1.0, "shared_intermediate_size": 0,
         "sliding_window": 128, "vocab_size": 32_000,
     },
+    "granitemoehybrid": _SHARED | {
+        "attention_multiplier": 1.0, "embedding_multiplier": 1.0, "hidden_size": 4096, "intermediate_size": 11_008,
+        "logits_scaling": 1.0, "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": "auto", "mamba_d_state": 256,
+        "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 128, "mamba_proj_bias": False,
+        "max_position_embeddings": 2048, "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32,
+        "num_local_experts": 8, "residual_multiplier": 1.0, "shared_intermediate_size": 1024, "vocab_size": 32_000,
+    },
     "granitemoeshared": _SHARED | {
         "attention_multiplier": 1.0, "embedding_multiplier": 1.0, "hidden_size": 4096, "intermediate_size": 11_008,
         "logits_scaling": 1.0, "max_position_embeddings": 2048, "num_attention_heads": 32, "num_experts_per_tok": 2,

@@ -47,19 +47,23 @@ def feed_forward_places(weights: DenseWeights | MoeWeights, present: set[str]) -
     `present`: the names in the checkpoint.
     """
     if not isinstance(weights, MoeWeights):
-        yield from _dense("mlp.", weights)
+        yield from _fused_shared(weights) if _FUSED_SHARED in present else _dense("mlp.", weights)
         return
     block, local = _block(present)
     for name, place in _mixture(weights, local):
         of_kolibri = name == _SELECTION_BIASES[0] and _KOLIBRI_BIAS in present
         yield _KOLIBRI_BIAS if of_kolibri else block + name, place
     if weights.shared is not None and _FUSED_SHARED in present:
-        gate_up_2FD, down_DF = plain(weights.shared.dense.gate_up_2FD), plain(weights.shared.dense.down_DF)
-        yield _FUSED_SHARED, joined(gate_up_2FD, (down_DF.shape[1], down_DF.shape[1]))
-        yield "shared_mlp.output_linear.weight", whole(down_DF)
+        yield from _fused_shared(weights.shared.dense)
     elif weights.shared is not None:
         for name, place in _shared(weights.shared, local):
             yield block + name, place
+
+
+def _fused_shared(weights: DenseWeights) -> Iterator[Named]:
+    gate_up_2FD, down_DF = plain(weights.gate_up_2FD), plain(weights.down_DF)
+    yield _FUSED_SHARED, joined(gate_up_2FD, (down_DF.shape[1], down_DF.shape[1]))
+    yield "shared_mlp.output_linear.weight", whole(down_DF)
 
 
 def expert_places(weights: DenseWeights | MoeWeights, present: set[str]) -> Iterator[Named]:
