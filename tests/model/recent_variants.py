@@ -104,6 +104,13 @@ RECENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"n_routed_experts": 12, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
         | {"routed_scaling_factor": 2.827, "rope_parameters": _DEEPSEEK_YARN},
     ),
+    "kimi_linear": (
+        "kimi_linear",
+        _LATENT
+        | {"q_lora_rank": None, "num_hidden_layers": 3, "num_local_experts": 12, "n_group": 3, "topk_group": 2}
+        | {"linear_num_heads": 4, "linear_head_dim": 64, "linear_conv_kernel_dim": 3, "pad_token_id": None}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    ),
     "kolibri1": (
         "kolibri1",
         _SIGMOID | _WINDOWS | {"num_experts": 8, "shared_expert_intermediate_size": 48, "norm_topk_prob": True},

@@ -85,6 +85,9 @@ ROPES = {"llama": LLAMA3_ROPE, "yarn": YARN_ROPE, "linear": LINEAR_ROPE}
 @pytest.mark.parametrize("name", VARIANTS)
 def test_each_key_that_is_left_out_means_what_transformers_takes_it_for(name: str, form: str) -> None:
     family, config = full(name)
+    if form == "rope_scaling" and family == "kimi_linear":  # without positions
+        assert "rope_parameters" not in config
+        return
     if form == "rope_scaling" and family in BY_KIND:
         assert {"full_attention", "sliding_attention"} == config["rope_parameters"].keys()
         return
@@ -113,7 +116,11 @@ def test_a_configuration_that_says_nothing_is_the_class_as_it_is(family: str) ->
 @pytest.mark.parametrize(
     "family",
     sorted(
-        FAMILIES.keys() - {"gemma3", "gemma3_text", "granitemoehybrid", "phimoe"} - NESTED - BY_KIND - WITHOUT_CLASS
+        FAMILIES.keys()
+        - {"gemma3", "gemma3_text", "granitemoehybrid", "kimi_linear", "phimoe"}
+        - NESTED
+        - BY_KIND
+        - WITHOUT_CLASS
     ),
 )
 def test_scaled_rotary_embeddings_have_the_family_s_own_base(family: str, kind: str) -> None:
@@ -203,3 +210,16 @@ def test_mamba_2_layers_that_would_be_computed_wrongly_are_refused(changes: Conf
     config = {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"], "num_hidden_layers": 2}
     with pytest.raises(ModelError, match=match):
         spec_from_config(config | changes)
+
+
+def test_kimi_linear_is_read_as_it_is_published() -> None:
+    own = {"num_heads": 16, "head_dim": 64, "short_conv_kernel_size": 3}
+    lists = {"kda_layers": [1, 2, 4], "full_attn_layers": [3]}
+    counts = {"num_experts": 24, "num_experts_per_token": 4, "model_max_length": 4096, "num_expert_group": 2}
+    config = {"model_type": "kimi_linear", "num_hidden_layers": 4, "linear_attn_config": own | lists, **counts}
+    spec = spec_from_config(config | {"first_k_dense_replace": 2})
+    assert spec == spec_from_config(theirs("kimi_linear", config | {"first_k_dense_replace": 2}))
+    assert (spec.recurrent_layers, spec.moe_layers, spec.max_context_tokens) == ((0, 1, 3), (2, 3), 4096)
+    twice = config | {"linear_attn_config": own | lists | {"full_attn_layers": [3, 4]}}
+    with pytest.raises(ModelError, match="must name layer 4 in exactly one of its lists"):
+        spec_from_config(twice)

@@ -28,6 +28,7 @@ RECENT = [  # with what older families do not have, such as output gates, layers
     "granitemoe_swa",
     "granitemoehybrid",
     "hunyuan_v1_moe",
+    "kimi_linear",
     "kolibri1",
     "laguna",
     "minimax_m2",

@@ -59,3 +59,43 @@ class Mamba2Spec(RecurrentSpec):
         """A matrix per head, and the last inputs of the convolution."""
         matrices = StatePart((self.num_heads, self.state_width, self.head_width))
         return matrices, StatePart((self.conv_taps - 1, self.conv_channels), exact=False)
+
+
+@dataclass(frozen=True, slots=True)
+class KimiDeltaSpec(RecurrentSpec):
+    """Kimi Delta Attention (Kimi Team 2025, arXiv 2510.26692): the gated delta rule with one decay per key channel.
+
+    Queries, keys and values are convolved. The decays and the gates of the outputs are projected through `head_width`
+    values. `conv_taps`: tokens that the convolution sees.
+    """
+
+    num_heads: int
+    head_width: int
+    conv_taps: int
+    norm_eps: float
+
+    @property
+    def conv_channels(self) -> int:
+        """Width of all queries, keys and values."""
+        return 3 * self.output_width
+
+    @property
+    def output_width(self) -> int:
+        """Width of the output of all heads."""
+        return self.num_heads * self.head_width
+
+    @property
+    def row_widths(self) -> tuple[int, ...]:
+        """Widths of the rows that the layer computes with."""
+        return self.head_width, self.output_width
+
+    @property
+    def divided_heads(self) -> tuple[tuple[str, str], ...]:
+        """Fields that tensor parallelism divides."""
+        return (("num_heads", "heads of linear attention"),)
+
+    @property
+    def state_parts(self) -> tuple[StatePart, ...]:
+        """A matrix of keys by values per head, and the last inputs of the convolution."""
+        matrices = StatePart((self.num_heads, self.head_width, self.head_width))
+        return matrices, StatePart((self.conv_taps - 1, self.conv_channels), exact=False)

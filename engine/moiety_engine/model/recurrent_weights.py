@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from moiety_engine.model.recurrent_specs import Mamba2Spec
+from moiety_engine.model.recurrent_specs import KimiDeltaSpec, Mamba2Spec
 from moiety_engine.model.spec import GatedDeltaSpec
 
 if TYPE_CHECKING:
@@ -55,10 +55,24 @@ class Mamba2Weights:
     output_bias_D: Tensor | None
 
 
-RecurrentWeights = GatedDeltaWeights | Mamba2Weights
+@dataclass(frozen=True, slots=True)
+class KimiDeltaWeights:
+    input_CD: Weight  # rows: queries, keys and values of all heads
+    low_rank_GD: Tensor  # rows: the inputs of the decays, those of the gates, and the strength of each head's update
+    decay_up_CV: Tensor
+    gate_up_CV: Tensor
+    conv_WC: Tensor
+    decay_M: Tensor  # logarithm of each head's rate
+    decay_bias_C: Tensor
+    norm_V: Tensor
+    output_DC: Weight
+
+
+RecurrentWeights = GatedDeltaWeights | Mamba2Weights | KimiDeltaWeights
 RECURRENT_PRODUCTS: dict[type, tuple[str, ...]] = {
     GatedDeltaWeights: ("input_CD", "output_DC"),
     Mamba2Weights: ("input_CD", "output_DC"),
+    KimiDeltaWeights: ("input_CD", "output_DC"),
 }
 
 
@@ -97,7 +111,23 @@ def _mamba2(spec: RecurrentSpec, size: int, new: TensorAllocator) -> Mamba2Weigh
     )
 
 
+def _kimi_delta(spec: RecurrentSpec, size: int, new: TensorAllocator) -> KimiDeltaWeights:
+    assert isinstance(spec, KimiDeltaSpec)
+    return KimiDeltaWeights(
+        input_CD=new.product(spec.conv_channels, size),
+        low_rank_GD=new.matrix(2 * spec.head_width + spec.num_heads, size),
+        decay_up_CV=new.matrix(spec.output_width, spec.head_width),
+        gate_up_CV=new.matrix(spec.output_width, spec.head_width),
+        conv_WC=new.vector(spec.conv_taps, spec.conv_channels),
+        decay_M=new.vector(spec.num_heads),
+        decay_bias_C=new.vector(spec.output_width),
+        norm_V=new.vector(spec.head_width),
+        output_DC=new.product(size, spec.output_width),
+    )
+
+
 _ALLOCATORS: dict[type, Callable[[RecurrentSpec, int, TensorAllocator], RecurrentWeights]] = {
     GatedDeltaSpec: _gated_delta,
     Mamba2Spec: _mamba2,
+    KimiDeltaSpec: _kimi_delta,
 }

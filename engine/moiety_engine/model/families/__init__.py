@@ -45,6 +45,7 @@ from moiety_engine.model.families.granite import (
 from moiety_engine.model.families.hunyuan import hunyuan_v1_moe
 from moiety_engine.model.families.hy import hy_v3, hy_v3_features
 from moiety_engine.model.families.ignored import Noting, ignored_of
+from moiety_engine.model.families.kimi import kimi_linear, kimi_linear_features
 from moiety_engine.model.families.kolibri import kolibri1
 from moiety_engine.model.families.laguna import laguna, mellum, mellum_features
 from moiety_engine.model.families.ling import bailing_features, bailing_moe
@@ -91,6 +92,7 @@ FAMILIES: dict[str, Callable[[Config, int], LayerSpec]] = {
     "hunyuan_v1_moe": hunyuan_v1_moe,
     "hy_v3": hy_v3,
     "kimi_k2": deepseek_v3,
+    "kimi_linear": kimi_linear,
     "kolibri1": kolibri1,
     "laguna": laguna,
     "llama": llama,
@@ -136,6 +138,7 @@ WHOLE: dict[str, Callable[[Config], Features]] = {
     "granitemoeshared": granite_features,
     "hy_v3": hy_v3_features,
     "kimi_k2": deepseek_v3_features,
+    "kimi_linear": kimi_linear_features,
     "mellum": mellum_features,
     "minimax_m2": minimax_m2_features,
     "phimoe": phimoe_features,

@@ -109,6 +109,11 @@ CATALOG: dict[str, FamilyEntry] = {
         {"num_experts": 64, "moe_topk": 8},
     ),
     "hy_v3": FamilyEntry("Hy3", "norms of heads", _SIGMOID),
+    "kimi_linear": FamilyEntry(
+        "Kimi-Linear-48B-A3B",
+        "Kimi Delta Attention; in every fourth layer latent without positions",
+        _SIGMOID,
+    ),
     "kimi_k2": FamilyEntry("Kimi K2, K2 Thinking", "latent, YaRN", _DEEPSEEK),
     "kolibri1": FamilyEntry(
         "Kolibri 1",

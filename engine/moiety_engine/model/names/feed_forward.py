@@ -47,7 +47,9 @@ def feed_forward_places(weights: DenseWeights | MoeWeights, present: set[str]) -
     `present`: the names in the checkpoint.
     """
     if not isinstance(weights, MoeWeights):
-        yield from _fused_shared(weights) if _FUSED_SHARED in present else _dense("mlp.", weights)
+        # transformers saves Kimi Linear's dense layers, which are published as "mlp.", as it does those with experts
+        block = "block_sparse_moe." if "block_sparse_moe.down_proj.weight" in present else "mlp."
+        yield from _fused_shared(weights) if _FUSED_SHARED in present else _dense(block, weights)
         return
     block, local = _block(present)
     for name, place in _mixture(weights, local):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from moiety_engine.model.names.gated_delta import gated_delta_places
+from moiety_engine.model.names.kimi_delta import kimi_delta_places
 from moiety_engine.model.names.mamba2 import mamba2_places
-from moiety_engine.model.recurrent_specs import Mamba2Spec
+from moiety_engine.model.recurrent_specs import KimiDeltaSpec, Mamba2Spec
 from moiety_engine.model.spec import GatedDeltaSpec
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 _PLACES: dict[type, Callable[[Any, Any, set[str]], Iterator[Named]]] = {
     GatedDeltaSpec: gated_delta_places,
     Mamba2Spec: mamba2_places,
+    KimiDeltaSpec: kimi_delta_places,
 }
 
 
