@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from moiety_engine.config import Speculate
 from moiety_engine.errors import InvalidConfig
-from moiety_engine.model.spec import RecurrentSpec
+from moiety_engine.model.recurrent_specs import RecurrentSpec
 from moiety_wire.engine_choices import Batching
 from moiety_wire.roles import EngineRole
 

@@ -26,8 +26,9 @@ from moiety_engine.model.cache_groups import cache_groups
 from moiety_engine.model.dummy import draw_weights
 from moiety_engine.model.families import read_spec
 from moiety_engine.model.kv_allocation import KvAllocation
+from moiety_engine.model.recurrent_specs import RecurrentSpec, StatePart
 from moiety_engine.model.rope_spec import RopeSpec
-from moiety_engine.model.spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, NormSpec, RecurrentSpec, StatePart
+from moiety_engine.model.spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, NormSpec
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.model.weights import AttentionWeights
 from moiety_engine.runner.memory import num_states
@@ -44,6 +45,10 @@ DECAY = 0.9
 @dataclass(frozen=True, slots=True)
 class DecaySpec(AttentionSpec, RecurrentSpec):
     """A layer with the weights of an attention layer."""
+
+    output_width = AttentionSpec.q_width
+    row_widths = ()
+    divided_heads = ()
 
     @property
     def state_parts(self) -> tuple[StatePart, ...]:

@@ -99,6 +99,20 @@ RECENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         | _WINDOWS
         | {"shared_intermediate_size": 64, "layer_rope_theta": [500.0, 0], "attention_multiplier": 0.2},
     ),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48, "shared_intermediate_size": 64}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "attention_bias": True}
+        | {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 2.0}
+        | {"mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 48, "mamba_expand": 4, "mamba_proj_bias": True}
+        | {"rms_norm_eps": 1e-5},
+    ),
+    "granitemoehybrid, dense": (
+        "granitemoehybrid",
+        {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 80, "num_hidden_layers": 2}
+        | {"layer_types": ["linear_attention", "full_attention"], "position_embedding_type": "rope"}
+        | {"mamba_n_heads": 8, "mamba_d_state": 32, "mamba_conv_bias": False, "tie_word_embeddings": True},
+    ),
     "granitemoeshared": (
         "granitemoeshared",
         {"num_hidden_layers": 2, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48}
@@ -120,6 +134,13 @@ RECENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         _LATENT
         | {"n_routed_experts": 12, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
         | {"routed_scaling_factor": 2.827, "rope_parameters": _DEEPSEEK_YARN},
+    ),
+    "kimi_linear": (
+        "kimi_linear",
+        _LATENT
+        | {"q_lora_rank": None, "num_hidden_layers": 3, "num_local_experts": 12, "n_group": 3, "topk_group": 2}
+        | {"linear_num_heads": 4, "linear_head_dim": 64, "linear_conv_kernel_dim": 3, "pad_token_id": None}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     ),
     "kolibri1": (
         "kolibri1",

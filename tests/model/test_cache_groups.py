@@ -19,7 +19,8 @@ from moiety_engine.messages import CoreFinish, CoreLogprob, CoreSubmit
 from moiety_engine.model.cache_groups import cache_groups
 from moiety_engine.model.families import spec_from_config
 from moiety_engine.model.kv_allocation import KvAllocation
-from moiety_engine.model.spec import LayerSpec, RecurrentSpec
+from moiety_engine.model.recurrent_specs import RecurrentSpec
+from moiety_engine.model.spec import LayerSpec
 from moiety_engine.planning.models import PRESETS, find_model
 from moiety_engine.scheduling.preemption.preemptor import SwapCost
 from moiety_engine.startup import load_loop

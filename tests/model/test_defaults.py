@@ -16,7 +16,7 @@ from .conftest import CLASS_OF, LINEAR_ROPE, LLAMA3_ROPE, SMALL, VARIANTS, WITHO
 Config = dict[str, Any]
 # a derived value is compared where it is used: in the spec
 DERIVED = {"rope_theta", "rope_local_base_freq", "rope_parameters", "partial_rotary_factor", "sliding_window_pattern"}
-DERIVED |= {"sliding_window", "moe_layer_end_index"}
+DERIVED |= {"sliding_window", "moe_layer_end_index", "mamba_d_head"}
 # families whose text model has a part of the configuration only
 NESTED = {"qwen3_5", "qwen3_5_moe", "qwen3_vl_moe"}
 TEXT_CLASSES = {"gemma3": "gemma3_text", "qwen3_vl_moe": "qwen3_vl_moe_text"}
@@ -87,6 +87,9 @@ ROPES = {"llama": LLAMA3_ROPE, "yarn": YARN_ROPE, "linear": LINEAR_ROPE}
 @pytest.mark.parametrize("name", VARIANTS)
 def test_each_key_that_is_left_out_means_what_transformers_takes_it_for(name: str, form: str) -> None:
     family, config = full(name)
+    if form == "rope_scaling" and family == "kimi_linear":  # without positions
+        assert "rope_parameters" not in config
+        return
     if form == "rope_scaling" and family in BY_KIND:
         assert {"full_attention", "sliding_attention"} == config["rope_parameters"].keys()
         return
@@ -113,7 +116,15 @@ def test_a_configuration_that_says_nothing_is_the_class_as_it_is(family: str) ->
 
 @pytest.mark.parametrize("kind", ROPES)
 @pytest.mark.parametrize(
-    "family", sorted(FAMILIES.keys() - {"gemma3", "gemma3_text", "phimoe"} - BASED - NESTED - BY_KIND - WITHOUT_CLASS)
+    "family",
+    sorted(
+        FAMILIES.keys()
+        - {"gemma3", "gemma3_text", "granitemoehybrid", "kimi_linear", "phimoe"}
+        - BASED
+        - NESTED
+        - BY_KIND
+        - WITHOUT_CLASS
+    ),
 )
 def test_scaled_rotary_embeddings_have_the_family_s_own_base(family: str, kind: str) -> None:
     scaling = {key: value for key, value in ROPES[kind].items() if key != "rope_theta"}
@@ -157,7 +168,7 @@ def test_a_nested_text_configuration_means_what_transformers_takes_it_for(key: s
 def test_the_same_count_under_another_name_is_not_overruled_by_a_default() -> None:
     for family, names in ((family, names) for family, names in OTHER_NAMES.items() if family not in NESTED):
         for key, others in names.items():
-            for other in others:
+            for other in others if key != "layer_types" else ():
                 counts = {"num_experts": 24} if "moe_topk" in names else {"n_routed_experts": 24}
                 config = {"model_type": family, "num_experts_per_tok": 3} | counts | {other: 16}
                 config = {name: value for name, value in config.items() if name != key}
@@ -184,3 +195,35 @@ def test_as_many_layer_types_as_layers_are_asked_for() -> None:
     config = {"model_type": "gpt_oss", "num_hidden_layers": 3, "layer_types": ["full_attention"] * 2}
     with pytest.raises(ModelError, match="2 layer_types for 3 num_hidden_layers"):
         spec_from_config(config)
+
+
+def test_a_model_without_a_layer_with_attention_is_refused() -> None:
+    with pytest.raises(ModelError, match="all 2 layers of this granitemoehybrid model are recurrent"):
+        spec_from_config({"model_type": "granitemoehybrid", "layer_types": ["mamba"] * 2, "num_hidden_layers": 2})
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"time_step_limit": [0.0, 0.1]}, r"time_step_limit \[0.0, 0.1\] is not supported"),
+        ({"mamba_d_head": 32}, "mamba_n_heads 128 × mamba_d_head 32 must be mamba_expand × hidden_size, 8192"),
+        ({"layer_types": ["mamba", "moe"]}, "layer type 'moe' is not supported in granitemoehybrid"),
+    ],
+)
+def test_mamba_2_layers_that_would_be_computed_wrongly_are_refused(changes: Config, match: str) -> None:
+    config = {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"], "num_hidden_layers": 2}
+    with pytest.raises(ModelError, match=match):
+        spec_from_config(config | changes)
+
+
+def test_kimi_linear_is_read_as_it_is_published() -> None:
+    own = {"num_heads": 16, "head_dim": 64, "short_conv_kernel_size": 3}
+    lists = {"kda_layers": [1, 2, 4], "full_attn_layers": [3]}
+    counts = {"num_experts": 24, "num_experts_per_token": 4, "model_max_length": 4096, "num_expert_group": 2}
+    config = {"model_type": "kimi_linear", "num_hidden_layers": 4, "linear_attn_config": own | lists, **counts}
+    spec = spec_from_config(config | {"first_k_dense_replace": 2})
+    assert spec == spec_from_config(theirs("kimi_linear", config | {"first_k_dense_replace": 2}))
+    assert (spec.recurrent_layers, spec.moe_layers, spec.max_context_tokens) == ((0, 1, 3), (2, 3), 4096)
+    twice = config | {"linear_attn_config": own | lists | {"full_attn_layers": [3, 4]}}
+    with pytest.raises(ModelError, match="must name layer 4 in exactly one of its lists"):
+        spec_from_config(twice)

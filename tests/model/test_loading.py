@@ -163,7 +163,7 @@ def test_shards_are_read_and_progress_reaches_the_whole(mixture: Any, make_drive
     "variant",
     [
         *("qwen3_moe", "mixtral", "deepseek_v3", "qwen2_moe", "granitemoe", "phimoe", "ernie4_5_moe", "glm4_moe"),
-        *("dots1", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "minimax_m2", "sarvam_moe"),
+        *("dots1", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "minimax_m2", "sarvam_moe"),
         *("afmoe", "kolibri1", "laguna"),
         *("qwen3_5_moe", "qwen3_next"),
     ],

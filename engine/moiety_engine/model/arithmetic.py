@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moiety_engine.model.spec import GatedDeltaSpec, LatentAttentionSpec, MoeSpec
+from moiety_engine.model.spec import AttentionSpec, LatentAttentionSpec, MoeSpec
 from moiety_kernels.moe import unavailable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from moiety_engine.model.spec import AttentionSpec, LayerSpec, ModelSpec
+    from moiety_engine.model.recurrent_specs import RecurrentSpec
+    from moiety_engine.model.spec import LayerSpec, ModelSpec
     from moiety_kernels.quantization import WeightFormat
 
 _LANES = 16  # SIMD lanes of the CPU kernels, which require row widths that are multiples of this
@@ -60,10 +61,10 @@ def _widths(spec: ModelSpec, layer: LayerSpec) -> Iterator[int]:
     if isinstance(attention, LatentAttentionSpec):
         yield from (attention.nope_width, attention.latent_width, attention.num_heads * attention.value_width)
         yield from (attention.cached_values, attention.query_rank or 0, attention.index_key_width)
-    elif isinstance(attention, GatedDeltaSpec):
-        yield from (attention.key_width, attention.value_width, attention.conv_channels)
-    else:
+    elif isinstance(attention, AttentionSpec):
         yield attention.head_dim
+    else:
+        yield from attention.row_widths
     if isinstance(ffn, MoeSpec) and ffn.shared is not None:
         yield ffn.shared.dense.width
 
@@ -90,17 +91,17 @@ def _not_taken(spec: ModelSpec) -> str | None:
     return None
 
 
-def _attends(attention: AttentionSpec | LatentAttentionSpec | GatedDeltaSpec, most_values: int) -> bool:
+def _attends(attention: AttentionSpec | LatentAttentionSpec | RecurrentSpec, most_values: int) -> bool:
     from moiety_kernels.gated_delta.kernel import fits_widths  # noqa: PLC0415 - Triton
     from moiety_kernels.lightning_indexer.kernel import fits_widths as fits_index  # noqa: PLC0415 - Triton
     from moiety_kernels.mla_attention.kernel import MAX_WIDTH as MAX_ROW  # noqa: PLC0415 - Triton
     from moiety_kernels.paged_attention.tiles import MAX_WIDTH, parts  # noqa: PLC0415
 
-    if isinstance(attention, GatedDeltaSpec):
-        return fits_widths(attention.key_width, attention.value_width)
     if isinstance(attention, LatentAttentionSpec):
         row, indexer = attention.cached_values, attention.indexer
         if indexer is not None and not fits_index(indexer.num_heads, indexer.head_dim):
             return False
         return torch.version.hip is None and row <= MAX_ROW and parts(row)[0] == attention.latent_width
-    return attention.head_dim <= MAX_WIDTH and 2 * attention.q_width <= most_values
+    if isinstance(attention, AttentionSpec):
+        return attention.head_dim <= MAX_WIDTH and 2 * attention.q_width <= most_values
+    return fits_widths(*attention.state_parts[0].shape[1:])

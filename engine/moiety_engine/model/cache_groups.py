@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from moiety_engine.cache.table_layout import CHUNK_TOKENS
-from moiety_engine.model.spec import LatentAttentionSpec, RecurrentSpec
+from moiety_engine.model.recurrent_specs import RecurrentSpec
+from moiety_engine.model.spec import LatentAttentionSpec
 
 if TYPE_CHECKING:
     from moiety_engine.model.spec import ModelSpec

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from moiety_engine.model.arithmetic import Arithmetic
     from moiety_engine.model.batch import Batch, Cache, RecurrentRows
-    from moiety_engine.model.spec import GatedDeltaSpec
-    from moiety_engine.model.weights import GatedDeltaWeights
+    from moiety_engine.model.recurrent_specs import GatedDeltaSpec
+    from moiety_engine.model.recurrent_weights import GatedDeltaWeights
 
 
 class GatedDeltaNet:

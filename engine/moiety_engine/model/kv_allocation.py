@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from moiety_engine.model.batch import Cache, KvCache, LatentCache, LayerCache, RecurrentStateCache
-from moiety_engine.model.spec import KV_SCALE_BYTES, LatentAttentionSpec, RecurrentSpec
+from moiety_engine.model.recurrent_specs import RecurrentSpec
+from moiety_engine.model.spec import KV_SCALE_BYTES, LatentAttentionSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_engine.model.cache_groups import CacheGroup
-    from moiety_engine.model.spec import AttentionSpec, LayerSpec, StatePart
+    from moiety_engine.model.recurrent_specs import StatePart
+    from moiety_engine.model.spec import AttentionSpec, LayerSpec
 
 
 class KvAllocation:

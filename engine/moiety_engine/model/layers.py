@@ -16,12 +16,13 @@ from moiety_engine.model.cached_experts import CachedExperts
 from moiety_engine.model.divided_norm import DividedNorm
 from moiety_engine.model.gated_delta_net import GatedDeltaNet
 from moiety_engine.model.latent_attention import LatentAttention
+from moiety_engine.model.recurrent_layers import recurrent_layer
+from moiety_engine.model.recurrent_weights import RecurrentWeights
 from moiety_engine.model.rotary import GrowthTable
-from moiety_engine.model.spec import GatedDeltaSpec, LatentAttentionSpec, MoeSpec
+from moiety_engine.model.spec import AttentionSpec, LatentAttentionSpec, MoeSpec
 from moiety_engine.model.weights import (
     AttentionWeights,
     DenseWeights,
-    GatedDeltaWeights,
     LatentAttentionWeights,
     MoeWeights,
 )
@@ -42,9 +43,10 @@ if TYPE_CHECKING:
     from moiety_engine.model.arithmetic import Arithmetic
     from moiety_engine.model.batch import Batch, Cache, RecurrentRows, RecurrentStateCache
     from moiety_engine.model.dispatch import Dispatch
+    from moiety_engine.model.recurrent_specs import RecurrentSpec
     from moiety_engine.model.rope_spec import RopeSpec
     from moiety_engine.model.rotary import RotaryTable
-    from moiety_engine.model.spec import AttentionSpec, DenseSpec, SharedSpec
+    from moiety_engine.model.spec import DenseSpec, SharedSpec
     from moiety_engine.model.weights import SharedWeights
     from moiety_engine.moe.expert_slots import ExpertSlots
     from moiety_engine.offload.layer import LayerExperts
@@ -302,8 +304,8 @@ class MixtureOfExperts:
 
 
 def attention(
-    spec: AttentionSpec | LatentAttentionSpec | GatedDeltaSpec,
-    weights: AttentionWeights | LatentAttentionWeights | GatedDeltaWeights,
+    spec: AttentionSpec | LatentAttentionSpec | RecurrentSpec,
+    weights: AttentionWeights | LatentAttentionWeights | RecurrentWeights,
     rotaries: Mapping[RopeSpec, RotaryTable],
     norm_eps: float,
     arithmetic: Arithmetic,
@@ -313,18 +315,18 @@ def attention(
     group: RankCollectives,
 ) -> Attention:
     """Return the first half of a layer that the spec describes. `rounds`, `group`: see GroupedQueryAttention."""
-    if isinstance(spec, GatedDeltaSpec):
-        assert isinstance(weights, GatedDeltaWeights)
-        return GatedDeltaNet(spec, weights, arithmetic)
     if isinstance(spec, LatentAttentionSpec):
         assert isinstance(weights, LatentAttentionWeights)
         return LatentAttention(spec, weights, rotaries[spec.rope], arithmetic)
-    assert isinstance(weights, AttentionWeights)
-    return GroupedQueryAttention(
-        spec, weights, rotaries[spec.rope], norm_eps, arithmetic, adapters, rounds=rounds, group=group
-    )
+    if isinstance(spec, AttentionSpec):
+        assert isinstance(weights, AttentionWeights)
+        return GroupedQueryAttention(
+            spec, weights, rotaries[spec.rope], norm_eps, arithmetic, adapters, rounds=rounds, group=group
+        )
+    assert isinstance(weights, RecurrentWeights)
+    return recurrent_layer(spec, weights, arithmetic)
 
 
-def recurrent_layers(attentions: Sequence[Attention]) -> dict[int, RecurrentLayer]:
+def replayable_layers(attentions: Sequence[Attention]) -> dict[int, RecurrentLayer]:
     """Return the layers that can replay tokens, by index."""
     return {index: one for index, one in enumerate(attentions) if isinstance(one, GatedDeltaNet)}

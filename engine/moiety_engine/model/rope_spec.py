@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -99,3 +100,11 @@ class RopeSpec:
 
 
 NO_ROPE = RopeSpec(theta=1.0, rotary_width=0)  # attention without positions (NoPE, Kazemnejad et al. 2023)
+
+
+def without_rotation(width: int) -> RopeSpec:
+    """Return a rotary embedding whose angles are all zero: `width` entries of a key that all heads share, unrotated.
+
+    Latent attention without positions keeps that part of its keys (Kimi Linear, arXiv 2510.26692).
+    """
+    return RopeSpec(theta=1.0, rotary_width=width, scaling=LinearScaling(math.inf))

@@ -6,11 +6,11 @@ new kind of attention or routing adds a spec here and its layer in `layers`, not
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from moiety_engine.model.attention_options import DividedNormSpec, OutputGateSpec, QueryGrowth
+from moiety_engine.model.recurrent_specs import RecurrentSpec
 from moiety_engine.model.rope_spec import LongRopeScaling, RopeSpec
 from moiety_kernels.moe.activation import SILU, Activation
 from moiety_kernels.quantization.weight import WeightFormat
@@ -185,76 +185,6 @@ class LatentAttentionSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class StatePart:
-    """One tensor of the state that a recurrent layer keeps of a sequence.
-
-    `shape` is that of one sequence, on one rank. `exact`: float32; otherwise the part has the type of activations.
-    """
-
-    shape: tuple[int, ...]
-    exact: bool = True
-
-
-class RecurrentSpec(ABC):
-    """Base of the specs of recurrent layers, which keep a state of fixed size instead of keys and values.
-
-    Gated DeltaNet, Mamba-2 and short convolutions are of this kind. A subclass is a frozen dataclass.
-    """
-
-    __slots__ = ()
-
-    @property
-    @abstractmethod
-    def state_parts(self) -> tuple[StatePart, ...]:
-        """Parts of the state, for instance a matrix per head, and the last inputs of a convolution."""
-
-    @property
-    def input_widths(self) -> tuple[int, ...]:
-        """Widths of the inputs of the recurrence, by which a layer replays tokens; (): it cannot.
-
-        They have the type of activations. Without them drafts cannot be undone, so speculation is not available.
-        """
-        return ()
-
-
-@dataclass(frozen=True, slots=True)
-class GatedDeltaSpec(RecurrentSpec):
-    """Gated DeltaNet (Yang et al. 2024): linear attention by the gated delta rule after a short convolution.
-
-    Queries, keys and values are convolved; the heads' outputs are normalized with a gate. Value heads share key heads
-    in groups. `conv_taps`: tokens that the convolution sees.
-    """
-
-    num_key_heads: int
-    num_value_heads: int
-    key_width: int
-    value_width: int
-    conv_taps: int
-    norm_eps: float
-
-    @property
-    def conv_channels(self) -> int:
-        """Width of all queries, keys and values."""
-        return 2 * self.num_key_heads * self.key_width + self.output_width
-
-    @property
-    def output_width(self) -> int:
-        """Width of the output of all heads."""
-        return self.num_value_heads * self.value_width
-
-    @property
-    def state_parts(self) -> tuple[StatePart, ...]:
-        """A matrix of keys by values per head, and the last inputs of the convolution."""
-        matrices = StatePart((self.num_value_heads, self.key_width, self.value_width))
-        return matrices, StatePart((self.conv_taps - 1, self.conv_channels), exact=False)
-
-    @property
-    def input_widths(self) -> tuple[int, ...]:
-        """The inputs of the convolution, and the strength and decay of each head's update."""
-        return self.conv_channels, 2 * self.num_value_heads
-
-
-@dataclass(frozen=True, slots=True)
 class DenseSpec:
     """Dense gated feed-forward."""
 
@@ -327,7 +257,7 @@ class LayerSpec:
     has none. `only_experts`: this rank has only the held routed experts; the rest of the layer is on other ranks.
     """
 
-    attention: AttentionSpec | LatentAttentionSpec | GatedDeltaSpec
+    attention: AttentionSpec | LatentAttentionSpec | RecurrentSpec
     ffn: DenseSpec | MoeSpec
     attention_post_norm: bool = False
     ffn_post_norm: bool = False

@@ -19,7 +19,8 @@ from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.attention_options import DividedNormSpec
 from moiety_engine.model.names import placements
 from moiety_engine.model.names.tensor_mapping import Chosen, Shares, TensorMapping
-from moiety_engine.model.spec import AttentionSpec, GatedDeltaSpec, LatentAttentionSpec, LayerSpec, ModelSpec, MoeSpec
+from moiety_engine.model.recurrent_specs import RecurrentSpec
+from moiety_engine.model.spec import AttentionSpec, LatentAttentionSpec, LayerSpec, ModelSpec, MoeSpec
 from moiety_engine.model.weights import ModelWeights, allocate
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ _MOST_PIECES = 64  # largest number of pieces that an error message suggests
 _ADDED_ONCE = (
     "o_proj.bias",
     "attention.dense.bias",
+    "mamba.out_proj.bias",
     "down_proj.bias",
     "down_proj_bias",
 )  # biases of sums over ranks: only one rank adds them
@@ -197,11 +199,11 @@ def _own_layer(layer: LayerSpec, seat: Seat) -> LayerSpec:
 
 
 def _own_attention(
-    attention: AttentionSpec | LatentAttentionSpec | GatedDeltaSpec, tp: int
-) -> AttentionSpec | LatentAttentionSpec | GatedDeltaSpec:
-    if isinstance(attention, GatedDeltaSpec):
-        keys = divide(attention.num_key_heads, tp, "key heads of linear attention", "--tp")
-        return replace(attention, num_key_heads=keys, num_value_heads=attention.num_value_heads // tp)
+    attention: AttentionSpec | LatentAttentionSpec | RecurrentSpec, tp: int
+) -> AttentionSpec | LatentAttentionSpec | RecurrentSpec:
+    if not isinstance(attention, AttentionSpec | LatentAttentionSpec):
+        heads_of = {name: divide(getattr(attention, name), tp, what, "--tp") for name, what in attention.divided_heads}
+        return replace(attention, **heads_of)
     heads = divide(attention.num_heads, tp, "query heads", "--tp")
     if isinstance(attention, LatentAttentionSpec):
         return replace(attention, num_heads=heads)

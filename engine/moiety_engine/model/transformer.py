@@ -22,7 +22,7 @@ from moiety_engine.model.expert_migration import SlotWeights
 from moiety_engine.model.expert_setup import expert_dispatch, expert_shape, expert_slots
 from moiety_engine.model.feed_forwards import feed_forward
 from moiety_engine.model.kv_allocation import KvAllocation
-from moiety_engine.model.layers import MixtureOfExperts, attention, recurrent_layers
+from moiety_engine.model.layers import MixtureOfExperts, attention, replayable_layers
 from moiety_engine.model.mtp_input import MtpInput
 from moiety_engine.model.normed_mixture import NormedMixture
 from moiety_engine.model.norms import make_norm
@@ -117,10 +117,10 @@ class Transformer:
             attend(one.attention, w.attention, rotaries, spec.norm.eps, adapters=factors)
             for one, w, factors in zip(own.layers, weights.layers, self.adapters.layers, strict=True)
         ]
-        self.recurrent = recurrent_layers(halves)
+        self.recurrent = replayable_layers(halves)
+        whole = partial(self._whole, group=ranks.tensor)
         self._attentions = [
-            self._whole(half, ranks.tensor, w.attention_post_norm)
-            for half, w in zip(halves, weights.layers, strict=True)
+            whole(half, weights=w.attention_post_norm) for half, w in zip(halves, weights.layers, strict=True)
         ]
         self._norms = [
             (make_norm(spec.norm, w.attention_norm, arithmetic), make_norm(spec.norm, w.ffn_norm, arithmetic))

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moiety_engine.model.recurrent_specs import RecurrentSpec
+from moiety_engine.model.recurrent_weights import RECURRENT_PRODUCTS, RecurrentWeights, allocate_recurrent
 from moiety_engine.model.spec import (
     AttentionSpec,
     DenseSpec,
-    GatedDeltaSpec,
     IndexerSpec,
     LatentAttentionSpec,
     LayerSpec,
@@ -66,17 +67,6 @@ class LatentAttentionWeights:
     output_DC: Weight
     output_bias_D: Tensor | None
     indexer: IndexerWeights | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class GatedDeltaWeights:
-    input_CD: Weight  # rows: queries, keys, values of all heads, then the gates of the outputs
-    strength_decay_GD: Tensor  # rows: the strength of each head's update, then its decay
-    conv_WC: Tensor  # float32, as are all but products; the oldest token's tap first
-    decay_M: Tensor  # logarithm of each head's rate
-    decay_bias_M: Tensor
-    norm_V: Tensor
-    output_DC: Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +124,7 @@ class NormWeights:
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     attention_norm: NormWeights | None
-    attention: AttentionWeights | LatentAttentionWeights | GatedDeltaWeights
+    attention: AttentionWeights | LatentAttentionWeights | RecurrentWeights
     ffn_norm: NormWeights | None
     ffn: DenseWeights | MoeWeights
     attention_post_norm: NormWeights | None
@@ -229,7 +219,7 @@ def allocate(
 
 _PRODUCTS: dict[type, tuple[str, ...]] = {  # the weights with most of the memory and compute time
     AttentionWeights: ("qkv_CD", "output_DC", "gate_CD"),
-    GatedDeltaWeights: ("input_CD", "output_DC"),
+    **RECURRENT_PRODUCTS,
     LatentAttentionWeights: ("input_CD", "query_up", "output_DC"),
     DenseWeights: ("gate_up_2FD", "down_DF"),
     MoeWeights: ("gate_up_E2FD", "down_EDF"),
@@ -332,23 +322,11 @@ class _Allocator:
         )
 
     def attention(
-        self, a: AttentionSpec | LatentAttentionSpec | GatedDeltaSpec
-    ) -> AttentionWeights | LatentAttentionWeights | GatedDeltaWeights:
-        if isinstance(a, GatedDeltaSpec):
-            return self.gated_delta(a)
-        return self.latent(a) if isinstance(a, LatentAttentionSpec) else self.grouped(a)
-
-    def gated_delta(self, a: GatedDeltaSpec) -> GatedDeltaWeights:
-        size = self.spec.hidden_size
-        return GatedDeltaWeights(
-            input_CD=self.product(a.conv_channels + a.output_width, size),
-            strength_decay_GD=self.matrix(2 * a.num_value_heads, size),
-            conv_WC=self.vector(a.conv_taps, a.conv_channels),
-            decay_M=self.vector(a.num_value_heads),
-            decay_bias_M=self.vector(a.num_value_heads),
-            norm_V=self.vector(a.value_width),
-            output_DC=self.product(size, a.output_width),
-        )
+        self, a: AttentionSpec | LatentAttentionSpec | RecurrentSpec
+    ) -> AttentionWeights | LatentAttentionWeights | RecurrentWeights:
+        if isinstance(a, LatentAttentionSpec):
+            return self.latent(a)
+        return self.grouped(a) if isinstance(a, AttentionSpec) else allocate_recurrent(a, self.spec.hidden_size, self)
 
     def latent(self, a: LatentAttentionSpec) -> LatentAttentionWeights:
         fused, size = a.query_input_width + a.cached_values, self.spec.hidden_size

@@ -17,7 +17,8 @@ from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.cache_groups import cache_groups
 from moiety_engine.model.families import read_spec, spec_from_config
-from moiety_engine.model.spec import KV_SCALE_BYTES, GatedDeltaSpec, LatentAttentionSpec
+from moiety_engine.model.recurrent_specs import RecurrentSpec
+from moiety_engine.model.spec import KV_SCALE_BYTES, LatentAttentionSpec
 from moiety_engine.model.weight_offload import weight_bytes
 from moiety_engine.model.weight_quantizer import bytes_in
 from moiety_kernels.quantization.weight import FORMATS
@@ -166,18 +167,18 @@ class Served:
         all_layers = sum(self.kv_bytes(layer.attention) for layer in own.layers)
         return math.ceil(all_layers * share / (sum(of_layers) * context))
 
-    def kv_bytes(self, attention: AttentionSpec | LatentAttentionSpec | GatedDeltaSpec) -> int:
+    def kv_bytes(self, attention: AttentionSpec | LatentAttentionSpec | RecurrentSpec) -> int:
         """Return the bytes of one token in one layer's KV cache; 0 for a recurrent layer."""
-        if isinstance(attention, GatedDeltaSpec):
+        if isinstance(attention, RecurrentSpec):
             return 0
         scales = KV_SCALE_BYTES * attention.cached_rows if self.kv_scaled else 0
         index_key = attention.index_key_width if isinstance(attention, LatentAttentionSpec) else 0
         return attention.cached_values * self.kv_itemsize + scales + index_key * INDEX_KEY_ITEMSIZE
 
 
-def state_bytes(attention: AttentionSpec | LatentAttentionSpec | GatedDeltaSpec) -> int:
+def state_bytes(attention: AttentionSpec | LatentAttentionSpec | RecurrentSpec) -> int:
     """Return the bytes of a sequence's state in one layer, with activations in bfloat16; 0 for attention."""
-    parts = attention.state_parts if isinstance(attention, GatedDeltaSpec) else ()
+    parts = attention.state_parts if isinstance(attention, RecurrentSpec) else ()
     return sum((4 if part.exact else 2) * math.prod(part.shape) for part in parts)
 
 

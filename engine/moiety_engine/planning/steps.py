@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moiety_engine.model.spec import AttentionSpec, GatedDeltaSpec, IndexerSpec, LatentAttentionSpec, LayerSpec, MoeSpec
+from moiety_engine.model.recurrent_specs import RecurrentSpec
+from moiety_engine.model.spec import AttentionSpec, IndexerSpec, LatentAttentionSpec, LayerSpec, MoeSpec
 from moiety_engine.model.weights import LatentAttentionWeights, MoeWeights, allocate, products_of
 from moiety_engine.planning.models import INDEX_KEY_ITEMSIZE
 from moiety_kernels.bench.work import Speeds, Work, expected_active, floor_s
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from moiety_kernels.grouped_gemm.tiles import Scales, Weights
 
 _ITEM_BYTES = 2  # per activation
-_DELTA_FLOPS = 6.0  # per entry of the state: recall, correct, read
+_STATE_FLOPS = 6.0  # per entry of the state: recall, correct, read
 _PROMPT_ATTENTION = 0.5  # share of the peak; as in the simulator's H200
 _KERNELS_A_LAYER = 8  # besides the experts' kernels; a few microseconds each
 
@@ -158,7 +159,7 @@ def product_s(shape: tuple[int, ...], itemsize: float, machine: Machine, rows: f
 
 
 def attention_s(
-    attention: AttentionSpec | LatentAttentionSpec | GatedDeltaSpec,
+    attention: AttentionSpec | LatentAttentionSpec | RecurrentSpec,
     machine: Machine,
     batch: PlannedBatch,
     kv_bytes: int,
@@ -168,10 +169,10 @@ def attention_s(
     Counts the cache reads of decoding (`kv_bytes` per token) and the pairs that prompt tokens attend to. A recurrent
     layer reads and writes the state of each decode, and multiplies each token with it.
     """
-    if isinstance(attention, GatedDeltaSpec):
-        numel = attention.output_width * attention.key_width
-        decoding = floor_s(Work(_DELTA_FLOPS * numel * batch.decoding, 8.0 * numel * batch.decoding), _speeds(machine))
-        prompts = batch.prompt_rows * _DELTA_FLOPS * numel / (_PROMPT_ATTENTION * machine.speeds.flops_bf16)
+    if isinstance(attention, RecurrentSpec):
+        numel = attention.matrix_values
+        decoding = floor_s(Work(_STATE_FLOPS * numel * batch.decoding, 8.0 * numel * batch.decoding), _speeds(machine))
+        prompts = batch.prompt_rows * _STATE_FLOPS * numel / (_PROMPT_ATTENTION * machine.speeds.flops_bf16)
         return decoding + prompts
     if isinstance(attention, LatentAttentionSpec):  # absorbed: scores and sums are over latent rows
         pair_flops = 2.0 * attention.num_heads * (2 * attention.latent_width + attention.rope.rotary_width)

@@ -43,10 +43,18 @@ from moiety_engine.model.families.gemma import gemma3, gemma3_features, gemma3_t
 from moiety_engine.model.families.gemma4 import gemma4_features, gemma4_text
 from moiety_engine.model.families.glm import glm4_moe, glm_features, solar_open
 from moiety_engine.model.families.gpt_oss import gpt_oss
-from moiety_engine.model.families.granite import granite, granite_features, granitemoe, granitemoe_swa, granitemoeshared
+from moiety_engine.model.families.granite import (
+    granite,
+    granite_features,
+    granitemoe,
+    granitemoe_swa,
+    granitemoehybrid,
+    granitemoeshared,
+)
 from moiety_engine.model.families.hunyuan import hunyuan_v1_moe
 from moiety_engine.model.families.hy import hy_v3, hy_v3_features
 from moiety_engine.model.families.ignored import Noting, ignored_of
+from moiety_engine.model.families.kimi import kimi_linear, kimi_linear_features
 from moiety_engine.model.families.kolibri import kolibri1
 from moiety_engine.model.families.laguna import laguna, mellum, mellum_features
 from moiety_engine.model.families.ling import bailing_features, bailing_moe
@@ -97,10 +105,12 @@ FAMILIES: dict[str, Callable[[Config, int], LayerSpec]] = {
     "granite": granite,
     "granitemoe": granitemoe,
     "granitemoe_swa": granitemoe_swa,
+    "granitemoehybrid": granitemoehybrid,
     "granitemoeshared": granitemoeshared,
     "hunyuan_v1_moe": hunyuan_v1_moe,
     "hy_v3": hy_v3,
     "kimi_k2": deepseek_v3,
+    "kimi_linear": kimi_linear,
     "kolibri1": kolibri1,
     "laguna": laguna,
     "llama": llama,
@@ -149,9 +159,11 @@ WHOLE: dict[str, Callable[[Config], Features]] = {
     "granite": granite_features,
     "granitemoe": granite_features,
     "granitemoe_swa": granite_features,
+    "granitemoehybrid": granite_features,
     "granitemoeshared": granite_features,
     "hy_v3": hy_v3_features,
     "kimi_k2": deepseek_v3_features,
+    "kimi_linear": kimi_linear_features,
     "mellum": mellum_features,
     "mimo_v2_flash": mimo_features,
     "minimax_m2": minimax_m2_features,
@@ -265,6 +277,11 @@ def _spec_of(config: Config) -> ModelSpec:
             weight_format=None if quantization is None else quantization.form,
             **features,
         )
+        if len(spec.recurrent_layers) == len(spec.layers):
+            raise UnsupportedModelError(
+                f"all {len(spec.layers)} layers of this {family} model are recurrent; models without a layer with "
+                "attention are not supported: check layer_types"
+            )
         return replace(spec, ignored_prefixes=spec.ignored_prefixes + around_text(config))
     except KeyError as exc:
         raise ConfigError(f"config.json of a {family} model lacks the key {exc.args[0]!r}") from exc

@@ -143,6 +143,12 @@ CATALOG: dict[str, FamilyEntry] = {
     "granitemoe_swa": FamilyEntry(
         "Granite Swash 3B-A600M", "sinks, windows, a rotary base by layer or none", f"{_GRANITE}; shared experts"
     ),
+    "granitemoehybrid": FamilyEntry(
+        "Granite 4.0 (H-Small, H-Tiny, H-Micro)",
+        "Mamba-2; in few layers full attention without positions",
+        f"{_GRANITE}; shared experts",
+        {"layer_types": ["mamba", "mamba", "mamba", "attention"], "num_hidden_layers": 4},
+    ),
     "granitemoeshared": FamilyEntry(
         "Granite with shared experts", "grouped, a configured attention scale", f"{_GRANITE}; shared experts"
     ),
@@ -153,6 +159,11 @@ CATALOG: dict[str, FamilyEntry] = {
         {"num_experts": 64, "moe_topk": 8},
     ),
     "hy_v3": FamilyEntry("Hy3", "norms of heads", _SIGMOID),
+    "kimi_linear": FamilyEntry(
+        "Kimi-Linear-48B-A3B",
+        "Kimi Delta Attention; in every fourth layer latent without positions",
+        _SIGMOID,
+    ),
     "kimi_k2": FamilyEntry("Kimi K2, K2 Thinking", "latent, YaRN", _DEEPSEEK),
     "kolibri1": FamilyEntry(
         "Kolibri 1",

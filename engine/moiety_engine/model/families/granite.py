@@ -1,9 +1,11 @@
-"""Granite, with and without experts."""
+"""Granite, with and without experts, and Granite 4.0 with Mamba-2 layers."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
+from moiety_engine.model.errors import ConfigError, UnsupportedModelError
 from moiety_engine.model.families.config import (
     Config,
     Features,
@@ -13,8 +15,10 @@ from moiety_engine.model.families.config import (
     read_routing,
     read_shared,
 )
+from moiety_engine.model.recurrent_specs import Mamba2Spec
 from moiety_engine.model.rope_spec import NO_ROPE
 from moiety_engine.model.spec import AttentionSpec, DenseSpec, LayerSpec, MoeSpec
+from moiety_kernels.moe.activation import SILU
 
 
 def granite(config: Config, _index: int) -> LayerSpec:
@@ -44,6 +48,53 @@ def granitemoe_swa(config: Config, index: int) -> LayerSpec:
         rope = replace(rope, theta=float(thetas[index])) if thetas[index] else NO_ROPE
     window = config["sliding_window"] if sliding else None
     return replace(layer, attention=replace(layer.attention, rope=rope, window=window, sinks=True))
+
+
+def granitemoehybrid(config: Config, index: int) -> LayerSpec:
+    """Return a layer with Mamba-2 or attention, and with shared experts only or with routed ones too."""
+    if config["num_local_experts"]:
+        ffn = granitemoeshared(config, index).ffn
+    else:
+        ffn = DenseSpec(config["shared_intermediate_size"], activation=read_activation(config))
+    kind = config["layer_types"][index] if config.get("layer_types") else "mamba"
+    if kind in ("mamba", "linear_attention"):
+        return LayerSpec(_mamba2(config), ffn)
+    if kind not in ("attention", "full_attention"):
+        raise UnsupportedModelError(
+            f"layer type {kind!r} is not supported in granitemoehybrid; known: mamba, attention"
+        )
+    attention = _attention(config)
+    if config.get("position_embedding_type") != "rope":
+        attention = replace(attention, rope=NO_ROPE)
+    return LayerSpec(attention, ffn)
+
+
+def _mamba2(config: Config) -> Mamba2Spec:
+    heads, groups, width = config["mamba_n_heads"], config["mamba_n_groups"], config["mamba_d_head"]
+    inner = config["mamba_expand"] * config["hidden_size"]
+    width = inner // heads if width == "auto" else width
+    if heads * width != inner or heads % groups:
+        raise ConfigError(
+            f"mamba_n_heads {heads} × mamba_d_head {width} must be mamba_expand × hidden_size, {inner}, and "
+            f"mamba_n_heads a multiple of mamba_n_groups {groups}"
+        )
+    if read_activation(config) != SILU:
+        raise UnsupportedModelError("Mamba-2 layers are supported with hidden_act silu only")
+    limits = config.get("time_step_limit") or (0.0, math.inf)
+    # transformers writes infinity as {"__float__": "Infinity"}
+    lowest, highest = (float(one["__float__"] if isinstance(one, dict) else one) for one in limits)
+    if (lowest, highest) != (0.0, math.inf):
+        raise UnsupportedModelError(f"time_step_limit {list(limits)} is not supported; known: [0.0, Infinity]")
+    return Mamba2Spec(
+        num_heads=heads,
+        num_groups=groups,
+        head_width=width,
+        state_width=config["mamba_d_state"],
+        conv_taps=config["mamba_d_conv"],
+        norm_eps=float(config["rms_norm_eps"]),
+        conv_bias=bool(config["mamba_conv_bias"]),
+        bias=bool(config["mamba_proj_bias"]),
+    )
 
 
 def _attention(config: Config) -> AttentionSpec:

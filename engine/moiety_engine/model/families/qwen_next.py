@@ -16,15 +16,8 @@ from moiety_engine.model.families.config import (
     read_routing,
     require,
 )
-from moiety_engine.model.spec import (
-    AttentionSpec,
-    DenseSpec,
-    GatedDeltaSpec,
-    LayerSpec,
-    MoeSpec,
-    NormSpec,
-    SharedSpec,
-)
+from moiety_engine.model.recurrent_specs import GatedDeltaSpec
+from moiety_engine.model.spec import AttentionSpec, DenseSpec, LayerSpec, MoeSpec, NormSpec, SharedSpec
 
 MTP_ROOT = "mtp."
 FULL_INTERVAL = 4  # every fourth layer has full attention unless config.json says otherwise

@@ -103,6 +103,13 @@ RECENT_DEFAULTS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 32, "num_local_experts": 8, "residual_multiplier": 1.0, "shared_intermediate_size": 0,
         "sliding_window": 128, "vocab_size": 32_000,
     },
+    "granitemoehybrid": _SHARED | {
+        "attention_multiplier": 1.0, "embedding_multiplier": 1.0, "hidden_size": 4096, "intermediate_size": 11_008,
+        "logits_scaling": 1.0, "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": "auto", "mamba_d_state": 256,
+        "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 128, "mamba_proj_bias": False,
+        "max_position_embeddings": 2048, "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32,
+        "num_local_experts": 8, "residual_multiplier": 1.0, "shared_intermediate_size": 1024, "vocab_size": 32_000,
+    },
     "granitemoeshared": _SHARED | {
         "attention_multiplier": 1.0, "embedding_multiplier": 1.0, "hidden_size": 4096, "intermediate_size": 11_008,
         "logits_scaling": 1.0, "max_position_embeddings": 2048, "num_attention_heads": 32, "num_experts_per_tok": 2,
@@ -127,6 +134,15 @@ RECENT_DEFAULTS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 61, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
         "rope_interleave": True, "routed_scaling_factor": 2.5, "topk_group": 4, "v_head_dim": 128,
         "vocab_size": 129_280, "num_nextn_predict_layers": 1,
+    },
+    "kimi_linear": {
+        "attention_bias": False, "hidden_act": "silu", "hidden_size": 2304, "intermediate_size": 9216,
+        "kv_lora_rank": 512, "linear_conv_kernel_dim": 4, "linear_head_dim": 128, "linear_num_heads": 32,
+        "max_position_embeddings": 1_048_576, "moe_intermediate_size": 1024, "n_group": 1, "n_shared_experts": 1,
+        "norm_topk_prob": True, "num_attention_heads": 32, "num_experts_per_tok": 8, "num_hidden_layers": 27,
+        "num_local_experts": 256, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-5, "routed_scaling_factor": 2.446, "tie_word_embeddings": False, "topk_group": 1,
+        "v_head_dim": 128, "vocab_size": 163_840,
     },
     "kolibri1": {
         "head_dim": 128, "hidden_act": "silu", "hidden_size": 2560, "max_position_embeddings": 262_144,

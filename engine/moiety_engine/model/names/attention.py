@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moiety_engine.model.names.gated_delta import gated_delta_places
+from moiety_engine.model.names.recurrent import recurrent_places
 from moiety_engine.model.names.tensor_mapping import Shares, TensorMapping, joined, plain, reshaped, whole
-from moiety_engine.model.spec import GatedDeltaSpec, LatentAttentionSpec
-from moiety_engine.model.weights import AttentionWeights, GatedDeltaWeights, LatentAttentionWeights
+from moiety_engine.model.recurrent_weights import RecurrentWeights
+from moiety_engine.model.spec import AttentionSpec, LatentAttentionSpec
+from moiety_engine.model.weights import AttentionWeights, LatentAttentionWeights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_engine.model.names.tensor_mapping import Named
-    from moiety_engine.model.spec import AttentionSpec
+    from moiety_engine.model.recurrent_specs import RecurrentSpec
 
 
 # Names of the block, of the output projection and of both norms; Ling's and Sarvam's have one fused input projection.
@@ -33,23 +34,23 @@ _OF_HUNYUAN = ("self_attn.", "o_proj", "query_layernorm", "key_layernorm")
 
 
 def attention_places(
-    spec: AttentionSpec | LatentAttentionSpec | GatedDeltaSpec,
-    weights: AttentionWeights | LatentAttentionWeights | GatedDeltaWeights,
+    spec: AttentionSpec | LatentAttentionSpec | RecurrentSpec,
+    weights: AttentionWeights | LatentAttentionWeights | RecurrentWeights,
     present: set[str],
 ) -> Iterator[Named]:
     """Yield the names, relative to the layer's, and mappings of attention tensors.
 
     `present`: the names in the checkpoint.
     """
-    if isinstance(spec, GatedDeltaSpec):
-        assert isinstance(weights, GatedDeltaWeights)
-        yield from gated_delta_places(spec, weights, present)
-    elif isinstance(spec, LatentAttentionSpec):
+    if isinstance(spec, LatentAttentionSpec):
         assert isinstance(weights, LatentAttentionWeights)
         yield from _latent(spec, weights)
-    else:
+    elif isinstance(spec, AttentionSpec):
         assert isinstance(weights, AttentionWeights)
         yield from _grouped(spec, weights, present)
+    else:
+        assert isinstance(weights, RecurrentWeights)
+        yield from recurrent_places(spec, weights, present)
 
 
 def _grouped(spec: AttentionSpec, weights: AttentionWeights, present: set[str]) -> Iterator[Named]:

@@ -53,7 +53,9 @@ def feed_forward_places(weights: DenseWeights | MoeWeights, present: set[str]) -
     """
     block, local = _block(present)
     if not isinstance(weights, MoeWeights):
-        yield from _dense(block, weights)
+        # transformers saves Kimi Linear's dense layers, which are published as "mlp.", as it does those with experts
+        block = "block_sparse_moe." if "block_sparse_moe.down_proj.weight" in present else block
+        yield from _fused_shared(weights) if _FUSED_SHARED in present else _dense(block, weights)
         return
     if weights.norms is not None:
         yield from _normed(weights, weights.norms, present)
@@ -62,9 +64,7 @@ def feed_forward_places(weights: DenseWeights | MoeWeights, present: set[str]) -
         of_kolibri = name == _SELECTION_BIASES[0] and _KOLIBRI_BIAS in present
         yield _KOLIBRI_BIAS if of_kolibri else block + name, place
     if weights.shared is not None and _FUSED_SHARED in present:
-        gate_up_2FD, down_DF = plain(weights.shared.dense.gate_up_2FD), plain(weights.shared.dense.down_DF)
-        yield _FUSED_SHARED, joined(gate_up_2FD, (down_DF.shape[1], down_DF.shape[1]))
-        yield "shared_mlp.output_linear.weight", whole(down_DF)
+        yield from _fused_shared(weights.shared.dense)
     elif weights.shared is not None:
         for name, place in _shared(weights.shared, local):
             yield block + name, place
@@ -84,6 +84,12 @@ def _normed(weights: MoeWeights, norms: MixtureNorms, present: set[str]) -> Iter
     yield from _experts(weights, present)
     assert weights.shared is not None
     yield from _dense("mlp.", weights.shared.dense)
+
+
+def _fused_shared(weights: DenseWeights) -> Iterator[Named]:
+    gate_up_2FD, down_DF = plain(weights.gate_up_2FD), plain(weights.down_DF)
+    yield _FUSED_SHARED, joined(gate_up_2FD, (down_DF.shape[1], down_DF.shape[1]))
+    yield "shared_mlp.output_linear.weight", whole(down_DF)
 
 
 def expert_places(weights: DenseWeights | MoeWeights, present: set[str]) -> Iterator[Named]:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_engine.model.names.tensor_mapping import Named
-    from moiety_engine.model.spec import GatedDeltaSpec
-    from moiety_engine.model.weights import GatedDeltaWeights
+    from moiety_engine.model.recurrent_specs import GatedDeltaSpec
+    from moiety_engine.model.recurrent_weights import GatedDeltaWeights
 
 _FUSED = "linear_attn.in_proj_qkvz.weight"
 

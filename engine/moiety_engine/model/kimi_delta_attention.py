@@ -1,0 +1,81 @@
+"""Kimi Delta Attention (2510.26692): the recurrent layers of Kimi Linear.
+
+T tokens, D model width, M heads of width V for keys and values, C width of all heads, R runs.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import pad
+
+from moiety_engine.model.batch import RecurrentStateCache
+from moiety_kernels.causal_conv import causal_conv
+from moiety_kernels.gated_delta import delta_gates, gated_delta_rule
+from moiety_kernels.gated_norm import gated_norm
+from moiety_kernels.linear import linear
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moiety_engine.model.arithmetic import Arithmetic
+    from moiety_engine.model.batch import Batch, Cache
+    from moiety_engine.model.recurrent_specs import KimiDeltaSpec
+    from moiety_engine.model.recurrent_weights import KimiDeltaWeights
+
+
+class KimiDeltaAttention:
+    """Linear attention by the gated delta rule with a decay per key channel."""
+
+    def __init__(self, spec: KimiDeltaSpec, weights: KimiDeltaWeights, arithmetic: Arithmetic) -> None:
+        self._spec, self._weights = spec, weights
+        self._linear = partial(linear, invariant=arithmetic.invariant)
+
+    def __call__(self, x_TD: Tensor, batch: Batch, cache: Cache) -> Tensor:
+        assert isinstance(cache, RecurrentStateCache)
+        assert batch.states is not None
+        spec, weights, rows = self._spec, self._weights, batch.states
+        matrices, tails = cache.parts
+        has_state_R = rows.begins_R.logical_not().int()
+        runs = rows.slots_R, has_state_R, rows.run_start_R1
+        mixed_TC = causal_conv(
+            self._linear(x_TD, weights.input_CD), weights.conv_WC, None, tails, *runs, silu=True, max_query=rows.max_run
+        )
+        q_TMV, k_TMV, v_TMV = (
+            part_TC.view(-1, spec.num_heads, spec.head_width) for part_TC in mixed_TC.chunk(3, dim=1)
+        )
+        low_TG = self._linear(x_TD, weights.low_rank_GD)
+        decay_TV, gate_TV, strength_TM = torch.split(low_TG, [spec.head_width, spec.head_width, spec.num_heads], dim=1)
+        log_decay_TMV, strength_TM = self._gates(decay_TV, strength_TM)
+        out_TMV = gated_delta_rule(
+            q_TMV,
+            k_TMV,
+            v_TMV,
+            log_decay_TMV,
+            strength_TM,
+            matrices,
+            *runs,
+            num_decode=rows.num_single,
+            max_query=rows.max_run,
+        )
+        gate_TMV = self._linear(gate_TV.contiguous(), weights.gate_up_CV).view(out_TMV.shape)
+        normed_TMV = gated_norm(out_TMV, gate_TMV, weights.norm_V.unsqueeze(0), spec.norm_eps, "sigmoid")
+        return self._linear(normed_TMV.flatten(1), weights.output_DC)
+
+    def _gates(self, decay_TV: Tensor, strength_TM: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logarithm of each channel's decay and the strength of each head's update, float32.
+
+        `delta_gates` takes as many strengths as decays, so the strengths are padded to the channels of all heads.
+        """
+        spec, weights = self._spec, self._weights
+        decay_TC = self._linear(decay_TV.contiguous(), weights.decay_up_CV)
+        padded_TC = pad(strength_TM, (0, spec.output_width - spec.num_heads))
+        log_decay_TC, strength_TC = delta_gates(
+            torch.cat((padded_TC, decay_TC), dim=1),
+            weights.decay_M.repeat_interleave(spec.head_width),
+            weights.decay_bias_C,
+        )
+        log_decay_TMV = log_decay_TC.view(-1, spec.num_heads, spec.head_width)
+        return log_decay_TMV, strength_TC[:, : spec.num_heads].contiguous()

@@ -1,0 +1,83 @@
+"""Mamba-2 (2405.21060): the recurrent layers of Granite 4.0 and of other hybrid families.
+
+T tokens, D model width, C channels of the convolution, M heads of width V, G groups of heads, R runs.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from moiety_engine.model.batch import RecurrentStateCache
+from moiety_kernels.causal_conv import causal_conv
+from moiety_kernels.gated_delta import delta_gates
+from moiety_kernels.gated_norm import gated_norm
+from moiety_kernels.linear import linear
+from moiety_kernels.linear_attention import linear_attention
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moiety_engine.model.arithmetic import Arithmetic
+    from moiety_engine.model.batch import Batch, Cache
+    from moiety_engine.model.recurrent_specs import Mamba2Spec
+    from moiety_engine.model.recurrent_weights import Mamba2Weights
+
+
+class Mamba2:
+    """State space model with one decay per head and a state of fixed size for each sequence."""
+
+    def __init__(self, spec: Mamba2Spec, weights: Mamba2Weights, arithmetic: Arithmetic) -> None:
+        self._spec, self._weights = spec, weights
+        self._linear = partial(linear, invariant=arithmetic.invariant)
+
+    def __call__(self, x_TD: Tensor, batch: Batch, cache: Cache) -> Tensor:
+        assert isinstance(cache, RecurrentStateCache)
+        assert batch.states is not None
+        spec, weights, rows = self._spec, self._weights, batch.states
+        matrices, tails = cache.parts
+        has_state_R = rows.begins_R.logical_not().int()
+        runs = rows.slots_R, has_state_R, rows.run_start_R1
+        input_TC = self._linear(x_TD, weights.input_CD, weights.input_bias_C)
+        gate_TC, conv_TC, step_TM = torch.split(
+            input_TC, [spec.output_width, spec.conv_channels, spec.num_heads], dim=1
+        )
+        mixed_TC = causal_conv(
+            conv_TC, weights.conv_WC, weights.conv_bias_C, tails, *runs, silu=True, max_query=rows.max_run
+        )
+        inputs_TC, write_TC, read_TC = torch.split(mixed_TC, list(spec.sections[1:4]), dim=1)
+        inputs_TMV = inputs_TC.view(-1, spec.num_heads, spec.head_width)
+        step_TM, log_decay_TM = self._time_steps(step_TM)
+        out_TMV = linear_attention(
+            read_TC.view(-1, spec.num_groups, spec.state_width),
+            write_TC.view(-1, spec.num_groups, spec.state_width),
+            (inputs_TMV * step_TM.unsqueeze(2)).to(inputs_TMV.dtype),
+            log_decay_TM,
+            matrices,
+            *runs,
+            num_decode=rows.num_single,
+            max_query=rows.max_run,
+        )
+        out_TMV = (out_TMV + inputs_TMV * weights.skip_M.unsqueeze(1)).to(inputs_TMV.dtype)
+        by_group = -1, spec.num_groups, spec.output_width // spec.num_groups
+        normed_TGV = gated_norm(
+            out_TMV.view(by_group),
+            gate_TC.view(by_group),
+            weights.norm_C.view(by_group[1:]),
+            spec.norm_eps,
+            "silu_first",
+        )
+        return self._linear(normed_TGV.flatten(1), weights.output_DC, weights.output_bias_D)
+
+    def _time_steps(self, step_TM: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the time steps Δ = softplus(step + bias) and the logarithms of the decays, -Δ · e^decay, float32.
+
+        With a rate of e^0 the gates of the delta rule are -Δ; they are computed number by number, so that their bits
+        do not depend on the batch.
+        """
+        weights = self._weights
+        unit_rate_M = torch.zeros_like(weights.decay_M)
+        negative_TM, _ = delta_gates(torch.cat((step_TM, step_TM), dim=1), unit_rate_M, weights.step_bias_M)
+        return -negative_TM, negative_TM * weights.decay_M.exp()

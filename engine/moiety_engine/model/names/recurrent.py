@@ -1,0 +1,28 @@
+"""Names of the tensors of recurrent layers, by kind of layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from moiety_engine.model.names.gated_delta import gated_delta_places
+from moiety_engine.model.names.kimi_delta import kimi_delta_places
+from moiety_engine.model.names.mamba2 import mamba2_places
+from moiety_engine.model.recurrent_specs import GatedDeltaSpec, KimiDeltaSpec, Mamba2Spec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from moiety_engine.model.names.tensor_mapping import Named
+    from moiety_engine.model.recurrent_specs import RecurrentSpec
+    from moiety_engine.model.recurrent_weights import RecurrentWeights
+
+_PLACES: dict[type, Callable[[Any, Any, set[str]], Iterator[Named]]] = {
+    GatedDeltaSpec: gated_delta_places,
+    Mamba2Spec: mamba2_places,
+    KimiDeltaSpec: kimi_delta_places,
+}
+
+
+def recurrent_places(spec: RecurrentSpec, weights: RecurrentWeights, present: set[str]) -> Iterator[Named]:
+    """Return the names, relative to the layer's, and mappings of a recurrent layer's tensors."""
+    return _PLACES[type(spec)](spec, weights, present)

@@ -1,0 +1,200 @@
+"""Specifications of recurrent layers; `RecurrentSpec` is their base. Independent of tensors and model families.
+
+The layers are in `recurrent_layers`, their names on disk in `names/recurrent`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """One tensor of the state that a recurrent layer keeps of a sequence.
+
+    `shape` is that of one sequence, on one rank. `exact`: float32; otherwise the part has the type of activations.
+    """
+
+    shape: tuple[int, ...]
+    exact: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentSpec(ABC):
+    """Base of the specs of recurrent layers, which keep a state of fixed size instead of keys and values.
+
+    Gated DeltaNet, Mamba-2 and short convolutions are of this kind. A subclass is a frozen dataclass.
+    """
+
+    @property
+    @abstractmethod
+    def state_parts(self) -> tuple[StatePart, ...]:
+        """Parts of the state, for instance a matrix per head, and the last inputs of a convolution."""
+
+    @property
+    def input_widths(self) -> tuple[int, ...]:
+        """Widths of the inputs of the recurrence, by which a layer replays tokens; (): it cannot.
+
+        They have the type of activations. Without them drafts cannot be undone, so speculation is not available.
+        """
+        return ()
+
+    @property
+    @abstractmethod
+    def output_width(self) -> int:
+        """Width of the output of all heads."""
+
+    @property
+    @abstractmethod
+    def row_widths(self) -> tuple[int, ...]:
+        """Widths of the rows that the layer computes with, beside the model's width."""
+
+    @property
+    @abstractmethod
+    def divided_heads(self) -> tuple[tuple[str, str], ...]:
+        """Names of the fields that tensor parallelism divides, each with what it counts, for error messages."""
+
+    @property
+    def matrix_values(self) -> int:
+        """Values of the state's exact parts, which every token reads and changes."""
+        return sum(math.prod(part.shape) for part in self.state_parts if part.exact)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaSpec(RecurrentSpec):
+    """Gated DeltaNet (Yang et al. 2024): linear attention by the gated delta rule after a short convolution.
+
+    Queries, keys and values are convolved; the heads' outputs are normalized with a gate. Value heads share key heads
+    in groups. `conv_taps`: tokens that the convolution sees.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_width: int
+    value_width: int
+    conv_taps: int
+    norm_eps: float
+
+    @property
+    def conv_channels(self) -> int:
+        """Width of all queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_width + self.output_width
+
+    @property
+    def output_width(self) -> int:
+        """Width of the output of all heads."""
+        return self.num_value_heads * self.value_width
+
+    @property
+    def row_widths(self) -> tuple[int, ...]:
+        """Widths of the rows that the layer computes with."""
+        return self.key_width, self.value_width, self.conv_channels
+
+    @property
+    def divided_heads(self) -> tuple[tuple[str, str], ...]:
+        """Fields that tensor parallelism divides."""
+        return ("num_key_heads", "key heads of linear attention"), ("num_value_heads", "value heads")
+
+    @property
+    def state_parts(self) -> tuple[StatePart, ...]:
+        """A matrix of keys by values per head, and the last inputs of the convolution."""
+        matrices = StatePart((self.num_value_heads, self.key_width, self.value_width))
+        return matrices, StatePart((self.conv_taps - 1, self.conv_channels), exact=False)
+
+    @property
+    def input_widths(self) -> tuple[int, ...]:
+        """The inputs of the convolution, and the strength and decay of each head's update."""
+        return self.conv_channels, 2 * self.num_value_heads
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Spec(RecurrentSpec):
+    """Mamba-2 (Dao and Gu 2024, arXiv 2405.21060): a state space model with one decay per head.
+
+    The heads of a group share the vectors by which their states are written (B) and read (C). The heads' inputs, B and
+    C are convolved; the outputs of a group are normalized together, after a gate. `state_width`: length of B and C.
+    `conv_taps`: tokens that the convolution sees. `bias`: biases of both projections.
+    """
+
+    num_heads: int
+    num_groups: int
+    head_width: int
+    state_width: int
+    conv_taps: int
+    norm_eps: float
+    conv_bias: bool = True
+    bias: bool = False
+
+    @property
+    def sections(self) -> tuple[int, ...]:
+        """Widths of the parts of the input projection: gate, inputs of the heads, B, C, and the heads' time steps."""
+        shared = self.num_groups * self.state_width
+        return self.output_width, self.output_width, shared, shared, self.num_heads
+
+    @property
+    def conv_channels(self) -> int:
+        """Width of the inputs of all heads, and of B and C of all groups."""
+        return sum(self.sections[1:4])
+
+    @property
+    def output_width(self) -> int:
+        """Width of the output of all heads."""
+        return self.num_heads * self.head_width
+
+    @property
+    def row_widths(self) -> tuple[int, ...]:
+        """Widths of the rows that the layer computes with."""
+        return self.state_width, self.head_width, self.output_width, self.conv_channels
+
+    @property
+    def divided_heads(self) -> tuple[tuple[str, str], ...]:
+        """Fields that tensor parallelism divides: the groups, whose outputs are normalized together, and the heads."""
+        return ("num_groups", "groups of Mamba-2 heads"), ("num_heads", "Mamba-2 heads")
+
+    @property
+    def state_parts(self) -> tuple[StatePart, ...]:
+        """A matrix per head, and the last inputs of the convolution."""
+        matrices = StatePart((self.num_heads, self.state_width, self.head_width))
+        return matrices, StatePart((self.conv_taps - 1, self.conv_channels), exact=False)
+
+
+@dataclass(frozen=True, slots=True)
+class KimiDeltaSpec(RecurrentSpec):
+    """Kimi Delta Attention (Kimi Team 2025, arXiv 2510.26692): the gated delta rule with one decay per key channel.
+
+    Queries, keys and values are convolved. The decays and the gates of the outputs are projected through `head_width`
+    values. `conv_taps`: tokens that the convolution sees.
+    """
+
+    num_heads: int
+    head_width: int
+    conv_taps: int
+    norm_eps: float
+
+    @property
+    def conv_channels(self) -> int:
+        """Width of all queries, keys and values."""
+        return 3 * self.output_width
+
+    @property
+    def output_width(self) -> int:
+        """Width of the output of all heads."""
+        return self.num_heads * self.head_width
+
+    @property
+    def row_widths(self) -> tuple[int, ...]:
+        """Widths of the rows that the layer computes with."""
+        return self.head_width, self.output_width
+
+    @property
+    def divided_heads(self) -> tuple[tuple[str, str], ...]:
+        """Fields that tensor parallelism divides."""
+        return (("num_heads", "heads of linear attention"),)
+
+    @property
+    def state_parts(self) -> tuple[StatePart, ...]:
+        """A matrix of keys by values per head, and the last inputs of the convolution."""
+        matrices = StatePart((self.num_heads, self.head_width, self.head_width))
+        return matrices, StatePart((self.conv_taps - 1, self.conv_channels), exact=False)

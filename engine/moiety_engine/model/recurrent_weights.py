@@ -1,0 +1,132 @@
+"""Weights of recurrent layers; `weights` allocates them. Vectors and convolutions are float32.
+
+C channels, D model width, M heads, W taps of a convolution with the oldest token's tap first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from moiety_engine.model.recurrent_specs import GatedDeltaSpec, KimiDeltaSpec, Mamba2Spec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from moiety_engine.model.recurrent_specs import RecurrentSpec
+    from moiety_kernels.quantization import Weight
+
+
+class TensorAllocator(Protocol):
+    """Allocator of large products, of other matrices, and of float32 tensors."""
+
+    def product(self, *shape: int) -> Tensor: ...
+
+    def matrix(self, *shape: int) -> Tensor: ...
+
+    def vector(self, *shape: int) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaWeights:
+    input_CD: Weight  # rows: queries, keys, values of all heads, then the gates of the outputs
+    strength_decay_GD: Tensor  # rows: the strength of each head's update, then its decay
+    conv_WC: Tensor
+    decay_M: Tensor  # logarithm of each head's rate
+    decay_bias_M: Tensor
+    norm_V: Tensor
+    output_DC: Weight
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Weights:
+    input_CD: Weight  # rows: see Mamba2Spec.sections
+    input_bias_C: Tensor | None
+    conv_WC: Tensor
+    conv_bias_C: Tensor | None
+    decay_M: Tensor  # logarithm of each head's rate
+    step_bias_M: Tensor
+    skip_M: Tensor  # factor of a head's input in its output
+    norm_C: Tensor
+    output_DC: Weight
+    output_bias_D: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class KimiDeltaWeights:
+    input_CD: Weight  # rows: queries, keys and values of all heads
+    low_rank_GD: Tensor  # rows: the inputs of the decays, those of the gates, and the strength of each head's update
+    decay_up_CV: Tensor
+    gate_up_CV: Tensor
+    conv_WC: Tensor
+    decay_M: Tensor  # logarithm of each head's rate
+    decay_bias_C: Tensor
+    norm_V: Tensor
+    output_DC: Weight
+
+
+RecurrentWeights = GatedDeltaWeights | Mamba2Weights | KimiDeltaWeights
+RECURRENT_PRODUCTS: dict[type, tuple[str, ...]] = {
+    GatedDeltaWeights: ("input_CD", "output_DC"),
+    Mamba2Weights: ("input_CD", "output_DC"),
+    KimiDeltaWeights: ("input_CD", "output_DC"),
+}
+
+
+def allocate_recurrent(spec: RecurrentSpec, size: int, new: TensorAllocator) -> RecurrentWeights:
+    """Return the uninitialized weights of a recurrent layer in a model of width `size`."""
+    return _ALLOCATORS[type(spec)](spec, size, new)
+
+
+def _gated_delta(spec: RecurrentSpec, size: int, new: TensorAllocator) -> GatedDeltaWeights:
+    assert isinstance(spec, GatedDeltaSpec)
+    return GatedDeltaWeights(
+        input_CD=new.product(spec.conv_channels + spec.output_width, size),
+        strength_decay_GD=new.matrix(2 * spec.num_value_heads, size),
+        conv_WC=new.vector(spec.conv_taps, spec.conv_channels),
+        decay_M=new.vector(spec.num_value_heads),
+        decay_bias_M=new.vector(spec.num_value_heads),
+        norm_V=new.vector(spec.value_width),
+        output_DC=new.product(size, spec.output_width),
+    )
+
+
+def _mamba2(spec: RecurrentSpec, size: int, new: TensorAllocator) -> Mamba2Weights:
+    assert isinstance(spec, Mamba2Spec)
+    inputs = sum(spec.sections)
+    return Mamba2Weights(
+        input_CD=new.product(inputs, size),
+        input_bias_C=new.vector(inputs) if spec.bias else None,
+        conv_WC=new.vector(spec.conv_taps, spec.conv_channels),
+        conv_bias_C=new.vector(spec.conv_channels) if spec.conv_bias else None,
+        decay_M=new.vector(spec.num_heads),
+        step_bias_M=new.vector(spec.num_heads),
+        skip_M=new.vector(spec.num_heads),
+        norm_C=new.vector(spec.output_width),
+        output_DC=new.product(size, spec.output_width),
+        output_bias_D=new.vector(size) if spec.bias else None,
+    )
+
+
+def _kimi_delta(spec: RecurrentSpec, size: int, new: TensorAllocator) -> KimiDeltaWeights:
+    assert isinstance(spec, KimiDeltaSpec)
+    return KimiDeltaWeights(
+        input_CD=new.product(spec.conv_channels, size),
+        low_rank_GD=new.matrix(2 * spec.head_width + spec.num_heads, size),
+        decay_up_CV=new.matrix(spec.output_width, spec.head_width),
+        gate_up_CV=new.matrix(spec.output_width, spec.head_width),
+        conv_WC=new.vector(spec.conv_taps, spec.conv_channels),
+        decay_M=new.vector(spec.num_heads),
+        decay_bias_C=new.vector(spec.output_width),
+        norm_V=new.vector(spec.head_width),
+        output_DC=new.product(size, spec.output_width),
+    )
+
+
+_ALLOCATORS: dict[type, Callable[[RecurrentSpec, int, TensorAllocator], RecurrentWeights]] = {
+    GatedDeltaSpec: _gated_delta,
+    Mamba2Spec: _mamba2,
+    KimiDeltaSpec: _kimi_delta,
+}
