@@ -86,10 +86,15 @@ def form_of(layer: LayerSpec, product: Product, hidden_size: int) -> Form | None
     """Return the dimensions of a layer's product; None if the product does not exist or takes no adapters."""
     attention, ffn = layer.attention, layer.ffn
     if product in (Product.QKV, Product.OUTPUT):
-        if not isinstance(attention, AttentionSpec) or (attention.gate is not None and product is Product.QKV):
-            return None  # a gate may share the projection of queries, whose adapter then has its rows too
+        if not isinstance(attention, AttentionSpec):
+            return None
+        # A gate may share the projection of queries, and values that of keys: an adapter then has the rows of both.
+        if product is Product.QKV and (attention.gate is not None or attention.keys_are_values):
+            return None
         of_output = Form(attention.output_width, (hidden_size,))
         return Form(hidden_size, attention.qkv_widths) if product is Product.QKV else of_output
+    if isinstance(ffn, MoeSpec) and ffn.normed:
+        return None  # the names of the dense feed-forward beside the experts are those of another model's experts
     experts = ffn.routing.num_experts if isinstance(ffn, MoeSpec) else 1
     if product is Product.GATE_UP:
         return Form(hidden_size, (ffn.width, ffn.width), experts)

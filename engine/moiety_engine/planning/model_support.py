@@ -70,7 +70,9 @@ class CheckpointReport:
 def features_of(spec: ModelSpec) -> ModelFeatures:
     """Return the features that work with a model."""
     latent = any(isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers)
-    has_gates = any(isinstance(one.attention, AttentionSpec) and one.attention.gate is not None for one in spec.layers)
+    grouped = [one.attention for one in spec.layers if isinstance(one.attention, AttentionSpec)]
+    shares_rows = any(one.gate is not None or one.keys_are_values for one in grouped)
+    lora = "feed-forward only" if latent else "not q, k, v" if shares_rows else YES
     with_states = f"{NO}: the model has recurrent layers" if spec.recurrent_layers else YES
     return ModelFeatures(
         tensor_parallel=_divides(spec, Layout(tp=2)),
@@ -78,7 +80,7 @@ def features_of(spec: ModelSpec) -> ModelFeatures:
         pipeline_parallel=with_states,
         speculation=with_states,
         roles=with_states,
-        lora="feed-forward only" if latent else "not q, k, v" if has_gates else YES,
+        lora="attention's output only" if spec.has_normed_experts and shares_rows else lora,
         mtp=NO if spec.mtp is None else YES,
         images=NO if spec.vision is None else YES,
     )
