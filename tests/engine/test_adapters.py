@@ -21,7 +21,9 @@ from moiety_engine.errors import AdapterError, InvalidConfig
 from moiety_engine.loop import EngineLoop
 from moiety_engine.loop_setup import build_loop
 from moiety_engine.messages import CoreSubmit
-from moiety_engine.model.adapter_stacks import Product
+from moiety_engine.model.adapter_stacks import Product, form_of
+from moiety_engine.model.families import spec_from_config
+from moiety_engine.model.families.catalog import CATALOG
 from moiety_engine.offline import run_all
 from moiety_engine.startup import load_loop
 from moiety_wire.classes import STANDARD
@@ -382,3 +384,13 @@ def test_whatever_goes_wrong_in_reading_an_adapter_fails_its_request_alone(
     tokens, failed = finish(loop, 2)
     assert len(tokens[2]) == NUM_OUTPUT
     assert "cannot be read" in failed[1]
+
+
+def test_products_whose_rows_belong_to_two_projections_take_no_adapters() -> None:
+    """Gemma 4: values of layers with full attention are their keys, and experts stand beside a dense feed-forward."""
+    config = {"model_type": "gemma4_text", **CATALOG["gemma4_text"].settings}
+    local, full = (spec_from_config(config).layers[index] for index in (0, 5))
+    assert form_of(local, Product.QKV, 2816) is not None
+    assert form_of(full, Product.QKV, 2816) is None
+    assert form_of(full, Product.OUTPUT, 2816) is not None
+    assert form_of(local, Product.GATE_UP, 2816) is form_of(local, Product.DOWN, 2816) is None

@@ -232,8 +232,7 @@ def _fused(
         form = form_of(spec.layers[layer], product, spec.hidden_size)
         if form is None:
             raise AdapterError(
-                f"adapters on {_module_name(modules[0])} of a {spec.family} model are not supported: train without "
-                "that module"
+                f"adapters on {_module_name(modules[0])} of a {spec.family} model are not supported: train without it"
             )
         up_ENr = _output_of(outputs, layer, product)
         up_ENr.zero_()

@@ -91,8 +91,12 @@ def form_of(layer: LayerSpec, product: Product, hidden_size: int) -> Form | None
             return None
         if product is Product.OUTPUT_GATE:
             return None if attention.gate is None else Form(hidden_size, (attention.gate_width,))
+        if product is Product.QKV and attention.keys_are_values:
+            return None  # values share the projection of keys, whose adapter then has the rows of both
         of_output = Form(attention.output_width, (hidden_size,))
         return Form(hidden_size, attention.qkv_widths) if product is Product.QKV else of_output
+    if isinstance(ffn, MoeSpec) and ffn.normed:
+        return None  # the names of the dense feed-forward beside the experts are those of another model's experts
     experts = ffn.routing.num_experts if isinstance(ffn, MoeSpec) else 1
     if product is Product.GATE_UP:
         return Form(hidden_size, (ffn.width, ffn.width), experts)

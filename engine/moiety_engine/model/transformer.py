@@ -118,14 +118,12 @@ class Transformer:
             for one, w, factors in zip(own.layers, weights.layers, self.adapters.layers, strict=True)
         ]
         self.recurrent = replayable_layers(halves)
-        whole = partial(self._whole, group=ranks.tensor)
         self._attentions = [
-            whole(half, weights=w.attention_post_norm) for half, w in zip(halves, weights.layers, strict=True)
+            self._whole(half, ranks.tensor, w.attention_post_norm)
+            for half, w in zip(halves, weights.layers, strict=True)
         ]
-        self._norms = [
-            (make_norm(spec.norm, w.attention_norm, arithmetic), make_norm(spec.norm, w.ffn_norm, arithmetic))
-            for w in weights.layers
-        ]
+        norm = partial(make_norm, spec.norm, arithmetic=arithmetic)
+        self._norms = [(norm(w.attention_norm), norm(w.ffn_norm)) for w in weights.layers]
         self._final_norm = make_norm(spec.norm, weights.final_norm)
         self.expert_cache = expert_cache
         cached = None if expert_cache is None else iter(expert_cache.layers)

@@ -71,6 +71,9 @@ class CheckpointReport:
 def features_of(spec: ModelSpec) -> ModelFeatures:
     """Return the features that work with a model."""
     latent = any(isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers)
+    grouped = [one.attention for one in spec.layers if isinstance(one.attention, AttentionSpec)]
+    shares_rows = any(one.keys_are_values for one in grouped)
+    lora = "feed-forward only" if latent else "not q, k, v" if shares_rows else YES
     with_states = f"{NO}: the model has recurrent layers" if spec.recurrent_layers else YES
     return ModelFeatures(
         tensor_parallel=_divides(spec, Layout(tp=2)),
@@ -78,7 +81,7 @@ def features_of(spec: ModelSpec) -> ModelFeatures:
         pipeline_parallel=with_states,
         speculation=YES if can_undo_drafts(spec) else with_states,
         roles=with_states,
-        lora="feed-forward only" if latent else YES,
+        lora="attention's output only" if spec.has_normed_experts and shares_rows else lora,
         mtp=NO if spec.mtp is None else YES,
         images=NO if spec.vision is None else YES,
     )
