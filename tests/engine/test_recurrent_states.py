@@ -21,6 +21,7 @@ from moiety_engine.errors import InvalidConfig, OutOfMemory
 from moiety_engine.loop import EngineLoop
 from moiety_engine.loop_setup import build_loop
 from moiety_engine.messages import CoreFinish, CoreLogprob, CoreSubmit
+from moiety_engine.model.arithmetic import Arithmetic
 from moiety_engine.model.batch import Batch, Cache, RecurrentRows, RecurrentStateCache
 from moiety_engine.model.cache_groups import cache_groups
 from moiety_engine.model.dummy import draw_weights
@@ -167,14 +168,15 @@ def model(sketch_loops: Any) -> DecayModel:
 
 @pytest.fixture
 def engine(sketch_loops: Any, model: DecayModel) -> Any:
-    def make(num_blocks: int = 400, num_snapshots: int = 12, **settings: Any) -> Engine:
+    def make(num_blocks: int = 400, num_snapshots: int = 12, invariant: bool = False, **settings: Any) -> Engine:
         max_running = settings.setdefault("max_running", 4)
         memory = num_blocks * model.kv_bytes_per_block(BLOCK_SIZE) + max_running * model.state_bytes
         memory += num_snapshots * model.state_bytes
         sizes = {"block_size": BLOCK_SIZE, "max_batch_tokens": 64, "kv_memory_bytes": memory}
         config = EngineConfig(model=str(sketch_loops.folder), name="tiny", **sizes | settings)
         ticks = count(10**18, 10**7)  # a clock by which all steps take the same, so that drafts cost nothing
-        return Engine(build_loop(model, config, clock_ns=lambda: next(ticks)))
+        served = DecayModel(sketch_loops.folder, arithmetic=Arithmetic("auto", invariant)) if invariant else model
+        return Engine(build_loop(served, config, clock_ns=lambda: next(ticks)))
 
     return make
 
@@ -241,11 +243,11 @@ def test_snapshots_give_way_to_running_sequences_and_cost_hits_only(engine: Any,
     assert_same(ours, alone, again)
 
 
-@pytest.mark.parametrize("swaps", [True, False])
+@pytest.mark.parametrize(("swaps", "invariant"), [(True, False), (False, False), (False, True)])
 def test_a_preempted_sequence_continues_from_its_state_or_is_computed_anew(
-    engine: Any, alone: Engine, swaps: bool
+    engine: Any, alone: Engine, swaps: bool, invariant: bool
 ) -> None:
-    ours = engine(prefix_caching=False, host_kv_memory_bytes=1 << 20 if swaps else 0)
+    ours = engine(prefix_caching=False, host_kv_memory_bytes=1 << 20 if swaps else 0, invariant=invariant)
     for key in (0, 1):
         ours.submit(key, PROMPTS[key], num_output=30)
         alone.submit(key, PROMPTS[key], num_output=30)

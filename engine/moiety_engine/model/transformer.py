@@ -20,7 +20,7 @@ from moiety_engine.model.batch import Batch, ImageRows, KvCache
 from moiety_engine.model.cache_groups import cache_groups
 from moiety_engine.model.expert_migration import SlotWeights
 from moiety_engine.model.expert_setup import expert_dispatch, expert_shape, expert_slots
-from moiety_engine.model.kv_allocation import KvAllocation
+from moiety_engine.model.kv_allocation import KvAllocation, LargestAllocation
 from moiety_engine.model.layers import MixtureOfExperts, attention, feed_forward, recurrent_layers
 from moiety_engine.model.mtp_input import MtpInput
 from moiety_engine.model.norms import make_norm
@@ -96,6 +96,7 @@ class Transformer:
         self.cache_groups = cache_groups(spec, keep_everything=not frees_windows)
         kv_form = self.kv_dtype, self.activation_dtype, spec.hidden_size if keeps_hidden else None
         self._kv_allocation = KvAllocation(own.layers, self._first_layer, self.cache_groups, *kv_form)
+        self._largest = LargestAllocation(spec, ranks.seat.layout, self.cache_groups, *kv_form)
         self.vocabulary = vocabulary or Vocabulary(spec.vocab_size, weights, ranks.tensor, arithmetic)
         self._mtp_input = None if weights.mtp_input is None else MtpInput(spec.norm, weights.mtp_input, arithmetic)
         self.vision = (
@@ -147,18 +148,18 @@ class Transformer:
         ]
 
     def kv_bytes_per_block(self, block_size: int) -> int:
-        """Return the bytes of one block of `block_size` tokens on each rank."""
-        return self._kv_allocation.block_bytes(block_size)
+        """Return the bytes of one block of `block_size` tokens on each rank, at most."""
+        return self._largest.block_bytes(block_size)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one sequence's recurrent state on each rank; 0 for a model without recurrent layers."""
-        return self._kv_allocation.state_bytes
+        """Bytes of one sequence's recurrent state on each rank, at most; 0 for a model without recurrent layers."""
+        return self._largest.state_bytes
 
     @property
     def record_bytes(self) -> int:
         """Bytes of one token's inputs of recurrent layers, which a state slot records of a draft."""
-        return self._kv_allocation.record_bytes
+        return self._largest.record_bytes
 
     def allocate_kv(
         self, num_blocks: int, block_size: int, num_state_slots: int = 0, num_record_tokens: int = 0

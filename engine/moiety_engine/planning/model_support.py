@@ -75,7 +75,7 @@ def features_of(spec: ModelSpec) -> ModelFeatures:
     return ModelFeatures(
         tensor_parallel=_divides(spec, Layout(tp=2)),
         expert_parallel=_divides(spec, Layout(dp=2, ep=2)),
-        pipeline_parallel=with_states,
+        pipeline_parallel=YES,
         speculation=YES if can_undo_drafts(spec) else with_states,
         roles=with_states,
         lora="feed-forward only" if latent else YES,
