@@ -176,7 +176,8 @@ def engine(sketch_loops: Any, model: DecayModel) -> Any:
         config = EngineConfig(model=str(sketch_loops.folder), name="tiny", **sizes | settings)
         ticks = count(10**18, 10**7)  # a clock by which all steps take the same, so that drafts cost nothing
         served = DecayModel(sketch_loops.folder, arithmetic=Arithmetic("auto", invariant)) if invariant else model
-        return Engine(build_loop(served, config, clock_ns=lambda: next(ticks)))
+        draft = sketch_loops.model if config.speculate is Speculate.DRAFT else None
+        return Engine(build_loop(served, config, clock_ns=lambda: next(ticks), draft_model=draft))
 
     return make
 
@@ -264,15 +265,30 @@ def test_a_preempted_sequence_continues_from_its_state_or_is_computed_anew(
     assert_same(ours, alone, [0, 1])
 
 
-@pytest.mark.parametrize("overlap", [Overlap.OFF, Overlap.ON])
-def test_rejected_drafts_leave_no_trace_in_states(engine: Any, alone: Engine, overlap: Overlap) -> None:
-    ours = engine(speculate=Speculate.NGRAM, overlap=overlap, num_blocks=150)
+@pytest.mark.parametrize(
+    ("overlap", "speculate"),
+    [
+        (Overlap.OFF, {"speculate": Speculate.NGRAM}),
+        (Overlap.ON, {"speculate": Speculate.NGRAM}),
+        pytest.param(Overlap.ON, {"speculate": Speculate.DRAFT, "draft_model": "it"}, marks=pytest.mark.thorough),
+    ],
+)
+def test_rejected_drafts_leave_no_trace_in_states(
+    engine: Any, alone: Engine, overlap: Overlap, speculate: dict[str, Any]
+) -> None:
+    ours = engine(overlap=overlap, num_blocks=150, **speculate)
     few_words = {"logit_bias": dict.fromkeys((17, 230, 41), 30.0)}  # so that the answers repeat themselves in part
     keys = range(6)
     for key in keys:
         prompt = tokens(20 + key, seed=key) + [17, 230, 41] * 4
         ours.submit(key, prompt, num_output=40, **few_words)
         alone.submit(key, prompt, num_output=40, **few_words)
+    ours.submit(9, [17, 230, 41] * 6, num_output=40, **few_words)
+    for _ in range(500):
+        ours.step()
+        if len(ours.answers[9]) > 4:
+            break
+    ours.loop.abort(9)  # possibly while its draft is verified
     ours.run()
     alone.run()
     load = ours.loop.load()
