@@ -54,9 +54,9 @@ def require_recurrent_support(model: Transformer, config: EngineConfig) -> None:
         "states are not sent between engines: leave out --role and --kv-listen": (
             transfer.role is not EngineRole.BOTH or bool(transfer.listen)
         ),
-        "a later pipeline stage may have more states than the first: leave out --pp": config.pp > 1,
-        "micro-batches divide sequences: leave out --ffn-ranks": bool(config.ffn_ranks),
-        "prompt and output tokens of a step are computed apart: leave out --batch-invariant": config.batch_invariant,
+        "their bits on a GPU depend on how prompts are cut: leave out --batch-invariant": (
+            config.batch_invariant and model.device.type != "cpu"
+        ),
     }
     for reason, is_set in refused.items():
         if is_set:

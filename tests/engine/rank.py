@@ -66,6 +66,7 @@ class Answer(msgspec.Struct):
     num_recomputed: int = 0
     num_cached: int = 0
     num_swapped: int = 0
+    num_accepted: int = 0  # draft tokens
     weight_bytes: int = 0
     num_computed: int = 0  # tokens
     num_picks: int = 0  # of experts, counted for them
@@ -254,6 +255,7 @@ def answer_of(work: Work, loop: EngineLoop) -> Answer:
         raise EngineError(work.fails)
     load = loop.load()
     answer.num_swapped = load.swapped_in_blocks_total
+    answer.num_accepted = load.accepted_tokens_total
     answer.num_masked = load.excluded_ranks
     answer.moves = {
         "rebalances": load.rebalances_total,

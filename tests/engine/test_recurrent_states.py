@@ -21,6 +21,7 @@ from moiety_engine.errors import InvalidConfig, OutOfMemory
 from moiety_engine.loop import EngineLoop
 from moiety_engine.loop_setup import build_loop
 from moiety_engine.messages import CoreFinish, CoreLogprob, CoreSubmit
+from moiety_engine.model.arithmetic import Arithmetic
 from moiety_engine.model.batch import Batch, Cache, RecurrentRows, RecurrentStateCache
 from moiety_engine.model.cache_groups import cache_groups
 from moiety_engine.model.dummy import draw_weights
@@ -172,14 +173,16 @@ def model(sketch_loops: Any) -> DecayModel:
 
 @pytest.fixture
 def engine(sketch_loops: Any, model: DecayModel) -> Any:
-    def make(num_blocks: int = 400, num_snapshots: int = 12, **settings: Any) -> Engine:
+    def make(num_blocks: int = 400, num_snapshots: int = 12, invariant: bool = False, **settings: Any) -> Engine:
         max_running = settings.setdefault("max_running", 4)
         memory = num_blocks * model.kv_bytes_per_block(BLOCK_SIZE) + max_running * model.state_bytes
         memory += num_snapshots * model.state_bytes
         sizes = {"block_size": BLOCK_SIZE, "max_batch_tokens": 64, "kv_memory_bytes": memory}
         config = EngineConfig(model=str(sketch_loops.folder), name="tiny", **sizes | settings)
         ticks = count(10**18, 10**7)  # a clock by which all steps take the same, so that drafts cost nothing
-        return Engine(build_loop(model, config, clock_ns=lambda: next(ticks)))
+        served = DecayModel(sketch_loops.folder, arithmetic=Arithmetic("auto", invariant)) if invariant else model
+        draft = sketch_loops.model if config.speculate is Speculate.DRAFT else None
+        return Engine(build_loop(served, config, clock_ns=lambda: next(ticks), draft_model=draft))
 
     return make
 
@@ -246,11 +249,11 @@ def test_snapshots_give_way_to_running_sequences_and_cost_hits_only(engine: Any,
     assert_same(ours, alone, again)
 
 
-@pytest.mark.parametrize("swaps", [True, False])
+@pytest.mark.parametrize(("swaps", "invariant"), [(True, False), (False, False), (False, True)])
 def test_a_preempted_sequence_continues_from_its_state_or_is_computed_anew(
-    engine: Any, alone: Engine, swaps: bool
+    engine: Any, alone: Engine, swaps: bool, invariant: bool
 ) -> None:
-    ours = engine(prefix_caching=False, host_kv_memory_bytes=1 << 20 if swaps else 0)
+    ours = engine(prefix_caching=False, host_kv_memory_bytes=1 << 20 if swaps else 0, invariant=invariant)
     for key in (0, 1):
         ours.submit(key, PROMPTS[key], num_output=30)
         alone.submit(key, PROMPTS[key], num_output=30)
@@ -267,15 +270,30 @@ def test_a_preempted_sequence_continues_from_its_state_or_is_computed_anew(
     assert_same(ours, alone, [0, 1])
 
 
-@pytest.mark.parametrize("overlap", [Overlap.OFF, Overlap.ON])
-def test_rejected_drafts_leave_no_trace_in_states(engine: Any, alone: Engine, overlap: Overlap) -> None:
-    ours = engine(speculate=Speculate.NGRAM, overlap=overlap, num_blocks=150)
+@pytest.mark.parametrize(
+    ("overlap", "speculate"),
+    [
+        (Overlap.OFF, {"speculate": Speculate.NGRAM}),
+        (Overlap.ON, {"speculate": Speculate.NGRAM}),
+        pytest.param(Overlap.ON, {"speculate": Speculate.DRAFT, "draft_model": "it"}, marks=pytest.mark.thorough),
+    ],
+)
+def test_rejected_drafts_leave_no_trace_in_states(
+    engine: Any, alone: Engine, overlap: Overlap, speculate: dict[str, Any]
+) -> None:
+    ours = engine(overlap=overlap, num_blocks=150, **speculate)
     few_words = {"logit_bias": dict.fromkeys((17, 230, 41), 30.0)}  # so that the answers repeat themselves in part
     keys = range(6)
     for key in keys:
         prompt = tokens(20 + key, seed=key) + [17, 230, 41] * 4
         ours.submit(key, prompt, num_output=40, **few_words)
         alone.submit(key, prompt, num_output=40, **few_words)
+    ours.submit(9, [17, 230, 41] * 6, num_output=40, **few_words)
+    for _ in range(500):
+        ours.step()
+        if len(ours.answers[9]) > 4:
+            break
+    ours.loop.abort(9)  # possibly while its draft is verified
     ours.run()
     alone.run()
     load = ours.loop.load()

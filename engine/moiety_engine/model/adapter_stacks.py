@@ -85,22 +85,25 @@ class LayerFactors:
 
 def form_of(layer: LayerSpec, product: Product, hidden_size: int) -> Form | None:
     """Return the dimensions of a layer's product; None if the product does not exist or takes no adapters."""
-    attention, ffn = layer.attention, layer.ffn
     if product in (Product.QKV, Product.OUTPUT_GATE, Product.OUTPUT):
-        if not isinstance(attention, AttentionSpec):
-            return None
-        if product is Product.OUTPUT_GATE:
-            return None if attention.gate is None else Form(hidden_size, (attention.gate_width,))
-        if product is Product.QKV and attention.keys_are_values:
-            return None  # values share the projection of keys, whose adapter then has the rows of both
-        of_output = Form(attention.output_width, (hidden_size,))
-        return Form(hidden_size, attention.qkv_widths) if product is Product.QKV else of_output
+        attention = layer.attention
+        return _form_of_attention(attention, product, hidden_size) if isinstance(attention, AttentionSpec) else None
+    ffn = layer.ffn
     if isinstance(ffn, MoeSpec) and ffn.normed:
         return None  # the names of the dense feed-forward beside the experts are those of another model's experts
     experts = ffn.routing.num_experts if isinstance(ffn, MoeSpec) else 1
     if product is Product.GATE_UP:
         return Form(hidden_size, (ffn.width, ffn.width), experts)
     return Form(ffn.width, (hidden_size,), experts)
+
+
+def _form_of_attention(attention: AttentionSpec, product: Product, hidden_size: int) -> Form | None:
+    if product is Product.OUTPUT_GATE:
+        return None if attention.gate is None else Form(hidden_size, (attention.gate_width,))
+    if product is Product.OUTPUT:
+        return Form(attention.output_width, (hidden_size,))
+    # Where values share the projection of keys, its adapter would have the rows of both.
+    return None if attention.keys_are_values else Form(hidden_size, attention.qkv_widths)
 
 
 class AdapterStacks:

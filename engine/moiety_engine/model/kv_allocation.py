@@ -11,18 +11,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moiety_engine.distribution.layout import Seat
 from moiety_engine.model.batch import Cache, KvCache, LatentCache, LayerCache, RecurrentStateCache
 from moiety_engine.model.recurrent_specs import RecurrentSpec
 from moiety_engine.model.spec import KV_SCALE_BYTES, LatentAttentionSpec
+from moiety_engine.model.tensor_shards import own_spec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
+    from moiety_engine.distribution.layout import Layout
     from moiety_engine.model.cache_groups import CacheGroup
     from moiety_engine.model.recurrent_specs import StatePart
-    from moiety_engine.model.spec import AttentionSpec, LayerSpec
+    from moiety_engine.model.spec import AttentionSpec, LayerSpec, ModelSpec
 
 
 class KvAllocation:
@@ -185,3 +188,37 @@ class KvAllocation:
 
     def _state_dtype(self, part: StatePart) -> torch.dtype:
         return torch.float32 if part.exact else self._activation_dtype
+
+
+class LargestAllocation:
+    """Bytes of the cache on the rank that needs most of them: stages of a pipeline have layers of different kinds."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layout: Layout,
+        groups: Sequence[CacheGroup],
+        dtype: torch.dtype,
+        activation_dtype: torch.dtype,
+        hidden_width: int | None,
+    ) -> None:
+        """Create the layouts of all stages; see KvAllocation. `spec`: that of the whole model."""
+        seats = [Seat(layout, stage * layout.stage_size) for stage in range(layout.pp)]
+        form = groups, dtype, activation_dtype, hidden_width
+        self._stages = [
+            KvAllocation(own_spec(spec, seat).layers, seat.layers_of(len(spec.layers)).start, *form) for seat in seats
+        ]
+
+    def block_bytes(self, block_size: int) -> int:
+        """Return the bytes of one block of `block_size` tokens."""
+        return max(stage.block_bytes(block_size) for stage in self._stages)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one sequence's state in all recurrent layers of a rank."""
+        return max(stage.state_bytes for stage in self._stages)
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of the recorded inputs of one token in all recurrent layers of a rank."""
+        return max(stage.record_bytes for stage in self._stages)

@@ -21,7 +21,7 @@ from moiety_engine.model.cache_groups import cache_groups
 from moiety_engine.model.expert_migration import SlotWeights
 from moiety_engine.model.expert_setup import expert_dispatch, expert_shape, expert_slots
 from moiety_engine.model.feed_forwards import feed_forward
-from moiety_engine.model.kv_allocation import KvAllocation
+from moiety_engine.model.kv_allocation import KvAllocation, LargestAllocation
 from moiety_engine.model.layers import MixtureOfExperts, attention, replayable_layers
 from moiety_engine.model.mtp_input import MtpInput
 from moiety_engine.model.normed_mixture import NormedMixture
@@ -99,16 +99,14 @@ class Transformer:
         self.cache_groups = cache_groups(spec, keep_everything=not frees_windows, one_shape=self.kv_dtype is torch.int8)
         kv_form = self.kv_dtype, self.activation_dtype, spec.hidden_size if keeps_hidden else None
         self._kv_allocation = KvAllocation(own.layers, self._first_layer, self.cache_groups, *kv_form)
+        self._largest = LargestAllocation(spec, ranks.seat.layout, self.cache_groups, *kv_form)
         self.vocabulary = vocabulary or Vocabulary(spec.vocab_size, weights, ranks.tensor, arithmetic)
         self._mtp_input = None if weights.mtp_input is None else MtpInput(spec.norm, weights.mtp_input, arithmetic)
-        self.vision = (
-            None
-            if spec.vision is None or weights.vision is None
-            else VisionEncoder(spec.vision, weights.vision, arithmetic, self.activation_dtype)
-        )
+        self.vision: VisionEncoder | None = None
+        if spec.vision is not None and weights.vision is not None:
+            self.vision = VisionEncoder(spec.vision, weights.vision, arithmetic, self.activation_dtype)
         self._residence = WeightOffload(weights)
-        kept_whole = self.kv_dtype in (torch.float32, torch.bfloat16)
-        on_cpu_alone = self.device.type == "cpu" and kept_whole  # no torch in any layer
+        on_cpu_alone = self.device.type == "cpu" and self.kv_dtype in (torch.float32, torch.bfloat16)  # without torch
         once = expert_cache is None and not spec.recurrent_layers  # recording runs a step twice, which advances states
         recordable = on_cpu_alone and ranks.everyone.size == 1 and once
         self._programs = _decode_programs(_Pass(self)) if recordable else None
@@ -147,18 +145,18 @@ class Transformer:
         self._parallel = [one.parallel for one in own.layers]
 
     def kv_bytes_per_block(self, block_size: int) -> int:
-        """Return the bytes of one block of `block_size` tokens on each rank."""
-        return self._kv_allocation.block_bytes(block_size)
+        """Return the bytes of one block of `block_size` tokens on each rank, at most."""
+        return self._largest.block_bytes(block_size)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one sequence's recurrent state on each rank; 0 for a model without recurrent layers."""
-        return self._kv_allocation.state_bytes
+        """Bytes of one sequence's recurrent state on each rank, at most; 0 for a model without recurrent layers."""
+        return self._largest.state_bytes
 
     @property
     def record_bytes(self) -> int:
         """Bytes of one token's inputs of recurrent layers, which a state slot records of a draft."""
-        return self._kv_allocation.record_bytes
+        return self._largest.record_bytes
 
     def allocate_kv(
         self, num_blocks: int, block_size: int, num_state_slots: int = 0, num_record_tokens: int = 0

@@ -48,4 +48,4 @@ class Vocabulary:
         if own_LC.dtype is not torch.float32:
             own_LC = own_LC.float()
         whole_LC = self._group.gather_columns(own_LC)
-        return whole_LC if whole_LC.shape[1] == self._size else whole_LC[:, : self._size]
+        return whole_LC if whole_LC.shape[1] == self._size else whole_LC[:, : self._size].contiguous()

@@ -19,7 +19,7 @@ from moiety_engine.model.errors import ModelError
 from moiety_engine.model.families import ignored_keys, spec_from_config
 from moiety_engine.model.families.catalog import CATALOG
 from moiety_engine.model.mtp import require_mtp
-from moiety_engine.model.spec import LatentAttentionSpec
+from moiety_engine.model.spec import AttentionSpec, LatentAttentionSpec
 from moiety_engine.model.tensor_shards import own_spec
 from moiety_engine.planning.models import find_model
 from moiety_text.chat import ChatTemplate
@@ -78,7 +78,7 @@ def features_of(spec: ModelSpec) -> ModelFeatures:
     return ModelFeatures(
         tensor_parallel=_divides(spec, Layout(tp=2)),
         expert_parallel=_divides(spec, Layout(dp=2, ep=2)),
-        pipeline_parallel=with_states,
+        pipeline_parallel=YES,
         speculation=YES if can_undo_drafts(spec) else with_states,
         roles=with_states,
         lora="attention's output only" if spec.has_normed_experts and shares_rows else lora,

@@ -86,6 +86,7 @@ def _part(host: HostBatch, first: int, end: int) -> HostBatch:
         num_decode=min(max(host.num_decode - begin_s, 0), end_s - begin_s),
         max_context=int(context_len.max()),
         max_query=int(np.diff(query_start).max()),
+        states=None if host.states is None else host.states.part(first, end),
         further_tables=tuple(
             HostTable(one.slots_T[first:end], one.block_table_SB[begin_s:end_s]) for one in host.further_tables
         ),

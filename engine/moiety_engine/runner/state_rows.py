@@ -50,7 +50,6 @@ class HostStates:
         runs = np.array([*begin_of_run, len(sequences)])
         run_start_R1 = np.ascontiguousarray(starts_S1[runs], dtype=np.int32)
         run_lengths = np.diff(run_start_R1)
-        longer = np.flatnonzero(run_lengths != 1)
         rows, places = [_NONE], [_NONE]
         for run, part in enumerate(begin_of_run):
             slot = sequences[part].kv.draft_slot
@@ -58,15 +57,45 @@ class HostStates:
                 count = np.arange(run_lengths[run] - 1, dtype=np.int64)
                 rows.append(run_start_R1[run] + count)
                 places.append(slot * num_record_tokens + count)
-        return HostStates(
+        return HostStates.of_runs(
             run_start_R1,
             np.array([sequences[part].kv.state_slot for part in begin_of_run], dtype=np.int64),
             np.array([firsts[part] for part in begin_of_run], dtype=np.int64) == 0,
-            int(longer[0]) if len(longer) else len(run_lengths),
-            int(run_lengths.max()),
             np.concatenate(rows),
             np.concatenate(places),
         )
+
+    def part(self, first: int, end: int) -> HostStates:
+        """Return the states of rows `first` to `end` - 1 of the step, which run after all rows before them."""
+        starts = self.run_start_R1
+        begin_r = int(np.searchsorted(starts, first, side="right")) - 1
+        end_r = int(np.searchsorted(starts, end, side="left"))
+        run_start_R1 = np.clip(starts[begin_r : end_r + 1], first, end) - first
+        begins_R = self.begins_R[begin_r:end_r].copy()
+        begins_R[0] &= bool(starts[begin_r] == first)  # otherwise its first rows are in the part before
+        here = (self.recorded_rows_K >= first) & (self.recorded_rows_K < end)
+        return HostStates.of_runs(
+            run_start_R1,
+            self.slots_R[begin_r:end_r],
+            begins_R,
+            self.recorded_rows_K[here] - first,
+            self.record_places_K[here],
+        )
+
+    @staticmethod
+    def of_runs(
+        run_start_R1: np.ndarray,
+        slots_R: np.ndarray,
+        begins_R: np.ndarray,
+        recorded_rows_K: np.ndarray,
+        record_places_K: np.ndarray,
+    ) -> HostStates:
+        """Return the states of runs with these starts."""
+        lengths = np.diff(run_start_R1)
+        longer = np.flatnonzero(lengths != 1)
+        num_single = int(longer[0]) if len(longer) else len(lengths)
+        most = int(lengths.max())
+        return HostStates(run_start_R1, slots_R, begins_R, num_single, most, recorded_rows_K, record_places_K)
 
     def upload(self, upload: Upload) -> RecurrentRows:
         """Return the rows on the device."""
@@ -119,7 +148,7 @@ class StateCopier:
             ((slot - begin, count) for slot, count in replays if begin <= slot < begin + self._num_slots),
             key=lambda one: one[1] > 1,
         )
-        if not own:
+        if not own or not self._layers:  # a pipeline stage may have no recurrent layer
             return
         slots, counts = zip(*own, strict=True)
         starts = np.concatenate(([0], np.cumsum(counts)))

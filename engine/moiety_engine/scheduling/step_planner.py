@@ -173,6 +173,8 @@ class StepPlanner:
         first = sequence.kv.num_computed
         if sequence.kv.snapshot_ends:  # the state after a block is known only where a chunk ends
             num_tokens = min(num_tokens, sequence.kv.snapshot_ends[0] * kv.block_size - first)
+        if kv.answers_apart and kv.states is not None and first < sequence.request.num_prompt:
+            num_tokens = min(num_tokens, sequence.request.num_prompt - first)  # a step runs its output tokens first
         end = first + num_tokens
         grown = kv.grow(sequence, end)
         assert grown, "room_tokens promised blocks that are not there"
