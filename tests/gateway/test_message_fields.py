@@ -58,6 +58,10 @@ async def raw(gateway: RunningGateway, **asked: Any) -> tuple[Any, Any]:
     return await response.parse(), response.headers
 
 
+def applied_edits(message: Any) -> Any:
+    return message.context_management.applied_edits
+
+
 def says(text: str) -> Callable[[Any], Any]:
     return lambda submit: [(65, letter) for letter in text]
 
@@ -304,10 +308,12 @@ async def test_reasoning_of_earlier_answers_is_cleared_as_asked(
         turns = [turn for one in answers for turn in (*HELLO, {"role": "assistant", "content": one})] + HELLO
         for keep, expected in (("all", "<t1>1"), ({"type": "thinking_turns", "value": 1}, "<>1"), (None, "<>1")):
             edit = {"type": "clear_thinking_20251015"} | ({} if keep is None else {"keep": keep})
-            edits = {"edits": [edit, {"type": "clear_tool_uses_20250919"}]}
-            _, headers = await raw(gateway, messages=turns, context_management=edits)
+            edits = {"edits": [edit, {"type": "compact_20260112"}]}
+            message, headers = await raw(gateway, messages=turns, context_management=edits)
             assert last_prompt(gateway) == f"<>hello{expected}<>hello<t2>2<>hello"
             assert headers[IGNORED] == "context_management.edits.1"
+            applied = [(one.cleared_thinking_turns, one.cleared_input_tokens) for one in applied_edits(message)]
+            assert applied == ([] if keep == "all" else [(1, len("t1"))])
 
 
 # ── tools ──

@@ -72,6 +72,28 @@ class MessageUsage(TokenUsage):
     service_tier: Literal["priority", "standard", "batch"]
 
 
+class ClearedReasoning(TypedDict):
+    """Reasoning of earlier answers that the model did not read."""
+
+    type: Literal["clear_thinking_20251015"]
+    cleared_thinking_turns: Count
+    cleared_input_tokens: Count
+
+
+class ClearedToolUses(TypedDict):
+    """Tool uses whose results, and maybe inputs, the model did not read."""
+
+    type: Literal["clear_tool_uses_20250919"]
+    cleared_tool_uses: Count
+    cleared_input_tokens: Count
+
+
+class ContextManagementResult(TypedDict):
+    """The edits that have changed the conversation, of those in the request."""
+
+    applied_edits: list[Annotated[Any, either(ClearedReasoning, ClearedToolUses)]]
+
+
 class Message(MessageStop):
     """An answer."""
 
@@ -81,6 +103,7 @@ class Message(MessageStop):
     model: str
     content: list[_AnswerBlock]
     usage: MessageUsage
+    context_management: NotRequired[ContextManagementResult]  # if the request has it
 
 
 class MessageStart(TypedDict):
@@ -153,6 +176,7 @@ class MessageDelta(TypedDict):
     type: Literal["message_delta"]
     delta: MessageStop
     usage: TokenUsage
+    context_management: NotRequired[ContextManagementResult]  # if the request has it
 
 
 class MessageEnd(TypedDict):
@@ -161,10 +185,17 @@ class MessageEnd(TypedDict):
     type: Literal["message_stop"]
 
 
+class CountedContext(TypedDict):
+    """Number of input tokens before the edits of the conversation."""
+
+    original_input_tokens: Count
+
+
 class TokenCount(TypedDict):
-    """Number of input tokens of a conversation."""
+    """Number of input tokens of a conversation, after its edits."""
 
     input_tokens: Count
+    context_management: NotRequired[CountedContext]  # if the request has it
 
 
 EVENTS: Mapping[str, type] = MappingProxyType(

@@ -12,7 +12,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from moiety_platform.anthropic_api.answer_types import AnswerBlock, Message, MessageStop, StopReason, TokenUsage
+from moiety_platform.anthropic_api.answer_types import (
+    AnswerBlock,
+    ContextManagementResult,
+    Message,
+    MessageStop,
+    StopReason,
+    TokenUsage,
+)
 from moiety_platform.inference.run import CREDIT_REFUSED, Usage
 from moiety_wire.messages import Finished, FinishReason, TokenLogprob
 
@@ -46,6 +53,7 @@ class MessageHead:
     is_clamped: bool = False  # whether the model's context allows fewer output tokens than requested
     marks_end: bool = False  # whether the request asks to cache its whole prompt
     omits_thinking: bool = False  # whether reasoning is returned without its text
+    context_management: ContextManagementResult | None = None  # if the request has it
 
     def fields(self, content: list[AnswerBlock], stop: MessageStop, usage: Usage) -> Message:
         """Return the message."""
@@ -55,7 +63,8 @@ class MessageHead:
             "role": "assistant",
             "model": self.model,
             "content": content,
-            **stop,
+            "stop_reason": stop["stop_reason"],
+            "stop_sequence": stop["stop_sequence"],
             "usage": {**self.usage_fields(usage), "service_tier": _TIERS[self.served_tier]},
         }
 
@@ -87,7 +96,10 @@ class MessageHead:
 def whole_message(head: MessageHead, content: list[AnswerBlock], finished: Finished, usage: Usage) -> bytes:
     """Return an answer that is not streamed, with the blocks in `content`."""
     has_called = any(block["type"] == "tool_use" for block in content)
-    return _encode(head.fields(content, head.stop_fields(finished, has_called=has_called), usage))
+    message = head.fields(content, head.stop_fields(finished, has_called=has_called), usage)
+    if head.context_management is not None:
+        message["context_management"] = head.context_management
+    return _encode(message)
 
 
 class MessageEvents:
@@ -113,7 +125,10 @@ class MessageEvents:
         return _BLOCK_STOP
 
     def end(self, usage: Usage) -> bytes:
-        return event("message_delta", {"delta": self._stop, "usage": self._head.usage_fields(usage)}) + _MESSAGE_STOP
+        fields: dict[str, Any] = {"delta": self._stop, "usage": self._head.usage_fields(usage)}
+        if self._head.context_management is not None:
+            fields["context_management"] = self._head.context_management
+        return event("message_delta", fields) + _MESSAGE_STOP
 
     def _start(self) -> bytes:
         usage = Usage(self._num_prompt_tokens, cached_tokens=0, output_tokens=0)

@@ -13,8 +13,9 @@ from litestar.params import SkipValidation
 
 from moiety_platform.adapters.cache import AdapterCache
 from moiety_platform.adapters.naming import allowed_of
-from moiety_platform.anthropic_api.answer_types import EVENTS, Message, TokenCount
+from moiety_platform.anthropic_api.answer_types import EVENTS, CountedContext, Message, TokenCount
 from moiety_platform.anthropic_api.answers import PING, MessageEvents, MessageHead, whole_message
+from moiety_platform.anthropic_api.context_management import result_of
 from moiety_platform.anthropic_api.errors import (
     ANTHROPIC_ERRORS,
     AnthropicErrorBody,
@@ -29,6 +30,7 @@ from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.principal import INFERENCE_SCOPE, require_scope
 from moiety_platform.errors import PlatformError
 from moiety_platform.inference.answer_collection import AnswerChoice, parts_of
+from moiety_platform.inference.context_editing import edit_conversation
 from moiety_platform.inference.endpoint import Endpoint, EndpointDocs, Serve, route
 from moiety_platform.inference.image_preparation import ImagePreparation
 from moiety_platform.inference.model_text_cache import ModelTexts
@@ -101,6 +103,7 @@ def _head(body: MessagesBody, record: RequestRecord) -> MessageHead:
         is_clamped=int(record.adjusted_fields.get("max_tokens", body.max_tokens)) < body.max_tokens,
         marks_end=body.marks_end,
         omits_thinking=body.thinking is not None and body.thinking.display == "omitted",
+        context_management=None if body.context_management is None else result_of(record.applied_edits),
     )
 
 
@@ -162,5 +165,9 @@ class TokenCountController(Controller):
         card = messages.replicas.card(base, allowed, has_images=bool(asked.images))
         text = await messages.texts.get(card)
         asked = await messages.images.prepare_count(asked, card, principal)
+        if body.context_management is not None:
+            edited = await edit_conversation(text, asked, body.context_management.context_edits(), card)
+            counted: CountedContext = {"original_input_tokens": edited.num_original_tokens}
+            return {"input_tokens": len(edited.token_ids), "context_management": counted}
         (token_ids,) = await text.encode([asked])
         return {"input_tokens": len(token_ids)}

@@ -118,7 +118,11 @@ class ConversationBody(AskingBody):
     output_format: Annotated[JsonOutputFormat | None, mapped("It is the older name of `output_config.format`.")] = None
     cache_control: CacheControl | None = None
     context_management: Annotated[
-        ContextManagement | None, mapped("Reasoning of earlier answers is cleared. Other edits have no effect.")
+        ContextManagement | None,
+        mapped(
+            "`clear_thinking_20251015` and `clear_tool_uses_20250919` are applied, the second also where the "
+            "conversation does not fit the model's context. Other edits have no effect."
+        ),
     ] = None
     thread: Annotated[
         Any, refused("Conversations are not kept; send all messages each time, or use `/v1/responses`.")
@@ -191,8 +195,7 @@ class ConversationBody(AskingBody):
 
         A last turn of the assistant becomes the beginning of the answer.
         """
-        edits = self.context_management
-        messages = messages_of(self.messages, None if edits is None else edits.num_kept_turns)
+        messages = messages_of(self.messages)
         prefill = messages.pop()["content"] if messages[-1]["role"] == "assistant" else ""
         system = text_of([block for block in self.system or () if not _is_for_billing(block)])
         if system:
@@ -254,6 +257,7 @@ class MessagesBody(ConversationBody, GeneratingBody):
             service_tier=_TIERS[self.service_tier or "auto"],
             grammar=grammar,
             keep_s=self._keep_s(),
+            context_edits=() if self.context_management is None else self.context_management.context_edits(),
         )
 
     @property

@@ -22,6 +22,7 @@ from moiety_platform.anthropic_api.content_blocks import (
 )
 from moiety_platform.anthropic_api.output_config import Effort
 from moiety_platform.inference.body_fields import StrictBody, known_role, refuse, shows
+from moiety_platform.inference.context_edits import REASONING
 from moiety_platform.inference.prompt_images import (
     BASE64_PATTERN,
     INVALID_IMAGE,
@@ -38,7 +39,6 @@ _ONLY = {"thinking": ("assistant",), "redacted_thinking": ("assistant",), "tool_
     "tool_addition": ("system",),
     "tool_removal": ("system",),
 }
-_REASONING = "reasoning_content"  # field of chat templates' messages
 _PLAIN_DOCUMENTS: dict[str, Any] = {
     "if": {"properties": {"type": {"const": "document"}}},
     "then": {"properties": {"source": {"properties": {"type": {"enum": ["text", "content"]}}}}},
@@ -132,20 +132,13 @@ def check_results(turns: list[MessageTurn]) -> list[MessageTurn]:
     return turns
 
 
-def messages_of(turns: Sequence[MessageTurn], num_thoughts: int | None = None) -> list[dict[str, Any]]:
-    """Return the turns as messages for the chat template. Consecutive turns of one role become one message.
-
-    `num_thoughts` is the number of the last answers that keep their reasoning, or None for all.
-    """
-    messages = [
+def messages_of(turns: Sequence[MessageTurn]) -> list[dict[str, Any]]:
+    """Return the turns as messages for the chat template. Consecutive turns of one role become one message."""
+    return [
         message
         for role, group in groupby(_shown_turns(turns), key=lambda placed: placed[1].role)
         for message in _messages_of_role(role, list(group))
     ]
-    if num_thoughts is not None:
-        for message in [one for one in messages if _REASONING in one][:-num_thoughts]:
-            del message[_REASONING]
-    return messages
 
 
 def _shown_turns(turns: Sequence[MessageTurn]) -> list[tuple[int, MessageTurn]]:
@@ -195,7 +188,7 @@ def _messages_of_role(role: str, placed: Sequence[tuple[int, MessageTurn]]) -> l
     message: dict[str, Any] = {"role": role, "content": _parts_of(blocks) if has_images else "\n".join(texts)}
     thoughts = [thought for turn in turns for block in turn.content if (thought := _thought_of(block))]
     if thoughts:
-        message[_REASONING] = "\n".join(thoughts)
+        message[REASONING] = "\n".join(thoughts)
     calls = [call.for_template() for turn in turns for call in turn.calls]
     return [*results, {**message, "tool_calls": calls} if calls else message]
 

@@ -75,18 +75,18 @@ class ExternalModelText(ModelText):
         fields = {name: getattr(submit, name) for name in submit.__struct_fields__}
         return ChatSubmit(**fields, messages=messages, options=chat_options(prompt, variables))
 
-    def _encode_conversation(self, conversation: Conversation, is_plain: bool) -> list[int]:
+    def _encode_conversation(self, conversation: Conversation, is_plain: bool, max_tokens: int | None) -> list[int]:
         """Return the ids of the text, and as many as the allowance has for the images. Raises BadRequest."""
         images, allowance = conversation.images, self._allowance
         if not images:
-            return super()._encode_conversation(conversation, is_plain)
+            return super()._encode_conversation(conversation, is_plain, max_tokens)
         check_together(images, allowance)
         for number, image in enumerate(images):
             try:
                 check_file(image.data, allowance)
             except ValueError as exc:
                 raise invalid_image(f"image {number} cannot be read: {exc}") from exc
-        token_ids = super()._encode_conversation(_without_images(conversation), is_plain)
+        token_ids = super()._encode_conversation(_without_images(conversation), is_plain, max_tokens)
         return [*token_ids, *[_PADDING_ID] * (allowance.image_tokens * len(images))]
 
 

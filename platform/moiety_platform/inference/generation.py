@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from moiety_platform.inference.context_edits import ContextEdit
 from moiety_text.tools.offer import ToolOffer
 from moiety_wire.grammars import GrammarSpec
 from moiety_wire.messages import Sampling
@@ -128,6 +129,7 @@ class Generation(msgspec.Struct, frozen=True):
     shows_special_tokens: bool = False  # the text of special tokens is a part of the answer
     cache_salt: str = ""  # the client's own: requests share cached prefixes only with those of the same salt
     truncates: bool = False  # leave out the oldest messages of a conversation that does not fit the context
+    context_edits: tuple[ContextEdit, ...] = ()  # of the only prompt, a conversation, in their order
     option_counts: tuple[
         int, ...
     ] = ()  # consecutive prompts that are the options of one question, whose ends are scored

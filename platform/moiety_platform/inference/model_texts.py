@@ -111,6 +111,15 @@ class ModelText:
             return self._encode_all(prompts, field, adds_special_tokens, is_plain=True)
         return await asyncio.to_thread(self._encode_all, prompts, field, adds_special_tokens)
 
+    async def encode_whole(self, conversation: Conversation) -> list[int]:
+        """Return the token ids of a conversation, even if they are more than the model's context.
+
+        A long one is encoded in a thread. Raises BadRequest.
+        """
+        if is_short([conversation], self.inline_bytes, self._conversations):
+            return self._encode(conversation, is_plain=True, is_limited=False)
+        return await asyncio.to_thread(self._encode, conversation, is_limited=False)
+
     async def encode_prompts(self, generation: Generation) -> list[list[int]]:
         """Return the token ids of each prompt of a generation.
 
@@ -304,25 +313,30 @@ class ModelText:
         return encoded
 
     def _encode(
-        self, prompt: Conversation | str, is_plain: bool = False, adds_special_tokens: bool = True
+        self,
+        prompt: Conversation | str,
+        is_plain: bool = False,
+        adds_special_tokens: bool = True,
+        is_limited: bool = True,
     ) -> list[int]:
-        limit = self._max_context_tokens
+        """Return the ids of a prompt. With `is_limited` a prompt that certainly does not fit the context is refused."""
+        limit = self._max_context_tokens if is_limited else None
         if prompt == "":  # a BOS token alone would count as a token that the client did not send
             raise BadRequest("the prompt is empty; send at least one token of text")
         try:
             if isinstance(prompt, str):
                 token_ids = self._tokenizer.encode(prompt, add_special_tokens=adds_special_tokens, max_tokens=limit)
             else:
-                token_ids = self._encode_conversation(prompt, is_plain)
+                token_ids = self._encode_conversation(prompt, is_plain, limit)
         except TooManyTokens as exc:
-            raise context_too_long(f"at least {exc.at_least}", limit) from exc
+            raise context_too_long(f"at least {exc.at_least}", self._max_context_tokens) from exc
         except (TextNotEncodable, TemplateRefused) as exc:
             raise BadRequest(f"the model's chat template or tokenizer refused the input: {exc}") from exc
         if not token_ids:
             raise BadRequest("the prompt is empty; send at least one token of text")
         return token_ids
 
-    def _encode_conversation(self, conversation: Conversation, is_plain: bool) -> list[int]:
+    def _encode_conversation(self, conversation: Conversation, is_plain: bool, max_tokens: int | None) -> list[int]:
         if self._conversations is None or self._options is None:
             raise BadRequest(
                 f"the model {self._model!r} has no chat template; use /v1/completions with a prompt", param="messages"
@@ -338,7 +352,7 @@ class ModelText:
             opening=opening,
             prefill=conversation.prefill,
             extra=extra,
-            max_tokens=self._max_context_tokens,
+            max_tokens=max_tokens,
             is_plain=is_plain,
         )
         if self.image_rules is None:

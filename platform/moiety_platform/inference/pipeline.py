@@ -32,6 +32,7 @@ from moiety_platform.errors import Forbidden, Overloaded, PlatformError, Unauthe
 from moiety_platform.http_errors import internal_error
 from moiety_platform.idempotency.key_store_client import IdempotencyKeys
 from moiety_platform.idempotency.keys import HEADER as IDEMPOTENCY_KEY
+from moiety_platform.inference.context_editing import encode_edited
 from moiety_platform.inference.endpoint import Body, Endpoint
 from moiety_platform.inference.engine_placement import Placement
 from moiety_platform.inference.engine_submits import RequestOrigin, check_limits, most_output_tokens, submits_of
@@ -211,8 +212,9 @@ class RequestPipeline:
                 prompts, seconds = await text.encode_pairs(generation)
             elif generation.option_counts:
                 prompts = await encode_options(text, generation)
-            elif generation.truncates:
-                generation, prompts = await encode_fitting(text, generation, matched.card, record)
+            elif generation.truncates or generation.context_edits:
+                encode = encode_fitting if generation.truncates else encode_edited
+                generation, prompts = await encode(text, generation, matched.card, record)
                 record.generation = generation
             else:
                 prompts = await text.encode_prompts(generation)

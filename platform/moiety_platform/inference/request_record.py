@@ -10,6 +10,7 @@ from moiety_platform.auth.principal import Principal
 from moiety_platform.classes.terms import Catalogue
 from moiety_platform.engine_client.base import EngineClient
 from moiety_platform.errors import WAIVED, Overloaded, PlatformError
+from moiety_platform.inference.context_edits import AppliedEdit
 from moiety_platform.inference.engine_attempts import EngineAttempt
 from moiety_platform.inference.generation import Generation
 from moiety_platform.inference.quota_reservation import QuotaReservation, UsedTokens
@@ -94,6 +95,7 @@ class RequestRecord:
     was_kept_alive: bool = False  # a keep-alive event was sent, maybe before the answer: with status 200
     ignored_fields: list[str] = field(default_factory=list)  # of the body, by path
     adjusted_fields: dict[str, str] = field(default_factory=dict)  # values used instead of those in the body
+    applied_edits: tuple[AppliedEdit, ...] = ()  # of the conversation
     attribution: Attribution = UNATTRIBUTED
     outcome: str = ""
     http_status: int = 0
