@@ -36,7 +36,7 @@ _CONTEXT = "the demo model's context has 2,048 tokens"
 _SCRIPTED = "the scripted engine does not know the answer, does not count its tokens, or answers at once"
 _DEMO = "the demo model answers otherwise, or does not end a string within the limit"
 _WORDS = "the request is refused with 400 or 404 as expected; the message has other words"
-_REASONING = "vLLM calls the field of reasoning `reasoning`; Moiety answers `reasoning_content` and reads both"
+_FORCED = "a call that must come begins at once, without reasoning"
 
 # The first rule counts whose patterns are found in the test's path and in its error.
 _RULES = tuple(
@@ -63,8 +63,8 @@ _RULES = tuple(
             "cache_creation",
             "written cached tokens are counted with `cache_control` only",
         ),
-        ("function_calling", "attribute 'reasoning'|0 = len", _REASONING),
-        ("function_tool_use\\[required", "None is not None", "a call that must come begins at once, without reasoning"),
+        ("function_calling", "attribute 'reasoning'|0 = len", _FORCED),
+        ("function_tool_use\\[required", "None is not None", _FORCED),
         ("logit_bias_invalid", "", "the test asks vLLM's code for the size of the vocabulary"),
         ("test_chat_streaming", "content=None", "the chunk with `finish_reason` has no content, as in OpenAI's API"),
         ("stream_options", "1 == 0", "the chunk with the role and the first with text both count one token"),

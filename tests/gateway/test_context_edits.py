@@ -14,6 +14,7 @@ from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.inference.context_edits import CLEARED_RESULT, REASONING, ReasoningClearing, ToolUseClearing
 
 from .conftest import RunningGateway, StartGateway, ToolCard
+from .test_message_batches import ended, results
 from .test_tool_loops import prompt_of
 
 TEMPLATE = (
@@ -125,6 +126,19 @@ async def test_a_wrong_edit_is_named(gateway: RunningGateway, edits: dict[str, A
         await gateway.anthropic.beta.messages.create(
             model="hermes", messages=conversation(1), max_tokens=5, context_management=edits
         )
+
+
+async def test_a_batch_has_the_edits_of_its_requests(start_gateway: StartGateway, tool_card: ToolCard) -> None:
+    engine = FakeEngineClient(tool_card("hermes", template=TEMPLATE))
+    async with start_gateway([engine], stores_usage=True) as gateway, gateway.anthropic:
+        asked: dict[str, Any] = {"model": "hermes", "messages": conversation(5), "max_tokens": 5}
+        asked["context_management"] = clearing(trigger=300)
+        batch = await gateway.anthropic.beta.messages.batches.create(requests=[{"custom_id": "r", "params": asked}])
+        batch = await ended(gateway, batch)
+        message = (await results(gateway, batch.id))["r"].message.to_dict()
+        (edit,) = message["context_management"]["applied_edits"]
+        assert edit["cleared_tool_uses"] == 2
+        assert prompt_of(gateway.engine.submits[-1], gateway.engine).count(CLEARED_RESULT) == 2
 
 
 uses = st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from("xy"), st.sampled_from([0, 300])), max_size=8)
