@@ -31,6 +31,7 @@ RECENT = [  # with what older families do not have, such as output gates, layers
     "kimi_linear",
     "kolibri1",
     "laguna",
+    "minimax",
     "minimax_m2",
     "mistral4",
 ]

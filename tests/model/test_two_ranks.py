@@ -28,6 +28,7 @@ _NORMALIZED_TOGETHER = "divide its experts with --dp-attention and --ep"
 REFUSED = {
     "flex_olmo": _NORMALIZED_TOGETHER,
     "granitemoehybrid, dense": "1 groups of Mamba-2 heads cannot be divided by --tp 2",
+    "minimax": "1 groups of heads that are normalized together cannot be divided by --tp 2",
     "minimax_m2": _NORMALIZED_TOGETHER,
 }
 DIVIDED = [name for name in RECENT_VARIANTS if name not in REFUSED]

@@ -276,12 +276,26 @@ class NormSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class NormedResidual:
+    """Residual connections that start after the norms (MiniMax-01, arXiv 2501.08313).
+
+    x becomes alpha · norm(x) + beta · half(norm(x)), with factors for attention and for the feed-forward.
+    """
+
+    attention_alpha: float
+    attention_beta: float
+    ffn_alpha: float
+    ffn_beta: float
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One decoder layer: norm → attention → add → norm → feed-forward → add.
 
     `pre_norms`: the inputs of attention and feed-forward are normalized. `attention_post_norm`, `ffn_post_norm`: the
-    output of attention or of the feed-forward is normalized before the addition. `only_experts`: this rank has only the
-    held routed experts; the rest of the layer is on other ranks.
+    output of attention or of the feed-forward is normalized before the addition. `residual`: other residual connections
+    than the usual ones. `only_experts`: this rank has only the held routed experts; the rest of the layer is on other
+    ranks.
     """
 
     attention: AttentionSpec | LatentAttentionSpec | RecurrentSpec
@@ -289,6 +303,7 @@ class LayerSpec:
     attention_post_norm: bool = False
     ffn_post_norm: bool = False
     pre_norms: bool = True
+    residual: NormedResidual | None = None
     only_experts: bool = False
 
 

@@ -351,12 +351,16 @@ class Transformer:
         normed_TD = self._norms[0][0](x_TD)
         next_norms = [attention_norm for attention_norm, _ in self._norms[1:]] + [self._final_norm]
         share, views, groups = self.spec.residual_multiplier, batch.by_cache_group(), kv.groups
-        for number, (attend, feed, far, (_, ffn_norm), cache, next_norm) in enumerate(
-            zip(self._attentions, self._ffns, self._far, self._norms, kv.layers, next_norms, strict=True)
+        residuals = [layer.residual for layer in self.spec.layers]
+        for number, (attend, feed, far, (_, ffn_norm), cache, next_norm, residual) in enumerate(
+            zip(self._attentions, self._ffns, self._far, self._norms, kv.layers, next_norms, residuals, strict=True)
         ):
             attended_TD = attend(normed_TD, views[groups[number]], cache)
             if on_stored is not None:
                 on_stored(number)
+            if residual is not None:
+                x_TD = _times(residual.attention_alpha, normed_TD)
+                attended_TD = _times(residual.attention_beta, attended_TD)
             x_TD, normed_TD = ffn_norm.after_adding(x_TD, _times(share, attended_TD))
             if far is None:
                 fed_TD = feed(normed_TD, batch.adapted)
@@ -364,6 +368,8 @@ class Transformer:
                 begun = far.begin(normed_TD)
                 yield
                 fed_TD = feed(begun)
+            if residual is not None:
+                x_TD, fed_TD = _times(residual.ffn_alpha, normed_TD), _times(residual.ffn_beta, fed_TD)
             fed_TD = _times(share, fed_TD)
             if batch.images is not None:
                 fed_TD = self._add_deepstack(fed_TD, batch.images, self._first_layer + number)

@@ -50,7 +50,7 @@ from moiety_engine.model.families.kolibri import kolibri1
 from moiety_engine.model.families.laguna import laguna, mellum, mellum_features
 from moiety_engine.model.families.ling import bailing_features, bailing_moe
 from moiety_engine.model.families.llama import llama
-from moiety_engine.model.families.minimax import minimax_m2, minimax_m2_features
+from moiety_engine.model.families.minimax import minimax, minimax_m2, minimax_m2_features
 from moiety_engine.model.families.mistral import mistral
 from moiety_engine.model.families.mixtral import mixtral
 from moiety_engine.model.families.olmoe import flex_olmo, olmoe
@@ -97,6 +97,7 @@ FAMILIES: dict[str, Callable[[Config, int], LayerSpec]] = {
     "laguna": laguna,
     "llama": llama,
     "mellum": mellum,
+    "minimax": minimax,
     "minimax_m2": minimax_m2,
     "mistral": mistral,
     "mistral4": mistral4,

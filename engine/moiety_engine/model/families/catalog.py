@@ -129,6 +129,11 @@ CATALOG: dict[str, FamilyEntry] = {
         "norms of heads, windows, two rotary embeddings",
         "softmax, renormalised; some layers dense",
     ),
+    "minimax": FamilyEntry(
+        "MiniMax-Text-01 (hf), MiniMax-M1 (hf)",
+        "lightning attention and full attention by layer; residuals after the norms",
+        "softmax, renormalised",
+    ),
     "minimax_m2": FamilyEntry(
         "MiniMax-M2, M2.5",
         "part of each head rotated, norms of all heads at once",

@@ -29,7 +29,9 @@ _FFN_NORMS = ("pre_feedforward_layernorm", "pre_mlp_layernorm")  # where post_at
 # Prefixes: usual, of embedding models, of the text part of vision models as published, and as in transformers 5.
 _ROOTS = ("model.", "", "language_model.model.", "model.language_model.")
 _PLAIN_NORMS = ("linear_attn.norm.weight",)  # without the offset of the model's other norms
-_IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # tables in some old checkpoints
+# Tables that some checkpoints have: of rotary embeddings, and of the constant decays of lightning attention.
+_DECAY_TABLES = tuple(f"self_attn.{name}" for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay"))
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq", *_DECAY_TABLES)
 
 
 def placements(spec: ModelSpec, weights: ModelWeights, present: set[str]) -> dict[str, TensorMapping | Shares]:
