@@ -185,6 +185,13 @@ RECENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "head_dim": 48, "v_head_dim": 32}
         | {"attention_bias": True},
     ),
+    "minimax": (
+        "minimax",
+        {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48, "head_dim": 64, "block_size": 32}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "full_attn_alpha_factor": 1.7}
+        | {"full_attn_beta_factor": 0.8, "linear_attn_alpha_factor": 0.6, "linear_attn_beta_factor": 1.3}
+        | {"mlp_alpha_factor": 2.5, "mlp_beta_factor": 0.7},
+    ),
     "minimax_m2": (
         "minimax_m2",
         {"num_hidden_layers": 2, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48}

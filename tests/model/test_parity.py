@@ -37,6 +37,7 @@ RECENT = [  # with what older families do not have, such as output gates, layers
     "laguna",
     "llama4_text",
     "mimo_v2_flash",
+    "minimax",
     "minimax_m2",
     "mistral4",
 ]

@@ -50,7 +50,7 @@ def test_the_parts_of_all_ranks_are_the_whole(checkpoint: Any, layout: Layout) -
     num_checked = 0
     for index, (name, whole) in enumerate(weights_of(checkpoint.folder)):
         parts = [rank[index][1] for rank in ranks]
-        projects = name.endswith(("qkv_CD", "qkv_bias_C", "input_CD", "input_bias_C"))
+        projects = name.endswith(("qkv_CD", "qkv_bias_C", "input_CD", "input_bias_C", "low_rank_GD"))
         common = projects and parts[0].shape[0] * layout.tp > whole.shape[0]  # some rows are on several ranks
         if common or all(torch.equal(part, whole) for part in parts):
             continue

@@ -24,7 +24,10 @@ from moiety_engine.model.transformer import Transformer
 from .conftest import Driver, Sequence
 from .recent_variants import RECENT_VARIANTS
 
-REFUSED = {"granitemoehybrid, dense": "1 groups of Mamba-2 heads cannot be divided by --tp 2"}
+REFUSED = {
+    "granitemoehybrid, dense": "1 groups of Mamba-2 heads cannot be divided by --tp 2",
+    "minimax": "1 groups of heads that are normalized together cannot be divided by --tp 2",
+}
 DIVIDED = [name for name in RECENT_VARIANTS if name not in REFUSED]
 PROMPT = [3 + (i * i * 31 + i * 7) % 370 for i in range(90)]
 

@@ -6,16 +6,22 @@ from typing import TYPE_CHECKING, Any
 
 from moiety_engine.model.gated_delta_net import GatedDeltaNet
 from moiety_engine.model.kimi_delta_attention import KimiDeltaAttention
+from moiety_engine.model.lightning_attention import LightningAttention
 from moiety_engine.model.mamba2 import Mamba2
-from moiety_engine.model.recurrent_specs import GatedDeltaSpec, KimiDeltaSpec, Mamba2Spec
+from moiety_engine.model.recurrent_specs import GatedDeltaSpec, KimiDeltaSpec, LightningSpec, Mamba2Spec
 
 if TYPE_CHECKING:
     from moiety_engine.model.arithmetic import Arithmetic
     from moiety_engine.model.recurrent_specs import RecurrentSpec
     from moiety_engine.model.recurrent_weights import RecurrentWeights
 
-RecurrentLayer = GatedDeltaNet | Mamba2 | KimiDeltaAttention
-_LAYERS: dict[type, Any] = {GatedDeltaSpec: GatedDeltaNet, Mamba2Spec: Mamba2, KimiDeltaSpec: KimiDeltaAttention}
+RecurrentLayer = GatedDeltaNet | Mamba2 | KimiDeltaAttention | LightningAttention
+_LAYERS: dict[type, Any] = {
+    GatedDeltaSpec: GatedDeltaNet,
+    Mamba2Spec: Mamba2,
+    KimiDeltaSpec: KimiDeltaAttention,
+    LightningSpec: LightningAttention,
+}
 
 
 def recurrent_layer(spec: RecurrentSpec, weights: RecurrentWeights, arithmetic: Arithmetic) -> RecurrentLayer:

@@ -198,3 +198,38 @@ class KimiDeltaSpec(RecurrentSpec):
         """A matrix of keys by values per head, and the last inputs of the convolution."""
         matrices = StatePart((self.num_heads, self.head_width, self.head_width))
         return matrices, StatePart((self.conv_taps - 1, self.conv_channels), exact=False)
+
+
+@dataclass(frozen=True, slots=True)
+class LightningSpec(RecurrentSpec):
+    """Lightning attention (Qin et al. 2024, arXiv 2401.04658): linear attention with a constant decay per head.
+
+    Queries, keys and values pass through SiLU. The outputs of all heads are normalized together and multiplied by
+    a gate, so the heads cannot be divided among ranks. `decays`: negative logarithm of each head's decay per token.
+    """
+
+    num_heads: int
+    head_width: int
+    decays: tuple[float, ...]
+    norm_eps: float
+    num_groups: int = 1
+
+    @property
+    def output_width(self) -> int:
+        """Width of the output of all heads."""
+        return self.num_heads * self.head_width
+
+    @property
+    def row_widths(self) -> tuple[int, ...]:
+        """Widths of the rows that the layer computes with."""
+        return self.head_width, self.output_width
+
+    @property
+    def divided_heads(self) -> tuple[tuple[str, str], ...]:
+        """Fields that tensor parallelism divides: none, as the single group of normalized heads has no divisor."""
+        return (("num_groups", "groups of heads that are normalized together"),)
+
+    @property
+    def state_parts(self) -> tuple[StatePart, ...]:
+        """A matrix of keys by values per head."""
+        return (StatePart((self.num_heads, self.head_width, self.head_width)),)

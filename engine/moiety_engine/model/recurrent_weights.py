@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from moiety_engine.model.recurrent_specs import GatedDeltaSpec, KimiDeltaSpec, Mamba2Spec
+from moiety_engine.model.recurrent_specs import GatedDeltaSpec, KimiDeltaSpec, LightningSpec, Mamba2Spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,11 +67,20 @@ class KimiDeltaWeights:
     output_DC: Weight
 
 
-RecurrentWeights = GatedDeltaWeights | Mamba2Weights | KimiDeltaWeights
+@dataclass(frozen=True, slots=True)
+class LightningWeights:
+    input_CD: Weight  # rows: queries, keys and values of all heads
+    gate_CD: Weight  # of the outputs
+    norm_C: Tensor
+    output_DC: Weight
+
+
+RecurrentWeights = GatedDeltaWeights | Mamba2Weights | KimiDeltaWeights | LightningWeights
 RECURRENT_PRODUCTS: dict[type, tuple[str, ...]] = {
     GatedDeltaWeights: ("input_CD", "output_DC"),
     Mamba2Weights: ("input_CD", "output_DC"),
     KimiDeltaWeights: ("input_CD", "output_DC"),
+    LightningWeights: ("input_CD", "gate_CD", "output_DC"),
 }
 
 
@@ -125,8 +134,19 @@ def _kimi_delta(spec: RecurrentSpec, size: int, new: TensorAllocator) -> KimiDel
     )
 
 
+def _lightning(spec: RecurrentSpec, size: int, new: TensorAllocator) -> LightningWeights:
+    assert isinstance(spec, LightningSpec)
+    return LightningWeights(
+        input_CD=new.product(3 * spec.output_width, size),
+        gate_CD=new.product(spec.output_width, size),
+        norm_C=new.vector(spec.output_width),
+        output_DC=new.product(size, spec.output_width),
+    )
+
+
 _ALLOCATORS: dict[type, Callable[[RecurrentSpec, int, TensorAllocator], RecurrentWeights]] = {
     GatedDeltaSpec: _gated_delta,
     Mamba2Spec: _mamba2,
     KimiDeltaSpec: _kimi_delta,
+    LightningSpec: _lightning,
 }

@@ -247,14 +247,28 @@ class NormSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class NormedResidual:
+    """Residual connections that start after the norms (MiniMax-01, arXiv 2501.08313).
+
+    x becomes alpha · norm(x) + beta · half(norm(x)), with factors for attention and for the feed-forward.
+    """
+
+    attention_alpha: float
+    attention_beta: float
+    ffn_alpha: float
+    ffn_beta: float
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One decoder layer: norm → attention → add → norm → feed-forward → add.
 
     `pre_norms`: the inputs of attention and feed-forward are normalized. `attention_post_norm`, `ffn_post_norm`: the
     output of attention or of the feed-forward is normalized before the addition. `scaled`: the layer's output is
     multiplied by a learned number. `parallel`: the feed-forward reads the same normalized input as attention.
-    `attention_gate_rank` and `ffn_gate_rank`: inner width of the gate that the normalized input is multiplied by; 0: it
-    has none. `only_experts`: this rank has only the held routed experts; the rest of the layer is on other ranks.
+    `residual`: other residual connections than the usual ones. `attention_gate_rank` and `ffn_gate_rank`: inner width
+    of the gate that the normalized input is multiplied by; 0: it has none. `only_experts`: this rank has only the held
+    routed experts; the rest of the layer is on other ranks.
     """
 
     attention: AttentionSpec | LatentAttentionSpec | RecurrentSpec
@@ -266,6 +280,7 @@ class LayerSpec:
     parallel: bool = False
     attention_gate_rank: int = 0
     ffn_gate_rank: int = 0
+    residual: NormedResidual | None = None
     only_experts: bool = False
 
 

@@ -27,6 +27,7 @@ from moiety_engine.model.mtp_input import MtpInput
 from moiety_engine.model.normed_mixture import NormedMixture
 from moiety_engine.model.norms import make_norm
 from moiety_engine.model.remote_experts import RemoteExperts, take_turns
+from moiety_engine.model.residuals import ResidualConnections, times
 from moiety_engine.model.rotary import RotaryTable, rotation_of
 from moiety_engine.model.spec import ModelSpec, MoeSpec
 from moiety_engine.model.tensor_shards import own_spec
@@ -141,8 +142,10 @@ class Transformer:
                 mixture.prefetch(following)
         self._far = [half if isinstance(half, RemoteExperts) else None for half in feeds]
         self._ffns = [self._fed(half, w.ffn_post_norm) for half, w in zip(feeds, weights.layers, strict=True)]
-        self._scales = [w.scale_1 for w in weights.layers]
-        self._parallel = [one.parallel for one in own.layers]
+        self._residuals = [
+            ResidualConnections(one, spec.residual_multiplier, w.scale_1)
+            for one, w in zip(own.layers, weights.layers, strict=True)
+        ]
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Return the bytes of one block of `block_size` tokens on each rank, at most."""
@@ -254,7 +257,7 @@ class Transformer:
         pipeline, spread = self.ranks.pipeline, batch.spread
         if pipeline.is_first:
             x_TD = self.vocabulary.embed(batch.token_ids_T, self.activation_dtype)
-            x_TD = _times(self.spec.embedding_multiplier, x_TD)
+            x_TD = times(self.spec.embedding_multiplier, x_TD)
             if batch.images is not None:
                 x_TD = x_TD.index_copy(0, batch.images.rows_I, batch.images.features_FID[0])
             if self._mtp_input is not None:
@@ -301,7 +304,7 @@ class Transformer:
         if not self.ranks.pipeline.is_first or self.ranks.across.rank:
             return hidden_LD[:, :0].float()
         logits_LV = self.vocabulary.logits(hidden_LD)
-        logits_LV, cap = _times(self.spec.logits_multiplier, logits_LV), self.spec.logit_softcap
+        logits_LV, cap = times(self.spec.logits_multiplier, logits_LV), self.spec.logit_softcap
         return logits_LV if cap is None else cap * torch.tanh(logits_LV / cap)
 
     def _whole(
@@ -360,30 +363,33 @@ class Transformer:
                     mixture(x_TD, None)
             return x_TD, x_TD
         normed_TD = self._norms[0][0](x_TD)
-        next_norms = [attention_norm for attention_norm, _ in self._norms[1:]] + [self._final_norm]
-        share, views, groups = self.spec.residual_multiplier, batch.by_cache_group(), kv.groups
-        for number, (attend, feed, far, (_, ffn_norm), cache, next_norm) in enumerate(
-            zip(self._attentions, self._ffns, self._far, self._norms, kv.layers, next_norms, strict=True)
+        next_norms = [norm for norm, _ in self._norms[1:]] + [self._final_norm]
+        views, groups = batch.by_cache_group(), kv.groups
+        for number, (attend, feed, far, (_, ffn_norm), cache, next_norm, residual) in enumerate(
+            zip(
+                self._attentions,
+                self._ffns,
+                self._far,
+                self._norms,
+                kv.layers,
+                next_norms,
+                self._residuals,
+                strict=True,
+            )
         ):
             attended_TD = attend(normed_TD, views[groups[number]], cache)
             if on_stored is not None:
                 on_stored(number)
-            if self._parallel[number]:
-                x_TD = x_TD + _times(share, attended_TD)
-            else:
-                x_TD, normed_TD = ffn_norm.after_adding(x_TD, _times(share, attended_TD))
+            x_TD, normed_TD = residual.add_attention(x_TD, normed_TD, attended_TD, ffn_norm)
             if far is None:
                 fed_TD = feed(normed_TD, batch.adapted)
             else:
                 begun = far.begin(normed_TD)
                 yield
                 fed_TD = feed(begun)
-            fed_TD = _times(share, fed_TD)
+            x_TD, fed_TD = residual.scale_ffn(x_TD, normed_TD, fed_TD)
             if batch.images is not None:
                 fed_TD = batch.images.add_deepstack(fed_TD, self._first_layer + number)
-            scale_1 = self._scales[number]
-            if scale_1 is not None:
-                x_TD, fed_TD = x_TD * scale_1.to(x_TD.dtype), fed_TD * scale_1.to(x_TD.dtype)
             x_TD, normed_TD = next_norm.after_adding(x_TD, fed_TD)
         return x_TD, normed_TD
 
@@ -432,10 +438,6 @@ class _Pass:
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
         return self._model.logits(hidden_SD)
-
-
-def _times(factor: float, values: Tensor) -> Tensor:
-    return values if factor == 1.0 else values * factor
 
 
 def _end(begun: Callable[[], Tensor]) -> Tensor:

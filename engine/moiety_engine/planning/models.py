@@ -37,6 +37,7 @@ _GPT_OSS |= {"swiglu_limit": 7.0, "attention_bias": True}
 _QWEN_3_NEXT = {"hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256}
 _QWEN_3_NEXT |= {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "max_position_embeddings": 262_144}
 _QWEN_3_NEXT |= {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+_KIMI_FULL = (4, 8, 12, 16, 20, 24, 27)  # layers with latent attention, counted from 1
 _DEEPSEEK: dict[str, Any] = {
     "hidden_size": 7168,
     "intermediate_size": 18432,
@@ -61,6 +62,25 @@ PRESETS: dict[str, dict[str, Any]] = {
     "deepseek-v3": {"model_type": "deepseek_v3", **_DEEPSEEK},  # deepseek-ai/DeepSeek-V3
     "deepseek-v3.2": {"model_type": "deepseek_v32", **_DEEPSEEK},  # deepseek-ai/DeepSeek-V3.2
     "glm-5": {"model_type": "glm_moe_dsa"},  # zai-org/GLM-5, whose config.json has the class's defaults
+    "kimi-linear-48b-a3b": {  # moonshotai/Kimi-Linear-48B-A3B-Instruct
+        "model_type": "kimi_linear",
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "moe_intermediate_size": 1024,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 32,
+        "num_experts": 256,
+        "num_experts_per_token": 8,
+        "linear_attn_config": {
+            "num_heads": 32,
+            "head_dim": 128,
+            "short_conv_kernel_size": 4,
+            "full_attn_layers": [*_KIMI_FULL],
+            "kda_layers": [layer for layer in range(1, 28) if layer not in _KIMI_FULL],
+        },
+        "vocab_size": 163_840,
+        "model_max_length": 1_048_576,
+    },
     "qwen3-235b-a22b": {  # Qwen/Qwen3-235B-A22B
         **_QWEN3,
         "hidden_size": 4096,

@@ -61,7 +61,7 @@ from moiety_engine.model.families.ling import bailing_features, bailing_moe
 from moiety_engine.model.families.llama import llama
 from moiety_engine.model.families.llama4 import llama4_text
 from moiety_engine.model.families.mimo import mimo_features, mimo_v2_flash
-from moiety_engine.model.families.minimax import minimax_m2, minimax_m2_features
+from moiety_engine.model.families.minimax import minimax, minimax_m2, minimax_m2_features
 from moiety_engine.model.families.mistral import mistral
 from moiety_engine.model.families.mixtral import mixtral
 from moiety_engine.model.families.olmoe import flex_olmo, olmoe
@@ -117,6 +117,7 @@ FAMILIES: dict[str, Callable[[Config, int], LayerSpec]] = {
     "llama4_text": llama4_text,
     "mellum": mellum,
     "mimo_v2_flash": mimo_v2_flash,
+    "minimax": minimax,
     "minimax_m2": minimax_m2,
     "mistral": mistral,
     "mistral4": mistral4,

@@ -189,6 +189,11 @@ CATALOG: dict[str, FamilyEntry] = {
         "part of each head rotated, narrower values; windows with sinks and twice the key-value heads",
         "as DeepSeek-V3 without shared experts; first layer dense",
     ),
+    "minimax": FamilyEntry(
+        "MiniMax-Text-01 (hf), MiniMax-M1 (hf)",
+        "lightning attention and full attention by layer; residuals after the norms",
+        "softmax, renormalised",
+    ),
     "minimax_m2": FamilyEntry(
         "MiniMax-M2, M2.5",
         "part of each head rotated, norms of all heads at once",

@@ -411,6 +411,7 @@ OTHER_NAMES: dict[str, Mapping[str, tuple[str, ...]]] = {
     "mellum": {"num_experts": ("num_local_experts",)},
     "mistral4": {"n_routed_experts": ("num_local_experts",)},
     "mimo_v2_flash": {"n_routed_experts": ("num_local_experts",)},
+    "minimax": {"num_local_experts": ("num_experts",)},
     "minimax_m2": {"num_local_experts": ("num_experts",)},
     "mixtral": {"num_local_experts": ("num_experts",)},
     "olmoe": {"num_experts": ("num_local_experts",)},

@@ -1,9 +1,10 @@
-"""MiniMax-M2."""
+"""MiniMax-01 and MiniMax-M1 (their text), and MiniMax-M2."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from moiety_engine.model.errors import UnsupportedModelError
 from moiety_engine.model.families.config import (
     Config,
     Features,
@@ -14,7 +15,40 @@ from moiety_engine.model.families.config import (
     require,
     rope_parameters,
 )
-from moiety_engine.model.spec import AttentionSpec, LayerSpec, MoeSpec
+from moiety_engine.model.recurrent_specs import LightningSpec
+from moiety_engine.model.spec import AttentionSpec, LayerSpec, MoeSpec, NormedResidual
+from moiety_kernels.moe.activation import SILU
+
+_LIGHTNING_NORM_EPS = 1e-6  # independent of the other norms
+
+
+def minimax(config: Config, index: int) -> LayerSpec:
+    """Return a layer with lightning or full attention, whose residual connections start after the norms."""
+    kinds = config.get("layer_types")
+    kind = kinds[index] if kinds is not None else ("full_attention", "linear_attention")[index % 2]
+    if kind not in ("full_attention", "linear_attention"):
+        raise UnsupportedModelError(f"layer type {kind!r} is not supported in minimax; known: full, linear_attention")
+    linear = kind == "linear_attention"
+    attention = _lightning(config, index) if linear else read_attention(config, window=config.get("sliding_window"))
+    factors = "linear_attn" if linear else "full_attn"
+    residual = NormedResidual(
+        *(float(config[f"{half}_{name}_factor"]) for half in (factors, "mlp") for name in ("alpha", "beta"))
+    )
+    routing = read_routing(config, "num_local_experts", renormalize=True)
+    return LayerSpec(
+        attention, MoeSpec(config["intermediate_size"], routing, read_activation(config)), residual=residual
+    )
+
+
+def _lightning(config: Config, index: int) -> LightningSpec:
+    """Return lightning attention; the decays become slower from layer to layer, and from head to head."""
+    if read_activation(config) != SILU:
+        raise UnsupportedModelError("lightning attention is supported with hidden_act silu only")
+    heads = config["num_attention_heads"]
+    of_layer = 1 - index / (config["num_hidden_layers"] - 1 + 1e-5) + 1e-5
+    decays = tuple(2 ** (-8 / heads * (head + 1)) * of_layer for head in range(heads))
+    width = first(config, "head_dim", default=config["hidden_size"] // heads)
+    return LightningSpec(heads, width, decays, _LIGHTNING_NORM_EPS)
 
 
 def minimax_m2(config: Config, _index: int) -> LayerSpec:

@@ -192,6 +192,13 @@ RECENT_DEFAULTS: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.334},
         },
     },
+    "minimax": {
+        "full_attn_alpha_factor": 1, "full_attn_beta_factor": 1, "hidden_act": "silu", "hidden_size": 4096,
+        "intermediate_size": 14_336, "linear_attn_alpha_factor": 1, "linear_attn_beta_factor": 1,
+        "max_position_embeddings": 131_072, "mlp_alpha_factor": 1, "mlp_beta_factor": 1, "num_attention_heads": 32,
+        "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8,
+        "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "vocab_size": 32_000, "rope_theta": 1_000_000.0,
+    },
     "minimax_m2": {
         "head_dim": 128, "hidden_act": "silu", "hidden_size": 3072, "intermediate_size": 1536,
         "max_position_embeddings": 196_608, "num_attention_heads": 48, "num_experts_per_tok": 8,

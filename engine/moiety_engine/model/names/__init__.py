@@ -35,7 +35,9 @@ _OF_DEEPSEEK_MTP = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 _OF_QWEN_MTP = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
 _RAISED_NORMS = ("norm.weight", *(f"{name}.weight" for name in _OF_QWEN_MTP[:2]))
 _PLAIN_NORMS = ("linear_attn.norm.weight",)  # without the offset of the model's other norms
-_IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # tables in some old checkpoints
+# Tables that some checkpoints have: of rotary embeddings, and of the constant decays of lightning attention.
+_DECAY_TABLES = tuple(f"self_attn.{name}" for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay"))
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq", *_DECAY_TABLES)
 
 
 def placements(spec: ModelSpec, weights: ModelWeights, present: set[str]) -> dict[str, TensorMapping | Shares]:

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from moiety_engine.model.names.gated_delta import gated_delta_places
 from moiety_engine.model.names.kimi_delta import kimi_delta_places
+from moiety_engine.model.names.lightning import lightning_places
 from moiety_engine.model.names.mamba2 import mamba2_places
-from moiety_engine.model.recurrent_specs import GatedDeltaSpec, KimiDeltaSpec, Mamba2Spec
+from moiety_engine.model.recurrent_specs import GatedDeltaSpec, KimiDeltaSpec, LightningSpec, Mamba2Spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ _PLACES: dict[type, Callable[[Any, Any, set[str]], Iterator[Named]]] = {
     GatedDeltaSpec: gated_delta_places,
     Mamba2Spec: mamba2_places,
     KimiDeltaSpec: kimi_delta_places,
+    LightningSpec: lightning_places,
 }
 
 

@@ -1,0 +1,65 @@
+"""Lightning attention (2401.04658): the recurrent layers of MiniMax-01 and MiniMax-M1.
+
+T tokens, D model width, M heads of width V, C width of all heads, R runs.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from moiety_engine.model.batch import RecurrentStateCache
+from moiety_kernels.gated_norm import gated_norm
+from moiety_kernels.linear import linear
+from moiety_kernels.linear_attention import linear_attention
+from moiety_kernels.output_gate import output_gate
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moiety_engine.model.arithmetic import Arithmetic
+    from moiety_engine.model.batch import Batch, Cache
+    from moiety_engine.model.recurrent_specs import LightningSpec
+    from moiety_engine.model.recurrent_weights import LightningWeights
+
+
+class LightningAttention:
+    """Linear attention with a constant decay per head."""
+
+    def __init__(self, spec: LightningSpec, weights: LightningWeights, arithmetic: Arithmetic) -> None:
+        self._spec, self._weights = spec, weights
+        self._linear = partial(linear, invariant=arithmetic.invariant)
+        self._log_decay_M = -torch.tensor(spec.decays, dtype=torch.float32, device=weights.norm_C.device)
+
+    def __call__(self, x_TD: Tensor, batch: Batch, cache: Cache) -> Tensor:
+        assert isinstance(cache, RecurrentStateCache)
+        assert batch.states is not None
+        spec, weights, rows = self._spec, self._weights, batch.states
+        (matrices,) = cache.parts
+        qkv_TC = self._linear(x_TD, weights.input_CD)
+        heads_THV = qkv_TC.view(-1, 3 * spec.num_heads, spec.head_width)
+        silu_THV = output_gate(heads_THV.clone(), qkv_TC, "sigmoid")  # x times its own sigmoid
+        q_TMV, k_TMV, v_TMV = silu_THV.chunk(3, dim=1)
+        out_TMV = linear_attention(
+            q_TMV,
+            k_TMV,
+            v_TMV,
+            self._log_decay_M.expand(len(x_TD), -1).contiguous(),
+            matrices,
+            rows.slots_R,
+            rows.begins_R.logical_not().int(),
+            rows.run_start_R1,
+            num_decode=rows.num_single,
+            max_query=rows.max_run,
+        )
+        gate_TC = self._linear(x_TD, weights.gate_CD)
+        normed_T1C = gated_norm(
+            out_TMV.view(-1, 1, spec.output_width),
+            gate_TC.unsqueeze(1),
+            weights.norm_C.unsqueeze(0),
+            spec.norm_eps,
+            "sigmoid",
+        )
+        return self._linear(normed_T1C.squeeze(1), weights.output_DC)

@@ -1,0 +1,50 @@
+"""Residual connections of a layer: how the outputs of attention and of the feed-forward are added to the input."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moiety_engine.model.norms import Norm
+    from moiety_engine.model.spec import LayerSpec
+
+
+class ResidualConnections:
+    """Residual connections of one layer.
+
+    `multiplier`: factor of both outputs. `scale_1`: learned factor of the layer's output, if the layer has one.
+    """
+
+    def __init__(self, spec: LayerSpec, multiplier: float, scale_1: Tensor | None) -> None:
+        self._other, self._parallel = spec.residual, spec.parallel
+        self._multiplier, self._scale_1 = multiplier, scale_1
+
+    def add_attention(
+        self, x_TD: Tensor, normed_TD: Tensor, attended_TD: Tensor, ffn_norm: Norm
+    ) -> tuple[Tensor, Tensor]:
+        """Return the layer's input with the output of attention added, and the input of the feed-forward.
+
+        `normed_TD`: the input of attention.
+        """
+        if self._other is not None:
+            x_TD = times(self._other.attention_alpha, normed_TD)
+            attended_TD = times(self._other.attention_beta, attended_TD)
+        attended_TD = times(self._multiplier, attended_TD)
+        return (x_TD + attended_TD, normed_TD) if self._parallel else ffn_norm.after_adding(x_TD, attended_TD)
+
+    def scale_ffn(self, x_TD: Tensor, normed_TD: Tensor, fed_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the two terms of the layer's output. `normed_TD`: the input of the feed-forward."""
+        if self._other is not None:
+            x_TD, fed_TD = times(self._other.ffn_alpha, normed_TD), times(self._other.ffn_beta, fed_TD)
+        fed_TD = times(self._multiplier, fed_TD)
+        if self._scale_1 is None:
+            return x_TD, fed_TD
+        scale_1 = self._scale_1.to(x_TD.dtype)
+        return x_TD * scale_1, fed_TD * scale_1
+
+
+def times(factor: float, values: Tensor) -> Tensor:
+    """Return the product, without a copy where the factor is 1."""
+    return values if factor == 1.0 else values * factor
