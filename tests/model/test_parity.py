@@ -24,6 +24,7 @@ DENSE = [
 RECENT = [  # with what older families do not have, such as output gates, layers without positions, norms of outputs
     "afmoe",
     "axk1",
+    "bailing_hybrid",
     "flex_olmo",
     "granitemoe_swa",
     "granitemoehybrid",

@@ -18,6 +18,7 @@ from moiety_kernels.head_linear import head_linear
 from moiety_kernels.latent_input import LatentInputPlan, latent_input, latent_queries
 from moiety_kernels.linear import linear
 from moiety_kernels.mla_attention import mla_attention
+from moiety_kernels.output_gate import output_gate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,4 +71,6 @@ class LatentAttention:
             max_context=batch.max_context,
         )
         values_THd = head_linear(out_THL, weights.value_up_HdL, invariant=self._invariant)
+        if weights.gate_HD is not None:
+            values_THd = output_gate(values_THd, self._linear(x_TD, weights.gate_HD), "sigmoid")
         return self._linear(values_THd.view(heads[0], -1), weights.output_DC, weights.output_bias_D)

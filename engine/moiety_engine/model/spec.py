@@ -96,7 +96,8 @@ class LatentAttentionSpec:
     """Multi-head latent attention (DeepSeek-V2).
 
     Keys and values of all heads come from one latent row per position; all heads share one rotated key part.
-    `query_rank`: width of the latent row of queries, if they have one.
+    `query_rank`: width of the latent row of queries, if they have one. `head_gates`: the output of each head is
+    multiplied by the sigmoid of a projection of the layer's input.
     """
 
     num_heads: int
@@ -110,6 +111,7 @@ class LatentAttentionSpec:
     output_bias: bool = False
     norm_eps: float = 1e-6  # independent of the other norms
     query_growth: QueryGrowth | None = None
+    head_gates: bool = False
 
     @property
     def head_dim(self) -> int:

@@ -57,6 +57,7 @@ class LatentAttentionWeights:
     value_up_HdL: Tensor
     output_DC: Weight
     output_bias_D: Tensor | None
+    gate_HD: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +307,7 @@ class _Allocator:
             value_up_HdL=self.matrix(a.num_heads, a.value_width, a.latent_width),
             output_DC=self.product(size, a.num_heads * a.value_width),
             output_bias_D=self.vector(size) if a.output_bias else None,
+            gate_HD=self.matrix(a.num_heads, size) if a.head_gates else None,
         )
 
     def grouped(self, a: AttentionSpec) -> AttentionWeights:

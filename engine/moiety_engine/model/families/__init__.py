@@ -48,7 +48,7 @@ from moiety_engine.model.families.ignored import Noting, ignored_of
 from moiety_engine.model.families.kimi import kimi_linear, kimi_linear_features
 from moiety_engine.model.families.kolibri import kolibri1
 from moiety_engine.model.families.laguna import laguna, mellum, mellum_features
-from moiety_engine.model.families.ling import bailing_features, bailing_moe
+from moiety_engine.model.families.ling import bailing_features, bailing_hybrid, bailing_hybrid_features, bailing_moe
 from moiety_engine.model.families.llama import llama
 from moiety_engine.model.families.minimax import minimax, minimax_m2, minimax_m2_features
 from moiety_engine.model.families.mistral import mistral
@@ -71,6 +71,7 @@ if TYPE_CHECKING:
 FAMILIES: dict[str, Callable[[Config, int], LayerSpec]] = {
     "afmoe": afmoe,
     "axk1": axk1,
+    "bailing_hybrid": bailing_hybrid,
     "bailing_moe": bailing_moe,
     "bailing_moe_v2": bailing_moe,
     "deepseek_v2": deepseek_v2,
@@ -122,6 +123,7 @@ FAMILIES: dict[str, Callable[[Config, int], LayerSpec]] = {
 WHOLE: dict[str, Callable[[Config], Features]] = {
     "afmoe": afmoe_features,
     "axk1": axk1_features,
+    "bailing_hybrid": bailing_hybrid_features,
     "bailing_moe": bailing_features,
     "bailing_moe_v2": bailing_features,
     "deepseek_v2": deepseek_v2_features,

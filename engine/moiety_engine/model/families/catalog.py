@@ -55,6 +55,9 @@ _LING: Config = {  # Ling mini 2.0
 CATALOG: dict[str, FamilyEntry] = {
     "afmoe": FamilyEntry("Trinity Mini, Nano", f"norms of heads, an output gate, {_NO_ROPE}", _SIGMOID),
     "axk1": FamilyEntry("A.X-K1", "latent, YaRN", f"{_AS_DEEPSEEK}; a norm of the output of experts"),
+    "bailing_hybrid": FamilyEntry(
+        "Ling 3, Ring 3", "Kimi Delta Attention; in every sixth layer latent with gates of heads", _AS_DEEPSEEK
+    ),
     "bailing_moe": FamilyEntry("Ling 2.0, Ring 2.0 (BailingMoeV2)", _LING_ATTENTION, _AS_DEEPSEEK, _LING),
     "bailing_moe_v2": FamilyEntry("Ling 2.0, Ring 2.0 (BailingMoeV2)", _LING_ATTENTION, _AS_DEEPSEEK, _LING),
     "deepseek_v2": FamilyEntry(
