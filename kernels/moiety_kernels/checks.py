@@ -19,6 +19,18 @@ class KernelInputError(ValueError):
     """A tensor passed to an operation has a shape, dtype or layout that the operation does not support."""
 
 
+class Strided(Shaped, Protocol):
+    """A tensor, or an object with a tensor's shape and strides."""
+
+    def stride(self) -> tuple[int, ...]: ...
+
+
+def has_contiguous_blocks(cache_NGPd: Strided) -> bool:
+    """Return whether each block of a KV cache is contiguous; blocks may be apart. Calls no function of torch."""
+    _, _, places, width = cache_NGPd.shape
+    return cache_NGPd.stride()[1:] == (places * width, width, 1)
+
+
 def require(condition: bool, message: str) -> None:
     """Raise KernelInputError with `message` unless `condition`. Build no f-string for the message on a hot path."""
     if not condition:

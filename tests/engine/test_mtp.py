@@ -122,7 +122,7 @@ def let_tokens_decide(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     for name, one in tensors.items():
         if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj", "down_proj.weight")):
-            one.mul_(0.2)
+            one.mul_(0.1)
     rows, width = tensors["model.embed_tokens.weight"], tensors["mtp.fc.weight"].shape[0]
     tensors["model.embed_tokens.weight"] = rows / rows.square().mean(-1, keepdim=True).sqrt()
     tensors["mtp.fc.weight"] = torch.cat((torch.eye(width), torch.zeros(width, width)), dim=1)

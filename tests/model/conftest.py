@@ -257,7 +257,8 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         f"{name}, full attention last": (
             VARIANTS[name][0],
             VARIANTS[name][1]
-            | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": []},
+            | {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "full_attention"]}
+            | {"mlp_only_layers": []},
         )
         for name in ("qwen3_next", "qwen3_5_moe")
     },

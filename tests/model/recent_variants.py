@@ -74,6 +74,14 @@ RECENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 40}
         | {"num_shared_experts": 2, "expert_selection_fn": "sigmoid", "attention_bias": True, "logit_scale": 0.5},
     ),
+    "bailing_hybrid": (
+        "bailing_hybrid",
+        _LATENT
+        | {"num_hidden_layers": 3, "num_local_experts": 12, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "head_dim": 64}
+        | {"short_conv_kernel_size": 3, "pad_token_id": None, "num_mtp_layers": 0}
+        | {"kda_lower_bound": -2.0},  # with -5 transformers' own two forms of the recurrence are 9e-5 apart
+    ),
     "exaone_moe": (
         "exaone_moe",
         _SIGMOID | _WINDOWS | {"num_experts": 12, "n_group": 3, "topk_group": 2},

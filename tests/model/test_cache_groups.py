@@ -219,7 +219,7 @@ def test_layers_of_different_shapes_share_blocks_and_are_sent_token_by_token() -
     groups = cache_groups(spec)
     assert len(groups) > 1
     allocation = KvAllocation(spec.layers, 0, groups, torch.float32, torch.float32, None)
-    ours, theirs = (allocation.allocate(6, BLOCK_SIZE, 0, torch.device("cpu"), "") for _ in range(2))
+    ours, theirs = (allocation.allocate(6, BLOCK_SIZE, 0, 0, torch.device("cpu"), "") for _ in range(2))
     for kv in (ours, theirs):
         (place,) = kv.places
         place.rows_NPL.fill_(float("nan"))

@@ -27,6 +27,7 @@ RECENT = [  # with what older families do not have, such as output gates, layers
     "axk2",
     "cohere2_moe",
     "deepseek_v32",
+    "bailing_hybrid",
     "flex_olmo",
     "gemma4_text",
     "granitemoe_swa",

@@ -1,4 +1,4 @@
-"""Kimi Delta Attention (2510.26692): the recurrent layers of Kimi Linear.
+"""Kimi Delta Attention (2510.26692): the recurrent layers of Kimi Linear and Ling 3.
 
 T tokens, D model width, M heads of width V for keys and values, C width of all heads, R runs.
 """
@@ -47,7 +47,9 @@ class KimiDeltaAttention:
             part_TC.view(-1, spec.num_heads, spec.head_width) for part_TC in mixed_TC.chunk(3, dim=1)
         )
         low_TG = self._linear(x_TD, weights.low_rank_GD)
-        decay_TV, gate_TV, strength_TM = torch.split(low_TG, [spec.head_width, spec.head_width, spec.num_heads], dim=1)
+        decay_TV, gate_TV, strength_TM = torch.split(low_TG, list(spec.input_sections), dim=1)
+        if not spec.low_rank:
+            decay_TV = gate_TV = x_TD
         log_decay_TMV, strength_TM = self._gates(decay_TV, strength_TM)
         out_TMV = gated_delta_rule(
             q_TMV,
@@ -67,15 +69,18 @@ class KimiDeltaAttention:
     def _gates(self, decay_TV: Tensor, strength_TM: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logarithm of each channel's decay and the strength of each head's update, float32.
 
-        `delta_gates` takes as many strengths as decays, so the strengths are padded to the channels of all heads.
+        `delta_gates` takes as many strengths as decays, so the strengths are padded to the channels of all heads;
+        of bounded decays and of strengths only its sigmoids are used.
         """
         spec, weights = self._spec, self._weights
         decay_TC = self._linear(decay_TV.contiguous(), weights.decay_up_CV)
+        rate_C = weights.decay_M.repeat_interleave(spec.head_width)
+        shape = -1, spec.num_heads, spec.head_width
+        if spec.lowest_decay is not None:
+            bounded_TC = (decay_TC + weights.decay_bias_C) * rate_C.exp()
+            _, share_TC = delta_gates(torch.cat((bounded_TC, bounded_TC), dim=1), rate_C, weights.decay_bias_C)
+            _, strength_TM = delta_gates(torch.cat((strength_TM, strength_TM), dim=1), weights.decay_M, weights.decay_M)
+            return (spec.lowest_decay * share_TC).view(shape), strength_TM
         padded_TC = pad(strength_TM, (0, spec.output_width - spec.num_heads))
-        log_decay_TC, strength_TC = delta_gates(
-            torch.cat((padded_TC, decay_TC), dim=1),
-            weights.decay_M.repeat_interleave(spec.head_width),
-            weights.decay_bias_C,
-        )
-        log_decay_TMV = log_decay_TC.view(-1, spec.num_heads, spec.head_width)
-        return log_decay_TMV, strength_TC[:, : spec.num_heads].contiguous()
+        log_decay_TC, strength_TC = delta_gates(torch.cat((padded_TC, decay_TC), dim=1), rate_C, weights.decay_bias_C)
+        return log_decay_TC.view(shape), strength_TC[:, : spec.num_heads].contiguous()

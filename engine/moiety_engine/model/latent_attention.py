@@ -75,6 +75,8 @@ class LatentAttention:
         if spec.gated:
             gate_TC = query_TQ[:, spec.num_heads * spec.head_dim :].contiguous()
             values_THd = output_gate(values_THd, gate_TC, "sigmoid")
+        if weights.gate_HD is not None:
+            values_THd = output_gate(values_THd, self._linear(x_TD, weights.gate_HD), "sigmoid")
         return self._linear(values_THd.view(heads[0], -1), weights.output_DC, weights.output_bias_D)
 
     def _attend(self, q_THL: Tensor, batch: Batch, cache: LatentCache) -> Tensor:

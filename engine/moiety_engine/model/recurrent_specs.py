@@ -164,14 +164,23 @@ class Mamba2Spec(RecurrentSpec):
 class KimiDeltaSpec(RecurrentSpec):
     """Kimi Delta Attention (Kimi Team 2025, arXiv 2510.26692): the gated delta rule with one decay per key channel.
 
-    Queries, keys and values are convolved. The decays and the gates of the outputs are projected through `head_width`
-    values. `conv_taps`: tokens that the convolution sees.
+    Queries, keys and values are convolved. `conv_taps`: tokens that the convolution sees. `low_rank`: the decays and
+    the gates of the outputs are projected through `head_width` values. `lowest_decay`: bound of the logarithm of the
+    decay, which is then this times the sigmoid of its projection (Ling 3).
     """
 
     num_heads: int
     head_width: int
     conv_taps: int
     norm_eps: float
+    low_rank: bool = True
+    lowest_decay: float | None = None
+
+    @property
+    def input_sections(self) -> tuple[int, int, int]:
+        """Rows of the small projection: inputs of the decays and of the gates, and the strengths of the updates."""
+        rank = self.head_width if self.low_rank else 0
+        return rank, rank, self.num_heads
 
     @property
     def conv_channels(self) -> int:

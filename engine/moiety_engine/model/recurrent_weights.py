@@ -57,8 +57,8 @@ class Mamba2Weights:
 @dataclass(frozen=True, slots=True)
 class KimiDeltaWeights:
     input_CD: Weight  # rows: queries, keys and values of all heads
-    low_rank_GD: Tensor  # rows: the inputs of the decays, those of the gates, and the strength of each head's update
-    decay_up_CV: Tensor
+    low_rank_GD: Tensor  # rows: see KimiDeltaSpec.input_sections
+    decay_up_CV: Tensor  # input: as many values as a head has, or the model's width
     gate_up_CV: Tensor
     conv_WC: Tensor
     decay_M: Tensor  # logarithm of each head's rate
@@ -123,9 +123,9 @@ def _kimi_delta(spec: RecurrentSpec, size: int, new: TensorAllocator) -> KimiDel
     assert isinstance(spec, KimiDeltaSpec)
     return KimiDeltaWeights(
         input_CD=new.product(spec.conv_channels, size),
-        low_rank_GD=new.matrix(2 * spec.head_width + spec.num_heads, size),
-        decay_up_CV=new.matrix(spec.output_width, spec.head_width),
-        gate_up_CV=new.matrix(spec.output_width, spec.head_width),
+        low_rank_GD=new.matrix(sum(spec.input_sections), size),
+        decay_up_CV=new.matrix(spec.output_width, spec.head_width if spec.low_rank else size),
+        gate_up_CV=new.matrix(spec.output_width, spec.head_width if spec.low_rank else size),
         conv_WC=new.vector(spec.conv_taps, spec.conv_channels),
         decay_M=new.vector(spec.num_heads),
         decay_bias_C=new.vector(spec.output_width),

@@ -126,7 +126,8 @@ class LatentAttentionSpec:
     Keys and values of all heads come from one latent row per position; all heads share one rotated key part.
     `query_rank`: width of the latent row of queries, if they have one. `indexer`: set if attention is sparse. `gated`:
     queries are projected from their latent row before and after its normalization, together with an output gate for
-    each value of all heads (A.X-K2).
+    each value of all heads (A.X-K2). `head_gates`: the output of each head is multiplied by the sigmoid of a projection
+    of the layer's input.
     """
 
     num_heads: int
@@ -142,6 +143,7 @@ class LatentAttentionSpec:
     query_growth: QueryGrowth | None = None
     indexer: IndexerSpec | None = None
     gated: bool = False
+    head_gates: bool = False
 
     @property
     def head_dim(self) -> int:

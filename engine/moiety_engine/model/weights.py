@@ -66,6 +66,7 @@ class LatentAttentionWeights:
     value_up_HdL: Tensor
     output_DC: Weight
     output_bias_D: Tensor | None
+    gate_HD: Tensor | None = None
     indexer: IndexerWeights | None = None
 
 
@@ -342,6 +343,7 @@ class _Allocator:
             value_up_HdL=self.matrix(a.num_heads, a.value_width, a.latent_width),
             output_DC=self.product(size, a.num_heads * a.value_width),
             output_bias_D=self.vector(size) if a.output_bias else None,
+            gate_HD=self.matrix(a.num_heads, size) if a.head_gates else None,
             indexer=self.indexer(a.indexer, a.query_input_width) if a.indexer and not a.indexer.reuses else None,
         )
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from moiety_kernels.checks import has_contiguous_blocks
 from moiety_kernels.cpu.compiling import jit
 from moiety_kernels.cpu.memory import load_f32, load_i64, store_f32
 from moiety_kernels.cpu.rotation import rotate_heads
@@ -72,7 +73,7 @@ def fits(
         and positions_T.dtype is torch.int64
         and slots_T.dtype is torch.int64
         and qkv_TC.shape[0] > 0
-        and all(cache.shape[3] % LANES == 0 and cache[0].is_contiguous() for cache in (k_cache_NGPd, v_cache_NGPd))
+        and all(cache.shape[3] % LANES == 0 and has_contiguous_blocks(cache) for cache in (k_cache_NGPd, v_cache_NGPd))
         and all(t.is_contiguous() for t in (qkv_TC, cos_PR, positions_T, slots_T))
     )
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moiety_kernels.checks import has_contiguous_blocks
 from moiety_kernels.cpu.compiling import jit, task_address
 from moiety_kernels.cpu.gemm import ROWS_AT, TEMP_AT, multiply_narrow, multiply_wide
 from moiety_kernels.cpu.memory import load_f32, load_i32, store_f32, store_i64
@@ -59,7 +60,7 @@ def fits(q_THd: Tensor, k_cache_NGPd: Tensor, v_cache_NGPd: Tensor, block_table_
         and q_THd.stride(2) == 1
         and q_THd.stride(1) == width
         and block_table_SB.stride(1) == 1
-        and k_cache_NGPd[0].is_contiguous()
+        and has_contiguous_blocks(k_cache_NGPd)
         and _is_packed(v_cache_NGPd)
     )
 

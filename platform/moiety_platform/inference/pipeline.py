@@ -54,7 +54,6 @@ from moiety_platform.inference.request_body import BodyReader
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.request_recorder import STOPPING, RequestRecorder
 from moiety_platform.inference.response import ClientDisconnected, HttpResponse, KeepAlive, WatchingForDisconnect
-from moiety_platform.inference.response_headers import response_headers
 from moiety_platform.inference.run import InferenceRun
 from moiety_platform.inference.truncation import encode_fitting
 from moiety_platform.known_parameters import check_query
@@ -153,7 +152,7 @@ class RequestPipeline:
                             body = await endpoint.prepare(body, record)
                         accept = None if endpoint.accept is None else partial(endpoint.accept, body, record, response)
                         async with await self.start(record, body.generation(), streams=streams, accept=accept) as run:
-                            response.headers = response_headers(record)
+                            response.headers = record.response_headers()
                             keep_alive_s = self.limits.sse_keep_alive_s if streams else 0.0
                             async with KeepAlive(response, keep_alive_s, endpoint.keep_alive, record.kept_alive):
                                 send_last = await endpoint.answer(body, run, record, response)

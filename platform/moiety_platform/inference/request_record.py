@@ -14,6 +14,7 @@ from moiety_platform.inference.context_edits import AppliedEdit
 from moiety_platform.inference.engine_attempts import EngineAttempt
 from moiety_platform.inference.generation import Generation
 from moiety_platform.inference.quota_reservation import QuotaReservation, UsedTokens
+from moiety_platform.inference.response_headers import ADMISSION_HEADER, CLASS_HEADER, field_headers
 from moiety_platform.inference.slo import SloProgress, slo_attained, slo_missed
 from moiety_platform.traces.tracing import RequestTrace
 from moiety_platform.usage.attribution import UNATTRIBUTED, Attribution
@@ -134,6 +135,14 @@ class RequestRecord:
         """Service tier that an answer reports."""
         assert self.catalogue is not None and self.served is not None, "an answer has a class"
         return self.catalogue.tier_of(self.served)
+
+    def response_headers(self) -> dict[str, str]:
+        """Return the response headers of an admitted request: class, admission, quotas, ignored and adjusted fields."""
+        headers = {CLASS_HEADER: self.service_class, ADMISSION_HEADER: self.admission_reason}
+        headers |= self.reservation.headers()
+        if self.ignored_fields or self.adjusted_fields:
+            headers |= field_headers(self.ignored_fields, self.adjusted_fields)
+        return headers
 
     def chose(self, catalogue: Catalogue, service: ServiceClass) -> None:
         self.catalogue, self.chosen, self.served, self.service_class = catalogue, service, service, service.name

@@ -1,27 +1,12 @@
-"""Response headers of inference requests: served class, admission, quotas, and ignored or adjusted request fields."""
+"""Response headers of inference requests. `RequestRecord.response_headers` returns all of a request."""
 
 from __future__ import annotations
-
-from moiety_platform.inference.request_record import RequestRecord
 
 CLASS_HEADER = "x-moiety-class"  # the class that is served
 ADMISSION_HEADER = "x-moiety-admission"  # the reason code of the engine's verdict
 IGNORED_HEADER = "x-moiety-ignored-fields"
 ADJUSTED_HEADER = "x-moiety-adjusted-fields"
 _MAX_NAMED = 32  # in a header
-
-
-def response_headers(record: RequestRecord) -> dict[str, str]:
-    """Return the response headers of an admitted request."""
-    adjustments = {}
-    if record.ignored_fields or record.adjusted_fields:
-        adjustments = field_headers(record.ignored_fields, record.adjusted_fields)
-    return {
-        CLASS_HEADER: record.service_class,
-        ADMISSION_HEADER: record.admission_reason,
-        **record.reservation.headers(),
-        **adjustments,
-    }
 
 
 def field_headers(ignored_names: list[str], adjusted: dict[str, str]) -> dict[str, str]:

@@ -57,7 +57,7 @@ from moiety_engine.model.families.ignored import Noting, ignored_of
 from moiety_engine.model.families.kimi import kimi_linear, kimi_linear_features
 from moiety_engine.model.families.kolibri import kolibri1
 from moiety_engine.model.families.laguna import laguna, mellum, mellum_features
-from moiety_engine.model.families.ling import bailing_features, bailing_moe
+from moiety_engine.model.families.ling import bailing_features, bailing_hybrid, bailing_hybrid_features, bailing_moe
 from moiety_engine.model.families.llama import llama
 from moiety_engine.model.families.llama4 import llama4_text
 from moiety_engine.model.families.mimo import mimo_features, mimo_v2_flash
@@ -85,6 +85,7 @@ FAMILIES: dict[str, Callable[[Config, int], LayerSpec]] = {
     "aria_text": aria_text,
     "axk1": axk1,
     "axk2": axk2,
+    "bailing_hybrid": bailing_hybrid,
     "bailing_moe": bailing_moe,
     "bailing_moe_v2": bailing_moe,
     "cohere2_moe": cohere2_moe,
@@ -143,6 +144,7 @@ WHOLE: dict[str, Callable[[Config], Features]] = {
     "afmoe": afmoe_features,
     "axk1": axk1_features,
     "axk2": axk2_features,
+    "bailing_hybrid": bailing_hybrid_features,
     "bailing_moe": bailing_features,
     "bailing_moe_v2": bailing_features,
     "cohere2_moe": cohere2_moe_features,

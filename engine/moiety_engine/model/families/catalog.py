@@ -73,6 +73,9 @@ CATALOG: dict[str, FamilyEntry] = {
         "latent, an output gate; sparse: an indexer selects 2,048 tokens",
         f"{_AS_DEEPSEEK}; norms of inputs have gates",
     ),
+    "bailing_hybrid": FamilyEntry(
+        "Ling 3, Ring 3", "Kimi Delta Attention; in every sixth layer latent with gates of heads", _AS_DEEPSEEK
+    ),
     "bailing_moe": FamilyEntry("Ling 2.0, Ring 2.0 (BailingMoeV2)", _LING_ATTENTION, _AS_DEEPSEEK, _LING),
     "bailing_moe_v2": FamilyEntry("Ling 2.0, Ring 2.0 (BailingMoeV2)", _LING_ATTENTION, _AS_DEEPSEEK, _LING),
     "cohere2_moe": FamilyEntry(

@@ -34,12 +34,12 @@ from moiety_engine.model.spec import (
 
 def deepseek_v2(config: Config, index: int) -> LayerSpec:
     require(config, "deepseek_v2", scoring_func="softmax", moe_layer_freq=1)
-    return LayerSpec(_attention(config, interleaved=True), _softmax_mixture(config, index))
+    return LayerSpec(read_latent_attention(config, interleaved=True), _softmax_mixture(config, index))
 
 
 def deepseek_v3(config: Config, index: int) -> LayerSpec:
     require(config, "deepseek_v3", scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
-    attention = _attention(config, interleaved=bool(config["rope_interleave"]))
+    attention = read_latent_attention(config, interleaved=bool(config["rope_interleave"]))
     return LayerSpec(attention, read_sigmoid_mixture(config, index))
 
 
@@ -60,7 +60,7 @@ def glm_moe_dsa(config: Config, index: int) -> LayerSpec:
 
 def _sparse_attention(config: Config, *, interleaved: bool = False, reuses: bool = False) -> LatentAttentionSpec:
     """Return sparse latent attention; `interleaved`: that of the indexer's rotary embedding."""
-    attention = _attention(config, interleaved=True)
+    attention = read_latent_attention(config, interleaved=True)
     if attention.query_rank is None:
         raise UnsupportedModelError("sparse attention needs a q_lora_rank, the input of its index queries")
     others = {*(config.get("layer_types") or ())} - {"indexed_attention"}
@@ -100,7 +100,7 @@ def sarvam_mla(config: Config, index: int) -> LayerSpec:
 
 def mistral4(config: Config, index: int) -> LayerSpec:
     """Return a layer of Mistral Small 4, whose queries grow with the position and whose experts compete by softmax."""
-    attention = _attention(config, interleaved=bool(config["rope_interleave"]))
+    attention = read_latent_attention(config, interleaved=bool(config["rope_interleave"]))
     parameters = rope_parameters(config)  # their partial_rotary_factor is that of a whole head, not of its rotated part
     attention = replace(attention, rope=replace(attention.rope, rotary_width=config["qk_rope_head_dim"]))
     beta = parameters.get("llama_4_scaling_beta")
@@ -126,7 +126,7 @@ def _with_usual_yarn(config: Config) -> Config:
 def glm4_moe_lite(config: Config, index: int) -> LayerSpec:
     """Return a layer of GLM-4.7-Flash."""
     require(config, "glm4_moe_lite", scoring_func="sigmoid", topk_method="noaux_tc")
-    attention = _attention(config, interleaved=bool(config["rope_interleave"]))
+    attention = read_latent_attention(config, interleaved=bool(config["rope_interleave"]))
     dense = is_dense_layer(config, index)
     ffn = DenseSpec(config["intermediate_size"], activation=read_activation(config)) if dense else None
     return LayerSpec(attention, ffn or read_sigmoid_experts(config))
@@ -135,7 +135,7 @@ def glm4_moe_lite(config: Config, index: int) -> LayerSpec:
 def axk1(config: Config, index: int) -> LayerSpec:
     """Return a layer of A.X-K1, which normalizes the output of experts."""
     require(config, "axk1", scoring_func="sigmoid")
-    attention = _attention(config, interleaved=bool(config["rope_interleave"]))
+    attention = read_latent_attention(config, interleaved=bool(config["rope_interleave"]))
     if _is_dense_in_axk1(config, index):
         return LayerSpec(attention, DenseSpec(config["intermediate_size"], activation=read_activation(config)))
     return LayerSpec(attention, read_sigmoid_experts(config), ffn_post_norm=True)
@@ -224,7 +224,8 @@ def _softmax_mixture(config: Config, index: int) -> DenseSpec | MoeSpec:
     return MoeSpec(width, routing, activation, exact_router=True, shared=shared)
 
 
-def _attention(config: Config, *, interleaved: bool) -> LatentAttentionSpec:
+def read_latent_attention(config: Config, *, interleaved: bool) -> LatentAttentionSpec:
+    """Return latent attention. `interleaved`: rotated pairs are next to each other in the checkpoint."""
     nope_width, rotary_width = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
     bias = bool(config["attention_bias"])
     if bias and config["q_lora_rank"] is None:

@@ -385,8 +385,17 @@ _SARVAM_NAMES = {
     "n_shared_experts": ("num_shared_experts",),
     "num_nextn_predict_layers": ("num_mtp_layers",),
 }
+_KIMI_NAMES: dict[str, tuple[str, ...]] = {
+    "max_position_embeddings": ("model_max_length",),
+    "n_group": ("num_expert_group",),
+    "n_shared_experts": ("num_shared_experts",),
+    "norm_topk_prob": ("moe_renormalize",),
+    "num_experts_per_tok": ("num_experts_per_token",),
+    "num_local_experts": ("num_experts",),
+}
 OTHER_NAMES: dict[str, Mapping[str, tuple[str, ...]]] = {
     "axk1": {"n_routed_experts": ("num_local_experts",)},
+    "bailing_hybrid": _KIMI_NAMES | {"num_mtp_layers": ("num_nextn_predict_layers",)},
     "deepseek_v2": {"n_routed_experts": ("num_experts",)},
     "deepseek_v3": {"n_routed_experts": ("num_local_experts",), "num_nextn_predict_layers": ("num_mtp_layers",)},
     "dots1": {"n_routed_experts": ("num_local_experts",)},
@@ -399,14 +408,7 @@ OTHER_NAMES: dict[str, Mapping[str, tuple[str, ...]]] = {
     "hunyuan_v1_moe": {"num_experts": ("num_local_experts",), "moe_topk": ("num_experts_per_tok",)},
     "hy_v3": {"num_experts": ("num_local_experts",)},
     "kimi_k2": {"n_routed_experts": ("num_local_experts",), "num_nextn_predict_layers": ("num_mtp_layers",)},
-    "kimi_linear": {
-        "max_position_embeddings": ("model_max_length",),
-        "n_group": ("num_expert_group",),
-        "n_shared_experts": ("num_shared_experts",),
-        "norm_topk_prob": ("moe_renormalize",),
-        "num_experts_per_tok": ("num_experts_per_token",),
-        "num_local_experts": ("num_experts",),
-    },
+    "kimi_linear": _KIMI_NAMES,
     "kolibri1": {"num_experts": ("num_local_experts",)},
     "mellum": {"num_experts": ("num_local_experts",)},
     "mistral4": {"n_routed_experts": ("num_local_experts",)},

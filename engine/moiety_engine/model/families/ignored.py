@@ -28,8 +28,8 @@ _DRAWING = frozenset({
     "num_return_sequences", "remove_invalid_values", "repetition_penalty", "temperature", "top_k", "top_p",
     "typical_p"
 })  # fmt: skip
-# Keys that choose the precision of a sum, for which this engine has a rule of its own.
-_PRECISION = frozenset({"enable_moe_fp32_combine", "router_dtype"})
+# Keys that choose the precision or the blocks of a sum, for which this engine has a rule of its own.
+_PRECISION = frozenset({"enable_moe_fp32_combine", "mamba_chunk_size", "router_dtype"})
 # Sizes that a model may not use; errors in those that it uses show in the tensors' shapes.
 _SIZES = frozenset({
     "experts_per_token", "head_dim", "initial_context_length", "intermediate_size", "num_key_value_heads",

@@ -56,6 +56,16 @@ RECENT_DEFAULTS: dict[str, dict[str, Any]] = {
         "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "routed_scaling_factor": 2.5,
         "topk_group": 4, "v_head_dim": 128, "vocab_size": 129_280,
     },
+    "bailing_hybrid": {
+        "attention_bias": False, "first_k_dense_replace": 2, "hidden_act": "silu", "hidden_size": 2560,
+        "intermediate_size": 6144, "kda_lower_bound": -5.0, "kda_safe_gate": True, "kv_lora_rank": 512,
+        "layer_group_size": 6, "max_position_embeddings": 262_144, "moe_intermediate_size": 768, "n_group": 8,
+        "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts_per_tok": 8,
+        "num_hidden_layers": 42, "num_local_experts": 512, "num_mtp_layers": 1, "q_lora_rank": None,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-6, "rope_theta": 6_000_000.0,
+        "routed_scaling_factor": 2.5, "short_conv_kernel_size": 4, "tie_word_embeddings": False, "topk_group": 4,
+        "v_head_dim": 128, "vocab_size": 157_184,
+    },
     "exaone_moe": {
         "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 16_384,
         "max_position_embeddings": 2048, "moe_intermediate_size": 1024, "n_group": 1, "norm_topk_prob": True,

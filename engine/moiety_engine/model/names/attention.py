@@ -44,7 +44,7 @@ def attention_places(
     """
     if isinstance(spec, LatentAttentionSpec):
         assert isinstance(weights, LatentAttentionWeights)
-        yield from _latent(spec, weights)
+        yield from _latent(spec, weights, present)
     elif isinstance(spec, AttentionSpec):
         assert isinstance(weights, AttentionWeights)
         yield from _grouped(spec, weights, present)
@@ -115,25 +115,28 @@ def _from_neighbours(rows_C: Tensor, spec: AttentionSpec) -> TensorMapping:
     return reshaped(split.transpose(1, 2), tuple(rows_C.shape))
 
 
-def _latent(spec: LatentAttentionSpec, weights: LatentAttentionWeights) -> Iterator[Named]:
+def _latent(spec: LatentAttentionSpec, weights: LatentAttentionWeights, present: set[str]) -> Iterator[Named]:
+    block, output = _OF_LING[:2] if "attention.dense.weight" in present else _USUAL[:2]
     widths = [spec.query_input_width, spec.cached_values]
     names = "q_proj" if spec.query_rank is None else "q_a_proj", "kv_a_proj_with_mqa"
     for fused_C, kind in ((plain(weights.input_CD), "weight"), (weights.input_bias_C, "bias")):
         if fused_C is not None:
             query, latent = torch.split(fused_C, list(widths))
             heads = spec.num_heads if spec.query_rank is None else 0
-            yield f"self_attn.{names[0]}.{kind}", _with_rotated_ends(query, spec, heads)
-            yield f"self_attn.{names[1]}.{kind}", _with_rotated_ends(latent, spec, 1)
+            yield f"{block}{names[0]}.{kind}", _with_rotated_ends(query, spec, heads)
+            yield f"{block}{names[1]}.{kind}", _with_rotated_ends(latent, spec, 1)
     if weights.query_norm is not None and weights.query_up is not None:
-        yield "self_attn.q_a_layernorm.weight", whole(weights.query_norm)
+        yield f"{block}q_a_layernorm.weight", whole(weights.query_norm)
         up = plain(weights.query_up)
         mapping = _queries_and_gates(up, spec) if spec.gated else _with_rotated_ends(up, spec, spec.num_heads)
-        yield "self_attn.q_b_proj.weight", mapping
-    yield "self_attn.kv_a_layernorm.weight", whole(weights.latent_norm_L)
-    yield "self_attn.kv_b_proj.weight", _up(spec, weights)
-    yield "self_attn.o_proj.weight", whole(plain(weights.output_DC))
+        yield f"{block}q_b_proj.weight", mapping
+    yield f"{block}kv_a_layernorm.weight", whole(weights.latent_norm_L)
+    yield f"{block}kv_b_proj.weight", _up(spec, weights)
+    yield f"{block}{output}.weight", whole(plain(weights.output_DC))
     if weights.output_bias_D is not None:
-        yield "self_attn.o_proj.bias", whole(weights.output_bias_D)
+        yield f"{block}{output}.bias", whole(weights.output_bias_D)
+    if weights.gate_HD is not None:
+        yield f"{block}g_proj.weight", whole(weights.gate_HD)
     if spec.indexer is not None and weights.indexer is not None:
         indexer, norm, width = weights.indexer, weights.indexer.key_norm, spec.rope.rotary_width
         rotated = {
@@ -145,8 +148,8 @@ def _latent(spec: LatentAttentionSpec, weights: LatentAttentionWeights) -> Itera
         for name, (rows, num_heads) in rotated.items():
             assert rows is not None, "an index key has a layer norm with a bias"
             one = _with_rotated_starts(rows, num_heads, width) if spec.indexer.interleaved else whole(rows)
-            yield f"self_attn.indexer.{name}", one
-        yield "self_attn.indexer.weights_proj.weight", whole(indexer.head_weight_HD)
+            yield f"{block}indexer.{name}", one
+        yield f"{block}indexer.weights_proj.weight", whole(indexer.head_weight_HD)
 
 
 def _queries_and_gates(rows_QC: Tensor, spec: LatentAttentionSpec) -> TensorMapping:
