@@ -51,7 +51,4 @@ def long_prompt(server: Server) -> None:
 if __name__ == "__main__":
     only = "it measures texts only"
     absent = dict.fromkeys(("tools", "structured output", "thoughts", "images"), only)
-    tasks.main(
-        {"chat": chat, "stream": stream, "long prompt": long_prompt},
-        {**absent, "cancel": "it ends its requests itself"},
-    )
+    tasks.main(globals(), {**absent, "cancel": "it ends its requests itself"})

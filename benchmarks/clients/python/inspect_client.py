@@ -94,7 +94,4 @@ def long_prompt(server: Server) -> None:
 
 
 if __name__ == "__main__":
-    tasks.main({
-        "chat": chat, "tools": tools, "structured output": structured_output, "thoughts": thoughts, "images": images,
-        "long prompt": long_prompt
-    }, {"stream": "it does not stream", "cancel": "it does not stream"})  # fmt: skip
+    tasks.main(globals(), {"stream": "it does not stream", "cancel": "it does not stream"})

@@ -64,9 +64,7 @@ def long_prompt(server: Server) -> None:
 
 if __name__ == "__main__":
     only = "it makes documents only"
-    tasks.main({
-        "stream": stream, "structured output": structured_output, "images": images, "long prompt": long_prompt
-    }, {
+    tasks.main(globals(), {
         "chat": only, "tools": f"{only}, by tool calls among others", "thoughts": only,
         "cancel": "it collects a stream before it returns",
     })  # fmt: skip

@@ -93,7 +93,4 @@ def cancel(server: Server) -> None:
 
 
 if __name__ == "__main__":
-    tasks.main({
-        "chat": chat, "stream": stream, "tools": tools, "structured output": structured_output, "thoughts": thoughts,
-        "images": images, "long prompt": long_prompt, "cancel": cancel
-    })  # fmt: skip
+    tasks.main(globals())

@@ -73,7 +73,4 @@ def cancel(server: Server) -> None:
 
 
 if __name__ == "__main__":
-    tasks.main({
-        "chat": chat, "stream": stream, "tools": tools, "structured output": structured_output,
-        "images": images, "long prompt": long_prompt, "cancel": cancel
-    }, {"thoughts": "OpenAILike does not read reasoning_content"})  # fmt: skip
+    tasks.main(globals(), {"thoughts": "OpenAILike does not read reasoning_content"})

@@ -72,7 +72,4 @@ def long_prompt(server: Server) -> None:
 
 
 if __name__ == "__main__":
-    tasks.main({
-        "chat": chat, "stream": stream, "tools": tools, "structured output": structured_output, "images": images,
-        "long prompt": long_prompt, "cancel": cancel
-    }, {"thoughts": "it does not read reasoning_content"})  # fmt: skip
+    tasks.main(globals(), {"thoughts": "it does not read reasoning_content"})

@@ -2,7 +2,8 @@
 
     MOIETY_DEMO_URL=… MOIETY_DEMO_KEY=… python openai_sdk.py chat stream …
 
-A task is a function of a Server that raises where the client did not get what it should. It knows only the client.
+A task is a function of a Server, named as the task, that raises where the client did not get what it should. It knows
+only the client.
 """
 
 from __future__ import annotations
@@ -69,11 +70,14 @@ def expect(condition: object, got: object) -> None:
         raise AssertionError(f"got {got!r}"[:_DETAIL_CHARS])
 
 
-def main(tasks: dict[str, Task], absent: dict[str, str] | None = None) -> None:
-    """Run the tasks named on the command line. `absent` has the reason for each task that the client cannot do."""
+def main(functions: dict[str, Any], absent: dict[str, str] | None = None) -> None:
+    """Run the tasks named on the command line, each by the function of its name: "long prompt" by `long_prompt`.
+
+    `functions` are the globals of the client's file. `absent` has the reason for each task that the client cannot do.
+    """
     for name in sys.argv[1:]:
-        task = tasks.get(name)
-        outcome, detail = ("not applicable", (absent or {})[name]) if task is None else _run(task, name)
+        reason = (absent or {}).get(name)
+        outcome, detail = ("not applicable", reason) if reason else _run(functions[name.replace(" ", "_")], name)
         print(json.dumps({"task": name, "outcome": outcome, "detail": detail}), flush=True)
 
 
