@@ -10,10 +10,10 @@ import msgspec
 import numpy as np
 import torch
 import zmq
+from tests.core_submits import core_submit
 
 from moiety_engine.config import EngineConfig
 from moiety_engine.messages import CoreHello, CoreShutdown, CoreSleep, CoreSlept, CoreStep, CoreSubmit, ToFront
-from moiety_wire.classes import STANDARD
 from moiety_wire.messages import Sampling
 
 from .conftest import SaveEncoder
@@ -23,21 +23,7 @@ IDS = [4, 5, 6, 7, 8]
 
 
 def asked(key: int) -> CoreSubmit:
-    return CoreSubmit(
-        key=key,
-        tenant_id="t",
-        service=STANDARD,
-        prompt_ids=IDS,
-        sampling=Sampling(),
-        max_tokens=0,
-        min_tokens=0,
-        stop_token_ids=[],
-        credit_tokens=0,
-        cache_salt=b"",
-        arrival_unix_ns=0,
-        embed=True,
-        second_segment_at=3,
-    )
+    return core_submit(key, IDS, 0, sampling=Sampling(), cache_salt=b"", embed=True, second_segment_at=3)
 
 
 def test_the_core_says_what_the_model_is_answers_with_logits_and_does_not_sleep(

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.core_submits import core_submit
 
 from moiety_engine.config import EngineConfig
 from moiety_engine.encoder.input_queue import EncoderQueue
@@ -25,19 +26,8 @@ STANDARD = ServiceClass("standard", 1, ttft_s=1.0)
 
 
 def submit(key: int, num_tokens: int = 4, **changes: Any) -> CoreSubmit:
-    made = CoreSubmit(
-        key=key,
-        tenant_id="t",
-        service=STANDARD,
-        prompt_ids=[key % 90 + 1] * num_tokens,
-        sampling=Sampling(),
-        max_tokens=0,
-        min_tokens=0,
-        stop_token_ids=[],
-        credit_tokens=0,
-        cache_salt=b"",
-        arrival_unix_ns=0,
-        embed=True,
+    made = core_submit(
+        key, [key % 90 + 1] * num_tokens, 0, service=STANDARD, sampling=Sampling(), cache_salt=b"", embed=True
     )
     return msgspec.structs.replace(made, **changes)
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.core_submits import core_submit
 from tests.vision_checkpoint import END, IMAGE, START, write_checkpoint
 
 from moiety_engine.adapters.dummy import write_adapter
@@ -27,9 +28,8 @@ from moiety_engine.scheduling.policies.policy import StepBudget
 from moiety_engine.scheduling.step_planner import StepPlanner
 from moiety_engine.scheduling.step_time.step_time_model import StepShape, StepTimeModel
 from moiety_engine.startup import load_loop
-from moiety_wire.classes import STANDARD
 from moiety_wire.engine_choices import Batching, Overlap, PolicyName
-from moiety_wire.messages import FailureCode, Sampling
+from moiety_wire.messages import FailureCode
 from moiety_wire.roles import EngineRole
 
 from .conftest import Loops
@@ -73,11 +73,7 @@ def submit_of(key: int, *parts: list[int] | PromptImage, **changes: Any) -> Core
             prompt += [START, *[IMAGE] * (part.rows * part.columns), END]
         else:
             prompt += part
-    submit = CoreSubmit(
-        key=key, tenant_id="t", service=STANDARD, prompt_ids=prompt, sampling=Sampling(temperature=0.0),
-        max_tokens=ANSWER, min_tokens=0, stop_token_ids=[], credit_tokens=ANSWER, cache_salt=b"s", arrival_unix_ns=0,
-        images=images,
-    )  # fmt: skip
+    submit = core_submit(key, prompt, ANSWER, images=images)
     return msgspec.structs.replace(submit, **changes)
 
 

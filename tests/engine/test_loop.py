@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.core_submits import core_submit
 
 from moiety_engine.config import EngineConfig, PolicyName
 from moiety_engine.errors import InvalidConfig, OutOfMemory
@@ -20,7 +21,6 @@ from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import Result, run_all
 from moiety_engine.startup import load_loop
 from moiety_kernels.cpu.team import Program, Team
-from moiety_wire.classes import STANDARD
 from moiety_wire.engine_choices import Batching
 from moiety_wire.messages import FailureCode, FinishReason, Sampling
 
@@ -30,19 +30,7 @@ BLOCK_BYTES_8 = 2 * 2 * 2 * 16 * 8 * 4  # layers · (K, V) · heads · width · 
 def make_submit(
     key: int, prompt: list[int], *, max_tokens: int = 24, salt: bytes = b"s", **sampling: Any
 ) -> CoreSubmit:
-    return CoreSubmit(
-        key=key,
-        tenant_id="t",
-        service=STANDARD,
-        prompt_ids=prompt,
-        sampling=Sampling(**({"temperature": 0.0} | sampling)),
-        max_tokens=max_tokens,
-        min_tokens=0,
-        stop_token_ids=[],
-        credit_tokens=max_tokens,
-        cache_salt=salt,
-        arrival_unix_ns=0,
-    )
+    return core_submit(key, prompt, max_tokens, sampling=Sampling(**({"temperature": 0.0} | sampling)), cache_salt=salt)
 
 
 def prompt_of(length: int, seed: int) -> list[int]:

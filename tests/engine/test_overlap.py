@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.core_submits import core_submit
 
 from moiety_engine.cache.block_pool import BlockPool
 from moiety_engine.config import EngineConfig, Overlap, PolicyName
@@ -23,7 +24,6 @@ from moiety_engine.scheduling.step_planner import StepPlanner
 from moiety_engine.scheduling.step_time.step_time_model import StepTimeModel
 from moiety_engine.sequence import PENDING, Sequence, SequenceState
 from moiety_engine.startup import load_loop
-from moiety_wire.classes import STANDARD
 from moiety_wire.engine_choices import Batching, LoadFormat
 from moiety_wire.messages import FinishReason, Sampling, TokenRules
 
@@ -46,18 +46,11 @@ KINDS: list[dict[str, Any]] = [
 
 
 def make_submit(key: int, *, length: int = 9, max_tokens: int = 20, **more: Any) -> CoreSubmit:
-    submit = CoreSubmit(
-        key=key,
-        tenant_id="t",
-        service=STANDARD,
-        prompt_ids=[3 + (key * 31 + i * 7) % 300 for i in range(length)],
+    submit = core_submit(
+        key,
+        [3 + (key * 31 + i * 7) % 300 for i in range(length)],
+        max_tokens,
         sampling=Sampling(**KINDS[key % len(KINDS)]),
-        max_tokens=max_tokens,
-        min_tokens=0,
-        stop_token_ids=[],
-        credit_tokens=max_tokens,
-        cache_salt=b"s",
-        arrival_unix_ns=0,
     )
     return msgspec.structs.replace(submit, **more)
 

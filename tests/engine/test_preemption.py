@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from tests.core_submits import core_submit
 
 from moiety_engine.config import EngineConfig
 from moiety_engine.loop import EngineLoop
@@ -128,18 +129,14 @@ def make_submit(
     key: int, num_prompt: int, service: ServiceClass = FLEX, *, max_tokens: int = 40, tenant: str = "t", **sampling: Any
 ) -> CoreSubmit:
     prompt = torch.randint(3, 320, (num_prompt,), generator=torch.Generator().manual_seed(key)).tolist()
-    return CoreSubmit(
-        key=key,
+    return core_submit(
+        key,
+        prompt,
+        max_tokens,
         tenant_id=tenant,
         service=service,
-        prompt_ids=prompt,
         sampling=Sampling(**({"temperature": 0.0} | sampling)),
-        max_tokens=max_tokens,
-        min_tokens=0,
-        stop_token_ids=[],
-        credit_tokens=max_tokens,
         cache_salt=b"salt",
-        arrival_unix_ns=0,
     )
 
 

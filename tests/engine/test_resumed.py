@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from tests.core_submits import core_submit
 
 from moiety_engine.config import PolicyName
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import Result, run_all
-from moiety_wire.classes import STANDARD
 from moiety_wire.engine_choices import Batching
 from moiety_wire.messages import Sampling, TokenRules
 from moiety_wire.notes import EventKind, Reason
@@ -21,18 +21,13 @@ LENGTH = 20
 
 def asked(key: int, **sampling: Any) -> CoreSubmit:
     prompt = torch.randint(3, 320, (10 + 9 * key,), generator=torch.Generator().manual_seed(key)).tolist()
-    return CoreSubmit(
-        key=key,
-        tenant_id="t",
-        service=STANDARD,
-        prompt_ids=prompt,
+    return core_submit(
+        key,
+        prompt,
+        LENGTH,
         sampling=Sampling(**({"temperature": 0.0} | sampling)),
-        max_tokens=LENGTH,
         min_tokens=12,
         stop_token_ids=[7, 8],
-        credit_tokens=LENGTH,
-        cache_salt=b"s",
-        arrival_unix_ns=0,
     )
 
 

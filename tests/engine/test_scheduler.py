@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.core_submits import core_submit
 
 from moiety_engine.cache.block_pool import BlockPool
 from moiety_engine.messages import CoreFinish, CoreSubmit
@@ -12,7 +13,6 @@ from moiety_engine.scheduling.admission.batching_strategies import STRATEGIES
 from moiety_engine.scheduling.kv.kv_ledger import KvLedger
 from moiety_engine.scheduling.limits import SchedulerLimits
 from moiety_engine.scheduling.scheduler import Scheduler
-from moiety_wire.classes import STANDARD
 from moiety_wire.engine_choices import Batching
 from moiety_wire.messages import FinishReason, Sampling
 
@@ -37,18 +37,15 @@ def make_scheduler(
 def make_submit(
     key: int, prompt: list[int], *, max_tokens: int = 8, credit: int = 1 << 30, salt: bytes = b"", min_tokens: int = 0
 ) -> CoreSubmit:
-    return CoreSubmit(
-        key=key,
-        tenant_id="t",
-        service=STANDARD,
-        prompt_ids=prompt,
+    return core_submit(
+        key,
+        prompt,
+        max_tokens,
         sampling=Sampling(),
-        max_tokens=max_tokens,
         min_tokens=min_tokens,
         stop_token_ids=[EOS],
         credit_tokens=credit,
         cache_salt=salt,
-        arrival_unix_ns=0,
     )
 
 

@@ -28,6 +28,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from tests.conftest import THOROUGH
+from tests.core_submits import core_submit
 
 from moiety_engine.cache.block_pool import BlockPool
 from moiety_engine.cache.host import HostTier
@@ -135,14 +136,13 @@ def make_scheduler(
 def make_submit(
     key: int, tenant: int, service: ServiceClass, prompt: list[int], max_tokens: int, now_ns: int, weight: float
 ) -> CoreSubmit:
-    return CoreSubmit(
-        key=key,
+    return core_submit(
+        key,
+        prompt,
+        max_tokens,
         tenant_id=f"t{tenant}",
         service=service,
-        prompt_ids=prompt,
         sampling=Sampling(),
-        max_tokens=max_tokens,
-        min_tokens=0,
         stop_token_ids=[EOS],
         credit_tokens=1 << 20,
         cache_salt=b"%d" % tenant,

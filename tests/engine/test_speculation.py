@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from tests.core_submits import core_submit
 
 from moiety_engine.config import EngineConfig, Overlap, PolicyName, Speculate
 from moiety_engine.errors import InvalidConfig
@@ -40,18 +41,12 @@ KINDS: list[dict[str, Any]] = [
 
 
 def make_submit(key: int, *, max_tokens: int = 60, **more: Any) -> CoreSubmit:
-    submit = CoreSubmit(
-        key=key,
-        tenant_id="t",
+    submit = core_submit(
+        key,
+        (WORDS[key % 3 :] + WORDS[: key % 3]) * 6,
+        max_tokens,
         service=BATCH,
-        prompt_ids=(WORDS[key % 3 :] + WORDS[: key % 3]) * 6,
         sampling=Sampling(**{"logit_bias": FEW_WORDS} | KINDS[key % len(KINDS)]),
-        max_tokens=max_tokens,
-        min_tokens=0,
-        stop_token_ids=[],
-        credit_tokens=max_tokens,
-        cache_salt=b"s",
-        arrival_unix_ns=0,
     )
     return msgspec.structs.replace(submit, **more)
 

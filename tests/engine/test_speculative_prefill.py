@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.core_submits import core_submit
 
 from moiety_engine.cache.block_hashes import tenant_mark
 from moiety_engine.cache.block_pool import BlockPool
@@ -22,9 +23,8 @@ from moiety_engine.scheduling.limits import SchedulerLimits
 from moiety_engine.scheduling.scheduler import Scheduler
 from moiety_engine.scheduling.speculative_prefill.return_patterns import HORIZON_S, ConversationWatch, ReturnPatterns
 from moiety_engine.scheduling.speculative_prefill.speculative_prefill import LIKELY, MAX_WANTED, _Wanted
-from moiety_wire.classes import STANDARD
 from moiety_wire.engine_choices import Batching
-from moiety_wire.messages import FinishReason, Sampling, SpeculativePrefillRequest
+from moiety_wire.messages import FinishReason, SpeculativePrefillRequest
 
 BLOCK = 4
 
@@ -36,19 +36,7 @@ def make_scheduler(num_blocks: int = 64, *, prefix_caching: bool = True, apart: 
 
 
 def ask(key: int, prompt: list[int], *, tenant: str = "a", max_tokens: int = 4) -> CoreSubmit:
-    return CoreSubmit(
-        key=key,
-        tenant_id=tenant,
-        service=STANDARD,
-        prompt_ids=prompt,
-        sampling=Sampling(temperature=0.0),
-        max_tokens=max_tokens,
-        min_tokens=0,
-        stop_token_ids=[],
-        credit_tokens=max_tokens,
-        cache_salt=tenant.encode(),
-        arrival_unix_ns=0,
-    )
+    return core_submit(key, prompt, max_tokens, tenant_id=tenant, cache_salt=tenant.encode())
 
 
 def prefetch(key: int, prompt: list[int], *, tenant: str = "a", habit: str = "h", **before: Any) -> CoreSubmit:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.core_submits import core_submit
 
 from moiety_engine.config import Overlap
 from moiety_engine.messages import CoreSubmit
@@ -37,18 +38,12 @@ NUM = 24
 
 
 def asked(key: int, budget: ThoughtBudget | None, *, bias: dict[int, float] | None = None, **more: Any) -> CoreSubmit:
-    submit = CoreSubmit(
-        key=key,
-        tenant_id="t",
+    submit = core_submit(
+        key,
+        [17, 230, 41] * 6,
+        NUM,
         service=BATCH,
-        prompt_ids=[17, 230, 41] * 6,
         sampling=Sampling(**{"logit_bias": bias or {}, **KINDS[key % len(KINDS)]}),
-        max_tokens=NUM,
-        min_tokens=0,
-        stop_token_ids=[],
-        credit_tokens=NUM,
-        cache_salt=b"s",
-        arrival_unix_ns=0,
         thought_budget=budget,
     )
     return msgspec.structs.replace(submit, **more)

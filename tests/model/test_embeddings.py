@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.core_submits import core_submit
 
 from moiety_engine.config import EngineConfig, PolicyName
 from moiety_engine.loop import EngineLoop
@@ -16,9 +17,8 @@ from moiety_engine.loop_setup import build_loop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.loading import load_model
 from moiety_engine.offline import Result, run_all
-from moiety_wire.classes import STANDARD
 from moiety_wire.engine_choices import Batching
-from moiety_wire.messages import FailureCode, FinishReason, Sampling
+from moiety_wire.messages import FailureCode, FinishReason
 from moiety_wire.notes import EventKind
 
 TOLERANCE = 1e-4
@@ -56,20 +56,7 @@ def to_complete(key: int, prompt: list[int], max_tokens: int = 12) -> CoreSubmit
 
 
 def _submit(key: int, prompt: list[int], *, embed: bool, max_tokens: int) -> CoreSubmit:
-    return CoreSubmit(
-        key=key,
-        tenant_id="t",
-        service=STANDARD,
-        prompt_ids=prompt,
-        sampling=Sampling(temperature=0.0),
-        max_tokens=max_tokens,
-        min_tokens=0,
-        stop_token_ids=[],
-        credit_tokens=max_tokens,
-        cache_salt=b"s",
-        arrival_unix_ns=0,
-        embed=embed,
-    )
+    return core_submit(key, prompt, max_tokens, embed=embed)
 
 
 EMBEDDED = [to_embed(key, prompt) for key, prompt in PROMPTS.items()]

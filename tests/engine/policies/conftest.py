@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from tests.core_submits import core_submit
 
 from moiety_engine.cache.block_pool import BlockPool
-from moiety_engine.messages import CoreFinish, CoreOutput, CoreSubmit
+from moiety_engine.messages import CoreFinish, CoreOutput
 from moiety_engine.scheduling.admission.batching_strategies import STRATEGIES
 from moiety_engine.scheduling.kv.kv_ledger import KvLedger
 from moiety_engine.scheduling.limits import SchedulerLimits
@@ -69,14 +70,13 @@ class Replica:
         key = len(self.wanted)
         self.wanted[key], self.outputs[key], self.came_ns[key] = output, [], []
         self.credit[key] = credit
-        submit = CoreSubmit(
-            key=key,
+        submit = core_submit(
+            key,
+            [-key - 1] * prompt if isinstance(prompt, int) else prompt,
+            max(output, 40),
             tenant_id=tenant,
             service=service,
-            prompt_ids=[-key - 1] * prompt if isinstance(prompt, int) else prompt,
             sampling=Sampling(),
-            max_tokens=max(output, 40),
-            min_tokens=0,
             stop_token_ids=[EOS],
             credit_tokens=credit,
             cache_salt=b"",

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.core_submits import core_submit
 
 from moiety_engine.cache.table_layout import TableLayout
-from moiety_engine.messages import CoreSubmit
 from moiety_engine.scheduling.policies.moiety.kv_reservations import KvReservations
 from moiety_engine.sequence import Sequence, SequenceState
 from moiety_wire.classes import FLEX, PRIORITY, ServiceClass
@@ -18,18 +18,8 @@ SIZE = 4
 
 
 def a_sequence(key: int, num_prompt: int, max_tokens: int, service: ServiceClass = FLEX) -> Sequence:
-    submit = CoreSubmit(
-        key=key,
-        tenant_id="t",
-        service=service,
-        prompt_ids=[1] * num_prompt,
-        sampling=Sampling(),
-        max_tokens=max_tokens,
-        min_tokens=0,
-        stop_token_ids=[],
-        credit_tokens=max_tokens,
-        cache_salt=b"",
-        arrival_unix_ns=1,
+    submit = core_submit(
+        key, [1] * num_prompt, max_tokens, service=service, sampling=Sampling(), cache_salt=b"", arrival_unix_ns=1
     )
     return Sequence(submit, order=key, seed=0)
 
