@@ -7,8 +7,6 @@ from alembic import op
 
 revision = "0002"
 down_revision = "0001"
-branch_labels = None
-depends_on = None
 
 SHIPPED = ("priority", "standard", "flex", "batch")
 FOREIGN_KEY = "fk_tenants_service_class_service_classes"

@@ -9,8 +9,6 @@ from moiety_migrations.stored_names import former_table
 
 revision = "0013"
 down_revision = "0012"
-branch_labels = None
-depends_on = None
 
 SUMS = ("requests", "prompt_tokens", "cached_tokens", "output_tokens", "cost_nanodollars")
 

@@ -7,8 +7,6 @@ from alembic import op
 
 revision = "0014"
 down_revision = "0013"
-branch_labels = None
-depends_on = None
 
 SEARCHED = ("started_at", "span_id", "service_class", "outcome", "duration_ms")
 

@@ -9,8 +9,6 @@ from moiety_migrations.stored_names import former_column
 
 revision = "0020"
 down_revision = "0019"
-branch_labels = None
-depends_on = None
 
 _USED = ("usage", "usage_hours", "usage_days")
 _COUNTS = ("speculative_tokens", "speculative_used_tokens")

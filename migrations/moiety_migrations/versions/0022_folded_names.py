@@ -10,8 +10,6 @@ from alembic import op
 
 revision = "0022"
 down_revision = "0021"
-branch_labels = None
-depends_on = None
 
 _OWNER = {"tenants": None, "projects": "tenant_id"}  # scope in which a name is unique
 _LENGTH = 400

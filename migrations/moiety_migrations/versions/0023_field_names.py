@@ -9,8 +9,6 @@ from moiety_migrations.stored_names import COLUMNS, TABLES, VALUES
 
 revision = "0023"
 down_revision = "0022"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:

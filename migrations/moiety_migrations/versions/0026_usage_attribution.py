@@ -7,8 +7,6 @@ from alembic import op
 
 revision = "0026"
 down_revision = "0025"
-branch_labels = None
-depends_on = None
 
 _INDEX = "ix_usage_end_user"
 _IS_ATTRIBUTED = "end_user IS NOT NULL OR tags IS NOT NULL"

@@ -6,8 +6,6 @@ from alembic import op
 
 revision = "0029"
 down_revision = "0028"
-branch_labels = None
-depends_on = None
 
 SUMS = ("usage_hours", "usage_days", "usage_minutes")
 COLUMNS = {"num_slo_attained": "num_kept", "num_slo_requests": "num_promised"}

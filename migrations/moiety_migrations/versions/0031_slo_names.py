@@ -7,8 +7,6 @@ from alembic import op
 
 revision = "0031"
 down_revision = "0030"
-branch_labels = None
-depends_on = None
 
 COLUMN, FORMER_COLUMN = "slo_attained", "sla_attained"
 CODES = {  # by column of `traces`: present and former code
