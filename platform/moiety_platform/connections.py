@@ -27,6 +27,7 @@ from moiety_platform.security_headers import AS_BYTES as SECURITY_LINES
 from moiety_platform.security_headers import SECURITY_HEADERS
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.upgrades import framing_head
+from moiety_wire.shared_fields import copy_fields
 
 MIN_BODY_BYTES_PER_S = 500  # minimum rate of a body that takes longer than the timeout
 LINGER_S = 1.0  # further input is read and dropped for this long: a connection reset would discard the response
@@ -45,14 +46,7 @@ class ConnectionLimits:
 
     @classmethod
     def of(cls, settings: GatewaySettings) -> ConnectionLimits:
-        return cls(
-            max_header_bytes=settings.max_header_bytes,
-            max_headers=settings.max_headers,
-            header_timeout_s=settings.header_timeout_s,
-            body_timeout_s=settings.body_timeout_s,
-            send_timeout_s=settings.send_timeout_s,
-            keep_alive_s=settings.keep_alive_s,
-        )
+        return copy_fields(settings, cls)
 
 
 class ServerConfig(uvicorn.Config):

@@ -95,6 +95,13 @@ def always(failed: Failed) -> Script:
     return lambda submit: msgspec.structs.replace(failed, request_id=submit.request_id)
 
 
+def write_tokenizer(folder: Path, card: ModelCard) -> None:
+    """Write the files that the tokenizer and the chat template of an external engine are read from."""
+    (folder / "tokenizer.json").write_text(card.tokenizer_json)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
+    (folder / "chat_template.jinja").write_text(card.chat_template)
+
+
 class RowList:
     """Usage rows in memory, and a way to wait for them."""
 
@@ -274,6 +281,9 @@ class StartGateway(Protocol):
     def __call__(
         self, engines: Sequence[EngineClient], sender: Sender | None = None, **settings: Any
     ) -> AbstractAsyncContextManager[RunningGateway]: ...
+
+
+StartOver = Callable[..., AbstractAsyncContextManager[RunningGateway]]
 
 
 async def make_store(database: Database, clock: Clock) -> BootstrapResult:
@@ -476,6 +486,19 @@ def start_gateway(tmp_path: Path) -> StartGateway:
         engines: Sequence[EngineClient], sender: Sender | None = None, **settings: Any
     ) -> AbstractAsyncContextManager[RunningGateway]:
         return run_gateway(tmp_path, engines, sender, **settings)
+
+    return start
+
+
+@pytest.fixture
+def start_over(start_gateway: StartGateway, until: Until) -> StartOver:
+    """`async with start_over(*engines, **settings) as gateway`: once all are connected."""
+
+    @asynccontextmanager
+    async def start(*engines: Any, **settings: Any) -> AsyncIterator[RunningGateway]:
+        async with start_gateway(list(engines), **settings) as gateway:
+            await until(lambda: all(engine.state.healthy for engine in engines))
+            yield gateway
 
     return start
 

@@ -23,7 +23,7 @@ from moiety_platform.external_engines.client import ExternalEngineClient, Heartb
 from moiety_wire.messages import ModelCard
 
 from .closing_server import ClosingServer
-from .conftest import RunningGateway, SpanList, StartGateway, Until
+from .conftest import RunningGateway, SpanList, StartGateway, Until, write_tokenizer
 
 MODEL = "tiny"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -115,9 +115,7 @@ async def upstream() -> AsyncIterator[Upstream]:
 def engine(upstream: Upstream, tmp_path: Path, card: ModelCard) -> ExternalEngineClient:
     folder = tmp_path / "checkpoint"
     folder.mkdir()
-    (folder / "tokenizer.json").write_text(card.tokenizer_json)
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
-    (folder / "chat_template.jinja").write_text(card.chat_template)
+    write_tokenizer(folder, card)
     return ExternalEngineClient(ExternalAddress.parse(upstream.address(folder)), SystemClock(), KEY, SELDOM)
 
 

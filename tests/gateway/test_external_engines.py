@@ -10,7 +10,6 @@ import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from moiety_wire.messages import ModelCard, Sampling, Stopping, Submit
 from moiety_wire.notes import Reason
 
 from .closing_server import ClosingServer
-from .conftest import NewCard, RunningGateway, StartGateway, ToolCard, Until
+from .conftest import NewCard, RunningGateway, StartGateway, StartOver, ToolCard, Until, write_tokenizer
 
 MODEL = "tiny"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -260,19 +259,21 @@ class Server:
         yield {name: last[name] for name in body["response_fields"]}
 
 
+StartServer = Callable[..., Awaitable[Server]]
+ClientOf = Callable[..., ExternalEngineClient]
+
+
 @pytest.fixture
 def folder(tmp_path: Path, card: ModelCard) -> Path:
     """A checkpoint's folder with the tokenizer and template of the other tests."""
     path = tmp_path / "checkpoint"
     path.mkdir()
-    (path / "tokenizer.json").write_text(card.tokenizer_json)
-    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
-    (path / "chat_template.jinja").write_text(card.chat_template)
+    write_tokenizer(path, card)
     return path
 
 
 @pytest.fixture
-async def start_server(card: ModelCard) -> AsyncIterator[Callable[..., Awaitable[Server]]]:
+async def start_server(card: ModelCard) -> AsyncIterator[StartServer]:
     """`await start_server(kind)`: a server that listens."""
     servers = []
 
@@ -287,7 +288,7 @@ async def start_server(card: ModelCard) -> AsyncIterator[Callable[..., Awaitable
 
 
 @pytest.fixture
-def client_of(folder: Path) -> Callable[..., ExternalEngineClient]:
+def client_of(folder: Path) -> ClientOf:
     """The client of a server; `more` goes into its address."""
 
     def make(server: Server, more: str = "", api_key: Any = None, heartbeat: Any = PATIENT) -> Any:
@@ -295,19 +296,6 @@ def client_of(folder: Path) -> Callable[..., ExternalEngineClient]:
         return ExternalEngineClient(ExternalAddress.parse(address), SystemClock(), api_key, heartbeat)
 
     return make
-
-
-@pytest.fixture
-def start_over(start_gateway: StartGateway, until: Until) -> Callable[..., AbstractAsyncContextManager[RunningGateway]]:
-    """`async with start_over(engines, **settings) as gateway`: once all are connected."""
-
-    @contextlib.asynccontextmanager
-    async def start(*engines: Any, **settings: Any) -> AsyncIterator[RunningGateway]:
-        async with start_gateway(list(engines), **settings) as gateway:
-            await until(lambda: all(engine.state.healthy for engine in engines))
-            yield gateway
-
-    return start
 
 
 async def text_of(stream: Any) -> str:
@@ -319,12 +307,7 @@ async def text_of(stream: Any) -> str:
     [("vllm", "", 7), ("sglang", "", 7), ("llama.cpp", "", 5), ("generic", "&context=512", 0)],
 )
 async def test_chats_and_completions_are_answered_and_billed_as_the_server_counts(
-    start_server: Callable[..., Awaitable[Server]],
-    client_of: Callable[..., ExternalEngineClient],
-    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-    kind: str,
-    more: str,
-    cached: int,
+    start_server: StartServer, client_of: ClientOf, start_over: StartOver, kind: str, more: str, cached: int
 ) -> None:
     server = await start_server(kind)
     server.stop_at = 23
@@ -355,9 +338,9 @@ async def test_chats_and_completions_are_answered_and_billed_as_the_server_count
     ("kind", "more"), [("vllm", ""), ("sglang", ""), ("llama.cpp", ""), ("generic", "&context=512")]
 )
 async def test_stop_strings_sleep_until_a_thought_ends(
-    start_server: Callable[..., Awaitable[Server]],
-    client_of: Callable[..., ExternalEngineClient],
-    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+    start_server: StartServer,
+    client_of: ClientOf,
+    start_over: StartOver,
     folder: Path,
     card: ModelCard,
     kind: str,
@@ -383,9 +366,7 @@ async def test_stop_strings_sleep_until_a_thought_ends(
 
 
 async def test_what_a_tenant_and_its_class_are_reaches_the_server_and_not_what_a_client_claims(
-    start_server: Callable[..., Awaitable[Server]],
-    client_of: Callable[..., ExternalEngineClient],
-    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+    start_server: StartServer, client_of: ClientOf, start_over: StartOver
 ) -> None:
     server = await start_server()
     async with start_over(client_of(server, "&priority=on", "a key of theirs")) as gateway:
@@ -406,9 +387,7 @@ async def test_what_a_tenant_and_its_class_are_reaches_the_server_and_not_what_a
 
 
 async def test_sampling_parameters_are_passed_on(
-    start_server: Callable[..., Awaitable[Server]],
-    client_of: Callable[..., ExternalEngineClient],
-    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+    start_server: StartServer, client_of: ClientOf, start_over: StartOver
 ) -> None:
     server, native = await start_server(), await start_server("llama.cpp")
     asked: dict[str, Any] = {
@@ -452,11 +431,7 @@ async def test_sampling_parameters_are_passed_on(
     ],
 )
 async def test_what_a_server_cannot_do_is_refused_by_name_and_costs_nothing(
-    start_server: Callable[..., Awaitable[Server]],
-    client_of: Callable[..., ExternalEngineClient],
-    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-    kind: str,
-    fields: dict[str, Any],
+    start_server: StartServer, client_of: ClientOf, start_over: StartOver, kind: str, fields: dict[str, Any]
 ) -> None:
     server = await start_server(kind)
     async with start_over(client_of(server, "&context=512")) as gateway:
@@ -490,12 +465,7 @@ PASSED_ON: dict[str, dict[str, tuple[str, Any]]] = {
 
 @pytest.mark.parametrize("kind", PASSED_ON)
 async def test_a_form_of_answers_is_passed_on_in_the_servers_own_field_or_refused_by_name(
-    start_server: Callable[..., Awaitable[Server]],
-    folder: Path,
-    client_of: Callable[..., ExternalEngineClient],
-    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-    tool_card: ToolCard,
-    kind: Any,
+    start_server: StartServer, folder: Path, client_of: ClientOf, start_over: StartOver, tool_card: ToolCard, kind: Any
 ) -> None:
     card = tool_card("hermes")
     (folder / "tokenizer.json").write_text(card.tokenizer_json)
@@ -516,12 +486,7 @@ async def test_a_form_of_answers_is_passed_on_in_the_servers_own_field_or_refuse
 
 @pytest.mark.parametrize("kind", ["vllm", "generic", "llama.cpp"])
 async def test_calls_that_a_special_token_marks_are_told_where_a_server_tells_ids_and_else_refused(
-    start_server: Callable[..., Awaitable[Server]],
-    folder: Path,
-    client_of: Callable[..., ExternalEngineClient],
-    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-    tool_card: ToolCard,
-    kind: str,
+    start_server: StartServer, folder: Path, client_of: ClientOf, start_over: StartOver, tool_card: ToolCard, kind: str
 ) -> None:
     card = tool_card("mistral", special=["[TOOL_CALLS]"])
     (folder / "tokenizer.json").write_text(card.tokenizer_json)
@@ -542,9 +507,7 @@ async def test_calls_that_a_special_token_marks_are_told_where_a_server_tells_id
 
 
 async def test_logprobs_come_with_the_bytes_of_the_tokens(
-    start_server: Callable[..., Awaitable[Server]],
-    client_of: Callable[..., ExternalEngineClient],
-    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+    start_server: StartServer, client_of: ClientOf, start_over: StartOver
 ) -> None:
     server = await start_server()
     async with start_over(client_of(server)) as gateway:
@@ -558,10 +521,7 @@ async def test_logprobs_come_with_the_bytes_of_the_tokens(
 
 @pytest.mark.parametrize("kind", ["vllm", "llama.cpp"])
 async def test_a_client_that_leaves_ends_the_request_at_the_server_at_once(
-    start_server: Callable[..., Awaitable[Server]],
-    client_of: Callable[..., ExternalEngineClient],
-    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-    kind: str,
+    start_server: StartServer, client_of: ClientOf, start_over: StartOver, kind: str
 ) -> None:
     server = await start_server(kind)
     server.token_s = 0.01
@@ -595,9 +555,7 @@ async def used(gateway: RunningGateway, quota_id: str) -> Any:
 
 
 async def test_all_of_the_output_is_reserved_before_the_server_is_asked_and_what_it_reports_is_settled(
-    start_server: Callable[..., Awaitable[Server]],
-    client_of: Callable[..., ExternalEngineClient],
-    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+    start_server: StartServer, client_of: ClientOf, start_over: StartOver
 ) -> None:
     server = await start_server()
     server.stop_at, server.token_s = 23, 0.005
@@ -612,9 +570,7 @@ async def test_all_of_the_output_is_reserved_before_the_server_is_asked_and_what
 
 
 async def test_a_limit_that_has_not_so_much_left_shortens_the_answer_or_refuses_it(
-    start_server: Callable[..., Awaitable[Server]],
-    client_of: Callable[..., ExternalEngineClient],
-    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+    start_server: StartServer, client_of: ClientOf, start_over: StartOver
 ) -> None:
     server = await start_server()
     async with start_over(client_of(server), stores_usage=True) as gateway:
@@ -630,10 +586,7 @@ async def test_a_limit_that_has_not_so_much_left_shortens_the_answer_or_refuses_
 
 
 async def test_a_server_that_is_not_there_is_503_until_it_comes(
-    start_server: Callable[..., Awaitable[Server]],
-    client_of: Callable[..., ExternalEngineClient],
-    start_gateway: StartGateway,
-    until: Until,
+    start_server: StartServer, client_of: ClientOf, start_gateway: StartGateway, until: Until
 ) -> None:
     server = await start_server()
     engine = client_of(server)
@@ -654,9 +607,7 @@ async def test_a_server_that_is_not_there_is_503_until_it_comes(
 
 
 async def test_a_server_that_is_killed_in_the_middle_ends_the_stream_with_an_error(
-    start_server: Callable[..., Awaitable[Server]],
-    client_of: Callable[..., ExternalEngineClient],
-    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+    start_server: StartServer, client_of: ClientOf, start_over: StartOver
 ) -> None:
     server = await start_server()
     server.dies_at = 10
@@ -672,11 +623,7 @@ async def test_a_server_that_is_killed_in_the_middle_ends_the_stream_with_an_err
 
 @pytest.mark.parametrize("kind", ["vllm", "llama.cpp", "generic"])
 async def test_a_lost_server_s_answer_goes_on_at_another_one(
-    start_server: Callable[..., Awaitable[Server]],
-    client_of: Callable[..., ExternalEngineClient],
-    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-    until: Until,
-    kind: str,
+    start_server: StartServer, client_of: ClientOf, start_over: StartOver, until: Until, kind: str
 ) -> None:
     servers = [await start_server(kind), await start_server(kind)]
     engines = [client_of(server, "&context=512") for server in servers]
@@ -710,11 +657,7 @@ async def watch_first(*servers: Any) -> None:
 
 @pytest.mark.parametrize("lost", ["ours", "theirs"])
 async def test_one_of_ours_and_one_of_theirs_take_over_from_each_other(
-    start_server: Callable[..., Awaitable[Server]],
-    client_of: Callable[..., ExternalEngineClient],
-    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-    new_card: NewCard,
-    lost: str,
+    start_server: StartServer, client_of: ClientOf, start_over: StartOver, new_card: NewCard, lost: str
 ) -> None:
     server = await start_server()
     ours = FakeEngineClient(new_card())
@@ -789,10 +732,7 @@ ERRORS = [
 
 
 async def test_a_server_s_errors_and_nonsense_have_stable_codes_and_cost_nothing(
-    start_server: Callable[..., Awaitable[Server]],
-    client_of: Callable[..., ExternalEngineClient],
-    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-    until: Until,
+    start_server: StartServer, client_of: ClientOf, start_over: StartOver, until: Until
 ) -> None:
     server = await start_server()
     engine = client_of(server)
@@ -812,10 +752,7 @@ async def test_a_server_s_errors_and_nonsense_have_stable_codes_and_cost_nothing
 
 
 async def test_its_load_is_seen_and_routes_around_it(
-    start_server: Callable[..., Awaitable[Server]],
-    client_of: Callable[..., ExternalEngineClient],
-    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-    until: Until,
+    start_server: StartServer, client_of: ClientOf, start_over: StartOver, until: Until
 ) -> None:
     busy, idle = await start_server(), await start_server()
     busy.running, busy.waiting = 30, 12
@@ -835,10 +772,7 @@ async def test_its_load_is_seen_and_routes_around_it(
 
 
 async def test_llama_cpp_without_metrics_tells_its_load_by_its_slots(
-    start_server: Callable[..., Awaitable[Server]],
-    client_of: Callable[..., ExternalEngineClient],
-    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-    until: Until,
+    start_server: StartServer, client_of: ClientOf, start_over: StartOver, until: Until
 ) -> None:
     server = await start_server("llama.cpp")
     server.running = 3
@@ -851,9 +785,7 @@ async def test_llama_cpp_without_metrics_tells_its_load_by_its_slots(
 
 
 async def test_text_that_a_server_holds_back_is_counted_and_goes_on(
-    start_server: Callable[..., Awaitable[Server]],
-    client_of: Callable[..., ExternalEngineClient],
-    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+    start_server: StartServer, client_of: ClientOf, start_over: StartOver
 ) -> None:
     server = await start_server("llama.cpp")
     server.text = "naïve 日本語 🙂 " * 20
@@ -877,8 +809,8 @@ async def test_text_that_a_server_holds_back_is_counted_and_goes_on(
     ],
 )
 async def test_an_answer_of_which_only_the_end_was_lost_is_ended_without_asking(
-    start_server: Callable[..., Awaitable[Server]],
-    client_of: Callable[..., ExternalEngineClient],
+    start_server: StartServer,
+    client_of: ClientOf,
     until: Until,
     resumed: Any,
     stop: tuple[Any, ...] | tuple[str, ...],
@@ -900,9 +832,7 @@ async def test_an_answer_of_which_only_the_end_was_lost_is_ended_without_asking(
 
 
 async def test_an_answer_that_is_whole_is_no_failure_although_the_connection_breaks(
-    start_server: Callable[..., Awaitable[Server]],
-    client_of: Callable[..., ExternalEngineClient],
-    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+    start_server: StartServer, client_of: ClientOf, start_over: StartOver
 ) -> None:
     server = await start_server()
     server.dies_at = 40  # before the last usage
@@ -913,7 +843,7 @@ async def test_an_answer_that_is_whole_is_no_failure_although_the_connection_bre
 
 
 async def test_a_server_that_cannot_prove_what_it_has_done_never_does(
-    start_server: Callable[..., Awaitable[Server]], client_of: Callable[..., ExternalEngineClient], until: Until
+    start_server: StartServer, client_of: ClientOf, until: Until
 ) -> None:
     engine = client_of(await start_server())
     async with Replicas([engine]) as replicas:
@@ -923,7 +853,7 @@ async def test_a_server_that_cannot_prove_what_it_has_done_never_does(
 
 
 async def test_a_server_with_another_model_says_so(
-    start_server: Callable[..., Awaitable[Server]], client_of: Callable[..., ExternalEngineClient], until: Until
+    start_server: StartServer, client_of: ClientOf, until: Until
 ) -> None:
     server = await start_server("generic")
     engine = client_of(server)
@@ -933,10 +863,7 @@ async def test_a_server_with_another_model_says_so(
 
 
 async def test_a_server_that_falls_silent_loses_its_streams_and_gets_no_new_ones(
-    start_server: Callable[..., Awaitable[Server]],
-    client_of: Callable[..., ExternalEngineClient],
-    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-    until: Until,
+    start_server: StartServer, client_of: ClientOf, start_over: StartOver, until: Until
 ) -> None:
     server = await start_server()
     server.token_s = 0.01
@@ -956,10 +883,7 @@ async def test_a_server_that_falls_silent_loses_its_streams_and_gets_no_new_ones
 
 
 async def test_a_server_that_takes_no_new_requests_may_finish_those_that_it_has(
-    start_server: Callable[..., Awaitable[Server]],
-    client_of: Callable[..., ExternalEngineClient],
-    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-    until: Until,
+    start_server: StartServer, client_of: ClientOf, start_over: StartOver, until: Until
 ) -> None:
     server = await start_server()
     server.token_s = 0.01
@@ -981,10 +905,7 @@ def test_a_gateway_whose_engine_lacks_a_tokenizer_does_not_start_and_says_why(tm
 
 
 async def test_a_long_queue_there_is_a_long_wait_here_and_too_long_a_one_is_refused_early(
-    start_server: Callable[..., Awaitable[Server]],
-    client_of: Callable[..., ExternalEngineClient],
-    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-    until: Until,
+    start_server: StartServer, client_of: ClientOf, start_over: StartOver, until: Until
 ) -> None:
     server = await start_server()
     engine = client_of(server)

@@ -19,7 +19,7 @@ from moiety_platform.inference.prompt_images import data_url_as_json
 from moiety_text.guarded import GUARD
 from moiety_wire.messages import ModelCard
 
-from .conftest import ToolCard
+from .conftest import ToolCard, write_tokenizer
 from .test_external_engines import MODEL, client_of, start_over, start_server  # noqa: F401  fixtures
 from .test_image_links import file_server, sends
 from .test_images import (
@@ -54,9 +54,7 @@ def folder(tmp_path: Path, tool_card: ToolCard) -> Path:
     card = tool_card("hermes")
     path = tmp_path / "checkpoint"
     path.mkdir()
-    (path / "tokenizer.json").write_text(card.tokenizer_json)
-    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
-    (path / "chat_template.jinja").write_text(card.chat_template)
+    write_tokenizer(path, card)
     return path
 
 

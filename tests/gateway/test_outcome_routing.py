@@ -4,10 +4,8 @@ over what they refuse. External engines are played by small servers on the loopb
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ from moiety_wire.messages import Failed, FailureCode, ModelCard, Submit
 from moiety_wire.roles import EngineRole
 
 from .closing_server import ClosingServer
-from .conftest import NewCard, RunningGateway, StartGateway, Until
+from .conftest import NewCard, RunningGateway, StartGateway, StartOver, Until, write_tokenizer
 
 MODEL = "tiny"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -98,8 +96,12 @@ class Upstream:
             return
 
 
+StartUpstream = Callable[[], Awaitable[Upstream]]
+ClientOf = Callable[..., ExternalEngineClient]
+
+
 @pytest.fixture
-async def start_upstream() -> AsyncIterator[Callable[[], Awaitable[Upstream]]]:
+async def start_upstream() -> AsyncIterator[StartUpstream]:
     """`await start_upstream()`: a server that listens."""
     started = []
 
@@ -115,30 +117,15 @@ async def start_upstream() -> AsyncIterator[Callable[[], Awaitable[Upstream]]]:
 
 
 @pytest.fixture
-def client_of(tmp_path: Path, card: ModelCard) -> Callable[..., ExternalEngineClient]:
+def client_of(tmp_path: Path, card: ModelCard) -> ClientOf:
     """The client of an upstream."""
-    (tmp_path / "tokenizer.json").write_text(card.tokenizer_json)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
-    (tmp_path / "chat_template.jinja").write_text(card.chat_template)
+    write_tokenizer(tmp_path, card)
 
     def make(upstream: Upstream, heartbeat: Heartbeat = BEATS, clock: Clock | None = None) -> ExternalEngineClient:
         at = f"openai+http://127.0.0.1:{upstream.port}/v1?model={MODEL}&kind=generic&tokenizer={tmp_path}&context=512"
         return ExternalEngineClient(ExternalAddress.parse(at), clock or SystemClock(), None, heartbeat)
 
     return make
-
-
-@pytest.fixture
-def start_over(start_gateway: StartGateway, until: Until) -> Callable[..., AbstractAsyncContextManager[RunningGateway]]:
-    """`async with start_over(engines, **settings) as gateway`: once all are connected."""
-
-    @contextlib.asynccontextmanager
-    async def start(*engines: Any, **settings: Any) -> AsyncIterator[RunningGateway]:
-        async with start_gateway(list(engines), **settings) as gateway:
-            await until(lambda: all(engine.state.healthy for engine in engines))
-            yield gateway
-
-    return start
 
 
 async def ask_many(gateway: RunningGateway, number: int = NUM_REQUESTS) -> list[str | int]:
@@ -171,10 +158,7 @@ BAD: dict[str, Any] = {
 
 @pytest.mark.parametrize("bad", BAD)
 async def test_a_bad_replica_is_asked_once_and_then_by_one_trial_after_each_backoff(
-    start_upstream: Callable[[], Awaitable[Upstream]],
-    client_of: Callable[..., ExternalEngineClient],
-    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-    bad: Any,
+    start_upstream: StartUpstream, client_of: ClientOf, start_over: StartOver, bad: Any
 ) -> None:
     first, second = await start_upstream(), await start_upstream()
     first.answer = BAD[bad]
@@ -197,9 +181,7 @@ async def test_a_bad_replica_is_asked_once_and_then_by_one_trial_after_each_back
 
 
 async def test_a_replica_that_is_gone_is_asked_once(
-    start_upstream: Callable[[], Awaitable[Upstream]],
-    client_of: Callable[..., ExternalEngineClient],
-    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+    start_upstream: StartUpstream, client_of: ClientOf, start_over: StartOver
 ) -> None:
     """Its probe has not noticed yet."""
     first, second = await start_upstream(), await start_upstream()
@@ -260,9 +242,7 @@ async def test_of_engines_with_roles_those_that_fail_are_asked_less_as_well(
 
 
 async def test_where_all_replicas_fail_the_least_bad_is_tried(
-    start_upstream: Callable[[], Awaitable[Upstream]],
-    client_of: Callable[..., ExternalEngineClient],
-    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+    start_upstream: StartUpstream, client_of: ClientOf, start_over: StartOver
 ) -> None:
     upstreams = [await start_upstream(), await start_upstream()]
     for upstream in upstreams:
@@ -276,9 +256,7 @@ async def test_where_all_replicas_fail_the_least_bad_is_tried(
 
 
 async def test_where_each_replica_asks_to_be_left_alone_the_answer_is_503_with_the_shortest_wait(
-    start_upstream: Callable[[], Awaitable[Upstream]],
-    client_of: Callable[..., ExternalEngineClient],
-    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+    start_upstream: StartUpstream, client_of: ClientOf, start_over: StartOver
 ) -> None:
     upstreams, clock = [await start_upstream(), await start_upstream()], ManualClock()
     upstreams[0].answer, upstreams[1].answer = (status(503, f"Retry-After: {s}\r\n") for s in (40, 20))
@@ -298,9 +276,7 @@ async def test_where_each_replica_asks_to_be_left_alone_the_answer_is_503_with_t
 
 
 async def test_of_several_refusals_the_client_is_told_the_one_after_which_it_may_try_again(
-    start_upstream: Callable[[], Awaitable[Upstream]],
-    client_of: Callable[..., ExternalEngineClient],
-    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+    start_upstream: StartUpstream, client_of: ClientOf, start_over: StartOver
 ) -> None:
     upstreams = [await start_upstream(), await start_upstream()]
     upstreams[0].answer, upstreams[1].answer = status(401), status(503, "Retry-After: 9\r\n")
@@ -310,9 +286,7 @@ async def test_of_several_refusals_the_client_is_told_the_one_after_which_it_may
 
 
 async def test_what_a_client_did_wrong_opens_no_breaker_and_is_asked_of_one_replica(
-    start_upstream: Callable[[], Awaitable[Upstream]],
-    client_of: Callable[..., ExternalEngineClient],
-    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
+    start_upstream: StartUpstream, client_of: ClientOf, start_over: StartOver
 ) -> None:
     upstreams = [await start_upstream(), await start_upstream()]
     for upstream in upstreams:
@@ -324,10 +298,7 @@ async def test_what_a_client_did_wrong_opens_no_breaker_and_is_asked_of_one_repl
 
 
 async def test_one_stream_that_is_cut_does_not_lose_the_engine_for_others(
-    start_upstream: Callable[[], Awaitable[Upstream]],
-    client_of: Callable[..., ExternalEngineClient],
-    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-    until: Until,
+    start_upstream: StartUpstream, client_of: ClientOf, start_over: StartOver, until: Until
 ) -> None:
     upstream = await start_upstream()
     engine = client_of(upstream)
@@ -355,10 +326,7 @@ async def test_one_stream_that_is_cut_does_not_lose_the_engine_for_others(
 
 
 async def test_a_stream_that_flows_is_not_killed_by_probes_that_are_not_answered(
-    start_upstream: Callable[[], Awaitable[Upstream]],
-    client_of: Callable[..., ExternalEngineClient],
-    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-    until: Until,
+    start_upstream: StartUpstream, client_of: ClientOf, start_over: StartOver, until: Until
 ) -> None:
     upstream, clock = await start_upstream(), ManualClock()
     engine = client_of(upstream, Heartbeat(interval_s=0.01, timeout_s=0.02, silence_s=5), clock)
@@ -386,10 +354,7 @@ async def test_a_stream_that_flows_is_not_killed_by_probes_that_are_not_answered
 
 
 async def test_a_server_whose_streams_flow_is_there_although_its_list_of_models_fails(
-    start_upstream: Callable[[], Awaitable[Upstream]],
-    client_of: Callable[..., ExternalEngineClient],
-    start_over: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-    until: Until,
+    start_upstream: StartUpstream, client_of: ClientOf, start_over: StartOver, until: Until
 ) -> None:
     upstream, clock = await start_upstream(), ManualClock()
     engine = client_of(upstream, Heartbeat(interval_s=0.01, timeout_s=30, silence_s=5), clock)

@@ -188,11 +188,24 @@ def database_url(dialect: str, tmp_path: Path, request: pytest.FixtureRequest) -
     return url
 
 
-@pytest.fixture
-async def database(database_url: str) -> AsyncIterator[Database]:
-    opened = Database.open(database_url)
+@contextlib.asynccontextmanager
+async def opened_database(url: str) -> AsyncIterator[Database]:
+    opened = Database.open(url)
     yield opened
     await opened.close()
+
+
+@pytest.fixture
+async def database(database_url: str) -> AsyncIterator[Database]:
+    async with opened_database(database_url) as opened:
+        yield opened
+
+
+@pytest.fixture
+async def second(database_url: str) -> AsyncIterator[Database]:
+    """The same store as another gateway has it open."""
+    async with opened_database(database_url) as opened:
+        yield opened
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -44,14 +43,6 @@ async def used(database: Database) -> Database:
     async with database.write() as session:
         await insert_rows(session, rows)
     return database
-
-
-@pytest.fixture
-async def second(database_url: str) -> AsyncIterator[Database]:
-    """What another gateway has open."""
-    opened = Database.open(database_url)
-    yield opened
-    await opened.close()
 
 
 async def sum_up(database: Database, now: datetime = NOW) -> int:

@@ -28,6 +28,7 @@ from moiety_platform.files.store import begin_file, discard_upload, publish_file
 from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.retention.orphans import OrphanedObjects
 
+from .conftest import opened_database
 from .test_batch_store import OWNER
 from .test_retention import StoreClock, batch_of, file_of, lines_of
 
@@ -95,9 +96,8 @@ async def earlier(database_url: str) -> str:
 
 @pytest.fixture
 async def upgraded(earlier: str) -> AsyncIterator[Database]:
-    opened = Database.open(earlier)
-    yield opened
-    await opened.close()
+    async with opened_database(earlier) as opened:
+        yield opened
 
 
 async def test_contents_of_an_earlier_version_are_served_before_and_after_they_have_moved(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 import pytest
 from sqlalchemy import func, select
@@ -30,14 +30,6 @@ def new_keeper(time: DatabaseClock) -> NewKeeper:
         return IdempotencyKeys(database, KeyStore(now=time.now), limits)
 
     return make
-
-
-@pytest.fixture
-async def second(database_url: str) -> AsyncIterator[Database]:
-    """What another gateway has open."""
-    opened = Database.open(database_url)
-    yield opened
-    await opened.close()
 
 
 def asked(body: bytes = b"body", tenant_id: str = "ten_a") -> KeyBinding:

@@ -4,7 +4,6 @@ databases."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
@@ -32,14 +31,6 @@ from .conftest import PEPPER, CuttableStore, Demo, make_demo
 
 BODY = b'{"output":[%b]}'
 LIMITS = ConversationLimits(ttl_s=60, room=StorageRoom(10, 10_000), max_items=1000, max_bytes=10_000)
-
-
-@pytest.fixture
-async def second(database_url: str) -> AsyncIterator[Database]:
-    """What another gateway has open."""
-    opened = Database.open(database_url)
-    yield opened
-    await opened.close()
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ work."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -68,14 +67,6 @@ class StoreClock:
 @pytest.fixture
 def store_clock() -> StoreClock:
     return StoreClock()
-
-
-@pytest.fixture
-async def second(database_url: str) -> AsyncIterator[Database]:
-    """What another gateway has open."""
-    opened = Database.open(database_url)
-    yield opened
-    await opened.close()
 
 
 def upkeep_of(

@@ -21,6 +21,7 @@ from moiety_wire.messages import (
     Submit,
     ThoughtBudget,
 )
+from moiety_wire.shared_fields import copy_fields
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 4096
@@ -52,19 +53,11 @@ class ModelLimits:
 
     @classmethod
     def of(cls, card: ModelCard) -> ModelLimits:
-        return cls(
-            model=card.model,
-            max_context_tokens=card.max_context_tokens,
-            vocab_size=card.vocab_size,
-            max_num_logprobs=card.max_num_logprobs,
-            eos_token_ids=card.eos_token_ids,
+        return copy_fields(
+            card,
+            cls,
             makes_embeddings=card.embedding_width > 0 or bool(card.labels),
-            follows_grammars=card.follows_grammars,
-            hands_over=card.hands_over,
             takes_over=bool(card.kv_address),
-            speculative_prefill=card.speculative_prefill,
-            images=card.images,
-            generates=card.generates,
         )
 
 

@@ -11,6 +11,7 @@ import msgspec
 from moiety_platform.adapters.models import MAX_ADAPTER_NAME_LENGTH, Adapter
 from moiety_platform.openapi.schemas import shows
 from moiety_platform.prices.models import MAX_MODEL_LENGTH
+from moiety_wire.shared_fields import copy_fields
 
 NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_ADAPTER_NAME_LENGTH - 1}}}", re.ASCII)
 MAX_CONFIG_LENGTH = 10_000  # PEFT writes about one thousand
@@ -55,16 +56,10 @@ class AdapterView(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, adapter: Adapter) -> AdapterView:
-        return cls(
-            id=adapter.id,
-            tenant_id=adapter.tenant_id,
-            model=adapter.model,
-            name=adapter.name,
+        return copy_fields(
+            adapter,
+            cls,
             served_as=served_name(adapter.model, adapter.name),
-            state=adapter.state,
-            num_bytes=adapter.num_bytes,
-            digest=adapter.digest,
-            engine_adapter=adapter.engine_adapter,
             created_at=datetime.fromtimestamp(adapter.created_ms / 1000, UTC),
         )
 

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from moiety_platform.audit.models import AuditEntry
+from moiety_wire.shared_fields import copy_fields
 
 
 class AuditView(msgspec.Struct, frozen=True):
@@ -36,20 +37,10 @@ class AuditView(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, entry: AuditEntry) -> AuditView:
-        return cls(
-            seq=entry.seq,
+        return copy_fields(
+            entry,
+            cls,
             at=entry.at.isoformat(),
-            actor=entry.actor,
-            actor_role=entry.actor_role,
-            action=entry.action,
-            object_kind=entry.object_kind,
-            object_id=entry.object_id,
-            before=entry.before,
-            after=entry.after,
-            hash=entry.hash,
-            version=entry.version,
-            salt=entry.salt,
-            digest=entry.digest,
             erased_at=None if entry.erased_at is None else entry.erased_at.isoformat(),
         )
 

@@ -14,6 +14,7 @@ from moiety_platform.etags import Tagged
 from moiety_platform.openapi.schemas import shows
 from moiety_platform.tenants.checks import NAME
 from moiety_platform.tenants.models import ApiKey
+from moiety_wire.shared_fields import copy_fields
 
 AwareTime = Annotated[datetime, msgspec.Meta(tz=True)]
 
@@ -91,21 +92,7 @@ class KeyView(Tagged, frozen=True):
 
     @classmethod
     def of(cls, key: ApiKey, now: datetime) -> KeyView:
-        return cls(
-            id=key.id,
-            project_id=key.project_id,
-            role=key.role,
-            tenant_id=key.tenant_id,
-            name=key.name,
-            hint=key.hint,
-            scopes=list(key.scopes),
-            allowed_models=key.allowed_models,
-            status=_status(key, now),
-            created_at=key.created_at,
-            expires_at=key.expires_at,
-            revoked_at=key.revoked_at,
-            replaced_by=key.replaced_by,
-        )
+        return copy_fields(key, cls, scopes=list(key.scopes), status=_status(key, now))
 
 
 class KeyPage(msgspec.Struct, frozen=True):

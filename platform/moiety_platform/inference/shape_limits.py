@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moiety_platform.settings import GatewaySettings
+from moiety_wire.shared_fields import copy_fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,15 +22,7 @@ class ShapeLimits:
 
     @classmethod
     def of(cls, settings: GatewaySettings) -> ShapeLimits:
-        return cls(
-            max_messages=settings.max_messages,
-            max_choices=settings.max_choices,
-            max_stop_strings=settings.max_stop_strings,
-            max_stop_chars=settings.max_stop_chars,
-            max_tools=settings.max_tools,
-            max_tool_schema_bytes=settings.max_tool_schema_bytes,
-            max_grammar_bytes=settings.max_grammar_bytes,
-        )
+        return copy_fields(settings, cls)
 
 
 DEFAULT_SHAPE = ShapeLimits()

@@ -13,6 +13,7 @@ from moiety_platform.openapi.schemas import shows
 from moiety_platform.quota.bucket import Bucket
 from moiety_platform.quota.kinds import MAX_CAP, MAX_RATE, LimitKind, LimitLevel, Meter, window_end, window_start
 from moiety_platform.quota.models import Quota, QuotaRate, QuotaWindow
+from moiety_wire.shared_fields import copy_fields
 
 MAX_THRESHOLDS = 5
 
@@ -85,17 +86,15 @@ def rate_view(quota: Quota, rate: QuotaRate, now_ms: int) -> QuotaView:
 
 
 def _view(quota: Quota, used: int, reserved: int, start: datetime | None, resets_at: datetime | None) -> QuotaView:
-    return QuotaView(
-        id=quota.id,
-        level=quota.level,
-        scope_id=quota.scope_id,
-        kind=quota.kind,
-        cap=quota.cap,
+    return copy_fields(
+        quota,
+        QuotaView,
         used=used,
         reserved=reserved,
         window_start=start,
         resets_at=resets_at,
-        created_at=quota.created_at,
+        alert_at=(),
+        alerted=(),
     )
 
 

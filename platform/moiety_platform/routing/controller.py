@@ -16,6 +16,7 @@ from moiety_platform.routing.circuit_breaker import BreakerState, ReplicaBreaker
 from moiety_platform.routing.replicas import Replicas
 from moiety_wire.figures import ClassLoad, Load, SleepState, StepCosts
 from moiety_wire.roles import EngineRole
+from moiety_wire.shared_fields import copy_fields
 
 
 class CardView(msgspec.Struct, frozen=True):
@@ -51,7 +52,7 @@ class ClassLoadView(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, load: ClassLoad) -> ClassLoadView:
-        return cls(*(getattr(load, name) for name in cls.__struct_fields__))
+        return copy_fields(load, cls)
 
 
 class LoadView(msgspec.Struct, frozen=True):
@@ -147,8 +148,7 @@ class LoadView(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, load: Load) -> LoadView:
-        plain = {name: getattr(load, name) for name in cls.__struct_fields__ if name != "classes"}
-        return cls(**plain, classes=[ClassLoadView.of(one) for one in load.classes])
+        return copy_fields(load, cls, classes=[ClassLoadView.of(one) for one in load.classes])
 
 
 assert set(LoadView.__struct_fields__) == set(Load.__struct_fields__), "all that an engine says is shown"
@@ -220,13 +220,10 @@ async def _rest(replicas: Replicas, store: AuditedStore, engine_id: str, *, asle
 
 def _describe(state: EngineState, breakers: ReplicaBreakers) -> EngineView:
     card = state.card
-    return EngineView(
-        address=state.address,
-        healthy=state.healthy,
-        draining=state.draining,
-        reason=state.reason,
-        num_inflight=state.num_inflight,
+    return copy_fields(
+        state,
+        EngineView,
         circuit=breakers.state(state.address),
-        card=None if card is None else CardView(*(getattr(card, name) for name in CardView.__struct_fields__)),
+        card=None if card is None else copy_fields(card, CardView),
         load=None if state.load is None else LoadView.of(state.load),
     )

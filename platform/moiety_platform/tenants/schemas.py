@@ -13,6 +13,7 @@ from moiety_platform.openapi.schemas import shows
 from moiety_platform.tenants.checks import NAME, WEIGHT
 from moiety_platform.tenants.models import Project, SpeculativePrefillMode, Tenant, TenantStatus
 from moiety_wire.classes import STANDARD
+from moiety_wire.shared_fields import copy_fields
 
 STATUS = shows(enum=list(TenantStatus))
 SPECULATIVE_PREFILL = shows(enum=list(SpeculativePrefillMode))
@@ -57,7 +58,7 @@ class TenantView(Tagged, frozen=True):
 
     @classmethod
     def of(cls, tenant: Tenant) -> TenantView:
-        return cls(**{name: getattr(tenant, name) for name in cls.__struct_fields__})
+        return copy_fields(tenant, cls)
 
 
 class TenantPage(msgspec.Struct, frozen=True):
@@ -77,7 +78,7 @@ class ProjectView(Tagged, frozen=True):
 
     @classmethod
     def of(cls, project: Project) -> ProjectView:
-        return cls(project.id, project.tenant_id, project.name, project.created_at)
+        return copy_fields(project, cls)
 
 
 class ProjectPage(msgspec.Struct, frozen=True):

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from moiety_platform.trace_store.models import SpanRecord, TraceRecord
+from moiety_wire.shared_fields import copy_fields
 
 KINDS = ("unspecified", "internal", "server", "client", "producer", "consumer")
 STATUSES = ("unset", "ok", "error")
@@ -36,7 +37,7 @@ class TraceView(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, record: TraceRecord) -> TraceView:
-        return cls(**{name: getattr(record, name) for name in cls.__struct_fields__})
+        return copy_fields(record, cls)
 
 
 class TracePage(msgspec.Struct, frozen=True):
@@ -84,16 +85,11 @@ class SpanView(msgspec.Struct, frozen=True):
         def shown(attributes: dict[str, Any]) -> dict[str, Any]:
             return {name: value for name, value in attributes.items() if name not in hidden}
 
-        return cls(
-            span_id=record.span_id,
-            parent_id=record.parent_id,
-            name=record.name,
+        return copy_fields(
+            record,
+            cls,
             kind=_word(KINDS, record.kind),
-            service=record.service,
-            start_ns=record.start_ns,
-            end_ns=record.end_ns,
             status=_word(STATUSES, record.status),
-            status_message=record.status_message,
             attributes=shown(record.attributes),
             events=[EventView(one["name"], one["unix_ns"], shown(one["attributes"])) for one in record.events],
             links=[LinkView(**link) for link in record.links],

@@ -8,6 +8,7 @@ import msgspec
 
 from moiety_platform.usage.attribution import tags_of
 from moiety_platform.usage.models import UsageRecord
+from moiety_wire.shared_fields import copy_fields
 
 
 class UsageTotals(msgspec.Struct, frozen=True):
@@ -75,8 +76,7 @@ class RequestView(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, record: UsageRecord) -> RequestView:
-        values = {name: getattr(record, name) for name in cls.__struct_fields__}
-        return cls(**values | {"tags": tags_of(record.tags)})
+        return copy_fields(record, cls, tags=tags_of(record.tags))
 
 
 class RequestPage(msgspec.Struct, frozen=True):

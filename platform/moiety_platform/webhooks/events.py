@@ -11,6 +11,7 @@ import msgspec
 
 from moiety_platform.quota.kinds import LimitKind, window_end
 from moiety_platform.quota.models import QuotaAlert
+from moiety_wire.shared_fields import copy_fields
 
 SIGNATURE_HEADER = "Moiety-Signature"
 SECRET_PREFIX = "whsec_"
@@ -43,17 +44,10 @@ def body_of(alert: QuotaAlert) -> bytes:
     period = LimitKind(alert.kind).period
     assert period is not None, "alerts are of stocks, which have a period"
     return msgspec.json.encode(
-        ThresholdEvent(
-            id=alert.id,
+        copy_fields(
+            alert,
+            ThresholdEvent,
             type="quota.threshold",
-            at=alert.at,
-            tenant_id=alert.tenant_id,
-            level=alert.level,
-            scope_id=alert.scope_id,
-            quota_id=alert.quota_id,
-            kind=alert.kind,
-            cap=alert.cap,
-            used=alert.used,
             threshold=alert.percent,
             window_start=alert.start,
             window_end=window_end(period, alert.start),

@@ -9,6 +9,7 @@ import msgspec
 
 from moiety_platform.openapi.schemas import shows
 from moiety_platform.webhooks.models import MAX_URL_LENGTH, Webhook
+from moiety_wire.shared_fields import copy_fields
 
 
 class NewWebhook(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -35,16 +36,8 @@ class WebhookView(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, webhook: Webhook, pending: int, dead: int) -> WebhookView:
-        return cls(
-            id=webhook.id,
-            url=webhook.url,
-            created_at=webhook.created_at,
-            pending=pending,
-            dead=dead,
-            delivered_at=_moment(webhook.delivered_ms),
-            failed_at=_moment(webhook.failed_ms),
-            last_error=webhook.last_error,
-        )
+        delivered_at, failed_at = _moment(webhook.delivered_ms), _moment(webhook.failed_ms)
+        return copy_fields(webhook, cls, pending=pending, dead=dead, delivered_at=delivered_at, failed_at=failed_at)
 
 
 class WebhookViews(msgspec.Struct, frozen=True):

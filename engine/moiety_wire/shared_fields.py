@@ -1,0 +1,20 @@
+"""Copies of fields between types that name them alike."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import msgspec
+
+Target = TypeVar("Target")
+
+
+def copy_fields(source: object, target: type[Target], **others: Any) -> Target:
+    """Return a new `target`, a struct or a dataclass: the fields in `others`, and the rest from `source`.
+
+    Raises AttributeError where `source` has no attribute of a field's name.
+    """
+    kind: Any = target
+    names = kind.__struct_fields__ if issubclass(kind, msgspec.Struct) else [field.name for field in fields(kind)]
+    return target(**{name: getattr(source, name) for name in names if name not in others}, **others)
