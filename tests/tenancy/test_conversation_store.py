@@ -30,7 +30,7 @@ from moiety_platform.responses_api.storage_room import StorageRoom
 from moiety_platform.responses_api.store import ResponseStore
 from moiety_platform.tenant_deletion.service import TenantDeleter
 
-from .test_response_store import BODY, LIMITS, response_id, second, whose  # noqa: F401  fixtures
+from .test_response_store import BODY, LIMITS, response_id, whose  # noqa: F401  fixtures
 
 ROOM = replace(LIMITS, room=StorageRoom(100, 10**6), max_bytes=10**6)
 
