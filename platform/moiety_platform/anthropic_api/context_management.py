@@ -33,8 +33,8 @@ class KeptTurns(StrictBody):
     value: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
 
 
-class InputTokens(StrictBody):
-    """Number of tokens of a prompt."""
+class ClearedTokensMinimum(StrictBody):
+    """Number of tokens that an edit must clear to be made."""
 
     type: Literal["input_tokens"]
     value: Annotated[int, Field(ge=0, le=INT32_MAX)]
@@ -91,7 +91,7 @@ class ClearToolUsesEdit(RequestedEdit):
     type: Literal["clear_tool_uses_20250919"]
     trigger: EditTrigger | None = None
     keep: KeptToolUses | None = None
-    clear_at_least: InputTokens | None = None
+    clear_at_least: ClearedTokensMinimum | None = None
     exclude_tools: _ToolNames | None = None
     clear_tool_inputs: bool | _ToolNames | None = None
 
