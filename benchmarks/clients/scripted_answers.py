@@ -128,7 +128,9 @@ def offered_tools(prompt: str, submit: Submit) -> dict[str, Any]:
     """Return the schemas of the tools by name: those of the grammar, which a choice may narrow, else the prompt's."""
     grammar = _unreasoned(submit.grammar)
     if grammar is not None and grammar.kind is GrammarKind.CALLS:
-        return {tool.name: json.loads(tool.schema) for tool in _calls_grammar(grammar.text).tools}
+        return {
+            tool.name: json.loads(tool.preferred_schema or tool.schema) for tool in _calls_grammar(grammar.text).tools
+        }
     found = _TOOLS.search(prompt)
     tools = json.loads(found[1]) if found else []
     functions = [tool.get("function", tool) for tool in tools]

@@ -32,7 +32,8 @@ class GrammarSpec(msgspec.Struct, frozen=True, array_like=True):
 class ToolCallGrammar(msgspec.Struct, frozen=True, array_like=True):
     """Tool that may be called.
 
-    Its arguments conform to `schema`, a JSON schema as text. With an `input_grammar`, a grammar in Lark syntax, its
+    Its arguments conform to `schema`, a JSON schema as text. They conform to `preferred_schema` instead where the
+    engine supports it. With an `input_grammar`, a grammar in Lark syntax, its
     only argument is the string `input_name`, whose text follows the grammar as the format of calls writes it: escaped
     within the quotes of JSON, or as it is. With an `input_terminal`, the grammar has only terminals, and this one is
     the text.
@@ -43,6 +44,7 @@ class ToolCallGrammar(msgspec.Struct, frozen=True, array_like=True):
     input_name: str = ""
     input_grammar: str = ""
     input_terminal: str = ""
+    preferred_schema: str = ""  # best effort, of a tool that is not strict
 
 
 class ParameterTagsGrammar(msgspec.Struct, frozen=True, tag="tags"):

@@ -6,14 +6,18 @@ import json
 import random
 import re
 
+import msgspec
 import pytest
 from tests.tool_call_grammars import FORMATS, GrammarText, format_named, with_added_tokens
 
+from moiety_engine.scripted.text_model import END_ID
+from moiety_engine.structured_outputs.harmony import CONTROL_TOKENS
 from moiety_platform.inference.generation import Conversation, Generation
 from moiety_platform.inference.model_texts import ModelText
+from moiety_platform.inference.strict_tools import input_in_json, tool_grammars
 from moiety_text.tools.deltas import Call
 from moiety_text.tools.offer import Tool, ToolOffer
-from moiety_wire.grammars import GrammarSpec
+from moiety_wire.grammars import MAX_GRAMMAR_BYTES, GrammarKind, GrammarSpec, HarmonyGrammar
 from moiety_wire.messages import Sampling
 
 TOOLS = (Tool("look", "", {"type": "object"}), Tool("now", "", {"type": "object"}))
@@ -85,3 +89,55 @@ def test_a_free_answer_has_no_grammar_nor_one_that_goes_on_after_its_end(text: G
     for offer in (ToolOffer(TOOLS, must_call=True), ToolOffer(TOOLS, parallel=False)):
         assert grammar_of(text, "hermes", offer) is not None
         assert grammar_of(text, "hermes", offer, ignore_eos=True) is None
+
+
+COUNTED = {
+    "type": "object",
+    "properties": {"count": {"type": "integer", "minimum": 3, "maximum": 40}, "how": {"enum": ["wet", "dry"]}},
+    "required": ["count", "how"],
+    "additionalProperties": False,
+}
+UNSUPPORTED = {"type": "object", "properties": {"at": {"type": "string", "format": "color"}}, "required": ["at"]}
+BOTH = (Tool("count", "", COUNTED), Tool("paint", "", UNSUPPORTED))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_forced_call_follows_the_schema_of_a_tool_that_is_not_strict(text: GrammarText, name: str) -> None:
+    """A schema that is not supported beside it, of which any object is valid then, changes nothing for it."""
+    way, offer = format_named(name), ToolOffer(BOTH, must_call=True, parallel=False)
+    grammar, found = grammar_of(text, name, offer), set()
+    assert grammar is not None
+    for seed in range(NUM_DRAWN):
+        answer = text.walker.draw_answer(grammar, random.Random(seed), hurry_after=8)
+        if answer is not None:
+            (call, *_) = way.new_reader(offer, is_rest=False).read(text.decode(answer))
+            assert isinstance(call, Call), call
+            found.add(call.name)
+            if call.name == "count":
+                arguments = json.loads(call.arguments)
+                assert set(arguments) == {"count", "how"} and 3 <= arguments["count"] <= 40, arguments
+    assert "count" in found
+
+
+def test_a_forced_call_in_the_harmony_format_follows_the_schema_of_a_tool_that_is_not_strict() -> None:
+    text = GrammarText(with_added_tokens(special=True, contents=CONTROL_TOKENS))
+    control = {token: text.ids[token] for token in CONTROL_TOKENS}
+    for must_call, is_held in ((True, True), (False, False)):
+        tools = tool_grammars(ToolOffer(BOTH, must_call=must_call), input_in_json)
+        form = HarmonyGrammar(control, tools, None, must_call, banned_ids=[END_ID])
+        grammar = GrammarSpec(GrammarKind.HARMONY, msgspec.json.encode(form).decode())
+        for tool, body, is_valid in (
+            ("count", '{"count": 3, "how": "wet"}', True),
+            ("count", '{"count": 2, "how": "wet"}', not is_held),
+            ("paint", '{"any": 1}', True),
+        ):
+            ids = [control["<|channel|>"], *f"commentary to=functions.{tool}".encode(), control["<|message|>"]]
+            assert is_whole(text, grammar, [*ids, *body.encode(), control["<|call|>"]]) is is_valid
+
+
+def test_schemas_of_tools_that_are_not_strict_never_make_a_grammar_too_long(text: GrammarText) -> None:
+    long = {"type": "object", "properties": {f'"{i}': {"type": "string"} for i in range(1000)}}
+    offer = ToolOffer((*(Tool(f"f{i}", "", long) for i in range(20)), BOTH[0]), must_call=True)
+    grammar = grammar_of(text, "hermes with thoughts", offer)
+    assert grammar is not None and len(grammar.text.encode()) < MAX_GRAMMAR_BYTES
+    assert "maximum" in grammar.text, "the last one still fits"

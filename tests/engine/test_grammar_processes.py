@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from moiety_demo import checkpoint_path
 from moiety_engine.config import EngineConfig, GrammarLimits, Overlap
@@ -35,7 +36,7 @@ from moiety_text.folder import read_text_model
 from moiety_text.tokenizer import Tokenizer
 from moiety_wire.classes import STANDARD
 from moiety_wire.engine_choices import LoadFormat
-from moiety_wire.grammars import GrammarKind, GrammarSpec
+from moiety_wire.grammars import GrammarKind, GrammarSpec, ToolCallGrammar, ToolCallsGrammar
 from moiety_wire.messages import FailureCode, Sampling
 
 TEXT = read_text_model(checkpoint_path())
@@ -192,6 +193,66 @@ def test_a_grammar_that_takes_too_much_memory_is_ended_at_the_limit() -> None:
 def test_a_refusal_of_the_compiler_has_its_words(service: GrammarService) -> None:
     with pytest.raises(GrammarRefused, match="the group is not closed"):
         service.compile(GrammarSpec(GrammarKind.REGEX, "(a"))
+
+
+def forced(*preferred: dict[str, Any]) -> GrammarSpec:
+    """Grammar of a forced call of one of the tools `f0`, `f1` … with these preferred schemas."""
+    any_object = '{"type": "object"}'
+    tools = [ToolCallGrammar(f"f{i}", any_object, preferred_schema=json.dumps(one)) for i, one in enumerate(preferred)]
+    form = ToolCallsGrammar(tools, "<", "", " ", "", None, ">", {}, must_call=True, is_named=False, may_repeat=False)
+    return GrammarSpec(GrammarKind.CALLS, msgspec.json.encode(form).decode())
+
+
+def may_follow(handle: GrammarHandle, told: str, text: str) -> bool:
+    """Whether the answer can go on with this text after the one told."""
+    handle.take(TOKENIZER.encode(told))
+    token_id = TOKENIZER.encode(text)[0]
+    return bool(mask_of(handle)[token_id // 8] >> token_id % 8 & 1)
+
+
+NUMBERED = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+DATED = {"type": "object", "properties": {"b": {"type": "string", "format": "color"}}}
+COSTLY = {"type": "object", "properties": {"c": {"type": "string", "pattern": "x?" * 10_000}}, "required": ["c"]}
+COSTLY_TO_COMPILE = {"type": "object", "properties": {"c": {"pattern": "x?" * 30_000, "minLength": 5}}}
+
+
+def test_only_the_preferred_schemas_that_are_supported_are_followed_and_the_log_says_so_once(
+    service: GrammarService,
+) -> None:
+    grammar = forced(NUMBERED, DATED)
+    with capture_logs() as logged:
+        for told, text, is_right in (('f0 {"', "a", True), ('f0 {"', "z", False), ('f1 {"', "z", True)):
+            assert may_follow(opened(service, grammar), told, text) is is_right, told
+    assert [(one["event"], one["num_tools"]) for one in logged] == [("tool_schemas_not_enforced", 1)]
+
+
+def test_a_preferred_schema_that_takes_too_long_is_not_followed_and_not_tried_again(service: GrammarService) -> None:
+    grammar = forced(COSTLY_TO_COMPILE, NUMBERED)
+    assert may_follow(opened(service, grammar), 'f0 {"', "z")
+    used_s = service.compile_seconds_total
+    assert may_follow(opened(service, grammar), 'f1 {"', "z"), "any object is valid for all tools then"
+    assert service.compile_seconds_total == used_s and not service.refusal_of(grammar)
+
+
+def test_a_preferred_schema_that_crashes_its_process_is_not_followed_any_more(service: GrammarService) -> None:
+    grammar = forced(NUMBERED, {})
+    handle = opened(service, grammar)
+    for _ in range(2):
+        service.note_crash(handle.grammar.spec, "it crashed")
+    assert not service.refusal_of(grammar)
+    assert may_follow(opened(service, grammar), 'f0 {"', "z")
+
+
+def test_an_answer_goes_on_without_a_preferred_schema_that_is_too_costly_and_others_beside_it_as_before(
+    service: GrammarService,
+) -> None:
+    costly, beside = opened(service, forced(NUMBERED, COSTLY)), opened(service, forced(COSTLY))
+    assert not may_follow(costly, 'f1 {"', "z")
+    beside.take(TOKENIZER.encode("f0 {"))
+    before = mask_of(beside)
+    costly.take(TOKENIZER.encode('c": "'))
+    assert masks_of([costly, beside])[1] == before
+    assert costly.grammar.fallback is None and may_follow(costly, 'z", "', "z") and not costly.problem
 
 
 def test_the_template_has_one_thread_so_that_forking_is_safe(service: GrammarService) -> None:

@@ -13,6 +13,11 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.grammar import answer_of, grammar_of
 from moiety_engine.structured_outputs.grammar_tokenizer import GrammarTokenizer
+from moiety_engine.structured_outputs.preferred_schemas import (
+    prefer_schema_alone,
+    prefer_schemas,
+    tools_with_preference,
+)
 from moiety_engine.structured_outputs.refusals import explain_refusal
 from moiety_engine.structured_outputs.state import GrammarState
 from moiety_text.folder import read_text_model
@@ -54,7 +59,35 @@ class GrammarCompiler:
         return GrammarState(self.compile(spec))
 
     def compile(self, spec: GrammarSpec) -> LLMatcher:
-        """Compile a grammar and its first mask. Raises GrammarRefused."""
+        """Compile a grammar with its supported preferred schemas, and its first mask. Raises GrammarRefused."""
+        return self.compile_preferred(spec)[0]
+
+    def compile_preferred(self, spec: GrammarSpec) -> tuple[LLMatcher, GrammarSpec]:
+        """Compile a grammar with the preferred schemas that are supported, and return the grammar that has only those.
+
+        Raises GrammarRefused where the grammar is refused without preferred schemas too.
+        """
+        preferring = tools_with_preference(spec)
+        if not preferring:
+            return self._compile(spec), spec
+        whole = prefer_schemas(spec, preferring)
+        try:
+            return self._compile(whole), whole
+        except GrammarRefused:
+            supported = [i for i in preferring if len(preferring) > 1 and self._supports_alone(spec, i)]
+        if len(supported) == len(preferring):  # only together do they exceed a limit
+            supported = []
+        found = prefer_schemas(spec, supported)
+        return self._compile(found), found
+
+    def _supports_alone(self, spec: GrammarSpec, index: int) -> bool:
+        try:
+            self._compile(prefer_schema_alone(spec, index))
+        except GrammarRefused:
+            return False
+        return True
+
+    def _compile(self, spec: GrammarSpec) -> LLMatcher:
         if len(spec.text.encode()) > MAX_GRAMMAR_BYTES:
             raise GrammarRefused(f"the grammar has more than {MAX_GRAMMAR_BYTES:,} bytes; make it shorter")
         matcher = LLMatcher(self._tokenizer, grammar_of(spec), log_level=0, limits=_LIMITS)
@@ -62,6 +95,6 @@ class GrammarCompiler:
             matcher.compute_bitmask()  # now, not in a step: slow grammars show here, and later masks are faster
         if matcher.is_error():
             if (answer := answer_of(spec)) is not None:
-                self.compile(answer)  # refuses it by its own text, where that is the reason
+                self._compile(answer)  # refuses it by its own text, where that is the reason
             raise GrammarRefused(explain_refusal(spec.kind, spec.text, matcher.get_error()))
         return matcher

@@ -24,11 +24,15 @@ class TrialOrder(msgspec.Struct, frozen=True, tag="trial"):
 
 
 class TrialReport(msgspec.Struct, frozen=True, array_like=True):
-    """Result of a trial. `refusal`: the reason for the client; "" if the grammar compiles."""
+    """Result of a trial. `refusal`: the reason for the client; "" if the grammar compiles.
+
+    `spec` is the grammar to step: the ordered one, with the preferred schemas that are supported and no others.
+    """
 
     refusal: str
     cpu_s: float
     memory_bytes: int
+    spec: GrammarSpec
 
 
 class StepperOrder(msgspec.Struct, frozen=True, tag="stepper"):

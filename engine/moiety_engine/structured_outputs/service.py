@@ -24,6 +24,11 @@ from moiety_engine.limited_processes.processes import name_of
 from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.frames import TrialOrder, TrialReport
 from moiety_engine.structured_outputs.grammar_template import GrammarTemplate, send_role
+from moiety_engine.structured_outputs.preferred_schemas import (
+    num_unsupported,
+    prefer_schemas,
+    tools_with_preference,
+)
 from moiety_engine.structured_outputs.stepping import (
     MAX_KEPT,
     MAX_KEPT_BYTES,
@@ -59,6 +64,7 @@ class GrammarService:
         self._refusals: OrderedDict[bytes, str] = OrderedDict()  # by the grammar's hash
         self._accepted: OrderedDict[GrammarSpec, CheckedGrammar] = OrderedDict()
         self._crashes: OrderedDict[GrammarSpec, int] = OrderedDict()
+        self._chosen: OrderedDict[bytes, CheckedGrammar] = OrderedDict()  # for grammars with preferred schemas
         num_workers = max(1, min(MAX_WORKERS, (os.cpu_count() or 1) // 2))
         note_crash = _weak_method(self)
         self._workers = [SteppingWorker(self._template, limits, note_crash) for _ in range(num_workers)]
@@ -77,35 +83,38 @@ class GrammarService:
 
     def refusal_of(self, spec: GrammarSpec) -> str:
         """Return why this grammar was refused before; "" if it was not."""
-        return self._refusals.get(_digest(spec), "")
+        return self._refusals.get(_digest(self._stepped(spec)[0]), "")
 
     def open(self, spec: GrammarSpec) -> GrammarHandle | None:
         """Return a handle for one request; None if the grammar must be compiled first."""
+        spec, fallback = self._stepped(spec)
         with self._lock:
             grammar = self._accepted.get(spec)
             if grammar is None:
                 return None
             self._accepted.move_to_end(spec)
         worker = self._choose()
-        return worker.open(grammar) if worker.has(spec) else None
+        return worker.open(grammar._replace(fallback=fallback)) if worker.has(spec) else None
 
     def compile(self, spec: GrammarSpec) -> tuple[CheckedGrammar, SteppingWorker]:
         """Compile a grammar in a worker that can step it for later requests, and wait for it.
 
-        Raises GrammarRefused, WorkerFailed.
+        Preferred schemas that are not supported are left out. Raises GrammarRefused, WorkerFailed.
         """
+        spec, fallback = self._stepped(spec)
         if refusal := self.refusal_of(spec):
             raise GrammarRefused(refusal)
         with self._lock:
             grammar = self._accepted.get(spec)
         if grammar is None:
-            grammar = CheckedGrammar(spec, self._try(spec))
+            grammar = self._try_preferred(spec) if tools_with_preference(spec) else self._try(spec)
+            fallback = fallback or grammar.fallback
             with self._lock:
-                self._accepted[spec] = grammar
+                self._accepted[grammar.spec] = grammar._replace(fallback=None)  # strict tools share it
                 self._forget_oldest()
         worker = self._choose()
         self._count(worker.prepare(grammar))
-        return grammar, worker
+        return grammar._replace(fallback=fallback), worker
 
     def remember_refusal(self, spec: GrammarSpec, refusal: str) -> None:
         """Refuse the grammar from now on without compiling it."""
@@ -142,8 +151,42 @@ class GrammarService:
                 return worker
         return min(self._workers, key=lambda worker: worker.num_open)
 
-    def _try(self, spec: GrammarSpec) -> int:
-        """Compile in a trial process; return the bytes of memory that the grammar takes.
+    def _stepped(self, spec: GrammarSpec) -> tuple[GrammarSpec, GrammarSpec | None]:
+        """Return the grammar that is stepped for requests with `spec`, and its fallback.
+
+        They differ from `spec` where it has preferred schemas and has been compiled.
+        """
+        chosen = self._chosen.get(_digest(spec)) if self._chosen else None
+        if chosen is None:
+            return spec, None
+        if chosen.fallback is not None and _digest(chosen.spec) in self._refusals:
+            return chosen.fallback, None
+        return chosen.spec, chosen.fallback
+
+    def _try_preferred(self, spec: GrammarSpec) -> CheckedGrammar:
+        """Compile in a trial process, without preferred schemas if the trial does not end within its limits.
+
+        Raises GrammarRefused, WorkerFailed.
+        """
+        without = prefer_schemas(spec, ())
+        try:
+            grammar = chosen = self._try(spec)
+            if chosen.spec != without:
+                grammar = chosen = chosen._replace(fallback=without)
+        except GrammarRefused:
+            grammar, chosen = None, CheckedGrammar(without, 0)
+        if num := num_unsupported(spec, chosen.spec):
+            log.info("tool_schemas_not_enforced", num_tools=num, kind=str(spec.kind), bytes=len(spec.text))
+        with self._lock:
+            self._refusals.pop(_digest(spec), None)
+            self._chosen[_digest(spec)] = chosen
+            num_bytes = sum(len(one.spec.text) for one in self._chosen.values())
+            while len(self._chosen) > 1 and (len(self._chosen) > MAX_KEPT or num_bytes > MAX_KEPT_BYTES):
+                num_bytes -= len(self._chosen.popitem(last=False)[1].spec.text)
+        return self._try(without) if grammar is None else grammar
+
+    def _try(self, spec: GrammarSpec) -> CheckedGrammar:
+        """Compile in a trial process.
 
         Raises GrammarRefused, WorkerFailed.
         """
@@ -169,7 +212,7 @@ class GrammarService:
             if report.refusal:
                 self.remember_refusal(spec, report.refusal)
                 raise GrammarRefused(report.refusal)
-            return report.memory_bytes
+            return CheckedGrammar(report.spec, report.memory_bytes)
         raise GrammarRefused("the process that compiled the grammar was killed; send the request again")
 
     def _refuse(self, spec: GrammarSpec, end: ChildExit) -> GrammarRefused:

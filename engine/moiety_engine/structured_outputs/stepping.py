@@ -52,10 +52,11 @@ _ids = itertools.count(1)
 
 
 class CheckedGrammar(NamedTuple):
-    """A grammar that compiled within its limits."""
+    """A grammar that compiled within its limits. `fallback` replaces it in an answer that cannot continue with it."""
 
     spec: GrammarSpec
     memory_bytes: int
+    fallback: GrammarSpec | None = None  # the same without preferred schemas, which needs no more memory
 
 
 class GrammarHandle:
@@ -85,6 +86,14 @@ class GrammarHandle:
         """Set why the request cannot continue. The first reason is kept."""
         if not self.problem:
             self.problem, self.code = problem, code
+
+    def fall_back_or_fail(self, problem: str) -> None:
+        """Continue with the grammar's fallback, in a new state; where there is none, fail."""
+        fallback = self.grammar.fallback
+        if fallback is None:
+            self.fail(problem)
+        else:
+            self.grammar, self.num_deaths = CheckedGrammar(fallback, self.grammar.memory_bytes), 0.0
 
 
 class _Kept(NamedTuple):
@@ -200,10 +209,10 @@ class SteppingWorker:
                 if num_unexplained >= MAX_UNEXPLAINED:
                     self._give_up(live, "they end unexpectedly")
                 continue
-            for index, problem in report.problems:
-                live[index].fail(problem)
             for handle in live:
                 process.num_sent[handle.state_id] = handle.num_taken
+            if self._fail(process, [(live[index], problem) for index, problem in report.problems]):
+                continue
             masks = process.masks.rows(len(live))
             if len(live) == len(handles) and not report.problems:
                 return masks, range(len(handles))
@@ -218,6 +227,17 @@ class SteppingWorker:
             if self._process is not None:
                 self._process.close()
                 self._process = None
+
+    @staticmethod
+    def _fail(process: _Process, problems: Sequence[tuple[GrammarHandle, str]]) -> bool:
+        """Fail requests; return whether some of them continue with another grammar, in a new state."""
+        fallen_back = False
+        for handle, problem in problems:
+            handle.fall_back_or_fail(problem)
+            if not handle.problem:
+                fallen_back = True
+                del process.num_sent[handle.state_id]
+        return fallen_back
 
     def _running(self) -> _Process:
         with self._lock:
@@ -303,9 +323,9 @@ class SteppingWorker:
         for handle in suspects:
             handle.num_deaths += UNKNOWN_END if end is None else 1
             if end is not None and (is_proved or handle.num_deaths >= MAX_DEATHS):
-                handle.fail(str(self._guilty(handle.grammar.spec, end)))
+                handle.fall_back_or_fail(str(self._guilty(handle.grammar.spec, end)))
             elif handle.num_deaths >= MAX_DEATHS:
-                handle.fail(CRASHED.format(how="it ended repeatedly"))
+                handle.fall_back_or_fail(CRASHED.format(how="it ended repeatedly"))
         return bool(suspects)
 
     def _guilty(self, spec: GrammarSpec, end: ChildExit) -> GrammarRefused:

@@ -76,14 +76,14 @@ def _run_trial(link: socket.socket, compiler: GrammarCompiler, order: TrialOrder
     os.nice(TRIAL_NICENESS)
     limit_memory(order.memory_bytes)
     limit_time(order.cpu_s, order.wall_s)
-    begin_bytes, begin_s, refusal = resident_bytes(), time.process_time(), ""
+    begin_bytes, begin_s, refusal, spec = resident_bytes(), time.process_time(), "", order.spec
     try:
-        compiler.compile(order.spec)
+        _, spec = compiler.compile_preferred(spec)
     except GrammarRefused as exc:
         refusal = str(exc)
     used_s = time.process_time() - begin_s
     signal.setitimer(signal.ITIMER_PROF, 0)
-    send_frame(link, TrialReport(refusal, used_s, max(0, resident_bytes() - begin_bytes)))
+    send_frame(link, TrialReport(refusal, used_s, max(0, resident_bytes() - begin_bytes), spec))
 
 
 # ── stepping ──

@@ -1,4 +1,4 @@
-"""Grammar of answers with strict tools, whose calls follow their schemas."""
+"""Grammar of answers with calls that follow the schemas of their tools: of strict ones, and of all where forced."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from moiety_platform.inference.custom_tools import INPUT
 from moiety_text.tools.formats import NotedArguments, ToolFormat
 from moiety_text.tools.offer import INPUT_TERMINAL, Tool, ToolOffer
 from moiety_wire.grammars import (
+    MAX_GRAMMAR_BYTES,
     ArgumentNotation,
     CallIdGrammar,
     GrammarKind,
@@ -22,6 +23,7 @@ from moiety_wire.grammars import (
 )
 
 ANY_OBJECT: Mapping[str, str] = {"type": "object"}
+MAX_PREFERRED_BYTES = MAX_GRAMMAR_BYTES // 8  # of all schemas; escapes make a grammar up to four times longer
 
 
 def grammar_of_calls(
@@ -34,8 +36,7 @@ def grammar_of_calls(
     """Return the grammar for a model's tool call format.
 
     `special` are the markers that are added tokens, with their ids. `free_ids` are the added tokens that are allowed in
-    the text beside calls. Tools that are not strict accept any object. `answer` is the grammar of an answer without
-    calls.
+    the text beside calls. `answer` is the grammar of an answer without calls.
     """
     opener, call_id = way.opener, way.call_id
     name = offer.first_call
@@ -110,15 +111,37 @@ def written_input(tool: Tool, way: ToolFormat, special: Mapping[str, int]) -> Wr
 
 
 def tool_grammars(offer: ToolOffer, input_of: Callable[[Tool], WrittenInput]) -> list[ToolCallGrammar]:
-    """Return the callable tools with the schemas of their arguments. Tools that are not strict accept any object.
+    """Return the callable tools with the schemas of their arguments.
+
+    Tools that are not strict accept any object. Where a call is forced, engines prefer their schemas if they support
+    them, while all schemas have at most MAX_PREFERRED_BYTES.
 
     `input_of` returns the grammar of a custom tool's input in the model's format of tool calls.
     """
-    found = []
+    found: list[ToolCallGrammar] = []
     for tool in offer.tools:
         if tool.name in offer.names:
             schema = msgspec.json.encode(tool.parameters if tool.strict else ANY_OBJECT).decode()
             written = input_of(tool)
             inputs = (INPUT, written.grammar, written.terminal) if written.grammar else ("", "", "")
-            found.append(ToolCallGrammar(tool.name, schema, *inputs))
+            preferred = _preferred_schema(tool) if offer.must_call and not tool.strict and not written.grammar else ""
+            found.append(ToolCallGrammar(tool.name, schema, *inputs, preferred))
+    return _with_few_preferred(found)
+
+
+def _with_few_preferred(tools: Sequence[ToolCallGrammar]) -> list[ToolCallGrammar]:
+    """Return the tools without the preferred schemas that would make a grammar too long."""
+    num_bytes = sum(len(tool.schema.encode()) + len(tool.input_grammar.encode()) for tool in tools)
+    found = []
+    for tool in tools:
+        more_bytes = len(tool.preferred_schema.encode())
+        is_kept = num_bytes + more_bytes <= MAX_PREFERRED_BYTES
+        num_bytes += more_bytes if is_kept else 0
+        found.append(tool if is_kept else msgspec.structs.replace(tool, preferred_schema=""))
     return found
+
+
+def _preferred_schema(tool: Tool) -> str:
+    """Return the schema of objects that a tool's parameters describe; "" where any object is valid."""
+    schema = {**tool.parameters, "type": "object"}
+    return "" if schema == ANY_OBJECT else msgspec.json.encode(schema).decode()
