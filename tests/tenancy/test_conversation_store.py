@@ -57,7 +57,7 @@ async def count(database: Database, table: type) -> int:
 
 async def test_responses_and_additions_at_two_gateways_keep_their_items_together(
     database: Database,
-    second: Database,  # noqa: F811
+    second: Database,
     whose: Principal,  # noqa: F811
 ) -> None:
     gateways = [keepers_of(one) for one in (database, second)]
@@ -88,7 +88,7 @@ async def test_responses_and_additions_at_two_gateways_keep_their_items_together
 
 async def test_one_of_the_responses_at_two_gateways_locks_a_conversation_until_its_end_or_its_gateways(
     database: Database,
-    second: Database,  # noqa: F811
+    second: Database,
     whose: Principal,  # noqa: F811
     time: DatabaseClock,
 ) -> None:
