@@ -428,6 +428,7 @@ def test_an_index_whose_build_was_interrupted_is_built_again_by_the_next_upgrade
         holder.execute("SELECT pg_advisory_xact_lock(%s)", (concurrent_indexes._LOCK,))
         assert upgrade(url) == HEAD
         assert index_state(url) == [("ix_usage_end_user", False)]  # another process builds it
+        holder.rollback()  # a close alone does not wait until the server has released the lock
         holder.close()
     assert upgrade(url) == HEAD
     assert index_state(url) == [("ix_usage_end_user", True)]
