@@ -59,7 +59,9 @@ class HostileGateway:
             with_services(SimulationController, simulations=nothing, engines=nothing),
         ]
         router = admin_router(nothing, nothing, nothing, nothing, nothing, nothing, nothing, more=more)
-        document = make_document(Litestar([router], openapi_config=None), DocumentPart.ADMIN, GatewaySettings())
+        document = make_document(
+            Litestar([router], openapi_config=None, logging_config=None), DocumentPart.ADMIN, GatewaySettings()
+        )
         self._schemas: Mapping[str, Any] = document["components"]["schemas"]
         self._routes = [
             (method.upper(), re.compile(re.sub(r"\{\w+\}", "[^/]+", path)), operation)

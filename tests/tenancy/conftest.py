@@ -257,6 +257,7 @@ def app(database: Database, clock: ManualClock) -> Litestar:
     quotas = QuotaKeeper(database, LeaseStore("replica", 20.0), clock)
     return Litestar(
         [admin_router(database, authenticator, classes, prices, quotas, PEPPER, clock, more=[extra])],
+        logging_config=None,
         exception_handlers={PlatformError: answer_platform_error, HTTPException: answer_framework_error},
     )
 

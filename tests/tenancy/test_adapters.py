@@ -73,6 +73,7 @@ async def api(
     parts = (database, Authenticator(database, PEPPER, clock), classes, prices, quotas, PEPPER, clock)
     app = Litestar(
         [admin_router(*parts, more=[routes])],
+        logging_config=None,
         exception_handlers={PlatformError: answer_platform_error},
         openapi_config=None,
     )

@@ -106,6 +106,7 @@ async def admin(database: Database, clock: ManualClock, demo: Demo, keeper: Quot
     routes = with_services(WebhookController, reach=LOOPBACK)
     app = Litestar(
         [admin_router(database, authenticator, *caches, keeper, PEPPER, clock, more=[routes])],
+        logging_config=None,
         exception_handlers={PlatformError: answer_platform_error, HTTPException: answer_framework_error},
     )
     client = Admin(app, demo.admin_key)

@@ -108,6 +108,7 @@ async def gateway(issuer: Issuer, database: Database, clock: ManualClock) -> Asy
         authenticator = Authenticator(database, PEPPER, clock)
         app = Litestar(
             [admin_router(database, authenticator, *caches, quotas, PEPPER, clock, oidc=lambda: oidc)],
+            logging_config=None,
             exception_handlers={PlatformError: answer_platform_error, HTTPException: answer_framework_error},
         )
         transport = httpx.ASGITransport(app=app)

@@ -197,7 +197,7 @@ async def test_the_reconciliation_counts_what_is_set_aside_and_does_not_agree_th
     quotas = QuotaKeeper(database, LeaseStore("replica", 20.0), clock)
     authenticator = Authenticator(database, PEPPER, clock)
     router = admin_router(database, authenticator, classes, prices, quotas, PEPPER, clock, set_aside=aside)
-    admin = Admin(Litestar([router]), demo.admin_key)
+    admin = Admin(Litestar([router], logging_config=None), demo.admin_key)
     async with admin.http:
         found = await admin.call("GET", "usage/reconciliation", 200)
         assert found["agrees"]

@@ -78,7 +78,7 @@ async def api(
     routes = with_services(SimulationController, simulations=simulations, engines=lambda: engines)
     router = admin_router(database, Authenticator(database, PEPPER, clock), *parts, PEPPER, clock, more=[routes])
     handlers: Any = {PlatformError: answer_platform_error, HTTPException: answer_framework_error}
-    client = Admin(Litestar([router], exception_handlers=handlers), demo.admin_key)
+    client = Admin(Litestar([router], exception_handlers=handlers, logging_config=None), demo.admin_key)
     async with client.http:
         yield client
 

@@ -72,6 +72,7 @@ async def admin(
     deletion = with_services(TenantDeletionController, deletion=DeletionServices(objects))
     app = Litestar(
         [admin_router(database, authenticator, *caches, quotas, PEPPER, clock, more=[deletion])],
+        logging_config=None,
         exception_handlers={PlatformError: answer_platform_error, HTTPException: answer_framework_error},
     )
     client = Admin(app, demo.admin_key)
