@@ -84,7 +84,7 @@ class DecayLayer:
         assert max(end - begin for begin, end in pairwise(starts)) == rows.max_run
         assert starts[: rows.num_single + 1] == list(range(rows.num_single + 1))
         for run, (begin, end) in enumerate(pairwise(starts)):
-            slot, begins = int(rows.slots_R[run]), bool(rows.begins_R[run])
+            slot, begins = int(rows.slots_R[run]), not rows.has_state_R[run]
             state = torch.zeros_like(matrix[0]) if begins else matrix[slot].clone()
             before = torch.zeros_like(tail[0]) if begins else tail[slot].clone()
             for token in range(begin, end):

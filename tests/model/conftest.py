@@ -435,7 +435,7 @@ class Driver:
         return RecurrentRows(
             run_start_R1=torch.tensor(starts, dtype=torch.int32, device=device),
             slots_R=torch.tensor([one.state_slot for one in sequences], device=device),
-            begins_R=torch.tensor(begins, device=device),
+            has_state_R=torch.tensor([not one for one in begins], dtype=torch.int32, device=device),
             num_single=lengths.count(1),
             max_run=max(lengths),
         )

@@ -197,7 +197,7 @@ class Driver:
             states=RecurrentRows(
                 torch.tensor([0, count], dtype=torch.int32),
                 torch.tensor([0]),
-                torch.tensor([first == 0]),
+                torch.tensor([int(first > 0)], dtype=torch.int32),
                 num_single=int(count == 1),
                 max_run=count,
             ),

@@ -57,11 +57,16 @@ class RecurrentRows:
 
     run_start_R1: Tensor  # int32; run r has the tokens run_start[r] … run_start[r + 1] - 1
     slots_R: Tensor  # int64; all slots of a step are distinct
-    begins_R: Tensor  # bool; the run begins with the first token of its sequence
+    has_state_R: Tensor  # int32; 0 if the run begins with the first token of its sequence
     num_single: int  # runs 0 … num_single - 1 have exactly one token
     max_run: int  # Python int: tokens of the longest run
     recorded_rows_K: Tensor | None = None  # int64; tokens that may be replayed, for which inputs are recorded
     record_places_K: Tensor | None = None  # int64; where: slot · num_record_tokens + place
+
+    @property
+    def runs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Slots, whether they have a state, and starts of the runs, as the operations of recurrent layers take them."""
+        return self.slots_R, self.has_state_R, self.run_start_R1
 
 
 @dataclass(slots=True)

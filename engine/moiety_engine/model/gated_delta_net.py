@@ -56,9 +56,7 @@ class GatedDeltaNet:
         """Return out_TMV, the heads' outputs, and advance the states."""
         spec, weights = self._spec, self._weights
         matrices, tails = cache.parts
-        has_state_R = rows.begins_R.logical_not().int()
-        runs = rows.slots_R, has_state_R, rows.run_start_R1
-        mixed_TC = causal_conv(conv_TC, weights.conv_WC, None, tails, *runs, silu=True, max_query=rows.max_run)
+        mixed_TC = causal_conv(conv_TC, weights.conv_WC, None, tails, *rows.runs, silu=True, max_query=rows.max_run)
         log_decay_TM, strength_TM = delta_gates(gates_TG, weights.decay_M, weights.decay_bias_M)
         keys = spec.num_key_heads * spec.key_width
         q_TC, k_TC, v_TC = torch.split(mixed_TC, [keys, keys, spec.output_width], dim=1)
@@ -69,7 +67,7 @@ class GatedDeltaNet:
             log_decay_TM.unsqueeze(2),
             strength_TM,
             matrices,
-            *runs,
+            *rows.runs,
             num_decode=rows.num_single,
             max_query=rows.max_run,
         )

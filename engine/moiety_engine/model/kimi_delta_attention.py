@@ -38,11 +38,8 @@ class KimiDeltaAttention:
         assert batch.states is not None
         spec, weights, rows = self._spec, self._weights, batch.states
         matrices, tails = cache.parts
-        has_state_R = rows.begins_R.logical_not().int()
-        runs = rows.slots_R, has_state_R, rows.run_start_R1
-        mixed_TC = causal_conv(
-            self._linear(x_TD, weights.input_CD), weights.conv_WC, None, tails, *runs, silu=True, max_query=rows.max_run
-        )
+        input_TC = self._linear(x_TD, weights.input_CD)
+        mixed_TC = causal_conv(input_TC, weights.conv_WC, None, tails, *rows.runs, silu=True, max_query=rows.max_run)
         q_TMV, k_TMV, v_TMV = (
             part_TC.view(-1, spec.num_heads, spec.head_width) for part_TC in mixed_TC.chunk(3, dim=1)
         )
@@ -58,7 +55,7 @@ class KimiDeltaAttention:
             log_decay_TMV,
             strength_TM,
             matrices,
-            *runs,
+            *rows.runs,
             num_decode=rows.num_single,
             max_query=rows.max_run,
         )

@@ -48,9 +48,7 @@ class LightningAttention:
             v_TMV,
             self._log_decay_M.expand(len(x_TD), -1).contiguous(),
             matrices,
-            rows.slots_R,
-            rows.begins_R.logical_not().int(),
-            rows.run_start_R1,
+            *rows.runs,
             num_decode=rows.num_single,
             max_query=rows.max_run,
         )

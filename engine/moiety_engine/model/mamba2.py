@@ -38,14 +38,12 @@ class Mamba2:
         assert batch.states is not None
         spec, weights, rows = self._spec, self._weights, batch.states
         matrices, tails = cache.parts
-        has_state_R = rows.begins_R.logical_not().int()
-        runs = rows.slots_R, has_state_R, rows.run_start_R1
         input_TC = self._linear(x_TD, weights.input_CD, weights.input_bias_C)
         gate_TC, conv_TC, step_TM = torch.split(
             input_TC, [spec.output_width, spec.conv_channels, spec.num_heads], dim=1
         )
         mixed_TC = causal_conv(
-            conv_TC, weights.conv_WC, weights.conv_bias_C, tails, *runs, silu=True, max_query=rows.max_run
+            conv_TC, weights.conv_WC, weights.conv_bias_C, tails, *rows.runs, silu=True, max_query=rows.max_run
         )
         inputs_TC, write_TC, read_TC = torch.split(mixed_TC, list(spec.sections[1:4]), dim=1)
         inputs_TMV = inputs_TC.view(-1, spec.num_heads, spec.head_width)
@@ -56,7 +54,7 @@ class Mamba2:
             (inputs_TMV * step_TM.unsqueeze(2)).to(inputs_TMV.dtype),
             log_decay_TM,
             matrices,
-            *runs,
+            *rows.runs,
             num_decode=rows.num_single,
             max_query=rows.max_run,
         )

@@ -78,7 +78,7 @@ def features_of(spec: ModelSpec) -> ModelFeatures:
     return ModelFeatures(
         tensor_parallel=_divides(spec, Layout(tp=2)),
         expert_parallel=_divides(spec, Layout(dp=2, ep=2)),
-        pipeline_parallel=YES,
+        pipeline_parallel=_divides(spec, Layout(pp=2)),
         speculation=YES if can_undo_drafts(spec) else with_states,
         roles=with_states,
         lora="attention's output only" if spec.has_normed_experts and shares_rows else lora,

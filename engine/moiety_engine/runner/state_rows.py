@@ -103,7 +103,7 @@ class HostStates:
         return RecurrentRows(
             upload(self.run_start_R1),
             upload(self.slots_R),
-            upload(self.begins_R),
+            upload(np.logical_not(self.begins_R).astype(np.int32)),
             self.num_single,
             self.max_run,
             upload(self.recorded_rows_K) if records else None,
@@ -158,7 +158,7 @@ class StateCopier:
         rows = RecurrentRows(
             torch.tensor(starts, dtype=torch.int32, device=device),
             torch.tensor(slots, device=device),
-            torch.zeros(len(slots), dtype=torch.bool, device=device),
+            torch.ones(len(slots), dtype=torch.int32, device=device),
             counts.count(1),
             max(counts),
         )

@@ -28,13 +28,19 @@ _DRAWING = frozenset({
     "num_return_sequences", "remove_invalid_values", "repetition_penalty", "temperature", "top_k", "top_p",
     "typical_p"
 })  # fmt: skip
-# Keys that choose the precision or the blocks of a sum, for which this engine has a rule of its own.
-_PRECISION = frozenset({"enable_moe_fp32_combine", "mamba_chunk_size", "router_dtype"})
+# Keys that choose the precision of a sum, for which this engine has a rule of its own.
+_PRECISION = frozenset({"enable_moe_fp32_combine", "router_dtype"})
 # Sizes that a model may not use; errors in those that it uses show in the tensors' shapes.
 _SIZES = frozenset({
     "experts_per_token", "head_dim", "initial_context_length", "intermediate_size", "num_key_value_heads",
     "qk_head_dim", "vocab_size_per_layer_input"
 })  # fmt: skip
+# Keys of single families: the blocks in which the published code computes a recurrence, and what other keys state too.
+_OF_FAMILY: dict[str, frozenset[str]] = {
+    "bailing_hybrid": frozenset({"layer_group_size", "rope_theta", "short_conv_kernel_size"}),
+    "granitemoehybrid": frozenset({"mamba_chunk_size"}),
+    "minimax": frozenset({"block_size"}),
+}
 _HARMLESS = _GENERIC | _TRAINING | _DRAWING | _PRECISION | _SIZES
 _OF_WINDOWS = frozenset({"sliding_window", "max_window_layers", "layer_types"})
 _OF_LAYERS = frozenset({"max_window_layers", "sliding_window_pattern", "_sliding_window_pattern"})
@@ -72,7 +78,7 @@ def ignored_of(stated: Config, seen: set[str]) -> list[str]:
 
     Keys with empty values, and keys without effect on the model's computation, are left out.
     """
-    harmless = _HARMLESS
+    harmless = _HARMLESS | _OF_FAMILY.get(stated.get("model_type", ""), frozenset())
     if not stated.get("use_sliding_window", True):
         harmless |= _OF_WINDOWS
     if stated.get("layer_types") and "layer_types" in seen:

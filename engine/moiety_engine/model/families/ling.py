@@ -103,8 +103,6 @@ def _delta(config: Config) -> KimiDeltaSpec:
 
 def bailing_hybrid_features(config: Config) -> Features:
     """Return the prefixes of MTP layers, which decoding ignores."""
-    for repeated in ("layer_group_size", "rope_theta", "short_conv_kernel_size"):  # other keys state these too
-        config.get(repeated)
     last = config["num_hidden_layers"]
     return {"ignored_prefixes": tuple(f"model.layers.{last + index}." for index in range(config["num_mtp_layers"]))}
 

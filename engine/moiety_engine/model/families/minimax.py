@@ -24,7 +24,6 @@ _LIGHTNING_NORM_EPS = 1e-6  # independent of the other norms
 
 def minimax(config: Config, index: int) -> LayerSpec:
     """Return a layer with lightning or full attention, whose residual connections start after the norms."""
-    config.get("block_size")  # rows of a block of the published code's recurrence, which changes no result
     kinds = config.get("layer_types")
     kind = kinds[index] if kinds is not None else ("full_attention", "linear_attention")[index % 2]
     if kind not in ("full_attention", "linear_attention"):
