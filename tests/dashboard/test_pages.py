@@ -211,6 +211,17 @@ def look_at_the_trace_of_globex(browser: Browser) -> None:
     browser.see_in_table("first")  # still what was searched for
 
 
+def drain_and_wake_the_engine(browser: Browser) -> None:
+    browser.go("Engines")
+    browser.press("Drain")
+    browser.see("Are you sure?")
+    browser.page.get_by_role("dialog").get_by_role("button", name="Drain", exact=True).click()
+    browser.see_in_table("asleep")
+    browser.press("Wake")
+    browser.page.get_by_role("dialog").get_by_role("button", name="Wake").click()
+    browser.see_in_table("ready")
+
+
 @pytest.mark.slow
 @needs_browser
 def test_an_owner_makes_a_tenant_sends_requests_limits_it_and_finds_all_of_it_again(
@@ -285,14 +296,7 @@ def test_an_owner_makes_a_tenant_sends_requests_limits_it_and_finds_all_of_it_ag
         shown = browser.go(name)  # with something in it
         assert serve.admin_key.partition(".")[2] not in shown, name
         assert name == "Playground" or MARK not in shown, name
-    browser.go("Engines")
-    browser.press("Drain")
-    browser.see("Are you sure?")
-    page.get_by_role("dialog").get_by_role("button", name="Drain", exact=True).click()
-    browser.see_in_table("asleep")
-    browser.press("Wake")
-    page.get_by_role("dialog").get_by_role("button", name="Wake").click()
-    browser.see_in_table("ready")
+    drain_and_wake_the_engine(browser)
 
     browser.go("Overview")
     gateway = serve.part("gateway")

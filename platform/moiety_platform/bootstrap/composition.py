@@ -200,7 +200,7 @@ async def _open_services(
     authenticator = await stack.enter_async_context(Authenticator(keys, pepper, clock, turn=turn))
     classes, prices, adapters = ClassCache(database, clock), PriceCache(database, clock), AdapterCache(database, clock)
     oidc = await stack.enter_async_context(OidcAuthentication(settings, database, clock))
-    retention = await _start_retention(stack, settings, process_id, database, objects, metrics, overrides.now)
+    retention = await _start_retention(stack, live, settings, process_id, database, objects, metrics, overrides.now)
     reload_metrics = ReloadMetrics(metrics.registry)
     reloader = None if source.path is None else Reloader(source, live, reload_metrics, beside=key_files)
     administration = Administration(
@@ -221,12 +221,6 @@ async def _open_services(
     for follower in (telemetry, oidc, administration):
         follower.followed_by(live)
     live.follow(["metrics_tenants"], lambda wanted: metrics.tenants.use(wanted.metrics_tenants))
-    live.follow(
-        OF_RETENTION,
-        lambda wanted: retention.use(
-            retention_jobs_of(wanted, database, objects, overrides.now), wanted.retention_interval_s
-        ),
-    )
     services = Services(
         authenticator=authenticator,
         usage=usage,
@@ -311,6 +305,7 @@ def _open_objects(
 
 async def _start_retention(
     stack: AsyncExitStack,
+    live: LiveSettings[GatewaySettings],
     settings: GatewaySettings,
     process_id: str,
     database: Database,
@@ -318,11 +313,15 @@ async def _start_retention(
     metrics: Metrics,
     now: Now,
 ) -> RetentionService:
-    """Start the deletion of expired rows, until the stack is closed."""
+    """Start the deletion of expired rows, which follows the settings, until the stack is closed."""
     jobs = retention_jobs_of(settings, database, objects, now)
     interval_s = settings.retention_interval_s
     retention_metrics = RetentionMetrics(metrics.registry)
     retention = RetentionService(process_id, database, jobs, retention_metrics, interval_s=interval_s, now=now)
+    live.follow(
+        OF_RETENTION,
+        lambda wanted: retention.use(retention_jobs_of(wanted, database, objects, now), wanted.retention_interval_s),
+    )
     await retention.start()
     stack.push_async_callback(retention.stop)
     return retention
