@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import random
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 
 from moiety_platform.supervisor.errors import CannotListen
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 OPERATIONS_PORT = 8002  # default of the operations listener if the API does not listen on loopback
 PROBE_TIMEOUT_S = 2.0
+FIRST_PORT = 10_240  # of those that are chosen among
+MAX_PROBED_PORTS = 64
+EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+DEFAULT_FIRST_EPHEMERAL_PORT = 32_768
 MAX_PROBE_BYTES = 65536
 
 
 def claim_port(host: str, port: int, option: str) -> int:
     """Return the port after checking that it is free; port 0 becomes a free one.
 
-    Raises CannotListen, naming the option.
+    The server listens on it later, so a free one is not among the ports that the kernel meanwhile gives to whoever asks
+    for any. Raises CannotListen, naming the option.
     """
+    if port == 0:
+        return _claim_any(host, option)
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as exc:
@@ -36,6 +46,21 @@ def claim_port(host: str, port: int, option: str) -> int:
                 f"cannot listen on {host}:{port} ({exc.strerror}); choose another port with {option}"
             ) from exc
         return int(probe.getsockname()[1])
+
+
+def _claim_any(host: str, option: str) -> int:
+    for port in random.SystemRandom().sample(range(FIRST_PORT, _first_ephemeral_port()), MAX_PROBED_PORTS):
+        with contextlib.suppress(CannotListen):
+            return claim_port(host, port, option)
+    raise CannotListen(f"{MAX_PROBED_PORTS} ports of {host} are in use or not allowed; choose one with {option}")
+
+
+def _first_ephemeral_port() -> int:
+    """Return the lowest port that the kernel gives to a socket without one."""
+    try:
+        return max(FIRST_PORT + MAX_PROBED_PORTS, int(EPHEMERAL_PORTS.read_text().split()[0]))
+    except (OSError, ValueError, IndexError):  # not Linux
+        return DEFAULT_FIRST_EPHEMERAL_PORT
 
 
 def reachable_host(host: str) -> str:
