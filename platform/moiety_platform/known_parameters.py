@@ -1,7 +1,7 @@
 """Check the query string of every request against the parameters of its route.
 
 A filter that a client misspells must fail, since an ignored filter returns the rows of everybody. The check runs for
-each route of an application; a route declares its parameters by its handler's signature alone.
+each route of an application; a route declares its parameters by the signatures of its handler and of its dependencies.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from litestar.params import ParameterKwarg
 
 from moiety_platform.direct import DIRECT
 from moiety_platform.errors import BadRequest
+from moiety_platform.handler_parameters import parameters_of
 
 IGNORED = "ignored_query_parameters"  # key in a route's `opt`: names that clients send and that change nothing
 SENT_BY_ANTHROPIC_CLIENTS = frozenset({"beta"})  # their beta resources add ?beta=true to each path
@@ -27,7 +28,7 @@ def query_names(handler: BaseRouteHandler) -> frozenset[str]:
     """Return the names of a handler's query parameters, as clients write them."""
     return frozenset(
         field.kwarg_definition.name or name
-        for name, field in handler.parsed_fn_signature.parameters.items()
+        for name, field in parameters_of(handler).items()
         if isinstance(field.kwarg_definition, ParameterKwarg)
         and not field.is_di_field
         and name != "request"

@@ -6,6 +6,7 @@ Every route is behind the administrators' guard, and its store is restricted to 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Any
 
 import msgspec
@@ -30,6 +31,7 @@ from moiety_platform.classes.controller import ClassController
 from moiety_platform.clock import Clock
 from moiety_platform.controllers import UncopiedRouter
 from moiety_platform.db.failures import is_bad_value
+from moiety_platform.db.paging import parse_page
 from moiety_platform.db.session import Database
 from moiety_platform.declarative_config.controller import DeclarationController
 from moiety_platform.errors import BadRequest, Conflict
@@ -38,6 +40,7 @@ from moiety_platform.http_errors import answer_platform_error, answer_unexpected
 from moiety_platform.idempotency.controller import IdempotencyController
 from moiety_platform.json_depth import check_depth
 from moiety_platform.openapi.documents import ADMIN_KEY
+from moiety_platform.period import parse_period
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.prices.controller import PriceController
 from moiety_platform.quota.controller import QuotaController
@@ -87,6 +90,9 @@ def admin_router(
         who = caller(request)
         return AuditedStore(reach_of(who, database), who.actor, who.role, tenant_of, clock)
 
+    def now() -> datetime:
+        return clock.now()
+
     return UncopiedRouter(
         path=ADMIN_PATH,
         guards=[admin_guard(authenticator, oidc)],
@@ -104,7 +110,9 @@ def admin_router(
             "prices": Provide(lambda: prices, sync_to_thread=False),
             "quotas": Provide(lambda: quotas, sync_to_thread=False),
             "pepper": Provide(lambda: wrapped, sync_to_thread=False),
-            "clock": Provide(lambda: clock, sync_to_thread=False),
+            "now": Provide(now, sync_to_thread=False),
+            "page": Provide(parse_page, sync_to_thread=False),
+            "period": Provide(parse_period, sync_to_thread=False),
             "actions": Provide(lambda: ACTIONS, sync_to_thread=False),
             "set_aside": Provide(lambda: set_aside, sync_to_thread=False),
         },

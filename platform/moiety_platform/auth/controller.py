@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Annotated
 
 from litestar import Controller, Response, get, post
 from litestar.di import NamedDependency
-from litestar.params import FromPath, FromQuery, JSONBody, SkipValidation
+from litestar.params import FromPath, FromQuery, JSONBody
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.access.actions import needs
@@ -20,12 +21,12 @@ from moiety_platform.auth.keys import KeyText
 from moiety_platform.auth.pepper import Pepper
 from moiety_platform.auth.schemas import KeyPage, KeyView, MadeKey, NewKey, Rotation
 from moiety_platform.clock import Clock
-from moiety_platform.db.paging import Limit, parse_page
+from moiety_platform.db.paging import RequestedPage
 from moiety_platform.db.session import Database
 from moiety_platform.errors import BadRequest
 from moiety_platform.etags import Precondition, tagged
 from moiety_platform.openapi.described import fails
-from moiety_platform.query_parameters import Cursor, one_of
+from moiety_platform.query_parameters import one_of
 from moiety_platform.tenants.models import ApiKey
 
 OfRole = Annotated[str | None, one_of("Of administrators with this role only.", *Role)]
@@ -41,7 +42,6 @@ class KeyController(Controller):
     async def create_key(
         self,
         store: NamedDependency[AuditedStore],
-        clock: NamedDependency[SkipValidation[Clock]],
         pepper: NamedDependency[Pepper],
         caller: NamedDependency[Caller],
         data: JSONBody[NewKey],
@@ -50,40 +50,37 @@ class KeyController(Controller):
         if data.project_id is None:
             caller.require(WRITE_ADMIN_KEYS)
         async with store.write() as session:
-            made = await service.create_key(session, data, pepper.value, clock.now())
-        return _made(*made, clock)
+            made = await service.create_key(session, data, pepper.value, store.clock.now())
+        return _made(*made, store.clock)
 
     @get(opt=needs(KEYS.read) | fails(404))
     async def list_keys(
         self,
         database: NamedDependency[Database],
-        clock: NamedDependency[SkipValidation[Clock]],
-        limit: Limit = None,
-        cursor: Cursor = None,
+        now: NamedDependency[datetime],
+        page: RequestedPage,
         tenant_id: FromQuery[str | None] = None,
         project_id: FromQuery[str | None] = None,
         role: OfRole = None,
     ) -> KeyPage:
         """List keys, oldest first; of one tenant, project or role if given."""
-        page = parse_page(limit, cursor)
         async with database.read() as session:
             return await service.list_keys(
-                session, page, clock.now(), tenant_id=tenant_id, project_id=project_id, role=parse_role(role)
+                session, page, now, tenant_id=tenant_id, project_id=project_id, role=parse_role(role)
             )
 
     @get("/{key_id:str}", opt=needs(KEYS.read))
     async def get_key(
-        self, database: NamedDependency[Database], clock: NamedDependency[SkipValidation[Clock]], key_id: FromPath[str]
+        self, database: NamedDependency[Database], now: NamedDependency[datetime], key_id: FromPath[str]
     ) -> Response[KeyView]:
         """Return one key."""
         async with database.read() as session:
-            return tagged(KeyView.of(await service.get_key(session, key_id), clock.now()))
+            return tagged(KeyView.of(await service.get_key(session, key_id), now))
 
     @post("/{key_id:str}/revoke", status_code=200, opt=needs(KEYS.write) | fails(409))
     async def revoke_key(
         self,
         store: NamedDependency[AuditedStore],
-        clock: NamedDependency[SkipValidation[Clock]],
         authenticator: NamedDependency[Authenticator],
         caller: NamedDependency[Caller],
         precondition: NamedDependency[Precondition],
@@ -92,16 +89,15 @@ class KeyController(Controller):
         """Revoke a key, here at once and at every other gateway within seconds."""
         async with store.write() as session:
             await _check_may_change(session, caller, key_id)
-            precondition.check(KeyView.of(await service.get_key(session, key_id), clock.now()))
-            key = await service.revoke_key(session, key_id, clock.now())
+            precondition.check(KeyView.of(await service.get_key(session, key_id), store.clock.now()))
+            key = await service.revoke_key(session, key_id, store.clock.now())
         authenticator.forget(key.id)
-        return KeyView.of(key, clock.now())
+        return KeyView.of(key, store.clock.now())
 
     @post("/{key_id:str}/rotate", opt=needs(KEYS.write) | fails(409))
     async def rotate_key(
         self,
         store: NamedDependency[AuditedStore],
-        clock: NamedDependency[SkipValidation[Clock]],
         pepper: NamedDependency[Pepper],
         authenticator: NamedDependency[Authenticator],
         caller: NamedDependency[Caller],
@@ -113,10 +109,10 @@ class KeyController(Controller):
         grace_s = (data or Rotation()).grace_s
         async with store.write() as session:
             await _check_may_change(session, caller, key_id)
-            precondition.check(KeyView.of(await service.get_key(session, key_id), clock.now()))
-            made = await service.rotate_key(session, key_id, grace_s, pepper.value, clock.now())
+            precondition.check(KeyView.of(await service.get_key(session, key_id), store.clock.now()))
+            made = await service.rotate_key(session, key_id, grace_s, pepper.value, store.clock.now())
         authenticator.forget(key_id)
-        return _made(*made, clock)
+        return _made(*made, store.clock)
 
 
 def parse_role(text: str | None) -> Role | None:
@@ -136,5 +132,5 @@ async def _check_may_change(session: AsyncSession, caller: Caller, key_id: str) 
         caller.require(WRITE_ADMIN_KEYS)
 
 
-def _made(key: ApiKey, text: KeyText, clock: NamedDependency[SkipValidation[Clock]]) -> MadeKey:
+def _made(key: ApiKey, text: KeyText, clock: Clock) -> MadeKey:
     return MadeKey(key=KeyView.of(key, clock.now()), secret=text.text)

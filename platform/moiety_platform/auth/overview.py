@@ -14,7 +14,6 @@ from sqlalchemy import func, or_, select
 from moiety_platform.access.actions import AdminAction, needs
 from moiety_platform.access.caller import Caller
 from moiety_platform.access.views import READ_OVERVIEW
-from moiety_platform.clock import Clock
 from moiety_platform.db.session import Database
 from moiety_platform.tenants.models import ApiKey, Project, Tenant, TenantStatus
 from moiety_platform.usage.queries import UsageFilter, sum_usage
@@ -70,13 +69,8 @@ class OverviewController(Controller):
     tags = ("overview",)
 
     @get(opt=needs(READ_OVERVIEW))
-    async def get_overview(
-        self,
-        database: NamedDependency[Database],
-        clock: NamedDependency[SkipValidation[Clock]],
-    ) -> Overview:
+    async def get_overview(self, database: NamedDependency[Database], now: NamedDependency[datetime]) -> Overview:
         """Return the state of the deployment at a glance."""
-        now = clock.now()
         active = Tenant.status == TenantStatus.ACTIVE
         working = ApiKey.revoked_at.is_(None) & or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > now)
         counts = select(

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, TypeVar
 
+from litestar.di import NamedDependency
+from litestar.params import SkipValidation
 from sqlalchemy import Select, literal, tuple_
 from sqlalchemy.orm import InstrumentedAttribute
 
 from moiety_platform.errors import BadRequest
-from moiety_platform.query_parameters import parse_whole, whole
+from moiety_platform.query_parameters import Cursor, parse_whole, whole
 
 DEFAULT_LIMIT = 50
 MAX_LIMIT = 500
@@ -42,8 +44,14 @@ class PageRequest:
     after: Position | None = None
 
 
-def parse_page(limit: str | None, cursor: str | None) -> PageRequest:
-    """Return the page that a client's `limit` and `cursor` request. Raises BadRequest."""
+RequestedPage = NamedDependency[SkipValidation[PageRequest]]
+
+
+def parse_page(limit: Limit = None, cursor: Cursor = None) -> PageRequest:
+    """Return the page that a client's query parameters request. Raises BadRequest.
+
+    It provides the dependency `page` of the handlers that take a `RequestedPage`.
+    """
     wanted = DEFAULT_LIMIT if limit is None else parse_whole(limit, "limit")
     if not 1 <= wanted <= MAX_LIMIT:
         raise BadRequest(f"'limit' must be between 1 and {MAX_LIMIT}, not {wanted}.", param="limit")

@@ -15,6 +15,7 @@ from litestar.response import Response
 from litestar.typing import FieldDefinition
 
 from moiety_platform.etags import PRECONDITION, Tagged
+from moiety_platform.handler_parameters import parameters_of
 from moiety_platform.openapi import headers
 from moiety_platform.openapi.described import DESCRIPTION, JSON, Contents, Described
 from moiety_platform.openapi.schemas import Schemas
@@ -45,7 +46,7 @@ def operation_of(handler: HTTPRouteHandler, schemas: Schemas, responses: dict[st
     """Return the operation. Shared error answers are added to `responses`."""
     described: Described = handler.opt.get(DESCRIPTION) or Described()
     fields = handler.parsed_fn_signature.parameters
-    parameters = [*_parameters(fields, schemas), *_header_parameters(described, fields)]
+    parameters = [*_parameters(parameters_of(handler), schemas), *_header_parameters(described, fields)]
     body = _body(described, fields, schemas)
     security = handler.resolve_security()
     summary, detail = _words(handler)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Annotated
 
 from litestar import Controller, Response, delete, get, put
 from litestar.di import NamedDependency
-from litestar.params import FromPath, FromQuery, JSONBody, SkipValidation
+from litestar.params import FromPath, FromQuery, JSONBody
 
 from moiety_platform.access.actions import needs
 from moiety_platform.access.caller import Caller
 from moiety_platform.audit.trail import AuditedStore
-from moiety_platform.clock import Clock
-from moiety_platform.db.paging import Limit, parse_page
+from moiety_platform.db.paging import Limit, RequestedPage, parse_page
 from moiety_platform.db.session import Database
 from moiety_platform.errors import BadRequest
 from moiety_platform.etags import Precondition, tagged
 from moiety_platform.openapi.described import fails
-from moiety_platform.query_parameters import Cursor, one_of
+from moiety_platform.query_parameters import one_of
 from moiety_platform.quota import service
 from moiety_platform.quota.admin_resource import QUOTAS, WRITE_TENANT_QUOTAS
 from moiety_platform.quota.holdings import LeaseList, list_leases
@@ -39,7 +39,6 @@ class QuotaController(Controller):
     async def set_quota(
         self,
         store: NamedDependency[AuditedStore],
-        clock: NamedDependency[SkipValidation[Clock]],
         quotas: NamedDependency[QuotaKeeper],
         caller: NamedDependency[Caller],
         precondition: NamedDependency[Precondition],
@@ -48,8 +47,8 @@ class QuotaController(Controller):
         """Set a limit, or change its cap; it takes effect here at the next request, in others within seconds."""
         _check_may_change(caller, data.level)
         async with store.write() as session:
-            precondition.check(await service.find_quota(session, data, clock.now()))
-            view = await service.set_quota(session, data, clock.now())
+            precondition.check(await service.find_quota(session, data, store.clock.now()))
+            view = await service.set_quota(session, data, store.clock.now())
         quotas.forget(Scope(LimitLevel(view.level), view.scope_id))
         return tagged(view)
 
@@ -57,9 +56,8 @@ class QuotaController(Controller):
     async def list_quotas(
         self,
         database: NamedDependency[Database],
-        clock: NamedDependency[SkipValidation[Clock]],
-        limit: Limit = None,
-        cursor: Cursor = None,
+        now: NamedDependency[datetime],
+        page: RequestedPage,
         scope_id: FromQuery[str | None] = None,
         tenant_id: FromQuery[str | None] = None,
     ) -> QuotaPage:
@@ -67,9 +65,8 @@ class QuotaController(Controller):
 
         With `tenant_id`, those of a tenant and of its projects and keys.
         """
-        page = parse_page(limit, cursor)
         async with database.read() as session:
-            return await service.list_quotas(session, page, clock.now(), scope_id=scope_id, tenant_id=tenant_id)
+            return await service.list_quotas(session, page, now, scope_id=scope_id, tenant_id=tenant_id)
 
     @get("/leases", opt=needs(QUOTAS.read))
     async def list_leases(
@@ -86,18 +83,17 @@ class QuotaController(Controller):
     async def get_quota(
         self,
         database: NamedDependency[Database],
-        clock: NamedDependency[SkipValidation[Clock]],
+        now: NamedDependency[datetime],
         quota_id: FromPath[str],
     ) -> Response[QuotaView]:
         """Return one limit, and its use in the current window."""
         async with database.read() as session:
-            return tagged(await service.get_quota(session, quota_id, clock.now()))
+            return tagged(await service.get_quota(session, quota_id, now))
 
     @delete("/{quota_id:str}", status_code=200, opt=needs(QUOTAS.write))
     async def delete_quota(
         self,
         store: NamedDependency[AuditedStore],
-        clock: NamedDependency[SkipValidation[Clock]],
         quotas: NamedDependency[QuotaKeeper],
         caller: NamedDependency[Caller],
         precondition: NamedDependency[Precondition],
@@ -105,10 +101,10 @@ class QuotaController(Controller):
     ) -> QuotaView:
         """Delete a limit; returns its last state."""
         async with store.write() as session:
-            current = await service.get_quota(session, quota_id, clock.now())
+            current = await service.get_quota(session, quota_id, store.clock.now())
             _check_may_change(caller, LimitLevel(current.level))
             precondition.check(current)
-            view = await service.delete_quota(session, quota_id, clock.now())
+            view = await service.delete_quota(session, quota_id, store.clock.now())
         quotas.forget(Scope(LimitLevel(view.level), view.scope_id))
         return view
 

@@ -6,16 +6,14 @@ from typing import Annotated
 
 from litestar import Controller, Response, get, patch, post
 from litestar.di import NamedDependency
-from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter, SkipValidation
+from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
 
 from moiety_platform.access.actions import needs
 from moiety_platform.audit.trail import AuditedStore
-from moiety_platform.clock import Clock
-from moiety_platform.db.paging import Limit, parse_page
+from moiety_platform.db.paging import RequestedPage
 from moiety_platform.db.session import Database
 from moiety_platform.etags import Precondition, tagged
 from moiety_platform.openapi.described import fails
-from moiety_platform.query_parameters import Cursor
 from moiety_platform.tenants import service
 from moiety_platform.tenants.admin_resource import PROJECTS, TENANTS
 from moiety_platform.tenants.checks import NAME
@@ -41,27 +39,18 @@ class TenantController(Controller):
     tags = TENANTS.tags
 
     @post(opt=needs(TENANTS.write) | fails(409))
-    async def create_tenant(
-        self,
-        store: NamedDependency[AuditedStore],
-        clock: NamedDependency[SkipValidation[Clock]],
-        data: JSONBody[NewTenant],
-    ) -> TenantView:
+    async def create_tenant(self, store: NamedDependency[AuditedStore], data: JSONBody[NewTenant]) -> TenantView:
         """Create a tenant."""
         async with store.write() as session:
-            return TenantView.of(await service.create_tenant(session, data, clock.now()))
+            return TenantView.of(await service.create_tenant(session, data, store.clock.now()))
 
     @get(opt=needs(TENANTS.read))
     async def list_tenants(
-        self,
-        database: NamedDependency[Database],
-        limit: Limit = None,
-        cursor: Cursor = None,
-        name: Named = None,
+        self, database: NamedDependency[Database], page: RequestedPage, name: Named = None
     ) -> TenantPage:
         """List tenants, oldest first; with `name`, only the tenant of that name."""
         async with database.read() as session:
-            return await service.list_tenants(session, parse_page(limit, cursor), name=name)
+            return await service.list_tenants(session, page, name=name)
 
     @get("/{tenant_id:str}", opt=needs(TENANTS.read))
     async def get_tenant(self, database: NamedDependency[Database], tenant_id: FromPath[str]) -> Response[TenantView]:
@@ -90,28 +79,22 @@ class ProjectController(Controller):
     tags = PROJECTS.tags
 
     @post(opt=needs(PROJECTS.write) | fails(404, 409))
-    async def create_project(
-        self,
-        store: NamedDependency[AuditedStore],
-        clock: NamedDependency[SkipValidation[Clock]],
-        data: JSONBody[NewProject],
-    ) -> ProjectView:
+    async def create_project(self, store: NamedDependency[AuditedStore], data: JSONBody[NewProject]) -> ProjectView:
         """Create a project of a tenant."""
         async with store.write() as session:
-            return ProjectView.of(await service.create_project(session, data, clock.now()))
+            return ProjectView.of(await service.create_project(session, data, store.clock.now()))
 
     @get(opt=needs(PROJECTS.read) | fails(404))
     async def list_projects(
         self,
         database: NamedDependency[Database],
-        limit: Limit = None,
-        cursor: Cursor = None,
+        page: RequestedPage,
         tenant_id: FromQuery[str | None] = None,
         name: Named = None,
     ) -> ProjectPage:
         """List projects, oldest first; of one tenant if `tenant_id` is given."""
         async with database.read() as session:
-            return await service.list_projects(session, parse_page(limit, cursor), tenant_id=tenant_id, name=name)
+            return await service.list_projects(session, page, tenant_id=tenant_id, name=name)
 
     @get("/{project_id:str}", opt=needs(PROJECTS.read))
     async def get_project(

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Annotated
 
 from litestar import Controller, get
 from litestar.di import NamedDependency
-from litestar.params import FromPath, QueryParameter, SkipValidation
+from litestar.params import FromPath, QueryParameter
 
 from moiety_platform.access.actions import needs
 from moiety_platform.access.caller import Caller
 from moiety_platform.access.views import READ_TRACES
-from moiety_platform.clock import Clock
-from moiety_platform.db.paging import Limit, parse_page
+from moiety_platform.db.paging import RequestedPage
 from moiety_platform.db.session import Database
-from moiety_platform.errors import BadRequest
-from moiety_platform.query_parameters import Cursor, Filter, Since, Until, parse_moment, parse_text
-from moiety_platform.tenants.checks import check_moment
+from moiety_platform.period import RequestedPeriod
+from moiety_platform.query_parameters import Filter, parse_text
 from moiety_platform.trace_store.queries import (
-    DEFAULT_SPAN,
-    EARLIEST,
     TraceFilter,
     find_traces,
     parse_ms,
@@ -51,11 +46,8 @@ class TraceController(Controller):
     async def list_traces(
         self,
         traces: NamedDependency[Database],
-        clock: NamedDependency[SkipValidation[Clock]],
-        limit: Limit = None,
-        cursor: Cursor = None,
-        since: Since = None,
-        until: Until = None,
+        page: RequestedPage,
+        period: RequestedPeriod,
         tenant_id: Filter = None,
         service_class: Filter = None,
         outcome: Filter = None,
@@ -70,22 +62,18 @@ class TraceController(Controller):
         `reason` is the scheduler's reason, an error's code, or the reason why the trace was kept; durations are at
         least `min_ms` and below `max_ms`.
         """
-        page = parse_page(limit, cursor)
-        begin, end = parse_moment(since, "since"), parse_moment(until, "until")
-        before = check_moment(end, "until") if end is not None else clock.now() + timedelta(seconds=1)
-        after = check_moment(begin, "since") if begin is not None else max(before, EARLIEST) - DEFAULT_SPAN
-        if after >= before:
-            raise BadRequest(
-                f"'since' ({after:%Y-%m-%dT%H:%M:%SZ}) must be before 'until' ({before:%Y-%m-%dT%H:%M:%SZ}).",
-                param="since",
-            )
         given = {
             "tenant_id": tenant_id, "service_class": service_class, "outcome": outcome, "model": model,
             "request_id": request_id,
         }  # fmt: skip
         equal = {name: text for name, value in given.items() if (text := parse_text(value, name)) is not None}
         wanted = TraceFilter(
-            after, before, equal, parse_text(reason, "reason"), parse_ms(min_ms, "min_ms"), parse_ms(max_ms, "max_ms")
+            period.since,
+            period.until,
+            equal,
+            parse_text(reason, "reason"),
+            parse_ms(min_ms, "min_ms"),
+            parse_ms(max_ms, "max_ms"),
         )
         async with reading(traces) as session:
             return await find_traces(session, wanted, page)

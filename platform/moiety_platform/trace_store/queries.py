@@ -7,7 +7,7 @@ import re
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from typing import Any
 
 from sqlalchemy import ColumnElement, Select, or_, select
@@ -23,8 +23,6 @@ from moiety_platform.trace_store.schemas import LinkedSpan, SpanView, TraceDetai
 
 MAX_SPANS = 2000
 MAX_LINKED = 500
-DEFAULT_SPAN = timedelta(hours=24)
-EARLIEST = datetime(1, 1, 2, tzinfo=UTC)  # earliest moment for which that is possible
 NO_STORE = "no_trace_store"
 
 _TRACE_ID = re.compile(r"[0-9a-f]{32}", re.ASCII)

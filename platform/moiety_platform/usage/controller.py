@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Annotated
 
 from litestar import Controller, get
-from litestar.di import NamedDependency
+from litestar.di import NamedDependency, Provide
 from litestar.params import QueryParameter, SkipValidation
 
 from moiety_platform.access.actions import needs
 from moiety_platform.access.views import READ_USAGE, RECONCILE_USAGE
-from moiety_platform.clock import Clock
-from moiety_platform.db.paging import Limit, parse_page
+from moiety_platform.db.paging import RequestedPage
 from moiety_platform.db.session import Database
 from moiety_platform.errors import BadRequest
 from moiety_platform.openapi.tags_header import TAG_NAME, TAG_PATTERN
-from moiety_platform.query_parameters import Cursor, Filter, Since, Until, parse_whole, some_of, whole
+from moiety_platform.period import RequestedPeriod, parse_period
+from moiety_platform.query_parameters import Filter, Since, Until, parse_text, parse_whole, some_of, whole
+from moiety_platform.usage.attribution import parse_tag
 from moiety_platform.usage.minutes import GROUPINGS as MINUTE_GROUPINGS
 from moiety_platform.usage.minutes import KEPT_HOURS, MAX_STEP, MinuteReport, parse_groups, sum_minutes
-from moiety_platform.usage.queries import GROUPINGS, TAG_PREFIX, list_requests, parse_filter, parse_grouping, sum_usage
+from moiety_platform.usage.queries import GROUPINGS, TAG_PREFIX, UsageFilter, list_requests, parse_grouping, sum_usage
 from moiety_platform.usage.reconciliation import Reconciliation, hold_still, reconcile
 from moiety_platform.usage.schemas import RequestPage, UsageReport
 from moiety_platform.usage.set_aside import NOTHING_SET_ASIDE, SetAside
@@ -44,27 +45,44 @@ MinuteGroups = Annotated[
 Step = Annotated[str | None, whole("Minutes per sum; default 1.", 1, MAX_STEP)]
 HOUR = timedelta(hours=1)
 
+RequestedUsage = NamedDependency[SkipValidation[UsageFilter]]
+
+
+def parse_filter(
+    period: RequestedPeriod,
+    tenant_id: Filter = None,
+    project_id: Filter = None,
+    key_id: Filter = None,
+    model: Filter = None,
+    end_user: Filter = None,
+    tag: TagFilter = None,
+) -> UsageFilter:
+    """Return the filter that a client's query parameters request. Raises BadRequest."""
+    return UsageFilter(
+        period.since,
+        period.until,
+        tenant_id=parse_text(tenant_id, "tenant_id"),
+        project_id=parse_text(project_id, "project_id"),
+        key_id=parse_text(key_id, "key_id"),
+        model=parse_text(model, "model"),
+        end_user=parse_text(end_user, "end_user"),
+        tag=None if tag is None else parse_tag(tag, "tag"),
+    )
+
 
 class UsageController(Controller):
     """Usage of tenants, projects, keys and models."""
 
     path = "/usage"
     tags = ("usage",)
+    dependencies = {"wanted": Provide(parse_filter, sync_to_thread=False)}  # noqa: RUF012  read by the framework only
 
     @get(opt=needs(READ_USAGE))
     async def sum_usage(
         self,
         database: NamedDependency[Database],
-        clock: NamedDependency[SkipValidation[Clock]],
+        wanted: RequestedUsage,
         group_by: Groups = None,
-        since: Since = None,
-        until: Until = None,
-        tenant_id: Filter = None,
-        project_id: Filter = None,
-        key_id: Filter = None,
-        model: Filter = None,
-        end_user: Filter = None,
-        tag: TagFilter = None,
     ) -> UsageReport:
         """Sum usage by tenant, project, key, model, service_class, hour, end_user and tag:NAME, in any combination.
 
@@ -72,8 +90,6 @@ class UsageController(Controller):
         the requests whose rows are kept.
         """
         grouping = parse_grouping(group_by)
-        equal = {"tenant_id": tenant_id, "project_id": project_id, "key_id": key_id, "model": model}
-        wanted = parse_filter(clock.now(), since, until, tag, end_user=end_user, **equal)
         async with database.read() as session:
             await hold_still(session)
             return await sum_usage(session, wanted, grouping)
@@ -82,7 +98,7 @@ class UsageController(Controller):
     async def sum_minutes(
         self,
         database: NamedDependency[Database],
-        clock: NamedDependency[SkipValidation[Clock]],
+        now: NamedDependency[datetime],
         group_by: MinuteGroups = None,
         step: Step = None,
         since: Since = None,
@@ -98,10 +114,13 @@ class UsageController(Controller):
         size = 1 if step is None else parse_whole(step, "step")
         if not 1 <= size <= MAX_STEP:
             raise BadRequest(f"'step' must be from 1 to {MAX_STEP} minutes, not {size}.", param="step")
-        now = clock.now()
-        equal = {"tenant_id": tenant_id, "service_class": service_class}
-        wanted = parse_filter(now, since or (now - HOUR).isoformat(), until, **equal)
-        wanted = replace(wanted, since=max(wanted.since, now - timedelta(hours=KEPT_HOURS)))
+        period = parse_period(now, since or (now - HOUR).isoformat(), until)
+        wanted = UsageFilter(
+            max(period.since, now - timedelta(hours=KEPT_HOURS)),
+            period.until,
+            tenant_id=parse_text(tenant_id, "tenant_id"),
+            service_class=parse_text(service_class, "service_class"),
+        )
         async with database.read() as session:
             return await sum_minutes(session, wanted, grouping, size)
 
@@ -109,41 +128,27 @@ class UsageController(Controller):
     async def list_requests(
         self,
         database: NamedDependency[Database],
-        clock: NamedDependency[SkipValidation[Clock]],
-        limit: Limit = None,
-        cursor: Cursor = None,
-        since: Since = None,
-        until: Until = None,
-        tenant_id: Filter = None,
-        project_id: Filter = None,
-        key_id: Filter = None,
-        model: Filter = None,
+        page: RequestedPage,
+        wanted: RequestedUsage,
         outcome: Filter = None,
-        end_user: Filter = None,
-        tag: TagFilter = None,
     ) -> RequestPage:
         """List single requests, newest first."""
-        page = parse_page(limit, cursor)
-        equal = {"tenant_id": tenant_id, "project_id": project_id, "key_id": key_id, "model": model, "outcome": outcome}
-        wanted = parse_filter(clock.now(), since, until, tag, end_user=end_user, **equal)
+        of_outcome = replace(wanted, outcome=parse_text(outcome, "outcome"))
         async with database.read() as session:
-            return await list_requests(session, wanted, page)
+            return await list_requests(session, of_outcome, page)
 
     @get("/reconciliation", opt=needs(RECONCILE_USAGE))
     async def reconcile(
         self,
         database: NamedDependency[Database],
-        clock: NamedDependency[SkipValidation[Clock]],
+        period: RequestedPeriod,
         set_aside: NamedDependency[SkipValidation[SetAside | None]],
-        since: Since = None,
-        until: Until = None,
     ) -> Reconciliation:
         """Compare requests, ledger, sums and limits of these hours; the last 24 by default.
 
         Everything that this gateway has set aside counts, whatever its time.
         """
-        wanted = parse_filter(clock.now(), since, until)
         aside = NOTHING_SET_ASIDE if set_aside is None else await asyncio.to_thread(set_aside.report)
         async with database.read() as session:
             await hold_still(session)
-            return await reconcile(session, wanted.since, wanted.until, aside)
+            return await reconcile(session, period.since, period.until, aside)

@@ -29,18 +29,14 @@ from sqlalchemy.orm import InstrumentedAttribute
 
 from moiety_platform.db.paging import PageRequest, Position, after_position, cut_page
 from moiety_platform.errors import BadRequest
-from moiety_platform.query_parameters import parse_moment, parse_text
-from moiety_platform.tenants.checks import check_moment
 from moiety_platform.tenants.models import ApiKey, Project, Tenant
-from moiety_platform.usage.attribution import is_tag_name, parse_tag
+from moiety_platform.usage.attribution import is_tag_name
 from moiety_platform.usage.days import Span, longest_done
 from moiety_platform.usage.models import IS_ATTRIBUTED, UsageDay, UsageHour, UsageMinute, UsageRecord
 from moiety_platform.usage.schemas import RequestPage, RequestView, UsageGroup, UsageReport, UsageTotals
 from moiety_wire.classes import SPECULATIVE_PREFILL
 
 MAX_GROUPS = 1000
-DEFAULT_SPAN = timedelta(hours=24)
-EARLIEST = datetime(1, 1, 1, tzinfo=UTC)
 GROUPINGS = ("tenant", "project", "key", "model", "service_class", "hour", "end_user")
 TAG_PREFIX = "tag:"  # of the grouping by one tag's values, such as tag:team
 MAX_ATTRIBUTED_SPAN = timedelta(days=31)  # of reports by end user or tag, which read every request of their time
@@ -110,27 +106,6 @@ def parse_grouping(text: str | None) -> tuple[str, ...]:
 
 def _is_grouping(name: str) -> bool:
     return name in GROUPINGS or (name.startswith(TAG_PREFIX) and is_tag_name(name.removeprefix(TAG_PREFIX)))
-
-
-def parse_filter(
-    now: datetime, since: str | None, until: str | None, tag: str | None = None, **equal: str | None
-) -> UsageFilter:
-    """Return a filter from a client's parameters; the last 24 hours if no time is given. Raises BadRequest."""
-    begin, until_then = _moment(since, "since"), _moment(until, "until")
-    for name, value in equal.items():
-        parse_text(value, name)
-    end = until_then or now + timedelta(seconds=1)
-    start = begin or max(end, EARLIEST + DEFAULT_SPAN) - DEFAULT_SPAN
-    if start >= end:
-        raise BadRequest(
-            f"'since' ({start:%Y-%m-%dT%H:%M:%SZ}) must be before 'until' ({end:%Y-%m-%dT%H:%M:%SZ}).", param="since"
-        )
-    return UsageFilter(since=start, until=end, tag=None if tag is None else parse_tag(tag, "tag"), **equal)
-
-
-def _moment(text: str | None, param: str) -> datetime | None:
-    moment = parse_moment(text, param)
-    return None if moment is None else check_moment(moment, param)
 
 
 async def sum_usage(session: AsyncSession, wanted: UsageFilter, grouping: Sequence[str]) -> UsageReport:

@@ -9,7 +9,6 @@ from litestar.params import FromPath, JSONBody, SkipValidation
 from moiety_platform.access.actions import needs
 from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.auth.pepper import Pepper
-from moiety_platform.clock import Clock
 from moiety_platform.db.session import Database
 from moiety_platform.openapi.described import fails
 from moiety_platform.webhooks import service
@@ -29,14 +28,13 @@ class WebhookController(Controller):
     async def create_webhook(
         self,
         store: NamedDependency[AuditedStore],
-        clock: NamedDependency[SkipValidation[Clock]],
         pepper: NamedDependency[Pepper],
         reach: NamedDependency[SkipValidation[AddressPolicy]],
         data: JSONBody[NewWebhook],
     ) -> MadeWebhook:
         """Send alerts to this address from now on. Only this response contains the signing secret."""
         async with store.write() as session:
-            view = await service.create_webhook(session, data, reach, clock.now())
+            view = await service.create_webhook(session, data, reach, store.clock.now())
         return MadeWebhook(view, derive_secret(view.id, pepper.value))
 
     @get(opt=needs(WEBHOOKS.read))
