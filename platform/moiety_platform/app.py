@@ -18,6 +18,7 @@ from moiety_platform.admission.gate import AdmissionGate, StreamGate
 from moiety_platform.allowed_methods import tell_allowed_methods
 from moiety_platform.anthropic_api.controller import MessageServices, TokenCountController, message_route
 from moiety_platform.auth.authenticator import Authenticator
+from moiety_platform.auth.client import owner_of_request
 from moiety_platform.batches.assembly import Batches
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import Clock
@@ -197,9 +198,10 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
     resumed = ResumedStreams(
         services.responses, pipeline.services.streams, resumed_gate, lambda: services.background.is_draining
     )
-    stored = StoredResponses(services.authenticator, services.responses, services.background, resumed)
+    stored = StoredResponses(services.responses, services.background, resumed)
+    owner = owner_of_request(services.authenticator)
     reader = ConversationReader(services.responses, services.cipher)
-    conversations = ConversationServices(services.authenticator, bodies, services.conversations, reader)
+    conversations = ConversationServices(bodies, services.conversations, reader)
     has_operations = settings.has_operations_on_port
     models = ModelServices(services.authenticator, replicas, texts, bodies, services.images, adapters)
     probes = Probes(replicas, services.store, services.objects, with_reasons=has_operations)
@@ -215,8 +217,8 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
             response_route(serve, services.responses, services.cipher, services.background, resumed),
             compaction_route(serve, services.responses, services.cipher),
             with_services(ResponseTokensController, models=models, reader=reader),
-            with_services(ConversationController, conversations=conversations),
-            with_services(ResponseController, stored=stored),
+            with_services(ConversationController, owner=owner, conversations=conversations),
+            with_services(ResponseController, owner=owner, stored=stored),
             with_services(ModelController, models=models),
             with_services(ProbeController, probes=probes),
             *(_batch_routes(services.batches) if services.batches is not None else ()),

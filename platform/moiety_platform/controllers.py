@@ -26,9 +26,12 @@ class UncopiedRouter(Router):
 def with_services(controller: type[Controller], **services: object) -> Router:
     """Return the controller's routes, whose handlers take these services as arguments of the same names.
 
-    An argument whose service is a dataclass needs `SkipValidation`: the framework would validate its fields.
+    A service that is a provider is called for each request. An argument whose service is a dataclass needs
+    `SkipValidation`: the framework would validate its fields.
     """
-    dependencies = {name: _constant(service) for name, service in services.items()}
+    dependencies = {
+        name: service if isinstance(service, Provide) else _constant(service) for name, service in services.items()
+    }
     return UncopiedRouter("/", route_handlers=[controller], dependencies=dependencies)
 
 

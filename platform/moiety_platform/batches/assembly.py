@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from litestar import Router
 
 from moiety_platform.auth.authenticator import Authenticator
+from moiety_platform.auth.client import owner_of_request
 from moiety_platform.backoff import Backoff
 from moiety_platform.batches.controller import BatchController, BatchServices
 from moiety_platform.batches.execution import HeldRows, LineRunner
@@ -20,7 +21,7 @@ from moiety_platform.controllers import with_services
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
 from moiety_platform.files.contents import FileContents
-from moiety_platform.files.controller import FileController, FileServices
+from moiety_platform.files.controller import FileController
 from moiety_platform.files.service import Files
 from moiety_platform.files.store import Now
 from moiety_platform.files.upload import Uploads
@@ -58,7 +59,7 @@ class Batches:
     ) -> None:
         self._worker_id = worker_id
         self._database = database
-        self._authenticator = authenticator
+        self.authenticator = authenticator
         self._clock = clock
         self._settings = settings
         self._poll_s = poll_s
@@ -72,7 +73,6 @@ class Batches:
             database, objects, settings.max_file_bytes, settings.max_file_bytes_per_tenant, settings.keep_files_s, now
         )
         self.services = BatchServices(
-            authenticator,
             database,
             settings.max_open_batches_per_tenant,
             settings.keep_files_s,
@@ -89,9 +89,10 @@ class Batches:
 
     def routes(self) -> list[Router]:
         """Return the routes of `/v1/files` and `/v1/batches`."""
+        owner = owner_of_request(self.authenticator)
         return [
-            with_services(FileController, file_services=FileServices(self._authenticator, self.files, self.uploads)),
-            with_services(BatchController, batches=self.services),
+            with_services(FileController, owner=owner, files=self.files, uploads=self.uploads),
+            with_services(BatchController, owner=owner, batches=self.services),
         ]
 
     def use(self, settings: GatewaySettings) -> None:
@@ -114,7 +115,7 @@ class Batches:
         With a concurrency of 0 other gateways do all the work.
         """
         settings = self._settings
-        parts = (self._authenticator, self._recorder, self._rows, pipeline, self._contents)
+        parts = (self.authenticator, self._recorder, self._rows, pipeline, self._contents)
         self._runner = LineRunner(*parts, settings.max_json_depth, ShapeLimits.of(settings), self._backoff)
         worker = self._worker = BatchWorker(
             self._worker_id,

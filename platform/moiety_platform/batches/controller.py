@@ -13,9 +13,7 @@ from litestar import Controller, Request, get, post
 from litestar.di import NamedDependency
 from litestar.params import FromPath, SkipValidation
 
-from moiety_platform.auth.authenticator import Authenticator
-from moiety_platform.auth.client import authenticate
-from moiety_platform.auth.principal import Principal
+from moiety_platform.auth.client import AuthenticatedClient
 from moiety_platform.batches import service
 from moiety_platform.batches.schemas import BatchObject, NewBatch, view
 from moiety_platform.db.keyset import After, Listing, list_fields, parse_list
@@ -45,7 +43,6 @@ class BatchServices:
     `on_change` wakes the worker of this process. The two numbers may be changed, with effect on later batches.
     """
 
-    authenticator: Authenticator
     database: Database
     max_open_batches: int
     keep_files_s: int | None  # for result files without a requested expiry; None: until they are deleted
@@ -55,9 +52,8 @@ class BatchServices:
         default_factory=lambda: BodyReader(BodyLimits(MAX_BODY_BYTES, MAX_JSON_DEPTH, DEFAULT_SHAPE))
     )
 
-    async def caller(self, request: Request[Any, Any, Any]) -> Principal:
-        """Return the caller, who may use models. Raises Unauthenticated, Forbidden or Unavailable."""
-        return await authenticate(self.authenticator, request)
+
+BatchDependency = NamedDependency[SkipValidation[BatchServices]]
 
 
 class BatchController(Controller):
@@ -69,10 +65,9 @@ class BatchController(Controller):
 
     @post(status_code=200, opt=describes(Described(body={JSON: NewBatch}, errors=(404, 429))))
     async def create_batch(
-        self, batches: NamedDependency[SkipValidation[BatchServices]], request: Request[Any, Any, Any]
+        self, owner: AuthenticatedClient, batches: BatchDependency, request: Request[Any, Any, Any]
     ) -> BatchObject:
         """Create a batch from the lines of an uploaded file."""
-        owner = await batches.caller(request)
         new = await batches.bodies.read(NewBatch, request.receive, fields_of(request.scope), owner.tenant_id)
         async with batches.database.write() as session:
             max_open, keep_files_s = batches.max_open_batches, batches.keep_files_s
@@ -84,14 +79,9 @@ class BatchController(Controller):
 
     @get()
     async def list_batches(
-        self,
-        batches: NamedDependency[SkipValidation[BatchServices]],
-        request: Request[Any, Any, Any],
-        limit: Limit = None,
-        after: After = None,
+        self, owner: AuthenticatedClient, batches: BatchDependency, limit: Limit = None, after: After = None
     ) -> Listing[BatchObject]:
         """List the project's batches, newest first."""
-        owner = await batches.caller(request)
         wanted = parse_list(limit, after, None, default_limit=DEFAULT_LIST, max_limit=MAX_LIST)
         async with batches.database.read() as session:
             found, has_more = await service.list_batches(session, owner.project_id, wanted)
@@ -99,25 +89,17 @@ class BatchController(Controller):
 
     @get("/{batch_id:str}")
     async def retrieve_batch(
-        self,
-        batches: NamedDependency[SkipValidation[BatchServices]],
-        request: Request[Any, Any, Any],
-        batch_id: FromPath[str],
+        self, owner: AuthenticatedClient, batches: BatchDependency, batch_id: FromPath[str]
     ) -> BatchObject:
         """Return one batch, with its progress."""
-        owner = await batches.caller(request)
         async with batches.database.read() as session:
             return view(await service.get_batch(session, owner.project_id, batch_id))
 
     @post("/{batch_id:str}/cancel", status_code=200, opt=fails(409))
     async def cancel_batch(
-        self,
-        batches: NamedDependency[SkipValidation[BatchServices]],
-        request: Request[Any, Any, Any],
-        batch_id: FromPath[str],
+        self, owner: AuthenticatedClient, batches: BatchDependency, batch_id: FromPath[str]
     ) -> BatchObject:
         """Cancel a batch: no more of its lines are answered."""
-        owner = await batches.caller(request)
         async with batches.database.write() as session:
             batch = await service.cancel_batch(session, owner.project_id, batch_id, batches.now)
         batches.on_change()

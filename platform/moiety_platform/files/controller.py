@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from litestar import Controller, Request, delete, get, post
@@ -10,9 +9,7 @@ from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, SkipValidation
 from litestar.response import Stream
 
-from moiety_platform.auth.authenticator import Authenticator
-from moiety_platform.auth.client import authenticate
-from moiety_platform.auth.principal import Principal
+from moiety_platform.auth.client import AuthenticatedClient
 from moiety_platform.db.keyset import After, Listing, list_fields, parse_list
 from moiety_platform.files.schemas import DOWNLOAD, UPLOAD, DeletedFile, FileObject, view
 from moiety_platform.files.service import Files
@@ -28,17 +25,7 @@ Limit = Annotated[str | None, whole("At most so many, all if not given.", 1, MAX
 Order = Annotated[str | None, one_of("By time; desc if not given.", "asc", "desc")]
 
 
-@dataclass(frozen=True, slots=True)
-class FileServices:
-    """Dependencies of these endpoints."""
-
-    authenticator: Authenticator
-    files: Files
-    uploads: Uploads
-
-    async def caller(self, request: Request[Any, Any, Any]) -> Principal:
-        """Return the caller, who may use models. Raises Unauthenticated, Forbidden or Unavailable."""
-        return await authenticate(self.authenticator, request)
+StoredFiles = NamedDependency[SkipValidation[Files]]
 
 
 class FileController(Controller):
@@ -50,60 +37,43 @@ class FileController(Controller):
 
     @post(status_code=200, opt=UPLOAD)
     async def upload_file(
-        self, file_services: NamedDependency[SkipValidation[FileServices]], request: Request[Any, Any, Any]
+        self,
+        owner: AuthenticatedClient,
+        uploads: NamedDependency[SkipValidation[Uploads]],
+        request: Request[Any, Any, Any],
     ) -> FileObject:
         """Upload a file of requests for a batch, or an image that requests can name by the file's id."""
-        owner = await file_services.caller(request)
-        return view(await file_services.uploads.receive(owner, request.scope, request.receive))
+        return view(await uploads.receive(owner, request.scope, request.receive))
 
     @get()
     async def list_files(
         self,
-        file_services: NamedDependency[SkipValidation[FileServices]],
-        request: Request[Any, Any, Any],
+        owner: AuthenticatedClient,
+        files: StoredFiles,
         limit: Limit = None,
         after: After = None,
         order: Order = None,
         purpose: FromQuery[str | None] = None,
     ) -> Listing[FileObject]:
         """List the project's files, newest first unless `order` is asc."""
-        owner = await file_services.caller(request)
         wanted = parse_list(limit, after, order, default_limit=DEFAULT_LIST, max_limit=MAX_LIST)
-        found, has_more = await file_services.files.list(owner.project_id, wanted, purpose)
+        found, has_more = await files.list(owner.project_id, wanted, purpose)
         return list_fields([view(file) for file in found], has_more)
 
     @get("/{file_id:str}")
-    async def retrieve_file(
-        self,
-        file_services: NamedDependency[SkipValidation[FileServices]],
-        request: Request[Any, Any, Any],
-        file_id: FromPath[str],
-    ) -> FileObject:
+    async def retrieve_file(self, owner: AuthenticatedClient, files: StoredFiles, file_id: FromPath[str]) -> FileObject:
         """Return one file."""
-        owner = await file_services.caller(request)
-        return view(await file_services.files.get(owner.project_id, file_id))
+        return view(await files.get(owner.project_id, file_id))
 
     @delete("/{file_id:str}", status_code=200, opt=fails(409))
-    async def delete_file(
-        self,
-        file_services: NamedDependency[SkipValidation[FileServices]],
-        request: Request[Any, Any, Any],
-        file_id: FromPath[str],
-    ) -> DeletedFile:
+    async def delete_file(self, owner: AuthenticatedClient, files: StoredFiles, file_id: FromPath[str]) -> DeletedFile:
         """Delete a file that no batch is reading."""
-        owner = await file_services.caller(request)
-        await file_services.files.delete(owner.project_id, file_id)
+        await files.delete(owner.project_id, file_id)
         return {"id": file_id, "object": "file", "deleted": True}
 
     @get("/{file_id:str}/content", opt=DOWNLOAD)
-    async def download_file(
-        self,
-        file_services: NamedDependency[SkipValidation[FileServices]],
-        request: Request[Any, Any, Any],
-        file_id: FromPath[str],
-    ) -> Stream:
+    async def download_file(self, owner: AuthenticatedClient, files: StoredFiles, file_id: FromPath[str]) -> Stream:
         """Return a file's content."""
-        owner = await file_services.caller(request)
-        file = await file_services.files.get(owner.project_id, file_id)
+        file = await files.get(owner.project_id, file_id)
         headers = {"content-length": str(file.num_bytes)}
-        return Stream(await file_services.files.read(file), media_type="application/octet-stream", headers=headers)
+        return Stream(await files.read(file), media_type="application/octet-stream", headers=headers)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from litestar import Controller, Request, Router, delete, get, post
-from litestar.di import NamedDependency
+from litestar.di import NamedDependency, Provide
 from litestar.params import FromPath, QueryParameter, SkipValidation
 from litestar.response import Stream
 from sqlalchemy import func, select
@@ -23,8 +23,7 @@ from moiety_platform.anthropic_api.errors import (
     answer_anthropic_error,
     answer_unexpected_anthropic,
 )
-from moiety_platform.auth.authenticator import Authenticator
-from moiety_platform.auth.client import authenticate
+from moiety_platform.auth.client import AuthenticatedClient, owner_of_request
 from moiety_platform.auth.principal import Principal
 from moiety_platform.batches.assembly import Batches
 from moiety_platform.batches.controller import BatchServices
@@ -81,17 +80,12 @@ def _described(**more: Any) -> dict[str, Any]:
 class MessageBatchServices:
     """Dependencies of these endpoints."""
 
-    authenticator: Authenticator
     database: Database
     batches: BatchServices  # with the bounds of batches
     uploads: Uploads
     files: Files
     limits: Callable[[], Limits]  # of requests
     turns: TenantTurns = field(default_factory=TenantTurns)  # of new batches, whose bodies are large
-
-    async def caller(self, request: Request[Any, Any, Any]) -> Principal:
-        """Return the caller, who may use models. Raises Unauthenticated, Forbidden or Unavailable."""
-        return await authenticate(self.authenticator, request, api_key_authorization)
 
     async def find(self, session: AsyncSession, owner: Principal, batch_id: str) -> Batch:
         """Return a batch of messages of the caller's project. Raises NotFound."""
@@ -119,6 +113,16 @@ async def views_of(session: AsyncSession, batches: Sequence[Batch]) -> list[Mess
     return [message_batch(batch, found.get(batch.id, 0)) for batch in batches]
 
 
+def parse_page(limit: Limit = None, before_id: BeforeId = None, after_id: AfterId = None) -> ListRequest:
+    """Return the page that a client's query parameters request. Raises BadRequest."""
+    most = DEFAULT_PAGE if limit is None else parse_whole(limit, "limit")
+    if not 1 <= most <= MAX_PAGE:
+        raise BadRequest(f"'limit' must be between 1 and {MAX_PAGE:,}, not {most}", param="limit")
+    if before_id is not None and after_id is not None:
+        raise BadRequest("'before_id' and 'after_id' cannot go together; send one of them", param="before_id")
+    return ListRequest(most, before_id or after_id, newest_first=before_id is None)
+
+
 MessageBatches = NamedDependency[SkipValidation[MessageBatchServices]]
 
 
@@ -135,10 +139,9 @@ class MessageBatchController(Controller):
 
     @post(status_code=200, opt=_described(body={JSON: NewMessageBatch}, errors=(429,)) | {OWN_BODY_LIMIT: True})
     async def create_message_batch(
-        self, message_batches: MessageBatches, request: Request[Any, Any, Any]
+        self, owner: AuthenticatedClient, message_batches: MessageBatches, request: Request[Any, Any, Any]
     ) -> MessageBatch:
         """Create a batch of messages, which are answered when there is room."""
-        owner = await message_batches.caller(request)
         limits, bounds = message_batches.limits(), message_batches.batches
         length = fields_of(request.scope).get(b"content-length", b"")
 
@@ -161,46 +164,35 @@ class MessageBatchController(Controller):
         bounds.on_change()
         return message_batch(batch, 0)
 
-    @get(opt=_described())
+    @get(opt=_described(), dependencies={"wanted": Provide(parse_page, sync_to_thread=False)})
     async def list_message_batches(
         self,
+        owner: AuthenticatedClient,
         message_batches: MessageBatches,
-        request: Request[Any, Any, Any],
-        limit: Limit = None,
-        before_id: BeforeId = None,
-        after_id: AfterId = None,
+        wanted: NamedDependency[SkipValidation[ListRequest]],
     ) -> MessageBatchPage:
         """List the project's batches of messages, newest first."""
-        owner = await message_batches.caller(request)
-        most = DEFAULT_PAGE if limit is None else parse_whole(limit, "limit")
-        if not 1 <= most <= MAX_PAGE:
-            raise BadRequest(f"'limit' must be between 1 and {MAX_PAGE:,}, not {most}", param="limit")
-        if before_id is not None and after_id is not None:
-            raise BadRequest("'before_id' and 'after_id' cannot go together; send one of them", param="before_id")
         own = select(Batch).where(Batch.project_id == owner.project_id, Batch.endpoint == MESSAGES_PATH)
-        wanted = ListRequest(most, before_id or after_id, newest_first=before_id is None)
         async with message_batches.database.read() as session:
             found, has_more = await read_list(session, own, wanted, Batch.created_ms, Batch.id)
-            data = await views_of(session, found if before_id is None else found[::-1])
+            data = await views_of(session, found if wanted.newest_first else found[::-1])
         first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
         return {"data": data, "has_more": has_more, "first_id": first, "last_id": last}
 
     @get("/{message_batch_id:str}", opt=_described())
     async def retrieve_message_batch(
-        self, message_batches: MessageBatches, request: Request[Any, Any, Any], message_batch_id: FromPath[str]
+        self, owner: AuthenticatedClient, message_batches: MessageBatches, message_batch_id: FromPath[str]
     ) -> MessageBatch:
         """Return one batch, with its progress."""
-        owner = await message_batches.caller(request)
         async with message_batches.database.read() as session:
             batch = await message_batches.find(session, owner, message_batch_id)
             return (await views_of(session, [batch]))[0]
 
     @post("/{message_batch_id:str}/cancel", status_code=200, opt=_described(errors=(409,)))
     async def cancel_message_batch(
-        self, message_batches: MessageBatches, request: Request[Any, Any, Any], message_batch_id: FromPath[str]
+        self, owner: AuthenticatedClient, message_batches: MessageBatches, message_batch_id: FromPath[str]
     ) -> MessageBatch:
         """Cancel a batch: no more of its requests are answered."""
-        owner = await message_batches.caller(request)
         async with message_batches.database.write() as session:
             await message_batches.find(session, owner, message_batch_id)
             batch = await cancel_batch(session, owner.project_id, message_batch_id, message_batches.batches.now)
@@ -210,10 +202,9 @@ class MessageBatchController(Controller):
 
     @delete("/{message_batch_id:str}", status_code=200, opt=_described(errors=(409,)))
     async def delete_message_batch(
-        self, message_batches: MessageBatches, request: Request[Any, Any, Any], message_batch_id: FromPath[str]
+        self, owner: AuthenticatedClient, message_batches: MessageBatches, message_batch_id: FromPath[str]
     ) -> DeletedMessageBatch:
         """Delete an ended batch with its results."""
-        owner = await message_batches.caller(request)
         async with message_batches.database.read() as session:
             batch = await message_batches.find(session, owner, message_batch_id)
             with_input = await message_batches.has_own_input(session, batch)
@@ -222,10 +213,9 @@ class MessageBatchController(Controller):
 
     @get("/{message_batch_id:str}/results", opt=_described(answers={200: {JSONL: MessageBatchResult}}, errors=(410,)))
     async def get_message_batch_results(
-        self, message_batches: MessageBatches, request: Request[Any, Any, Any], message_batch_id: FromPath[str]
+        self, owner: AuthenticatedClient, message_batches: MessageBatches, message_batch_id: FromPath[str]
     ) -> Stream:
         """Return the results of an ended batch, one in each line."""
-        owner = await message_batches.caller(request)
         async with message_batches.database.read() as session:
             batch = await message_batches.find(session, owner, message_batch_id)
         if batch.status in OPEN:
@@ -252,7 +242,8 @@ def message_batch_routes(batches: Batches) -> Router:
     services = batches.services
     return with_services(
         MessageBatchController,
+        owner=owner_of_request(batches.authenticator, api_key_authorization),
         message_batches=MessageBatchServices(
-            services.authenticator, services.database, services, batches.uploads, batches.files, batches.limits
+            services.database, services, batches.uploads, batches.files, batches.limits
         ),
     )

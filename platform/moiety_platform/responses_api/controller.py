@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
 import msgspec
-from litestar import Controller, Request, Response, delete, get, post
+from litestar import Controller, Response, delete, get, post
 from litestar.di import NamedDependency
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath, SkipValidation
 from litestar.response import Stream
 
-from moiety_platform.auth.authenticator import Authenticator
-from moiety_platform.auth.client import authenticate
-from moiety_platform.auth.principal import Principal
-from moiety_platform.db.keyset import After, Identified, list_fields, parse_list
+from moiety_platform.auth.client import AuthenticatedClient
+from moiety_platform.db.keyset import Identified, list_fields
 from moiety_platform.errors import BadRequest, Unavailable
 from moiety_platform.inference.endpoint import Endpoint, EndpointDocs, SendLast, Serve, route
 from moiety_platform.inference.request_record import RequestRecord
@@ -41,6 +39,7 @@ from moiety_platform.responses_api.background import LEASE_MS, BackgroundRuns
 from moiety_platform.responses_api.compaction import CompactBody, CompactionOutput
 from moiety_platform.responses_api.conversation_reader import ConversationReader
 from moiety_platform.responses_api.events import LoggedEvents, ResponseEvents, StreamErrors
+from moiety_platform.responses_api.item_lists import ITEM_LIST, RequestedItems
 from moiety_platform.responses_api.items import COMPACTION, FIRST_INPUT, MESSAGE, THOUGHT, Item, with_id, without_id
 from moiety_platform.responses_api.keeper import ResponseKeeper
 from moiety_platform.responses_api.output import ResponseOutput
@@ -51,14 +50,10 @@ from moiety_platform.responses_api.whole import ended_response, take_message
 from moiety_text.reasoning import AnswerReader
 
 PATH = "/v1/responses"
-DEFAULT_LIST = 20
-MAX_LIST = 100
 MAX_NUMBER = 2**31 - 1  # of an event
 TAGS = ("responses",)
 SECURITY = [{KEY: list[str]()}]
 
-Limit = Annotated[str | None, whole(f"At most so many, {DEFAULT_LIST} if not given.", 1, MAX_LIST)]
-Order = Annotated[str | None, one_of("By their place in the conversation; desc if not given.", "asc", "desc")]
 Streamed = Annotated[str | None, one_of("Whether to stream the events of a background response.", "true", "false")]
 StartingAfter = Annotated[
     str | None, whole("The sequence number of the event after which a stream begins.", 0, MAX_NUMBER)
@@ -77,14 +72,9 @@ _SHOWN = EndpointDocs(
 class StoredResponses:
     """Services of the endpoints of stored responses."""
 
-    authenticator: Authenticator
     keeper: ResponseKeeper
     runs: BackgroundRuns
     streams: ResumedStreams
-
-    async def caller(self, request: Request[Any, Any, Any]) -> Principal:
-        """Return the caller, who may use models. Raises Unauthenticated, Forbidden or Unavailable."""
-        return await authenticate(self.authenticator, request)
 
 
 def response_route(
@@ -251,6 +241,9 @@ class Compactions:
         return partial(reply.whole, 200, msgspec.json.encode(fields))
 
 
+StoredDependency = NamedDependency[SkipValidation[StoredResponses]]
+
+
 class ResponseController(Controller):
     """Routes of stored responses."""
 
@@ -269,14 +262,13 @@ class ResponseController(Controller):
     )
     async def retrieve_response(
         self,
-        stored: NamedDependency[SkipValidation[StoredResponses]],
-        request: Request[Any, Any, Any],
+        owner: AuthenticatedClient,
+        stored: StoredDependency,
         response_id: FromPath[str],
         stream: Streamed = None,
         starting_after: StartingAfter = None,
     ) -> Response[bytes] | Stream:
         """Return a stored response as it was answered, or the events of a streamed background response."""
-        owner = await stored.caller(request)
         if stream not in (None, "true", "false"):
             raise BadRequest("'stream' must be true or false", param="stream")
         number = -1 if starting_after is None else parse_whole(starting_after, "starting_after")
@@ -291,29 +283,22 @@ class ResponseController(Controller):
 
     @delete("/{response_id:str}", status_code=200)
     async def delete_response(
-        self,
-        stored: NamedDependency[SkipValidation[StoredResponses]],
-        request: Request[Any, Any, Any],
-        response_id: FromPath[str],
+        self, owner: AuthenticatedClient, stored: StoredDependency, response_id: FromPath[str]
     ) -> DeletedResponse:
         """Delete a stored response. Responses that continue it can no longer be continued."""
-        await stored.keeper.delete(await stored.caller(request), response_id)
+        await stored.keeper.delete(owner, response_id)
         stored.runs.cancel(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
-    @get("/{response_id:str}/input_items")
+    @get("/{response_id:str}/input_items", dependencies=ITEM_LIST)
     async def list_input_items(
         self,
-        stored: NamedDependency[SkipValidation[StoredResponses]],
-        request: Request[Any, Any, Any],
+        owner: AuthenticatedClient,
+        stored: StoredDependency,
         response_id: FromPath[str],
-        limit: Limit = None,
-        after: After = None,
-        order: Order = None,
+        wanted: RequestedItems,
     ) -> InputItemList:
         """List the input items of a stored response, the latest first unless `order` is asc."""
-        owner = await stored.caller(request)
-        wanted = parse_list(limit, after, order, default_limit=DEFAULT_LIST, max_limit=MAX_LIST)
         items = await stored.keeper.input_items(owner, response_id)
         if wanted.newest_first:
             items.reverse()
@@ -328,13 +313,10 @@ class ResponseController(Controller):
         opt=describes(Described(answers={200: {JSON: ResponseObject}}, errors=(400,))),
     )
     async def cancel_response(
-        self,
-        stored: NamedDependency[SkipValidation[StoredResponses]],
-        request: Request[Any, Any, Any],
-        response_id: FromPath[str],
+        self, owner: AuthenticatedClient, stored: StoredDependency, response_id: FromPath[str]
     ) -> Response[bytes]:
         """Cancel a response that is made in the background. One that has ended is returned as it is."""
-        body = await stored.keeper.cancel(await stored.caller(request), response_id)
+        body = await stored.keeper.cancel(owner, response_id)
         stored.runs.cancel(response_id)
         return Response(body, media_type="application/json")
 

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from litestar import Controller, Request, Response, delete, get, post
 from litestar.di import NamedDependency
 from litestar.params import FromPath, SkipValidation
 
-from moiety_platform.auth.authenticator import Authenticator
-from moiety_platform.auth.client import authenticate
+from moiety_platform.auth.client import AuthenticatedClient
 from moiety_platform.auth.principal import Principal
-from moiety_platform.db.keyset import After, Identified, Listing, list_fields, parse_list
+from moiety_platform.db.keyset import Identified, Listing, list_fields
 from moiety_platform.inference.body_fields import StrictBody
 from moiety_platform.inference.request_body import BodyReader
 from moiety_platform.inference.response_headers import field_headers
 from moiety_platform.known_parameters import IGNORED
 from moiety_platform.openapi.described import JSON, Described, describes, fails
 from moiety_platform.openapi.documents import KEY
-from moiety_platform.query_parameters import one_of, whole
 from moiety_platform.request_head import fields_of
 from moiety_platform.responses_api.conversation_keeper import ConversationKeeper
 from moiety_platform.responses_api.conversation_reader import ConversationReader
@@ -33,16 +31,13 @@ from moiety_platform.responses_api.conversation_schemas import (
     NewItems,
 )
 from moiety_platform.responses_api.input import InputItem, SkippedItem
+from moiety_platform.responses_api.item_lists import ITEM_LIST, RequestedItems
 from moiety_platform.responses_api.item_types import InputItem as ItemFields
 from moiety_platform.responses_api.items import Continued, Item
 from moiety_platform.responses_api.tools import readable_type
 
-DEFAULT_LIST = 20
-MAX_LIST = 100
 INCLUDE: dict[str, Any] = {IGNORED: frozenset({"include", "include[]"})}  # every item is returned whole
 
-Limit = Annotated[str | None, whole(f"At most so many, {DEFAULT_LIST} if not given.", 1, MAX_LIST)]
-Order = Annotated[str | None, one_of("By their place in the conversation; desc if not given.", "asc", "desc")]
 Body = TypeVar("Body", bound=StrictBody)
 Conversations = NamedDependency[SkipValidation["ConversationServices"]]
 
@@ -51,14 +46,9 @@ Conversations = NamedDependency[SkipValidation["ConversationServices"]]
 class ConversationServices:
     """Services of the endpoints of conversations."""
 
-    authenticator: Authenticator
     bodies: BodyReader
     keeper: ConversationKeeper
     reader: ConversationReader
-
-    async def caller(self, request: Request[Any, Any, Any]) -> Principal:
-        """Return the caller, who may use models. Raises Unauthenticated, Forbidden or Unavailable."""
-        return await authenticate(self.authenticator, request)
 
     async def body(self, schema: type[Body], request: Request[Any, Any, Any], whose: Principal) -> Body:
         """Return the body of a request. Raises BadRequest or TooLarge."""
@@ -84,21 +74,20 @@ class ConversationController(Controller):
         ),
     )
     async def create_conversation(
-        self, conversations: Conversations, request: Request[Any, Any, Any]
+        self, owner: AuthenticatedClient, conversations: Conversations, request: Request[Any, Any, Any]
     ) -> Response[ConversationObject]:
         """Create a conversation, which may have items from the beginning."""
-        whose = await conversations.caller(request)
-        body = await conversations.body(NewConversation, request, whose)
-        items = await conversations.items(body.items, whose)
-        created = await conversations.keeper.create(whose, items, body.metadata or {})
+        body = await conversations.body(NewConversation, request, owner)
+        items = await conversations.items(body.items, owner)
+        created = await conversations.keeper.create(owner, items, body.metadata or {})
         return Response(created, headers=_headers(body.items))
 
     @get("/{conversation_id:str}")
     async def retrieve_conversation(
-        self, conversations: Conversations, request: Request[Any, Any, Any], conversation_id: FromPath[str]
+        self, owner: AuthenticatedClient, conversations: Conversations, conversation_id: FromPath[str]
     ) -> ConversationObject:
         """Return a conversation without its items."""
-        return await conversations.keeper.get(await conversations.caller(request), conversation_id)
+        return await conversations.keeper.get(owner, conversation_id)
 
     @post(
         "/{conversation_id:str}",
@@ -106,19 +95,22 @@ class ConversationController(Controller):
         opt=describes(Described(body={JSON: ChangedConversation}, errors=(429,))),
     )
     async def update_conversation(
-        self, conversations: Conversations, request: Request[Any, Any, Any], conversation_id: FromPath[str]
+        self,
+        owner: AuthenticatedClient,
+        conversations: Conversations,
+        request: Request[Any, Any, Any],
+        conversation_id: FromPath[str],
     ) -> ConversationObject:
         """Replace the metadata of a conversation."""
-        whose = await conversations.caller(request)
-        body = await conversations.body(ChangedConversation, request, whose)
-        return await conversations.keeper.change(whose, conversation_id, body.metadata or {})
+        body = await conversations.body(ChangedConversation, request, owner)
+        return await conversations.keeper.change(owner, conversation_id, body.metadata or {})
 
     @delete("/{conversation_id:str}", status_code=200)
     async def delete_conversation(
-        self, conversations: Conversations, request: Request[Any, Any, Any], conversation_id: FromPath[str]
+        self, owner: AuthenticatedClient, conversations: Conversations, conversation_id: FromPath[str]
     ) -> DeletedConversation:
         """Delete a conversation and its items. Stored responses that belong to it can no longer be continued."""
-        await conversations.keeper.delete(await conversations.caller(request), conversation_id)
+        await conversations.keeper.delete(owner, conversation_id)
         return {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
 
     @post(
@@ -130,30 +122,29 @@ class ConversationController(Controller):
         },
     )
     async def create_items(
-        self, conversations: Conversations, request: Request[Any, Any, Any], conversation_id: FromPath[str]
-    ) -> Response[Listing[Identified]]:
-        """Add items at the end of a conversation."""
-        whose = await conversations.caller(request)
-        body = await conversations.body(NewItems, request, whose)
-        items = await conversations.items(body.items, whose)
-        added = await conversations.keeper.add_items(whose, conversation_id, items)
-        shown = list_fields(cast("list[Identified]", added), has_more=False)
-        return Response(shown, headers=_headers(body.items))
-
-    @get("/{conversation_id:str}/items", opt=INCLUDE)
-    async def list_items(
         self,
+        owner: AuthenticatedClient,
         conversations: Conversations,
         request: Request[Any, Any, Any],
         conversation_id: FromPath[str],
-        limit: Limit = None,
-        after: After = None,
-        order: Order = None,
+    ) -> Response[Listing[Identified]]:
+        """Add items at the end of a conversation."""
+        body = await conversations.body(NewItems, request, owner)
+        items = await conversations.items(body.items, owner)
+        added = await conversations.keeper.add_items(owner, conversation_id, items)
+        shown = list_fields(cast("list[Identified]", added), has_more=False)
+        return Response(shown, headers=_headers(body.items))
+
+    @get("/{conversation_id:str}/items", opt=INCLUDE, dependencies=ITEM_LIST)
+    async def list_items(
+        self,
+        owner: AuthenticatedClient,
+        conversations: Conversations,
+        conversation_id: FromPath[str],
+        wanted: RequestedItems,
     ) -> ConversationItemList:
         """List the items of a conversation, the latest first unless `order` is asc."""
-        whose = await conversations.caller(request)
-        wanted = parse_list(limit, after, order, default_limit=DEFAULT_LIST, max_limit=MAX_LIST)
-        items, has_more = await conversations.keeper.page(whose, conversation_id, wanted)
+        items, has_more = await conversations.keeper.page(owner, conversation_id, wanted)
         return list_fields(cast("list[Identified]", items), has_more)
 
     @get(
@@ -162,24 +153,24 @@ class ConversationController(Controller):
     )
     async def retrieve_item(
         self,
+        owner: AuthenticatedClient,
         conversations: Conversations,
-        request: Request[Any, Any, Any],
         conversation_id: FromPath[str],
         item_id: FromPath[str],
     ) -> dict[str, Any]:
         """Return one item of a conversation."""
-        return await conversations.keeper.item(await conversations.caller(request), conversation_id, item_id)
+        return await conversations.keeper.item(owner, conversation_id, item_id)
 
     @delete("/{conversation_id:str}/items/{item_id:str}", status_code=200, opt=fails())
     async def delete_item(
         self,
+        owner: AuthenticatedClient,
         conversations: Conversations,
-        request: Request[Any, Any, Any],
         conversation_id: FromPath[str],
         item_id: FromPath[str],
     ) -> ConversationObject:
         """Delete one item of a conversation, and return the conversation."""
-        return await conversations.keeper.delete_item(await conversations.caller(request), conversation_id, item_id)
+        return await conversations.keeper.delete_item(owner, conversation_id, item_id)
 
 
 def _headers(items: Sequence[InputItem] | None) -> dict[str, str]:
