@@ -108,7 +108,7 @@ def test_every_resource_with_commands_has_a_group_in_the_help() -> None:
     commands = main.build().commands
     for resource in RESOURCES:
         if resource.commands:
-            assert commands[resource.name].help == resource.summary
+            assert commands[resource.name].help == resource.help
             assert [one.name for one in app_of(resource).registered_commands] == [one.name for one in resource.commands]
 
 

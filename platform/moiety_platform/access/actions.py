@@ -38,6 +38,31 @@ class AdminAction:
         return self
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectionAccess:
+    """Roles that may read and write the objects of a collection; see AdminAction for whole deployments and `own`."""
+
+    readers: frozenset[Role]
+    own_readers: frozenset[Role] = frozenset()
+    writers: frozenset[Role]
+    own_writers: frozenset[Role] = frozenset()
+
+    def read(self, collection: str) -> AdminAction:
+        """Return the action of reading the collection's objects."""
+        return AdminAction(f"{collection}.read", self.readers, self.own_readers)
+
+    def write(self, collection: str) -> AdminAction:
+        """Return the action of creating, changing and deleting the collection's objects."""
+        return AdminAction(f"{collection}.write", self.writers, self.own_writers)
+
+
+MANAGED_BY_TENANTS = CollectionAccess(
+    readers=READERS, own_readers=OWN_READERS, writers=OPERATORS, own_writers=OWN_WRITERS
+)
+MANAGED_BY_OPERATORS = CollectionAccess(readers=READERS, own_readers=OWN_READERS, writers=OPERATORS)
+OPERATORS_ONLY = CollectionAccess(readers=OPERATORS, writers=OPERATORS)
+
+
 def needs(action: AdminAction) -> dict[str, Any]:
     """Return a route's `opt`, which names the action that the route performs."""
     return {ACTION: action}

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from moiety_platform.access.actions import OPERATORS, OWN_READERS, OWN_WRITERS, READERS, AdminAction
-from moiety_platform.resources.commands import Command, CustomCommand, Output, Parameter, Place, argument
+from moiety_platform.access.actions import MANAGED_BY_TENANTS, OPERATORS, AdminAction
+from moiety_platform.resources.commands import Command, CustomCommand, Output, Parameter, Place, path_argument
 from moiety_platform.resources.declaration import Resource
 
 GRANT_ADAPTERS = AdminAction("adapters.grant", OPERATORS)  # adapters on the engines' hosts
 
 ADAPTERS = Resource(
     name="adapter",
-    collection="adapters",
-    about="List, upload and remove LoRA adapters of tenants, in PEFT format.",
-    summary="List, upload and remove LoRA adapters of tenants.",
-    read=AdminAction("adapters.read", READERS, OWN_READERS),
-    write=AdminAction("adapters.write", OPERATORS, OWN_WRITERS),
-    more=(GRANT_ADAPTERS,),
+    help="List, upload and remove LoRA adapters of tenants, in PEFT format.",
+    access=MANAGED_BY_TENANTS,
     page="adapters.md",
     columns={
         "served_as": "model",
@@ -27,8 +23,8 @@ ADAPTERS = Resource(
     },
     commands=(
         Command(
-            name="list",
-            help="List adapters, by tenant, model and name.",
+            "list",
+            "List adapters, by tenant, model and name.",
             parameters=(
                 Parameter(
                     name="tenant",
@@ -42,12 +38,11 @@ ADAPTERS = Resource(
         ),
         CustomCommand("add", "moiety_platform.cli.adapters:add_adapter"),
         Command(
-            name="remove",
-            help="Remove an adapter, so that no request can use it any more.",
+            "remove",
+            "Remove an adapter, so that no request can use it any more.",
             method="DELETE",
-            parameters=(
-                argument("adapter_id", "Id of the adapter, as moiety adapter list shows it.", place=Place.PATH),
-            ),
+            parameters=(path_argument("adapter_id", "Id of the adapter, as moiety adapter list shows it."),),
         ),
     ),
+    more=(GRANT_ADAPTERS,),
 )

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from moiety_platform.access.actions import OPERATORS, OWN_READERS, OWN_WRITERS, OWNER, READERS, AdminAction
-from moiety_platform.resources.commands import Command, CustomCommand, Output, Parameter, Place, argument
+from moiety_platform.access.actions import MANAGED_BY_TENANTS, OWNER, AdminAction
+from moiety_platform.resources.commands import Command, CustomCommand, Output, Parameter, path_argument
 from moiety_platform.resources.declaration import Resource
 
 WRITE_ADMIN_KEYS = AdminAction("admin_keys.write", OWNER)
 KEEP_IT = "Keep it now: it is not shown again."
 
-_KEY = argument("key_id", "Id of the key: the part between mty_ and the dot.", place=Place.PATH)
+_KEY = path_argument("key_id", "Id of the key: the part between mty_ and the dot.")
 
 KEYS = Resource(
     name="key",
-    collection="keys",
-    about="Manage API keys of clients and keys of administrators.",
-    summary="List, create, rotate and revoke keys.",
-    read=AdminAction("keys.read", READERS, OWN_READERS),
-    write=AdminAction("keys.write", OPERATORS, OWN_WRITERS),
-    more=(WRITE_ADMIN_KEYS,),
+    help="List, create, rotate and revoke API keys of clients and keys of administrators.",
+    access=MANAGED_BY_TENANTS,
     page="administration.md",
-    apply_kind="moiety_platform.auth.declared:KEY",
     columns={
         "id": "id",
         "name": "name",
@@ -36,8 +31,8 @@ KEYS = Resource(
         CustomCommand("list", "moiety_platform.cli.keys:list_keys"),
         CustomCommand("create", "moiety_platform.cli.keys:create_key"),
         Command(
-            name="rotate",
-            help="Create a key's successor, with the same rights.",
+            "rotate",
+            "Create a key's successor, with the same rights.",
             method="POST",
             suffix="rotate",
             parameters=(
@@ -53,11 +48,13 @@ KEYS = Resource(
             notice=KEEP_IT,
         ),
         Command(
-            name="revoke",
-            help="Revoke a key permanently.",
+            "revoke",
+            "Revoke a key permanently.",
             method="POST",
             suffix="revoke",
             parameters=(_KEY,),
         ),
     ),
+    more=(WRITE_ADMIN_KEYS,),
+    apply_kind="moiety_platform.auth.declared:KEY",
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from moiety_platform.access.actions import OPERATORS, OWN_READERS, READERS, AdminAction
+from moiety_platform.access.actions import MANAGED_BY_OPERATORS
 from moiety_platform.resources.commands import Command, Output, Parameter, Place, argument
 from moiety_platform.resources.declaration import Resource
 
@@ -47,27 +47,16 @@ _TERMS = (
     Parameter(
         name="weight", type=float, help="Factor that multiplies the weights of the class's tenants within the rank."
     ),
-    Parameter(
-        name="ttft_s", flag="--ttft-s", parse=_seconds, help="SLO for the time to first token, in seconds, or none."
-    ),
+    Parameter(name="ttft_s", parse=_seconds, help="SLO for the time to first token, in seconds, or none."),
     Parameter(
         name="ttft_per_1k_s",
-        flag="--ttft-per-1k-s",
         type=float,
         help="Addition to the TTFT SLO per 1,000 prompt tokens that are not cached, in seconds.",
     ),
-    Parameter(
-        name="tpot_s", flag="--tpot-s", parse=_seconds, help="SLO for the time per output token, in seconds, or none."
-    ),
-    Parameter(
-        name="completion_s",
-        flag="--completion-s",
-        parse=_seconds,
-        help="SLO for the time to the last token, in seconds, or none.",
-    ),
+    Parameter(name="tpot_s", parse=_seconds, help="SLO for the time per output token, in seconds, or none."),
+    Parameter(name="completion_s", parse=_seconds, help="SLO for the time to the last token, in seconds, or none."),
     Parameter(
         name="max_queue_s",
-        flag="--max-queue-s",
         type=float,
         help="Queueing time after which a request precedes those of other classes, in seconds.",
     ),
@@ -78,34 +67,20 @@ _TERMS = (
         help="Allow the preemption of running requests for more urgent ones.",
     ),
     Parameter(
-        name="on_overload",
-        flag="--on-overload",
-        parse=_text,
-        help="Action if the SLO is predicted to be missed: reject, queue or downgrade.",
+        name="on_overload", parse=_text, help="Action if the SLO is predicted to be missed: reject, queue or downgrade."
     ),
     Parameter(
-        name="downgrade_to",
-        flag="--downgrade-to",
-        parse=_text,
-        help="Class of a higher rank number that requests are downgraded to, or none.",
+        name="downgrade_to", parse=_text, help="Class of a higher rank number that requests are downgraded to, or none."
     ),
-    Parameter(
-        name="price_factor",
-        flag="--price-factor",
-        type=float,
-        help="Factor that multiplies prices, such as 0.5 for half the price.",
-    ),
+    Parameter(name="price_factor", type=float, help="Factor that multiplies prices, such as 0.5 for half the price."),
 )
 
 CLASSES = Resource(
     name="class",
-    collection="classes",
-    about="List and change service classes: their SLOs and their behaviour at overload.",
-    summary="List, show, change, create and delete service classes.",
-    read=AdminAction("classes.read", READERS, OWN_READERS),
-    write=AdminAction("classes.write", OPERATORS),
+    plural="classes",
+    help="List, show, change, create and delete service classes: their SLOs and their behaviour at overload.",
+    access=MANAGED_BY_OPERATORS,
     page="scheduling.md",
-    apply_kind="moiety_platform.classes.declared:CLASS",
     columns={
         "name": "name",
         "rank": "rank",
@@ -122,26 +97,27 @@ CLASSES = Resource(
     },
     plain=plain,
     commands=(
-        Command(name="list", help="List all classes, best first.", output=Output.ROWS),
-        Command(name="show", help="Show one class.", parameters=(_IN_PATH,)),
+        Command("list", "List all classes, best first.", output=Output.ROWS),
+        Command("show", "Show one class.", parameters=(_IN_PATH,)),
         Command(
-            name="set",
-            help="Change a class, with effect at the next request, and at every gateway within seconds.",
+            "set",
+            "Change a class, with effect at the next request, and at every gateway within seconds.",
             method="PATCH",
             parameters=(_IN_PATH, _RANK, *_TERMS),
             lacks="nothing to change; give --ttft-s, --rank or another option",
         ),
         Command(
-            name="create",
-            help="Create a class; it needs --ttft-s or --completion-s.",
+            "create",
+            "Create a class; it needs --ttft-s or --completion-s.",
             method="POST",
             parameters=(_NAME, replace(_RANK, is_required=True), *_TERMS),
         ),
         Command(
-            name="delete",
-            help="Delete a class that is not shipped and that no tenant uses.",
+            "delete",
+            "Delete a class that is not shipped and that no tenant uses.",
             method="DELETE",
             parameters=(_IN_PATH,),
         ),
     ),
+    apply_kind="moiety_platform.classes.declared:CLASS",
 )

@@ -125,7 +125,7 @@ def build() -> TyperGroup:
         add_lazy_commands, own={}, points=points.select(group="moiety.batch_commands"), summaries=BATCH_SUMMARIES
     )
     commands = points.select(group="moiety.commands")
-    resources = {one.name: (partial(_load_resource, one), one.summary) for one in RESOURCES if one.commands}
+    resources = {one.name: (partial(_load_resource, one), one.help) for one in RESOURCES if one.commands}
     add_lazy_commands(
         group, COMMANDS | resources, commands, SUMMARIES, {"batch": batches}, dict.fromkeys(WITH_FILE, with_file)
     )

@@ -22,7 +22,7 @@ Values = dict[Place, dict[str, Any]]
 
 def app_of(resource: Resource) -> typer.Typer:
     """Return the group of the resource's commands."""
-    app = typer.Typer(no_args_is_help=True, help=resource.about)
+    app = typer.Typer(no_args_is_help=True, help=resource.help)
     for one in resource.commands:
         function = command_of(resource, one) if isinstance(one, Command) else load_target(one.target)
         app.command(one.name)(function)
@@ -94,7 +94,7 @@ def _parsed(command: Command, given: Mapping[str, Any]) -> Values:
             try:
                 value = one.parse(value)
             except ValueError as exc:
-                raise typer.BadParameter(f"{one.flag} {exc}") from exc
+                raise typer.BadParameter(f"{one.option} {exc}") from exc
         values[one.place][one.field or one.name] = value
     return values
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from moiety_platform.access.actions import OPERATORS, READERS, AdminAction
+from moiety_platform.access.actions import OPERATORS, READERS, CollectionAccess
 from moiety_platform.resources.declaration import Resource
 
 DECLARATIONS = Resource(
     name="declaration",
-    collection="declarations",
-    read=AdminAction("declarations.read", READERS),
-    write=AdminAction("declarations.write", OPERATORS),
+    access=CollectionAccess(readers=READERS, writers=OPERATORS),
     page="administration.md#declarative-configuration-gitops",
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moiety_platform.access.actions import OPERATORS, OWN_READERS, READERS, AdminAction
+from moiety_platform.access.actions import MANAGED_BY_OPERATORS
 from moiety_platform.resources.commands import Command, Output, Parameter, Place, argument
 from moiety_platform.resources.declaration import Resource
 
@@ -18,13 +18,9 @@ _CLASS = Parameter(
 
 PRICES = Resource(
     name="price",
-    collection="prices",
-    about="List, set and delete prices per million tokens, by model and service class.",
-    summary="List, set and delete prices of models.",
-    read=AdminAction("prices.read", READERS, OWN_READERS),
-    write=AdminAction("prices.write", OPERATORS),
+    help="List, set and delete prices per million tokens, by model and service class.",
+    access=MANAGED_BY_OPERATORS,
     page="quotas.md",
-    apply_kind="moiety_platform.prices.declared:PRICE",
     columns={
         "model": "model",
         "service_class": "class",
@@ -33,11 +29,10 @@ PRICES = Resource(
         "output": "$ per 1M output",
     },
     commands=(
-        Command(name="list", help="List all prices, in dollars per million tokens.", output=Output.ROWS),
+        Command("list", "List all prices, in dollars per million tokens.", output=Output.ROWS),
         Command(
-            name="set",
-            help="Set a price, or change it, with effect on requests that begin later, at every gateway within "
-            "seconds.",
+            "set",
+            "Set a price, or change it, with effect on requests that begin later, at every gateway within seconds.",
             method="PUT",
             parameters=(
                 _MODEL,
@@ -57,10 +52,11 @@ PRICES = Resource(
             ),
         ),
         Command(
-            name="delete",
-            help="Delete a price. Requests of the model are then free of charge.",
+            "delete",
+            "Delete a price. Requests of the model are then free of charge.",
             method="DELETE",
             parameters=(replace(_MODEL, place=Place.QUERY), replace(_CLASS, place=Place.QUERY)),
         ),
     ),
+    apply_kind="moiety_platform.prices.declared:PRICE",
 )

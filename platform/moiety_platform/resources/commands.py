@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -29,9 +29,9 @@ class Output(StrEnum):
 class Parameter:
     """An argument or option of a command.
 
-    `field` is the field of the request, by default `name`. `flag` replaces the option's usual flag. `parse` converts a
-    given value to JSON; it raises ValueError with what follows the option's name in the complaint. With `names_tenant`
-    the value is a tenant's name or id, and its id is sent.
+    `field` is the field of the request, by default `name`. `flag` replaces the flag that has the name. `parse` converts
+    a given value to JSON; it raises ValueError with what follows the option's name in the complaint. With
+    `names_tenant` the value is a tenant's name or id, and its id is sent.
     """
 
     name: str
@@ -46,13 +46,23 @@ class Parameter:
     parse: Callable[[Any], Any] | None = None
     names_tenant: bool = False
 
+    @property
+    def option(self) -> str:
+        """The option as users write it."""
+        return self.flag or f"--{self.name.replace('_', '-')}"
+
 
 def argument(name: str, help: str, **more: Any) -> Parameter:  # noqa: A002 - as typer calls it
     """Return a required argument."""
     return Parameter(name=name, help=help, is_argument=True, is_required=True, **more)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def path_argument(name: str, help: str, *, names_tenant: bool = False) -> Parameter:  # noqa: A002 - as typer calls it
+    """Return a required argument that identifies the object in the request's path."""
+    return argument(name, help, place=Place.PATH, names_tenant=names_tenant)
+
+
+@dataclass(frozen=True, slots=True)
 class Command:
     """A command that sends one request to the resource's collection, or below it.
 
@@ -63,6 +73,7 @@ class Command:
 
     name: str
     help: str
+    _: KW_ONLY
     method: str = "GET"
     suffix: str = ""
     parameters: tuple[Parameter, ...] = ()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from moiety_platform.access.actions import AdminAction
+from moiety_platform.access.actions import AdminAction, CollectionAccess
 from moiety_platform.resources.commands import Command, CustomCommand
 
 
@@ -14,25 +14,35 @@ from moiety_platform.resources.commands import Command, CustomCommand
 class Resource:
     """An administered resource.
 
-    `name` is its name in commands, `collection` its path under `/admin/v1` and its tag in the OpenAPI document. `about`
-    heads the help of its commands, `summary` is its line in `moiety --help`; both are empty without commands. `columns`
-    maps the fields of a table to their headings; `plain` converts a row for the terminal. `more` are actions beside
-    reading and writing. `apply_kind` is the `module:attribute` of its ApplyKind, empty where files do not declare it.
-    `page` is the page of the documentation.
+    `name` is its name in commands, `help` describes it in `moiety --help`, empty without commands. `plural` is the name
+    of its collection where that is not `name` with an s. `page` is the page of the documentation. `columns` maps the
+    fields of a table to their headings; `plain` converts a row for the terminal. `more` are actions beside reading and
+    writing. `apply_kind` is the `module:attribute` of its ApplyKind, empty where files do not declare it.
     """
 
     name: str
-    collection: str
-    read: AdminAction
-    write: AdminAction
+    plural: str = ""
+    help: str = ""
+    access: CollectionAccess
     page: str
-    more: tuple[AdminAction, ...] = ()
-    about: str = ""
-    summary: str = ""
     columns: Mapping[str, str] = field(default_factory=dict)
     plain: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     commands: tuple[Command | CustomCommand, ...] = ()
+    more: tuple[AdminAction, ...] = ()
     apply_kind: str = ""
+
+    @property
+    def collection(self) -> str:
+        """Path under `/admin/v1`, and tag in the OpenAPI document."""
+        return self.plural or f"{self.name}s"
+
+    @property
+    def read(self) -> AdminAction:
+        return self.access.read(self.collection)
+
+    @property
+    def write(self) -> AdminAction:
+        return self.access.write(self.collection)
 
     @property
     def path(self) -> str:

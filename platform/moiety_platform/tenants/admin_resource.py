@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moiety_platform.access.actions import OPERATORS, OWN_READERS, OWN_WRITERS, OWNER, READERS, AdminAction
-from moiety_platform.resources.commands import Command, CustomCommand, Output, Parameter, Place, argument
+from moiety_platform.access.actions import MANAGED_BY_OPERATORS, MANAGED_BY_TENANTS, OWNER, AdminAction
+from moiety_platform.resources.commands import Command, CustomCommand, Output, Parameter, Place, argument, path_argument
 from moiety_platform.resources.declaration import Resource
 
 ERASE_TENANTS = AdminAction("tenants.erase", OWNER)
 
-_TENANT = argument("name", "Name or id of the tenant.", place=Place.PATH, names_tenant=True)
+_TENANT = path_argument("name", "Name or id of the tenant.", names_tenant=True)
 _TERMS = (
     Parameter(
         name="service_class",
@@ -24,7 +24,6 @@ _TERMS = (
     ),
     Parameter(
         name="speculative_prefill",
-        flag="--speculative-prefill",
         help="Speculative prefill of the likely next turns of conversations by idle engines: off, free, or charged (at "
         "the price of prompt tokens).",
     ),
@@ -32,14 +31,9 @@ _TERMS = (
 
 TENANTS = Resource(
     name="tenant",
-    collection="tenants",
-    about="List, create and change tenants: their service classes and weights.",
-    summary="List, show, create, change, suspend and erase tenants.",
-    read=AdminAction("tenants.read", READERS, OWN_READERS),
-    write=AdminAction("tenants.write", OPERATORS),
-    more=(ERASE_TENANTS,),
+    help="List, show, create, change, suspend and erase tenants: their service classes and weights.",
+    access=MANAGED_BY_OPERATORS,
     page="administration.md",
-    apply_kind="moiety_platform.tenants.declared:TENANT",
     columns={
         "name": "name",
         "service_class": "class",
@@ -50,17 +44,17 @@ TENANTS = Resource(
         "id": "id",
     },
     commands=(
-        Command(name="list", help="List all tenants, oldest first.", output=Output.PAGES),
-        Command(name="show", help="Show one tenant.", parameters=(_TENANT,)),
+        Command("list", "List all tenants, oldest first.", output=Output.PAGES),
+        Command("show", "Show one tenant.", parameters=(_TENANT,)),
         Command(
-            name="create",
-            help="Create a tenant.",
+            "create",
+            "Create a tenant.",
             method="POST",
             parameters=(argument("name", "Name of the new tenant."), *_TERMS),
         ),
         Command(
-            name="change",
-            help="Change a tenant's name, class, weight or speculative prefill.",
+            "change",
+            "Change a tenant's name, class, weight or speculative prefill.",
             method="PATCH",
             parameters=(
                 _TENANT,
@@ -70,21 +64,23 @@ TENANTS = Resource(
             lacks="nothing to change; give --name, --class, --weight or --speculative-prefill",
         ),
         Command(
-            name="suspend",
-            help="Suspend a tenant: its keys are refused until it is resumed.",
+            "suspend",
+            "Suspend a tenant: its keys are refused until it is resumed.",
             method="PATCH",
             parameters=(_TENANT,),
             constants={"status": "suspended"},
         ),
         Command(
-            name="resume",
-            help="Resume a suspended tenant: its keys work again.",
+            "resume",
+            "Resume a suspended tenant: its keys work again.",
             method="PATCH",
             parameters=(_TENANT,),
             constants={"status": "active"},
         ),
         CustomCommand("erase", "moiety_platform.cli.tenants:erase_tenant"),
     ),
+    more=(ERASE_TENANTS,),
+    apply_kind="moiety_platform.tenants.declared:TENANT",
 )
 
 _OF_TENANT = Parameter(
@@ -96,28 +92,25 @@ _OF_TENANT = Parameter(
 
 PROJECTS = Resource(
     name="project",
-    collection="projects",
-    about="List and create the projects of a tenant, which its keys belong to.",
-    summary="List and create a tenant's projects.",
-    read=AdminAction("projects.read", READERS, OWN_READERS),
-    write=AdminAction("projects.write", OPERATORS, OWN_WRITERS),
+    help="List and create the projects of a tenant, which its keys belong to.",
+    access=MANAGED_BY_TENANTS,
     page="administration.md",
-    apply_kind="moiety_platform.tenants.declared:PROJECT",
     columns={"name": "name", "tenant_id": "tenant", "created_at": "created", "id": "id"},
     commands=(
         Command(
-            name="list",
-            help="List projects, oldest first.",
+            "list",
+            "List projects, oldest first.",
             parameters=(
                 replace(_OF_TENANT, place=Place.QUERY, help="Name or id of a tenant. If not given, all tenants."),
             ),
             output=Output.PAGES,
         ),
         Command(
-            name="create",
-            help="Create a project of a tenant.",
+            "create",
+            "Create a project of a tenant.",
             method="POST",
             parameters=(argument("name", "Name of the new project."), replace(_OF_TENANT, is_required=True)),
         ),
     ),
+    apply_kind="moiety_platform.tenants.declared:PROJECT",
 )

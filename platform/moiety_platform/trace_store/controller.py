@@ -15,13 +15,7 @@ from moiety_platform.db.paging import RequestedPage
 from moiety_platform.db.session import Database
 from moiety_platform.period import RequestedPeriod
 from moiety_platform.query_parameters import Filter, parse_text
-from moiety_platform.trace_store.queries import (
-    TraceFilter,
-    find_traces,
-    parse_ms,
-    read_trace,
-    reading,
-)
+from moiety_platform.trace_store.queries import TraceFilter, find_traces, parse_ms, read_trace, reading
 from moiety_platform.trace_store.schemas import TraceDetail, TracePage
 
 # attributes of the machines, and of the request that caused a preemption, which can be another tenant's
