@@ -6,6 +6,7 @@ Read from memory at each scrape, so a store that is down or slow does not delay 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -18,35 +19,27 @@ from moiety_platform.usage.metering import MeterReader
 from moiety_platform.usage.recorder import UsageRecorder
 
 
+@dataclass(frozen=True, eq=False)
 class StoreCollector(Collector):
     """Collector of one gateway."""
 
-    def __init__(
-        self,
-        clock: Clock,
-        store: StoreReadiness,
-        usage: UsageRecorder,
-        quotas: QuotaKeeper,
-        meter: MeterReader,
-        requests: RequestRecorder,
-    ) -> None:
-        self._clock = clock
-        self._store = store
-        self._usage = usage
-        self._quotas = quotas
-        self._meter = meter
-        self._requests = requests
+    clock: Clock
+    store: StoreReadiness
+    usage: UsageRecorder
+    quotas: QuotaKeeper
+    meter: MeterReader
+    requests: RequestRecorder
 
     def collect(self) -> Iterator[Metric]:
         ready = "1 if the database has the schema that this version needs; 0 if a migration is pending."
-        yield GaugeMetricFamily("moiety_store_ready", ready, self._store.look())
-        yield GaugeMetricFamily("moiety_open_requests", "Open requests of this gateway.", self._requests.num_open)
+        yield GaugeMetricFamily("moiety_store_ready", ready, self.store.look())
+        yield GaugeMetricFamily("moiety_open_requests", "Open requests of this gateway.", self.requests.num_open)
         yield from self._ledger()
         yield from self._leases()
 
     def _ledger(self) -> Iterator[Metric]:
-        stats = self._usage.stats()
-        lag_s = 0.0 if stats.oldest is None else (self._clock.now() - stats.oldest).total_seconds()
+        stats = self.usage.stats()
+        lag_s = 0.0 if stats.oldest is None else (self.clock.now() - stats.oldest).total_seconds()
         yield GaugeMetricFamily(
             "moiety_ledger_lag_seconds",
             "Age of the oldest usage row that is not yet in the database; 0 if there is none.",
@@ -69,11 +62,11 @@ class StoreCollector(Collector):
         yield CounterMetricFamily(
             "moiety_ledger_charged_late",
             "Requests of crashed gateways, charged by the engines' counts.",
-            self._meter.num_charged,
+            self.meter.num_charged,
         )
 
     def _leases(self) -> Iterator[Metric]:
-        stats = self._quotas.stats()
+        stats = self.quotas.stats()
         yield GaugeMetricFamily("moiety_quota_leases", "Quota leases that this gateway holds.", stats.leases)
         yield GaugeMetricFamily("moiety_quota_waiting_requests", "Requests that wait for a quota lease.", stats.waiting)
         age = GaugeMetricFamily(
@@ -91,7 +84,7 @@ class StoreCollector(Collector):
             "moiety_quota_quarantine_oldest_seconds",
             "Seconds since the last heartbeat of the crashed gateway that is silent longest.",
         )
-        found = self._quotas.quarantine.stats()
+        found = self.quotas.quarantine.stats()
         if found is not None:
             replicas.add_metric([], found.replicas)
             leases.add_metric([], found.leases)

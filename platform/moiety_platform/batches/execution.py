@@ -8,7 +8,7 @@ killed, leaves no row.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 
@@ -77,28 +77,19 @@ class KeyLost:
 Outcome = AnsweredLine | RequeuedLine | KeyLost
 
 
+@dataclass(eq=False)
 class LineRunner:
     """Runner of the lines of one gateway process."""
 
-    def __init__(
-        self,
-        authenticator: Authenticator,
-        recorder: RequestRecorder,
-        rows: HeldRows,
-        pipeline: RequestPipeline,
-        contents: FileContents,
-        max_json_depth: int,
-        shape: ShapeLimits,
-        backoff: Backoff,
-    ) -> None:
-        self._authenticator = authenticator
-        self._contents = contents
-        self._recorder = recorder
-        self._rows = rows
-        self._pipeline = pipeline
-        self.max_json_depth, self.shape = max_json_depth, shape
-        self._backoff = backoff
-        self._records: dict[LineKey, RequestRecord] = {}  # of running lines
+    authenticator: Authenticator
+    recorder: RequestRecorder
+    rows: HeldRows
+    pipeline: RequestPipeline
+    contents: FileContents
+    max_json_depth: int
+    shape: ShapeLimits
+    backoff: Backoff
+    _records: dict[LineKey, RequestRecord] = field(init=False, default_factory=dict)  # of running lines
 
     def has_begun(self, key: LineKey) -> bool:
         """Return whether a part of the line's answer has arrived."""
@@ -110,14 +101,14 @@ class LineRunner:
         request_id = ENDPOINTS[line.batch.endpoint].id_prefix + line_key(*line.key)
         try:
             try:
-                principal = await self._authenticator.principal_of(line.batch.key_id)
+                principal = await self.authenticator.principal_of(line.batch.key_id)
                 require_scope(principal, INFERENCE_SCOPE)
             except Unauthenticated as exc:
                 return KeyLost(line, exc)
             except Forbidden as exc:  # the tenant is suspended, which may end
                 return self._wait(line, exc)
             answer = await self._answer(principal, line, await self._read(line), request_id)
-            return AnsweredLine(line, LineState.COMPLETED, answer, self._rows.take(request_id))
+            return AnsweredLine(line, LineState.COMPLETED, answer, self.rows.take(request_id))
         except PlatformError as exc:
             forget_frames(exc)
             return self._judge(line, request_id, exc)
@@ -126,17 +117,17 @@ class LineRunner:
             return self._judge(line, request_id, internal_error())
         finally:
             self._records.pop(line.key, None)
-            self._rows.take(request_id)
+            self.rows.take(request_id)
 
     async def _read(self, line: ClaimedLine) -> bytes:
         """Return the line's text from the input file. Raises Gone or Unavailable."""
-        key = line.input_key or (await self._contents.locate(line.batch.input_file_id))[0]
-        return await self._contents.read_range(key, line.start, line.num_bytes)
+        key = line.input_key or (await self.contents.locate(line.batch.input_file_id))[0]
+        return await self.contents.read_range(key, line.start, line.num_bytes)
 
     async def _answer(self, principal: Principal, line: ClaimedLine, text: bytes, request_id: str) -> bytes:
         """Return the line of the output file. Raises the errors of `moiety_platform.errors`."""
         endpoint = ENDPOINTS[line.batch.endpoint]
-        with self._recorder.open(
+        with self.recorder.open(
             principal,
             request_id=request_id,
             client_request_id=f"{line.batch.id}/{line.number}",
@@ -149,7 +140,7 @@ class LineRunner:
             self._records[line.key] = record
             body = decode_body(endpoint.schema, body_of(text), self.max_json_depth, self.shape)
             record.attribution = body.attribution(None)
-            answer = await endpoint.answer(self._pipeline, record, body)
+            answer = await endpoint.answer(self.pipeline, record, body)
             record.completed()
         return answered(line_key(*line.key), line.custom_id, request_id, answer)
 
@@ -161,9 +152,9 @@ class LineRunner:
         may_pass = error.status >= 500 and not is_own  # own errors occur again with the same line
         is_passing = may_pass or error.code == MODEL_NOT_FOUND  # an engine may be starting
         if is_passing and line.num_failures + 1 < MAX_FAILURES:
-            return RequeuedLine(line, self._backoff.after(line.num_failures), line.num_refusals, line.num_failures + 1)
+            return RequeuedLine(line, self.backoff.after(line.num_failures), line.num_refusals, line.num_failures + 1)
         answer = refused(line_key(*line.key), line.custom_id, request_id, error)
-        return AnsweredLine(line, LineState.FAILED, answer, self._rows.take(request_id))
+        return AnsweredLine(line, LineState.FAILED, answer, self.rows.take(request_id))
 
     def _wait(self, line: ClaimedLine, error: PlatformError) -> RequeuedLine:
         """Requeue a line that has to be retried later, as often as needed while the batch lasts.
@@ -171,5 +162,5 @@ class LineRunner:
         The retry does not precede the time that the error gives, up to MAX_RETRY_AFTER_S.
         """
         told_s = min(error.retry_after_s or 0.0, MAX_RETRY_AFTER_S)
-        wait_s = max(told_s, self._backoff.after(line.num_refusals))
+        wait_s = max(told_s, self.backoff.after(line.num_refusals))
         return RequeuedLine(line, wait_s, line.num_refusals + 1, line.num_failures, by_limit=error.status == 429)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import structlog
@@ -25,6 +26,7 @@ MAX_AT_ONCE = 4  # validations and closings in one process, at most one per tena
 log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False)
 class BatchMaintenance:
     """Maintenance tasks, owned by the worker, which passes the batches; one event loop.
 
@@ -32,21 +34,17 @@ class BatchMaintenance:
     many files of one tenant delay no other tenant.
     """
 
-    def __init__(
-        self,
-        database: Database,
-        contents: FileContents,
-        limits: Limits,
-        *,
-        lease_s: float = LEASE_S,
-        now: Now = now_ms,
-    ) -> None:
-        self._database = database
-        self._contents = contents
-        self.limits = limits  # may be changed, with effect on later files
-        self._lease_ms = round(lease_s * 1000)
-        self._now = now
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+    database: Database
+    contents: FileContents
+    limits: Limits  # may be changed, with effect on later files
+    _: KW_ONLY
+    lease_s: float = LEASE_S
+    now: Now = now_ms
+    _tasks: dict[str, asyncio.Task[None]] = field(init=False, default_factory=dict)
+
+    @property
+    def _lease_ms(self) -> int:
+        return round(self.lease_s * 1000)
 
     def tend(self, batches: Sequence[OpenBatch], on_change: Callable[[], None]) -> None:
         """Start the pending work of these batches; `on_change` is called after a task has succeeded."""
@@ -84,13 +82,13 @@ class BatchMaintenance:
 
     async def _tend(self, batch: OpenBatch) -> None:
         if batch.is_due and batch.status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
-            async with self._database.write() as session:
-                await begin_closing(session, batch.id, BatchStatus.EXPIRED, EXPIRED, self._now)
+            async with self.database.write() as session:
+                await begin_closing(session, batch.id, BatchStatus.EXPIRED, EXPIRED, self.now)
             return
-        async with self._database.write() as session:
-            if not await claim_batch(session, batch, self._lease_ms, self._now):
+        async with self.database.write() as session:
+            if not await claim_batch(session, batch, self._lease_ms, self.now):
                 return
-        input_import = InputImport(self._database, self._contents, batch, self.limits, self._lease_ms, self._now)
+        input_import = InputImport(self.database, self.contents, batch, self.limits, self._lease_ms, self.now)
         if batch.status == BatchStatus.VALIDATING:
             await input_import.run()
             return
@@ -101,9 +99,9 @@ class BatchMaintenance:
     async def _close(self, batch: OpenBatch) -> None:
         is_done = False
         while not is_done:
-            async with self._database.write() as session:
+            async with self.database.write() as session:
                 is_done = await fail_unanswered(session, batch.id)
-        async with self._database.write() as session:
-            ended_as = await close_batch(session, batch.id, self._now)
+        async with self.database.write() as session:
+            ended_as = await close_batch(session, batch.id, self.now)
         if ended_as is not None:
             log.info("batch_ended", batch_id=batch.id, status=ended_as.value)

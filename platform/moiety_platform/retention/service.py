@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import structlog
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -54,34 +54,26 @@ class ObjectJob:
     interval_s: float | None = None
 
 
+@dataclass(eq=False)
 class RetentionService:
     """Runner of the retention jobs. Owned by the entry point; for one event loop. `owner` must be a unique id."""
 
-    def __init__(
-        self,
-        owner: str,
-        database: Database,
-        jobs: Sequence[RetentionJob | ObjectJob],
-        metrics: RetentionMetrics,
-        *,
-        interval_s: float,
-        lease_s: float = LEASE_S,
-        pause_s: float = PAUSE_S,
-        now: Now = now_ms,
-    ) -> None:
-        self._owner = owner
-        self._database = database
-        self.jobs = jobs  # can be changed, for the rounds to come
-        self._metrics = metrics
-        self._interval_s = interval_s
-        self._lease_ms = round(lease_s * 1000)
-        self._pause_s = pause_s
-        self._now = now
-        self._rounds = PeriodicTask("retention", self.round, interval_s / LOOKS_AN_INTERVAL)
+    owner: str
+    database: Database
+    jobs: Sequence[RetentionJob | ObjectJob]  # can be changed, for the rounds to come
+    metrics: RetentionMetrics
+    _: KW_ONLY
+    interval_s: float
+    lease_s: float = LEASE_S
+    pause_s: float = PAUSE_S
+    now: Now = now_ms
+
+    def __post_init__(self) -> None:
+        self._rounds = PeriodicTask("retention", self.round, self.interval_s / LOOKS_AN_INTERVAL)
 
     def use(self, jobs: Sequence[RetentionJob | ObjectJob], interval_s: float) -> None:
         """Use these jobs and this interval from the next round on, which begins now."""
-        self.jobs, self._interval_s = jobs, interval_s
+        self.jobs, self.interval_s = jobs, interval_s
         self._rounds.every_s = interval_s / LOOKS_AN_INTERVAL
         self._rounds.wake()
 
@@ -94,8 +86,8 @@ class RetentionService:
 
     async def round(self) -> dict[str, int]:
         """Run every due job to its end; return the number of deleted rows of each. Raises Unavailable."""
-        async with self._database.read() as session:
-            names = await due(session, [job.name for job in self.jobs], self._now)
+        async with self.database.read() as session:
+            names = await due(session, [job.name for job in self.jobs], self.now)
         done = {}
         for job in self.jobs:
             if job.name in names and not self._rounds.is_stopping:
@@ -108,18 +100,18 @@ class RetentionService:
         try:
             while num_rows := await self._step(job):
                 total += num_rows
-                self._metrics.observe(job.name, num_rows)
-                await asyncio.sleep(self._pause_s)
+                self.metrics.observe(job.name, num_rows)
+                await asyncio.sleep(self.pause_s)
                 if self._rounds.is_stopping:
                     break
         except Unavailable as error:
             if error.code != OBJECTS_UNAVAILABLE:
                 raise
             log.warning("retention_waits_for_object_store", job=job.name, reason=str(error))
-            self._metrics.observe_failure(job.name)
+            self.metrics.observe_failure(job.name)
         except Exception:  # top level of a job: logged, and retried when its lease has expired
             log.exception("retention_failed", job=job.name)
-            self._metrics.observe_failure(job.name)
+            self.metrics.observe_failure(job.name)
         if total:
             log.info("retention_done", job=job.name, rows=total)
         return total
@@ -129,20 +121,20 @@ class RetentionService:
 
         0 if none are left, or another gateway runs the job.
         """
-        async with self._database.write() as session:
-            if not await take(session, job.name, self._owner, self._lease_ms, self._now):
+        async with self.database.write() as session:
+            if not await take(session, job.name, self.owner, round(self.lease_s * 1000), self.now):
                 return 0
             num_rows = 0
             if isinstance(job, RetentionJob):
                 num_rows = await job.purge(session)
                 if num_rows == 0:
-                    await rest(session, job.name, round(self._interval_s * 1000), self._now)
+                    await rest(session, job.name, round(self.interval_s * 1000), self.now)
         return await self._work(job) if isinstance(job, ObjectJob) else num_rows
 
     async def _work(self, job: ObjectJob) -> int:
         num_rows = await job.work()
         if num_rows == 0:
-            pause_s = self._interval_s if job.interval_s is None else job.interval_s
-            async with self._database.write() as session:
-                await rest(session, job.name, round(pause_s * 1000), self._now)
+            pause_s = self.interval_s if job.interval_s is None else job.interval_s
+            async with self.database.write() as session:
+                await rest(session, job.name, round(pause_s * 1000), self.now)
         return num_rows

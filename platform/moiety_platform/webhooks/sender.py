@@ -7,6 +7,7 @@ is due; if neither, nothing else happens. When the database is down it waits and
 from __future__ import annotations
 
 import asyncio
+from dataclasses import KW_ONLY, dataclass
 
 import structlog
 
@@ -37,28 +38,22 @@ BACKOFF = Backoff(first_s=5.0, max_s=3600.0)  # twelve tries take about two and 
 log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False, repr=False)  # a repr would show the pepper
 class AlertSender:
     """Periodic sender. Owned by the entry point; for one event loop. `stop` it before the poster is closed."""
 
-    def __init__(
-        self,
-        database: Database,
-        poster: WebhookClient,
-        pepper: bytes,
-        clock: Clock,
-        *,
-        previous_pepper: bytes | None = None,
-        interval_s: float = INTERVAL_S,
-        backoff: Backoff = BACKOFF,
-        now: Now = now_ms,
-    ) -> None:
-        self._database = database
-        self._poster = poster
-        self._peppers = [pepper] if previous_pepper is None else [pepper, previous_pepper]
-        self._clock = clock
-        self._rounds = PeriodicTask("alert-sender", self.round, interval_s)
-        self._backoff = backoff
-        self._now = now
+    database: Database
+    poster: WebhookClient
+    pepper: bytes
+    clock: Clock
+    _: KW_ONLY
+    previous_pepper: bytes | None = None
+    interval_s: float = INTERVAL_S
+    backoff: Backoff = BACKOFF
+    now: Now = now_ms
+
+    def __post_init__(self) -> None:
+        self._rounds = PeriodicTask("alert-sender", self.round, self.interval_s)
 
     async def start(self) -> None:
         self._rounds.start()
@@ -70,12 +65,12 @@ class AlertSender:
     async def round(self) -> bool:
         """Queue new alerts and send due events; return whether there may be more. Raises Unavailable."""
         num_done = 0
-        async with self._database.read() as session:
-            to_tell, to_send = await any_to_tell(session, self._clock.now()), await any_due(session, self._now)
+        async with self.database.read() as session:
+            to_tell, to_send = await any_to_tell(session, self.clock.now()), await any_due(session, self.now)
         if to_tell:
-            async with self._database.write() as session:
-                alerts = await tell(session, self._clock.now())
-                await enqueue(session, alerts, self._now)
+            async with self.database.write() as session:
+                alerts = await tell(session, self.clock.now())
+                await enqueue(session, alerts, self.now)
             num_done += len(alerts)
             for alert in alerts:
                 log.info("quota_threshold_passed", tenant_id=alert.tenant_id, kind=alert.kind, percent=alert.percent)
@@ -87,26 +82,27 @@ class AlertSender:
 
     async def _send(self) -> int:
         """Send the claimed events; return the number of tries."""
-        async with self._database.write() as session:
-            deliveries = await claim(session, round(LEASE_S * 1000), self._now)
+        async with self.database.write() as session:
+            deliveries = await claim(session, round(LEASE_S * 1000), self.now)
         results = await asyncio.gather(*(self._deliver(delivery) for delivery in deliveries))
         if results:
-            async with self._database.write() as session:
-                await store(session, results, self._now)
+            async with self.database.write() as session:
+                await store(session, results, self.now)
         return len(results)
 
     async def _deliver(self, delivery: Delivery) -> Sent:
-        secrets = [derive_secret(delivery.webhook_id, pepper) for pepper in self._peppers]
+        peppers = [self.pepper] if self.previous_pepper is None else [self.pepper, self.previous_pepper]
+        secrets = [derive_secret(delivery.webhook_id, pepper) for pepper in peppers]
         headers = {
             "Content-Type": "application/json",
             "User-Agent": "moiety-webhooks",
-            SIGNATURE_HEADER: signature(secrets, delivery.body, int(self._clock.now().timestamp())),
+            SIGNATURE_HEADER: signature(secrets, delivery.body, int(self.clock.now().timestamp())),
         }
         try:
-            await self._poster.post(delivery.url, delivery.body, headers)
+            await self.poster.post(delivery.url, delivery.body, headers)
         except CannotReach as error:
             is_last = delivery.num_tries >= MAX_TRIES
-            wait_ms = None if is_last else round(self._backoff.after(delivery.num_tries - 1) * 1000)
+            wait_ms = None if is_last else round(self.backoff.after(delivery.num_tries - 1) * 1000)
             log.warning(
                 "webhook_failed",
                 webhook_id=delivery.webhook_id,
