@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Generic, TypeVar
 
 from moiety_platform.clock import Clock
@@ -19,6 +20,7 @@ T = TypeVar("T")
 Read = Callable[[Sequence[str]], Awaitable[Mapping[str, T]]]
 
 
+@dataclass(eq=False)
 class LookupQueue(Generic[T]):
     """Queue of look-ups of one kind.
 
@@ -28,26 +30,17 @@ class LookupQueue(Generic[T]):
     one event loop.
     """
 
-    def __init__(
-        self,
-        name: str,
-        read: Read[T],
-        clock: Clock,
-        *,
-        max_statements: int,
-        max_waiting: int,
-        max_batch: int,
-        gather_s: float = 0.0,
-        pause_s: float = 0.0,
-    ) -> None:
-        self._name = name
-        self._read = read
-        self._clock = clock
-        self._max_statements = max_statements
-        self._max_waiting = max_waiting
-        self._max_batch = max_batch
-        self._gather_s = gather_s
-        self._pause_s = pause_s
+    name: str
+    read: Read[T]
+    clock: Clock
+    _: KW_ONLY
+    max_statements: int
+    max_waiting: int
+    max_batch: int
+    gather_s: float = 0.0
+    pause_s: float = 0.0
+
+    def __post_init__(self) -> None:
         self._paused_until_s = float("-inf")
         self._waiting: dict[str, asyncio.Future[T]] = {}
         self._running: dict[str, asyncio.Future[T]] = {}
@@ -72,14 +65,14 @@ class LookupQueue(Generic[T]):
         found = self._waiting.get(key_id) or self._running.get(key_id)
         if found is not None:
             return found
-        if len(self._waiting) >= self._max_waiting or self._clock.monotonic() < self._paused_until_s:
+        if len(self._waiting) >= self.max_waiting or self.clock.monotonic() < self._paused_until_s:
             raise cannot_check()
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         future.add_done_callback(_retrieve)
         self._waiting[key_id] = future
-        if self._num_reading < self._max_statements:
+        if self._num_reading < self.max_statements:
             self._num_reading += 1
-            reader = asyncio.create_task(self._read_waiting(), name=f"key-lookup-{self._name}")
+            reader = asyncio.create_task(self._read_waiting(), name=f"key-lookup-{self.name}")
             self._readers.add(reader)
             reader.add_done_callback(self._readers.discard)
         return future
@@ -103,8 +96,8 @@ class LookupQueue(Generic[T]):
         """Read batches until no id waits."""
         try:
             while self._waiting:
-                if self._gather_s:
-                    await asyncio.sleep(self._gather_s)
+                if self.gather_s:
+                    await asyncio.sleep(self.gather_s)
                 await self._read_batch()
         except BaseException:  # a defect, or the end of the process: raise again after the waiting callers have failed
             self._fail_all(self._waiting, cannot_check())
@@ -113,14 +106,14 @@ class LookupQueue(Generic[T]):
             self._num_reading -= 1
 
     async def _read_batch(self) -> None:
-        batch = {key_id: self._waiting.pop(key_id) for key_id in list(self._waiting)[: self._max_batch]}
+        batch = {key_id: self._waiting.pop(key_id) for key_id in list(self._waiting)[: self.max_batch]}
         self._running |= batch
         try:
-            found = await self._read(list(batch))
+            found = await self.read(list(batch))
         except Unavailable as error:
-            self._paused_until_s = self._clock.monotonic() + self._pause_s
+            self._paused_until_s = self.clock.monotonic() + self.pause_s
             self._fail_all(batch, error)
-            if self._pause_s:
+            if self.pause_s:
                 self._fail_all(self._waiting, error)
         else:
             for key_id, future in batch.items():

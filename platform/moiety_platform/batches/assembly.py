@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import KW_ONLY, dataclass, field
 
 from litestar import Router
 
@@ -35,57 +36,55 @@ from moiety_platform.settings import GatewaySettings
 from moiety_platform.traces.tracing import Tracing
 
 
+@dataclass(eq=False)
 class Batches:
     """Batch subsystem, created by the entry point.
 
     `worker_id` must never have been used before; `now` is the database's clock.
     """
 
-    def __init__(
-        self,
-        worker_id: str,
-        database: Database,
-        objects: ObjectStore,
-        authenticator: Authenticator,
-        quotas: QuotaKeeper,
-        metrics: Metrics,
-        tracing: Tracing,
-        clock: Clock,
-        settings: GatewaySettings,
-        *,
-        poll_s: float = POLL_S,
-        backoff: Backoff | None = None,
-        now: Now = now_ms,
-    ) -> None:
-        self._worker_id = worker_id
-        self._database = database
-        self.authenticator = authenticator
-        self._clock = clock
-        self._settings = settings
-        self._poll_s = poll_s
-        self._backoff = backoff or Backoff()
-        self._now = now
+    worker_id: str
+    database: Database
+    objects: ObjectStore
+    authenticator: Authenticator
+    quotas: QuotaKeeper
+    metrics: Metrics
+    tracing: Tracing
+    clock: Clock
+    settings: GatewaySettings
+    _: KW_ONLY
+    poll_s: float = POLL_S
+    backoff: Backoff = field(default_factory=Backoff)
+    now: Now = now_ms
+
+    def __post_init__(self) -> None:
+        settings = self.settings
         self._rows = HeldRows()
-        self._recorder = RequestRecorder(self._rows, quotas, metrics, tracing, clock)
-        self._contents = FileContents(database, objects, BatchFiles(database), now)
-        self.files = Files(database, self._contents, now)
+        self._recorder = RequestRecorder(self._rows, self.quotas, self.metrics, self.tracing, self.clock)
+        self._contents = FileContents(self.database, self.objects, BatchFiles(self.database), self.now)
+        self.files = Files(self.database, self._contents, self.now)
         self.uploads = Uploads(
-            database, objects, settings.max_file_bytes, settings.max_file_bytes_per_tenant, settings.keep_files_s, now
+            self.database,
+            self.objects,
+            settings.max_file_bytes,
+            settings.max_file_bytes_per_tenant,
+            settings.keep_files_s,
+            self.now,
         )
         self.services = BatchServices(
-            database,
+            self.database,
             settings.max_open_batches_per_tenant,
             settings.keep_files_s,
             on_change=self._wake,
-            now=now,
+            now=self.now,
         )
-        self._tending = BatchMaintenance(database, self._contents, limits_of(settings), now=now)
+        self._tending = BatchMaintenance(self.database, self._contents, limits_of(settings), now=self.now)
         self._runner: LineRunner | None = None
         self._worker: BatchWorker | None = None
 
     def limits(self) -> Limits:
         """Return the current limits of a batch and its lines."""
-        return limits_of(self._settings)
+        return limits_of(self.settings)
 
     def routes(self) -> list[Router]:
         """Return the routes of `/v1/files` and `/v1/batches`."""
@@ -97,7 +96,7 @@ class Batches:
 
     def use(self, settings: GatewaySettings) -> None:
         """Apply new settings to later files, batches and lines."""
-        self._settings = settings
+        self.settings = settings
         self.uploads.max_file_bytes = settings.max_file_bytes
         self.uploads.max_tenant_bytes = settings.max_file_bytes_per_tenant
         self.uploads.keep_s = self.services.keep_files_s = settings.keep_files_s
@@ -114,20 +113,20 @@ class Batches:
 
         With a concurrency of 0 other gateways do all the work.
         """
-        settings = self._settings
+        settings = self.settings
         parts = (self.authenticator, self._recorder, self._rows, pipeline, self._contents)
-        self._runner = LineRunner(*parts, settings.max_json_depth, ShapeLimits.of(settings), self._backoff)
+        self._runner = LineRunner(*parts, settings.max_json_depth, ShapeLimits.of(settings), self.backoff)
         worker = self._worker = BatchWorker(
-            self._worker_id,
-            self._database,
+            self.worker_id,
+            self.database,
             self._runner,
             self._tending,
-            self._clock,
+            self.clock,
             concurrency=settings.batch_concurrency,
             lease_s=settings.batch_lease_s,
-            poll_s=self._poll_s,
-            backoff=self._backoff,
-            now=self._now,
+            poll_s=self.poll_s,
+            backoff=self.backoff,
+            now=self.now,
         )
         await worker.start()
         try:

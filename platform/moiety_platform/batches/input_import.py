@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass
 
 import structlog
 from sqlalchemy import delete, select, update
@@ -31,22 +32,23 @@ LINES_AT_ONCE = 250
 log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False)
 class InputImport:
     """Validation and import of one batch by the worker that has claimed it.
 
     Lines that were checked before are only imported.
     """
 
-    def __init__(
-        self, database: Database, contents: FileContents, batch: OpenBatch, limits: Limits, lease_ms: int, now: Now
-    ) -> None:
-        self._database = database
-        self._contents = contents
-        self._batch = batch
-        self._lease_ms = lease_ms
-        self._now = now
-        self._splitter = Splitter(sys.maxsize if batch.is_checked else limits.max_line_bytes)
-        self._checker = Checker(ENDPOINTS[batch.endpoint], limits, checked=batch.is_checked)
+    database: Database
+    contents: FileContents
+    batch: OpenBatch
+    limits: Limits
+    lease_ms: int
+    now: Now
+
+    def __post_init__(self) -> None:
+        self._splitter = Splitter(sys.maxsize if self.batch.is_checked else self.limits.max_line_bytes)
+        self._checker = Checker(ENDPOINTS[self.batch.endpoint], self.limits, checked=self.batch.is_checked)
         self._statuses: Sequence[BatchStatus] = (BatchStatus.VALIDATING,)  # in which lines may be added
         self._good: list[GoodLine] = []
 
@@ -88,9 +90,9 @@ class InputImport:
 
     async def _pieces(self) -> AsyncIterator[bytes]:
         """Yield the input file piece by piece. Raises Gone or Unavailable."""
-        key, num_bytes = await self._contents.locate(self._batch.input_file_id)
+        key, num_bytes = await self.contents.locate(self.batch.input_file_id)
         for start in range(0, num_bytes, PIECE_BYTES):
-            yield await self._contents.read_range(key, start, min(PIECE_BYTES, num_bytes - start))
+            yield await self.contents.read_range(key, start, min(PIECE_BYTES, num_bytes - start))
 
     def _check(self, lines: Iterable[RawLine]) -> None:
         for line in lines:
@@ -104,41 +106,41 @@ class InputImport:
         """Insert the collected lines; return False if the batch takes no more of them."""
         while self._good:
             some, self._good = self._good[:LINES_AT_ONCE], self._good[LINES_AT_ONCE:]
-            async with self._database.write() as session:
+            async with self.database.write() as session:
                 if not await self._renew(session):
                     return False
                 await session.execute(
-                    insert_into(session, BatchLine).on_conflict_do_nothing(), _rows(self._batch.id, some)
+                    insert_into(session, BatchLine).on_conflict_do_nothing(), _rows(self.batch.id, some)
                 )
         return True
 
     async def _renew(self, session: AsyncSession) -> bool:
         """Extend the claim and lock the batch, so that nothing is added after a cancellation."""
-        mine = Batch.id == self._batch.id, Batch.status.in_(self._statuses)
-        renewed = update(Batch).where(*mine).values(available_ms=self._now() + self._lease_ms).returning(Batch.id)
+        mine = Batch.id == self.batch.id, Batch.status.in_(self._statuses)
+        renewed = update(Batch).where(*mine).values(available_ms=self.now() + self.lease_ms).returning(Batch.id)
         return await session.scalar(renewed) is not None
 
     async def _accept(self) -> None:
         if not await self._add_lines():
             return
-        values = {"status": BatchStatus.IN_PROGRESS, "in_progress_ms": self._now(), "total": self._checker.num_lines}
-        mine = Batch.id == self._batch.id, Batch.status == BatchStatus.VALIDATING
-        async with self._database.write() as session:
+        values = {"status": BatchStatus.IN_PROGRESS, "in_progress_ms": self.now(), "total": self._checker.num_lines}
+        mine = Batch.id == self.batch.id, Batch.status == BatchStatus.VALIDATING
+        async with self.database.write() as session:
             await session.execute(update(Batch).where(*mine).values(values))
-        log.info("batch_in_progress", batch_id=self._batch.id, lines=self._checker.num_lines)
+        log.info("batch_in_progress", batch_id=self.batch.id, lines=self._checker.num_lines)
 
     async def _refuse(self) -> None:
         """Fail the batch, then delete its lines, which no worker takes any more."""
-        async with self._database.write() as session:
-            if not await refuse_batch(session, self._batch.id, self._checker.errors, self._now):
+        async with self.database.write() as session:
+            if not await refuse_batch(session, self.batch.id, self._checker.errors, self.now):
                 return
-        log.info("batch_refused", batch_id=self._batch.id, errors=len(self._checker.errors))
+        log.info("batch_refused", batch_id=self.batch.id, errors=len(self._checker.errors))
         while await self._drop_lines():
             pass
 
     async def _drop_lines(self) -> bool:
-        of_batch = BatchLine.batch_id == self._batch.id
-        async with self._database.write() as session:
+        of_batch = BatchLine.batch_id == self.batch.id
+        async with self.database.write() as session:
             numbers = (await session.scalars(select(BatchLine.number).where(of_batch).limit(LINES_AT_ONCE))).all()
             await session.execute(delete(BatchLine).where(of_batch, BatchLine.number.in_(numbers)))
         return bool(numbers)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 
 import structlog
@@ -48,36 +49,27 @@ OUTAGE_PAUSE_S = 1.0
 log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False)
 class BatchWorker:
     """Batch worker, owned by the entry point; one event loop.
 
     Call `start`, then `stop` before the dependencies of the lines are closed. Its id must never have been used before.
     """
 
-    def __init__(
-        self,
-        worker_id: str,
-        database: Database,
-        runner: LineRunner,
-        tending: BatchMaintenance,
-        clock: Clock,
-        *,
-        concurrency: int,
-        lease_s: float,
-        backoff: Backoff,
-        poll_s: float = POLL_S,
-        now: Now = now_ms,
-    ) -> None:
-        self._id = worker_id
-        self._database = database
-        self._runner = runner
-        self._tending = tending
-        self._clock = clock
-        self._concurrency, self._lease_s = concurrency, lease_s
-        self._backoff = backoff
-        self._poll_s = poll_s
-        self._rounds = PeriodicTask("batch-worker", self._round, poll_s, pause_s=OUTAGE_PAUSE_S)
-        self._now = now
+    worker_id: str
+    database: Database
+    runner: LineRunner
+    tending: BatchMaintenance
+    clock: Clock
+    _: KW_ONLY
+    concurrency: int
+    lease_s: float
+    backoff: Backoff
+    poll_s: float = POLL_S
+    now: Now = now_ms
+
+    def __post_init__(self) -> None:
+        self._rounds = PeriodicTask("batch-worker", self._round, self.poll_s, pause_s=OUTAGE_PAUSE_S)
         self._running: dict[LineKey, tuple[ClaimedLine, asyncio.Task[Outcome]]] = {}
         self._outcomes: list[Outcome] = []
         self._batches: list[OpenBatch] = []  # as of the last look
@@ -88,7 +80,7 @@ class BatchWorker:
 
     def use(self, concurrency: int, lease_s: float) -> None:
         """Apply new settings to later lines; with a concurrency of 0 other gateways do all the work."""
-        self._concurrency, self._lease_s = concurrency, lease_s
+        self.concurrency, self.lease_s = concurrency, lease_s
         self._renewed_s = float("-inf")  # held lines get the new lease at once, which may be longer than the old one
         self._paces.clear()
         self.wake()
@@ -108,7 +100,7 @@ class BatchWorker:
         """
         self._is_draining = True
         for key, (_, task) in self._running.items():
-            if not self._runner.has_begun(key):
+            if not self.runner.has_begun(key):
                 task.cancel()
         self._rounds.wake()
 
@@ -117,7 +109,7 @@ class BatchWorker:
         self._is_draining = True
         if not await self._rounds.stop():
             return
-        await self._tending.stop()
+        await self.tending.stop()
         tasks = [task for _, task in self._running.values()]
         if tasks:
             await asyncio.wait(tasks, timeout=STOP_GRACE_S)
@@ -132,13 +124,13 @@ class BatchWorker:
     async def _round(self) -> None:
         """Run one round. Raises Unavailable; unstored outcomes are then kept for the next round."""
         await self._store()
-        if not self._concurrency and not self._held():
+        if not self.concurrency and not self._held():
             return
-        now_s = self._clock.monotonic()
-        if now_s - self._renewed_s >= self._lease_s / 3:
+        now_s = self.clock.monotonic()
+        if now_s - self._renewed_s >= self.lease_s / 3:
             await self._renew()
             self._renewed_s = now_s
-        if now_s - self._looked_s >= self._poll_s:
+        if now_s - self._looked_s >= self.poll_s:
             self._looked_s = now_s
             await self._look()
         await self._claim()
@@ -163,7 +155,7 @@ class BatchWorker:
         Raises Unavailable.
         """
         try:
-            async with self._database.write() as session:
+            async with self.database.write() as session:
                 await self._store_in(session, outcomes)
         except (sa.DBAPIError, sa.StatementError):
             if len(outcomes) > 1:
@@ -182,16 +174,16 @@ class BatchWorker:
             for outcome in outcomes
             if not isinstance(outcome, AnsweredLine)
         ]
-        await store_outcomes(session, self._id, answered, put_back, self._now)
+        await store_outcomes(session, self.worker_id, answered, put_back, self.now)
         for batch_id, error in sorted(lost.items()):
             reason = {"code": error.code, "message": error.message}
-            await begin_closing(session, batch_id, BatchStatus.FAILED, reason, self._now)
+            await begin_closing(session, batch_id, BatchStatus.FAILED, reason, self.now)
 
     async def _renew(self) -> None:
         """Renew the leases of held lines; cancel those that another worker has, or whose batch has ended."""
         held = self._held()
-        async with self._database.write() as session:
-            ours = await renew_lines(session, sorted(held), self._id, round(self._lease_s * 1000), self._now)
+        async with self.database.write() as session:
+            ours = await renew_lines(session, sorted(held), self.worker_id, round(self.lease_s * 1000), self.now)
         for key in held - ours:
             if key in self._running:
                 self._running[key][1].cancel()
@@ -202,29 +194,29 @@ class BatchWorker:
 
     async def _look(self) -> None:
         """Read all batches that have not ended: cancel lines that need no answer any more, and start maintenance."""
-        async with self._database.read() as session:
-            self._batches = await open_batches(session, self._now)
+        async with self.database.read() as session:
+            self._batches = await open_batches(session, self.now)
         going_on = {batch.id for batch in self._batches if batch.status == BatchStatus.IN_PROGRESS and not batch.is_due}
         for (batch_id, _), (_, task) in self._running.items():
             if batch_id not in going_on:
                 task.cancel()
         self._dry.clear()
         self._paces = {batch_id: pace for batch_id, pace in self._paces.items() if batch_id in going_on}
-        if not self._is_draining and self._concurrency:
-            self._tending.tend(self._batches, self.wake)
+        if not self._is_draining and self.concurrency:
+            self.tending.tend(self._batches, self.wake)
 
     async def _claim(self) -> None:
         """Claim lines for the free places, evenly over the tenants."""
         candidates = [batch for batch in self._batches if self._may_begin(batch) > 0]
         num_running = Counter(line.batch.tenant_id for line, _ in self._running.values())
-        free = self._concurrency - len(self._running)
+        free = self.concurrency - len(self._running)
         while free > 0 and not self._is_draining:
             batch = next_batch(candidates, num_running)
             if batch is None:
                 return
             wanted = min(share(free, candidates, num_running, batch.tenant_id), self._may_begin(batch))
-            async with self._database.write() as session:
-                lines = await claim_lines(session, batch, self._id, wanted, round(self._lease_s * 1000), self._now)
+            async with self.database.write() as session:
+                lines = await claim_lines(session, batch, self.worker_id, wanted, round(self.lease_s * 1000), self.now)
             for line in lines:
                 self._begin(line)
             free -= len(lines)
@@ -238,10 +230,10 @@ class BatchWorker:
         """Return how many more lines of a batch may begin now."""
         if batch.status != BatchStatus.IN_PROGRESS or batch.is_due or batch.id in self._dry:
             return 0
-        return self._pace(batch.id).may_begin(self._num_running(batch.id), self._clock.monotonic())
+        return self._pace(batch.id).may_begin(self._num_running(batch.id), self.clock.monotonic())
 
     def _pace(self, batch_id: str) -> BatchPacing:
-        return self._paces.setdefault(batch_id, BatchPacing.full(max(1, self._concurrency)))
+        return self._paces.setdefault(batch_id, BatchPacing.full(max(1, self.concurrency)))
 
     def _num_running(self, batch_id: str) -> int:
         return sum(running_id == batch_id for running_id, _ in self._running)
@@ -249,7 +241,7 @@ class BatchWorker:
     def _begin(self, line: ClaimedLine) -> None:
         if line.key in self._held():
             return  # its lease had expired, and this worker has claimed it again
-        task = asyncio.create_task(self._runner.run(line), name="batch-line")
+        task = asyncio.create_task(self.runner.run(line), name="batch-line")
         task.add_done_callback(partial(self._end, line))
         self._running[line.key] = line, task
         if self._is_draining:  # draining began after the claim
@@ -270,14 +262,14 @@ class BatchWorker:
 
     def _note(self, batch_id: str, outcome: Outcome) -> None:
         """Update the batch's pacing by the outcome of a line."""
-        pace, now_s = self._pace(batch_id), self._clock.monotonic()
+        pace, now_s = self._pace(batch_id), self.clock.monotonic()
         if isinstance(outcome, AnsweredLine):
             pace.answered(now_s)
         elif isinstance(outcome, RequeuedLine) and outcome.num_refusals > outcome.line.num_refusals:
             pace.refused(
                 by_limit=outcome.by_limit,
                 num_running=self._num_running(batch_id),
-                wait_s=min(outcome.wait_s, self._backoff.after(pace.num_refusals)),
+                wait_s=min(outcome.wait_s, self.backoff.after(pace.num_refusals)),
                 now_s=now_s,
             )
 

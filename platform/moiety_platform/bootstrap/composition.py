@@ -88,7 +88,7 @@ class Overrides:
     usage: UsageSink | None = None  # takes the usage rows of requests instead of the store
     database: Database | None = None  # an open store for all uses, which the caller closes
     batch_poll_s: float = POLL_S
-    batch_backoff: Backoff | None = None
+    batch_backoff: Backoff = field(default_factory=Backoff)
     admin_routes: Sequence[ControllerRouterHandler] = ()  # beside our own
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import Generic, TypeVar
 
 import structlog
@@ -31,23 +32,18 @@ T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False)
 class Snapshot(Generic[T]):
     """Cached snapshot. `what` is its plural name in messages. Owned by the entry point; one event loop."""
 
-    def __init__(
-        self,
-        what: str,
-        load: Callable[[AsyncSession], Awaitable[T]],
-        database: Database,
-        clock: Clock,
-        *,
-        ttl_s: float = TTL_S,
-    ) -> None:
-        self._what = what
-        self._load = load
-        self._database = database
-        self._clock = clock
-        self._ttl_s = ttl_s
+    what: str
+    load: Callable[[AsyncSession], Awaitable[T]]
+    database: Database
+    clock: Clock
+    _: KW_ONLY
+    ttl_s: float = TTL_S
+
+    def __post_init__(self) -> None:
         self._value: T | None = None
         self._read_again_s = self._fresh_until_s = float("-inf")
         self._num_edits = 0
@@ -63,14 +59,14 @@ class Snapshot(Generic[T]):
 
     async def current(self) -> T:
         """Return the snapshot. Raises Unavailable when the database is away and was never read."""
-        now_s = self._clock.monotonic()
+        now_s = self.clock.monotonic()
         if now_s >= self._fresh_until_s:
             await self._wait_fresh(self._num_edits)
         elif now_s >= self._read_again_s:
             self._begin_reading()
         if self._value is None:
             raise Unavailable(
-                f"{self._what.capitalize()} cannot be read right now; try again shortly.",
+                f"{self.what.capitalize()} cannot be read right now; try again shortly.",
                 code="store_unavailable",
                 retry_after_s=RETRY_AFTER_S,
             )
@@ -81,7 +77,7 @@ class Snapshot(Generic[T]):
 
         The stale snapshot then remains in use.
         """
-        while (now_s := self._clock.monotonic()) >= self._fresh_until_s:
+        while (now_s := self.clock.monotonic()) >= self._fresh_until_s:
             reading, has_seen = self._begin_reading(), self._num_edits_seen >= wanted
             patience_s = max(0.0, self._asked_s + (PATIENCE_AWAY_S if self._away else PATIENCE_S) - now_s)
             # shared by all callers: the cancellation of one must not cancel it
@@ -91,26 +87,26 @@ class Snapshot(Generic[T]):
 
     def _begin_reading(self) -> asyncio.Task[None]:
         if self._reading is None:
-            self._asked_s = self._clock.monotonic()
-            self._reading = asyncio.create_task(self._read(), name=f"read-{self._what}")
+            self._asked_s = self.clock.monotonic()
+            self._reading = asyncio.create_task(self._read(), name=f"read-{self.what}")
         return self._reading
 
     async def _read(self) -> None:
-        num_edits, asked_at_s = self._num_edits, self._clock.monotonic()
+        num_edits, asked_at_s = self._num_edits, self.clock.monotonic()
         try:
-            async with asyncio.timeout(LOOKUP_TIMEOUT_S), self._database.read() as session:
-                value = await self._load(session)
+            async with asyncio.timeout(LOOKUP_TIMEOUT_S), self.database.read() as session:
+                value = await self.load(session)
         except (Unavailable, TimeoutError) as error:
             if not self._away:
                 reason = str(error) or "the database does not answer in time"
-                log.warning("store_away", what=self._what, reason=reason)
+                log.warning("store_away", what=self.what, reason=reason)
             self._away = True
-            self._read_again_s = self._fresh_until_s = self._clock.monotonic() + OUTAGE_PAUSE_S
+            self._read_again_s = self._fresh_until_s = self.clock.monotonic() + OUTAGE_PAUSE_S
         else:
             self._away = False
             self._value, self._num_edits_seen = value, num_edits
             if num_edits == self._num_edits:  # otherwise the value may be older than the last edit
-                self._read_again_s = asked_at_s + self._ttl_s * AHEAD
-                self._fresh_until_s = asked_at_s + self._ttl_s
+                self._read_again_s = asked_at_s + self.ttl_s * AHEAD
+                self._fresh_until_s = asked_at_s + self.ttl_s
         finally:
             self._reading = None
