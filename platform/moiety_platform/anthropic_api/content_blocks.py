@@ -29,6 +29,7 @@ from moiety_platform.inference.prompt_images import (
     text_part,
 )
 from moiety_platform.inference.tool_fields import ArgumentsObject, ToolName, call_for_template
+from moiety_platform.inference.typed_values import as_named_type
 
 ERROR_PREFIX = "Error: "  # chat templates have no field for failed tool results, so the text says it
 IMAGE_IN_DOCUMENT = "has an image in a document; send the image as a block of its own"
@@ -296,13 +297,6 @@ class OtherBlock(ContentBlock):
         return f"is of the type {self.type[:64]!r}, which is not known at this place; send text"
 
 
-def _validated(value: Any, info: ValidationInfo, schemas: Mapping[str, type[ContentBlock]]) -> ContentBlock:
-    """Validate a block as the type that it names, so that errors refer to that type only."""
-    kind = value.get("type") if isinstance(value, dict) else None
-    schema = schemas.get(kind, OtherBlock) if isinstance(kind, str) else OtherBlock
-    return schema.model_validate(value, context=info.context)
-
-
 _RESULT_SCHEMAS: Mapping[str, type[ContentBlock]] = MappingProxyType(
     {
         "text": TextBlock,
@@ -316,7 +310,7 @@ _RESULT_SCHEMAS: Mapping[str, type[ContentBlock]] = MappingProxyType(
 
 
 def _as_result_block(value: Any, info: ValidationInfo) -> ContentBlock:
-    block = _validated(value, info, _RESULT_SCHEMAS)
+    block = as_named_type(value, info, _RESULT_SCHEMAS, OtherBlock)
     if isinstance(block, OtherBlock):
         raise refuse(f"it {block.why_unserved}")
     return block
@@ -383,7 +377,7 @@ _SCHEMAS: Mapping[str, type[ContentBlock]] = MappingProxyType(
 
 
 def _as_block(value: Any, info: ValidationInfo) -> ContentBlock:
-    return _validated(value, info, _SCHEMAS)
+    return as_named_type(value, info, _SCHEMAS, OtherBlock)
 
 
 Blocks = Annotated[

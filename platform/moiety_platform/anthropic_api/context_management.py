@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, PlainValidator, ValidationInfo
+from pydantic import Field
 
 from moiety_platform.anthropic_api.answer_types import (
     ClearedReasoning,
@@ -15,6 +15,7 @@ from moiety_platform.anthropic_api.answer_types import (
 )
 from moiety_platform.inference.body_fields import INT32_MAX, StrictBody, shows
 from moiety_platform.inference.context_edits import AppliedEdit, ContextEdit, ReasoningClearing, ToolUseClearing
+from moiety_platform.inference.typed_values import named_type
 
 CLEAR_THINKING: Literal["clear_thinking_20251015"] = "clear_thinking_20251015"
 CLEAR_TOOL_USES: Literal["clear_tool_uses_20250919"] = "clear_tool_uses_20250919"
@@ -117,13 +118,6 @@ _SCHEMAS: Mapping[str, type[RequestedEdit]] = MappingProxyType(
 )
 
 
-def _as_edit(value: Any, info: ValidationInfo) -> RequestedEdit:
-    """Validate an edit as the type that it names, so that errors refer to that type only."""
-    kind = value.get("type") if isinstance(value, dict) else None
-    schema = _SCHEMAS.get(kind, RequestedEdit) if isinstance(kind, str) else RequestedEdit
-    return schema.model_validate(value, context=info.context)
-
-
 class OtherEdit(StrictBody):
     """Edit of a type that has no effect, for the JSON schema."""
 
@@ -136,7 +130,7 @@ class ContextManagement(StrictBody):
             list[
                 Annotated[
                     RequestedEdit,
-                    PlainValidator(_as_edit, json_schema_input_type=ClearThinkingEdit | ClearToolUsesEdit | OtherEdit),
+                    named_type(_SCHEMAS, RequestedEdit, ClearThinkingEdit | ClearToolUsesEdit | OtherEdit),
                 ]
             ],
             Field(fail_fast=True, max_length=MAX_EDITS),

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import AfterValidator, Field, PlainValidator, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from moiety_platform.errors import BadRequest
 from moiety_platform.inference.body_fields import MAX_PARTS, StrictBody, or_text, refuse, shows
+from moiety_platform.inference.text_parts import RefusalContent, TextContent
+from moiety_platform.inference.typed_values import named_type
 from moiety_platform.json_depth import check_depth
 
 MAX_JSON_BYTES = 256 * 1024
@@ -50,16 +52,6 @@ def _num_values(value: Any) -> int:
     return count
 
 
-class DecisionText(StrictBody):
-    type: Literal["input_text", "output_text"]
-    text: str
-
-    @property
-    def readable(self) -> str:
-        """The text that the model reads."""
-        return self.text
-
-
 class DecisionJson(StrictBody):
     """A JSON object or a list of objects, which the model reads as compact JSON."""
 
@@ -70,18 +62,6 @@ class DecisionJson(StrictBody):
     def readable(self) -> str:
         """The text that the model reads."""
         return msgspec.json.encode(self.data).decode()
-
-
-class DecisionRefusal(StrictBody):
-    """An assistant's refusal."""
-
-    type: Literal["refusal"]
-    refusal: str
-
-    @property
-    def readable(self) -> str:
-        """The text that the model reads."""
-        return self.refusal
 
 
 class _OtherDecisionPart(StrictBody):
@@ -96,18 +76,10 @@ class _OtherDecisionPart(StrictBody):
         raise refuse(f"parts of type {value[:64]!r} are not supported: {advice}")
 
 
-DecisionPart = DecisionText | DecisionJson | DecisionRefusal
+DecisionPart = TextContent | DecisionJson | RefusalContent
 _PARTS: dict[str, type[DecisionPart]] = {
-    INPUT_TEXT: DecisionText, INPUT_JSON: DecisionJson, OUTPUT_TEXT: DecisionText, REFUSAL: DecisionRefusal,
+    INPUT_TEXT: TextContent, INPUT_JSON: DecisionJson, OUTPUT_TEXT: TextContent, REFUSAL: RefusalContent,
 }  # fmt: skip
-
-
-def _as_part(value: Any, info: ValidationInfo) -> DecisionPart:
-    """Validate a part as the type that it names, so that errors refer to that type only."""
-    kind = value.get("type") if isinstance(value, dict) else None
-    if not isinstance(kind, str) or kind not in _PARTS:
-        _OtherDecisionPart.model_validate(value)
-    return _PARTS[str(kind)].model_validate(value, context=info.context)
 
 
 def _as_text_part(text: str, _info: ValidationInfo) -> dict[str, str]:
@@ -115,7 +87,7 @@ def _as_text_part(text: str, _info: ValidationInfo) -> dict[str, str]:
 
 
 Parts = Annotated[
-    list[Annotated[DecisionPart, PlainValidator(_as_part, json_schema_input_type=DecisionPart)]],
+    list[Annotated[DecisionPart, named_type(_PARTS, _OtherDecisionPart, DecisionPart)]],
     Field(fail_fast=True, max_length=MAX_PARTS),
     or_text(_as_text_part, "parts"),
 ]

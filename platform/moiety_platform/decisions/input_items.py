@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import Field, PlainValidator, StringConstraints, ValidationInfo, field_validator
+from pydantic import Field, StringConstraints, field_validator
 from pydantic_core import PydanticCustomError
 
 from moiety_platform.decisions.content import Parts, text_of
@@ -23,6 +23,7 @@ from moiety_platform.inference.body_fields import (
     refuse,
     shows,
 )
+from moiety_platform.inference.typed_values import named_type
 
 ROLES = ("user", "assistant", "system", "developer")
 
@@ -111,16 +112,8 @@ _ITEMS: dict[str, type[DecisionItem]] = {
 }
 
 
-def _as_item(value: Any, info: ValidationInfo) -> DecisionItem:
-    """Validate an item as the type that it names, so that errors refer to that type only."""
-    kind = (value.get("type") or "message") if isinstance(value, dict) else "message"
-    if not isinstance(kind, str) or kind not in _ITEMS:
-        _OtherDecisionItem.model_validate(value)
-    return _ITEMS[str(kind)].model_validate(value, context=info.context)
-
-
 DecisionItems = Annotated[
-    list[Annotated[DecisionItem, PlainValidator(_as_item, json_schema_input_type=DecisionItem)]],
+    list[Annotated[DecisionItem, named_type(_ITEMS, _OtherDecisionItem, DecisionItem, default="message")]],
     Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES),
     bounded(lambda shape: shape.max_messages),
     or_text(lambda text, _info: {"role": "user", "content": text}, "items"),

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from pydantic import AfterValidator, Field, PlainValidator, StringConstraints, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, StringConstraints, field_validator
 
 from moiety_platform.decisions.content import Parts, text_of
 from moiety_platform.inference.body_fields import StrictBody, refuse, shows
+from moiety_platform.inference.typed_values import named_type
 
 MAX_QUESTIONS = 400
 MAX_CHOICES = 255
@@ -65,21 +66,50 @@ def _task(instructions: str, heading: str, options: Sequence[_Option]) -> str:
     )
 
 
-class PredicateQuestion(StrictBody):
-    """Whether a statement about the input is true."""
-
-    type: Literal["predicate"]
+class _Question(StrictBody):
     name: _Name | None = None
     instructions: Parts
 
     @property
     def options(self) -> tuple[str, ...]:
         """The answers among which the model chooses, as JSON."""
-        return ("true", "false")
+        raise NotImplementedError
 
     @property
     def task(self) -> str:
         """The instruction for the model."""
+        raise NotImplementedError
+
+
+class _ListQuestion(_Question):
+    """A question that lists its options below a heading."""
+
+    heading: ClassVar[str]
+
+    @property
+    def listed(self) -> Sequence[_Option]:
+        raise NotImplementedError
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        return _literals(self.listed)
+
+    @property
+    def task(self) -> str:
+        return _task(text_of(self.instructions), self.heading, self.listed)
+
+
+class PredicateQuestion(_Question):
+    """Whether a statement about the input is true."""
+
+    type: Literal["predicate"]
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        return ("true", "false")
+
+    @property
+    def task(self) -> str:
         return (
             f"Statement about the input: {text_of(self.instructions)}\n\n"
             "Is the statement true? Answer with true or false only."
@@ -96,12 +126,12 @@ class DecisionChoice(_Option):
         return _literal(self.value)
 
 
-class ChoiceQuestion(StrictBody):
+class ChoiceQuestion(_ListQuestion):
     """One of several values."""
 
+    heading = "The possible answers"
+
     type: Literal["choice"]
-    name: _Name | None = None
-    instructions: Parts
     choices: Annotated[
         list[DecisionChoice],
         Field(fail_fast=True, max_length=MAX_CHOICES),
@@ -110,14 +140,8 @@ class ChoiceQuestion(StrictBody):
     ]
 
     @property
-    def options(self) -> tuple[str, ...]:
-        """The answers among which the model chooses, as JSON."""
-        return _literals(self.choices)
-
-    @property
-    def task(self) -> str:
-        """The instruction for the model."""
-        return _task(text_of(self.instructions), "The possible answers", self.choices)
+    def listed(self) -> Sequence[_Option]:
+        return self.choices
 
 
 class ScoreLevel(_Option):
@@ -130,12 +154,12 @@ class ScoreLevel(_Option):
         return _literal(self.label)
 
 
-class ScoreQuestion(StrictBody):
+class ScoreQuestion(_ListQuestion):
     """A position among ordered levels."""
 
+    heading = "The levels, from the lowest to the highest"
+
     type: Literal["score"]
-    name: _Name | None = None
-    instructions: Parts
     levels: Annotated[
         list[ScoreLevel],
         Field(fail_fast=True, max_length=MAX_LEVELS),
@@ -144,14 +168,8 @@ class ScoreQuestion(StrictBody):
     ]
 
     @property
-    def options(self) -> tuple[str, ...]:
-        """The answers among which the model chooses, as JSON."""
-        return _literals(self.levels)
-
-    @property
-    def task(self) -> str:
-        """The instruction for the model."""
-        return _task(text_of(self.instructions), "The levels, from the lowest to the highest", self.levels)
+    def listed(self) -> Sequence[_Option]:
+        return self.levels
 
 
 class _OtherQuestion(StrictBody):
@@ -171,17 +189,9 @@ _QUESTIONS: dict[str, type[Question]] = dict(
 )
 
 
-def _as_question(value: Any, info: ValidationInfo) -> Question:
-    """Validate a question as the type that it names, so that errors refer to that type only."""
-    kind = value.get("type") if isinstance(value, dict) else None
-    if not isinstance(kind, str) or kind not in _QUESTIONS:
-        _OtherQuestion.model_validate(value)
-    return _QUESTIONS[str(kind)].model_validate(value, context=info.context)
-
-
 # All questions are validated, so that one error names the problems of several.
 Questions = Annotated[
-    list[Annotated[Question, PlainValidator(_as_question, json_schema_input_type=Question)]],
+    list[Annotated[Question, named_type(_QUESTIONS, _OtherQuestion, Question)]],
     Field(min_length=1, max_length=MAX_QUESTIONS),
 ]
 

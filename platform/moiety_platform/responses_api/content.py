@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
-from pydantic import ConfigDict, Field, PlainValidator, ValidationInfo, field_validator, model_validator
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from moiety_platform.inference.body_fields import MAX_PARTS, StrictBody, or_text, refuse, shows
 from moiety_platform.inference.field_support import ignored
@@ -21,6 +21,8 @@ from moiety_platform.inference.prompt_images import (
     image_part,
     text_part,
 )
+from moiety_platform.inference.text_parts import RefusalContent, TextContent
+from moiety_platform.inference.typed_values import named_type
 
 INPUT_TEXT = "input_text"
 OUTPUT_TEXT = "output_text"
@@ -36,16 +38,6 @@ _OTHERS = {
 def _only(field: str, other: str) -> dict[str, Any]:
     """Return the JSON schema of a part with one of two fields."""
     return {"required": [field], "properties": {field: {"type": "string"}, other: {"type": "null"}}}
-
-
-class TextContent(StrictBody):
-    type: Literal["input_text", "output_text"]
-    text: str
-
-    @property
-    def readable(self) -> str:
-        """The text that the model reads."""
-        return self.text
 
 
 class ImageContent(StrictBody):
@@ -85,18 +77,6 @@ class ImageContent(StrictBody):
         return {"type": INPUT_IMAGE, **source, "detail": self.detail or "auto"}
 
 
-class RefusalContent(StrictBody):
-    """An assistant's refusal of an earlier answer."""
-
-    type: Literal["refusal"]
-    refusal: str
-
-    @property
-    def readable(self) -> str:
-        """The text that the model reads."""
-        return self.refusal
-
-
 class _OtherContent(StrictBody):
     """A part that no model reads here. Validation raises an error that names the type."""
 
@@ -119,21 +99,13 @@ _PARTS: dict[str, type[ItemContent]] = {
 }  # fmt: skip
 
 
-def _as_content(value: Any, info: ValidationInfo) -> ItemContent:
-    """Validate a part as the type that it names, so that errors refer to that type only."""
-    kind = value.get("type") if isinstance(value, dict) else None
-    if not isinstance(kind, str) or kind not in _PARTS:
-        _OtherContent.model_validate(value)
-    return _PARTS[str(kind)].model_validate(value, context=info.context)
-
-
 def _as_text_part(text: str, info: ValidationInfo) -> dict[str, str]:
     kind = OUTPUT_TEXT if info.data.get("role") == "assistant" else INPUT_TEXT
     return {"type": kind, "text": text}
 
 
 ContentParts = Annotated[
-    list[Annotated[ItemContent, PlainValidator(_as_content, json_schema_input_type=ItemContent)]],
+    list[Annotated[ItemContent, named_type(_PARTS, _OtherContent, ItemContent)]],
     Field(fail_fast=True, max_length=MAX_PARTS),
     or_text(_as_text_part, "text parts"),
 ]

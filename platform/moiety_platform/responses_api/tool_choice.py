@@ -11,6 +11,7 @@ from pydantic import Field, PlainValidator, StringConstraints, ValidationInfo
 
 from moiety_platform.inference.body_fields import StrictBody, refuse
 from moiety_platform.inference.tool_fields import MAX_TOOLS, ToolName, few_tools
+from moiety_platform.inference.typed_values import as_named_type, named_type
 from moiety_platform.responses_api.calls import OfferedTool, name_for_model
 from moiety_platform.responses_api.tools import readable_type
 from moiety_text.tools.offer import ToolOffer
@@ -65,19 +66,13 @@ _TYPES: Mapping[str, type[OneTool]] = MappingProxyType(
 )
 
 
-def _as_one_tool(value: Any, info: ValidationInfo) -> OneTool:
-    kind = value.get("type") if isinstance(value, dict) else None
-    schema = _TYPES.get(kind, OtherToolChoice) if isinstance(kind, str) else OtherToolChoice
-    return schema.model_validate(value, context=info.context)
-
-
 class AllowedToolChoice(StrictBody):
     """The tools that may be called among those of the request."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: Annotated[
-        list[Annotated[OneTool, PlainValidator(_as_one_tool, json_schema_input_type=OneTool)]],
+        list[Annotated[OneTool, named_type(_TYPES, OtherToolChoice, OneTool)]],
         Field(fail_fast=True, max_length=MAX_TOOLS),
         few_tools,
     ]
@@ -146,7 +141,7 @@ def _as_choice(value: Any, info: ValidationInfo) -> ResponseToolChoice:
         tools = [one.model_dump(mode="json", exclude_none=True) for one in allowed.tools]
         fields = {"type": allowed.type, "mode": allowed.mode, "tools": tools}
         return ResponseToolChoice(allowed.mode, tuple(allowed.tools), fields=fields)
-    one = _as_one_tool(value, info)
+    one = as_named_type(value, info, _TYPES, OtherToolChoice)
     return ResponseToolChoice("required", (one,), is_forced=True, fields=one.model_dump(mode="json", exclude_none=True))
 
 

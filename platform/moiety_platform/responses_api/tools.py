@@ -17,6 +17,7 @@ from moiety_platform.inference.custom_tools import CustomGrammar, custom_tool_of
 from moiety_platform.inference.field_support import ignored
 from moiety_platform.inference.shape_limits import ShapeLimits
 from moiety_platform.inference.tool_fields import MAX_TOOLS, ToolName, ToolSchema, few_tools, tool_of
+from moiety_platform.inference.typed_values import as_named_type
 from moiety_platform.responses_api.calls import BUILT_IN, OfferedTool, ToolKind, name_for_model
 from moiety_platform.responses_api.items import Item
 
@@ -158,15 +159,8 @@ class SkippedTool(ResponseTool):
 _NAMED: dict[str, type[ResponseTool]] = {"function": ResponseFunctionTool, "custom": FreeTextTool}
 
 
-def _validated(value: Any, info: ValidationInfo, known: dict[str, type[ResponseTool]]) -> ResponseTool:
-    """Validate a tool as the type that it names, so that errors refer to that type only."""
-    kind = value.get("type") if isinstance(value, dict) else None
-    schema = known.get(kind, SkippedTool) if isinstance(kind, str) else SkippedTool
-    return schema.model_validate(value, context=info.context)
-
-
 def _as_named_tool(value: Any, info: ValidationInfo) -> ResponseTool:
-    return _validated(value, info, _NAMED)
+    return as_named_type(value, info, _NAMED, SkippedTool)
 
 
 class NamespaceTool(ResponseTool):
@@ -213,7 +207,7 @@ _KNOWN = (
 
 
 def _as_tool(value: Any, info: ValidationInfo) -> ResponseTool:
-    return _validated(value, info, _TOOLS)
+    return as_named_type(value, info, _TOOLS, SkippedTool)
 
 
 def _check_names(value: list[ResponseTool], info: ValidationInfo) -> list[ResponseTool]:
