@@ -35,11 +35,19 @@ _RANGE = {
     "maxItems": 2,
     "description": "First and last line for `view`, from 1; -1 as the last one means the end of the file.",
 }
-_FILE_TEXT = _text("Content of the new file, for `create`.")
-_OLD = _text("Text to replace, for `str_replace`. It must occur in the file exactly once.")
-_NEW = _text("Text that replaces it, for `str_replace`.")
-_LINE = {"type": "integer", "description": "Line after which text is inserted, for `insert`; 0 is the beginning."}
-_INSERTED = _text("Text to insert, for `insert`.")
+_EDITS = {
+    "file_text": _text("Content of the new file, for `create`."),
+    "old_str": _text("Text to replace, for `str_replace`. It must occur in the file exactly once."),
+    "new_str": _text("Text that replaces it, for `str_replace`."),
+    "insert_line": {
+        "type": "integer",
+        "description": "Line after which text is inserted, for `insert`; 0 is the beginning.",
+    },
+    "insert_text": _text("Text to insert, for `insert`."),
+}
+_EARLIER_EDITS = {name: _EDITS[name] for name in ("file_text", "old_str", "new_str", "insert_line")} | {
+    "new_str": _text("Text that replaces it, for `str_replace`, or text to insert, for `insert`."),
+}
 _EDITOR = (
     "Views, creates and edits files. `view` shows a file with line numbers, or lists a directory. `create` writes a "
     "new file. `str_replace` replaces one text. `insert` inserts text after a line."
@@ -61,10 +69,7 @@ EARLIER_TEXT_EDITOR = ClientTool(
         **_commands(
             ["view", "create", "str_replace", "insert", "undo_edit"],
             path=_PATH,
-            file_text=_FILE_TEXT,
-            old_str=_OLD,
-            new_str=_text("Text that replaces it, for `str_replace`, or text to insert, for `insert`."),
-            insert_line=_LINE,
+            **_EARLIER_EDITS,
             view_range=_RANGE,
         ),
         "required": ["command", "path"],
@@ -76,11 +81,7 @@ TEXT_EDITOR = ClientTool(
         **_commands(
             ["view", "create", "str_replace", "insert"],
             path=_PATH,
-            file_text=_FILE_TEXT,
-            old_str=_OLD,
-            new_str=_NEW,
-            insert_line=_LINE,
-            insert_text=_INSERTED,
+            **_EDITS,
             view_range=_RANGE,
         ),
         "required": ["command", "path"],
@@ -94,11 +95,7 @@ MEMORY = ClientTool(
         ["view", "create", "str_replace", "insert", "delete", "rename"],
         path=_text("Path under `/memories`, for all commands but `rename`."),
         view_range=_RANGE,
-        file_text=_FILE_TEXT,
-        old_str=_OLD,
-        new_str=_NEW,
-        insert_line=_LINE,
-        insert_text=_INSERTED,
+        **_EDITS,
         old_path=_text("Present path, for `rename`."),
         new_path=_text("New path, for `rename`."),
     ),
