@@ -36,14 +36,11 @@ def _objects(entry: Entry) -> Iterator[Wanted]:
 KEY = ApplyKind(
     kind="key",
     form=KeyForm,
-    part="keys",
     within=("project",),
     objects=_objects,
-    list_path=None,
+    is_listed=False,
     keeps_name=True,
-    name_of=lambda row, names: None,
     has_secret=True,
     create=lambda one, parent: AdminRequest("POST", "/keys", {"name": one.own, "project_id": parent, **one.fields}),
-    read=lambda row: AdminRequest("GET", path_of("keys", row["id"])),
     remove=lambda row: AdminRequest("POST", path_of("keys", row["id"], "revoke")),
 )

@@ -23,10 +23,9 @@ def _objects(entry: Entry) -> Iterator[Wanted]:
 CLASS = ApplyKind(
     kind="class",
     form=ClassForm,
-    part="classes",
+    plural="classes",
     objects=_objects,
     rank=lambda one: (-float(one.fields.get("rank", 0)),),  # classes that others fall back to come first
-    list_path="/classes",
     name_of=lambda row, names: row["name"],
     has_id=False,
     create=lambda one, parent: AdminRequest("POST", "/classes", {"name": one.own, **one.fields}),

@@ -53,9 +53,7 @@ def _identity(row: Row) -> Row:
 PRICE = ApplyKind(
     kind="price",
     form=PriceForm,
-    part="prices",
     objects=_objects,
-    list_path="/prices",
     name_of=lambda row, names: _name_of(row["model"], row["service_class"]),
     has_id=False,
     create=lambda one, parent: AdminRequest("PUT", "/prices", {**one.also, **one.fields}),

@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from moiety_platform.resources.paths import path_of
+
 Row = dict[str, Any]  # an object as the admin API shows it
 ObjectPlace = tuple[str, str]  # kind and name
 
@@ -93,6 +95,10 @@ def _tenant_of(row: Row) -> str:
     return row.get("tenant_id") or ""
 
 
+def _no_name(_: Row, __: Mapping[ObjectPlace, str]) -> str | None:
+    return None
+
+
 def _as_it_is(_: Wanted | None, __: str, ___: Any) -> str | None:
     return None
 
@@ -105,10 +111,14 @@ class ApplyKind:
     `within`; with `is_list` unset, `part` is one entry. `objects` returns the objects of an entry, of which `rank`
     orders those of the kind.
 
-    At the gateway: `list_path` is the path of all objects, in pages if `is_paged`; None if only those in the ledger are
-    read, each by `read`. `name_of` returns the name that a file would use, given the names of other objects by kind and
-    id; None where only the ledger knows it. With `keeps_name` an object in the ledger keeps its name there, even if it
-    was renamed since. Without `has_id` the ledger identifies objects by their kind and name.
+    At the gateway: `collection` is the path of all objects below `/admin/v1`, in pages if `is_paged`; without
+    `is_listed` only those in the ledger are read, each by `read`. `name_of` returns the name that a file would use,
+    given the names of other objects by kind and id; None where only the ledger knows it. With `keeps_name` an object in
+    the ledger keeps its name there, even if it was renamed since. Without `has_id` the ledger identifies objects by
+    their kind and name.
+
+    `plural` is the plural of the kind where that is not the kind with an s; `resource` is the collection where that is
+    not the plural.
 
     Requests: `create` gets the object and the id of its parent, and `after_create` may add another one; `read` answers
     with an ETag, unless `has_secret`: then the text of a new object is shown once, so objects are never changed, but
@@ -118,12 +128,13 @@ class ApplyKind:
 
     kind: str
     form: type[msgspec.Struct]
-    part: str
     objects: Callable[[Entry], Iterable[Wanted]]
     create: Callable[[Wanted, str], AdminRequest]
-    read: Callable[[Row], AdminRequest]
-    name_of: Callable[[Row, Mapping[ObjectPlace, str]], str | None]
-    list_path: str | None
+    read: Callable[[Row], AdminRequest] | None = None  # by default of the object with the row's id
+    name_of: Callable[[Row, Mapping[ObjectPlace, str]], str | None] = _no_name
+    plural: str = ""
+    resource: str = ""
+    is_listed: bool = True
     within: tuple[str, ...] = ()
     is_list: bool = True
     rank: Callable[[Wanted], tuple[float, ...]] = _no_rank
@@ -139,6 +150,20 @@ class ApplyKind:
     tenant_of: Callable[[Row], str] = _tenant_of
     note: Callable[[Wanted, Row], str] = _no_note
     shown: Callable[[Wanted | None, str, Any], str | None] = _as_it_is
+
+    @property
+    def part(self) -> str:
+        """Name of the kind's entries in a file."""
+        return self.plural or f"{self.kind}s"
+
+    @property
+    def collection(self) -> str:
+        """Name of the kind's objects in paths of the admin API."""
+        return self.resource or self.part
+
+    def read_request(self, row: Row) -> AdminRequest:
+        """Return the request that reads an object."""
+        return AdminRequest("GET", path_of(self.collection, row["id"])) if self.read is None else self.read(row)
 
     def identity(self, row: Row | None) -> str | None:
         """Return the object's identity in the ledger: its id, or its kind if it has none."""

@@ -26,13 +26,9 @@ def _objects(entry: Entry) -> Iterator[Wanted]:
 WEBHOOK = ApplyKind(
     kind="webhook",
     form=WebhookForm,
-    part="webhooks",
     objects=_objects,
-    list_path="/webhooks",
     keeps_name=True,
-    name_of=lambda row, names: None,
     has_secret=True,
     create=lambda one, parent: AdminRequest("POST", "/webhooks", one.fields),
-    read=lambda row: AdminRequest("GET", path_of("webhooks", row["id"])),
     remove=lambda row: AdminRequest("DELETE", path_of("webhooks", row["id"])),
 )

@@ -9,6 +9,7 @@ from moiety_platform.cli.admin_client import AdminClient
 from moiety_platform.cli.apply.kinds import apply_kinds
 from moiety_platform.cli.errors import Refused
 from moiety_platform.resources.apply_kind import ApplyKind, ObjectPlace, Row
+from moiety_platform.resources.paths import path_of
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,13 @@ def read_current(client: AdminClient) -> Current:
 
 def _list(client: AdminClient, kind: ApplyKind, known: Mapping[ObjectPlace, str]) -> Iterator[Row]:
     """Yield the objects of a kind; those in the ledger come last, so that they take names before others."""
-    if kind.list_path is None:
+    if not kind.is_listed:
         ids = [object_id for one, object_id in known if one == kind.kind]
-        yield from (row for object_id in ids if (row := _find(client, kind.read({"id": object_id}).path)) is not None)
+        paths = [path_of(kind.collection, object_id) for object_id in ids]
+        yield from (row for path in paths if (row := _find(client, path)) is not None)
         return
-    rows = list(client.pages(kind.list_path)) if kind.is_paged else client.get(kind.list_path)["data"]
+    path = path_of(kind.collection)
+    rows = list(client.pages(path)) if kind.is_paged else client.get(path)["data"]
     yield from sorted(rows, key=lambda row: kind.keeps_name and (kind.kind, row["id"]) in known)
 
 

@@ -147,7 +147,7 @@ class PlanExecutor:
 
         Raises CommandError if it has changed.
         """
-        request = kind.read(row)
+        request = kind.read_request(row)
         now, tag = self._client.tagged(request.path, **request.query)
         if any(now.get(name) != before for name, (before, _) in step.changes.items()):
             raise CommandError("it was changed elsewhere after it was read, so it was not changed here; apply again")
