@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 
+Source = TypeVar("Source")
 Target = TypeVar("Target")
 
 
@@ -18,3 +19,14 @@ def copy_fields(source: object, target: type[Target], **others: Any) -> Target:
     kind: Any = target
     names = kind.__struct_fields__ if issubclass(kind, msgspec.Struct) else [field.name for field in fields(kind)]
     return target(**{name: getattr(source, name) for name in names if name not in others}, **others)
+
+
+class CopyOf(Generic[Source]):
+    """Base of a struct or a dataclass whose fields are those of a `Source` with the same names."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, source: Source) -> Self:
+        """Return a copy of the fields. Raises AttributeError where `source` lacks one."""
+        return copy_fields(source, cls)

@@ -27,14 +27,14 @@ from moiety_platform.security_headers import AS_BYTES as SECURITY_LINES
 from moiety_platform.security_headers import SECURITY_HEADERS
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.upgrades import framing_head
-from moiety_wire.shared_fields import copy_fields
+from moiety_wire.shared_fields import CopyOf
 
 MIN_BODY_BYTES_PER_S = 500  # minimum rate of a body that takes longer than the timeout
 LINGER_S = 1.0  # further input is read and dropped for this long: a connection reset would discard the response
 
 
 @dataclass(frozen=True, slots=True)
-class ConnectionLimits:
+class ConnectionLimits(CopyOf[GatewaySettings]):
     """Bounds of a request's head, and timeouts."""
 
     max_header_bytes: int
@@ -43,10 +43,6 @@ class ConnectionLimits:
     body_timeout_s: float
     send_timeout_s: float
     keep_alive_s: int
-
-    @classmethod
-    def of(cls, settings: GatewaySettings) -> ConnectionLimits:
-        return copy_fields(settings, cls)
 
 
 class ServerConfig(uvicorn.Config):

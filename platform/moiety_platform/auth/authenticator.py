@@ -32,6 +32,7 @@ from moiety_platform.edits import Edits
 from moiety_platform.errors import Forbidden, Unauthenticated, Unavailable
 from moiety_platform.periodic_task import PeriodicTask
 from moiety_platform.tenants.models import TenantStatus
+from moiety_wire.shared_fields import copy_fields
 
 TTL_S = 2.0
 GRACE_S = 60.0
@@ -358,17 +359,5 @@ class Authenticator:
     def _to_principal(self, stored: StoredKey | None) -> Principal | None:
         if stored is None:
             return None
-        return Principal(
-            key_id=stored.key_id,
-            root_key_id=stored.root_id,
-            tenant_id=stored.tenant_id,
-            tenant_name=stored.tenant_name,
-            project_id=stored.project_id,
-            service_class=stored.service_class,
-            weight=stored.weight,
-            cache_salt=derive_cache_salt(stored.tenant_id, self._pepper),
-            role=stored.role,
-            scopes=stored.scopes,
-            allowed_models=stored.allowed_models,
-            speculative_prefill=stored.speculative_prefill,
-        )
+        cache_salt = derive_cache_salt(stored.tenant_id, self._pepper)
+        return copy_fields(stored, Principal, root_key_id=stored.root_id, cache_salt=cache_salt)

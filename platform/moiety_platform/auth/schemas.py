@@ -10,6 +10,7 @@ import msgspec
 
 from moiety_platform.access.roles import Role, tenant_complaint
 from moiety_platform.auth.principal import INFERENCE_SCOPE, scope_of
+from moiety_platform.db.paging import Page
 from moiety_platform.etags import Tagged
 from moiety_platform.openapi.schemas import shows
 from moiety_platform.tenants.checks import NAME
@@ -95,11 +96,8 @@ class KeyView(Tagged, frozen=True):
         return copy_fields(key, cls, scopes=list(key.scopes), status=_status(key, now))
 
 
-class KeyPage(msgspec.Struct, frozen=True):
+class KeyPage(Page[KeyView], frozen=True):
     """A page of keys, oldest first; `next_cursor` is null on the last page."""
-
-    data: list[KeyView]
-    next_cursor: str | None
 
 
 class MadeKey(msgspec.Struct, frozen=True):

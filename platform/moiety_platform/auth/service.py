@@ -8,6 +8,7 @@ from sqlalchemy import or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.access.roles import Role, tenant_complaint
+from moiety_platform.auth.admin_resource import KEYS
 from moiety_platform.auth.keys import KeyText, generate_key, hash_key, mark_of
 from moiety_platform.auth.principal import INFERENCE_SCOPE, scope_of
 from moiety_platform.auth.schemas import (
@@ -18,10 +19,11 @@ from moiety_platform.auth.schemas import (
     KeyView,
     NewKey,
 )
-from moiety_platform.db.paging import PageRequest, Position, after_position, cut_page
-from moiety_platform.errors import BadRequest, Conflict, NotFound
-from moiety_platform.tenants.checks import check_moment, check_name, is_id
+from moiety_platform.db.paging import PageRequest, read_page
+from moiety_platform.errors import BadRequest, Conflict
+from moiety_platform.tenants.checks import check_moment, check_name
 from moiety_platform.tenants.models import ApiKey, Project
+from moiety_platform.tenants.rows import require_row
 from moiety_platform.tenants.service import get_living_tenant, get_project, get_tenant
 
 
@@ -55,10 +57,7 @@ async def create_key(session: AsyncSession, new: NewKey, pepper: bytes, now: dat
 
 async def get_key(session: AsyncSession, key_id: str) -> ApiKey:
     """Return the key. Raises NotFound."""
-    key = await session.get(ApiKey, key_id) if is_id(key_id) else None
-    if key is None:
-        raise NotFound("There is no key with this id; list them with GET /admin/v1/keys.", param="key_id")
-    return key
+    return await require_row(session, ApiKey, key_id, KEYS)
 
 
 async def list_keys(
@@ -80,9 +79,7 @@ async def list_keys(
         statement = statement.where(ApiKey.project_id == (await get_project(session, project_id)).id)
     if role is not None:
         statement = statement.where(ApiKey.role == role)
-    statement = after_position(statement, page, ApiKey.created_at, ApiKey.id, newest_first=False)
-    found = (await session.scalars(statement)).all()
-    keys, next_cursor = cut_page(found, page, lambda key: Position(key.created_at, key.id))
+    keys, next_cursor = await read_page(session, statement, page, ApiKey.created_at, ApiKey.id)
     return KeyPage([KeyView.of(key, now) for key in keys], next_cursor)
 
 

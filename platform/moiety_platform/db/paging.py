@@ -7,11 +7,13 @@ import binascii
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
+import msgspec
 from litestar.di import NamedDependency
 from litestar.params import SkipValidation
 from sqlalchemy import Select, literal, tuple_
+from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import InstrumentedAttribute
 
 from moiety_platform.errors import BadRequest
@@ -26,6 +28,13 @@ _MICROSECOND = timedelta(microseconds=1)
 Limit = Annotated[str | None, whole(f"Rows of a page, {DEFAULT_LIMIT} if not given.", 1, MAX_LIMIT)]
 
 Row = TypeVar("Row")
+
+
+class Page(msgspec.Struct, Generic[Row], frozen=True):
+    """A page of a list; `next_cursor` is null on the last page."""
+
+    data: list[Row]
+    next_cursor: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,3 +119,18 @@ def cut_page(
         return rows, None
     kept = rows[: page.limit]
     return kept, encode_cursor(position_of(kept[-1]))
+
+
+async def read_page(
+    session: AsyncSession,
+    statement: Select[Row],
+    page: PageRequest,
+    at: InstrumentedAttribute[datetime],
+    row_id: InstrumentedAttribute[str],
+    *,
+    newest_first: bool = False,
+) -> tuple[Sequence[Row], str | None]:
+    """Return the page's rows, ordered by (at, row_id), and the cursor of the next page, None if this is the last."""
+    ordered = after_position(statement, page, at, row_id, newest_first=newest_first)
+    found = (await session.scalars(ordered)).all()
+    return cut_page(found, page, lambda row: Position(getattr(row, at.key), getattr(row, row_id.key)))

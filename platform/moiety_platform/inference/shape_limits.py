@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moiety_platform.settings import GatewaySettings
-from moiety_wire.shared_fields import copy_fields
+from moiety_wire.shared_fields import CopyOf
 
 
 @dataclass(frozen=True, slots=True)
-class ShapeLimits:
+class ShapeLimits(CopyOf[GatewaySettings]):
     """Size limits. The defaults are those of the settings."""
 
     max_messages: int = 2048
@@ -19,10 +19,6 @@ class ShapeLimits:
     max_tools: int = 128
     max_tool_schema_bytes: int = 65_536  # of each
     max_grammar_bytes: int = 65_536  # size of a grammar for structured outputs
-
-    @classmethod
-    def of(cls, settings: GatewaySettings) -> ShapeLimits:
-        return copy_fields(settings, cls)
 
 
 DEFAULT_SHAPE = ShapeLimits()

@@ -10,6 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.quota.kinds import ALWAYS
 from moiety_platform.quota.models import LeaseState, Quota, QuotaLease
+from moiety_wire.shared_fields import copy_fields
 
 
 class LeaseView(msgspec.Struct, frozen=True):
@@ -52,17 +53,14 @@ async def list_leases(session: AsyncSession, state: LeaseState, limit: int) -> L
 
 
 def _view(lease: QuotaLease, quota: Quota) -> LeaseView:
-    return LeaseView(
-        quota_id=quota.id,
+    return copy_fields(
+        lease,
+        LeaseView,
         level=quota.level,
         scope_id=quota.scope_id,
         kind=quota.kind,
         cap=quota.cap,
         window_start=None if lease.start == ALWAYS else lease.start,
-        replica_id=lease.replica_id,
-        state=lease.state,
-        granted=lease.granted,
-        settled=lease.settled,
         left=lease.granted - lease.settled,
         expires_at=datetime.fromtimestamp(lease.expires_ms / 1000, UTC),
     )

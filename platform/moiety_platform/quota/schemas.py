@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 
+from moiety_platform.db.paging import Page
 from moiety_platform.etags import Tagged
 from moiety_platform.openapi.schemas import shows
 from moiety_platform.quota.bucket import Bucket
@@ -98,8 +99,5 @@ def _view(quota: Quota, used: int, reserved: int, start: datetime | None, resets
     )
 
 
-class QuotaPage(msgspec.Struct, frozen=True):
+class QuotaPage(Page[QuotaView], frozen=True):
     """A page of limits, oldest first; `next_cursor` is null on the last page."""
-
-    data: list[QuotaView]
-    next_cursor: str | None

@@ -14,14 +14,16 @@ from moiety_platform.audit.trail import Change, note, row_of
 from moiety_platform.db.bulk import among
 from moiety_platform.db.dialect import insert_into
 from moiety_platform.db.now import now_ms
-from moiety_platform.db.paging import PageRequest, Position, after_position, cut_page
+from moiety_platform.db.paging import PageRequest, read_page
 from moiety_platform.errors import BadRequest, NotFound
+from moiety_platform.quota.admin_resource import QUOTAS
 from moiety_platform.quota.kinds import MAX_CAP, MAX_RATE, LimitKind, LimitLevel, Meter, Scope, window_start
 from moiety_platform.quota.models import Quota, QuotaAlert, QuotaRate, QuotaThreshold, QuotaWindow
 from moiety_platform.quota.owners import own_quota
 from moiety_platform.quota.schemas import MAX_THRESHOLDS, NewQuota, QuotaPage, QuotaView, rate_view, window_view
 from moiety_platform.tenants.checks import is_id, new_id
 from moiety_platform.tenants.models import ApiKey, Project, Tenant
+from moiety_platform.tenants.rows import require_row
 
 _TABLES: dict[LimitLevel, type[Tenant | Project | ApiKey]] = {
     LimitLevel.TENANT: Tenant,
@@ -79,9 +81,7 @@ async def list_quotas(
     if scope_id is not None:
         key = await session.get(ApiKey, scope_id) if is_id(scope_id) else None
         statement = statement.where(Quota.scope_id == ((key and key.root_id) or scope_id))
-    statement = after_position(statement, page, Quota.created_at, Quota.id, newest_first=False)
-    found = (await session.scalars(statement)).all()
-    quotas, next_cursor = cut_page(found, page, lambda quota: Position(quota.created_at, quota.id))
+    quotas, next_cursor = await read_page(session, statement, page, Quota.created_at, Quota.id)
     return QuotaPage(await _views(session, quotas, now), next_cursor)
 
 
@@ -95,10 +95,7 @@ async def delete_quota(session: AsyncSession, quota_id: str, now: datetime) -> Q
 
 
 async def _find(session: AsyncSession, quota_id: str) -> Quota:
-    quota = await session.get(Quota, quota_id) if is_id(quota_id) else None
-    if quota is None:
-        raise NotFound("There is no limit with this id; list them with GET /admin/v1/quotas.", param="quota_id")
-    return quota
+    return await require_row(session, Quota, quota_id, QUOTAS)
 
 
 async def _scope_id(session: AsyncSession, new: NewQuota) -> str:

@@ -16,7 +16,7 @@ from moiety_platform.routing.circuit_breaker import BreakerState, ReplicaBreaker
 from moiety_platform.routing.replicas import Replicas
 from moiety_wire.figures import ClassLoad, Load, SleepState, StepCosts
 from moiety_wire.roles import EngineRole
-from moiety_wire.shared_fields import copy_fields
+from moiety_wire.shared_fields import CopyOf, copy_fields
 
 
 class CardView(msgspec.Struct, frozen=True):
@@ -34,7 +34,7 @@ class CardView(msgspec.Struct, frozen=True):
     role: EngineRole
 
 
-class ClassLoadView(msgspec.Struct, frozen=True):
+class ClassLoadView(CopyOf[ClassLoad], msgspec.Struct, frozen=True):
     """State of one class in an engine, and its decisions since the engine's start, some by reason."""
 
     name: str
@@ -49,10 +49,6 @@ class ClassLoadView(msgspec.Struct, frozen=True):
     boosted_total: int
     recomputed_tokens_total: int
     oldest_waiting_unix_s: float
-
-    @classmethod
-    def of(cls, load: ClassLoad) -> ClassLoadView:
-        return copy_fields(load, cls)
 
 
 class LoadView(msgspec.Struct, frozen=True):

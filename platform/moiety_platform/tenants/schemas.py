@@ -8,12 +8,13 @@ from typing import Annotated
 import msgspec
 
 from moiety_platform.classes.checks import CLASS_NAME
+from moiety_platform.db.paging import Page
 from moiety_platform.etags import Tagged
 from moiety_platform.openapi.schemas import shows
 from moiety_platform.tenants.checks import NAME, WEIGHT
 from moiety_platform.tenants.models import Project, SpeculativePrefillMode, Tenant, TenantStatus
 from moiety_wire.classes import STANDARD
-from moiety_wire.shared_fields import copy_fields
+from moiety_wire.shared_fields import CopyOf
 
 STATUS = shows(enum=list(TenantStatus))
 SPECULATIVE_PREFILL = shows(enum=list(SpeculativePrefillMode))
@@ -45,7 +46,7 @@ class NewProject(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: Annotated[str, NAME]
 
 
-class TenantView(Tagged, frozen=True):
+class TenantView(CopyOf[Tenant], Tagged, frozen=True):
     """A tenant as the API shows it."""
 
     id: str
@@ -56,19 +57,12 @@ class TenantView(Tagged, frozen=True):
     created_at: datetime
     speculative_prefill: str
 
-    @classmethod
-    def of(cls, tenant: Tenant) -> TenantView:
-        return copy_fields(tenant, cls)
 
-
-class TenantPage(msgspec.Struct, frozen=True):
+class TenantPage(Page[TenantView], frozen=True):
     """A page of tenants, oldest first; `next_cursor` is null on the last page."""
 
-    data: list[TenantView]
-    next_cursor: str | None
 
-
-class ProjectView(Tagged, frozen=True):
+class ProjectView(CopyOf[Project], Tagged, frozen=True):
     """A project as the API shows it."""
 
     id: str
@@ -76,13 +70,6 @@ class ProjectView(Tagged, frozen=True):
     name: str
     created_at: datetime
 
-    @classmethod
-    def of(cls, project: Project) -> ProjectView:
-        return copy_fields(project, cls)
 
-
-class ProjectPage(msgspec.Struct, frozen=True):
+class ProjectPage(Page[ProjectView], frozen=True):
     """A page of projects, oldest first; `next_cursor` is null on the last page."""
-
-    data: list[ProjectView]
-    next_cursor: str | None

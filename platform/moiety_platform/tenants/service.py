@@ -10,11 +10,13 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.classes.service import require_class
-from moiety_platform.db.paging import PageRequest, Position, after_position, cut_page
-from moiety_platform.errors import Conflict, NotFound
-from moiety_platform.tenants.checks import check_speculative_prefill, check_status, check_weight, is_id, new_id
+from moiety_platform.db.paging import PageRequest, read_page
+from moiety_platform.errors import Conflict
+from moiety_platform.tenants.admin_resource import PROJECTS, TENANTS
+from moiety_platform.tenants.checks import check_speculative_prefill, check_status, check_weight, new_id
 from moiety_platform.tenants.models import Project, Tenant, TenantDeletion, TenantStatus
 from moiety_platform.tenants.names import check_new_name, fold_missing_names, is_named
+from moiety_platform.tenants.rows import require_row
 from moiety_platform.tenants.schemas import (
     NewProject,
     NewTenant,
@@ -45,10 +47,7 @@ async def create_tenant(session: AsyncSession, new: NewTenant, now: datetime) ->
 
 async def get_tenant(session: AsyncSession, tenant_id: str) -> Tenant:
     """Return the tenant. Raises NotFound."""
-    tenant = await session.get(Tenant, tenant_id) if is_id(tenant_id) else None
-    if tenant is None:
-        raise NotFound("There is no tenant with this id; list them with GET /admin/v1/tenants.", param="tenant_id")
-    return tenant
+    return await require_row(session, Tenant, tenant_id, TENANTS)
 
 
 async def get_living_tenant(session: AsyncSession, tenant_id: str) -> Tenant:
@@ -64,9 +63,7 @@ async def list_tenants(session: AsyncSession, page: PageRequest, *, name: str | 
     statement = select(Tenant)
     if name is not None:
         statement = statement.where(is_named(Tenant, name))
-    statement = after_position(statement, page, Tenant.created_at, Tenant.id, newest_first=False)
-    found = (await session.scalars(statement)).all()
-    tenants, next_cursor = cut_page(found, page, lambda tenant: Position(tenant.created_at, tenant.id))
+    tenants, next_cursor = await read_page(session, statement, page, Tenant.created_at, Tenant.id)
     return TenantPage([TenantView.of(tenant) for tenant in tenants], next_cursor)
 
 
@@ -107,10 +104,7 @@ async def create_project(session: AsyncSession, new: NewProject, now: datetime) 
 
 async def get_project(session: AsyncSession, project_id: str) -> Project:
     """Return the project. Raises NotFound."""
-    project = await session.get(Project, project_id) if is_id(project_id) else None
-    if project is None:
-        raise NotFound("There is no project with this id; list them with GET /admin/v1/projects.", param="project_id")
-    return project
+    return await require_row(session, Project, project_id, PROJECTS)
 
 
 async def list_projects(
@@ -122,9 +116,7 @@ async def list_projects(
         statement = statement.where(Project.tenant_id == (await get_tenant(session, tenant_id)).id)
     if name is not None:
         statement = statement.where(is_named(Project, name))
-    statement = after_position(statement, page, Project.created_at, Project.id, newest_first=False)
-    found = (await session.scalars(statement)).all()
-    projects, next_cursor = cut_page(found, page, lambda project: Position(project.created_at, project.id))
+    projects, next_cursor = await read_page(session, statement, page, Project.created_at, Project.id)
     return ProjectPage([ProjectView.of(project) for project in projects], next_cursor)
 
 

@@ -8,14 +8,13 @@ from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
 
-from sqlalchemy import ColumnElement, Select, or_, select
+from sqlalchemy import ColumnElement, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.db.bulk import among
 from moiety_platform.db.failures import RETRY_AFTER_S, UNMIGRATED
-from moiety_platform.db.paging import PageRequest, Position, after_position, cut_page
+from moiety_platform.db.paging import PageRequest, read_page
 from moiety_platform.db.session import Database
 from moiety_platform.errors import BadRequest, NotFound, Unavailable
 from moiety_platform.trace_store.models import SpanRecord, TraceRecord
@@ -90,10 +89,10 @@ async def reading(traces: Database) -> AsyncIterator[AsyncSession]:
 
 async def find_traces(session: AsyncSession, wanted: TraceFilter, page: PageRequest) -> TracePage:
     """Return a page of traces, newest first."""
-    statement: Select[Any] = select(TraceRecord).where(*wanted.conditions())
-    statement = after_position(statement, page, TraceRecord.started_at, TraceRecord.span_id, newest_first=True)
-    found: Sequence[TraceRecord] = (await session.scalars(statement)).all()
-    records, next_cursor = cut_page(found, page, lambda record: Position(record.started_at, record.span_id))
+    statement = select(TraceRecord).where(*wanted.conditions())
+    records, next_cursor = await read_page(
+        session, statement, page, TraceRecord.started_at, TraceRecord.span_id, newest_first=True
+    )
     return TracePage([TraceView.of(record) for record in records], next_cursor)
 
 

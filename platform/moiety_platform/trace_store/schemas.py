@@ -8,14 +8,15 @@ from typing import Any
 
 import msgspec
 
+from moiety_platform.db.paging import Page
 from moiety_platform.trace_store.models import SpanRecord, TraceRecord
-from moiety_wire.shared_fields import copy_fields
+from moiety_wire.shared_fields import CopyOf, copy_fields
 
 KINDS = ("unspecified", "internal", "server", "client", "producer", "consumer")
 STATUSES = ("unset", "ok", "error")
 
 
-class TraceView(msgspec.Struct, frozen=True):
+class TraceView(CopyOf[TraceRecord], msgspec.Struct, frozen=True):
     """A request whose trace was kept.
 
     `kept_for` is the reason: failed, slo_missed, preempted, failed_over, first, rate.
@@ -35,16 +36,9 @@ class TraceView(msgspec.Struct, frozen=True):
     error_code: str | None
     kept_for: str
 
-    @classmethod
-    def of(cls, record: TraceRecord) -> TraceView:
-        return copy_fields(record, cls)
 
-
-class TracePage(msgspec.Struct, frozen=True):
+class TracePage(Page[TraceView], frozen=True):
     """A page of traces, newest first."""
-
-    data: list[TraceView]
-    next_cursor: str | None
 
 
 class EventView(msgspec.Struct, frozen=True):

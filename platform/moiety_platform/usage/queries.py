@@ -27,7 +27,7 @@ from sqlalchemy import (
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import InstrumentedAttribute
 
-from moiety_platform.db.paging import PageRequest, Position, after_position, cut_page
+from moiety_platform.db.paging import PageRequest, read_page
 from moiety_platform.errors import BadRequest
 from moiety_platform.tenants.models import ApiKey, Project, Tenant
 from moiety_platform.usage.attribution import is_tag_name
@@ -146,10 +146,10 @@ async def list_requests(session: AsyncSession, wanted: UsageFilter, page: PageRe
     in_time = UsageRecord.started_at >= wanted.since, UsageRecord.started_at < wanted.until
     is_request = UsageRecord.endpoint != SPECULATIVE_PREFILL
     conditions = wanted.row_conditions(session.get_bind().dialect.name)
-    statement: Select[Any] = select(UsageRecord).where(*in_time, is_request, *conditions)
-    statement = after_position(statement, page, UsageRecord.started_at, UsageRecord.request_id, newest_first=True)
-    found: Sequence[UsageRecord] = (await session.scalars(statement)).all()
-    records, next_cursor = cut_page(found, page, lambda record: Position(record.started_at, record.request_id))
+    statement = select(UsageRecord).where(*in_time, is_request, *conditions)
+    records, next_cursor = await read_page(
+        session, statement, page, UsageRecord.started_at, UsageRecord.request_id, newest_first=True
+    )
     return RequestPage([RequestView.of(record) for record in records], next_cursor)
 
 

@@ -6,6 +6,7 @@ from datetime import datetime
 
 import msgspec
 
+from moiety_platform.db.paging import Page
 from moiety_platform.usage.attribution import tags_of
 from moiety_platform.usage.models import UsageRecord
 from moiety_wire.shared_fields import copy_fields
@@ -79,8 +80,5 @@ class RequestView(msgspec.Struct, frozen=True):
         return copy_fields(record, cls, tags=tags_of(record.tags))
 
 
-class RequestPage(msgspec.Struct, frozen=True):
+class RequestPage(Page[RequestView], frozen=True):
     """A page of requests, newest first; `next_cursor` is null on the last page."""
-
-    data: list[RequestView]
-    next_cursor: str | None
