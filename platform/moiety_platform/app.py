@@ -39,7 +39,8 @@ from moiety_platform.http_errors import (
     answer_platform_error,
     answer_unexpected_error,
 )
-from moiety_platform.idempotency.key_store_client import IdempotencyKeys, KeepingLimits
+from moiety_platform.idempotency.key_store_client import IdempotencyKeys
+from moiety_platform.idempotency.limits import KeepingLimits
 from moiety_platform.inference.image_preparation import ImagePreparation
 from moiety_platform.inference.model_services import ModelServices
 from moiety_platform.inference.model_text_cache import ModelTexts
@@ -70,7 +71,8 @@ from moiety_platform.responses_api.controller import (
 from moiety_platform.responses_api.conversation_controller import ConversationController, ConversationServices
 from moiety_platform.responses_api.conversation_keeper import ConversationKeeper
 from moiety_platform.responses_api.conversation_reader import ConversationReader
-from moiety_platform.responses_api.keeper import ConversationLimits, ResponseKeeper
+from moiety_platform.responses_api.keeper import ResponseKeeper
+from moiety_platform.responses_api.limits import ConversationLimits
 from moiety_platform.responses_api.reasoning_cipher import ReasoningCipher
 from moiety_platform.responses_api.resumed_streams import ResumedStreams
 from moiety_platform.responses_api.token_count import ResponseTokensController

@@ -14,8 +14,9 @@ from sqlalchemy import event, select
 from tests.database_clock import DatabaseClock
 
 from moiety_platform.engine_client.fake import FakeEngineClient
-from moiety_platform.idempotency.key_store_client import CLAIM_S, IdempotencyKeys, KeepingLimits
+from moiety_platform.idempotency.key_store_client import CLAIM_S, IdempotencyKeys
 from moiety_platform.idempotency.keys import KeyBinding
+from moiety_platform.idempotency.limits import KeepingLimits
 from moiety_platform.idempotency.models import IdempotentRequest
 from moiety_platform.idempotency.store import KeyStore
 from moiety_wire.messages import ModelCard, Submit

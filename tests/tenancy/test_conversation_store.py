@@ -24,7 +24,8 @@ from moiety_platform.responses_api.conversation_locks import LOCK_MS, Conversati
 from moiety_platform.responses_api.conversation_store import ConversationStore
 from moiety_platform.responses_api.event_log import EventLog
 from moiety_platform.responses_api.items import Item, message_item, text_part
-from moiety_platform.responses_api.keeper import ConversationLimits, ResponseKeeper
+from moiety_platform.responses_api.keeper import ResponseKeeper
+from moiety_platform.responses_api.limits import ConversationLimits
 from moiety_platform.responses_api.models import ConversationItem, StoredConversation, StoredEvents
 from moiety_platform.responses_api.storage_room import StorageRoom
 from moiety_platform.responses_api.store import ResponseStore

@@ -12,8 +12,9 @@ from tests.database_clock import DatabaseClock
 
 from moiety_platform.db.session import Database
 from moiety_platform.idempotency.errors import AnswerNotKept, KeyInUse, KeyReused, TooManyKeys
-from moiety_platform.idempotency.key_store_client import CLAIM_S, IdempotencyKeys, KeepingLimits, KeyClaim
+from moiety_platform.idempotency.key_store_client import CLAIM_S, IdempotencyKeys, KeyClaim
 from moiety_platform.idempotency.keys import KeyBinding
+from moiety_platform.idempotency.limits import KeepingLimits
 from moiety_platform.idempotency.models import IdempotencyTenant, IdempotentRequest
 from moiety_platform.idempotency.store import KeptAnswer, KeyStore
 

@@ -22,9 +22,18 @@ from moiety_platform.quota.account import Account
 from moiety_platform.quota.errors import QuotaExceeded
 from moiety_platform.quota.holdings import list_leases
 from moiety_platform.quota.keeper import QuotaKeeper
-from moiety_platform.quota.kinds import LimitKind, LimitLevel, Meter, Period, Scope, Unit, window_end, window_start
+from moiety_platform.quota.kinds import (
+    Limit,
+    LimitKind,
+    LimitLevel,
+    Meter,
+    Period,
+    Scope,
+    Unit,
+    window_end,
+    window_start,
+)
 from moiety_platform.quota.lease import Charge, Hold, Lease, WindowId
-from moiety_platform.quota.limits import Limit
 from moiety_platform.quota.models import LeaseState, Quota, QuotaLease, QuotaWindow
 from moiety_platform.quota.schemas import NewQuota
 from moiety_platform.quota.service import set_quota

@@ -16,7 +16,8 @@ from moiety_platform.auth.service import create_key
 from moiety_platform.clock import ManualClock
 from moiety_platform.db.session import Database
 from moiety_platform.responses_api.items import Continued
-from moiety_platform.responses_api.keeper import ConversationLimits, ResponseKeeper
+from moiety_platform.responses_api.keeper import ResponseKeeper
+from moiety_platform.responses_api.limits import ConversationLimits
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.tenants.schemas import NewProject
 from moiety_platform.tenants.service import create_project

@@ -21,7 +21,8 @@ from moiety_platform.errors import NotFound, RateLimited, Unavailable
 from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.responses_api.event_log import EventChunk
 from moiety_platform.responses_api.items import Continued, message_item, text_part
-from moiety_platform.responses_api.keeper import ConversationLimits, ResponseKeeper
+from moiety_platform.responses_api.keeper import ResponseKeeper
+from moiety_platform.responses_api.limits import ConversationLimits
 from moiety_platform.responses_api.models import StoredResponse
 from moiety_platform.responses_api.storage_room import StorageRoom
 from moiety_platform.responses_api.store import ResponseStore

@@ -38,7 +38,8 @@ from moiety_platform.db.session import CHECKING, LOOKING, SERVING, Database
 from moiety_platform.engine_client.base import EngineClient
 from moiety_platform.files.images import UploadedImages
 from moiety_platform.files.store import Now
-from moiety_platform.idempotency.key_store_client import IdempotencyKeys, KeepingLimits
+from moiety_platform.idempotency.key_store_client import IdempotencyKeys
+from moiety_platform.idempotency.limits import KeepingLimits
 from moiety_platform.idempotency.store import KeyStore
 from moiety_platform.inference.image_preparation import ImagePreparation
 from moiety_platform.inference.request_recorder import RequestRecorder, UsageSink
@@ -56,7 +57,8 @@ from moiety_platform.responses_api.background import BackgroundRuns
 from moiety_platform.responses_api.conversation_keeper import ConversationKeeper
 from moiety_platform.responses_api.conversation_locks import ConversationLocks
 from moiety_platform.responses_api.conversation_store import ConversationStore
-from moiety_platform.responses_api.keeper import ConversationLimits, ResponseKeeper
+from moiety_platform.responses_api.keeper import ResponseKeeper
+from moiety_platform.responses_api.limits import ConversationLimits
 from moiety_platform.responses_api.reasoning_cipher import ReasoningCipher
 from moiety_platform.responses_api.store import ResponseStore
 from moiety_platform.retention.jobs import retention_jobs_of

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import structlog
 
@@ -19,35 +18,16 @@ from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
 from moiety_platform.idempotency.errors import AnswerNotKept, KeyInUse, KeyReused
 from moiety_platform.idempotency.keys import KeyBinding, hash_of
+from moiety_platform.idempotency.limits import KeepingLimits
 from moiety_platform.idempotency.models import State
 from moiety_platform.idempotency.store import Found, KeptAnswer, KeyStore
 from moiety_platform.periodic_task import PeriodicTask
-from moiety_platform.settings import GatewaySettings
 
 CLAIM_S = 30.0
 
 INLINE_BYTES = 64 * 1024  # larger bodies are hashed in a thread
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class KeepingLimits:
-    """Limits on stored answers and their lifetime."""
-
-    ttl_s: float
-    max_answer_bytes: int
-    max_keys_per_tenant: int
-    max_bytes_per_tenant: int
-
-    @classmethod
-    def of(cls, settings: GatewaySettings) -> KeepingLimits:
-        return cls(
-            ttl_s=settings.idempotency_ttl_s,
-            max_answer_bytes=settings.idempotency_max_answer_bytes,
-            max_keys_per_tenant=settings.idempotency_max_keys_per_tenant,
-            max_bytes_per_tenant=settings.idempotency_max_bytes_per_tenant,
-        )
 
 
 class KeyClaim:

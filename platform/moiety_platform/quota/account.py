@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from moiety_platform.db.failures import RETRY_AFTER_S
 from moiety_platform.errors import Unavailable
 from moiety_platform.quota.errors import store_unavailable
-from moiety_platform.quota.kinds import Meter
+from moiety_platform.quota.kinds import Limit, Meter
 from moiety_platform.quota.lease import Lease
-from moiety_platform.quota.limits import Limit
 from moiety_platform.quota.slices import ahead_of_peak, ahead_of_use, surplus
 from moiety_platform.quota.store import Grant, Stored
 

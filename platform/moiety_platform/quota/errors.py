@@ -7,9 +7,8 @@ from datetime import datetime
 
 from moiety_platform.db.failures import RETRY_AFTER_S
 from moiety_platform.errors import RateLimited, RequestExceedsQuota, Unavailable
-from moiety_platform.quota.kinds import NANO, Meter, Unit, window_end
+from moiety_platform.quota.kinds import NANO, Limit, Meter, Unit, window_end
 from moiety_platform.quota.lease import WindowId
-from moiety_platform.quota.limits import Limit
 
 SLOT_RETRY_S = 1.0
 

@@ -28,9 +28,9 @@ from moiety_platform.errors import Unavailable
 from moiety_platform.periodic_task import PeriodicTask
 from moiety_platform.quota.account import Account, KnownScope, fail
 from moiety_platform.quota.errors import LimitRefusal, never_fits, store_unavailable
-from moiety_platform.quota.kinds import Meter, Scope, Unit, window_end, window_start
+from moiety_platform.quota.kinds import Limit, Meter, Scope, Unit, window_end, window_start
 from moiety_platform.quota.lease import Hold, Lease, WindowId
-from moiety_platform.quota.limits import Limit, load_limits
+from moiety_platform.quota.limits import load_limits
 from moiety_platform.quota.quarantine import Quarantine
 from moiety_platform.quota.rate_limit_headers import LimitStatus, headers
 from moiety_platform.quota.rates import RateStore

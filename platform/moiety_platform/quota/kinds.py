@@ -1,4 +1,4 @@
-"""Kinds of limits, on three levels. Pure.
+"""Limits and their kinds, on three levels. Pure.
 
 There are three meters: a *stock* is an amount within a window of UTC time, booked as it is used up; a *rate* refills
 steadily; *slots* are taken for as long as a request is open.
@@ -7,6 +7,7 @@ steadily; *slots* are taken for as long as a request is open.
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 
@@ -81,6 +82,16 @@ class Scope(msgspec.Struct, frozen=True):
 
     level: LimitLevel
     id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """One limit of one scope."""
+
+    quota_id: str
+    scope: Scope
+    kind: LimitKind
+    cap: int
 
 
 def window_start(period: Period | None, now: datetime) -> datetime:

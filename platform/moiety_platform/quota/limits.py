@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import structlog
 from sqlalchemy import select, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.db.bulk import OverRows
-from moiety_platform.quota.kinds import LimitKind, Scope
+from moiety_platform.quota.kinds import Limit, LimitKind, Scope
 from moiety_platform.quota.models import Quota
 
 _SCOPES_AT_ONCE = 1000
@@ -22,16 +21,6 @@ _of_scopes = OverRows(
 )
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """One limit of one scope."""
-
-    quota_id: str
-    scope: Scope
-    kind: LimitKind
-    cap: int
 
 
 async def load_limits(session: AsyncSession, scopes: Iterable[Scope]) -> dict[Scope, list[Limit]]:

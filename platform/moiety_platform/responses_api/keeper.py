@@ -7,7 +7,6 @@ database is unavailable. A response that cannot be stored after generation is st
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -21,10 +20,10 @@ from moiety_platform.responses_api.conversation_locks import unlock
 from moiety_platform.responses_api.conversation_store import ConversationStore
 from moiety_platform.responses_api.event_log import EventChunk
 from moiety_platform.responses_api.items import Continued, Item
+from moiety_platform.responses_api.limits import ConversationLimits
 from moiety_platform.responses_api.models import StoredConversation, StoredResponse
 from moiety_platform.responses_api.storage_room import StorageRoom, claim_room, has_room
 from moiety_platform.responses_api.store import ResponseStore, RunHead, RunState
-from moiety_platform.settings import GatewaySettings
 
 FULL_RETRY_S = 60.0
 FORSAKEN = {"code": "server_error", "message": "the gateway that made this response has stopped; send it again"}
@@ -32,27 +31,6 @@ ENDED_BY_ITSELF = ("completed", "incomplete")  # statuses of responses whose ite
 MAX_REFERENCED = 256  # responses whose items a request may refer to
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ConversationLimits:
-    """Limits on stored responses, their lifetime, and the size of a conversation that a request may continue."""
-
-    ttl_s: float
-    room: StorageRoom
-    max_items: int
-    max_bytes: int
-    stores_by_default: bool = False
-
-    @classmethod
-    def of(cls, settings: GatewaySettings) -> ConversationLimits:
-        return cls(
-            settings.responses_ttl_s,
-            StorageRoom(settings.responses_max_per_tenant, settings.responses_max_bytes_per_tenant),
-            settings.max_messages,
-            settings.max_body_bytes,
-            settings.responses_store_by_default and settings.responses_max_per_tenant > 0,
-        )
 
 
 class ResponseKeeper:
