@@ -40,7 +40,7 @@ class AdapterController(Controller):
     async def create_adapter(
         self,
         store: NamedDependency[AuditedStore],
-        adapter_cache: NamedDependency[AdapterCache],
+        adapter_cache: NamedDependency[SkipValidation[AdapterCache]],
         caller: NamedDependency[SkipValidation[Caller]],
         data: JSONBody[NewAdapter],
     ) -> AdapterView:
@@ -70,7 +70,7 @@ class AdapterController(Controller):
         self,
         database: NamedDependency[Database],
         store: NamedDependency[AuditedStore],
-        adapter_cache: NamedDependency[AdapterCache],
+        adapter_cache: NamedDependency[SkipValidation[AdapterCache]],
         objects: NamedDependency[SkipValidation[ObjectStore]],
         adapter_id: FromPath[str],
     ) -> AdapterView:
@@ -107,7 +107,7 @@ class AdapterController(Controller):
     async def delete_adapter(
         self,
         store: NamedDependency[AuditedStore],
-        adapter_cache: NamedDependency[AdapterCache],
+        adapter_cache: NamedDependency[SkipValidation[AdapterCache]],
         adapter_id: FromPath[str],
     ) -> AdapterView:
         """Delete an adapter; requests cannot use it any more. Returns its last state."""

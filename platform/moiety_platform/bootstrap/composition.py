@@ -70,6 +70,7 @@ from moiety_platform.trace_metrics import TraceCollector
 from moiety_platform.traces.tracing import Sender
 from moiety_platform.usage.metering import MeterReader
 from moiety_platform.usage.recorder import UsageRecorder
+from moiety_wire.shared_fields import copy_fields
 
 LAST_RECORDS_S = 10.0
 OPERATIONS_DRAIN_S = 1  # wait of a shutdown for a running scrape
@@ -95,15 +96,20 @@ class Overrides:
 
 
 @dataclass(frozen=True, slots=True)
-class AssembledGateway:
-    """A gateway without listeners: its services, its applications and their servers."""
-
+class _OpenParts:
     services: Services
     database: Database
     objects: ObjectStore
     stored_usage: UsageRecorder
     retention: RetentionService
     live: LiveSettings[GatewaySettings]
+    batches: Batches
+
+
+@dataclass(frozen=True, slots=True)
+class AssembledGateway(_OpenParts):
+    """A gateway without listeners: its services, its applications and their servers."""
+
     app: Litestar
     server: GatewayServer
     operations: GatewayServer
@@ -140,28 +146,7 @@ async def assembled(
         live.follow(["log_level"], lambda wanted: set_log_level(wanted.log_level))
         assert not live.unfollowed, live.unfollowed
         await stack.enter_async_context(batches.working(pipeline))
-        yield AssembledGateway(
-            services,
-            parts.database,
-            parts.objects,
-            parts.stored_usage,
-            parts.retention,
-            live,
-            app,
-            server,
-            operations,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _OpenParts:
-    services: Services
-    database: Database
-    objects: ObjectStore
-    stored_usage: UsageRecorder
-    retention: RetentionService
-    live: LiveSettings[GatewaySettings]
-    batches: Batches
+        yield copy_fields(parts, AssembledGateway, app=app, server=server, operations=operations)
 
 
 async def _open_services(

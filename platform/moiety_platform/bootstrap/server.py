@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import uvicorn
 from litestar import Litestar
@@ -13,6 +14,15 @@ from moiety_platform.connections import ConnectionLimits, ServerConfig
 from moiety_platform.listening import BACKLOG
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.settings import GatewaySettings
+
+SWITCHED_OFF: dict[str, Any] = {  # parts of uvicorn that a gateway does without
+    "ws": "none",
+    "lifespan": "off",
+    "log_config": None,
+    "access_log": False,
+    "server_header": False,
+    "proxy_headers": False,
+}
 
 
 class GatewayServer(uvicorn.Server):
@@ -28,18 +38,7 @@ class GatewayServer(uvicorn.Server):
     ) -> None:
         self._on_started = on_started
         self._on_draining = on_draining
-        self._limited = ServerConfig(
-            app,
-            limits,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_graceful_shutdown=drain_s,
-            backlog=BACKLOG,
-        )
+        self._limited = ServerConfig(app, limits, timeout_graceful_shutdown=drain_s, backlog=BACKLOG, **SWITCHED_OFF)
         super().__init__(self._limited)
 
     def followed_by(self, live: LiveSettings[GatewaySettings]) -> None:

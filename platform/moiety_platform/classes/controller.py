@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from litestar import Controller, Response, delete, get, patch, post
 from litestar.di import NamedDependency
-from litestar.params import FromPath, JSONBody
+from litestar.params import FromPath, JSONBody, SkipValidation
 
 from moiety_platform.access.actions import needs
 from moiety_platform.audit.trail import AuditedStore
@@ -38,7 +38,10 @@ class ClassController(Controller):
 
     @post(opt=needs(CLASSES.write) | fails(409))
     async def create_class(
-        self, store: NamedDependency[AuditedStore], classes: NamedDependency[ClassCache], data: JSONBody[NewClass]
+        self,
+        store: NamedDependency[AuditedStore],
+        classes: NamedDependency[SkipValidation[ClassCache]],
+        data: JSONBody[NewClass],
     ) -> ClassView:
         """Create a class."""
         async with store.write() as session:
@@ -50,7 +53,7 @@ class ClassController(Controller):
     async def change_class(
         self,
         store: NamedDependency[AuditedStore],
-        classes: NamedDependency[ClassCache],
+        classes: NamedDependency[SkipValidation[ClassCache]],
         precondition: NamedDependency[Precondition],
         name: FromPath[str],
         data: JSONBody[ClassChange],
@@ -66,7 +69,7 @@ class ClassController(Controller):
     async def delete_class(
         self,
         store: NamedDependency[AuditedStore],
-        classes: NamedDependency[ClassCache],
+        classes: NamedDependency[SkipValidation[ClassCache]],
         precondition: NamedDependency[Precondition],
         name: FromPath[str],
     ) -> ClassView:

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from moiety_platform.cli.admin_command import AsJson, DataDir, Url
 from moiety_platform.cli.errors import EXIT_FAILED, CommandError, NotReachable
 from moiety_platform.cli.printing import say
 from moiety_platform.cli.tables import show_json, show_row, show_rows
@@ -38,22 +39,12 @@ MAX_LIST = 100
 app = typer.Typer(no_args_is_help=True, help="Submit files of requests, follow their progress and fetch the answers.")
 
 BatchId = Annotated[str, typer.Argument(help="Id of the batch.")]
-Url = Annotated[
-    str | None,
-    typer.Option(
-        envvar="MOIETY_URL", help="URL of the gateway. If not given, that of the moiety serve that uses --data-dir."
-    ),
-]
 Key = Annotated[
     str | None,
     typer.Option(
         envvar="MOIETY_KEY", help="API key of a tenant. If not given, that of the moiety serve that uses --data-dir."
     ),
 ]
-DataDir = Annotated[
-    Path, typer.Option(envvar="MOIETY_DATA_DIR", help="Data directory of a moiety serve on this machine.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 LOCAL = Path(".moiety")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 
 import httpx
 import msgspec
@@ -31,34 +32,22 @@ PROTOCOL_VIOLATION = "engine_protocol_violation"
 log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False)
 class ExternalRequest:
-    """One request that delivers to one stream. `run` is called once."""
+    """One request that delivers to one stream. `run` is called once.
 
-    def __init__(
-        self,
-        http: httpx.AsyncClient,
-        url: str,
-        dialect: Dialect,
-        submit: Submit,
-        answer: ExternalAnswer,
-        stream: EngineStream,
-        clock: Clock,
-        on_bytes: Callable[[], None],
-        on_break: Callable[[str], None],
-    ) -> None:
-        """Prepare the request.
+    `on_bytes` is called for all received data, `on_break` with the reason if the connection breaks.
+    """
 
-        `on_bytes` is called for all received data, `on_break` with the reason if the connection breaks.
-        """
-        self._http = http
-        self._url = url
-        self._dialect = dialect
-        self._submit = submit
-        self._answer = answer
-        self._stream = stream
-        self._clock = clock
-        self._on_bytes = on_bytes
-        self._on_break = on_break
+    http: httpx.AsyncClient
+    url: str
+    dialect: Dialect
+    submit: Submit
+    answer: ExternalAnswer
+    stream: EngineStream
+    clock: Clock
+    on_bytes: Callable[[], None]
+    on_break: Callable[[str], None]
 
     async def run(self) -> None:
         """Send the request and deliver the answer until its end or a failure. May be cancelled at any time."""
@@ -70,71 +59,71 @@ class ExternalRequest:
             message = f"the engine broke the protocol: {error}"
             self._fail_or_end(EngineFailed(message, code=PROTOCOL_VIOLATION))
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            self._on_break(f"cannot be reached: {error}")
+            self.on_break(f"cannot be reached: {error}")
             self._fail(Unavailable("the engine cannot be reached; try again shortly", retry_after_s=1))
         except httpx.HTTPError as error:
-            if self._answer.has_finished:
+            if self.answer.has_finished:
                 self._end()
                 return
-            self._on_break(f"the connection broke: {error or type(error).__name__}")
+            self.on_break(f"the connection broke: {error or type(error).__name__}")
             self._fail(EngineFailed("the engine was lost while it answered; send the request again"))
         except Exception:  # root of a task: fail the stream and log the traceback
-            log.exception("engine_exchange_failed", request_id=self._submit.request_id)
-            self._stream.fail(EngineFailed("the engine's answer could not be read; send the request again"))
+            log.exception("engine_exchange_failed", request_id=self.submit.request_id)
+            self.stream.fail(EngineFailed("the engine's answer could not be read; send the request again"))
 
     def _fail_or_end(self, error: PlatformError) -> None:
         """End the stream after a finish reason, despite a later error. Otherwise fail it."""
-        if self._answer.has_finished:
+        if self.answer.has_finished:
             self._end()
         else:
             self._fail(error)
 
     def _fail(self, error: PlatformError) -> None:
         """Log the server's message for the operator, and fail the stream with a message for the client."""
-        if self._stream.ended:
+        if self.stream.ended:
             return
         upstream = error.upstream
         if upstream is not None:
-            key = self._http.headers.get("authorization", "").removeprefix("Bearer ")
+            key = self.http.headers.get("authorization", "").removeprefix("Bearer ")
             error.upstream = upstream = cleaned(upstream, (key,))
         log.warning(
             "engine_request_failed",
-            engine=self._url,
-            request_id=self._submit.request_id,
+            engine=self.url,
+            request_id=self.submit.request_id,
             error_code=error.code,
             error=error.message,
             upstream_status=None if upstream is None else upstream.status,
             upstream_message=None if upstream is None else upstream.message,
         )
-        self._stream.fail(error)
+        self.stream.fail(error)
 
     async def _ask(self) -> None:
-        answer, submit = self._answer, self._submit
+        answer, submit = self.answer, self.submit
         if answer.resume():
-            self._stream.deliver(answer.accept())
-            self._stream.deliver(answer.end())
+            self.stream.deliver(answer.accept())
+            self.stream.deliver(answer.end())
             return
         content = await self._content()
         headers = {"Content-Type": "application/json", "X-Request-Id": submit.request_id}
-        if not self._dialect.keeps_alive:
+        if not self.dialect.keeps_alive:
             headers["Connection"] = "close"
         if submit.traceparent:
             headers["traceparent"] = submit.traceparent
-        async with self._http.stream("POST", self._url, content=content, headers=headers) as response:
+        async with self.http.stream("POST", self.url, content=content, headers=headers) as response:
             if response.status_code != 200:
                 raise error_of_answer(
-                    response.status_code, await _beginning(response), response.headers, self._clock.now()
+                    response.status_code, await _beginning(response), response.headers, self.clock.now()
                 )
-            self._stream.deliver(answer.accept())
+            self.stream.deliver(answer.accept())
             await self._relay(response)
 
     async def _content(self) -> bytes:
         """Return the encoded body. Images are long, so they are copied in a thread."""
-        answer, submit = self._answer, self._submit
+        answer, submit = self.answer, self.submit
         numbers = answer.prompt_ids, answer.num_left, answer.num_min_left
         if isinstance(submit, ChatSubmit):
-            return await asyncio.to_thread(lambda: msgspec.json.encode(self._dialect.body(submit, *numbers)))
-        return msgspec.json.encode(self._dialect.body(submit, *numbers))
+            return await asyncio.to_thread(lambda: msgspec.json.encode(self.dialect.body(submit, *numbers)))
+        return msgspec.json.encode(self.dialect.body(submit, *numbers))
 
     async def _relay(self, response: httpx.Response) -> None:
         """Deliver the events.
@@ -144,31 +133,31 @@ class ExternalRequest:
         """
         patience = asyncio.timeout(None)
         try:
-            async with patience, aclosing(_events_of(response, self._on_bytes)) as events:
+            async with patience, aclosing(_events_of(response, self.on_bytes)) as events:
                 async for event in events:
                     if self._take(event):
                         return
-                    if self._answer.has_finished and patience.when() is None:
+                    if self.answer.has_finished and patience.when() is None:
                         patience.reschedule(asyncio.get_running_loop().time() + GRACE_S)
         except TimeoutError:
-            if not self._answer.has_finished:
+            if not self.answer.has_finished:
                 raise
         self._end()
 
     def _take(self, event: Event) -> bool:
         """Deliver one event, and return whether nothing that follows belongs to the answer."""
-        answer = self._answer
+        answer = self.answer
         if event is DONE:
             self._end()
             return False
-        piece = self._dialect.read(event)
+        piece = self.dialect.read(event)
         if isinstance(piece, PlatformError):
             raise piece
         tokens = answer.take(piece)
         if tokens is not None:
-            self._stream.deliver(tokens)
+            self.stream.deliver(tokens)
         if answer.is_complete:
-            self._stream.deliver(answer.end())
+            self.stream.deliver(answer.end())
             return True
         if piece.is_last or (piece.is_usage and answer.has_finished):
             self._end()
@@ -176,11 +165,11 @@ class ExternalRequest:
 
     def _end(self) -> None:
         """End the stream. Raises EngineFailed if the server has sent no finish reason."""
-        if self._stream.ended:
+        if self.stream.ended:
             return
-        if not self._answer.has_finished:
+        if not self.answer.has_finished:
             raise EngineFailed("the engine broke off its answer; send the request again")
-        self._stream.deliver(self._answer.end())
+        self.stream.deliver(self.answer.end())
 
 
 async def _events_of(response: httpx.Response, on_bytes: Callable[[], None]) -> AsyncGenerator[Event]:

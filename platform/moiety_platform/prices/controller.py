@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from litestar import Controller, Response, delete, get, put
 from litestar.di import NamedDependency
-from litestar.params import FromQuery, JSONBody
+from litestar.params import FromQuery, JSONBody, SkipValidation
 
 from moiety_platform.access.actions import needs
 from moiety_platform.audit.trail import AuditedStore
@@ -47,7 +47,7 @@ class PriceController(Controller):
     async def set_price(
         self,
         store: NamedDependency[AuditedStore],
-        prices: NamedDependency[PriceCache],
+        prices: NamedDependency[SkipValidation[PriceCache]],
         precondition: NamedDependency[Precondition],
         data: JSONBody[NewPrice],
     ) -> Response[PriceView]:
@@ -63,7 +63,7 @@ class PriceController(Controller):
     async def delete_price(
         self,
         store: NamedDependency[AuditedStore],
-        prices: NamedDependency[PriceCache],
+        prices: NamedDependency[SkipValidation[PriceCache]],
         precondition: NamedDependency[Precondition],
         model: FromQuery[str],
         service_class: FromQuery[str | None] = None,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from litestar import Controller, Response, delete, get, put
 from litestar.di import NamedDependency
-from litestar.params import FromPath, FromQuery, JSONBody
+from litestar.params import FromPath, FromQuery, JSONBody, SkipValidation
 
 from moiety_platform.access.actions import needs
 from moiety_platform.access.caller import Caller
@@ -39,7 +39,7 @@ class QuotaController(Controller):
     async def set_quota(
         self,
         store: NamedDependency[AuditedStore],
-        quotas: NamedDependency[QuotaKeeper],
+        quotas: NamedDependency[SkipValidation[QuotaKeeper]],
         caller: NamedDependency[Caller],
         precondition: NamedDependency[Precondition],
         data: JSONBody[NewQuota],
@@ -94,7 +94,7 @@ class QuotaController(Controller):
     async def delete_quota(
         self,
         store: NamedDependency[AuditedStore],
-        quotas: NamedDependency[QuotaKeeper],
+        quotas: NamedDependency[SkipValidation[QuotaKeeper]],
         caller: NamedDependency[Caller],
         precondition: NamedDependency[Precondition],
         quota_id: FromPath[str],

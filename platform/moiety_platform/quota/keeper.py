@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import structlog
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -65,39 +65,34 @@ class LeaseStats:
     age_s: float | None
 
 
+@dataclass(eq=False)
 class QuotaKeeper:
     """Quota keeper, owned by the entry point; one event loop.
 
     Call `start` before the first request, `stop` after the last.
     """
 
-    def __init__(
-        self,
-        database: Database,
-        store: LeaseStore,
-        clock: Clock,
-        *,
-        ttl_s: float = LEASE_S,
-        tick_s: float = TICK_S,
-        answer_s: float = ANSWER_S,
-    ) -> None:
-        self._database = database
-        self._store = store
-        self.replica_id = store.replica_id
-        self._rates = RateStore(now=store.now)
-        self._clock = clock
-        self._ttl_s = ttl_s
-        self._tick_s = tick_s
-        self._answer_s = answer_s
+    database: Database
+    store: LeaseStore
+    clock: Clock
+    _: KW_ONLY
+    ttl_s: float = LEASE_S
+    tick_s: float = TICK_S
+    answer_s: float = ANSWER_S
+
+    def __post_init__(self) -> None:
+        self.replica_id = self.store.replica_id
+        self.quarantine = Quarantine(self.database, self.store, self.clock, every_s=self.ttl_s / 4)
+        self._rates = RateStore(now=self.store.now)
         self._scopes: dict[Scope, KnownScope] = {}
         self._accounts: dict[WindowId, Account] = {}
         self._edits = Edits()  # of scopes' limits, in this process
         self._asked: set[Account] = set()  # accounts with waiting requests
-        self._rounds = PeriodicTask("quota-keeper", self._round, tick_s, pause_s=min(tick_s, OUTAGE_PAUSE_S))
-        self._counted_s = clock.monotonic()
+        pause_s = min(self.tick_s, OUTAGE_PAUSE_S)
+        self._rounds = PeriodicTask("quota-keeper", self._round, self.tick_s, pause_s=pause_s)
+        self._counted_s = self.clock.monotonic()
         self._renewed_s = self._reached_s = float("-inf")
         self._sent_s: float | None = None  # start of the running round
-        self.quarantine = Quarantine(database, store, clock, every_s=ttl_s / 4)
 
     # ── a request ──
 
@@ -121,7 +116,7 @@ class QuotaKeeper:
         hold = Hold([account.lease for account in accounts])
         refusal = None if self.extend_now(hold, amounts) else await self.extend(hold, amounts)
         if refusal is not None:
-            error = refusal.error(self._clock.now())
+            error = refusal.error(self.clock.now())
             error.headers = headers(self.standings(hold))
             raise error
         return hold
@@ -135,7 +130,7 @@ class QuotaKeeper:
             lacking = hold.lacking(amounts)  # empty if leases only have to be renewed
             windows = {lease.window: lacking.get(lease, 0) for lease in lacking or hold.leases}
             try:
-                async with asyncio.timeout(self._answer_s):
+                async with asyncio.timeout(self.answer_s):
                     asked = [self._ask(self._accounts[window], amount) for window, amount in windows.items()]
                     grants = await asyncio.gather(*asked)
             except TimeoutError as error:
@@ -151,12 +146,12 @@ class QuotaKeeper:
 
     def require_current(self, hold: Hold) -> None:
         """Raise Unavailable if a lease of the hold has expired, because the process was suspended."""
-        if not hold.is_good(self._clock.monotonic()):
+        if not hold.is_good(self.clock.monotonic()):
             raise store_unavailable()
 
     def standings(self, hold: Hold) -> list[LimitStatus]:
         """Return the state of the limits of a request, as far as this process knows it."""
-        unix_s, now_s, found = self._clock.unix_ns() / 1e9, self._clock.monotonic(), []
+        unix_s, now_s, found = self.clock.unix_ns() / 1e9, self.clock.monotonic(), []
         for lease in hold.leases:
             account = self._accounts.get(lease.window)
             left = account.left(now_s) if account is not None else None
@@ -172,12 +167,12 @@ class QuotaKeeper:
 
     def extend_now(self, hold: Hold, amounts: Mapping[Unit, int]) -> bool:
         """Raise the hold from existing leases, without waiting; return whether that sufficed."""
-        return hold.is_good(self._clock.monotonic()) and hold.reserve(amounts)
+        return hold.is_good(self.clock.monotonic()) and hold.reserve(amounts)
 
     def stats(self) -> LeaseStats:
         """Return the current lease figures."""
         waiting = sum(len(account.waiters) for account in self._accounts.values())
-        age_s = self._clock.monotonic() - self._reached_s
+        age_s = self.clock.monotonic() - self._reached_s
         return LeaseStats(len(self._accounts), waiting, age_s if self._accounts and math.isfinite(age_s) else None)
 
     def forget(self, scope: Scope) -> None:
@@ -212,7 +207,7 @@ class QuotaKeeper:
         all with `renew_all`. Raises Unavailable, also in the waiting requests.
         """
         asked, self._asked = self._asked, set()
-        sent_s = self._clock.monotonic()
+        sent_s = self.clock.monotonic()
         returned, low = ({}, {}) if asked_only else self._look_through(sent_s, give_back)
         waiters = {account: waiting for account in asked if (waiting := account.take_waiters())}
         wants = [Want(a.lease.window, min(w.values()), sum(w.values()), a.ahead) for a, w in waiters.items()]
@@ -224,12 +219,12 @@ class QuotaKeeper:
         stale = [] if asked_only else self._stale_scopes(sent_s)
         if not (wants or returned or renewed or stale):
             return
-        begin = self._database.write if wants or returned or renewed else self._database.read
+        begin = self.database.write if wants or returned or renewed else self.database.read
         self._sent_s = sent_s
         try:
             async with begin() as session:
                 grants = await self._exchange(session, returned, wants)
-                stored = await self._store.renew(session, renewed) if renewed else {}
+                stored = await self.store.renew(session, renewed) if renewed else {}
                 limits = await load_limits(session, stale)
         except BaseException as error:  # on any error, no request is left waiting
             for futures in waiters.values():
@@ -252,8 +247,8 @@ class QuotaKeeper:
     # ── internal ──
 
     async def _round(self) -> None:
-        now_s = self._clock.monotonic()
-        is_tick, is_due = now_s - self._counted_s >= self._tick_s, now_s - self._renewed_s >= self._ttl_s / 4
+        now_s = self.clock.monotonic()
+        is_tick, is_due = now_s - self._counted_s >= self.tick_s, now_s - self._renewed_s >= self.ttl_s / 4
         if is_tick:
             self._count_use(now_s)
         await self.transact(asked_only=not is_tick, renew_all=is_due)
@@ -265,7 +260,7 @@ class QuotaKeeper:
     ) -> dict[WindowId, Grant]:
         """Return the grants of stocks and slots, and of rates."""
         leased, drawn = {*self._leased(returned)}, {*self._leased(want.window for want in wants)}
-        grants = await self._store.exchange(
+        grants = await self.store.exchange(
             session,
             {window: amount for window, amount in returned.items() if window in leased},
             [want for want in wants if want.window in drawn],
@@ -289,7 +284,7 @@ class QuotaKeeper:
 
         It counts from the time of sending; a round that reaches all accounts extends rates as well.
         """
-        good_until_s = sent_s + self._ttl_s * (1 - MARGIN)
+        good_until_s = sent_s + self.ttl_s * (1 - MARGIN)
         for window in renewed:
             self._accounts[window].learn(stored.get(window, _NOTHING))
         for window in reached:
@@ -321,15 +316,15 @@ class QuotaKeeper:
         if self._rounds.is_stopping:
             future.set_exception(Unavailable("the server is stopping", code="server_stopping", retry_after_s=1))
             return future
-        if self._clock.monotonic() < account.full_until_s and lacking > (account.remaining or 0):
+        if self.clock.monotonic() < account.full_until_s and lacking > (account.remaining or 0):
             future.set_result(Grant(0, account.remaining or 0))
             return future
-        if self._sent_s is not None and self._clock.monotonic() - self._sent_s >= self._answer_s:
+        if self._sent_s is not None and self.clock.monotonic() - self._sent_s >= self.answer_s:
             future.set_exception(store_unavailable())
             return future
         account.waiters[future] = lacking
         self._asked.add(account)
-        account.used_s = self._clock.monotonic()
+        account.used_s = self.clock.monotonic()
         self._rounds.wake()
         return future
 
@@ -339,7 +334,7 @@ class QuotaKeeper:
         Returns None unless all are known for today's windows.
         """
         found: list[Account] = []
-        today, now_s = self._clock.unix_ns() // DAY_NS, self._clock.monotonic()
+        today, now_s = self.clock.unix_ns() // DAY_NS, self.clock.monotonic()
         for scope in scopes:
             known = self._scopes.get(scope)
             if known is None or known.accounts is None or known.day != today:
@@ -354,7 +349,7 @@ class QuotaKeeper:
         """Return the accounts of all limits of the scopes, in their current windows."""
         found: list[Account] = []
         known = await self._known(scopes)
-        today, now_s = self._clock.unix_ns() // DAY_NS, self._clock.monotonic()
+        today, now_s = self.clock.unix_ns() // DAY_NS, self.clock.monotonic()
         for one in known:
             if one.accounts is None or one.day != today:
                 one.accounts, one.day = [self._account(limit) for limit in one.limits], today
@@ -365,7 +360,7 @@ class QuotaKeeper:
 
     async def _known(self, scopes: Sequence[Scope]) -> list[KnownScope]:
         """Return the scopes with their limits; a new scope is read once, then every round keeps it fresh."""
-        now_s, seen = self._clock.monotonic(), self._edits.now
+        now_s, seen = self.clock.monotonic(), self._edits.now
         known = [one for scope in scopes if (one := self._scopes.get(scope)) is not None]
         if len(known) < len(scopes):
             unknown = [scope for scope in scopes if scope not in self._scopes]
@@ -380,13 +375,13 @@ class QuotaKeeper:
 
     async def _read_limits(self, scopes: Sequence[Scope]) -> dict[Scope, list[Limit]]:
         try:
-            async with asyncio.timeout(self._answer_s), self._database.read() as session:
+            async with asyncio.timeout(self.answer_s), self.database.read() as session:
                 return await load_limits(session, scopes)
         except TimeoutError as error:
             raise store_unavailable() from error
 
     def _account(self, limit: Limit) -> Account:
-        window = WindowId(limit.quota_id, window_start(limit.kind.period, self._clock.now()))
+        window = WindowId(limit.quota_id, window_start(limit.kind.period, self.clock.now()))
         account = self._accounts.get(window)
         if account is None:
             lease = Lease(window, self.replica_id, limit.kind.unit, meter=limit.kind.meter)

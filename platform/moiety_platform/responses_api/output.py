@@ -43,20 +43,26 @@ class MoreText:
 
 
 @dataclass(frozen=True, slots=True)
-class MoreThought:
+class _Piece:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class MoreArguments:
-    text: str
+class MoreThought(_Piece):
+    """More of the reasoning."""
+
+    __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True)
-class MoreInput:
+class MoreArguments(_Piece):
+    """More of a function call's arguments."""
+
+    __slots__ = ()
+
+
+class MoreInput(_Piece):
     """More of a custom tool's input."""
 
-    text: str
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,10 +34,9 @@ from moiety_platform.quota.lease import Charge, Hold
 from moiety_platform.randomness import ordered_hex
 from moiety_platform.speculative_prefill.next_turn_prompt import has_called, next_turns, num_shared
 from moiety_platform.tenants.models import SpeculativePrefillMode
-from moiety_platform.usage.row import UsageRow
+from moiety_platform.usage.row import SPECULATIVE, UsageRow
 from moiety_text.errors import TextError
 from moiety_text.tools.deltas import Parts
-from moiety_wire.classes import SPECULATIVE_PREFILL
 from moiety_wire.messages import ModelCard, Sampling, SpeculativePrefillRequest, Stopping, Submit
 from moiety_wire.roles import EngineRole
 
@@ -193,22 +192,12 @@ class NextTurnPrefill:
             tenant_id=principal.tenant_id,
             project_id=principal.project_id,
             key_id=principal.key_id,
-            endpoint=SPECULATIVE_PREFILL,
             model=record.served_model,
-            service_class=SPECULATIVE_PREFILL,
             started_at=self._clock.now(),
-            outcome="speculative",
-            http_status=0,
-            num_choices=0,
-            prompt_tokens=0,
-            cached_tokens=0,
-            output_tokens=0,
-            queue_ms=None,
-            ttft_ms=None,
-            duration_ms=0.0,
             cost_nanodollars=cost,
             speculative_tokens=used.prompt_tokens,
             charges=charges,
+            **SPECULATIVE,
         )
 
 

@@ -18,6 +18,7 @@ from moiety_platform.errors import BadRequest
 from moiety_platform.usage.models import UsageMinute
 from moiety_platform.usage.queries import UsageFilter, find_names
 from moiety_platform.usage.row import UsageRow
+from moiety_platform.usage.schemas import RequestSums
 from moiety_platform.usage.sums import UsageSums
 
 KEPT_HOURS = 6
@@ -31,19 +32,12 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MINUTE = timedelta(minutes=1)
 
 
-class MinuteTotals(msgspec.Struct, frozen=True):
+class MinuteTotals(RequestSums, frozen=True):
     """Sums over the requests that ended in a time span; means are null where no request has the figure.
 
     `good_tokens` are the output tokens of requests that attained their SLO; divided by the time they are goodput.
     """
 
-    requests: int
-    failed: int
-    rejected: int
-    disconnected: int
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
     good_tokens: int
     mean_ttft_ms: float | None
     mean_queue_ms: float | None

@@ -95,3 +95,18 @@ The outcome is `failed` with the code `gateway_killed`, and the status 499, sinc
 prompt counts, and the row charges it. The number of generated tokens is lost with the process, so output tokens and
 times are 0, less than what was used.
 """
+
+SPECULATIVE: Final[dict[str, Any]] = {
+    "endpoint": SPECULATIVE_PREFILL,
+    "service_class": SPECULATIVE_PREFILL,
+    "outcome": "speculative",
+    "http_status": 0,
+    "num_choices": 0,
+    "prompt_tokens": 0,
+    "cached_tokens": 0,
+    "output_tokens": 0,
+    "queue_ms": None,
+    "ttft_ms": None,
+    "duration_ms": 0.0,
+}
+"""Fields of the row of a speculative prefill, which is not a request: it has tokens of its own, and their cost."""

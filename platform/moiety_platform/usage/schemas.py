@@ -12,8 +12,8 @@ from moiety_platform.usage.models import UsageRecord
 from moiety_wire.shared_fields import copy_fields
 
 
-class UsageTotals(msgspec.Struct, frozen=True):
-    """Sums over requests; means are null where no request has the figure."""
+class RequestSums(msgspec.Struct, frozen=True):
+    """Sums over requests, by outcome, and of their tokens."""
 
     requests: int
     failed: int
@@ -22,6 +22,11 @@ class UsageTotals(msgspec.Struct, frozen=True):
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
+
+
+class UsageTotals(RequestSums, frozen=True):
+    """Sums over requests; means are null where no request has the figure."""
+
     mean_ttft_ms: float | None
     mean_duration_ms: float | None
     preemptions: int
