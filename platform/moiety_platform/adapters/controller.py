@@ -30,6 +30,9 @@ class AdapterStorage:
         self.max_bytes, self.max_tenant_bytes = max_bytes, max_tenant_bytes
 
 
+AdapterNames = NamedDependency[SkipValidation[AdapterCache]]
+
+
 class AdapterController(Controller):
     """Routes of adapters."""
 
@@ -40,7 +43,7 @@ class AdapterController(Controller):
     async def create_adapter(
         self,
         store: NamedDependency[AuditedStore],
-        adapter_cache: NamedDependency[SkipValidation[AdapterCache]],
+        adapter_cache: AdapterNames,
         caller: NamedDependency[SkipValidation[Caller]],
         data: JSONBody[NewAdapter],
     ) -> AdapterView:
@@ -70,7 +73,7 @@ class AdapterController(Controller):
         self,
         database: NamedDependency[Database],
         store: NamedDependency[AuditedStore],
-        adapter_cache: NamedDependency[SkipValidation[AdapterCache]],
+        adapter_cache: AdapterNames,
         objects: NamedDependency[SkipValidation[ObjectStore]],
         adapter_id: FromPath[str],
     ) -> AdapterView:
@@ -107,7 +110,7 @@ class AdapterController(Controller):
     async def delete_adapter(
         self,
         store: NamedDependency[AuditedStore],
-        adapter_cache: NamedDependency[SkipValidation[AdapterCache]],
+        adapter_cache: AdapterNames,
         adapter_id: FromPath[str],
     ) -> AdapterView:
         """Delete an adapter; requests cannot use it any more. Returns its last state."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from sqlalchemy import ColumnElement, delete, func, select, tuple_
+from sqlalchemy import ColumnElement, delete, func, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import defer
@@ -12,6 +12,7 @@ from sqlalchemy.orm import defer
 from moiety_platform.adapters.models import Adapter, AdapterChunk, AdapterState
 from moiety_platform.adapters.schemas import MAX_CONFIG_LENGTH, MAX_PART_BYTES, NAME, NewAdapter
 from moiety_platform.adapters.tensors import check_config
+from moiety_platform.db.deletion import delete_some
 from moiety_platform.db.now import now_ms
 from moiety_platform.errors import BadRequest, Conflict, NotFound, TooLarge
 from moiety_platform.prices.models import MAX_MODEL_LENGTH
@@ -22,6 +23,7 @@ Now = Callable[[], ColumnElement[int]]
 
 MAX_ADAPTERS_PER_TENANT = 1000
 ERASE_CHUNKS = 64  # per transaction
+_KEY = AdapterChunk.adapter_id, AdapterChunk.start
 ABANDONED_MS = 3600 * 1000  # an upload without an addition for this long is abandoned
 
 
@@ -169,7 +171,7 @@ async def lock_erasable(session: AsyncSession, now: Now = now_ms) -> Adapter | N
 
 async def erase_some(session: AsyncSession, adapter_id: str) -> int:
     """Erase some parts of an adapter, and finally the adapter itself; return the number of rows."""
-    num_parts = await _erase_parts(session, AdapterChunk.adapter_id == adapter_id)
+    num_parts = await delete_some(session, _KEY, AdapterChunk.adapter_id == adapter_id, ERASE_CHUNKS)
     if not num_parts:
         await session.execute(delete(Adapter).where(Adapter.id == adapter_id))
     return num_parts or 1
@@ -178,15 +180,7 @@ async def erase_some(session: AsyncSession, adapter_id: str) -> int:
 async def erase_moved_parts(session: AsyncSession) -> int:
     """Erase some parts of adapters whose tensors are an object; return their number."""
     moved = select(Adapter.id).where(Adapter.object_key.is_not(None))
-    return await _erase_parts(session, AdapterChunk.adapter_id.in_(moved))
-
-
-async def _erase_parts(session: AsyncSession, condition: ColumnElement[bool]) -> int:
-    key = AdapterChunk.adapter_id, AdapterChunk.start
-    found = [tuple(row) for row in await session.execute(select(*key).where(condition).limit(ERASE_CHUNKS))]
-    if found:
-        await session.execute(delete(AdapterChunk).where(tuple_(*key).in_(found)))
-    return len(found)
+    return await delete_some(session, _KEY, AdapterChunk.adapter_id.in_(moved), ERASE_CHUNKS)
 
 
 async def read_part(session: AsyncSession, adapter_id: str, start: int) -> bytes:

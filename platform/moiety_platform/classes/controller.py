@@ -16,6 +16,8 @@ from moiety_platform.db.session import Database
 from moiety_platform.etags import Precondition, tagged
 from moiety_platform.openapi.described import fails
 
+Classes = NamedDependency[SkipValidation[ClassCache]]
+
 
 class ClassController(Controller):
     """Routes of service classes. An edit applies from the next request on, at other gateways within seconds."""
@@ -38,10 +40,7 @@ class ClassController(Controller):
 
     @post(opt=needs(CLASSES.write) | fails(409))
     async def create_class(
-        self,
-        store: NamedDependency[AuditedStore],
-        classes: NamedDependency[SkipValidation[ClassCache]],
-        data: JSONBody[NewClass],
+        self, store: NamedDependency[AuditedStore], classes: Classes, data: JSONBody[NewClass]
     ) -> ClassView:
         """Create a class."""
         async with store.write() as session:
@@ -53,7 +52,7 @@ class ClassController(Controller):
     async def change_class(
         self,
         store: NamedDependency[AuditedStore],
-        classes: NamedDependency[SkipValidation[ClassCache]],
+        classes: Classes,
         precondition: NamedDependency[Precondition],
         name: FromPath[str],
         data: JSONBody[ClassChange],
@@ -69,7 +68,7 @@ class ClassController(Controller):
     async def delete_class(
         self,
         store: NamedDependency[AuditedStore],
-        classes: NamedDependency[SkipValidation[ClassCache]],
+        classes: Classes,
         precondition: NamedDependency[Precondition],
         name: FromPath[str],
     ) -> ClassView:

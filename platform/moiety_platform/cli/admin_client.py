@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 
 from moiety_platform.cli.errors import CommandError, Refused
-from moiety_platform.cli.gateway_client import answer, connect, local_keys
+from moiety_platform.cli.gateway_client import NeededKey, answer, connect
 
 TIMEOUT_S = 30.0
 _ID = re.compile(r"[A-Za-z0-9_]{1,32}", re.ASCII)
-NO_KEY = "no admin key: give --admin-key or MOIETY_ADMIN_KEY"
+KEY = NeededKey(lambda keys: keys.admin_key, "no admin key: give --admin-key or MOIETY_ADMIN_KEY")
 PAGE_LIMIT = 500
 
 
@@ -27,13 +27,8 @@ class AdminClient:
 
     @classmethod
     def connect(cls, url: str | None, admin_key: str | None, data_dir: Path) -> AdminClient:
-        """Return a client for the given gateway and key, by default those of a local serve's data directory.
-
-        Raises CommandError if there is no key.
-        """
-        if admin_key is None:
-            admin_key = local_keys(data_dir, NO_KEY).admin_key
-        return cls(connect(url, admin_key, data_dir, TIMEOUT_S))
+        """Return a client, as `gateway_client.connect` makes it. Raises CommandError if there is no key."""
+        return cls(connect(url, admin_key, data_dir, KEY, TIMEOUT_S))
 
     def call(
         self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None, **parameters: Any

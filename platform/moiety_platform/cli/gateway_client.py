@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,14 @@ from moiety_platform.supervisor.data_dir import FirstKeys, read_first_keys, read
 from moiety_platform.supervisor.errors import SupervisorError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+@dataclass(frozen=True, slots=True)
+class NeededKey:
+    """Which key of a local serve a client uses, and what is said if there is none."""
+
+    of: Callable[[FirstKeys], str]
+    lacking: str
 
 
 def local_keys(data_dir: Path, lacking: str) -> FirstKeys:
@@ -27,8 +36,13 @@ def local_keys(data_dir: Path, lacking: str) -> FirstKeys:
     return keys
 
 
-def connect(url: str | None, key: str, data_dir: Path, timeout_s: float) -> httpx.Client:
-    """Return a client for the given address, by default that of a local serve."""
+def connect(url: str | None, key: str | None, data_dir: Path, needed: NeededKey, timeout_s: float) -> httpx.Client:
+    """Return a client for the given gateway and key, by default those of a local serve's data directory.
+
+    Raises CommandError if there is no key.
+    """
+    if key is None:
+        key = needed.of(local_keys(data_dir, needed.lacking))
     address = url or read_url(data_dir) or DEFAULT_URL
     return httpx.Client(base_url=address, headers={"Authorization": f"Bearer {key}"}, timeout=timeout_s)
 

@@ -9,10 +9,10 @@ from typing import Any, BinaryIO
 
 import httpx
 
-from moiety_platform.cli.gateway_client import call, connect, local_keys, raise_for_status, reaching
+from moiety_platform.cli.gateway_client import NeededKey, call, connect, raise_for_status, reaching
 
 TIMEOUT_S = 60.0
-NO_KEY = "no tenant's key: give --key or MOIETY_KEY"
+KEY = NeededKey(lambda keys: keys.tenant_key, "no tenant's key: give --key or MOIETY_KEY")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +23,8 @@ class TenantClient:
 
     @classmethod
     def connect(cls, url: str | None, key: str | None, data_dir: Path) -> TenantClient:
-        """Return a client for the given gateway and key, by default those of a local serve's data directory.
-
-        Raises CommandError if there is no key.
-        """
-        if key is None:
-            key = local_keys(data_dir, NO_KEY).tenant_key
-        return cls(connect(url, key, data_dir, TIMEOUT_S))
+        """Return a client, as `gateway_client.connect` makes it. Raises CommandError if there is no key."""
+        return cls(connect(url, key, data_dir, KEY, TIMEOUT_S))
 
     def __enter__(self) -> TenantClient:
         return self

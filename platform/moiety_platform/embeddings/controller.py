@@ -5,13 +5,13 @@ Each input is one sequence of the request. Admission, quotas and prices are thos
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 from litestar.handlers import HTTPRouteHandler
 
 from moiety_platform.embeddings.answer_types import EmbeddingList
 from moiety_platform.embeddings.schemas import EmbeddingBody
+from moiety_platform.embeddings.sending import send_pieces
 from moiety_platform.embeddings.whole import collect, pieces_of
 from moiety_platform.inference.endpoint import Endpoint, EndpointDocs, SendLast, Serve, route
 from moiety_platform.inference.request_record import RequestRecord
@@ -25,12 +25,7 @@ def embedding_route(serve: Serve) -> HTTPRouteHandler:
 
 
 async def _answer(body: EmbeddingBody, run: InferenceRun, record: RequestRecord, reply: HttpResponse) -> SendLast:
-    return partial(_send, pieces_of(body, run, record, await collect(run)), record, reply)
-
-
-async def _send(pieces: Iterator[bytes], record: RequestRecord, reply: HttpResponse) -> None:
-    record.answered_status = 200
-    await reply.pieces(pieces)
+    return partial(send_pieces, pieces_of(body, run, record, await collect(run)), record, reply)
 
 
 EMBEDDINGS = Endpoint(

@@ -7,7 +7,6 @@ embedding model the score is the cosine of the vectors, and each distinct text i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from functools import partial
 
 from litestar.handlers import HTTPRouteHandler
@@ -15,6 +14,7 @@ from litestar.handlers import HTTPRouteHandler
 from moiety_platform.embeddings.score_answer_types import ClassificationList, RerankAnswer, ScoreList
 from moiety_platform.embeddings.score_answers import PoolingResults, pooling_pieces
 from moiety_platform.embeddings.score_schemas import ClassifyBody, PoolingBody, RerankBody, ScoreBody
+from moiety_platform.embeddings.sending import send_pieces
 from moiety_platform.embeddings.whole import collect
 from moiety_platform.inference.endpoint import Endpoint, EndpointDocs, SendLast, Serve, route
 from moiety_platform.inference.request_record import RequestRecord
@@ -31,12 +31,7 @@ async def _answer(body: PoolingBody, run: InferenceRun, record: RequestRecord, r
     pieces = pooling_pieces(body, PoolingResults.of_run(run, record, await collect(run)))
     if not isinstance(body, ClassifyBody):  # cosines take long
         pieces = iter(await asyncio.to_thread(list, pieces))
-    return partial(_send, pieces, record, reply)
-
-
-async def _send(pieces: Iterator[bytes], record: RequestRecord, reply: HttpResponse) -> None:
-    record.answered_status = 200
-    await reply.pieces(pieces)
+    return partial(send_pieces, pieces, record, reply)
 
 
 SCORE = Endpoint(

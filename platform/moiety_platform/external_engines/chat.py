@@ -15,7 +15,7 @@ import msgspec
 from moiety_platform.engine_addresses import ExternalAddress, ExternalKind
 from moiety_platform.engine_client.chat_submit import ChatSubmit
 from moiety_platform.errors import PlatformError
-from moiety_platform.external_engines.completions import Completions, counts_of
+from moiety_platform.external_engines.completions import Completions, choice_of, counts_of
 from moiety_platform.external_engines.failures import ended_by_error, error_of_event
 from moiety_platform.external_engines.piece import (
     FAILED_FINISH,
@@ -110,14 +110,9 @@ class ChatCompletions:
             num_cached_tokens=num_cached,
             num_prompt_tokens=count_of(usage.get("prompt_tokens")) if isinstance(usage, dict) else None,
         )
-        choices = event.get("choices") or None
-        if choices is not None and (not isinstance(choices, list) or len(choices) > 1):
-            raise MalformedAnswer("an event has no list of one choice")
-        if choices is None or choices == [None]:
+        choice = choice_of(event)
+        if choice is None:
             return dataclasses.replace(counted, is_usage=isinstance(usage, dict))
-        choice = choices[0]
-        if not isinstance(choice, dict):
-            raise MalformedAnswer("a choice is not an object")
         finish = choice.get("finish_reason")
         if isinstance(finish, str) and finish in FAILED_FINISH:
             return ended_by_error(finish)

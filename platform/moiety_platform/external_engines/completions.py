@@ -127,17 +127,11 @@ class Completions:
         error = event.get("error")
         if error is not None:
             return error_of_event(error)
-        usage = event.get("usage")
-        num_output, num_cached = counts_of(usage)
-        choices = event.get("choices") or None
-        if choices is not None and (not isinstance(choices, list) or len(choices) > 1):
-            raise MalformedAnswer("an event has no list of one choice")
-        if choices is None or choices == [None]:
-            is_usage = isinstance(usage, dict)
+        num_output, num_cached = counts_of(event.get("usage"))
+        choice = choice_of(event)
+        if choice is None:
+            is_usage = isinstance(event.get("usage"), dict)
             return AnswerDelta(text="", num_output_tokens=num_output, num_cached_tokens=num_cached, is_usage=is_usage)
-        choice = choices[0]
-        if not isinstance(choice, dict):
-            raise MalformedAnswer("a choice is not an object")
         text, token_ids = choice.get("text"), choice.get("token_ids")
         if token_ids is not None and not are_ids(token_ids):
             raise MalformedAnswer("token_ids is not a list of ids")
@@ -187,6 +181,19 @@ def _form(kind: ExternalKind, grammar: GrammarSpec) -> dict[str, Any]:
         return {"structured_outputs": {grammar.kind.value: grammar.text}}
     schema = '{"type":"object"}' if grammar.kind is GrammarKind.JSON_OBJECT else grammar.text
     return {"regex": schema} if grammar.kind is GrammarKind.REGEX else {"json_schema": schema}
+
+
+def choice_of(event: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the choice of an event, None if it has none. Raises MalformedAnswer."""
+    choices = event.get("choices") or None
+    if choices is not None and (not isinstance(choices, list) or len(choices) > 1):
+        raise MalformedAnswer("an event has no list of one choice")
+    if choices is None or choices == [None]:
+        return None
+    choice = choices[0]
+    if not isinstance(choice, dict):
+        raise MalformedAnswer("a choice is not an object")
+    return choice
 
 
 def counts_of(usage: Any) -> tuple[int | None, int | None]:

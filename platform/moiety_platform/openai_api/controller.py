@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 from litestar.handlers import HTTPRouteHandler
@@ -36,19 +37,23 @@ async def _whole(
     return msgspec.json.encode(await whole_answer(body, run, record, choices))
 
 
+def _docs(summary: str, api: str, answer: Any, chunk: Any) -> EndpointDocs:
+    return EndpointDocs(
+        tag="text",
+        summary=summary,
+        detail=f"OpenAI's {api}. With `stream` the answer comes in server-sent events, the last `[DONE]`.",
+        answer=answer,
+        event=event_of(chunk, ErrorBody, last=DONE_DATA),
+    )
+
+
 CHAT = Endpoint(
     "/v1/chat/completions",
     "chat",
     "chatcmpl-",
     ChatBody,
     TextAnswer(_whole, chat_chunks),
-    EndpointDocs(
-        tag="text",
-        summary="Answer a chat",
-        detail="OpenAI's Chat Completions. With `stream` the answer comes in server-sent events, the last `[DONE]`.",
-        answer=ChatCompletion,
-        event=event_of(ChatCompletionChunk, ErrorBody, last=DONE_DATA),
-    ),
+    _docs("Answer a chat", "Chat Completions", ChatCompletion, ChatCompletionChunk),
 )
 COMPLETIONS = Endpoint(
     "/v1/completions",
@@ -56,11 +61,5 @@ COMPLETIONS = Endpoint(
     "cmpl-",
     CompletionBody,
     TextAnswer(_whole, completion_chunks),
-    EndpointDocs(
-        tag="text",
-        summary="Complete a text",
-        detail="OpenAI's Completions. With `stream` the answer comes in server-sent events, the last `[DONE]`.",
-        answer=TextCompletion,
-        event=event_of(TextCompletionChunk, ErrorBody, last=DONE_DATA),
-    ),
+    _docs("Complete a text", "Completions", TextCompletion, TextCompletionChunk),
 )

@@ -29,6 +29,9 @@ from moiety_platform.quota.schemas import NewQuota, QuotaPage, QuotaView
 OfState = Annotated[str | None, one_of("Of leases in this state; live if not given.", *LeaseState)]
 
 
+Quotas = NamedDependency[SkipValidation[QuotaKeeper]]
+
+
 class QuotaController(Controller):
     """Limits of tenants, projects and keys. A request must fit under all limits that apply to it."""
 
@@ -39,7 +42,7 @@ class QuotaController(Controller):
     async def set_quota(
         self,
         store: NamedDependency[AuditedStore],
-        quotas: NamedDependency[SkipValidation[QuotaKeeper]],
+        quotas: Quotas,
         caller: NamedDependency[Caller],
         precondition: NamedDependency[Precondition],
         data: JSONBody[NewQuota],
@@ -94,7 +97,7 @@ class QuotaController(Controller):
     async def delete_quota(
         self,
         store: NamedDependency[AuditedStore],
-        quotas: NamedDependency[SkipValidation[QuotaKeeper]],
+        quotas: Quotas,
         caller: NamedDependency[Caller],
         precondition: NamedDependency[Precondition],
         quota_id: FromPath[str],
