@@ -64,10 +64,9 @@ class KeyController(Controller):
         role: OfRole = None,
     ) -> KeyPage:
         """List keys, oldest first; of one tenant, project or role if given."""
+        wanted = service.KeyFilter(tenant_id, project_id, parse_role(role))
         async with database.read() as session:
-            return await service.list_keys(
-                session, page, now, tenant_id=tenant_id, project_id=project_id, role=parse_role(role)
-            )
+            return await service.list_keys(session, page, now, wanted)
 
     @get("/{key_id:str}", opt=needs(KEYS.read))
     async def get_key(

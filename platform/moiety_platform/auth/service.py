@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from sqlalchemy import or_, select
@@ -60,25 +61,26 @@ async def get_key(session: AsyncSession, key_id: str) -> ApiKey:
     return await require_row(session, ApiKey, key_id, KEYS)
 
 
-async def list_keys(
-    session: AsyncSession,
-    page: PageRequest,
-    now: datetime,
-    *,
-    tenant_id: str | None = None,
-    project_id: str | None = None,
-    role: Role | None = None,
-) -> KeyPage:
-    """Return keys, oldest first, of one tenant, project or role if given. Raises NotFound for an unknown one."""
+@dataclass(frozen=True, slots=True)
+class KeyFilter:
+    """Filter of keys: those of one tenant, project or role where given."""
+
+    tenant_id: str | None = None
+    project_id: str | None = None
+    role: Role | None = None
+
+
+async def list_keys(session: AsyncSession, page: PageRequest, now: datetime, wanted: KeyFilter) -> KeyPage:
+    """Return keys, oldest first. Raises NotFound for an unknown tenant or project."""
     statement = select(ApiKey)
-    if tenant_id is not None:
-        tenant = await get_tenant(session, tenant_id)
+    if wanted.tenant_id is not None:
+        tenant = await get_tenant(session, wanted.tenant_id)
         statement = statement.outerjoin(Project, Project.id == ApiKey.project_id)
         statement = statement.where(or_(Project.tenant_id == tenant.id, ApiKey.tenant_id == tenant.id))
-    if project_id is not None:
-        statement = statement.where(ApiKey.project_id == (await get_project(session, project_id)).id)
-    if role is not None:
-        statement = statement.where(ApiKey.role == role)
+    if wanted.project_id is not None:
+        statement = statement.where(ApiKey.project_id == (await get_project(session, wanted.project_id)).id)
+    if wanted.role is not None:
+        statement = statement.where(ApiKey.role == wanted.role)
     keys, next_cursor = await read_page(session, statement, page, ApiKey.created_at, ApiKey.id)
     return KeyPage([KeyView.of(key, now) for key in keys], next_cursor)
 
