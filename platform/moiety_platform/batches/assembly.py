@@ -36,7 +36,7 @@ from moiety_platform.settings import GatewaySettings
 from moiety_platform.traces.tracing import Tracing
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Batches:
     """Batch subsystem, created by the entry point.
 

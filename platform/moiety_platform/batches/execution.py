@@ -77,7 +77,7 @@ class KeyLost:
 Outcome = AnsweredLine | RequeuedLine | KeyLost
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class LineRunner:
     """Runner of the lines of one gateway process."""
 

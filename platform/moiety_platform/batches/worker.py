@@ -49,7 +49,7 @@ OUTAGE_PAUSE_S = 1.0
 log = structlog.get_logger(__name__)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class BatchWorker:
     """Batch worker, owned by the entry point; one event loop.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from ipaddress import ip_network
 from types import TracebackType
 from typing import Self
@@ -35,41 +36,37 @@ from moiety_platform.webhooks.poster import WebhookClient
 from moiety_platform.webhooks.sender import AlertSender
 
 
+@dataclass(eq=False, repr=False)
 class Administration:
     """Background services of the admin API: alerts, notices of tenant deletion to engines, simulations.
 
-    The entry point enters it; the services run until its exit.
+    The entry point enters it; the services run until its exit. `looked_at` is the same store for read-only use;
+    `peppers` are the current one and those of a rotation.
     """
 
-    def __init__(
-        self,
-        settings: GatewaySettings,
-        database: Database,
-        looked_at: Database,
-        objects: ObjectStore,
-        peppers: tuple[bytes, PepperRotation],
-        clock: Clock,
-        adapters: AdapterCache,
-        replicas: Replicas,
-    ) -> None:
-        """`looked_at` is the same store for read-only use; `peppers` are the current one and those of a rotation."""
-        self._database = database
-        self._objects = objects
-        self._pepper, self._turn = peppers
-        self._clock = clock
-        self._adapters = adapters
-        self._replicas = replicas
-        self._teller = EngineNotice(database, replicas.connected)
+    settings: GatewaySettings
+    database: Database
+    looked_at: Database
+    objects: ObjectStore
+    peppers: tuple[bytes, PepperRotation]
+    clock: Clock
+    adapters: AdapterCache
+    replicas: Replicas
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        self._teller = EngineNotice(self.database, self.replicas.connected)
         self._reach = AddressPolicy(networks_of(settings))
         self._room = AdapterStorage(settings.max_adapter_bytes, settings.max_adapter_bytes_per_tenant)
         self.simulations = Simulations(
-            looked_at, limit_s=settings.simulation_limit_s, niceness=settings.simulation_niceness
+            self.looked_at, limit_s=settings.simulation_limit_s, niceness=settings.simulation_niceness
         )
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         poster = await self._stack.enter_async_context(WebhookClient(self._reach))
-        alerts = AlertSender(self._database, poster, self._pepper, self._clock, previous_pepper=self._turn.previous)
+        pepper, turn = self.peppers
+        alerts = AlertSender(self.database, poster, pepper, self.clock, previous_pepper=turn.previous)
         await alerts.start()
         self._stack.push_async_callback(alerts.stop)
         self._stack.push_async_callback(self.simulations.stop)
@@ -91,15 +88,13 @@ class Administration:
     ) -> list[Router]:
         """Return the controllers for the admin router to register."""
         return [
-            with_services(EngineController, replicas=self._replicas),
-            with_services(ExpertController, experts=ExpertService(self._replicas, self._clock)),
-            with_services(SimulationController, simulations=self.simulations, engines=self._replicas.states),
+            with_services(EngineController, replicas=self.replicas),
+            with_services(ExpertController, experts=ExpertService(self.replicas, self.clock)),
+            with_services(SimulationController, simulations=self.simulations, engines=self.replicas.states),
             with_services(WebhookController, reach=self._reach),
+            with_services(TenantDeletionController, deletion=DeletionServices(self.objects, traces, self._teller.wake)),
             with_services(
-                TenantDeletionController, deletion=DeletionServices(self._objects, traces, self._teller.wake)
-            ),
-            with_services(
-                AdapterController, adapter_cache=self._adapters, adapter_storage=self._room, objects=self._objects
+                AdapterController, adapter_cache=self.adapters, adapter_storage=self._room, objects=self.objects
             ),
             with_services(SettingController, source=source, live=live, reloader=reloader),
         ]

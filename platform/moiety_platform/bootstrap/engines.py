@@ -6,6 +6,7 @@ An engine that was removed from the file serves on, for a bounded time, until an
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Self
 
@@ -37,31 +38,29 @@ class CannotUseEngine(CannotFollow):
     """An engine's address, or a file that it names, is missing or unusable; the message says which."""
 
 
+@dataclass(eq=False, repr=False)
 class Engines:
-    """Owner of the engine connections. Entered before the first request and exited after the last."""
+    """Owner of the engine connections. Entered before the first request and exited after the last.
 
-    def __init__(
-        self,
-        settings: GatewaySettings,
-        clock: Clock,
-        replica_id: str,
-        meter: MeterReader,
-        adapters: AdapterContents,
-        *,
-        more: Sequence[EngineClient] = (),
-        breaker_clock: Clock | None = None,
-    ) -> None:
-        """Create the clients; `more` are engines that no setting names. Raises CannotUseEngine."""
-        self._settings = settings
-        self._clock = clock
-        self._replica_id = replica_id
-        self._meter = meter
-        self._adapters = adapters
+    Creating it creates the clients; `more` are engines that no setting names. Raises CannotUseEngine.
+    """
+
+    settings: GatewaySettings
+    clock: Clock
+    replica_id: str
+    meter: MeterReader
+    adapters: AdapterContents
+    _: KW_ONLY
+    more: Sequence[EngineClient] = ()
+    breaker_clock: Clock | None = None
+
+    def __post_init__(self) -> None:
+        settings = self.settings
         self._curve = curve_of(settings)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             clients = [self._client_of(one, settings) for one in settings.engines if not is_name(one)]
-            self.replicas = Replicas([*more, *clients], breaker_clock or clock)
+            self.replicas = Replicas([*self.more, *clients], self.breaker_clock or self.clock)
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -87,7 +86,7 @@ class Engines:
 
     async def follow(self, wanted: GatewaySettings) -> Ready:
         """Connect to new engines before they get requests. Raises CannotUseEngine."""
-        before, after = self._settings.engines, wanted.engines
+        before, after = self.settings.engines, wanted.engines
         clients: list[EngineClient] = []
 
         async def undo() -> None:
@@ -111,12 +110,12 @@ class Engines:
             raise
 
         def commit() -> None:
-            self._settings = wanted
+            self.settings = wanted
             for client in clients:
                 self.replicas.admit(client)
                 for watch in self._watches.values():
                     watch.disown(client.address)
-            now_s = self._clock.monotonic()
+            now_s = self.clock.monotonic()
             kept = {identity(address) for address in after}
             gone = [address for address in before if identity(address) not in kept]
             self._unwanted = {one: until_s for one, until_s in self._unwanted.items() if one not in kept}
@@ -133,7 +132,7 @@ class Engines:
 
     async def _let_go(self) -> None:
         """Retire removed engines once others serve their model; close their connections once they are idle."""
-        now_s = self._clock.monotonic()
+        now_s = self.clock.monotonic()
         for name, until_s in list(self._unwanted.items()):
             watch = self._watches.get(name)
             ours = [name] if watch is None else watch.addresses
@@ -142,7 +141,7 @@ class Engines:
             del self._unwanted[name]
             if watch is not None:
                 del self._watches[name]
-                await watch.leave({identity(address) for address in self._settings.engines})
+                await watch.leave({identity(address) for address in self.settings.engines})
             elif not any(other.adopt(name) for at, other in self._watches.items() if at not in self._unwanted):
                 self.replicas.retire(name)
         await self.replicas.close_retired()
@@ -158,7 +157,7 @@ class Engines:
         return all(card.model != mine.card.model for card in others)
 
     def _watch_of(self, name: str) -> DnsWatch:
-        return DnsWatch(name, self.replicas, lambda address: self._client_of(address, self._settings))
+        return DnsWatch(name, self.replicas, lambda address: self._client_of(address, self.settings))
 
     def _client_of(self, address: str, settings: GatewaySettings) -> EngineClient:
         """Return a new client for the address. Raises CannotUseEngine."""
@@ -167,16 +166,16 @@ class Engines:
         return ZmqEngineClient(
             address,
             self._context,
-            self._clock,
+            self.clock,
             self._curve,
-            replica_id=self._replica_id,
-            on_unacknowledged=self._meter.take,
-            adapters=self._adapters.parts,
+            replica_id=self.replica_id,
+            on_unacknowledged=self.meter.take,
+            adapters=self.adapters.parts,
         )
 
     def _foreign_client(self, address: ExternalAddress, settings: GatewaySettings) -> ExternalEngineClient:
         try:
-            return ExternalEngineClient(address, self._clock, self._key_of(address, settings))
+            return ExternalEngineClient(address, self.clock, self._key_of(address, settings))
         except (TextError, OSError, UnicodeDecodeError) as exc:
             raise CannotUseEngine(f"engine {address.name}: {exc}") from exc
 

@@ -90,26 +90,21 @@ class _Running:
         return self.seq - 1
 
 
+@dataclass(eq=False, repr=False)
 class FakeEngineClient:
     """Answers every request by its script, one token per turn of the event loop or every `token_s` seconds.
 
     An embedding takes as long as one token.
     """
 
-    def __init__(
-        self,
-        card: ModelCard,
-        script: Script = count_aloud,
-        clock: Clock | None = None,
-        verdict: Callable[[Submit], FakeVerdict] = admit,
-        token_s: float = 0.0,
-        vector: Callable[[Submit, int], Sequence[float]] = name_last_token,
-    ) -> None:
-        self.card = card
-        self.script = script
-        self.verdict = verdict
-        self._token_s = token_s
-        self._vector = vector
+    card: ModelCard
+    script: Script = count_aloud
+    clock: Clock = field(default_factory=SystemClock)
+    verdict: Callable[[Submit], FakeVerdict] = admit
+    token_s: float = 0.0
+    vector: Callable[[Submit, int], Sequence[float]] = name_last_token
+
+    def __post_init__(self) -> None:
         self.class_loads: list[ClassLoad] = []
         self.load_age_s: float | None = 0.0
         self.expert_loads: dict[str | None, ExpertLoad] = {}  # by tenant, None for all tenants
@@ -118,7 +113,6 @@ class FakeEngineClient:
         self._prefilled_ahead: list[list[int]] = []  # speculatively prefilled prompts without a request yet
         self.settled_ids: list[str] = []
         self.forgotten_ids: list[str] = []
-        self._clock = clock or SystemClock()
         self._running: dict[str, _Running] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._alive = False
@@ -226,7 +220,7 @@ class FakeEngineClient:
         run.stream.deliver(Accepted(run.submit.request_id, run.take_seq(), verdict.served_class, reason, ttft_s))
 
     async def _answer(self, run: _Running) -> None:
-        received_ns = self._clock.unix_ns()
+        received_ns = self.clock.unix_ns()
         if run.submit.speculative_prefill is not None:
             await self._pause(run)
             self._prefilled_ahead.append(run.submit.prompt_ids)
@@ -291,16 +285,16 @@ class FakeEngineClient:
     async def _embed(self, run: _Running, verdict: FakeVerdict, received_ns: int) -> None:
         await self._pause(run)
         width = len(self.card.labels) or self.card.embedding_width
-        vector = struct.pack(f"<{width}f", *self._vector(run.submit, width))
+        vector = struct.pack(f"<{width}f", *self.vector(run.submit, width))
         self._finish(run, verdict, received_ns, FinishReason.STOP, embedding=vector)
 
     async def _pause(self, run: _Running) -> None:
         """Wait for the duration of one token, or until an abort."""
-        if self._token_s == 0:
+        if self.token_s == 0:
             await asyncio.sleep(0)
             return
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._token_s):
+            async with asyncio.timeout(self.token_s):
                 while not run.aborted:
                     run.changed.clear()
                     await run.changed.wait()
@@ -317,7 +311,7 @@ class FakeEngineClient:
     ) -> None:
         if run.aborted:
             reason, detail, embedding = FinishReason.ABORT, "", b""
-        phases = Phases(received_ns, received_ns, received_ns, self._clock.unix_ns())
+        phases = Phases(received_ns, received_ns, received_ns, self.clock.unix_ns())
         run.stream.deliver(
             Finished(
                 request_id=run.submit.request_id,

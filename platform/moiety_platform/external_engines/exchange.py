@@ -32,7 +32,7 @@ PROTOCOL_VIOLATION = "engine_protocol_violation"
 log = structlog.get_logger(__name__)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ExternalRequest:
     """One request that delivers to one stream. `run` is called once.
 

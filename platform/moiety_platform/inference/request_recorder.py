@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from typing import Protocol
@@ -42,15 +43,17 @@ class UsageSink(Protocol):
     def record(self, row: UsageRow, when_stored: Callable[[], None] | None = None) -> None: ...
 
 
+@dataclass(eq=False, repr=False)
 class RequestRecorder:
     """Opens and closes the request records of one gateway process."""
 
-    def __init__(self, usage: UsageSink, quotas: QuotaKeeper, metrics: Metrics, tracing: Tracing, clock: Clock) -> None:
-        self._usage = usage
-        self._quotas = quotas
-        self._metrics = metrics
-        self._tracing = tracing
-        self._clock = clock
+    usage: UsageSink
+    quotas: QuotaKeeper
+    metrics: Metrics
+    tracing: Tracing
+    clock: Clock
+
+    def __post_init__(self) -> None:
         self._num_open = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -87,23 +90,23 @@ class RequestRecorder:
         row, and errors propagate. Without `bills_failures` only a complete answer is billed, and tokens generated
         before a failure are neither billed nor charged.
         """
-        arrival_unix_ns = self._clock.unix_ns()
+        arrival_unix_ns = self.clock.unix_ns()
         record = RequestRecord(
             request_id=request_id,
             client_request_id=client_request_id,
             operation=operation,
             endpoint=endpoint,
             principal=principal,
-            trace=self._tracing.start(
-                None if traceparent is None else traceparent.decode("latin-1"), arrival_unix_ns, self._clock.unix_ns
+            trace=self.tracing.start(
+                None if traceparent is None else traceparent.decode("latin-1"), arrival_unix_ns, self.clock.unix_ns
             ),
             started_at=datetime.fromtimestamp(arrival_unix_ns / 1e9, UTC),
-            started_s=self._clock.monotonic(),
+            started_s=self.clock.monotonic(),
             arrival_unix_ns=arrival_unix_ns,
-            on_submitted=self._usage.opened,
+            on_submitted=self.usage.opened,
             make_bill=self._bill,
             status_of=status_of,
-            reservation=QuotaReservation(self._quotas, principal),
+            reservation=QuotaReservation(self.quotas, principal),
             service_class=principal.service_class,
             bills_failures=bills_failures,
         )
@@ -129,12 +132,12 @@ class RequestRecorder:
         cost = record.reservation.cost(used)
         row = self._row(record, used, cost, record.reservation.settle(used, cost))
         # not a method of the record, which would keep the whole request in memory until its row is stored
-        self._usage.record(row, partial(settle, record.sequences) if record.sequences else None)
-        self._metrics.observe(row, record.operation, record.base_model, _tpot_s(record))
+        self.usage.record(row, partial(settle, record.sequences) if record.sequences else None)
+        self.metrics.observe(row, record.operation, record.base_model, _tpot_s(record))
         for failover in record.failovers:
-            self._metrics.observe_failover(record.base_model, failover.cause)
+            self.metrics.observe_failover(record.base_model, failover.cause)
         if record.admission_outcome and record.chosen is not None:
-            self._metrics.observe_admission(record.chosen.name, record.admission_outcome, record.admission_reason)
+            self.metrics.observe_admission(record.chosen.name, record.admission_outcome, record.admission_reason)
         self._end_trace(record, row)
         log.info(
             "request",
@@ -159,7 +162,7 @@ class RequestRecorder:
     def _end_trace(self, record: RequestRecord, row: UsageRow) -> None:
         if not record.trace.is_recorded:
             return
-        ended_ns = self._clock.unix_ns()
+        ended_ns = self.clock.unix_ns()
         ending = Ending(
             trace_id=record.trace.trace_id,
             salt=record.principal.cache_salt,
@@ -169,7 +172,7 @@ class RequestRecorder:
             num_preemptions=row.num_preemptions,
             num_failovers=len(record.failovers),
         )
-        self._tracing.end(ending, self._clock.monotonic(), lambda verdict: spans_of(record, row, verdict, ended_ns))
+        self.tracing.end(ending, self.clock.monotonic(), lambda verdict: spans_of(record, row, verdict, ended_ns))
 
     def _bill(self, record: RequestRecord, num_prompt_tokens: int) -> BillingContext:
         reservation, used = record.reservation, UsedTokens(record.service_class, num_prompt_tokens, 0, 0)
@@ -196,12 +199,12 @@ class RequestRecorder:
             row,
             reservation.prices,
             reservation.stocks,
-            self._quotas.replica_id,
+            self.quotas.replica_id,
             generation.num_choices if generation else 1,
         )
 
     def _row(self, record: RequestRecord, used: UsedTokens, cost: int, charges: tuple[Charge, ...]) -> UsageRow:
-        principal, generation, now_s = record.principal, record.generation, self._clock.monotonic()
+        principal, generation, now_s = record.principal, record.generation, self.clock.monotonic()
         ttft_s = None if record.first_token_s is None else record.first_token_s - record.started_s
         return UsageRow(
             request_id=record.request_id,

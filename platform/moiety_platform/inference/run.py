@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Self
 
@@ -38,6 +39,7 @@ class Usage(msgspec.Struct, frozen=True):
     reasoning_tokens: int | None = None  # of the output; None where the model is not known to think
 
 
+@dataclass(eq=False, repr=False)
 class InferenceRun:
     """A submitted request: iterate for (index of the sequence, message) until every sequence has finished.
 
@@ -49,28 +51,18 @@ class InferenceRun:
     A sequence whose engine fails it is submitted to another with the output that has come, and goes on after it; the
     reader sees nothing of it. Raises what the engine failed with where there is no other."""
 
-    def __init__(
-        self,
-        record: RequestRecord,
-        chosen: ChosenClass,
-        prompts: list[list[int]],
-        billed_tokens: list[int],
-        text: ModelText,
-        placement: Placement,
-        clock: Clock,
-        credit_window: int,
-        gate_place: GatePlace,
-    ) -> None:
-        self.prompts = prompts
-        self._billed_tokens = billed_tokens  # of each prompt
-        self._num_prompt_tokens = sum(billed_tokens)
-        self.text = text
-        self._record = record
-        self._chosen = chosen
-        self._clock = clock
-        self._credit_window = credit_window
-        self._placement = placement
-        self._gate_place = gate_place
+    record: RequestRecord
+    chosen: ChosenClass
+    prompts: list[list[int]]
+    billed_tokens: list[int]  # of each prompt
+    text: ModelText
+    placement: Placement
+    clock: Clock
+    credit_window: int
+    gate_place: GatePlace
+
+    def __post_init__(self) -> None:
+        self._num_prompt_tokens = sum(self.billed_tokens)
         self._inbox: Inbox[EngineStream] = Inbox()
         self._sequences: list[Sequence] = []
         self._to_close: list[Sequence] = []
@@ -85,7 +77,7 @@ class InferenceRun:
 
     def new_readers(self) -> list[AnswerReader] | None:
         """Return readers of tool calls and reasoning for each sequence; None where there can be neither."""
-        generation = self._record.generation
+        generation = self.record.generation
         assert generation is not None, "known before the request is submitted"
         return self.text.new_readers(generation, self.prompts)
 
@@ -93,11 +85,11 @@ class InferenceRun:
         """Give a sequence to an engine, where `close` ends it. Raises NotFound or Unavailable."""
         sequence = Sequence(len(self._sequences), submit)
         self._to_close.append(sequence)
-        place = self._placement.choose(sequence.prefix, sequence.need, sequence.context_tokens)
+        place = self.placement.choose(sequence.prefix, sequence.need, sequence.context_tokens)
         try:
-            await self._submit_to(sequence, place, self._chosen.service)
+            await self._submit_to(sequence, place, self.chosen.service)
         except Unavailable as error:  # gone since it was last heard
-            self._placement.exclude_engine(place.connection, error)
+            self.placement.exclude_engine(place.connection, error)
             await self._submit_elsewhere(sequence, error)
         self._sequences.append(sequence)
         self._of_stream[sequence.stream] = sequence
@@ -110,7 +102,7 @@ class InferenceRun:
             self._early.append(await self._receive())
         for sequence in self._sequences:
             assert sequence.accepted is not None
-            self._record.admitted(self._served(sequence), sequence.accepted.reason)
+            self.record.admitted(self._served(sequence), sequence.accepted.reason)
 
     async def wait_first_finished(self) -> None:
         """Return when the first sequence has ended; what comes meanwhile is kept for the reader. Raises as above."""
@@ -134,7 +126,7 @@ class InferenceRun:
             sequence, message = self._early.popleft() if self._early else await self._receive()
             if not isinstance(message, Accepted):
                 break
-        record, now_s = self._record, self._clock.monotonic()
+        record, now_s = self.record, self.clock.monotonic()
         if isinstance(message, Finished):
             self._num_open -= 1
             if message.embedding:  # the only message for a prompt that is embedded
@@ -170,7 +162,7 @@ class InferenceRun:
             await self._submit_to(sequence, partner, self._served(sequence), transfer_id)
             sequence.was_handed_over()
         except Unavailable as error:
-            self._placement.exclude_engine(partner.connection, error)
+            self.placement.exclude_engine(partner.connection, error)
             await self._submit_elsewhere(sequence, error)
             self._note_failover(sequence, error, partner.connection[0])
         self._of_stream[sequence.stream] = sequence
@@ -179,13 +171,13 @@ class InferenceRun:
     async def _fail_over(self, sequence: Sequence, error: PlatformError) -> None:
         """Submit a sequence that its engine has ended with that error to another. Raises the error where it is not
         the engine's, and what made the sequence move where no other engine takes it."""
-        sequence.note_failure(error, self._clock.unix_ns())
+        sequence.note_failure(error, self.clock.unix_ns())
         if (suspicion := sequence.suspicion_of(error)) is not None:
             raise suspicion
         if not sequence.fail(error):
             raise error
         del self._of_stream[sequence.stream]
-        self._placement.exclude_engine(sequence.connection, error)
+        self.placement.exclude_engine(sequence.connection, error)
         failed_address, _ = sequence.connection
         await self._submit_elsewhere(sequence, sequence.failure or error)
         self._of_stream[sequence.stream] = sequence
@@ -193,48 +185,48 @@ class InferenceRun:
         await self._extend(sequence)  # what was granted while the engine died went to nobody
 
     def _note_failover(self, sequence: Sequence, error: PlatformError, failed_address: str) -> None:
-        self._record.failed_over(
-            Failover(error.code, failed_address, sequence.connection[0], sequence.num_relayed, self._clock.unix_ns()),
+        self.record.failed_over(
+            Failover(error.code, failed_address, sequence.connection[0], sequence.num_relayed, self.clock.unix_ns()),
             sequence.num_prompt_tokens + sequence.num_relayed if sequence.num_relayed else 0,
         )
 
     async def _submit_elsewhere(self, sequence: Sequence, failure: PlatformError) -> None:
         while True:
-            place = await self._placement.choose_again(sequence.prefix, sequence.need, failure, sequence.context_tokens)
+            place = await self.placement.choose_again(sequence.prefix, sequence.need, failure, sequence.context_tokens)
             try:
                 await self._submit_to(sequence, place, self._served(sequence))
             except Unavailable as error:
-                self._placement.exclude_engine(place.connection, error)
+                self.placement.exclude_engine(place.connection, error)
             else:
                 return
 
     async def _submit_to(self, sequence: Sequence, place: Place, service: ServiceClass, transfer_id: str = "") -> None:
-        submitted_ns = self._clock.unix_ns()
-        await sequence.submit_to(place, self._inbox, service, self._placement, transfer_id)
-        self._record.submitted(place.client, sequence.request_id)
+        submitted_ns = self.clock.unix_ns()
+        await sequence.submit_to(place, self._inbox, service, self.placement, transfer_id)
+        self.record.submitted(place.client, sequence.request_id)
         sequence.attempt = EngineAttempt(
             sequence.index, place.connection[0], sequence.stream, sequence.num_relayed, submitted_ns
         )
-        self._record.attempts.append(sequence.attempt)
+        self.record.attempts.append(sequence.attempt)
 
     def _served(self, sequence: Sequence) -> ServiceClass:
         """The class that the sequence was admitted to, or else the chosen one."""
         accepted = sequence.accepted
-        return self._chosen.service if accepted is None else self._chosen.served(accepted.served_class)
+        return self.chosen.service if accepted is None else self.chosen.served(accepted.served_class)
 
     async def _extend(self, sequence: Sequence) -> None:
         """Keep a window of credit ahead of what was relayed, renewed by halves, so that few messages are needed.
 
         Where a quota is exhausted, the sequence ends with the credit that it has.
         """
-        window, stream = self._credit_window, sequence.stream
+        window, stream = self.credit_window, sequence.stream
         if stream.ended or stream.credit_is_last or stream.num_unused_credit_tokens > window // 2:
             return
         more = min(sequence.max_tokens, stream.num_output_tokens + window) - stream.credit_tokens
         if more <= 0:
             return
         reserved = self._num_prompt_tokens + sum(other.num_claimed_tokens for other in self._sequences)
-        reservation = self._record.reservation
+        reservation = self.record.reservation
         if stream.credit_tokens > stream.num_output_tokens:
             try:
                 granted = await reservation.extend(reserved, more)
@@ -259,7 +251,7 @@ class InferenceRun:
         prompt_tokens, cached_tokens, output_tokens = self._num_prompt_tokens, 0, 0
         for number, sequence in enumerate(self._sequences):
             prompt_number, choice = divmod(number, num_choices)
-            if self._billed_tokens[prompt_number] < len(self.prompts[prompt_number]):
+            if self.billed_tokens[prompt_number] < len(self.prompts[prompt_number]):
                 continue  # a further option of a question, of which the engine generates nothing that is read
             output_tokens += sequence.stream.num_output_tokens
             if choice == 0:
@@ -283,9 +275,9 @@ class InferenceRun:
         return Usage(sequence.num_prompt_tokens, sequence.num_cached_tokens, sequence.num_relayed)
 
     def _num_thought_tokens(self) -> int | None:
-        if self._record.generation is None:
+        if self.record.generation is None:
             return None
-        return self.text.num_thought_tokens(self._record.generation, self.prompts, self.output_ids)
+        return self.text.num_thought_tokens(self.record.generation, self.prompts, self.output_ids)
 
     def abort(self) -> None:
         """End every sequence at its engine, where it has not ended."""
@@ -297,7 +289,7 @@ class InferenceRun:
         try:
             await self._end_all()
         finally:
-            self._gate_place.release()
+            self.gate_place.release()
 
     __aexit__ = close
 
@@ -314,7 +306,7 @@ class InferenceRun:
 
     def _settle(self) -> None:
         """Put what the sequences came to into the record."""
-        record, usage = self._record, self.usage()
+        record, usage = self.record, self.usage()
         record.cached_tokens, record.output_tokens = usage.cached_tokens, usage.output_tokens
         if record.reached_engine:
             record.prompt_tokens = usage.prompt_tokens

@@ -38,7 +38,7 @@ BACKOFF = Backoff(first_s=5.0, max_s=3600.0)  # twelve tries take about two and 
 log = structlog.get_logger(__name__)
 
 
-@dataclass(eq=False, repr=False)  # a repr would show the pepper
+@dataclass(eq=False, repr=False)
 class AlertSender:
     """Periodic sender. Owned by the entry point; for one event loop. `stop` it before the poster is closed."""
 
