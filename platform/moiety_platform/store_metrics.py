@@ -19,7 +19,7 @@ from moiety_platform.usage.metering import MeterReader
 from moiety_platform.usage.recorder import UsageRecorder
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False)
 class StoreCollector(Collector):
     """Collector of one gateway."""
 

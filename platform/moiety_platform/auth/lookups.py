@@ -20,7 +20,7 @@ T = TypeVar("T")
 Read = Callable[[Sequence[str]], Awaitable[Mapping[str, T]]]
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False)
 class LookupQueue(Generic[T]):
     """Queue of look-ups of one kind.
 

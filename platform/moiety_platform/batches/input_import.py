@@ -32,7 +32,7 @@ LINES_AT_ONCE = 250
 log = structlog.get_logger(__name__)
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False)
 class InputImport:
     """Validation and import of one batch by the worker that has claimed it.
 

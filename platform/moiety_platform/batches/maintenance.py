@@ -26,7 +26,7 @@ MAX_AT_ONCE = 4  # validations and closings in one process, at most one per tena
 log = structlog.get_logger(__name__)
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False)
 class BatchMaintenance:
     """Maintenance tasks, owned by the worker, which passes the batches; one event loop.
 

@@ -32,7 +32,7 @@ T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False)
 class Snapshot(Generic[T]):
     """Cached snapshot. `what` is its plural name in messages. Owned by the entry point; one event loop."""
 

@@ -90,7 +90,7 @@ class _Running:
         return self.seq - 1
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False)
 class FakeEngineClient:
     """Answers every request by its script, one token per turn of the event loop or every `token_s` seconds.
 

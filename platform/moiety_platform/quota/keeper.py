@@ -65,7 +65,7 @@ class LeaseStats:
     age_s: float | None
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False)
 class QuotaKeeper:
     """Quota keeper, owned by the entry point; one event loop.
 

@@ -54,7 +54,7 @@ class ObjectJob:
     interval_s: float | None = None
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False)
 class RetentionService:
     """Runner of the retention jobs. Owned by the entry point; for one event loop. `owner` must be a unique id."""
 

@@ -26,7 +26,7 @@ LAST_EXPORT_S = 1.0
 log = structlog.get_logger(__name__)
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False)
 class SpanSender:
     """Sender to one destination, which `name` identifies in metrics. Owned and closed by the entry point."""
 
