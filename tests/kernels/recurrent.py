@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
+
+from moiety_kernels.recurrent.inputs import RecurrentHeads, RecurrentSequences
 
 QUERIES = [1, 1, 7, 150, 0, 3]
 CONTINUES = [1, 0, 1, 0, 1, 1]
@@ -13,20 +13,14 @@ NUM_DECODE = 2
 TOKENS = sum(QUERIES)
 
 
-class Sequences(NamedTuple):
-    """What the operations take of a batch: `slot_S`, `has_state_S`, `query_start_S1`."""
-
-    slot_S: Tensor
-    has_state_S: Tensor
-    query_start_S1: Tensor
-
-
-def sequences(device: str = "cpu") -> Sequences:
+def sequences(device: str = "cpu") -> RecurrentSequences:
     starts = [0, *torch.tensor(QUERIES).cumsum(0).tolist()]
-    return Sequences(
+    return RecurrentSequences(
         torch.tensor([3, 0, 6, 1, 2, 4], device=device),
         torch.tensor(CONTINUES, dtype=torch.int32, device=device),
         torch.tensor(starts, dtype=torch.int32, device=device),
+        max_query=max(QUERIES),
+        num_decode=NUM_DECODE,
     )
 
 
@@ -41,7 +35,7 @@ def states(*shape: int, device: str = "cpu") -> Tensor:
 
 def delta_inputs(
     width: int, value_width: int, gates: int, dtype: torch.dtype, device: str = "cpu"
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[RecurrentHeads, Tensor, Tensor]:
     """Queries, keys and values of two and four heads as parts of one row, gates and strengths."""
     q, k, v = (
         torch.randn(TOKENS, 4 * width + 4 * value_width + 16)
@@ -49,4 +43,5 @@ def delta_inputs(
         .split([2 * width, 2 * width, 4 * value_width], dim=1)
     )
     log_decay, beta = -torch.rand(TOKENS, 4, gates, device=device) * 0.3, torch.rand(TOKENS, 4, device=device)
-    return q.view(-1, 2, width), k.view(-1, 2, width), v.view(-1, 4, value_width), log_decay, beta
+    heads = RecurrentHeads(q.view(-1, 2, width), k.view(-1, 2, width), v.view(-1, 4, value_width))
+    return heads, log_decay, beta

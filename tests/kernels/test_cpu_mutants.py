@@ -14,6 +14,7 @@ from torch import Tensor
 from moiety_kernels.attention_input import AttentionInputPlan
 from moiety_kernels.attention_input import cpu as attention_input
 from moiety_kernels.attention_input.reference import attention_input as attention_input_reference
+from moiety_kernels.causal_conv import CausalConvWeights
 from moiety_kernels.causal_conv import cpu as causal_conv
 from moiety_kernels.causal_conv.reference import causal_conv as causal_conv_reference
 from moiety_kernels.cpu import compiling, dots
@@ -181,10 +182,11 @@ def mixes_experts(kernel: ModuleType, _: Any) -> None:
 
 
 def convolves(kernel: ModuleType, _: Any) -> None:
-    x, weight, bias, ours = torch.randn(TOKENS, 64), torch.randn(4, 64), torch.randn(64), states(3, 64)
+    x, ours = torch.randn(TOKENS, 64), states(3, 64)
+    weights = CausalConvWeights(torch.randn(4, 64), torch.randn(64), silu=True)
     theirs = ours.clone()
-    expected = causal_conv_reference(x, weight, bias, theirs, *sequences(), silu=True)
-    assert_close(kernel.causal_conv(x, weight, bias, ours, *sequences(), silu=True), expected)
+    expected = causal_conv_reference(x, weights, theirs, sequences())
+    assert_close(kernel.causal_conv(x, weights, ours, sequences()), expected)
     assert torch.equal(ours.nan_to_num(7), theirs.nan_to_num(7))
 
 
@@ -197,17 +199,17 @@ def recurs(kernel: ModuleType, _: Any) -> None:
     for gates in (1, 32):
         inputs, ours = delta_inputs(32, 128, gates, torch.float32), states(4, 32, 128)
         theirs = ours.clone()
-        expected = gated_delta_reference(*inputs, theirs, *sequences())
-        assert_close(kernel.gated_delta_rule(*inputs, ours, *sequences()), expected)
+        expected = gated_delta_reference(*inputs, theirs, sequences())
+        assert_close(kernel.gated_delta_rule(*inputs, ours, sequences()), expected)
         assert_close(ours.nan_to_num(7), theirs.nan_to_num(7))
 
 
 def decays(kernel: ModuleType, _: Any) -> None:
-    q, k, v, log_decay, _ = delta_inputs(32, 128, 1, torch.float32)
+    heads, log_decay, _ = delta_inputs(32, 128, 1, torch.float32)
     ours = states(4, 32, 128)
     theirs, gates = ours.clone(), log_decay.squeeze(2)
-    expected = linear_attention_reference(q, k, v, gates, theirs, *sequences())
-    assert_close(kernel.linear_attention(q, k, v, gates, ours, *sequences()), expected)
+    expected = linear_attention_reference(heads, gates, theirs, sequences())
+    assert_close(kernel.linear_attention(heads, gates, ours, sequences()), expected)
     assert_close(ours.nan_to_num(7), theirs.nan_to_num(7))
 
 
@@ -263,11 +265,11 @@ CHECKS: dict[ModuleType, Check] = {
 }
 MUTANTS = [
     (causal_conv, "source = t - taps + 1 + tap", "source = t - taps + tap"),
-    (causal_conv, "if load_i32(args.has_state_S, s) == 0:", "if load_i32(args.has_state_S, s) != 0:"),
+    (causal_conv, "if not has_state:", "if has_state:"),
     (causal_conv, "source = end - taps + 1 + place", "source = end - taps + place"),
     (gated_delta, "row[column] * decay)", "row[column])"),
-    (gated_delta, "group, gates = head // args.sharing", "group, gates = head % args.sharing"),
-    (gated_delta, "if load_i32(args.has_state_S, s) == 0:", "if load_i32(args.has_state_S, s) != 0:"),
+    (gated_delta, "group = head // shared.sharing", "group = head % shared.sharing"),
+    (gated_delta, "if not has_state:", "if has_state:"),
     (gated_delta, "products(k, decay, width, decayed_k)", "products(k, k, width, decayed_k)"),
     (gated_norm, "r // heads * args.gate_stride", "r // heads * 4 * heads * width"),
     (gated_delta, "load_f32(row, heads + m)", "load_f32(row, m)"),
@@ -279,8 +281,8 @@ MUTANTS = [
     (lightning_indexer, "load_f32(args.weight_TH, token * heads + h)", "load_f32(args.weight_TH, h)"),
     (lightning_indexer, "else -1 - bits", "else bits"),
     (linear_attention, "row[column] * decay)", "row[column])"),
-    (linear_attention, "4 * width * (head // args.sharing)", "4 * width * (head % args.sharing)"),
-    (linear_attention, "if load_i32(args.has_state_S, s) == 0:", "if load_i32(args.has_state_S, s) != 0:"),
+    (linear_attention, "4 * width * (head // shared.sharing)", "4 * width * (head % shared.sharing)"),
+    (linear_attention, "if not has_state:", "if has_state:"),
     (embedding, "load_i64(token_ids_T, t) * row_bytes", "load_i64(token_ids_T, task * _BLOCK) * row_bytes"),
     (embedding, "if factor != 1.0:", "if factor == 1.0:"),
     (expert_count, "if owner != 0 and load_i32", "if load_i32"),

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from moiety_kernels.recurrent.inputs import RecurrentSequences
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -64,9 +66,9 @@ class RecurrentRows:
     record_places_K: Tensor | None = None  # int64; where: slot · num_record_tokens + place
 
     @property
-    def runs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Slots, whether they have a state, and starts of the runs, as the operations of recurrent layers take them."""
-        return self.slots_R, self.has_state_R, self.run_start_R1
+    def runs(self) -> RecurrentSequences:
+        """The runs as the operations of recurrent layers take them."""
+        return RecurrentSequences(self.slots_R, self.has_state_R, self.run_start_R1, self.max_run, self.num_single)
 
 
 @dataclass(slots=True)

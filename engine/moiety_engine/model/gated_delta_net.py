@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from moiety_engine.model.batch import RecurrentStateCache
-from moiety_kernels.causal_conv import causal_conv
+from moiety_kernels.causal_conv import CausalConvWeights, causal_conv
 from moiety_kernels.gated_delta import delta_gates, gated_delta_rule
 from moiety_kernels.gated_norm import gated_norm
 from moiety_kernels.linear import linear
+from moiety_kernels.recurrent.inputs import RecurrentHeads
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,6 +34,7 @@ class GatedDeltaNet:
     def __init__(self, spec: GatedDeltaSpec, weights: GatedDeltaWeights, arithmetic: Arithmetic) -> None:
         self._spec, self._weights = spec, weights
         self._linear = partial(linear, invariant=arithmetic.invariant)
+        self._conv = CausalConvWeights(weights.conv_WC, silu=True)
 
     def __call__(self, x_TD: Tensor, batch: Batch, cache: Cache) -> Tensor:
         assert isinstance(cache, RecurrentStateCache)
@@ -55,19 +57,14 @@ class GatedDeltaNet:
     def _advance(self, conv_TC: Tensor, gates_TG: Tensor, rows: RecurrentRows, cache: RecurrentStateCache) -> Tensor:
         """Return out_TMV, the heads' outputs, and advance the states."""
         spec, weights = self._spec, self._weights
-        matrices, tails = cache.parts
-        mixed_TC = causal_conv(conv_TC, weights.conv_WC, None, tails, *rows.runs, silu=True, max_query=rows.max_run)
+        (matrices, tails), runs = cache.parts, rows.runs
+        mixed_TC = causal_conv(conv_TC, self._conv, tails, runs)
         log_decay_TM, strength_TM = delta_gates(gates_TG, weights.decay_M, weights.decay_bias_M)
         keys = spec.num_key_heads * spec.key_width
         q_TC, k_TC, v_TC = torch.split(mixed_TC, [keys, keys, spec.output_width], dim=1)
-        return gated_delta_rule(
+        heads = RecurrentHeads(
             q_TC.view(-1, spec.num_key_heads, spec.key_width),
             k_TC.view(-1, spec.num_key_heads, spec.key_width),
             v_TC.view(-1, spec.num_value_heads, spec.value_width),
-            log_decay_TM.unsqueeze(2),
-            strength_TM,
-            matrices,
-            *rows.runs,
-            num_decode=rows.num_single,
-            max_query=rows.max_run,
         )
+        return gated_delta_rule(heads, log_decay_TM.unsqueeze(2), strength_TM, matrices, runs)

@@ -12,10 +12,11 @@ import torch
 from torch.nn.functional import pad
 
 from moiety_engine.model.batch import RecurrentStateCache
-from moiety_kernels.causal_conv import causal_conv
+from moiety_kernels.causal_conv import CausalConvWeights, causal_conv
 from moiety_kernels.gated_delta import delta_gates, gated_delta_rule
 from moiety_kernels.gated_norm import gated_norm
 from moiety_kernels.linear import linear
+from moiety_kernels.recurrent.inputs import RecurrentHeads
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,33 +33,24 @@ class KimiDeltaAttention:
     def __init__(self, spec: KimiDeltaSpec, weights: KimiDeltaWeights, arithmetic: Arithmetic) -> None:
         self._spec, self._weights = spec, weights
         self._linear = partial(linear, invariant=arithmetic.invariant)
+        self._conv = CausalConvWeights(weights.conv_WC, silu=True)
 
     def __call__(self, x_TD: Tensor, batch: Batch, cache: Cache) -> Tensor:
         assert isinstance(cache, RecurrentStateCache)
         assert batch.states is not None
-        spec, weights, rows = self._spec, self._weights, batch.states
+        spec, weights, runs = self._spec, self._weights, batch.states.runs
         matrices, tails = cache.parts
         input_TC = self._linear(x_TD, weights.input_CD)
-        mixed_TC = causal_conv(input_TC, weights.conv_WC, None, tails, *rows.runs, silu=True, max_query=rows.max_run)
-        q_TMV, k_TMV, v_TMV = (
-            part_TC.view(-1, spec.num_heads, spec.head_width) for part_TC in mixed_TC.chunk(3, dim=1)
+        mixed_TC = causal_conv(input_TC, self._conv, tails, runs)
+        heads = RecurrentHeads(
+            *(part_TC.view(-1, spec.num_heads, spec.head_width) for part_TC in mixed_TC.chunk(3, dim=1))
         )
         low_TG = self._linear(x_TD, weights.low_rank_GD)
         decay_TV, gate_TV, strength_TM = torch.split(low_TG, list(spec.input_sections), dim=1)
         if not spec.low_rank:
             decay_TV = gate_TV = x_TD
         log_decay_TMV, strength_TM = self._gates(decay_TV, strength_TM)
-        out_TMV = gated_delta_rule(
-            q_TMV,
-            k_TMV,
-            v_TMV,
-            log_decay_TMV,
-            strength_TM,
-            matrices,
-            *rows.runs,
-            num_decode=rows.num_single,
-            max_query=rows.max_run,
-        )
+        out_TMV = gated_delta_rule(heads, log_decay_TMV, strength_TM, matrices, runs)
         gate_TMV = self._linear(gate_TV.contiguous(), weights.gate_up_CV).view(out_TMV.shape)
         normed_TMV = gated_norm(out_TMV, gate_TMV, weights.norm_V.unsqueeze(0), spec.norm_eps, "sigmoid")
         return self._linear(normed_TMV.flatten(1), weights.output_DC)

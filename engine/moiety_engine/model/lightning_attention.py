@@ -15,6 +15,7 @@ from moiety_kernels.gated_norm import gated_norm
 from moiety_kernels.linear import linear
 from moiety_kernels.linear_attention import linear_attention
 from moiety_kernels.output_gate import output_gate
+from moiety_kernels.recurrent.inputs import RecurrentHeads
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,22 +37,13 @@ class LightningAttention:
     def __call__(self, x_TD: Tensor, batch: Batch, cache: Cache) -> Tensor:
         assert isinstance(cache, RecurrentStateCache)
         assert batch.states is not None
-        spec, weights, rows = self._spec, self._weights, batch.states
+        spec, weights = self._spec, self._weights
         (matrices,) = cache.parts
         qkv_TC = self._linear(x_TD, weights.input_CD)
         heads_THV = qkv_TC.view(-1, 3 * spec.num_heads, spec.head_width)
         silu_THV = output_gate(heads_THV.clone(), qkv_TC, "sigmoid")  # x times its own sigmoid
-        q_TMV, k_TMV, v_TMV = silu_THV.chunk(3, dim=1)
-        out_TMV = linear_attention(
-            q_TMV,
-            k_TMV,
-            v_TMV,
-            self._log_decay_M.expand(len(x_TD), -1).contiguous(),
-            matrices,
-            *rows.runs,
-            num_decode=rows.num_single,
-            max_query=rows.max_run,
-        )
+        log_decay_TM = self._log_decay_M.expand(len(x_TD), -1).contiguous()
+        out_TMV = linear_attention(RecurrentHeads(*silu_THV.chunk(3, dim=1)), log_decay_TM, matrices, batch.states.runs)
         gate_TC = self._linear(x_TD, weights.gate_CD)
         normed_T1C = gated_norm(
             out_TMV.view(-1, 1, spec.output_width),

@@ -21,6 +21,7 @@ from moiety_kernels.gated_delta import gated_delta_rule
 from moiety_kernels.lightning_indexer import select_tokens
 from moiety_kernels.linear import linear
 from moiety_kernels.paged_attention import paged_attention
+from moiety_kernels.recurrent.inputs import RecurrentHeads, RecurrentSequences
 from moiety_kernels.rms_norm import add_rms_norm, rms_norm
 from moiety_kernels.route import route
 from moiety_kernels.route.reference import route as route_in_torch
@@ -189,23 +190,25 @@ def _delta_prefill(shape: LayerShape, tokens: int, device: torch.device) -> Poin
 def _gated_delta(shape: LayerShape, lengths: list[int], device: torch.device) -> Point:
     assert shape.delta_heads is not None
     (heads, value_heads, width), tokens = shape.delta_heads, sum(lengths)
-    q, k, v = (
-        torch.randn(tokens, count, width, device=device).to(_dtype(device)) for count in (heads, heads, value_heads)
+    qkv = RecurrentHeads(
+        *(torch.randn(tokens, count, width, device=device).to(_dtype(device)) for count in (heads, heads, value_heads))
     )
     decay = -torch.rand(tokens, value_heads, 1, device=device)
     strength = torch.rand(tokens, value_heads, device=device)
     states = torch.randn(len(lengths), value_heads, width, width, device=device)
-    slots = torch.arange(len(lengths), device=device)
-    starts = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
-    sequences = slots, torch.ones(len(lengths), dtype=torch.int32, device=device), starts
-    num_decode = lengths.count(1)
+    sequences = RecurrentSequences(
+        torch.arange(len(lengths), device=device),
+        torch.ones(len(lengths), dtype=torch.int32, device=device),
+        torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32),
+        max_query=max(lengths),
+        num_decode=lengths.count(1),
+    )
 
     def run() -> Tensor:
-        return gated_delta_rule(
-            q, k, v, decay, strength, states, *sequences, num_decode=num_decode, max_query=max(lengths)
-        )
+        return gated_delta_rule(qkv, decay, strength, states, sequences)
 
-    return Point(run, {}, work.gated_delta(shape, tokens, len(lengths), _name(v)), _name(v))
+    dtype = _name(qkv.v_TMV)
+    return Point(run, {}, work.gated_delta(shape, tokens, len(lengths), dtype), dtype)
 
 
 def _index_select(shape: LayerShape, sequences: int, device: torch.device) -> Point:

@@ -11,14 +11,22 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from moiety_kernels.cpu.emitter import Emitter, function
-from moiety_kernels.cpu.memory import load_i32, load_i64
 from moiety_kernels.cpu.structs import Address, Int64, address_of
 from moiety_kernels.cpu.team import MAX_TASKS, team
 from moiety_kernels.cpu.values import LANES, Floats, Int
 from moiety_kernels.cpu.vectors import copy_row, over_one_plus_exp
+from moiety_kernels.recurrent.cpu_tasks import (
+    SequenceArguments,
+    fits_sequences,
+    load_sequence,
+    sequence_arguments,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from moiety_kernels.causal_conv.weights import CausalConvWeights
+    from moiety_kernels.recurrent.inputs import RecurrentSequences
 
 _CHANNELS = 512  # per task
 MAX_TAPS = 8
@@ -32,9 +40,7 @@ class CausalConvArguments(NamedTuple):
     bias_C: Address  # or 0
     tail_NwC: Address
     out_TC: Address
-    slot_S: Address  # int64
-    has_state_S: Address  # int32
-    query_start_S1: Address  # int32
+    sequences: SequenceArguments
     x_stride: Int64  # bytes from one row of x to the next
     slot_stride: Int64  # bytes from one slot's tail to the next
     channels: Int64  # C
@@ -42,60 +48,40 @@ class CausalConvArguments(NamedTuple):
     silu: Int64
 
 
-def fits(
-    x_TC: Tensor,
-    weight_WC: Tensor,
-    bias_C: Tensor | None,
-    tail_NwC: Tensor,
-    slot_S: Tensor,
-    has_state_S: Tensor,
-    query_start_S1: Tensor,
-) -> bool:
+def fits(x_TC: Tensor, weights: CausalConvWeights, tail_NwC: Tensor, sequences: RecurrentSequences) -> bool:
     """Return whether `causal_conv` supports these tensors."""
-    channels = x_TC.shape[1]
+    channels, weight_WC, bias_C = x_TC.shape[1], weights.weight_WC, weights.bias_C
     return (
         all(one.dtype is torch.float32 for one in (x_TC, weight_WC, tail_NwC))
         and (bias_C is None or (bias_C.dtype is torch.float32 and bias_C.is_contiguous()))
-        and has_state_S.dtype is query_start_S1.dtype is torch.int32
+        and fits_sequences(sequences)
         and channels % LANES == 0
         and x_TC.stride(1) == 1
         and weight_WC.is_contiguous()
         and tail_NwC[0].is_contiguous()
         and weight_WC.shape[0] <= MAX_TAPS
-        and 0 < slot_S.shape[0] * -(-channels // _CHANNELS) < MAX_TASKS
+        and 0 < sequences.slot_S.shape[0] * -(-channels // _CHANNELS) < MAX_TASKS
     )
 
 
-def causal_conv(
-    x_TC: Tensor,
-    weight_WC: Tensor,
-    bias_C: Tensor | None,
-    tail_NwC: Tensor,
-    slot_S: Tensor,
-    has_state_S: Tensor,
-    query_start_S1: Tensor,
-    *,
-    silu: bool,
-) -> Tensor:
+def causal_conv(x_TC: Tensor, weights: CausalConvWeights, tail_NwC: Tensor, sequences: RecurrentSequences) -> Tensor:
     """Return out_TC, contiguous, and replace the tails."""
     out_TC = x_TC.new_empty(x_TC.shape)
     channels = x_TC.shape[1]
     args = CausalConvArguments(
         x_TC=x_TC.data_ptr(),
-        weight_WC=weight_WC.data_ptr(),
-        bias_C=address_of(bias_C),
+        weight_WC=weights.weight_WC.data_ptr(),
+        bias_C=address_of(weights.bias_C),
         tail_NwC=tail_NwC.data_ptr(),
         out_TC=out_TC.data_ptr(),
-        slot_S=slot_S.data_ptr(),
-        has_state_S=has_state_S.data_ptr(),
-        query_start_S1=query_start_S1.data_ptr(),
+        sequences=sequence_arguments(sequences),
         x_stride=4 * x_TC.stride(0),
         slot_stride=4 * tail_NwC.stride(0),
         channels=channels,
-        taps=weight_WC.shape[0],
-        silu=silu,
+        taps=weights.weight_WC.shape[0],
+        silu=weights.silu,
     )
-    team().run(_task, slot_S.shape[0] * -(-channels // _CHANNELS), args)
+    team().run(_task, sequences.slot_S.shape[0] * -(-channels // _CHANNELS), args)
     return out_TC
 
 
@@ -142,12 +128,12 @@ def _task(args: CausalConvArguments, task: int, scratch: int) -> None:
     num_parts = (channels + _CHANNELS - 1) // _CHANNELS
     s, first = task // num_parts, task % num_parts * _CHANNELS
     count, row_bytes = min(_CHANNELS, channels - first), 4 * channels
-    begin, end = load_i32(args.query_start_S1, s), load_i32(args.query_start_S1, s + 1)
+    begin, end, slot, has_state = load_sequence(args.sequences, s)
     if begin == end:
         return
     x = args.x_TC + 4 * first
-    tail = args.tail_NwC + load_i64(args.slot_S, s) * args.slot_stride + 4 * first
-    if load_i32(args.has_state_S, s) == 0:
+    tail = args.tail_NwC + slot * args.slot_stride + 4 * first
+    if not has_state:
         for place in range(taps - 1):
             clear_row(count, tail + place * row_bytes)
     for t in range(begin, end):

@@ -16,6 +16,9 @@ from moiety_kernels.gpu.cases import CompileCase
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moiety_kernels.causal_conv.weights import CausalConvWeights
+    from moiety_kernels.recurrent.inputs import RecurrentSequences
+
 _TOKENS, _CHANNELS = 16, 128
 
 
@@ -24,31 +27,21 @@ def fits(x_TC: Tensor, tail_NwC: Tensor) -> bool:
     return x_TC.stride(1) == 1 and tail_NwC[0].is_contiguous()
 
 
-def causal_conv(
-    x_TC: Tensor,
-    weight_WC: Tensor,
-    bias_C: Tensor | None,
-    tail_NwC: Tensor,
-    slot_S: Tensor,
-    has_state_S: Tensor,
-    query_start_S1: Tensor,
-    *,
-    silu: bool,
-    max_query: int,
-) -> Tensor:
+def causal_conv(x_TC: Tensor, weights: CausalConvWeights, tail_NwC: Tensor, sequences: RecurrentSequences) -> Tensor:
     """Return out_TC, contiguous, and replace the tails."""
     out_TC = x_TC.new_empty(x_TC.shape)
-    channels, taps = x_TC.shape[1], weight_WC.shape[0]
-    sequences, strides = (slot_S, has_state_S, query_start_S1), (channels, x_TC.stride(0), tail_NwC.stride(0))
-    parts, num_sequences = triton.cdiv(channels, _CHANNELS), slot_S.shape[0]
+    channels, taps = x_TC.shape[1], weights.weight_WC.shape[0]
+    starts = sequences.slot_S, sequences.has_state_S, sequences.query_start_S1
+    strides = channels, x_TC.stride(0), tail_NwC.stride(0)
+    parts, num_sequences = triton.cdiv(channels, _CHANNELS), sequences.slot_S.shape[0]
     if x_TC.shape[0] == 0 or num_sequences == 0:
         return out_TC
-    convolve[(triton.cdiv(max_query, _TOKENS), num_sequences, parts)](
-        x_TC, weight_WC.contiguous(), bias_C, tail_NwC, out_TC, *sequences, *strides, TAPS=taps, SILU=silu,
-        TOKENS=_TOKENS, CHANNELS=_CHANNELS,
+    convolve[(triton.cdiv(sequences.max_query, _TOKENS), num_sequences, parts)](
+        x_TC, weights.weight_WC.contiguous(), weights.bias_C, tail_NwC, out_TC, *starts, *strides, TAPS=taps,
+        SILU=weights.silu, TOKENS=_TOKENS, CHANNELS=_CHANNELS,
     )  # fmt: skip
     keep_tail[(num_sequences, parts)](
-        x_TC, tail_NwC, *sequences, *strides, TAPS=taps, ROWS=triton.next_power_of_2(taps), CHANNELS=_CHANNELS
+        x_TC, tail_NwC, *starts, *strides, TAPS=taps, ROWS=triton.next_power_of_2(taps), CHANNELS=_CHANNELS
     )
     return out_TC
 

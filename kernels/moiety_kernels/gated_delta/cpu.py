@@ -14,112 +14,68 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from moiety_kernels.cpu.emitter import Emitter, function
-from moiety_kernels.cpu.memory import load_f32, load_i32, load_i64, store_f32
+from moiety_kernels.cpu.memory import load_f32, store_f32
 from moiety_kernels.cpu.structs import Address, Float64, Int64
 from moiety_kernels.cpu.team import MAX_TASKS, SCRATCH_BYTES, team
 from moiety_kernels.cpu.values import LANES, Float, Floats, Int
 from moiety_kernels.cpu.vectors import copy_row, scale_row, sum_squares
 from moiety_kernels.gated_delta.reference import EPS
+from moiety_kernels.recurrent.cpu_tasks import (
+    VECTORS,
+    RecurrenceArguments,
+    block_of_task,
+    clear_block,
+    fill,
+    fits_recurrence,
+    load_sequence,
+    num_tasks,
+    recurrence_arguments,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_VECTORS = 4  # of a block of columns
-_COLUMNS = _VECTORS * LANES
+    from moiety_kernels.recurrent.inputs import RecurrentHeads, RecurrentSequences
+
 MAX_WIDTH = 1024  # of a key: four rows of it are in scratch
 
 
 class GatedDeltaArguments(NamedTuple):
     """Arguments of the recurrence; the tensors are float32."""
 
-    q_THK: Address
-    k_THK: Address
-    v_TMV: Address
+    recurrence: RecurrenceArguments
     log_decay_TMG: Address
     beta_TM: Address
-    state_NMKV: Address
-    out_TMV: Address
-    slot_S: Address  # int64
-    has_state_S: Address  # int32
-    query_start_S1: Address  # int32
-    q_stride: Int64  # bytes from one token to the next
-    k_stride: Int64
-    v_stride: Int64
-    slot_stride: Int64  # bytes from one slot's state to the next
-    value_heads: Int64  # M
-    sharing: Int64  # M / H
-    width: Int64  # K
-    value_width: Int64  # V
     gates: Int64  # G
     eps: Float64
 
 
 def fits(
-    q_THK: Tensor,
-    k_THK: Tensor,
-    v_TMV: Tensor,
-    log_decay_TMG: Tensor,
-    beta_TM: Tensor,
-    state_NMKV: Tensor,
-    slot_S: Tensor,
-    has_state_S: Tensor,
-    query_start_S1: Tensor,
+    heads: RecurrentHeads, log_decay_TMG: Tensor, beta_TM: Tensor, state_NMKV: Tensor, sequences: RecurrentSequences
 ) -> bool:
     """Return whether `gated_delta_rule` supports these tensors."""
-    width, (value_heads, value_width) = k_THK.shape[2], v_TMV.shape[1:]
-    blocks = value_heads * (value_width // _COLUMNS)
+    width = heads.k_THK.shape[2]
     return (
-        q_THK.dtype is k_THK.dtype is v_TMV.dtype is torch.float32
-        and has_state_S.dtype is query_start_S1.dtype is torch.int32
-        and slot_S.dtype is torch.int64
+        fits_recurrence(heads, log_decay_TMG, state_NMKV, sequences)
         and width % LANES == 0
         and width <= MAX_WIDTH
-        and value_width % _COLUMNS == 0
-        and all(one.stride()[1:] == (one.shape[2], 1) for one in (q_THK, k_THK, v_TMV))
-        and log_decay_TMG.is_contiguous()
         and beta_TM.is_contiguous()
-        and state_NMKV[0].is_contiguous()
-        and 0 < slot_S.shape[0] * blocks < MAX_TASKS
     )
 
 
 def gated_delta_rule(
-    q_THK: Tensor,
-    k_THK: Tensor,
-    v_TMV: Tensor,
-    log_decay_TMG: Tensor,
-    beta_TM: Tensor,
-    state_NMKV: Tensor,
-    slot_S: Tensor,
-    has_state_S: Tensor,
-    query_start_S1: Tensor,
+    heads: RecurrentHeads, log_decay_TMG: Tensor, beta_TM: Tensor, state_NMKV: Tensor, sequences: RecurrentSequences
 ) -> Tensor:
     """Return out_TMV, contiguous, and replace the states."""
-    out_TMV = v_TMV.new_empty(v_TMV.shape)
-    value_heads, value_width = v_TMV.shape[1:]
+    out_TMV = heads.v_TMV.new_empty(heads.v_TMV.shape)
     args = GatedDeltaArguments(
-        q_THK=q_THK.data_ptr(),
-        k_THK=k_THK.data_ptr(),
-        v_TMV=v_TMV.data_ptr(),
+        recurrence=recurrence_arguments(heads, state_NMKV, out_TMV, sequences),
         log_decay_TMG=log_decay_TMG.data_ptr(),
         beta_TM=beta_TM.data_ptr(),
-        state_NMKV=state_NMKV.data_ptr(),
-        out_TMV=out_TMV.data_ptr(),
-        slot_S=slot_S.data_ptr(),
-        has_state_S=has_state_S.data_ptr(),
-        query_start_S1=query_start_S1.data_ptr(),
-        q_stride=4 * q_THK.stride(0),
-        k_stride=4 * k_THK.stride(0),
-        v_stride=4 * v_TMV.stride(0),
-        slot_stride=4 * state_NMKV.stride(0),
-        value_heads=value_heads,
-        sharing=value_heads // k_THK.shape[1],
-        width=k_THK.shape[2],
-        value_width=value_width,
         gates=log_decay_TMG.shape[2],
         eps=EPS,
     )
-    team().run(_task, slot_S.shape[0] * value_heads * (value_width // _COLUMNS), args)
+    team().run(_task, num_tasks(heads, sequences), args)
     return out_TMV
 
 
@@ -172,43 +128,32 @@ def _products(e: Emitter, a: Floats, b: Floats, count: Int, out: Floats) -> None
         out[i] = a[i] * b[i]
 
 
-def _fill(e: Emitter, value: Float, count: Int, out: Floats) -> None:
-    """Emit out[i] = value."""
-    values = e.splat(value)
-    for i in e.loop(count, LANES):
-        out[i] = values
-
-
-step = function("moiety_gated_delta_step", partial(_step, vectors=_VECTORS))
+step = function("moiety_gated_delta_step", partial(_step, vectors=VECTORS))
 exponentials = function("moiety_exp_row", _exponentials)
 products = function("moiety_multiply_rows", _products)
-fill = function("moiety_fill_row", _fill)
 
 assert 4 * 4 * MAX_WIDTH < SCRATCH_BYTES
 
 
 def _task(args: GatedDeltaArguments, task: int, scratch: int) -> None:
-    width, value_width, value_heads = args.width, args.value_width, args.value_heads
-    num_blocks = value_width // _COLUMNS
-    s, block = task // (value_heads * num_blocks), 4 * _COLUMNS * (task % num_blocks)
-    head = task // num_blocks % value_heads
-    begin, end = load_i32(args.query_start_S1, s), load_i32(args.query_start_S1, s + 1)
+    shared, gates = args.recurrence, args.gates
+    s, head, block = block_of_task(shared, task)
+    begin, end, slot, has_state = load_sequence(shared.sequences, s)
     if begin == end:
         return
-    key_bytes, row_bytes = 4 * width, 4 * value_width
+    width, key_bytes, row_bytes = shared.width, 4 * shared.width, 4 * shared.value_width
     q, k, decay = scratch, scratch + key_bytes, scratch + 2 * key_bytes
     decayed_k = scratch + 3 * key_bytes
-    state = args.state_NMKV + load_i64(args.slot_S, s) * args.slot_stride + head * width * row_bytes + block
-    if load_i32(args.has_state_S, s) == 0:
-        for i in range(width):
-            fill(0.0, _COLUMNS, state + i * row_bytes)
-    group, gates = head // args.sharing, args.gates
+    state = shared.state_NMKV + slot * shared.slot_stride + head * width * row_bytes + block
+    if not has_state:
+        clear_block(shared, state)
+    group = head // shared.sharing
     for t in range(begin, end):
-        copy_row(args.q_THK + t * args.q_stride + group * key_bytes, width, q)
-        copy_row(args.k_THK + t * args.k_stride + group * key_bytes, width, k)
+        copy_row(shared.q_THK + t * shared.q_stride + group * key_bytes, width, q)
+        copy_row(shared.k_THK + t * shared.k_stride + group * key_bytes, width, k)
         scale_row(q, width, 1.0 / math.sqrt((sum_squares(q, width) + args.eps) * width))
         scale_row(k, width, 1.0 / math.sqrt(sum_squares(k, width) + args.eps))
-        row = t * value_heads + head
+        row = t * shared.value_heads + head
         if gates == 1:
             factor = math.exp(load_f32(args.log_decay_TMG, row))
             fill(factor, width, decay)
@@ -223,9 +168,9 @@ def _task(args: GatedDeltaArguments, task: int, scratch: int) -> None:
             k_K=k,
             q_K=q,
             width=width,
-            v_V=args.v_TMV + t * args.v_stride + head * row_bytes + block,
+            v_V=shared.v_TMV + t * shared.v_stride + head * row_bytes + block,
             beta=load_f32(args.beta_TM, row),
-            out_V=args.out_TMV + row * row_bytes + block,
+            out_V=shared.out_TMV + row * row_bytes + block,
         )
 
 

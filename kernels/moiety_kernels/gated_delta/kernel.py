@@ -21,17 +21,19 @@ from moiety_kernels.gpu.cases import CompileCase
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moiety_kernels.recurrent.inputs import RecurrentHeads, RecurrentSequences
+
 CHUNK = 64
 MAX_WIDTH = 256
 _COLUMNS = 16  # of the state in one program
 _SCAN_WARPS, _SCAN_STAGES = 8, 1  # what a chunk's rows leave of registers and shared memory
 
 
-def fits(q_THK: Tensor, k_THK: Tensor, v_TMV: Tensor, log_decay_TMG: Tensor, state_NMKV: Tensor) -> bool:
+def fits(heads: RecurrentHeads, log_decay_TMG: Tensor, state_NMKV: Tensor) -> bool:
     """Return whether the kernels support these tensors."""
     return (
         fits_widths(*state_NMKV.shape[2:])
-        and all(one.stride()[1:] == (one.shape[2], 1) for one in (q_THK, k_THK, v_TMV))
+        and heads.has_contiguous_tokens
         and log_decay_TMG.is_contiguous()
         and state_NMKV[0].is_contiguous()
     )
@@ -43,36 +45,26 @@ def fits_widths(width: int, value_width: int) -> bool:
 
 
 def gated_delta_rule(
-    q_THK: Tensor,
-    k_THK: Tensor,
-    v_TMV: Tensor,
-    log_decay_TMG: Tensor,
-    beta_TM: Tensor,
-    state_NMKV: Tensor,
-    slot_S: Tensor,
-    has_state_S: Tensor,
-    query_start_S1: Tensor,
-    *,
-    num_decode: int,
-    max_query: int,
+    heads: RecurrentHeads, log_decay_TMG: Tensor, beta_TM: Tensor, state_NMKV: Tensor, sequences: RecurrentSequences
 ) -> Tensor:
     """Return out_TMV, contiguous, and replace the states."""
+    q_THK, k_THK, v_TMV = heads.q_THK, heads.k_THK, heads.v_TMV
     out_TMV = v_TMV.new_empty(v_TMV.shape)
     tokens, value_heads, value_width = v_TMV.shape
-    width, num_sequences, gates = k_THK.shape[2], slot_S.shape[0], log_decay_TMG.shape[2]
+    width, num_sequences, gates = k_THK.shape[2], sequences.slot_S.shape[0], log_decay_TMG.shape[2]
     columns = min(_COLUMNS, value_width)
     blocks = value_width // columns
-    sequences = slot_S, has_state_S, query_start_S1
+    starts = sequences.slot_S, sequences.has_state_S, sequences.query_start_S1
     strides = q_THK.stride(0), k_THK.stride(0), v_TMV.stride(0), state_NMKV.stride(0)
     shape: dict[str, Any] = {
         "HEADS": k_THK.shape[1], "VALUE_HEADS": value_heads, "WIDTH": width, "VALUE_WIDTH": value_width,
         "EPS": EPS,
     }  # fmt: skip
     is_chunked = gates == 1
-    num_recurred = num_decode if is_chunked else num_sequences
+    num_recurred = sequences.num_decode if is_chunked else num_sequences
     if num_recurred:
         recur[(num_recurred, value_heads, blocks)](
-            q_THK, k_THK, v_TMV, log_decay_TMG, beta_TM, state_NMKV, out_TMV, *sequences, *strides, **shape,
+            q_THK, k_THK, v_TMV, log_decay_TMG, beta_TM, state_NMKV, out_TMV, *starts, *strides, **shape,
             GATES=gates, COLUMNS=columns,
         )  # fmt: skip
     num_chunked = num_sequences - num_recurred
@@ -81,12 +73,12 @@ def gated_delta_rule(
     new_v_TMV = torch.empty_like(out_TMV)
     read_k_TMK = q_THK.new_empty(tokens, value_heads, width)
     factors = [beta_TM.new_empty(tokens, value_heads) for _ in range(3)]
-    prepare[(triton.cdiv(max_query, CHUNK), num_chunked, value_heads)](
-        q_THK, k_THK, v_TMV, log_decay_TMG, beta_TM, new_v_TMV, read_k_TMK, *factors, query_start_S1, *strides[:3],
+    prepare[(triton.cdiv(sequences.max_query, CHUNK), num_chunked, value_heads)](
+        q_THK, k_THK, v_TMV, log_decay_TMG, beta_TM, new_v_TMV, read_k_TMK, *factors, starts[2], *strides[:3],
         num_recurred, **shape, CHUNK=CHUNK,
     )  # fmt: skip
     scan[(num_chunked, value_heads, blocks)](
-        q_THK, k_THK, new_v_TMV, read_k_TMK, *factors, state_NMKV, out_TMV, *sequences, q_THK.stride(0),
+        q_THK, k_THK, new_v_TMV, read_k_TMK, *factors, state_NMKV, out_TMV, *starts, q_THK.stride(0),
         k_THK.stride(0), state_NMKV.stride(0), num_recurred, **shape, CHUNK=CHUNK, COLUMNS=columns,
         num_warps=_SCAN_WARPS, num_stages=_SCAN_STAGES,
     )  # fmt: skip

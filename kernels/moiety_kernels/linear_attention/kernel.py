@@ -16,50 +16,43 @@ from moiety_kernels.gpu.cases import CompileCase
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moiety_kernels.recurrent.inputs import RecurrentHeads, RecurrentSequences
+
 CHUNK = 64
 MAX_WIDTH = 256
 _COLUMNS = 16  # of the state in one program
 _WARPS, _STAGES = 4, 1  # what a chunk's rows leave of registers and shared memory
 
 
-def fits(q_THK: Tensor, k_THK: Tensor, v_TMV: Tensor, log_decay_TM: Tensor, state_NMKV: Tensor) -> bool:
+def fits(heads: RecurrentHeads, log_decay_TM: Tensor, state_NMKV: Tensor) -> bool:
     """Return whether the kernels support these tensors."""
     width, value_width = state_NMKV.shape[2:]
     return (
         width == triton.next_power_of_2(width)
         and 16 <= width <= MAX_WIDTH
         and value_width % _COLUMNS == 0
-        and all(one.stride()[1:] == (one.shape[2], 1) for one in (q_THK, k_THK, v_TMV))
+        and heads.has_contiguous_tokens
         and log_decay_TM.is_contiguous()
         and state_NMKV[0].is_contiguous()
     )
 
 
 def linear_attention(
-    q_THK: Tensor,
-    k_THK: Tensor,
-    v_TMV: Tensor,
-    log_decay_TM: Tensor,
-    state_NMKV: Tensor,
-    slot_S: Tensor,
-    has_state_S: Tensor,
-    query_start_S1: Tensor,
-    *,
-    num_decode: int,
-    max_query: int,
+    heads: RecurrentHeads, log_decay_TM: Tensor, state_NMKV: Tensor, sequences: RecurrentSequences
 ) -> Tensor:
     """Return out_TMV, contiguous, and replace the states."""
+    q_THK, k_THK, v_TMV = heads.q_THK, heads.k_THK, heads.v_TMV
     out_TMV = v_TMV.new_empty(v_TMV.shape)
     value_heads, value_width = v_TMV.shape[1:]
-    blocks, num_sequences = value_width // _COLUMNS, slot_S.shape[0]
+    blocks, num_sequences = value_width // _COLUMNS, sequences.slot_S.shape[0]
     shape: dict[str, Any] = {
         "HEADS": k_THK.shape[1], "VALUE_HEADS": value_heads, "WIDTH": k_THK.shape[2], "VALUE_WIDTH": value_width,
         "COLUMNS": _COLUMNS,
     }  # fmt: skip
-    sequences = slot_S, has_state_S, query_start_S1
+    starts = sequences.slot_S, sequences.has_state_S, sequences.query_start_S1
     strides = q_THK.stride(0), k_THK.stride(0), v_TMV.stride(0), state_NMKV.stride(0)
-    args = q_THK, k_THK, v_TMV, log_decay_TM, state_NMKV, out_TMV, *sequences, *strides
-    num_decode = num_sequences if max_query == 1 else num_decode
+    args = q_THK, k_THK, v_TMV, log_decay_TM, state_NMKV, out_TMV, *starts, *strides
+    num_decode = num_sequences if sequences.max_query == 1 else sequences.num_decode
     if num_decode:
         decay_one[(num_decode, value_heads, blocks)](*args, **shape)
     if num_sequences > num_decode:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from tests.kernels.recurrent import NUM_DECODE, QUERIES, TOKENS, delta_inputs, sequences, states
+from tests.kernels.recurrent import NUM_DECODE, TOKENS, delta_inputs, sequences, states
 
+from moiety_kernels.causal_conv import CausalConvWeights
 from moiety_kernels.causal_conv import kernel as conv
 from moiety_kernels.causal_conv import reference as conv_reference
 from moiety_kernels.gated_delta import kernel as delta
@@ -26,9 +28,9 @@ TOLERANCE: dict[torch.dtype, Any] = {
 def assert_recurs(kernels: Any, gates: int, num_decode: int, dtype: torch.dtype, device: str) -> None:
     inputs = delta_inputs(32, 16, gates, dtype, device)
     ours = states(4, 32, 16, device=device)
-    theirs, batch = ours.clone(), sequences(device)
-    made = kernels.gated_delta_rule(*inputs, ours, *batch, num_decode=num_decode, max_query=max(QUERIES))
-    expected = delta_reference.gated_delta_rule(*inputs, theirs, *batch)
+    theirs, batch = ours.clone(), replace(sequences(device), num_decode=num_decode)
+    made = kernels.gated_delta_rule(*inputs, ours, batch)
+    expected = delta_reference.gated_delta_rule(*inputs, theirs, batch)
     torch.testing.assert_close(made, expected, **TOLERANCE[dtype])
     torch.testing.assert_close(ours, theirs, equal_nan=True, **TOLERANCE[dtype])
 
@@ -43,11 +45,12 @@ def test_a_gate_of_each_channel_token_by_token(device: str) -> None:
 
 
 def assert_decays(kernels: Any, dtype: torch.dtype, device: str) -> None:
-    q, k, v, log_decay, _ = delta_inputs(32, 48, 1, dtype, device)
-    q, k, ours, gates = q / 4, k / 4, states(4, 32, 48, device=device), log_decay.squeeze(2)
+    heads, log_decay, _ = delta_inputs(32, 48, 1, dtype, device)
+    heads = replace(heads, q_THK=heads.q_THK / 4, k_THK=heads.k_THK / 4)
+    ours, gates = states(4, 32, 48, device=device), log_decay.squeeze(2)
     theirs, batch = ours.clone(), sequences(device)
-    made = kernels.linear_attention(q, k, v, gates, ours, *batch, num_decode=NUM_DECODE, max_query=max(QUERIES))
-    expected = linear_reference.linear_attention(q, k, v, gates, theirs, *batch)
+    made = kernels.linear_attention(heads, gates, ours, batch)
+    expected = linear_reference.linear_attention(heads, gates, theirs, batch)
     torch.testing.assert_close(made, expected, **TOLERANCE[dtype])
     torch.testing.assert_close(ours, theirs, equal_nan=True, **TOLERANCE[dtype])
 
@@ -60,10 +63,11 @@ def test_a_state_that_decays(dtype: torch.dtype, device: str) -> None:
 def assert_convolves(kernels: Any, dtype: torch.dtype, device: str, *, whole: bool) -> None:
     x = torch.randn(TOKENS, 217).to(device, dtype)[:, 17:]
     weight, bias = torch.randn(4, 200, device=device), torch.randn(200, device=device) if whole else None
+    weights = CausalConvWeights(weight, bias, silu=whole)
     ours = states(3, 200, device=device).to(dtype)
     theirs, batch = ours.clone(), sequences(device)
-    made = kernels.causal_conv(x, weight, bias, ours, *batch, silu=whole, max_query=max(QUERIES))
-    expected = conv_reference.causal_conv(x, weight, bias, theirs, *batch, silu=whole)
+    made = kernels.causal_conv(x, weights, ours, batch)
+    expected = conv_reference.causal_conv(x, weights, theirs, batch)
     torch.testing.assert_close(made, expected, **TOLERANCE[dtype])
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 

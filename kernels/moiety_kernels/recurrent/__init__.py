@@ -1,0 +1,1 @@
+"""Inputs of the operations of recurrent layers, and the code that their implementations share."""
