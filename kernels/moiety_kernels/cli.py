@@ -37,6 +37,12 @@ def report_command(
         list[str] | None,
         typer.Option(help="GPU architecture: sm_80, sm_90, sm_100 or gfx942. May be given several times."),
     ] = None,
+    covering: Annotated[
+        bool,
+        typer.Option(
+            help="Compile only variants that together have every value of every constant, about half of them."
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
     """Compile every variant of every kernel and list the registers, spills and shared memory that it takes.
@@ -54,9 +60,9 @@ def report_command(
     check_known("operation", names, known)
     with _progress() as bar:
         task = bar.add_task("compiling", total=len(targets) * len(names))
-        rows = table(targets, names, lambda: bar.update(task, advance=1))
+        rows = table(targets, names, lambda: bar.update(task, advance=1), covering=covering)
     if as_json:
-        settings = {"targets": targets, "operations": names}
+        settings = {"targets": targets, "operations": names, "covering": covering}
         environment = describe_environment("torch", "triton")
         typer.echo(json.dumps({"environment": environment, "settings": settings, "rows": rows}))
     else:

@@ -32,7 +32,7 @@ from .conftest import RunningGateway, StartGateway, ToolCard
 HOOKS = Path(__file__).with_name("openapi_hooks.py")
 EXAMPLES = os.environ.get("MOIETY_OPENAPI_EXAMPLES")
 OURS = "positive_data_acceptance,negative_data_rejection"  # the hooks have them, with what has to be excused
-FEW = ["--max-examples", "3", "--generation-deterministic"]
+FEW = ["--max-examples", "5" if THOROUGH else "2", "--generation-deterministic"]
 # With MOIETY_TEST_ALL, every bound of every field, every method and every missing header are tried here.
 COVERED = {
     "public": ["tokenize", "list_batches", "delete_file", "list_models", "readyz"],

@@ -32,7 +32,7 @@ def test_the_report_lists_what_every_variant_takes_and_why_one_does_not_compile(
     done = run(*MOIETY, "kernels", "report", "rms_norm", "--target", "sm_90", "--json", path=str(tmp_path))
     assert done.returncode == 1
     report = json.loads(done.stdout)
-    assert report["settings"] == {"targets": ["sm_90"], "operations": ["rms_norm"]}
+    assert report["settings"] == {"targets": ["sm_90"], "operations": ["rms_norm"], "covering": False}
     assert report["environment"]["triton"] is not None
     assert len(report["rows"]) == 6
     for row in report["rows"]:

@@ -171,10 +171,12 @@ def migrated_postgres(new_postgres: Callable[[str], str]) -> str:
 
 @pytest.fixture
 def clean_postgres(postgres: Postgres, migrated_postgres: str) -> str:
-    """The same, emptied: far cheaper than a new one."""
-    with contextlib.closing(postgres.connect(migrated_postgres)) as connection:
-        tables = sql.SQL(", ").join(map(sql.Identifier, Base.metadata.tables))
-        connection.execute(sql.SQL("TRUNCATE {}").format(tables))
+    """Return the URL of the migrated database, emptied. Deleting the few rows of 40 tables takes a third of what
+    truncating them takes, which makes new files for each."""
+    with contextlib.closing(postgres.connect(migrated_postgres)) as connection, connection.transaction():
+        connection.execute("SET LOCAL session_replication_role = replica")  # in any order of foreign keys
+        deletes = [sql.SQL("DELETE FROM {}").format(sql.Identifier(table)) for table in Base.metadata.tables]
+        connection.execute(sql.SQL("; ").join(deletes))
         connection.execute("INSERT INTO service_classes SELECT * FROM classes_as_shipped")
     return migrated_postgres
 

@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 import pytest
+from tests.conftest import THOROUGH
 
 from moiety_kernels.gpu.targets import TARGETS
 
@@ -22,9 +23,10 @@ BY_TARGET = [pytest.param(one, marks=() if one == FIRST else pytest.mark.thoroug
 
 @pytest.fixture(scope="module")
 def rows(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """Of every variant on a target, by one set of processes."""
+    """Rows of the report of a target: of every variant in `make test-all`, else of those that cover every value."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "moiety_kernels.gpu.report", request.param]
+    command += [] if THOROUGH else ["--covering"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
     found: list[dict[str, Any]] = json.loads(done.stdout)
