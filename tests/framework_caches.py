@@ -10,15 +10,18 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 from litestar._kwargs import KwargsModel
 from litestar._signature.model import SignatureModel
 from litestar.handlers.base import BaseRouteHandler
+from litestar.router import Router
+from litestar.routes.base import BaseRoute
 from litestar.utils.signature import ParsedSignature
 from sqlalchemy import Engine
 
+NUM_MAPS = 4  # of nested routers that register at the same time
 _parsed: dict[Any, ParsedSignature] = {}  # by method or code, which modules hold anyway
 _models: dict[tuple[int, frozenset[str]], type[SignatureModel]] = {}
 
@@ -83,6 +86,27 @@ def _compiled_cache(dialect: str, driver: str) -> _SharedCompiledCache:
     return _SharedCompiledCache()
 
 
+_maps: dict[int, tuple[list[BaseRoute], list[BaseRoute], dict[str, Any]]] = {}  # the last few, by the list's id
+
+
+def _map_of_new_routes(whole: Callable[[Router], dict[str, Any]]) -> Callable[[Router], dict[str, Any]]:
+    """Stand for `Router.route_handler_method_map`, which is asked for at each registration: one that appended routes
+    adds these to the map of before, any other makes a new one."""
+
+    def route_map(router: Router) -> dict[str, Any]:
+        routes = router.routes
+        of, known, found = _maps.pop(id(routes), (routes, [], {}))
+        if of is not routes or routes[: len(known)] != known:
+            known, found = [], {}
+        new = routes[len(known) :]
+        _maps[id(routes)] = routes, [*known, *new], {**found, **whole(SimpleNamespace(routes=new))}  # type: ignore
+        if len(_maps) > NUM_MAPS:
+            del _maps[next(iter(_maps))]
+        return _maps[id(routes)][2]
+
+    return route_map
+
+
 def _copy_handler(handler: BaseRouteHandler, _memo: dict[int, object]) -> BaseRouteHandler:
     """Stand for `__deepcopy__`: what a controller changes in its copy of a handler are attributes of the copy."""
     return copy.copy(handler)
@@ -100,4 +124,7 @@ def share_framework_caches() -> None:
     Engine._compiled_cache = property(  # type: ignore
         lambda engine: _compiled_cache(engine.dialect.name, engine.dialect.driver), lambda *_: None
     )
+    whole = Router.route_handler_method_map.fget  # type: ignore[attr-defined]
+    assert whole is not None
+    Router.route_handler_method_map = property(_map_of_new_routes(whole))  # type: ignore
     BaseRouteHandler.__deepcopy__ = _copy_handler  # type: ignore[attr-defined]

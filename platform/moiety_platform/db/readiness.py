@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
 import structlog
-from sqlalchemy import select
+from sqlalchemy import Select, exists, or_, select
 
 from moiety_platform.db.base import Base
 from moiety_platform.db.connection_errors import NoConnection
@@ -86,9 +87,14 @@ class StoreReadiness(ReadinessCheck):
     async def _look(self) -> str:
         try:
             async with asyncio.timeout(CHECK_TIMEOUT_S), self._database.read() as session:
-                for table in Base.metadata.sorted_tables:
-                    await session.execute(select(table).limit(0))
+                await session.execute(_names_all_columns())
         except (Unavailable, TimeoutError) as error:
             told = str(error) or "the database does not answer in time"
             return f"{told} ({error.__cause__})" if isinstance(error.__cause__, NoConnection) else told
         return ""
+
+
+@functools.cache
+def _names_all_columns() -> Select[tuple[bool]]:
+    """Return a statement that fails where a table or a column is missing, and reads no row."""
+    return select(or_(*(exists(select(table).limit(0)) for table in Base.metadata.sorted_tables)))
