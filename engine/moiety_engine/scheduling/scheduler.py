@@ -33,6 +33,7 @@ from moiety_engine.scheduling.prefill.padded_prefill_planner import PaddedPrefil
 from moiety_engine.scheduling.prefill.prefill_planner import PrefillPlanner
 from moiety_engine.scheduling.queues.class_counters import ClassCounters
 from moiety_engine.scheduling.queues.request_queues import RequestQueues
+from moiety_engine.scheduling.scheduler_state import SchedulerState
 from moiety_engine.scheduling.speculative_decoding.ngram_proposer import NgramProposer
 from moiety_engine.scheduling.speculative_decoding.proposer import Proposer
 from moiety_engine.scheduling.speculative_decoding.speculator import Speculator
@@ -91,15 +92,13 @@ class Scheduler:
                 cached_tokens=groups.num_cached,
             ),
         )
-        self._preemptor = Preemptor(groups, self.queues, self.policy, self.step_time, self.tally, swap or SwapCost())
+        self.encoder_work = EncoderWork(limits.encoder_cost)
+        state = SchedulerState(groups, self.queues, self.policy, self.tally, self.step_time, self.encoder_work)
+        self._preemptor = Preemptor(state, swap or SwapCost())
         self.speculative_prefill = SpeculativePrefill(groups, self.step_time, is_possible=not strategy.padded)
-        self.encoder_work = encoder_work = EncoderWork(limits.encoder_cost)
-        parts = self._preemptor, self.tally, self.speculative_prefill, encoder_work
-        self._prefill_planner = PrefillPlanner(groups, self.queues, self.policy, *parts)
+        self._prefill_planner = PrefillPlanner(state, self._preemptor, self.speculative_prefill)
         self._padded = PaddedPrefillPlanner(kv, self.policy, self._preemptor, self._prefill_planner)
-        self._admission_queue = AdmissionQueue(
-            groups, self.queues, self.policy, self.tally, limits.max_waiting, self._drop, encoder_work
-        )
+        self._admission_queue = AdmissionQueue(state, limits.max_waiting, self._drop)
         self._running: Plan | None = None  # launched, not committed
         self._step_timing = StepTiming(self.step_time)
         proposer = proposer or NgramProposer()

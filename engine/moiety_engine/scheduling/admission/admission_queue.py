@@ -5,12 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from moiety_engine.images.encoder_cost import EncoderWork
 from moiety_engine.messages import CoreAdmission, CoreFailure, CoreSubmit
-from moiety_engine.scheduling.kv.kv_groups import KvGroups
-from moiety_engine.scheduling.policies.policy import AdmissionDecision, Policy
-from moiety_engine.scheduling.queues.class_counters import ClassCounters
-from moiety_engine.scheduling.queues.request_queues import RequestQueues
+from moiety_engine.scheduling.policies.policy import AdmissionDecision
+from moiety_engine.scheduling.scheduler_state import SchedulerState
 from moiety_engine.sequence import Sequence
 from moiety_engine.structured_outputs.stepping import GrammarHandle
 from moiety_wire.messages import FailureCode
@@ -20,23 +17,10 @@ from moiety_wire.notes import EventKind, Reason
 class AdmissionQueue:
     """Creates sequences from requests, in order of arrival. `drop` is called with each request that is shed."""
 
-    def __init__(
-        self,
-        kv: KvGroups,
-        queues: RequestQueues,
-        policy: Policy,
-        tally: ClassCounters,
-        max_waiting: int,
-        drop: Callable[[Sequence], None],
-        encoder_work: EncoderWork,
-    ) -> None:
-        self._encoder_work = encoder_work
-        self._kv = kv
-        self._queues = queues
-        self._policy = policy
-        self._tally = tally
-        self._max_waiting = max_waiting
-        self._drop = drop
+    def __init__(self, state: SchedulerState, max_waiting: int, drop: Callable[[Sequence], None]) -> None:
+        self._kv, self._queues, self._encoder_work = state.kv, state.queues, state.encoder_work
+        self._policy, self._tally = state.policy, state.tally
+        self._max_waiting, self._drop = max_waiting, drop
         self._num_seen = 0
         self._admissions: list[CoreAdmission] = []
         self._failures: list[CoreFailure] = []

@@ -10,14 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from moiety_engine.scheduling.kv.kv_groups import KvGroups
 from moiety_engine.scheduling.kv.kv_ledger import KvLedger
 from moiety_engine.scheduling.plan import Chunk
-from moiety_engine.scheduling.policies.policy import Policy
-from moiety_engine.scheduling.queues.class_counters import ClassCounters
-from moiety_engine.scheduling.queues.request_queues import RequestQueues
+from moiety_engine.scheduling.scheduler_state import SchedulerState
 from moiety_engine.scheduling.step_planner import StepPlanner
-from moiety_engine.scheduling.step_time.step_time_model import StepShape, StepTimeModel
+from moiety_engine.scheduling.step_time.step_time_model import StepShape
 from moiety_engine.sequence import Sequence
 from moiety_wire.notes import EventKind, Reason
 
@@ -33,20 +30,9 @@ class SwapCost:
 class Preemptor:
     """Takes blocks from sequences. Keeps the sequences that were preempted in the step being planned."""
 
-    def __init__(
-        self,
-        kv: KvGroups,
-        queues: RequestQueues,
-        policy: Policy,
-        step_time: StepTimeModel,
-        tally: ClassCounters,
-        swap: SwapCost,
-    ) -> None:
-        self._kv = kv
-        self._queues = queues
-        self._policy = policy
-        self._step_time = step_time
-        self._tally = tally
+    def __init__(self, state: SchedulerState, swap: SwapCost) -> None:
+        self._kv, self._queues, self._step_time = state.kv, state.queues, state.step_time
+        self._policy, self._tally = state.policy, state.tally
         self.swap = swap
         self.preempted: list[Sequence] = []
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from moiety_engine.images.encoder_cost import EncoderWork
-from moiety_engine.scheduling.kv.kv_groups import KvGroups
 from moiety_engine.scheduling.kv.prefix_search import PrefixHits
-from moiety_engine.scheduling.policies.policy import BatchView, Policy
+from moiety_engine.scheduling.policies.policy import BatchView
 from moiety_engine.scheduling.preemption.preemptor import Preemptor
-from moiety_engine.scheduling.queues.class_counters import ClassCounters
-from moiety_engine.scheduling.queues.request_queues import RequestQueues, by_arrival
+from moiety_engine.scheduling.queues.request_queues import by_arrival
+from moiety_engine.scheduling.scheduler_state import SchedulerState
 from moiety_engine.scheduling.speculative_prefill.speculative_prefill import SpeculativePrefill
 from moiety_engine.scheduling.step_planner import StepPlanner
 from moiety_engine.sequence import Sequence, SequenceState
@@ -34,23 +32,10 @@ class _Given(Enum):
 class PrefillPlanner:
     """Fills one step after the other with prefill."""
 
-    def __init__(
-        self,
-        kv: KvGroups,
-        queues: RequestQueues,
-        policy: Policy,
-        preemptor: Preemptor,
-        tally: ClassCounters,
-        speculative_prefill: SpeculativePrefill,
-        encoder_work: EncoderWork,
-    ) -> None:
-        self._encoder_work = encoder_work
-        self._kv = kv
-        self._queues = queues
-        self._policy = policy
-        self._preemptor = preemptor
-        self._tally = tally
-        self._speculative_prefill = speculative_prefill
+    def __init__(self, state: SchedulerState, preemptor: Preemptor, speculative_prefill: SpeculativePrefill) -> None:
+        self._kv, self._queues, self._encoder_work = state.kv, state.queues, state.encoder_work
+        self._policy, self._tally = state.policy, state.tally
+        self._preemptor, self._speculative_prefill = preemptor, speculative_prefill
         self.cached_tokens_total = 0
         self.prompt_tokens_total = 0
 
