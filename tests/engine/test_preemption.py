@@ -104,7 +104,7 @@ class Engine:
         assert scheduler.kv.pool.num_used == 0
         assert scheduler.kv.pool.num_free == scheduler.kv.pool.num_blocks
         host = scheduler.kv.host
-        assert host is None or (host.num_used, host.num_free) == (0, host.num_blocks)
+        assert host is None or (host.pool.num_used, host.pool.num_free) == (0, host.pool.num_blocks)
 
 
 def make_engine(loops: Any, num_blocks: int, *, host_blocks: int = 0, **settings: Any) -> Engine:
@@ -408,9 +408,9 @@ def test_an_abort_frees_what_was_held_and_disturbs_nobody(
             if aborted is not None:
                 free = scheduler.kv.pool.num_free + len(aborted.kv.blocks)
                 assert scheduler.kv.host is not None
-                host_free = scheduler.kv.host.num_free + len(aborted.kv.host_blocks)
+                host_free = scheduler.kv.host.pool.num_free + len(aborted.kv.host_blocks)
                 crowd.abort(aborted.key)
-                assert (scheduler.kv.pool.num_free, scheduler.kv.host.num_free) == (free, host_free)
+                assert (scheduler.kv.pool.num_free, scheduler.kv.host.pool.num_free) == (free, host_free)
         play_on(crowd, step)
     assert aborted is not None, "no request was ever in this place"
     finish = crowd.finishes[aborted.key]

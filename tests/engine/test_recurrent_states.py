@@ -154,7 +154,7 @@ class Engine:
             if self.loop.scheduler.idle:
                 states = self.loop.scheduler.kv.states
                 assert states is not None
-                assert states.num_used == self.loop.scheduler.kv.pool.num_used == 0
+                assert states.pool.num_used == self.loop.scheduler.kv.pool.num_used == 0
                 return
             self.step()
         raise AssertionError("the requests do not end")

@@ -395,11 +395,12 @@ class Replica:
             unsealed = [block for s in members for table in s.kv.tables for block in table[s.kv.num_sealed :]]
             if kv.states is not None:
                 slots = [s.kv.state_slot for s in members if 0 <= s.kv.state_slot < kv.states.num_slots]
-                assert kv.states.num_used == len(slots) == len(set(slots))
+                assert kv.states.pool.num_used == len(slots) == len(set(slots))
             assert len(unsealed) == len(set(unsealed)), "two sequences write one block"
             if kv.host is not None:
-                assert kv.host.num_used == len({block for s in members for block in s.kv.host_blocks})
-                assert kv.host.num_used + kv.host.num_cached + kv.host.num_blank == kv.host.num_blocks
+                pool = kv.host.pool
+                assert pool.num_used == len({block for s in members for block in s.kv.host_blocks})
+                assert pool.num_used + pool.num_cached + pool.num_blank == pool.num_blocks
         for s in sequences:
             assert not (s.kv.blocks and s.kv.host_blocks)
             needed = self.scheduler.groups.of(s).num_computed_blocks(s)

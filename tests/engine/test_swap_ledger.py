@@ -219,7 +219,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 sequence.tokens.append(token)
         for sequence in self.live:
             self.memory.check_reads(sequence)
-        assert self.host.num_used == len({block for s in self.live for block in s.kv.host_blocks})
+        assert self.host.pool.num_used == len({block for s in self.live for block in s.kv.host_blocks})
 
     @invariant()
     def blocks_are_conserved(self) -> None:
@@ -232,11 +232,11 @@ class LedgerMachine(RuleBasedStateMachine):
         slots = [s.kv.state_slot for s in self.live if 0 <= s.kv.state_slot < num_slots]
         hosted = [s.kv.state_slot for s in self.live if s.kv.state_slot >= max(1, num_slots)]
         assert len(set(hosted)) == len(hosted) == (0 if states is None else NUM_HOST_STATES - states.num_host_free)
-        assert states is None or states.num_used == len(set(slots)) == len(slots)
+        assert states is None or states.pool.num_used == len(set(slots)) == len(slots)
         assert all(s.kv.num_held == len(held_blocks(s.kv)) for s in self.live)
         sources = {host.source_of(block) for block in range(pool.num_blocks)} - {None}
-        assert host.num_used == len({block for s in self.live for block in s.kv.host_blocks} | sources)
-        assert host.num_used + host.num_cached + host.num_blank == host.num_blocks
+        assert host.pool.num_used == len({block for s in self.live for block in s.kv.host_blocks} | sources)
+        assert host.pool.num_used + host.pool.num_cached + host.pool.num_blank == host.pool.num_blocks
         assert all(not (s.kv.blocks and s.kv.host_blocks) for s in self.live)
 
     def teardown(self) -> None:
@@ -244,8 +244,8 @@ class LedgerMachine(RuleBasedStateMachine):
             for sequence in self.live:
                 self.kv.release(sequence)
             self.kv.take_copies()
-            assert self.kv.pool.num_used == self.host.num_used == 0
-            assert self.memory.states is None or self.memory.states.num_used == 0
+            assert self.kv.pool.num_used == self.host.pool.num_used == 0
+            assert self.memory.states is None or self.memory.states.pool.num_used == 0
 
 
 LedgerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
@@ -302,9 +302,9 @@ def test_a_prefix_shared_by_two_swapped_sequences_is_copied_once_and_held_until_
     assert memory.kv.num_to_copy_out(second) == 1
     assert memory.kv.swap_out(second)
     assert memory.copy() == (4, 0)
-    assert memory.host.num_used == 4
+    assert memory.host.pool.num_used == 4
     memory.kv.drop_swapped(first)
-    assert memory.host.num_used == 3
+    assert memory.host.pool.num_used == 3
     memory.check_reads(second)
 
 
@@ -356,13 +356,13 @@ def test_a_swapped_sequence_evicts_kept_prefixes_and_is_not_evicted_by_them() ->
     memory = Memory(4, 2)
     for start in (0, 10, 20):
         memory.kv.release(computed(memory, [start + i for i in range(8)]))
-    assert (memory.host.num_cached, memory.host.num_used) == (2, 0)
+    assert (memory.host.pool.num_cached, memory.host.pool.num_used) == (2, 0)
     victim = computed(memory, [40, 41, 42, 43])
     assert memory.kv.swap_out(victim)
-    assert (memory.host.num_cached, memory.host.num_used) == (0, 2)
+    assert (memory.host.pool.num_cached, memory.host.pool.num_used) == (0, 2)
     for start in (50, 60):
         memory.kv.release(computed(memory, [start + i for i in range(8)]))
-    assert memory.host.num_used == 2
+    assert memory.host.pool.num_used == 2
     memory.check_reads(victim)
 
 

@@ -19,7 +19,7 @@ The tier knows only ids and hashes; the runner moves the bytes.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from moiety_engine.cache.block_pool import BlockPool
@@ -33,54 +33,26 @@ class Copies(NamedTuple):
 
 
 class HostTier:
-    """Owner of host block ids 0 … num_blocks-1 and of the queued copies. Single-threaded, like the pool above it."""
+    """Owner of the queued copies and of `pool`, whose blocks are the host blocks 0 … num_blocks-1.
+
+    Single-threaded, like the pool of the device's blocks above it. To the pool's cached contents, retention and counts
+    callers have direct access; blocks get contents only here, with the copies that fill them.
+    """
 
     def __init__(self, num_blocks: int) -> None:
-        self._pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks)
         self._out_to: dict[int, int] = {}  # host block → device block
         self._in_to: dict[int, int] = {}  # device block → host block, which is referenced
         self.copied_out_total = 0
         self.copied_in_total = 0
 
-    @property
-    def num_blocks(self) -> int:
-        return self._pool.num_blocks
-
-    @property
-    def num_free(self) -> int:
-        """Blocks available to sequences: blank and cached ones."""
-        return self._pool.num_free
-
-    @property
-    def num_used(self) -> int:
-        return self._pool.num_used
-
-    @property
-    def num_cached(self) -> int:
-        return self._pool.num_cached
-
-    @property
-    def num_blank(self) -> int:
-        return self._pool.num_free - self._pool.num_cached
-
-    def find(self, block_hash: bytes) -> int | None:
-        """Return the host block whose contents have this hash. Takes no reference."""
-        return self._pool.find(block_hash)
-
-    def is_free(self, host_block: int) -> bool:
-        return self._pool.is_free(host_block)
-
     def source_of(self, device_block: int) -> int | None:
         """Return the host block from which a queued copy will fill this device block."""
         return self._in_to.get(device_block)
 
-    def share(self, host_block: int) -> None:
-        """Add one reference."""
-        self._pool.share(host_block)
-
     def free(self, host_blocks: Sequence[int]) -> None:
         """Drop one reference to each block, the tail of a prefix before its head."""
-        self._pool.free(reversed(host_blocks))
+        self.pool.free(reversed(host_blocks))
 
     def take(self, device_block: int, block_hash: bytes | None) -> int:
         """Queue a copy of this device block and return its host block, with one reference.
@@ -89,45 +61,29 @@ class HostTier:
         and that no copy in is queued for the block.
         """
         assert device_block not in self._in_to, f"device block {device_block} has no contents yet"
-        (host_block,) = self._pool.allocate(1)
+        (host_block,) = self.pool.allocate(1)
         if block_hash is not None:
-            assert self._pool.find(block_hash) is None, "a hash is copied out twice"
-            self._pool.seal(host_block, block_hash)
+            assert self.pool.find(block_hash) is None, "a hash is copied out twice"
+            self.pool.seal(host_block, block_hash)
         self._out_to[host_block] = device_block
         return host_block
 
     def keep(self, device_block: int, block_hash: bytes) -> None:
         """Keep the contents of a prefix block that the pool evicts, if a host block is free."""
-        if self._pool.find(block_hash) is None and self._pool.num_free > 0:
-            self._pool.free([self.take(device_block, block_hash)])
+        if self.pool.find(block_hash) is None and self.pool.num_free > 0:
+            self.pool.free([self.take(device_block, block_hash)])
 
     def fill(self, host_block: int, device_block: int) -> None:
         """Queue a copy in. Takes its own reference to the host block."""
-        self._pool.share(host_block)
+        self.pool.share(host_block)
         before = self._in_to.get(device_block)
         self._in_to[device_block] = host_block
         if before is not None:
-            self._pool.free([before])
-
-    def keep_longest(self, kept: Container[bytes]) -> None:
-        """Set the hashes of the blocks that are evicted last."""
-        self._pool.kept = kept
-
-    def let_go(self, block_hash: bytes) -> None:
-        """End the retention of this hash."""
-        self._pool.let_go(block_hash)
-
-    def invalidate_marked(self, marks: Container[bytes]) -> list[bytes]:
-        """Invalidate all contents whose hashes begin with one of these marks; return those hashes."""
-        return self._pool.invalidate_marked(marks)
-
-    def invalidate(self, hashes: Iterable[bytes]) -> None:
-        """Invalidate the contents with these hashes; see `BlockPool`."""
-        self._pool.invalidate(hashes)
+            self.pool.free([before])
 
     def forget(self) -> None:
         """Drop all contents and queued copies. No block may be used."""
-        self._pool.forget()
+        self.pool.forget()
         self._out_to, self._in_to = {}, {}
 
     def take_copies(self) -> Copies:
@@ -136,7 +92,7 @@ class HostTier:
             [(device, host) for host, device in self._out_to.items()],
             [(host, device) for device, host in self._in_to.items()],
         )
-        self._pool.free(self._in_to.values())
+        self.pool.free(self._in_to.values())
         self._out_to, self._in_to = {}, {}
         self.copied_out_total += len(copies.outs)
         self.copied_in_total += len(copies.ins)

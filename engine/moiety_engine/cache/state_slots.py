@@ -13,19 +13,21 @@ The slots know only numbers and hashes; the runner moves the bytes.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
-
 from moiety_engine.cache.block_pool import BlockPool
 
 
 class StateSlots:
-    """Owner of slots 0 … num_slots-1, of the host slots after them, and of the queued copies. Single-threaded."""
+    """Owner of the slots of `pool`, 0 … num_slots-1, of the host slots after them, and of the queued copies.
+
+    Single-threaded. The pool's used blocks are live slots, its cached ones snapshots; callers have direct access to its
+    counts, to the retention of snapshots and to their invalidation.
+    """
 
     def __init__(self, num_slots: int, num_host_slots: int = 0, max_drafts: int = 0) -> None:
         """Create the slots. `max_drafts`: the most drafts that are verified at a time, each with a slot of its own."""
         self._num_drafts, self._max_drafts = 0, max_drafts
         self._replays: list[tuple[int, int]] = []  # (slot, number of recorded tokens)
-        self._pool = BlockPool(num_slots)
+        self.pool = BlockPool(num_slots)
         self._host = BlockPool(num_host_slots) if num_host_slots else None
         self.num_host_slots = num_host_slots
         self._copies: list[tuple[int, int]] = []  # (source, target)
@@ -34,36 +36,19 @@ class StateSlots:
 
     @property
     def num_slots(self) -> int:
-        return self._pool.num_blocks
-
-    @property
-    def num_free(self) -> int:
-        """Slots available to sequences: blank ones and snapshots."""
-        return self._pool.num_free
-
-    @property
-    def num_used(self) -> int:
-        return self._pool.num_used
-
-    @property
-    def num_snapshots(self) -> int:
-        return self._pool.num_cached
+        return self.pool.num_blocks
 
     @property
     def num_host_free(self) -> int:
         return 0 if self._host is None else self._host.num_free
 
-    def keep_longest(self, kept: Container[bytes]) -> None:
-        """Set the hashes of the snapshots that are evicted last."""
-        self._pool.kept = kept
-
     def has_snapshot(self, block_hash: bytes) -> bool:
         """Return whether the state after the block with this hash is known."""
-        return self._pool.find(block_hash) is not None
+        return self.pool.find(block_hash) is not None
 
     def begin(self) -> int:
         """Return a slot for a sequence without computed tokens; its content is undefined. Raises NoFreeBlocks."""
-        return self._pool.allocate(1)[0]
+        return self.pool.allocate(1)[0]
 
     def resume(self, block_hash: bytes) -> int:
         """Return a slot for a sequence that continues after this block, and queue the copy of its snapshot.
@@ -71,33 +56,33 @@ class StateSlots:
         The caller has checked that the snapshot is there and that a slot is free. The snapshot itself may be evicted
         for the slot if no other is free; the state then stays where it is.
         """
-        snapshot = self._pool.find(block_hash)
+        snapshot = self.pool.find(block_hash)
         assert snapshot is not None, "a sequence continues from a snapshot that is not there"
         self.resumed_total += 1
-        if self._pool.num_free == 1:
-            self._pool.share(snapshot)
-            self._pool.invalidate([block_hash])
+        if self.pool.num_free == 1:
+            self.pool.share(snapshot)
+            self.pool.invalidate([block_hash])
             return snapshot
-        self._pool.share(snapshot)  # so that the slot is another one
-        (slot,) = self._pool.allocate(1)
-        self._pool.free([snapshot])
+        self.pool.share(snapshot)  # so that the slot is another one
+        (slot,) = self.pool.allocate(1)
+        self.pool.free([snapshot])
         self._copies.append((snapshot, slot))
         return slot
 
     def keep_snapshot(self, slot: int, block_hash: bytes) -> None:
         """Queue a copy of the slot's state, found by the hash of the block after which it is; if a slot is free."""
-        if self._pool.find(block_hash) is not None or not self._pool.num_free:
+        if self.pool.find(block_hash) is not None or not self.pool.num_free:
             return
-        (snapshot,) = self._pool.allocate(1)
-        self._pool.seal(snapshot, block_hash)
-        self._pool.free([snapshot])
+        (snapshot,) = self.pool.allocate(1)
+        self.pool.seal(snapshot, block_hash)
+        self.pool.free([snapshot])
         self._copies.append((slot, snapshot))
         self.snapshots_total += 1
 
     def end(self, slot: int) -> None:
         """Release a sequence's slot, on the device or on the host."""
         if slot < self.num_slots:
-            self._pool.free([slot])
+            self.pool.free([slot])
         elif self._host is not None:
             self._host.free([slot - self.num_slots])
 
@@ -111,24 +96,24 @@ class StateSlots:
 
     def swap_in(self, host_slot: int) -> int:
         """Release the host slot, queue the copy of its state back, and return the slot. Raises NoFreeBlocks."""
-        (slot,) = self._pool.allocate(1)
+        (slot,) = self.pool.allocate(1)
         self._copies.append((host_slot, slot))
         self.end(host_slot)
         return slot
 
     def begin_draft(self, slot: int) -> int:
         """Queue the copy of a slot's state to a new slot, from which a draft can be undone; -1 if none is available."""
-        if self._num_drafts == self._max_drafts or not self._pool.num_free:
+        if self._num_drafts == self._max_drafts or not self.pool.num_free:
             return -1
         self._num_drafts += 1
-        (before,) = self._pool.allocate(1)
+        (before,) = self.pool.allocate(1)
         self._copies.append((slot, before))
         return before
 
     def end_draft(self, before: int) -> None:
         """Release the slot of a draft that is not undone."""
         self._num_drafts -= 1
-        self._pool.free([before])
+        self.pool.free([before])
 
     def undo_draft(self, slot: int, before: int, num_tokens: int) -> int:
         """Release the slot whose state has rejected tokens, and return the sequence's new slot.
@@ -137,21 +122,13 @@ class StateSlots:
         queued.
         """
         self._num_drafts -= 1
-        self._pool.free([slot])
+        self.pool.free([slot])
         self._replays.append((before, num_tokens))
         return before
 
-    def invalidate(self, hashes: Iterable[bytes]) -> None:
-        """Drop the snapshots after these blocks, where present."""
-        self._pool.invalidate(hashes)
-
-    def invalidate_marked(self, marks: Container[bytes]) -> None:
-        """Drop the snapshots after blocks whose hashes begin with one of these marks."""
-        self._pool.invalidate_marked(marks)
-
     def forget(self) -> None:
         """Drop all snapshots and queued copies. No slot may be live."""
-        self._pool.forget()
+        self.pool.forget()
         if self._host is not None:
             self._host.forget()
         self._copies, self._replays = [], []

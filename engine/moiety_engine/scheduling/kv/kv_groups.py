@@ -99,7 +99,7 @@ class KvGroups:
         ins: list[tuple[int, int]] = []
         for group, kv in enumerate(self._ledgers):
             copies, device = kv.take_copies(), group * kv.pool.num_blocks
-            host = 0 if kv.host is None else group * kv.host.num_blocks
+            host = 0 if kv.host is None else group * kv.host.pool.num_blocks
             outs += [(block + device, to + host) for block, to in copies.outs]
             ins += [(source + host, block + device) for source, block in copies.ins]
         return Copies(outs, ins)

@@ -62,10 +62,10 @@ class KvLedger(StateLedger):
         self.retention: PrefixRetention[bytes] = PrefixRetention(pool.num_blocks, let_go=self._let_go)
         pool.kept = self.retention
         if states is not None:
-            states.keep_longest(self.retention)
+            states.pool.kept = self.retention
         if host is not None:
             pool.on_evict = host.keep
-            host.keep_longest(self.retention)
+            host.pool.kept = self.retention
         else:
             pool.on_evict = self._evicted
 
@@ -103,7 +103,7 @@ class KvLedger(StateLedger):
         return len(hashes)
 
     def is_on_host(self, block_hash: bytes) -> bool:
-        return self.host is not None and self.host.find(block_hash) is not None
+        return self.host is not None and self.host.pool.find(block_hash) is not None
 
     def next_hash(self, sequence: Sequence, num_hits: int) -> bytes | None:
         """Return the hash of the first block that the sequence must compute, if it will be full and shareable."""
@@ -229,9 +229,9 @@ class KvLedger(StateLedger):
         """Delete the cached blocks of these tenants, cache none from now on, and return how many there were."""
         self._forgotten |= marks
         invalidated = self.pool.invalidate_marked(marks)
-        invalidated += [] if self.host is None else self.host.invalidate_marked(marks)
+        invalidated += [] if self.host is None else self.host.pool.invalidate_marked(marks)
         if self.states is not None:
-            self.states.invalidate_marked(marks)
+            self.states.pool.invalidate_marked(marks)
         for block_hash in invalidated:
             self.retention.drop(block_hash)
         return len(invalidated)
@@ -248,9 +248,9 @@ class KvLedger(StateLedger):
         hashes = [key_of(one, table) for table in range(self.num_tables) for one in of_tokens]
         self.pool.invalidate(hashes)
         if self.host is not None:
-            self.host.invalidate(hashes)
+            self.host.pool.invalidate(hashes)
         if self.states is not None:
-            self.states.invalidate(hashes)
+            self.states.pool.invalidate(hashes)
         for block_hash in hashes:
             self.retention.drop(block_hash)
         sequence.kv.num_sealed = 0  # so that its blocks are not offered to the disk
@@ -296,7 +296,7 @@ class KvLedger(StateLedger):
             return False
         for host_block in known:
             if host_block is not None:
-                host.share(host_block)  # before any allocation, which might evict it
+                host.pool.share(host_block)  # before any allocation, which might evict it
         tables = sequence.kv.tables
         sequence.kv.host_blocks = [
             host.take(tables[cell[0]][cell[1]], self._sealed_key(sequence, cell)) if host_block is None else host_block
@@ -377,12 +377,12 @@ class KvLedger(StateLedger):
     def _evicted(self, _block: int, key: bytes) -> None:
         self.retention.drop(key)
         if self.states is not None:
-            self.states.invalidate([key])
+            self.states.pool.invalidate([key])
 
     def _let_go(self, block_hash: bytes) -> None:
         self.pool.let_go(block_hash)
         if self.host is not None:
-            self.host.let_go(block_hash)
+            self.host.pool.let_go(block_hash)
 
     def _known_on_host(self, host: HostTier, sequence: Sequence) -> list[int | None]:
         """Return, for each computed device block of the sequence, the host block with its contents, or None."""
@@ -390,7 +390,7 @@ class KvLedger(StateLedger):
         tables = sequence.kv.tables
         for cell in self._computed_cells(sequence):
             key = self._sealed_key(sequence, cell)
-            found = None if key is None else host.find(key)
+            found = None if key is None else host.pool.find(key)
             known.append(host.source_of(tables[cell[0]][cell[1]]) if found is None else found)
         return known
 
@@ -402,8 +402,8 @@ class KvLedger(StateLedger):
         if sequence.kv.num_computed == 0 or not sequence.kv.blocks:
             return None
         known = self._known_on_host(host, sequence)
-        num_revived = sum(block is not None and host.is_free(block) for block in known)
-        return known if known.count(None) <= host.num_free - num_revived else None
+        num_revived = sum(block is not None and host.pool.is_free(block) for block in known)
+        return known if known.count(None) <= host.pool.num_free - num_revived else None
 
     def _swapped(self, sequence: Sequence) -> list[Hit]:
         """Return the source of each block of a swapped-out sequence: the device if possible, else the host."""

@@ -29,7 +29,7 @@ class StateLedger(TableBlocks):
     @property
     def has_state_slot(self) -> bool:
         """True if a sequence can start as far as recurrent states are concerned."""
-        return self.states is None or self.states.num_free > 0
+        return self.states is None or self.states.pool.num_free > 0
 
     def begin_draft(self, sequence: Sequence) -> bool:
         """Keep the state before a draft, so that the draft can be undone. Return False if no slot is available."""

@@ -105,7 +105,7 @@ class TableBlocks:
                 self.pool.share(hit.block)
                 self.pool.free([hit.block])
             elif self.host is not None:
-                self.host.share(hit.block)
+                self.host.pool.share(hit.block)
                 self.host.free([hit.block])
 
     def caches(self, sequence: Sequence) -> bool:
@@ -126,7 +126,7 @@ class TableBlocks:
         block = self.pool.find(block_hash)
         if block is not None:
             return Hit(block, on_host=False)
-        block = None if self.host is None else self.host.find(block_hash)
+        block = None if self.host is None else self.host.pool.find(block_hash)
         return None if block is None else Hit(block, on_host=True)
 
     def _can_have(self, num_new: int, *, beside: list[int]) -> bool:
@@ -146,7 +146,7 @@ class TableBlocks:
         blocks = [hit.block for hit in hits]
         if self.host is not None and from_host:
             for host_block in from_host:
-                self.host.share(host_block)  # before the allocation, which might evict it
+                self.host.pool.share(host_block)  # before the allocation, which might evict it
             new = iter(self.pool.allocate(len(from_host)))
             keys = [self._sealed_key(sequence, cell) for cell in cells_of(firsts, num_blocks)]
             for place, hit in enumerate(hits):
