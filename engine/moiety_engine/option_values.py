@@ -6,6 +6,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.config import EngineConfig, GrammarLimits, ImageOptions, OffloadConfig, TransferConfig
 from moiety_options.engine_options import EngineOptions
@@ -19,8 +21,6 @@ def engine_config(options: ModelOptions, folder: Path, name: str, **further: Any
     An option and a field of the configuration of the same name have the same value. `further`: more fields. Raises
     CheckpointError and InvalidConfig.
     """
-    same = {field.name for field in fields(options)} & set(EngineConfig.__struct_fields__)
-    values = {one: getattr(options, one) for one in same}
     chosen = {
         "model": str(folder),
         "name": name,
@@ -32,7 +32,7 @@ def engine_config(options: ModelOptions, folder: Path, name: str, **further: Any
         "num_threads": options.threads,
         "offload": _offload_config(options),
     }
-    return EngineConfig(**{**values, **chosen, **further})
+    return EngineConfig(**{**_same_values(options, EngineConfig), **chosen, **further})
 
 
 def serving_config(options: EngineOptions, folder: Path, name: str, adapters: dict[str, str]) -> EngineConfig:
@@ -50,40 +50,32 @@ def serving_config(options: EngineOptions, folder: Path, name: str, adapters: di
     )
 
 
+def _same_values(options: ModelOptions, target: type[msgspec.Struct], prefix: str = "") -> dict[str, Any]:
+    """Return the values of the fields of `target` whose names, after the prefix, are names of options."""
+    names = {field.name for field in fields(options)}
+    return {name: getattr(options, prefix + name) for name in target.__struct_fields__ if prefix + name in names}
+
+
 def _offload_config(options: ModelOptions) -> OffloadConfig:
-    return OffloadConfig(
-        what=options.offload,
-        memory_bytes=options.expert_memory_bytes,
-        folder=options.offload_folder,
-        eviction=options.expert_eviction,
-        prefetch=options.expert_prefetch,
-    )
+    values = _same_values(options, OffloadConfig, "expert_")
+    return OffloadConfig(what=options.offload, folder=options.offload_folder, **values)
 
 
 def _grammar_limits(options: EngineOptions) -> GrammarLimits:
-    return GrammarLimits(
-        compile_cpu_s=options.grammar_compile_cpu_s,
-        compile_wall_s=options.grammar_compile_wall_s,
-        compile_memory_bytes=options.grammar_compile_memory_bytes,
-        worker_memory_bytes=options.grammar_worker_memory_bytes,
-        max_waiting_per_tenant=options.grammar_queue,
-    )
+    values = _same_values(options, GrammarLimits, "grammar_")
+    return GrammarLimits(max_waiting_per_tenant=options.grammar_queue, **values)
 
 
 def image_options(options: EngineOptions) -> ImageOptions:
     """Return the limits of images that the options set."""
     return ImageOptions(
-        cache_bytes=options.image_cache_bytes,
         max_images=options.max_images,
         max_bytes=options.max_image_bytes,
         max_source_pixels=options.max_image_source_pixels,
         max_pixels=options.max_image_pixels,
-        decode_cpu_s=options.image_decode_cpu_s,
         decode_wall_s=3 * options.image_decode_cpu_s,
-        decode_memory_bytes=options.image_decode_memory_bytes,
-        decoded_cache_bytes=options.image_decoded_cache_bytes,
-        pixel_memory_bytes=options.image_pixel_memory_bytes,
         max_decoding=options.image_queue,
+        **_same_values(options, ImageOptions, "image_"),
     )
 
 

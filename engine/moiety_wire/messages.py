@@ -78,8 +78,8 @@ class TokenRules(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     bad_words: tuple[str, ...] = ()  # texts of the banned runs, for external engines
 
 
-class Sampling(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """Sampling parameters. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 disable the filter."""
+class TokenSampling(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """Choice of a token. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 disable the filter."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -90,6 +90,11 @@ class Sampling(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] | None = None
     seed: int | None = None
+
+
+class Sampling(TokenSampling, frozen=True, gc=False, omit_defaults=True):
+    """Sampling parameters and requested log-probabilities."""
+
     num_logprobs: int | None = None  # None: no logprobs; N: the chosen token's, and the N best
     num_prompt_logprobs: int | None = None  # the same for the prompt's tokens
     prompt_logprobs_from: int = 1  # index of the first prompt token with log-probabilities; the prefix cache ends there
