@@ -35,7 +35,7 @@ from moiety_engine.model.adapter_stacks import LayerFactors
 from moiety_engine.model.arithmetic import Arithmetic
 from moiety_engine.model.batch import Batch
 from moiety_engine.model.dispatch import Dispatch
-from moiety_engine.model.layers import MixtureOfExperts
+from moiety_engine.model.layers import MixtureOfExperts, MoeContext
 from moiety_engine.model.loading import load_model
 from moiety_engine.model.spec import MoeSpec
 from moiety_engine.model.weights import MoeWeights
@@ -89,7 +89,7 @@ def ours(rank: int, whole: dict[str, Tensor], x_TD: Tensor) -> tuple[Tensor, Ten
     in_order = seat.layout.slots(NUM_EXPERTS)
     slots = ExpertSlots(in_order, NUM_EXPERTS, num_parts=NUM_RANKS, own_part=rank, device=x_TD.device)
     dispatch = Dispatch(seat, RowExchange(dist.group.WORLD), slots)
-    layer = MixtureOfExperts(spec, weights, chosen, Arithmetic(), LayerFactors(), slots, dispatch)
+    layer = MixtureOfExperts(spec, weights, MoeContext(chosen, Arithmetic(), LayerFactors(), slots, dispatch))
     return layer(x_TD, None), chosen[0]
 
 

@@ -20,6 +20,7 @@ from moiety_engine.loop_setup import build_loop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.arithmetic import Arithmetic
 from moiety_engine.model.transformer import Transformer
+from moiety_engine.model.transformer_options import TransformerOptions
 from moiety_engine.runner.device_state import free_cached_memory
 from moiety_engine.startup import load_loop
 from moiety_wire.engine_choices import LoadFormat
@@ -91,7 +92,7 @@ class Bench:
             self.model = load_loop(config).executor.model
         model = self.model
         if invariant:
-            model = Transformer(model.spec, model._weights, arithmetic=Arithmetic(invariant=True))
+            model = Transformer(model.spec, model._weights, TransformerOptions(arithmetic=Arithmetic(invariant=True)))
         loop = build_loop(model, config)
         loop.warm_up()
         return loop

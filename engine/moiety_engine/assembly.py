@@ -35,7 +35,7 @@ from moiety_engine.distribution.rendezvous_address import (
     require_ranks,
 )
 from moiety_engine.errors import CheckpointError, EngineError, InvalidConfig, OutOfMemory, RanksError
-from moiety_engine.model.loading import WeightShard, load_share
+from moiety_engine.model.loading import WeightShard, load_options, load_share
 from moiety_engine.runner.overlap import steps_overlap
 from moiety_engine.runner.worker import ExpertWorker, Worker, WorkerBase
 
@@ -262,23 +262,17 @@ def _load(
     num_threads = config.num_threads
     if num_threads is None and rendezvous.local_num_ranks > 1:
         num_threads = max(1, (psutil.cpu_count(logical=False) or 1) // rendezvous.local_num_ranks)
-    return load_share(
-        Path(config.model),
-        device=_device(config, rendezvous),
-        dtype=config.dtype,
-        kv_dtype=config.kv_dtype,
-        quantization=config.quantization,
-        moe_kernel=config.moe_kernel,
-        batch_invariant=config.batch_invariant,
-        num_threads=num_threads,
-        load_format=config.load_format,
-        ranks=ranks,
-        offload=config.offload,
-        progress=progress,
-        keeps_hidden=config.speculate is Speculate.MTP,
-        frees_windows=not why_windows_are_kept(config),
-        max_context_tokens=config.max_context_tokens,
-    )
+    options = load_options(config, _device(config, rendezvous), progress)
+    options |= {
+        "kv_dtype": config.kv_dtype,
+        "batch_invariant": config.batch_invariant,
+        "num_threads": num_threads,
+        "ranks": ranks,
+        "offload": config.offload,
+        "keeps_hidden": config.speculate is Speculate.MTP,
+        "frees_windows": not why_windows_are_kept(config),
+    }
+    return load_share(Path(config.model), **options)
 
 
 def _device(config: EngineConfig, rendezvous: Rendezvous) -> str:

@@ -31,6 +31,7 @@ from moiety_engine.model.recurrent_specs import RecurrentSpec, StatePart
 from moiety_engine.model.rope_spec import RopeSpec
 from moiety_engine.model.spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, NormSpec
 from moiety_engine.model.transformer import Transformer
+from moiety_engine.model.transformer_options import TransformerOptions
 from moiety_engine.model.weights import AttentionWeights
 from moiety_engine.runner.memory import num_states
 from moiety_engine.scheduling.preemption.preemptor import SwapCost
@@ -113,7 +114,7 @@ class DecayModel(Transformer):
         recurrent = replace(layer, attention=DecaySpec(**fields))
         spec = replace(plain, layers=(recurrent, layer, recurrent))
         weights = draw_weights(spec, device=torch.device("cpu"), dtype=torch.float32)
-        super().__init__(spec, weights, **options)
+        super().__init__(spec, weights, TransformerOptions(**options))
         for index in spec.recurrent_layers:
             own = weights.layers[index].attention
             assert isinstance(own, AttentionWeights)

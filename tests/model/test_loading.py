@@ -20,6 +20,7 @@ from moiety_engine.model.loading import load_model
 from moiety_engine.model.rope_spec import Llama3Scaling
 from moiety_engine.model.spec import DenseSpec, MoeSpec
 from moiety_engine.model.transformer import Transformer
+from moiety_engine.model.transformer_options import TransformerOptions
 from moiety_engine.model.weight_offload import named_tensors
 from moiety_engine.model.weight_quantizer import bytes_in
 from moiety_engine.model.weights import products_of
@@ -311,6 +312,6 @@ def test_what_cannot_compute_experts_here_is_refused_with_the_reason(mixture: An
 def test_cache_bytes_are_what_the_cache_takes(make_checkpoint: Any, variant: str) -> None:
     model = load_model(make_checkpoint(variant).folder, device="cpu", dtype="bfloat16")
     assert model.dtype is torch.bfloat16
-    for one in (model, Transformer(model.spec, model._weights, kv_dtype=torch.int8)):
+    for one in (model, Transformer(model.spec, model._weights, TransformerOptions(torch.int8))):
         taken = sum(t.numel() * t.element_size() for layer in one.allocate_kv(7, 16).layers for t in layer.parts)
         assert taken == 7 * one.kv_bytes_per_block(16)

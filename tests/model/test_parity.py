@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moiety_engine.model.checkpoint import load
 from moiety_engine.model.transformer import Transformer
+from moiety_engine.model.transformer_options import TransformerOptions
 
 TOLERANCE = 1e-4
 PROMPT_TOKENS = 300
@@ -97,7 +98,7 @@ def test_a_cache_in_fewer_bits_is_smaller_by_them_and_changes_little(
     driver = make_driver(checkpoint.folder)
     spec = driver.model.spec
     weights = load(checkpoint.folder, spec, device=torch.device("cpu"), dtype=torch.float32)
-    model = Transformer(spec, weights, kv_dtype=kept)
+    model = Transformer(spec, weights, TransformerOptions(kept))
     assert model.kv_bytes_per_block(16) == round(share * driver.model.kv_bytes_per_block(16))
     logprobs = type(driver)(model).prefill(make_sequence(prompt), 7).log_softmax(-1)
     assert TOLERANCE < (logprobs - checkpoint.logprobs(prompt)).abs().mean() < most  # most are between -4 and -9

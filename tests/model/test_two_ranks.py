@@ -20,6 +20,7 @@ from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.checkpoint import load
 from moiety_engine.model.families import read_spec
 from moiety_engine.model.transformer import Transformer
+from moiety_engine.model.transformer_options import TransformerOptions
 
 from .conftest import Driver, Sequence
 from .recent_variants import RECENT_VARIANTS
@@ -82,7 +83,8 @@ def logprobs_of_two_ranks(folder: Path, layout: Layout) -> Tensor:
             try:
                 spec, seat, group = read_spec(folder), Seat(layout, rank), RankInTurns(turns, rank)
                 weights = load(folder, spec, device=torch.device("cpu"), dtype=torch.float32, seat=seat)
-                model = Transformer(spec, weights, ranks=Ranks(seat=seat, tensor=group, everyone=group))
+                ranks = Ranks(seat=seat, tensor=group, everyone=group)
+                model = Transformer(spec, weights, TransformerOptions(ranks=ranks))
                 return Driver(model).prefill(Sequence(PROMPT), 64).log_softmax(-1)
             except BaseException:
                 turns.give_up()

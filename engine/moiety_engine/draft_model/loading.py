@@ -10,7 +10,7 @@ import structlog
 from moiety_engine.config import Speculate
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.families import read_spec
-from moiety_engine.model.loading import load_model, load_mtp
+from moiety_engine.model.loading import load_model, load_mtp, load_options
 from moiety_text.errors import TextError
 from moiety_text.folder import read_text_model
 from moiety_text.tokenizer import Tokenizer
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from moiety_engine.config import EngineConfig
-    from moiety_engine.model.loading import LoadOptions
     from moiety_engine.model.transformer import Transformer
 
 log = structlog.get_logger()
@@ -33,15 +32,7 @@ def load_drafter(
     Returns a draft model, the checkpoint's MTP layer, or None. Raises InvalidConfig if the vocabularies differ, and the
     errors of `load_model`.
     """
-    how: LoadOptions = {
-        "device": str(model.device),
-        "dtype": config.dtype,
-        "quantization": config.quantization,
-        "moe_kernel": config.moe_kernel,
-        "load_format": config.load_format,
-        "progress": progress,
-        "max_context_tokens": config.max_context_tokens,
-    }
+    how = load_options(config, str(model.device), progress)
     if config.speculate is Speculate.MTP:
         return load_mtp(Path(config.model), model, **how)
     if config.speculate is not Speculate.DRAFT:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moiety_engine.model.layers import DenseFeedForward, MixtureOfExperts
+from moiety_engine.model.layers import DenseFeedForward, MixtureOfExperts, MoeContext
 from moiety_engine.model.normed_mixture import NormedMixture
 from moiety_engine.model.spec import DenseSpec, MoeSpec
 from moiety_engine.model.weights import DenseWeights, MoeWeights
@@ -38,15 +38,15 @@ def feed_forward(
 ) -> FeedForward:
     """Return the feed-forward that the spec describes; an MoE layer appends its choices to `chosen`.
 
-    `slots`, `dispatch`: see MixtureOfExperts. `cached`: iterator over the cached experts of the remaining MoE layers.
+    `slots`, `dispatch`: see MoeContext. `cached`: iterator over the cached experts of the remaining MoE layers.
     `norm_eps`, `group`: see NormedMixture.
     """
     if isinstance(spec, MoeSpec):
         assert isinstance(weights, MoeWeights)
         own = next(cached) if cached else None
+        context = MoeContext(chosen, arithmetic, adapters, slots, dispatch, own)
         if spec.normed:
-            everything = spec, weights, chosen, arithmetic, adapters, slots, dispatch, own
-            return NormedMixture(*everything, norm_eps=norm_eps, group=group)
-        return MixtureOfExperts(spec, weights, chosen, arithmetic, adapters, slots, dispatch, own)
+            return NormedMixture(spec, weights, context, norm_eps=norm_eps, group=group)
+        return MixtureOfExperts(spec, weights, context)
     assert isinstance(weights, DenseWeights)
     return DenseFeedForward(spec, weights, arithmetic, adapters)

@@ -5,12 +5,13 @@ T tokens, D model width, H query heads, G key-value heads, d head width, E exper
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from moiety_engine.model.adapter_stacks import Product
+from moiety_engine.model.adapter_stacks import LayerFactors, Product
 from moiety_engine.model.batch import LayerCache
 from moiety_engine.model.cached_experts import CachedExperts
 from moiety_engine.model.divided_norm import DividedNorm
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_engine.distribution.collectives import RankCollectives
-    from moiety_engine.model.adapter_stacks import AdaptedRows, LayerFactors
+    from moiety_engine.model.adapter_stacks import AdaptedRows
     from moiety_engine.model.arithmetic import Arithmetic
     from moiety_engine.model.batch import Batch, Cache, RecurrentRows, RecurrentStateCache
     from moiety_engine.model.dispatch import Dispatch
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from moiety_engine.model.weights import SharedWeights
     from moiety_engine.moe.expert_slots import ExpertSlots
     from moiety_engine.offload.layer import LayerExperts
+    from moiety_kernels.low_rank import FeedForwardFactors
 
 
 class Attention(Protocol):
@@ -163,6 +165,17 @@ class DenseFeedForward:
         self._invariant = arithmetic.invariant
 
     def __call__(self, x_TD: Tensor, rows: AdaptedRows | None) -> Tensor:
+        return self.glu(x_TD, adapters=self._adapters.of_feed_forward(rows))
+
+    def glu(
+        self,
+        x_TD: Tensor,
+        *,
+        weight_T1: Tensor | None = None,
+        onto_TD: Tensor | None = None,
+        adapters: FeedForwardFactors | None = None,
+    ) -> Tensor:
+        """Return the output for x, weighted and added to another one if these are given; see `dense_glu`."""
         w = self._weights
         return dense_glu(
             x_TD,
@@ -171,8 +184,10 @@ class DenseFeedForward:
             w.gate_up_bias_2F,
             w.down_bias_D,
             activation=self._activation,
+            weight_T1=weight_T1,
+            onto_TD=onto_TD,
             invariant=self._invariant,
-            adapters=self._adapters.of_feed_forward(rows),
+            adapters=adapters,
         )
 
 
@@ -185,58 +200,49 @@ class SharedExperts:
     _ROUTING = RoutingSpec(num_experts=1, top_k=1, renormalize=False, scoring="sigmoid")
 
     def __init__(self, spec: SharedSpec, weights: SharedWeights, arithmetic: Arithmetic) -> None:
-        self._activation, self._weights, self._factor = spec.dense.activation, weights, spec.factor
         assert spec.factor == 1.0 or not spec.gated, "a gate has no factor"
-        self._invariant = arithmetic.invariant
+        self._dense = DenseFeedForward(spec.dense, weights.dense, arithmetic, LayerFactors())
+        self._weights, self._factor, self._invariant = weights, spec.factor, arithmetic.invariant
 
     def added_to(self, routed_TD: Tensor, x_TD: Tensor) -> Tensor:
         """Return the routed experts' output, which may be overwritten, plus the shared experts' output for x."""
-        w, gate_1D = self._weights.dense, self._weights.gate_1D
-        return dense_glu(
-            x_TD,
-            w.gate_up_2FD,
-            w.down_DF,
-            w.gate_up_bias_2F,
-            w.down_bias_D,
-            activation=self._activation,
-            weight_T1=self._share(x_TD, gate_1D),
-            onto_TD=routed_TD,
-            invariant=self._invariant,
-        )
+        return self._dense.glu(x_TD, weight_T1=self._share(x_TD), onto_TD=routed_TD)
 
-    def _share(self, x_TD: Tensor, gate_1D: Tensor | None) -> Tensor | None:
+    def _share(self, x_TD: Tensor) -> Tensor | None:
+        gate_1D = self._weights.gate_1D
         if gate_1D is None:
             return None if self._factor == 1.0 else x_TD.new_full((len(x_TD), 1), self._factor, dtype=torch.float32)
         return route(linear(x_TD, gate_1D, invariant=self._invariant), self._ROUTING)[0]
 
 
+@dataclass(frozen=True, slots=True)
+class MoeContext:
+    """Objects of the model and the rank that an MoE layer works with.
+
+    `chosen`: list to which each pass appends the experts of each token, expert_TK. `slots`: the experts' slots, if some
+    experts are on other ranks. `dispatch`: all-to-all with ranks that have other tokens; all ranks call the layer
+    together, even without tokens. `cached`: the experts that the weights hold, if experts are offloaded.
+    """
+
+    chosen: list[Tensor]
+    arithmetic: Arithmetic
+    adapters: LayerFactors
+    slots: ExpertSlots | None = None
+    dispatch: Dispatch | None = None
+    cached: LayerExperts | None = None
+
+
 class MixtureOfExperts:
     """MoE layer: router, weighted sum of each token's chosen experts, and shared experts, if there are any."""
 
-    def __init__(
-        self,
-        spec: MoeSpec,
-        weights: MoeWeights,
-        chosen: list[Tensor],
-        arithmetic: Arithmetic,
-        adapters: LayerFactors,
-        slots: ExpertSlots | None = None,
-        dispatch: Dispatch | None = None,
-        cached: LayerExperts | None = None,
-    ) -> None:
-        """Create the layer.
-
-        `chosen`: list to which each pass appends the experts of each token, expert_TK. `slots`: the experts' slots, if
-        some experts are on other ranks. `dispatch`: all-to-all with ranks that have other tokens; all ranks call the
-        layer together, even without tokens. `cached`: the experts that the weights hold, if experts are offloaded.
-        """
-        self._spec, self._weights, self._chosen, self._adapters = spec, weights, chosen, adapters
-        self._arithmetic, self._slots, self._dispatch = arithmetic, slots, dispatch
-        self._cached = None if cached is None else CachedExperts(cached)
+    def __init__(self, spec: MoeSpec, weights: MoeWeights, context: MoeContext) -> None:
+        self._spec, self._weights, self._chosen, self._adapters = spec, weights, context.chosen, context.adapters
+        self._arithmetic, self._slots, self._dispatch = context.arithmetic, context.slots, context.dispatch
+        self._cached = None if context.cached is None else CachedExperts(context.cached)
         self._following: MixtureOfExperts | None = None
-        self._shared = (
-            SharedExperts(spec.shared, weights.shared, arithmetic) if spec.shared and weights.shared else None
-        )
+        self._shared: SharedExperts | None = None
+        if spec.shared and weights.shared:
+            self._shared = SharedExperts(spec.shared, weights.shared, context.arithmetic)
 
     def prefetch(self, following: MixtureOfExperts) -> None:
         """Prefetch in every pass the experts that the `following` layer would choose for this layer's input.

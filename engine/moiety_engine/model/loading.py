@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Required, TypedDict, Unpack
 import structlog
 import torch
 
-from moiety_engine.config import OffloadConfig
+from moiety_engine.config import EngineConfig, OffloadConfig
 from moiety_engine.distribution.collectives import ALONE, Ranks
 from moiety_engine.memory import device_memory
 from moiety_engine.model.arithmetic import Arithmetic, cannot_be_invariant
@@ -25,6 +25,7 @@ from moiety_engine.model.remote_experts import ExpertServer
 from moiety_engine.model.spec import LatentAttentionSpec, ModelSpec, MoeSpec
 from moiety_engine.model.tensor_shards import check_cuts, own_spec
 from moiety_engine.model.transformer import Transformer
+from moiety_engine.model.transformer_options import TransformerOptions
 from moiety_engine.model.weight_offload import require_fit, weight_bytes
 from moiety_engine.model.weight_quantizer import as_packed_for_a_gpu, bytes_in, takes_products
 from moiety_engine.model.weights import ModelWeights
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from moiety_engine.model.vocabulary import Vocabulary
-    from moiety_engine.offload.cache import ExpertCache
     from moiety_kernels.quantization import WeightFormat
 
 log = structlog.get_logger()
@@ -74,40 +74,32 @@ class LoadOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class WeightShard:
-    """Loaded part of a model on one rank; with a single rank, the whole model.
-
-    `expert_bytes`: bytes of one expert of a layer, given if this rank may have no experts. `expert_cache`: cache whose
-    slots are the weights' experts. `keeps_hidden`, `frees_windows`: see Transformer.
-    """
+    """Loaded part of a model on one rank; with a single rank, the whole model."""
 
     spec: ModelSpec
     weights: ModelWeights
-    kv_dtype: torch.dtype | None
-    arithmetic: Arithmetic
-    ranks: Ranks
-    expert_bytes: int | None
-    expert_cache: ExpertCache | None
-    keeps_hidden: bool = False
-    frees_windows: bool = False
+    options: TransformerOptions
 
     def transformer(self, vocabulary: Vocabulary | None = None) -> Transformer:
         """Return the Transformer of a rank with layers. `vocabulary`: another model's, for a model without one."""
-        return Transformer(
-            self.spec,
-            self.weights,
-            kv_dtype=self.kv_dtype,
-            arithmetic=self.arithmetic,
-            ranks=self.ranks,
-            expert_bytes=self.expert_bytes,
-            expert_cache=self.expert_cache,
-            keeps_hidden=self.keeps_hidden,
-            frees_windows=self.frees_windows,
-            vocabulary=vocabulary,
-        )
+        return Transformer(self.spec, self.weights, self.options, vocabulary)
 
     def experts(self) -> ExpertServer:
         """Return the server of a rank with experts only."""
-        return ExpertServer(self.spec, self.weights, arithmetic=self.arithmetic, ranks=self.ranks)
+        return ExpertServer(self.spec, self.weights, arithmetic=self.options.arithmetic, ranks=self.options.ranks)
+
+
+def load_options(config: EngineConfig, device: str, progress: Callable[[int, int], None] | None) -> LoadOptions:
+    """Return the options that a configuration gives to all models of an engine."""
+    return {
+        "device": device,
+        "dtype": config.dtype,
+        "quantization": config.quantization,
+        "moe_kernel": config.moe_kernel,
+        "load_format": config.load_format,
+        "progress": progress,
+        "max_context_tokens": config.max_context_tokens,
+    }
 
 
 def load_model(folder: Path, **how: Unpack[LoadOptions]) -> Transformer:
@@ -154,7 +146,7 @@ def load_share(
     `num_threads`: number of threads of the process.
     `offload`: which experts need not be on the device.
     `progress` is called with (bytes read, bytes in all).
-    `keeps_hidden`: the KV cache keeps hidden states for an MTP layer. `frees_windows`: see Transformer.
+    `keeps_hidden`: the KV cache keeps hidden states for an MTP layer. `frees_windows`: see TransformerOptions.
     `mtp`: load only the MTP layer.
     `max_context_tokens`: longest context that is served, on which LongRoPE depends; None: the model's longest.
 
@@ -209,7 +201,11 @@ def load_share(
     if compiler is not None:
         compiler.join()
     weights = with_narrow_head(weights) if head_too else weights
-    return WeightShard(spec, weights, cached_in, arithmetic, ranks, one_bytes, cache, keeps_hidden, frees_windows)
+    return WeightShard(
+        spec,
+        weights,
+        TransformerOptions(cached_in, arithmetic, ranks, one_bytes, cache, keeps_hidden, frees_windows),
+    )
 
 
 def _spec(folder: Path, load_format: LoadFormat, max_context_tokens: int | None, *, keeps_hidden: bool) -> ModelSpec:

@@ -9,20 +9,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moiety_engine.model.layers import MixtureOfExperts
+from moiety_engine.model.layers import MixtureOfExperts, MoeContext
 from moiety_kernels.rms_norm import rms_norm
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_engine.distribution.collectives import RankCollectives
-    from moiety_engine.model.adapter_stacks import AdaptedRows, LayerFactors
-    from moiety_engine.model.arithmetic import Arithmetic
-    from moiety_engine.model.dispatch import Dispatch
+    from moiety_engine.model.adapter_stacks import AdaptedRows
     from moiety_engine.model.spec import MoeSpec
     from moiety_engine.model.weights import MoeWeights
-    from moiety_engine.moe.expert_slots import ExpertSlots
-    from moiety_engine.offload.layer import LayerExperts
 
 
 class NormedMixture(MixtureOfExperts):
@@ -35,18 +31,13 @@ class NormedMixture(MixtureOfExperts):
         self,
         spec: MoeSpec,
         weights: MoeWeights,
-        chosen: list[Tensor],
-        arithmetic: Arithmetic,
-        adapters: LayerFactors,
-        slots: ExpertSlots | None,
-        dispatch: Dispatch | None,
-        cached: LayerExperts | None,
+        context: MoeContext,
         *,
         norm_eps: float,
         group: RankCollectives,
     ) -> None:
-        """Create the layer. `group`: the ranks to sum over; see MixtureOfExperts for the rest."""
-        super().__init__(spec, weights, chosen, arithmetic, adapters, slots, dispatch, cached)
+        """Create the layer. `group`: the ranks to sum over."""
+        super().__init__(spec, weights, context)
         assert weights.norms is not None and self._shared is not None
         self._norms, self._eps, self._group = weights.norms, norm_eps, group
 

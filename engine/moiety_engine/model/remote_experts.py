@@ -19,7 +19,7 @@ import torch
 from moiety_engine.model.adapter_stacks import LayerFactors
 from moiety_engine.model.dispatch import add_given, destinations, pack, share_of, unpack
 from moiety_engine.model.expert_migration import SlotWeights
-from moiety_engine.model.layers import MixtureOfExperts
+from moiety_engine.model.layers import MixtureOfExperts, MoeContext
 from moiety_engine.model.spec import MoeSpec
 from moiety_engine.model.tensor_shards import own_spec
 from moiety_engine.model.weight_offload import WeightOffload
@@ -57,7 +57,7 @@ class RemoteExperts(MixtureOfExperts):
         slots: ExpertSlots | None,
     ) -> None:
         """Create the layer. `slots`: None if each expert rank has a shard of every expert."""
-        super().__init__(spec, weights, chosen, arithmetic, LayerFactors(), slots)
+        super().__init__(spec, weights, MoeContext(chosen, arithmetic, LayerFactors(), slots))
         (self._crossing,) = ranks.crossings
         self._waited = ranks.waited
         self._seat = ranks.seat
@@ -112,7 +112,7 @@ class ExpertServer:
             assert isinstance(ffn, MoeSpec) and isinstance(of_layer, MoeWeights)
             slots = self._slots(ffn)
             self._movable[index] = of_layer, slots
-            mixture = MixtureOfExperts(ffn, of_layer, [], arithmetic, LayerFactors(), slots)
+            mixture = MixtureOfExperts(ffn, of_layer, MoeContext([], arithmetic, LayerFactors(), slots))
             like_TD = torch.empty(0, spec.hidden_size, dtype=activation_dtype, device=self.device)
             like_TK = torch.empty(0, ffn.routing.top_k, dtype=torch.float32, device=self.device)
             crossing = ranks.crossings[ranks.seat.layout.stage_of(index, len(spec.layers))]

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from moiety_engine.distribution.collectives import ALONE, Ranks
+from moiety_engine.distribution.collectives import ALONE
 from moiety_engine.model.adapter_stacks import AdapterStacks
-from moiety_engine.model.arithmetic import Arithmetic
 from moiety_engine.model.batch import Batch, KvCache
 from moiety_engine.model.cache_groups import cache_groups
 from moiety_engine.model.expert_migration import SlotWeights
@@ -31,6 +30,7 @@ from moiety_engine.model.residuals import ResidualConnections, times
 from moiety_engine.model.rotary import RotaryTable, rotation_of
 from moiety_engine.model.spec import ModelSpec, MoeSpec
 from moiety_engine.model.tensor_shards import own_spec
+from moiety_engine.model.transformer_options import TransformerOptions
 from moiety_engine.model.vision_encoder import VisionEncoder
 from moiety_engine.model.vocabulary import Vocabulary
 from moiety_engine.model.weight_offload import WeightOffload
@@ -47,10 +47,9 @@ if TYPE_CHECKING:
     from moiety_engine.model.layers import FeedForward
     from moiety_engine.model.weights import NormWeights
     from moiety_engine.moe.expert_slots import ExpertSlots
-    from moiety_engine.offload.cache import ExpertCache
     from moiety_placement.transition import Write
 
-_PLAIN = Arithmetic()
+_PLAIN = TransformerOptions()
 
 
 class Transformer:
@@ -63,24 +62,15 @@ class Transformer:
         self,
         spec: ModelSpec,
         weights: ModelWeights,
-        *,
-        kv_dtype: torch.dtype | None = None,
-        arithmetic: Arithmetic = _PLAIN,
-        ranks: Ranks = ALONE,
-        expert_bytes: int | None = None,
-        expert_cache: ExpertCache | None = None,
-        keeps_hidden: bool = False,
-        frees_windows: bool = False,
+        options: TransformerOptions = _PLAIN,
         vocabulary: Vocabulary | None = None,
     ) -> None:
         """Create the model.
 
-        `weights`: weights of the spec, or a rank's part of them. `kv_dtype`: type of the KV cache; None: that of the
-        activations. `expert_bytes`: bytes of one expert of a layer, given if this rank may have no experts.
-        `expert_cache`: cache whose slots are the weights' experts. `keeps_hidden`: the KV cache also keeps the hidden
-        state of each token, for an MTP layer. `frees_windows`: blocks behind sliding windows may be freed; see
-        `cache_groups`. `vocabulary`: another model's, for a model without one.
+        `weights`: weights of the spec, or a rank's part of them. `vocabulary`: another model's, for a model without
+        one.
         """
+        arithmetic, ranks, expert_cache = options.arithmetic, options.ranks, options.expert_cache
         self.spec = spec
         self.ranks = ranks
         self.arithmetic = arithmetic
@@ -88,16 +78,18 @@ class Transformer:
         self.device = weights.embedding_VD.device
         self.dtype = weights.embedding_VD.dtype
         self.activation_dtype = torch.float32 if self.device.type == "cpu" else self.dtype
-        self.kv_dtype = kv_dtype or self.activation_dtype
+        self.kv_dtype = options.kv_dtype or self.activation_dtype
         self._first_layer = ranks.seat.layers_of(len(spec.layers)).start
-        self.experts = expert_shape(spec, weights, ranks.seat, expert_bytes)
+        self.experts = expert_shape(spec, weights, ranks.seat, options.expert_bytes)
         self.expert_counter = None if self.experts is None else ExpertCounter(self.experts, NUM_SLOTS, self.device)
         self._chosen: list[Tensor] = []  # experts of the running pass, layer by layer
         rotaries = {rope: RotaryTable(rope, self.device) for rope in own.ropes}
         self.adapters = AdapterStacks(own, self.device, self.activation_dtype)
         self._weights = weights
-        self.keeps_hidden = keeps_hidden
-        self.cache_groups = cache_groups(spec, keep_everything=not frees_windows, one_shape=self.kv_dtype is torch.int8)
+        self.keeps_hidden = keeps_hidden = options.keeps_hidden
+        self.cache_groups = cache_groups(
+            spec, keep_everything=not options.frees_windows, one_shape=self.kv_dtype is torch.int8
+        )
         kv_form = self.kv_dtype, self.activation_dtype, spec.hidden_size if keeps_hidden else None
         self._kv_allocation = KvAllocation(own.layers, self._first_layer, self.cache_groups, *kv_form)
         self._largest = LargestAllocation(spec, ranks.seat.layout, self.cache_groups, *kv_form)
