@@ -23,7 +23,7 @@ from moiety_engine.distribution.rendezvous_address import (
 )
 from moiety_engine.errors import CheckpointError, InvalidConfig
 from moiety_engine.logs import configure_logs
-from moiety_engine.option_values import image_options, serving_config
+from moiety_engine.option_values import image_options, same_values, serving_config
 from moiety_engine.scripted.link import ScriptedCore
 from moiety_engine.scripted.script import Script
 from moiety_engine.scripted.text_model import scripted_text_model
@@ -105,24 +105,16 @@ def _server_settings(options: EngineOptions, adapters: dict[str, str]) -> Server
     """Return the server's settings. Raises InvalidConfig, and UnknownFormat for the name of a format."""
     check_tool_format(options.tool_format)
     check_reasoning_format(options.reasoning_format)
-    return ServerSettings(
-        model=options.name or ("scripted" if options.scripted and not options.model else model_name(options.model)),
-        tool_format=options.tool_format,
-        reasoning_format=options.reasoning_format,
-        listen=options.listen,
-        address_file=options.address_file,
-        usage_journal=_checked(options.usage_journal),
-        unacknowledged_usage=options.unacknowledged_usage,
-        metrics_listen=options.metrics_listen,
-        drain_timeout_s=options.drain_s,
-        core_silence_s=options.core_silence_s,
-        adapters=tuple(adapters),
-        adapter_disk_bytes=options.adapter_disk_bytes,
-        curve_secret_key=_read_curve_key(options.curve_key_file),
-        gateway_keys_file=_checked_gateway_keys(options.gateway_keys_file, options.curve_key_file),
-        role=options.role,
-        images=image_options(options),
-    )
+    chosen = {
+        "model": options.name or ("scripted" if options.scripted and not options.model else model_name(options.model)),
+        "usage_journal": _checked(options.usage_journal),
+        "drain_timeout_s": options.drain_s,
+        "adapters": tuple(adapters),
+        "curve_secret_key": _read_curve_key(options.curve_key_file),
+        "gateway_keys_file": _checked_gateway_keys(options.gateway_keys_file, options.curve_key_file),
+        "images": image_options(options),
+    }
+    return ServerSettings(**{**same_values(options, ServerSettings), **chosen})
 
 
 def _refuse_what_has_no_kv(role: EngineRole, kv_listen: str, disk_cache: Path | None) -> None:

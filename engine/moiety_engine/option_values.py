@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.config import EngineConfig, GrammarLimits, ImageOptions, OffloadConfig, TransferConfig
 from moiety_options.engine_options import EngineOptions
 from moiety_options.model_options import ModelOptions
 from moiety_wire.roles import EngineRole
+from moiety_wire.shared_fields import field_names
 
 
 def engine_config(options: ModelOptions, folder: Path, name: str, **further: Any) -> EngineConfig:
@@ -32,7 +30,7 @@ def engine_config(options: ModelOptions, folder: Path, name: str, **further: Any
         "num_threads": options.threads,
         "offload": _offload_config(options),
     }
-    return EngineConfig(**{**_same_values(options, EngineConfig), **chosen, **further})
+    return EngineConfig(**{**same_values(options, EngineConfig), **chosen, **further})
 
 
 def serving_config(options: EngineOptions, folder: Path, name: str, adapters: dict[str, str]) -> EngineConfig:
@@ -50,19 +48,19 @@ def serving_config(options: EngineOptions, folder: Path, name: str, adapters: di
     )
 
 
-def _same_values(options: ModelOptions, target: type[msgspec.Struct], prefix: str = "") -> dict[str, Any]:
-    """Return the values of the fields of `target` whose names, after the prefix, are names of options."""
-    names = {field.name for field in fields(options)}
-    return {name: getattr(options, prefix + name) for name in target.__struct_fields__ if prefix + name in names}
+def same_values(options: ModelOptions, target: type, prefix: str = "") -> dict[str, Any]:
+    """Return the values of the fields of a struct or dataclass whose names, after the prefix, are names of options."""
+    names = set(field_names(type(options)))
+    return {name: getattr(options, prefix + name) for name in field_names(target) if prefix + name in names}
 
 
 def _offload_config(options: ModelOptions) -> OffloadConfig:
-    values = _same_values(options, OffloadConfig, "expert_")
+    values = same_values(options, OffloadConfig, "expert_")
     return OffloadConfig(what=options.offload, folder=options.offload_folder, **values)
 
 
 def _grammar_limits(options: EngineOptions) -> GrammarLimits:
-    values = _same_values(options, GrammarLimits, "grammar_")
+    values = same_values(options, GrammarLimits, "grammar_")
     return GrammarLimits(max_waiting_per_tenant=options.grammar_queue, **values)
 
 
@@ -75,7 +73,7 @@ def image_options(options: EngineOptions) -> ImageOptions:
         max_pixels=options.max_image_pixels,
         decode_wall_s=3 * options.image_decode_cpu_s,
         max_decoding=options.image_queue,
-        **_same_values(options, ImageOptions, "image_"),
+        **same_values(options, ImageOptions, "image_"),
     )
 
 

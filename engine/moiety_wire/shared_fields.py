@@ -16,9 +16,15 @@ def copy_fields(source: object, target: type[Target], **others: Any) -> Target:
 
     Raises AttributeError where `source` has no attribute of a field's name.
     """
-    kind: Any = target
-    names = kind.__struct_fields__ if issubclass(kind, msgspec.Struct) else [field.name for field in fields(kind)]
+    names = field_names(target)
     return target(**{name: getattr(source, name) for name in names if name not in others}, **others)
+
+
+def field_names(kind: Any) -> tuple[str, ...]:
+    """Return the names of the fields of a struct or a dataclass, in their order."""
+    if issubclass(kind, msgspec.Struct):
+        return tuple(kind.__struct_fields__)
+    return tuple(field.name for field in fields(kind))
 
 
 class CopyOf(Generic[Source]):

@@ -20,6 +20,7 @@ from moiety_engine.server.metrics import MetricsServer
 from moiety_engine.server.settings import ServerSettings
 from moiety_engine.server.unacknowledged_usage_log import UnacknowledgedUsageLog
 from moiety_text.folder import TextModel
+from moiety_wire.shared_fields import copy_fields
 
 log = structlog.get_logger()
 
@@ -105,18 +106,8 @@ def _report(settings: ServerSettings, server: EngineServer, metrics_url: str, sa
     card = server.card
     assert card is not None
     public = zmq.curve_public(settings.curve_secret_key).decode() if settings.curve_secret_key else ""
-    report = ReadyReport(
-        event="engine_ready",
-        engine_id=server.engine_id,
-        address=server.address,
-        model=card.model,
-        family=card.family,
-        max_context_tokens=card.max_context_tokens,
-        dtype=card.dtype,
-        device=card.device,
-        curve_public_key=public,
-        metrics_url=metrics_url,
-    )
+    own = {"address": server.address, "curve_public_key": public, "metrics_url": metrics_url}
+    report = copy_fields(card, ReadyReport, event="engine_ready", **own)
     if settings.address_file is not None:
         partial = settings.address_file.with_name(f".{settings.address_file.name}.{os.getpid()}")
         partial.write_text(server.address + "\n")

@@ -99,32 +99,16 @@ def find_refusal(submit: Submit, limits: ModelLimits) -> Refusal | None:
 def to_core(submit: Submit, limits: ModelLimits, key: int) -> CoreSubmit:
     """Return a validated request for the core, with its length clipped to the context."""
     stopping = submit.stopping
-    return CoreSubmit(
+    return copy_fields(
+        submit,
+        CoreSubmit,
         key=key,
-        tenant_id=submit.tenant_id,
-        service=submit.service,
-        prompt_ids=submit.prompt_ids,
-        sampling=submit.sampling,
         max_tokens=min(stopping.max_tokens, limits.max_context_tokens - len(submit.prompt_ids)),
         min_tokens=stopping.min_tokens,
         stop_token_ids=sorted(stop_ids_of(stopping, limits)),
-        credit_tokens=submit.credit_tokens,
-        cache_salt=submit.cache_salt,
-        arrival_unix_ns=submit.arrival_unix_ns,
-        deadline_unix_ns=submit.deadline_unix_ns,
-        tenant_weight=submit.tenant_weight,
-        fallback=submit.fallback,
-        resumed_ids=submit.resumed_ids,
-        grammar=submit.grammar,
-        embed=submit.embed,
-        second_segment_at=submit.second_segment_at,
-        sibling_tokens=submit.sibling_tokens,
-        hand_over=submit.hand_over,
-        transfer_id=submit.transfer_id,
-        adapter=submit.adapter,
-        speculative_prefill=submit.speculative_prefill,
-        keep_s=submit.keep_s,
         thought_budget=stopping.thought_budget,
+        images=(),  # they are decoded first
+        images_pending=False,
     )
 
 
