@@ -61,14 +61,7 @@ class ServiceClass(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 PRIORITY = ServiceClass(
-    name="priority",
-    rank=0,
-    ttft_s=0.5,
-    ttft_per_1k_s=0.1,
-    tpot_s=0.033,
-    max_queue_s=5.0,
-    preemptible=False,
-    on_overload=OverloadAction.REJECT,
+    name="priority", rank=0, ttft_s=0.5, ttft_per_1k_s=0.1, tpot_s=0.033, max_queue_s=5.0, preemptible=False
 )
 STANDARD = ServiceClass(name="standard", rank=1, ttft_s=2.0, ttft_per_1k_s=0.2, tpot_s=0.1, max_queue_s=30.0)
 FLEX = ServiceClass(name="flex", rank=2, completion_s=600.0, max_queue_s=300.0, on_overload=OverloadAction.QUEUE)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -19,6 +20,7 @@ _to_engine: msgspec.msgpack.Decoder[ToEngine | list[ToEngine]] = msgspec.msgpack
 _to_gateway: msgspec.msgpack.Decoder[ToGateway | list[ToGateway]] = msgspec.msgpack.Decoder(ToGateway | list[ToGateway])
 _notes = msgspec.msgpack.Decoder(StepNotes)
 _ARRAY = struct.Struct(">BI")  # msgpack array header: type byte and number of items
+Message = TypeVar("Message")
 _UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # the last two: invalid UTF-8, deep nesting
 
 
@@ -51,19 +53,21 @@ def _joined(parts: list[bytes]) -> bytes:
 
 def decode_to_engine(data: bytes | memoryview) -> list[ToEngine]:
     """Return the messages of a frame addressed to an engine. Raises UndecodableMessage."""
-    try:
-        found = _to_engine.decode(data)
-    except _UNDECODABLE as exc:
-        raise UndecodableMessage(f"not a message to an engine: {exc}") from exc
-    return found if isinstance(found, list) else [found]
+    return _decode(_to_engine, data, "an engine")
 
 
 def decode_to_gateway(data: bytes | memoryview) -> list[ToGateway]:
     """Return the messages of a frame addressed to a gateway. Raises UndecodableMessage."""
+    return _decode(_to_gateway, data, "a gateway")
+
+
+def _decode(
+    decoder: msgspec.msgpack.Decoder[Message | list[Message]], data: bytes | memoryview, to: str
+) -> list[Message]:
     try:
-        found = _to_gateway.decode(data)
+        found = decoder.decode(data)
     except _UNDECODABLE as exc:
-        raise UndecodableMessage(f"not a message to a gateway: {exc}") from exc
+        raise UndecodableMessage(f"not a message to {to}: {exc}") from exc
     return found if isinstance(found, list) else [found]
 
 
