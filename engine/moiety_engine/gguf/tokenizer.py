@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from moiety_engine.errors import CheckpointError
 from moiety_text.tokenizer_formats.patterns import PATTERNS, WHOLE_WORDS
-from moiety_text.tokenizer_formats.tokenizer_json import AddedToken, byte_level_bpe, sentencepiece_bpe
+from moiety_text.tokenizer_formats.tokenizer_json import AddedToken, SentencePieces, byte_level_bpe, sentencepiece_bpe
 
 if TYPE_CHECKING:
     from moiety_engine.gguf.header import GgufHeader
@@ -92,12 +92,14 @@ def _sentencepiece(header: GgufHeader, tokens: list[str], kinds: list[int], adde
         raise CheckpointError(f"{header.paths[0]} has no scores of its tokens; download it again")
     unknown = next((token for token, kind in zip(tokens, kinds, strict=True) if kind == _UNKNOWN), tokens[0])
     return sentencepiece_bpe(
-        list(zip(tokens, scores, strict=True)),
-        added,
-        unknown=unknown,
-        byte_fallback=_BYTE in kinds,
-        adds_space=bool(header.metadata.get(f"{_PREFIX}add_space_prefix", True)),
-        first=_first(header, tokens, default=True),
+        SentencePieces(
+            pieces=list(zip(tokens, scores, strict=True)),
+            added=added,
+            unknown=unknown,
+            byte_fallback=_BYTE in kinds,
+            adds_space=bool(header.metadata.get(f"{_PREFIX}add_space_prefix", True)),
+            first=_first(header, tokens, default=True),
+        )
     )
 
 

@@ -23,7 +23,7 @@ from moiety_text.tools.deltas import (
     Thinking,
     assemble,
 )
-from moiety_text.tools.json_scanner import Malformed
+from moiety_text.tools.json_scanner import scan_whole
 from moiety_text.tools.reader import overlap
 
 START, END, MESSAGE, CHANNEL = "<|start|>", "<|end|>", "<|message|>", "<|channel|>"
@@ -190,12 +190,4 @@ def _is_header(text: str) -> bool:
 
 def _arguments_of(body: str) -> str | None:
     """Return the JSON object that is a call's body, white space around it left out; None for any other text."""
-    call, arguments, text = ArgumentsOnly(""), [], body.strip(_SPACE)
-    try:
-        for character in text:
-            if call.is_complete:
-                return None
-            arguments.append(call.advance(character))
-    except Malformed:
-        return None
-    return "".join(arguments) if call.is_complete else None
+    return scan_whole(ArgumentsOnly(""), body.strip(_SPACE))

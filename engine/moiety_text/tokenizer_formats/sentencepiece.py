@@ -12,7 +12,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from moiety_text.errors import UnusableTokenizer
-from moiety_text.tokenizer_formats.tokenizer_json import AddedToken, sentencepiece_bpe, sentencepiece_unigram
+from moiety_text.tokenizer_formats.tokenizer_json import (
+    AddedToken,
+    SentencePieces,
+    sentencepiece_bpe,
+    sentencepiece_unigram,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -81,12 +86,14 @@ def sentencepiece_tokenizer(
     ids = {piece: number for number, (piece, _) in enumerate(pieces)}
     make = sentencepiece_bpe if model.kind == _BPE else sentencepiece_unigram
     made = make(
-        pieces,
-        list(tokens.values()),
-        unknown=model.pieces[model.kinds.index(_UNKNOWN)][0],
-        byte_fallback=model.byte_fallback,
-        adds_space=model.adds_space,
-        first=AddedToken(ids[first], first) if first in ids else None,
+        SentencePieces(
+            pieces=pieces,
+            added=list(tokens.values()),
+            unknown=model.pieces[model.kinds.index(_UNKNOWN)][0],
+            byte_fallback=model.byte_fallback,
+            adds_space=model.adds_space,
+            first=AddedToken(ids[first], first) if first in ids else None,
+        )
     )
     steps = made["normalizer"]["normalizers"]
     if model.joins_spaces:

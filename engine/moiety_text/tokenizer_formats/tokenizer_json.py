@@ -58,46 +58,35 @@ def byte_level_bpe(
     )
 
 
-def sentencepiece_bpe(
-    pieces: Sequence[tuple[str, float]],
-    added: Sequence[AddedToken],
-    *,
-    unknown: str,
-    byte_fallback: bool,
-    adds_space: bool,
-    first: AddedToken | None = None,
-) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentencePieces:
+    """Pieces of a sentencepiece model with their scores, and its rules. `first`: token before every text."""
+
+    pieces: Sequence[tuple[str, float]]
+    added: Sequence[AddedToken]
+    unknown: str
+    byte_fallback: bool
+    adds_space: bool
+    first: AddedToken | None = None
+
+
+def sentencepiece_bpe(source: SentencePieces) -> dict[str, Any]:
     """Return the tokenizer of sentencepiece's BPE, whose merges follow from the pieces' scores."""
-    vocab = {piece: number for number, (piece, _) in enumerate(pieces)}
-    merges = _merges(vocab, pieces, {token.content for token in added})
-    model: dict[str, Any] = {"type": "BPE", "vocab": vocab, "merges": merges, "unk_token": unknown}
-    model |= {"fuse_unk": True, "byte_fallback": byte_fallback}
-    return _sentencepiece(model, added, adds_space=adds_space, first=first)
+    vocab = {piece: number for number, (piece, _) in enumerate(source.pieces)}
+    merges = _merges(vocab, source.pieces, {token.content for token in source.added})
+    model = {"type": "BPE", "vocab": vocab, "merges": merges, "unk_token": source.unknown, "fuse_unk": True}
+    return _sentencepiece(model, source)
 
 
-def sentencepiece_unigram(
-    pieces: Sequence[tuple[str, float]],
-    added: Sequence[AddedToken],
-    *,
-    unknown: str,
-    byte_fallback: bool,
-    adds_space: bool,
-    first: AddedToken | None = None,
-) -> dict[str, Any]:
+def sentencepiece_unigram(source: SentencePieces) -> dict[str, Any]:
     """Return the tokenizer of sentencepiece's unigram model."""
-    number = next(index for index, (piece, _) in enumerate(pieces) if piece == unknown)
-    model = {
-        "type": "Unigram",
-        "unk_id": number,
-        "vocab": [list(one) for one in pieces],
-        "byte_fallback": byte_fallback,
-    }
-    return _sentencepiece(model, added, adds_space=adds_space, first=first)
+    number = next(index for index, (piece, _) in enumerate(source.pieces) if piece == source.unknown)
+    model = {"type": "Unigram", "unk_id": number, "vocab": [list(one) for one in source.pieces]}
+    return _sentencepiece(model, source)
 
 
-def _sentencepiece(
-    model: dict[str, Any], added: Sequence[AddedToken], *, adds_space: bool, first: AddedToken | None
-) -> dict[str, Any]:
+def _sentencepiece(model: dict[str, Any], source: SentencePieces) -> dict[str, Any]:
+    adds_space, first = source.adds_space, source.first
     marks = [{"type": "Prepend", "prepend": SPACE}] if adds_space else []
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     steps: list[dict[str, Any]] = [
@@ -108,8 +97,8 @@ def _sentencepiece(
     if adds_space:
         steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     return _tokenizer(
-        model,
-        added,
+        model | {"byte_fallback": source.byte_fallback},
+        source.added,
         normalizer={"type": "Sequence", "normalizers": [*marks, spaces]},
         pre_tokenizer=None,
         post_processor=None if first is None else _with_first(first),

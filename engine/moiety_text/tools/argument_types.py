@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any, TypeGuard
 
-from moiety_text.tools.json_scanner import MAX_NUMBER_LENGTH, NUMBER, JsonScanner, Malformed
+from moiety_text.tools.json_scanner import MAX_NUMBER_LENGTH, NUMBER, JsonScanner, scan_whole
 from moiety_text.tools.python_values import json_of_python
 from moiety_text.tools.scanning import SPACE
 
@@ -171,16 +171,7 @@ def json_of_plain(text: str) -> str | None:
     if text in _JSON_WORDS:
         return text
     if text[:1] in ("{", "["):
-        scanner = JsonScanner()
-        parts: list[str] = []
-        try:
-            for character in text:
-                if scanner.is_complete:
-                    return None
-                parts.append(scanner.advance(character))
-        except Malformed:
-            return None
-        return "".join(parts) if scanner.is_complete else None
+        return scan_whole(JsonScanner(), text)
     is_number = len(text) <= MAX_NUMBER_LENGTH and NUMBER.fullmatch(text) and math.isfinite(float(text))
     return text if is_number else None
 

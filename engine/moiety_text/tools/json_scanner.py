@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from typing import Protocol
 
 MAX_DEPTH = 32
 MAX_NUMBER_LENGTH = 400  # a double has no more digits before its decimal point
@@ -16,6 +17,32 @@ _LITERALS = {"t": "rue", "f": "alse", "n": "ull"}
 
 class Malformed(Exception):
     """The text so far is not a prefix of the expected text."""
+
+
+class Scanner(Protocol):
+    """Scanner of a text, character by character, up to its end."""
+
+    @property
+    def is_complete(self) -> bool:
+        """True once the scanned text is complete; nothing may be added then."""
+        ...
+
+    def advance(self, character: str) -> str:
+        """Return the output for one more character. Raises Malformed."""
+        ...
+
+
+def scan_whole(scanner: Scanner, text: str) -> str | None:
+    """Return the scanner's output for exactly this text; None if the text is malformed, incomplete or too long."""
+    output: list[str] = []
+    try:
+        for character in text:
+            if scanner.is_complete:
+                return None
+            output.append(scanner.advance(character))
+    except Malformed:
+        return None
+    return "".join(output) if scanner.is_complete else None
 
 
 class JsonScanner:

@@ -42,23 +42,20 @@ class ListReader(CallReader):
         """Continue after a call of a list with another call, or the list's end."""
         if not self._is_list:
             return super()._after(text)
-        held = self._held + text
-        rest = held.lstrip(_SPACE)
-        self._held = ""
-        if len(held) - len(rest) > MAX_SPACE:
+        space, rest = self._after_space(text)
+        if len(space) > MAX_SPACE:
             self._step = self._content
-            return held
+            return space + rest
         if not rest:
-            self._held = held
+            self._held = space
         elif rest[0] == ",":
-            before = held[: len(held) - len(rest) + 1]
-            super()._open(before)
+            super()._open(space + ",")
             if self._raw is not None:
                 self._begin(CallObject(self._names))
             return rest[1:]
         else:
             self._owes_closer, self._step = bool(self.closer), self._content
-            return rest[1:] if rest[0] == "]" else held
+            return rest[1:] if rest[0] == "]" else space + rest
         return ""
 
 
@@ -68,17 +65,15 @@ class StartListReader(ListReader):
     opener = "["
 
     def _start(self, text: str) -> str:
-        held = self._held + text
-        rest = held.lstrip(_SPACE)
-        self._held = ""
-        if not rest and len(held) <= MAX_SPACE:
-            self._held = held
+        space, rest = self._after_space(text)
+        if not rest and len(space) <= MAX_SPACE:
+            self._held = space
             return ""
-        if rest.startswith("[") and len(held) - len(rest) <= MAX_SPACE:
-            self._open(held[: len(held) - len(rest)])
+        if rest.startswith("[") and len(space) <= MAX_SPACE:
+            self._open(space)
             return rest
         self._step = self._content
-        return held
+        return space + rest
 
     def _content(self, text: str) -> str:
         held = self._held + text

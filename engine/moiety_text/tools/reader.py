@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+from moiety_text.tools.argument_types import ArgumentSchema
 from moiety_text.tools.calls import CallObject, CallText
 from moiety_text.tools.deltas import (
     CallArguments,
@@ -58,6 +59,7 @@ class CallReader:
         """
         self._names = names
         self._schemas = schemas
+        self._argument_schemas: dict[str, ArgumentSchema] = {}
         self._max_calls = max_calls
         self._num_ended = 0
         self._held = ""  # content that may open a call
@@ -113,6 +115,18 @@ class CallReader:
         return False
 
     # ── shared ──
+
+    def _schema_of(self, name: str) -> ArgumentSchema:
+        """Return the schema of a tool's arguments, read once for all calls."""
+        if name not in self._argument_schemas:
+            self._argument_schemas[name] = ArgumentSchema(self._schemas.get(name, {}))
+        return self._argument_schemas[name]
+
+    def _after_space(self, text: str) -> tuple[str, str]:
+        """Return the white space at the beginning of the held text and more of it, and the rest; hold nothing."""
+        held, self._held = self._held + text, ""
+        rest = held.lstrip(_SPACE)
+        return held[: len(held) - len(rest)], rest
 
     def _content(self, text: str) -> str:
         held = self._held + text

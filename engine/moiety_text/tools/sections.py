@@ -6,13 +6,12 @@ each call has a marker of its own, `call_opener` is empty. White space may stand
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Generator
+from typing import ClassVar
 
-from moiety_text.tools.argument_types import ArgumentSchema
 from moiety_text.tools.json_scanner import Malformed
-from moiety_text.tools.reader import MAX_SPACE, NO_SCHEMAS, CallReader
-from moiety_text.tools.scanning import SPACE, CallCharacters, ScannedCall, expect_tag
+from moiety_text.tools.reader import MAX_SPACE, CallReader
+from moiety_text.tools.scanning import CallCharacters, ScannedCall, expect_tag
 
 
 class SectionReader(CallReader):
@@ -20,17 +19,6 @@ class SectionReader(CallReader):
 
     has_call_end = True
     call_opener: ClassVar[str] = ""
-
-    def __init__(
-        self,
-        names: Collection[str],
-        max_calls: int | None = None,
-        *,
-        is_rest: bool = False,
-        schemas: Mapping[str, Any] = NO_SCHEMAS,
-    ) -> None:
-        super().__init__(names, max_calls, is_rest=is_rest, schemas=schemas)
-        self._argument_schemas: dict[str, ArgumentSchema] = {}
 
     def _scan_call(self, text: CallCharacters) -> Generator[None, str, tuple[str, str]]:
         """Return the name and the arguments of a call after its `call_opener`, through to the tag that ends it."""
@@ -44,12 +32,6 @@ class SectionReader(CallReader):
         yield from expect_tag(text, self.call_opener)
         return (yield from self._scan_call(text))
 
-    def _schema_of(self, name: str) -> ArgumentSchema:
-        """Return the schema of a tool's arguments, read once for all calls."""
-        if name not in self._argument_schemas:
-            self._argument_schemas[name] = ArgumentSchema(self._schemas.get(name, {}))
-        return self._argument_schemas[name]
-
     def _known(self, name: str) -> str:
         """Return the name of a callable tool. Raises Malformed for any other name."""
         if name not in self._names:
@@ -58,19 +40,17 @@ class SectionReader(CallReader):
 
     def _after(self, text: str) -> str:
         """Continue after a call with another one of the section, or with its end."""
-        held = self._held + text
-        rest = held.lstrip(SPACE)
-        self._held = ""
+        space, rest = self._after_space(text)
         tags = [tag for tag in (self.call_opener, self.closer) if tag]
-        is_far = len(held) - len(rest) > MAX_SPACE
+        is_far = len(space) > MAX_SPACE
         if not is_far and any(len(rest) < len(tag) and tag.startswith(rest) for tag in tags):
-            self._held = held
+            self._held = space + rest
             return ""
         if not is_far and self.call_opener and rest.startswith(self.call_opener):
-            self._open(held[: len(held) - len(rest)])
+            self._open(space)
             return rest
         self._step = self._content
         if not is_far and self.closer and rest.startswith(self.closer):
             return rest[len(self.closer) :]
         self._owes_closer = bool(self.closer)
-        return held
+        return space + rest

@@ -20,18 +20,16 @@ class PythonicReader(SectionReader):
     closer = "<|python_end|>"
 
     def _start(self, text: str) -> str:
-        held = self._held + text
-        rest = held.lstrip(SPACE)
-        self._held = ""
-        is_far = len(held) - len(rest) > MAX_SPACE
+        space, rest = self._after_space(text)
+        is_far = len(space) > MAX_SPACE
         if not rest and not is_far:
-            self._held = held
+            self._held = space
             return ""
         if rest.startswith("[") and not is_far:
-            self._open(held[: len(held) - len(rest)])
+            self._open(space)
             return rest
         self._step = self._content
-        return held
+        return space + rest
 
     def _lead(self, text: str) -> str:
         self._begin(ScannedCall(self._scan_first))
@@ -66,20 +64,17 @@ class PythonicReader(SectionReader):
 
     def _after(self, text: str) -> str:
         """Continue after a call with another one of the list, or with its end."""
-        held = self._held + text
-        rest = held.lstrip(SPACE)
-        self._held = ""
-        if not rest and len(held) <= MAX_SPACE:
-            self._held = held
+        space, rest = self._after_space(text)
+        if not rest and len(space) <= MAX_SPACE:
+            self._held = space
             return ""
         if rest.startswith(","):
-            end = len(held) - len(rest) + 1
-            self._open(held[:end])
+            self._open(space + ",")
             if self._raw is not None:
                 self._begin(ScannedCall(self._scan_next))
-            return held[end:]
+            return rest[1:]
         self._owes_closer, self._step = True, self._content
-        return rest[1:] if rest.startswith("]") else held
+        return rest[1:] if rest.startswith("]") else space + rest
 
 
 class Lfm2Reader(PythonicReader):
