@@ -19,7 +19,7 @@ from moiety_engine.distribution.layout import Layout, Seat
 from moiety_engine.errors import CheckpointError
 from moiety_engine.gguf.header import read_header
 from moiety_engine.model.checkpoint import load
-from moiety_engine.model.checkpoint_formats.gguf_blocks import BLOCKS, dequantized
+from moiety_engine.model.checkpoint_formats.gguf_blocks import READERS, dequantized
 from moiety_engine.model.errors import ModelError
 from moiety_engine.model.families import read_spec
 from moiety_engine.model.weights import products_of
@@ -37,7 +37,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("kind", READERS)
 def test_blocks_stand_for_the_values_that_llama_cpp_reads(kind: str) -> None:
     raw = gguf_checkpoints.random_blocks(getattr(Type, kind), 3, 2)
     expected = gguf.quants.dequantize(raw, getattr(Type, kind))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from moiety_engine.gguf.block_types import TYPES
 from moiety_engine.model.checkpoint_formats.float8 import powers_of_two
 from moiety_engine.model.checkpoint_formats.four_bit_floats import VALUES as E2M1
 
@@ -34,8 +35,7 @@ class Numbers(NamedTuple):
 
 def dequantized(raw: Tensor, kind: str) -> Tensor:
     """Return the values, float32 [..., K], of blocks uint8 [..., bytes of a row]."""
-    read, size = BLOCKS[kind]
-    blocks = raw.reshape(-1, size)
+    read, blocks = READERS[kind], raw.reshape(-1, _BLOCK_BYTES[kind])
     parts = []
     at_once = max(1, MOST_AT_ONCE // 256)
     for start in range(0, len(blocks), at_once):
@@ -47,8 +47,7 @@ def dequantized(raw: Tensor, kind: str) -> Tensor:
 
 def numbers_of(raw: Tensor, kind: str) -> Numbers:
     """Return the numbers [N, K], scales [N, K / V] and offsets of a matrix of blocks uint8 [N, bytes of a row]."""
-    read, size = BLOCKS[kind]
-    numbers, scales, offsets = read(raw.reshape(-1, size))
+    numbers, scales, offsets = READERS[kind](raw.reshape(-1, _BLOCK_BYTES[kind]))
     rows = raw.shape[0]
     return Numbers(
         numbers.reshape(rows, -1), scales.reshape(rows, -1), None if offsets is None else offsets.reshape(rows, -1)
@@ -155,19 +154,19 @@ def _mxfp4(blocks: Tensor) -> Numbers:
     return Numbers(torch.tensor(E2M1)[_halves(blocks[:, 1:]).int()].unsqueeze(1), powers_of_two(blocks[:, :1]))
 
 
-# reader and bytes of a block, by type
-BLOCKS: dict[str, tuple[Callable[[Tensor], Numbers], int]] = {
-    "Q4_0": (_q4_0, 18),
-    "Q4_1": (_q4_1, 20),
-    "Q5_0": (_q5_0, 22),
-    "Q5_1": (_q5_1, 24),
-    "Q8_0": (_q8_0, 34),
-    "Q2_K": (_q2_k, 84),
-    "Q3_K": (_q3_k, 110),
-    "Q4_K": (_q4_k, 144),
-    "Q5_K": (_q5_k, 176),
-    "Q6_K": (_q6_k, 210),
-    "IQ4_NL": (_iq4_nl, 18),
-    "IQ4_XS": (_iq4_xs, 136),
-    "MXFP4": (_mxfp4, 17),
+READERS: dict[str, Callable[[Tensor], Numbers]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
 }
+_BLOCK_BYTES = {one.name: one.num_bytes for one in TYPES.values()}
