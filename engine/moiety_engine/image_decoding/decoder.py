@@ -6,8 +6,6 @@ machine is busy, fails the request with an error after which the client can try 
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 from dataclasses import dataclass
@@ -20,8 +18,14 @@ import structlog
 from moiety_engine.image_decoding.frames import DecodeOrder, DecodeReport, ImageTemplateReady
 from moiety_engine.images.prompt_images import PromptImage
 from moiety_engine.limited_processes.errors import WorkerFailed
-from moiety_engine.limited_processes.frames import EXIT_OUT_OF_MEMORY, ChildExit, receive_frame, send_frame
-from moiety_engine.limited_processes.processes import ForkTemplate, is_own_fault, name_of
+from moiety_engine.limited_processes.frames import ChildExit, receive_frame, send_frame
+from moiety_engine.limited_processes.processes import (
+    ForkTemplate,
+    ProcessLimit,
+    is_own_fault,
+    name_of,
+    reached_limit,
+)
 from moiety_engine.messages import CoreFailure
 from moiety_wire.messages import FailureCode
 
@@ -137,7 +141,7 @@ class ImageDecoder:
         log.warning("image_process_ended", end="unknown" if end is None else name_of(end), is_slow=is_slow)
         if end is None:
             template.restart(template_pid)
-        elif os.WIFSIGNALED(end.status) and os.WTERMSIG(end.status) == signal.SIGALRM:
+        elif reached_limit(end) is ProcessLimit.WALL_TIME:
             is_slow = True
         elif is_own_fault(end):
             return self._refuse(end)
@@ -178,11 +182,10 @@ class ImageDecoder:
 
     def _refuse(self, end: ChildExit) -> ImageFailure:
         """Return the failure of an image that ended its process by itself."""
-        options = self._options
-        number = os.WTERMSIG(end.status) if os.WIFSIGNALED(end.status) else 0
-        if number in (signal.SIGPROF, signal.SIGXCPU):
+        options, limit = self._options, reached_limit(end)
+        if limit is ProcessLimit.CPU_TIME:
             cost = f"takes more than {options.decode_cpu_s:g} s of processor time to decode; send a smaller one"
-        elif number == signal.SIGABRT or os.waitstatus_to_exitcode(end.status) == EXIT_OUT_OF_MEMORY:
+        elif limit is ProcessLimit.MEMORY:
             cost = f"takes more than {options.decode_memory_bytes >> 20} MiB of memory to decode; send a smaller one"
         else:
             cost = f"crashes the decoder ({name_of(end)}); send it in another format"

@@ -12,13 +12,14 @@ import os
 import signal
 import socket
 import sys
+from functools import partial
 from typing import NoReturn
 
 from PIL import Image, ImageFile, ImageOps
 
 from moiety_engine.image_decoding.frames import DecodeOrder, DecodeReport, ImageTemplateReady
-from moiety_engine.limited_processes.child_limits import end_with_parent, limit_memory, limit_time
-from moiety_engine.limited_processes.frames import EXIT_CRASHED, EXIT_OUT_OF_MEMORY, receive_frame, send_frame
+from moiety_engine.limited_processes.child_limits import limit_memory, limit_time, run_to_exit
+from moiety_engine.limited_processes.frames import receive_frame, send_frame
 from moiety_engine.limited_processes.template import Template
 
 FORMATS = ("PNG", "JPEG", "WEBP")
@@ -28,25 +29,15 @@ NICENESS = 5  # decoding yields to the model's steps
 
 def run_child(link: socket.socket) -> NoReturn:
     """Execute one order, and end the process."""
-    code = EXIT_CRASHED
-    try:
-        end_with_parent()
-        null = os.open(os.devnull, os.O_RDWR)
-        os.dup2(null, 2)  # native decoders may print parts of the file
-        order = receive_frame(link, DecodeOrder)
-        os.nice(NICENESS)
-        limit_memory(order.memory_bytes)
-        limit_time(order.cpu_s, order.wall_s)
-        send_frame(link, decode(order))
-        code = 0
-    except EOFError:
-        code = 0  # the engine server is gone
-    except MemoryError:
-        code = EXIT_OUT_OF_MEMORY
-    except BaseException:
-        code = EXIT_CRASHED
-    finally:
-        os._exit(code)
+    run_to_exit(partial(_run_order, link))
+
+
+def _run_order(link: socket.socket) -> None:
+    order = receive_frame(link, DecodeOrder)
+    os.nice(NICENESS)
+    limit_memory(order.memory_bytes)
+    limit_time(order.cpu_s, order.wall_s)
+    send_frame(link, decode(order))
 
 
 def decode(order: DecodeOrder) -> DecodeReport:

@@ -7,11 +7,32 @@ import math
 import os
 import resource
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
-from moiety_engine.limited_processes.frames import EXIT_CRASHED
+from moiety_engine.limited_processes.frames import EXIT_CRASHED, EXIT_OUT_OF_MEMORY
 
 PR_SET_PDEATHSIG = 1  # of prctl(2)
+
+
+def run_to_exit(work: Callable[[], None]) -> NoReturn:
+    """Do the work of a child, and end the process with the exit code that tells its owner of an error."""
+    code = EXIT_CRASHED
+    try:
+        end_with_parent()
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, 2)  # error output of native code may quote a client's text or file
+        work()
+        code = 0
+    except EOFError:
+        code = 0  # the owner is gone
+    except MemoryError:
+        code = EXIT_OUT_OF_MEMORY
+    except BaseException:
+        code = EXIT_CRASHED
+    finally:
+        os._exit(code)
 
 
 def end_with_parent() -> None:

@@ -10,13 +10,14 @@ import socket
 import subprocess
 import sys
 import threading
+from enum import Enum, auto
 from types import TracebackType
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import structlog
 
 from moiety_engine.limited_processes.errors import WorkerFailed
-from moiety_engine.limited_processes.frames import ChildExit, receive_frame, send_frame
+from moiety_engine.limited_processes.frames import EXIT_OUT_OF_MEMORY, ChildExit, receive_frame, send_frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -190,6 +191,26 @@ def name_of(end: ChildExit) -> str:
         number = os.WTERMSIG(end.status)
         return f"signal {number}, {signal.Signals(number).name}"
     return f"exit code {os.waitstatus_to_exitcode(end.status)}"
+
+
+class ProcessLimit(Enum):
+    """Limit that a process has reached."""
+
+    CPU_TIME = auto()
+    WALL_TIME = auto()
+    MEMORY = auto()
+
+
+def reached_limit(end: ChildExit) -> ProcessLimit | None:
+    """Return the limit by which a process ended; None for another end."""
+    number = os.WTERMSIG(end.status) if os.WIFSIGNALED(end.status) else 0
+    if number == signal.SIGALRM:
+        return ProcessLimit.WALL_TIME
+    if number in (signal.SIGPROF, signal.SIGXCPU):
+        return ProcessLimit.CPU_TIME
+    if number == signal.SIGABRT or os.waitstatus_to_exitcode(end.status) == EXIT_OUT_OF_MEMORY:
+        return ProcessLimit.MEMORY
+    return None
 
 
 def is_own_fault(end: ChildExit) -> bool:

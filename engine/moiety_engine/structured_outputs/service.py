@@ -19,8 +19,8 @@ import structlog
 
 from moiety_engine.config import GrammarLimits
 from moiety_engine.limited_processes.errors import WorkerFailed
-from moiety_engine.limited_processes.frames import EXIT_OUT_OF_MEMORY, ChildExit, receive_frame
-from moiety_engine.limited_processes.processes import name_of
+from moiety_engine.limited_processes.frames import ChildExit, receive_frame
+from moiety_engine.limited_processes.processes import ProcessLimit, name_of, reached_limit
 from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.frames import TrialOrder, TrialReport
 from moiety_engine.structured_outputs.grammar_template import GrammarTemplate, send_role
@@ -217,12 +217,12 @@ class GrammarService:
 
     def _refuse(self, spec: GrammarSpec, end: ChildExit) -> GrammarRefused:
         """Return the error for the client after a trial ended abnormally."""
-        limits, number = self._limits, os.WTERMSIG(end.status) if os.WIFSIGNALED(end.status) else 0
-        if number == signal.SIGALRM:  # depends on the machine's other load
+        limits, limit = self._limits, reached_limit(end)
+        if limit is ProcessLimit.WALL_TIME:  # depends on the machine's other load
             return GrammarRefused(f"compiling the grammar took more than {limits.compile_wall_s:g} s; simplify it")
-        if number in (signal.SIGPROF, signal.SIGXCPU):
+        if limit is ProcessLimit.CPU_TIME:
             problem = f"compiling the grammar takes more than {limits.compile_cpu_s:g} s of CPU time; simplify it"
-        elif number == signal.SIGABRT or os.waitstatus_to_exitcode(end.status) == EXIT_OUT_OF_MEMORY:
+        elif limit is ProcessLimit.MEMORY:
             problem = f"compiling the grammar takes more than {limits.compile_memory_bytes >> 20:,} MiB; simplify it"
         else:
             problem = f"compiling the grammar crashed the compiler ({name_of(end)}); rewrite it"

@@ -11,14 +11,14 @@ import signal
 import socket
 import threading
 import time
+from functools import partial
 from typing import NoReturn
 
 from llguidance import LLMatcher
 
-from moiety_engine.limited_processes.child_limits import end_with_parent, limit_memory, limit_time, resident_bytes
+from moiety_engine.limited_processes.child_limits import limit_memory, limit_time, resident_bytes, run_to_exit
 from moiety_engine.limited_processes.frames import (
     EXIT_CRASHED,
-    EXIT_OUT_OF_MEMORY,
     receive_frame,
     receive_frame_with_fds,
     send_frame,
@@ -48,25 +48,15 @@ TOKENS_AT_ONCE = 256  # of an answer that is replayed: as many count as one oper
 
 def run_child(link: socket.socket, compiler: GrammarCompiler) -> NoReturn:
     """Run the role of the first frame, and end the process."""
-    code = EXIT_CRASHED
-    try:
-        end_with_parent()
-        null = os.open(os.devnull, os.O_RDWR)
-        os.dup2(null, 2)  # error output of native code may quote a client's text
-        order, fds = receive_frame_with_fds(link, ChildOrder)
-        if isinstance(order.role, TrialOrder):
-            _run_trial(link, compiler, order.role)
-        else:
-            _Stepper(link, compiler, order.role, *fds).serve()
-        code = 0
-    except EOFError:
-        code = 0  # the core is gone
-    except MemoryError:
-        code = EXIT_OUT_OF_MEMORY
-    except BaseException:
-        code = EXIT_CRASHED
-    finally:
-        os._exit(code)
+    run_to_exit(partial(_run_role, link, compiler))
+
+
+def _run_role(link: socket.socket, compiler: GrammarCompiler) -> None:
+    order, fds = receive_frame_with_fds(link, ChildOrder)
+    if isinstance(order.role, TrialOrder):
+        _run_trial(link, compiler, order.role)
+    else:
+        _Stepper(link, compiler, order.role, *fds).serve()
 
 
 # ── trial ──
