@@ -35,7 +35,8 @@ from moiety_engine.messages import (
     ToFront,
     TracedStep,
 )
-from moiety_engine.scripted.request import ClassCounters, ScriptedRequest
+from moiety_engine.scheduling.queues.class_counters import ClassCounter
+from moiety_engine.scripted.request import ScriptedRequest, count_event
 from moiety_engine.scripted.script import Script, ScriptedDecision
 from moiety_engine.steps.sampler import StepSampler
 from moiety_wire.experts import AskExperts, ExpertLoad
@@ -61,7 +62,7 @@ class ScriptedEngine:
         self._blocks_used = 0
         self._counters = {"steps": 0, "prompt": 0, "output": 0, "requests": 0}
         self._seconds = {"prefill": 0.0, "decode": 0.0}
-        self._classes: defaultdict[str, ClassCounters] = defaultdict(ClassCounters)
+        self._classes: defaultdict[str, ClassCounter] = defaultdict(ClassCounter)
         self._sampler = StepSampler(script.traced_steps_per_s)
 
     def hello(self) -> CoreHello:
@@ -195,9 +196,9 @@ class ScriptedEngine:
         for request in (*self._waiting, *self._returning):
             came_s = request.queued_unix_ns / 1e9
             oldest[request.served_class] = min(came_s, oldest.get(request.served_class, came_s))
-        return [
-            self._classes[n].load(n, waiting[n], running[n], predicted.get(n, 0.0), oldest.get(n, 0.0)) for n in names
-        ]
+        for name in names:
+            self._classes[name].num_waiting, self._classes[name].num_running = waiting[name], running[name]
+        return [self._classes[n].load(n, predicted.get(n, 0.0), oldest.get(n, 0.0)) for n in names]
 
     # ── coming in ──
 
@@ -305,7 +306,7 @@ class ScriptedEngine:
             if scripted.kind is EventKind.RESUMED and scripted.reason is Reason.RECOMPUTE:
                 num_recomputed = len(request.submit.prompt_ids) + request.num_output
             request.num_recomputed += num_recomputed
-            self._classes[request.served_class].count(event, num_recomputed)
+            count_event(self._classes[request.served_class], event, num_recomputed)
 
     def _end(self, request: ScriptedRequest, reason: FinishReason, detail: str, embedding: bytes = b"") -> CoreFinish:
         if request.scheduled_unix_ns:

@@ -1,15 +1,14 @@
-"""One request of the scripted core, and the counters of each class. Knows no other request."""
+"""One request of the scripted core. Knows no other request."""
 
 from __future__ import annotations
 
 import math
 import struct
-from collections import Counter
 from hashlib import shake_128
 
 from moiety_engine.messages import CoreEvent, CoreFinish, CoreLogprob, CoreScores, CoreSubmit
+from moiety_engine.scheduling.queues.class_counters import ClassCounter
 from moiety_engine.scripted.script import Script
-from moiety_wire.figures import ClassLoad
 from moiety_wire.messages import FinishReason
 from moiety_wire.notes import EventKind
 
@@ -95,40 +94,15 @@ class ScriptedRequest:
         )
 
 
-class ClassCounters:
-    """Counters of one class since the start."""
-
-    def __init__(self) -> None:
-        self.admitted = self.downgraded = self.demoted = self.boosted = self.recomputed = 0
-        self.rejected: Counter[str] = Counter()
-        self.preempted: Counter[str] = Counter()
-
-    def count(self, event: CoreEvent, num_recomputed: int) -> None:
-        self.recomputed += num_recomputed
-        match event.kind:
-            case EventKind.PREEMPTED:
-                self.preempted[event.reason.value] += 1
-            case EventKind.DEMOTED:
-                self.demoted += 1
-            case EventKind.BOOSTED:
-                self.boosted += 1
-            case _:
-                pass
-
-    def load(
-        self, name: str, num_waiting: int, num_running: int, predicted_ttft_s: float, oldest_unix_s: float
-    ) -> ClassLoad:
-        return ClassLoad(
-            name=name,
-            num_waiting=num_waiting,
-            num_running=num_running,
-            predicted_ttft_s=predicted_ttft_s,
-            admitted_total=self.admitted,
-            rejected_total=dict(self.rejected),
-            downgraded_total=self.downgraded,
-            preempted_total=dict(self.preempted),
-            demoted_total=self.demoted,
-            boosted_total=self.boosted,
-            recomputed_tokens_total=self.recomputed,
-            oldest_waiting_unix_s=oldest_unix_s,
-        )
+def count_event(counter: ClassCounter, event: CoreEvent, num_recomputed: int) -> None:
+    """Count an event of a request of the counter's class."""
+    counter.recomputed_tokens += num_recomputed
+    match event.kind:
+        case EventKind.PREEMPTED:
+            counter.preempted[event.reason.value] += 1
+        case EventKind.DEMOTED:
+            counter.demoted += 1
+        case EventKind.BOOSTED:
+            counter.boosted += 1
+        case _:
+            pass

@@ -23,6 +23,23 @@ class ClassCounter:
     boosted: int = 0
     recomputed_tokens: int = 0
 
+    def load(self, name: str, predicted_ttft_s: float, oldest_waiting_unix_s: float) -> ClassLoad:
+        """Return the counters as a wire message."""
+        return ClassLoad(
+            name=name,
+            num_waiting=self.num_waiting,
+            num_running=self.num_running,
+            predicted_ttft_s=predicted_ttft_s,
+            admitted_total=self.admitted,
+            rejected_total=dict(self.rejected),
+            downgraded_total=self.downgraded,
+            preempted_total=dict(self.preempted),
+            demoted_total=self.demoted,
+            boosted_total=self.boosted,
+            recomputed_tokens_total=self.recomputed_tokens,
+            oldest_waiting_unix_s=oldest_waiting_unix_s,
+        )
+
 
 class ClassCounters:
     """Counters by the name of the class in which a request is, or would have been, served."""
@@ -45,19 +62,6 @@ class ClassCounters:
     def loads(self, predicted_ttft_s: dict[str, float], oldest_unix_s: dict[str, float]) -> list[ClassLoad]:
         """Return the counters as wire messages, ordered by name."""
         return [
-            ClassLoad(
-                name=name,
-                num_waiting=tally.num_waiting,
-                num_running=tally.num_running,
-                predicted_ttft_s=predicted_ttft_s.get(name, 0.0),
-                admitted_total=tally.admitted,
-                rejected_total=dict(tally.rejected),
-                downgraded_total=tally.downgraded,
-                preempted_total=dict(tally.preempted),
-                demoted_total=tally.demoted,
-                boosted_total=tally.boosted,
-                recomputed_tokens_total=tally.recomputed_tokens,
-                oldest_waiting_unix_s=oldest_unix_s.get(name, 0.0),
-            )
+            tally.load(name, predicted_ttft_s.get(name, 0.0), oldest_unix_s.get(name, 0.0))
             for name, tally in sorted(self._classes.items())
         ]
