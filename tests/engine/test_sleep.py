@@ -23,7 +23,7 @@ from moiety_engine.model.weight_offload import named_tensors, require_fit, weigh
 from moiety_engine.offline import run_all
 from moiety_engine.runner.control_messages import ControlSender
 from moiety_engine.runner.memory import kv_budget_bytes
-from moiety_engine.runner.profiling import largest_step
+from moiety_engine.runner.profiling import StepBounds, largest_step
 from moiety_engine.server.sleep_mode import SleepMode
 from moiety_engine.startup import load_loop
 from moiety_wire.classes import STANDARD
@@ -189,8 +189,7 @@ def test_the_step_that_memory_is_measured_with_is_the_largest_that_may_come(
         return hidden(batch, kv, *more)
 
     monkeypatch.setattr(loops.model, "hidden", note)
-    kv_bytes = largest_step(
-        loops.model, ControlSender(), block_size=8, max_batch_tokens=700, max_running=5, max_context=512
-    )
+    bounds = StepBounds(block_size=8, max_batch_tokens=700, max_running=5, max_context=512)
+    kv_bytes = largest_step(loops.model, ControlSender(), bounds)
     assert seen == [(700, 2), (5, 5)]
     assert kv_bytes >= 702 // 8 * loops.model.kv_bytes_per_block(8)

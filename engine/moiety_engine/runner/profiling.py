@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from moiety_engine.memory import Memory, device_memory
@@ -17,46 +19,33 @@ from moiety_wire.messages import Sampling
 _GREEDIEST = Sampling(temperature=1.0, top_p=0.9, repetition_penalty=1.1, presence_penalty=0.1, num_logprobs=20)
 
 
-def measure(
-    model: Transformer,
-    orders: ControlSender,
-    *,
-    block_size: int,
-    max_batch_tokens: int,
-    max_running: int,
-    max_context: int,
-) -> tuple[Memory, int]:
+class StepBounds(NamedTuple):
+    """Bounds of a step. `max_context`: most tokens of a sequence."""
+
+    block_size: int
+    max_batch_tokens: int
+    max_running: int
+    max_context: int
+
+
+def measure(model: Transformer, orders: ControlSender, bounds: StepBounds) -> tuple[Memory, int]:
     """Return the free memory beside the weights, and the bytes that a step takes at its peak. CUDA only."""
     free = device_memory(model.device)
     before = torch.cuda.memory_allocated(model.device)
     torch.cuda.reset_peak_memory_stats(model.device)
-    kv_bytes = largest_step(
-        model,
-        orders,
-        block_size=block_size,
-        max_batch_tokens=max_batch_tokens,
-        max_running=max_running,
-        max_context=max_context,
-    )
+    kv_bytes = largest_step(model, orders, bounds)
     torch.cuda.synchronize(model.device)
     peak = torch.cuda.max_memory_allocated(model.device)
     return free, max(0, peak - before - kv_bytes)
 
 
-def largest_step(
-    model: Transformer,
-    orders: ControlSender,
-    *,
-    block_size: int,
-    max_batch_tokens: int,
-    max_running: int,
-    max_context: int,
-) -> int:
+def largest_step(model: Transformer, orders: ControlSender, bounds: StepBounds) -> int:
     """Run the largest prefill step and the largest decode step, and return the bytes of their KV cache.
 
     The prefill has as many prompt tokens as a step may have, divided among the rank groups. All rows use the most
     expensive sampling. The KV cache is allocated for these steps and released afterwards.
     """
+    block_size, max_batch_tokens, max_running, max_context = bounds
     num_groups = model.ranks.across.size
     lengths = _prompt_lengths(max_batch_tokens, max_running, min(max_context - 1, -(-max_batch_tokens // num_groups)))
     sequences = []

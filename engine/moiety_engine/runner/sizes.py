@@ -21,7 +21,7 @@ from moiety_engine.runner.memory import (
     num_kv_blocks,
     num_states,
 )
-from moiety_engine.runner.profiling import measure
+from moiety_engine.runner.profiling import StepBounds, measure
 from moiety_wire.roles import EngineRole
 
 
@@ -74,14 +74,7 @@ def sizes_for(
     budget = config.kv_memory_bytes
     if budget is None and on_cuda:
         budget = kv_budget_bytes(
-            *measure(
-                model,
-                orders,
-                block_size=block_size,
-                max_batch_tokens=max_batch_tokens,
-                max_running=max_running,
-                max_context=context,
-            ),
+            *measure(model, orders, StepBounds(block_size, max_batch_tokens, max_running, context)),
             adapter_bytes,
             image_cache_bytes + encoder_bytes,
         )
