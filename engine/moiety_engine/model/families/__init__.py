@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from moiety_engine.model.checkpoint_formats.reading import read_quantization
@@ -15,25 +16,18 @@ from moiety_engine.model.errors import ConfigError, UnsupportedModelError
 from moiety_engine.model.families.afmoe import afmoe, afmoe_features
 from moiety_engine.model.families.aria import aria_text
 from moiety_engine.model.families.cohere import cohere2_moe, cohere2_moe_features
-from moiety_engine.model.families.config import Config, Features, checkpoint_dtype, quantization_settings
+from moiety_engine.model.families.config import Config, Features, checkpoint_dtype, quantization_settings, read_mtp
 from moiety_engine.model.families.deepseek import (
     axk1,
     axk1_features,
     axk2,
-    axk2_features,
     deepseek_v2,
-    deepseek_v2_features,
     deepseek_v3,
-    deepseek_v3_features,
     deepseek_v32,
-    deepseek_v32_features,
     glm4_moe_lite,
-    glm4_moe_lite_features,
     glm_moe_dsa,
-    glm_moe_dsa_features,
     mistral4,
     sarvam_mla,
-    sarvam_mla_features,
 )
 from moiety_engine.model.families.defaults import filled, under_own_names
 from moiety_engine.model.families.dots import dots1
@@ -41,7 +35,7 @@ from moiety_engine.model.families.ernie import ernie4_5_moe, ernie_features
 from moiety_engine.model.families.exaone import exaone_features, exaone_moe
 from moiety_engine.model.families.gemma import gemma3, gemma3_features, gemma3_text_config
 from moiety_engine.model.families.gemma4 import gemma4_features, gemma4_text
-from moiety_engine.model.families.glm import glm4_moe, glm_features, solar_open
+from moiety_engine.model.families.glm import glm4_moe, solar_open
 from moiety_engine.model.families.gpt_oss import gpt_oss
 from moiety_engine.model.families.granite import (
     granite,
@@ -52,12 +46,12 @@ from moiety_engine.model.families.granite import (
     granitemoeshared,
 )
 from moiety_engine.model.families.hunyuan import hunyuan_v1_moe
-from moiety_engine.model.families.hy import hy_v3, hy_v3_features
+from moiety_engine.model.families.hy import hy_v3
 from moiety_engine.model.families.ignored import Noting, ignored_of
 from moiety_engine.model.families.kimi import kimi_linear, kimi_linear_features
 from moiety_engine.model.families.kolibri import kolibri1
 from moiety_engine.model.families.laguna import laguna, mellum, mellum_features
-from moiety_engine.model.families.ling import bailing_features, bailing_hybrid, bailing_hybrid_features, bailing_moe
+from moiety_engine.model.families.ling import bailing_hybrid, bailing_hybrid_features, bailing_moe
 from moiety_engine.model.families.llama import llama
 from moiety_engine.model.families.llama4 import llama4_text
 from moiety_engine.model.families.mimo import mimo_features, mimo_v2_flash
@@ -139,33 +133,38 @@ FAMILIES: dict[str, Callable[[Config, int], LayerSpec]] = {
     "sarvam_moe": glm4_moe,
     "solar_open": solar_open,
 }
+# Families whose only special features outside the layers are those of multi-token prediction.
+_WITH_MTP = (
+    "axk2",
+    "bailing_moe",
+    "bailing_moe_v2",
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "hy_v3",
+    "kimi_k2",
+    "sarvam_mla",
+    "sarvam_moe",
+)
 # Readers of a family's special features outside the layers.
 WHOLE: dict[str, Callable[[Config], Features]] = {
     "afmoe": afmoe_features,
     "axk1": axk1_features,
-    "axk2": axk2_features,
     "bailing_hybrid": bailing_hybrid_features,
-    "bailing_moe": bailing_features,
-    "bailing_moe_v2": bailing_features,
     "cohere2_moe": cohere2_moe_features,
-    "deepseek_v2": deepseek_v2_features,
-    "deepseek_v3": deepseek_v3_features,
-    "deepseek_v32": deepseek_v32_features,
     "ernie4_5_moe": ernie_features,
     "exaone_moe": exaone_features,
     "gemma3": gemma3_features,
     "gemma3_text": gemma3_features,
     "gemma4_text": gemma4_features,
-    "glm4_moe": glm_features,
-    "glm4_moe_lite": glm4_moe_lite_features,
-    "glm_moe_dsa": glm_moe_dsa_features,
     "granite": granite_features,
     "granitemoe": granite_features,
     "granitemoe_swa": granite_features,
     "granitemoehybrid": granite_features,
     "granitemoeshared": granite_features,
-    "hy_v3": hy_v3_features,
-    "kimi_k2": deepseek_v3_features,
     "kimi_linear": kimi_linear_features,
     "mellum": mellum_features,
     "mimo_v2_flash": mimo_features,
@@ -177,8 +176,7 @@ WHOLE: dict[str, Callable[[Config], Features]] = {
     "qwen3_5_text": qwen3_next_features,
     "qwen3_next": qwen3_next_features,
     "qwen3_vl_moe": qwen3_vl_moe_features,
-    "sarvam_mla": sarvam_mla_features,
-    "sarvam_moe": glm_features,
+    **{family: partial(read_mtp, read_layer=FAMILIES[family]) for family in _WITH_MTP},
 }
 # Readers of the part of a config.json that describes the text model, if that is not the whole file.
 TEXT_PART: dict[str, Callable[[Config], Config]] = {

@@ -241,11 +241,12 @@ def read_sigmoid_experts(
     config: Config,
     experts_key: str = "n_routed_experts",
     shared_key: str = "n_shared_experts",
+    shared_width_key: str = "moe_intermediate_size",
 ) -> MoeSpec:
     """Return the experts of a layer in the style of DeepSeek-V3, which other families use too.
 
     Experts are scored by a sigmoid and chosen from the best groups with a selection bias, with shared experts in
-    addition.
+    addition. `shared_width_key`: key of the width of a shared expert, if it can differ from that of a routed one.
     """
     activation = read_activation(config)
     routing = read_routing(
@@ -259,5 +260,5 @@ def read_sigmoid_experts(
         scale=float(config["routed_scaling_factor"]),
     )
     width, num_shared = config["moe_intermediate_size"], first(config, shared_key, default=0)
-    shared = read_shared(num_shared * width, activation)
+    shared = read_shared(num_shared * first(config, shared_width_key, default=width), activation)
     return MoeSpec(width, routing, activation, selection_bias=True, exact_router=True, shared=shared)

@@ -13,7 +13,6 @@ from moiety_engine.model.families.config import (
     is_dense_layer,
     need,
     read_activation,
-    read_mtp,
     read_rope,
     read_routing,
     read_sigmoid_experts,
@@ -161,10 +160,6 @@ def axk2(config: Config, index: int) -> LayerSpec:
     return LayerSpec(attention, read_sigmoid_experts(config | groups), attention_gate_rank=rank, ffn_gate_rank=rank)
 
 
-def axk2_features(config: Config) -> Features:
-    return read_mtp(config, axk2)
-
-
 def axk1_features(config: Config) -> Features:
     """Return what released checkpoints have too much, norms after dense layers, and what they may lack: biases."""
     num_layers = config["num_hidden_layers"]
@@ -174,30 +169,6 @@ def axk1_features(config: Config) -> Features:
         "ignored_prefixes": tuple(f"model.layers.{index}.{name}" for index in dense for name in names),
         "zero_if_absent": ("e_score_correction_bias",),
     }
-
-
-def glm4_moe_lite_features(config: Config) -> Features:
-    return read_mtp(config, glm4_moe_lite)
-
-
-def sarvam_mla_features(config: Config) -> Features:
-    return read_mtp(config, sarvam_mla)
-
-
-def deepseek_v2_features(config: Config) -> Features:
-    return read_mtp(config, deepseek_v2)
-
-
-def deepseek_v3_features(config: Config) -> Features:
-    return read_mtp(config, deepseek_v3)
-
-
-def deepseek_v32_features(config: Config) -> Features:
-    return read_mtp(config, deepseek_v32)
-
-
-def glm_moe_dsa_features(config: Config) -> Features:
-    return read_mtp(config, glm_moe_dsa)
 
 
 def _softmax_mixture(config: Config, index: int) -> DenseSpec | MoeSpec:

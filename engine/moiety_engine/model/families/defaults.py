@@ -34,6 +34,15 @@ _GRANITE: Config = _LLAMA | {
     "residual_multiplier": 1.0,
     "attention_multiplier": 1.0,
 }
+_MISTRAL: Config = _SHARED | {
+    "vocab_size": 32_000,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+}
 _QWEN: Config = _SHARED | {
     "vocab_size": 151_936,
     "hidden_size": 4096,
@@ -248,26 +257,9 @@ DEFAULTS: dict[str, Config] = RECENT_DEFAULTS | {
     "granitemoe": {key: value for key, value in _GRANITE.items() if key != "mlp_bias"}
     | {"num_local_experts": 8, "num_experts_per_tok": 2},
     "llama": _LLAMA,
-    "mistral": _SHARED
+    "mistral": _MISTRAL | {"sliding_window": 4096},
+    "mixtral": _MISTRAL
     | {
-        "vocab_size": 32_000,
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131_072,
-        "sliding_window": 4096,
-    },
-    "mixtral": _SHARED
-    | {
-        "vocab_size": 32_000,
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131_072,
         "rms_norm_eps": 1e-5,
         "rope_theta": 1_000_000.0,
         "num_experts_per_tok": 2,

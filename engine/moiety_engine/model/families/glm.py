@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from moiety_engine.model.families.config import (
     Config,
-    Features,
     read_attention,
-    read_mtp,
     read_sigmoid_experts,
     read_sigmoid_mixture,
 )
@@ -25,7 +23,3 @@ def glm4_moe(config: Config, index: int) -> LayerSpec:
 def solar_open(config: Config, _index: int) -> LayerSpec:
     attention = read_attention(config, qkv_bias=bool(config["attention_bias"]))
     return LayerSpec(attention, read_sigmoid_experts(config))
-
-
-def glm_features(config: Config) -> Features:
-    return read_mtp(config, glm4_moe)

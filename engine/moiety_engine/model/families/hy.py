@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from moiety_engine.model.families.config import (
     Config,
-    Features,
     is_dense_layer,
     read_activation,
     read_attention,
-    read_mtp,
     read_routing,
     read_shared,
     require,
@@ -30,7 +28,3 @@ def hy_v3(config: Config, index: int) -> LayerSpec:
     return LayerSpec(
         attention, MoeSpec(width, routing, activation, selection_bias=True, exact_router=True, shared=shared)
     )
-
-
-def hy_v3_features(config: Config) -> Features:
-    return read_mtp(config, hy_v3)

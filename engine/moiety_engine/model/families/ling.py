@@ -12,10 +12,7 @@ from moiety_engine.model.families.config import (
     is_dense_layer,
     read_activation,
     read_attention,
-    read_mtp,
     read_rope,
-    read_routing,
-    read_shared,
     read_sigmoid_experts,
     require,
     rope_parameters,
@@ -39,24 +36,10 @@ def bailing_moe(config: Config, index: int) -> LayerSpec:
         output_bias=bool(config["use_bias"]),
         qk_norm="head" if config["use_qk_norm"] else "none",
     )
-    activation, width = read_activation(config), config["moe_intermediate_size"]
     if index < config["first_k_dense_replace"]:
-        return LayerSpec(attention, DenseSpec(config["intermediate_size"], activation=activation))
-    routing = read_routing(
-        config,
-        "num_experts",
-        renormalize=bool(config["norm_topk_prob"]),
-        scoring="sigmoid",
-        num_groups=config["n_group"],
-        top_groups=config["topk_group"],
-        group_score="best_two",
-        scale=float(config["routed_scaling_factor"]),
-    )
-    of_one = first(config, "moe_shared_expert_intermediate_size", default=width)
-    shared = read_shared(first(config, "num_shared_experts", default=0) * of_one, activation)
-    return LayerSpec(
-        attention, MoeSpec(width, routing, activation, selection_bias=True, exact_router=True, shared=shared)
-    )
+        return LayerSpec(attention, DenseSpec(config["intermediate_size"], activation=read_activation(config)))
+    shared_keys = "num_shared_experts", "moe_shared_expert_intermediate_size"
+    return LayerSpec(attention, read_sigmoid_experts(config, "num_experts", *shared_keys))
 
 
 def _rope(config: Config) -> RopeSpec:
@@ -105,7 +88,3 @@ def bailing_hybrid_features(config: Config) -> Features:
     """Return the prefixes of MTP layers, which decoding ignores."""
     last = config["num_hidden_layers"]
     return {"ignored_prefixes": tuple(f"model.layers.{last + index}." for index in range(config["num_mtp_layers"]))}
-
-
-def bailing_features(config: Config) -> Features:
-    return read_mtp(config, bailing_moe)

@@ -11,6 +11,34 @@ _SHARED: dict[str, Any] = {
     "tie_word_embeddings": False,
     "rope_theta": 10_000.0,
 }
+_GRANITE: dict[str, Any] = _SHARED | {
+    "attention_multiplier": 1.0,
+    "embedding_multiplier": 1.0,
+    "hidden_size": 4096,
+    "intermediate_size": 11_008,
+    "logits_scaling": 1.0,
+    "max_position_embeddings": 2048,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_local_experts": 8,
+    "residual_multiplier": 1.0,
+    "shared_intermediate_size": 0,
+    "vocab_size": 32_000,
+}
+_SPARSE_MLA: dict[str, Any] = _SHARED | {
+    "first_k_dense_replace": 3,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+    "kv_lora_rank": 512,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 8,
+    "qk_rope_head_dim": 64,
+    "routed_scaling_factor": 2.5,
+}
 RECENT_DEFAULTS: dict[str, dict[str, Any]] = {
     "afmoe": _SHARED | {
         "global_attn_every_n_layers": 4, "head_dim": 128, "hidden_size": 2048, "intermediate_size": 6144,
@@ -48,12 +76,9 @@ RECENT_DEFAULTS: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "routed_scaling_factor": 2.5, "v_head_dim": 64,
         "vocab_size": 163_840,
     },
-    "deepseek_v32": _SHARED | {
-        "first_k_dense_replace": 3, "hidden_size": 7168, "index_head_dim": 128, "index_n_heads": 64,
-        "index_topk": 2048, "intermediate_size": 18_432, "kv_lora_rank": 512, "max_position_embeddings": 163_840,
-        "moe_intermediate_size": 2048, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1,
-        "norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61,
-        "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "routed_scaling_factor": 2.5,
+    "deepseek_v32": _SPARSE_MLA | {
+        "hidden_size": 7168, "index_n_heads": 64, "intermediate_size": 18_432, "max_position_embeddings": 163_840,
+        "n_group": 8, "num_attention_heads": 128, "num_hidden_layers": 61, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
         "topk_group": 4, "v_head_dim": 128, "vocab_size": 129_280,
     },
     "bailing_hybrid": {
@@ -99,33 +124,17 @@ RECENT_DEFAULTS: dict[str, dict[str, Any]] = {
         "rope_interleave": True, "routed_scaling_factor": 1.8, "topk_group": 1, "v_head_dim": 256,
         "vocab_size": 154_880,
     },
-    "glm_moe_dsa": _SHARED | {
-        "first_k_dense_replace": 3, "hidden_size": 6144, "index_head_dim": 128, "index_n_heads": 32,
-        "index_topk": 2048, "intermediate_size": 12_288, "kv_lora_rank": 512, "max_position_embeddings": 202_752,
-        "moe_intermediate_size": 2048, "n_group": 1, "n_routed_experts": 256, "n_shared_experts": 1,
-        "norm_topk_prob": True, "num_attention_heads": 64, "num_experts_per_tok": 8, "num_hidden_layers": 78,
-        "q_lora_rank": 2048, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-5,
-        "routed_scaling_factor": 2.5, "topk_group": 1, "v_head_dim": 256, "vocab_size": 154_880,
+    "glm_moe_dsa": _SPARSE_MLA | {
+        "hidden_size": 6144, "index_n_heads": 32, "intermediate_size": 12_288, "max_position_embeddings": 202_752,
+        "n_group": 1, "num_attention_heads": 64, "num_hidden_layers": 78, "q_lora_rank": 2048, "qk_nope_head_dim": 192,
+        "rms_norm_eps": 1e-5, "topk_group": 1, "v_head_dim": 256, "vocab_size": 154_880,
     },
-    "granitemoe_swa": _SHARED | {
-        "attention_multiplier": 1.0, "embedding_multiplier": 1.0, "hidden_size": 4096, "intermediate_size": 11_008,
-        "logits_scaling": 1.0, "max_position_embeddings": 2048, "num_attention_heads": 32, "num_experts_per_tok": 2,
-        "num_hidden_layers": 32, "num_local_experts": 8, "residual_multiplier": 1.0, "shared_intermediate_size": 0,
-        "sliding_window": 128, "vocab_size": 32_000,
+    "granitemoe_swa": _GRANITE | {"sliding_window": 128},
+    "granitemoehybrid": _GRANITE | {
+        "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": "auto", "mamba_d_state": 256, "mamba_expand": 2,
+        "mamba_n_groups": 1, "mamba_n_heads": 128, "mamba_proj_bias": False, "shared_intermediate_size": 1024,
     },
-    "granitemoehybrid": _SHARED | {
-        "attention_multiplier": 1.0, "embedding_multiplier": 1.0, "hidden_size": 4096, "intermediate_size": 11_008,
-        "logits_scaling": 1.0, "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": "auto", "mamba_d_state": 256,
-        "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 128, "mamba_proj_bias": False,
-        "max_position_embeddings": 2048, "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32,
-        "num_local_experts": 8, "residual_multiplier": 1.0, "shared_intermediate_size": 1024, "vocab_size": 32_000,
-    },
-    "granitemoeshared": _SHARED | {
-        "attention_multiplier": 1.0, "embedding_multiplier": 1.0, "hidden_size": 4096, "intermediate_size": 11_008,
-        "logits_scaling": 1.0, "max_position_embeddings": 2048, "num_attention_heads": 32, "num_experts_per_tok": 2,
-        "num_hidden_layers": 32, "num_local_experts": 8, "residual_multiplier": 1.0, "shared_intermediate_size": 0,
-        "vocab_size": 32_000,
-    },
+    "granitemoeshared": _GRANITE,
     "hunyuan_v1_moe": _SHARED | {
         "hidden_size": 4096, "intermediate_size": 11_008, "max_position_embeddings": 2048, "moe_topk": 1,
         "num_attention_heads": 32, "num_experts": 1, "num_hidden_layers": 32, "rms_norm_eps": 1e-5,
