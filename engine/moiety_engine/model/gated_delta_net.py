@@ -5,16 +5,16 @@ T tokens, D model width, C channels of the convolution, H key heads of width K, 
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from moiety_engine.model.batch import RecurrentStateCache
+from moiety_engine.model.recurrent_mixer import RecurrentMixer
+from moiety_engine.model.recurrent_specs import GatedDeltaSpec
+from moiety_engine.model.recurrent_weights import GatedDeltaWeights
 from moiety_kernels.causal_conv import CausalConvWeights, causal_conv
 from moiety_kernels.gated_delta import delta_gates, gated_delta_rule
 from moiety_kernels.gated_norm import gated_norm
-from moiety_kernels.linear import linear
 from moiety_kernels.recurrent.inputs import RecurrentHeads
 
 if TYPE_CHECKING:
@@ -23,23 +23,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_engine.model.arithmetic import Arithmetic
-    from moiety_engine.model.batch import Batch, Cache, RecurrentRows
-    from moiety_engine.model.recurrent_specs import GatedDeltaSpec
-    from moiety_engine.model.recurrent_weights import GatedDeltaWeights
+    from moiety_engine.model.batch import RecurrentRows, RecurrentStateCache
 
 
-class GatedDeltaNet:
+class GatedDeltaNet(RecurrentMixer[GatedDeltaSpec, GatedDeltaWeights]):
     """Linear attention by the gated delta rule, with a state of fixed size for each sequence."""
 
     def __init__(self, spec: GatedDeltaSpec, weights: GatedDeltaWeights, arithmetic: Arithmetic) -> None:
-        self._spec, self._weights = spec, weights
-        self._linear = partial(linear, invariant=arithmetic.invariant)
+        super().__init__(spec, weights, arithmetic)
         self._conv = CausalConvWeights(weights.conv_WC, silu=True)
 
-    def __call__(self, x_TD: Tensor, batch: Batch, cache: Cache) -> Tensor:
-        assert isinstance(cache, RecurrentStateCache)
-        assert batch.states is not None
-        spec, weights, rows = self._spec, self._weights, batch.states
+    def _mix(self, x_TD: Tensor, rows: RecurrentRows, cache: RecurrentStateCache) -> Tensor:
+        spec, weights = self._spec, self._weights
         input_TC = self._linear(x_TD, weights.input_CD)
         conv_TC = input_TC[:, : spec.conv_channels]
         gates_TG = self._linear(x_TD, weights.strength_decay_GD)

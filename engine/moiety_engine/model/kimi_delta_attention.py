@@ -5,43 +5,38 @@ T tokens, D model width, M heads of width V for keys and values, C width of all 
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import pad
 
-from moiety_engine.model.batch import RecurrentStateCache
+from moiety_engine.model.recurrent_mixer import RecurrentMixer
+from moiety_engine.model.recurrent_specs import KimiDeltaSpec
+from moiety_engine.model.recurrent_weights import KimiDeltaWeights
 from moiety_kernels.causal_conv import CausalConvWeights, causal_conv
 from moiety_kernels.gated_delta import delta_gates, gated_delta_rule
 from moiety_kernels.gated_norm import gated_norm
-from moiety_kernels.linear import linear
 from moiety_kernels.recurrent.inputs import RecurrentHeads
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_engine.model.arithmetic import Arithmetic
-    from moiety_engine.model.batch import Batch, Cache
-    from moiety_engine.model.recurrent_specs import KimiDeltaSpec
-    from moiety_engine.model.recurrent_weights import KimiDeltaWeights
+    from moiety_engine.model.batch import RecurrentRows, RecurrentStateCache
 
 
-class KimiDeltaAttention:
+class KimiDeltaAttention(RecurrentMixer[KimiDeltaSpec, KimiDeltaWeights]):
     """Linear attention by the gated delta rule with a decay per key channel."""
 
     def __init__(self, spec: KimiDeltaSpec, weights: KimiDeltaWeights, arithmetic: Arithmetic) -> None:
-        self._spec, self._weights = spec, weights
-        self._linear = partial(linear, invariant=arithmetic.invariant)
+        super().__init__(spec, weights, arithmetic)
         self._conv = CausalConvWeights(weights.conv_WC, silu=True)
 
-    def __call__(self, x_TD: Tensor, batch: Batch, cache: Cache) -> Tensor:
-        assert isinstance(cache, RecurrentStateCache)
-        assert batch.states is not None
-        spec, weights, runs = self._spec, self._weights, batch.states.runs
+    def _mix(self, x_TD: Tensor, rows: RecurrentRows, cache: RecurrentStateCache) -> Tensor:
+        spec, weights = self._spec, self._weights
         matrices, tails = cache.parts
         input_TC = self._linear(x_TD, weights.input_CD)
-        mixed_TC = causal_conv(input_TC, self._conv, tails, runs)
+        mixed_TC = causal_conv(input_TC, self._conv, tails, rows.runs)
         heads = RecurrentHeads(
             *(part_TC.view(-1, spec.num_heads, spec.head_width) for part_TC in mixed_TC.chunk(3, dim=1))
         )
@@ -50,7 +45,7 @@ class KimiDeltaAttention:
         if not spec.low_rank:
             decay_TV = gate_TV = x_TD
         log_decay_TMV, strength_TM = self._gates(decay_TV, strength_TM)
-        out_TMV = gated_delta_rule(heads, log_decay_TMV, strength_TM, matrices, runs)
+        out_TMV = gated_delta_rule(heads, log_decay_TMV, strength_TM, matrices, rows.runs)
         gate_TMV = self._linear(gate_TV.contiguous(), weights.gate_up_CV).view(out_TMV.shape)
         normed_TMV = gated_norm(out_TMV, gate_TMV, weights.norm_V.unsqueeze(0), spec.norm_eps, "sigmoid")
         return self._linear(normed_TMV.flatten(1), weights.output_DC)

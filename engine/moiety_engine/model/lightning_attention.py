@@ -5,14 +5,14 @@ T tokens, D model width, M heads of width V, C width of all heads, R runs.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from moiety_engine.model.batch import RecurrentStateCache
+from moiety_engine.model.recurrent_mixer import RecurrentMixer
+from moiety_engine.model.recurrent_specs import LightningSpec
+from moiety_engine.model.recurrent_weights import LightningWeights
 from moiety_kernels.gated_norm import gated_norm
-from moiety_kernels.linear import linear
 from moiety_kernels.linear_attention import linear_attention
 from moiety_kernels.output_gate import output_gate
 from moiety_kernels.recurrent.inputs import RecurrentHeads
@@ -21,29 +21,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_engine.model.arithmetic import Arithmetic
-    from moiety_engine.model.batch import Batch, Cache
-    from moiety_engine.model.recurrent_specs import LightningSpec
-    from moiety_engine.model.recurrent_weights import LightningWeights
+    from moiety_engine.model.batch import RecurrentRows, RecurrentStateCache
 
 
-class LightningAttention:
+class LightningAttention(RecurrentMixer[LightningSpec, LightningWeights]):
     """Linear attention with a constant decay per head."""
 
     def __init__(self, spec: LightningSpec, weights: LightningWeights, arithmetic: Arithmetic) -> None:
-        self._spec, self._weights = spec, weights
-        self._linear = partial(linear, invariant=arithmetic.invariant)
+        super().__init__(spec, weights, arithmetic)
         self._log_decay_M = -torch.tensor(spec.decays, dtype=torch.float32, device=weights.norm_C.device)
 
-    def __call__(self, x_TD: Tensor, batch: Batch, cache: Cache) -> Tensor:
-        assert isinstance(cache, RecurrentStateCache)
-        assert batch.states is not None
+    def _mix(self, x_TD: Tensor, rows: RecurrentRows, cache: RecurrentStateCache) -> Tensor:
         spec, weights = self._spec, self._weights
         (matrices,) = cache.parts
         qkv_TC = self._linear(x_TD, weights.input_CD)
         heads_THV = qkv_TC.view(-1, 3 * spec.num_heads, spec.head_width)
         silu_THV = output_gate(heads_THV.clone(), qkv_TC, "sigmoid")  # x times its own sigmoid
         log_decay_TM = self._log_decay_M.expand(len(x_TD), -1).contiguous()
-        out_TMV = linear_attention(RecurrentHeads(*silu_THV.chunk(3, dim=1)), log_decay_TM, matrices, batch.states.runs)
+        out_TMV = linear_attention(RecurrentHeads(*silu_THV.chunk(3, dim=1)), log_decay_TM, matrices, rows.runs)
         gate_TC = self._linear(x_TD, weights.gate_CD)
         normed_T1C = gated_norm(
             out_TMV.view(-1, 1, spec.output_width),

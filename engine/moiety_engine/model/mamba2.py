@@ -5,16 +5,16 @@ T tokens, D model width, C channels of the convolution, M heads of width V, G gr
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from moiety_engine.model.batch import RecurrentStateCache
+from moiety_engine.model.recurrent_mixer import RecurrentMixer
+from moiety_engine.model.recurrent_specs import Mamba2Spec
+from moiety_engine.model.recurrent_weights import Mamba2Weights
 from moiety_kernels.causal_conv import CausalConvWeights, causal_conv
 from moiety_kernels.gated_delta import delta_gates
 from moiety_kernels.gated_norm import gated_norm
-from moiety_kernels.linear import linear
 from moiety_kernels.linear_attention import linear_attention
 from moiety_kernels.recurrent.inputs import RecurrentHeads
 
@@ -22,29 +22,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_engine.model.arithmetic import Arithmetic
-    from moiety_engine.model.batch import Batch, Cache
-    from moiety_engine.model.recurrent_specs import Mamba2Spec
-    from moiety_engine.model.recurrent_weights import Mamba2Weights
+    from moiety_engine.model.batch import RecurrentRows, RecurrentStateCache
 
 
-class Mamba2:
+class Mamba2(RecurrentMixer[Mamba2Spec, Mamba2Weights]):
     """State space model with one decay per head and a state of fixed size for each sequence."""
 
     def __init__(self, spec: Mamba2Spec, weights: Mamba2Weights, arithmetic: Arithmetic) -> None:
-        self._spec, self._weights = spec, weights
-        self._linear = partial(linear, invariant=arithmetic.invariant)
+        super().__init__(spec, weights, arithmetic)
         self._conv = CausalConvWeights(weights.conv_WC, weights.conv_bias_C, silu=True)
 
-    def __call__(self, x_TD: Tensor, batch: Batch, cache: Cache) -> Tensor:
-        assert isinstance(cache, RecurrentStateCache)
-        assert batch.states is not None
-        spec, weights, runs = self._spec, self._weights, batch.states.runs
+    def _mix(self, x_TD: Tensor, rows: RecurrentRows, cache: RecurrentStateCache) -> Tensor:
+        spec, weights = self._spec, self._weights
         matrices, tails = cache.parts
         input_TC = self._linear(x_TD, weights.input_CD, weights.input_bias_C)
         gate_TC, conv_TC, step_TM = torch.split(
             input_TC, [spec.output_width, spec.conv_channels, spec.num_heads], dim=1
         )
-        mixed_TC = causal_conv(conv_TC, self._conv, tails, runs)
+        mixed_TC = causal_conv(conv_TC, self._conv, tails, rows.runs)
         inputs_TC, write_TC, read_TC = torch.split(mixed_TC, list(spec.sections[1:4]), dim=1)
         inputs_TMV = inputs_TC.view(-1, spec.num_heads, spec.head_width)
         step_TM, log_decay_TM = self._time_steps(step_TM)
@@ -53,7 +48,7 @@ class Mamba2:
             write_TC.view(-1, spec.num_groups, spec.state_width),
             (inputs_TMV * step_TM.unsqueeze(2)).to(inputs_TMV.dtype),
         )
-        out_TMV = linear_attention(heads, log_decay_TM, matrices, runs)
+        out_TMV = linear_attention(heads, log_decay_TM, matrices, rows.runs)
         out_TMV = (out_TMV + inputs_TMV * weights.skip_M.unsqueeze(1)).to(inputs_TMV.dtype)
         by_group = -1, spec.num_groups, spec.output_width // spec.num_groups
         normed_TGV = gated_norm(

@@ -8,6 +8,7 @@ from moiety_engine.model.gated_delta_net import GatedDeltaNet
 from moiety_engine.model.kimi_delta_attention import KimiDeltaAttention
 from moiety_engine.model.lightning_attention import LightningAttention
 from moiety_engine.model.mamba2 import Mamba2
+from moiety_engine.model.recurrent_mixer import RecurrentMixer
 from moiety_engine.model.recurrent_specs import GatedDeltaSpec, KimiDeltaSpec, LightningSpec, Mamba2Spec
 
 if TYPE_CHECKING:
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from moiety_engine.model.recurrent_specs import RecurrentSpec
     from moiety_engine.model.recurrent_weights import RecurrentWeights
 
-RecurrentLayer = GatedDeltaNet | Mamba2 | KimiDeltaAttention | LightningAttention
 _LAYERS: dict[type, Any] = {
     GatedDeltaSpec: GatedDeltaNet,
     Mamba2Spec: Mamba2,
@@ -24,7 +24,7 @@ _LAYERS: dict[type, Any] = {
 }
 
 
-def recurrent_layer(spec: RecurrentSpec, weights: RecurrentWeights, arithmetic: Arithmetic) -> RecurrentLayer:
+def recurrent_layer(spec: RecurrentSpec, weights: RecurrentWeights, arithmetic: Arithmetic) -> RecurrentMixer[Any, Any]:
     """Return the layer that a spec of a recurrent layer describes."""
-    layer: RecurrentLayer = _LAYERS[type(spec)](spec, weights, arithmetic)
+    layer: RecurrentMixer[Any, Any] = _LAYERS[type(spec)](spec, weights, arithmetic)
     return layer

@@ -56,6 +56,10 @@ class RecurrentSpec(ABC):
     def divided_heads(self) -> tuple[tuple[str, str], ...]:
         """Names of the fields that tensor parallelism divides, each with what it counts, for error messages."""
 
+    def _matrices_and_tail(self, shape: tuple[int, ...], conv_taps: int, conv_channels: int) -> tuple[StatePart, ...]:
+        """Return the parts of a state of matrices and of the last inputs of a convolution."""
+        return StatePart(shape), StatePart((conv_taps - 1, conv_channels), exact=False)
+
     @property
     def matrix_values(self) -> int:
         """Values of the state's exact parts, which every token reads and changes."""
@@ -100,8 +104,8 @@ class GatedDeltaSpec(RecurrentSpec):
     @property
     def state_parts(self) -> tuple[StatePart, ...]:
         """A matrix of keys by values per head, and the last inputs of the convolution."""
-        matrices = StatePart((self.num_value_heads, self.key_width, self.value_width))
-        return matrices, StatePart((self.conv_taps - 1, self.conv_channels), exact=False)
+        shape = self.num_value_heads, self.key_width, self.value_width
+        return self._matrices_and_tail(shape, self.conv_taps, self.conv_channels)
 
     @property
     def input_widths(self) -> tuple[int, ...]:
@@ -156,12 +160,34 @@ class Mamba2Spec(RecurrentSpec):
     @property
     def state_parts(self) -> tuple[StatePart, ...]:
         """A matrix per head, and the last inputs of the convolution."""
-        matrices = StatePart((self.num_heads, self.state_width, self.head_width))
-        return matrices, StatePart((self.conv_taps - 1, self.conv_channels), exact=False)
+        shape = self.num_heads, self.state_width, self.head_width
+        return self._matrices_and_tail(shape, self.conv_taps, self.conv_channels)
 
 
 @dataclass(frozen=True, slots=True)
-class KimiDeltaSpec(RecurrentSpec):
+class SquareStateSpec(RecurrentSpec):
+    """Base of layers whose heads have keys and values of one width, so that their states are square matrices."""
+
+    num_heads: int
+    head_width: int
+
+    @property
+    def output_width(self) -> int:
+        """Width of the output of all heads."""
+        return self.num_heads * self.head_width
+
+    @property
+    def row_widths(self) -> tuple[int, ...]:
+        """Widths of the rows that the layer computes with."""
+        return self.head_width, self.output_width
+
+    @property
+    def _matrix_shape(self) -> tuple[int, int, int]:
+        return self.num_heads, self.head_width, self.head_width
+
+
+@dataclass(frozen=True, slots=True)
+class KimiDeltaSpec(SquareStateSpec):
     """Kimi Delta Attention (Kimi Team 2025, arXiv 2510.26692): the gated delta rule with one decay per key channel.
 
     Queries, keys and values are convolved. `conv_taps`: tokens that the convolution sees. `low_rank`: the decays and
@@ -169,8 +195,6 @@ class KimiDeltaSpec(RecurrentSpec):
     decay, which is then this times the sigmoid of its projection (Ling 3).
     """
 
-    num_heads: int
-    head_width: int
     conv_taps: int
     norm_eps: float
     low_rank: bool = True
@@ -188,16 +212,6 @@ class KimiDeltaSpec(RecurrentSpec):
         return 3 * self.output_width
 
     @property
-    def output_width(self) -> int:
-        """Width of the output of all heads."""
-        return self.num_heads * self.head_width
-
-    @property
-    def row_widths(self) -> tuple[int, ...]:
-        """Widths of the rows that the layer computes with."""
-        return self.head_width, self.output_width
-
-    @property
     def divided_heads(self) -> tuple[tuple[str, str], ...]:
         """Fields that tensor parallelism divides."""
         return (("num_heads", "heads of linear attention"),)
@@ -205,33 +219,20 @@ class KimiDeltaSpec(RecurrentSpec):
     @property
     def state_parts(self) -> tuple[StatePart, ...]:
         """A matrix of keys by values per head, and the last inputs of the convolution."""
-        matrices = StatePart((self.num_heads, self.head_width, self.head_width))
-        return matrices, StatePart((self.conv_taps - 1, self.conv_channels), exact=False)
+        return self._matrices_and_tail(self._matrix_shape, self.conv_taps, self.conv_channels)
 
 
 @dataclass(frozen=True, slots=True)
-class LightningSpec(RecurrentSpec):
+class LightningSpec(SquareStateSpec):
     """Lightning attention (Qin et al. 2024, arXiv 2401.04658): linear attention with a constant decay per head.
 
     Queries, keys and values pass through SiLU. The outputs of all heads are normalized together and multiplied by
     a gate, so the heads cannot be divided among ranks. `decays`: negative logarithm of each head's decay per token.
     """
 
-    num_heads: int
-    head_width: int
     decays: tuple[float, ...]
     norm_eps: float
     num_groups: int = 1
-
-    @property
-    def output_width(self) -> int:
-        """Width of the output of all heads."""
-        return self.num_heads * self.head_width
-
-    @property
-    def row_widths(self) -> tuple[int, ...]:
-        """Widths of the rows that the layer computes with."""
-        return self.head_width, self.output_width
 
     @property
     def divided_heads(self) -> tuple[tuple[str, str], ...]:
@@ -241,4 +242,4 @@ class LightningSpec(RecurrentSpec):
     @property
     def state_parts(self) -> tuple[StatePart, ...]:
         """A matrix of keys by values per head."""
-        return (StatePart((self.num_heads, self.head_width, self.head_width)),)
+        return (StatePart(self._matrix_shape),)
