@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from moiety_engine.messages import CoreSubmit
@@ -121,8 +122,8 @@ def _prompt_complaint(submit: Submit, limits: ModelLimits) -> str:
     ids = submit.prompt_ids
     if not ids:
         return "the prompt has no tokens; send at least one"
-    if min(ids) < 0 or max(ids) >= limits.vocab_size:
-        return f"a prompt token id is outside the model's vocabulary, 0 to {limits.vocab_size - 1}"
+    if complaint := _vocabulary_complaint("a prompt token id", ids, limits):
+        return complaint
     if submit.credit_tokens < 0:
         return f"credit_tokens must be 0 or more, not {submit.credit_tokens}"
     if submit.sibling_tokens < 0:
@@ -136,8 +137,8 @@ def _resumed_complaint(submit: Submit, limits: ModelLimits) -> str:
     ids = submit.resumed_ids
     if not ids:
         return ""
-    if min(ids) < 0 or max(ids) >= limits.vocab_size:
-        return f"a resumed token id is outside the model's vocabulary, 0 to {limits.vocab_size - 1}"
+    if complaint := _vocabulary_complaint("a resumed token id", ids, limits):
+        return complaint
     longest = min(submit.stopping.max_tokens, limits.max_context_tokens - len(submit.prompt_ids))
     if len(ids) > longest:
         return f"{len(ids)} output tokens cannot be resumed: this engine allows at most {longest} output tokens"
@@ -145,8 +146,12 @@ def _resumed_complaint(submit: Submit, limits: ModelLimits) -> str:
 
 
 def _shown_complaint(submit: Submit, limits: ModelLimits) -> str:
-    if any(not 0 <= token_id < limits.vocab_size for token_id in submit.shown_ids):
-        return f"a token id in shown_ids is outside the model's vocabulary, 0 to {limits.vocab_size - 1}"
+    return _vocabulary_complaint("a token id in shown_ids", submit.shown_ids, limits)
+
+
+def _vocabulary_complaint(what: str, ids: Collection[int], limits: ModelLimits) -> str:
+    if ids and (min(ids) < 0 or max(ids) >= limits.vocab_size):
+        return f"{what} is outside the model's vocabulary, 0 to {limits.vocab_size - 1}"
     return ""
 
 
@@ -191,8 +196,8 @@ def _sampling_complaint(sampling: Sampling, limits: ModelLimits) -> str:
 
 def _bias_complaint(sampling: Sampling, limits: ModelLimits) -> str:
     biases = sampling.logit_bias or {}
-    if any(not 0 <= token_id < limits.vocab_size for token_id in biases):
-        return f"a logit_bias token id is outside the model's vocabulary, 0 to {limits.vocab_size - 1}"
+    if complaint := _vocabulary_complaint("a logit_bias token id", biases, limits):
+        return complaint
     for bias in biases.values():
         if not -MAX_BIAS <= bias <= MAX_BIAS:  # NaN is in no range
             return f"a logit_bias must be between {-MAX_BIAS:g} and {MAX_BIAS:g}, not {bias}"
@@ -208,8 +213,8 @@ def _rules_complaint(submit: Submit, limits: ModelLimits) -> str:
         return f"token_rules may have {MAX_RULE_IDS:,} allowed ids, and as many ids in banned runs"
     if not all(rules.banned_runs):
         return "a banned run has no tokens; leave it out"
-    if any(not 0 <= token_id < limits.vocab_size for token_id in (*rules.allowed_ids, *run_ids)):
-        return f"a token id in token_rules is outside the model's vocabulary, 0 to {limits.vocab_size - 1}"
+    if complaint := _vocabulary_complaint("a token id in token_rules", (*rules.allowed_ids, *run_ids), limits):
+        return complaint
     if (
         submit.stopping.min_tokens
         and rules.allowed_ids
@@ -323,8 +328,8 @@ def _stopping_complaint(stopping: Stopping, limits: ModelLimits) -> str:
         return f"at most {MAX_STOP_STRINGS} stop strings are allowed, not {len(stopping.stop)}"
     if any(not 0 < len(stop) <= MAX_STOP_LENGTH for stop in stopping.stop):
         return f"a stop string must have 1 to {MAX_STOP_LENGTH} characters"
-    if any(not 0 <= token_id < limits.vocab_size for token_id in stopping.stop_token_ids):
-        return f"a stop token id is outside the model's vocabulary, 0 to {limits.vocab_size - 1}"
+    if complaint := _vocabulary_complaint("a stop token id", stopping.stop_token_ids, limits):
+        return complaint
     marks = () if stopping.thought is None else (stopping.thought.opener, stopping.thought.closer)
     if any(not 0 < len(mark) <= MAX_STOP_LENGTH for mark in marks):
         return f"a reasoning marker must have 1 to {MAX_STOP_LENGTH} characters"
@@ -337,8 +342,8 @@ def _budget_complaint(budget: ThoughtBudget, limits: ModelLimits) -> str:
     ids = (*budget.opener_ids, *budget.closer_ids, *budget.closing_ids, *budget.space_ids, *budget.reopener_ids)
     if len(ids) > MAX_BUDGET_IDS or not budget.closer_ids or not budget.closing_ids:
         return f"a thought budget needs closer_ids and closing_ids, and at most {MAX_BUDGET_IDS} ids in all"
-    if any(not 0 <= token_id < limits.vocab_size for token_id in ids):
-        return f"a token id of the thought budget is outside the model's vocabulary, 0 to {limits.vocab_size - 1}"
+    if complaint := _vocabulary_complaint("a token id of the thought budget", ids, limits):
+        return complaint
     if budget.reopener_ids and len(budget.opener_ids) < MIN_CHANNEL_OPENER:
         return f"a thought budget with reopener_ids needs at least {MIN_CHANNEL_OPENER} opener_ids"
     return ""
