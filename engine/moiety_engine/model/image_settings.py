@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from moiety_engine.model.errors import ConfigError
 from moiety_wire.images import ImageRules
+from moiety_wire.shared_fields import copy_fields
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,12 +52,11 @@ def image_rules(vision: VisionSpec, folder: Path, options: ImageOptions) -> Imag
     least = settings.get("min_pixels") or size.get("shortest_edge") or MIN_PIXELS
     square = (vision.patch_size * vision.merge_size) ** 2
     max_pixels = max(square, min(int(most), options.max_pixels))
-    return ImageRules(
-        image_token_id=vision.image_token_id,
+    return copy_fields(
+        vision,
+        ImageRules,
         start_token_id=vision.vision_start_token_id,
         end_token_id=vision.vision_end_token_id,
-        patch_size=vision.patch_size,
-        merge_size=vision.merge_size,
         min_pixels=min(int(least), max_pixels),
         max_pixels=max_pixels,
         max_images=options.max_images,
