@@ -21,6 +21,7 @@ from moiety_engine.model.families.config import (
     rope_parameters,
     yarn_magnitude,
 )
+from moiety_engine.model.rope_spec import RopeSpec
 from moiety_engine.model.spec import (
     DenseSpec,
     IndexerSpec,
@@ -197,20 +198,26 @@ def _softmax_mixture(config: Config, index: int) -> DenseSpec | MoeSpec:
 
 def read_latent_attention(config: Config, *, interleaved: bool) -> LatentAttentionSpec:
     """Return latent attention. `interleaved`: rotated pairs are next to each other in the checkpoint."""
-    nope_width, rotary_width = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
     bias = bool(config["attention_bias"])
     if bias and config["q_lora_rank"] is None:
         raise UnsupportedModelError("attention_bias without a q_lora_rank is not supported; no released model has that")
+    plain = plain_latent_attention(
+        config, replace(read_rope(config, config["qk_rope_head_dim"]), interleaved=interleaved)
+    )
+    return replace(plain, scale=plain.scale * _score_growth(config) ** 2, input_bias=bias, output_bias=bias)
+
+
+def plain_latent_attention(config: Config, rope: RopeSpec) -> LatentAttentionSpec:
+    """Return latent attention without biases and with the usual scale, which the width of a head's key gives."""
+    nope_width = config["qk_nope_head_dim"]
     return LatentAttentionSpec(
         num_heads=config["num_attention_heads"],
         query_rank=config["q_lora_rank"],
         latent_width=config["kv_lora_rank"],
         nope_width=nope_width,
         value_width=config["v_head_dim"],
-        rope=replace(read_rope(config, rotary_width), interleaved=interleaved),
-        scale=(nope_width + rotary_width) ** -0.5 * _score_growth(config) ** 2,
-        input_bias=bias,
-        output_bias=bias,
+        rope=rope,
+        scale=(nope_width + config["qk_rope_head_dim"]) ** -0.5,
     )
 
 

@@ -11,9 +11,10 @@ from moiety_engine.model.families.config import (
     read_sigmoid_experts,
     require,
 )
+from moiety_engine.model.families.deepseek import plain_latent_attention
 from moiety_engine.model.recurrent_specs import KimiDeltaSpec
 from moiety_engine.model.rope_spec import without_rotation
-from moiety_engine.model.spec import DenseSpec, LatentAttentionSpec, LayerSpec, MoeSpec
+from moiety_engine.model.spec import DenseSpec, LayerSpec, MoeSpec
 from moiety_kernels.moe.activation import SILU
 
 _FULL_INTERVAL = 4
@@ -33,7 +34,10 @@ def kimi_linear(config: Config, index: int) -> LayerSpec:
         ffn: DenseSpec | MoeSpec = DenseSpec(config["intermediate_size"], activation=activation)
     else:
         ffn = read_sigmoid_experts(config, "num_local_experts")
-    return LayerSpec(_delta(config) if _is_linear(config, index) else _latent(config), ffn)
+    if _is_linear(config, index):
+        return LayerSpec(_delta(config), ffn)
+    unrotated = without_rotation(config["qk_rope_head_dim"])
+    return LayerSpec(plain_latent_attention(config, unrotated), ffn)
 
 
 def kimi_linear_features(config: Config) -> Features:
@@ -63,16 +67,3 @@ def _delta(config: Config) -> KimiDeltaSpec:
         raise UnsupportedModelError("Kimi Delta Attention is supported with hidden_act silu only")
     heads, width, taps = (linear[key] if key in linear else config[other] for key, other in _OF_DELTA.items())
     return KimiDeltaSpec(heads, width, taps, norm_eps=float(config["rms_norm_eps"]))
-
-
-def _latent(config: Config) -> LatentAttentionSpec:
-    nope_width, shared_width = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
-    return LatentAttentionSpec(
-        num_heads=config["num_attention_heads"],
-        query_rank=config["q_lora_rank"],
-        latent_width=config["kv_lora_rank"],
-        nope_width=nope_width,
-        value_width=config["v_head_dim"],
-        rope=without_rotation(shared_width),
-        scale=(nope_width + shared_width) ** -0.5,
-    )
