@@ -105,6 +105,11 @@ class Batch:
     states: RecurrentRows | None = None  # None: the model has no recurrent layers
     selected: SelectedTokens = field(default_factory=SelectedTokens, compare=False)  # of sparse attention
 
+    @property
+    def contexts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """First token, length of the context and block table of each sequence, as attention kernels read them."""
+        return self.query_start_S1, self.context_len_S, self.block_table_SB
+
     def by_cache_group(self) -> tuple[Batch, ...]:
         """Return the batch as the layers of each cache group see it: with the slots and block tables of the group."""
         if not self.further_tables:

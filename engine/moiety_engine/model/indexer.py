@@ -51,9 +51,7 @@ class Indexer:
             rope(q_THI, *tables),
             self._linear(exact_TD, weights.head_weight_HD) * self._scale,
             keys_NPI,
-            batch.query_start_S1,
-            batch.context_len_S,
-            batch.block_table_SB,
+            *batch.contexts,
             spec.top_k,
             max_context=batch.max_context,
         )
