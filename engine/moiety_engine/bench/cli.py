@@ -15,9 +15,8 @@ from rich.progress import Progress
 from moiety_engine.bench.lengths import BenchLengths, fixed_lengths, trace_lengths
 from moiety_engine.bench.scheduler import BenchLoad, measure_scheduler
 from moiety_engine.checkpoint import resolve_checkpoint
-from moiety_engine.command_errors import print_error
+from moiety_engine.command_errors import exit_on_error
 from moiety_engine.config import EngineConfig
-from moiety_engine.errors import EngineError
 from moiety_engine.logs import configure_logs
 from moiety_engine.option_values import engine_config
 from moiety_options.commands import command_of
@@ -59,7 +58,7 @@ def run_bench_engine(options: BenchOptions) -> None:
     """Measure the offline throughput of the engine in this process, with all requests submitted at once."""
     configure_logs()
     console = Console(stderr=True)
-    try:
+    with exit_on_error("moiety bench engine"):
         lengths = options.lengths()
         folder = resolve_checkpoint(options.model)
         config = engine_config(options, folder, folder.name)
@@ -68,9 +67,6 @@ def run_bench_engine(options: BenchOptions) -> None:
                 _calibrate(options, options.calibrate, config, progress)
                 return
             report = _measure(options, config, lengths, progress)
-    except EngineError as exc:
-        print_error("moiety bench engine", exc)
-        raise typer.Exit(1) from exc
     if options.as_json:
         typer.echo(json.dumps(report))
         return
@@ -137,15 +133,14 @@ def run_bench_scheduler(options: BenchSchedulerOptions) -> None:
     """Measure the time of a scheduling decision when many requests run and very many wait. No model runs."""
     console = Console(stderr=True)
     load = BenchLoad(options.policy.value, options.running, options.waiting, options.tenants)
-    try:
-        with Progress(console=console, disable=not console.is_terminal) as progress:
-            stepping = progress.add_task("steps", total=None)
-            report = measure_scheduler(
-                load, steps=options.steps, seed=options.seed, on_step=lambda: progress.advance(stepping)
-            )
-    except EngineError as exc:
-        print_error("moiety bench scheduler", exc)
-        raise typer.Exit(1) from exc
+    with (
+        exit_on_error("moiety bench scheduler"),
+        Progress(console=console, disable=not console.is_terminal) as progress,
+    ):
+        stepping = progress.add_task("steps", total=None)
+        report = measure_scheduler(
+            load, steps=options.steps, seed=options.seed, on_step=lambda: progress.advance(stepping)
+        )
     if options.as_json:
         typer.echo(json.dumps(report))
         return

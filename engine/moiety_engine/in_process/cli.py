@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from moiety_engine.checkpoint import resolve_checkpoint
-from moiety_engine.command_errors import print_error
+from moiety_engine.command_errors import exit_on_error
 from moiety_engine.config import EngineConfig
-from moiety_engine.errors import EngineError, InvalidConfig
+from moiety_engine.errors import InvalidConfig
 from moiety_engine.logs import configure_logs
 from moiety_engine.option_values import engine_config
 from moiety_options.commands import command_of
@@ -55,7 +55,7 @@ def run_batch(options: BatchRunOptions) -> None:
     """
     configure_logs()
     run_file = _find_run_file()
-    try:
+    with exit_on_error("moiety batch run"):
         _check_formats(options)
         name = options.name or model_name(options.model)
         config = engine_config(options, resolve_checkpoint(options.model), name, traced_steps_per_s=0.0)
@@ -66,9 +66,6 @@ def run_batch(options: BatchRunOptions) -> None:
             open_replica=lambda: _open_replica(config, options),
             as_json=options.as_json,
         )
-    except EngineError as exc:
-        print_error("moiety batch run", exc)
-        raise typer.Exit(1) from exc
 
 
 batch_run = command_of(BatchRunOptions, run_batch)

@@ -12,8 +12,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from moiety_engine.command_errors import print_error
-from moiety_engine.errors import EngineError, InvalidConfig
+from moiety_engine.command_errors import exit_on_error
+from moiety_engine.errors import InvalidConfig
 from moiety_engine.planning.attention_ffn import AttentionFfnComparison, AttentionFfnLayout, Sides, compare
 from moiety_engine.planning.layouts import LayoutCandidate, TrafficDemand, evaluate, list_layouts
 from moiety_engine.planning.machines import GPUS, LINK_REACHED, LINKS, find_gpu, find_network
@@ -83,7 +83,7 @@ def plan_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
     """Compute memory, speed and cost of a model on GPUs by layout, without any GPU, and recommend one."""
-    try:
+    with exit_on_error("moiety plan"):
         machine = find_gpu(gpu)
         network = find_network(link, machine, node_gpus)
         served = find_model(model, weights, kv_dtype)
@@ -101,9 +101,6 @@ def plan_command(
         price = 1.0 if expert_gpu_hour_usd is None else _price(expert_gpu_hour_usd, gpu_hour_usd)
         sides = Sides(machine, find_gpu(expert_gpu or gpu), network, price)
         apart = compare(served, gpus, sides, demand)
-    except EngineError as exc:
-        print_error("moiety plan", exc)
-        raise typer.Exit(1) from exc
     ranked = sorted(found, key=lambda one: (one.problem is not None, -one.tokens_per_s_per_gpu, one.layout.num_ranks))
     advised = advise(ranked)
     if as_json:

@@ -12,8 +12,8 @@ import msgspec
 import typer
 from rich.console import Console
 
-from moiety_engine.command_errors import print_error
-from moiety_engine.errors import EngineError, InvalidConfig
+from moiety_engine.command_errors import exit_on_error
+from moiety_engine.errors import InvalidConfig
 from moiety_engine.simulator.advice import KV_FULL, KV_LOW, SAFE_SHARE, Advice, Advisor
 from moiety_engine.simulator.bounds import REQUIRED_ATTAINMENT, ClassBounds
 from moiety_engine.simulator.comparison import read_classes
@@ -51,7 +51,7 @@ def advise_command(
 ) -> None:
     """Recommend settings and a number of replicas for a load, from the capacity of one replica."""
     console = Console(stderr=True)
-    try:
+    with exit_on_error("moiety advise", WorkloadError):
         check_policy(policy)
         chosen = find_device(device)
         workload, num_unserved = _read(trace, usage, seed)
@@ -71,9 +71,6 @@ def advise_command(
                 on_progress=lambda text: status.update(f"simulating {text}"),
             )
             advice = advisor.advise()
-    except (EngineError, WorkloadError) as exc:
-        print_error("moiety advise", exc)
-        raise typer.Exit(1) from exc
     sentences = list(explain(advice, chosen, num_unserved))
     if not as_json:
         for sentence in sentences:

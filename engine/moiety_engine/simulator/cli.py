@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from moiety_engine.command_errors import print_error
-from moiety_engine.errors import EngineError, InvalidConfig
+from moiety_engine.command_errors import exit_on_error
+from moiety_engine.errors import InvalidConfig
 from moiety_engine.simulator.comparison import PolicyComparison, Scenario, compare, read_classes
 from moiety_engine.simulator.devices import SimulatedDevice, find_device
 from moiety_engine.simulator.options import (
@@ -86,7 +86,7 @@ def simulate_command(
 ) -> None:
     """Run the real scheduler under virtual time, on a trace or on random arrivals."""
     names = _policy_names(policy or [], compare_with)
-    try:
+    with exit_on_error("moiety simulate", WorkloadError):
         if plot is not None:
             check_plot(plot)
         chosen = _device(device, max_batch_tokens)
@@ -130,9 +130,6 @@ def simulate_command(
             )
         if plot is not None:
             _draw_plot(done, known_classes, f"{chosen.name}, {_describe(scenario)}", plot)
-    except (EngineError, WorkloadError) as exc:
-        print_error("moiety simulate", exc)
-        raise typer.Exit(1) from exc
     settings = {"max_tokens": max_output_tokens, "seeds": seed_list, "drain": drain}
     _tell_comparison(done, scenario, chosen, settings, as_json=as_json)
 
