@@ -7,14 +7,13 @@ input closes before the ranks have met, rank 0 has ended.
 from __future__ import annotations
 
 import sys
-import threading
 
 import msgspec
 import structlog
 
 from moiety_engine.assembly import follow
 from moiety_engine.config import EngineConfig
-from moiety_engine.core.process import LOST_FRONT, REFUSED, end_with_front
+from moiety_engine.core.command import LOST_FRONT, REFUSED, end_with_server
 from moiety_engine.distribution.rendezvous_address import Rendezvous
 from moiety_engine.errors import EngineError
 from moiety_engine.logs import configure_logs
@@ -37,7 +36,7 @@ def main() -> int:
     if not line:
         return LOST_FRONT
     config, rendezvous = msgspec.json.decode(line, type=tuple[EngineConfig, Rendezvous])
-    threading.Thread(target=end_with_front, name="life-line", daemon=True).start()
+    end_with_server()
     return follow_until_end(config, rendezvous)
 
 

@@ -6,8 +6,6 @@ exits when it closes.
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
 import threading
 import time
@@ -15,33 +13,21 @@ import time
 import msgspec
 import zmq
 
+from moiety_engine.core.command import REFUSED, end_with_server, parse_arguments
 from moiety_engine.core.link import IDLE_WAIT_MS, ServerLink
 from moiety_engine.first_steps import FirstSteps
 from moiety_engine.messages import CoreHello, CoreShutdown, CoreState
 from moiety_engine.scripted.engine import ScriptedEngine
 from moiety_engine.scripted.script import Script
 
-LOST_FRONT = 3  # exit codes, as in the real core
-REFUSED = 4
 DIED_BY_SCRIPT = 9
 
 
-def _end_with_front() -> None:
-    # Not through sys.stdin: its lock, held by a thread, would abort the interpreter's own orderly exit.
-    while os.read(0, 4096):
-        pass
-    os._exit(LOST_FRONT)
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m moiety_engine.scripted.core")
-    parser.add_argument("--address", required=True, help="ZeroMQ address of the engine server's PAIR socket")
-    parser.add_argument("--first-steps-fd", type=int, help="descriptor of the memory for FirstSteps")
-    arguments = parser.parse_args()
-    first_steps = None if arguments.first_steps_fd is None else FirstSteps(arguments.first_steps_fd)
+    address, first_steps = parse_arguments("moiety_engine.scripted.core")
     script = msgspec.json.decode(sys.stdin.buffer.readline(), type=Script)
-    threading.Thread(target=_end_with_front, name="life-line", daemon=True).start()
-    with zmq.Context() as context, ServerLink(context, arguments.address) as link:
+    end_with_server()
+    with zmq.Context() as context, ServerLink(context, address) as link:
         if script.refuses:
             link.send_refusal(script.refuses)
             return REFUSED
