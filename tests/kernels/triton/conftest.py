@@ -3,15 +3,18 @@ what compiles them runs in processes of its own."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.kernels.mutants import Edit, FailingMutant
 from triton import language as tl
 from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
@@ -131,3 +134,16 @@ def interpreter_that_sums_in_a_fixed_order(monkeypatch: pytest.MonkeyPatch) -> N
 def noticed() -> tuple[type[Exception], ...]:
     """What a check raises on a mutant: it disagrees, or the interpreter meets numbers that only garbage has."""
     return AssertionError, InterpreterError
+
+
+@pytest.fixture
+def failing_mutant(mutated: Callable[..., ModuleType], noticed: tuple[type[Exception], ...]) -> FailingMutant:
+    """`with failing_mutant(module, edit) as mutant`: the mutant's check within the context must fail."""
+
+    @contextlib.contextmanager
+    def failing(module: ModuleType, edit: Edit) -> Iterator[ModuleType]:
+        mutant = mutated(module, *edit)
+        with pytest.raises(noticed):
+            yield mutant
+
+    return failing

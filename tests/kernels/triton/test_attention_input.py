@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from tests.kernels.mutants import Edit, FailingMutant, mutants
 
 from moiety_kernels.attention_input import AttentionInputPlan, kernel, reference
 from moiety_kernels.kv_store.reference import kv_store
@@ -38,24 +40,26 @@ def some_slots(tokens: int, device: str) -> torch.Tensor:
     return slots.to(device)
 
 
-def assert_agrees(
-    kernels: Any,
-    tokens: int,
-    heads: tuple[int, int],
-    width: int,
-    pairs: int,
-    norm: str,
-    clip: float | None,
-    dtype: torch.dtype,
-    device: str,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Attention layer: heads of queries and of keys, their width, rotated pairs, kind of norm, and clip."""
+
+    heads: tuple[int, int]
+    width: int
+    pairs: int
+    norm: str
+    clip: float | None
+
+
+def assert_agrees(kernels: Any, tokens: int, layer: Layer, dtype: torch.dtype, device: str) -> None:
+    heads, width = layer.heads, layer.width
     fused = (heads[0] + 2 * heads[1]) * width
     qkv = torch.randn(tokens, fused + 5, device=device).to(dtype)[:, :fused]
-    cos, sin = tables(pairs, device)
-    rotates_first = norm == "head of rotated"
-    sizes = {"none": None, "row": (heads[0] * width, heads[1] * width)}.get(norm, (width, width))
+    cos, sin = tables(layer.pairs, device)
+    rotates_first = layer.norm == "head of rotated"
+    sizes = {"none": None, "row": (heads[0] * width, heads[1] * width)}.get(layer.norm, (width, width))
     q_norm, k_norm = (None, None) if sizes is None else (torch.rand(size, device=device) + 0.5 for size in sizes)
-    plan = AttentionInputPlan(q_norm, k_norm, norm_eps=1e-6, clip=clip, rotates_first=rotates_first)
+    plan = AttentionInputPlan(q_norm, k_norm, norm_eps=1e-6, clip=layer.clip, rotates_first=rotates_first)
     positions, slots = torch.randint(0, POSITIONS, (tokens,), device=device), some_slots(tokens, device)
     ours, theirs = (poisoned_caches(heads[1], width, dtype, device) for _ in range(2))
     q_ours = kernels.attention_input(qkv, plan, cos, sin, positions, *ours[:, 1:-1], slots)
@@ -136,35 +140,26 @@ def test_keys_and_values_are_kept_in_float8(device: str) -> None:
     assert_float8_agrees(kernel, device)
 
 
-def test_a_mutant_that_keeps_float8_otherwise_is_found(mutated: Any, noticed: Any, device: str) -> None:
-    with pytest.raises(noticed):
-        assert_float8_agrees(mutated(kernel, "-448.0, 448.0", "-300.0, 300.0"), device)
+def test_a_mutant_that_keeps_float8_otherwise_is_found(failing_mutant: FailingMutant, device: str) -> None:
+    with failing_mutant(kernel, ("-448.0, 448.0", "-300.0, 300.0")) as mutant:
+        assert_float8_agrees(mutant, device)
 
 
-CASES: list[tuple[tuple[int, int], int, int, str, float | None]] = [
-    ((4, 1), 8, 4, "none", None),
-    ((4, 2), 20, 10, "head", None),
-    ((6, 2), 16, 3, "head", 0.5),
-    ((5, 1), 20, 6, "head of rotated", None),
-    ((3, 3), 24, 12, "row", 0.7),
-    ((40, 5), 64, 32, "none", None),
+LAYERS = [
+    Layer((4, 1), 8, 4, "none", None),
+    Layer((4, 2), 20, 10, "head", None),
+    Layer((6, 2), 16, 3, "head", 0.5),
+    Layer((5, 1), 20, 6, "head of rotated", None),
+    Layer((3, 3), 24, 12, "row", 0.7),
+    Layer((40, 5), 64, 32, "none", None),
 ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("tokens", [1, 7])
-@pytest.mark.parametrize(("heads", "width", "pairs", "norm", "clip"), CASES)
-def test_a_token_is_made_ready(
-    tokens: int,
-    heads: tuple[int, int],
-    width: int,
-    pairs: int,
-    norm: str,
-    clip: float | None,
-    dtype: torch.dtype,
-    device: str,
-) -> None:
-    assert_agrees(kernel, tokens, heads, width, pairs, norm, clip, dtype, device)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_token_is_made_ready(tokens: int, layer: Layer, dtype: torch.dtype, device: str) -> None:
+    assert_agrees(kernel, tokens, layer, dtype, device)
 
 
 def test_addresses_go_beyond_32_bits(untouched: Any, device: str) -> None:
@@ -209,37 +204,33 @@ def test_keys_and_values_are_stored_as_they_are(device: str) -> None:
     assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("block * kv_heads * places + place", "block * kv_heads * places"),
-        ("p_scale + i_head * scale_head", "p_scale + i_head"),
-        ("_largest(second)), _largest(rest))", "_largest(second)), 0.0)"),
-        ("scale[:, None]) + 0.5)", "scale[:, None]))"),
-        ("p_v_scale + first_scale", "p_k_scale + first_scale"),
-    ],
+@mutants(
+    {
+        "block * kv_heads * places + place": "block * kv_heads * places",
+        "p_scale + i_head * scale_head": "p_scale + i_head",
+        "_largest(second)), _largest(rest))": "_largest(second)), 0.0)",
+        "scale[:, None]) + 0.5)": "scale[:, None]))",
+        "p_v_scale + first_scale": "p_k_scale + first_scale",
+    }
 )
 def test_a_mutant_that_keeps_whole_numbers_otherwise_is_found(
-    mutated: Any, noticed: Any, old: str, new: str, device: str
+    failing_mutant: FailingMutant, edit: Edit, device: str
 ) -> None:
-    mutant = mutated(kernel, old, new)
-    with pytest.raises(noticed):
+    with failing_mutant(kernel, edit) as mutant:
         assert_whole_numbers_agree(mutant, device)
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("tl.where(slot < 0, 0, kv_heads)", "kv_heads"),
-        ("total / WIDTH + eps", "total / (2 * PAIRS) + eps"),
-        ("(b * cos + a * sin)", "(b * cos - a * sin)"),
-        ("block * v_block + place * v_place", "block * v_block"),
-        ("(i_head < held)[:, None] & (i_rest <", "(i_head < 1)[:, None] & (i_rest <"),
-        ("clamped(first, clip), clamped(second, clip)", "clamped(first, clip), second"),
-        ("p_positions + i_token", "p_positions"),
-    ],
+@mutants(
+    {
+        "tl.where(slot < 0, 0, kv_heads)": "kv_heads",
+        "total / WIDTH + eps": "total / (2 * PAIRS) + eps",
+        "(b * cos + a * sin)": "(b * cos - a * sin)",
+        "block * v_block + place * v_place": "block * v_block",
+        "(i_head < held)[:, None] & (i_rest <": "(i_head < 1)[:, None] & (i_rest <",
+        "clamped(first, clip), clamped(second, clip)": "clamped(first, clip), second",
+        "p_positions + i_token": "p_positions",
+    }
 )
-def test_a_mutant_is_found(mutated: Any, noticed: Any, old: str, new: str, device: str) -> None:
-    mutant = mutated(kernel, old, new)
-    with pytest.raises(noticed):
-        assert_agrees(mutant, 7, (6, 2), 16, 3, "head", 0.5, torch.float32, device)
+def test_a_mutant_is_found(failing_mutant: FailingMutant, edit: Edit, device: str) -> None:
+    with failing_mutant(kernel, edit) as mutant:
+        assert_agrees(mutant, 7, Layer((6, 2), 16, 3, "head", 0.5), torch.float32, device)

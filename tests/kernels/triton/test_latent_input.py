@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kernels.mutants import Edit, FailingMutant, mutants_by
 
 from moiety_kernels.checks import KernelInputError
 from moiety_kernels.latent_input import LatentInputPlan, kernel, latent_input, reference
@@ -115,24 +116,27 @@ def test_addresses_go_beyond_32_bits(untouched: Any, device: str) -> None:
         torch.testing.assert_close(far[block, place], near[block, place], rtol=4e-3, atol=4e-3)
 
 
-@pytest.mark.parametrize(
-    ("kept", "old", "new"),
-    [
-        (torch.float32, "m_column = i_column < WIDTH\n", "m_column = i_column < WIDTH + 1\n"),
-        (torch.float32, "/ WIDTH + eps", "/ (WIDTH + 1) + eps"),
-        (torch.float32, "p_row + QUERY, p_latent_norm", "p_row, p_latent_norm"),
-        (torch.float32, "(b * cos + a * sin)", "(b * cos - a * sin)"),
-        (torch.float32, "block * cache_block + place * cache_place", "place * cache_place"),
-        (torch.float32, "if slot < 0:", "if slot < -1:"),
-        (torch.float32, "p_out + i_token * QUERY", "p_out"),
-        (torch.float32, "tl.load(p_positions + i_token)", "tl.load(p_positions)"),
-        (torch.float32, "kept(second, p_target)", "kept(first, p_target)"),
-        (torch.int8, "_whole(second, rotated_scale)", "_whole(second, latent_scale)"),
-        (torch.int8, "block * places + place", "block + place"),
-        (torch.int8, "tl.maximum(tl.abs(first.to(tl.float32)), ", "(tl.abs(first.to(tl.float32)) * 0 + "),
-    ],
+@mutants_by(
+    "kept",
+    {
+        torch.float32: {
+            "m_column = i_column < WIDTH\n": "m_column = i_column < WIDTH + 1\n",
+            "/ WIDTH + eps": "/ (WIDTH + 1) + eps",
+            "p_row + QUERY, p_latent_norm": "p_row, p_latent_norm",
+            "(b * cos + a * sin)": "(b * cos - a * sin)",
+            "block * cache_block + place * cache_place": "place * cache_place",
+            "if slot < 0:": "if slot < -1:",
+            "p_out + i_token * QUERY": "p_out",
+            "tl.load(p_positions + i_token)": "tl.load(p_positions)",
+            "kept(second, p_target)": "kept(first, p_target)",
+        },
+        torch.int8: {
+            "_whole(second, rotated_scale)": "_whole(second, latent_scale)",
+            "block * places + place": "block + place",
+            "tl.maximum(tl.abs(first.to(tl.float32)), ": "(tl.abs(first.to(tl.float32)) * 0 + ",
+        },
+    },
 )
-def test_a_mutant_is_found(mutated: Any, noticed: Any, kept: torch.dtype, old: str, new: str, device: str) -> None:
-    mutant = mutated(kernel, old, new)
-    with pytest.raises(noticed):
+def test_a_mutant_is_found(failing_mutant: FailingMutant, kept: torch.dtype, edit: Edit, device: str) -> None:
+    with failing_mutant(kernel, edit) as mutant:
         assert_agrees(mutant, 7, (48, 33, 8), torch.float32, kept, device)

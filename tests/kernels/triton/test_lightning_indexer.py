@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from tests.kernels.mutants import Edit, FailingMutant, mutants
+from tests.kernels.paged_rows import query_starts, scatter_rows
 from torch import Tensor
 
 from moiety_kernels.lightning_indexer import kernel, reference
@@ -15,20 +16,16 @@ QUERIES, CONTEXTS = [1, 1, 1, 5, 3], [1, 40, 1500, 90, 3]
 PLACES, TOP_K = 16, 37
 
 
+def few_valued_rows(context: int, width: int) -> Tensor:
+    return torch.randint(-1, 2, (context, width)).float()
+
+
 def arguments(
     heads: int, width: int, dtype: torch.dtype, device: str, *, few_values: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Index queries and keys, NaN where no context is; with `few_values` many tokens have the same score."""
-    counts = [-(-context // PLACES) for context in CONTEXTS]
-    keys = torch.full((sum(counts) + 1, PLACES, width), float("nan"))
-    blocks = torch.randperm(len(keys), dtype=torch.int32)
-    table = torch.full((len(counts), max(counts)), int(blocks[-1]), dtype=torch.int32)
-    for s, (context, count) in enumerate(zip(CONTEXTS, counts, strict=True)):
-        table[s, :count], blocks = blocks[:count], blocks[count:]
-        rows: Tensor = keys[table[s, :count].long()].flatten(0, 1)
-        rows[:context] = torch.randint(-1, 2, (context, width)).float() if few_values else torch.randn(context, width)
-        keys[table[s, :count].long()] = rows.view(count, PLACES, width)
-    starts = torch.tensor([0, *torch.tensor(QUERIES).cumsum(0).tolist()], dtype=torch.int32)
+    keys, table = scatter_rows(CONTEXTS, PLACES, width, few_valued_rows if few_values else torch.randn)
+    starts = query_starts(QUERIES)
     q, weight = torch.randn(sum(QUERIES), heads, width), torch.randn(sum(QUERIES), heads)
     if few_values:
         q, weight = q.sign() * (torch.rand(q.shape) < 2 / width), weight.sign()
@@ -63,21 +60,19 @@ def test_rows_that_are_scored_in_turn_select_the_same(device: str, monkeypatch: 
     assert_agrees(kernel, 16, 32, torch.float16, device)
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("tl.maximum(b_product, 0.0)", "b_product"),
-        ("b_rank <= left", "b_rank < left"),
-        ("(b_value > found) | (m_equal", "(b_value > found) & (m_equal"),
-        ("tl.where(i_bin > chosen", "tl.where(i_bin >= chosen"),
-        ("b_bits ^ 0xFFFFFFFF", "b_bits"),
-        ("mask=m_take, other=0)\n        tl.store", "mask=m_take, other=0) * 0\n        tl.store"),
-        ("num_equal += ", "num_equal += 0 * "),
-        ("m_here = m_here & (b_value", "m_here = m_here | (b_value"),
-    ],
+@mutants(
+    {
+        "tl.maximum(b_product, 0.0)": "b_product",
+        "b_rank <= left": "b_rank < left",
+        "(b_value > found) | (m_equal": "(b_value > found) & (m_equal",
+        "tl.where(i_bin > chosen": "tl.where(i_bin >= chosen",
+        "b_bits ^ 0xFFFFFFFF": "b_bits",
+        "mask=m_take, other=0)\n        tl.store": "mask=m_take, other=0) * 0\n        tl.store",
+        "num_equal += ": "num_equal += 0 * ",
+        "m_here = m_here & (b_value": "m_here = m_here | (b_value",
+    }
 )
-def test_a_mutant_is_found(old: str, new: str, mutated: Any, noticed: Any, device: str) -> None:
-    mutant: ModuleType = mutated(kernel, old, new)
-    with pytest.raises(noticed):
+def test_a_mutant_is_found(failing_mutant: FailingMutant, edit: Edit, device: str) -> None:
+    with failing_mutant(kernel, edit) as mutant:
         for few_values, top_k in ((False, TOP_K), (True, TOP_K), (True, 1400)):
             assert_agrees(mutant, 5, 24, torch.float32, device, few_values=few_values, top_k=top_k)

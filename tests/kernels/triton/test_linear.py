@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kernels.mutants import Edit, FailingMutant, mutants, mutants_by
 from torch import Tensor
 
 from moiety_kernels.checks import KernelInputError
@@ -179,43 +180,43 @@ def test_who_asks_for_invariant_results_gets_them_or_is_told_why_not() -> None:
         head_linear_operation(heads.double(), of_heads.double(), invariant=True)
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("m_row = i_row < num_rows", "m_row = i_row < num_rows - 1"),
-        ("m_column = i_column < width", "m_column = i_column < width - 1"),
-        ("(k + i_k < inner)[None, :]", "(k + i_k < inner + 1)[None, :]"),
-        ("head.to(tl.int64) * x_head_stride", "head.to(tl.int64) * x_stride"),
-        ("num_heads + head)[:, None]", "num_heads)[:, None]"),
-        ("load_weights(w, head, column", "load_weights(w, head, column + 1"),
-        ("x.load([first, k])", "x.load([0, k])"),
-        ("tl.load(p_bias + i_column", "tl.load(p_bias + i_column - column"),
-    ],
+@mutants(
+    {
+        "m_row = i_row < num_rows": "m_row = i_row < num_rows - 1",
+        "m_column = i_column < width": "m_column = i_column < width - 1",
+        "(k + i_k < inner)[None, :]": "(k + i_k < inner + 1)[None, :]",
+        "head.to(tl.int64) * x_head_stride": "head.to(tl.int64) * x_stride",
+        "num_heads + head)[:, None]": "num_heads)[:, None]",
+        "load_weights(w, head, column": "load_weights(w, head, column + 1",
+        "x.load([first, k])": "x.load([0, k])",
+        "tl.load(p_bias + i_column": "tl.load(p_bias + i_column - column",
+    }
 )
-def test_a_mutant_is_found(mutated: Any, noticed: Any, old: str, new: str, device: str) -> None:
-    mutant = mutated(kernel, old, new)
-    with pytest.raises(noticed):
+def test_a_mutant_is_found(failing_mutant: FailingMutant, edit: Edit, device: str) -> None:
+    with failing_mutant(kernel, edit) as mutant:
         assert_agrees(mutant, tiles.HOPPER[0], 20, 133, 72, torch.float32, device, 4)
         assert_agrees(mutant, tiles.HOPPER[0], 3, 67, 37, torch.float32, device)
         assert_heads_agree(mutant, tiles.HOPPER[0], device)
 
 
-@pytest.mark.parametrize(
-    ("kind", "old", "new"),
-    [
-        ("int8", "tl.load(p_scale + i_column, mask", "tl.load(p_scale + i_column - column, mask"),
-        ("fp8 rows", 'if SCALES == "row":', 'if SCALES == "none":'),
-        ("fp8 blocks", "SCALE_BLOCK) + k // SCALE_BLOCK", "SCALE_BLOCK)"),
-        ("fp8 blocks", "p_scale + i_column.to(tl.int64)", "p_scale + (i_column - column).to(tl.int64)"),
-        ("fp8 blocks", "sums += step", "sums = step"),
-        ("int4", "sums, head, first, column", "sums, head, 0, column"),
-    ],
+@mutants_by(
+    "kind",
+    {
+        "int8": {"tl.load(p_scale + i_column, mask": "tl.load(p_scale + i_column - column, mask"},
+        "fp8 rows": {'if SCALES == "row":': 'if SCALES == "none":'},
+        "fp8 blocks": {
+            "SCALE_BLOCK) + k // SCALE_BLOCK": "SCALE_BLOCK)",
+            "p_scale + i_column.to(tl.int64)": "p_scale + (i_column - column).to(tl.int64)",
+            "sums += step": "sums = step",
+        },
+        "int4": {"sums, head, first, column": "sums, head, 0, column"},
+    },
 )
 def test_a_mutant_that_reads_narrow_weights_otherwise_is_found(
-    mutated: Any, noticed: Any, kind: str, old: str, new: str, device: str
+    failing_mutant: FailingMutant, kind: str, edit: Edit, device: str
 ) -> None:
-    mutant, four = mutated(kernel, old, new), kind in FOUR_BITS
-    with pytest.raises(noticed):
+    four = kind in FOUR_BITS
+    with failing_mutant(kernel, edit) as mutant:
         form, tile = (FOUR_BITS | EIGHT_BITS)[kind], (tiles.FOUR if four else tiles.NARROW)[0]
         assert_narrow_agrees(mutant, tile, 20, 133, 192 if four else 288, form, device)
 

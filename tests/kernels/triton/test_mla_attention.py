@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from tests.kernels.mutants import Edit, mutants, mutants_by
+from tests.kernels.paged_rows import query_starts, scatter_rows
 
 from moiety_kernels.checks import KernelInputError
 from moiety_kernels.mla_attention import kernel, mla_attention, reference
@@ -22,16 +23,8 @@ def arguments(
 ) -> tuple[Any, ...]:
     """Queries and a cache of the type `kept` that is NaN (or 127, with scales that are NaN) wherever no context is."""
     width = latent + rotated
-    counts = [-(-context // PLACES) for context in CONTEXTS]
-    cache = torch.full((sum(counts) + 2, PLACES, width), float("nan"))
-    blocks = torch.randperm(len(cache), dtype=torch.int32)
-    table = torch.full((len(counts), max(counts)), int(blocks[-1]), dtype=torch.int32)
-    for s, (context, count) in enumerate(zip(CONTEXTS, counts, strict=True)):
-        table[s, :count], blocks = blocks[:count], blocks[count:]
-        rows: Tensor = cache[table[s, :count].long()].flatten(0, 1)
-        rows[:context] = torch.randn(context, width)
-        cache[table[s, :count].long()] = rows.view(count, PLACES, width)
-    starts = torch.tensor([0, *torch.tensor(QUERIES).cumsum(0).tolist()], dtype=torch.int32, device=device)
+    cache, table = scatter_rows(CONTEXTS, PLACES, width)
+    starts = query_starts(QUERIES).to(device)
     q = torch.randn(sum(QUERIES), heads, width).to(device, dtype)
     contexts = torch.tensor(CONTEXTS, dtype=torch.int32, device=device)
     sequences = starts, contexts, table.to(device), width**-0.5
@@ -111,42 +104,43 @@ def test_a_request_has_the_same_bits_alone_and_in_a_batch(device: str) -> None:
         assert torch.equal(alone, together[begin:end])
 
 
-@pytest.mark.parametrize(
-    ("module", "old", "new"),
-    [
-        (softmax, "b_score = tl.dot(b_q1, tl.trans(b_k1), acc=b_score", "b_score = tl.dot(b_q1, tl.trans(b_k1)"),
-        (softmax, "b_sum0 * b_shrink[:, None]", "b_sum0"),
-        (prefill, "begin = lowest // BN * BN", "begin = BN"),
-        (decode, "b_max + tl.log2(b_total)", "b_max"),
-        (decode, "i_row = item % TILES * BM", "i_row = BM"),
-        (
-            decode,
-            "* num_splits + split) * num_heads + i_query_head\n        p_row",
-            "* num_splits) * num_heads + i_query_head\n        p_row",
-        ),
-    ],
+@mutants_by(
+    "module",
+    {
+        softmax: {
+            "b_score = tl.dot(b_q1, tl.trans(b_k1), acc=b_score": "b_score = tl.dot(b_q1, tl.trans(b_k1)",
+            "b_sum0 * b_shrink[:, None]": "b_sum0",
+        },
+        prefill: {"begin = lowest // BN * BN": "begin = BN"},
+        decode: {
+            "b_max + tl.log2(b_total)": "b_max",
+            "i_row = item % TILES * BM": "i_row = BM",
+            "* num_splits + split) * num_heads + i_query_head\n        p_row": (
+                "* num_splits) * num_heads + i_query_head\n        p_row"
+            ),
+        },
+    },
 )
 def test_a_mutant_is_found(
-    module: Any, old: str, new: str, mutated: Any, noticed: Any, monkeypatch: pytest.MonkeyPatch, device: str
+    module: Any, edit: Edit, mutated: Any, noticed: Any, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    put_in(mutated(module, old, new), monkeypatch)
+    put_in(mutated(module, *edit), monkeypatch)
     with pytest.raises(noticed):
         assert_agrees(3, 32, 16, torch.float32, device)
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("b_score += b_rest * tl.load(p_k_scale", "b_score += b_rest * tl.load(p_v_scale"),
-        ("b_score *= tl.load(p_v_scale", "b_score *= tl.load(p_k_scale"),
-        ("b_weight *= tl.load(p_v_scale", "b_weight *= tl.load(p_k_scale"),
-        ("b_rest = tl.dot(b_q1", "b_rest = 0.0 * tl.dot(b_q1"),
-    ],
+@mutants(
+    {
+        "b_score += b_rest * tl.load(p_k_scale": "b_score += b_rest * tl.load(p_v_scale",
+        "b_score *= tl.load(p_v_scale": "b_score *= tl.load(p_k_scale",
+        "b_weight *= tl.load(p_v_scale": "b_weight *= tl.load(p_k_scale",
+        "b_rest = tl.dot(b_q1": "b_rest = 0.0 * tl.dot(b_q1",
+    }
 )
 def test_a_mutant_that_scales_otherwise_is_found(
-    old: str, new: str, mutated: Any, noticed: Any, monkeypatch: pytest.MonkeyPatch, device: str
+    edit: Edit, mutated: Any, noticed: Any, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    put_in(mutated(softmax, old, new), monkeypatch)
+    put_in(mutated(softmax, *edit), monkeypatch)
     with pytest.raises(noticed):
         assert_agrees(3, 32, 16, torch.float32, device, torch.int8)
 

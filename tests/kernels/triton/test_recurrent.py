@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kernels.mutants import Edit, FailingMutant, mutants
 from tests.kernels.recurrent import NUM_DECODE, TOKENS, delta_inputs, sequences, states
 
 from moiety_kernels.causal_conv import CausalConvWeights
@@ -90,64 +91,59 @@ def test_a_gated_normalisation(gate: str, device: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("is_later = i_token[:, None] > i_token[None, :]", "is_later = i_token[:, None] >= i_token[None, :]"),
-        ("for i in range(1, CHUNK):", "for i in range(1, CHUNK - 1):"),
-        ("beta * length * tl.exp(total)", "beta * length"),
-        ("tl.minimum(first + CHUNK, end) - 1", "first + CHUNK - 1"),
-        ("state *= tl.exp(last)\n", "state *= 1.0\n"),
-        ("written -= tl.dot(read_k", "written += tl.dot(read_k"),
-        ("is_seen = i_token[:, None] >= i_token[None, :]", "is_seen = i_token[:, None] > i_token[None, :]"),
-        ("recalled = tl.sum(state * k[:, None], axis=0)", "recalled = tl.sum(state, axis=0)"),
-        ("p_q + t * q_stride + i_group * WIDTH + i_key)", "p_q + t * q_stride + i_key)"),
-    ],
+@mutants(
+    {
+        "is_later = i_token[:, None] > i_token[None, :]": "is_later = i_token[:, None] >= i_token[None, :]",
+        "for i in range(1, CHUNK):": "for i in range(1, CHUNK - 1):",
+        "beta * length * tl.exp(total)": "beta * length",
+        "tl.minimum(first + CHUNK, end) - 1": "first + CHUNK - 1",
+        "state *= tl.exp(last)\n": "state *= 1.0\n",
+        "written -= tl.dot(read_k": "written += tl.dot(read_k",
+        "is_seen = i_token[:, None] >= i_token[None, :]": "is_seen = i_token[:, None] > i_token[None, :]",
+        "recalled = tl.sum(state * k[:, None], axis=0)": "recalled = tl.sum(state, axis=0)",
+        "p_q + t * q_stride + i_group * WIDTH + i_key)": "p_q + t * q_stride + i_key)",
+    }
 )
-def test_a_mutant_of_the_recurrence_is_found(mutated: Any, noticed: Any, old: str, new: str, device: str) -> None:
-    mutant = mutated(delta, old, new)
-    with pytest.raises(noticed):
+def test_a_mutant_of_the_recurrence_is_found(failing_mutant: FailingMutant, edit: Edit, device: str) -> None:
+    with failing_mutant(delta, edit) as mutant:
         assert_recurs(mutant, 1, NUM_DECODE, torch.float32, device)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("state * tl.exp(last), input", "state, input"),
-        ("i_token == CHUNK - 1", "i_token == 0"),
-        ("state * tl.exp(tl.load(p_log_decay + row)) +", "state +"),
-        ("* tl.exp(total)[:, None]", ""),
-    ],
+@mutants(
+    {
+        "state * tl.exp(last), input": "state, input",
+        "i_token == CHUNK - 1": "i_token == 0",
+        "state * tl.exp(tl.load(p_log_decay + row)) +": "state +",
+        "* tl.exp(total)[:, None]": "",
+    }
 )
-def test_a_mutant_of_linear_attention_is_found(mutated: Any, noticed: Any, old: str, new: str, device: str) -> None:
-    mutant = mutated(linear, old, new)
-    with pytest.raises(noticed):
+def test_a_mutant_of_linear_attention_is_found(failing_mutant: FailingMutant, edit: Edit, device: str) -> None:
+    with failing_mutant(linear, edit) as mutant:
         assert_decays(mutant, torch.float32, device)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("source = t - (TAPS - 1) + tap", "source = t - TAPS + tap"),
-        ("m_before = (source < begin)[:, None] & m_out & has_state", "m_before = (source < begin)[:, None] & m_out"),
-        ("source = end - (TAPS - 1) + i_place", "source = begin - (TAPS - 1) + i_place"),
-        ("total *= tl.sigmoid(total)", "total = tl.sigmoid(total)"),
-    ],
+@mutants(
+    {
+        "source = t - (TAPS - 1) + tap": "source = t - TAPS + tap",
+        "m_before = (source < begin)[:, None] & m_out & has_state": "m_before = (source < begin)[:, None] & m_out",
+        "source = end - (TAPS - 1) + i_place": "source = begin - (TAPS - 1) + i_place",
+        "total *= tl.sigmoid(total)": "total = tl.sigmoid(total)",
+    }
 )
-def test_a_mutant_of_the_convolution_is_found(mutated: Any, noticed: Any, old: str, new: str, device: str) -> None:
-    mutant = mutated(conv, old, new)
-    with pytest.raises(noticed):
+def test_a_mutant_of_the_convolution_is_found(failing_mutant: FailingMutant, edit: Edit, device: str) -> None:
+    with failing_mutant(conv, edit) as mutant:
         assert_convolves(mutant, torch.float32, device, whole=True)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [("/ width + eps", "/ BLOCK + eps"), ("p_gate + i_token * gate_stride", "p_gate + i_token * heads * width")],
+@mutants(
+    {
+        "/ width + eps": "/ BLOCK + eps",
+        "p_gate + i_token * gate_stride": "p_gate + i_token * heads * width",
+    }
 )
-def test_a_mutant_of_the_normalisation_is_found(mutated: Any, noticed: Any, old: str, new: str, device: str) -> None:
-    mutant = mutated(norm, old, new)
-    with pytest.raises(noticed):
+def test_a_mutant_of_the_normalisation_is_found(failing_mutant: FailingMutant, edit: Edit, device: str) -> None:
+    with failing_mutant(norm, edit) as mutant:
         assert_normalizes(mutant, "silu", device)

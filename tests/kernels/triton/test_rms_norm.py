@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kernels.mutants import Edit, FailingMutant, mutants
 
 from moiety_kernels.rms_norm import kernel, reference
 
@@ -51,15 +52,13 @@ def test_no_rows_are_no_work(device: str) -> None:
     assert kernel.rms_norm(torch.empty(0, 8, device=device), torch.ones(8, device=device), 1e-6).shape == (0, 8)
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("m_column = i_column < width", "m_column = i_column < BLOCK"),
-        ("/ width + eps", "/ BLOCK + eps"),
-        ("tl.load(p_delta + i_row * delta_stride", "tl.load(p_delta + i_row * x_stride"),
-    ],
+@mutants(
+    {
+        "m_column = i_column < width": "m_column = i_column < BLOCK",
+        "/ width + eps": "/ BLOCK + eps",
+        "tl.load(p_delta + i_row * delta_stride": "tl.load(p_delta + i_row * x_stride",
+    }
 )
-def test_a_mutant_is_found(mutated: Any, noticed: Any, old: str, new: str, device: str) -> None:
-    mutant = mutated(kernel, old, new)
-    with pytest.raises(noticed):
+def test_a_mutant_is_found(failing_mutant: FailingMutant, edit: Edit, device: str) -> None:
+    with failing_mutant(kernel, edit) as mutant:
         assert_agrees(mutant, 3, 7, torch.float32, device)

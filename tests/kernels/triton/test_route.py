@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kernels.mutants import Edit, FailingMutant, mutants, mutants_by
 
 from moiety_kernels.route import Groups, RoutingSpec, kernel, reference
 from moiety_kernels.route.kernels import grouping
@@ -52,19 +53,17 @@ def test_many_pairs_are_grouped_block_by_block(routing: str, tokens: int, num_ex
     assert_grouped_alike(grouping, routing, tokens, num_experts, device, few_pairs=0, block=64)
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("place + tl.cumsum(mine, axis=0) - 1", "place + tl.sum(mine, axis=0) - 1"),
-        ("place + i_tile)\n        tl.store(p_tile, tl.full", "i_tile)\n        tl.store(p_tile, tl.full"),
-        ("row + i_tile * TILE_ROWS", "row + i_tile"),
-        ("tl.cumsum(counts, axis=0) - counts + before", "tl.cumsum(counts, axis=0) - counts"),
-        ("tl.sort(expert * BLOCK + i_here)", "tl.sort(expert * BLOCK + BLOCK - 1 - i_here)"),
-    ],
+@mutants(
+    {
+        "place + tl.cumsum(mine, axis=0) - 1": "place + tl.sum(mine, axis=0) - 1",
+        "place + i_tile)\n        tl.store(p_tile, tl.full": "i_tile)\n        tl.store(p_tile, tl.full",
+        "row + i_tile * TILE_ROWS": "row + i_tile",
+        "tl.cumsum(counts, axis=0) - counts + before": "tl.cumsum(counts, axis=0) - counts",
+        "tl.sort(expert * BLOCK + i_here)": "tl.sort(expert * BLOCK + BLOCK - 1 - i_here)",
+    }
 )
-def test_a_mutant_that_groups_is_found(mutated: Any, noticed: Any, old: str, new: str, device: str) -> None:
-    mutant = mutated(grouping, old, new)
-    with pytest.raises(noticed):
+def test_a_mutant_that_groups_is_found(failing_mutant: FailingMutant, edit: Edit, device: str) -> None:
+    with failing_mutant(grouping, edit) as mutant:
         assert_grouped_alike(mutant, "skewed", 65, 3, device)
         assert_grouped_alike(mutant, "skewed", 65, 3, device, few_pairs=0, block=64)
 
@@ -132,25 +131,24 @@ def test_what_is_not_a_number_still_goes_to_experts_that_exist_each_once(name: s
         assert set(chosen) <= set(range(spec.num_experts))
 
 
-@pytest.mark.parametrize(
-    ("name", "old", "new"),
-    [
-        ("best groups", "(best // SP * SIZE + best % SP)", "best"),
-        ("softmax", "powers / tl.sum(powers, axis=1)[:, None]", "powers"),
-        ("sigmoid", "mask=m_expert, other=0.0)[None, :]", "mask=m_expert, other=0.0)[None, :] * 0"),
-        ("best groups by two", "score += tl.max(", "score += 0 * tl.max("),
-        ("best groups", "kept[:, :, None] == 1", "kept[:, :, None] >= 0"),
-        (
-            "softmax",
-            "        free = tl.where(hit, 0, free)\n    if",
-            "        free = tl.where(hit & (k > 0), 0, free)\n    if",
-        ),
-        ("all experts", "tl.maximum(total + _TINY, least_sum)", "(total + _TINY)"),
-        ("sparse mixer", "<= 2 * jitter", "<= jitter"),
-        ("softmax of the chosen", "weight /= tl.sum(tl.where", "weight /= 2 * tl.sum(tl.where"),
-    ],
+@mutants_by(
+    "name",
+    {
+        "best groups": {
+            "(best // SP * SIZE + best % SP)": "best",
+            "kept[:, :, None] == 1": "kept[:, :, None] >= 0",
+        },
+        "softmax": {
+            "powers / tl.sum(powers, axis=1)[:, None]": "powers",
+            "        free = tl.where(hit, 0, free)\n    if": "        free = tl.where(hit & (k > 0), 0, free)\n    if",
+        },
+        "sigmoid": {"mask=m_expert, other=0.0)[None, :]": "mask=m_expert, other=0.0)[None, :] * 0"},
+        "best groups by two": {"score += tl.max(": "score += 0 * tl.max("},
+        "all experts": {"tl.maximum(total + _TINY, least_sum)": "(total + _TINY)"},
+        "sparse mixer": {"<= 2 * jitter": "<= jitter"},
+        "softmax of the chosen": {"weight /= tl.sum(tl.where": "weight /= 2 * tl.sum(tl.where"},
+    },
 )
-def test_a_mutant_that_routes_is_found(mutated: Any, noticed: Any, name: str, old: str, new: str, device: str) -> None:
-    mutant = mutated(kernel, old, new)
-    with pytest.raises(noticed):
+def test_a_mutant_that_routes_is_found(failing_mutant: FailingMutant, name: str, edit: Edit, device: str) -> None:
+    with failing_mutant(kernel, edit) as mutant:
         assert_routed_alike(mutant, name, 17, torch.float32, True, device)

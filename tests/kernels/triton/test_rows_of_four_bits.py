@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kernels.mutants import Edit, FailingMutant, mutants_by
 
 from moiety_kernels.gpu.targets import H200
 from moiety_kernels.grouped_gemm import kernel, reference, tiles
@@ -109,28 +110,32 @@ def test_a_layer_takes_them_where_tokens_are_few_and_its_weights_can_be_read_as_
     assert "multiples of 4 bytes" in str(kernel.unfit(x, expert, askew, lower.values_NK, *scales))
 
 
-@pytest.mark.parametrize(
-    ("name", "old", "new"),
-    [
-        ("int4", "number(above, 16, FOUR)", "number(words, 16, FOUR)"),
-        ("int4", "8 * 2.0 ** (80 - 149)", "7 * 2.0 ** (80 - 149)"),
-        ("mxfp4", "& 0x81C00000", "& 0x01C00000"),
-        ("mxfp4", "(65 << (22 - AT))", "(65 << (21 - AT))"),
-        ("int4", "tl.join(first, third), tl.join(second, fourth)", "tl.join(first, second), tl.join(third, fourth)"),
-        ("int4", "high_sums * high_scale", "high_sums * low_scale"),
-        ("int4", "(i_chunk // 2 * 2)[:, None]", "i_chunk[:, None]"),
-        ("int4", "PACK // 2, mask=m_chunk[:, None], other=0.0).to(tl.float32) * share",
-         "PACK // 2, mask=m_chunk[:, None], other=0.0).to(tl.float32)"),
-        ("int4", "p_gate_scale + hidden.to(tl.int64) * groups", "p_gate_scale"),
-        ("int4", "i_byte % 4 // 2 * 16", "i_byte % 4 * 8"),
-    ],
-)  # fmt: skip
+@mutants_by(
+    "name",
+    {
+        "int4": {
+            "number(above, 16, FOUR)": "number(words, 16, FOUR)",
+            "8 * 2.0 ** (80 - 149)": "7 * 2.0 ** (80 - 149)",
+            "tl.join(first, third), tl.join(second, fourth)": "tl.join(first, second), tl.join(third, fourth)",
+            "high_sums * high_scale": "high_sums * low_scale",
+            "(i_chunk // 2 * 2)[:, None]": "i_chunk[:, None]",
+            "PACK // 2, mask=m_chunk[:, None], other=0.0).to(tl.float32) * share": (
+                "PACK // 2, mask=m_chunk[:, None], other=0.0).to(tl.float32)"
+            ),
+            "p_gate_scale + hidden.to(tl.int64) * groups": "p_gate_scale",
+            "i_byte % 4 // 2 * 16": "i_byte % 4 * 8",
+        },
+        "mxfp4": {
+            "& 0x81C00000": "& 0x01C00000",
+            "(65 << (22 - AT))": "(65 << (21 - AT))",
+        },
+    },
+)
 def test_a_mutant_of_the_rows_with_four_bits_is_found(
-    mutated: Any, monkeypatch: pytest.MonkeyPatch, noticed: Any, name: str, old: str, new: str, device: str
+    failing_mutant: FailingMutant, monkeypatch: pytest.MonkeyPatch, name: str, edit: Edit, device: str
 ) -> None:
-    mutant = mutated(four_rows, old, new)
-    monkeypatch.setattr(rows, "up_row_sums", mutant.up_row_sums)
-    monkeypatch.setattr(rows, "down_row_sums", mutant.down_row_sums)
-    with pytest.raises(noticed):
+    with failing_mutant(four_rows, edit) as mutant:
+        monkeypatch.setattr(rows, "up_row_sums", mutant.up_row_sums)
+        monkeypatch.setattr(rows, "down_row_sums", mutant.down_row_sums)
         assert_up_agrees(name, 128, 5, [[2, 0]], device)
         assert_down_agrees(name, 5, 128, [[2, 0]], device)

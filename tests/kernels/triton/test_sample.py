@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kernels.mutants import Edit, FailingMutant, mutants, mutants_by
 
 from moiety_kernels.sample import IN_PROMPT, Draws, Penalties, kernel, reference
 
@@ -104,39 +105,40 @@ def test_the_whole_distribution_is_reached_in_its_proportions(device: str) -> No
         assert (counts.cpu() - torch.tensor(shares)).abs().max() <= 1
 
 
-@pytest.mark.parametrize(
-    ("kind", "old", "new"),
-    [
-        ("tied", "highest + 1)", "highest)"),
-        ("tied", "tl.full([], _ABOVE_ALL, tl.int32)", "tl.full([], _ABOVE_ALL - 1, tl.int32)"),
-        ("tied", "mass > mass_wanted", "mass >= mass_wanted * 1.3"),
-        ("tied", "tl.ceil((target - mass) / weight)", "tl.floor((target - mass) / weight)"),
-        ("tied", "(top_k - above) * key", "key"),
-        ("random", "tl.sum((num >> 8) & 255", "tl.sum((num >> 16) & 255"),
-        ("random", "logits / temperature - highest / temperature", "logits - highest"),
-        ("tied", "kept = tl.minimum(kept, _mass(", "kept = tl.maximum(kept, _mass("),
-        ("equal", "before + tl.cumsum(weights", "tl.cumsum(weights"),
-        ("tied", "tl.cumsum(equal, axis=0) > place", "tl.cumsum(equal, axis=0) >= place"),
-    ],
+@mutants_by(
+    "kind",
+    {
+        "tied": {
+            "highest + 1)": "highest)",
+            "tl.full([], _ABOVE_ALL, tl.int32)": "tl.full([], _ABOVE_ALL - 1, tl.int32)",
+            "mass > mass_wanted": "mass >= mass_wanted * 1.3",
+            "tl.ceil((target - mass) / weight)": "tl.floor((target - mass) / weight)",
+            "(top_k - above) * key": "key",
+            "kept = tl.minimum(kept, _mass(": "kept = tl.maximum(kept, _mass(",
+            "tl.cumsum(equal, axis=0) > place": "tl.cumsum(equal, axis=0) >= place",
+        },
+        "random": {
+            "tl.sum((num >> 8) & 255": "tl.sum((num >> 16) & 255",
+            "logits / temperature - highest / temperature": "logits - highest",
+        },
+        "equal": {"before + tl.cumsum(weights": "tl.cumsum(weights"},
+    },
 )
-def test_a_mutant_is_found(mutated: Any, noticed: Any, kind: str, old: str, new: str, device: str) -> None:
-    mutant = mutated(kernel, old, new)
-    with pytest.raises(noticed):
+def test_a_mutant_is_found(failing_mutant: FailingMutant, kind: str, edit: Edit, device: str) -> None:
+    with failing_mutant(kernel, edit) as mutant:
         assert_drawn_alike(mutant, kind, 100, device)
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("times = seen % _IN_PROMPT", "times = seen"),
-        ("logits / repetition", "logits * repetition"),
-        ("p_seen + place * seen_stride", "p_seen + row * seen_stride"),
-        ("p_presence + place", "p_presence"),
-    ],
+@mutants(
+    {
+        "times = seen % _IN_PROMPT": "times = seen",
+        "logits / repetition": "logits * repetition",
+        "p_seen + place * seen_stride": "p_seen + row * seen_stride",
+        "p_presence + place": "p_presence",
+    }
 )
-def test_a_mutant_that_penalises_is_found(mutated: Any, noticed: Any, old: str, new: str, device: str) -> None:
-    mutant = mutated(kernel, old, new)
-    with pytest.raises(noticed):
+def test_a_mutant_that_penalises_is_found(failing_mutant: FailingMutant, edit: Edit, device: str) -> None:
+    with failing_mutant(kernel, edit) as mutant:
         assert_penalised_alike(mutant, device)
 
 

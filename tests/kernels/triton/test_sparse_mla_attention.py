@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from tests.kernels.mutants import Edit, FailingMutant, mutants
 
 from moiety_kernels.sparse_mla_attention import kernel, reference, sparse_mla_attention
 
@@ -83,19 +83,17 @@ def test_a_query_has_the_same_bits_alone_and_beside_others(device: str) -> None:
         assert torch.equal(alone, together[t : t + 1])
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("p_slot + token * slot_row", "p_slot"),
-        ("begin = split * length", "begin = 0"),
-        ("tl.minimum(begin + length, count)", "begin + length"),
-        ("b_max + tl.log2(b_total)", "b_max"),
-        ("b_scale = 1.0 / b_total", "b_scale = 1.0"),
-        ("(token * num_splits + split) * num_heads", "(token * num_splits) * num_heads"),
-        ("p_out + (token * num_heads + i_head) * V", "p_out + i_head * V"),
-    ],
+@mutants(
+    {
+        "p_slot + token * slot_row": "p_slot",
+        "begin = split * length": "begin = 0",
+        "tl.minimum(begin + length, count)": "begin + length",
+        "b_max + tl.log2(b_total)": "b_max",
+        "b_scale = 1.0 / b_total": "b_scale = 1.0",
+        "(token * num_splits + split) * num_heads": "(token * num_splits) * num_heads",
+        "p_out + (token * num_heads + i_head) * V": "p_out + i_head * V",
+    }
 )
-def test_a_mutant_is_found(old: str, new: str, mutated: Any, noticed: Any, device: str) -> None:
-    mutant: ModuleType = mutated(kernel, old, new)
-    with pytest.raises(noticed):
+def test_a_mutant_is_found(failing_mutant: FailingMutant, edit: Edit, device: str) -> None:
+    with failing_mutant(kernel, edit) as mutant:
         assert_agrees(mutant, 3, 32, 16, torch.float32, device)
