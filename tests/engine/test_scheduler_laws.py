@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -454,17 +455,26 @@ class Replica:
                     assert client.finish.embedding == (b"%d" % client.submit.key if client.submit.embed else b"")
 
 
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Settings of a replica: its batches, its drafts, its rank groups, and what its cache keeps."""
+
+    policy: str = "moiety"
+    batching: Batching = Batching.CONTINUOUS
+    overlap: bool = False
+    draft_tokens: int = 0
+    by_model: bool = False
+    num_groups: int = 1
+    windows: tuple[int | None, ...] = (None,)
+    num_snapshots: int | None = None
+
+
 class Machine(RuleBasedStateMachine):
     """Anything that may happen to a replica, in any order."""
 
-    policy = "moiety"
-    batching = Batching.CONTINUOUS
-    overlap = False
-    draft_tokens = 0
-    by_model = False
-    num_groups = 1
-    windows: tuple[int | None, ...] = (None,)
-    num_snapshots: int | None = None
+    def __init__(self, setup: Setup) -> None:
+        super().__init__()
+        self.setup = setup
 
     @initialize(
         num_blocks=st.integers(FEWEST_BLOCKS, 30),
@@ -474,20 +484,21 @@ class Machine(RuleBasedStateMachine):
         lag=st.sampled_from([0, 1]),
     )
     def start(self, num_blocks: int, host_blocks: int, budget: int, max_running: int, lag: int) -> None:
+        setup = self.setup
         scheduler = make_scheduler(
-            self.policy,
+            setup.policy,
             num_blocks,
             host_blocks,
             budget,
             max_running,
-            batching=self.batching,
-            draft_tokens=self.draft_tokens,
-            num_groups=self.num_groups,
-            held=(held := DraftedKv(BLOCK_SIZE, lag) if self.by_model else None),
-            windows=self.windows,
-            num_snapshots=self.num_snapshots,
+            batching=setup.batching,
+            draft_tokens=setup.draft_tokens,
+            num_groups=setup.num_groups,
+            held=(held := DraftedKv(BLOCK_SIZE, lag) if setup.by_model else None),
+            windows=setup.windows,
+            num_snapshots=setup.num_snapshots,
         )
-        self.replica = Replica(scheduler, overlap=self.overlap, held=held)
+        self.replica = Replica(scheduler, overlap=setup.overlap, held=held)
 
     @rule(
         service=st.sampled_from(sorted(CLASSES)),
@@ -554,112 +565,45 @@ class Machine(RuleBasedStateMachine):
         return [client for client in self.replica.clients.values() if not client.over]
 
 
-class FcfsMachine(Machine):
-    policy = "fcfs"
-
-
-class OverlapMachine(Machine):
-    overlap = True
-
-
-class OverlapFcfsMachine(FcfsMachine):
-    overlap = True
-
-
-class PaddedMachine(FcfsMachine):
-    batching = Batching.PADDED
-
-
-class OverlapPaddedMachine(PaddedMachine):
-    overlap = True
-
-
-class DraftingMachine(Machine):
-    draft_tokens = 3
-
-
-class DraftingFcfsMachine(FcfsMachine):
-    draft_tokens = 5
-
-
-class OverlapDraftingMachine(DraftingMachine):
-    overlap = True
-
-
-class OverlapDraftingFcfsMachine(DraftingFcfsMachine):
-    overlap = True
-
-
-class ModelDraftingMachine(DraftingMachine):
-    by_model = True
-
-
-class ModelDraftingFcfsMachine(DraftingFcfsMachine):
-    by_model = True
-
-
-class OverlapModelDraftingFcfsMachine(ModelDraftingFcfsMachine):
-    overlap = True
-
-
-class GroupsFcfsMachine(FcfsMachine):
-    num_groups = 3
-
-
-class OverlapDraftingGroupsMachine(OverlapDraftingMachine):
-    num_groups = 2
-
-
-class WindowsMachine(OverlapMachine):
-    windows = (None, 6)
-
-
-class WindowsFcfsMachine(FcfsMachine):
-    windows = (5,)
-
-
-class WindowsDraftingMachine(OverlapDraftingMachine):
-    windows = (None, 3, 9)
-
-
-class StatesMachine(OverlapMachine):
-    num_snapshots = 3
-
-
-class StatesWindowsGroupsMachine(GroupsFcfsMachine):
-    windows = (None, 6)
-    num_snapshots = 1
-
-
-PLAIN = [Machine, FcfsMachine, OverlapMachine, OverlapFcfsMachine, PaddedMachine, OverlapPaddedMachine]
-DRAFTING = [DraftingMachine, DraftingFcfsMachine, OverlapDraftingMachine, OverlapDraftingFcfsMachine]
-BY_MODEL = [ModelDraftingMachine, OverlapModelDraftingFcfsMachine]
-IN_GROUPS = [GroupsFcfsMachine, OverlapDraftingGroupsMachine]
-KEEPING_LESS = [
-    WindowsMachine,
-    WindowsFcfsMachine,
-    WindowsDraftingMachine,
-    StatesMachine,
-    StatesWindowsGroupsMachine,
+SETUPS = [
+    Setup(),
+    Setup(policy="fcfs"),
+    Setup(overlap=True),
+    Setup(policy="fcfs", overlap=True),
+    Setup(policy="fcfs", batching=Batching.PADDED),
+    Setup(policy="fcfs", batching=Batching.PADDED, overlap=True),
+    Setup(draft_tokens=3),
+    Setup(policy="fcfs", draft_tokens=5),
+    Setup(draft_tokens=3, overlap=True),
+    Setup(policy="fcfs", draft_tokens=5, overlap=True),
+    Setup(draft_tokens=3, by_model=True),
+    Setup(policy="fcfs", draft_tokens=5, by_model=True, overlap=True),
+    Setup(policy="fcfs", num_groups=3),
+    Setup(draft_tokens=3, overlap=True, num_groups=2),
+    Setup(overlap=True, windows=(None, 6)),
+    Setup(policy="fcfs", windows=(5,)),
+    Setup(draft_tokens=3, overlap=True, windows=(None, 3, 9)),
+    Setup(overlap=True, num_snapshots=3),
+    Setup(policy="fcfs", num_groups=3, windows=(None, 6), num_snapshots=1),
 ]
 
 
-def name_of(machine: type[Machine]) -> str:
+def name_of(setup: Setup) -> str:
     return (
-        f"{machine.policy}-{machine.batching}"
-        + "-overlapped" * machine.overlap
-        + "-drafting" * bool(machine.draft_tokens)
-        + "-by_model" * machine.by_model
-        + "-groups" * (machine.num_groups > 1)
-        + "-windows" * (machine.windows != (None,))
-        + "-states" * (machine.num_snapshots is not None)
+        f"{setup.policy}-{setup.batching}"
+        + "-overlapped" * setup.overlap
+        + "-drafting" * bool(setup.draft_tokens)
+        + "-by_model" * setup.by_model
+        + "-groups" * (setup.num_groups > 1)
+        + "-windows" * (setup.windows != (None,))
+        + "-states" * (setup.num_snapshots is not None)
     )
 
 
-@pytest.mark.parametrize("machine", PLAIN + DRAFTING + BY_MODEL + IN_GROUPS + KEEPING_LESS, ids=name_of)
-def test_the_laws_hold_whatever_happens(machine: type[Machine]) -> None:
+@pytest.mark.parametrize("setup", SETUPS, ids=name_of)
+def test_the_laws_hold_whatever_happens(setup: Setup) -> None:
     run_state_machine_as_test(
-        machine,
+        partial(Machine, setup),
         settings=settings(
             max_examples=150 if THOROUGH else 25,
             stateful_step_count=40,
