@@ -29,23 +29,16 @@ from moiety_engine.startup import load_loop
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import Sampling
 
+from .conftest import write_model
+
 LENGTHS = (5, 23, 40, 9, 61, 17)
 NUM_OUTPUT = 12
 
 
 @pytest.fixture(scope="session")
 def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    folder = tmp_path_factory.mktemp("mixtral")
-    torch.manual_seed(1)
-    config = MixtralConfig(
-        vocab_size=320, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        num_local_experts=4, num_experts_per_tok=2, intermediate_size=48, max_position_embeddings=512,
-        initializer_range=0.2, eos_token_id=2, bos_token_id=None, pad_token_id=0, sliding_window=None,
-    )  # fmt: skip
-    MixtralForCausalLM(config).save_pretrained(folder)
-    return folder
+    settings = {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48}
+    return write_model(tmp_path_factory.mktemp("mixtral"), "mixtral", 1, settings | {"sliding_window": None})
 
 
 FAMILIES = {"checkpoint": ("gate_proj", "up_proj", "down_proj"), "mixtral": ("w1", "w2", "w3")}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -32,7 +33,7 @@ from moiety_wire.engine_choices import Batching, Overlap, PolicyName
 from moiety_wire.messages import FailureCode
 from moiety_wire.roles import EngineRole
 
-from .conftest import Loops
+from .conftest import Loops, tokens, tokens_alone
 from .test_kv_transfer import LISTEN, Pair
 
 SIDE = 8  # pixels of a token's side
@@ -77,10 +78,6 @@ def submit_of(key: int, *parts: list[int] | PromptImage, **changes: Any) -> Core
     return msgspec.structs.replace(submit, **changes)
 
 
-def tokens(loop: EngineLoop, submits: Iterable[CoreSubmit]) -> dict[int, list[int]]:
-    return {key: result.token_ids for key, result in run_all(loop, submits).items()}
-
-
 @torch.no_grad()
 def oracle_tokens(oracle: Any, spec: ModelSpec, submit: CoreSubmit) -> list[int]:
     assert spec.vision is not None
@@ -108,13 +105,31 @@ MIXED = [
 ]
 
 
+AnyPair = TypeVar("AnyPair", bound=Pair)
+
+
+@contextmanager
+def pair_of(seeing: Loops, kind: type[AnyPair]) -> Iterator[AnyPair]:
+    """Yield an engine for prompts and one for answers, and close both."""
+    prefill = seeing.make(transfer=TransferConfig(role=EngineRole.PREFILL), max_batch_tokens=32)
+    decode = seeing.make(transfer=TransferConfig(role=EngineRole.DECODE, listen=LISTEN))
+    try:
+        yield kind(prefill, decode)
+    finally:
+        prefill.close()
+        decode.close()
+
+
+def num_encoded(loop: EngineLoop) -> int:
+    """Return how many images the loop has encoded."""
+    features = loop.executor.awake().runner.features
+    assert features is not None
+    return features.encoded_total
+
+
 @pytest.fixture(scope="module")
 def alone(seeing: Loops) -> dict[int, list[int]]:
-    """Each request of MIXED by itself, uncached, in one chunk."""
-    result: dict[int, list[int]] = {}
-    for submit in MIXED:
-        result |= tokens(seeing.make(prefix_caching=False), [submit])
-    return result
+    return tokens_alone(seeing, MIXED)
 
 
 def test_greedy_answers_are_those_of_transformers(alone: dict[int, list[int]], oracle: Any, seeing: Loops) -> None:
@@ -357,18 +372,10 @@ def test_a_step_limited_in_time_stops_before_an_image_that_would_end_too_late(se
 
 
 def test_another_engine_goes_on_with_the_kv_of_a_prompt_with_images(seeing: Loops, alone: dict[int, list[int]]) -> None:
-    prefill = seeing.make(transfer=TransferConfig(role=EngineRole.PREFILL), max_batch_tokens=32)
-    decode = seeing.make(transfer=TransferConfig(role=EngineRole.DECODE, listen=LISTEN))
-    pair = Pair(prefill, decode)
-    try:
+    with pair_of(seeing, Pair) as pair:
         pair.run(MIXED)
-    finally:
-        prefill.close()
-        decode.close()
     assert pair.tokens == alone
-    features = decode.executor.awake().runner.features
-    assert features is not None
-    assert features.encoded_total == 0
+    assert num_encoded(pair.decode) == 0
 
 
 def test_an_adapter_changes_a_prompt_with_images_as_merged_weights_do(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,8 @@ from moiety_kernels.cpu.team import Program, Team
 from moiety_wire.engine_choices import Batching
 from moiety_wire.messages import FailureCode, FinishReason, Sampling
 
+from .conftest import tokens, tokens_alone
+
 BLOCK_BYTES_8 = 2 * 2 * 2 * 16 * 8 * 4  # layers · (K, V) · heads · width · tokens · float32
 
 
@@ -37,10 +38,6 @@ def prompt_of(length: int, seed: int) -> list[int]:
     return torch.randint(3, 320, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def tokens(loop: EngineLoop, submits: Iterable[CoreSubmit]) -> dict[int, list[int]]:
-    return {key: result.token_ids for key, result in run_all(loop, submits).items()}
-
-
 MIXED = [
     make_submit(0, prompt_of(40, 0)),
     make_submit(1, prompt_of(3, 1), temperature=1.0, seed=11),
@@ -52,11 +49,7 @@ MIXED = [
 
 @pytest.fixture(scope="module")
 def alone(loops: Any) -> dict[int, list[int]]:
-    """Each request of MIXED by itself, uncached, in one chunk."""
-    result: dict[int, list[int]] = {}
-    for submit in MIXED:
-        result |= tokens(loops.make(prefix_caching=False), [submit])
-    return result
+    return tokens_alone(loops, MIXED)
 
 
 def test_greedy_output_is_that_of_transformers(loops: Any, checkpoint: Path) -> None:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from tests.vision_checkpoint import write_checkpoint
 
-from moiety_engine.config import ImageOptions, TransferConfig
+from moiety_engine.config import ImageOptions
 from moiety_engine.kv_transfer import kv_receiver
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreSubmit
@@ -17,13 +17,13 @@ from moiety_engine.offline import run_all
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import FinishReason
 from moiety_wire.notes import Reason
-from moiety_wire.roles import EngineRole
 
-from .conftest import Loops
-from .test_images import CAT, STRIP, submit_of, text, tokens
-from .test_kv_transfer import LISTEN, Pair
+from .conftest import Loops, tokens
+from .test_images import CAT, STRIP, num_encoded, pair_of, submit_of, text
+from .test_kv_transfer import Pair
 
 ASKED = submit_of(1, text(6, 1), CAT, text(9, 2))
+BOTH = [ASKED, submit_of(2, text(3, 4), STRIP, text(4, 5), CAT, text(12, 6))]
 
 
 @pytest.fixture(scope="module")
@@ -126,21 +126,12 @@ class PairWithLateImages(Pair):
 
 
 def test_images_may_come_before_or_after_the_kv_from_another_engine(seeing: Loops) -> None:
-    asked = [ASKED, submit_of(2, text(3, 4), STRIP, text(4, 5), CAT, text(12, 6))]
-    expected = tokens(seeing.make(), asked)
-    prefill = seeing.make(transfer=TransferConfig(role=EngineRole.PREFILL), max_batch_tokens=32)
-    decode = seeing.make(transfer=TransferConfig(role=EngineRole.DECODE, listen=LISTEN))
-    pair = PairWithLateImages(prefill, decode)
-    try:
-        pair.run(asked, pair.give_late_images)
-    finally:
-        prefill.close()
-        decode.close()
+    expected = tokens(seeing.make(), BOTH)
+    with pair_of(seeing, PairWithLateImages) as pair:
+        pair.run(BOTH, pair.give_late_images)
     assert pair.tokens == expected
-    features = decode.executor.awake().runner.features
-    assert features is not None
-    assert features.encoded_total == 0, "the KV was claimed while the images were decoded"
-    assert decode.load().lost_transfers_total == 0
+    assert num_encoded(pair.decode) == 0, "the KV was claimed while the images were decoded"
+    assert pair.decode.load().lost_transfers_total == 0
 
 
 class PairWithVeryLateImages(PairWithLateImages):
@@ -155,23 +146,16 @@ def test_kv_that_takes_room_while_images_are_awaited_is_dropped_and_computed_aga
     seeing: Loops, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_receiver, "MAX_HELD_S", 0.05)
-    asked = [ASKED, submit_of(2, text(3, 4), STRIP, text(4, 5), CAT, text(12, 6))]
-    expected = tokens(seeing.make(), asked)
-    prefill = seeing.make(transfer=TransferConfig(role=EngineRole.PREFILL), max_batch_tokens=32)
-    decode = seeing.make(transfer=TransferConfig(role=EngineRole.DECODE, listen=LISTEN))
-    pair = PairWithVeryLateImages(prefill, decode)
-    try:
-        pair.run(asked, pair.give_late_images)
+    expected = tokens(seeing.make(), BOTH)
+    with pair_of(seeing, PairWithVeryLateImages) as pair:
+        pair.run(BOTH, pair.give_late_images)
         assert pair.tokens == expected
-        assert pair.ends[2].num_recomputed_tokens >= len(asked[1].prompt_ids)
+        assert pair.ends[2].num_recomputed_tokens >= len(BOTH[1].prompt_ids)
         assert pair.ends[1].num_recomputed_tokens == 0
-        receiver = decode.intake.kv_connector.arrivals
+        receiver = pair.decode.intake.kv_connector.arrivals
         assert receiver is not None
         assert receiver.arrival_of(2) is None
-        assert decode.load().lost_transfers_total == 1
-    finally:
-        prefill.close()
-        decode.close()
+        assert pair.decode.load().lost_transfers_total == 1
 
 
 def test_the_cache_of_encoded_images_tells_hits_misses_evictions_and_bytes(seeing: Loops) -> None:

@@ -6,7 +6,7 @@ is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -160,17 +160,21 @@ URGENT_ONES = [
 ALL = [*SHORT, *LONG, *URGENT_ONES]
 
 
-@pytest.fixture(scope="module")
-def alone(loops: Any) -> dict[int, list[int]]:
-    """The tokens of each request by itself, in an engine with room, without prefix cache."""
+def tokens_with_room(loops: Any, submits: Iterable[CoreSubmit]) -> dict[int, list[int]]:
+    """Run each request by itself, in an engine with room, without prefix cache, and return its tokens."""
     tokens: dict[int, list[int]] = {}
-    for submit in ALL:
+    for submit in submits:
         engine = make_engine(loops, 50, prefix_caching=False)
         engine.submit(submit)
         engine.run()
         assert engine.finishes[submit.key].num_recomputed_tokens == 0
         tokens |= engine.tokens
     return tokens
+
+
+@pytest.fixture(scope="module")
+def alone(loops: Any) -> dict[int, list[int]]:
+    return tokens_with_room(loops, ALL)
 
 
 def squeeze(engine: Engine) -> None:

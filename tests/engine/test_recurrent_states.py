@@ -6,21 +6,20 @@ it answers is compared with the same model's answers to each prompt alone, in on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.poisoned_engine import PoisonedEngine
 from torch import Tensor
 
 from moiety_engine.config import EngineConfig, Overlap, Speculate
 from moiety_engine.errors import InvalidConfig, OutOfMemory
-from moiety_engine.loop import EngineLoop
 from moiety_engine.loop_setup import build_loop
-from moiety_engine.messages import CoreFinish, CoreLogprob, CoreSubmit
 from moiety_engine.model.arithmetic import Arithmetic
 from moiety_engine.model.batch import Batch, Cache, RecurrentRows, RecurrentStateCache
 from moiety_engine.model.cache_groups import cache_groups
@@ -35,9 +34,7 @@ from moiety_engine.model.transformer_options import TransformerOptions
 from moiety_engine.model.weights import AttentionWeights
 from moiety_engine.runner.memory import num_states
 from moiety_engine.scheduling.preemption.preemptor import SwapCost
-from moiety_wire.classes import STANDARD
 from moiety_wire.engine_choices import Batching
-from moiety_wire.messages import Sampling
 from moiety_wire.notes import Reason
 
 BLOCK_SIZE = 4
@@ -121,44 +118,13 @@ class DecayModel(Transformer):
             self._attentions[index] = self.recurrent[index] = DecayLayer(DecaySpec(**fields), own)
 
 
-@dataclass
-class Engine:
-    """A loop whose cache and states are NaN at first, and what it answers."""
-
-    loop: EngineLoop
-    answers: dict[int, list[int]] = field(default_factory=dict)
-    logprobs: dict[int, list[CoreLogprob]] = field(default_factory=dict)
-    finishes: dict[int, CoreFinish] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for layer in self.loop.executor.awake().kv.layers:
-            for part in layer.parts:
-                part.fill_(float("nan"))
-
-    def submit(self, key: int, prompt: list[int], num_output: int = 8, **more: Any) -> None:
-        sampling = Sampling(temperature=0.0, num_logprobs=1, **more)
-        self.answers[key], self.logprobs[key] = [], []
-        self.loop.submit(CoreSubmit(key, "t", STANDARD, prompt, sampling, num_output, 0, [], num_output, b"s", 0))
-
-    def step(self) -> None:
-        self.loop.step()
-        step = self.loop.take_outputs()
-        assert step is None or step.failures == []
-        for output in [] if step is None else step.outputs:
-            self.answers[output.key] += output.token_ids
-            self.logprobs[output.key] += output.logprobs or []
-            if output.finish is not None:
-                self.finishes[output.key] = output.finish
-
-    def run(self) -> None:
-        for _ in range(2000):
-            if self.loop.scheduler.idle:
-                states = self.loop.scheduler.kv.states
-                assert states is not None
-                assert states.pool.num_used == self.loop.scheduler.kv.pool.num_used == 0
-                return
-            self.step()
-        raise AssertionError("the requests do not end")
+class Engine(PoisonedEngine):
+    def run(self, until: Callable[[], bool] = lambda: False) -> None:
+        super().run(until)
+        if self.loop.scheduler.idle:
+            states = self.loop.scheduler.kv.states
+            assert states is not None
+            assert states.pool.num_used == self.loop.scheduler.kv.pool.num_used == 0
 
     def ask(self, key: int, prompt: list[int]) -> int:
         """Answer a prompt; return how many of its tokens were cached."""

@@ -18,19 +18,12 @@ from moiety_engine.planning.models import find_model
 from .conftest import make_drafting
 from .test_disk_tier import Make, evict, make_submit, num_cached, run
 from .test_kv_transfer import asked, pairs_of
-from .test_preemption import FREE, LONG, make_engine, squeeze
+from .test_preemption import FREE, LONG, make_engine, squeeze, tokens_with_room
 
 
 @pytest.fixture(scope="module")
 def alone(sparse_loops: Any) -> dict[int, list[int]]:
-    """The tokens of each request by itself, in an engine with room, without prefix cache."""
-    tokens: dict[int, list[int]] = {}
-    for submit in LONG:
-        engine = make_engine(sparse_loops, 50, prefix_caching=False)
-        engine.submit(submit)
-        engine.run()
-        tokens |= engine.tokens
-    return tokens
+    return tokens_with_room(sparse_loops, LONG)
 
 
 @pytest.mark.parametrize("host_blocks", [0, 200])

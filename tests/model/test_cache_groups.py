@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.poisoned_engine import PoisonedEngine
 
 from moiety_engine.cache.table_layout import TableLayout
 from moiety_engine.config import EngineConfig
 from moiety_engine.kv_transfer.kv_layout import read, write
-from moiety_engine.loop import EngineLoop
-from moiety_engine.messages import CoreFinish, CoreLogprob, CoreSubmit
+from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.cache_groups import cache_groups
 from moiety_engine.model.families import spec_from_config
 from moiety_engine.model.kv_allocation import KvAllocation
@@ -32,39 +30,7 @@ BLOCK_SIZE = 4
 WINDOWED = ["gemma3", "gemma4_text", "gpt_oss", "llama4_text", "mimo_v2_flash", "mistral, sliding window"]
 
 
-@dataclass
-class Engine:
-    """A loop over a small cache that holds NaN at first, and what it answers."""
-
-    loop: EngineLoop
-    answers: dict[int, list[int]] = field(default_factory=dict)
-    logprobs: dict[int, list[CoreLogprob]] = field(default_factory=dict)
-    finishes: dict[int, CoreFinish] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for place in self.loop.executor.awake().kv.places:
-            for part in place.parts:
-                part.fill_(float("nan"))
-
-    def submit(self, key: int, prompt: list[int], num_output: int = 8) -> None:
-        sampling = Sampling(temperature=0.0, num_logprobs=3)
-        self.answers[key], self.logprobs[key] = [], []
-        self.loop.submit(CoreSubmit(key, "t", STANDARD, prompt, sampling, num_output, 0, [], num_output, b"s", 0))
-
-    def run(self, until: Callable[[], bool] = lambda: False) -> None:
-        for _ in range(3000):
-            if self.loop.scheduler.idle or until():
-                return
-            self.loop.step()
-            step = self.loop.take_outputs()
-            assert step is None or step.failures == []
-            for output in [] if step is None else step.outputs:
-                self.answers[output.key] += output.token_ids
-                self.logprobs[output.key] += output.logprobs or []
-                if output.finish is not None:
-                    self.finishes[output.key] = output.finish
-        raise AssertionError("the requests do not end")
-
+class Engine(PoisonedEngine):
     def check(self, oracle: Any, key: int, prompt: list[int]) -> None:
         answer, found = self.answers[key], self.logprobs[key]
         expected = oracle.logprobs(prompt + answer)[len(prompt) - 1 : -1]
