@@ -172,15 +172,21 @@ def test_bad_images_are_refused_with_the_reason(decoder: ImageDecoder, data: byt
     assert isinstance(decoder.decode(ImageInput(0, file_of(picture(16, 16)))), PromptImage), "the next one is served"
 
 
-def test_a_slow_image_is_ended_by_the_limit_of_processor_time() -> None:
-    decoder = ImageDecoder(RULES, ImageOptions(decode_cpu_s=0.05, decode_memory_bytes=1 << 30))
+def decode_slowly(options: ImageOptions) -> ImageFailure:
+    """Decode an image that takes longer than `options` allow, and return the refusal."""
+    decoder = ImageDecoder(RULES, options)
     try:
         made = decoder.decode(ImageInput(0, slow_png()))
-        assert isinstance(made, ImageFailure)
-        assert made.code is FailureCode.IMAGE_REFUSED
-        assert "0.05 s of processor time" in made.message
     finally:
         decoder.close()
+    assert isinstance(made, ImageFailure)
+    return made
+
+
+def test_a_slow_image_is_ended_by_the_limit_of_processor_time() -> None:
+    failure = decode_slowly(ImageOptions(decode_cpu_s=0.05, decode_memory_bytes=1 << 30))
+    assert failure.code is FailureCode.IMAGE_REFUSED
+    assert "0.05 s of processor time" in failure.message
 
 
 @pytest.mark.parametrize(
@@ -208,14 +214,9 @@ def test_what_a_process_that_a_file_has_taken_over_says_is_not_believed(tmp_path
 
 
 def test_an_image_that_a_busy_machine_decodes_too_slowly_can_be_sent_again() -> None:
-    decoder = ImageDecoder(RULES, ImageOptions(decode_wall_s=0.1, decode_memory_bytes=1 << 30))
-    try:
-        made = decoder.decode(ImageInput(0, slow_png()))
-        assert isinstance(made, ImageFailure)
-        assert made.code is FailureCode.OVERLOADED
-        assert "send the request again" in made.message
-    finally:
-        decoder.close()
+    failure = decode_slowly(ImageOptions(decode_wall_s=0.1, decode_memory_bytes=1 << 30))
+    assert failure.code is FailureCode.OVERLOADED
+    assert "send the request again" in failure.message
 
 
 def children_of(pid: int) -> list[int]:

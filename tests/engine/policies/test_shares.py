@@ -118,12 +118,17 @@ def test_a_newcomer_joins_a_batch_that_another_tenant_filled_within_a_few_steps(
     assert all(len(replica.outputs[key]) == 400 for key in greedy)
 
 
-def test_tenants_that_hold_their_share_of_places_do_not_pause_each_other(make_replica: MakeReplica) -> None:
-    replica = make_replica("moiety", num_blocks=4096, max_running=8)
-    for _ in range(10):
-        replica.add(4, tenant="greedy", service=PATIENT, output=120)
+def fill_places(replica: Any, num_requests: int, output: int) -> None:
+    """Let the greedy tenant take all places."""
+    for _ in range(num_requests):
+        replica.add(4, tenant="greedy", service=PATIENT, output=output)
     for _ in range(20):
         replica.step()
+
+
+def test_tenants_that_hold_their_share_of_places_do_not_pause_each_other(make_replica: MakeReplica) -> None:
+    replica = make_replica("moiety", num_blocks=4096, max_running=8)
+    fill_places(replica, 10, output=120)
     keys = [replica.add(4, tenant="modest", service=PATIENT, output=120) for _ in range(10)]
     pauses = []
     for _ in range(60):
@@ -138,10 +143,7 @@ def test_tenants_that_hold_their_share_of_places_do_not_pause_each_other(make_re
 
 def test_places_are_shared_by_weight(make_replica: MakeReplica) -> None:
     replica = make_replica("moiety", num_blocks=4096, max_running=8)
-    for _ in range(20):
-        replica.add(4, tenant="greedy", service=PATIENT, output=300)
-    for _ in range(20):
-        replica.step()
+    fill_places(replica, 20, output=300)
     for _ in range(20):
         replica.add(4, tenant="heavy", service=PATIENT, output=300, weight=3.0)
     for _ in range(20):
