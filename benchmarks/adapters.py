@@ -12,17 +12,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from on_checkpoint import loaded_run
 
 from moiety_engine.adapters.dummy import ATTENTION, write_adapter
 from moiety_engine.checkpoint import resolve_checkpoint
@@ -63,10 +61,7 @@ def main() -> None:
     folder = options.checkpoint or resolve_checkpoint("")
     models = {folder.name if options.checkpoint else "moiety-demo": measure(folder, options)}
     report = {
-        "date": date.today().isoformat(),
-        "command": " ".join(["python", *sys.argv]),
-        "load_average": os.getloadavg(),
-        "settings": {name: str(value) for name, value in vars(options).items() if name != "output"},
+        **loaded_run(options),
         "adapters": NUM_ADAPTERS,
         "tenants": NUM_TENANTS,
         "models": models,

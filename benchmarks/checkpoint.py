@@ -22,6 +22,9 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+ATTENTION = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}
+EXPERTS = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 512, "norm_topk_prob": True}
+
 
 def make_checkpoint(folder: Path) -> None:
     """Write the checkpoint in the Hugging Face format; the weights depend on the seed 0 only."""
@@ -33,14 +36,9 @@ def make_checkpoint(folder: Path) -> None:
         vocab_size=len(tokenizer),
         hidden_size=1024,
         num_hidden_layers=12,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        head_dim=64,
-        num_experts=32,
-        num_experts_per_tok=4,
-        moe_intermediate_size=512,
         intermediate_size=2048,
-        norm_topk_prob=True,
+        **ATTENTION,
+        **EXPERTS,
         max_position_embeddings=8192,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

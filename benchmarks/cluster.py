@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from ending import stop_processes
 
 from moiety_platform.supervisor.ports import claim_port
 
@@ -109,12 +110,7 @@ class Cluster:
                     self.start(kind, number)
 
     def stop(self) -> None:
-        for process in self._processes.values():
-            process.terminate()
-        for process in self._processes.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(30)
-            process.kill()
+        stop_processes(self._processes.values(), wait_s=30)
 
     def url(self, number: int) -> str:
         return f"http://127.0.0.1:{self.ports[number]}"

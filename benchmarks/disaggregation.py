@@ -30,6 +30,7 @@ from typing import Any
 import httpx
 import torch
 import zmq
+from ending import stop_processes
 
 from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.kv_transfer.messages import Begin, KvChunk
@@ -120,12 +121,7 @@ class Engines:
         self._processes[number].wait()
 
     def stop(self) -> None:
-        for process in self._processes.values():
-            process.terminate()
-        for process in self._processes.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(20)
-            process.kill()
+        stop_processes(self._processes.values(), wait_s=20)
 
 
 async def until(is_so: Any) -> None:

@@ -29,6 +29,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from core_requests import batch_request
 from numpy.typing import NDArray
 from on_checkpoint import HERE, find_or_make_checkpoint, make_parser, write_report
 from safetensors.torch import load_file, save_file
@@ -45,7 +46,6 @@ from moiety_engine.offload.prefetch import PrefetchAccuracy
 from moiety_engine.offload.slot_table import ExpertSlotTable
 from moiety_engine.quantize.quality import demo_exam
 from moiety_engine.startup import load_loop
-from moiety_wire.classes import BATCH
 from moiety_wire.messages import Sampling
 
 SHARE = 4  # of the experts' bytes, one in so many is what the device may have
@@ -206,19 +206,7 @@ def requests(streams: int, tokens: int, number: int, vocabulary: int = 2000) -> 
 
 
 def request(key: int, prompt_ids: list[int], tokens: int) -> CoreSubmit:
-    return CoreSubmit(
-        key=key,
-        tenant_id="bench",
-        service=BATCH,
-        prompt_ids=prompt_ids,
-        sampling=Sampling(temperature=1.0, seed=key),
-        max_tokens=tokens,
-        min_tokens=0,
-        stop_token_ids=[],
-        credit_tokens=tokens,
-        cache_salt=b"bench",
-        arrival_unix_ns=0,
-    )
+    return batch_request(key, prompt_ids, tokens, Sampling(temperature=1.0, seed=key))
 
 
 # ── without a model ──

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -29,6 +30,16 @@ def find_or_make_checkpoint(work: Path) -> Path:
     if not (checkpoint / "config.json").exists():
         subprocess.run([sys.executable, HERE / "checkpoint.py", checkpoint], check=True)
     return checkpoint
+
+
+def loaded_run(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the head of a report: when and how the benchmark ran, its options, and the load of the machine."""
+    return {
+        "date": date.today().isoformat(),
+        "command": " ".join(["python", *sys.argv]),
+        "load_average": os.getloadavg(),
+        "settings": {name: str(value) for name, value in vars(options).items() if name != "output"},
+    }
 
 
 def ratios_report(

@@ -38,12 +38,16 @@ class Postgres:
     def socket_path(self) -> str:
         return f"{self._server.get_uri().partition('?host=')[2]}/.s.PGSQL.5432"
 
+    def _stop_postmaster(self) -> list[psutil.Process]:
+        """Stop the postmaster, so that it starts no more processes, and return all processes of the server."""
+        postmaster = psutil.Process(self._server.get_pid())
+        postmaster.send_signal(signal.SIGSTOP)
+        return [postmaster, *postmaster.children(recursive=True)]
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Pause every process: connections stay open without an answer."""
-        postmaster = psutil.Process(self._server.get_pid())
-        postmaster.send_signal(signal.SIGSTOP)  # first, so that it starts no more
-        processes = [postmaster, *postmaster.children(recursive=True)]
+        processes = self._stop_postmaster()
         for process in processes:
             process.send_signal(signal.SIGSTOP)
         try:
@@ -64,9 +68,7 @@ class Postgres:
     @contextlib.contextmanager
     def killed(self) -> Iterator[None]:
         """Kill every process at once, as by a power cut; the restarted server recovers from its log."""
-        postmaster = psutil.Process(self._server.get_pid())
-        postmaster.send_signal(signal.SIGSTOP)  # first, so that it starts no more
-        processes = [postmaster, *postmaster.children(recursive=True)]
+        processes = self._stop_postmaster()
         for process in processes:
             process.kill()
         psutil.wait_procs(processes)

@@ -16,17 +16,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from core_requests import batch_request
+from on_checkpoint import loaded_run
 
 from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.config import EngineConfig, Speculate
@@ -37,7 +36,6 @@ from moiety_engine.loop_setup import build_loop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import run_all
 from moiety_engine.startup import load_loop
-from moiety_wire.classes import BATCH
 from moiety_wire.messages import Sampling
 
 HERE = Path(__file__).parent
@@ -83,10 +81,7 @@ def main() -> None:
         models[folder.name] = measure(folder, options.checkpoint_tokens, some, options)
     repetitive = [one["workloads"]["repetitive_1"] for one in models.values() if "repetitive_1" in one["workloads"]]
     report = {
-        "date": date.today().isoformat(),
-        "command": " ".join(["python", *sys.argv]),
-        "load_average": os.getloadavg(),
-        "settings": {name: str(value) for name, value in vars(options).items() if name != "output"},
+        **loaded_run(options),
         "models": models,
         "verdict": {
             "repetitive_at_least_1.5": all(one["ratio"] >= NEEDED for one in repetitive) if repetitive else None,
@@ -160,21 +155,8 @@ def requests(name: str, tokens: int, number: int, vocabulary: int) -> list[CoreS
         chosen = dict(sampling)
         if chosen.pop("logit_bias", False):  # a text of few words repeats itself, as an edit of a document does
             chosen["logit_bias"] = dict.fromkeys(prompt[:4], 100.0)
-        submits.append(
-            CoreSubmit(
-                key=number * 1000 + key,
-                tenant_id="bench",
-                service=BATCH,
-                prompt_ids=prompt * (4 if repeats else 1),
-                sampling=Sampling(**chosen),
-                max_tokens=tokens,
-                min_tokens=0,
-                stop_token_ids=[],
-                credit_tokens=tokens,
-                cache_salt=b"bench",
-                arrival_unix_ns=0,
-            )
-        )
+        prompt_ids = prompt * (4 if repeats else 1)
+        submits.append(batch_request(number * 1000 + key, prompt_ids, tokens, Sampling(**chosen)))
     return submits
 
 
