@@ -17,6 +17,7 @@ import httpx
 import pytest
 import structlog
 from sqlalchemy import func, select
+from tests.usage_rows import make_row
 
 from moiety_platform.batches.models import Batch, BatchStatus
 from moiety_platform.bootstrap.composition import assembled
@@ -33,7 +34,6 @@ from moiety_platform.trace_receiver.process import build_app
 from moiety_platform.trace_receiver.settings import TraceSettings
 from moiety_platform.traces.sampling import Ending
 from moiety_platform.usage.models import UsageRecord
-from moiety_platform.usage.row import UsageRow
 from moiety_platform.usage.store import insert_rows
 
 from .conftest import PEPPER, make_store
@@ -248,21 +248,6 @@ async def test_what_administrators_may_do_is_bounded_by_the_file(
         assert await status("tenants", {"name": "x" * 2000}) == 413
 
 
-def old_row(started_at: datetime) -> UsageRow:
-    names: dict[str, Any] = {
-        "request_id": "old",
-        "tenant_id": "ten_a",
-        "project_id": "prj_a",
-        "key_id": "key_a",
-        "model": "demo",
-    }
-    return UsageRow(
-        **names, endpoint="/v1/completions", service_class="standard", started_at=started_at, outcome="stop",
-        http_status=200, num_choices=1, prompt_tokens=1, cached_tokens=0, output_tokens=1, queue_ms=0.5, ttft_ms=1.0,
-        duration_ms=2.0,
-    )  # fmt: skip
-
-
 def old_batch(created_ms: int) -> Batch:
     zeros = dict.fromkeys(("completed", "failed", "prompt_tokens", "cached_tokens", "output_tokens"), 0)
     return Batch(
@@ -278,7 +263,7 @@ async def test_what_is_kept_and_for_how_long_is_what_the_file_says(
     async with whole(retention_interval_s=3600) as gateway:
         old = NOW - timedelta(days=100)
         async with gateway.database.write() as session:
-            await insert_rows(session, [old_row(old)])
+            await insert_rows(session, [make_row("old", started_at=old)])
             session.add(QuotaWindow(quota_id="q", start=old, granted=1, settled=1))
             session.add(old_batch(round(NOW.timestamp() * 1000) - 10 * DAY_MS))
         kept = {UsageRecord: 1, QuotaWindow: 1, Batch: 1}

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import shutil
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -27,6 +27,7 @@ from moiety_platform.access.roles import Role
 from moiety_platform.access.views import READ_ENGINES
 from moiety_platform.administration.router import admin_router
 from moiety_platform.auth.authenticator import Authenticator
+from moiety_platform.auth.oidc import OidcVerifier
 from moiety_platform.auth.schemas import NewKey
 from moiety_platform.auth.service import create_key
 from moiety_platform.classes.cache import ClassCache
@@ -252,16 +253,42 @@ class Admin:
         return response.json()
 
 
+def admin_app(
+    database: Database,
+    clock: ManualClock,
+    *,
+    authenticator: Authenticator | None = None,
+    quotas: QuotaKeeper | None = None,
+    more: Sequence[Any] = (),
+    oidc: Callable[[], OidcVerifier | None] = lambda: None,
+) -> Litestar:
+    """Return the admin API over the database, with these further routes."""
+    router = admin_router(
+        database,
+        authenticator or Authenticator(database, PEPPER, clock),
+        ClassCache(database, clock),
+        PriceCache(database, clock),
+        quotas or QuotaKeeper(database, LeaseStore("replica", 20.0), clock),
+        PEPPER,
+        clock,
+        more=more,
+        oidc=oidc,
+    )
+    handlers: dict[Any, Any] = {PlatformError: answer_platform_error, HTTPException: answer_framework_error}
+    return Litestar([router], logging_config=None, exception_handlers=handlers)
+
+
+@contextlib.asynccontextmanager
+async def listening(serve: Callable[..., Awaitable[None]]) -> AsyncIterator[str]:
+    """Listen on a loopback port, let `serve(reader, writer)` serve each connection, and yield the URL."""
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
 @pytest.fixture
 def app(database: Database, clock: ManualClock) -> Litestar:
-    authenticator = Authenticator(database, PEPPER, clock)
-    classes, prices = ClassCache(database, clock), PriceCache(database, clock)
-    quotas = QuotaKeeper(database, LeaseStore("replica", 20.0), clock)
-    return Litestar(
-        [admin_router(database, authenticator, classes, prices, quotas, PEPPER, clock, more=[extra])],
-        logging_config=None,
-        exception_handlers={PlatformError: answer_platform_error, HTTPException: answer_framework_error},
-    )
+    return admin_app(database, clock, more=[extra])
 
 
 @pytest.fixture

@@ -87,6 +87,13 @@ async def begin(api: Admin, demo: Demo, name: str = "a", expect: int = 201, **ch
     return await api.call("POST", "adapters", expect, json=new)
 
 
+async def begin_with_part(api: Admin, demo: Demo) -> Any:
+    """Begin an upload and send its first part."""
+    made = await begin(api, demo)
+    await send(api, made["id"], 0, GOOD)
+    return made
+
+
 async def send(api: Admin, adapter_id: str, start: int, data: bytes, expect: int = 200) -> Any:
     body = {"start": start, "data": base64.b64encode(data).decode()}
     return await api.call("POST", f"adapters/{adapter_id}/parts", expect, json=body)
@@ -212,8 +219,7 @@ async def test_what_was_deleted_is_erased_piece_by_piece(
 async def test_an_upload_that_was_given_up_cannot_be_ended_once_its_parts_are_erased(
     api: Admin, demo: Demo, database: Database, objects: ObjectStore
 ) -> None:
-    made = await begin(api, demo)
-    await send(api, made["id"], 0, GOOD)
+    made = await begin_with_part(api, demo)
     async with database.write() as session:
         await session.execute(update(Adapter).values(touched_ms=Adapter.touched_ms - ABANDONED_MS - 1))
     assert await AdapterContents(database, objects).purge() == 1
@@ -223,8 +229,7 @@ async def test_an_upload_that_was_given_up_cannot_be_ended_once_its_parts_are_er
 async def test_a_part_that_is_gone_is_missed_by_whoever_reads_an_adapter(
     api: Admin, demo: Demo, database: Database, objects: ObjectStore
 ) -> None:
-    made = await begin(api, demo)
-    await send(api, made["id"], 0, GOOD)
+    made = await begin_with_part(api, demo)
     async with database.write() as session:
         await session.execute(delete(AdapterChunk))
     with pytest.raises(NotFound):

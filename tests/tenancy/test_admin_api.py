@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from litestar import Litestar
+from tests.usage_rows import make_row
 
 from moiety_platform.auth.keys import parse_key
 from moiety_platform.clock import ManualClock
@@ -17,7 +18,6 @@ from moiety_platform.db.session import Database
 from moiety_platform.usage.store import insert_rows
 
 from .conftest import Admin, Demo
-from .test_recorder import make_row
 
 ROUTES = [
     ("GET", "tenants"),

@@ -14,21 +14,15 @@ from typing import Any
 
 import httpx
 import pytest
-from litestar import Litestar
-from litestar.exceptions import HTTPException
 from sqlalchemy import select, update
+from tests.usage_rows import make_row
 
-from moiety_platform.administration.router import admin_router
-from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.backoff import Backoff
-from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import ManualClock
 from moiety_platform.controllers import with_services
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
-from moiety_platform.errors import BadRequest, PlatformError
-from moiety_platform.http_errors import answer_framework_error, answer_platform_error
-from moiety_platform.prices.cache import PriceCache
+from moiety_platform.errors import BadRequest
 from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.kinds import LimitLevel, Scope, Unit
 from moiety_platform.quota.models import QuotaAlert
@@ -42,8 +36,7 @@ from moiety_platform.webhooks.poster import WebhookClient
 from moiety_platform.webhooks.sender import AlertSender
 from moiety_platform.webhooks.special_addresses import is_special
 
-from .conftest import PEPPER, Admin, Demo
-from .test_recorder import make_row
+from .conftest import PEPPER, Admin, Demo, admin_app, listening
 
 LOOPBACK = AddressPolicy((ip_network("127.0.0.0/8"),))
 AT_ONCE = Backoff(first_s=0.0, max_s=0.0)
@@ -85,9 +78,7 @@ class Receiver:
 @pytest.fixture
 async def receiver() -> AsyncIterator[Receiver]:
     made = Receiver()
-    server = await asyncio.start_server(made.serve, "127.0.0.1", 0)
-    made.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    async with server:
+    async with listening(made.serve) as made.url:
         yield made
 
 
@@ -101,15 +92,8 @@ async def keeper(database: Database, clock: ManualClock) -> AsyncIterator[QuotaK
 
 @pytest.fixture
 async def admin(database: Database, clock: ManualClock, demo: Demo, keeper: QuotaKeeper) -> AsyncIterator[Admin]:
-    caches = ClassCache(database, clock), PriceCache(database, clock)
-    authenticator = Authenticator(database, PEPPER, clock)
     routes = with_services(WebhookController, reach=LOOPBACK)
-    app = Litestar(
-        [admin_router(database, authenticator, *caches, keeper, PEPPER, clock, more=[routes])],
-        logging_config=None,
-        exception_handlers={PlatformError: answer_platform_error, HTTPException: answer_framework_error},
-    )
-    client = Admin(app, demo.admin_key)
+    client = Admin(admin_app(database, clock, quotas=keeper, more=[routes]), demo.admin_key)
     async with client.http:
         yield client
 

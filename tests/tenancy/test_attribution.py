@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import text
+from tests.usage_rows import make_row
 
 from moiety_platform.clock import ManualClock
 from moiety_platform.db.session import Database
@@ -26,7 +27,6 @@ from moiety_platform.usage.attribution import (
 from moiety_platform.usage.store import insert_rows
 
 from .conftest import Admin, Demo
-from .test_recorder import make_row
 
 METADATA = st.dictionaries(st.text(max_size=64), st.text(max_size=512), max_size=16)
 

@@ -316,6 +316,13 @@ async def import_checked(store: Store, now: StoreClock, *, closing: bool = False
     await (input_import.add_missing() if closing else input_import.run())
 
 
+async def import_until_lost(store: Store, num_reads: int) -> None:
+    """Create a checked batch, and import it until the worker is lost after so many reads of the clock."""
+    await create_checked(store)
+    with pytest.raises(RuntimeError, match="lost"):
+        await import_checked(store, LossyClock(num_reads))
+
+
 async def stored_numbers(store: Store) -> list[int]:
     return sorted(line.number for line in await store.all(BatchLine) if line.batch_id == store.batch_id)
 
@@ -324,9 +331,7 @@ async def stored_numbers(store: Store) -> list[int]:
 async def test_a_batch_whose_import_is_cut_off_is_whole_when_another_worker_has_it(
     store: Store, num_reads: int
 ) -> None:
-    await create_checked(store)
-    with pytest.raises(RuntimeError, match="lost"):
-        await import_checked(store, LossyClock(num_reads))
+    await import_until_lost(store, num_reads)
     batch = await store.batch()
     assert (batch.status, batch.total) == (BatchStatus.VALIDATING, NUM_CHECKED)
     assert await stored_numbers(store) == list(range(1, min(LINES_AT_ONCE * num_reads, NUM_CHECKED) + 1))
@@ -340,9 +345,7 @@ async def test_a_batch_whose_import_is_cut_off_is_whole_when_another_worker_has_
 async def test_a_batch_that_is_cancelled_before_its_lines_are_stored_has_a_result_for_each(
     store: Store, num_reads: int
 ) -> None:
-    await create_checked(store)
-    with pytest.raises(RuntimeError, match="lost"):
-        await import_checked(store, LossyClock(num_reads))
+    await import_until_lost(store, num_reads)
     async with store.database.write() as session:
         await cancel_batch(session, OWNER.project_id, store.batch_id, store.now)
     await import_checked(store, store.now, closing=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from tests.usage_rows import make_row
 
 from moiety_platform.clock import ManualClock
 from moiety_platform.db.bulk import BulkAdd, BulkInsert, OverRows
@@ -67,7 +67,7 @@ async def test_what_is_read_in_bulk_is_what_is_read_by_the_row(database: Databas
 async def test_of_requests_that_are_entered_again_among_new_ones_only_the_new_ones_are_entered(
     database: Database,
 ) -> None:
-    rows = [make_row(f"request-{number}") for number in range(9)]
+    rows = [killed_row(f"request-{number}") for number in range(9)]
     async with database.write() as session:
         assert await settle(session, rows[2:5]) == {"request-2", "request-3", "request-4"}
         assert await settle(session, rows[2:5]) == set()
@@ -76,16 +76,8 @@ async def test_of_requests_that_are_entered_again_among_new_ones_only_the_new_on
         assert list(entered) == [row.request_id for row in rows]
 
 
-def make_row(request_id: str) -> UsageRow:
-    of_whom: dict[str, Any] = {
-        "tenant_id": "ten_a",
-        "project_id": "prj_a",
-        "key_id": "key",
-        "endpoint": "/v1",
-        "model": "tiny",
-    }
-    counts: dict[str, Any] = {"num_choices": 1, "prompt_tokens": 5}
-    return UsageRow(request_id, **of_whom, service_class="standard", started_at=ManualClock().now(), **counts, **KILLED)
+def killed_row(request_id: str) -> UsageRow:
+    return make_row(request_id, started_at=ManualClock().now(), **KILLED)
 
 
 def test_ids_of_later_milliseconds_stand_behind_those_of_earlier_ones() -> None:

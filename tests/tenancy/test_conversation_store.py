@@ -45,6 +45,11 @@ def keepers_of(database: Database, limits: ConversationLimits = ROOM) -> tuple[R
     return responses, ConversationKeeper(database, responses, ConversationStore())
 
 
+def timed_keeper(database: Database, time: DatabaseClock) -> tuple[ConversationStore, ConversationKeeper]:
+    store = ConversationStore(time.now)
+    return store, ConversationKeeper(database, ResponseKeeper(database, ROOM, ResponseStore(time.now)), store)
+
+
 async def texts(keeper: ConversationKeeper, whose: Principal, conversation_id: str) -> list[str]:  # noqa: F811
     items, has_more = await keeper.page(whose, conversation_id, ListRequest(1000, newest_first=False))
     assert not has_more
@@ -93,8 +98,7 @@ async def test_one_of_the_responses_at_two_gateways_locks_a_conversation_until_i
     whose: Principal,  # noqa: F811
     time: DatabaseClock,
 ) -> None:
-    store = ConversationStore(time.now)
-    keeper = ConversationKeeper(database, ResponseKeeper(database, ROOM, ResponseStore(time.now)), store)
+    store, keeper = timed_keeper(database, time)
     locks = [ConversationLocks(one, store) for one in (database, second)]
     made = (await keeper.create(whose, [], {}))["id"]
     tries = [locks[number % 2].acquire(whose, made, response_id(number)) for number in range(8)]
@@ -150,8 +154,7 @@ async def test_expired_conversations_are_purged_with_their_items_and_a_new_item_
     whose: Principal,  # noqa: F811
     time: DatabaseClock,
 ) -> None:
-    store = ConversationStore(time.now)
-    keeper = ConversationKeeper(database, ResponseKeeper(database, ROOM, ResponseStore(time.now)), store)
+    store, keeper = timed_keeper(database, time)
     old, kept = [await keeper.create(whose, [message("x")], {}) for _ in range(2)]
     time.ms += 40_000
     await keeper.add_items(whose, kept["id"], [message("y")])

@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from sqlalchemy import func, select, text, update
+from tests.usage_rows import make_row
 
 from moiety_platform.db.session import Database
 from moiety_platform.usage.days import DAY, sum_up_some
@@ -18,7 +19,6 @@ from moiety_platform.usage.schemas import UsageReport
 from moiety_platform.usage.store import insert_rows
 
 from .test_looking import DEADLINE_S, STUCK
-from .test_recorder import make_row
 
 FIRST = datetime(2026, 3, 1, tzinfo=UTC)
 NOW = FIRST + 6 * DAY + timedelta(hours=5)

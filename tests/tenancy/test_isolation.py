@@ -21,6 +21,7 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.routes import HTTPRoute
 from pydantic import SecretStr
 from sqlalchemy import update
+from tests.usage_rows import make_row
 
 from moiety_platform.access.roles import Role
 from moiety_platform.adapters.schemas import NewAdapter
@@ -45,7 +46,6 @@ from moiety_platform.trace_store.models import SpanRecord, TraceRecord
 from moiety_platform.usage.store import insert_rows
 
 from .conftest import PEPPER, Admin
-from .test_recorder import make_row
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+from tests.usage_rows import make_row
+
 from moiety_platform.clock import ManualClock
 from moiety_platform.db.session import Database
 from moiety_platform.usage.minutes import purge_minutes
 from moiety_platform.usage.store import insert_rows
-
-from .test_recorder import make_row
 
 
 async def record(database: Database, *rows: Any) -> None:

@@ -14,29 +14,20 @@ import httpx
 import jwt
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
-from litestar import Litestar
-from litestar.exceptions import HTTPException
 from pydantic import ValidationError
 
 from moiety_platform.access.roles import Role
-from moiety_platform.administration.router import admin_router
-from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.oidc import MAX_AGE_S, REFETCH_S, OidcTerms, OidcVerifier
 from moiety_platform.bootstrap.oidc_authentication import OidcAuthentication
-from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import ManualClock
 from moiety_platform.db.session import Database
-from moiety_platform.errors import Forbidden, PlatformError, Unauthenticated
-from moiety_platform.http_errors import answer_framework_error, answer_platform_error
+from moiety_platform.errors import Forbidden, Unauthenticated
 from moiety_platform.live_settings import LiveSettings
-from moiety_platform.prices.cache import PriceCache
-from moiety_platform.quota.keeper import QuotaKeeper
-from moiety_platform.quota.store import LeaseStore
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.tenants.schemas import NewTenant, TenantChange
 from moiety_platform.tenants.service import change_tenant, create_tenant
 
-from .conftest import PEPPER, Demo
+from .conftest import Demo, admin_app, listening
 
 AUDIENCE = "moiety"
 RSA = rsa.generate_private_key(public_exponent=65537, key_size=2048)
@@ -87,9 +78,7 @@ class Issuer:
 @pytest.fixture
 async def issuer() -> AsyncIterator[Issuer]:
     started = Issuer()
-    server = await asyncio.start_server(started.serve, "127.0.0.1", 0)
-    started.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    async with server:
+    async with listening(started.serve) as started.url:
         yield started
 
 
@@ -103,15 +92,7 @@ async def gateway(issuer: Issuer, database: Database, clock: ManualClock) -> Asy
     """`await gateway(token, path)`: what the admin API answers."""
     async with httpx.AsyncClient() as http:
         oidc = OidcVerifier(OidcTerms(issuer.url, AUDIENCE, "moiety_roles", "moiety_tenant"), database, http, clock)
-        caches = ClassCache(database, clock), PriceCache(database, clock)
-        quotas = QuotaKeeper(database, LeaseStore("replica", 20.0), clock)
-        authenticator = Authenticator(database, PEPPER, clock)
-        app = Litestar(
-            [admin_router(database, authenticator, *caches, quotas, PEPPER, clock, oidc=lambda: oidc)],
-            logging_config=None,
-            exception_handlers={PlatformError: answer_platform_error, HTTPException: answer_framework_error},
-        )
-        transport = httpx.ASGITransport(app=app)
+        transport = httpx.ASGITransport(app=admin_app(database, clock, oidc=lambda: oidc))
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway/admin/v1/") as client:
 
             async def call(token: str, path: str = "tenants", **body: Any) -> httpx.Response:

@@ -15,6 +15,7 @@ import pytest
 import sqlalchemy as sa
 from structlog.testing import capture_logs
 from tests.conftest import free_port
+from tests.usage_rows import make_row
 
 from moiety_migrations import upgrade
 from moiety_migrations.errors import DatabaseAway
@@ -30,7 +31,7 @@ from moiety_platform.usage.models import LedgerEntry
 from moiety_platform.usage.recorder import UsageRecorder
 
 from .conftest import Wire
-from .test_recorder import make_row, stored_ids
+from .test_recorder import stored_ids
 
 PGBOUNCER = shutil.which("pgbouncer", path="/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin")
 SERVER_CONNECTIONS = 3

@@ -71,13 +71,19 @@ def test_a_lowered_cap_lets_something_through_within_a_minute() -> None:
     assert lowered.at(1_060_000).remaining == 1_000
 
 
-async def test_replicas_draw_from_one_bucket(database: Database) -> None:
-    await set_limit(database, LimitKind.REQUESTS_PER_MINUTE, 120)
+async def start_keepers(database: Database) -> list[QuotaKeeper]:
+    """Start the quota keepers of three replicas."""
     keepers = [
         QuotaKeeper(database, LeaseStore(f"r-{n}", 20.0), SystemClock(), tick_s=0.1, answer_s=30.0) for n in range(3)
     ]
     for keeper in keepers:
         await keeper.start()
+    return keepers
+
+
+async def test_replicas_draw_from_one_bucket(database: Database) -> None:
+    await set_limit(database, LimitKind.REQUESTS_PER_MINUTE, 120)
+    keepers = await start_keepers(database)
     loop, let_through = asyncio.get_running_loop(), 0
     began = loop.time()
 
@@ -100,11 +106,7 @@ async def test_replicas_draw_from_one_bucket(database: Database) -> None:
 
 async def test_slots_are_bounded_over_replicas_and_come_back(database: Database) -> None:
     await set_limit(database, LimitKind.CONCURRENT_REQUESTS, 10)
-    keepers = [
-        QuotaKeeper(database, LeaseStore(f"r-{n}", 20.0), SystemClock(), tick_s=0.1, answer_s=30.0) for n in range(3)
-    ]
-    for keeper in keepers:
-        await keeper.start()
+    keepers = await start_keepers(database)
     open_now = most = num_refused = done = 0
     many_are_open = asyncio.Event()
 

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 
 import msgspec
@@ -18,6 +18,7 @@ import pytest
 import sqlalchemy as sa
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.usage_rows import NOON, make_row
 
 from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
@@ -29,31 +30,6 @@ from moiety_platform.usage.row import KILLED as OF_KILLED
 from moiety_platform.usage.row import UsageRow
 
 from .conftest import CuttableStore
-
-NOON = datetime(2026, 3, 1, 12, tzinfo=UTC)
-
-
-def make_row(request_id: str, **changes: object) -> UsageRow:
-    row = UsageRow(
-        request_id=request_id,
-        tenant_id="ten_a",
-        project_id="prj_a",
-        key_id="key_a",
-        endpoint="/v1/chat/completions",
-        model="demo",
-        service_class="standard",
-        started_at=NOON,
-        outcome="stop",
-        http_status=200,
-        num_choices=1,
-        prompt_tokens=10,
-        cached_tokens=4,
-        output_tokens=7,
-        queue_ms=0.5,
-        ttft_ms=12.25,
-        duration_ms=40.0,
-    )
-    return msgspec.structs.replace(row, **changes)
 
 
 async def stored_ids(database: Database) -> list[str]:

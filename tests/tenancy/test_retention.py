@@ -11,6 +11,7 @@ import pytest
 from prometheus_client import generate_latest
 from sqlalchemy import ColumnElement, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
+from tests.usage_rows import make_row
 
 from moiety_platform.adapters.models import Adapter, AdapterChunk, AdapterState
 from moiety_platform.batches.models import Batch, BatchLine, BatchStatus, LineState
@@ -45,8 +46,6 @@ from moiety_platform.usage.models import LedgerEntry, UsageCut, UsageHour, Usage
 from moiety_platform.usage.reconciliation import reconcile
 from moiety_platform.usage.store import insert_rows
 from moiety_platform.webhooks.models import DeliveryState, Webhook, WebhookDelivery
-
-from .test_recorder import make_row
 
 NOW = datetime.now(UTC)
 NOW_MS = round(NOW.timestamp() * 1000)

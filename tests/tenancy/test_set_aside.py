@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 from litestar import Litestar
+from tests.usage_rows import make_row
 
 from moiety_platform.administration.router import admin_router
 from moiety_platform.auth.authenticator import Authenticator
@@ -27,7 +28,7 @@ from moiety_platform.usage.models import LedgerEntry, UsageRecord
 from moiety_platform.usage.set_aside import DAMAGED, SetAside, SetAsideReport
 
 from .conftest import PEPPER, Admin, Demo
-from .test_recorder import make_row, recording, stored_ids
+from .test_recorder import recording, stored_ids
 
 TABLE = UsageRecord.__tablename__
 CHECK_VIOLATION = "23514"

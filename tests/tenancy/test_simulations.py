@@ -15,6 +15,7 @@ import pytest
 from litestar import Litestar
 from litestar.exceptions import HTTPException
 from sqlalchemy import literal
+from tests.usage_rows import make_row
 
 from moiety_engine.scheduling.policies.registry import POLICIES
 from moiety_engine.simulator.devices import PRESETS
@@ -45,7 +46,6 @@ from moiety_wire.figures import Load, StepCosts
 from moiety_workload import simulations as known
 
 from .conftest import PEPPER, Admin, Demo
-from .test_recorder import make_row
 
 DEADLINE_S = 60
 NICENESS = 1

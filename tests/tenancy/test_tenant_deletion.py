@@ -10,32 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from litestar import Litestar
-from litestar.exceptions import HTTPException
 from sqlalchemy import func, select, text, update
+from tests.usage_rows import make_row
 
 from moiety_platform.access.roles import Role
-from moiety_platform.administration.router import admin_router
 from moiety_platform.audit.chain import FIELDS, GENESIS, BrokenChain, entry_hash, verify
 from moiety_platform.audit.models import AuditEntry
 from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.reach import tenant_of
 from moiety_platform.batches.models import Batch, BatchLine, BatchStatus, LineState
-from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import ManualClock
 from moiety_platform.controllers import with_services
 from moiety_platform.db.base import Base
 from moiety_platform.db.session import Database
 from moiety_platform.engine_client.fake import FakeEngineClient
-from moiety_platform.errors import PlatformError, Unauthenticated, Unavailable
+from moiety_platform.errors import Unauthenticated, Unavailable
 from moiety_platform.files.models import FileChunk, FileState, StoredFile
-from moiety_platform.http_errors import answer_framework_error, answer_platform_error
 from moiety_platform.object_storage.store import ObjectStore
-from moiety_platform.prices.cache import PriceCache
-from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.models import QuotaLease, QuotaWindow
-from moiety_platform.quota.store import LeaseStore
 from moiety_platform.responses_api.models import StoredResponse
 from moiety_platform.tenant_deletion.controller import DeletionServices, TenantDeletionController
 from moiety_platform.tenant_deletion.data import KEPT, doomed
@@ -47,9 +40,8 @@ from moiety_platform.usage.models import LedgerEntry, UsageHour, UsageRecord
 from moiety_platform.usage.store import insert_rows
 from moiety_wire.messages import ModelCard
 
-from .conftest import PEPPER, Admin, Demo
+from .conftest import PEPPER, Admin, Demo, admin_app
 from .test_audit import log
-from .test_recorder import make_row
 from .test_trace_store import num_rows, sent
 from .test_trace_store import store as store_traces
 
@@ -67,14 +59,8 @@ def authenticator(database: Database, clock: ManualClock) -> Authenticator:
 async def admin(
     database: Database, objects: ObjectStore, clock: ManualClock, demo: Demo, authenticator: Authenticator
 ) -> AsyncIterator[Admin]:
-    caches = ClassCache(database, clock), PriceCache(database, clock)
-    quotas = QuotaKeeper(database, LeaseStore("replica", 20.0), clock)
     deletion = with_services(TenantDeletionController, deletion=DeletionServices(objects))
-    app = Litestar(
-        [admin_router(database, authenticator, *caches, quotas, PEPPER, clock, more=[deletion])],
-        logging_config=None,
-        exception_handlers={PlatformError: answer_platform_error, HTTPException: answer_framework_error},
-    )
+    app = admin_app(database, clock, authenticator=authenticator, more=[deletion])
     client = Admin(app, demo.admin_key)
     async with client.http:
         yield client
