@@ -4,7 +4,7 @@ chart uses."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import kubernetes_validate
 from pydantic import BaseModel, ConfigDict, Field
@@ -20,6 +20,14 @@ class Metadata(Strict):
     name: str = Field(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", max_length=63)
     labels: dict[str, str]
     annotations: dict[str, str] = Field(default_factory=dict)
+
+
+Spec = TypeVar("Spec", bound=Strict)
+
+
+class CustomObject(Strict, Generic[Spec]):
+    metadata: Metadata
+    spec: Spec
 
 
 class ParentRef(Strict):
@@ -58,11 +66,9 @@ class RouteSpec(Strict):
     rules: list[RouteRule]
 
 
-class HttpRoute(Strict):
+class HttpRoute(CustomObject[RouteSpec]):
     api_version: Literal["gateway.networking.k8s.io/v1"] = Field(alias="apiVersion")
     kind: Literal["HTTPRoute"]
-    metadata: Metadata
-    spec: RouteSpec
 
 
 class LabelSelector(Strict):
@@ -80,11 +86,9 @@ class MonitorSpec(Strict):
     endpoints: list[Endpoint]
 
 
-class ServiceMonitor(Strict):
+class ServiceMonitor(CustomObject[MonitorSpec]):
     api_version: Literal["monitoring.coreos.com/v1"] = Field(alias="apiVersion")
     kind: Literal["ServiceMonitor"]
-    metadata: Metadata
-    spec: MonitorSpec
 
 
 class PodMonitorSpec(Strict):
@@ -92,11 +96,9 @@ class PodMonitorSpec(Strict):
     pod_metrics_endpoints: list[Endpoint] = Field(alias="podMetricsEndpoints")
 
 
-class PodMonitor(Strict):
+class PodMonitor(CustomObject[PodMonitorSpec]):
     api_version: Literal["monitoring.coreos.com/v1"] = Field(alias="apiVersion")
     kind: Literal["PodMonitor"]
-    metadata: Metadata
-    spec: PodMonitorSpec
 
 
 class Rule(Strict):
@@ -118,11 +120,9 @@ class RuleSpec(Strict):
     groups: list[RuleGroup] = Field(min_length=1)
 
 
-class PrometheusRule(Strict):
+class PrometheusRule(CustomObject[RuleSpec]):
     api_version: Literal["monitoring.coreos.com/v1"] = Field(alias="apiVersion")
     kind: Literal["PrometheusRule"]
-    metadata: Metadata
-    spec: RuleSpec
 
 
 class ScaleTarget(Strict):
@@ -156,11 +156,9 @@ class ScaledSpec(Strict):
     triggers: list[Trigger] = Field(min_length=1)
 
 
-class ScaledObject(Strict):
+class ScaledObject(CustomObject[ScaledSpec]):
     api_version: Literal["keda.sh/v1alpha1"] = Field(alias="apiVersion")
     kind: Literal["ScaledObject"]
-    metadata: Metadata
-    spec: ScaledSpec
 
 
 class RollingUpdate(Strict):
@@ -187,11 +185,9 @@ class GroupSpec(Strict):
     leader_worker_template: LeaderWorkerTemplate = Field(alias="leaderWorkerTemplate")
 
 
-class LeaderWorkerSet(Strict):
+class LeaderWorkerSet(CustomObject[GroupSpec]):
     api_version: Literal["leaderworkerset.x-k8s.io/v1"] = Field(alias="apiVersion")
     kind: Literal["LeaderWorkerSet"]
-    metadata: Metadata
-    spec: GroupSpec
 
 
 KINDS: dict[str, type[Strict]] = {

@@ -63,6 +63,15 @@ def identity_router(kind: Any, **settings: Any) -> Any:
     return router
 
 
+def assert_biased_alike(router: Any, spec: str, logits: Tensor, bias: Tensor) -> None:
+    """Choose with a correction bias as the router of the family does."""
+    router.e_score_correction_bias.copy_(bias)
+    _, weight, expert = router(logits)
+    for ours in (route, route_reference):
+        chosen = ours(logits, SPECS[spec], bias)
+        assert torch.allclose(weight_of_each(*chosen), weight_of_each(weight, expert), atol=1e-6)
+
+
 @pytest.mark.parametrize("shift", [0.0, -3.0])
 def test_groups_with_a_bias_are_deepseek_v3s_even_where_every_biased_score_is_negative(shift: float) -> None:
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
@@ -70,11 +79,7 @@ def test_groups_with_a_bias_are_deepseek_v3s_even_where_every_biased_score_is_ne
     settings = {"n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5}
     router = identity_router(DeepseekV3TopkRouter, num_experts_per_tok=4, **settings)
     bias, logits = torch.randn(EXPERTS) + shift, torch.randn(300, EXPERTS) * 2
-    router.e_score_correction_bias.copy_(bias)
-    _, weight, expert = router(logits)
-    for ours in (route, route_reference):
-        chosen = ours(logits, SPECS["sigmoid, groups by their two best"], bias)
-        assert torch.allclose(weight_of_each(*chosen), weight_of_each(weight, expert), atol=1e-6)
+    assert_biased_alike(router, "sigmoid, groups by their two best", logits, bias)
 
 
 def test_groups_without_a_bias_are_deepseek_v2s() -> None:
@@ -93,11 +98,7 @@ def test_the_sigmoid_of_logits_that_a_bias_helps_to_choose_is_kolibris() -> None
 
     router = identity_router(Kolibri1TopKRouter, num_experts_per_tok=4, norm_topk_prob=True)
     bias, logits = torch.randn(EXPERTS), torch.randn(300, EXPERTS) * 2
-    router.e_score_correction_bias.copy_(bias)
-    _, weight, expert = router(logits)
-    for ours in (route, route_reference):
-        chosen = ours(logits, SPECS["sigmoid of the chosen"], bias)
-        assert torch.allclose(weight_of_each(*chosen), weight_of_each(weight, expert), atol=1e-6)
+    assert_biased_alike(router, "sigmoid of the chosen", logits, bias)
 
 
 def test_the_sparse_mixer_is_phis() -> None:

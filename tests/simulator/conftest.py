@@ -5,6 +5,14 @@ from __future__ import annotations
 import pytest
 
 from moiety_engine.simulator.devices import SimulatedDevice
+from moiety_platform.cli.main import main
+
+
+def run_command(*arguments: object) -> int:
+    """Run the command `moiety` with these arguments, and return its exit status."""
+    with pytest.raises(SystemExit) as ended:
+        main([*map(str, arguments)])
+    return int(ended.value.code or 0)
 
 
 @pytest.fixture(scope="session")

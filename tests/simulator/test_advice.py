@@ -18,10 +18,11 @@ from moiety_engine.simulator.capacity import at_load, measure_capacity
 from moiety_engine.simulator.devices import SimulatedDevice
 from moiety_engine.simulator.simulate import simulate
 from moiety_engine.simulator.usage_rows import read_usage
-from moiety_platform.cli.main import main
 from moiety_wire.classes import BATCH, SHIPPED, STANDARD, ServiceClass
 from moiety_workload.generators import generate
 from moiety_workload.request import TraceRequest, Workload
+
+from .conftest import run_command
 
 WINDOW_S = 6.0
 SPEC = "poisson:rate=8,tenants=4,input=16..200,output=4..60"
@@ -164,12 +165,6 @@ def test_usage_rows_become_arrivals_in_order_without_those_never_served(tmp_path
     assert workload.requests[0].service_class == "standard" and workload.requests[0].tenant == "tenant-1"
 
 
-def command(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(["advise", *map(str, arguments)])
-    return int(ended.value.code or 0)
-
-
 def test_the_command_advises_from_usage_in_sentences_and_json(
     tmp_path: Path, small: SimulatedDevice, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,7 +172,7 @@ def test_the_command_advises_from_usage_in_sentences_and_json(
     device.write_bytes(msgspec.json.encode(small))
     write_usage(usage, 120)
     arguments = ["--usage", usage, "--device", device, "--duration-s", "10", "--policy", "fcfs"]
-    assert command(*arguments, "--json") == 0
+    assert run_command("advise", *arguments, "--json") == 0
     report = json.loads(capsys.readouterr().out)
     assert report["num_unserved"] == 1 and report["settings"]["trace"] == "usage"
     assert report["advice"]["num_replicas"] == 1 and report["advice"]["classes"][0]["name"] == "standard"
@@ -193,10 +188,15 @@ def test_usage_that_is_none_is_refused(
 ) -> None:
     path = tmp_path / "usage.json"
     path.write_text(text)
-    assert command("--usage", path) == 1
+    assert run_command("advise", "--usage", path) == 1
     assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_traffic_must_be_named_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command() == 1
+    assert (
+        run_command(
+            "advise",
+        )
+        == 1
+    )
     assert "either --trace or --usage" in capsys.readouterr().err

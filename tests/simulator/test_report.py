@@ -14,10 +14,11 @@ from moiety_engine.simulator.comparison import Scenario, compare, read_classes
 from moiety_engine.simulator.devices import SimulatedDevice
 from moiety_engine.simulator.simulate import simulate
 from moiety_engine.simulator.work import WorkModel
-from moiety_platform.cli.main import main
 from moiety_wire.classes import PRIORITY
 from moiety_workload.generators import generate
 from moiety_workload.request import Workload
+
+from .conftest import run_command
 
 SPEC = "poisson:rate=4,tenants=6,input=16..200,output=4..60"
 FIELDS = {
@@ -128,12 +129,6 @@ def test_classes_that_are_none_are_refused(tmp_path: Path, text: str, message: s
         read_classes(path)
 
 
-def command(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(["simulate", *map(str, arguments)])
-    return int(ended.value.code or 0)
-
-
 def test_the_command_reports_one_json_object_and_draws(
     tmp_path: Path, small: SimulatedDevice, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,13 +138,13 @@ def test_the_command_reports_one_json_object_and_draws(
     rows = [f"{index * 0.1},{'ab'[index % 2]},40,8" for index in range(100)]
     trace.write_text("\n".join(["arrival_s,tenant,input_tokens,output_tokens", *rows]))
     arguments = ["--trace", trace, "--device", device, "--policy", "fcfs", "--load", "0.5", "--duration-s", "10"]
-    assert command(*arguments, "--classes", "standard=0.5,batch=0.5", "--plot", plot, "--json") == 0
+    assert run_command("simulate", *arguments, "--classes", "standard=0.5,batch=0.5", "--plot", plot, "--json") == 0
     report = json.loads(capsys.readouterr().out)
     assert set(report) >= {"environment", "settings", "capacity", "policies"}
     assert report["settings"]["trace"] == "trace.csv" and report["environment"]["python"]
     assert set(report["policies"]["fcfs"]["classes"]) == {"standard", "batch"}
     assert plot.read_bytes().startswith(b"\x89PNG")
-    assert command(*arguments) == 0
+    assert run_command("simulate", *arguments) == 0
     assert "goodput" in capsys.readouterr().out
 
 
@@ -187,5 +182,5 @@ def test_a_json_file_of_classes_takes_a_promise_away_by_null(tmp_path: Path) -> 
     ],
 )
 def test_the_command_says_what_is_wrong(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(*arguments) == 1
+    assert run_command("simulate", *arguments) == 1
     assert message in " ".join(capsys.readouterr().err.split())

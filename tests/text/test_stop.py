@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -24,18 +24,25 @@ def search_whole(text: str, stops: list[str]) -> tuple[str, str | None]:
     return text, None
 
 
-@settings(max_examples=400)
-@given(text=letters, stops=stops_of, cuts=st.lists(st.integers(0, 25)))
-def test_any_cutting_into_pieces_finds_what_a_search_of_the_whole_finds(
-    text: str, stops: list[str], cuts: list[int]
-) -> None:
-    finder, given_out, matched = StopFinder(stops), "", None
+def add_in_pieces(finder: Any, text: str, cuts: list[int]) -> tuple[str, str | None]:
+    """Give a finder the text in pieces until it finds a stop: the text that it gave out, and the stop."""
+    given_out = ""
     edges = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
     for start, end in itertools.pairwise(edges):
         piece, matched = finder.add(text[start:end])
         given_out += piece
         if matched is not None:
-            break
+            return given_out, matched
+    return given_out, None
+
+
+@settings(max_examples=400)
+@given(text=letters, stops=stops_of, cuts=st.lists(st.integers(0, 25)))
+def test_any_cutting_into_pieces_finds_what_a_search_of_the_whole_finds(
+    text: str, stops: list[str], cuts: list[int]
+) -> None:
+    finder = StopFinder(stops)
+    given_out, matched = add_in_pieces(finder, text, cuts)
     if matched is None:
         given_out += finder.flush()
     assert (given_out, matched) == search_whole(text, stops)
@@ -104,13 +111,7 @@ def search_after_thought(text: str, stops: list[str], *, is_open: bool) -> tuple
 def test_stops_sleep_until_the_thought_ends(text: str, stops: list[str], cuts: list[int], is_open: bool) -> None:
     finder = new_stop_finder(stops, Marks(is_open=is_open))
     assert finder is not None
-    given_out, matched = "", None
-    edges = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
-    for start, end in itertools.pairwise(edges):
-        piece, matched = finder.add(text[start:end])
-        given_out += piece
-        if matched is not None:
-            break
+    given_out, matched = add_in_pieces(finder, text, cuts)
     if matched is None:
         piece, matched = finder.finish("")
         given_out += piece
