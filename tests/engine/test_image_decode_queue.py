@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from tests.slow_image import slow_png
+from tests.wire_submits import wire_submit
 
 from moiety_engine.config import ImageOptions
 from moiety_engine.image_decoding import decode_queue
@@ -21,7 +22,7 @@ from moiety_engine.image_decoding.decoder import ImageDecoder, ImageFailure
 from moiety_engine.images.prompt_images import PromptImage
 from moiety_wire.classes import BATCH, FLEX, STANDARD, ServiceClass
 from moiety_wire.images import ImageInput, ImageRules, image_digest
-from moiety_wire.messages import FailureCode, Sampling, Stopping, Submit
+from moiety_wire.messages import FailureCode, Submit
 from moiety_wire.notes import Reason
 
 RULES = ImageRules(
@@ -40,11 +41,8 @@ def picture(seed: int = 0) -> bytes:
 
 def asks(tenant: str, *files: bytes | ImageInput, service: ServiceClass = BATCH, **changes: Any) -> Submit:
     images = [ImageInput(8 * number, one) if isinstance(one, bytes) else one for number, one in enumerate(files)]
-    submit = Submit(
-        request_id="r", seq=0, model="m", tenant_id=tenant, service=service, prompt_ids=[1] * 40, sampling=Sampling(),
-        stopping=Stopping(4), credit_tokens=4, cache_salt=b"salt", arrival_unix_ns=1, images=images,
-    )  # fmt: skip
-    return msgspec.structs.replace(submit, **changes)
+    fields = {"tenant_id": tenant, "service": service, "prompt_ids": [1] * 40, "images": images}
+    return wire_submit(**{**fields, **changes})
 
 
 class Decoding:

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import zmq
 import zmq.asyncio
+from tests.wire_submits import wire_submit
 
 from moiety_engine.scripted.link import ScriptedCore
 from moiety_engine.scripted.script import Script
 from moiety_engine.scripted.text_model import scripted_text_model
 from moiety_engine.server.engine_server import EngineServer
 from moiety_engine.server.settings import ServerSettings
-from moiety_wire.classes import STANDARD
 from moiety_wire.codec import decode_to_gateway, encode
 from moiety_wire.experts import ExpertBalance, ExpertLoad
 from moiety_wire.figures import Load
@@ -30,8 +30,6 @@ from moiety_wire.messages import (
     Heartbeat,
     Hello,
     ModelCard,
-    Sampling,
-    Stopping,
     Submit,
     ToEngine,
     ToGateway,
@@ -44,20 +42,9 @@ MODEL = "scripted"
 
 
 def make_submit(request_id: str = "r", prompt: str | list[int] = "hello", **changes: Any) -> Submit:
-    fields: dict[str, Any] = {
-        "request_id": request_id,
-        "seq": 0,
-        "model": MODEL,
-        "tenant_id": "tenant",
-        "service": STANDARD,
-        "prompt_ids": list(prompt.encode()) if isinstance(prompt, str) else prompt,
-        "sampling": Sampling(),
-        "stopping": Stopping(max_tokens=100),
-        "credit_tokens": 1_000_000,
-        "cache_salt": b"salt",
-        "arrival_unix_ns": 1,
-    }
-    return Submit(**{**fields, **changes})
+    prompt_ids = list(prompt.encode()) if isinstance(prompt, str) else prompt
+    fields = {"tenant_id": "tenant", "prompt_ids": prompt_ids, "credit_tokens": 1_000_000, "cache_salt": b"salt"}
+    return wire_submit(request_id, **{**fields, **changes})
 
 
 @dataclass

@@ -78,7 +78,7 @@ def test_a_line_names_the_roles_of_its_key_and_a_key_alone_has_both(tmp_path: Pa
 
 
 async def test_a_gateway_for_inference_alone_can_neither_have_an_engine_sleep_nor_a_tenant_forgotten(
-    bench: Callable[..., Any], submit: Callable[..., Any], tmp_path: Path
+    bench: Any, submit: Any, tmp_path: Path
 ) -> None:
     serving, ruling = zmq.curve_keypair(), zmq.curve_keypair()
     file = write(tmp_path / "gateways", serving[0] + b" inference", ruling[0] + b" administration")
@@ -102,7 +102,7 @@ async def test_a_gateway_for_inference_alone_can_neither_have_an_engine_sleep_no
 
 
 async def test_an_identity_that_is_connected_cannot_be_taken_with_another_key(
-    bench: Callable[..., Any], submit: Callable[..., Any], tmp_path: Path
+    bench: Any, submit: Any, tmp_path: Path
 ) -> None:
     first, second = zmq.curve_keypair(), zmq.curve_keypair()
     file = write(tmp_path / "gateways", first[0], second[0])
@@ -130,9 +130,7 @@ def test_an_identity_that_another_key_takes_up_again_gets_a_session_of_its_own()
         assert sessions.take_gone() == [first] and sessions.all() == [second]
 
 
-async def test_a_gateway_neither_ends_nor_pauses_a_request_of_another(
-    bench: Callable[..., Any], submit: Callable[..., Any], tmp_path: Path
-) -> None:
+async def test_a_gateway_neither_ends_nor_pauses_a_request_of_another(bench: Any, submit: Any, tmp_path: Path) -> None:
     first, second = zmq.curve_keypair(), zmq.curve_keypair()
     file = write(tmp_path / "gateways", first[0], second[0])
     async with bench(Script(step_delay_s=0.01), curve_secret_key=ENGINE[1], gateway_keys_file=file) as running:
@@ -145,7 +143,7 @@ async def test_a_gateway_neither_ends_nor_pauses_a_request_of_another(
 
 
 async def test_usage_is_settled_by_its_own_gateway_or_by_one_that_was_told_of_it(
-    bench: Callable[..., Any], submit: Callable[..., Any], tmp_path: Path
+    bench: Any, submit: Any, tmp_path: Path
 ) -> None:
     first, second = zmq.curve_keypair(), zmq.curve_keypair()
     file = write(tmp_path / "gateways", first[0], second[0])
@@ -175,7 +173,7 @@ async def test_usage_is_settled_by_its_own_gateway_or_by_one_that_was_told_of_it
 
 
 async def test_only_gateways_that_may_send_requests_are_told_of_usage_and_of_the_secret_of_transfers(
-    bench: Callable[..., Any], submit: Callable[..., Any], tmp_path: Path
+    bench: Any, submit: Any, tmp_path: Path
 ) -> None:
     serving, successor, ruling = zmq.curve_keypair(), zmq.curve_keypair(), zmq.curve_keypair()
     lines = serving[0] + b" inference", successor[0] + b" inference", ruling[0] + b" administration"
@@ -204,7 +202,7 @@ async def test_only_gateways_that_may_send_requests_are_told_of_usage_and_of_the
 
 
 async def test_the_sessions_of_a_key_that_was_taken_out_of_the_list_end(
-    bench: Callable[..., Any], submit: Callable[..., Any], tmp_path: Path
+    bench: Any, submit: Any, tmp_path: Path
 ) -> None:
     kept, removed = zmq.curve_keypair(), zmq.curve_keypair()
     file = write(tmp_path / "gateways", kept[0], removed[0])
@@ -223,9 +221,7 @@ async def test_the_sessions_of_a_key_that_was_taken_out_of_the_list_end(
         assert (await other.ask(submit("goes on"))).text == "hello"
 
 
-async def test_a_list_that_cannot_be_read_for_a_while_ends_no_session(
-    bench: Callable[..., Any], submit: Callable[..., Any], tmp_path: Path
-) -> None:
+async def test_a_list_that_cannot_be_read_for_a_while_ends_no_session(bench: Any, submit: Any, tmp_path: Path) -> None:
     keys = zmq.curve_keypair()
     file = write(tmp_path / "gateways", keys[0])
     async with bench(curve_secret_key=ENGINE[1], gateway_keys_file=file) as running:
@@ -261,9 +257,7 @@ def test_refusals_are_all_counted_and_few_are_logged(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.count("gateway_message_refused") == LOGGED_PER_INTERVAL + 1
 
 
-async def test_many_gateways_with_one_key_serve_beside_each_other(
-    bench: Callable[..., Any], submit: Callable[..., Any], tmp_path: Path
-) -> None:
+async def test_many_gateways_with_one_key_serve_beside_each_other(bench: Any, submit: Any, tmp_path: Path) -> None:
     keys = zmq.curve_keypair()
     file = write(tmp_path / "gateways", keys[0])
     async with bench(curve_secret_key=ENGINE[1], gateway_keys_file=file) as running:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -156,45 +157,44 @@ class StoreClock:
         return now_ms() + self.ahead_ms
 
 
+@contextmanager
+def unanswering_port(is_listening: bool) -> Iterator[int]:
+    """Yield a port that accepts connections and never answers, or one at which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        if not is_listening:
+            listener.close()
+        yield port
+
+
 Until = Callable[[Callable[[], object]], Awaitable[None]]
 NewCard = Callable[..., ModelCard]
 ToolCard = Callable[..., ModelCard]
 
 
+@dataclass(eq=False)
 class RunningGateway:
-    """What tests hold of a gateway that listens."""
+    """A gateway that listens, with its keys, its engines, its usage rows and its parts."""
 
-    def __init__(
-        self,
-        url: str,
-        keys: BootstrapResult,
-        engines: Sequence[EngineClient],
-        rows: RowList,
-        store_clock: StoreClock,
-        assembled: AssembledGateway,
-    ) -> None:
-        self.url = url
-        self.keys = keys
-        self.key = keys.tenant_key
-        self.admin_key = keys.admin_key
-        self.fakes = [engine for engine in engines if isinstance(engine, FakeEngineClient)]
-        self.engines = engines
-        self.rows = rows
-        self.metrics = assembled.services.metrics
-        self.database = assembled.database
-        self.objects = assembled.objects
-        self.stored_usage = assembled.stored_usage
-        self.responses = assembled.services.responses
-        self.background = assembled.services.background
-        self.replicas = assembled.services.replicas
-        self.retention = assembled.retention
-        self.live = assembled.live
-        self.server = assembled.server
-        self.stop = assembled.server.request_exit
-        self.store_clock = store_clock
-        self.client = AsyncOpenAI(base_url=f"{url}/v1", api_key=self.key, max_retries=0, timeout=DEADLINE_S)
+    url: str
+    keys: BootstrapResult
+    engines: Sequence[EngineClient]
+    rows: RowList
+    store_clock: StoreClock
+    assembled: AssembledGateway
+
+    def __post_init__(self) -> None:
+        self.key, self.admin_key = self.keys.tenant_key, self.keys.admin_key
+        self.fakes = [engine for engine in self.engines if isinstance(engine, FakeEngineClient)]
         self.of = {engine.card.model: engine for engine in self.fakes}
-        self._authenticator = assembled.services.authenticator
+        self.client = AsyncOpenAI(base_url=f"{self.url}/v1", api_key=self.key, max_retries=0, timeout=DEADLINE_S)
+        services = self.assembled.services
+        self.metrics, self.replicas = services.metrics, services.replicas
+        self.responses, self.background = services.responses, services.background
+        self.database, self.objects = self.assembled.database, self.assembled.objects
+        self.stored_usage, self.retention = self.assembled.stored_usage, self.assembled.retention
+        self.live, self.server = self.assembled.live, self.assembled.server
+        self.stop = self.server.request_exit
 
     @property
     def engine(self) -> FakeEngineClient:
@@ -208,7 +208,14 @@ class RunningGateway:
 
     def forget_keys(self) -> None:
         """Look the tenant's key up again at its next use."""
-        self._authenticator.forget(self.keys.tenant_key.removeprefix("mty_").partition(".")[0])
+        self.assembled.services.authenticator.forget(self.keys.tenant_key.removeprefix("mty_").partition(".")[0])
+
+    async def admin(self, method: str, path: str, body: Mapping[str, Any] | None = None, expect: int = 200) -> Any:
+        """One request to the admin API, whose status must be `expect`: the decoded answer."""
+        data = b"" if body is None else json.dumps(body).encode()
+        status, _, answer = await self.request(method, f"/admin/v1{path}", data, self.admin_key)
+        assert status == expect, answer
+        return json.loads(answer)
 
     def num_connections(self) -> int:
         return len(self.server.server_state.connections)

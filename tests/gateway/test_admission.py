@@ -44,18 +44,9 @@ def class_load(name: str, predicted_ttft_s: float | None = 0.0, **changes: Any) 
     return ClassLoad(**{**fields, "name": name, "predicted_ttft_s": predicted_ttft_s, **changes})
 
 
-async def admin(
-    gateway: RunningGateway, method: str, path: str, body: dict[str, Any] | None = None, expect: int = 200
-) -> Any:
-    data = b"" if body is None else json.dumps(body).encode()
-    status, _, answer = await gateway.request(method, f"/admin/v1{path}", data, gateway.admin_key)
-    assert status == expect, answer
-    return json.loads(answer)
-
-
 async def set_tenant_class(gateway: RunningGateway, name: str) -> None:
-    (tenant,) = (await admin(gateway, "GET", "/tenants"))["data"]
-    await admin(gateway, "PATCH", f"/tenants/{tenant['id']}", {"service_class": name})
+    (tenant,) = (await gateway.admin("GET", "/tenants"))["data"]
+    await gateway.admin("PATCH", f"/tenants/{tenant['id']}", {"service_class": name})
     gateway.forget_keys()
 
 
@@ -97,7 +88,7 @@ async def test_a_tier_chooses_below_the_tenants_class_and_the_answer_states_what
 
 
 async def test_a_class_of_ones_own_comes_with_the_tenant_and_is_stated_by_its_rank(gateway: RunningGateway) -> None:
-    await admin(gateway, "POST", "/classes", {"name": "bronze", "rank": 1, "ttft_s": 9.0}, 201)
+    await gateway.admin("POST", "/classes", {"name": "bronze", "rank": 1, "ttft_s": 9.0}, 201)
     await set_tenant_class(gateway, "bronze")
     for tier, served in ((None, "bronze"), ("default", "bronze"), ("priority", "bronze"), ("flex", "flex")):
         status, headers, answer = await gateway.post(CHAT, BODY | ({} if tier is None else {"service_tier": tier}))
@@ -109,7 +100,7 @@ async def test_a_class_of_ones_own_comes_with_the_tenant_and_is_stated_by_its_ra
 async def test_an_edit_of_a_class_holds_for_the_next_request_without_a_restart(gateway: RunningGateway) -> None:
     await gateway.post(CHAT, BODY)
     change: dict[str, Any] = {"ttft_s": 0.75, "tpot_s": None, "on_overload": "downgrade", "downgrade_to": "flex"}
-    await admin(gateway, "PATCH", "/classes/standard", change)
+    await gateway.admin("PATCH", "/classes/standard", change)
     await gateway.post(CHAT, BODY)
     before, after = gateway.engine.submits
     assert (before.service, before.fallback) == (STANDARD, None)
@@ -125,7 +116,7 @@ async def test_a_downgraded_request_is_stated_as_it_was_served(
 ) -> None:
     engine = FakeEngineClient(card, verdict=lambda submit: FakeVerdict("flex", Reason.PREDICTED_LATE))
     async with start_gateway([engine]) as gateway:
-        await admin(gateway, "PATCH", "/classes/standard", {"on_overload": "downgrade", "downgrade_to": "flex"})
+        await gateway.admin("PATCH", "/classes/standard", {"on_overload": "downgrade", "downgrade_to": "flex"})
         status, headers, answer = await gateway.post(CHAT, BODY | {"stream": stream})
         assert status == 200
         assert (headers["x-moiety-class"], headers["x-moiety-admission"]) == ("flex", "predicted_late")
@@ -147,7 +138,7 @@ async def test_a_request_of_several_sequences_is_served_as_the_lowest_of_them(
         return FakeVerdict("flex", Reason.KV_PEAK) if submit.request_id.endswith("-1") else FakeVerdict("standard")
 
     async with start_gateway([FakeEngineClient(card, verdict=verdict)]) as gateway:
-        await admin(gateway, "PATCH", "/classes/standard", {"on_overload": "downgrade", "downgrade_to": "flex"})
+        await gateway.admin("PATCH", "/classes/standard", {"on_overload": "downgrade", "downgrade_to": "flex"})
         _, headers, answer = await gateway.post(CHAT, BODY | {"n": 3})
         assert (headers["x-moiety-class"], json.loads(answer)["service_tier"]) == ("flex", "flex")
 

@@ -52,13 +52,6 @@ def prompt_of(card: ModelCard) -> Callable[[Submit], str]:
     return lambda submit: tokenizer.decode(submit.prompt_ids, skip_special_tokens=False)
 
 
-async def admin(gateway: RunningGateway, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-    data = b"" if body is None else json.dumps(body).encode()
-    status, _, answer = await gateway.request(method, f"/admin/v1{path}", data, gateway.admin_key)
-    assert status in (200, 201), answer
-    return json.loads(answer)
-
-
 def ends_after(*texts: Any) -> Any:
     return lambda submit: [(65, text) for text in texts]
 
@@ -154,14 +147,14 @@ async def test_a_limit_that_ends_a_message_counts_as_max_tokens(
 ) -> None:
     engine = FakeEngineClient(card)
     async with start_gateway([engine], stores_usage=True, credit_window_tokens=8) as gateway:
-        (tenant,) = (await admin(gateway, "GET", "/tenants"))["data"]
+        (tenant,) = (await gateway.admin("GET", "/tenants"))["data"]
         limit: dict[str, Any] = {
             "level": "tenant",
             "scope_id": tenant["id"],
             "kind": "tokens_per_day",
             "cap": HELLO_TOKENS + 20,
         }
-        await admin(gateway, "PUT", "/quotas", limit)
+        await gateway.admin("PUT", "/quotas", limit)
         async with open_client(gateway) as client:
             async with client.messages.stream(**BODY | {"max_tokens": 100}) as stream:
                 message = await stream.get_final_message()
@@ -171,7 +164,7 @@ async def test_a_limit_that_ends_a_message_counts_as_max_tokens(
         assert (refused.value.type, refused.value.error_code) == ("rate_limit_error", "quota_exceeded")
         assert 0 < int(refused.value.response.headers["retry-after"]) <= 86_400
         await gateway.stored_usage.flush()
-        rows = (await admin(gateway, "GET", "/usage/requests"))["data"]
+        rows = (await gateway.admin("GET", "/usage/requests"))["data"]
         assert [(row["outcome"], row["http_status"], row["error_code"]) for row in rows] == [
             ("rejected", 429, "quota_exceeded"),
             ("length", 200, "quota_exceeded"),
@@ -239,9 +232,9 @@ TIERS = [
 async def test_a_tier_chooses_below_the_tenants_class_and_usage_states_what_served(
     gateway: RunningGateway, client: anthropic.AsyncAnthropic
 ) -> None:
-    (tenant,) = (await admin(gateway, "GET", "/tenants"))["data"]
+    (tenant,) = (await gateway.admin("GET", "/tenants"))["data"]
     for cap, tier, served, stated in TIERS:
-        await admin(gateway, "PATCH", f"/tenants/{tenant['id']}", {"service_class": cap})
+        await gateway.admin("PATCH", f"/tenants/{tenant['id']}", {"service_class": cap})
         gateway.forget_keys()
         raw = await client.messages.with_raw_response.create(**BODY, service_tier=tier)
         message = await raw.parse()

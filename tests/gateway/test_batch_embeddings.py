@@ -8,7 +8,7 @@ from typing import Any
 from moiety_platform.engine_client.fake import FakeEngineClient
 
 from .conftest import NewCard, StartGateway
-from .test_batches import MODEL, admin, results, submit, usage_rows, wait_for
+from .test_batches import MODEL, results, submit, usage_rows, wait_for
 
 EMBEDDINGS = "/v1/embeddings"
 
@@ -23,8 +23,8 @@ async def test_embeddings_run_in_a_batch_for_half_the_price_and_are_those_of_a_l
 ) -> None:
     engine = FakeEngineClient(new_card(embedding_width=8))
     async with start_gateway([engine], stores_usage=True) as gateway:
-        await admin(gateway, "PUT", "/prices", {"model": MODEL, "input": "2", "output": "8"})
-        await admin(gateway, "PATCH", "/classes/batch", {"price_factor": 0.5})  # as it is shipped
+        await gateway.admin("PUT", "/prices", {"model": MODEL, "input": "2", "output": "8"})
+        await gateway.admin("PATCH", "/classes/batch", {"price_factor": 0.5})  # as it is shipped
         asked = [("z", "abc", {}), ("y", ["abc", "de"], {"encoding_format": "base64"}), ("x", [[5], [6, 7]], {})]
         lines = [embedding_line(name, given, dimensions=4, **more) for name, given, more in asked]
         lines[1:1] = [embedding_line("wide", "a", dimensions=9), embedding_line("long", "a" * 600)]

@@ -11,7 +11,7 @@ from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_wire.messages import ModelCard
 
 from .conftest import StartGateway
-from .test_batches import MODEL, admin, results, submit, usage_rows, wait_for
+from .test_batches import MODEL, results, submit, usage_rows, wait_for
 from .test_scores import RERANK_PATHS, length_logit, with_segments
 
 PAIR = {"text_1": "ab", "text_2": ["abc", "abcdef"]}
@@ -42,8 +42,8 @@ async def test_a_line_has_the_answer_of_a_live_request_for_the_price_of_a_batch(
     made = with_segments(card, labels=labels, score_activation=activation, embedding_width=0 if labels else 8)
     engine = FakeEngineClient(made, vector=length_logit)
     async with start_gateway([engine], stores_usage=True) as gateway:
-        await admin(gateway, "PUT", "/prices", {"model": MODEL, "input": "2", "output": "8"})
-        await admin(gateway, "PATCH", "/classes/batch", {"price_factor": 0.5})
+        await gateway.admin("PUT", "/prices", {"model": MODEL, "input": "2", "output": "8"})
+        await gateway.admin("PATCH", "/classes/batch", {"price_factor": 0.5})
         lines = [batch_line("a", url, **asked), batch_line("long", url, **asked, truncate_prompt_tokens=1)]
         batch = await wait_for(gateway, await submit(gateway, lines, url), "completed")
         (one,) = await results(gateway, batch.output_file_id)

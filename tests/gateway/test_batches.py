@@ -65,15 +65,6 @@ async def results(gateway: RunningGateway, file_id: str) -> Any:
     return [json.loads(line) for line in text.splitlines()]
 
 
-async def admin(
-    gateway: RunningGateway, method: str, path: str, body: dict[str, Any] | None = None, expect: int | None = None
-) -> Any:
-    data = b"" if body is None else json.dumps(body).encode()
-    status, _, answer = await gateway.request(method, f"/admin/v1{path}", data, gateway.admin_key)
-    assert status == expect or (expect is None and status < 300), answer
-    return json.loads(answer)
-
-
 async def usage_rows(gateway: RunningGateway) -> Any:
     async with gateway.database.read() as session:
         return (await session.scalars(select(UsageRecord))).all()
@@ -248,9 +239,9 @@ async def test_a_revoked_key_fails_its_batch_and_says_so(start_gateway: StartGat
         batch = await submit(gateway, [chat_line(str(number)) for number in range(100)])
         await wait_for(gateway, batch, "in_progress")
         key_id = gateway.key.removeprefix("mty_").partition(".")[0]
-        made = await admin(gateway, "POST", f"/keys/{key_id}/rotate", {"grace_s": 3600})
+        made = await gateway.admin("POST", f"/keys/{key_id}/rotate", {"grace_s": 3600}, expect=201)
         gateway.client.api_key = made["secret"]
-        await admin(gateway, "POST", f"/keys/{key_id}/revoke")
+        await gateway.admin("POST", f"/keys/{key_id}/revoke")
         batch = await wait_for(gateway, batch, "failed")
         (error,) = batch.errors.data
         assert (error.code, "revoked" in error.message) == ("key_revoked", True)
@@ -321,20 +312,20 @@ async def test_lines_cost_half_and_keep_to_the_limits_of_their_key(
     start_gateway: StartGateway, card: ModelCard
 ) -> None:
     async with start_gateway([FakeEngineClient(card)], stores_usage=True) as gateway:
-        await admin(gateway, "PUT", "/prices", {"model": MODEL, "input": "2", "output": "8"})
-        await admin(gateway, "PATCH", "/classes/batch", {"price_factor": 0.5})  # as it is shipped
-        (tenant,) = (await admin(gateway, "GET", "/tenants"))["data"]
+        await gateway.admin("PUT", "/prices", {"model": MODEL, "input": "2", "output": "8"})
+        await gateway.admin("PATCH", "/classes/batch", {"price_factor": 0.5})  # as it is shipped
+        (tenant,) = (await gateway.admin("GET", "/tenants"))["data"]
         quota: dict[str, Any] = {"level": "tenant", "scope_id": tenant["id"], "kind": "concurrent_requests", "cap": 2}
-        await admin(gateway, "PUT", "/quotas", quota)
+        await gateway.admin("PUT", "/quotas", quota)
         spent: dict[str, Any] = {"level": "tenant", "scope_id": tenant["id"], "kind": "tokens_per_day", "cap": 10**9}
-        spent = await admin(gateway, "PUT", "/quotas", spent)
+        spent = await gateway.admin("PUT", "/quotas", spent)
         batch = await submit(gateway, [chat_line(str(number)) for number in range(30)])
         batch = await wait_for(gateway, batch, "completed")
         rows = await usage_rows(gateway)
         assert len(rows) == batch.request_counts.completed == 30
         for row in rows:
             assert row.cost_nanodollars == row.prompt_tokens * 1000 + row.output_tokens * 4000
-        used = (await admin(gateway, "GET", f"/quotas/{spent['id']}"))["used"]
+        used = (await gateway.admin("GET", f"/quotas/{spent['id']}"))["used"]
         assert used == batch.usage.total_tokens
 
 
@@ -342,9 +333,9 @@ async def test_a_model_that_the_key_may_not_use_is_refused_line_by_line(
     start_gateway: StartGateway, card: ModelCard
 ) -> None:
     async with start_gateway([FakeEngineClient(card)]) as gateway:
-        (project,) = (await admin(gateway, "GET", "/projects"))["data"]
+        (project,) = (await gateway.admin("GET", "/projects"))["data"]
         asked: dict[str, Any] = {"name": "narrow", "project_id": project["id"], "allowed_models": ["another"]}
-        gateway.client.api_key = (await admin(gateway, "POST", "/keys", asked, expect=201))["secret"]
+        gateway.client.api_key = (await gateway.admin("POST", "/keys", asked, expect=201))["secret"]
         batch = await wait_for(gateway, await submit(gateway, [chat_line("a")]), "completed")
         (error,) = await results(gateway, batch.error_file_id)
         assert error["response"]["body"]["error"]["code"] == "model_not_found"
@@ -354,9 +345,9 @@ async def test_a_model_that_the_key_may_not_use_is_refused_line_by_line(
 async def test_another_tenants_files_and_batches_are_not_there(gateway: RunningGateway) -> None:
     batch = await submit(gateway, [chat_line("a")])
     batch = await wait_for(gateway, batch, "completed")
-    tenant = await admin(gateway, "POST", "/tenants", {"name": "other"}, expect=201)
-    project = await admin(gateway, "POST", "/projects", {"name": "p", "tenant_id": tenant["id"]}, expect=201)
-    key = (await admin(gateway, "POST", "/keys", {"name": "k", "project_id": project["id"]}, expect=201))["secret"]
+    tenant = await gateway.admin("POST", "/tenants", {"name": "other"}, expect=201)
+    project = await gateway.admin("POST", "/projects", {"name": "p", "tenant_id": tenant["id"]}, expect=201)
+    key = (await gateway.admin("POST", "/keys", {"name": "k", "project_id": project["id"]}, expect=201))["secret"]
     other = gateway.client.with_options(api_key=key)
     for file_id in (batch.input_file_id, batch.output_file_id):
         for call in (other.files.retrieve, other.files.delete, other.files.content):
@@ -447,10 +438,10 @@ async def test_a_line_that_never_fits_a_limit_fails_at_once_and_alone(
     start_gateway: StartGateway, card: ModelCard, kind: Any, cap: Any
 ) -> None:
     async with start_gateway([FakeEngineClient(card)], stores_usage=True) as gateway:
-        (tenant,) = (await admin(gateway, "GET", "/tenants"))["data"]
+        (tenant,) = (await gateway.admin("GET", "/tenants"))["data"]
         limit: dict[str, Any] = {"level": "tenant", "scope_id": tenant["id"], "kind": kind, "cap": cap}
-        await admin(gateway, "PUT", "/quotas", limit)
-        await admin(gateway, "PUT", "/prices", {"model": "tiny", "input": "2", "output": "10"})
+        await gateway.admin("PUT", "/quotas", limit)
+        await gateway.admin("PUT", "/prices", {"model": "tiny", "input": "2", "output": "10"})
         lines = [chat_line("too long", "hello " * 8), *([chat_line("short", "a", max_tokens=1)] if cap else [])]
         batch = await wait_for(gateway, await submit(gateway, lines), "completed")
         assert (batch.request_counts.failed, batch.request_counts.completed) == (1, len(lines) - 1)

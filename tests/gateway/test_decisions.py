@@ -18,7 +18,7 @@ from moiety_wire.messages import ModelCard, Submit
 
 from .conftest import MODEL, RunningGateway, StartGateway, Until
 from .test_batch_scores import batch_line
-from .test_batches import admin, results, usage_rows, wait_for
+from .test_batches import results, usage_rows, wait_for
 from .test_batches import submit as submit_batch
 
 TRUE = {"type": "predicate", "name": "angry", "instructions": "The writer is angry."}
@@ -286,7 +286,7 @@ async def test_the_options_are_the_models_answer_and_no_part_of_its_reasoning(
 
 async def test_a_batch_line_has_the_answer_of_a_live_request(start_gateway: StartGateway, card: ModelCard) -> None:
     async with start_gateway([FakeEngineClient(card)], stores_usage=True) as gateway:
-        await admin(gateway, "PUT", "/prices", {"model": MODEL, "input": "2", "output": "8"})
+        await gateway.admin("PUT", "/prices", {"model": MODEL, "input": "2", "output": "8"})
         body = {"input": "Help!", "questions": [TRUE, URGENCY]}
         url = "/v1/decisions"
         batch = await wait_for(gateway, await submit_batch(gateway, [batch_line("a", url, **body)], url), "completed")

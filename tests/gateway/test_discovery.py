@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import zmq
+from tests.wire_submits import wire_submit
 
 from moiety_engine.scripted.link import ScriptedCore
 from moiety_engine.scripted.script import Script
@@ -18,7 +19,7 @@ from moiety_platform.engine_client.transport import ZmqEngineClient
 from moiety_platform.routing.discovery import DnsWatch, resolve
 from moiety_platform.routing.replicas import Replicas
 from moiety_wire.classes import STANDARD
-from moiety_wire.messages import Sampling, Stopping, Submit
+from moiety_wire.messages import Submit
 
 from .conftest import NewCard, Until
 
@@ -50,7 +51,7 @@ def zone(new_card: NewCard) -> Zone:
 
 
 def submit(request_id: str = "r") -> Submit:
-    return Submit(request_id, 0, "tiny", "t", STANDARD, [1], Sampling(), Stopping(100), 1, b"", 0)
+    return wire_submit(request_id, model="tiny")
 
 
 async def test_engines_join_and_leave_with_the_addresses_of_their_name(zone: Zone) -> None:

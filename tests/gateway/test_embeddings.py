@@ -186,17 +186,11 @@ async def test_a_request_leaves_one_row_with_its_prompt_tokens_only(
     assert row.request_id.startswith("embd-")
 
 
-async def admin(gateway: RunningGateway, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-    data = b"" if body is None else json.dumps(body).encode()
-    _, _, answer = await gateway.request(method, f"/admin/v1{path}", data, gateway.admin_key)
-    return json.loads(answer)
-
-
 async def test_the_promise_of_a_request_is_that_of_one_prompt_as_long_as_all_its_inputs(
     start_gateway: StartGateway, card: ModelCard
 ) -> None:
     async with start_gateway([engine_of(card, token_s=0.2)]) as gateway:
-        await admin(gateway, "PATCH", "/classes/standard", {"ttft_s": 0.05, "ttft_per_1k_s": 100.0})
+        await gateway.admin("PATCH", "/classes/standard", {"ttft_s": 0.05, "ttft_per_1k_s": 100.0})
         await embed(gateway, "a")  # 0.05 s and 0.1 s for its token
         await embed(gateway, ["a"] * 30)
         rows = await gateway.rows.wait_for(2)
@@ -205,12 +199,12 @@ async def test_the_promise_of_a_request_is_that_of_one_prompt_as_long_as_all_its
 
 async def test_prompt_tokens_alone_are_charged_and_limited(start_gateway: StartGateway, card: ModelCard) -> None:
     async with start_gateway([engine_of(card)], stores_usage=True) as gateway:
-        (tenant,) = (await admin(gateway, "GET", "/tenants"))["data"]
+        (tenant,) = (await gateway.admin("GET", "/tenants"))["data"]
         price = {"model": MODEL, "input": "2", "cached_input": "0.5", "output": "10"}
-        await admin(gateway, "PUT", "/prices", price)
+        await gateway.admin("PUT", "/prices", price)
         limits = [
-            await admin(
-                gateway, "PUT", "/quotas", {"level": "tenant", "scope_id": tenant["id"], "kind": kind, "cap": cap}
+            await gateway.admin(
+                "PUT", "/quotas", {"level": "tenant", "scope_id": tenant["id"], "kind": kind, "cap": cap}
             )
             for kind, cap in (("tokens_per_day", 12), ("money_per_day", 10**9))
         ]
@@ -220,9 +214,9 @@ async def test_prompt_tokens_alone_are_charged_and_limited(start_gateway: StartG
             await embed(gateway, "h")
         assert refused.value.code == "quota_exceeded"
         await gateway.stored_usage.flush()
-        used = [(await admin(gateway, "GET", f"/quotas/{one['id']}"))["used"] for one in limits]
+        used = [(await gateway.admin("GET", f"/quotas/{one['id']}"))["used"] for one in limits]
         assert used == [12, 12 * 2_000]
-        rows = (await admin(gateway, "GET", "/usage/requests"))["data"]
+        rows = (await gateway.admin("GET", "/usage/requests"))["data"]
         assert [(row["outcome"], row["prompt_tokens"], row["output_tokens"]) for row in rows] == [
             ("rejected", 0, 0),
             ("stop", 5, 0),

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import zmq
+from tests.scripted_servers import running_server
 
 from moiety_engine.messages import CoreForget
 from moiety_engine.scripted.link import ScriptedCore
 from moiety_engine.scripted.script import Script
-from moiety_engine.scripted.text_model import scripted_text_model
-from moiety_engine.server.engine_server import EngineServer
-from moiety_engine.server.settings import ServerSettings
 from moiety_platform.clock import SystemClock
 from moiety_platform.engine_client.transport import ZmqEngineClient
 
@@ -37,14 +35,8 @@ class Core(ScriptedCore):
 @asynccontextmanager
 async def engine(context: Any, listen: Any, engine_id: str) -> AsyncIterator[Any]:
     core = Core()
-    settings = ServerSettings(model="scripted", listen=listen, heartbeat_interval_s=0.05)
-    front = EngineServer(settings, engine_id, scripted_text_model(), core, context)
-    await front.start()
-    try:
-        assert await front.wait_ready()
+    async with running_server(context, core, listen, engine_id):
         yield core
-    finally:
-        await front.close()
 
 
 async def test_an_engine_is_told_once_and_one_that_was_away_when_it_comes(until: Until, tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from moiety_platform.connections import ConnectionLimits
 from moiety_platform.listening import bind
 from moiety_platform.settings import GatewaySettings
 
+Send = Callable[..., Awaitable[tuple[bytes, list[str]]]]
+
 HOST = b"Host: t\r\n"
 NEXT = b"GET /next HTTP/1.1\r\nHost: t\r\nConnection: close\r\n\r\n"
 HIDDEN = b"GET /hidden HTTP/1.1\r\nHost: t\r\n\r\n"
@@ -143,12 +145,12 @@ ENDED_AFTER_ONE = {
 
 
 @pytest.fixture
-async def send() -> AsyncIterator[Callable[..., Awaitable[tuple[bytes, list[str]]]]]:
+async def send() -> AsyncIterator[Send]:
     """`await send(data, size)`: all that a server answers to the data, sent in pieces, until it hangs up, and the
     requests that its application was given."""
     seen: list[str] = []
 
-    async def app(scope: Any, receive: Any, send: Callable[..., Awaitable[tuple[bytes, list[str]]]]) -> None:
+    async def app(scope: Any, receive: Any, send: Send) -> None:
         size, message = 0, {"more_body": True}
         while message.get("more_body"):
             message = await receive()
@@ -189,7 +191,7 @@ def statuses(answer: bytes) -> list[int]:
 @pytest.mark.parametrize("size", [10_000, 7])
 @pytest.mark.parametrize("name", REFUSED)
 async def test_a_request_that_servers_may_read_differently_is_refused_and_its_connection_closed(
-    send: Callable[..., Awaitable[tuple[bytes, list[str]]]], name: Any, size: int
+    send: Send, name: Any, size: int
 ) -> None:
     data, status = REFUSED[name]
     answer, seen = await send(data + NEXT, size)
@@ -203,9 +205,7 @@ async def test_a_request_that_servers_may_read_differently_is_refused_and_its_co
 
 @pytest.mark.parametrize("size", [10_000, 7])
 @pytest.mark.parametrize("name", SERVED)
-async def test_a_request_is_served_with_all_of_its_body_and_so_is_the_next(
-    send: Callable[..., Awaitable[tuple[bytes, list[str]]]], name: Any, size: int
-) -> None:
+async def test_a_request_is_served_with_all_of_its_body_and_so_is_the_next(send: Send, name: Any, size: int) -> None:
     data, expected = SERVED[name]
     answer, seen = await send(data + NEXT, size)
     assert seen == [*expected, "GET /next 0"]
@@ -213,15 +213,13 @@ async def test_a_request_is_served_with_all_of_its_body_and_so_is_the_next(
 
 
 @pytest.mark.parametrize("name", ENDED_AFTER_ONE)
-async def test_behind_a_last_request_nothing_is_served(
-    send: Callable[..., Awaitable[tuple[bytes, list[str]]]], name: Any
-) -> None:
+async def test_behind_a_last_request_nothing_is_served(send: Send, name: Any) -> None:
     answer, seen = await send(ENDED_AFTER_ONE[name], 10_000)
     assert (statuses(answer), seen) == ([200], ["GET /a 0"])
 
 
 async def test_only_a_client_of_http_1_1_is_told_to_go_on(
-    send: Callable[..., Awaitable[tuple[bytes, list[str]]]],
+    send: Send,
 ) -> None:
     data = post(b"Expect: 100-continue\r\nConnection: close\r\nContent-Length: 3\r\n", b"abc")
     assert statuses((await send(data, 10_000))[0]) == [100, 200]

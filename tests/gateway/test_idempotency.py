@@ -202,15 +202,21 @@ async def test_what_failed_is_not_kept(start_gateway: StartGateway, new_card: Ne
         assert (status, "idempotent-replayed" in headers) == (200, False), answer
 
 
+async def post_endless(gateway: RunningGateway, until: Until, *, stream: bool) -> asyncio.Task[Any]:
+    """Post a request with a key whose answer has begun and does not end by itself."""
+    body: dict[str, Any] = {**BODY, "max_tokens": 1_000_000, "stream": stream}
+    posting = asyncio.create_task(gateway.post(CHAT, body, headers=keyed()))
+    await until(lambda: gateway.engine.state.load.output_tokens_total > 5)
+    return posting
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_the_client_left_is_not_kept(
     start_gateway: StartGateway, new_card: NewCard, until: Until, stream: bool
 ) -> None:
     engine = FakeEngineClient(new_card(max_context_tokens=10_000_000), endless)
     async with start_gateway([engine]) as gateway:
-        body: dict[str, Any] = {**BODY, "max_tokens": 1_000_000, "stream": stream}
-        posting = asyncio.create_task(gateway.post(CHAT, body, headers=keyed()))
-        await until(lambda: engine.state.load.output_tokens_total > 5)
+        posting = await post_endless(gateway, until, stream=stream)
         posting.cancel()
         await gateway.rows.wait_for(1)
         for _ in range(500):  # until the gateway has given the key back
@@ -226,9 +232,7 @@ async def test_a_stream_that_breaks_off_is_not_kept(
 ) -> None:
     engine = FakeEngineClient(new_card(max_context_tokens=10_000_000), endless)
     async with start_gateway([engine]) as gateway:
-        body: dict[str, Any] = {**BODY, "max_tokens": 1_000_000, "stream": True}
-        posting = asyncio.create_task(gateway.post(CHAT, body, headers=keyed()))
-        await until(lambda: engine.state.load.output_tokens_total > 5)
+        posting = await post_endless(gateway, until, stream=True)
         engine.die()
         _, _, answer = await posting
         assert b'"code":"engine_failed"' in answer
@@ -318,7 +322,7 @@ async def test_a_key_for_other_models_is_not_answered_with_what_it_may_not_ask_f
     assert (await gateway.post(CHAT, BODY, headers=keyed()))[0] == 200
     project_id = (await _tenant_of(gateway))["project_id"]
     fields: dict[str, Any] = {"name": "limited", "project_id": project_id, "allowed_models": ["another"]}
-    made = await _admin(gateway, "POST", "/keys", fields)
+    made = await gateway.admin("POST", "/keys", fields, expect=201)
     status, _, answer = await gateway.post(CHAT, BODY, key=made["secret"], headers=keyed())
     assert (status, code_of(answer)) == (422, "idempotency_key_reused")
 
@@ -345,13 +349,6 @@ async def test_text_and_keys_are_neither_logged_nor_stored_in_the_open(
     assert "secret" not in said.out + said.err
 
 
-async def _admin(gateway: RunningGateway, method: str, path: str, fields: Any) -> Any:
-    data = json.dumps(fields).encode()
-    headers: dict[str, Any] = {"Content-Type": "application/json"}
-    _, _, answer = await gateway.request(method, f"/admin/v1{path}", data, gateway.admin_key, headers)
-    return json.loads(answer)
-
-
 async def _tenant_of(gateway: RunningGateway) -> dict[str, str]:
     _, _, answer = await gateway.request("GET", "/admin/v1/projects", key=gateway.admin_key)
     (project,) = json.loads(answer)["data"]
@@ -359,6 +356,6 @@ async def _tenant_of(gateway: RunningGateway) -> dict[str, str]:
 
 
 async def _new_tenants_key(gateway: RunningGateway) -> str:
-    tenant = await _admin(gateway, "POST", "/tenants", {"name": "another"})
-    project = await _admin(gateway, "POST", "/projects", {"tenant_id": tenant["id"], "name": "p"})
-    return (await _admin(gateway, "POST", "/keys", {"name": "k", "project_id": project["id"]}))["secret"]
+    tenant = await gateway.admin("POST", "/tenants", {"name": "another"}, expect=201)
+    project = await gateway.admin("POST", "/projects", {"tenant_id": tenant["id"], "name": "p"}, expect=201)
+    return (await gateway.admin("POST", "/keys", {"name": "k", "project_id": project["id"]}, expect=201))["secret"]

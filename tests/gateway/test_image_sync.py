@@ -5,16 +5,15 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-import msgspec
 import pytest
+from tests.wire_submits import wire_submit
 
 from moiety_platform.engine_client import image_sync
 from moiety_platform.engine_client.image_sync import ImageSync
 from moiety_platform.engine_client.stream import EngineStream, error_of
 from moiety_platform.errors import BadRequest, PlatformError, Unavailable
-from moiety_wire.classes import STANDARD
 from moiety_wire.images import ImageInput, image_digest
-from moiety_wire.messages import Accepted, Extend, Failed, FailureCode, Sampling, Stopping, Submit
+from moiety_wire.messages import Accepted, Extend, Failed, FailureCode, Submit
 from moiety_wire.notes import Reason
 
 
@@ -23,12 +22,8 @@ def file(number: int) -> bytes:
 
 
 def asks(request_id: str, *numbers: int, **changes: Any) -> Submit:
-    submit = Submit(
-        request_id=request_id, seq=0, model="m", tenant_id="t", service=STANDARD, prompt_ids=[1] * 40,
-        sampling=Sampling(), stopping=Stopping(9), credit_tokens=4, cache_salt=b"s", arrival_unix_ns=1,
-        images=[ImageInput(place, file(number)) for place, number in enumerate(numbers)],
-    )  # fmt: skip
-    return msgspec.structs.replace(submit, **changes)
+    images = [ImageInput(place, file(number)) for place, number in enumerate(numbers)]
+    return wire_submit(request_id, **{"prompt_ids": [1] * 40, "credit_tokens": 4, "images": images, **changes})
 
 
 class Link:

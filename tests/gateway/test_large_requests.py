@@ -126,6 +126,19 @@ async def test_an_over_long_prompt_of_moderate_size_is_told_its_exact_length(gat
     assert json.loads(answer)["count"] == 600
 
 
+def note_threads(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
+    """Return a list to which each text that is tokenized adds the thread that does it."""
+    threads: list[threading.Thread] = []
+    encode = Tokenizer.check_fits
+
+    def noted(self: Any, text: str, max_tokens: int) -> Any:
+        threads.append(threading.current_thread())
+        return encode(self, text, max_tokens)
+
+    monkeypatch.setattr(Tokenizer, "check_fits", noted)
+    return threads
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -138,14 +151,7 @@ async def test_an_over_long_prompt_of_moderate_size_is_told_its_exact_length(gat
 async def test_conversations_that_take_time_are_rendered_in_a_thread(
     new_card: NewCard, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
 ) -> None:
-    threads = []
-    encode = Tokenizer.check_fits
-
-    def noted(self: Any, text: str, max_tokens: int) -> Any:
-        threads.append(threading.current_thread())
-        return encode(self, text, max_tokens)
-
-    monkeypatch.setattr(Tokenizer, "check_fits", noted)
+    threads = note_threads(monkeypatch)
     text = ModelText(new_card(max_context_tokens=100_000), inline_bytes=8192)
     for small in ([TokenizeBody(prompt="a").as_prompt()], ["x" * 8192]):
         await text.encode(small)
@@ -158,14 +164,7 @@ async def test_conversations_that_take_time_are_rendered_in_a_thread(
 async def test_many_prompts_that_are_short_one_by_one_are_tokenized_in_a_thread(
     card: ModelCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threads = []
-    encode = Tokenizer.check_fits
-
-    def noted(self: Any, text: str, max_tokens: int) -> Any:
-        threads.append(threading.current_thread())
-        return encode(self, text, max_tokens)
-
-    monkeypatch.setattr(Tokenizer, "check_fits", noted)
+    threads = note_threads(monkeypatch)
     encoded = await ModelText(card, inline_bytes=8192).encode(["ab" * 200] * 100)
     assert [len(token_ids) for token_ids in encoded] == [400] * 100
     assert len(threads) == 100 and threading.main_thread() not in threads

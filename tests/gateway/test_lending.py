@@ -12,20 +12,18 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from tests.scripted_servers import running_server
+from tests.wire_submits import wire_submit
 
 from moiety_engine.messages import CoreAdapter
 from moiety_engine.scripted.link import ScriptedCore
 from moiety_engine.scripted.script import Script
-from moiety_engine.scripted.text_model import scripted_text_model
-from moiety_engine.server.engine_server import EngineServer
-from moiety_engine.server.settings import ServerSettings
 from moiety_platform.clock import SystemClock
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.engine_client.transport import ZmqEngineClient
 from moiety_platform.errors import NotFound, PlatformError, Unavailable
 from moiety_platform.routing.choose import Need, first_engines
-from moiety_wire.classes import STANDARD
-from moiety_wire.messages import AdapterPart, Finished, ModelCard, Sampling, Stopping, Submit
+from moiety_wire.messages import AdapterPart, Finished, ModelCard, Stopping, Submit
 
 from .conftest import Until
 
@@ -70,27 +68,22 @@ class Store:
 @asynccontextmanager
 async def engine_and_client(until: Until, **settings: Any) -> AsyncIterator[tuple[Any, ...]]:
     context, core, store = zmq.Context(), Core(), Store()
-    listen = ServerSettings(model="scripted", listen="tcp://127.0.0.1:0", heartbeat_interval_s=0.05, **settings)
-    front = EngineServer(listen, "engine-1", scripted_text_model(), core, context)
-    await front.start()
-    client = ZmqEngineClient(front.address, context, SystemClock(), adapters=store.parts)
     try:
-        assert await front.wait_ready()
-        await client.start()
-        await until(lambda: client.state.healthy)
-        yield client, core, store, front
+        async with running_server(context, core, **settings) as front:
+            client = ZmqEngineClient(front.address, context, SystemClock(), adapters=store.parts)
+            try:
+                await client.start()
+                await until(lambda: client.state.healthy)
+                yield client, core, store, front
+            finally:
+                await client.close()
     finally:
-        await client.close()
-        await front.close()
         context.destroy(linger=0)
 
 
 def submit(request_id: str, adapter: Any, credit_tokens: int = 3) -> Submit:
-    return Submit(
-        request_id=request_id, seq=0, model="scripted", tenant_id="t", service=STANDARD, prompt_ids=[1, 2],
-        sampling=Sampling(), stopping=Stopping(max_tokens=3, ignore_eos=True), credit_tokens=credit_tokens,
-        cache_salt=b"s", arrival_unix_ns=1, adapter=adapter,
-    )  # fmt: skip
+    stopping = Stopping(max_tokens=3, ignore_eos=True)
+    return wire_submit(request_id, prompt_ids=[1, 2], stopping=stopping, credit_tokens=credit_tokens, adapter=adapter)
 
 
 async def ask(client: Any, request_id: str, adapter: Any) -> Finished:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import socket
 import time
 from datetime import UTC, datetime
 from typing import Any
@@ -22,7 +21,7 @@ from moiety_platform.otlp_metrics import EXPORT_TIMEOUT_S, NOT_TAKEN, TAKEN, Met
 from moiety_platform.tenants.models import ApiKey, Project, Tenant
 from moiety_platform.usage.row import UsageRow
 
-from .conftest import RunningGateway, Until
+from .conftest import RunningGateway, Until, unanswering_port
 
 PEPPER = b"a pepper that is long enough for tests"
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
@@ -104,10 +103,7 @@ def test_refusals_are_counted_by_tenant_and_none_at_all_has_a_place_if_so_wished
 async def test_a_receiver_of_metrics_that_is_away_or_silent_slows_no_request(
     gateway: RunningGateway, receiver: str, until: Until
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        if receiver == "away":
-            listener.close()
+    with unanswering_port(is_listening=receiver == "silent") as port:
         exporter = otlp_metric_exporter(f"http://127.0.0.1:{port}/v1/metrics")
         sender = MetricSender(gateway.metrics.registry, exporter, "g", interval_s=0.01)
         tally = await run_closed_loop(*gateway.address, itertools.repeat(asking(gateway.key), 40), connections=4)

@@ -96,17 +96,18 @@ class Upstream:
             return
 
 
-StartUpstream = Callable[[], Awaitable[Upstream]]
+StartUpstream = Callable[..., Awaitable[Upstream]]
 ClientOf = Callable[..., ExternalEngineClient]
 
 
 @pytest.fixture
 async def start_upstream() -> AsyncIterator[StartUpstream]:
-    """`await start_upstream()`: a server that listens."""
+    """`await start_upstream(answer)`: a server that listens and gives this answer, or text where there is none."""
     started = []
 
-    async def start() -> Upstream:
+    async def start(answer: Any = None) -> Upstream:
         started.append(Upstream())
+        started[-1].answer = answer
         await started[-1].start()
         return started[-1]
 
@@ -244,9 +245,7 @@ async def test_of_engines_with_roles_those_that_fail_are_asked_less_as_well(
 async def test_where_all_replicas_fail_the_least_bad_is_tried(
     start_upstream: StartUpstream, client_of: ClientOf, start_over: StartOver
 ) -> None:
-    upstreams = [await start_upstream(), await start_upstream()]
-    for upstream in upstreams:
-        upstream.answer = status(500)
+    upstreams = [await start_upstream(status(500)) for _ in range(2)]
     async with start_over(*map(client_of, upstreams), breaker_clock=ManualClock(), failover_wait_s=0) as gateway:
         assert await ask_many(gateway, 2) == [502, 502]
         assert [upstream.num_asked for upstream in upstreams] == [2, 2]
@@ -288,9 +287,7 @@ async def test_of_several_refusals_the_client_is_told_the_one_after_which_it_may
 async def test_what_a_client_did_wrong_opens_no_breaker_and_is_asked_of_one_replica(
     start_upstream: StartUpstream, client_of: ClientOf, start_over: StartOver
 ) -> None:
-    upstreams = [await start_upstream(), await start_upstream()]
-    for upstream in upstreams:
-        upstream.answer = status(422)
+    upstreams = [await start_upstream(status(422)) for _ in range(2)]
     async with start_over(*map(client_of, upstreams)) as gateway:
         assert await ask_many(gateway, 5) == [502] * 5  # engine_refused
         assert sum(upstream.num_asked for upstream in upstreams) == 5

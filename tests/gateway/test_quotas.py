@@ -17,37 +17,30 @@ from moiety_wire.messages import ModelCard
 
 from .conftest import NewCard, RunningGateway, StartGateway
 
+Limited = Callable[..., AbstractAsyncContextManager[RunningGateway]]
+
 CHAT = "/v1/chat/completions"
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture
-def limited(start_gateway: StartGateway, card: ModelCard) -> Callable[..., AbstractAsyncContextManager[RunningGateway]]:
+def limited(start_gateway: StartGateway, card: ModelCard) -> Limited:
     """`async with limited(**settings) as gateway`: one that stores what is used."""
     return lambda token_s=0.0, **settings: start_gateway(
         [FakeEngineClient(card, token_s=token_s)], stores_usage=True, **settings
     )
 
 
-async def admin(
-    gateway: RunningGateway, method: str, path: str, body: dict[str, Any] | None = None, expect: int = 200
-) -> Any:
-    data = b"" if body is None else json.dumps(body).encode()
-    status, _, answer = await gateway.request(method, f"/admin/v1{path}", data, gateway.admin_key)
-    assert status == expect, answer
-    return json.loads(answer)
-
-
 async def scopes(gateway: RunningGateway) -> dict[str, Any]:
-    (tenant,) = (await admin(gateway, "GET", "/tenants"))["data"]
-    (project,) = (await admin(gateway, "GET", "/projects"))["data"]
-    key = next(key for key in (await admin(gateway, "GET", "/keys"))["data"] if key["project_id"])
+    (tenant,) = (await gateway.admin("GET", "/tenants"))["data"]
+    (project,) = (await gateway.admin("GET", "/projects"))["data"]
+    key = next(key for key in (await gateway.admin("GET", "/keys"))["data"] if key["project_id"])
     return {"tenant": tenant["id"], "project": project["id"], "key": key["id"]}
 
 
 async def limit(gateway: RunningGateway, level: str, cap: int, kind: str = "tokens_per_day") -> Any:
     ids = await scopes(gateway)
-    return await admin(gateway, "PUT", "/quotas", {"level": level, "scope_id": ids[level], "kind": kind, "cap": cap})
+    return await gateway.admin("PUT", "/quotas", {"level": level, "scope_id": ids[level], "kind": kind, "cap": cap})
 
 
 async def ask(gateway: RunningGateway, max_tokens: int = 5, **more: Any) -> Any:
@@ -67,12 +60,10 @@ async def served(gateway: RunningGateway) -> Any:
 async def used(gateway: RunningGateway, quota: Any) -> Any:
     """When all that was used has been booked."""
     await gateway.stored_usage.flush()
-    return (await admin(gateway, "GET", f"/quotas/{quota['id']}"))["used"]
+    return (await gateway.admin("GET", f"/quotas/{quota['id']}"))["used"]
 
 
-async def test_a_limit_is_used_up_and_not_exceeded(
-    limited: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-) -> None:
+async def test_a_limit_is_used_up_and_not_exceeded(limited: Limited) -> None:
     async with limited() as gateway:
         size = (await ask(gateway)).usage.total_tokens
         quota = await limit(gateway, "tenant", 100 * size + size // 2)
@@ -88,9 +79,7 @@ async def test_a_limit_is_used_up_and_not_exceeded(
         assert 0 < int(error.headers["retry-after"]) <= 86_400
 
 
-async def test_a_stream_ends_where_a_limit_has_nothing_left(
-    limited: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-) -> None:
+async def test_a_stream_ends_where_a_limit_has_nothing_left(limited: Limited) -> None:
     async with limited(credit_window_tokens=8) as gateway:
         size = (await ask(gateway, max_tokens=1)).usage.prompt_tokens
         quota = await limit(gateway, "key", size + 20)
@@ -99,26 +88,22 @@ async def test_a_stream_ends_where_a_limit_has_nothing_left(
         assert chunks[-2].choices[0].finish_reason == "length"
         assert chunks[-1].usage.total_tokens == size + 20
         assert await used(gateway, quota) == size + 20
-        rows = (await admin(gateway, "GET", "/usage/requests"))["data"]
+        rows = (await gateway.admin("GET", "/usage/requests"))["data"]
         assert (rows[0]["outcome"], rows[0]["error_code"]) == ("length", "quota_exceeded")
 
 
-async def test_one_limit_that_refuses_costs_nothing_under_the_others(
-    limited: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-) -> None:
+async def test_one_limit_that_refuses_costs_nothing_under_the_others(limited: Limited) -> None:
     async with limited() as gateway:
         wide, narrow = await limit(gateway, "tenant", 10_000, "tokens_per_month"), await limit(gateway, "project", 3)
         with pytest.raises(openai.RateLimitError):
             await ask(gateway)
         assert [await used(gateway, quota) for quota in (wide, narrow)] == [0, 0]
-        await admin(gateway, "DELETE", f"/quotas/{narrow['id']}")
+        await gateway.admin("DELETE", f"/quotas/{narrow['id']}")
         answer = await ask(gateway)
         assert await used(gateway, wide) == answer.usage.total_tokens
 
 
-async def test_a_client_that_leaves_pays_for_what_was_generated_and_frees_the_rest(
-    limited: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-) -> None:
+async def test_a_client_that_leaves_pays_for_what_was_generated_and_frees_the_rest(limited: Limited) -> None:
     async with limited(credit_window_tokens=16) as gateway:
         quota = await limit(gateway, "tenant", 100_000)
         stream = await ask(gateway, max_tokens=400, stream=True)
@@ -126,27 +111,25 @@ async def test_a_client_that_leaves_pays_for_what_was_generated_and_frees_the_re
             break
         await stream.close()
         async with asyncio.timeout(60):
-            while not (rows := (await admin(gateway, "GET", "/usage/requests"))["data"]):  # noqa: ASYNC110 - nobody tells
+            while not (rows := (await gateway.admin("GET", "/usage/requests"))["data"]):  # noqa: ASYNC110 - nobody tells
                 await asyncio.sleep(0.05)
         (row,), total = rows, await used(gateway, quota)
         assert row["outcome"] == "disconnected"
         assert total == row["prompt_tokens"] + row["output_tokens"] < 400
 
 
-async def test_limits_are_set_changed_listed_and_deleted(
-    limited: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-) -> None:
+async def test_limits_are_set_changed_listed_and_deleted(limited: Limited) -> None:
     async with limited() as gateway:
         ids = await scopes(gateway)
         first = await limit(gateway, "tenant", 5)
         second = await limit(gateway, "tenant", 7)
         assert (second["id"], second["cap"], second["used"], second["reserved"]) == (first["id"], 7, 0, 0)
         await limit(gateway, "key", 9)
-        assert len((await admin(gateway, "GET", "/quotas"))["data"]) == 2
-        (only,) = (await admin(gateway, "GET", f"/quotas?scope_id={ids['key']}"))["data"]
+        assert len((await gateway.admin("GET", "/quotas"))["data"]) == 2
+        (only,) = (await gateway.admin("GET", f"/quotas?scope_id={ids['key']}"))["data"]
         assert (only["level"], only["cap"]) == ("key", 9)
-        assert (await admin(gateway, "DELETE", f"/quotas/{first['id']}"))["cap"] == 7
-        await admin(gateway, "GET", f"/quotas/{first['id']}", expect=404)
+        assert (await gateway.admin("DELETE", f"/quotas/{first['id']}"))["cap"] == 7
+        await gateway.admin("GET", f"/quotas/{first['id']}", expect=404)
 
 
 @pytest.mark.parametrize(
@@ -160,18 +143,14 @@ async def test_limits_are_set_changed_listed_and_deleted(
         ({"level": "tenant", "scope_id": "x", "kind": "tokens_per_day", "cap": 2**63}, 400),
     ],
 )
-async def test_a_limit_that_makes_no_sense_is_refused(
-    limited: Callable[..., AbstractAsyncContextManager[RunningGateway]], body: dict[str, Any], status: int
-) -> None:
+async def test_a_limit_that_makes_no_sense_is_refused(limited: Limited, body: dict[str, Any], status: int) -> None:
     async with limited() as gateway:
-        answer = await admin(gateway, "PUT", "/quotas", body, expect=status)
+        answer = await gateway.admin("PUT", "/quotas", body, expect=status)
         assert answer["error"]["message"]
-        assert (await admin(gateway, "GET", "/quotas"))["data"] == []
+        assert (await gateway.admin("GET", "/quotas"))["data"] == []
 
 
-async def test_a_rate_lets_its_worth_through_and_refills(
-    limited: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-) -> None:
+async def test_a_rate_lets_its_worth_through_and_refills(limited: Limited) -> None:
     async with limited() as gateway:
         await limit(gateway, "tenant", 30, "requests_per_minute")
         began_s = time.monotonic()
@@ -190,9 +169,7 @@ NEVER_ENOUGH = [(f"tokens_per_{period}", 20) for period in ("minute", "day", "mo
 NO_REQUESTS = [("requests_per_minute", 0), ("concurrent_requests", 0)]
 
 
-async def test_a_request_that_never_fits_is_told_so(
-    limited: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-) -> None:
+async def test_a_request_that_never_fits_is_told_so(limited: Limited) -> None:
     async with limited() as gateway:
         for level in ("tenant", "project", "key"):
             for kind, cap in (*NEVER_ENOUGH, *((kind, 0) for kind, _ in NEVER_ENOUGH), *NO_REQUESTS):
@@ -202,7 +179,7 @@ async def test_a_request_that_never_fits_is_told_so(
                 assert refused.value.response.json()["error"]["code"] == "request_exceeds_quota", (level, kind, cap)
                 assert "retry-after" not in refused.value.response.headers
                 assert refused.value.response.headers["x-should-retry"] == "false"
-                await admin(gateway, "DELETE", f"/quotas/{made['id']}")
+                await gateway.admin("DELETE", f"/quotas/{made['id']}")
 
 
 @pytest.mark.parametrize(
@@ -222,7 +199,7 @@ async def test_every_api_says_of_a_limit_of_nothing_that_repeating_is_in_vain(
 ) -> None:
     engine = FakeEngineClient(new_card(embedding_width=8))
     async with start_gateway([engine], stores_usage=True) as gateway:
-        await admin(gateway, "PUT", "/prices", PRICE)
+        await gateway.admin("PUT", "/prices", PRICE)
         for kind in ("tokens_per_day", "requests_per_minute", "concurrent_requests", "money_per_day"):
             made = await limit(gateway, "tenant", 0, kind)
             status, headers, answer = await gateway.request(
@@ -235,12 +212,10 @@ async def test_every_api_says_of_a_limit_of_nothing_that_repeating_is_in_vain(
             assert b"allows no request at all" in answer
             if path != "/v1/messages":  # whose errors have no codes
                 assert json.loads(answer)["error"]["code"] == "request_exceeds_quota"
-            await admin(gateway, "DELETE", f"/quotas/{made['id']}")
+            await gateway.admin("DELETE", f"/quotas/{made['id']}")
 
 
-async def test_a_request_that_would_fit_an_empty_limit_is_told_when_to_come_back(
-    limited: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-) -> None:
+async def test_a_request_that_would_fit_an_empty_limit_is_told_when_to_come_back(limited: Limited) -> None:
     async with limited() as gateway:
         await limit(gateway, "tenant", 60, "tokens_per_minute")
         with pytest.raises(openai.RateLimitError) as refused:
@@ -250,9 +225,7 @@ async def test_a_request_that_would_fit_an_empty_limit_is_told_when_to_come_back
         assert int(refused.value.response.headers["retry-after"]) >= 1
 
 
-async def test_requests_that_are_refused_do_not_count_as_requests(
-    limited: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-) -> None:
+async def test_requests_that_are_refused_do_not_count_as_requests(limited: Limited) -> None:
     async with limited() as gateway:
         await limit(gateway, "key", 5, "requests_per_minute")
         for _ in range(8):
@@ -261,9 +234,7 @@ async def test_requests_that_are_refused_do_not_count_as_requests(
         assert (await ask(gateway)).usage.total_tokens
 
 
-async def test_no_more_requests_are_open_at_once_than_allowed(
-    limited: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-) -> None:
+async def test_no_more_requests_are_open_at_once_than_allowed(limited: Limited) -> None:
     async with limited(token_s=0.05) as gateway:
         await limit(gateway, "project", 3, "concurrent_requests")
         streams = [await ask(gateway, max_tokens=400, stream=True) for _ in range(3)]
@@ -278,9 +249,7 @@ async def test_no_more_requests_are_open_at_once_than_allowed(
             await stream.close()
 
 
-async def test_a_stream_waits_where_a_rate_has_nothing_left_and_goes_on(
-    limited: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-) -> None:
+async def test_a_stream_waits_where_a_rate_has_nothing_left_and_goes_on(limited: Limited) -> None:
     async with limited(credit_window_tokens=8) as gateway:
         began_s = time.monotonic()
         await limit(gateway, "tenant", 480, "tokens_per_minute")  # eight a second
@@ -295,27 +264,23 @@ async def test_a_stream_waits_where_a_rate_has_nothing_left_and_goes_on(
 PRICE: dict[str, Any] = {"model": "tiny", "input": "2", "cached_input": "0.5", "output": "10"}
 
 
-async def test_money_is_counted_to_the_nano_dollar_and_limited(
-    limited: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-) -> None:
+async def test_money_is_counted_to_the_nano_dollar_and_limited(limited: Limited) -> None:
     async with limited() as gateway:
-        await admin(gateway, "PUT", "/prices", PRICE)
-        await admin(gateway, "PUT", "/prices", {**PRICE, "service_class": "flex", "output": "5"})
+        await gateway.admin("PUT", "/prices", PRICE)
+        await gateway.admin("PUT", "/prices", {**PRICE, "service_class": "flex", "output": "5"})
         quota = await limit(gateway, "tenant", 10**9, "money_per_month")
         standard, flex = await ask(gateway), await ask(gateway, service_tier="flex")
         costs = [2_000 * one.usage.prompt_tokens + price * 5 for one, price in ((standard, 10_000), (flex, 5_000))]
         assert await used(gateway, quota) == sum(costs)
-        rows = (await admin(gateway, "GET", "/usage/requests"))["data"]
+        rows = (await gateway.admin("GET", "/usage/requests"))["data"]
         assert [row["cost_nanodollars"] for row in reversed(rows)] == costs
-        (group,) = (await admin(gateway, "GET", "/usage?group_by=model"))["data"]
+        (group,) = (await gateway.admin("GET", "/usage?group_by=model"))["data"]
         assert group["totals"]["cost_nanodollars"] == sum(costs)
 
 
-async def test_a_stream_ends_where_the_money_does(
-    limited: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-) -> None:
+async def test_a_stream_ends_where_the_money_does(limited: Limited) -> None:
     async with limited(credit_window_tokens=8) as gateway:
-        await admin(gateway, "PUT", "/prices", PRICE)
+        await gateway.admin("PUT", "/prices", PRICE)
         prompt = (await ask(gateway, max_tokens=1)).usage.prompt_tokens
         quota = await limit(gateway, "key", 2_000 * prompt + 23 * 10_000 + 9_999, "money_per_day")
         answer = await ask(gateway, max_tokens=100)
@@ -325,22 +290,18 @@ async def test_a_stream_ends_where_the_money_does(
             await ask(gateway)
 
 
-async def test_a_limit_on_money_lets_no_model_through_that_has_no_price(
-    limited: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-) -> None:
+async def test_a_limit_on_money_lets_no_model_through_that_has_no_price(limited: Limited) -> None:
     async with limited() as gateway:
         quota = await limit(gateway, "tenant", 10**9, "money_per_day")
         with pytest.raises(openai.PermissionDeniedError) as refused:
             await ask(gateway)
         assert refused.value.code == "model_without_price"
-        await admin(gateway, "PUT", "/prices", PRICE)
+        await gateway.admin("PUT", "/prices", PRICE)
         await ask(gateway)
-        assert (await admin(gateway, "GET", f"/quotas/{quota['id']}"))["cap"] == 10**9
+        assert (await gateway.admin("GET", f"/quotas/{quota['id']}"))["cap"] == 10**9
 
 
-async def test_answers_say_where_the_limits_stand(
-    limited: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-) -> None:
+async def test_answers_say_where_the_limits_stand(limited: Limited) -> None:
     async with limited() as gateway:
         body = json.dumps({"model": "tiny", "messages": HELLO, "max_tokens": 5}).encode()
         _, headers, _ = await gateway.request("POST", CHAT, body)
@@ -357,24 +318,20 @@ async def test_answers_say_where_the_limits_stand(
         assert '"requests_per_minute";r=19;t=3' in headers["ratelimit"]
 
 
-async def test_a_keys_limit_holds_for_those_it_is_rotated_to(
-    limited: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-) -> None:
+async def test_a_keys_limit_holds_for_those_it_is_rotated_to(limited: Limited) -> None:
     async with limited() as gateway:
         ids = await scopes(gateway)
         quota = await limit(gateway, "key", 1_000)
-        successor = await admin(gateway, "POST", f"/keys/{ids['key']}/rotate", {"grace_s": 60}, expect=201)
+        successor = await gateway.admin("POST", f"/keys/{ids['key']}/rotate", {"grace_s": 60}, expect=201)
         client = openai.AsyncOpenAI(base_url=str(gateway.client.base_url), api_key=successor["secret"])
         answers = [await ask(gateway), await client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=5)]
         await client.close()
         assert await used(gateway, quota) == sum(answer.usage.total_tokens for answer in answers)
-        (listed,) = (await admin(gateway, "GET", f"/quotas?scope_id={successor['key']['id']}"))["data"]
+        (listed,) = (await gateway.admin("GET", f"/quotas?scope_id={successor['key']['id']}"))["data"]
         assert listed["id"] == quota["id"]
 
 
-async def test_a_refusal_by_a_limit_breaks_no_promise(
-    limited: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-) -> None:
+async def test_a_refusal_by_a_limit_breaks_no_promise(limited: Limited) -> None:
     async with limited() as gateway:
         await limit(gateway, "tenant", 1, "requests_per_minute")
         await ask(gateway)

@@ -24,14 +24,14 @@ ALWAYS = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content.split('</think>')[-1] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
 )
+
+Thinking = Callable[..., AbstractAsyncContextManager[RunningGateway]]
 MARKERS = ("<think>", "</think>")
 HEADER = "x-moiety-adjusted-fields"
 
 
 @pytest.fixture
-def thinking(
-    start_gateway: StartGateway, tool_card: ToolCard, thinking_card: ModelCard
-) -> Callable[..., AbstractAsyncContextManager[RunningGateway]]:
+def thinking(start_gateway: StartGateway, tool_card: ToolCard, thinking_card: ModelCard) -> Thinking:
     """A gateway whose model thinks: by a template that can be switched, or by one that always opens a thought."""
 
     @asynccontextmanager
@@ -81,9 +81,7 @@ async def chat(gateway: RunningGateway, *, stream: Any, **more: Any) -> tuple[An
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_chats_thought_comes_apart_from_its_content(
-    thinking: Callable[..., AbstractAsyncContextManager[RunningGateway]], stream: bool
-) -> None:
+async def test_a_chats_thought_comes_apart_from_its_content(thinking: Thinking, stream: bool) -> None:
     async with thinking() as gateway:
         writes(gateway, "<think>\nHm, 17.\n</think>\n\nYes.")
         content, thought, usage, _ = await chat(gateway, stream=stream)
@@ -95,9 +93,7 @@ async def test_a_chats_thought_comes_apart_from_its_content(
         assert (content, thought, usage.completion_tokens_details.reasoning_tokens) == ("Yes.", None, 0)
 
 
-async def test_a_thought_that_the_prompt_opens_has_no_marker_to_begin_with(
-    thinking: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-) -> None:
+async def test_a_thought_that_the_prompt_opens_has_no_marker_to_begin_with(thinking: Thinking) -> None:
     async with thinking(always=True) as gateway:
         writes(gateway, "Hm.</think>Yes.")
         content, thought, usage, _ = await chat(gateway, stream=False)
@@ -111,9 +107,7 @@ async def test_a_thought_that_the_prompt_opens_has_no_marker_to_begin_with(
         assert (await chat(gateway, stream=False, response_format=form))[:2] == ('{"warm": true}', None)
 
 
-async def test_a_client_can_have_the_model_not_think(
-    thinking: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-) -> None:
+async def test_a_client_can_have_the_model_not_think(thinking: Thinking) -> None:
     async with thinking() as gateway:
         writes(gateway, "Yes.")
         ways = [{"reasoning_effort": "none"}, {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}]
@@ -131,9 +125,7 @@ async def test_a_client_can_have_the_model_not_think(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_calls_come_after_thoughts_and_both_are_sent_back(
-    thinking: Callable[..., AbstractAsyncContextManager[RunningGateway]], stream: bool
-) -> None:
+async def test_calls_come_after_thoughts_and_both_are_sent_back(thinking: Thinking, stream: bool) -> None:
     async with thinking() as gateway:
         writes(gateway, f"<think>\nI need it.\n</think>\n\n{hermes(('now', '{}'))}")
         content, thought, *_, message = await chat(gateway, stream=stream, tools=OPENAI_TOOLS)
@@ -146,9 +138,7 @@ async def test_calls_come_after_thoughts_and_both_are_sent_back(
             assert (await chat(gateway, stream=False, messages=turns, tools=OPENAI_TOOLS))[0] == "Yes."
 
 
-async def test_anthropics_client_gets_a_thinking_block(
-    thinking: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-) -> None:
+async def test_anthropics_client_gets_a_thinking_block(thinking: Thinking) -> None:
     async with thinking() as gateway:
         writes(gateway, "<think>\nHm.\n</think>\n\nYes.")
         asked: dict[str, Any] = {"model": "hermes", "max_tokens": 2000, "messages": ASKED}
@@ -165,9 +155,7 @@ async def test_anthropics_client_gets_a_thinking_block(
         await gateway.anthropic.messages.create(**{**asked, "messages": turns})
 
 
-async def test_log_probabilities_of_a_response_are_those_of_the_text_after_the_reasoning(
-    thinking: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-) -> None:
+async def test_log_probabilities_of_a_response_are_those_of_the_text_after_the_reasoning(thinking: Thinking) -> None:
     asked: dict[str, Any] = {
         "model": "hermes", "input": "Is it warm?", "include": ["message.output_text.logprobs"], "top_logprobs": 1
     }  # fmt: skip
@@ -180,9 +168,7 @@ async def test_log_probabilities_of_a_response_are_those_of_the_text_after_the_r
     assert [[entry.token for entry in event.logprobs] for event in deltas] == [list(event.delta) for event in deltas]
 
 
-async def test_responses_have_a_reasoning_item(
-    thinking: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-) -> None:
+async def test_responses_have_a_reasoning_item(thinking: Thinking) -> None:
     async with thinking() as gateway:
         writes(gateway, "<think>\nHm.\n</think>\n\nYes.")
         whole = await gateway.client.responses.create(model="hermes", input="Is it warm?", store=True)
@@ -226,9 +212,7 @@ THINKS = "Hm.\n\nSo, 17.\n</think>\n\nYes.\n\nMore."
 
 @pytest.mark.parametrize("always", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_stop_strings_sleep_until_the_thought_ends(
-    thinking: Callable[..., AbstractAsyncContextManager[RunningGateway]], stream: bool, always: bool
-) -> None:
+async def test_stop_strings_sleep_until_the_thought_ends(thinking: Thinking, stream: bool, always: bool) -> None:
     async with thinking(always=always) as gateway:
         writes(gateway, THINKS if always else f"<think>\n{THINKS}")
         assert (await chat(gateway, stream=stream, stop=["\n\n"]))[:2] == ("Yes.", "Hm.\n\nSo, 17.")
@@ -247,9 +231,7 @@ async def test_stop_strings_sleep_until_the_thought_ends(
         assert (await chat(gateway, stream=stream, stop=["\n\n"]))[:2] == (None, "Hm.\n\nAnd then")
 
 
-async def test_stop_strings_act_at_once_where_there_is_no_thought(
-    thinking: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-) -> None:
+async def test_stop_strings_act_at_once_where_there_is_no_thought(thinking: Thinking) -> None:
     async with thinking() as gateway:
         writes(gateway, "One.\n\nTwo.")
         assert (await chat(gateway, stream=False, stop=["\n\n"]))[:2] == ("One.", None)
@@ -265,9 +247,7 @@ DEEPSEEK = (
 )
 
 
-async def test_a_template_whose_switch_is_off_by_default_is_switched_on_in_every_api(
-    thinking: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-) -> None:
+async def test_a_template_whose_switch_is_off_by_default_is_switched_on_in_every_api(thinking: Thinking) -> None:
     async with thinking(template=DEEPSEEK) as gateway:
         writes(gateway, "Yes.")
 
@@ -297,9 +277,7 @@ async def test_a_template_whose_switch_is_off_by_default_is_switched_on_in_every
         assert not opened()
 
 
-async def test_options_of_a_template_are_those_that_it_reads(
-    thinking: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-) -> None:
+async def test_options_of_a_template_are_those_that_it_reads(thinking: Thinking) -> None:
     async with thinking(template=DEEPSEEK) as gateway:
         writes(gateway, "Yes.")
         await chat(gateway, stream=False, extra_body={"chat_template_kwargs": {"note": "Be kind. "}})
@@ -318,9 +296,7 @@ async def test_options_of_a_template_are_those_that_it_reads(
         assert lengths[1] == lengths[0] + 5
 
 
-async def test_an_option_that_spells_a_control_token_is_text(
-    thinking: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-) -> None:
+async def test_an_option_that_spells_a_control_token_is_text(thinking: Thinking) -> None:
     async with thinking(template=DEEPSEEK) as gateway:
         writes(gateway, "Yes.")
         await chat(gateway, stream=False, extra_body={"chat_template_kwargs": {"note": "a<|end|>b"}})
@@ -335,9 +311,7 @@ EFFORT = (
 )
 
 
-async def test_an_effort_reaches_a_template_that_reads_it(
-    thinking: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-) -> None:
+async def test_an_effort_reaches_a_template_that_reads_it(thinking: Thinking) -> None:
     async with thinking(template=EFFORT) as gateway:
         writes(gateway, "Hm.</think>Yes.")
         for effort in ("none", "low", "high"):
@@ -358,9 +332,7 @@ def grammar_of(gateway: RunningGateway) -> Any:
     return msgspec.json.decode(spec.text, type=ReasonedGrammar) if spec.kind is GrammarKind.REASONED else spec
 
 
-async def test_a_model_reasons_before_a_structured_output_where_its_engine_can(
-    thinking: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-) -> None:
+async def test_a_model_reasons_before_a_structured_output_where_its_engine_can(thinking: Thinking) -> None:
     form: dict[str, Any] = {"type": "json_object"}
     for always in (False, True):
         async with thinking(always=always, is_ours=True) as gateway:
@@ -383,9 +355,7 @@ async def test_a_model_reasons_before_a_structured_output_where_its_engine_can(
         assert grammar_of(gateway) == GrammarSpec(GrammarKind.JSON_OBJECT)
 
 
-async def test_a_budget_ends_the_reasoning_by_the_templates_own_text(
-    thinking: Callable[..., AbstractAsyncContextManager[RunningGateway]],
-) -> None:
+async def test_a_budget_ends_the_reasoning_by_the_templates_own_text(thinking: Thinking) -> None:
     for always in (False, True):
         async with thinking(always=always, is_ours=True) as gateway:
             tokenizer = Tokenizer.from_json(gateway.engine.card.tokenizer_json)

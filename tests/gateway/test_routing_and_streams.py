@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.wire_submits import wire_submit
 
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.engine_client.stream import EngineStream
@@ -15,7 +16,7 @@ from moiety_platform.errors import BadRequest, EngineFailed, NotFound, Unavailab
 from moiety_platform.inference.request_body import decode_body
 from moiety_platform.openai_api.schemas import ChatBody
 from moiety_platform.routing.choose import choose
-from moiety_wire.classes import FLEX, PRIORITY, STANDARD
+from moiety_wire.classes import FLEX, PRIORITY
 from moiety_wire.figures import ClassLoad, Load, SleepState
 from moiety_wire.messages import (
     Abort,
@@ -24,9 +25,6 @@ from moiety_wire.messages import (
     Finished,
     FinishReason,
     ModelCard,
-    Sampling,
-    Stopping,
-    Submit,
     Tokens,
 )
 from moiety_wire.notes import Phases, Reason
@@ -134,8 +132,7 @@ def test_an_unknown_model_is_not_found_only_when_some_model_is_known(new_card: N
 
 def opened(credit_tokens: int = 10) -> tuple[Any, ...]:
     sent: list[Any] = []
-    submit = Submit("r", 0, "m", "t", STANDARD, [1], Sampling(), Stopping(100), credit_tokens, b"", 0)
-    return EngineStream(submit, None, sent.append), sent
+    return EngineStream(wire_submit(credit_tokens=credit_tokens), None, sent.append), sent
 
 
 def finished(seq: Any, num_output_tokens: int, reason: Any = FinishReason.STOP) -> Finished:

@@ -15,7 +15,7 @@ from moiety_text.tokenizer import Tokenizer
 from moiety_wire.messages import ModelCard, Submit
 
 from .conftest import RunningGateway, StartGateway, Until
-from .test_quotas import admin, limit, used
+from .test_quotas import limit, used
 from .test_tool_loops import OPENAI_TOOLS, hermes, prompt_of
 
 FIRST: list[Any] = [{"role": "user", "content": "Is it warm?"}]
@@ -40,9 +40,9 @@ def foreseeing(
         running: Any  # a gateway, and what the tests of this file ask it
         async with start_gateway([engine], stores_usage=True, **settings) as running:
             gateway = running
-            (tenant,) = (await admin(gateway, "GET", "/tenants"))["data"]
-            changed = await admin(
-                gateway, "PATCH", f"/tenants/{tenant['id']}", {"speculative_prefill": speculative_prefill}
+            (tenant,) = (await gateway.admin("GET", "/tenants"))["data"]
+            changed = await gateway.admin(
+                "PATCH", f"/tenants/{tenant['id']}", {"speculative_prefill": speculative_prefill}
             )
             assert changed["speculative_prefill"] == speculative_prefill
             gateway.forget_keys()
@@ -73,7 +73,7 @@ async def ask(gateway: RunningGateway, messages: list[dict[str, Any]] = FIRST, *
 
 async def sums(gateway: RunningGateway, by: str = "tenant") -> Any:
     await gateway.stored_usage.flush()
-    return (await admin(gateway, "GET", f"/usage?group_by={by}"))["data"]
+    return (await gateway.admin("GET", f"/usage?group_by={by}"))["data"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -121,9 +121,9 @@ async def test_it_is_no_request_and_what_came_true_is_counted_with_the_turn_that
         )
         (served,) = [totals for name, totals in by_class.items() if name != "speculative_prefill"]
         assert (served["requests"], served["speculative_used_tokens"], served["speculative_tokens"]) == (2, size, 0)
-        rows = (await admin(gateway, "GET", "/usage/requests"))["data"]
+        rows = (await gateway.admin("GET", "/usage/requests"))["data"]
         assert [row["speculative_used_tokens"] for row in rows] == [size, 0]
-        books = await admin(gateway, "GET", "/usage/reconciliation")
+        books = await gateway.admin("GET", "/usage/reconciliation")
         assert (books["agrees"], books["total"]["requests"]) == (True, 2)
 
 
@@ -132,7 +132,7 @@ async def test_who_pays_pays_the_price_of_input_once_under_its_limits(
 ) -> None:
     async with foreseeing("charged") as gateway:
         price = {"model": "hermes", "input": "1", "cached_input": "0.1", "output": "1"}
-        await admin(gateway, "PUT", "/prices", price)
+        await gateway.admin("PUT", "/prices", price)
         day = await limit(gateway, "tenant", 10_000)
         await limit(gateway, "tenant", 1, "requests_per_minute")
         await ask(gateway)
@@ -144,7 +144,7 @@ async def test_who_pays_pays_the_price_of_input_once_under_its_limits(
         assert groups["speculative_prefill"]["cost_nanodollars"] == 1000 * len(foreseen.prompt_ids)
         answer = len(Tokenizer.from_json(gateway.engine.card.tokenizer_json).encode(SAID))
         assert await used(gateway, day) == len(asked.prompt_ids) + answer + len(foreseen.prompt_ids)
-        assert (await admin(gateway, "GET", "/usage/reconciliation"))["agrees"]
+        assert (await gateway.admin("GET", "/usage/reconciliation"))["agrees"]
 
 
 async def test_where_a_limit_has_no_room_nothing_is_computed_that_would_be_charged(
@@ -225,5 +225,5 @@ async def test_a_tenants_foresight_is_one_of_three_words(
 ) -> None:
     async with foreseeing() as gateway:
         path = f"/tenants/{gateway.tenant_id}"
-        told = await admin(gateway, "PATCH", path, {"speculative_prefill": speculative_prefill}, expect=400)
+        told = await gateway.admin("PATCH", path, {"speculative_prefill": speculative_prefill}, expect=400)
         assert "speculative_prefill" in told["error"]["message"]

@@ -297,6 +297,14 @@ class GrpcCollector(TraceServiceServicer):
         return ExportTraceServiceResponse()
 
 
+async def send_one_trace(start_gateway: StartGateway, card: ModelCard, sender: SpanSender) -> None:
+    """Trace a request that belongs to a client's trace, and close the sender."""
+    async with start_gateway([FakeEngineClient(card)], sender) as gateway:
+        await gateway.post(CHAT, BODY, headers={"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-00"})
+        await gateway.rows.wait_for(1)
+    await asyncio.to_thread(sender.close)
+
+
 async def test_our_sender_can_send_by_grpc_to_a_receiver_that_is_not_ours(
     start_gateway: StartGateway, card: ModelCard
 ) -> None:
@@ -304,10 +312,7 @@ async def test_our_sender_can_send_by_grpc_to_a_receiver_that_is_not_ours(
     collector.server.start()
     try:
         sender = SpanSender("otlp", grpc_exporter(f"http://127.0.0.1:{collector.server_port}"), "g", interval_s=0.01)
-        async with start_gateway([FakeEngineClient(card)], sender) as gateway:
-            await gateway.post(CHAT, BODY, headers={"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-00"})
-            await gateway.rows.wait_for(1)
-        await asyncio.to_thread(sender.close)
+        await send_one_trace(start_gateway, card, sender)
     finally:
         collector.server.stop(None).wait()
     assert (sender.num_sent, len(collector.spans)) == (10, 10)
@@ -335,10 +340,7 @@ async def test_our_sender_can_send_to_a_receiver_that_is_not_ours(start_gateway:
     thread.start()
     try:
         sender = SpanSender("otlp", otlp_exporter(f"http://127.0.0.1:{collector.server_port}"), "g", interval_s=0.01)
-        async with start_gateway([FakeEngineClient(card)], sender) as gateway:
-            await gateway.post(CHAT, BODY, headers={"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-00"})
-            await gateway.rows.wait_for(1)
-        await asyncio.to_thread(sender.close)
+        await send_one_trace(start_gateway, card, sender)
     finally:
         collector.shutdown()
         thread.join()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import time
 from collections import Counter
 from typing import Any
@@ -24,7 +23,7 @@ from moiety_wire.codec import encode_notes, encode_step
 from moiety_wire.messages import Failed, FailureCode, ModelCard, Submit
 from moiety_wire.notes import Event, EventKind, Reason, StepNote
 
-from .conftest import NewCard, RunningGateway, SpanList, StartGateway
+from .conftest import NewCard, RunningGateway, SpanList, StartGateway, unanswering_port
 
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
@@ -344,10 +343,7 @@ def test_a_clients_context_is_taken_as_the_w3c_writes_it(text: str, is_valid: bo
 async def test_a_store_that_is_away_or_silent_slows_no_request_and_its_spans_are_counted(
     start_gateway: StartGateway, card: ModelCard, store: str
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        if store == "away":
-            listener.close()
+    with unanswering_port(is_listening=store == "silent") as port:
         sender = SpanSender(
             "store", store_exporter(f"http://127.0.0.1:{port}", "a token"), "g", capacity=60, interval_s=0.01
         )

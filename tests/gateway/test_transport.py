@@ -14,19 +14,18 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from tests.scripted_servers import running_server
+from tests.wire_submits import wire_submit
 
 from moiety_engine.scripted.link import ScriptedCore
 from moiety_engine.scripted.script import Script
 from moiety_engine.scripted.script import ScriptedDecision as ScriptedVerdict
-from moiety_engine.scripted.text_model import scripted_text_model
-from moiety_engine.server.engine_server import EngineServer
 from moiety_engine.server.router import MAX_MESSAGE_BYTES
-from moiety_engine.server.settings import ServerSettings
 from moiety_platform.clock import ManualClock, SystemClock
 from moiety_platform.engine_client.curve import CurveKeys
 from moiety_platform.engine_client.transport import ZmqEngineClient
 from moiety_platform.errors import BadRequest, EngineFailed, Overloaded, Unavailable
-from moiety_wire.classes import BATCH, FLEX, STANDARD
+from moiety_wire.classes import BATCH, FLEX
 from moiety_wire.codec import decode_to_engine, encode
 from moiety_wire.figures import Load
 from moiety_wire.messages import (
@@ -36,7 +35,6 @@ from moiety_wire.messages import (
     Heartbeat,
     Hello,
     ModelCard,
-    Sampling,
     Stopping,
     Submit,
     Tokens,
@@ -45,6 +43,7 @@ from moiety_wire.notes import Reason
 
 from .conftest import Until
 
+Connected = Callable[..., AbstractAsyncContextManager[ZmqEngineClient]]
 SCRIPT = Script(tokens=tuple(b"abc"))
 
 
@@ -63,23 +62,12 @@ async def running_front(
     script: Any = SCRIPT,
     **settings: Any,
 ) -> AsyncIterator[Any]:
-    front = EngineServer(
-        ServerSettings(model="scripted", listen=listen, heartbeat_interval_s=0.05, **settings),
-        engine_id,
-        scripted_text_model(),
-        ScriptedCore(script),
-        context,
-    )
-    await front.start()
-    try:
-        assert await front.wait_ready()
+    async with running_server(context, ScriptedCore(script), listen, engine_id, **settings) as front:
         yield front
-    finally:
-        await front.close()
 
 
 @pytest.fixture
-def connected(context: zmq.Context[Any], until: Until) -> Callable[..., AbstractAsyncContextManager[ZmqEngineClient]]:
+def connected(context: zmq.Context[Any], until: Until) -> Connected:
     @asynccontextmanager
     async def connect(address: str, curve: Any = None, wait: bool = True) -> AsyncIterator[ZmqEngineClient]:
         client = ZmqEngineClient(address, context, SystemClock(), curve)
@@ -97,24 +85,12 @@ def connected(context: zmq.Context[Any], until: Until) -> Callable[..., Abstract
 def submit(
     request_id: str = "r", max_tokens: int = 5, credit_tokens: int = 5, prompt: bytes = b"hello", **changes: Any
 ) -> Submit:
-    return Submit(
-        request_id=request_id,
-        seq=0,
-        model="scripted",
-        tenant_id="t",
-        service=changes.pop("service", STANDARD),
-        prompt_ids=list(prompt),
-        sampling=Sampling(),
-        stopping=Stopping(max_tokens=max_tokens, ignore_eos=True),
-        credit_tokens=credit_tokens,
-        cache_salt=b"s",
-        arrival_unix_ns=1,
-        **changes,
-    )
+    stopping = Stopping(max_tokens=max_tokens, ignore_eos=True)
+    return wire_submit(request_id, prompt_ids=list(prompt), stopping=stopping, credit_tokens=credit_tokens, **changes)
 
 
 async def test_verdicts_of_the_core_cross_the_wire(
-    context: zmq.Context[Any], connected: Callable[..., AbstractAsyncContextManager[ZmqEngineClient]], until: Until
+    context: zmq.Context[Any], connected: Connected, until: Until
 ) -> None:
     verdicts = (
         ScriptedVerdict(tenant_id="t", service_class="standard", reason=Reason.KV_PEAK, downgrades=True),
@@ -135,7 +111,7 @@ async def test_verdicts_of_the_core_cross_the_wire(
 
 
 async def test_engines_of_one_model_share_its_tokenizer_so_that_nothing_compares_megabytes(
-    context: zmq.Context[Any], connected: Callable[..., AbstractAsyncContextManager[ZmqEngineClient]]
+    context: zmq.Context[Any], connected: Connected
 ) -> None:
     async with (
         running_front(context) as one,
@@ -146,9 +122,7 @@ async def test_engines_of_one_model_share_its_tokenizer_so_that_nothing_compares
         assert first.state.card.tokenizer_json is second.state.card.tokenizer_json
 
 
-async def test_a_request_is_answered_to_its_end(
-    context: zmq.Context[Any], connected: Callable[..., AbstractAsyncContextManager[ZmqEngineClient]], until: Until
-) -> None:
+async def test_a_request_is_answered_to_its_end(context: zmq.Context[Any], connected: Connected, until: Until) -> None:
     async with running_front(context) as front, connected(front.address) as client:
         assert client.state.card.model == "scripted"
         async with client.open(submit()) as stream:
@@ -162,7 +136,7 @@ async def test_a_request_is_answered_to_its_end(
 
 
 async def test_a_stream_pauses_at_its_credit_and_goes_on_when_extended(
-    context: zmq.Context[Any], connected: Callable[..., AbstractAsyncContextManager[ZmqEngineClient]], until: Until
+    context: zmq.Context[Any], connected: Connected, until: Until
 ) -> None:
     async with running_front(context) as front, connected(front.address) as client:
         async with client.open(submit(max_tokens=100, credit_tokens=3)) as stream:
@@ -174,7 +148,7 @@ async def test_a_stream_pauses_at_its_credit_and_goes_on_when_extended(
 
 
 async def test_leaving_a_stream_aborts_it_and_waits_for_the_exact_count(
-    context: zmq.Context[Any], connected: Callable[..., AbstractAsyncContextManager[ZmqEngineClient]]
+    context: zmq.Context[Any], connected: Connected
 ) -> None:
     async with running_front(context) as front, connected(front.address) as client:
         async with client.open(submit(max_tokens=5000, credit_tokens=50)) as stream:
@@ -185,7 +159,7 @@ async def test_leaving_a_stream_aborts_it_and_waits_for_the_exact_count(
 
 
 async def test_leaving_waits_for_the_count_even_when_cancelled_again(
-    context: zmq.Context[Any], connected: Callable[..., AbstractAsyncContextManager[ZmqEngineClient]]
+    context: zmq.Context[Any], connected: Connected
 ) -> None:
     async with running_front(context) as front, connected(front.address) as client:
         opened = asyncio.Event()
@@ -206,9 +180,7 @@ async def test_leaving_waits_for_the_count_even_when_cancelled_again(
         assert streams[0].finished is not None
 
 
-async def test_a_refused_request_raises_its_error(
-    context: zmq.Context[Any], connected: Callable[..., AbstractAsyncContextManager[ZmqEngineClient]]
-) -> None:
+async def test_a_refused_request_raises_its_error(context: zmq.Context[Any], connected: Connected) -> None:
     async with (
         running_front(context) as front,
         connected(front.address) as client,
@@ -219,7 +191,7 @@ async def test_a_refused_request_raises_its_error(
 
 
 async def test_without_an_engine_open_raises_unavailable(
-    connected: Callable[..., AbstractAsyncContextManager[ZmqEngineClient]],
+    connected: Connected,
 ) -> None:
     async with connected("tcp://127.0.0.1:9", wait=False) as client:
         assert client.state.reason == "not connected yet"
@@ -229,7 +201,7 @@ async def test_without_an_engine_open_raises_unavailable(
 
 
 async def test_an_engine_that_ends_fails_its_streams_at_once_and_its_successor_is_found(
-    context: zmq.Context[Any], connected: Callable[..., AbstractAsyncContextManager[ZmqEngineClient]], until: Until
+    context: zmq.Context[Any], connected: Connected, until: Until
 ) -> None:
     async with contextlib.AsyncExitStack() as stack:
         first = await stack.enter_async_context(running_front(context))
@@ -251,7 +223,7 @@ async def test_an_engine_that_ends_fails_its_streams_at_once_and_its_successor_i
 
 
 async def test_a_link_with_curve_keys_works_and_one_without_gets_nowhere(
-    context: zmq.Context[Any], connected: Callable[..., AbstractAsyncContextManager[ZmqEngineClient]]
+    context: zmq.Context[Any], connected: Connected
 ) -> None:
     server_public, server_secret = zmq.curve_keypair()
     client_public, client_secret = zmq.curve_keypair()
@@ -264,10 +236,7 @@ async def test_a_link_with_curve_keys_works_and_one_without_gets_nowhere(
 
 
 async def test_a_gateway_is_served_again_once_its_key_is_back_on_the_list(
-    context: zmq.Context[Any],
-    connected: Callable[..., AbstractAsyncContextManager[ZmqEngineClient]],
-    until: Until,
-    tmp_path: Path,
+    context: zmq.Context[Any], connected: Connected, until: Until, tmp_path: Path
 ) -> None:
     server_public, server_secret = zmq.curve_keypair()
     own, other = zmq.curve_keypair(), zmq.curve_keypair()
@@ -298,10 +267,7 @@ async def test_a_gateway_is_served_again_once_its_key_is_back_on_the_list(
 
 
 async def test_a_gateway_for_inference_alone_is_told_that_it_cannot_use_sleep_mode(
-    context: zmq.Context[Any],
-    connected: Callable[..., AbstractAsyncContextManager[ZmqEngineClient]],
-    until: Until,
-    tmp_path: Path,
+    context: zmq.Context[Any], connected: Connected, until: Until, tmp_path: Path
 ) -> None:
     server_public, server_secret = zmq.curve_keypair()
     own = zmq.curve_keypair()
@@ -341,9 +307,7 @@ async def engine_process(address: str) -> AsyncIterator[tuple[Any, ...]]:
         process._transport.close()  # type: ignore[attr-defined]  # it is not public, and not in the stubs
 
 
-async def test_a_killed_engine_process_fails_its_streams_at_once(
-    connected: Callable[..., AbstractAsyncContextManager[ZmqEngineClient]], until: Until
-) -> None:
+async def test_a_killed_engine_process_fails_its_streams_at_once(connected: Connected, until: Until) -> None:
     async with engine_process("tcp://127.0.0.1:0") as (process, address), connected(address) as client:
         async with client.open(submit(max_tokens=500, credit_tokens=500)) as stream:
             await stream.inbox.get()
@@ -402,7 +366,7 @@ async def test_a_process_that_stood_still_begins_anew_though_the_engine_went_on_
 
 
 async def test_an_engine_that_falls_silent_is_given_up(
-    connected: Callable[..., AbstractAsyncContextManager[ZmqEngineClient]],
+    connected: Connected,
 ) -> None:
     async with engine_process("tcp://127.0.0.1:0") as (process, address), connected(address) as client:
         async with client.open(submit(max_tokens=500, credit_tokens=500)) as stream:
@@ -416,7 +380,7 @@ async def test_an_engine_that_falls_silent_is_given_up(
 
 
 async def test_requests_that_are_submitted_at_once_make_no_frame_for_which_an_engine_hangs_up(
-    context: zmq.Context[Any], connected: Callable[..., AbstractAsyncContextManager[ZmqEngineClient]]
+    context: zmq.Context[Any], connected: Connected
 ) -> None:
     async with (
         running_front(context) as front,

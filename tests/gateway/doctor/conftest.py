@@ -7,7 +7,7 @@ import dataclasses
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -110,8 +110,18 @@ async def world(tmp_path: Path, migrated: Path, start_gateway: StartGateway, car
         yield World(patient, gateway, stack, keys.tenant_key)
 
 
+Fault = Callable[[Any], AsyncIterator[Any]]
+Heals = Callable[[Fault, str], Awaitable[tuple[list[str], list[str]]]]
+
+
+def each_fault(codes: Mapping[str, Mapping[Fault, str]]) -> pytest.MarkDecorator:
+    """Run the test once a fault, with the `area` that is examined, the `fault`, and the `code` that must be found."""
+    rows = [(area, fault, code) for area, faults in codes.items() for fault, code in faults.items()]
+    return pytest.mark.parametrize(("area", "fault", "code"), rows, ids=[fault.__name__ for _, fault, _ in rows])
+
+
 @pytest.fixture
-def heals(world: World) -> Callable[..., Awaitable[tuple[list[str], list[str]]]]:
+def heals(world: World) -> Heals:
     """Plant a fault, which says what is looked at; look; follow the advice, which says so again; look once more. The
     codes found before and after."""
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import msgspec
-import pytest
 import zmq
 from pydantic import SecretStr
 from tests.conftest import free_port
@@ -18,7 +17,7 @@ from moiety_wire.codec import encode
 from moiety_wire.messages import PROTOCOL_VERSION
 from moiety_wire.roles import EngineRole
 
-from .conftest import World
+from .conftest import Fault, Heals, World, each_fault
 
 
 async def engine_that_is_not_there(world: World) -> AsyncIterator[Any]:
@@ -139,25 +138,24 @@ async def server_of_others_with_another_model(world: World) -> AsyncIterator[Any
     yield another_server(world)
 
 
-FAULTS = [
-    (no_engine_configured, "no_engines"),
-    (name_that_nobody_knows, "engine_name_unknown"),
-    (engine_that_is_not_there, "engine_away"),
-    (port_of_another_server, "not_an_engine"),
-    (engine_that_wants_keys, "curve_missing"),
-    (keys_of_another_engine, "curve_wrong"),
-    (keys_that_the_engine_has_none_of, "curve_unwanted"),
-    (engine_that_hangs, "engine_silent"),
-    (engine_of_another_release, "engine_release"),
-    (engines_of_one_name_that_differ, "model_mismatch"),
-    (prompts_without_answers, "role_missing"),
-    (server_of_others_that_is_away, "external_engine_away"),
-    (server_of_others_with_another_model, "external_engine_model"),
-]
-
-
-@pytest.mark.parametrize(("fault", "code"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
-async def test_a_planted_fault_is_found_and_its_advice_mends_it(
-    heals: Callable[..., Awaitable[tuple[list[str], list[str]]]], fault: Any, code: Any
-) -> None:
-    assert await heals(fault, "engines") == ([code], [])
+@each_fault(
+    {
+        "engines": {
+            no_engine_configured: "no_engines",
+            name_that_nobody_knows: "engine_name_unknown",
+            engine_that_is_not_there: "engine_away",
+            port_of_another_server: "not_an_engine",
+            engine_that_wants_keys: "curve_missing",
+            keys_of_another_engine: "curve_wrong",
+            keys_that_the_engine_has_none_of: "curve_unwanted",
+            engine_that_hangs: "engine_silent",
+            engine_of_another_release: "engine_release",
+            engines_of_one_name_that_differ: "model_mismatch",
+            prompts_without_answers: "role_missing",
+            server_of_others_that_is_away: "external_engine_away",
+            server_of_others_with_another_model: "external_engine_model",
+        }
+    }
+)
+async def test_advice_mends_a_planted_fault(heals: Heals, area: str, fault: Fault, code: str) -> None:
+    assert await heals(fault, area) == ([code], [])

@@ -23,7 +23,7 @@ from tests.conftest import free_port
 
 from moiety_platform.clock import SystemClock
 
-from .conftest import TOKEN, complaints, run_trace_store
+from .conftest import TOKEN, Fault, Heals, complaints, each_fault, run_trace_store
 from .test_store import ClockAhead
 
 
@@ -174,25 +174,32 @@ async def dashboard_that_is_not_there(world: Any) -> AsyncIterator[Any]:
         yield replace(world.patient, dashboard=url)
 
 
-FAULTS = [
-    ("gateway", gateway_at_another_port, "gateway_away"),
-    ("gateway", port_that_another_program_has, "not_a_gateway"),
-    ("gateway", clock_of_this_machine_that_runs_ahead, "clock_skew"),
-    ("gateway", administrators_key_that_is_unknown, "admin_key_refused"),
-    ("gateway", gateway_without_engines, "not_ready"),
-    ("login", issuer_that_is_away, "issuer_away"),
-    ("login", issuer_under_another_name, "issuer_other"),
-    ("login", issuer_without_a_key, "issuer_keys"),
-    ("login", issuer_of_an_authority_of_ones_own, "issuer_certificate"),
-    ("traces", trace_store_that_is_not_there, "traces_away"),
-    ("traces", trace_store_with_another_token, "traces_token"),
-    ("traces", address_with_more_than_its_end, "traces_refuse"),
-    ("dashboard", dashboard_that_is_not_there, "dashboard_away"),
-]
-
-
-@pytest.mark.parametrize(("area", "fault", "code"), FAULTS, ids=[fault.__name__ for _, fault, _ in FAULTS])
-async def test_a_planted_fault_is_found_and_its_advice_mends_it(heals: Any, area: Any, fault: Any, code: Any) -> None:
+@each_fault(
+    {
+        "gateway": {
+            gateway_at_another_port: "gateway_away",
+            port_that_another_program_has: "not_a_gateway",
+            clock_of_this_machine_that_runs_ahead: "clock_skew",
+            administrators_key_that_is_unknown: "admin_key_refused",
+            gateway_without_engines: "not_ready",
+        },
+        "login": {
+            issuer_that_is_away: "issuer_away",
+            issuer_under_another_name: "issuer_other",
+            issuer_without_a_key: "issuer_keys",
+            issuer_of_an_authority_of_ones_own: "issuer_certificate",
+        },
+        "traces": {
+            trace_store_that_is_not_there: "traces_away",
+            trace_store_with_another_token: "traces_token",
+            address_with_more_than_its_end: "traces_refuse",
+        },
+        "dashboard": {
+            dashboard_that_is_not_there: "dashboard_away",
+        },
+    }
+)
+async def test_advice_mends_a_planted_fault(heals: Heals, area: str, fault: Fault, code: str) -> None:
     assert await heals(fault, area) == ([code], [])
 
 

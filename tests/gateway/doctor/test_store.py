@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import msgspec
-import pytest
 from sqlalchemy import insert, text, update
 from tests.conftest import free_port
 
@@ -32,7 +31,7 @@ from moiety_platform.usage.recorder import UsageRecorder
 from moiety_platform.usage.row import UsageRow
 from moiety_platform.usage.set_aside import SetAside
 
-from .conftest import World, complaints
+from .conftest import Fault, Heals, World, complaints, each_fault
 
 ROW = UsageRow(
     request_id="r-left", tenant_id="ten_a", project_id="prj_a", key_id="key_a", endpoint="/v1/chat/completions",
@@ -93,22 +92,22 @@ async def pepper_lost(world: World) -> AsyncIterator[Any]:
     yield world.patient
 
 
-async def pepper_of_another_deployment(world: World) -> AsyncIterator[Any]:
-    pepper = world.patient.settings.data_dir / "pepper"
-    backup = pepper.read_text()
-    pepper.write_text("another pepper that is long enough")
+async def replaced_pepper(world: World, pepper: str) -> AsyncIterator[Any]:
+    """Replace the deployment's pepper by this one, and put it back."""
+    file = world.patient.settings.data_dir / "pepper"
+    backup = file.read_text()
+    file.write_text(pepper)
     yield world.patient
-    pepper.write_text(backup)
+    file.write_text(backup)
     yield world.patient
 
 
-async def pepper_that_is_too_short(world: World) -> AsyncIterator[Any]:
-    pepper = world.patient.settings.data_dir / "pepper"
-    backup = pepper.read_text()
-    pepper.write_text("hunter2")
-    yield world.patient
-    pepper.write_text(backup)
-    yield world.patient
+def pepper_of_another_deployment(world: World) -> AsyncIterator[Any]:
+    return replaced_pepper(world, "another pepper that is long enough")
+
+
+def pepper_that_is_too_short(world: World) -> AsyncIterator[Any]:
+    return replaced_pepper(world, "hunter2")
 
 
 async def pepper_that_all_can_read(world: World) -> AsyncIterator[Any]:
@@ -265,38 +264,37 @@ async def record(world: World, database: Database, row: UsageRow) -> None:
     await recorder.stop()
 
 
-FAULTS = [
-    (no_tables, "database_behind"),
-    (schema_of_an_older_release, "database_behind"),
-    (schema_of_a_newer_release, "database_newer"),
-    (database_at_another_port, "database_away"),
-    (pepper_lost, "pepper_missing"),
-    (pepper_that_is_too_short, "pepper_bad"),
-    (pepper_of_another_deployment, "pepper_other"),
-    (pepper_that_all_can_read, "pepper_open"),
-    (pepper_that_is_being_replaced, "pepper_turning"),
-    (previous_pepper_that_nobody_needs, "pepper_previous"),
-    (no_owner_left, "no_owner"),
-    (usage_of_a_killed_gateway, "usage_left"),
-    (usage_that_was_set_aside, "usage_set_aside"),
-    (clock_that_runs_ahead, "clock_skew"),
-    (books_that_differ, "books_differ"),
-    (sums_of_a_day_that_differ, "days_differ"),
-    (limit_that_its_leases_do_not_add_up_to, "limits_drift"),
-    (leases_of_gateways_that_died, "quarantined"),
-    (model_without_a_price_under_a_limit_in_money, "price_missing"),
-]
-
-
-@pytest.mark.parametrize(("fault", "code"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
-async def test_a_planted_fault_is_found_and_its_advice_mends_it(
-    heals: Callable[..., Awaitable[tuple[list[str], list[str]]]], fault: Any, code: Any
-) -> None:
-    assert await heals(fault, "store") == ([code], [])
+@each_fault(
+    {
+        "store": {
+            no_tables: "database_behind",
+            schema_of_an_older_release: "database_behind",
+            schema_of_a_newer_release: "database_newer",
+            database_at_another_port: "database_away",
+            pepper_lost: "pepper_missing",
+            pepper_that_is_too_short: "pepper_bad",
+            pepper_of_another_deployment: "pepper_other",
+            pepper_that_all_can_read: "pepper_open",
+            pepper_that_is_being_replaced: "pepper_turning",
+            previous_pepper_that_nobody_needs: "pepper_previous",
+            no_owner_left: "no_owner",
+            usage_of_a_killed_gateway: "usage_left",
+            usage_that_was_set_aside: "usage_set_aside",
+            clock_that_runs_ahead: "clock_skew",
+            books_that_differ: "books_differ",
+            sums_of_a_day_that_differ: "days_differ",
+            limit_that_its_leases_do_not_add_up_to: "limits_drift",
+            leases_of_gateways_that_died: "quarantined",
+            model_without_a_price_under_a_limit_in_money: "price_missing",
+        }
+    }
+)
+async def test_advice_mends_a_planted_fault(heals: Heals, area: str, fault: Fault, code: str) -> None:
+    assert await heals(fault, area) == ([code], [])
 
 
 async def test_of_two_peppers_that_all_can_read_the_previous_one_counts_as_well(
-    heals: Callable[..., Awaitable[tuple[list[str], list[str]]]],
+    heals: Heals,
 ) -> None:
     found, left = await heals(previous_pepper_that_all_can_read, "store")
     assert (found, left) == (["pepper_open"], ["pepper_turning"])
