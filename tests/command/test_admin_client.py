@@ -50,7 +50,7 @@ def test_a_tenant_named_like_anothers_id_never_takes_its_place(client: AdminClie
 
 
 @pytest.mark.parametrize("find", [AdminClient.find_tenant, lambda client, name: client.find_project(FIRST, name)])
-def test_what_is_not_there_is_told(client: AdminClient, find: Callable[[AdminClient, str], Any]) -> None:
+def test_missing_objects_are_reported(client: AdminClient, find: Callable[[AdminClient, str], Any]) -> None:
     with pytest.raises(CommandError, match="no"):
         find(client, "nothing")
 

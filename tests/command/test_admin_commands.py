@@ -282,7 +282,7 @@ def test_the_load_generator_reports_its_figures_in_one_object(serve: Any, tmp_pa
         (("tennant",), 2, "tenant"),
     ],
 )
-def test_what_goes_wrong_has_its_exit_code_and_says_what_to_do(
+def test_failures_have_exit_codes_and_advice(
     moiety: Callable[..., Any], arguments: tuple[str, ...], status: int, message: str
 ) -> None:
     done = moiety(*arguments)

@@ -126,7 +126,7 @@ def test_drift_of_declared_fields_is_undone_and_what_is_not_declared_is_left(
     assert "concurrent_requests" in kinds
 
 
-def test_what_was_made_by_hand_is_refused_and_the_rest_is_done(
+def test_objects_created_by_hand_are_refused_and_the_others_applied(
     apply: Callable[..., dict[str, Any]], moiety: Moiety
 ) -> None:
     moiety("tenant", "create", "handmade", "--weight", "3")
@@ -144,7 +144,7 @@ def test_what_was_made_by_hand_is_refused_and_the_rest_is_done(
     assert "declared by 'second'" in elsewhere["said"]
 
 
-def test_what_left_the_file_goes_with_prune_only(
+def test_objects_removed_from_the_file_are_deleted_with_prune_only(
     apply: Callable[..., dict[str, Any]], moiety: Moiety, cluster: FakeSecretsApi, serve: Any
 ) -> None:
     apply(FILE)
@@ -183,7 +183,7 @@ def test_a_secret_that_holds_something_else_is_left_as_it_is(
     assert key_in(cluster, "owner") == "the owner's"
 
 
-def test_what_the_gateway_refused_is_not_claimed(apply: Callable[..., dict[str, Any]], moiety: Moiety) -> None:
+def test_objects_that_the_gateway_refused_are_not_claimed(apply: Callable[..., dict[str, Any]], moiety: Moiety) -> None:
     text = "tenants: [{name: late, service_class: platinum}]"
     assert "choose one of" in apply(text, "--source", "late", ends_with=1)["said"]
     moiety("tenant", "create", "late")
@@ -223,7 +223,7 @@ def test_a_key_that_no_secret_took_does_not_count(
         ("classes:\n  - {name: gold2, rank: 0}\n", ":2: class gold2: "),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_said_with_file_line_and_path(
+def test_errors_are_reported_with_file_line_and_path(
     apply: Callable[..., dict[str, Any]], text: str, said: str
 ) -> None:
     assert said in apply(text, ends_with=1)["said"]

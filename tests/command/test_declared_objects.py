@@ -71,7 +71,7 @@ def test_a_key_has_the_models_of_its_tenant_unless_it_names_its_own(tmp_path: Pa
         ("webhooks: x\n", ":1: webhooks: must be a list"),
     ],
 )
-def test_what_is_wrong_is_told_with_its_line_and_place(tmp_path: Path, text: str, complaint: str) -> None:
+def test_errors_of_declared_objects_are_reported_with_line_and_path(tmp_path: Path, text: str, complaint: str) -> None:
     with pytest.raises(CommandError) as refused:
         wanted_of(tmp_path, text)
     assert complaint in str(refused.value)

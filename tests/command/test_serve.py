@@ -127,7 +127,7 @@ def traces_of(serve: Any) -> list[dict[str, Any]]:
     return found
 
 
-def test_what_was_asked_can_be_found_as_a_trace_also_once_the_trace_store_was_killed(serve: Any) -> None:
+def test_traces_are_found_after_the_trace_store_was_killed(serve: Any) -> None:
     asked: set[str] = set()  # not every answer's trace is kept, nor any that ends while the store is away
 
     def finds_one() -> bool:

@@ -44,7 +44,7 @@ def test_a_formula_is_text_in_a_csv_and_numbers_stay_numbers(formula: str) -> No
 
 
 @pytest.mark.parametrize("unseen", ["\u202e", "\u2066", "\u200b", "\u3164", "\U000e0041", "\x1b", "\ud800"])
-def test_what_is_not_drawn_or_turns_the_direction_of_text_is_shown(unseen: str) -> None:
+def test_invisible_and_bidirectional_characters_are_shown_escaped(unseen: str) -> None:
     shown = show_unseen_in([{f"a{unseen}": [f"b{unseen}", 1, None]}])
     assert shown == [{f"a\\u{ord(unseen):04x}": [f"b\\u{ord(unseen):04x}", 1, None]}]
     assert unseen not in as_text(f"a{unseen}b")

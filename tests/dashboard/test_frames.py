@@ -91,7 +91,7 @@ def test_tokens_a_second_are_told_between_two_heartbeats_of_one_engine() -> None
     assert fleet.rates(LOAD, later | {"engine_id": "another"}, 2.0) is None
 
 
-def test_of_the_time_between_two_looks_it_is_told_how_much_went_into_steps_of_either_kind() -> None:
+def test_step_time_between_two_samples_is_split_into_prefill_and_decode() -> None:
     at_s = NOON.timestamp()
     later = LOAD | {"prefill_seconds_total": 4.5, "decode_seconds_total": 8.6}
     frame = fleet.time_frame({"ipc://a": [(at_s, LOAD), (at_s + 3, later)]}, NOON)
@@ -101,7 +101,7 @@ def test_of_the_time_between_two_looks_it_is_told_how_much_went_into_steps_of_ei
     assert fleet.time_frame({"ipc://a": [(at_s - 9, LOAD), (at_s - 6, later)]}, NOON).empty
 
 
-def test_what_was_seen_of_several_engines_within_seconds_is_one_point_of_a_line() -> None:
+def test_samples_of_several_engines_within_seconds_are_one_point() -> None:
     at_s = NOON.timestamp()
     more = LOAD | {"num_waiting": 4, "kv_blocks_used": 150}
     seen = {"ipc://a": [(at_s, LOAD), (at_s + 3, more)], "ipc://b": [(at_s + 1, LOAD)]}
@@ -119,7 +119,7 @@ def test_a_class_tells_since_when_the_oldest_waits_at_any_engine() -> None:
     assert fleet.classes_frame([TERMS], [], [loaded(0.0)], NOON).iloc[0]["oldest_s"] is None, "nobody waits"
 
 
-def test_who_has_most_of_the_memory_comes_first_beside_what_it_saved() -> None:
+def test_tenants_are_ordered_by_memory_with_their_savings() -> None:
     group = {"tenant_id": "u", "tenant_name": "umbrella"}
     sums = [minute_sum("", group, prompt_tokens=8, cached_tokens=2), minute_sum("", group, prompt_tokens=2)]
     sums.append(minute_sum("", {"tenant_id": "v", "tenant_name": "vandelay"}, prompt_tokens=5))
@@ -157,7 +157,7 @@ def test_tenants_have_their_share_of_the_tokens_beside_what_their_weight_entitle
     assert list(frame["entitled"])[:2] == [0.75, 0.25], "and takes part in no share"
 
 
-def test_of_edited_classes_only_the_changed_terms_are_sent() -> None:
+def test_only_changed_fields_of_edited_classes_are_sent() -> None:
     flex = TERMS | {"name": "flex", "ttft_s": None, "tpot_s": None, "completion_s": 600.0, "rank": 2}
     classes = [one | {"max_queue_s": 30.0, "preemptible": True, "downgrade_to": None} for one in (TERMS, flex)]
     frame = simulations.terms_frame(classes)
@@ -170,7 +170,7 @@ def test_of_edited_classes_only_the_changed_terms_are_sent() -> None:
     }
 
 
-def test_what_came_of_a_simulation_stands_side_by_side() -> None:
+def test_simulation_results_are_compared_side_by_side() -> None:
     spread = {"p50": 0.1, "p90": 0.2, "p99": 0.3}
     of_class = dict.fromkeys(("attainment", "demand_share"), 1.0) | {"ttft_s": spread, "tpot_s": dict.fromkeys(spread)}
     of_class |= dict.fromkeys(("num", "num_rejected", "num_downgraded", "num_preemptions", "longest_wait_s"), 2.0)

@@ -71,7 +71,7 @@ def sign_in(app: AppTest, key: str) -> AppTest:
     return app.button[0].click().run()
 
 
-def test_whoever_opens_it_signs_in_with_an_administrators_key(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opening_the_dashboard_requires_an_administrators_key(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOIETY_ADMIN_KEY", serve.admin_key)  # which is not used: it is not the visitor's
     app = open_app(monkeypatch, serve.url)
     assert not app.metric

@@ -204,7 +204,7 @@ def test_memory_for_adapters_is_a_bound_that_is_kept(loops: Any, checkpoint: Pat
     assert stacks.num_bytes(stacks.keys, stacks.num_slots, stacks.rank) <= one_large
 
 
-def test_whoever_waits_for_a_slot_gets_one_though_others_keep_coming(loops: Any, many: dict[str, Path]) -> None:
+def test_a_request_that_waits_for_an_adapter_slot_is_not_starved(loops: Any, many: dict[str, Path]) -> None:
     loop = loops.make(max_adapters=1)
     for name, folder in many.items():
         loop.intake.adapters.learn(name, folder)
@@ -330,7 +330,7 @@ def test_a_number_that_is_none_is_refused_so_that_it_reaches_nobodys_step(
         read_adapter(folder, loops.model.spec, max_rank=64)
 
 
-def test_what_an_operator_gives_is_checked_at_the_start(checkpoint: Path, tmp_path: Path) -> None:
+def test_adapters_of_the_command_line_are_checked_at_the_start(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match=r"'mine'.*has no adapter_config.json"):
         load_loop(EngineConfig(model=str(checkpoint), name="tiny", adapters={"mine": str(tmp_path)}))
     with pytest.raises(InvalidConfig, match="over several ranks"):
@@ -363,7 +363,7 @@ def test_a_read_that_nobody_waits_for_any_more_decides_nothing(
     assert len(reads) == 2
 
 
-def test_whatever_goes_wrong_in_reading_an_adapter_fails_its_request_alone(
+def test_errors_of_reading_an_adapter_fail_its_request_only(
     loops: Any, many: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_args: Any, **_more: Any) -> None:

@@ -207,9 +207,7 @@ def test_a_checkpoint_that_cannot_be_served_is_refused_with_the_reason(start: ob
     assert stub.process.wait(90) == 4
 
 
-def test_what_a_checkpoint_says_that_nobody_looks_at_is_logged_before_its_weights_are_missed(
-    start: object, tmp_path: Path
-) -> None:
+def test_ignored_checkpoint_settings_are_logged_before_missing_weights_fail(start: object, tmp_path: Path) -> None:
     sizes = dict.fromkeys(("vocab_size", "hidden_size", "max_position_embeddings", "intermediate_size"), 64)
     config = {"model_type": "llama", **sizes, "num_hidden_layers": 1, "num_attention_heads": 2, "attention_twist": 2}
     (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))

@@ -143,7 +143,7 @@ def test_random_calls_are_inputs_of_the_grammar() -> None:
         ("regex", r"\p{L}"), ("regex", "["), ("regex", "[z-a]"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_rewritten_with_certainty_is_not(syntax: str, definition: str) -> None:
+def test_a_grammar_that_cannot_be_rewritten_exactly_is_not_used(syntax: str, definition: str) -> None:
     assert escaped_grammar(syntax, definition) == ""
 
 

@@ -116,7 +116,7 @@ def files(tmp_path: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("host_bytes", [0, 1 << 14])
-def test_what_was_evicted_comes_back_from_the_disk_with_the_same_answer(make: Make, host_bytes: int) -> None:
+def test_evicted_blocks_come_back_from_disk_with_the_same_answer(make: Make, host_bytes: int) -> None:
     loop = make(host_kv_memory_bytes=host_bytes)
     first = run(loop, make_submit(1))
     evict(loop)
@@ -136,7 +136,7 @@ def restart(make: Make, **settings: Any) -> EngineLoop:
     return loop
 
 
-def test_what_was_computed_before_a_restart_is_found_after_it(make: Make) -> None:
+def test_blocks_on_disk_are_found_after_a_restart(make: Make) -> None:
     first = run(make(), make_submit(1))
     loop = restart(make)
     again = run(loop, make_submit(1))
@@ -229,7 +229,7 @@ def test_other_settings_and_other_weights_have_files_of_their_own(
     assert num_cached(run(restart(make), make_submit(1))) == 40
 
 
-def test_of_more_than_the_disk_may_hold_the_least_recently_used_goes(make: Make, tmp_path: Path) -> None:
+def test_the_least_recently_used_blocks_are_deleted_when_the_disk_tier_is_full(make: Make, tmp_path: Path) -> None:
     run(make(), make_submit(0))
     (one,) = files(tmp_path)
     most = 4 * one.stat().st_size
@@ -243,7 +243,7 @@ def test_of_more_than_the_disk_may_hold_the_least_recently_used_goes(make: Make,
     assert num_cached(run(loop, make_submit(1))) == 0
 
 
-def test_what_nobody_used_for_its_time_is_deleted(make: Make, tmp_path: Path) -> None:
+def test_blocks_on_disk_are_deleted_after_the_idle_time(make: Make, tmp_path: Path) -> None:
     run(make(), make_submit(1))
     make.end()
     (old,) = files(tmp_path)
@@ -257,7 +257,7 @@ def test_what_nobody_used_for_its_time_is_deleted(make: Make, tmp_path: Path) ->
     ("said_s", "stays"),
     [((0.0,), False), ((3600.0,), True), ((0.0, 3600.0), True), ((3600.0, 60.0), True), ((0.001,), False)],
 )
-def test_what_is_kept_stays_so_over_a_restart(
+def test_retention_of_blocks_on_disk_survives_a_restart(
     make: Make, tmp_path: Path, said_s: tuple[float, ...], stays: bool
 ) -> None:
     loop = make()
@@ -272,7 +272,7 @@ def test_what_is_kept_stays_so_over_a_restart(
     assert num_cached(run(loop, make_submit(1, tenant="a"))) == (40 if stays else 0)
 
 
-def test_where_it_cannot_be_told_whether_a_file_is_kept_it_is_whole_and_not_kept(make: Make, tmp_path: Path) -> None:
+def test_a_file_with_an_unreadable_retention_mark_is_usable_and_not_retained(make: Make, tmp_path: Path) -> None:
     run(make(), make_submit(1, keep_s=3600.0))
     make.end()
     (torn,) = files(tmp_path)
@@ -309,7 +309,7 @@ def test_a_tenant_that_is_forgotten_leaves_nothing_on_any_tier_and_others_keep_t
     assert loop.scheduler.kv.retention.size == 0
 
 
-def test_what_a_forgotten_tenants_open_request_computes_is_kept_by_nobody(make: Make, tmp_path: Path) -> None:
+def test_blocks_of_a_deleted_tenants_open_request_are_not_kept(make: Make, tmp_path: Path) -> None:
     loop = make(host_kv_memory_bytes=1 << 14)
     loop.submit(make_submit(1, tenant="gone", keep_s=60.0))
     loop.step()
@@ -347,7 +347,7 @@ def test_a_disk_that_fails_costs_no_request_and_is_left_alone_for_a_while(make: 
     assert num_cached(run(loop, make_submit(2))) == 40
 
 
-def test_what_waits_to_be_written_is_bounded_and_the_newest_stays(tmp_path: Path) -> None:
+def test_the_write_queue_is_bounded_and_keeps_the_newest_blocks(tmp_path: Path) -> None:
     folder = DiskFolder(tmp_path, b"i" * 32, 16)
     saver = Saver(folder, DiskIndex(1 << 20), most_waiting=20)
     for first in range(10):
@@ -398,7 +398,7 @@ def test_a_disk_that_stands_still_holds_nobody_up(make: Make) -> None:
     assert load.disk_written_blocks_total > 0
 
 
-def test_who_hangs_up_while_its_prompt_is_read_is_gone_and_credit_that_comes_meanwhile_counts(make: Make) -> None:
+def test_requests_aborted_during_a_disk_read_end_and_credit_during_it_counts(make: Make) -> None:
     run(make(), make_submit(1))
     loop = restart(make)
     gone, poor = make_submit(1), msgspec.structs.replace(make_submit(1), key=7, credit_tokens=1)
@@ -419,7 +419,7 @@ def test_who_hangs_up_while_its_prompt_is_read_is_gone_and_credit_that_comes_mea
     assert (ends[7].num_output_tokens, ends[7].num_cached_tokens) == (4, 40)
 
 
-def test_where_computing_takes_less_nobody_waits_for_the_disk(make: Make) -> None:
+def test_requests_do_not_wait_for_the_disk_when_computing_is_faster(make: Make) -> None:
     loop = make()
     run(loop, make_submit(1))
     evict(loop)
@@ -440,7 +440,7 @@ def test_an_adapter_that_changes_under_its_name_finds_nothing_of_the_old_one(
     assert salts[0] != salts[1] == salts[2]
 
 
-def test_what_is_asleep_has_written_all_and_finds_it_when_woken(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_sleeping_engine_has_written_all_blocks_and_finds_them_after_waking(checkpoint: Path, tmp_path: Path) -> None:
     config = EngineConfig(model=str(checkpoint), name="t", device="cpu", dtype="float32", block_size=BLOCK_SIZE)
     clock = WorkClock()
     with load_loop(msgspec.structs.replace(config, disk_cache=str(tmp_path / "kv")), clock_ns=clock) as loop:

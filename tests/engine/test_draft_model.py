@@ -72,7 +72,9 @@ def test_a_long_prompt_is_taken_in_piece_by_piece_and_once(loops: Any, draft_by:
     assert loop.steps_total - first < first, "what the first request left in the cache was taken in once more"
 
 
-def test_where_the_drafts_context_ends_answers_go_on_without(loops: Any, sketch_loops: Any, draft_by: Any) -> None:
+def test_answers_continue_without_drafts_beyond_the_draft_models_context(
+    loops: Any, sketch_loops: Any, draft_by: Any
+) -> None:
     submit = make_submit(0, num_prompt=sketch_loops.model.spec.max_context_tokens - 20)
     expected = tokens_of(run_all(loops.make(), [submit]))
     loop = draft_by(sketch_loops)

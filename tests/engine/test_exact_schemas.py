@@ -253,7 +253,7 @@ def documents_near(schema: str, drawn: list[str], draw: random.Random) -> list[s
 @given(schemas, st.integers(0, 2**32))
 @example('{"type": "number", "minimum": 0, "multipleOf": 0.1, "exclusiveMaximum": 1, "exclusiveMinimum": 0}', 11)
 @example('{"type": "number", "multipleOf": 0.1, "maximum": 1, "allOf": [{"minimum": 0}, {"exclusiveMinimum": 0}]}', 11)
-def test_what_a_schemas_grammar_lets_through_is_valid(schema: str, seed: int) -> None:
+def test_every_text_that_a_schemas_grammar_accepts_is_valid(schema: str, seed: int) -> None:
     try:
         matcher = COMPILER.compile(schema_spec(schema))
     except GrammarRefused as exc:
@@ -434,7 +434,7 @@ def test_patterns_match_what_they_match_in_every_dialect(pattern: str, lets: lis
         ),
     ],
 )
-def test_what_cannot_be_kept_is_refused_with_its_place_and_what_to_do(schema: Any, told: str) -> None:
+def test_schema_parts_that_cannot_be_enforced_are_refused_with_path_and_advice(schema: Any, told: str) -> None:
     assert refusal(schema).startswith(told)
 
 

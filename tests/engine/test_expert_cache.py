@@ -64,7 +64,7 @@ def test_by_frequency_a_hot_expert_outlasts_some_that_come_once(eviction: Expert
     assert bool(slot_table.slot_E[0] >= 0 and slot_table.slot_E[1] >= 0) is stays
 
 
-def test_what_was_hot_long_ago_makes_room_for_what_is_hot_now() -> None:
+def test_formerly_hot_experts_are_evicted_for_hot_ones() -> None:
     slot_table = ExpertSlotTable(NUM_EXPERTS, 1, ExpertEviction.FREQUENCY)
     slot_table.put(0, 0)
     for _ in range(100):
@@ -146,7 +146,7 @@ def test_all_experts_pass_through_few_slots_and_the_hot_ones_stay(make_shelf: An
     assert shelf.traffic.misses_total == misses
 
 
-def test_what_is_there_is_computed_before_what_is_missing(make_shelf: Any) -> None:
+def test_cached_experts_are_computed_before_missing_ones(make_shelf: Any) -> None:
     shelf = make_shelf(4)
     shelf.compute(1, 2)
     shelf.layer.begin(np.array([[1, 2, 5]], dtype=np.int32))
@@ -177,7 +177,7 @@ def test_guesses_are_followed_once_they_have_come_true_and_no_longer_than_that(m
     assert traffic.prefetched_total == wrong
 
 
-def test_where_none_are_kept_each_pass_brings_all_its_experts(make_shelf: Any) -> None:
+def test_a_cache_without_slots_loads_all_experts_in_each_pass(make_shelf: Any) -> None:
     shelf = make_shelf(6, eviction=ExpertEviction.ALL)
     for _ in range(3):
         assert shelf.compute(1, 2)[0] == [1, 2]

@@ -76,7 +76,7 @@ def oracle(checkpoint: Path) -> Any:
 
 @pytest.mark.parametrize("strategy", [Batching.CONTINUOUS, Batching.PADDED])
 @pytest.mark.parametrize("overlap", [Overlap.OFF, Overlap.ON])
-def test_what_is_counted_of_each_tenant_is_what_transformers_routers_choose(
+def test_expert_counts_of_each_tenant_equal_the_choices_of_transformers_routers(
     loops: Any, oracle: Any, strategy: Batching, overlap: Overlap
 ) -> None:
     clock = Clock()

@@ -66,7 +66,7 @@ def test_a_request_is_marked_while_its_first_token_is_computed() -> None:
     assert marks_of(Overlap.OFF) == [one, none, none, none, two, none, none, none]
 
 
-def test_where_steps_overlap_it_stays_marked_while_that_step_may_run() -> None:
+def test_a_first_step_stays_marked_while_an_overlapped_step_may_run() -> None:
     none, one, two = frozenset[int](), frozenset({1}), frozenset({2})
     assert marks_of(Overlap.ON) == [one, one, none, none, two, two, none, none]
 

@@ -482,7 +482,7 @@ def test_a_full_queue_of_one_tenant_refuses_it_and_nobody_else(service: GrammarS
     assert sorted(order) == [0, 1, 2, 3, 9]
 
 
-def test_who_leaves_is_gone_and_the_others_are_served(service: GrammarService) -> None:
+def test_an_aborted_request_leaves_and_the_others_are_served(service: GrammarService) -> None:
     queue = GrammarCompileQueue(service, LIMITS)
     grammar = GrammarSpec(GrammarKind.REGEX, "leave (or|stay)")
     for key in (1, 2):

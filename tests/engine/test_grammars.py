@@ -126,7 +126,7 @@ def test_an_answer_that_is_not_of_its_form_is_ended_and_no_other(model: EngineLo
     assert complaint(text_of(tokens), PLACE) == ""
 
 
-def test_who_has_no_grammar_goes_on_while_one_is_compiled_and_who_leaves_meanwhile_is_told(model: EngineLoop) -> None:
+def test_other_requests_run_while_a_grammar_compiles_and_aborts_are_reported(model: EngineLoop) -> None:
     slow = GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps({"enum": [f"{i} {i * i}" for i in range(9000)]}))
     model.submit(asked(1, None, max_tokens=8))
     for key in (2, 3):
@@ -225,7 +225,7 @@ def test_schemas_of_many_kinds_are_kept_to(model: EngineLoop, monkeypatch: pytes
         (GrammarKind.GRAMMAR, "start: A\nA: B{1000}\nB: C{1000}\nC: /x/", "the terminal A has more than 50,000"),
     ],
 )
-def test_what_cannot_be_followed_is_refused_by_name(kind: GrammarKind, text: str, told: str) -> None:
+def test_unsupported_grammars_are_refused_by_name(kind: GrammarKind, text: str, told: str) -> None:
     library = GrammarCompiler(TEXT.tokenizer_json, TEXT.eos_token_ids)
     with pytest.raises(GrammarRefused) as refused:
         library.open(GrammarSpec(kind, text))

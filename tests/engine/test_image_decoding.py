@@ -200,7 +200,7 @@ def test_a_slow_image_is_ended_by_the_limit_of_processor_time() -> None:
     ],
     ids=["too few pixels", "another size", "negative size", "another form", "a number"],
 )
-def test_what_a_process_that_a_file_has_taken_over_says_is_not_believed(tmp_path: Path, report: object) -> None:
+def test_invalid_reports_of_a_compromised_decode_process_are_refused(tmp_path: Path, report: object) -> None:
     (tmp_path / "answer").write_bytes(msgspec.msgpack.encode(report))
     (tmp_path / "worker.py").write_text(LIAR)
     decoder = ImageDecoder(RULES, OPTIONS, worker=[str(tmp_path / "worker.py")])

@@ -85,7 +85,7 @@ def test_the_same_bits_alone_in_a_batch_cut_otherwise_and_after_a_preemption(inv
     assert recomputed > 0
 
 
-def test_whoever_goes_on_elsewhere_gets_the_bits_of_an_undisturbed_run(invariant_loops: Any) -> None:
+def test_a_request_that_continues_elsewhere_gets_the_bits_of_an_undisturbed_run(invariant_loops: Any) -> None:
     submit = SUBMITS[3]
     whole, _ = answers(invariant_loops.make(), [submit])
     begun = whole[submit.key][0][:9]
@@ -157,7 +157,7 @@ def test_no_step_takes_more_tokens_of_answers_than_the_largest_that_was_measured
     assert most <= 4
 
 
-def test_what_cannot_be_invariant_is_refused_with_what_to_do(checkpoint: Any, loops: Any) -> None:
+def test_settings_without_invariant_kernels_are_refused_with_advice(checkpoint: Any, loops: Any) -> None:
     with pytest.raises(UnsupportedModelError, match=r"--moe-kernel reference depend .* leave --moe-kernel out"):
         load_model(checkpoint, device="cpu", dtype="float32", moe_kernel="reference", batch_invariant=True)
     with pytest.raises(InvalidConfig, match="batch_invariant is not available with padded batching"):

@@ -179,7 +179,7 @@ def test_tokens_and_ends_are_those_of_one_engine(
     assert engines.prefill.load().prefill_done_requests_total == len(KINDS)
 
 
-def test_of_layers_with_a_window_the_end_of_the_prompt_arrives(windowed_pair: Any, windowed_loops: Any) -> None:
+def test_sliding_window_layers_receive_the_end_of_the_prompt(windowed_pair: Any, windowed_loops: Any) -> None:
     longer = asked(5, 90)
     again = asked(6, 120, prompt_ids=[*longer.prompt_ids, *asked(6, 30).prompt_ids])  # hits on both engines
     whole = run_all(windowed_loops.make(), [*KINDS, longer, again])
@@ -217,7 +217,7 @@ def test_an_engine_with_another_key_brings_nothing(pair: Any, whole: dict[int, R
     assert mixed.tokens[2] == whole[2].token_ids
 
 
-def test_what_runs_out_of_blocks_after_it_came_ends_with_the_same_tokens(pair: Any, loops: Any) -> None:
+def test_received_requests_preempted_for_blocks_get_the_same_tokens(pair: Any, loops: Any) -> None:
     many = [asked(key, 40 + key) for key in range(1, 9)]
     whole = run_all(loops.make(), many)
     engines = pair(kv_memory_bytes=40 * loops.model.kv_bytes_per_block(4), policy=PolicyName.FCFS)
@@ -355,7 +355,7 @@ def test_a_transfer_that_stands_still_is_lost_and_one_that_does_not_fit_is_refus
     assert "is not a shared memory segment for KV" in zone.begin(segment)
 
 
-def test_what_nobody_answers_to_is_given_up_also_while_other_kv_goes_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unanswered_transfers_are_given_up_while_others_continue(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sender, "ANSWER_S", 0.3)
     sending = sender.SenderThread(KvTransport.TCP, 150, None)
     form = form_of(cache_of(torch.float32, 4))
@@ -372,7 +372,7 @@ def test_what_nobody_answers_to_is_given_up_also_while_other_kv_goes_out(monkeyp
     sending.close()
 
 
-def test_what_names_the_tokens_of_a_transfer_is_as_in_the_releases_before() -> None:
+def test_token_digests_of_a_transfer_equal_those_of_earlier_releases() -> None:
     assert prompt_hash([1, 2, 3]).hex() == "87f42c9936c7fef8aa8d303ab7be7780", (
         "engines of two releases drop each other's"
     )

@@ -88,7 +88,7 @@ def begin_of(kv: KvCache, transfer_id: str, token: str) -> Begin:
     return Begin(transfer_id, NUM_TOKENS, num_bytes, prompt_hash(range(NUM_TOKENS)), form, token=token)
 
 
-def test_who_was_given_no_token_by_a_gateway_begins_nothing(
+def test_a_kv_transfer_without_a_token_is_refused(
     connect: Connect, receiver: ReceiverThread, zone: StagingBuffer, kv: KvCache
 ) -> None:
     stranger = connect(receiver.address)

@@ -196,7 +196,7 @@ def test_a_prompt_that_does_not_fit_is_refused_with_both_lengths(loops: Any) -> 
     assert "31" in step.failures[0].message
 
 
-def test_who_may_write_more_than_the_cache_holds_ends_where_it_does_and_holds_nobody_up(loops: Any) -> None:
+def test_a_request_longer_than_the_cache_ends_at_its_size_and_blocks_no_others(loops: Any) -> None:
     loop = loops.make(block_size=8, kv_memory_bytes=6 * BLOCK_BYTES_8)
     assert loop.max_context_tokens == 48
     greedy = [make_submit(key, prompt_of(20 + key, key), max_tokens=100) for key in range(3)]

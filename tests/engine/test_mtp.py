@@ -265,7 +265,7 @@ def test_drafts_over_gated_delta_layers_change_no_answer(tmp_path: Path, variant
         assert 0 < load.accepted_tokens_total < load.drafted_tokens_total
 
 
-def test_what_requests_share_of_a_prefix_is_not_taken_in_again(mtp: Foretelling) -> None:
+def test_shared_prefixes_are_not_computed_again_by_the_mtp_layer(mtp: Foretelling) -> None:
     loop = mtp.make()
     long = make_submit(0, num_prompt=MOST_BEHIND + 44)
 
@@ -291,9 +291,7 @@ def test_what_requests_share_of_a_prefix_is_not_taken_in_again(mtp: Foretelling)
     mtp.check(loop)
 
 
-def test_what_was_made_of_tokens_comes_back_from_the_disk_after_a_restart(
-    of_what_was_made: Foretelling, tmp_path: Path
-) -> None:
+def test_mtp_blocks_come_back_from_disk_after_a_restart(of_what_was_made: Foretelling, tmp_path: Path) -> None:
     submit = make_submit(0, num_prompt=60)
     expected = told(run_all(of_what_was_made.plain(), [submit]))
     for num_cached in (0, 56):

@@ -129,7 +129,7 @@ def test_drawn_tokens_are_checked_too(poisoned: Loops, bad_token: tuple[int, int
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_whatever_is_not_finite_fails(checkpoint: Path, tmp_path: Path, value: float) -> None:
+def test_every_non_finite_value_fails_its_request(checkpoint: Path, tmp_path: Path, value: float) -> None:
     loop = Loops(with_embedding(checkpoint, tmp_path / "bad", 250, value)).make()
     tokens, failed = step_through(loop, [submit(1), submit(2, prompt_ids=[5, 250, 6])])
     assert len(tokens[1]) == NUM_OUTPUT
@@ -137,7 +137,7 @@ def test_whatever_is_not_finite_fails(checkpoint: Path, tmp_path: Path, value: f
 
 
 @pytest.mark.parametrize("by", ["ngram", "draft"])
-def test_with_drafts_what_came_true_before_is_kept(
+def test_accepted_draft_tokens_before_a_non_finite_value_are_kept(
     poisoned: Loops, sketch_loops: Loops, healthy: dict[int, list[int]], bad_token: tuple[int, int], by: str
 ) -> None:
     given: dict[str, Any] = {"speculate": Speculate.NGRAM}
@@ -154,7 +154,7 @@ def test_with_drafts_what_came_true_before_is_kept(
         assert loop.scheduler.output_processor.accepted_tokens_total > 0
 
 
-def test_what_it_left_in_the_cache_is_nobodys_beginning(poisoned: Loops, bad_token: tuple[int, int]) -> None:
+def test_blocks_of_a_non_finite_request_are_not_reused(poisoned: Loops, bad_token: tuple[int, int]) -> None:
     loop = poisoned.make(block_size=4)
     long = submit(1, prompt_ids=[*PROMPTS[4], bad_token[0], *PROMPTS[5]])
     pool = loop.scheduler.kv.pool
@@ -169,7 +169,9 @@ def test_what_it_left_in_the_cache_is_nobodys_beginning(poisoned: Loops, bad_tok
     assert found.finish.num_cached_tokens == 0
 
 
-def test_nor_is_it_on_the_host_or_the_disk(poisoned: Loops, bad_token: tuple[int, int], tmp_path: Path) -> None:
+def test_blocks_of_a_non_finite_request_are_not_kept_on_host_or_disk(
+    poisoned: Loops, bad_token: tuple[int, int], tmp_path: Path
+) -> None:
     few: dict[str, Any] = {"block_size": 4, "kv_memory_bytes": 30 * poisoned.model.kv_bytes_per_block(4)}
     host: dict[str, Any] = {"host_kv_memory_bytes": 100 * poisoned.model.kv_bytes_per_block(4)}
     loop = poisoned.make(disk_cache=str(tmp_path), disk_cache_bytes=1 << 24, max_batch_tokens=8, **few, **host)

@@ -144,7 +144,7 @@ def test_steps_do_overlap_and_the_tokens_of_the_running_one_are_not_known(loops:
     assert sequence.num_output == 4
 
 
-def test_what_stops_by_itself_is_computed_one_step_too_far_and_neither_emitted_nor_billed(loops: Any) -> None:
+def test_the_extra_step_after_a_stop_token_is_neither_emitted_nor_billed(loops: Any) -> None:
     submits = stops_of(loops, [make_submit(key) for key in range(6)], at=4)
 
     def drive(loop: EngineLoop, answers: Answers) -> None:
@@ -163,7 +163,7 @@ def test_what_stops_by_itself_is_computed_one_step_too_far_and_neither_emitted_n
     assert loop.load().tokens_past_stop_total == loop.scheduler.output_processor.tokens_past_stop_total
 
 
-def test_what_ends_by_its_length_is_computed_no_step_too_far_and_frees_its_blocks_when_its_last_step_starts(
+def test_a_request_that_ends_by_length_has_no_extra_step_and_frees_its_blocks_early(
     loops: Any,
 ) -> None:
     loop = loops.make(overlap=Overlap.ON)
@@ -265,7 +265,7 @@ def test_preempted_requests_get_the_tokens_of_an_undisturbed_run(loops: Any) -> 
     budget=st.integers(8, 48),
 )
 @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_whatever_comes_and_goes_each_answer_is_a_beginning_of_the_one_it_gets_alone(
+def test_each_answer_in_a_changing_batch_is_a_prefix_of_the_answer_alone(
     loops: Any, arrivals: list[tuple[int, int, int]], abort_at: list[int], budget: int
 ) -> None:
     submits = [make_submit(k, length=n, max_tokens=m) for k, (_, n, m) in enumerate(arrivals)]

@@ -625,7 +625,7 @@ def test_a_parallel_launch_of_another_number_of_ranks_is_refused(
         assert "--dp-attention 2 × --tp 1 needs 2 ranks, but 3 were started" in answer["error"]
 
 
-def test_where_the_first_parallel_rank_cannot_go_on_the_other_says_why(folders: dict[str, Path]) -> None:
+def test_the_other_rank_reports_why_the_first_parallel_rank_failed(folders: dict[str, Path]) -> None:
     pair = RankProcesses(2, silence_s=120)
     _, second = wait_for(lambda: len(pair.pids()) == 2 and pair.pids(), "both ranks")
     pair.start(*ranks_of(settings_of(folders["qwen3_moe"], tp=2)), waves=requests()[:1], fails="no luck")

@@ -136,7 +136,7 @@ def test_parallel_ranks_that_are_done_without_take_those_along_that_share_heads_
         assert all(len(set(slots)) == len(slots) for slots in held)
 
 
-def test_what_a_launcher_says_of_parallel_ranks_is_understood_or_refused() -> None:
+def test_launcher_environment_of_parallel_ranks_is_read_or_refused() -> None:
     found = rendezvous_from(LAUNCHED)
     assert found is not None
     assert (found.rank, found.num_ranks, found.local_rank, found.host, found.port) == (2, 4, 1, "10.0.0.1", 29500)

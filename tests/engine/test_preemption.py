@@ -256,7 +256,7 @@ def test_swapped_requests_get_the_tokens_of_an_undisturbed_run_and_compute_nothi
 
 
 @pytest.mark.parametrize("host_blocks", [0, 200])
-def test_nobody_is_preempted_more_than_twice(loops: Any, host_blocks: int) -> None:
+def test_no_request_is_preempted_more_than_twice(loops: Any, host_blocks: int) -> None:
     engine = make_engine(loops, 28, host_blocks=host_blocks, prefix_caching=False)
     engine.loop.scheduler.swap_costs(FREE)
     squeeze(engine)
@@ -335,7 +335,7 @@ def test_a_victim_is_of_the_worst_class_and_never_one_that_may_not_be_preempted(
     engine.assert_nothing_is_held()
 
 
-def test_what_may_not_be_preempted_keeps_its_blocks_when_urgent_work_finds_none(loops: Any) -> None:
+def test_non_preemptible_requests_keep_their_blocks_when_urgent_work_has_none(loops: Any) -> None:
     engine = make_engine(loops, 25)
     kept = make_submit(31, 55, KEPT, max_tokens=30)  # reserves 85 of 100 tokens
     engine.submit(kept)
@@ -427,7 +427,7 @@ def test_an_abort_frees_what_was_held_and_disturbs_nobody(
 
 
 @pytest.mark.parametrize("num_steps", range(0, 48, 4))
-def test_when_all_are_aborted_nothing_is_held(loops: Any, num_steps: int) -> None:
+def test_aborting_all_requests_frees_all_blocks(loops: Any, num_steps: int) -> None:
     crowd = make_crowd(loops, 28)
     for step in range(num_steps):
         play_on(crowd, step)

@@ -38,7 +38,7 @@ def found(pool: BlockPool, *names: bytes) -> list[bytes]:
     return [name for name in names if pool.find(name) is not None]
 
 
-def test_what_is_kept_is_evicted_last_and_a_request_gets_its_blocks_all_the_same() -> None:
+def test_retained_blocks_are_evicted_last_and_requests_still_get_blocks() -> None:
     pool = BlockPool(4)
     pool.kept = {b"a", b"c"}
     cached(pool, b"a", b"b", b"c", b"d")
@@ -49,7 +49,7 @@ def test_what_is_kept_is_evicted_last_and_a_request_gets_its_blocks_all_the_same
     assert pool.num_free == 1
 
 
-def test_what_is_kept_no_more_goes_next() -> None:
+def test_blocks_with_ended_retention_are_evicted_next() -> None:
     pool = BlockPool(3)
     pool.kept = {b"a"}
     cached(pool, b"a", b"b", b"c")
@@ -104,7 +104,7 @@ def test_a_tenant_keeps_its_share_of_half_by_weight_and_loses_what_it_kept_longe
     assert sum(bytes([100 + i]) in retention for i in range(20)) == 8
 
 
-def test_what_is_kept_is_let_go_when_its_time_is_over_and_not_before_however_it_was_asked_again() -> None:
+def test_retention_ends_exactly_at_its_time_however_often_it_was_renewed() -> None:
     clock, gone = Clock(), list[bytes]()
     retention: PrefixRetention[bytes] = PrefixRetention(8, let_go=gone.append, clock=clock)
     retention.retain("t", [(b"a", 1), (b"b", 1)], 3600.0)
@@ -160,7 +160,7 @@ def test_files_that_are_kept_are_passed_over_within_half_of_the_disk() -> None:
     assert index.find(bytes([3])) is files[3]
 
 
-def test_what_is_kept_on_disk_goes_all_the_same_once_nobody_used_it_for_its_time() -> None:
+def test_retained_blocks_on_disk_are_deleted_after_the_idle_time() -> None:
     index = DiskIndex(1000)
     kept = Stored("kept", 100, (b"kept",), b"a", 0.0)
     index.add(kept)
@@ -171,7 +171,7 @@ def test_what_is_kept_on_disk_goes_all_the_same_once_nobody_used_it_for_its_time
     assert index.find(b"kept") is None
 
 
-def test_what_is_not_there_any_more_takes_nothing_of_a_tenants_share() -> None:
+def test_evicted_blocks_do_not_count_against_a_tenants_retention_share() -> None:
     ledger = KvLedger(BlockPool(20), 16, prefix_caching=True)
     first, second = [b"first %d" % place for place in range(5)], [b"second %d" % place for place in range(5)]
     cached(ledger.pool, *first, *second)

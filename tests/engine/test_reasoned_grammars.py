@@ -171,7 +171,7 @@ def test_strict_calls_keep_to_their_schema_and_may_be_demanded() -> None:
         assert not follows(HARMONY, may, before + CALL.replace(" <|constrain|>", ""))
 
 
-def test_what_cannot_be_followed_after_reasoning_is_refused_for_its_own_reason() -> None:
+def test_grammars_unsupported_after_reasoning_are_refused_with_the_reason() -> None:
     compiler = GrammarCompiler(HARMONY.to_str(), (HARMONY.token_to_id(RETURN),))
     broken = GrammarSpec(GrammarKind.JSON_SCHEMA, '{"if": {"type": "string"}}')
     tool = HarmonyGrammar(ids_in(HARMONY, CONTROL_TOKENS), [ToolCallGrammar("find", '{"if": {"type": "string"}}')])

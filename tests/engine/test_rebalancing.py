@@ -87,7 +87,7 @@ def test_layers_move_one_after_the_other_the_most_uneven_first_and_a_few_weights
     assert sum(changes) == len(set(layers)) - 1
 
 
-def test_of_few_tokens_or_where_moving_costs_more_than_it_gains_nothing_moves() -> None:
+def test_no_expert_moves_with_few_tokens_or_when_the_cost_exceeds_the_gain() -> None:
     few, dear = make_balancer(), make_balancer()
     few.count(np.eye(LAYERS, EXPERTS, dtype=np.int64) * (LEAST_PICKS * EXPERTS - 1))
     assert not few.judge(EVERY_S, CAREFUL)

@@ -276,7 +276,9 @@ def test_rejected_drafts_leave_no_trace_in_states(
         ({"disk_cache": "/nowhere"}, "leave out --disk-cache"),
     ],
 )
-def test_what_recurrent_layers_cannot_do_is_refused_at_the_start(engine: Any, settings: Any, match: str) -> None:
+def test_settings_unsupported_by_recurrent_layers_are_refused_at_the_start(
+    engine: Any, settings: Any, match: str
+) -> None:
     with pytest.raises(InvalidConfig, match=match):
         engine(**settings)
 

@@ -135,7 +135,7 @@ def test_a_rank_that_is_given_up_takes_part_where_the_others_cannot_start_otherw
     assert {rank: met.masked for rank, met in group.met.items()} == {0: (3,), 1: (3,), 2: (3,)}
 
 
-def test_where_a_rank_is_given_up_and_another_does_not_come_both_are_named_with_the_reason() -> None:
+def test_an_excluded_rank_and_a_missing_rank_are_both_named_with_the_reason() -> None:
     group = Late(after_s=1, gone={2: "rank 2 was lost too often"}, timeout_s=2)
     group.end(group.start(1))
     for said in (group.refused[0], group.refused[1]):
@@ -379,7 +379,7 @@ def test_a_file_of_losses_is_of_one_group_and_what_was_in_it_is_forgotten_once_i
         assert file.read_bytes() == other
 
 
-def test_of_ranks_that_were_lost_often_each_is_given_up_that_the_others_can_do_without(tmp_path: Path) -> None:
+def test_ranks_that_failed_often_are_excluded_if_the_others_can_serve_without_them(tmp_path: Path) -> None:
     how: dict[str, Any] = {
         "tp": 2,
         "dp_attention": 2,

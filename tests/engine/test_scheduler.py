@@ -206,7 +206,7 @@ def test_credit_is_never_exceeded_and_blocks_are_conserved_under_any_order_of_co
     assert set(driver.finishes) == set(driver.outputs)
 
 
-def test_who_gives_way_may_have_held_the_newcomers_prefix_and_then_others_give_way_too() -> None:
+def test_preempting_the_holder_of_a_shared_prefix_preempts_others_too() -> None:
     driver = Driver(make_scheduler(num_blocks=14, budget=8, max_running=2))
     for key, (token, length, credit) in enumerate([(1, 22, 4), (1, 17, 1), (2, 5, 1)]):
         driver.add(make_submit(key, [token] * length, max_tokens=20, credit=credit))

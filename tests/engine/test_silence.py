@@ -42,7 +42,7 @@ def test_a_rank_that_hangs_on_an_overloaded_machine_is_noticed_by_the_time_that_
     assert noticed_after_s(4 * TURN_S) == pytest.approx(4 * (SILENCE_S + TURN_S))
 
 
-def test_those_that_were_last_heard_a_little_later_than_one_that_is_lost_are_told_from_those_that_live() -> None:
+def test_ranks_heard_shortly_after_the_lost_one_are_distinguished_from_live_ones() -> None:
     silence, now_s = HeartbeatTimeout([1, 2, 3], limit_s=SILENCE_S, turn_s=TURN_S, now_s=0.0), 0.0
     while not silence.too_long():
         now_s += TURN_S

@@ -49,7 +49,9 @@ def weights_on_device(loop: EngineLoop) -> int:
 
 
 @pytest.mark.parametrize("overlap", [pytest.param(Overlap.OFF, marks=pytest.mark.thorough), Overlap.ON])
-def test_what_sleeps_gives_its_memory_back_and_answers_the_same_when_woken(checkpoint: Path, overlap: Overlap) -> None:
+def test_a_sleeping_engine_frees_its_memory_and_answers_the_same_after_waking(
+    checkpoint: Path, overlap: Overlap
+) -> None:
     loop = own_loop(checkpoint, overlap=overlap, host_kv_memory_bytes=1 << 20)
     loop.warm_up()
     submits = [make_submit(key) for key in range(5)]
@@ -82,7 +84,7 @@ def test_a_host_without_room_for_the_weights_leaves_the_replica_awake(
     assert run_all(loop, [make_submit(0)])[0].finish is not None
 
 
-def test_what_finds_no_room_when_it_is_woken_sleeps_on_and_can_be_woken_later(checkpoint: Path) -> None:
+def test_an_engine_without_memory_for_waking_stays_asleep_and_can_be_woken_later(checkpoint: Path) -> None:
     loop = own_loop(checkpoint)
     loop.sleep()
     fitting, loop.executor.sizes = loop.executor.sizes, replace(loop.executor.sizes, num_blocks=1 << 50)
@@ -96,7 +98,7 @@ def test_what_finds_no_room_when_it_is_woken_sleeps_on_and_can_be_woken_later(ch
     assert run_all(loop, [make_submit(0)])[0].token_ids
 
 
-def test_where_waking_fails_late_nobody_keeps_the_cache(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_failure_of_waking_frees_the_cache(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loop = own_loop(checkpoint, transfer=TransferConfig(listen="tcp://127.0.0.1:0"))
     loop.sleep()
 

@@ -227,7 +227,7 @@ def _quantile(freedom: int) -> float:
 # ── what is guessed, and whether it pays ──
 
 
-def test_what_stood_before_is_found_by_its_last_words_and_goes_on_repeating_itself() -> None:
+def test_ngram_drafts_continue_the_latest_earlier_occurrence() -> None:
     index, tokens = NgramIndex(), [1, 2, 3, 4, 5, 1, 2]
     assert index.find(tokens, 7) == (2, False)
     assert continuation(tokens, 7, 2, 8) == [3, 4, 5, 1, 2, 3, 4, 5]

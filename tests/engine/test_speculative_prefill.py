@@ -104,7 +104,7 @@ def test_the_next_turn_finds_in_the_cache_what_was_foreseen() -> None:
     assert (again.num_cached_tokens, again.num_speculative_tokens) == (24, 0), "a token comes true once"
 
 
-def test_where_answers_are_no_prefixes_of_prompts_the_answer_itself_is_foreseen() -> None:
+def test_speculative_prefill_uses_the_answer_where_prompts_do_not_continue_it() -> None:
     driver = Driver(make_scheduler(apart=True))
     answered(driver, 1, list(range(8)), max_tokens=9)
     history = [*range(8), *range(100, 108), 1]
@@ -163,7 +163,7 @@ def test_a_full_cache_is_left_alone_but_for_what_the_conversation_cannot_use_any
     assert others.num_cached_tokens == 28
 
 
-def test_what_has_gone_to_host_memory_is_not_computed_once_more() -> None:
+def test_speculative_prefill_skips_blocks_in_host_memory() -> None:
     ledger = KvLedger(BlockPool(6), BLOCK, prefix_caching=True, host=HostTier(16))
     limits = SchedulerLimits(16, 8, batch_size=4, batch_timeout_ms=5.0)
     driver = Driver(Scheduler(ledger, limits, STRATEGIES[Batching.CONTINUOUS], "fcfs"))
@@ -175,7 +175,7 @@ def test_what_has_gone_to_host_memory_is_not_computed_once_more() -> None:
     assert answered(driver, 4, list(range(13)), max_tokens=1).num_cached_tokens == 12
 
 
-def test_what_nobody_asks_for_in_time_was_wasted_and_is_not_foreseen_of_that_habit_again() -> None:
+def test_unused_speculative_prefill_counts_as_wasted_and_is_not_repeated() -> None:
     driver = Driver(make_scheduler(num_blocks=400))
     for key in range(12):
         driver.add(prefetch(key, [key] * 8))
@@ -192,7 +192,7 @@ def test_what_nobody_asks_for_in_time_was_wasted_and_is_not_foreseen_of_that_hab
     assert account.computed_total == account.used_total + account.wasted_total + account.open_tokens
 
 
-def test_what_came_before_its_turn_is_not_computed_beside() -> None:
+def test_speculative_prefill_is_dropped_when_the_actual_prompt_arrives() -> None:
     driver = Driver(make_scheduler())
     driver.add(ask(1, list(range(10))))
     driver.add(prefetch(2, [9] * 8))
@@ -282,7 +282,7 @@ def _served(arrivals: list[Any], foreseen: list[Any], num_blocks: int) -> tuple[
 
 @given(arrivals=_ARRIVALS, foreseen=_FORESEEN, num_blocks=st.integers(12, 40))
 @settings(max_examples=60, deadline=None)
-def test_what_is_foreseen_for_one_changes_no_step_of_the_others(
+def test_speculative_prefill_changes_no_step_of_other_requests(
     arrivals: list[Any], foreseen: list[Any], num_blocks: int
 ) -> None:
     with_it, steps = _served(arrivals, foreseen, num_blocks)
@@ -336,7 +336,7 @@ def test_an_engine_answers_the_same_after_what_was_foreseen_and_computes_less(lo
     assert load.requests_total == 2, "what is foreseen is no request"
 
 
-def test_of_what_is_wanted_no_more_nothing_is_kept_but_where_it_would_begin() -> None:
+def test_cancelled_speculative_prefill_leaves_no_objects() -> None:
     scheduler = make_scheduler()
     speculative_prefill = scheduler.speculative_prefill
     for key in range(1, 40):

@@ -87,12 +87,12 @@ def test_steps_tell_what_their_requests_computed_and_got(loops: Any) -> None:
     assert all(ran[one.key] >= 20 for one in submits)
 
 
-def test_where_none_are_wanted_none_are_looked_at(loops: Any) -> None:
+def test_steps_are_not_traced_unless_requested(loops: Any) -> None:
     assert run(loops.make(traced_steps_per_s=0), [submit(0, 5, 4)]) == []
 
 
 @given(times=st.lists(st.integers(0, 10_000), max_size=200).map(sorted), per_s=st.sampled_from([1, 4, 20]))
-def test_so_many_a_second_are_looked_at_and_the_first_after_a_pause(times: list[int], per_s: int) -> None:
+def test_traced_steps_are_limited_per_second_and_include_the_first_after_a_pause(times: list[int], per_s: int) -> None:
     sampler = StepSampler(per_s)
     seen = [ms for ms in times if sampler.is_due(ms * 10**6)]
     assert seen[:1] == times[:1]

@@ -30,7 +30,7 @@ def test_a_full_disk_costs_the_adapter_and_no_other_message(monkeypatch: pytest.
     shelf.close()
 
 
-def test_what_comes_from_several_at_once_keeps_to_one_bound() -> None:
+def test_concurrent_uploads_share_one_size_limit() -> None:
     shelf = AdapterStore(40)
     for index in range(2):
         for sender, name in ((b"g", "ada_a"), (b"h", "ada_b")):
@@ -42,7 +42,7 @@ def test_what_comes_from_several_at_once_keeps_to_one_bound() -> None:
     shelf.close()
 
 
-def test_one_that_another_has_sent_first_leaves_nothing_behind() -> None:
+def test_an_upload_that_another_gateway_finished_first_leaves_no_files() -> None:
     shelf = AdapterStore(100)
     shelf.take(b"g", part("ada_a", 0))
     shelf.take(b"h", part("ada_a", 0, last=True))
@@ -51,7 +51,7 @@ def test_one_that_another_has_sent_first_leaves_nothing_behind() -> None:
     shelf.close()
 
 
-def test_what_a_forgotten_tenant_used_is_gone_from_the_disk_and_nothing_else() -> None:
+def test_only_adapters_of_a_deleted_tenant_are_removed_from_disk() -> None:
     shelf = AdapterStore(100)
     for name, tenant_id in (("ada_a", "gone"), ("ada_b", "stays")):
         shelf.take(b"g", part(name, 0, last=True))
@@ -63,7 +63,7 @@ def test_what_a_forgotten_tenant_used_is_gone_from_the_disk_and_nothing_else() -
     shelf.close()
 
 
-def test_what_a_forgotten_tenant_still_uses_stays_to_the_end_of_its_requests() -> None:
+def test_adapters_of_a_deleted_tenant_stay_until_its_requests_end() -> None:
     open_requests = {"ada_a"}
     shelf = AdapterStore(100, in_use=lambda: open_requests)
     shelf.take(b"g", part("ada_a", 0, last=True, tenant_id="gone"))

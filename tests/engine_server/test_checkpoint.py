@@ -26,7 +26,7 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["/no/such/folder", "./none", "a/b/c", "just-a-name", "../x"])
-def test_what_is_neither_folder_nor_hub_id_is_refused(model: str) -> None:
+def test_names_that_are_neither_folder_nor_hub_id_are_refused(model: str) -> None:
     with pytest.raises(CheckpointError, match="neither a folder nor a hub id"):
         resolve_checkpoint(model)
 
@@ -57,7 +57,7 @@ def test_copies_have_one_fingerprint_and_other_numbers_in_any_tensor_another(tmp
     assert len(found) == len(tensors)
 
 
-def test_what_is_no_checkpoint_has_a_fingerprint_too_and_loading_it_says_why_not(tmp_path: Path) -> None:
+def test_an_invalid_checkpoint_has_a_fingerprint_and_loading_it_reports_the_reason(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     found = set()
     for contents in (

@@ -91,7 +91,7 @@ def test_the_next_front_removes_what_a_killed_one_left(
     address.remove()
 
 
-def test_what_living_fronts_and_others_have_there_stays(temporary: Path) -> None:
+def test_socket_files_of_live_servers_and_other_files_are_kept(temporary: Path) -> None:
     living = CoreAddress("tcp://127.0.0.1:0")
     names = ["moiety-core-notes", f"moiety-core-{os.getppid()}-abc", "other-999999999-x"]
     for name in names:
@@ -103,7 +103,7 @@ def test_what_living_fronts_and_others_have_there_stays(temporary: Path) -> None
 
 
 @pytest.mark.parametrize("listen", ["ipc://@abstract", "ipc://*", "ipc:///tmp/" + "x" * 100, "tcp://127.0.0.1:1"])
-def test_where_gateways_have_no_file_with_room_beside_the_core_gets_a_private_directory(
+def test_the_core_gets_a_private_directory_when_the_gateway_address_is_no_short_file(
     listen: str, temporary: Path
 ) -> None:
     address = CoreAddress(listen)

@@ -74,7 +74,7 @@ def test_no_gateway_ever_gets_more_tokens_than_the_credit_it_has_given(
     asyncio.run(converse())
 
 
-async def test_where_nobody_reads_along_tokens_come_some_at_a_time_but_for_the_first(bench: Any, submit: Any) -> None:
+async def test_tokens_of_unstreamed_requests_are_sent_in_groups_after_the_first(bench: Any, submit: Any) -> None:
     async with bench() as running:
         gateway = running.connect()
         await gateway.send(submit(prompt="abc", stopping=Stopping(max_tokens=100, ignore_eos=True), gathers=True))

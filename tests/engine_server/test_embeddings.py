@@ -62,7 +62,7 @@ async def test_the_vector_follows_from_the_prompt_alone(bench: Any, submit: Any)
         (Script(), {"embed": False}, "max_tokens must be at least 1"),
     ],
 )
-async def test_what_cannot_be_is_refused_with_a_reason(
+async def test_invalid_embedding_requests_are_refused_with_a_reason(
     bench: Any, submit: Any, script: Script, changes: Any, message: str
 ) -> None:
     async with bench(script) as running:

@@ -145,9 +145,7 @@ async def test_a_stop_string_over_many_pieces_ends_with_the_token_that_completes
 
 
 @pytest.mark.parametrize("tokens_per_step", [1, 3, 100])
-async def test_what_has_stopped_the_output_ends_its_text_if_it_is_included(
-    bench: Any, submit: Any, tokens_per_step: int
-) -> None:
+async def test_an_included_stop_string_ends_the_text(bench: Any, submit: Any, tokens_per_step: int) -> None:
     async with bench(Script(tokens_per_step=tokens_per_step)) as running:
         gateway = running.connect()
         stopping = Stopping(max_tokens=50, stop=("STOP",), includes_stop=True)
@@ -228,7 +226,7 @@ BAD = [
 ]
 
 
-async def test_what_cannot_be_served_fails_with_a_reason_and_the_engine_goes_on(bench: Any, submit: Any) -> None:
+async def test_invalid_requests_fail_with_a_reason_and_the_engine_continues(bench: Any, submit: Any) -> None:
     async with bench() as running:
         gateway = running.connect()
         for i, changes in enumerate(BAD):

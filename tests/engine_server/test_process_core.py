@@ -35,7 +35,7 @@ async def test_a_core_process_serves_and_ends_with_its_front(bench: Any, submit:
         assert running.core.returncode == 0
 
 
-async def test_when_the_core_is_killed_every_open_request_fails_and_the_front_ends(bench: Any, submit: Any) -> None:
+async def test_a_killed_core_fails_every_open_request_and_ends_the_server(bench: Any, submit: Any) -> None:
     with structlog.testing.capture_logs() as logs:
         async with bench(make_core=core_of(Script())) as running:
             gateway = running.connect()
@@ -99,7 +99,7 @@ async def test_a_core_that_is_still_loading_is_ended_without_waiting_for_it(benc
         assert running.core.returncode in (3, -signal.SIGKILL)  # the latter if it was still importing
 
 
-async def test_what_the_core_sent_before_it_died_still_arrives(bench: Any, submit: Any) -> None:
+async def test_messages_that_the_core_sent_before_it_died_arrive(bench: Any, submit: Any) -> None:
     async with bench(make_core=core_of(Script(dies_at_step=3))) as running:
         answer = await running.connect().ask(submit())
         assert (answer.end.code, len(answer.token_ids)) == (FailureCode.ENGINE_FAILED, 3)

@@ -76,7 +76,7 @@ async def test_credit_goes_on_being_a_total(bench: Any, submit: Any) -> None:
         assert (answer.text, answer.token_ids) == ("abcabc", list(b"abcabc"))
 
 
-async def test_who_was_admitted_elsewhere_is_let_in_where_others_are_turned_away(bench: Any, submit: Any) -> None:
+async def test_resumed_requests_are_admitted_where_new_ones_are_refused(bench: Any, submit: Any) -> None:
     async with bench(Script(verdicts=(ScriptedDecision(reason=Reason.PREDICTED_LATE),))) as running:
         gateway = running.connect()
         assert isinstance((await gateway.ask(submit("new"))).end, Failed)
@@ -95,7 +95,7 @@ async def test_who_was_admitted_elsewhere_is_let_in_where_others_are_turned_away
         ({**EMBEDDED, "resumed_ids": [97]}, "1 output tokens cannot be resumed: this engine allows at most 0"),
     ],
 )
-async def test_what_cannot_be_resumed_is_refused(bench: Any, submit: Any, changes: Any, words: str) -> None:
+async def test_invalid_resumptions_are_refused(bench: Any, submit: Any, changes: Any, words: str) -> None:
     async with bench(Script()) as running:
         gateway = running.connect()
         end = (await gateway.ask(submit(**changes))).end

@@ -119,7 +119,7 @@ def test_the_next_engine_finds_all_that_was_unsettled_when_it_was_last_written(
     asyncio.run(live())
 
 
-async def test_wherever_a_kill_tears_the_file_what_was_written_before_is_found(tmp_path: Path) -> None:
+async def test_records_before_a_torn_write_are_found(tmp_path: Path) -> None:
     path, states = tmp_path / "unacknowledged", {}
     books = Books(path)
     books.running = {("g", "a"): Running("a", 1)}

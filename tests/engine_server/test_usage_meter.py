@@ -40,7 +40,7 @@ def note(meter: UsageMeter, submit: Any, replica_id: str, request_id: str, num_o
     meter.note(replica_id, submit(request_id, billing_context=b"bill"), finished(request_id, num_output), "standard")
 
 
-def test_what_is_settled_is_forgotten(meter: UsageMeter, submit: Any) -> None:
+def test_settled_usage_is_removed_from_the_meter(meter: UsageMeter, submit: Any) -> None:
     note(meter, submit, "a", "r1")
     note(meter, submit, "a", "r2")
     assert meter.replicas == {"a"}
@@ -52,13 +52,13 @@ def test_what_is_settled_is_forgotten(meter: UsageMeter, submit: Any) -> None:
     assert meter.replicas == set()
 
 
-def test_what_has_no_bill_or_was_not_let_in_is_not_kept(meter: UsageMeter, submit: Any) -> None:
+def test_usage_without_billing_context_or_admission_is_not_kept(meter: UsageMeter, submit: Any) -> None:
     meter.note("a", submit("r1"), finished("r1", 5), "standard")
     meter.note("a", submit("r2", billing_context=b"bill"), finished("r2", 0), "")
     assert meter.replicas == set()
 
 
-def test_who_is_connected_settles_by_itself_and_who_was_silent_for_long_does_not(
+def test_connected_gateways_settle_their_usage_and_long_silent_ones_do_not(
     meter: UsageMeter, clock: Clock, submit: Any
 ) -> None:
     note(meter, submit, "a", "r1", 7)
@@ -117,9 +117,7 @@ async def test_a_gateway_is_told_what_another_has_left(
         await other.until_load(lambda load: not load.unacknowledged_replicas)
 
 
-async def test_what_requests_used_is_written_down_also_after_the_file_was_moved(
-    bench: Any, submit: Any, tmp_path: Path
-) -> None:
+async def test_usage_is_written_after_the_file_was_moved(bench: Any, submit: Any, tmp_path: Path) -> None:
     path = tmp_path / "usage.jsonl"
     async with bench(usage_journal=path) as running:
         gateway = running.connect()

@@ -346,7 +346,7 @@ async def test_a_hopeless_flood_does_not_cross_the_wire_unless_what_is_known_is_
     assert [row.outcome for row in rows] == ["rejected", "length", "length", "length"]
 
 
-async def test_of_two_engines_the_one_with_the_shorter_wait_is_asked_and_none_is_refused(
+async def test_the_engine_with_the_shorter_predicted_wait_is_chosen(
     start_gateway: StartGateway, new_card: NewCard
 ) -> None:
     slow, quick = FakeEngineClient(new_card("slow")), FakeEngineClient(new_card("quick"))
@@ -359,7 +359,7 @@ async def test_of_two_engines_the_one_with_the_shorter_wait_is_asked_and_none_is
 # ── figures ──
 
 
-async def test_what_happened_to_a_request_is_in_its_row_its_span_and_the_metrics(
+async def test_admission_results_are_in_the_usage_row_the_span_and_the_metrics(
     start_gateway: StartGateway, card: ModelCard, spans: SpanList
 ) -> None:
     events = (

@@ -373,7 +373,7 @@ async def test_bad_requests_get_400_that_names_the_field_and_leave_one_row_each(
     assert gateway.engine.submits == []
 
 
-async def test_what_is_no_json_or_has_no_max_tokens_is_told_in_anthropics_shape(
+async def test_invalid_json_and_missing_max_tokens_give_anthropics_error_format(
     gateway: RunningGateway, client: anthropic.AsyncAnthropic
 ) -> None:
     for path, body in ((PATH, b"{"), (COUNT, b"{"), (COUNT, b'{"messages": []}')):

@@ -160,7 +160,7 @@ async def test_a_file_with_bad_lines_fails_as_a_whole_and_names_each(gateway: Ru
     assert gateway.engine.submits == []
 
 
-async def test_so_many_errors_are_not_all_listed_and_too_many_lines_are_refused(
+async def test_batch_errors_are_listed_up_to_a_bound_and_too_many_lines_are_refused(
     start_gateway: StartGateway, card: ModelCard
 ) -> None:
     async with start_gateway([FakeEngineClient(card)], max_batch_lines=300) as gateway:
@@ -381,7 +381,7 @@ async def test_batches_are_listed_newest_first_page_by_page(gateway: RunningGate
             await gateway.client.batches.list(limit=limit)
 
 
-async def test_so_many_batches_may_be_open_at_once(start_gateway: StartGateway, card: ModelCard) -> None:
+async def test_number_of_open_batches_is_limited(start_gateway: StartGateway, card: ModelCard) -> None:
     engine = FakeEngineClient(card)
     async with start_gateway([engine], max_open_batches_per_tenant=2) as gateway:
         engine.die()

@@ -47,7 +47,7 @@ async def test_anthropics_cache_control_reaches_the_engine_from_wherever_it_stan
     assert [submit.keep_s for submit in gateway.engine.submits] == [keep_s]
 
 
-async def test_what_neither_api_knows_is_refused(gateway: RunningGateway) -> None:
+async def test_cache_retention_values_unknown_to_both_apis_are_refused(gateway: RunningGateway) -> None:
     async with anthropic.AsyncAnthropic(base_url=gateway.url, api_key=gateway.key, max_retries=0) as client:
         with pytest.raises(anthropic.BadRequestError, match="cache_control"):
             await client.messages.create(**HELLO, cache_control={"type": "ephemeral", "ttl": "2h"})

@@ -110,7 +110,7 @@ def test_the_success_of_a_trial_closes_it(steps: Any) -> None:
 
 
 @given(STEPS)
-def test_without_a_failure_it_never_opens(steps: Any) -> None:
+def test_circuit_breaker_never_opens_without_a_failure(steps: Any) -> None:
     world = World(breaker_of())
     for what, which in steps:
         if not what.startswith("fail"):
@@ -208,9 +208,7 @@ def told_by(error: Any, status: int) -> Any:
     ],
     ids=lambda value: repr(value) if isinstance(value, Exception) else None,
 )
-def test_what_a_replica_ends_with_is_an_outcome_of_its_own_kind(
-    error: Any, kind: Any, retry_after_s: float | None
-) -> None:
+def test_every_end_of_a_request_maps_to_one_outcome(error: Any, kind: Any, retry_after_s: float | None) -> None:
     assert outcome_of(error) == Outcome(kind, retry_after_s)
 
 

@@ -65,7 +65,7 @@ def test_a_file_that_works_has_nothing_to_be_said_of_it(check: Callable[..., str
         ("[gateway", "is not valid TOML"),
     ],
 )
-def test_what_would_not_work_is_said_with_its_line(check: Callable[..., str], text: str, said: str) -> None:
+def test_config_check_reports_errors_with_their_lines(check: Callable[..., str], text: str, said: str) -> None:
     assert said in check(text, ends_with=1)
 
 
@@ -112,7 +112,7 @@ async def test_a_file_is_compared_with_the_gateway_that_runs(
         assert {one["name"]: one["value"] for one in shown["data"]}["max_tools"] == 9
 
 
-def test_what_passes_is_what_the_gateway_takes(check: Callable[..., str], tmp_path: Path) -> None:
+def test_config_check_accepts_exactly_what_the_gateway_accepts(check: Callable[..., str], tmp_path: Path) -> None:
     check("[gateway]\nmax_body_bytes = 2048\n")
     assert GatewaySettings.load(tmp_path / "moiety.toml").max_body_bytes == 2048
 

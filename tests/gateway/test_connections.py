@@ -231,7 +231,7 @@ async def test_a_head_just_within_the_bounds_is_read_however_it_comes(
         b"GET / HTTP/1.1\r\nBad Header: x\r\n\r\n",
     ],
 )
-async def test_what_is_no_http_is_answered_in_the_apis_shape(gateway: RunningGateway, sent: bytes) -> None:
+async def test_malformed_http_is_answered_with_the_apis_error_format(gateway: RunningGateway, sent: bytes) -> None:
     async with connect(gateway) as (reader, writer):
         writer.write(sent)
         assert read_answer(await reader.read()) == (400, "bad_http")
@@ -324,7 +324,7 @@ async def test_the_shape_of_a_message_is_bounded_by_the_same_settings(
         assert (await gateway.post(MESSAGES, {**BODY, **fits}))[0] == 200
 
 
-async def test_who_sends_rubbish_while_an_answer_is_made_gets_no_more_of_it(
+async def test_malformed_input_during_a_response_ends_the_response(
     start_gateway: StartGateway, new_card: NewCard, until: Until
 ) -> None:
     engine = FakeEngineClient(new_card(max_context_tokens=10_000_000), lambda submit: ((65, "x") for _ in range(10**7)))
@@ -359,7 +359,7 @@ async def test_an_answer_is_the_same_whether_its_connection_stays_or_ends_or_has
     assert len({found["id"] for _, found in answers}) == 4
 
 
-def test_what_is_written_just_as_the_client_leaves_is_dropped_without_an_error() -> None:
+def test_writes_to_a_disconnected_client_are_dropped_without_an_error() -> None:
     """On the event loop that serves."""
     errors = []
 

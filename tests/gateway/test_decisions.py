@@ -107,7 +107,7 @@ async def test_each_option_is_a_prompt_that_ends_with_it_and_only_where_they_dif
     assert {one.sibling_tokens + len(one.prompt_ids) for one in gateway.engine.submits} == {total}
 
 
-async def test_what_the_options_of_a_question_share_is_billed_once_and_with_one_output_token(
+async def test_the_shared_prompt_of_options_is_billed_once_with_one_output_token(
     gateway: RunningGateway,
 ) -> None:
     decision = await gateway.client.decisions.create(

@@ -156,7 +156,7 @@ async def test_a_real_name_leads_to_a_real_engine(until: Until) -> None:
         context.destroy(linger=0)
 
 
-async def test_who_gets_no_more_requests_is_still_told_what_concerns_all_until_it_is_left(zone: Zone) -> None:
+async def test_a_retired_engine_stays_connected_until_it_is_closed(zone: Zone) -> None:
     async with Replicas([zone.connect("fake://a"), zone.connect("fake://b")]) as replicas:
         replicas.retire("fake://a")
         assert [client.address for client in replicas.clients()] == ["fake://b"]

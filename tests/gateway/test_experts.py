@@ -73,7 +73,7 @@ async def test_engines_of_a_model_are_added_up_and_one_can_be_named(
         assert (await get(gateway, "?model=another"))["data"] == []
 
 
-async def test_where_experts_are_that_move_between_ranks_is_told_to_administrators_of_all_tenants(
+async def test_placement_of_moving_experts_is_shown_to_administrators_of_all_tenants(
     start_gateway: StartGateway, engines: list[FakeEngineClient]
 ) -> None:
     async with start_gateway(engines) as gateway:

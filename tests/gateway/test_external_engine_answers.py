@@ -365,7 +365,7 @@ async def test_a_request_is_not_billed_if_one_of_its_choices_is_refused(
         assert (row.outcome, row.prompt_tokens, row.output_tokens) == ("failed", 0, 0)
 
 
-async def test_what_was_not_taken_on_leaves_nothing_reserved(
+async def test_refused_requests_leave_no_quota_reservation(
     upstream: Upstream,
     start: Callable[..., AbstractAsyncContextManager[RunningGateway]],
     engine: ExternalEngineClient,

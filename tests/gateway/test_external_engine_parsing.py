@@ -71,7 +71,7 @@ def test_an_event_that_is_cut_off_is_none_and_one_that_is_no_json_is_refused() -
             list(EventParser().feed(data))
 
 
-def test_what_cannot_be_read_takes_nothing_from_what_came_before_it() -> None:
+def test_unparsable_chunks_do_not_affect_earlier_ones() -> None:
     events = EventParser().feed(b'data: {"a": 1}\n\ndata: {what\n\n')
     assert next(events) == {"a": 1}
     with pytest.raises(MalformedAnswer):
@@ -190,7 +190,7 @@ def test_every_status_has_one_judgement() -> None:
         ),
     ),
 )
-def test_whatever_stands_in_an_error_none_of_its_text_reaches_a_client(status: Any, told: Any) -> None:
+def test_error_text_of_external_engines_never_reaches_the_client(status: Any, told: Any) -> None:
     marked = {"error": {"message": "maximum context length xyzzy", "param": "xyzzy", "more": str(told)}}
     body = told if isinstance(told, bytes) else str(told).encode()
     for error in (

@@ -365,7 +365,7 @@ async def test_stop_strings_sleep_until_a_thought_ends(
         assert raw.choices[0].text == "Hm."
 
 
-async def test_what_a_tenant_and_its_class_are_reaches_the_server_and_not_what_a_client_claims(
+async def test_tenant_and_class_sent_to_the_server_are_the_gateways_and_not_the_clients(
     start_server: StartServer, client_of: ClientOf, start_over: StartOver
 ) -> None:
     server = await start_server()
@@ -430,7 +430,7 @@ async def test_sampling_parameters_are_passed_on(
         ("sglang", {"allowed_token_ids": [5], "bad_words": ["a"], "prompt_logprobs": 1}),
     ],
 )
-async def test_what_a_server_cannot_do_is_refused_by_name_and_costs_nothing(
+async def test_features_that_the_server_lacks_are_refused_by_name_and_not_billed(
     start_server: StartServer, client_of: ClientOf, start_over: StartOver, kind: str, fields: dict[str, Any]
 ) -> None:
     server = await start_server(kind)

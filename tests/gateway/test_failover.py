@@ -319,7 +319,7 @@ async def test_an_engine_that_ends_hands_over_what_it_did_not_finish(
         assert f'cause="{"engine_draining" if end == "drained" else "engine_failed"}",model="tiny"}} 1.0' in rendered
 
 
-async def test_where_contexts_differ_a_request_goes_to_an_engine_that_holds_it_or_is_refused(
+async def test_a_request_goes_to_an_engine_whose_context_holds_it_or_is_refused(
     start_gateway: StartGateway, new_card: NewCard
 ) -> None:
     short, long = (FakeEngineClient(new_card(f"of-{size}", max_context_tokens=size)) for size in (128, 512))

@@ -155,7 +155,7 @@ async def test_a_key_with_another_body_or_endpoint_is_refused(gateway: RunningGa
     assert num_generations(gateway) == 1
 
 
-async def test_of_twenty_at_once_with_one_key_one_is_served_and_counted(
+async def test_one_of_twenty_concurrent_requests_with_one_key_is_served_and_billed(
     start_gateway: StartGateway, new_card: NewCard
 ) -> None:
     engines = [FakeEngineClient(new_card(f"engine-{number}"), token_s=0.05) for number in range(2)]
@@ -188,7 +188,7 @@ async def test_the_openai_client_waits_for_the_first_request_by_itself(
         assert num_generations(gateway) == 1
 
 
-async def test_what_failed_is_not_kept(start_gateway: StartGateway, new_card: NewCard) -> None:
+async def test_failed_requests_are_not_stored_under_their_key(start_gateway: StartGateway, new_card: NewCard) -> None:
     engine = FakeEngineClient(new_card(max_context_tokens=100_000))
     async with start_gateway([engine]) as gateway:
         bad: dict[str, Any] = {**BODY, "max_tokens": 1_000_000}
@@ -211,7 +211,7 @@ async def post_endless(gateway: RunningGateway, until: Until, *, stream: bool) -
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_the_client_left_is_not_kept(
+async def test_cancelled_requests_are_not_stored_under_their_key(
     start_gateway: StartGateway, new_card: NewCard, until: Until, stream: bool
 ) -> None:
     engine = FakeEngineClient(new_card(max_context_tokens=10_000_000), endless)

@@ -187,7 +187,7 @@ async def test_while_the_store_is_away_only_what_needs_it_is_refused_and_before_
     assert (await gateway.client.responses.create(**BODY)).output_text == "1 2 3"
 
 
-async def test_what_cannot_be_kept_once_it_is_made_is_answered_and_says_so(
+async def test_responses_that_cannot_be_stored_are_returned_and_marked(
     start_gateway: StartGateway, card: ModelCard, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with start_gateway([FakeEngineClient(card)]) as gateway:
@@ -245,7 +245,7 @@ async def test_a_repeated_request_is_kept_once(gateway: RunningGateway) -> None:
     assert (again, await num_kept(gateway)) == (first, 1)
 
 
-async def test_what_the_client_left_or_an_engine_broke_off_is_not_kept(
+async def test_cancelled_and_broken_responses_are_not_stored(
     start_gateway: StartGateway, new_card: NewCard, until: Until
 ) -> None:
     engine = FakeEngineClient(new_card(max_context_tokens=10_000_000))

@@ -170,7 +170,7 @@ async def test_many_prompts_that_are_short_one_by_one_are_tokenized_in_a_thread(
     assert len(threads) == 100 and threading.main_thread() not in threads
 
 
-async def test_of_a_prompt_of_many_texts_no_more_is_looked_at_in_the_loop_than_fits(
+async def test_a_prompt_of_many_texts_is_checked_in_the_event_loop_up_to_a_bound(
     card: ModelCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked_at = []

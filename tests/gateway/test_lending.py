@@ -104,7 +104,7 @@ async def test_an_adapter_is_sent_once_however_many_want_it(until: Until) -> Non
         assert core.found == [whole("ada_a")]
 
 
-async def test_what_an_engine_has_given_up_is_sent_again(until: Until) -> None:
+async def test_evicted_adapters_are_sent_again(until: Until) -> None:
     async with engine_and_client(until, adapter_disk_bytes=SIZE) as (client, core, store, _front):
         for request_id, adapter in (("1", "ada_a"), ("2", "ada_b"), ("3", "ada_a"), ("4", "ada_a")):
             assert (await ask(client, request_id, adapter)).num_output_tokens == 3
@@ -128,13 +128,13 @@ async def test_one_that_was_deleted_is_told_as_missing_and_the_connection_goes_o
         assert client.state.num_inflight == 0
 
 
-async def test_those_that_an_engine_came_with_are_not_sent(until: Until) -> None:
+async def test_adapters_of_the_engines_command_line_are_not_sent(until: Until) -> None:
     async with engine_and_client(until, adapters=("given",)) as (client, core, store, _front):
         assert (await ask(client, "r", "given")).num_output_tokens == 3
         assert (store.reads, core.found) == ([], [])
 
 
-async def test_who_waits_for_an_adapter_is_told_when_the_engine_is_lost(until: Until) -> None:
+async def test_requests_waiting_for_an_adapter_fail_when_the_engine_is_lost(until: Until) -> None:
     async with engine_and_client(until) as (client, _, store, front):
         store.is_slow = True
         waiting = [asyncio.create_task(ask(client, f"r{i}", "ada_a")) for i in range(3)]
@@ -144,7 +144,7 @@ async def test_who_waits_for_an_adapter_is_told_when_the_engine_is_lost(until: U
             assert isinstance(end, PlatformError) and end.status in (502, 503)
 
 
-async def test_what_was_granted_while_the_adapter_was_sent_again_is_not_lost(until: Until) -> None:
+async def test_credit_granted_while_the_adapter_is_sent_again_is_kept(until: Until) -> None:
     async with engine_and_client(until, adapter_disk_bytes=SIZE) as (client, _, _store, _front):
         for request_id, adapter in (("1", "ada_a"), ("2", "ada_b")):
             await ask(client, request_id, adapter)

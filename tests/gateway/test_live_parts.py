@@ -223,7 +223,7 @@ async def test_the_key_of_servers_of_others_is_read_again_from_its_file_too(
         assert await receiver.wait("bearer second")
 
 
-async def test_what_administrators_may_do_is_bounded_by_the_file(
+async def test_reload_applies_limits_of_the_admin_api(
     whole: Callable[..., AbstractAsyncContextManager[Whole]],
 ) -> None:
     async with whole() as gateway:
@@ -257,7 +257,7 @@ def old_batch(created_ms: int) -> Batch:
     )  # fmt: skip
 
 
-async def test_what_is_kept_and_for_how_long_is_what_the_file_says(
+async def test_reload_applies_retention_times(
     whole: Callable[..., AbstractAsyncContextManager[Whole]],
 ) -> None:
     async with whole(retention_interval_s=3600) as gateway:
@@ -277,7 +277,7 @@ async def test_what_is_kept_and_for_how_long_is_what_the_file_says(
         assert not any([await gateway.count(table) for table in kept])
 
 
-async def test_what_is_said_and_of_whom_is_what_the_file_says(
+async def test_reload_applies_log_and_metric_settings(
     whole: Callable[..., AbstractAsyncContextManager[Whole]], logged: io.StringIO, tmp_path: Path
 ) -> None:
     log = structlog.get_logger("somebody")

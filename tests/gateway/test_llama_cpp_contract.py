@@ -71,7 +71,7 @@ async def _answer(engine: ExternalEngineClient, name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", [one["name"] for one in ANSWERED])
-async def test_what_it_streamed_comes_to_what_it_gave_whole(engine: ExternalEngineClient, name: Any) -> None:
+async def test_streamed_and_whole_answers_of_llama_cpp_are_equal(engine: ExternalEngineClient, name: Any) -> None:
     whole = REQUESTS[name]["whole"]
     *pieces, finished = await _answer(engine, name)
     text = "".join(piece.text for piece in pieces if isinstance(piece, Tokens)) + finished.text
@@ -85,7 +85,7 @@ async def test_a_prompt_that_it_found_too_long_is_told_as_such(engine: ExternalE
         await _answer(engine, "a prompt that is too long")
 
 
-async def test_what_it_tells_of_itself_is_understood(engine: ExternalEngineClient) -> None:
+async def test_model_properties_of_llama_cpp_are_parsed(engine: ExternalEngineClient) -> None:
     state = engine.state
     assert state.card.max_context_tokens == RECORDED["context_tokens"]
     assert (state.load.num_running, state.load.num_waiting) == (0, 0)

@@ -26,7 +26,7 @@ class Writes(io.StringIO):
         return super().write(text)
 
 
-async def test_what_one_turn_tells_is_written_in_one_go() -> None:
+async def test_log_lines_of_one_loop_iteration_are_written_at_once() -> None:
     writes = Writes()
     lines = Lines(writes)
     lines.info("one")
@@ -49,7 +49,7 @@ async def test_a_warning_is_written_at_once_after_what_was_told_before_it() -> N
     assert writes.getvalue() == "one\ntwo\nin a thread\n"
 
 
-def test_what_is_told_without_a_loop_or_to_one_that_has_ended_is_not_lost() -> None:
+def test_log_lines_without_a_running_loop_are_written() -> None:
     writes = Writes()
     lines = Lines(writes)
 

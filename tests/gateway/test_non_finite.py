@@ -54,7 +54,7 @@ async def test_nothing_is_billed_where_nothing_was_said_and_no_other_engine_is_a
     assert len(asked) == 1
 
 
-async def test_what_was_sent_before_is_billed_and_what_was_not_sent_is_not(
+async def test_tokens_sent_before_a_non_finite_value_are_billed_and_no_others(
     start_gateway: StartGateway, card: ModelCard
 ) -> None:
     def breaks(submit: Submit) -> Iterator[Any]:

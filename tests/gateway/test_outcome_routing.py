@@ -216,7 +216,7 @@ async def test_engines_of_ours_that_fail_are_asked_less_as_well(start_gateway: S
 
 
 @pytest.mark.parametrize("bad_role", [EngineRole.PREFILL, EngineRole.DECODE])
-async def test_of_engines_with_roles_those_that_fail_are_asked_less_as_well(
+async def test_failing_engines_with_roles_get_fewer_requests(
     start_gateway: StartGateway, new_card: NewCard, bad_role: Any
 ) -> None:
     def engine_of(role: EngineRole, number: int) -> FakeEngineClient:
@@ -242,7 +242,7 @@ async def test_of_engines_with_roles_those_that_fail_are_asked_less_as_well(
         assert len(good.submits) >= NUM_REQUESTS - 1
 
 
-async def test_where_all_replicas_fail_the_least_bad_is_tried(
+async def test_replicas_are_still_tried_when_all_of_them_fail(
     start_upstream: StartUpstream, client_of: ClientOf, start_over: StartOver
 ) -> None:
     upstreams = [await start_upstream(status(500)) for _ in range(2)]
@@ -254,7 +254,7 @@ async def test_where_all_replicas_fail_the_least_bad_is_tried(
         assert await ask_many(gateway, 4) == [TEXT] * 4
 
 
-async def test_where_each_replica_asks_to_be_left_alone_the_answer_is_503_with_the_shortest_wait(
+async def test_retry_after_of_every_replica_gives_503_with_the_shortest_wait(
     start_upstream: StartUpstream, client_of: ClientOf, start_over: StartOver
 ) -> None:
     upstreams, clock = [await start_upstream(), await start_upstream()], ManualClock()
@@ -274,7 +274,7 @@ async def test_where_each_replica_asks_to_be_left_alone_the_answer_is_503_with_t
         assert [upstream.num_asked for upstream in upstreams] == [1, 4]
 
 
-async def test_of_several_refusals_the_client_is_told_the_one_after_which_it_may_try_again(
+async def test_the_client_gets_the_retryable_refusal_among_several(
     start_upstream: StartUpstream, client_of: ClientOf, start_over: StartOver
 ) -> None:
     upstreams = [await start_upstream(), await start_upstream()]
@@ -284,7 +284,7 @@ async def test_of_several_refusals_the_client_is_told_the_one_after_which_it_may
         assert (code, headers["retry-after"]) == (503, "9")
 
 
-async def test_what_a_client_did_wrong_opens_no_breaker_and_is_asked_of_one_replica(
+async def test_client_errors_open_no_breaker_and_are_sent_to_one_replica_only(
     start_upstream: StartUpstream, client_of: ClientOf, start_over: StartOver
 ) -> None:
     upstreams = [await start_upstream(status(422)) for _ in range(2)]
@@ -369,7 +369,7 @@ async def test_a_server_whose_streams_flow_is_there_although_its_list_of_models_
         await until(lambda: engine.state.healthy)
 
 
-def test_whatever_comes_is_a_sign_of_life() -> None:
+def test_any_received_message_counts_as_a_sign_of_life() -> None:
     clock = ManualClock()
     liveness = Liveness(clock, silence_s=5)
     for _ in range(10):

@@ -88,7 +88,9 @@ def exporter(collector: Collector) -> Iterator[Any]:
 
 
 @given(st.lists(SPANS, min_size=1, max_size=3))
-def test_what_is_packed_is_what_the_sdk_sends(collector: Collector, exporter: Any, spans: list[Span]) -> None:
+def test_packed_spans_equal_those_of_the_opentelemetry_sdk(
+    collector: Collector, exporter: Any, spans: list[Span]
+) -> None:
     collector.taken.clear()
     assert exporter.export(RESOURCE, spans)
     (expected,) = collector.taken[0].resource_spans

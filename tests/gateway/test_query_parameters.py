@@ -78,7 +78,7 @@ async def test_one_tenants_usage_is_asked_for_by_the_parameter_that_there_is(gat
     assert (await ask(gateway, "GET", "/admin/v1/usage", "tenant_id=other"))[0] == 200
 
 
-async def test_what_anthropics_client_adds_to_a_path_is_taken(gateway: RunningGateway) -> None:
+async def test_query_parameters_of_anthropics_client_are_accepted(gateway: RunningGateway) -> None:
     body = json.dumps({"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]}).encode()
     for path in SENT_BY_CLIENTS:
         method, data = ("POST", body) if "messages" in path else ("GET", b"")

@@ -265,7 +265,9 @@ async def test_a_change_that_one_part_cannot_follow_is_taken_by_none(tmp_path: P
     assert (taken, opened, one.live.now.max_choices) == ([6, 7], [6], 6)
 
 
-async def test_what_beats_the_file_is_not_changed_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_settings_from_the_environment_are_not_changed_by_a_reload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "moiety.toml"
     file.write_text("[gateway]\nmax_choices = 5\n")
     monkeypatch.setenv("MOIETY_MAX_CHOICES", "9")
@@ -277,6 +279,6 @@ async def test_what_beats_the_file_is_not_changed_by_it(tmp_path: Path, monkeypa
     assert one.reloader.standing.problem == ""
 
 
-def test_what_needs_a_restart_is_told_and_not_taken() -> None:
+def test_settings_that_need_a_restart_are_reported_and_not_applied() -> None:
     changes = changes_between(GatewaySettings(), GatewaySettings(port=1, max_choices=2))
     assert (dict(changes.at_once), dict(changes.at_restart)) == ({"max_choices": (16, 2)}, {"port": (8000, 1)})

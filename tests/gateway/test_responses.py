@@ -232,7 +232,7 @@ async def test_bad_requests_get_400_that_names_the_field_and_leave_one_row_each(
     assert gateway.engine.submits == []
 
 
-async def test_what_changes_no_answer_is_accepted(gateway: RunningGateway) -> None:
+async def test_fields_without_effect_on_the_response_are_accepted(gateway: RunningGateway) -> None:
     harmless: dict[str, Any] = {
         "include": ["reasoning.encrypted_content"], "truncation": "disabled", "text": {"format": {"type": "text"}},
         "tools": [], "tool_choice": None, "metadata": None, "prompt_cache_retention": "24h", "max_tool_calls": 3,

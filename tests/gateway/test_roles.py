@@ -106,7 +106,7 @@ async def test_a_stop_string_over_the_seam_ends_the_answer(
 
 
 @pytest.mark.parametrize("victim", ["prefill", "decode", "decode before the hand-over"])
-async def test_what_a_lost_engine_had_is_computed_and_written_by_others(
+async def test_requests_of_a_lost_engine_are_recomputed_by_others(
     start_gateway: StartGateway, engine_of: Callable[..., FakeEngineClient], victim: str
 ) -> None:
     prefills = [engine_of(EngineRole.PREFILL, number) for number in range(2)]
@@ -196,7 +196,7 @@ def state_of(
     return EngineState(address, True, "", card, load, 0, load_age_s=0.0)
 
 
-def test_who_goes_on_is_one_for_answers_then_one_that_keeps_the_pace_then_the_one_with_least_to_do(
+def test_decode_engine_is_chosen_by_role_then_pace_then_load(
     any_card: ModelCard,
 ) -> None:
     both = state_of(any_card, EngineRole.BOTH, address="both")

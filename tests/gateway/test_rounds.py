@@ -70,7 +70,7 @@ async def test_failures_are_told_an_outage_once_and_the_work_goes_on(
     assert "round_failed" in said[2]
 
 
-async def test_nobody_wakes_it_in_the_pause_after_a_failure_but_a_stop_ends_it(work: Work) -> None:
+async def test_periodic_task_ignores_wake_ups_after_a_failure_and_obeys_stop(work: Work) -> None:
     rounds = PeriodicTask("pausing", work, 0.001, pause_s=LONG_S)
     work.permits.put_nowait(Unavailable("the database is away"))
     rounds.start()

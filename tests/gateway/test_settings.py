@@ -145,7 +145,7 @@ def test_rates_of_classes_are_written_in_one_line_and_a_store_needs_its_token(mo
         GatewaySettings.load(traces_endpoint="http://127.0.0.1:4318/otlp")
 
 
-def test_of_what_belongs_together_one_part_may_stand_in_the_file_and_another_in_the_environment(
+def test_related_settings_can_come_from_the_file_and_the_environment(
     toml: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a cluster, where the file is a ConfigMap and the environment has the secrets."""

@@ -77,7 +77,7 @@ async def sums(gateway: RunningGateway, by: str = "tenant") -> Any:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_is_foreseen_is_how_the_next_turns_prompt_begins(
+async def test_speculative_prefill_computes_the_prefix_of_the_next_turns_prompt(
     foreseeing: Callable[..., AbstractAsyncContextManager[Any]], stream: bool
 ) -> None:
     async with foreseeing() as gateway:
@@ -127,7 +127,7 @@ async def test_it_is_no_request_and_what_came_true_is_counted_with_the_turn_that
         assert (books["agrees"], books["total"]["requests"]) == (True, 2)
 
 
-async def test_who_pays_pays_the_price_of_input_once_under_its_limits(
+async def test_speculative_prefill_is_billed_once_at_the_input_price_within_quotas(
     foreseeing: Callable[..., AbstractAsyncContextManager[Any]],
 ) -> None:
     async with foreseeing("charged") as gateway:
@@ -147,7 +147,7 @@ async def test_who_pays_pays_the_price_of_input_once_under_its_limits(
         assert (await gateway.admin("GET", "/usage/reconciliation"))["agrees"]
 
 
-async def test_where_a_limit_has_no_room_nothing_is_computed_that_would_be_charged(
+async def test_speculative_prefill_does_not_run_when_a_quota_is_used_up(
     foreseeing: Callable[..., AbstractAsyncContextManager[Any]], until: Until
 ) -> None:
     async with foreseeing("charged") as gateway:

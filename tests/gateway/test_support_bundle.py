@@ -70,10 +70,10 @@ async def test_a_bundle_has_what_helps_and_no_secret(
      "https://a:hidden-word@h/", "bearer hidden-word", "sk-hidden-word", "-----BEGIN PRIVATE KEY-----\nhidden-word",
      "Incorrect API key provided: hidden-word"],
 )  # fmt: skip
-def test_what_looks_like_a_secret_is_taken_out(line: str) -> None:
+def test_support_bundle_redacts_values_that_look_like_secrets(line: str) -> None:
     assert "hidden-word" not in redact_text(f"before {line} after", ())
 
 
 @pytest.mark.parametrize("line", ["output_tokens=12", '"prompt_tokens": 7', "key_id k1 refused", "max_tokens: 9"])
-def test_what_is_none_stays(line: str) -> None:
+def test_support_bundle_keeps_lines_without_secrets(line: str) -> None:
     assert redact_text(line, ("short",)) == line

@@ -109,7 +109,7 @@ async def test_requests_that_had_tokens_when_another_ended_their_engine_go_on(
 
 @pytest.mark.parametrize("in_first_step", [False, True, None])
 @pytest.mark.parametrize("constrained", [False, True])
-async def test_what_the_engine_says_of_its_death_decides_who_is_suspected(
+async def test_the_engines_failure_report_decides_which_request_is_suspected(
     start_gateway: StartGateway, new_card: NewCard, in_first_step: bool | None, constrained: bool
 ) -> None:
     """False: it waited there. None: the engine shuts down, and nothing died."""

@@ -334,7 +334,7 @@ async def test_bad_tools_get_400_that_names_the_field(start_gateway: StartGatewa
         assert engine.submits == []
 
 
-async def test_how_many_tools_there_may_be_and_how_large_is_set_by_the_operator(
+async def test_number_and_size_of_tools_are_limited_by_settings(
     start_gateway: StartGateway, tool_card: ToolCard
 ) -> None:
     async with start_gateway(

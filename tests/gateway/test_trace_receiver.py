@@ -146,7 +146,7 @@ async def test_one_of_ours_is_believed(store: Any) -> None:
     assert await store.count(TraceRecord, 1) == 1
 
 
-async def test_whoever_has_no_token_is_refused(store: Any) -> None:
+async def test_trace_requests_without_a_token_are_refused(store: Any) -> None:
     wrong = ("", "Bearer", "Bearer wrong", f"Bearer {TOKEN}x", "Bearer \u00f6".encode(), TOKEN, f"Basic {TOKEN}")
     for authorization in wrong:
         refused = await store.post(b"", Authorization=authorization)
@@ -158,7 +158,7 @@ def test_a_guest_is_not_given_the_token_of_gateways() -> None:
         TraceSettings(traces_token=TOKEN, traces_untrusted_token=TOKEN)
 
 
-async def test_what_cannot_be_read_is_refused_in_the_protocols_words(store: Any) -> None:
+async def test_undecodable_traces_are_refused_with_otlp_errors(store: Any) -> None:
     packed = gzip.compress(bytes(8_000_000))
     for body, headers, status in (
         (b"\xff\xff", {}, 400),

@@ -173,7 +173,7 @@ async def test_the_phases_come_in_their_order_and_those_of_an_engine_once_a_sequ
     assert {span.attributes["moiety.tenant_id"] for span in children} == {root.attributes["moiety.tenant_id"]}
 
 
-async def test_what_the_scheduler_did_stands_in_the_span_of_its_phase(
+async def test_scheduler_events_are_in_the_span_of_their_phase(
     start_gateway: StartGateway, card: ModelCard, spans: SpanList
 ) -> None:
     now = time.time_ns()

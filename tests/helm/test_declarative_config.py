@@ -20,7 +20,7 @@ def objects_of(chart: helm_python.Chart, values: dict[str, Any]) -> dict[str, di
     return {one["kind"]: one for one in yaml.load_all(text, yaml.CSafeLoader) if one}
 
 
-def test_what_values_declare_is_what_the_job_applies(chart: helm_python.Chart, tmp_path: Path) -> None:
+def test_the_job_applies_what_the_values_declare(chart: helm_python.Chart, tmp_path: Path) -> None:
     found = objects_of(chart, SETS["declared"])
     file = tmp_path / "declared.yaml"
     file.write_text(found["ConfigMap"]["data"]["declared.yaml"])

@@ -61,7 +61,7 @@ def test_a_release_is_installed_and_a_rolling_restart_of_everything_costs_no_str
     assert tenant
 
 
-def test_what_values_declare_is_there_after_each_job_and_the_declared_key_is_served(release: Running) -> None:
+def test_declared_objects_exist_after_each_job_and_the_declared_key_is_served(release: Running) -> None:
     key = release.secret("initech-ci", "key")
     as_owner = {"Authorization": f"Bearer {release.owner_key}"}
     with httpx.Client(base_url=release.url, timeout=60, trust_env=False) as client:
@@ -78,7 +78,7 @@ def test_what_values_declare_is_there_after_each_job_and_the_declared_key_is_ser
         assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, "hello")
 
 
-def test_what_the_install_page_has_a_user_type_next_makes_a_tenant_and_a_key(release: Running) -> None:
+def test_the_commands_of_the_install_page_create_a_tenant_and_a_key(release: Running) -> None:
     page = (Path(__file__).parents[2] / "docs" / "install.md").read_text(encoding="utf-8")
     typed = [line for line in page.splitlines() if line.startswith((".venv/bin/moiety tenant", ".venv/bin/moiety key"))]
     assert len(typed) == 2

@@ -71,7 +71,7 @@ def test_no_secret_stands_in_plain_text(objects: list[dict[str, Any]]) -> None:
                     assert "secretKeyRef" in variable["valueFrom"], f"{name}: {variable['name']}"
 
 
-def test_whoever_is_told_to_stop_has_the_time_that_it_takes(objects: list[dict[str, Any]]) -> None:
+def test_pods_have_enough_time_to_stop(objects: list[dict[str, Any]]) -> None:
     for name, pod in _pods(objects):
         for container in pod["containers"]:
             if container.get("args", [""])[0] == "gateway":

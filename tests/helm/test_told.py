@@ -36,7 +36,7 @@ def test_the_readme_says_of_every_object_what_was_done_with_it(all_objects: Obje
     assert set(told().values()) == {"executed", "computed", "validated"}
 
 
-def test_what_is_called_executed_is_in_what_the_runner_is_given(render: Render) -> None:
+def test_fields_listed_as_executed_are_passed_to_the_runner(render: Render) -> None:
     example = yaml.load(EXAMPLE.read_text(encoding="utf-8"), yaml.CSafeLoader)
     given = {part(one) for values in EXECUTED for one in render({**example, **yaml.load(values, yaml.CSafeLoader)})}
     assert {one for one, was in told().items() if was == "executed"} <= given

@@ -46,7 +46,7 @@ def policies(render: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("source", PORTS)
 @pytest.mark.parametrize("target", [part for part, ports in PORTS.items() if ports])
-def test_what_is_not_meant_to_be_reached_is_not(
+def test_internal_ports_are_not_reachable(
     source: str, target: str, peers: dict[str, Peer], policies: list[dict[str, Any]]
 ) -> None:
     (port,) = PORTS[target].values()

@@ -30,7 +30,7 @@ def lasting(one: dict[str, Any]) -> dict[str, Any]:
     return {name: one["spec"].get(name, defaults.get(name)) for name in kept}
 
 
-def test_what_can_never_change_is_what_it_was_in_the_first_release(upgraded: list[dict[str, Any]]) -> None:
+def test_immutable_fields_equal_those_of_the_first_release(upgraded: list[dict[str, Any]]) -> None:
     found = {
         f"{one['kind']}/{one['metadata']['name']}": lasting(one)
         for one in upgraded

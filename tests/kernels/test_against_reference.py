@@ -350,7 +350,7 @@ def test_a_cache_of_bfloat16_rounds_as_torch_does() -> None:
     assert torch.equal(caches[1].flatten().nan_to_num(7.0), values.bfloat16().nan_to_num(7.0))
 
 
-def test_what_float8_has_no_number_for_is_stored_as_its_greatest() -> None:
+def test_values_beyond_float8_are_stored_as_its_largest_number() -> None:
     caches = [torch.zeros(2, 1, 4, 8, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(2)]
     rows = torch.tensor([3.0, 1e4, -1e9], device=DEVICE)[:, None, None].expand(3, 1, 8)
     kv_store(rows, -rows, *caches, torch.tensor([1, 6, 0], device=DEVICE))

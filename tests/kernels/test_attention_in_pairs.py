@@ -99,7 +99,7 @@ def test_large_scores_are_survived(paged: Any, factor: float) -> None:
     assert (attend(inputs, 1.0) - reference(*rounded(inputs), 1.0)).abs().max() < 0.02
 
 
-def test_what_is_no_number_stays_none(paged: Any) -> None:
+def test_nan_stays_nan_in_attention_by_pairs(paged: Any) -> None:
     inputs = paged([20], [90], 4, 2, 32, 16)
     inputs[0][7, 3, 5] = float("nan")
     ours = attend(inputs, 1.0)

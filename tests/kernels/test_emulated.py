@@ -66,7 +66,7 @@ def test_each_instruction_emulated_gives_a_product_within_the_bounds_of_the_real
     assert skipped == 0
 
 
-def test_what_cannot_be_emulated_is_refused() -> None:
+def test_instructions_that_cannot_be_emulated_are_refused() -> None:
     command = [sys.executable, "-c", "import moiety_kernels.cpu.instructions"]
     env = os.environ | {VARIABLE: "amx-bf16,sve"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)

@@ -58,7 +58,7 @@ def test_on_a_cpu_experts_are_the_references(
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda activation: activation.kind)
-def test_with_bfloat16_weights_too(activation: Activation) -> None:
+def test_feed_forward_agrees_with_bfloat16_weights(activation: Activation) -> None:
     (x, weight, expert, gate_up, down), biases = a_layer(37, 64, 96)
     inputs = x, weight, expert, gate_up.bfloat16(), down.bfloat16()
     expected = experts_reference(*inputs, activation=activation, **biases)

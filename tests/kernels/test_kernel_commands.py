@@ -44,7 +44,7 @@ def test_the_report_lists_what_every_variant_takes_and_why_one_does_not_compile(
             assert 16 <= row["registers"] <= 255
 
 
-def test_where_triton_is_not_installed_the_commands_say_what_to_install(tmp_path: Path) -> None:
+def test_kernel_commands_name_the_missing_triton_package(tmp_path: Path) -> None:
     hide = "import sys; sys.path = [one for one in sys.path if not one.endswith('-packages')] + [sys.argv.pop(1)]; "
     have = tmp_path / "some-packages-only"
     have.mkdir()

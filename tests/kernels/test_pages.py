@@ -35,7 +35,7 @@ def in_large_pages(tensor: Tensor) -> int:
     return found
 
 
-def test_what_is_gathered_keeps_its_place_and_its_values() -> None:
+def test_tensors_moved_to_huge_pages_keep_their_addresses_and_values() -> None:
     tensors = [torch.arange(count, dtype=torch.int64) for count in (3, 1 << 17, 1 << 20, 70_001)]
     before = [(one.data_ptr(), one.clone()) for one in tensors]
     gathering = enlarge(tensors)

@@ -41,7 +41,7 @@ def drawn(*shape: int) -> torch.Tensor:
 
 @settings(deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from(WHOLE))
-def test_what_was_rounded_once_comes_out_of_a_second_rounding_as_it_was(seed: int, form: WeightFormat) -> None:
+def test_quantizing_dequantized_weights_again_changes_nothing(seed: int, form: WeightFormat) -> None:
     weight = torch.randn(3, 5, 128, generator=torch.Generator().manual_seed(seed))
     q, scales = round_to(weight, form)
     again_q, again_scales = round_to(dequantize(QuantizedWeight(pack(q, form), scales, form)), form)
@@ -152,7 +152,7 @@ def rows_of(weight: QuantizedWeight, rows: slice) -> tuple[torch.Tensor, torch.T
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.usefixtures("arithmetic")
-def test_what_is_no_number_is_not_lost_and_stays_in_its_row(value: float) -> None:
+def test_nan_stays_in_its_row_after_quantization(value: float) -> None:
     x, weight = drawn(5, 256), quantize(drawn(8, 256), INT8)
     expected = linear(x, weight)
     x[3, 200] = value

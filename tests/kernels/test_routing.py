@@ -113,7 +113,7 @@ def test_the_sparse_mixer_is_phis() -> None:
     assert ((weight > 0.05) & (weight < 0.95)).any()
 
 
-def test_what_cannot_be_routed_is_refused() -> None:
+def test_invalid_routing_inputs_are_refused() -> None:
     with pytest.raises(KernelInputError, match="hold fewer than top_k"):
         RoutingSpec(EXPERTS, 5, renormalize=True, num_groups=4, top_groups=1)
     with pytest.raises(KernelInputError, match="groups of one size"):

@@ -64,7 +64,7 @@ def test_in_stages_the_bits_are_those_of_all_experts_at_once(
 
 
 @pytest.mark.parametrize("width", [64, 40])  # torch computes what is of no whole vectors
-def test_with_biases_too_and_what_no_stage_had_adds_nothing(width: int) -> None:
+def test_staged_experts_with_biases_add_nothing_for_experts_outside_the_stages(width: int) -> None:
     torch.manual_seed(0)
     gate_up, down = torch.randn(NUM_EXPERTS, 48, width), torch.randn(NUM_EXPERTS, width, 24)
     biases: dict[str, Any] = {

@@ -60,7 +60,7 @@ def problems(draw: st.DrawFn) -> Problem:
 
 
 @given(problem=problems(), device=st.sampled_from(DEVICES))
-def test_what_is_chosen_is_a_candidate_and_candidates_fit_the_device(problem: Problem, device: DeviceModel) -> None:
+def test_the_chosen_tile_is_a_candidate_and_candidates_fit_the_device(problem: Problem, device: DeviceModel) -> None:
     allowed = candidates(problem, device)
     assert choose(problem, device) in allowed
     for config in (one for one in allowed if one.BM > 1):

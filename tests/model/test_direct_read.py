@@ -40,7 +40,7 @@ def test_parts_of_any_size_come_to_the_very_tensors(file: Path, tensors: dict[st
     assert stack[2].isnan().all()
 
 
-def test_what_must_be_changed_on_the_way_is_left_to_others(file: Path) -> None:
+def test_direct_read_leaves_tensors_that_need_conversion_to_the_normal_loader(file: Path) -> None:
     float_ND, straight = torch.empty(ROWS, WIDTH), DirectRead()
     assert not straight.take(file, "float", whole(float_ND.bfloat16()))
     assert not straight.take(file, "float", whole(torch.empty(WIDTH, ROWS).mT))

@@ -179,7 +179,7 @@ def test_products_with_a_part_that_is_wide_on_disk_are_wide_and_the_others_narro
         ("bfloat16", (32, 16), "groups of 16 inputs are not supported, only groups of 32, 64, 128"),
     ],
 )
-def test_what_no_kernel_reads_is_widened_and_said_to_be(
+def test_float8_weights_without_a_kernel_are_widened_and_logged(
     make_checkpoint: Any, monkeypatch: pytest.MonkeyPatch, dtype: str, block: Block, reason: str
 ) -> None:
     monkeypatch.setitem(KINDS, "other", (block, "_scale_inv", {"quant_method": "fp8", "weight_block_size": [*block]}))
@@ -211,7 +211,7 @@ def test_float8_that_does_not_fit_its_scales_or_is_another_kind_is_refused_by_na
         load_model(folder, device="cpu", dtype="bfloat16")
 
 
-def test_of_float8_checkpoints_those_are_named_that_can_be_read(make_checkpoint: Any) -> None:
+def test_unreadable_float8_checkpoints_are_refused_with_the_readable_forms(make_checkpoint: Any) -> None:
     folder = make_checkpoint("llama, llama3 rope").folder
     config = json.loads((folder / "config.json").read_text())
     for settings in (compressed("tensor_group"), compressed("channel", num_bits=4), compressed("block")):

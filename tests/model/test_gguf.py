@@ -180,7 +180,7 @@ def test_changed_bytes_of_a_header_end_in_a_clear_error_or_in_a_model(make_check
     assert 20 < refused < 120
 
 
-def test_what_is_not_read_says_what_to_use_instead(make_checkpoint: Any, tmp_path: Path) -> None:
+def test_unsupported_gguf_files_are_refused_with_an_alternative(make_checkpoint: Any, tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "other.gguf", "mamba")
     writer.add_tensor("x", np.zeros((1, 256), dtype=np.float32))
     writer.write_header_to_file()

@@ -101,13 +101,13 @@ def put_experts_in_four_bits(checkpoint: Any) -> Any:
     return checkpoint
 
 
-def test_what_is_kept_in_few_bits_stands_for_bfloat16_unless_it_says_otherwise(make_checkpoint: Any) -> None:
+def test_quantized_weights_dequantize_to_bfloat16_by_default(make_checkpoint: Any) -> None:
     config = config_of(make_checkpoint("gpt_oss").folder) | {"quantization_config": {"quant_method": "mxfp4"}}
     assert spec_from_config(config).checkpoint_dtype == "float32"
     assert spec_from_config(config | {"dtype": None}).checkpoint_dtype == "bfloat16"
 
 
-def test_of_other_quantizations_the_known_ones_are_named(make_checkpoint: Any) -> None:
+def test_unknown_quantizations_are_refused_with_the_list_of_known_ones(make_checkpoint: Any) -> None:
     config = config_of(make_checkpoint("qwen3, tied").folder)
     with pytest.raises(UnsupportedModelError, match=r"GPTQ.*supported are fp8.*mxfp4.*compressed-tensors"):
         spec_from_config(config | {"quantization_config": {"quant_method": "gptq"}})
@@ -195,7 +195,7 @@ def test_a_deepseek_as_first_released_means_the_same(make_checkpoint: Any) -> No
         ("glm_moe_dsa", {"model_type": "deepseek_v4"}, "it needs attention to compressed keys .* behind the gateway"),
     ],
 )
-def test_what_is_not_known_of_a_family_is_refused_by_name(
+def test_unknown_settings_of_a_family_are_refused_by_name(
     make_checkpoint: Any, variant: str, change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
@@ -216,7 +216,7 @@ def test_an_indexer_that_cannot_select_is_refused(make_checkpoint: Any, change: 
         spec_from_config(config_of(make_checkpoint("glm_moe_dsa").folder) | change)
 
 
-def test_what_a_configuration_says_beyond_what_is_read_is_named_and_nothing_else(tmp_path: Path) -> None:
+def test_ignored_keys_of_a_configuration_are_exactly_the_unread_ones(tmp_path: Path) -> None:
     nested = {"gemma3", "qwen3_5", "qwen3_5_moe", "qwen3_vl_moe"}  # the last is tried in test_vision
     dense = {"qwen3_5_text"}  # as qwen3_5_moe_text, but for its feed-forwards
     assert {family for family, _ in VARIANTS.values()} == FAMILIES.keys() - nested - dense - WITHOUT_CLASS, (

@@ -95,7 +95,7 @@ def test_the_same_under_the_name_of_its_version(ling: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize("change", [{"score_function": "softmax"}, {"norm_head": True}, {"use_rmsnorm": False}])
-def test_what_the_first_version_does_otherwise_is_refused(change: dict[str, Any]) -> None:
+def test_unsupported_settings_are_refused_by_name(change: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedModelError, match=next(iter(change))):
         spec_from_config(PUBLISHED | change)
 

@@ -250,7 +250,7 @@ def test_keys_of_the_original_releases_mean_the_same(mixture: Any, make_driver: 
     assert agrees(mixture, make_driver, make_sequence)
 
 
-def test_what_a_configuration_says_is_read() -> None:
+def test_configuration_values_are_read_into_the_spec() -> None:
     config: dict[str, Any] = {
         "model_type": "qwen3_moe",
         "vocab_size": 100,
@@ -301,7 +301,7 @@ def test_experts_are_computed_by_what_was_asked_for(
     assert (ours.log_softmax(-1) - theirs.log_softmax(-1)).abs().max() < 1e-4
 
 
-def test_what_cannot_compute_experts_here_is_refused_with_the_reason(mixture: Any) -> None:
+def test_unavailable_moe_kernels_are_refused_with_the_reason(mixture: Any) -> None:
     with pytest.raises(UnsupportedModelError, match=r"--moe-kernel grouped .* bfloat16, and activations are float32"):
         load_model(mixture.folder, device="cpu", dtype="bfloat16", moe_kernel="grouped")
     with pytest.raises(UnsupportedModelError, match="'cutlass' is not known; choose one of auto, triton, grouped"):

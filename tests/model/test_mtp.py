@@ -210,7 +210,9 @@ def test_it_says_what_plain_torch_says_in_chunks_and_after_its_own_guesses(publi
 
 
 @pytest.mark.parametrize("variant", ["qwen3_next", pytest.param("qwen3_5_moe", marks=pytest.mark.thorough)])
-def test_that_of_a_model_with_recurrent_layers_says_so_too(make_checkpoint: Callable[..., Any], variant: str) -> None:
+def test_mtp_layer_of_a_model_with_recurrent_layers_matches_plain_torch(
+    make_checkpoint: Callable[..., Any], variant: str
+) -> None:
     check_says_what_plain_torch_says(publish_as_qwen(make_checkpoint(f"{variant}, full attention last")))
 
 
@@ -246,7 +248,7 @@ def test_it_is_kept_in_the_form_of_the_model_and_shares_its_vocabulary(published
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_in_float8_it_says_what_it_says_of_the_same_numbers_written_out(published: Published, dtype: str) -> None:
+def test_mtp_layer_in_float8_equals_the_dequantized_one(published: Published, dtype: str) -> None:
     """As DeepSeek-V3 is published; its eh_proj is wide there, and here narrow, too."""
     folder, block = published.folder, 32
 
@@ -272,7 +274,7 @@ def test_in_float8_it_says_what_it_says_of_the_same_numbers_written_out(publishe
     assert (said[0] - said[1]).abs().max() <= 1e-4
 
 
-def test_without_being_asked_for_it_is_left_on_disk(published: Published) -> None:
+def test_mtp_layer_is_not_loaded_unless_requested(published: Published) -> None:
     model = load_model(published.folder, device="cpu", dtype="float32")
     assert len(model.spec.layers) == published.oracle.config.num_hidden_layers - 1
     assert model.allocate_kv(1, BLOCK_SIZE).hidden is None

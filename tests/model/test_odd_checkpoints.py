@@ -103,7 +103,7 @@ def test_a_model_that_also_sees_is_served_from_what_was_written_of_it(
     assert torch.equal(read.prefill(make_sequence(PROMPT), 64), made.prefill(make_sequence(PROMPT), 64))
 
 
-def test_what_cannot_be_written_is_said_and_leaves_nothing(make_checkpoint: Any, tmp_path: Path) -> None:
+def test_quantization_that_cannot_write_reports_it_and_leaves_no_files(make_checkpoint: Any, tmp_path: Path) -> None:
     folder = make_checkpoint("mixtral, sliding window").folder
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written"):

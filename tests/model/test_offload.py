@@ -64,7 +64,7 @@ def test_with_a_quarter_of_the_experts_on_the_device_the_bits_are_those_of_all_o
 
 @pytest.mark.parametrize("prefetch", [True, False])
 @pytest.mark.parametrize("eviction", list(ExpertEviction))
-def test_whoever_makes_room_and_whatever_is_fetched_ahead_the_bits_are_the_same(
+def test_output_bits_do_not_depend_on_expert_eviction_and_prefetch(
     make_checkpoint: Any, make_driver: Any, make_sequence: Any, eviction: ExpertEviction, prefetch: bool
 ) -> None:
     folder = make_checkpoint("qwen3_moe").folder
@@ -86,7 +86,7 @@ def test_whoever_makes_room_and_whatever_is_fetched_ahead_the_bits_are_the_same(
         ("gpt_oss, experts as wide as blocks", "int4", 80_000),
     ],
 )
-def test_in_few_bits_too_and_the_next_start_finds_them_so(
+def test_quantized_experts_are_offloaded_and_found_at_the_next_start(
     make_checkpoint: Any,
     make_driver: Any,
     make_sequence: Any,
@@ -118,7 +118,9 @@ def test_in_few_bits_too_and_the_next_start_finds_them_so(
     assert not any("experts" in name for name in read), "experts were read once more"
 
 
-def test_what_a_checkpoint_has_in_float8_stays_so(make_checkpoint: Any, make_driver: Any, make_sequence: Any) -> None:
+def test_float8_experts_of_a_checkpoint_stay_in_float8(
+    make_checkpoint: Any, make_driver: Any, make_sequence: Any
+) -> None:
     folder = make_checkpoint("deepseek_v3, as wide as blocks").folder
     tensors = load_file(folder / "model.safetensors")
     for name in [name for name in tensors if ".experts." in name]:
@@ -211,7 +213,7 @@ def test_without_a_size_half_of_what_the_rest_leaves_free_is_for_experts(
         ("mixtral", OffloadConfig(what=Offload.EXPERTS), {"load_format": LoadFormat.DUMMY}, "leave out --load-format"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_had_is_refused_with_what_to_do(
+def test_unsupported_offload_settings_are_refused_with_advice(
     make_checkpoint: Any, variant: str, config: OffloadConfig, more: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(InvalidConfig, match=says):
@@ -229,7 +231,7 @@ def test_a_disk_without_room_is_told_before_anything_is_read(tmp_path: Path, mon
     assert not list(tmp_path.iterdir())
 
 
-def test_what_an_engine_that_is_gone_has_begun_to_write_is_removed_and_what_one_is_writing_is_not(
+def test_unfinished_files_of_dead_engines_are_removed_and_those_of_live_ones_kept(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "experts-0.1.partial").write_bytes(b"half")

@@ -112,7 +112,7 @@ def test_numbers_are_packed_as_others_read_them() -> None:
         torch.testing.assert_close(read, dequantize(quantize(weight, form)))
 
 
-def test_what_is_written_says_what_it_is_and_nothing_is_overwritten(tmp_path: Path, make_checkpoint: Any) -> None:
+def test_written_checkpoints_state_their_format_and_overwrite_nothing(tmp_path: Path, make_checkpoint: Any) -> None:
     folder = make_checkpoint("mixtral, sliding window").folder
     write_quantized(folder, tmp_path / "narrow", INT8, silent)
     settings = json.loads((tmp_path / "narrow" / "config.json").read_text())["quantization_config"]
@@ -144,7 +144,7 @@ def begin(source: Path, target: Path) -> subprocess.Popen[str]:
     return started
 
 
-def test_what_a_killed_run_has_left_is_begun_anew_and_said_but_not_what_another_is_at(
+def test_leftovers_of_a_killed_run_are_replaced_and_a_running_one_is_left_alone(
     tmp_path: Path, make_checkpoint: Any
 ) -> None:
     source, target = make_checkpoint("mixtral, sliding window").folder, tmp_path / "to" / "narrow"
@@ -171,7 +171,7 @@ def test_a_folder_of_somebody_else_that_is_called_like_a_draft_is_left_alone(
     assert (tmp_path / "narrow.part" / "thesis.txt").read_text() == "mine"
 
 
-def test_what_is_wide_in_a_written_checkpoint_is_not_rounded(make_checkpoint: Any, tmp_path: Path) -> None:
+def test_unquantized_weights_of_a_written_checkpoint_are_not_rounded(make_checkpoint: Any, tmp_path: Path) -> None:
     folder = make_checkpoint("llama, llama3 rope").folder
     write_quantized(folder, tmp_path / "narrow", INT8, silent)
     wide = load_file(folder / "model.safetensors")

@@ -131,7 +131,7 @@ def test_phimoe_takes_the_magnitude_of_its_longest_context_too(longest: int | No
     assert frequencies_R[0] == (1.0 if is_short else 0.5)
 
 
-def test_what_is_served_decides_and_keys_of_another_choice_do_not_fit(tmp_path: Path) -> None:
+def test_served_context_selects_the_rope_and_keys_of_another_rope_do_not_match(tmp_path: Path) -> None:
     config: dict[str, Any] = {
         "model_type": "llama", "vocab_size": 64, "hidden_size": 64, "num_attention_heads": 1, "intermediate_size": 64,
         "num_hidden_layers": 1, "max_position_embeddings": 8192, "rope_scaling": LONG,

@@ -154,7 +154,7 @@ def test_a_line_that_was_cut_at_any_byte_is_dropped_and_nothing_before_it(tmp_pa
         assert path.read_bytes() == one + two
 
 
-def test_what_is_no_output_of_the_file_is_left_alone(tmp_path: Path) -> None:
+def test_files_that_are_no_outputs_of_the_batch_are_left_alone(tmp_path: Path) -> None:
     file = write(tmp_path / "asked.jsonl", [chat("a", "hello")])
     notes = tmp_path / "notes.txt"
     answer = b'{"id":"batch_req_0","custom_id":"a","response":null,"error":null}\n'

@@ -111,7 +111,7 @@ def test_stop_strings_and_stop_tokens_end_an_answer(llm: LLM) -> None:
         ([GREEDY, GREEDY], "1 prompts and 2 SamplingParams"),
     ],
 )
-def test_what_cannot_be_served_is_said_and_the_model_goes_on(llm: LLM, params: object, told: str) -> None:
+def test_invalid_requests_raise_and_the_model_continues(llm: LLM, params: object, told: str) -> None:
     with pytest.raises(InvalidRequest, match=told):
         llm.generate(["hello"], params)
     with pytest.raises(InvalidRequest, match="shorten the prompt"):

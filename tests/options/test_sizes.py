@@ -28,7 +28,7 @@ def test_sizes_are_read_as_people_write_them(text: str | int, num_bytes: int) ->
 
 
 @pytest.mark.parametrize("text", ["", "G", "-1", "4X", "1e9"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="4GiB"):
         parse_size(text)
 

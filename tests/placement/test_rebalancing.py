@@ -1,4 +1,4 @@
-"""From one placement to the next: what moves, what that gains, and what is left when ranks die."""
+"""Changes of placement: which experts move, the gain, and the placement after ranks fail."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_a_start_without_a_dead_rank_puts_no_expert_twice_on_one_that_lives() ->
         start_without({1}, num_ranks=2, num_experts=4, slots_each=5)
 
 
-def test_what_has_no_room_or_is_no_rank_is_refused_with_numbers() -> None:
+def test_placements_without_room_or_with_unknown_ranks_are_refused_with_numbers() -> None:
     placement = plan(draw_load(1), **GLOBAL)
     with pytest.raises(NoRoom, match="bring 6 more slots back into service"):
         rebalance(without(placement, {0, 1, 2}).placement, draw_load(1), move_cost=0.01)

@@ -1,4 +1,4 @@
-"""From one placement to the next while both are in use: no expert is ever nowhere."""
+"""Transitions between two placements that are both in use: every expert is always present."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When attention and experts on GPUs of their own pay, and when they do not."""
+"""Cases in which attention-FFN disaggregation pays, and in which it does not."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_it_pays_only_where_it_is_faster_by_a_twentieth() -> None:
     assert replace(found["advised"], apart=faster).pays
 
 
-def test_what_the_engine_is_told_to_run_is_a_layout_that_it_has() -> None:
+def test_planned_attention_ffn_layouts_are_valid_layouts_of_the_engine() -> None:
     served = find_model("gpt-oss-20b")
     found = compare(served, 8, H200, DEMAND)
     advised = found["advised"].apart

@@ -1,4 +1,4 @@
-"""What `moiety plan` computes, against numbers that were computed by hand."""
+"""`moiety plan` agrees with numbers that were computed by hand."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_sparse_attention_takes_the_time_of_its_selection_and_of_the_index_keys(
     assert sparse.kv_bytes_per_token(sparse.spec, 1024.0) - dense.kv_bytes_per_token(dense.spec, 1024.0) == 61 * 256
 
 
-def test_what_will_not_do_says_why() -> None:
+def test_layouts_that_do_not_fit_are_rejected_with_the_reason() -> None:
     served = find_model("deepseek-v3")
     assert (
         evaluate(served, Layout(), 1, H200, NETWORK, DEMAND).problem == "the weights leave no memory for the KV cache"

@@ -1,4 +1,4 @@
-"""`moiety models` and the table of families say what the readers, the layouts and the files say."""
+"""`moiety models` and the table of families agree with the readers, the layouts and the files."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_folder_is_reported_with_memory_features_and_what_is_not_read(
 @pytest.mark.parametrize(
     ("absent", "message"), [("tokenizer.json", "has no tokenizer.json"), ("model.safetensors", "safetensors")]
 )
-def test_what_a_folder_lacks_is_said(
+def test_missing_files_of_a_model_folder_are_reported(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, absent: str, message: str
 ) -> None:
     code, out, _ = run(capsys, str(demo_copy(tmp_path, without=absent)))
@@ -122,7 +122,7 @@ def test_a_configuration_alone_is_enough_for_memory_and_features(
         ([1], "must be a JSON object"),
     ],
 )
-def test_what_would_not_be_served_is_refused_with_the_reason(
+def test_models_that_the_engine_does_not_serve_are_refused_with_the_reason(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, config: Any, message: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))

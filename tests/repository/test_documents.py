@@ -1,4 +1,4 @@
-"""What the documents refer to exists, and readers of the site find every page."""
+"""References in the documents exist, and every page is reachable from the site's navigation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing that looks like a key stands in the repository: whoever copies it has nothing of anybody's."""
+"""The repository contains nothing that looks like a key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `make test` leaves out of the combinations of a test's parameters, and what it does not."""
+"""Selection of parameter combinations in `make test`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_each_value_of_each_parameter_is_kept_beside_each_of_those_named() -> No
         assert {(one[0], one[position]) for one in some} == {(one[0], one[position]) for one in all_}
 
 
-def test_of_a_product_every_value_is_kept_and_of_a_table_every_row(pytester: pytest.Pytester) -> None:
+def test_selection_keeps_every_value_of_a_product_and_every_row_of_a_table(pytester: pytest.Pytester) -> None:
     items = pytester.getitems("""
         import pytest
 

@@ -1,4 +1,4 @@
-"""The page of threats names a test of each; and what no run of a part can show is looked for in the sources."""
+"""Each row of the threats page names a test, and forbidden code is searched for in the sources."""
 
 from __future__ import annotations
 
@@ -118,5 +118,5 @@ def test_the_dashboard_lets_no_text_be_markup() -> None:
         (allows_markup, "st.markdown(name, unsafe_allow_html=True)"),
     ],
 )
-def test_what_is_looked_for_would_be_found(look: Callable[[ast.Module], list[str]], source: str) -> None:
+def test_the_threat_search_finds_planted_code(look: Callable[[ast.Module], list[str]], source: str) -> None:
     assert look(ast.parse(source)) != []

@@ -1,4 +1,4 @@
-"""What is measured on a real loop becomes a device that the simulator takes."""
+"""Measurements of a real loop become a device of the simulator."""
 
 from __future__ import annotations
 

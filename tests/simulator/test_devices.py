@@ -66,7 +66,7 @@ def test_a_device_is_read_back_from_the_file_it_was_written_to(tmp_path: Path, s
     assert find_device("a10g-llama2-7b") is A10G_LLAMA2_7B
 
 
-def test_what_an_engine_tells_of_its_steps_is_what_it_predicts() -> None:
+def test_step_times_reported_by_an_engine_are_its_predictions() -> None:
     model = StepTimeModel((0.01, 0.02, 0.03, 0.04, 0.005, 0.006, 0.007))
     assert model.costs() is None  # nothing was seen yet
     shape = StepShape(300, 200, 40_000, 2_000_000)

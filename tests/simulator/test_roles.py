@@ -64,7 +64,7 @@ def test_the_split_that_keeps_most_promises_is_recommended_then_the_quickest_bet
         ({"policies": ["fcfs", "vtc"]}, "set one with --policy"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(small: SimulatedDevice, changes: dict[str, Any], words: str) -> None:
+def test_incomparable_role_settings_are_refused(small: SimulatedDevice, changes: dict[str, Any], words: str) -> None:
     asked = {"policies": ["fcfs"], "classes": SHIPPED, "seed": 0, "num_prefill": 1, "num_decode": 1, **changes}
     with pytest.raises(InvalidConfig, match=words):
         simulate_roles(Scenario(spec=LONG_PROMPTS, duration_s=2.0), small, **asked)

@@ -1,4 +1,4 @@
-"""The faults of `make chaos`: what its judge finds, and, where it is asked for, a short run of all of it."""
+"""The judge of `make chaos` detects faults; on request, a short run of all faults."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_request_that_was_answered_and_booked_once_is_right(chaos: Any) -> Non
         (row() | row(7), {}, "of requests that no client has sent"),
     ],
 )
-def test_what_is_booked_otherwise_than_answered_is_found(
+def test_billing_that_differs_from_answers_is_detected(
     chaos: Any, rows: Any, joins: dict[str, Any], complaint: str
 ) -> None:
     (found,) = chaos.of.one_outcome_each([chaos.asked()], rows, joins, [])

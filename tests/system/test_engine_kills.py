@@ -1,4 +1,4 @@
-"""Engines that are killed while they answer: nobody is left in silence, no row is missing, and serve goes on."""
+"""Killed engines: every open request ends, every usage row is stored, and `moiety serve` restarts the engine."""
 
 from __future__ import annotations
 

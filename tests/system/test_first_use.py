@@ -1,4 +1,4 @@
-"""The first minute of a user: what `moiety serve` prints is all that is needed."""
+"""A new user needs only what `moiety serve` prints."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_no_prompt_and_no_key_reaches_a_log_or_the_disk(server: Any, account: An
     ],
     ids=["no HTTP", "TLS", "negative length", "bad chunk", "bad header", "bad path", "long path", "long header"],
 )
-def test_what_is_no_proper_request_is_refused_or_hung_up_on(server: Any, request_bytes: bytes) -> None:
+def test_malformed_requests_are_refused_or_their_connection_closed(server: Any, request_bytes: bytes) -> None:
     address = urlsplit(server.url)
     with socket.create_connection((address.hostname, address.port), timeout=DEADLINE_S) as connection:
         try:

@@ -71,7 +71,9 @@ def test_a_grammar_that_crashes_its_compiler_costs_nobody_else_anything(
     assert server.core_process().pid == core
 
 
-def test_in_a_batch_such_lines_fail_alone(client: openai.OpenAI, server: Any, until: Callable[..., Any]) -> None:
+def test_batch_lines_with_hostile_grammars_fail_alone(
+    client: openai.OpenAI, server: Any, until: Callable[..., Any]
+) -> None:
     lines = []
     for number in range(6):
         body: dict[str, Any] = {"model": server.model, "prompt": "one", "max_tokens": 40}

@@ -161,7 +161,7 @@ def test_a_form_that_takes_long_to_compile_does_not_hold_up_who_streams(client: 
     assert max(gaps[3:]) < 1.0
 
 
-def test_who_leaves_while_the_form_is_compiled_leaves_nothing_behind(account: Any) -> None:
+def test_a_client_that_disconnects_during_grammar_compilation_leaves_nothing_behind(account: Any) -> None:
     body = {"model": account.server.model, "prompt": "one", "max_tokens": 40, "guided_regex": "[a-z]{40}x" * 40}
     with (
         pytest.raises(openai.APITimeoutError),
@@ -173,7 +173,7 @@ def test_who_leaves_while_the_form_is_compiled_leaves_nothing_behind(account: An
     assert account.server.wait_until_idle()["num_running"] == 0
 
 
-def test_what_is_asked_and_cannot_go_together_is_refused(account: Any) -> None:
+def test_incompatible_response_settings_are_refused(account: Any) -> None:
     more: dict[str, Any]
     for more in (
         {"guided_regex": "a", "guided_choice": ["a"]},

@@ -44,7 +44,7 @@ def test_an_outage_that_nobody_noticed_and_whose_spans_are_all_counted_is_well(o
     assert all(judge(outage, sent=90 + 1700, queue_full=900, not_taken=100).values())
 
 
-def test_what_was_lost_slower_dearer_or_not_counted_is_told(outage: Any) -> None:
+def test_cost_report_names_lost_slower_costlier_and_uncounted_requests(outage: Any) -> None:
     spans = {"sent": 90 + 1700.0, "queue_full": 900.0, "not_taken": 100.0}
     for wrong, verdict in (
         ({"status": 503}, "none_lost"),

@@ -93,7 +93,7 @@ def until_told() -> Callable[..., Any]:
     return wait
 
 
-def test_what_goes_out_by_otlp_is_what_is_told(used: Any, receiver: Any, until_told: Callable[..., Any]) -> None:
+def test_otlp_metrics_equal_the_prometheus_page(used: Any, receiver: Any, until_told: Callable[..., Any]) -> None:
     wanted = set(listed("gateway"))
     wanted -= RARE  # without a sample there is nothing to send
     found = until_told(lambda: dict(receiver.metrics), lambda found: wanted - {told_name(name) for name in found})

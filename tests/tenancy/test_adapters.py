@@ -151,7 +151,7 @@ async def test_sizes_of_one_and_of_all_of_a_tenant_are_bounded(api: Admin, demo:
         pytest.param((4).to_bytes(8, "little") + b"[{}]", id="another JSON"),
     ],
 )
-async def test_what_is_no_adapters_file_is_not_published(api: Admin, demo: Demo, content: bytes) -> None:
+async def test_invalid_adapter_files_are_not_published(api: Admin, demo: Demo, content: bytes) -> None:
     made = await begin(api, demo)
     if content:
         await send(api, made["id"], 0, content)
@@ -171,7 +171,7 @@ async def test_what_is_no_adapters_file_is_not_published(api: Admin, demo: Demo,
         {"engine_adapter": "there"},
     ],
 )
-async def test_what_makes_no_sense_is_refused(api: Admin, demo: Demo, changes: dict[str, Any]) -> None:
+async def test_invalid_adapter_requests_are_refused(api: Admin, demo: Demo, changes: dict[str, Any]) -> None:
     assert (await begin(api, demo, expect=400, **changes))["error"]["message"]
 
 
@@ -203,7 +203,7 @@ async def test_an_adapter_named_like_another_ones_id_does_not_keep_that_from_bei
         assert [one["id"] for one in listed["data"]] == [second["id"]][:num_left]
 
 
-async def test_what_was_deleted_is_erased_piece_by_piece(
+async def test_contents_of_deleted_adapters_are_erased_part_by_part(
     api: Admin, demo: Demo, database: Database, objects: ObjectStore
 ) -> None:
     made, kept = await begin(api, demo), await begin(api, demo, "b")

@@ -253,7 +253,7 @@ async def test_bodies_that_are_not_what_they_should_be_are_refused(admin: Admin,
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.text(max_size=130), weight=st.one_of(st.floats(allow_nan=False, allow_infinity=False), st.integers()))
-async def test_whatever_the_name_and_weight_a_tenant_is_made_as_told_or_refused(
+async def test_tenants_are_created_with_any_valid_name_and_weight_or_refused(
     admin: Admin, name: str, weight: float
 ) -> None:
     response = await admin.http.post("tenants", json={"name": name, "weight": weight})

@@ -1,5 +1,4 @@
-"""Alerts of limits: each threshold of each window told once, signed, to a real receiver on loopback, and to no address
-that webhooks may not go to."""
+"""Quota alerts: each threshold is sent once per window, signed, and only to addresses that webhooks may reach."""
 
 from __future__ import annotations
 
@@ -222,7 +221,7 @@ async def test_a_receiver_that_is_away_gets_the_same_event_when_it_is_back(
     assert len({event["id"] for event in events}) == 1
 
 
-async def test_what_is_never_taken_is_given_up_and_a_queue_does_not_grow_without_end(
+async def test_undeliverable_alerts_are_given_up_and_the_queue_is_bounded(
     admin: Admin, demo: Demo, receiver: Receiver, new_sender: Any, use: Any, database: Database
 ) -> None:
     await add_webhook(admin, receiver.url)
@@ -244,7 +243,7 @@ async def test_what_is_never_taken_is_given_up_and_a_queue_does_not_grow_without
         assert (await session.scalars(select(WebhookDelivery))).all() == []
 
 
-async def test_what_a_killed_gateway_was_sending_is_sent_by_another_once_its_lease_is_over(
+async def test_alerts_of_a_killed_gateway_are_sent_by_another_after_its_lease(
     admin: Admin, demo: Demo, receiver: Receiver, new_sender: Any, use: Any, database: Database
 ) -> None:
     await add_webhook(admin, receiver.url)
@@ -312,7 +311,7 @@ async def test_webhooks_go_to_no_address_that_is_not_the_publics(url: str) -> No
 
 
 @pytest.mark.parametrize("url", NO_ADDRESS)
-def test_what_is_no_address_is_refused(url: str) -> None:
+def test_invalid_webhook_addresses_are_refused(url: str) -> None:
     with pytest.raises(BadRequest) as refused:
         LOOPBACK.check(url)
     assert (refused.value.code, refused.value.param) == ("invalid_request", "url")

@@ -32,7 +32,7 @@ METADATA = st.dictionaries(st.text(max_size=64), st.text(max_size=512), max_size
 
 
 @given(st.none() | st.text(), METADATA)
-def test_whatever_a_body_names_is_stored_within_bounds(end_user: str | None, metadata: dict[str, str]) -> None:
+def test_attribution_values_are_stored_within_bounds(end_user: str | None, metadata: dict[str, str]) -> None:
     found = attribution_of(end_user, metadata, b"team=search")
     stored = found.end_user or ""
     assert len(stored) <= MAX_END_USER_CHARS and stored.isprintable()
@@ -121,7 +121,7 @@ async def test_single_requests_are_listed_by_end_user_and_tag(admin: Admin) -> N
     assert shown[0]["tags"] == {"feature": "chat", "team": "search"}
 
 
-async def test_what_cannot_be_reported_is_refused(admin: Admin) -> None:
+async def test_unsupported_attribution_reports_are_refused(admin: Admin) -> None:
     for query in (
         "group_by=tag:", "group_by=tag:a%20b", "group_by=tag:a,tag:a", "tag=team", "tag==x", "tag=a%3D%00",
         "group_by=end_user&since=2025-01-01T00:00:00Z", "tag=a%3Db&since=2025-01-01T00:00:00Z",

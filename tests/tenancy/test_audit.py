@@ -1,4 +1,4 @@
-"""The audit log: every change, in the change's own transaction, in a chain that shows what was done to it."""
+"""The audit log records every change in the change's own transaction, in a hash chain that reveals tampering."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ async def test_changes_at_once_make_one_chain(admin: Any) -> None:
     assert verified.head == entries[-1]["hash"]
 
 
-async def test_what_was_before_is_right_where_several_change_one_thing_at_once(admin: Any, demo: Any) -> None:
+async def test_audit_entries_of_concurrent_changes_have_the_right_previous_values(admin: Any, demo: Any) -> None:
     quota = {"level": "tenant", "scope_id": demo.tenant_id, "kind": "tokens_per_day"}
     caps, earlier_entries = [5, 10, 20, 30, 40], len(await log(admin))
     await asyncio.gather(*(admin.call("PUT", "quotas", 200, json={**quota, "cap": cap}) for cap in caps))
@@ -122,7 +122,7 @@ async def test_what_was_before_is_right_where_several_change_one_thing_at_once(a
         assert later["before"]["cap"] == earlier["after"]["cap"]
 
 
-async def test_what_is_done_to_the_log_shows(admin: Any, database: Database) -> None:
+async def test_audit_verification_detects_changes_of_the_log(admin: Any, database: Database) -> None:
     for name in ("a", "b", "c"):
         await admin.call("POST", "tenants", 201, json={"name": name})
     entries = await log(admin)

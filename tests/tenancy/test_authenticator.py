@@ -1,4 +1,4 @@
-"""Who gets in, how soon that changes, and what happens while the database is away."""
+"""Authentication of keys: which keys are accepted, when changes take effect, and behaviour during database outages."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def test_an_administrators_key_belongs_to_no_tenant(authenticator: Authent
         ("Bearer mty_" + "a" * 16 + "." + "'; DROP TABLE api_keys; --".ljust(32, "x"), "invalid_api_key"),
     ],
 )
-async def test_what_is_not_even_shaped_like_a_key_costs_no_statement(
+async def test_malformed_keys_cost_no_sql_statement(
     authenticator: Authenticator, database: Database, header: str | None, code: str
 ) -> None:
     statements = Statements(database)

@@ -1,4 +1,4 @@
-"""Batches in the store, on each database: leases by a clock that is put ahead, and what is stored once."""
+"""Batches in the store, on each database: leases with a manual clock, and results that are stored once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request that failed is billed, in the ledger and under limits: nothing that no engine took on."""
+"""Billing of failed requests, in the ledger and under quotas: requests that no engine accepted are not billed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BROKEN = EngineFailed("broke off")
     ("error", "was_taken_on", "billed"),
     [(REFUSED, False, (0, 0)), (AWAY, False, (0, 0)), (BROKEN, False, (0, 0)), (BROKEN, True, (40, 7))],
 )
-async def test_what_no_engine_took_on_costs_nothing_and_leaves_nothing_reserved(
+async def test_requests_that_no_engine_accepted_are_not_billed_and_release_their_quota(
     database: Database, tmp_path: Path, error: PlatformError, was_taken_on: bool, billed: tuple[int, int]
 ) -> None:
     async with database.write() as session:

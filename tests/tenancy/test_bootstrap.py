@@ -1,4 +1,4 @@
-"""The first run."""
+"""The first start creates the first tenant and keys."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def test_a_store_that_is_in_use_gets_no_demo_tenant(database: Database, cl
     assert await count(database, Tenant) == 1
 
 
-async def test_of_several_first_runs_at_once_exactly_one_makes_keys(database_url: str, clock: ManualClock) -> None:
+async def test_exactly_one_of_several_concurrent_first_runs_creates_keys(database_url: str, clock: ManualClock) -> None:
     stores = [Database.open(database_url) for _ in range(4)]
     made = await asyncio.gather(*(ensure_bootstrap(store, PEPPER, clock) for store in stores))
     assert sum(result is not None for result in made) == 1

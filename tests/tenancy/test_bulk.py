@@ -1,4 +1,4 @@
-"""Many rows by one statement, on both databases."""
+"""Many rows are read and written by one statement, on both databases."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def test_any_number_of_rows_takes_one_statement_each_time(database: Databa
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 1500])
-async def test_what_is_read_in_bulk_is_what_is_read_by_the_row(database: Database, num_rows: int) -> None:
+async def test_bulk_reads_equal_reads_of_single_rows(database: Database, num_rows: int) -> None:
     start = ManualClock().now()
     async with database.write() as session:
         await insert(session, [(f"quo_{n}", start + timedelta(microseconds=n), 2**60 + n, 0) for n in range(num_rows)])
@@ -64,7 +64,7 @@ async def test_what_is_read_in_bulk_is_what_is_read_by_the_row(database: Databas
     assert len(found) == num_rows
 
 
-async def test_of_requests_that_are_entered_again_among_new_ones_only_the_new_ones_are_entered(
+async def test_settling_rows_again_enters_only_the_new_ones(
     database: Database,
 ) -> None:
     rows = [killed_row(f"request-{number}") for number in range(9)]

@@ -1,4 +1,4 @@
-"""A transaction that is cancelled, wherever it is, gives its connection back and leaves nothing open."""
+"""A cancelled transaction returns its connection and leaves nothing open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The catalog of administered resources: what is declared of each is what its routes, schemas and documents have."""
+"""The catalog of administered resources agrees with their routes, schemas and documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Secrets of a deployment in a cluster: made once, never changed. An owner's key counts only if it was kept."""
+"""The Secrets of a cluster deployment are created once and never changed."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_all_that_the_parts_share_is_made(api: FakeSecretsApi, run: Run) -> None
     assert made["database-url"].decode() == f"postgresql://moiety:{password}@rel-database:5432/moiety"
 
 
-def test_what_is_there_is_never_changed_and_what_a_later_version_needs_is_added(api: FakeSecretsApi, run: Run) -> None:
+def test_existing_secrets_are_never_changed_and_missing_ones_are_added(api: FakeSecretsApi, run: Run) -> None:
     store(api, "shared", pepper=b"as it was", mine=b"of somebody else")
     assert "pepper" not in run("secrets", "shared").partition("added:")[2]
     once = entries(api, "shared")

@@ -1,4 +1,4 @@
-"""Sums of days: made when a day is long over, and never anything else than its hours say."""
+"""Daily usage sums are created after the day has ended and always equal the sums of its hours."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ async def test_a_day_is_summed_up_some_hours_after_its_end_and_once(used: Databa
         assert await sum_up_some(session, NOW + 400 * DAY) == 400, "those in which nothing was, at once"
 
 
-async def test_what_comes_late_counts_at_once_and_its_day_is_summed_up_anew(used: Database) -> None:
+async def test_late_usage_counts_at_once_and_its_day_is_summed_again(used: Database) -> None:
     await sum_up(used)
     before = (await reports(used))[0].data[0].totals.requests
     late = [make_row(f"late-{day}", started_at=FIRST + day * DAY + timedelta(hours=3)) for day in (1, 2)]

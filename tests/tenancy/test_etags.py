@@ -1,4 +1,4 @@
-"""ETag and If-Match of the admin API: nobody overwrites what another has changed meanwhile. On both databases."""
+"""ETag and If-Match of the admin API prevent lost updates, on both databases."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def test_without_a_condition_or_with_any_tag_a_change_is_made(admin: Any, 
     assert await tag_of(admin, project) == await tag_of(admin, project)
 
 
-async def test_what_is_not_there_matches_no_tag(admin: Any, demo: Any) -> None:
+async def test_a_missing_object_matches_no_etag(admin: Any, demo: Any) -> None:
     limit = {"level": "tenant", "scope_id": demo.tenant_id, "kind": "tokens_per_day", "cap": 5}
     price = {"model": "m", "input": "1", "output": "2"}
     for path, fields in (("quotas", limit), ("prices", price)):
@@ -139,7 +139,9 @@ async def test_a_tenants_own_administrator_is_held_to_tags_and_sees_none_of_othe
 
 
 @pytest.mark.parametrize("num_at_once", [8])
-async def test_of_changes_at_once_with_one_tag_one_is_made(admin: Any, demo: Any, num_at_once: int) -> None:
+async def test_one_of_several_concurrent_changes_with_one_etag_succeeds(
+    admin: Any, demo: Any, num_at_once: int
+) -> None:
     quota = await put_quota(admin, demo)
     limit = {name: quota[name] for name in ("level", "scope_id", "kind")}
     for path, method, change, field in [

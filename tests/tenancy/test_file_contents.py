@@ -218,9 +218,7 @@ async def upload(contents: FileContents, *, is_finished: bool = True) -> StoredF
     return file
 
 
-async def test_what_a_kill_leaves_between_object_and_row_is_erased_once_it_is_abandoned(
-    database: Database, objects: ObjectStore
-) -> None:
+async def test_objects_without_a_row_after_a_kill_are_erased_later(database: Database, objects: ObjectStore) -> None:
     now = StoreClock()
     contents = FileContents(database, objects, BatchFiles(database), now)
     for is_finished in (True, False):

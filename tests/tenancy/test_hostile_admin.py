@@ -197,6 +197,6 @@ async def test_administrators_that_do_the_same_thing_at_once_get_conflicts_and_n
     assert not caller.failed, "\n".join(caller.failed)
 
 
-async def test_of_tenants_made_at_once_under_one_name_one_is_made(world: World, caller: Caller) -> None:
+async def test_one_of_several_concurrent_tenants_with_one_name_is_created(world: World, caller: Caller) -> None:
     made = [caller.send("POST", "/tenants", body=json.dumps({"name": name}).encode()) for name in ("One", "ONE") * 5]
     assert sorted(await asyncio.gather(*made)) == [201] + [409] * 9

@@ -63,7 +63,7 @@ async def assert_sums_are_exact(database: Database) -> None:
     assert there == counted
 
 
-async def test_of_many_at_once_at_two_gateways_one_holds_the_key(
+async def test_one_of_many_concurrent_claims_at_two_gateways_holds_the_key(
     database: Database, second: Database, new_keeper: NewKeeper
 ) -> None:
     keepers = [new_keeper(one) for one in (database, second)] * 10
@@ -145,7 +145,7 @@ async def test_too_many_keys_and_too_many_bytes_are_those_of_one_tenant(
     await assert_sums_are_exact(database)
 
 
-async def test_what_has_expired_is_purged_in_batches_and_what_has_not_stays(
+async def test_expired_keys_are_purged_in_batches_and_others_stay(
     database: Database, new_keeper: NewKeeper, time: DatabaseClock
 ) -> None:
     keeper, store = new_keeper(database), KeyStore(now=time.now)

@@ -101,7 +101,7 @@ def test_every_command_is_run_or_marked_as_one_that_needs_more_than_a_machine() 
 
 
 @pytest.mark.parametrize("text", [one for _, all_ in blocks() for one in all_ if "helm install" in one])
-def test_what_is_installed_is_what_the_chart_can_make(text: str) -> None:
+def test_values_of_the_install_page_render_with_the_chart(text: str) -> None:
     words = shlex.split(text.rpartition("&& docker push …")[2].partition("helm install")[2], comments=True)
     files = [words[at + 1] for at, word in enumerate(words) if word == "--values"]
     values: dict[str, Any] = {}

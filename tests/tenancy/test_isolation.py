@@ -1,4 +1,4 @@
-"""Who may do what to whose objects: every endpoint of the admin API × every role × an object of either tenant.
+"""Access of every role to every endpoint of the admin API, with objects of its own and of another tenant.
 
 The routes are the application's own: one that the table below does not know fails the test.
 """
@@ -425,7 +425,7 @@ def hidden(answer: httpx.Response, side: Side) -> str:
         ("no key", 401, "missing_api_key"),
     ],
 )
-async def test_nobody_else_gets_in(world: World, call: Any, who: str, status: int, code: str) -> None:
+async def test_requests_without_access_are_refused(world: World, call: Any, who: str, status: int, code: str) -> None:
     for ask in ASKS:
         answer = await call(who, ask, world.a)
         assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), ask

@@ -38,7 +38,7 @@ def test_a_key_is_parsed_from_what_it_is_written_as(key: KeyText) -> None:
 
 
 @given(st.one_of(st.text(), key_texts.map(lambda key: key.text + "\n"), key_texts.map(lambda key: " " + key.text)))
-def test_what_parses_is_written_back_as_it_was_and_all_else_is_refused(text: str) -> None:
+def test_keys_round_trip_through_parsing_and_invalid_ones_are_refused(text: str) -> None:
     key = parse_key(text)
     assert key is None or key.text == text
 

@@ -1,4 +1,4 @@
-"""Who only looks takes no connection from those who are served, and waits for a turn."""
+"""Administrators who read reports do not take connections from requests, and are limited in number."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEADLINE_S = 60.0
 STUCK = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
 
 
-async def test_however_many_look_a_client_is_served_and_all_who_look_get_an_answer(
+async def test_clients_are_served_while_many_administrators_read_reports(
     clean_postgres: str, clock: ManualClock, tmp_path: Path
 ) -> None:
     database = Database.open(clean_postgres)

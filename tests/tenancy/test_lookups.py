@@ -1,4 +1,4 @@
-"""Look-ups of invented keys stay within their bounds, and delay and fail nobody who has a key."""
+"""Lookups of unknown keys are bounded and do not delay or fail requests with known keys."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ async def test_clients_that_leave_take_no_look_up_along_and_keep_no_connection(
     assert authenticator.num_waiting == 0
 
 
-async def test_what_waits_when_the_authenticator_is_closed_is_refused(
+async def test_waiting_lookups_are_refused_when_the_authenticator_is_closed(
     authenticator: Authenticator, store: HeldDatabase, demo: Demo
 ) -> None:
     store.held = UNKNOWN

@@ -1,4 +1,4 @@
-"""What an engine counted of requests whose gateway died is billed, once, and at the price that was agreed on."""
+"""Usage that an engine counted for requests of a dead gateway is billed once, at the agreed price."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ async def test_a_request_of_which_nothing_is_stored_is_billed_whole_and_once(lea
     assert found.agree()
 
 
-async def test_what_the_next_gateway_stored_of_it_is_completed(leased: Database) -> None:
+async def test_a_row_that_another_gateway_stored_is_completed_from_the_engines_count(leased: Database) -> None:
     bill = make_bill()
     async with leased.write() as session:
         await insert_rows(session, [bill.row])  # the live log, replayed
@@ -130,7 +130,7 @@ async def test_what_the_next_gateway_stored_of_it_is_completed(leased: Database)
     assert found.agree()
 
 
-async def test_what_its_own_gateway_stored_stands(leased: Database) -> None:
+async def test_a_row_that_its_own_gateway_stored_is_not_changed(leased: Database) -> None:
     bill = make_bill()
     own = make_row(outcome="disconnected", output_tokens=38, charges=(Charge(TOKENS, "dead", PROMPT + 38),))
     async with leased.write() as session:
@@ -203,7 +203,7 @@ async def test_hours_are_those_in_which_requests_started(leased: Database) -> No
     ]
 
 
-async def test_what_was_proven_unspent_is_free_again_and_a_note_of_it_that_comes_late_costs_nothing(
+async def test_quota_proven_unused_is_released_and_late_notes_of_it_are_ignored(
     leased: Database,
 ) -> None:
     store = LeaseStore("alive", 20.0)
@@ -261,7 +261,7 @@ async def test_sums_are_those_of_the_requests_wherever_the_time_is_cut(
     assert totals.attainment == (pytest.approx(sum(promised) / len(promised)) if promised else None)
 
 
-async def test_who_reaches_one_tenant_has_only_its_requests_in_sums_of_whole_hours_and_of_parts(
+async def test_an_administrator_of_one_tenant_sees_only_its_usage_in_whole_and_partial_hours(
     database: Database,
 ) -> None:
     rows = [
@@ -277,7 +277,7 @@ async def test_who_reaches_one_tenant_has_only_its_requests_in_sums_of_whole_hou
     assert [(group.group["tenant_id"], group.totals.requests) for group in groups] == [("own", 8)]
 
 
-async def test_of_an_answer_that_two_engines_counted_the_longer_count_is_billed_in_whichever_order(
+async def test_the_longer_of_two_engines_counts_is_billed_in_either_order(
     leased: Database,
 ) -> None:
     bill = make_bill()
@@ -289,7 +289,7 @@ async def test_of_an_answer_that_two_engines_counted_the_longer_count_is_billed_
     assert found.agree()
 
 
-async def test_what_a_gateway_that_was_taken_for_dead_says_after_all_replaces_what_was_stored_for_it(
+async def test_late_rows_of_a_gateway_presumed_dead_replace_those_stored_for_it(
     leased: Database,
 ) -> None:
     bill = make_bill()
@@ -312,7 +312,7 @@ async def test_what_a_gateway_that_was_taken_for_dead_says_after_all_replaces_wh
     assert await charge_all(leased, metered(bill, output=400)) == [False]
 
 
-async def test_what_comes_after_its_lease_was_released_is_booked_all_the_same(leased: Database) -> None:
+async def test_usage_after_the_release_of_its_lease_is_booked(leased: Database) -> None:
     store = LeaseStore("alive", 20.0)
     async with leased.write() as session:
         assert await store.release_quarantined(session, "dead") == 2
@@ -327,7 +327,7 @@ async def test_what_comes_after_its_lease_was_released_is_booked_all_the_same(le
     assert window.granted == PROMPT + 50
 
 
-async def test_what_a_request_that_runs_here_used_is_left_to_its_own_row(leased: Database) -> None:
+async def test_usage_of_a_running_request_is_left_to_its_own_row(leased: Database) -> None:
     held = {"chat-1"}
     reader = MeterReader(leased, held.__contains__)
     settled: asyncio.Queue[list[str]] = asyncio.Queue()

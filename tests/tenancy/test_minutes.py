@@ -1,4 +1,4 @@
-"""Sums of the last hours by the minute: what the dashboard is drawn from."""
+"""Usage sums by the minute, from which the dashboard draws the last hours."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_minutes_go_after_some_hours_and_are_asked_for_no_further_back(
     assert (report["since"], report["data"]) == ("2026-01-01T18:00:00Z", [])
 
 
-async def test_what_makes_no_sense_is_refused(admin: Any) -> None:
+async def test_invalid_ranges_are_refused(admin: Any) -> None:
     for query in ({"step": "0"}, {"step": "61"}, {"group_by": "key"}, {"group_by": "tenant,tenant"}):
         refusal = await admin.call("GET", "usage/minutes", 400, params=query)
         assert [refusal["error"]["param"]] == list(query)

@@ -1,4 +1,4 @@
-"""The object store: a folder and a server that speaks S3 behave alike, and each failure is told as what it is."""
+"""A folder and an S3 server behave alike as object stores, and each failure has its own error."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ asyncio.run(main())
 """
 
 
-async def test_what_a_killed_process_leaves_in_a_folder_is_no_object_and_is_removed(tmp_path: Path) -> None:
+async def test_unfinished_files_of_a_killed_process_are_not_objects_and_are_removed(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", KILLED, tmp_path.as_uri()]
     assert subprocess.run(command, env=environment, check=False).returncode == -9  # noqa: ASYNC221

@@ -1,5 +1,4 @@
-"""Tokens of an OpenID Connect issuer, on loopback and real but for its size: good ones get in with their role, and
-whatever is wrong with one keeps it out."""
+"""OpenID Connect tokens of a loopback issuer: valid ones are accepted with their role, invalid ones refused."""
 
 from __future__ import annotations
 
@@ -142,7 +141,7 @@ async def test_a_token_for_one_tenant_reaches_that_tenant(
         assert code(refused) == (403, expected), (roles, tenant)
 
 
-async def test_what_is_wrong_with_a_token_keeps_it_out(issuer: Issuer, gateway: Any, demo: Demo) -> None:
+async def test_invalid_tokens_are_refused(issuer: Issuer, gateway: Any, demo: Demo) -> None:
     now = int(time.time())
     good = issuer.token()
     head, claims, signature = good.split(".")
@@ -226,9 +225,7 @@ def test_settings_that_cannot_be_right_are_refused(given: dict[str, str]) -> Non
         GatewaySettings(**given)
 
 
-async def test_whom_a_running_gateway_believes_is_what_its_settings_say(
-    issuer: Issuer, database: Database, clock: ManualClock
-) -> None:
+async def test_reload_applies_oidc_settings(issuer: Issuer, database: Database, clock: ManualClock) -> None:
     live = LiveSettings(GatewaySettings())
     async with OidcAuthentication(live.now, database, clock) as door:
         door.followed_by(live)

@@ -1,5 +1,5 @@
-"""Rows of every age come along: a database climbs from the first schema to the newest, is written to on the way as the
-releases of that time wrote, and at the top its keys work, its sums are right and its audit log verifies."""
+"""A database migrates from the first schema to the newest, with rows that the releases of each version wrote;
+afterwards its keys work, its sums are right and its audit log verifies."""
 
 from __future__ import annotations
 

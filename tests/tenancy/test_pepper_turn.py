@@ -1,4 +1,4 @@
-"""The pepper is replaced while gateways serve: no key is refused on the way, and in the end none needs the old one."""
+"""The pepper is replaced while gateways run: no key is refused, and afterwards no key needs the old pepper."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PostgreSQL behind pgbouncer in transaction mode: what a session keeps is nobody's to count on."""
+"""PostgreSQL behind pgbouncer in transaction mode: nothing depends on session state."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_a_poolers_switch_is_understood_and_sent_to_no_server(switch: str) -> No
         ("sslrootcert=/no/such/ca.pem", "sslrootcert=/no/such/ca.pem of the database's URL cannot be read"),
     ],
 )
-def test_what_a_driver_cannot_do_is_refused_in_one_line_that_names_it(query: str, told: str) -> None:
+def test_parameters_that_a_driver_does_not_support_are_refused_by_name(query: str, told: str) -> None:
     with pytest.raises(BadDatabaseUrl) as caught:
         Database.open(f"postgresql://u:s3cret@h/d?{query}")
     assert told in str(caught.value)

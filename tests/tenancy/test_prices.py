@@ -1,4 +1,4 @@
-"""Prices: exact, by model and class, and never below what was reserved for them."""
+"""Prices are exact, by model and class, and never below the reserved amount."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_dollars_are_read_as_they_are_written(nano: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "x", "-1", "nan", "inf", "1e7", "0.0000000001", "1,5"])
-def test_what_is_no_amount_is_refused(text: str) -> None:
+def test_invalid_prices_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not an amount"):
         parse_dollars(text)
 

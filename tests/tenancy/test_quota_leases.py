@@ -110,7 +110,7 @@ async def test_replicas_that_take_at_once_stay_within_the_caps_and_use_them_up(
     assert used[WHOLE.id] >= 0.98 * WHOLE_CAP
 
 
-async def test_what_a_row_charges_is_booked_once_however_often_it_is_stored(database: Database, tmp_path: Path) -> None:
+async def test_a_row_is_charged_once_however_often_it_is_stored(database: Database, tmp_path: Path) -> None:
     await set_caps(database, {WHOLE: 100})
     keeper = QuotaKeeper(database, LeaseStore("r", 20.0), SystemClock(), tick_s=0.05)
     await keeper.start()
@@ -146,7 +146,7 @@ async def test_a_request_whose_gateway_is_killed_is_charged_its_prompt_by_the_ne
     assert (window.settled, window.granted) == (12, 30), "what is not known to be spent stays charged"
 
 
-async def test_who_does_not_renew_is_quarantined_and_takes_it_up_again(database: Database, time: DatabaseClock) -> None:
+async def test_an_expired_lease_is_quarantined_and_can_be_resumed(database: Database, time: DatabaseClock) -> None:
     await set_caps(database, {WHOLE: 100})
     stores = [LeaseStore(name, 20.0, now=time.now) for name in ("lost", "other")]
     lost, other = (QuotaKeeper(database, store, SystemClock(), ttl_s=20.0) for store in stores)
@@ -347,7 +347,7 @@ def test_a_hold_is_left_once_and_spends_no_more_than_it_reserved() -> None:
         hold.settle({Unit.TOKENS: 0})
 
 
-def test_what_is_used_steadily_is_asked_for_before_anybody_lacks_it_while_there_is_plenty() -> None:
+def test_leases_are_refilled_ahead_of_steady_use_while_quota_is_left() -> None:
     window = WindowId("q", datetime(2026, 1, 1, tzinfo=UTC))
     limit = Limit("q", WHOLE, LimitKind.TOKENS_PER_DAY, 10_000)
 

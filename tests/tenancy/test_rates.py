@@ -1,4 +1,4 @@
-"""Rates and slots: one bucket for all replicas, and room that comes back when a replica is gone."""
+"""Rate limits and concurrency limits: replicas share one bucket, and slots of a lost replica are released."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Readiness of the store: not before it has what the program needs, and not lost by an outage."""
+"""Readiness of the store: it requires the current schema and survives an outage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The books are compared, and what does not agree is found; bills are held against engines' own journals."""
+"""Reconciliation finds differences between the ledger's sums, and between bills and engines' journals."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_bills_are_compared_with_what_engines_counted(tmp_path: Path) -> None:
     assert compare(counted, {})["differences"][0] == {"request_id": "chat-1", "billed": None, "counted": 11}
 
 
-def test_what_ended_before_the_time_asked_for_is_left_out(tmp_path: Path) -> None:
+def test_reconciliation_leaves_out_requests_that_ended_before_the_range(tmp_path: Path) -> None:
     journal = write_journal(tmp_path / "a", ("chat-1-0", 5))
     assert read_journals([journal], datetime(2034, 1, 1, tzinfo=UTC)) == {}
 

@@ -1,4 +1,4 @@
-"""Usage rows: each exactly once, none lost, whatever the database does meanwhile."""
+"""Usage rows are stored exactly once, and none is lost, during database failures."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Who finds a kept response: every route that tells of one × every kind of caller. For all but the keys of its project
-that may use its model it is answered as what does not exist."""
+"""Access to stored responses: callers other than keys of the project that may use the model get 404 on every route."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Kept responses in the database: never more than a tenant has room for, and none of a tenant that is erased. On both
-databases."""
+"""Stored responses in the database: limits of a tenant's storage, and deletion of a tenant. On both databases."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ async def sums(database: Database) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("room", [StorageRoom(5, 10_000), StorageRoom(100, 1100)])
-async def test_of_many_at_once_at_two_gateways_as_many_are_kept_as_there_is_room_for(
+async def test_concurrent_responses_at_two_gateways_are_stored_up_to_the_limit(
     database: Database, second: Database, whose: Principal, room: StorageRoom
 ) -> None:
     keepers = [ResponseKeeper(one, replace(LIMITS, room=room)) for one in (database, second)]
@@ -90,7 +89,7 @@ async def test_a_conversation_is_read_in_order_however_long_it_is_and_only_whole
     assert len((await keeper.continued(whose, response_id(29))).items) == 30
 
 
-async def test_what_has_expired_is_found_no_more_and_purged_in_batches(
+async def test_expired_responses_are_not_found_and_are_purged_in_batches(
     database: Database, whose: Principal, time: DatabaseClock
 ) -> None:
     limits = replace(LIMITS, room=StorageRoom(1000, 10**9))

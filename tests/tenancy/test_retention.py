@@ -1,5 +1,4 @@
-"""RetentionService, on each database: what is past its time goes, nothing else does, and several gateways share the
-work."""
+"""Retention jobs, on each database: they delete expired rows only, and several gateways share the work."""
 
 from __future__ import annotations
 
@@ -204,9 +203,7 @@ async def content_of(objects: ObjectStore, key: str) -> bytes:
     return await objects.read_range(key, 0, 1000)
 
 
-async def test_what_is_past_its_time_goes_and_nothing_else(
-    database: Database, store_clock: StoreClock, objects: ObjectStore
-) -> None:
+async def test_only_expired_rows_are_deleted(database: Database, store_clock: StoreClock, objects: ObjectStore) -> None:
     await fill(database)
     done = await upkeep_of(database, "one", store_clock, objects).round()
     assert done.pop("usage_days") >= OLD - NEW - 1, "of the old request, and those after it that had none"
@@ -312,7 +309,7 @@ async def test_gateways_that_look_at_once_do_each_chore_once(
     assert set((await gateways[0].round()).values()) == {0}
 
 
-async def test_what_a_killed_gateway_was_at_is_anothers_once_its_lease_is_over(
+async def test_another_gateway_takes_over_retention_after_the_lease_of_a_killed_one(
     database: Database, store_clock: StoreClock, objects: ObjectStore
 ) -> None:
     await fill(database)

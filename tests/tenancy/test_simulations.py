@@ -187,7 +187,7 @@ def simulators() -> list[psutil.Process]:
 
 
 @on_one_database
-async def test_what_comes_to_nothing_says_why(
+async def test_simulations_without_a_result_report_the_reason(
     api: Admin, database: Database, demo: Demo, simulations: Simulations
 ) -> None:
     async def problem(**asked: Any) -> str:
@@ -231,12 +231,12 @@ async def test_a_simulation_of_a_gateway_that_is_gone_is_in_nobodys_way(api: Adm
         ({"device": DEVICE, "minutes": "5"}, "minutes"),
     ],
 )
-async def test_what_makes_no_sense_is_refused(api: Admin, asked: dict[str, Any], param: str) -> None:
+async def test_invalid_simulations_are_refused(api: Admin, asked: dict[str, Any], param: str) -> None:
     refusal = await api.call("POST", "simulations", 400, json=asked)
     assert refusal["error"]["param"] == param
 
 
-def test_what_may_be_asked_for_by_name_is_what_the_simulator_has() -> None:
+def test_allowed_device_and_policy_names_are_those_of_the_simulator() -> None:
     assert set(known.DEVICES) == set(PRESETS)
     assert set(known.POLICIES) == set(POLICIES)
 

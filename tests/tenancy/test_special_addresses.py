@@ -1,4 +1,4 @@
-"""Addresses that no request on a tenant's wish may go to, by IANA's registries, however they are written."""
+"""Addresses that tenants' requests may not reach, by IANA's registries, in every notation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store's ground: URLs, transactions, points in time, pages, and telling an outage from a mistake."""
+"""Foundations of the store: URLs, transactions, timestamps, pages, and the distinction of outages from errors."""
 
 from __future__ import annotations
 

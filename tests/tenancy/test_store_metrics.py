@@ -1,4 +1,4 @@
-"""What a gateway tells of its store, whoever reads it."""
+"""Metrics that a gateway reports about its store."""
 
 from __future__ import annotations
 

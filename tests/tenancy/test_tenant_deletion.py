@@ -1,5 +1,4 @@
-"""Erasing a tenant: nothing that it or its people wrote is left anywhere, every sum is what it was, and the audit log
-still proves itself."""
+"""Deletion of a tenant removes everything that it wrote, keeps every sum, and leaves a verifiable audit log."""
 
 from __future__ import annotations
 
@@ -275,7 +274,7 @@ async def test_engines_hear_of_it_and_those_that_join_later_do_too(
     assert [sorted(one.forgotten_ids) for one in engines] == [sorted(one["id"] for one in erased)] * 2
 
 
-async def test_what_was_killed_in_the_middle_goes_on_where_it_stopped(
+async def test_an_interrupted_deletion_continues_where_it_stopped(
     admin: Admin, database: Database, clock: ManualClock, objects: ObjectStore
 ) -> None:
     tenant = await make_tenant(admin, database, clock, MARK)
@@ -376,7 +375,7 @@ async def assert_tampering_shows(entries: list[dict[str, Any]]) -> None:
         verify(forged)
 
 
-def test_of_every_table_it_is_said_whether_its_rows_stay() -> None:
+def test_every_table_is_declared_as_deleted_or_kept() -> None:
     going = {table.__tablename__ for table in doomed()}
     assert going >= {"files", "file_chunks", "batches", "batch_lines", "responses"}
     assert not going & {table.__tablename__ for table in KEPT}

@@ -1,4 +1,4 @@
-"""Kept traces on each database: stored once, found by what they are searched by, and gone when their time is over."""
+"""Stored traces on each database: stored once, found by their search fields, and deleted when they expire."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def found(database: Database, page: PageRequest | None = None, **wanted: A
     return [view.request_id.removeprefix("r-") for view in result.data], result.next_cursor
 
 
-async def test_what_is_sent_twice_is_stored_once(database: Database) -> None:
+async def test_spans_that_are_sent_twice_are_stored_once(database: Database) -> None:
     await store(database, sent(range(1, 4)))
     await store(database, sent(range(2, 6)))
     assert await num_rows(database) == [5, 10]
@@ -121,7 +121,7 @@ async def test_upkeep_deletes_what_was_stored_longer_ago_than_it_is_kept(databas
     assert await num_rows(database) == [3, 6]
 
 
-def test_what_is_too_long_is_cut() -> None:
+def test_long_attributes_are_truncated() -> None:
     rows = sent(range(1, 2), **{"long": "x" * 5000, **{f"a{number}": "v" for number in range(100)}})
     attributes = rows.spans[0][11]
     assert (len(attributes), len(attributes["long"])) == (MAX_ATTRIBUTES, MAX_TEXT_LENGTH)

@@ -1,4 +1,4 @@
-"""The text of an answer becomes content and calls, the same however it is cut."""
+"""Readers of tool calls split the text of an answer into content and calls, independently of its chunks."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_calls_are_told_from_content(family: type[CallReader], text: str, parts:
 
 
 @pytest.mark.parametrize(("family", "text"), NO_CALLS)
-def test_what_is_no_call_is_content_and_nothing_of_it_is_lost(family: type[CallReader], text: str) -> None:
+def test_text_that_is_no_tool_call_is_content_without_loss(family: type[CallReader], text: str) -> None:
     for pieces in ([text], list(text), *(cut(text, [at]) for at in range(len(text)))):
         assert assemble(read(family(NAMES), pieces)) == [text]
 

@@ -88,7 +88,7 @@ def test_rendering_equals_that_of_transformers(
             assert ours.render(talk, tools=tools, add_generation_prompt=prompting, extra=extra) == expected
 
 
-def test_what_the_template_says_against_the_messages_reaches_the_caller() -> None:
+def test_errors_that_the_template_raises_reach_the_caller() -> None:
     with pytest.raises(TemplateRefused, match="Roles must alternate"):
         ChatTemplate(LLAMA_LIKE, SPECIALS).render([TALK[2]])
 

@@ -53,7 +53,7 @@ def test_a_template_file_wins_over_the_tokenizer_config(folder: Path) -> None:
     assert read_text_model(folder).chat_template == "new"
 
 
-def test_of_named_templates_each_serves_its_requests(folder: Path) -> None:
+def test_named_templates_serve_their_kinds_of_requests(folder: Path) -> None:
     named = [{"name": "default", "template": "\n  plain {{ x }} \n"}, {"name": "tool_use", "template": "\n  tools \n"}]
     write(folder, "tokenizer_config.json", {"chat_template": named})
     template = ChatTemplate(read_text_model(folder).chat_template, {})

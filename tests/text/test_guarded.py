@@ -1,4 +1,4 @@
-"""Markers are what their tokens say: text that only spells one is text, for readers, thoughts and stop strings."""
+"""Text that only spells a marker stays text for readers, reasoning and stop strings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""White space that readers hold back."""
+"""White space that readers hold back until the text after it is known."""
 
 from __future__ import annotations
 

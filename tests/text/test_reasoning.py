@@ -1,4 +1,4 @@
-"""Thoughts before answers, however their text is cut into pieces."""
+"""Reasoning before answers is separated from them, independently of the chunks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_thoughts_are_told_apart_however_their_text_is_cut(name: str, data: st.D
     assert assemble([*deltas, *reader.end()]) == parts
 
 
-def test_without_tools_the_rest_is_text() -> None:
+def test_text_after_reasoning_is_content_without_tools() -> None:
     assert ThoughtReader(None).read("<think>Hm.</think>Yes.") == [Thought("Hm."), "Yes."]
 
 

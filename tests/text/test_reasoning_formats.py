@@ -1,4 +1,4 @@
-"""Reasoning of every family: told from the answer by the family's markers, however the text is cut."""
+"""The reasoning markers of every family separate reasoning from the answer, independently of the chunks."""
 
 from __future__ import annotations
 

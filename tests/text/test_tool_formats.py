@@ -1,4 +1,4 @@
-"""What a chat template shows of its tools: the form of calls, their opening, and the messages that it takes."""
+"""Tool formats are recognized from chat templates: the syntax of calls, their opening, and the messages accepted."""
 
 from __future__ import annotations
 

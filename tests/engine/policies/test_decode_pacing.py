@@ -107,7 +107,7 @@ def test_a_prompt_of_a_worse_rank_goes_on_slowly_beside_a_pace_that_cannot_be_ke
     assert replica.prefill_rows[-1] <= 100 + TUNING.floor_tokens
 
 
-def test_whoever_comes_meanwhile_waits_for_a_short_step(make_replica: MakeReplica) -> None:
+def test_requests_that_arrive_during_a_step_wait_for_a_short_step_only(make_replica: MakeReplica) -> None:
     """A class that promises its first token soon bounds all steps for as long as it is remembered."""
     replica, _ = full_of(make_replica, ENDS)
     replica.add(4, tenant="paying", service=SOON, output=2)

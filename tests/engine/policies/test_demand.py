@@ -12,7 +12,7 @@ LATER = ServiceClass("later", 0, completion_s=1000.0)
 WORSE = ServiceClass("worse", 1, completion_s=100.0)
 
 
-def test_what_waits_is_due_by_its_promise_and_a_part_of_it_before() -> None:
+def test_waiting_work_is_due_by_its_deadline_and_partly_before() -> None:
     demand = DeadlineDemand()
     demand.came(SOON, 6_000, 0.0)
     demand.came(LATER, 20_000, 0.0)
@@ -24,7 +24,7 @@ def test_what_waits_is_due_by_its_promise_and_a_part_of_it_before() -> None:
     assert demand.overload(0, 100.0, forgotten_s) == pytest.approx(0.0)
 
 
-def test_what_comes_steadily_is_due_a_promise_later() -> None:
+def test_steady_arrivals_are_due_one_deadline_after_they_arrive() -> None:
     demand = DeadlineDemand()
     for second in range(600):
         demand.came(SOON, 150, float(second))

@@ -30,7 +30,7 @@ def test_a_tenant_that_was_served_less_is_not_put_off_for_being_late(make_replic
     assert len(replica.started) == len(greedy) + 1
 
 
-def test_of_one_tenant_what_is_late_comes_after_what_is_not(make_replica: MakeReplica) -> None:
+def test_late_requests_of_a_tenant_are_ordered_after_its_others(make_replica: MakeReplica) -> None:
     replica = make_replica("moiety", budget=8)
     late = replica.add(40, service=stream(0.01))
     others = [replica.add(16, service=stream(60.0)) for _ in range(6)]
@@ -132,7 +132,7 @@ def test_streams_that_come_back_for_one_token_at_a_time_lose_no_place(make_repli
     replica.run()
 
 
-def test_who_waited_too_long_gets_a_small_part_of_the_time_and_no_more(make_replica: MakeReplica) -> None:
+def test_late_requests_get_a_bounded_share_of_the_time(make_replica: MakeReplica) -> None:
     replica = make_replica("moiety", budget=32, num_blocks=8192)
     patient = ServiceClass("patient", 3, completion_s=1e6, max_queue_s=1.0, on_overload=OverloadAction.QUEUE)
     starved = replica.add(20_000, tenant="starved", service=patient)
@@ -146,7 +146,7 @@ def test_who_waited_too_long_gets_a_small_part_of_the_time_and_no_more(make_repl
     assert 0.005 < boosted / sum(replica.prefill_rows) < 0.03
 
 
-def test_of_prompts_too_late_anyway_one_after_the_other_is_ended(make_replica: MakeReplica) -> None:
+def test_few_late_prompts_are_in_progress_at_a_time(make_replica: MakeReplica) -> None:
     replica = make_replica("moiety", budget=32, num_blocks=8192)
     hopeless = ServiceClass("hopeless", 0, ttft_s=0.01, max_queue_s=1.0, on_overload=OverloadAction.QUEUE)
     late = [replica.add(1000, tenant="late", service=hopeless) for _ in range(8)]
@@ -163,7 +163,7 @@ def test_of_prompts_too_late_anyway_one_after_the_other_is_ended(make_replica: M
     assert sum(key in replica.finishes for key in late) >= 2, "what is late still ends"
 
 
-def test_who_waited_too_long_is_begun_though_the_batch_is_full_and_its_tenant_goes_on_sending(
+def test_a_late_request_starts_although_the_batch_is_full(
     make_replica: MakeReplica,
 ) -> None:
     replica = make_replica("moiety", budget=32, num_blocks=8192, max_running=4)
@@ -180,7 +180,7 @@ def test_who_waited_too_long_is_begun_though_the_batch_is_full_and_its_tenant_go
     replica.run()
 
 
-def test_who_waited_too_long_and_finds_no_place_holds_up_no_better_rank(
+def test_a_late_request_without_a_batch_slot_does_not_delay_better_ranks(
     make_replica: MakeReplica,
 ) -> None:
     replica = make_replica("moiety", budget=64, num_blocks=8192, max_running=4, step_s=0.06)
@@ -216,7 +216,7 @@ def test_time_for_an_answer_is_demanded_up_to_the_length_that_was_asked_for_and_
     assert EventKind.DEMOTED not in replica.events(soon)
 
 
-def test_what_waits_and_is_not_late_is_what_is_demanded(make_replica: MakeReplica) -> None:
+def test_demand_counts_waiting_requests_that_are_not_late(make_replica: MakeReplica) -> None:
     replica = make_replica("moiety", budget=8, max_running=2)
     rng = random.Random(0)
     jobs = [ServiceClass(f"job-{n}", n, completion_s=0.3, on_overload=OverloadAction.QUEUE) for n in range(2)]
@@ -236,7 +236,7 @@ def test_what_waits_and_is_not_late_is_what_is_demanded(make_replica: MakeReplic
     replica.run()
 
 
-def test_what_may_not_be_preempted_is_reserved_and_others_wait_for_it(make_replica: MakeReplica) -> None:
+def test_blocks_of_non_preemptible_requests_are_reserved(make_replica: MakeReplica) -> None:
     replica = make_replica("moiety", num_blocks=32, max_running=8)
     first = replica.add(40, tenant="a", service=PRIORITY, output=24)
     replica.step()
@@ -251,7 +251,7 @@ def test_what_may_not_be_preempted_is_reserved_and_others_wait_for_it(make_repli
         assert len(replica.outputs[key]) == 24
 
 
-def test_of_two_that_may_not_give_way_again_one_pauses_with_its_blocks_until_the_other_has_ended(
+def test_one_of_two_requests_beyond_the_preemption_limit_pauses_with_its_blocks(
     make_replica: MakeReplica,
 ) -> None:
     replica = make_replica("moiety", num_blocks=20, max_running=4)

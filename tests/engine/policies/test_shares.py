@@ -38,7 +38,7 @@ def test_a_tenant_with_nothing_gets_blocks_at_once_though_others_hold_them_all_a
     assert all(len(replica.outputs[key]) == 36 for key in (*greedy, modest))
 
 
-def test_what_gives_way_to_a_tenant_with_nothing_is_said_to_be_over_its_share(make_replica: MakeReplica) -> None:
+def test_requests_preempted_for_a_new_tenant_have_the_reason_over_share(make_replica: MakeReplica) -> None:
     replica = make_replica("moiety", num_blocks=64, max_running=32)
     greedy = [replica.add(8, tenant="greedy", service=PATIENT, output=36) for _ in range(80)]
     for number in range(12):
@@ -126,7 +126,7 @@ def fill_places(replica: Any, num_requests: int, output: int) -> None:
         replica.step()
 
 
-def test_tenants_that_hold_their_share_of_places_do_not_pause_each_other(make_replica: MakeReplica) -> None:
+def test_tenants_within_their_share_of_batch_slots_do_not_pause_each_other(make_replica: MakeReplica) -> None:
     replica = make_replica("moiety", num_blocks=4096, max_running=8)
     fill_places(replica, 10, output=120)
     keys = [replica.add(4, tenant="modest", service=PATIENT, output=120) for _ in range(10)]
@@ -141,7 +141,7 @@ def test_tenants_that_hold_their_share_of_places_do_not_pause_each_other(make_re
     assert all(len(replica.outputs[key]) == 120 for key in keys)
 
 
-def test_places_are_shared_by_weight(make_replica: MakeReplica) -> None:
+def test_batch_slots_are_shared_by_weight(make_replica: MakeReplica) -> None:
     replica = make_replica("moiety", num_blocks=4096, max_running=8)
     fill_places(replica, 20, output=300)
     for _ in range(20):

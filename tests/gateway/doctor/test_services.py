@@ -203,7 +203,7 @@ async def test_advice_mends_a_planted_fault(heals: Heals, area: str, fault: Faul
     assert await heals(fault, area) == ([code], [])
 
 
-async def test_what_is_well_is_not_complained_of(world: Any) -> None:
+async def test_doctor_reports_nothing_about_healthy_services(world: Any) -> None:
     endpoint = await world.stack.enter_async_context(run_trace_store(world.patient.settings.data_dir))
     engines = (await world.engine(), "dns+" + await world.engine())
     patient = world.changed(engines=engines, traces_endpoint=endpoint, traces_token=SecretStr(TOKEN))

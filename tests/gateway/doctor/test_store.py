@@ -293,7 +293,7 @@ async def test_advice_mends_a_planted_fault(heals: Heals, area: str, fault: Faul
     assert await heals(fault, area) == ([code], [])
 
 
-async def test_of_two_peppers_that_all_can_read_the_previous_one_counts_as_well(
+async def test_doctor_reports_a_world_readable_previous_pepper(
     heals: Heals,
 ) -> None:
     found, left = await heals(previous_pepper_that_all_can_read, "store")

@@ -83,13 +83,13 @@ def test_a_stage_that_fails_says_so(gpu: Any, tmp_path: Path) -> None:
     assert not outcome.passed
 
 
-def test_what_a_stage_left_half_written_loses_nothing_else(gpu: Any, tmp_path: Path) -> None:
+def test_a_half_written_row_of_a_stage_loses_no_other_rows(gpu: Any, tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text('{"rows": [')
     assert gpu.stages.read_result(tmp_path / "broken.json") == {"unreadable": '{"rows": ['}
     assert gpu.stages.read_result(tmp_path / "absent.json") == {}
 
 
-def test_what_a_stage_needs_and_has_not_is_named_before_it_starts(gpu: Any) -> None:
+def test_missing_requirements_of_a_stage_are_named_before_it_starts(gpu: Any) -> None:
     assert gpu.stages.Stage("a", ["-c", "0"], 1.0, needs=("json", "no_such_package")).obstacle() == (
         "no_such_package is not installed"
     )
@@ -97,7 +97,7 @@ def test_what_a_stage_needs_and_has_not_is_named_before_it_starts(gpu: Any) -> N
     assert gpu.stages.Stage("a", ["-c", "0"], 1.0, needs=("json",)).obstacle() == ""
 
 
-def test_of_every_file_the_sanitizer_gets_the_first_tests_and_no_mutants(gpu: Any, tmp_path: Path) -> None:
+def test_the_sanitizer_runs_the_first_tests_of_every_file_and_no_mutants(gpu: Any, tmp_path: Path) -> None:
     for name in ("one", "two"):
         tests = ["a_mutant_is_found", "first", "second", "third"]
         (tmp_path / f"test_{name}.py").write_text("".join(f"def test_{test}(): pass\n" for test in tests))
@@ -221,7 +221,7 @@ def test_targets_stand_on_the_page_and_on_the_terminal(gpu: Any) -> None:
     assert any(line.startswith("not measured 0/0  4,096 tokens") for line in map(gpu.summary.told, nothing))
 
 
-def test_whatever_the_stages_before_take_each_that_a_target_hangs_on_has_its_time(gpu: Any, tmp_path: Path) -> None:
+def test_every_stage_that_a_target_needs_keeps_its_time_whatever_earlier_ones_take(gpu: Any, tmp_path: Path) -> None:
     import bench_gpu
 
     stages = gpu.plan.on_gpu(tmp_path, "sm_90")

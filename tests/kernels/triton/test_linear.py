@@ -168,7 +168,7 @@ def test_all_tiles_that_may_be_chosen_sum_in_the_same_steps(tuple_of_tiles: Any)
     assert chosen == set(tuple_of_tiles)
 
 
-def test_who_asks_for_invariant_results_gets_them_or_is_told_why_not() -> None:
+def test_invariant_results_are_given_or_refused_with_the_reason() -> None:
     x, weight = torch.randn(40, 64), torch.randn(24, 64)
     heads, of_heads = torch.randn(40, 3, 64), torch.randn(3, 24, 64)
     assert torch.equal(linear_operation(x, weight, invariant=True)[7:8], linear_operation(x[7:8], weight))

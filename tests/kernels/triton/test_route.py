@@ -115,14 +115,14 @@ def test_addresses_go_beyond_32_bits(untouched: Any, device: str) -> None:
     torch.testing.assert_close(ours[0], weight, rtol=1e-5, atol=1e-6)
 
 
-def test_of_equal_experts_the_lower_comes_first(device: str) -> None:
+def test_equal_scores_choose_the_lower_expert_first(device: str) -> None:
     for name, expected in (("sigmoid", [0, 1, 2, 3, 4, 5, 6, 7]), ("best groups", [0, 1, 2, 3, 4, 5])):
         spec = SPECS[name]
         assert kernel.route(torch.zeros(2, spec.num_experts, device=device), spec)[1].tolist() == [expected] * 2
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_what_is_not_a_number_still_goes_to_experts_that_exist_each_once(name: str, device: str) -> None:
+def test_rows_with_nan_are_routed_to_existing_experts_each_once(name: str, device: str) -> None:
     spec = SPECS[name]
     logits = torch.randn(2, spec.num_experts, device=device)
     logits[:, ::2] = float("nan")

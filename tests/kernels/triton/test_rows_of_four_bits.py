@@ -74,7 +74,7 @@ def test_few_rows_meet_weights_of_four_bits(
 
 
 @pytest.mark.parametrize("name", FOUR_BITS)
-def test_what_four_bits_stand_for_is_found_exactly_wherever_they_lie(name: str, device: str) -> None:
+def test_four_bit_values_are_decoded_exactly_at_every_position(name: str, device: str) -> None:
     """Rows with a single one in them pick each number of a pack out of the weights."""
     linear = Activation("clipped", 1e9, 0.0)  # (up + 1) · gate ÷ 2
     weight = quantize(torch.randn(1, 16, 64, device=device), FOUR_BITS[name])

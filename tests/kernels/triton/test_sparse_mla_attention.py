@@ -66,7 +66,7 @@ def test_the_selected_rows_are_attended_to(
     assert_agrees(kernel, heads, latent, rotated, dtype, device, kept)
 
 
-def test_without_the_kernel_the_selected_rows_are_attended_to() -> None:
+def test_sparse_attention_without_the_kernel_attends_to_the_selected_rows() -> None:
     for kept in (None, torch.int8):
         args = arguments(3, 32, 16, torch.float32, "cpu", kept)
         ours = sparse_mla_attention(*args, num_decode=NUM_DECODE)

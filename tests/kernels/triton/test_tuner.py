@@ -79,7 +79,7 @@ def test_weights_kept_in_any_way_can_be_tuned_for(kind: str, tmp_path: Path, dev
     assert tuple(KINDS) == _WEIGHTS
 
 
-def test_where_no_candidate_runs_the_problem_and_the_reasons_are_named(tmp_path: Path, device: str) -> None:
+def test_tuning_without_a_runnable_candidate_names_the_problem_and_the_reasons(tmp_path: Path, device: str) -> None:
     class Broken(GroupedGemmTunable):
         def prepare(self, problem: Problem, device: torch.device) -> Any:
             def fail() -> None:
