@@ -8,6 +8,14 @@ from collections.abc import Awaitable, Callable
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
+async def read_request(reader: asyncio.StreamReader) -> str:
+    """Read an HTTP request with its body, and return its head in lower case."""
+    head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+    lengths = [line.split(":")[1] for line in head.split("\r\n") if line.startswith("content-length:")]
+    await reader.readexactly(int(lengths[0]) if lengths else 0)
+    return head
+
+
 class ClosingServer:
     """Runs `serve` for each connection. `writers` are those of the open ones."""
 

@@ -20,6 +20,7 @@ import structlog
 import tokenizers
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
+from openai.types import Batch
 from sqlalchemy import ColumnElement
 from tests.framework_caches import share_framework_caches
 
@@ -167,6 +168,16 @@ def unanswering_port(is_listening: bool) -> Iterator[int]:
         yield port
 
 
+@asynccontextmanager
+async def run_reasoning(
+    start_gateway: StartGateway, card: ModelCard, *, is_ours: bool
+) -> AsyncIterator[RunningGateway]:
+    """Run a gateway with one engine: an engine of ours controls reasoning and follows grammars, others do not."""
+    card = msgspec.structs.replace(card, controls_reasoning=is_ours, follows_grammars=is_ours)
+    async with start_gateway([FakeEngineClient(card)]) as running, running.anthropic:
+        yield running
+
+
 Until = Callable[[Callable[[], object]], Awaitable[None]]
 NewCard = Callable[..., ModelCard]
 ToolCard = Callable[..., ModelCard]
@@ -216,6 +227,18 @@ class RunningGateway:
         status, _, answer = await self.request(method, f"/admin/v1{path}", data, self.admin_key)
         assert status == expect, answer
         return json.loads(answer)
+
+    async def run_batch(self, lines: bytes) -> Batch:
+        """Upload lines of chats as a batch of OpenAI's API, and wait until it is completed."""
+        file = await self.client.files.create(file=("lines.jsonl", lines), purpose="batch")
+        batch = await self.client.batches.create(
+            input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+        )
+        async with asyncio.timeout(DEADLINE_S):
+            while batch.status != "completed":
+                await asyncio.sleep(0.02)
+                batch = await self.client.batches.retrieve(batch.id)
+        return batch
 
     def num_connections(self) -> int:
         return len(self.server.server_state.connections)

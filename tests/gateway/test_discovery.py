@@ -40,6 +40,13 @@ class Zone:
             raise OSError("not known")
         return {f"fake://{address}" for address in self.addresses}
 
+    async def watch(self, replicas: Replicas, addresses: set[str]) -> DnsWatch:
+        """Watch the name, which has these addresses."""
+        self.addresses = addresses
+        watch = DnsWatch(NAME, replicas, self.connect, self.resolve)
+        await watch.refresh()
+        return watch
+
     def connect(self, address: str) -> Any:
         self.made.append(FakeEngineClient(self._new_card(address.removeprefix("fake://"))))
         return self.made[-1]
@@ -67,9 +74,7 @@ async def test_engines_join_and_leave_with_the_addresses_of_their_name(zone: Zon
 
 async def test_an_engine_that_left_its_name_finishes_what_it_has(zone: Zone) -> None:
     async with Replicas([]) as replicas:
-        watch = DnsWatch(NAME, replicas, zone.connect, zone.resolve)
-        zone.addresses = {"a"}
-        await watch.refresh()
+        watch = await zone.watch(replicas, {"a"})
         client, _ = replicas.choose("tiny", STANDARD)
         zone.addresses = {"b"}
         async with client.open(submit()) as stream:
@@ -84,9 +89,7 @@ async def test_an_engine_that_left_its_name_finishes_what_it_has(zone: Zone) -> 
 
 async def test_an_address_that_comes_back_while_its_engine_finishes_keeps_its_link(zone: Zone) -> None:
     async with Replicas([]) as replicas:
-        watch = DnsWatch(NAME, replicas, zone.connect, zone.resolve)
-        zone.addresses = {"a"}
-        await watch.refresh()
+        watch = await zone.watch(replicas, {"a"})
         client, _ = replicas.choose("tiny", STANDARD)
         async with client.open(submit()):
             for zone.addresses in (set(), {"a"}):
@@ -106,9 +109,7 @@ async def test_engines_that_are_listed_by_their_address_do_not_leave_with_a_name
 
 async def test_an_engine_that_is_listed_no_more_stays_if_it_is_its_names(zone: Zone) -> None:
     async with Replicas([]) as replicas:
-        watch = DnsWatch(NAME, replicas, zone.connect, zone.resolve)
-        zone.addresses = {"a"}
-        await watch.refresh()
+        watch = await zone.watch(replicas, {"a"})
         replicas.admit(zone.connect("fake://a"))  # listed by its address, too
         watch.disown("fake://a")
         assert watch.adopt("fake://a") and not watch.adopt("fake://b")

@@ -22,7 +22,7 @@ from moiety_platform.engine_addresses import ExternalAddress
 from moiety_platform.external_engines.client import ExternalEngineClient, Heartbeat
 from moiety_wire.messages import ModelCard
 
-from .closing_server import ClosingServer
+from .closing_server import ClosingServer, read_request
 from .conftest import RunningGateway, SpanList, StartGateway, Until, write_tokenizer
 
 MODEL = "tiny"
@@ -70,24 +70,17 @@ class Upstream:
         self.stays_open = False
         self.num_asked = 0
         self.heads: list[str] = []
-        self._server = ClosingServer(self._serve)
-
-    async def start(self) -> None:
-        await self._server.start()
-        self.port = self._server.port
+        self.server = ClosingServer(self._serve)
 
     def address(self, folder: Path) -> str:
-        return f"openai+http://127.0.0.1:{self.port}/v1?model={MODEL}&kind=generic&tokenizer={folder}&context=512"
-
-    async def stop(self) -> None:
-        await self._server.close()
+        return (
+            f"openai+http://127.0.0.1:{self.server.port}/v1?model={MODEL}&kind=generic&tokenizer={folder}&context=512"
+        )
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while True:
-                head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-                size = next((line.split(":")[1] for line in head.split("\r\n") if line.startswith("content-length")), 0)
-                await reader.readexactly(int(size))
+                head = await read_request(reader)
                 if head.startswith("get"):
                     writer.write(self.models)
                     continue
@@ -105,10 +98,10 @@ class Upstream:
 
 @pytest.fixture
 async def upstream() -> AsyncIterator[Upstream]:
-    server = Upstream()
-    await server.start()
-    yield server
-    await server.stop()
+    made = Upstream()
+    await made.server.start()
+    yield made
+    await made.server.close()
 
 
 @pytest.fixture
@@ -285,15 +278,7 @@ async def test_a_content_filter_is_told_in_batches(
 async def submit(gateway: RunningGateway) -> Any:
     """A batch of one line, once it has ended."""
     line: dict[str, Any] = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": ASK}
-    file = await gateway.client.files.create(file=("a.jsonl", json.dumps(line).encode()), purpose="batch")
-    batch = await gateway.client.batches.create(
-        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
-    )
-    async with asyncio.timeout(60):
-        while batch.status != "completed":
-            await asyncio.sleep(0.05)
-            batch = await gateway.client.batches.retrieve(batch.id)
-    return batch
+    return await gateway.run_batch(json.dumps(line).encode())
 
 
 async def results(gateway: RunningGateway, file_id: str) -> Any:
@@ -384,7 +369,7 @@ async def test_refused_requests_leave_no_quota_reservation(
             assert (await gateway.post("/v1/chat/completions", ASK))[0] in (502, 503)
             assert upstream.num_asked > num_asked
         await until(lambda: engine.state.healthy)
-        await upstream.stop()
+        await upstream.server.close()
         status, _, body = await gateway.post("/v1/chat/completions", ASK)
         assert status == 503
         assert json.loads(body)["error"]["code"] in (

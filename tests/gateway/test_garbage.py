@@ -143,14 +143,7 @@ async def test_lines_of_a_batch_that_fail_leave_no_frames(start_gateway: StartGa
     async with start_gateway([FakeEngineClient(card, refuses)]) as gateway:
 
         async def run_batch() -> None:
-            file = await gateway.client.files.create(file=("input.jsonl", b"\n".join(lines)), purpose="batch")
-            batch = await gateway.client.batches.create(
-                input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
-            )
-            async with asyncio.timeout(60):
-                while batch.status != "completed":
-                    await asyncio.sleep(0.02)
-                    batch = await gateway.client.batches.retrieve(batch.id)
+            batch = await gateway.run_batch(b"\n".join(lines))
             assert batch.request_counts.failed == NUM_REQUESTS
 
         await run_batch()

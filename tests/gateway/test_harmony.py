@@ -17,7 +17,7 @@ from moiety_text.tokenizer import Tokenizer
 from moiety_wire.grammars import GrammarKind, HarmonyGrammar
 from moiety_wire.messages import Submit
 
-from .conftest import RunningGateway, StartGateway, ToolCard
+from .conftest import RunningGateway, StartGateway, ToolCard, run_reasoning
 from .test_tool_loops import ANTHROPIC_TOOLS, OPENAI_TOOLS, ask_anthropic, ask_openai, calls_of, prompt_of
 
 THOUGHT = "<|channel|>analysis<|message|>Hm.\n\nSo.<|end|><|start|>assistant"
@@ -39,8 +39,7 @@ def harmony(start_gateway: StartGateway, tool_card: ToolCard) -> Start:
     @asynccontextmanager
     async def start(*, is_ours: bool = True) -> AsyncIterator[RunningGateway]:
         card = tool_card("harmony", special=CONTROL_TOKENS)
-        card = msgspec.structs.replace(card, controls_reasoning=is_ours, follows_grammars=is_ours)
-        async with start_gateway([FakeEngineClient(card)]) as running, running.anthropic:
+        async with run_reasoning(start_gateway, card, is_ours=is_ours) as running:
             yield running
 
     return start

@@ -22,7 +22,7 @@ from moiety_platform.routing.circuit_breaker import BreakerState
 from moiety_wire.messages import Failed, FailureCode, ModelCard, Submit
 from moiety_wire.roles import EngineRole
 
-from .closing_server import ClosingServer
+from .closing_server import ClosingServer, read_request
 from .conftest import NewCard, RunningGateway, StartGateway, StartOver, Until, write_tokenizer
 
 MODEL = "tiny"
@@ -59,21 +59,12 @@ class Upstream:
         self.may_list = asyncio.Event()
         self.may_list.set()
         self.next_word: asyncio.Queue[bytes | None] | None = None  # written as they come; None: cut
-        self._server = ClosingServer(self._serve)
-
-    async def start(self) -> None:
-        await self._server.start()
-        self.port = self._server.port
-
-    async def stop(self) -> None:
-        await self._server.close()
+        self.server = ClosingServer(self._serve)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while True:
-                head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-                lengths = [line.split(":")[1] for line in head.split("\r\n") if line.startswith("content-length:")]
-                await reader.readexactly(int(lengths[0]) if lengths else 0)
+                head = await read_request(reader)
                 if head.startswith("get"):
                     self.num_probes += 1
                     await self.may_list.wait()
@@ -108,13 +99,13 @@ async def start_upstream() -> AsyncIterator[StartUpstream]:
     async def start(answer: Any = None) -> Upstream:
         started.append(Upstream())
         started[-1].answer = answer
-        await started[-1].start()
+        await started[-1].server.start()
         return started[-1]
 
     yield start
     for upstream in started:
         upstream.may_list.set()
-        await upstream.stop()
+        await upstream.server.close()
 
 
 @pytest.fixture
@@ -123,7 +114,7 @@ def client_of(tmp_path: Path, card: ModelCard) -> ClientOf:
     write_tokenizer(tmp_path, card)
 
     def make(upstream: Upstream, heartbeat: Heartbeat = BEATS, clock: Clock | None = None) -> ExternalEngineClient:
-        at = f"openai+http://127.0.0.1:{upstream.port}/v1?model={MODEL}&kind=generic&tokenizer={tmp_path}&context=512"
+        at = f"openai+http://127.0.0.1:{upstream.server.port}/v1?model={MODEL}&kind=generic&tokenizer={tmp_path}&context=512"
         return ExternalEngineClient(ExternalAddress.parse(at), clock or SystemClock(), None, heartbeat)
 
     return make
@@ -188,10 +179,10 @@ async def test_a_replica_that_is_gone_is_asked_once(
     first, second = await start_upstream(), await start_upstream()
     engines = [client_of(first, Heartbeat(interval_s=3600, timeout_s=30, silence_s=7200)), client_of(second)]
     async with start_over(*engines) as gateway:
-        await first.stop()
+        await first.server.close()
         assert await ask_many(gateway) == [TEXT] * NUM_REQUESTS
         assert second.num_asked == NUM_REQUESTS
-        await first.start()
+        await first.server.start()
 
 
 async def test_engines_of_ours_that_fail_are_asked_less_as_well(start_gateway: StartGateway, new_card: NewCard) -> None:

@@ -11,12 +11,11 @@ import msgspec
 import openai
 import pytest
 
-from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_text.tokenizer import Tokenizer
 from moiety_wire.grammars import GrammarKind, GrammarSpec, ReasonedGrammar
 from moiety_wire.messages import MIN_THOUGHT_BUDGET, ModelCard, ThoughtBudget
 
-from .conftest import RunningGateway, StartGateway, ToolCard
+from .conftest import RunningGateway, StartGateway, ToolCard, run_reasoning
 from .test_tool_loops import OPENAI_TOOLS, hermes, prompt_of
 
 ASKED: list[Any] = [{"role": "user", "content": "Is it warm?"}]
@@ -40,8 +39,7 @@ def thinking(start_gateway: StartGateway, tool_card: ToolCard, thinking_card: Mo
     ) -> AsyncIterator[RunningGateway]:
         template = template or (ALWAYS if always else "")
         card = tool_card("hermes", template=template, added=MARKERS) if template else thinking_card
-        card = msgspec.structs.replace(card, controls_reasoning=is_ours, follows_grammars=is_ours)
-        async with start_gateway([FakeEngineClient(card)]) as running, running.anthropic:
+        async with run_reasoning(start_gateway, card, is_ours=is_ours) as running:
             yield running
 
     return start

@@ -157,12 +157,7 @@ async def test_the_lines_of_a_batch_may_call(start_gateway: StartGateway, tool_c
     body: dict[str, Any] = {"model": "hermes", "messages": ASKED, "tools": OPENAI_TOOLS}
     line = json.dumps({"custom_id": "one", "method": "POST", "url": CHAT, "body": body}).encode()
     async with start_gateway([FakeEngineClient(tool_card("hermes"), says(TEXT))]) as gateway:
-        file = await gateway.client.files.create(file=("lines.jsonl", line), purpose="batch")
-        batch = await gateway.client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
-        async with asyncio.timeout(60):
-            while batch.status != "completed":
-                await asyncio.sleep(0.02)
-                batch = await gateway.client.batches.retrieve(batch.id)
+        batch = await gateway.run_batch(line)
         answer = json.loads((await gateway.client.files.content(batch.output_file_id)).text)["response"]["body"]
         (choice,) = answer["choices"]
         called = [(call["function"]["name"], call["function"]["arguments"]) for call in choice["message"]["tool_calls"]]
