@@ -89,7 +89,7 @@ def answered(driver: Driver, key: int, prompt: list[int], **more: Any) -> CoreFi
     return driver.ends[key]
 
 
-def test_the_next_turn_finds_in_the_cache_what_was_foreseen() -> None:
+def test_the_next_turn_hits_the_blocks_of_speculative_prefill() -> None:
     driver = Driver(make_scheduler())
     answered(driver, 1, list(range(10)))
     history = [*range(10), *range(50, 63)]  # without its thoughts the answer is other tokens
@@ -114,7 +114,7 @@ def test_speculative_prefill_uses_the_answer_where_prompts_do_not_continue_it() 
     assert answered(driver, 3, [*history, 7, 8, 9]).num_cached_tokens == 16
 
 
-def test_nothing_is_foreseen_while_a_request_is_there_and_whoever_comes_is_served_in_the_next_step() -> None:
+def test_speculative_prefill_runs_in_idle_steps_only_and_yields_to_new_requests() -> None:
     driver = Driver(make_scheduler(num_blocks=200))
     driver.add(ask(1, list(range(30)), max_tokens=3))
     driver.add(prefetch(2, [9] * 400))
@@ -226,7 +226,7 @@ def test_one_that_is_given_up_ends_at_once_and_what_it_had_stays_cached() -> Non
     assert answered(driver, 2, [9] * 400).num_speculative_tokens == done.num_speculative_tokens
 
 
-def test_no_tenant_can_tell_what_was_foreseen_for_another() -> None:
+def test_a_tenant_cannot_detect_another_tenants_speculative_prefill() -> None:
     driver = Driver(make_scheduler())
     driver.add(prefetch(1, [9] * 20))
     driver.run()
@@ -313,7 +313,7 @@ def _finished(loop: EngineLoop, keys: set[int]) -> dict[int, CoreOutput]:
     raise AssertionError(f"{keys - found.keys()} have not ended")
 
 
-def test_an_engine_answers_the_same_after_what_was_foreseen_and_computes_less(loops: Any) -> None:
+def test_answers_after_speculative_prefill_are_equal_with_less_computation(loops: Any) -> None:
     prompt, history = list(range(3, 43)), [*range(3, 43), *range(100, 160)]
     turn = [*history, 7, 8, 9]
     plain, foreseeing = loops.make(), loops.make()

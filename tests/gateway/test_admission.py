@@ -325,14 +325,18 @@ def test_a_gate_never_lets_a_tenant_over_its_bound_and_forgets_who_has_left(step
         (STANDARD, None, False),
     ],
 )
-def test_only_what_is_hopeless_is_refused_before_the_wire(service: Any, load: Any, refused: bool) -> None:
+def test_only_requests_that_no_engine_can_admit_are_refused_before_they_are_sent(
+    service: Any, load: Any, refused: bool
+) -> None:
     refusal = refuse_hopeless(service, load)
     assert (refusal is not None) == refused
     if refusal is not None:
         assert (refusal.reason, refusal.retry_after_s) == (Reason.PREDICTED_LATE, 31.0)
 
 
-async def test_a_hopeless_flood_does_not_cross_the_wire_unless_what_is_known_is_old(gateway: RunningGateway) -> None:
+async def test_requests_that_cannot_be_admitted_are_not_sent_unless_the_load_report_is_old(
+    gateway: RunningGateway,
+) -> None:
     gateway.engine.class_loads = [class_load("standard", 100.0), class_load("flex", 100.0)]
     status, headers, answer = await gateway.post(CHAT, BODY)
     assert (status, headers["x-moiety-reason"], headers["retry-after"]) == (429, "predicted_late", "70")

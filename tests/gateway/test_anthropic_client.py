@@ -385,7 +385,7 @@ async def test_invalid_json_and_missing_max_tokens_give_anthropics_error_format(
         await client.messages.count_tokens(model=MODEL, messages=HELLO, extra_body={"mcp_servers": [{"type": "url"}]})
 
 
-async def test_a_body_that_is_too_large_is_told_so(
+async def test_a_body_that_is_too_large_gives_request_too_large(
     start_gateway: StartGateway, card: ModelCard, open_client: Callable[..., anthropic.AsyncAnthropic]
 ) -> None:
     async with start_gateway([FakeEngineClient(card)], max_body_bytes=2000) as gateway, open_client(gateway) as client:
@@ -428,7 +428,7 @@ async def test_a_refusal_of_the_engine_has_its_status_even_if_a_stream_was_asked
 # ── streams that break off ──
 
 
-async def test_an_engine_that_dies_in_mid_stream_leaves_an_error_event(
+async def test_an_engine_lost_during_a_stream_gives_an_error_event(
     start_gateway: StartGateway, card: ModelCard, open_client: Callable[..., anthropic.AsyncAnthropic]
 ) -> None:
     engine = FakeEngineClient(card, lambda submit: ((65, "x") for _ in range(10_000)))

@@ -143,7 +143,7 @@ async def test_errors_before_and_after_the_queue(start_gateway: StartGateway, ca
         assert (failed.error.code, failed.error.message) == ("server_error", "no, because")
 
 
-async def test_a_streamed_background_response_goes_on_when_its_client_leaves(
+async def test_a_streamed_background_response_continues_after_a_disconnect(
     start_gateway: StartGateway, card: ModelCard
 ) -> None:
     engine = FakeEngineClient(card)

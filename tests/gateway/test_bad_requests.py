@@ -280,7 +280,7 @@ _bodies = st.one_of(
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(path=st.sampled_from([*RECORDED, COUNT_TOKENS, "/tokenize", "/detokenize"]), body=_bodies)
-async def test_no_body_whatever_makes_a_5xx(gateway: RunningGateway, path: Any, body: Any) -> None:
+async def test_no_request_body_causes_a_5xx(gateway: RunningGateway, path: Any, body: Any) -> None:
     num_rows = len(gateway.rows.rows)
     status, _, answer = await gateway.post(path, body)
     assert status < 500, (path, body, answer)

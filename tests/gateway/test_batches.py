@@ -194,7 +194,7 @@ async def test_a_bad_batch_is_refused_with_the_field_that_is_wrong(
     assert caught.value.param.startswith(param)
 
 
-async def test_a_cancelled_batch_keeps_what_was_answered_and_tells_the_others(
+async def test_a_cancelled_batch_keeps_its_answers_and_lists_the_other_lines(
     start_gateway: StartGateway, card: ModelCard
 ) -> None:
     engine = FakeEngineClient(card, token_s=0.01)

@@ -229,5 +229,5 @@ def test_every_end_of_a_request_maps_to_one_outcome(error: Any, kind: Any, retry
     ],
     ids=repr,
 )
-def test_a_clients_own_faults_and_what_is_told_otherwise_are_no_outcome(error: Any) -> None:
+def test_client_errors_and_scheduler_rejections_are_no_outcomes(error: Any) -> None:
     assert outcome_of(error) is None

@@ -35,7 +35,7 @@ def check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., s
     return run
 
 
-def test_a_file_that_works_has_nothing_to_be_said_of_it(check: Callable[..., str]) -> None:
+def test_config_check_reports_nothing_for_a_valid_file(check: Callable[..., str]) -> None:
     good = '[serve]\nport = 18000\nno_dashboard = true\n[gateway]\nlog_level = "info"\n[traces]\ntraces_port = 4319\n'
     assert "0 wrong, 0 warnings" in check(good)
     assert "0 wrong, 0 warnings" in check("gateway:\n  engines: [tcp://a:1]\n", "moiety.yaml")

@@ -63,7 +63,7 @@ async def hasty(start_gateway: StartGateway, card: ModelCard) -> AsyncIterator[R
 
 
 @pytest.mark.parametrize("sent", [b"POST /v1/ch", b"POST /v1/chat/completions HTTP/1.1\r\nHost: te", b"G"])
-async def test_a_client_that_stops_in_the_head_is_told_and_hung_up_on(
+async def test_an_incomplete_head_times_out_with_an_error_and_a_closed_connection(
     hasty: RunningGateway, until: Until, sent: bytes
 ) -> None:
     async with connect(hasty) as (reader, writer):
@@ -94,7 +94,7 @@ async def test_a_connection_without_a_request_is_closed_without_a_word(
     await until(lambda: hasty.num_connections() == 0)
 
 
-async def test_a_client_that_stops_in_the_body_is_told_and_nothing_is_held_for_it(
+async def test_an_incomplete_body_times_out_with_an_error_and_frees_its_memory(
     hasty: RunningGateway, until: Until
 ) -> None:
     async with connect(hasty) as (reader, writer):
@@ -106,7 +106,7 @@ async def test_a_client_that_stops_in_the_body_is_told_and_nothing_is_held_for_i
     await until(lambda: hasty.num_connections() == 0)
 
 
-async def test_a_client_of_the_messages_api_is_told_in_its_own_form(hasty: RunningGateway) -> None:
+async def test_timeouts_of_the_messages_api_have_its_error_format(hasty: RunningGateway) -> None:
     for sent in (b"POST /v1/messages HTTP/1.1\r\nHost: te", head(hasty, 100).replace(CHAT.encode(), MESSAGES.encode())):
         async with connect(hasty) as (reader, writer):
             writer.write(sent)

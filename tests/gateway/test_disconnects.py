@@ -49,7 +49,7 @@ async def test_a_client_that_leaves_in_mid_stream_ends_its_request_at_the_engine
     assert slow_gateway.engine.state.num_inflight == 0
 
 
-async def test_a_stop_that_cannot_wait_tells_the_clients_of_running_streams(
+async def test_an_immediate_shutdown_sends_an_error_to_running_streams(
     start_gateway: StartGateway, new_card: NewCard
 ) -> None:
     engine = FakeEngineClient(new_card(max_context_tokens=10_000_000), endless)

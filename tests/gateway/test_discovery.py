@@ -72,7 +72,7 @@ async def test_engines_join_and_leave_with_the_addresses_of_their_name(zone: Zon
         assert [one.address for one in zone.made if one.state.healthy] == ["fake://a"]
 
 
-async def test_an_engine_that_left_its_name_finishes_what_it_has(zone: Zone) -> None:
+async def test_an_engine_removed_from_its_name_finishes_its_requests(zone: Zone) -> None:
     async with Replicas([]) as replicas:
         watch = await zone.watch(replicas, {"a"})
         client, _ = replicas.choose("tiny", STANDARD)
@@ -87,7 +87,7 @@ async def test_an_engine_that_left_its_name_finishes_what_it_has(zone: Zone) -> 
         assert not client.state.healthy
 
 
-async def test_an_address_that_comes_back_while_its_engine_finishes_keeps_its_link(zone: Zone) -> None:
+async def test_an_address_that_returns_while_its_engine_drains_keeps_its_connection(zone: Zone) -> None:
     async with Replicas([]) as replicas:
         watch = await zone.watch(replicas, {"a"})
         client, _ = replicas.choose("tiny", STANDARD)
@@ -119,7 +119,7 @@ async def test_an_engine_that_is_listed_no_more_stays_if_it_is_its_names(zone: Z
         replicas.retire("fake://a")  # gone already
 
 
-async def test_a_name_that_cannot_be_resolved_changes_nothing_and_is_told_while_nothing_is_known(zone: Zone) -> None:
+async def test_an_unresolvable_name_keeps_known_engines_and_is_reported_without_any(zone: Zone) -> None:
     async with Replicas([]) as replicas:
         watch = DnsWatch(NAME, replicas, zone.connect, zone.resolve)
         zone.addresses = None

@@ -89,7 +89,7 @@ async def test_shortened_to_nothing_but_zeros_a_vector_is_zeros(start_gateway: S
         assert list((await embed(gateway, dimensions=2)).data[0].embedding) == [0.0, 0.0]
 
 
-async def test_the_engine_is_asked_for_vectors_and_no_tokens_within_the_promise_of_the_whole_request(
+async def test_embedding_submits_ask_for_no_tokens_and_have_the_requests_deadline(
     gateway: RunningGateway,
 ) -> None:
     await embed(gateway, ["abc", "de"])
@@ -154,9 +154,7 @@ async def test_an_input_may_fill_the_context(gateway: RunningGateway) -> None:
     assert (await embed(gateway, "x" * 512)).usage.prompt_tokens == 512
 
 
-async def test_a_model_whose_engine_makes_no_embeddings_is_told_so(
-    start_gateway: StartGateway, card: ModelCard
-) -> None:
+async def test_embeddings_of_a_model_without_them_are_refused(start_gateway: StartGateway, card: ModelCard) -> None:
     async with start_gateway([FakeEngineClient(card)]) as gateway:
         with pytest.raises(openai.BadRequestError, match="makes no embeddings") as caught:
             await embed(gateway)
@@ -186,7 +184,7 @@ async def test_a_request_leaves_one_row_with_its_prompt_tokens_only(
     assert row.request_id.startswith("embd-")
 
 
-async def test_the_promise_of_a_request_is_that_of_one_prompt_as_long_as_all_its_inputs(
+async def test_the_deadline_of_an_embeddings_request_follows_from_the_length_of_all_inputs(
     start_gateway: StartGateway, card: ModelCard
 ) -> None:
     async with start_gateway([engine_of(card, token_s=0.2)]) as gateway:
@@ -259,7 +257,7 @@ async def test_one_input_that_is_turned_away_turns_the_request_away(
         assert gateway.engine.state.num_inflight == 0
 
 
-async def test_an_engine_that_dies_meanwhile_is_a_failure_and_leaves_a_row(
+async def test_an_engine_lost_during_embeddings_is_a_failure_with_a_usage_row(
     start_gateway: StartGateway, card: ModelCard, until: Until
 ) -> None:
     async with start_gateway([engine_of(card, token_s=60.0)]) as gateway:

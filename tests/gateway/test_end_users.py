@@ -61,7 +61,7 @@ async def test_a_request_is_attributed_to_whom_it_names(
         assert (bill.row.end_user, bill.row.tags) == (tagged.end_user, tagged.tags), "what another gateway would store"
 
 
-async def test_tags_that_are_none_are_refused_in_the_form_of_the_api(gateway: RunningGateway) -> None:
+async def test_invalid_tags_are_refused_in_the_apis_error_format(gateway: RunningGateway) -> None:
     for path in (CHAT, MESSAGES):
         status, _, answer = await gateway.post(
             path, {"model": "tiny", **BODIES[path]}, headers={"X-Moiety-Tags": "no tags"}

@@ -43,7 +43,7 @@ async def test_a_refusal_of_the_engine_has_its_status_even_if_a_stream_was_asked
         assert (row.outcome, row.http_status, row.output_tokens) == ("failed", status, 0)
 
 
-async def test_an_engine_that_dies_in_mid_stream_leaves_an_error_event_and_no_done(
+async def test_an_engine_lost_during_a_stream_gives_an_error_event_without_done(
     start_gateway: StartGateway, card: ModelCard
 ) -> None:
     def stalls_at_its_credit(submit: Submit) -> Any:

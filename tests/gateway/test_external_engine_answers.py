@@ -164,7 +164,7 @@ ODD = {
 }  # fmt: skip
 
 
-async def test_odd_answers_are_told_and_billed_as_good_ones(
+async def test_unusual_answers_are_relayed_and_billed_as_usual_ones(
     upstream: Upstream, start: Callable[..., AbstractAsyncContextManager[RunningGateway]]
 ) -> None:
     async with start() as gateway:
@@ -234,7 +234,7 @@ async def test_an_answer_without_a_known_end_is_an_error_and_delivered_text_is_b
         assert [(row.outcome, row.output_tokens) for row in rows] == [("failed", COUNTED)] * 2
 
 
-async def test_a_content_filter_is_told_in_every_api(
+async def test_a_content_filter_is_reported_in_every_api(
     upstream: Upstream, start: Callable[..., AbstractAsyncContextManager[RunningGateway]]
 ) -> None:
     upstream.answer = answered(FILTERED)
@@ -265,7 +265,7 @@ async def test_a_content_filter_is_told_in_every_api(
         await claude.close()
 
 
-async def test_a_content_filter_is_told_in_batches(
+async def test_a_content_filter_is_reported_in_batches(
     upstream: Upstream, start: Callable[..., AbstractAsyncContextManager[RunningGateway]]
 ) -> None:
     upstream.answer = answered(FILTERED)

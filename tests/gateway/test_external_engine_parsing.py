@@ -45,9 +45,7 @@ def generic() -> Completions:
     st.sampled_from([0, 1, 2]),
     st.lists(st.integers(1, 40), max_size=40),
 )
-def test_events_are_the_same_whatever_ends_their_lines_and_however_cut(
-    line_end: Any, marked: Any, missing: Any, sizes: Any
-) -> None:
+def test_events_parse_alike_with_any_line_ends_and_chunks(line_end: Any, marked: Any, missing: Any, sizes: Any) -> None:
     data = (b"\xef\xbb\xbf" if marked else b"") + STREAM.replace(b"\n", line_end)
     data = data[: len(data) - missing * len(line_end)]
     chunks: list[Any] = []
@@ -90,7 +88,7 @@ def test_an_object_without_a_field_name_is_an_event() -> None:
     assert parsed([b'{"choices": []}']) == parsed([b'{"choices": []}\n']) == [{"choices": []}]
 
 
-def test_error_events_are_errors_in_each_form() -> None:
+def test_error_events_of_every_format_are_errors() -> None:
     message = {"message": "no", "code": 503}
     for data in (
         b'data: {"error": {"message": "no", "code": 503}}\n\n',
@@ -151,7 +149,7 @@ def test_retry_after_is_seconds_a_decimal_or_a_date_and_bounded(told: Any, secon
 
 
 @given(st.text(max_size=40))
-def test_no_retry_after_whatever_fails(told: Any) -> None:
+def test_retry_after_is_absent_or_bounded_for_any_header(told: Any) -> None:
     seconds = retry_seconds(told, NOW)
     assert seconds is None or 1 <= seconds <= MAX_RETRY_S
 

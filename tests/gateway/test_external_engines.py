@@ -337,7 +337,7 @@ async def test_chats_and_completions_are_answered_and_billed_as_the_server_count
 @pytest.mark.parametrize(
     ("kind", "more"), [("vllm", ""), ("sglang", ""), ("llama.cpp", ""), ("generic", "&context=512")]
 )
-async def test_stop_strings_sleep_until_a_thought_ends(
+async def test_stop_strings_apply_only_after_reasoning(
     start_server: StartServer,
     client_of: ClientOf,
     start_over: StartOver,
@@ -464,7 +464,7 @@ PASSED_ON: dict[str, dict[str, tuple[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", PASSED_ON)
-async def test_a_form_of_answers_is_passed_on_in_the_servers_own_field_or_refused_by_name(
+async def test_a_response_format_is_sent_in_the_servers_field_or_refused_by_name(
     start_server: StartServer, folder: Path, client_of: ClientOf, start_over: StartOver, tool_card: ToolCard, kind: Any
 ) -> None:
     card = tool_card("hermes")
@@ -485,7 +485,7 @@ async def test_a_form_of_answers_is_passed_on_in_the_servers_own_field_or_refuse
 
 
 @pytest.mark.parametrize("kind", ["vllm", "generic", "llama.cpp"])
-async def test_calls_that_a_special_token_marks_are_told_where_a_server_tells_ids_and_else_refused(
+async def test_calls_marked_by_special_tokens_need_a_server_that_returns_token_ids(
     start_server: StartServer, folder: Path, client_of: ClientOf, start_over: StartOver, tool_card: ToolCard, kind: str
 ) -> None:
     card = tool_card("mistral", special=["[TOOL_CALLS]"])
@@ -622,7 +622,7 @@ async def test_a_server_that_is_killed_in_the_middle_ends_the_stream_with_an_err
 
 
 @pytest.mark.parametrize("kind", ["vllm", "llama.cpp", "generic"])
-async def test_a_lost_server_s_answer_goes_on_at_another_one(
+async def test_an_answer_of_a_lost_server_continues_at_another_one(
     start_server: StartServer, client_of: ClientOf, start_over: StartOver, until: Until, kind: str
 ) -> None:
     servers = [await start_server(kind), await start_server(kind)]
@@ -771,7 +771,7 @@ async def test_its_load_is_seen_and_routes_around_it(
         assert (status, json.loads(answer)["data"][0]["card"]["family"]) == (200, "vllm")
 
 
-async def test_llama_cpp_without_metrics_tells_its_load_by_its_slots(
+async def test_load_of_llama_cpp_without_metrics_follows_from_its_slots(
     start_server: StartServer, client_of: ClientOf, start_over: StartOver, until: Until
 ) -> None:
     server = await start_server("llama.cpp")
@@ -784,7 +784,7 @@ async def test_llama_cpp_without_metrics_tells_its_load_by_its_slots(
         assert engine.state.load.num_running == 1
 
 
-async def test_text_that_a_server_holds_back_is_counted_and_goes_on(
+async def test_text_that_a_server_holds_back_is_counted_and_continued(
     start_server: StartServer, client_of: ClientOf, start_over: StartOver
 ) -> None:
     server = await start_server("llama.cpp")

@@ -195,7 +195,7 @@ async def test_the_allowance_is_reserved_and_limits_apply(start_server: Any, cli
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
-async def test_a_server_that_is_not_said_to_see_refuses_images(
+async def test_a_server_not_configured_for_images_refuses_them(
     start_server: Any, client_of: Any, start_over: Any, path: str
 ) -> None:
     server = await start_server("vllm")
@@ -224,7 +224,7 @@ async def test_images_go_to_those_engines_of_a_model_that_see(
     assert len(sees.submits) == 4 and len(server.bodies) == 4
 
 
-async def test_a_form_of_answers_is_asked_for_in_the_servers_field(
+async def test_a_response_format_is_sent_in_the_servers_field(
     start_server: Any, client_of: Any, start_over: Any
 ) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "strict": True}}
@@ -254,7 +254,7 @@ def test_a_marker_that_content_spells_over_two_events_is_guarded() -> None:
     "delta",
     [7, {"content": 7}, {"tool_calls": {"index": 0}}, {"tool_calls": [7]}, {"tool_calls": [{"function": {"name": 7}}]}],
 )
-def test_a_delta_of_another_form_is_refused(delta: Any) -> None:
+def test_a_delta_of_an_unknown_format_is_refused(delta: Any) -> None:
     with pytest.raises(MalformedAnswer):
         new_dialect().read({"choices": [{"delta": delta}]})
 

@@ -62,7 +62,7 @@ async def text_of(stream: Any) -> str:
 
 
 @pytest.mark.parametrize("credit_window_tokens", [1, 128])  # 1: it is paused for want of credit again and again
-async def test_a_stream_goes_on_at_another_engine_without_a_token_missing_or_twice(
+async def test_a_stream_continues_at_another_engine_without_lost_or_repeated_tokens(
     start_gateway: StartGateway, new_card: NewCard, credit_window_tokens: int
 ) -> None:
     engines = engines_of(new_card, 3, verdict=lambda submit: FakeVerdict("standard", num_cached_tokens=7))
@@ -108,7 +108,9 @@ async def test_a_stop_string_that_begins_at_one_engine_ends_at_another(
         assert (row.outcome, row.output_tokens) == ("stop", 11)
 
 
-async def test_a_message_in_anthropics_words_goes_on_as_well(start_gateway: StartGateway, new_card: NewCard) -> None:
+async def test_a_stream_of_the_messages_api_continues_at_another_engine(
+    start_gateway: StartGateway, new_card: NewCard
+) -> None:
     engines = engines_of(new_card, 2)
     dies_at(engines, 10)
     async with start_gateway(engines) as gateway:
@@ -217,7 +219,7 @@ async def test_a_second_engine_that_refuses_leaves_the_first_one_s_failure_as_th
         assert caught.value.code == "engine_failed"
 
 
-async def test_a_downgraded_request_goes_on_in_the_class_that_it_was_served_in(
+async def test_a_downgraded_request_continues_in_its_served_class(
     start_gateway: StartGateway, new_card: NewCard
 ) -> None:
     engines = engines_of(new_card, 2, verdict=lambda submit: FakeVerdict("flex", Reason.PREDICTED_LATE))
@@ -234,7 +236,7 @@ async def test_a_downgraded_request_goes_on_in_the_class_that_it_was_served_in(
         assert row.service_class == "flex"
 
 
-async def test_the_span_tells_of_the_failover(start_gateway: StartGateway, new_card: NewCard, spans: SpanList) -> None:
+async def test_the_span_records_the_failover(start_gateway: StartGateway, new_card: NewCard, spans: SpanList) -> None:
     engines = engines_of(new_card, 2)
     dies_at(engines, 5)
     async with start_gateway(engines, spans) as gateway:

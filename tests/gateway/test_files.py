@@ -172,7 +172,7 @@ PURPOSE = field("purpose", "batch")
         (*form(b"no header at all"), "form"),
     ],
 )
-async def test_a_bad_form_is_refused_with_what_to_send(
+async def test_an_invalid_form_body_is_refused_with_the_expected_fields(
     gateway: RunningGateway, body: Any, headers: Any, word: Any
 ) -> None:
     status, _, answer = await gateway.request("POST", "/v1/files", body, headers=headers)
@@ -214,7 +214,7 @@ async def fill_up() -> None:
 @pytest.mark.parametrize(
     ("guard", "status", "code"), [(refuse, 503, "object_store_unavailable"), (fill_up, 507, "object_store_full")]
 )
-async def test_a_store_that_takes_nothing_is_told_and_no_byte_is_counted(
+async def test_a_failing_object_store_is_reported_and_no_byte_is_counted(
     start_gateway: StartGateway, card: ModelCard, guard: Callable[[], Awaitable[None]], status: int, code: str
 ) -> None:
     async with start_gateway([FakeEngineClient(card)], max_file_bytes_per_tenant=2500) as gateway:

@@ -39,7 +39,7 @@ async def engine(context: Any, listen: Any, engine_id: str) -> AsyncIterator[Any
         yield core
 
 
-async def test_an_engine_is_told_once_and_one_that_was_away_when_it_comes(until: Until, tmp_path: Path) -> None:
+async def test_each_engine_is_notified_once_or_when_it_reconnects(until: Until, tmp_path: Path) -> None:
     context, listen = zmq.Context(), f"ipc://{tmp_path}/engine"
     client = ZmqEngineClient(listen, context, SystemClock())
     try:

@@ -122,7 +122,7 @@ async def test_an_answer_is_a_call_or_follows_the_response_format(
 
 
 @pytest.mark.parametrize("api", APIS)
-async def test_both_together_are_refused_where_the_engine_follows_no_grammar(
+async def test_a_response_format_with_tools_is_refused_by_engines_without_grammars(
     start_gateway: StartGateway, card: ModelCard, api: str
 ) -> None:
     plain = msgspec.structs.replace(card, chat_template=TEMPLATE, max_context_tokens=4096, follows_grammars=False)
@@ -156,7 +156,7 @@ async def test_a_constraint_that_may_read_like_a_call_is_refused_where_no_token_
     ],
 )
 @pytest.mark.parametrize("api", ["chat", "responses"])
-async def test_an_input_is_held_to_its_grammar_where_it_can_and_else_the_answer_says_so(
+async def test_an_unsupported_tool_grammar_is_reported_in_the_answer(
     start_gateway: StartGateway, card: ModelCard, api: str, follows: bool, syntax: str, definition: str, is_held: bool
 ) -> None:
     knowing = msgspec.structs.replace(card, chat_template=TEMPLATE, max_context_tokens=4096, follows_grammars=follows)

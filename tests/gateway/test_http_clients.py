@@ -361,7 +361,7 @@ async def test_health_and_ping_tell_by_their_status_whether_the_gateway_can_serv
         assert (status, body, headers["retry-after"]) == (503, b"", "1")
 
 
-async def test_the_version_is_told_to_clients_with_a_key(gateway: RunningGateway) -> None:
+async def test_the_version_is_returned_to_clients_with_a_key_only(gateway: RunningGateway) -> None:
     status, _, answer = await gateway.request("GET", "/version")
     assert (status, list(json.loads(answer))) == (200, ["version"])
     assert (await gateway.request("GET", "/version", key="nonsense"))[0] == 401

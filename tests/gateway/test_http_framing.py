@@ -218,7 +218,7 @@ async def test_behind_a_last_request_nothing_is_served(send: Send, name: Any) ->
     assert (statuses(answer), seen) == ([200], ["GET /a 0"])
 
 
-async def test_only_a_client_of_http_1_1_is_told_to_go_on(
+async def test_only_http_1_1_clients_get_100_continue(
     send: Send,
 ) -> None:
     data = post(b"Expect: 100-continue\r\nConnection: close\r\nContent-Length: 3\r\n", b"abc")

@@ -259,7 +259,7 @@ async def test_a_key_whose_gateway_was_killed_is_free_again_when_its_claim_expir
         assert "idempotent-replayed" not in (await gateway.post(CHAT, BODY, headers=keyed()))[1]
 
 
-async def test_an_answer_that_is_too_large_to_keep_is_said_to_be(start_gateway: StartGateway, card: ModelCard) -> None:
+async def test_an_answer_too_large_to_store_is_marked(start_gateway: StartGateway, card: ModelCard) -> None:
     async with start_gateway([FakeEngineClient(card)], idempotency_max_answer_bytes=1000) as gateway:
         for number, stream in enumerate((False, True)):
             body: dict[str, Any] = {**BODY, "max_tokens": 400, "stream": stream}
@@ -288,7 +288,7 @@ async def test_a_tenant_has_so_many_keys_and_so_many_bytes(start_gateway: StartG
 
 
 @pytest.mark.parametrize("key", ["", "a b", "x" * 256, "caf\u00e9", "tab\there"])
-async def test_a_key_of_another_form_is_refused(gateway: RunningGateway, key: str) -> None:
+async def test_an_invalid_idempotency_key_is_refused(gateway: RunningGateway, key: str) -> None:
     status, _, answer = await gateway.post(CHAT, BODY, headers=keyed(key))
     assert (status, code_of(answer)) == (400, "invalid_idempotency_key")
     assert num_generations(gateway) == 0

@@ -148,7 +148,7 @@ def test_deleted_tenants_are_forgotten_and_what_is_known_is_bounded() -> None:
         (FailureCode.OVERLOADED, Unavailable, "overloaded"),
     ],
 )
-def test_clients_are_told_whose_fault_it_is(code: FailureCode, kind: type[PlatformError], name: str) -> None:
+def test_image_failures_map_to_client_or_engine_errors(code: FailureCode, kind: type[PlatformError], name: str) -> None:
     error = error_of(Failed("r", 0, code, "what to do"))
     assert isinstance(error, kind)
     assert error.code == name

@@ -117,7 +117,7 @@ async def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(
         assert "has at least 51" in error["message"] and "context is 512 tokens" in error["message"]
 
 
-async def test_an_over_long_prompt_of_moderate_size_is_told_its_exact_length(gateway: RunningGateway) -> None:
+async def test_a_moderately_long_prompt_is_refused_with_its_exact_length(gateway: RunningGateway) -> None:
     status, _, answer = await gateway.post(COMPLETIONS, {"model": "tiny", "prompt": "x" * 600, "max_tokens": 7})
     error = json.loads(answer)["error"]
     assert (status, error["code"]) == (400, "context_length_exceeded")

@@ -120,7 +120,7 @@ async def test_one_that_is_too_large_for_the_engine_fails_its_request_in_the_end
         assert (await ask(client, "other", "")).num_output_tokens == 3
 
 
-async def test_one_that_was_deleted_is_told_as_missing_and_the_connection_goes_on(until: Until) -> None:
+async def test_a_deleted_adapter_is_reported_missing_and_the_connection_continues(until: Until) -> None:
     async with engine_and_client(until) as (client, _, _store, _front):
         with pytest.raises(NotFound):
             await ask(client, "r", "ada_gone")

@@ -80,7 +80,7 @@ async def test_streamed_and_whole_answers_of_llama_cpp_are_equal(engine: Externa
     assert finished.reason is REASONS[whole["stop_type"]]
 
 
-async def test_a_prompt_that_it_found_too_long_is_told_as_such(engine: ExternalEngineClient) -> None:
+async def test_a_prompt_too_long_for_llama_cpp_is_reported_as_such(engine: ExternalEngineClient) -> None:
     with pytest.raises(ContextTooLong, match="do not fit the engine's context"):
         await _answer(engine, "a prompt that is too long")
 

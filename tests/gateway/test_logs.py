@@ -39,7 +39,7 @@ async def test_log_lines_of_one_loop_iteration_are_written_at_once() -> None:
     assert writes.made == ["one\ntwo\n", "three\n"]
 
 
-async def test_a_warning_is_written_at_once_after_what_was_told_before_it() -> None:
+async def test_a_warning_is_written_at_once_after_earlier_lines() -> None:
     writes = Writes()
     lines = Lines(writes)
     lines.info("one")
@@ -70,7 +70,7 @@ HOSTILE = "a\x1b[2J\x9b2J\r\nb\u202egnp\u2028"
 
 
 @pytest.mark.parametrize("log_format", ["json", "console"])
-def test_nothing_that_is_told_does_anything_to_a_terminal(log_format: str) -> None:
+def test_log_lines_contain_no_terminal_control_characters(log_format: str) -> None:
     stream = io.StringIO()
     configure_logging("info", log_format, stream)
     try:

@@ -240,7 +240,7 @@ async def test_only_a_system_message_is_cleared(plain: RunningGateway) -> None:
     assert "Hi" in last_prompt(plain)
 
 
-async def test_a_tools_image_is_replaced_by_a_text_and_the_loop_goes_on(tool_gateway: RunningGateway) -> None:
+async def test_a_tools_image_is_replaced_by_a_text_and_the_loop_continues(tool_gateway: RunningGateway) -> None:
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
     results: list[Any] = [
         {"type": "text", "text": "ok"},
@@ -379,7 +379,7 @@ async def test_fields_without_effect_are_named(plain: RunningGateway) -> None:
 # ── caching ──
 
 
-async def test_cached_tokens_are_told_apart_as_anthropic_does(start_gateway: StartGateway, card: ModelCard) -> None:
+async def test_cached_tokens_are_reported_as_by_anthropic(start_gateway: StartGateway, card: ModelCard) -> None:
     engine = FakeEngineClient(card, verdict=lambda submit: FakeVerdict("standard", num_cached_tokens=16))
     async with start_gateway([engine]) as gateway, gateway.anthropic:
         total = gateway.prompt_tokens("hello")

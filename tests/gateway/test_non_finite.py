@@ -32,7 +32,7 @@ def garbage(submit: Submit) -> Any:
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_nothing_is_billed_where_nothing_was_said_and_no_other_engine_is_asked(
+async def test_a_non_finite_value_before_the_first_token_is_not_billed_or_retried(
     start_gateway: StartGateway, new_card: NewCard, path: Any, stream: bool
 ) -> None:
     asked = []

@@ -127,7 +127,7 @@ async def test_headers_that_claim_a_tenant_a_class_or_a_cache_salt_change_nothin
     assert len({submit.request_id for submit in gateway.engine.submits}) == 2
 
 
-async def test_a_usage_row_tells_times_and_counts(gateway: RunningGateway) -> None:
+async def test_a_usage_row_has_times_and_counts(gateway: RunningGateway) -> None:
     await gateway.post(CHAT, BODY | {"n": 2})
     (row,) = await gateway.rows.wait_for(1)
     assert (row.endpoint, row.model, row.num_choices) == (CHAT, "tiny", 2)

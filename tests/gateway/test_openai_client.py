@@ -86,7 +86,7 @@ async def test_n_gives_that_many_choices_with_seeds_of_their_own(gateway: Runnin
     assert [submit.sampling.seed for submit in gateway.engine.submits[6:]] == seeds
 
 
-async def test_streamed_choices_are_told_apart_by_index(gateway: RunningGateway) -> None:
+async def test_streamed_choices_are_distinguished_by_index(gateway: RunningGateway) -> None:
     stream = await gateway.client.chat.completions.create(model=MODEL, messages=HELLO, n=3, max_tokens=3, stream=True)
     texts = ["", "", ""]
     async for chunk in stream:

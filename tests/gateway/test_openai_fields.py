@@ -54,7 +54,7 @@ def deltas(chunks: list[Any], field: str) -> list[Any]:
 # ── tools ──
 
 
-async def test_functions_of_the_older_form_are_answered_in_it_whole_and_streamed(
+async def test_requests_with_functions_get_function_calls_whole_and_streamed(
     start_gateway: StartGateway, tool_card: ToolCard
 ) -> None:
     card = tool_card("hermes")
@@ -80,7 +80,7 @@ async def test_functions_of_the_older_form_are_answered_in_it_whole_and_streamed
         assert forced.choices[0].message.function_call.arguments == '{"city": "Bern"}'
 
 
-async def test_calls_and_results_of_the_older_form_become_those_of_the_template(
+async def test_function_calls_and_results_become_those_of_the_template(
     start_gateway: StartGateway, tool_card: ToolCard
 ) -> None:
     card = tool_card("hermes")
@@ -297,7 +297,7 @@ async def test_a_salt_of_the_clients_separates_its_prefix_cache(gateway: Running
     assert salts[1] == salts[3] and len(set(salts)) == 3
 
 
-async def test_an_answer_goes_on_with_the_final_message(start_gateway: StartGateway, tool_card: ToolCard) -> None:
+async def test_an_answer_continues_the_final_message(start_gateway: StartGateway, tool_card: ToolCard) -> None:
     card = tool_card("hermes")
     engine = FakeEngineClient(card, says(" world"))
     messages: list[Any] = [*HELLO, {"role": "assistant", "content": "Hello"}]
@@ -387,7 +387,7 @@ async def test_ids_are_streamed_beside_a_call(start_gateway: StartGateway, tool_
     assert deltas(chunks, "tool_calls")
 
 
-async def test_log_probabilities_name_tokens_by_their_ids_if_told(gateway: RunningGateway) -> None:
+async def test_logprobs_name_tokens_by_id_if_requested(gateway: RunningGateway) -> None:
     asked: dict[str, Any] = {"model": "tiny", "max_tokens": 2, "extra_body": {"return_tokens_as_token_ids": True}}
     chat = {**asked, "messages": HELLO, "logprobs": True, "top_logprobs": 1}
     content = (await gateway.client.chat.completions.create(**chat)).choices[0].logprobs.content
@@ -413,7 +413,7 @@ async def test_log_probabilities_name_tokens_by_their_ids_if_told(gateway: Runni
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_special_tokens_are_a_part_of_the_text_if_told(
+async def test_special_tokens_are_in_the_text_if_requested(
     start_gateway: StartGateway, tool_card: ToolCard, path: str
 ) -> None:
     card = tool_card("hermes", special=["<|mark|>"], added=["<|plain|>"])

@@ -105,7 +105,7 @@ async def test_a_document_has_the_bounds_of_the_gateway_that_serves_it(
     assert (fields["n"]["anyOf"][0]["maximum"], fields["messages"]["maxItems"]) == (3, 7)
 
 
-async def test_a_path_tells_all_of_its_methods(gateway: RunningGateway) -> None:
+async def test_every_path_documents_all_of_its_methods(gateway: RunningGateway) -> None:
     admin: dict[str, Any] = {"Authorization": f"Bearer {gateway.admin_key}"}
     for path, methods in (
         ("/v1/files", "GET, HEAD, OPTIONS, POST"),
@@ -145,7 +145,7 @@ ANSWERED = [
 SEEN_ELSEWHERE = {f"response.shell_call_command.{kind}" for kind in ("added", "delta", "done")}  # by name of the tool
 
 
-async def test_a_document_tells_of_every_field_of_whole_answers_and_of_events(
+async def test_openapi_documents_contain_every_field_of_answers_and_events(
     start_gateway: StartGateway, thinking_card: ModelCard
 ) -> None:
     engine = FakeEngineClient(thinking_card)

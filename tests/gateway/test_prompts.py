@@ -51,7 +51,7 @@ async def test_a_completions_default_length_is_what_the_context_leaves(
     assert (status, json.loads(answer)["usage"]["completion_tokens"]) == (200, num_output), answer
 
 
-async def test_a_prompt_that_fills_the_context_is_refused_without_a_length_that_nobody_asked_for(
+async def test_a_prompt_that_fills_the_context_is_refused_with_the_context_length(
     gateway: RunningGateway,
 ) -> None:
     status, _, answer = await gateway.post("/v1/completions", {"model": "tiny", "prompt": [1] * 512})

@@ -169,7 +169,7 @@ NEVER_ENOUGH = [(f"tokens_per_{period}", 20) for period in ("minute", "day", "mo
 NO_REQUESTS = [("requests_per_minute", 0), ("concurrent_requests", 0)]
 
 
-async def test_a_request_that_never_fits_is_told_so(limited: Limited) -> None:
+async def test_a_request_that_never_fits_is_refused_without_retry_after(limited: Limited) -> None:
     async with limited() as gateway:
         for level in ("tenant", "project", "key"):
             for kind, cap in (*NEVER_ENOUGH, *((kind, 0) for kind, _ in NEVER_ENOUGH), *NO_REQUESTS):
@@ -194,7 +194,7 @@ async def test_a_request_that_never_fits_is_told_so(limited: Limited) -> None:
     ],
     ids=["chat", "chat-stream", "completions", "responses", "messages", "embeddings"],
 )
-async def test_every_api_says_of_a_limit_of_nothing_that_repeating_is_in_vain(
+async def test_every_api_refuses_a_zero_quota_without_retry(
     start_gateway: StartGateway, new_card: NewCard, path: str, body: dict[str, Any]
 ) -> None:
     engine = FakeEngineClient(new_card(embedding_width=8))
@@ -215,7 +215,7 @@ async def test_every_api_says_of_a_limit_of_nothing_that_repeating_is_in_vain(
             await gateway.admin("DELETE", f"/quotas/{made['id']}")
 
 
-async def test_a_request_that_would_fit_an_empty_limit_is_told_when_to_come_back(limited: Limited) -> None:
+async def test_a_request_that_would_fit_an_unused_quota_gets_retry_after(limited: Limited) -> None:
     async with limited() as gateway:
         await limit(gateway, "tenant", 60, "tokens_per_minute")
         with pytest.raises(openai.RateLimitError) as refused:
@@ -249,7 +249,7 @@ async def test_no_more_requests_are_open_at_once_than_allowed(limited: Limited) 
             await stream.close()
 
 
-async def test_a_stream_waits_where_a_rate_has_nothing_left_and_goes_on(limited: Limited) -> None:
+async def test_a_stream_pauses_at_an_exhausted_rate_limit_and_continues(limited: Limited) -> None:
     async with limited(credit_window_tokens=8) as gateway:
         began_s = time.monotonic()
         await limit(gateway, "tenant", 480, "tokens_per_minute")  # eight a second
@@ -331,7 +331,7 @@ async def test_a_keys_limit_holds_for_those_it_is_rotated_to(limited: Limited) -
         assert listed["id"] == quota["id"]
 
 
-async def test_a_refusal_by_a_limit_breaks_no_promise(limited: Limited) -> None:
+async def test_a_quota_refusal_does_not_count_as_a_missed_slo(limited: Limited) -> None:
     async with limited() as gateway:
         await limit(gateway, "tenant", 1, "requests_per_minute")
         await ask(gateway)

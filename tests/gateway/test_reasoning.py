@@ -79,7 +79,7 @@ async def chat(gateway: RunningGateway, *, stream: Any, **more: Any) -> tuple[An
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_chats_thought_comes_apart_from_its_content(thinking: Thinking, stream: bool) -> None:
+async def test_reasoning_of_a_chat_is_separate_from_its_content(thinking: Thinking, stream: bool) -> None:
     async with thinking() as gateway:
         writes(gateway, "<think>\nHm, 17.\n</think>\n\nYes.")
         content, thought, usage, _ = await chat(gateway, stream=stream)
@@ -91,7 +91,7 @@ async def test_a_chats_thought_comes_apart_from_its_content(thinking: Thinking, 
         assert (content, thought, usage.completion_tokens_details.reasoning_tokens) == ("Yes.", None, 0)
 
 
-async def test_a_thought_that_the_prompt_opens_has_no_marker_to_begin_with(thinking: Thinking) -> None:
+async def test_reasoning_opened_by_the_prompt_has_no_opening_marker(thinking: Thinking) -> None:
     async with thinking(always=True) as gateway:
         writes(gateway, "Hm.</think>Yes.")
         content, thought, usage, _ = await chat(gateway, stream=False)
@@ -210,7 +210,7 @@ THINKS = "Hm.\n\nSo, 17.\n</think>\n\nYes.\n\nMore."
 
 @pytest.mark.parametrize("always", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_stop_strings_sleep_until_the_thought_ends(thinking: Thinking, stream: bool, always: bool) -> None:
+async def test_stop_strings_apply_only_after_reasoning(thinking: Thinking, stream: bool, always: bool) -> None:
     async with thinking(always=always) as gateway:
         writes(gateway, THINKS if always else f"<think>\n{THINKS}")
         assert (await chat(gateway, stream=stream, stop=["\n\n"]))[:2] == ("Yes.", "Hm.\n\nSo, 17.")
@@ -229,7 +229,7 @@ async def test_stop_strings_sleep_until_the_thought_ends(thinking: Thinking, str
         assert (await chat(gateway, stream=stream, stop=["\n\n"]))[:2] == (None, "Hm.\n\nAnd then")
 
 
-async def test_stop_strings_act_at_once_where_there_is_no_thought(thinking: Thinking) -> None:
+async def test_stop_strings_apply_at_once_without_reasoning(thinking: Thinking) -> None:
     async with thinking() as gateway:
         writes(gateway, "One.\n\nTwo.")
         assert (await chat(gateway, stream=False, stop=["\n\n"]))[:2] == ("One.", None)

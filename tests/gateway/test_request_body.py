@@ -34,7 +34,7 @@ def test_all_bad_fields_are_named_and_the_first_is_the_parameter() -> None:
     )
 
 
-def test_one_bad_field_is_told_alone() -> None:
+def test_one_invalid_field_is_reported_alone() -> None:
     error = error_of(ChatBody, {**CHAT, "n": 0})
     assert (error.param, error.message) == ("n", "'n' must be greater than or equal to 1")
 

@@ -99,7 +99,7 @@ async def test_a_custom_tool_is_called_with_free_text(start_calling: StartCallin
         assert [(tool.type, tool.name) for tool in whole.tools] == [("custom", "write")]
 
 
-async def test_the_grammar_of_a_custom_tool_is_told_to_the_model(start_calling: StartCalling, card: ModelCard) -> None:
+async def test_the_grammar_of_a_custom_tool_is_in_the_prompt(start_calling: StartCalling, card: ModelCard) -> None:
     grammar = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"+'}
     template = "{% for tool in tools %}{{ tool.function.description }}{% endfor %}<tool_call>"
     knowing = msgspec.structs.replace(card, chat_template=TEMPLATE + template, max_context_tokens=4096)

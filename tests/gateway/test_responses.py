@@ -277,7 +277,7 @@ async def test_a_refusal_of_the_engine_has_its_status_even_if_a_stream_was_asked
             assert caught.value.status_code == status
 
 
-async def test_an_engine_that_dies_in_mid_stream_leaves_an_error_and_a_failed_response(
+async def test_an_engine_lost_during_a_stream_gives_an_error_and_a_failed_response(
     start_gateway: StartGateway, card: ModelCard
 ) -> None:
     engine = FakeEngineClient(card, lambda submit: ((65, "x") for _ in range(10_000)))
@@ -298,7 +298,7 @@ async def test_an_engine_that_dies_in_mid_stream_leaves_an_error_and_a_failed_re
         assert (row.outcome, row.http_status, row.error_code) == ("failed", 200, "engine_failed")
 
 
-async def test_a_stream_goes_on_at_another_engine(start_gateway: StartGateway, new_card: NewCard) -> None:
+async def test_a_stream_continues_at_another_engine(start_gateway: StartGateway, new_card: NewCard) -> None:
     engines = [FakeEngineClient(new_card(f"engine-{number}")) for number in range(2)]
     left = [10]
 

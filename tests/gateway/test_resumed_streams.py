@@ -73,7 +73,7 @@ async def test_a_stream_whose_client_left_is_read_on_while_the_response_is_made(
         assert (event.type, event.response.status) == ("response.failed", "cancelled")
 
 
-async def test_a_response_goes_on_when_there_is_no_room_for_its_events(
+async def test_a_response_continues_when_its_events_exceed_the_limit(
     start_gateway: StartGateway,
     endless: FakeEngineClient,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
@@ -127,7 +127,7 @@ async def test_a_response_of_a_gateway_that_died_ends_its_resumed_stream(gateway
     assert events[-1].sequence_number == live[-1].sequence_number
 
 
-async def test_lost_events_are_told_and_responses_without_events_are_refused(gateway: RunningGateway) -> None:
+async def test_lost_events_are_reported_and_responses_without_events_refused(gateway: RunningGateway) -> None:
     live = [event async for event in await gateway.client.responses.create(**BODY)]
     async with gateway.database.write() as session:
         await session.execute(delete(StoredEvents))

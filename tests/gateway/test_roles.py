@@ -145,7 +145,7 @@ async def test_an_engine_that_refuses_what_is_handed_over_does_not_lose_it(
         assert len(refusing.submits) == len(engines[2].submits) == 1
 
 
-async def test_without_an_engine_for_answers_one_of_both_roles_serves_or_the_client_is_told(
+async def test_an_engine_of_both_roles_replaces_a_missing_decode_engine_or_the_request_fails(
     start_gateway: StartGateway, engine_of: Callable[..., FakeEngineClient]
 ) -> None:
     prefill, both = engine_of(EngineRole.PREFILL), engine_of(EngineRole.BOTH)
@@ -160,7 +160,7 @@ async def test_without_an_engine_for_answers_one_of_both_roles_serves_or_the_cli
         assert len(embedded.data[0].embedding) == 8
 
 
-async def test_without_an_engine_for_prompts_those_for_answers_serve_whole_requests(
+async def test_decode_engines_serve_whole_requests_without_a_prefill_engine(
     start_gateway: StartGateway, engine_of: Callable[..., FakeEngineClient]
 ) -> None:
     prefill, decode = engine_of(EngineRole.PREFILL), engine_of(EngineRole.DECODE)

@@ -53,9 +53,7 @@ async def test_rounds_are_made_by_the_clock_and_when_woken(work: Work) -> None:
     assert work.num_done == 0
 
 
-async def test_failures_are_told_an_outage_once_and_the_work_goes_on(
-    work: Work, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_an_outage_is_logged_once_and_the_task_continues(work: Work, capsys: pytest.CaptureFixture[str]) -> None:
     rounds = PeriodicTask("counting", work, 0.001)
     rounds.start()
     away = Unavailable("the database is away")

@@ -185,7 +185,7 @@ async def test_credit_only_grows_and_nothing_is_sent_after_the_end() -> None:
     assert sent == [Extend("r", 1, 20)]
 
 
-async def test_an_end_that_nobody_asked_for_is_a_failure_not_a_short_answer() -> None:
+async def test_an_unrequested_abort_is_a_failure_and_not_a_short_answer() -> None:
     stream, _ = opened()
     stream.deliver(finished(0, 3, FinishReason.ABORT))
     with pytest.raises(EngineFailed):

@@ -165,7 +165,7 @@ async def test_speculative_prefill_does_not_run_when_a_quota_is_used_up(
 
 
 @pytest.mark.parametrize(("speculative_prefill", "able"), [("off", True), ("free", False)])
-async def test_nothing_is_foreseen_unless_the_tenant_wants_it_and_the_engine_can(
+async def test_speculative_prefill_requires_the_tenants_setting_and_the_engines_support(
     foreseeing: Callable[..., AbstractAsyncContextManager[Any]], speculative_prefill: str, able: bool
 ) -> None:
     async with foreseeing(speculative_prefill, able=able) as gateway:
@@ -174,7 +174,7 @@ async def test_nothing_is_foreseen_unless_the_tenant_wants_it_and_the_engine_can
         assert (len(gateway.engine.submits), await gateway.outcomes()) == (2, [])
 
 
-async def test_after_a_call_of_a_tool_the_turn_with_its_result_is_foreseen(
+async def test_speculative_prefill_covers_the_turn_with_a_tools_result(
     foreseeing: Callable[..., AbstractAsyncContextManager[Any]],
 ) -> None:
     async with foreseeing(answer=hermes(("now", "{}"))) as gateway:
@@ -189,7 +189,7 @@ async def test_after_a_call_of_a_tool_the_turn_with_its_result_is_foreseen(
         assert gateway.prompts(foreseen=False)[1].startswith(foreseen)
 
 
-async def test_other_apis_conversations_are_foreseen_as_well(
+async def test_speculative_prefill_covers_conversations_of_every_api(
     foreseeing: Callable[..., AbstractAsyncContextManager[Any]],
 ) -> None:
     async with foreseeing() as gateway:
@@ -200,7 +200,7 @@ async def test_other_apis_conversations_are_foreseen_as_well(
         assert "Yes, quite." in foreseen
 
 
-async def test_an_engine_that_dies_while_it_foresees_costs_nobody_anything(
+async def test_an_engine_lost_during_speculative_prefill_fails_no_request(
     foreseeing: Callable[..., AbstractAsyncContextManager[Any]],
 ) -> None:
     async with foreseeing("charged") as gateway:

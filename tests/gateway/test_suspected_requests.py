@@ -51,7 +51,7 @@ def dies_before_the_first_token(engines: Sequence[FakeEngineClient]) -> None:
 
 
 @pytest.mark.parametrize("api", ["chat", "completions", "responses"])
-async def test_a_request_with_a_grammar_whose_engine_dies_in_its_first_step_gets_no_other_engine(
+async def test_a_grammar_request_whose_engine_died_in_its_first_step_is_not_retried(
     start_gateway: StartGateway, new_card: NewCard, api: str
 ) -> None:
     engines = engines_of(new_card, 3)
@@ -87,7 +87,7 @@ async def test_a_request_without_a_grammar_moves_once_after_an_engine_died_in_it
 
 
 @pytest.mark.parametrize("grammar", [{}, GRAMMAR])
-async def test_requests_that_had_tokens_when_another_ended_their_engine_go_on(
+async def test_requests_with_tokens_continue_after_another_request_crashed_their_engine(
     start_gateway: StartGateway, new_card: NewCard, grammar: Any
 ) -> None:
     engines = engines_of(new_card, 2, token_s=0.001)

@@ -9,7 +9,7 @@ import pytest
 from moiety_platform.message_batches.tenant_turns import TenantTurns
 
 
-async def test_a_tenant_works_on_one_thing_at_a_time_and_others_beside_it() -> None:
+async def test_work_of_one_tenant_is_sequential_and_of_several_concurrent() -> None:
     turns, running, seen = TenantTurns(), list[str](), list[list[str]]()
 
     async def work(tenant_id: str) -> None:

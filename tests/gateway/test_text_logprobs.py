@@ -46,7 +46,7 @@ def test_an_offset_is_that_of_the_tokens_first_character(text: Any, cuts: Any, s
     assert echoed["text_offset"] == [0, *(at + 1 for at in expected)]
 
 
-def test_tokens_are_told_apart_by_their_ids() -> None:
+def test_tokens_with_equal_text_are_distinguished_by_id() -> None:
     top = [(b"\xe6", 1, -0.5), (b"\xe7", 2, -1.0), (b"a", 3, -1.5), (b"a", 4, -2.0), (b"", 9, -3.0), (b"", 8, -4.0)]
     found = text_logprobs([entry(b"a", 4, top, logprob=-2.0)], TextOffsets())
     assert found["tokens"] == ["a"]

@@ -226,7 +226,7 @@ async def test_calls_are_the_same_however_the_engine_cuts_its_text(
     assert (message.stop_reason, len(message.content), calls_of(message)) == ("tool_use", 2, parsed(BOTH))
 
 
-async def test_logprobs_are_told_of_every_token_of_an_answer_with_calls(tool_gateway: RunningGateway) -> None:
+async def test_answers_with_calls_have_logprobs_of_every_token(tool_gateway: RunningGateway) -> None:
     text = f"A.{hermes(*BOTH)}"
     tool_gateway.of["hermes"].script = says(text)
     whole = await ask_openai(tool_gateway, logprobs=True)
@@ -278,7 +278,7 @@ async def test_one_call_at_most_where_parallel_calls_are_not_wanted(tool_gateway
         assert calls_of(await ask_anthropic(tool_gateway, tool_choice=one, stream=stream)) == parsed(BOTH[:1])
 
 
-async def test_a_model_is_not_told_of_tools_that_it_must_not_call(tool_gateway: RunningGateway) -> None:
+async def test_tools_that_must_not_be_called_are_not_in_the_prompt(tool_gateway: RunningGateway) -> None:
     engine, text = tool_gateway.of["hermes"], hermes(*BOTH)
     engine.script = says(text)
     choice = await ask_openai(tool_gateway, tool_choice="none")

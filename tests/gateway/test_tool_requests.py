@@ -105,9 +105,7 @@ async def test_special_tokens_that_mark_calls_are_shown_where_there_are_tools_al
 # ── the same pipeline ──
 
 
-async def test_a_call_survives_an_engine_that_dies_in_the_middle_of_it(
-    start_gateway: StartGateway, tool_card: ToolCard
-) -> None:
+async def test_a_tool_call_continues_at_another_engine(start_gateway: StartGateway, tool_card: ToolCard) -> None:
     engines = [FakeEngineClient(tool_card("hermes", engine_id=f"engine-{number}")) for number in range(2)]
     left = {20, 70}
     has_died = asyncio.Event()
@@ -183,7 +181,7 @@ async def test_a_long_call_is_whole_and_the_tokens_of_tools_are_counted(
 # ── refusals ──
 
 
-async def test_a_model_whose_template_knows_no_tools_or_another_form_says_so(
+async def test_templates_without_a_known_tool_format_are_refused(
     start_gateway: StartGateway, tool_card: ToolCard, new_card: NewCard
 ) -> None:
     plain = new_card("engine-1", "plain")
@@ -345,7 +343,7 @@ async def test_number_and_size_of_tools_are_limited_by_settings(
             assert (await gateway.post(path, {**body, "tools": tools[:1]}))[0] == 200
 
 
-async def test_markers_are_told_to_the_engine_by_their_tokens_and_text_that_spells_one_is_content(
+async def test_markers_are_sent_to_the_engine_as_tokens_and_spelled_markers_are_content(
     start_gateway: StartGateway, tool_card: ToolCard
 ) -> None:
     card = tool_card("hermes", added=["<tool_call>", "</tool_call>"])

@@ -128,7 +128,7 @@ def export(endpoint: str, token: str, compression: Any = Compression.NoCompressi
 
 
 @pytest.mark.parametrize("compression", [Compression.NoCompression, Compression.Gzip])
-async def test_a_stock_exporter_can_send_and_a_guest_says_nothing_of_tenants(store: Any, compression: Any) -> None:
+async def test_a_standard_exporter_can_send_spans_but_not_set_their_tenant(store: Any, compression: Any) -> None:
     await asyncio.to_thread(export, store.endpoint, GUEST, compression)
     inner, outer = sorted(await store.rows(SpanRecord, 2), key=lambda row: row.name)
     assert (outer.name, outer.service, outer.parent_id, inner.parent_id) == ("checkout", "shop", None, outer.span_id)
@@ -153,7 +153,7 @@ async def test_trace_requests_without_a_token_are_refused(store: Any) -> None:
         assert (refused.status_code, b"token" in refused.content) == (401, True)
 
 
-def test_a_guest_is_not_given_the_token_of_gateways() -> None:
+def test_untrusted_senders_and_gateways_must_have_different_tokens() -> None:
     with pytest.raises(ValidationError, match="must differ"):
         TraceSettings(traces_token=TOKEN, traces_untrusted_token=TOKEN)
 
@@ -188,7 +188,7 @@ def request_of(*spans: dict[str, Any]) -> bytes:
     return request.SerializeToString()
 
 
-async def test_spans_that_make_no_sense_are_told_and_the_others_stored_once(store: Any) -> None:
+async def test_invalid_spans_are_reported_and_the_others_stored_once(store: Any) -> None:
     body = request_of({}, {"span_id": b""}, {"trace_id": bytes(16)}, {"end_time_unix_nano": 9}, {"name": "a\0b" * 400})
     answers = [ExportTraceServiceResponse.FromString((await store.post(body)).content) for _ in range(2)]
     assert [answer.partial_success.rejected_spans for answer in answers] == [3, 3]

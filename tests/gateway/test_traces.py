@@ -229,7 +229,7 @@ async def test_a_request_links_to_the_steps_that_it_ran_in_and_each_of_them_is_s
         assert links["engine.decode"] == [second.span_id]
 
 
-async def test_an_engine_that_tells_its_steps_in_another_way_costs_no_request_its_trace(
+async def test_an_engine_with_an_unknown_step_format_does_not_lose_the_trace(
     start_gateway: StartGateway, card: ModelCard, spans: SpanList
 ) -> None:
     engine = FakeEngineClient(card, verdict=lambda submit: EngineVerdict("standard", steps=b"\x93 of a later release"))
@@ -257,7 +257,7 @@ async def test_a_refusal_breaks_the_phase_that_it_came_up_in(
     assert [(span.name, span.error) for span in wrong] == [("receive", "invalid_json"), ("quota.settle", None)]
 
 
-async def test_only_what_speaks_for_itself_is_kept_where_the_rate_is_nought(
+async def test_only_notable_traces_are_sampled_with_a_rate_of_zero(
     start_gateway: StartGateway, card: ModelCard, spans: SpanList
 ) -> None:
     nothing = SamplingTerms(rate=0.0, first_per_s=0)
@@ -298,14 +298,14 @@ def kept_of(ids: Any, salt: bytes = b"s" * 32) -> set[str]:
         ({"service_class": "priority"}, SamplingDecision.RATE),
     ],
 )
-def test_failures_and_broken_promises_are_kept_and_classes_have_rates_of_their_own(
+def test_failures_and_missed_slos_are_sampled_and_classes_have_separate_rates(
     what: dict[str, Any], verdict: Any
 ) -> None:
     sampler = Sampler(SamplingTerms(rate=0.0, rates={"priority": 1.0}, first_per_s=0))
     assert sampler.decide(ending(**what), 0.0) is verdict
 
 
-def test_the_rate_is_kept_to_by_trace_and_nobody_outside_can_aim_at_it() -> None:
+def test_sampling_is_decided_by_trace_and_clients_cannot_influence_it() -> None:
     ids = [f"{number:032x}" for number in range(4000)]
     kept = kept_of(ids)
     assert 0.22 < len(kept) / len(ids) < 0.28

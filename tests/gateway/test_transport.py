@@ -135,7 +135,7 @@ async def test_a_request_is_answered_to_its_end(context: zmq.Context[Any], conne
         assert client.state.num_inflight == 0
 
 
-async def test_a_stream_pauses_at_its_credit_and_goes_on_when_extended(
+async def test_a_stream_pauses_at_its_credit_and_continues_when_extended(
     context: zmq.Context[Any], connected: Connected, until: Until
 ) -> None:
     async with running_front(context) as front, connected(front.address) as client:
@@ -266,7 +266,7 @@ async def test_a_gateway_is_served_again_once_its_key_is_back_on_the_list(
             assert [message async for message in stream.messages()]
 
 
-async def test_a_gateway_for_inference_alone_is_told_that_it_cannot_use_sleep_mode(
+async def test_a_gateway_with_the_role_inference_cannot_use_sleep_mode(
     context: zmq.Context[Any], connected: Connected, until: Until, tmp_path: Path
 ) -> None:
     server_public, server_secret = zmq.curve_keypair()
@@ -319,7 +319,7 @@ async def test_a_killed_engine_process_fails_its_streams_at_once(connected: Conn
         assert client.state.reason == "the connection dropped"  # and not silence, noticed later
 
 
-async def test_a_process_that_stood_still_begins_anew_though_the_engine_went_on_to_speak(
+async def test_a_suspended_gateway_reconnects_although_the_engine_kept_sending(
     context: zmq.Context[Any], card: ModelCard, until: Until
 ) -> None:
     """For the engine has heard nothing for longer than the limit, and given it up."""

@@ -92,7 +92,7 @@ CHAT = {"messages": [{"role": "user", "content": "a word, " * 8}], "max_tokens":
         ("/v1/responses", {"input": "a word, " * 8, "max_output_tokens": 16}),
     ],
 )
-async def test_a_request_beside_another_tenants_many_is_among_the_first(
+async def test_a_single_request_of_a_tenant_starts_before_another_tenants_backlog(
     gateway: RunningGateway, path: str, body: Any
 ) -> None:
     key, num_many = await _other_tenants_key(gateway), 100

@@ -57,7 +57,7 @@ async def test_a_bad_word_is_banned_in_its_spelling_after_a_space_too(
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_log_probabilities_of_a_prompt_have_vllms_form(gateway: RunningGateway, path: str) -> None:
+async def test_prompt_logprobs_have_vllms_format(gateway: RunningGateway, path: str) -> None:
     answer = await answer_of(gateway, path, prompt_logprobs=1, n=2)
     first, second = gateway.engine.submits
     assert (first.sampling.num_prompt_logprobs, second.sampling.num_prompt_logprobs) == (1, None)

@@ -118,7 +118,7 @@ def test_alone_each_is_the_oracles(checkpoint: Any, make_loop: Any) -> None:
 
 
 @pytest.mark.parametrize("max_batch_tokens", [7, 64, 512])
-def test_among_generating_requests_and_in_chunks_each_is_the_oracles_and_disturbs_nobody(
+def test_embeddings_beside_generation_equal_the_oracles_and_change_no_other_request(
     checkpoint: Any, make_loop: Any, max_batch_tokens: int
 ) -> None:
     alone = generated(run(make_loop(), COMPLETED))

@@ -82,7 +82,7 @@ def test_a_checkpoint_in_few_bits_keeps_its_head_unless_it_is_asked_for_by_name(
         assert torch.equal(ours.ffn.down_EDF.values_NK, theirs.ffn.down_EDF.values_NK)
 
 
-def test_no_other_form_and_no_processor_that_would_widen_it_has_such_a_head(
+def test_eight_bit_heads_are_limited_to_supported_formats_and_processors(
     make_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_checkpoint("qwen3, tied").folder

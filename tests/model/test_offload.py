@@ -220,7 +220,7 @@ def test_unsupported_offload_settings_are_refused_with_advice(
         load_model(make_checkpoint(variant).folder, device="cpu", dtype="float32", offload=config, **more)
 
 
-def test_a_disk_without_room_is_told_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_before_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: int) -> None:
         raise OSError(28, "No space left on device")
 

@@ -184,7 +184,7 @@ def test_any_block_size_gives_the_same_logprobs(
     ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_on_a_cpu_a_row_is_bit_for_bit_the_same_whatever_is_beside_it(
+def test_a_row_on_a_cpu_has_the_same_bits_in_any_batch(
     make_checkpoint: Any, make_driver: Any, make_sequence: Any, variant: str, dtype: str
 ) -> None:
     checkpoint = make_checkpoint(variant)

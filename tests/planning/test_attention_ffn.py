@@ -32,7 +32,7 @@ def test_the_busier_side_of_a_hop_sets_its_time() -> None:
     assert one_way_s(100, 4096, 2, 6, 2, NETWORK) == pytest.approx(3 * sent + 4e-6 * 8 / 7)
 
 
-def test_apart_keeps_the_promise_and_uses_all_gpus() -> None:
+def test_disaggregated_layouts_attain_the_slo_and_use_all_gpus() -> None:
     found = compare(find_model("qwen3-30b-a3b"), 4, H200, DEMAND)
     for comparison in found.values():
         one = comparison.apart

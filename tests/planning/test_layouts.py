@@ -110,7 +110,7 @@ def test_a_decode_step_reads_the_cache_of_every_request() -> None:
     assert times[0].experts_s == times[1].experts_s
 
 
-def test_requests_at_once_keep_the_promise_and_one_more_would_not() -> None:
+def test_planned_concurrency_is_the_largest_that_attains_the_slo() -> None:
     served = find_model("deepseek-v3")
     layout = Layout(tp=8, ep=8)
     found = evaluate(served, layout, 8, H200, NETWORK, DEMAND)

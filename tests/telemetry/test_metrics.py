@@ -61,7 +61,7 @@ def used(running: Any) -> Any:
 
 
 @pytest.mark.parametrize("process", list(PROCESSES))
-def test_the_list_of_metrics_is_what_is_told(used: Any, process: str, until_told: Callable[..., Any]) -> None:
+def test_the_documented_metrics_are_those_exported(used: Any, process: str, until_told: Callable[..., Any]) -> None:
     wanted = listed(process)
 
     def lacking(found: dict[str, Any]) -> list[str]:

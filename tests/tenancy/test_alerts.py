@@ -138,7 +138,7 @@ async def drain(sender: AlertSender) -> None:
         pass
 
 
-async def test_each_threshold_is_told_once_signed_and_of_every_window_anew(
+async def test_each_threshold_is_sent_once_per_window_and_signed(
     admin: Admin, demo: Demo, receiver: Receiver, new_sender: Any, use: Any, clock: ManualClock
 ) -> None:
     secret = (await add_webhook(admin, receiver.url))["secret"]

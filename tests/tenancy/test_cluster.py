@@ -74,13 +74,13 @@ def test_existing_secrets_are_never_changed_and_missing_ones_are_added(api: Fake
     assert entries(api, "shared") == once
 
 
-def test_half_a_pair_of_keys_is_told_and_not_mended_by_guessing(api: FakeSecretsApi, run: Run) -> None:
+def test_an_incomplete_key_pair_is_reported_and_not_completed(api: FakeSecretsApi, run: Run) -> None:
     store(api, "shared", curve_engine_public=b"x" * 40)
     assert "add the secret key, or delete the public one" in run("secrets", "shared", ends_with=1)
     assert set(entries(api, "shared")) == {"curve-engine-public"}
 
 
-def test_an_account_without_the_right_is_told_so(api: FakeSecretsApi, run: Run) -> None:
+def test_an_account_without_permission_is_reported(api: FakeSecretsApi, run: Run) -> None:
     api.refuses = {"create"}
     assert "Give its service account the role that the chart makes" in run("secrets", "shared", ends_with=1)
     assert api.secrets == {}
@@ -125,7 +125,7 @@ def test_a_key_that_could_not_be_kept_does_not_count(
 
 
 @pytest.mark.parametrize("name", ["curve-engine-secret", "database-password"])
-def test_an_entry_that_cannot_be_used_is_named_and_not_told(api: FakeSecretsApi, run: Run, name: str) -> None:
+def test_an_invalid_entry_is_named_without_its_value(api: FakeSecretsApi, run: Run, name: str) -> None:
     api.store("shared", name, b"\xff a line of a file\n")
     said = run("secrets", "shared", "--database-host", "rel-database", ends_with=1)
     assert name in said and "a line of a file" not in said

@@ -104,7 +104,7 @@ async def test_strangers_share_one_statement_and_those_beyond_a_bound_are_refuse
     assert store.num_statements - sent <= 6  # transactions that are opened count as well
 
 
-async def test_a_key_that_exists_is_served_at_its_first_use_while_look_ups_of_strangers_hang(
+async def test_a_known_key_is_accepted_at_its_first_use_while_lookups_of_unknown_keys_hang(
     authenticator: Authenticator, store: HeldDatabase, demo: Demo
 ) -> None:
     store.held = UNKNOWN
@@ -117,7 +117,7 @@ async def test_a_key_that_exists_is_served_at_its_first_use_while_look_ups_of_st
     await asyncio.gather(*strangers)
 
 
-async def test_a_revocation_holds_after_two_seconds_while_look_ups_of_strangers_hang(
+async def test_a_revocation_applies_after_two_seconds_while_lookups_of_unknown_keys_hang(
     authenticator: Authenticator, store: HeldDatabase, database: Database, demo: Demo, clock: ManualClock
 ) -> None:
     assert await answer(authenticator, demo.key) == 200
@@ -131,7 +131,7 @@ async def test_a_revocation_holds_after_two_seconds_while_look_ups_of_strangers_
     await asyncio.gather(*strangers)
 
 
-async def test_a_failed_look_up_of_strangers_says_nothing_of_the_store(
+async def test_failed_lookups_of_unknown_keys_do_not_affect_known_ones(
     authenticator: Authenticator, store: HeldDatabase, demo: Demo, clock: ManualClock
 ) -> None:
     store.failing = UNKNOWN

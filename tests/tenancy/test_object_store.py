@@ -100,7 +100,7 @@ async def test_only_the_first_mark_counts(store: ObjectStore) -> None:
     assert await store.read_mark("mark") == b"first"
 
 
-async def test_a_server_that_is_away_is_told_and_served_again_once_it_is_back(
+async def test_an_unreachable_object_store_is_reported_and_used_again_when_it_is_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with S3Server() as server:
@@ -118,7 +118,7 @@ async def test_a_server_that_is_away_is_told_and_served_again_once_it_is_back(
         await store.close()
 
 
-async def test_a_full_disk_is_told_as_such_and_leaves_nothing(tmp_path: Path) -> None:
+async def test_a_full_disk_is_reported_and_leaves_no_object(tmp_path: Path) -> None:
     mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(tmp_path)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:  # noqa: ASYNC221
         pytest.skip("only root can mount a small file system")
@@ -200,7 +200,7 @@ async def test_a_folder_that_gateways_do_not_share_is_refused_with_what_to_do(
     await elsewhere.close()
 
 
-async def test_a_bucket_that_does_not_exist_is_told_and_refuses_every_write(
+async def test_a_missing_bucket_is_reported_and_fails_every_write(
     database: Database, s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in s3.environment.items():
@@ -212,7 +212,7 @@ async def test_a_bucket_that_does_not_exist_is_told_and_refuses_every_write(
     await store.close()
 
 
-async def test_a_folder_that_cannot_be_made_is_told_at_the_start(tmp_path: Path) -> None:
+async def test_a_folder_that_cannot_be_created_fails_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(Unavailable, match="check object_store_url"):
         ObjectStore.open((tmp_path / "file" / "objects").as_uri())

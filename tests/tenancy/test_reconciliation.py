@@ -41,7 +41,7 @@ async def compared(database: Database) -> Reconciliation:
         return await reconcile(session, NOON - timedelta(minutes=5), NOON + timedelta(minutes=5))
 
 
-async def test_books_that_agree_are_said_to(used: Database) -> None:
+async def test_reconciliation_reports_agreement(used: Database) -> None:
     found = await compared(used)
     assert found.agrees
     assert (found.tenants, found.total) == (2, Amounts(6, 60, 24, 42, 180))
@@ -57,7 +57,7 @@ async def test_books_that_agree_are_said_to(used: Database) -> None:
         delete(UsageRecord).where(UsageRecord.request_id == "b-1"),
     ],
 )
-async def test_a_tenant_whose_books_differ_is_named(used: Database, damage: Any) -> None:
+async def test_reconciliation_names_tenants_with_differences(used: Database, damage: Any) -> None:
     async with used.write() as session:
         await session.execute(damage)
     found = await compared(used)

@@ -204,7 +204,7 @@ async def test_simulations_without_a_result_report_the_reason(
     assert "more than 0 s" in await problem(generate="poisson:rate=60")
 
 
-async def test_a_simulation_of_a_gateway_that_is_gone_is_in_nobodys_way(api: Admin, database: Database) -> None:
+async def test_a_simulation_of_a_dead_gateway_blocks_no_other(api: Admin, database: Database) -> None:
     async with database.write() as session:
         await store.claim(session, "sim_dead", {}, lambda: literal(1000))
     found = await api.call("GET", "simulations/sim_dead", 200)

@@ -89,7 +89,7 @@ async def test_a_search_goes_by_each_property_and_all_of_them(database: Database
     assert (await found(database, until=START + timedelta(seconds=2)))[0] == ["1"]
 
 
-async def test_pages_go_on_where_they_ended_though_others_come_meanwhile(database: Database) -> None:
+async def test_pages_continue_where_they_ended_while_traces_are_added(database: Database) -> None:
     await store(database, sent(range(1, 8)))
     seen, cursor = await found(database, PageRequest(limit=3))
     await store(database, sent(range(8, 10)))
@@ -127,7 +127,7 @@ def test_long_attributes_are_truncated() -> None:
     assert (len(attributes), len(attributes["long"])) == (MAX_ATTRIBUTES, MAX_TEXT_LENGTH)
 
 
-async def test_a_kind_or_status_that_nobody_knows_is_told_as_unspecified_and_costs_no_other_span(
+async def test_unknown_kinds_and_statuses_are_stored_as_unspecified(
     database: Database,
 ) -> None:
     message = ResourceSpans()

@@ -109,7 +109,7 @@ def cut(text: str, cuts: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize(("family", "text", "parts"), ANSWERS)
-def test_calls_are_told_from_content(family: type[CallReader], text: str, parts: Parts) -> None:
+def test_calls_are_separated_from_content(family: type[CallReader], text: str, parts: Parts) -> None:
     for pieces in ([text], list(text), *(cut(text, [at]) for at in range(len(text)))):
         deltas = read(family(NAMES), pieces)
         assert assemble(deltas) == parts

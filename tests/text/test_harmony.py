@@ -87,7 +87,7 @@ def in_pieces(text: str, cuts: list[int]) -> list[str]:
 @pytest.mark.parametrize("name", CASES)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_channels_are_told_apart_however_their_text_is_cut(name: str, data: st.DataObject) -> None:
+def test_channels_are_separated_at_every_chunking(name: str, data: st.DataObject) -> None:
     text, parts = CASES[name]
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     reader = HarmonyReader(NAMES)

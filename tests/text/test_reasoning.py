@@ -31,7 +31,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 @given(data=st.data())
-def test_thoughts_are_told_apart_however_their_text_is_cut(name: str, data: st.DataObject) -> None:
+def test_reasoning_is_separated_at_every_chunking(name: str, data: st.DataObject) -> None:
     text, is_open, parts = CASES[name]
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     reader = ThoughtReader(HermesReader({"now"}), is_open=is_open)

@@ -69,7 +69,7 @@ def test_a_format_that_does_not_exist_is_refused_with_the_names() -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_reasoning_is_told_from_the_answer_at_every_cut(name: str) -> None:
+def test_reasoning_is_separated_from_the_answer_at_every_cut(name: str) -> None:
     form, text = form_of(name), FAMILIES[name][1]
     for pieces in ([text], list(text), *([text[:at], text[at:]] for at in range(len(text)))):
         reader = form.new_reader("<|assistant|>", None)

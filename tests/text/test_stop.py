@@ -108,7 +108,7 @@ def search_after_thought(text: str, stops: list[str], *, is_open: bool) -> tuple
     cuts=st.lists(st.integers(0, 40)),
     is_open=st.booleans(),
 )
-def test_stops_sleep_until_the_thought_ends(text: str, stops: list[str], cuts: list[int], is_open: bool) -> None:
+def test_stop_strings_apply_only_after_reasoning(text: str, stops: list[str], cuts: list[int], is_open: bool) -> None:
     finder = new_stop_finder(stops, Marks(is_open=is_open))
     assert finder is not None
     given_out, matched = add_in_pieces(finder, text, cuts)
@@ -118,7 +118,7 @@ def test_stops_sleep_until_the_thought_ends(text: str, stops: list[str], cuts: l
     assert (given_out, matched) == search_after_thought(text, stops, is_open=is_open)
 
 
-def test_text_that_is_skipped_still_tells_where_the_thought_ends() -> None:
+def test_skipped_text_still_ends_the_reasoning() -> None:
     finder = new_stop_finder(["\n\n"], Marks())
     assert finder is not None
     assert finder.skip(" <t") == ""
