@@ -13,6 +13,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.grammar import answer_of, grammar_of
 from moiety_engine.structured_outputs.grammar_tokenizer import GrammarTokenizer
+from moiety_engine.structured_outputs.long_string_schemas import with_long_strings
 from moiety_engine.structured_outputs.preferred_schemas import (
     prefer_schema_alone,
     prefer_schemas,
@@ -90,11 +91,19 @@ class GrammarCompiler:
     def _compile(self, spec: GrammarSpec) -> LLMatcher:
         if len(spec.text.encode()) > MAX_GRAMMAR_BYTES:
             raise GrammarRefused(f"the grammar has more than {MAX_GRAMMAR_BYTES:,} bytes; make it shorter")
-        matcher = LLMatcher(self._tokenizer, grammar_of(spec), log_level=0, limits=_LIMITS)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # now, not in a step: slow grammars show here, and later masks are faster
+        grammar = grammar_of(spec)
+        counted = with_long_strings(grammar)
+        matcher = self._matcher(counted)
+        if matcher.is_error() and counted != grammar:
+            matcher = self._matcher(grammar)  # its errors have the client's places
         if matcher.is_error():
             if (answer := answer_of(spec)) is not None:
                 self._compile(answer)  # refuses it by its own text, where that is the reason
             raise GrammarRefused(explain_refusal(spec.kind, spec.text, matcher.get_error()))
+        return matcher
+
+    def _matcher(self, grammar: str) -> LLMatcher:
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # now, not in a step: slow grammars show here, and later masks are faster
         return matcher

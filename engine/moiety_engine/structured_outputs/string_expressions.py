@@ -56,14 +56,19 @@ def excluding_early(num_chars: int, padding: str, end: str) -> str:
 
     Padding before the tag is none of the characters.
     """
-    tag = _escaped(_OPERATOR.sub(_BACKSLASHED, end))
+    tag = literal_expression(end)
     padded = f"({_escaped(padding)})?" if padding else ""
     return rf"~/(.|\n){{0,{num_chars - 1}}}{padded}{tag}{_ANYTHING}/"
 
 
 def excluding(text: str) -> str:
     """Return the expression, in grammar syntax, of all strings that do not contain a text."""
-    return f"~/{_ANYTHING}{_escaped(_OPERATOR.sub(_BACKSLASHED, text))}{_ANYTHING}/"
+    return f"~/{_ANYTHING}{literal_expression(text)}{_ANYTHING}/"
+
+
+def literal_expression(text: str) -> str:
+    """Return the expression that only a text matches, as between slashes."""
+    return _escaped(_OPERATOR.sub(_BACKSLASHED, text))
 
 
 def _whole(pattern: str) -> str:
