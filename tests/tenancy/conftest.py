@@ -33,7 +33,7 @@ from moiety_platform.auth.service import create_key
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import ManualClock
 from moiety_platform.db.base import Base
-from moiety_platform.db.session import Database
+from moiety_platform.db.session import Database, Pool
 from moiety_platform.errors import PlatformError
 from moiety_platform.http_errors import answer_framework_error, answer_platform_error
 from moiety_platform.object_storage.store import ObjectStore
@@ -47,6 +47,7 @@ from moiety_platform.tenants.service import create_project, create_tenant
 
 share_framework_caches()
 
+PATIENT = Pool(10, 5, 60.0)  # of a machine that is busy with other tests
 PEPPER = b"a pepper for tests, 32 bytes long"
 
 _numbers = count()
@@ -193,7 +194,7 @@ def database_url(dialect: str, tmp_path: Path, request: pytest.FixtureRequest) -
 
 @contextlib.asynccontextmanager
 async def opened_database(url: str) -> AsyncIterator[Database]:
-    opened = Database.open(url)
+    opened = Database.open(url, pool=PATIENT)
     yield opened
     await opened.close()
 

@@ -15,9 +15,9 @@ from sqlalchemy import AsyncAdaptedQueuePool, text
 from moiety_platform.db.session import Database, Pool
 from moiety_platform.errors import Unavailable
 
-SMALL = Pool(3, 3, 1.0)
 MOST_TURNS = 120  # of the event loop, in which a transaction is over by far
 WAIT_S = 30.0
+SMALL = Pool(3, 3, WAIT_S)
 
 
 @pytest.fixture

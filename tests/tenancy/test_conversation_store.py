@@ -69,12 +69,12 @@ async def test_responses_and_additions_at_two_gateways_keep_their_items_together
     gateways = [keepers_of(one) for one in (database, second)]
     made = await gateways[0][1].create(whose, [], {})
 
-    async def respond(number: int) -> bool:
+    async def respond(number: int) -> None:
         responses, _ = gateways[number % 2]
         continued = await responses.continued_conversation(whose, made["id"])
         output = msgspec.json.encode({"id": f"o{number}", **message(f"{number} c")})
         items = [{"id": f"a{number}", **message(f"{number} a")}, {"id": f"b{number}", **message(f"{number} b")}]
-        return await responses.keep(
+        assert await responses.keep(
             whose, response_id(number), "m", continued, items, b'{"output":[%b]}' % output, stores=number % 3 == 0
         )
 

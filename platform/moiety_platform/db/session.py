@@ -43,7 +43,7 @@ _BEGIN_OPTION = "moiety_sqlite_begin"
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Limit of concurrent transactions, and how long another one waits."""
+    """Limit of concurrent transactions, and how long another one waits for a connection, also for a new one."""
 
     size: int
     sqlite_size: int  # SQLite has one writer at a time, and each connection has a thread
@@ -90,7 +90,7 @@ def _create_postgres_engine(url: PostgresUrl, pool: Pool) -> AsyncEngine:
         pool_pre_ping=True,
         hide_parameters=True,
     )
-    connector = PostgresConnector(url, connect_timeout_s=CONNECT_TIMEOUT_S, statement_timeout_s=STATEMENT_TIMEOUT_S)
+    connector = PostgresConnector(url, connect_timeout_s=pool.wait_s, statement_timeout_s=STATEMENT_TIMEOUT_S)
     connect_uncancelled(engine, connector.connect)
     return engine
 
