@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import psycopg
 import pytest
 from sqlalchemy import AsyncAdaptedQueuePool, text
 
+from moiety_platform.db.connecting import OpenConnections
 from moiety_platform.db.session import Database, Pool
 from moiety_platform.errors import Unavailable
 
@@ -65,6 +67,47 @@ async def eventually(holds: Callable[[], bool]) -> None:
             if holds():
                 return
             await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("turns", [1, 3, 6, 12, 30])
+def test_closing_waits_for_the_connections_of_cancelled_callers(
+    database_url: str, dialect: str, tmp_path: Path, turns: int
+) -> None:
+    """Nothing of a closed database reports to the event loop, which ends right after it."""
+    threads = set(threading.enumerate())
+
+    async def cancel_and_close() -> set[asyncio.Task[None]]:
+        database = Database.open(database_url, pool=SMALL)
+        tasks = [asyncio.create_task(transact(database, write=False)) for _ in range(3)]
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await database.close()
+        return asyncio.all_tasks() - {asyncio.current_task()}
+
+    assert asyncio.run(cancel_and_close()) == set()
+    assert set(threading.enumerate()) <= threads
+    if dialect == "sqlite":
+        assert num_descriptors(tmp_path / "moiety.db") == 0
+
+
+async def test_closing_gives_up_on_a_thread_that_does_not_end() -> None:
+    opened, end = OpenConnections(), threading.Event()
+
+    def work() -> None:
+        opened.add_thread()
+        is_added.set()
+        end.wait()
+
+    is_added, thread = threading.Event(), threading.Thread(target=work)
+    thread.start()
+    is_added.wait()
+    assert not await opened.wait_closed(0.02)
+    end.set()
+    assert await opened.wait_closed(WAIT_S)
+    thread.join()
 
 
 @pytest.mark.parametrize("write", [False, True])

@@ -57,7 +57,7 @@ class HeldDatabase(Database):
 
 @pytest.fixture
 async def store(database: Database) -> HeldDatabase:
-    held = HeldDatabase(database.engine)
+    held = HeldDatabase(database.engine, database.opened)
     held.gate, held.holds = asyncio.Event(), asyncio.Event()
     return held
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import sqlite3
 import weakref
 from collections.abc import AsyncIterator, Sequence
@@ -17,6 +18,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
+import structlog
 from sqlalchemy import Connection, event, text
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
@@ -24,7 +26,7 @@ from sqlalchemy.orm import ORMExecuteState
 from sqlalchemy.orm.interfaces import ORMOption
 from sqlalchemy.pool import ConnectionPoolEntry
 
-from moiety_platform.db.connecting import connect_uncancelled
+from moiety_platform.db.connecting import OpenConnections, connect_uncancelled
 from moiety_platform.db.failures import unavailable_when_away
 from moiety_platform.db.postgres_url import PostgresUrl
 from moiety_platform.db.url import postgres_url, sqlite_path
@@ -33,10 +35,13 @@ from moiety_platform.thread_priority import lower_priority
 SQLITE_BUSY_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 5.0
 STATEMENT_TIMEOUT_S = 15.0
+CLOSE_TIMEOUT_S = 5.0
 SQLITE_CACHE_KIB = 512  # page cache of a connection; the operating system caches the rest
 SQLITE_STATEMENTS = 32  # prepared statements per connection; statements over many rows are large
 
 UNRESTRICTED = {"moiety_unrestricted": True}  # execution options of a statement that a restriction does not apply to
+
+_log = structlog.get_logger(__name__)
 
 _BEGIN_OPTION = "moiety_sqlite_begin"
 
@@ -55,15 +60,17 @@ CHECKING = Pool(5, 5, CONNECT_TIMEOUT_S)  # look-ups of API keys, which must not
 LOOKING = Pool(4, 3, 8.0)  # separate from requests: reports wait longer, and take no connection of a request
 
 
-def create_engine(url: str, *, busy_timeout_s: float = SQLITE_BUSY_TIMEOUT_S, pool: Pool = SERVING) -> AsyncEngine:
+def create_engine(
+    url: str, opened: OpenConnections, *, busy_timeout_s: float = SQLITE_BUSY_TIMEOUT_S, pool: Pool = SERVING
+) -> AsyncEngine:
     """Return an engine that connects at first use.
 
     `url` may be plain (`sqlite:///f.db`, `postgresql://…`) or name its async driver. `busy_timeout_s` is how long a
-    SQLite writer waits for another. Raises BadDatabaseUrl.
+    SQLite writer waits for another. `opened` tracks the engine's connections. Raises BadDatabaseUrl.
     """
     path = sqlite_path(url)
     if path is None:
-        return _create_postgres_engine(postgres_url(url), pool)
+        return _create_postgres_engine(postgres_url(url), opened, pool)
     engine = create_async_engine(
         f"sqlite+aiosqlite:///{path}",
         pool_size=pool.sqlite_size,
@@ -71,15 +78,19 @@ def create_engine(url: str, *, busy_timeout_s: float = SQLITE_BUSY_TIMEOUT_S, po
         pool_timeout=pool.wait_s,
         pool_use_lifo=True,  # the prepared statements and pages of one connection serve most of the load
         hide_parameters=True,  # tracebacks and logs must not contain hashes of keys
-        connect_args={"cached_statements": SQLITE_STATEMENTS, "timeout": busy_timeout_s, "factory": _SqliteConnection},
+        connect_args={
+            "cached_statements": SQLITE_STATEMENTS,
+            "timeout": busy_timeout_s,
+            "factory": functools.partial(_SqliteConnection, opened),
+        },
     )
-    connect_uncancelled(engine)
+    connect_uncancelled(engine, opened)
     event.listen(engine.sync_engine, "connect", _prepare_sqlite)
     event.listen(engine.sync_engine, "begin", _begin_sqlite)
     return engine
 
 
-def _create_postgres_engine(url: PostgresUrl, pool: Pool) -> AsyncEngine:
+def _create_postgres_engine(url: PostgresUrl, opened: OpenConnections, pool: Pool) -> AsyncEngine:
     from moiety_platform.db.postgres import PostgresConnector  # noqa: PLC0415  imports the driver, which is slow
 
     engine = create_async_engine(
@@ -91,15 +102,15 @@ def _create_postgres_engine(url: PostgresUrl, pool: Pool) -> AsyncEngine:
         hide_parameters=True,
     )
     connector = PostgresConnector(url, connect_timeout_s=pool.wait_s, statement_timeout_s=STATEMENT_TIMEOUT_S)
-    connect_uncancelled(engine, connector.connect)
+    connect_uncancelled(engine, opened, connector.connect)
     return engine
 
 
 class Database:
     """The store of one process: read and write transactions, and closing."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
-        self.engine = engine
+    def __init__(self, engine: AsyncEngine, opened: OpenConnections) -> None:
+        self.engine, self.opened = engine, opened
         self.num_statements = 0  # sent so far, including those that open transactions
         event.listen(engine.sync_engine, "before_cursor_execute", self._count)
         self._read = async_sessionmaker(engine, expire_on_commit=False, autoflush=False)
@@ -113,7 +124,8 @@ class Database:
     @classmethod
     def open(cls, url: str, *, busy_timeout_s: float = SQLITE_BUSY_TIMEOUT_S, pool: Pool = SERVING) -> Self:
         """Return the database of a URL, without connecting. Raises BadDatabaseUrl."""
-        return cls(create_engine(url, busy_timeout_s=busy_timeout_s, pool=pool))
+        opened = OpenConnections()
+        return cls(create_engine(url, opened, busy_timeout_s=busy_timeout_s, pool=pool), opened)
 
     def restricted(self, criteria: Sequence[ORMOption]) -> Self:
         """Return the same store restricted to the rows that meet the criteria (of `with_loader_criteria`).
@@ -163,8 +175,10 @@ class Database:
             await session.execute(text("SELECT 1"))
 
     async def close(self) -> None:
-        """Close every connection."""
+        """Close every connection, and wait up to `CLOSE_TIMEOUT_S` until those of cancelled callers are closed too."""
         await self.engine.dispose()
+        if not await self.opened.wait_closed(CLOSE_TIMEOUT_S):
+            _log.warning("database_connections_left_open", timeout_s=CLOSE_TIMEOUT_S)
 
 
 class _SqliteConnection(sqlite3.Connection):
@@ -176,8 +190,9 @@ class _SqliteConnection(sqlite3.Connection):
     The driver makes each connection in a separate thread.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, opened: OpenConnections, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        opened.add_thread()
         self._cursors: weakref.WeakSet[sqlite3.Cursor] = weakref.WeakSet()
         lower_priority()
 
