@@ -90,6 +90,33 @@ Template(control, answer).serve()
 """
 
 
+HANGING = """
+import os, pathlib, signal, socket, sys
+from moiety_engine.image_decoding.frames import DecodeOrder, ImageTemplateReady
+from moiety_engine.image_decoding.worker import run_child
+from moiety_engine.limited_processes.frames import receive_frame, send_frame
+from moiety_engine.limited_processes.template import Template
+
+folder = pathlib.Path(__file__).parent
+
+
+def hang_or_decode(link):
+    with (folder / "started").open("a+") as started:
+        started.write(f"{os.getpid()}\\n")
+        started.flush()
+        started.seek(0)
+        number = len(started.readlines())
+    while number <= int((folder / "times").read_text()):
+        signal.pause()
+    run_child(link)
+
+
+control = socket.socket(fileno=int(sys.argv[1]))
+send_frame(control, ImageTemplateReady())
+Template(control, hang_or_decode).serve()
+"""
+
+
 @pytest.mark.parametrize("size", [(37, 50), (8, 8), (300, 20), (700, 500)])
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
 def test_patches_are_those_of_transformers(decoder: ImageDecoder, kind: str, size: tuple[int, int]) -> None:
@@ -219,33 +246,30 @@ def test_an_image_that_a_busy_machine_decodes_too_slowly_can_be_sent_again() -> 
     assert "send the request again" in failure.message
 
 
-def children_of(pid: int) -> list[int]:
-    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 @pytest.mark.parametrize("times", [1, 2])
 def test_an_image_whose_process_is_killed_from_outside_is_tried_again_and_then_is_no_fault_of_the_image(
-    times: int,
+    tmp_path: Path, times: int
 ) -> None:
-    before = set(children_of(os.getpid()))
+    (tmp_path / "worker.py").write_text(HANGING)
+    started = tmp_path / "started"
+    (tmp_path / "times").write_text(str(times))
+
+    def pids() -> list[str]:
+        return started.read_text().splitlines() if started.exists() else []
+
+    def kill_process(number: int) -> None:
+        wait_for(lambda: len(pids()) > number, "the start of the next process")
+        os.kill(int(pids()[number]), signal.SIGKILL)
+
     patient = ImageOptions(decode_cpu_s=30.0, decode_wall_s=60.0, decode_memory_bytes=1 << 30)
-    decoder = ImageDecoder(RULES, patient)
-    decoder.decode(ImageInput(0, file_of(picture(16, 16))))  # starts the template
-    (template_pid,) = set(children_of(os.getpid())) - before
-    wait_for(lambda: not children_of(template_pid), "the end of the first image's process")
-    if times == 2:  # no process ends by itself: they get only processor time that this one does not want
-        os.sched_setscheduler(template_pid, os.SCHED_IDLE, os.sched_param(0))
-    killed: set[int] = set()
+    decoder = ImageDecoder(RULES, patient, [str(tmp_path / "worker.py")])
     with ThreadPoolExecutor(1) as pool:
-        result = pool.submit(decoder.decode, ImageInput(0, slow_png()))
-        while len(killed) < times and not result.done():
-            for pid in children_of(template_pid):
-                if len(killed) < times and pid not in killed:
-                    killed.add(pid)
-                    os.kill(pid, signal.SIGKILL)
+        result = pool.submit(decoder.decode, ImageInput(0, file_of(picture(16, 16))))
+        for number in range(times):
+            kill_process(number)
         made = result.result()
     decoder.close()
-    assert len(killed) == times
+    assert len(pids()) == 2
     if times == 1:
         assert isinstance(made, PromptImage)
     else:

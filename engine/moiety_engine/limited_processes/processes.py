@@ -27,7 +27,8 @@ log = structlog.get_logger()
 _Ready = TypeVar("_Ready")
 
 START_S = 120.0  # enough for the largest tokenizers on a slow disk
-END_S = 2.0  # time for the template to end, or to report a child's end
+END_S = 2.0  # time for the template to end
+REPORT_S = 15.0  # time for the template to report a child's end, on a busy machine; it does so at once otherwise
 # Signals that a process causes by its own operations or by reaching a limit.
 OWN_SIGNALS = frozenset(
     {
@@ -49,7 +50,7 @@ class WorkerChild:
 
     def __init__(self, link: socket.socket, status_link: socket.socket) -> None:
         self.link, self._status_link = link, status_link
-        status_link.settimeout(END_S)
+        status_link.settimeout(REPORT_S)
 
     def __enter__(self) -> WorkerChild:
         return self
