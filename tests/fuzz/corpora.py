@@ -7,11 +7,11 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.fuzz import of_engine, of_gateway
+from tests.fuzz import of_engine, of_files, of_gateway
 
 FIGURES = "figures.json"  # of a run
 FOLDER = Path(__file__).parent / "corpora"
-TARGETS = {target.name: target for target in (*of_engine.TARGETS, *of_gateway.TARGETS)}
+TARGETS = {target.name: target for target in (*of_engine.TARGETS, *of_files.TARGETS, *of_gateway.TARGETS)}
 
 
 def path_of(name: str) -> Path:

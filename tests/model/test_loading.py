@@ -71,7 +71,13 @@ def test_a_configuration_that_lacks_a_key_is_refused_by_name(mixture: Any) -> No
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"num_hidden_layers": "3"}, {"rope_scaling": "yarn"}, {"num_attention_heads": 0}, {"quantization_config": "fp8"}],
+    [
+        {"num_hidden_layers": "3"},
+        {"num_hidden_layers": 2**64 - 1},
+        {"rope_scaling": "yarn"},
+        {"num_attention_heads": 0},
+        {"quantization_config": "fp8"},
+    ],
 )
 def test_a_configuration_with_a_value_that_cannot_be_is_refused(mixture: Any, wrong: dict[str, Any]) -> None:
     edit_config(mixture.folder, rope_parameters=..., **wrong)

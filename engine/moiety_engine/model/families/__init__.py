@@ -178,6 +178,7 @@ WHOLE: dict[str, Callable[[Config], Features]] = {
     "qwen3_vl_moe": qwen3_vl_moe_features,
     **{family: partial(read_mtp, read_layer=FAMILIES[family]) for family in _WITH_MTP},
 }
+MAX_LAYERS = 10_000  # that a configuration may say; the deepest models have a few hundred
 # Readers of the part of a config.json that describes the text model, if that is not the whole file.
 TEXT_PART: dict[str, Callable[[Config], Config]] = {
     "gemma3": gemma3_text_config,
@@ -263,6 +264,8 @@ def _spec_of(config: Config) -> ModelSpec:
     read_layer = FAMILIES[family]
     try:
         quantization = read_quantization(quantization_settings(config))
+        if not 0 < config["num_hidden_layers"] <= MAX_LAYERS:
+            raise ValueError(f"num_hidden_layers {config['num_hidden_layers']} must be between 1 and {MAX_LAYERS:,}")
         _check_layer_types(config)
         features: Features = {"tie_word_embeddings": bool(config["tie_word_embeddings"])}
         features |= WHOLE[family](config) if family in WHOLE else {}
