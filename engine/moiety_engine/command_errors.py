@@ -21,8 +21,9 @@ def print_error(command: str, error: Exception) -> None:
 @contextmanager
 def exit_on_error(command: str, *further: type[Exception]) -> Iterator[None]:
     """Print an EngineError, or an error of the `further` types, and exit with code 1."""
+    kinds: tuple[type[Exception], ...] = (EngineError, *further)
     try:
         yield
-    except (EngineError, *further) as exc:
+    except kinds as exc:
         print_error(command, exc)
         raise typer.Exit(1) from exc
