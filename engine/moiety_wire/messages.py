@@ -38,6 +38,7 @@ from moiety_wire.grammars import GrammarSpec
 from moiety_wire.images import ImageAllowance, ImageInput, ImageRules
 from moiety_wire.notes import Event, Phases, Reason
 from moiety_wire.roles import EngineRole, KvHandoff, KvTransferTimes
+from moiety_wire.token_sampling import TokenSampling
 
 PROTOCOL_VERSION = 9
 HEARTBEAT_INTERVAL_S = 0.5
@@ -76,20 +77,6 @@ class TokenRules(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     allowed_ids: tuple[int, ...] = ()  # the only tokens that the output may have; empty: all
     banned_runs: tuple[tuple[int, ...], ...] = ()  # no output token may complete one of these
     bad_words: tuple[str, ...] = ()  # texts of the banned runs, for external engines
-
-
-class TokenSampling(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """Choice of a token. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 disable the filter."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] | None = None
-    seed: int | None = None
 
 
 class Sampling(TokenSampling, frozen=True, gc=False, omit_defaults=True):

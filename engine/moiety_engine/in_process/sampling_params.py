@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from moiety_wire.messages import Sampling, Stopping, TokenSampling
+from moiety_wire.messages import Sampling, Stopping
+from moiety_wire.token_sampling import TokenSampling
 
 
 class SamplingParams(TokenSampling, frozen=True, kw_only=True):
