@@ -661,3 +661,34 @@ def test_the_service_of_two_backlogged_tenants_stays_within_the_bound_of_virtual
             if step >= head_start:  # both have been waiting since
                 served[tenant] += (new + OUTPUT_WEIGHT * chunk.samples) / weights[tenant]
         assert abs(served[0] - served[1]) <= bound
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_prompt_of_a_worse_rank_is_computed_where_it_has_the_place_that_the_best_rank_waits_for(
+    overlap: bool,
+) -> None:
+    replica = Replica(make_scheduler("moiety", 10, 0, 8, 1), overlap=overlap)
+
+    def add(service: str, *, embed: bool) -> None:
+        key = len(replica.clients)
+        submit = make_submit(key, 0, CLASSES[service], [1000 + key], 1, replica.now_ns, 1.0)
+        submit = msgspec.structs.replace(submit, credit_tokens=0)
+        if embed:
+            submit = msgspec.structs.replace(submit, embed=True, max_tokens=0)
+        replica.add(Client(submit, 1, 0))
+
+    def wait(seconds: float) -> None:
+        replica.now_ns += int(seconds * 1e9)
+
+    add("batch", embed=True)
+    replica.step(0.02)
+    replica.step(0.02)
+    wait(3.5)
+    replica.step(0.001)
+    add("standard", embed=True)
+    wait(3.0)
+    add("patient priority", embed=True)
+    for _ in range(8):  # the share of worse ranks takes turns
+        replica.step(0.001)
+    replica.drain()
+    assert all(client.over for client in replica.clients.values())

@@ -369,7 +369,7 @@ class Scheduler:
             self._padded.fill(planner, joinable, now_ns)
         else:
             planner.limit_time(self.policy.step_budget(view, now_ns / 1e9))
-            self._prefill_planner.fill(planner, view, joinable, now_ns)
+            self._prefill_planner.fill(planner, view, joinable, now_ns, must_fill=self._running is None)
 
     def _park(self, sequence: Sequence) -> None:
         self.queues.park(sequence)

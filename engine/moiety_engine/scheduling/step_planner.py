@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from moiety_engine.images.encoder_cost import EncoderWork, ImageEncoding
 from moiety_engine.scheduling.kv.kv_groups import KvGroups
 from moiety_engine.scheduling.plan import Chunk, DraftCatchUp, Plan
@@ -80,6 +82,13 @@ class StepPlanner:
 
     def limit_time(self, budget: StepBudget | None) -> None:
         self._budget = budget
+
+    def lift_rank_limit(self) -> bool:
+        """Give prompts of worse ranks the budget of the best one. Return whether they had another one."""
+        if self._budget is None or self._budget.of_worse_ranks is None:
+            return False
+        self._budget = replace(self._budget, of_worse_ranks=None)
+        return True
 
     def will_compute(self, block_hash: bytes | None, group: int = 0) -> bool:
         """Return whether this step fills the block with this hash in the group, so that the next step can hit it."""

@@ -39,8 +39,13 @@ class PrefillPlanner:
         self.cached_tokens_total = 0
         self.prompt_tokens_total = 0
 
-    def fill(self, planner: StepPlanner, view: BatchView, joinable: int, now_ns: int) -> None:
-        """Add prefill of running sequences, and of up to `joinable` sequences that join the batch."""
+    def fill(
+        self, planner: StepPlanner, view: BatchView, joinable: int, now_ns: int, *, must_fill: bool = False
+    ) -> None:
+        """Add prefill of running sequences, and of up to `joinable` sequences that join the batch.
+
+        `must_fill`: no step is running, so that nothing is computed until the next one if this one is empty.
+        """
         now_s = now_ns / 1e9
         set_aside: list[Sequence] = []
         blocked: list[Sequence] = []
@@ -76,6 +81,15 @@ class PrefillPlanner:
                 break
         self.put_back(set_aside, now_s)
         if planner.rows_left > 0 and len(full) < self._kv.count:
+            self.go_on(planner, now_s)
+        self._fill_empty(planner, now_s, must_fill=must_fill)
+
+    def _fill_empty(self, planner: StepPlanner, now_s: float, *, must_fill: bool) -> None:
+        """Lift the limit of worse ranks in a step that would be empty.
+
+        A prompt of a worse rank then has the place in the batch that the best rank waits for.
+        """
+        if must_fill and planner.empty and planner.lift_rank_limit():
             self.go_on(planner, now_s)
 
     def go_on(self, planner: StepPlanner, now_s: float) -> None:
