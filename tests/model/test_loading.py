@@ -85,6 +85,12 @@ def test_a_configuration_with_a_value_that_cannot_be_is_refused(mixture: Any, wr
         read_spec(mixture.folder)
 
 
+def test_a_model_type_that_is_no_text_is_refused(mixture: Any) -> None:
+    edit_config(mixture.folder, model_type=["qwen3_moe"])
+    with pytest.raises(ConfigError, match="is not a string"):
+        read_spec(mixture.folder)
+
+
 @pytest.mark.parametrize("kept", ["fp8", "int8"])
 @pytest.mark.parametrize("variant", ["qwen3, tied", "deepseek_v2"])
 def test_a_cache_in_eight_bits_is_refused_where_there_cannot_be_one(

@@ -7,6 +7,7 @@ that transformers 5 writes (`rope_parameters`, `num_local_experts`, `dtype`).
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -69,7 +70,7 @@ from moiety_engine.model.quantization_formats import modelopt_settings
 from moiety_engine.model.spec import LayerSpec, ModelSpec, NormSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from moiety_engine.model.checkpoint_formats.tensor_source import StoredQuantization
@@ -230,11 +231,35 @@ def _read(folder: Path) -> Config:
 def spec_from_config(config: Config) -> ModelSpec:
     """Return the spec that a parsed config.json describes. Raises ConfigError or UnsupportedModelError."""
     stated = _text_part(config)
-    return _spec_of(filled(stated, stated["model_type"]))
+    with _invalid_values(stated["model_type"]):
+        whole = filled(stated, stated["model_type"])
+    return _spec_of(whole)
+
+
+@contextmanager
+def _invalid_values(family: str) -> Iterator[None]:
+    """Raise ConfigError in place of what a value of another type or range than expected raises."""
+    try:
+        yield
+    except KeyError as exc:
+        raise ConfigError(f"config.json of a {family} model lacks the key {exc.args[0]!r}") from exc
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as exc:
+        raise ConfigError(f"config.json of a {family} model has an invalid value: {exc}") from exc
 
 
 def _text_part(config: Config) -> Config:
-    """Return the text model's configuration under the family's own key names. Raises UnsupportedModelError."""
+    """Return the text model's configuration under the family's own key names.
+
+    Raises UnsupportedModelError and ConfigError.
+    """
+    named = config.get("model_type")
+    if not isinstance(named, str | None):
+        raise ConfigError(f"the model_type {str(named)[:60]} of config.json is not a string")
+    with _invalid_values(str(named)):
+        return _under_own_names(config)
+
+
+def _under_own_names(config: Config) -> Config:
     if config.get("model_type") in WRAPPERS:
         config = wrapped_text_config(config)
     family = config.get("model_type")
@@ -262,7 +287,7 @@ def _check_layer_types(config: Config) -> None:
 def _spec_of(config: Config) -> ModelSpec:
     family = config["model_type"]
     read_layer = FAMILIES[family]
-    try:
+    with _invalid_values(family):
         quantization = read_quantization(quantization_settings(config))
         if not 0 < config["num_hidden_layers"] <= MAX_LAYERS:
             raise ValueError(f"num_hidden_layers {config['num_hidden_layers']} must be between 1 and {MAX_LAYERS:,}")
@@ -287,7 +312,3 @@ def _spec_of(config: Config) -> ModelSpec:
                 "attention are not supported: check layer_types"
             )
         return replace(spec, ignored_prefixes=spec.ignored_prefixes + around_text(config))
-    except KeyError as exc:
-        raise ConfigError(f"config.json of a {family} model lacks the key {exc.args[0]!r}") from exc
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as exc:
-        raise ConfigError(f"config.json of a {family} model has an invalid value: {exc}") from exc
