@@ -293,3 +293,31 @@ def test_a_string_with_limits_may_have_the_first_character_of_the_tag_that_ends_
         inner = f"{tags.to_name}a{tags.to_value}{tags.padding}{value}{tags.padding}{tags.end}{tags.between}"
         told = f"{way.to_name}f{way.to_arguments}{inner}{way.to_end}{way.closer}"
         assert _is_allowed(text, name, (tool,), told) == is_allowed, told
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_answer_free_to_call_is_text_or_text_before_calls_of_the_schema(text: GrammarText, name: str) -> None:
+    number, flag = {"type": "integer", "minimum": 3, "maximum": 40}, {"type": "boolean"}
+    schema = {
+        "type": "object",
+        "properties": {"n": number, "b": flag},
+        "required": ["n", "b"],
+        "additionalProperties": False,
+    }
+    way, offer, num_calls = format_named(name), ToolOffer((Tool("f", "", schema, strict=True),)), 0
+    grammar = text.grammar(name, offer)
+    plain = [*b"It is 3 degrees.", END_ID]
+    assert text.compiler.compile(grammar).validate_tokens(plain) == len(plain)
+    for before in ("", "I look it up. ") if way.opener else ("",):
+        begun = text.spell(f"{before}{way.to_name}f", way)
+        for seed in range(5):
+            answer = text.walker.draw_answer(grammar, random.Random(seed), begun)
+            if answer is None:
+                continue
+            parts = way.new_reader(offer, is_rest=False).read(text.decode(answer))
+            calls = [part for part in parts if isinstance(part, Call)]
+            for call in calls:
+                jsonschema_rs.validator_for(schema).validate(json.loads(call.arguments))
+            assert calls and text.decode(answer).startswith(before), parts
+            num_calls += len(calls)
+    assert num_calls > 0

@@ -143,24 +143,41 @@ def _free_text(free_ids: Sequence[int], first: str) -> list[str]:
 
 
 def _text_around(form: ToolCallsGrammar) -> list[str]:
-    """Return the rules of calls with the text and the marker before them, and of the text after the last call."""
+    """Return the rules of calls with the text and the marker before them, and of the text after the last call.
+
+    `again` and `tail_after` follow a call. They do not begin with a bracket: a call with one left over is no call.
+    """
     if not form.opener:
         return ["tail: plain"]
     opener = quoted_with_tokens(form.opener, form.special)
     head = split_at_token(form.opener, form.special)
+    rules = ["AFTER: /[ \\t\\r\\n]+|[ \\t\\r\\n]*[^ \\t\\r\\n\\]}](.|\\n)*/"]
+    rules.append("text_after: AFTER? (other TEXT?)*" if form.free_ids else "text_after: AFTER?")
     if head is None:
+        rules += [
+            "tail: text",
+            "tail_after: text_after",
+            f"mark[lazy]: ANY {opener}",
+            f"mark_after[lazy]: AFTER? {opener}",
+        ]
         others = "(TEXT? other)* " if form.free_ids else ""
-        return ["tail: text", f"mark[lazy]: ANY {opener}", f"opened: {others}mark calls"]
+        after_others = f" | AFTER? other {others}mark calls" if form.free_ids else ""
+        return [*rules, f"opened: {others}mark calls", f"again: mark_after calls{after_others}"]
     if not head:
-        return ["tail: text", f"opened: text {opener} calls"]
+        opened = [f"opened: text {opener} calls", f"again: text_after {opener} calls"]
+        return [*rules, "tail: text", "tail_after: text_after", *opened]
     # a token within the marker: the characters before it are text wherever the token does not follow them
-    piece = "head | TEXT? other" if form.free_ids else "head"
     rest = quoted_with_tokens(form.opener[len(head) :], form.special)
     return [
+        *rules,
         f"head[lazy]: ANY {lark_string(head)}",
-        f"piece: {piece}",
+        f"head_after[lazy]: AFTER? {lark_string(head)}",
+        f"piece: {'head | TEXT? other' if form.free_ids else 'head'}",
+        f"piece_after: {'head_after | AFTER? other' if form.free_ids else 'head_after'}",
         "tail: piece* TEXT?",
+        "tail_after: AFTER? | piece_after piece* TEXT?",
         f"opened: piece* head {rest} calls",
+        f"again: (head_after | piece_after piece* head) {rest} calls",
     ]
 
 
@@ -174,12 +191,12 @@ def id_ranges(token_ids: Sequence[int]) -> Iterator[str]:
 def _start(form: ToolCallsGrammar) -> str:
     repeats = form.opener and form.may_repeat
     if form.must_call:
-        return "rest opened* tail" if repeats else "rest"
+        return "rest again* tail_after" if repeats else "rest"
     if form.answer is not None:
         return "called+ | @answer" if repeats else "called | @answer"
     if not form.opener:
         return "calls | tail"
-    return "opened* tail" if repeats else "opened | tail"
+    return "opened again* tail_after | tail" if repeats else "opened | tail"
 
 
 def _with_arguments(form: ToolCallsGrammar, number: int) -> str:
