@@ -103,7 +103,7 @@ def normalizes(kernel: ModuleType, _: Any) -> None:
 
 def routes(kernel: ModuleType, _: Any) -> None:
     grouped = {"scoring": "sigmoid", "num_groups": 4, "top_groups": 2, "group_score": "best_two", "scale": 2.5}
-    for more in ({}, grouped, {"scoring": "softmax_chosen"}):
+    for more in ({}, grouped, {"scoring": "softmax_chosen"}, {"scoring": "sqrt_softplus"}):
         spec = RoutingSpec(16, 3, renormalize=True, **more)
         logits, bias = 3 * torch.randn(70, 16), torch.randn(16) if more is grouped else None
         weight, expert = kernel.route(logits, spec, bias)
@@ -290,7 +290,8 @@ MUTANTS = [
     (rms_norm, "sum_squares(x_D, width) / width", "sum_squares(x_D, width - 16) / width"),
     (rms_norm, "delta_TD + 4 * width * t, width", "delta_TD + 4 * width * (task * _BLOCK), width"),
     (route, "if better >= top_groups:", "if better > top_groups:"),
-    (route, "for e in range(1, experts):\n            if load", "for e in range(1, experts - 1):\n            if load"),
+    (route, "e in range(1, experts):\n                if load", "e in range(1, experts - 1):\n                if load"),
+    (route, "math.log1p(math.exp(logit))", "math.exp(logit)"),
     (linear, "args.x_MK + row * x_stride, x_stride", "args.x_MK, x_stride"),
     (head_linear, "head * n + column, num_columns", "column, num_columns"),
     (low_rank, "load_f32(inner, part * rank + j)", "load_f32(inner, j)"),

@@ -15,7 +15,8 @@ from moiety_kernels.moe.reference import experts as experts_reference
 from moiety_kernels.route import RoutingSpec, route
 
 CLIPPED = Activation("clipped", limit=1.5, alpha=1.702)
-ACTIVATIONS = [SILU, GELU_TANH, CLIPPED]
+LIMITED = Activation("limited_silu", limit=0.5)
+ACTIVATIONS = [SILU, GELU_TANH, CLIPPED, LIMITED]
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +94,19 @@ def test_clipped_experts_are_gpt_oss() -> None:
         theirs.down_proj_bias.copy_(biases["down_bias_ED"])
         expected = theirs(x, expert.long(), weight)
     assert close(experts(x, weight, expert, gate_up, down, activation=CLIPPED, **biases), expected, 1e-5)
+
+
+def test_limited_experts_are_deepseek_v4s() -> None:
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
+
+    (x, weight, expert, gate_up, down), _ = a_layer(30, 32, 48)
+    shape = {"intermediate_size": 48, "hidden_size": 32, "num_local_experts": 5, "hidden_act": "silu"}
+    theirs = DeepseekV4Experts(SimpleNamespace(swiglu_limit=0.5, _experts_implementation="eager", **shape))
+    with torch.no_grad():
+        theirs.gate_up_proj.copy_(gate_up)
+        theirs.down_proj.copy_(down)
+        expected = theirs(x, expert.long(), weight)
+    assert close(experts(x, weight, expert, gate_up, down, activation=LIMITED), expected, 1e-5)
 
 
 def test_biases_of_another_shape_are_refused() -> None:

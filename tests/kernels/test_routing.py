@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from moiety_kernels.checks import KernelInputError
-from moiety_kernels.route import RoutingSpec, route
+from moiety_kernels.route import RoutingSpec, route, weigh_experts
 from moiety_kernels.route.reference import route as route_reference
+from moiety_kernels.route.spec import BIASED, OF_EACH
 
 EXPERTS = 16
 GROUPED: dict[str, Any] = {"num_groups": 4, "top_groups": 2}
@@ -23,6 +24,7 @@ SPECS = {
     "softmax, best groups, scaled": RoutingSpec(EXPERTS, 3, renormalize=False, scale=16.0, **GROUPED),
     "sigmoid, groups by their two best": RoutingSpec(EXPERTS, 4, renormalize=True, **V3),
     "sigmoid, all experts of the best groups": RoutingSpec(EXPERTS, 8, renormalize=False, **V3),
+    "square root of softplus": RoutingSpec(EXPERTS, 4, renormalize=True, scoring="sqrt_softplus", scale=1.5),
     "sigmoid of the chosen": RoutingSpec(EXPERTS, 4, renormalize=True, scoring="sigmoid_chosen"),
     "softmax over the chosen": RoutingSpec(EXPERTS, 4, renormalize=False, scoring="softmax_chosen"),
     "sparse mixer": RoutingSpec(EXPERTS, 2, renormalize=False, scoring="sparse_mixer", jitter=0.2),
@@ -44,7 +46,7 @@ def weight_of_each(weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", list(SPECS))
 def test_on_a_cpu_routing_is_the_references(name: str, biased: bool, tokens: int) -> None:
     spec, logits = SPECS[name], torch.randn(tokens, EXPERTS) * 2
-    if biased and spec.scoring not in ("softmax", "sigmoid", "sigmoid_chosen"):
+    if biased and spec.scoring not in BIASED:
         with pytest.raises(KernelInputError, match="take a bias"):
             route(logits, spec, torch.zeros(EXPERTS))
         return
@@ -99,6 +101,48 @@ def test_the_sigmoid_of_logits_that_a_bias_helps_to_choose_is_kolibris() -> None
     router = identity_router(Kolibri1TopKRouter, num_experts_per_tok=4, norm_topk_prob=True)
     bias, logits = torch.randn(EXPERTS), torch.randn(300, EXPERTS) * 2
     assert_biased_alike(router, "sigmoid of the chosen", logits, bias)
+
+
+def v4_router(kind: Any) -> Any:
+    settings = {"num_experts_per_tok": 4, "scoring_func": "sqrtsoftplus", "routed_scaling_factor": 1.5}
+    return identity_router(kind, vocab_size=50, **settings)
+
+
+def test_square_roots_of_softplus_with_a_bias_are_deepseek_v4s() -> None:
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4TopKRouter
+
+    router, bias = v4_router(DeepseekV4TopKRouter), torch.randn(EXPERTS)
+    router.e_score_correction_bias.copy_(bias)
+    logits = torch.cat((torch.randn(300, EXPERTS) * 2, torch.randn(20, EXPERTS) * 40))
+    _, weight, expert = router(logits)
+    for ours in (route, route_reference):
+        chosen = ours(logits, SPECS["square root of softplus"], bias)
+        assert torch.allclose(weight_of_each(*chosen), weight_of_each(weight, expert), atol=1e-6)
+
+
+def test_weights_of_experts_chosen_by_a_hash_are_deepseek_v4s() -> None:
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HashRouter
+
+    router, tokens = v4_router(DeepseekV4HashRouter), torch.randint(50, (300,))
+    router.tid2eid.copy_(torch.rand(50, EXPERTS).argsort(dim=1)[:, :4])
+    logits = torch.randn(300, EXPERTS) * 2
+    _, weight, expert = router(logits, tokens)
+    spec = SPECS["square root of softplus"]
+    assert torch.allclose(weigh_experts(logits, expert.int(), spec), weight, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec.scoring in OF_EACH])
+def test_experts_that_are_chosen_have_the_weights_of_a_choice(name: str) -> None:
+    spec, logits = SPECS[name], torch.randn(70, EXPERTS) * 2
+    weight, expert = route(logits, spec)
+    assert torch.equal(weigh_experts(logits, expert, spec), weight)
+    narrow = weigh_experts(logits.bfloat16(), expert, spec)  # by the definition
+    assert torch.allclose(narrow, weight, rtol=0.1, atol=0.02)
+
+
+def test_chosen_experts_have_no_weights_by_scores_over_the_choice() -> None:
+    with pytest.raises(KernelInputError, match="any expert"):
+        weigh_experts(torch.randn(3, EXPERTS), torch.zeros(3, 4, dtype=torch.int32), SPECS["softmax over the chosen"])
 
 
 def test_the_sparse_mixer_is_phis() -> None:

@@ -110,6 +110,14 @@ def _geglu(e: Emitter, gate: Floats, up: Floats, count: Int, out: Floats) -> Non
         out[i] = over_one_plus_exp(e, gates, inner * (2 * math.sqrt(2 / math.pi))) * ups
 
 
+def _limited_swiglu(e: Emitter, gate: Floats, up: Floats, count: Int, out: Floats, limit: Float) -> None:
+    """Emit out[i] = silu(gate[i]) · up[i], with gates ≤ `limit` and ups within ±`limit`."""
+    limits = e.splat(limit)
+    for i in e.loop(count, LANES):
+        gates, ups = e.smaller(gate[i], limits), e.larger(e.smaller(up[i], limits), -limits)
+        out[i] = over_one_plus_exp(e, gates, gates) * ups
+
+
 def _clipped(e: Emitter, gate: Floats, up: Floats, count: Int, out: Floats, limit: Float, alpha: Float) -> None:
     """Emit out[i] = (up[i] + 1) · gate[i] · sigmoid(alpha · gate[i]), with gates ≤ `limit` and ups within ±`limit`."""
     limits, alphas = e.splat(limit), e.splat(alpha)
@@ -231,6 +239,7 @@ widen_row = function("moiety_widen", _widen)
 narrow_row = function("moiety_narrow", _narrow)
 swiglu_row = function("moiety_swiglu", _swiglu)
 geglu_row = function("moiety_geglu", _geglu)
+limited_swiglu_row = function("moiety_limited_swiglu", _limited_swiglu)
 clipped_row = function("moiety_clipped", _clipped)
 softmax_step = function("moiety_softmax", _softmax)
 scale_row = function("moiety_scale", _scale)

@@ -38,7 +38,7 @@ from moiety_kernels.cpu.structs import (
 from moiety_kernels.cpu.team import MAX_TASKS, parallel, team
 from moiety_kernels.cpu.unpacking import WeightArguments, weight_arguments
 from moiety_kernels.cpu.values import LANES
-from moiety_kernels.cpu.vectors import add_scaled_row, clipped_row, geglu_row, swiglu_row
+from moiety_kernels.cpu.vectors import add_scaled_row, clipped_row, geglu_row, limited_swiglu_row, swiglu_row
 from moiety_kernels.low_rank import cpu as low_rank
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from moiety_kernels.moe.activation import Activation
     from moiety_kernels.quantization.weight import QuantizedWeight
 
-_SILU, _GELU_TANH, _CLIPPED = range(3)
-_KINDS = {"silu": _SILU, "gelu_tanh": _GELU_TANH, "clipped": _CLIPPED}
+_SILU, _GELU_TANH, _CLIPPED, _LIMITED_SILU = range(4)
+_KINDS = {"silu": _SILU, "gelu_tanh": _GELU_TANH, "clipped": _CLIPPED, "limited_silu": _LIMITED_SILU}
 _COMBINE_BLOCK = 16  # tokens per task
 ELSEWHERE = -1  # row index of a pair whose expert is on another rank
 _MAX_CHUNK = (UNPACKED_AT - TEMP_AT) // (2 * 4 * ROW_BLOCK) // 16 * 16
@@ -338,6 +338,8 @@ def _activate(args: ExpertsArguments, gate: int, up: int, num_columns: int, out:
         swiglu_row(gate, up, num_columns, out)
     elif kind == _GELU_TANH:
         geglu_row(gate, up, num_columns, out)
+    elif kind == _LIMITED_SILU:
+        limited_swiglu_row(gate, up, num_columns, out, args.limit)
     else:
         clipped_row(gate, up, num_columns, out, args.limit, args.alpha)
 

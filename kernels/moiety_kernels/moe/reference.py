@@ -30,6 +30,8 @@ def activate(gate_up_R2F: Tensor, activation: Activation = SILU) -> Tensor:
         return functional.gelu(gate, approximate="tanh") * up
     gate = gate.clamp(max=activation.limit)
     up = up.clamp(-activation.limit, activation.limit)
+    if activation.kind == "limited_silu":
+        return functional.silu(gate) * up
     return (up + 1) * (gate * torch.sigmoid(gate * activation.alpha))
 
 

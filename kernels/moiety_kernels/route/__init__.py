@@ -10,12 +10,12 @@ from moiety_kernels.checks import require, require_shape
 from moiety_kernels.lazy_imports import when_asked
 from moiety_kernels.route import reference
 from moiety_kernels.route.groups import Groups
-from moiety_kernels.route.spec import RoutingSpec
+from moiety_kernels.route.spec import BIASED, OF_EACH, RoutingSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Groups", "RoutingSpec", "group", "group_by_expert", "route"]
+__all__ = ["Groups", "RoutingSpec", "group", "group_by_expert", "route", "weigh_experts"]
 
 
 _cpu = when_asked(__name__, "cpu")
@@ -26,7 +26,7 @@ _kernel = when_asked(__name__, "kernel")
 def route(logits_TE: Tensor, spec: RoutingSpec, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return (weight_TK float32, expert_TK int32), the best expert first.
 
-    `bias_E`, float32, affects the choice of experts but not their weights; only softmax and sigmoid scores support it.
+    `bias_E`, float32, affects the choice of experts but not their weights; the scorings in `BIASED` support it.
     """
     _check(logits_TE, spec, bias_E)
     if logits_TE.is_cpu and _cpu().fits(logits_TE, spec, bias_E):
@@ -36,6 +36,22 @@ def route(logits_TE: Tensor, spec: RoutingSpec, bias_E: Tensor | None = None) ->
         on_gpu: tuple[Tensor, Tensor] = _kernel().route(logits_TE, spec, bias_E)
         return on_gpu
     return reference.route(logits_TE, spec, bias_E)
+
+
+def weigh_experts(logits_TE: Tensor, expert_TK: Tensor, spec: RoutingSpec) -> Tensor:
+    """Return weight_TK, float32, of experts that something else has chosen, such as a hash of the token.
+
+    `expert_TK`: int32, K = `spec.top_k`. The weights are those that `route` would return for them; the scoring must be
+    one that all experts have.
+    """
+    require_shape("logits", logits_TE, (-1, spec.num_experts))
+    require_shape("expert", expert_TK, (logits_TE.shape[0], spec.top_k))
+    require(expert_TK.dtype is torch.int32, "experts must be int32")
+    require(spec.scoring in OF_EACH, f"only scores by {', '.join(OF_EACH)} are those of any expert")
+    if logits_TE.is_cpu and _cpu().fits(logits_TE, spec, None) and expert_TK.is_contiguous():
+        fast: Tensor = _cpu().weigh_experts(logits_TE, expert_TK, spec)
+        return fast
+    return reference.weigh_experts(logits_TE, expert_TK, spec)
 
 
 def group_by_expert(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -61,6 +77,4 @@ def _check(logits_TE: Tensor, spec: RoutingSpec, bias_E: Tensor | None) -> None:
     if bias_E is not None:
         require_shape("bias", bias_E, (spec.num_experts,))
         require(bias_E.dtype is torch.float32, "the bias must be float32")
-        require(
-            spec.scoring in ("softmax", "sigmoid", "sigmoid_chosen"), "only scores by softmax and sigmoid take a bias"
-        )
+        require(spec.scoring in BIASED, f"only scores by {', '.join(BIASED)} take a bias")

@@ -23,12 +23,14 @@ if TYPE_CHECKING:
     from moiety_kernels.route.spec import RoutingSpec
 
 _BLOCK = 64  # tokens per task
-_SOFTMAX, _SIGMOID, _SOFTMAX_CHOSEN, _SPARSE_MIXER, _SIGMOID_CHOSEN = range(5)
+_SOFTMAX, _SIGMOID, _SOFTMAX_CHOSEN, _SPARSE_MIXER, _SIGMOID_CHOSEN, _SQRT_SOFTPLUS = range(6)
+_LINEAR = 20.0  # softplus(x) is x from here on, as in torch
 _SCORINGS = {
     "softmax": _SOFTMAX,
     "sigmoid": _SIGMOID,
     "sigmoid_chosen": _SIGMOID_CHOSEN,
     "softmax_chosen": _SOFTMAX_CHOSEN,
+    "sqrt_softplus": _SQRT_SOFTPLUS,
     "sparse_mixer": _SPARSE_MIXER,
 }
 
@@ -48,6 +50,7 @@ class RouteArguments(NamedTuple):
     num_groups: Int64
     top_groups: Int64
     best_two: Int64  # whether a group's score is the sum of its two best
+    is_chosen: Int64  # whether expert_TK is an input
     least_sum: Float64
     scale: Float64
     jitter: Float64
@@ -66,9 +69,19 @@ def fits(logits_TE: Tensor, spec: RoutingSpec, bias_E: Tensor | None) -> bool:
 
 def route(logits_TE: Tensor, spec: RoutingSpec, bias_E: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return (weight_TK, expert_TK); of equal scores the lower expert comes first."""
+    expert_TK = torch.empty(logits_TE.shape[0], spec.top_k, dtype=torch.int32)
+    return _run(logits_TE, spec, bias_E, expert_TK, is_chosen=False), expert_TK
+
+
+def weigh_experts(logits_TE: Tensor, expert_TK: Tensor, spec: RoutingSpec) -> Tensor:
+    """Return weight_TK of experts that are chosen already."""
+    return _run(logits_TE, spec, None, expert_TK, is_chosen=True)
+
+
+def _run(logits_TE: Tensor, spec: RoutingSpec, bias_E: Tensor | None, expert_TK: Tensor, *, is_chosen: bool) -> Tensor:
+    """Return weight_TK, and write expert_TK unless it is chosen already."""
     tokens = logits_TE.shape[0]
     weight_TK = torch.empty(tokens, spec.top_k)
-    expert_TK = torch.empty(tokens, spec.top_k, dtype=torch.int32)
     team().run(
         _task,
         -(-tokens // _BLOCK),
@@ -85,12 +98,13 @@ def route(logits_TE: Tensor, spec: RoutingSpec, bias_E: Tensor | None) -> tuple[
             num_groups=spec.num_groups,
             top_groups=spec.top_groups,
             best_two=spec.group_score == "best_two",
+            is_chosen=is_chosen,
             least_sum=spec.least_sum,
             scale=spec.scale,
             jitter=spec.jitter,
         ),
     )
-    return weight_TK, expert_TK
+    return weight_TK
 
 
 def _task(args: RouteArguments, task: int, scratch: int) -> None:
@@ -100,7 +114,7 @@ def _task(args: RouteArguments, task: int, scratch: int) -> None:
         row = args.logits_TE + 4 * experts * t
         weights, chosen = args.weight_TK + 4 * top_k * t, args.expert_TK + 4 * top_k * t
         total = _score(args, row, experts, scratch, scores)
-        if groups > 1:
+        if groups > 1 and not args.is_chosen:
             _keep_best_groups(args, experts // groups, groups, scratch, scores + 4 * experts)
         taken = _take(args, row, experts, scratch, scores, weights, chosen)
         if args.scoring == _SOFTMAX_CHOSEN:
@@ -128,7 +142,11 @@ def _score(args: RouteArguments, row: int, experts: int, ranks: int, scores: int
     else:
         for e in range(experts):
             logit = load_f32(row, e)
-            store_f32(scores, e, 1.0 / (1.0 + math.exp(-logit)) if scoring == _SIGMOID else logit)
+            if scoring == _SIGMOID:
+                logit = 1.0 / (1.0 + math.exp(-logit))
+            elif scoring == _SQRT_SOFTPLUS:
+                logit = math.sqrt(logit if logit > _LINEAR else math.log1p(math.exp(logit)))
+            store_f32(scores, e, logit)
     for e in range(experts):
         score = load_f32(scores, e)
         store_f32(ranks, e, score / total + load_f32(bias_E, e) if bias_E else score)
@@ -164,9 +182,12 @@ def _take(args: RouteArguments, row: int, experts: int, ranks: int, scores: int,
     scoring, taken = args.scoring, 0.0
     for k in range(args.top_k):
         best = 0
-        for e in range(1, experts):
-            if load_f32(ranks, e) > load_f32(ranks, best):
-                best = e
+        if args.is_chosen:
+            best = load_i32(chosen, k)
+        else:
+            for e in range(1, experts):
+                if load_f32(ranks, e) > load_f32(ranks, best):
+                    best = e
         weight = load_f32(scores, best)
         store_i32(chosen, k, best)
         if scoring == _SOFTMAX_CHOSEN:

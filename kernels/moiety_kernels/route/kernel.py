@@ -107,6 +107,8 @@ def _route(
         scores = powers / tl.sum(powers, axis=1)[:, None]
     elif SCORING == "sigmoid":
         scores = 1 / (1 + tl.exp(-logits))
+    elif SCORING == "sqrt_softplus":
+        scores = tl.sqrt(_softplus(logits))
     else:
         scores = logits
     ranks = scores
@@ -143,6 +145,15 @@ def _route(
     m_pair = m_token[:, None] & (i_k[None, :] < TOP_K)
     tl.store(p_weight + i_pair, weight * scale, mask=m_pair)
     tl.store(p_expert + i_pair, expert, mask=m_pair)
+
+
+@triton.jit
+def _softplus(x):
+    """Return max(x, 0) + log(1 + e^-|x|), with the digits of e^-|x| that the sum with 1 loses."""
+    power = tl.exp(-tl.abs(x))
+    above = 1 + power
+    small = tl.where(above == 1, power, tl.log(above) * (power / tl.maximum(above - 1, 1e-30)))
+    return tl.maximum(x, 0.0) + small
 
 
 @triton.jit
@@ -187,6 +198,7 @@ def compile_cases() -> list[CompileCase]:
         "deepseek_v2": RoutingSpec(160, 6, renormalize=False, num_groups=8, top_groups=3, scale=16.0),
         "deepseek_v3": RoutingSpec(256, 8, True, "sigmoid", 8, 4, "best_two", scale=2.5),
         "gpt_oss": RoutingSpec(32, 4, renormalize=False, scoring="softmax_chosen"),
+        "deepseek_v4": RoutingSpec(256, 6, renormalize=True, scoring="sqrt_softplus", scale=1.5),
         "kolibri1": RoutingSpec(384, 6, renormalize=False, scoring="sigmoid_chosen"),
         "phimoe": RoutingSpec(16, 2, renormalize=False, scoring="sparse_mixer", jitter=0.01),
     }
@@ -196,6 +208,6 @@ def compile_cases() -> list[CompileCase]:
     odd = frozenset(_CHANGING)
     cases = []
     for name, spec in families.items():
-        shape = _constants(spec, None) | {"BIASED": spec.scoring.startswith("sigmoid"), "TOKENS": _TOKENS}
+        shape = _constants(spec, None) | {"BIASED": spec.scoring.startswith(("sigmoid", "sqrt")), "TOKENS": _TOKENS}
         cases.append(CompileCase(f"route {name}", _route, types, shape, num_warps=4, unaligned=odd))
     return cases + grouping_cases()

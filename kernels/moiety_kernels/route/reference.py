@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.functional import softplus
 
 from moiety_kernels.route.groups import Groups, most_tiles
 
@@ -30,13 +31,29 @@ def route(logits_TE: Tensor, spec: RoutingSpec, bias_E: Tensor | None = None) ->
     elif spec.scoring == "sparse_mixer":
         weight_TK, expert_TK = _sparse_mixer(logits_TE, spec)
     else:
-        scores_TE = torch.softmax(logits_TE, dim=-1) if spec.scoring == "softmax" else torch.sigmoid(logits_TE)
+        scores_TE = _scores(logits_TE, spec)
         ranks_TE = scores_TE if bias_E is None else scores_TE + bias_E
         expert_TK = torch.topk(_of_best_groups(ranks_TE, spec), spec.top_k, dim=-1).indices
         weight_TK = scores_TE.gather(1, expert_TK)
+    return _normalized(weight_TK, spec), expert_TK.to(torch.int32)
+
+
+def weigh_experts(logits_TE: Tensor, expert_TK: Tensor, spec: RoutingSpec) -> Tensor:
+    """Return weight_TK, float32, of experts that are chosen already."""
+    return _normalized(_scores(logits_TE.float(), spec).gather(1, expert_TK.long()), spec)
+
+
+def _scores(logits_TE: Tensor, spec: RoutingSpec) -> Tensor:
+    """Return each expert's score, by one of the scorings that all experts have."""
+    if spec.scoring == "softmax":
+        return torch.softmax(logits_TE, dim=-1)
+    return torch.sigmoid(logits_TE) if spec.scoring == "sigmoid" else softplus(logits_TE).sqrt()
+
+
+def _normalized(weight_TK: Tensor, spec: RoutingSpec) -> Tensor:
     if spec.renormalize:
         weight_TK = weight_TK / (weight_TK.sum(dim=-1, keepdim=True) + TINY).clamp(min=spec.least_sum)
-    return weight_TK * spec.scale, expert_TK.to(torch.int32)
+    return weight_TK * spec.scale
 
 
 def _of_best_groups(ranks_TE: Tensor, spec: RoutingSpec) -> Tensor:

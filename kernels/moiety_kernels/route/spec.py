@@ -7,6 +7,10 @@ from typing import Literal
 
 from moiety_kernels.checks import require
 
+Scoring = Literal["softmax", "sigmoid", "sqrt_softplus", "sigmoid_chosen", "softmax_chosen", "sparse_mixer"]
+OF_EACH: tuple[Scoring, ...] = ("softmax", "sigmoid", "sqrt_softplus")  # scores that all experts have
+BIASED: tuple[Scoring, ...] = (*OF_EACH, "sigmoid_chosen")  # scorings that take a bias for the choice of experts
+
 
 @dataclass(frozen=True, slots=True)
 class RoutingSpec:
@@ -15,6 +19,7 @@ class RoutingSpec:
     `scoring`:
     - "softmax" over all experts;
     - "sigmoid" of each logit alone (DeepSeek-V3);
+    - "sqrt_softplus": the square root of the softplus of each logit alone (DeepSeek-V4);
     - "sigmoid_chosen": the logits choose, and the weights are the sigmoids of the chosen ones (Kolibri);
     - "softmax_chosen": the logits choose, and the weights are a softmax over the chosen ones (gpt-oss, Granite);
     - "sparse_mixer" (Liu et al. 2024, PhiMoE), in its form for inference: the two best logits, each weighted by a
@@ -32,7 +37,7 @@ class RoutingSpec:
     num_experts: int
     top_k: int
     renormalize: bool
-    scoring: Literal["softmax", "sigmoid", "sigmoid_chosen", "softmax_chosen", "sparse_mixer"] = "softmax"
+    scoring: Scoring = "softmax"
     num_groups: int = 1
     top_groups: int = 1
     group_score: Literal["best", "best_two"] = "best"
@@ -44,7 +49,7 @@ class RoutingSpec:
         require(0 < self.top_k <= self.num_experts, f"top_k {self.top_k} must be in 1 … {self.num_experts}")
         require(self.scoring != "sparse_mixer" or self.top_k == 2, "the sparse mixer takes the two best experts")
         if self.num_groups > 1:
-            require(self.scoring in ("softmax", "sigmoid"), f"{self.scoring} routing knows no groups")
+            require(self.scoring in OF_EACH, f"{self.scoring} routing knows no groups")
             require(self.num_experts % self.num_groups == 0, "experts must divide into groups of one size")
             require(0 < self.top_groups <= self.num_groups, f"top_groups must be in 1 … {self.num_groups}")
             require(self.top_k <= self.top_groups * self.group_size, "the best groups hold fewer than top_k experts")

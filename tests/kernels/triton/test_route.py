@@ -10,6 +10,7 @@ from tests.kernels.mutants import Edit, FailingMutant, mutants, mutants_by
 
 from moiety_kernels.route import Groups, RoutingSpec, kernel, reference
 from moiety_kernels.route.kernels import grouping
+from moiety_kernels.route.spec import BIASED
 
 ROUTINGS = ["even", "skewed", "one expert", "none to some"]
 
@@ -79,6 +80,7 @@ SPECS = {
         64, 8, renormalize=True, scoring="sigmoid", num_groups=8, top_groups=4, group_score="best_two", scale=2.5
     ),
     "sigmoid": RoutingSpec(128, 8, renormalize=True, scoring="sigmoid"),
+    "square root of softplus": RoutingSpec(40, 6, renormalize=True, scoring="sqrt_softplus", scale=1.5),
     "sigmoid of the chosen": RoutingSpec(24, 3, renormalize=True, scoring="sigmoid_chosen", scale=1.5),
     "sparse mixer": RoutingSpec(16, 2, renormalize=False, scoring="sparse_mixer", jitter=0.1),
 }
@@ -89,7 +91,7 @@ def assert_routed_alike(kernels: Any, name: str, tokens: int, dtype: torch.dtype
     spec = SPECS[name]
     values = torch.rand(tokens, spec.num_experts + 3, device=device).argsort(dim=1) / 16 - spec.num_experts / 32
     logits = values.to(dtype)[:, : spec.num_experts]
-    takes_bias = spec.scoring in ("softmax", "sigmoid", "sigmoid_chosen")
+    takes_bias = spec.scoring in BIASED
     bias = torch.randn(spec.num_experts, device=device) if biased and takes_bias else None
     weight, expert = reference.route(logits, spec, bias)
     ours = kernels.route(logits, spec, bias)

@@ -100,5 +100,8 @@ def activate(gate, up, limit, alpha, ACTIVATION: tl.constexpr):
     else:
         gate = tl.minimum(gate, limit)
         up = tl.maximum(tl.minimum(up, limit), -limit)
-        inner = (up + 1.0) * gate * tl.sigmoid(alpha * gate)
+        if ACTIVATION == "limited_silu":
+            inner = gate * tl.sigmoid(gate) * up
+        else:
+            inner = (up + 1.0) * gate * tl.sigmoid(alpha * gate)
     return inner
