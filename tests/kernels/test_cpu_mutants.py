@@ -17,6 +17,8 @@ from moiety_kernels.attention_input.reference import attention_input as attentio
 from moiety_kernels.causal_conv import CausalConvWeights
 from moiety_kernels.causal_conv import cpu as causal_conv
 from moiety_kernels.causal_conv.reference import causal_conv as causal_conv_reference
+from moiety_kernels.compressed_attention import cpu as compressed_attention
+from moiety_kernels.compressed_attention import reference as compressed_reference
 from moiety_kernels.cpu import compiling, dots
 from moiety_kernels.embedding import cpu as embedding
 from moiety_kernels.embedding.reference import embedding as embedding_reference
@@ -29,6 +31,8 @@ from moiety_kernels.gated_norm import cpu as gated_norm
 from moiety_kernels.gated_norm.reference import gated_norm as gated_norm_reference
 from moiety_kernels.head_linear import cpu as head_linear
 from moiety_kernels.head_linear.reference import head_linear as head_linear_reference
+from moiety_kernels.hyper_connections import cpu as hyper_connections
+from moiety_kernels.hyper_connections import reference as hyper_reference
 from moiety_kernels.latent_input import LatentInputPlan
 from moiety_kernels.latent_input import cpu as latent_input
 from moiety_kernels.latent_input import reference as latent_reference
@@ -55,6 +59,7 @@ from moiety_kernels.route import RoutingSpec
 from moiety_kernels.route import cpu as route
 from moiety_kernels.route.reference import route as route_reference
 
+from . import compressed
 from .conftest import Paged
 from .recurrent import TOKENS, delta_inputs, sequences, states
 
@@ -243,7 +248,37 @@ def selects(kernel: ModuleType, paged: Paged) -> None:
             assert torch.equal(slots.masked_fill(is_void, 0), expected)
 
 
+def connects_streams(kernel: ModuleType, _: Any) -> None:
+    logits, scale, base = 3 * torch.randn(30, 24), torch.rand(3) + 0.5, torch.randn(24)
+    mixtures = kernel.mixture_weights(logits, scale, base, 4, 3, 1e-6)
+    for ours, theirs in zip(mixtures, hyper_reference.mixture_weights(logits, scale, base, 4, 3, 1e-6), strict=True):
+        assert_close(ours, theirs)
+    streams, output = torch.randn(30, 4, 48), torch.randn(30, 48)
+    pre, post, comb = hyper_reference.mixture_weights(logits, scale, base, 4, 3, 1e-6)
+    assert post is not None and comb is not None
+    assert_close(kernel.collapse_streams(streams, pre), hyper_reference.collapse_streams(streams, pre))
+    expanded = hyper_reference.expand_streams(streams, output, post, comb)
+    assert_close(kernel.expand_streams(streams, output, post, comb), expanded)
+
+
+def compresses(kernel: ModuleType, _: Any) -> None:
+    of = compressed.runs()
+    tokens = len(of.run_T)
+    for overlaps in (True, False):
+        columns, size = (64, 8) if overlaps else (32, 4)
+        args = torch.randn(tokens, 2 * columns), torch.randn(4, columns), compressed.history(size, 2 * columns), of
+        closing = compressed.closing(of, 4)
+        expected = compressed_reference.pool_windows(*args, closing, overlaps=overlaps)
+        assert_close(kernel.pool_windows(*args, closing, overlaps=overlaps), expected)
+    q, row, sinks = torch.randn(tokens, 3, 32), torch.randn(tokens, 32), torch.randn(3)
+    for dtype in (torch.float32, torch.bfloat16):
+        seen = q, row, compressed.history(6, 32), of, compressed.entries(of, 32, dtype), 0.2, sinks
+        assert_close(kernel.compressed_attention(*seen), compressed_reference.compressed_attention(*seen))
+
+
 CHECKS: dict[ModuleType, Check] = {
+    compressed_attention: compresses,
+    hyper_connections: connects_streams,
     causal_conv: convolves,
     gated_delta: recurs,
     gated_norm: normalizes_with_gates,
@@ -264,6 +299,14 @@ CHECKS: dict[ModuleType, Check] = {
     output_gate: gates,
 }
 MUTANTS = [
+    (compressed_attention, "wanted % runs.size)", "(wanted + 1) % runs.size)"),
+    (compressed_attention, "wanted) + 4 * series\n", "wanted)\n"),
+    (compressed_attention, "weight * load_f32(value, c)", "weight * load_f32(gate, c)"),
+    (compressed_attention, "token * args.most + k", "task + k"),
+    (compressed_attention, "store_i32(args.seen_T, task, num_rows + count)", "store_i32(args.seen_T, task, num_rows)"),
+    (hyper_connections, "(t * n + j) * n + i", "(t * n + i) * n + j"),
+    (hyper_connections, "for _ in range(args.iterations - 1):", "for _ in range(args.iterations):"),
+    (hyper_connections, "2.0 * _sigmoid", "_sigmoid"),
     (causal_conv, "source = t - taps + 1 + tap", "source = t - taps + tap"),
     (causal_conv, "if not has_state:", "if has_state:"),
     (causal_conv, "source = end - taps + 1 + place", "source = end - taps + place"),
@@ -290,7 +333,11 @@ MUTANTS = [
     (rms_norm, "sum_squares(x_D, width) / width", "sum_squares(x_D, width - 16) / width"),
     (rms_norm, "delta_TD + 4 * width * t, width", "delta_TD + 4 * width * (task * _BLOCK), width"),
     (route, "if better >= top_groups:", "if better > top_groups:"),
-    (route, "e in range(1, experts):\n                if load", "e in range(1, experts - 1):\n                if load"),
+    (
+        route,
+        "for e in range(1, experts):\n                if load",
+        "for e in range(1, experts - 1):\n                if load",
+    ),
     (route, "math.log1p(math.exp(logit))", "math.exp(logit)"),
     (linear, "args.x_MK + row * x_stride, x_stride", "args.x_MK, x_stride"),
     (head_linear, "head * n + column, num_columns", "column, num_columns"),
