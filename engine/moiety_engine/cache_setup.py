@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from moiety_engine.config import Speculate
 from moiety_engine.errors import InvalidConfig
+from moiety_engine.model.compressed_specs import CompressedAttentionSpec
 from moiety_engine.model.recurrent_specs import RecurrentSpec
 from moiety_wire.engine_choices import Batching
 from moiety_wire.roles import EngineRole
 
 if TYPE_CHECKING:
     from moiety_engine.config import EngineConfig
+    from moiety_engine.model.compressed_specs import PoolSpec
     from moiety_engine.model.spec import ModelSpec
     from moiety_engine.model.transformer import Transformer
 
@@ -44,6 +47,8 @@ def require_recurrent_support(model: Transformer, config: EngineConfig) -> None:
     """Raise InvalidConfig for settings that are not available with a model that has recurrent layers."""
     if not model.spec.recurrent_layers:
         return
+    if config.block_size is not None:
+        _require_block_size(model.spec, config.block_size)
     transfer = config.transfer
     refused = {
         "the disk cache does not store states: leave out --disk-cache": bool(config.disk_cache),
@@ -61,6 +66,28 @@ def require_recurrent_support(model: Transformer, config: EngineConfig) -> None:
     for reason, is_set in refused.items():
         if is_set:
             raise InvalidConfig(f"this model has recurrent layers, and {reason}")
+
+
+def entry_block_size(spec: ModelSpec) -> int:
+    """Return the least block size whose blocks have no unused places for compressed entries; 0 without such layers."""
+    rates = [pool.rate for pool in _pools(spec)]
+    return math.lcm(*rates) if rates else 0
+
+
+def _pools(spec: ModelSpec) -> list[PoolSpec]:
+    attentions = [layer.attention for layer in spec.layers]
+    compressed = [one for one in attentions if isinstance(one, CompressedAttentionSpec)]
+    return [one.pool for one in compressed if one.pool is not None]
+
+
+def _require_block_size(spec: ModelSpec, block_size: int) -> None:
+    """Raise InvalidConfig if the borders of blocks are no borders of compressed entries."""
+    for pool in _pools(spec):
+        if not pool.fits(block_size):
+            raise InvalidConfig(
+                f"this model has compressed entries of {pool.rate} tokens, and --block-size {block_size} is neither a "
+                f"multiple nor a divisor of that: use another --block-size, such as {entry_block_size(spec)}"
+            )
 
 
 def can_undo_drafts(spec: ModelSpec) -> bool:

@@ -320,7 +320,10 @@ def write_checkpoint(
     oracle = made(config, attn_implementation="eager").to(dtype).eval()
     with torch.no_grad():
         for name, parameter in itertools.chain(oracle.named_parameters(), oracle.named_buffers()):
-            if "norm" in name and ".fc" not in name:  # nor the gate of a norm
+            if name.endswith("tid2eid"):  # the experts of each token, all of them distinct
+                experts = torch.rand(len(parameter), config.n_routed_experts).argsort(dim=1)
+                parameter.copy_(experts[:, : parameter.shape[1]])
+            elif "norm" in name and ".fc" not in name:  # nor the gate of a norm
                 parameter.copy_(torch.rand_like(parameter) + 0.5)
             elif name.endswith("bias"):
                 parameter.normal_(std=0.1)
@@ -367,7 +370,7 @@ class Driver:
     def __init__(self, model: Transformer, *, num_blocks: int = 160, block_size: int = 16) -> None:
         self.model, self.block_size = model, block_size
         self.kv = model.allocate_kv(num_blocks, block_size, NUM_STATES if model.spec.recurrent_layers else 0)
-        for layer in self.kv.layers:
+        for layer in (*self.kv.layers, *self.kv.states):
             for part in layer.parts:
                 part.fill_(float("nan") if part.is_floating_point() else 127)
         generator = torch.Generator().manual_seed(0)

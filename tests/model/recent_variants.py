@@ -36,6 +36,7 @@ _BY_KIND = {
     "full_attention": _DEEPSEEK_YARN | {"partial_rotary_factor": 0.5},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0},
 }
+_OF_V4 = ["sliding_attention", *["compressed_sparse_attention", "heavily_compressed_attention"] * 2][:4]
 _WINDOWS = {"sliding_window": 40, "layer_types": ["sliding_attention", "full_attention"]}
 
 RECENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -66,6 +67,15 @@ RECENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "attention_bias": True}
         | {"q_lora_rank": 64, "index_topk": 24, "index_head_dim": 32, "index_n_heads": 16}
         | {"rope_parameters": _DEEPSEEK_YARN},
+    ),
+    "deepseek_v4": (
+        "deepseek_v4",
+        {"num_hidden_layers": 4, "num_key_value_heads": 1, "head_dim": 32, "q_lora_rank": 48, "qk_rope_head_dim": 16}
+        | {"layer_types": _OF_V4, "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"], "sliding_window": 24}
+        | {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 32}}
+        | {"o_groups": 2, "o_lora_rank": 16, "index_n_heads": 16, "index_head_dim": 32, "index_topk": 8}
+        | {"n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "swiglu_limit": 0.6}
+        | {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}},
     ),
     "cohere2_moe": (
         "cohere2_moe",

@@ -22,7 +22,8 @@ NESTED = {"qwen3_5", "qwen3_5_moe", "qwen3_vl_moe"}
 TEXT_CLASSES = {"gemma3": "gemma3_text", "qwen3_vl_moe": "qwen3_vl_moe_text"}
 TEXT_CLASSES |= {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"} | CLASS_OF
 # families that were never released with other rotary parameters than one set for each kind of layer
-BY_KIND = {"gemma4_text", "laguna", "mellum", "mimo_v2_flash"}
+BY_KIND = {"deepseek_v4", "gemma4_text", "laguna", "mellum", "mimo_v2_flash"}
+KINDS = ({"full_attention", "sliding_attention"}, {"main", "compress"})
 BASED = {"cohere2_moe"}  # families whose class takes no rotary parameters without a base
 BY_LAYER = {"gemma4_text": {"head_dim"}}  # keys that a class gives for each layer alone
 WHOLE_KEYS = ("image_token_id", "vision_start_token_id", "vision_end_token_id", "tie_word_embeddings")
@@ -91,7 +92,7 @@ def test_each_key_that_is_left_out_means_what_transformers_takes_it_for(name: st
         assert "rope_parameters" not in config
         return
     if form == "rope_scaling" and family in BY_KIND:
-        assert {"full_attention", "sliding_attention"} == config["rope_parameters"].keys()
+        assert config["rope_parameters"].keys() in KINDS
         return
     if form == "rope_scaling":
         config = as_first_released(config)
@@ -227,3 +228,42 @@ def test_kimi_linear_is_read_as_it_is_published() -> None:
     twice = config | {"linear_attn_config": own | lists | {"full_attn_layers": [3, 4]}}
     with pytest.raises(ModelError, match="must name layer 4 in exactly one of its lists"):
         spec_from_config(twice)
+
+
+RELEASED_V4: Config = {  # as DeepSeek-V4 is released, with fewer layers
+    "model_type": "deepseek_v4",
+    "num_hidden_layers": 6,
+    "compress_ratios": [0, 0, 4, 128, 4, 128, 0],
+    "num_hash_layers": 2,
+    "qk_rope_head_dim": 64,
+    "head_dim": 512,
+    "num_nextn_predict_layers": 1,
+    "rope_theta": 10_000,
+    "compress_rope_theta": 160_000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 16,
+        "original_max_position_embeddings": 65_536,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"compress_rate_csa": 8, "compress_rate_hca": 64},
+        {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 32}},
+        {"compress_ratios": None},
+        {"num_hash_layers": 0, "qk_rope_head_dim": 32},
+        {"mlp_layer_types": ["moe", "hash_moe"] * 3},
+        {"partial_rotary_factor": 0.25},
+    ],
+)
+def test_deepseek_v4_as_it_is_released_is_read_as_transformers_reads_it(change: Config) -> None:
+    config = RELEASED_V4 | change
+    spec = spec_from_config(config)
+    assert spec == spec_from_config(theirs("deepseek_v4", config))
+    assert len({layer.attention for layer in spec.layers}) == (3 if "compress_ratios" not in change else 2)

@@ -192,7 +192,13 @@ def test_a_deepseek_as_first_released_means_the_same(make_checkpoint: Any) -> No
         ("glm_moe_dsa", {"q_lora_rank": None}, "sparse attention needs a q_lora_rank"),
         ("glm_moe_dsa", {"layer_types": ["full_attention"] * 3}, "'full_attention' .* known: indexed_attention"),
         ("glm_moe_dsa", {"indexer_rope_interleave": False}, "indexer_rope_interleave False .* known: True"),
-        ("glm_moe_dsa", {"model_type": "deepseek_v4"}, "it needs attention to compressed keys .* behind the gateway"),
+        ("glm_moe_dsa", {"model_type": "hy_v4"}, "it needs several residual streams .* behind the gateway"),
+        ("deepseek_v4", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' .* deepseek_v4; known: sqrtsoftplus"),
+        ("deepseek_v4", {"n_shared_experts": 2}, "n_shared_experts 2 is not supported in deepseek_v4"),
+        ("deepseek_v4", {"layer_types": ["full_attention"] * 4}, "'full_attention' .* known: sliding_attention, "),
+        ("deepseek_v4", {"layer_types": ["sliding_attention"] * 4}, "all 4 layers of this deepseek_v4 model are"),
+        ("deepseek_v4", {"mlp_layer_types": ["dense"] * 4}, "'dense' is not supported .* known: hash_moe, moe"),
+        ("deepseek_v4", {"quantization_config": {"quant_method": "fp8"}}, "quantized checkpoints of deepseek_v4"),
     ],
 )
 def test_unknown_settings_of_a_family_are_refused_by_name(
@@ -200,6 +206,22 @@ def test_unknown_settings_of_a_family_are_refused_by_name(
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         spec_from_config(config_of(make_checkpoint(variant).folder) | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"o_groups": 3}, "num_attention_heads 4 is not a multiple of o_groups 3"),
+        ({"index_head_dim": 8}, "16 rotated entries must be .* index_head_dim 8"),
+        ({"index_topk": 0}, "index_topk 0 must be at least 1"),
+        ({"compress_rates": {"compressed_sparse_attention": 4}}, "None for heavily_compressed_attention"),
+        ({"hc_mult": 0}, "hc_mult 0 must be in 1 … 16"),
+        ({"hc_sinkhorn_iters": 0}, "hc_sinkhorn_iters 0 must be at least 1"),
+    ],
+)
+def test_a_deepseek_v4_that_cannot_be_is_refused(make_checkpoint: Any, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        spec_from_config(config_of(make_checkpoint("deepseek_v4").folder) | change)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ RECENT = [  # with what older families do not have, such as output gates, layers
     "axk2",
     "cohere2_moe",
     "deepseek_v32",
+    "deepseek_v4",
     "bailing_hybrid",
     "flex_olmo",
     "gemma4_text",
@@ -80,6 +81,7 @@ def test_logprobs_of_a_prompt_agree_with_the_oracle_for_every_chunk_size(
         ("qwen3, tied", torch.float8_e4m3fn, 1 / 4, 0.1),
         ("qwen3, tied", torch.int8, (1 + 4 / 32) / 4, 0.02),  # heads of 32 have a scale of 4 bytes
         ("deepseek_v2", torch.bfloat16, 1 / 2, 0.005),
+        ("deepseek_v4", torch.bfloat16, 1 / 2, 0.005),
         ("deepseek_v2", torch.float8_e4m3fn, 1 / 4, 0.1),
         ("deepseek_v2", torch.int8, (1 + 8 / 48) / 4, 0.02),  # rows of 32 + 16 have two
     ],

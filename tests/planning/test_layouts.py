@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -179,6 +180,16 @@ def test_bad_input_says_what_to_do(arguments: list[str], message: str, capsys: p
         main(["plan", *arguments])
     assert done.value.code == 1
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_no_gpus_are_planned_for_a_model_that_is_served_on_a_cpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v4"}))
+    with pytest.raises(SystemExit) as done:
+        main(["plan", "--model", str(tmp_path)])
+    assert done.value.code == 1
+    assert "deepseek_v4 model is served on a CPU only" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_sequence_of_gpt_oss_takes_hardly_more_than_half_of_a_cache_without_windows() -> None:

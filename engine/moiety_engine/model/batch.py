@@ -182,7 +182,25 @@ class RecurrentStateCache:
             record.flatten(0, 1).index_copy_(0, rows.record_places_K, kept_KC)
 
 
-Cache = LayerCache | LatentCache | RecurrentStateCache  # of one layer
+@dataclass(frozen=True, slots=True)
+class CompressedCache:
+    """Compressed entries of one layer, and its state.
+
+    An entry is in the block that has its last token, of `block_size`; a block has E places for entries.
+    """
+
+    entries_NEd: Tensor
+    index_keys_NEI: Tensor | None  # beside each entry, if the layer has an indexer
+    block_size: int
+    state: RecurrentStateCache
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """All tensors whose first dimension is the block."""
+        return (self.entries_NEd,) if self.index_keys_NEI is None else (self.entries_NEd, self.index_keys_NEI)
+
+
+Cache = LayerCache | LatentCache | RecurrentStateCache | CompressedCache  # of one layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,12 +232,12 @@ class KvCache:
     @property
     def everything(self) -> tuple[LayerCache | LatentCache, ...]:
         """Cache of each layer, and of the hidden states if they are kept. The model has no recurrent layers."""
-        layers = tuple(one for one in self.layers if not isinstance(one, RecurrentStateCache))
+        layers = tuple(one for one in self.layers if not isinstance(one, RecurrentStateCache | CompressedCache))
         assert len(layers) == len(self.layers), "recurrent states are no part of what moves with blocks"
         return layers if self.hidden is None else (*layers, self.hidden)
 
     @property
-    def places(self) -> tuple[LayerCache | LatentCache, ...]:
+    def places(self) -> tuple[LayerCache | LatentCache | CompressedCache, ...]:
         """All caches to copy when a block is moved: the places of a block, each once."""
         if self.shared is not None:
             return (self.shared, *(() if self.hidden is None else (self.hidden,)))
@@ -230,4 +248,5 @@ class KvCache:
     @property
     def states(self) -> tuple[RecurrentStateCache, ...]:
         """Caches of the recurrent layers."""
-        return tuple(one for one in self.layers if isinstance(one, RecurrentStateCache))
+        states = (one.state if isinstance(one, CompressedCache) else one for one in self.layers)
+        return tuple(one for one in states if isinstance(one, RecurrentStateCache))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from moiety_engine.cache.table_layout import CHUNK_TOKENS
+from moiety_engine.model.compressed_specs import CompressedAttentionSpec
 from moiety_engine.model.recurrent_specs import RecurrentSpec
 from moiety_engine.model.spec import LatentAttentionSpec
 
@@ -47,12 +48,12 @@ class _Kind(NamedTuple):
 def cache_groups(spec: ModelSpec, *, keep_everything: bool = False, one_shape: bool = False) -> tuple[CacheGroup, ...]:
     """Return the cache groups of a model; those without a window come first.
 
-    Recurrent layers are in none. With `keep_everything` there is one group that frees nothing. Layers are divided into
-    groups only where that saves memory. The layers of a group have caches of one shape; with `one_shape`, groups are
-    formed only if all layers have the same.
+    Recurrent layers are in none, unless they have compressed entries, which cover the whole context. With
+    `keep_everything` there is one group that frees nothing. Layers are divided into groups only where that saves
+    memory. The layers of a group have caches of one shape; with `one_shape`, groups are formed only if all layers have
+    the same.
     """
-    recurrent = set(spec.recurrent_layers)
-    layers = tuple(layer for layer in range(len(spec.layers)) if layer not in recurrent)
+    layers = spec.paged_layers
     kind_of = {layer: _kind(spec, layer) for layer in layers}
     if keep_everything:
         return (CacheGroup(layers, None),)
@@ -92,7 +93,9 @@ def cache_groups(spec: ModelSpec, *, keep_everything: bool = False, one_shape: b
 
 def _kind(spec: ModelSpec, layer: int) -> _Kind:
     attention = spec.layers[layer].attention
-    assert not isinstance(attention, RecurrentSpec), "recurrent layers are in no group"
+    if isinstance(attention, CompressedAttentionSpec):
+        return _Kind(None, False, sum(attention.entry_widths), attention.entry_widths)
+    assert not isinstance(attention, RecurrentSpec), "other recurrent layers are in no group"
     window: int | None = getattr(attention, "window", None)
     chunked = bool(getattr(attention, "chunked", False))
     if window is not None and window >= spec.max_context_tokens:

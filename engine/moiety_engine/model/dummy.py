@@ -48,7 +48,9 @@ def draw_weights(
 
 
 def _fill(name: str, tensor: Tensor, generator: torch.Generator) -> None:
-    if "norm" in name and "bias" not in name:
+    if not tensor.is_floating_point():  # experts of each token
+        tensor.copy_(torch.arange(tensor.shape[-1], device=tensor.device).expand_as(tensor))
+    elif "norm" in name and "bias" not in name:
         tensor.fill_(1)
     elif tensor.dim() < 2:
         tensor.zero_()

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from moiety_engine.distribution.layout import Seat
-from moiety_engine.model.batch import Cache, KvCache, LatentCache, LayerCache, RecurrentStateCache
+from moiety_engine.model.batch import Cache, CompressedCache, KvCache, LatentCache, LayerCache, RecurrentStateCache
+from moiety_engine.model.compressed_specs import CompressedAttentionSpec
 from moiety_engine.model.recurrent_specs import RecurrentSpec
 from moiety_engine.model.spec import KV_SCALE_BYTES, LatentAttentionSpec
 from moiety_engine.model.tensor_shards import own_spec
@@ -84,7 +85,9 @@ class KvAllocation:
             num_bytes += sum(one.cached_rows for one in self._places) * KV_SCALE_BYTES
         if self._hidden_width is not None:
             num_bytes += self._hidden_width * self._activation_dtype.itemsize
-        return num_bytes * block_size
+        compressed = (one for one in self._place_of_layer if isinstance(one, CompressedAttentionSpec))
+        entries = sum(one.block_values(block_size) for one in compressed)
+        return num_bytes * block_size + entries * self._dtype.itemsize
 
     @property
     def state_bytes(self) -> int:
@@ -146,10 +149,15 @@ class KvAllocation:
                 return of_layer
             widths = one.input_widths if num_record_tokens else ()
             record = partial(empty, num_state_slots, num_record_tokens, dtype=self._activation_dtype)
-            return RecurrentStateCache(
+            state = RecurrentStateCache(
                 tuple(empty(num_state_slots, *part.shape, dtype=self._state_dtype(part)) for part in one.state_parts),
                 tuple(map(record, widths)),
             )
+            if not isinstance(one, CompressedAttentionSpec) or one.pool is None:
+                return state
+            places = num_blocks, one.pool.entries_of(block_size)
+            entries, *index_keys = (empty(*places, width) for width in one.entry_widths)
+            return CompressedCache(entries, index_keys[0] if index_keys else None, block_size, state)
 
         return KvCache(
             tuple(map(layer, self._place_of_layer, paged)),

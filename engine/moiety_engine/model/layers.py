@@ -32,7 +32,7 @@ from moiety_kernels.linear import linear
 from moiety_kernels.moe import dense_glu, experts
 from moiety_kernels.output_gate import output_gate
 from moiety_kernels.paged_attention import paged_attention
-from moiety_kernels.route import RoutingSpec, route
+from moiety_kernels.route import RoutingSpec, route, weigh_experts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -69,9 +69,9 @@ class RecurrentLayer(Protocol):
 
 
 class FeedForward(Protocol):
-    """Feed-forward, the second half of a layer."""
+    """Feed-forward, the second half of a layer. `token_ids_T`, int64, is needed where a hash chooses experts."""
 
-    def __call__(self, x_TD: Tensor, rows: AdaptedRows | None) -> Tensor: ...
+    def __call__(self, x_TD: Tensor, rows: AdaptedRows | None, token_ids_T: Tensor | None = None) -> Tensor: ...
 
 
 class GroupedQueryAttention:
@@ -162,7 +162,7 @@ class DenseFeedForward:
         self._activation, self._weights, self._adapters = spec.activation, weights, adapters
         self._invariant = arithmetic.invariant
 
-    def __call__(self, x_TD: Tensor, rows: AdaptedRows | None) -> Tensor:
+    def __call__(self, x_TD: Tensor, rows: AdaptedRows | None, token_ids_T: Tensor | None = None) -> Tensor:
         return self.glu(x_TD, adapters=self._adapters.of_feed_forward(rows))
 
     def glu(
@@ -249,8 +249,8 @@ class MixtureOfExperts:
         """
         self._following = following
 
-    def __call__(self, x_TD: Tensor, rows: AdaptedRows | None) -> Tensor:
-        weight_TK, expert_TK = self._route(x_TD)
+    def __call__(self, x_TD: Tensor, rows: AdaptedRows | None, token_ids_T: Tensor | None = None) -> Tensor:
+        weight_TK, expert_TK = self._route(x_TD, token_ids_T)
         self._chosen.append(expert_TK)
         input_TD, weight_TK = self._weighed(x_TD, weight_TK)
         if self._dispatch is not None:
@@ -265,7 +265,7 @@ class MixtureOfExperts:
             return x_TD, weight_TK
         return x_TD * weight_TK.to(x_TD.dtype), torch.ones_like(weight_TK)
 
-    def _route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+    def _route(self, x_TD: Tensor, token_ids_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the weight and the index of each token's experts, both [T, K]."""
         spec, weights = self._spec, self._weights
         if not len(x_TD):
@@ -274,6 +274,10 @@ class MixtureOfExperts:
         widen = spec.exact_router and x_TD.dtype is not torch.float32
         routed_by_TD = x_TD.float() if widen else x_TD
         logits_TE = linear(routed_by_TD, weights.router_ED, weights.router_bias_E, invariant=self._arithmetic.invariant)
+        if weights.expert_of_token_VK is not None:
+            assert token_ids_T is not None, "a hash of the token chooses these experts"
+            expert_TK = weights.expert_of_token_VK.index_select(0, token_ids_T)
+            return weigh_experts(logits_TE, expert_TK, spec.routing), expert_TK
         return route(logits_TE, spec.routing, weights.selection_bias_E)
 
     def routed(self, x_TD: Tensor, weight_TK: Tensor, slot_TK: Tensor, rows: AdaptedRows | None = None) -> Tensor:
@@ -300,7 +304,7 @@ class MixtureOfExperts:
     def _expect(self, x_TD: Tensor) -> None:
         """Prefetch the experts that the following layer may choose."""
         following = self._following
-        if following is not None and following._cached is not None:
+        if following is not None and following._cached is not None and not following._spec.hashed:
             following._cached.expect(following._route(x_TD)[1])
 
     def _add_shared(self, routed_TD: Tensor, x_TD: Tensor) -> Tensor:
@@ -328,7 +332,7 @@ def attention(
             spec, weights, rotaries[spec.rope], norm_eps, arithmetic, adapters, rounds=rounds, group=group
         )
     assert isinstance(weights, RecurrentWeights)
-    return recurrent_layer(spec, weights, arithmetic)
+    return recurrent_layer(spec, weights, arithmetic, rotaries)
 
 
 def replayable_layers(attentions: Sequence[Attention]) -> dict[int, RecurrentLayer]:

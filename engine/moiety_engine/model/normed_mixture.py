@@ -41,7 +41,7 @@ class NormedMixture(MixtureOfExperts):
         assert weights.norms is not None and self._shared is not None
         self._norms, self._eps, self._group = weights.norms, norm_eps, group
 
-    def __call__(self, x_TD: Tensor, rows: AdaptedRows | None) -> Tensor:
+    def __call__(self, x_TD: Tensor, rows: AdaptedRows | None, token_ids_T: Tensor | None = None) -> Tensor:
         norms = self._norms
         weight_TK, expert_TK = self._route(x_TD)
         self._chosen.append(expert_TK)
@@ -55,9 +55,9 @@ class NormedMixture(MixtureOfExperts):
         routed_TD, shared_TD = self._group.sum(torch.stack((routed_TD, shared_TD)))
         return self._normed(shared_TD, norms.shared_output_D) + self._normed(routed_TD, norms.routed_output_D)
 
-    def _route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+    def _route(self, x_TD: Tensor, token_ids_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the weight and the index of each token's experts; experts have factors of their own."""
-        weight_TK, expert_TK = super()._route(self._normed(x_TD, self._norms.router_D))
+        weight_TK, expert_TK = super()._route(self._normed(x_TD, self._norms.router_D), token_ids_T)
         return weight_TK * self._norms.expert_scale_E[expert_TK.long()], expert_TK
 
     def _normed(self, x_TD: Tensor, weight_D: Tensor) -> Tensor:

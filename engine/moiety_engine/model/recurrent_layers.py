@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from moiety_engine.model.compressed_attention import CompressedAttention
+from moiety_engine.model.compressed_specs import CompressedAttentionSpec
+from moiety_engine.model.compressed_weights import CompressedAttentionWeights
 from moiety_engine.model.gated_delta_net import GatedDeltaNet
 from moiety_engine.model.kimi_delta_attention import KimiDeltaAttention
 from moiety_engine.model.lightning_attention import LightningAttention
@@ -12,10 +15,15 @@ from moiety_engine.model.recurrent_mixer import RecurrentMixer
 from moiety_engine.model.recurrent_specs import GatedDeltaSpec, KimiDeltaSpec, LightningSpec, Mamba2Spec
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from moiety_engine.model.arithmetic import Arithmetic
     from moiety_engine.model.recurrent_specs import RecurrentSpec
     from moiety_engine.model.recurrent_weights import RecurrentWeights
+    from moiety_engine.model.rope_spec import RopeSpec
+    from moiety_engine.model.rotary import RotaryTable
 
+RecurrentLayer = RecurrentMixer[Any, Any] | CompressedAttention
 _LAYERS: dict[type, Any] = {
     GatedDeltaSpec: GatedDeltaNet,
     Mamba2Spec: Mamba2,
@@ -24,7 +32,15 @@ _LAYERS: dict[type, Any] = {
 }
 
 
-def recurrent_layer(spec: RecurrentSpec, weights: RecurrentWeights, arithmetic: Arithmetic) -> RecurrentMixer[Any, Any]:
+def recurrent_layer(
+    spec: RecurrentSpec,
+    weights: RecurrentWeights,
+    arithmetic: Arithmetic,
+    rotaries: Mapping[RopeSpec, RotaryTable],
+) -> RecurrentLayer:
     """Return the layer that a spec of a recurrent layer describes."""
-    layer: RecurrentMixer[Any, Any] = _LAYERS[type(spec)](spec, weights, arithmetic)
+    if isinstance(spec, CompressedAttentionSpec):
+        assert isinstance(weights, CompressedAttentionWeights)
+        return CompressedAttention(spec, weights, rotaries[spec.rope], arithmetic)
+    layer: RecurrentLayer = _LAYERS[type(spec)](spec, weights, arithmetic)
     return layer

@@ -6,8 +6,10 @@ C channels, D model width, M heads, W taps of a convolution with the oldest toke
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
+from moiety_engine.model.compressed_specs import CompressedAttentionSpec
+from moiety_engine.model.compressed_weights import CompressedAttentionWeights, allocate_compressed
 from moiety_engine.model.recurrent_specs import GatedDeltaSpec, KimiDeltaSpec, LightningSpec, Mamba2Spec
 
 if TYPE_CHECKING:
@@ -16,17 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_engine.model.recurrent_specs import RecurrentSpec
+    from moiety_engine.model.tensor_allocator import TensorAllocator
     from moiety_kernels.quantization import Weight
-
-
-class TensorAllocator(Protocol):
-    """Allocator of large products, of other matrices, and of float32 tensors."""
-
-    def product(self, *shape: int) -> Tensor: ...
-
-    def matrix(self, *shape: int) -> Tensor: ...
-
-    def vector(self, *shape: int) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +68,13 @@ class LightningWeights:
     output_DC: Weight
 
 
-RecurrentWeights = GatedDeltaWeights | Mamba2Weights | KimiDeltaWeights | LightningWeights
+RecurrentWeights = GatedDeltaWeights | Mamba2Weights | KimiDeltaWeights | LightningWeights | CompressedAttentionWeights
 RECURRENT_PRODUCTS: dict[type, tuple[str, ...]] = {
     GatedDeltaWeights: ("input_CD", "output_DC"),
     Mamba2Weights: ("input_CD", "output_DC"),
     KimiDeltaWeights: ("input_CD", "output_DC"),
     LightningWeights: ("input_CD", "gate_CD", "output_DC"),
+    CompressedAttentionWeights: ("input_CD", "query_up_CR", "output_DC"),
 }
 
 
@@ -149,4 +143,5 @@ _ALLOCATORS: dict[type, Callable[[RecurrentSpec, int, TensorAllocator], Recurren
     Mamba2Spec: _mamba2,
     KimiDeltaSpec: _kimi_delta,
     LightningSpec: _lightning,
+    CompressedAttentionSpec: allocate_compressed,
 }

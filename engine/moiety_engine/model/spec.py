@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from moiety_engine.model.attention_options import DividedNormSpec, OutputGateSpec, QueryGrowth
+from moiety_engine.model.compressed_specs import CompressedAttentionSpec, StreamsSpec, has_entries
 from moiety_engine.model.recurrent_specs import RecurrentSpec
 from moiety_engine.model.rope_spec import LongRopeScaling, RopeSpec
 from moiety_kernels.moe.activation import SILU, Activation
@@ -215,7 +216,8 @@ class MoeSpec:
     applies to the selection of experts only. `weighs_input`: the weight of a token's only expert multiplies its input
     in place of its output (Llama 4). `normed`: the router, routed and shared experts normalize their input and output,
     each by its own weights, and experts have a factor (Gemma 4). `exact_router`: the router's weights and logits are
-    float32. `held`: the expert of each slot on this rank, if the other experts are on other ranks.
+    float32. `hashed`: a table has the experts of each token, and the router their weights only (DeepSeek-V4). `held`:
+    the expert of each slot on this rank, if the other experts are on other ranks.
     """
 
     width: int
@@ -227,6 +229,7 @@ class MoeSpec:
     weighs_input: bool = False
     normed: bool = False
     exact_router: bool = False
+    hashed: bool = False
     shared: SharedSpec | None = None
     held: tuple[int, ...] | None = None
 
@@ -343,7 +346,7 @@ class ModelSpec:
     predicts a token from the token before it and the hidden state before that. `mtp_after`: set if this spec is itself
     that of an MTP layer: the number of layers of its model, whose vocabulary it uses. `mtp_root`: prefix of the MTP
     layer's tensors, if they are not named as those of a further layer of the model. `vision`: the encoder of images, if
-    the model has one.
+    the model has one. `streams`: hyper-connections, if the residual stream has several rows for each token.
     """
 
     family: str
@@ -366,6 +369,7 @@ class ModelSpec:
     mtp_after: int | None = None
     mtp_root: str | None = None
     vision: VisionSpec | None = None
+    streams: StreamsSpec | None = None
 
     def within(self, max_context_tokens: int | None) -> ModelSpec:
         """Return the spec for contexts of at most `max_context_tokens`; None: the model's maximum.
@@ -382,12 +386,24 @@ class ModelSpec:
     def ropes(self) -> tuple[RopeSpec, ...]:
         """Rotary embeddings of the attention layers, each once."""
         attentions = [layer.attention for layer in self.layers]
-        return tuple(dict.fromkeys(one.rope for one in attentions if not isinstance(one, RecurrentSpec)))
+        rotating = (a for a in attentions if isinstance(a, CompressedAttentionSpec) or not isinstance(a, RecurrentSpec))
+        return tuple(dict.fromkeys(one.rope for one in rotating))
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
-        """Indices of the layers that keep a state instead of keys and values."""
+        """Indices of the layers that keep a state of fixed size."""
         return tuple(i for i, layer in enumerate(self.layers) if isinstance(layer.attention, RecurrentSpec))
+
+    @property
+    def paged_layers(self) -> tuple[int, ...]:
+        """Indices of the layers that keep keys and values, or compressed entries, in blocks."""
+        attentions = [layer.attention for layer in self.layers]
+        return tuple(i for i, a in enumerate(attentions) if not isinstance(a, RecurrentSpec) or has_entries(a))
+
+    @property
+    def needs_cpu(self) -> bool:
+        """Return whether some layer has attention that no GPU kernel computes."""
+        return any(isinstance(layer.attention, CompressedAttentionSpec) for layer in self.layers)
 
     @property
     def has_normed_experts(self) -> bool:

@@ -20,6 +20,7 @@ from moiety_engine.model.cache_groups import cache_groups
 from moiety_engine.model.expert_migration import SlotWeights
 from moiety_engine.model.expert_setup import expert_dispatch, expert_shape, expert_slots
 from moiety_engine.model.feed_forwards import feed_forward
+from moiety_engine.model.hyper_connections import residual_norms, split_streams
 from moiety_engine.model.kv_allocation import KvAllocation, LargestAllocation
 from moiety_engine.model.layers import MixtureOfExperts, attention, replayable_layers
 from moiety_engine.model.mtp_input import MtpInput
@@ -113,9 +114,7 @@ class Transformer:
             self._whole(half, ranks.tensor, w.attention_post_norm)
             for half, w in zip(halves, weights.layers, strict=True)
         ]
-        norm = partial(make_norm, spec.norm, arithmetic=arithmetic)
-        self._norms = [(norm(w.attention_norm), norm(w.ffn_norm)) for w in weights.layers]
-        self._final_norm = make_norm(spec.norm, weights.final_norm)
+        self._norms, self._final_norm = residual_norms(spec, weights, arithmetic)
         self.expert_cache = expert_cache
         cached = None if expert_cache is None else iter(expert_cache.layers)
         self._slots = [expert_slots(one.ffn, ranks, self.device) for one in own.layers]
@@ -354,6 +353,7 @@ class Transformer:
                 else:
                     mixture(x_TD, None)
             return x_TD, x_TD
+        x_TD = split_streams(x_TD, self.spec.streams)
         normed_TD = self._norms[0][0](x_TD)
         next_norms = [norm for norm, _ in self._norms[1:]] + [self._final_norm]
         views, groups = batch.by_cache_group(), kv.groups
@@ -374,7 +374,7 @@ class Transformer:
                 on_stored(number)
             x_TD, normed_TD = residual.add_attention(x_TD, normed_TD, attended_TD, ffn_norm)
             if far is None:
-                fed_TD = feed(normed_TD, batch.adapted)
+                fed_TD = feed(normed_TD, batch.adapted, batch.token_ids_T)
             else:
                 begun = far.begin(normed_TD)
                 yield

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moiety_engine.model.compressed_weights import StreamsWeights, allocate_streams
 from moiety_engine.model.recurrent_specs import RecurrentSpec
 from moiety_engine.model.recurrent_weights import RECURRENT_PRODUCTS, RecurrentWeights, allocate_recurrent
 from moiety_engine.model.spec import (
@@ -107,6 +108,7 @@ class MoeWeights:
     down_bias_ED: Tensor | None
     shared: SharedWeights | None
     norms: MixtureNorms | None = None
+    expert_of_token_VK: Tensor | None = None  # int32, if a table has the experts of each token
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,8 @@ class LayerWeights:
     attention_post_norm: NormWeights | None
     ffn_post_norm: NormWeights | None
     scale_1: Tensor | None = None  # float32, factor of the layer's output
+    attention_streams: StreamsWeights | None = None  # of the mixtures that attention and the feed-forward read
+    ffn_streams: StreamsWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +189,7 @@ class ModelWeights:
     head_bias_V: Tensor | None
     mtp_input: MtpInputWeights | None = None
     vision: VisionWeights | None = None
+    streams: StreamsWeights | None = None  # of the mixture that the head reads
 
 
 def allocate(
@@ -215,6 +220,7 @@ def allocate(
         head_bias_V=new.vector(rows) if spec.head_bias else None,
         mtp_input=new.mtp_input() if is_mtp_layer else None,
         vision=None if spec.vision is None else new.vision(spec.vision),
+        streams=new.streams(head=True),
     )
 
 
@@ -320,7 +326,13 @@ class _Allocator:
             attention_post_norm=self.norm() if one.attention_post_norm else None,
             ffn_post_norm=self.norm() if one.ffn_post_norm else None,
             scale_1=self.vector(1) if one.scaled else None,
+            attention_streams=self.streams(),
+            ffn_streams=self.streams(),
         )
+
+    def streams(self, *, head: bool = False) -> StreamsWeights | None:
+        spec = self.spec.streams
+        return None if spec is None else allocate_streams(spec, self.spec.hidden_size, self, head=head)
 
     def attention(
         self, a: AttentionSpec | LatentAttentionSpec | RecurrentSpec
@@ -405,4 +417,5 @@ class _Allocator:
             down_bias_ED=all_rows.vector(held, size) if f.bias else None,
             shared=None if f.shared is None else self.shared(f.shared),
             norms=self.mixture_norms(experts) if f.normed else None,
+            expert_of_token_VK=self._empty((self.spec.vocab_size, f.routing.top_k), torch.int32) if f.hashed else None,
         )

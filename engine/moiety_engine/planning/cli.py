@@ -87,6 +87,11 @@ def plan_command(
         machine = find_gpu(gpu)
         network = find_network(link, machine, node_gpus)
         served = find_model(model, weights, kv_dtype)
+        if served.spec.needs_cpu:
+            raise InvalidConfig(
+                f"a {served.spec.family} model is served on a CPU only, since no GPU kernel reads compressed entries: "
+                "give another model to plan GPUs for"
+            )
         if input_tokens + output_tokens > served.spec.max_context_tokens:
             raise InvalidConfig(
                 f"--input-tokens and --output-tokens are {input_tokens + output_tokens} tokens together, more than the "

@@ -15,6 +15,7 @@ from moiety_engine.distribution.layout import Layout, Seat
 from moiety_engine.encoder.config import is_encoder
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.checkpoint import check_tensor_names
+from moiety_engine.model.compressed_specs import CompressedAttentionSpec
 from moiety_engine.model.errors import ModelError
 from moiety_engine.model.families import ignored_keys, spec_from_config
 from moiety_engine.model.families.catalog import CATALOG
@@ -73,7 +74,8 @@ def features_of(spec: ModelSpec) -> ModelFeatures:
     latent = any(isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers)
     grouped = [one.attention for one in spec.layers if isinstance(one.attention, AttentionSpec)]
     shares_rows = any(one.keys_are_values for one in grouped)
-    lora = "feed-forward only" if latent else "not q, k, v" if shares_rows else YES
+    compressed = any(isinstance(one.attention, CompressedAttentionSpec) for one in spec.layers)
+    lora = "feed-forward only" if latent or compressed else "not q, k, v" if shares_rows else YES
     with_states = f"{NO}: the model has recurrent layers" if spec.recurrent_layers else YES
     return ModelFeatures(
         tensor_parallel=_divides(spec, Layout(tp=2)),

@@ -16,6 +16,7 @@ from moiety_engine.cache.table_layout import TableLayout
 from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.cache_groups import cache_groups
+from moiety_engine.model.compressed_specs import CompressedAttentionSpec
 from moiety_engine.model.families import read_spec, spec_from_config
 from moiety_engine.model.recurrent_specs import RecurrentSpec
 from moiety_engine.model.spec import KV_SCALE_BYTES, LatentAttentionSpec
@@ -188,7 +189,10 @@ class Served:
         return math.ceil(all_layers * share / (sum(of_layers) * context))
 
     def kv_bytes(self, attention: AttentionSpec | LatentAttentionSpec | RecurrentSpec) -> int:
-        """Return the bytes of one token in one layer's KV cache; 0 for a recurrent layer."""
+        """Return the bytes of one token in one layer's KV cache; 0 for a recurrent layer without entries."""
+        if isinstance(attention, CompressedAttentionSpec):
+            rate = 1 if attention.pool is None else attention.pool.rate
+            return math.ceil(attention.block_values(rate) * self.kv_itemsize / rate)
         if isinstance(attention, RecurrentSpec):
             return 0
         scales = KV_SCALE_BYTES * attention.cached_rows if self.kv_scaled else 0

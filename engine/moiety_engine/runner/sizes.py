@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moiety_engine.cache.table_layout import TableLayout
-from moiety_engine.cache_setup import table_windows
+from moiety_engine.cache_setup import entry_block_size, table_windows
 from moiety_engine.config import EngineConfig, Speculate
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.memory import available_bytes, device_memory
@@ -61,7 +61,8 @@ def sizes_for(
     adapter_bytes = adapter_budget_bytes(model, config)
     image_cache_bytes = 0 if model.vision is None else config.images.cache_bytes
     encoder_bytes = 0 if model.vision is None else model.vision.workspace_bytes(config.images.max_pixels)
-    block_size = config.block_size or (16 if on_cuda else 4)  # on a CPU small blocks cost almost nothing
+    block_size = config.block_size or entry_block_size(model.spec)
+    block_size = block_size or (16 if on_cuda else 4)  # on a CPU small blocks cost almost nothing
     groups = model.ranks.across.size
     max_batch_tokens = config.max_batch_tokens or max(groups * (8192 if on_cuda else 512), config.max_running or 0)
     max_running = config.max_running or min(groups * (256 if on_cuda else 64), max_batch_tokens)

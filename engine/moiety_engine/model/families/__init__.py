@@ -30,6 +30,7 @@ from moiety_engine.model.families.deepseek import (
     mistral4,
     sarvam_mla,
 )
+from moiety_engine.model.families.deepseek_v4 import deepseek_v4, deepseek_v4_features
 from moiety_engine.model.families.defaults import filled, under_own_names
 from moiety_engine.model.families.dots import dots1
 from moiety_engine.model.families.ernie import ernie4_5_moe, ernie_features
@@ -87,6 +88,7 @@ FAMILIES: dict[str, Callable[[Config, int], LayerSpec]] = {
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
     "deepseek_v32": deepseek_v32,
+    "deepseek_v4": deepseek_v4,
     "dots1": dots1,
     "ernie4_5_moe": ernie4_5_moe,
     "exaone_moe": exaone_moe,
@@ -156,6 +158,7 @@ WHOLE: dict[str, Callable[[Config], Features]] = {
     "axk1": axk1_features,
     "bailing_hybrid": bailing_hybrid_features,
     "cohere2_moe": cohere2_moe_features,
+    "deepseek_v4": deepseek_v4_features,
     "ernie4_5_moe": ernie_features,
     "exaone_moe": exaone_features,
     "gemma3": gemma3_features,
@@ -306,7 +309,7 @@ def _spec_of(config: Config) -> ModelSpec:
             weight_format=None if quantization is None else quantization.form,
             **features,
         )
-        if len(spec.recurrent_layers) == len(spec.layers):
+        if not spec.paged_layers:
             raise UnsupportedModelError(
                 f"all {len(spec.layers)} layers of this {family} model are recurrent; models without a layer with "
                 "attention are not supported: check layer_types"

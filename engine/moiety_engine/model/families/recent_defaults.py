@@ -81,6 +81,15 @@ RECENT_DEFAULTS: dict[str, dict[str, Any]] = {
         "n_group": 8, "num_attention_heads": 128, "num_hidden_layers": 61, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
         "topk_group": 4, "v_head_dim": 128, "vocab_size": 129_280,
     },
+    "deepseek_v4": _SHARED | {
+        "attention_bias": False, "compress_rope_theta": 160_000.0, "hc_eps": 1e-6, "hc_mult": 4,
+        "hc_sinkhorn_iters": 20, "head_dim": 512, "hidden_size": 4096, "index_head_dim": 128, "index_n_heads": 64,
+        "index_topk": 512, "max_position_embeddings": 1_048_576, "mlp_bias": False, "moe_intermediate_size": 2048,
+        "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 64,
+        "num_experts_per_tok": 6, "num_hidden_layers": 43, "num_key_value_heads": 1, "o_groups": 8,
+        "o_lora_rank": 1024, "q_lora_rank": 1024, "routed_scaling_factor": 1.5, "scoring_func": "sqrtsoftplus",
+        "sliding_window": 128, "swiglu_limit": 10.0, "vocab_size": 129_280,
+    },
     "bailing_hybrid": {
         "attention_bias": False, "first_k_dense_replace": 2, "hidden_act": "silu", "hidden_size": 2560,
         "intermediate_size": 6144, "kda_lower_bound": -5.0, "kda_safe_gate": True, "kv_lora_rank": 512,

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-_POOLS = "attention to compressed keys and values (pools of 4 and of 128 tokens)"
 _HYPER_CONNECTIONS = "several residual streams (hyper-connections)"
 
 # What a family needs, by `model_type`.
 UNSUPPORTED: dict[str, str] = {
-    "deepseek_v4": f"{_POOLS}, {_HYPER_CONNECTIONS} and experts that are chosen by a hash of the token",
     "hy_v4": f"{_HYPER_CONNECTIONS}, and sinks and output gates in sparse latent attention",
     "minimax_m3_vl": "attention to selected blocks of keys, by key-value head",
     "mistral_large4": "layers that share another layer's latent cache, and learned rotary frequencies",

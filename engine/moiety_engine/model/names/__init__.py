@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moiety_engine.model.names.attention import attention_places
+from moiety_engine.model.names.compressed import stream_places
 from moiety_engine.model.names.feed_forward import expert_places, feed_forward_places
 from moiety_engine.model.names.tensor_mapping import Shares, TensorMapping, plain, raised, whole
 from moiety_engine.model.names.vision import vision_places
@@ -22,10 +23,14 @@ if TYPE_CHECKING:
 
 __all__ = ["ignorable", "mtp_prefix", "placements"]
 
-_EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight")
+_EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight", "embed.weight")
+_HEADS = ("lm_head.weight", "head.weight")
 _ATTENTION_POST_NORMS = ("post_self_attn_layernorm", "post_attn_norm", "post_attention_layernorm")
 _FFN_POST_NORMS = ("post_feedforward_layernorm", "post_mlp_layernorm", "mlp.post_mlp_layernorm", "post_ffn_norm")
-_USUAL_FFN_NORMS = ("post_attention_layernorm", "pre_mlp_layernorm")  # the second in the MTP layer of MiMo
+# The second name is that of the MTP layer of MiMo, the third of DeepSeek-V4.
+_USUAL_FFN_NORMS = ("post_attention_layernorm", "pre_mlp_layernorm", "ffn_norm")
+_ATTENTION_NORMS = ("input_layernorm", "attn_norm")
+_HEAD_STREAMS = ("hc_head_", "hc_head.hc_")  # the second as transformers saves it
 _FINAL_NORM_OF_MIMO = "final_layernorm"  # of its MTP layer
 _FFN_NORMS = ("pre_feedforward_layernorm", "pre_mlp_layernorm")  # where post_attention_layernorm is another norm
 # Prefixes: usual, of embedding models, of the text part of vision models as published, and as in transformers 5.
@@ -89,7 +94,11 @@ def _around(spec: ModelSpec, weights: ModelWeights, root: str, embedding: str, p
     yield root + embedding, whole(weights.embedding_VD)
     yield from _norm(f"{root}norm", weights.final_norm)
     if not spec.tie_word_embeddings:
-        yield f"{outside}lm_head.weight", whole(plain(weights.head_VD))
+        head = next((name for name in _HEADS if outside + name in present), _HEADS[0])
+        yield outside + head, whole(plain(weights.head_VD))
+    if weights.streams is not None:
+        streams = next((name for name in _HEAD_STREAMS if f"{root}{name}fn" in present), _HEAD_STREAMS[0])
+        yield from stream_places(root + streams, weights.streams)
     if weights.head_bias_V is not None:
         yield f"{outside}lm_head.bias", whole(weights.head_bias_V)
 
@@ -104,9 +113,12 @@ def _layer(spec: LayerSpec, layer: LayerWeights, present: set[str]) -> Iterator[
         yield from _norm(post_norm, layer.attention_post_norm)
         ffn_norm = _norm_name(_FFN_NORMS, present) if post_norm == _USUAL_FFN_NORMS[0] else _USUAL_FFN_NORMS[0]
     if layer.attention_norm is not None:
-        yield from _norm("input_layernorm", layer.attention_norm)
+        yield from _norm(_norm_name(_ATTENTION_NORMS, present), layer.attention_norm)
     if layer.ffn_norm is not None:
         yield from _norm(ffn_norm, layer.ffn_norm)
+    for prefix, streams in (("hc_attn_", layer.attention_streams), ("hc_ffn_", layer.ffn_streams)):
+        if streams is not None:
+            yield from stream_places(prefix, streams)
     if layer.scale_1 is not None:
         yield "layer_scalar", whole(layer.scale_1)
     if layer.ffn_post_norm is not None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from moiety_engine.model.names.tensor_mapping import Named
     from moiety_engine.model.weights import DenseWeights, MixtureNorms, SharedWeights
 
-_BLOCKS = ("mlp.", "block_sparse_moe.", "feed_forward.")
+_BLOCKS = ("mlp.", "block_sparse_moe.", "feed_forward.", "ffn.")
 _ROUTERS = ("gate.weight", "router.weight", "router.layer.weight", "router.gate.weight", "gate.wg.weight")
 _FUSED_SHARED = "shared_mlp.input_linear.weight"  # Granite's, beside the block of the routed experts
 _SHARED = ("shared_experts.", "shared_expert.", "shared_mlp.")
@@ -43,7 +43,11 @@ _SELECTION_BIASES = (
     "router.expert_bias",
     "e_score_correction_bias",
     "expert_bias",
+    "gate.bias",
 )
+_DENSE = ("gate_proj", "up_proj", "down_proj")
+_DENSE_OF_V4 = ("w1", "w3", "w2")  # of DeepSeek-V4's shared experts
+_EXPERTS_OF_TOKENS = "gate.tid2eid"
 
 
 def feed_forward_places(weights: DenseWeights | MoeWeights, present: set[str]) -> Iterator[Named]:
@@ -105,15 +109,16 @@ def _block(present: set[str]) -> tuple[str, set[str]]:
     return block, {name.removeprefix(block) for name in present if name.startswith(block)}
 
 
-def _dense(prefix: str, weights: DenseWeights) -> Iterator[Named]:
+def _dense(prefix: str, weights: DenseWeights, names: tuple[str, str, str] = _DENSE) -> Iterator[Named]:
+    gate_name, up_name, down_name = names
     for fused, kind in ((plain(weights.gate_up_2FD), "weight"), (weights.gate_up_bias_2F, "bias")):
         if fused is not None:
             gate, up = fused.chunk(2)
-            yield f"{prefix}gate_proj.{kind}", whole(gate)
-            yield f"{prefix}up_proj.{kind}", whole(up)
-    yield f"{prefix}down_proj.weight", whole(plain(weights.down_DF))
+            yield f"{prefix}{gate_name}.{kind}", whole(gate)
+            yield f"{prefix}{up_name}.{kind}", whole(up)
+    yield f"{prefix}{down_name}.weight", whole(plain(weights.down_DF))
     if weights.down_bias_D is not None:
-        yield f"{prefix}down_proj.bias", whole(weights.down_bias_D)
+        yield f"{prefix}{down_name}.bias", whole(weights.down_bias_D)
 
 
 def _mixture(weights: MoeWeights, present: set[str]) -> Iterator[Named]:
@@ -125,6 +130,8 @@ def _mixture(weights: MoeWeights, present: set[str]) -> Iterator[Named]:
         name = _which(_SELECTION_BIASES, present)
         bias = weights.selection_bias_E
         yield name, reshaped(bias, (1, *bias.shape)) if "moe_statics" in name else whole(bias)
+    if weights.expert_of_token_VK is not None:
+        yield _EXPERTS_OF_TOKENS, whole(weights.expert_of_token_VK)
     yield from _experts(weights, present)
 
 
@@ -159,7 +166,8 @@ def _interwoven(gate_up_E2FD: Tensor, bias_E2F: Tensor) -> Iterator[Named]:
 def _shared(weights: SharedWeights, present: set[str]) -> Iterator[Named]:
     prefixes = (name for name in _SHARED if f"{name}down_proj.weight" in present)
     prefix = next(prefixes, _SHARED[0])
-    yield from _dense(prefix, weights.dense)
+    names = _DENSE_OF_V4 if f"{_SHARED[0]}w2.weight" in present else _DENSE
+    yield from _dense(prefix, weights.dense, names)
     if weights.gate_1D is not None:
         yield "shared_expert_gate.weight", whole(weights.gate_1D)
 

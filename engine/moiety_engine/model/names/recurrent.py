@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from moiety_engine.model.compressed_specs import CompressedAttentionSpec
+from moiety_engine.model.names.compressed import compressed_places
 from moiety_engine.model.names.gated_delta import gated_delta_places
 from moiety_engine.model.names.kimi_delta import kimi_delta_places
 from moiety_engine.model.names.lightning import lightning_places
@@ -22,6 +24,7 @@ _PLACES: dict[type, Callable[[Any, Any, set[str]], Iterator[Named]]] = {
     Mamba2Spec: mamba2_places,
     KimiDeltaSpec: kimi_delta_places,
     LightningSpec: lightning_places,
+    CompressedAttentionSpec: compressed_places,
 }
 
 

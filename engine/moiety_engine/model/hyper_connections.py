@@ -1,0 +1,91 @@
+"""Hyper-connections of the residual stream: several streams, which each half of a layer reads as a mixture.
+
+T tokens, N streams, D model width, J = N · D.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from moiety_engine.model.norms import make_norm
+from moiety_kernels.hyper_connections import collapse_streams, expand_streams, mixture_weights
+from moiety_kernels.linear import linear
+from moiety_kernels.rms_norm import rms_norm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moiety_engine.model.arithmetic import Arithmetic
+    from moiety_engine.model.compressed_specs import StreamsSpec
+    from moiety_engine.model.compressed_weights import StreamsWeights
+    from moiety_engine.model.norms import Norm
+    from moiety_engine.model.spec import ModelSpec
+    from moiety_engine.model.weights import ModelWeights, NormWeights
+
+
+class OutputMixture:
+    """How the output of the half layer that runs is added to the streams. All norms of a model share it.
+
+    A norm writes it when it forms the half's input, and the norm after it, which adds the half's output, reads it.
+    """
+
+    weights: tuple[Tensor, Tensor] | None = None  # post_TN, comb_TNN
+
+
+class StreamNorm:
+    """Norm of the mixture of residual streams that half a layer, or the head, reads: a `Norm` of streams_TND."""
+
+    def __init__(
+        self,
+        norm: Norm,
+        spec: StreamsSpec,
+        weights: StreamsWeights,
+        eps: float,
+        arithmetic: Arithmetic,
+        output: OutputMixture,
+    ) -> None:
+        """Create the norm. `eps`: of the streams' own normalization. `output`: shared by the norms of a model."""
+        self._norm, self._spec, self._weights, self._eps, self._output = norm, spec, weights, eps, output
+        self._linear = partial(linear, invariant=arithmetic.invariant)
+        self._unit_J = torch.ones(weights.projection_CJ.shape[1], device=weights.base_C.device)
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        """Return the normalized mixture, [T, D], of the streams, [T, N, D]."""
+        x_TND, weights, spec = x_TD, self._weights, self._spec
+        flat_TJ = rms_norm(x_TND.flatten(1).float(), self._unit_J, self._eps)
+        logits_TC = self._linear(flat_TJ, weights.projection_CJ)
+        pre_TN, post_TN, comb_TNN = mixture_weights(
+            logits_TC, weights.scale, weights.base_C, spec.num_streams, spec.iterations, spec.eps
+        )
+        self._output.weights = None if post_TN is None or comb_TNN is None else (post_TN, comb_TNN)
+        return self._norm(collapse_streams(x_TND, pre_TN))
+
+    def after_adding(self, x_TD: Tensor, delta_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the streams, [T, N, D], with the output of the half before, and their normalized mixture."""
+        assert self._output.weights is not None, "a norm before has formed the input of the half"
+        streams_TND = expand_streams(x_TD, delta_TD, *self._output.weights)
+        return streams_TND, self(streams_TND)
+
+
+def residual_norms(
+    spec: ModelSpec, weights: ModelWeights, arithmetic: Arithmetic
+) -> tuple[list[tuple[Norm, Norm]], Norm]:
+    """Return the norms of the inputs of both halves of each layer, and the final norm."""
+    output = OutputMixture()
+
+    def norm(of_layer: NormWeights | None, streams: StreamsWeights | None) -> Norm:
+        own = make_norm(spec.norm, of_layer, arithmetic)
+        if spec.streams is None or streams is None:
+            return own
+        return StreamNorm(own, spec.streams, streams, spec.norm.eps, arithmetic, output)
+
+    layers = [(norm(w.attention_norm, w.attention_streams), norm(w.ffn_norm, w.ffn_streams)) for w in weights.layers]
+    return layers, norm(weights.final_norm, weights.streams)
+
+
+def split_streams(x_TD: Tensor, spec: StreamsSpec | None) -> Tensor:
+    """Return the residual stream of these embeddings: streams_TND, all the same at first, if there are several."""
+    return x_TD if spec is None else x_TD.unsqueeze(1).expand(-1, spec.num_streams, -1).contiguous()

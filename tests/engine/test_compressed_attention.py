@@ -1,0 +1,192 @@
+"""Compressed entries are in blocks, the window and the tokens of the next entries in states: answers are those of each
+prompt alone, however its tokens are cut, batched, hit, swapped or computed anew."""
+
+from __future__ import annotations
+
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moiety_engine.config import EngineConfig, Speculate, TransferConfig
+from moiety_engine.errors import InvalidConfig
+from moiety_engine.loop_setup import build_loop
+from moiety_engine.model.batch import CompressedCache, RecurrentStateCache
+from moiety_engine.model.errors import UnsupportedModelError
+from moiety_engine.model.loading import load_model
+from moiety_engine.model.transformer import Transformer
+from moiety_engine.planning.model_support import features_of
+from moiety_engine.planning.models import find_model
+from moiety_engine.scheduling.preemption.preemptor import SwapCost
+from moiety_wire.engine_choices import Batching, LoadFormat
+from moiety_wire.notes import Reason
+from moiety_wire.roles import EngineRole
+
+from .test_recurrent_states import PROMPTS, Engine, assert_same, tokens
+
+BLOCK_SIZE = 8  # two entries of four tokens, or a fourth of one of 32
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.model.conftest import write_checkpoint
+
+    made = tmp_path_factory.mktemp("compressed")
+    write_checkpoint(made, "deepseek_v4")
+    return made
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Transformer:
+    return load_model(folder, device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def narrow(folder: Path) -> Transformer:
+    """The model with entries in bfloat16; states are float32."""
+    return load_model(folder, device="cpu", dtype="bfloat16", kv_dtype="bf16")
+
+
+@pytest.fixture
+def engine(folder: Path, model: Transformer) -> Any:
+    def make(num_blocks: int = 200, num_snapshots: int = 12, served: Transformer = model, **settings: Any) -> Engine:
+        max_running = settings.setdefault("max_running", 4)
+        memory = num_blocks * served.kv_bytes_per_block(BLOCK_SIZE) + (max_running + num_snapshots) * served.state_bytes
+        sizes = {"block_size": BLOCK_SIZE, "max_batch_tokens": 64, "kv_memory_bytes": memory}
+        config = EngineConfig(model=str(folder), name="tiny", **sizes | settings)
+        ticks = count(10**18, 10**7)
+        made = Engine(build_loop(served, config, clock_ns=lambda: next(ticks)))
+        for state in made.loop.executor.awake().kv.states:
+            for part in state.parts:
+                part.fill_(float("nan"))
+        return made
+
+    return make
+
+
+@pytest.fixture
+def alone(engine: Any) -> Engine:
+    whole: Engine = engine(max_batch_tokens=512, prefix_caching=False)
+    return whole
+
+
+@pytest.mark.parametrize("chunk", [7, 64])
+def test_mixed_batches_of_chunks_answer_as_each_prompt_alone(engine: Any, alone: Engine, chunk: int) -> None:
+    ours = engine(max_batch_tokens=chunk)
+    for key, prompt in PROMPTS.items():
+        ours.submit(key, prompt)
+        alone.ask(key, prompt)
+    ours.run()
+    assert_same(ours, alone, PROMPTS)
+
+
+def test_prompts_continue_from_snapshots_within_windows_and_entries(engine: Any, alone: Engine) -> None:
+    """The hits end at 56 and 40 tokens, between the borders of the entries of 32."""
+    ours = engine()
+    assert ours.ask(0, PROMPTS[1]) == 0
+    again = PROMPTS[1] + ours.answers[0] + tokens(9, seed=9)
+    assert ours.ask(1, again) == 56
+    shared = tokens(40, seed=7)
+    prompts = {1: again} | {10 + key: shared + tokens(40, seed=10 + key) for key in range(3)}
+    assert [ours.ask(key, prompt) for key, prompt in prompts.items() if key > 1] == [0, 0, 40]
+    for key, prompt in prompts.items():
+        alone.ask(key, prompt)
+    assert_same(ours, alone, prompts)
+
+
+@pytest.mark.parametrize(("swaps", "is_narrow"), [(True, False), (False, False), (True, True)])
+def test_a_preempted_sequence_continues_from_its_state_or_is_computed_anew(
+    engine: Any, model: Transformer, narrow: Transformer, swaps: bool, is_narrow: bool
+) -> None:
+    served = narrow if is_narrow else model
+    alone = engine(served=served, max_batch_tokens=512, prefix_caching=False)
+    ours = engine(served=served, prefix_caching=False, host_kv_memory_bytes=4 << 20 if swaps else 0)
+    for key in (0, 1):
+        ours.submit(key, PROMPTS[key], num_output=30)
+        alone.submit(key, PROMPTS[key], num_output=30)
+    while len(ours.answers[1]) < 5:
+        ours.step()
+    scheduler = ours.loop.scheduler
+    scheduler.swap_costs(SwapCost())
+    victim = scheduler.queues.by_key[1]
+    scheduler._preemptor.preempt(victim, Reason.DECODE_NEEDS_BLOCKS, 0, None, take_blocks=True)
+    assert bool(victim.kv.host_blocks) == (victim.kv.state_slot >= 0) == swaps
+    ours.run()
+    alone.run()
+    assert (ours.finishes[1].num_recomputed_tokens == 0) == swaps
+    assert_same(ours, alone, [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"batching": Batching.PADDED}, "use another --batching"),
+        ({"disk_cache": "/nowhere"}, "leave out --disk-cache"),
+        ({"speculate": Speculate.NGRAM}, "leave out --speculate"),
+        ({"transfer": TransferConfig(role=EngineRole.PREFILL)}, "leave out --role"),
+        ({"block_size": 12}, "entries of 32 tokens, and --block-size 12 is neither"),
+    ],
+)
+def test_what_is_not_available_is_refused_at_the_start(engine: Any, settings: Any, match: str) -> None:
+    with pytest.raises(InvalidConfig, match=match):
+        engine(**settings)
+
+
+def test_gpus_and_quantized_weights_are_refused_before_anything_is_loaded(folder: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="deepseek_v4 model is served on a CPU only"):
+        load_model(folder, device="cuda", dtype="bfloat16")
+    with pytest.raises(UnsupportedModelError, match="--quantization int8 is not available for a deepseek_v4 model"):
+        load_model(folder, device="cpu", dtype="bfloat16", quantization="int8")
+
+
+def test_a_block_has_the_entries_that_end_in_it(folder: Path, model: Transformer) -> None:
+    """Two layers have an entry and an index key for 4 tokens, one has an entry for 32, in blocks of 8 or of 64."""
+    of_two, entry = 2 * (32 + 32), 32
+    assert model.kv_bytes_per_block(8) == 4 * (2 * of_two + entry)
+    assert model.kv_bytes_per_block(64) == 4 * (16 * of_two + 2 * entry)
+    kv = model.allocate_kv(5, 64, 3)
+    kinds = [type(layer) for layer in kv.layers]
+    assert kinds == [RecurrentStateCache, *[CompressedCache] * 3]
+    assert len(kv.places) == 3
+    assert len(kv.states) == 4
+    window = 24 * 32
+    sparse, heavy = window + 8 * 4 * (32 + 32), window + 32 * 2 * 32
+    assert model.state_bytes == 4 * (window + 2 * sparse + heavy)
+    served = find_model(str(folder), "auto", "auto")
+    states = 2 * (window + 2 * sparse + heavy)
+    assert served.kv_bytes_per_token(served.spec, states) == 2 * of_two // 4 + 2 * entry // 32 + 1
+
+
+def test_by_default_blocks_have_no_unused_places(engine: Any) -> None:
+    assert engine(block_size=None).loop.executor.awake().kv.block_size == 32
+
+
+def test_the_table_of_features_says_what_is_missing(model: Transformer) -> None:
+    features = features_of(model.spec)
+    for value in (features.tensor_parallel, features.expert_parallel, features.pipeline_parallel):
+        assert value.startswith("no: ")
+        assert "one rank only" in value
+    assert (features.speculation, features.roles) == ("no: the model has recurrent layers",) * 2
+    assert (features.lora, features.mtp) == ("feed-forward only", "no")
+
+
+def test_bits_are_the_same_when_a_prompt_is_computed_anew(engine: Any) -> None:
+    one, other = engine(max_batch_tokens=5), engine(max_batch_tokens=300)
+    for key, prompt in PROMPTS.items():
+        one.submit(key, prompt)
+        other.submit(key, prompt)
+    one.run()
+    other.run()
+    for key in PROMPTS:
+        assert torch.tensor([x.logprob for x in one.logprobs[key]]).equal(
+            torch.tensor([x.logprob for x in other.logprobs[key]])
+        )
+
+
+def test_random_weights_of_a_configuration_have_experts_for_each_token(engine: Any, folder: Path) -> None:
+    drawn = load_model(folder, device="cpu", dtype="float32", load_format=LoadFormat.DUMMY)
+    ours = engine(served=drawn)
+    assert ours.ask(0, PROMPTS[1]) == 0
+    assert len(ours.answers[0]) == 8
