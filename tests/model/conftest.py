@@ -262,6 +262,10 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         )
         for name in ("qwen3_next", "qwen3_5_moe")
     },
+    "deepseek_v4, as wide as blocks": (
+        "deepseek_v4",
+        RECENT_VARIANTS["deepseek_v4"][1] | {"q_lora_rank": 64},
+    ),
     "llama, llama3 rope of long models": (
         "llama",
         {"intermediate_size": 128, "num_hidden_layers": 2}

@@ -30,6 +30,7 @@ from moiety_kernels.quantization.reference import round_to
 FAMILIES = [
     "mixtral, sliding window",
     "deepseek_v3, as wide as blocks",
+    "deepseek_v4, as wide as blocks",
     "gpt_oss, experts as wide as blocks",
     "ernie4_5_moe",
     "gemma3",
@@ -74,6 +75,16 @@ def test_a_family_in_few_bits_is_the_model_of_the_weights_they_stand_for(
     assert torch.equal(ours, plain.prefill(make_sequence(prompt), 100))
     assert not torch.equal(ours, before)
     assert torch.equal(ours, make_driver(folder, dtype="bfloat16", quantization=name).prefill(make_sequence(prompt), 1))
+
+
+@pytest.mark.parametrize("form", [INT8, INT4], ids=["int8", "int4"])
+def test_a_written_checkpoint_of_deepseek_v4_is_the_model_that_is_put_so_while_loading(
+    make_checkpoint: Any, make_driver: Any, make_sequence: Any, tmp_path: Path, form: WeightFormat
+) -> None:
+    folder, prompt = make_checkpoint("deepseek_v4, as wide as blocks", dtype=torch.bfloat16).folder, list(range(3, 60))
+    write_quantized(folder, tmp_path / "narrow", form, silent)
+    ours, theirs = (make_driver(one, dtype="bfloat16", quantization=form.name) for one in (tmp_path / "narrow", folder))
+    assert torch.equal(ours.prefill(make_sequence(prompt), 100), theirs.prefill(make_sequence(prompt), 100))
 
 
 def test_a_model_of_odd_widths_is_refused_with_what_to_do(make_checkpoint: Any) -> None:

@@ -216,21 +216,6 @@ def _spec(folder: Path, load_format: LoadFormat, max_context_tokens: int | None,
     return spec
 
 
-def _check_compressed(spec: ModelSpec, where: torch.device, form: WeightFormat | None) -> None:
-    """Raise UnsupportedModelError for a model with compressed attention where that is not available."""
-    if not spec.needs_cpu:
-        return
-    if where.type != "cpu":
-        raise UnsupportedModelError(
-            f"a {spec.family} model is served on a CPU only, since no GPU kernel reads compressed entries: use "
-            "--device cpu, or serve the model with another engine behind the gateway"
-        )
-    if form is not None:
-        raise UnsupportedModelError(
-            f"--quantization {form.name} is not available for a {spec.family} model: leave it out"
-        )
-
-
 def _one_expert_bytes(form: WeightFormat | None, spec: ModelSpec, dtype: torch.dtype) -> int:
     """Return the bytes of one expert of one layer."""
     layer = spec.layers[spec.moe_layers[0]]
@@ -303,7 +288,11 @@ def _on_device(
     A checkpoint's format that no kernel reads is widened, with a log entry. Raises UnsupportedModelError if that format
     was requested explicitly, or if the model cannot run on the device.
     """
-    _check_compressed(spec, where, form)
+    if spec.needs_cpu and where.type != "cpu":
+        raise UnsupportedModelError(
+            f"a {spec.family} model is served on a CPU only, since no GPU kernel reads compressed entries: use "
+            "--device cpu, or serve the model with another engine behind the gateway"
+        )
     if form is None:
         return None
     packed: WeightFormat | None = form
