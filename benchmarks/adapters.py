@@ -4,7 +4,7 @@
 
 Both run interleaved in one process, on the demo model, or with --checkpoint on another, such as the random Qwen3-MoE of
 benchmarks/checkpoint.py. The rate is tokens per second of CPU time, which other load on the machine changes least
-(`--clock wall` uses wall time). Each answer in the batch must equal the one that its adapter gives alone.
+(`--clock wall` uses wall time). Each answer in the batch must equal the answer that the same request gets alone.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", type=Path, help="instead of the demo model")
-    parser.add_argument("--work", type=Path, help="where adapters are written, or lie from a run before")
+    parser.add_argument("--checkpoint", type=Path, help="checkpoint to use instead of the demo model")
+    parser.add_argument("--work", type=Path, help="folder of the adapters; existing ones are used again")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rank", type=int, default=4)
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--output-tokens", type=int, default=32)
-    parser.add_argument("--checked", type=int, default=4, help="answers that are also made alone")
+    parser.add_argument("--checked", type=int, default=4, help="number of answers that are also generated alone")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--clock", choices=sorted(CLOCKS), default="processor")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "adapters.json")
@@ -110,7 +110,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 def make_loop(
     plain: EngineConfig, name: str, modules: tuple[str, ...], work: Path, options: argparse.Namespace
 ) -> EngineLoop:
-    """Create a loop with its own model, which owns the slots of adapters."""
+    """Create a loop with a separate model, which has the adapter slots."""
     folders = {f"a{number}": work / name / f"a{number}" for number in range(NUM_ADAPTERS if modules else 0)}
     for number, folder in enumerate(folders.values()):
         if not folder.exists():
@@ -125,7 +125,7 @@ def make_loop(
 
 
 def run(loop: EngineLoop, options: argparse.Namespace, only: int | None = None) -> tuple[float, dict[int, list[int]]]:
-    """Return the output tokens a second of one batch, and each answer; of one request alone with `only`."""
+    """Return the output tokens per second of one batch, and each answer; `only` runs one request alone."""
     wanted = range(NUM_ADAPTERS) if only is None else [only]
     submits = [make_submit(loop, number, options) for number in wanted]
     clock = CLOCKS[options.clock]

@@ -50,11 +50,13 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=None, help="folder of the results [benchmarks/results]")
-    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="of all stages together")
-    parser.add_argument("--only", default="", help="stages, with commas between them [all]")
-    parser.add_argument("--revision", default=None, help="of the sources, where git cannot say")
-    parser.add_argument("--rehearse", action="store_true", help="every stage as far as it goes without a GPU")
+    parser.add_argument("--output", type=Path, default=None, help="folder for the results [benchmarks/results]")
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="time limit of all stages together, in seconds")
+    parser.add_argument("--only", default="", help="stages to run, separated by commas [all]")
+    parser.add_argument("--revision", default=None, help="revision of the sources, for a checkout without git")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="start each stage without a GPU, to check that it starts"
+    )
     return parser.parse_args()
 
 

@@ -4,10 +4,10 @@ The tiers are the device, host memory, disk, and disk under an engine that has j
 
     python benchmarks/cache_tiers.py [--rounds 5] [--tokens 1500] [--threads 2] [--checkpoint FOLDER]
 
-It uses the real engine, in one process, in turns. Each round begins a conversation on each tier, evicts it from the
-device with another one (except for the first tier), and continues it. Figures are wall seconds and CPU seconds, which
-other load on the machine changes least. A second turn of another tenant with the same words must find nothing in the
-cache.
+It runs the real engine in one process and measures the tiers in turn. Each round begins a conversation on each tier,
+evicts it from the device with another one (except for the first tier), and continues it. Figures are wall seconds and
+CPU seconds, which other load on the machine changes least. A second turn of another tenant with the same words must
+find nothing in the cache.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MOST = 0.15  # of the first turn's
 
 @dataclass(slots=True)
 class Turn:
-    """One turn of a conversation. Seconds are those to the first token."""
+    """One turn of a conversation; times are seconds to the first token."""
 
     wall_s: float = 0.0
     processor_s: float = 0.0
@@ -60,7 +60,7 @@ class Conversations:
         self._number = 0
 
     def two_turns(self, tier: str, *, others: bool) -> dict[str, float]:
-        """Return the seconds to the first token of both turns. `others`: check what another tenant finds."""
+        """Return the seconds to the first token of both turns; `others`: check that other tenants find no block."""
         loop = self._engine(tier)
         prompt = self._words(self._num_tokens)
         first = self._ask(loop, prompt, b"acme")
@@ -138,7 +138,7 @@ def forget_files(folder: Path) -> None:
 
 def main() -> None:
     parser = make_parser(__doc__, "cache_tiers.json")
-    parser.add_argument("--checkpoint", type=Path, help="instead of the random one")
+    parser.add_argument("--checkpoint", type=Path, help="checkpoint to use instead of the random one")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=1500)
     options = parser.parse_args()

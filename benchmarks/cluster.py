@@ -102,7 +102,7 @@ class Cluster:
         return process.wait(START_S)
 
     async def supervise(self) -> None:
-        """Start again what ends, as a cluster does: a gateway that finds no database at its start says so and ends."""
+        """Restart processes that end, as a cluster does; a gateway that starts without a database exits."""
         while True:
             await asyncio.sleep(0.5)
             for (kind, number), process in list(self._processes.items()):
@@ -136,7 +136,7 @@ class Cluster:
         raise SystemExit(f"gateway {number} is not ready within {START_S:.0f} s:\n{log[-2000:]}")
 
     async def wait_settled(self, timeout_s: float) -> float:
-        """Return once every engine is idle and has nothing unacknowledged, or after the timeout; how long that took."""
+        """Return the seconds until every engine is idle and all usage is acknowledged, at most the timeout."""
         for number in range(len(self.ports)):
             await self.ready(number)
         begin_s = time.monotonic()

@@ -119,7 +119,7 @@ def _output_of(command: list[Any], environment: os._Environ[str] | dict[str, str
 
 
 def _ratios(one: dict[str, Any]) -> dict[str, float]:
-    """Return our figures over the rivals', for readiness the inverse, so that more is better throughout."""
+    """Return our figures divided by the rivals', inverted for the time until ready, so that more is always better."""
     ours, vllm = one["moiety"], one["vllm_cpu"]
     ratios = {
         f"output_tokens_per_s_{count}_{rival}": ours["output_tokens_per_s"][str(count)]

@@ -36,7 +36,7 @@ COMPARED = [("ttft_ms", "p50"), ("ttft_ms", "p99"), ("tpot_ms", "p50"), ("tpot_m
 def main() -> None:
     parser = make_parser(__doc__, "cpu_served.json")
     parser.add_argument("--trace", type=Path, required=True)
-    parser.add_argument("--scale", type=float, default=0.25, help="of the trace's lengths")
+    parser.add_argument("--scale", type=float, default=0.25, help="factor for the trace's lengths")
     parser.add_argument("--num-requests", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args()

@@ -81,7 +81,7 @@ HABITS = (
 
 @dataclass
 class Made:
-    """An existing tenant."""
+    """A tenant that has been created."""
 
     habit: Habit
     tenant_id: str
@@ -265,10 +265,15 @@ def change_something(admin: Admin, made: list[Made]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="Where the pictures go.")
-    parser.add_argument("--live-s", type=float, default=45.0, help="How long requests are sent before the pictures.")
-    parser.add_argument("--experts-s", type=float, default=400.0, help="How long the demo model works before its own.")
-    parser.add_argument("--only-experts", action="store_true", help="Take no others.")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the screenshots")
+    parser.add_argument("--live-s", type=float, default=45.0, help="seconds of requests before the screenshots")
+    parser.add_argument(
+        "--experts-s",
+        type=float,
+        default=400.0,
+        help="seconds of requests to the demo model before the screenshot of its experts",
+    )
+    parser.add_argument("--only-experts", action="store_true", help="take only the screenshots of the page of experts")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     if not options.only_experts:

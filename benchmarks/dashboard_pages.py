@@ -51,13 +51,15 @@ NUM_RESAMPLES = 4000
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stores", default="sqlite,postgres")
-    parser.add_argument("--rounds", type=int, default=12, help="how often each page is drawn, idle and under load")
+    parser.add_argument(
+        "--rounds", type=int, default=12, help="number of times that each page is rendered, idle and under load"
+    )
     parser.add_argument("--pairs", type=int, default=10)
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each run of a pair")
+    parser.add_argument("--seconds", type=float, default=20.0, help="seconds of each run of a pair")
     parser.add_argument("--visitors", type=int, default=2)
-    parser.add_argument("--folder", type=Path, help="where the stores are made, and deleted afterwards")
-    parser.add_argument("--made", type=Path, help="the data folder of a store that is there; it is kept")
-    parser.add_argument("--postgres-url", help="of that store, where it is not SQLite")
+    parser.add_argument("--folder", type=Path, help="folder for the stores, which are deleted afterwards")
+    parser.add_argument("--made", type=Path, help="data folder of an existing store, which is kept")
+    parser.add_argument("--postgres-url", help="database of the existing store, if it is PostgreSQL")
     parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS), help=",".join(PARTS))
     parser.add_argument("--output", type=Path, default=HERE / "results" / "dashboard_pages.json")
     add_options(parser)
@@ -149,7 +151,7 @@ def spread(seconds: list[float]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def beside(target: Any, *arguments: Any, number: int = 1) -> Iterator[Any]:
-    """Run the function in separate processes until the block ends; yield how often they have done it together.
+    """Run the function in separate processes until the block ends; yield the total number of calls.
 
     The block begins when each process has begun.
     """
@@ -177,7 +179,7 @@ def compare(
 ) -> dict[str, Any]:
     """Compare the serving latency with and without visitors, in pairs added to earlier ones.
 
-    One run before is not counted, since a tenant's first request at a gateway waits for its key and leases.
+    The first run is not counted, since a tenant's first request at a gateway waits for its key and leases.
     """
     rng, pairs = random.Random(), []
     send(gateway, senders, options.seconds)

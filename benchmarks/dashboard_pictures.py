@@ -1,4 +1,4 @@
-"""Screenshots of the dashboard's pages, light and dark, in a laptop's size."""
+"""Screenshots of the dashboard's pages, light and dark, at the size of a laptop screen."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ THEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 
 
 def take_pictures(dashboard: str, admin_key: str, key: str, out: Path) -> None:
-    """Take a screenshot of every page, light and dark, in a laptop's size."""
+    """Take a screenshot of every page, light and dark, at the size of a laptop screen."""
     from playwright.sync_api import Page, sync_playwright
 
     def settle(page: Page) -> None:

@@ -1,4 +1,4 @@
-"""The gateway under steady load during a PostgreSQL outage: which requests are affected, and whether the books agree.
+"""The gateway under steady load during a PostgreSQL outage: affected requests, and whether usage records agree.
 
     python benchmarks/database_outage.py [--rate 1000] [--tenants 200] [--outage 5] [--seconds 10]
 
@@ -53,10 +53,12 @@ VARIANTS = ("stands_still", "refuses")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", type=float, default=1000.0, help="requests a second of the tenants far from limits")
+    parser.add_argument(
+        "--rate", type=float, default=1000.0, help="requests per second of the tenants that are far from their limits"
+    )
     parser.add_argument("--tenants", type=int, default=200)
-    parser.add_argument("--outage", type=float, default=5.0, help="seconds")
-    parser.add_argument("--seconds", type=float, default=10.0, help="before the outage, and after it")
+    parser.add_argument("--outage", type=float, default=5.0, help="seconds of each outage")
+    parser.add_argument("--seconds", type=float, default=10.0, help="seconds before each outage, and after it")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "database_outage.json")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="moiety-outage-") as name:
@@ -142,7 +144,7 @@ def _requests(keys: list[str], num_output: int = OUTPUT_TOKENS) -> Iterator[tupl
 async def _count_statements(
     cluster: Cluster, load: OpenLoop, far: list[str], options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Return the SQL statements a request of tenants far from their limits, with leases at full size."""
+    """Return the SQL statements per request of tenants far from their limits, with leases at full size."""
     requests = _requests(far)
     warm = await load.run(requests, options.rate, max(WARM_UP_S, 2 * options.tenants / options.rate))
     before = await count_statements(cluster.url(0))
@@ -229,7 +231,7 @@ def _answers(sent: list[Sent]) -> dict[str, int]:
 
 
 async def _books(cluster: Cluster, postgres: Postgres) -> dict[str, Any]:
-    """Return what was billed by all sources, and what is outstanding after the gateway has stopped."""
+    """Return the billed usage by all sources, and the outstanding leases after the gateway has stopped."""
     waited_s = await cluster.wait_settled(SETTLE_S)
     figures = await cluster.reconcile()
     async with cluster.admin() as client:

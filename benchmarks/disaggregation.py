@@ -4,9 +4,9 @@
 
 Kills: two engines of each role on the demo model in float32, one gateway on SQLite. Half of the requests are greedy,
 half have a seed; answers are compared with those of one engine of both roles. Meanwhile engines are killed at random
-(SIGKILL) and restarted. Overlap: how much of a prompt's KV has arrived by the end of its prefill. An engine of the role
-prefill with random weights sends its KV to this process, which records each piece's arrival, by TCP and by shared
-memory.
+(SIGKILL) and restarted. Overlap: the share of a prompt's KV that has arrived by the end of its prefill. An engine of
+the role prefill with random weights sends its KV to this process, which records each piece's arrival, by TCP and by
+shared memory.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--kills", type=int, default=10)
-    parser.add_argument("--tokens", type=int, default=1200, help="of the longest answer")
+    parser.add_argument("--tokens", type=int, default=1200, help="tokens of the longest answer")
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--prompt-tokens", type=int, default=4000)
     parser.add_argument("--prompts", type=int, default=3)
@@ -290,7 +290,7 @@ def receiving(folder: Path) -> Iterator[tuple[TimedZone, ReceiverThread]]:
 
 
 async def overlap(options: argparse.Namespace, folder: Path, way: str) -> dict[str, Any]:
-    """Return for some prompts the share of the KV that had arrived with the first token."""
+    """Return, for some prompts, the share of the KV that had arrived at the first token."""
     flags = ["--model", str(folder), "--load-format", "dummy", "--kv-transport", way, "--kv-buffer-bytes", "1GiB"]
     engines = Engines(folder.parent / way, ["prefill"], flags)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

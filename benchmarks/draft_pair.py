@@ -4,8 +4,8 @@
 
 FOLDER/draft has the first layers of CHECKPOINT. FOLDER/target has all layers, but the output of the others is
 multiplied by --damping, so that it changes the first layers' result only little; their cost stays the same. The nearer
-to 0, the more often the draft is right; at 0 always. For CHECKPOINT itself, if that is random, FOLDER/draft is no
-useful draft model.
+--damping is to 0, the more often the draft is right; at 0 it is always right. FOLDER/draft is not a useful draft model
+for CHECKPOINT itself if CHECKPOINT is random.
 """
 
 from __future__ import annotations

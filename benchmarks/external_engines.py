@@ -1,4 +1,4 @@
-"""Moiety's gateway before a real external engine: whether its guarantees for our engine hold for that one.
+"""Moiety's gateway before a real external engine: whether the gateway's guarantees also hold with it.
 
     python benchmarks/external_engines.py [--engine vllm|llama.cpp] [--work FOLDER] [--output FILE] [--record FILE]
 
@@ -38,7 +38,9 @@ CHECKS = (checks.answers, checks.bill, checks.disconnect, limits, checks.isolati
 def main() -> None:
     parser = make_parser(__doc__, "")
     parser.add_argument("--engine", choices=[*ENGINES], default="vllm")
-    parser.add_argument("--record", type=Path, help="llama.cpp only; nothing is checked then")
+    parser.add_argument(
+        "--record", type=Path, help="file for recorded answers of llama.cpp's server; no checks run then"
+    )
     parser.set_defaults(output=None)
     options = parser.parse_args()
     if options.record is not None:

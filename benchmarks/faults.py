@@ -1,4 +1,4 @@
-"""Several gateways on one PostgreSQL before two engines, under tight limits, with faults; then a check of the books.
+"""Several gateways on one PostgreSQL with two engines, under tight limits, with faults; then a check of usage records.
 
     python benchmarks/faults.py [--seconds 60] [--tenants 200] [--clients 48] [--gateways 4] [--no-faults] [--sqlite]
 
@@ -50,8 +50,10 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=48)
     parser.add_argument("--gateways", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--no-faults", action="store_true", help="steady demand, to see how far limits are used up")
-    parser.add_argument("--sqlite", action="store_true", help="SQLite and one gateway")
+    parser.add_argument(
+        "--no-faults", action="store_true", help="inject no faults, to measure how far limits are used up"
+    )
+    parser.add_argument("--sqlite", action="store_true", help="use SQLite and one gateway")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "faults.json")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="moiety-faults-") as name:

@@ -35,7 +35,7 @@ STREAMED = 64  # parts of a streamed answer
 
 
 def answering(num_parts: int) -> ASGIApp:
-    """Return an application that reads the body, and answers so many parts."""
+    """Return an application that reads the body and answers in this number of parts."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
@@ -47,7 +47,7 @@ def answering(num_parts: int) -> ASGIApp:
 
 
 def make_app(answer: ASGIApp) -> GatewayApp:
-    """Return an application with one endpoint, and the hooks and guards of the gateway's."""
+    """Return an application with one endpoint, and the hooks and guards of the gateway's application."""
 
     @post(PATH, opt={DIRECT: answer})
     async def create(request: Request[Any, Any, Any]) -> ASGIApp:
@@ -87,7 +87,7 @@ async def serve(call: Callable[[Any, Any, Any], Awaitable[None]], num_requests: 
 
 
 async def measure(num_requests: int, num_parts: int) -> dict[str, float]:
-    """Return the smallest time of each way."""
+    """Return the smallest time of each variant."""
     app = make_app(answering(num_parts))
 
     async def by_framework(scope: Any, receive: Any, send: Any) -> None:
@@ -104,8 +104,8 @@ async def measure(num_requests: int, num_parts: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=5000, help="requests of a round")
-    parser.add_argument("--output", type=Path, help="file for the report as JSON")
+    parser.add_argument("--requests", type=int, default=5000, help="requests per round")
+    parser.add_argument("--output", type=Path, help="JSON file for the report")
     given = parser.parse_args()
     parts = {"whole": 1, "stream": STREAMED}
     measured = {name: asyncio.run(measure(given.requests, num_parts)) for name, num_parts in parts.items()}

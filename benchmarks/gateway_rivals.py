@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def _ratios(figures: dict[str, Any]) -> dict[str, float]:
-    """Return our requests/s over a rival's and its latency over ours: more is better throughout."""
+    """Return our requests/s divided by a rival's, and its latency divided by ours, so that more is always better."""
     ours, found = figures["moiety"], {}
     for name in ("litellm", "portkey"):
         rival = figures[name]

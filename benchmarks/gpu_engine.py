@@ -7,8 +7,8 @@ The result file is rewritten after each part, so that a timeout does not lose ea
 fails. Parts, in this order: checks on a small model (replayed steps against launched ones, overlapping steps, steps
 that wait for the device, sleep mode, batch-invariant results of requests, concurrency in the memory of a few of the
 longest requests), decode steps at 1, 64 and 256 streams against the memory roofline and the host's overhead, the cost
-of the batch-invariant mode for them, and batching strategies on the lengths of Azure's conversations, at last with
-float8 weights.
+of the batch-invariant mode for them, and batching strategies on the lengths of Azure's conversations, and the same
+with float8 weights.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def check_overlap(report: Report, bench: Bench) -> None:
 
 
 def check_waiting(report: Report, bench: Bench) -> None:
-    """Check that no step waits for the device, whatever is sampled."""
+    """Check that no step waits for the device, with any sampling parameters."""
     loop = bench.loop(max_running=16, max_batch_tokens=256, kv_memory_bytes=256 << 20)
     kinds: list[dict[str, Any]] = [
         {}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 9}, {"temperature": 1.0, "top_p": 0.9},
@@ -226,11 +226,13 @@ def measure_invariant(report: Report, bench: Bench, count: int, outputs: int) ->
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=48, help="of the large model; fewer where time is short")
-    parser.add_argument("--time-budget", type=float, default=240.0, help="seconds after which no new part begins")
-    parser.add_argument("--prompts", type=int, default=384, help="for the batching strategies; several times 64")
-    parser.add_argument("--output", type=Path, help="file of JSON, written anew after each part")
-    parser.add_argument("--rehearse", action="store_true", help="on a processor, with a tiny model")
+    parser.add_argument("--layers", type=int, default=48, help="layers of the large model; use fewer if time is short")
+    parser.add_argument("--time-budget", type=float, default=240.0, help="seconds after which no new part starts")
+    parser.add_argument(
+        "--prompts", type=int, default=384, help="number of requests for the batching strategies; several times 64"
+    )
+    parser.add_argument("--output", type=Path, help="JSON file for the report, rewritten after each part")
+    parser.add_argument("--rehearse", action="store_true", help="run on the CPU with a tiny model")
     args = parser.parse_args()
     if not args.rehearse and not torch.cuda.is_available():
         sys.exit("gpu_engine: torch sees no CUDA device; --rehearse runs what can be run on a processor")

@@ -1,4 +1,4 @@
-"""Batch-invariance check of `gpu_engine.py`: finds requests whose bits differ from their bits alone."""
+"""Batch-invariance check of `gpu_engine.py`: finds requests whose bits in a batch differ from their bits alone."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def answers(loop: EngineLoop, asked: list[CoreSubmit]) -> tuple[dict[int, Any], 
 
 
 def differing(make_loop: Callable[..., EngineLoop]) -> tuple[dict[str, list[int]], int]:
-    """Return for each way of running the requests those whose bits differ from their bits alone.
+    """Return, for each way of running the requests, those whose results differ from their results alone in any bit.
 
-    Also returns the recomputed tokens where memory is short. `make_loop` takes an engine's settings.
+    Also returns the number of recomputed tokens if memory is short. `make_loop` takes an engine's settings.
     """
     loop = make_loop(max_running=16, max_batch_tokens=2048, kv_memory_bytes=256 << 20, prefix_caching=False)
     asked = submits(loop.executor.model.spec.vocab_size)

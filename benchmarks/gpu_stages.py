@@ -87,7 +87,7 @@ def pytest_command(scratch: Path, *arguments: str) -> list[str]:
 
 
 def run_stage(stage: Stage, *, python: str, limit_s: float, environment: dict[str, str], log: Path) -> Outcome:
-    """Run it for at most `limit_s`, in a process group of which nothing is left; its output goes to `log`."""
+    """Run the stage for at most `limit_s` in a process group that is ended completely; its output goes to `log`."""
     command = [*stage.before, python, *stage.command]
     begin = time.monotonic()
     with log.open("wb") as output:
@@ -123,7 +123,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def read_result(path: Path | None) -> dict[str, Any]:
-    """Return the result file of a stage, if it was written."""
+    """Return the contents of a stage's result file, if it was written."""
     if path is None or not path.exists():
         return {}
     text = path.read_text(encoding="utf-8").strip()

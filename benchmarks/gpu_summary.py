@@ -57,7 +57,7 @@ def _verdict(verdict: Verdict) -> list[str]:
 
 
 def _engine_of(engine: Row) -> str:
-    """Return what was run, of which the real model has 48 layers."""
+    """Return the configuration of the run; the real model has 48 layers."""
     shape = engine["settings"]["shape"]
     layers, width = shape["num_hidden_layers"], shape["hidden_size"]
     experts = f"{shape['num_experts']} experts, top-{shape['num_experts_per_tok']}"

@@ -45,7 +45,7 @@ class Watch:
         self._runner.launch, self._runner.collect = watched_launch, watched_collect  # type: ignore[method-assign]
 
     def run(self, submits: list[CoreSubmit]) -> None:
-        """Submit all and step to the end, noting when each step was over and how long the host worked for it."""
+        """Submit all requests and step to the end; record the end of each step and the host time that it took."""
         for submit in submits:
             self.loop.submit(submit)
         while not self.loop.scheduler.idle:
@@ -58,7 +58,7 @@ class Watch:
                 self.steps[-1]["done_s"] = now_s
 
     def decode_steps(self, rows: int) -> dict[str, float]:
-        """Return medians over the steps in which so many sequences decoded and nothing else ran."""
+        """Return medians over the steps in which this number of sequences decoded and nothing else ran."""
         pairs = [
             (a, b) for a, b in zip(self.steps, self.steps[1:], strict=False) if a["rows"] == b["rows"] == rows
         ]  # both, so that neither has a neighbour of another kind
@@ -85,7 +85,7 @@ def _record(event: Any) -> None:
 
 
 def copy_bandwidth() -> float:
-    """Return the bytes a second that a large copy on the device reads and writes."""
+    """Return the bytes per second that a large copy on the device reads and writes."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
     times: list[float] = []

@@ -66,7 +66,7 @@ HOSTILE_FORMATS: tuple[dict[str, Any], ...] = (
 
 @dataclass(slots=True)
 class Measured:
-    """What the paying tenant measured. Latencies are in milliseconds, counted from when each request was due."""
+    """Measurements of the paying tenant; latencies are in milliseconds, from the time when a request was due."""
 
     first_ms: list[float] = field(default_factory=list)
     total_ms: list[float] = field(default_factory=list)
@@ -85,8 +85,8 @@ class Measured:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--alone", type=float, default=60.0, help="seconds of the paying tenant alone")
-    parser.add_argument("--beside", type=float, default=120.0, help="seconds beside the loads")
+    parser.add_argument("--alone", type=float, default=60.0, help="seconds in which the paying tenant runs alone")
+    parser.add_argument("--beside", type=float, default=120.0, help="seconds in which the loads run too")
     parser.add_argument("--rate", type=float, default=10.0, help="requests of the paying tenant per second")
     parser.add_argument("--max-tokens", type=int, default=8, help="output tokens of its requests")
     parser.add_argument("--ttft-s", type=float, default=0.01, help="TTFT SLO of its class, in seconds")
@@ -146,7 +146,7 @@ async def _run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 async def _prepare(
     admin: httpx.AsyncClient, cluster: Cluster, options: argparse.Namespace
 ) -> tuple[str, dict[str, str], str]:
-    """Make the class, the prices and the tenants: the model's name, a key for each tenant, the paying tenant's id."""
+    """Create the class, prices and tenants; return the model's name, each tenant's key, and the paying tenant's id."""
     slos = {"rank": 0, "ttft_s": options.ttft_s, "ttft_per_1k_s": 0.1, "tpot_s": options.tpot_s}
     await call(admin, "POST", "/classes", {"name": "paying", "on_overload": "queue", **slos})
     keys, ids = {}, {}
@@ -167,7 +167,7 @@ async def _prepare(
 
 
 async def _pay(cluster: Cluster, key: str, model: str, options: argparse.Namespace, seconds: float) -> Measured:
-    """Send requests at fixed times, whether or not earlier ones are done."""
+    """Send requests at fixed times, even if earlier ones are still running."""
     measured = Measured()
     headers = {"Authorization": f"Bearer {key}"}
     async with httpx.AsyncClient(base_url=cluster.url(0), headers=headers, timeout=60) as client:
@@ -221,7 +221,7 @@ def _chat(model: str, content: str, max_tokens: int, **further: object) -> dict[
 
 
 async def _bill(admin: httpx.AsyncClient, tenant_id: str) -> dict[str, int]:
-    """Return what the ledger holds against the tenant, once two readings a second apart agree."""
+    """Return the tenant's bill in the ledger, once two readings a second apart agree."""
     before: dict[str, int] = {}
     while True:
         await asyncio.sleep(1)
@@ -255,7 +255,7 @@ def _percentiles(values: Sequence[float]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _drawing(cluster: Cluster, model: str, keys: dict[str, str], loads: Sequence[str]) -> Iterator[Any]:
-    """Draw the loads in another process while the block runs; what it yields holds their counts afterwards."""
+    """Run the loads in another process while the block runs; the yielded object has their counts afterwards."""
     context = multiprocessing.get_context("spawn")
     stop, counted = context.Event(), context.SimpleQueue()
     arguments = (cluster.ports[0], model, keys, tuple(loads), stop, counted)
@@ -281,8 +281,8 @@ def _draw(port: int, model: str, keys: dict[str, str], loads: Sequence[str], sto
 def _lower_priority() -> None:
     """Lower the priority below every other process, as load from another machine would be.
 
-    Where Linux groups processes by session (autogroup), niceness counts only within a session, so this process starts
-    its own and gives the session its niceness. See sched(7).
+    If Linux groups processes by session (autogroup), niceness counts only within a session. So this process starts a
+    new session and sets the session's niceness. See sched(7).
     """
     os.nice(LOWEST_PRIORITY)
     autogroup = Path("/proc/self/autogroup")
@@ -341,7 +341,7 @@ def _form(form: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _strange(port: int, counts: Counter[str]) -> None:
-    """Connect, send a request with a random key, and hang up soon."""
+    """Connect, send a request with a random key, and close the connection soon."""
     _, writer = await asyncio.open_connection("127.0.0.1", port)
     head = f"GET /v1/models HTTP/1.1\r\nHost: moiety\r\nAuthorization: Bearer {generate_key().text}\r\n\r\n"
     writer.write(head.encode())

@@ -1,4 +1,4 @@
-"""Generator of a large store, as after a month: millions of requests, ledger rows and spans of hundreds of tenants.
+"""Generator of a store like one after a month: millions of requests, ledger rows and spans of hundreds of tenants.
 
     python benchmarks/large_store.py --data-dir /tmp/large [--postgres-url URL] [--tenants 500] [--requests 2000000]
         [--spans 5000000]
@@ -221,7 +221,7 @@ def num_traceable(requests: int) -> int:
 
 
 def seed(options: argparse.Namespace) -> dict[str, Any]:
-    """Make the store; what is in it, and how long it took."""
+    """Create the store; return its contents and the time that it took."""
     begin_s = time.monotonic()
     with serving(options.data_dir, options.postgres_url, "--", "--scripted-step-ms", "8") as (url, _, admin_key):
         admin = Admin(url, admin_key)
@@ -249,14 +249,16 @@ def read_senders(data_dir: Path) -> list[Sender]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options for the size of the store."""
     parser.add_argument("--tenants", type=int, default=500)
-    parser.add_argument("--requests", type=int, default=2_000_000, help="and as many ledger rows")
-    parser.add_argument("--spans", type=int, default=5_000_000, help="about, and no fewer")
+    parser.add_argument("--requests", type=int, default=2_000_000, help="number of requests, each with a ledger row")
+    parser.add_argument(
+        "--spans", type=int, default=5_000_000, help="least number of spans; the actual number is a little larger"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", type=Path, required=True, help="a new folder")
-    parser.add_argument("--postgres-url", help="an empty database; SQLite in the folder if not given")
+    parser.add_argument("--data-dir", type=Path, required=True, help="new folder for the store")
+    parser.add_argument("--postgres-url", help="URL of an empty PostgreSQL database [SQLite in the folder]")
     add_options(parser)
     options = parser.parse_args()
     if options.data_dir.exists() and any(options.data_dir.iterdir()):

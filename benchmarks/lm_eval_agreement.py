@@ -6,9 +6,9 @@ lm_eval runs from a separate environment, which also has torch and transformers:
     python benchmarks/lm_eval_agreement.py --lm-eval .lm_eval/bin/lm_eval
 
 `sums` generates answers to chats (exact match). `sums_choice` ranks given answers, without the chat template, by their
-log-probabilities, which needs those of prompt tokens (`echo` with `logprobs`); a model that is trained only on chats is
-not good at it, and need not be. Everything is float32, so that scores can agree to the last sample. Nothing is
-downloaded.
+log-probabilities, which needs those of prompt tokens (`echo` with `logprobs`); a model that is trained only on chats
+has a low score here, which does not matter for the comparison. Everything is float32, so that scores can agree to the
+last sample. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ metric_list:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lm-eval", type=Path, required=True, help="the command, in its own environment")
+    parser.add_argument(
+        "--lm-eval", type=Path, required=True, help="path of the lm_eval command in its separate environment"
+    )
     parser.add_argument("--samples", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=RESULTS)
@@ -166,7 +168,7 @@ def evaluate(command: Path, work: Path, way: str, tasks: Sequence[str], argument
 
 
 def compare(task: str, runs: dict[str, Run]) -> dict[str, Any]:
-    """Return `samples_that_differ` from those through transformers, by their score."""
+    """Return `samples_that_differ`: the samples whose score differs from that through transformers."""
     scores = {way: run[task]["score"] for way, run in runs.items()}
     truth = runs["transformers"][task]["samples"]
     found: dict[str, Any] = {"scores": scores, "same_score": len(set(scores.values())) == 1}

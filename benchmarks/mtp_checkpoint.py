@@ -2,8 +2,9 @@
 
     python benchmarks/mtp_checkpoint.py FOLDER [--wrong]
 
-The first layer determines the output; the others cost their time and add nothing. The layer after the last repeats the
-first, and lacks only the first token. With --wrong it is random, and never right. In bfloat16, 360 M parameters.
+The first layer determines the output; the others take time and do not change it. The MTP layer repeats the first layer,
+without the first token. With --wrong the MTP layer is random, and its predictions are never right. The checkpoint has
+360 M parameters in bfloat16.
 """
 
 from __future__ import annotations

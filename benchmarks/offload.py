@@ -59,10 +59,14 @@ Ids = NDArray[np.int64]
 
 def main() -> None:
     parser = make_parser(__doc__, "offload.json")
-    parser.add_argument("--checkpoint", type=Path, help="instead of the one that is made in --work")
+    parser.add_argument(
+        "--checkpoint", type=Path, help="checkpoint to use instead of the one that is created in --work"
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=32, help="of each answer; prompts have as many")
-    parser.add_argument("--deepspeed-python", type=Path, help="with deepspeed and transformers, for the rival")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens of each prompt and of each answer")
+    parser.add_argument(
+        "--deepspeed-python", type=Path, help="interpreter with deepspeed and transformers, for ZeRO-Inference"
+    )
     options = parser.parse_args()
     original = options.checkpoint or find_or_make_checkpoint(options.work)
     folders = {name: skewed(original, options.work / f"offload-{name}", by) for name, by in SKEWS.items()}
@@ -125,7 +129,7 @@ def variants(num_bytes: int, folder: str) -> dict[str, OffloadConfig]:
 
 
 def serve(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the tokens a second of all variants, in turn, and the engine's memory against its budget."""
+    """Return the tokens per second of all variants, in turn, and the engine's memory beside its budget."""
     plain = EngineConfig(
         model=str(folder),
         name=folder.name,
@@ -328,7 +332,7 @@ def fetch(shelf: ExpertSlotTable, wanted: Ids) -> int:
 
 
 class CoOccurrence:
-    """Predictor of a layer's experts from those that followed the experts of the layer before, so far."""
+    """Predictor of a layer's experts from how often they followed the experts of the layer before."""
 
     def __init__(self, num_experts: int, num_layers: int) -> None:
         self._followed = np.zeros((num_layers, num_experts, num_experts))

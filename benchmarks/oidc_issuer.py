@@ -1,4 +1,4 @@
-"""Moiety's admin API with a real OpenID Connect issuer: the tokens that it accepts and those that it rejects.
+"""Moiety's admin API with a real OpenID Connect issuer: which tokens it accepts and which it rejects.
 
     python benchmarks/oidc_issuer.py [--work FOLDER] [--output benchmarks/results/oidc_issuer.json]
 
@@ -164,7 +164,7 @@ def _ask(http: httpx.Client, token: str, method: str = "GET", name: str | None =
 def _roles(issuer: Issuer, http: httpx.Client, admin_key: str) -> dict[str, Any]:
     """Check the roles of viewer, owner and tenant administrator, and the actor in the audit log.
 
-    A viewer reads but creates nothing; an owner creates; a tenant's administrator sees its tenant alone.
+    A viewer can read but not create; an owner can create; a tenant's administrator sees only its tenant.
     """
     viewer, owner = issuer.token("a-viewer"), issuer.token("an-owner")
     found: dict[str, Any] = {

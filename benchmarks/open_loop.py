@@ -1,4 +1,4 @@
-"""Open-loop load of many small requests: each is sent when it is due, however slow the answers are.
+"""Open-loop load of many small requests: each is sent when it is due, even if answers are slow.
 
 It has its own client, as in `moiety bench gateway`, since a general one costs more than the system under test. Answers
 are whole documents with a Content-Length; a connection is reused once its answer has arrived.
@@ -87,7 +87,7 @@ def _code_of(body: bytes) -> str:
 
 
 class OpenLoop:
-    """Keep-alive connections to one address, as many as requests are open at once."""
+    """Keep-alive connections to one address, one for each open request."""
 
     def __init__(self, host: str, port: int) -> None:
         self.address = host, port
@@ -96,7 +96,7 @@ class OpenLoop:
         self._idle = asyncio.Event()
 
     async def run(self, requests: Iterator[tuple[int, bytes]], rate: float, seconds: float) -> list[Sent]:
-        """Send so many (whose, request) a second for so long; all of them, of which the last may still be open."""
+        """Send (whose, request) pairs at this rate for this time; return all, including those without an answer yet."""
         begin_s, done = time.perf_counter(), []
         for number in range(round(rate * seconds)):
             sent = Sent(0, begin_s + number / rate)
@@ -110,7 +110,7 @@ class OpenLoop:
         return done
 
     async def wait_idle(self, timeout_s: float) -> None:
-        """Return when every answer has come. Raises TimeoutError."""
+        """Wait until every answer has arrived. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
             while self.num_open:
                 self._idle.clear()

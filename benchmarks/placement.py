@@ -61,12 +61,12 @@ ROUNDING = 1e-9  # of balancedness: EPLB adds in float32, so that equal plans ma
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--eplb", type=Path, required=True, help="eplb.py of github.com/deepseek-ai/EPLB")
+    parser.add_argument("--eplb", type=Path, required=True, help="path of eplb.py from github.com/deepseek-ai/EPLB")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--intervals", type=int, default=40)
     parser.add_argument(
-        "--move-cost", type=float, default=0.01, help="of one weight, in mean rank loads of an interval"
+        "--move-cost", type=float, default=0.01, help="cost of moving one weight, in mean rank loads of an interval"
     )
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "placement.json")
     options = parser.parse_args()
@@ -179,7 +179,7 @@ def compare(eplb: ModuleType, load_LE: Ints, name: str, repeats: int) -> dict[st
 
 
 def timed(call: Callable[[], T]) -> tuple[tuple[float, float], T]:
-    """Return the wall seconds and the CPU seconds of this process, which other processes do not lengthen."""
+    """Return the wall seconds and the CPU seconds of this process; other processes do not change the CPU seconds."""
     begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
     found = call()
     return (time.perf_counter() - begin_s, time.process_time() - begin_cpu_s), found
@@ -246,7 +246,7 @@ def follow(ranks: int, exponent: float, forget: float, num_intervals: int, move_
 
 
 def compare_choices(num_tokens: int) -> dict[str, Any]:
-    """Return the fullest rank's load, averaged over layers, for a step of so many tokens on 32 ranks."""
+    """Return the load of the fullest rank, averaged over layers, for a step of this number of tokens on 32 ranks."""
     load_LE = draw_zipf(0, 0.8)
     placement = plan_by_us(load_LE, (32, 1, 1))
     rng = np.random.default_rng(1)

@@ -1,4 +1,4 @@
-"""A real PostgreSQL for the benchmarks, from a wheel, and its faults: a pause, a stop, and a relay that is cut."""
+"""A real PostgreSQL from a wheel for the benchmarks, with faults: a pause, a stop, and a relay that is cut."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Postgres:
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """Shut down the server as an operator does: connections are broken, and new ones refused."""
+        """Shut down the server as an operator does: connections break, and new ones are refused."""
         self._server.stop()
         try:
             yield

@@ -148,7 +148,7 @@ def requests(wave: int) -> list[CoreSubmit]:
 def answers(config: EngineConfig, num_rebalances: int) -> dict[str, Any]:
     """Return the tokens of all requests and the gap between the two best logits at each, by wave and request.
 
-    It runs all waves, or repeats them until experts have moved so often.
+    It runs all waves, or repeats them until this number of moves is done.
     """
     found: dict[tuple[int, int], list[tuple[int, float]]] = {}
     with load_loop(config) as loop:
@@ -195,7 +195,7 @@ class Shuffle:
 
 
 def compare(expected: dict[tuple[int, int], Any], found: dict[str, Any]) -> dict[str, int]:
-    """Compare token by token, until one differs."""
+    """Compare token by token up to the first difference."""
     num_tokens = near = other = 0
     for name, ours in found["answers"].items():
         for (wanted, gap), (token, _) in zip(expected[name], ours, strict=True):
@@ -247,7 +247,7 @@ def follow(ranks: int, exponent: float, forget: float, num_intervals: int) -> di
 
 
 def carry_out(online: Balancer, load_LE: Ints) -> tuple[float, int, int]:
-    """Carry out all moves of an interval, one a step.
+    """Carry out all moves of an interval, one per step.
 
     Returns the balancedness averaged over time, the steps with moves, and the number of writes. Between the first move
     and the last the balancedness is taken to change evenly.

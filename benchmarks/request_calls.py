@@ -66,13 +66,13 @@ class CallCounter:
 
     @property
     def num_jumps(self) -> int:
-        """Calls that are in another file than the call before."""
+        """Number of calls into another file than the call before."""
         return sum(one[0] != other[0] for one, other in zip(self.calls, self.calls[1:], strict=False))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=20, help="requests that are counted")
+    parser.add_argument("--requests", type=int, default=20, help="number of counted requests")
     parser.add_argument("--list", action="store_true", help="print the calls of the shortest request")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="moiety-calls-") as folder:
@@ -169,7 +169,7 @@ class ChatClient:
         self._connection.close()
 
     def ask(self) -> None:
-        """Send one request, and read its stream to the end."""
+        """Send one request and read its stream to the end."""
         self._connection.sendall(self._request)
         answer = b""
         while not answer.endswith(LAST_CHUNK):

@@ -116,7 +116,7 @@ def attains_slo(record: Record, service_class: ServiceClass) -> bool:
 
 
 def largest_load(attainment: Callable[[float], float]) -> float:
-    """Return the largest load by bisection; 0 where even the smallest is too much."""
+    """Return the largest load by bisection; 0 if even the smallest load is too high."""
     low, high = 0.0, MOST_LOAD
     for _ in range(HALVINGS):
         middle = (low + high) / 2

@@ -58,12 +58,16 @@ def main() -> None:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--traces", type=Path, required=True, help="folder of the public traces")
-    parser.add_argument("--only", default="", help="scenarios, separated by commas")
+    parser.add_argument("--traces", type=Path, required=True, help="folder with the public traces")
+    parser.add_argument("--only", default="", help="scenarios to run, separated by commas [all]")
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--duration", type=float, default=600.0, help="seconds of arrivals; of hours, six times that")
-    parser.add_argument("--jobs", type=int, choices=(1, 2), default=1, help="processes")
-    parser.add_argument("--quick", action="store_true", help="a fifth of the time, to see that all runs")
+    parser.add_argument(
+        "--duration", type=float, default=600.0, help="seconds of arrivals; scenarios over hours take six times as long"
+    )
+    parser.add_argument("--jobs", type=int, choices=(1, 2), default=1, help="number of processes")
+    parser.add_argument(
+        "--quick", action="store_true", help="run a fifth of the time, to check that all scenarios work"
+    )
     parser.add_argument("--output", type=Path, default=HERE / "results" / "scheduling.json")
     return parser.parse_args()
 

@@ -30,7 +30,7 @@ MAX_DEPTH = 4
 
 
 class SchemaMaker:
-    """Generator of one schema after the other; the keywords that it uses depend on the seed."""
+    """Generator of a sequence of schemas; the seed determines the keywords that it uses."""
 
     def __init__(self, seed: int) -> None:
         self._draw = random.Random(seed)

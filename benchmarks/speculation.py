@@ -60,14 +60,23 @@ WORKLOADS: dict[str, tuple[int, bool, dict[str, Any]]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", type=Path, help="besides the demo model")
-    parser.add_argument("--draft-model", type=Path, help="for the checkpoint, which is then the only model")
-    parser.add_argument("--mtp", action="store_true", help="by the checkpoint's own layer; it is then the only model")
+    parser.add_argument("--checkpoint", type=Path, help="checkpoint to measure besides the demo model")
+    parser.add_argument(
+        "--draft-model", type=Path, help="draft model for the checkpoint; the demo model is not measured then"
+    )
+    parser.add_argument(
+        "--mtp", action="store_true", help="use the checkpoint's MTP layer; the demo model is not measured then"
+    )
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument("--pairs", type=int, default=6, choices=sorted(T_975))
-    parser.add_argument("--tokens", type=int, default=256, help="of each answer of the demo model")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens of each answer of the demo model")
     parser.add_argument("--checkpoint-tokens", type=int, default=64)
-    parser.add_argument("--checkpoint-streams", type=int, default=8, help="workloads of more are left out")
+    parser.add_argument(
+        "--checkpoint-streams",
+        type=int,
+        default=8,
+        help="largest number of streams for the checkpoint; larger workloads are left out",
+    )
     parser.add_argument("--clock", choices=sorted(CLOCKS), default="processor")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "speculation.json")
     options = parser.parse_args()
@@ -137,7 +146,7 @@ def pair(
 def run(
     loop: EngineLoop, name: str, tokens: int, number: int, clock: Callable[[], int]
 ) -> tuple[float, list[list[int]]]:
-    """Return the tokens a second, and the tokens."""
+    """Return the tokens per second, and the tokens."""
     submits = requests(name, tokens, number, loop.executor.model.spec.vocab_size)
     begin_ns = clock()
     results = run_all(loop, submits)
@@ -146,7 +155,7 @@ def run(
 
 
 def requests(name: str, tokens: int, number: int, vocabulary: int) -> list[CoreSubmit]:
-    """Return the requests: of the same number, always the same ones."""
+    """Return the requests; the same number always gives the same requests."""
     streams, repeats, sampling = WORKLOADS[name]
     rng = random.Random(number)
     submits = []

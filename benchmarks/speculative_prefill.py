@@ -112,7 +112,7 @@ async def measure(model: str, folder: Path, options: argparse.Namespace) -> dict
 
 
 def replay(trace: Path) -> dict[str, Any]:
-    """Return how many turns arrived, how many were predicted, and how many of the predicted ones arrived."""
+    """Return the numbers of turns that arrived, of predicted turns, and of predicted turns that arrived."""
     habits = ReturnPatterns()
     watch: ConversationWatch[tuple[int, bool]] = ConversationWatch(
         habits
@@ -169,7 +169,7 @@ def summary(pairs: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
 
 
 async def ask(client: httpx.AsyncClient, key: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Send one turn, streamed."""
+    """Send one streamed turn."""
     body = body | {"stream": True, "stream_options": {"include_usage": True}}
     begin_s, first_s, content, ended = time.monotonic(), 0.0, "", ""
     usage: dict[str, Any] = {}

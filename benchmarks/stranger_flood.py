@@ -57,7 +57,7 @@ BODY = b'{"model": "scripted", "messages": [{"role": "user", "content": "hi"}], 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=20.0, help="length of the flood")
-    parser.add_argument("--sockets", type=int, default=120, help="connections of the flood at a time")
+    parser.add_argument("--sockets", type=int, default=120, help="number of simultaneous connections of the flood")
     parser.add_argument("--postgres", action="store_true", help="use PostgreSQL instead of SQLite")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "stranger_flood.json")
     options = parser.parse_args()
@@ -154,7 +154,7 @@ def _resources(process: psutil.Process) -> tuple[float, int]:
 
 
 async def _watch(process: psutil.Process, until_s: float) -> tuple[float, int]:
-    """Return the largest memory and number of descriptors until then."""
+    """Return the largest memory and the largest number of descriptors until the flood ends."""
     most = _resources(process)
     while time.monotonic() < until_s:
         await asyncio.sleep(0.5)

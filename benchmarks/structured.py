@@ -66,7 +66,7 @@ class Text:
 
 
 def check_documents(loop: EngineLoop, text: Text, schemas: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return how many documents were valid, cut and invalid, and the errors of the invalid ones."""
+    """Return the numbers of valid, cut and invalid documents, and the errors of the invalid ones."""
     counts: Counter[str] = Counter()
     wrong: list[dict[str, str]] = []
     num_tokens = 0
@@ -172,7 +172,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--turns", type=int, default=9)
-    parser.add_argument("--only", choices=("documents", "cost"), help="the rest of the results stays as it is")
+    parser.add_argument(
+        "--only", choices=("documents", "cost"), help="measure only this part and keep the other results"
+    )
     options = parser.parse_args()
     report: dict[str, Any] = json.loads(options.output.read_text()) if options.output.exists() else {}
     report |= {

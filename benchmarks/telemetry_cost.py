@@ -5,8 +5,8 @@
 Two gateways run as `moiety bench gateway` starts them, on one core, with keys, limits and the ledger: one with
 telemetry, one without. They are loaded in turn, briefly each, in an order that changes from pair to pair, so that other
 load on the machine affects both; and they are restarted several times, since no two processes are quite the same.
-`--add` adds to the pairs in the output, so that a machine need be quiet for two minutes only. The decisive figure is
-the gateway's CPU time per request, which other load changes least.
+`--add` adds to the pairs in the output, so that a machine must be idle for only two minutes at a time. The decisive
+figure is the gateway's CPU time per request, which other load changes least.
 
 Settings are the defaults: 2 % of the unremarkable traces are kept, metrics are sent once a minute. The report also has
 the separate costs of counting a request and of exporting all metrics.
@@ -49,12 +49,12 @@ Pair = dict[str, dict[str, float]]  # figures of the gateway with all of it (on)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--starts", type=int, default=3, help="how often the gateways are started")
-    parser.add_argument("--pairs", type=int, default=10, help="of each start")
-    parser.add_argument("--seconds", type=float, default=1.5, help="of each load of a pair")
+    parser.add_argument("--starts", type=int, default=3, help="number of starts of the gateways")
+    parser.add_argument("--pairs", type=int, default=10, help="number of pairs per start")
+    parser.add_argument("--seconds", type=float, default=1.5, help="seconds of each load of a pair")
     parser.add_argument("--tenants", type=int, default=50)
     parser.add_argument("--connections", type=int, default=16)
-    parser.add_argument("--add", action="store_true", help="to the pairs that the output has")
+    parser.add_argument("--add", action="store_true", help="add pairs to those in the output")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "telemetry_cost.json")
     options = parser.parse_args()
     if options.pairs < 2:
@@ -87,7 +87,7 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def before(options: argparse.Namespace) -> list[list[Pair]]:
-    """Return the pairs of each start in the output, if new ones are added to them."""
+    """Return the pairs of each start in the output if new pairs are added to it."""
     if not options.add or not options.output.exists():
         return []
     known = json.loads(options.output.read_text())
@@ -155,7 +155,7 @@ def receiver() -> Iterator[str]:
 
 
 def compared(pairs: Sequence[Pair], of: Callable[[dict[str, float]], float]) -> dict[str, Any]:
-    """Return the medians, and by how much `on` is more than `off`.
+    """Return the medians, and the difference of `on` from `off`.
 
     The difference is the geometric mean of the pairs' ratios, with its 95 % interval.
     """
@@ -184,7 +184,7 @@ def metrics_alone() -> dict[str, float]:
 
 
 def cpu_us(do: Callable[[], object], times: int) -> float:
-    """Return the least of five measurements."""
+    """Return the smallest of five measurements."""
     found = []
     for _ in range(5):
         began_s = time.process_time()

@@ -4,8 +4,8 @@
 
 A real `moiety serve` with the scripted engine keeps the trace of every request and sends metrics every second by OTLP
 to a receiver of this script. Requests are sent at a fixed rate. Under load both receivers are stopped (SIGSTOP), and
-continue after the outage. No request may be lost, none slower than before and after, and every span that does not
-arrive must be counted. Latencies are meaningful only on an otherwise idle machine; the gateway's CPU time on any.
+continue after the outage. No request may be lost or slower than before and after, and every span that does not arrive
+must be counted. Latencies are meaningful only on an otherwise idle machine; the gateway's CPU time on any.
 """
 
 from __future__ import annotations
@@ -51,10 +51,12 @@ PHASES = ("before", "outage", "after")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", type=float, default=100.0, help="requests a second")
-    parser.add_argument("--outage", type=float, default=30.0, help="seconds")
-    parser.add_argument("--seconds", type=float, default=15.0, help="before the outage, and after it")
-    parser.add_argument("--rounds", type=int, default=1, help="before, outage and after so many times")
+    parser.add_argument("--rate", type=float, default=100.0, help="requests per second")
+    parser.add_argument("--outage", type=float, default=30.0, help="seconds of the outage")
+    parser.add_argument("--seconds", type=float, default=15.0, help="seconds before the outage, and after it")
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="number of rounds; each has a time before, an outage and a time after"
+    )
     parser.add_argument("--output", type=Path, default=HERE / "results" / "telemetry_outage.json")
     parser.add_argument("--receive", action="store_true", help=argparse.SUPPRESS)  # how it starts its own receiver
     options = parser.parse_args()

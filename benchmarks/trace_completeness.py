@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2010)  # some leave before they are heard
     parser.add_argument("--clients", type=int, default=24)
     parser.add_argument("--kill-every-s", type=float, default=4.0)
-    parser.add_argument("--scripted", action="store_true", help="engines without a model, which never preempt")
+    parser.add_argument("--scripted", action="store_true", help="use scripted engines, which never preempt")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=HERE / "results" / "trace_completeness.json")
     options = parser.parse_args()
@@ -235,7 +235,7 @@ async def kill_engines(cluster: Cluster, every_s: float) -> int:
         return killed
 
 
-# ── what is stored ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── stored traces ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def rows_of(path: Path, statement: str) -> list[dict[str, Any]]:
@@ -361,7 +361,7 @@ def wrong_links(span: dict[str, Any], by_id: dict[tuple[str, str], dict[str, Any
 
 
 def crowded(spans: list[dict[str, Any]], steps: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield the steps in which more sequences claim to have run than there were."""
+    """Yield the steps in which more sequences are recorded than the step had."""
     guests = Counter(link["trace_id"] for span in spans for link in span["links"])
     for step in steps:
         of = step["attributes"]

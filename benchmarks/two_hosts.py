@@ -125,7 +125,7 @@ class Kept:
         return found[0]
 
     def told_lost(self) -> int:
-        """Return how often a rank here has reported that another is lost."""
+        """Return how often a rank of this host has reported a lost rank."""
         return self.log.read_bytes().count(b'"rank_lost"') if self.log.exists() else 0
 
 
@@ -210,7 +210,7 @@ class Play:
         return False
 
     async def _fault(self, owner: dict[str, str], happen: Any, left: tuple[int, ...]) -> dict[str, Any]:
-        """Return the result of one fault: `left` are the ranks that remain to detect it."""
+        """Return the result of one fault; `left` are the remaining ranks, which must detect it."""
         await self._until(lambda engines: self._of_group(engines)["num_inflight"] > 0, owner)
         before = self._of_group(await self._engines(owner))
         told, num_answers = [host.told_lost() for host in self.hosts], len(self._answers)

@@ -153,9 +153,9 @@ def _take(stream: Stream, chunk: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--from", dest="commit", default=CHARTS_FIRST, help="the older release's commit")
-    parser.add_argument("--rate", type=float, default=6, help="streams a second")
-    parser.add_argument("--seconds", type=float, default=5, help="of each phase, beside what starts and stops take")
+    parser.add_argument("--from", dest="commit", default=CHARTS_FIRST, help="commit of the older release")
+    parser.add_argument("--rate", type=float, default=6, help="streams per second")
+    parser.add_argument("--seconds", type=float, default=5, help="seconds of each phase, without starts and stops")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "upgrade.json")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="moiety-upgrade-") as name:

@@ -2,8 +2,9 @@
 
     cd benchmarks && python -m autoscaling --traces FOLDER [--jobs 6] [--output results/autoscaling.json]
 
-For each trace: the objects as the chart renders them, the same by queue time alone, and as many devices throughout as
-the autoscaler may have. What a pool of that size keeps is what can be had; the rest is what scaling costs and saves.
+For each trace it runs the objects as the chart renders them, the same by queue time alone, and a fixed pool of as many
+devices as the autoscaler may have. The fixed pool shows the best possible SLO attainment; the difference from it
+is the cost of scaling, beside the device hours that scaling saves.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ HERE = Path(__file__).parents[1]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--traces", type=Path, required=True, help="folder with azure2023/")
-    parser.add_argument("--jobs", type=int, default=6, help="processes")
+    parser.add_argument("--traces", type=Path, required=True, help="folder that contains azure2023/")
+    parser.add_argument("--jobs", type=int, default=6, help="number of processes")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "autoscaling.json")
     options = parser.parse_args()
     prepared = {name: prepare(name, options.traces) for name in SCENARIOS}

@@ -34,7 +34,7 @@ OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": _divi
 
 
 class UnknownQuery(ValueError):
-    """A query of a form that is not supported."""
+    """Unsupported form of a query."""
 
 
 class Prometheus:

@@ -1,6 +1,6 @@
-"""`python -m chaos [--faults NAME …] [--short]`: break everything, one after the other, under load; then the books.
+"""`python -m chaos [--faults NAME …] [--short]`: inject all faults under load, then compare usage records.
 
-Ends with 1 where something did not hold, 2 where this machine lacks what the stage needs. Needs Linux, iproute2,
+Exits with 1 if a check fails, with 2 if this machine lacks something that the run needs. Needs Linux, iproute2,
 util-linux and the `dev` extra.
 """
 
@@ -31,12 +31,16 @@ def _options() -> argparse.Namespace:
         prog="chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--faults", nargs="+", choices=every, metavar="NAME", default=every, help=", ".join(every))
-    parser.add_argument("--short", action="store_true", help="three faults on the scripted engine, in about a minute")
-    parser.add_argument("--rate", type=float, default=10.0, help="requests a second of the scripted engines")
-    parser.add_argument("--demo-rate", type=float, default=0.5, help="requests a second of the demo model")
+    parser.add_argument(
+        "--short", action="store_true", help="inject three faults on the scripted engine, in about a minute"
+    )
+    parser.add_argument("--rate", type=float, default=10.0, help="requests per second to the scripted engines")
+    parser.add_argument("--demo-rate", type=float, default=0.5, help="requests per second to the demo model")
     parser.add_argument("--warm-up", type=float, default=30.0, help="seconds of load before the first fault")
-    parser.add_argument("--filling", type=int, default=20_000, help="requests before that, as fast as answered")
-    parser.add_argument("--quiet", type=float, default=22.0, help="seconds of load without a fault after each")
+    parser.add_argument(
+        "--filling", type=int, default=20_000, help="requests before the warm-up, sent as fast as they are answered"
+    )
+    parser.add_argument("--quiet", type=float, default=22.0, help="seconds of load without a fault after each fault")
     parser.add_argument("--batch-lines", type=int, default=900)
     parser.add_argument("--seed", type=int, default=0)
     add_places(parser, "chaos.json")  # and the table beside it, as .md

@@ -133,7 +133,7 @@ def overspent(
 
 
 def _over_s(one: Asked) -> float:
-    """Return the time by which all of its usage has been drawn."""
+    """Return the time at which all usage of the row has been drawn."""
     return one.end_s + (0.0 if one.outcome is Outcome.WHOLE else OVERHANG_S)
 
 
@@ -142,7 +142,7 @@ def _tokens(row: Row) -> int:
 
 
 def _excess(drawn: Sequence[tuple[float, float, int]], cap: int) -> Iterator[float]:
-    """Yield for each time span how much more was used within it than a bucket of `cap` a minute allows.
+    """Yield, for each time span, the usage beyond the amount that a bucket of `cap` per minute allows.
 
     Gateways may have drawn from the bucket some time before.
     """

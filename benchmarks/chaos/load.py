@@ -1,4 +1,4 @@
-"""Steady load of all classes, streamed and not, some of it aborted at a random byte, and what each client saw.
+"""Steady load of all classes, streamed or not, partly aborted at a random byte, and each client's outcome.
 
 Requests are sent when they are due, whatever happens to others. They go to a gateway that was ready at the last check,
 as a load balancer would send them; a refused connection only costs another try.
@@ -148,7 +148,7 @@ class Balancer:
             await asyncio.sleep(CHECK_S)
 
     def order(self, rng: random.Random) -> list[int]:
-        """Return the gateways to try, in order: all where none seems ready."""
+        """Return the gateways to try, in order; all gateways if none seems ready."""
         numbers = [number for number, ready in enumerate(self._ready) if ready] or list(range(NUM_GATEWAYS))
         rng.shuffle(numbers)
         return numbers

@@ -1,4 +1,4 @@
-"""Networks, a small disk and a clock of the stage's own: what can be broken without touching the machine's.
+"""Networks, a small disk and a clock that belong to the run, so that faults do not affect the machine.
 
 `enter` has this process run again in namespaces that end with it. Root needs no more than that; another user gets a
 namespace of users as well, where the kernel allows it.
@@ -26,7 +26,7 @@ class CannotStage(Exception):
 
 
 def enter(module: str) -> None:
-    """Begin this command, `python -m MODULE`, anew in namespaces of its own; there it returns. Raises CannotStage."""
+    """Run this command, `python -m MODULE`, again in new namespaces; return only there. Raises CannotStage."""
     if INSIDE in os.environ:
         if os.geteuid():  # whose names of networks are kept in a folder that is root's
             run("mount", "-t", "tmpfs", "none", "/run")
@@ -43,19 +43,19 @@ def enter(module: str) -> None:
 
 
 class Wires:
-    """A network for each of the stage's parts, by name, and what is done to the wires between them."""
+    """A network for each part of the run, by name, and faults of the links between them."""
 
     def __init__(self, names: list[str]) -> None:
         self._network = Network([])
         self.peers: dict[str, Peer] = {name: self._network.add(name, {}, {}) for name in names}
 
     def within(self, name: str) -> list[str]:
-        """What to put before a command so that it runs there, as the same process."""
+        """Return the words to put before a command so that it runs in that network, as the same process."""
         return ["nsenter", f"--net=/run/netns/{name}", "--"] if name in self.peers else []
 
     @contextlib.contextmanager
     def cut(self, one: str, other: str) -> Iterator[None]:
-        """Packets between the two vanish without a word."""
+        """Drop all packets between the two parts without an error."""
         a, b = self.peers[one].address, self.peers[other].address
         rules = [("from", source, "to", target, "priority", BEFORE_ALL) for source, target in ((a, b), (b, a))]
         for rule in rules:
@@ -68,7 +68,7 @@ class Wires:
 
     @contextlib.contextmanager
     def slow(self, name: str, bits_per_s: int) -> Iterator[None]:
-        """No more than so much to and from a part; what does not fit waits up to half a second, then is lost."""
+        """Limit the rate to and from a part; excess packets wait up to half a second and are then dropped."""
         shape = ["tbf", "rate", f"{bits_per_s}bit", "burst", "3kb", "latency", "500ms"]
         outer = self._wire(name)
         run("tc", "qdisc", "add", "dev", outer, "root", *shape)
@@ -80,7 +80,7 @@ class Wires:
             run("tc", "-n", name, "qdisc", "del", "dev", "eth0", "root")
 
     def _wire(self, name: str) -> str:
-        """The router's end."""
+        """Return the router's end of the link."""
         told = run("ip", "route", "get", self.peers[name].address)
         return told.split(" dev ")[1].split()[0]
 
@@ -96,7 +96,7 @@ class SmallDisk:
 
     @contextlib.contextmanager
     def full(self) -> Iterator[None]:
-        """Not a byte is free."""
+        """Fill the disk until no byte is free."""
         ballast = self.folder / "ballast"
         try:
             with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
@@ -114,7 +114,7 @@ class SmallDisk:
 
 
 class WrongClock:
-    """Wrong wall clock of the processes started with `environment`; their monotonic clock stays right.
+    """Wrong wall clock for the processes that are started with `environment`; their monotonic clock stays right.
 
     Uses libfaketime, which is in the `dev` extra.
     """
@@ -135,14 +135,14 @@ class WrongClock:
         }
 
     def set(self, ahead_s: float) -> None:
-        """So many seconds ahead, or behind."""
+        """Set the clock this number of seconds ahead or behind."""
         draft = self._file.with_name(f"clock-{uuid.uuid4().hex}")
         draft.write_text(f"{ahead_s:+.3f}\n")
         draft.replace(self._file)
 
 
 def run(*words: str) -> str:
-    """A command's output. Raises CannotStage."""
+    """Return the output of a command. Raises CannotStage."""
     try:
         done = subprocess.run(words, capture_output=True, text=True, check=False)
     except FileNotFoundError as error:

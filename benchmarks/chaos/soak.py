@@ -4,7 +4,7 @@ The scripted engine serves 100 tenants, with a load that follows the hours. Then
 size, its sums and its retention are checked.
 
 An hour is 50 seconds, after which the wall clocks of gateways, engines and trace store are set to the next one; the
-database's clock goes on as it is, and so do all that count seconds. Retention settings are shortened in the same way.
+database's clock and all monotonic clocks stay as they are. Retention settings are shortened in the same way.
 Exits with 1 if a check fails. Needs what `python -m chaos` needs.
 """
 
@@ -45,8 +45,10 @@ def main() -> None:
         prog="soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--hours", type=int, default=HOURS)
-    parser.add_argument("--rate", type=float, default=8.0, help="requests a second, on average over the day")
-    parser.add_argument("--trace", type=Path, help="lengths of prompts and answers, as of ServeGen; else drawn evenly")
+    parser.add_argument("--rate", type=float, default=8.0, help="requests per second, averaged over the day")
+    parser.add_argument(
+        "--trace", type=Path, help="file with lengths of prompts and answers in ServeGen's form [uniform]"
+    )
     parser.add_argument("--seed", type=int, default=0)
     add_places(parser, "soak.json")
     options = parser.parse_args()

@@ -2,7 +2,7 @@
 
     make clients [ARGS="--only openai --tasks chat,tools"]
 
-Installs the clients' packages (PyPI and npm) into folders of their own, starts `moiety serve` with the demo model and a
+Installs the clients' packages (PyPI and npm) into separate folders, starts `moiety serve` with the demo model and a
 gateway with a scripted engine on loopback, and runs each client's script as a process. A cell says `pass`, `refused`
 (the gateway answered 400, with its reason), `fail` (with the error) or `–` (the client has no such feature).
 """
@@ -30,11 +30,18 @@ RESULTS = HERE.parent / "results"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="clients whose names contain one of these words, with commas")
-    parser.add_argument("--tasks", default=",".join(TASKS), help="tasks to run, with commas")
-    parser.add_argument("--work", type=Path, default=Path.home() / ".cache" / "moiety-clients", help="environments")
     parser.add_argument(
-        "--output", type=Path, default=RESULTS / "clients.json", help="JSON; beside it the table as .md"
+        "--only", default="", help="words separated by commas; run only clients whose names contain one"
+    )
+    parser.add_argument("--tasks", default=",".join(TASKS), help="tasks to run, separated by commas")
+    parser.add_argument(
+        "--work", type=Path, default=Path.home() / ".cache" / "moiety-clients", help="folder for the environments"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=RESULTS / "clients.json",
+        help="JSON file for the results; the table is written beside it as .md",
     )
     parser.add_argument("--list", action="store_true", help="list the clients and tasks")
     options = parser.parse_args()

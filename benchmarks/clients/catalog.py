@@ -11,7 +11,7 @@ TASKS = ("chat", "stream", "tools", "structured output", "thoughts", "images", "
 
 
 class ServerKind(StrEnum):
-    """Gateway before the demo model, or before a scripted engine where a task needs a capable model."""
+    """Gateway with the demo model, or with a scripted engine for a task that needs a capable model."""
 
     DEMO = "demo"
     SCRIPTED = "scripted"

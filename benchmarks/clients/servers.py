@@ -1,4 +1,4 @@
-"""The two gateways of a run: one before the demo model, one before a scripted engine."""
+"""The two gateways of a run: one with the demo model, one with a scripted engine."""
 
 from __future__ import annotations
 

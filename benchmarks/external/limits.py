@@ -1,4 +1,4 @@
-"""Tenants under tight limits with many streams aborted after a random chunk, and a comparison of the books."""
+"""Tenants under tight limits with many streams aborted after a random chunk, and a comparison of usage records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""llama.cpp's server and benchmark, built from source in a folder of their own, with the checkpoint in its file format.
+"""llama.cpp's server and benchmark, built from source in a separate folder, with the checkpoint in GGUF.
 
 PyPI has the source: in the archive of llama-cpp-python, with the server and the converter. cmake and ninja come from
 PyPI too; a C++ compiler must be there.

@@ -58,7 +58,7 @@ class World:
         await until(self.is_idle, 60)
 
     async def rows(self, at_least: int = 0) -> list[dict[str, Any]]:
-        """Return the usage rows, the last first, once there are so many; they are stored a moment after the answer."""
+        """Return the usage rows, newest first, once this number is stored, which is a moment after the answer."""
         return await self._rows_once(lambda rows: len(rows) >= at_least)
 
     async def rows_of(self, ids: set[str]) -> list[dict[str, Any]]:

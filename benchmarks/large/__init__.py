@@ -1,1 +1,1 @@
-"""A store as after a month of many tenants: generated requests, spans modelled on real ones, and bulk writes."""
+"""Generator of a month of many tenants: generated requests, spans modelled on real ones, and bulk writes."""

@@ -29,7 +29,7 @@ def requests_of(senders: list[Sender], address: str) -> Iterator[tuple[int, byte
 
 
 def send(gateway: str, senders: list[Sender], seconds: float) -> list[Sent]:
-    """Send an open loop of so many seconds, and wait until the last answer has arrived."""
+    """Send an open loop for this number of seconds, and wait until the last answer has arrived."""
     parts = urlsplit(gateway)
     loop = OpenLoop(parts.hostname or "", parts.port or 0)
 

@@ -38,7 +38,7 @@ class Sender:
 
 
 def draw(senders: list[Sender], number: int, until: datetime, seed: int) -> Iterator[list[UsageRow]]:
-    """Draw so many requests in order of their start, some ten thousand at a time."""
+    """Draw this number of requests in order of their start, ten thousand or so at a time."""
     rng = np.random.default_rng(seed)
     weights = 1 / np.arange(1, len(senders) + 1) ** 0.7
     busy = round(number * BUSY_SHARE)

@@ -1,1 +1,1 @@
-"""Scenarios of `benchmarks/scheduling.py`: what each offers, measures and requires. Run that script instead."""
+"""Scenarios of `benchmarks/scheduling.py`, each with its load, measurements and targets. Run that script instead."""

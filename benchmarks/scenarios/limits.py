@@ -1,19 +1,20 @@
-"""S3-limits: how much of S3's load could be served in time at all, with the runtime of the paper and without.
+"""S3-limits: the largest part of S3's load that any policy can serve in time, with the paper's runtime and without.
 
-The bound holds for every policy on this device, one that knows arrivals and lengths before they come included. Time is
-needed by any schedule for
+The bound holds for every policy on this device, even for one that knows arrivals and lengths in advance. Every schedule
+needs time for
 
-- the rows of all requests with a deadline up to some time D, at the price that a row has in the largest step;
-  attention and reading of KV besides;
-- the steps that streams need: of n tokens at their pace there are n steps between a stream's arrival and its last
-  deadline, where the largest steps would be fewer. Each further one costs at least what a step costs whatever its rows,
-  by the tangent at the largest (a step's time is convex in its rows, and its price a row falls up to there). Windows
-  of streams that do not overlap have no step in common, so that their needs add up; which of them count is chosen
-  by weighted interval scheduling.
+- the rows of all requests with a deadline up to some time D, at the price of a row in the largest step, and for
+  attention and reading of KV;
+- the steps of streams: a stream of n tokens at its pace needs n steps between its arrival and its last deadline, even
+  if fewer of the largest steps would be enough for all rows. Each additional step costs at least the part of a step's
+  time that does not depend on its rows, by the tangent at the largest step (a step's time is convex in its rows, and
+  the price of a row falls up to there). Streams whose windows do not overlap have no step in common, so their costs add
+  up; weighted interval scheduling chooses the streams that count.
 
-If that is more than D, requests must be late: at least as many as the most expensive ones of them that make up for it.
-How much of a stream's steps is counted is any part of them (a bound stays one): no more is taken than makes it as dear
-as the longest prompts, or the bound would be lower for giving up those streams.
+If the sum is more than D, some requests must be late: at least the number of the most expensive requests that together
+make up for the difference. Any part of a stream's additional cost can be counted, and the bound stays valid. The
+counted part makes no stream more expensive than the longest prompts, since the bound would otherwise be lower: it would
+assume that those streams are given up.
 """
 
 from __future__ import annotations

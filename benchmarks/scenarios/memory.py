@@ -1,4 +1,4 @@
-"""S7, S8: the KV cache: prefix hits with tenants' salts, and preemption where blocks are short."""
+"""S7 and S8, the KV cache: prefix hits with tenants' salts, and preemption when blocks are short."""
 
 from __future__ import annotations
 

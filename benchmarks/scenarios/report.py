@@ -1,4 +1,4 @@
-"""Markdown report, from the JSON alone: what was required, what was measured, by which command, holds or not."""
+"""Markdown report from the JSON alone: targets, measurements, commands, and whether each target holds."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
     PYTHONPATH=benchmarks python -m vllm_suite vllm-0.33.0.tar.gz [--only chat_completion]
 
 The archive is vLLM's source distribution. Its test files are copied to a temporary folder, and vLLM is not installed.
-The table and the JSON go to `benchmarks/results/vllm_suite.*`. Ends with 1 where a test fails without a known reason.
+The table and the JSON go to `benchmarks/results/vllm_suite.*`. Exits with 1 if a test fails without a known reason.
 """
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ class Outcome:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("archive", type=Path, help="vLLM's source distribution, vllm-VERSION.tar.gz")
-    parser.add_argument("--only", default="", help="files whose paths contain one of these words, with commas")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="JSON; beside it the table as .md")
+    parser.add_argument("--only", default="", help="words separated by commas; run only files whose paths contain one")
+    parser.add_argument(
+        "--output", type=Path, default=RESULTS, help="JSON file for the results; the table is written beside it as .md"
+    )
     options = parser.parse_args()
     words = [word for word in options.only.split(",") if word]
     files = [file for file in FILES if not words or any(word in file for word in words)]

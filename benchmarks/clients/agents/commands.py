@@ -1,4 +1,4 @@
-"""Run an agent's command in a repository of its own, with no access to a terminal."""
+"""Runner of an agent's command in a new repository, without a terminal."""
 
 from __future__ import annotations
 
