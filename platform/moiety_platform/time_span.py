@@ -17,20 +17,20 @@ _EARLIEST = datetime(1, 1, 1, tzinfo=UTC) + DEFAULT_SPAN  # before which a span 
 
 
 @dataclass(frozen=True, slots=True)
-class Period:
+class TimeSpan:
     """Time span [since, until)."""
 
     since: datetime
     until: datetime
 
 
-RequestedPeriod = NamedDependency[SkipValidation[Period]]
+RequestedTimeSpan = NamedDependency[SkipValidation[TimeSpan]]
 
 
-def parse_period(now: NamedDependency[datetime], since: Since = None, until: Until = None) -> Period:
+def parse_time_span(now: NamedDependency[datetime], since: Since = None, until: Until = None) -> TimeSpan:
     """Return the requested period; the last 24 hours if no time is given. Raises BadRequest.
 
-    It provides the dependency `period` of the handlers that take a `RequestedPeriod`.
+    It provides the dependency `period` of the handlers that take a `RequestedTimeSpan`.
     """
     begin, end = _moment(since, "since"), _moment(until, "until") or now + timedelta(seconds=1)
     start = begin or max(end, _EARLIEST) - DEFAULT_SPAN
@@ -38,7 +38,7 @@ def parse_period(now: NamedDependency[datetime], since: Since = None, until: Unt
         raise BadRequest(
             f"'since' ({start:%Y-%m-%dT%H:%M:%SZ}) must be before 'until' ({end:%Y-%m-%dT%H:%M:%SZ}).", param="since"
         )
-    return Period(start, end)
+    return TimeSpan(start, end)
 
 
 def _moment(text: str | None, param: str) -> datetime | None:

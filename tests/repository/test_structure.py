@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import graphlib
 import tomllib
+from collections import defaultdict
 from pathlib import Path
 
 import grimp
+import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCE_ROOTS = ["platform", "engine", "kernels", "dashboard", "migrations"]
@@ -30,3 +33,13 @@ def test_every_package_of_a_source_root_is_in_the_wheel() -> None:
     packages = set(settings["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"])
     found = {f"{root}/{init.parent.name}" for root in SOURCE_ROOTS for init in (ROOT / root).glob("*/__init__.py")}
     assert packages == found
+
+
+@pytest.mark.parametrize("root", SOURCE_ROOTS)
+def test_no_class_name_occurs_twice_in_a_source_root(root: str) -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in (ROOT / root).rglob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(str(path.relative_to(ROOT)))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

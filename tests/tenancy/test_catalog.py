@@ -25,7 +25,7 @@ from moiety_platform.db.session import Database
 from moiety_platform.declarative_config.models import DeclaredKind
 from moiety_platform.known_parameters import query_names
 from moiety_platform.openapi.documents import DocumentPart, make_document
-from moiety_platform.resources.commands import Command, CustomCommand, Place
+from moiety_platform.resources.commands import Command, CustomCommand, ParameterLocation
 from moiety_platform.resources.declaration import Resource
 from moiety_platform.settings import GatewaySettings
 
@@ -55,7 +55,7 @@ def resource_of(path: str) -> Resource | None:
 
 def handler_of(app: Litestar, resource: Resource, command: Command) -> HTTPRouteHandler:
     """Return the route that a declared command asks."""
-    in_path = sum(one.place is Place.PATH for one in command.parameters)
+    in_path = sum(one.place is ParameterLocation.PATH for one in command.parameters)
     wanted = [resource.collection, *["{}"] * in_path, *([command.suffix] if command.suffix else [])]
     for method, path, handler in admin_routes(app):
         parts = ["{}" if part.startswith("{") else part for part in path.strip("/").split("/")]
@@ -98,10 +98,13 @@ def test_each_action_has_a_name_of_its_own() -> None:
 @pytest.mark.parametrize(("resource", "command"), DECLARED, ids=lambda one: one.name)
 def test_a_declared_command_sends_what_its_route_takes(app: Litestar, resource: Resource, command: Command) -> None:
     handler = handler_of(app, resource, command)
-    sent = {place: {one.field or one.name for one in command.parameters if one.place is place} for place in Place}
-    assert sent[Place.QUERY] <= query_names(handler)
+    sent = {
+        place: {one.field or one.name for one in command.parameters if one.place is place}
+        for place in ParameterLocation
+    }
+    assert sent[ParameterLocation.QUERY] <= query_names(handler)
     body = handler.parsed_fn_signature.parameters.get("data")
-    fields = sent[Place.BODY] | set(command.constants)
+    fields = sent[ParameterLocation.BODY] | set(command.constants)
     if body is None:
         assert not fields
     else:

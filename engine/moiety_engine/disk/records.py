@@ -37,7 +37,7 @@ class Kept(NamedTuple):
     weight: float
 
 
-class Header(msgspec.Struct, frozen=True, array_like=True):
+class RecordHeader(msgspec.Struct, frozen=True, array_like=True):
     identity: bytes
     owner: bytes  # `owner_tag` of the tenant whose request left the blocks
     block_bytes: int
@@ -59,7 +59,7 @@ def write_file(
 ) -> int:
     """Write a file; return its size in bytes."""
     digests = [digest_of(block, one, identity) for one, block in zip(hashes, blocks, strict=True)]
-    header = msgspec.msgpack.encode(Header(identity, owner, len(blocks[0]), list(hashes), digests))
+    header = msgspec.msgpack.encode(RecordHeader(identity, owner, len(blocks[0]), list(hashes), digests))
     head = MAGIC + len(header).to_bytes(_LENGTH_BYTES, "little") + header
     head += blake2b(head, digest_size=DIGEST_BYTES).digest()
     file.write(head)
@@ -88,7 +88,7 @@ def _encode_kept(kept: Kept | None) -> bytes:
     return packed + blake2b(packed, digest_size=DIGEST_BYTES, person=b"moiety-kept").digest()
 
 
-def read_header(file: BinaryIO, identity: bytes, block_bytes: int) -> tuple[Header, int]:
+def read_header(file: BinaryIO, identity: bytes, block_bytes: int) -> tuple[RecordHeader, int]:
     """Return the header and the offset of the first block, checked against identity and file size. Raises BadFile."""
     header, start = read_head(file)
     num_blocks = len(header.hashes)
@@ -99,7 +99,7 @@ def read_header(file: BinaryIO, identity: bytes, block_bytes: int) -> tuple[Head
     return header, start
 
 
-def read_head(file: BinaryIO) -> tuple[Header, int]:
+def read_head(file: BinaryIO) -> tuple[RecordHeader, int]:
     """Return the header, for any model, and the offset of its end. Raises BadFile."""
     begin = len(MAGIC) + _LENGTH_BYTES
     head = file.read(begin)
@@ -110,7 +110,7 @@ def read_head(file: BinaryIO) -> tuple[Header, int]:
     if blake2b(head + rest[:length], digest_size=DIGEST_BYTES).digest() != rest[length:]:
         raise BadFile("its header is damaged")
     try:
-        header = msgspec.msgpack.decode(rest[:length], type=Header)
+        header = msgspec.msgpack.decode(rest[:length], type=RecordHeader)
     except msgspec.MsgspecError as exc:
         raise BadFile("its header has another format") from exc
     return header, begin + length + DIGEST_BYTES

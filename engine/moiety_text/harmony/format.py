@@ -19,7 +19,7 @@ from moiety_text.harmony.reader import (
     RETURN,
     START,
     HarmonyReader,
-    Header,
+    MessageHeader,
 )
 from moiety_text.tokenizer import Tokenizer
 from moiety_text.tools.formats import Opening
@@ -85,7 +85,7 @@ class HarmonyFormat:
         for at, token_id in enumerate(token_ids):
             if token_id == ids[MESSAGE]:
                 header = self.tokenizer.decode(token_ids[begin:at], skip_special_tokens=False)
-                is_thought = Header.of(header).channel == ANALYSIS
+                is_thought = MessageHeader.of(header).channel == ANALYSIS
             elif token_id in ends:
                 count += at + 1 - begin if is_thought else 0
                 begin, is_thought = at + 1, False

@@ -41,14 +41,14 @@ _SPACE = " \t\r\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class MessageHeader:
     """Header of a message."""
 
     channel: str
     recipient: str  # "": the user
 
     @classmethod
-    def of(cls, text: str) -> Header:
+    def of(cls, text: str) -> MessageHeader:
         """Parse the text between two messages, control tokens included."""
         role, _, rest = text.rpartition(START)[2].partition(CHANNEL)
         named = _RECIPIENT.search(_CONTROL.sub(" ", rest)) or _RECIPIENT.search(_CONTROL.sub(" ", role))
@@ -68,7 +68,7 @@ class HarmonyReader:
         self._max_calls = max_calls
         self._held = ""  # the end of the text, if it may begin a control token
         self._header = ""  # text since the last message
-        self._body: Header | None = None  # header of the message that is being read
+        self._body: MessageHeader | None = None  # header of the message that is being read
         self._is_loose = False  # in text that belongs to no message
         self._call: list[str] | None = None  # body of a message to a tool
         self._num_calls = 0
@@ -139,7 +139,7 @@ class HarmonyReader:
                 self._give(Content, text)
 
     def _begin_message(self) -> None:
-        header = Header.of(self._header)
+        header = MessageHeader.of(self._header)
         self._body, self._header, self._is_new, self._is_loose = header, "", True, False
         if header.recipient.removeprefix(FUNCTIONS) in self._names:
             self._call = []

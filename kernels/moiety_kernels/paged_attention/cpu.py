@@ -26,7 +26,7 @@ from moiety_kernels.cpu.team import MAX_TASKS, SCRATCH_BYTES, parallel, team
 from moiety_kernels.cpu.values import LANES
 from moiety_kernels.cpu.vectors import AXPY_ROWS, axpy_tile, fetch, scale_row, softmax_step
 from moiety_kernels.paged_attention import cpu_pairs
-from moiety_kernels.paged_attention.cpu_arguments import CHUNK, ITEM_BYTES, AttentionArguments, Item, lowest_seen
+from moiety_kernels.paged_attention.cpu_arguments import CHUNK, ITEM_BYTES, AttentionArguments, QueryRange, lowest_seen
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -136,7 +136,7 @@ def _drive(state: int, scratch: int, function: int, args: int, num_tasks: int) -
     for s in range(attention.sequences):
         queries = load_i32(starts, s + 1) - load_i32(starts, s)
         for first in range((queries - 1) // at_once * at_once, -1, -at_once):
-            item = Item(sequence=s, first=first, queries=min(at_once, queries - first))
+            item = QueryRange(sequence=s, first=first, queries=min(at_once, queries - first))
             store_struct(items + ITEM_BYTES * num_items, item)
             num_items += 1
     if num_items:
@@ -234,7 +234,7 @@ def _mask(args: AttentionArguments, position: int, start: int, count: int, padde
 def _task(args: AttentionArguments, task: int, scratch: int) -> None:
     kv_heads, width, heads = args.kv_heads, args.width, args.heads
     sharing, head = heads // kv_heads, task % kv_heads
-    item = struct_at(Item, args.items + ITEM_BYTES * (task // kv_heads))
+    item = struct_at(QueryRange, args.items + ITEM_BYTES * (task // kv_heads))
     s, first, queries = item.sequence, item.first, item.queries
     begin, end = load_i32(args.query_start_S1, s), load_i32(args.query_start_S1, s + 1)
     position = load_i32(args.context_len_S, s) - (end - begin) + first  # of the first query here

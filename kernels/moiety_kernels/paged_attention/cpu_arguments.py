@@ -10,7 +10,7 @@ from moiety_kernels.cpu.structs import Address, Float64, Int64, size_of
 CHUNK = 128  # key positions that a task processes at once, at fixed boundaries
 
 
-class Item(NamedTuple):
+class QueryRange(NamedTuple):
     """Queries of one sequence that a task computes, for one key-value head."""
 
     sequence: Int64
@@ -39,7 +39,7 @@ class AttentionArguments(NamedTuple):
     q_stride: Int64  # bytes from one token of q to the next
     window: Int64  # positions that a query sees, or 0: all
     chunked: Int64  # whether positions are divided into chunks of `window`
-    items: Address  # workspace of `Item`s
+    items: Address  # workspace of `QueryRange`s
     tokens_at_once: Int64  # most queries of an item
     task: Address
     sinks_H: Address  # float32, or 0
@@ -49,7 +49,7 @@ class AttentionArguments(NamedTuple):
     scale: Float64
 
 
-ITEM_BYTES = size_of(Item)
+ITEM_BYTES = size_of(QueryRange)
 
 
 @jit

@@ -31,7 +31,7 @@ from moiety_kernels.cpu.row_packing import pack_pairs_row
 from moiety_kernels.cpu.structs import struct_at
 from moiety_kernels.cpu.team import team
 from moiety_kernels.cpu.vectors import copy_row, fetch, scale_row
-from moiety_kernels.paged_attention.cpu_arguments import CHUNK, ITEM_BYTES, AttentionArguments, Item, lowest_seen
+from moiety_kernels.paged_attention.cpu_arguments import CHUNK, ITEM_BYTES, AttentionArguments, QueryRange, lowest_seen
 
 ROWS_AT_ONCE = 128
 LEAST_ROWS_AT_ONCE = 32  # used where there would be too few tasks
@@ -154,7 +154,7 @@ def task(args: AttentionArguments, number: int, scratch: int) -> None:
     """Run the task of `cpu.py` in pairs: one sequence, one key-value head and some rows of queries."""
     kv_heads, width, heads = args.kv_heads, args.width, args.heads
     sharing, head, value_width = heads // kv_heads, number % kv_heads, args.value_width
-    item = struct_at(Item, args.items + ITEM_BYTES * (number // kv_heads))
+    item = struct_at(QueryRange, args.items + ITEM_BYTES * (number // kv_heads))
     s, first, queries = item.sequence, item.first, item.queries
     begin, end = load_i32(args.query_start_S1, s), load_i32(args.query_start_S1, s + 1)
     position = load_i32(args.context_len_S, s) - (end - begin) + first  # of the first query here

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from moiety_platform.access.actions import MANAGED_BY_TENANTS, OPERATORS, AdminAction
-from moiety_platform.resources.commands import Command, CustomCommand, Output, Parameter, Place, path_argument
+from moiety_platform.resources.commands import (
+    Command,
+    CustomCommand,
+    Output,
+    Parameter,
+    ParameterLocation,
+    path_argument,
+)
 from moiety_platform.resources.declaration import Resource
 
 GRANT_ADAPTERS = AdminAction("adapters.grant", OPERATORS)  # adapters on the engines' hosts
@@ -29,7 +36,7 @@ ADAPTERS = Resource(
                 Parameter(
                     name="tenant",
                     field="tenant_id",
-                    place=Place.QUERY,
+                    place=ParameterLocation.QUERY,
                     help="Name or id of a tenant. If not given, all tenants.",
                     names_tenant=True,
                 ),

@@ -40,12 +40,12 @@ from moiety_platform.http_errors import answer_platform_error, answer_unexpected
 from moiety_platform.idempotency.controller import IdempotencyController
 from moiety_platform.json_depth import check_depth
 from moiety_platform.openapi.documents import ADMIN_KEY
-from moiety_platform.period import parse_period
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.prices.controller import PriceController
 from moiety_platform.quota.controller import QuotaController
 from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.tenants.controller import ProjectController, TenantController
+from moiety_platform.time_span import parse_time_span
 from moiety_platform.trace_store.controller import TraceController
 from moiety_platform.usage.controller import UsageController
 from moiety_platform.usage.set_aside import SetAside
@@ -112,7 +112,7 @@ def admin_router(
             "pepper": Provide(lambda: wrapped, sync_to_thread=False),
             "now": Provide(now, sync_to_thread=False),
             "page": Provide(parse_page, sync_to_thread=False),
-            "period": Provide(parse_period, sync_to_thread=False),
+            "period": Provide(parse_time_span, sync_to_thread=False),
             "actions": Provide(lambda: ACTIONS, sync_to_thread=False),
             "set_aside": Provide(lambda: set_aside, sync_to_thread=False),
         },

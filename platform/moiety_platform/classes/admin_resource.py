@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from moiety_platform.access.actions import MANAGED_BY_OPERATORS
-from moiety_platform.resources.commands import Command, Output, Parameter, Place, argument
+from moiety_platform.resources.commands import Command, Output, Parameter, ParameterLocation, argument
 from moiety_platform.resources.declaration import Resource
 
 NOTHING = "none"
@@ -37,7 +37,7 @@ def _text(text: str) -> str | None:
 
 
 _NAME = argument("name", "Name of the service class.")
-_IN_PATH = replace(_NAME, place=Place.PATH)
+_IN_PATH = replace(_NAME, place=ParameterLocation.PATH)
 _RANK = Parameter(
     name="rank",
     type=int,

@@ -13,11 +13,11 @@ from moiety_platform.cli.admin_command import Admin, admin_command
 from moiety_platform.cli.lazy import load_target
 from moiety_platform.cli.printing import say
 from moiety_platform.cli.tables import show_json
-from moiety_platform.resources.commands import Command, Output, Parameter, Place
+from moiety_platform.resources.commands import Command, Output, Parameter, ParameterLocation
 from moiety_platform.resources.declaration import Resource
 from moiety_platform.resources.paths import path_of
 
-Values = dict[Place, dict[str, Any]]
+Values = dict[ParameterLocation, dict[str, Any]]
 
 
 def app_of(resource: Resource) -> typer.Typer:
@@ -60,20 +60,20 @@ def _annotation(parameter: Parameter) -> Any:
 
 def _run(resource: Resource, command: Command, admin: Admin, given: Mapping[str, Any]) -> None:
     values = _parsed(command, given)
-    if command.lacks and not values[Place.BODY]:
+    if command.lacks and not values[ParameterLocation.BODY]:
         raise typer.BadParameter(command.lacks)
     tenant = _find_tenant(command, admin.client, values)
-    if tenant is not None and command.method == "GET" and values[Place.PATH]:
+    if tenant is not None and command.method == "GET" and values[ParameterLocation.PATH]:
         admin.show_row(tenant)  # it has been read already
         return
-    takes_body = command.constants or any(one.place is Place.BODY for one in command.parameters)
-    body = {**values[Place.BODY], **command.constants} if takes_body else None
+    takes_body = command.constants or any(one.place is ParameterLocation.BODY for one in command.parameters)
+    body = {**values[ParameterLocation.BODY], **command.constants} if takes_body else None
     suffix = (command.suffix,) if command.suffix else ()
-    path = path_of(resource.collection, *values[Place.PATH].values(), *suffix)
+    path = path_of(resource.collection, *values[ParameterLocation.PATH].values(), *suffix)
     if command.output is Output.PAGES:
-        _show_rows(resource, admin, list(admin.client.pages(path, **values[Place.QUERY])))
+        _show_rows(resource, admin, list(admin.client.pages(path, **values[ParameterLocation.QUERY])))
         return
-    response = admin.client.call(command.method, path, body, **values[Place.QUERY])
+    response = admin.client.call(command.method, path, body, **values[ParameterLocation.QUERY])
     if command.output is Output.ROWS:
         _show_rows(resource, admin, response["data"])
     elif command.output is Output.SECRET:
@@ -85,7 +85,7 @@ def _run(resource: Resource, command: Command, admin: Admin, given: Mapping[str,
 
 def _parsed(command: Command, given: Mapping[str, Any]) -> Values:
     """Return the given values by their places and fields. Raises typer.BadParameter."""
-    values: Values = {place: {} for place in Place}
+    values: Values = {place: {} for place in ParameterLocation}
     for one in command.parameters:
         value = given[one.name]
         if value is None:

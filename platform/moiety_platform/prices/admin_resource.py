@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moiety_platform.access.actions import MANAGED_BY_OPERATORS
-from moiety_platform.resources.commands import Command, Output, Parameter, Place, argument
+from moiety_platform.resources.commands import Command, Output, Parameter, ParameterLocation, argument
 from moiety_platform.resources.declaration import Resource
 
 _MODEL = argument("model", "Name of the model, as /v1/models lists it.")
@@ -55,7 +55,7 @@ PRICES = Resource(
             "delete",
             "Delete a price. Requests of the model are then free of charge.",
             method="DELETE",
-            parameters=(replace(_MODEL, place=Place.QUERY), replace(_CLASS, place=Place.QUERY)),
+            parameters=(replace(_MODEL, place=ParameterLocation.QUERY), replace(_CLASS, place=ParameterLocation.QUERY)),
         ),
     ),
     apply_kind="moiety_platform.prices.declared:PRICE",

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 
-class Place(StrEnum):
+class ParameterLocation(StrEnum):
     """Part of a request that a parameter is sent in."""
 
     PATH = "path"
@@ -36,7 +36,7 @@ class Parameter:
 
     name: str
     help: str
-    place: Place = Place.BODY
+    place: ParameterLocation = ParameterLocation.BODY
     type: Any = str
     field: str = ""
     flag: str = ""
@@ -59,7 +59,7 @@ def argument(name: str, help: str, **more: Any) -> Parameter:  # noqa: A002 - as
 
 def path_argument(name: str, help: str, *, names_tenant: bool = False) -> Parameter:  # noqa: A002 - as typer calls it
     """Return a required argument that identifies the object in the request's path."""
-    return argument(name, help, place=Place.PATH, names_tenant=names_tenant)
+    return argument(name, help, place=ParameterLocation.PATH, names_tenant=names_tenant)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moiety_platform.access.actions import MANAGED_BY_OPERATORS, MANAGED_BY_TENANTS, OWNER, AdminAction
-from moiety_platform.resources.commands import Command, CustomCommand, Output, Parameter, Place, argument, path_argument
+from moiety_platform.resources.commands import (
+    Command,
+    CustomCommand,
+    Output,
+    Parameter,
+    ParameterLocation,
+    argument,
+    path_argument,
+)
 from moiety_platform.resources.declaration import Resource
 
 ERASE_TENANTS = AdminAction("tenants.erase", OWNER)
@@ -101,7 +109,9 @@ PROJECTS = Resource(
             "list",
             "List projects, oldest first.",
             parameters=(
-                replace(_OF_TENANT, place=Place.QUERY, help="Name or id of a tenant. If not given, all tenants."),
+                replace(
+                    _OF_TENANT, place=ParameterLocation.QUERY, help="Name or id of a tenant. If not given, all tenants."
+                ),
             ),
             output=Output.PAGES,
         ),

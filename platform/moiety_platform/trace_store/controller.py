@@ -13,8 +13,8 @@ from moiety_platform.access.caller import Caller
 from moiety_platform.access.views import READ_TRACES
 from moiety_platform.db.paging import RequestedPage
 from moiety_platform.db.session import Database
-from moiety_platform.period import RequestedPeriod
 from moiety_platform.query_parameters import Filter, parse_text
+from moiety_platform.time_span import RequestedTimeSpan
 from moiety_platform.trace_store.queries import TraceFilter, find_traces, parse_ms, read_trace, reading
 from moiety_platform.trace_store.schemas import TraceDetail, TracePage
 
@@ -41,7 +41,7 @@ class TraceController(Controller):
         self,
         traces: NamedDependency[Database],
         page: RequestedPage,
-        period: RequestedPeriod,
+        period: RequestedTimeSpan,
         tenant_id: Filter = None,
         service_class: Filter = None,
         outcome: Filter = None,

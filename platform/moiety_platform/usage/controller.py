@@ -17,8 +17,8 @@ from moiety_platform.db.paging import RequestedPage
 from moiety_platform.db.session import Database
 from moiety_platform.errors import BadRequest
 from moiety_platform.openapi.tags_header import TAG_NAME, TAG_PATTERN
-from moiety_platform.period import RequestedPeriod, parse_period
 from moiety_platform.query_parameters import Filter, Since, Until, parse_text, parse_whole, some_of, whole
+from moiety_platform.time_span import RequestedTimeSpan, parse_time_span
 from moiety_platform.usage.attribution import parse_tag
 from moiety_platform.usage.minutes import GROUPINGS as MINUTE_GROUPINGS
 from moiety_platform.usage.minutes import KEPT_HOURS, MAX_STEP, MinuteReport, parse_groups, sum_minutes
@@ -49,7 +49,7 @@ RequestedUsage = NamedDependency[SkipValidation[UsageFilter]]
 
 
 def parse_filter(
-    period: RequestedPeriod,
+    period: RequestedTimeSpan,
     tenant_id: Filter = None,
     project_id: Filter = None,
     key_id: Filter = None,
@@ -114,7 +114,7 @@ class UsageController(Controller):
         size = 1 if step is None else parse_whole(step, "step")
         if not 1 <= size <= MAX_STEP:
             raise BadRequest(f"'step' must be from 1 to {MAX_STEP} minutes, not {size}.", param="step")
-        period = parse_period(now, since or (now - HOUR).isoformat(), until)
+        period = parse_time_span(now, since or (now - HOUR).isoformat(), until)
         wanted = UsageFilter(
             max(period.since, now - timedelta(hours=KEPT_HOURS)),
             period.until,
@@ -141,7 +141,7 @@ class UsageController(Controller):
     async def reconcile(
         self,
         database: NamedDependency[Database],
-        period: RequestedPeriod,
+        period: RequestedTimeSpan,
         set_aside: NamedDependency[SkipValidation[SetAside | None]],
     ) -> Reconciliation:
         """Compare requests, ledger, sums and limits of these hours; the last 24 by default.
