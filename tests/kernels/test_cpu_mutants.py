@@ -45,7 +45,7 @@ from moiety_kernels.linear_attention.reference import linear_attention as linear
 from moiety_kernels.low_rank import Factors
 from moiety_kernels.low_rank import cpu as low_rank
 from moiety_kernels.low_rank import reference as low_rank_reference
-from moiety_kernels.moe import SILU
+from moiety_kernels.moe import RELU2, SILU
 from moiety_kernels.moe import cpu as moe
 from moiety_kernels.moe.reference import experts as experts_reference
 from moiety_kernels.output_gate import cpu as output_gate
@@ -182,8 +182,9 @@ def prepares_latent(kernel: ModuleType, _: Any) -> None:
 def mixes_experts(kernel: ModuleType, _: Any) -> None:
     x, up, down = torch.randn(90, 64), torch.randn(4, 96, 64) / 8, torch.randn(4, 64, 48) / 7
     weight, expert = torch.rand(90, 2), torch.rand(90, 4).topk(2).indices.int()
-    ours = kernel.experts(x, weight, expert, up, down, SILU, None, None)
-    assert_close(ours, experts_reference(x, weight, expert, up, down))
+    for activation, firsts in ((SILU, up), (RELU2, up[:, :48].contiguous())):
+        ours = kernel.experts(x, weight, expert, firsts, down, activation, None, None)
+        assert_close(ours, experts_reference(x, weight, expert, firsts, down, activation=activation))
 
 
 def convolves(kernel: ModuleType, _: Any) -> None:
@@ -361,6 +362,7 @@ MUTANTS = [
     (latent_input, "q_THd + t * token_bytes + head * head_bytes", "q_THd + t * token_bytes"),
     (output_gate, "gate > _LINEAR else math.log1p(math.exp(gate))", "True else 0.0"),
     (output_gate, "args.out_THd + 4 * columns * shared_by * t", "args.out_THd + 4 * columns * t"),
+    (moe, "expert * args.num_ups + column", "expert * 2 * hidden + column"),
     (moe, "x_TD + pair // top_k * x_stride", "x_TD + pair // top_k // 2 * x_stride"),
     (moe, "expert * width + column, num_columns, hidden", "column, num_columns, hidden"),
 ]

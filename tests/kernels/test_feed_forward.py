@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from moiety_kernels.checks import KernelInputError
-from moiety_kernels.moe import GELU_TANH, SILU, Activation, dense_glu, experts, grouped
+from moiety_kernels.moe import GELU_TANH, RELU2, SILU, Activation, dense_glu, experts, grouped
 from moiety_kernels.moe.reference import experts as experts_reference
 from moiety_kernels.route import RoutingSpec, route
 
 CLIPPED = Activation("clipped", limit=1.5, alpha=1.702)
 LIMITED = Activation("limited_silu", limit=0.5)
-ACTIVATIONS = [SILU, GELU_TANH, CLIPPED, LIMITED]
+ACTIVATIONS = [SILU, GELU_TANH, CLIPPED, LIMITED, RELU2]
 
 
 @pytest.fixture(autouse=True)
@@ -24,11 +24,14 @@ def same_numbers_every_time() -> None:
     torch.manual_seed(0)
 
 
-def a_layer(tokens: int, width: int, hidden: int, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Any]:
+def a_layer(
+    tokens: int, width: int, hidden: int, dtype: torch.dtype = torch.float32, activation: Activation = SILU
+) -> tuple[list[Tensor], Any]:
     """Rows, weights and choices, products; and the biases."""
     choices = route(torch.randn(tokens, 5), RoutingSpec(5, 2, renormalize=True))
-    gate_up, down = torch.randn(5, 2 * hidden, width) * width**-0.5, torch.randn(5, width, hidden) * hidden**-0.5
-    biases = {"gate_up_bias_E2F": torch.randn(5, 2 * hidden), "down_bias_ED": torch.randn(5, width)}
+    ups = activation.num_inputs * hidden
+    gate_up, down = torch.randn(5, ups, width) * width**-0.5, torch.randn(5, width, hidden) * hidden**-0.5
+    biases = {"gate_up_bias_E2F": torch.randn(5, ups), "down_bias_ED": torch.randn(5, width)}
     return [torch.randn(tokens, width).bfloat16().to(dtype), *choices, gate_up.to(dtype), down.to(dtype)], biases
 
 
@@ -42,7 +45,7 @@ def close(ours: Tensor, theirs: Tensor, ratio: float) -> bool:
 def test_on_a_cpu_experts_are_the_references(
     activation: Activation, biased: bool, tokens: int, width: int, hidden: int
 ) -> None:
-    inputs, biases = a_layer(tokens, width, hidden)
+    inputs, biases = a_layer(tokens, width, hidden, activation=activation)
     given = biases if biased else {}
     expected = experts_reference(*inputs, activation=activation, **given)
     assert close(experts(*inputs, activation=activation, **given), expected, 1e-5)
@@ -60,7 +63,7 @@ def test_on_a_cpu_experts_are_the_references(
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda activation: activation.kind)
 def test_feed_forward_agrees_with_bfloat16_weights(activation: Activation) -> None:
-    (x, weight, expert, gate_up, down), biases = a_layer(37, 64, 96)
+    (x, weight, expert, gate_up, down), biases = a_layer(37, 64, 96, activation=activation)
     inputs = x, weight, expert, gate_up.bfloat16(), down.bfloat16()
     expected = experts_reference(*inputs, activation=activation, **biases)
     assert close(experts(*inputs, activation=activation, **biases), expected, 2**-8)
@@ -68,7 +71,7 @@ def test_feed_forward_agrees_with_bfloat16_weights(activation: Activation) -> No
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda activation: activation.kind)
 def test_through_torchs_grouped_product_too(activation: Activation) -> None:
-    inputs, biases = a_layer(50, 64, 48, torch.bfloat16)
+    inputs, biases = a_layer(50, 64, 48, torch.bfloat16, activation)
     assert grouped.fits(inputs[0], inputs[4])
     ours = grouped.experts(*inputs, activation=activation, **biases)
     expected = experts_reference(*inputs, activation=activation, **biases)
@@ -107,6 +110,25 @@ def test_limited_experts_are_deepseek_v4s() -> None:
         theirs.down_proj.copy_(down)
         expected = theirs(x, expert.long(), weight)
     assert close(experts(x, weight, expert, gate_up, down, activation=LIMITED), expected, 1e-5)
+
+
+def test_experts_without_gates_are_nemotrons() -> None:
+    from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+
+    (x, weight, expert, up, down), _ = a_layer(30, 32, 48, activation=RELU2)
+    sizes = {"moe_intermediate_size": 48, "hidden_size": 32, "n_routed_experts": 5, "moe_latent_size": None}
+    theirs = NemotronHExperts(SimpleNamespace(mlp_hidden_act="relu2", _experts_implementation="eager", **sizes))
+    with torch.no_grad():
+        theirs.up_proj.copy_(up)
+        theirs.down_proj.copy_(down)
+        expected = theirs(x, expert.long(), weight)
+    assert close(experts(x, weight, expert, up, down, activation=RELU2), expected, 1e-5)
+
+
+def test_gates_of_experts_without_gates_are_refused() -> None:
+    inputs, _ = a_layer(3, 32, 48)
+    with pytest.raises(KernelInputError, match=r"\[E, F, D\] without gates"):
+        experts(*inputs, activation=RELU2)
 
 
 def test_biases_of_another_shape_are_refused() -> None:

@@ -129,6 +129,14 @@ def _clipped(e: Emitter, gate: Floats, up: Floats, count: Int, out: Floats, limi
         out[i] = (ups + 1.0) * glu
 
 
+def _relu2(e: Emitter, up: Floats, count: Int, out: Floats) -> None:
+    """Emit out[i] = max(up[i], 0)²."""
+    zeros = e.constant(0.0)
+    for i in e.loop(count, LANES):
+        positive = e.larger(up[i], zeros)
+        out[i] = positive * positive
+
+
 def _softmax(e: Emitter, scores: Floats, count: Int, state: Floats) -> Float:
     """Emit one step of the online softmax (Milakov & Gimelshein 2018) over a row of scores.
 
@@ -241,6 +249,7 @@ swiglu_row = function("moiety_swiglu", _swiglu)
 geglu_row = function("moiety_geglu", _geglu)
 limited_swiglu_row = function("moiety_limited_swiglu", _limited_swiglu)
 clipped_row = function("moiety_clipped", _clipped)
+relu2_row = function("moiety_relu2", _relu2)
 softmax_step = function("moiety_softmax", _softmax)
 scale_row = function("moiety_scale", _scale)
 sum_squares = function("moiety_sum_squares", _sum_squares)

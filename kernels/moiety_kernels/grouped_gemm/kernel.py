@@ -106,7 +106,7 @@ def experts(
     if tokens == 0:
         return torch.empty_like(x_TD)
     expert_TK, weight_TK = expert_TK.contiguous(), weight_TK.float().contiguous()
-    num_experts, width, hidden = *w_down_EDF.shape[:2], w_gate_up_E2FD.shape[1] // 2
+    num_experts, width, hidden = *w_down_EDF.shape[:2], w_gate_up_E2FD.shape[1] // activation.num_inputs
     if config is None:
         weights: Weights = four or _NARROW.get(w_down_EDF.dtype, "wide")
         kinds = weights, "group" if four else kind_of_scales(down_scale)

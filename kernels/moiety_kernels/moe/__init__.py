@@ -11,13 +11,13 @@ from moiety_kernels.lazy_imports import when_asked
 from moiety_kernels.linear import linear
 from moiety_kernels.low_rank import FeedForwardFactors, add_low_rank
 from moiety_kernels.moe import adapted, grouped, reference
-from moiety_kernels.moe.activation import GELU_TANH, SILU, Activation
+from moiety_kernels.moe.activation import GELU_TANH, RELU2, SILU, Activation
 from moiety_kernels.moe.choice import MOE_KERNELS, unavailable
 
 if TYPE_CHECKING:
     from moiety_kernels.quantization import Weight
 
-__all__ = ["GELU_TANH", "MOE_KERNELS", "SILU", "Activation", "dense_glu", "experts", "unavailable"]
+__all__ = ["GELU_TANH", "MOE_KERNELS", "RELU2", "SILU", "Activation", "dense_glu", "experts", "unavailable"]
 
 
 _cpu = when_asked(__name__, "cpu")
@@ -41,22 +41,25 @@ def experts(
     """Return Σ_k weight · expert(x) for each token; deterministic, no capacity limit, no dropped token.
 
     The first half of w_gate_up's rows is the gate's, the second the up's; the same holds for the biases, which are
-    float32. A negative number in `expert` stands for an expert on another rank: it costs nothing here and adds nothing.
+    float32. With an activation without a gate, both have the rows of up only. A negative number in `expert` stands for
+    an expert on another rank: it costs nothing here and adds nothing.
 
     `kernel` names the implementation: "auto" chooses the fastest that supports these tensors; a named one that does not
     is an error. With `invariant`, a token's bits do not depend on the other tokens; on a GPU only Triton supports that.
     `adapters` are added to the experts' products; on a GPU torch then computes the layer, whatever `kernel` is chosen.
     """
     num_experts, width, hidden = w_down_EDF.shape
+    num_ups = activation.num_inputs * hidden
     require(
-        w_gate_up_E2FD.shape == (num_experts, 2 * hidden, width), "w_gate_up must be [E, 2F, D], as w_down [E, D, F]"
+        w_gate_up_E2FD.shape == (num_experts, num_ups, width),
+        "w_gate_up must be [E, 2F, D], or [E, F, D] without gates, as w_down [E, D, F]",
     )
     require_shape("x", x_TD, (expert_TK.shape[0], width))
     require(weight_TK.shape == expert_TK.shape, "weight and expert must have one shape")
     require(kernel in MOE_KERNELS, "kernel must be auto, triton, grouped or reference")
     biases = gate_up_bias_E2F, down_bias_ED
     if gate_up_bias_E2F is not None:
-        require_shape("gate_up_bias", gate_up_bias_E2F, (num_experts, 2 * hidden))
+        require_shape("gate_up_bias", gate_up_bias_E2F, (num_experts, num_ups))
     if down_bias_ED is not None:
         require_shape("down_bias", down_bias_ED, (num_experts, width))
     routed, up, down = (x_TD, weight_TK, expert_TK), w_gate_up_E2FD, w_down_EDF
@@ -128,6 +131,8 @@ def dense_glu(
     adapters: FeedForwardFactors | None = None,
 ) -> Tensor:
     """Return down(act(gate(x), up(x))), the feed-forward of a layer without experts, or of shared experts.
+
+    With an activation without a gate, `w_gate_up` has the rows of up only.
 
     The result is multiplied by `weight`, float32, and added to `onto`, where they are given; `onto` may be overwritten.
     `invariant` as in `linear`. `adapters` are added to both products.

@@ -38,7 +38,14 @@ from moiety_kernels.cpu.structs import (
 from moiety_kernels.cpu.team import MAX_TASKS, parallel, team
 from moiety_kernels.cpu.unpacking import WeightArguments, weight_arguments
 from moiety_kernels.cpu.values import LANES
-from moiety_kernels.cpu.vectors import add_scaled_row, clipped_row, geglu_row, limited_swiglu_row, swiglu_row
+from moiety_kernels.cpu.vectors import (
+    add_scaled_row,
+    clipped_row,
+    geglu_row,
+    limited_swiglu_row,
+    relu2_row,
+    swiglu_row,
+)
 from moiety_kernels.low_rank import cpu as low_rank
 
 if TYPE_CHECKING:
@@ -48,8 +55,8 @@ if TYPE_CHECKING:
     from moiety_kernels.moe.activation import Activation
     from moiety_kernels.quantization.weight import QuantizedWeight
 
-_SILU, _GELU_TANH, _CLIPPED, _LIMITED_SILU = range(4)
-_KINDS = {"silu": _SILU, "gelu_tanh": _GELU_TANH, "clipped": _CLIPPED, "limited_silu": _LIMITED_SILU}
+_SILU, _GELU_TANH, _CLIPPED, _LIMITED_SILU, _RELU2 = range(5)  # the last one has no gate
+_KINDS = {"silu": _SILU, "gelu_tanh": _GELU_TANH, "clipped": _CLIPPED, "limited_silu": _LIMITED_SILU, "relu2": _RELU2}
 _COMBINE_BLOCK = 16  # tokens per task
 ELSEWHERE = -1  # row index of a pair whose expert is on another rank
 _MAX_CHUNK = (UNPACKED_AT - TEMP_AT) // (2 * 4 * ROW_BLOCK) // 16 * 16
@@ -88,6 +95,7 @@ class ExpertsArguments(NamedTuple):
     down_bias_ED: Address  # float32, or 0
     experts: Int64  # E
     hidden: Int64  # F
+    num_ups: Int64  # rows of an expert's first weight: gates and ups, or ups only
     up_kind: Int64  # of the product
     down_kind: Int64
     up_chunk: Int64  # of F, per task
@@ -168,11 +176,11 @@ def experts(
     starts = integers.data_ptr()
     place = starts + 8 * sizes[0]
     inner = floats.data_ptr()
-    added_P2F = None
+    num_ups, added_P2F = activation.num_inputs * hidden, None
     if adapters is not None and adapters.gate_up is not None:
-        added_P2F = torch.empty(rows, 2 * hidden)
+        added_P2F = torch.empty(rows, num_ups)
         low_rank.spread(added_P2F, x_TD, adapters.gate_up, adapters.slot_T, expert_TK)
-    up_kind, down_kind, up_chunk, down_chunk = _kinds_and_chunks(w_gate_up_E2FD, w_down_EDF, rows)
+    up_kind, down_kind, up_chunk, down_chunk = _kinds_and_chunks(w_gate_up_E2FD, w_down_EDF, rows, activation)
     args = ExpertsArguments(
         x_TD=x_TD.data_ptr(),
         x_stride=4 * x_TD.stride(0),
@@ -183,6 +191,7 @@ def experts(
         down_bias_ED=address_of(down_bias_ED),
         experts=num_experts,
         hidden=hidden,
+        num_ups=num_ups,
         up_kind=up_kind,
         down_kind=down_kind,
         up_chunk=up_chunk,
@@ -239,13 +248,16 @@ def combine(rows_RD: Tensor, weight_TK: Tensor) -> Tensor:
 
 
 def _kinds_and_chunks(
-    w_gate_up_E2FD: Tensor | QuantizedWeight, w_down_EDF: Tensor | QuantizedWeight, rows: int
+    w_gate_up_E2FD: Tensor | QuantizedWeight,
+    w_down_EDF: Tensor | QuantizedWeight,
+    rows: int,
+    activation: Activation,
 ) -> tuple[int, int, int, int]:
     """Return how both products are multiplied, and how many weight rows a task of each takes."""
     num_experts, width, hidden = w_down_EDF.shape
     up_kind, down_kind = product_kind(w_gate_up_E2FD), product_kind(w_down_EDF)
     items = min(num_experts, rows)
-    up_chunk = chunk_rows(w_gate_up_E2FD, hidden, rows // num_experts, items, together=2)
+    up_chunk = chunk_rows(w_gate_up_E2FD, hidden, rows // num_experts, items, activation.num_inputs)
     down_chunk = chunk_rows(w_down_EDF, width, rows // num_experts, items)
     return up_kind, down_kind, min(up_chunk, _MAX_CHUNK), down_chunk
 
@@ -298,35 +310,42 @@ def _group(args: ExpertsArguments) -> int:
         store_i64(inner_row_R, row, inner_RF + 4 * hidden * row)
         if added_P2F:
             has_slot = load_i64(slot_T, pair // top_k) >= 0
-            store_i64(added_row_R, row, added_P2F + 8 * hidden * pair if has_slot else 0)
+            store_i64(added_row_R, row, added_P2F + 4 * args.num_ups * pair if has_slot else 0)
     return num_items
 
 
 def _up_task(args: ExpertsArguments, task: int, scratch: int) -> None:
-    """Multiply an item's rows with a chunk of gates and ups, and apply the activation."""
+    """Multiply an item's rows with a chunk of gates and ups, or of ups only, and apply the activation."""
     width, hidden, kind, chunk = args.combine.width, args.hidden, args.up_kind, args.up_chunk
     num_chunks = (hidden + chunk - 1) // chunk
     item = struct_at(Item, args.items + _ITEM_BYTES * (task // num_chunks))
     expert, first, num_rows = item.expert, item.first, item.num_rows
     column = task % num_chunks * chunk
     num_columns = min(chunk, hidden - column)
-    w_gate_up, gate_row = args.w_gate_up_E2FD, expert * 2 * hidden + column
+    w_gate_up, gate_row = args.w_gate_up_E2FD, expert * args.num_ups + column
     gate_w = weight_rows(w_gate_up, kind, gate_row, num_columns, width, scratch, 0)
     rows = args.x_row_R + 8 * first
     gate, up = scratch + TEMP_AT, scratch + TEMP_AT + 4 * num_rows * num_columns
-    up_w = weight_rows(w_gate_up, kind, gate_row + hidden, num_columns, width, scratch, num_columns)
-    multiply_both(rows, num_rows, gate_w, up_w, kind, num_columns, width, gate, up, 4 * num_columns, scratch)
+    gated = args.activation != _RELU2
+    if gated:
+        up_w = weight_rows(w_gate_up, kind, gate_row + hidden, num_columns, width, scratch, num_columns)
+        multiply_both(rows, num_rows, gate_w, up_w, kind, num_columns, width, gate, up, 4 * num_columns, scratch)
+    else:
+        up = gate
+        multiply(rows, num_rows, gate_w, kind, num_columns, width, up, 4 * num_columns, scratch)
     bias_E2F = args.gate_up_bias_E2F
     gate_bias = bias_E2F + 4 * gate_row
     for i in range(num_rows):
         offset = 4 * i * num_columns
         if bias_E2F:
             add_scaled_row(gate + offset, gate_bias, num_columns, 1.0, gate + offset)
-            add_scaled_row(up + offset, gate_bias + 4 * hidden, num_columns, 1.0, up + offset)
+            if gated:
+                add_scaled_row(up + offset, gate_bias + 4 * hidden, num_columns, 1.0, up + offset)
         added_2F = load_i64(args.added_row_R, first + i) if args.added_P2F else 0
         if added_2F:
             add_scaled_row(gate + offset, added_2F + 4 * column, num_columns, 1.0, gate + offset)
-            add_scaled_row(up + offset, added_2F + 4 * (hidden + column), num_columns, 1.0, up + offset)
+            if gated:
+                add_scaled_row(up + offset, added_2F + 4 * (hidden + column), num_columns, 1.0, up + offset)
         inner_F = load_i64(args.inner_row_R, first + i)
         _activate(args, gate + offset, up + offset, num_columns, inner_F + 4 * column)
 
@@ -340,6 +359,8 @@ def _activate(args: ExpertsArguments, gate: int, up: int, num_columns: int, out:
         geglu_row(gate, up, num_columns, out)
     elif kind == _LIMITED_SILU:
         limited_swiglu_row(gate, up, num_columns, out, args.limit)
+    elif kind == _RELU2:
+        relu2_row(up, num_columns, out)
     else:
         clipped_row(gate, up, num_columns, out, args.limit, args.alpha)
 

@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 
 
 def activate(gate_up_R2F: Tensor, activation: Activation = SILU) -> Tensor:
-    """Return the activation of the gate, the first half of the last dimension, and up, the second half."""
+    """Return the activation of the gate, the first half of the last dimension, and up, the second half.
+
+    Without a gate all values are up's.
+    """
+    if not activation.gated:
+        return functional.relu(gate_up_R2F).square()
     gate, up = gate_up_R2F.chunk(2, dim=-1)
     if activation.kind == "silu":
         return functional.silu(gate) * up

@@ -14,7 +14,7 @@ from moiety_kernels.checks import KernelInputError
 from moiety_kernels.gpu.targets import H200
 from moiety_kernels.grouped_gemm import kernel, reference, tiles
 from moiety_kernels.grouped_gemm.kernels import down, four_bits, rounding, rows, up
-from moiety_kernels.moe import GELU_TANH, SILU, Activation
+from moiety_kernels.moe import GELU_TANH, RELU2, SILU, Activation
 from moiety_kernels.moe import experts as moe_experts
 from moiety_kernels.moe.reference import experts as experts_reference
 from moiety_kernels.quantization import INT4, INT8, MXFP4, dequantize, quantize
@@ -51,18 +51,19 @@ class Case:
         padded = self.normal(len(chosen), width + 5)
         padded[:, width:] = float("nan")
         self.x, self.inner = padded[:, :width], self.normal(len(chosen), hidden)
-        self.gate_up = self.normal(experts, 2 * hidden, width, scale=width**-0.5)
+        ups = self.activation.num_inputs * hidden
+        self.gate_up = self.normal(experts, ups, width, scale=width**-0.5)
         self.down = self.normal(experts, width, hidden, scale=hidden**-0.5)
-        self.gate_up_bias = torch.randn(experts, 2 * hidden, device=self.device) if self.biases else None
+        self.gate_up_bias = torch.randn(experts, ups, device=self.device) if self.biases else None
         self.down_bias = torch.randn(experts, width, device=self.device) if self.biases else None
         self.gate_up_scale: Tensor | None = None
         self.down_scale: Tensor | None = None
         if self.narrow == "int8":
-            self.gate_up, self.down = self.whole(2 * hidden, width), self.whole(width, hidden)
-            self.gate_up_scale, self.down_scale = self.scales(2 * hidden), self.scales(width)
+            self.gate_up, self.down = self.whole(ups, width), self.whole(width, hidden)
+            self.gate_up_scale, self.down_scale = self.scales(ups), self.scales(width)
         elif self.narrow == "fp8 rows":
             self.gate_up, self.down = (one.mul(100).to(torch.float8_e4m3fn) for one in (self.gate_up, self.down))
-            self.gate_up_scale, self.down_scale = self.scales(2 * hidden), self.scales(width)
+            self.gate_up_scale, self.down_scale = self.scales(ups), self.scales(width)
         elif self.narrow == "fp8":
             across, high = -(-width // 128), -(-hidden // 128)
 
@@ -70,8 +71,8 @@ class Case:
                 return self.scales(*sizes).repeat_interleave(128, 1)[:, :rows]
 
             self.gate_up, self.down = (one.mul(100).to(torch.float8_e4m3fn) for one in (self.gate_up, self.down))
-            gate, up = of_blocks(hidden, high, across), of_blocks(hidden, high, across)
-            self.gate_up_scale = torch.cat((gate, up), dim=1)
+            parts = [of_blocks(hidden, high, across) for _ in range(self.activation.num_inputs)]
+            self.gate_up_scale = torch.cat(parts, dim=1)
             self.down_scale = of_blocks(width, across, high).contiguous()
         self.weight = torch.rand(len(chosen), 1, device=self.device)
 
@@ -166,11 +167,29 @@ def test_products_agree_however_rows_fall_to_experts(config: Any, counts: Any, d
 
 
 @pytest.mark.parametrize("config", [tiles.HOPPER[1], tiles.HOPPER[-1], tiles.PORTABLE[2]], ids=lambda c: c.name)
-@pytest.mark.parametrize("activation", [SILU, GELU_TANH, CLIPPED, LIMITED], ids=lambda a: a.kind)
+@pytest.mark.parametrize("activation", [SILU, GELU_TANH, CLIPPED, LIMITED, RELU2], ids=lambda a: a.kind)
 def test_biases_and_activations_in_sixteen_bits(config: Any, activation: Activation, device: str) -> None:
     case = Case((3, 0, 18), 136, 72, torch.float16, activation, biases=True, device=device)
     assert_up_agrees(up, config, case)
     assert_down_agrees(down, config, case)
+
+
+@pytest.mark.parametrize("narrow", ["", "int8", "fp8 rows", "fp8"])
+def test_experts_without_gates(narrow: str, device: str) -> None:
+    kind: dict[str, Any] = {"activation": RELU2, "biases": True, "narrow": narrow, "device": device}
+    config = tiles.NARROW[1] if narrow else tiles.HOPPER[-1]
+    assert_up_agrees(up, config, Case((3, 0, 18), 208, 144, torch.float16, **kind))
+    assert_rows_agree(rows, Case((0, 2, 1), 141, 77, **kind))
+    if narrow.startswith("fp8"):
+        assert_eight_bits_agree(up, down, tiles.EIGHT[0], Case((3, 0, 18), 208, 144, **kind))
+    elif not narrow:
+        case = Case((2, 1, 0), 40, 24, **kind)
+        inputs = case.x, case.weight, case.expert, case.gate_up, case.down
+        biases = {"gate_up_bias_E2F": case.gate_up_bias, "down_bias_ED": case.down_bias}
+        ours, theirs = (
+            moe_experts(*inputs, kernel=name, activation=RELU2, **biases) for name in ("triton", "reference")
+        )
+        torch.testing.assert_close(ours, theirs, **case.tolerance)
 
 
 @pytest.mark.parametrize("config", [tiles.HOPPER[1], tiles.HOPPER[-2]], ids=lambda config: config.name)
@@ -323,8 +342,8 @@ def assert_four_bits_agree(ups: Any, downs: Any, name: str, config: tiles.TileCo
     config = replace(config, four=name)
     gate_up, lower = quantize(case.gate_up, FOUR_BITS[name]), quantize(case.down, FOUR_BITS[name])
     groups = group(case.expert, len(case.counts), config.BM)
-    ours = ups.up(case.x, groups, 1, gate_up.values_NK, gate_up.scales_NG, case.gate_up_bias, SILU, config)
-    theirs = reference.up(case.x, groups, 1, dequantize(gate_up), None, case.gate_up_bias)
+    ours = ups.up(case.x, groups, 1, gate_up.values_NK, gate_up.scales_NG, case.gate_up_bias, case.activation, config)
+    theirs = reference.up(case.x, groups, 1, dequantize(gate_up), None, case.gate_up_bias, case.activation)
     torch.testing.assert_close(ours, theirs, **case.tolerance)
     ours = downs.down(case.inner, groups, case.weight, lower.values_NK, lower.scales_NG, case.down_bias, config)
     theirs = reference.down(case.inner, groups, case.weight, dequantize(lower), None, case.down_bias)
@@ -334,7 +353,9 @@ def assert_four_bits_agree(ups: Any, downs: Any, name: str, config: tiles.TileCo
 @pytest.mark.parametrize("name", FOUR_BITS)
 @pytest.mark.parametrize("config", tiles.FOUR, ids=lambda config: config.name)
 def test_weights_of_four_bits_are_widened_and_scaled(config: Any, name: str, device: str) -> None:
-    assert_four_bits_agree(up, down, name, config, Case((3, 0, 18), 192, 64, torch.float16, biases=True, device=device))
+    for activation in (SILU, RELU2):
+        case = Case((3, 0, 18), 192, 64, torch.float16, activation, biases=True, device=device)
+        assert_four_bits_agree(up, down, name, config, case)
 
 
 @pytest.mark.parametrize("name", FOUR_BITS)

@@ -12,7 +12,7 @@ from tests.kernels.mutants import Edit, FailingMutant, mutants_by
 from moiety_kernels.gpu.targets import H200
 from moiety_kernels.grouped_gemm import kernel, reference, tiles
 from moiety_kernels.grouped_gemm.kernels import four_rows, rows
-from moiety_kernels.moe import Activation
+from moiety_kernels.moe import RELU2, Activation
 from moiety_kernels.quantization import INT4, MXFP4, dequantize, quantize
 from moiety_kernels.quantization.weight import GPU_PACK
 from moiety_kernels.route import group
@@ -28,20 +28,23 @@ ROUTINGS: dict[str, Any] = {
 }
 
 
-def assert_up_agrees(name: str, width: int, columns: int, routing: list[list[int]], device: str) -> None:
+def assert_up_agrees(
+    name: str, width: int, columns: int, routing: list[list[int]], device: str, activation: Activation = CLIPPED
+) -> None:
     """The first product of tokens that go to experts as `routing` says, one list a token. Rows are followed by NaN."""
     expert = torch.tensor(routing, dtype=torch.int32, device=device)
     tokens, top_k = expert.shape
     padded = torch.full((tokens, width + 5), float("nan"), dtype=torch.float16, device=device)
     padded[:, :width] = torch.randn(tokens, width)
-    weight = quantize(torch.randn(EXPERTS, 2 * columns, width, device=device) * width**-0.5, FOUR_BITS[name])
-    x, bias = padded[:, :width], torch.randn(EXPERTS, 2 * columns, device=device)
-    ours = rows.up_rows(x, expert, weight.values_NK, weight.scales_NG, bias, CLIPPED, tiles.ROWS_FOUR.up, name)
+    ups = activation.num_inputs * columns
+    weight = quantize(torch.randn(EXPERTS, ups, width, device=device) * width**-0.5, FOUR_BITS[name])
+    x, bias = padded[:, :width], torch.randn(EXPERTS, ups, device=device)
+    ours = rows.up_rows(x, expert, weight.values_NK, weight.scales_NG, bias, activation, tiles.ROWS_FOUR.up, name)
     here = (expert >= 0).flatten()
     groups = group(expert.flatten()[here][:, None], EXPERTS, 1)
     theirs = torch.empty_like(ours[here])
     theirs[groups.order_R.long()] = reference.up(
-        x.repeat_interleave(top_k, 0)[here], groups, 1, dequantize(weight), None, bias, CLIPPED
+        x.repeat_interleave(top_k, 0)[here], groups, 1, dequantize(weight), None, bias, activation
     )
     torch.testing.assert_close(ours[here], theirs, **TOLERANCE)
 
@@ -71,6 +74,11 @@ def test_few_rows_meet_weights_of_four_bits(
     """Where a step is more than there is, and where there is more than a step."""
     assert_up_agrees(name, inner, columns, routing, device)
     assert_down_agrees(name, columns, inner, routing, device)
+
+
+@pytest.mark.parametrize("name", FOUR_BITS)
+def test_few_rows_meet_experts_without_gates(name: str, device: str) -> None:
+    assert_up_agrees(name, 1088, 12, ROUTINGS["skewed, some elsewhere"], device, RELU2)
 
 
 @pytest.mark.parametrize("name", FOUR_BITS)

@@ -44,6 +44,7 @@ def compile_cases() -> list[CompileCase]:
         if config.BM in _OTHERS_HEIGHTS:
             found += _tile_cases(config, "bf16", ("sm_80", "gfx942"), engine=False)
     found += _tile_cases(tiles.HOPPER[1], "bf16", ("sm_90",), engine=False)
+    found += _tile_cases(tiles.HOPPER[-1], "bf16", ("sm_90",), engine=True, activation="relu2")[:1]
     older = replace(tiles.PORTABLE[1], four="mxfp4")
     return found + _tile_cases(older, "bf16", ("sm_80", "gfx942"), engine=False, weights="mxfp4", scales="group")
 
@@ -77,15 +78,18 @@ def _tile_cases(
     special: bool = False,
     weights: tiles.Weights = "wide",
     scales: tiles.Scales = "none",
+    activation: str = "silu",
 ) -> list[CompileCase]:
     """Return up and down of one configuration.
 
     `special`: with biases, the clipped activation and a width that no step divides.
     """
+    activation = "clipped" if special else activation
     kept = _KEPT.get(weights, dtype)
     rows_in = kept if config.eight else dtype
     suffix = f"{dtype}{'' if engine else ' by addresses'}{' special' if special else ''}"
     suffix += f" {weights} a scale a {scales}" if weights != "wide" else ""
+    suffix += " without gates" if activation == "relu2" else ""
     problem = tiles.Problem(1, 1, 1, 1, 1, 4 if dtype == "fp32" else 2, weights=weights, scales=scales)
     cases = []
     for kernel, block, gated in ((up._up, config.up, True), (down._down, config.down, False)):
@@ -108,11 +112,12 @@ def _tile_cases(
             "FLAT": block.flat,
         }
         if gated:
-            constants |= {"EVEN": not special, "ALIGNED": True, "ACTIVATION": "clipped" if special else "silu"}
+            constants |= {"EVEN": not special, "ALIGNED": True, "ACTIVATION": activation}
         name = f"{'up' if gated else 'down'} {config.name} {suffix}"
         # One stage fewer on GPUs older than Hopper, and where weights are widened in registers.
         ahead = block.stages - (0 if engine and (weights == "wide" or config.eight) else 1)
-        least = 0 if dtype == "fp32" else ahead * tiles.stage_bytes(config, block, problem, gated=gated)
+        both = gated and activation != "relu2"
+        least = 0 if dtype == "fp32" else ahead * tiles.stage_bytes(config, block, problem, gated=both)
         signature = _COMMON | pointers
         cases.append(CompileCase(name, kernel, signature, constants, block.warps, block.stages, only, least))
     return cases

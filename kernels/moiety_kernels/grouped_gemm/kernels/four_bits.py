@@ -16,32 +16,38 @@ from moiety_kernels.grouped_gemm.kernels.shared import load_weights, multiply
 def up_sums(
     p_row, m_row, w, p_scale, gate, up, expert, column, width, hidden, expert_stride, row_stride,
     BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr,
-    FOUR: tl.constexpr,
+    FOUR: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Return gate and up, each plus the products of rows and an expert's weights from a column on."""
+    """Return gate and up, each plus the products of rows and an expert's weights from a column on.
+
+    Without gates, ups are the only product, in the gates' place.
+    """
     HALF: tl.constexpr = BK // 2
     num_groups = width // HALF
+    num_rows = 2 * hidden if GATED else hidden  # of an expert
     i_weight = column + tl.arange(0, BN)
     m_weight = i_weight < hidden
-    p_group = p_scale + (expert.to(tl.int64) * 2 * hidden + i_weight) * num_groups
+    p_group = p_scale + (expert.to(tl.int64) * num_rows + i_weight) * num_groups
     for k in range(0, width, BK):
         p_half = p_row[:, None] + (k + tl.arange(0, HALF))[None, :]
         if ALIGNED:  # see rows in `up`
             p_half = tl.max_contiguous(tl.multiple_of(p_half, (1, 16)), (1, HALF))
         x_low = tl.load(p_half, mask=m_row[:, None], other=0.0)
         x_high = tl.load(p_half + HALF, mask=m_row[:, None], other=0.0)
-        at, both, packed = k // 2, 2 * hidden, width // 2
-        w_gate = load_weights(w, expert, column, at, both, packed, expert_stride, row_stride, BN, HALF, TMA)
-        w_up = load_weights(w, expert, hidden + column, at, both, packed, expert_stride, row_stride, BN, HALF, TMA)
+        at, packed = k // 2, width // 2
+        w_gate = load_weights(w, expert, column, at, num_rows, packed, expert_stride, row_stride, BN, HALF, TMA)
         p_step = p_group + k // HALF
         gate_low = tl.load(p_step, mask=m_weight, other=0.0)
         gate_high = tl.load(p_step + 1, mask=m_weight, other=0.0)
-        up_low = tl.load(p_step + hidden * num_groups, mask=m_weight, other=0.0)
-        up_high = tl.load(p_step + hidden * num_groups + 1, mask=m_weight, other=0.0)
         low, high = widened_halves(w_gate, gate_low, gate_high, x_low.dtype, FOUR)
         gate = multiply(x_high, high, multiply(x_low, low, gate, SWAP), SWAP)
-        low, high = widened_halves(w_up, up_low, up_high, x_low.dtype, FOUR)
-        up = multiply(x_high, high, multiply(x_low, low, up, SWAP), SWAP)
+        if GATED:
+            row = hidden + column
+            w_up = load_weights(w, expert, row, at, num_rows, packed, expert_stride, row_stride, BN, HALF, TMA)
+            up_low = tl.load(p_step + hidden * num_groups, mask=m_weight, other=0.0)
+            up_high = tl.load(p_step + hidden * num_groups + 1, mask=m_weight, other=0.0)
+            low, high = widened_halves(w_up, up_low, up_high, x_low.dtype, FOUR)
+            up = multiply(x_high, high, multiply(x_low, low, up, SWAP), SWAP)
     if FOUR == "mxfp4":  # numbers are doubled
         gate *= 0.5
         up *= 0.5

@@ -27,13 +27,17 @@ EIGHT_INT4: tl.constexpr = tl.constexpr(8 * 2.0 ** (80 - 149))  # offset from th
 @triton.jit
 def up_row_sums(
     p_x, p_w, p_scale, expert, i_column, m_column, width, hidden, expert_stride, row_stride,
-    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, FOUR: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, FOUR: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Return gate and up of one row of x and its expert's columns, [BN] each. Strides are in words."""
+    """Return gate and up of one row of x and its expert's columns, [BN] each. Strides are in words.
+
+    Without gates, ups are the only product, in the gates' place, and the other is zero.
+    """
+    num_rows = 2 * hidden if GATED else hidden  # of an expert
     groups = width // PACK * 2
     p_gate = p_w + expert.to(tl.int64) * expert_stride + i_column.to(tl.int64) * row_stride
     p_up = p_gate + hidden.to(tl.int64) * row_stride
-    p_gate_scale = p_scale + (expert.to(tl.int64) * 2 * hidden + i_column) * groups
+    p_gate_scale = p_scale + (expert.to(tl.int64) * num_rows + i_column) * groups
     p_up_scale = p_gate_scale + hidden.to(tl.int64) * groups
     gates = tl.zeros((BN, BK // CHUNK), dtype=tl.float32)
     ups = tl.zeros((BN, BK // CHUNK), dtype=tl.float32)
@@ -41,7 +45,8 @@ def up_row_sums(
         m_chunk = k + tl.arange(0, BK // CHUNK) * CHUNK < width
         low, high, low_excess, high_excess = inputs(p_x + k, m_chunk, 1.0, BK, FOUR)
         gates += scaled_sums(p_gate, p_gate_scale, k, m_column, m_chunk, low, high, low_excess, high_excess, BK, FOUR)
-        ups += scaled_sums(p_up, p_up_scale, k, m_column, m_chunk, low, high, low_excess, high_excess, BK, FOUR)
+        if GATED:
+            ups += scaled_sums(p_up, p_up_scale, k, m_column, m_chunk, low, high, low_excess, high_excess, BK, FOUR)
     return lowered(tl.sum(gates, axis=1), FOUR), lowered(tl.sum(ups, axis=1), FOUR)
 
 

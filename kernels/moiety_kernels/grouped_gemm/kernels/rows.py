@@ -37,7 +37,7 @@ def up_rows(
     four: Four = "",
 ) -> Tensor:
     """Return [R, F], in the order of the pairs: the activation of each pair's gate and up products."""
-    hidden, width = w_gate_up_E2FD.shape[1] // 2, x_TD.shape[1]
+    hidden, width = w_gate_up_E2FD.shape[1] // activation.num_inputs, x_TD.shape[1]
     weights = in_words(w_gate_up_E2FD) if four else w_gate_up_E2FD
     inner_RF = torch.empty(expert_TK.numel(), hidden, dtype=x_TD.dtype, device=x_TD.device)
     _up_rows[(expert_TK.numel() * triton.cdiv(hidden, block.BN),)](
@@ -112,6 +112,8 @@ def _up_rows(
     BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, SCALES: tl.constexpr, FOUR: tl.constexpr,
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
+    GATED: tl.constexpr = ACTIVATION != "relu2"  # without a gate, ups are the only product, in the gates' place
+    num_rows = 2 * hidden if GATED else hidden  # of an expert
     num_blocks = tl.cdiv(hidden, BN)
     pair = tl.program_id(0) // num_blocks
     i_column = tl.program_id(0) % num_blocks * BN + tl.arange(0, BN)
@@ -130,7 +132,7 @@ def _up_rows(
         if SCALES == "block":  # a block's rows are a multiple of BN, so all columns here have the scales of the first
             across = tl.cdiv(width, SCALE_BLOCK)
             column = tl.program_id(0) % num_blocks * BN
-            p_gate_scale = p_scale + (expert.to(tl.int64) * 2 * hidden + column) * across
+            p_gate_scale = p_scale + (expert.to(tl.int64) * num_rows + column) * across
             p_up_scale = p_gate_scale + hidden * across
         for k in tl.range(0, width, BK, num_stages=STAGES):
             m_k = k + i_k < width
@@ -139,22 +141,26 @@ def _up_rows(
             x_gate, x_up = x, x
             if SCALES == "block":
                 x_gate = x * tl.load(p_gate_scale + (k + i_k) // SCALE_BLOCK, mask=m_k, other=0.0)
-                x_up = x * tl.load(p_up_scale + (k + i_k) // SCALE_BLOCK, mask=m_k, other=0.0)
             gates += tl.load(p_gate + k, mask=m_w, other=0.0).to(tl.float32) * x_gate[None, :]
-            ups += tl.load(p_up + k, mask=m_w, other=0.0).to(tl.float32) * x_up[None, :]
+            if GATED:
+                if SCALES == "block":
+                    x_up = x * tl.load(p_up_scale + (k + i_k) // SCALE_BLOCK, mask=m_k, other=0.0)
+                ups += tl.load(p_up + k, mask=m_w, other=0.0).to(tl.float32) * x_up[None, :]
         gate = tl.sum(gates, axis=1)
         up = tl.sum(ups, axis=1)
     else:
         gate, up = up_row_sums(p_x, p_w, p_scale, expert, i_column, m_column, width, hidden, expert_stride, row_stride,
-                               BN, BK, STAGES, FOUR)  # fmt: skip
+                               BN, BK, STAGES, FOUR, GATED)  # fmt: skip
     if SCALES == "row":
-        p_scale += expert.to(tl.int64) * 2 * hidden
+        p_scale += expert.to(tl.int64) * num_rows
         gate *= tl.load(p_scale + i_column, mask=m_column, other=0.0)
-        up *= tl.load(p_scale + hidden + i_column, mask=m_column, other=0.0)
+        if GATED:
+            up *= tl.load(p_scale + hidden + i_column, mask=m_column, other=0.0)
     if BIAS:
-        p_bias += expert.to(tl.int64) * 2 * hidden
+        p_bias += expert.to(tl.int64) * num_rows
         gate += tl.load(p_bias + i_column, mask=m_column, other=0.0)
-        up += tl.load(p_bias + hidden + i_column, mask=m_column, other=0.0)
+        if GATED:
+            up += tl.load(p_bias + hidden + i_column, mask=m_column, other=0.0)
     inner = activate(gate, up, limit, alpha, ACTIVATION).to(p_inner.dtype.element_ty)
     tl.store(p_inner + pair.to(tl.int64) * hidden + i_column, inner, mask=m_column)
 

@@ -97,6 +97,8 @@ def activate(gate, up, limit, alpha, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "gelu_tanh":
         # tanh(z) = 2 · sigmoid(2z) - 1
         inner = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
+    elif ACTIVATION == "relu2":  # without a gate, the only product is in its place
+        inner = tl.maximum(gate, 0.0) * tl.maximum(gate, 0.0)
     else:
         gate = tl.minimum(gate, limit)
         up = tl.maximum(tl.minimum(up, limit), -limit)

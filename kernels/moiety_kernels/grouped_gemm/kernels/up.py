@@ -50,7 +50,7 @@ def up(
     config: TileConfig,
 ) -> Tensor:
     """Return [R, F], in the order of the groups: the activation of each row's gate and up products."""
-    hidden = w_gate_up_E2FD.shape[1] // 2
+    hidden = w_gate_up_E2FD.shape[1] // activation.num_inputs
     inner_RF = torch.empty(groups.order_R.numel(), hidden, dtype=x_TD.dtype, device=x_TD.device)
     _launch(x_TD, None, groups, top_k, w_gate_up_E2FD, scale, bias_E2F, activation, config, inner_RF, None)
     return inner_RF
@@ -71,7 +71,7 @@ def up_rounded(
 
     The result is also float8, with one scale per tile's columns, [R, F ÷ BN] float32.
     """
-    rows, hidden = groups.order_R.numel(), w_gate_up_E2FD.shape[1] // 2
+    rows, hidden = groups.order_R.numel(), w_gate_up_E2FD.shape[1] // activation.num_inputs
     inner_RF = torch.empty(rows, hidden, dtype=x_TD.dtype, device=x_TD.device)
     inner_scale = torch.empty(rows, triton.cdiv(hidden, config.up.BN), dtype=torch.float32, device=x_TD.device)
     outputs = inner_RF, inner_scale
@@ -136,6 +136,39 @@ def _launch(
 
 
 @triton.jit
+def _scaled_sums(
+    p_row, m_row, p_row_scale, w, p_scale, gate, up, expert, column, width, hidden, rows, expert_stride, row_stride,
+    BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
+    ALIGNED: tl.constexpr, SCALES: tl.constexpr, EIGHT: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Return gate and up, each plus the products of rows and an expert's weights, of which it has `rows`."""
+    i_k = tl.arange(0, BK)
+    if SCALES == "block":
+        across = tl.cdiv(width, SCALE_BLOCK)  # the scales of the first row's block apply to the whole tile
+        p_gate_scale = p_scale + (expert.to(tl.int64) * rows + column) * across
+        p_up_scale = p_gate_scale + hidden * across
+    else:
+        p_gate_scale = p_row
+        p_up_scale = p_row
+    for k in range(0, width, BK):
+        m_x = m_row[:, None] if EVEN else m_row[:, None] & (k + i_k < width)[None, :]
+        p_tile = p_row[:, None] + (k + i_k)[None, :]
+        if ALIGNED:  # in flat loops the compiler loses this fact and then prefetches nothing
+            p_tile = tl.max_contiguous(tl.multiple_of(p_tile, (1, 16)), (1, BK))
+        x = tl.load(p_tile, mask=m_x, other=0.0)
+        w_gate = load_weights(w, expert, column, k, rows, width, expert_stride, row_stride, BN, BK, TMA)
+        row_scale = tl.load(p_row_scale + k // BK) if EIGHT else 1.0
+        gate_scale = tl.load(p_gate_scale + k // SCALE_BLOCK) if SCALES == "block" else 1.0
+        if GATED:
+            w_up = load_weights(w, expert, hidden + column, k, rows, width, expert_stride, row_stride, BN, BK, TMA)
+            up_scale = tl.load(p_up_scale + k // SCALE_BLOCK) if SCALES == "block" else 1.0
+        gate = multiply_scaled(x, w_gate, gate, row_scale, gate_scale, SWAP, SCALES, EIGHT)
+        if GATED:
+            up = multiply_scaled(x, w_up, up, row_scale, up_scale, SWAP, SCALES, EIGHT)
+    return gate, up
+
+
+@triton.jit
 def _up_tile(
     p_x, p_x_scale, w, p_scale, p_bias, p_inner, p_inner_scale, p_order, expert, first, end, column, top_k, width,
     hidden, x_stride, expert_stride, row_stride, limit, alpha,
@@ -143,49 +176,34 @@ def _up_tile(
     EVEN: tl.constexpr, ALIGNED: tl.constexpr, SCALES: tl.constexpr, EIGHT: tl.constexpr,
     FOUR: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
+    GATED: tl.constexpr = ACTIVATION != "relu2"  # without a gate, ups are the only product, in the gates' place
+    rows = 2 * hidden if GATED else hidden  # of an expert
     i_row = first + tl.arange(0, BM)
     m_row = i_row < end
     token = tl.load(p_order + i_row, mask=m_row, other=0) // top_k
     p_row = p_x + token.to(tl.int64) * x_stride
-    i_k = tl.arange(0, BK)
-    if SCALES == "block":
-        across = tl.cdiv(width, SCALE_BLOCK)  # the scales of the first row's block apply to the whole tile
-        p_gate_scale = p_scale + (expert.to(tl.int64) * 2 * hidden + column) * across
-        p_up_scale = p_gate_scale + hidden * across
-    else:
-        p_gate_scale = p_row
-        p_up_scale = p_row
     p_row_scale = p_x_scale + token.to(tl.int64) * tl.cdiv(width, BK) if EIGHT else p_row
     gate = empty_sums(BM, BN, SWAP)
     up = empty_sums(BM, BN, SWAP)
     if FOUR == "":
-        for k in range(0, width, BK):
-            m_x = m_row[:, None] if EVEN else m_row[:, None] & (k + i_k < width)[None, :]
-            p_tile = p_row[:, None] + (k + i_k)[None, :]
-            if ALIGNED:  # in flat loops the compiler loses this fact and then prefetches nothing
-                p_tile = tl.max_contiguous(tl.multiple_of(p_tile, (1, 16)), (1, BK))
-            x = tl.load(p_tile, mask=m_x, other=0.0)
-            w_gate = load_weights(w, expert, column, k, 2 * hidden, width, expert_stride, row_stride, BN, BK, TMA)
-            w_up = load_weights(w, expert, hidden + column, k, 2 * hidden, width, expert_stride, row_stride, BN, BK,
-                                TMA)  # fmt: skip
-            row_scale = tl.load(p_row_scale + k // BK) if EIGHT else 1.0
-            gate_scale = tl.load(p_gate_scale + k // SCALE_BLOCK) if SCALES == "block" else 1.0
-            up_scale = tl.load(p_up_scale + k // SCALE_BLOCK) if SCALES == "block" else 1.0
-            gate = multiply_scaled(x, w_gate, gate, row_scale, gate_scale, SWAP, SCALES, EIGHT)
-            up = multiply_scaled(x, w_up, up, row_scale, up_scale, SWAP, SCALES, EIGHT)
+        gate, up = _scaled_sums(p_row, m_row, p_row_scale, w, p_scale, gate, up, expert, column, width, hidden, rows,
+                                expert_stride, row_stride, BN, BK, SWAP, TMA, EVEN, ALIGNED, SCALES, EIGHT,
+                                GATED)  # fmt: skip
     else:
         gate, up = up_sums(p_row, m_row, w, p_scale, gate, up, expert, column, width, hidden, expert_stride, row_stride,
-                           BN, BK, SWAP, TMA, ALIGNED, FOUR)  # fmt: skip
+                           BN, BK, SWAP, TMA, ALIGNED, FOUR, GATED)  # fmt: skip
     i_column = column + tl.arange(0, BN)
     m_column = i_column < hidden
     if SCALES == "row":
-        p_column_scale = p_scale + expert.to(tl.int64) * 2 * hidden + i_column
+        p_column_scale = p_scale + expert.to(tl.int64) * rows + i_column
         gate *= along_columns(tl.load(p_column_scale, mask=m_column, other=0.0), SWAP)
-        up *= along_columns(tl.load(p_column_scale + hidden, mask=m_column, other=0.0), SWAP)
+        if GATED:
+            up *= along_columns(tl.load(p_column_scale + hidden, mask=m_column, other=0.0), SWAP)
     if BIAS:
-        p_gate = p_bias + expert.to(tl.int64) * 2 * hidden + i_column
+        p_gate = p_bias + expert.to(tl.int64) * rows + i_column
         gate += along_columns(tl.load(p_gate, mask=m_column, other=0.0), SWAP)
-        up += along_columns(tl.load(p_gate + hidden, mask=m_column, other=0.0), SWAP)
+        if GATED:
+            up += along_columns(tl.load(p_gate + hidden, mask=m_column, other=0.0), SWAP)
     inner = activate(gate, up, limit, alpha, ACTIVATION)
     if EIGHT:  # the tile's columns share a scale
         inner, inner_scale = to_eight_bits(tl.where(m_column[None, :], inner, 0.0))
