@@ -71,6 +71,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3}
     | {"intermediate_size": 64, "moe_intermediate_size": 64, "num_local_experts": 8, "num_experts_per_tok": 2}
     | {"linear_num_heads": 2, "linear_head_dim": 64, "num_key_value_heads": 4, "pad_token_id": None},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "moe"]}
+    | {"n_routed_experts": 8, "moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64, "head_dim": 16}
+    | {"mamba_num_heads": 2, "mamba_head_dim": 64, "n_groups": 2, "ssm_state_size": 32},
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64, "head_dim": 16}
     | {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]},
 }
@@ -300,7 +303,7 @@ CUT_BY = {  # layouts, and the family that shows each of them
     ("tp", 4, "ep", 4): "gpt_oss",
     ("pp", 2): "qwen3_moe",
 }
-RECURRENT = ("qwen3_next", "granitemoehybrid", "kimi_linear")
+RECURRENT = ("qwen3_next", "granitemoehybrid", "kimi_linear", "nemotron_h")
 REFUSED = {(family, ("tp", 4, "ep", 4)) for family in RECURRENT}  # they have two heads
 CUT = [
     (pytest.param if family == shown_by else thorough)(family, dict(zip(cuts[::2], cuts[1::2], strict=True)))

@@ -221,6 +221,26 @@ RECENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"n_routed_experts": 12, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1}
         | {"rope_parameters": _DEEPSEEK_YARN | {"original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.3}},
     ),
+    "nemotron_h": (
+        "nemotron_h",
+        {"layers_block_type": [*("linear_attention", "moe") * 2, "linear_attention", "full_attention", "moe"]}
+        | {"n_routed_experts": 12, "num_experts_per_tok": 3, "n_group": 3, "topk_group": 2}
+        | {"moe_intermediate_size": 48, "moe_shared_expert_intermediate_size": 80, "routed_scaling_factor": 2.5}
+        | {"mamba_num_heads": 4, "mamba_head_dim": 32, "n_groups": 2, "ssm_state_size": 48, "use_bias": True}
+        | {"head_dim": 32},
+    ),
+    "nemotron_h, latent experts": (
+        "nemotron_h",
+        {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"], "moe_latent_size": 32}
+        | {"n_routed_experts": 8, "moe_intermediate_size": 48, "moe_shared_expert_intermediate_size": 80}
+        | {"mamba_num_heads": 4, "mamba_head_dim": 32, "n_groups": 2, "ssm_state_size": 32, "head_dim": 32},
+    ),
+    "nemotron_h, dense": (
+        "nemotron_h",
+        {"layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"]}
+        | {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 1, "ssm_state_size": 32, "use_conv_bias": False}
+        | {"intermediate_size": 112, "mlp_bias": True, "head_dim": 32},
+    ),
     "sarvam_mla": (
         "sarvam_mla",
         _LATENT | {"q_lora_rank": None, "n_routed_experts": 12, "rope_parameters": _DEEPSEEK_YARN},

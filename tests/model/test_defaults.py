@@ -24,6 +24,7 @@ TEXT_CLASSES |= {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"} |
 # families that were never released with other rotary parameters than one set for each kind of layer
 BY_KIND = {"deepseek_v4", "gemma4_text", "laguna", "mellum", "mimo_v2_flash"}
 KINDS = ({"full_attention", "sliding_attention"}, {"main", "compress"})
+WITHOUT_POSITIONS = {"kimi_linear", "nemotron_h"}
 BASED = {"cohere2_moe"}  # families whose class takes no rotary parameters without a base
 BY_LAYER = {"gemma4_text": {"head_dim"}}  # keys that a class gives for each layer alone
 WHOLE_KEYS = ("image_token_id", "vision_start_token_id", "vision_end_token_id", "tie_word_embeddings")
@@ -88,7 +89,7 @@ ROPES = {"llama": LLAMA3_ROPE, "yarn": YARN_ROPE, "linear": LINEAR_ROPE}
 @pytest.mark.parametrize("name", VARIANTS)
 def test_each_key_that_is_left_out_means_what_transformers_takes_it_for(name: str, form: str) -> None:
     family, config = full(name)
-    if form == "rope_scaling" and family == "kimi_linear":  # without positions
+    if form == "rope_scaling" and family in WITHOUT_POSITIONS:
         assert "rope_parameters" not in config
         return
     if form == "rope_scaling" and family in BY_KIND:
@@ -120,7 +121,8 @@ def test_a_configuration_that_says_nothing_is_the_class_as_it_is(family: str) ->
     "family",
     sorted(
         FAMILIES.keys()
-        - {"bailing_hybrid", "gemma3", "gemma3_text", "granitemoehybrid", "kimi_linear", "phimoe"}
+        - {"bailing_hybrid", "gemma3", "gemma3_text", "granitemoehybrid", "phimoe"}
+        - WITHOUT_POSITIONS
         - BASED
         - NESTED
         - BY_KIND
@@ -169,7 +171,7 @@ def test_a_nested_text_configuration_means_what_transformers_takes_it_for(key: s
 def test_the_same_count_under_another_name_is_not_overruled_by_a_default() -> None:
     for family, names in ((family, names) for family, names in OTHER_NAMES.items() if family not in NESTED):
         for key, others in names.items():
-            for other in others if key != "layer_types" else ():
+            for other in others if key not in ("layer_types", "layers_block_type") else ():
                 counts = {"num_experts": 24} if "moe_topk" in names else {"n_routed_experts": 24}
                 config = {"model_type": family, "num_experts_per_tok": 3} | counts | {other: 16}
                 config = {name: value for name, value in config.items() if name != key}
@@ -267,3 +269,76 @@ def test_deepseek_v4_as_it_is_released_is_read_as_transformers_reads_it(change: 
     spec = spec_from_config(config)
     assert spec == spec_from_config(theirs("deepseek_v4", config))
     assert len({layer.attention for layer in spec.layers}) == (3 if "compress_ratios" not in change else 2)
+
+
+NEMOTRON_3_NANO = {  # its config.json as published
+    "model_type": "nemotron_h",
+    "attention_bias": False,
+    "chunk_size": 128,
+    "conv_kernel": 4,
+    "head_dim": 128,
+    "hidden_size": 2688,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "intermediate_size": 1856,
+    "layer_norm_epsilon": 1e-05,
+    "mamba_head_dim": 64,
+    "mamba_hidden_act": "silu",
+    "mamba_num_heads": 64,
+    "mamba_proj_bias": False,
+    "max_position_embeddings": 262144,
+    "mlp_bias": False,
+    "mlp_hidden_act": "relu2",
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "n_group": 1,
+    "n_groups": 8,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_eps": 1e-05,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 52,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 1.0,
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "ssm_state_size": 128,
+    "tie_word_embeddings": False,
+    "time_step_limit": [0.0, float("inf")],
+    "topk_group": 1,
+    "torch_dtype": "bfloat16",
+    "use_bias": False,
+    "use_conv_bias": True,
+    "vocab_size": 131072,
+}
+
+
+def test_nemotron_3_is_read_as_it_is_published() -> None:
+    spec = spec_from_config(NEMOTRON_3_NANO)
+    assert spec == spec_from_config(theirs("nemotron_h", NEMOTRON_3_NANO))
+    assert (len(spec.layers), spec.num_stored_layers, len(spec.recurrent_layers)) == (29, 52, 23)
+    assert [spec.block_starts[index] for index in range(4)] == [0, 2, 4, 5]
+    assert [index for index, layer in enumerate(spec.layers) if layer.ffn is None] == [2, 6, 10, 14, 18, 23]
+    listed = {"layers_block_type": ["mamba", "moe", "attention", "mlp"], "moe_latent_size": 1024}
+    spec = spec_from_config(NEMOTRON_3_NANO | listed)
+    assert spec == spec_from_config(theirs("nemotron_h", NEMOTRON_3_NANO | listed))
+    assert spec.has_latent_experts and spec.moe_layers == (0,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"hybrid_override_pattern": "M*X"}, "layer type 'X' is not supported in nemotron_h"),
+        ({"hybrid_override_pattern": "-M*"}, r"layer 0 is a feed-forward \(mlp\) without a layer of Mamba-2 or"),
+        ({"hybrid_override_pattern": "M*EE"}, r"layer 3 is a feed-forward \(moe\) without a layer of Mamba-2 or"),
+        ({"hybrid_override_pattern": "MEM"}, "all 2 layers of this nemotron_h model are recurrent"),
+        ({"time_step_limit": [0.0, 0.1]}, r"time_step_limit \[0.0, 0.1\] is not supported"),
+        ({"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu' is not supported in nemotron_h"),
+        ({"attention_bias": True}, "attention_bias True is not supported in nemotron_h"),
+        ({"moe_latent_size": 1024, "mlp_bias": True}, "mlp_bias is not supported in nemotron_h with moe_latent_size"),
+    ],
+)
+def test_nemotron_layers_that_would_be_computed_wrongly_are_refused(changes: Config, match: str) -> None:
+    with pytest.raises(ModelError, match=match):
+        spec_from_config(NEMOTRON_3_NANO | changes)

@@ -177,7 +177,7 @@ def test_shards_are_read_and_progress_reaches_the_whole(mixture: Any, make_drive
     [
         *("qwen3_moe", "mixtral", "deepseek_v3", "qwen2_moe", "granitemoe", "phimoe", "ernie4_5_moe", "glm4_moe"),
         *("dots1", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "minimax_m2", "sarvam_moe"),
-        *("afmoe", "kolibri1", "laguna"),
+        *("afmoe", "kolibri1", "laguna", "nemotron_h"),
         *("qwen3_5_moe", "qwen3_next"),
     ],
 )
@@ -186,7 +186,7 @@ def test_experts_may_be_stacked_and_fused(
 ) -> None:
     checkpoint = make_checkpoint(variant)
     state = {name: tensor.clone() for name, tensor in checkpoint.oracle.state_dict().items()}
-    assert any(name.endswith("experts.gate_up_proj") for name in state)
+    assert any(name.endswith(("experts.gate_up_proj", "experts.up_proj")) for name in state)
     save_file(state, checkpoint.folder / "model.safetensors")
     assert agrees(checkpoint, make_driver, make_sequence)
 
@@ -206,10 +206,12 @@ def test_experts_may_be_stacked_and_fused(
         ("afmoe", "mlp.router.gate.weight"),
         ("axk1", "post_mlp_layernorm.weight"),
         ("ernie4_5_moe", "mlp.moe_statics.e_score_correction_bias"),
+        ("nemotron_h", "mixer.experts.0.up_proj.weight"),
     ],
 )
 def test_some_families_are_written_with_names_of_their_own(make_checkpoint: Any, variant: str, name: str) -> None:
-    assert f"model.layers.1.{name}" in load_file(make_checkpoint(variant).folder / "model.safetensors")
+    names = load_file(make_checkpoint(variant).folder / "model.safetensors")
+    assert f"{'backbone' if variant == 'nemotron_h' else 'model'}.layers.1.{name}" in names
 
 
 @pytest.mark.parametrize(

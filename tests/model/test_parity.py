@@ -43,6 +43,8 @@ RECENT = [  # with what older families do not have, such as output gates, layers
     "minimax",
     "minimax_m2",
     "mistral4",
+    "nemotron_h",
+    "nemotron_h, latent experts",
 ]
 CHOOSING_NEARLY_TIED = {"kolibri1"}  # among its three prompts one token has two experts that rounding exchanges
 ROUTED_OTHERWISE = [

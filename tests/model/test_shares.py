@@ -16,6 +16,7 @@ from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.checkpoint import load
 from moiety_engine.model.families import read_spec
 from moiety_engine.model.loading import load_share
+from moiety_engine.model.spec import MoeSpec
 from moiety_engine.model.tensor_shards import check_cuts, own_places, own_spec, whole_places
 from moiety_engine.model.weight_offload import named_tensors
 from moiety_engine.model.weights import allocate, products_of
@@ -120,6 +121,7 @@ def test_experts_that_would_be_cut_inside_of_a_block_are_refused_with_what_can_b
 ) -> None:
     spec = read_spec(make_checkpoint("mixtral").folder)
     layer = spec.layers[0]
+    assert layer.ffn is not None
     attention, ffn = replace(layer.attention, head_dim=256), replace(layer.ffn, width=width)
     wider = replace(spec, layers=(replace(layer, attention=attention, ffn=ffn),))
     with pytest.raises(InvalidConfig, match=f"{width} columns of an expert.* numbers of pieces: {possible}"):
@@ -153,6 +155,7 @@ def test_each_slot_of_ranks_that_do_without_another_is_filled_and_none_would_sta
     spec = read_spec(folder)
     own = own_spec(spec, seats[0])
     *layers, last = own.layers
+    assert isinstance(last.ffn, MoeSpec) and last.ffn.held is not None
     twice = replace(own, layers=(*layers, replace(last, ffn=replace(last.ffn, held=(5,) * len(last.ffn.held)))))
     weights = allocate(twice, device=CPU, dtype=torch.float32)
     with pytest.raises(AssertionError, match=r"experts\.5\..* must be cut like its counterpart"):

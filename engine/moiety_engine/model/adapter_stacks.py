@@ -89,8 +89,10 @@ def form_of(layer: LayerSpec, product: Product, hidden_size: int) -> Form | None
         attention = layer.attention
         return _form_of_attention(attention, product, hidden_size) if isinstance(attention, AttentionSpec) else None
     ffn = layer.ffn
-    if isinstance(ffn, MoeSpec) and ffn.normed:
+    if ffn is None or (isinstance(ffn, MoeSpec) and ffn.normed):
         return None  # the names of the dense feed-forward beside the experts are those of another model's experts
+    if not ffn.activation.gated:
+        return None
     experts = ffn.routing.num_experts if isinstance(ffn, MoeSpec) else 1
     if product is Product.GATE_UP:
         return Form(hidden_size, (ffn.width, ffn.width), experts)

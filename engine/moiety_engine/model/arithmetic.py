@@ -57,7 +57,9 @@ def cannot_be_invariant(
 def _widths(spec: ModelSpec, layer: LayerSpec) -> Iterator[int]:
     """Yield the widths of the rows that a layer multiplies, and of its heads."""
     attention, ffn = layer.attention, layer.ffn
-    yield from (spec.hidden_size, ffn.width, layer.attention_gate_rank, layer.ffn_gate_rank)
+    yield from (spec.hidden_size, layer.attention_gate_rank, layer.ffn_gate_rank)
+    if ffn is not None:
+        yield ffn.width
     if isinstance(attention, LatentAttentionSpec):
         yield from (attention.nope_width, attention.latent_width, attention.num_heads * attention.value_width)
         yield from (attention.cached_values, attention.query_rank or 0, attention.index_key_width)
@@ -65,8 +67,8 @@ def _widths(spec: ModelSpec, layer: LayerSpec) -> Iterator[int]:
         yield attention.head_dim
     else:
         yield from attention.row_widths
-    if isinstance(ffn, MoeSpec) and ffn.shared is not None:
-        yield ffn.shared.dense.width
+    if isinstance(ffn, MoeSpec):
+        yield from (ffn.latent_width or 0, 0 if ffn.shared is None else ffn.shared.dense.width)
 
 
 def _not_taken(spec: ModelSpec) -> str | None:

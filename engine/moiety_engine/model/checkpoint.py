@@ -20,7 +20,7 @@ from moiety_engine.model.checkpoint_formats.tensor_source import as_it_is, sourc
 from moiety_engine.model.direct_read import DirectRead
 from moiety_engine.model.errors import WeightsError
 from moiety_engine.model.families import kv_cache_scheme, stored_quantization
-from moiety_engine.model.names import ignorable, placements
+from moiety_engine.model.names import ignorable, placements, root_and_embedding
 from moiety_engine.model.names.tensor_mapping import TensorMapping
 from moiety_engine.model.offloading import expert_names
 from moiety_engine.model.quantization_formats import KV_SCALES, refuse_by_tensors
@@ -130,13 +130,12 @@ def _check_extra(
     Biases that are zero, which older GPTQ tools write for every matrix, are left out too.
     """
     extra = [name for name in extra if not ignorable(name, spec)]
-    embedding = "embed_tokens.weight"
-    root = next((name.removesuffix(embedding) for name in wholes if name.endswith(embedding)), "model.")
+    root, _ = root_and_embedding(wholes)
     layer = re.compile(re.escape(root) + r"layers\.(\d+)\.")
     own = []
     for name in extra:
         match = layer.match(name)
-        if not name.startswith(root) or (match is not None and int(match[1]) >= len(spec.layers)):
+        if not name.startswith(root) or (match is not None and int(match[1]) >= spec.num_stored_layers):
             continue
         is_bias = name.endswith(".bias") and f"{name.removesuffix('bias')}weight" in wholes
         if not (is_bias and name in shard_of and not bool(_tensor(shard_of[name], name).any())):

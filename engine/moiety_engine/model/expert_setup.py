@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from moiety_engine.model.weights import ModelWeights
 
 
-def expert_slots(spec: DenseSpec | MoeSpec, ranks: Ranks, device: torch.device) -> ExpertSlots | None:
+def expert_slots(spec: DenseSpec | MoeSpec | None, ranks: Ranks, device: torch.device) -> ExpertSlots | None:
     """Return the expert slots of a layer; None if the layer has no experts or all of them are on this rank."""
     layout = ranks.seat.layout
     if not isinstance(spec, MoeSpec) or (layout.ep == 1 and ranks.experts is None):

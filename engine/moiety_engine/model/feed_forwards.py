@@ -1,11 +1,13 @@
-"""Construction of a layer's feed-forward from its spec: dense, with experts, or with experts that have norms."""
+"""Construction of a layer's feed-forward from its spec: dense, with experts, with experts that have norms, or none."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from moiety_engine.model.expert_setup import expert_dispatch
 from moiety_engine.model.layers import DenseFeedForward, MixtureOfExperts, MoeContext
 from moiety_engine.model.normed_mixture import NormedMixture
+from moiety_engine.model.remote_experts import RemoteExperts
 from moiety_engine.model.spec import DenseSpec, MoeSpec
 from moiety_engine.model.weights import DenseWeights, MoeWeights
 
@@ -14,39 +16,41 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from moiety_engine.distribution.collectives import RankCollectives
+    from moiety_engine.distribution.collectives import Ranks
     from moiety_engine.model.adapter_stacks import LayerFactors
     from moiety_engine.model.arithmetic import Arithmetic
-    from moiety_engine.model.dispatch import Dispatch
     from moiety_engine.model.layers import FeedForward
     from moiety_engine.moe.expert_slots import ExpertSlots
     from moiety_engine.offload.layer import LayerExperts
 
 
 def feed_forward(
-    spec: DenseSpec | MoeSpec,
-    weights: DenseWeights | MoeWeights,
+    spec: DenseSpec | MoeSpec | None,
+    weights: DenseWeights | MoeWeights | None,
     chosen: list[Tensor],
     arithmetic: Arithmetic,
     adapters: LayerFactors,
     slots: ExpertSlots | None = None,
-    dispatch: Dispatch | None = None,
     cached: Iterator[LayerExperts] | None = None,
     *,
     norm_eps: float,
-    group: RankCollectives,
-) -> FeedForward:
-    """Return the feed-forward that the spec describes; an MoE layer appends its choices to `chosen`.
+    ranks: Ranks,
+) -> FeedForward | None:
+    """Return the feed-forward that the spec describes, if any; an MoE layer appends its choices to `chosen`.
 
-    `slots`, `dispatch`: see MoeContext. `cached`: iterator over the cached experts of the remaining MoE layers.
-    `norm_eps`, `group`: see NormedMixture.
+    `slots`: see MoeContext. `cached`: iterator over the cached experts of the remaining MoE layers. `norm_eps`: see
+    NormedMixture. `ranks`: the ranks that share the layer, or have its experts.
     """
+    if spec is None:
+        return None
     if isinstance(spec, MoeSpec):
         assert isinstance(weights, MoeWeights)
+        if ranks.crossings:
+            return RemoteExperts(spec, weights, chosen, arithmetic, ranks, slots)
         own = next(cached) if cached else None
-        context = MoeContext(chosen, arithmetic, adapters, slots, dispatch, own)
+        context = MoeContext(chosen, arithmetic, adapters, slots, expert_dispatch(slots, ranks), own)
         if spec.normed:
-            return NormedMixture(spec, weights, context, norm_eps=norm_eps, group=group)
+            return NormedMixture(spec, weights, context, norm_eps=norm_eps, group=ranks.tensor)
         return MixtureOfExperts(spec, weights, context)
     assert isinstance(weights, DenseWeights)
     return DenseFeedForward(spec, weights, arithmetic, adapters)

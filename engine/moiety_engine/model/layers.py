@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from moiety_engine.model.rope_spec import RopeSpec
     from moiety_engine.model.rotary import RotaryTable
     from moiety_engine.model.spec import DenseSpec, SharedSpec
-    from moiety_engine.model.weights import SharedWeights
+    from moiety_engine.model.weights import LatentProjections, SharedWeights
     from moiety_engine.moe.expert_slots import ExpertSlots
     from moiety_engine.offload.layer import LayerExperts
     from moiety_kernels.low_rank import FeedForwardFactors
@@ -156,7 +156,7 @@ class GroupedQueryAttention:
 
 
 class DenseFeedForward:
-    """Dense gated feed-forward."""
+    """Dense feed-forward, with gates or without."""
 
     def __init__(self, spec: DenseSpec, weights: DenseWeights, arithmetic: Arithmetic, adapters: LayerFactors) -> None:
         self._activation, self._weights, self._adapters = spec.activation, weights, adapters
@@ -238,6 +238,7 @@ class MixtureOfExperts:
         self._arithmetic, self._slots, self._dispatch = context.arithmetic, context.slots, context.dispatch
         self._cached = None if context.cached is None else CachedExperts(context.cached)
         self._following: MixtureOfExperts | None = None
+        self._linear = partial(linear, invariant=context.arithmetic.invariant)
         self._shared: SharedExperts | None = None
         if spec.shared and weights.shared:
             self._shared = SharedExperts(spec.shared, weights.shared, context.arithmetic)
@@ -246,18 +247,38 @@ class MixtureOfExperts:
         """Prefetch in every pass the experts that the `following` layer would choose for this layer's input.
 
         The residual stream changes little from one layer to the next (Eliseev and Mazur 2023, arXiv 2312.17238).
+        Experts that compute in a width of their own are not prefetched: their input is not the following router's.
         """
-        self._following = following
+        self._following = following if self._spec.latent_width is None else None
 
     def __call__(self, x_TD: Tensor, rows: AdaptedRows | None, token_ids_T: Tensor | None = None) -> Tensor:
         weight_TK, expert_TK = self._route(x_TD, token_ids_T)
         self._chosen.append(expert_TK)
         input_TD, weight_TK = self._weighed(x_TD, weight_TK)
+        latent = self._weights.latent
+        if latent is not None:
+            return self._add_shared(self._routed_in_latent_space(x_TD, weight_TK, expert_TK, latent), x_TD)
         if self._dispatch is not None:
             onto_TD = torch.zeros_like(x_TD)
             return self._dispatch(input_TD, weight_TK, expert_TK, self.routed, lambda: self._add_shared(onto_TD, x_TD))
         slot_TK = expert_TK if self._slots is None else self._slots.of(expert_TK)
         return self._add_shared(self.routed(input_TD, weight_TK, slot_TK, rows), x_TD)
+
+    def _routed_in_latent_space(
+        self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, latent: LatentProjections
+    ) -> Tensor:
+        """Return the output of routed experts that compute in a width of their own.
+
+        Ranks sum their outputs after the projection to the model's width, which is linear.
+        """
+        any_rows, width = bool(len(x_TD)), latent.down_LD.shape[0]
+        x_TL = self._linear(x_TD, latent.down_LD) if any_rows else x_TD.new_empty(0, width)
+        if self._dispatch is not None:
+            routed_TL = self._dispatch(x_TL, weight_TK, expert_TK, self.routed, lambda: torch.zeros_like(x_TL))
+        else:
+            slot_TK = expert_TK if self._slots is None else self._slots.of(expert_TK)
+            routed_TL = self.routed(x_TL, weight_TK, slot_TK)
+        return self._linear(routed_TL, latent.up_DL) if any_rows else x_TD
 
     def _weighed(self, x_TD: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Return the experts' input and the weights of their outputs."""

@@ -28,11 +28,15 @@ class ResidualConnections:
 
         `normed_TD`: the input of attention.
         """
+        x_TD, attended_TD = self.scale_attention(x_TD, normed_TD, attended_TD)
+        return (x_TD + attended_TD, normed_TD) if self._parallel else ffn_norm.after_adding(x_TD, attended_TD)
+
+    def scale_attention(self, x_TD: Tensor, normed_TD: Tensor, attended_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the two terms of the layer's output after attention. `normed_TD`: the input of attention."""
         if self._other is not None:
             x_TD = times(self._other.attention_alpha, normed_TD)
             attended_TD = times(self._other.attention_beta, attended_TD)
-        attended_TD = times(self._multiplier, attended_TD)
-        return (x_TD + attended_TD, normed_TD) if self._parallel else ffn_norm.after_adding(x_TD, attended_TD)
+        return x_TD, times(self._multiplier, attended_TD)
 
     def scale_ffn(self, x_TD: Tensor, normed_TD: Tensor, fed_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the two terms of the layer's output. `normed_TD`: the input of the feed-forward."""

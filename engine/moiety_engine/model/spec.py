@@ -189,11 +189,16 @@ class LatentAttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class DenseSpec:
-    """Dense gated feed-forward."""
+    """Dense feed-forward. `activation` says whether it has gates."""
 
     width: int
     bias: bool = False
     activation: Activation = SILU
+
+    @property
+    def up_width(self) -> int:
+        """Number of rows of the first product: gates and ups, or ups only."""
+        return self.activation.num_inputs * self.width
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,14 +215,16 @@ class SharedSpec:
 
 @dataclass(frozen=True, slots=True)
 class MoeSpec:
-    """Routed gated experts.
+    """Routed experts. `activation` says whether they have gates.
 
     `bias`: the experts' products have biases. `router_bias`: bias of the router's logits. `selection_bias`: bias that
     applies to the selection of experts only. `weighs_input`: the weight of a token's only expert multiplies its input
     in place of its output (Llama 4). `normed`: the router, routed and shared experts normalize their input and output,
     each by its own weights, and experts have a factor (Gemma 4). `exact_router`: the router's weights and logits are
-    float32. `hashed`: a table has the experts of each token, and the router their weights only (DeepSeek-V4). `held`:
-    the expert of each slot on this rank, if the other experts are on other ranks.
+    float32. `hashed`: a table has the experts of each token, and the router their weights only (DeepSeek-V4).
+    `latent_width`: width of experts' input and output, if it is not the model's; all experts of a layer share a
+    projection into it and one out of it (Nemotron 3 Super). `held`: the expert of each slot on this rank, if the other
+    experts are on other ranks.
     """
 
     width: int
@@ -231,7 +238,17 @@ class MoeSpec:
     exact_router: bool = False
     hashed: bool = False
     shared: SharedSpec | None = None
+    latent_width: int | None = None
     held: tuple[int, ...] | None = None
+
+    @property
+    def up_width(self) -> int:
+        """Number of rows of an expert's first product: gates and ups, or ups only."""
+        return self.activation.num_inputs * self.width
+
+    def input_width(self, hidden_size: int) -> int:
+        """Return the width of experts' input and output in a model of width `hidden_size`."""
+        return hidden_size if self.latent_width is None else self.latent_width
 
     @property
     def num_held(self) -> int:
@@ -268,6 +285,7 @@ class NormedResidual:
 class LayerSpec:
     """One decoder layer: norm → attention → add → norm → feed-forward → add.
 
+    `ffn`: None if the layer ends after attention, as some of Nemotron-H do.
     `pre_norms`: the inputs of attention and feed-forward are normalized. `attention_post_norm`, `ffn_post_norm`: the
     output of attention or of the feed-forward is normalized before the addition. `scaled`: the layer's output is
     multiplied by a learned number. `parallel`: the feed-forward reads the same normalized input as attention.
@@ -277,7 +295,7 @@ class LayerSpec:
     """
 
     attention: AttentionSpec | LatentAttentionSpec | RecurrentSpec
-    ffn: DenseSpec | MoeSpec
+    ffn: DenseSpec | MoeSpec | None
     attention_post_norm: bool = False
     ffn_post_norm: bool = False
     pre_norms: bool = True
@@ -347,6 +365,8 @@ class ModelSpec:
     that of an MTP layer: the number of layers of its model, whose vocabulary it uses. `mtp_root`: prefix of the MTP
     layer's tensors, if they are not named as those of a further layer of the model. `vision`: the encoder of images, if
     the model has one. `streams`: hyper-connections, if the residual stream has several rows for each token.
+    `block_starts`: index of each layer's attention on disk, where its feed-forward, if it has one, is the next layer
+    (Nemotron-H); (): attention and feed-forward have one index.
     """
 
     family: str
@@ -370,6 +390,7 @@ class ModelSpec:
     mtp_root: str | None = None
     vision: VisionSpec | None = None
     streams: StreamsSpec | None = None
+    block_starts: tuple[int, ...] = ()
 
     def within(self, max_context_tokens: int | None) -> ModelSpec:
         """Return the spec for contexts of at most `max_context_tokens`; None: the model's maximum.
@@ -404,6 +425,18 @@ class ModelSpec:
     def needs_cpu(self) -> bool:
         """Return whether some layer has attention that no GPU kernel computes."""
         return any(isinstance(layer.attention, CompressedAttentionSpec) for layer in self.layers)
+
+    @property
+    def num_stored_layers(self) -> int:
+        """Number of layers on disk, MTP layers excluded."""
+        if not self.block_starts:
+            return len(self.layers)
+        return self.block_starts[-1] + (1 if self.layers[-1].ffn is None else 2)
+
+    @property
+    def has_latent_experts(self) -> bool:
+        """Return whether experts compute in another width than the model's."""
+        return any(isinstance(layer.ffn, MoeSpec) and layer.ffn.latent_width is not None for layer in self.layers)
 
     @property
     def has_normed_experts(self) -> bool:

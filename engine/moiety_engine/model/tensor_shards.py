@@ -43,6 +43,7 @@ _ADDED_ONCE = (
     "o_proj.bias",
     "attention.dense.bias",
     "mamba.out_proj.bias",
+    "mixer.out_proj.bias",
     "down_proj.bias",
     "down_proj_bias",
 )  # biases of sums over ranks: only one rank adds them
@@ -68,13 +69,21 @@ def own_spec(spec: ModelSpec, seat: Seat) -> ModelSpec:
             f"--ffn-ranks is not available for {spec.family}, which normalizes the output of experts before anything "
             "is added to it: use --ep or --tp"
         )
+    if seat.layout.ffn_ranks and spec.has_latent_experts:
+        raise InvalidConfig(
+            f"--ffn-ranks is not available for this {spec.family} model, whose experts compute in a width of their "
+            "own: use --ep or --tp"
+        )
     if seat.layout.pp > len(spec.layers):
         raise InvalidConfig(f"--pp {seat.layout.pp} is more than the model's {len(spec.layers)} layers")
     _check_stages(spec, seat.layout)
-    layers = tuple(_own_layer(spec.layers[index], seat) for index in seat.layers_of(len(spec.layers)))
+    held = seat.layers_of(len(spec.layers))
+    layers = tuple(_own_layer(spec.layers[index], seat) for index in held)
+    starts = tuple(spec.block_starts[index] for index in held) if spec.block_starts else ()
     elsewhere = seat.pp_rank or seat.expert_rank is not None
     vision = None if seat.expert_rank is not None else spec.vision
-    return replace(spec, vocab_size=0 if elsewhere else -(-spec.vocab_size // tp), layers=layers, vision=vision)
+    rows = 0 if elsewhere else -(-spec.vocab_size // tp)
+    return replace(spec, vocab_size=rows, layers=layers, vision=vision, block_starts=starts)
 
 
 def own_places(
@@ -85,6 +94,7 @@ def own_places(
     `weights` belong to the `own` spec, whose layers start at index `first_layer` of the model; `wholes` are the
     mappings of whole tensors.
     """
+    first_layer = 0 if own.block_starts else first_layer  # these are indices on disk already
     cut: dict[str, TensorMapping | Shares] = {}
     present = {_of_layer(name, -first_layer) for name in wholes}
     for own_name, place in placements(own, weights, present).items():
@@ -168,6 +178,8 @@ def _cuts(spec: ModelSpec, layout: Layout) -> Iterator[_Cut]:
     for layer in spec.layers:
         attention, ffn = layer.attention, layer.ffn
         yield _Cut("columns of all heads", attention.output_width, "--tp", layout.tp)
+        if ffn is None:
+            continue
         if not isinstance(ffn, MoeSpec):
             yield _Cut("columns of a feed-forward", ffn.width, "--tp", layout.tp)
             continue
@@ -199,7 +211,8 @@ def _cut_experts(mixture: MoeSpec, seat: Seat) -> tuple[str, int, str, int]:
 
 def _own_layer(layer: LayerSpec, seat: Seat) -> LayerSpec:
     attention = _own_attention(layer.attention, seat.layout.tp)
-    ffn = _own_mixture(layer.ffn, seat) if isinstance(layer.ffn, MoeSpec) else _own_dense(layer.ffn, seat)
+    dense = None if layer.ffn is None or isinstance(layer.ffn, MoeSpec) else _own_dense(layer.ffn, seat)
+    ffn = _own_mixture(layer.ffn, seat) if isinstance(layer.ffn, MoeSpec) else dense
     return replace(layer, attention=attention, ffn=ffn, only_experts=seat.expert_rank is not None)
 
 
@@ -247,7 +260,8 @@ def _of_expert(own: ModelSpec, name: str) -> str:
     expert, layer = _EXPERT.search(name), _LAYER.search(name)
     if expert is None or layer is None:
         return name
-    ffn = own.layers[int(layer[1])].ffn
+    stored = int(layer[1])
+    ffn = own.layers[own.block_starts.index(stored - 1) if own.block_starts else stored].ffn
     assert isinstance(ffn, MoeSpec) and ffn.held is not None
     return f"{name[: expert.start(1)]}{ffn.held[int(expert[1])]}{name[expert.end(1) :]}"
 

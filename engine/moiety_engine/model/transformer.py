@@ -18,7 +18,7 @@ from moiety_engine.model.adapter_stacks import AdapterStacks
 from moiety_engine.model.batch import Batch, KvCache
 from moiety_engine.model.cache_groups import cache_groups
 from moiety_engine.model.expert_migration import SlotWeights
-from moiety_engine.model.expert_setup import expert_dispatch, expert_shape, expert_slots
+from moiety_engine.model.expert_setup import expert_shape, expert_slots
 from moiety_engine.model.feed_forwards import feed_forward
 from moiety_engine.model.hyper_connections import residual_norms, split_streams
 from moiety_engine.model.kv_allocation import KvAllocation, LargestAllocation
@@ -29,7 +29,7 @@ from moiety_engine.model.norms import make_norm
 from moiety_engine.model.remote_experts import RemoteExperts, take_turns
 from moiety_engine.model.residuals import ResidualConnections, times
 from moiety_engine.model.rotary import RotaryTable, rotation_of
-from moiety_engine.model.spec import ModelSpec, MoeSpec
+from moiety_engine.model.spec import ModelSpec
 from moiety_engine.model.tensor_shards import own_spec
 from moiety_engine.model.transformer_options import TransformerOptions
 from moiety_engine.model.vision_encoder import VisionEncoder
@@ -118,14 +118,10 @@ class Transformer:
         self.expert_cache = expert_cache
         cached = None if expert_cache is None else iter(expert_cache.layers)
         self._slots = [expert_slots(one.ffn, ranks, self.device) for one in own.layers]
-        feed = partial(feed_forward, norm_eps=spec.norm.eps, group=ranks.tensor)
+        feed = partial(feed_forward, norm_eps=spec.norm.eps, ranks=ranks)
+        parts = zip(own.layers, weights.layers, self.adapters.layers, self._slots, strict=True)
         feeds = [
-            RemoteExperts(one.ffn, w.ffn, self._chosen, arithmetic, ranks, slots)
-            if ranks.crossings and isinstance(one.ffn, MoeSpec) and isinstance(w.ffn, MoeWeights)
-            else feed(one.ffn, w.ffn, self._chosen, arithmetic, factors, slots, expert_dispatch(slots, ranks), cached)
-            for one, w, factors, slots in zip(
-                own.layers, weights.layers, self.adapters.layers, self._slots, strict=True
-            )
+            feed(one.ffn, w.ffn, self._chosen, arithmetic, factors, slots, cached) for one, w, factors, slots in parts
         ]
         self._mixtures = [half for half in feeds if isinstance(half, MixtureOfExperts)]
         if expert_cache is not None and expert_cache.prefetches:
@@ -311,8 +307,10 @@ class Transformer:
         norm = make_norm(self.spec.norm, weights)
         return lambda *args: norm(summed(*args))
 
-    def _fed(self, half: FeedForward, weights: NormWeights | None) -> Callable[..., Tensor]:
+    def _fed(self, half: FeedForward | None, weights: NormWeights | None) -> Callable[..., Tensor] | None:
         """Return `_whole` of a feed-forward; for remote experts, of the function that ends a begun exchange."""
+        if half is None:
+            return None
         group = ALONE.tensor if isinstance(half, NormedMixture) else self.ranks.tensor  # it sums before its norms
         return self._whole(_end if isinstance(half, RemoteExperts) else half, group, weights)
 
@@ -372,14 +370,17 @@ class Transformer:
             attended_TD = attend(normed_TD, views[groups[number]], cache)
             if on_stored is not None:
                 on_stored(number)
-            x_TD, normed_TD = residual.add_attention(x_TD, normed_TD, attended_TD, ffn_norm)
-            if far is None:
-                fed_TD = feed(normed_TD, batch.adapted, batch.token_ids_T)
+            if feed is None:
+                x_TD, fed_TD = residual.scale_attention(x_TD, normed_TD, attended_TD)
             else:
-                begun = far.begin(normed_TD)
-                yield
-                fed_TD = feed(begun)
-            x_TD, fed_TD = residual.scale_ffn(x_TD, normed_TD, fed_TD)
+                x_TD, normed_TD = residual.add_attention(x_TD, normed_TD, attended_TD, ffn_norm)
+                if far is None:
+                    fed_TD = feed(normed_TD, batch.adapted, batch.token_ids_T)
+                else:
+                    begun = far.begin(normed_TD)
+                    yield
+                    fed_TD = feed(begun)
+                x_TD, fed_TD = residual.scale_ffn(x_TD, normed_TD, fed_TD)
             if batch.images is not None:
                 fed_TD = batch.images.add_deepstack(fed_TD, self._first_layer + number)
             x_TD, normed_TD = next_norm.after_adding(x_TD, fed_TD)

@@ -73,7 +73,7 @@ class LatentAttentionWeights:
 
 @dataclass(frozen=True, slots=True)
 class DenseWeights:
-    gate_up_2FD: Weight
+    gate_up_2FD: Weight  # without gates it has F rows, as have the experts' tensors of this name
     down_DF: Weight
     gate_up_bias_2F: Tensor | None
     down_bias_D: Tensor | None
@@ -98,6 +98,14 @@ class MixtureNorms:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentProjections:
+    """Projections between the model's width and the width of experts, L."""
+
+    down_LD: Weight
+    up_DL: Weight
+
+
+@dataclass(frozen=True, slots=True)
 class MoeWeights:
     router_ED: Tensor  # float32 if the router is exact
     gate_up_E2FD: Weight
@@ -109,6 +117,7 @@ class MoeWeights:
     shared: SharedWeights | None
     norms: MixtureNorms | None = None
     expert_of_token_VK: Tensor | None = None  # int32, if a table has the experts of each token
+    latent: LatentProjections | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +138,7 @@ class LayerWeights:
     attention_norm: NormWeights | None
     attention: AttentionWeights | LatentAttentionWeights | RecurrentWeights
     ffn_norm: NormWeights | None
-    ffn: DenseWeights | MoeWeights
+    ffn: DenseWeights | MoeWeights | None
     attention_post_norm: NormWeights | None
     ffn_post_norm: NormWeights | None
     scale_1: Tensor | None = None  # float32, factor of the layer's output
@@ -230,6 +239,7 @@ _PRODUCTS: dict[type, tuple[str, ...]] = {  # the weights with most of the memor
     LatentAttentionWeights: ("input_CD", "query_up", "output_DC"),
     DenseWeights: ("gate_up_2FD", "down_DF"),
     MoeWeights: ("gate_up_E2FD", "down_EDF"),
+    LatentProjections: ("down_LD", "up_DL"),
 }
 
 
@@ -316,12 +326,14 @@ class _Allocator:
         )
 
     def layer(self, one: LayerSpec) -> LayerWeights:
-        ffn = self.experts(one.ffn) if isinstance(one.ffn, MoeSpec) else self.dense(one.ffn)
+        dense = None if one.ffn is None or isinstance(one.ffn, MoeSpec) else self.dense(one.ffn)
+        ffn = self.experts(one.ffn) if isinstance(one.ffn, MoeSpec) else dense
         normed = isinstance(one.ffn, MoeSpec) and one.ffn.normed
+        has_norm = one.pre_norms and ffn is not None and not (normed or one.parallel)
         return LayerWeights(
             attention_norm=self.norm(one.attention_gate_rank) if one.pre_norms else None,
             attention=self.attention(one.attention),
-            ffn_norm=self.norm(one.ffn_gate_rank) if one.pre_norms and not (normed or one.parallel) else None,
+            ffn_norm=self.norm(one.ffn_gate_rank) if has_norm else None,
             ffn=ffn,
             attention_post_norm=self.norm() if one.attention_post_norm else None,
             ffn_post_norm=self.norm() if one.ffn_post_norm else None,
@@ -384,9 +396,9 @@ class _Allocator:
     def dense(self, f: DenseSpec) -> DenseWeights:
         size = self.spec.hidden_size
         return DenseWeights(
-            gate_up_2FD=self.product(2 * f.width, size),
+            gate_up_2FD=self.product(f.up_width, size),
             down_DF=self.product(size, f.width),
-            gate_up_bias_2F=self.vector(2 * f.width) if f.bias else None,
+            gate_up_bias_2F=self.vector(f.up_width) if f.bias else None,
             down_bias_D=self.vector(size) if f.bias else None,
         )
 
@@ -406,16 +418,20 @@ class _Allocator:
 
     def experts(self, f: MoeSpec) -> MoeWeights:
         experts, held, size = f.routing.num_experts, f.num_held, self.spec.hidden_size
+        width, latent = f.input_width(size), None
+        if f.latent_width is not None:
+            latent = LatentProjections(self.product(width, size), self.product(size, width))
         all_rows = replace(self, rows=None)
         return MoeWeights(
             router_ED=self.vector(experts, size) if f.exact_router else self.matrix(experts, size),
-            gate_up_E2FD=all_rows.expert_product(held, 2 * f.width, size),
-            down_EDF=all_rows.expert_product(held, size, f.width),
+            gate_up_E2FD=all_rows.expert_product(held, f.up_width, width),
+            down_EDF=all_rows.expert_product(held, width, f.width),
             router_bias_E=self.vector(experts) if f.router_bias else None,
             selection_bias_E=self.vector(experts) if f.selection_bias else None,
-            gate_up_bias_E2F=all_rows.vector(held, 2 * f.width) if f.bias else None,
+            gate_up_bias_E2F=all_rows.vector(held, f.up_width) if f.bias else None,
             down_bias_ED=all_rows.vector(held, size) if f.bias else None,
             shared=None if f.shared is None else self.shared(f.shared),
             norms=self.mixture_norms(experts) if f.normed else None,
             expert_of_token_VK=self._empty((self.spec.vocab_size, f.routing.top_k), torch.int32) if f.hashed else None,
+            latent=latent,
         )

@@ -76,6 +76,8 @@ def features_of(spec: ModelSpec) -> ModelFeatures:
     shares_rows = any(one.keys_are_values for one in grouped)
     compressed = any(isinstance(one.attention, CompressedAttentionSpec) for one in spec.layers)
     lora = "feed-forward only" if latent or compressed else "not q, k, v" if shares_rows else YES
+    if spec.block_starts:
+        lora = f"{NO}: modules of layers that have one half each on disk are not known"
     with_states = f"{NO}: the model has recurrent layers" if spec.recurrent_layers else YES
     return ModelFeatures(
         tensor_parallel=_divides(spec, Layout(tp=2)),

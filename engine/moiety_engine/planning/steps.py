@@ -106,8 +106,9 @@ def step_times(
             stage_rows = batch.rows * batch.groups
             experts = experts_s(served, layer.ffn, own.hidden_size, machine, stage_rows, shape)
             if shape.groups > 1:
-                exchanges = exchange_s(served, layer.ffn, batch.rows / shape.tp, own.hidden_size, shape.ranks, network)
-        num_sums = 2 if shape.groups == 1 or not isinstance(layer.ffn, MoeSpec) else 1
+                width = layer.ffn.input_width(own.hidden_size)
+                exchanges = exchange_s(served, layer.ffn, batch.rows / shape.tp, width, shape.ranks, network)
+        num_sums = 1 if layer.ffn is None else 2 if shape.groups == 1 or not isinstance(layer.ffn, MoeSpec) else 1
         sums = num_sums * sum_s(batch.rows * row_bytes, shape.tp, network)
         total = _plus(total, StepTimes(products, attention, experts, sums, exchanges), count)
     head = head_s(own, machine, batch.decoding + batch.finished_prompts)
@@ -136,7 +137,7 @@ def products_s(served: Served, own: ModelSpec, layer: LayerSpec, machine: Machin
             wide += [indexer.query_up_QC, indexer.key_ID, indexer.head_weight_HD]
     if isinstance(one.ffn, MoeWeights):
         wide.append(one.ffn.router_ED)
-        narrow = [*narrow, *products_of(one.ffn.shared)]
+        narrow = [*narrow, *products_of(one.ffn.shared), *products_of(one.ffn.latent)]
     else:
         narrow = [*narrow, *products_of(one.ffn)]
     bits = _dense_itemsize(served)
@@ -211,7 +212,7 @@ def experts_s(
     served: Served, ffn: MoeSpec, hidden_size: int, machine: Machine, stage_rows: float, shape: Shape
 ) -> float:
     """Return seconds of a layer's experts on the rank with the most rows; routing is even but for `balancedness`."""
-    routing = ffn.routing
+    routing, hidden_size = ffn.routing, ffn.input_width(hidden_size)
     skew = shape.balancedness if shape.ep > 1 else 1.0
     pairs = stage_rows * routing.top_k * ffn.num_held / routing.num_experts / skew
     if pairs <= 0:
@@ -220,7 +221,7 @@ def experts_s(
     tokens = max(1, round(pairs / top_k))
     if not machine.tiled:
         active = expected_active(ffn.num_held, top_k, tokens)
-        numel = 3 * hidden_size * ffn.width
+        numel = (ffn.activation.num_inputs + 1) * hidden_size * ffn.width
         moved = active * numel * _expert_itemsize(served) + 2 * pairs * (hidden_size + ffn.width) * _ITEM_BYTES
         return floor_s(Work(2.0 * pairs * numel, moved), _speeds(machine))
     weights, scales = _kind(served)
@@ -231,7 +232,7 @@ def experts_s(
 def has_kernel(served: Served, ffn: MoeSpec, hidden_size: int, machine: Machine) -> bool:
     """Return whether the grouped GEMM has tiles for experts of a rank's width."""
     weights, scales = _kind(served)
-    problem = Problem(ffn.num_held, 1, hidden_size, ffn.width, 64, weights=weights, scales=scales)
+    problem = Problem(ffn.num_held, 1, ffn.input_width(hidden_size), ffn.width, 64, weights=weights, scales=scales)
     return not machine.tiled or bool(candidates(problem, machine.speeds))
 
 

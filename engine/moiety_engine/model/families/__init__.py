@@ -60,6 +60,7 @@ from moiety_engine.model.families.mimo import mimo_features, mimo_v2_flash
 from moiety_engine.model.families.minimax import minimax, minimax_m2, minimax_m2_features
 from moiety_engine.model.families.mistral import mistral
 from moiety_engine.model.families.mixtral import mixtral
+from moiety_engine.model.families.nemotron import nemotron_h, nemotron_h_features
 from moiety_engine.model.families.olmoe import flex_olmo, olmoe
 from moiety_engine.model.families.phimoe import phimoe, phimoe_features
 from moiety_engine.model.families.qwen import qwen2, qwen2_moe, qwen3, qwen3_moe
@@ -120,6 +121,7 @@ FAMILIES: dict[str, Callable[[Config, int], LayerSpec]] = {
     "mistral": mistral,
     "mistral4": mistral4,
     "mixtral": mixtral,
+    "nemotron_h": nemotron_h,
     "olmoe": olmoe,
     "phimoe": phimoe,
     "qwen2": qwen2,
@@ -173,6 +175,7 @@ WHOLE: dict[str, Callable[[Config], Features]] = {
     "mellum": mellum_features,
     "mimo_v2_flash": mimo_features,
     "minimax_m2": minimax_m2_features,
+    "nemotron_h": nemotron_h_features,
     "phimoe": phimoe_features,
     "qwen3_5": qwen3_next_features,
     "qwen3_5_moe": qwen3_next_features,
@@ -280,8 +283,8 @@ def _under_own_names(config: Config) -> Config:
 
 def _check_layer_types(config: Config) -> None:
     """Raise ConfigError if `layer_types` has more or fewer entries than the model has layers."""
-    kinds, num_layers = config.get("layer_types"), config["num_hidden_layers"]
-    if isinstance(kinds, list) and len(kinds) != num_layers:
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list) and len(kinds) != (num_layers := config["num_hidden_layers"]):
         raise ConfigError(
             f"config.json has {len(kinds)} layer_types for {num_layers} num_hidden_layers; give one for each layer"
         )
@@ -299,13 +302,14 @@ def _spec_of(config: Config) -> ModelSpec:
         features |= WHOLE[family](config) if family in WHOLE else {}
         if "norm" not in features:
             features["norm"] = NormSpec(float(config["rms_norm_eps"]))
+        indices = features["block_starts"] if "block_starts" in features else range(config["num_hidden_layers"])
         spec = ModelSpec(
             family=family,
             vocab_size=config["vocab_size"],
             hidden_size=config["hidden_size"],
             max_context_tokens=config["max_position_embeddings"],
             checkpoint_dtype=checkpoint_dtype(config),
-            layers=tuple(read_layer(config, index) for index in range(config["num_hidden_layers"])),
+            layers=tuple(read_layer(config, index) for index in indices),
             weight_format=None if quantization is None else quantization.form,
             **features,
         )

@@ -163,6 +163,15 @@ def require(config: Config, family: str, **only: Any) -> None:
             raise UnsupportedModelError(f"{key} {said!r} is not supported in {family}; known: {value}")
 
 
+def require_unlimited_time_steps(config: Config, key: str) -> None:
+    """Raise UnsupportedModelError if `key` limits the time steps of Mamba-2 layers."""
+    limits = config.get(key) or (0.0, math.inf)
+    # transformers writes infinity as {"__float__": "Infinity"}
+    lowest, highest = (float(one["__float__"] if isinstance(one, dict) else one) for one in limits)
+    if (lowest, highest) != (0.0, math.inf):
+        raise UnsupportedModelError(f"{key} {list(limits)} is not supported; known: [0.0, Infinity]")
+
+
 def require_oblong_experts(config: Config, width: int, family: str) -> None:
     """Raise UnsupportedModelError if experts are square, where checkpoints of the family store them transposed."""
     hidden = config["hidden_size"]
@@ -242,13 +251,15 @@ def read_sigmoid_experts(
     experts_key: str = "n_routed_experts",
     shared_key: str = "n_shared_experts",
     shared_width_key: str = "moe_intermediate_size",
+    activation: Activation | None = None,
 ) -> MoeSpec:
     """Return the experts of a layer in the style of DeepSeek-V3, which other families use too.
 
     Experts are scored by a sigmoid and chosen from the best groups with a selection bias, with shared experts in
     addition. `shared_width_key`: key of the width of a shared expert, if it can differ from that of a routed one.
+    `activation`: None: that of `hidden_act`.
     """
-    activation = read_activation(config)
+    activation = activation or read_activation(config)
     routing = read_routing(
         config,
         experts_key,

@@ -408,6 +408,7 @@ OTHER_NAMES: dict[str, Mapping[str, tuple[str, ...]]] = {
     "minimax": {"num_local_experts": ("num_experts",)},
     "minimax_m2": {"num_local_experts": ("num_experts",)},
     "mixtral": {"num_local_experts": ("num_experts",)},
+    "nemotron_h": {"layers_block_type": ("layer_types",), "n_routed_experts": ("num_local_experts",)},
     "olmoe": {"num_experts": ("num_local_experts",)},
     "qwen3_moe": {"num_experts": ("num_local_experts",)},
     "qwen3_vl_moe": {"num_experts": ("num_local_experts",)},

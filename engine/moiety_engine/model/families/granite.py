@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from moiety_engine.model.errors import ConfigError, UnsupportedModelError
@@ -14,6 +13,7 @@ from moiety_engine.model.families.config import (
     read_attention,
     read_routing,
     read_shared,
+    require_unlimited_time_steps,
 )
 from moiety_engine.model.recurrent_specs import Mamba2Spec
 from moiety_engine.model.rope_spec import NO_ROPE
@@ -80,11 +80,7 @@ def _mamba2(config: Config) -> Mamba2Spec:
         )
     if read_activation(config) != SILU:
         raise UnsupportedModelError("Mamba-2 layers are supported with hidden_act silu only")
-    limits = config.get("time_step_limit") or (0.0, math.inf)
-    # transformers writes infinity as {"__float__": "Infinity"}
-    lowest, highest = (float(one["__float__"] if isinstance(one, dict) else one) for one in limits)
-    if (lowest, highest) != (0.0, math.inf):
-        raise UnsupportedModelError(f"time_step_limit {list(limits)} is not supported; known: [0.0, Infinity]")
+    require_unlimited_time_steps(config, "time_step_limit")
     return Mamba2Spec(
         num_heads=heads,
         num_groups=groups,

@@ -35,6 +35,16 @@ _SIZES = frozenset({
     "experts_per_token", "head_dim", "initial_context_length", "intermediate_size", "num_key_value_heads",
     "qk_head_dim", "vocab_size_per_layer_input"
 })  # fmt: skip
+# Keys that say nothing about a model's layers, or nothing where no layer has experts.
+_NEMOTRON = frozenset({
+    "chunk_size", "expand", "hybrid_override_pattern", "mamba_chunk_size", "mamba_dt_init_floor", "mamba_dt_max",
+    "mamba_dt_min", "mamba_expand", "mamba_proj_bias", "mamba_ssm_cache_dtype", "moe_intermediate_size",
+    "moe_latent_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_overlap",
+    "mtp_hybrid_override_pattern", "mtp_layers_block_type", "n_group", "n_routed_experts", "n_shared_experts",
+    "norm_eps", "norm_topk_prob", "num_experts_per_tok", "num_hidden_layers", "num_logits_to_keep",
+    "num_nextn_predict_layers", "partial_rotary_factor", "rescale_prenorm_residual", "rope_theta",
+    "routed_scaling_factor", "time_step_floor", "time_step_max", "time_step_min", "topk_group", "use_mamba_kernels"
+})  # fmt: skip
 # Keys of single families: the blocks in which the published code computes a recurrence, and what other keys state too.
 _OF_FAMILY: dict[str, frozenset[str]] = {
     "bailing_hybrid": frozenset({"layer_group_size", "rope_theta", "short_conv_kernel_size"}),
@@ -43,6 +53,7 @@ _OF_FAMILY: dict[str, frozenset[str]] = {
     ),
     "granitemoehybrid": frozenset({"mamba_chunk_size"}),
     "minimax": frozenset({"block_size"}),
+    "nemotron_h": _NEMOTRON,
 }
 _HARMLESS = _GENERIC | _TRAINING | _DRAWING | _PRECISION | _SIZES
 _OF_WINDOWS = frozenset({"sliding_window", "max_window_layers", "layer_types"})

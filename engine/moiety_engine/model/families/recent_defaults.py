@@ -246,6 +246,15 @@ RECENT_DEFAULTS: dict[str, dict[str, Any]] = {
             "llama_4_scaling_beta": 0.1,
         },
     },
+    "nemotron_h": {
+        "attention_bias": False, "conv_kernel": 4, "head_dim": 128, "hidden_size": 4096, "intermediate_size": 21_504,
+        "layer_norm_epsilon": 1e-5, "mamba_head_dim": 64, "mamba_hidden_act": "silu", "mamba_num_heads": 128,
+        "max_position_embeddings": 4096, "mlp_bias": False, "mlp_hidden_act": "relu2", "moe_intermediate_size": 7688,
+        "moe_shared_expert_intermediate_size": 7688, "n_group": 1, "n_groups": 8, "n_routed_experts": 8,
+        "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts_per_tok": 2,
+        "num_key_value_heads": 8, "routed_scaling_factor": 1.0, "ssm_state_size": 128, "tie_word_embeddings": False,
+        "topk_group": 1, "use_bias": False, "use_conv_bias": True, "vocab_size": 131_072,
+    },
     "sarvam_mla": _SHARED | {
         "first_k_dense_replace": 1, "hidden_size": 4096, "intermediate_size": 16_384, "kv_lora_rank": 512,
         "max_position_embeddings": 4096, "moe_intermediate_size": 2048, "n_group": 1, "n_routed_experts": 128,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from moiety_engine.model.names.attention import attention_places
 from moiety_engine.model.names.compressed import stream_places
 from moiety_engine.model.names.feed_forward import expert_places, feed_forward_places
+from moiety_engine.model.names.halves import prefixes_of_halves
 from moiety_engine.model.names.tensor_mapping import Shares, TensorMapping, plain, raised, whole
 from moiety_engine.model.names.vision import vision_places
 from moiety_engine.model.quantization_formats import KV_SCALES
@@ -21,9 +22,10 @@ if TYPE_CHECKING:
     from moiety_engine.model.spec import LayerSpec, ModelSpec
     from moiety_engine.model.weights import LayerWeights, ModelWeights, NormWeights
 
-__all__ = ["ignorable", "mtp_prefix", "placements"]
+__all__ = ["ignorable", "mtp_prefix", "placements", "root_and_embedding"]
 
-_EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight", "embed.weight")
+_EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight", "embed.weight", "embeddings.weight")
+_FINAL_NORMS = ("norm", "norm_f")
 _HEADS = ("lm_head.weight", "head.weight")
 _ATTENTION_POST_NORMS = ("post_self_attn_layernorm", "post_attn_norm", "post_attention_layernorm")
 _FFN_POST_NORMS = ("post_feedforward_layernorm", "post_mlp_layernorm", "mlp.post_mlp_layernorm", "post_ffn_norm")
@@ -33,8 +35,9 @@ _ATTENTION_NORMS = ("input_layernorm", "attn_norm")
 _HEAD_STREAMS = ("hc_head_", "hc_head.hc_")  # the second as transformers saves it
 _FINAL_NORM_OF_MIMO = "final_layernorm"  # of its MTP layer
 _FFN_NORMS = ("pre_feedforward_layernorm", "pre_mlp_layernorm")  # where post_attention_layernorm is another norm
-# Prefixes: usual, of embedding models, of the text part of vision models as published, and as in transformers 5.
-_ROOTS = ("model.", "", "language_model.model.", "model.language_model.")
+# Prefixes: usual, of embedding models, of the text part of vision models as published, and as in transformers 5, and
+# of Nemotron-H.
+_ROOTS = ("model.", "", "language_model.model.", "model.language_model.", "backbone.")
 # Names of an MTP layer's norms of the token and of the hidden state, its projection of both, and its final norm.
 _OF_DEEPSEEK_MTP = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 _OF_QWEN_MTP = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
@@ -47,11 +50,13 @@ _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", *_DECAY_TABLES)
 
 def placements(spec: ModelSpec, weights: ModelWeights, present: set[str]) -> dict[str, TensorMapping | Shares]:
     """Return the mapping of each tensor, by name on disk. Of alternative names the one in `present` is used."""
-    embeddings = ((root, name) for root in _ROOTS for name in _EMBEDDINGS if root + name in present)
-    root, embedding = next(embeddings, ("model.", _EMBEDDINGS[0]))
+    root, embedding = root_and_embedding(present)
     found: dict[str, TensorMapping | Shares] = dict(_around(spec, weights, root, embedding, present))
     layers = zip(spec.layers, weights.layers, strict=True)
     for index, (layer_spec, layer) in enumerate(layers):
+        if spec.block_starts:
+            found.update(_halves(layer_spec, layer, f"{root}layers.", spec.block_starts[index], present))
+            continue
         prefix = f"{root}layers.{index}."
         if spec.mtp_after is not None:
             own_root = spec.mtp_root
@@ -62,6 +67,12 @@ def placements(spec: ModelSpec, weights: ModelWeights, present: set[str]) -> dic
         found.update(vision_places(spec.vision, weights.vision, present))
     offset = spec.norm.weight_offset
     return {name: _raised(name, place, offset) for name, place in found.items()} if offset else found
+
+
+def root_and_embedding(present: Collection[str]) -> tuple[str, str]:
+    """Return the prefix of the decoder's tensors, and the name of its embedding after the prefix."""
+    embeddings = ((root, name) for root in _ROOTS for name in _EMBEDDINGS if root + name in present)
+    return next(embeddings, (_ROOTS[0], _EMBEDDINGS[0]))
 
 
 def ignorable(name: str, spec: ModelSpec) -> bool:
@@ -92,7 +103,8 @@ def _around(spec: ModelSpec, weights: ModelWeights, root: str, embedding: str, p
         return
     outside = "language_model." if root == "language_model.model." else ""
     yield root + embedding, whole(weights.embedding_VD)
-    yield from _norm(f"{root}norm", weights.final_norm)
+    final = next((name for name in _FINAL_NORMS if f"{root}{name}.weight" in present), _FINAL_NORMS[0])
+    yield from _norm(f"{root}{final}", weights.final_norm)
     if not spec.tie_word_embeddings:
         head = next((name for name in _HEADS if outside + name in present), _HEADS[0])
         yield outside + head, whole(plain(weights.head_VD))
@@ -103,9 +115,25 @@ def _around(spec: ModelSpec, weights: ModelWeights, root: str, embedding: str, p
         yield f"{outside}lm_head.bias", whole(weights.head_bias_V)
 
 
+def _halves(spec: LayerSpec, layer: LayerWeights, root: str, start: int, present: set[str]) -> Iterator[Named]:
+    """Yield the names and mappings of a layer whose halves are layers of their own on disk."""
+    usual = {root + stored: name for stored, name in prefixes_of_halves(spec, start).items()}
+    local = {
+        prefix + name.removeprefix(stored)
+        for stored, prefix in usual.items()
+        for name in present
+        if name.startswith(stored)
+    }
+    stored_as = {prefix: stored for stored, prefix in usual.items()}
+    for name, place in _layer(spec, layer, local):
+        prefix = next(prefix for prefix in stored_as if name.startswith(prefix))
+        yield stored_as[prefix] + name.removeprefix(prefix), place
+
+
 def _layer(spec: LayerSpec, layer: LayerWeights, present: set[str]) -> Iterator[Named]:
     if spec.only_experts:
-        yield from expert_places(layer.ffn, present)
+        if spec.ffn is not None and layer.ffn is not None:
+            yield from expert_places(spec.ffn, layer.ffn, present)
         return
     ffn_norm = _norm_name(_USUAL_FFN_NORMS, present)
     if layer.attention_post_norm is not None:
@@ -124,7 +152,8 @@ def _layer(spec: LayerSpec, layer: LayerWeights, present: set[str]) -> Iterator[
     if layer.ffn_post_norm is not None:
         yield from _norm(_norm_name(_FFN_POST_NORMS, present), layer.ffn_post_norm)
     yield from attention_places(spec.attention, layer.attention, present)
-    yield from feed_forward_places(layer.ffn, present)
+    if spec.ffn is not None and layer.ffn is not None:
+        yield from feed_forward_places(spec.ffn, layer.ffn, present)
 
 
 def _raised(name: str, place: TensorMapping | Shares, offset: float) -> TensorMapping | Shares:

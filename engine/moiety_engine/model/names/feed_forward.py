@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_engine.model.names.tensor_mapping import Named
+    from moiety_engine.model.spec import DenseSpec, MoeSpec
     from moiety_engine.model.weights import DenseWeights, MixtureNorms, SharedWeights
 
 _BLOCKS = ("mlp.", "block_sparse_moe.", "feed_forward.", "ffn.")
@@ -27,6 +28,7 @@ _SHARED = ("shared_experts.", "shared_expert.", "shared_mlp.")
 _KOLIBRI_BIAS = "moe.router.expert_bias"  # Kolibri's selection bias, beside the block of everything else
 _STACKED = {
     "experts.gate_up_proj": "experts.down_proj",
+    "experts.up_proj": "experts.down_proj",  # without gates
     "input_linear.weight": "output_linear.weight",
     "experts.fc1.weight": "experts.fc2.weight",
 }
@@ -50,27 +52,30 @@ _DENSE_OF_V4 = ("w1", "w3", "w2")  # of DeepSeek-V4's shared experts
 _EXPERTS_OF_TOKENS = "gate.tid2eid"
 
 
-def feed_forward_places(weights: DenseWeights | MoeWeights, present: set[str]) -> Iterator[Named]:
+def feed_forward_places(
+    spec: DenseSpec | MoeSpec, weights: DenseWeights | MoeWeights, present: set[str]
+) -> Iterator[Named]:
     """Yield the names, relative to the layer's, and mappings of feed-forward tensors.
 
     `present`: the names in the checkpoint.
     """
     block, local = _block(present)
+    gated = spec.activation.gated
     if not isinstance(weights, MoeWeights):
         # transformers saves Kimi Linear's dense layers, which are published as "mlp.", as it does those with experts
         block = "block_sparse_moe." if "block_sparse_moe.down_proj.weight" in present else block
-        yield from _fused_shared(weights) if _FUSED_SHARED in present else _dense(block, weights)
+        yield from _fused_shared(weights) if _FUSED_SHARED in present else _dense(block, weights, gated=gated)
         return
     if weights.norms is not None:
         yield from _normed(weights, weights.norms, present)
         return
-    for name, place in _mixture(weights, local):
+    for name, place in _mixture(weights, local, gated=gated):
         of_kolibri = name == _SELECTION_BIASES[0] and _KOLIBRI_BIAS in present
         yield _KOLIBRI_BIAS if of_kolibri else block + name, place
     if weights.shared is not None and _FUSED_SHARED in present:
         yield from _fused_shared(weights.shared.dense)
     elif weights.shared is not None:
-        for name, place in _shared(weights.shared, local):
+        for name, place in _shared(weights.shared, local, gated=gated):
             yield block + name, place
 
 
@@ -96,10 +101,11 @@ def _fused_shared(weights: DenseWeights) -> Iterator[Named]:
     yield "shared_mlp.output_linear.weight", whole(down_DF)
 
 
-def expert_places(weights: DenseWeights | MoeWeights, present: set[str]) -> Iterator[Named]:
+def expert_places(spec: DenseSpec | MoeSpec, weights: DenseWeights | MoeWeights, present: set[str]) -> Iterator[Named]:
     """Yield the names and mappings of routed experts only."""
     block, local = _block(present)
-    for name, place in _experts(weights, local) if isinstance(weights, MoeWeights) else ():
+    gated = spec.activation.gated
+    for name, place in _experts(weights, local, gated=gated) if isinstance(weights, MoeWeights) else ():
         yield block + name, place
 
 
@@ -109,19 +115,23 @@ def _block(present: set[str]) -> tuple[str, set[str]]:
     return block, {name.removeprefix(block) for name in present if name.startswith(block)}
 
 
-def _dense(prefix: str, weights: DenseWeights, names: tuple[str, str, str] = _DENSE) -> Iterator[Named]:
+def _dense(
+    prefix: str, weights: DenseWeights, names: tuple[str, str, str] = _DENSE, *, gated: bool = True
+) -> Iterator[Named]:
     gate_name, up_name, down_name = names
     for fused, kind in ((plain(weights.gate_up_2FD), "weight"), (weights.gate_up_bias_2F, "bias")):
-        if fused is not None:
+        if fused is not None and gated:
             gate, up = fused.chunk(2)
             yield f"{prefix}{gate_name}.{kind}", whole(gate)
             yield f"{prefix}{up_name}.{kind}", whole(up)
+        elif fused is not None:
+            yield f"{prefix}{up_name}.{kind}", whole(fused)
     yield f"{prefix}{down_name}.weight", whole(plain(weights.down_DF))
     if weights.down_bias_D is not None:
         yield f"{prefix}{down_name}.bias", whole(weights.down_bias_D)
 
 
-def _mixture(weights: MoeWeights, present: set[str]) -> Iterator[Named]:
+def _mixture(weights: MoeWeights, present: set[str], *, gated: bool) -> Iterator[Named]:
     router = _which(_ROUTERS, present)
     yield router, whole(weights.router_ED)
     if weights.router_bias_E is not None:
@@ -132,10 +142,13 @@ def _mixture(weights: MoeWeights, present: set[str]) -> Iterator[Named]:
         yield name, reshaped(bias, (1, *bias.shape)) if "moe_statics" in name else whole(bias)
     if weights.expert_of_token_VK is not None:
         yield _EXPERTS_OF_TOKENS, whole(weights.expert_of_token_VK)
-    yield from _experts(weights, present)
+    if weights.latent is not None:
+        yield "fc1_latent_proj.weight", whole(plain(weights.latent.down_LD))
+        yield "fc2_latent_proj.weight", whole(plain(weights.latent.up_DL))
+    yield from _experts(weights, present, gated=gated)
 
 
-def _experts(weights: MoeWeights, present: set[str]) -> Iterator[Named]:
+def _experts(weights: MoeWeights, present: set[str], *, gated: bool = True) -> Iterator[Named]:
     gate_up_E2FD, down_EDF = plain(weights.gate_up_E2FD), plain(weights.down_EDF)
     if weights.gate_up_bias_E2F is not None and weights.down_bias_ED is not None:
         yield from _interwoven(gate_up_E2FD, weights.gate_up_bias_E2F)
@@ -148,6 +161,11 @@ def _experts(weights: MoeWeights, present: set[str]) -> Iterator[Named]:
                 yield name, TensorMapping(stack, tuple(stack.shape), takes_transposed=True)
             return
     gate_name, up_name, down_name = _SINGLE[_which(tuple(_SINGLE), present)]
+    if not gated:
+        for expert, (up, down) in enumerate(zip(gate_up_E2FD, down_EDF, strict=True)):
+            yield f"experts.{expert}.up_proj.weight", whole(up)
+            yield f"experts.{expert}.down_proj.weight", whole(down)
+        return
     for expert, (gate_up, down) in enumerate(zip(gate_up_E2FD, down_EDF, strict=True)):
         gate, up = gate_up.chunk(2)
         yield f"experts.{expert}.{gate_name}.weight", whole(gate)
@@ -163,11 +181,11 @@ def _interwoven(gate_up_E2FD: Tensor, bias_E2F: Tensor) -> Iterator[Named]:
     yield "experts.gate_up_proj_bias", reshaped(bias_E2F.view(experts, 2, both // 2).mT, (experts, both))
 
 
-def _shared(weights: SharedWeights, present: set[str]) -> Iterator[Named]:
+def _shared(weights: SharedWeights, present: set[str], *, gated: bool) -> Iterator[Named]:
     prefixes = (name for name in _SHARED if f"{name}down_proj.weight" in present)
     prefix = next(prefixes, _SHARED[0])
     names = _DENSE_OF_V4 if f"{_SHARED[0]}w2.weight" in present else _DENSE
-    yield from _dense(prefix, weights.dense, names)
+    yield from _dense(prefix, weights.dense, names, gated=gated)
     if weights.gate_1D is not None:
         yield "shared_expert_gate.weight", whole(weights.gate_1D)
 

@@ -1,0 +1,102 @@
+"""Nemotron-H and Nemotron 3: Mamba-2, attention and feed-forwards, each a layer of its own on disk."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moiety_engine.model.errors import UnsupportedModelError
+from moiety_engine.model.families.config import (
+    Config,
+    Features,
+    first,
+    read_attention,
+    read_sigmoid_experts,
+    require,
+    require_unlimited_time_steps,
+)
+from moiety_engine.model.recurrent_specs import Mamba2Spec
+from moiety_engine.model.rope_spec import NO_ROPE
+from moiety_engine.model.spec import AttentionSpec, DenseSpec, LayerSpec, MoeSpec, NormSpec, SharedSpec
+from moiety_kernels.moe.activation import RELU2
+
+_OF_PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+_OLD_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
+_MIXERS = ("linear_attention", "full_attention")  # which begin a layer of the spec
+_UNSAID = ["linear_attention", "moe", "full_attention", "mlp"]
+
+
+def nemotron_h(config: Config, index: int) -> LayerSpec:
+    """Return the layer that begins at layer `index` on disk: Mamba-2 or attention, and the feed-forward after it."""
+    kinds = _kinds(config)
+    mixer = _mamba2(config) if kinds[index] == "linear_attention" else _attention(config)
+    following = kinds[index + 1] if index + 1 < len(kinds) else None
+    if following is None or following in _MIXERS:
+        return LayerSpec(mixer, None)
+    require(config, "nemotron_h", mlp_hidden_act="relu2")
+    return LayerSpec(mixer, _mixture(config) if following == "moe" else _dense(config, config["intermediate_size"]))
+
+
+def nemotron_h_features(config: Config) -> Features:
+    """Return the norms, the layers on disk that begin a layer, and the prefix of MTP layers, which are ignored."""
+    kinds = _kinds(config)
+    starts = tuple(index for index, kind in enumerate(kinds) if kind in _MIXERS)
+    for index in range(len(kinds)):
+        if kinds[index] not in _MIXERS and index - 1 not in starts:
+            raise UnsupportedModelError(
+                f"layer {index} is a feed-forward ({kinds[index]}) without a layer of Mamba-2 or attention before it, "
+                "which is not supported in nemotron_h: no released model has one"
+            )
+    return {
+        "norm": NormSpec(float(config["layer_norm_epsilon"])),
+        "block_starts": starts,
+        "ignored_prefixes": ("mtp.",),
+    }
+
+
+def _kinds(config: Config) -> list[str]:
+    """Return the kind of each layer on disk, from a list or from a pattern with a character for each layer."""
+    kinds = config.get("layers_block_type")
+    if kinds is None:
+        pattern = config.get("hybrid_override_pattern")
+        kinds = _UNSAID if pattern is None else [_OF_PATTERN.get(one, one) for one in pattern]
+    kinds = [_OLD_NAMES.get(kind, kind) for kind in kinds]
+    for kind in kinds:
+        if kind not in _OF_PATTERN.values():
+            known = ", ".join(f"{name} ({one})" for one, name in _OF_PATTERN.items())
+            raise UnsupportedModelError(f"layer type {kind!r} is not supported in nemotron_h; known: {known}")
+    return kinds
+
+
+def _attention(config: Config) -> AttentionSpec:
+    """Return the attention, which has no positions."""
+    require(config, "nemotron_h", attention_bias=False)
+    return read_attention(config, rope=NO_ROPE)
+
+
+def _mamba2(config: Config) -> Mamba2Spec:
+    """Return the Mamba-2 layer; older files have some of its sizes under other keys."""
+    require(config, "nemotron_h", mamba_hidden_act="silu")
+    require_unlimited_time_steps(config, "mamba_dt_limit" if "mamba_dt_limit" in config else "time_step_limit")
+    return Mamba2Spec(
+        num_heads=config["mamba_num_heads"],
+        num_groups=first(config, "mamba_n_groups", "n_groups"),
+        head_width=config["mamba_head_dim"],
+        state_width=config["ssm_state_size"],
+        conv_taps=first(config, "mamba_d_conv", "conv_kernel"),
+        norm_eps=float(config["layer_norm_epsilon"]),
+        conv_bias=bool(first(config, "mamba_conv_bias", "use_conv_bias")),
+        bias=bool(config["use_bias"]),
+    )
+
+
+def _dense(config: Config, width: int) -> DenseSpec:
+    return DenseSpec(width, bool(config["mlp_bias"]), RELU2)
+
+
+def _mixture(config: Config) -> MoeSpec:
+    require(config, "nemotron_h", n_shared_experts=1)
+    latent = config.get("moe_latent_size")
+    if latent is not None and config["mlp_bias"]:
+        raise UnsupportedModelError("mlp_bias is not supported in nemotron_h with moe_latent_size")
+    shared = SharedSpec(_dense(config, config["moe_shared_expert_intermediate_size"]))
+    return replace(read_sigmoid_experts(config, activation=RELU2), shared=shared, latent_width=latent)

@@ -1,0 +1,115 @@
+"""Engines with recurrent layers of real families answer as transformers does, after prefix hits and preemption too.
+
+`tests/engine/test_recurrent_states.py` shows the same, and more, with the smallest recurrent layer.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+import pytest
+
+from moiety_engine.config import EngineConfig
+from moiety_engine.loop import EngineLoop
+from moiety_engine.loop_setup import build_loop
+from moiety_engine.messages import CoreFinish, CoreSubmit
+from moiety_engine.model.loading import load_model
+from moiety_engine.scheduling.preemption.preemptor import SwapCost
+from moiety_wire.classes import STANDARD
+from moiety_wire.messages import Sampling
+from moiety_wire.notes import Reason
+
+from .test_parity import TOLERANCE, tokens
+
+VARIANTS = ["granitemoehybrid", "nemotron_h", "nemotron_h, latent experts"]
+BLOCK_SIZE, NUM_BLOCKS, MAX_RUNNING, NUM_SNAPSHOTS = 4, 400, 4, 12
+
+
+class Engine:
+    """A loop over a checkpoint, whose cache and states are NaN at first, and what it answers."""
+
+    def __init__(self, checkpoint: Any, *, swaps: bool = False) -> None:
+        model = load_model(checkpoint.folder, device="cpu", dtype="float32")
+        memory = NUM_BLOCKS * model.kv_bytes_per_block(BLOCK_SIZE) + (MAX_RUNNING + NUM_SNAPSHOTS) * model.state_bytes
+        settings: dict[str, Any] = {"host_kv_memory_bytes": 1 << 22} if swaps else {}
+        config = EngineConfig(
+            model=str(checkpoint.folder),
+            name="tiny",
+            block_size=BLOCK_SIZE,
+            max_batch_tokens=64,
+            max_running=MAX_RUNNING,
+            kv_memory_bytes=memory,
+            **settings,
+        )
+        ticks = count(10**18, 10**7)
+        self.loop: EngineLoop = build_loop(model, config, clock_ns=lambda: next(ticks))
+        self.prompts: dict[int, list[int]] = {}
+        self.answers: dict[int, list[int]] = {}
+        self.finishes: dict[int, CoreFinish] = {}
+        for layer in self.loop.executor.awake().kv.layers:
+            for part in layer.parts:
+                part.fill_(float("nan"))
+
+    def submit(self, key: int, prompt: list[int], num_output: int = 12) -> None:
+        self.prompts[key], self.answers[key] = prompt, []
+        sampling = Sampling(temperature=0.0)
+        self.loop.submit(CoreSubmit(key, "t", STANDARD, prompt, sampling, num_output, 0, [], num_output, b"s", 0))
+
+    def step(self) -> None:
+        self.loop.step()
+        step = self.loop.take_outputs()
+        assert step is None or step.failures == []
+        for output in [] if step is None else step.outputs:
+            self.answers[output.key] += output.token_ids
+            if output.finish is not None:
+                self.finishes[output.key] = output.finish
+
+    def run(self) -> None:
+        for _ in range(2000):
+            if self.loop.scheduler.idle:
+                return
+            self.step()
+        raise AssertionError("the requests do not end")
+
+
+def assert_answers_are_the_oracles(engine: Engine, checkpoint: Any) -> None:
+    """Each token is the most likely one, or nearly as likely."""
+    for key, prompt in engine.prompts.items():
+        answer = engine.answers[key]
+        assert answer
+        rows = checkpoint.logprobs(prompt + answer)[len(prompt) - 1 : -1]
+        for row, token in zip(rows, answer, strict=True):
+            assert row.max() - row[token] < TOLERANCE
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_next_turn_continues_from_a_snapshot(make_checkpoint: Any, variant: str) -> None:
+    checkpoint = make_checkpoint(variant)
+    engine = Engine(checkpoint)
+    for key, length in enumerate((90, 37, 6)):
+        engine.submit(key, tokens(checkpoint.vocab_size, length, seed=key))
+    engine.run()
+    engine.submit(9, engine.prompts[0] + engine.answers[0] + tokens(checkpoint.vocab_size, 20, seed=9))
+    engine.run()
+    assert engine.finishes[9].num_cached_tokens == 88
+    assert_answers_are_the_oracles(engine, checkpoint)
+
+
+@pytest.mark.parametrize("swaps", [True, False])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_preempted_sequence_continues_or_is_computed_anew(make_checkpoint: Any, variant: str, swaps: bool) -> None:
+    checkpoint = make_checkpoint(variant)
+    engine = Engine(checkpoint, swaps=swaps)
+    for key, length in enumerate((70, 41)):
+        engine.submit(key, tokens(checkpoint.vocab_size, length, seed=key), num_output=24)
+    while len(engine.answers[1]) < 5:
+        engine.step()
+    scheduler = engine.loop.scheduler
+    scheduler.swap_costs(SwapCost())
+    victim = scheduler.queues.by_key[1]
+    scheduler._preemptor.preempt(victim, Reason.DECODE_NEEDS_BLOCKS, 0, None, take_blocks=True)
+    assert bool(victim.kv.host_blocks) == swaps
+    engine.run()
+    assert (engine.finishes[1].num_recomputed_tokens == 0) == swaps
+    assert_answers_are_the_oracles(engine, checkpoint)
