@@ -23,6 +23,7 @@ SPECS = {
     "softmax, renormalised, not below a least sum": RoutingSpec(EXPERTS, 2, renormalize=True, least_sum=0.3),
     "softmax, best groups, scaled": RoutingSpec(EXPERTS, 3, renormalize=False, scale=16.0, **GROUPED),
     "sigmoid, groups by their two best": RoutingSpec(EXPERTS, 4, renormalize=True, **V3),
+    "sigmoid, more than the sum": RoutingSpec(EXPERTS, 4, renormalize=True, scoring="sigmoid", added_sum=0.5),
     "sigmoid, all experts of the best groups": RoutingSpec(EXPERTS, 8, renormalize=False, **V3),
     "square root of softplus": RoutingSpec(EXPERTS, 4, renormalize=True, scoring="sqrt_softplus", scale=1.5),
     "sigmoid of the chosen": RoutingSpec(EXPERTS, 4, renormalize=True, scoring="sigmoid_chosen"),

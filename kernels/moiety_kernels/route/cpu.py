@@ -15,7 +15,6 @@ from moiety_kernels.cpu.compiling import jit
 from moiety_kernels.cpu.memory import load_f32, load_i32, store_f32, store_i32
 from moiety_kernels.cpu.structs import Address, Float64, Int64, address_of
 from moiety_kernels.cpu.team import SCRATCH_BYTES, team
-from moiety_kernels.route.reference import TINY
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,6 +50,7 @@ class RouteArguments(NamedTuple):
     top_groups: Int64
     best_two: Int64  # whether a group's score is the sum of its two best
     is_chosen: Int64  # whether expert_TK is an input
+    added_sum: Float64
     least_sum: Float64
     scale: Float64
     jitter: Float64
@@ -99,6 +99,7 @@ def _run(logits_TE: Tensor, spec: RoutingSpec, bias_E: Tensor | None, expert_TK:
             top_groups=spec.top_groups,
             best_two=spec.group_score == "best_two",
             is_chosen=is_chosen,
+            added_sum=spec.added_sum,
             least_sum=spec.least_sum,
             scale=spec.scale,
             jitter=spec.jitter,
@@ -120,7 +121,7 @@ def _task(args: RouteArguments, task: int, scratch: int) -> None:
         if args.scoring == _SOFTMAX_CHOSEN:
             factor = 1.0 / taken
         elif args.renormalize:
-            factor = 1.0 / max(taken / total + TINY, args.least_sum) / total
+            factor = 1.0 / max(taken / total + args.added_sum, args.least_sum) / total
         else:
             factor = 1.0 / total
         for k in range(top_k):

@@ -15,12 +15,10 @@ from torch import Tensor
 
 from moiety_kernels.gpu.cases import CompileCase
 from moiety_kernels.route.kernels.grouping import MAX_EXPERTS, grouping_cases
-from moiety_kernels.route.reference import TINY
 from moiety_kernels.route.spec import RoutingSpec
 
 _TOKENS = 4  # per program
 _CHANGING = ["num_tokens"]  # varies per step without recompilation
-_TINY = tl.constexpr(TINY)
 
 
 def fits(logits_TE: Tensor) -> bool:
@@ -44,6 +42,7 @@ def route(logits_TE: Tensor, spec: RoutingSpec, bias_E: Tensor | None = None) ->
             expert_TK,
             tokens,
             logits_TE.stride(0),
+            spec.added_sum,
             spec.least_sum,
             spec.scale,
             spec.jitter,
@@ -78,6 +77,7 @@ def _route(
     p_expert,
     num_tokens,
     stride,
+    added_sum,
     least_sum,
     scale,
     jitter,
@@ -140,7 +140,7 @@ def _route(
         weight /= tl.sum(tl.where(i_k[None, :] < TOP_K, weight, 0.0), axis=1)[:, None]
     if RENORMALIZE:
         total = tl.sum(tl.where(i_k[None, :] < TOP_K, weight, 0.0), axis=1)
-        weight /= tl.maximum(total + _TINY, least_sum)[:, None]
+        weight /= tl.maximum(total + added_sum, least_sum)[:, None]
     i_pair = i_token.to(tl.int64)[:, None] * TOP_K + i_k[None, :]
     m_pair = m_token[:, None] & (i_k[None, :] < TOP_K)
     tl.store(p_weight + i_pair, weight * scale, mask=m_pair)
@@ -204,7 +204,7 @@ def compile_cases() -> list[CompileCase]:
     }
     types = {"p_logits": "*bf16", "p_bias": "*fp32", "p_weight": "*fp32", "p_expert": "*i32"}
     types |= dict.fromkeys(("num_tokens", "stride"), "i32")
-    types |= dict.fromkeys(("least_sum", "scale", "jitter"), "fp32")
+    types |= dict.fromkeys(("added_sum", "least_sum", "scale", "jitter"), "fp32")
     odd = frozenset(_CHANGING)
     cases = []
     for name, spec in families.items():

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from moiety_kernels.route.spec import RoutingSpec
 
-TINY = 1e-20  # added to a sum of weights as in DeepSeek-V3, whose sigmoids may almost vanish
-
 
 def route(logits_TE: Tensor, spec: RoutingSpec, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return (weight_TK float32, expert_TK int32), the best expert first."""
@@ -52,7 +50,8 @@ def _scores(logits_TE: Tensor, spec: RoutingSpec) -> Tensor:
 
 def _normalized(weight_TK: Tensor, spec: RoutingSpec) -> Tensor:
     if spec.renormalize:
-        weight_TK = weight_TK / (weight_TK.sum(dim=-1, keepdim=True) + TINY).clamp(min=spec.least_sum)
+        sum_T1 = weight_TK.sum(dim=-1, keepdim=True) + spec.added_sum
+        weight_TK = weight_TK / sum_T1.clamp(min=spec.least_sum)
     return weight_TK * spec.scale
 
 

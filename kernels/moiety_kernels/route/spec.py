@@ -30,8 +30,8 @@ class RoutingSpec:
     `top_groups` best groups may be chosen; a group's score is its best expert's (DeepSeek-V2) or the sum of its two
     best (DeepSeek-V3). A bias passed to `route` is added for the choice of groups and experts, never to weights.
 
-    If `renormalize` is set, weights are divided by their sum, but never by less than `least_sum`. At last they are
-    multiplied by `scale`.
+    If `renormalize` is set, weights are divided by their sum plus `added_sum`, but never by less than `least_sum`. At
+    last they are multiplied by `scale`.
     """
 
     num_experts: int
@@ -44,6 +44,7 @@ class RoutingSpec:
     least_sum: float = 0.0
     scale: float = 1.0
     jitter: float = 0.0
+    added_sum: float = 1e-20  # as in DeepSeek-V3, whose sigmoids may almost vanish
 
     def __post_init__(self) -> None:
         require(0 < self.top_k <= self.num_experts, f"top_k {self.top_k} must be in 1 … {self.num_experts}")

@@ -79,7 +79,7 @@ SPECS = {
     "best groups by two": RoutingSpec(
         64, 8, renormalize=True, scoring="sigmoid", num_groups=8, top_groups=4, group_score="best_two", scale=2.5
     ),
-    "sigmoid": RoutingSpec(128, 8, renormalize=True, scoring="sigmoid"),
+    "sigmoid": RoutingSpec(128, 8, renormalize=True, scoring="sigmoid", added_sum=0.5),
     "square root of softplus": RoutingSpec(40, 6, renormalize=True, scoring="sqrt_softplus", scale=1.5),
     "sigmoid of the chosen": RoutingSpec(24, 3, renormalize=True, scoring="sigmoid_chosen", scale=1.5),
     "sparse mixer": RoutingSpec(16, 2, renormalize=False, scoring="sparse_mixer", jitter=0.1),
@@ -144,9 +144,12 @@ def test_rows_with_nan_are_routed_to_existing_experts_each_once(name: str, devic
             "powers / tl.sum(powers, axis=1)[:, None]": "powers",
             "        free = tl.where(hit, 0, free)\n    if": "        free = tl.where(hit & (k > 0), 0, free)\n    if",
         },
-        "sigmoid": {"mask=m_expert, other=0.0)[None, :]": "mask=m_expert, other=0.0)[None, :] * 0"},
+        "sigmoid": {
+            "mask=m_expert, other=0.0)[None, :]": "mask=m_expert, other=0.0)[None, :] * 0",
+            "total + added_sum": "total",
+        },
         "best groups by two": {"score += tl.max(": "score += 0 * tl.max("},
-        "all experts": {"tl.maximum(total + _TINY, least_sum)": "(total + _TINY)"},
+        "all experts": {"tl.maximum(total + added_sum, least_sum)": "(total + added_sum)"},
         "sparse mixer": {"<= 2 * jitter": "<= jitter"},
         "softmax of the chosen": {"weight /= tl.sum(tl.where": "weight /= 2 * tl.sum(tl.where"},
     },
