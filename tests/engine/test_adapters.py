@@ -119,17 +119,21 @@ def test_each_answer_in_a_batch_of_many_adapters_is_that_of_its_merged_checkpoin
 
 
 @pytest.mark.parametrize(
-    ("variant", "gate"),
-    [("qwen3_next", "q_proj"), pytest.param("laguna", "g_proj", marks=pytest.mark.thorough)],
+    ("variant", "further"),
+    [
+        ("qwen3_next", ("q_proj",)),
+        pytest.param("laguna", ("g_proj",), marks=pytest.mark.thorough),
+        ("lfm2_moe", ("w1", "w2", "w3")),
+    ],
 )
-def test_adapters_on_queries_and_output_gates_answer_as_the_merged_checkpoint(
-    tmp_path: Path, variant: str, gate: str
+def test_adapters_on_queries_output_gates_and_modules_of_other_names_answer_as_the_merged_checkpoint(
+    tmp_path: Path, variant: str, further: tuple[str, ...]
 ) -> None:
     from tests.model.conftest import write_checkpoint
 
     checkpoint = tmp_path / "base"
     write_checkpoint(checkpoint, variant)
-    adapter = write_adapter(tmp_path / "adapter", checkpoint, modules=(*ATTENTION, gate), rank=3)
+    adapter = write_adapter(tmp_path / "adapter", checkpoint, modules=(*ATTENTION, *further), rank=3)
     merged = merge(checkpoint, adapter, tmp_path / "merged")
     settings: dict[str, Any] = {"name": "tiny", "dtype": "float32", "block_size": 4, "max_running": 4}
     submits = [make_submit(1, "own", 40), make_submit(2, "", 23)]

@@ -183,6 +183,18 @@ RECENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32}
         | {"intermediate_size": 96, "final_logit_softcapping": 4.0, "attention_bias": True},
     ),
+    "lfm2_moe": (
+        "lfm2_moe",
+        {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1, "conv_bias": True}
+        | {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "intermediate_size": 112}
+        | {"routed_scaling_factor": 1.5, "conv_L_cache": 4, "head_dim": 32},
+    ),
+    "lfm2_moe, no biases": (
+        "lfm2_moe",
+        {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "num_dense_layers": 0}
+        | {"num_experts": 8, "moe_intermediate_size": 48, "use_expert_bias": False, "norm_topk_prob": False}
+        | {"tie_word_embeddings": False},
+    ),
     "llama4_text": (
         "llama4_text",
         {"num_hidden_layers": 4, "num_local_experts": 4, "intermediate_size": 48, "intermediate_size_mlp": 96}

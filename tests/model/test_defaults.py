@@ -132,6 +132,7 @@ def test_a_configuration_that_says_nothing_is_the_class_as_it_is(family: str) ->
 def test_scaled_rotary_embeddings_have_the_family_s_own_base(family: str, kind: str) -> None:
     scaling = {key: value for key, value in ROPES[kind].items() if key != "rope_theta"}
     sizes = {"num_experts_per_tok": 2, "n_routed_experts": 8} if family in ("dots1", "deepseek_v2") else {}
+    sizes |= {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2} if family == "lfm2_moe" else {}
     sizes |= {"intermediate_size": 1664} if family == "aria_text" else {}  # its class has square experts: refused
     for key in ("rope_scaling", "rope_parameters"):
         config = {"model_type": family, key: scaling, "max_position_embeddings": 4096, **sizes}
@@ -342,3 +343,41 @@ def test_nemotron_3_is_read_as_it_is_published() -> None:
 def test_nemotron_layers_that_would_be_computed_wrongly_are_refused(changes: Config, match: str) -> None:
     with pytest.raises(ModelError, match=match):
         spec_from_config(NEMOTRON_3_NANO | changes)
+
+
+LFM2_8B_A1B = {  # its config.json as published
+    "model_type": "lfm2_moe",
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "hidden_size": 2048,
+    "intermediate_size": 7168,
+    "layer_types": ["full_attention" if index in (2, 6, 10, 14, 18, 21) else "conv" for index in range(24)],
+    "max_position_embeddings": 128000,
+    "moe_intermediate_size": 1792,
+    "norm_eps": 1e-05,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_dense_layers": 2,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "rope_theta": 1000000.0,
+    "routed_scaling_factor": 1.0,
+    "tie_embedding": True,
+    "torch_dtype": "bfloat16",
+    "use_expert_bias": True,
+    "vocab_size": 65536,
+}
+
+
+def test_lfm2_is_read_as_it_is_published() -> None:
+    spec = spec_from_config(LFM2_8B_A1B)
+    assert spec == spec_from_config(theirs("lfm2_moe", LFM2_8B_A1B))
+    assert (len(spec.recurrent_layers), len(spec.moe_layers), spec.tie_word_embeddings) == (18, 22, True)
+    assert not spec_from_config(LFM2_8B_A1B | {"tie_embedding": False}).tie_word_embeddings
+    with pytest.raises(ModelError, match="layer type 'linear_attention' is not supported in lfm2_moe"):
+        spec_from_config(LFM2_8B_A1B | {"layer_types": ["conv", "linear_attention"], "num_hidden_layers": 2})
+    without = {key: value for key, value in LFM2_8B_A1B.items() if key != "layer_types"}
+    with pytest.raises(ModelError, match="lacks the key 'layer_types'"):
+        spec_from_config(without)

@@ -177,7 +177,7 @@ def test_shards_are_read_and_progress_reaches_the_whole(mixture: Any, make_drive
     [
         *("qwen3_moe", "mixtral", "deepseek_v3", "qwen2_moe", "granitemoe", "phimoe", "ernie4_5_moe", "glm4_moe"),
         *("dots1", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "minimax_m2", "sarvam_moe"),
-        *("afmoe", "kolibri1", "laguna", "nemotron_h"),
+        *("afmoe", "kolibri1", "laguna", "lfm2_moe", "nemotron_h"),
         *("qwen3_5_moe", "qwen3_next"),
     ],
 )
@@ -206,6 +206,7 @@ def test_experts_may_be_stacked_and_fused(
         ("afmoe", "mlp.router.gate.weight"),
         ("axk1", "post_mlp_layernorm.weight"),
         ("ernie4_5_moe", "mlp.moe_statics.e_score_correction_bias"),
+        ("lfm2_moe", "feed_forward.experts.0.w1.weight"),
         ("nemotron_h", "mixer.experts.0.up_proj.weight"),
     ],
 )

@@ -38,6 +38,7 @@ RECENT = [  # with what older families do not have, such as output gates, layers
     "kimi_linear",
     "kolibri1",
     "laguna",
+    "lfm2_moe",
     "llama4_text",
     "mimo_v2_flash",
     "minimax",

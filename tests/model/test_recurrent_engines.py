@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moiety_engine.config import EngineConfig
+from moiety_engine.config import EngineConfig, Speculate
 from moiety_engine.loop import EngineLoop
 from moiety_engine.loop_setup import build_loop
 from moiety_engine.messages import CoreFinish, CoreSubmit
@@ -22,17 +22,17 @@ from moiety_wire.notes import Reason
 
 from .test_parity import TOLERANCE, tokens
 
-VARIANTS = ["granitemoehybrid", "nemotron_h", "nemotron_h, latent experts"]
+VARIANTS = ["granitemoehybrid", "lfm2_moe", "nemotron_h", "nemotron_h, latent experts"]
 BLOCK_SIZE, NUM_BLOCKS, MAX_RUNNING, NUM_SNAPSHOTS = 4, 400, 4, 12
 
 
 class Engine:
     """A loop over a checkpoint, whose cache and states are NaN at first, and what it answers."""
 
-    def __init__(self, checkpoint: Any, *, swaps: bool = False) -> None:
+    def __init__(self, checkpoint: Any, *, swaps: bool = False, **settings: Any) -> None:
         model = load_model(checkpoint.folder, device="cpu", dtype="float32")
         memory = NUM_BLOCKS * model.kv_bytes_per_block(BLOCK_SIZE) + (MAX_RUNNING + NUM_SNAPSHOTS) * model.state_bytes
-        settings: dict[str, Any] = {"host_kv_memory_bytes": 1 << 22} if swaps else {}
+        settings |= {"host_kv_memory_bytes": 1 << 22} if swaps else {}
         config = EngineConfig(
             model=str(checkpoint.folder),
             name="tiny",
@@ -51,9 +51,9 @@ class Engine:
             for part in layer.parts:
                 part.fill_(float("nan"))
 
-    def submit(self, key: int, prompt: list[int], num_output: int = 12) -> None:
+    def submit(self, key: int, prompt: list[int], num_output: int = 12, **more: Any) -> None:
         self.prompts[key], self.answers[key] = prompt, []
-        sampling = Sampling(temperature=0.0)
+        sampling = Sampling(temperature=0.0, **more)
         self.loop.submit(CoreSubmit(key, "t", STANDARD, prompt, sampling, num_output, 0, [], num_output, b"s", 0))
 
     def step(self) -> None:
@@ -113,3 +113,17 @@ def test_a_preempted_sequence_continues_or_is_computed_anew(make_checkpoint: Any
     engine.run()
     assert (engine.finishes[1].num_recomputed_tokens == 0) == swaps
     assert_answers_are_the_oracles(engine, checkpoint)
+
+
+def test_rejected_drafts_leave_no_trace_in_short_convolutions(make_checkpoint: Any) -> None:
+    checkpoint = make_checkpoint("lfm2_moe")
+    engines = [Engine(checkpoint, speculate=speculate) for speculate in (Speculate.OFF, Speculate.NGRAM)]
+    few_words = {"logit_bias": dict.fromkeys((17, 230, 41), 30.0)}  # so that the answers repeat themselves in part
+    for engine in engines:
+        for key in range(4):
+            prompt = tokens(checkpoint.vocab_size, 20 + key, seed=key) + [17, 230, 41] * 4
+            engine.submit(key, prompt, num_output=40, **few_words)
+        engine.run()
+    load = engines[1].loop.load()
+    assert 0 < load.accepted_tokens_total < load.drafted_tokens_total
+    assert engines[0].answers == engines[1].answers

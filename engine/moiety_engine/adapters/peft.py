@@ -38,7 +38,9 @@ _NAME = re.compile(r"(?:.*\.)?layers\.(\d{1,6})\.(.+)\.lora_([AB])\.weight")
 _MODULE = re.compile(r"(?:self_attn\.([qkvog])_proj|mlp\.(?:experts\.(\d{1,6})\.)?(gate|up|down)_proj)")
 _ALIASES = (
     ("self_attn.gate_proj", "self_attn.g_proj"),
+    ("self_attn.out_proj", "self_attn.o_proj"),
     ("block_sparse_moe.", "mlp."),
+    ("feed_forward.", "mlp."),
     (".w1", ".gate_proj"),
     (".w3", ".up_proj"),
     (".w2", ".down_proj"),

@@ -20,6 +20,7 @@ from moiety_engine.model.latent_attention import LatentAttention
 from moiety_engine.model.recurrent_layers import recurrent_layer
 from moiety_engine.model.recurrent_weights import RecurrentWeights
 from moiety_engine.model.rotary import GrowthTable
+from moiety_engine.model.short_convolution import ShortConvolution
 from moiety_engine.model.spec import AttentionSpec, LatentAttentionSpec, MoeSpec
 from moiety_engine.model.weights import (
     AttentionWeights,
@@ -358,4 +359,4 @@ def attention(
 
 def replayable_layers(attentions: Sequence[Attention]) -> dict[int, RecurrentLayer]:
     """Return the layers that can replay tokens, by index."""
-    return {index: one for index, one in enumerate(attentions) if isinstance(one, GatedDeltaNet)}
+    return {index: one for index, one in enumerate(attentions) if isinstance(one, GatedDeltaNet | ShortConvolution)}

@@ -12,7 +12,14 @@ from moiety_engine.model.kimi_delta_attention import KimiDeltaAttention
 from moiety_engine.model.lightning_attention import LightningAttention
 from moiety_engine.model.mamba2 import Mamba2
 from moiety_engine.model.recurrent_mixer import RecurrentMixer
-from moiety_engine.model.recurrent_specs import GatedDeltaSpec, KimiDeltaSpec, LightningSpec, Mamba2Spec
+from moiety_engine.model.recurrent_specs import (
+    GatedDeltaSpec,
+    KimiDeltaSpec,
+    LightningSpec,
+    Mamba2Spec,
+    ShortConvSpec,
+)
+from moiety_engine.model.short_convolution import ShortConvolution
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,6 +36,7 @@ _LAYERS: dict[type, Any] = {
     Mamba2Spec: Mamba2,
     KimiDeltaSpec: KimiDeltaAttention,
     LightningSpec: LightningAttention,
+    ShortConvSpec: ShortConvolution,
 }
 
 

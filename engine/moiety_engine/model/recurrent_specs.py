@@ -243,3 +243,40 @@ class LightningSpec(SquareStateSpec):
     def state_parts(self) -> tuple[StatePart, ...]:
         """A matrix of keys by values per head."""
         return (StatePart(self._matrix_shape),)
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvSpec(RecurrentSpec):
+    """Gated short convolution (LFM2): a convolution whose input and output are multiplied by projections of the token.
+
+    `conv_taps`: tokens that the convolution sees. `bias`: the projections and the convolution have biases.
+    """
+
+    num_channels: int
+    conv_taps: int
+    bias: bool = False
+
+    @property
+    def output_width(self) -> int:
+        """Width of the convolution's output."""
+        return self.num_channels
+
+    @property
+    def row_widths(self) -> tuple[int, ...]:
+        """Widths of the rows that the layer computes with."""
+        return (self.num_channels,)
+
+    @property
+    def divided_heads(self) -> tuple[tuple[str, str], ...]:
+        """Fields that tensor parallelism divides."""
+        return (("num_channels", "channels of short convolutions"),)
+
+    @property
+    def state_parts(self) -> tuple[StatePart, ...]:
+        """The last inputs of the convolution."""
+        return (StatePart((self.conv_taps - 1, self.num_channels), exact=False),)
+
+    @property
+    def input_widths(self) -> tuple[int, ...]:
+        """The inputs of the convolution."""
+        return (self.num_channels,)

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING
 
 from moiety_engine.model.compressed_specs import CompressedAttentionSpec
 from moiety_engine.model.compressed_weights import CompressedAttentionWeights, allocate_compressed
-from moiety_engine.model.recurrent_specs import GatedDeltaSpec, KimiDeltaSpec, LightningSpec, Mamba2Spec
+from moiety_engine.model.recurrent_specs import (
+    GatedDeltaSpec,
+    KimiDeltaSpec,
+    LightningSpec,
+    Mamba2Spec,
+    ShortConvSpec,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,13 +74,31 @@ class LightningWeights:
     output_DC: Weight
 
 
-RecurrentWeights = GatedDeltaWeights | Mamba2Weights | KimiDeltaWeights | LightningWeights | CompressedAttentionWeights
+@dataclass(frozen=True, slots=True)
+class ShortConvWeights:
+    input_CD: Weight  # rows: gates of the convolution's input, gates of its output, and its input
+    input_bias_C: Tensor | None
+    conv_WC: Tensor
+    conv_bias_C: Tensor | None
+    output_DC: Weight
+    output_bias_D: Tensor | None
+
+
+RecurrentWeights = (
+    GatedDeltaWeights
+    | Mamba2Weights
+    | KimiDeltaWeights
+    | LightningWeights
+    | ShortConvWeights
+    | CompressedAttentionWeights
+)
 RECURRENT_PRODUCTS: dict[type, tuple[str, ...]] = {
     GatedDeltaWeights: ("input_CD", "output_DC"),
     Mamba2Weights: ("input_CD", "output_DC"),
     KimiDeltaWeights: ("input_CD", "output_DC"),
     LightningWeights: ("input_CD", "gate_CD", "output_DC"),
     CompressedAttentionWeights: ("input_CD", "query_up_CR", "output_DC"),
+    ShortConvWeights: ("input_CD", "output_DC"),
 }
 
 
@@ -138,10 +162,24 @@ def _lightning(spec: RecurrentSpec, size: int, new: TensorAllocator) -> Lightnin
     )
 
 
+def _short_conv(spec: RecurrentSpec, size: int, new: TensorAllocator) -> ShortConvWeights:
+    assert isinstance(spec, ShortConvSpec)
+    channels = spec.num_channels
+    return ShortConvWeights(
+        input_CD=new.product(3 * channels, size),
+        input_bias_C=new.vector(3 * channels) if spec.bias else None,
+        conv_WC=new.vector(spec.conv_taps, channels),
+        conv_bias_C=new.vector(channels) if spec.bias else None,
+        output_DC=new.product(size, channels),
+        output_bias_D=new.vector(size) if spec.bias else None,
+    )
+
+
 _ALLOCATORS: dict[type, Callable[[RecurrentSpec, int, TensorAllocator], RecurrentWeights]] = {
     GatedDeltaSpec: _gated_delta,
     Mamba2Spec: _mamba2,
     KimiDeltaSpec: _kimi_delta,
     LightningSpec: _lightning,
     CompressedAttentionSpec: allocate_compressed,
+    ShortConvSpec: _short_conv,
 }

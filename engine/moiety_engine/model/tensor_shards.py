@@ -44,6 +44,7 @@ _ADDED_ONCE = (
     "attention.dense.bias",
     "mamba.out_proj.bias",
     "mixer.out_proj.bias",
+    "conv.out_proj.bias",
     "down_proj.bias",
     "down_proj_bias",
 )  # biases of sums over ranks: only one rank adds them

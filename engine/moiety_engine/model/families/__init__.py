@@ -53,6 +53,7 @@ from moiety_engine.model.families.ignored import Noting, ignored_of
 from moiety_engine.model.families.kimi import kimi_linear, kimi_linear_features
 from moiety_engine.model.families.kolibri import kolibri1
 from moiety_engine.model.families.laguna import laguna, mellum, mellum_features
+from moiety_engine.model.families.lfm import lfm2_moe, lfm2_moe_features
 from moiety_engine.model.families.ling import bailing_hybrid, bailing_hybrid_features, bailing_moe
 from moiety_engine.model.families.llama import llama
 from moiety_engine.model.families.llama4 import llama4_text
@@ -112,6 +113,7 @@ FAMILIES: dict[str, Callable[[Config, int], LayerSpec]] = {
     "kimi_linear": kimi_linear,
     "kolibri1": kolibri1,
     "laguna": laguna,
+    "lfm2_moe": lfm2_moe,
     "llama": llama,
     "llama4_text": llama4_text,
     "mellum": mellum,
@@ -172,6 +174,7 @@ WHOLE: dict[str, Callable[[Config], Features]] = {
     "granitemoehybrid": granite_features,
     "granitemoeshared": granite_features,
     "kimi_linear": kimi_linear_features,
+    "lfm2_moe": lfm2_moe_features,
     "mellum": mellum_features,
     "mimo_v2_flash": mimo_features,
     "minimax_m2": minimax_m2_features,

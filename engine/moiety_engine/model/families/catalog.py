@@ -182,6 +182,15 @@ CATALOG: dict[str, FamilyEntry] = {
     "laguna": FamilyEntry(
         "Laguna XS.2", "norms of heads, windows, query heads by layer, an output gate, two rotary embeddings", _SIGMOID
     ),
+    "lfm2_moe": FamilyEntry(
+        "LFM2-8B-A1B, LFM2-24B-A2B",
+        "short convolutions with gates; in every fourth layer norms of heads",
+        "sigmoid, with a selection bias; first layers dense",
+        {  # LFM2-8B-A1B
+            "layer_types": ["full_attention" if index in (2, 6, 10, 14, 18, 21) else "conv" for index in range(24)],
+            "num_hidden_layers": 24,
+        },
+    ),
     "llama4_text": FamilyEntry(
         "the text model of Llama 4 Scout, Maverick",
         "chunks, norms of heads after the rotation; every fourth layer sees all, without positions",

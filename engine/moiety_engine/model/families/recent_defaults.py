@@ -246,6 +246,13 @@ RECENT_DEFAULTS: dict[str, dict[str, Any]] = {
             "llama_4_scaling_beta": 0.1,
         },
     },
+    "lfm2_moe": {
+        "conv_L_cache": 3, "conv_bias": False, "hidden_size": 2048, "intermediate_size": 7168,
+        "max_position_embeddings": 128_000, "moe_intermediate_size": 1792, "norm_eps": 1e-5, "norm_topk_prob": True,
+        "num_attention_heads": 32, "num_dense_layers": 2, "num_experts": 32, "num_experts_per_tok": 4,
+        "num_hidden_layers": 32, "num_key_value_heads": 8, "rope_theta": 1_000_000.0, "routed_scaling_factor": 1.0,
+        "tie_word_embeddings": True, "use_expert_bias": True, "vocab_size": 65_536,
+    },
     "nemotron_h": {
         "attention_bias": False, "conv_kernel": 4, "head_dim": 128, "hidden_size": 4096, "intermediate_size": 21_504,
         "layer_norm_epsilon": 1e-5, "mamba_head_dim": 64, "mamba_hidden_act": "silu", "mamba_num_heads": 128,

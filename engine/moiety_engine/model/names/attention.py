@@ -31,6 +31,7 @@ _OF_LING = ("attention.", "dense", "query_layernorm", "key_layernorm")
 _GATES = ("g_proj", "gate_proj")  # of the output
 _SINKS_OF_MIMO = "attention_sink_bias"
 _OF_HUNYUAN = ("self_attn.", "o_proj", "query_layernorm", "key_layernorm")
+_OF_LFM = ("self_attn.", "out_proj", "q_layernorm", "k_layernorm")
 
 
 def attention_places(
@@ -89,7 +90,7 @@ def _grouped(spec: AttentionSpec, weights: AttentionWeights, present: set[str]) 
 
 def _style(present: set[str]) -> tuple[str, str, str, str]:
     """Return the names that the checkpoint has: of the block, the output projection and the norms of heads."""
-    for style in (_OF_LING, _OF_HUNYUAN):
+    for style in (_OF_LING, _OF_HUNYUAN, _OF_LFM):
         block, output, q_norm, _ = style
         if f"{block}{output}.weight" in present and (style is _OF_LING or f"{block}{q_norm}.weight" in present):
             return style

@@ -32,10 +32,8 @@ _STACKED = {
     "input_linear.weight": "output_linear.weight",
     "experts.fc1.weight": "experts.fc2.weight",
 }
-_SINGLE = {
-    "experts.0.gate_proj.weight": ("gate_proj", "up_proj", "down_proj"),
-    "experts.0.w1.weight": ("w1", "w3", "w2"),
-}
+_USUAL_NAMES, _SHORT_NAMES = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
+_SINGLE = {"experts.0.gate_proj.weight": _USUAL_NAMES, "experts.0.w1.weight": _SHORT_NAMES}
 _SELECTION_BIASES = (
     "gate.e_score_correction_bias",
     "moe_statics.e_score_correction_bias",
@@ -47,8 +45,6 @@ _SELECTION_BIASES = (
     "expert_bias",
     "gate.bias",
 )
-_DENSE = ("gate_proj", "up_proj", "down_proj")
-_DENSE_OF_V4 = ("w1", "w3", "w2")  # of DeepSeek-V4's shared experts
 _EXPERTS_OF_TOKENS = "gate.tid2eid"
 
 
@@ -64,7 +60,8 @@ def feed_forward_places(
     if not isinstance(weights, MoeWeights):
         # transformers saves Kimi Linear's dense layers, which are published as "mlp.", as it does those with experts
         block = "block_sparse_moe." if "block_sparse_moe.down_proj.weight" in present else block
-        yield from _fused_shared(weights) if _FUSED_SHARED in present else _dense(block, weights, gated=gated)
+        names = _SHORT_NAMES if f"{block}w2.weight" in present else _USUAL_NAMES
+        yield from _fused_shared(weights) if _FUSED_SHARED in present else _dense(block, weights, names, gated=gated)
         return
     if weights.norms is not None:
         yield from _normed(weights, weights.norms, present)
@@ -116,7 +113,7 @@ def _block(present: set[str]) -> tuple[str, set[str]]:
 
 
 def _dense(
-    prefix: str, weights: DenseWeights, names: tuple[str, str, str] = _DENSE, *, gated: bool = True
+    prefix: str, weights: DenseWeights, names: tuple[str, str, str] = _USUAL_NAMES, *, gated: bool = True
 ) -> Iterator[Named]:
     gate_name, up_name, down_name = names
     for fused, kind in ((plain(weights.gate_up_2FD), "weight"), (weights.gate_up_bias_2F, "bias")):
@@ -184,7 +181,7 @@ def _interwoven(gate_up_E2FD: Tensor, bias_E2F: Tensor) -> Iterator[Named]:
 def _shared(weights: SharedWeights, present: set[str], *, gated: bool) -> Iterator[Named]:
     prefixes = (name for name in _SHARED if f"{name}down_proj.weight" in present)
     prefix = next(prefixes, _SHARED[0])
-    names = _DENSE_OF_V4 if f"{_SHARED[0]}w2.weight" in present else _DENSE
+    names = _SHORT_NAMES if f"{_SHARED[0]}w2.weight" in present else _USUAL_NAMES
     yield from _dense(prefix, weights.dense, names, gated=gated)
     if weights.gate_1D is not None:
         yield "shared_expert_gate.weight", whole(weights.gate_1D)

@@ -10,7 +10,14 @@ from moiety_engine.model.names.gated_delta import gated_delta_places
 from moiety_engine.model.names.kimi_delta import kimi_delta_places
 from moiety_engine.model.names.lightning import lightning_places
 from moiety_engine.model.names.mamba2 import mamba2_places
-from moiety_engine.model.recurrent_specs import GatedDeltaSpec, KimiDeltaSpec, LightningSpec, Mamba2Spec
+from moiety_engine.model.names.short_conv import short_conv_places
+from moiety_engine.model.recurrent_specs import (
+    GatedDeltaSpec,
+    KimiDeltaSpec,
+    LightningSpec,
+    Mamba2Spec,
+    ShortConvSpec,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,6 +32,7 @@ _PLACES: dict[type, Callable[[Any, Any, set[str]], Iterator[Named]]] = {
     KimiDeltaSpec: kimi_delta_places,
     LightningSpec: lightning_places,
     CompressedAttentionSpec: compressed_places,
+    ShortConvSpec: short_conv_places,
 }
 
 
