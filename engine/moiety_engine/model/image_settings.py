@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from moiety_engine.config import ImageOptions
-    from moiety_engine.model.spec import ModelSpec, VisionSpec
+    from moiety_engine.model.spec import ModelSpec
+    from moiety_engine.model.vision_spec import VisionSpec
 
 MIN_PIXELS, MAX_PIXELS = 256 * 256, 4096 * 4096  # as Qwen3-VL's processor has them
 MAX_TOTAL_BYTES = 48 << 20  # of a prompt's files: the wire's messages have at most 64 MiB

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_engine.model.arithmetic import Arithmetic
-    from moiety_engine.model.spec import VisionSpec
+    from moiety_engine.model.vision_spec import VisionSpec
     from moiety_engine.model.weights import (
         LinearWeights,
         NormWeights,

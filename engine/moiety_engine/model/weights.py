@@ -25,7 +25,6 @@ from moiety_engine.model.spec import (
     ModelSpec,
     MoeSpec,
     SharedSpec,
-    VisionSpec,
 )
 
 if TYPE_CHECKING:
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from moiety_engine.model.vision_spec import VisionSpec
     from moiety_kernels.quantization import Weight
 
 

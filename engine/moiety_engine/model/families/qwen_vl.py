@@ -20,7 +20,8 @@ from moiety_engine.model.families.config import (
 )
 from moiety_engine.model.families.defaults import VISION_DEFAULTS
 from moiety_engine.model.rope_spec import RopeSpec
-from moiety_engine.model.spec import DenseSpec, LayerSpec, MoeSpec, VisionSpec
+from moiety_engine.model.spec import DenseSpec, LayerSpec, MoeSpec
+from moiety_engine.model.vision_spec import VisionSpec
 
 _OF_THE_WHOLE = ("dtype", "torch_dtype", "quantization_config", "compression_config", "tie_word_embeddings")
 _TOKENS = ("image_token_id", "vision_start_token_id", "vision_end_token_id")

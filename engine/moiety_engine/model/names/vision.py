@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from moiety_engine.model.names.tensor_mapping import Named
-    from moiety_engine.model.spec import VisionSpec
+    from moiety_engine.model.vision_spec import VisionSpec
     from moiety_engine.model.weights import LinearWeights, NormWeights, PatchMergerWeights, VisionWeights
 
 _ROOTS = ("model.visual.", "visual.")
