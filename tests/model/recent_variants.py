@@ -201,6 +201,12 @@ RECENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"head_dim": 32, "interleave_moe_layer_step": 2, "attention_chunk_size": 48, "no_rope_layer_interval": 2}
         | {"floor_scale": 32, "attention_bias": True, "pad_token_id": None},
     ),
+    "longcat_flash": (
+        "longcat_flash",
+        {key: value for key, value in _LATENT.items() if "size" not in key and "tok" not in key and "layers" not in key}
+        | {"num_layers": 2, "num_hidden_layers": 4, "head_dim": 16, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 32}
+        | {"n_routed_experts": 6, "zero_expert_num": 3, "moe_topk": 4, "routed_scaling_factor": 1.5},
+    ),
     "mellum": (
         "mellum",
         _SIGMOID

@@ -10,6 +10,7 @@ from transformers import CONFIG_MAPPING
 from moiety_engine.model.errors import ModelError
 from moiety_engine.model.families import FAMILIES, spec_from_config
 from moiety_engine.model.families.defaults import DEFAULTS, OTHER_NAMES, VISION_DEFAULTS
+from moiety_engine.model.spec import MoeSpec
 
 from .conftest import CLASS_OF, LINEAR_ROPE, LLAMA3_ROPE, SMALL, VARIANTS, WITHOUT_CLASS, YARN_ROPE
 
@@ -381,3 +382,49 @@ def test_lfm2_is_read_as_it_is_published() -> None:
     without = {key: value for key, value in LFM2_8B_A1B.items() if key != "layer_types"}
     with pytest.raises(ModelError, match="lacks the key 'layer_types'"):
         spec_from_config(without)
+
+
+LONGCAT_FLASH_CHAT = {  # its config.json as published
+    "model_type": "longcat_flash",
+    "attention_bias": False,
+    "attention_method": "MLA",
+    "expert_ffn_hidden_size": 2048,
+    "ffn_hidden_size": 12288,
+    "hidden_size": 6144,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 131072,
+    "mla_scale_kv_lora": True,
+    "mla_scale_q_lora": True,
+    "moe_topk": 12,
+    "n_routed_experts": 512,
+    "num_attention_heads": 64,
+    "num_layers": 28,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000000.0,
+    "routed_scaling_factor": 6.0,
+    "torch_dtype": "bfloat16",
+    "v_head_dim": 128,
+    "vocab_size": 131072,
+    "zero_expert_num": 256,
+    "zero_expert_type": "identity",
+}
+
+
+def test_longcat_flash_is_read_as_it_is_published() -> None:
+    spec = spec_from_config(LONGCAT_FLASH_CHAT)
+    assert spec == spec_from_config(theirs("longcat_flash", LONGCAT_FLASH_CHAT))
+    assert (len(spec.layers), spec.num_stored_layers, len(spec.moe_layers)) == (56, 28, 28)
+    ffn = spec.layers[0].ffn
+    assert isinstance(ffn, MoeSpec)
+    assert (ffn.num_experts, ffn.zero_experts, ffn.routing.num_experts) == (512, 256, 768)
+    for changes, match in (
+        ({"zero_expert_type": "drop"}, "zero_expert_type 'drop' is not supported in longcat_flash"),
+        ({"router_bias": True}, "router_bias True is not supported in longcat_flash"),
+        ({"mla_scale_q_lora": False}, "mla_scale_q_lora False is not supported in longcat_flash"),
+        ({"q_lora_rank": None}, "q_lora_rank null is not supported in longcat_flash"),
+    ):
+        with pytest.raises(ModelError, match=match):
+            spec_from_config(LONGCAT_FLASH_CHAT | changes)

@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 from torch import Tensor
 
+from moiety_engine.config import OffloadConfig
+from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.errors import ConfigError, UnsupportedModelError, WeightsError
 from moiety_engine.model.families import read_spec, spec_from_config
 from moiety_engine.model.loading import load_model
@@ -25,7 +27,7 @@ from moiety_engine.model.weight_offload import named_tensors
 from moiety_engine.model.weight_quantizer import bytes_in
 from moiety_engine.model.weights import products_of
 from moiety_kernels.quantization import QuantizedWeight
-from moiety_wire.engine_choices import LoadFormat
+from moiety_wire.engine_choices import LoadFormat, Offload
 
 PROMPT = list(range(3, 60))
 
@@ -330,3 +332,9 @@ def test_cache_bytes_are_what_the_cache_takes(make_checkpoint: Any, variant: str
     for one in (model, Transformer(model.spec, model._weights, TransformerOptions(torch.int8))):
         taken = sum(t.numel() * t.element_size() for layer in one.allocate_kv(7, 16).layers for t in layer.parts)
         assert taken == 7 * one.kv_bytes_per_block(16)
+
+
+def test_experts_that_have_no_weights_are_not_offloaded(make_checkpoint: Any, tmp_path: Path) -> None:
+    offload = OffloadConfig(what=Offload.EXPERTS, folder=str(tmp_path))
+    with pytest.raises(InvalidConfig, match="--offload is not available for longcat_flash"):
+        load_model(make_checkpoint("longcat_flash").folder, device="cpu", dtype="auto", offload=offload)

@@ -40,6 +40,7 @@ RECENT = [  # with what older families do not have, such as output gates, layers
     "laguna",
     "lfm2_moe",
     "llama4_text",
+    "longcat_flash",
     "mimo_v2_flash",
     "minimax",
     "minimax_m2",

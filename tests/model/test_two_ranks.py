@@ -19,6 +19,7 @@ from moiety_engine.distribution.layout import Layout, Seat
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.checkpoint import load
 from moiety_engine.model.families import read_spec
+from moiety_engine.model.tensor_shards import own_spec
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.model.transformer_options import TransformerOptions
 
@@ -103,8 +104,8 @@ def logprobs_of_two_ranks(folder: Path, layout: Layout) -> Tensor:
 @pytest.mark.parametrize("variant", [*DIVIDED, "olmoe, clipped, linear rope"])
 def test_two_ranks_say_what_transformers_says(make_checkpoint: Any, variant: str, layout: Layout) -> None:
     checkpoint = make_checkpoint(variant)
-    if variant == "flex_olmo":
-        layout = Layout(tp=2)  # its seven experts are not divided by two
+    if variant in ("flex_olmo", "longcat_flash"):
+        layout = Layout(tp=2)  # seven experts are not divided by two, and those that return their input are on no rank
     ours = logprobs_of_two_ranks(checkpoint.folder, layout)
     assert (ours - checkpoint.logprobs(PROMPT)).abs().max() <= 1e-4
 
@@ -122,3 +123,26 @@ def test_heads_that_are_normalised_together_may_outnumber_the_key_heads(make_che
 def test_heads_that_cannot_be_divided_are_refused(make_checkpoint: Any, variant: str) -> None:
     with pytest.raises(InvalidConfig, match=REFUSED[variant]):
         logprobs_of_two_ranks(make_checkpoint(variant).folder, Layout(tp=2))
+
+
+@pytest.mark.parametrize(
+    ("layout", "match"),
+    [
+        (Layout(tp=2, ep=2), "--ep, --dp-attention and --ffn-ranks are not available for longcat_flash"),
+        (Layout(dp=2, ep=1), "--ep, --dp-attention and --ffn-ranks are not available for longcat_flash"),
+        (Layout(pp=4), "--pp 4 begins a stage with layer 1, which adds the output of experts of the stage before it"),
+    ],
+    ids=str,
+)
+def test_layouts_that_part_experts_from_their_place_are_refused(
+    make_checkpoint: Any, layout: Layout, match: str
+) -> None:
+    spec = read_spec(make_checkpoint("longcat_flash").folder)
+    with pytest.raises(InvalidConfig, match=match):
+        own_spec(spec, Seat(layout))
+
+
+def test_remote_experts_in_a_width_of_their_own_are_refused(make_checkpoint: Any) -> None:
+    spec = read_spec(make_checkpoint("nemotron_h, latent experts").folder)
+    with pytest.raises(InvalidConfig, match="--ffn-ranks is not available for this nemotron_h model"):
+        own_spec(spec, Seat(Layout(ffn_ranks=1)))

@@ -93,7 +93,7 @@ def form_of(layer: LayerSpec, product: Product, hidden_size: int) -> Form | None
         return None  # the names of the dense feed-forward beside the experts are those of another model's experts
     if not ffn.activation.gated:
         return None
-    experts = ffn.routing.num_experts if isinstance(ffn, MoeSpec) else 1
+    experts = ffn.num_experts if isinstance(ffn, MoeSpec) else 1
     if product is Product.GATE_UP:
         return Form(hidden_size, (ffn.width, ffn.width), experts)
     return Form(ffn.width, (hidden_size,), experts)

@@ -25,7 +25,7 @@ def expert_slots(spec: DenseSpec | MoeSpec | None, ranks: Ranks, device: torch.d
     layout = ranks.seat.layout
     if not isinstance(spec, MoeSpec) or (layout.ep == 1 and ranks.experts is None):
         return None
-    num_experts = spec.routing.num_experts
+    num_experts = spec.num_experts
     slots, counts = layout.slots(num_experts), False if ranks.crossings else None  # remote: no device sync
     own = {"num_parts": layout.ep, "own_part": ranks.seat.ep_rank}
     return ExpertSlots(slots, num_experts, **own, device=device, counts=counts)

@@ -8,6 +8,7 @@ from moiety_engine.model.expert_setup import expert_dispatch
 from moiety_engine.model.layers import DenseFeedForward, MixtureOfExperts, MoeContext
 from moiety_engine.model.normed_mixture import NormedMixture
 from moiety_engine.model.remote_experts import RemoteExperts
+from moiety_engine.model.shortcut_mixture import ShortcutMixture
 from moiety_engine.model.spec import DenseSpec, MoeSpec
 from moiety_engine.model.weights import DenseWeights, MoeWeights
 
@@ -35,16 +36,20 @@ def feed_forward(
     *,
     norm_eps: float,
     ranks: Ranks,
+    defers: bool = False,
 ) -> FeedForward | None:
     """Return the feed-forward that the spec describes, if any; an MoE layer appends its choices to `chosen`.
 
     `slots`: see MoeContext. `cached`: iterator over the cached experts of the remaining MoE layers. `norm_eps`: see
-    NormedMixture. `ranks`: the ranks that share the layer, or have its experts.
+    NormedMixture. `ranks`: the ranks that share the layer, or have its experts. `defers`: see LayerSpec.
     """
     if spec is None:
         return None
     if isinstance(spec, MoeSpec):
         assert isinstance(weights, MoeWeights)
+        if defers:
+            context = MoeContext(chosen, arithmetic, adapters)
+            return ShortcutMixture(spec, weights, context, group=ranks.tensor)
         if ranks.crossings:
             return RemoteExperts(spec, weights, chosen, arithmetic, ranks, slots)
         own = next(cached) if cached else None

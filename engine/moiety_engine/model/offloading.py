@@ -94,6 +94,8 @@ def open_store(
         return None
     if not spec.moe_layers:
         raise InvalidConfig(f"a {spec.family} model has no experts to offload: leave out --offload")
+    if spec.has_zero_experts:
+        raise InvalidConfig(f"--offload is not available for {spec.family}, some of whose experts have no weights")
     if load_format is LoadFormat.DUMMY:
         raise InvalidConfig("random weights are not offloaded: leave out --load-format or --offload")
     if where.type == "cuda":

@@ -18,7 +18,7 @@ class ResidualConnections:
     """
 
     def __init__(self, spec: LayerSpec, multiplier: float, scale_1: Tensor | None) -> None:
-        self._other, self._parallel = spec.residual, spec.parallel
+        self._other, self._parallel, self._defers = spec.residual, spec.parallel, spec.defers_experts
         self._multiplier, self._scale_1 = multiplier, scale_1
 
     def add_attention(
@@ -38,15 +38,25 @@ class ResidualConnections:
             attended_TD = times(self._other.attention_beta, attended_TD)
         return x_TD, times(self._multiplier, attended_TD)
 
-    def scale_ffn(self, x_TD: Tensor, normed_TD: Tensor, fed_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the two terms of the layer's output. `normed_TD`: the input of the feed-forward."""
+    def scale_ffn(
+        self, x_TD: Tensor, normed_TD: Tensor, fed_TD: Tensor, deferred_TD: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the two terms of the layer's output, and the output of experts to add in the next layer.
+
+        `normed_TD`: the input of the feed-forward. `deferred_TD`: the output of experts of the layer before.
+        """
+        later_TD = None
+        if self._defers:
+            fed_TD, later_TD = fed_TD.unbind()
+        if deferred_TD is not None:
+            fed_TD = fed_TD + deferred_TD
         if self._other is not None:
             x_TD, fed_TD = times(self._other.ffn_alpha, normed_TD), times(self._other.ffn_beta, fed_TD)
         fed_TD = times(self._multiplier, fed_TD)
         if self._scale_1 is None:
-            return x_TD, fed_TD
+            return x_TD, fed_TD, later_TD
         scale_1 = self._scale_1.to(x_TD.dtype)
-        return x_TD * scale_1, fed_TD * scale_1
+        return x_TD * scale_1, fed_TD * scale_1, later_TD
 
 
 def times(factor: float, values: Tensor) -> Tensor:

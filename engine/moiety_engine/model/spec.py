@@ -129,7 +129,8 @@ class LatentAttentionSpec:
     `query_rank`: width of the latent row of queries, if they have one. `indexer`: set if attention is sparse. `gated`:
     queries are projected from their latent row before and after its normalization, together with an output gate for
     each value of all heads (A.X-K2). `head_gates`: the output of each head is multiplied by the sigmoid of a projection
-    of the layer's input.
+    of the layer's input. `query_factor`, `latent_factor`: factors of the normalized latent rows of queries, and of keys
+    and values, which the norms' weights contain here (LongCat-Flash).
     """
 
     num_heads: int
@@ -146,6 +147,8 @@ class LatentAttentionSpec:
     indexer: IndexerSpec | None = None
     gated: bool = False
     head_gates: bool = False
+    query_factor: float = 1.0
+    latent_factor: float = 1.0
 
     @property
     def head_dim(self) -> int:
@@ -224,8 +227,9 @@ class MoeSpec:
     each by its own weights, and experts have a factor (Gemma 4). `exact_router`: the router's weights and logits are
     float32. `hashed`: a table has the experts of each token, and the router their weights only (DeepSeek-V4).
     `latent_width`: width of experts' input and output, if it is not the model's; all experts of a layer share a
-    projection into it and one out of it (Nemotron 3 Super). `held`: the expert of each slot on this rank, if the other
-    experts are on other ranks.
+    projection into it and one out of it (Nemotron 3 Super). `zero_experts`: number of the router's last experts, which
+    return their input (LongCat-Flash). `held`: the expert of each slot on this rank, if the other experts are on other
+    ranks.
     """
 
     width: int
@@ -240,6 +244,7 @@ class MoeSpec:
     hashed: bool = False
     shared: SharedSpec | None = None
     latent_width: int | None = None
+    zero_experts: int = 0
     held: tuple[int, ...] | None = None
 
     @property
@@ -252,9 +257,14 @@ class MoeSpec:
         return hidden_size if self.latent_width is None else self.latent_width
 
     @property
+    def num_experts(self) -> int:
+        """Number of experts with weights, on all ranks."""
+        return self.routing.num_experts - self.zero_experts
+
+    @property
     def num_held(self) -> int:
         """Number of experts with weights on this rank."""
-        return self.routing.num_experts if self.held is None else len(self.held)
+        return self.num_experts if self.held is None else len(self.held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +296,8 @@ class NormedResidual:
 class LayerSpec:
     """One decoder layer: norm → attention → add → norm → feed-forward → add.
 
-    `ffn`: None if the layer ends after attention, as some of Nemotron-H do.
+    `ffn`: None if the layer ends after attention, as some of Nemotron-H do. `defers_experts`: the output of routed
+    experts is added to that of the next layer's feed-forward; shared experts are a dense feed-forward (LongCat-Flash).
     `pre_norms`: the inputs of attention and feed-forward are normalized. `attention_post_norm`, `ffn_post_norm`: the
     output of attention or of the feed-forward is normalized before the addition. `scaled`: the layer's output is
     multiplied by a learned number. `parallel`: the feed-forward reads the same normalized input as attention.
@@ -305,6 +316,7 @@ class LayerSpec:
     attention_gate_rank: int = 0
     ffn_gate_rank: int = 0
     residual: NormedResidual | None = None
+    defers_experts: bool = False
     only_experts: bool = False
 
 
@@ -322,7 +334,7 @@ class ModelSpec:
     layer's tensors, if they are not named as those of a further layer of the model. `vision`: the encoder of images, if
     the model has one. `streams`: hyper-connections, if the residual stream has several rows for each token.
     `block_starts`: index of each layer's attention on disk, where its feed-forward, if it has one, is the next layer
-    (Nemotron-H); (): attention and feed-forward have one index.
+    (Nemotron-H), or where two layers are one on disk (LongCat-Flash); (): layers are as on disk.
     """
 
     family: str
@@ -387,7 +399,17 @@ class ModelSpec:
         """Number of layers on disk, MTP layers excluded."""
         if not self.block_starts:
             return len(self.layers)
-        return self.block_starts[-1] + (1 if self.layers[-1].ffn is None else 2)
+        return self.block_starts[-1] + (1 if self.layers[-1].ffn is None or self.has_sublayers else 2)
+
+    @property
+    def has_sublayers(self) -> bool:
+        """Return whether two layers are one on disk."""
+        return len({*self.block_starts}) < len(self.block_starts)
+
+    @property
+    def has_zero_experts(self) -> bool:
+        """Return whether some experts return their input."""
+        return any(isinstance(layer.ffn, MoeSpec) and layer.ffn.zero_experts > 0 for layer in self.layers)
 
     @property
     def has_latent_experts(self) -> bool:

@@ -75,6 +75,12 @@ def own_spec(spec: ModelSpec, seat: Seat) -> ModelSpec:
             f"--ffn-ranks is not available for this {spec.family} model, whose experts compute in a width of their "
             "own: use --ep or --tp"
         )
+    layout = seat.layout
+    if spec.has_zero_experts and (layout.ep > 1 or layout.dp > 1 or layout.ffn_ranks):
+        raise InvalidConfig(
+            f"--ep, --dp-attention and --ffn-ranks are not available for {spec.family}, some of whose experts return "
+            "their input and are on no rank: use --tp"
+        )
     if seat.layout.pp > len(spec.layers):
         raise InvalidConfig(f"--pp {seat.layout.pp} is more than the model's {len(spec.layers)} layers")
     _check_stages(spec, seat.layout)
@@ -193,6 +199,11 @@ def _check_stages(spec: ModelSpec, layout: Layout) -> None:
     """Raise InvalidConfig if a pipeline stage begins with a layer that uses the selection of the stage before it."""
     for stage in range(1, layout.pp):
         first = next(layer for layer in range(len(spec.layers)) if layout.stage_of(layer, len(spec.layers)) == stage)
+        if spec.layers[first - 1].defers_experts:
+            raise InvalidConfig(
+                f"--pp {layout.pp} begins a stage with layer {first}, which adds the output of experts of the stage "
+                "before it: use another number of stages, or --tp instead"
+            )
         indexer = getattr(spec.layers[first].attention, "indexer", None)
         if indexer is not None and indexer.reuses:
             raise InvalidConfig(
@@ -241,7 +252,7 @@ def _own_dense(dense: DenseSpec, seat: Seat) -> DenseSpec:
 
 def _own_mixture(mixture: MoeSpec, seat: Seat) -> MoeSpec:
     shared = mixture.shared
-    held = seat.slots_of(mixture.routing.num_experts)
+    held = seat.slots_of(mixture.num_experts)
     what, width, option, num_pieces = _cut_experts(mixture, seat)
     return replace(
         mixture,
@@ -261,8 +272,8 @@ def _of_expert(own: ModelSpec, name: str) -> str:
     expert, layer = _EXPERT.search(name), _LAYER.search(name)
     if expert is None or layer is None:
         return name
-    stored = int(layer[1])
-    ffn = own.layers[own.block_starts.index(stored - 1) if own.block_starts else stored].ffn
+    stored, starts = int(layer[1]), own.block_starts
+    ffn = own.layers[starts.index(stored if stored in starts else stored - 1) if starts else stored].ffn
     assert isinstance(ffn, MoeSpec) and ffn.held is not None
     return f"{name[: expert.start(1)]}{ffn.held[int(expert[1])]}{name[expert.end(1) :]}"
 

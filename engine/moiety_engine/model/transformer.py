@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from functools import partial
 from itertools import pairwise
+from operator import call
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,7 @@ from moiety_engine.model.norms import make_norm
 from moiety_engine.model.remote_experts import RemoteExperts, take_turns
 from moiety_engine.model.residuals import ResidualConnections, times
 from moiety_engine.model.rotary import RotaryTable, rotation_of
+from moiety_engine.model.shortcut_mixture import ShortcutMixture
 from moiety_engine.model.spec import ModelSpec
 from moiety_engine.model.tensor_shards import own_spec
 from moiety_engine.model.transformer_options import TransformerOptions
@@ -121,7 +123,8 @@ class Transformer:
         feed = partial(feed_forward, norm_eps=spec.norm.eps, ranks=ranks)
         parts = zip(own.layers, weights.layers, self.adapters.layers, self._slots, strict=True)
         feeds = [
-            feed(one.ffn, w.ffn, self._chosen, arithmetic, factors, slots, cached) for one, w, factors, slots in parts
+            feed(one.ffn, w.ffn, self._chosen, arithmetic, factors, slots, cached, defers=one.defers_experts)
+            for one, w, factors, slots in parts
         ]
         self._mixtures = [half for half in feeds if isinstance(half, MixtureOfExperts)]
         if expert_cache is not None and expert_cache.prefetches:
@@ -309,10 +312,10 @@ class Transformer:
 
     def _fed(self, half: FeedForward | None, weights: NormWeights | None) -> Callable[..., Tensor] | None:
         """Return `_whole` of a feed-forward; for remote experts, of the function that ends a begun exchange."""
-        if half is None:
-            return None
-        group = ALONE.tensor if isinstance(half, NormedMixture) else self.ranks.tensor  # it sums before its norms
-        return self._whole(_end if isinstance(half, RemoteExperts) else half, group, weights)
+        group = (
+            ALONE.tensor if isinstance(half, NormedMixture | ShortcutMixture) else self.ranks.tensor
+        )  # they sum themselves
+        return None if half is None else self._whole(call if isinstance(half, RemoteExperts) else half, group, weights)
 
     def _layers(
         self, x_TD: Tensor, batch: Batch, kv: KvCache, on_stored: Callable[[int], None] | None = None
@@ -354,7 +357,7 @@ class Transformer:
         x_TD = split_streams(x_TD, self.spec.streams)
         normed_TD = self._norms[0][0](x_TD)
         next_norms = [norm for norm, _ in self._norms[1:]] + [self._final_norm]
-        views, groups = batch.by_cache_group(), kv.groups
+        views, groups, deferred_TD = batch.by_cache_group(), kv.groups, None
         for number, (attend, feed, far, (_, ffn_norm), cache, next_norm, residual) in enumerate(
             zip(
                 self._attentions,
@@ -380,7 +383,7 @@ class Transformer:
                     begun = far.begin(normed_TD)
                     yield
                     fed_TD = feed(begun)
-                x_TD, fed_TD = residual.scale_ffn(x_TD, normed_TD, fed_TD)
+                x_TD, fed_TD, deferred_TD = residual.scale_ffn(x_TD, normed_TD, fed_TD, deferred_TD)
             if batch.images is not None:
                 fed_TD = batch.images.add_deepstack(fed_TD, self._first_layer + number)
             x_TD, normed_TD = next_norm.after_adding(x_TD, fed_TD)
@@ -431,10 +434,6 @@ class _Pass:
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
         return self._model.logits(hidden_SD)
-
-
-def _end(begun: Callable[[], Tensor]) -> Tensor:
-    return begun()
 
 
 def _decode_programs(parts: _Pass) -> DecodePrograms:

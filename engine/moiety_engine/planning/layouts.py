@@ -87,7 +87,7 @@ def with_replicated_experts(spec: ModelSpec, ep: int) -> ModelSpec:
     """Return the spec with the experts padded to a multiple of `ep`; the extra ones are further replicas."""
 
     def padded(ffn: MoeSpec) -> MoeSpec:
-        slots = -(-ffn.routing.num_experts // ep) * ep
+        slots = -(-ffn.num_experts // ep) * ep + ffn.zero_experts
         return replace(ffn, routing=replace(ffn.routing, num_experts=slots, num_groups=1, group_score="best"))
 
     layers = (replace(one, ffn=padded(one.ffn)) if isinstance(one.ffn, MoeSpec) else one for one in spec.layers)
@@ -204,7 +204,7 @@ def _as_read(form: WeightFormat, machine: Machine) -> WeightFormat:
 def experts_come_out_even(spec: ModelSpec, ep: int) -> bool:
     """Return whether no rank needs a copy of an expert."""
     mixtures = [layer.ffn for layer in spec.layers if isinstance(layer.ffn, MoeSpec)]
-    return all(ffn.routing.num_experts % ep == 0 for ffn in mixtures)
+    return all(ffn.num_experts % ep == 0 for ffn in mixtures)
 
 
 def _has_kernels(served: Served, own: ModelSpec, machine: Machine) -> bool:

@@ -77,7 +77,7 @@ def features_of(spec: ModelSpec) -> ModelFeatures:
     compressed = any(isinstance(one.attention, CompressedAttentionSpec) for one in spec.layers)
     lora = "feed-forward only" if latent or compressed else "not q, k, v" if shares_rows else YES
     if spec.block_starts:
-        lora = f"{NO}: modules of layers that have one half each on disk are not known"
+        lora = f"{NO}: the checkpoint's layers, by which modules are named, are not the engine's"
     with_states = f"{NO}: the model has recurrent layers" if spec.recurrent_layers else YES
     return ModelFeatures(
         tensor_parallel=_divides(spec, Layout(tp=2)),

@@ -57,6 +57,7 @@ from moiety_engine.model.families.lfm import lfm2_moe, lfm2_moe_features
 from moiety_engine.model.families.ling import bailing_hybrid, bailing_hybrid_features, bailing_moe
 from moiety_engine.model.families.llama import llama
 from moiety_engine.model.families.llama4 import llama4_text
+from moiety_engine.model.families.longcat import longcat_flash, longcat_flash_features
 from moiety_engine.model.families.mimo import mimo_features, mimo_v2_flash
 from moiety_engine.model.families.minimax import minimax, minimax_m2, minimax_m2_features
 from moiety_engine.model.families.mistral import mistral
@@ -116,6 +117,7 @@ FAMILIES: dict[str, Callable[[Config, int], LayerSpec]] = {
     "lfm2_moe": lfm2_moe,
     "llama": llama,
     "llama4_text": llama4_text,
+    "longcat_flash": longcat_flash,
     "mellum": mellum,
     "mimo_v2_flash": mimo_v2_flash,
     "minimax": minimax,
@@ -175,6 +177,7 @@ WHOLE: dict[str, Callable[[Config], Features]] = {
     "granitemoeshared": granite_features,
     "kimi_linear": kimi_linear_features,
     "lfm2_moe": lfm2_moe_features,
+    "longcat_flash": longcat_flash_features,
     "mellum": mellum_features,
     "mimo_v2_flash": mimo_features,
     "minimax_m2": minimax_m2_features,
@@ -305,14 +308,15 @@ def _spec_of(config: Config) -> ModelSpec:
         features |= WHOLE[family](config) if family in WHOLE else {}
         if "norm" not in features:
             features["norm"] = NormSpec(float(config["rms_norm_eps"]))
-        indices = features["block_starts"] if "block_starts" in features else range(config["num_hidden_layers"])
+        starts = features.get("block_starts")
+        num_layers = config["num_hidden_layers"] if starts is None else len(starts)
         spec = ModelSpec(
             family=family,
             vocab_size=config["vocab_size"],
             hidden_size=config["hidden_size"],
             max_context_tokens=config["max_position_embeddings"],
             checkpoint_dtype=checkpoint_dtype(config),
-            layers=tuple(read_layer(config, index) for index in indices),
+            layers=tuple(read_layer(config, index) for index in range(num_layers)),
             weight_format=None if quantization is None else quantization.form,
             **features,
         )

@@ -197,6 +197,12 @@ CATALOG: dict[str, FamilyEntry] = {
         "sigmoid of the one chosen, which scales its input; a shared expert; every other layer dense in Maverick",
     ),
     "llama": FamilyEntry("Llama 2, 3 and models with the same architecture", "grouped", "dense"),
+    "longcat_flash": FamilyEntry(
+        "LongCat-Flash-Chat, LongCat-Flash-Thinking",
+        "latent, twice a layer",
+        "softmax with a selection bias; 256 of 768 experts return their input; their output is added a half later, "
+        "beside dense feed-forwards",
+    ),
     "mellum": FamilyEntry(
         "Mellum 2 12B-A2.5B",
         "norms of heads, windows, two rotary embeddings",

@@ -402,6 +402,12 @@ OTHER_NAMES: dict[str, Mapping[str, tuple[str, ...]]] = {
     "kimi_k2": {"n_routed_experts": ("num_local_experts",), "num_nextn_predict_layers": ("num_mtp_layers",)},
     "kimi_linear": _KIMI_NAMES,
     "kolibri1": {"num_experts": ("num_local_experts",)},
+    "longcat_flash": {
+        "expert_ffn_hidden_size": ("moe_intermediate_size",),
+        "ffn_hidden_size": ("intermediate_size",),
+        "moe_topk": ("num_experts_per_tok",),
+        "n_routed_experts": ("num_local_experts",),
+    },
     "mellum": {"num_experts": ("num_local_experts",)},
     "mistral4": {"n_routed_experts": ("num_local_experts",)},
     "mimo_v2_flash": {"n_routed_experts": ("num_local_experts",)},

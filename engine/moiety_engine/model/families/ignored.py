@@ -53,6 +53,7 @@ _OF_FAMILY: dict[str, frozenset[str]] = {
     ),
     "granitemoehybrid": frozenset({"mamba_chunk_size"}),
     "minimax": frozenset({"block_size"}),
+    "longcat_flash": frozenset({"num_hidden_layers"}),
     "nemotron_h": _NEMOTRON,
 }
 _HARMLESS = _GENERIC | _TRAINING | _DRAWING | _PRECISION | _SIZES

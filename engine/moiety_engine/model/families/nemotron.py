@@ -26,10 +26,11 @@ _UNSAID = ["linear_attention", "moe", "full_attention", "mlp"]
 
 
 def nemotron_h(config: Config, index: int) -> LayerSpec:
-    """Return the layer that begins at layer `index` on disk: Mamba-2 or attention, and the feed-forward after it."""
+    """Return a layer: one of Mamba-2 or attention on disk, and the feed-forward after it, if there is one."""
     kinds = _kinds(config)
-    mixer = _mamba2(config) if kinds[index] == "linear_attention" else _attention(config)
-    following = kinds[index + 1] if index + 1 < len(kinds) else None
+    start = _starts(kinds)[index]
+    mixer = _mamba2(config) if kinds[start] == "linear_attention" else _attention(config)
+    following = kinds[start + 1] if start + 1 < len(kinds) else None
     if following is None or following in _MIXERS:
         return LayerSpec(mixer, None)
     require(config, "nemotron_h", mlp_hidden_act="relu2")
@@ -39,7 +40,7 @@ def nemotron_h(config: Config, index: int) -> LayerSpec:
 def nemotron_h_features(config: Config) -> Features:
     """Return the norms, the layers on disk that begin a layer, and the prefix of MTP layers, which are ignored."""
     kinds = _kinds(config)
-    starts = tuple(index for index, kind in enumerate(kinds) if kind in _MIXERS)
+    starts = _starts(kinds)
     for index in range(len(kinds)):
         if kinds[index] not in _MIXERS and index - 1 not in starts:
             raise UnsupportedModelError(
@@ -51,6 +52,10 @@ def nemotron_h_features(config: Config) -> Features:
         "block_starts": starts,
         "ignored_prefixes": ("mtp.",),
     }
+
+
+def _starts(kinds: list[str]) -> tuple[int, ...]:
+    return tuple(index for index, kind in enumerate(kinds) if kind in _MIXERS)
 
 
 def _kinds(config: Config) -> list[str]:

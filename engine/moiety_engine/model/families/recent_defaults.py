@@ -253,6 +253,13 @@ RECENT_DEFAULTS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 32, "num_key_value_heads": 8, "rope_theta": 1_000_000.0, "routed_scaling_factor": 1.0,
         "tie_word_embeddings": True, "use_expert_bias": True, "vocab_size": 65_536,
     },
+    "longcat_flash": {
+        "attention_bias": False, "expert_ffn_hidden_size": 2048, "ffn_hidden_size": 12_288, "hidden_act": "silu",
+        "hidden_size": 6144, "kv_lora_rank": 512, "max_position_embeddings": 131_072, "moe_topk": 12,
+        "n_routed_experts": 512, "num_attention_heads": 64, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 10_000_000.0, "routed_scaling_factor": 6.0,
+        "tie_word_embeddings": False, "v_head_dim": 128, "vocab_size": 131_072, "zero_expert_num": 256,
+    },
     "nemotron_h": {
         "attention_bias": False, "conv_kernel": 4, "head_dim": 128, "hidden_size": 4096, "intermediate_size": 21_504,
         "layer_norm_epsilon": 1e-5, "mamba_head_dim": 64, "mamba_hidden_act": "silu", "mamba_num_heads": 128,

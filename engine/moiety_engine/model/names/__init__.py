@@ -5,15 +5,17 @@ Embedding models are often saved without their head, and then without the prefix
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from moiety_engine.model.names.attention import attention_places
 from moiety_engine.model.names.compressed import stream_places
 from moiety_engine.model.names.feed_forward import expert_places, feed_forward_places
-from moiety_engine.model.names.halves import prefixes_of_halves
+from moiety_engine.model.names.halves import stored_prefixes
 from moiety_engine.model.names.tensor_mapping import Shares, TensorMapping, plain, raised, whole
 from moiety_engine.model.names.vision import vision_places
 from moiety_engine.model.quantization_formats import KV_SCALES
+from moiety_engine.model.spec import MoeSpec
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -24,8 +26,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ignorable", "mtp_prefix", "placements", "root_and_embedding"]
 
+_EXPERT = re.compile(r"\bmlp\.experts\.(\d+)\.")
 _EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight", "embed.weight", "embeddings.weight")
-_FINAL_NORMS = ("norm", "norm_f", "embedding_norm")
+_FINAL_NORMS = ("norm", "norm_f", "embedding_norm", "final_layernorm")
 _HEADS = ("lm_head.weight", "head.weight")
 _ATTENTION_POST_NORMS = ("post_self_attn_layernorm", "post_attn_norm", "post_attention_layernorm")
 _FFN_POST_NORMS = ("post_feedforward_layernorm", "post_mlp_layernorm", "mlp.post_mlp_layernorm", "post_ffn_norm")
@@ -55,7 +58,7 @@ def placements(spec: ModelSpec, weights: ModelWeights, present: set[str]) -> dic
     layers = zip(spec.layers, weights.layers, strict=True)
     for index, (layer_spec, layer) in enumerate(layers):
         if spec.block_starts:
-            found.update(_halves(layer_spec, layer, f"{root}layers.", spec.block_starts[index], present))
+            found.update(_stored(layer_spec, layer, f"{root}layers.", stored_prefixes(spec, index), present))
             continue
         prefix = f"{root}layers.{index}."
         if spec.mtp_after is not None:
@@ -77,8 +80,17 @@ def root_and_embedding(present: Collection[str]) -> tuple[str, str]:
 
 def ignorable(name: str, spec: ModelSpec) -> bool:
     """Return whether a checkpoint may contain this tensor although no weight uses it."""
+    if spec.has_zero_experts and _of_zero_expert(name, spec):
+        return True
     copied_head = spec.tie_word_embeddings and name in ("lm_head.weight", "language_model.lm_head.weight")
     return copied_head or name.endswith(_IGNORED_SUFFIXES + KV_SCALES) or name.startswith(spec.ignored_prefixes)
+
+
+def _of_zero_expert(name: str, spec: ModelSpec) -> bool:
+    """Return whether the tensor is that of an expert without weights, for which transformers saves some."""
+    expert = _EXPERT.search(name)
+    counts = {layer.ffn.num_experts for layer in spec.layers if isinstance(layer.ffn, MoeSpec)}
+    return expert is not None and int(expert[1]) >= max(counts)
 
 
 def mtp_prefix(root: str, num_layers: int, present: Collection[str]) -> str:
@@ -115,19 +127,19 @@ def _around(spec: ModelSpec, weights: ModelWeights, root: str, embedding: str, p
         yield f"{outside}lm_head.bias", whole(weights.head_bias_V)
 
 
-def _halves(spec: LayerSpec, layer: LayerWeights, root: str, start: int, present: set[str]) -> Iterator[Named]:
-    """Yield the names and mappings of a layer whose halves are layers of their own on disk."""
-    usual = {root + stored: name for stored, name in prefixes_of_halves(spec, start).items()}
+def _stored(
+    spec: LayerSpec, layer: LayerWeights, root: str, stored_as: dict[str, str], present: set[str]
+) -> Iterator[Named]:
+    """Yield the names and mappings of a layer with other prefixes on disk than the usual ones."""
     local = {
-        prefix + name.removeprefix(stored)
-        for stored, prefix in usual.items()
+        prefix + name.removeprefix(root + stored)
+        for prefix, stored in stored_as.items()
         for name in present
-        if name.startswith(stored)
+        if name.startswith(root + stored)
     }
-    stored_as = {prefix: stored for stored, prefix in usual.items()}
     for name, place in _layer(spec, layer, local):
         prefix = next(prefix for prefix in stored_as if name.startswith(prefix))
-        yield stored_as[prefix] + name.removeprefix(prefix), place
+        yield root + stored_as[prefix] + name.removeprefix(prefix), place
 
 
 def _layer(spec: LayerSpec, layer: LayerWeights, present: set[str]) -> Iterator[Named]:

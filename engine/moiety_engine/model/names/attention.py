@@ -127,11 +127,11 @@ def _latent(spec: LatentAttentionSpec, weights: LatentAttentionWeights, present:
             yield f"{block}{names[0]}.{kind}", _with_rotated_ends(query, spec, heads)
             yield f"{block}{names[1]}.{kind}", _with_rotated_ends(latent, spec, 1)
     if weights.query_norm is not None and weights.query_up is not None:
-        yield f"{block}q_a_layernorm.weight", whole(weights.query_norm)
+        yield f"{block}q_a_layernorm.weight", _times(weights.query_norm, spec.query_factor)
         up = plain(weights.query_up)
         mapping = _queries_and_gates(up, spec) if spec.gated else _with_rotated_ends(up, spec, spec.num_heads)
         yield f"{block}q_b_proj.weight", mapping
-    yield f"{block}kv_a_layernorm.weight", whole(weights.latent_norm_L)
+    yield f"{block}kv_a_layernorm.weight", _times(weights.latent_norm_L, spec.latent_factor)
     yield f"{block}kv_b_proj.weight", _up(spec, weights)
     yield f"{block}{output}.weight", whole(plain(weights.output_DC))
     if weights.output_bias_D is not None:
@@ -151,6 +151,13 @@ def _latent(spec: LatentAttentionSpec, weights: LatentAttentionWeights, present:
             one = _with_rotated_starts(rows, num_heads, width) if spec.indexer.interleaved else whole(rows)
             yield f"{block}indexer.{name}", one
         yield f"{block}indexer.weights_proj.weight", whole(indexer.head_weight_HD)
+
+
+def _times(norm: Tensor, factor: float) -> TensorMapping:
+    """Return the mapping of a norm's weight, times a factor, to the float32 view."""
+    if factor == 1.0:
+        return whole(norm)
+    return TensorMapping(norm, tuple(norm.shape), lambda source: source.float() * factor)
 
 
 def _queries_and_gates(rows_QC: Tensor, spec: LatentAttentionSpec) -> TensorMapping:

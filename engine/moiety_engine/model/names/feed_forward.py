@@ -22,7 +22,14 @@ if TYPE_CHECKING:
     from moiety_engine.model.weights import DenseWeights, MixtureNorms, SharedWeights
 
 _BLOCKS = ("mlp.", "block_sparse_moe.", "feed_forward.", "ffn.")
-_ROUTERS = ("gate.weight", "router.weight", "router.layer.weight", "router.gate.weight", "gate.wg.weight")
+_ROUTERS = (
+    "gate.weight",
+    "router.weight",
+    "router.layer.weight",
+    "router.gate.weight",
+    "gate.wg.weight",
+    "router.classifier.weight",
+)
 _FUSED_SHARED = "shared_mlp.input_linear.weight"  # Granite's, beside the block of the routed experts
 _SHARED = ("shared_experts.", "shared_expert.", "shared_mlp.")
 _KOLIBRI_BIAS = "moe.router.expert_bias"  # Kolibri's selection bias, beside the block of everything else
@@ -41,6 +48,7 @@ _SELECTION_BIASES = (
     "gate.expert_bias",
     "experts.e_score_correction_bias",
     "router.expert_bias",
+    "router.e_score_correction_bias",
     "e_score_correction_bias",
     "expert_bias",
     "gate.bias",

@@ -1,4 +1,8 @@
-"""Names in checkpoints where attention and feed-forward are layers of their own (Nemotron-H)."""
+"""Names in checkpoints whose layers are not those of the spec.
+
+In Nemotron-H attention and feed-forward are layers of their own. In LongCat-Flash a layer has two attentions and two
+dense feed-forwards, which are two layers of the spec, and experts, which belong to the first one.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,28 @@ from typing import TYPE_CHECKING
 from moiety_engine.model.recurrent_specs import RecurrentSpec
 
 if TYPE_CHECKING:
-    from moiety_engine.model.spec import LayerSpec
+    from moiety_engine.model.spec import LayerSpec, ModelSpec
 
 
-def prefixes_of_halves(spec: LayerSpec, start: int) -> dict[str, str]:
-    """Return the usual prefix of names within a layer for each prefix on disk, which follows `layers.`.
+def stored_prefixes(spec: ModelSpec, index: int) -> dict[str, str]:
+    """Return the prefix on disk, which follows `layers.`, of each usual prefix of names within a layer of the spec.
 
-    A layer on disk is a norm and a mixer. The layer's attention is layer `start` on disk, and its feed-forward, if it
-    has one, the next layer.
+    Of two prefixes that a name begins with, the first one is meant.
     """
-    attention = "mamba." if isinstance(spec.attention, RecurrentSpec) else "self_attn."
-    found = {f"{start}.norm.": "input_layernorm.", f"{start}.mixer.": attention}
-    if spec.ffn is not None:
-        found |= {f"{start + 1}.norm.": "post_attention_layernorm.", f"{start + 1}.mixer.": "mlp."}
+    layer, start = spec.layers[index], spec.block_starts[index]
+    if not spec.has_sublayers:
+        return _of_halves(layer, start)
+    sub = int(index > 0 and spec.block_starts[index - 1] == start)
+    dense = "mlp." if sub else "mlp.shared_experts."
+    found = {f"{name}.": f"{start}.{name}.{sub}." for name in ("self_attn", "input_layernorm")}
+    found |= {"post_attention_layernorm.": f"{start}.post_attention_layernorm.{sub}.", dense: f"{start}.mlps.{sub}."}
+    return found if sub else found | {"mlp.": f"{start}.mlp."}
+
+
+def _of_halves(layer: LayerSpec, start: int) -> dict[str, str]:
+    """Return the prefixes of a layer whose attention and feed-forward, if it has one, are two layers on disk."""
+    attention = "mamba." if isinstance(layer.attention, RecurrentSpec) else "self_attn."
+    found = {"input_layernorm.": f"{start}.norm.", attention: f"{start}.mixer."}
+    if layer.ffn is not None:
+        found |= {"post_attention_layernorm.": f"{start + 1}.norm.", "mlp.": f"{start + 1}.mixer."}
     return found
