@@ -74,6 +74,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "moe"]}
     | {"n_routed_experts": 8, "moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64, "head_dim": 16}
     | {"mamba_num_heads": 2, "mamba_head_dim": 64, "n_groups": 2, "ssm_state_size": 32},
+    "nemotron_h, latent": {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"] * 2}
+    | {"n_routed_experts": 8, "moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64, "head_dim": 16}
+    | {"mamba_num_heads": 2, "mamba_head_dim": 64, "n_groups": 2, "ssm_state_size": 32, "moe_latent_size": 32},
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64, "head_dim": 16}
     | {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]},
 }
@@ -109,7 +112,8 @@ def write_checkpoint(folder: Path, family: str, **more: Any) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(len(family))
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(SMALL | FAMILIES[family] | more)))
+    config = AutoConfig.for_model(family.partition(",")[0], **(SMALL | FAMILIES[family] | more))
+    model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, value in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith("e_score_correction_bias"):
@@ -303,7 +307,7 @@ CUT_BY = {  # layouts, and the family that shows each of them
     ("tp", 4, "ep", 4): "gpt_oss",
     ("pp", 2): "qwen3_moe",
 }
-RECURRENT = ("qwen3_next", "granitemoehybrid", "kimi_linear", "nemotron_h")
+RECURRENT = ("qwen3_next", "granitemoehybrid", "kimi_linear", "nemotron_h", "nemotron_h, latent")
 REFUSED = {(family, ("tp", 4, "ep", 4)) for family in RECURRENT}  # they have two heads
 CUT = [
     (pytest.param if family == shown_by else thorough)(family, dict(zip(cuts[::2], cuts[1::2], strict=True)))
@@ -373,6 +377,7 @@ IN_GROUPS = [
     ("deepseek_v3", {"dp_attention": 2, "tp": 2, "ep": 4}),
     ("gpt_oss", {"dp_attention": 2, "tp": 2, "ep": 2}),
     thorough("qwen3_moe", {"dp_attention": 2, "ep": 2, "pp": 2}),
+    ("nemotron_h, latent", {"dp_attention": 2, "ep": 2}),
 ]
 APART = [
     ("gpt_oss", {"dp_attention": 2, "ffn_ranks": 2, "ep": 2}),
@@ -384,6 +389,7 @@ APART = [
     *(thorough(family, {"tp": 2, "ffn_ranks": 2, "ep": 2}) for family in ("qwen3_moe", "mixtral", "gpt_oss")),
     ("qwen3_moe", {"pp": 2, "ffn_ranks": 2}),
     thorough("qwen3_next", {"pp": 2, "ffn_ranks": 2}),
+    thorough("nemotron_h", {"pp": 2, "ffn_ranks": 2}),
 ]
 
 
@@ -396,7 +402,7 @@ def test_parallel_groups_with_sequences_of_their_own_say_what_one_rank_says(
     assert_same(alone.says(family), ours)  # in the last wave all groups but one have no tokens
     assert not any(other["error"] for other in others)
     assert ours["num_cached"] > 0
-    assert "pp" in layout or family == "gpt_oss" or ours["num_recomputed"] > 0
+    assert "pp" in layout or family in ("gpt_oss", *RECURRENT) or ours["num_recomputed"] > 0
     assert "pp" in layout or ours["weight_bytes"] <= 1.1 * share_of(config)
     spec = read_spec(alone.folders[family])
     top_k = sum(layer.ffn.routing.top_k for layer in spec.layers if isinstance(layer.ffn, MoeSpec))
