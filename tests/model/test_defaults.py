@@ -9,7 +9,8 @@ from transformers import CONFIG_MAPPING
 
 from moiety_engine.model.errors import ModelError
 from moiety_engine.model.families import FAMILIES, spec_from_config
-from moiety_engine.model.families.defaults import DEFAULTS, OTHER_NAMES, VISION_DEFAULTS
+from moiety_engine.model.families.defaults import DEFAULTS, VISION_DEFAULTS
+from moiety_engine.model.families.other_names import OTHER_NAMES
 from moiety_engine.model.spec import MoeSpec
 
 from .conftest import CLASS_OF, LINEAR_ROPE, LLAMA3_ROPE, SMALL, VARIANTS, WITHOUT_CLASS, YARN_ROPE

@@ -31,7 +31,7 @@ from moiety_engine.model.families.deepseek import (
     sarvam_mla,
 )
 from moiety_engine.model.families.deepseek_v4 import deepseek_v4, deepseek_v4_features
-from moiety_engine.model.families.defaults import filled, under_own_names
+from moiety_engine.model.families.defaults import filled
 from moiety_engine.model.families.dots import dots1
 from moiety_engine.model.families.ernie import ernie4_5_moe, ernie_features
 from moiety_engine.model.families.exaone import exaone_features, exaone_moe
@@ -64,6 +64,7 @@ from moiety_engine.model.families.mistral import mistral
 from moiety_engine.model.families.mixtral import mixtral
 from moiety_engine.model.families.nemotron import nemotron_h, nemotron_h_features
 from moiety_engine.model.families.olmoe import flex_olmo, olmoe
+from moiety_engine.model.families.other_names import under_own_names
 from moiety_engine.model.families.phimoe import phimoe, phimoe_features
 from moiety_engine.model.families.qwen import qwen2, qwen2_moe, qwen3, qwen3_moe
 from moiety_engine.model.families.qwen_next import qwen3_5, qwen3_5_moe, qwen3_next, qwen3_next_features
