@@ -302,8 +302,9 @@ def _spec_of(config: Config) -> ModelSpec:
     read_layer = FAMILIES[family]
     with _invalid_values(family):
         quantization = read_quantization(quantization_settings(config))
-        if not 0 < config["num_hidden_layers"] <= MAX_LAYERS:
-            raise ValueError(f"num_hidden_layers {config['num_hidden_layers']} must be between 1 and {MAX_LAYERS:,}")
+        for key in ("num_hidden_layers", "num_layers"):
+            if config.get(key) is not None and not 0 < config[key] <= MAX_LAYERS:
+                raise ValueError(f"{key} {config[key]} must be between 1 and {MAX_LAYERS:,}")
         _check_layer_types(config)
         features: Features = {"tie_word_embeddings": bool(config["tie_word_embeddings"])}
         features |= WHOLE[family](config) if family in WHOLE else {}
