@@ -278,7 +278,7 @@ async def test_a_gateway_with_the_role_inference_cannot_use_sleep_mode(
     ):
         client.rest(asleep=True)
         client.forget(["tenant"])
-        await until(lambda: client.state.load.sleep_problem)
+        await until(lambda: client.state.load is not None and client.state.load.sleep_problem)
         assert client.state.load.sleep_problem == "this gateway's key does not have the role administration"
         async with client.open(submit()) as stream:
             assert [message async for message in stream.messages()]

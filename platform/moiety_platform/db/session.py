@@ -8,6 +8,7 @@ store.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import functools
@@ -24,9 +25,9 @@ from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import ORMExecuteState
 from sqlalchemy.orm.interfaces import ORMOption
-from sqlalchemy.pool import ConnectionPoolEntry
+from sqlalchemy.pool import ConnectionPoolEntry, QueuePool
 
-from moiety_platform.db.connecting import OpenConnections, connect_uncancelled
+from moiety_platform.db.connecting import POLL_S, OpenConnections, connect_uncancelled
 from moiety_platform.db.failures import unavailable_when_away
 from moiety_platform.db.postgres_url import PostgresUrl
 from moiety_platform.db.url import postgres_url, sqlite_path
@@ -36,6 +37,7 @@ SQLITE_BUSY_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 5.0
 STATEMENT_TIMEOUT_S = 15.0
 CLOSE_TIMEOUT_S = 5.0
+IN_USE_TIMEOUT_S = 1.0
 SQLITE_CACHE_KIB = 512  # page cache of a connection; the operating system caches the rest
 SQLITE_STATEMENTS = 32  # prepared statements per connection; statements over many rows are large
 
@@ -175,7 +177,15 @@ class Database:
             await session.execute(text("SELECT 1"))
 
     async def close(self) -> None:
-        """Close every connection, and wait up to `CLOSE_TIMEOUT_S` until those of cancelled callers are closed too."""
+        """Close every connection, and wait up to `CLOSE_TIMEOUT_S` until those of cancelled callers are closed too.
+
+        Connections in use get `IN_USE_TIMEOUT_S` first: one that is returned after that lies in a pool that nobody
+        closes.
+        """
+        loop, pool = asyncio.get_running_loop(), self.engine.pool
+        deadline = loop.time() + IN_USE_TIMEOUT_S
+        while isinstance(pool, QueuePool) and pool.checkedout() and loop.time() < deadline:  # noqa: ASYNC110  no event
+            await asyncio.sleep(POLL_S)
         await self.engine.dispose()
         if not await self.opened.wait_closed(CLOSE_TIMEOUT_S):
             _log.warning("database_connections_left_open", timeout_s=CLOSE_TIMEOUT_S)
