@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moiety_options.declaration import DeclaredOption, declared_options
-from moiety_options.engine_options import EngineOptions
+from moiety_options.serving_options import EngineOptions
 
 SCHEMA = Path(__file__).parent / "moiety" / "values.schema.json"
 DEFINITION = "engineOptions"

@@ -246,7 +246,7 @@ def test_preempted_and_swapped_requests_go_on_with_what_was_made_of_their_tokens
 )
 def test_drafts_over_gated_delta_layers_change_no_answer(tmp_path: Path, variant: str, speculate: Speculate) -> None:
     from tests.model.conftest import write_checkpoint
-    from tests.model.test_mtp import publish_as_qwen
+    from tests.model.test_mtp_spec import publish_as_qwen
 
     publish_as_qwen(write_checkpoint(tmp_path, f"{variant}, full attention last"))
     let_tokens_decide(tmp_path)

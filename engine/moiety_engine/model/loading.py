@@ -19,7 +19,7 @@ from moiety_engine.model.errors import UnsupportedModelError
 from moiety_engine.model.families import read_spec
 from moiety_engine.model.head import narrow_head_bytes, with_narrow_head
 from moiety_engine.model.image_settings import with_image_settings
-from moiety_engine.model.mtp import mtp_spec, require_mtp
+from moiety_engine.model.mtp_spec import mtp_spec, require_mtp
 from moiety_engine.model.offloading import budget, most_chosen, open_store
 from moiety_engine.model.remote_experts import ExpertServer
 from moiety_engine.model.spec import LatentAttentionSpec, ModelSpec, MoeSpec

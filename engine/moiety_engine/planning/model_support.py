@@ -19,7 +19,7 @@ from moiety_engine.model.compressed_specs import CompressedAttentionSpec
 from moiety_engine.model.errors import ModelError
 from moiety_engine.model.families import ignored_keys, spec_from_config
 from moiety_engine.model.families.catalog import CATALOG
-from moiety_engine.model.mtp import require_mtp
+from moiety_engine.model.mtp_spec import require_mtp
 from moiety_engine.model.spec import AttentionSpec, LatentAttentionSpec
 from moiety_engine.model.tensor_shards import own_spec
 from moiety_engine.planning.models import find_model

@@ -1,4 +1,4 @@
-"""Proposals of a second, small model.
+"""Proposals of a draft model: a second, small model, or the multi-token prediction (MTP) layers of the served one.
 
 Its tokens are unknown until it runs, which costs passes. So its acceptance rate is learned from verified drafts, and if
 no drafts pay, one is tried now and then.
