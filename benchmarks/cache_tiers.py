@@ -60,7 +60,7 @@ class Conversations:
         self._number = 0
 
     def two_turns(self, tier: str, *, others: bool) -> dict[str, float]:
-        """Return the seconds to the first token of both turns; `others`: check that other tenants find no block."""
+        """Return the seconds to the first token of both turns; `others` also counts what another tenant finds."""
         loop = self._engine(tier)
         prompt = self._words(self._num_tokens)
         first = self._ask(loop, prompt, b"acme")

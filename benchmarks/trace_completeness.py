@@ -361,7 +361,7 @@ def wrong_links(span: dict[str, Any], by_id: dict[tuple[str, str], dict[str, Any
 
 
 def crowded(spans: list[dict[str, Any]], steps: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield the steps in which more sequences are recorded than the step had."""
+    """Yield a fault for each step that no request is linked to, or more requests than the step had sequences."""
     guests = Counter(link["trace_id"] for span in spans for link in span["links"])
     for step in steps:
         of = step["attributes"]

@@ -133,7 +133,7 @@ def overspent(
 
 
 def _over_s(one: Asked) -> float:
-    """Return the time at which all usage of the row has been drawn."""
+    """Return the time by which all usage of the request has been drawn."""
     return one.end_s + (0.0 if one.outcome is Outcome.WHOLE else OVERHANG_S)
 
 
