@@ -6,10 +6,10 @@
 {{- fail "database.existingSecret and database.bundled.enabled are both set: set database.bundled.enabled=false to use the database of the Secret, or leave database.existingSecret empty" -}}
 {{- end -}}
 {{- if not (or $database.bundled.enabled $database.existingSecret) -}}
-{{- fail "there is no database: set database.existingSecret to a Secret whose entry `url` is postgresql://…, or database.bundled.enabled=true to try Moiety out" -}}
+{{- fail "no database is configured: set database.existingSecret to a Secret whose entry `url` is postgresql://…, or, for a trial, set database.bundled.enabled=true" -}}
 {{- end -}}
 {{- if and .Values.secrets.existingSecret $database.bundled.enabled -}}
-{{- fail "the bundled database needs a password that the release's own Secret holds: leave secrets.existingSecret empty, or set database.bundled.enabled=false and database.existingSecret" -}}
+{{- fail "the bundled database reads its password from the Secret that this release creates: leave secrets.existingSecret empty, or set database.bundled.enabled=false and database.existingSecret" -}}
 {{- end -}}
 {{- if not .Values.engines -}}
 {{- fail "there are no engines: set engines to a list with at least one pool, such as [{name: demo}]" -}}
@@ -55,7 +55,7 @@
 {{- range .Values.engines -}}
 {{- $pool := include "moiety.wholePool" (list $ .) | fromJson -}}
 {{- if and (eq $pool.role "prefill") (not (has $pool.model.name $answering)) -}}
-{{- fail (printf "pool %s computes prompts only, and no pool writes the answers: add a pool with role=decode and the same model.name" $pool.name) -}}
+{{- fail (printf "pool %s only computes prompts (role=prefill), and no pool generates the answers: add a pool with role=decode and the same model.name" $pool.name) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -68,26 +68,26 @@
 {{- fail (printf "pool %s has more than one source for its model: set one of model.hub, model.claim and model.image" .name) -}}
 {{- end -}}
 {{- if and $model.path (not (or $model.claim $model.image)) -}}
-{{- fail (printf "pool %s has a model.path but nothing that it is in: set model.claim or model.image" .name) -}}
+{{- fail (printf "pool %s has a model.path, but no volume that contains it: set model.claim or model.image" .name) -}}
 {{- end -}}
 {{- if and $model.hubTokenSecret (not $model.hub) -}}
 {{- fail (printf "pool %s has a model.hubTokenSecret but fetches nothing: set model.hub, or leave the Secret out" .name) -}}
 {{- end -}}
 {{- if and (eq .kind "vllm") (not (and $model.name $model.tokenizerClaim)) -}}
-{{- fail (printf "pool %s is of vLLM: set model.name, and model.tokenizerClaim to a claim with the tokenizer's folder, by which gateways count tokens" .name) -}}
+{{- fail (printf "pool %s runs vLLM: set model.name, and model.tokenizerClaim to a claim with the tokenizer's folder, which gateways need to count tokens" .name) -}}
 {{- end -}}
 {{- if and (eq .kind "vllm") (not (or $model.hub $model.claim $model.image)) -}}
 {{- fail (printf "pool %s is of vLLM, which cannot serve the demo model: set model.hub, model.claim or model.image" .name) -}}
 {{- end -}}
 {{- if and (ne .role "both") (or (eq .kind "vllm") (gt (int .nodes) 1)) -}}
-{{- fail (printf "pool %s has the role %s, which is for engines of ours with one rank: set role=both, or kind=moiety and nodes=1" .name .role) -}}
+{{- fail (printf "pool %s has the role %s, which only Moiety engines with one rank support: set role=both, or kind=moiety and nodes=1" .name .role) -}}
 {{- end -}}
 {{- $ranks := mul .nodes (max 1 (int .gpus)) -}}
 {{- if and (gt (int .nodes) 1) (ne (int $ranks) (int (add (mul (.options.tp | default 1) (.options.pp | default 1) (get .options "dp-attention" | default 1)) (get .options "ffn-ranks" | default 0)))) -}}
-{{- fail (printf "pool %s has %d ranks, one for each GPU of each of its nodes: set options.tp, options.pp and options.dp-attention so that their product is that, or options.ffn-ranks to what is left" .name (int $ranks)) -}}
+{{- fail (printf "pool %s has %d ranks, one for each GPU of each of its nodes: set options.tp, options.pp and options.dp-attention so that their product is this number, or set options.ffn-ranks to what is left" .name (int $ranks)) -}}
 {{- end -}}
 {{- if and (gt (int .nodes) 1) (or (eq .kind "vllm") .stateSize .model.hubCacheSize) -}}
-{{- fail (printf "pool %s is spread over nodes, which is for engines of ours without volumes of each pod: leave kind, stateSize and model.hubCacheSize as they are, or set nodes=1" .name) -}}
+{{- fail (printf "pool %s has nodes greater than 1, which only Moiety engines without per-pod volumes support: leave kind, stateSize and model.hubCacheSize as they are, or set nodes=1" .name) -}}
 {{- end -}}
 {{- if and .autoscaling.enabled (not $model.name) -}}
 {{- fail (printf "pool %s is scaled by the load of its model: set model.name to the name that its metrics have" .name) -}}
