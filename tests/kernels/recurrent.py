@@ -45,3 +45,12 @@ def delta_inputs(
     log_decay, beta = -torch.rand(TOKENS, 4, gates, device=device) * 0.3, torch.rand(TOKENS, 4, device=device)
     heads = RecurrentHeads(q.view(-1, 2, width), k.view(-1, 2, width), v.view(-1, 4, value_width))
     return heads, log_decay, beta
+
+
+def scan_inputs(channels: int, rows: int, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, ...]:
+    """Inputs of a selective scan, those of tokens as parts of one row, then rates, biases of steps and skips."""
+    widths = [channels, channels, channels, rows, rows]
+    of_tokens = torch.randn(TOKENS, sum(widths) + 16).to(device, dtype)[:, 16:].split(widths, dim=1)
+    rate, bias, skip = -4 * torch.rand(rows, channels), torch.randn(channels), torch.randn(channels)
+    bias[:2] = torch.tensor([30.0, -30.0])  # steps that are the input itself, and nearly nothing
+    return *of_tokens, rate.to(device), bias.to(device), skip.to(device)

@@ -58,10 +58,12 @@ from moiety_kernels.rms_norm.reference import rms_norm as rms_norm_reference
 from moiety_kernels.route import RoutingSpec
 from moiety_kernels.route import cpu as route
 from moiety_kernels.route.reference import route as route_reference
+from moiety_kernels.selective_scan import cpu as selective_scan
+from moiety_kernels.selective_scan.reference import selective_scan as selective_scan_reference
 
 from . import compressed
 from .conftest import Paged
-from .recurrent import TOKENS, delta_inputs, sequences, states
+from .recurrent import TOKENS, delta_inputs, scan_inputs, sequences, states
 
 Check = Callable[[ModuleType, Any], None]
 
@@ -196,6 +198,14 @@ def convolves(kernel: ModuleType, _: Any) -> None:
     assert torch.equal(ours.nan_to_num(7), theirs.nan_to_num(7))
 
 
+def scans(kernel: ModuleType, _: Any) -> None:
+    inputs, ours = scan_inputs(80, 16, torch.float32), states(16, 80)
+    theirs = ours.clone()
+    expected = selective_scan_reference(*inputs, theirs, sequences())
+    assert_close(kernel.selective_scan(*inputs, ours, sequences()), expected)
+    assert_close(ours.nan_to_num(7), theirs.nan_to_num(7))
+
+
 def recurs(kernel: ModuleType, _: Any) -> None:
     projected, decay, bias = 9 * torch.randn(70, 6), torch.randn(3), torch.randn(3)
     for ours, theirs in zip(
@@ -297,6 +307,7 @@ CHECKS: dict[ModuleType, Check] = {
     attention_input: prepares,
     latent_input: prepares_latent,
     moe: mixes_experts,
+    selective_scan: scans,
     output_gate: gates,
 }
 MUTANTS = [
@@ -327,6 +338,10 @@ MUTANTS = [
     (linear_attention, "row[column] * decay)", "row[column])"),
     (linear_attention, "4 * width * (head // shared.sharing)", "4 * width * (head % shared.sharing)"),
     (linear_attention, "if not has_state:", "if has_state:"),
+    (selective_scan, "state[0] * decay)", "state[0])"),
+    (selective_scan, "t * args.gate_stride + own", "t * args.gate_stride + column"),
+    (selective_scan, "if not has_state:", "if has_state:"),
+    (selective_scan, "args.read_TN + t * args.read_stride", "args.read_TN + begin * args.read_stride"),
     (embedding, "load_i64(token_ids_T, t) * row_bytes", "load_i64(token_ids_T, task * _BLOCK) * row_bytes"),
     (embedding, "if factor != 1.0:", "if factor == 1.0:"),
     (expert_count, "if owner != 0 and load_i32", "if load_i32"),

@@ -15,8 +15,10 @@ from moiety_kernels.gated_norm import reference as norm_reference
 from moiety_kernels.linear_attention import linear_attention
 from moiety_kernels.linear_attention import reference as linear_reference
 from moiety_kernels.recurrent.inputs import RecurrentHeads, RecurrentSequences
+from moiety_kernels.selective_scan import reference as scan_reference
+from moiety_kernels.selective_scan import selective_scan
 
-from .recurrent import TOKENS, delta_inputs, sequences, states
+from .recurrent import TOKENS, delta_inputs, scan_inputs, sequences, states
 
 pytestmark = pytest.mark.usefixtures("several_threads")
 
@@ -107,6 +109,45 @@ def test_linear_attention(value_width: int) -> None:
     expected = linear_reference.linear_attention(heads, gates, theirs, sequences())
     torch.testing.assert_close(made, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize(("channels", "rows"), [(144, 16), (64, 5), (20, 16)])
+def test_the_selective_scan(channels: int, rows: int) -> None:
+    inputs, ours = scan_inputs(channels, rows, torch.float32), states(rows, channels)
+    theirs = ours.clone()
+    made = selective_scan(*inputs, ours, sequences())
+    expected = scan_reference.selective_scan(*inputs, theirs, sequences())
+    torch.testing.assert_close(made, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_the_definition_of_the_selective_scan_is_that_of_transformers() -> None:
+    from transformers.models.jamba import modeling_jamba as oracle  # takes a second, in this test alone
+
+    *of_tokens, rate, bias, skip = scan_inputs(24, 16, torch.float32)
+    x, step, gate, write, read = (one[:150].T.unsqueeze(0) for one in of_tokens)
+    expected, state = oracle.mamba_selective_scan(
+        x, step, rate.T, write, read, D=skip, z=gate, delta_bias=bias, delta_softplus=True, return_last_state=True
+    )
+    ours = torch.full((1, 16, 24), float("nan"))
+    one, parts = one_sequence(150, has_state=False), (part[:150] for part in of_tokens)
+    made = scan_reference.selective_scan(*parts, rate, bias, skip, ours, one)
+    torch.testing.assert_close(made.T, expected[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours[0].T, state[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_the_bits_of_the_selective_scan_do_not_depend_on_the_chunks(chunk: int) -> None:
+    *of_tokens, rate, bias, skip = scan_inputs(96, 16, torch.float32)
+    found = []
+    for some in (TOKENS, chunk):
+        state, outs = torch.full((1, 16, 96), float("nan")), []
+        for first in range(0, TOKENS, some):
+            parts = [one[first : first + some] for one in of_tokens]
+            one = one_sequence(len(parts[0]), has_state=first > 0)
+            outs.append(selective_scan(*parts, rate, bias, skip, state, one))
+        found.append((torch.cat(outs), state))
+    assert all(torch.equal(whole, cut) for whole, cut in zip(*found, strict=True))
 
 
 def test_shapes_that_do_not_go_together_are_refused() -> None:

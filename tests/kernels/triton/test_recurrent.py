@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.kernels.mutants import Edit, FailingMutant, mutants
-from tests.kernels.recurrent import NUM_DECODE, TOKENS, delta_inputs, sequences, states
+from tests.kernels.recurrent import NUM_DECODE, TOKENS, delta_inputs, scan_inputs, sequences, states
 
 from moiety_kernels.causal_conv import CausalConvWeights
 from moiety_kernels.causal_conv import kernel as conv
@@ -19,6 +19,8 @@ from moiety_kernels.gated_norm import kernel as norm
 from moiety_kernels.gated_norm import reference as norm_reference
 from moiety_kernels.linear_attention import kernel as linear
 from moiety_kernels.linear_attention import reference as linear_reference
+from moiety_kernels.selective_scan import kernel as scan
+from moiety_kernels.selective_scan import reference as scan_reference
 
 TOLERANCE: dict[torch.dtype, Any] = {
     torch.float32: {"rtol": 2e-5, "atol": 2e-5},
@@ -59,6 +61,35 @@ def assert_decays(kernels: Any, dtype: torch.dtype, device: str) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_a_state_that_decays(dtype: torch.dtype, device: str) -> None:
     assert_decays(linear, dtype, device)
+
+
+def assert_scans(kernels: Any, dtype: torch.dtype, device: str) -> None:
+    inputs, ours = scan_inputs(40, 8, dtype, device), states(8, 40, device=device)
+    theirs, batch = ours.clone(), sequences(device)
+    made = kernels.selective_scan(*inputs, ours, batch)
+    expected = scan_reference.selective_scan(*inputs, theirs, batch)
+    torch.testing.assert_close(made, expected, **TOLERANCE[dtype])
+    torch.testing.assert_close(ours, theirs, equal_nan=True, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_selective_scan(dtype: torch.dtype, device: str) -> None:
+    assert_scans(scan, dtype, device)
+
+
+@pytest.mark.thorough
+@mutants(
+    {
+        "state * tl.exp(step[None, :] * rate)": "state * tl.exp(rate)",
+        "mask=has_state & m_channel[None, :]": "mask=m_channel[None, :]",
+        "+ skip * x": "+ x",
+        "tl.where(x > 20.0, x, ": "tl.where(x > 200.0, x, ",
+        "p_read + t * read_stride": "p_read + begin * read_stride",
+    }
+)
+def test_a_mutant_of_the_selective_scan_is_found(failing_mutant: FailingMutant, edit: Edit, device: str) -> None:
+    with failing_mutant(scan, edit) as mutant:
+        assert_scans(mutant, torch.float32, device)
 
 
 def assert_convolves(kernels: Any, dtype: torch.dtype, device: str, *, whole: bool) -> None:
