@@ -147,6 +147,12 @@ RECENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "hy_v3",
         _SIGMOID | {"num_experts": 8, "num_shared_experts": 2, "attention_bias": True, "mlp_bias": True},
     ),
+    "jamba": (
+        "jamba",
+        {"attn_layer_period": 3, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 0}
+        | {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48, "mamba_expand": 3}
+        | {"mamba_d_conv": 3, "mamba_dt_rank": 48, "mamba_d_state": 32, "mamba_proj_bias": True},
+    ),
     "kimi_k2": (
         "kimi_k2",
         _LATENT

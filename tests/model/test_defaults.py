@@ -18,7 +18,7 @@ from .conftest import CLASS_OF, LINEAR_ROPE, LLAMA3_ROPE, SMALL, VARIANTS, WITHO
 Config = dict[str, Any]
 # a derived value is compared where it is used: in the spec
 DERIVED = {"rope_theta", "rope_local_base_freq", "rope_parameters", "partial_rotary_factor", "sliding_window_pattern"}
-DERIVED |= {"sliding_window", "moe_layer_end_index", "mamba_d_head"}
+DERIVED |= {"sliding_window", "moe_layer_end_index", "mamba_d_head", "mamba_dt_rank"}
 # families whose text model has a part of the configuration only
 NESTED = {"qwen3_5", "qwen3_5_moe", "qwen3_vl_moe"}
 TEXT_CLASSES = {"gemma3": "gemma3_text", "qwen3_vl_moe": "qwen3_vl_moe_text"}
@@ -26,7 +26,7 @@ TEXT_CLASSES |= {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"} |
 # families that were never released with other rotary parameters than one set for each kind of layer
 BY_KIND = {"deepseek_v4", "gemma4_text", "laguna", "mellum", "mimo_v2_flash"}
 KINDS = ({"full_attention", "sliding_attention"}, {"main", "compress"})
-WITHOUT_POSITIONS = {"kimi_linear", "nemotron_h"}
+WITHOUT_POSITIONS = {"jamba", "kimi_linear", "nemotron_h"}
 BASED = {"cohere2_moe"}  # families whose class takes no rotary parameters without a base
 BY_LAYER = {"gemma4_text": {"head_dim"}}  # keys that a class gives for each layer alone
 WHOLE_KEYS = ("image_token_id", "vision_start_token_id", "vision_end_token_id", "tie_word_embeddings")
@@ -429,3 +429,48 @@ def test_longcat_flash_is_read_as_it_is_published() -> None:
     ):
         with pytest.raises(ModelError, match=match):
             spec_from_config(LONGCAT_FLASH_CHAT | changes)
+
+
+JAMBA_1_5_MINI = {  # its config.json as published
+    "model_type": "jamba",
+    "attn_layer_offset": 4,
+    "attn_layer_period": 8,
+    "expert_layer_offset": 1,
+    "expert_layer_period": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_state": 16,
+    "mamba_dt_rank": 256,
+    "mamba_expand": 2,
+    "mamba_proj_bias": False,
+    "max_position_embeddings": 262144,
+    "num_attention_heads": 32,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_mamba_kernels": True,
+    "vocab_size": 65536,
+}
+
+
+def test_jamba_is_read_as_it_is_published() -> None:
+    spec = spec_from_config(JAMBA_1_5_MINI)
+    assert spec == spec_from_config(theirs("jamba", JAMBA_1_5_MINI))
+    assert (len(spec.recurrent_layers), len(spec.moe_layers)) == (28, 16)
+    assert spec == spec_from_config(JAMBA_1_5_MINI | {"mamba_dt_rank": "auto"})
+    assert spec_from_config(JAMBA_1_5_MINI | {"num_experts": 1, "num_experts_per_tok": 1}).moe_layers == ()
+    for changes, match in (
+        ({"attn_layer_offset": 8}, "attn_layer_offset 8 must be less than attn_layer_period 8"),
+        ({"mamba_inner_layernorms": False}, "mamba_inner_layernorms False is not supported in jamba"),
+        ({"hidden_act": "gelu_pytorch_tanh"}, "Mamba layers are supported with hidden_act silu only"),
+    ):
+        with pytest.raises(ModelError, match=match):
+            spec_from_config(JAMBA_1_5_MINI | changes)

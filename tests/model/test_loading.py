@@ -179,7 +179,7 @@ def test_shards_are_read_and_progress_reaches_the_whole(mixture: Any, make_drive
     [
         *("qwen3_moe", "mixtral", "deepseek_v3", "qwen2_moe", "granitemoe", "phimoe", "ernie4_5_moe", "glm4_moe"),
         *("dots1", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "minimax_m2", "sarvam_moe"),
-        *("afmoe", "kolibri1", "laguna", "lfm2_moe", "nemotron_h"),
+        *("afmoe", "jamba", "kolibri1", "laguna", "lfm2_moe", "nemotron_h"),
         *("qwen3_5_moe", "qwen3_next"),
     ],
 )

@@ -35,6 +35,7 @@ RECENT = [  # with what older families do not have, such as output gates, layers
     "granitemoe_swa",
     "granitemoehybrid",
     "hunyuan_v1_moe",
+    "jamba",
     "kimi_linear",
     "kolibri1",
     "laguna",

@@ -106,4 +106,4 @@ def _attends(attention: AttentionSpec | LatentAttentionSpec | RecurrentSpec, mos
         return torch.version.hip is None and row <= MAX_ROW and parts(row)[0] == attention.latent_width
     if isinstance(attention, AttentionSpec):
         return attention.head_dim <= MAX_WIDTH and 2 * attention.q_width <= most_values
-    return all(fits_widths(*part.shape[1:]) for part in attention.state_parts if part.exact)
+    return all(fits_widths(*part.shape[1:]) for part in attention.state_parts if len(part.shape) == 3)

@@ -10,6 +10,7 @@ from moiety_engine.model.compressed_weights import CompressedAttentionWeights
 from moiety_engine.model.gated_delta_net import GatedDeltaNet
 from moiety_engine.model.kimi_delta_attention import KimiDeltaAttention
 from moiety_engine.model.lightning_attention import LightningAttention
+from moiety_engine.model.mamba import Mamba
 from moiety_engine.model.mamba2 import Mamba2
 from moiety_engine.model.recurrent_mixer import RecurrentMixer
 from moiety_engine.model.recurrent_specs import (
@@ -17,6 +18,7 @@ from moiety_engine.model.recurrent_specs import (
     KimiDeltaSpec,
     LightningSpec,
     Mamba2Spec,
+    MambaSpec,
     ShortConvSpec,
 )
 from moiety_engine.model.short_convolution import ShortConvolution
@@ -34,6 +36,7 @@ RecurrentLayer = RecurrentMixer[Any, Any] | CompressedAttention
 _LAYERS: dict[type, Any] = {
     GatedDeltaSpec: GatedDeltaNet,
     Mamba2Spec: Mamba2,
+    MambaSpec: Mamba,
     KimiDeltaSpec: KimiDeltaAttention,
     LightningSpec: LightningAttention,
     ShortConvSpec: ShortConvolution,

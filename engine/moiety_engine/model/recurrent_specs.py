@@ -280,3 +280,43 @@ class ShortConvSpec(RecurrentSpec):
     def input_widths(self) -> tuple[int, ...]:
         """The inputs of the convolution."""
         return (self.num_channels,)
+
+
+@dataclass(frozen=True, slots=True)
+class MambaSpec(RecurrentSpec):
+    """Mamba (2312.00752) as Jamba has it: the time steps and what is written and read are normalized.
+
+    They are projected from all channels, which can therefore not be divided among ranks. `state_width`: rows of a
+    channel's state. `time_rank`: width of the row that time steps are projected from. `conv_taps`: tokens that the
+    convolution sees. `bias`: the projections into the layer and out of it have biases.
+    """
+
+    num_channels: int
+    state_width: int
+    time_rank: int
+    conv_taps: int
+    norm_eps: float
+    conv_bias: bool = True
+    bias: bool = False
+    num_groups: int = 1
+
+    @property
+    def output_width(self) -> int:
+        """Width of all channels."""
+        return self.num_channels
+
+    @property
+    def row_widths(self) -> tuple[int, ...]:
+        """Widths of the rows that the layer computes with."""
+        return self.num_channels, self.state_width, self.time_rank
+
+    @property
+    def divided_heads(self) -> tuple[tuple[str, str], ...]:
+        """Fields that tensor parallelism divides: none, as the single group of channels has no divisor."""
+        return (("num_groups", "groups of Mamba channels that time steps are projected from"),)
+
+    @property
+    def state_parts(self) -> tuple[StatePart, ...]:
+        """The rows of all channels' states, and the last inputs of the convolution."""
+        states = StatePart((self.state_width, self.num_channels))
+        return states, StatePart((self.conv_taps - 1, self.num_channels), exact=False)

@@ -15,6 +15,7 @@ from moiety_engine.model.recurrent_specs import (
     KimiDeltaSpec,
     LightningSpec,
     Mamba2Spec,
+    MambaSpec,
     ShortConvSpec,
 )
 
@@ -54,6 +55,24 @@ class Mamba2Weights:
 
 
 @dataclass(frozen=True, slots=True)
+class MambaWeights:
+    input_CD: Weight  # rows: inputs of the convolution, then gates of the outputs
+    input_bias_C: Tensor | None
+    conv_WC: Tensor
+    conv_bias_C: Tensor | None
+    selection_EC: Tensor  # rows: the latent row of time steps, then what is written and what is read
+    step_norm_R: Tensor
+    write_norm_N: Tensor
+    read_norm_N: Tensor
+    step_CR: Tensor
+    step_bias_C: Tensor
+    decay_NC: Tensor  # logarithm of each rate
+    skip_C: Tensor  # factor of a channel's input in its output
+    output_DC: Weight
+    output_bias_D: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
 class KimiDeltaWeights:
     input_CD: Weight  # rows: queries, keys and values of all heads
     low_rank_GD: Tensor  # rows: see KimiDeltaSpec.input_sections
@@ -87,6 +106,7 @@ class ShortConvWeights:
 RecurrentWeights = (
     GatedDeltaWeights
     | Mamba2Weights
+    | MambaWeights
     | KimiDeltaWeights
     | LightningWeights
     | ShortConvWeights
@@ -95,6 +115,7 @@ RecurrentWeights = (
 RECURRENT_PRODUCTS: dict[type, tuple[str, ...]] = {
     GatedDeltaWeights: ("input_CD", "output_DC"),
     Mamba2Weights: ("input_CD", "output_DC"),
+    MambaWeights: ("input_CD", "output_DC"),
     KimiDeltaWeights: ("input_CD", "output_DC"),
     LightningWeights: ("input_CD", "gate_CD", "output_DC"),
     CompressedAttentionWeights: ("input_CD", "query_up_CR", "output_DC"),
@@ -133,6 +154,27 @@ def _mamba2(spec: RecurrentSpec, size: int, new: TensorAllocator) -> Mamba2Weigh
         skip_M=new.vector(spec.num_heads),
         norm_C=new.vector(spec.output_width),
         output_DC=new.product(size, spec.output_width),
+        output_bias_D=new.vector(size) if spec.bias else None,
+    )
+
+
+def _mamba(spec: RecurrentSpec, size: int, new: TensorAllocator) -> MambaWeights:
+    assert isinstance(spec, MambaSpec)
+    channels, rows, rank = spec.num_channels, spec.state_width, spec.time_rank
+    return MambaWeights(
+        input_CD=new.product(2 * channels, size),
+        input_bias_C=new.vector(2 * channels) if spec.bias else None,
+        conv_WC=new.vector(spec.conv_taps, channels),
+        conv_bias_C=new.vector(channels) if spec.conv_bias else None,
+        selection_EC=new.matrix(rank + 2 * rows, channels),
+        step_norm_R=new.vector(rank),
+        write_norm_N=new.vector(rows),
+        read_norm_N=new.vector(rows),
+        step_CR=new.matrix(channels, rank),
+        step_bias_C=new.vector(channels),
+        decay_NC=new.vector(rows, channels),
+        skip_C=new.vector(channels),
+        output_DC=new.product(size, channels),
         output_bias_D=new.vector(size) if spec.bias else None,
     )
 
@@ -178,6 +220,7 @@ def _short_conv(spec: RecurrentSpec, size: int, new: TensorAllocator) -> ShortCo
 _ALLOCATORS: dict[type, Callable[[RecurrentSpec, int, TensorAllocator], RecurrentWeights]] = {
     GatedDeltaSpec: _gated_delta,
     Mamba2Spec: _mamba2,
+    MambaSpec: _mamba,
     KimiDeltaSpec: _kimi_delta,
     LightningSpec: _lightning,
     CompressedAttentionSpec: allocate_compressed,

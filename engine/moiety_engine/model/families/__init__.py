@@ -50,6 +50,7 @@ from moiety_engine.model.families.granite import (
 from moiety_engine.model.families.hunyuan import hunyuan_v1_moe
 from moiety_engine.model.families.hy import hy_v3
 from moiety_engine.model.families.ignored import Noting, ignored_of
+from moiety_engine.model.families.jamba import jamba
 from moiety_engine.model.families.kimi import kimi_linear, kimi_linear_features
 from moiety_engine.model.families.kolibri import kolibri1
 from moiety_engine.model.families.laguna import laguna, mellum, mellum_features
@@ -111,6 +112,7 @@ FAMILIES: dict[str, Callable[[Config, int], LayerSpec]] = {
     "granitemoeshared": granitemoeshared,
     "hunyuan_v1_moe": hunyuan_v1_moe,
     "hy_v3": hy_v3,
+    "jamba": jamba,
     "kimi_k2": deepseek_v3,
     "kimi_linear": kimi_linear,
     "kolibri1": kolibri1,

@@ -168,6 +168,11 @@ CATALOG: dict[str, FamilyEntry] = {
         {"num_experts": 64, "moe_topk": 8},
     ),
     "hy_v3": FamilyEntry("Hy3", "norms of heads", _SIGMOID),
+    "jamba": FamilyEntry(
+        "Jamba v0.1, 1.5, 1.6, 1.7 (Mini, Large)",
+        "Mamba; in every eighth layer full attention without positions",
+        "softmax; every other layer dense",
+    ),
     "kimi_linear": FamilyEntry(
         "Kimi-Linear-48B-A3B",
         "Kimi Delta Attention; in every fourth layer latent without positions",

@@ -52,6 +52,7 @@ _OF_FAMILY: dict[str, frozenset[str]] = {
         {"compress_rope_theta", "num_hash_layers", "num_nextn_predict_layers", "qk_rope_head_dim", "rope_theta"}
     ),
     "granitemoehybrid": frozenset({"mamba_chunk_size"}),
+    "jamba": frozenset({"n_ctx", "num_logits_to_keep", "use_associative_scan", "use_mamba_kernels", "use_mambapy"}),
     "minimax": frozenset({"block_size"}),
     "longcat_flash": frozenset({"num_hidden_layers"}),
     "nemotron_h": _NEMOTRON,

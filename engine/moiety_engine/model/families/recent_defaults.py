@@ -246,6 +246,14 @@ RECENT_DEFAULTS: dict[str, dict[str, Any]] = {
             "llama_4_scaling_beta": 0.1,
         },
     },
+    "jamba": {
+        "attn_layer_offset": 4, "attn_layer_period": 8, "expert_layer_offset": 1, "expert_layer_period": 2,
+        "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14_336, "mamba_conv_bias": True,
+        "mamba_d_conv": 4, "mamba_d_state": 16, "mamba_dt_rank": "auto", "mamba_expand": 2, "mamba_proj_bias": False,
+        "max_position_embeddings": 262_144, "num_attention_heads": 32, "num_experts": 16, "num_experts_per_tok": 2,
+        "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+        "vocab_size": 65_536,
+    },
     "lfm2_moe": {
         "conv_L_cache": 3, "conv_bias": False, "hidden_size": 2048, "intermediate_size": 7168,
         "max_position_embeddings": 128_000, "moe_intermediate_size": 1792, "norm_eps": 1e-5, "norm_topk_prob": True,

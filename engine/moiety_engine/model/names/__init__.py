@@ -32,8 +32,8 @@ _FINAL_NORMS = ("norm", "norm_f", "embedding_norm", "final_layernorm")
 _HEADS = ("lm_head.weight", "head.weight")
 _ATTENTION_POST_NORMS = ("post_self_attn_layernorm", "post_attn_norm", "post_attention_layernorm")
 _FFN_POST_NORMS = ("post_feedforward_layernorm", "post_mlp_layernorm", "mlp.post_mlp_layernorm", "post_ffn_norm")
-# The second name is that of the MTP layer of MiMo, the third of DeepSeek-V4 and LFM2.
-_USUAL_FFN_NORMS = ("post_attention_layernorm", "pre_mlp_layernorm", "ffn_norm")
+# The second name is that of the MTP layer of MiMo, the third of DeepSeek-V4 and LFM2, the fourth of Jamba.
+_USUAL_FFN_NORMS = ("post_attention_layernorm", "pre_mlp_layernorm", "ffn_norm", "pre_ff_layernorm")
 _ATTENTION_NORMS = ("input_layernorm", "attn_norm", "operator_norm")
 _HEAD_STREAMS = ("hc_head_", "hc_head.hc_")  # the second as transformers saves it
 _FINAL_NORM_OF_MIMO = "final_layernorm"  # of its MTP layer

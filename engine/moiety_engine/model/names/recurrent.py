@@ -9,6 +9,7 @@ from moiety_engine.model.names.compressed import compressed_places
 from moiety_engine.model.names.gated_delta import gated_delta_places
 from moiety_engine.model.names.kimi_delta import kimi_delta_places
 from moiety_engine.model.names.lightning import lightning_places
+from moiety_engine.model.names.mamba import mamba_places
 from moiety_engine.model.names.mamba2 import mamba2_places
 from moiety_engine.model.names.short_conv import short_conv_places
 from moiety_engine.model.recurrent_specs import (
@@ -16,6 +17,7 @@ from moiety_engine.model.recurrent_specs import (
     KimiDeltaSpec,
     LightningSpec,
     Mamba2Spec,
+    MambaSpec,
     ShortConvSpec,
 )
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 _PLACES: dict[type, Callable[[Any, Any, set[str]], Iterator[Named]]] = {
     GatedDeltaSpec: gated_delta_places,
     Mamba2Spec: mamba2_places,
+    MambaSpec: mamba_places,
     KimiDeltaSpec: kimi_delta_places,
     LightningSpec: lightning_places,
     CompressedAttentionSpec: compressed_places,

@@ -1,0 +1,57 @@
+"""Mamba (2312.00752) with norms of its inputs: the recurrent layers of Jamba.
+
+T tokens, D model width, C channels, N rows of a channel's state, R width of the time steps' latent row.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from moiety_engine.model.recurrent_mixer import RecurrentMixer
+from moiety_engine.model.recurrent_specs import MambaSpec
+from moiety_engine.model.recurrent_weights import MambaWeights
+from moiety_kernels.causal_conv import CausalConvWeights, causal_conv
+from moiety_kernels.rms_norm import rms_norm
+from moiety_kernels.selective_scan import selective_scan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moiety_engine.model.arithmetic import Arithmetic
+    from moiety_engine.model.batch import RecurrentRows, RecurrentStateCache
+
+
+class Mamba(RecurrentMixer[MambaSpec, MambaWeights]):
+    """State space model with a state of fixed size for each channel, whose numbers have decays of their own."""
+
+    def __init__(self, spec: MambaSpec, weights: MambaWeights, arithmetic: Arithmetic) -> None:
+        super().__init__(spec, weights, arithmetic)
+        self._conv = CausalConvWeights(weights.conv_WC, weights.conv_bias_C, silu=True)
+
+    def _mix(self, x_TD: Tensor, rows: RecurrentRows, cache: RecurrentStateCache) -> Tensor:
+        spec, weights = self._spec, self._weights
+        states, tails = cache.parts
+        conv_TC, gate_TC = self._linear(x_TD, weights.input_CD, weights.input_bias_C).chunk(2, dim=1)
+        mixed_TC = causal_conv(conv_TC, self._conv, tails, rows.runs)
+        step_TR, write_TN, read_TN = torch.split(
+            self._linear(mixed_TC, weights.selection_EC), [spec.time_rank, spec.state_width, spec.state_width], dim=1
+        )
+        step_TR = self._normed(step_TR, weights.step_norm_R)
+        out_TC = selective_scan(
+            mixed_TC,
+            self._linear(step_TR, weights.step_CR),
+            gate_TC,
+            self._normed(write_TN, weights.write_norm_N),
+            self._normed(read_TN, weights.read_norm_N),
+            -weights.decay_NC.exp(),
+            weights.step_bias_C,
+            weights.skip_C,
+            states,
+            rows.runs,
+        )
+        return self._linear(out_TC, weights.output_DC, weights.output_bias_D)
+
+    def _normed(self, rows: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(rows.contiguous(), weight, self._spec.norm_eps)
