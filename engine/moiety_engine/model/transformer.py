@@ -312,9 +312,8 @@ class Transformer:
 
     def _fed(self, half: FeedForward | None, weights: NormWeights | None) -> Callable[..., Tensor] | None:
         """Return `_whole` of a feed-forward; for remote experts, of the function that ends a begun exchange."""
-        group = (
-            ALONE.tensor if isinstance(half, NormedMixture | ShortcutMixture) else self.ranks.tensor
-        )  # they sum themselves
+        sums_itself = isinstance(half, NormedMixture | ShortcutMixture)
+        group = ALONE.tensor if sums_itself else self.ranks.tensor
         return None if half is None else self._whole(call if isinstance(half, RemoteExperts) else half, group, weights)
 
     def _layers(
