@@ -64,11 +64,11 @@ class RecurrentRows:
     max_run: int  # Python int: tokens of the longest run
     recorded_rows_K: Tensor | None = None  # int64; tokens that may be replayed, for which inputs are recorded
     record_places_K: Tensor | None = None  # int64; where: slot · num_record_tokens + place
+    runs: RecurrentSequences = field(init=False)  # the runs as the operations of recurrent layers take them
 
-    @property
-    def runs(self) -> RecurrentSequences:
-        """The runs as the operations of recurrent layers take them."""
-        return RecurrentSequences(self.slots_R, self.has_state_R, self.run_start_R1, self.max_run, self.num_single)
+    def __post_init__(self) -> None:
+        runs = RecurrentSequences(self.slots_R, self.has_state_R, self.run_start_R1, self.max_run, self.num_single)
+        object.__setattr__(self, "runs", runs)  # once for all layers of a step
 
 
 @dataclass(slots=True)

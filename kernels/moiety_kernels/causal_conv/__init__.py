@@ -35,7 +35,6 @@ def causal_conv(x_TC: Tensor, weights: CausalConvWeights, tail_NwC: Tensor, sequ
     require(taps > 1, "the convolution must have two taps or more")
     require_shape("weight", weight_WC, (taps, channels))
     require_shape("tail", tail_NwC, (-1, taps - 1, channels))
-    sequences.check()
     args = x_TC, weights, tail_NwC, sequences
     if x_TC.is_cpu and _cpu().fits(*args):
         fast: Tensor = _cpu().causal_conv(*args)

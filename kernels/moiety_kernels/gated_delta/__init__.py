@@ -49,7 +49,6 @@ def gated_delta_rule(
     require_shape("log_decay", log_decay_TMG, (tokens, value_heads, -1))
     require(log_decay_TMG.shape[2] in (1, width), "log_decay must have one entry a head, or one a channel of the key")
     require_shape("beta", beta_TM, (tokens, value_heads))
-    sequences.check()
     require(
         log_decay_TMG.dtype is beta_TM.dtype is state_NMKV.dtype is torch.float32,
         "log_decay, beta and state must be float32",

@@ -29,7 +29,6 @@ def linear_attention(
     """
     heads.check(state_NMKV)
     require_shape("log_decay", log_decay_TM, tuple(heads.v_TMV.shape[:2]))
-    sequences.check()
     require(log_decay_TM.dtype is state_NMKV.dtype is torch.float32, "log_decay and state must be float32")
     args = heads, log_decay_TM, state_NMKV, sequences
     if state_NMKV.is_cpu and _cpu().fits(*args):

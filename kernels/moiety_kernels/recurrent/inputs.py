@@ -25,7 +25,8 @@ class RecurrentSequences:
 
     Sequence s has the tokens query_start[s] ≤ t < query_start[s + 1]. An operation reads its state from row slot[s] of
     the states and replaces it there by the state after its last token. Where `has_state` is 0 the state begins as
-    zeros, whatever the row contains. No two sequences have one slot.
+    zeros, whatever the row contains. No two sequences have one slot. Creating the record checks it, once for all layers
+    of a step: it raises KernelInputError unless the shapes and the type of the slots are as described.
     """
 
     slot_S: Tensor  # int64
@@ -34,8 +35,7 @@ class RecurrentSequences:
     max_query: int  # no sequence has more tokens
     num_decode: int = 0  # sequences 0 … num_decode - 1 have exactly one token
 
-    def check(self) -> None:
-        """Raise KernelInputError unless the shapes and the type of the slots are as described."""
+    def __post_init__(self) -> None:
         num_sequences = self.slot_S.shape[0]
         require_shape("query_start", self.query_start_S1, (num_sequences + 1,))
         require_shape("has_state", self.has_state_S, (num_sequences,))

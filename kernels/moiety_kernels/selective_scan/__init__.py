@@ -46,7 +46,6 @@ def selective_scan(
         require_shape(name, one, (channels,))
     require_shape("rate", rate_NC, (rows, channels))
     require_shape("state", state_LNC, (-1, rows, channels))
-    sequences.check()
     exact = rate_NC, step_bias_C, skip_C, state_LNC
     require(all(one.dtype is torch.float32 for one in exact), "rate, step_bias, skip and state must be float32")
     rows_of_tokens = x_TC, step_TC, gate_TC, write_TN, read_TN
