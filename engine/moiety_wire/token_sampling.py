@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 
-class TokenSampling(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+class TokenSampling(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, kw_only=True):
     """Choice of a token. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 disable the filter."""
 
     temperature: float = 1.0

@@ -84,3 +84,14 @@ async def test_query_parameters_of_anthropics_client_are_accepted(gateway: Runni
         method, data = ("POST", body) if "messages" in path else ("GET", b"")
         status, _, answer = await gateway.request(method, f"{path}?beta=true", data)
         assert status == 200, (path, answer)
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/messages/batches", "/v1/conversations/conv_1/items", "/v1/responses/resp_1/input_items"]
+)
+async def test_a_list_without_a_valid_key_is_refused_for_the_key_whatever_its_parameters(
+    gateway: RunningGateway, path: str
+) -> None:
+    for key in ("mty_unknown.unknown", gateway.key):
+        status, _, _ = await gateway.request("GET", f"{path}?limit=0", key=key)
+        assert status == (400 if key == gateway.key else 401)

@@ -86,6 +86,11 @@ class _Config(msgspec.Struct):
 
 def read_adapter(folder: Path, spec: ModelSpec, *, max_rank: int, dtype: torch.dtype = torch.float32) -> AdapterWeights:
     """Read the adapter in `folder`, whose factors are served in `dtype`. Raises AdapterError."""
+    if spec.block_starts:
+        raise AdapterError(
+            f"adapters on {spec.family} models are not supported, since two halves of their layers are stored apart or "
+            "two layers as one: serve the model without adapters"
+        )
     config = _read_config(folder, max_rank)
     try:
         with safe_open(folder / TENSORS, framework="pt") as file:

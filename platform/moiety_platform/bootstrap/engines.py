@@ -38,7 +38,7 @@ class CannotUseEngine(CannotFollow):
     """An engine's address, or a file that it names, is missing or unusable; the message says which."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Engines:
     """Owner of the engine connections. Entered before the first request and exited after the last.
 

@@ -113,7 +113,9 @@ async def views_of(session: AsyncSession, batches: Sequence[Batch]) -> list[Mess
     return [message_batch(batch, found.get(batch.id, 0)) for batch in batches]
 
 
-def parse_page(limit: Limit = None, before_id: BeforeId = None, after_id: AfterId = None) -> ListRequest:
+def parse_page(
+    owner: AuthenticatedClient, limit: Limit = None, before_id: BeforeId = None, after_id: AfterId = None
+) -> ListRequest:
     """Return the page that a client's query parameters request. Raises BadRequest."""
     most = DEFAULT_PAGE if limit is None else parse_whole(limit, "limit")
     if not 1 <= most <= MAX_PAGE:

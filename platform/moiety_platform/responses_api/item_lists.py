@@ -7,6 +7,7 @@ from typing import Annotated
 from litestar.di import NamedDependency, Provide
 from litestar.params import SkipValidation
 
+from moiety_platform.auth.client import AuthenticatedClient
 from moiety_platform.db.keyset import After, ListRequest, parse_list
 from moiety_platform.query_parameters import one_of, whole
 
@@ -19,7 +20,9 @@ Order = Annotated[str | None, one_of("By their place in the conversation; desc i
 RequestedItems = NamedDependency[SkipValidation[ListRequest]]
 
 
-def parse_item_list(limit: Limit = None, after: After = None, order: Order = None) -> ListRequest:
+def parse_item_list(
+    owner: AuthenticatedClient, limit: Limit = None, after: After = None, order: Order = None
+) -> ListRequest:
     """Return the part of a list that a client's query parameters request. Raises BadRequest."""
     return parse_list(limit, after, order, default_limit=DEFAULT_LIST, max_limit=MAX_LIST)
 
