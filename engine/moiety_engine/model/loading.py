@@ -160,10 +160,7 @@ def load_share(
     spec = mtp_spec(spec) if mtp else spec
     stored = None if load_format is LoadFormat.DUMMY else spec.weight_format
     wanted = _form(quantization, stored, exact=dtype == "float32")
-    if dtype == "auto":
-        dtype = "float32" if spec.checkpoint_dtype == "float32" else "bfloat16"
-    if dtype not in DTYPES:
-        raise UnsupportedModelError(f"dtype {dtype!r} is not supported; choose one of auto, {', '.join(DTYPES)}")
+    dtype = _dtype_name(dtype, spec)
     own = own_spec(spec, ranks.seat)
     form = _on_device(wanted, spec, where, DTYPES[dtype], moe_kernel, is_explicit=quantization != "auto")
     if form is not None:
@@ -206,6 +203,15 @@ def load_share(
         weights,
         TransformerOptions(cached_in, arithmetic, ranks, one_bytes, cache, keeps_hidden, frees_windows),
     )
+
+
+def _dtype_name(dtype: str, spec: ModelSpec) -> str:
+    """Return the name of the weights' type, one of DTYPES. Raises UnsupportedModelError."""
+    if dtype == "auto":
+        return "float32" if spec.checkpoint_dtype == "float32" else "bfloat16"
+    if dtype not in DTYPES:
+        raise UnsupportedModelError(f"dtype {dtype!r} is not supported; choose one of auto, {', '.join(DTYPES)}")
+    return dtype
 
 
 def _spec(folder: Path, load_format: LoadFormat, max_context_tokens: int | None, *, keeps_hidden: bool) -> ModelSpec:
