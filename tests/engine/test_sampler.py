@@ -199,7 +199,15 @@ def test_no_setting_that_is_accepted_makes_a_number_that_is_not_finite(
     bias: float,
     seed: int,
 ) -> None:
-    asked = Sampling(temperature, top_p, 0, min_p, repetition, presence, frequency, {2: bias, 5: -bias})
+    asked = Sampling(
+        temperature=temperature,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        logit_bias={2: bias, 5: -bias},
+    )
     assert find_refusal(Submit("r", 0, "m", "t", STANDARD, [1], asked, Stopping(1), 1, b"", 0), LIMITS) is None
     logits = torch.randn(1, V, generator=torch.Generator().manual_seed(seed)) * 30
     row = make_row(asked, output=[2, 2, 3, 5], seed=seed)
