@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 from collections.abc import Callable, Iterator
@@ -52,6 +53,13 @@ class GatewayServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._on_started()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Drain, then close the idle connections that are left: those that were accepted during the drain."""
+        await super().shutdown(sockets)
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        await asyncio.sleep(0)  # in which the event loop closes their sockets
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
