@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import io
 import json
 import os
 import secrets
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -32,6 +30,7 @@ from typing import Any
 
 import httpx
 from cluster import Cluster, make_tenant
+from older_release import take_sources
 from on_checkpoint import HERE, write_report
 from postgres import Postgres
 
@@ -177,17 +176,9 @@ def main() -> None:
     sys.exit(0 if all(report["checks"].values()) else 1)
 
 
-def take_from_git(commit: str, folder: Path) -> Path:
-    """Check out the sources of a commit."""
-    archive = subprocess.run(["git", "archive", commit, *SOURCES], cwd=ROOT, capture_output=True, check=True).stdout
-    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-        tar.extractall(folder, filter="data")
-    return folder
-
-
 async def _upgrade(folder: Path, database_url: str, options: argparse.Namespace) -> dict[str, Any]:
     pepper = secrets.token_hex(32)
-    old = Release("older", take_from_git(options.commit, folder / "sources"), folder, database_url, pepper)
+    old = Release("older", take_sources(options.commit, folder / "sources", SOURCES), folder, database_url, pepper)
     new = Release("newer", ROOT, folder, database_url, pepper)
     old.makes_keys = True
     at_first = old.run("migrate", "upgrade")["revision"]
