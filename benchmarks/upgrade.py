@@ -1,4 +1,4 @@
-"""Upgrade from the chart's first release to this one and back, on one PostgreSQL, with streams throughout.
+"""Upgrade from an older release to this one and back, on one PostgreSQL, with streams throughout.
 
     python benchmarks/upgrade.py [--from COMMIT] [--rate 6] [--seconds 5] [--output benchmarks/results/upgrade.json]
 
@@ -36,7 +36,7 @@ from postgres import Postgres
 
 from moiety_platform.bench.environment import describe_environment
 
-CHARTS_FIRST = "9f164c8"
+EARLIEST = "f2b029fc"  # the earliest commit whose stored names and wire protocol are those of today
 ROOT = HERE.parent
 SOURCES = ("platform", "engine", "kernels", "migrations", "dashboard")
 COMMAND_S = 600
@@ -52,6 +52,7 @@ class Release(Cluster):
         (place := folder / name).mkdir()
         path = os.pathsep.join(str(sources / part) for part in SOURCES)
         self.variables = {"PYTHONPATH": path, "MOIETY_KEY_PEPPER": pepper, "MOIETY_DATABASE_URL": database_url}
+        self.objects = (folder / "objects").absolute().as_uri()  # of both releases
         super().__init__(place, database_url, 2, environment=self.variables)
         self.name, self.keys = name, folder / "keys.json"
         self.makes_keys = False  # the first owner's; the other release goes by them
@@ -61,6 +62,7 @@ class Release(Cluster):
         if number == 0:
             at = words.index("--first-keys")
             words[at : at + 2] = ["--first-keys", str(self.keys)] if self.makes_keys else []
+        words[words.index("--object-store-url") + 1] = self.objects
         return words
 
     @property
@@ -152,7 +154,7 @@ def _take(stream: Stream, chunk: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--from", dest="commit", default=CHARTS_FIRST, help="commit of the older release")
+    parser.add_argument("--from", dest="commit", default=EARLIEST, help="commit of the older release")
     parser.add_argument("--rate", type=float, default=6, help="streams per second")
     parser.add_argument("--seconds", type=float, default=5, help="seconds of each phase, without starts and stops")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "upgrade.json")
