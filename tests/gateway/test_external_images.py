@@ -20,7 +20,7 @@ from moiety_text.guarded import GUARD
 from moiety_wire.messages import ModelCard
 
 from .conftest import ToolCard, write_tokenizer
-from .test_external_engines import MODEL, client_of, start_server  # noqa: F401  fixtures
+from .external_server import MODEL, client_of, start_server  # noqa: F401  fixtures
 from .test_image_links import file_server, sends
 from .test_images import (
     BODIES,
