@@ -7,8 +7,8 @@ from typing import Any
 
 from moiety_platform.engine_client.fake import FakeEngineClient
 
+from .batch_requests import MODEL, results, submit, usage_rows, wait_for
 from .conftest import NewCard, StartGateway
-from .test_batches import MODEL, results, submit, usage_rows, wait_for
 
 EMBEDDINGS = "/v1/embeddings"
 

@@ -8,8 +8,8 @@ from typing import Any
 import openai
 import pytest
 
+from .batch_requests import results, submit, wait_for
 from .conftest import RunningGateway
-from .test_batches import results, submit, wait_for
 from .test_response_tool_kinds import StartCalling, call, start_calling  # noqa: F401  a fixture
 
 RESPONSES = "/v1/responses"

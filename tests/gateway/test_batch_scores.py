@@ -10,8 +10,8 @@ import pytest
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_wire.messages import ModelCard
 
+from .batch_requests import MODEL, results, submit, usage_rows, wait_for
 from .conftest import StartGateway
-from .test_batches import MODEL, results, submit, usage_rows, wait_for
 from .test_scores import RERANK_PATHS, length_logit, with_segments
 
 PAIR = {"text_1": "ab", "text_2": ["abc", "abcdef"]}

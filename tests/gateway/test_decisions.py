@@ -16,10 +16,10 @@ from moiety_platform.engine_client.fake import FakeEngineClient, FakeVerdict, ad
 from moiety_platform.inference.option_scores import MAX_OPTION_TOKENS, option_probabilities, scored_from
 from moiety_wire.messages import ModelCard, Submit
 
+from .batch_requests import results, usage_rows, wait_for
+from .batch_requests import submit as submit_batch
 from .conftest import MODEL, RunningGateway, StartGateway, Until
 from .test_batch_scores import batch_line
-from .test_batches import results, usage_rows, wait_for
-from .test_batches import submit as submit_batch
 
 TRUE = {"type": "predicate", "name": "angry", "instructions": "The writer is angry."}
 TEAM = {

@@ -21,8 +21,8 @@ from moiety_platform.traces.exporters import store_exporter
 from moiety_platform.traces.sender import SpanSender
 from moiety_wire.messages import Failed, FailureCode, Submit
 
+from .batch_requests import chat_line, submit, wait_for
 from .conftest import NewCard, RunningGateway, StartGateway
-from .test_batches import chat_line, submit, wait_for
 from .test_trace_receiver import TOKEN, run_store
 
 MARK = "zebracrossing"
