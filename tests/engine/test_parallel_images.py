@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
-from tests.engine.test_parallel import RankProcesses, assert_same, ranks_of, settings_of
+from tests.engine.rank_processes import RankProcesses, assert_same, ranks_of, settings_of
 from tests.vision_checkpoint import END, IMAGE, START, write_checkpoint
 
 from moiety_engine.images.prompt_images import PromptImage

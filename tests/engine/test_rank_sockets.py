@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
-from tests.engine.test_parallel import settings_of, write_checkpoint
+from tests.engine.rank_processes import settings_of, write_checkpoint
 
 from moiety_engine.distribution.rendezvous import open_store
 from moiety_engine.distribution.rendezvous_address import Rendezvous, rendezvous_from, require_private_ranks
