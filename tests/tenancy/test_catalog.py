@@ -10,7 +10,7 @@ import pytest
 from litestar import Litestar
 from litestar.handlers import HTTPRouteHandler
 from litestar.routes import HTTPRoute
-from tests.tenancy.test_isolation import real_app
+from tests.tenancy.admin_api_access import real_app
 
 from moiety_platform.access.views import VIEW_ACTIONS
 from moiety_platform.administration.catalog import ACTIONS, RESOURCES

@@ -18,7 +18,7 @@ from moiety_platform.administration.router import ADMIN_PATH
 from moiety_platform.openapi.documents import DocumentPart, Documents
 from moiety_platform.settings import GatewaySettings
 
-from .test_isolation import ASKS, World, fill, world
+from .admin_api_access import ASKS, World, fill, world
 
 __all__ = ["world"]
 

@@ -21,8 +21,8 @@ from moiety_platform.settings import GatewaySettings
 from moiety_platform.tenants.schemas import NewProject
 from moiety_platform.tenants.service import create_project
 
+from .admin_api_access import make_side, real_app
 from .conftest import PEPPER
-from .test_isolation import make_side, real_app
 
 KEPT, NEVER = ("resp_" + digit * 32 for digit in "10")
 ITEM = {"id": "msg_1", "type": "message", "role": "user", "content": [{"type": "input_text", "text": "zebra"}]}
