@@ -11,7 +11,11 @@ from typing import Any
 
 from gpu_stages import ROOT, Stage, pytest_command
 
-KERNEL_TESTS = ("tests/kernels/triton", "tests/kernels/test_against_reference.py")
+KERNEL_TESTS = (
+    "tests/kernels/triton",
+    "tests/kernels/test_against_reference.py",
+    "tests/kernels/test_small_operations.py",
+)
 NOT_TESTS = "tests/kernels/triton/test_compiling.py"  # which needs no GPU
 ENGINE_TESTS = ("tests/engine/test_graphs.py", "tests/engine/test_host_tier.py")  # those with parts for GPUs only
 MODEL_TESTS = ("tests/model", "tests/engine/test_invariant.py")  # those on "cuda"

@@ -1,4 +1,4 @@
-"""What an operation chooses for the machine agrees with its reference: odd shapes, fresh inputs, poisoned memory."""
+"""The kernels chosen for this machine agree with their references: odd shapes, fresh inputs, poisoned memory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ from torch import Tensor
 from moiety_kernels.attention_input import AttentionInputPlan, attention_input
 from moiety_kernels.attention_input.reference import attention_input as attention_input_reference
 from moiety_kernels.checks import KernelInputError
-from moiety_kernels.embedding import embedding
-from moiety_kernels.embedding.reference import embedding as embedding_reference
 from moiety_kernels.head_linear import head_linear
 from moiety_kernels.head_linear.reference import head_linear as head_linear_reference
-from moiety_kernels.kv_store import kv_store
 from moiety_kernels.latent_input import LatentInputPlan, latent_input, latent_queries
 from moiety_kernels.latent_input import reference as latent_reference
 from moiety_kernels.lightning_indexer import select_tokens, store_index_keys
@@ -27,47 +24,20 @@ from moiety_kernels.mla_attention.reference import mla_attention as mla_attentio
 from moiety_kernels.moe import dense_glu, experts
 from moiety_kernels.moe import grouped as experts_grouped
 from moiety_kernels.moe.reference import experts as experts_reference
-from moiety_kernels.output_gate import GateKind, output_gate
-from moiety_kernels.output_gate.reference import output_gate as output_gate_reference
 from moiety_kernels.paged_attention import paged_attention
 from moiety_kernels.paged_attention.batched import paged_attention as paged_attention_batched
 from moiety_kernels.paged_attention.reference import paged_attention as paged_attention_reference
-from moiety_kernels.rms_norm import add_rms_norm, rms_norm
 from moiety_kernels.rms_norm.reference import rms_norm as rms_norm_reference
 from moiety_kernels.rope import rope
-from moiety_kernels.route import RoutingSpec, group, group_by_expert, route
+from moiety_kernels.route import RoutingSpec, route
 from moiety_kernels.route.reference import route as route_reference
 
 from .conftest import Paged
+from .reference_checks import CACHES, DEVICE, WEIGHTS, close, normal, poisoned_memory, same_numbers_every_time
+
+__all__ = ["poisoned_memory", "same_numbers_every_time"]  # fixtures
 
 pytestmark = pytest.mark.usefixtures("several_threads")
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-WEIGHTS = [torch.float32, torch.bfloat16]
-CACHES = WEIGHTS if DEVICE == "cpu" else [torch.float32]  # beside float32 queries
-
-
-def normal(*shape: int, scale: float = 1.0) -> Tensor:
-    return torch.randn(*shape, device=DEVICE) * scale
-
-
-def close(ours: Tensor, theirs: Tensor, ratio: float = 1e-5) -> bool:
-    """Whether the largest error is below `ratio` of the largest value, which counts as 0.1 at least, since a sum that
-    comes to nearly nothing is as inexact as what it sums; false for NaN."""
-    return bool((ours - theirs).abs().max() <= ratio * theirs.abs().max().clamp(min=0.1))
-
-
-@pytest.fixture(autouse=True)
-def same_numbers_every_time() -> None:
-    torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> None:
-    """Freed memory that the next allocations are likely to get holds NaN, so that nothing may count on zeros."""
-    for size in (1 << 8, 1 << 12, 1 << 16, 1 << 18):
-        held = [torch.full((size,), float("nan"), device=DEVICE) for _ in range(4)]
-        del held
 
 
 @pytest.mark.combinations(by=("arithmetic",))
@@ -118,60 +88,6 @@ def test_head_linear(rows: int, heads: int, n: int, k: int, dtype: torch.dtype) 
 
 def test_linear_of_no_rows_is_empty() -> None:
     assert linear(normal(0, 64), normal(10, 64)).shape == (0, 10)
-
-
-@pytest.mark.parametrize("dtype", WEIGHTS)
-@pytest.mark.parametrize("tokens", [1, 31, 70])
-@pytest.mark.parametrize(("width", "factor"), [(16, 1.0), (1024, 32.0), (48, 0.3), (60, 2.0)])
-def test_embedding_finds_the_very_rows(tokens: int, width: int, factor: float, dtype: torch.dtype) -> None:
-    whole = normal(50, width + 16).to(dtype)
-    table, token_ids = whole[:, :width], torch.randint(50, (tokens,), device=DEVICE)
-    found = embedding(token_ids, table, torch.float32, factor)
-    assert torch.equal(found, embedding_reference(token_ids, table, torch.float32, factor))
-
-
-@pytest.mark.parametrize("rows", [1, 31, 70])
-@pytest.mark.parametrize("width", [16, 48, 1024, 60])
-def test_rms_norm_alone_and_after_an_addition(rows: int, width: int) -> None:
-    x, delta, weight = normal(rows, width), normal(rows, width), normal(width)
-    assert close(rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6))
-    total = x + delta
-    ours_total, ours = add_rms_norm(x.clone(), delta.clone(), weight, 1e-5)
-    assert close(ours_total, total)
-    assert close(ours, rms_norm_reference(total, weight, 1e-5))
-
-
-@pytest.mark.parametrize(("tokens", "num_experts", "top_k"), [(1, 4, 4), (5, 8, 2), (70, 60, 4), (200, 128, 8)])
-@pytest.mark.parametrize("renormalize", [True, False])
-def test_route(tokens: int, num_experts: int, top_k: int, renormalize: bool) -> None:
-    logits, spec = normal(tokens, num_experts, scale=3), RoutingSpec(num_experts, top_k, renormalize)
-    weight, expert = route(logits, spec)
-    expected_weight, expected_expert = route_reference(logits, spec)
-    assert torch.equal(expert, expected_expert)
-    assert close(weight, expected_weight)
-
-
-def test_groups_list_every_pair_once_in_the_order_of_experts() -> None:
-    expert = torch.randint(0, 6, (40, 3), dtype=torch.int32, device=DEVICE)
-    order, counts = group_by_expert(expert, 6)
-    assert sorted(order.tolist()) == list(range(120))
-    assert expert.flatten()[order].tolist() == sorted(expert.flatten().tolist())
-    assert counts.tolist() == [int((expert == e).sum()) for e in range(6)]
-
-
-@pytest.mark.parametrize(("tokens", "num_experts", "tile_rows"), [(0, 3, 4), (1, 8, 16), (40, 6, 4), (65, 3, 64)])
-def test_tiles_cover_the_rows_of_each_expert(tokens: int, num_experts: int, tile_rows: int) -> None:
-    expert = torch.randint(0, num_experts, (tokens, 3), dtype=torch.int32, device=DEVICE)
-    groups = group(expert, num_experts, tile_rows)
-    order, counts = group_by_expert(expert, num_experts)
-    starts = [0, *counts.cumsum(0).tolist()]
-    tiles = [(e, row) for e in range(num_experts) for row in range(starts[e], starts[e + 1], tile_rows)]
-    assert groups.order_R.tolist() == order.tolist()
-    assert groups.starts_E1.tolist() == starts
-    assert groups.num_tiles_1.tolist() == [len(tiles)]
-    unused = len(groups.tiles_N2) - len(tiles)
-    assert [(e, row) for e, row in groups.tiles_N2.tolist()] == tiles + [(-1, -1)] * unused
-    assert 0 <= unused <= num_experts
 
 
 @pytest.mark.parametrize("dtype", WEIGHTS)
@@ -338,40 +254,6 @@ def test_paged_attention_survives_large_scores(paged: Paged) -> None:
     assert close(ours, paged_attention_reference(q * 300, *rest, 1.0), 1e-3)
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="a cache of bfloat16 beside float32 queries is a CPU's")
-def test_a_cache_of_bfloat16_rounds_as_torch_does() -> None:
-    tie, above = 1.0 + 2**-8, 1.0 + 2**-8 + 2**-20
-    values = torch.tensor([tie, -tie, above, 1.0 + 3 * 2**-8, 3.4e38, 1e-40, 0.0, float("inf")]).repeat(4)
-    values[8], values[9:] = float("nan"), values[9:] * torch.rand(23)
-    caches = [torch.zeros(1, 1, 1, 32, dtype=torch.bfloat16) for _ in range(2)]
-    qkv = torch.cat([torch.zeros(32), torch.zeros(32), values])[None]
-    still = torch.ones(1, 16), torch.zeros(1, 16), torch.zeros(1, dtype=torch.int64)
-    attention_input(qkv, AttentionInputPlan(None, None, 1e-6, None), *still, *caches, torch.zeros(1, dtype=torch.int64))
-    assert torch.equal(caches[1].flatten().nan_to_num(7.0), values.bfloat16().nan_to_num(7.0))
-
-
-def test_values_beyond_float8_are_stored_as_its_largest_number() -> None:
-    caches = [torch.zeros(2, 1, 4, 8, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(2)]
-    rows = torch.tensor([3.0, 1e4, -1e9], device=DEVICE)[:, None, None].expand(3, 1, 8)
-    kv_store(rows, -rows, *caches, torch.tensor([1, 6, 0], device=DEVICE))
-    assert [cache.float()[[0, 1, 0], 0, [1, 2, 0], 0].tolist() for cache in caches] == [[3, 448, -448], [-3, -448, 448]]
-
-
-@pytest.mark.parametrize(("columns", "kind"), [(6, "softplus"), (6, "sigmoid"), (120, "softplus"), (120, "sigmoid")])
-@pytest.mark.parametrize("tokens", [0, 1, 37])
-def test_output_gate(columns: int, kind: GateKind, tokens: int) -> None:
-    out, gate = normal(tokens, 6, 20), normal(tokens, columns, scale=15.0)
-    expected = output_gate_reference(out, gate, kind)
-    ours = output_gate(out.clone(), gate, kind)
-    assert ours.shape == out.shape
-    assert tokens == 0 or close(ours, expected)
-
-
-def test_a_gate_of_another_number_of_heads_is_refused() -> None:
-    with pytest.raises(KernelInputError, match=r"shape \(3, 5\); it needs 6 or 120 columns for 3 tokens"):
-        output_gate(normal(3, 6, 20), normal(3, 5), "sigmoid")
-
-
 @pytest.mark.parametrize("kept", CACHES)
 def test_values_may_have_a_width_and_a_norm_of_their_own_in_blocks_that_lie_apart(kept: torch.dtype) -> None:
     """Blocks of layers with different shapes share memory, so that a layer's blocks are not adjacent."""
@@ -464,15 +346,6 @@ def test_latent_queries(rows: int, heads: int, latent: int, plain: int, pairs: i
     key_up, angles = normal(heads, latent, plain, scale=plain**-0.5).to(dtype), normal(50, pairs)
     inputs = key_up, angles.cos(), angles.sin(), torch.randint(0, 50, (rows,), device=DEVICE)
     assert close(latent_queries(q_THd, *inputs), latent_reference.latent_queries(q_THd, *inputs))
-
-
-def test_rope_leaves_lengths_and_the_rest_of_a_head_as_they_are() -> None:
-    x, angles = normal(11, 3, 40), normal(50, 12)
-    positions = torch.randint(0, 50, (11,), device=DEVICE)
-    rotated = rope(x, angles.cos(), angles.sin(), positions)
-    assert torch.equal(rotated[..., 24:], x[..., 24:])
-    assert close(rotated.norm(dim=-1), x.norm(dim=-1))
-    assert not close(rotated, x)
 
 
 def test_a_wrong_shape_is_named(paged: Paged) -> None:
