@@ -1,4 +1,4 @@
-"""The prefix cache's tier on disk: what left the device and the process comes back as it was, or not at all."""
+"""The prefix cache's tier on disk: blocks return as they were written, or not at all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shutil
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,102 +17,34 @@ import msgspec
 import pytest
 
 from moiety_engine.config import EngineConfig
-from moiety_engine.disk import folder as folder_module
 from moiety_engine.disk.folder import DiskFolder
 from moiety_engine.disk.identity import digest_of_folder
 from moiety_engine.disk.index import DiskIndex
-from moiety_engine.disk.records import owner_tag, read_head, write_file
 from moiety_engine.disk.saving import Saver
 from moiety_engine.errors import InvalidConfig
-from moiety_engine.loop import EngineLoop
-from moiety_engine.loop_setup import build_loop
-from moiety_engine.messages import CoreSubmit
-from moiety_engine.offline import Result, run_all
-from moiety_engine.sequence import Sequence
+from moiety_engine.offline import run_all
 from moiety_engine.startup import load_loop
-from moiety_wire.classes import STANDARD
-from moiety_wire.messages import FinishReason, Sampling
+from moiety_wire.messages import FinishReason
 
-BLOCK_SIZE = 4
-LIMIT_S = 120.0
+from .disk_tiers import (
+    BLOCK_SIZE,
+    LIMIT_S,
+    Make,
+    WorkClock,
+    evict,
+    files,
+    flip,
+    make,
+    make_submit,
+    mtime,
+    num_cached,
+    restart,
+    run,
+    settle,
+    truncate,
+)
 
-
-class WorkClock:
-    """A machine that takes a second for each token, so that reading is always predicted to take less."""
-
-    loop: EngineLoop | None = None
-
-    def __call__(self) -> int:
-        load = None if self.loop is None else self.loop.scheduler
-        tokens = load and load.prompt_tokens_total - load.cached_tokens_total + load.output_tokens_total
-        return 10**18 + (tokens or 0) * 10**9
-
-
-class Make:
-    """Loops over one folder; one ends, in order, before the next begins."""
-
-    def __init__(self, loops: Any, folder: Path) -> None:
-        self._loops, self._folder = loops, folder
-        self._made: list[EngineLoop] = []
-
-    def __call__(self, **settings: Any) -> EngineLoop:
-        self.end()
-        model, clock = self._loops.model, WorkClock()
-        few = {"block_size": BLOCK_SIZE, "kv_memory_bytes": 40 * model.kv_bytes_per_block(BLOCK_SIZE)}
-        given = {"model": str(self._loops.folder), "name": "tiny", "disk_cache": str(self._folder), **few, **settings}
-        loop = build_loop(model, EngineConfig(**given), clock_ns=clock)
-        clock.loop = loop
-        self._made.append(loop)
-        return loop
-
-    def end(self) -> None:
-        while self._made:
-            self._made.pop().close()
-
-
-@pytest.fixture
-def make(loops: Any, tmp_path: Path) -> Iterator[Make]:
-    made = Make(loops, tmp_path / "kv")
-    yield made
-    made.end()
-
-
-def make_submit(key: int, salt: bytes = b"s", length: int = 41, tenant: str = "t", **more: Any) -> CoreSubmit:
-    prompt = [3 + (key * 31 + i * 7) % 300 for i in range(length)]
-    return CoreSubmit(key, tenant, STANDARD, prompt, Sampling(temperature=0.0), 4, 0, [], 4, salt, 0, **more)
-
-
-def run(loop: EngineLoop, *submits: CoreSubmit) -> Result:
-    """All together; of the first."""
-    found = run_all(loop, list(submits))[submits[0].key]
-    settle(loop)
-    return found
-
-
-def settle(loop: EngineLoop) -> None:
-    """Until nothing is on its way to the disk or from it."""
-    limit_s = time.monotonic() + LIMIT_S
-    while loop.waits_for_others:
-        loop.step()
-        assert time.monotonic() < limit_s, "something is on its way for ever"
-
-
-def evict(loop: EngineLoop) -> None:
-    """Others take every block."""
-    run(loop, *(make_submit(key, b"others", 60) for key in range(100, 103)))
-
-
-def num_cached(result: Result) -> int:
-    assert result.finish is not None
-    return result.finish.num_cached_tokens
-
-
-def mtime(path: Path) -> float:
-    return path.stat().st_mtime
-
-
-def files(tmp_path: Path) -> list[Path]:
-    return sorted((tmp_path / "kv").rglob("*.kv"))
+__all__ = ["make"]  # fixtures
 
 
 @pytest.mark.parametrize("host_bytes", [0, 1 << 14])
@@ -127,13 +59,6 @@ def test_evicted_blocks_come_back_from_disk_with_the_same_answer(make: Make, hos
     assert load.disk_restored_blocks_total + load.host_hit_blocks_total >= 10
     assert load.disk_waited_requests_total > 0
     assert load.disk_dropped_blocks_total == 0
-
-
-def restart(make: Make, **settings: Any) -> EngineLoop:
-    """A new process, as far as it can be seen, that has learned what a token takes."""
-    loop = make(**settings)
-    run(loop, make_submit(99, b"first"))
-    return loop
 
 
 def test_blocks_on_disk_are_found_after_a_restart(make: Make) -> None:
@@ -158,16 +83,6 @@ def test_no_other_tenant_finds_it_and_nobody_reads_whose_it_is(make: Make, tmp_p
         assert path.parent.stat().st_mode & 0o777 == 0o700
         contents = path.read_bytes()
         assert not [one for one in (b"acme", b"globex") if one in contents]
-
-
-def flip(path: Path, place: int) -> None:
-    contents = bytearray(path.read_bytes())
-    contents[place] ^= 1
-    path.write_bytes(contents)
-
-
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
 
 
 DAMAGES: dict[str, Callable[[Path], Any]] = {
@@ -227,111 +142,6 @@ def test_other_settings_and_other_weights_have_files_of_their_own(
     assert set(mine) <= set(files(tmp_path))
     assert len({path.parent for path in files(tmp_path)}) == 3
     assert num_cached(run(restart(make), make_submit(1))) == 40
-
-
-def test_the_least_recently_used_blocks_are_deleted_when_the_disk_tier_is_full(make: Make, tmp_path: Path) -> None:
-    run(make(), make_submit(0))
-    (one,) = files(tmp_path)
-    most = 4 * one.stat().st_size
-    loop = make(disk_cache_bytes=most)
-    for key in range(8):
-        run(loop, make_submit(key))
-        run(loop, make_submit(0))
-        assert sum(path.stat().st_size for path in files(tmp_path)) == loop.load().disk_bytes_used <= most
-        assert one.exists(), "it was used all the time"
-    evict(loop)
-    assert num_cached(run(loop, make_submit(1))) == 0
-
-
-def test_blocks_on_disk_are_deleted_after_the_idle_time(make: Make, tmp_path: Path) -> None:
-    run(make(), make_submit(1))
-    make.end()
-    (old,) = files(tmp_path)
-    os.utime(old, (1e9, 1e9))
-    loop = restart(make, disk_cache_ttl_s=3600.0)
-    assert num_cached(run(loop, make_submit(1))) == 0
-    assert not old.exists()
-
-
-@pytest.mark.parametrize(
-    ("said_s", "stays"),
-    [((0.0,), False), ((3600.0,), True), ((0.0, 3600.0), True), ((3600.0, 60.0), True), ((0.001,), False)],
-)
-def test_retention_of_blocks_on_disk_survives_a_restart(
-    make: Make, tmp_path: Path, said_s: tuple[float, ...], stays: bool
-) -> None:
-    loop = make()
-    for keep_s in said_s:
-        run(loop, make_submit(1, tenant="a", keep_s=keep_s))
-    make.end()
-    (kept,) = files(tmp_path)
-    loop = make(disk_cache_bytes=4 * kept.stat().st_size)
-    for key in range(2, 8):
-        run(loop, make_submit(key))
-    assert kept.exists() is stays
-    assert num_cached(run(loop, make_submit(1, tenant="a"))) == (40 if stays else 0)
-
-
-def test_a_file_with_an_unreadable_retention_mark_is_usable_and_not_retained(make: Make, tmp_path: Path) -> None:
-    run(make(), make_submit(1, keep_s=3600.0))
-    make.end()
-    (torn,) = files(tmp_path)
-    flip(torn, -1)
-    loop = restart(make)
-    assert loop.intake.disk is not None and loop.intake.disk.index.num_kept == 0
-    assert num_cached(run(loop, make_submit(1))) == 40
-
-
-def owners(tmp_path: Path) -> list[str]:
-    """Whose the files are, of all models."""
-    found = []
-    for path in files(tmp_path):
-        with path.open("rb") as file:
-            tags = {owner_tag(one, bytes.fromhex(path.parent.name)): one for one in ("gone", "stays", "t")}
-            found.append(tags[read_head(file)[0].owner])
-    return sorted(found)
-
-
-@pytest.mark.parametrize("host_bytes", [0, 1 << 14])
-def test_a_tenant_that_is_forgotten_leaves_nothing_on_any_tier_and_others_keep_theirs(
-    make: Make, tmp_path: Path, host_bytes: int
-) -> None:
-    run(make(block_size=8), make_submit(1, tenant="gone"), make_submit(2, tenant="stays"))  # another identity
-    loop = make(host_kv_memory_bytes=host_bytes)
-    ours = make_submit(1, b"its salt", tenant="gone", keep_s=60.0), make_submit(2, b"another salt", tenant="gone")
-    run(loop, *ours, make_submit(3, tenant="stays"))
-    assert owners(tmp_path) == ["gone"] * 3 + ["stays"] * 2
-    loop.forget_tenants(["gone", "never there"])
-    settle(loop)
-    assert owners(tmp_path) == ["stays"] * 2
-    assert [num_cached(run(loop, one)) for one in (*ours, ours[0], make_submit(3, tenant="stays"))] == [0, 0, 0, 40]
-    assert owners(tmp_path) == ["stays"] * 2, "it left something once more"
-    assert loop.scheduler.kv.retention.size == 0
-
-
-def test_blocks_of_a_deleted_tenants_open_request_are_not_kept(make: Make, tmp_path: Path) -> None:
-    loop = make(host_kv_memory_bytes=1 << 14)
-    loop.submit(make_submit(1, tenant="gone", keep_s=60.0))
-    loop.step()
-    assert loop.scheduler.kv.find_prefix(Sequence(make_submit(1, tenant="gone"), order=0, seed=0))
-    loop.forget_tenants(["gone"])
-    assert not loop.scheduler.kv.find_prefix(Sequence(make_submit(1, tenant="gone"), order=0, seed=0))
-    while not loop.scheduler.idle:
-        loop.step()
-    settle(loop)
-    assert files(tmp_path) == []
-    load = loop.load()
-    assert (load.kv_blocks_used, load.kv_blocks_cached) == (0, 0)
-
-
-def test_an_engine_that_was_away_forgets_what_it_finds_again(make: Make, tmp_path: Path) -> None:
-    run(make(), make_submit(1, tenant="gone"))
-    run(make(), make_submit(1, tenant="stays"))
-    loop = make()
-    assert owners(tmp_path) == ["gone", "stays"]
-    loop.forget_tenants(["gone"])
-    settle(loop)
-    assert owners(tmp_path) == ["stays"]
 
 
 def test_a_disk_that_fails_costs_no_request_and_is_left_alone_for_a_while(make: Make, tmp_path: Path) -> None:
@@ -475,24 +285,3 @@ def test_an_index_of_a_hundred_thousand_blocks_is_read_from_headers_alone(tmp_pa
     folder.close()
     assert index.num_blocks == 100_000
     assert index.num_bytes == sum(path.stat().st_size for path in tmp_path.rglob("*.kv"))
-
-
-def test_a_file_that_an_erasure_takes_away_while_it_is_written_stops_no_other(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loop = make()
-    taken: list[Any] = []
-
-    def take(file: Any, *rest: Any) -> int:
-        num_bytes = write_file(file, *rest)
-        if not taken:
-            taken.append(Path(file.name))
-            taken[0].unlink()
-        return num_bytes
-
-    monkeypatch.setattr(folder_module, "write_file", take)
-    assert run(loop, make_submit(1)).token_ids
-    run(loop, make_submit(2))
-    load = loop.load()
-    assert (load.disk_failed_writes_total, load.disk_dropped_blocks_total) == (0, 11)
-    assert load.disk_written_blocks_total == 11, "the next one's are kept"

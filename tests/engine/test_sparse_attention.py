@@ -16,7 +16,7 @@ from moiety_engine.offline import run_all
 from moiety_engine.planning.models import find_model
 
 from .conftest import make_drafting
-from .test_disk_tier import Make, evict, make_submit, num_cached, run
+from .disk_tiers import Make, evict, make_submit, num_cached, run
 from .test_kv_transfer import asked, pairs_of
 from .test_preemption import FREE, LONG, make_engine, squeeze, tokens_with_room
 
