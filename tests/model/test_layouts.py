@@ -23,7 +23,7 @@ from moiety_engine.model.weight_quantizer import as_packed_for_a_gpu, bytes_in
 from moiety_kernels.cpu import dots
 from moiety_kernels.quantization import MXFP4, QuantizedWeight, dequantize
 
-from .conftest import CLASS_OF, SMALL, VARIANTS, WITHOUT_CLASS
+from .variants import CLASS_OF, SMALL, VARIANTS, WITHOUT_CLASS
 
 PROMPT = list(range(3, 90))
 

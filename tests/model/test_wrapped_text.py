@@ -16,7 +16,7 @@ from torch import Tensor
 from moiety_engine.model.errors import ConfigError, UnsupportedModelError, WeightsError
 from moiety_engine.model.families import ignored_keys, read_spec, spec_from_config
 
-from .conftest import SMALL, VARIANTS
+from .variants import SMALL, VARIANTS
 
 PROMPT = list(range(3, 90))
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
