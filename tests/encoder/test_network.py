@@ -61,7 +61,7 @@ POOLINGS = {
 }
 
 
-def close(row_D: Any, wanted_D: Any) -> None:
+def assert_vectors_agree(row_D: Any, wanted_D: Any) -> None:
     torch.testing.assert_close(row_D, wanted_D, atol=2e-5, rtol=1e-4)
 
 
@@ -75,7 +75,7 @@ def test_the_vectors_of_a_mixed_batch_are_those_of_transformers_alone(save_encod
     set_pooling(folder, {"word_embedding_dimension": 32, **{name: name == mode for name in POOLINGS}})
     batch = inputs_of(1)
     for row_D, one in zip(loaded(folder).run(batch), batch, strict=True):
-        close(row_D, unit(POOLINGS[mode](expected(model, one).last_hidden_state[0])))
+        assert_vectors_agree(row_D, unit(POOLINGS[mode](expected(model, one).last_hidden_state[0])))
 
 
 @pytest.mark.parametrize("family", ["roberta", "xlm-roberta", "camembert"])
@@ -87,7 +87,7 @@ def test_the_vectors_of_robertas_are_those_of_transformers_also_with_padding_tok
     batch = [*inputs_of(1), ([7, padding, 8, 9, padding], 0), ([padding], 0), ([3] * 64, 0)]
     assert read_encoder_spec(folder).max_context_tokens == 64
     for row_D, one in zip(loaded(folder).run(batch), batch, strict=True):
-        close(row_D, unit(expected(model, one).last_hidden_state[0].mean(0)))
+        assert_vectors_agree(row_D, unit(expected(model, one).last_hidden_state[0].mean(0)))
 
 
 @pytest.mark.parametrize("choice", ["mean", "cls", "last", "max"])
@@ -104,7 +104,7 @@ def test_options_replace_the_pooling_of_the_checkpoint(save_encoder: SaveEncoder
     one: Input = ([5, 6, 7, 8], 0)
     (row_D,) = loaded(folder, **options).run([one])
     wanted_D = pool(expected(model, one).last_hidden_state[0])
-    close(row_D, unit(wanted_D) if normalize == "on" else wanted_D)
+    assert_vectors_agree(row_D, unit(wanted_D) if normalize == "on" else wanted_D)
 
 
 def test_vectors_have_their_own_length_where_the_modules_do_not_normalize(save_encoder: SaveEncoder) -> None:
@@ -112,7 +112,7 @@ def test_vectors_have_their_own_length_where_the_modules_do_not_normalize(save_e
     set_pooling(folder, {"pooling_mode_mean_sqrt_len_tokens": True}, normalizes=False)
     one: Input = ([5, 6, 7, 8], 0)
     (row_D,) = loaded(folder).run([one])
-    close(row_D, expected(model, one).last_hidden_state[0].sum(0) / 2)
+    assert_vectors_agree(row_D, expected(model, one).last_hidden_state[0].sum(0) / 2)
     assert abs(float(row_D.norm()) - 1) > 0.1
 
 

@@ -38,7 +38,7 @@ class CountingText:
         return [[0] * num_tokens]
 
 
-async def truncate(lengths: list[int], context: int, bytes_a_token: int) -> tuple[int, int]:
+async def assert_fewest_left_out(lengths: list[int], context: int, bytes_a_token: int) -> tuple[int, int]:
     """Return the number of messages that are left out, and of encodings."""
     text: Any = CountingText(context, bytes_a_token)
     messages = tuple({"role": "user", "content": "x" * length} for length in lengths)
@@ -57,17 +57,17 @@ async def truncate(lengths: list[int], context: int, bytes_a_token: int) -> tupl
 
 @given(st.lists(st.integers(0, 400), min_size=2, max_size=60), st.integers(200, 2000), st.sampled_from([1, 3, 4, 9]))
 async def test_the_fewest_messages_are_left_out(lengths: list[int], context: int, bytes_a_token: int) -> None:
-    await truncate([*lengths, 10], context, bytes_a_token)
+    await assert_fewest_left_out([*lengths, 10], context, bytes_a_token)
 
 
 @pytest.mark.parametrize("bytes_a_token", [1, 4, 7])
 async def test_a_long_conversation_is_encoded_a_few_times(bytes_a_token: int) -> None:
     lengths = [(number * 7919) % 900 for number in range(2000)]
-    num_dropped, num_calls = await truncate(lengths, 20_000, bytes_a_token)
+    num_dropped, num_calls = await assert_fewest_left_out(lengths, 20_000, bytes_a_token)
     assert 1000 < num_dropped < 2000 and num_calls <= 8
 
 
 async def test_sizes_that_say_nothing_of_the_tokens_still_lead_to_the_end() -> None:
     lengths = [0] * 1000 + [3_000] * 2 + [0] * 1000
-    num_dropped, num_calls = await truncate(lengths, 3_500, 1)
+    num_dropped, num_calls = await assert_fewest_left_out(lengths, 3_500, 1)
     assert num_dropped > 0 and num_calls <= 2 + 6 + 11

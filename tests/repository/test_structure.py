@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCE_ROOTS = ["platform", "engine", "kernels", "dashboard", "migrations"]
+MAX_FILE_LINES = 450
 
 
 def test_no_module_imports_itself_by_a_detour() -> None:
@@ -43,3 +44,10 @@ def test_no_class_name_occurs_twice_in_a_source_root(root: str) -> None:
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(str(path.relative_to(ROOT)))
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_no_python_file_is_too_long() -> None:
+    files = [path for root in (*SOURCE_ROOTS, "helm", "tests", "benchmarks") for path in (ROOT / root).rglob("*.py")]
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in files}
+    assert len(lengths) > 1000
+    assert {name: length for name, length in lengths.items() if length > MAX_FILE_LINES} == {}
