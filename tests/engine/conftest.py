@@ -73,7 +73,8 @@ def loops(checkpoint: Path) -> Loops:
 
 @pytest.fixture(scope="session")
 def sketch_loops(tmp_path_factory: pytest.TempPathFactory) -> Loops:
-    """A smaller model of another family with the same tokens, to draft for the first; it has other opinions."""
+    """Loops of a smaller model of another family with the same vocabulary, which drafts for the first and often
+    disagrees."""
     settings = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     settings |= {"intermediate_size": 32}
     return Loops(write_model(tmp_path_factory.mktemp("sketch"), "llama", 1, settings))
@@ -103,7 +104,7 @@ Drafting = Callable[..., EngineLoop]
 
 
 def make_drafting(loops: Loops, draft: Loops | None, **settings: object) -> EngineLoop:
-    """A loop to which rows cost nothing, so that it drafts whatever may come true: by look-up, or by a model."""
+    """Return a loop for which rows cost nothing, so that it always drafts, by prompt look-up or by a model."""
     ticks = count(10**18, 10**7)  # a clock by which all steps take the same
     by = {"speculate": Speculate.NGRAM} if draft is None else {"speculate": Speculate.DRAFT}
     folder = "" if draft is None else str(draft.folder)
@@ -114,12 +115,12 @@ def make_drafting(loops: Loops, draft: Loops | None, **settings: object) -> Engi
 
 @pytest.fixture(params=["ngram", "draft"])
 def drafting(request: pytest.FixtureRequest, loops: Loops) -> Drafting:
-    """Makes such loops, with their settings."""
+    """Return a function that makes such loops with the given settings."""
     draft = request.getfixturevalue("sketch_loops") if request.param == "draft" else None
     return partial(make_drafting, loops, draft)
 
 
 @pytest.fixture
 def draft_by(loops: Loops) -> Drafting:
-    """Makes such loops with the model that drafts, and their settings."""
+    """Return a function that makes such loops with a draft model and the given settings."""
     return partial(make_drafting, loops)

@@ -22,7 +22,7 @@ LIMIT_S = 120.0
 
 
 class WorkClock:
-    """A machine that takes a second for each token, so that reading is always predicted to take less."""
+    """A clock by which each token takes a second, so that reading from disk is always predicted to be faster."""
 
     loop: EngineLoop | None = None
 
@@ -33,7 +33,7 @@ class WorkClock:
 
 
 class Make:
-    """Loops over one folder; one ends, in order, before the next begins."""
+    """Maker of loops over one folder. A loop is closed before the next one is made."""
 
     def __init__(self, loops: Any, folder: Path) -> None:
         self._loops, self._folder = loops, folder
@@ -67,14 +67,14 @@ def make_submit(key: int, salt: bytes = b"s", length: int = 41, tenant: str = "t
 
 
 def run(loop: EngineLoop, *submits: CoreSubmit) -> Result:
-    """All together; of the first."""
+    """Run all requests together, and return the result of the first."""
     found = run_all(loop, list(submits))[submits[0].key]
     settle(loop)
     return found
 
 
 def settle(loop: EngineLoop) -> None:
-    """Until nothing is on its way to the disk or from it."""
+    """Run steps until no read or write of the disk is pending."""
     limit_s = time.monotonic() + LIMIT_S
     while loop.waits_for_others:
         loop.step()
@@ -82,7 +82,7 @@ def settle(loop: EngineLoop) -> None:
 
 
 def evict(loop: EngineLoop) -> None:
-    """Others take every block."""
+    """Fill every block with the prompts of other requests."""
     run(loop, *(make_submit(key, b"others", 60) for key in range(100, 103)))
 
 
@@ -100,7 +100,7 @@ def files(tmp_path: Path) -> list[Path]:
 
 
 def restart(make: Make, **settings: Any) -> EngineLoop:
-    """A new process, as far as it can be seen, that has learned what a token takes."""
+    """Return a loop that stands for a new process, and that has measured the time of a step."""
     loop = make(**settings)
     run(loop, make_submit(99, b"first"))
     return loop

@@ -55,7 +55,7 @@ def service() -> Iterator[GrammarService]:
 
 
 def until(condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
-    """The condition's value once it holds."""
+    """Wait until the condition holds, and return its value."""
     deadline_s = time.monotonic() + timeout_s
     while not (found := condition()):
         assert time.monotonic() < deadline_s, "it did not come true in time"
@@ -105,6 +105,6 @@ def mask_of(handle: GrammarHandle) -> bytes:
 
 
 def masks_of(handles: list[GrammarHandle]) -> list[bytes | None]:
-    """One round trip; None where a handle has a problem. All handles are of one process."""
+    """Return the masks of handles of one process in one round trip; None for a handle with an error."""
     masks, places = handles[0].worker.step(handles)
     return [None if one < 0 else bytes(masks[one * MASK_BYTES : (one + 1) * MASK_BYTES]) for one in places]

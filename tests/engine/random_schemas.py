@@ -144,11 +144,11 @@ NUMERALS = (
 
 
 class Written(str):
-    """A number as it is to stand in a document."""
+    """The text of a number in a document."""
 
 
 def numerals_near(schema: str) -> list[str]:
-    """The numbers in a schema, and those around them."""
+    """Return the numbers in a schema and numbers near them, as texts."""
     found = set(NUMERALS)
     for match in re.finditer(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?", schema):
         one = Decimal(match[0])
@@ -178,7 +178,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def replaced(value: Any, path: tuple[Any, ...], draw: random.Random, numerals: list[str]) -> Any:
-    """The value with another one at a place."""
+    """Return the value with another value at the path."""
     if path and isinstance(value, dict):
         return {key: replaced(one, path[1:], draw, numerals) if key == path[0] else one for key, one in value.items()}
     if path:

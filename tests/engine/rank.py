@@ -58,7 +58,7 @@ class Work(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """`best` are the two best logits' log-probabilities of each token; all by request."""
+    """The outputs of all requests. `best` has the log-probabilities of each token's two best logits, by request."""
 
     error: str = ""
     token_ids: dict[int, list[int]] = {}
@@ -88,7 +88,7 @@ def refusal(do: Callable[[], object]) -> str:
 
 
 def nap(loop: EngineLoop, lacks: str) -> str:
-    """Sleep and wake; what was said where there was no room."""
+    """Sleep and wake; return the error if memory was missing."""
     said = refusal(loop.sleep) if lacks == "host" else ""
     assert not loop.asleep
     if lacks == "host":
@@ -107,7 +107,7 @@ def nap(loop: EngineLoop, lacks: str) -> str:
 
 @contextlib.contextmanager
 def lacking(what: str) -> Iterator[None]:
-    """On another rank than the first. A device has room at every second try."""
+    """Let a rank other than the first run out of memory. On a device every second attempt succeeds."""
     whole = WeightOffload.reload_weights
     tries = itertools.count()
 
@@ -127,8 +127,8 @@ def lacking(what: str) -> Iterator[None]:
 
 
 class Turns:
-    """In a step of several micro-batches a rank with experts gives none back before all ranks with attention have sent
-    the next one: they must not wait for the one before. Raises where one does."""
+    """Check that, in a step of several micro-batches, a rank with experts returns no micro-batch before all ranks with
+    attention have sent the next one. They must not wait for the one before. Raises if one does."""
 
     def __init__(self, folder: Path, layout: Layout) -> None:
         self._files = [folder / str(rank) for rank in range(layout.attention_ranks)]
@@ -172,13 +172,14 @@ class Turns:
 
 
 def num_computed(submit: CoreSubmit, finish: CoreFinish) -> int:
-    """Tokens of a request that went through the model; its last one did not."""
+    """Return the number of a request's tokens that the model computed: all but the last one."""
     num_tokens = len(submit.prompt_ids) + max(0, finish.num_output_tokens - 1)
     return num_tokens - finish.num_cached_tokens + finish.num_recomputed_tokens
 
 
 def shuffler(loop: EngineLoop) -> Callable[[int], None]:
-    """Whenever experts are where they shall be, they shall be elsewhere, drawn at random, some in many slots."""
+    """Return a function that gives experts a new random placement, some with many replicas, as soon as the last is
+    reached."""
     assert loop.experts.rebalancing is not None
     balancer, rng = loop.experts.rebalancing.balancer, np.random.default_rng(0)
 
@@ -201,7 +202,8 @@ def work_through(work: Work) -> Answer:
 
 
 def waited_s(loop: EngineLoop) -> list[float]:
-    """Once experts have said something, which they do twice a second."""
+    """Return the seconds that attention and experts waited, once experts have reported, which they do twice a
+    second."""
     end_s = time.monotonic() + 120
     while not (load := loop.load()).experts_waited_seconds_total and time.monotonic() < end_s:
         time.sleep(0.05)
@@ -209,7 +211,7 @@ def waited_s(loop: EngineLoop) -> list[float]:
 
 
 def step_through(loop: EngineLoop, wave: list[CoreSubmit], answer: Answer) -> None:
-    """Until all have ended, some of them with a failure."""
+    """Run steps until all requests have ended, some of them with a failure."""
     for submit in wave:
         answer.token_ids[submit.key] = []
         loop.submit(submit)

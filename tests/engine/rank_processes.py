@@ -112,7 +112,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def write_checkpoint(folder: Path, family: str, **more: Any) -> Path:
-    """DeepSeek's routes all tokens to the first two experts."""
+    """Write a random checkpoint. DeepSeek's router sends all tokens to the first two experts."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(len(family))
@@ -129,7 +129,7 @@ def write_checkpoint(folder: Path, family: str, **more: Any) -> Path:
 
 
 def put_in_few_bits(folder: Path, how: str) -> Path:
-    """The matrices of layers in float8 by blocks, or experts in mxfp4, drawn at random."""
+    """Replace the matrices of layers by random ones in float8 blocks, or experts by random ones in mxfp4."""
     settings: dict[str, Any] = {"quant_method": "mxfp4"}
     tensors = load_file(folder / "model.safetensors")
     if how == "mxfp4":
@@ -153,10 +153,10 @@ def put_in_few_bits(folder: Path, how: str) -> Path:
 
 
 class RankProcesses:
-    """Ranks that wait for work, children of one process that has imported all they need."""
+    """Ranks that wait for work: children of one process that has imported everything that they need."""
 
     def __init__(self, count: int, silence_s: float) -> None:
-        """They may say nothing for so long before they are taken for lost."""
+        """Start `count` ranks, each of which may be silent for `silence_s` before it counts as lost."""
         self._count, self._silence_s = count, silence_s
         self._spawn()
 
@@ -182,7 +182,8 @@ class RankProcesses:
             file.flush()
 
     def work(self, *ranks: tuple[EngineConfig, Rendezvous | None], **work: Any) -> list[Any]:
-        """Each rank's answer, the first one being rank 0's. Where one ends, the next work has new processes."""
+        """Return each rank's answer, that of rank 0 first. If a rank ends, new processes are started for the next
+        call."""
         self.start(*ranks, **work)
         lines = [file.readline() for file, _ in zip(self._answers, ranks, strict=False)]
         if not all(lines):
@@ -195,7 +196,7 @@ class RankProcesses:
         return [child.pid for child in psutil.Process(self._process.pid).children()]
 
     def end(self) -> tuple[str, str]:
-        """What the processes ended with, and what they said."""
+        """End the processes, and return their standard output and error."""
         for line in self._lines:
             with contextlib.suppress(BrokenPipeError):
                 line.close()
@@ -206,7 +207,7 @@ class RankProcesses:
 
 
 def read_all(file: IO[bytes]) -> str:
-    """What processes have written that have ended; the file is closed."""
+    """Return what processes that have ended wrote to the file, and close it."""
     with file:
         file.seek(0)
         return file.read().decode()
@@ -220,7 +221,8 @@ def processes() -> Iterator[RankProcesses]:
 
 
 def settings_of(folder: Path, **settings: Any) -> EngineConfig:
-    """So little memory that requests are preempted, unless the model has recurrent layers."""
+    """Return a configuration with so little KV memory that requests are preempted, unless the model has recurrent
+    layers."""
     tight: dict[str, Any] = {"block_size": BLOCK_SIZE, "max_batch_tokens": 24, "max_running": 8, "policy": "fcfs"}
     given = {"model": str(folder), "name": "tiny", "device": "cpu", "dtype": "float32"} | tight | settings
     config = EngineConfig(**given)
@@ -240,7 +242,7 @@ def settings_of(folder: Path, **settings: Any) -> EngineConfig:
 
 
 def ranks_of(config: EngineConfig, host: str = "127.0.0.1") -> list[tuple[EngineConfig, Rendezvous | None]]:
-    """The configuration for each rank, with a place to meet that is free."""
+    """Return the configuration of each rank, with a free port for the rendezvous."""
     num_ranks = layout_of(config).num_ranks
     if num_ranks == 1:
         return [(config, None)]
@@ -249,8 +251,8 @@ def ranks_of(config: EngineConfig, host: str = "127.0.0.1") -> list[tuple[Engine
 
 
 def requests(num_tokens: int = 6) -> list[list[CoreSubmit]]:
-    """Waves of requests for so many tokens, with common beginnings, some greedy and some with a seed, one for a vector;
-    at the end one that comes again, alone."""
+    """Return waves of requests for `num_tokens` each, with common prefixes, some greedy, some seeded, and one for an
+    embedding. The last wave repeats a request alone."""
 
     def one(key: int) -> CoreSubmit:
         prompt = [3 + (i * 7 + (key % 2) * 5) % 380 for i in range(9)]
@@ -265,7 +267,7 @@ def requests(num_tokens: int = 6) -> list[list[CoreSubmit]]:
 
 
 def assert_same(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Token by token, until two logits are so near each other that either may win."""
+    """Compare token by token, until the two best logits are so close that either can win."""
     assert not theirs["error"] and not ours["error"], theirs["error"] + ours["error"]
     assert theirs["token_ids"].keys() == ours["token_ids"].keys() != set()
     for key, expected in theirs["token_ids"].items():
@@ -280,7 +282,7 @@ def assert_same(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Alone:
-    """What one rank says, by family and settings."""
+    """Answers of a single rank, by family and settings."""
 
     processes: RankProcesses
     folders: dict[str, Path]
@@ -301,5 +303,5 @@ def alone(processes: RankProcesses, folders: dict[str, Path]) -> Alone:
 
 
 def thorough(*case: Any) -> Any:
-    """A case of which each part is shown by others."""
+    """Mark a case whose parts other cases show."""
     return pytest.param(*case, marks=pytest.mark.thorough)

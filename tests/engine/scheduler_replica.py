@@ -54,7 +54,7 @@ CLASSES: dict[str, Any] = {
 
 @dataclass(repr=False)
 class Client:
-    """One request as whoever sent it sees it."""
+    """One request from its client's point of view."""
 
     submit: CoreSubmit
     answer: int  # how many tokens the model would say
@@ -95,7 +95,7 @@ def make_scheduler(
     windows: tuple[int | None, ...] = (None,),
     num_snapshots: int | None = None,
 ) -> Scheduler:
-    """With `num_snapshots`, sequences have recurrent states."""
+    """Return a scheduler. With `num_snapshots`, its sequences have recurrent states."""
 
     def ledger() -> KvLedger:
         host = HostTier(host_blocks * len(windows)) if host_blocks else None
@@ -200,7 +200,7 @@ class Replica:
                 self._take(output)
 
     def _drafted(self, plan: Plan) -> Plan:
-        """What a draft model does: by its own account it has the KV of some tokens, and takes in the rest."""
+        """Stand for a draft model: it records which tokens' KV it has, and computes the others."""
         if self._held is None:
             return plan
         return replace(plan, chunks=[self._with_draft(self._held, chunk) for chunk in plan.chunks])
@@ -232,7 +232,7 @@ class Replica:
         return chunk._replace(draft=tuple(said))
 
     def _tokens(self, sequence: Sequence) -> list[int]:
-        """The sequence's tokens, as the device knows them."""
+        """Return the sequence's tokens as the device knows them."""
         if not sequence.pending:
             assert PENDING not in sequence.tokens
             return sequence.tokens
@@ -241,7 +241,7 @@ class Replica:
         return [*sequence.tokens[:-1], self._flight[1][sequence.pending_row]]
 
     def _run(self, chunk: Chunk) -> list[int]:
-        """Read the KV of what is computed, write that of the chunk; the next token, if the chunk samples."""
+        """Read the KV of computed tokens and write that of the chunk; return the next token if the chunk samples."""
         sequence = chunk.sequence
         tokens = self._tokens(sequence)
         assert chunk.sequence not in self.scheduler.queues.verifying, "planned while its draft runs"
@@ -287,7 +287,7 @@ class Replica:
         return sequence.kv.group * self.scheduler.kv.pool.num_blocks
 
     def _block(self, sequence: Sequence, position: int) -> int:
-        """By its number among all groups' blocks."""
+        """Return a block by its number among all groups' blocks."""
         return self._first_block(sequence) + sequence.kv.blocks[position // BLOCK_SIZE]
 
     def _copy(self, plan: Plan) -> None:
@@ -358,7 +358,7 @@ class Replica:
         self._check_tally(sequences)
 
     def _check_sums(self, running: list[Sequence]) -> None:
-        """What is kept from one decision to the next is what would be found by looking at everybody."""
+        """Check that the sums that are kept between decisions equal those over all sequences."""
         places = self.scheduler.queues
         due_s = min((s.deadlines.next_due_s for s in places.decoding), default=math.inf)
         context = sum(s.kv.num_computed for s in places.decoding)
@@ -410,7 +410,8 @@ class Replica:
         assert self.scheduler.queues.tenant_blocks(len(held)) == dict(+held)
 
     def drain(self) -> None:
-        """No more requests come: all that were let in end, with all their tokens, in a bounded number of steps."""
+        """Add no more requests, and check that all admitted ones end with all their tokens in a bounded number of
+        steps."""
         for client in self.clients.values():
             if not client.over:
                 self.extend(client, 1 << 20, last=False)

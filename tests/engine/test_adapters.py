@@ -1,4 +1,4 @@
-"""Many adapters in one batch: each request's answer is that of its own merged checkpoint alone."""
+"""Many adapters in one batch: each request's answer is that of its merged checkpoint alone."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def many(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 def finish(loop: EngineLoop, num_open: int, deadline_s: float = 60.0) -> tuple[dict[int, list[int]], dict[int, str]]:
-    """Step until so many requests have ended: tokens and failures, by their keys."""
+    """Run steps until this many requests have ended; return tokens and failures by key."""
     tokens: dict[int, list[int]] = {}
     failed: dict[int, str] = {}
     end, ended = time.monotonic() + deadline_s, 0
@@ -384,7 +384,7 @@ def test_errors_of_reading_an_adapter_fail_its_request_only(
 
 
 def test_products_whose_rows_belong_to_two_projections_take_no_adapters() -> None:
-    """Gemma 4: values of layers with full attention are their keys, and experts stand beside a dense feed-forward."""
+    """Gemma 4: keys are also the values in layers with full attention, and experts run beside a dense feed-forward."""
     config = {"model_type": "gemma4_text", **CATALOG["gemma4_text"].settings}
     local, full = (spec_from_config(config).layers[index] for index in (0, 5))
     assert form_of(local, Product.QKV, 2816) is not None

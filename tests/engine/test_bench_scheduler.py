@@ -1,4 +1,4 @@
-"""`moiety bench scheduler`: the state that it measures is the one that was asked for, and its report says so."""
+"""`moiety bench scheduler` measures the state that was requested, and its report says so."""
 
 from __future__ import annotations
 

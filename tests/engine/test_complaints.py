@@ -1,4 +1,4 @@
-"""What a checkpoint or a file is named does nothing to the terminal that an error is shown on."""
+"""The name of a checkpoint or a file cannot control the terminal that shows an error."""
 
 from __future__ import annotations
 

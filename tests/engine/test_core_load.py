@@ -1,4 +1,4 @@
-"""When a core tells its load."""
+"""When a core reports its load."""
 
 from __future__ import annotations
 

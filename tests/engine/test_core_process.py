@@ -64,14 +64,14 @@ class EngineServerStub:
                 return message
 
     def beat(self) -> CoreStep:
-        """The next step or sign of life, whatever it says of experts beside."""
+        """Return the next step or heartbeat, and skip messages of expert balance."""
         while isinstance(message := self.receive(), ExpertBalance):
             pass
         assert isinstance(message, CoreStep)
         return message
 
     def told(self) -> tuple[CoreStep, CoreLoad]:
-        """The next of them that tells the load."""
+        """Return the next step that reports the load, and the load."""
         while (load := (step := self.beat()).load) is None:
             pass
         return step, load
@@ -83,7 +83,7 @@ class EngineServerStub:
                 return message
 
     def steps_to_the_end(self) -> Iterator[CoreStep]:
-        """Of one request."""
+        """Yield the steps of one request until it ends."""
         while True:
             step = self.step()
             yield step

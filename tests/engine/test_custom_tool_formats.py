@@ -46,12 +46,12 @@ def text() -> GrammarText:
 
 @pytest.fixture(scope="module")
 def unmarked() -> GrammarText:
-    """A tokenizer that has tokens for no markers."""
+    """A tokenizer without tokens for markers."""
     return GrammarText(with_added_tokens(special=True, contents=("<other>",)))
 
 
 def written(way: ToolFormat, value: str) -> str:
-    """A whole call of `write` with this input."""
+    """Return a whole call of `write` with this input."""
     match way.parameters:
         case ParameterTags() as tags:
             opened = f"{tags.to_name}input{tags.to_value}{tags.padding}"

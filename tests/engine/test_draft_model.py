@@ -1,5 +1,4 @@
-"""A draft model says what the model will say where it thinks as that does, is asked no more often than pays, and
-whatever is lost of its cache it takes in again."""
+"""A draft model proposes what the model generates where both agree, drafts only if it pays, and recomputes lost KV."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The heap of queued sequences: what is void is never seen, and does not pile up."""
+"""The heap of queued sequences skips invalid entries, and they do not accumulate."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ INT64 = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
 
 
 def allows(schema: dict[str, Any], document: str) -> bool:
-    """Whether the schema's grammar lets this whole document through."""
+    """Return whether the schema's grammar accepts the whole document."""
     matcher = COMPILER.compile(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
     tokens = [*TOKENIZER.encode(document), TEXT.eos_token_ids[0]]
     return matcher.validate_tokens(tokens) == len(tokens)

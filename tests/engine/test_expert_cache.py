@@ -1,4 +1,4 @@
-"""Which experts stay: what is asked for often does, whatever passes by; and what a pass needs is never given away."""
+"""The expert cache keeps frequent experts, and never evicts an expert that the current step needs."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Shelf:
         self.layer = LayerExperts(0, ExpertSlotTable(NUM_EXPERTS, num_slots, eviction), self.mover, 32, self.traffic)
 
     def compute(self, *expert_ids: int) -> tuple[list[int], int]:
-        """What a pass with these reads from slots, each once, and in how many stages."""
+        """Return the numbers that a step with these experts reads from slots, each once, and the number of stages."""
         chosen_TK = np.array([expert_ids], dtype=np.int32)
         self.layer.begin(chosen_TK)
         slot_TK = self.layer.slots_if_there()

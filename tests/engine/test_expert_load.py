@@ -30,7 +30,7 @@ ALL = AskExperts(1, 0)
 
 
 class Clock:
-    """Seconds that a test moves."""
+    """A clock that a test moves, in seconds."""
 
     def __init__(self) -> None:
         self.now_s = float(START_S)
@@ -52,7 +52,7 @@ def make_loop(loops: Any, clock: Clock, **settings: Any) -> EngineLoop:
 
 
 def settle(loop: EngineLoop, clock: Clock) -> None:
-    """Until what was counted is known."""
+    """Wait until all counts have been read."""
     clock.now_s += TAKE_S
     for _ in range(3):
         loop.step()

@@ -1,4 +1,4 @@
-"""What is wrong with an expression or a grammar is told with its place, and with what to do."""
+"""An error in an expression or a grammar is reported with its position and with advice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Marks of whose first token a core computes, which outlive it."""
+"""Marks of the requests whose first token a core computes; they outlive the core."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_front_reads_what_the_core_wrote_last() -> None:
 
 
 def marks_of(overlap: Overlap, **settings: Any) -> list[frozenset[int] | None]:
-    """The marks after each step, of a request that is joined by another one after its third token."""
+    """Return the marks after each step of a request that another one joins after its third token."""
     config = EngineConfig(
         model=str(checkpoint_path()),
         name="m",

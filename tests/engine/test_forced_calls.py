@@ -1,4 +1,4 @@
-"""Calls of tools that are not strict: forced ones are whole, and one call alone is one, in every format."""
+"""Calls of tools that are not strict: a forced call is complete, and a single call is single, in every format."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ BOTH = (Tool("count", "", COUNTED), Tool("paint", "", UNSUPPORTED))
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_forced_call_follows_the_schema_of_a_tool_that_is_not_strict(text: GrammarText, name: str) -> None:
-    """A schema that is not supported beside it, of which any object is valid then, changes nothing for it."""
+    """An unsupported schema beside it, for which any object is valid, changes nothing for it."""
     way, offer = format_named(name), ToolOffer(BOTH, must_call=True, parallel=False)
     grammar, found = grammar_of(text, name, offer), set()
     assert grammar is not None

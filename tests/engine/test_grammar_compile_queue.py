@@ -37,7 +37,7 @@ __all__ = ["service"]  # fixtures
 
 
 def drained(queue: GrammarCompileQueue, keys: set[int]) -> tuple[list[int], list[CoreFailure]]:
-    """Keys in the order in which they were ready or refused, and the refusals."""
+    """Return keys in the order in which they were ready or refused, and the refusals."""
     order: list[int] = []
     refusals: list[CoreFailure] = []
 
@@ -53,7 +53,7 @@ def drained(queue: GrammarCompileQueue, keys: set[int]) -> tuple[list[int], list
 
 
 class FaultyService(GrammarService):
-    """A service with an error of its own."""
+    """A service that raises an error of its own."""
 
     def compile(self, spec: GrammarSpec) -> Any:
         raise RuntimeError("an error of ours")

@@ -118,7 +118,7 @@ def test_a_refusal_of_the_compiler_has_its_words(service: GrammarService) -> Non
 
 
 def forced(*preferred: dict[str, Any]) -> GrammarSpec:
-    """Grammar of a forced call of one of the tools `f0`, `f1` … with these preferred schemas."""
+    """Return the grammar of a forced call of one of the tools `f0`, `f1` … with these preferred schemas."""
     any_object = '{"type": "object"}'
     tools = [ToolCallGrammar(f"f{i}", any_object, preferred_schema=json.dumps(one)) for i, one in enumerate(preferred)]
     form = ToolCallsGrammar(tools, "<", "", " ", "", None, ">", {}, must_call=True, is_named=False, may_repeat=False)
@@ -126,7 +126,7 @@ def forced(*preferred: dict[str, Any]) -> GrammarSpec:
 
 
 def may_follow(handle: GrammarHandle, told: str, text: str) -> bool:
-    """Whether the answer can go on with this text after the one told."""
+    """Return whether `text` may follow the text `told`."""
     handle.take(TOKENIZER.encode(told))
     token_id = TOKENIZER.encode(text)[0]
     return bool(mask_of(handle)[token_id // 8] >> token_id % 8 & 1)

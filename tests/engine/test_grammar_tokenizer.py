@@ -1,4 +1,4 @@
-"""Added tokens are themselves by their ids only, in grammars and in the calls of every tool format."""
+"""Added tokens are matched by their ids only, in grammars and in the calls of every tool format."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def make_submit(key: int, length: int, **sampling: Any) -> CoreSubmit:
 
 
 def prefilled(model: Any, lengths: list[int]) -> tuple[KvCache, BatchBuilder, Plan]:
-    """Sequences of these lengths, computed but for a token each, and the plan that decodes it."""
+    """Return sequences of these lengths, computed except for one token each, and the plan that decodes it."""
     kv = model.allocate_kv(NUM_BLOCKS + 1, BLOCK_SIZE)
     for layer in kv.layers:
         layer.k_NGPd.fill_(torch.nan)

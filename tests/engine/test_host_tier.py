@@ -1,4 +1,4 @@
-"""The host tier's bytes: what is copied out, overwritten and copied in is what it was, to the last bit."""
+"""The host tier restores bytes exactly: blocks are copied out, overwritten and copied in."""
 
 from __future__ import annotations
 

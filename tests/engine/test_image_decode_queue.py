@@ -46,7 +46,7 @@ def asks(tenant: str, *files: bytes | ImageInput, service: ServiceClass = BATCH,
 
 
 class Decoding:
-    """A queue, and what it has reported."""
+    """A decode queue and the messages that it has reported."""
 
     def __init__(self, **options: Any) -> None:
         self.done: dict[int, tuple[PromptImage, ...] | ImageFailure] = {}

@@ -54,7 +54,7 @@ def invariant_loops(request: Any, checkpoint: Any, loops: Any) -> Iterator[Any]:
 
 
 def answers(loop: EngineLoop, submits: list[CoreSubmit]) -> tuple[dict[int, Any], int]:
-    """Tokens and log-probabilities of each request, bits and all, and how many tokens were computed again."""
+    """Return tokens and log-probabilities of each request, bit for bit, and the number of recomputed tokens."""
     results = run_all(loop, submits)
     again = sum(one.finish.num_recomputed_tokens for one in results.values() if one.finish)
     found = {

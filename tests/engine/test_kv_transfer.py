@@ -1,5 +1,4 @@
-"""A prompt that one engine computes and another goes on with: the tokens are those of one engine, however the KV went
-and whatever became of it on the way."""
+"""Disaggregated prefill and decode: the tokens are those of a single engine, whatever happens to the KV transfer."""
 
 from __future__ import annotations
 
@@ -60,7 +59,7 @@ KINDS = [
 
 
 class Pair:
-    """An engine for prompts and one for answers, stepped in turns."""
+    """An engine for prefill and one for decode, stepped in turns."""
 
     def __init__(self, prefill: EngineLoop, decode: EngineLoop) -> None:
         self.prefill, self.decode = prefill, decode
@@ -68,7 +67,7 @@ class Pair:
         self.ends: dict[int, CoreFinish] = {}
 
     def hand_over(self, submit: CoreSubmit) -> CoreSubmit:
-        """To the first engine; returns what the second one gets once that has ended it."""
+        """Submit to the prefill engine; return the request that the decode engine gets afterwards."""
         kv_connector = self.decode.intake.kv_connector
         transfer_id = secrets.token_hex(16)
         there = KvHandoff(
@@ -78,7 +77,7 @@ class Pair:
         return msgspec.structs.replace(submit, transfer_id=there.transfer_id)
 
     def run(self, submits: list[CoreSubmit], on_step: Callable[[], None] = lambda: None) -> None:
-        """Until all have ended at one of the two."""
+        """Run steps until all requests have ended at either engine."""
         following = {submit.key: self.hand_over(submit) for submit in submits}
         self.tokens |= {submit.key: [] for submit in submits}
         end_s = time.monotonic() + DEADLINE_S
@@ -92,7 +91,7 @@ class Pair:
             on_step()
 
     def submit_decode(self, submit: CoreSubmit) -> None:
-        """To the second engine."""
+        """Submit to the decode engine."""
         self.decode.submit(submit)
 
     def _take(self, output: CoreOutput, following: CoreSubmit) -> None:
@@ -247,7 +246,8 @@ LAYERS = 3
 
 
 def cache_of(dtype: torch.dtype, block_size: int, *, latent: bool = False, indexed: bool = False) -> KvCache:
-    """Of 64 tokens, with two heads of 8 or rows of 24, 16 of them the latent part, maybe beside index keys of 8."""
+    """Return a cache of 64 tokens with two heads of 8, or with latent rows of 24 (16 of them latent), and perhaps index
+    keys of 8."""
     num_blocks = 64 // block_size
 
     def layer() -> LayerCache | LatentCache:

@@ -1,4 +1,5 @@
-"""Who may bring KV, over real sockets: a transfer needs its token, and belongs to the connection that began it."""
+"""Permissions of KV transfers over real sockets: a transfer needs its token and belongs to the connection that began
+it."""
 
 from __future__ import annotations
 

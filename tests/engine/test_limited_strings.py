@@ -29,7 +29,7 @@ def of_length(num_chars: int) -> str:
 
 
 def is_allowed(text: GrammarText, name: str, value: str, limits: dict[str, Any]) -> bool:
-    """Whether a strict call may have the value; each token is masked as in an answer."""
+    """Return whether a strict call accepts the value; each token is masked as in an answer."""
     properties = {"a": {"type": "string", **limits}}
     schema = {"type": "object", "properties": properties, "required": ["a"], "additionalProperties": False}
     way, tool = format_named(name), Tool("f", "", schema, strict=True)

@@ -245,7 +245,7 @@ def test_the_pool_is_sized_from_what_the_batch_could_use(loops: Any) -> None:
 
 
 def _scores(loop: EngineLoop, submit: CoreSubmit) -> dict[int, float]:
-    """The log-probabilities of a prompt's tokens by position."""
+    """Return the log-probabilities of a prompt's tokens by position."""
     loop.submit(submit)
     found: dict[int, float] = {}
     while not loop.scheduler.idle:

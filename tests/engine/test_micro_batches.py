@@ -20,7 +20,7 @@ BLOCK_SIZE = 4
 
 
 def step_of(chunks: list[tuple[int, int]]) -> HostBatch:
-    """Of chunks (tokens computed before, tokens of this step); the decodes come first."""
+    """Return a step of chunks (tokens computed before, tokens of this step), decodes first."""
     made = []
     for key, (before, count) in enumerate(sorted(chunks, key=lambda one: one[1] > 1)):
         prompt = [100 * key + i for i in range(before + count)]
@@ -35,7 +35,7 @@ def step_of(chunks: list[tuple[int, int]]) -> HostBatch:
 
 
 def seen_by(host: HostBatch) -> list[tuple[int, ...]]:
-    """Of each row its token, where it is stored, and the slots that it attends to."""
+    """Return for each row its token, position and slot, and the slots that it attends to."""
     rows = []
     for s, context in enumerate(host.context_len_S.tolist()):
         first, end = host.query_start_S1[s : s + 2].tolist()

@@ -77,7 +77,7 @@ KINDS = [
 
 
 def write(folder: Path, family: str, **more: Any) -> dict[str, torch.Tensor]:
-    """What transformers writes, and the same layer once more."""
+    """Write transformers' checkpoint with the same layer once more."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -151,7 +151,7 @@ class Foretelling:
         return build_loop(self.model, config, clock_ns=lambda: next(ticks), draft_model=layer)
 
     def check(self, loop: EngineLoop) -> None:
-        """So much came true as must."""
+        """Check that enough draft tokens were accepted."""
         load = loop.load()
         least = load.drafted_tokens_total * (1.0 if self.always_right else 0.2)
         assert load.accepted_tokens_total >= max(1, least)

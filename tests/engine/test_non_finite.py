@@ -43,7 +43,7 @@ def submit(key: int, **changes: Any) -> CoreSubmit:
 
 
 def step_through(loop: EngineLoop, submits: list[CoreSubmit]) -> tuple[dict[int, list[int]], dict[int, CoreFailure]]:
-    """Tokens and failures of all, by their keys."""
+    """Run steps until all requests have ended; return tokens and failures by key."""
     tokens: dict[int, list[int]] = {one.key: [] for one in submits}
     failed: dict[int, CoreFailure] = {}
     for one in submits:
@@ -63,7 +63,7 @@ def step_through(loop: EngineLoop, submits: list[CoreSubmit]) -> tuple[dict[int,
 
 
 def with_embedding(checkpoint: Path, into: Path, token_id: int, value: float) -> Path:
-    """The checkpoint with a token whose embedding is that number."""
+    """Write the checkpoint with one token's embedding set to `number`."""
     shutil.copytree(checkpoint, into)
     tensors = load_file(checkpoint / "model.safetensors")
     tensors["model.embed_tokens.weight"][token_id] = value
@@ -78,7 +78,7 @@ def healthy(loops: Loops) -> dict[int, list[int]]:
 
 @pytest.fixture(scope="module")
 def bad_token(healthy: dict[int, list[int]]) -> tuple[int, int]:
-    """A token that the answer BAD has at some place after its first, and no other prompt or answer; and that place."""
+    """Return a token that only the answer BAD has, at a position after its first, and that position."""
     others = {token for key, prompt in PROMPTS.items() for token in (*prompt, *(healthy[key] if key != BAD else ()))}
     answer = healthy[BAD]
     places = (i for i in range(2, NUM_OUTPUT - 2) if answer[i] not in others and answer[i] not in answer[:i])

@@ -56,7 +56,7 @@ def make_submit(key: int, *, length: int = 9, max_tokens: int = 20, **more: Any)
 
 
 class Answers:
-    """What came of each request, in the order in which it came."""
+    """The result of each request, in order of arrival."""
 
     def __init__(self, loop: EngineLoop) -> None:
         self._loop = loop
@@ -94,7 +94,7 @@ class Answers:
 
 
 def both(loops: Any, drive: Callable[[EngineLoop, Answers], None], **settings: Any) -> list[Answers]:
-    """What the loop answers without overlap and with it."""
+    """Return the loop's answers without overlap and with it."""
     answers = []
     for overlap in (Overlap.OFF, Overlap.ON):
         loop = loops.make(overlap=overlap, **settings)
@@ -108,7 +108,7 @@ def both(loops: Any, drive: Callable[[EngineLoop, Answers], None], **settings: A
 
 
 def stops_of(loops: Any, submits: list[CoreSubmit], at: int) -> list[CoreSubmit]:
-    """The same requests, each stopped by its token number `at`, which was found out by running it."""
+    """Return the requests with a stop at each one's token number `at`, which a first run determines."""
     loop = loops.make()
     answers = Answers(loop)
     for submit in submits:

@@ -1,4 +1,4 @@
-"""Requests among groups of ranks that attend to sequences of their own: who goes where, and whose rows are whose."""
+"""Rank groups with data-parallel attention: the assignment of requests to groups, and of rows to requests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Replica:
         self.scheduler.add(submit_of(key, prompt), seed=0, now_ns=self._now_ns)
 
     def step(self) -> dict[int, tuple[int, int]]:
-        """(group, tokens) of each request that was in it."""
+        """Run a step; return (group, tokens) of each of its requests."""
         self._now_ns += 10**7
         plan = self.scheduler.plan(self._now_ns)
         found = {chunk.sequence.key: (chunk.sequence.kv.group, chunk.num_tokens) for chunk in plan.chunks}
@@ -52,7 +52,7 @@ class Replica:
         return found
 
     def drain(self) -> dict[int, int]:
-        """The group of each request."""
+        """Run steps until no request is open; return the group of each."""
         groups: dict[int, int] = {}
         while not self.scheduler.idle:
             groups |= {key: group for key, (group, _) in self.step().items()}

@@ -1,4 +1,4 @@
-"""Over several ranks a prompt with images gets what it gets on one: each rank encodes the images that it is sent."""
+"""A prompt with images has the same answer on several ranks as on one: each rank encodes the images that it is sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers of ranks that cannot go together are refused, with what to do."""
+"""Numbers of ranks that do not form a layout are refused, with advice."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Clock:
 
 @dataclass
 class Engine:
-    """A loop with a clock of its own, and all that came out of it."""
+    """A loop with a clock of its own, and its outputs."""
 
     loop: EngineLoop
     clock: Clock
@@ -202,7 +202,7 @@ def preempted_keys(engine: Engine) -> list[int]:
 
 
 def assert_preemptions_are_told(engine: Engine, back: set[Reason]) -> None:
-    """Each has its reason and who profited, each was made good, none of an urgent request."""
+    """Each has its reason and the request that profited; each was repaid; none was of an urgent request."""
     keys = preempted_keys(engine)
     urgent = {submit.key for submit in URGENT_ONES}
     assert keys
@@ -383,7 +383,7 @@ def make_crowd(loops: Any, num_blocks: int) -> Engine:
 
 
 def play_on(engine: Engine, step: int) -> None:
-    """One more step of the crowd's story: urgent requests come, and at last the paused one gets its credit."""
+    """Run one more step of the scenario: urgent requests arrive, and at the end the paused one gets its credit."""
     if step in (8, 14):
         engine.submit(CROWD[-2 if step == 8 else -1])
     if step == 35:

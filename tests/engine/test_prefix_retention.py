@@ -1,4 +1,4 @@
-"""What is kept for conversations that come back: evicted last, within shares, and in nobody's way."""
+"""Prefix-cache retention: retained blocks are evicted last, stay within shares, and block no other request."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Clock:
 
 
 def cached(pool: BlockPool, *names: bytes) -> None:
-    """Blocks that nobody holds, the least recently used first."""
+    """Return the blocks without a holder, the least recently used first."""
     for name in names:
         (block,) = pool.allocate(1)
         pool.seal(block, name)
@@ -119,7 +119,7 @@ def test_retention_ends_exactly_at_its_time_however_often_it_was_renewed() -> No
 
 
 def leave(ledger: KvLedger, first: int, keep_s: float = 0.0) -> Sequence:
-    """A request of four blocks comes, is computed, and goes."""
+    """Run a request of four blocks from its arrival to its end."""
     fields: dict[str, Any] = {"keep_s": keep_s}
     prompt = [first + i for i in range(9)]
     submit = CoreSubmit(first, "t", STANDARD, prompt, Sampling(), 1, 0, [], 1, b"s", 0, **fields)

@@ -1,4 +1,4 @@
-"""Where ranks listen, and when they refuse to."""
+"""The addresses on which ranks listen, and those on which they refuse to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When experts move to other ranks, where to, and who of several computes a token."""
+"""Expert rebalancing: when experts move to other ranks, where to, and which replica computes a token."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def skewed(seed: int, scale: int = 1000) -> Ints:
 
 
 def follow(balancer: Balancer) -> int:
-    """Take all moves that are open; how many slots they write."""
+    """Carry out all open moves; return the number of slots that they write."""
     num_writes = 0
     while (move := balancer.next_move()) is not None or balancer.is_moving:
         if move is not None:
@@ -101,7 +101,7 @@ def test_no_expert_moves_with_few_tokens_or_when_the_cost_exceeds_the_gain() -> 
 
 @dataclass(frozen=True)
 class Told:
-    """Ranks that have told their counts."""
+    """Ranks that have exchanged their counts."""
 
     all_RE: Tensor
     rank: int

@@ -1,4 +1,4 @@
-"""How ranks meet, over sockets that break a message into pieces."""
+"""The rendezvous of ranks, over sockets that split a message into pieces."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_rank_whose_words_come_in_pieces_is_welcome_and_strangers_are_not() ->
 
 
 def lines() -> tuple[Line, Line]:
-    """The two ends of one."""
+    """Return both ends of a line."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         near = socket.create_connection(server.getsockname(), timeout=60)
         far, _ = server.accept()
@@ -155,8 +155,8 @@ def test_a_rank_that_nobody_can_do_without_ends_the_others_as_soon_as_it_cannot_
 
 
 class Hall:
-    """Rank 0 of four groups that share the experts, which looks who has come whenever it is told to; and the others'
-    lines, without what is behind them."""
+    """Rank 0 of four groups that share the experts, which looks for new ranks when it is told to, and the lines of the
+    others without the ranks behind them."""
 
     def __init__(self, after_s: float = 0.0) -> None:
         self.gone: dict[int, str] = {}
@@ -185,7 +185,7 @@ class Hall:
         return line
 
     def look(self, times: int) -> None:
-        """So often, once; returns when it has."""
+        """Let rank 0 look `times` times at once, and wait until it has."""
         self._looks.release(times)
         while self._num_asked <= times:
             time.sleep(0.01)
@@ -319,7 +319,7 @@ def test_a_rank_that_is_lost_while_the_groups_are_made_ends_the_first_one_too() 
 
 
 def noted_when(happens: Callable[[list[Line]], None]) -> list[int]:
-    """Whom rank 0 notes as lost, of three others."""
+    """Return which of three other ranks rank 0 notes as lost."""
     ends, noted = [lines() for _ in range(3)], list[int]()
     far = [other for _, other in ends]
     heartbeat = RankHeartbeat(0, {rank: near for rank, (near, _) in enumerate(ends, 1)}, noted.append)

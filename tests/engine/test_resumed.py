@@ -45,7 +45,7 @@ def whole(loops: Any) -> dict[int, Result]:
 
 
 def broken_off(whole: dict[int, Result]) -> list[CoreSubmit]:
-    """Each of KINDS after 0, 1, 7 and all but one of its tokens, under keys of their own."""
+    """Return each of KINDS after 0, 1, 7 and all but one of its tokens, under keys of their own."""
     pieces = []
     for submit in KINDS:
         ids = whole[submit.key].token_ids

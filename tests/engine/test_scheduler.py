@@ -125,7 +125,7 @@ class Driver:
 
 @st.composite
 def _requests(draw: st.DrawFn) -> list[tuple[int, int, int, int, bytes]]:
-    """(arrival step, prompt length, shared prefix length, output length, salt) a request."""
+    """Draw requests: arrival step, lengths of prompt, shared prefix and output, and salt."""
     return draw(
         st.lists(
             st.tuples(

@@ -1,4 +1,5 @@
-"""A rank that hangs is noticed in time, and one that is late with the whole machine is not taken for lost."""
+"""A rank that hangs is detected in time, and one that is late because the whole machine is slow does not count as
+lost."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ TURN_S = BEAT_INTERVAL_S / 2
 
 
 def noticed_after_s(wakes_after_s: float, *, most_s: float = 60.0) -> float:
-    """When a rank that says nothing any more is, where each turn takes so long."""
+    """Return the time after which a silent rank is detected if each turn takes `wakes_after_s`."""
     silence, now_s = HeartbeatTimeout([1, 2], limit_s=SILENCE_S, turn_s=TURN_S, now_s=100.0), 100.0
     while now_s < 100.0 + most_s:
         now_s += wakes_after_s

@@ -1,4 +1,4 @@
-"""A replica that sleeps has given its memory back, and answers as before when it was woken."""
+"""A sleeping replica has freed its memory, and answers as before after it wakes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make_submit(key: int) -> CoreSubmit:
 
 
 def own_loop(checkpoint: Path, **settings: Any) -> EngineLoop:
-    """With a model of its own, for it will be moved."""
+    """A loop with a model of its own, since the model is moved."""
     return load_loop(EngineConfig(model=str(checkpoint), name="t", device="cpu", dtype="float32", **settings))
 
 

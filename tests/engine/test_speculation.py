@@ -1,4 +1,4 @@
-"""Guessing tokens and verifying them several at once changes how fast tokens come, and nothing that anybody gets."""
+"""Speculative decoding changes how fast tokens are generated, and no request's output."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_the_prefix_cache_holds_no_guess(loops: Any, drafting: Any) -> None:
 
 
 def test_sampled_tokens_follow_the_models_distribution(drafting: Any, checkpoint: Path) -> None:
-    """Of many seeds, which three tokens came where guesses were verified, against what transformers makes of it."""
+    """Compare the frequencies of three verified tokens over many seeds with the probabilities of transformers."""
     from transformers import AutoModelForCausalLM
 
     oracle = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
@@ -219,7 +219,7 @@ def test_sampled_tokens_follow_the_models_distribution(drafting: Any, checkpoint
 
 
 def _quantile(freedom: int) -> float:
-    """Of the χ² distribution, at 0.999 (Wilson and Hilferty)."""
+    """Return the 0.999 quantile of the χ² distribution (Wilson and Hilferty)."""
     part = 2 / (9 * freedom)
     return freedom * (1 - part + 3.09 * math.sqrt(part)) ** 3
 

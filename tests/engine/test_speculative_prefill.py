@@ -1,4 +1,4 @@
-"""Prompts that are computed before anybody asks: what the next turn gains, and that nobody else loses anything."""
+"""Speculative prefill of the next turn: what that turn gains, and that other requests lose nothing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def prefetch(key: int, prompt: list[int], *, tenant: str = "a", habit: str = "h"
 
 
 class Driver:
-    """A scheduler and a model that says 100 + position, a millisecond a step."""
+    """A scheduler and a model that returns 100 + position, with steps of a millisecond."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -58,7 +58,7 @@ class Driver:
         self._take([])
 
     def step(self) -> bool:
-        """Whether anything was done, be it unasked."""
+        """Run a step; return whether it computed anything, speculative prefill included."""
         plan = self.scheduler.plan(self.now_ns)
         if not plan.is_speculative_prefill:
             self.plans.append([(chunk.sequence.key, chunk.num_tokens) for chunk in plan.chunks])
@@ -263,7 +263,7 @@ _FORESEEN = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 60), st.intege
 
 
 def _served(arrivals: list[Any], foreseen: list[Any], num_blocks: int) -> tuple[Driver, list[list[tuple[int, int]]]]:
-    """What each step did for requests; of tenant c nothing is asked for but what is foreseen."""
+    """Return what each step computed for requests; tenant c has speculative prefill only."""
     driver = Driver(make_scheduler(num_blocks))
     steps = []
     for number in range(110):
@@ -298,7 +298,7 @@ def test_speculative_prefill_changes_no_step_of_other_requests(
 
 
 def _finished(loop: EngineLoop, keys: set[int]) -> dict[int, CoreOutput]:
-    """Step until all these have ended."""
+    """Run steps until all these requests have ended."""
     found: dict[int, CoreOutput] = {}
     tokens: dict[int, list[int]] = {key: [] for key in keys}
     for _ in range(2000):

@@ -96,7 +96,7 @@ def schemas() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def unmarked() -> GrammarText:
-    """A tokenizer that has tokens for no markers."""
+    """A tokenizer without tokens for markers."""
     return GrammarText(with_added_tokens(special=True, contents=("<other>",)))
 
 

@@ -79,7 +79,7 @@ class Memory:
         return len(outs), len(ins)
 
     def compute(self, sequence: Sequence, num_tokens: int) -> None:
-        """Write so many of the sequence's next tokens, as far as it has blocks."""
+        """Write this many of the sequence's next tokens, as far as it has blocks."""
         end = min(sequence.kv.num_computed + num_tokens, len(sequence.tokens), len(sequence.kv.blocks) * BLOCK_SIZE)
         if sequence.kv.snapshot_ends:
             end = min(end, sequence.kv.snapshot_ends[0] * BLOCK_SIZE)

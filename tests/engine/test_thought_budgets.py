@@ -1,4 +1,4 @@
-"""Thoughts end when their budget is used, by the closing tokens, and in the same way however the engine computes."""
+"""Reasoning ends with the closing tokens when its budget is used, however the engine computes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def budget_of(num_tokens: int, *opener_ids: int) -> ThoughtBudget:
 
 
 def mixed() -> list[CoreSubmit]:
-    """Requests with budgets of many sizes, of which some end their thoughts themselves and some do not think."""
+    """Return requests with budgets of many sizes; some end their reasoning themselves and some do not reason."""
     budgets = [budget_of(2 + key // 2, *([OPENER] if key % 3 else [])) for key in range(30)]
     return [asked(key, budget, bias=WORDS) for key, budget in enumerate(budgets)]
 
@@ -139,7 +139,7 @@ def repeated_budget(num_tokens: int) -> ThoughtBudget:
 
 
 def stretches_of(output: list[int]) -> list[int]:
-    """Tokens of each stretch of reasoning, by a plain reading of the output."""
+    """Return the number of tokens of each stretch of reasoning, read plainly from the output."""
     found: list[int] = []
     header: list[int] | None = []
     count: int | None = None

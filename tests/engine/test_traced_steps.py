@@ -1,4 +1,4 @@
-"""Steps that are looked at: what they tell is what the requests got, and there are only so many of them."""
+"""Traced steps: they report what the requests got, and their number is bounded."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run(loop: EngineLoop, submits: list[CoreSubmit]) -> list[TracedStep]:
 
 
 def clock() -> Any:
-    """A millisecond later at each look."""
+    """A clock that advances by a millisecond at each reading."""
     now_ns = 10**18
 
     def read() -> int:

@@ -1,4 +1,4 @@
-"""A replica in small for the tests of policies: the real scheduler and block pool, and a stand-in for the model."""
+"""A small replica for tests of policies: the real scheduler and block pool, and a stand-in for the model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ STEP_S = 0.01
 
 
 class Replica:
-    """A scheduler, a clock, and a model that says 100 + position until an answer is as long as was wanted."""
+    """A scheduler, a clock, and a model that returns 100 + position until a request has as many tokens as it asked
+    for."""
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class Replica:
         weight: float = 1.0,
         credit: int = 1 << 30,
     ) -> int:
-        """A request; a prompt that is a length is like no other."""
+        """Add a request. A prompt that is given as a length shares no prefix with another one."""
         key = len(self.wanted)
         self.wanted[key], self.outputs[key], self.came_ns[key] = output, [], []
         self.credit[key] = credit
@@ -130,7 +131,7 @@ class Replica:
         raise AssertionError("the scheduler makes no progress")
 
     def kept_sequences(self) -> list[Sequence]:
-        """The sequences of which the policy has a record."""
+        """Return the sequences of which the policy keeps a record."""
         found = vars(self.scheduler.policy).values()
         records = (value for value in found if isinstance(value, dict | set))
         return [sequence for value in records for sequence in value if isinstance(sequence, Sequence)]

@@ -1,4 +1,4 @@
-"""Requests of worse ranks take turns where a step with all of them would break the best rank's promises."""
+"""Requests of worse ranks take turns if a step with all of them would violate the best rank's SLO."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TUNING = Tuning()
 
 
 def full_of(make_replica: MakeReplica, service: ServiceClass, *, count: int = 60, output: int = 400) -> tuple[Any, Any]:
-    """A replica that decodes so many requests of one class."""
+    """Return a replica that decodes this many requests of one class."""
     replica = make_replica("moiety", num_blocks=1 << 15, budget=128, max_running=64)
     keys = [replica.add(4, tenant=f"other-{n % 3}", service=service, output=output) for n in range(count)]
     while len(replica.scheduler.queues.decoding) < count:
@@ -33,7 +33,7 @@ def full_of(make_replica: MakeReplica, service: ServiceClass, *, count: int = 60
 
 
 def gaps_s(replica: Any, key: int, since_ns: int = 0) -> list[float]:
-    """Times between a request's tokens that came after `since_ns`."""
+    """Return the times between a request's tokens after `since_ns`, in seconds."""
     came = [ns for ns in replica.came_ns[key] if ns >= since_ns]
     return [(b - a) / 1e9 for a, b in itertools.pairwise(came)]
 
@@ -53,7 +53,7 @@ def test_the_best_rank_keeps_its_pace_beside_a_full_batch_of_a_worse_rank(
 def test_every_request_of_a_worse_rank_gets_a_token_within_a_bounded_time(
     make_replica: MakeReplica,
 ) -> None:
-    """Also where decodes of the best rank alone take longer than its pace."""
+    """This holds also if decodes of the best rank alone take longer than its pace."""
     replica, worse = full_of(make_replica, ENDS, count=40)
     for _ in range(24):
         replica.add(4, tenant="paying", service=TIGHT, output=300)
@@ -73,7 +73,7 @@ def test_every_request_of_a_worse_rank_gets_a_token_within_a_bounded_time(
 def test_requests_of_worse_ranks_leave_the_steps_of_the_best_until_their_tokens_are_due(
     make_replica: MakeReplica,
 ) -> None:
-    """Then they get tokens although the best rank's pace cannot be kept with them."""
+    """They get tokens although the best rank's pace cannot be attained with them."""
     replica, worse = full_of(make_replica, ENDS, count=40)
     hasty = ServiceClass("hasty", 0, ttft_s=1.0, tpot_s=0.001, on_overload=OverloadAction.QUEUE)
     best = replica.add(4, tenant="paying", service=hasty, output=200)
@@ -89,7 +89,7 @@ def test_requests_of_worse_ranks_leave_the_steps_of_the_best_until_their_tokens_
 
 
 def test_a_prompt_of_a_worse_rank_goes_on_slowly_beside_a_pace_that_cannot_be_kept(make_replica: MakeReplica) -> None:
-    """A prompt of the best rank goes on as usual."""
+    """A prompt of the best rank continues as usual."""
     replica, _ = full_of(make_replica, ENDS, count=40)
     hasty = ServiceClass("hasty", 0, ttft_s=1.0, tpot_s=0.001, on_overload=OverloadAction.QUEUE)
     replica.add(4000, tenant="other", service=ENDS, output=2)
@@ -108,7 +108,7 @@ def test_a_prompt_of_a_worse_rank_goes_on_slowly_beside_a_pace_that_cannot_be_ke
 
 
 def test_requests_that_arrive_during_a_step_wait_for_a_short_step_only(make_replica: MakeReplica) -> None:
-    """A class that promises its first token soon bounds all steps for as long as it is remembered."""
+    """A class with a short TTFT limits all steps for as long as the policy remembers it."""
     replica, _ = full_of(make_replica, ENDS)
     replica.add(4, tenant="paying", service=SOON, output=2)
     for _ in range(10):

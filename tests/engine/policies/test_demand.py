@@ -1,4 +1,4 @@
-"""How much more is promised than can be done."""
+"""The ratio of the work that SLOs demand to the work that a replica can do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `vtc` and `dlpm` order by, and how evenly they serve tenants."""
+"""The order of the policies `vtc` and `dlpm`, and how evenly they serve tenants."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MakeReplica = Callable[..., Any]
 
 
 def _shares(replica: Any, tenants: dict[int, str], num: int) -> dict[str, int]:
-    """How many of the first `num` that started are whose."""
+    """Return the number of each tenant's requests among the first `num` that started."""
     first = [tenants[key] for key in replica.started[:num]]
     return {name: first.count(name) for name in sorted(set(tenants.values()))}
 

@@ -1,4 +1,4 @@
-"""Who may not be preempted ends, whatever it asks for: reservations and the banker's rule, on random claims."""
+"""Requests that cannot be preempted always finish: reservations and the banker's algorithm, on random demands."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def a_sequence(key: int, num_prompt: int, max_tokens: int, service: ServiceClass
 
 @dataclass
 class Bank:
-    """A pool of which only the number of free blocks matters, and its guarantees."""
+    """A pool, of which only the number of free blocks counts, and its guarantees."""
 
     num_blocks: int
 
@@ -50,7 +50,7 @@ class Bank:
         return True
 
     def step(self) -> bool:
-        """A token for each that can have one. False: there is none."""
+        """Give a token to each request that can have one, and return whether there was any."""
         growing = [s for s in self.running if s.kv.num_computed >= len(s.kv.blocks) * SIZE]
         held_up = self.guarantees.waiting_for_others(growing)
         for s in growing:

@@ -1,4 +1,4 @@
-"""The order in which our own policy serves, and how much of the queue a tenant may have."""
+"""The order in which the policy `moiety` serves requests, and the limit of the queue for each tenant."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_full_queue_makes_room_for_a_better_rank_also_of_a_tenant_with_request
 
 @pytest.mark.parametrize("seed", range(6))
 def test_streams_that_come_back_for_one_token_at_a_time_lose_no_place(make_replica: MakeReplica, seed: int) -> None:
-    """They return with their blocks kept, and may find that prompts of a better rank have used all of the step."""
+    """They return with their blocks, and prompts of a better rank may have used the whole step."""
     rng = random.Random(seed)
     replica = make_replica("moiety", budget=400, max_running=16, num_blocks=4000)
     chat = ServiceClass("chat", 0, ttft_s=20.0, tpot_s=0.5, on_overload=OverloadAction.QUEUE)

@@ -1,4 +1,4 @@
-"""What policies that know classes and deadlines order by, and what holds under all policies."""
+"""The order of policies that use classes and deadlines, and invariants of all policies."""
 
 from __future__ import annotations
 
@@ -179,7 +179,8 @@ def test_the_latest_deadline_gives_way_where_decoding_runs_out_of_blocks(
 
 
 def _pace(make_replica: MakeReplica, policy: str) -> tuple[int, int]:
-    """(tokens of a stream that came late beside a long prompt, steps until that prompt was done)."""
+    """Return the tokens of a stream that were late beside a long prompt, and the steps until the prompt was
+    computed."""
     replica = make_replica(policy, budget=256)
     service = stream(0.05, tpot_s=0.05)
     key = replica.add(8, service=service, output=40)

@@ -1,4 +1,4 @@
-"""What a tenant that asks for little may count on under our own policy while another of its rank asks for all."""
+"""The fair share of a tenant with few requests while another tenant of its rank floods the replica."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def greedy_running(replica: Any) -> int:
 def test_a_tenant_with_nothing_gets_blocks_at_once_though_others_hold_them_all_and_wait_for_more(
     make_replica: MakeReplica, steps_before: int
 ) -> None:
-    """Also where those others gave way before, have waited too long, and would take every block that gets free."""
+    """This holds also if the other requests were preempted, have waited too long, and want every block that is
+    freed."""
     replica = make_replica("moiety", num_blocks=64, max_running=32)
     greedy = [replica.add(8, tenant="greedy", service=PATIENT, output=36) for _ in range(80)]
     for _ in range(steps_before):
@@ -73,7 +74,7 @@ def test_a_tenant_that_floods_the_batch_leaves_places_while_another_is_there_and
 def test_short_requests_of_a_better_rank_find_a_place_however_many_came_before(
     make_replica: MakeReplica, num_preempted: int
 ) -> None:
-    """Also where each running stream has been preempted for its blocks as often as it may be."""
+    """This holds also if each running stream has been preempted as often as is allowed."""
     replica = make_replica("moiety", num_blocks=4096, max_running=8)
     streams = [replica.add(4, tenant="greedy", service=BATCH, output=900) for _ in range(20)]
     while len(replica.scheduler.queues.decoding) < 8:
@@ -99,7 +100,7 @@ def test_short_requests_of_a_better_rank_find_a_place_however_many_came_before(
 def test_a_newcomer_joins_a_batch_that_another_tenant_filled_within_a_few_steps(
     make_replica: MakeReplica, service: ServiceClass, num_others: int
 ) -> None:
-    """However long the streams of the tenant that holds every place, and however often newcomers come."""
+    """This holds for streams of any length, and for newcomers at any rate."""
     replica = make_replica("moiety", num_blocks=4096, max_running=8)
     service = msgspec.structs.replace(service, on_overload=OverloadAction.QUEUE, ttft_s=service.ttft_s and 3600.0)
     greedy = [replica.add(4, tenant="greedy", service=service, output=400) for _ in range(40)]
@@ -119,7 +120,7 @@ def test_a_newcomer_joins_a_batch_that_another_tenant_filled_within_a_few_steps(
 
 
 def fill_places(replica: Any, num_requests: int, output: int) -> None:
-    """Let the greedy tenant take all places."""
+    """Let the flooding tenant occupy the whole batch."""
     for _ in range(num_requests):
         replica.add(4, tenant="greedy", service=PATIENT, output=output)
     for _ in range(20):
