@@ -71,7 +71,7 @@ def test_a_file_with_an_unreadable_retention_mark_is_usable_and_not_retained(mak
 
 
 def owners(tmp_path: Path) -> list[str]:
-    """Return the tenants whose files are on disk, for all models."""
+    """Return the tenant of each file on disk, for all models."""
     found = []
     for path in files(tmp_path):
         with path.open("rb") as file:

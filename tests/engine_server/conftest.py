@@ -1,4 +1,4 @@
-"""A front with a scripted core, and gateways that speak to it over real sockets."""
+"""An engine server with a scripted core, and gateways that speak to it over real sockets."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def make_submit(request_id: str = "r", prompt: str | list[int] = "hello", **chan
 
 @dataclass
 class Answer:
-    """What a request got, checked for order as it came."""
+    """The messages about one request, checked for their order on arrival."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -82,7 +82,7 @@ class Answer:
 
 
 class Gateway:
-    """A gateway's end of the wire; what it receives is sorted by request."""
+    """The gateway's end of the connection; received messages are sorted by request."""
 
     def __init__(self, context: zmq.asyncio.Context, address: str, **options: int | bytes) -> None:
         self.socket = context.socket(zmq.DEALER)
@@ -129,7 +129,7 @@ class Gateway:
         return await self.receive()
 
     async def until_load(self, condition: Callable[[Load], object]) -> Load:
-        """Wait for a Load that is so."""
+        """Wait for a Load that meets the condition."""
         while not (self.loads and condition(self.loads[-1])):
             await self.keep_alive_and_receive()
         return self.loads[-1]
@@ -158,7 +158,7 @@ def _is_idle(load: Load) -> bool:
 
 
 class Bench:
-    """A running front and the means to connect to it."""
+    """A running engine server, and a way to connect to it."""
 
     def __init__(self, front: EngineServer, core: Any, context: zmq.Context[Any]) -> None:
         self.front = front
@@ -183,7 +183,7 @@ _numbers = itertools.count()
 async def run_bench(
     script: Script | None = None, *, core: Any = None, wait_ready: bool = True, **options: Any
 ) -> AsyncIterator[Bench]:
-    """`options` are of ServerSettings, but for `clock`, `unacknowledged` and `make_core`."""
+    """Run an engine server. `options` are fields of ServerSettings, or `clock`, `unacknowledged` and `make_core`."""
     context: zmq.Context[Any] = zmq.Context()
     front_options = {name: options.pop(name) for name in ("clock", "unacknowledged") if name in options}
     make_core = options.pop("make_core", None)

@@ -1,4 +1,4 @@
-"""Adapters that gateways send, on a disk with an end."""
+"""The engine's store of adapters that gateways send, on a disk with a limit."""
 
 from __future__ import annotations
 

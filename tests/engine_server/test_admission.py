@@ -1,4 +1,4 @@
-"""Verdicts and decisions of the core, as the front passes them on."""
+"""Verdicts and decisions of the core, as the engine server forwards them."""
 
 from __future__ import annotations
 

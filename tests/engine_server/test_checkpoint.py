@@ -35,7 +35,7 @@ UPSIDE_DOWN = (34).to_bytes(8, "little") + b'{"a": {"data_offsets": [-90, -2]}}'
 
 
 def write_checkpoint(folder: Path, tensors: dict[str, np.ndarray]) -> Path:
-    """Two files, as large checkpoints have several."""
+    """Write a checkpoint in two files, as large ones have several."""
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     names = sorted(tensors)

@@ -38,7 +38,7 @@ asyncio.run(serve())
 
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The system's temporary directory, of this test alone; its path is short, for a socket's may not be long."""
+    """Use a short folder as the system's temporary directory, since the path of a socket has a length limit."""
     with tempfile.TemporaryDirectory(prefix="m-") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         yield Path(folder)

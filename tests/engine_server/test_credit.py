@@ -41,7 +41,7 @@ def test_no_gateway_ever_gets_more_tokens_than_the_credit_it_has_given(
             answer, credit = gateway.answers["r"], first
 
             async def settle() -> None:
-                """Until the request has ended or waits for credit, by a Load sent after all that was sent before."""
+                """Wait until the request has ended or waits for credit, by a Load sent after all earlier messages."""
                 await gateway.send(Heartbeat(0))
                 await gateway.until(
                     lambda: (

@@ -49,7 +49,7 @@ async def test_loads_go_on_in_order_while_nothing_happens(bench: Any) -> None:
 
 
 class LateCore(ScriptedCore):
-    """Gets ready when it is told to."""
+    """A core that becomes ready when the test says so."""
 
     async def start(self, events: CoreEvents) -> None:
         self.start_now = lambda: super(LateCore, self).start(events)

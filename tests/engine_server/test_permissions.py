@@ -38,7 +38,7 @@ ENGINE = zmq.curve_keypair()
 
 
 def options(keys: Keys, identity: bytes = b"") -> dict[str, int | bytes]:
-    """Of a gateway's socket."""
+    """Return the options of a gateway's socket."""
     found: dict[str, int | bytes] = {
         "CURVE_SERVERKEY": ENGINE[0],
         "CURVE_PUBLICKEY": keys[0],
@@ -48,7 +48,7 @@ def options(keys: Keys, identity: bytes = b"") -> dict[str, int | bytes]:
 
 
 def write(file: Path, *lines: bytes) -> Path:
-    """As an orchestrator does it: whole, under another inode."""
+    """Replace the file in one step, under another inode, as an orchestrator does."""
     fresh = file.with_suffix(".new")
     fresh.write_bytes(b"\n".join(lines) + b"\n")
     return fresh.replace(file)

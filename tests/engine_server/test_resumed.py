@@ -58,7 +58,7 @@ async def test_text_end_and_counts_are_those_of_an_undisturbed_run_wherever_it_w
 
 
 def _lengths(whole: Any, script: Script) -> list[int]:
-    """Tokens of each message."""
+    """Return the number of tokens of each message."""
     step = script.tokens_per_step
     num_left = len(whole.token_ids) - step * (len(whole.pieces) - 1)
     return [step] * (len(whole.pieces) - 1) + [num_left]

@@ -1,4 +1,4 @@
-"""An engine that is told to sleep: it ends what is open, takes nothing, and wakes when it is told to."""
+"""Sleep mode of an engine: it finishes open requests, refuses new ones, and wakes on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What requests used and nobody has settled outlives the engine that counted it."""
+"""Usage that no gateway has acknowledged survives the engine that counted it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Key = tuple[str, str]
 
 @dataclass
 class Running:
-    """A request as the front has it."""
+    """A request as the engine server tracks it."""
 
     request_id: str
     num_output: int = 0
@@ -49,7 +49,7 @@ class Running:
 
 
 class Books:
-    """What runs and what has ended, as a meter has them, over a log."""
+    """Running and ended requests as a usage meter keeps them, over a log."""
 
     def __init__(self, path: Path) -> None:
         self.log = UnacknowledgedUsageLog(path)
@@ -75,7 +75,7 @@ class Books:
 
 
 def left(path: Path) -> dict[Key, MeteredUsage]:
-    """What the next engine finds."""
+    """Return what the next engine finds in the log."""
     log = UnacknowledgedUsageLog(path)
     found = {(one.replica_id, one.request_id): one for one in log.read()}
     log.close()
@@ -162,7 +162,7 @@ async def test_the_file_does_not_grow_with_what_was_settled(tmp_path: Path, monk
 
 @contextmanager
 def full_disk(num_bytes: int) -> Iterator[None]:
-    """No file can become larger than that."""
+    """Let no file become larger than `num_bytes`."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:
@@ -188,7 +188,7 @@ async def test_once_a_full_disk_has_room_again_all_is_written(tmp_path: Path) ->
 
 
 def left_beside(path: Path) -> dict[Key, MeteredUsage]:
-    """What would be found, were the engine killed now."""
+    """Return what the next engine would find if this one were killed now."""
     copy = path.with_name("copy")
     copy.write_bytes(path.read_bytes())
     return left(copy)
@@ -212,7 +212,7 @@ def test_a_file_is_one_engines(tmp_path: Path) -> None:
 
 
 async def written(path: Path, condition: Callable[[dict[Key, MeteredUsage]], bool]) -> dict[Key, MeteredUsage]:
-    """Wait until the file says so."""
+    """Wait until the contents of the file meet the condition, and return them."""
     async with asyncio.timeout(60):
         while True:
             if condition(found := left_beside(path)):

@@ -21,7 +21,7 @@ TEMPLATE = (
 
 
 def _tokenizer_json() -> str:
-    """A tokenizer with one token a byte, and one that ends."""
+    """Return a tokenizer with one token for each byte and an end token."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocab = {letter: number for number, letter in enumerate(alphabet)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
@@ -80,8 +80,8 @@ def new_card() -> NewCard:
 
 @pytest.fixture
 def tool_card() -> ToolCard:
-    """A card whose model is named for the family that its chat template is of; what marks its calls may be special
-    tokens or other added ones."""
+    """Return a function that makes the card of a model that is named for the family of its chat template. The markers
+    of its calls are special tokens or other added ones."""
 
     def make(
         family: str,
@@ -107,7 +107,8 @@ def tool_card() -> ToolCard:
 
 @pytest.fixture
 def thinking_card(tool_card: ToolCard) -> ModelCard:
-    """A card whose model thinks before it answers, and can be told not to; its markers are tokens."""
+    """Return a function that makes the card of a model with reasoning, which requests can disable; its markers are
+    tokens."""
     switch = "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
     template = (TOOL_TEMPLATES / "hermes.jinja").read_text() + switch
     return tool_card("hermes", template=template, added=("<think>", "</think>"))

@@ -63,12 +63,12 @@ share_framework_caches()
 
 
 def always(failed: Failed) -> Script:
-    """A script by which every request fails like this."""
+    """Return a script by which every request fails with this error."""
     return lambda submit: msgspec.structs.replace(failed, request_id=submit.request_id)
 
 
 class SpanList:
-    """Takes spans into memory."""
+    """Spans in memory."""
 
     name = "list"
     num_sent = 0
@@ -81,7 +81,7 @@ class SpanList:
         self.spans += spans
 
     def close(self) -> None:
-        """Nothing to send."""
+        """Do nothing: there is nothing to send."""
 
     def named(self, name: str) -> list[Span]:
         return [span for span in self.spans if span.name == name]
@@ -113,8 +113,8 @@ _logged = io.StringIO()
 
 @pytest.fixture
 def logged() -> Iterator[io.StringIO]:
-    """What the process logs, in JSON and as much of it as there can be. One stream for all tests of the process: a
-    logger goes on writing to the first one that it was given."""
+    """Return the stream of the process's log, in JSON and at the most detailed level. All tests of the process share
+    the stream, since a logger keeps writing to the first one that it was given."""
     _logged.seek(0)
     _logged.truncate()
     configure_logging("debug", "json", _logged)
@@ -141,7 +141,7 @@ def until() -> Until:
 
 @pytest.fixture
 async def tool_gateway(start_gateway: StartGateway, tool_card: ToolCard) -> AsyncIterator[RunningGateway]:
-    """A gateway with a model of each family that calls tools."""
+    """A gateway with a model of each family that supports tool calls."""
     engines = [FakeEngineClient(tool_card(family)) for family in ("hermes", "llama", "mistral")]
     async with start_gateway(engines) as running, running.anthropic:
         yield running

@@ -48,7 +48,7 @@ vllm:time_to_first_token_seconds_bucket{{engine="0",le="0.001",model_name="tiny"
 
 
 class Server:
-    """Answers with WHOLE from where the prompt's end leaves it, a token an event, in the form of its `kind`."""
+    """A server that continues WHOLE from the end of the prompt, one token an event, in the format of its `kind`."""
 
     def __init__(self, kind: str, tokenizer: tokenizers.Tokenizer) -> None:
         self.kind = kind
@@ -72,7 +72,7 @@ class Server:
         self.port = self._server.port
 
     def stop_listening(self) -> None:
-        """As one that drains: what runs goes on."""
+        """Accept no more connections, as a server that drains; running requests continue."""
         self._server.stop_listening()
         for writer in self._server.writers - self._answering:
             writer.close()
@@ -155,7 +155,7 @@ class Server:
             self.ended.set()
 
     def _ids(self, prompt_ids: list[int], max_tokens: int) -> tuple[list[int], str]:
-        """(what comes after the prompt, the end-of-sequence token included, and why it ends)."""
+        """Return the tokens after the prompt, with the end-of-sequence token, and the finish reason."""
         whole = self.tokenizer.encode(self.text).ids
         if self.stop_at is not None:
             whole = [*whole[: self.stop_at], 256]
@@ -256,7 +256,7 @@ ClientOf = Callable[..., ExternalEngineClient]
 
 @pytest.fixture
 def folder(tmp_path: Path, card: ModelCard) -> Path:
-    """A checkpoint's folder with the tokenizer and template of the other tests."""
+    """Return a checkpoint's folder with the tokenizer and template of the other tests."""
     path = tmp_path / "checkpoint"
     path.mkdir()
     write_tokenizer(path, card)
@@ -280,7 +280,7 @@ async def start_server(card: ModelCard) -> AsyncIterator[StartServer]:
 
 @pytest.fixture
 def client_of(folder: Path) -> ClientOf:
-    """The client of a server; `more` goes into its address."""
+    """Return a function that makes the client of a server; `more` is appended to its address."""
 
     def make(server: Server, more: str = "", api_key: Any = None, heartbeat: Any = PATIENT) -> Any:
         address = f"openai+http://127.0.0.1:{server.port}/v1?model={MODEL}&kind={server.kind}&tokenizer={folder}{more}"

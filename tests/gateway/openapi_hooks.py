@@ -57,12 +57,12 @@ EXCUSED_PARAMS = {
 
 
 def new() -> str:
-    """A name that nothing has."""
+    """Return a name that nothing has."""
     return f"x{secrets.token_hex(8)}"
 
 
 class World:
-    """Things in the gateway for requests to name."""
+    """Objects in the gateway that requests can name."""
 
     def __init__(self) -> None:
         self.keys = {"public": os.environ["MOIETY_KEY"], "admin": os.environ["MOIETY_ADMIN_KEY"]}
@@ -78,13 +78,13 @@ class World:
         return self.http.request(method, path, headers={"Authorization": f"Bearer {self.keys[who]}"}, **more)
 
     def make_room(self) -> None:
-        """There may be only so many classes and webhooks."""
+        """Delete classes and webhooks, whose number is limited."""
         for path, name in (("/admin/v1/classes", "name"), ("/admin/v1/webhooks", "id")):
             for one in self.ask("GET", path).json()["data"]:
                 self.ask("DELETE", f"{path}/{one[name]}")  # no shipped class, which it refuses
 
     def known(self, name: str) -> Any:
-        """One that is there already, for what leaves it as it is."""
+        """Return an object that exists already, for operations that do not change it."""
         if name == "item_id":
             return self.item_of(self.known("conversation_id"))
         if name not in self.made:
@@ -108,12 +108,12 @@ class World:
         return self.make("/admin/v1/quotas", limit, method="PUT")["id"]
 
     def name(self) -> Any:
-        """Of a class."""
+        """Create a class; return its name."""
         self.make_room()
         return self.make("/admin/v1/classes", {"name": new(), "rank": 9, "ttft_s": 1})["name"]
 
     def model(self) -> Any:
-        """That has a price."""
+        """Create a price; return its model."""
         price = {"model": new(), "input": "1", "output": "1"}
         return self.make("/admin/v1/prices", price, method="PUT")["model"]
 
@@ -147,7 +147,7 @@ class World:
         return self.latest
 
     def item_id(self) -> Any:
-        """Of the conversation that was made last."""
+        """Return an item of the conversation that was created last."""
         return self.item_of(self.latest)
 
     def item_of(self, conversation_id: str) -> Any:
@@ -214,7 +214,7 @@ KINDS = {
 
 
 def named(body: dict[str, Any]) -> Any:
-    """With things that there are."""
+    """Replace names in the body by those of objects that exist."""
     for name, kind in KINDS.items():
         if isinstance(body.get(name), str):
             body[name] = WORLD.known(kind)
@@ -236,7 +236,7 @@ def named(body: dict[str, Any]) -> Any:
 
 
 def agreed(body: dict[str, Any]) -> Any:
-    """With values that JSON Schema cannot hold together."""
+    """Make values agree that JSON Schema cannot relate to each other."""
     if body.get("best_of") is not None:
         body["best_of"] = body.get("n") or 1
     if body.get("min_tokens") is not None:
@@ -283,14 +283,14 @@ PARTNERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 def inner_of(tool: dict[str, Any]) -> dict[str, Any]:
-    """What has the name of a tool: chats' functions and custom tools are objects within it."""
+    """Return the part of a tool that has its name: chat functions and custom tools are nested objects."""
     kind = tool.get("type") or "function"
     inner = tool.get(kind)
     return inner if kind in ("function", "custom") and isinstance(inner, dict) else tool
 
 
 def offered(body: dict[str, Any]) -> None:
-    """Each tool has its own name, and the one that is chosen is among them."""
+    """Give each tool its own name, and choose one of them."""
     if "query" not in body:  # of a rerank
         body.pop("documents", None)  # which the model's chat template does not read
     if body.pop("continue_final_message", None):
@@ -325,7 +325,7 @@ def offered(body: dict[str, Any]) -> None:
 
 
 def chosen(choice: dict[str, Any], functions: list[Any]) -> Any:
-    """A choice that names a tool that there is; of a chat's tools, of which all may be skipped, or of others."""
+    """Return a choice that names a tool that exists: one of a chat's, which may all be skipped, or another."""
     if "allowed_tools" in choice or choice.get("type") in ("custom", "function"):
         if not functions:
             return "auto"
@@ -366,7 +366,7 @@ def message_turns(messages: list[dict[str, Any]]) -> Any:
 
 
 def with_partner(item: Any) -> Iterator[dict[str, Any]]:
-    """Items of responses, where the input is of such: a call comes with its result."""
+    """Yield an item of responses' input; a call comes with its result."""
     kind, call_id = (item.get("type"), item.get("call_id")) if isinstance(item, dict) else (None, None)
     if kind == "local_shell_call_output":
         call_id = call_id or item.get("id")

@@ -49,7 +49,7 @@ class RowList:
         self._arrived = asyncio.Event()
 
     def opened(self, row: UsageRow) -> None:
-        """Only what ends is of interest here."""
+        """Ignore a request that begins."""
 
     def record(self, row: UsageRow, when_stored: Callable[[], None] | None = None) -> None:
         self.rows.append(row)
@@ -66,7 +66,7 @@ class RowList:
 
 
 class StoreClock:
-    """The database's clock, which may be put ahead."""
+    """The database's clock, which a test can advance."""
 
     def __init__(self) -> None:
         self.ahead_ms = 0
@@ -114,7 +114,7 @@ class RunningGateway:
         self.assembled.services.authenticator.forget(self.keys.tenant_key.removeprefix("mty_").partition(".")[0])
 
     async def admin(self, method: str, path: str, body: Mapping[str, Any] | None = None, expect: int = 200) -> Any:
-        """One request to the admin API, whose status must be `expect`: the decoded answer."""
+        """Send a request to the admin API; return the decoded answer. Its status must be `expect`."""
         data = b"" if body is None else json.dumps(body).encode()
         status, _, answer = await self.request(method, f"/admin/v1{path}", data, self.admin_key)
         assert status == expect, answer
@@ -137,7 +137,7 @@ class RunningGateway:
 
     @staticmethod
     def prompt_tokens(text: str) -> int:
-        """Of one user message."""
+        """Return the number of prompt tokens of one user message."""
         return len(f"<|user|>{text}\n<|assistant|>".encode())
 
     @property
@@ -209,7 +209,7 @@ StartOver = Callable[..., AbstractAsyncContextManager[RunningGateway]]
 
 
 async def make_store(database: Database, clock: Clock) -> BootstrapResult:
-    """Tables, the shipped classes and the first keys, which are returned."""
+    """Create tables, the shipped classes and the first keys; return the keys."""
     async with database.engine.begin() as connection:
         await connection.run_sync(Base.metadata.create_all)
     async with database.write() as session:
@@ -222,7 +222,7 @@ async def make_store(database: Database, clock: Clock) -> BootstrapResult:
 
 @dataclass(frozen=True)
 class NewStore:
-    """What a store is when it was just made, and its keys."""
+    """The file of a store that was just created, and its keys."""
 
     file: bytes
     keys: BootstrapResult
@@ -232,7 +232,7 @@ _new_stores: list[NewStore] = []  # the first that this process made, if any
 
 
 async def keys_of(path: Path, clock: Clock) -> BootstrapResult:
-    """The first keys of the store in that file. One that is new is like every other, so only the first is made."""
+    """Return the first keys of the store in that file. All new stores are alike, so only the first one is created."""
     is_new = not path.exists()  # noqa: ASYNC240
     if _new_stores and is_new:
         path.write_bytes(_new_stores[0].file)  # noqa: ASYNC240

@@ -171,7 +171,7 @@ async def test_a_response_in_the_foreground_cannot_be_cancelled(gateway: Running
 
 
 class AwayKeeper:
-    """A store of responses that is away for so many tries."""
+    """A store of responses that is unavailable for this many attempts."""
 
     def __init__(self, num_failures: int) -> None:
         self.left = num_failures

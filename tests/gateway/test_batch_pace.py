@@ -1,4 +1,4 @@
-"""How places are shared among batches, and how fast one is gone at: laws of two pure modules."""
+"""Invariants of how slots are shared among batches, and of the rate at which one batch runs."""
 
 from __future__ import annotations
 

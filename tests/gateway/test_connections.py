@@ -1,4 +1,5 @@
-"""What a client may send before there is a request, and how long it may take; beyond, it is told and hung up on."""
+"""Limits of bytes and time before a connection has a request: beyond them, the client gets an error and is
+disconnected."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def head(gateway: RunningGateway, length: int, *more: str) -> bytes:
 
 
 def read_answer(data: bytes) -> tuple[int, str]:
-    """The status and code of an error, which closes its connection."""
+    """Return the status and code of an error that closes its connection."""
     top, _, body = data.partition(b"\r\n\r\n")
     assert b"connection: close" in top and b"content-type: application/json" in top
     error = json.loads(body)["error"]
@@ -49,7 +50,7 @@ def read_answer(data: bytes) -> tuple[int, str]:
 
 
 async def read_whole(reader: asyncio.StreamReader) -> tuple[dict[str, str], dict[str, Any]]:
-    """The headers and the body of an answer that has a length."""
+    """Return the headers and the body of an answer with a length."""
     top = (await reader.readuntil(b"\r\n\r\n")).decode()
     assert top.startswith("HTTP/1.1 200 OK\r\n")
     headers = dict(line.split(": ", 1) for line in top.split("\r\n")[1:-2])

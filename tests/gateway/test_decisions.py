@@ -43,7 +43,7 @@ def card(new_card: Any) -> ModelCard:
 
 
 def shares(*num_tokens: int) -> list[Any]:
-    """Probabilities of options with so many tokens after their common beginning."""
+    """Return the probabilities of options by the number of tokens after their common prefix."""
     powers = [math.exp(TOKEN * count) for count in num_tokens]
     return [pytest.approx(power / sum(powers)) for power in powers]
 

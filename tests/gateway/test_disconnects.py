@@ -20,7 +20,7 @@ CHAT = "/v1/chat/completions"
 
 
 def endless(submit: Submit) -> Any:
-    """A script without end but the credit's."""
+    """A script that ends only with its credit."""
     return ((65, f"{'x' * 50}{i} ") for i in range(submit.stopping.max_tokens))
 
 

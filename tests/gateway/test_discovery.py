@@ -1,4 +1,4 @@
-"""Engines that come and go behind one DNS name."""
+"""Engines that join and leave behind one DNS name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAME = "dns+tcp://engines.example:5757"
 
 
 class Zone:
-    """What the name has at the moment, and the clients that were made for it."""
+    """The current addresses of the name, and the clients that were made for it."""
 
     def __init__(self, new_card: NewCard) -> None:
         self.addresses: set[str] | None = set()
@@ -41,7 +41,7 @@ class Zone:
         return {f"fake://{address}" for address in self.addresses}
 
     async def watch(self, replicas: Replicas, addresses: set[str]) -> DnsWatch:
-        """Watch the name, which has these addresses."""
+        """Watch the name, which resolves to these addresses."""
         self.addresses = addresses
         watch = DnsWatch(NAME, replicas, self.connect, self.resolve)
         await watch.refresh()

@@ -116,7 +116,7 @@ def engine(upstream: Upstream, tmp_path: Path, card: ModelCard) -> ExternalEngin
 def start(
     start_gateway: StartGateway, engine: ExternalEngineClient, until: Until
 ) -> Callable[..., AbstractAsyncContextManager[RunningGateway]]:
-    """`async with start(**settings) as gateway`: once the engine is connected."""
+    """`async with start(**settings) as gateway`: a gateway whose engine is connected."""
 
     class Started:
         def __init__(self, *more: Any, **settings: Any) -> None:
@@ -276,7 +276,7 @@ async def test_a_content_filter_is_reported_in_batches(
 
 
 async def submit(gateway: RunningGateway) -> Any:
-    """A batch of one line, once it has ended."""
+    """Run a batch of one line, and return it after its end."""
     line: dict[str, Any] = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": ASK}
     return await gateway.run_batch(json.dumps(line).encode())
 

@@ -121,7 +121,7 @@ async def test_an_answer_of_a_lost_server_continues_at_another_one(
 
 
 async def watch_first(*servers: Any) -> None:
-    """Once one has a request, the others are not to die."""
+    """As soon as one server has a request, let the others not fail."""
     while not any(server.bodies for server in servers):  # noqa: ASYNC110 - a server has no event for it
         await asyncio.sleep(0)
     for server in servers:
@@ -159,12 +159,12 @@ async def test_one_of_ours_and_one_of_theirs_take_over_from_each_other(
 
 
 def stream_of(data: bytes) -> bytes:
-    """A whole answer with that stream in it."""
+    """Return a whole HTTP answer with this stream as its body."""
     return b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + data
 
 
 def refusal(status: str, message: str, header: bytes = b"", **more: str) -> bytes:
-    """As vLLM words it."""
+    """Return an error in the format of vLLM."""
     error: dict[str, Any] = {
         "message": message,
         "type": "BadRequestError",

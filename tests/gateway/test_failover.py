@@ -33,17 +33,17 @@ def engines_of(new_card: NewCard, number: int, **settings: Any) -> list[FakeEngi
 
 
 def busy(engines: Sequence[FakeEngineClient]) -> Any:
-    """The engines that have a request now."""
+    """Return the engines that have a request now."""
     return [engine for engine in engines if engine.state.num_inflight]
 
 
 def submits_of(engines: Sequence[FakeEngineClient]) -> Any:
-    """In the order of what had come by then."""
+    """Return all submits, ordered by the number of tokens that they resume after."""
     return sorted((one for engine in engines for one in engine.submits), key=lambda one: len(one.resumed_ids or ()))
 
 
 def dies_at(engines: Sequence[FakeEngineClient], *positions: Any) -> None:
-    """A script: before that position, and once for each, the engine that is at it dies."""
+    """Give engines a script by which the engine that reaches one of these positions dies, once for each position."""
     left = set(positions)
 
     def script(submit: Submit) -> Iterator[Any]:
@@ -266,7 +266,7 @@ async def test_the_span_records_the_failover(start_gateway: StartGateway, new_ca
 
 @pytest.fixture
 async def fronts() -> AsyncIterator[tuple[Any, ...]]:
-    """Two fronts of scripted engines, and the context of their sockets."""
+    """Two engine servers with scripted engines, and the context of their sockets."""
     context = zmq.Context()
     running = []
     for number in range(2):

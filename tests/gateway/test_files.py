@@ -34,14 +34,14 @@ async def upload(gateway: RunningGateway, content: bytes = b"{}\n", name: str = 
 
 
 async def num_stored(gateway: RunningGateway) -> list[Any]:
-    """Rows and objects."""
+    """Return the number of rows and of objects."""
     async with gateway.database.read() as session:
         num_rows = await session.scalar(select(func.count()).select_from(StoredFile))
     return [num_rows, sum([len(page) async for page in gateway.objects.list_pages("files/")])]
 
 
 async def wait_bytes(gateway: RunningGateway, num_bytes: int) -> None:
-    """Until so much of the only file has been counted."""
+    """Wait until this many bytes of the only file have been counted."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
             async with gateway.database.read() as session:
@@ -56,7 +56,7 @@ async def state_of_the_only(gateway: RunningGateway) -> Any:
 
 
 def form(*parts: Any, boundary: str = "b") -> tuple[Any, ...]:
-    """The body of a form, and its headers."""
+    """Return the body of a multipart form, and its headers."""
     body = b"".join(b"--%b\r\n%b\r\n" % (boundary.encode(), part) for part in parts) + f"--{boundary}--\r\n".encode()
     return body, {"Content-Type": f"multipart/form-data; boundary={boundary}"}
 

@@ -1,5 +1,5 @@
-"""Engines are told which tenants were erased: each once a connection, and again when it comes back. Real clients and
-fronts, with scripted cores behind them."""
+"""Engines are told which tenants were deleted: each once a connection, and again after a reconnection. Real clients and
+engine servers, with scripted cores."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def asks(request_id: str, *numbers: int, **changes: Any) -> Submit:
 
 
 class Link:
-    """One session's end: what it has sent, and the streams of its requests."""
+    """One end of a session: its sent messages, and the streams of its requests."""
 
     def __init__(self) -> None:
         self.sent: list[Any] = []

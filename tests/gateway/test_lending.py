@@ -1,5 +1,5 @@
-"""Engines are sent the adapters that requests name: once, anew where they have them no more, and not those that they
-came with. A real client and a real front, with a scripted core behind it."""
+"""Engines are sent the adapters that requests name: once, again after the engine has dropped them, and never those that
+it was started with. A real client and a real engine server, with a scripted core."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Core(ScriptedCore):
 
 
 class Store:
-    """Where adapters lie, and how often each was read."""
+    """A store of adapters that counts the reads of each."""
 
     def __init__(self) -> None:
         self.reads: list[str] = []

@@ -46,7 +46,7 @@ TOKEN = "a token of gateways"
 
 
 class Receiver:
-    """Takes anything by HTTP and answers 404; tells what came."""
+    """An HTTP server that answers 404 and records the requests."""
 
     port: int
     url: str
@@ -91,7 +91,7 @@ async def receiver() -> AsyncIterator[Receiver]:
 
 
 class Whole:
-    """A gateway with a file, in this process."""
+    """A gateway with a configuration file, in this process."""
 
     def __init__(self, file: Any, services: Any, url: str, keys: Any, database: Database) -> None:
         self.file, self.services, self.database = file, services, database
@@ -101,7 +101,7 @@ class Whole:
         self.given: dict[str, object] = {}
 
     async def change(self, **settings: object) -> None:
-        """What the file says beside what it said at first; read at once."""
+        """Write the first contents of the file with these changes, and reload it."""
         self.file.write_text(json.dumps({"gateway": self.given | settings}))
         self.services.reloader.ask()
         await self.services.reloader.look()

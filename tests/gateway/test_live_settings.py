@@ -37,7 +37,7 @@ Look = Callable[[RunningGateway], Awaitable[object]]
 
 
 def asks(path: str = CHAT, *, headers: dict[str, Any] | None = None, **fields: Any) -> Look:
-    """The status and code of one request."""
+    """Return a function that sends a request and returns its status and error code."""
 
     async def look(gateway: RunningGateway) -> tuple[Any, ...]:
         body = {**HELLO, **fields} if path == CHAT else fields
@@ -54,7 +54,7 @@ def endless(submit: Submit) -> Any:
 
 @asynccontextmanager
 async def streaming(gateway: RunningGateway) -> AsyncIterator[Any]:
-    """A stream that goes on for as long as this does, and is over at the gateway too after that."""
+    """Hold a stream open within the block, and wait at its end until the gateway has ended it too."""
     stream = await gateway.client.chat.completions.create(**HELLO | {"max_tokens": 10**6}, stream=True)
     async with stream:
         first = await anext(aiter(stream))
@@ -65,7 +65,7 @@ async def streaming(gateway: RunningGateway) -> AsyncIterator[Any]:
 
 
 def beside_a_stream(look: Look) -> Look:
-    """While another request of the same key streams."""
+    """Return `look` with a concurrent stream of the same key."""
 
     async def both(gateway: RunningGateway) -> Any:
         async with streaming(gateway):
@@ -75,7 +75,7 @@ def beside_a_stream(look: Look) -> Look:
 
 
 async def sent(gateway: RunningGateway, data: bytes) -> bytes:
-    """The first line of what is answered to these bytes before this side is hung up on."""
+    """Send bytes until the gateway disconnects; return the first line of its answer."""
     reader, writer = await asyncio.open_connection(*gateway.address)
     writer.write(data)
     try:
@@ -136,8 +136,8 @@ async def is_tokenized_in_a_thread(gateway: RunningGateway) -> bool:
 
 
 async def survives_its_engine(gateway: RunningGateway) -> Any:
-    """Whether a stream goes on with an engine that comes back later than a gateway waits as these tests have it. Where
-    no more is waited for, none comes before the stream has ended."""
+    """Return whether a stream continues if its engine returns later than these tests let a gateway wait. If the gateway
+    does not wait, no engine returns before the stream has ended."""
 
     async def comes_to(num_tokens: int) -> bool:
         try:
@@ -162,7 +162,7 @@ async def survives_its_engine(gateway: RunningGateway) -> Any:
 
 
 def uploads(*sizes: int) -> Look:
-    """The status of the last upload of these."""
+    """Return a function that uploads files of these sizes and returns the status of the last upload."""
 
     async def look(gateway: RunningGateway) -> Any:
         for size in sizes:
@@ -198,7 +198,7 @@ async def end_of_a_batch(gateway: RunningGateway) -> Any:
 
 
 async def progress_of_a_batch(gateway: RunningGateway) -> tuple[Any, ...]:
-    """While another one goes on at once when there is somebody for it again."""
+    """Return the status of a batch that makes no progress, and its end after batches may run again."""
     batch = await new_batch(gateway, 2)
     for _ in range(5):  # looks of the worker, who is there and does nothing
         await asyncio.sleep(0.05)
@@ -218,7 +218,7 @@ async def status_of_a_second_batch(gateway: RunningGateway) -> Any:
 
 
 async def lease_of_a_line(gateway: RunningGateway) -> Any:
-    """Whole minutes for which a line that waits for its engine is held."""
+    """Return the minutes, rounded, for which a line that waits for its engine is leased."""
     await new_batch(gateway, 1)
     async with asyncio.timeout(DEADLINE_S):
         while True:
@@ -317,7 +317,7 @@ ALONE = {"send_timeout_s", "batch_lease_s", "drain_s", "inline_tokenize_bytes", 
 
 
 async def taken(gateway: RunningGateway, name: str, value: object, look: Look) -> object:
-    """What is seen after a change, which is undone then."""
+    """Return what `look` sees after a change, and undo the change."""
     before = gateway.live.now
     changes = await gateway.live.change(before.model_copy(update={name: value}))
     assert (list(changes.at_once), list(changes.at_restart)) == ([name], [])

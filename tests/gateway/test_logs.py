@@ -1,4 +1,4 @@
-"""What is told within one turn of the loop is written in one go, in its order; a warning is not waited with."""
+"""Log lines of one turn of the event loop are written at once and in order; a warning is written immediately."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moiety_platform.logs import Lines, configure_logging
 
 
 class Writes(io.StringIO):
-    """Remembers what was written at once."""
+    """Records each write."""
 
     def __init__(self) -> None:
         super().__init__()

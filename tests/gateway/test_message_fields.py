@@ -213,7 +213,7 @@ AGENTS_BETAS = (
 
 
 async def test_a_coding_agents_turn_is_served_as_it_is_sent(tool_gateway: RunningGateway) -> None:
-    """With all that Claude Code sends in one request."""
+    """A request has all the fields that Claude Code sends."""
     call = {"type": "tool_use", "id": "toolu_1", "name": "Bash", "input": {"command": "ls"}}
     thought = {"type": "thinking", "thinking": "Hm.", "signature": "c2ln"}
     result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "a.txt", "is_error": False}

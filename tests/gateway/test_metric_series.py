@@ -28,7 +28,7 @@ CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "ma
 
 
 async def make_tenants(database: Database, count: int) -> Any:
-    """Tenants with a project and a key each, in one statement a table; the keys."""
+    """Create tenants with a project and a key each, in one statement a table; return the keys."""
     now, texts = datetime.now(UTC), [generate_key() for _ in range(count)]
     same = {"created_at": now}
     async with database.write() as session:
@@ -44,7 +44,7 @@ async def make_tenants(database: Database, count: int) -> Any:
 
 
 def asking(key: str) -> Any:
-    """A chat completion on the wire."""
+    """Return the bytes of a chat completion request."""
     body = json.dumps(CHAT).encode()
     head = (
         "POST /v1/chat/completions HTTP/1.1\r\nHost: moiety\r\nContent-Type: application/json\r\n"

@@ -64,7 +64,7 @@ ASKS = [
 
 
 def answer(submit: Submit) -> Any:
-    """The prompt's words, or what an engine says that breaks."""
+    """Answer with the prompt's words, or with the error of an engine that fails."""
     if submit.stopping.max_tokens == FAILS:
         return Failed(submit.request_id, 0, FailureCode.ENGINE_FAILED, TEXT)
     return [(65, MARK) for _ in range(submit.stopping.max_tokens)]
@@ -111,7 +111,7 @@ async def test_prompts_answers_and_keys_are_only_where_clients_get_them_back(
 
 
 async def send_everything(gateway: RunningGateway, key: str | None = None) -> set[int]:
-    """The statuses that came."""
+    """Send every request; return the statuses."""
     found = set()
     for number, (path, body) in enumerate(ASKS):
         headers = HEADERS | {"Idempotency-Key": f"{MARK}-{number}", "Content-Type": "application/json"}
@@ -123,7 +123,7 @@ async def send_everything(gateway: RunningGateway, key: str | None = None) -> se
 
 
 async def make_keys(gateway: RunningGateway) -> list[str]:
-    """By the admin API: one for inference and one of an administrator, each then replaced by another; the texts of all
+    """Create a key for inference and one of an administrator by the admin API, and rotate each; return the texts of all
     four."""
 
     async def call(path: str, body: object) -> Any:

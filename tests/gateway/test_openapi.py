@@ -179,7 +179,7 @@ async def test_openapi_documents_contain_every_field_of_answers_and_events(
 
 
 def _closed(document: dict[str, Any]) -> Any:
-    """With objects that may have no other fields than those that are told."""
+    """Return the document with objects that have no fields but the declared ones."""
     for schema in document["components"]["schemas"].values():
         if "properties" in schema:
             schema["additionalProperties"] = False
@@ -187,13 +187,13 @@ def _closed(document: dict[str, Any]) -> Any:
 
 
 def _by_name(stream: Any) -> Any:
-    """What the events of a stream may hold, by the events' names."""
+    """Return the schemas of a stream's events by their names."""
     every = [one["properties"] for one in stream.get("anyOf", [stream])]
     return {one.get("event", {}).get("const"): one["data"].get("anyOf", [one["data"]]) for one in every}
 
 
 def _check_events(schema: dict[str, Any], stream: Any, document: dict[str, Any]) -> Any:
-    """The names of the events that there were."""
+    """Check each event against its schema; return the names of the events."""
     told, names = _by_name(schema), set()
     for event in stream.strip().split("\n\n"):
         fields = dict(line.split(": ", 1) for line in event.splitlines())
@@ -214,7 +214,7 @@ def _only(operation_ids: Any) -> Any:
 
 
 def _operations(document: dict[str, Any], *, served: bool = False) -> Any:
-    """All of them; or those that may be answered with something else than an error."""
+    """Return all operations, or those that can have an answer other than an error."""
     return {
         f"{method.upper()} {path}"
         for path, item in document["paths"].items()
@@ -228,7 +228,7 @@ def _is_answered(path: str, operation: dict[str, Any]) -> bool:
 
 
 async def _keep_trace(database: Database) -> Any:
-    """The id of a trace that there is."""
+    """Return the id of a trace that exists."""
     trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
     async with database.write() as session:
         await session.merge(
@@ -240,7 +240,7 @@ async def _keep_trace(database: Database) -> Any:
 
 
 async def _run_schemathesis(gateway: RunningGateway, part: Any, tmp_path: Path, search: Any) -> Any:
-    """Which operations were answered with which status. Fails with what it printed where it has found something."""
+    """Run schemathesis; return the statuses of each operation. Fails with its output if it finds an error."""
     answered = tmp_path / "answered.json"
     key = gateway.admin_key if part == "admin" else gateway.key
     known: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Spans as we pack them are what the SDK's own exporter would have sent."""
+"""Spans are packed as the SDK's own exporter packs them."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ MOIETY = "from moiety_platform.cli.main import main; main()"
 
 
 class Process:
-    """One `moiety …` command; killed when its test ends."""
+    """One `moiety …` command, which is killed when its test ends."""
 
     def __init__(self, process: Any) -> None:
         self.process = process
@@ -48,7 +48,7 @@ class Process:
         )
 
     async def line(self, stream_name: str, words: str) -> dict[str, Any]:
-        """The first line of JSON that holds these words."""
+        """Return the first line of JSON that contains these words."""
         stream = getattr(self.process, stream_name)
         async with asyncio.timeout(READY_S):
             async for line in stream:
@@ -154,14 +154,14 @@ class Deployment:
         return status
 
     async def kill(self) -> None:
-        """Both at once."""
+        """Kill the engine and the gateway at once."""
         for part in (self.engine, self.gateway):
             part.process.kill()
         await self._errors
         await asyncio.gather(self.engine.end(), self.gateway.end())
 
     async def rows(self) -> list[UsageRecord]:
-        """What the store holds."""
+        """Return the usage rows in the store."""
         database = Database.open(f"sqlite:///{self.data_dir / 'moiety.db'}")
         try:
             async with database.read() as session:

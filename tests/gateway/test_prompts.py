@@ -1,4 +1,4 @@
-"""What reaches an engine as the prompt of a request."""
+"""The prompt that an engine receives for a request."""
 
 from __future__ import annotations
 

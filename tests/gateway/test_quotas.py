@@ -25,7 +25,7 @@ HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 
 @pytest.fixture
 def limited(start_gateway: StartGateway, card: ModelCard) -> Limited:
-    """`async with limited(**settings) as gateway`: one that stores what is used."""
+    """`async with limited(**settings) as gateway`: a gateway that stores usage."""
     return lambda token_s=0.0, **settings: start_gateway(
         [FakeEngineClient(card, token_s=token_s)], stores_usage=True, **settings
     )
@@ -48,7 +48,7 @@ async def ask(gateway: RunningGateway, max_tokens: int = 5, **more: Any) -> Any:
 
 
 async def served(gateway: RunningGateway) -> Any:
-    """The answer to a request that is made until it is not refused."""
+    """Repeat a request until it is not refused; return its answer."""
     async with asyncio.timeout(60):
         while True:
             try:
@@ -58,7 +58,7 @@ async def served(gateway: RunningGateway) -> Any:
 
 
 async def used(gateway: RunningGateway, quota: Any) -> Any:
-    """When all that was used has been booked."""
+    """Return the usage after all of it has been booked."""
     await gateway.stored_usage.flush()
     return (await gateway.admin("GET", f"/quotas/{quota['id']}"))["used"]
 

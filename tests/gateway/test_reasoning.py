@@ -1,4 +1,4 @@
-"""Thoughts apart from answers, as the clients of the three APIs get them."""
+"""Reasoning is separate from answers in all three APIs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HEADER = "x-moiety-adjusted-fields"
 
 @pytest.fixture
 def thinking(start_gateway: StartGateway, tool_card: ToolCard, thinking_card: ModelCard) -> Thinking:
-    """A gateway whose model thinks: by a template that can be switched, or by one that always opens a thought."""
+    """A gateway with a reasoning model: its template can disable reasoning, or always begins with it."""
 
     @asynccontextmanager
     async def start(
@@ -46,7 +46,7 @@ def thinking(start_gateway: StartGateway, tool_card: ToolCard, thinking_card: Mo
 
 
 def writes(gateway: RunningGateway, text: str) -> None:
-    """A script that writes the text, markers as the tokens that they are."""
+    """Return a script that writes the text, with markers as the tokens that they are."""
     tokenizer = Tokenizer.from_json(gateway.engine.card.tokenizer_json)
     ids = {token.content: one for one, token in tokenizer.added_tokens.items()}
     pieces, rest = [], text

@@ -37,7 +37,7 @@ HELLO = {"model": "scripted", "messages": [{"role": "user", "content": "hello"}]
 
 
 def write(path: Path, **settings: object) -> None:
-    """As a deployment should: beside the file, and then in its place."""
+    """Replace the file in one step, as a deployment should."""
     beside = path.with_name(f".{path.name}.new")
     beside.write_text(json.dumps({"gateway": settings}))  # JSON is YAML
     beside.replace(path)
@@ -62,7 +62,7 @@ async def engine(folder: Path, name: str) -> AsyncIterator[str]:
 
 
 class Deployed:
-    """A gateway process with a file, and clients of it."""
+    """A gateway process with a configuration file, and its clients."""
 
     def __init__(self, process: Process, url: str, keys: dict[str, str], file: Path) -> None:
         self.process, self.url, self.file = process, url, file
@@ -76,7 +76,7 @@ class Deployed:
         return await self.http.post("/v1/chat/completions", json=HELLO | more)
 
     async def load(self) -> None:
-        """One request after the other, each of which must be served."""
+        """Send requests one after the other, each of which must succeed."""
         while True:
             self.statuses.append((await self.ask()).status_code)
 
@@ -85,7 +85,7 @@ class Deployed:
         return told | {"of": {one["name"]: one for one in told["data"]}}
 
     async def engines_are(self, addresses: list[str]) -> None:
-        """Return once they are: one that left the file goes when another one is there."""
+        """Wait until the gateway has these engines; one that left the file goes after another one has connected."""
         found: list[str] = []
         async with asyncio.timeout(DEADLINE_S):
             while found != addresses:
@@ -98,7 +98,7 @@ class Deployed:
                 self.log.append(json.loads(line))
 
     async def logged(self, event: str) -> dict[str, Any]:
-        """The first such event, which is taken."""
+        """Return the first such event in the log, and remove it."""
         async with asyncio.timeout(DEADLINE_S):
             while True:
                 for entry in self.log:

@@ -30,7 +30,7 @@ END = ["response.output_text.done", "response.content_part.done", "response.outp
 
 
 def says(*pieces: Any) -> Any:
-    """An engine's script that comes to its end by itself."""
+    """Return an engine's script that ends by itself."""
     return lambda submit: [(65, piece) for piece in pieces]
 
 

@@ -1,4 +1,4 @@
-"""Work in the background: it goes on whatever a round comes to, and ends when it is told to."""
+"""Periodic tasks continue whatever a round raises, and end when they are told to."""
 
 from __future__ import annotations
 

@@ -30,7 +30,8 @@ def with_segments(card: ModelCard, **changes: Any) -> ModelCard:
 
 
 def length_logit(submit: Submit, width: int) -> list[float]:
-    """One logit: tokens of the second segment minus 5; of several labels, the number of tokens for the second."""
+    """Return one logit, the tokens of the second segment minus 5; for several labels, the token count for the
+    second."""
     if width == 1:
         return [len(submit.prompt_ids) - submit.second_segment_at - 5.0]
     return [0.0, float(len(submit.prompt_ids)), *[0.0] * (width - 2)]

@@ -1,4 +1,5 @@
-"""A next turn is foreseen: what is sent to the engine, what it costs, and that nobody is asked who did not want it."""
+"""Speculative prefill of the next turn: what the engine gets, what it costs, and that it is off for tenants without
+it."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def foreseeing(
                 return [line for line in text.splitlines() if line.startswith("moiety_speculative_prefill_total")]
 
             async def told() -> Any:
-                """When a turn that was followed has come to its end."""
+                """Wait until speculative prefill has an outcome, and return all outcomes."""
                 await until(lambda: b"moiety_speculative_prefill_total{" in gateway.metrics.render())
                 return await outcomes()
 

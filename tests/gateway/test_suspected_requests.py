@@ -1,4 +1,4 @@
-"""Requests that may be what their engine died of: no other engine gets them, and nobody else suffers."""
+"""Requests that may have crashed their engine are sent to no other engine, and other requests are not affected."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def engines_of(new_card: NewCard, number: int, **settings: Any) -> list[FakeEngi
 
 
 def busy(engines: Sequence[FakeEngineClient]) -> Any:
-    """The engines that have a request now."""
+    """Return the engines that have a request now."""
     return [engine for engine in engines if engine.state.num_inflight]
 
 

@@ -1,4 +1,4 @@
-"""Slots that tenants share: nobody is kept out by others' work without end, and none is lost."""
+"""Slots that tenants share: no tenant waits without end for others' work, and no slot is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns of tenants."""
+"""The order of turns among tenants."""
 
 from __future__ import annotations
 

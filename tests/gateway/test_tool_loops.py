@@ -70,7 +70,7 @@ def says(*answers: Any, sizes: tuple[int, ...] = (1,)) -> Any:
 
 
 async def ask_openai(gateway: RunningGateway, family: str = "hermes", *, stream: bool = False, **asked: Any) -> Any:
-    """The first choice, by whichever way."""
+    """Return the first choice, streamed or not."""
     body: dict[str, Any] = {"model": family, "messages": ASKED, "tools": OPENAI_TOOLS, **asked}
     if not stream:
         return (await gateway.client.chat.completions.create(**body)).choices[0]

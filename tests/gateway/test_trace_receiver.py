@@ -62,7 +62,7 @@ class Store:
         self._database = database
 
     async def count(self, table: Any, at_least: int) -> int:
-        """How many rows, once there are so many."""
+        """Wait until there are this many rows, and return their number."""
         async with asyncio.timeout(60):
             while True:
                 async with self._database.read() as session:
@@ -109,7 +109,7 @@ async def store(tmp_path: Path) -> AsyncIterator[Any]:
 
 
 def export(endpoint: str, token: str, compression: Any = Compression.NoCompression, spans: int = 1) -> bool:
-    """What an application does that is instrumented with OpenTelemetry's SDK; whether it was taken."""
+    """Export spans as an application with OpenTelemetry's SDK does; return whether they were accepted."""
     exporter = OTLPSpanExporter(
         f"{endpoint}/v1/traces", headers={"Authorization": f"Bearer {token}"}, compression=compression, timeout=60
     )
@@ -280,11 +280,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(ExportTraceServiceResponse().SerializeToString())
 
     def log_message(self, *_: object) -> None:
-        """Quiet."""
+        """Log nothing."""
 
 
 class GrpcCollector(TraceServiceServicer):
-    """The same by OTLP/gRPC."""
+    """Takes OTLP/gRPC, as Collector takes OTLP/HTTP."""
 
     def __init__(self) -> None:
         self.spans: list[Any] = []

@@ -51,7 +51,7 @@ def covered(root: Any, children: Any) -> float:
 
 
 async def ask_everything(gateway: RunningGateway) -> int:
-    """Finished, streamed, several choices, other APIs, refused, wrong; how many requests have left a row."""
+    """Send requests of every kind, valid and invalid; return how many left a usage row."""
     for path, body in (
         (CHAT, BODY),
         (CHAT, BODY | {"stream": True}),
@@ -145,7 +145,7 @@ async def test_many_requests_of_every_end_at_once_leave_a_whole_trace_each(
 
 
 async def hang_up(gateway: RunningGateway, body: dict[str, Any]) -> None:
-    """Leave once there is something of the answer, or soon where it is not streamed."""
+    """Disconnect after the first bytes of a streamed answer, or at once if it is not streamed."""
     reader, writer = await asyncio.open_connection(*gateway.address)
     data = json.dumps(body).encode()
     head = f"Host: test\r\nAuthorization: Bearer {gateway.key}\r\nContent-Length: {len(data)}"

@@ -1,4 +1,4 @@
-"""The ZeroMQ client against the engine's own front, with a scripted core behind it."""
+"""The ZeroMQ client against the engine server, with a scripted core behind it."""
 
 from __future__ import annotations
 
@@ -322,7 +322,7 @@ async def test_a_killed_engine_process_fails_its_streams_at_once(connected: Conn
 async def test_a_suspended_gateway_reconnects_although_the_engine_kept_sending(
     context: zmq.Context[Any], card: ModelCard, until: Until
 ) -> None:
-    """For the engine has heard nothing for longer than the limit, and given it up."""
+    """The engine has heard nothing for longer than the limit, and has given the gateway up."""
     engine, clock = context.socket(zmq.ROUTER), ManualClock()
     client = ZmqEngineClient(f"tcp://127.0.0.1:{engine.bind_to_random_port('tcp://127.0.0.1')}", context, clock)
 

@@ -69,7 +69,7 @@ async def test_a_client_that_left_takes_no_turn() -> None:
 
 
 async def _other_tenants_key(gateway: RunningGateway) -> str:
-    """Of another tenant than that of `gateway.key`."""
+    """Return a key of another tenant than that of `gateway.key`."""
     made: dict[str, Any] = {}
     for path, parent in (("tenants", None), ("projects", "tenant_id"), ("keys", "project_id")):
         fields = {"name": path} if parent is None else {"name": path, parent: made["id"]}

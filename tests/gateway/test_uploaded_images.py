@@ -45,7 +45,7 @@ def part_of(path: str, file_id: str) -> dict[str, Any]:
 
 
 def uploaded(path: str, *file_ids: str) -> dict[str, Any]:
-    """A request with images by the ids of their files."""
+    """Return a request with images by the ids of their files."""
     body = BODIES[path]()
     (message,) = body["input" if path == RESPONSES else "messages"]
     message["content"] += [part_of(path, file_id) for file_id in file_ids]

@@ -1,4 +1,4 @@
-"""A healthy deployment for the doctor, and means to hurt it."""
+"""A healthy deployment for `moiety doctor`, and ways to break it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TOKEN = "a token of gateways"
 
 
 class World:
-    """A healthy deployment, and means to hurt it."""
+    """A healthy deployment, and ways to break it."""
 
     def __init__(self, patient: DoctorContext, gateway: RunningGateway, stack: AsyncExitStack, tenant_key: str) -> None:
         self.patient, self.gateway, self.stack, self.tenant_key = patient, gateway, stack, tenant_key
@@ -49,11 +49,11 @@ class World:
         return dataclasses.replace(self.patient, settings=self.patient.settings.model_copy(update=settings))
 
     async def engine(self, **options: Any) -> str:
-        """A front that listens; its address."""
+        """Start an engine server; return its address."""
         return await self.stack.enter_async_context(run_engine(**options))
 
     def run(self, command: str) -> None:
-        """Advice, as it stands, in a shell."""
+        """Run advice in a shell, exactly as it is printed."""
         subprocess.run(["bash", "-c", MOIETY + command], check=True, timeout=COMMAND_S, capture_output=True)
 
 
@@ -122,8 +122,8 @@ def each_fault(codes: Mapping[str, Mapping[Fault, str]]) -> pytest.MarkDecorator
 
 @pytest.fixture
 def heals(world: World) -> Heals:
-    """Plant a fault, which says what is looked at; look; follow the advice, which says so again; look once more. The
-    codes found before and after."""
+    """Return a function that plants a fault, examines the deployment, follows the advice and examines it again. It
+    returns the codes found before and after."""
 
     async def heal(fault: Any, area: Any) -> tuple[Any, ...]:
         steps = fault(world)
@@ -139,6 +139,6 @@ def heals(world: World) -> Heals:
 
 
 async def complaints(world: World, patient: DoctorContext, area: Any) -> Any:
-    """What is wrong or to be watched there."""
+    """Return the errors and warnings that are found in an area."""
     only = dataclasses.replace(patient, only=frozenset({area}))
     return [one for one in await examine(only, world.clock) if one.level is not Severity.OK]

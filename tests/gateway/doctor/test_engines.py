@@ -94,7 +94,7 @@ async def engine_of_another_release(world: World) -> AsyncIterator[Any]:
 
 @contextmanager
 def answering(frames: Any) -> Iterator[str]:
-    """Something that speaks ZeroMQ and answers whatever comes with these; its address."""
+    """Listen with ZeroMQ and answer any message with these; yield the address."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.linger = 0
         port = router.bind_to_random_port("tcp://127.0.0.1")
@@ -123,7 +123,7 @@ async def prompts_without_answers(world: World) -> AsyncIterator[Any]:
 
 
 def another_server(world: World, model: str = "tiny", url: str | None = None) -> DoctorContext:
-    """The gateway itself, which speaks OpenAI's words, as a server of others."""
+    """Return a deployment whose engine is the gateway itself, as an OpenAI-compatible server."""
     address = f"openai+{url or world.gateway.url}/v1?model={model}&kind=vllm&tokenizer=/checkpoint"
     return world.changed(engines=(address,), external_engine_api_key=SecretStr(world.gateway.key))
 

@@ -24,13 +24,13 @@ OWN_MOUNTS = ("unshare", "--mount", "bash")
 
 
 def look(tmp_path: Path, before: str, shell: tuple[str, ...] = ("bash",)) -> tuple[int, dict[str, dict[str, str]]]:
-    """What the command says, after others in the same shell, and its exit code; findings by their code."""
+    """Run the command after others in the same shell; return its exit code and the findings by code."""
     done = run(f"{before}; moiety doctor --only machine --json --data-dir {tmp_path}", shell)
     return done.returncode, {one["code"]: one for one in json.loads(done.stdout)["findings"]}
 
 
 def at_once(tmp_path: Path) -> dict[str, Finding]:
-    """The same without a process."""
+    """Examine the machine without a process; return the findings by code."""
     return {one.code: one for one in look_at_machine(tmp_path)}
 
 
@@ -90,7 +90,7 @@ def test_a_package_of_another_age_is_found_and_the_command_installs_the_right_on
 
 
 def make_wheel(folder: Path, name: str, version: str) -> None:
-    """One with nothing in it."""
+    """Write a wheel with nothing in it."""
     folder.mkdir()
     inside = f"{name}-{version}.dist-info"
     with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
@@ -112,7 +112,7 @@ def test_a_folder_that_the_gateway_cannot_write_is_found_and_the_command_gives_i
 
 
 def closed(data_dir: Path) -> list[Finding]:
-    """What is said of folders that cannot be written; root, who can write all, asks as nobody."""
+    """Return the findings about folders that are not writable. As root, who can write to any, become nobody first."""
     mine = os.geteuid()
     if mine == 0:
         os.seteuid(NOBODY)

@@ -77,8 +77,8 @@ async def clock_of_this_machine_that_runs_ahead(world: Any) -> AsyncIterator[Any
 
 @asynccontextmanager
 async def serving(*answers: Any, tls: bool | None = None) -> AsyncIterator[str]:
-    """A server that answers each connection's first line with the first of these that fits, {url} being its own
-    address; its address. An answer is (path, body), or bytes for all."""
+    """Serve the first of the answers that matches a connection's first line; yield the server's address. An answer is
+    (path, body), or bytes for any line. In a body {url} stands for the address."""
     url = ""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -141,7 +141,7 @@ async def issuer_of_an_authority_of_ones_own(world: Any) -> AsyncIterator[Any]:
 
 
 def own_authority(folder: Path) -> tuple[Any, ...]:
-    """A certificate for localhost that nobody vouches for; its file, and a server's end with it."""
+    """Return the file of a self-signed certificate for localhost, and a server's context with it."""
     key, name = (
         ec.generate_private_key(ec.SECP256R1()),
         x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")]),

@@ -45,7 +45,7 @@ LEASE = {"replica_id": "gateway-that-died", "expires_ms": 0, "state": LeaseState
 
 
 class ClockAhead(SystemClock):
-    """Of a machine that no time server has set."""
+    """The clock of a machine without a time server."""
 
     def now(self) -> datetime:
         return super().now() + timedelta(minutes=5)

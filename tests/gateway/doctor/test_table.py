@@ -1,4 +1,4 @@
-"""Whatever the doctor can complain of is planted by a test, and stands in docs/operations.md."""
+"""Every finding of the doctor is planted by a test, and is in docs/operations.md."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PAGE = ROOT / "docs" / "operations.md"
 
 
 def complaints() -> set[str]:
-    """The codes of all that is wrong or to be watched, as the sources have them."""
+    """Return the codes of all errors and warnings in the source code."""
     calls = [
         node
         for path in DOCTOR.glob("*.py")
@@ -23,7 +23,7 @@ def complaints() -> set[str]:
 
 
 def rows() -> dict[str, str]:
-    """What the page's table says of each."""
+    """Return what the page's table says of each code."""
     page = PAGE.read_text(encoding="utf-8").partition("| code | fault | remedy |")[2].partition("\n\n")[0]
     return dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", page, re.MULTILINE))
 
