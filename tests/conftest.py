@@ -1,4 +1,4 @@
-"""A real `moiety serve` with the scripted engine, as a process, for the tests that want the whole."""
+"""A real `moiety serve` with the scripted engine, as a process, for tests of the whole."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class _InOrderOfPaths:
-    """Undoes what `pytest_configure` did to the order, before pytest groups tests by their fixtures."""
+    """Undoes the order of `pytest_configure` before pytest groups tests by their fixtures."""
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -147,7 +147,7 @@ def _is_fast(item: pytest.Item, seen: set[tuple[Path, str]]) -> bool:
 
 
 def pytest_collection_finish() -> None:
-    """From here on, nothing that was collected is looked through for garbage again."""
+    """Exempt everything that was collected from garbage collection."""
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)  # tests make applications of many objects, which a threshold of 700 scans often
     gc.enable()
@@ -183,7 +183,7 @@ def wait_for(read: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S)
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port for something to listen on later; nobody is given it meanwhile who does not ask for just that one."""
+    """Return a port to listen on later. Another call gets the same port only by chance."""
     family, *_ = socket.getaddrinfo(host, 0)[0]
     while True:
         port = _chance.choice(PORTS)
@@ -194,7 +194,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 @dataclass
 class Serve:
-    """A serve that runs, or ran."""
+    """A `moiety serve` that runs or has run."""
 
     process: subprocess.Popen[bytes]
     log: Path
@@ -229,7 +229,7 @@ class Serve:
         return found[1]
 
     def part(self, name: str) -> psutil.Process:
-        """The process of a part."""
+        """Return the process of a part."""
         for child in psutil.Process(self.process.pid).children():
             if name in child.cmdline()[5:6]:
                 return child
@@ -249,7 +249,7 @@ StartServe = Callable[..., Serve]
 
 @pytest.fixture(scope="module")
 def start_serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServe]:
-    """Starts `moiety serve --scripted` with further options; all of them are ended at the end."""
+    """Start `moiety serve --scripted` with further options; all are stopped at the end of the module."""
     started: list[Serve] = []
 
     def start(*options: str, data_dir: Path | None = None) -> Serve:

@@ -113,7 +113,7 @@ def whole(weight: Tensor, *, symmetric: bool = True) -> tuple[dict[str, Tensor],
 
 
 def e2m1(weight: Tensor, scales: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Codes two to a byte, and what they stand for."""
+    """Return the codes, two to a byte, and the weights that they stand for."""
     spread = scales.repeat_interleave(group, 1)
     code = ((weight / spread).abs().unsqueeze(-1) - E2M1).abs().argmin(-1)
     sign = weight < 0
@@ -152,7 +152,7 @@ def mxfp8(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def nf4(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """With scales that are quantized themselves."""
+    """Quantize to NF4 with scales that are quantized themselves."""
     table = torch.tensor([-1.0, -0.7, -0.5, -0.4, -0.3, -0.2, -0.1, 0, 0.1, 0.2, 0.25, 0.35, 0.45, 0.6, 0.7, 1.0])
     nested_table, blocks = torch.linspace(-1, 1, 256), weight.reshape(-1, 64)
     largest = blocks.abs().amax(1)

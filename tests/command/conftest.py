@@ -1,4 +1,4 @@
-"""The command in this process: a process of its own would import for a second what a call needs for milliseconds."""
+"""The command, run in this process: a new process would spend a second on imports for a call of milliseconds."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_a_large_log_is_put_aside(tmp_path: Path) -> None:
 
 
 def test_files_of_an_earlier_version_are_found_under_their_names(tmp_path: Path) -> None:
-    """A rename of one would lose what is in it at an upgrade: keys, tenants, or usage that is not stored yet."""
+    """A file that is renamed loses its contents at an upgrade: keys, tenants, or usage that is not stored yet."""
     data_dir = DataDir(tmp_path)
     paths = data_dir.database_path, data_dir.pepper_path, data_dir.keys_path, data_dir.unacknowledged_usage_path
     assert [path.name for path in paths] == ["moiety.db", "pepper", "keys.json", "unsettled-usage"]

@@ -1,4 +1,4 @@
-"""What a serve gives to its parts."""
+"""The settings that a serve passes to its processes."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def streaming(serve: Any) -> AbstractContextManager[httpx.Response]:
 
 
 def usage_rows(serve: Any) -> list[tuple[str, str | None, int]]:
-    """Outcome, error code and prompt tokens of every row in the store."""
+    """Return outcome, error code and prompt tokens of every row in the store."""
     with closing(sqlite3.connect(serve.data_dir / "moiety.db")) as store:
         return store.execute("SELECT outcome, error_code, prompt_tokens FROM usage").fetchall()
 
@@ -66,7 +66,7 @@ def gone(processes: list[psutil.Process]) -> bool:
 
 
 def printed_command(output: str) -> str:
-    """What a user would copy: from the line with `curl` to the first line that does not go on."""
+    """Return the command that a user would copy: from the line with `curl` to the first line that is not continued."""
     lines = output.splitlines()
     start = next(index for index, line in enumerate(lines) if "curl" in line)
     end = next(index for index in range(start, len(lines)) if not lines[index].endswith("\\"))
@@ -245,7 +245,7 @@ def test_a_killed_gateway_loses_no_usage_row(start_serve: StartServe) -> None:
 
 @pytest.fixture(scope="module")
 def killed(start_serve: StartServe) -> Any:
-    """A serve that was killed, and of which no process is left."""
+    """Kill a serve, and wait until none of its processes is left."""
     running = start_serve("--no-dashboard", "--no-traces")
     running.wait_for_line("moiety is ready at")
     processes = running.family()

@@ -1,4 +1,4 @@
-"""What others wrote is text in the tables, lines, JSON and CSV of commands."""
+"""Text of other users stays text in the tables, lines, JSON and CSV of commands."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Terminal:
         os.write(self._descriptor, keys.encode())
 
     def frame(self) -> list[str]:
-        """What is on the screen: all that was written since it was last cleared."""
+        """Return the contents of the screen: everything written since it was last cleared."""
         return ESCAPES.sub("", self._written.rpartition("\x1b[H")[2]).split("\r\n")
 
     def wait_for(self, holds: Callable[[str], bool]) -> list[str]:
@@ -77,7 +77,7 @@ class Terminal:
 
     @property
     def is_left(self) -> bool:
-        """Whether the other screen was left again, the cursor is back, and lines are as before."""
+        """Return whether the alternate screen was left, the cursor is visible, and line wrap is as before."""
         waits_for_lines = bool(termios.tcgetattr(self._descriptor)[3] & termios.ICANON)
         return "\x1b[?25h" in self._written and "\x1b[?1049l" in self._written and waits_for_lines
 

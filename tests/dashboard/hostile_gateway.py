@@ -70,7 +70,7 @@ class HostileGateway:
         ]
 
     def answer(self, method: str, target: str) -> tuple[int, Any]:
-        """Return the status and the decoded answer of one request."""
+        """Return the status and the decoded answer of a request."""
         self.asked.append(f"{method} {target}")
         path = target.partition("?")[0]
         if self.refuses:
@@ -91,7 +91,7 @@ class HostileGateway:
     def make(  # noqa: PLR0911 - a return for each kind of schema
         self, schema: Mapping[str, Any], name: str, owner: str = ""
     ) -> Any:
-        """Return a value of a schema: of every array one item, of what may be null what is not."""
+        """Return a value of a schema: one item of every array, and no null where there is another type."""
         special = self._special(owner, name)
         if special is not None:
             return special()
@@ -210,7 +210,7 @@ _CALLER = "CallerView"
 
 @contextmanager
 def serving(gateway: HostileGateway) -> Iterator[str]:
-    """The gateway on a loopback port; its URL."""
+    """Serve the gateway on a loopback port; yield its URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def _answer(self) -> None:
@@ -243,7 +243,7 @@ def serving(gateway: HostileGateway) -> Iterator[str]:
 
 @contextmanager
 def listening() -> Iterator[tuple[int, list[str]]]:
-    """A port that nobody must ask, and what it was asked for."""
+    """Listen on a port that no page may request; yield it and the requests that it got."""
     asked: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):

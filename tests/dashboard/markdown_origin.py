@@ -177,7 +177,7 @@ class Check:
     def is_ours(  # noqa: PLR0911 - a return for each kind of expression
         self, node: ast.expr | None, scope: Scope, as_html: bool = False, depth: int = 0
     ) -> bool:
-        """Whether a value holds nothing but literals, numbers and what was escaped."""
+        """Return whether a value holds nothing but literals, numbers and escaped text."""
 
         def ours(*nodes: ast.expr | None) -> bool:
             return all(self.is_ours(one, scope, as_html, depth) for one in nodes)
@@ -297,7 +297,7 @@ class Check:
 
 
 def only_numbers(spec: ast.expr) -> bool:
-    """Whether a format fails for text, so that what it yields is a number or a time."""
+    """Return whether a format fails for text, so that its result is a number or a time."""
     if not isinstance(spec, ast.JoinedStr) or not all(isinstance(one, ast.Constant) for one in spec.values):
         return False
     try:

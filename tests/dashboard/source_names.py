@@ -12,7 +12,7 @@ PACKAGE = "moiety_dashboard"
 
 @dataclass
 class Module:
-    """One source file, by what its names mean."""
+    """One source file and the meanings of its names."""
 
     name: str
     tree: ast.Module
@@ -46,7 +46,7 @@ class Module:
 
 @dataclass(frozen=True)
 class Scope:
-    """A function's body, and what its parameters are where a call is followed; None where every call counts."""
+    """A function's body, with its arguments if one call is followed; None if every call counts."""
 
     module: Module
     function: ast.FunctionDef | None = None

@@ -1,4 +1,4 @@
-"""What others wrote is shown as text, and opens in a spreadsheet as text."""
+"""Text of other users is shown as text, and opens in a spreadsheet as text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FORMULAS = ["=1+1", "+1+1", "-1+cmd", "@SUM(A1)", "\t=1", "\r=1", " =1", "\uff1d
 
 
 def rendered(text: str) -> list[str]:
-    """The types of what the text becomes, below its paragraph, when it is rendered as Markdown."""
+    """Return the types of the nodes below the paragraph when the text is rendered as Markdown."""
     parser = MarkdownIt("gfm-like", {"linkify": False, "html": True})
     return [child.type for token in parser.parse(text) for child in token.children or ()]
 

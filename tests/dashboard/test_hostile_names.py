@@ -84,7 +84,7 @@ def test_a_path_of_names_stays_one_path() -> None:
 
 @dataclass
 class Looks:
-    """A browser, and what was wrong with what it showed."""
+    """A browser, and the errors in what it showed."""
 
     page: Any
     address: str
@@ -126,7 +126,7 @@ class Looks:
         self.num_shown += num
 
     def hover_over_charts(self) -> None:
-        """Have the tooltips of charts shown, which are HTML."""
+        """Show the tooltips of charts, which are HTML."""
         charts = self.page.get_by_test_id("stVegaLiteChart")
         for at in range(charts.count()):
             box = charts.nth(at).bounding_box()

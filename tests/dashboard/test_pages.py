@@ -133,7 +133,7 @@ class Browser:
         page.on("request", lambda sent: None if self._is_own(sent.url) else self._note(f"asked {sent.url}"))
 
     def _hear(self, message: Any) -> None:
-        """Errors, but for where Streamlit looks for its server: below the address of a page that was linked to."""
+        """Record errors, except those of Streamlit's search for its server below a linked page's address."""
         if message.type == "error" and not re.search(r"/\w+/_stcore/", message.location["url"]):
             self._note(f"{message.text} {message.location['url']}")
 
@@ -153,13 +153,13 @@ class Browser:
         self.page.get_by_role("button", name=name, exact=True).click()
 
     def go(self, name: str) -> str:
-        """To a page; all that it shows."""
+        """Open a page; return everything that it shows."""
         self.page.get_by_test_id("stSidebarNav").get_by_role("link", name=name).click()
         self.page.get_by_role("heading", name=name, exact=True).wait_for()
         return self.look()
 
     def look(self) -> str:
-        """All that the page shows, tables included, which are drawn and stand beside as text."""
+        """Return everything that the page shows, also tables, which are drawn with their text beside them."""
         self.page.locator("[data-testid=stApp][data-test-script-state=notRunning]").wait_for()
         main = self.page.get_by_test_id("stMain")
         for table in range(main.get_by_test_id("stDataFrame").count()):
@@ -189,7 +189,8 @@ def open_browser(serve: Any) -> Iterator[Callable[[], Browser]]:
 
 
 def look_at_the_trace_of_globex(browser: Browser) -> None:
-    """From its own address to the list, by what it is searched by, and back to it by a click; then one that is not."""
+    """Open a trace by its address, search for it in the list and open it by a click; then search for one that does not
+    exist."""
     page = browser.page
     address, shown = page.url, browser.look()
     assert MARK not in shown
@@ -314,7 +315,7 @@ def test_an_owner_makes_a_tenant_sends_requests_limits_it_and_finds_all_of_it_ag
 
 
 def a_kept_trace(http: httpx.Client, serve: Any) -> str:
-    """Of a request of the tenant that a serve makes at its start."""
+    """Return a trace of a request of the tenant that a serve creates at its start."""
     headers = {"Authorization": f"Bearer {serve.tenant_key}"}
     httpx.post(f"{serve.url}/v1/completions", headers=headers, json={"model": "none", "prompt": "hello"}, timeout=60)
     asked = {"reason": "model_not_found"}

@@ -19,7 +19,7 @@ DEADLINE_S = 60.0
 
 @pytest.fixture(scope="module")
 def dashboard() -> Iterator[str]:
-    """The address of a dashboard whose gateway is away."""
+    """Yield the address of a dashboard whose gateway is not running."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "moiety_platform.cli", "dashboard", "--port", str(port)]

@@ -18,7 +18,7 @@ MAX_BYTES = 11_000_000
 
 @pytest.fixture(scope="module")
 def report() -> Iterator[EvaluationReport]:
-    """One evaluation on one thread: so small a model gains nothing from more, and loses much where cores are busy."""
+    """Run one evaluation on one thread: a model this small is not faster on several."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield evaluate(checkpoint_path(), per_domain=40, seed=99)

@@ -57,7 +57,7 @@ def main(name: str, folder: str, seconds: str, cpu_seconds: str) -> None:
 
 
 def _say_failures_only() -> None:
-    """What is refused is said in the log, and would be most of a run's time."""
+    """Log errors only: refusals of input would take most of the time."""
     logging.disable()
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),

@@ -25,7 +25,7 @@ def of_json(data: bytes, chance: random.Random) -> bytes:
 
 
 def of_json_lines(data: bytes, chance: random.Random) -> bytes:
-    """One of the lines; of server-sent events too."""
+    """Mutate one line of JSON lines or of server-sent events."""
     lines = data[1:].split(b"\n")
     at = chance.randrange(len(lines))
     prefix = DATA if lines[at].startswith(DATA) else b""
@@ -50,7 +50,7 @@ def _mutated(
     encode: Callable[[Any], bytes],
     odd: tuple[Any, ...],
 ) -> bytes:
-    """The same bytes where they say nothing."""
+    """Return the bytes with one to three mutations, or unchanged if they cannot be decoded."""
     try:
         tree = [decode(data[1:])]
         for _ in range(chance.randrange(1, 4)):
@@ -61,7 +61,7 @@ def _mutated(
 
 
 def _change(tree: list[Any], chance: random.Random, odd: tuple[Any, ...]) -> None:
-    """Replace, leave out, repeat or move one node of those within."""
+    """Replace, remove, repeat or move one of the nodes within a value."""
     places = [(parent, key) for parent in _within(tree) for key in _keys(parent)]
     parent, key = chance.choice(places)
     other, other_key = chance.choice(places)

@@ -26,7 +26,7 @@ class Target:
 
 
 def finished(work: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine that waits for nothing, without a loop."""
+    """Return the result of a coroutine that never waits, without an event loop."""
     try:
         work.send(None)
     except StopIteration as end:
@@ -40,5 +40,5 @@ def split(data: bytes, num_ways: int) -> tuple[int, bytes]:
 
 
 def cut(data: bytes, size: int) -> list[bytes]:
-    """The same bytes as they may come, in pieces."""
+    """Return the same bytes in pieces."""
     return [data[at : at + size] for at in range(0, len(data), size)]

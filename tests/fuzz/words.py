@@ -33,7 +33,7 @@ SUBMIT = Submit(
 
 @cache
 def tokenizer_json() -> str:
-    """Every byte is a token."""
+    """Return a tokenizer with a token for every byte."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate([*SPECIALS, *letters, "th", "in"])}
     backend = Backend(models.BPE(vocab=vocab, merges=[("t", "h"), ("i", "n")]))

@@ -20,7 +20,7 @@ Render = Callable[..., Objects]
 
 
 def value_sets() -> dict[str, Values]:
-    """Those of the tests, and the examples."""
+    """Return the sets of values of the tests and the examples."""
     found: dict[str, Values] = yaml.load(SETS.read_text(encoding="utf-8"), yaml.CSafeLoader)
     for example in sorted((CHART / "examples").glob("*.yaml")):
         found[f"example {example.stem}"] = yaml.load(example.read_text(encoding="utf-8"), yaml.CSafeLoader)
@@ -28,7 +28,7 @@ def value_sets() -> dict[str, Values]:
 
 
 def pod_templates(one: dict[str, Any]) -> list[dict[str, Any]]:
-    """Those of a workload's pods; none, of what is no workload."""
+    """Return the templates of a workload's pods; none if the object is no workload."""
     spec = one.get("spec", {})
     if one["kind"] == "LeaderWorkerSet":
         return [spec["leaderWorkerTemplate"][f"{role}Template"] for role in ("leader", "worker")]
@@ -50,7 +50,7 @@ def chart() -> Iterator[helm_python.Chart]:
 
 @pytest.fixture(scope="session")
 def render(chart: helm_python.Chart) -> Render:
-    """All objects of a release with these values."""
+    """Return all objects of a release with these values."""
 
     def objects_of(values: Values | None = None, **options: Any) -> Objects:
         made = chart.render(values or {}, name="rel", namespace="prod", **options)
@@ -67,7 +67,7 @@ def render(chart: helm_python.Chart) -> Render:
 
 @pytest.fixture(scope="session")
 def all_objects(render: Render) -> Objects:
-    """Every object that any of the sets makes, once."""
+    """Return every object that any set of values renders, once."""
     made = {json.dumps(one, sort_keys=True): one for values in value_sets().values() for one in render(values)}
     return list(made.values())
 

@@ -1,4 +1,4 @@
-"""A release that the chart's runner keeps, for the tests that use one."""
+"""A release that the chart's runner runs, for the tests that use one."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Running:
         return found
 
     def run_inside(self, part: str, code: str) -> subprocess.CompletedProcess[bytes]:
-        """Python in the network of one of a part's pods."""
+        """Run Python in the network of one of a part's pods."""
         process = next(one["process"] for one in self.pods() if one["part"] == part)
         words = ["nsenter", "--target", str(process), "--net", sys.executable, "-c", code]
         return subprocess.run(words, capture_output=True, check=False, env=environment())
@@ -65,7 +65,7 @@ class Running:
 
 @contextmanager
 def running(folder: Path, values: str, *options: str) -> Iterator[Running]:
-    """The example for laptops with these values, until the block ends."""
+    """Run the example for laptops with these values until the block ends."""
     (folder / "values.yaml").write_text(values)
     port = free_port()
     command = [sys.executable, "-m", "moiety_podrun", "--name", "rel", "--folder", str(folder), *options]

@@ -1,4 +1,4 @@
-"""With a database of one's own a Job migrates it before any pod starts, and one that fails stops the release."""
+"""An external database: a Job migrates it before any pod starts, and a failed Job stops the release."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def revision(release: Running, change: str = "") -> str:
-    """The database's, as whoever runs it reads or changes it."""
+    """Return the revision of the database, after the change to it if one is given."""
     code = (
         "import psycopg\n"
         f"with psycopg.connect({release.secret('own', 'url')!r}, autocommit=True) as connection:\n"

@@ -1,4 +1,4 @@
-"""What a security review of a cluster asks of every pod holds for all of the chart's."""
+"""Rules of a cluster's security review hold for all pods of the chart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the chart makes is what Kubernetes takes, whatever is asked for."""
+"""Kubernetes accepts what the chart renders, for every set of values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the chart's README says was executed, computed or validated is about what the chart renders."""
+"""The chart's README states what was executed, computed or validated of each rendered object."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def part(one: dict[str, Any]) -> tuple[str, str]:
 
 
 def told() -> dict[tuple[str, str], str]:
-    """The table: kind and part → what was done with it."""
+    """Return the table: kind and part → what was done with it."""
     page = (CHART / "README.head.md").read_text(encoding="utf-8").partition("## Test coverage")[2]
     rows = re.findall(r"^\| (\w+) \| ([\w, ]+) \| (\w+) \|", page, re.MULTILINE)
     return {(kind, one): was for kind, parts, was in rows for one in parts.split(", ") if was != "status"}

@@ -1,4 +1,4 @@
-"""Who may talk to whom, by the policies that the chart renders and by Kubernetes' rules for them."""
+"""The traffic that the chart's network policies allow, by Kubernetes' rules."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ANYBODY = {"gateway", "dashboard"}  # as long as nobody has said who the clients
 
 @pytest.fixture(scope="session")
 def peers(render: Any) -> dict[str, Peer]:
-    """A pod of each part, with the labels that the chart gives it."""
+    """Return a pod of each part, with the chart's labels."""
     found = {}
     for number, one in enumerate(render(), start=1):
         labels = one.get("spec", {}).get("template", {}).get("metadata", {}).get("labels")

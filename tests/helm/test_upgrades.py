@@ -1,4 +1,4 @@
-"""Who installed the chart's first release upgrades with the values of that time, and no object has to be made anew."""
+"""A release of the chart's first version upgrades with its old values, and no object must be recreated."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_values_of_the_first_release_ask_for_no_entry_that_its_secret_lacks_and_
 
 
 def _references(value: Any) -> list[dict[str, Any]]:
-    """Every secretKeyRef within."""
+    """Return every secretKeyRef within a value."""
     if isinstance(value, list):
         return [found for one in value for found in _references(one)]
     if not isinstance(value, dict):

@@ -26,7 +26,7 @@ def runs() -> TokenRuns:
 
 
 def history(size: int, columns: int) -> Tensor:
-    """Rings in which only the positions before the step have rows; the rest is NaN."""
+    """Return rings in which only positions before the step have rows; the rest is NaN."""
     made = torch.full((NUM_SLOTS, size, columns), float("nan"))
     for begin, slot in zip(BEGINS, SLOTS, strict=True):
         for position in range(max(0, begin - size), begin):

@@ -24,7 +24,7 @@ PACKED = {"packed": (16, 8, 4), "packed eights": (8,), "vectors": ()}  # bits of
 
 @pytest.fixture(scope="module")
 def several_threads() -> Iterator[None]:
-    """Other tests compute with one."""
+    """Compute with two threads; other tests use one."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     team.cache_clear()

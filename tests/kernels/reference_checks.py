@@ -28,7 +28,7 @@ def same_numbers_every_time() -> None:
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> None:
-    """Freed memory that the next allocations are likely to get holds NaN, so that nothing may count on zeros."""
+    """Fill freed memory that the next allocations are likely to get with NaN, so that no kernel relies on zeros."""
     for size in (1 << 8, 1 << 12, 1 << 16, 1 << 18):
         held = [torch.full((size,), float("nan"), device=DEVICE) for _ in range(4)]
         del held

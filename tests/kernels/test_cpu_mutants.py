@@ -77,7 +77,7 @@ def same_numbers_every_time() -> None:
 
 
 def assert_close(ours: Tensor, theirs: Tensor, ratio: float = 1e-5) -> None:
-    """False for NaN, too."""
+    """Assert that values agree; NaN never does."""
     assert (ours.float() - theirs.float()).abs().max() <= ratio * theirs.float().abs().max().clamp(min=0.1)
 
 

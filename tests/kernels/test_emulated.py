@@ -30,7 +30,7 @@ PLAIN = "vectors or test_a_mutant or test_every_kernel"
 
 
 def pytest_with(features: list[str], *args: str) -> tuple[int, int]:
-    """How many tests passed, and were skipped, in a process in which these instructions are emulated."""
+    """Return how many tests passed and were skipped in a process in which these instructions are emulated."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", *args]
     done = subprocess.run(
@@ -59,7 +59,7 @@ def test_kernels_for_instructions_that_are_not_there_agree_with_their_references
 
 @pytest.mark.timeout(600)
 def test_each_instruction_emulated_gives_a_product_within_the_bounds_of_the_real_one() -> None:
-    """A few shapes with all of them emulated, whatever the processor has."""
+    """A few shapes run with all instructions emulated, on every processor."""
     few = "test_a_product_is_that_with_the_weight_it_stands_for and not vectors and 7-128-1-"
     passed, skipped = pytest_with(list(THERE), str(Path(__file__).with_name("test_quantization.py")), "-k", few)
     assert passed >= 3

@@ -28,7 +28,7 @@ def make_factors(width: int, widths: tuple[int, ...], rank: int, num_experts: in
 
 
 def merged(weight: Tensor, factors: Factors, place: int) -> Tensor:
-    """weight + up · down, of each part."""
+    """Return weight + up · down for each part."""
     down = factors.down_SRD[place].split(factors.rank)
     up = factors.up_SrN[place].split(factors.widths, dim=1)
     return weight + torch.cat([u.T @ d for u, d in zip(up, down, strict=True)])

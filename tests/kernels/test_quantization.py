@@ -204,7 +204,7 @@ def test_a_dense_feed_forward_takes_them_too(arithmetic: str, form: WeightFormat
 
 
 def every_number(form: WeightFormat) -> torch.Tensor:
-    """Rows of all that can be written in a byte, NaN of float8 left out."""
+    """Return rows of all numbers that a byte can hold, except NaN of float8."""
     numbers = torch.arange(256, dtype=torch.uint8)
     if form.is_float8:
         return numbers.where(numbers & 127 != 127, 0).repeat(3, 2).view(torch.float8_e4m3fn)

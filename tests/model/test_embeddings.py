@@ -71,7 +71,7 @@ def run(loop: EngineLoop, submits: Iterable[CoreSubmit]) -> dict[int, Result]:
 
 
 def vectors(results: dict[int, Result]) -> dict[int, np.ndarray]:
-    """Of those that were embedded."""
+    """Return the embeddings of the requests that asked for one."""
     found = {}
     for key in PROMPTS.keys() & results.keys():
         finish = results[key].finish

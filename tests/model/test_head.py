@@ -1,4 +1,4 @@
-"""The head in eight bits, beside products in few bits that were asked for by name, where a processor gains by that."""
+"""The head in eight bits, beside quantized products that were requested by name, on processors that gain by it."""
 
 from __future__ import annotations
 

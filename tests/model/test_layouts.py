@@ -1,4 +1,4 @@
-"""Checkpoints in few bits, text models within others and configurations as first released: read for what they mean."""
+"""Quantized checkpoints, text models within multimodal ones and configurations as first released are read correctly."""
 
 from __future__ import annotations
 

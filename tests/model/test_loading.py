@@ -1,4 +1,4 @@
-"""A checkpoint is read however it is written, and what is wrong with one is said by name."""
+"""Checkpoints are read in every layout, and an error in one is reported by name."""
 
 from __future__ import annotations
 

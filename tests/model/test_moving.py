@@ -1,4 +1,4 @@
-"""Experts' weights go from slot to slot as they are kept."""
+"""Expert weights are copied between slots without a change of their format."""
 
 from __future__ import annotations
 

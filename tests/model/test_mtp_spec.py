@@ -39,7 +39,7 @@ class Published:
 
     @torch.no_grad()
     def made(self, token_ids: list[int]) -> Tensor:
-        """What the model makes of each token, after its final norm."""
+        """Return the model's hidden state of each token, after its final norm."""
         inner = self.oracle.model
         x_TD = inner.embed_tokens(torch.tensor([token_ids]))
         for layer in inner.layers[:-1]:
@@ -48,7 +48,7 @@ class Published:
 
     @torch.no_grad()
     def foretold(self, token_ids: list[int], before_TD: Tensor) -> Tensor:
-        """What the layer makes of each token and what was made of the one before it, after its norm."""
+        """Return the layer's output for each token and the hidden state of the one before, after its norm."""
         inner, extra = self.oracle.model, self.extra
         token_TD = self._normed(inner.embed_tokens(torch.tensor(token_ids)), extra["enorm.weight"])
         both_TJ = torch.cat((token_TD, self._normed(before_TD, extra["hnorm.weight"])), dim=1)
@@ -154,7 +154,7 @@ def edit_weights(folder: Path, change: Callable[[dict[str, Tensor]], object]) ->
 
 
 class Driver:
-    """Both, over one sequence in blocks that are out of order."""
+    """The model and its MTP layer, over one sequence in blocks in random order."""
 
     def __init__(self, folder: Path, **how: Any) -> None:
         self.model = load_model(folder, device="cpu", keeps_hidden=True, **how)
@@ -166,11 +166,11 @@ class Driver:
                 part.fill_(float("nan"))
 
     def read(self, first: int, token_ids: list[int]) -> None:
-        """The model does, and keeps what it makes of them."""
+        """Let the model compute tokens, and keep its hidden states."""
         self._run(self.model, self.kv, first, token_ids)
 
     def foretell(self, first: int, token_ids: list[int], before_TD: Tensor | None = None) -> Tensor:
-        """The layer reads tokens, each beside what was made of the one before it, from place `first` on."""
+        """Let the MTP layer compute tokens from position `first`, each with the hidden state of the one before."""
         assert self.kv.hidden is not None
         before_TD = (
             self.kv.hidden.rows_NPL.flatten(0, 1)[self._slots(first, token_ids)] if before_TD is None else before_TD

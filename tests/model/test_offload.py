@@ -28,7 +28,7 @@ def offloaded(folder: Path, num_bytes: int | None = None, **more: Any) -> Offloa
 
 
 def answers(driver: Any, make_sequence: Any) -> Tensor:
-    """Logits of a prompt in chunks, one token after the other, and beside another sequence."""
+    """Return logits of a prompt in chunks, token by token, and beside another sequence."""
     found = [driver.prefill(make_sequence(PROMPT), 20), driver.prefill(make_sequence(PROMPT), 1)]
     one, two = make_sequence(PROMPT), make_sequence(OTHER)
     while one.num_stored < len(OTHER):
@@ -37,7 +37,7 @@ def answers(driver: Any, make_sequence: Any) -> Tensor:
 
 
 def expert_bytes(cache: ExpertCache) -> int:
-    """Of all experts."""
+    """Return the bytes of all experts."""
     return cache.num_bytes // cache.layers[0].num_slots * cache.num_experts[0]
 
 

@@ -36,7 +36,7 @@ def weights_of(folder: Path, seat: Seat | None = None) -> list[tuple[str, Tensor
 
 
 def total(tensor: Tensor) -> Tensor:
-    """The sum, and the sum of squares, which a part of another tensor would not have."""
+    """Return the sum and the sum of squares, which differ for a part of another tensor."""
     wide = tensor.double()
     return torch.stack((wide.sum(), wide.square().sum()))
 
@@ -170,7 +170,7 @@ def test_a_rank_has_either_its_share_of_the_experts_and_nothing_else_or_none_of_
     make_checkpoint: Any, family: str
 ) -> None:
     def sizes_of(seat: Seat | None = None) -> tuple[int, int]:
-        """Bytes of experts, and of all else."""
+        """Return the bytes of experts and of everything else."""
         named = weights_of(make_checkpoint(family).folder, seat)
         experts = sum(tensor.nbytes for name, tensor in named if name.endswith(OF_EXPERTS))
         return experts, sum(tensor.nbytes for _, tensor in named) - experts

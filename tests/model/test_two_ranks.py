@@ -1,7 +1,6 @@
-"""Two ranks of one model say what transformers says: heads, feed-forwards and experts are divided, outputs are summed.
-
-Both ranks run in this process, in turns: one computes while the other waits for it in a collective operation.
-"""
+"""Two ranks of one model compute what transformers computes: heads, feed-forwards and experts are sharded, and outputs
+are summed. Both ranks run in this process and take turns: one computes while the other waits for a collective
+operation."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def findings(text: bytes) -> Iterator[str]:
 
 
 def _bits(value: bytes) -> float:
-    """Shannon's entropy of its characters."""
+    """Return Shannon's entropy of the characters, in bits."""
     return -sum(count / len(value) * log2(count / len(value)) for count in Counter(value).values())
 
 

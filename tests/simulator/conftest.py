@@ -1,4 +1,4 @@
-"""A small device whose steps are easy to reckon with, and what the tests simulate on it."""
+"""A small device with simple step times, and the requests that the tests simulate on it."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Server:
         return READY in self.output
 
     def engine_process(self) -> psutil.Process:
-        """The front: the child of serve whose own child is the core."""
+        """Return the engine server: the child of serve whose own child is the core."""
         for child in psutil.Process(self.process.pid).children():
             if any("moiety_engine.core" in " ".join(grandchild.cmdline()) for grandchild in child.children()):
                 return child

@@ -21,7 +21,7 @@ PROMPT = {"prompt": "the capital of France is", "max_tokens": 16, "temperature":
 
 @pytest.fixture(scope="module")
 def other(server: Any) -> Callable[..., httpx.Response]:
-    """Calls with a key of a second tenant."""
+    """Return a function that sends a request with a key of a second tenant."""
     tenant = server.admin.post("/admin/v1/tenants", json={"name": "second"}).json()
     project = server.admin.post("/admin/v1/projects", json={"tenant_id": tenant["id"], "name": "p"}).json()
     made = server.admin.post("/admin/v1/keys", json={"name": "k", "project_id": project["id"]}).json()

@@ -41,7 +41,7 @@ class Client:
 
 @dataclass(frozen=True)
 class Left:
-    """What a client that has left can say."""
+    """A disconnected client, with the id of its request and the number of pieces that it received."""
 
     client: Client
     request_id: str | None

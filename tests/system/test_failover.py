@@ -131,7 +131,7 @@ class Cluster:
         return int(sum(map(float, counts)))
 
     def moved(self) -> list[dict[str, Any]]:
-        """What the log says of requests that went on at another engine."""
+        """Return the log entries of requests that continued at another engine."""
         lines = (self._folder / "gateway.log").read_text().splitlines()
         told = [json.loads(line) for line in lines if '"failovers"' in line]
         return [line for line in told if line["failovers"] and line["recomputed_tokens"]]
@@ -200,7 +200,7 @@ def test_with_one_of_two_engines_killed_every_answer_and_its_bill_are_those_of_a
     assert cluster.num_failovers() == 0
 
     async def kill_one(answers: list[Answer]) -> None:
-        """Once every stream has begun, or the quickest is half through."""
+        """Kill an engine after every stream has begun, or after the quickest is half finished."""
         end = time.monotonic() + DEADLINE_S
         streamed = [answer for number, answer in enumerate(answers) if number % 4 != 2]
         counts = [0]

@@ -35,7 +35,7 @@ def client(account: Any) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture
 def neighbour(server: Any) -> Iterator[openai.OpenAI]:
-    """A key of another tenant."""
+    """Return a key of another tenant."""
     tenant = server.admin.post("/admin/v1/tenants", json={"name": f"neighbour-{time.monotonic_ns()}"}).json()
     project = server.admin.post("/admin/v1/projects", json={"name": "p", "tenant_id": tenant["id"]}).json()
     made = server.admin.post("/admin/v1/keys", json={"name": "k", "project_id": project["id"]}).json()
@@ -44,7 +44,7 @@ def neighbour(server: Any) -> Iterator[openai.OpenAI]:
 
 
 def grammar_processes(server: Any) -> list[psutil.Process]:
-    """The template first, then those that were forked from it."""
+    """Return the template process, and then those that were forked from it."""
     (template,) = [one for one in server.core_process().children() if WORKER in " ".join(one.cmdline())]
     return [template, *template.children()]
 

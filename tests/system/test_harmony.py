@@ -79,7 +79,7 @@ def client(
 
 
 def asked(client: openai.OpenAI, *, stream: bool, seed: int, **more: Any) -> Any:
-    """The message and the usage of a chat."""
+    """Return the message and the usage of a chat."""
     body: dict[str, Any] = {"model": "gpt-oss", "messages": ASKED, "max_tokens": 400, "seed": seed, **more}
     if not stream:
         answer = client.chat.completions.create(**body)

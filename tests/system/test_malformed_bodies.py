@@ -180,7 +180,7 @@ def test_two_hundred_malformed_bodies_are_refused_and_harm_nothing(server: Any, 
     faults: list[str] = []
 
     def send(client: httpx.Client, number: int) -> str:
-        """What is wrong with the answer; empty if nothing."""
+        """Return what is wrong with the answer; empty if nothing is."""
         path, make = KINDS[names[number]]
         try:
             answer = client.post(path, content=make(random.Random(number)))

@@ -56,7 +56,7 @@ def receiver() -> Iterator[Receiver]:
             self.wfile.write(answer)
 
         def log_message(self, *_arguments: object) -> None:
-            """Nothing: the standard library would write to the terminal."""
+            """Log nothing: the standard library would write to the terminal."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         found.url = f"http://127.0.0.1:{server.server_port}/v1/metrics"
@@ -67,7 +67,7 @@ def receiver() -> Iterator[Receiver]:
 
 @dataclass
 class Family:
-    """A metric as it is told."""
+    """A metric as `/metrics` has it."""
 
     name: str  # as a query names it
     type: str

@@ -116,7 +116,7 @@ def test_otlp_metrics_equal_the_prometheus_page(used: Any, receiver: Any, until_
 
 
 def told_name(name: str) -> str:
-    """The name at /metrics of what goes out by OTLP."""
+    """Return the name at /metrics of a metric that OTLP sends."""
     if name.startswith("gen_ai."):
         return name.replace(".", "_") + "_seconds"
     totals = {re.sub("_(total|info)$", "", one): one for one in listed("gateway")}
@@ -145,7 +145,7 @@ def nodes(expression: Any) -> Iterator[Any]:
 
 
 def check(query: str, names: dict[str, set[str]]) -> int:
-    """Every metric and label of a query is there; the number of its metrics."""
+    """Check that every metric and label of a query exists; return the number of its metrics."""
     for variable, value in GRAFANA.items():
         query = query.replace(variable, value)
     num_metrics, labels, grouped = 0, set(), set()

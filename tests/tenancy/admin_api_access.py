@@ -177,7 +177,7 @@ class Side:
     secrets: tuple[str, ...] = ()
 
     def ids(self) -> set[str]:
-        """What is nobody else's business."""
+        """Return the ids that no other tenant may see."""
         names = (
             "tenant_id",
             "tenant_name",
@@ -279,7 +279,7 @@ async def make_side(database: Database, clock: ManualClock, name: str) -> Side:
 
 
 def span_of(trace: TraceRecord, engine: str) -> SpanRecord:
-    """The request's own."""
+    """Return the span of the request itself."""
     attributes = {"moiety.tenant_id": trace.tenant_id, "moiety.request_id": trace.request_id, "moiety.engine": engine}
     attributes |= {"moiety.upstream.status": "418", "moiety.upstream.message": "upstream-words"}
     return SpanRecord(

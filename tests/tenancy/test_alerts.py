@@ -65,7 +65,7 @@ class Receiver:
         writer.close()
 
     def events(self, secret: str) -> list[dict[str, Any]]:
-        """What was posted, each signature checked as a receiver does."""
+        """Return the posted events, after a check of each signature as a receiver makes it."""
         for headers, body in self.got:
             stamp, _, mac = headers["moiety-signature"].partition(",v1=")
             assert headers["content-type"] == "application/json"
@@ -99,7 +99,7 @@ async def admin(database: Database, clock: ManualClock, demo: Demo, keeper: Quot
 
 @pytest.fixture
 async def new_sender(database: Database, clock: ManualClock) -> AsyncIterator[Callable[..., AlertSender]]:
-    """Makes the senders of as many gateways as a test wants."""
+    """Return a function that makes the sender of a further gateway."""
     async with AsyncExitStack() as stack:
         posters = [await stack.enter_async_context(WebhookClient(LOOPBACK, timeout_s=5.0)) for _ in range(3)]
 

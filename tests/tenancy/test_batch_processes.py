@@ -45,7 +45,7 @@ class Part:
     async def start(
         cls, arguments: tuple[str, ...], environment: dict[str, str], words: str
     ) -> tuple[Part, dict[str, Any]]:
-        """The process, and the line of JSON with these words that it logs when it is there."""
+        """Start a process; return it with the first line of JSON that contains these words."""
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", MOIETY, *arguments),
             stdin=asyncio.subprocess.DEVNULL,
@@ -71,7 +71,7 @@ class Part:
                 self.errors.append(json.loads(line))
 
     async def kill(self) -> None:
-        """With a signal that it cannot catch."""
+        """Kill it with a signal that it cannot handle."""
         if self.process.returncode is None:
             self.process.kill()
         await self.process.wait()
@@ -119,7 +119,7 @@ class Deployment:
         return AsyncOpenAI(base_url=f"{self.urls[number]}/v1", api_key=self.key, max_retries=5, timeout=60.0)
 
     async def num_answered(self, number: int) -> float:
-        """How many lines a gateway has answered."""
+        """Return how many lines a gateway has answered."""
         async with httpx.AsyncClient() as http:
             text = (await http.get(f"{self.urls[number]}/metrics")).text
         counts = [
@@ -167,7 +167,7 @@ async def wait_completed(client: AsyncOpenAI, batch_id: str) -> Any:
 
 
 async def check_each_once(client: AsyncOpenAI, batch: Any, database_url: str, num_lines: int) -> None:
-    """Every line answered once and in its place, with one usage row that says what the answer says."""
+    """Check that every line was answered once and in its place, with one usage row that agrees with the answer."""
     assert batch.request_counts.model_dump() == {"total": num_lines, "completed": num_lines, "failed": 0}
     output = [json.loads(one) for one in (await client.files.content(batch.output_file_id)).text.splitlines()]
     assert [one["custom_id"] for one in output] == [f"id-{number}" for number in range(num_lines)]

@@ -119,7 +119,7 @@ def line_of(number: int) -> bytes:
 
 @pytest.fixture
 async def store(database: Database, objects: ObjectStore) -> AsyncIterator[Store]:
-    """The file is of an earlier version: in SQL, in chunks so small that most lines lie in several."""
+    """Yield a store whose file is of an earlier version: in SQL, in chunks so small that most lines span several."""
     now = StoreClock()
     content = b"\n".join(line_of(number) for number in range(1, NUM_LINES + 1))
     async with database.write() as session:

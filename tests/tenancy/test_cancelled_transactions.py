@@ -24,7 +24,7 @@ SMALL = Pool(3, 3, WAIT_S)
 
 @pytest.fixture
 def no_garbage_collection() -> Iterator[None]:
-    """What is open must be closed, and not found by accident."""
+    """Disable garbage collection, so that resources must be closed explicitly."""
     gc.collect()
     gc.disable()
     yield
@@ -38,7 +38,7 @@ def checked_out(database: Database) -> int:
 
 
 def num_descriptors(path: Path) -> int:
-    """Of this process, to a database's files."""
+    """Return the number of this process's descriptors of a database's files."""
     links = []
     for one in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):

@@ -130,7 +130,7 @@ async def test_a_rank_cannot_pass_that_of_the_class_which_falls_back_to_it(admin
 
 
 async def test_edits_at_the_same_time_never_make_a_circle(database: Database) -> None:
-    """Each alone is allowed; whichever comes second must see the first."""
+    """Each edit alone is allowed; the second one must see the first."""
     async with database.write() as session:
         await create_class(session, NewClass(name="a", rank=10, completion_s=1.0))
         await create_class(session, NewClass(name="b", rank=11, completion_s=1.0))

@@ -51,7 +51,7 @@ async def answer(keeper: IdempotencyKeys, key: bytes, data: bytes, what: KeyBind
 
 
 async def assert_sums_are_exact(database: Database) -> None:
-    """What is counted for each tenant is what its rows add up to."""
+    """Assert that the sums of each tenant equal those of its rows."""
     tenant_id, size = IdempotentRequest.tenant_id, IdempotentRequest.num_bytes
     actual = func.coalesce(func.length(IdempotentRequest.body), 0)
     async with database.read() as session:

@@ -57,7 +57,7 @@ def metered(
 
 @pytest.fixture
 async def leased(database: Database) -> Database:
-    """A store in which the gateway that died held 1,000 tokens and a good sum of money."""
+    """A store in which the gateway that died held leases of 1,000 tokens and of money."""
     async with database.write() as session:
         for window, kind, granted in (
             (TOKENS, LimitKind.TOKENS_PER_DAY, 1000),
@@ -82,7 +82,7 @@ async def charge_all(database: Database, *records: MeteredUsage) -> list[bool]:
 
 
 class Books:
-    """Everything that says what was used."""
+    """All records of usage."""
 
     def __init__(self, request: UsageRecord, entries: list[LedgerEntry], hours: list[UsageHour], settled: Any) -> None:
         self.request, self.entries, self.hours, self.settled = request, entries, hours, settled

@@ -41,7 +41,7 @@ USE = {
 
 
 class Climb:
-    """A database on its way up, written to in SQL, as nothing of today's tables is known there."""
+    """A database that is being upgraded, and that is written to in SQL, since its tables are not those of today."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -49,7 +49,7 @@ class Climb:
         self.engine = sa.create_engine(to_sync_url(url), poolclass=sa.NullPool)
 
     def to(self, revision: str) -> None:
-        """By the migrations themselves."""
+        """Upgrade to a revision by the migrations themselves."""
         config = Config()
         config.set_main_option("script_location", str(Path(moiety_migrations.__file__).parent))
         config.set_main_option("path_separator", "os")
@@ -63,7 +63,7 @@ class Climb:
             connection.execute(known.insert().values(row))
 
     def use(self, number: int, hour: int, **more: Any) -> dict[str, Any]:
-        """A request, as its usage row."""
+        """Store a request as its usage row."""
         row = {**USE, "request_id": f"r-{number}", "started_at": DAY + timedelta(hours=hour, minutes=7), **more}
         self.put("usage", **row)
         return row
@@ -96,7 +96,7 @@ def key_row(name: str, project_id: str | None) -> dict[str, Any]:
 
 
 def fill(climb: Climb) -> None:
-    """From the first schema to that of the chart's first release."""
+    """Upgrade from the first schema to that of the chart's first release, and write rows on the way."""
     climb.to("0001")
     climb.put("tenants", **TENANT)
     climb.put("projects", **PROJECT)
@@ -133,7 +133,7 @@ def fill(climb: Climb) -> None:
 
 
 async def check(climb: Climb) -> None:
-    """What has come of it, by what gateways go by today."""
+    """Check the upgraded rows with the code that gateways use today."""
     database = Database.open(climb.url)
     authenticator = Authenticator(database, PEPPER, ManualClock())
     client = await authenticator.authenticate(f"Bearer {KEYS['client']}")

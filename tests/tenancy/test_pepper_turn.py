@@ -29,7 +29,7 @@ NEW = b"the next pepper for tests, longer"
 
 
 class Gateways:
-    """One of each kind that is there while the pepper is replaced."""
+    """Gateways of each configuration that exists while the pepper is replaced."""
 
     def __init__(self, database: Database, clock: ManualClock) -> None:
         self.before = Authenticator(database, PEPPER, clock)

@@ -158,7 +158,7 @@ async def test_a_direct_connection_keeps_its_prepared_statements(clean_postgres:
 
 
 def leave_prepared_statements(url: str) -> None:
-    """On each server connection, under the names that drivers choose."""
+    """Leave prepared statements on each server connection, under the names that drivers choose."""
     with contextlib.closing(psycopg.connect(url, autocommit=True)) as other:
         for _ in range(SERVER_CONNECTIONS):
             for name in ("_pg3_0", "_pg3_1", "__asyncpg_stmt_1__"):

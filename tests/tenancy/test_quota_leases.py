@@ -214,7 +214,7 @@ async def test_a_lowered_cap_takes_back_what_was_leased_though_requests_go_on(da
 
 
 async def patiently(keeper: QuotaKeeper, scope: Scope, tokens: int) -> Hold:
-    """Asked for until the store answers in time."""
+    """Retry until the store answers in time."""
     async with asyncio.timeout(60):
         while True:
             with contextlib.suppress(Unavailable):

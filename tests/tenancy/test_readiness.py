@@ -71,7 +71,7 @@ async def test_keys_that_cannot_be_checked_are_logged_once_with_the_cause(
 
 
 async def settled(store: StoreReadiness) -> str:
-    """What it says when it has looked."""
+    """Return why the store is not ready, after its first check; empty if it is ready."""
     async with asyncio.timeout(60):
         while (reason := await store.why_not_ready()) == "the database does not answer yet":
             pass

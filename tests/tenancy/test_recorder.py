@@ -54,7 +54,7 @@ async def recording(database: Database, folder: Path, **options: object) -> Asyn
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what no event tells of, with a deadline."""
+    """Wait, with a deadline, for a condition that no event announces."""
     async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)

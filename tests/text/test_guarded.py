@@ -23,7 +23,7 @@ CALL = '\n{"name": "f", "arguments": {"a": 1}}\n'
 
 
 def new_tokenizer() -> Tokenizer:
-    """Of bytes, with markers that are added and not special, as Qwen has them."""
+    """Return a tokenizer of bytes, with markers that are added and not special, as Qwen has them."""
     spec = json.loads(scripted_text_model().tokenizer_json)
     for number, content in enumerate(MARKERS, start=len(spec["model"]["vocab"])):
         spec["added_tokens"].append(spec["added_tokens"][0] | {"id": number, "content": content, "special": False})
@@ -40,7 +40,7 @@ def ids_of(*parts: str | int) -> list[int]:
 
 
 def guarded(token_ids: list[int]) -> list[str]:
-    """The text of each token."""
+    """Return the text of each token."""
     detokenizer = Detokenizer(TOKENIZER, (), tuple(IDS.values()))
     return [*(detokenizer.add([token_id]) for token_id in token_ids), detokenizer.flush()]
 

@@ -15,7 +15,7 @@ stops_of = st.lists(st.text(alphabet="ab", min_size=1, max_size=5), max_size=4)
 
 
 def search_whole(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """The rule, told once more in the plainest way."""
+    """Find the stop string in the whole text, by the plainest method."""
     for end in range(1, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
@@ -25,7 +25,7 @@ def search_whole(text: str, stops: list[str]) -> tuple[str, str | None]:
 
 
 def add_in_pieces(finder: Any, text: str, cuts: list[int]) -> tuple[str, str | None]:
-    """Give a finder the text in pieces until it finds a stop: the text that it gave out, and the stop."""
+    """Give a finder the text in pieces until it finds a stop; return the text that it released, and the stop."""
     given_out = ""
     edges = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
     for start, end in itertools.pairwise(edges):
@@ -88,7 +88,7 @@ class Marks(NamedTuple):
 
 
 def search_after_thought(text: str, stops: list[str], *, is_open: bool) -> tuple[str, str | None]:
-    """The rule for an answer with a thought, told in the plainest way."""
+    """Find the stop string after the reasoning, by the plainest method."""
     begun = text.lstrip()
     if not is_open and not begun.startswith("<t>"):
         return search_whole(text, stops)

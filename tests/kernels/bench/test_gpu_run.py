@@ -143,7 +143,7 @@ JUDGED = ["moe_layer", "engine", "memcheck", "racecheck"]
 
 
 def report(**changes: Any) -> dict[str, Any]:
-    """Of a run in which everything was measured and every check passed."""
+    """Return the report of a run in which everything was measured and every check passed."""
     usual: dict[Any, Any] = {
         "environment": {"python": "3.12.3"},
         "date": "2026-11-23",

@@ -17,7 +17,7 @@ POSITIONS, BLOCKS, PLACES = 30, 6, 4
 
 
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    """Equal but for rounding; what was poison must still be."""
+    """Assert that values are equal except for rounding, and NaN at the same places."""
     tolerance = 4e-3 if theirs.dtype is torch.float16 else 1e-5
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True)
 
@@ -34,7 +34,7 @@ def tables(pairs: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def some_slots(tokens: int, device: str) -> torch.Tensor:
-    """Distinct ones, but for tokens that belong to nobody."""
+    """Return distinct slots, except for padding tokens."""
     slots = torch.randperm(BLOCKS * PLACES)[:tokens]
     slots[1::3] = -1
     return slots.to(device)
@@ -163,7 +163,7 @@ def test_a_token_is_made_ready(tokens: int, layer: Layer, dtype: torch.dtype, de
 
 
 def test_addresses_go_beyond_32_bits(untouched: Any, device: str) -> None:
-    """Of a token's row, and of blocks of the caches."""
+    """The offsets are those of a token's row and of blocks of the caches."""
     heads, width, apart = (4, 2), 8, 1 << 31
     fused, positions = (heads[0] + 2 * heads[1]) * width, torch.tensor([3, 7], device=device)
     near = torch.randn(2, fused, device=device).half()

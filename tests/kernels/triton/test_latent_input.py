@@ -100,7 +100,7 @@ def test_whole_numbers_without_scales_are_refused(device: str) -> None:
 
 
 def test_addresses_go_beyond_32_bits(untouched: Any, device: str) -> None:
-    """Of blocks of the cache, and of rows."""
+    """The offsets are those of blocks of the cache and of rows."""
     width, apart = 12, 1 << 31
     plan = LatentInputPlan(torch.ones(8, device=device), torch.ones(6, device=device), 1e-6)
     angles = torch.rand(POSITIONS, 2, device=device)

@@ -24,7 +24,7 @@ FOUR_BITS = {"int4": replace(INT4, pack=64), "mxfp4": replace(MXFP4, pack=64)}
 
 
 def apart(rows: int, width: int, dtype: torch.dtype, device: str, gap: int = 5) -> Tensor:
-    """Rows with NaN between them, so that what overruns a row shows."""
+    """Return rows with NaN between them, so that a row that is written or read beyond its end shows."""
     x = torch.randn(rows, width + gap, device=device).to(dtype)
     x[:, width:] = float("nan")
     return x[:, :width]
@@ -144,7 +144,7 @@ def telling(*shape: int) -> Tensor:
 
 
 def assert_same_bits(kernels: Any, device: str) -> None:
-    """Row 25 among those from `first` to `last`, whatever tile they take."""
+    """Assert that row 25 has the same bits among the rows from `first` to `last`, for every tile."""
     x, weight = telling(140, 200).to(device), torch.randint(-8, 9, (70, 200), device=device).float()
     bias = torch.randn(70, device=device)
     alone = kernels.linear(x[25:26], weight, bias, tile=tiles.HOPPER[0])[0]

@@ -71,7 +71,7 @@ def test_rows_in_eight_bits_are_understood_without_the_kernels_too_and_others_re
 
 
 def test_caches_whose_blocks_lie_far_apart(untouched: Any, device: str) -> None:
-    """Offsets beyond 32 bits."""
+    """The offsets are beyond 32 bits."""
     q, near, latent, *sequences = arguments(3, 32, 16, torch.float16, device, torch.float8_e4m3fn)
     last = int(sequences[2][:, 0].max())
     stride = (1 << 31) // last + 16

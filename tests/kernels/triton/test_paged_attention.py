@@ -163,7 +163,7 @@ def test_a_row_has_the_same_bits_however_its_prompt_was_cut(device: str) -> None
 
 
 def test_caches_whose_blocks_lie_far_apart(untouched: Any, device: str) -> None:
-    """Offsets beyond 32 bits."""
+    """The offsets are beyond 32 bits."""
     case = Case(((1, 5), (2, 4)), 1, kv_heads=1, dtype=torch.float16, cache_dtype=torch.float8_e4m3fn)
     args, bounds = arguments(case, device)
     last = int(args[5][:, 0].max())
