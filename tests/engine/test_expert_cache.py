@@ -75,11 +75,11 @@ def test_formerly_hot_experts_are_evicted_for_hot_ones() -> None:
     assert slot_table._worth_E[1] > slot_table._worth_E[0]
 
 
-class Shelf:
+class CachedExperts:
     """A layer of experts in a file, each of one number, its own; and slots for some of them."""
 
     def __init__(self, folder: Path, num_slots: int, eviction: ExpertEviction = ExpertEviction.FREQUENCY) -> None:
-        self.file = ExpertFile(folder, "shelf")
+        self.file = ExpertFile(folder, "cached")
         every = self.file.empty((NUM_EXPERTS, 8), torch.float32)
         every.copy_(torch.arange(NUM_EXPERTS).unsqueeze(1).expand(-1, 8))
         self.file.finish([{"number": every}])
@@ -109,80 +109,80 @@ class Shelf:
 
 
 @pytest.fixture
-def make_shelf(tmp_path: Path) -> Any:
-    shelves: list[Shelf] = []
+def make_cached(tmp_path: Path) -> Any:
+    shelves: list[CachedExperts] = []
 
-    def make(num_slots: int, **more: Any) -> Shelf:
-        shelves.append(Shelf(tmp_path, num_slots, **more))
+    def make(num_slots: int, **more: Any) -> CachedExperts:
+        shelves.append(CachedExperts(tmp_path, num_slots, **more))
         return shelves[-1]
 
     yield make
-    for shelf in shelves:
-        shelf.close()
+    for cached in shelves:
+        cached.close()
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 5, NUM_EXPERTS])
-def test_a_pass_reads_each_of_its_experts_whatever_there_is_room_for(make_shelf: Any, num_slots: int) -> None:
-    shelf, rng = make_shelf(num_slots), np.random.default_rng(num_slots)
-    shelf.layer.fill()
+def test_a_pass_reads_each_of_its_experts_whatever_there_is_room_for(make_cached: Any, num_slots: int) -> None:
+    cached, rng = make_cached(num_slots), np.random.default_rng(num_slots)
+    cached.layer.fill()
     for _ in range(60):
         wanted = rng.permutation(NUM_EXPERTS)[: rng.integers(1, NUM_EXPERTS + 1)].tolist()
         if rng.random() < 0.5:
-            shelf.layer.expect(rng.permutation(NUM_EXPERTS)[:3].astype(np.int32))
-        found, _ = shelf.compute(*wanted)
+            cached.layer.expect(rng.permutation(NUM_EXPERTS)[:3].astype(np.int32))
+        found, _ = cached.compute(*wanted)
         assert found == wanted
-    traffic = shelf.traffic
+    traffic = cached.traffic
     assert traffic.hits_total + traffic.misses_total > 60
     assert (traffic.misses_total == 0) is (num_slots == NUM_EXPERTS)
 
 
-def test_all_experts_pass_through_few_slots_and_the_hot_ones_stay(make_shelf: Any) -> None:
-    shelf = make_shelf(4)
+def test_all_experts_pass_through_few_slots_and_the_hot_ones_stay(make_cached: Any) -> None:
+    cached = make_cached(4)
     for _ in range(5):
-        shelf.compute(3, 7)
-    assert shelf.compute(*range(NUM_EXPERTS))[0] == list(range(NUM_EXPERTS))
-    misses = shelf.traffic.misses_total
-    assert shelf.compute(3, 7) == ([3, 7], 1)
-    assert shelf.traffic.misses_total == misses
+        cached.compute(3, 7)
+    assert cached.compute(*range(NUM_EXPERTS))[0] == list(range(NUM_EXPERTS))
+    misses = cached.traffic.misses_total
+    assert cached.compute(3, 7) == ([3, 7], 1)
+    assert cached.traffic.misses_total == misses
 
 
-def test_cached_experts_are_computed_before_missing_ones(make_shelf: Any) -> None:
-    shelf = make_shelf(4)
-    shelf.compute(1, 2)
-    shelf.layer.begin(np.array([[1, 2, 5]], dtype=np.int32))
-    first, second = (stage.tolist() for stage in shelf.layer.stages())
+def test_cached_experts_are_computed_before_missing_ones(make_cached: Any) -> None:
+    cached = make_cached(4)
+    cached.compute(1, 2)
+    cached.layer.begin(np.array([[1, 2, 5]], dtype=np.int32))
+    first, second = (stage.tolist() for stage in cached.layer.stages())
     assert [slot >= 0 for slot in first[0]] == [True, True, False]
     assert [slot >= 0 for slot in second[0]] == [False, False, True]
 
 
-def foretell(shelf: Shelf, told: list[int], wanted: list[int]) -> None:
-    shelf.layer.expect(np.array([told], dtype=np.int32))
-    assert shelf.compute(*wanted)[0] == wanted
+def prefetch_and_compute(cached: CachedExperts, told: list[int], wanted: list[int]) -> None:
+    cached.layer.expect(np.array([told], dtype=np.int32))
+    assert cached.compute(*wanted)[0] == wanted
 
 
-def test_guesses_are_followed_once_they_have_come_true_and_no_longer_than_that(make_shelf: Any) -> None:
-    shelf = make_shelf(3)
-    traffic = shelf.traffic
+def test_guesses_are_followed_once_they_have_come_true_and_no_longer_than_that(make_cached: Any) -> None:
+    cached = make_cached(3)
+    traffic = cached.traffic
     for number in range(8):
-        foretell(shelf, [number % 12], [number % 12])
+        prefetch_and_compute(cached, [number % 12], [number % 12])
     assert (traffic.prefetched_total, traffic.misses_total) == (0, 8)
     for number in range(8, 20):
-        foretell(shelf, [number % 12], [number % 12])
+        prefetch_and_compute(cached, [number % 12], [number % 12])
     assert traffic.prefetched_total == traffic.prefetch_hits_total == traffic.hits_total > 8
     for number in range(60):
-        foretell(shelf, [number % 6], [6 + number % 6])
+        prefetch_and_compute(cached, [number % 6], [6 + number % 6])
     wrong = traffic.prefetched_total
     for number in range(10):
-        foretell(shelf, [number % 6], [6 + number % 6])
+        prefetch_and_compute(cached, [number % 6], [6 + number % 6])
     assert traffic.prefetched_total == wrong
 
 
-def test_a_cache_without_slots_loads_all_experts_in_each_pass(make_shelf: Any) -> None:
-    shelf = make_shelf(6, eviction=ExpertEviction.ALL)
+def test_a_cache_without_slots_loads_all_experts_in_each_pass(make_cached: Any) -> None:
+    cached = make_cached(6, eviction=ExpertEviction.ALL)
     for _ in range(3):
-        assert shelf.compute(1, 2)[0] == [1, 2]
-    assert (shelf.traffic.hits_total, shelf.traffic.misses_total) == (0, 6)
-    assert shelf.traffic.loaded_bytes_total == 6 * 32
+        assert cached.compute(1, 2)[0] == [1, 2]
+    assert (cached.traffic.hits_total, cached.traffic.misses_total) == (0, 6)
+    assert cached.traffic.loaded_bytes_total == 6 * 32
 
 
 # ── in an engine ──

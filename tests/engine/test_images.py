@@ -362,13 +362,13 @@ def test_a_step_limited_in_time_stops_before_an_image_that_would_end_too_late(se
     cost = loop.scheduler.limits.encoder_cost.tokens(CAT.num_tokens)
     text_s = model.predict_s(StepShape(prefill_rows=21, attended_pairs=21 * 10))
     image_s = model.predict_s(StepShape(prefill_rows=38 + cost, attended_pairs=38 * 19))
-    rooms = []
+    prefill_tokens = []
     for seconds in (text_s, image_s - 1e-4, image_s + 1e-4):
         planner = StepPlanner(loop.scheduler.groups, 512, model, None, loop.scheduler.encoder_work)
         planner.limit_time(StepBudget(seconds, floor_tokens=16))
-        rooms.append(planner.prefill_room(sequence))
-    assert rooms[0] == 21
-    assert 21 < rooms[1] < 38 <= rooms[2] < len(submit.prompt_ids)
+        prefill_tokens.append(planner.prefill_room(sequence))
+    assert prefill_tokens[0] == 21
+    assert 21 < prefill_tokens[1] < 38 <= prefill_tokens[2] < len(submit.prompt_ids)
 
 
 def test_another_engine_goes_on_with_the_kv_of_a_prompt_with_images(seeing: Loops, alone: dict[int, list[int]]) -> None:

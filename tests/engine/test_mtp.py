@@ -131,7 +131,7 @@ def let_tokens_decide(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
-class Foretelling:
+class MtpLoops:
     """Loops over one checkpoint, with the layer and without, each loaded once."""
 
     def __init__(self, folder: Path, *, always_right: bool) -> None:
@@ -162,22 +162,22 @@ class Foretelling:
 
 
 @pytest.fixture(scope="module")
-def of_what_was_made(tmp_path_factory: pytest.TempPathFactory) -> Foretelling:
+def of_what_was_made(tmp_path_factory: pytest.TempPathFactory) -> MtpLoops:
     folder = tmp_path_factory.mktemp("made")
     write_one_that_reads_what_was_made(folder)
-    return Foretelling(folder, always_right=True)
+    return MtpLoops(folder, always_right=True)
 
 
 @pytest.fixture(scope="module")
-def of_tokens(tmp_path_factory: pytest.TempPathFactory) -> Foretelling:
+def of_tokens(tmp_path_factory: pytest.TempPathFactory) -> MtpLoops:
     folder = tmp_path_factory.mktemp("tokens")
     write_one_that_reads_tokens(folder)
-    return Foretelling(folder, always_right=False)
+    return MtpLoops(folder, always_right=False)
 
 
 @pytest.fixture(params=["of_what_was_made", "of_tokens"])
-def mtp(request: pytest.FixtureRequest) -> Foretelling:
-    found: Foretelling = request.getfixturevalue(request.param)
+def mtp(request: pytest.FixtureRequest) -> MtpLoops:
+    found: MtpLoops = request.getfixturevalue(request.param)
     return found
 
 
@@ -200,7 +200,7 @@ def settle(loop: EngineLoop, is_busy: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("overlap", [Overlap.OFF, Overlap.ON])
-def test_every_kind_of_sampling_gives_the_same_in_fewer_steps(mtp: Foretelling, overlap: Overlap) -> None:
+def test_every_kind_of_sampling_gives_the_same_in_fewer_steps(mtp: MtpLoops, overlap: Overlap) -> None:
     submits = [make_submit(key) for key in range(4)]
     expected = told(run_all(mtp.plain(), submits))
     loop = mtp.make(overlap=overlap)
@@ -216,7 +216,7 @@ def test_every_kind_of_sampling_gives_the_same_in_fewer_steps(mtp: Foretelling, 
 @pytest.mark.parametrize("overlap", [Overlap.OFF, Overlap.ON])
 @pytest.mark.parametrize("num_host_blocks", [0, 60])
 def test_preempted_and_swapped_requests_go_on_with_what_was_made_of_their_tokens(
-    mtp: Foretelling, overlap: Overlap, num_host_blocks: int
+    mtp: MtpLoops, overlap: Overlap, num_host_blocks: int
 ) -> None:
     submits = [make_submit(key) for key in range(7)]
     expected = told(run_all(mtp.plain(), submits))
@@ -250,7 +250,7 @@ def test_drafts_over_gated_delta_layers_change_no_answer(tmp_path: Path, variant
 
     publish_as_qwen(write_checkpoint(tmp_path, f"{variant}, full attention last"))
     let_tokens_decide(tmp_path)
-    mtp = Foretelling(tmp_path, always_right=False)
+    mtp = MtpLoops(tmp_path, always_right=False)
     sampling = Sampling(temperature=0.0, num_logprobs=1)
     submits = [make_submit(key, sampling=sampling) for key in range(5)]
     expected = run_all(mtp.plain(max_running=4), submits)
@@ -265,7 +265,7 @@ def test_drafts_over_gated_delta_layers_change_no_answer(tmp_path: Path, variant
         assert 0 < load.accepted_tokens_total < load.drafted_tokens_total
 
 
-def test_shared_prefixes_are_not_computed_again_by_the_mtp_layer(mtp: Foretelling) -> None:
+def test_shared_prefixes_are_not_computed_again_by_the_mtp_layer(mtp: MtpLoops) -> None:
     loop = mtp.make()
     long = make_submit(0, num_prompt=MOST_BEHIND + 44)
 
@@ -291,7 +291,7 @@ def test_shared_prefixes_are_not_computed_again_by_the_mtp_layer(mtp: Foretellin
     mtp.check(loop)
 
 
-def test_mtp_blocks_come_back_from_disk_after_a_restart(of_what_was_made: Foretelling, tmp_path: Path) -> None:
+def test_mtp_blocks_come_back_from_disk_after_a_restart(of_what_was_made: MtpLoops, tmp_path: Path) -> None:
     submit = make_submit(0, num_prompt=60)
     expected = told(run_all(of_what_was_made.plain(), [submit]))
     for num_cached in (0, 56):
@@ -307,7 +307,7 @@ def test_mtp_blocks_come_back_from_disk_after_a_restart(of_what_was_made: Forete
 
 @pytest.mark.parametrize("alike", [True, False])
 def test_a_prompt_that_is_handed_over_brings_it_along_or_is_computed_again(
-    of_what_was_made: Foretelling, alike: bool
+    of_what_was_made: MtpLoops, alike: bool
 ) -> None:
     submit = make_submit(0, num_prompt=60)
     expected = run_all(of_what_was_made.plain(), [submit])[0].token_ids
@@ -333,7 +333,7 @@ def test_a_prompt_that_is_handed_over_brings_it_along_or_is_computed_again(
         of_what_was_made.check(decode)
 
 
-def test_all_memory_is_given_back_asleep_and_it_drafts_on_when_woken(of_what_was_made: Foretelling) -> None:
+def test_all_memory_is_given_back_asleep_and_it_drafts_on_when_woken(of_what_was_made: MtpLoops) -> None:
     ticks = count(10**18, 10**7)
     loop = load_loop(of_what_was_made._config(), clock_ns=lambda: next(ticks))
     before = told(run_all(loop, [make_submit(0)]))
@@ -349,7 +349,7 @@ def test_all_memory_is_given_back_asleep_and_it_drafts_on_when_woken(of_what_was
 
 
 def test_random_weights_will_do_and_a_checkpoint_without_the_layer_is_refused(
-    of_tokens: Foretelling, checkpoint: Path
+    of_tokens: MtpLoops, checkpoint: Path
 ) -> None:
     settings: dict[str, Any] = {"name": "t", "device": "cpu", "dtype": "float32", "load_format": LoadFormat.DUMMY}
     submits = [make_submit(key) for key in range(2)]

@@ -154,7 +154,7 @@ def test_a_rank_that_nobody_can_do_without_ends_the_others_as_soon_as_it_cannot_
     assert set(group.refused) == {0, 1}
 
 
-class Hall:
+class MeetingPoint:
     """Rank 0 of four groups that share the experts, which looks for new ranks when it is told to, and the lines of the
     others without the ranks behind them."""
 
@@ -210,39 +210,39 @@ def reset_of(line: Line) -> None:
 def test_a_rank_that_came_and_is_lost_while_another_is_waited_for_is_done_without_too(
     lose: Callable[[Line], None],
 ) -> None:
-    hall = Hall(after_s=5)
-    first, second = hall.come(1), hall.come(2)
-    hall.look(6)  # both are let in, and some time passes
+    meeting = MeetingPoint(after_s=5)
+    first, second = meeting.come(1), meeting.come(2)
+    meeting.look(6)  # both are let in, and some time passes
     lose(second)
-    met = hall.look_until_met()
+    met = meeting.look_until_met()
     assert met.masked == (2, 3)
     assert first.receive()[0] == Welcome((2, 3))
-    assert hall.noted == [2]
+    assert meeting.noted == [2]
     first.close()
     with pytest.raises(RanksError, match="rank 1 is lost"):
         met.heartbeat.wait_loaded()
     met.heartbeat.close()
-    assert hall.noted == [2, 1]
+    assert meeting.noted == [2, 1]
 
 
 def test_a_rank_that_came_and_was_lost_may_come_again() -> None:
-    hall = Hall(after_s=60)
-    before = hall.come(2)
-    hall.look(3)
+    meeting = MeetingPoint(after_s=60)
+    before = meeting.come(2)
+    meeting.look(3)
     before.close()
-    lines = [hall.come(rank) for rank in (1, 2, 3)]
-    met = hall.look_until_met()
+    lines = [meeting.come(rank) for rank in (1, 2, 3)]
+    met = meeting.look_until_met()
     assert met.masked == ()
-    assert hall.noted == [2]
+    assert meeting.noted == [2]
     met.heartbeat.close()
     for line in lines:
         line.close()
 
 
 def test_ranks_that_are_there_when_the_time_is_over_are_not_masked() -> None:
-    hall = Hall(after_s=0)
-    lines = [hall.come(rank) for rank in (1, 2, 3)]
-    met = hall.look_until_met()
+    meeting = MeetingPoint(after_s=0)
+    lines = [meeting.come(rank) for rank in (1, 2, 3)]
+    met = meeting.look_until_met()
     assert met.masked == ()
     met.heartbeat.close()
     for line in lines:
@@ -250,10 +250,10 @@ def test_ranks_that_are_there_when_the_time_is_over_are_not_masked() -> None:
 
 
 def test_one_that_comes_and_says_nothing_costs_the_ranks_no_time() -> None:
-    hall = Hall(after_s=4)
-    stranger = socket.create_connection(tuple(hall._where[:2]))
-    lines = [hall.come(rank) for rank in (1, 2, 3)]
-    met = hall.look_until_met()
+    meeting = MeetingPoint(after_s=4)
+    stranger = socket.create_connection(tuple(meeting._where[:2]))
+    lines = [meeting.come(rank) for rank in (1, 2, 3)]
+    met = meeting.look_until_met()
     assert met.masked == ()
     met.heartbeat.close()
     stranger.close()
@@ -262,27 +262,27 @@ def test_one_that_comes_and_says_nothing_costs_the_ranks_no_time() -> None:
 
 
 def test_a_rank_that_is_given_up_is_not_waited_for_and_hears_why_when_the_others_start() -> None:
-    hall = Hall(after_s=60)
-    hall.gone[2] = "it was lost too often"
-    came = hall.come(2)
-    hall.look(3)
-    lines = [hall.come(rank) for rank in (1, 3)]
-    met = hall.look_until_met()
+    meeting = MeetingPoint(after_s=60)
+    meeting.gone[2] = "it was lost too often"
+    came = meeting.come(2)
+    meeting.look(3)
+    lines = [meeting.come(rank) for rank in (1, 3)]
+    met = meeting.look_until_met()
     assert met.masked == (2,)
     assert came.receive() == [RankFailed("it was lost too often")]
-    assert hall.noted == []
+    assert meeting.noted == []
     met.heartbeat.close()
     for line in (came, *lines):
         line.close()
 
 
 def test_a_rank_that_ends_after_it_came_is_masked_at_once() -> None:
-    hall = Hall(after_s=60)
-    lines = [hall.come(rank) for rank in (1, 3)]
-    hall.look(6)
-    hall.gone[3] = "rank 3 ended with exit code 9"
-    lines.append(hall.come(2))
-    met = hall.look_until_met()
+    meeting = MeetingPoint(after_s=60)
+    lines = [meeting.come(rank) for rank in (1, 3)]
+    meeting.look(6)
+    meeting.gone[3] = "rank 3 ended with exit code 9"
+    lines.append(meeting.come(2))
+    met = meeting.look_until_met()
     assert met.masked == (3,)
     assert lines[0].receive()[0] == Welcome((3,))
     met.heartbeat.close()

@@ -48,7 +48,7 @@ class Running:
         return MeteredUsage(replica_id, self.request_id, b"bill", "standard", self.num_cached_tokens, self.num_output)
 
 
-class Books:
+class MeteredRequests:
     """Running and ended requests as a usage meter keeps them, over a log."""
 
     def __init__(self, path: Path) -> None:
@@ -93,27 +93,27 @@ def test_the_next_engine_finds_all_that_was_unsettled_when_it_was_last_written(
     path = tmp_path_factory.mktemp("log") / "unacknowledged"
 
     async def live() -> None:
-        books = Books(path)
+        metered = MeteredRequests(path)
         written: dict[Key, MeteredUsage] = {}
         for deed, number in deeds:
             key = (f"gateway-{number % 2}", f"r-{number}")
-            if deed == "begin" and key not in books.running:
-                books.running[key] = Running(key[1])
-            elif deed == "go on" and key in books.running:
-                books.running[key].num_output += 1 + number
-                books.running[key].num_cached_tokens = number
-            elif deed == "end" and key in books.running:
-                books.end(key)
-            elif deed == "settle" and key in books.ended and key not in books.running:
-                books.settle(key)
+            if deed == "begin" and key not in metered.running:
+                metered.running[key] = Running(key[1])
+            elif deed == "go on" and key in metered.running:
+                metered.running[key].num_output += 1 + number
+                metered.running[key].num_cached_tokens = number
+            elif deed == "end" and key in metered.running:
+                metered.end(key)
+            elif deed == "settle" and key in metered.ended and key not in metered.running:
+                metered.settle(key)
             elif deed == "write":
-                await books.write()
-                written = books.unacknowledged
+                await metered.write()
+                written = metered.unacknowledged
             elif deed == "kill":
-                books.log.close()  # the kernel does
-                books = Books(path)
-                assert books.ended == written
-        books.log.close()
+                metered.log.close()  # the kernel does
+                metered = MeteredRequests(path)
+                assert metered.ended == written
+        metered.log.close()
         assert left(path) == written
 
     asyncio.run(live())
@@ -121,13 +121,13 @@ def test_the_next_engine_finds_all_that_was_unsettled_when_it_was_last_written(
 
 async def test_records_before_a_torn_write_are_found(tmp_path: Path) -> None:
     path, states = tmp_path / "unacknowledged", {}
-    books = Books(path)
-    books.running = {("g", "a"): Running("a", 1)}
+    metered = MeteredRequests(path)
+    metered.running = {("g", "a"): Running("a", 1)}
     for number in range(4):
-        books.running["g", f"r{number}"] = Running(f"r{number}", number)
-        await books.write()
-        states[path.stat().st_size] = books.unacknowledged
-    books.log.close()
+        metered.running["g", f"r{number}"] = Running(f"r{number}", number)
+        await metered.write()
+        states[path.stat().st_size] = metered.unacknowledged
+    metered.log.close()
     data = path.read_bytes()
     for length in range(len(data) + 1):
         path.write_bytes(data[:length])
@@ -141,23 +141,23 @@ async def test_records_before_a_torn_write_are_found(tmp_path: Path) -> None:
 
 async def test_the_file_does_not_grow_with_what_was_settled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "COMPACT_BYTES", 4096)
-    books = Books(tmp_path / "unacknowledged")
-    books.running["g", "long"] = Running("long")
+    metered = MeteredRequests(tmp_path / "unacknowledged")
+    metered.running["g", "long"] = Running("long")
     for number in range(500):
         key = ("g", f"r{number}")
-        books.running[key] = Running(key[1], 3)
-        books.running["g", "long"].num_output += 1
-        await books.write()
-        books.end(key)
-        await books.write()
-        books.settle(key)
+        metered.running[key] = Running(key[1], 3)
+        metered.running["g", "long"].num_output += 1
+        await metered.write()
+        metered.end(key)
+        await metered.write()
+        metered.settle(key)
         assert (tmp_path / "unacknowledged").stat().st_size < 3 * 4096
-    await books.write()
-    books.end(("g", "long"))
-    books.settle(("g", "long"))
-    await books.write()
+    await metered.write()
+    metered.end(("g", "long"))
+    metered.settle(("g", "long"))
+    await metered.write()
     assert (tmp_path / "unacknowledged").stat().st_size == 0
-    books.log.close()
+    metered.log.close()
 
 
 @contextmanager
@@ -173,18 +173,18 @@ def full_disk(num_bytes: int) -> Iterator[None]:
 
 async def test_once_a_full_disk_has_room_again_all_is_written(tmp_path: Path) -> None:
     path = tmp_path / "unacknowledged"
-    books = Books(path)
-    books.running["g", "a"] = Running("a", 1)
-    await books.write()
+    metered = MeteredRequests(path)
+    metered.running["g", "a"] = Running("a", 1)
+    await metered.write()
     with capture_logs() as said, full_disk(path.stat().st_size + 20):
         for number in range(3):
-            books.running["g", f"r{number}"] = Running(f"r{number}", number)
-            await books.write()
+            metered.running["g", f"r{number}"] = Running(f"r{number}", number)
+            await metered.write()
         assert [line["event"] for line in said] == ["unacknowledged_usage_not_written"]
         assert left_beside(path) == {("g", "a"): Running("a", 1).metered("g")}
-    await books.write()
-    assert left_beside(path) == books.unacknowledged
-    books.log.close()
+    await metered.write()
+    assert left_beside(path) == metered.unacknowledged
+    metered.log.close()
 
 
 def left_beside(path: Path) -> dict[Key, MeteredUsage]:
@@ -265,10 +265,10 @@ def test_a_gateway_that_lives_is_asked_for_what_it_did_not_settle_and_for_nothin
     tmp_path: Path, submit: Any
 ) -> None:
     async def leave() -> None:
-        books = Books(tmp_path / "unacknowledged")
-        books.running = {("g", name): Running(name, 3) for name in ("a", "b", "c")}
-        await books.write()
-        books.log.close()
+        metered = MeteredRequests(tmp_path / "unacknowledged")
+        metered.running = {("g", name): Running(name, 3) for name in ("a", "b", "c")}
+        await metered.write()
+        metered.log.close()
 
     asyncio.run(leave())
     clock, log = Clock(), UnacknowledgedUsageLog(tmp_path / "unacknowledged")

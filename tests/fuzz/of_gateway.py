@@ -174,11 +174,11 @@ def open_spans() -> Take:
             return True
 
     app = TraceApp(TraceTokens("o" * 16, "g" * 16), Writer(), None, CollectorRegistry(), 64 * 1024)
-    ours, guests = b"Bearer " + b"o" * 16, b"Bearer " + b"g" * 16
+    ours, theirs = b"Bearer " + b"o" * 16, b"Bearer " + b"g" * 16
 
     def take(data: bytes) -> None:
         way, data = split(data, 4)
-        headers = [(b"authorization", guests if way & 1 else ours), (b"content-type", PROTOBUF.encode())]
+        headers = [(b"authorization", theirs if way & 1 else ours), (b"content-type", PROTOBUF.encode())]
         if way & 2:
             headers.append((b"content-encoding", b"gzip"))
             data = data if data[:2] == b"\x1f\x8b" else gzip.compress(data, 1)

@@ -306,12 +306,12 @@ async def test_a_trace_store_goes_by_its_file_as_well(tmp_path: Path) -> None:
         assert live.unfollowed == []
         await live.change(
             TraceSettings(
-                **given | {"traces_token": "another token of them"}, traces_untrusted_token="of guests, such as",
+                **given | {"traces_token": "another token of them"}, traces_untrusted_token="of others, such as",
                 traces_max_body_bytes=2048, traces_queue_spans=1000, keep_traces_days=1, retention_interval_s=5,
             )
         )  # fmt: skip
         assert app.tokens.is_ours("Bearer another token of them")
-        assert not app.tokens.is_ours("Bearer of guests, such as")
+        assert not app.tokens.is_ours("Bearer of others, such as")
         assert app.max_body_bytes == 2048
 
 

@@ -47,7 +47,7 @@ class Published:
         return inner.norm(x_TD)[0]
 
     @torch.no_grad()
-    def foretold(self, token_ids: list[int], before_TD: Tensor) -> Tensor:
+    def mtp_hidden(self, token_ids: list[int], before_TD: Tensor) -> Tensor:
         """Return the layer's output for each token and the hidden state of the one before, after its norm."""
         inner, extra = self.oracle.model, self.extra
         token_TD = self._normed(inner.embed_tokens(torch.tensor(token_ids)), extra["enorm.weight"])
@@ -169,7 +169,7 @@ class Driver:
         """Let the model compute tokens, and keep its hidden states."""
         self._run(self.model, self.kv, first, token_ids)
 
-    def foretell(self, first: int, token_ids: list[int], before_TD: Tensor | None = None) -> Tensor:
+    def run_mtp_layer(self, first: int, token_ids: list[int], before_TD: Tensor | None = None) -> Tensor:
         """Let the MTP layer compute tokens from position `first`, each with the hidden state of the one before."""
         assert self.kv.hidden is not None
         before_TD = (
@@ -218,11 +218,11 @@ def test_mtp_layer_of_a_model_with_recurrent_layers_matches_plain_torch(
 
 def check_says_what_plain_torch_says(published: Published) -> None:
     driver = Driver(published.folder, dtype="float32")
-    expected_TD = published.foretold(TOKENS[1:], published.made(TOKENS)[:-1])
+    expected_TD = published.mtp_hidden(TOKENS[1:], published.made(TOKENS)[:-1])
     first, found = 0, []
     for count in (40, 1, 1, 7, 50):
         driver.read(first, TOKENS[first : first + count])
-        found.append(driver.foretell(first, TOKENS[first + 1 : first + 1 + count]))
+        found.append(driver.run_mtp_layer(first, TOKENS[first + 1 : first + 1 + count]))
         first += count
     assert first == len(TOKENS) - 1
     error = driver.mtp.logits(torch.cat(found)).log_softmax(-1) - published.logprobs(expected_TD)
@@ -230,8 +230,8 @@ def check_says_what_plain_torch_says(published: Published) -> None:
     guesses, said_TD, before_TD = [9, 250, 17], found[-1][-1:], published.made(TOKENS)[:-1]
     for number, guess in enumerate(guesses):
         before_TD = torch.cat((before_TD, expected_TD[-1:]))
-        expected_TD = published.foretold(TOKENS[1:] + guesses[: number + 1], before_TD)
-        said_TD = driver.foretell(first + number, [guess], said_TD)
+        expected_TD = published.mtp_hidden(TOKENS[1:] + guesses[: number + 1], before_TD)
+        said_TD = driver.run_mtp_layer(first + number, [guess], said_TD)
         error = driver.mtp.logits(said_TD).log_softmax(-1) - published.logprobs(expected_TD[-1:])
         assert error.abs().max() <= 1e-4
 
@@ -240,7 +240,7 @@ def test_it_is_kept_in_the_form_of_the_model_and_shares_its_vocabulary(published
     plain, narrow = (Driver(published.folder, dtype="float32", quantization=one) for one in ("none", "int8"))
     for driver in (plain, narrow):
         driver.read(0, TOKENS[:-1])
-    both = [driver.mtp.logits(driver.foretell(0, TOKENS[1:])).softmax(-1) for driver in (plain, narrow)]
+    both = [driver.mtp.logits(driver.run_mtp_layer(0, TOKENS[1:])).softmax(-1) for driver in (plain, narrow)]
     difference_T = (both[0] - both[1]).abs().amax(1)  # sparse attention may select another token here and there
     assert difference_T.max() > 0
     assert difference_T.median() < 0.1
@@ -270,7 +270,7 @@ def test_mtp_layer_in_float8_equals_the_dequantized_one(published: Published, dt
             edit_config(folder, quantization_config={"quant_method": "fp8", "weight_block_size": [block, block]})
         driver = Driver(folder, dtype=dtype)
         driver.read(0, TOKENS[:-1])
-        said.append(driver.mtp.logits(driver.foretell(0, TOKENS[1:])).softmax(-1))
+        said.append(driver.mtp.logits(driver.run_mtp_layer(0, TOKENS[1:])).softmax(-1))
     assert (said[0] - said[1]).abs().max() <= 1e-4
 
 

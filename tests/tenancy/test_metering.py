@@ -81,7 +81,7 @@ async def charge_all(database: Database, *records: MeteredUsage) -> list[bool]:
     return done
 
 
-class Books:
+class UsageRecords:
     """All records of usage."""
 
     def __init__(self, request: UsageRecord, entries: list[LedgerEntry], hours: list[UsageHour], settled: Any) -> None:
@@ -95,7 +95,7 @@ class Books:
         return of_request == of_entries == of_hours and sum(hour.requests for hour in self.hours) == 1
 
 
-async def books(database: Database) -> Books:
+async def usage_records(database: Database) -> UsageRecords:
     async with database.read() as session:
         request = (await session.scalars(select(UsageRecord))).one()
         entries = list(await session.scalars(select(LedgerEntry).order_by(LedgerEntry.kind, LedgerEntry.sequence)))
@@ -103,13 +103,13 @@ async def books(database: Database) -> Books:
         windows = {w.quota_id: w.settled for w in await session.scalars(select(QuotaWindow))}
         leases = {w.quota_id: w.settled for w in await session.scalars(select(QuotaLease))}
     assert windows == leases
-    return Books(request, entries, hours, windows)
+    return UsageRecords(request, entries, hours, windows)
 
 
 async def test_a_request_of_which_nothing_is_stored_is_billed_whole_and_once(leased: Database) -> None:
     record = metered(make_bill(), output=40, cached=60)
     assert await charge_all(leased, record, record) == [True, False]
-    found = await books(leased)
+    found = await usage_records(leased)
     assert (found.request.outcome, found.request.error_code) == ("failed", GATEWAY_KILLED)
     assert (found.request.prompt_tokens, found.request.cached_tokens, found.request.output_tokens) == (PROMPT, 60, 40)
     cost = PRICES["standard"].cost(PROMPT, 60, 40)
@@ -122,9 +122,9 @@ async def test_a_row_that_another_gateway_stored_is_completed_from_the_engines_c
     bill = make_bill()
     async with leased.write() as session:
         await insert_rows(session, [bill.row])  # the live log, replayed
-    assert (await books(leased)).settled["q-tokens"] == PROMPT
+    assert (await usage_records(leased)).settled["q-tokens"] == PROMPT
     assert await charge_all(leased, metered(bill, output=7)) == [True]
-    found = await books(leased)
+    found = await usage_records(leased)
     assert [entry.kind for entry in found.entries] == [EntryKind.METERED, EntryKind.SETTLED]
     assert found.settled["q-tokens"] == PROMPT + 7
     assert found.agree()
@@ -136,7 +136,7 @@ async def test_a_row_that_its_own_gateway_stored_is_not_changed(leased: Database
     async with leased.write() as session:
         await insert_rows(session, [own])
     assert await charge_all(leased, metered(bill, output=41)) == [False]
-    found = await books(leased)
+    found = await usage_records(leased)
     assert (found.request.output_tokens, found.settled["q-tokens"]) == (38, PROMPT + 38)
     assert found.agree()
 
@@ -147,7 +147,7 @@ async def test_each_of_several_answers_is_billed_once_and_the_prompts_cache_hits
     bill = make_bill(num_choices=2)
     records = [metered(bill, sequence=s, output=10 + s, cached=30) for s in (1, 0, 1)]
     assert await charge_all(leased, *records) == [True, True, False]
-    found = await books(leased)
+    found = await usage_records(leased)
     assert (found.request.cached_tokens, found.request.output_tokens) == (30, 21)
     assert found.request.cost_nanodollars == PRICES["standard"].cost(PROMPT, 30, 21)
     assert found.agree()
@@ -159,7 +159,7 @@ async def test_inputs_that_were_embedded_are_billed_their_prompts_and_each_its_o
     assert (
         await charge_all(leased, *(metered(bill, sequence=s, output=0, cached=10 + s) for s in range(3))) == [True] * 3
     )
-    found = await books(leased)
+    found = await usage_records(leased)
     assert (found.request.prompt_tokens, found.request.cached_tokens, found.request.output_tokens) == (PROMPT, 33, 0)
     assert found.request.cost_nanodollars == PRICES["standard"].cost(PROMPT, 33, 0)
     assert found.agree()
@@ -167,7 +167,7 @@ async def test_inputs_that_were_embedded_are_billed_their_prompts_and_each_its_o
 
 async def test_a_downgraded_request_costs_what_the_class_that_served_it_costs(leased: Database) -> None:
     assert await charge_all(leased, metered(make_bill(), served="flex")) == [True]
-    found = await books(leased)
+    found = await usage_records(leased)
     cost = PRICES["flex"].cost(PROMPT, 0, 40)
     assert (found.request.service_class, found.request.cost_nanodollars) == ("flex", cost)
     assert found.settled["q-money"] == cost
@@ -283,7 +283,7 @@ async def test_the_longer_of_two_engines_counts_is_billed_in_either_order(
     bill = make_bill()
     records = [metered(bill, output=40), metered(bill, output=400), metered(bill, output=60)]
     assert await charge_all(leased, *records) == [True, True, False]
-    found = await books(leased)
+    found = await usage_records(leased)
     assert (found.request.output_tokens, found.settled["q-tokens"]) == (400, PROMPT + 400)
     assert found.request.cost_nanodollars == PRICES["standard"].cost(PROMPT, 0, 400)
     assert found.agree()
@@ -305,7 +305,7 @@ async def test_late_rows_of_a_gateway_presumed_dead_replace_those_stored_for_it(
     for _ in range(2):
         async with leased.write() as session:
             await insert_rows(session, [own])
-    found = await books(leased)
+    found = await usage_records(leased)
     assert (found.request.outcome, found.request.output_tokens, found.request.error_code) == ("stop", 90, None)
     assert found.settled == {"q-tokens": PROMPT + 90, "q-money": cost}
     assert found.agree()
@@ -319,7 +319,7 @@ async def test_usage_after_the_release_of_its_lease_is_booked(leased: Database) 
     own = make_row(outcome="stop", output_tokens=50, charges=(Charge(TOKENS, "dead", PROMPT + 50),))
     async with leased.write() as session:
         await insert_rows(session, [own])
-    found = await books(leased)
+    found = await usage_records(leased)
     assert found.settled["q-tokens"] == PROMPT + 50
     async with leased.read() as session:
         window = await session.get(QuotaWindow, ("q-tokens", DAY))

@@ -227,30 +227,30 @@ def test_settings_that_cannot_be_right_are_refused(given: dict[str, str]) -> Non
 
 async def test_reload_applies_oidc_settings(issuer: Issuer, database: Database, clock: ManualClock) -> None:
     live = LiveSettings(GatewaySettings())
-    async with OidcAuthentication(live.now, database, clock) as door:
-        door.followed_by(live)
-        assert door.find() is None
+    async with OidcAuthentication(live.now, database, clock) as authentication:
+        authentication.followed_by(live)
+        assert authentication.find() is None
         given: dict[str, Any] = {"oidc_issuer": issuer.url, "oidc_audience": AUDIENCE}
         others: dict[str, Any] = {"aud": "others", "roles": ["owner"], "tenant": "ten_a"}
         await live.change(GatewaySettings(**given))
-        first = door.find()
+        first = authentication.find()
         assert first is not None
         assert (await first.authenticate(issuer.token())).role is Role.VIEWER
         with pytest.raises(Unauthenticated):
             await first.authenticate(issuer.token(**others))
         await live.change(GatewaySettings(**given | {"oidc_audience": "others", "oidc_roles_claim": "roles"}))
-        second = door.find()
+        second = authentication.find()
         assert second is not None
         assert (await second.authenticate(issuer.token(**others))).role is Role.OWNER
         assert (await first.authenticate(issuer.token())).role is Role.VIEWER, "what has begun goes on"
         claims: dict[str, Any] = {"oidc_roles_claim": "moiety_roles", "oidc_tenant_claim": "tenant"}
         await live.change(GatewaySettings(**given | claims))
-        third = door.find()
+        third = authentication.find()
         assert third is not None
         with pytest.raises(Forbidden):
             await third.authenticate(issuer.token(tenant="no tenant's id"))
         await live.change(GatewaySettings(oidc_issuer="https://other.example.com", oidc_audience=AUDIENCE))
-        fourth = door.find()
+        fourth = authentication.find()
         assert fourth is not None and fourth is not third
         await live.change(GatewaySettings())
-        assert door.find() is None
+        assert authentication.find() is None

@@ -40,7 +40,7 @@ USE = {
 }  # fmt: skip
 
 
-class Climb:
+class OldDatabase:
     """A database that is being upgraded, and that is written to in SQL, since its tables are not those of today."""
 
     def __init__(self, url: str) -> None:
@@ -95,46 +95,48 @@ def key_row(name: str, project_id: str | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def fill(climb: Climb) -> None:
+def fill(old_database: OldDatabase) -> None:
     """Upgrade from the first schema to that of the chart's first release, and write rows on the way."""
-    climb.to("0001")
-    climb.put("tenants", **TENANT)
-    climb.put("projects", **PROJECT)
-    climb.put("api_keys", **key_row("client", "prj_1"))
-    climb.put("api_keys", **key_row("owner", None))
-    climb.use(1, hour=0)
-    climb.use(2, hour=1, outcome="disconnected", output_tokens=3)
-    climb.to("0002")
-    climb.use(3, hour=1, num_preemptions=1, sla_attained=True)
-    climb.to("0003")
+    old_database.to("0001")
+    old_database.put("tenants", **TENANT)
+    old_database.put("projects", **PROJECT)
+    old_database.put("api_keys", **key_row("client", "prj_1"))
+    old_database.put("api_keys", **key_row("owner", None))
+    old_database.use(1, hour=0)
+    old_database.use(2, hour=1, outcome="disconnected", output_tokens=3)
+    old_database.to("0002")
+    old_database.use(3, hour=1, num_preemptions=1, sla_attained=True)
+    old_database.to("0003")
     quota = {"id": "quo_1", "level": "tenant", "scope_id": "ten_1", "kind": "tokens_per_day", "cap": 1000}
-    climb.put("quotas", **quota, created_at=DAY)
-    climb.put("quota_windows", quota_id="quo_1", start=DAY, granted=500, settled=107)
+    old_database.put("quotas", **quota, created_at=DAY)
+    old_database.put("quota_windows", quota_id="quo_1", start=DAY, granted=500, settled=107)
     lease = {"replica_id": "gone", "expires_ms": 1, "state": "live"}
-    climb.put("quota_leases", quota_id="quo_1", start=DAY, granted=500, settled=107, **lease)
-    climb.to("0004")
-    climb.put("prices", model="m", service_class="", input=10, cached_input=5, output=20)
-    climb.use(4, hour=2, num_preemptions=0, cost_nanodollars=990)
-    climb.to("0005")
-    climb.log(action="create", object_kind="tenants", object_id="ten_1", after={"name": "acme", "weight": 1.0})
-    climb.log(action="change", object_kind="tenants", object_id="ten_1", before={"weight": 1.0}, after={"weight": 2.0})
-    climb.to("0006")  # which enters what there was; from now on gateways do
-    row = climb.use(5, hour=3, num_preemptions=0, cost_nanodollars=1010)
+    old_database.put("quota_leases", quota_id="quo_1", start=DAY, granted=500, settled=107, **lease)
+    old_database.to("0004")
+    old_database.put("prices", model="m", service_class="", input=10, cached_input=5, output=20)
+    old_database.use(4, hour=2, num_preemptions=0, cost_nanodollars=990)
+    old_database.to("0005")
+    old_database.log(action="create", object_kind="tenants", object_id="ten_1", after={"name": "acme", "weight": 1.0})
+    old_database.log(
+        action="change", object_kind="tenants", object_id="ten_1", before={"weight": 1.0}, after={"weight": 2.0}
+    )
+    old_database.to("0006")  # which enters what there was; from now on gateways do
+    row = old_database.use(5, hour=3, num_preemptions=0, cost_nanodollars=1010)
     sums = {name: row[name] for name in ("prompt_tokens", "cached_tokens", "output_tokens", "cost_nanodollars")}
     ids = {name: row[name] for name in ("tenant_id", "project_id", "key_id", "model", "service_class")}
     entry = {"request_id": "r-5", "kind": "settled", "sequence": 0, "started_at": row["started_at"]}
-    climb.put("ledger", **entry, tenant_id="ten_1", **sums)
+    old_database.put("ledger", **entry, tenant_id="ten_1", **sums)
     counts = {"requests": 1, "failed": 0, "rejected": 0, "disconnected": 0, "preemptions": 0, "num_ttft": 1}
     times = {"ttft_ms": 2.0, "duration_ms": 50.0, "num_kept": 0, "num_promised": 0}
-    climb.put("usage_hours", hour=DAY + timedelta(hours=3), **ids, **sums, **counts, **times)
-    climb.to("0007")
-    climb.log(action="create", object_kind="api_keys", object_id="c" * 16, after={"name": "client"})
-    climb.to(CHART)
+    old_database.put("usage_hours", hour=DAY + timedelta(hours=3), **ids, **sums, **counts, **times)
+    old_database.to("0007")
+    old_database.log(action="create", object_kind="api_keys", object_id="c" * 16, after={"name": "client"})
+    old_database.to(CHART)
 
 
-async def check(climb: Climb) -> None:
+async def check(old_database: OldDatabase) -> None:
     """Check the upgraded rows with the code that gateways use today."""
-    database = Database.open(climb.url)
+    database = Database.open(old_database.url)
     authenticator = Authenticator(database, PEPPER, ManualClock())
     client = await authenticator.authenticate(f"Bearer {KEYS['client']}")
     assert (client.tenant_id, client.service_class, client.weight, client.role) == ("ten_1", "flex", 2.0, None)
@@ -146,30 +148,30 @@ async def check(climb: Climb) -> None:
     await database.close()
     assert report.agrees
     assert report.total == Amounts(5, 500, 150, 31, 2000)
-    (window,) = climb.rows("quota_windows")
+    (window,) = old_database.rows("quota_windows")
     assert (window["granted"], window["settled"]) == (500, 107)
-    (price,) = climb.rows("prices")
+    (price,) = old_database.rows("prices")
     assert (price["input"], price["cached_input"], price["output"]) == (10, 5, 20)
-    entries = sorted(climb.rows("audit_log"), key=lambda one: one["seq"])
+    entries = sorted(old_database.rows("audit_log"), key=lambda one: one["seq"])
     told = verify({**entry, "at": entry["at"].replace(tzinfo=UTC).isoformat()} for entry in entries)
-    assert (told.num_entries, told.head) == (len(climb.audit), climb.audit[-1]["hash"])
+    assert (told.num_entries, told.head) == (len(old_database.audit), old_database.audit[-1]["hash"])
 
 
 async def test_rows_of_every_age_come_to_the_newest_schema_and_back_to_the_charts_first(empty_url: str) -> None:
-    climb = Climb(empty_url)
-    fill(climb)
+    old_database = OldDatabase(empty_url)
+    fill(old_database)
     assert upgrade(empty_url) == HEAD
-    await check(climb)
+    await check(old_database)
     downgrade(empty_url, CHART)
     assert upgrade(empty_url) == HEAD
-    await check(climb)
+    await check(old_database)
 
 
 async def test_a_row_that_was_changed_on_the_way_is_noticed(tmp_path: Path) -> None:
-    climb = Climb(f"sqlite:///{tmp_path / 'moiety.db'}")
-    fill(climb)
-    with climb.engine.begin() as connection:
+    old_database = OldDatabase(f"sqlite:///{tmp_path / 'moiety.db'}")
+    fill(old_database)
+    with old_database.engine.begin() as connection:
         connection.execute(sa.text("UPDATE ledger SET output_tokens = output_tokens + 1 WHERE request_id = 'r-1'"))
-    upgrade(climb.url)
+    upgrade(old_database.url)
     with pytest.raises(AssertionError, match="agrees"):
-        await check(climb)
+        await check(old_database)
