@@ -22,11 +22,11 @@ import hypothesis
 import psutil
 import pytest
 
-gc.disable()  # while tests are collected, of which nothing is garbage
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run beside each other, and threads that wait for more spin
+gc.disable()  # during collection, which creates no garbage
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run in parallel, and further threads would only spin
 
-os.environ.pop("SSL_CERT_FILE", None)  # to nobody in a test's reach belongs a certificate, and each HTTP client would
-os.environ["SSL_CERT_DIR"] = os.devnull  # read all of an authority's 140 for 30 ms
+os.environ.pop("SSL_CERT_FILE", None)  # no test's server has a certificate of an authority, and each HTTP client
+os.environ["SSL_CERT_DIR"] = os.devnull  # would read all 140 authorities' certificates for 30 ms
 
 
 if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
@@ -37,10 +37,10 @@ THOROUGH = bool(os.environ.get("MOIETY_TEST_ALL"))  # every combination: make te
 FAST = os.environ.get("MOIETY_TEST_FAST", "")  # test functions that are short, once each: make test-fast
 TESTS = Path(__file__).parent
 LONG = frozenset() if FAST == "all" else frozenset((TESTS / "long_tests.txt").read_text().split())
-EXAMPLES = 100 if THOROUGH else 25  # of a property whose test asks for no other number
+EXAMPLES = 100 if THOROUGH else 25  # for properties whose test sets no number
 WITH_PROCESSES = frozenset({"system", "dashboard", "helm", "fuzz"})  # folders whose tests start servers or a browser
 
-# no deadline: how long an example takes depends on who else computes
+# no deadline: the time of an example depends on the machine's load
 hypothesis.settings.register_profile("moiety", deadline=None, max_examples=EXAMPLES)
 hypothesis.settings.load_profile("moiety")
 
@@ -149,7 +149,7 @@ def _is_fast(item: pytest.Item, seen: set[tuple[Path, str]]) -> bool:
 def pytest_collection_finish() -> None:
     """Exempt everything that was collected from garbage collection."""
     gc.freeze()
-    gc.set_threshold(20_000, 10, 10)  # tests make applications of many objects, which a threshold of 700 scans often
+    gc.set_threshold(20_000, 10, 10)  # tests create many objects, which a threshold of 700 would scan often
     gc.enable()
 
 
@@ -169,8 +169,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 DEADLINE_S = 120.0  # generous: the machine may be busy
 POLL_S = 0.02
 KEY = re.compile(r"mty_[A-Za-z0-9]+\.[A-Za-z0-9]+")
-PORTS = range(10_240, 32_768)  # below those that the kernel gives to who asks for any
-_chance = random.SystemRandom()  # the same seeds elsewhere are no reason to meet at a port
+PORTS = range(10_240, 32_768)  # below the ports that the kernel assigns
+_chance = random.SystemRandom()  # not seeded: equal seeds in several processes must not give equal ports
 
 
 def wait_for(read: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:

@@ -15,7 +15,7 @@ from moiety_platform.cli.apply.spec import read_wanted
 from moiety_platform.cli.errors import CommandError
 
 FIRST, SECOND = f"ten_{'a' * 20}", f"ten_{'b' * 20}"
-TENANTS = [{"id": FIRST, "name": "first"}, {"id": SECOND, "name": FIRST}]  # as an earlier release let it be named
+TENANTS = [{"id": FIRST, "name": "first"}, {"id": SECOND, "name": FIRST}]  # as an earlier release allowed
 PROJECTS = [
     {"id": "prj_1", "name": "web", "tenant_id": FIRST},
     {"id": "prj_2", "name": "prj_1", "tenant_id": FIRST},

@@ -79,7 +79,7 @@ def test_an_edited_class_is_that_of_the_next_request(moiety: Callable[..., Any],
         return answer.headers["x-moiety-class"]
 
     assert (made.returncode, stated()) == (0, "flex")
-    assert moiety("class", "set", "flex", "--rank", "1").returncode == 0  # no lower than the tenant's own any more
+    assert moiety("class", "set", "flex", "--rank", "1").returncode == 0  # not below the tenant's own any more
     assert stated() == "standard"
     assert moiety("class", "set", "flex", "--rank", "2").returncode == 0
     assert stated() == "flex"

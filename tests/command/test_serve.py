@@ -23,7 +23,7 @@ import pytest
 from tests.conftest import wait_for
 
 DEADLINE_S = 60
-SOCKETS = shutil.ignore_patterns("*.sock", "*.ipc")  # of processes that are gone, which cannot be copied
+SOCKETS = shutil.ignore_patterns("*.sock", "*.ipc")  # sockets of processes that have ended cannot be copied
 StartServe = Callable[..., Any]
 
 
@@ -213,7 +213,7 @@ def test_a_second_signal_ends_at_once_and_the_running_answer_is_still_accounted_
     assert gone(processes)
     rows = usage_rows(running)
     assert all((outcome, error_code) != ("failed", "gateway_killed") for outcome, error_code, _ in rows)
-    if not rows:  # a busy machine gave it no time to write, in two seconds: the next start does
+    if not rows:  # a busy machine gave it no time to write within two seconds: the next start does
         again = start_serve("--no-dashboard", "--no-traces", data_dir=running.data_dir)
         again.wait_for_line("moiety is ready at")
         assert again.stop() == 0

@@ -48,7 +48,7 @@ def test_nothing_that_a_terminal_does_not_draw_reaches_it(capsys: pytest.Capture
     shown = capsys.readouterr().out
     assert unseen[0] not in shown
     assert shown.count(f"\\u{unseen.encode('utf-16-be', 'surrogatepass')[:2].hex()}") >= 4  # JSON has short ones
-    assert json.loads(shown[shown.index("{") :]) == {"name": name}  # to programs it is what it was
+    assert json.loads(shown[shown.index("{") :]) == {"name": name}  # programs get it unchanged
 
 
 def test_letters_of_all_scripts_and_emoji_stay_what_they_are(capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,7 +68,7 @@ class Terminal:
         return self.frame()
 
     def wait_for_end(self) -> int:
-        while self.process.poll() is None:  # a full terminal would hold it up
+        while self.process.poll() is None:  # a terminal whose buffer is full would block it
             if select.select([self._descriptor], [], [], 0.1)[0]:
                 self._written += os.read(self._descriptor, 65536).decode()
         while select.select([self._descriptor], [], [], 0.1)[0]:

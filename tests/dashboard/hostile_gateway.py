@@ -24,7 +24,7 @@ from moiety_platform.routing.controller import EngineController
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.simulations.controller import SimulationController
 
-TRACE_ID = "ab" * 16  # the page of a trace takes nothing else
+TRACE_ID = "ab" * 16  # the form that the page of a trace accepts
 TIMES = re.compile(r".*_at|at|since|until|start|as_of|window_start")
 REVERSES = "\N{RIGHT-TO-LEFT OVERRIDE}"
 DONE = 200, 201, 202
@@ -45,7 +45,7 @@ def hostile(port: int, where: str) -> str:
 class HostileGateway:
     """Answers made of schemas. `refuses` turns each into an error; `simulation` is the state of the last one."""
 
-    port: int  # of whoever must not be asked
+    port: int  # the port that no page may request
     refuses: bool = False
     simulation: str = "done"
     asked: list[str] = field(default_factory=list)
@@ -129,7 +129,7 @@ class HostileGateway:
         if name == "id" or (
             name.endswith("_id") and (owner, name) not in ((_CALLER, "tenant_id"), ("SpanView", "span_id"))
         ):
-            return lambda: self.text("id")  # of everything the same, so that what belongs together is found
+            return lambda: self.text("id")  # the same id everywhere, so that related objects are found
         found: Mapping[tuple[str, str], Any] = {
             (_CALLER, "tenant_id"): None,
             (_CALLER, "may"): [action.name for action in ACTIONS],

@@ -166,7 +166,7 @@ def test_only_changed_fields_of_edited_classes_are_sent() -> None:
     frame.loc[1, "completion_s"], frame.loc[1, "weight"] = None, None
     assert simulations.changes(classes, frame) == {
         "standard": {"ttft_s": 1.5, "rank": 3},
-        "flex": {"completion_s": None},  # a weight there always is
+        "flex": {"completion_s": None},  # a weight that always exists
     }
 
 

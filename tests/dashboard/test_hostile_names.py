@@ -259,7 +259,7 @@ def download_a_table(looks: Looks) -> None:
     table.wait_for()
     table.hover()
     assert looks.page.get_by_role("button", name="Download as CSV").count() == 0
-    looks.page.get_by_role("button", name="more_horiz").first.press("Enter")  # shown only while the pointer is there
+    looks.page.get_by_role("button", name="more_horiz").first.press("Enter")  # visible only under the pointer
     with looks.page.expect_download() as download:
         looks.page.get_by_role("button", name="Download CSV").click()
     rows = list(csv.reader(io.StringIO(Path(download.value.path()).read_text(encoding="utf-8"))))

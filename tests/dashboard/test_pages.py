@@ -28,9 +28,9 @@ from moiety_dashboard.views import PAGES as VIEWS
 
 SCRIPT = Path(dashboard_settings.__file__).parent / "app.py"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-ZONE = ZoneInfo("America/St_Johns")  # of the browser; no machine that serves is there
+ZONE = ZoneInfo("America/St_Johns")  # the browser's time zone, in which no server runs
 MARK = "zebracrossing"  # of a prompt, which no page shows but the one where it is written
-DEADLINE_S = 180  # a browser, five processes and a simulation share what other tests leave
+DEADLINE_S = 180  # a browser, five processes and a simulation share the processor time with other tests
 PAGES = (
     "Overview",
     "Tenants",
@@ -72,7 +72,7 @@ def sign_in(app: AppTest, key: str) -> AppTest:
 
 
 def test_opening_the_dashboard_requires_an_administrators_key(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOIETY_ADMIN_KEY", serve.admin_key)  # which is not used: it is not the visitor's
+    monkeypatch.setenv("MOIETY_ADMIN_KEY", serve.admin_key)  # unused, since it is not the visitor's
     app = open_app(monkeypatch, serve.url)
     assert not app.metric
     app = sign_in(app, serve.tenant_key)  # good, but no administrator's
@@ -85,7 +85,7 @@ def test_opening_the_dashboard_requires_an_administrators_key(serve: Any, monkey
 
 
 def test_the_query_behind_a_panel_answers_in_a_shell_what_the_panel_shows(serve: Any) -> None:
-    since = (datetime.now(UTC) - timedelta(hours=1)).isoformat()  # with the sign that a form reads as a space
+    since = (datetime.now(UTC) - timedelta(hours=1)).isoformat()  # with a character that a form decodes as a space
     with httpx.Client() as http:
         client = AdminClient(serve.url, serve.admin_key, http)
         answers = [client.get("/usage/minutes", group_by="service_class", since=since), client.get("/classes")]
@@ -209,7 +209,7 @@ def look_at_the_trace_of_globex(browser: Browser) -> None:
     page.get_by_role("heading", name="chat moiety-demo").wait_for()
     assert page.url == address
     browser.press("All traces")
-    browser.see_in_table("first")  # still what was searched for
+    browser.see_in_table("first")  # the search is still the same
 
 
 def drain_and_wake_the_engine(browser: Browser) -> None:

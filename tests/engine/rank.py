@@ -45,16 +45,16 @@ class Work(msgspec.Struct):
     rendezvous: Rendezvous | None
     waves: list[list[CoreSubmit]]  # one after the other
     naps: bool = False  # between waves
-    again: bool = False  # and again, until it is ended
-    served: str = ""  # a file that is there from the end of a first wave on
+    again: bool = False  # and again, until it is stopped
+    served: str = ""  # a file that is written after the first wave
     counts: bool = False  # experts' picks
-    hurries: float = 0.0  # seconds that pass whenever the loop asks what time it is
-    shuffles: bool = False  # experts go to slots drawn at random, and on to others, all the time
-    fails: str = ""  # with these words on rank 0, after all
-    lacks: str = ""  # room on rank 1 for `weights`, or what a nap moves: `host`, `device`; or on all for the `cache`
-    exact: bool = False  # no product rounds rows to bfloat16
+    hurries: float = 0.0  # seconds by which the loop's clock advances at each reading
+    shuffles: bool = False  # experts are moved to random slots all the time
+    fails: str = ""  # rank 0 raises this error
+    lacks: str = ""  # the memory that is missing: on rank 1 `weights`, `host` or `device`; on all ranks `cache`
+    exact: bool = False  # products do not round rows to bfloat16
     some_fail: bool = False  # requests, and the others are answered
-    turns: str = ""  # a folder: there each rank with attention notes what it sends, and experts wait for the next of it
+    turns: str = ""  # a folder in which each rank with attention notes what it sends; experts wait for the next note
 
 
 class Answer(msgspec.Struct):
@@ -265,7 +265,7 @@ def answer_of(work: Work, loop: EngineLoop) -> Answer:
         "planned": load.rank_balancedness_planned,
     }
     if work.counts:
-        loop.sleep()  # what was counted so far is in the history then
+        loop.sleep()  # by then the history has all counts so far
         answer.num_picks = sum(unpack_counts(loop.expert_load(AskExperts(0, 0)).picks_LE))
     return answer
 
@@ -303,7 +303,7 @@ def main() -> None:
     heartbeat.SILENCE_S = float(sys.argv[1])
     pipes = [tuple(map(int, pair.split(","))) for pair in sys.argv[2:]]
     gc.collect()
-    gc.freeze()  # a rank collects garbage at its end, and need not copy the pages of all that was imported
+    gc.freeze()  # a rank collects garbage at its end, and must not copy the pages of all imported modules
     for index in range(len(pipes)):
         if os.fork() == 0:
             for other in pipes[:index] + pipes[index + 1 :]:

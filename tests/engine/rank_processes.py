@@ -82,9 +82,9 @@ NARROW: dict[str, tuple[str, dict[str, Any]]] = {  # checkpoints in few bits: th
     "int8": ("qwen3_moe", {}),
     "int4": ("mixtral", {}),
 }
-NEAR = 1e-4  # between the two best logits: which one wins may hang on the order of a sum
-BLOCK_SIZE, NUM_BLOCKS = 4, 20  # the longest request takes 16 of them at most
-NUM_WINDOWED_BLOCKS = 15  # so much memory, where blocks behind windows are freed
+NEAR = 1e-4  # between the two best logits: the order of a sum may decide which one wins
+BLOCK_SIZE, NUM_BLOCKS = 4, 20  # the longest request takes at most 16 of them
+NUM_WINDOWED_BLOCKS = 15  # the memory if blocks behind windows are freed
 
 
 class Checkpoints(dict[str, Path]):
@@ -168,7 +168,7 @@ class RankProcesses:
             [sys.executable, str(Path(__file__).with_name("rank.py")), str(self._silence_s)]
             + [f"{read},{write}" for read, write in theirs],
             pass_fds=[end for pair in theirs for end in pair],
-            stdout=self._said,  # files, which are never full: a pipe that nobody reads holds up who logs into it
+            stdout=self._said,  # files, which are never full: a pipe that nobody reads blocks the process that logs
             stderr=self._logged,
         )
         for end in (end for pair in theirs for end in pair):
@@ -235,7 +235,7 @@ def settings_of(folder: Path, **settings: Any) -> EngineConfig:
     kept = [one for one in attentions if not isinstance(one, RecurrentSpec)]
     cached = sum(one.cached_values + getattr(one, "index_key_width", 0) for one in kept)
     kv_bytes = 4 * num_blocks * BLOCK_SIZE * cached
-    if states:  # they may take half of the memory
+    if states:  # states may take half of the memory
         kv_bytes = (4 if config.speculate is Speculate.NGRAM else 2) * state_bytes + kv_bytes
     memory = {"kv_memory_bytes": kv_bytes, "host_kv_memory_bytes": config.host_kv_memory_bytes or 0}
     return msgspec.structs.replace(config, **memory)

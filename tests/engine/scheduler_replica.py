@@ -57,14 +57,14 @@ class Client:
     """One request from its client's point of view."""
 
     submit: CoreSubmit
-    answer: int  # how many tokens the model would say
+    answer: int  # the number of tokens that the model would generate
     credit: int
     tokens: list[int] = field(default_factory=list)
     finish: CoreFinish | None = None
     refused: Reason | None = None
     aborted: bool = False
     last_credit: bool = False
-    repeats: int = 0  # its words come again after so many; 0: never
+    repeats: int = 0  # the output repeats itself after this many tokens; 0: never
 
     def __repr__(self) -> str:
         return f"request {self.submit.key}"
@@ -76,7 +76,7 @@ class Client:
     def says(self, position: int) -> int:
         if position == self.answer - 1 and self.answer < self.submit.max_tokens:
             return EOS
-        if self.repeats == 0 or position % 7 == 6:  # also what repeats itself surprises now and then
+        if self.repeats == 0 or position % 7 == 6:  # a repetitive output also has exceptions
             return 100 + position
         return 200 + position % self.repeats
 
@@ -219,7 +219,7 @@ class Replica:
                 (self._block(sequence, i), i % BLOCK_SIZE),
                 [sequence.request.submit.cache_salt, *read[: i + 1]],
             )
-            if i % BLOCK_SIZE < BLOCK_SIZE - 1:  # what hangs on the block's next token may be another one's
+            if i % BLOCK_SIZE < BLOCK_SIZE - 1:  # KV that depends on the next token may be another's
                 text += read[i + 1 : i + 1 + held.lag]
             if held.lag and i >= end:
                 text.append("guessed")
@@ -262,7 +262,7 @@ class Replica:
             self.num_drafted += len(chunk.draft)
         said = [client.says(position) for position in range(num_output, num_output + 1 + len(chunk.draft))]
         right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chunk.draft, said, strict=False)))
-        wrong = [-2] * (len(chunk.draft) - right)  # what is sampled after a wrong guess is nothing that anybody may get
+        wrong = [-2] * (len(chunk.draft) - right)  # no client may get what is sampled after a rejected draft
         return (said[: right + 1] + wrong) if chunk.samples else []
 
     def _compute_tables(self, sequence: Sequence, texts: list[Any], end: int) -> None:
@@ -306,7 +306,7 @@ class Replica:
         if isinstance(policy, Moiety):
             for s in plan.preempted:
                 assert s.timeline.num_preemptions <= 2
-                kept_blocks = bool(s.kv.blocks)  # it gave back a place beyond its tenant's share, and no memory
+                kept_blocks = bool(s.kv.blocks)  # it returned a slot beyond its tenant's share, and no memory
                 reserved_tokens = policy._kv_admission._guarantees.reserved_tokens(s)
                 assert s.service.preemptible or kept_blocks or len(s.tokens) > reserved_tokens, (
                     "preempted within its reservation"

@@ -45,7 +45,7 @@ FAMILIES = {"checkpoint": ("gate_proj", "up_proj", "down_proj"), "mixtral": ("w1
 
 
 def make_submit(key: int, adapter: str = "", length: int = 20, max_tokens: int = NUM_OUTPUT) -> CoreSubmit:
-    prompt = [3 + (7 * i + length) % 300 for i in range(length)]  # alike for all adapters: no cache may be shared
+    prompt = [3 + (7 * i + length) % 300 for i in range(length)]  # the same for all adapters: no cache may be shared
     asked = Sampling(temperature=0.0, num_logprobs=1)
     return CoreSubmit(
         key, "t", STANDARD, prompt, asked, max_tokens, 0, [], max_tokens, b"s", time.time_ns(), adapter=adapter
@@ -106,7 +106,7 @@ def test_each_answer_in_a_batch_of_many_adapters_is_that_of_its_merged_checkpoin
     loop = load_loop(EngineConfig(**settings))
     found = run_all(loop, submits)
     assert {key: one.token_ids for key, one in found.items()} == expected
-    assert len({tuple(tokens) for tokens in expected.values()}) > len(names)  # the adapters do change what is said
+    assert len({tuple(tokens) for tokens in expected.values()}) > len(names)  # the adapters change the output
 
     block_bytes = loop.executor.model.kv_bytes_per_block(4)
     few = EngineConfig(
@@ -220,7 +220,7 @@ def test_a_request_that_waits_for_an_adapter_slot_is_not_starved(loops: Any, man
     loop.submit(make_submit(key, "a1", max_tokens=4))
     while 2 not in ended:
         assert time.monotonic() < end, "it waits for ever"
-        if loop.scheduler.num_running + loop.scheduler.num_waiting < 2:  # there is always one more for the first
+        if loop.scheduler.num_running + loop.scheduler.num_waiting < 2:  # there is always another request for the first
             key += 1
             loop.submit(make_submit(key, "a0", max_tokens=4))
         loop.step()

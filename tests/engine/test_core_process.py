@@ -187,7 +187,7 @@ def test_the_core_sleeps_and_wakes_with_steps_that_overlap_and_ends_at_once_when
         answers.append([token for step in stub.steps_to_the_end() for token in step.outputs[0].token_ids])
         stub.send(CoreSleep(asleep=True))
         assert stub.rested() == CoreSlept(asleep=True)
-        _, load = stub.told()  # it is alive
+        _, load = stub.told()  # a heartbeat
         assert load.kv_blocks_cached == 0
         stub.send(CoreSleep(asleep=False))
         assert stub.rested() == CoreSlept(asleep=False)

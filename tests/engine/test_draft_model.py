@@ -98,7 +98,7 @@ def test_both_models_give_their_memory_back_asleep_and_draft_on_when_woken(check
     assert cache() is None, "somebody still holds the draft's cache"
     loop.wake()
     assert not draft.model.away
-    draft.proposer.passes.measured([])  # by this clock each takes as long as a step
+    draft.proposer.passes.measured([])  # by this clock each step takes the same time
     drafted = loop.load().drafted_tokens_total
     assert tokens_of(run_all(loop, [make_submit(0)])) == before
     assert loop.load().accepted_tokens_total == loop.load().drafted_tokens_total > drafted > 0
@@ -160,7 +160,7 @@ def test_blocks_are_known_by_what_the_draft_model_wrote_into_them_last() -> None
     one = make_sequence([1, 2, 3, 4, 5], [7, 8, 9])
     assert held.num_there(one) == 0
     held.took_in(one, 0, 5, [6, 9])
-    one.tokens += [6, 8]  # of two guesses one came true
+    one.tokens += [6, 8]  # one of two draft tokens was accepted
     one.kv.blocks.append(3)
     assert held.num_there(one) == 6
     assert held.num_there(make_sequence([1, 2, 3, 4, 5], [7, 8, 2])) == 4
@@ -170,7 +170,7 @@ def test_blocks_are_known_by_what_the_draft_model_wrote_into_them_last() -> None
     assert held.num_there(make_sequence([1, 2, 3, 4, 5], [7, 8, 9], salt=b"another tenant")) == 0
     other = make_sequence([1, 2, 9, 9], [7, 8])
     assert held.num_there(other) == 2
-    held.took_in(other, 2, 3, [])  # half of a block that was full of something else
+    held.took_in(other, 2, 3, [])  # half of a block that held other tokens
     assert held.num_there(make_sequence([1, 2, 3, 4, 5], [7, 8, 9])) == 2
     held.forget()
     assert held.num_there(one) == 0

@@ -81,7 +81,7 @@ def test_expert_counts_of_each_tenant_equal_the_choices_of_transformers_routers(
 ) -> None:
     clock = Clock()
     loop = make_loop(loops, clock, batching=strategy, overlap=overlap, prefix_caching=False, static_batch_size=3)
-    loop.warm_up()  # whose tokens are nobody's
+    loop.warm_up()  # padding rows, whose tokens belong to no request
     prompts = {0: ("a", [5, 9, 77, 31, 8]), 1: ("b", list(range(20, 60))), 2: ("a", [300, 4, 4, 4, 17, 80, 2, 9, 9])}
     results = run_all(loop, [submit(key, *one) for key, one in prompts.items()])
     settle(loop, clock)
@@ -143,7 +143,7 @@ def test_an_even_load_is_balanced_and_one_hot_expert_is_not() -> None:
     assert list(unpack_shares(told.quantiles_LQ)) == [1] * 12
     assert list(unpack_shares(told.active_L)) == [8, 8, 8]
     hot = even(0)
-    hot[1, 3] = 42 * 8  # the layer's expert 3 has as much again as all of them had
+    hot[1, 3] = 42 * 8  # the layer's expert 3 has as many again as all of them together
     history.add({"a": hot}, np.zeros(3, dtype=np.int64), 0, START_S)
     told = history.balance(START_S)
     assert list(unpack_shares(told.balancedness_L)) == pytest.approx([1, 84 / (42 * 9), 1])
@@ -173,7 +173,7 @@ def test_minutes_are_kept_for_an_hour_and_sums_since_the_start() -> None:
 
 
 def test_the_busiest_tenants_are_told_apart_and_the_others_are_one() -> None:
-    slots = TenantSlots(num_slots=4)  # nobody, others, and two tenants
+    slots = TenantSlots(num_slots=4)  # padding, other tenants, and two tenants
     assert slots.slots_of(["", "a", "b", "c", "a"], [9, 1, 1, 90, 1]) == [NOBODY, 2, 3, OTHERS, 2]
     slots.weigh({"a": 2, "b": 50})
     slots.turn()
@@ -182,7 +182,7 @@ def test_the_busiest_tenants_are_told_apart_and_the_others_are_one() -> None:
     assert slots.take_steps() == 2
     for _ in range(20):
         slots.weigh({"c": 1})
-        slots.turn()  # nobody else comes: who has a slot keeps it
+        slots.turn()  # no other tenant comes, so each keeps its slot
     assert slots.names() == {OTHERS: OTHER_TENANTS, 2: "c", 3: "b"}
     history = LoadHistory(SHAPE, START_S)
     history.add({"a": even(2), OTHER_TENANTS: even(4)}, np.zeros(3, dtype=np.int64), 1, START_S)

@@ -185,7 +185,7 @@ def test_the_template_has_one_thread_so_that_forking_is_safe(service: GrammarSer
 def test_a_checkpoint_without_a_tokenizer_starts_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, reason: str
 ) -> None:
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))  # with which no process would start
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))  # a limit with which no process could start
     with pytest.raises(ValueError, match=reason):
         GrammarService(tmp_path / name, LIMITS)
 
@@ -280,7 +280,7 @@ def test_a_request_at_whose_operation_a_process_is_killed_goes_on_once(service: 
         (mask,) = masks_of([handle])
         assert (mask is None) is is_last
         assert is_last or mask == before
-    assert not service.refusal_of(grammar)  # which proves nothing against the grammar
+    assert not service.refusal_of(grammar)  # it says nothing about the grammar
 
 
 def test_states_of_requests_that_ended_are_freed(service: GrammarService) -> None:

@@ -26,7 +26,7 @@ from moiety_wire.messages import Sampling
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 24
-SCRATCH = NUM_BLOCKS  # the block beyond those that sequences get
+SCRATCH = NUM_BLOCKS  # the block beyond those that sequences use
 
 
 def make_submit(key: int, length: int, **sampling: Any) -> CoreSubmit:
@@ -97,7 +97,7 @@ def test_a_padded_batch_says_of_every_row_where_it_reads_and_writes(loops: Any) 
     assert host.context_len_S[3:].tolist() == [1] * 5
     assert host.query_start_S1.tolist() == list(range(9))
     assert host.wanted_rows_L.tolist() == [0, 1, 2]
-    assert host.adapter_T is None  # nobody's rows have none, and steps with adapters are not replayed
+    assert host.adapter_T is None  # padding rows have no adapter, and steps with adapters are not replayed
     every = [getattr(host, field.name) for field in dataclasses.fields(host) if field.name.endswith("_T")]
     lengths = {len(values) for values in every if values is not None}
     assert lengths == {8}

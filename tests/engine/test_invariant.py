@@ -33,7 +33,7 @@ from moiety_wire.engine_choices import Batching
 from moiety_wire.messages import Sampling
 
 GPU = pytest.param(("cuda", True), marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))
-FEW_BLOCKS = 40  # for all requests: too few, so that some are computed again
+FEW_BLOCKS = 40  # for all requests: too few, so that some are recomputed
 
 
 def make_submit(key: int, length: int, max_tokens: int = 24, **sampling: Any) -> CoreSubmit:

@@ -98,7 +98,7 @@ def test_with_a_cache_of_bfloat16_too_requests_get_together_and_in_chunks_what_t
 
 
 def test_preempted_requests_get_the_tokens_of_an_undisturbed_run(loops: Any, alone: dict[int, list[int]]) -> None:
-    loop = loops.make(  # first come, first served lets in whatever fits now, and finds out later
+    loop = loops.make(  # FCFS admits whatever fits now, and preempts later
         kv_memory_bytes=15 * BLOCK_BYTES_8,
         max_batch_tokens=64,
         prefix_caching=False,

@@ -273,7 +273,7 @@ def test_shared_prefixes_are_not_computed_again_by_the_mtp_layer(mtp: MtpLoops) 
         before = loop.load().drafted_tokens_total
         loop.submit(submit)
         loop.step()  # its prompt
-        loop.step()  # a decode; as much is taken in beside it as may be, or a guess is verified
+        loop.step()  # a decode; the step admits as much beside it as it can, or verifies a draft
         return loop.load().drafted_tokens_total - before
 
     def answer_of(key: int) -> list[int]:
@@ -342,7 +342,7 @@ def test_all_memory_is_given_back_asleep_and_it_drafts_on_when_woken(of_what_was
     assert loop.executor.model.away and loop.executor.draft.model.away
     assert loop.executor.draft._made_NPD is None
     loop.wake()
-    loop.executor.draft.proposer.passes.measured([])  # by this clock each takes as long as a step
+    loop.executor.draft.proposer.passes.measured([])  # by this clock each step takes the same time
     drafted = loop.load().drafted_tokens_total
     assert told(run_all(loop, [make_submit(0)])) == before
     assert loop.load().accepted_tokens_total == loop.load().drafted_tokens_total > drafted > 0

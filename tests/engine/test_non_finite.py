@@ -177,7 +177,7 @@ def test_blocks_of_a_non_finite_request_are_not_kept_on_host_or_disk(
     loop = poisoned.make(disk_cache=str(tmp_path), disk_cache_bytes=1 << 24, max_batch_tokens=8, **few, **host)
     assert loop.intake.disk is not None
     begun = [*PROMPTS[4], bad_token[0], *PROMPTS[5]]
-    # it is given up before anything is sampled, so that its blocks are left behind as if they were good
+    # it ends before anything is sampled, and its blocks stay behind as if they were valid
     loop.submit(submit(1, prompt_ids=begun))
     while loop.steps_total < 5:  # of the seven that its prompt takes
         loop.step()

@@ -308,7 +308,7 @@ def test_a_block_is_not_hashed_before_all_of_its_tokens_are_known() -> None:
     assert kv.start(sequence, NO_HITS, 8)
     sequence.expect_token(0)
     planner = StepPlanner(KvGroups([kv]), 64, StepTimeModel())
-    assert planner.add_prefill(sequence, 8)  # as when it was preempted, and is computed again
+    assert planner.add_prefill(sequence, 8)  # as after a preemption: it is recomputed
     planner.will_compute(b"what another sequence starts with")
     sequence.fill_token(5, 0.0)
     fresh = Sequence(make_submit(0, length=7), order=0, seed=0)

@@ -58,14 +58,14 @@ def test_a_parallel_rank_that_does_not_come_is_named(processes: RankProcesses, f
         assert "(--join-timeout-s): 3" in answer["error"]
 
 
-MASKED = [  # who stays away, and how many are done without
+MASKED = [  # the missing ranks, and how many are excluded
     ("qwen3_moe", {"dp_attention": 2, "ffn_ranks": 2, "ep": 2, "micro_batch_tokens": 2}, {3}, 1),
     thorough("gpt_oss", {"ffn_ranks": 2}, {2}, 1),  # the last rank with experts
     thorough("gpt_oss", {"dp_attention": 4, "ep": 2}, {3}, 1),  # pieces of experts become whole ones
     thorough("mixtral", {"tp": 2, "ffn_ranks": 2, "ep": 2, "redundant_experts": 2}, {2}, 1),
     thorough("deepseek_v3", {"dp_attention": 4, "ep": 4}, {2}, 1),
     ("qwen3_moe", {"dp_attention": 4, "ep": 4, "redundant_experts": 8}, {1, 3}, 2),  # experts keep moving
-    ("qwen3_moe", {"dp_attention": 2, "tp": 2, "ep": 4}, {3}, 2),  # rank 2 has half of the heads of nobody's requests
+    ("qwen3_moe", {"dp_attention": 2, "tp": 2, "ep": 4}, {3}, 2),  # rank 2 has half of the heads of an empty group
     thorough("mixtral", {"dp_attention": 2, "ep": 2}, {1}, 1),  # one is left
 ]
 
@@ -100,7 +100,7 @@ def test_parallel_ranks_that_have_no_room_for_the_parts_of_one_that_is_gone_say_
     for answer in processes.work(first, second, lacks="weights"):
         assert "has 0.00 GiB free" in answer["error"]
         assert answer["error"].count("(the group runs without rank 2 and holds its part of the model)") == 1
-    assert [line.split()[1] for line in losses.read_text().splitlines()[1:]] == ["1"]  # it says that it cannot go on
+    assert [line.split()[1] for line in losses.read_text().splitlines()[1:]] == ["1"]  # it cannot continue
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_a_parallel_group_that_has_lost_a_rank_for_good_says_the_same_without_it
     ours, *others = left.work(first, second, third, waves=requests())
     assert_same(alone.says("qwen3_moe"), ours)
     assert ours["num_masked"] == 1 and not any(other["error"] for other in others)
-    back = left.work(*ranks_of(config), waves=requests())  # it takes part again, since it has come in time
+    back = left.work(*ranks_of(config), waves=requests())  # it takes part again, since it came in time
     assert_same(alone.says("qwen3_moe"), back[0])
     assert back[0]["num_masked"] == 0 and not any(other["error"] for other in back)
     losses.write_text(losses.read_text() * 2)

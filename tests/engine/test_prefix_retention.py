@@ -165,7 +165,7 @@ def test_retained_blocks_on_disk_are_deleted_after_the_idle_time() -> None:
     kept = Stored("kept", 100, (b"kept",), b"a", 0.0)
     index.add(kept)
     index.keep(kept, Kept(86_400.0, 1.0), 0.0)
-    for second in range(1, 200):  # so full that it is passed over again and again
+    for second in range(1, 200):  # so full that it is skipped again and again
         index.add(Stored(str(second), 100, (b"%d" % second,), b"b", float(second)))
         index.take_unused_since(second - 60.0)
     assert index.find(b"kept") is None

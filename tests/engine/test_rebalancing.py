@@ -91,7 +91,7 @@ def test_no_expert_moves_with_few_tokens_or_when_the_cost_exceeds_the_gain() -> 
     few, dear = make_balancer(), make_balancer()
     few.count(np.eye(LAYERS, EXPERTS, dtype=np.int64) * (LEAST_PICKS * EXPERTS - 1))
     assert not few.judge(EVERY_S, CAREFUL)
-    few.count(np.eye(LAYERS, EXPERTS, dtype=np.int64))  # with those of before it is enough
+    few.count(np.eye(LAYERS, EXPERTS, dtype=np.int64))  # the counts of before are enough
     assert few.judge(2 * EVERY_S, CAREFUL)
     dear.count(skewed(1))
     assert dear.judge(EVERY_S, 10.0)

@@ -60,7 +60,7 @@ class Driver:
         self.credit: dict[int, int] = {}
         self.steps = 0
         self.num_rows: list[int] = []
-        self.live = True  # whoever has credit runs; not so while the dynamic strategy waits for company
+        self.live = True  # a request with credit runs, unless the dynamic strategy waits for further requests
 
     def add(self, submit: CoreSubmit) -> None:
         self.outputs[submit.key] = []

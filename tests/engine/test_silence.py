@@ -31,7 +31,7 @@ def test_a_rank_that_hangs_is_noticed_within_five_seconds_however_often_others_a
 
 def test_while_this_process_is_kept_from_running_nobody_is_taken_for_lost() -> None:
     silence = HeartbeatTimeout([1], limit_s=SILENCE_S, turn_s=TURN_S, now_s=0.0)
-    for now_s in (3.0, 33.0, 63.0):  # it stood still between, and so may the other have
+    for now_s in (3.0, 33.0, 63.0):  # this rank was stopped meanwhile, and so may the other have been
         silence.turn(now_s)
         assert silence.too_long() == []
     silence.heard(1)

@@ -124,7 +124,7 @@ def test_sleep_waits_for_what_is_open_and_the_newest_wish_counts() -> None:
     assert (keeper.state, keeper.next_command(2)) == (SleepState.AWAKE, None)
     keeper.ask(asleep=True)
     assert keeper.next_command(0) == CoreSleep(asleep=True)
-    keeper.ask(asleep=False)  # while the core is at it
+    keeper.ask(asleep=False)  # while the core is busy with it
     assert (keeper.state, keeper.next_command(0)) == (SleepState.FALLING_ASLEEP, None)
     keeper.done(CoreSlept(asleep=True))
     assert (keeper.state, keeper.next_command(0)) == (SleepState.WAKING, CoreSleep(asleep=False))

@@ -28,7 +28,7 @@ from moiety_wire.messages import FinishReason, Sampling, TokenRules
 
 BLOCK_BYTES_8 = 2 * 2 * 2 * 16 * 8 * 4  # layers · (K, V) · heads · width · tokens · float32
 WORDS = [17, 230, 41]
-FEW_WORDS = dict.fromkeys(WORDS, 30.0)  # a bias that leaves the model these, of which it cannot but repeat some
+FEW_WORDS = dict.fromkeys(WORDS, 30.0)  # a bias that leaves the model only these words, so that it repeats some
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.7, "seed": 11},

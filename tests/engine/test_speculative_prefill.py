@@ -51,7 +51,7 @@ class Driver:
         self.scheduler = scheduler
         self.now_ns = 0
         self.ends: dict[int, CoreFinish] = {}
-        self.plans: list[list[tuple[int, int]]] = []  # key, tokens; of what was asked for
+        self.plans: list[list[tuple[int, int]]] = []  # key and tokens of requests, without speculative prefill
 
     def add(self, submit: CoreSubmit) -> None:
         self.scheduler.add(submit, seed=0, now_ns=self.now_ns)
@@ -92,7 +92,7 @@ def answered(driver: Driver, key: int, prompt: list[int], **more: Any) -> CoreFi
 def test_the_next_turn_hits_the_blocks_of_speculative_prefill() -> None:
     driver = Driver(make_scheduler())
     answered(driver, 1, list(range(10)))
-    history = [*range(10), *range(50, 63)]  # without its thoughts the answer is other tokens
+    history = [*range(10), *range(50, 63)]  # without its reasoning the answer has other tokens
     driver.add(prefetch(2, history, num_shared=10, other_ids=[100, 101, 102, 103], num_asked=10))
     driver.run()
     assert (driver.ends[2].detail, driver.ends[2].num_speculative_tokens) == ("computed", 12)

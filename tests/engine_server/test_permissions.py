@@ -163,7 +163,7 @@ async def test_usage_is_settled_by_its_own_gateway_or_by_one_that_was_told_of_it
         assert running.front.stats().num_unacknowledged == 1 and not impostor.cards
         gateway.socket.close()
         told: list[UnacknowledgedUsage] = []
-        while not told:  # the engine has given the first one up, and hears from the other
+        while not told:  # the engine has given the first gateway up, and hears from the other
             now_s[0] += 1
             message = await other.keep_alive_and_receive()
             told += [message] if isinstance(message, UnacknowledgedUsage) else []

@@ -28,7 +28,7 @@ ASK: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 40}
 WHOLE = " ".join(str(1 + i) for i in range(400))
 PATIENT = Heartbeat(
     interval_s=0.05, timeout_s=30, silence_s=60
-)  # a server in this process may be slow, and is not lost
+)  # a server in this process may be slow without being lost
 HASTY = Heartbeat(interval_s=0.05, timeout_s=2, silence_s=3)
 CHAT = "/v1/chat/completions"
 METRICS = """\
@@ -61,7 +61,7 @@ class Server:
         self.running = self.waiting = 0
         self.stop_at: int | None = None  # tokens, after which it ends by its end-of-sequence token
         self.dies_at: int | None = None  # tokens, after which the connection is cut
-        self.raw: bytes | None = None  # an answer to every completion, as it is
+        self.raw: bytes | None = None  # an answer to every completion, sent unchanged
         self.is_silent = False
         self.ended = asyncio.Event()
         self._server = ClosingServer(self._serve)
@@ -99,7 +99,7 @@ class Server:
                     await writer.drain()
                     return
                 await self._answer(reader, writer, self.bodies[-1])
-                if self.kind == "llama.cpp":  # it closes after every stream, although it offers to keep alive
+                if self.kind == "llama.cpp":  # it closes after every stream, although it offers keep-alive
                     await reader.read(1)
                     return
         except (ConnectionError, asyncio.IncompleteReadError):

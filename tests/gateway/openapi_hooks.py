@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from schemathesis.checks import CHECKS
 from schemathesis.core.parameters import ParameterLocation
 
-# Formats of ours, which JSON Schema has no words for.
+# Formats of our own, for which JSON Schema has no keyword.
 PRINTABLE = st.text(st.characters(exclude_categories=["C", "Z"], include_characters=" "), min_size=1, max_size=100)
 schemathesis.openapi.format("printable", PRINTABLE)
 schemathesis.openapi.format("name", PRINTABLE.map(str.strip).filter(bool))
@@ -178,7 +178,7 @@ def before_call(_context: Any, case: Any, _kwargs: Any) -> None:
     if is_bad(case, ParameterLocation.BODY):
         case.headers.pop("If-Match", None)  # it is looked at before the body
     if "Idempotency-Key" in case.headers and not is_bad(case, ParameterLocation.HEADER):
-        case.headers["Idempotency-Key"] = new()  # one that was sent before is looked at first, too
+        case.headers["Idempotency-Key"] = new()  # a key that was sent before is looked up first, too
     if not is_bad(case, ParameterLocation.BODY) and isinstance(case.body, dict):
         case.body = agreed(named(without_fractions(case.body)))
     if not is_bad(case, ParameterLocation.QUERY) and case.method == "GET" and CASES[case.operation.label] % 2:

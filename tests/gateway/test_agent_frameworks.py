@@ -64,7 +64,7 @@ async def test_langchains_tool_loop_comes_to_its_answer(tool_gateway: RunningGat
 async def test_the_agents_sdks_loop_comes_to_its_answer(tool_gateway: RunningGateway, api: str, stream: bool) -> None:
     import agents
 
-    agents.set_tracing_disabled(True)  # it would send traces to its maker
+    agents.set_tracing_disabled(True)  # it would send traces to its vendor
     tool_gateway.of["hermes"].script = says(CALL, "It is 17 degrees.")
     agent = agents.Agent(
         name="weather",

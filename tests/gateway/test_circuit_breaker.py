@@ -27,7 +27,7 @@ from moiety_platform.routing.circuit_breaker import POLICY, BreakerState, Circui
 from moiety_platform.routing.outcomes import Outcome, OutcomeKind, outcome_of
 from moiety_wire.notes import Reason
 
-LONGEST_S = max(POLICY.max_s * (1 + POLICY.jitter), POLICY.max_retry_after_s) + 1e-6  # what floats round
+LONGEST_S = max(POLICY.max_s * (1 + POLICY.jitter), POLICY.max_retry_after_s) + 1e-6  # rounding of floats
 
 
 def breaker_of(draw: float = 0.5) -> CircuitBreaker:

@@ -136,7 +136,7 @@ async def test_a_body_that_takes_long_but_comes_on_is_served(start_gateway: Star
     ):
         writer.write(head(gateway, len(data), "Connection: close"))
         for start in range(0, len(data), 200):
-            await asyncio.sleep(0.2)  # a tenth of what it may take, since this process may be held up
+            await asyncio.sleep(0.2)  # a tenth of the limit, since this process may be slow
             writer.write(data[start : start + 200])
         assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
 

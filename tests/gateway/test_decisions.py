@@ -75,7 +75,7 @@ async def test_questions_of_all_types_are_answered_in_their_order(gateway: Runni
             for value, probability in zip(("billing", True, "true"), probabilities, strict=True)
         ],
     }
-    low, high = shares(len('low"'), len('high"'))  # both begin with a quote
+    low, high = shares(len('low"'), len('high"'))  # both begin with a quotation mark
     assert score.model_dump() == {
         "type": "score",
         "name": "urgency",

@@ -113,7 +113,7 @@ async def test_a_client_that_never_reads_is_hung_up_on_and_its_request_ends(
         assert (row.outcome, row.http_status, row.error_code) == ("disconnected", 499, "client_disconnected")
         assert row.output_tokens == engine.state.load.output_tokens_total > 0
         assert engine.state.num_inflight == 0
-        await until(lambda: gateway.num_connections() == 0)  # dropped, not waiting for what the client never takes
+        await until(lambda: gateway.num_connections() == 0)  # dropped, without a wait for a client that does not read
         unread.close()
 
 
@@ -134,7 +134,7 @@ async def test_clients_that_leave_after_any_byte_leave_one_row_each_with_exact_c
                 await reader.read(rng.randrange(1, 4000))
             writer.transport.abort()
             num_authenticated += data[:num_sent].find(b"\r\n\r\n") >= 0
-        # a request may end before the server notices that its client has gone, but none is missing or doubled
+        # a request may end before the server notices the disconnect, but none is missing or counted twice
         rows = await gateway.rows.wait_for(num_authenticated)
         await until(lambda: engine.state.num_inflight == 0)
         assert len({row.request_id for row in rows}) == len(rows) == num_authenticated

@@ -49,7 +49,7 @@ async def test_a_client_that_leaves_ends_the_request_at_the_server_at_once(
         async for chunk in stream:
             if "5" in (chunk.choices[0].delta.content or ""):
                 break
-        server.token_s = 600  # so that it ends only if it is hung up on
+        server.token_s = 600  # so that it ends only by a disconnect
         await stream.close()
         async with asyncio.timeout(60):
             await server.ended.wait()
@@ -155,7 +155,7 @@ async def test_one_of_ours_and_one_of_theirs_take_over_from_each_other(
                 break
         else:
             pytest.fail("none had to move")
-        assert all(submit.credit_tokens == 40 for submit in ours.submits)  # all of it: it may have to move
+        assert all(submit.credit_tokens == 40 for submit in ours.submits)  # all of it, since it may have to move
 
 
 def stream_of(data: bytes) -> bytes:

@@ -43,7 +43,7 @@ async def test_load_of_llama_cpp_without_metrics_follows_from_its_slots(
     server.running = 3
     engine = client_of(server)
     async with start_over(engine):
-        assert engine.state.load.num_running == 3  # this gateway has given it nothing
+        assert engine.state.load.num_running == 3  # this gateway has sent it nothing
         server.running = 1
         await until(lambda: engine.state.load.num_running != 3)
         assert engine.state.load.num_running == 1

@@ -274,7 +274,7 @@ async def test_a_limit_that_has_not_so_much_left_shortens_the_answer_or_refuses_
     async with start_over(client_of(server), stores_usage=True) as gateway:
         size = gateway.prompt_tokens("hello")
         quota_id = await limit_of(gateway, size + 20)
-        answer = await gateway.client.chat.completions.create(**ASK)  # nothing is waited for: more cannot come
+        answer = await gateway.client.chat.completions.create(**ASK)  # no wait: further tokens cannot become free
         assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (WHOLE[:20], "length")
         assert server.bodies[0]["max_tokens"] == 20
         assert await used(gateway, quota_id) == size + 20

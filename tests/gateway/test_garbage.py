@@ -85,7 +85,7 @@ async def test_a_request_leaves_no_frames(
 ) -> None:
     body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 4, "stream": stream, **changes}
     async with start_gateway([FakeEngineClient(card, script)]) as gateway:
-        await gateway.post(path, body)  # what is made once
+        await gateway.post(path, body)  # objects that are created once
         with found_by_collection() as found:
             for _ in range(NUM_REQUESTS):
                 await gateway.post(path, body)

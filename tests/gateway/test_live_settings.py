@@ -200,7 +200,7 @@ async def end_of_a_batch(gateway: RunningGateway) -> Any:
 async def progress_of_a_batch(gateway: RunningGateway) -> tuple[Any, ...]:
     """Return the status of a batch that makes no progress, and its end after batches may run again."""
     batch = await new_batch(gateway, 2)
-    for _ in range(5):  # looks of the worker, who is there and does nothing
+    for _ in range(5):  # polls of the worker, which is running and idle
         await asyncio.sleep(0.05)
     found = (await gateway.client.batches.retrieve(batch.id)).status
     await gateway.live.change(gateway.live.now.model_copy(update={"batch_concurrency": 4}))

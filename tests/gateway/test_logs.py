@@ -54,7 +54,7 @@ def test_log_lines_without_a_running_loop_are_written() -> None:
     lines = Lines(writes)
 
     async def tell_and_stop(loop: asyncio.AbstractEventLoop) -> None:
-        loop.stop()  # this turn is the last, so what it leaves to the next one does not run
+        loop.stop()  # this turn is the last, so the next one never runs
         lines.info("one")
 
     loop = asyncio.new_event_loop()

@@ -90,7 +90,7 @@ def test_the_busiest_of_late_have_series_of_their_own_and_nothing_is_lost() -> N
         collector.observe(row(tenant_id, tokens))
     assert told(collector) == {"ten_b": 80, "ten_c": 0, OTHER: 5 + 1 + 103 + 100 + 90 + 80}
     now_s[0] += RANKED_EVERY_S
-    assert set(told(collector)) == {"ten_b", "ten_c", OTHER}  # nobody else wants their places
+    assert set(told(collector)) == {"ten_b", "ten_c", OTHER}  # no other tenant needs their slots
 
 
 def test_refusals_are_counted_by_tenant_and_none_at_all_has_a_place_if_so_wished() -> None:

@@ -28,7 +28,7 @@ from .test_trace_receiver import TOKEN, run_store
 MARK = "zebracrossing"
 PERSON = "ladybird"  # end user, and value of a tag: kept with the usage, and shown to administrators alone
 TEXT = f"what is a {MARK}?"
-FAILS = 7  # tokens, at which the engine does
+FAILS = 7  # tokens at which the engine fails
 PIXEL = base64.b64encode(MARK.encode()).decode()
 USER = [{"role": "system", "content": TEXT}, {"role": "user", "content": TEXT, "name": MARK}]
 TOOL = {"name": MARK, "description": TEXT, "parameters": {"type": "object", "properties": {MARK: {"type": "string"}}}}

@@ -30,7 +30,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 ASK: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 30}
 CHAT = "/v1/chat/completions"
 TEXT = "one two three"
-BEATS = Heartbeat(interval_s=0.05, timeout_s=30, silence_s=60)  # a server in this process may be slow, and is not lost
+BEATS = Heartbeat(interval_s=0.05, timeout_s=30, silence_s=60)  # a server in this process may be slow, not lost
 NUM_REQUESTS = 24
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
 

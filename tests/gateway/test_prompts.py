@@ -70,4 +70,4 @@ async def test_a_control_token_written_by_a_client_is_text(gateway: RunningGatew
     assert 256 not in ids
     assert text_of(gateway, ids) == "<|user|>a<|end|>b\n<|assistant|>"
     await gateway.post("/v1/completions", {"model": "tiny", "prompt": "a<|end|>b", "max_tokens": 1})
-    assert 256 in gateway.engine.submits[-1].prompt_ids  # a raw prompt is whole in its sender's hands
+    assert 256 in gateway.engine.submits[-1].prompt_ids  # a raw prompt is controlled by its sender alone

@@ -114,7 +114,7 @@ async def test_it_is_no_request_and_what_came_true_is_counted_with_the_turn_that
         prompt = before["totals"]["prompt_tokens"]
         assert prompt == len(gateway.engine.submits[0].prompt_ids)
         turn = [*FIRST, {"role": "assistant", "content": "Yes, quite."}, {"role": "user", "content": "?"}]
-        await ask(gateway, turn, n=2)  # two answers at once are followed by no turn that could be known
+        await ask(gateway, turn, n=2)  # after two answers at once the next turn is not known
         by_class = {one["group"]["service_class"]: one["totals"] for one in await sums(gateway, "service_class")}
         assert (by_class["speculative_prefill"]["requests"], by_class["speculative_prefill"]["speculative_tokens"]) == (
             0,

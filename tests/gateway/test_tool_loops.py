@@ -77,7 +77,7 @@ async def ask_openai(gateway: RunningGateway, family: str = "hermes", *, stream:
     async with gateway.client.chat.completions.stream(**body) as events:
         try:
             return (await events.get_final_completion()).choices[0]
-        except openai.LengthFinishReasonError as exc:  # the client parses no answer that a limit has cut
+        except openai.LengthFinishReasonError as exc:  # the client does not parse an answer that a limit has truncated
             return exc.completion.choices[0]
 
 

@@ -16,7 +16,7 @@ LASTING = (
     "serviceName",
     "podManagementPolicy",
     "volumeClaimTemplates",
-)  # which Kubernetes lets nobody change
+)  # which Kubernetes does not let anyone change
 
 
 @pytest.fixture(scope="module")

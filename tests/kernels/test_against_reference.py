@@ -296,7 +296,7 @@ def test_attention_input(norm: str, clip: float | None, width: int, pairs: int, 
     angles = normal(500, pairs)
     positions = torch.randint(0, 500, (tokens,), device=DEVICE)
     slots = torch.randperm(10 * places, device=DEVICE)[:tokens]
-    slots[5::9] = -1  # tokens that belong to nobody
+    slots[5::9] = -1  # padding tokens
     norms = {"none": (None, None)} | dict.fromkeys(("head", "head of rotated"), (normal(width), normal(width)))
     q_norm, k_norm = norms.get(norm, (normal(heads * width), normal(kv_heads * width)))
     plan = AttentionInputPlan(q_norm, k_norm, 1e-6, clip, rotates_first=norm == "head of rotated")

@@ -90,7 +90,7 @@ def embeds(kernel: ModuleType, _: Any) -> None:
 def counts(kernel: ModuleType, _: Any) -> None:
     chosen = [torch.rand(40, 8).topk(2).indices.int() for _ in range(3)]
     owner = torch.randint(0, 4, (40,))
-    owner[(chosen[0] == 0).any(dim=1)] = 0  # an expert that only nobody's tokens went to
+    owner[(chosen[0] == 0).any(dim=1)] = 0  # an expert that only padding tokens go to
     found = []
     for count in (kernel.count_picks, count_picks_reference):
         picks, active = torch.zeros(4, 3, 8, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
@@ -402,7 +402,7 @@ def test_a_mutant_is_found(
 ) -> None:
     if module is cpu_pairs and not dots.usable(16):
         pytest.skip("this processor does not multiply in pairs: test_emulated.py runs this with that emulated")
-    monkeypatch.setattr(compiling, "_cacheable", lambda: False)  # of a text that is gone nothing is to be kept
+    monkeypatch.setattr(compiling, "_cacheable", lambda: False)  # nothing is cached of a source that no longer exists
     mutant = mutated(module, old, new)
     with pytest.raises(AssertionError):
         CHECKS[module](mutant, paged)

@@ -68,16 +68,16 @@ def write_checkpoint(
             elif name.endswith(("layer_scalar", "router.scale", "expert_scale")):
                 parameter.uniform_(0.5, 1.5)
             elif "conv1d" in name:
-                parameter.normal_(std=0.5)  # as initialized, what it lets through is nearly nothing, and inexact
+                parameter.normal_(std=0.5)  # as initialized, its output is nearly zero, and inexact
             elif name.endswith("A_log"):
-                parameter.uniform_(-3, 0)  # as initialized, a state is forgotten at once
+                parameter.uniform_(-3, 0)  # as initialized, a state decays at once
             elif not parameter.any():  # routers and sinks that start at zero
                 parameter.normal_(std=0.15)
     oracle.save_pretrained(folder)
     if family in CLASS_OF:
         path = folder / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": family}))
-    if dtype is not torch.float32:  # read anew, for rotary frequencies were narrowed with the weights
+    if dtype is not torch.float32:  # read again, since rotary frequencies were rounded with the weights
         oracle = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     return Checkpoint(folder, oracle, config.vocab_size)
 

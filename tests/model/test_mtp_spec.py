@@ -34,7 +34,7 @@ class Published:
     """A checkpoint with such a layer, written as published, and how to compute it."""
 
     folder: Path
-    oracle: Any  # whose last layer is the one that is_mtp_layer
+    oracle: Any  # its last layer is the MTP layer
     extra: dict[str, Tensor]
 
     @torch.no_grad()

@@ -49,7 +49,7 @@ RECENT = [  # with what older families do not have, such as output gates, layers
     "nemotron_h",
     "nemotron_h, latent experts",
 ]
-CHOOSING_NEARLY_TIED = {"kolibri1"}  # among its three prompts one token has two experts that rounding exchanges
+CHOOSING_NEARLY_TIED = {"kolibri1"}  # among its three prompts, rounding exchanges two experts of one token
 ROUTED_OTHERWISE = [
     "dots1",
     "ernie4_5_moe",

@@ -17,7 +17,7 @@ UNPICKLES = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
 EVALUATES = {"eval", "exec", "compile", "__import__"}
 OF_DATA = {"yaml.load", "yaml.unsafe_load", "yaml.full_load", "torch.load", "numpy.load", "os.system", "os.popen"}
 STATEMENT_OF = {"text", "exec_driver_sql", "execute", "scalar", "scalars", "executescript"}
-FIXED = {"platform/moiety_platform/db/session.py": "pragma"}  # what is put into statements there, none of it anybody's
+FIXED = {"platform/moiety_platform/db/session.py": "pragma"}  # fixed text in statements there
 
 
 def rows() -> dict[str, list[str]]:
@@ -95,7 +95,7 @@ def test_nothing_that_is_read_can_be_code() -> None:
 
 
 def test_no_statement_is_put_together_of_values() -> None:
-    parts = sources("platform")  # migrations are given nothing that anybody says
+    parts = sources("platform")  # migrations read no input
     assert {name: found for name, tree in parts if (found := composes_statements(tree, FIXED.get(name, "")))} == {}
 
 

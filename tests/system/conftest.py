@@ -96,7 +96,7 @@ class Server:
     def is_serving(self) -> bool:
         try:
             return self.admin.get("/readyz").status_code == 200
-        except httpx.TransportError:  # the gateway is on its way; the deadline judges
+        except httpx.TransportError:  # the gateway is starting; the deadline decides
             return False
 
 

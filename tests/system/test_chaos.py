@@ -136,4 +136,4 @@ def test_three_faults_leave_nothing_behind(tmp_path: Path) -> None:
     assert unhurried == dict.fromkeys(unhurried, True), report
 
 
-BUSY = ("priority_slo_attained", "recovered_in_10_s")  # hang on what else the machine does
+BUSY = ("priority_slo_attained", "recovered_in_10_s")  # depend on the load of the machine

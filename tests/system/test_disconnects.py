@@ -101,7 +101,7 @@ def leave(account: Any, client: Client) -> Left:
                 assert more, f"the server hung up on {client}: {received[-300:]!r}"
                 received += more
         if client.place == "in answer":
-            account.server.fresh_load()  # so much later the engine is at it, or done
+            account.server.fresh_load()  # by then the engine is busy with it, or has finished
         if client.is_stream and client.reset:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
     found = re.search(rb'"id": ?"([^"]+)"', received)
@@ -136,7 +136,7 @@ def test_two_hundred_clients_that_hang_up_leave_a_whole_pool_and_all_their_rows(
     after = server.wait_until_idle()
     assert after["engine_id"] == before["engine_id"], "the engine did not live through it"
     assert after["kv_blocks_total"] == before["kv_blocks_total"]
-    # all that the engine made is in the rows; the one more is of the request that closed the books
+    # the rows have all that the engine generated; the additional one is the request that ended the test
     made = after["output_tokens_total"] - before["output_tokens_total"]
     assert sum(row["output_tokens"] for row in rows.values()) == made - 1
 

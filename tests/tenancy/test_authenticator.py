@@ -207,7 +207,7 @@ async def test_a_database_that_does_not_answer_holds_up_no_known_key_and_costs_o
     cuttable.wire.stall()
     clock.advance(TTL_S)
     sent = len(statements.sent)
-    await authenticator.authenticate(f"Bearer {demo.key}")  # the first waits a moment, for there may be an answer yet
+    await authenticator.authenticate(f"Bearer {demo.key}")  # the first one waits for a late answer
     clock.advance(PATIENCE_S)
     for _ in range(200):
         for key in keys:

@@ -191,7 +191,7 @@ async def test_many_requests_cost_one_statement_in_the_time_that_a_snapshot_is_g
     def looked_up() -> int:
         return sum("service_classes" in statement for statement in statements)
 
-    async with asyncio.timeout(60):  # a slow database is waited for in the background
+    async with asyncio.timeout(60):  # the gateway waits for a slow database in the background
         while looked_up() < 2:  # noqa: ASYNC110 - a listener of the database counts
             await asyncio.sleep(0.01)
     assert looked_up() == 2

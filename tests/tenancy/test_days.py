@@ -80,7 +80,7 @@ async def test_usage_is_the_same_from_days_as_from_hours(used: Database) -> None
     assert await sum_up(used) == 6, "the one without requests is done, too"
     assert await num_rows_of_days(used) == 5 * 3
     assert await reports(used) == from_hours
-    async with used.write() as session:  # what now stands in the days is what is told of a day that lies within
+    async with used.write() as session:  # sums of the days are used for a day that lies within
         await session.execute(update(UsageDay).values(requests=UsageDay.requests + 1))
     changed = [after != before for after, before in zip(await reports(used), from_hours, strict=True)]
     by_span = [any(changed[8 * place : 8 * place + 8]) for place in range(len(SPANS))]

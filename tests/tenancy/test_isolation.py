@@ -89,7 +89,7 @@ async def test_every_endpoint_answers_every_role_as_the_table_says(world: World,
                 wrong.append(f"{ask}: what is another's is not answered as what does not exist")
             if bound and (seen := [thing for thing in world.b.ids() if thing in answer.text and name == "a"]):
                 wrong.append(f"{ask}: shows {seen} of the other tenant")
-            told = answer.text.replace('"curve_secret_key"', "")  # a name, of which only whether it is set is told
+            told = answer.text.replace('"curve_secret_key"', "")  # a name of which only its presence is reported
             if ask.route.startswith("GET") and any(secret in told for secret in (*world.a.secrets, "secret_")):
                 wrong.append(f"{ask}: shows a secret")
     assert wrong == []
@@ -124,7 +124,7 @@ OF_ALL = (
     "/simulations",
     "/declarations",
     "/settings",
-)  # what is of no one tenant
+)  # objects that belong to no tenant
 
 
 @pytest.mark.parametrize("who", ["tenant-admin of A", "viewer of A"])

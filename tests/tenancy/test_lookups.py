@@ -173,7 +173,7 @@ async def test_clients_that_leave_take_no_look_up_along_and_keep_no_connection(
         task.cancel()
     await asyncio.gather(*strangers, return_exceptions=True)
     store.gate.set()
-    assert await answer(authenticator, generate_key().text) == 401  # the queue moves on
+    assert await answer(authenticator, generate_key().text) == 401  # the queue continues
     pool = store.engine.pool
     assert isinstance(pool, AsyncAdaptedQueuePool)
     assert pool.checkedout() == 0

@@ -28,7 +28,7 @@ from moiety_platform.usage.reconciliation import Amounts, reconcile
 
 from .conftest import PEPPER
 
-CHART = "0015"  # where the schema stood when the chart was first released: what one may go back to
+CHART = "0015"  # the schema of the chart's first release, to which a downgrade is possible
 DAY = datetime(2026, 3, 1, tzinfo=UTC)
 KEYS = {"client": f"mty_{'c' * 16}.{'s' * 32}", "owner": f"mty_{'o' * 16}.{'t' * 32}"}
 TENANT = {"id": "ten_1", "name": "acme", "service_class": "flex", "weight": 2.0, "status": "active", "created_at": DAY}

@@ -137,7 +137,7 @@ async def test_a_request_whose_gateway_is_killed_is_charged_its_prompt_by_the_ne
     hold = await keeper.hold([WHOLE], {Unit.TOKENS: 30})
     killed = UsageRecorder(database, tmp_path)
     killed.opened(row(1, hold.charges({Unit.TOKENS: 12})))
-    await asyncio.sleep(0)  # the turn ends, in which it came
+    await asyncio.sleep(0)  # the turn in which it came ends
     killed._live_log.close(keep=True)
     descriptor = killed._live_log._descriptor
     os.close(descriptor)  # as the end of a process does

@@ -132,7 +132,7 @@ async def test_the_last_minutes_are_run_as_they_were_and_as_they_would_be(
     result = found["result"]
     assert (result["device"], result["num_requests"], result["num_unserved"]) == (DEVICE, 60, 1)
     assert result["now"]["classes"]["standard"]["num"] == result["then"]["classes"]["standard"]["num"] == 60
-    assert result["now"]["attainment"] == 1.0  # one at a time, which it has time for
+    assert result["now"]["attainment"] == 1.0  # one at a time, for which there is enough time
     assert result["then"]["attainment"] == 0.0  # nothing can be as fast as was asked for
     assert demo.tenant_id not in str(found)
     assert [one["id"] for one in (await api.call("GET", "simulations", 200))["data"]] == [made["id"]]

@@ -348,7 +348,7 @@ async def test_a_log_that_was_tampered_with_is_broken_before_and_after_an_erasur
     with pytest.raises(BrokenChain):
         verify(await log(admin))
     await erase(admin, clock, other["id"])
-    with pytest.raises(BrokenChain):  # an erasure does not wash it
+    with pytest.raises(BrokenChain):  # a deletion does not hide it
         verify(await log(admin))
     assert await places_of(database, "somebody else") == set()
 

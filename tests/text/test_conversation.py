@@ -168,7 +168,7 @@ def test_text_that_cannot_fit_is_refused_before_it_is_encoded(backends: Backends
             encoder.encode([{"role": "user", "content": content}], max_tokens=50)
         exact = len(encoder.encode([{"role": "user", "content": content}]))
         assert 50 < caught.value.at_least <= exact
-    assert len(tokenizer.encode("xy" * 40, max_tokens=50)) > 50  # near the limit the exact count is worth having
+    assert len(tokenizer.encode("xy" * 40, max_tokens=50)) > 50  # near the limit an exact count pays
 
 
 def test_tokenizers_that_may_swallow_text_have_no_bound(backends: Backends) -> None:

@@ -42,7 +42,7 @@ class Replica:
     ) -> None:
         ledger = KvLedger(BlockPool(num_blocks), BLOCK_SIZE, prefix_caching=caching)
         limits = SchedulerLimits(budget, max_running, max_waiting=max_waiting)
-        right = (step_s, 100 * TOKEN_S, *[0.0] * 5)  # the model of a step's time: a constant and a time a row
+        right = (step_s, 100 * TOKEN_S, *[0.0] * 5)  # the step-time model: a constant, and a time per row
         strategy = STRATEGIES[Batching.CONTINUOUS]
         self.scheduler = Scheduler(ledger, limits, strategy, policy, step_time=StepTimeModel(right))
         self.step_s = step_s

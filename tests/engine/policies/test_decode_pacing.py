@@ -15,7 +15,7 @@ from moiety_wire.classes import PRIORITY, OverloadAction, ServiceClass
 
 MakeReplica = Callable[..., Any]
 
-STEP_S, TOKEN_S = 0.01, 0.001  # of the replica's steps: a constant, and a row
+STEP_S, TOKEN_S = 0.01, 0.001  # the replica's step time: a constant, and a time per row
 TIGHT = ServiceClass("tight", 0, ttft_s=1.0, tpot_s=0.03, on_overload=OverloadAction.QUEUE)
 SOON = ServiceClass("soon", 0, ttft_s=0.1, tpot_s=0.03, on_overload=OverloadAction.QUEUE)
 CHAT = ServiceClass("chat", 1, ttft_s=600.0, tpot_s=0.1, on_overload=OverloadAction.QUEUE)

@@ -16,7 +16,7 @@ def test_waiting_work_is_due_by_its_deadline_and_partly_before() -> None:
     demand = DeadlineDemand()
     demand.came(SOON, 6_000, 0.0)
     demand.came(LATER, 20_000, 0.0)
-    forgotten_s = 10_000.0  # so late that the rates are nothing
+    forgotten_s = 10_000.0  # so late that the rates have decayed to zero
     assert demand.overload(0, 100.0, forgotten_s) == pytest.approx((6_000 + 2_000) / 10_000)
     demand.left(SOON, 6_000)
     assert demand.overload(0, 100.0, forgotten_s) == pytest.approx(20_000 / 100_000)

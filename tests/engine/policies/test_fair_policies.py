@@ -153,7 +153,7 @@ def test_dlpm_sees_that_a_prefix_has_gone(make_replica: MakeReplica) -> None:
         replica.run()
     holding = replica.add(88)
     replica.step()
-    gone, kept = replica.add([*longer, 2]), replica.add([*shorter, 2])  # both are cached as yet
+    gone, kept = replica.add([*longer, 2]), replica.add([*shorter, 2])  # both are still cached
     replica.run()
     assert replica.started[2:] == [holding, kept, gone]
     assert replica.finishes[gone].num_cached_tokens == 0

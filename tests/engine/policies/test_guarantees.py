@@ -44,7 +44,7 @@ class Bank:
             return False
         sequence.state = SequenceState.RUNNING
         sequence.kv.blocks = [0] * blocks
-        sequence.tokens.append(1)  # the first of its answer
+        sequence.tokens.append(1)  # the first output token
         sequence.kv.num_computed = len(sequence.tokens) - 1
         self.running.append(sequence)
         return True

@@ -81,7 +81,7 @@ def test_under_overload_a_rank_of_mixed_promises_keeps_more_of_them_by_work_than
         replica = make_replica(policy, budget=64, max_running=32)
         job = ServiceClass("job", 0, completion_s=60.0, on_overload=OverloadAction.QUEUE)
         keys = []
-        for second in range(120):  # 900 tokens a second fit, 1,640 come
+        for second in range(120):  # 900 tokens per second fit, 1,640 arrive
             replica.now_ns = max(replica.now_ns, (1000 + second) * 10**9)
             keys += [replica.add(1400, service=job), *(replica.add(20, service=job) for _ in range(9))]
             keys += [replica.add(20, service=stream(30.0)) for _ in range(3)]

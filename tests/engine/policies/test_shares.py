@@ -83,7 +83,7 @@ def test_short_requests_of_a_better_rank_find_a_place_however_many_came_before(
         for _ in range(num_preempted):
             sequence.timeline.num_preemptions += 1
             replica.scheduler.policy.preempted(sequence, None, 0.0)
-    for _ in range(60):  # more than twice for each stream
+    for _ in range(60):  # more than twice per stream
         while len(replica.scheduler.queues.running) < 8:
             replica.step()
         key, num_steps = replica.add(4, tenant="modest", service=PRIORITY, output=2), 0

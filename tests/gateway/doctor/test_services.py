@@ -34,7 +34,7 @@ async def gateway_at_another_port(world: Any) -> AsyncIterator[Any]:
 
 
 async def administrators_key_that_is_unknown(world: Any) -> AsyncIterator[Any]:
-    yield world.patient  # of the store at hand, which is not that gateway's
+    yield world.patient  # the store of this deployment, which is not that gateway's
     yield replace(world.patient, admin_key=world.gateway.admin_key)
 
 

@@ -202,7 +202,7 @@ async def books_that_differ(world: World) -> AsyncIterator[Any]:
     async with database.write() as session:
         await session.execute(update(UsageHour).values(output_tokens=UsageHour.output_tokens + 1))
     yield world.patient
-    async with database.write() as session:  # what was half stored is stored
+    async with database.write() as session:  # the half that was missing is stored
         await session.execute(update(UsageHour).values(output_tokens=UsageHour.output_tokens - 1))
     await database.close()
     yield world.patient
@@ -226,7 +226,7 @@ async def limit_that_its_leases_do_not_add_up_to(world: World) -> AsyncIterator[
     async with database.write() as session:
         await session.execute(insert(QuotaWindow).values(WINDOW))
     yield world.patient
-    async with database.write() as session:  # what was half stored is stored
+    async with database.write() as session:  # the half that was missing is stored
         await session.execute(insert(QuotaLease).values(WINDOW | LEASE))
     await database.close()
     yield world.patient

@@ -46,7 +46,7 @@ def assert_agrees(
     angles = torch.rand(POSITIONS, pairs, device=device) * 6
     positions = torch.randint(0, POSITIONS, (tokens,), device=device)
     slots = torch.randperm(BLOCKS * PLACES)[:tokens]
-    slots[1::3] = -1  # of tokens that belong to nobody
+    slots[1::3] = -1  # slots of padding tokens
     made = []
     for some in (kernels, reference):
         cache, scales = poisoned(latent + 2 * pairs, kept, device)
@@ -58,7 +58,7 @@ def assert_agrees(
     for ours, theirs, tolerance in zip(*made, (4e-3 if dtype is torch.float16 else 1e-5, rounded, 4e-3), strict=True):
         difference = {"rtol": 0.0 if ours.dtype is torch.int8 else tolerance, "atol": tolerance, "equal_nan": True}
         torch.testing.assert_close(ours.float(), theirs.float(), **difference)
-    if kept.itemsize == 1:  # but for what float32's last bit decides
+    if kept.itemsize == 1:  # except where float32's last bit decides
         ours, theirs = (cache.float().nan_to_num(9.0) for _, cache, _ in made)
         assert (ours != theirs).float().mean() < 0.02
 
