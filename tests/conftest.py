@@ -36,9 +36,13 @@ if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
 THOROUGH = bool(os.environ.get("MOIETY_TEST_ALL"))  # every combination: make test-all
 FAST = os.environ.get("MOIETY_TEST_FAST", "")  # test functions that are short, once each: make test-fast
 TESTS = Path(__file__).parent
+HELPERS = [path for path in TESTS.rglob("*.py") if not path.name.startswith(("test_", "conftest"))]
 LONG = frozenset() if FAST == "all" else frozenset((TESTS / "long_tests.txt").read_text().split())
 EXAMPLES = 100 if THOROUGH else 25  # for properties whose test sets no number
 WITH_PROCESSES = frozenset({"system", "dashboard", "helm", "fuzz"})  # folders whose tests start servers or a browser
+
+# an assertion that fails in a helper module shows its values, too
+pytest.register_assert_rewrite(*(".".join(path.relative_to(TESTS.parent).with_suffix("").parts) for path in HELPERS))
 
 # no deadline: the time of an example depends on the machine's load
 hypothesis.settings.register_profile("moiety", deadline=None, max_examples=EXAMPLES)
