@@ -1,4 +1,4 @@
-"""Variants of the families released since the autumn of 2025; see VARIANTS in conftest."""
+"""Variants of the families released since the autumn of 2025; see VARIANTS in variants.py."""
 
 from __future__ import annotations
 
