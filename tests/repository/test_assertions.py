@@ -111,6 +111,18 @@ def can_fail(source: Source, node: ast.AST | None, seen: frozenset[ast.AST] = fr
     return any(map(is_check, parts)) or any(can_fail(*callee, seen) for callee in callees if callee)
 
 
+def is_failing_machine(source: Source, node: ast.AST) -> bool:
+    """Return whether a state machine of Hypothesis has a rule or an invariant that can fail."""
+    return isinstance(node, ast.ClassDef) and any(can_fail(source, part) for part in node.body)
+
+
+def list_machines(source: Source) -> Iterator[tuple[str, tuple[Source, ast.AST] | None]]:
+    """Yield the name of each `TestX = Machine.TestCase`, and the machine."""
+    for name, value in source.definitions.items():
+        if name.startswith("Test") and isinstance(value, ast.Attribute) and isinstance(value.value, ast.Name):
+            yield name, resolve(source, value.value.id)
+
+
 def list_tests(source: Source) -> Iterator[Function]:
     classes = [node for node in source.definitions.values() if isinstance(node, ast.ClassDef)]
     methods = [node for one in classes if one.name.startswith("Test") for node in one.body]
@@ -128,6 +140,13 @@ def test_every_test_asserts_or_expects_an_error() -> None:
         for source, test in tests
         if not can_fail(source, test)
     ] == []
+
+
+def test_every_state_machine_asserts() -> None:
+    sources = [read_source(path) for path in sorted(TESTS.rglob("test_*.py"))]
+    machines = {name: machine for source in sources for name, machine in list_machines(source)}
+    assert machines
+    assert [name for name, machine in machines.items() if not machine or not is_failing_machine(*machine)] == []
 
 
 @pytest.mark.parametrize(
