@@ -1,9 +1,8 @@
-"""Work of Litestar for each application and of SQLAlchemy for each engine, done once a process of tests.
+"""Caches of work that Litestar does for each application and SQLAlchemy for each engine, shared by a process of tests.
 
-Most tests of a gateway make an application and several engines. Litestar would parse each handler anew, and SQLAlchemy
-compile each statement. What a route needs to call its handler is made at the route's first request: in production when
-the application is made.
-"""
+Most tests of a gateway make an application and several engines. Without the caches, Litestar parses each handler again,
+and SQLAlchemy compiles each statement again. What a route needs to call its handler is made at the route's first
+request; in production it is made with the application."""
 
 from __future__ import annotations
 

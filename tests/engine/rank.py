@@ -1,8 +1,7 @@
-"""Ranks of the tests' own: `python rank.py SILENCE_S IN,OUT …` is one process for each pair of pipes, which serves one
-group after the other, so that the ranks of many tests import torch once. They may be silent for so long.
+"""Processes of ranks: `python rank.py SILENCE_S IN,OUT …` starts one process for each pair of pipes.
 
-A line in is (configuration, where to meet, requests). Rank 0 answers with a line of what came of the requests.
-"""
+Each process serves one rank group after the other, so that the ranks of many tests import torch once. A rank may be
+silent for SILENCE_S. An input line is (configuration, rendezvous, requests). Rank 0 answers with a line of results."""
 
 from __future__ import annotations
 

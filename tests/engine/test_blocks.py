@@ -1,4 +1,4 @@
-"""Laws of the block pool: whatever the order of operations, no block is lost, doubled or shared by mistake."""
+"""Invariants of the block pool: no order of operations loses a block, or frees or shares one twice."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Compressed entries are in blocks, the window and the tokens of the next entries in states: answers are those of each
-prompt alone, however its tokens are cut, batched, hit, swapped or computed anew."""
+"""Compressed attention: answers are those of each prompt alone.
+
+Compressed entries are in blocks; the window and the tokens of the next entries are in states. Prompts are chunked,
+batched, found in the prefix cache, swapped and recomputed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No tenant and no class holds all slots for decoding images while others wait."""
+"""Turns of image decoding: no tenant and no class holds all slots while others wait."""
 
 from __future__ import annotations
 

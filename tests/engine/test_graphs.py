@@ -1,5 +1,7 @@
-"""Replayed decode steps. What a graph is given, a batch padded with rows that belong to nobody, is run here without
-one; that replaying gives the same bits is tested where there is a GPU."""
+"""Decode steps that CUDA graphs replay.
+
+The input of a graph, a batch with padding rows, is run here without a graph. Tests on a GPU check that a replay gives
+the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The step loop with a model that sees: what a prompt with images gets does not depend on how it was scheduled."""
+"""The step loop with a vision model: the answer to a prompt with images does not depend on its scheduling."""
 
 from __future__ import annotations
 

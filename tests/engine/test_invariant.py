@@ -1,6 +1,7 @@
-"""A request gets the same tokens and log-probabilities, to the bit, alone and in any batch, however its prompt is cut
-and however often it is preempted. On a CPU that holds with `--batch-invariant` and without; the flag's own way through
-scheduler and runner is the same there as on a GPU."""
+"""Batch invariance: a request has the same tokens and log-probabilities, bit for bit, alone and in any batch.
+
+Prompts are chunked and requests preempted. On a CPU this holds with `--batch-invariant` and without; the path of the
+option through scheduler and runner is the same as on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The step loop with a real model: what a request gets does not depend on how it was scheduled."""
+"""The step loop with a real model: the answer to a request does not depend on its scheduling."""
 
 from __future__ import annotations
 

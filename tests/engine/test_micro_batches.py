@@ -1,4 +1,4 @@
-"""A step that is cut into micro-batches: nothing is lost, and each row sees what it saw before."""
+"""A step that is split into micro-batches: no token is lost, and each row sees the same context as before."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""A layer of the checkpoint that predicts further tokens drafts for it: nothing that anybody gets changes, and what
-such a layer reads goes wherever the KV goes.
+"""A checkpoint's MTP layer drafts tokens: no output changes, and the layer's KV moves with the model's KV.
 
-Two checkpoints are made for it. In one the layer is the model's only one over again, and reads tokens: it says the same
-but for the first token, which it lacks, and some noise. In the other tokens follow each other in a circle, and the
-layer knows them by nothing but what the model made of the ones before: it is right if that is there, and only then.
-"""
+There are two checkpoints. In one, the MTP layer copies the only layer of the model and reads tokens: it predicts what
+the model generates, except for the first token, which it lacks, and some noise. In the other, tokens follow each other
+in a circle, and the layer sees only the model's hidden states of earlier tokens: it is right if and only if these are
+there."""
 
 from __future__ import annotations
 

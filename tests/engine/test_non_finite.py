@@ -1,4 +1,4 @@
-"""A request whose logits, vector or scores are not finite ends with a failure, and nobody else notices."""
+"""A request whose logits, embedding or scores are not finite fails, and no other request is affected."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Planning a step while one runs changes when things are known, and nothing that anybody gets. On a CPU the device has
-always finished; that the tokens of the running step are not looked at before their time is what these tests hold."""
+"""Overlapped scheduling plans a step while another one runs, and changes no output.
+
+On a CPU the device has always finished. These tests check that the tokens of the running step are not read too
+early."""
 
 from __future__ import annotations
 

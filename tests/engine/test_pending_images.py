@@ -1,4 +1,5 @@
-"""Requests whose images are still being decoded wait in the core as others do: they count, end and meet deadlines."""
+"""Requests whose images are still being decoded wait in the core: they are counted, end and meet deadlines as
+others."""
 
 from __future__ import annotations
 

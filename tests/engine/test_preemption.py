@@ -1,8 +1,6 @@
-"""The real engine keeps what the scheduler promises: who gives way loses its place in the batch, and nothing else.
+"""Preemption in the real engine: a preempted request loses its slot in the batch, and nothing else.
 
-Time is a clock that moves by a fixed amount at every reading, so that no decision here depends on how fast the machine
-is.
-"""
+The clock advances by a fixed amount at every reading, so that no decision depends on the speed of the machine."""
 
 from __future__ import annotations
 

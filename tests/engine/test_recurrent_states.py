@@ -1,8 +1,8 @@
-"""Recurrent layers continue from their own sequence's state, however its tokens are cut, batched, hit or recomputed.
+"""Recurrent layers continue from the state of their own sequence.
 
-No family with such layers is needed: the layer here is a decaying linear attention after a short convolution, and what
-it answers is compared with the same model's answers to each prompt alone, in one chunk.
-"""
+Tokens are chunked, batched, found in the prefix cache and recomputed. The layer is a decaying linear attention after a
+short convolution, so no real family is needed. Answers are compared with those of the same model to each prompt alone,
+in one chunk."""
 
 from __future__ import annotations
 

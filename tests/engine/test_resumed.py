@@ -1,4 +1,4 @@
-"""A request that comes with another engine's output: the real model goes on with the tokens of an undisturbed run."""
+"""A request that comes with another engine's output continues with the tokens of an undisturbed run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws of the scheduler, on the real scheduler and block pool with a stand-in for the model."""
+"""Invariants of the scheduler, on the real scheduler and block pool with a stand-in for the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Index keys go wherever the blocks of latent rows go: sparse attention answers alike however its blocks were moved."""
+"""Index keys move with the blocks of latent rows: sparse attention gives the same answers wherever its blocks were."""
 
 from __future__ import annotations
 

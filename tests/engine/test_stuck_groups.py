@@ -1,4 +1,4 @@
-"""Groups of ranks whose sequences hold all of its blocks: no group waits for what another does."""
+"""Rank groups whose sequences hold all of their blocks: no group waits for another one's work."""
 
 from __future__ import annotations
 

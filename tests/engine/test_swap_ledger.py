@@ -1,9 +1,9 @@
-"""Laws of the ledger over pool and host tier: whatever is grown, sealed, shared, evicted, swapped or given back, in
-whatever order within a step, every sequence reads its own tokens' KV and no block is lost.
+"""Invariants of the ledger over block pool and host tier: every sequence reads the KV of its own tokens, and no block
+is lost.
 
-KV is symbolic here: the content of a place is the salt and all tokens up to it, so that a read from a wrong block, of
-a copy not yet run, or across tenants is a mismatch.
-"""
+Blocks are allocated, sealed, shared, evicted, swapped and freed in any order within a step. KV is symbolic: the content
+of a slot is the salt and all tokens up to it, so that a read of a wrong block, of a copy not yet run, or of another
+tenant's block is a mismatch."""
 
 from __future__ import annotations
 

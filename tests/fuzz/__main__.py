@@ -1,7 +1,7 @@
-"""`make fuzz`: mutated input for everything that reads what strangers send, one target after the other.
+"""`make fuzz`: mutated input for all code that reads input of clients, engines and files, one target after the other.
 
-Coverage-guided, by atheris. What is found ends its target with the input and where it failed; what reaches new code is
-kept for the next run in `.fuzz`, and a few of that in the corpora (`--keep`), which `make test` runs."""
+The fuzzer is atheris, guided by coverage. A finding ends its target and is printed with its input. Inputs that reach
+new code are kept in `.fuzz` for the next run, and some of them in the corpora (`--keep`), which `make test` runs."""
 
 from __future__ import annotations
 

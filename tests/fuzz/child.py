@@ -1,7 +1,7 @@
 """One target under atheris, in a process of its own: `python -m tests.fuzz.child NAME FOLDER SECONDS CPU_SECONDS`.
 
-Ends with 0 when its time is up, and with libFuzzer's own codes after a finding, whose input is then in FOLDER/found.
-How far it came is written to FOLDER/figures.json meanwhile."""
+It ends with 0 after its time, and with libFuzzer's own codes after a finding, whose input is then in FOLDER/found. Its
+progress is written to FOLDER/figures.json."""
 
 from __future__ import annotations
 

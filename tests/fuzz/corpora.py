@@ -1,5 +1,5 @@
-"""The inputs that are kept of each target: a line each, a JSON string of Latin letters, so that bytes survive and text
-can be read."""
+"""The corpus of each target: one input a line, as a JSON string of Latin-1 characters, so that bytes survive and text
+is readable."""
 
 from __future__ import annotations
 

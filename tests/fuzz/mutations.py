@@ -1,5 +1,6 @@
-"""Mutations of what a text says, not of its bytes, of which parsers refuse nearly all. The first byte chooses a way
-(see `split`) and is left alone."""
+"""Mutations of decoded values. Parsers refuse nearly all inputs whose bytes are mutated.
+
+The first byte selects the variant of a target (see `split`) and is not mutated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What gateways put before an engine, what models write, and what tenants have engines compile or load."""
+"""Targets of the engine: messages of gateways, outputs of models, and grammars and adapters of tenants."""
 
 from __future__ import annotations
 

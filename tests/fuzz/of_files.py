@@ -1,4 +1,4 @@
-"""Files of clients, and of checkpoints from elsewhere: heads of images, tokenizers, GGUF headers and settings."""
+"""Targets that read files of clients and of checkpoints: heads of images, tokenizers, GGUF headers and settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients, servers of others and senders of spans put before a gateway."""
+"""Targets of the gateway: requests of clients, answers of external engines, and spans."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""What is fuzzed: a function of bytes that returns for all input that is taken or refused in words, and raises for all
-else. Knows no fuzzer."""
+"""A target of fuzzing: a function of bytes that returns if input is accepted or refused with a message, and raises
+otherwise.
+
+This module does not know the fuzzer."""
 
 from __future__ import annotations
 

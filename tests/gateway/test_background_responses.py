@@ -1,4 +1,4 @@
-"""Responses that are made in the background: polled, cancelled, and failed with their gateway."""
+"""Background responses: polled, cancelled, and failed together with their gateway."""
 
 from __future__ import annotations
 

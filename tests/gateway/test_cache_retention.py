@@ -1,4 +1,4 @@
-"""A client that says its conversation will come back is heard, in the words of each API."""
+"""Requests for prefix-cache retention reach the engine from the fields of each API."""
 
 from __future__ import annotations
 

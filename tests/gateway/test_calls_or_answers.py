@@ -1,4 +1,4 @@
-"""Response formats beside tools where nothing marks calls: an answer must not read like a call."""
+"""Response formats beside tools whose calls have no marker: an answer must not read like a call."""
 
 from __future__ import annotations
 

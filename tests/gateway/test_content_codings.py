@@ -1,4 +1,4 @@
-"""Compressed content is decoded in small pieces, however it is cut, and what is no such content is refused."""
+"""Compressed content is decoded in small pieces, however it is split, and invalid content is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Context edits of Anthropic's API: what is cleared, when, and what an answer says of it."""
+"""Context edits of Anthropic's API: what is cleared, when, and what an answer reports of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client that hangs up at any byte: the engine's work ends, and one usage row tells exactly what was generated."""
+"""A client that disconnects at any byte: the engine's work ends, and one usage row has exactly what was generated."""
 
 from __future__ import annotations
 

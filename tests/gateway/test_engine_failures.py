@@ -1,4 +1,4 @@
-"""Engines that refuse, fail or die: a typed answer, or an error event in a stream that has begun; never silence."""
+"""Engines that refuse, fail or die: clients get a typed error, or an error event in a stream that has begun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines that are lost in the middle of an answer: it goes on at another one, once, and never at all of them."""
+"""Engines that are lost during an answer: it continues once at another engine, and never at all of them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""A request and its connection leave nothing that only a garbage collection finds. A collection stops every stream of a
-gateway, for longer the more there is to look at, and the texts and tokens of refused requests were most of it."""
+"""A request and its connection leave no garbage that only a collection finds.
+
+A collection stops every stream of a gateway, for longer the more objects there are, and the texts and tokens of refused
+requests were most of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies of megabytes cost what their bytes do: they are worked on off the event loop, to their first defect only."""
+"""Large bodies are decoded and checked off the event loop, and only up to their first error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The live settings of what a whole gateway opens: where it sends to, whom it believes, what it keeps and says."""
+"""Live settings of a whole gateway: its senders, the clients that it trusts, what it stores and logs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every setting that is declared live takes effect on a gateway that runs, and what has begun goes on as it began."""
+"""Every live setting takes effect in a running gateway, and requests in progress continue as they began."""
 
 from __future__ import annotations
 

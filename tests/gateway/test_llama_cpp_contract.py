@@ -1,5 +1,6 @@
-"""llama.cpp's server as `benchmarks/external_engines.py --record` found a real one: what it streamed is to come to what
-it gave whole, and a request that is worded otherwise than when it was recorded has no answer here."""
+"""Answers of a real llama.cpp server, as `benchmarks/external_engines.py --record` recorded them.
+
+A streamed answer must equal the whole one, and a request that differs from the recorded one has no answer here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""As many series however many tenants there are; and a receiver that is silent or away, which nobody notices."""
+"""The number of metric series does not grow with tenants; a receiver of metrics that is silent or away affects no
+request."""
 
 from __future__ import annotations
 

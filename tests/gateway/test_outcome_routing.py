@@ -1,5 +1,6 @@
-"""How requests ended steers where the next ones go: replicas that fail, refuse or break are asked less, and others take
-over what they refuse. External engines are played by small servers on the loopback."""
+"""Routing by outcome: replicas that fail, refuse or break get fewer requests, and others serve what they refuse.
+
+External engines are small servers on loopback."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""What is read and deleted by keys of several columns is looked up: SQLite compares rows that stand in a statement with
-every row of the table, which took seconds of a store with five million spans."""
+"""Reads and deletions by several key columns use an index.
+
+SQLite compares rows in a statement with every row of the table, which took seconds in a store with five million
+spans."""
 
 from __future__ import annotations
 

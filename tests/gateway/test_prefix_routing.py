@@ -1,4 +1,4 @@
-"""Prompts that begin alike go to the same engine, as long as it has not much more to do than the others."""
+"""Prompts with a common prefix go to the same engine, unless it has much more work than the others."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""A gateway's configuration file, changed while it serves: what it says is taken within seconds and no request fails
-for it; what is wrong in it changes nothing; what is being written is waited for."""
+"""Hot reload of the configuration file while the gateway serves.
+
+Its changes apply within seconds and no request fails. A file with an error changes nothing. A file that is being
+written is read when it is complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request's way through the gateway stays short: files and calls of a streamed chat, by a profile hook."""
+"""The path of a request through the gateway stays short: files and calls of a streamed chat, by a profile hook."""
 
 from __future__ import annotations
 

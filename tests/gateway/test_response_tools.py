@@ -1,4 +1,5 @@
-"""Tools in responses, with the real `openai` package: offered, called in events and as a whole, and answered."""
+"""Tools in responses, with the real `openai` package: offered, called in events and in the whole answer, and
+answered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts at one engine and answers at another: who gets what, and what becomes of it when either is lost."""
+"""Disaggregated prefill and decode: the requests of each engine, and the outcome if either engine is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pure parts: the choice of a replica, and what a stream makes of an engine's messages."""
+"""Pure functions: the choice of a replica, and the stream of an engine's messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may be asked of tools, and what becomes of it on the way: control tokens, failover, batches, repetitions."""
+"""Requests with tools through the pipeline: control tokens, failover, batches and repetitions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trace of a request: its spans have no gap, say what the books say, and lost they cost nobody anything."""
+"""The trace of a request: its spans leave no gap and agree with its usage row, and lost spans affect no request."""
 
 from __future__ import annotations
 

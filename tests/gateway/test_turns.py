@@ -1,4 +1,4 @@
-"""A tenant that sends many requests at once holds up no other tenant's."""
+"""A tenant that sends many requests at once does not delay other tenants."""
 
 from __future__ import annotations
 

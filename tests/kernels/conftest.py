@@ -1,4 +1,4 @@
-"""How a CPU multiplies, of the ways that this machine has; sequences in a paged cache; and kernels with a fault."""
+"""Fixtures of kernels: the ways in which this CPU can multiply, sequences in a paged cache, and mutants of kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Attention where a CPU multiplies pairs of bfloat16: as exact as its rounding, and a row's bits are its own."""
+"""Attention on CPUs that multiply pairs of bfloat16: as exact as its rounding, and each row is independent of the
+others."""
 
 from __future__ import annotations
 

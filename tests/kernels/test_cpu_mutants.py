@@ -1,5 +1,6 @@
-"""Each kernel for CPUs agrees with its reference, and one with a fault, a dropped mask or a wrong offset, does not: the
-same check finds it. No fault reads or writes beyond what the kernel was given."""
+"""Each kernel for CPUs agrees with its reference, and each mutant of it fails the same check.
+
+A mutant drops a mask or uses a wrong offset. No mutant reads or writes beyond the kernel's arguments."""
 
 from __future__ import annotations
 

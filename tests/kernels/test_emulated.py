@@ -1,5 +1,6 @@
-"""Kernels for instructions that this processor lacks are tested on it all the same, with those instructions emulated;
-and what is emulated is what the instructions do, where the processor has them, bit for bit."""
+"""Kernels for instructions that this processor lacks run with these instructions emulated.
+
+If the processor has them, the emulation is compared with them bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What adapters add to products: by whoever computes it the same as with merged weights, for odd ranks and rows."""
+"""Products with adapters equal those with merged weights, in every implementation, for odd ranks and rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is gathered into large pages stays as it is and where it is; where the system gives them, it is in some."""
+"""Tensors in large pages keep their contents and addresses; if the system provides large pages, they are in some."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights in few bits: what rounding keeps, and that products with them are those with the weights they stand for."""
+"""Quantized weights: the error of rounding, and products equal to those with the dequantized weights."""
 
 from __future__ import annotations
 

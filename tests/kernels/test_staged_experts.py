@@ -1,4 +1,4 @@
-"""Experts that come in stages, into room for some of them, give the very bits of all of them at once."""
+"""Experts that are loaded in stages, with space for some of them, give the same bits as all at once."""
 
 from __future__ import annotations
 

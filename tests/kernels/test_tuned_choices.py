@@ -1,4 +1,4 @@
-"""Tuned choices on disk: who finds them, who does not, and what happens to a file that nobody can read."""
+"""Tuned choices on disk: which processes read them, which do not, and the handling of an unreadable file."""
 
 from __future__ import annotations
 

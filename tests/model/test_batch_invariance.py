@@ -1,4 +1,5 @@
-"""In every family a sequence's logits are the same to the bit alone and in any batch, however its prompt is cut."""
+"""In every family a sequence's logits are the same, bit for bit, alone and in any batch, however its prompt is
+chunked."""
 
 from __future__ import annotations
 

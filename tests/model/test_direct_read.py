@@ -1,4 +1,4 @@
-"""What is wanted as it is on disk is read straight to its place, and nothing else is taken for that."""
+"""Tensors that are needed as they are on disk are read directly into place, and no others are."""
 
 from __future__ import annotations
 

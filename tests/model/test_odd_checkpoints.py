@@ -1,5 +1,4 @@
-"""Checkpoints that are not as they should be are refused by name, or read as their index says; and a checkpoint that
-could not be written leaves nothing behind."""
+"""Invalid checkpoints are refused by name, or read as their index says; a failed write leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model whose experts do not fit: a cache of some of them gives the very bits of all of them, whatever it holds."""
+"""A model whose experts do not fit: a cache of some of them gives the same bits as all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our model computes what transformers computes, however the tokens are cut, batched and stored."""
+"""Our models compute what transformers computes, however tokens are chunked, batched and stored."""
 
 from __future__ import annotations
 

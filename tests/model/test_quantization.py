@@ -1,4 +1,4 @@
-"""Checkpoints in few bits: put so while loading, or written so; both are the same model, and nearly the one before."""
+"""Quantized checkpoints: quantized while loading or written so, they are the same model, close to the original one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grammars that crash or overrun their compiler, through the whole server: they cost their own request alone."""
+"""Grammars that crash or overrun their compiler, through the whole server: only their own request fails."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""No request to the admin API makes it answer 5xx: every route of its OpenAPI document with hostile values in each
-place, on both databases, and administrators that do the same thing at once."""
+"""No request to the admin API is answered with 5xx.
+
+Every route of its OpenAPI document gets hostile values in each place, on both databases, and administrators do the same
+thing at once."""
 
 from __future__ import annotations
 

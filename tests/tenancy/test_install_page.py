@@ -1,5 +1,6 @@
-"""docs/install.md as a new user reads it: each of its commands is run here as it stands, or marked as one that needs a
-cluster or a container engine, and of those what the chart would make is made."""
+"""Each command of docs/install.md is run as it is written.
+
+Commands that need a cluster or a container engine are marked, and the chart's part of them is rendered."""
 
 from __future__ import annotations
 

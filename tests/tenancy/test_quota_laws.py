@@ -1,5 +1,7 @@
-"""The laws of leases, whatever replicas, requests, crashes, outages and clocks do: nothing is spent beyond what was
-granted, nothing is granted beyond the cap, nothing is booked twice, and nothing stays reserved."""
+"""Invariants of quota leases under any sequence of requests, crashes, outages and clock changes.
+
+Nothing is spent beyond what was granted, nothing is granted beyond the cap, nothing is booked twice, and nothing stays
+reserved."""
 
 from __future__ import annotations
 
