@@ -124,6 +124,7 @@ def test_each_answer_in_a_batch_of_many_adapters_is_that_of_its_merged_checkpoin
         ("qwen3_next", ("q_proj",)),
         pytest.param("laguna", ("g_proj",), marks=pytest.mark.thorough),
         ("lfm2_moe", ("w1", "w2", "w3")),
+        ("dbrx", ("Wqkv",)),
     ],
 )
 def test_adapters_on_queries_output_gates_and_modules_of_other_names_answer_as_the_merged_checkpoint(

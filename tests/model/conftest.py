@@ -61,7 +61,7 @@ def write_checkpoint(
             if name.endswith("tid2eid"):  # the experts of each token, all of them distinct
                 experts = torch.rand(len(parameter), config.n_routed_experts).argsort(dim=1)
                 parameter.copy_(experts[:, : parameter.shape[1]])
-            elif "norm" in name and ".fc" not in name:  # nor the gate of a norm
+            elif "norm" in name and not any(part in name for part in (".fc", "attn_norm.attn.")):  # these are products
                 parameter.copy_(torch.rand_like(parameter) + 0.5)
             elif name.endswith("bias"):
                 parameter.normal_(std=0.1)

@@ -61,6 +61,12 @@ RECENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"n_routed_experts": 12, "n_group": 3, "topk_group": 2, "mlp_layer_types": ["dense", "sparse"]}
         | {"index_topk": 24, "index_head_dim": 32, "index_n_heads": 16, "gated_norm_rank": 16},
     ),
+    "dbrx": (
+        "dbrx",
+        {"num_hidden_layers": 2, "d_model": 64, "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.6, "rope_theta": 500.0}}
+        | {"ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 8, "moe_top_k": 3}}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    ),
     "deepseek_v32": (
         "deepseek_v32",
         _LATENT

@@ -207,6 +207,7 @@ def test_experts_may_be_stacked_and_fused(
         ("laguna", "mlp.experts.e_score_correction_bias"),
         ("afmoe", "mlp.router.gate.weight"),
         ("axk1", "post_mlp_layernorm.weight"),
+        ("dbrx", "ffn.experts.mlp.w1"),
         ("ernie4_5_moe", "mlp.moe_statics.e_score_correction_bias"),
         ("lfm2_moe", "feed_forward.experts.0.w1.weight"),
         ("nemotron_h", "mixer.experts.0.up_proj.weight"),
@@ -214,7 +215,8 @@ def test_experts_may_be_stacked_and_fused(
 )
 def test_some_families_are_written_with_names_of_their_own(make_checkpoint: Any, variant: str, name: str) -> None:
     names = load_file(make_checkpoint(variant).folder / "model.safetensors")
-    assert f"{'backbone' if variant == 'nemotron_h' else 'model'}.layers.1.{name}" in names
+    layers = {"dbrx": "transformer.blocks", "nemotron_h": "backbone.layers"}.get(variant, "model.layers")
+    assert f"{layers}.1.{name}" in names
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ RECENT = [  # with what older families do not have, such as output gates, layers
     "axk1",
     "axk2",
     "cohere2_moe",
+    "dbrx",
     "deepseek_v32",
     "deepseek_v4",
     "bailing_hybrid",

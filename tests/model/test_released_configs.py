@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from moiety_engine.model.errors import ModelError
-from moiety_engine.model.families import spec_from_config
-from moiety_engine.model.spec import MoeSpec
+from moiety_engine.model.families import ignored_keys, spec_from_config
+from moiety_engine.model.spec import AttentionSpec, MoeSpec
 
 from .transformers_configs import Config, theirs
 
@@ -263,3 +266,53 @@ def test_jamba_is_read_as_it_is_published() -> None:
     ):
         with pytest.raises(ModelError, match=match):
             spec_from_config(JAMBA_1_5_MINI | changes)
+
+
+DBRX_INSTRUCT: Config = {  # its config.json as published
+    "model_type": "dbrx",
+    "attn_config": {"clip_qkv": 8, "kv_n_heads": 8, "model_type": "", "rope_theta": 500000},
+    "d_model": 6144,
+    "emb_pdrop": 0.0,
+    "ffn_config": {
+        "ffn_hidden_size": 10752,
+        "model_type": "",
+        "moe_jitter_eps": 0.01,
+        "moe_loss_weight": 0.05,
+        "moe_num_experts": 16,
+        "moe_top_k": 4,
+    },
+    "initializer_range": 0.02,
+    "max_seq_len": 32768,
+    "n_heads": 48,
+    "n_layers": 40,
+    "output_router_logits": False,
+    "resid_pdrop": 0.0,
+    "router_aux_loss_coef": 0.05,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 100352,
+}
+
+
+def test_dbrx_is_read_as_it_is_published(tmp_path: Path) -> None:
+    spec = spec_from_config(DBRX_INSTRUCT)
+    assert spec == spec_from_config(theirs("dbrx", DBRX_INSTRUCT)), "with the base that transformers adds"
+    assert (len(spec.moe_layers), spec.max_context_tokens, spec.hidden_size) == (40, 32768, 6144)
+    attention, ffn = spec.layers[0].attention, spec.layers[0].ffn
+    assert isinstance(attention, AttentionSpec) and isinstance(ffn, MoeSpec)
+    assert (attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.clip) == (48, 8, 128, 8)
+    assert attention.rope.theta == 500_000
+    assert (ffn.width, ffn.routing.num_experts, ffn.routing.top_k, ffn.routing.renormalize) == (10752, 16, 4, True)
+    for part, key, value, match in (
+        ("ffn_config", "moe_normalize_expert_weights", 2, "moe_normalize_expert_weights 2 is not supported"),
+        ("ffn_config", "ffn_act_fn", {"name": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ("attn_config", "kv_n_heads", 7, "num_attention_heads 48 is not a multiple of num_key_value_heads 7"),
+    ):
+        with pytest.raises(ModelError, match=match):
+            spec_from_config(DBRX_INSTRUCT | {part: DBRX_INSTRUCT[part] | {key: value}})
+    with pytest.raises(ModelError, match="tie_word_embeddings is not possible in a dbrx model"):
+        spec_from_config(DBRX_INSTRUCT | {"tie_word_embeddings": True})
+    odd = DBRX_INSTRUCT | {"attn_config": DBRX_INSTRUCT["attn_config"] | {"twist": 3}}
+    (tmp_path / "config.json").write_text(json.dumps(odd))
+    assert ignored_keys(tmp_path) == ["twist"]

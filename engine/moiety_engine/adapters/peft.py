@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from moiety_engine.errors import AdapterError
 from moiety_engine.model.adapter_stacks import AdapterWeights, Product, form_of
 from moiety_engine.model.names import placements
+from moiety_engine.model.names.tensor_mapping import whole
 from moiety_engine.model.spec import AttentionSpec
 from moiety_engine.model.weights import AttentionWeights, DenseWeights, ModelWeights, MoeWeights, allocate
 
@@ -34,9 +35,11 @@ MAX_CONFIG_BYTES = 1 << 20
 MAX_NAMES_SHOWN = 4
 MAX_GAIN = 1e12  # of factors and scale together; trained adapters are below 1e4
 
-_NAME = re.compile(r"(?:.*\.)?layers\.(\d{1,6})\.(.+)\.lora_([AB])\.weight")
-_MODULE = re.compile(r"(?:self_attn\.([qkvog])_proj|mlp\.(?:experts\.(\d{1,6})\.)?(gate|up|down)_proj)")
+_NAME = re.compile(r"(?:.*\.)?(?:layers|blocks)\.(\d{1,6})\.(.+)\.lora_([AB])\.weight")
+_MODULE = re.compile(r"(?:self_attn\.(q|k|v|o|g|qkv)_proj|mlp\.(?:experts\.(\d{1,6})\.)?(gate|up|down)_proj)")
 _ALIASES = (
+    ("norm_attn_norm.attn.", "self_attn."),
+    (".Wqkv", ".qkv_proj"),
     ("self_attn.gate_proj", "self_attn.g_proj"),
     ("self_attn.out_proj", "self_attn.o_proj"),
     ("block_sparse_moe.", "mlp."),
@@ -45,7 +48,9 @@ _ALIASES = (
     (".w3", ".up_proj"),
     (".w2", ".down_proj"),
 )
-_PLACES = {
+_FUSED = "self_attn.qkv_proj"
+_PLACES: dict[str, tuple[Product, int | slice]] = {  # product of a module's rows, and its part, or all of its parts
+    "qkv": (Product.QKV, slice(None)),
     "q": (Product.QKV, 0),
     "k": (Product.QKV, 1),
     "v": (Product.QKV, 2),
@@ -246,6 +251,8 @@ def _fused(
         down_EPrD = torch.zeros(form.num_experts, len(form.widths), rank, form.width)
         for module in modules:
             place = places.get(f"model.layers.{layer}.{module[1]}.weight")
+            if module[1] == _FUSED and _in_order(spec.layers[layer].attention):
+                place = whole(up_ENr)
             _check_shapes(module, place, downs[module], ups[module], form.width, rank)
             assert place is not None
             place.fill(ups[module] * config.scale)
@@ -253,6 +260,13 @@ def _fused(
             down_EPrD[expert, part if product is own_product else 0] = downs[module]
         fused[layer, product] = down_EPrD, up_ENr.view(form.num_experts, -1, rank).mT.contiguous()
     return fused
+
+
+def _in_order(attention: object) -> bool:
+    """Return whether the rows of queries, keys and values are in the weight as a checkpoint would join them."""
+    if not isinstance(attention, AttentionSpec) or attention.rope.interleaved:
+        return False
+    return attention.gate is None or not attention.gate.in_query_projection
 
 
 def _check_shapes(
@@ -271,8 +285,8 @@ def _check_shapes(
         )
 
 
-def _place_of(module: str) -> tuple[Product, int, int]:
-    """Return the product, the part of it, and the expert of a module."""
+def _place_of(module: str) -> tuple[Product, int | slice, int]:
+    """Return the product, the part of it or all of its parts, and the expert of a module."""
     match = _MODULE.fullmatch(module)
     assert match is not None, "unknown modules are rejected before"
     product, part = _PLACES[match[1] or match[3]]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from moiety_kernels.quantization import WeightFormat
 
 _EXPERT = re.compile(r"\bexperts\.(\d+)\.")
-_LAYER = re.compile(r"\blayers\.(-?\d+)\.")
+_LAYER = re.compile(r"(?:\blayers|\btransformer\.blocks)\.(-?\d+)\.")
 _OF_EXPERTS = re.compile(r"\bexperts\.(?!e_score)|\bblock_sparse_moe\.(?:input|output)_linear\.")
 _HALVES = re.compile(
     r"\b(?:experts\.gate_up_proj|experts\.fc1\.weight|block_sparse_moe\.input_linear\.weight)$"
@@ -264,7 +264,10 @@ def _own_mixture(mixture: MoeSpec, seat: Seat) -> MoeSpec:
 
 def _of_layer(name: str, further: int) -> str:
     """Return the tensor name with its layer index increased by `further`."""
-    return _LAYER.sub(lambda found: f"layers.{int(found[1]) + further}.", name)
+    found = _LAYER.search(name)
+    if found is None:
+        return name
+    return f"{name[: found.start(1)]}{int(found[1]) + further}{name[found.end(1) :]}"
 
 
 def _of_expert(own: ModelSpec, name: str) -> str:
@@ -297,6 +300,8 @@ def _cut(
     if isinstance(place, TensorMapping) and isinstance(of_whole, TensorMapping) and place.sections:
         return _of_sections(place, of_whole, index, parts)
     ranges = [_range(full, own, index, parts) for own, full in zip(place.shape, whole, strict=True)]
+    if isinstance(place, TensorMapping) and isinstance(of_whole, TensorMapping) and place.rows_of_expert:
+        return _of_joined_experts(place, of_whole, seat)
     if stacked:
         assert isinstance(place, TensorMapping)
         return _of_stack(name, place, whole, ranges[1:], seat)
@@ -348,6 +353,16 @@ def _of_stack(
     halves = _HALVES.search(name) is not None and place.shape[1] != whole[1]
     part = _part(place, (len(held), *whole[1:]), both_halves if halves else in_ranges)
     return replace(part, chosen=chosen, takes_transposed=place.takes_transposed)
+
+
+def _of_joined_experts(place: TensorMapping, of_whole: TensorMapping, seat: Seat) -> TensorMapping:
+    """Return the mapping of the rank's part of a tensor that joins the rows of all experts."""
+    num_rows, full, own = of_whole.shape[0], of_whole.rows_of_expert, place.rows_of_expert
+    first = seat.cut_rank * own
+    held = seat.slots_of(num_rows // full)
+    rows = [expert * full + first + row for expert in held for row in range(own)]
+    in_order = rows == list(range(rows[0], rows[0] + len(rows)))
+    return replace(place, chosen=Chosen(slice(rows[0], rows[-1] + 1) if in_order else rows, num_rows))
 
 
 def _taking(

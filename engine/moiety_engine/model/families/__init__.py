@@ -18,6 +18,7 @@ from moiety_engine.model.families.afmoe import afmoe, afmoe_features
 from moiety_engine.model.families.aria import aria_text
 from moiety_engine.model.families.cohere import cohere2_moe, cohere2_moe_features
 from moiety_engine.model.families.config import Config, Features, checkpoint_dtype, quantization_settings, read_mtp
+from moiety_engine.model.families.dbrx import dbrx, dbrx_config, dbrx_features
 from moiety_engine.model.families.deepseek import (
     axk1,
     axk1_features,
@@ -90,6 +91,7 @@ FAMILIES: dict[str, Callable[[Config, int], LayerSpec]] = {
     "bailing_moe": bailing_moe,
     "bailing_moe_v2": bailing_moe,
     "cohere2_moe": cohere2_moe,
+    "dbrx": dbrx,
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
     "deepseek_v32": deepseek_v32,
@@ -167,6 +169,7 @@ WHOLE: dict[str, Callable[[Config], Features]] = {
     "axk1": axk1_features,
     "bailing_hybrid": bailing_hybrid_features,
     "cohere2_moe": cohere2_moe_features,
+    "dbrx": dbrx_features,
     "deepseek_v4": deepseek_v4_features,
     "ernie4_5_moe": ernie_features,
     "exaone_moe": exaone_features,
@@ -197,6 +200,7 @@ WHOLE: dict[str, Callable[[Config], Features]] = {
 MAX_LAYERS = 10_000  # that a configuration may say; the deepest models have a few hundred
 # Readers of the part of a config.json that describes the text model, if that is not the whole file.
 TEXT_PART: dict[str, Callable[[Config], Config]] = {
+    "dbrx": dbrx_config,
     "gemma3": gemma3_text_config,
     "qwen3_5": qwen3_vl_moe_text_config,
     "qwen3_5_moe": qwen3_vl_moe_text_config,

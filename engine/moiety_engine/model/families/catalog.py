@@ -83,6 +83,7 @@ CATALOG: dict[str, FamilyEntry] = {
         "rotates neighbours, windows; full attention without positions; beside the feed-forward",
         "softmax or sigmoid of the chosen; the mean with shared experts; LayerNorm; scaled logits",
     ),
+    "dbrx": FamilyEntry("DBRX Base, Instruct", "grouped, clipping", "softmax, renormalised; LayerNorm"),
     "deepseek_v2": FamilyEntry(
         "DeepSeek-V2, V2-Lite",
         "latent, YaRN",

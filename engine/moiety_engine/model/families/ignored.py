@@ -48,6 +48,7 @@ _NEMOTRON = frozenset({
 # Keys of single families: the blocks in which the published code computes a recurrence, and what other keys state too.
 _OF_FAMILY: dict[str, frozenset[str]] = {
     "bailing_hybrid": frozenset({"layer_group_size", "rope_theta", "short_conv_kernel_size"}),
+    "dbrx": frozenset({"attn_pdrop", "emb_pdrop", "moe_jitter_eps", "moe_loss_weight", "resid_pdrop"}),
     "deepseek_v4": frozenset(
         {"compress_rope_theta", "num_hash_layers", "num_nextn_predict_layers", "qk_rope_head_dim", "rope_theta"}
     ),

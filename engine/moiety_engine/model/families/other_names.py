@@ -26,6 +26,12 @@ _KIMI_NAMES: dict[str, tuple[str, ...]] = {
 OTHER_NAMES: dict[str, Mapping[str, tuple[str, ...]]] = {
     "axk1": {"n_routed_experts": ("num_local_experts",)},
     "bailing_hybrid": _KIMI_NAMES | {"num_mtp_layers": ("num_nextn_predict_layers",)},
+    "dbrx": {
+        "hidden_size": ("d_model",),
+        "max_position_embeddings": ("max_seq_len",),
+        "num_attention_heads": ("n_heads",),
+        "num_hidden_layers": ("n_layers",),
+    },
     "deepseek_v2": {"n_routed_experts": ("num_experts",)},
     "deepseek_v3": {"n_routed_experts": ("num_local_experts",), "num_nextn_predict_layers": ("num_mtp_layers",)},
     "dots1": {"n_routed_experts": ("num_local_experts",)},

@@ -76,6 +76,10 @@ RECENT_DEFAULTS: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "routed_scaling_factor": 2.5, "v_head_dim": 64,
         "vocab_size": 163_840,
     },
+    "dbrx": {
+        "hidden_size": 2048, "max_position_embeddings": 2048, "num_attention_heads": 16, "num_hidden_layers": 24,
+        "rope_theta": 10_000.0, "tie_word_embeddings": False, "vocab_size": 32_000,
+    },
     "deepseek_v32": _SPARSE_MLA | {
         "hidden_size": 7168, "index_n_heads": 64, "intermediate_size": 18_432, "max_position_embeddings": 163_840,
         "n_group": 8, "num_attention_heads": 128, "num_hidden_layers": 61, "q_lora_rank": 1536, "qk_nope_head_dim": 128,

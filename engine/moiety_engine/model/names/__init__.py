@@ -27,20 +27,28 @@ if TYPE_CHECKING:
 __all__ = ["ignorable", "mtp_prefix", "placements", "root_and_embedding"]
 
 _EXPERT = re.compile(r"\bmlp\.experts\.(\d+)\.")
-_EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight", "embed.weight", "embeddings.weight")
+_EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight", "embed.weight", "embeddings.weight", "wte.weight")
 _FINAL_NORMS = ("norm", "norm_f", "embedding_norm", "final_layernorm")
 _HEADS = ("lm_head.weight", "head.weight")
 _ATTENTION_POST_NORMS = ("post_self_attn_layernorm", "post_attn_norm", "post_attention_layernorm")
 _FFN_POST_NORMS = ("post_feedforward_layernorm", "post_mlp_layernorm", "mlp.post_mlp_layernorm", "post_ffn_norm")
-# The second name is that of the MTP layer of MiMo, the third of DeepSeek-V4 and LFM2, the fourth of Jamba.
-_USUAL_FFN_NORMS = ("post_attention_layernorm", "pre_mlp_layernorm", "ffn_norm", "pre_ff_layernorm")
-_ATTENTION_NORMS = ("input_layernorm", "attn_norm", "operator_norm")
+# The second name is that of the MTP layer of MiMo, the third of DeepSeek-V4 and LFM2, the fourth of Jamba, the last of
+# DBRX.
+_USUAL_FFN_NORMS = (
+    "post_attention_layernorm",
+    "pre_mlp_layernorm",
+    "ffn_norm",
+    "pre_ff_layernorm",
+    "norm_attn_norm.norm_2",
+)
+_ATTENTION_NORMS = ("input_layernorm", "attn_norm", "operator_norm", "norm_attn_norm.norm_1")
 _HEAD_STREAMS = ("hc_head_", "hc_head.hc_")  # the second as transformers saves it
 _FINAL_NORM_OF_MIMO = "final_layernorm"  # of its MTP layer
 _FFN_NORMS = ("pre_feedforward_layernorm", "pre_mlp_layernorm")  # where post_attention_layernorm is another norm
-# Prefixes: usual, of embedding models, of the text part of vision models as published, and as in transformers 5, and
-# of Nemotron-H.
-_ROOTS = ("model.", "", "language_model.model.", "model.language_model.", "backbone.")
+# Prefixes: usual, of embedding models, of the text part of vision models as published, and as in transformers 5, of
+# Nemotron-H, and of DBRX.
+_ROOTS = ("model.", "", "language_model.model.", "model.language_model.", "backbone.", "transformer.")
+_BLOCKS = "transformer.blocks."  # DBRX's layers
 # Names of an MTP layer's norms of the token and of the hidden state, its projection of both, and its final norm.
 _OF_DEEPSEEK_MTP = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 _OF_QWEN_MTP = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
@@ -56,11 +64,12 @@ def placements(spec: ModelSpec, weights: ModelWeights, present: set[str]) -> dic
     root, embedding = root_and_embedding(present)
     found: dict[str, TensorMapping | Shares] = dict(_around(spec, weights, root, embedding, present))
     layers = zip(spec.layers, weights.layers, strict=True)
+    layers_root = _BLOCKS if any(name.startswith(_BLOCKS) for name in present) else f"{root}layers."
     for index, (layer_spec, layer) in enumerate(layers):
         if spec.block_starts:
             found.update(_stored(layer_spec, layer, f"{root}layers.", stored_prefixes(spec, index), present))
             continue
-        prefix = f"{root}layers.{index}."
+        prefix = f"{layers_root}{index}."
         if spec.mtp_after is not None:
             own_root = spec.mtp_root
             prefix = mtp_prefix(root, spec.mtp_after, present) if own_root is None else f"{own_root}layers.{index}."

@@ -32,6 +32,8 @@ _GATES = ("g_proj", "gate_proj")  # of the output
 _SINKS_OF_MIMO = "attention_sink_bias"
 _OF_HUNYUAN = ("self_attn.", "o_proj", "query_layernorm", "key_layernorm")
 _OF_LFM = ("self_attn.", "out_proj", "q_layernorm", "k_layernorm")
+_OF_DBRX = ("norm_attn_norm.attn.", "out_proj", "q_norm", "k_norm")
+_FUSED = ("query_key_value", "Wqkv")  # the second in DBRX
 
 
 def attention_places(
@@ -58,10 +60,11 @@ def _grouped(spec: AttentionSpec, weights: AttentionWeights, present: set[str]) 
     widths = spec.qkv_widths
     block, output, q_norm, k_norm = _style(present)
     gate = next((name for name in _GATES if f"{block}{name}.weight" in present), _GATES[0])
+    fused = next((name for name in _FUSED if f"{block}{name}.weight" in present), None)
     gate_with_queries = spec.gate is not None and spec.gate.in_query_projection
     for fused_C, kind in ((plain(weights.qkv_CD), "weight"), (weights.qkv_bias_C, "bias")):
-        if fused_C is not None and f"{block}query_key_value.weight" in present:
-            yield f"{block}query_key_value.{kind}", joined(fused_C, widths)
+        if fused_C is not None and fused is not None:
+            yield f"{block}{fused}.{kind}", joined(fused_C, widths)
         elif fused_C is not None and weights.gate_CD is not None and gate_with_queries:
             query, key, value = torch.split(fused_C, list(widths))
             yield f"{block}q_proj.{kind}", _with_gates(query, plain(weights.gate_CD), spec)
@@ -90,9 +93,10 @@ def _grouped(spec: AttentionSpec, weights: AttentionWeights, present: set[str]) 
 
 def _style(present: set[str]) -> tuple[str, str, str, str]:
     """Return the names that the checkpoint has: of the block, the output projection and the norms of heads."""
-    for style in (_OF_LING, _OF_HUNYUAN, _OF_LFM):
+    for style in (_OF_LING, _OF_HUNYUAN, _OF_LFM, _OF_DBRX):
         block, output, q_norm, _ = style
-        if f"{block}{output}.weight" in present and (style is _OF_LING or f"{block}{q_norm}.weight" in present):
+        own_block = block != _USUAL[0]
+        if f"{block}{output}.weight" in present and (own_block or f"{block}{q_norm}.weight" in present):
             return style
     return _USUAL
 

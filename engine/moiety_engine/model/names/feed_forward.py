@@ -2,11 +2,12 @@
 
 Experts are stored in three forms: one matrix each (Qwen, OLMoE, DeepSeek, GLM), w1/w3/w2 (Mixtral, Phi), and all
 experts of a layer stacked with gate and up fused (Granite, and all families in memory in transformers 5). Qwen3-VL as
-published has the stacks transposed. gpt-oss has its own stacked form.
+published has the stacks transposed. gpt-oss has its own stacked form, and DBRX joins the rows of all experts.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moiety_engine.model.names.tensor_mapping import TensorMapping, joined, plain, reshaped, whole
@@ -39,6 +40,7 @@ _STACKED = {
     "input_linear.weight": "output_linear.weight",
     "experts.fc1.weight": "experts.fc2.weight",
 }
+_JOINED = ("experts.mlp.w1", "experts.mlp.v1", "experts.mlp.w2")  # DBRX's gate, up and, transposed, down
 _USUAL_NAMES, _SHORT_NAMES = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
 _SINGLE = {"experts.0.gate_proj.weight": _USUAL_NAMES, "experts.0.w1.weight": _SHORT_NAMES}
 _SELECTION_BIASES = (
@@ -165,6 +167,11 @@ def _experts(weights: MoeWeights, present: set[str], *, gated: bool = True) -> I
             for name, stack in ((gate_up_name, gate_up_E2FD), (down_name, down_EDF)):
                 yield name, TensorMapping(stack, tuple(stack.shape), takes_transposed=True)
             return
+    if _JOINED[0] in present:
+        for name, stack in zip(_JOINED, (*gate_up_E2FD.chunk(2, dim=1), down_EDF.mT), strict=True):
+            num_experts, width, outputs = stack.shape
+            yield name, replace(reshaped(stack, (num_experts * width, outputs)), rows_of_expert=width)
+        return
     gate_name, up_name, down_name = _SINGLE[_which(tuple(_SINGLE), present)]
     if not gated:
         for expert, (up, down) in enumerate(zip(gate_up_E2FD, down_EDF, strict=True)):

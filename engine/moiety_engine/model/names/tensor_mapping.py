@@ -28,6 +28,7 @@ class TensorMapping:
     `chosen`: experts to select first from a tensor that stacks experts; `shape` is then that of the selection.
     `takes_transposed`: the tensor may be stored with its last two dimensions exchanged. `sections`: numbers of rows of
     the parts that the tensor joins (query, key and value; gate and up), each of which is divided among ranks alone.
+    `rows_of_expert`: rows of each expert in a tensor that joins the rows of all experts; 0 in other tensors.
     """
 
     view: Tensor
@@ -36,6 +37,7 @@ class TensorMapping:
     chosen: Chosen | None = None
     takes_transposed: bool = False
     sections: tuple[int, ...] = ()
+    rows_of_expert: int = 0
 
     def fill(self, source: Tensor) -> None:
         """Copy a tensor read from disk into the weight."""
