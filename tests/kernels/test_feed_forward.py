@@ -16,7 +16,8 @@ from moiety_kernels.route import RoutingSpec, route
 
 CLIPPED = Activation("clipped", limit=1.5, alpha=1.702)
 LIMITED = Activation("limited_silu", limit=0.5)
-ACTIVATIONS = [SILU, GELU_TANH, CLIPPED, LIMITED, RELU2]
+SCALED = Activation("scaled_silu", alpha=0.6)
+ACTIVATIONS = [SILU, GELU_TANH, CLIPPED, LIMITED, SCALED, RELU2]
 
 
 @pytest.fixture(autouse=True)

@@ -118,6 +118,14 @@ def _limited_swiglu(e: Emitter, gate: Floats, up: Floats, count: Int, out: Float
         out[i] = over_one_plus_exp(e, gates, gates) * ups
 
 
+def _scaled_swiglu(e: Emitter, gate: Floats, up: Floats, count: Int, out: Floats, alpha: Float) -> None:
+    """Emit out[i] = silu(alpha · gate[i]) · up[i]."""
+    alphas = e.splat(alpha)
+    for i in e.loop(count, LANES):
+        gates, ups = gate[i] * alphas, up[i]
+        out[i] = over_one_plus_exp(e, gates, gates) * ups
+
+
 def _clipped(e: Emitter, gate: Floats, up: Floats, count: Int, out: Floats, limit: Float, alpha: Float) -> None:
     """Emit out[i] = (up[i] + 1) · gate[i] · sigmoid(alpha · gate[i]), with gates ≤ `limit` and ups within ±`limit`."""
     limits, alphas = e.splat(limit), e.splat(alpha)
@@ -248,6 +256,7 @@ narrow_row = function("moiety_narrow", _narrow)
 swiglu_row = function("moiety_swiglu", _swiglu)
 geglu_row = function("moiety_geglu", _geglu)
 limited_swiglu_row = function("moiety_limited_swiglu", _limited_swiglu)
+scaled_swiglu_row = function("moiety_scaled_swiglu", _scaled_swiglu)
 clipped_row = function("moiety_clipped", _clipped)
 relu2_row = function("moiety_relu2", _relu2)
 softmax_step = function("moiety_softmax", _softmax)

@@ -12,10 +12,11 @@ class Activation:
 
     "silu": silu(gate) · up. "limited_silu" (DeepSeek-V4): the same with gate at most `limit` and up within ±`limit`.
     "gelu_tanh": gelu(gate) · up, with the tanh approximation. "clipped" (gpt-oss): (up + 1) · gate ·
-    sigmoid(alpha · gate), with the same limits. "relu2" (Nemotron): max(up, 0)², without a gate.
+    sigmoid(alpha · gate), with the same limits. "scaled_silu" (Falcon-H1): silu(alpha · gate) · up. "relu2" (Nemotron):
+    max(up, 0)², without a gate.
     """
 
-    kind: Literal["silu", "gelu_tanh", "clipped", "limited_silu", "relu2"]
+    kind: Literal["silu", "gelu_tanh", "clipped", "limited_silu", "scaled_silu", "relu2"]
     limit: float = 0.0
     alpha: float = 0.0
 

@@ -44,6 +44,7 @@ from moiety_kernels.cpu.vectors import (
     geglu_row,
     limited_swiglu_row,
     relu2_row,
+    scaled_swiglu_row,
     swiglu_row,
 )
 from moiety_kernels.low_rank import cpu as low_rank
@@ -55,8 +56,9 @@ if TYPE_CHECKING:
     from moiety_kernels.moe.activation import Activation
     from moiety_kernels.quantization.weight import QuantizedWeight
 
-_SILU, _GELU_TANH, _CLIPPED, _LIMITED_SILU, _RELU2 = range(5)  # the last one has no gate
-_KINDS = {"silu": _SILU, "gelu_tanh": _GELU_TANH, "clipped": _CLIPPED, "limited_silu": _LIMITED_SILU, "relu2": _RELU2}
+_NAMES = ("silu", "gelu_tanh", "clipped", "limited_silu", "scaled_silu", "relu2")  # the last one has no gate
+_SILU, _GELU_TANH, _CLIPPED, _LIMITED_SILU, _SCALED_SILU, _RELU2 = range(len(_NAMES))
+_KINDS = {name: number for number, name in enumerate(_NAMES)}
 _COMBINE_BLOCK = 16  # tokens per task
 ELSEWHERE = -1  # row index of a pair whose expert is on another rank
 _MAX_CHUNK = (UNPACKED_AT - TEMP_AT) // (2 * 4 * ROW_BLOCK) // 16 * 16
@@ -359,6 +361,8 @@ def _activate(args: ExpertsArguments, gate: int, up: int, num_columns: int, out:
         geglu_row(gate, up, num_columns, out)
     elif kind == _LIMITED_SILU:
         limited_swiglu_row(gate, up, num_columns, out, args.limit)
+    elif kind == _SCALED_SILU:
+        scaled_swiglu_row(gate, up, num_columns, out, args.alpha)
     elif kind == _RELU2:
         relu2_row(up, num_columns, out)
     else:

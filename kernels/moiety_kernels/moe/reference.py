@@ -31,6 +31,8 @@ def activate(gate_up_R2F: Tensor, activation: Activation = SILU) -> Tensor:
     gate, up = gate_up_R2F.chunk(2, dim=-1)
     if activation.kind == "silu":
         return functional.silu(gate) * up
+    if activation.kind == "scaled_silu":
+        return functional.silu(activation.alpha * gate) * up
     if activation.kind == "gelu_tanh":
         return functional.gelu(gate, approximate="tanh") * up
     gate = gate.clamp(max=activation.limit)

@@ -32,6 +32,7 @@ from .grouped_products import (
 )
 
 LIMITED = Activation("limited_silu", 0.5)
+SCALED = Activation("scaled_silu", alpha=0.6)
 COUNTS: dict[str, Any] = {
     "few, many and none": (0, 1, 7, 65),
     "one expert": (0, 0, 20),
@@ -53,7 +54,7 @@ def test_products_agree_however_rows_fall_to_experts(config: Any, counts: Any, d
 
 
 @pytest.mark.parametrize("config", [tiles.HOPPER[1], tiles.HOPPER[-1], tiles.PORTABLE[2]], ids=lambda c: c.name)
-@pytest.mark.parametrize("activation", [SILU, GELU_TANH, CLIPPED, LIMITED, RELU2], ids=lambda a: a.kind)
+@pytest.mark.parametrize("activation", [SILU, GELU_TANH, CLIPPED, LIMITED, SCALED, RELU2], ids=lambda a: a.kind)
 def test_biases_and_activations_in_sixteen_bits(config: Any, activation: Activation, device: str) -> None:
     case = Case((3, 0, 18), 136, 72, torch.float16, activation, biases=True, device=device)
     assert_up_agrees(up, config, case)

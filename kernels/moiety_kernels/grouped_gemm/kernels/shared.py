@@ -94,6 +94,8 @@ def along_columns(vector, SWAP: tl.constexpr):
 def activate(gate, up, limit, alpha, ACTIVATION: tl.constexpr):
     if ACTIVATION == "silu":
         inner = gate * tl.sigmoid(gate) * up
+    elif ACTIVATION == "scaled_silu":
+        inner = alpha * gate * tl.sigmoid(alpha * gate) * up
     elif ACTIVATION == "gelu_tanh":
         # tanh(z) = 2 · sigmoid(2z) - 1
         inner = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
