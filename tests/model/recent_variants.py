@@ -39,6 +39,23 @@ _BY_KIND = {
 _OF_V4 = ["sliding_attention", *["compressed_sparse_attention", "heavily_compressed_attention"] * 2][:4]
 _WINDOWS = {"sliding_window": 40, "layer_types": ["sliding_attention", "full_attention"]}
 
+_FALCON: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "intermediate_size": 96,
+    "head_dim": 32,
+    "mamba_d_state": 48,
+    "mamba_d_conv": 3,
+    "mamba_d_head": 32,
+    "embedding_multiplier": 2.5,
+    "lm_head_multiplier": 0.4,
+    "mlp_multipliers": [0.8, 0.6],
+    "key_multiplier": 0.7,
+    "attention_out_multiplier": 0.9,
+    "ssm_multipliers": [0.9, 0.8, 0.7, 0.6, 0.5],
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.7,
+}
+
 RECENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "afmoe": (
         "afmoe",
@@ -101,6 +118,16 @@ RECENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone_moe": (
         "exaone_moe",
         _SIGMOID | _WINDOWS | {"num_experts": 12, "n_group": 3, "topk_group": 2},
+    ),
+    "falcon_h1": (
+        "falcon_h1",
+        _FALCON
+        | {"mamba_n_groups": 2, "mamba_rms_norm": True, "attention_in_multiplier": 1.2, "mamba_d_ssm": None}
+        | {"mamba_n_heads": 4, "mamba_d_head": "auto"},
+    ),
+    "falcon_h1, no norms": (
+        "falcon_h1",
+        _FALCON | {"mamba_n_groups": 1, "mamba_rms_norm": False, "mamba_d_ssm": 96, "mamba_n_heads": 3},
     ),
     "flex_olmo": (
         "flex_olmo",

@@ -31,6 +31,8 @@ RECENT = [  # with what older families do not have, such as output gates, layers
     "deepseek_v32",
     "deepseek_v4",
     "bailing_hybrid",
+    "falcon_h1",
+    "falcon_h1, no norms",
     "flex_olmo",
     "gemma4_text",
     "granitemoe_swa",

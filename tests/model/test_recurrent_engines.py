@@ -22,7 +22,7 @@ from moiety_wire.notes import Reason
 
 from .test_parity import TOLERANCE, tokens
 
-VARIANTS = ["granitemoehybrid", "jamba", "lfm2_moe", "nemotron_h", "nemotron_h, latent experts"]
+VARIANTS = ["falcon_h1", "granitemoehybrid", "jamba", "lfm2_moe", "nemotron_h", "nemotron_h, latent experts"]
 BLOCK_SIZE, NUM_BLOCKS, MAX_RUNNING, NUM_SNAPSHOTS = 4, 400, 4, 12
 
 

@@ -316,3 +316,76 @@ def test_dbrx_is_read_as_it_is_published(tmp_path: Path) -> None:
     odd = DBRX_INSTRUCT | {"attn_config": DBRX_INSTRUCT["attn_config"] | {"twist": 3}}
     (tmp_path / "config.json").write_text(json.dumps(odd))
     assert ignored_keys(tmp_path) == ["twist"]
+
+
+FALCON_H1_0_5B: Config = {  # its config.json as published
+    "model_type": "falcon_h1",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attention_in_multiplier": 1.0,
+    "attention_out_multiplier": 0.9375,
+    "attn_layer_indices": None,
+    "embedding_multiplier": 5.656854249492381,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "key_multiplier": 0.390625,
+    "lm_head_multiplier": 0.0390625,
+    "mamba_chunk_size": 128,
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 64,
+    "mamba_d_ssm": 1536,
+    "mamba_d_state": 128,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 24,
+    "mamba_norm_before_gate": False,
+    "mamba_proj_bias": False,
+    "mamba_rms_norm": False,
+    "mamba_use_mlp": True,
+    "max_position_embeddings": 16384,
+    "mlp_bias": False,
+    "mlp_expansion_factor": 8,
+    "mlp_multipliers": [0.8838834764831844, 0.5859375],
+    "num_attention_heads": 8,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 2,
+    "projectors_bias": False,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 100000000000.0,
+    "ssm_in_multiplier": 1.25,
+    "ssm_multipliers": [0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738],
+    "ssm_out_multiplier": 0.23570226039551587,
+    "tie_word_embeddings": False,
+    "time_step_floor": 0.0001,
+    "time_step_max": 0.1,
+    "time_step_min": 0.001,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 32784,
+}
+
+
+def test_falcon_h1_is_read_as_it_is_published(tmp_path: Path) -> None:
+    spec = spec_from_config(FALCON_H1_0_5B)
+    assert spec == spec_from_config(theirs("falcon_h1", FALCON_H1_0_5B))
+    assert (spec.recurrent_layers, spec.num_stored_layers) == (tuple(range(0, 72, 2)), 36)
+    attention = spec.layers[1].attention
+    assert isinstance(attention, AttentionSpec) and attention.rope.theta == 1e11
+    assert (attention.scale, attention.value_scale) == (0.390625 / 8, 0.9375)
+    (tmp_path / "config.json").write_text(json.dumps(FALCON_H1_0_5B))
+    assert ignored_keys(tmp_path) == []
+    for changes, match in (
+        ({"attention_bias": True}, "attention_bias with attention_in_multiplier 1.0 and attention_out_multiplier"),
+        ({"mlp_bias": True}, "mlp_bias with mlp_multipliers"),
+        ({"mamba_proj_bias": True}, "projectors_bias False is not supported in falcon_h1; known: True"),
+        ({"mamba_proj_bias": True, "projectors_bias": True}, "ssm_in_multiplier 1.25 is not supported in falcon_h1"),
+        ({"mamba_n_heads": 32}, "mamba_n_heads 32 × mamba_d_head 64 must be mamba_d_ssm 1536"),
+        ({"ssm_multipliers": [1.0, 2.0]}, "must have 5 numbers"),
+        ({"time_step_limit": [0.0, 0.1]}, "time_step_limit"),
+        ({"mamba_use_mlp": False}, "mamba_use_mlp False is not supported in falcon_h1"),
+    ):
+        with pytest.raises(ModelError, match=match):
+            spec_from_config(FALCON_H1_0_5B | changes)

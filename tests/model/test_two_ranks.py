@@ -27,6 +27,7 @@ from .recent_variants import RECENT_VARIANTS
 
 REFUSED = {
     "deepseek_v4": "served on one rank only: leave out --tp",
+    "falcon_h1, no norms": "1 groups of Mamba-2 heads cannot be divided by --tp 2",
     "granitemoehybrid, dense": "1 groups of Mamba-2 heads cannot be divided by --tp 2",
     "jamba": "1 groups of Mamba channels that time steps are projected from cannot be divided by --tp 2",
     "nemotron_h, dense": "1 groups of Mamba-2 heads cannot be divided by --tp 2",
@@ -104,8 +105,8 @@ def logprobs_of_two_ranks(folder: Path, layout: Layout) -> Tensor:
 @pytest.mark.parametrize("variant", [*DIVIDED, "olmoe, clipped, linear rope"])
 def test_two_ranks_say_what_transformers_says(make_checkpoint: Any, variant: str, layout: Layout) -> None:
     checkpoint = make_checkpoint(variant)
-    if variant in ("flex_olmo", "longcat_flash"):
-        layout = Layout(tp=2)  # seven experts are not divided by two, and those that return their input are on no rank
+    if variant in ("falcon_h1", "flex_olmo", "longcat_flash"):
+        layout = Layout(tp=2)  # no experts; seven are not divided by two; those that return their input are on no rank
     ours = logprobs_of_two_ranks(checkpoint.folder, layout)
     assert (ours - checkpoint.logprobs(PROMPT)).abs().max() <= 1e-4
 
@@ -146,3 +147,10 @@ def test_remote_experts_in_a_width_of_their_own_are_refused(make_checkpoint: Any
     spec = read_spec(make_checkpoint("nemotron_h, latent experts").folder)
     with pytest.raises(InvalidConfig, match="--ffn-ranks is not available for this nemotron_h model"):
         own_spec(spec, Seat(Layout(ffn_ranks=1)))
+
+
+def test_a_stage_that_begins_with_attention_beside_mamba_is_refused(make_checkpoint: Any) -> None:
+    spec = read_spec(make_checkpoint("falcon_h1").folder)
+    own_spec(spec, Seat(Layout(pp=2)))
+    with pytest.raises(InvalidConfig, match="--pp 4 begins a stage with layer 1, which reads the input of a layer of"):
+        own_spec(spec, Seat(Layout(pp=4)))

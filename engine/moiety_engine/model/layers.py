@@ -19,6 +19,7 @@ from moiety_engine.model.gated_delta_net import GatedDeltaNet
 from moiety_engine.model.latent_attention import LatentAttention
 from moiety_engine.model.recurrent_layers import recurrent_layer
 from moiety_engine.model.recurrent_weights import RecurrentWeights
+from moiety_engine.model.residuals import times
 from moiety_engine.model.rotary import GrowthTable
 from moiety_engine.model.short_convolution import ShortConvolution
 from moiety_engine.model.spec import AttentionSpec, LatentAttentionSpec, MoeSpec
@@ -161,10 +162,10 @@ class DenseFeedForward:
 
     def __init__(self, spec: DenseSpec, weights: DenseWeights, arithmetic: Arithmetic, adapters: LayerFactors) -> None:
         self._activation, self._weights, self._adapters = spec.activation, weights, adapters
-        self._invariant = arithmetic.invariant
+        self._factor, self._invariant = spec.factor, arithmetic.invariant
 
     def __call__(self, x_TD: Tensor, rows: AdaptedRows | None, token_ids_T: Tensor | None = None) -> Tensor:
-        return self.glu(x_TD, adapters=self._adapters.of_feed_forward(rows))
+        return times(self._factor, self.glu(x_TD, adapters=self._adapters.of_feed_forward(rows)))
 
     def glu(
         self,

@@ -12,10 +12,12 @@ import torch
 from moiety_engine.model.recurrent_mixer import RecurrentMixer
 from moiety_engine.model.recurrent_specs import Mamba2Spec
 from moiety_engine.model.recurrent_weights import Mamba2Weights
+from moiety_engine.model.residuals import times
 from moiety_kernels.causal_conv import CausalConvWeights, causal_conv
 from moiety_kernels.gated_delta import delta_gates
-from moiety_kernels.gated_norm import gated_norm
+from moiety_kernels.gated_norm import Gate, gated_norm
 from moiety_kernels.linear_attention import linear_attention
+from moiety_kernels.output_gate import output_gate
 from moiety_kernels.recurrent.inputs import RecurrentHeads
 
 if TYPE_CHECKING:
@@ -31,11 +33,17 @@ class Mamba2(RecurrentMixer[Mamba2Spec, Mamba2Weights]):
     def __init__(self, spec: Mamba2Spec, weights: Mamba2Weights, arithmetic: Arithmetic) -> None:
         super().__init__(spec, weights, arithmetic)
         self._conv = CausalConvWeights(weights.conv_WC, weights.conv_bias_C, silu=True)
+        self._factor_C: Tensor | None = None
+        if any(factor != 1.0 for factor in spec.section_factors):
+            factors, widths = torch.tensor(spec.section_factors), torch.tensor(spec.sections)
+            self._factor_C = torch.repeat_interleave(factors, widths).to(weights.conv_WC.device)
 
     def _mix(self, x_TD: Tensor, rows: RecurrentRows, cache: RecurrentStateCache) -> Tensor:
         spec, weights = self._spec, self._weights
         matrices, tails = cache.parts
         input_TC = self._linear(x_TD, weights.input_CD, weights.input_bias_C)
+        if self._factor_C is not None:
+            input_TC = (input_TC * self._factor_C).to(input_TC.dtype)
         gate_TC, conv_TC, step_TM = torch.split(
             input_TC, [spec.output_width, spec.conv_channels, spec.num_heads], dim=1
         )
@@ -50,15 +58,21 @@ class Mamba2(RecurrentMixer[Mamba2Spec, Mamba2Weights]):
         )
         out_TMV = linear_attention(heads, log_decay_TM, matrices, rows.runs)
         out_TMV = (out_TMV + inputs_TMV * weights.skip_M.unsqueeze(1)).to(inputs_TMV.dtype)
+        out_TC = self._gated(out_TMV.flatten(1), gate_TC)
+        return times(spec.output_factor, self._linear(out_TC, weights.output_DC, weights.output_bias_D))
+
+    def _gated(self, out_TC: Tensor, gate_TC: Tensor) -> Tensor:
+        """Return the output of all heads times the SiLU of its gate, with each group normalized before or after."""
+        spec, weight_C = self._spec, self._weights.norm_C
+        if weight_C is None:
+            gate_TC = gate_TC.contiguous()
+            silu_TC = output_gate(gate_TC.clone().unsqueeze(1), gate_TC, "sigmoid").squeeze(1)  # torch's depends on T
+            return out_TC * silu_TC
         by_group = -1, spec.num_groups, spec.output_width // spec.num_groups
-        normed_TGV = gated_norm(
-            out_TMV.view(by_group),
-            gate_TC.view(by_group),
-            weights.norm_C.view(by_group[1:]),
-            spec.norm_eps,
-            "silu_first",
-        )
-        return self._linear(normed_TGV.flatten(1), weights.output_DC, weights.output_bias_D)
+        kind: Gate = "silu_first" if spec.norm == "gate_first" else "silu"
+        return gated_norm(
+            out_TC.view(by_group), gate_TC.view(by_group), weight_C.view(by_group[1:]), spec.norm_eps, kind
+        ).flatten(1)
 
     def _time_steps(self, step_TM: Tensor) -> tuple[Tensor, Tensor]:
         """Return the time steps Δ = softplus(step + bias) and the logarithms of the decays, -Δ · e^decay, float32.

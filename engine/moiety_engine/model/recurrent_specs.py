@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,9 @@ class Mamba2Spec(RecurrentSpec):
 
     The heads of a group share the vectors by which their states are written (B) and read (C). The heads' inputs, B and
     C are convolved; the outputs of a group are normalized together, after a gate. `state_width`: length of B and C.
-    `conv_taps`: tokens that the convolution sees. `bias`: biases of both projections.
+    `conv_taps`: tokens that the convolution sees. `bias`: biases of both projections. `norm`: whether outputs are
+    normalized after their gate, before it, or not at all. `section_factors`: factors of the sections of the input
+    projection, biases included. `output_factor`: factor of the layer's output.
     """
 
     num_heads: int
@@ -130,6 +133,9 @@ class Mamba2Spec(RecurrentSpec):
     norm_eps: float
     conv_bias: bool = True
     bias: bool = False
+    norm: Literal["gate_first", "norm_first", "none"] = "gate_first"
+    section_factors: tuple[float, ...] = (1.0,) * 5
+    output_factor: float = 1.0
 
     @property
     def sections(self) -> tuple[int, ...]:

@@ -49,7 +49,7 @@ class Mamba2Weights:
     decay_M: Tensor  # logarithm of each head's rate
     step_bias_M: Tensor
     skip_M: Tensor  # factor of a head's input in its output
-    norm_C: Tensor
+    norm_C: Tensor | None
     output_DC: Weight
     output_bias_D: Tensor | None
 
@@ -152,7 +152,7 @@ def _mamba2(spec: RecurrentSpec, size: int, new: TensorAllocator) -> Mamba2Weigh
         decay_M=new.vector(spec.num_heads),
         step_bias_M=new.vector(spec.num_heads),
         skip_M=new.vector(spec.num_heads),
-        norm_C=new.vector(spec.output_width),
+        norm_C=None if spec.norm == "none" else new.vector(spec.output_width),
         output_DC=new.product(size, spec.output_width),
         output_bias_D=new.vector(size) if spec.bias else None,
     )

@@ -15,11 +15,14 @@ class ResidualConnections:
     """Residual connections of one layer.
 
     `multiplier`: factor of both outputs. `scale_1`: learned factor of the layer's output, if the layer has one.
+    `input_is_shared`: the next layer reads the input of this one.
     """
 
-    def __init__(self, spec: LayerSpec, multiplier: float, scale_1: Tensor | None) -> None:
+    def __init__(
+        self, spec: LayerSpec, multiplier: float, scale_1: Tensor | None, *, input_is_shared: bool = False
+    ) -> None:
         self._other, self._parallel, self._defers = spec.residual, spec.parallel, spec.defers_experts
-        self._multiplier, self._scale_1 = multiplier, scale_1
+        self._multiplier, self._scale_1, self._input_is_shared = multiplier, scale_1, input_is_shared
 
     def add_attention(
         self, x_TD: Tensor, normed_TD: Tensor, attended_TD: Tensor, ffn_norm: Norm
@@ -57,6 +60,13 @@ class ResidualConnections:
             return x_TD, fed_TD, later_TD
         scale_1 = self._scale_1.to(x_TD.dtype)
         return x_TD * scale_1, fed_TD * scale_1, later_TD
+
+    def end(self, x_TD: Tensor, normed_TD: Tensor, fed_TD: Tensor, next_norm: Norm) -> tuple[Tensor, Tensor]:
+        """Return the layer's output, which is the sum of its two terms, and the input of the next layer.
+
+        `normed_TD`: the input of the layer's last half.
+        """
+        return (x_TD + fed_TD, normed_TD) if self._input_is_shared else next_norm.after_adding(x_TD, fed_TD)
 
 
 def times(factor: float, values: Tensor) -> Tensor:

@@ -193,11 +193,12 @@ class LatentAttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class DenseSpec:
-    """Dense feed-forward. `activation` says whether it has gates."""
+    """Dense feed-forward. `activation` says whether it has gates. `factor`: factor of the output."""
 
     width: int
     bias: bool = False
     activation: Activation = SILU
+    factor: float = 1.0
 
     @property
     def up_width(self) -> int:
@@ -301,6 +302,7 @@ class LayerSpec:
     `pre_norms`: the inputs of attention and feed-forward are normalized. `attention_post_norm`, `ffn_post_norm`: the
     output of attention or of the feed-forward is normalized before the addition. `scaled`: the layer's output is
     multiplied by a learned number. `parallel`: the feed-forward reads the same normalized input as attention.
+    `shares_input`: attention reads what that of the layer before reads, which has no feed-forward (Falcon-H1).
     `residual`: other residual connections than the usual ones. `attention_gate_rank` and `ffn_gate_rank`: inner width
     of the gate that the normalized input is multiplied by; 0: it has none. `only_experts`: this rank has only the held
     routed experts; the rest of the layer is on other ranks.
@@ -313,6 +315,7 @@ class LayerSpec:
     pre_norms: bool = True
     scaled: bool = False
     parallel: bool = False
+    shares_input: bool = False
     attention_gate_rank: int = 0
     ffn_gate_rank: int = 0
     residual: NormedResidual | None = None
@@ -334,7 +337,7 @@ class ModelSpec:
     layer's tensors, if they are not named as those of a further layer of the model. `vision`: the encoder of images, if
     the model has one. `streams`: hyper-connections, if the residual stream has several rows for each token.
     `block_starts`: index of each layer's attention on disk, where its feed-forward, if it has one, is the next layer
-    (Nemotron-H), or where two layers are one on disk (LongCat-Flash); (): layers are as on disk.
+    (Nemotron-H), or where two layers are one on disk (LongCat-Flash, Falcon-H1); (): layers are as on disk.
     """
 
     family: str
@@ -405,6 +408,11 @@ class ModelSpec:
     def has_sublayers(self) -> bool:
         """Return whether two layers are one on disk."""
         return len({*self.block_starts}) < len(self.block_starts)
+
+    @property
+    def has_parallel_layers(self) -> bool:
+        """Return whether some layers read the input of the layer before."""
+        return any(layer.shares_input for layer in self.layers)
 
     @property
     def has_zero_experts(self) -> bool:

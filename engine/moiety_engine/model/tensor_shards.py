@@ -204,6 +204,11 @@ def _check_stages(spec: ModelSpec, layout: Layout) -> None:
                 f"--pp {layout.pp} begins a stage with layer {first}, which adds the output of experts of the stage "
                 "before it: use another number of stages, or --tp instead"
             )
+        if spec.layers[first].shares_input:
+            raise InvalidConfig(
+                f"--pp {layout.pp} begins a stage with layer {first}, which reads the input of a layer of the stage "
+                "before it: use another number of stages, or --tp instead"
+            )
         indexer = getattr(spec.layers[first].attention, "indexer", None)
         if indexer is not None and indexer.reuses:
             raise InvalidConfig(

@@ -133,8 +133,8 @@ class Transformer:
         self._far = [half if isinstance(half, RemoteExperts) else None for half in feeds]
         self._ffns = [self._fed(half, w.ffn_post_norm) for half, w in zip(feeds, weights.layers, strict=True)]
         self._residuals = [
-            ResidualConnections(one, spec.residual_multiplier, w.scale_1)
-            for one, w in zip(own.layers, weights.layers, strict=True)
+            ResidualConnections(one, spec.residual_multiplier, w.scale_1, input_is_shared=further.shares_input)
+            for one, further, w in zip(own.layers, (*own.layers[1:], own.layers[0]), weights.layers, strict=True)
         ]
 
     def kv_bytes_per_block(self, block_size: int) -> int:
@@ -385,7 +385,7 @@ class Transformer:
                 x_TD, fed_TD, deferred_TD = residual.scale_ffn(x_TD, normed_TD, fed_TD, deferred_TD)
             if batch.images is not None:
                 fed_TD = batch.images.add_deepstack(fed_TD, self._first_layer + number)
-            x_TD, normed_TD = next_norm.after_adding(x_TD, fed_TD)
+            x_TD, normed_TD = residual.end(x_TD, normed_TD, fed_TD, next_norm)
         return x_TD, normed_TD
 
     def _count_experts(self, batch: Batch) -> None:

@@ -331,7 +331,7 @@ class _Allocator:
         normed = isinstance(one.ffn, MoeSpec) and one.ffn.normed
         has_norm = one.pre_norms and ffn is not None and not (normed or one.parallel)
         return LayerWeights(
-            attention_norm=self.norm(one.attention_gate_rank) if one.pre_norms else None,
+            attention_norm=self.norm(one.attention_gate_rank) if one.pre_norms and not one.shares_input else None,
             attention=self.attention(one.attention),
             ffn_norm=self.norm(one.ffn_gate_rank) if has_norm else None,
             ffn=ffn,

@@ -36,6 +36,7 @@ from moiety_engine.model.families.defaults import filled
 from moiety_engine.model.families.dots import dots1
 from moiety_engine.model.families.ernie import ernie4_5_moe, ernie_features
 from moiety_engine.model.families.exaone import exaone_features, exaone_moe
+from moiety_engine.model.families.falcon import falcon_h1, falcon_h1_features
 from moiety_engine.model.families.gemma import gemma3, gemma3_features, gemma3_text_config
 from moiety_engine.model.families.gemma4 import gemma4_features, gemma4_text
 from moiety_engine.model.families.glm import glm4_moe, solar_open
@@ -99,6 +100,7 @@ FAMILIES: dict[str, Callable[[Config, int], LayerSpec]] = {
     "dots1": dots1,
     "ernie4_5_moe": ernie4_5_moe,
     "exaone_moe": exaone_moe,
+    "falcon_h1": falcon_h1,
     "flex_olmo": flex_olmo,
     "gemma3": gemma3,
     "gemma3_text": gemma3,
@@ -173,6 +175,7 @@ WHOLE: dict[str, Callable[[Config], Features]] = {
     "deepseek_v4": deepseek_v4_features,
     "ernie4_5_moe": ernie_features,
     "exaone_moe": exaone_features,
+    "falcon_h1": falcon_h1_features,
     "gemma3": gemma3_features,
     "gemma3_text": gemma3_features,
     "gemma4_text": gemma4_features,

@@ -112,6 +112,11 @@ CATALOG: dict[str, FamilyEntry] = {
         "softmax with a selection bias; shared experts; first layers dense",
     ),
     "exaone_moe": FamilyEntry("K-EXAONE-236B-A23B", f"norms of heads, {_NO_ROPE}", _AS_DEEPSEEK),
+    "falcon_h1": FamilyEntry(
+        "Falcon-H1 (0.5B to 34B)",
+        "Mamba-2 beside grouped attention in each layer; multipliers",
+        "dense; multipliers",
+    ),
     "flex_olmo": FamilyEntry("FlexOlmo-7x7B-1T", "norms of all heads at once", "softmax; norms of outputs only"),
     "gemma3": FamilyEntry("Gemma 3 (its text)", "norms of heads, windows, two rotary bases", "dense, GELU"),
     "gemma3_text": FamilyEntry("Gemma 3 1B", "norms of heads, windows, two rotary bases", "dense, GELU"),

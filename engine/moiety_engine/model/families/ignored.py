@@ -52,6 +52,19 @@ _OF_FAMILY: dict[str, frozenset[str]] = {
     "deepseek_v4": frozenset(
         {"compress_rope_theta", "num_hash_layers", "num_nextn_predict_layers", "qk_rope_head_dim", "rope_theta"}
     ),
+    "falcon_h1": frozenset(
+        {
+            "attn_layer_indices",
+            "mamba_chunk_size",
+            "mamba_expand",
+            "mamba_norm_before_gate",
+            "mlp_expansion_factor",
+            "num_logits_to_keep",
+            "time_step_floor",
+            "time_step_max",
+            "time_step_min",
+        }
+    ),
     "granitemoehybrid": frozenset({"mamba_chunk_size"}),
     "jamba": frozenset({"n_ctx", "num_logits_to_keep", "use_associative_scan", "use_mamba_kernels", "use_mambapy"}),
     "minimax": frozenset({"block_size"}),

@@ -112,6 +112,16 @@ RECENT_DEFAULTS: dict[str, dict[str, Any]] = {
         "sliding_window": 4096, "sliding_window_pattern": 4, "tie_word_embeddings": False, "topk_group": 1,
         "vocab_size": 102_400, "rope_theta": 10_000.0,
     },
+    "falcon_h1": {
+        "attention_bias": False, "attention_in_multiplier": 1.0, "attention_out_multiplier": 1.0,
+        "embedding_multiplier": 1.0, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14_336,
+        "key_multiplier": 1.0, "lm_head_multiplier": 1.0, "mamba_conv_bias": True, "mamba_d_conv": 4,
+        "mamba_d_head": "auto", "mamba_d_ssm": 1024, "mamba_d_state": 256, "mamba_expand": 2, "mamba_n_groups": 1,
+        "mamba_n_heads": 128, "mamba_norm_before_gate": True, "mamba_proj_bias": False, "mamba_rms_norm": False,
+        "max_position_embeddings": 8192, "mlp_bias": False, "num_attention_heads": 32, "num_hidden_layers": 32,
+        "num_key_value_heads": 8, "projectors_bias": False, "rms_norm_eps": 1e-5, "rope_theta": 10_000.0,
+        "ssm_in_multiplier": 1.0, "ssm_out_multiplier": 1.0, "tie_word_embeddings": False, "vocab_size": 128_000,
+    },
     "flex_olmo": _SHARED | {
         "hidden_size": 4096, "intermediate_size": 11_008, "max_position_embeddings": 4096, "norm_topk_prob": False,
         "num_attention_heads": 32, "num_experts": 7, "num_experts_per_tok": 5, "num_hidden_layers": 32,

@@ -1,7 +1,8 @@
 """Names in checkpoints whose layers are not those of the spec.
 
 In Nemotron-H attention and feed-forward are layers of their own. In LongCat-Flash a layer has two attentions and two
-dense feed-forwards, which are two layers of the spec, and experts, which belong to the first one.
+dense feed-forwards, which are two layers of the spec, and experts, which belong to the first one. In Falcon-H1 a layer
+has Mamba-2 beside attention, which are two layers of the spec too.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ def stored_prefixes(spec: ModelSpec, index: int) -> dict[str, str]:
     Of two prefixes that a name begins with, the first one is meant.
     """
     layer, start = spec.layers[index], spec.block_starts[index]
+    if spec.has_parallel_layers:
+        return _of_parallel(layer, start)
     if not spec.has_sublayers:
         return _of_halves(layer, start)
     sub = int(index > 0 and spec.block_starts[index - 1] == start)
@@ -27,6 +30,14 @@ def stored_prefixes(spec: ModelSpec, index: int) -> dict[str, str]:
     found = {f"{name}.": f"{start}.{name}.{sub}." for name in ("self_attn", "input_layernorm")}
     found |= {"post_attention_layernorm.": f"{start}.post_attention_layernorm.{sub}.", dense: f"{start}.mlps.{sub}."}
     return found if sub else found | {"mlp.": f"{start}.mlp."}
+
+
+def _of_parallel(layer: LayerSpec, start: int) -> dict[str, str]:
+    """Return the prefixes of a layer that is one on disk with the layer beside it, which reads the same input."""
+    if not layer.shares_input:
+        return {name: f"{start}.{name}" for name in ("input_layernorm.", "mamba.")}
+    own = {"post_attention_layernorm.": f"{start}.pre_ff_layernorm.", "mlp.": f"{start}.feed_forward."}
+    return {"self_attn.": f"{start}.self_attn."} | own
 
 
 def _of_halves(layer: LayerSpec, start: int) -> dict[str, str]:

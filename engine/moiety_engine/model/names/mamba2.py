@@ -30,7 +30,8 @@ def mamba2_places(spec: Mamba2Spec, weights: Mamba2Weights, _present: set[str]) 
     yield "mamba.A_log", whole(weights.decay_M)
     yield "mamba.dt_bias", whole(weights.step_bias_M)
     yield "mamba.D", whole(weights.skip_M)
-    yield "mamba.norm.weight", whole(weights.norm_C)
+    if weights.norm_C is not None:
+        yield "mamba.norm.weight", whole(weights.norm_C)
     yield "mamba.out_proj.weight", whole(plain(weights.output_DC))
     if weights.output_bias_D is not None:
         yield "mamba.out_proj.bias", whole(weights.output_bias_D)
