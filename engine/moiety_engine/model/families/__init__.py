@@ -62,7 +62,7 @@ from moiety_engine.model.families.llama import llama
 from moiety_engine.model.families.llama4 import llama4_text
 from moiety_engine.model.families.longcat import longcat_flash, longcat_flash_features
 from moiety_engine.model.families.mimo import mimo_features, mimo_v2_flash
-from moiety_engine.model.families.minimax import minimax, minimax_m2, minimax_m2_features
+from moiety_engine.model.families.minimax import first_minimax_config, minimax, minimax_m2, minimax_m2_features
 from moiety_engine.model.families.mistral import mistral
 from moiety_engine.model.families.mixtral import mixtral
 from moiety_engine.model.families.nemotron import nemotron_h, nemotron_h_features
@@ -210,6 +210,12 @@ TEXT_PART: dict[str, Callable[[Config], Config]] = {
     "qwen3_vl_moe": qwen3_vl_moe_text_config,
 }
 
+# Readers of the configurations of first releases, under a `model_type` of their own, into those of a family.
+FIRST_RELEASES: dict[str, Callable[[Config], Config]] = {
+    "minimax_m1": first_minimax_config,
+    "minimax_text_01": first_minimax_config,
+}
+
 
 def read_spec(folder: Path) -> ModelSpec:
     """Return the spec of the checkpoint in `folder`. Raises ConfigError or UnsupportedModelError."""
@@ -284,6 +290,8 @@ def _text_part(config: Config) -> Config:
 def _under_own_names(config: Config) -> Config:
     if config.get("model_type") in WRAPPERS:
         config = wrapped_text_config(config)
+    if config.get("model_type") in FIRST_RELEASES:
+        config = FIRST_RELEASES[config["model_type"]](config)
     family = config.get("model_type")
     if family in UNSUPPORTED:
         raise UnsupportedModelError(
@@ -291,7 +299,7 @@ def _under_own_names(config: Config) -> Config:
             "engine behind the gateway, or choose a model that `moiety models` lists"
         )
     if family not in FAMILIES:
-        known = ", ".join(sorted([*FAMILIES, *WRAPPERS]))
+        known = ", ".join(sorted([*FAMILIES, *WRAPPERS, *FIRST_RELEASES]))
         raise UnsupportedModelError(f"model family {family!r} is not supported; the known families are: {known}")
     text = TEXT_PART[family](config) if family in TEXT_PART else config
     return {**under_own_names(text, family), "model_type": family}

@@ -225,7 +225,7 @@ CATALOG: dict[str, FamilyEntry] = {
         "as DeepSeek-V3 without shared experts; first layer dense",
     ),
     "minimax": FamilyEntry(
-        "MiniMax-Text-01 (hf), MiniMax-M1 (hf)",
+        "MiniMax-Text-01, MiniMax-M1, and their hf versions",
         "lightning attention and full attention by layer; residuals after the norms",
         "softmax, renormalised",
     ),

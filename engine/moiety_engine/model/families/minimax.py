@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moiety_engine.model.errors import UnsupportedModelError
+from moiety_engine.model.errors import ConfigError, UnsupportedModelError
 from moiety_engine.model.families.config import (
     Config,
     Features,
@@ -19,6 +19,7 @@ from moiety_engine.model.recurrent_specs import LightningSpec
 from moiety_engine.model.spec import AttentionSpec, LayerSpec, MoeSpec, NormedResidual
 from moiety_kernels.moe.activation import SILU
 
+_KIND_OF_NUMBER = {0: "linear_attention", 1: "full_attention"}
 _LIGHTNING_NORM_EPS = 1e-6  # independent of the other norms
 
 
@@ -38,6 +39,33 @@ def minimax(config: Config, index: int) -> LayerSpec:
     return LayerSpec(
         attention, MoeSpec(config["intermediate_size"], routing, read_activation(config)), residual=residual
     )
+
+
+# Keys of the first releases, and their names in the family's class.
+_PUBLISHED_KEYS = {
+    f"layernorm_{theirs}_{factor}": f"{ours}_{factor}_factor"
+    for theirs, ours in (("full_attention", "full_attn"), ("linear_attention", "linear_attn"), ("mlp", "mlp"))
+    for factor in ("alpha", "beta")
+}
+
+
+def first_minimax_config(config: Config) -> Config:
+    """Return a configuration of `minimax_text_01` or `minimax_m1` with the keys of `minimax`.
+
+    Raises ConfigError and UnsupportedModelError.
+    """
+    family = config["model_type"]
+    require(config, family, postnorm=True, shared_intermediate_size=0)
+    kinds, rotary_width = config.get("attn_type_list"), config.get("rotary_dim")
+    if not isinstance(kinds, list):
+        raise ConfigError(f"config.json of a {family} model has no attn_type_list, with 0 or 1 for each layer")
+    read = ("attn_type_list", "postnorm", "rotary_dim", "shared_intermediate_size", "shared_moe_mode")
+    found = {_PUBLISHED_KEYS.get(key, key): value for key, value in config.items() if key not in read}
+    found |= {"model_type": "minimax", "layer_types": [_KIND_OF_NUMBER.get(kind, kind) for kind in kinds]}
+    if rotary_width is not None:
+        head_dim = first(config, "head_dim", default=config["hidden_size"] // config["num_attention_heads"])
+        found["partial_rotary_factor"] = rotary_width / head_dim
+    return found
 
 
 def _lightning(config: Config, index: int) -> LightningSpec:
