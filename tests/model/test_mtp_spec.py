@@ -18,7 +18,9 @@ from torch import Tensor
 
 from moiety_engine.model.batch import Batch, KvCache, RecurrentRows
 from moiety_engine.model.errors import UnsupportedModelError, WeightsError
+from moiety_engine.model.families import read_spec
 from moiety_engine.model.loading import load_model, load_mtp
+from moiety_engine.model.spec import AttentionSpec
 from moiety_engine.model.transformer import Transformer
 from moiety_wire.engine_choices import LoadFormat
 
@@ -83,8 +85,11 @@ def published(request: pytest.FixtureRequest, make_checkpoint: Callable[..., Any
     return made
 
 
-def publish_as_qwen(checkpoint: Any) -> Published:
-    """The same under the names of Qwen3-Next and Qwen 3.5, whose config.json need not mention the layer."""
+def publish_as_qwen(checkpoint: Any, norm_offset: float = 1.0) -> Published:
+    """The same under the names of Qwen3-Next and Qwen 3.5, whose config.json need not mention the layer.
+
+    `norm_offset`: number that the norms are stored less.
+    """
     made = publish(checkpoint)
     num_layers = made.oracle.config.num_hidden_layers - 1
     tensors, prefix = load_file(made.folder / "model.safetensors"), f"model.layers.{num_layers}."
@@ -96,7 +101,7 @@ def publish_as_qwen(checkpoint: Any) -> Published:
     }
     for ours, its in names.items():
         weight = tensors.pop(f"{prefix}{ours}.weight")
-        tensors[f"mtp.{its}.weight"] = weight if its == "fc" else weight - 1  # these norms are stored less 1
+        tensors[f"mtp.{its}.weight"] = weight if its == "fc" else weight - norm_offset
     for name in [name for name in tensors if name.startswith(prefix)]:
         tensors[name.replace(prefix, "mtp.layers.0.")] = tensors.pop(name)
     for name in ("mtp.layers.0.embed_tokens.weight", "mtp.layers.0.shared_head.head.weight"):
@@ -214,6 +219,19 @@ def test_mtp_layer_of_a_model_with_recurrent_layers_matches_plain_torch(
     make_checkpoint: Callable[..., Any], variant: str
 ) -> None:
     check_says_what_plain_torch_says(publish_as_qwen(make_checkpoint(f"{variant}, full attention last")))
+
+
+def test_mtp_layer_of_exaone_is_dense_and_named_as_that_of_qwen(make_checkpoint: Callable[..., Any]) -> None:
+    made = publish_as_qwen(make_checkpoint("exaone_moe, a dense last layer"), norm_offset=0.0)
+    assert read_spec(made.folder).mtp is None
+    edit_config(made.folder, **{COUNTED: 1, "mlp_layer_types": ["dense", "sparse"]})
+    check_says_what_plain_torch_says(made)
+    edit_config(made.folder, mtp_layer_types=["full_attention"])
+    layer = read_spec(made.folder).mtp
+    assert layer is not None and isinstance(layer.attention, AttentionSpec) and layer.attention.window is None
+    edit_config(made.folder, mtp_sliding_windows=[128])
+    with pytest.raises(UnsupportedModelError, match="mtp_sliding_windows is not supported in exaone_moe"):
+        read_spec(made.folder)
 
 
 def check_says_what_plain_torch_says(published: Published) -> None:

@@ -253,6 +253,12 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         VARIANTS["deepseek_v3"][1]
         | {"attention_bias": False, "rope_parameters": YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0}},
     ),
+    "exaone_moe, a dense last layer": (
+        "exaone_moe",
+        RECENT_VARIANTS["exaone_moe"][1]
+        | {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {"mlp_layer_types": ["dense", "sparse", "dense"], "sliding_window": 1000},
+    ),
     "mimo_v2_flash, a dense last layer": (
         "mimo_v2_flash",
         RECENT_VARIANTS["mimo_v2_flash"][1]

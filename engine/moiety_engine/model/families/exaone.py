@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from moiety_engine.model.errors import ConfigError
+from moiety_engine.model.errors import ConfigError, UnsupportedModelError
 from moiety_engine.model.families.config import (
     Config,
     Features,
+    first,
     is_dense_layer,
     is_sliding_layer,
     read_activation,
@@ -13,18 +14,28 @@ from moiety_engine.model.families.config import (
     read_sigmoid_experts,
 )
 from moiety_engine.model.rope_spec import NO_ROPE
-from moiety_engine.model.spec import DenseSpec, LayerSpec
+from moiety_engine.model.spec import AttentionSpec, DenseSpec, LayerSpec
+
+MTP_ROOT = "mtp."
 
 
 def exaone_moe(config: Config, index: int) -> LayerSpec:
     """Return a layer; those with full attention have no rotary embedding if other layers have windows."""
-    window = config["sliding_window"]
     sliding = is_sliding_layer(config, index, otherwise=_slides_by_pattern(config, index))
-    features = {"window": window} if sliding else {} if window is None else {"rope": NO_ROPE}
-    attention = read_attention(config, qk_norm="head", **features)
+    attention = _attention(config, sliding=sliding)
     if is_dense_layer(config, index, num_dense=config["first_k_dense_replace"]):
-        return LayerSpec(attention, DenseSpec(config["intermediate_size"], activation=read_activation(config)))
+        return LayerSpec(attention, _dense(config))
     return LayerSpec(attention, read_sigmoid_experts(config, "num_experts", "num_shared_experts"))
+
+
+def _attention(config: Config, *, sliding: bool) -> AttentionSpec:
+    window = config["sliding_window"]
+    features = {"window": window} if sliding else {} if window is None else {"rope": NO_ROPE}
+    return read_attention(config, qk_norm="head", **features)
+
+
+def _dense(config: Config) -> DenseSpec:
+    return DenseSpec(config["intermediate_size"], activation=read_activation(config))
 
 
 def _slides_by_pattern(config: Config, index: int) -> bool:
@@ -39,6 +50,17 @@ def _slides_by_pattern(config: Config, index: int) -> bool:
     return (index + 1) % pattern != 0
 
 
-def exaone_features(_config: Config) -> Features:
-    """Return the prefixes of the multi-token prediction layer, which is not loaded."""
-    return {"ignored_prefixes": ("mtp.", "model.mtp.")}
+def exaone_features(config: Config) -> Features:
+    """Return the features of multi-token prediction (MTP): the first MTP layer, which is dense, and its names.
+
+    Its kind of attention is the first of `mtp_layer_types`, or else that of the model's first layer.
+    """
+    features: Features = {"ignored_prefixes": (MTP_ROOT, f"model.{MTP_ROOT}")}
+    if not first(config, "num_nextn_predict_layers", default=0):
+        return features
+    if config.get("mtp_sliding_windows") is not None:
+        raise UnsupportedModelError("mtp_sliding_windows is not supported in exaone_moe: remove MTP layers or the key")
+    kinds = first(config, "mtp_layer_types", "layer_types")
+    of_mtp = config if kinds is None else config | {"layer_types": kinds}
+    sliding = is_sliding_layer(of_mtp, 0, otherwise=_slides_by_pattern(config, 0))
+    return features | {"mtp": LayerSpec(_attention(config, sliding=sliding), _dense(config)), "mtp_root": MTP_ROOT}
