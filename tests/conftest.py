@@ -13,10 +13,11 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import hypothesis
 import psutil
@@ -71,13 +72,15 @@ class _InOrderOfPaths:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests marked `thorough`, most combinations of parameters and most mutants unless all are wanted, and
-    most tests where only the fast ones are. Where workers take a file at a time, files with slow tests come first, then
-    files with many, so that none is left to the end."""
+    """Deselect tests marked `thorough`, most combinations of parameters, tests beyond the sample of functions marked
+    `one_in` and most mutants unless all are wanted, and most tests where only the fast ones are. Where workers take a
+    file at a time, files with slow tests come first, then files with many, so that none is left to the end."""
     if not THOROUGH:
         _keep(config, items, lambda item: not item.get_closest_marker("thorough"))
         left_out = repeated_combinations(items) | _further_mutants(items)
         _keep(config, items, lambda item: item not in left_out)
+        beyond = beyond_sample(items)
+        _keep(config, items, lambda item: item not in beyond)
     if FAST:
         seen: set[tuple[Path, str]] = set()
         _keep(config, items, lambda item: _is_fast(item, seen))
@@ -97,12 +100,30 @@ def _keep(config: pytest.Config, items: list[pytest.Item], wanted: Callable[[pyt
 def repeated_combinations(items: list[pytest.Item]) -> set[pytest.Item]:
     """Return the tests that can be left out: of each function, those kept have every value of each parameter at least
     once, beside every value of the parameters that the marker `combinations` names (`by`)."""
+    return {item for function in _by_function(items) for item in _not_needed(function)}
+
+
+def beyond_sample(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return the tests that can be left out of functions marked `one_in(n)`: all but each n-th. Functions begin to
+    count at different ones, so that each value is in some function's sample."""
+    beyond: set[pytest.Item] = set()
+    for function in _by_function(items):
+        marker = function[0].get_closest_marker("one_in")
+        if marker is not None:
+            (step,) = marker.args
+            sample = function[crc32(function[0].originalname.encode()) % min(step, len(function)) :: step]
+            beyond.update(set(function).difference(sample))
+    return beyond
+
+
+def _by_function(items: list[pytest.Item]) -> Iterable[list[pytest.Function]]:
+    """Return the tests with parameters, each function's in one list."""
     functions: dict[tuple[Path, str, str], list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             where = item.parent.nodeid if item.parent else ""
             functions.setdefault((item.path, where, item.originalname), []).append(item)
-    return {item for function in functions.values() for item in _not_needed(function)}
+    return functions.values()
 
 
 def _further_mutants(items: list[pytest.Item]) -> set[pytest.Item]:

@@ -42,6 +42,7 @@ def grammar_of(text: GrammarText, name: str, offer: ToolOffer, *, ignore_eos: bo
     return ModelText(text.card(name), 8192).answer_format(generation, 0, []).grammar
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("forced", [None, "now"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_forced_call_is_whole_though_its_tool_is_not_strict(text: GrammarText, name: str, forced: str | None) -> None:
@@ -101,6 +102,7 @@ UNSUPPORTED = {"type": "object", "properties": {"at": {"type": "string", "format
 BOTH = (Tool("count", "", COUNTED), Tool("paint", "", UNSUPPORTED))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_forced_call_follows_the_schema_of_a_tool_that_is_not_strict(text: GrammarText, name: str) -> None:
     """An unsupported schema beside it, for which any object is valid, changes nothing for it."""

@@ -99,6 +99,7 @@ def test_a_call_that_must_be_made_keeps_to_its_schema(text: GrammarText, name: s
         check_calls(calls, at_least=1)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", FORMATS)
 def test_calls_that_the_model_makes_by_itself_keep_to_their_schemas_one_after_another(
     text: GrammarText, name: str

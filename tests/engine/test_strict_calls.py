@@ -266,6 +266,7 @@ FRACTIONS = {"type": "object", "properties": {"a": {"enum": ["auto", 0.5, 2.0]}}
 NUMBERS = {"type": "object", "properties": {"a": {"type": "number", "enum": [0.5, 1, 2]}}, "required": ["a"]}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("schema", [FRACTIONS, NUMBERS])
 def test_listed_fractions_are_written_as_numbers(text: GrammarText, name: str, schema: dict[str, Any]) -> None:

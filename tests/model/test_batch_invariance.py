@@ -18,6 +18,7 @@ def tokens(vocab_size: int, count: int, seed: int) -> list[int]:
     return torch.randint(0, vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+@pytest.mark.one_in(3)
 def test_a_sequence_has_the_same_bits_alone_and_among_others(
     checkpoint: Any, device: str, make_driver: Any, make_sequence: Any, request: pytest.FixtureRequest
 ) -> None:

@@ -132,6 +132,7 @@ def test_greedy_continuation_is_the_oracles(checkpoint: Any, device: str, make_d
         assert token == indices[0] or values[0] - values[1] < TOLERANCE
 
 
+@pytest.mark.one_in(3)
 def test_sequences_at_different_stages_in_one_batch_do_not_disturb_each_other(
     checkpoint: Any, device: str, make_driver: Any, make_sequence: Any
 ) -> None:
@@ -153,6 +154,7 @@ def test_sequences_at_different_stages_in_one_batch_do_not_disturb_each_other(
         assert largest_difference(torch.cat(parts), checkpoint.logprobs(prompt)) <= TOLERANCE
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("chunk", [1, 7, PROMPT_TOKENS])
 def test_blocks_of_another_sequence_serve_as_a_prefix(
     checkpoint: Any, device: str, make_driver: Any, make_sequence: Any, chunk: int
@@ -181,6 +183,7 @@ def test_any_block_size_gives_the_same_logprobs(
     assert largest_difference(driver.prefill(make_sequence(prompt), 33), checkpoint.logprobs(prompt)) <= TOLERANCE
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "variant",
     [
@@ -236,6 +239,7 @@ def test_decode_steps_stay_right_when_sequences_come_and_go_and_tables_grow(
         assert largest_difference(torch.cat(some), checkpoint.logprobs(prompt)[-len(some) :]) <= TOLERANCE
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "variant",
     [

@@ -41,6 +41,7 @@ def total(tensor: Tensor) -> Tensor:
     return torch.stack((wide.sum(), wide.square().sum()))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_the_parts_of_all_ranks_are_the_whole(checkpoint: Any, layout: Layout) -> None:
     try:

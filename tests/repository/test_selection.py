@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.conftest import repeated_combinations
+from tests.conftest import beyond_sample, repeated_combinations
 
 pytest_plugins = ["pytester"]
 
@@ -50,3 +50,28 @@ def test_selection_keeps_every_value_of_a_product_and_every_row_of_a_table(pytes
         {"a": number % 3, "b": number} for number in range(4)
     ]
     assert sum(item.originalname == "test_table" for item in kept) == 4
+
+
+def test_a_sample_is_every_third_test_of_a_function_and_one_at_least(pytester: pytest.Pytester) -> None:
+    items = pytester.getitems("""
+        import pytest
+
+        @pytest.mark.one_in(3)
+        @pytest.mark.parametrize("a", range(9))
+        def test_many(a): pass
+
+        @pytest.mark.one_in(3)
+        @pytest.mark.parametrize("a", range(1))
+        def test_single(a): pass
+
+        @pytest.mark.parametrize("a", range(9))
+        def test_all(a): pass
+    """)
+    left_out = beyond_sample(items)
+    kept = [item for item in items if isinstance(item, pytest.Function) and item not in left_out]
+    places = {
+        name: [one.callspec.params["a"] for one in kept if one.originalname == name]
+        for name in ("test_many", "test_single", "test_all")
+    }
+    first = places["test_many"][0]
+    assert places == {"test_many": [first, first + 3, first + 6], "test_single": [0], "test_all": list(range(9))}
