@@ -192,6 +192,24 @@ def test_all_answers_of_written_schemas_are_valid(schema: Any, document: Any) ->
             assert complaint(json.dumps(whole), bytes(answer).decode()) == ""
 
 
+def test_each_part_of_a_large_schema_has_only_the_definitions_that_it_refers_to() -> None:
+    definitions = {
+        f"kind/{i}": closed({"a": {"enum": [f"{i} {'x' * 180}"]}, "next": {"$ref": f"#/$defs/kind~1{i + 1}"}})
+        for i in range(90)
+    }
+    definitions["kind/90"] = {"type": "integer"}
+    definitions["kind/45"] = {"type": "boolean"}  # ends the way from the first ones
+    members = {f"m{i}": {"$ref": f"#/$defs/kind~1{i}"} for i in range(90)}
+    schema = closed({**members, "text": {"type": "string", "maxLength": 20_000}}, required=["text"])
+    schema["$defs"] = definitions
+    assert len(json.dumps(schema)) > 18_000
+    assert is_written_as_rules(schema)
+    matcher, text = compiled(schema), of_length(20_001, 1)
+    assert is_let_through(matcher, written({"m44": {"next": True}, "m89": {"next": 3}, "text": text[:-1]}))
+    assert not is_let_through(matcher, written({"m44": {"next": 3}, "text": ""}))
+    assert not is_let_through(matcher, written({"text": text}))
+
+
 @pytest.mark.parametrize(
     "schema",
     [

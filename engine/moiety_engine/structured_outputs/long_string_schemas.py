@@ -225,14 +225,28 @@ class _SchemaRules:
         if found is False:
             raise _NotWrittenError
         found = {} if found is True else found
-        references = [one["$ref"] for one in _parts(found) if isinstance(one.get("$ref"), str)]
-        if references:
-            if any(_definition(self._root, one) is None for one in references):
-                raise _NotWrittenError
-            found = {**{key: self._root[key] for key in _DEFINITIONS if key in self._root}, **found}
+        found = {**self._definitions_of(found), **found} if isinstance(found, Mapping) else found
         if "$schema" in self._root:
             found = {"$schema": self._root["$schema"], **found}
         return self._named(f"%json {encode_exactly({**found, _OPTIONS: self._options})}")
+
+    def _definitions_of(self, part: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Return the definitions that a part refers to, also through others. Raises _NotWrittenError."""
+        found: dict[str, dict[str, Any]] = {}
+        waiting: list[Any] = [part]
+        while waiting:
+            for one in _parts(waiting.pop()):
+                reference = one.get("$ref")
+                if not isinstance(reference, str):
+                    continue
+                if _definition(self._root, reference) is None:
+                    raise _NotWrittenError
+                section, name = reference.split("/")[1:3]
+                name = name.replace("~1", "/").replace("~0", "~")
+                if name not in found.setdefault(section, {}):
+                    found[section][name] = self._root[section][name]
+                    waiting.append(found[section][name])
+        return found
 
     def _named(self, text: str) -> str:
         """Return the name of the rule with this text, which is added if it is new."""
