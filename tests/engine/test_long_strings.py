@@ -275,6 +275,44 @@ PARTS = st.recursive(
 )
 
 
+WHITESPACE = ("", "", "", " ", "  ", "\n  ", "\t", "\r\n", "\x0b", "\u00a0")
+
+
+@given(PARTS, DOCUMENTS, st.randoms(use_true_random=False))
+def test_a_schema_within_a_grammar_has_the_same_white_space_beside_a_long_string(
+    part: Any, document: Any, draw: random.Random
+) -> None:
+    def with_limit(limit: int) -> LLMatcher | None:
+        long = {"type": "string", "maxLength": limit}
+        schema = {"type": "object", "properties": {"long": long, "part": part}, "required": ["part"]}
+        grammar = f'start: "<" document ">"\ndocument: %json {json.dumps(schema)}'
+        try:
+            return COMPILER.compile(GrammarSpec(GrammarKind.GRAMMAR, grammar))
+        except GrammarRefused:
+            return None  # no document satisfies it
+
+    without, beside = with_limit(0), with_limit(5000)
+    if without is None or beside is None:
+        assert without is beside
+        return
+    text = json.dumps({"long": "", "part": document}, ensure_ascii=False)
+    spaced = "".join(
+        f"{draw.choice(WHITESPACE)}{one}{draw.choice(WHITESPACE)}" if one in "{}[],:" else one for one in text
+    )
+    for one in (text, text.replace(" ", ""), spaced):
+        assert is_let_through(beside, f"<{one}>") is is_let_through(without, f"<{one}>"), one
+
+
+@pytest.mark.parametrize("space", ["", " ", "\n\t ", "\x0b"])
+def test_documents_of_a_grammar_may_have_white_space_around_a_long_string(space: str) -> None:
+    schema = closed({"a": LONG, "b": {"type": "array", "items": LONG}}, required=["a"])
+    matcher = COMPILER.compile(GrammarSpec(GrammarKind.GRAMMAR, f"start: %json {json.dumps(schema)}"))
+    for length in (5000, 5001):
+        document = json.dumps({"a": "x" * length, "b": ["", "y"]}, separators=(f"{space},{space}", f"{space}:{space}"))
+        is_allowed = length == 5000 and space != "\x0b"
+        assert is_let_through(matcher, document.replace("{", "{" + space).replace("]", space + "]")) is is_allowed
+
+
 @given(PARTS, DOCUMENTS, st.randoms(use_true_random=False))
 def test_the_rules_let_through_what_the_schema_does(part: Any, document: Any, draw: random.Random) -> None:
     schema = {"type": "object", "properties": {"long": LONG, "part": part}, "required": ["part"]}

@@ -28,7 +28,7 @@ _MAX_RULES_BYTES = 1 << 20
 _MAX_DEPTH = 64
 _DEFINITIONS = ("$defs", "definitions")
 _SCALARS = ("null", "boolean", "integer", "number")
-_COMMA = '" "? ","'
+_WHITESPACE = r"[\x20\x0A\x0D\x09]+"  # between the parts of a document, where the options say nothing else
 _SCHEMA_RULE = re.compile(r"^(\w+: )%json (\{.*\})$", re.MULTILINE)
 _KEYWORDS = frozenset(
     [
@@ -135,6 +135,9 @@ class _SchemaRules:
         self._rules: list[str] = []
         self._names: dict[str, str] = {}  # of rules, by their text or reference
         self._depth = 0
+        whitespace = self._options.get("whitespace_pattern", _WHITESPACE)
+        self._space = f"{self._lexeme(f'/{whitespace}/')}?"
+        self._comma = f'{self._space} ","'
 
     def rules(self) -> list[str]:
         """Return the rules that the values refer to."""
@@ -195,29 +198,29 @@ class _SchemaRules:
         if not isinstance(properties, Mapping) or not isinstance(required, list) or not {*required} <= {*properties}:
             raise _NotWrittenError
         members = [
-            (f'" "? {lark_string(_quoted(name))} {self._member_value(one)}', name in required)
+            (f"{self._space} {lark_string(_quoted(name))} {self._member_value(one)}", name in required)
             for name, one in properties.items()
         ]
         free = part.get("additionalProperties", True)
         if free is not False:
             names = "|".join(literal_expression(_quoted(name)) for name in properties)
             lexeme = self._lexeme(f'/"{self._strings.character}*"/{f" & ~/{names}/" if names else ""}')
-            member = f'" "? {lexeme} {self._member_value(free)}'
-            members.append((f"{member} ({_COMMA} {member})*", False))
-        rules, first = joined_members(f"m{len(self._names)}", members, _COMMA)
+            member = f"{self._space} {lexeme} {self._member_value(free)}"
+            members.append((f"{member} ({self._comma} {member})*", False))
+        rules, first = joined_members(f"m{len(self._names)}", members, self._comma)
         self._rules += rules
-        return self._named(f'"{{" ({first}) " "? "}}"')
+        return self._named(f'"{{" ({first}) {self._space} "}}"')
 
     def _array(self, part: Mapping[str, Any]) -> str:
         starts, items = part.get("prefixItems", []), part.get("items", True)
         if not isinstance(starts, list) or isinstance(items, list):
             raise _NotWrittenError
-        item = None if items is False else f'" "? {self.value(items)}'
-        inner = repeated(item, part, _COMMA, [f'" "? {self.value(one)}' for one in starts])
-        return self._named(f'"[" {inner} " "? "]"')
+        item = None if items is False else f"{self._space} {self.value(items)}"
+        inner = repeated(item, part, self._comma, [f"{self._space} {self.value(one)}" for one in starts])
+        return self._named(f'"[" {inner} {self._space} "]"')
 
     def _member_value(self, part: Any) -> str:
-        return f'" "? ":" " "? {self.value(part)}'
+        return f'{self._space} ":" {self._space} {self.value(part)}'
 
     def _kept(self, part: Any) -> str:
         """Return the rule of a part that stays a schema."""
