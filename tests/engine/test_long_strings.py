@@ -313,6 +313,17 @@ def test_documents_of_a_grammar_may_have_white_space_around_a_long_string(space:
         assert is_let_through(matcher, document.replace("{", "{" + space).replace("]", space + "]")) is is_allowed
 
 
+@pytest.mark.parametrize("indent", [None, 1])
+def test_long_strings_are_counted_wherever_a_grammar_has_their_schema(indent: int | None) -> None:
+    one, two = (json.dumps(closed({"a": LONG}, **more), indent=indent) for more in ({}, {"required": ["a"]}))
+    text = f'start: "%json {{" (%json {one} | "<" inner ">") END // %json {{}}\ninner: %json\n  {two}\nEND: "." | /%/\n'
+    matcher, long = COMPILER.compile(GrammarSpec(GrammarKind.GRAMMAR, text)), of_length(5001, 1)
+    for opener, closer in (("", ""), ("<", ">")):
+        assert is_let_through(matcher, "%json {" + opener + written({"a": long[1:]}) + closer + ".")
+        assert not is_let_through(matcher, "%json {" + opener + written({"a": long}) + closer + ".")
+    assert is_let_through(matcher, "%json {{}%") and not is_let_through(matcher, "%json {<{}>%")
+
+
 @given(PARTS, DOCUMENTS, st.randoms(use_true_random=False))
 def test_the_rules_let_through_what_the_schema_does(part: Any, document: Any, draw: random.Random) -> None:
     schema = {"type": "object", "properties": {"long": LONG, "part": part}, "required": ["part"]}

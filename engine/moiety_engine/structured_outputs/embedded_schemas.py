@@ -22,7 +22,7 @@ def with_exact_embedded_schemas(lark: str) -> str:
     """
     parts, end = [], 0
     decoder = json.JSONDecoder(parse_float=Decimal, parse_constant=refuse_constant)
-    while found := _next_schema(lark, end):
+    while found := next_schema(lark, end):
         try:
             schema, stop = decoder.raw_decode(lark, found.end())
         except ValueError:
@@ -40,7 +40,7 @@ def with_exact_embedded_schemas(lark: str) -> str:
     return "".join([*parts, lark[end:]])
 
 
-def _next_schema(lark: str, begin: int) -> re.Match[str] | None:
+def next_schema(lark: str, begin: int) -> re.Match[str] | None:
     """Return the next `%json` outside of strings, expressions and comments."""
     while found := _EMBEDDED.search(lark, begin):
         passed = _PASSED_OVER.search(lark, begin)

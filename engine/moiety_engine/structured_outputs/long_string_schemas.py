@@ -8,13 +8,14 @@ documents are allowed stays as it is.
 
 from __future__ import annotations
 
-import re
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 from moiety_engine.structured_outputs.chunked_strings import ChunkedStrings
+from moiety_engine.structured_outputs.embedded_schemas import next_schema
 from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.exact_numbers import decode_exactly, encode_exactly
 from moiety_engine.structured_outputs.lark_text import lark_string
@@ -29,7 +30,6 @@ _MAX_DEPTH = 64
 _DEFINITIONS = ("$defs", "definitions")
 _SCALARS = ("null", "boolean", "integer", "number")
 _WHITESPACE = r"[\x20\x0A\x0D\x09]+"  # between the parts of a document, where the options say nothing else
-_SCHEMA_RULE = re.compile(r"^(\w+: )%json (\{.*\})$", re.MULTILINE)
 _KEYWORDS = frozenset(
     [
         *("$ref", "$dynamicRef", "type", "enum", "const", "allOf", "anyOf", "oneOf", "not", "if", "then", "else"),
@@ -72,18 +72,21 @@ def with_long_strings(grammar: str) -> str:
 def _with_rules(lark: str, num_others: int) -> tuple[str, list[dict[str, Any]]]:
     """Return rules that refer to grammars in place of schemas with long strings, and these grammars."""
     others: list[dict[str, Any]] = []
-
-    def replace(found: re.Match[str]) -> str:
+    parts, end = [], 0
+    while found := next_schema(lark, end):
         try:
-            schema_rules = rules_of_schema(decode_exactly(found[2]))
+            _, stop = json.JSONDecoder().raw_decode(lark, found.end())
+            schema_rules = rules_of_schema(decode_exactly(lark[found.end() : stop]))
         except ValueError:
-            schema_rules = None  # the library refuses it with the reason
+            break  # the library refuses it with the reason
+        parts.append(lark[end : found.start()])
         if schema_rules is None:
-            return found[0]
-        others.append({"name": f"long_strings_{num_others + len(others)}", "lark_grammar": schema_rules})
-        return f"{found[1]}@{others[-1]['name']}"
-
-    return _SCHEMA_RULE.sub(replace, lark), others
+            parts.append(lark[found.start() : stop])
+        else:
+            others.append({"name": f"long_strings_{num_others + len(others)}", "lark_grammar": schema_rules})
+            parts += [f"@{others[-1]['name']} ", "\n" * lark.count("\n", found.start(), stop)]
+        end = stop
+    return "".join([*parts, lark[end:]]), others
 
 
 def rules_of_schema(schema: Any) -> str | None:
