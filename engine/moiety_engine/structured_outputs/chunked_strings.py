@@ -34,7 +34,7 @@ class ChunkedStrings:
         return [f"{name}: {text}" for name, text in self._rules.items()]
 
     def _ways(self, least: int, most: int | None) -> Iterator[str]:
-        for first, last, least_end, most_end in _levels(least, most, self.chunk_chars):
+        for first, last, least_end, most_end in levels(least, most, self.chunk_chars):
             least_chunks = first
             if first == 0:
                 yield self._lexeme(f"string_{least_end}_{most_end}", f'"{self._characters(least_end, most_end)}"')
@@ -61,7 +61,7 @@ class ChunkedStrings:
         return name
 
 
-def _levels(least: int, most: int | None, chunk_chars: int) -> Iterator[tuple[int, int | None, int, int]]:
+def levels(least: int, most: int | None, chunk_chars: int) -> Iterator[tuple[int, int | None, int, int]]:
     """Yield ranges of numbers of full chunks, each with the least and the most characters after them."""
     last_end = chunk_chars - 1
     least_chunks, least_end = divmod(least, chunk_chars)

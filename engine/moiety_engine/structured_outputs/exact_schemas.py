@@ -18,6 +18,7 @@ from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.exact_numbers import decode_exactly, pointer_part, with_exact_numbers
 from moiety_engine.structured_outputs.exclusive_bounds import ExclusiveBounds
 from moiety_engine.structured_outputs.formats import PATTERNS
+from moiety_engine.structured_outputs.large_repetitions import check_lengths, check_repetitions
 from moiety_engine.structured_outputs.patterns import exact_name_pattern, exact_pattern
 
 MAX_COEFFICIENT = 2**32 - 1  # limit of a multiple in the library
@@ -177,8 +178,10 @@ def _rewrite_strings(schema: dict[str, Any], pointer: str) -> None:
     if isinstance(pattern, str):
         try:
             schema["pattern"] = exact_pattern(pattern)
+            check_repetitions(schema["pattern"], pattern)
         except GrammarRefused as exc:
             raise GrammarRefused(f"{pointer[:MAX_POINTER_CHARS]}/pattern: {exc}") from exc
+    check_lengths(schema, pointer[:MAX_POINTER_CHARS])
     by_name = schema.get("patternProperties")
     if isinstance(by_name, Mapping):
         schema["patternProperties"] = dict(_with_exact_names(by_name, f"{pointer}/patternProperties"))

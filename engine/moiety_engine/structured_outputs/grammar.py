@@ -22,6 +22,7 @@ from moiety_engine.structured_outputs.embedded_schemas import with_exact_embedde
 from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.exact_schemas import exact_schema_of
 from moiety_engine.structured_outputs.harmony import harmony_of, harmony_rules
+from moiety_engine.structured_outputs.large_repetitions import check_repetitions, counting_rules
 from moiety_engine.structured_outputs.patterns import exact_expression
 from moiety_engine.structured_outputs.reasoned import ANSWER, reasoned_of, reasoned_rules, with_grammars
 from moiety_wire.grammars import GrammarKind, GrammarSpec
@@ -36,6 +37,7 @@ MAX_CHOICES = 4096
 _WHITESPACE = r"\x20"
 _RULE = re.compile(r"^\s*[?!]?([A-Za-z_]\w*)(?:\.-?\d+)?(?:\[[^\]]*\])?\s*:", re.MULTILINE)
 _NAME = re.compile(r"(?<![\w\\])[A-Z_][A-Z0-9_]*(?!\w)")
+_REPEATED = re.compile(r"\s*(?:\{\s*(?:\d+\s*,\s*)?(\d{1,9})\s*\}|~\s*(?:\d+\s*\.\.\s*)?(\d{1,9}))")
 _QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/')
 
 
@@ -71,7 +73,7 @@ def _answer_grammar(spec: GrammarSpec) -> str:
         case GrammarKind.JSON_SCHEMA:
             return _json_grammar(spec.text)
         case GrammarKind.REGEX:
-            return LLMatcher.grammar_from_regex(exact_expression(spec.text))
+            return _regex_grammar(spec.text)
         case GrammarKind.CHOICE:
             return _choice_grammar(spec.text)
         case GrammarKind.GRAMMAR:
@@ -80,6 +82,14 @@ def _answer_grammar(spec: GrammarSpec) -> str:
             return _calls_grammar(spec.text)
         case _:
             raise GrammarRefused("the grammar after the reasoning must not begin with reasoning again")
+
+
+def _regex_grammar(text: str) -> str:
+    expression = exact_expression(text)
+    if (rules := counting_rules(expression)) is not None:
+        return LLMatcher.grammar_from_lark(rules)
+    check_repetitions(expression, text)
+    return LLMatcher.grammar_from_regex(expression)
 
 
 def _json_grammar(text: str) -> str:
@@ -132,8 +142,13 @@ def check_terminals(lark: str) -> None:
     """Refuse terminals that expand to too many characters.
 
     A terminal is compiled as one expression with its referenced terminals expanded: a few lines can expand beyond any
-    memory. Raises GrammarRefused.
+    memory. So does the lexer for one with large counts within it. Raises GrammarRefused.
     """
+    for quoted in _QUOTED.finditer(lark):
+        if quoted[0].startswith("/"):
+            count = _REPEATED.match(lark, quoted.end())
+            whole = f"(?:{quoted[0][1:-1]}){{{count[1] or count[2]}}}" if count else quoted[0][1:-1]
+            check_repetitions(whole, quoted[0] + (count[0] if count else ""))
     bodies = _terminals(lark)
     lengths: dict[str, int] = {}
     for name in bodies:
