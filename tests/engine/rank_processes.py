@@ -71,6 +71,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "nemotron_h, latent": {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"] * 2}
     | {"n_routed_experts": 8, "moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64, "head_dim": 16}
     | {"mamba_num_heads": 2, "mamba_head_dim": 64, "n_groups": 2, "ssm_state_size": 32, "moe_latent_size": 32},
+    "jamba": {"attn_layer_period": 3, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 0}
+    | {"num_hidden_layers": 3, "num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64}
+    | {"mamba_dt_rank": 16, "mamba_d_state": 16, "mamba_proj_bias": True},
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64, "head_dim": 16}
     | {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]},
 }

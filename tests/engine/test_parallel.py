@@ -40,10 +40,13 @@ CUT_BY = {  # layouts, and the family that shows each of them
     ("tp", 4, "ep", 4): "gpt_oss",
     ("pp", 2): "qwen3_moe",
 }
-RECURRENT = ("qwen3_next", "granitemoehybrid", "kimi_linear", "nemotron_h", "nemotron_h, latent")
-REFUSED = {(family, ("tp", 4, "ep", 4)) for family in RECURRENT}  # they have two heads
+ALSO_SHOWN = {("jamba", ("tp", 2))}  # the ranks add their parts of what time steps are projected from
+RECURRENT = ("qwen3_next", "granitemoehybrid", "kimi_linear", "nemotron_h", "nemotron_h, latent", "jamba")
+REFUSED = {(family, ("tp", 4, "ep", 4)) for family in RECURRENT if family != "jamba"}  # they have two heads
 CUT = [
-    (pytest.param if family == shown_by else thorough)(family, dict(zip(cuts[::2], cuts[1::2], strict=True)))
+    (pytest.param if family == shown_by or (family, cuts) in ALSO_SHOWN else thorough)(
+        family, dict(zip(cuts[::2], cuts[1::2], strict=True))
+    )
     for cuts, shown_by in CUT_BY.items()
     for family in FAMILIES
     if (family, cuts) not in REFUSED

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from moiety_engine.model.errors import ModelError
 from moiety_engine.model.families import ignored_keys, spec_from_config
 
 from .transformers_configs import Config

@@ -29,7 +29,6 @@ REFUSED = {
     "deepseek_v4": "served on one rank only: leave out --tp",
     "falcon_h1, no norms": "1 groups of Mamba-2 heads cannot be divided by --tp 2",
     "granitemoehybrid, dense": "1 groups of Mamba-2 heads cannot be divided by --tp 2",
-    "jamba": "1 groups of Mamba channels that time steps are projected from cannot be divided by --tp 2",
     "nemotron_h, dense": "1 groups of Mamba-2 heads cannot be divided by --tp 2",
     "minimax": "1 groups of heads that are normalized together cannot be divided by --tp 2",
 }

@@ -355,7 +355,7 @@ def attention(
             spec, weights, rotaries[spec.rope], norm_eps, arithmetic, adapters, rounds=rounds, group=group
         )
     assert isinstance(weights, RecurrentWeights)
-    return recurrent_layer(spec, weights, arithmetic, rotaries)
+    return recurrent_layer(spec, weights, arithmetic, rotaries, group=group)
 
 
 def replayable_layers(attentions: Sequence[Attention]) -> dict[int, RecurrentLayer]:

@@ -19,6 +19,7 @@ from moiety_kernels.selective_scan import selective_scan
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moiety_engine.distribution.collectives import RankCollectives
     from moiety_engine.model.arithmetic import Arithmetic
     from moiety_engine.model.batch import RecurrentRows, RecurrentStateCache
 
@@ -26,8 +27,12 @@ if TYPE_CHECKING:
 class Mamba(RecurrentMixer[MambaSpec, MambaWeights]):
     """State space model with a state of fixed size for each channel, whose numbers have decays of their own."""
 
-    def __init__(self, spec: MambaSpec, weights: MambaWeights, arithmetic: Arithmetic) -> None:
+    def __init__(
+        self, spec: MambaSpec, weights: MambaWeights, arithmetic: Arithmetic, *, group: RankCollectives
+    ) -> None:
+        """Create the layer. `group`: the ranks that share its channels."""
         super().__init__(spec, weights, arithmetic)
+        self._group = group
         self._conv = CausalConvWeights(weights.conv_WC, weights.conv_bias_C, silu=True)
 
     def _mix(self, x_TD: Tensor, rows: RecurrentRows, cache: RecurrentStateCache) -> Tensor:
@@ -35,8 +40,9 @@ class Mamba(RecurrentMixer[MambaSpec, MambaWeights]):
         states, tails = cache.parts
         conv_TC, gate_TC = self._linear(x_TD, weights.input_CD, weights.input_bias_C).chunk(2, dim=1)
         mixed_TC = causal_conv(conv_TC, self._conv, tails, rows.runs)
+        selection_TE = self._group.sum(self._linear(mixed_TC, weights.selection_EC))
         step_TR, write_TN, read_TN = torch.split(
-            self._linear(mixed_TC, weights.selection_EC), [spec.time_rank, spec.state_width, spec.state_width], dim=1
+            selection_TE, [spec.time_rank, spec.state_width, spec.state_width], dim=1
         )
         step_TR = self._normed(step_TR, weights.step_norm_R)
         out_TC = selective_scan(

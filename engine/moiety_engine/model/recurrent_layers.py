@@ -21,11 +21,13 @@ from moiety_engine.model.recurrent_specs import (
     MambaSpec,
     ShortConvSpec,
 )
+from moiety_engine.model.recurrent_weights import MambaWeights
 from moiety_engine.model.short_convolution import ShortConvolution
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from moiety_engine.distribution.collectives import RankCollectives
     from moiety_engine.model.arithmetic import Arithmetic
     from moiety_engine.model.recurrent_specs import RecurrentSpec
     from moiety_engine.model.recurrent_weights import RecurrentWeights
@@ -36,7 +38,6 @@ RecurrentLayer = RecurrentMixer[Any, Any] | CompressedAttention
 _LAYERS: dict[type, Any] = {
     GatedDeltaSpec: GatedDeltaNet,
     Mamba2Spec: Mamba2,
-    MambaSpec: Mamba,
     KimiDeltaSpec: KimiDeltaAttention,
     LightningSpec: LightningAttention,
     ShortConvSpec: ShortConvolution,
@@ -48,10 +49,15 @@ def recurrent_layer(
     weights: RecurrentWeights,
     arithmetic: Arithmetic,
     rotaries: Mapping[RopeSpec, RotaryTable],
+    *,
+    group: RankCollectives,
 ) -> RecurrentLayer:
-    """Return the layer that a spec of a recurrent layer describes."""
+    """Return the layer that a spec of a recurrent layer describes. `group`: the ranks that share its heads."""
     if isinstance(spec, CompressedAttentionSpec):
         assert isinstance(weights, CompressedAttentionWeights)
         return CompressedAttention(spec, weights, rotaries[spec.rope], arithmetic)
+    if isinstance(spec, MambaSpec):
+        assert isinstance(weights, MambaWeights)
+        return Mamba(spec, weights, arithmetic, group=group)
     layer: RecurrentLayer = _LAYERS[type(spec)](spec, weights, arithmetic)
     return layer

@@ -292,9 +292,9 @@ class ShortConvSpec(RecurrentSpec):
 class MambaSpec(RecurrentSpec):
     """Mamba (2312.00752) as Jamba has it: the time steps and what is written and read are normalized.
 
-    They are projected from all channels, which can therefore not be divided among ranks. `state_width`: rows of a
-    channel's state. `time_rank`: width of the row that time steps are projected from. `conv_taps`: tokens that the
-    convolution sees. `bias`: the projections into the layer and out of it have biases.
+    They are projected from all channels, so ranks that share the channels add their parts of the projection.
+    `state_width`: rows of a channel's state. `time_rank`: width of the row that time steps are projected from.
+    `conv_taps`: tokens that the convolution sees. `bias`: the projections into the layer and out of it have biases.
     """
 
     num_channels: int
@@ -304,7 +304,6 @@ class MambaSpec(RecurrentSpec):
     norm_eps: float
     conv_bias: bool = True
     bias: bool = False
-    num_groups: int = 1
 
     @property
     def output_width(self) -> int:
@@ -318,8 +317,8 @@ class MambaSpec(RecurrentSpec):
 
     @property
     def divided_heads(self) -> tuple[tuple[str, str], ...]:
-        """Fields that tensor parallelism divides: none, as the single group of channels has no divisor."""
-        return (("num_groups", "groups of Mamba channels that time steps are projected from"),)
+        """Fields that tensor parallelism divides."""
+        return (("num_channels", "channels of Mamba layers"),)
 
     @property
     def state_parts(self) -> tuple[StatePart, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moiety_engine.model.names.tensor_mapping import TensorMapping, plain, whole
+from moiety_engine.model.names.tensor_mapping import TensorMapping, joined, plain, whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 def mamba_places(spec: MambaSpec, weights: MambaWeights, _present: set[str]) -> Iterator[Named]:
     """Yield the names, relative to the layer's, and mappings of the layer's tensors."""
     channels = spec.num_channels
-    yield "mamba.in_proj.weight", whole(plain(weights.input_CD))
+    halves = channels, channels
+    yield "mamba.in_proj.weight", joined(plain(weights.input_CD), halves)
     if weights.input_bias_C is not None and weights.output_bias_D is not None:
-        yield "mamba.in_proj.bias", whole(weights.input_bias_C)
+        yield "mamba.in_proj.bias", joined(weights.input_bias_C, halves)
         yield "mamba.out_proj.bias", whole(weights.output_bias_D)
     taps = (channels, 1, spec.conv_taps)
     yield "mamba.conv1d.weight", TensorMapping(weights.conv_WC, taps, lambda source: source[:, 0].T)
