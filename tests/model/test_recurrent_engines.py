@@ -23,6 +23,8 @@ from moiety_wire.notes import Reason
 from .test_parity import TOLERANCE, tokens
 
 VARIANTS = ["falcon_h1", "granitemoehybrid", "jamba", "lfm2_moe", "nemotron_h", "nemotron_h, latent experts"]
+KINDS = ["jamba", "kimi_linear", "lfm2_moe", "minimax", "nemotron_h"]  # one of each kind of recurrent layer
+FURTHER = ["bailing_hybrid", "falcon_h1", "granitemoehybrid", "nemotron_h, dense"]
 BLOCK_SIZE, NUM_BLOCKS, MAX_RUNNING, NUM_SNAPSHOTS = 4, 400, 4, 12
 
 
@@ -115,8 +117,9 @@ def test_a_preempted_sequence_continues_or_is_computed_anew(make_checkpoint: Any
     assert_answers_are_the_oracles(engine, checkpoint)
 
 
-def test_rejected_drafts_leave_no_trace_in_short_convolutions(make_checkpoint: Any) -> None:
-    checkpoint = make_checkpoint("lfm2_moe")
+@pytest.mark.parametrize("variant", [*KINDS, *(pytest.param(one, marks=pytest.mark.thorough) for one in FURTHER)])
+def test_rejected_drafts_leave_no_trace_in_states(make_checkpoint: Any, variant: str) -> None:
+    checkpoint = make_checkpoint(variant)
     engines = [Engine(checkpoint, speculate=speculate) for speculate in (Speculate.OFF, Speculate.NGRAM)]
     few_words = {"logit_bias": dict.fromkeys((17, 230, 41), 30.0)}  # so that the answers repeat themselves in part
     for engine in engines:

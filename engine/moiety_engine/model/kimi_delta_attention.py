@@ -19,6 +19,8 @@ from moiety_kernels.gated_norm import gated_norm
 from moiety_kernels.recurrent.inputs import RecurrentHeads
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from moiety_engine.model.arithmetic import Arithmetic
@@ -34,30 +36,43 @@ class KimiDeltaAttention(RecurrentMixer[KimiDeltaSpec, KimiDeltaWeights]):
 
     def _mix(self, x_TD: Tensor, rows: RecurrentRows, cache: RecurrentStateCache) -> Tensor:
         spec, weights = self._spec, self._weights
-        matrices, tails = cache.parts
         input_TC = self._linear(x_TD, weights.input_CD)
-        mixed_TC = causal_conv(input_TC, self._conv, tails, rows.runs)
-        heads = RecurrentHeads(
-            *(part_TC.view(-1, spec.num_heads, spec.head_width) for part_TC in mixed_TC.chunk(3, dim=1))
-        )
         low_TG = self._linear(x_TD, weights.low_rank_GD)
         decay_TV, gate_TV, strength_TM = torch.split(low_TG, list(spec.input_sections), dim=1)
         if not spec.low_rank:
             decay_TV = gate_TV = x_TD
-        log_decay_TMV, strength_TM = self._gates(decay_TV, strength_TM)
-        out_TMV = gated_delta_rule(heads, log_decay_TMV, strength_TM, matrices, rows.runs)
+        decay_TC = self._linear(decay_TV.contiguous(), weights.decay_up_CV)
+        cache.record(rows, input_TC, decay_TC, strength_TM)
+        out_TMV = self._advance(input_TC, decay_TC, strength_TM, rows, cache)
         gate_TMV = self._linear(gate_TV.contiguous(), weights.gate_up_CV).view(out_TMV.shape)
         normed_TMV = gated_norm(out_TMV, gate_TMV, weights.norm_V.unsqueeze(0), spec.norm_eps, "sigmoid")
         return self._linear(normed_TMV.flatten(1), weights.output_DC)
 
-    def _gates(self, decay_TV: Tensor, strength_TM: Tensor) -> tuple[Tensor, Tensor]:
+    def replay(self, inputs_TC: Sequence[Tensor], rows: RecurrentRows, cache: RecurrentStateCache) -> None:
+        """Advance states by tokens whose inputs were recorded."""
+        input_TC, decay_TC, strength_TM = inputs_TC
+        self._advance(input_TC, decay_TC, strength_TM, rows, cache)
+
+    def _advance(
+        self, input_TC: Tensor, decay_TC: Tensor, strength_TM: Tensor, rows: RecurrentRows, cache: RecurrentStateCache
+    ) -> Tensor:
+        """Return out_TMV, the heads' outputs, and advance the states."""
+        spec = self._spec
+        (matrices, tails), runs = cache.parts, rows.runs
+        mixed_TC = causal_conv(input_TC, self._conv, tails, runs)
+        heads = RecurrentHeads(
+            *(part_TC.view(-1, spec.num_heads, spec.head_width) for part_TC in mixed_TC.chunk(3, dim=1))
+        )
+        log_decay_TMV, strength_TM = self._gates(decay_TC, strength_TM)
+        return gated_delta_rule(heads, log_decay_TMV, strength_TM, matrices, runs)
+
+    def _gates(self, decay_TC: Tensor, strength_TM: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logarithm of each channel's decay and the strength of each head's update, float32.
 
         `delta_gates` takes as many strengths as decays, so the strengths are padded to the channels of all heads;
         of bounded decays and of strengths only its sigmoids are used.
         """
         spec, weights = self._spec, self._weights
-        decay_TC = self._linear(decay_TV.contiguous(), weights.decay_up_CV)
         rate_C = weights.decay_M.repeat_interleave(spec.head_width)
         shape = -1, spec.num_heads, spec.head_width
         if spec.lowest_decay is not None:

@@ -15,13 +15,12 @@ from moiety_engine.model.adapter_stacks import LayerFactors, Product
 from moiety_engine.model.batch import LayerCache
 from moiety_engine.model.cached_experts import CachedExperts
 from moiety_engine.model.divided_norm import DividedNorm
-from moiety_engine.model.gated_delta_net import GatedDeltaNet
 from moiety_engine.model.latent_attention import LatentAttention
 from moiety_engine.model.recurrent_layers import recurrent_layer
+from moiety_engine.model.recurrent_mixer import RecurrentMixer
 from moiety_engine.model.recurrent_weights import RecurrentWeights
 from moiety_engine.model.residuals import times
 from moiety_engine.model.rotary import GrowthTable
-from moiety_engine.model.short_convolution import ShortConvolution
 from moiety_engine.model.spec import AttentionSpec, LatentAttentionSpec, MoeSpec
 from moiety_engine.model.weights import (
     AttentionWeights,
@@ -360,4 +359,4 @@ def attention(
 
 def replayable_layers(attentions: Sequence[Attention]) -> dict[int, RecurrentLayer]:
     """Return the layers that can replay tokens, by index."""
-    return {index: one for index, one in enumerate(attentions) if isinstance(one, GatedDeltaNet | ShortConvolution)}
+    return {index: one for index, one in enumerate(attentions) if isinstance(one, RecurrentMixer)}

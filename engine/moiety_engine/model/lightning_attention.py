@@ -18,6 +18,8 @@ from moiety_kernels.output_gate import output_gate
 from moiety_kernels.recurrent.inputs import RecurrentHeads
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from moiety_engine.model.arithmetic import Arithmetic
@@ -33,12 +35,9 @@ class LightningAttention(RecurrentMixer[LightningSpec, LightningWeights]):
 
     def _mix(self, x_TD: Tensor, rows: RecurrentRows, cache: RecurrentStateCache) -> Tensor:
         spec, weights = self._spec, self._weights
-        (matrices,) = cache.parts
         qkv_TC = self._linear(x_TD, weights.input_CD)
-        heads_THV = qkv_TC.view(-1, 3 * spec.num_heads, spec.head_width)
-        silu_THV = output_gate(heads_THV.clone(), qkv_TC, "sigmoid")  # x times its own sigmoid
-        log_decay_TM = self._log_decay_M.expand(len(x_TD), -1).contiguous()
-        out_TMV = linear_attention(RecurrentHeads(*silu_THV.chunk(3, dim=1)), log_decay_TM, matrices, rows.runs)
+        cache.record(rows, qkv_TC)
+        out_TMV = self._advance(qkv_TC, rows, cache)
         gate_TC = self._linear(x_TD, weights.gate_CD)
         normed_T1C = gated_norm(
             out_TMV.view(-1, 1, spec.output_width),
@@ -48,3 +47,15 @@ class LightningAttention(RecurrentMixer[LightningSpec, LightningWeights]):
             "sigmoid",
         )
         return self._linear(normed_T1C.squeeze(1), weights.output_DC)
+
+    def replay(self, inputs_TC: Sequence[Tensor], rows: RecurrentRows, cache: RecurrentStateCache) -> None:
+        """Advance states by tokens whose inputs were recorded."""
+        self._advance(inputs_TC[0], rows, cache)
+
+    def _advance(self, qkv_TC: Tensor, rows: RecurrentRows, cache: RecurrentStateCache) -> Tensor:
+        """Return out_TMV, the heads' outputs, and advance the states."""
+        (matrices,) = cache.parts
+        heads_THV = qkv_TC.view(-1, 3 * self._spec.num_heads, self._spec.head_width)
+        silu_THV = output_gate(heads_THV.clone(), qkv_TC, "sigmoid")  # x times its own sigmoid
+        log_decay_TM = self._log_decay_M.expand(len(qkv_TC), -1).contiguous()
+        return linear_attention(RecurrentHeads(*silu_THV.chunk(3, dim=1)), log_decay_TM, matrices, rows.runs)

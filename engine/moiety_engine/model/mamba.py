@@ -17,6 +17,8 @@ from moiety_kernels.rms_norm import rms_norm
 from moiety_kernels.selective_scan import selective_scan
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from moiety_engine.distribution.collectives import RankCollectives
@@ -37,27 +39,52 @@ class Mamba(RecurrentMixer[MambaSpec, MambaWeights]):
 
     def _mix(self, x_TD: Tensor, rows: RecurrentRows, cache: RecurrentStateCache) -> Tensor:
         spec, weights = self._spec, self._weights
-        states, tails = cache.parts
         conv_TC, gate_TC = self._linear(x_TD, weights.input_CD, weights.input_bias_C).chunk(2, dim=1)
-        mixed_TC = causal_conv(conv_TC, self._conv, tails, rows.runs)
+        mixed_TC = self._convolved(conv_TC, rows, cache)
         selection_TE = self._group.sum(self._linear(mixed_TC, weights.selection_EC))
         step_TR, write_TN, read_TN = torch.split(
             selection_TE, [spec.time_rank, spec.state_width, spec.state_width], dim=1
         )
-        step_TR = self._normed(step_TR, weights.step_norm_R)
-        out_TC = selective_scan(
+        step_TC = self._linear(self._normed(step_TR, weights.step_norm_R), weights.step_CR)
+        write_TN, read_TN = self._normed(write_TN, weights.write_norm_N), self._normed(read_TN, weights.read_norm_N)
+        cache.record(rows, conv_TC, step_TC, write_TN, read_TN)
+        out_TC = self._scan(mixed_TC, step_TC, gate_TC, write_TN, read_TN, rows, cache)
+        return self._linear(out_TC, weights.output_DC, weights.output_bias_D)
+
+    def replay(self, inputs_TC: Sequence[Tensor], rows: RecurrentRows, cache: RecurrentStateCache) -> None:
+        """Advance states by tokens whose inputs were recorded."""
+        conv_TC, step_TC, write_TN, read_TN = inputs_TC
+        mixed_TC = self._convolved(conv_TC, rows, cache)
+        self._scan(mixed_TC, step_TC, mixed_TC, write_TN, read_TN, rows, cache)  # any gate: the output is not used
+
+    def _convolved(self, conv_TC: Tensor, rows: RecurrentRows, cache: RecurrentStateCache) -> Tensor:
+        """Return the convolution's output, and keep its last inputs."""
+        return causal_conv(conv_TC, self._conv, cache.parts[1], rows.runs)
+
+    def _scan(
+        self,
+        mixed_TC: Tensor,
+        step_TC: Tensor,
+        gate_TC: Tensor,
+        write_TN: Tensor,
+        read_TN: Tensor,
+        rows: RecurrentRows,
+        cache: RecurrentStateCache,
+    ) -> Tensor:
+        """Return out_TC, the channels' outputs, and advance their states."""
+        weights = self._weights
+        return selective_scan(
             mixed_TC,
-            self._linear(step_TR, weights.step_CR),
+            step_TC,
             gate_TC,
-            self._normed(write_TN, weights.write_norm_N),
-            self._normed(read_TN, weights.read_norm_N),
+            write_TN,
+            read_TN,
             -weights.decay_NC.exp(),
             weights.step_bias_C,
             weights.skip_C,
-            states,
+            cache.parts[0],
             rows.runs,
         )
-        return self._linear(out_TC, weights.output_DC, weights.output_bias_D)
 
     def _normed(self, rows: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(rows.contiguous(), weight, self._spec.norm_eps)

@@ -21,6 +21,8 @@ from moiety_kernels.output_gate import output_gate
 from moiety_kernels.recurrent.inputs import RecurrentHeads
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from moiety_engine.model.arithmetic import Arithmetic
@@ -40,24 +42,14 @@ class Mamba2(RecurrentMixer[Mamba2Spec, Mamba2Weights]):
 
     def _mix(self, x_TD: Tensor, rows: RecurrentRows, cache: RecurrentStateCache) -> Tensor:
         spec, weights = self._spec, self._weights
-        matrices, tails = cache.parts
         input_TC = self._linear(x_TD, weights.input_CD, weights.input_bias_C)
         if self._factor_C is not None:
             input_TC = (input_TC * self._factor_C).to(input_TC.dtype)
         gate_TC, conv_TC, step_TM = torch.split(
             input_TC, [spec.output_width, spec.conv_channels, spec.num_heads], dim=1
         )
-        mixed_TC = causal_conv(conv_TC, self._conv, tails, rows.runs)
-        inputs_TC, write_TC, read_TC = torch.split(mixed_TC, list(spec.sections[1:4]), dim=1)
-        inputs_TMV = inputs_TC.view(-1, spec.num_heads, spec.head_width)
-        step_TM, log_decay_TM = self._time_steps(step_TM)
-        heads = RecurrentHeads(
-            read_TC.view(-1, spec.num_groups, spec.state_width),
-            write_TC.view(-1, spec.num_groups, spec.state_width),
-            (inputs_TMV * step_TM.unsqueeze(2)).to(inputs_TMV.dtype),
-        )
-        out_TMV = linear_attention(heads, log_decay_TM, matrices, rows.runs)
-        out_TMV = (out_TMV + inputs_TMV * weights.skip_M.unsqueeze(1)).to(inputs_TMV.dtype)
+        cache.record(rows, conv_TC, step_TM)
+        out_TMV = self._advance(conv_TC, step_TM, rows, cache)
         out_TC = self._gated(out_TMV.flatten(1), gate_TC)
         return times(spec.output_factor, self._linear(out_TC, weights.output_DC, weights.output_bias_D))
 
@@ -73,6 +65,27 @@ class Mamba2(RecurrentMixer[Mamba2Spec, Mamba2Weights]):
         return gated_norm(
             out_TC.view(by_group), gate_TC.view(by_group), weight_C.view(by_group[1:]), spec.norm_eps, kind
         ).flatten(1)
+
+    def replay(self, inputs_TC: Sequence[Tensor], rows: RecurrentRows, cache: RecurrentStateCache) -> None:
+        """Advance states by tokens whose inputs were recorded."""
+        conv_TC, step_TM = inputs_TC
+        self._advance(conv_TC, step_TM, rows, cache)
+
+    def _advance(self, conv_TC: Tensor, step_TM: Tensor, rows: RecurrentRows, cache: RecurrentStateCache) -> Tensor:
+        """Return out_TMV, the heads' outputs before the gate, and advance the states."""
+        spec = self._spec
+        (matrices, tails), runs = cache.parts, rows.runs
+        mixed_TC = causal_conv(conv_TC, self._conv, tails, runs)
+        inputs_TC, write_TC, read_TC = torch.split(mixed_TC, list(spec.sections[1:4]), dim=1)
+        inputs_TMV = inputs_TC.view(-1, spec.num_heads, spec.head_width)
+        step_TM, log_decay_TM = self._time_steps(step_TM)
+        heads = RecurrentHeads(
+            read_TC.view(-1, spec.num_groups, spec.state_width),
+            write_TC.view(-1, spec.num_groups, spec.state_width),
+            (inputs_TMV * step_TM.unsqueeze(2)).to(inputs_TMV.dtype),
+        )
+        out_TMV = linear_attention(heads, log_decay_TM, matrices, runs)
+        return (out_TMV + inputs_TMV * self._weights.skip_M.unsqueeze(1)).to(inputs_TMV.dtype)
 
     def _time_steps(self, step_TM: Tensor) -> tuple[Tensor, Tensor]:
         """Return the time steps Δ = softplus(step + bias) and the logarithms of the decays, -Δ · e^decay, float32.

@@ -13,6 +13,8 @@ from moiety_engine.model.recurrent_specs import RecurrentSpec
 from moiety_kernels.linear import linear
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from moiety_engine.model.arithmetic import Arithmetic
@@ -23,7 +25,7 @@ Weights = TypeVar("Weights")
 
 
 class RecurrentMixer(Generic[Spec, Weights]):
-    """Layer that mixes the tokens of a sequence by a state of fixed size. Subclasses implement `_mix`."""
+    """Layer that mixes the tokens of a sequence by a state of fixed size. Subclasses implement `_mix` and `replay`."""
 
     def __init__(self, spec: Spec, weights: Weights, arithmetic: Arithmetic) -> None:
         self._spec, self._weights = spec, weights
@@ -37,4 +39,8 @@ class RecurrentMixer(Generic[Spec, Weights]):
 
     def _mix(self, x_TD: Tensor, rows: RecurrentRows, cache: RecurrentStateCache) -> Tensor:
         """Return the layer's output for x, whose tokens form the runs in `rows`, and advance their states."""
+        raise NotImplementedError
+
+    def replay(self, inputs_TC: Sequence[Tensor], rows: RecurrentRows, cache: RecurrentStateCache) -> None:
+        """Advance the states in the rows' slots by tokens with these recorded inputs (`input_widths` of the spec)."""
         raise NotImplementedError

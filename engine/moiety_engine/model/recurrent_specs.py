@@ -169,6 +169,11 @@ class Mamba2Spec(RecurrentSpec):
         shape = self.num_heads, self.state_width, self.head_width
         return self._matrices_and_tail(shape, self.conv_taps, self.conv_channels)
 
+    @property
+    def input_widths(self) -> tuple[int, ...]:
+        """The inputs of the convolution, and the time step of each head."""
+        return self.conv_channels, self.num_heads
+
 
 @dataclass(frozen=True, slots=True)
 class SquareStateSpec(RecurrentSpec):
@@ -227,6 +232,11 @@ class KimiDeltaSpec(SquareStateSpec):
         """A matrix of keys by values per head, and the last inputs of the convolution."""
         return self._matrices_and_tail(self._matrix_shape, self.conv_taps, self.conv_channels)
 
+    @property
+    def input_widths(self) -> tuple[int, ...]:
+        """The inputs of the convolution, the decay of each key channel, and the strength of each head's update."""
+        return self.conv_channels, self.output_width, self.num_heads
+
 
 @dataclass(frozen=True, slots=True)
 class LightningSpec(SquareStateSpec):
@@ -249,6 +259,11 @@ class LightningSpec(SquareStateSpec):
     def state_parts(self) -> tuple[StatePart, ...]:
         """A matrix of keys by values per head."""
         return (StatePart(self._matrix_shape),)
+
+    @property
+    def input_widths(self) -> tuple[int, ...]:
+        """Queries, keys and values of all heads."""
+        return (3 * self.output_width,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,3 +340,8 @@ class MambaSpec(RecurrentSpec):
         """The rows of all channels' states, and the last inputs of the convolution."""
         states = StatePart((self.state_width, self.num_channels))
         return states, StatePart((self.conv_taps - 1, self.num_channels), exact=False)
+
+    @property
+    def input_widths(self) -> tuple[int, ...]:
+        """The inputs of the convolution, the time step of each channel, and what is written and read."""
+        return self.num_channels, self.num_channels, self.state_width, self.state_width
