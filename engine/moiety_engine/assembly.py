@@ -150,7 +150,7 @@ def _log_excluded_ranks(rank_group: RankGroup, before: Layout, model: Transforme
     """Log the effect of running without the excluded ranks."""
     now, costs = rank_group.ranks.seat.layout, {}
     if model.experts is not None and now.masked:
-        num_experts = model.experts.num_experts
+        num_experts = model.experts.num_placed
         costs = {"experts_a_rank": now.slots_each(num_experts), "experts_a_rank_before": before.slots_each(num_experts)}
     log.warning(
         "ranks_excluded",

@@ -74,6 +74,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 3, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 0}
     | {"num_hidden_layers": 3, "num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64}
     | {"mamba_dt_rank": 16, "mamba_d_state": 16, "mamba_proj_bias": True},
+    "longcat_flash": {"q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16}
+    | {"v_head_dim": 32, "num_key_value_heads": 4, "head_dim": 16, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 256}
+    | {"num_layers": 2, "num_hidden_layers": 4, "n_routed_experts": 8, "zero_expert_num": 4, "moe_topk": 3},
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64, "head_dim": 16}
     | {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]},
 }
@@ -115,7 +118,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def write_checkpoint(folder: Path, family: str, **more: Any) -> Path:
-    """Write a random checkpoint. DeepSeek's router sends all tokens to the first two experts."""
+    """Write a random checkpoint. DeepSeek's and LongCat's route all tokens to two experts, LongCat's to a third too."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(len(family))
@@ -124,7 +127,7 @@ def write_checkpoint(folder: Path, family: str, **more: Any) -> Path:
     with torch.no_grad():
         for name, value in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith("e_score_correction_bias"):
-                value.copy_(torch.tensor([50.0, 50, 0, 0, 0, 0, 0, 0]))
+                value.zero_()[:2] = 50.0
             elif name.endswith(("bias", "sinks")):
                 value.normal_(std=0.2)
     model.save_pretrained(folder)

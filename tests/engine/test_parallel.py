@@ -40,7 +40,10 @@ CUT_BY = {  # layouts, and the family that shows each of them
     ("tp", 4, "ep", 4): "gpt_oss",
     ("pp", 2): "qwen3_moe",
 }
-ALSO_SHOWN = {("jamba", ("tp", 2))}  # the ranks add their parts of what time steps are projected from
+ALSO_SHOWN = {
+    ("jamba", ("tp", 2)),  # the ranks add their parts of what time steps are projected from
+    ("longcat_flash", ("tp", 2, "ep", 2)),  # some experts are on no rank
+}
 RECURRENT = ("qwen3_next", "granitemoehybrid", "kimi_linear", "nemotron_h", "nemotron_h, latent", "jamba")
 REFUSED = {(family, ("tp", 4, "ep", 4)) for family in RECURRENT if family != "jamba"}  # they have two heads
 CUT = [
@@ -114,6 +117,9 @@ IN_GROUPS = [
     ("gpt_oss", {"dp_attention": 2, "tp": 2, "ep": 2}),
     thorough("qwen3_moe", {"dp_attention": 2, "ep": 2, "pp": 2}),
     ("nemotron_h, latent", {"dp_attention": 2, "ep": 2}),
+    ("longcat_flash", {"dp_attention": 2, "ep": 2}),
+    thorough("longcat_flash", {"dp_attention": 2, "tp": 2, "ep": 2}),
+    thorough("jamba", {"dp_attention": 2, "tp": 2, "ep": 4}),
 ]
 APART = [
     ("gpt_oss", {"dp_attention": 2, "ffn_ranks": 2, "ep": 2}),
@@ -213,6 +219,7 @@ SHUFFLED = [
     ("gpt_oss", {"tp": 4, "ep": 2, "rebalance_every_s": 1e9}),  # pieces of experts, with biases
     ("qwen3_moe", {"dp_attention": 4, "ep": 4, "redundant_experts": 8, "overlap": "on", "quantization": "none"}),
     thorough("qwen3_moe", {"tp": 2, "ep": 2, "pp": 2, "redundant_experts": 2}),
+    ("longcat_flash", {"dp_attention": 2, "ep": 2, "redundant_experts": 4}),
     ("mixtral", {"dp_attention": 2, "ffn_ranks": 2, "ep": 2, "redundant_experts": 2, "micro_batch_tokens": 2}),
 ]
 

@@ -104,8 +104,8 @@ def logprobs_of_two_ranks(folder: Path, layout: Layout) -> Tensor:
 @pytest.mark.parametrize("variant", [*DIVIDED, "olmoe, clipped, linear rope"])
 def test_two_ranks_say_what_transformers_says(make_checkpoint: Any, variant: str, layout: Layout) -> None:
     checkpoint = make_checkpoint(variant)
-    if variant in ("falcon_h1", "flex_olmo", "longcat_flash"):
-        layout = Layout(tp=2)  # no experts; seven are not divided by two; those that return their input are on no rank
+    if variant in ("falcon_h1", "flex_olmo"):
+        layout = Layout(tp=2)  # no experts; seven are not divided by two
     ours = logprobs_of_two_ranks(checkpoint.folder, layout)
     assert (ours - checkpoint.logprobs(PROMPT)).abs().max() <= 1e-4
 
@@ -128,8 +128,7 @@ def test_heads_that_cannot_be_divided_are_refused(make_checkpoint: Any, variant:
 @pytest.mark.parametrize(
     ("layout", "match"),
     [
-        (Layout(tp=2, ep=2), "--ep, --dp-attention and --ffn-ranks are not available for longcat_flash"),
-        (Layout(dp=2, ep=1), "--ep, --dp-attention and --ffn-ranks are not available for longcat_flash"),
+        (Layout(ffn_ranks=1), "--ffn-ranks is not available for longcat_flash, which adds the output of experts one"),
         (Layout(pp=4), "--pp 4 begins a stage with layer 1, which adds the output of experts of the stage before it"),
     ],
     ids=str,

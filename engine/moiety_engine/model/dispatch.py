@@ -64,10 +64,12 @@ def share_of(seat: Seat, num_tokens: int) -> slice:
 
 
 def destinations(seat: Seat, num_held: int, slot_SK: Tensor) -> Tensor:
-    """Return whether each token goes to each rank, bool [R, S]; a rank has `num_held` slots."""
-    goes_SP = torch.zeros(len(slot_SK), seat.layout.ep, dtype=torch.bool, device=slot_SK.device)
-    goes_SP.scatter_(1, (slot_SK // num_held).long(), value=True)
-    return goes_SP.t().repeat_interleave(seat.expert_cuts, dim=0)
+    """Return whether each token goes to each rank, bool [R, S]; a rank has `num_held` slots. Slot -1 is on no rank."""
+    nowhere = seat.layout.ep
+    goes_SP = torch.zeros(len(slot_SK), nowhere + 1, dtype=torch.bool, device=slot_SK.device)
+    part_SK = torch.where(slot_SK < 0, nowhere, slot_SK // num_held)
+    goes_SP.scatter_(1, part_SK.long(), value=True)
+    return goes_SP[:, :nowhere].t().repeat_interleave(seat.expert_cuts, dim=0)
 
 
 def add_given(out_SD: Tensor, row_N: Tensor, given_ND: Tensor, num_sent: list[int]) -> None:

@@ -60,4 +60,5 @@ def expert_shape(spec: ModelSpec, weights: ModelWeights, seat: Seat, expert_byte
         top_k=routing.top_k,
         expert_bytes=expert_bytes,
         num_groups=routing.num_groups,
+        zero_experts=ffn.zero_experts,
     )

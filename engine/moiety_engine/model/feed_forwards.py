@@ -47,13 +47,12 @@ def feed_forward(
         return None
     if isinstance(spec, MoeSpec):
         assert isinstance(weights, MoeWeights)
-        if defers:
-            context = MoeContext(chosen, arithmetic, adapters)
-            return ShortcutMixture(spec, weights, context, group=ranks.tensor)
         if ranks.crossings:
             return RemoteExperts(spec, weights, chosen, arithmetic, ranks, slots)
         own = next(cached) if cached else None
         context = MoeContext(chosen, arithmetic, adapters, slots, expert_dispatch(slots, ranks), own)
+        if defers:
+            return ShortcutMixture(spec, weights, context, group=ranks.tensor)
         if spec.normed:
             return NormedMixture(spec, weights, context, norm_eps=norm_eps, group=ranks.tensor)
         return MixtureOfExperts(spec, weights, context)

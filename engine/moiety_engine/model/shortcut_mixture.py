@@ -36,7 +36,12 @@ class ShortcutMixture(MixtureOfExperts):
         weight_TK, expert_TK = self._route(x_TD, token_ids_T)
         self._chosen.append(expert_TK)
         returns_TK = expert_TK >= self._spec.num_experts
-        routed_TD = self.routed(x_TD, weight_TK, torch.where(returns_TK, -1, expert_TK), rows)
+        held_TK = torch.where(returns_TK, -1, expert_TK)  # experts that return their input are on no rank
+        if self._dispatch is not None:
+            routed_TD = self._dispatch(x_TD, weight_TK, held_TK, self.routed, lambda: torch.zeros_like(x_TD))
+        else:
+            slot_TK = held_TK if self._slots is None else self._slots.of(held_TK)
+            routed_TD = self.routed(x_TD, weight_TK, slot_TK, rows)
         dense_TD = self._add_shared(torch.zeros_like(x_TD), x_TD)
         dense_TD, routed_TD = self._group.sum(torch.stack((dense_TD, routed_TD)))
         kept_T1 = torch.where(returns_TK, weight_TK, 0.0).sum(dim=1, keepdim=True)

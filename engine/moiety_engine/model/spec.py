@@ -415,6 +415,11 @@ class ModelSpec:
         return any(layer.shares_input for layer in self.layers)
 
     @property
+    def defers_experts(self) -> bool:
+        """Return whether some layer's experts are added by the layer after it."""
+        return any(layer.defers_experts for layer in self.layers)
+
+    @property
     def has_zero_experts(self) -> bool:
         """Return whether some experts return their input."""
         return any(isinstance(layer.ffn, MoeSpec) and layer.ffn.zero_experts > 0 for layer in self.layers)

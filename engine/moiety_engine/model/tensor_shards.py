@@ -75,11 +75,10 @@ def own_spec(spec: ModelSpec, seat: Seat) -> ModelSpec:
             f"--ffn-ranks is not available for this {spec.family} model, whose experts compute in a width of their "
             "own: use --ep or --tp"
         )
-    layout = seat.layout
-    if spec.has_zero_experts and (layout.ep > 1 or layout.dp > 1 or layout.ffn_ranks):
+    if seat.layout.ffn_ranks and spec.defers_experts:
         raise InvalidConfig(
-            f"--ep, --dp-attention and --ffn-ranks are not available for {spec.family}, some of whose experts return "
-            "their input and are on no rank: use --tp"
+            f"--ffn-ranks is not available for {spec.family}, which adds the output of experts one layer later: use "
+            "--ep or --tp"
         )
     if seat.layout.pp > len(spec.layers):
         raise InvalidConfig(f"--pp {seat.layout.pp} is more than the model's {len(spec.layers)} layers")

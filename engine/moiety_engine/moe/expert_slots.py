@@ -79,12 +79,14 @@ class ExpertSlots:
         even_R = concentrate(placement, np.ones_like(placement.counts_LE))[0]  # one slot of each expert
         home_E = np.empty(placement.num_experts, dtype=np.int32)
         home_E[placement.physical_to_logical_LR[0, even_R > 0]] = np.flatnonzero(even_R)
-        self._home_E = torch.from_numpy(home_E).to(self._device)
-        self._slots_EC = torch.from_numpy(placement.logical_to_physical_LEC[0].astype(np.int32)).to(self._device)
-        self._copies_E = torch.from_numpy(placement.counts_LE[0].copy()).to(self._device)
+        # The last row of each table is that of -1, no expert.
+        slots_EC = np.pad(placement.logical_to_physical_LEC[0].astype(np.int32), ((0, 1), (0, 0)), constant_values=-1)
+        self._home_E = torch.from_numpy(np.append(home_E, np.int32(-1))).to(self._device)
+        self._slots_EC = torch.from_numpy(slots_EC).to(self._device)
+        self._copies_E = torch.from_numpy(np.append(placement.counts_LE[0], 1)).to(self._device)
 
     def of(self, expert_TK: Tensor, others: Others | None = None, num_ranks: int = 1) -> Tensor:
-        """Return the slot of each chosen expert, [T, K], int32.
+        """Return the slot of each chosen expert, [T, K], int32; -1 for -1, which stands for no expert.
 
         `others`: None where all ranks have the same tokens, or where `num_ranks` ranks have their own tokens and do not
         exchange counts.
@@ -94,7 +96,7 @@ class ExpertSlots:
         rows = expert_TK.numel() * (num_ranks if others is None else others.size) / self.placement.num_experts
         if self._has_choice and rows >= self._ridge_rows:
             return self._by_turns(expert_TK)
-        return self._home_E.index_select(0, expert_TK.flatten()).view(expert_TK.shape)
+        return self._home_E[expert_TK]
 
     def here(self, slot_TK: Tensor) -> Tensor:
         """Return the slots as indices into this rank's own part; -1 for slots of other parts."""
@@ -102,7 +104,8 @@ class ExpertSlots:
         return torch.where(is_here_TK, slot_TK - self._first, -1)
 
     def _dealt(self, expert_TK: Tensor, others: Others | None) -> Tensor:
-        counts_E = torch.bincount(expert_TK.flatten(), minlength=self.placement.num_experts)
+        is_any_TK = expert_TK >= 0
+        counts_E = torch.bincount(expert_TK[is_any_TK], minlength=self.placement.num_experts)
         if others is None:
             all_RE, rank = counts_E.cpu().numpy()[None], 0
         else:
@@ -113,8 +116,10 @@ class ExpertSlots:
         choose = spread if rows >= self._ridge_rows else concentrate
         quota_R = choose(self.placement, total_E[None])[0]
         experts_TK = expert_TK.cpu().numpy().astype(np.int64)
-        dealt_TK = deal(self.placement, 0, experts_TK, quota_R, all_RE[:rank].sum(axis=0))
-        return torch.from_numpy(dealt_TK.astype(np.int32)).to(self._device)
+        slot_TK = np.full(experts_TK.shape, -1, dtype=np.int32)
+        is_any = experts_TK >= 0
+        slot_TK[is_any] = deal(self.placement, 0, experts_TK[is_any], quota_R, all_RE[:rank].sum(axis=0))
+        return torch.from_numpy(slot_TK).to(self._device)
 
     def _by_turns(self, expert_TK: Tensor) -> Tensor:
         """Assign the tokens to the replicas of their experts round-robin."""

@@ -42,10 +42,10 @@ class Rebalancing:
     ) -> None:
         self._model, self._orders, self._shape = model, orders, shape
         layout = model.ranks.seat.layout
-        at_start = layout.slots(shape.num_experts)  # initial slots, assumed for layers of other stages
+        at_start = layout.slots(shape.num_placed)  # initial slots, assumed for layers of other stages
         tables = map(model.slots_of, shape.layers)
         slots_LR = [at_start if one is None else one.placement.physical_to_logical_LR[0].tolist() for one in tables]
-        placement = Placement.of(slots_LR, num_experts=shape.num_experts, num_ranks=layout.ep)
+        placement = Placement.of(slots_LR, num_experts=shape.num_placed, num_ranks=layout.ep)
         self._slots_of_part = len(at_start) // layout.ep
         self._piece_bytes = max(1, shape.expert_bytes // model.ranks.seat.expert_cuts)
         most_writes = max(1, MOVE_BYTES // self._piece_bytes)
@@ -67,7 +67,7 @@ class Rebalancing:
         self._busy_s += max(0.0, now_s - self._looked_s) if worked else 0.0
         self._looked_s = now_s
         if picks_LE is not None:
-            self.balancer.count(picks_LE)
+            self.balancer.count(picks_LE[:, : self._shape.num_placed])
         if self.balancer.judge(now_s, self._move_cost()):
             self._busy_s = 0.0
         before, move = self.balancer.rebalances_total, self.balancer.next_move()
