@@ -56,8 +56,8 @@ def require_recurrent_support(model: Transformer, config: EngineConfig) -> None:
         "not all of them can replay tokens when a draft is rejected: leave out --speculate": (
             config.speculate is not Speculate.OFF and not can_undo_drafts(model.spec)
         ),
-        "states are not sent between engines: leave out --role and --kv-listen": (
-            transfer.role is not EngineRole.BOTH or bool(transfer.listen)
+        "compressed entries are not sent between engines: leave out --role and --kv-listen": (
+            (transfer.role is not EngineRole.BOTH or bool(transfer.listen)) and not can_send_kv(model.spec)
         ),
         "their bits on a GPU depend on how prompts are cut: leave out --batch-invariant": (
             config.batch_invariant and model.device.type != "cpu"
@@ -88,6 +88,11 @@ def _require_block_size(spec: ModelSpec, block_size: int) -> None:
                 f"this model has compressed entries of {pool.rate} tokens, and --block-size {block_size} is neither a "
                 f"multiple nor a divisor of that: use another --block-size, such as {entry_block_size(spec)}"
             )
+
+
+def can_send_kv(spec: ModelSpec) -> bool:
+    """Return whether all layers' keys and values, or states, can be sent to another engine."""
+    return not any(isinstance(layer.attention, CompressedAttentionSpec) for layer in spec.layers)
 
 
 def can_undo_drafts(spec: ModelSpec) -> bool:

@@ -89,6 +89,15 @@ def windowed_loops(tmp_path_factory: pytest.TempPathFactory) -> Loops:
 
 
 @pytest.fixture(scope="session")
+def recurrent_loops(tmp_path_factory: pytest.TempPathFactory) -> Loops:
+    """A model with the same tokens whose first and last layer are recurrent (Mamba-2)."""
+    settings = {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3}
+    settings |= {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}
+    settings |= {"shared_intermediate_size": 32, "mamba_n_heads": 2, "mamba_n_groups": 1, "mamba_d_state": 16}
+    return Loops(write_model(tmp_path_factory.mktemp("recurrent"), "granitemoehybrid", 4, settings))
+
+
+@pytest.fixture(scope="session")
 def sparse_loops(tmp_path_factory: pytest.TempPathFactory) -> Loops:
     """A model with the same tokens that attends to 16 of them; its middle layer uses the first one's selection."""
     settings = {"num_hidden_layers": 3, "num_key_value_heads": 4, "q_lora_rank": 48, "kv_lora_rank": 32}

@@ -168,7 +168,8 @@ def test_the_table_of_features_says_what_is_missing(model: Transformer) -> None:
     for value in (features.tensor_parallel, features.expert_parallel, features.pipeline_parallel):
         assert value.startswith("no: ")
         assert "one rank only" in value
-    assert (features.speculation, features.roles) == ("no: the model has recurrent layers",) * 2
+    assert features.speculation == "no: not all recurrent layers can replay tokens"
+    assert features.roles == "no: compressed entries are not sent between engines"
     assert (features.lora, features.mtp) == ("feed-forward only", "no")
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import zmq
 
-from moiety_engine.config import KvTransport, Overlap, PolicyName, TransferConfig
+from moiety_engine.config import KvTransport, Overlap, PolicyName, Speculate, TransferConfig
 from moiety_engine.kv_transfer import sender_thread as sender
 from moiety_engine.kv_transfer.kv_layout import form_of, layer_bytes, read, token_bytes
 from moiety_engine.kv_transfer.messages import Begin, KvChunk
@@ -138,6 +138,11 @@ def pairs_of(loops: Any) -> Iterator[Callable[..., Pair]]:
         loop.close()
 
 
+@pytest.fixture
+def recurrent_pair(recurrent_loops: Any) -> Iterator[Callable[..., Pair]]:
+    yield from pairs_of(recurrent_loops)
+
+
 @pytest.fixture(scope="module")
 def whole(loops: Any) -> dict[int, Result]:
     return run_all(loops.make(), KINDS)
@@ -190,6 +195,42 @@ def test_sliding_window_layers_receive_the_end_of_the_prompt(windowed_pair: Any,
     assert {key: result.token_ids for key, result in whole.items()} == engines.tokens | later.tokens
     assert all(finish.num_recomputed_tokens == 0 for finish in (engines.ends | later.ends).values())
     assert later.ends[6].num_cached_tokens == 88
+    assert engines.decode.load().kv_blocks_used == 0
+
+
+@pytest.mark.parametrize(
+    ("way", "settings"),
+    [
+        (KvTransport.TCP, {"block_size": 4}),
+        (KvTransport.MEMORY, {"overlap": Overlap.ON, "speculate": Speculate.NGRAM}),
+    ],
+    ids=str,
+)
+def test_states_go_with_the_end_of_the_prompt(
+    recurrent_pair: Any, recurrent_loops: Any, way: KvTransport, settings: dict[str, Any]
+) -> None:
+    longer = asked(5, 90)
+    again = asked(6, 120, prompt_ids=[*longer.prompt_ids, *asked(6, 30).prompt_ids])  # hits on the first engine
+    whole = run_all(recurrent_loops.make(), [*KINDS, longer, again])
+    engines = recurrent_pair(way=way, **settings)
+    engines.run([*KINDS, longer])
+    later = Pair(engines.prefill, engines.decode)
+    later.run([again])
+    ends = engines.ends | later.ends
+    assert {key: result.token_ids for key, result in whole.items()} == engines.tokens | later.tokens
+    assert all(finish.num_recomputed_tokens == 0 for finish in ends.values())
+    assert [finish.arrival.num_tokens for _, finish in sorted(ends.items())] == [70, 33, 1, 64, 90, 120]
+    assert engines.decode.load().kv_blocks_used == 0
+
+
+def test_received_states_survive_preemption(recurrent_pair: Any, recurrent_loops: Any) -> None:
+    many = [asked(key, 64 + key) for key in range(1, 9)]
+    whole = run_all(recurrent_loops.make(), many)
+    memory = 8 * recurrent_loops.model.state_bytes
+    engines = recurrent_pair(kv_memory_bytes=memory, block_size=4, max_running=4, policy=PolicyName.FCFS)
+    engines.run(many)
+    assert {key: result.token_ids for key, result in whole.items()} == engines.tokens
+    assert sum(finish.num_recomputed_tokens for finish in engines.ends.values()) > 0
     assert engines.decode.load().kv_blocks_used == 0
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moiety_engine.kv_transfer.messages import Form, TensorLayout
-from moiety_engine.model.batch import KvCache, LatentCache, LayerCache
+from moiety_engine.model.batch import KvCache, LatentCache, LayerCache, RecurrentStateCache
 from moiety_kernels.kv_store import kv_store
 from moiety_kernels.latent_input.reference import scale_of, to_whole
 
@@ -23,8 +23,27 @@ _NUM_LATENT_SCALES = 2  # one for each of a row's two parts
 
 
 def form_of(kv: KvCache) -> Form:
-    """Return the parts that each layer stores for a token."""
-    return tuple(tuple(_form_of(layer, part) for part in layer.parts) for layer in kv.everything)
+    """Return the parts that each layer without a recurrent state stores for a token."""
+    return tuple(tuple(_form_of(layer, part) for part in layer.parts) for layer in kv.token_caches.values())
+
+
+def states_of(kv: KvCache) -> Form:
+    """Return the parts of a sequence's state in each recurrent layer."""
+    return tuple(
+        tuple(TensorLayout(_name(part), tuple(part.shape[1:])) for part in layer.parts)
+        for layer in kv.state_caches.values()
+    )
+
+
+def read_state(layer: RecurrentStateCache, slot: int) -> list[Tensor]:
+    """Return a copy of the state in a slot, part by part."""
+    return [part[slot].clone() for part in layer.parts]
+
+
+def write_state(layer: RecurrentStateCache, slot: int, values: Sequence[Tensor]) -> None:
+    """Write a state into a slot, converted to the cache's data types."""
+    for part, value in zip(layer.parts, values, strict=True):
+        part[slot].copy_(value)
 
 
 def token_bytes(form: Form) -> int:
@@ -37,9 +56,11 @@ def layer_bytes(parts: Sequence[TensorLayout]) -> int:
     return sum(math.prod(part.shape) * _dtype(part).itemsize for part in parts)
 
 
-def fits(form: Form, kv: KvCache) -> bool:
-    """Return whether KV of that layout is of the same model as the cache; the data types may differ."""
+def fits(form: Form, states: Form, kv: KvCache) -> bool:
+    """Return whether KV and states of that layout are of the same model as the cache; the data types may differ."""
     own = form_of(kv)
+    if _shapes(states) != _shapes(states_of(kv)):
+        return False
     return len(form) == len(own) and all(_matches(layer, mine) for layer, mine in zip(form, own, strict=True))
 
 
@@ -110,6 +131,10 @@ def _plain(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return k_TGd.float(), v_TGd.float()
 
 
+def _shapes(form: Form) -> list[list[tuple[int, ...]]]:
+    return [[part.shape for part in layer] for layer in form]
+
+
 def _is_latent(parts: Sequence[TensorLayout]) -> bool:
     return len(parts[0].shape) == 1
 
@@ -134,7 +159,11 @@ def _within(values: Tensor, dtype: torch.dtype) -> Tensor:
 def _form_of(layer: LayerCache | LatentCache, part: Tensor) -> TensorLayout:
     shape = list(part.shape[1:])
     del shape[_token_dim(layer) - 1]
-    return TensorLayout(str(part.dtype).removeprefix("torch."), tuple(shape))
+    return TensorLayout(_name(part), tuple(shape))
+
+
+def _name(part: Tensor) -> str:
+    return str(part.dtype).removeprefix("torch.")
 
 
 def _token_dim(layer: LayerCache | LatentCache) -> int:

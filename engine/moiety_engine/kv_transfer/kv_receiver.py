@@ -67,9 +67,11 @@ class KvReceiver:
         found = self._there.get(key)
         return None if found is None else found.times
 
-    def load(self, key: int, first: int, tables: list[list[int]], firsts: tuple[int, ...]) -> None:
+    def load(
+        self, key: int, first: int, tables: list[list[int]], firsts: tuple[int, ...], state_slot: int = -1
+    ) -> None:
         """Copy a request's received KV into its blocks, from token `first` on; see `StagingBuffer.load`."""
-        self._zone.load(self._there[key].transfer_id, first, tables, firsts)
+        self._zone.load(self._there[key].transfer_id, first, tables, firsts, state_slot)
 
     def drop_long_held(self, keys: Iterable[int]) -> None:
         """Drop the received KV of these requests, which still wait for something else, after MAX_HELD_S.

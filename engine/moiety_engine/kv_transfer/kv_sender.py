@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moiety_engine.kv_transfer.kv_layout import form_of, read, token_bytes
+from moiety_engine.kv_transfer.kv_layout import form_of, read, read_state, states_of, token_bytes
 from moiety_engine.kv_transfer.messages import Begin, KvChunk
 from moiety_engine.kv_transfer.sender_thread import SenderThread
 from moiety_engine.kv_transfer.staging_buffer import prompt_hash
@@ -44,6 +44,7 @@ class _Stretch:
     end: int
     blocks: list[Tensor]  # blocks_n of each cache group; those behind a window are void, as is what is sent of them
     in_block: int  # offset of the first token in its block
+    state_slot: int  # slot of the sequence's recurrent state; -1: the model has none
 
 
 class KvSender:
@@ -75,7 +76,7 @@ class KvSender:
             device = kv.layers[0].parts[0].device
             tables = [table[first // size : -(-end // size)] for table in sequence.kv.tables]
             blocks = [torch.tensor(table, device=device) for table in tables]
-            stretches.append(_Stretch(transfer, first, end, blocks, first % size))
+            stretches.append(_Stretch(transfer, first, end, blocks, first % size, sequence.kv.state_slot))
             transfer.num_left = end
         if not stretches:
             return None
@@ -106,8 +107,8 @@ class KvSender:
         """
         if transfer.has_begun:
             return True
-        form, tokens = form_of(kv), transfer.tokens
-        num_bytes = len(tokens) * token_bytes(form)
+        form, states, tokens = form_of(kv), states_of(kv), transfer.tokens
+        num_bytes = len(tokens) * token_bytes(form) + token_bytes(states)
         begin = Begin(
             transfer.hand_over.transfer_id,
             len(tokens),
@@ -117,6 +118,7 @@ class KvSender:
             rotation=kv.rotation,
             token=transfer.hand_over.token,
             windows=kv.windows,
+            states=states,
         )
         problem = self._sender.begin(transfer.hand_over, begin)
         if problem:
@@ -127,18 +129,27 @@ class KvSender:
 
 
 class StepSends:
-    """Sends of one step; called after each layer has stored its keys and values."""
+    """Sends of one step; called after each layer has stored its keys and values, or its states."""
 
     def __init__(self, sender: SenderThread, kv: KvCache, stretches: Sequence[_Stretch], stream: Any) -> None:
         """Create the sends. `stream` is used for copies to the host; None where no copy is needed."""
         self._sender, self._kv, self._stretches, self._stream = sender, kv, stretches, stream
+        self._token_caches, self._state_caches = kv.token_caches, kv.state_caches
+        self._number = {layer: number for number, layer in enumerate((*self._token_caches, *self._state_caches))}
 
     def __call__(self, layer: int) -> None:
+        states = self._state_caches.get(layer)
         for stretch in self._stretches:
-            transfer, num_tokens = stretch.transfer, stretch.end - stretch.first
-            blocks_n = stretch.blocks[self._kv.groups[layer]]
-            rows = read(self._kv.everything[layer], blocks_n, stretch.in_block, num_tokens)
-            piece = KvChunk(transfer.hand_over.transfer_id, layer, stretch.first, stretch.end, transfer.offset)
+            first, end = stretch.first, stretch.end
+            if states is None:
+                blocks_n = stretch.blocks[self._kv.groups[layer]]
+                rows = read(self._token_caches[layer], blocks_n, stretch.in_block, end - first)
+            elif end == len(stretch.transfer.tokens):
+                rows, first = read_state(states, stretch.state_slot), end - 1
+            else:
+                continue
+            transfer = stretch.transfer
+            piece = KvChunk(transfer.hand_over.transfer_id, self._number[layer], first, end, transfer.offset)
             transfer.offset += sum(row.nbytes for row in rows)
             self._sender.put(piece, *self._on_host(rows))
 

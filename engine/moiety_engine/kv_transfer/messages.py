@@ -9,7 +9,8 @@ A transfer begins once, with the token that a gateway created for it, and belong
 Messages of other connections under its id are dropped.
 
 All chunks together fill `num_bytes`, each from its `offset` on. The chunk of a layer and a range of tokens contains all
-keys, then all values, or the other parts of that layer's cache, each part token by token.
+keys, then all values, or the other parts of that layer's cache, each part token by token. The state of a recurrent
+layer after the last token is one chunk, of that token; these layers are numbered after all others.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True, array_like=True):
     rotation: str = ""  # rotation of the sender's cache, see KvCache
     token: str = ""  # authorisation by a gateway
     windows: tuple[int | None, ...] = ()  # windows of the sender's block tables, see KvCache
+    states: Form = ()  # layout of the state of each recurrent layer
 
 
 class KvChunk(msgspec.Struct, frozen=True, tag=True, array_like=True):

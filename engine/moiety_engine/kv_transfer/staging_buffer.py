@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from moiety_engine.cache.block_hashes import MARK_BYTES, block_hash
-from moiety_engine.kv_transfer.kv_layout import fits, layer_bytes, token_bytes, views, write
-from moiety_engine.kv_transfer.messages import Begin, KvChunk
+from moiety_engine.kv_transfer.kv_layout import fits, layer_bytes, token_bytes, views, write, write_state
+from moiety_engine.kv_transfer.messages import Begin, Form, KvChunk
 from moiety_engine.kv_transfer.transports import open_segment
 from moiety_engine.model.batch import KvCache
 from moiety_wire.roles import KvTransferTimes
@@ -46,6 +46,11 @@ class _Transfer:
     is_claimed: bool = False
     ended_unix_ns: int = 0  # time of completion; 0 while incomplete
     pieces: list[list[KvChunk]] = field(default_factory=list)  # chunks of each layer
+
+    @property
+    def layers(self) -> Form:
+        """Layout of all layers: those with rows of every token, then those with states."""
+        return (*self.begin.form, *self.begin.states)
 
 
 def prompt_hash(token_ids: Sequence[int]) -> bytes:
@@ -89,7 +94,7 @@ class StagingBuffer:
             if complaint:
                 self._remember_lost(begin.transfer_id)
                 return complaint
-            pieces: list[list[KvChunk]] = [[] for _ in begin.form]
+            pieces: list[list[KvChunk]] = [[] for _ in (*begin.form, *begin.states)]
             self._held_bytes += begin.num_bytes
             begun_ns, now_s = time.time_ns(), self._clock()
             self._transfers[begin.transfer_id] = _Transfer(begin, buffer_B, begun_ns, now_s, sender, pieces=pieces)
@@ -100,7 +105,7 @@ class StagingBuffer:
         transfer = self._transfers.get(piece.transfer_id)
         if transfer is None or transfer.sender != sender or transfer.ended_unix_ns:
             return
-        form, buffer_B = transfer.begin.form, transfer.buffer_B
+        form, buffer_B = transfer.layers, transfer.buffer_B
         is_right = 0 <= piece.layer < len(form) and 0 <= piece.first < piece.end <= transfer.begin.num_tokens
         num_bytes = (piece.end - piece.first) * layer_bytes(form[piece.layer]) if is_right else 0
         if not transfer.begin.segment:
@@ -120,8 +125,9 @@ class StagingBuffer:
         transfer = self._transfers.get(transfer_id)
         if transfer is None or transfer.sender != sender:
             return False
-        num_tokens = transfer.begin.num_tokens
-        if any(sum(piece.end - piece.first for piece in layer) != num_tokens for layer in transfer.pieces):
+        begin = transfer.begin
+        expected = [begin.num_tokens] * len(begin.form) + [1] * len(begin.states)
+        if [sum(piece.end - piece.first for piece in layer) for layer in transfer.pieces] != expected:
             self.drop(transfer_id)
             return False
         transfer.ended_unix_ns, transfer.heard_s = time.time_ns(), self._clock()
@@ -170,10 +176,18 @@ class StagingBuffer:
             return KvTransferTimes(transfer.begun_unix_ns, ended_ns, begin.num_tokens, begin.num_bytes, begin.transport)
 
     @torch.inference_mode()
-    def load(self, transfer_id: str, first: int, tables: Sequence[Sequence[int]], firsts: Sequence[int]) -> None:
+    def load(
+        self,
+        transfer_id: str,
+        first: int,
+        tables: Sequence[Sequence[int]],
+        firsts: Sequence[int],
+        state_slot: int = -1,
+    ) -> None:
         """Copy tokens `first` and later into the cache, and free the memory.
 
-        `tables` are the sequence's block tables; tokens before their blocks `firsts` are behind a window.
+        `tables` are the sequence's block tables; tokens before their blocks `firsts` are behind a window. `state_slot`:
+        slot for its recurrent state; -1 for a model without recurrent layers.
         On a GPU, work queued afterwards sees the tokens.
         """
         with self._lock:
@@ -181,8 +195,10 @@ class StagingBuffer:
         assert kv is not None, "KV is loaded without a cache"
         device = kv.layers[0].parts[0].device
         blocks_of = [torch.tensor(table) for table in tables]
-        of_layers = zip(kv.everything, kv.groups, transfer.begin.form, transfer.pieces, strict=True)
-        for cache, group, form, pieces in of_layers:
+        token_caches, num_paged = kv.token_caches, len(transfer.begin.form)
+        of_layers = zip(token_caches.items(), transfer.begin.form, transfer.pieces[:num_paged], strict=True)
+        for (number, cache), form, pieces in of_layers:
+            group = kv.groups[number]
             blocks_n, kept_from = blocks_of[group], max(first, firsts[group] * kv.block_size)
             for piece in pieces:
                 begin = max(kept_from, piece.first)
@@ -192,6 +208,10 @@ class StagingBuffer:
                 positions_T = torch.arange(begin, piece.end)
                 slots_T = blocks_n[positions_T // kv.block_size] * kv.block_size + positions_T % kv.block_size
                 write(cache, [part[begin - piece.first :].to(device) for part in rows], slots_T.to(device))
+        states = zip(kv.state_caches.values(), transfer.begin.states, transfer.pieces[num_paged:], strict=True)
+        for state_cache, form, (piece,) in states:
+            values = views(transfer.buffer_B[piece.offset :], form, 1)
+            write_state(state_cache, state_slot, [part[0] for part in values])
         self.drop(transfer_id)
 
     def _drop_unclaimed(self) -> None:
@@ -215,8 +235,8 @@ class StagingBuffer:
         if self._kv is None:
             return "the engine sleeps"
         try:
-            is_fit = fits(begin.form, self._kv)
-            num_bytes = begin.num_tokens * token_bytes(begin.form)
+            is_fit = fits(begin.form, begin.states, self._kv)
+            num_bytes = begin.num_tokens * token_bytes(begin.form) + token_bytes(begin.states)
         except (ValueError, IndexError) as exc:
             return f"its layout cannot be read: {exc}"
         if not is_fit or (begin.rotation, begin.windows) != (self._kv.rotation, self._kv.windows):

@@ -230,6 +230,17 @@ class KvCache:
         return of_layers if self.hidden is None else (*of_layers, 0)
 
     @property
+    def token_caches(self) -> dict[int, LayerCache | LatentCache]:
+        """Caches with rows of every token by number: those of layers by index, then that of the hidden states."""
+        numbered = enumerate(self.layers if self.hidden is None else (*self.layers, self.hidden))
+        return {number: one for number, one in numbered if isinstance(one, LayerCache | LatentCache)}
+
+    @property
+    def state_caches(self) -> dict[int, RecurrentStateCache]:
+        """Caches of the layers that keep nothing but a state, by index."""
+        return {number: one for number, one in enumerate(self.layers) if isinstance(one, RecurrentStateCache)}
+
+    @property
     def everything(self) -> tuple[LayerCache | LatentCache, ...]:
         """Cache of each layer, and of the hidden states if they are kept. The model has no recurrent layers."""
         layers = tuple(one for one in self.layers if not isinstance(one, RecurrentStateCache | CompressedCache))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moiety_engine.cache_setup import can_undo_drafts
+from moiety_engine.cache_setup import can_send_kv, can_undo_drafts
 from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.distribution.layout import Layout, Seat
 from moiety_engine.encoder.config import is_encoder
@@ -78,13 +78,12 @@ def features_of(spec: ModelSpec) -> ModelFeatures:
     lora = "feed-forward only" if latent or compressed else "not q, k, v" if shares_rows else YES
     if spec.block_starts:
         lora = f"{NO}: the checkpoint's layers, by which modules are named, are not the engine's"
-    with_states = f"{NO}: the model has recurrent layers" if spec.recurrent_layers else YES
     return ModelFeatures(
         tensor_parallel=_divides(spec, Layout(tp=2)),
         expert_parallel=_divides(spec, Layout(dp=2, ep=2)),
         pipeline_parallel=_divides(spec, Layout(pp=2)),
-        speculation=YES if can_undo_drafts(spec) else with_states,
-        roles=with_states,
+        speculation=YES if can_undo_drafts(spec) else f"{NO}: not all recurrent layers can replay tokens",
+        roles=YES if can_send_kv(spec) else f"{NO}: compressed entries are not sent between engines",
         lora="attention's output only" if spec.has_normed_experts and shares_rows else lora,
         mtp=NO if spec.mtp is None else YES,
         images=NO if spec.vision is None else YES,

@@ -38,13 +38,14 @@ class KvLoad(NamedTuple):
     """KV from another engine to load into a sequence's blocks.
 
     `tables` are its block tables, of which blocks `firsts` and later ones are held; the KV of token `first` and later
-    tokens is loaded.
+    tokens is loaded, and the state after the last one into `state_slot`, -1 without recurrent layers.
     """
 
     key: int
     first: int
     tables: list[list[int]]
     firsts: tuple[int, ...]
+    state_slot: int = -1
 
 
 @dataclass(frozen=True, slots=True)

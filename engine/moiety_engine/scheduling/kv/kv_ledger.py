@@ -150,7 +150,9 @@ class KvLedger(StateLedger):
         grown = self.grow(sequence, end)
         assert grown, "a sequence was started without blocks for all its tokens"
         tables = [table[: self.blocks_for(end)] for table in sequence.kv.tables]
-        self._kv_loads[sequence.key] = KvLoad(sequence.key, first, tables, sequence.kv.firsts)
+        self._kv_loads[sequence.key] = KvLoad(sequence.key, first, tables, sequence.kv.firsts, sequence.kv.state_slot)
+        # The states at earlier ends, and at this one before the next plan, are not there to be kept.
+        sequence.kv.snapshot_ends = tuple(one for one in sequence.kv.snapshot_ends if one * self.block_size > end)
         sequence.kv.num_computed = sequence.kv.peak_computed = end
         sequence.kv.num_landed = end - first
 
