@@ -105,7 +105,7 @@ ENGINES = (
         "MoietyNoEngine", PAGE,
         "moiety_store_ready unless on (instance) (moiety_engine_up == 1)", "1m",
         "Gateway {{ $labels.instance }} has no engine",
-        "No engine accepts requests from this gateway, which answers all requests with 503.",
+        "No engine accepts requests from this gateway. The gateway answers all requests with 503.",
     ),
     Alert(
         "MoietyEngineDown", PAGE,
@@ -132,12 +132,12 @@ STORE = (
     Alert(
         "MoietyNoGateway", PAGE, "absent(moiety_store_ready)", "5m",
         "No gateway metrics",
-        "Prometheus scrapes no gateway: none is running, or service discovery does not find them.",
+        "Prometheus scrapes no gateway: no gateway is running, or service discovery does not find the gateways.",
     ),
     Alert(
         "MoietyMigrationsBehind", PAGE, "moiety_store_ready == 0", "5m",
         "Gateway {{ $labels.instance }} is not ready: database schema or connection",
-        "The database lacks a table or column that this gateway needs, or does not answer. The gateway accepts no "
+        "The database does not answer, or lacks a table or column that this gateway needs. The gateway accepts no "
         "traffic.",
     ),
     Alert(
@@ -162,8 +162,8 @@ STORE = (
         "and max(moiety_quota_quarantine_oldest_seconds) > 600",
         "15m",
         "Quota leases in quarantine increase",
-        "Gateways crash with leases that the engines do not report as unspent: {{ $value }} more leases count as "
-        "spent.",
+        "Gateways crash while they hold quota leases. {{ $value }} more leases count as spent, because the engines do "
+        "not report that no request uses them.",
     ),
     Alert(
         "MoietyRetentionJobFails", TICKET,

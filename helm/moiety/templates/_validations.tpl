@@ -1,4 +1,4 @@
-{{/* Values that cannot work are refused with a sentence that says what to set. */}}
+{{/* Refuse invalid values with a message that names the value to set. */}}
 
 {{- define "moiety.validate" -}}
 {{- $database := .Values.database -}}
@@ -31,14 +31,14 @@
 {{- end -}}
 {{- $store := .Values.objectStore -}}
 {{- if and $store.url $store.volume.existingClaim -}}
-{{- fail "objectStore.url and objectStore.volume.existingClaim are both set: files and adapters are in a bucket or on a volume, so leave one of them empty" -}}
+{{- fail "objectStore.url and objectStore.volume.existingClaim are both set: files and adapters are stored either in a bucket or on a volume, so leave one of the two empty" -}}
 {{- end -}}
 {{- if and (or .Values.gateway.autoscaling.enabled (gt (int .Values.gateway.replicas) 1)) (ne (include "moiety.sharesObjects" .) "true") -}}
-{{- fail "several gateways need one store of files and adapters: set objectStore.url to a bucket, such as s3://bucket/prefix, or objectStore.volume.accessMode=ReadWriteMany, or gateway.replicas=1 without gateway.autoscaling" -}}
+{{- fail "several gateways need a shared store of files and adapters: set objectStore.url to a bucket, such as s3://bucket/prefix, or objectStore.volume.accessMode=ReadWriteMany, or gateway.replicas=1 without gateway.autoscaling" -}}
 {{- end -}}
 {{- range $name, $value := .Values.gateway.settings -}}
 {{- if has $name (list "database_url" "key_pepper" "key_pepper_next" "key_pepper_previous" "traces_token" "curve_secret_key" "external_engine_api_key") -}}
-{{- fail (printf "gateway.settings.%s is a secret and would stand in plain text in a ConfigMap: put it into a Secret and name that in gateway.extraEnv as MOIETY_%s" $name (upper $name)) -}}
+{{- fail (printf "gateway.settings.%s is a secret and would be stored in plain text in a ConfigMap: put it into a Secret, and set MOIETY_%s from that Secret in gateway.extraEnv" $name (upper $name)) -}}
 {{- end -}}
 {{- if has $name (list "host" "port" "operations_host" "operations_port" "engines" "drain_s" "data_dir" "object_store_url" "traces_endpoint" "otlp_endpoint") -}}
 {{- fail (printf "gateway.settings.%s is set by the chart itself: use engines, gateway.drainSeconds, gateway.service, gateway.operationsPort, objectStore or traces instead" $name) -}}
@@ -71,29 +71,29 @@
 {{- fail (printf "pool %s has a model.path, but no volume that contains it: set model.claim or model.image" .name) -}}
 {{- end -}}
 {{- if and $model.hubTokenSecret (not $model.hub) -}}
-{{- fail (printf "pool %s has a model.hubTokenSecret but fetches nothing: set model.hub, or leave the Secret out" .name) -}}
+{{- fail (printf "pool %s has a model.hubTokenSecret but downloads no model: set model.hub, or leave model.hubTokenSecret empty" .name) -}}
 {{- end -}}
 {{- if and (eq .kind "vllm") (not (and $model.name $model.tokenizerClaim)) -}}
 {{- fail (printf "pool %s runs vLLM: set model.name, and model.tokenizerClaim to a claim with the tokenizer's folder, which gateways need to count tokens" .name) -}}
 {{- end -}}
 {{- if and (eq .kind "vllm") (not (or $model.hub $model.claim $model.image)) -}}
-{{- fail (printf "pool %s is of vLLM, which cannot serve the demo model: set model.hub, model.claim or model.image" .name) -}}
+{{- fail (printf "pool %s runs vLLM, which cannot serve the demo model: set model.hub, model.claim or model.image" .name) -}}
 {{- end -}}
 {{- if and (ne .role "both") (or (eq .kind "vllm") (gt (int .nodes) 1)) -}}
 {{- fail (printf "pool %s has the role %s, which only Moiety engines with one rank support: set role=both, or kind=moiety and nodes=1" .name .role) -}}
 {{- end -}}
 {{- $ranks := mul .nodes (max 1 (int .gpus)) -}}
 {{- if and (gt (int .nodes) 1) (ne (int $ranks) (int (add (mul (.options.tp | default 1) (.options.pp | default 1) (get .options "dp-attention" | default 1)) (get .options "ffn-ranks" | default 0)))) -}}
-{{- fail (printf "pool %s has %d ranks, one for each GPU of each of its nodes: set options.tp, options.pp and options.dp-attention so that their product is this number, or set options.ffn-ranks to what is left" .name (int $ranks)) -}}
+{{- fail (printf "pool %s has %d ranks, one for each GPU of each of its nodes: set options.tp, options.pp, options.dp-attention and options.ffn-ranks so that tp × pp × dp-attention + ffn-ranks equals this number" .name (int $ranks)) -}}
 {{- end -}}
 {{- if and (gt (int .nodes) 1) (or (eq .kind "vllm") .stateSize .model.hubCacheSize) -}}
 {{- fail (printf "pool %s has nodes greater than 1, which only Moiety engines without per-pod volumes support: leave kind, stateSize and model.hubCacheSize as they are, or set nodes=1" .name) -}}
 {{- end -}}
 {{- if and .autoscaling.enabled (not $model.name) -}}
-{{- fail (printf "pool %s is scaled by the load of its model: set model.name to the name that its metrics have" .name) -}}
+{{- fail (printf "pool %s has autoscaling enabled, which selects metrics by model: set model.name to the `model` label of the pool's metrics" .name) -}}
 {{- end -}}
 {{- if and .autoscaling.enabled (gt (int .autoscaling.minReplicas) (int .autoscaling.maxReplicas)) -}}
-{{- fail (printf "pool %s has more autoscaling.minReplicas than autoscaling.maxReplicas: raise the latter" .name) -}}
+{{- fail (printf "pool %s has an autoscaling.minReplicas greater than its autoscaling.maxReplicas: raise autoscaling.maxReplicas" .name) -}}
 {{- end -}}
 {{- range $option, $_ := .options -}}
 {{- if has $option (list "listen" "metrics-listen" "role" "kv-listen" "model" "name" "drain-s" "curve-key-file" "gateway-keys-file" "allow-unauthenticated-ranks" "unacknowledged-usage" "host" "port" "served-model-name") -}}
