@@ -24,13 +24,13 @@ class TimeSpan:
     until: datetime
 
 
-RequestedTimeSpan = NamedDependency[SkipValidation[TimeSpan]]
+TimeSpanDependency = NamedDependency[SkipValidation[TimeSpan]]
 
 
 def parse_time_span(now: NamedDependency[datetime], since: Since = None, until: Until = None) -> TimeSpan:
     """Return the requested period; the last 24 hours if no time is given. Raises BadRequest.
 
-    It provides the dependency `period` of the handlers that take a `RequestedTimeSpan`.
+    It provides the dependency `period` of the handlers that take a `TimeSpanDependency`.
     """
     begin, end = _moment(since, "since"), _moment(until, "until") or now + timedelta(seconds=1)
     start = begin or max(end, _EARLIEST) - DEFAULT_SPAN

@@ -11,7 +11,7 @@ import pytest
 
 from moiety_platform.cli.admin_client import AdminClient
 from moiety_platform.cli.apply.document import read_document
-from moiety_platform.cli.apply.spec import read_wanted
+from moiety_platform.cli.apply.spec import read_declared_objects
 from moiety_platform.cli.errors import CommandError
 
 FIRST, SECOND = f"ten_{'a' * 20}", f"ten_{'b' * 20}"
@@ -57,5 +57,5 @@ def test_missing_objects_are_reported(client: AdminClient, find: Callable[[Admin
 
 def test_a_file_that_writes_a_name_in_another_unicode_form_wants_it_as_the_gateway_keeps_it(tmp_path: Path) -> None:
     (tmp_path / "declared.yaml").write_text("tenants:\n  - {name: Cafe\u0301}\n")
-    (tenant,) = read_wanted(read_document(tmp_path / "declared.yaml"))
+    (tenant,) = read_declared_objects(read_document(tmp_path / "declared.yaml"))
     assert tenant.fields == {"name": "Caf\u00e9"}

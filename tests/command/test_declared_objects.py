@@ -10,9 +10,9 @@ from moiety_platform.cli.apply.current import Current, DeclaredEntry
 from moiety_platform.cli.apply.document import read_document
 from moiety_platform.cli.apply.kinds import apply_kinds
 from moiety_platform.cli.apply.plan import PlanAction, PlanTerms, make_plan
-from moiety_platform.cli.apply.spec import read_wanted
+from moiety_platform.cli.apply.spec import read_declared_objects
 from moiety_platform.cli.errors import CommandError
-from moiety_platform.resources.apply_kind import Wanted
+from moiety_platform.resources.apply_kind import DeclaredObject
 
 FILE = """
 webhooks:
@@ -34,10 +34,10 @@ classes:
 """
 
 
-def wanted_of(folder: Path, text: str) -> dict[tuple[str, str], Wanted]:
+def wanted_of(folder: Path, text: str) -> dict[tuple[str, str], DeclaredObject]:
     file = folder / "declared.yaml"
     file.write_text(text, encoding="utf-8")
-    return {one.place: one for one in read_wanted(read_document(file))}
+    return {one.place: one for one in read_declared_objects(read_document(file))}
 
 
 def test_entries_in_others_are_objects_of_their_own_and_know_their_parents(tmp_path: Path) -> None:

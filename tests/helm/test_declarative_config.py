@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from moiety_platform.cli.apply.document import read_document
-from moiety_platform.cli.apply.spec import read_wanted
+from moiety_platform.cli.apply.spec import read_declared_objects
 
 SETS = yaml.load(Path(__file__).with_name("value_sets.yaml").read_text(encoding="utf-8"), yaml.CSafeLoader)
 
@@ -24,7 +24,7 @@ def test_the_job_applies_what_the_values_declare(chart: helm_python.Chart, tmp_p
     found = objects_of(chart, SETS["declared"])
     file = tmp_path / "declared.yaml"
     file.write_text(found["ConfigMap"]["data"]["declared.yaml"])
-    wanted = {(one.kind, one.name) for one in read_wanted(read_document(file))}
+    wanted = {(one.kind, one.name) for one in read_declared_objects(read_document(file))}
     assert wanted == {
         ("class", "gold"), ("price", "moiety-demo"), ("tenant", "acme"), ("project", "acme/web"),
         ("key", "acme/web/ci"), ("limit", "acme: tokens_per_day"), ("limit", "acme: money_per_month"),

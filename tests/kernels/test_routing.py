@@ -12,7 +12,7 @@ from torch import Tensor
 from moiety_kernels.checks import KernelInputError
 from moiety_kernels.route import RoutingSpec, route, weigh_experts
 from moiety_kernels.route.reference import route as route_reference
-from moiety_kernels.route.spec import BIASED, OF_EACH
+from moiety_kernels.route.spec import ALL_EXPERT_SCORINGS, BIAS_SCORINGS
 
 EXPERTS = 16
 GROUPED: dict[str, Any] = {"num_groups": 4, "top_groups": 2}
@@ -47,7 +47,7 @@ def weight_of_each(weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", list(SPECS))
 def test_on_a_cpu_routing_is_the_references(name: str, biased: bool, tokens: int) -> None:
     spec, logits = SPECS[name], torch.randn(tokens, EXPERTS) * 2
-    if biased and spec.scoring not in BIASED:
+    if biased and spec.scoring not in BIAS_SCORINGS:
         with pytest.raises(KernelInputError, match="take a bias"):
             route(logits, spec, torch.zeros(EXPERTS))
         return
@@ -132,7 +132,7 @@ def test_weights_of_experts_chosen_by_a_hash_are_deepseek_v4s() -> None:
     assert torch.allclose(weigh_experts(logits, expert.int(), spec), weight, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec.scoring in OF_EACH])
+@pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec.scoring in ALL_EXPERT_SCORINGS])
 def test_experts_that_are_chosen_have_the_weights_of_a_choice(name: str) -> None:
     spec, logits = SPECS[name], torch.randn(70, EXPERTS) * 2
     weight, expert = route(logits, spec)

@@ -8,8 +8,8 @@ import threading
 
 from moiety_engine.first_steps import FirstSteps
 
-LOST_FRONT = 3  # exit code if the engine server has ended
-REFUSED = 4
+EXIT_SERVER_LOST = 3  # exit code if the engine server has ended
+EXIT_REFUSED = 4
 
 
 def parse_arguments(program: str) -> tuple[str, FirstSteps | None]:
@@ -24,10 +24,10 @@ def parse_arguments(program: str) -> tuple[str, FirstSteps | None]:
 
 def end_with_server() -> None:
     """Start a thread that ends this process when standard input closes, which the engine server holds open."""
-    threading.Thread(target=_wait_for_end, name="life-line", daemon=True).start()
+    threading.Thread(target=_wait_for_end, name="server-watch", daemon=True).start()
 
 
 def _wait_for_end() -> None:
     while os.read(0, 4096):  # unbuffered: a thread inside sys.stdin would abort the interpreter's exit
         pass
-    os._exit(LOST_FRONT)  # the step thread may be inside a kernel, and there is no state to save
+    os._exit(EXIT_SERVER_LOST)  # the step thread may be inside a kernel, and there is no state to save

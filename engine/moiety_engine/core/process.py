@@ -14,7 +14,7 @@ import structlog
 import zmq
 
 from moiety_engine.config import EngineConfig
-from moiety_engine.core.command import LOST_FRONT, REFUSED, end_with_server, parse_arguments
+from moiety_engine.core.command import EXIT_REFUSED, EXIT_SERVER_LOST, end_with_server, parse_arguments
 from moiety_engine.core.link import ServerLink
 from moiety_engine.core.service import serve
 from moiety_engine.distribution.rendezvous_address import rendezvous_from
@@ -28,7 +28,7 @@ def main() -> int:
     log = structlog.get_logger()
     line = sys.stdin.buffer.readline()
     if not line:
-        return LOST_FRONT
+        return EXIT_SERVER_LOST
     config = msgspec.json.decode(line, type=EngineConfig)
     end_with_server()
     with zmq.Context() as context, ServerLink(context, address) as link:
@@ -37,5 +37,5 @@ def main() -> int:
         except EngineError as exc:
             log.error("core_refused", reason=str(exc))
             link.send_refusal(str(exc))
-            return REFUSED
+            return EXIT_REFUSED
     return 0

@@ -13,7 +13,7 @@ import structlog
 
 from moiety_engine.assembly import follow
 from moiety_engine.config import EngineConfig
-from moiety_engine.core.command import LOST_FRONT, REFUSED, end_with_server
+from moiety_engine.core.command import EXIT_REFUSED, EXIT_SERVER_LOST, end_with_server
 from moiety_engine.distribution.rendezvous_address import Rendezvous
 from moiety_engine.errors import EngineError
 from moiety_engine.logs import configure_logs
@@ -26,7 +26,7 @@ def follow_until_end(config: EngineConfig, rendezvous: Rendezvous) -> int:
         follow(config, rendezvous)
     except EngineError as exc:
         log.error("rank_refused", rank=rendezvous.rank, reason=str(exc))
-        return REFUSED
+        return EXIT_REFUSED
     return 0
 
 
@@ -34,7 +34,7 @@ def main() -> int:
     configure_logs()
     line = sys.stdin.buffer.readline()
     if not line:
-        return LOST_FRONT
+        return EXIT_SERVER_LOST
     config, rendezvous = msgspec.json.decode(line, type=tuple[EngineConfig, Rendezvous])
     end_with_server()
     return follow_until_end(config, rendezvous)

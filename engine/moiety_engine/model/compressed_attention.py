@@ -67,8 +67,8 @@ class CompressedAttention:
         entries: Entries | None = None
         if self._entries is not None:
             assert isinstance(cache, CompressedCache)
-            self._entries.store(x_TD, runs, batch, cache)
-            entries = self._entries.seen(x_TD, latent_TR, rotate, batch, cache)
+            self._entries.store_entries(x_TD, runs, batch, cache)
+            entries = self._entries.select_entries(x_TD, latent_TR, rotate, batch, cache)
         window_NWd = state.parts[0]
         out_THd = compressed_attention(q_THd, row_Td, window_NWd, runs, entries, spec.scale, weights.sinks_H)
         update_history(row_Td, window_NWd, runs)
@@ -95,7 +95,7 @@ class CompressedEntries:
             self._indexer = pool.indexer, indexer
         self._linear = partial(linear, invariant=arithmetic.invariant)
 
-    def store(self, x_TD: Tensor, runs: TokenRuns, batch: Batch, cache: CompressedCache) -> None:
+    def store_entries(self, x_TD: Tensor, runs: TokenRuns, batch: Batch, cache: CompressedCache) -> None:
         """Store the entries of the windows that end in the step, and their index keys, and advance the state."""
         rate = self._pool.rate
         token_E = (((batch.positions_T + 1) % rate == 0) & (batch.slots_T >= 0)).nonzero().squeeze(1)
@@ -116,7 +116,7 @@ class CompressedEntries:
                 rotated_EC = rope(pooled_EC.unsqueeze(1), *tables, position_E - rate + 1).squeeze(1)
                 stored_NEC.flatten(0, 1).index_copy_(0, block_E * entries + place_E, rotated_EC.to(stored_NEC.dtype))
 
-    def seen(
+    def select_entries(
         self, x_TD: Tensor, latent_TR: Tensor, rotate: Rotation, batch: Batch, cache: CompressedCache
     ) -> Entries | None:
         """Return the entries that each query attends to; None if no query sees any."""

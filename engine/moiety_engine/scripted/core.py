@@ -13,7 +13,7 @@ import time
 import msgspec
 import zmq
 
-from moiety_engine.core.command import REFUSED, end_with_server, parse_arguments
+from moiety_engine.core.command import EXIT_REFUSED, end_with_server, parse_arguments
 from moiety_engine.core.link import IDLE_WAIT_MS, ServerLink
 from moiety_engine.first_steps import FirstSteps
 from moiety_engine.messages import CoreHello, CoreShutdown, CoreState
@@ -30,7 +30,7 @@ def main() -> int:
     with zmq.Context() as context, ServerLink(context, address) as link:
         if script.refuses:
             link.send_refusal(script.refuses)
-            return REFUSED
+            return EXIT_REFUSED
         if script.loads_for_ever:
             link.send(CoreHello(CoreState.LOADING, "loading weights: never done"))
             threading.Event().wait()

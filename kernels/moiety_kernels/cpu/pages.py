@@ -27,7 +27,7 @@ LARGE_PAGE = 2 << 20  # bytes, on x86-64, and on ARM with pages of 4 KiB
 NEAR = 64 << 10  # largest gap in bytes between two tensors that may share a large page
 
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 14, 23, 25  # Python's mmap does not name the last two
-_TRIED, _SOON_S = 7, 0.006  # pages to try, and the longest time for one; zeroing one takes 0.2 ms
+_NUM_TRIED_PAGES, _MAX_FILL_S = 7, 0.006  # pages to try, and the longest time for one; zeroing one takes 0.2 ms
 
 
 def prefer(tensors: Iterable[Tensor]) -> bool:
@@ -39,8 +39,8 @@ def prefer(tensors: Iterable[Tensor]) -> bool:
         return False
     ranges = [(_up(begin), _down(end)) for begin, end in _ranges(tensors)]
     ranges = [(first, end) for first, end in ranges if first < end]
-    tried = [(at, at + LARGE_PAGE) for first, end in ranges for at in range(first, end, LARGE_PAGE)][:_TRIED]
-    if len(tried) < _TRIED or statistics.median(_filled_s(*page) for page in tried) > _SOON_S:
+    tried = [(at, at + LARGE_PAGE) for first, end in ranges for at in range(first, end, LARGE_PAGE)][:_NUM_TRIED_PAGES]
+    if len(tried) < _NUM_TRIED_PAGES or statistics.median(_filled_s(*page) for page in tried) > _MAX_FILL_S:
         return False
     for first, end in ranges:
         _madvise()(first, end - first, _MADV_HUGEPAGE)

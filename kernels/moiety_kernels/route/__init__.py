@@ -10,7 +10,7 @@ from moiety_kernels.checks import require, require_shape
 from moiety_kernels.lazy_imports import when_asked
 from moiety_kernels.route import reference
 from moiety_kernels.route.groups import Groups
-from moiety_kernels.route.spec import BIASED, OF_EACH, RoutingSpec
+from moiety_kernels.route.spec import ALL_EXPERT_SCORINGS, BIAS_SCORINGS, RoutingSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +26,7 @@ _kernel = when_asked(__name__, "kernel")
 def route(logits_TE: Tensor, spec: RoutingSpec, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return (weight_TK float32, expert_TK int32), the best expert first.
 
-    `bias_E`, float32, affects the choice of experts but not their weights; the scorings in `BIASED` support it.
+    `bias_E`, float32, affects the choice of experts but not their weights; the scorings in `BIAS_SCORINGS` support it.
     """
     _check(logits_TE, spec, bias_E)
     if logits_TE.is_cpu and _cpu().fits(logits_TE, spec, bias_E):
@@ -47,7 +47,9 @@ def weigh_experts(logits_TE: Tensor, expert_TK: Tensor, spec: RoutingSpec) -> Te
     require_shape("logits", logits_TE, (-1, spec.num_experts))
     require_shape("expert", expert_TK, (logits_TE.shape[0], spec.top_k))
     require(expert_TK.dtype is torch.int32, "experts must be int32")
-    require(spec.scoring in OF_EACH, f"only scores by {', '.join(OF_EACH)} are those of any expert")
+    require(
+        spec.scoring in ALL_EXPERT_SCORINGS, f"only scores by {', '.join(ALL_EXPERT_SCORINGS)} are those of any expert"
+    )
     if logits_TE.is_cpu and _cpu().fits(logits_TE, spec, None) and expert_TK.is_contiguous():
         fast: Tensor = _cpu().weigh_experts(logits_TE, expert_TK, spec)
         return fast
@@ -77,4 +79,4 @@ def _check(logits_TE: Tensor, spec: RoutingSpec, bias_E: Tensor | None) -> None:
     if bias_E is not None:
         require_shape("bias", bias_E, (spec.num_experts,))
         require(bias_E.dtype is torch.float32, "the bias must be float32")
-        require(spec.scoring in BIASED, f"only scores by {', '.join(BIASED)} take a bias")
+        require(spec.scoring in BIAS_SCORINGS, f"only scores by {', '.join(BIAS_SCORINGS)} take a bias")

@@ -8,8 +8,8 @@ from typing import Literal
 from moiety_kernels.checks import require
 
 Scoring = Literal["softmax", "sigmoid", "sqrt_softplus", "sigmoid_chosen", "softmax_chosen", "sparse_mixer"]
-OF_EACH: tuple[Scoring, ...] = ("softmax", "sigmoid", "sqrt_softplus")  # scores that all experts have
-BIASED: tuple[Scoring, ...] = (*OF_EACH, "sigmoid_chosen")  # scorings that take a bias for the choice of experts
+ALL_EXPERT_SCORINGS: tuple[Scoring, ...] = ("softmax", "sigmoid", "sqrt_softplus")  # every expert has a score
+BIAS_SCORINGS: tuple[Scoring, ...] = (*ALL_EXPERT_SCORINGS, "sigmoid_chosen")  # the choice of experts takes a bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class RoutingSpec:
         require(0 < self.top_k <= self.num_experts, f"top_k {self.top_k} must be in 1 … {self.num_experts}")
         require(self.scoring != "sparse_mixer" or self.top_k == 2, "the sparse mixer takes the two best experts")
         if self.num_groups > 1:
-            require(self.scoring in OF_EACH, f"{self.scoring} routing knows no groups")
+            require(self.scoring in ALL_EXPERT_SCORINGS, f"{self.scoring} routing knows no groups")
             require(self.num_experts % self.num_groups == 0, "experts must divide into groups of one size")
             require(0 < self.top_groups <= self.num_groups, f"top_groups must be in 1 … {self.num_groups}")
             require(self.top_k <= self.top_groups * self.group_size, "the best groups hold fewer than top_k experts")

@@ -30,7 +30,7 @@ class AdapterStorage:
         self.max_bytes, self.max_tenant_bytes = max_bytes, max_tenant_bytes
 
 
-AdapterNames = NamedDependency[SkipValidation[AdapterCache]]
+AdapterCacheDependency = NamedDependency[SkipValidation[AdapterCache]]
 
 
 class AdapterController(Controller):
@@ -43,7 +43,7 @@ class AdapterController(Controller):
     async def create_adapter(
         self,
         store: NamedDependency[AuditedStore],
-        adapter_cache: AdapterNames,
+        adapter_cache: AdapterCacheDependency,
         caller: NamedDependency[SkipValidation[Caller]],
         data: JSONBody[NewAdapter],
     ) -> AdapterView:
@@ -73,7 +73,7 @@ class AdapterController(Controller):
         self,
         database: NamedDependency[Database],
         store: NamedDependency[AuditedStore],
-        adapter_cache: AdapterNames,
+        adapter_cache: AdapterCacheDependency,
         objects: NamedDependency[SkipValidation[ObjectStore]],
         adapter_id: FromPath[str],
     ) -> AdapterView:
@@ -110,7 +110,7 @@ class AdapterController(Controller):
     async def delete_adapter(
         self,
         store: NamedDependency[AuditedStore],
-        adapter_cache: AdapterNames,
+        adapter_cache: AdapterCacheDependency,
         adapter_id: FromPath[str],
     ) -> AdapterView:
         """Delete an adapter; requests cannot use it any more. Returns its last state."""

@@ -21,7 +21,7 @@ from moiety_platform.auth.keys import KeyText
 from moiety_platform.auth.pepper import Pepper
 from moiety_platform.auth.schemas import KeyPage, KeyView, MadeKey, NewKey, Rotation
 from moiety_platform.clock import Clock
-from moiety_platform.db.paging import RequestedPage
+from moiety_platform.db.paging import PageRequestDependency
 from moiety_platform.db.session import Database
 from moiety_platform.errors import BadRequest
 from moiety_platform.etags import Precondition, tagged
@@ -58,7 +58,7 @@ class KeyController(Controller):
         self,
         database: NamedDependency[Database],
         now: NamedDependency[datetime],
-        page: RequestedPage,
+        page: PageRequestDependency,
         tenant_id: FromQuery[str | None] = None,
         project_id: FromQuery[str | None] = None,
         role: OfRole = None,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from moiety_platform.resources.apply_kind import AdminRequest, ApplyKind, Entry, Wanted
+from moiety_platform.resources.apply_kind import AdminRequest, ApplyKind, DeclaredObject, Entry
 from moiety_platform.resources.paths import path_of
 
 
@@ -18,11 +18,11 @@ class KeyForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"
     key_secret: str | None = None
 
 
-def _objects(entry: Entry) -> Iterator[Wanted]:
+def _objects(entry: Entry) -> Iterator[DeclaredObject]:
     form: KeyForm = entry.form
     assert entry.parent is not None
     models = form.models if form.models is not None else entry.around[0].models  # those of its tenant
-    yield Wanted(
+    yield DeclaredObject(
         "key",
         f"{entry.parent.name}/{form.name}",
         form.name,
@@ -41,6 +41,8 @@ KEY = ApplyKind(
     is_listed=False,
     keeps_name=True,
     has_secret=True,
-    create=lambda one, parent: AdminRequest("POST", "/keys", {"name": one.own, "project_id": parent, **one.fields}),
-    remove=lambda row: AdminRequest("POST", path_of("keys", row["id"], "revoke")),
+    create_request=lambda declared, parent: AdminRequest(
+        "POST", "/keys", {"name": declared.api_name, "project_id": parent, **declared.fields}
+    ),
+    remove_request=lambda row: AdminRequest("POST", path_of("keys", row["id"], "revoke")),
 )

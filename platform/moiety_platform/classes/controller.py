@@ -16,7 +16,7 @@ from moiety_platform.db.session import Database
 from moiety_platform.etags import Precondition, tagged
 from moiety_platform.openapi.described import fails
 
-Classes = NamedDependency[SkipValidation[ClassCache]]
+ClassCacheDependency = NamedDependency[SkipValidation[ClassCache]]
 
 
 class ClassController(Controller):
@@ -40,7 +40,7 @@ class ClassController(Controller):
 
     @post(opt=needs(CLASSES.write) | fails(409))
     async def create_class(
-        self, store: NamedDependency[AuditedStore], classes: Classes, data: JSONBody[NewClass]
+        self, store: NamedDependency[AuditedStore], classes: ClassCacheDependency, data: JSONBody[NewClass]
     ) -> ClassView:
         """Create a class."""
         async with store.write() as session:
@@ -52,7 +52,7 @@ class ClassController(Controller):
     async def change_class(
         self,
         store: NamedDependency[AuditedStore],
-        classes: Classes,
+        classes: ClassCacheDependency,
         precondition: NamedDependency[Precondition],
         name: FromPath[str],
         data: JSONBody[ClassChange],
@@ -68,7 +68,7 @@ class ClassController(Controller):
     async def delete_class(
         self,
         store: NamedDependency[AuditedStore],
-        classes: Classes,
+        classes: ClassCacheDependency,
         precondition: NamedDependency[Precondition],
         name: FromPath[str],
     ) -> ClassView:

@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 
 from moiety_platform.cli.errors import CommandError, Refused
-from moiety_platform.cli.gateway_client import NeededKey, answer, connect
+from moiety_platform.cli.gateway_client import DefaultKey, answer, connect
 
 TIMEOUT_S = 30.0
 _ID = re.compile(r"[A-Za-z0-9_]{1,32}", re.ASCII)
-KEY = NeededKey(lambda keys: keys.admin_key, "no admin key: give --admin-key or MOIETY_ADMIN_KEY")
+KEY = DefaultKey(lambda keys: keys.admin_key, "no admin key: give --admin-key or MOIETY_ADMIN_KEY")
 PAGE_LIMIT = 500
 
 

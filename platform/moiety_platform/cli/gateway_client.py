@@ -18,31 +18,31 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 @dataclass(frozen=True, slots=True)
-class NeededKey:
-    """Which key of a local serve a client uses, and what is said if there is none."""
+class DefaultKey:
+    """Choice of a key of a local serve, and the error message if there is none."""
 
-    of: Callable[[FirstKeys], str]
-    lacking: str
+    select: Callable[[FirstKeys], str]
+    missing_message: str
 
 
-def local_keys(data_dir: Path, lacking: str) -> FirstKeys:
-    """Return the keys of a local serve. Raises CommandError; `lacking` says which key is missing, and what to give."""
+def local_keys(data_dir: Path, missing_message: str) -> FirstKeys:
+    """Return the keys of a local serve. Raises CommandError with `missing_message`, which says what to give."""
     try:
         keys = read_first_keys(data_dir)
     except SupervisorError as exc:
         raise CommandError(str(exc)) from exc
     if keys is None:
-        raise CommandError(f"{lacking}, or a --data-dir that a serve has used (there is none in {data_dir})")
+        raise CommandError(f"{missing_message}, or a --data-dir that a serve has used (there is none in {data_dir})")
     return keys
 
 
-def connect(url: str | None, key: str | None, data_dir: Path, needed: NeededKey, timeout_s: float) -> httpx.Client:
+def connect(url: str | None, key: str | None, data_dir: Path, needed: DefaultKey, timeout_s: float) -> httpx.Client:
     """Return a client for the given gateway and key, by default those of a local serve's data directory.
 
     Raises CommandError if there is no key.
     """
     if key is None:
-        key = needed.of(local_keys(data_dir, needed.lacking))
+        key = needed.select(local_keys(data_dir, needed.missing_message))
     address = url or read_url(data_dir) or DEFAULT_URL
     return httpx.Client(base_url=address, headers={"Authorization": f"Bearer {key}"}, timeout=timeout_s)
 

@@ -9,10 +9,10 @@ from typing import Any, BinaryIO
 
 import httpx
 
-from moiety_platform.cli.gateway_client import NeededKey, call, connect, raise_for_status, reaching
+from moiety_platform.cli.gateway_client import DefaultKey, call, connect, raise_for_status, reaching
 
 TIMEOUT_S = 60.0
-KEY = NeededKey(lambda keys: keys.tenant_key, "no tenant's key: give --key or MOIETY_KEY")
+KEY = DefaultKey(lambda keys: keys.tenant_key, "no tenant's key: give --key or MOIETY_KEY")
 
 
 @dataclass(frozen=True, slots=True)

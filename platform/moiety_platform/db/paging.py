@@ -53,13 +53,13 @@ class PageRequest:
     after: Position | None = None
 
 
-RequestedPage = NamedDependency[SkipValidation[PageRequest]]
+PageRequestDependency = NamedDependency[SkipValidation[PageRequest]]
 
 
 def parse_page(limit: Limit = None, cursor: Cursor = None) -> PageRequest:
     """Return the page that a client's query parameters request. Raises BadRequest.
 
-    It provides the dependency `page` of the handlers that take a `RequestedPage`.
+    It provides the dependency `page` of the handlers that take a `PageRequestDependency`.
     """
     wanted = DEFAULT_LIMIT if limit is None else parse_whole(limit, "limit")
     if not 1 <= wanted <= MAX_LIMIT:

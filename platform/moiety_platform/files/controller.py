@@ -25,7 +25,7 @@ Limit = Annotated[str | None, whole("At most so many, all if not given.", 1, MAX
 Order = Annotated[str | None, one_of("By time; desc if not given.", "asc", "desc")]
 
 
-StoredFiles = NamedDependency[SkipValidation[Files]]
+FilesDependency = NamedDependency[SkipValidation[Files]]
 
 
 class FileController(Controller):
@@ -49,7 +49,7 @@ class FileController(Controller):
     async def list_files(
         self,
         owner: AuthenticatedClient,
-        files: StoredFiles,
+        files: FilesDependency,
         limit: Limit = None,
         after: After = None,
         order: Order = None,
@@ -61,18 +61,22 @@ class FileController(Controller):
         return list_fields([view(file) for file in found], has_more)
 
     @get("/{file_id:str}")
-    async def retrieve_file(self, owner: AuthenticatedClient, files: StoredFiles, file_id: FromPath[str]) -> FileObject:
+    async def retrieve_file(
+        self, owner: AuthenticatedClient, files: FilesDependency, file_id: FromPath[str]
+    ) -> FileObject:
         """Return one file."""
         return view(await files.get(owner.project_id, file_id))
 
     @delete("/{file_id:str}", status_code=200, opt=fails(409))
-    async def delete_file(self, owner: AuthenticatedClient, files: StoredFiles, file_id: FromPath[str]) -> DeletedFile:
+    async def delete_file(
+        self, owner: AuthenticatedClient, files: FilesDependency, file_id: FromPath[str]
+    ) -> DeletedFile:
         """Delete a file that no batch is reading."""
         await files.delete(owner.project_id, file_id)
         return {"id": file_id, "object": "file", "deleted": True}
 
     @get("/{file_id:str}/content", opt=DOWNLOAD)
-    async def download_file(self, owner: AuthenticatedClient, files: StoredFiles, file_id: FromPath[str]) -> Stream:
+    async def download_file(self, owner: AuthenticatedClient, files: FilesDependency, file_id: FromPath[str]) -> Stream:
         """Return a file's content."""
         file = await files.get(owner.project_id, file_id)
         headers = {"content-length": str(file.num_bytes)}

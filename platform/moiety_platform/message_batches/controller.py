@@ -125,7 +125,7 @@ def parse_page(
     return ListRequest(most, before_id or after_id, newest_first=before_id is None)
 
 
-MessageBatches = NamedDependency[SkipValidation[MessageBatchServices]]
+MessageBatchDependency = NamedDependency[SkipValidation[MessageBatchServices]]
 
 
 class MessageBatchController(Controller):
@@ -141,7 +141,7 @@ class MessageBatchController(Controller):
 
     @post(status_code=200, opt=_described(body={JSON: NewMessageBatch}, errors=(429,)) | {OWN_BODY_LIMIT: True})
     async def create_message_batch(
-        self, owner: AuthenticatedClient, message_batches: MessageBatches, request: Request[Any, Any, Any]
+        self, owner: AuthenticatedClient, message_batches: MessageBatchDependency, request: Request[Any, Any, Any]
     ) -> MessageBatch:
         """Create a batch of messages, which are answered when there is room."""
         limits, bounds = message_batches.limits(), message_batches.batches
@@ -170,7 +170,7 @@ class MessageBatchController(Controller):
     async def list_message_batches(
         self,
         owner: AuthenticatedClient,
-        message_batches: MessageBatches,
+        message_batches: MessageBatchDependency,
         wanted: NamedDependency[SkipValidation[ListRequest]],
     ) -> MessageBatchPage:
         """List the project's batches of messages, newest first."""
@@ -183,7 +183,7 @@ class MessageBatchController(Controller):
 
     @get("/{message_batch_id:str}", opt=_described())
     async def retrieve_message_batch(
-        self, owner: AuthenticatedClient, message_batches: MessageBatches, message_batch_id: FromPath[str]
+        self, owner: AuthenticatedClient, message_batches: MessageBatchDependency, message_batch_id: FromPath[str]
     ) -> MessageBatch:
         """Return one batch, with its progress."""
         async with message_batches.database.read() as session:
@@ -192,7 +192,7 @@ class MessageBatchController(Controller):
 
     @post("/{message_batch_id:str}/cancel", status_code=200, opt=_described(errors=(409,)))
     async def cancel_message_batch(
-        self, owner: AuthenticatedClient, message_batches: MessageBatches, message_batch_id: FromPath[str]
+        self, owner: AuthenticatedClient, message_batches: MessageBatchDependency, message_batch_id: FromPath[str]
     ) -> MessageBatch:
         """Cancel a batch: no more of its requests are answered."""
         async with message_batches.database.write() as session:
@@ -204,7 +204,7 @@ class MessageBatchController(Controller):
 
     @delete("/{message_batch_id:str}", status_code=200, opt=_described(errors=(409,)))
     async def delete_message_batch(
-        self, owner: AuthenticatedClient, message_batches: MessageBatches, message_batch_id: FromPath[str]
+        self, owner: AuthenticatedClient, message_batches: MessageBatchDependency, message_batch_id: FromPath[str]
     ) -> DeletedMessageBatch:
         """Delete an ended batch with its results."""
         async with message_batches.database.read() as session:
@@ -215,7 +215,7 @@ class MessageBatchController(Controller):
 
     @get("/{message_batch_id:str}/results", opt=_described(answers={200: {JSONL: MessageBatchResult}}, errors=(410,)))
     async def get_message_batch_results(
-        self, owner: AuthenticatedClient, message_batches: MessageBatches, message_batch_id: FromPath[str]
+        self, owner: AuthenticatedClient, message_batches: MessageBatchDependency, message_batch_id: FromPath[str]
     ) -> Stream:
         """Return the results of an ended batch, one in each line."""
         async with message_batches.database.read() as session:

@@ -16,7 +16,7 @@ from moiety_platform.prices.admin_resource import PRICES
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.prices.schemas import NewPrice, PriceView, PriceViews
 
-Prices = NamedDependency[SkipValidation[PriceCache]]
+PriceCacheDependency = NamedDependency[SkipValidation[PriceCache]]
 
 
 class PriceController(Controller):
@@ -49,7 +49,7 @@ class PriceController(Controller):
     async def set_price(
         self,
         store: NamedDependency[AuditedStore],
-        prices: Prices,
+        prices: PriceCacheDependency,
         precondition: NamedDependency[Precondition],
         data: JSONBody[NewPrice],
     ) -> Response[PriceView]:
@@ -65,7 +65,7 @@ class PriceController(Controller):
     async def delete_price(
         self,
         store: NamedDependency[AuditedStore],
-        prices: Prices,
+        prices: PriceCacheDependency,
         precondition: NamedDependency[Precondition],
         model: FromQuery[str],
         service_class: FromQuery[str | None] = None,

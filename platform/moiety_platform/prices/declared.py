@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 
 from moiety_platform.prices.token_cost import dollars, parse_dollars
-from moiety_platform.resources.apply_kind import AdminRequest, ApplyKind, Entry, InvalidEntry, Row, Wanted
+from moiety_platform.resources.apply_kind import AdminRequest, ApplyKind, DeclaredObject, Entry, InvalidEntry, Row
 
 Amount = str | int | float
 PRICED = ("input", "output", "cached_input")
@@ -31,7 +31,7 @@ def nano_dollars_of(path: str, amount: Amount) -> int:
         raise InvalidEntry(path, f"{exc}; write it in quotes, such as '0.15'") from exc
 
 
-def _objects(entry: Entry) -> Iterator[Wanted]:
+def _objects(entry: Entry) -> Iterator[DeclaredObject]:
     form: PriceForm = entry.form
     fields = {
         name: dollars(nano_dollars_of(f"{entry.path}.{name}", entry.raw[name]))
@@ -39,7 +39,9 @@ def _objects(entry: Entry) -> Iterator[Wanted]:
         if entry.raw.get(name) is not None
     }
     identity = {"model": form.model, "service_class": form.service_class}
-    yield Wanted("price", _name_of(form.model, form.service_class), form.model, entry.path, fields, also=identity)
+    yield DeclaredObject(
+        "price", _name_of(form.model, form.service_class), form.model, entry.path, fields, identity=identity
+    )
 
 
 def _name_of(model: str, service_class: str | None) -> str:
@@ -56,10 +58,10 @@ PRICE = ApplyKind(
     objects=_objects,
     name_of=lambda row, names: _name_of(row["model"], row["service_class"]),
     has_id=False,
-    create=lambda one, parent: AdminRequest("PUT", "/prices", {**one.also, **one.fields}),
-    read=lambda row: AdminRequest("GET", "/prices/one", query=_identity(row)),
-    change=lambda one, row, change: AdminRequest(
-        "PUT", "/prices", {**{name: row[name] for name in PRICED}, **one.also, **change}
+    create_request=lambda declared, parent: AdminRequest("PUT", "/prices", {**declared.identity, **declared.fields}),
+    custom_read_request=lambda row: AdminRequest("GET", "/prices/one", query=_identity(row)),
+    change_request=lambda declared, row, change: AdminRequest(
+        "PUT", "/prices", {**{name: row[name] for name in PRICED}, **declared.identity, **change}
     ),
-    remove=lambda row: AdminRequest("DELETE", "/prices", query=_identity(row)),
+    remove_request=lambda row: AdminRequest("DELETE", "/prices", query=_identity(row)),
 )

@@ -12,7 +12,7 @@ from litestar.params import FromPath, FromQuery, JSONBody, SkipValidation
 from moiety_platform.access.actions import needs
 from moiety_platform.access.caller import Caller
 from moiety_platform.audit.trail import AuditedStore
-from moiety_platform.db.paging import Limit, RequestedPage, parse_page
+from moiety_platform.db.paging import Limit, PageRequestDependency, parse_page
 from moiety_platform.db.session import Database
 from moiety_platform.errors import BadRequest
 from moiety_platform.etags import Precondition, tagged
@@ -29,7 +29,7 @@ from moiety_platform.quota.schemas import NewQuota, QuotaPage, QuotaView
 OfState = Annotated[str | None, one_of("Of leases in this state; live if not given.", *LeaseState)]
 
 
-Quotas = NamedDependency[SkipValidation[QuotaKeeper]]
+QuotaKeeperDependency = NamedDependency[SkipValidation[QuotaKeeper]]
 
 
 class QuotaController(Controller):
@@ -42,7 +42,7 @@ class QuotaController(Controller):
     async def set_quota(
         self,
         store: NamedDependency[AuditedStore],
-        quotas: Quotas,
+        quotas: QuotaKeeperDependency,
         caller: NamedDependency[Caller],
         precondition: NamedDependency[Precondition],
         data: JSONBody[NewQuota],
@@ -60,7 +60,7 @@ class QuotaController(Controller):
         self,
         database: NamedDependency[Database],
         now: NamedDependency[datetime],
-        page: RequestedPage,
+        page: PageRequestDependency,
         scope_id: FromQuery[str | None] = None,
         tenant_id: FromQuery[str | None] = None,
     ) -> QuotaPage:
@@ -97,7 +97,7 @@ class QuotaController(Controller):
     async def delete_quota(
         self,
         store: NamedDependency[AuditedStore],
-        quotas: Quotas,
+        quotas: QuotaKeeperDependency,
         caller: NamedDependency[Caller],
         precondition: NamedDependency[Precondition],
         quota_id: FromPath[str],

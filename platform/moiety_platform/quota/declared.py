@@ -10,7 +10,7 @@ import msgspec
 from moiety_platform.prices.declared import Amount, nano_dollars_of
 from moiety_platform.prices.token_cost import dollars
 from moiety_platform.quota.kinds import LimitKind, Meter
-from moiety_platform.resources.apply_kind import AdminRequest, ApplyKind, Entry, ObjectPlace, Row, Wanted
+from moiety_platform.resources.apply_kind import AdminRequest, ApplyKind, DeclaredObject, Entry, ObjectPlace, Row
 from moiety_platform.resources.paths import path_of
 
 
@@ -27,7 +27,7 @@ class LimitForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     alert_at: list[int] | None = None
 
 
-def _objects(entry: Entry) -> Iterator[Wanted]:
+def _objects(entry: Entry) -> Iterator[DeclaredObject]:
     assert entry.parent is not None
     given = {name: getattr(entry.form, name) for name in LimitForm.__struct_fields__}
     alert_at = given.pop("alert_at")
@@ -39,7 +39,7 @@ def _objects(entry: Entry) -> Iterator[Wanted]:
         fields: dict[str, Any] = {"cap": nano_dollars_of(path, value) if name.startswith("dollars") else value}
         if alert_at is not None and kind.meter is Meter.STOCK:
             fields["alert_at"] = sorted(set(alert_at))
-        yield Wanted("limit", _name_of(entry.parent.name, kind), kind, path, fields, entry.parent.place)
+        yield DeclaredObject("limit", _name_of(entry.parent.name, kind), kind, path, fields, entry.parent.place)
 
 
 def _name_of(scope: str, kind: str) -> str:
@@ -51,13 +51,19 @@ def _name_of_row(row: Row, names: Mapping[ObjectPlace, str]) -> str | None:
     return None if scope is None else _name_of(scope, row["kind"])
 
 
-def _put(one: Wanted, scope_id: str) -> AdminRequest:
-    assert one.parent is not None
-    return AdminRequest("PUT", "/quotas", {"level": one.parent[0], "scope_id": scope_id, "kind": one.own, **one.fields})
+def _put(declared: DeclaredObject, scope_id: str) -> AdminRequest:
+    assert declared.parent is not None
+    return AdminRequest(
+        "PUT",
+        "/quotas",
+        {"level": declared.parent[0], "scope_id": scope_id, "kind": declared.api_name, **declared.fields},
+    )
 
 
-def _shown(one: Wanted | None, field: str, value: Any) -> str | None:
-    is_money = field == "cap" and isinstance(value, int) and one is not None and one.own.startswith("money")
+def _shown(declared: DeclaredObject | None, field: str, value: Any) -> str | None:
+    is_money = (
+        field == "cap" and isinstance(value, int) and declared is not None and declared.api_name.startswith("money")
+    )
     return f"$ {dollars(value)}" if is_money else None
 
 
@@ -70,8 +76,8 @@ LIMIT = ApplyKind(
     resource="quotas",
     is_paged=True,
     name_of=_name_of_row,
-    create=_put,
-    change=lambda one, row, change: _put(one, row["scope_id"]),
-    remove=lambda row: AdminRequest("DELETE", path_of("quotas", row["id"])),
-    shown=_shown,
+    create_request=_put,
+    change_request=lambda declared, row, change: _put(declared, row["scope_id"]),
+    remove_request=lambda row: AdminRequest("DELETE", path_of("quotas", row["id"])),
+    show_value=_shown,
 )

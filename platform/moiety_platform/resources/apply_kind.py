@@ -36,21 +36,21 @@ class AdminRequest(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Wanted:
+class DeclaredObject:
     """An object that the file declares.
 
-    `name` is unique among its kind, `own` is its name in the API; `parent` is (kind, name) of the object that it
+    `name` is unique among its kind, `api_name` is its name in the API; `parent` is (kind, name) of the object that it
     belongs to. `fields` are those that the file gives, as the admin API names them.
     """
 
     kind: str
     name: str
-    own: str
+    api_name: str
     path: str
     fields: dict[str, Any]
     parent: ObjectPlace | None = None
     key_secret: str | None = None
-    also: dict[str, Any] = field(default_factory=dict)  # identifying fields: a price's model, a limit's kind
+    identity: dict[str, Any] = field(default_factory=dict)  # identifying fields: a price's model, a limit's kind
 
     @property
     def place(self) -> ObjectPlace:
@@ -67,7 +67,7 @@ class Entry:
     path: str
     raw: Mapping[str, Any]
     form: Any
-    parent: Wanted | None = None
+    parent: DeclaredObject | None = None
     around: Sequence[Any] = ()
 
 
@@ -79,15 +79,15 @@ class Removal(StrEnum):
     RELEASE = "release"  # it stays, and is not declared any more
 
 
-def _no_rank(_: Wanted) -> tuple[float, ...]:
+def _no_rank(_: DeclaredObject) -> tuple[float, ...]:
     return ()
 
 
-def _no_note(_: Wanted, __: Row) -> str:
+def _no_note(_: DeclaredObject, __: Row) -> str:
     return ""
 
 
-def _no_request(_: Wanted, __: Row) -> AdminRequest | None:
+def _no_request(_: DeclaredObject, __: Row) -> AdminRequest | None:
     return None
 
 
@@ -99,7 +99,7 @@ def _no_name(_: Row, __: Mapping[ObjectPlace, str]) -> str | None:
     return None
 
 
-def _as_it_is(_: Wanted | None, __: str, ___: Any) -> str | None:
+def _as_it_is(_: DeclaredObject | None, __: str, ___: Any) -> str | None:
     return None
 
 
@@ -112,44 +112,44 @@ class ApplyKind:
     orders those of the kind.
 
     At the gateway: `collection` is the path of all objects below `/admin/v1`, in pages if `is_paged`; without
-    `is_listed` only those in the ledger are read, each by `read`. `name_of` returns the name that a file would use,
-    given the names of other objects by kind and id; None where only the ledger knows it. With `keeps_name` an object in
-    the ledger keeps its name there, even if it was renamed since. Without `has_id` the ledger identifies objects by
-    their kind and name.
+    `is_listed` only those in the ledger are read, each by `custom_read_request`. `name_of` returns the name that a
+    file uses, given the names of other objects by kind and id; None where only the ledger knows it. With `keeps_name`
+    an object in the ledger keeps its name there, even if it was renamed since. Without `has_id` the ledger identifies
+    objects by their kind and name.
 
     `plural` is the plural of the kind where that is not the kind with an s; `resource` is the collection where that is
     not the plural.
 
-    Requests: `create` gets the object and the id of its parent, and `after_create` may add another one; `read` answers
-    with an ETag, unless `has_secret`: then the text of a new object is shown once, so objects are never changed, but
-    replaced. `change` gets the object, the row and the changed fields. `remove` deletes or suspends, as `removal` says;
-    `why_removed` is said of it.
+    Requests: `create_request` gets the object and the id of its parent. `follow_up_request` may add another request.
+    The response of `custom_read_request` has an ETag, unless `has_secret`: the text of such an object is shown once, so
+    it is never changed, but replaced. `change_request` gets the object, the row and the changed fields.
+    `remove_request` deletes or suspends, as `removal` says, for the reason `removal_reason`.
     """
 
     kind: str
     form: type[msgspec.Struct]
-    objects: Callable[[Entry], Iterable[Wanted]]
-    create: Callable[[Wanted, str], AdminRequest]
-    read: Callable[[Row], AdminRequest] | None = None  # by default of the object with the row's id
+    objects: Callable[[Entry], Iterable[DeclaredObject]]
+    create_request: Callable[[DeclaredObject, str], AdminRequest]
+    custom_read_request: Callable[[Row], AdminRequest] | None = None  # by default of the object with the row's id
     name_of: Callable[[Row, Mapping[ObjectPlace, str]], str | None] = _no_name
     plural: str = ""
     resource: str = ""
     is_listed: bool = True
     within: tuple[str, ...] = ()
     is_list: bool = True
-    rank: Callable[[Wanted], tuple[float, ...]] = _no_rank
+    rank: Callable[[DeclaredObject], tuple[float, ...]] = _no_rank
     is_paged: bool = False
     keeps_name: bool = False
     has_id: bool = True
     has_secret: bool = False
-    after_create: Callable[[Wanted, Row], AdminRequest | None] = _no_request
-    change: Callable[[Wanted, Row, Mapping[str, Any]], AdminRequest] | None = None
-    remove: Callable[[Row], AdminRequest] | None = None
+    follow_up_request: Callable[[DeclaredObject, Row], AdminRequest | None] = _no_request
+    change_request: Callable[[DeclaredObject, Row, Mapping[str, Any]], AdminRequest] | None = None
+    remove_request: Callable[[Row], AdminRequest] | None = None
     removal: Removal = Removal.DELETE
-    why_removed: str = "left the file"
+    removal_reason: str = "left the file"
     tenant_of: Callable[[Row], str] = _tenant_of
-    note: Callable[[Wanted, Row], str] = _no_note
-    shown: Callable[[Wanted | None, str, Any], str | None] = _as_it_is
+    note: Callable[[DeclaredObject, Row], str] = _no_note
+    show_value: Callable[[DeclaredObject | None, str, Any], str | None] = _as_it_is
 
     @property
     def part(self) -> str:
@@ -163,7 +163,11 @@ class ApplyKind:
 
     def read_request(self, row: Row) -> AdminRequest:
         """Return the request that reads an object."""
-        return AdminRequest("GET", path_of(self.collection, row["id"])) if self.read is None else self.read(row)
+        return (
+            AdminRequest("GET", path_of(self.collection, row["id"]))
+            if self.custom_read_request is None
+            else self.custom_read_request(row)
+        )
 
     def identity(self, row: Row | None) -> str | None:
         """Return the object's identity in the ledger: its id, or its kind if it has none."""

@@ -39,7 +39,7 @@ from moiety_platform.responses_api.background import LEASE_MS, BackgroundRuns
 from moiety_platform.responses_api.compaction import CompactBody, CompactionOutput
 from moiety_platform.responses_api.conversation_reader import ConversationReader
 from moiety_platform.responses_api.events import LoggedEvents, ResponseEvents, StreamErrors
-from moiety_platform.responses_api.item_lists import ITEM_LIST, RequestedItems
+from moiety_platform.responses_api.item_lists import ITEM_LIST, ListRequestDependency
 from moiety_platform.responses_api.items import COMPACTION, FIRST_INPUT, MESSAGE, THOUGHT, Item, with_id, without_id
 from moiety_platform.responses_api.keeper import ResponseKeeper
 from moiety_platform.responses_api.output import ResponseOutput
@@ -296,7 +296,7 @@ class ResponseController(Controller):
         owner: AuthenticatedClient,
         stored: StoredDependency,
         response_id: FromPath[str],
-        wanted: RequestedItems,
+        wanted: ListRequestDependency,
     ) -> InputItemList:
         """List the input items of a stored response, the latest first unless `order` is asc."""
         items = await stored.keeper.input_items(owner, response_id)

@@ -31,7 +31,7 @@ from moiety_platform.responses_api.conversation_schemas import (
     NewItems,
 )
 from moiety_platform.responses_api.input import InputItem, SkippedItem
-from moiety_platform.responses_api.item_lists import ITEM_LIST, RequestedItems
+from moiety_platform.responses_api.item_lists import ITEM_LIST, ListRequestDependency
 from moiety_platform.responses_api.item_types import InputItem as ItemFields
 from moiety_platform.responses_api.items import Continued, Item
 from moiety_platform.responses_api.tools import readable_type
@@ -39,7 +39,7 @@ from moiety_platform.responses_api.tools import readable_type
 INCLUDE: dict[str, Any] = {IGNORED: frozenset({"include", "include[]"})}  # every item is returned whole
 
 Body = TypeVar("Body", bound=StrictBody)
-Conversations = NamedDependency[SkipValidation["ConversationServices"]]
+ConversationDependency = NamedDependency[SkipValidation["ConversationServices"]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class ConversationController(Controller):
         ),
     )
     async def create_conversation(
-        self, owner: AuthenticatedClient, conversations: Conversations, request: Request[Any, Any, Any]
+        self, owner: AuthenticatedClient, conversations: ConversationDependency, request: Request[Any, Any, Any]
     ) -> Response[ConversationObject]:
         """Create a conversation, which may have items from the beginning."""
         body = await conversations.body(NewConversation, request, owner)
@@ -84,7 +84,7 @@ class ConversationController(Controller):
 
     @get("/{conversation_id:str}")
     async def retrieve_conversation(
-        self, owner: AuthenticatedClient, conversations: Conversations, conversation_id: FromPath[str]
+        self, owner: AuthenticatedClient, conversations: ConversationDependency, conversation_id: FromPath[str]
     ) -> ConversationObject:
         """Return a conversation without its items."""
         return await conversations.keeper.get(owner, conversation_id)
@@ -97,7 +97,7 @@ class ConversationController(Controller):
     async def update_conversation(
         self,
         owner: AuthenticatedClient,
-        conversations: Conversations,
+        conversations: ConversationDependency,
         request: Request[Any, Any, Any],
         conversation_id: FromPath[str],
     ) -> ConversationObject:
@@ -107,7 +107,7 @@ class ConversationController(Controller):
 
     @delete("/{conversation_id:str}", status_code=200)
     async def delete_conversation(
-        self, owner: AuthenticatedClient, conversations: Conversations, conversation_id: FromPath[str]
+        self, owner: AuthenticatedClient, conversations: ConversationDependency, conversation_id: FromPath[str]
     ) -> DeletedConversation:
         """Delete a conversation and its items. Stored responses that belong to it can no longer be continued."""
         await conversations.keeper.delete(owner, conversation_id)
@@ -124,7 +124,7 @@ class ConversationController(Controller):
     async def create_items(
         self,
         owner: AuthenticatedClient,
-        conversations: Conversations,
+        conversations: ConversationDependency,
         request: Request[Any, Any, Any],
         conversation_id: FromPath[str],
     ) -> Response[Listing[Identified]]:
@@ -139,9 +139,9 @@ class ConversationController(Controller):
     async def list_items(
         self,
         owner: AuthenticatedClient,
-        conversations: Conversations,
+        conversations: ConversationDependency,
         conversation_id: FromPath[str],
-        wanted: RequestedItems,
+        wanted: ListRequestDependency,
     ) -> ConversationItemList:
         """List the items of a conversation, the latest first unless `order` is asc."""
         items, has_more = await conversations.keeper.page(owner, conversation_id, wanted)
@@ -154,7 +154,7 @@ class ConversationController(Controller):
     async def retrieve_item(
         self,
         owner: AuthenticatedClient,
-        conversations: Conversations,
+        conversations: ConversationDependency,
         conversation_id: FromPath[str],
         item_id: FromPath[str],
     ) -> dict[str, Any]:
@@ -165,7 +165,7 @@ class ConversationController(Controller):
     async def delete_item(
         self,
         owner: AuthenticatedClient,
-        conversations: Conversations,
+        conversations: ConversationDependency,
         conversation_id: FromPath[str],
         item_id: FromPath[str],
     ) -> ConversationObject:

@@ -17,7 +17,7 @@ MAX_LIST = 100
 Limit = Annotated[str | None, whole(f"At most so many, {DEFAULT_LIST} if not given.", 1, MAX_LIST)]
 Order = Annotated[str | None, one_of("By their place in the conversation; desc if not given.", "asc", "desc")]
 
-RequestedItems = NamedDependency[SkipValidation[ListRequest]]
+ListRequestDependency = NamedDependency[SkipValidation[ListRequest]]
 
 
 def parse_item_list(
@@ -28,4 +28,4 @@ def parse_item_list(
 
 
 ITEM_LIST = {"wanted": Provide(parse_item_list, sync_to_thread=False)}
-"""Dependencies of the handlers that take `wanted` as RequestedItems."""
+"""Dependencies of the handlers that take `wanted` as ListRequestDependency."""

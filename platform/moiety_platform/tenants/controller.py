@@ -10,7 +10,7 @@ from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
 
 from moiety_platform.access.actions import needs
 from moiety_platform.audit.trail import AuditedStore
-from moiety_platform.db.paging import RequestedPage
+from moiety_platform.db.paging import PageRequestDependency
 from moiety_platform.db.session import Database
 from moiety_platform.etags import Precondition, tagged
 from moiety_platform.openapi.described import fails
@@ -46,7 +46,7 @@ class TenantController(Controller):
 
     @get(opt=needs(TENANTS.read))
     async def list_tenants(
-        self, database: NamedDependency[Database], page: RequestedPage, name: Named = None
+        self, database: NamedDependency[Database], page: PageRequestDependency, name: Named = None
     ) -> TenantPage:
         """List tenants, oldest first; with `name`, only the tenant of that name."""
         async with database.read() as session:
@@ -88,7 +88,7 @@ class ProjectController(Controller):
     async def list_projects(
         self,
         database: NamedDependency[Database],
-        page: RequestedPage,
+        page: PageRequestDependency,
         tenant_id: FromQuery[str | None] = None,
         name: Named = None,
     ) -> ProjectPage:

@@ -11,11 +11,11 @@ import msgspec
 from moiety_platform.resources.apply_kind import (
     AdminRequest,
     ApplyKind,
+    DeclaredObject,
     Entry,
     ObjectPlace,
     Removal,
     Row,
-    Wanted,
 )
 from moiety_platform.resources.paths import path_of
 
@@ -36,35 +36,37 @@ class ProjectForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
 
 
-def _tenant_objects(entry: Entry) -> Iterator[Wanted]:
+def _tenant_objects(entry: Entry) -> Iterator[DeclaredObject]:
     given = ("service_class", "weight", "status")
     fields = {name: entry.raw[name] for name in given if entry.raw.get(name) is not None}
     name = unicodedata.normalize("NFC", entry.form.name)  # as the gateway stores it
-    yield Wanted("tenant", entry.form.name, entry.form.name, entry.path, {"name": name, **fields})
+    yield DeclaredObject("tenant", entry.form.name, entry.form.name, entry.path, {"name": name, **fields})
 
 
-def _project_objects(entry: Entry) -> Iterator[Wanted]:
+def _project_objects(entry: Entry) -> Iterator[DeclaredObject]:
     assert entry.parent is not None
-    yield Wanted(
+    yield DeclaredObject(
         "project", f"{entry.parent.name}/{entry.form.name}", entry.form.name, entry.path, {}, entry.parent.place
     )
 
 
-def _create_tenant(one: Wanted, _: str) -> AdminRequest:
-    return AdminRequest("POST", "/tenants", {name: value for name, value in one.fields.items() if name != "status"})
+def _create_tenant(declared: DeclaredObject, _: str) -> AdminRequest:
+    return AdminRequest(
+        "POST", "/tenants", {name: value for name, value in declared.fields.items() if name != "status"}
+    )
 
 
-def _set_status(one: Wanted, row: Row) -> AdminRequest | None:
-    status = one.fields.get("status", "active")
+def _set_status(declared: DeclaredObject, row: Row) -> AdminRequest | None:
+    status = declared.fields.get("status", "active")
     return None if status == row["status"] else AdminRequest("PATCH", path_of("tenants", row["id"]), {"status": status})
 
 
-def _change_tenant(_: Wanted, row: Row, change: Mapping[str, Any]) -> AdminRequest:
+def _change_tenant(_: DeclaredObject, row: Row, change: Mapping[str, Any]) -> AdminRequest:
     return AdminRequest("PATCH", path_of("tenants", row["id"]), dict(change))
 
 
-def _note(one: Wanted, row: Row) -> str:
-    sleeps = "status" not in one.fields and row["status"] != "active"
+def _note(declared: DeclaredObject, row: Row) -> str:
+    sleeps = "status" not in declared.fields and row["status"] != "active"
     return "suspended; say status: active to resume it" if sleeps else ""
 
 
@@ -79,12 +81,12 @@ TENANT = ApplyKind(
     is_paged=True,
     keeps_name=True,
     name_of=lambda row, names: row["name"],
-    create=_create_tenant,
-    after_create=_set_status,
-    change=_change_tenant,
-    remove=lambda row: AdminRequest("PATCH", path_of("tenants", row["id"]), {"status": "suspended"}),
+    create_request=_create_tenant,
+    follow_up_request=_set_status,
+    change_request=_change_tenant,
+    remove_request=lambda row: AdminRequest("PATCH", path_of("tenants", row["id"]), {"status": "suspended"}),
     removal=Removal.SUSPEND,
-    why_removed="tenants are not deleted; moiety tenant erase takes the data",
+    removal_reason="tenants are not deleted; moiety tenant erase takes the data",
     tenant_of=lambda row: str(row["id"]),
     note=_note,
 )
@@ -97,7 +99,9 @@ PROJECT = ApplyKind(
     is_paged=True,
     keeps_name=True,
     name_of=_project_name,
-    create=lambda one, parent: AdminRequest("POST", "/projects", {"name": one.own, "tenant_id": parent}),
+    create_request=lambda declared, parent: AdminRequest(
+        "POST", "/projects", {"name": declared.api_name, "tenant_id": parent}
+    ),
     removal=Removal.RELEASE,
-    why_removed="projects are not deleted; its declared keys are revoked",
+    removal_reason="projects are not deleted; its declared keys are revoked",
 )

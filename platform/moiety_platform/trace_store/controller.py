@@ -11,10 +11,10 @@ from litestar.params import FromPath, QueryParameter
 from moiety_platform.access.actions import needs
 from moiety_platform.access.caller import Caller
 from moiety_platform.access.views import READ_TRACES
-from moiety_platform.db.paging import RequestedPage
+from moiety_platform.db.paging import PageRequestDependency
 from moiety_platform.db.session import Database
 from moiety_platform.query_parameters import Filter, parse_text
-from moiety_platform.time_span import RequestedTimeSpan
+from moiety_platform.time_span import TimeSpanDependency
 from moiety_platform.trace_store.queries import TraceFilter, find_traces, parse_ms, read_trace, reading
 from moiety_platform.trace_store.schemas import TraceDetail, TracePage
 
@@ -40,8 +40,8 @@ class TraceController(Controller):
     async def list_traces(
         self,
         traces: NamedDependency[Database],
-        page: RequestedPage,
-        period: RequestedTimeSpan,
+        page: PageRequestDependency,
+        period: TimeSpanDependency,
         tenant_id: Filter = None,
         service_class: Filter = None,
         outcome: Filter = None,

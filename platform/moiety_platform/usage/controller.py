@@ -13,12 +13,12 @@ from litestar.params import QueryParameter, SkipValidation
 
 from moiety_platform.access.actions import needs
 from moiety_platform.access.views import READ_USAGE, RECONCILE_USAGE
-from moiety_platform.db.paging import RequestedPage
+from moiety_platform.db.paging import PageRequestDependency
 from moiety_platform.db.session import Database
 from moiety_platform.errors import BadRequest
 from moiety_platform.openapi.tags_header import TAG_NAME, TAG_PATTERN
 from moiety_platform.query_parameters import Filter, Since, Until, parse_text, parse_whole, some_of, whole
-from moiety_platform.time_span import RequestedTimeSpan, parse_time_span
+from moiety_platform.time_span import TimeSpanDependency, parse_time_span
 from moiety_platform.usage.attribution import parse_tag
 from moiety_platform.usage.minutes import GROUPINGS as MINUTE_GROUPINGS
 from moiety_platform.usage.minutes import KEPT_HOURS, MAX_STEP, MinuteReport, parse_groups, sum_minutes
@@ -45,11 +45,11 @@ MinuteGroups = Annotated[
 Step = Annotated[str | None, whole("Minutes per sum; default 1.", 1, MAX_STEP)]
 HOUR = timedelta(hours=1)
 
-RequestedUsage = NamedDependency[SkipValidation[UsageFilter]]
+UsageFilterDependency = NamedDependency[SkipValidation[UsageFilter]]
 
 
 def parse_filter(
-    period: RequestedTimeSpan,
+    period: TimeSpanDependency,
     tenant_id: Filter = None,
     project_id: Filter = None,
     key_id: Filter = None,
@@ -81,7 +81,7 @@ class UsageController(Controller):
     async def sum_usage(
         self,
         database: NamedDependency[Database],
-        wanted: RequestedUsage,
+        wanted: UsageFilterDependency,
         group_by: Groups = None,
     ) -> UsageReport:
         """Sum usage by tenant, project, key, model, service_class, hour, end_user and tag:NAME, in any combination.
@@ -128,8 +128,8 @@ class UsageController(Controller):
     async def list_requests(
         self,
         database: NamedDependency[Database],
-        page: RequestedPage,
-        wanted: RequestedUsage,
+        page: PageRequestDependency,
+        wanted: UsageFilterDependency,
         outcome: Filter = None,
     ) -> RequestPage:
         """List single requests, newest first."""
@@ -141,7 +141,7 @@ class UsageController(Controller):
     async def reconcile(
         self,
         database: NamedDependency[Database],
-        period: RequestedTimeSpan,
+        period: TimeSpanDependency,
         set_aside: NamedDependency[SkipValidation[SetAside | None]],
     ) -> Reconciliation:
         """Compare requests, ledger, sums and limits of these hours; the last 24 by default.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from moiety_platform.resources.apply_kind import AdminRequest, ApplyKind, Entry, Wanted
+from moiety_platform.resources.apply_kind import AdminRequest, ApplyKind, DeclaredObject, Entry
 from moiety_platform.resources.paths import path_of
 
 
@@ -18,9 +18,9 @@ class WebhookForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, renam
     key_secret: str | None = None
 
 
-def _objects(entry: Entry) -> Iterator[Wanted]:
+def _objects(entry: Entry) -> Iterator[DeclaredObject]:
     form: WebhookForm = entry.form
-    yield Wanted("webhook", form.name, form.name, entry.path, {"url": form.url}, key_secret=form.key_secret)
+    yield DeclaredObject("webhook", form.name, form.name, entry.path, {"url": form.url}, key_secret=form.key_secret)
 
 
 WEBHOOK = ApplyKind(
@@ -29,6 +29,6 @@ WEBHOOK = ApplyKind(
     objects=_objects,
     keeps_name=True,
     has_secret=True,
-    create=lambda one, parent: AdminRequest("POST", "/webhooks", one.fields),
-    remove=lambda row: AdminRequest("DELETE", path_of("webhooks", row["id"])),
+    create_request=lambda declared, parent: AdminRequest("POST", "/webhooks", declared.fields),
+    remove_request=lambda row: AdminRequest("DELETE", path_of("webhooks", row["id"])),
 )

@@ -10,7 +10,7 @@ from tests.kernels.mutants import Edit, FailingMutant, mutants, mutants_by
 
 from moiety_kernels.route import Groups, RoutingSpec, kernel, reference
 from moiety_kernels.route.kernels import grouping
-from moiety_kernels.route.spec import BIASED
+from moiety_kernels.route.spec import BIAS_SCORINGS
 
 ROUTINGS = ["even", "skewed", "one expert", "none to some"]
 
@@ -91,7 +91,7 @@ def assert_routed_alike(kernels: Any, name: str, tokens: int, dtype: torch.dtype
     spec = SPECS[name]
     values = torch.rand(tokens, spec.num_experts + 3, device=device).argsort(dim=1) / 16 - spec.num_experts / 32
     logits = values.to(dtype)[:, : spec.num_experts]
-    takes_bias = spec.scoring in BIASED
+    takes_bias = spec.scoring in BIAS_SCORINGS
     bias = torch.randn(spec.num_experts, device=device) if biased and takes_bias else None
     weight, expert = reference.route(logits, spec, bias)
     ours = kernels.route(logits, spec, bias)

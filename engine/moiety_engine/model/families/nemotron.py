@@ -19,10 +19,10 @@ from moiety_engine.model.rope_spec import NO_ROPE
 from moiety_engine.model.spec import AttentionSpec, DenseSpec, LayerSpec, MoeSpec, NormSpec, SharedSpec
 from moiety_kernels.moe.activation import RELU2
 
-_OF_PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+_TYPE_OF_LETTER = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _OLD_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
 _MIXERS = ("linear_attention", "full_attention")  # which begin a layer of the spec
-_UNSAID = ["linear_attention", "moe", "full_attention", "mlp"]
+_DEFAULT_LAYER_TYPES = ["linear_attention", "moe", "full_attention", "mlp"]
 
 
 def nemotron_h(config: Config, index: int) -> LayerSpec:
@@ -63,11 +63,11 @@ def _kinds(config: Config) -> list[str]:
     kinds = config.get("layers_block_type")
     if kinds is None:
         pattern = config.get("hybrid_override_pattern")
-        kinds = _UNSAID if pattern is None else [_OF_PATTERN.get(one, one) for one in pattern]
+        kinds = _DEFAULT_LAYER_TYPES if pattern is None else [_TYPE_OF_LETTER.get(one, one) for one in pattern]
     kinds = [_OLD_NAMES.get(kind, kind) for kind in kinds]
     for kind in kinds:
-        if kind not in _OF_PATTERN.values():
-            known = ", ".join(f"{name} ({one})" for one, name in _OF_PATTERN.items())
+        if kind not in _TYPE_OF_LETTER.values():
+            known = ", ".join(f"{name} ({one})" for one, name in _TYPE_OF_LETTER.items())
             raise UnsupportedModelError(f"layer type {kind!r} is not supported in nemotron_h; known: {known}")
     return kinds
 

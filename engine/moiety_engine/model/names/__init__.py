@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from moiety_engine.model.names.attention import attention_places
 from moiety_engine.model.names.compressed import stream_places
 from moiety_engine.model.names.feed_forward import expert_places, feed_forward_places
-from moiety_engine.model.names.halves import stored_prefixes
+from moiety_engine.model.names.sublayers import stored_prefixes
 from moiety_engine.model.names.tensor_mapping import Shares, TensorMapping, plain, raised, whole
 from moiety_engine.model.names.vision import vision_places
 from moiety_engine.model.quantization_formats import KV_SCALES

@@ -21,7 +21,7 @@ _FORGET = 0.98  # decay of a span's counts with each conversation that enters it
 _PRIOR = 2.0  # weight of the prior, in conversations, half of which return eventually
 _PRIOR_BACK = _PRIOR * (1 - 0.5 ** (1 / len(ENDS_S)))
 
-Wanted = TypeVar("Wanted")
+Prefill = TypeVar("Prefill")
 
 
 class _ReturnPattern:
@@ -70,7 +70,7 @@ class ReturnPatterns:
 
 
 @dataclass(slots=True, eq=False)
-class WatchedConversation(Generic[Wanted]):
+class WatchedConversation(Generic[Prefill]):
     """Conversation that may continue.
 
     `tip` is the block hash that its next turn contains, `habit` its pattern key, `since_s` the end of its last turn and
@@ -81,28 +81,28 @@ class WatchedConversation(Generic[Wanted]):
     habit: str
     since_s: float
     span: int = 0
-    wanted: Wanted | None = None
+    wanted: Prefill | None = None
 
 
-class ConversationWatch(Generic[Wanted]):
+class ConversationWatch(Generic[Prefill]):
     """Conversations whose next turn is expected; trains the return patterns."""
 
     def __init__(self, habits: ReturnPatterns) -> None:
         self._habits = habits
-        self._of_tip: dict[bytes, WatchedConversation[Wanted]] = {}
-        self._in_span: list[deque[WatchedConversation[Wanted]]] = [
+        self._of_tip: dict[bytes, WatchedConversation[Prefill]] = {}
+        self._in_span: list[deque[WatchedConversation[Prefill]]] = [
             deque() for _ in ENDS_S
         ]  # the longest first; some are void
 
     def __len__(self) -> int:
         return len(self._of_tip)
 
-    def open(self, tip: bytes, habit: str, now_s: float) -> WatchedConversation[Wanted]:
+    def open(self, tip: bytes, habit: str, now_s: float) -> WatchedConversation[Prefill]:
         """Watch a conversation whose turn has ended; its next turn is recognized by `tip`.
 
         Above MAX_WATCHED conversations the oldest is dropped without an outcome.
         """
-        watched: WatchedConversation[Wanted] = WatchedConversation(tip, habit, now_s)
+        watched: WatchedConversation[Prefill] = WatchedConversation(tip, habit, now_s)
         self._of_tip.pop(tip, None)
         self._of_tip[tip] = watched
         self._in_span[0].append(watched)
@@ -111,7 +111,7 @@ class ConversationWatch(Generic[Wanted]):
             del self._of_tip[next(iter(self._of_tip))]
         return watched
 
-    def found(self, tip: bytes, now_s: float) -> WatchedConversation[Wanted] | None:
+    def found(self, tip: bytes, now_s: float) -> WatchedConversation[Prefill] | None:
         """Return the conversation that a prompt with this hash continues, and stop watching it; None if none does."""
         watched = self._of_tip.pop(tip, None)
         if watched is not None:

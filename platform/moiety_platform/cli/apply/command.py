@@ -23,7 +23,7 @@ from moiety_platform.cli.apply.execute import ApplyOutcome, PlanExecutor
 from moiety_platform.cli.apply.key_secrets import KeySecrets
 from moiety_platform.cli.apply.kinds import apply_kinds
 from moiety_platform.cli.apply.plan import IDLE, PlanAction, PlanStep, PlanTerms, make_plan
-from moiety_platform.cli.apply.spec import read_wanted
+from moiety_platform.cli.apply.spec import read_declared_objects
 from moiety_platform.cli.errors import CommandError, NotReachable, Refused
 from moiety_platform.cli.gateway_client import answer
 from moiety_platform.cli.printing import say
@@ -124,13 +124,13 @@ def _apply_once(
     show_keys: bool,
 ) -> None:
     document = read_document(file)
-    wanted = read_wanted(document)
+    declared = read_declared_objects(document)
     wait_for_gateway(admin.client.http, wait_s)
     current = read_current(admin.client)
     with KeySecrets(os.environ, account, partial(is_revoked, admin.client)) as secrets:
-        terms = PlanTerms(source, prune, adopt, show_keys, secrets.look(wanted, current))
-        steps = make_plan(wanted, current, terms)
-        outcome = ApplyOutcome() if dry_run else PlanExecutor(admin.client, secrets, current, source).carry_out(steps)
+        terms = PlanTerms(source, prune, adopt, show_keys, secrets.check_secrets(declared, current))
+        steps = make_plan(declared, current, terms)
+        outcome = ApplyOutcome() if dry_run else PlanExecutor(admin.client, secrets, current, source).run_plan(steps)
     for step in steps:
         if step.action is PlanAction.REFUSE:
             outcome.failed[step.kind, step.name] = step.why
@@ -196,7 +196,7 @@ def _rows(step: PlanStep) -> list[dict[str, Any]]:
 
 def _shown(step: PlanStep, field: str, value: Any) -> str:
     """Return a value with all its digits; money in dollars."""
-    shown = apply_kinds()[step.kind].shown(step.wanted, field, value)
+    shown = apply_kinds()[step.kind].show_value(step.declared, field, value)
     if shown is not None:
         return shown
     return f"{value:.6g}" if isinstance(value, float) else show_value(value)
@@ -228,7 +228,7 @@ def _complaints(document: Document, steps: list[PlanStep], outcome: ApplyOutcome
     by_place = {(step.kind, step.name): step for step in steps}
     told = []
     for place, why in outcome.failed.items():
-        one = by_place[place].wanted
+        one = by_place[place].declared
         where = f"{document.path}: " if one is None else f"{document.path}:{document.line(one.path)}: "
         told.append(f"{where}{place[0]} {place[1]}: {why}")
     return told

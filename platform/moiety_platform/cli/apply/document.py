@@ -31,9 +31,9 @@ class Document:
             path = path[: max(path.rfind("."), path.rfind("["))]
         return self.lines.get(path, 1)
 
-    def wrong(self, path: str, told: str) -> FileError:
-        shown = path.removeprefix(f"{ROOT}.")
-        return FileError(f"{self.path}:{self.line(path)}: {shown}: {told}")
+    def error(self, path: str, message: str) -> FileError:
+        place = path.removeprefix(f"{ROOT}.")
+        return FileError(f"{self.path}:{self.line(path)}: {place}: {message}")
 
 
 def read_document(path: Path) -> Document:
@@ -67,7 +67,7 @@ def _plain(node: yaml.Node, path: str, document: Document) -> Any:
             inner = f"{path}.{key.value}"
             document.lines[inner] = key.start_mark.line + 1
             if key.value in found:
-                raise document.wrong(inner, "is given twice; remove one of them")
+                raise document.error(inner, "is given twice; remove one of them")
             found[key.value] = _plain(value, inner, document)
             document.lines[inner] = key.start_mark.line + 1
         return found

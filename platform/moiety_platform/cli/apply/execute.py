@@ -19,7 +19,7 @@ from moiety_platform.cli.apply.kinds import apply_kinds
 from moiety_platform.cli.apply.plan import IDLE, PlanAction, PlanStep
 from moiety_platform.cli.errors import CommandError, NotAllowed, NotReachable, Refused
 from moiety_platform.cluster.errors import ClusterError
-from moiety_platform.resources.apply_kind import AdminRequest, ApplyKind, ObjectPlace, Row, Wanted
+from moiety_platform.resources.apply_kind import AdminRequest, ApplyKind, DeclaredObject, ObjectPlace, Row
 
 ONLY_NEW = {"If-None-Match": "*"}
 
@@ -48,18 +48,18 @@ class PlanExecutor:
         }
         self.outcome = ApplyOutcome()
 
-    def carry_out(self, steps: list[PlanStep]) -> ApplyOutcome:
+    def run_plan(self, steps: list[PlanStep]) -> ApplyOutcome:
         """Run the steps. Raises NotReachable or NotAllowed, after which nothing more can be done."""
         for step in steps:
             place = step.kind, step.name
             if step.action in IDLE:
                 continue
-            parent = step.wanted.parent if step.wanted is not None else None
+            parent = step.declared.parent if step.declared is not None else None
             if parent is not None and parent not in self._ids:
                 self.outcome.failed[place] = f"skipped, since the {parent[0]} {parent[1]!r} is not there"
                 continue
             try:
-                self._DEEDS[step.action](self, step)
+                self._ACTIONS[step.action](self, step)
                 self.outcome.done += 1
             except (NotReachable, NotAllowed):
                 raise
@@ -68,57 +68,57 @@ class PlanExecutor:
         return self.outcome
 
     def _create(self, step: PlanStep) -> None:
-        one = _wanted(step)
-        self._claim(one, None)
+        declared = _declared_object(step)
+        self._claim(declared, None)
         try:
-            self._ids[one.place] = self._make(one)
+            self._ids[declared.place] = self._make(declared)
         except (Refused, ClusterError):
             self._release(step)  # else a later object made by hand under this name would count as the file's
             raise
-        self._claim(one, self._ids[one.place])
+        self._claim(declared, self._ids[declared.place])
 
-    def _make(self, one: Wanted) -> str:
+    def _make(self, declared: DeclaredObject) -> str:
         """Create the object, and keep its text if it has one; return its identity."""
-        kind = self._kinds[one.kind]
-        request = kind.create(one, self._ids[one.parent] if one.parent else "")
+        kind = self._kinds[declared.kind]
+        request = kind.create_request(declared, self._ids[declared.parent] if declared.parent else "")
         made = self._send(request, ONLY_NEW if request.method == "PUT" else None)
         row: Row = made[kind.kind] if kind.has_secret else made
         if tenant := kind.tenant_of(row):
-            self._tenants[one.place] = tenant
-        if (after := kind.after_create(one, row)) is not None:
+            self._tenants[declared.place] = tenant
+        if (after := kind.follow_up_request(declared, row)) is not None:
             self._send(after)
         if kind.has_secret:
-            self._keep_text(kind, one, row, made["secret"])
+            self._keep_secret(kind, declared, row, made["secret"])
         return kind.identity(row) or ""
 
-    def _keep_text(self, kind: ApplyKind, one: Wanted, row: Row, text: str) -> None:
+    def _keep_secret(self, kind: ApplyKind, declared: DeclaredObject, row: Row, text: str) -> None:
         """Put the text of a new object into its Secret, or show it; remove the object if it cannot be kept."""
-        if one.key_secret is None:
-            self.outcome.texts[one.place] = text
+        if declared.key_secret is None:
+            self.outcome.texts[declared.place] = text
             return
         try:
-            self._secrets.put(one.key_secret, text)
+            self._secrets.put(declared.key_secret, text)
         except ClusterError:
             self._remove(kind, row)
             raise
 
     def _change(self, step: PlanStep) -> None:
-        one, row = _wanted(step), step.row or {}
-        kind = self._kinds[one.kind]
-        assert kind.change is not None, "only objects that can be changed have changes"
-        self._claim(one, self._ids[one.place])
+        declared, row = _declared_object(step), step.row or {}
+        kind = self._kinds[declared.kind]
+        assert kind.change_request is not None, "only objects that can be changed have changes"
+        self._claim(declared, self._ids[declared.place])
         change = {name: value for name, (_, value) in step.changes.items()}
-        self._send(kind.change(one, row, change), self._tag(kind, row, step))
+        self._send(kind.change_request(declared, row, change), self._tag(kind, row, step))
 
     def _replace(self, step: PlanStep) -> None:
-        one = _wanted(step)
-        old = self._ids[one.place]
-        self._ids[one.place] = self._make(one)
-        self._claim(one, self._ids[one.place])
-        self._remove(self._kinds[one.kind], {**(step.row or {}), "id": old})
+        declared = _declared_object(step)
+        old = self._ids[declared.place]
+        self._ids[declared.place] = self._make(declared)
+        self._claim(declared, self._ids[declared.place])
+        self._remove(self._kinds[declared.kind], {**(step.row or {}), "id": old})
 
     def _adopt(self, step: PlanStep) -> None:
-        self._claim(_wanted(step), self._ids[step.kind, step.name])
+        self._claim(_declared_object(step), self._ids[step.kind, step.name])
 
     def _delete(self, step: PlanStep) -> None:
         self._suspend(step)
@@ -132,14 +132,14 @@ class PlanExecutor:
         self._client.call("DELETE", "/declarations", kind=step.kind, name=step.name)
 
     def _remove(self, kind: ApplyKind, row: Row, headers: dict[str, str] | None = None) -> None:
-        assert kind.remove is not None, "what is not removed is released"
-        self._send(kind.remove(row), headers)
+        assert kind.remove_request is not None, "what is not removed is released"
+        self._send(kind.remove_request(row), headers)
 
-    def _claim(self, one: Wanted, object_id: str | None) -> None:
-        tenant = self._tenants.get(one.place) or (self._tenants.get(one.parent) if one.parent else None)
-        if tenant and one.parent:
-            self._tenants.setdefault(one.place, tenant)
-        ledger = {"kind": one.kind, "name": one.name, "source": self._source, "object_id": object_id}
+    def _claim(self, declared: DeclaredObject, object_id: str | None) -> None:
+        tenant = self._tenants.get(declared.place) or (self._tenants.get(declared.parent) if declared.parent else None)
+        if tenant and declared.parent:
+            self._tenants.setdefault(declared.place, tenant)
+        ledger = {"kind": declared.kind, "name": declared.name, "source": self._source, "object_id": object_id}
         self._client.call("PUT", "/declarations", {**ledger, "tenant_id": tenant or None})
 
     def _tag(self, kind: ApplyKind, row: Row, step: PlanStep) -> dict[str, str]:
@@ -157,7 +157,7 @@ class PlanExecutor:
         answer: Row = self._client.call(request.method, request.path, request.body, headers, **request.query)
         return answer
 
-    _DEEDS: ClassVar[dict[PlanAction, Callable[[PlanExecutor, PlanStep], None]]] = {
+    _ACTIONS: ClassVar[dict[PlanAction, Callable[[PlanExecutor, PlanStep], None]]] = {
         PlanAction.CREATE: _create,
         PlanAction.CHANGE: _change,
         PlanAction.REPLACE: _replace,
@@ -168,6 +168,6 @@ class PlanExecutor:
     }
 
 
-def _wanted(step: PlanStep) -> Wanted:
-    assert step.wanted is not None
-    return step.wanted
+def _declared_object(step: PlanStep) -> DeclaredObject:
+    assert step.declared is not None
+    return step.declared

@@ -13,7 +13,7 @@ from moiety_platform.cli.apply.current import Current
 from moiety_platform.cluster.deployment import KEY_ENTRY, put_key
 from moiety_platform.cluster.errors import ClusterError
 from moiety_platform.cluster.secrets_api import SecretsApi
-from moiety_platform.resources.apply_kind import ObjectPlace, Wanted
+from moiety_platform.resources.apply_kind import DeclaredObject, ObjectPlace
 
 
 class KeySecrets:
@@ -35,10 +35,10 @@ class KeySecrets:
         """Put a text into a Secret. Raises ClusterError."""
         put_key(self._api(), name, text)
 
-    def look(self, wanted: Sequence[Wanted], current: Current) -> dict[ObjectPlace, bool | str]:
+    def check_secrets(self, declared: Sequence[DeclaredObject], current: Current) -> dict[ObjectPlace, bool | str]:
         """Return for each object with a Secret whether that has its text, or why this is unknown."""
         found: dict[ObjectPlace, bool | str] = {}
-        for one in wanted:
+        for one in declared:
             if one.key_secret is not None:
                 try:
                     found[one.place] = self._has(one.key_secret, one, current)
@@ -46,7 +46,7 @@ class KeySecrets:
                     found[one.place] = str(exc)
         return found
 
-    def _has(self, name: str, one: Wanted, current: Current) -> bool | str:
+    def _has(self, name: str, one: DeclaredObject, current: Current) -> bool | str:
         row = current.rows.get(one.place)
         secret = self._api().read(name)
         text = "" if secret is None else secret.entries.get(KEY_ENTRY, b"").decode(errors="replace")

@@ -9,7 +9,7 @@ from typing import Any
 
 from moiety_platform.cli.apply.current import Current
 from moiety_platform.cli.apply.kinds import apply_kinds
-from moiety_platform.resources.apply_kind import ApplyKind, ObjectPlace, Removal, Row, Wanted
+from moiety_platform.resources.apply_kind import ApplyKind, DeclaredObject, ObjectPlace, Removal, Row
 
 
 class PlanAction(StrEnum):
@@ -37,7 +37,7 @@ class PlanStep:
     name: str
     changes: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     why: str = ""
-    wanted: Wanted | None = None
+    declared: DeclaredObject | None = None
     row: Row | None = None
 
 
@@ -56,66 +56,82 @@ class PlanTerms:
     kept: Mapping[ObjectPlace, bool | str] = field(default_factory=dict)
 
 
-def make_plan(wanted: Sequence[Wanted], current: Current, terms: PlanTerms) -> list[PlanStep]:
+def make_plan(declared_objects: Sequence[DeclaredObject], current: Current, terms: PlanTerms) -> list[PlanStep]:
     """Return the steps in executable order."""
     kinds = apply_kinds()
     order = list(kinds)
-    ordered = sorted(wanted, key=lambda one: (order.index(one.kind), *kinds[one.kind].rank(one)))
-    steps = [_step(one, current, terms) for one in ordered]
-    steps += _of_gone({one.place for one in wanted}, current, terms)
+    ordered = sorted(
+        declared_objects, key=lambda declared: (order.index(declared.kind), *kinds[declared.kind].rank(declared))
+    )
+    steps = [_step(declared, current, terms) for declared in ordered]
+    steps += _removal_steps({declared.place for declared in declared_objects}, current, terms)
     return steps
 
 
-def _step(one: Wanted, current: Current, terms: PlanTerms) -> PlanStep:
-    kind, row, claim = apply_kinds()[one.kind], current.rows.get(one.place), current.claims.get(one.place)
+def _step(declared: DeclaredObject, current: Current, terms: PlanTerms) -> PlanStep:
+    kind, row, claim = (
+        apply_kinds()[declared.kind],
+        current.rows.get(declared.place),
+        current.claims.get(declared.place),
+    )
     elsewhere = claim is not None and claim.source != terms.source
     owned = claim is not None and not elsewhere and claim.object_id in (None, kind.identity(row))
     if kind.has_secret and (row is None or owned):
-        return _step_of_text(one, row, terms)
+        return _step_of_secret(declared, row, terms)
     if row is None:
-        created = {name: (None, value) for name, value in one.fields.items()}
-        return PlanStep(PlanAction.CREATE, one.kind, one.name, created, wanted=one)
-    changes = differences(one.fields, row)
+        created = {name: (None, value) for name, value in declared.fields.items()}
+        return PlanStep(PlanAction.CREATE, declared.kind, declared.name, created, declared=declared)
+    changes = differences(declared.fields, row)
     if not changes:
         adopted = terms.adopt and not owned and not elsewhere
         action = PlanAction.ADOPT if adopted or (owned and claim and claim.object_id is None) else PlanAction.KEEP
-        return PlanStep(action, one.kind, one.name, why=kind.note(one, row), wanted=one, row=row)
+        return PlanStep(action, declared.kind, declared.name, why=kind.note(declared, row), declared=declared, row=row)
     if elsewhere and claim is not None:
         why = f"declared by {claim.source!r}: change it there, or leave it out here"
-        return PlanStep(PlanAction.REFUSE, one.kind, one.name, changes, why, one, row)
+        return PlanStep(PlanAction.REFUSE, declared.kind, declared.name, changes, why, declared, row)
     if owned or terms.adopt or (claim is None and row.get("shipped")):
-        return PlanStep(PlanAction.CHANGE, one.kind, one.name, changes, wanted=one, row=row)
+        return PlanStep(PlanAction.CHANGE, declared.kind, declared.name, changes, declared=declared, row=row)
     why = "made by hand: leave it out, name it otherwise, or take it over with --adopt"
-    return PlanStep(PlanAction.REFUSE, one.kind, one.name, changes, why, one, row)
+    return PlanStep(PlanAction.REFUSE, declared.kind, declared.name, changes, why, declared, row)
 
 
-def _step_of_text(one: Wanted, row: Row | None, terms: PlanTerms) -> PlanStep:
+def _step_of_secret(declared: DeclaredObject, row: Row | None, terms: PlanTerms) -> PlanStep:
     """Return the step of an object whose text is shown once: it is created once, and never changed."""
-    changes = {name: (None if row is None else row.get(name), value) for name, value in one.fields.items()}
-    kept = terms.kept.get(one.place, True)
+    changes = {name: (None if row is None else row.get(name), value) for name, value in declared.fields.items()}
+    kept = terms.kept.get(declared.place, True)
     if isinstance(kept, str):
-        return PlanStep(PlanAction.REFUSE, one.kind, one.name, why=kept, wanted=one, row=row)
+        return PlanStep(PlanAction.REFUSE, declared.kind, declared.name, why=kept, declared=declared, row=row)
     if row is not None:
         if row.get("status", "active") != "active":
             return PlanStep(
-                PlanAction.KEEP, one.kind, one.name, why=f"{row['status']} by hand, and left so", wanted=one, row=row
+                PlanAction.KEEP,
+                declared.kind,
+                declared.name,
+                why=f"{row['status']} by hand, and left so",
+                declared=declared,
+                row=row,
             )
-        changes = differences(one.fields, row)
+        changes = differences(declared.fields, row)
         if not changes and kept:
-            return PlanStep(PlanAction.KEEP, one.kind, one.name, wanted=one, row=row)
+            return PlanStep(PlanAction.KEEP, declared.kind, declared.name, declared=declared, row=row)
         if not kept:
-            changes["keySecret"] = ("lost", one.key_secret)
-    if one.key_secret is None and not terms.shows_keys:
+            changes["keySecret"] = ("lost", declared.key_secret)
+    if declared.key_secret is None and not terms.shows_keys:
         why = "its text would be lost: give keySecret for a Secret of the cluster, or --show-keys to have it printed"
-        return PlanStep(PlanAction.REFUSE, one.kind, one.name, changes, why, one, row)
+        return PlanStep(PlanAction.REFUSE, declared.kind, declared.name, changes, why, declared, row)
     return PlanStep(
-        PlanAction.CREATE if row is None else PlanAction.REPLACE, one.kind, one.name, changes, wanted=one, row=row
+        PlanAction.CREATE if row is None else PlanAction.REPLACE,
+        declared.kind,
+        declared.name,
+        changes,
+        declared=declared,
+        row=row,
     )
 
 
-def _of_gone(wanted: Iterable[ObjectPlace], current: Current, terms: PlanTerms) -> list[PlanStep]:
+def _removal_steps(places: Iterable[ObjectPlace], current: Current, terms: PlanTerms) -> list[PlanStep]:
     """Return the steps for objects that this file declared earlier and does not any more."""
-    still = frozenset(wanted)
+    still = frozenset(places)
     gone = [place for place, claim in current.claims.items() if claim.source == terms.source and place not in still]
     steps = []
     kinds = apply_kinds()
@@ -144,7 +160,7 @@ def _removal(kind: ApplyKind, row: Row | None) -> tuple[PlanAction, str]:
         return PlanAction.RELEASE, "gone already"
     if row.get("shipped"):
         return PlanAction.RELEASE, "shipped classes are not deleted; it stays as it is"
-    return _ACTIONS[kind.removal], kind.why_removed
+    return _ACTIONS[kind.removal], kind.removal_reason
 
 
 def differences(fields: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

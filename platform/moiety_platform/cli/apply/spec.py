@@ -13,7 +13,7 @@ import msgspec
 from moiety_platform.cli.apply.document import ROOT, Document, FileError
 from moiety_platform.cli.apply.kinds import apply_kinds
 from moiety_platform.cli.errors import CommandError
-from moiety_platform.resources.apply_kind import ApplyKind, Entry, InvalidEntry, ObjectPlace, Wanted
+from moiety_platform.resources.apply_kind import ApplyKind, DeclaredObject, Entry, InvalidEntry, ObjectPlace
 
 T = TypeVar("T")
 
@@ -25,25 +25,25 @@ def top_parts() -> dict[str, ApplyKind]:
     return {kind.part: kind for kind in apply_kinds().values() if not kind.within}
 
 
-def read_wanted(document: Document) -> list[Wanted]:
+def read_declared_objects(document: Document) -> list[DeclaredObject]:
     """Return all objects of the file, parents before children. Raises CommandError that lists all errors."""
     parts = top_parts()
     if not isinstance(document.data, dict):
-        raise document.wrong(ROOT, f"must hold lists at the top: {', '.join(parts)}")
+        raise document.error(ROOT, f"must hold lists at the top: {', '.join(parts)}")
     wrong = [
-        document.wrong(f"{ROOT}.{part}", f"is not known; {_meant(part, list(parts))}")
+        document.error(f"{ROOT}.{part}", f"is not known; {_suggest(part, list(parts))}")
         for part in document.data
         if part not in parts
     ]
-    found: dict[ObjectPlace, Wanted] = {}
+    found: dict[ObjectPlace, DeclaredObject] = {}
     for part, kind in parts.items():
         try:
-            for wanted in _of_part(document, part, kind, wrong):
-                if wanted.place in found:
-                    first = document.line(found[wanted.place].path)
-                    message = f"the {wanted.kind} {wanted.name!r} stands on line {first} already; take one away"
-                    wrong.append(document.wrong(wanted.path, message))
-                found[wanted.place] = wanted
+            for declared in _parse_part(document, part, kind, wrong):
+                if declared.place in found:
+                    first = document.line(found[declared.place].path)
+                    message = f"the {declared.kind} {declared.name!r} stands on line {first} already; take one away"
+                    wrong.append(document.error(declared.path, message))
+                found[declared.place] = declared
         except FileError as exc:
             wrong.append(exc)
     if wrong:
@@ -51,10 +51,10 @@ def read_wanted(document: Document) -> list[Wanted]:
     return list(found.values())
 
 
-def _of_part(document: Document, part: str, kind: ApplyKind, wrong: list[FileError]) -> Iterator[Wanted]:
+def _parse_part(document: Document, part: str, kind: ApplyKind, wrong: list[FileError]) -> Iterator[DeclaredObject]:
     entries = document.data.get(part) or []
     if not isinstance(entries, list):
-        raise document.wrong(f"{ROOT}.{part}", "must be a list, each entry after a dash")
+        raise document.error(f"{ROOT}.{part}", "must be a list, each entry after a dash")
     for number, raw in enumerate(entries):
         path = f"{ROOT}.{part}[{number}]"
         try:
@@ -62,10 +62,10 @@ def _of_part(document: Document, part: str, kind: ApplyKind, wrong: list[FileErr
         except FileError as exc:
             wrong.append(exc)
         except InvalidEntry as exc:
-            wrong.append(document.wrong(exc.path, str(exc)))
+            wrong.append(document.error(exc.path, str(exc)))
 
 
-def _objects(kind: ApplyKind, entry: Entry) -> Iterator[Wanted]:
+def _objects(kind: ApplyKind, entry: Entry) -> Iterator[DeclaredObject]:
     """Yield the objects of an entry, and of the entries in it."""
     objects = list(kind.objects(entry))
     yield from objects
@@ -107,12 +107,12 @@ def _convert(document: Document, raw: Any, form: type[T], path: str) -> T:
     try:
         return msgspec.convert(raw, form)
     except msgspec.ValidationError as exc:
-        told, _, inner = str(exc).partition(" - at `$")
+        message, _, inner = str(exc).partition(" - at `$")
         place = path + inner.rstrip("`")
-        if unknown := _UNKNOWN.fullmatch(told):
+        if unknown := _UNKNOWN.fullmatch(message):
             name = unknown[1]
-            raise document.wrong(f"{place}.{name}", f"is not known; {_meant(name, _known(form, inner))}") from exc
-        raise document.wrong(place, f"{told[:1].lower()}{told[1:]}") from exc
+            raise document.error(f"{place}.{name}", f"is not known; {_suggest(name, _known(form, inner))}") from exc
+        raise document.error(place, f"{message[:1].lower()}{message[1:]}") from exc
 
 
 def _known(form: Any, inner: str) -> list[str]:
@@ -123,6 +123,6 @@ def _known(form: Any, inner: str) -> list[str]:
     return [one.encode_name for one in msgspec.structs.fields(form)]
 
 
-def _meant(name: str, known: list[str]) -> str:
+def _suggest(name: str, known: list[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {close[0]!r}?" if close else f"known are: {', '.join(known)}"

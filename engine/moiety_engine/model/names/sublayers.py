@@ -22,9 +22,9 @@ def stored_prefixes(spec: ModelSpec, index: int) -> dict[str, str]:
     """
     layer, start = spec.layers[index], spec.block_starts[index]
     if spec.has_parallel_layers:
-        return _of_parallel(layer, start)
+        return _parallel_prefixes(layer, start)
     if not spec.has_sublayers:
-        return _of_halves(layer, start)
+        return _sublayer_prefixes(layer, start)
     sub = int(index > 0 and spec.block_starts[index - 1] == start)
     dense = "mlp." if sub else "mlp.shared_experts."
     found = {f"{name}.": f"{start}.{name}.{sub}." for name in ("self_attn", "input_layernorm")}
@@ -32,7 +32,7 @@ def stored_prefixes(spec: ModelSpec, index: int) -> dict[str, str]:
     return found if sub else found | {"mlp.": f"{start}.mlp."}
 
 
-def _of_parallel(layer: LayerSpec, start: int) -> dict[str, str]:
+def _parallel_prefixes(layer: LayerSpec, start: int) -> dict[str, str]:
     """Return the prefixes of a layer that is one on disk with the layer beside it, which reads the same input."""
     if not layer.shares_input:
         return {name: f"{start}.{name}" for name in ("input_layernorm.", "mamba.")}
@@ -40,7 +40,7 @@ def _of_parallel(layer: LayerSpec, start: int) -> dict[str, str]:
     return {"self_attn.": f"{start}.self_attn."} | own
 
 
-def _of_halves(layer: LayerSpec, start: int) -> dict[str, str]:
+def _sublayer_prefixes(layer: LayerSpec, start: int) -> dict[str, str]:
     """Return the prefixes of a layer whose attention and feed-forward, if it has one, are two layers on disk."""
     attention = "mamba." if isinstance(layer.attention, RecurrentSpec) else "self_attn."
     found = {"input_layernorm.": f"{start}.norm.", attention: f"{start}.mixer."}
