@@ -58,9 +58,9 @@ class DeclaredOption:
         return f"{prefix}{self.name.upper()}" if prefix and prefix.endswith("_") else prefix
 
 
-def option(default: Any, told: str, **rest: Any) -> Any:
+def option(default: Any, help_text: str, **rest: Any) -> Any:
     """Declare an option. `rest`: further fields of `Option`."""
-    return field(default=default, metadata={KEY: Option(told, **rest)})
+    return field(default=default, metadata={KEY: Option(help_text, **rest)})
 
 
 def declared_options(options: type) -> Mapping[str, DeclaredOption]:

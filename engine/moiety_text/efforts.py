@@ -24,9 +24,9 @@ def levels_of(template: ChatTemplate) -> tuple[str, ...]:
     return USUAL_LEVELS if printed is not None and _NO_LEVEL in printed else ()
 
 
-def nearest_level(wanted: str, levels: tuple[str, ...]) -> str:
+def nearest_level(requested: str, levels: tuple[str, ...]) -> str:
     """Return the nearest of the levels, at least one; the lower one of two that are as near."""
-    rank = LEVELS.index(wanted)
+    rank = LEVELS.index(requested)
     return min(levels, key=lambda level: (abs(LEVELS.index(level) - rank), LEVELS.index(level)))
 
 

@@ -15,6 +15,6 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 
-def when_asked(package: str, name: str) -> Callable[[], ModuleType]:
+def lazy_import(package: str, name: str) -> Callable[[], ModuleType]:
     """Return a function that imports the package's module of that name on its first call."""
     return functools.cache(functools.partial(importlib.import_module, f"{package}.{name}"))

@@ -167,10 +167,10 @@ def create_pipeline(settings: GatewaySettings, services: Services) -> RequestPip
     )
     pipeline = RequestPipeline(parts, _limits_of(settings))
 
-    def use(wanted: GatewaySettings) -> None:
-        pipeline.limits, parts.bodies.limits = _limits_of(wanted), BodyLimits.of(wanted)
-        parts.texts.use(wanted.inline_tokenize_bytes)
-        parts.gate.limit, parts.streams.limit = wanted.max_inflight_per_tenant, wanted.max_streams_per_key
+    def use(settings: GatewaySettings) -> None:
+        pipeline.limits, parts.bodies.limits = _limits_of(settings), BodyLimits.of(settings)
+        parts.texts.use(settings.inline_tokenize_bytes)
+        parts.gate.limit, parts.streams.limit = settings.max_inflight_per_tenant, settings.max_streams_per_key
 
     if services.live is not None:
         services.live.follow(OF_PIPELINE, use)
@@ -250,18 +250,18 @@ def _batch_routes(batches: Batches) -> list[Router]:
 def _follow(live: LiveSettings[GatewaySettings], app: GatewayApp, services: Services, resumed_gate: StreamGate) -> None:
     """Apply changed bounds of bodies, stored responses and resumed streams, and changed origins, to later requests."""
 
-    def bound(wanted: GatewaySettings) -> None:
-        app.state.max_body_bytes = wanted.max_body_bytes
+    def bound(settings: GatewaySettings) -> None:
+        app.state.max_body_bytes = settings.max_body_bytes
 
-    def keep(wanted: GatewaySettings) -> None:
-        services.idempotency.limits = KeepingLimits.of(wanted)
-        services.responses.limits = ConversationLimits.of(wanted)
+    def keep(settings: GatewaySettings) -> None:
+        services.idempotency.limits = KeepingLimits.of(settings)
+        services.responses.limits = ConversationLimits.of(settings)
 
-    def resume(wanted: GatewaySettings) -> None:
-        resumed_gate.limit = wanted.max_resumed_streams_per_tenant
+    def resume(settings: GatewaySettings) -> None:
+        resumed_gate.limit = settings.max_resumed_streams_per_tenant
 
-    def open_to(wanted: GatewaySettings) -> None:
-        app.cross_origin = cross_origin_policy(wanted.cors_allowed_origins)
+    def open_to(settings: GatewaySettings) -> None:
+        app.cross_origin = cross_origin_policy(settings.cors_allowed_origins)
 
     live.follow(["max_body_bytes"], bound)
     live.follow(["max_resumed_streams_per_tenant"], resume)

@@ -79,5 +79,5 @@ def with_origin_headers(headers: list[tuple[bytes, bytes]], scope: Scope, send: 
     return send_with_headers
 
 
-def _field(scope: Scope, wanted: bytes) -> bytes | None:
-    return next((value for name, value in scope["headers"] if name == wanted), None)
+def _field(scope: Scope, header: bytes) -> bytes | None:
+    return next((value for name, value in scope["headers"] if name == header), None)

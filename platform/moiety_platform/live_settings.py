@@ -48,12 +48,12 @@ class Changes:
     at_restart: Mapping[str, tuple[Any, Any]]
 
 
-def changes_between(now: BaseSettings, wanted: BaseSettings) -> Changes:
-    model = type(now)
+def changes_between(current: BaseSettings, new: BaseSettings) -> Changes:
+    model = type(current)
     changed = {
-        name: (getattr(now, name), getattr(wanted, name))
+        name: (getattr(current, name), getattr(new, name))
         for name in model.model_fields
-        if getattr(now, name) != getattr(wanted, name)
+        if getattr(current, name) != getattr(new, name)
     }
     return Changes(
         {name: both for name, both in changed.items() if is_live(model, name)},
@@ -72,8 +72,8 @@ class LiveSettings(Generic[S]):
     def follow(self, names: Iterable[str], use: Callable[[S], None]) -> None:
         """Call `use`, which cannot fail, with the settings when any of these changes."""
 
-        async def prepare(wanted: S) -> Ready:
-            return Ready(lambda: use(wanted))
+        async def prepare(settings: S) -> Ready:
+            return Ready(lambda: use(settings))
 
         self.follow_with(names, prepare)
 
@@ -95,10 +95,10 @@ class LiveSettings(Generic[S]):
         model = type(self.now)
         return sorted(name for name in model.model_fields if is_live(model, name) and name not in followed)
 
-    async def change(self, wanted: S) -> Changes:
+    async def change(self, settings: S) -> Changes:
         """Apply the live part of the wanted settings: all of it or, where this raises, nothing."""
         async with self._changing:
-            changes = changes_between(self.now, wanted)
+            changes = changes_between(self.now, settings)
             taken = self.now.model_copy(update={name: after for name, (_, after) in changes.at_once.items()})
             ready: list[Ready] = []
             try:

@@ -11,14 +11,14 @@ RELOAD = "reload"  # key in a field's JSON schema, with one of the next two valu
 AT_ONCE, AT_RESTART = "at once", "at a restart"
 
 
-def live(default: Any, told: str, **checks: Any) -> Any:
+def live(default: Any, description: str, **checks: Any) -> Any:
     """Declare a setting with hot reload, which a follower applies within seconds (see `live_settings`)."""
-    return Field(default=default, description=told, json_schema_extra={RELOAD: AT_ONCE}, **checks)
+    return Field(default=default, description=description, json_schema_extra={RELOAD: AT_ONCE}, **checks)
 
 
-def fixed(default: Any, told: str, **checks: Any) -> Any:
+def fixed(default: Any, description: str, **checks: Any) -> Any:
     """Declare a setting that needs a restart, since its resource lives as long as the process."""
-    return Field(default=default, description=told, json_schema_extra={RELOAD: AT_RESTART}, **checks)
+    return Field(default=default, description=description, json_schema_extra={RELOAD: AT_RESTART}, **checks)
 
 
 def reload_of(model: type[BaseSettings], name: str) -> str:

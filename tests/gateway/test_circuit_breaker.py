@@ -134,8 +134,8 @@ def test_a_replica_is_left_alone_for_as_long_as_it_asks_up_to_a_bound(retry_afte
     breaker = breaker_of()
     fail(breaker, 100.0, retry_after_s)
     assert breaker.open_for_s(100.0) == pytest.approx(min(retry_after_s, POLICY.max_retry_after_s))
-    assert breaker.was_told_to_wait(100.0)
-    assert not breaker.was_told_to_wait(100.0 + retry_after_s)
+    assert breaker.has_retry_after(100.0)
+    assert not breaker.has_retry_after(100.0 + retry_after_s)
 
 
 def test_many_streams_that_break_at_once_are_one_failure() -> None:

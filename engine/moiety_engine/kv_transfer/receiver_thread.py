@@ -53,7 +53,7 @@ class ReceiverThread:
             self._socket.close(linger=0)
             self._context.term()
             raise InvalidConfig(f"cannot listen for KV on {listen}: {exc}; choose another --kv-listen") from exc
-        self.address = _as_told(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        self.address = _readable_endpoint(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
         self._thread = threading.Thread(target=self._run, name="kv-receiver", daemon=True)
         self._thread.start()
 
@@ -116,7 +116,7 @@ class ReceiverThread:
             self._socket.send_multipart((identity, self._encoder.encode(message)), zmq.NOBLOCK)
 
 
-def _as_told(endpoint: str) -> str:
+def _readable_endpoint(endpoint: str) -> str:
     """Return the address for the model card: a wildcard host becomes ANY_HOST, which the gateway replaces."""
     for wildcard in _WILDCARDS:
         endpoint = endpoint.replace(f"tcp://{wildcard}:", f"tcp://{ANY_HOST}:")

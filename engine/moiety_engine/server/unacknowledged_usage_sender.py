@@ -40,5 +40,5 @@ class UnacknowledgedUsageSender:
             self._send(sessions[self._num_sent_for_gone % len(sessions)], records)
 
     def _send(self, session: GatewaySession, records: list[MeteredUsage]) -> None:
-        self._meter.note_told(session.replica_id, records)
+        self._meter.note_sent(session.replica_id, records)
         self._sessions.post(session, UnacknowledgedUsage(self._engine_id, records))

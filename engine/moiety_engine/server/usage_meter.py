@@ -141,7 +141,7 @@ class UsageMeter:
         self.settle(replica_id, allowed)
         return len(known) - len(allowed)
 
-    def note_told(self, replica_id: str, records: Iterable[MeteredUsage]) -> None:
+    def note_sent(self, replica_id: str, records: Iterable[MeteredUsage]) -> None:
         """Record that these records were sent to that process, which may now acknowledge them."""
         for record in records:
             self._sent_to[record.replica_id, record.request_id].add(replica_id)

@@ -8,7 +8,7 @@ from moiety_kernels.attention_input import reference
 from moiety_kernels.attention_input.plan import AttentionInputPlan
 from moiety_kernels.checks import require, require_shape
 from moiety_kernels.kv_store import require_scales, require_slots
-from moiety_kernels.lazy_imports import when_asked
+from moiety_kernels.lazy_imports import lazy_import
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["AttentionInputPlan", "attention_input"]
 
 
-_cpu = when_asked(__name__, "cpu")
-_kernel = when_asked(__name__, "kernel")
+_cpu = lazy_import(__name__, "cpu")
+_kernel = lazy_import(__name__, "kernel")
 
 
 def attention_input(

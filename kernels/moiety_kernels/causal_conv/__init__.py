@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from moiety_kernels.causal_conv import reference
 from moiety_kernels.causal_conv.weights import CausalConvWeights
 from moiety_kernels.checks import require, require_shape
-from moiety_kernels.lazy_imports import when_asked
+from moiety_kernels.lazy_imports import lazy_import
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CausalConvWeights", "causal_conv"]
 
-_cpu = when_asked(__name__, "cpu")
-_kernel = when_asked(__name__, "kernel")
+_cpu = lazy_import(__name__, "cpu")
+_kernel = lazy_import(__name__, "kernel")
 
 
 def causal_conv(x_TC: Tensor, weights: CausalConvWeights, tail_NwC: Tensor, sequences: RecurrentSequences) -> Tensor:

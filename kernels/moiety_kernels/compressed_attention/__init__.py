@@ -9,14 +9,14 @@ import torch
 from moiety_kernels.checks import require, require_shape
 from moiety_kernels.compressed_attention import reference
 from moiety_kernels.compressed_attention.runs import Entries, TokenRuns
-from moiety_kernels.lazy_imports import when_asked
+from moiety_kernels.lazy_imports import lazy_import
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["Entries", "TokenRuns", "compressed_attention", "pool_windows", "update_history"]
 
-_cpu = when_asked(__name__, "cpu")
+_cpu = lazy_import(__name__, "cpu")
 
 
 def pool_windows(

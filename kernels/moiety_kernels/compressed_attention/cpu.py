@@ -172,13 +172,15 @@ def _runs(rows_TC: Tensor, history_NwC: Tensor, of_runs: tuple[Tensor, ...]) -> 
 
 
 @jit
-def _row_at(runs: RunArguments, token: int, position: int, wanted: int) -> int:
-    """Return the address of the row of the `wanted` position, at most that of the token."""
-    run, source = load_i32(runs.run_T, token), token - (position - wanted)
+def _row_at(runs: RunArguments, token: int, position: int, source_position: int) -> int:
+    """Return the address of the row of the `source_position` position, at most that of the token."""
+    run, source = load_i32(runs.run_T, token), token - (position - source_position)
     if source >= load_i32(runs.run_start_R1, run):
         address: int = runs.rows_TC + 4 * runs.columns * source
     else:
-        address = runs.history_NwC + 4 * runs.columns * (load_i64(runs.slot_R, run) * runs.size + wanted % runs.size)
+        address = runs.history_NwC + 4 * runs.columns * (
+            load_i64(runs.slot_R, run) * runs.size + source_position % runs.size
+        )
     return address
 
 
@@ -193,17 +195,17 @@ def _pool_task(args: PoolArguments, task: int, scratch: int) -> None:
         store_f32(largest, c, -math.inf)
         store_f32(total, c, 0.0)
         store_f32(out, c, 0.0)
-    for wanted in range(first, position + 1):
-        series = width if args.overlaps and wanted > position - rate else 0
-        gate = _row_at(runs, token, position, wanted) + 4 * (columns + series)
-        bias = args.bias_mC + 4 * (wanted % rate * columns + series)
+    for source_position in range(first, position + 1):
+        series = width if args.overlaps and source_position > position - rate else 0
+        gate = _row_at(runs, token, position, source_position) + 4 * (columns + series)
+        bias = args.bias_mC + 4 * (source_position % rate * columns + series)
         for c in range(width):
             store_f32(largest, c, max(load_f32(largest, c), load_f32(gate, c) + load_f32(bias, c)))
-    for wanted in range(first, position + 1):
-        series = width if args.overlaps and wanted > position - rate else 0
-        value = _row_at(runs, token, position, wanted) + 4 * series
+    for source_position in range(first, position + 1):
+        series = width if args.overlaps and source_position > position - rate else 0
+        value = _row_at(runs, token, position, source_position) + 4 * series
         gate = value + 4 * columns
-        bias = args.bias_mC + 4 * (wanted % rate * columns + series)
+        bias = args.bias_mC + 4 * (source_position % rate * columns + series)
         for c in range(width):
             weight = math.exp(load_f32(gate, c) + load_f32(bias, c) - load_f32(largest, c))
             store_f32(total, c, load_f32(total, c) + weight)
@@ -216,8 +218,8 @@ def _copy_task(args: CopyArguments, task: int, scratch: int) -> None:
     runs, width, token = args.runs, args.runs.columns, args.first + task
     position = load_i64(runs.position_T, token)
     out = args.out_TKd + 4 * width * args.most_seen * task
-    for wanted in range(max(0, position - runs.size + 1), position + 1):
-        copy_row(_row_at(runs, token, position, wanted), width, out)
+    for source_position in range(max(0, position - runs.size + 1), position + 1):
+        copy_row(_row_at(runs, token, position, source_position), width, out)
         out += 4 * width
     num_rows = min(runs.size, position + 1)
     count = load_i32(args.count_T, token) if args.pool_NEd else 0

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from moiety_kernels.checks import require_shape
 from moiety_kernels.embedding import reference
-from moiety_kernels.lazy_imports import when_asked
+from moiety_kernels.lazy_imports import lazy_import
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-_cpu = when_asked(__name__, "cpu")
+_cpu = lazy_import(__name__, "cpu")
 
 
 def embedding(token_ids_T: Tensor, table_VD: Tensor, dtype: torch.dtype, factor: float = 1.0) -> Tensor:

@@ -11,15 +11,15 @@ import torch
 
 from moiety_kernels.checks import require, require_shape
 from moiety_kernels.gated_delta import reference
-from moiety_kernels.lazy_imports import when_asked
+from moiety_kernels.lazy_imports import lazy_import
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_kernels.recurrent.inputs import RecurrentHeads, RecurrentSequences
 
-_cpu = when_asked(__name__, "cpu")
-_kernel = when_asked(__name__, "kernel")
+_cpu = lazy_import(__name__, "cpu")
+_kernel = lazy_import(__name__, "kernel")
 
 
 def delta_gates(strength_decay_TG: Tensor, decay_M: Tensor, decay_bias_M: Tensor) -> tuple[Tensor, Tensor]:

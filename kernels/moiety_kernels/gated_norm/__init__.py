@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Literal
 
 from moiety_kernels.checks import require, require_shape
 from moiety_kernels.gated_norm import reference
-from moiety_kernels.lazy_imports import when_asked
+from moiety_kernels.lazy_imports import lazy_import
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Gate = Literal["silu", "sigmoid", "silu_first"]
 
-_cpu = when_asked(__name__, "cpu")
-_kernel = when_asked(__name__, "kernel")
+_cpu = lazy_import(__name__, "cpu")
+_kernel = lazy_import(__name__, "kernel")
 
 
 def gated_norm(x_TMV: Tensor, gate_TMV: Tensor, weight_MV: Tensor, eps: float, gate: Gate = "silu") -> Tensor:

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 from moiety_kernels.checks import KernelInputError, require_shape
 from moiety_kernels.head_linear import reference
-from moiety_kernels.lazy_imports import when_asked
+from moiety_kernels.lazy_imports import lazy_import
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-_cpu = when_asked(__name__, "cpu")
-_kernel = when_asked("moiety_kernels.linear", "kernel")
+_cpu = lazy_import(__name__, "cpu")
+_kernel = lazy_import("moiety_kernels.linear", "kernel")
 
 
 def head_linear(x_THK: Tensor, weight_HNK: Tensor, *, invariant: bool = False) -> Tensor:

@@ -8,14 +8,14 @@ import torch
 
 from moiety_kernels.checks import require, require_shape
 from moiety_kernels.hyper_connections import reference
-from moiety_kernels.lazy_imports import when_asked
+from moiety_kernels.lazy_imports import lazy_import
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_STREAMS = 16
 
-_cpu = when_asked(__name__, "cpu")
+_cpu = lazy_import(__name__, "cpu")
 
 
 def mixture_weights(

@@ -8,13 +8,13 @@ import torch
 
 from moiety_kernels.checks import require, require_shape
 from moiety_kernels.kv_store import reference
-from moiety_kernels.lazy_imports import when_asked
+from moiety_kernels.lazy_imports import lazy_import
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-_kernel = when_asked("moiety_kernels.attention_input", "kernel")
+_kernel = lazy_import("moiety_kernels.attention_input", "kernel")
 
 
 def kv_store(

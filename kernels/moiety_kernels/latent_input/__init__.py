@@ -11,7 +11,7 @@ from moiety_kernels.checks import require, require_shape
 from moiety_kernels.head_linear import head_linear
 from moiety_kernels.latent_input import reference
 from moiety_kernels.latent_input.plan import LatentInputPlan
-from moiety_kernels.lazy_imports import when_asked
+from moiety_kernels.lazy_imports import lazy_import
 from moiety_kernels.rms_norm import rms_norm
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["LatentInputPlan", "latent_input", "latent_queries"]
 
 
-_cpu = when_asked(__name__, "cpu")
-_kernel = when_asked(__name__, "kernel")
+_cpu = lazy_import(__name__, "cpu")
+_kernel = lazy_import(__name__, "kernel")
 
 
 def latent_input(

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from moiety_kernels.checks import require, require_shape
-from moiety_kernels.lazy_imports import when_asked
+from moiety_kernels.lazy_imports import lazy_import
 from moiety_kernels.lightning_indexer import reference
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-_cpu = when_asked(__name__, "cpu")
-_kernel = when_asked(__name__, "kernel")
+_cpu = lazy_import(__name__, "cpu")
+_kernel = lazy_import(__name__, "kernel")
 
 
 def store_index_keys(

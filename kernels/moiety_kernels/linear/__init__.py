@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from moiety_kernels.checks import KernelInputError, require_shape
-from moiety_kernels.lazy_imports import when_asked
+from moiety_kernels.lazy_imports import lazy_import
 from moiety_kernels.linear import reference
 from moiety_kernels.quantization import QuantizedWeight, dequantize
 
-_cpu = when_asked(__name__, "cpu")
-_kernel = when_asked(__name__, "kernel")
+_cpu = lazy_import(__name__, "cpu")
+_kernel = lazy_import(__name__, "kernel")
 
 
 def linear(

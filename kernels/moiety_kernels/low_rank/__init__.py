@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moiety_kernels.checks import require, require_shape
-from moiety_kernels.lazy_imports import when_asked
+from moiety_kernels.lazy_imports import lazy_import
 from moiety_kernels.low_rank import reference
 from moiety_kernels.low_rank.factors import Factors, FeedForwardFactors
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Factors", "FeedForwardFactors", "add_low_rank"]
 
-_cpu = when_asked(__name__, "cpu")
+_cpu = lazy_import(__name__, "cpu")
 
 
 def add_low_rank(out_TN: Tensor, x_TD: Tensor, factors: Factors, slot_T: Tensor) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from moiety_kernels.checks import require, require_shape
 from moiety_kernels.latent_input import require_latent_scales
-from moiety_kernels.lazy_imports import when_asked
+from moiety_kernels.lazy_imports import lazy_import
 from moiety_kernels.mla_attention import reference
 from moiety_kernels.paged_attention import EIGHT_BITS, batched
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_cpu = when_asked("moiety_kernels.paged_attention", "cpu")
-_kernel = when_asked(__name__, "kernel")
+_cpu = lazy_import("moiety_kernels.paged_attention", "cpu")
+_kernel = lazy_import(__name__, "kernel")
 
 
 def reads_whole_numbers(width: int, value_width: int) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from moiety_kernels.checks import require, require_shape
-from moiety_kernels.lazy_imports import when_asked
+from moiety_kernels.lazy_imports import lazy_import
 from moiety_kernels.linear import linear
 from moiety_kernels.low_rank import FeedForwardFactors, add_low_rank
 from moiety_kernels.moe import adapted, grouped, reference
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["GELU_TANH", "MOE_KERNELS", "RELU2", "SILU", "Activation", "dense_glu", "experts", "unavailable"]
 
 
-_cpu = when_asked(__name__, "cpu")
-_triton = when_asked("moiety_kernels.grouped_gemm", "kernel")
+_cpu = lazy_import(__name__, "cpu")
+_triton = lazy_import("moiety_kernels.grouped_gemm", "kernel")
 
 
 def experts(

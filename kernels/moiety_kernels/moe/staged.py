@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from moiety_kernels.lazy_imports import when_asked
+from moiety_kernels.lazy_imports import lazy_import
 from moiety_kernels.moe import experts, grouped, unfit_for_triton
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from moiety_kernels.quantization import Weight
 
-_cpu = when_asked("moiety_kernels.moe", "cpu")
-_triton = when_asked("moiety_kernels.grouped_gemm", "kernel")
+_cpu = lazy_import("moiety_kernels.moe", "cpu")
+_triton = lazy_import("moiety_kernels.grouped_gemm", "kernel")
 
 
 def experts_in_stages(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moiety_kernels.checks import require
-from moiety_kernels.lazy_imports import when_asked
+from moiety_kernels.lazy_imports import lazy_import
 from moiety_kernels.output_gate import reference
 from moiety_kernels.output_gate.spec import GateKind
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GateKind", "output_gate"]
 
-_cpu = when_asked(__name__, "cpu")
+_cpu = lazy_import(__name__, "cpu")
 
 
 def output_gate(out_THd: Tensor, gate_TC: Tensor, kind: GateKind) -> Tensor:

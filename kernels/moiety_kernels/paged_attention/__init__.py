@@ -8,7 +8,7 @@ import torch
 
 from moiety_kernels.checks import require, require_shape
 from moiety_kernels.kv_store import require_slots
-from moiety_kernels.lazy_imports import when_asked
+from moiety_kernels.lazy_imports import lazy_import
 from moiety_kernels.paged_attention import batched, reference
 
 if TYPE_CHECKING:
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 EIGHT_BITS = (torch.float8_e4m3fn, torch.int8)  # types that a cache may have whatever the queries' type
 
 
-_cpu = when_asked(__name__, "cpu")
-_kernel = when_asked(__name__, "kernel")
+_cpu = lazy_import(__name__, "cpu")
+_kernel = lazy_import(__name__, "kernel")
 
 
 def paged_attention(

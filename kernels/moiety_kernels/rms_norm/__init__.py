@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moiety_kernels.checks import require, require_shape
-from moiety_kernels.lazy_imports import when_asked
+from moiety_kernels.lazy_imports import lazy_import
 from moiety_kernels.rms_norm import reference
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-_cpu = when_asked(__name__, "cpu")
-_kernel = when_asked(__name__, "kernel")
+_cpu = lazy_import(__name__, "cpu")
+_kernel = lazy_import(__name__, "kernel")
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:

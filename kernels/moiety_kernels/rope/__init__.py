@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moiety_kernels.checks import require, require_shape
-from moiety_kernels.lazy_imports import when_asked
+from moiety_kernels.lazy_imports import lazy_import
 from moiety_kernels.rope import reference
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-_kernel = when_asked("moiety_kernels.attention_input", "kernel")
+_kernel = lazy_import("moiety_kernels.attention_input", "kernel")
 
 
 def rope(x_THd: Tensor, cos_PR: Tensor, sin_PR: Tensor, positions_T: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moiety_kernels.checks import require, require_shape
-from moiety_kernels.lazy_imports import when_asked
+from moiety_kernels.lazy_imports import lazy_import
 from moiety_kernels.route import reference
 from moiety_kernels.route.groups import Groups
 from moiety_kernels.route.spec import ALL_EXPERT_SCORINGS, BIAS_SCORINGS, RoutingSpec
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 __all__ = ["Groups", "RoutingSpec", "group", "group_by_expert", "route", "weigh_experts"]
 
 
-_cpu = when_asked(__name__, "cpu")
-_grouping = when_asked("moiety_kernels.route.kernels", "grouping")
-_kernel = when_asked(__name__, "kernel")
+_cpu = lazy_import(__name__, "cpu")
+_grouping = lazy_import("moiety_kernels.route.kernels", "grouping")
+_kernel = lazy_import(__name__, "kernel")
 
 
 def route(logits_TE: Tensor, spec: RoutingSpec, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moiety_kernels.checks import require, require_shape
-from moiety_kernels.lazy_imports import when_asked
+from moiety_kernels.lazy_imports import lazy_import
 from moiety_kernels.sample import reference
 from moiety_kernels.sample.reference import penalised
 from moiety_kernels.sample.rows import IN_PROMPT, Draws, Penalties
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["IN_PROMPT", "Draws", "Penalties", "penalised", "sample"]
 
 
-_kernel = when_asked(__name__, "kernel")
+_kernel = lazy_import(__name__, "kernel")
 
 
 def sample(logits_LV: Tensor, draws: Draws, penalties: Penalties | None = None) -> Tensor:

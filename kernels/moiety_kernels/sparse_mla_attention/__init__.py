@@ -8,14 +8,14 @@ import torch
 
 from moiety_kernels.checks import require, require_shape
 from moiety_kernels.latent_input import require_latent_scales
-from moiety_kernels.lazy_imports import when_asked
+from moiety_kernels.lazy_imports import lazy_import
 from moiety_kernels.mla_attention import mla_attention
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-_kernel = when_asked(__name__, "kernel")
+_kernel = lazy_import(__name__, "kernel")
 _TOKENS_AT_ONCE = 64
 
 

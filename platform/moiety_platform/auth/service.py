@@ -70,17 +70,17 @@ class KeyFilter:
     role: Role | None = None
 
 
-async def list_keys(session: AsyncSession, page: PageRequest, now: datetime, wanted: KeyFilter) -> KeyPage:
+async def list_keys(session: AsyncSession, page: PageRequest, now: datetime, key_filter: KeyFilter) -> KeyPage:
     """Return keys, oldest first. Raises NotFound for an unknown tenant or project."""
     statement = select(ApiKey)
-    if wanted.tenant_id is not None:
-        tenant = await get_tenant(session, wanted.tenant_id)
+    if key_filter.tenant_id is not None:
+        tenant = await get_tenant(session, key_filter.tenant_id)
         statement = statement.outerjoin(Project, Project.id == ApiKey.project_id)
         statement = statement.where(or_(Project.tenant_id == tenant.id, ApiKey.tenant_id == tenant.id))
-    if wanted.project_id is not None:
-        statement = statement.where(ApiKey.project_id == (await get_project(session, wanted.project_id)).id)
-    if wanted.role is not None:
-        statement = statement.where(ApiKey.role == wanted.role)
+    if key_filter.project_id is not None:
+        statement = statement.where(ApiKey.project_id == (await get_project(session, key_filter.project_id)).id)
+    if key_filter.role is not None:
+        statement = statement.where(ApiKey.role == key_filter.role)
     keys, next_cursor = await read_page(session, statement, page, ApiKey.created_at, ApiKey.id)
     return KeyPage([KeyView.of(key, now) for key in keys], next_cursor)
 

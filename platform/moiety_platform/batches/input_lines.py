@@ -166,7 +166,7 @@ class Checker:
                 code="mismatched_endpoint",
             )
         check_unused(line.custom_id, raw.number, self._seen)
-        decode_asked(self._endpoint, bytes(line.body), self._limits.max_json_depth, self._limits.shape)
+        decode_body_of_line(self._endpoint, bytes(line.body), self._limits.max_json_depth, self._limits.shape)
         return GoodLine(raw.number, line.custom_id, raw.start, raw.num_bytes)
 
     def complain(self, number: int | None, code: str, message: str, param: str | None = None) -> None:
@@ -198,7 +198,7 @@ def check_unused(custom_id: str, number: int, seen: dict[str, int]) -> None:
         )
 
 
-def decode_asked(endpoint: BatchEndpoint, data: bytes, max_depth: int, shape: ShapeLimits) -> AskingBody:
+def decode_body_of_line(endpoint: BatchEndpoint, data: bytes, max_depth: int, shape: ShapeLimits) -> AskingBody:
     """Decode and check the body of a line for its endpoint; streaming is not allowed. Raises BadRequest."""
     body = decode_body(endpoint.schema, data, max_depth, shape)
     if body.wants_stream:

@@ -86,13 +86,15 @@ async def get_batch(session: AsyncSession, project_id: str, batch_id: str, *, lo
     return batch
 
 
-async def list_batches(session: AsyncSession, project_id: str, wanted: ListRequest) -> tuple[Sequence[Batch], bool]:
+async def list_batches(
+    session: AsyncSession, project_id: str, list_request: ListRequest
+) -> tuple[Sequence[Batch], bool]:
     """Return the project's batches, newest first, and whether more follow.
 
     Raises BadRequest for an unknown position.
     """
     statement = select(Batch).where(Batch.project_id == project_id)
-    return await read_list(session, statement, wanted, Batch.created_ms, Batch.id)
+    return await read_list(session, statement, list_request, Batch.created_ms, Batch.id)
 
 
 async def cancel_batch(session: AsyncSession, project_id: str, batch_id: str, now: Now = now_ms) -> Batch:

@@ -143,7 +143,7 @@ async def assembled(
         live.follow(["drain_s"], services.background.use)
         operations_app = create_operations_app(services, app, lambda: live.now, lambda: server.should_exit)
         operations = GatewayServer(operations_app, OPERATIONS_DRAIN_S, limits)
-        live.follow(["log_level"], lambda wanted: set_log_level(wanted.log_level))
+        live.follow(["log_level"], lambda settings: set_log_level(settings.log_level))
         assert not live.unfollowed, live.unfollowed
         await stack.enter_async_context(batches.working(pipeline))
         yield copy_fields(parts, AssembledGateway, app=app, server=server, operations=operations)
@@ -207,7 +207,7 @@ async def _open_services(
     live.follow_with(["engines", "external_engine_api_key"], engines.follow, reads_files=True)
     for follower in (telemetry, oidc, administration):
         follower.followed_by(live)
-    live.follow(["metrics_tenants"], lambda wanted: metrics.tenants.use(wanted.metrics_tenants))
+    live.follow(["metrics_tenants"], lambda settings: metrics.tenants.use(settings.metrics_tenants))
     services = Services(
         authenticator=authenticator,
         usage=usage,
@@ -307,7 +307,9 @@ async def _start_retention(
     retention = RetentionService(process_id, database, jobs, retention_metrics, interval_s=interval_s, now=now)
     live.follow(
         OF_RETENTION,
-        lambda wanted: retention.use(retention_jobs_of(wanted, database, objects, now), wanted.retention_interval_s),
+        lambda settings: retention.use(
+            retention_jobs_of(settings, database, objects, now), settings.retention_interval_s
+        ),
     )
     await retention.start()
     stack.push_async_callback(retention.stop)

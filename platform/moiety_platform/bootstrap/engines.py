@@ -84,9 +84,9 @@ class Engines:
         finally:
             self._context.destroy(linger=0)
 
-    async def follow(self, wanted: GatewaySettings) -> Ready:
+    async def follow(self, settings: GatewaySettings) -> Ready:
         """Connect to new engines before they get requests. Raises CannotUseEngine."""
-        before, after = self.settings.engines, wanted.engines
+        before, after = self.settings.engines, settings.engines
         clients: list[EngineClient] = []
 
         async def undo() -> None:
@@ -95,10 +95,10 @@ class Engines:
 
         try:
             keys = {
-                address: self._key_of(ExternalAddress.parse(address), wanted) for address in external_engine_of(after)
+                address: self._key_of(ExternalAddress.parse(address), settings) for address in external_engine_of(after)
             }
             new = [address for address in after if address not in before]
-            clients.extend(self._client_of(address, wanted) for address in new if not is_name(address))
+            clients.extend(self._client_of(address, settings) for address in new if not is_name(address))
             watches = {name: self._watch_of(name) for name in new if is_name(name) and name not in self._watches}
             for client in clients:
                 await self.replicas.start(client)
@@ -110,7 +110,7 @@ class Engines:
             raise
 
         def commit() -> None:
-            self.settings = wanted
+            self.settings = settings
             for client in clients:
                 self.replicas.admit(client)
                 for watch in self._watches.values():

@@ -16,10 +16,10 @@ def image_fetcher_of(settings: GatewaySettings, live: LiveSettings[GatewaySettin
     """Return a fetcher of images that follows the settings."""
     fetcher = ImageFetcher()
 
-    def use(wanted: GatewaySettings) -> None:
-        fetcher.reach = AddressPolicy(tuple(map(ip_network, wanted.image_link_networks)))
+    def use(settings: GatewaySettings) -> None:
+        fetcher.reach = AddressPolicy(tuple(map(ip_network, settings.image_link_networks)))
         fetcher.limits = LinkLimits(
-            wanted.max_image_links, max_requests_per_tenant=wanted.max_image_link_requests_per_tenant
+            settings.max_image_links, max_requests_per_tenant=settings.max_image_link_requests_per_tenant
         )
 
     use(settings)

@@ -67,9 +67,9 @@ class Telemetry:
         """Use the sampling rates of these settings from now on."""
         self.tracing.sampler.terms = sampling_of(settings)
 
-    async def follow_spans(self, wanted: GatewaySettings) -> Ready:
+    async def follow_spans(self, settings: GatewaySettings) -> Ready:
         """Prepare span senders for the new settings. Raises CannotSendSpans."""
-        senders = await asyncio.to_thread(self._senders, wanted)
+        senders = await asyncio.to_thread(self._senders, settings)
 
         def commit() -> None:
             before = self.tracing.use([*self._given, *senders])
@@ -77,14 +77,14 @@ class Telemetry:
 
         return Ready(commit, lambda: _closed(senders))
 
-    async def follow_metrics(self, wanted: GatewaySettings) -> Ready:
-        exporter = await asyncio.to_thread(_metric_exporter, wanted)
+    async def follow_metrics(self, settings: GatewaySettings) -> Ready:
+        exporter = await asyncio.to_thread(_metric_exporter, settings)
 
         def commit() -> None:
             if (before := self._metrics) is not None:
                 before.withdraw()
                 self._give_up([before])
-            self._metrics = self._metric_sender(wanted, exporter)
+            self._metrics = self._metric_sender(settings, exporter)
 
         return Ready(commit)
 

@@ -68,7 +68,7 @@ class Problem:
 
     line: int
     name: str
-    told: str
+    message: str
     is_warning: bool = False
 
 
@@ -97,12 +97,12 @@ def check(
         with contextlib.closing(AdminClient.connect(url, admin_key, data_dir).http) as http:
             differences = list(differences_from(file, AdminClient(http).get("/settings")["data"]))
     if as_json:
-        rows = [{"line": p.line, "name": p.name, "told": p.told, "warning": p.is_warning} for p in problems]
+        rows = [{"line": p.line, "name": p.name, "message": p.message, "warning": p.is_warning} for p in problems]
         report = {"file": str(file), "works": not wrong, "problems": rows}
         show_json(report if against is None else report | {"differences": list(map(asdict, differences))})
     else:
         for one in problems:
-            say(f"{file}:{one.line}: {'warning: ' if one.is_warning else ''}{one.name}: {one.told}")
+            say(f"{file}:{one.line}: {'warning: ' if one.is_warning else ''}{one.name}: {one.message}")
         for other in differences:
             say(f"{file}: {other.name}: {other.now!r} becomes {other.then!r} {other.taken}")
         say(f"{file}: {len(wrong)} wrong, {len(problems) - len(wrong)} warnings")

@@ -46,10 +46,10 @@ class OptionRow:
     flags: str
     default: str
     variable: str
-    told: str
+    description: str
 
     def __str__(self) -> str:
-        return f"| {self.flags} | {self.default} | {self.variable} | {self.told} |\n"
+        return f"| {self.flags} | {self.default} | {self.variable} | {self.description} |\n"
 
 
 OPTIONS_TABLE = str(OptionRow("option", "default", "environment variable", "description")) + "|---|---|---|---|\n"

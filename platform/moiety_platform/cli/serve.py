@@ -65,11 +65,11 @@ def engine_arguments(given: ServeArguments) -> list[str]:
     return arguments_of(given, [name for name in names if name not in ("model", "name")])
 
 
-def claim_operations_port(host: str, operations_host: str, wanted: int | None) -> int | None:
+def claim_operations_port(host: str, operations_host: str, port: int | None) -> int | None:
     """Return the port of the operations listener; None if the API's port also serves it, which requires loopback."""
-    if wanted is None and host in LOOPBACK:
+    if port is None and host in LOOPBACK:
         return None
-    port = OPERATIONS_PORT if wanted is None else wanted
+    port = OPERATIONS_PORT if port is None else port
     return claim_port(operations_host, port, "--operations-port")
 
 

@@ -51,18 +51,18 @@ def parse_list(
     limit: str | None, after: str | None, order: str | None, *, default_limit: int, max_limit: int
 ) -> ListRequest:
     """Return the page that a client requests. Raises BadRequest."""
-    wanted = default_limit if limit is None else parse_whole(limit, "limit")
-    if not 1 <= wanted <= max_limit:
-        raise BadRequest(f"'limit' must be between 1 and {max_limit:,}, not {wanted}", param="limit")
+    size = default_limit if limit is None else parse_whole(limit, "limit")
+    if not 1 <= size <= max_limit:
+        raise BadRequest(f"'limit' must be between 1 and {max_limit:,}, not {size}", param="limit")
     if order not in (None, "asc", "desc"):
         raise BadRequest("'order' must be 'asc' or 'desc'", param="order")
-    return ListRequest(wanted, after, order != "asc")
+    return ListRequest(size, after, order != "asc")
 
 
 async def read_list(
     session: AsyncSession,
     statement: Select[Row],
-    wanted: ListRequest,
+    list_request: ListRequest,
     created: InstrumentedAttribute[int],
     row_id: InstrumentedAttribute[str],
 ) -> tuple[Sequence[Row], bool]:
@@ -70,16 +70,16 @@ async def read_list(
 
     Raises BadRequest if `after` is not the id of one of the statement's rows.
     """
-    if wanted.after is not None:
-        position = statement.with_only_columns(created, row_id).where(row_id == wanted.after[:64])
+    if list_request.after is not None:
+        position = statement.with_only_columns(created, row_id).where(row_id == list_request.after[:64])
         last = (await session.execute(position)).first()
         if last is None:
             raise BadRequest("'after' must be the id of an object in this list", param="after")
         here = tuple_(created, row_id)
-        statement = statement.where(here < tuple(last) if wanted.newest_first else here > tuple(last))
-    order = (created.desc(), row_id.desc()) if wanted.newest_first else (created.asc(), row_id.asc())
-    found = (await session.scalars(statement.order_by(*order).limit(wanted.limit + 1))).all()
-    return found[: wanted.limit], len(found) > wanted.limit
+        statement = statement.where(here < tuple(last) if list_request.newest_first else here > tuple(last))
+    order = (created.desc(), row_id.desc()) if list_request.newest_first else (created.asc(), row_id.asc())
+    found = (await session.scalars(statement.order_by(*order).limit(list_request.limit + 1))).all()
+    return found[: list_request.limit], len(found) > list_request.limit
 
 
 def list_fields(views: Sequence[View], has_more: bool) -> Listing[View]:

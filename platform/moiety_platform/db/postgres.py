@@ -110,8 +110,8 @@ class PostgresConnector:
         hosts: list[tuple[str | None, int | None]] = [*self._url.hosts] or [(None, None)]
         if self._url.parameters.get("load_balance_hosts") == "random":
             random.SystemRandom().shuffle(hosts)
-        prefers_standby = self._url.wanted_session == "prefer-standby"
-        for session in ("standby", _ANY) if prefers_standby else (self._url.wanted_session,):
+        prefers_standby = self._url.session_role == "prefer-standby"
+        for session in ("standby", _ANY) if prefers_standby else (self._url.session_role,):
             yield from ((host, port, session) for host, port in hosts)
 
     async def _connect_to(self, host: str | None, port: int | None) -> PostgresConnection:

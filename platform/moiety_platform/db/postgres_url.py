@@ -87,7 +87,7 @@ class PostgresUrl:
         return float(given) if int(given) > 0 else float("inf")
 
     @property
-    def wanted_session(self) -> str:
+    def session_role(self) -> str:
         """Return the required session type, one of SESSIONS."""
         return self.parameters.get("target_session_attrs", "any")
 

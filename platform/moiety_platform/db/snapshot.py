@@ -72,17 +72,17 @@ class Snapshot(Generic[T]):
             )
         return self._value
 
-    async def _wait_fresh(self, wanted: int) -> None:
-        """Wait until the snapshot is fresh and includes `wanted` edits, or the database does not answer.
+    async def _wait_fresh(self, num_edits: int) -> None:
+        """Wait until the snapshot is fresh and includes `num_edits` edits, or the database does not answer.
 
         The stale snapshot then remains in use.
         """
         while (now_s := self.clock.monotonic()) >= self._fresh_until_s:
-            reading, has_seen = self._begin_reading(), self._num_edits_seen >= wanted
+            reading, has_seen = self._begin_reading(), self._num_edits_seen >= num_edits
             patience_s = max(0.0, self._asked_s + (PATIENCE_AWAY_S if self._away else PATIENCE_S) - now_s)
             # shared by all callers: the cancellation of one must not cancel it
             done, _ = await asyncio.wait([reading], timeout=patience_s if has_seen else None)
-            if not done or self._away or self._num_edits_seen >= wanted:
+            if not done or self._away or self._num_edits_seen >= num_edits:
                 return
 
     def _begin_reading(self) -> asyncio.Task[None]:

@@ -89,10 +89,10 @@ class ExpertController(Controller):
             return await asyncio.to_thread(_plan, total, data)
 
 
-def _plan(load: LoadSum, wanted: PlanRequest) -> PlanView:
+def _plan(load: LoadSum, plan_request: PlanRequest) -> PlanView:
     from moiety_platform.experts.plan import what_if  # noqa: PLC0415  imports numpy, which is slow
 
-    return what_if(load, wanted)
+    return what_if(load, plan_request)
 
 
 def parse_minutes(text: str | None) -> int:
@@ -105,6 +105,6 @@ def parse_minutes(text: str | None) -> int:
 
 async def names_of(database: Database, tenant_ids: Iterable[str]) -> dict[str, str]:
     """Return the names of tenants by their ids."""
-    wanted = select(Tenant.id, Tenant.name).where(Tenant.id.in_(sorted(tenant_ids)))
+    statement = select(Tenant.id, Tenant.name).where(Tenant.id.in_(sorted(tenant_ids)))
     async with database.read() as session:
-        return {row.id: row.name for row in await session.execute(wanted)}
+        return {row.id: row.name for row in await session.execute(statement)}

@@ -14,22 +14,22 @@ from moiety_platform.experts.plan_schemas import PlanRequest, PlanView
 from moiety_platform.experts.sums import LoadSum
 
 
-def what_if(load: LoadSum, wanted: PlanRequest) -> PlanView:
+def what_if(load: LoadSum, plan_request: PlanRequest) -> PlanView:
     """Return the plan for this load, compared with the state without a plan."""
     picks_LE = np.array(load.picks_by_layer, dtype=np.float64)
     num_experts = load.first.num_experts
-    ranks = wanted.nodes * wanted.ranks_per_node
-    slots = -(-(num_experts + wanted.redundant_experts) // ranks) * ranks
+    ranks = plan_request.nodes * plan_request.ranks_per_node
+    slots = -(-(num_experts + plan_request.redundant_experts) // ranks) * ranks
     before = _in_order(len(picks_LE), num_experts, ranks, slots)
     groups = load.first.num_groups
-    planned = plan(picks_LE, num_replicas=slots, num_groups=groups, num_nodes=wanted.nodes, num_ranks=ranks)
+    planned = plan(picks_LE, num_replicas=slots, num_groups=groups, num_nodes=plan_request.nodes, num_ranks=ranks)
     after = keep_in_place(planned, before)
     moved = int(moves(before, after).sum())
     return PlanView(
-        model=wanted.model,
+        model=plan_request.model,
         layers=list(load.first.layers),
         ranks=ranks,
-        nodes=wanted.nodes,
+        nodes=plan_request.nodes,
         slots_per_rank=slots // ranks,
         tokens=load.tokens,
         balancedness_before=round(balancedness(before, picks_LE), 4),

@@ -166,15 +166,15 @@ def cleaned(upstream: UpstreamError, secrets: Iterable[str]) -> UpstreamError:
     return upstream._replace(message=shown[:MAX_MESSAGE_CHARS])
 
 
-def retry_seconds(told: str | None, now: datetime) -> float | None:
+def retry_seconds(header: str | None, now: datetime) -> float | None:
     """Return the seconds of a Retry-After header: an integer, a decimal or a date. Any other value counts as absent."""
-    if told is None or len(told) > 100:
+    if header is None or len(header) > 100:
         return None
     try:
-        seconds = float(told)
+        seconds = float(header)
     except ValueError:
         try:
-            moment = parsedate_to_datetime(told)
+            moment = parsedate_to_datetime(header)
         except (ValueError, OverflowError, IndexError, TypeError):
             return None
         seconds = (moment.replace(tzinfo=moment.tzinfo or UTC) - now).total_seconds()

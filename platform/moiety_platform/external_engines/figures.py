@@ -102,11 +102,11 @@ def read_figures(kind: ExternalKind, text: str) -> ExternalFigures | None:
     )
 
 
-def _parse(text: str, wanted: set[str]) -> defaultdict[str, list[tuple[dict[str, str], float]]]:
+def _parse(text: str, names: set[str]) -> defaultdict[str, list[tuple[dict[str, str], float]]]:
     found: defaultdict[str, list[tuple[dict[str, str], float]]] = defaultdict(list)
     for line in text.splitlines():
         match = _SERIES.match(line)
-        if match is None or match[1] not in wanted:
+        if match is None or match[1] not in names:
             continue
         try:
             value = float(match[3])

@@ -83,8 +83,8 @@ class FileContents:
         """
         settled = StoredFile.state == FileState.READY, StoredFile.object_key.is_(None)
         async with self.database.read() as session:
-            wanted = select(StoredFile).where(*settled, StoredFile.id.not_in(self.incomplete)).limit(1)
-            file = (await session.scalars(wanted)).first()
+            statement = select(StoredFile).where(*settled, StoredFile.id.not_in(self.incomplete)).limit(1)
+            file = (await session.scalars(statement)).first()
         if file is None:
             async with self.database.write() as session:
                 return await erase_moved_chunks(session) or await self._erase_moved_answers(session)

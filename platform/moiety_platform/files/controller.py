@@ -56,8 +56,8 @@ class FileController(Controller):
         purpose: FromQuery[str | None] = None,
     ) -> Listing[FileObject]:
         """List the project's files, newest first unless `order` is asc."""
-        wanted = parse_list(limit, after, order, default_limit=DEFAULT_LIST, max_limit=MAX_LIST)
-        found, has_more = await files.list(owner.project_id, wanted, purpose)
+        list_request = parse_list(limit, after, order, default_limit=DEFAULT_LIST, max_limit=MAX_LIST)
+        found, has_more = await files.list(owner.project_id, list_request, purpose)
         return list_fields([view(file) for file in found], has_more)
 
     @get("/{file_id:str}")

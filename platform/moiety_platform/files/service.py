@@ -28,11 +28,11 @@ class Files:
             return await get_file(session, project_id, file_id, now=self.now)
 
     async def list(
-        self, project_id: str, wanted: ListRequest, purpose: str | None
+        self, project_id: str, list_request: ListRequest, purpose: str | None
     ) -> tuple[Sequence[StoredFile], bool]:
         """Return some of the project's files, and whether more follow. Raises BadRequest."""
         async with self.database.read() as session:
-            return await list_files(session, project_id, wanted, purpose, self.now)
+            return await list_files(session, project_id, list_request, purpose, self.now)
 
     async def delete(self, project_id: str, file_id: str) -> None:
         """Hide the file; its content is erased soon. Raises NotFound, or Conflict while a batch needs it."""

@@ -117,13 +117,13 @@ async def get_file(
 
 
 async def list_files(
-    session: AsyncSession, project_id: str, wanted: ListRequest, purpose: str | None, now: Now = now_ms
+    session: AsyncSession, project_id: str, list_request: ListRequest, purpose: str | None, now: Now = now_ms
 ) -> tuple[Sequence[StoredFile], bool]:
     """Return the project's files, and whether more follow. Raises BadRequest for an invalid position."""
     statement = select(StoredFile).where(*_visible(project_id, now))
     if purpose is not None:
         statement = statement.where(StoredFile.purpose == purpose)
-    return await read_list(session, statement, wanted, StoredFile.created_ms, StoredFile.id)
+    return await read_list(session, statement, list_request, StoredFile.created_ms, StoredFile.id)
 
 
 async def lock_erasable(session: AsyncSession, is_needed: ColumnElement[bool], now: Now = now_ms) -> StoredFile | None:
@@ -136,8 +136,8 @@ async def lock_erasable(session: AsyncSession, is_needed: ColumnElement[bool], n
     abandoned = (StoredFile.state == FileState.UPLOADING) & (StoredFile.touched_ms < moment - ABANDONED_MS)
     over = or_(StoredFile.expires_ms <= moment, abandoned) & ~is_needed
     for condition in (StoredFile.state == FileState.DELETED, over):  # one by one, so that an index serves each
-        wanted = select(StoredFile).where(condition).limit(1).with_for_update(of=StoredFile, skip_locked=True)
-        file = (await session.scalars(wanted)).first()
+        statement = select(StoredFile).where(condition).limit(1).with_for_update(of=StoredFile, skip_locked=True)
+        file = (await session.scalars(statement)).first()
         if file is not None:
             return file
     return None
@@ -149,8 +149,8 @@ async def give_ends(session: AsyncSession, *, keep_s: int, now: Now = now_ms) ->
     These files were created while no bound was configured.
     """
     endless = StoredFile.state == FileState.READY, StoredFile.expires_ms.is_(None)
-    wanted = select(StoredFile.id).where(*endless).limit(ENDS_AT_ONCE).with_for_update(skip_locked=True)
-    ids = (await session.scalars(wanted)).all()
+    statement = select(StoredFile.id).where(*endless).limit(ENDS_AT_ONCE).with_for_update(skip_locked=True)
+    ids = (await session.scalars(statement)).all()
     await session.execute(update(StoredFile).where(StoredFile.id.in_(ids)).values(expires_ms=now() + keep_s * 1000))
     return len(ids)
 

@@ -89,18 +89,18 @@ class IdempotencyKeys:
 
     # ── One request ──
 
-    async def claim(self, key: bytes, asked: KeyBinding) -> KeyClaim | KeptAnswer:
+    async def claim(self, key: bytes, binding: KeyBinding) -> KeyClaim | KeptAnswer:
         """Claim the key, or return the stored answer of its first request.
 
         Raises KeyReused, KeyInUse, AnswerNotKept, TooManyKeys or Unavailable.
         """
-        is_small = len(asked.body) <= INLINE_BYTES
-        bound_to = asked.fingerprint() if is_small else await asyncio.to_thread(asked.fingerprint)
-        claim = KeyClaim(self, asked.tenant_id, self.limits.max_answer_bytes)
+        is_small = len(binding.body) <= INLINE_BYTES
+        bound_to = binding.fingerprint() if is_small else await asyncio.to_thread(binding.fingerprint)
+        claim = KeyClaim(self, binding.tenant_id, self.limits.max_answer_bytes)
         async with self._database.write() as session:
             found = await self._store.claim(
                 session,
-                tenant_id=asked.tenant_id,
+                tenant_id=binding.tenant_id,
                 key_hash=hash_of(key),
                 fingerprint=bound_to,
                 claim_id=claim.claim_id,

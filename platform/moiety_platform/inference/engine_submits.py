@@ -192,12 +192,12 @@ def _stop_ids(generation: Generation, answer: AnswerFormat) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*generation.stop_token_ids, *answer.stop_token_ids)))
 
 
-def _sampling_of(asked: Sampling, choice: int) -> Sampling:
+def _sampling_of(sampling: Sampling, choice: int) -> Sampling:
     """Return the sampling of a further choice.
 
     Only the first choice has the request's own seed and scores the prompt.
     """
-    return msgspec.structs.replace(asked, seed=seed_of_choice(asked.seed, choice), num_prompt_logprobs=None)
+    return msgspec.structs.replace(sampling, seed=seed_of_choice(sampling.seed, choice), num_prompt_logprobs=None)
 
 
 def _with_scores_from(submit: Submit, first: int, *, is_billed: bool) -> Submit:

@@ -47,7 +47,7 @@ def _own_span(record: RequestRecord, row: UsageRow, verdict: SamplingDecision, e
         kind=SpanKind.SERVER,
         start_ns=start_ns,
         end_ns=max(start_ns, ended_ns),
-        attributes=_told(_of_generation(record) | _of_end(record, row) | {"moiety.kept_for": verdict.value}),
+        attributes=_attributes(_of_generation(record) | _of_end(record, row) | {"moiety.kept_for": verdict.value}),
         events=tuple(
             SpanEvent(
                 "moiety.failed_over",
@@ -271,5 +271,5 @@ def _child(
     return Span(own.trace_id, span_id, own.span_id, name, kind, start_ns, end_ns, attributes, events, links, error)
 
 
-def _told(attributes: Mapping[str, Attribute | None]) -> Attributes:
+def _attributes(attributes: Mapping[str, Attribute | None]) -> Attributes:
     return {name: value for name, value in attributes.items() if value is not None}

@@ -47,12 +47,12 @@ def steps_of(notes: StepNotes, engine: str, shift_ns: int) -> Iterator[Span]:
     for step in notes.steps:
         trace_id, span_id = link_to(step)
         begin_ns, end_ns = step.begin_unix_ns + shift_ns, step.end_unix_ns + shift_ns
-        attributes = _told(step) | {"moiety.engine": engine}
+        attributes = _attributes(step) | {"moiety.engine": engine}
         yield Span(trace_id, span_id, None, STEP, SpanKind.INTERNAL, min(begin_ns, end_ns), end_ns, attributes)
 
 
-def _told(step: StepNote) -> dict[str, Attribute]:
-    told: dict[str, Attribute] = {
+def _attributes(step: StepNote) -> dict[str, Attribute]:
+    attributes: dict[str, Attribute] = {
         "moiety.step.number": step.number,
         "moiety.step.decodes": step.num_decodes,
         "moiety.step.prefills": step.num_prefills,
@@ -69,4 +69,4 @@ def _told(step: StepNote) -> dict[str, Attribute]:
         "moiety.step.active_experts": step.active_experts,
         "moiety.step.balancedness": step.balancedness,
     }
-    return told | {name: value for name, value in known.items() if value is not None}
+    return attributes | {name: value for name, value in known.items() if value is not None}

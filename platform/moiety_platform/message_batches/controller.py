@@ -166,18 +166,18 @@ class MessageBatchController(Controller):
         bounds.on_change()
         return message_batch(batch, 0)
 
-    @get(opt=_described(), dependencies={"wanted": Provide(parse_page, sync_to_thread=False)})
+    @get(opt=_described(), dependencies={"list_request": Provide(parse_page, sync_to_thread=False)})
     async def list_message_batches(
         self,
         owner: AuthenticatedClient,
         message_batches: MessageBatchDependency,
-        wanted: NamedDependency[SkipValidation[ListRequest]],
+        list_request: NamedDependency[SkipValidation[ListRequest]],
     ) -> MessageBatchPage:
         """List the project's batches of messages, newest first."""
         own = select(Batch).where(Batch.project_id == owner.project_id, Batch.endpoint == MESSAGES_PATH)
         async with message_batches.database.read() as session:
-            found, has_more = await read_list(session, own, wanted, Batch.created_ms, Batch.id)
-            data = await views_of(session, found if wanted.newest_first else found[::-1])
+            found, has_more = await read_list(session, own, list_request, Batch.created_ms, Batch.id)
+            data = await views_of(session, found if list_request.newest_first else found[::-1])
         first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
         return {"data": data, "has_more": has_more, "first_id": first, "last_id": last}
 

@@ -36,7 +36,7 @@ class Account:
     cap_fell: bool = False  # the free part was granted under a higher cap
     full_until_s: float = float("-inf")  # until when `remaining` is trusted
     remaining: int | None = None  # left in the store; None before the store was queried
-    asked_s: float = float("-inf")  # when `remaining` was read
+    requested_s: float = float("-inf")  # when `remaining` was read
     is_new: bool = True  # the store has not reported this lease yet
     # the amount that each waiting request lacks
     waiters: dict[asyncio.Future[Grant], int] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class Account:
         """Record a grant to waiting requests. If little is left, larger amounts are not requested for FULL_S."""
         self.granted_s = now_s
         if grant is not None:
-            self.remaining, self.asked_s, self.full_until_s = grant.remaining, now_s, now_s + FULL_S
+            self.remaining, self.requested_s, self.full_until_s = grant.remaining, now_s, now_s + FULL_S
             if self.lease.meter is Meter.RATE:
                 self.lease.granted += grant.amount
 
@@ -128,7 +128,7 @@ class Account:
         if free > 0:
             left += free
         if lease.meter is Meter.RATE:
-            left += int((now_s - self.asked_s) * cap / 60)
+            left += int((now_s - self.requested_s) * cap / 60)
         return left if left < cap else cap
 
 

@@ -198,17 +198,17 @@ class QuotaKeeper:
             log.warning("quota_leases_left", reason=str(error), replica=self.replica_id)
 
     async def transact(
-        self, *, give_back: Callable[[Account], int] | None = None, asked_only: bool = False, renew_all: bool = True
+        self, *, give_back: Callable[[Account], int] | None = None, requested_only: bool = False, renew_all: bool = True
     ) -> None:
         """Run one round with the database.
 
-        It grants what waiting requests lack; unless `asked_only`, it also requests what will be lacking soon, gives
+        It grants what waiting requests lack; unless `requested_only`, it also requests what will be lacking soon, gives
         back what is idle (or what `give_back` returns) and reads limits again. It renews the leases that it touches, or
         all with `renew_all`. Raises Unavailable, also in the waiting requests.
         """
         asked, self._asked = self._asked, set()
         sent_s = self.clock.monotonic()
-        returned, low = ({}, {}) if asked_only else self._look_through(sent_s, give_back)
+        returned, low = ({}, {}) if requested_only else self._look_through(sent_s, give_back)
         waiters = {account: waiting for account in asked if (waiting := account.take_waiters())}
         wants = [Want(a.lease.window, min(w.values()), sum(w.values()), a.ahead) for a, w in waiters.items()]
         wants += [Want(account.lease.window, 0, 0, more) for account, more in low.items()]
@@ -216,7 +216,7 @@ class QuotaKeeper:
         reached = list(self._accounts) if renew_all else [*returned, *(want.window for want in wants)]
         renewed = self._leased(reached)
         seen = self._edits.now
-        stale = [] if asked_only else self._stale_scopes(sent_s)
+        stale = [] if requested_only else self._stale_scopes(sent_s)
         if not (wants or returned or renewed or stale):
             return
         begin = self.database.write if wants or returned or renewed else self.database.read
@@ -251,7 +251,7 @@ class QuotaKeeper:
         is_tick, is_due = now_s - self._counted_s >= self.tick_s, now_s - self._renewed_s >= self.ttl_s / 4
         if is_tick:
             self._count_use(now_s)
-        await self.transact(asked_only=not is_tick, renew_all=is_due)
+        await self.transact(requested_only=not is_tick, renew_all=is_due)
         if self._accounts:
             await self.quarantine.sweep()
 

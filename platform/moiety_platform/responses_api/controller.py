@@ -296,16 +296,16 @@ class ResponseController(Controller):
         owner: AuthenticatedClient,
         stored: StoredDependency,
         response_id: FromPath[str],
-        wanted: ListRequestDependency,
+        list_request: ListRequestDependency,
     ) -> InputItemList:
         """List the input items of a stored response, the latest first unless `order` is asc."""
         items = await stored.keeper.input_items(owner, response_id)
-        if wanted.newest_first:
+        if list_request.newest_first:
             items.reverse()
-        if wanted.after is not None:
-            items = _after(items, wanted.after)
-        shown = cast("list[Identified]", items[: wanted.limit])
-        return list_fields(shown, has_more=len(items) > wanted.limit)
+        if list_request.after is not None:
+            items = _after(items, list_request.after)
+        shown = cast("list[Identified]", items[: list_request.limit])
+        return list_fields(shown, has_more=len(items) > list_request.limit)
 
     @post(
         "/{response_id:str}/cancel",

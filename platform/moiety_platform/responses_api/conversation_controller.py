@@ -141,10 +141,10 @@ class ConversationController(Controller):
         owner: AuthenticatedClient,
         conversations: ConversationDependency,
         conversation_id: FromPath[str],
-        wanted: ListRequestDependency,
+        list_request: ListRequestDependency,
     ) -> ConversationItemList:
         """List the items of a conversation, the latest first unless `order` is asc."""
-        items, has_more = await conversations.keeper.page(owner, conversation_id, wanted)
+        items, has_more = await conversations.keeper.page(owner, conversation_id, list_request)
         return list_fields(cast("list[Identified]", items), has_more)
 
     @get(

@@ -84,11 +84,11 @@ class ConversationKeeper:
             found = await self._find(session, whose, conversation_id, locks=True)
             return await self._append(session, found, items)
 
-    async def page(self, whose: Principal, conversation_id: str, wanted: ListRequest) -> tuple[list[Item], bool]:
+    async def page(self, whose: Principal, conversation_id: str, list_request: ListRequest) -> tuple[list[Item], bool]:
         """Return a page of a conversation's items, and whether more follow. Raises NotFound or BadRequest."""
         async with self._database.read() as session:
             found = await self._find(session, whose, conversation_id)
-            return await self._store.page(session, found.id, wanted)
+            return await self._store.page(session, found.id, list_request)
 
     async def item(self, whose: Principal, conversation_id: str, item_id: str) -> Item:
         """Return one item of a conversation. Raises NotFound."""

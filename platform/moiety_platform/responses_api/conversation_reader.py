@@ -60,13 +60,13 @@ class ConversationReader:
 
         Raises NotFound, BadRequest, TooLarge or Unavailable.
         """
-        wanted = [item["id"] for item in items if item["type"] == REFERENCE]
-        if not wanted:
+        item_ids = [item["id"] for item in items if item["type"] == REFERENCE]
+        if not item_ids:
             return items
         known = {item["id"]: item for item in continued.items}
-        response_ids = {response_id_of(item_id) for item_id in wanted if item_id not in known} - {None}
+        response_ids = {response_id_of(item_id) for item_id in item_ids if item_id not in known} - {None}
         known |= await self.keeper.items_of_responses(whose, [one for one in response_ids if one is not None])
-        for item_id in wanted:
+        for item_id in item_ids:
             if item_id not in known:
                 raise NotFound(
                     f"there is no item {item_id[:64]!r} for this key; only items of responses that were created with "
@@ -74,8 +74,8 @@ class ConversationReader:
                     code="item_not_found",
                     param="input",
                 )
-        if len(set(wanted)) < len(wanted):  # a small request must not become a large conversation
-            twice = next(item_id for item_id in wanted if wanted.count(item_id) > 1)
+        if len(set(item_ids)) < len(item_ids):  # a small request must not become a large conversation
+            twice = next(item_id for item_id in item_ids if item_ids.count(item_id) > 1)
             raise BadRequest(
                 f"'input' refers to the item {twice[:64]!r} more than once; refer to it once", param="input"
             )

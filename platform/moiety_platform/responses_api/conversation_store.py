@@ -56,12 +56,12 @@ class ConversationStore:
         self, session: AsyncSession, project_id: str, conversation_id: str, *, locks: bool = False
     ) -> StoredConversation | None:
         """Return the project's conversation, locked on demand until the transaction ends."""
-        wanted = select(StoredConversation).where(
+        statement = select(StoredConversation).where(
             StoredConversation.id == conversation_id,
             StoredConversation.project_id == project_id,
             StoredConversation.expires_ms > self.now(),
         )
-        return (await session.scalars(wanted.with_for_update() if locks else wanted)).first()
+        return (await session.scalars(statement.with_for_update() if locks else statement)).first()
 
     async def lock(self, session: AsyncSession, conversation_id: str, response_id: str, lock_ms: int) -> bool:
         """Lock a conversation for a response, unless another one has it; return whether that succeeded."""
@@ -106,10 +106,10 @@ class ConversationStore:
 
     async def items(self, session: AsyncSession, conversation_id: str, before: int | None = None) -> list[Item]:
         """Return the items of a conversation in order, those before a position if it is given."""
-        wanted = select(ConversationItem.item).where(ConversationItem.conversation_id == conversation_id)
+        statement = select(ConversationItem.item).where(ConversationItem.conversation_id == conversation_id)
         if before is not None:
-            wanted = wanted.where(ConversationItem.position < before)
-        found = await session.scalars(wanted.order_by(ConversationItem.position))
+            statement = statement.where(ConversationItem.position < before)
+        found = await session.scalars(statement.order_by(ConversationItem.position))
         return [msgspec.json.decode(item) for item in found]
 
     async def item(self, session: AsyncSession, conversation_id: str, item_id: str) -> Item | None:
@@ -117,18 +117,20 @@ class ConversationStore:
         found = await session.scalar(select(ConversationItem.item).where(*_one(conversation_id, item_id)))
         return None if found is None else msgspec.json.decode(found)
 
-    async def page(self, session: AsyncSession, conversation_id: str, wanted: ListRequest) -> tuple[list[Item], bool]:
+    async def page(
+        self, session: AsyncSession, conversation_id: str, list_request: ListRequest
+    ) -> tuple[list[Item], bool]:
         """Return the requested page of a conversation's items, and whether more follow. Raises BadRequest."""
         place = ConversationItem.position
         rows = select(ConversationItem.item).where(ConversationItem.conversation_id == conversation_id)
-        if wanted.after is not None:
-            last = await session.scalar(select(place).where(*_one(conversation_id, wanted.after)))
+        if list_request.after is not None:
+            last = await session.scalar(select(place).where(*_one(conversation_id, list_request.after)))
             if last is None:
                 raise BadRequest("'after' must be the id of an item in this list", param="after")
-            rows = rows.where(place < last if wanted.newest_first else place > last)
-        rows = rows.order_by(place.desc() if wanted.newest_first else place.asc()).limit(wanted.limit + 1)
+            rows = rows.where(place < last if list_request.newest_first else place > last)
+        rows = rows.order_by(place.desc() if list_request.newest_first else place.asc()).limit(list_request.limit + 1)
         found = [msgspec.json.decode(item) for item in await session.scalars(rows)]
-        return found[: wanted.limit], len(found) > wanted.limit
+        return found[: list_request.limit], len(found) > list_request.limit
 
     async def delete_item(self, session: AsyncSession, conversation: StoredConversation, item_id: str) -> bool:
         """Delete an item of a locked conversation, and return whether it existed."""

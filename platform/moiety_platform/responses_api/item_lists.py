@@ -27,5 +27,5 @@ def parse_item_list(
     return parse_list(limit, after, order, default_limit=DEFAULT_LIST, max_limit=MAX_LIST)
 
 
-ITEM_LIST = {"wanted": Provide(parse_item_list, sync_to_thread=False)}
-"""Dependencies of the handlers that take `wanted` as ListRequestDependency."""
+ITEM_LIST = {"list_request": Provide(parse_item_list, sync_to_thread=False)}
+"""Dependencies of the handlers that take `list_request` as ListRequestDependency."""

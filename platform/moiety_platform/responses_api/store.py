@@ -73,15 +73,15 @@ class ResponseStore:
 
     async def find(self, session: AsyncSession, whose: Principal, response_id: str) -> StoredResponse | None:
         """Return the response if it is visible to the key."""
-        wanted = select(StoredResponse).where(StoredResponse.id == _possible(response_id), *self._visible(whose))
-        return (await session.scalars(wanted)).first()
+        statement = select(StoredResponse).where(StoredResponse.id == _possible(response_id), *self._visible(whose))
+        return (await session.scalars(statement)).first()
 
     async def find_all(
         self, session: AsyncSession, whose: Principal, response_ids: Collection[str]
     ) -> Sequence[StoredResponse]:
         """Return those of the responses that are visible to the key."""
-        wanted = select(StoredResponse).where(StoredResponse.id.in_(response_ids), *self._visible(whose))
-        return (await session.scalars(wanted)).all()
+        statement = select(StoredResponse).where(StoredResponse.id.in_(response_ids), *self._visible(whose))
+        return (await session.scalars(statement)).all()
 
     async def total_bytes(self, session: AsyncSession, whose: Principal, response_ids: Collection[str]) -> int:
         """Return the size of those of the responses that are visible to the key."""
@@ -105,8 +105,8 @@ class ResponseStore:
             .join(earlier, StoredResponse.id == earlier.c.previous_id)
             .where(*self._visible(whose))
         )
-        wanted = select(StoredResponse).join(earlier, StoredResponse.id == earlier.c.id)
-        found = (await session.scalars(wanted.order_by(earlier.c.distance.desc()))).all()
+        statement = select(StoredResponse).join(earlier, StoredResponse.id == earlier.c.id)
+        found = (await session.scalars(statement.order_by(earlier.c.distance.desc()))).all()
         return found if found and found[0].previous_id is None else ()
 
     async def delete(self, session: AsyncSession, whose: Principal, response_id: str) -> bool:
@@ -166,8 +166,10 @@ class ResponseStore:
     async def run_state(self, session: AsyncSession, whose: Principal, response_id: str) -> RunState | None:
         """Return the progress of a response that is visible to the key."""
         until, now = StoredResponse.running_until_ms, self.now()
-        wanted = select(until.is_not(None), until < now, StoredResponse.num_events, StoredResponse.num_bytes)
-        found = await session.execute(wanted.where(StoredResponse.id == _possible(response_id), *self._visible(whose)))
+        statement = select(until.is_not(None), until < now, StoredResponse.num_events, StoredResponse.num_bytes)
+        found = await session.execute(
+            statement.where(StoredResponse.id == _possible(response_id), *self._visible(whose))
+        )
         row = found.first()
         return None if row is None else RunState(bool(row[0]), bool(row[1]), row[2], row[3])
 
@@ -206,9 +208,9 @@ class ResponseStore:
     ) -> list[EventChunk]:
         """Return stored chunks with the event of this sequence number and later ones, in order."""
         last_number = StoredEvents.first_number + StoredEvents.num_events
-        wanted = select(StoredEvents.first_number, StoredEvents.num_events, StoredEvents.events)
-        wanted = wanted.where(StoredEvents.response_id == response_id, last_number > number)
-        found = await session.execute(wanted.order_by(StoredEvents.first_number).limit(limit))
+        statement = select(StoredEvents.first_number, StoredEvents.num_events, StoredEvents.events)
+        statement = statement.where(StoredEvents.response_id == response_id, last_number > number)
+        found = await session.execute(statement.order_by(StoredEvents.first_number).limit(limit))
         return [EventChunk(*row) for row in found]
 
     async def num_stored_events(self, session: AsyncSession, response_id: str) -> int:

@@ -98,7 +98,7 @@ class CircuitBreaker:
         """Return the seconds for which it stays open; 0 where it is not open."""
         return 0.0 if self._until_s is None else max(0.0, self._until_s - now_s)
 
-    def was_told_to_wait(self, now_s: float) -> bool:
+    def has_retry_after(self, now_s: float) -> bool:
         """Return whether it is open because of the replica's own Retry-After."""
         return self._was_told and self.state(now_s) is BreakerState.OPEN
 
@@ -235,7 +235,7 @@ class ReplicaBreakers:
         now_s = self.clock.monotonic()
         breakers = {state.address: self._breakers.get(state.address) for state in able}
         open_for_s = {at: 0.0 if one is None else one.open_for_s(now_s) for at, one in breakers.items()}
-        told = {at for at, one in breakers.items() if one is not None and one.was_told_to_wait(now_s)}
+        told = {at for at, one in breakers.items() if one is not None and one.has_retry_after(now_s)}
         left = [state for state in able if state.address not in told]
         if not left:
             wait_s = math.ceil(min(open_for_s.values()))

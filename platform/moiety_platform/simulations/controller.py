@@ -101,28 +101,28 @@ class SimulationController(Controller):
             return await store.find(session, simulation_id)
 
 
-def check(asked: NewSimulation) -> None:
+def check(request: NewSimulation) -> None:
     """Check the request. Raises BadRequest."""
     for name, (low, high) in _BOUNDS.items():
-        if not low <= getattr(asked, name) <= high:
+        if not low <= getattr(request, name) <= high:
             raise BadRequest(f"'{name}' must be from {low:g} to {high:g}.", param=name)
-    if asked.policy not in POLICIES:
+    if request.policy not in POLICIES:
         raise BadRequest(f"'policy' must be one of: {', '.join(POLICIES)}.", param="policy")
-    if (asked.device is None) == (asked.engine_id is None):
+    if (request.device is None) == (request.engine_id is None):
         raise BadRequest(
             "Give either 'device' or 'engine_id': what a step takes is known of one of them.", param="device"
         )
-    if asked.device is not None and asked.device not in DEVICES:
+    if request.device is not None and request.device not in DEVICES:
         raise BadRequest(f"'device' must be one of: {', '.join(DEVICES)}.", param="device")
-    spec = asked.generate
+    spec = request.generate
     if spec is not None and not (spec.isprintable() and 0 < len(spec) <= MAX_SPEC_LENGTH):
         raise BadRequest(f"'generate' must have 1 to {MAX_SPEC_LENGTH} printable characters.", param="generate")
 
 
-def changed(now: Mapping[str, ClassTerms], asked: NewSimulation) -> dict[str, ClassTerms]:
+def changed(now: Mapping[str, ClassTerms], request: NewSimulation) -> dict[str, ClassTerms]:
     """Return the classes with the requested changes. Raises BadRequest like the change itself."""
     then = dict(now)
-    for name, change in asked.classes.items():
+    for name, change in request.classes.items():
         if name not in now:
             raise BadRequest(f"There is no class {name[:32]!r}; there are: {', '.join(sorted(now))}.", param="classes")
         then[name] = apply_change(now[name], change)

@@ -37,7 +37,7 @@ log = structlog.get_logger(__name__)
 class Plan:
     """Parameters of a simulation. `device` is a preset's name, or the contents of a device file of the simulator."""
 
-    asked: NewSimulation
+    request: NewSimulation
     device: str | Mapping[str, Any]
     now: Side
     then: Side
@@ -57,7 +57,7 @@ class Simulations:
         """Start a simulation and return its id. Raises Conflict while one runs, and Unavailable."""
         simulation_id = new_id("sim")
         async with self._database.write() as session:
-            began_ms = await store.claim(session, simulation_id, msgspec.to_builtins(plan.asked))
+            began_ms = await store.claim(session, simulation_id, msgspec.to_builtins(plan.request))
         task = asyncio.create_task(self._run(simulation_id, plan, datetime.fromtimestamp(began_ms / 1000, UTC)))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -123,17 +123,21 @@ class Simulations:
 
     async def _arrivals(self, plan: Plan, until: datetime, folder: Path) -> tuple[Traffic, list[str]]:
         """Return the traffic, and the simulator's options for it."""
-        asked = plan.asked
-        if asked.generate is not None:
-            return Traffic(), [f"--generate={asked.generate}", "--duration-s", str(min(DRAWN_S, 60 * asked.minutes))]
+        request = plan.request
+        if request.generate is not None:
+            return Traffic(), [
+                f"--generate={request.generate}",
+                "--duration-s",
+                str(min(DRAWN_S, 60 * request.minutes)),
+            ]
         trace = folder / "traffic.csv"
-        since = until - timedelta(minutes=asked.minutes)
-        traffic = await write_traffic(self._database, since, until, asked.model, trace)
+        since = until - timedelta(minutes=request.minutes)
+        traffic = await write_traffic(self._database, since, until, request.model, trace)
         if unknown := traffic.classes - plan.now.classes.keys():
             raise SimulationProblem(f"there are requests of classes that are gone: {', '.join(sorted(unknown))}")
         return traffic, ["--trace", str(trace)]
 
-    async def _finish(self, simulation_id: str, state: str, **told: Any) -> None:
+    async def _finish(self, simulation_id: str, state: str, **fields: Any) -> None:
         with contextlib.suppress(Unavailable):  # then it counts as dead
             async with self._database.write() as session:
-                await store.finish(session, simulation_id, state, **told)
+                await store.finish(session, simulation_id, state, **fields)

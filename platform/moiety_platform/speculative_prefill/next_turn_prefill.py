@@ -54,7 +54,7 @@ class _Turn:
 
     record: RequestRecord
     run: InferenceRun
-    asked: Conversation
+    conversation: Conversation
     output_ids: list[int]
     client: EngineClient
 
@@ -117,11 +117,11 @@ class NextTurnPrefill:
 
     async def _submit_of(self, turn: _Turn) -> Submit | None:
         """Return the request for the engine, or None if the next turns share no prefix."""
-        record, run, asked = turn.record, turn.run, turn.asked
+        record, run, conversation = turn.record, turn.run, turn.conversation
         asked_ids, output_ids = run.prompts[0], turn.output_ids
         assert record.generation is not None and record.chosen is not None, "it was answered"
         answer = await run.text.read_answer(record.generation, run.prompts, output_ids)
-        first, second = await run.text.encode(next_turns(asked, answer))
+        first, second = await run.text.encode(next_turns(conversation, answer))
         prompt_ids = first[: num_shared(first, second)]
         before = [*asked_ids, *output_ids]
         shared = num_shared(prompt_ids, before)
@@ -206,12 +206,18 @@ def _turn_of(record: RequestRecord, run: InferenceRun) -> _Turn | None:
     generation = record.generation
     if generation is None or record.num_sequences != 1 or generation.cache_salt:
         return None
-    (asked,), output_ids = generation.prompts, run.whole_answer()
+    (conversation,), output_ids = generation.prompts, run.whole_answer()
     is_adapted = record.base_model != record.served_model
-    if not isinstance(asked, Conversation) or asked.prefill or output_ids is None or is_adapted or asked.images:
+    if (
+        not isinstance(conversation, Conversation)
+        or conversation.prefill
+        or output_ids is None
+        or is_adapted
+        or conversation.images
+    ):
         return None
     client = next((client for client, _ in reversed(record.sequences) if _prefills_ahead(client.state.card)), None)
-    return None if client is None else _Turn(record, run, asked, output_ids, client)
+    return None if client is None else _Turn(record, run, conversation, output_ids, client)
 
 
 def _prefills_ahead(card: ModelCard | None) -> bool:
@@ -224,7 +230,7 @@ def _habit_of(turn: _Turn, answer: Parts) -> str:
 
     It combines API key, number of turns so far, and whether the answer has tool calls.
     """
-    depth = sum(message["role"] == "assistant" for message in turn.asked.messages)
+    depth = sum(message["role"] == "assistant" for message in turn.conversation.messages)
     kind = "call" if has_called(answer) else "turn"
     return f"{turn.record.principal.root_key_id}:{kind}:{min(depth, MAX_DEPTH)}"
 

@@ -19,7 +19,7 @@ _CALL_ID = "call_0"
 _WORDS = ("A", "7")  # two messages without a common prefix
 
 
-def next_turns(asked: Conversation, answer: Parts) -> tuple[Conversation, Conversation]:
+def next_turns(conversation: Conversation, answer: Parts) -> tuple[Conversation, Conversation]:
     """Return the conversation's next turn with two different messages.
 
     After tool calls the message is the result of the first call. Reasoning is omitted, as clients and templates do.
@@ -36,7 +36,7 @@ def next_turns(asked: Conversation, answer: Parts) -> tuple[Conversation, Conver
             }
             for index, call in enumerate(calls)
         ]
-    first, second = (_with(asked, said, word, has_called=bool(calls)) for word in _WORDS)
+    first, second = (_with(conversation, said, word, has_called=bool(calls)) for word in _WORDS)
     return first, second
 
 
@@ -52,8 +52,8 @@ def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
     return min(len(one), len(other))
 
 
-def _with(asked: Conversation, said: dict[str, Any], word: str, *, has_called: bool) -> Conversation:
+def _with(conversation: Conversation, said: dict[str, Any], word: str, *, has_called: bool) -> Conversation:
     new = {"role": "user", "content": word}
     if has_called:
         new = {"role": "tool", "content": word, "tool_call_id": _CALL_ID}
-    return msgspec.structs.replace(asked, messages=(*asked.messages, said, new))
+    return msgspec.structs.replace(conversation, messages=(*conversation.messages, said, new))

@@ -56,7 +56,7 @@ def run_trace_store(source: SettingsSource[TraceSettings]) -> None:
 
 async def _serve(source: SettingsSource[TraceSettings], listener: socket.socket) -> None:
     live = LiveSettings(source.first)
-    live.follow(["log_level"], lambda wanted: set_log_level(wanted.log_level))
+    live.follow(["log_level"], lambda settings: set_log_level(settings.log_level))
     async with build_app(source.first, live=live) as app:
         assert not live.unfollowed, live.unfollowed
         told = ReloadMetrics(app.registry)
@@ -109,15 +109,15 @@ async def build_app(
     retention = RetentionService(owner, database, jobs, counts, interval_s=settings.retention_interval_s, now=now)
     app = TraceApp(tokens_of(settings), writer, store, registry, settings.traces_max_body_bytes)
 
-    def use(wanted: TraceSettings) -> None:
-        app.tokens, app.max_body_bytes = tokens_of(wanted), wanted.traces_max_body_bytes
-        writer.max_spans = wanted.traces_queue_spans
+    def use(settings: TraceSettings) -> None:
+        app.tokens, app.max_body_bytes = tokens_of(settings), settings.traces_max_body_bytes
+        writer.max_spans = settings.traces_queue_spans
 
     if live is not None:
         live.follow(["traces_token", "traces_untrusted_token", "traces_max_body_bytes", "traces_queue_spans"], use)
         live.follow(
             ["keep_traces_days", "retention_interval_s"],
-            lambda wanted: retention.use(retention_jobs_of(wanted, now), wanted.retention_interval_s),
+            lambda settings: retention.use(retention_jobs_of(settings, now), settings.retention_interval_s),
         )
     await writer.start()
     await retention.start()

@@ -87,9 +87,9 @@ async def reading(traces: Database) -> AsyncIterator[AsyncSession]:
         ) from error
 
 
-async def find_traces(session: AsyncSession, wanted: TraceFilter, page: PageRequest) -> TracePage:
+async def find_traces(session: AsyncSession, trace_filter: TraceFilter, page: PageRequest) -> TracePage:
     """Return a page of traces, newest first."""
-    statement = select(TraceRecord).where(*wanted.conditions())
+    statement = select(TraceRecord).where(*trace_filter.conditions())
     records, next_cursor = await read_page(
         session, statement, page, TraceRecord.started_at, TraceRecord.span_id, newest_first=True
     )

@@ -75,13 +75,13 @@ class UsageController(Controller):
 
     path = "/usage"
     tags = ("usage",)
-    dependencies = {"wanted": Provide(parse_filter, sync_to_thread=False)}  # noqa: RUF012  read by the framework only
+    dependencies = {"usage_filter": Provide(parse_filter, sync_to_thread=False)}  # noqa: RUF012  read by the framework only
 
     @get(opt=needs(READ_USAGE))
     async def sum_usage(
         self,
         database: NamedDependency[Database],
-        wanted: UsageFilterDependency,
+        usage_filter: UsageFilterDependency,
         group_by: Groups = None,
     ) -> UsageReport:
         """Sum usage by tenant, project, key, model, service_class, hour, end_user and tag:NAME, in any combination.
@@ -92,7 +92,7 @@ class UsageController(Controller):
         grouping = parse_grouping(group_by)
         async with database.read() as session:
             await hold_still(session)
-            return await sum_usage(session, wanted, grouping)
+            return await sum_usage(session, usage_filter, grouping)
 
     @get("/minutes", opt=needs(READ_USAGE))
     async def sum_minutes(
@@ -115,25 +115,25 @@ class UsageController(Controller):
         if not 1 <= size <= MAX_STEP:
             raise BadRequest(f"'step' must be from 1 to {MAX_STEP} minutes, not {size}.", param="step")
         period = parse_time_span(now, since or (now - HOUR).isoformat(), until)
-        wanted = UsageFilter(
+        usage_filter = UsageFilter(
             max(period.since, now - timedelta(hours=KEPT_HOURS)),
             period.until,
             tenant_id=parse_text(tenant_id, "tenant_id"),
             service_class=parse_text(service_class, "service_class"),
         )
         async with database.read() as session:
-            return await sum_minutes(session, wanted, grouping, size)
+            return await sum_minutes(session, usage_filter, grouping, size)
 
     @get("/requests", opt=needs(READ_USAGE))
     async def list_requests(
         self,
         database: NamedDependency[Database],
         page: PageRequestDependency,
-        wanted: UsageFilterDependency,
+        usage_filter: UsageFilterDependency,
         outcome: Filter = None,
     ) -> RequestPage:
         """List single requests, newest first."""
-        of_outcome = replace(wanted, outcome=parse_text(outcome, "outcome"))
+        of_outcome = replace(usage_filter, outcome=parse_text(outcome, "outcome"))
         async with database.read() as session:
             return await list_requests(session, of_outcome, page)
 

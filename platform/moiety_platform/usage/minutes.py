@@ -88,13 +88,15 @@ def parse_groups(text: str | None) -> tuple[str, ...]:
     return names
 
 
-async def sum_minutes(session: AsyncSession, wanted: UsageFilter, grouping: Sequence[str], step: int) -> MinuteReport:
+async def sum_minutes(
+    session: AsyncSession, usage_filter: UsageFilter, grouping: Sequence[str], step: int
+) -> MinuteReport:
     """Return sums over steps of `step` minutes, by group. Deleted minutes are missing."""
-    table, first, last = UsageMinute, _minute(wanted.since), _minute(wanted.until)
+    table, first, last = UsageMinute, _minute(usage_filter.since), _minute(usage_filter.until)
     slot = ((table.minute - first) // step).label("slot")
     keys: list[Any] = [getattr(table, _COLUMNS[name]) for name in grouping]
     in_time = table.minute >= first, table.minute <= last
-    statement = select(slot, *keys, *_totals()).where(*in_time, *wanted.conditions(table))
+    statement = select(slot, *keys, *_totals()).where(*in_time, *usage_filter.conditions(table))
     statement = statement.group_by(slot, *keys).order_by(slot, *keys).limit(MAX_SUMS + 1)
     rows = (await session.execute(statement)).all()
     names = await find_names(session, grouping, [row[1:] for row in rows[:MAX_SUMS]])
@@ -106,7 +108,7 @@ async def sum_minutes(session: AsyncSession, wanted: UsageFilter, grouping: Sequ
         )
         for row in rows[:MAX_SUMS]
     ]
-    return MinuteReport(_EPOCH + first * _MINUTE, wanted.until, step, sums, truncated=len(rows) > MAX_SUMS)
+    return MinuteReport(_EPOCH + first * _MINUTE, usage_filter.until, step, sums, truncated=len(rows) > MAX_SUMS)
 
 
 async def purge_minutes(session: AsyncSession, before: datetime) -> int:

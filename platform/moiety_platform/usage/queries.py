@@ -108,7 +108,7 @@ def _is_grouping(name: str) -> bool:
     return name in GROUPINGS or (name.startswith(TAG_PREFIX) and is_tag_name(name.removeprefix(TAG_PREFIX)))
 
 
-async def sum_usage(session: AsyncSession, wanted: UsageFilter, grouping: Sequence[str]) -> UsageReport:
+async def sum_usage(session: AsyncSession, usage_filter: UsageFilter, grouping: Sequence[str]) -> UsageReport:
     """Return sums per group, the groups with most output tokens first; by time if grouped by the hour.
 
     Whole days and hours come from their sums, so that a long time costs no more than its days; the rest is added up.
@@ -117,13 +117,13 @@ async def sum_usage(session: AsyncSession, wanted: UsageFilter, grouping: Sequen
     (`hold_still`): it reads which days have sums before it reads these.
     """
     columns, dialect = [_COLUMNS.get(name, name) for name in grouping], session.get_bind().dialect.name
-    if wanted.is_attributed or any(name == "end_user" or name.startswith(TAG_PREFIX) for name in grouping):
-        _check_span(wanted)
-        in_time = and_(UsageRecord.started_at >= wanted.since, UsageRecord.started_at < wanted.until)
-        source = _rows(dialect, wanted, in_time, columns).subquery()
+    if usage_filter.is_attributed or any(name == "end_user" or name.startswith(TAG_PREFIX) for name in grouping):
+        _check_span(usage_filter)
+        in_time = and_(UsageRecord.started_at >= usage_filter.since, UsageRecord.started_at < usage_filter.until)
+        source = _rows(dialect, usage_filter, in_time, columns).subquery()
     else:
-        days = None if "hour" in grouping else await longest_done(session, *wanted.whole_hours)
-        source = _source(dialect, wanted, columns, days)
+        days = None if "hour" in grouping else await longest_done(session, *usage_filter.whole_hours)
+        source = _source(dialect, usage_filter, columns, days)
     keys = [source.c[name] for name in columns]
     statement = select(*keys, *_sums(source))
     if keys:
@@ -138,14 +138,16 @@ async def sum_usage(session: AsyncSession, wanted: UsageFilter, grouping: Sequen
     groups = [
         UsageGroup(group=names.label_all(grouping, row), totals=_totals(row[len(keys) :])) for row in rows[:MAX_GROUPS]
     ]
-    return UsageReport(since=wanted.since, until=wanted.until, data=groups, truncated=len(rows) > MAX_GROUPS)
+    return UsageReport(
+        since=usage_filter.since, until=usage_filter.until, data=groups, truncated=len(rows) > MAX_GROUPS
+    )
 
 
-async def list_requests(session: AsyncSession, wanted: UsageFilter, page: PageRequest) -> RequestPage:
+async def list_requests(session: AsyncSession, usage_filter: UsageFilter, page: PageRequest) -> RequestPage:
     """Return a page of single requests, newest first."""
-    in_time = UsageRecord.started_at >= wanted.since, UsageRecord.started_at < wanted.until
+    in_time = UsageRecord.started_at >= usage_filter.since, UsageRecord.started_at < usage_filter.until
     is_request = UsageRecord.endpoint != SPECULATIVE_PREFILL
-    conditions = wanted.row_conditions(session.get_bind().dialect.name)
+    conditions = usage_filter.row_conditions(session.get_bind().dialect.name)
     statement = select(UsageRecord).where(*in_time, is_request, *conditions)
     records, next_cursor = await read_page(
         session, statement, page, UsageRecord.started_at, UsageRecord.request_id, newest_first=True
@@ -185,23 +187,28 @@ def _floor(moment: datetime) -> datetime:
     return moment.astimezone(UTC).replace(minute=0, second=0, microsecond=0)
 
 
-def _source(dialect: str, wanted: UsageFilter, keys: Sequence[str], days: Span | None) -> Subquery:
+def _source(dialect: str, usage_filter: UsageFilter, keys: Sequence[str], days: Span | None) -> Subquery:
     """Return the rows to add up.
 
     These are the sums of the days and of the whole hours around them, and single requests at both ends.
     """
-    start, end = wanted.whole_hours
+    start, end = usage_filter.whole_hours
     started = UsageRecord.started_at
     if start >= end:
-        return _rows(dialect, wanted, and_(started >= wanted.since, started < wanted.until)).subquery()
-    before, after = and_(started >= wanted.since, started < start), and_(started >= end, started < wanted.until)
-    parts = [_rows(dialect, wanted, before), _rows(dialect, wanted, after)]
+        return _rows(
+            dialect, usage_filter, and_(started >= usage_filter.since, started < usage_filter.until)
+        ).subquery()
+    before, after = (
+        and_(started >= usage_filter.since, started < start),
+        and_(started >= end, started < usage_filter.until),
+    )
+    parts = [_rows(dialect, usage_filter, before), _rows(dialect, usage_filter, after)]
     if days is None:
-        parts.append(_summed(dialect, wanted, UsageHour.hour, start, end))
+        parts.append(_summed(dialect, usage_filter, UsageHour.hour, start, end))
     else:
-        parts.append(_summed(dialect, wanted, UsageHour.hour, start, days[0]))
-        parts.append(_summed(dialect, wanted, UsageDay.day, *days))
-        parts.append(_summed(dialect, wanted, UsageHour.hour, days[1], end))
+        parts.append(_summed(dialect, usage_filter, UsageHour.hour, start, days[0]))
+        parts.append(_summed(dialect, usage_filter, UsageDay.day, *days))
+        parts.append(_summed(dialect, usage_filter, UsageHour.hour, days[1], end))
     return union_all(*(_added_up(part, keys) for part in parts)).subquery()
 
 
@@ -212,8 +219,8 @@ def _added_up(part: Select[Any], keys: Sequence[str]) -> Select[Any]:
     return select(*(of[name] for name in keys), *sums).group_by(*(of[name] for name in keys))
 
 
-def _check_span(wanted: UsageFilter) -> None:
-    if wanted.until - wanted.since > MAX_ATTRIBUTED_SPAN + timedelta(minutes=1):
+def _check_span(usage_filter: UsageFilter) -> None:
+    if usage_filter.until - usage_filter.since > MAX_ATTRIBUTED_SPAN + timedelta(minutes=1):
         raise BadRequest(
             f"A report by end user or tag may span {MAX_ATTRIBUTED_SPAN.days} days; ask for a shorter time, or for "
             "several.",
@@ -228,7 +235,9 @@ def _tag(dialect: str, name: str) -> ColumnElement[str]:
     return value
 
 
-def _rows(dialect: str, wanted: UsageFilter, in_time: ColumnElement[bool], columns: Sequence[str] = ()) -> Select[Any]:
+def _rows(
+    dialect: str, usage_filter: UsageFilter, in_time: ColumnElement[bool], columns: Sequence[str] = ()
+) -> Select[Any]:
     """Select requests in the form in which they are added to hours, with further columns of single requests."""
     row = UsageRecord
     tags = (name for name in columns if name.startswith(TAG_PREFIX))
@@ -257,18 +266,18 @@ def _rows(dialect: str, wanted: UsageFilter, in_time: ColumnElement[bool], colum
         row.speculative_tokens.label("speculative_tokens"),
         row.speculative_used_tokens.label("speculative_used_tokens"),
         *more,
-    ).where(in_time, *wanted.row_conditions(dialect))
+    ).where(in_time, *usage_filter.row_conditions(dialect))
 
 
 def _summed(
-    dialect: str, wanted: UsageFilter, moment: InstrumentedAttribute[datetime], start: datetime, end: datetime
+    dialect: str, usage_filter: UsageFilter, moment: InstrumentedAttribute[datetime], start: datetime, end: datetime
 ) -> Select[Any]:
     """Select sums of hours or days, with the same columns; the hour of a day's sums is meaningless."""
     table: Any = moment.class_
     sums = [column for column in table.__table__.columns if not column.primary_key]
     keys = [getattr(table, name) for name in _KEYS]
     in_time = moment >= start, moment < end
-    return select(_hour(dialect, moment).label("hour"), *keys, *sums).where(*in_time, *wanted.conditions(table))
+    return select(_hour(dialect, moment).label("hour"), *keys, *sums).where(*in_time, *usage_filter.conditions(table))
 
 
 def _hour(dialect: str, moment: Any) -> ColumnElement[str]:

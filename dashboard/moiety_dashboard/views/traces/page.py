@@ -90,11 +90,11 @@ def _choice(
     return shown
 
 
-def draw_found(client: AdminClient, wanted: Mapping[str, Any], names: Mapping[str, str]) -> None:
-    searched = {name: value for name, value in wanted.items() if name != "since"}
+def draw_found(client: AdminClient, trace_filter: Mapping[str, Any], names: Mapping[str, str]) -> None:
+    searched = {name: value for name, value in trace_filter.items() if name != "since"}
     position = st.session_state.get(POSITION)
     cursor = position[1] if position is not None and position[0] == searched else None
-    answer = client.get("/traces", limit=LIMIT, cursor=cursor, **wanted)
+    answer = client.get("/traces", limit=LIMIT, cursor=cursor, **trace_filter)
     frame = found_frame(answer.data["data"], names)
     classes = colours.of_classes(sorted(set(frame["class"])))
     with panels.panel("Requests", "with a stored trace", [answer], key="traces", frame=frame):

@@ -9,7 +9,7 @@ import msgspec
 
 from moiety_platform.batches.answers import answered, refused
 from moiety_platform.batches.endpoints import ENDPOINTS, BatchEndpoint
-from moiety_platform.batches.input_lines import RawLine, decode_asked, read_line
+from moiety_platform.batches.input_lines import RawLine, decode_body_of_line, read_line
 from moiety_platform.classes.terms import ChosenClass
 from moiety_platform.cli.offline.work import MAX_JSON_DEPTH, MAX_LINE_BYTES, Work
 from moiety_platform.embeddings.answers import answer_pieces
@@ -140,7 +140,7 @@ async def ask(work: Work, data: bytes, card: ModelCard, text: ModelText) -> Offl
             message = f"'url' is {line.url[:64]!r}; it must be one of {', '.join(OFFLINE_ENDPOINTS)}"
             raise BadRequest(message, param="url", code="mismatched_endpoint")
         prefix = endpoint.id_prefix
-        body = decode_asked(endpoint, bytes(line.body), MAX_JSON_DEPTH, DEFAULT_SHAPE)
+        body = decode_body_of_line(endpoint, bytes(line.body), MAX_JSON_DEPTH, DEFAULT_SHAPE)
         generation = body.generation()
         if generation.model != card.model:
             message = f"this run serves {card.model!r}, not {generation.model[:256]!r}; change the line, or give --name"
