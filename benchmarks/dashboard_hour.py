@@ -36,7 +36,7 @@ from moiety_platform.db.session import Database
 from moiety_platform.quota.kinds import LimitKind, Unit, window_start
 from moiety_platform.quota.lease import Charge, WindowId
 from moiety_platform.quota.models import Quota
-from moiety_platform.quota.store import LeaseStore, Want
+from moiety_platform.quota.store import LeaseRequest, LeaseStore
 from moiety_platform.usage.row import UsageRow
 from moiety_platform.usage.store import insert_rows
 
@@ -208,7 +208,7 @@ async def store(url: str, rows: list[UsageRow]) -> None:
         async with database.write() as session:
             quotas = list(await session.scalars(select(Quota)))
             rows = [charged(row, quotas) for row in rows]
-            wants = [Want(window, 1, amount, 0) for window, amount in sums_of(rows).items()]
+            wants = [LeaseRequest(window, 1, amount, 0) for window, amount in sums_of(rows).items()]
             await LeaseStore(GATEWAY, 20.0).exchange(session, {}, wants, lambda lacking, *_: lacking)
         for first in range(0, len(rows), BATCH):
             async with database.write() as session:

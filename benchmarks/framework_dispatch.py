@@ -21,7 +21,7 @@ from typing import Any
 from litestar import Litestar, Request, post
 from litestar.types import ASGIApp, Receive, Scope, Send
 
-from moiety_platform.allowed_methods import tell_allowed_methods
+from moiety_platform.allowed_methods import add_allow_header
 from moiety_platform.app import EXCEPTION_HANDLERS, BoundedRequest
 from moiety_platform.bench.environment import describe_environment
 from moiety_platform.direct import DIRECT, GatewayApp
@@ -57,7 +57,7 @@ def make_app(answer: ASGIApp) -> GatewayApp:
         route_handlers=[create],
         exception_handlers=EXCEPTION_HANDLERS,
         guards=[guard_query],
-        before_send=[add_request_id, tell_allowed_methods],
+        before_send=[add_request_id, add_allow_header],
         openapi_config=None,
         request_class=BoundedRequest,
         logging_config=None,

@@ -54,7 +54,7 @@ from moiety_platform.db.session import Database  # noqa: E402
 from moiety_platform.quota.kinds import LimitKind, Unit, window_start  # noqa: E402
 from moiety_platform.quota.lease import Charge, WindowId  # noqa: E402
 from moiety_platform.quota.models import Quota  # noqa: E402
-from moiety_platform.quota.store import LeaseStore, Want, book  # noqa: E402
+from moiety_platform.quota.store import LeaseRequest, LeaseStore, book  # noqa: E402
 from moiety_platform.trace_store.models import SpanRecord, TraceRecord  # noqa: E402
 from moiety_platform.usage.ledger import add_to_hours  # noqa: E402
 from moiety_platform.usage.minutes import MINUTES  # noqa: E402
@@ -171,7 +171,7 @@ class Seeder:
                 if LimitKind(quota.kind).period is not None
                 and (amount := self._used[quota.scope_id, LimitKind(quota.kind).unit])
             ]
-            wants = [Want(charge.window, 1, charge.amount, 0) for charge in charges]
+            wants = [LeaseRequest(charge.window, 1, charge.amount, 0) for charge in charges]
             await LeaseStore(GATEWAY, 20.0).exchange(session, {}, wants, lambda lacking, *_: lacking)
             await book(session, charges)
 

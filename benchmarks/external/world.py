@@ -12,7 +12,7 @@ import httpx
 import openai
 
 from external.processes import Server
-from moiety_platform.external_engines.figures import ExternalFigures, read_figures
+from moiety_platform.external_engines.metrics import ExternalMetrics, read_metrics
 
 CALL_S = 120.0
 
@@ -44,9 +44,9 @@ class World:
         """Client that connects to the server without the gateway."""
         return openai.AsyncOpenAI(base_url=f"{self.server.url}/v1", api_key="none", max_retries=0)
 
-    async def figures(self) -> ExternalFigures:
+    async def figures(self) -> ExternalMetrics:
         text = (await self._http.get(f"{self.server.url}/metrics")).text
-        figures = read_figures(self.server.kind, text)
+        figures = read_metrics(self.server.kind, text)
         assert figures is not None, "the server has metrics"
         return figures
 

@@ -9,7 +9,7 @@ import streamlit as st
 from streamlit.navigation.page import StreamlitPage
 
 from moiety_dashboard import panels, session
-from moiety_dashboard.client import ApiRefused, GatewayAway, KeyRefused, RoleRefused
+from moiety_dashboard.client import ApiRefused, GatewayUnreachable, KeyRefused, RoleRefused
 from moiety_dashboard.escaping import as_text
 from moiety_dashboard.page import Page
 from moiety_dashboard.settings import DashboardSettings, read_settings
@@ -47,7 +47,7 @@ def check_user(settings: DashboardSettings, credential: str | None) -> tuple[str
         return None, False
     try:
         session.caller(session.client_of(settings, credential))
-    except GatewayAway as exc:
+    except GatewayUnreachable as exc:
         return str(exc), False
     except (KeyRefused, RoleRefused, ApiRefused) as exc:
         session.sign_out()

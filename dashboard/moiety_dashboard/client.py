@@ -1,7 +1,7 @@
 """HTTP client of the gateway's APIs, with the user's own credential.
 
 ApiError
-├── GatewayAway    the gateway does not answer
+├── GatewayUnreachable    the gateway does not answer
 ├── KeyRefused     the gateway does not know the key, or the key is not an administrator's
 ├── RoleRefused    the administrator's role does not allow the action
 └── ApiRefused     any other refusal; the message is the gateway's
@@ -31,7 +31,7 @@ class ApiError(Exception):
     """Base class; the message is for the dashboard's user."""
 
 
-class GatewayAway(ApiError):
+class GatewayUnreachable(ApiError):
     pass
 
 
@@ -110,7 +110,7 @@ class AdminClient:
         try:
             response = self._http.request(method, f"{self.url}{ADMIN}{path}", headers=given, **options)
         except httpx.HTTPError as exc:
-            raise GatewayAway(f"The gateway at {self.url} does not respond ({type(exc).__name__})") from exc
+            raise GatewayUnreachable(f"The gateway at {self.url} does not respond ({type(exc).__name__})") from exc
         if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
             known = read_error(response, "code") == "missing_role"
             raise (RoleRefused if known else KeyRefused)(read_message(response))

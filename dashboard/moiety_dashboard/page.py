@@ -11,7 +11,7 @@ import streamlit as st
 from streamlit.navigation.page import StreamlitPage
 
 from moiety_dashboard import session
-from moiety_dashboard.client import AdminClient, ApiRefused, GatewayAway, KeyRefused, RoleRefused
+from moiety_dashboard.client import AdminClient, ApiRefused, GatewayUnreachable, KeyRefused, RoleRefused
 from moiety_dashboard.escaping import as_text
 from moiety_dashboard.session import client_of
 from moiety_dashboard.settings import DashboardSettings
@@ -32,7 +32,7 @@ class Page:
         """Yield a client; an exception of the client ends the block and is shown on the page."""
         try:
             yield client_of(self.settings, self.credential)
-        except GatewayAway as exc:
+        except GatewayUnreachable as exc:
             st.error(f"{as_text(exc)}. This page retries automatically.", icon=":material/cloud_off:")
         except KeyRefused as exc:
             st.error(f"The gateway no longer accepts this sign-in: {as_text(exc)}", icon=":material/key_off:")

@@ -9,7 +9,7 @@ from zoneinfo import ZoneInfo
 import httpx
 import streamlit as st
 
-from moiety_dashboard.client import CONNECT_TIMEOUT_S, TIMEOUT_S, AdminClient, ApiError, GatewayAway
+from moiety_dashboard.client import CONNECT_TIMEOUT_S, TIMEOUT_S, AdminClient, ApiError, GatewayUnreachable
 from moiety_dashboard.escaping import as_text
 from moiety_dashboard.settings import DashboardSettings
 
@@ -90,7 +90,7 @@ def draw_sign_in(settings: DashboardSettings, why: str | None = None) -> None:
 def _try(settings: DashboardSettings, entered: str) -> None:
     try:
         found = client_of(settings, entered).get("/caller").data
-    except GatewayAway as exc:
+    except GatewayUnreachable as exc:
         st.error(f"{as_text(exc)}. Check that it is running.", icon=":material/cloud_off:")
     except ApiError as exc:
         st.error(f"The gateway rejected the key: {as_text(exc)}", icon=":material/key_off:")

@@ -4,15 +4,15 @@ The package owns the Alembic environment and the versions. Its import is cheap; 
 migration to run.
 """
 
-from moiety_migrations.errors import DatabaseAway, DatabaseTooNew, MigrationError, UnknownRevision
+from moiety_migrations.errors import DatabaseTooNew, DatabaseUnreachable, MigrationError, UnknownRevision
 from moiety_migrations.revisions import HEAD, REVISIONS
 from moiety_migrations.run import current, downgrade, upgrade
 
 __all__ = [
     "HEAD",
     "REVISIONS",
-    "DatabaseAway",
     "DatabaseTooNew",
+    "DatabaseUnreachable",
     "MigrationError",
     "UnknownRevision",
     "current",

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from moiety_migrations.errors import DatabaseAway, MigrationError
+from moiety_migrations.errors import DatabaseUnreachable, MigrationError
 from moiety_migrations.revisions import HEAD
 from moiety_migrations.run import current, downgrade, upgrade
 from moiety_platform.db.url import redact
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
         return EXIT_USAGE
     except MigrationError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
-        return EXIT_NOT_REACHABLE if isinstance(error, DatabaseAway) else EXIT_FAILED
+        return EXIT_NOT_REACHABLE if isinstance(error, DatabaseUnreachable) else EXIT_FAILED
 
 
 def default_url(environment: Mapping[str, str]) -> str:
@@ -68,7 +68,7 @@ def _upgrade_within(url: str, wait_s: float) -> str:
     while True:
         try:
             return upgrade(url)
-        except DatabaseAway as error:
+        except DatabaseUnreachable as error:
             if time.monotonic() + PAUSE_S > until:
                 raise
             print(f"waiting for the database: {error}", file=sys.stderr)  # noqa: T201

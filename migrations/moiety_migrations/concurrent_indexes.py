@@ -15,7 +15,7 @@ from typing import LiteralString
 import psycopg
 import psycopg.sql
 
-from moiety_migrations.errors import DatabaseAway, MigrationError
+from moiety_migrations.errors import DatabaseUnreachable, MigrationError
 from moiety_migrations.probe import with_timeout
 from moiety_platform.db.url import redact, to_libpq_url
 
@@ -38,7 +38,7 @@ _FIND_VALID: LiteralString = (
 def build_missing_indexes(database_url: str) -> None:
     """Build the indexes that a PostgreSQL database does not have yet, unless another process is building them.
 
-    Idempotent. Raises DatabaseAway or MigrationError.
+    Idempotent. Raises DatabaseUnreachable or MigrationError.
     """
     url = with_timeout(to_libpq_url(database_url))
     try:
@@ -55,7 +55,7 @@ def build_missing_indexes(database_url: str) -> None:
                 for name in _missing(connection):
                     _build(connection, name)
     except psycopg.OperationalError as error:
-        raise DatabaseAway(
+        raise DatabaseUnreachable(
             f"cannot build the indexes of the database at {redact(database_url)}: {_first_line(error)}; the schema is "
             "up to date, so start the upgrade again when the server is up"
         ) from error

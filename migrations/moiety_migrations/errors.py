@@ -1,7 +1,7 @@
 """Errors that a migration raises on purpose.
 
 MigrationError         the migration cannot be done, and nothing was changed
-├── DatabaseAway      the database cannot be reached; a retry may succeed
+├── DatabaseUnreachable      the database cannot be reached; a retry may succeed
 ├── DatabaseTooNew    a later release has migrated this database
 └── UnknownRevision   the revision to downgrade to does not exist
 """
@@ -18,7 +18,7 @@ class MigrationError(PlatformError):
     """
 
 
-class DatabaseAway(MigrationError):
+class DatabaseUnreachable(MigrationError):
     pass
 
 

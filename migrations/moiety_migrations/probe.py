@@ -6,7 +6,7 @@ import contextlib
 import sqlite3
 from pathlib import Path
 
-from moiety_migrations.errors import DatabaseAway
+from moiety_migrations.errors import DatabaseUnreachable
 from moiety_platform.db.url import redact, sqlite_path, to_libpq_url
 
 CONNECT_TIMEOUT_S = 5
@@ -14,7 +14,7 @@ _QUERY = "SELECT version_num FROM alembic_version"
 
 
 def read_revision(database_url: str) -> str | None:
-    """Return the database's revision; None if it has none yet. Raises DatabaseAway, or BadDatabaseUrl."""
+    """Return the database's revision; None if it has none yet. Raises DatabaseUnreachable, or BadDatabaseUrl."""
     path = sqlite_path(database_url)
     return _read_postgres(database_url) if path is None else _read_sqlite(path)
 
@@ -28,7 +28,7 @@ def _read_sqlite(path: Path) -> str | None:
     except sqlite3.Error as error:
         if "no such table" in str(error):
             return None
-        raise DatabaseAway(
+        raise DatabaseUnreachable(
             f"cannot read the database {path}: {error}; check that it is a SQLite file of ours"
         ) from error
     return str(row[0]) if row else None
@@ -44,7 +44,7 @@ def _read_postgres(database_url: str) -> str | None:
         return None
     except psycopg.Error as error:
         reason = str(error).strip().splitlines()[0]
-        raise DatabaseAway(
+        raise DatabaseUnreachable(
             f"cannot reach the database at {redact(database_url)}: {reason}; check the URL and that the server is up"
         ) from error
     return str(row[0]) if row else None

@@ -16,7 +16,7 @@ def upgrade(database_url: str) -> str:
     """Upgrade the database to this release's schema, creating it if needed; return the revision.
 
     The upgrade is atomic and safe to call from several processes at once. Indexes of large tables in PostgreSQL are
-    built after it. Raises DatabaseTooNew, DatabaseAway, or BadDatabaseUrl.
+    built after it. Raises DatabaseTooNew, DatabaseUnreachable, or BadDatabaseUrl.
     """
     if _known(read_revision(database_url)) != HEAD:
         _migrate(database_url, HEAD, upwards=True)
@@ -30,7 +30,7 @@ def upgrade(database_url: str) -> str:
 def downgrade(database_url: str, revision: str) -> str:
     """Downgrade to an earlier revision, or to an empty schema with "base"; data without a place there is lost.
 
-    Raises UnknownRevision, DatabaseTooNew, DatabaseAway, or BadDatabaseUrl.
+    Raises UnknownRevision, DatabaseTooNew, DatabaseUnreachable, or BadDatabaseUrl.
     """
     if revision != BASE and revision not in REVISIONS:
         raise UnknownRevision(f"there is no revision {revision!r}; give one of {', '.join((BASE, *REVISIONS))}")
@@ -40,7 +40,7 @@ def downgrade(database_url: str, revision: str) -> str:
 
 
 def current(database_url: str) -> str | None:
-    """Return the database's revision, None if it has none. Raises DatabaseAway, or BadDatabaseUrl."""
+    """Return the database's revision, None if it has none. Raises DatabaseUnreachable, or BadDatabaseUrl."""
     return read_revision(database_url)
 
 

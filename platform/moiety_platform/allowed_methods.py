@@ -10,7 +10,7 @@ from litestar.routes import HTTPRoute
 from litestar.types import Message, Scope
 
 
-async def tell_allowed_methods(message: Message, scope: Scope) -> None:
+async def add_allow_header(message: Message, scope: Scope) -> None:
     """Set the `Allow` header. A `before_send` hook."""
     if message["type"] != "http.response.start" or message["status"] != 204 or scope.get("method") != "OPTIONS":
         return

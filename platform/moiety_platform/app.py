@@ -15,7 +15,7 @@ from litestar.types import ControllerRouterHandler, ExceptionHandlersMap
 from moiety_platform.adapters.cache import AdapterCache
 from moiety_platform.administration.router import check_actions
 from moiety_platform.admission.gate import AdmissionGate, StreamGate
-from moiety_platform.allowed_methods import tell_allowed_methods
+from moiety_platform.allowed_methods import add_allow_header
 from moiety_platform.anthropic_api.controller import MessageServices, TokenCountController, message_route
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.client import owner_of_request
@@ -69,11 +69,11 @@ from moiety_platform.responses_api.controller import (
     response_route,
 )
 from moiety_platform.responses_api.conversation_controller import ConversationController, ConversationServices
-from moiety_platform.responses_api.conversation_keeper import ConversationKeeper
 from moiety_platform.responses_api.conversation_reader import ConversationReader
-from moiety_platform.responses_api.keeper import ResponseKeeper
+from moiety_platform.responses_api.conversation_service import ConversationService
 from moiety_platform.responses_api.limits import ConversationLimits
 from moiety_platform.responses_api.reasoning_cipher import ReasoningCipher
+from moiety_platform.responses_api.response_service import ResponseService
 from moiety_platform.responses_api.resumed_streams import ResumedStreams
 from moiety_platform.responses_api.token_count import ResponseTokensController
 from moiety_platform.routing.breaker_metrics import BreakerCollector
@@ -82,8 +82,8 @@ from moiety_platform.settings import GatewaySettings
 from moiety_platform.speculative_prefill.next_turn_prefill import NextTurnPrefill
 from moiety_platform.traces.tracing import Tracing
 
-OF_BODIES = ("max_body_bytes", "max_json_depth", *ShapeLimits.__dataclass_fields__)
-OF_PIPELINE = (
+BODY_SETTINGS = ("max_body_bytes", "max_json_depth", *ShapeLimits.__dataclass_fields__)
+PIPELINE_SETTINGS = (
     "inline_tokenize_bytes",
     "max_inflight_per_tenant",
     "max_streams_per_key",
@@ -92,14 +92,14 @@ OF_PIPELINE = (
     "clamp_max_tokens",
     "failover_wait_s",
     "sse_keep_alive_s",
-    *OF_BODIES,
+    *BODY_SETTINGS,
 )
-OF_KEEPING = (
+STORAGE_SETTINGS = (
     "idempotency_ttl_s", "idempotency_max_answer_bytes", "idempotency_max_keys_per_tenant",
     "idempotency_max_bytes_per_tenant", "responses_ttl_s", "responses_max_per_tenant", "responses_max_bytes_per_tenant",
     "responses_store_by_default",
 )  # fmt: skip
-OF_BATCHES = (
+BATCH_SETTINGS = (
     "max_file_bytes", "max_file_bytes_per_tenant", "keep_files_days", "max_batch_lines", "max_open_batches_per_tenant",
     "batch_concurrency", "batch_lease_s",
 )  # fmt: skip
@@ -119,8 +119,8 @@ class Services:
     clock: Clock
     recorder: RequestRecorder
     idempotency: IdempotencyKeys
-    responses: ResponseKeeper
-    conversations: ConversationKeeper
+    responses: ResponseService
+    conversations: ConversationService
     cipher: ReasoningCipher
     background: BackgroundRuns
     images: ImagePreparation
@@ -173,7 +173,7 @@ def create_pipeline(settings: GatewaySettings, services: Services) -> RequestPip
         parts.gate.limit, parts.streams.limit = settings.max_inflight_per_tenant, settings.max_streams_per_key
 
     if services.live is not None:
-        services.live.follow(OF_PIPELINE, use)
+        services.live.follow(PIPELINE_SETTINGS, use)
     return pipeline
 
 
@@ -229,7 +229,7 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
         ],
         exception_handlers=EXCEPTION_HANDLERS,
         guards=[guard_query],
-        before_send=[add_request_id, tell_allowed_methods],
+        before_send=[add_request_id, add_allow_header],
         openapi_config=None,  # we generate the OpenAPI documents
         request_class=BoundedRequest,
         request_max_body_size=None,
@@ -266,9 +266,9 @@ def _follow(live: LiveSettings[GatewaySettings], app: GatewayApp, services: Serv
     live.follow(["max_body_bytes"], bound)
     live.follow(["max_resumed_streams_per_tenant"], resume)
     live.follow(["cors_allowed_origins"], open_to)
-    live.follow([*OF_KEEPING, "max_messages", "max_body_bytes"], keep)
+    live.follow([*STORAGE_SETTINGS, "max_messages", "max_body_bytes"], keep)
     if services.batches is not None:
-        live.follow([*OF_BATCHES, *OF_BODIES], services.batches.use)
+        live.follow([*BATCH_SETTINGS, *BODY_SETTINGS], services.batches.use)
 
 
 def create_operations_app(
@@ -281,7 +281,7 @@ def create_operations_app(
         route_handlers=[with_services(ProbeController, probes=probes), *_operations_routes(services, documents)],
         exception_handlers=EXCEPTION_HANDLERS,
         guards=[guard_query],
-        before_send=[add_request_id, tell_allowed_methods],
+        before_send=[add_request_id, add_allow_header],
         openapi_config=None,
         state=State({"max_body_bytes": settings().max_body_bytes, HAS_SCHEMA: True}),
         logging_config=None,

@@ -67,7 +67,7 @@ class _Phase(Enum):
     BODY = auto()
 
 
-class Gathering:
+class CoalescingTransport:
     """A transport that combines the writes of one event-loop iteration: a response's head with its body."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
@@ -133,7 +133,7 @@ class ClientConnection(HttpToolsProtocol):
     # ── asyncio ──
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._gathering = Gathering(transport, self.loop)
+        self._gathering = CoalescingTransport(transport, self.loop)
         super().connection_made(cast(asyncio.Transport, self._gathering))
         self._set_timer()
 

@@ -13,7 +13,7 @@ from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit
 
 DNS_SCHEME = "dns+tcp://"
 EXTERNAL_SCHEMES = ("openai+http://", "openai+https://")
-FOREIGN_FORM = "openai+http://HOST:PORT/v1?model=NAME&kind=KIND&tokenizer=FOLDER"
+EXTERNAL_ADDRESS_FORM = "openai+http://HOST:PORT/v1?model=NAME&kind=KIND&tokenizer=FOLDER"
 SWITCH = {"on": True, "off": False}
 
 
@@ -68,7 +68,9 @@ class ExternalAddress:
             ("tokenizer", "the folder with the model's tokenizer.json, by which prompts are counted exactly"),
         ):
             if not given.get(name):
-                raise ValueError(f"engine address {address!r} lacks {name}=…, {what}; its form is {FOREIGN_FORM}")
+                raise ValueError(
+                    f"engine address {address!r} lacks {name}=…, {what}; its form is {EXTERNAL_ADDRESS_FORM}"
+                )
         if given["kind"] not in list(ExternalKind):
             raise ValueError(f"engine address {address!r}: kind must be one of {', '.join(ExternalKind)}")
         return cls(
@@ -110,7 +112,7 @@ def identity(address: str) -> str:
         split_name(address)
     elif not address.startswith(("tcp://", "ipc://")):
         raise ValueError(
-            f"engine address {address!r} must start with tcp://, ipc:// or {DNS_SCHEME}, or be {FOREIGN_FORM}"
+            f"engine address {address!r} must start with tcp://, ipc:// or {DNS_SCHEME}, or be {EXTERNAL_ADDRESS_FORM}"
         )
     return address
 
@@ -121,7 +123,7 @@ def _check_place(address: str, parts: SplitResult) -> None:
     except ValueError:
         port = 0
     if not parts.hostname or port == 0 or parts.fragment or not parts.path.rstrip("/").endswith("/v1"):
-        raise ValueError(f"engine address {address!r} must have the form {FOREIGN_FORM}")
+        raise ValueError(f"engine address {address!r} must have the form {EXTERNAL_ADDRESS_FORM}")
 
 
 def _count(address: str, given: dict[str, str], name: str) -> int | None:

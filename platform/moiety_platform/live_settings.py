@@ -21,7 +21,7 @@ S = TypeVar("S", bound=BaseSettings)
 log = structlog.get_logger(__name__)
 
 
-class CannotFollow(Exception):
+class CannotApplySetting(Exception):
     """Valid new settings cannot be applied here; the message says why and what to do."""
 
 
@@ -30,14 +30,14 @@ async def nothing() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class PreparedChange:
     """A follower that is ready to switch: `commit` switches and cannot fail; `undo` releases what was opened."""
 
     commit: Callable[[], None]
     undo: Callable[[], Awaitable[None]] = nothing
 
 
-Prepare = Callable[[S], Awaitable[Ready]]
+Prepare = Callable[[S], Awaitable[PreparedChange]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +72,15 @@ class LiveSettings(Generic[S]):
     def follow(self, names: Iterable[str], use: Callable[[S], None]) -> None:
         """Call `use`, which cannot fail, with the settings when any of these changes."""
 
-        async def prepare(settings: S) -> Ready:
-            return Ready(lambda: use(settings))
+        async def prepare(settings: S) -> PreparedChange:
+            return PreparedChange(lambda: use(settings))
 
         self.follow_with(names, prepare)
 
     def follow_with(self, names: Iterable[str], prepare: Prepare[S], *, reads_files: bool = False) -> None:
         """Call `prepare` when any of these settings changes, to open the resources that they need.
 
-        It may raise CannotFollow. With `reads_files` it is called at every change, since it reads files that the
+        It may raise CannotApplySetting. With `reads_files` it is called at every change, since it reads files that the
         settings name.
         """
         chosen = frozenset(names)
@@ -100,7 +100,7 @@ class LiveSettings(Generic[S]):
         async with self._changing:
             changes = changes_between(self.now, settings)
             taken = self.now.model_copy(update={name: after for name, (_, after) in changes.at_once.items()})
-            ready: list[Ready] = []
+            ready: list[PreparedChange] = []
             try:
                 for names, prepare, reads_files in self._parts:
                     if reads_files or not names.isdisjoint(changes.at_once):

@@ -55,7 +55,7 @@ TOO_MANY_REQUESTS = 429
 Labels = tuple[str, ...]
 
 
-class Counts(Collector):
+class LabeledCounters(Collector):
     """A counter per combination of labels, for one event loop, which every request updates many times.
 
     Counters of the library take locks, look up and check at each step, for threads that do not exist here.
@@ -78,7 +78,7 @@ class Counts(Collector):
         yield family
 
 
-class Times(Collector):
+class LatencyHistograms(Collector):
     """A histogram per combination of labels, in seconds. `bounds` are the ascending upper bounds of the buckets."""
 
     def __init__(
@@ -255,7 +255,7 @@ class Metrics:
 
     def _make_counts(self) -> None:
         registry = self.registry
-        self._requests = Counts(
+        self._requests = LabeledCounters(
             "moiety_requests",
             "Authenticated generation requests, by outcome and HTTP status.",
             (*_REQUEST, "outcome", "status"),
@@ -273,7 +273,7 @@ class Metrics:
             ("outcome",),
             registry=registry,
         )
-        self._admissions = Counts(
+        self._admissions = LabeledCounters(
             "moiety_admission",
             "Generation requests by admission decision; `service_class` is the requested class.",
             ("service_class", "outcome", "reason"),
@@ -285,22 +285,22 @@ class Metrics:
             ("model", "cause"),
             registry=registry,
         )
-        self._errors = Counts(
+        self._errors = LabeledCounters(
             "moiety_request_errors",
             "Failed and rejected requests, by error code.",
             ("service_class", "code"),
             registry,
         )
-        self._slo_requests = Counts(
+        self._slo_requests = LabeledCounters(
             "moiety_slo_requests", "Ended requests that have an SLO, by attainment.", (*_REQUEST, "attained"), registry
         )
-        self._tokens = Counts(
+        self._tokens = LabeledCounters(
             "moiety_tokens",
             "Tokens by kind: input, cached input (part of input) and output.",
             (*_REQUEST, "kind"),
             registry,
         )
-        self._good_tokens = Counts(
+        self._good_tokens = LabeledCounters(
             "moiety_good_tokens",
             "Output tokens of requests that attained their SLO; the rate is the goodput.",
             _REQUEST,
@@ -309,28 +309,28 @@ class Metrics:
 
     def _make_times(self) -> None:
         registry = self.registry
-        self._queue = Times(
+        self._queue = LatencyHistograms(
             "moiety_queue_time_seconds",
             "Time that requests waited in the engine's queue before they were scheduled.",
             _REQUEST,
             TTFT_BUCKETS_S,
             registry,
         )
-        self._ttft = Times(
+        self._ttft = LatencyHistograms(
             "gen_ai_server_time_to_first_token_seconds",
             "Time to first token (TTFT), from arrival at the gateway.",
             _GEN_AI,
             TTFT_BUCKETS_S,
             registry,
         )
-        self._tpot = Times(
+        self._tpot = LatencyHistograms(
             "gen_ai_server_time_per_output_token_seconds",
             "Time per output token (TPOT) of a request after the first token, mean.",
             _GEN_AI,
             TPOT_BUCKETS_S,
             registry,
         )
-        self._duration = Times(
+        self._duration = LatencyHistograms(
             "gen_ai_server_request_duration_seconds",
             "Duration of requests, from arrival at the gateway to the end.",
             (*_GEN_AI, "outcome"),

@@ -60,7 +60,7 @@ class PeriodicTask:
             self._task = None
 
     async def _run(self) -> None:
-        is_away = False
+        is_unreachable = False
         while True:
             await _wait(self._woken, self.every_s)
             if self.is_stopping:
@@ -69,15 +69,15 @@ class PeriodicTask:
             try:
                 await self._work()
             except Unavailable as error:
-                if not is_away:
+                if not is_unreachable:
                     log.warning("store_away", what=self._name, reason=str(error))
-                is_away = True
+                is_unreachable = True
                 await _wait(self._stopping, self._pause_s)
             except Exception:  # top level of a task that lives as long as the process: logged, and retried
                 log.exception("round_failed", what=self._name)
                 await _wait(self._stopping, self._pause_s)
             else:
-                is_away = False
+                is_unreachable = False
 
 
 async def _wait(event: asyncio.Event, at_most_s: float) -> None:

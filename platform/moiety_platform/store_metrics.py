@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from moiety_platform.clock import Clock
 from moiety_platform.db.readiness import StoreReadiness
 from moiety_platform.inference.request_recorder import RequestRecorder
-from moiety_platform.quota.keeper import QuotaKeeper
+from moiety_platform.quota.enforcer import QuotaEnforcer
 from moiety_platform.usage.metering import MeterReader
 from moiety_platform.usage.recorder import UsageRecorder
 
@@ -26,7 +26,7 @@ class StoreCollector(Collector):
     clock: Clock
     store: StoreReadiness
     usage: UsageRecorder
-    quotas: QuotaKeeper
+    quotas: QuotaEnforcer
     meter: MeterReader
     requests: RequestRecorder
 

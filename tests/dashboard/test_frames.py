@@ -222,16 +222,16 @@ def test_minutes_become_rates_and_the_one_of_now_is_told_by_the_time_so_far() ->
 
 
 def test_a_quota_lasts_as_long_as_the_recent_usage_rate_allows() -> None:
-    pace = limits.Pace(seconds=3600, requests=10, tokens=100, nanodollars=0)
+    pace = limits.UsageRate(seconds=3600, requests=10, tokens=100, nanodollars=0)
     frame = limits.quotas_frame([quota()], {"t": "acme"}, {"t": pace}, NOON)
     assert (frame["scope"][0], frame["share"][0], frame["lasts"][0]) == ("tenant acme", 0.4, "6 h 0 min")
-    slow = limits.quotas_frame([quota()], {}, {"t": limits.Pace(3600, tokens=10)}, NOON)
+    slow = limits.quotas_frame([quota()], {}, {"t": limits.UsageRate(3600, tokens=10)}, NOON)
     assert slow["lasts"][0] == "after its reset"
     assert limits.quotas_frame([quota(used=1000)], {}, {"t": pace}, NOON)["lasts"][0] == "exhausted"
 
 
 def test_a_new_cap_says_beforehand_what_it_would_do() -> None:
-    pace = limits.Pace(seconds=3600, requests=600, tokens=100)
+    pace = limits.UsageRate(seconds=3600, requests=600, tokens=100)
     told = " ".join(limits.preview("tokens_per_day", 800, quota(), pace, NOON))
     assert "Changes from 1,000 to 800" in told
     assert "50.0 % of the cap" in told

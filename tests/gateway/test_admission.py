@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moiety_platform.admission.gate import AdmissionGate, refuse_hopeless
+from moiety_platform.admission.gate import AdmissionGate, refuse_unattainable
 from moiety_platform.clock import ManualClock
 from moiety_platform.engine_client.fake import FakeEngineClient, FakeVerdict, count_aloud
 from moiety_platform.errors import Overloaded
@@ -328,7 +328,7 @@ def test_a_gate_never_lets_a_tenant_over_its_bound_and_forgets_who_has_left(step
 def test_only_requests_that_no_engine_can_admit_are_refused_before_they_are_sent(
     service: Any, load: Any, refused: bool
 ) -> None:
-    refusal = refuse_hopeless(service, load)
+    refusal = refuse_unattainable(service, load)
     assert (refusal is not None) == refused
     if refusal is not None:
         assert (refusal.reason, refusal.retry_after_s) == (Reason.PREDICTED_LATE, 31.0)

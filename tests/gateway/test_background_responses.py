@@ -187,21 +187,21 @@ class AwayKeeper:
 
 async def test_the_end_of_a_response_is_stored_once_the_database_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "RETRIES", Backoff(0.001, 0.002))
-    keeper: Any = AwayKeeper(4)
-    runs = BackgroundRuns(keeper, keeper, drain_s=1.0)
+    service: Any = AwayKeeper(4)
+    runs = BackgroundRuns(service, service, drain_s=1.0)
     await runs.store_progress("resp_1", b"begun")
-    assert keeper.stored == []  # which costs nothing but the progress
+    assert service.stored == []  # which costs nothing but the progress
     assert await runs.store_end("resp_1", b"done") == b"done"
-    assert keeper.stored == [(b"done", True)]
+    assert service.stored == [(b"done", True)]
     monkeypatch.setattr(background, "LEASE_MS", 1)
-    keeper.left = 1_000
+    service.left = 1_000
     with pytest.raises(Unavailable):
         await runs.store_end("resp_1", b"done")
 
 
 async def test_a_stop_waits_for_running_responses_no_longer_than_its_time_and_not_at_all_when_forced() -> None:
-    keeper: Any = AwayKeeper(0)
-    runs = BackgroundRuns(keeper, keeper, drain_s=100.0)
+    service: Any = AwayKeeper(0)
+    runs = BackgroundRuns(service, service, drain_s=100.0)
     assert runs.drain_left_s() == 100.0
     runs.drain()
     assert 0.0 < runs.drain_left_s() <= 100.0

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from moiety_platform.connections import Gathering
+from moiety_platform.connections import CoalescingTransport
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_wire.messages import ModelCard
 
@@ -366,7 +366,7 @@ def test_writes_to_a_disconnected_client_are_dropped_without_an_error() -> None:
 
     class Answering(asyncio.Protocol):
         def connection_made(self, transport: Any) -> None:
-            self.transport = Gathering(transport, asyncio.get_running_loop())
+            self.transport = CoalescingTransport(transport, asyncio.get_running_loop())
 
         def eof_received(self) -> None:
             asyncio.get_running_loop().call_soon(self.transport.write, b"a piece that came in the same turn")

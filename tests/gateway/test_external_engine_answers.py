@@ -16,7 +16,7 @@ import openai
 import pytest
 from structlog.testing import capture_logs
 
-from moiety_platform.cli.doctor.engines import Settings, look_at_engines
+from moiety_platform.cli.doctor.engines import Settings, check_engines
 from moiety_platform.clock import SystemClock
 from moiety_platform.engine_addresses import ExternalAddress
 from moiety_platform.external_engines.client import ExternalEngineClient, Heartbeat
@@ -432,4 +432,4 @@ async def test_lists_of_models_are_read_in_each_form(
         assert (model.id, model.created) == (MODEL, 1_700_000_000)
         assert engine.state.card.max_context_tokens == 512
         told = Settings([upstream.address(tmp_path / "checkpoint")], None)
-        assert [one.level for one in await asyncio.to_thread(lambda: list(look_at_engines(told)))] == ["ok"]
+        assert [one.level for one in await asyncio.to_thread(lambda: list(check_engines(told)))] == ["ok"]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from moiety_platform.engine_addresses import ExternalAddress
 from moiety_platform.errors import EngineFailed, EngineOverloaded, EngineRefused, UpstreamError
 from moiety_platform.external_engines.completions import Completions
+from moiety_platform.external_engines.dialect import MalformedAnswer, count_of
 from moiety_platform.external_engines.events import DONE, MAX_EVENT_BYTES, EventParser
 from moiety_platform.external_engines.failures import (
     MAX_RETRY_S,
@@ -21,7 +22,6 @@ from moiety_platform.external_engines.failures import (
     error_of_event,
     retry_seconds,
 )
-from moiety_platform.external_engines.piece import MalformedAnswer, count_of
 from moiety_wire.messages import FinishReason
 
 NOW = datetime(2026, 1, 31, 12, 0, 0, tzinfo=UTC)

@@ -13,7 +13,7 @@ import pytest
 from moiety_platform.engine_addresses import ExternalAddress
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.external_engines.chat import ChatCompletions
-from moiety_platform.external_engines.piece import AnswerDelta, MalformedAnswer
+from moiety_platform.external_engines.dialect import AnswerDelta, MalformedAnswer
 from moiety_platform.inference import image_preparation
 from moiety_platform.inference.prompt_images import data_url_as_json
 from moiety_text.guarded import GUARD

@@ -27,7 +27,7 @@ from moiety_engine.scripted.script import Script
 from moiety_engine.scripted.text_model import scripted_text_model
 from moiety_engine.server.engine_server import EngineServer
 from moiety_engine.server.settings import ServerSettings
-from moiety_platform.live_settings import CannotFollow, LiveSettings, Ready, changes_between
+from moiety_platform.live_settings import CannotApplySetting, LiveSettings, PreparedChange, changes_between
 from moiety_platform.reloading.reloader import Reloader, ReloadMetrics
 from moiety_platform.reloading.source import SettingsSource
 from moiety_platform.settings import SECTION, GatewaySettings
@@ -241,18 +241,18 @@ async def test_a_change_that_one_part_cannot_follow_is_taken_by_none(tmp_path: P
     file.write_text("[gateway]\n")
     one, taken, opened = watched(file), [], []
 
-    async def opens(wanted: GatewaySettings) -> Ready:
+    async def opens(wanted: GatewaySettings) -> PreparedChange:
         opened.append(wanted.max_choices)
 
         async def undo() -> None:
             opened.remove(wanted.max_choices)
 
-        return Ready(lambda: taken.append(wanted.max_choices), undo)
+        return PreparedChange(lambda: taken.append(wanted.max_choices), undo)
 
-    async def cannot(wanted: GatewaySettings) -> Ready:
+    async def cannot(wanted: GatewaySettings) -> PreparedChange:
         if wanted.max_tools == 1:
-            raise CannotFollow("there is no such file; write another one")
-        return Ready(lambda: taken.append(wanted.max_tools))
+            raise CannotApplySetting("there is no such file; write another one")
+        return PreparedChange(lambda: taken.append(wanted.max_tools))
 
     one.live.follow_with(["max_choices"], opens)
     one.live.follow_with(["max_tools"], cannot)

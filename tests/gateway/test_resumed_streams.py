@@ -20,8 +20,8 @@ from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.errors import RateLimited, Unavailable
 from moiety_platform.responses_api import resumed_streams, store
 from moiety_platform.responses_api.event_log import CHUNK_BYTES, EventChunk, EventLog, numbered
-from moiety_platform.responses_api.keeper import ResponseKeeper
 from moiety_platform.responses_api.models import StoredEvents, StoredResponse
+from moiety_platform.responses_api.response_service import ResponseService
 from moiety_platform.responses_api.resumed_streams import ResumedStreams
 from moiety_platform.responses_api.store import RunState
 from moiety_wire.messages import Failed, FailureCode, ModelCard
@@ -163,7 +163,7 @@ async def test_a_resumption_after_a_failure_of_a_resumed_stream_loses_no_event(
 
     for after, number in ((None, None), (2, 2)):
         with monkeypatch.context() as patch:
-            patch.setattr(ResponseKeeper, "events", away)
+            patch.setattr(ResponseService, "events", away)
             query = "" if after is None else f"&starting_after={after}"
             headers = {"authorization": f"Bearer {gateway.key}"}
             async with httpx.AsyncClient(base_url=gateway.url, headers=headers) as client:
@@ -195,15 +195,15 @@ WHOSE: Any = SimpleNamespace(tenant_id="one", root_key_id="key")
 
 async def test_events_are_read_only_when_more_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resumed_streams, "POLL_S", 0.001)
-    keeper: Any = GrowingKeeper()
-    parts = [part async for part in await ResumedStreams(keeper, StreamGate(9), StreamGate(9)).open(WHOSE, "r", -1)]
+    service: Any = GrowingKeeper()
+    parts = [part async for part in await ResumedStreams(service, StreamGate(9), StreamGate(9)).open(WHOSE, "r", -1)]
     assert [part.split(b"\n")[0] for part in parts[1:]] == [b"event: e", b"event: response.completed"]
-    assert (keeper.num_looks, keeper.num_reads) == (8, 3)  # at first, after the growth, and at the end
+    assert (service.num_looks, service.num_reads) == (8, 3)  # at first, after the growth, and at the end
 
 
 async def test_a_tenant_may_open_only_so_many_resumed_streams() -> None:
-    keeper: Any = GrowingKeeper()
-    streams = ResumedStreams(keeper, StreamGate(1000), StreamGate(3, "tenant", "resumed streams"))
+    service: Any = GrowingKeeper()
+    streams = ResumedStreams(service, StreamGate(1000), StreamGate(3, "tenant", "resumed streams"))
     held = [await streams.open(WHOSE, "r", -1) for _ in range(3)]
     assert [await anext(stream) for stream in held]
     with pytest.raises(RateLimited, match="This tenant has 3 resumed streams open") as refused:

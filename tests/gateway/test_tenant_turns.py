@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from moiety_platform.message_batches.tenant_turns import TenantTurns
+from moiety_platform.message_batches.tenant_locks import TenantLocks
 
 
 async def test_work_of_one_tenant_is_sequential_and_of_several_concurrent() -> None:
-    turns, running, seen = TenantTurns(), list[str](), list[list[str]]()
+    turns, running, seen = TenantLocks(), list[str](), list[list[str]]()
 
     async def work(tenant_id: str) -> None:
         async with turns.of(tenant_id):
@@ -26,7 +26,7 @@ async def test_work_of_one_tenant_is_sequential_and_of_several_concurrent() -> N
 
 
 async def test_a_turn_is_given_on_after_an_error_and_a_cancellation() -> None:
-    turns = TenantTurns()
+    turns = TenantLocks()
     with pytest.raises(ValueError, match="failed"):
         async with turns.of("a"):
             raise ValueError("failed")

@@ -15,7 +15,7 @@ import pytest
 from moiety_platform.engine_client.fake import FakeEngineClient, count_aloud
 from moiety_platform.engine_client.fake import FakeVerdict as EngineVerdict
 from moiety_platform.traces.exporters import EXPORT_TIMEOUT_S, store_exporter
-from moiety_platform.traces.sampling import Ending, Sampler, SamplingDecision, SamplingTerms
+from moiety_platform.traces.sampling import EndedRequest, Sampler, SamplingDecision, SamplingTerms
 from moiety_platform.traces.sender import QUEUE_FULL, SpanSender
 from moiety_platform.traces.span import Span
 from moiety_platform.traces.tracing import parse_traceparent
@@ -274,12 +274,12 @@ async def test_only_notable_traces_are_sampled_with_a_rate_of_zero(
     assert 'moiety_trace_verdicts_total{verdict="preempted"} 1.0' in metrics
 
 
-def ending(trace_id: str = "a" * 32, salt: bytes = b"s" * 32, **what: Any) -> Ending:
+def ending(trace_id: str = "a" * 32, salt: bytes = b"s" * 32, **what: Any) -> EndedRequest:
     plain: dict[str, Any] = {
         "service_class": "standard", "has_failed": False, "slo_attained": True, "num_preemptions": 0,
         "num_failovers": 0,
     }  # fmt: skip
-    return Ending(trace_id=trace_id, salt=salt, **plain | what)
+    return EndedRequest(trace_id=trace_id, salt=salt, **plain | what)
 
 
 def kept_of(ids: Any, salt: bytes = b"s" * 32) -> set[str]:

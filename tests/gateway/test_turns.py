@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from moiety_platform.admission.gate import MAX_BEGUN, Turns
+from moiety_platform.admission.gate import MAX_BEGUN, TenantRoundRobin
 
 from .conftest import RunningGateway
 
 
 async def test_tenants_take_turns_and_each_ones_requests_keep_their_order() -> None:
-    turns, order = Turns(), []
+    turns, order = TenantRoundRobin(), []
 
     async def begin(tenant_id: str, number: int) -> None:
         await turns.wait(tenant_id)
@@ -31,7 +31,7 @@ async def test_tenants_take_turns_and_each_ones_requests_keep_their_order() -> N
 
 
 async def test_sockets_are_served_between_two_turns() -> None:
-    turns, num_begun = Turns(), 0
+    turns, num_begun = TenantRoundRobin(), 0
     near, far = socket.socketpair()
     reader, writer = await asyncio.open_connection(sock=near)
 
@@ -51,7 +51,7 @@ async def test_sockets_are_served_between_two_turns() -> None:
 
 
 async def test_a_client_that_left_takes_no_turn() -> None:
-    turns, order = Turns(), []
+    turns, order = TenantRoundRobin(), []
 
     async def begin(number: int) -> None:
         await turns.wait("one")

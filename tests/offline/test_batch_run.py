@@ -18,8 +18,8 @@ import pytest
 
 from moiety_platform.cli.errors import CommandError
 from moiety_platform.cli.offline.answer_file import AnswerFile
+from moiety_platform.cli.offline.input_file import read_work
 from moiety_platform.cli.offline.run import run_file
-from moiety_platform.cli.offline.work import read_work
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 DEADLINE_S = 120

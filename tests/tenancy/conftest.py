@@ -17,6 +17,7 @@ import psycopg
 import pytest
 from litestar import Litestar, get
 from litestar.exceptions import HTTPException
+from moiety_platform.quota.keeper import QuotaEnforcer
 from psycopg import sql
 from tests.database_clock import DatabaseClock
 from tests.framework_caches import share_framework_caches
@@ -38,7 +39,6 @@ from moiety_platform.errors import PlatformError
 from moiety_platform.http_errors import answer_framework_error, answer_platform_error
 from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.prices.cache import PriceCache
-from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.kinds import Scope, Unit
 from moiety_platform.quota.lease import Hold
 from moiety_platform.quota.store import LeaseStore
@@ -146,12 +146,12 @@ def time() -> DatabaseClock:
     return DatabaseClock()
 
 
-async def hold_without_rounds(keeper: QuotaKeeper, scope: Scope, amounts: dict[Unit, int]) -> Hold:
+async def hold_without_rounds(keeper: QuotaEnforcer, scope: Scope, amounts: dict[Unit, int]) -> Hold:
     """Hold amounts with a keeper that was not started: it renews only what this hold needs."""
     waiting = asyncio.create_task(keeper.hold([scope], amounts))
     while not waiting.done():
         await asyncio.wait({waiting}, timeout=0.01)
-        await keeper.transact(asked_only=True, renew_all=False)
+        await keeper.transact(requested_only=True, renew_all=False)
     return await waiting
 
 
@@ -260,7 +260,7 @@ def admin_app(
     clock: ManualClock,
     *,
     authenticator: Authenticator | None = None,
-    quotas: QuotaKeeper | None = None,
+    quotas: QuotaEnforcer | None = None,
     more: Sequence[Any] = (),
     oidc: Callable[[], OidcVerifier | None] = lambda: None,
 ) -> Litestar:
@@ -270,7 +270,7 @@ def admin_app(
         authenticator or Authenticator(database, PEPPER, clock),
         ClassCache(database, clock),
         PriceCache(database, clock),
-        quotas or QuotaKeeper(database, LeaseStore("replica", 20.0), clock),
+        quotas or QuotaEnforcer(database, LeaseStore("replica", 20.0), clock),
         PEPPER,
         clock,
         more=more,

@@ -34,7 +34,7 @@ from moiety_platform.errors import NotFound, PlatformError
 from moiety_platform.http_errors import answer_platform_error
 from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.prices.cache import PriceCache
-from moiety_platform.quota.keeper import QuotaKeeper
+from moiety_platform.quota.enforcer import QuotaEnforcer
 from moiety_platform.quota.store import LeaseStore
 
 from .conftest import PEPPER, Admin, Demo
@@ -66,7 +66,7 @@ async def api(
     database: Database, objects: ObjectStore, clock: ManualClock, demo: Demo, cache: AdapterCache
 ) -> AsyncIterator[Admin]:
     classes, prices = ClassCache(database, clock), PriceCache(database, clock)
-    quotas = QuotaKeeper(database, LeaseStore("replica", 20.0), clock)
+    quotas = QuotaEnforcer(database, LeaseStore("replica", 20.0), clock)
     routes = with_services(
         AdapterController, adapter_cache=cache, adapter_storage=AdapterStorage(2000, 3000), objects=objects
     )

@@ -22,7 +22,7 @@ from moiety_platform.controllers import with_services
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
 from moiety_platform.errors import BadRequest
-from moiety_platform.quota.keeper import QuotaKeeper
+from moiety_platform.quota.enforcer import QuotaEnforcer
 from moiety_platform.quota.kinds import LimitLevel, Scope, Unit
 from moiety_platform.quota.models import QuotaAlert
 from moiety_platform.quota.store import LeaseStore
@@ -31,9 +31,9 @@ from moiety_platform.webhooks.addresses import AddressPolicy, CannotReach
 from moiety_platform.webhooks.controller import WebhookController
 from moiety_platform.webhooks.deliveries import MAX_PENDING, MAX_TRIES, enqueue
 from moiety_platform.webhooks.models import DeliveryState, WebhookDelivery
-from moiety_platform.webhooks.poster import WebhookClient
 from moiety_platform.webhooks.sender import AlertSender
 from moiety_platform.webhooks.special_addresses import is_special
+from moiety_platform.webhooks.webhook_client import WebhookClient
 
 from .conftest import PEPPER, Admin, Demo, admin_app, listening
 
@@ -82,17 +82,17 @@ async def receiver() -> AsyncIterator[Receiver]:
 
 
 @pytest.fixture
-async def keeper(database: Database, clock: ManualClock) -> AsyncIterator[QuotaKeeper]:
-    made = QuotaKeeper(database, LeaseStore("gateway", 20.0), clock, tick_s=0.05)
+async def enforcer(database: Database, clock: ManualClock) -> AsyncIterator[QuotaEnforcer]:
+    made = QuotaEnforcer(database, LeaseStore("gateway", 20.0), clock, tick_s=0.05)
     await made.start()
     yield made
     await made.stop()
 
 
 @pytest.fixture
-async def admin(database: Database, clock: ManualClock, demo: Demo, keeper: QuotaKeeper) -> AsyncIterator[Admin]:
+async def admin(database: Database, clock: ManualClock, demo: Demo, enforcer: QuotaEnforcer) -> AsyncIterator[Admin]:
     routes = with_services(WebhookController, reach=LOOPBACK)
-    client = Admin(admin_app(database, clock, quotas=keeper, more=[routes]), demo.admin_key)
+    client = Admin(admin_app(database, clock, quotas=enforcer, more=[routes]), demo.admin_key)
     async with client.http:
         yield client
 
@@ -110,12 +110,12 @@ async def new_sender(database: Database, clock: ManualClock) -> AsyncIterator[Ca
 
 
 @pytest.fixture
-def use(database: Database, clock: ManualClock, demo: Demo, keeper: QuotaKeeper) -> Any:
+def use(database: Database, clock: ManualClock, demo: Demo, enforcer: QuotaEnforcer) -> Any:
     """`await use(tokens)`: a request of the tenant that came to so many tokens, booked as a gateway books it."""
     numbers = iter(range(1_000))
 
     async def spend(tokens: int) -> None:
-        hold = await keeper.hold([Scope(LimitLevel.TENANT, demo.tenant_id)], {Unit.TOKENS: tokens})
+        hold = await enforcer.hold([Scope(LimitLevel.TENANT, demo.tenant_id)], {Unit.TOKENS: tokens})
         charges = hold.settle({Unit.TOKENS: tokens})
         row = make_row(f"r-{next(numbers)}", tenant_id=demo.tenant_id, started_at=clock.now(), charges=charges)
         async with database.write() as session:

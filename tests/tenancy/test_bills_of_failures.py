@@ -17,7 +17,7 @@ from moiety_platform.inference.quota_reservation import Tariff
 from moiety_platform.inference.request_recorder import RequestRecorder
 from moiety_platform.metrics import Metrics
 from moiety_platform.prices.token_cost import Price
-from moiety_platform.quota.keeper import QuotaKeeper
+from moiety_platform.quota.enforcer import QuotaEnforcer
 from moiety_platform.quota.kinds import LimitKind, LimitLevel
 from moiety_platform.quota.models import Quota, QuotaWindow
 from moiety_platform.quota.store import LeaseStore
@@ -33,18 +33,18 @@ BROKEN = EngineFailed("broke off")
 
 
 @pytest.mark.parametrize(
-    ("error", "was_taken_on", "billed"),
+    ("error", "was_begun", "billed"),
     [(REFUSED, False, (0, 0)), (AWAY, False, (0, 0)), (BROKEN, False, (0, 0)), (BROKEN, True, (40, 7))],
 )
 async def test_requests_that_no_engine_accepted_are_not_billed_and_release_their_quota(
-    database: Database, tmp_path: Path, error: PlatformError, was_taken_on: bool, billed: tuple[int, int]
+    database: Database, tmp_path: Path, error: PlatformError, was_begun: bool, billed: tuple[int, int]
 ) -> None:
     async with database.write() as session:
         quota = Quota(id="q", level=LimitLevel.TENANT, scope_id="tenant", kind=LimitKind.TOKENS_PER_DAY, cap=1000)
         quota.created_at = datetime.now(UTC)
         session.add(quota)
     clock, usage = SystemClock(), UsageRecorder(database, tmp_path / "journal")
-    quotas = QuotaKeeper(database, LeaseStore("replica", 20.0), clock, tick_s=0.05)
+    quotas = QuotaEnforcer(database, LeaseStore("replica", 20.0), clock, tick_s=0.05)
     await usage.start()
     await quotas.start()
     recorder = RequestRecorder(usage, quotas, Metrics(), Tracing(), clock)
@@ -56,7 +56,7 @@ async def test_requests_that_no_engine_accepted_are_not_billed_and_release_their
         await record.reservation.begin(40, 1, 30, Tariff({"standard": Price(3, 0, 15)}))
         record.reserved(40)
         record.submitted(FakeEngineClient(ModelCard("e", "m", "f", "{}", "", {}, (), 9, 9, 0, 0, "", "")), "r-0")
-        record.output_tokens, record.was_taken_on = 7 * was_taken_on, was_taken_on
+        record.output_tokens, record.was_begun = 7 * was_begun, was_begun
         raise error
     await quotas.stop()
     await usage.stop()
@@ -65,4 +65,4 @@ async def test_requests_that_no_engine_accepted_are_not_billed_and_release_their
         (window,) = await session.scalars(select(QuotaWindow))
     assert (row.prompt_tokens, row.output_tokens, row.outcome) == (*billed, "failed")
     assert (window.granted, window.settled) == (sum(billed), sum(billed))
-    assert (row.cost_nanodollars > 0) == was_taken_on
+    assert (row.cost_nanodollars > 0) == was_begun

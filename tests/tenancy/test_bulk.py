@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from tests.usage_rows import make_row
 
 from moiety_platform.clock import ManualClock
-from moiety_platform.db.bulk import BulkAdd, BulkInsert, OverRows
+from moiety_platform.db.bulk import BulkAdd, BulkInsert, BulkStatement
 from moiety_platform.db.session import Database
 from moiety_platform.quota.models import QuotaWindow
 from moiety_platform.randomness import ordered_hex
@@ -22,10 +22,12 @@ KEYS = ("quota_id", "start")
 insert = BulkInsert(QuotaWindow, lambda statement: statement.on_conflict_do_nothing())
 add = BulkAdd(QuotaWindow, "granted", KEYS)
 WINDOW = (QuotaWindow.quota_id, QuotaWindow.start)
-read = OverRows(WINDOW, lambda given, _: sa.select(*WINDOW, QuotaWindow.granted).where(sa.tuple_(*WINDOW).in_(given)))
+read = BulkStatement(
+    WINDOW, lambda given, _: sa.select(*WINDOW, QuotaWindow.granted).where(sa.tuple_(*WINDOW).in_(given))
+)
 LEFT = QuotaWindow.granted - QuotaWindow.settled
 BYTES = sa.literal(b"\0\xff", sa.LargeBinary), sa.type_coerce(sa.null(), sa.LargeBinary)
-read_all = OverRows(
+read_all = BulkStatement(
     [QuotaWindow.quota_id],
     lambda given, _: (
         sa.select(QuotaWindow.start, QuotaWindow.quota_id, LEFT - sa.bindparam("less", type_=sa.BigInteger), *BYTES)

@@ -13,20 +13,20 @@ from tests.database_clock import DatabaseClock
 from moiety_platform.access.roles import Role
 from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.auth.principal import Principal
-from moiety_platform.auth.reach import tenant_of
+from moiety_platform.auth.row_scope import tenant_of
 from moiety_platform.clock import ManualClock
 from moiety_platform.db.keyset import ListRequest
 from moiety_platform.db.session import Database
 from moiety_platform.errors import BadRequest, NotFound, RateLimited
 from moiety_platform.object_storage.store import ObjectStore
-from moiety_platform.responses_api.conversation_keeper import ConversationKeeper
 from moiety_platform.responses_api.conversation_locks import LOCK_MS, ConversationLocks
+from moiety_platform.responses_api.conversation_service import ConversationService
 from moiety_platform.responses_api.conversation_store import ConversationStore
 from moiety_platform.responses_api.event_log import EventLog
 from moiety_platform.responses_api.items import Item, message_item, text_part
-from moiety_platform.responses_api.keeper import ResponseKeeper
 from moiety_platform.responses_api.limits import ConversationLimits
 from moiety_platform.responses_api.models import ConversationItem, StoredConversation, StoredEvents
+from moiety_platform.responses_api.response_service import ResponseService
 from moiety_platform.responses_api.storage_room import StorageRoom
 from moiety_platform.responses_api.store import ResponseStore
 from moiety_platform.tenant_deletion.service import TenantDeleter
@@ -40,18 +40,18 @@ def message(text: str) -> Item:
     return message_item([text_part(text)])
 
 
-def keepers_of(database: Database, limits: ConversationLimits = ROOM) -> tuple[ResponseKeeper, ConversationKeeper]:
-    responses = ResponseKeeper(database, limits)
-    return responses, ConversationKeeper(database, responses, ConversationStore())
+def keepers_of(database: Database, limits: ConversationLimits = ROOM) -> tuple[ResponseService, ConversationService]:
+    responses = ResponseService(database, limits)
+    return responses, ConversationService(database, responses, ConversationStore())
 
 
-def timed_keeper(database: Database, time: DatabaseClock) -> tuple[ConversationStore, ConversationKeeper]:
+def timed_keeper(database: Database, time: DatabaseClock) -> tuple[ConversationStore, ConversationService]:
     store = ConversationStore(time.now)
-    return store, ConversationKeeper(database, ResponseKeeper(database, ROOM, ResponseStore(time.now)), store)
+    return store, ConversationService(database, ResponseService(database, ROOM, ResponseStore(time.now)), store)
 
 
-async def texts(keeper: ConversationKeeper, whose: Principal, conversation_id: str) -> list[str]:  # noqa: F811
-    items, has_more = await keeper.page(whose, conversation_id, ListRequest(1000, newest_first=False))
+async def texts(service: ConversationService, whose: Principal, conversation_id: str) -> list[str]:  # noqa: F811
+    items, has_more = await service.page(whose, conversation_id, ListRequest(1000, newest_first=False))
     assert not has_more
     return [item["content"][0]["text"] for item in items]
 
@@ -98,9 +98,9 @@ async def test_one_of_the_responses_at_two_gateways_locks_a_conversation_until_i
     whose: Principal,  # noqa: F811
     time: DatabaseClock,
 ) -> None:
-    store, keeper = timed_keeper(database, time)
+    store, service = timed_keeper(database, time)
     locks = [ConversationLocks(one, store) for one in (database, second)]
-    made = (await keeper.create(whose, [], {}))["id"]
+    made = (await service.create(whose, [], {}))["id"]
     tries = [locks[number % 2].acquire(whose, made, response_id(number)) for number in range(8)]
     refused = await asyncio.gather(*tries, return_exceptions=True)
     (winner,) = [number for number, error in enumerate(refused) if error is None]
@@ -127,22 +127,22 @@ async def test_other_projects_tenants_and_models_do_not_find_a_conversation(
     database: Database,
     whose: Principal,  # noqa: F811
 ) -> None:
-    responses, keeper = keepers_of(database)
-    made = await keeper.create(whose, [message("x")], {})
+    responses, service = keepers_of(database)
+    made = await service.create(whose, [message("x")], {})
     continued = await responses.continued_conversation(whose, made["id"])
     assert await responses.keep(whose, response_id(1), "m", continued, [], BODY % b"", stores=False)
-    assert await keeper.get(replace(whose, allowed_models=frozenset({"m", "n"})), made["id"]) == made
+    assert await service.get(replace(whose, allowed_models=frozenset({"m", "n"})), made["id"]) == made
     for other in (
         replace(whose, project_id="prj_other"),
         replace(whose, tenant_id="ten_other"),
         replace(whose, allowed_models=frozenset({"n"})),
     ):
         for call in (
-            keeper.get(other, made["id"]),
-            keeper.add_items(other, made["id"], []),
-            keeper.change(other, made["id"], {}),
-            keeper.delete(other, made["id"]),
-            keeper.item(other, made["id"], "x"),
+            service.get(other, made["id"]),
+            service.add_items(other, made["id"], []),
+            service.change(other, made["id"], {}),
+            service.delete(other, made["id"]),
+            service.item(other, made["id"], "x"),
             responses.continued_conversation(other, made["id"]),
         ):
             with pytest.raises(NotFound):
@@ -154,16 +154,16 @@ async def test_expired_conversations_are_purged_with_their_items_and_a_new_item_
     whose: Principal,  # noqa: F811
     time: DatabaseClock,
 ) -> None:
-    store, keeper = timed_keeper(database, time)
-    old, kept = [await keeper.create(whose, [message("x")], {}) for _ in range(2)]
+    store, service = timed_keeper(database, time)
+    old, kept = [await service.create(whose, [message("x")], {}) for _ in range(2)]
     time.ms += 40_000
-    await keeper.add_items(whose, kept["id"], [message("y")])
+    await service.add_items(whose, kept["id"], [message("y")])
     time.ms += 30_000
     with pytest.raises(NotFound):
-        await keeper.get(whose, old["id"])
+        await service.get(whose, old["id"])
     async with database.write() as session:
         assert await store.purge(session) == 1
-    assert await texts(keeper, whose, kept["id"]) == ["x", "y"]
+    assert await texts(service, whose, kept["id"]) == ["x", "y"]
     assert (await count(database, StoredConversation), await count(database, ConversationItem)) == (1, 2)
 
 
@@ -171,15 +171,15 @@ async def test_items_beyond_the_tenants_room_are_refused_and_nothing_is_added(
     database: Database,
     whose: Principal,  # noqa: F811
 ) -> None:
-    responses, keeper = keepers_of(database, replace(ROOM, room=StorageRoom(100, 2000)))
-    made = await keeper.create(whose, [message("x")], {})
+    responses, service = keepers_of(database, replace(ROOM, room=StorageRoom(100, 2000)))
+    made = await service.create(whose, [message("x")], {})
     with pytest.raises(RateLimited):
-        await keeper.add_items(whose, made["id"], [message("y" * 1000), message("z" * 1000)])
+        await service.add_items(whose, made["id"], [message("y" * 1000), message("z" * 1000)])
     continued = await responses.continued_conversation(whose, made["id"])
     assert not await responses.keep(
         whose, response_id(1), "m", continued, [], b'{"output":[],"x":"%b"}' % (b"x" * 2000)
     )
-    assert await texts(keeper, whose, made["id"]) == ["x"]
+    assert await texts(service, whose, made["id"]) == ["x"]
 
 
 async def test_a_deleted_tenant_leaves_no_conversation_and_no_event(
@@ -188,8 +188,8 @@ async def test_a_deleted_tenant_leaves_no_conversation_and_no_event(
     clock: ManualClock,
     whose: Principal,  # noqa: F811
 ) -> None:
-    responses, keeper = keepers_of(database)
-    made = await keeper.create(whose, [message("x")], {})
+    responses, service = keepers_of(database)
+    made = await service.create(whose, [message("x")], {})
     continued = await responses.continued_conversation(whose, made["id"])
     body = BODY % b""
     assert await responses.keep(whose, response_id(1), "m", continued, [], body, 60_000, has_events=True)
@@ -201,7 +201,7 @@ async def test_a_deleted_tenant_leaves_no_conversation_and_no_event(
     deleter = TenantDeleter(AuditedStore(database, "root", Role.OWNER, tenant_of, clock), whose.tenant_id, objects)
     await deleter.begin()
     with pytest.raises(RateLimited):
-        await keeper.add_items(whose, made["id"], [message("y")])
+        await service.add_items(whose, made["id"], [message("y")])
     done = await deleter.work(60.0)
     assert done.counts["conversations"] == 1
     for table in (StoredConversation, ConversationItem, StoredEvents):

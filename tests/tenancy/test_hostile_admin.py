@@ -128,7 +128,7 @@ def body_fields(told: dict[str, Any], document_schemas: dict[str, Any]) -> list[
     return list(schema.get("properties", {}))
 
 
-class Turns:
+class TenantRoundRobin:
     """Hands out the values for one place after the other, so that each value is sent to some of them."""
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ class Turns:
 
 @pytest.mark.parametrize("dialect", [pytest.param("sqlite", marks=pytest.mark.thorough), "postgresql"], indirect=True)
 async def test_no_value_in_any_parameter_of_any_route_makes_a_5xx(world: World, caller: Caller) -> None:
-    known, turns = {**world.a.__dict__}, Turns()
+    known, turns = {**world.a.__dict__}, TenantRoundRobin()
     in_paths = (*filter(None, IN_URLS), *QUERY_BYTES, world.b.tenant_id, world.b.tenant_name)
     for method, path, told in operations(world):
         requests = valid_requests(world, f"{method} {path}") or [({}, {}, None)]
@@ -168,7 +168,7 @@ async def test_no_value_in_any_parameter_of_any_route_makes_a_5xx(world: World, 
 @pytest.mark.parametrize("dialect", [pytest.param("sqlite", marks=pytest.mark.thorough), "postgresql"], indirect=True)
 async def test_no_value_in_any_field_of_any_body_makes_a_5xx(world: World, caller: Caller) -> None:
     schemas = Documents(GatewaySettings).get(world.app, DocumentPart.ADMIN)["components"]["schemas"]
-    known, turns = {**world.a.__dict__}, Turns()
+    known, turns = {**world.a.__dict__}, TenantRoundRobin()
     for method, path, told in operations(world):
         if "requestBody" not in told:
             continue

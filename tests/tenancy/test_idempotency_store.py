@@ -37,14 +37,14 @@ def asked(body: bytes = b"body", tenant_id: str = "ten_a") -> KeyBinding:
     return KeyBinding(tenant_id, "prj", None, "/v1/x", body)
 
 
-async def hold(keeper: IdempotencyKeys, key: bytes, what: KeyBinding | None = None) -> KeyClaim:
-    claim = await keeper.claim(key, what or asked())
+async def hold(keys: IdempotencyKeys, key: bytes, what: KeyBinding | None = None) -> KeyClaim:
+    claim = await keys.claim(key, what or asked())
     assert isinstance(claim, KeyClaim)
     return claim
 
 
-async def answer(keeper: IdempotencyKeys, key: bytes, data: bytes, what: KeyBinding | None = None) -> None:
-    claim = await hold(keeper, key, what)
+async def answer(keys: IdempotencyKeys, key: bytes, data: bytes, what: KeyBinding | None = None) -> None:
+    claim = await hold(keys, key, what)
     claim.note(data)
     await claim.keep(200, {"content-type": "text/plain"})
     await claim.release()
@@ -67,7 +67,7 @@ async def test_one_of_many_concurrent_claims_at_two_gateways_holds_the_key(
     database: Database, second: Database, new_keeper: NewKeeper
 ) -> None:
     keepers = [new_keeper(one) for one in (database, second)] * 10
-    found = await asyncio.gather(*(keeper.claim(b"k", asked()) for keeper in keepers), return_exceptions=True)
+    found = await asyncio.gather(*(keys.claim(b"k", asked()) for keys in keepers), return_exceptions=True)
     assert sum(isinstance(one, KeyClaim) for one in found) == 1
     assert sum(isinstance(one, KeyInUse) for one in found) == len(keepers) - 1
     await assert_sums_are_exact(database)
@@ -132,27 +132,27 @@ async def test_a_keeper_that_was_started_renews_its_claims_by_itself(database: D
 async def test_too_many_keys_and_too_many_bytes_are_those_of_one_tenant(
     database: Database, new_keeper: NewKeeper
 ) -> None:
-    keeper = new_keeper(database, KeepingLimits(60, 100, 3, 150))
-    await answer(keeper, b"1", b"x" * 100)
-    await answer(keeper, b"2", b"x" * 100)  # together more than 150
-    await answer(keeper, b"3", b"x" * 101)  # more than 100 by itself
+    keys = new_keeper(database, KeepingLimits(60, 100, 3, 150))
+    await answer(keys, b"1", b"x" * 100)
+    await answer(keys, b"2", b"x" * 100)  # together more than 150
+    await answer(keys, b"3", b"x" * 101)  # more than 100 by itself
     for key in (b"2", b"3"):
         with pytest.raises(AnswerNotKept):
-            await keeper.claim(key, asked())
+            await keys.claim(key, asked())
     with pytest.raises(TooManyKeys):
-        await keeper.claim(b"4", asked())
-    await answer(keeper, b"4", b"x" * 100, asked(tenant_id="ten_b"))
+        await keys.claim(b"4", asked())
+    await answer(keys, b"4", b"x" * 100, asked(tenant_id="ten_b"))
     await assert_sums_are_exact(database)
 
 
 async def test_expired_keys_are_purged_in_batches_and_others_stay(
     database: Database, new_keeper: NewKeeper, time: DatabaseClock
 ) -> None:
-    keeper, store = new_keeper(database), KeyStore(now=time.now)
+    keys, store = new_keeper(database), KeyStore(now=time.now)
     for number in range(7):
-        await answer(keeper, b"%d" % number, b"hello", asked(tenant_id=f"ten_{number % 2}"))
+        await answer(keys, b"%d" % number, b"hello", asked(tenant_id=f"ten_{number % 2}"))
     time.advance(LIMITS.ttl_s)
-    await answer(keeper, b"stays", b"hello")
+    await answer(keys, b"stays", b"hello")
     for limit, num_keys in ((5, 5), (5, 2), (5, 0)):
         async with database.write() as session:
             assert await store.purge(session, limit) == num_keys
@@ -165,10 +165,10 @@ async def test_expired_keys_are_purged_in_batches_and_others_stay(
 async def test_a_tenants_text_is_erased_on_demand_and_what_runs_leaves_none(
     database: Database, new_keeper: NewKeeper
 ) -> None:
-    keeper = new_keeper(database)
-    await answer(keeper, b"kept", b"hello")
-    await answer(keeper, b"kept", b"hello", asked(tenant_id="ten_b"))
-    running = await hold(keeper, b"running")
+    keys = new_keeper(database)
+    await answer(keys, b"kept", b"hello")
+    await answer(keys, b"kept", b"hello", asked(tenant_id="ten_b"))
+    running = await hold(keys, b"running")
     async with database.write() as session:
         assert await KeyStore().erase(session, "ten_a") == 2
     running.note(b"late")
@@ -185,9 +185,9 @@ async def test_sums_stay_exact_whatever_happens_at_once(
     keepers = [new_keeper(one, KeepingLimits(2, 100, 1000, 300)) for one in (database, second)]
 
     async def one_request(number: int) -> None:
-        keeper, key, tenant = keepers[number % 2], b"%d" % rng.randrange(6), f"ten_{rng.randrange(3)}"
+        keys, key, tenant = keepers[number % 2], b"%d" % rng.randrange(6), f"ten_{rng.randrange(3)}"
         try:
-            found = await keeper.claim(key, asked(tenant_id=tenant))
+            found = await keys.claim(key, asked(tenant_id=tenant))
         except (KeyInUse, AnswerNotKept):
             return
         if isinstance(found, KeyClaim):

@@ -276,15 +276,15 @@ def test_the_store_counts_as_away_after_a_broken_connection_or_two_time_outs_and
 ) -> None:
     health = StoreHealth(clock, OUTAGE_PAUSE_S)
     assert not health.failed(1.0, timed_out=True)
-    assert not health.is_away
+    assert not health.is_unreachable
     health.answered(2.0)
     assert not health.failed(1.5, timed_out=False), "a later one was answered"
     assert not health.failed(3.0, timed_out=True)
     assert health.failed(3.0, timed_out=True)
-    assert health.is_away
+    assert health.is_unreachable
     assert health.is_paused
     clock.advance(OUTAGE_PAUSE_S)
     assert not health.is_paused
     health.answered(4.0)
-    assert not health.is_away
+    assert not health.is_unreachable
     assert health.failed(5.0, timed_out=False)

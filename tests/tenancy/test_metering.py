@@ -12,13 +12,13 @@ import msgspec
 import pytest
 from sqlalchemy import select
 
-from moiety_platform.auth.reach import criteria_of
+from moiety_platform.auth.row_scope import row_criteria
 from moiety_platform.db.session import Database
 from moiety_platform.prices.token_cost import Price
 from moiety_platform.quota.kinds import LimitKind, LimitLevel, Unit
 from moiety_platform.quota.lease import Charge, WindowId
 from moiety_platform.quota.models import LeaseState, Quota, QuotaLease, QuotaWindow
-from moiety_platform.quota.store import LeaseStore, Remains
+from moiety_platform.quota.store import AbandonedLeases, LeaseStore
 from moiety_platform.usage.billing_context import BillingContext, decode_bill, encode_bill
 from moiety_platform.usage.metering import MeterReader, charge
 from moiety_platform.usage.models import EntryKind, LedgerEntry, UsageHour, UsageRecord
@@ -210,7 +210,7 @@ async def test_quota_proven_unused_is_released_and_late_notes_of_it_are_ignored(
     assert await charge_all(leased, metered(make_bill(), output=40)) == [True]
     async with leased.write() as session:
         (found,) = (await store.quarantined(session)).items()
-        assert found == ("dead", Remains(pytest.approx(time.time() + 20, abs=60), 2))
+        assert found == ("dead", AbandonedLeases(pytest.approx(time.time() + 20, abs=60), 2))
         assert await store.release_quarantined(session, "dead") == 2
     async with leased.read() as session:
         assert await store.quarantined(session) == {}
@@ -272,7 +272,7 @@ async def test_an_administrator_of_one_tenant_sees_only_its_usage_in_whole_and_p
     async with database.write() as session:
         await insert_rows(session, rows)
     wanted = UsageFilter(NOON, NOON + timedelta(hours=10))
-    async with database.restricted(criteria_of("own")).read() as session:
+    async with database.restricted(row_criteria("own")).read() as session:
         groups = (await sum_usage(session, wanted, ("tenant",))).data
     assert [(group.group["tenant_id"], group.totals.requests) for group in groups] == [("own", 8)]
 

@@ -23,8 +23,8 @@ import moiety_platform.gateway  # noqa: F401 - all tables, also where this file 
 from moiety_migrations import (
     HEAD,
     REVISIONS,
-    DatabaseAway,
     DatabaseTooNew,
+    DatabaseUnreachable,
     MigrationError,
     UnknownRevision,
     concurrent_indexes,
@@ -352,13 +352,13 @@ def test_a_database_that_cannot_be_used_is_said_plainly_without_its_password(
 
 def test_a_file_that_is_no_database_is_said_plainly(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("not a database, but long enough to look into" * 100)
-    with pytest.raises(DatabaseAway, match="check that it is a SQLite file of ours"):
+    with pytest.raises(DatabaseUnreachable, match="check that it is a SQLite file of ours"):
         upgrade(f"sqlite:///{tmp_path / 'notes.txt'}")
 
 
 def test_a_folder_that_cannot_be_made_is_said_plainly(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(DatabaseAway, match="cannot make the folder"):
+    with pytest.raises(DatabaseUnreachable, match="cannot make the folder"):
         upgrade(f"sqlite:///{tmp_path / 'file' / 'deeper' / 'moiety.db'}")
 
 

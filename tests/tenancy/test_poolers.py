@@ -18,7 +18,7 @@ from tests.conftest import free_port
 from tests.usage_rows import make_row
 
 from moiety_migrations import upgrade
-from moiety_migrations.errors import DatabaseAway
+from moiety_migrations.errors import DatabaseUnreachable
 from moiety_migrations.revisions import HEAD
 from moiety_platform.clock import ManualClock
 from moiety_platform.db.readiness import StoreReadiness
@@ -192,7 +192,7 @@ async def test_a_startup_parameter_that_a_pooler_refuses_is_named_with_what_to_d
     assert "unsupported startup parameter: options" in str(caught.value.__cause__)
     assert "ignore_startup_parameters" in str(caught.value.__cause__)
     assert "unsupported startup parameter: options" in await StoreReadiness(database).why_not_ready()
-    with pytest.raises(DatabaseAway, match="unsupported startup parameter: options"):
+    with pytest.raises(DatabaseUnreachable, match="unsupported startup parameter: options"):
         await asyncio.to_thread(upgrade, url)
     await database.close()
 

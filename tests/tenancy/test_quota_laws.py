@@ -34,8 +34,8 @@ from moiety_platform.clock import ManualClock
 from moiety_platform.db.base import Base
 from moiety_platform.db.session import Database
 from moiety_platform.errors import RequestExceedsQuota, Unavailable
+from moiety_platform.quota.enforcer import QuotaEnforcer
 from moiety_platform.quota.errors import QuotaExceeded
-from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.kinds import LimitKind, LimitLevel, Scope, Unit
 from moiety_platform.quota.lease import Charge, Hold
 from moiety_platform.quota.models import LeaseState, Quota, QuotaLease, QuotaWindow
@@ -91,13 +91,13 @@ def new_store() -> bytes:
 
 
 class Replica:
-    """A gateway process: its keeper, its open requests, and charges that it has not booked yet. Its clock may run
+    """A gateway process: its enforcer, its open requests, and charges that it has not booked yet. Its clock may run
     faster or slower than the others'."""
 
     def __init__(self, number: int, store: Store, world: World, pace: float) -> None:
         self.clock, self.pace = ManualClock(START), pace
         self.leases = LeaseStore(f"replica-{number}", TTL_S, now=world.database_clock.now)
-        self.keeper = QuotaKeeper(store, self.leases, self.clock, ttl_s=TTL_S)
+        self.enforcer = QuotaEnforcer(store, self.leases, self.clock, ttl_s=TTL_S)
         self.open: list[tuple[Hold, int]] = []
         self.unbooked: list[tuple[Charge, ...]] = []
         self.is_alive = True
@@ -107,9 +107,9 @@ class Replica:
         task = asyncio.ensure_future(request)
         async with asyncio.timeout(60):
             while not task.done():
-                if self.keeper.stats().waiting:
+                if self.enforcer.stats().waiting:
                     with contextlib.suppress(Unavailable):
-                        await self.keeper.transact()
+                        await self.enforcer.transact()
                 await asyncio.wait({task}, timeout=0.001)
         return await task
 
@@ -133,9 +133,9 @@ class World(RuleBasedStateMachine):
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self.loop.run_until_complete(work)
 
-    @initialize(paces=st.lists(st.sampled_from([0.9, 1.0, 1.1]), min_size=1, max_size=3))
-    def begin(self, paces: list[float]) -> None:
-        for pace in paces:
+    @initialize(usage_rates=st.lists(st.sampled_from([0.9, 1.0, 1.1]), min_size=1, max_size=3))
+    def begin(self, usage_rates: list[float]) -> None:
+        for pace in usage_rates:
             self.start(pace)
 
     def start(self, pace: float) -> None:
@@ -154,7 +154,7 @@ class World(RuleBasedStateMachine):
     def request(self, data: st.DataObject, tokens: int, scopes: tuple[Scope, ...]) -> None:
         replica = data.draw(st.sampled_from(self.alive()))
         try:
-            hold = self.run(replica.ask(replica.keeper.hold(scopes, {Unit.TOKENS: tokens})))
+            hold = self.run(replica.ask(replica.enforcer.hold(scopes, {Unit.TOKENS: tokens})))
         except RequestExceedsQuota:
             assert any(self.lowest_cap.get(scope, tokens) < tokens for scope in scopes), "it fits every limit there was"
             return
@@ -169,7 +169,7 @@ class World(RuleBasedStateMachine):
         number = data.draw(st.integers(0, len(replica.open) - 1))
         hold, tokens = replica.open[number]
         try:
-            refused = self.run(replica.ask(replica.keeper.extend(hold, {Unit.TOKENS: tokens + more})))
+            refused = self.run(replica.ask(replica.enforcer.extend(hold, {Unit.TOKENS: tokens + more})))
         except Unavailable:
             return
         if refused is None:
@@ -201,7 +201,7 @@ class World(RuleBasedStateMachine):
     def tick(self, data: st.DataObject) -> None:
         replica = data.draw(st.sampled_from(self.alive()))
         try:
-            self.run(replica.keeper.transact())
+            self.run(replica.enforcer.transact())
             self.run(self._quarantine(replica))
         except Unavailable:
             assert self.store.away
@@ -226,7 +226,7 @@ class World(RuleBasedStateMachine):
         victim = data.draw(st.sampled_from(self.alive()))
         victim.is_alive = False
         victim.open.clear()
-        self.crashed.add(victim.keeper.replica_id)
+        self.crashed.add(victim.enforcer.replica_id)
         self.start(victim.pace)
 
     @precondition(lambda self: not self.store.away)
@@ -256,9 +256,9 @@ class World(RuleBasedStateMachine):
             self.granted[key] = window.granted
         stored = {(lease.replica_id, lease.quota_id, lease.start): lease for lease in leases}
         for replica in self.replicas:
-            for window_id, account in replica.keeper._accounts.items():
+            for window_id, account in replica.enforcer._accounts.items():
                 lease = account.lease
-                there = stored.get((replica.keeper.replica_id, window_id.quota_id, window_id.start))
+                there = stored.get((replica.enforcer.replica_id, window_id.quota_id, window_id.start))
                 spent = lease.settled + lease.held
                 assert spent <= (there.granted if there else 0), "a replica has spent what it was not given"
 
@@ -279,8 +279,8 @@ class World(RuleBasedStateMachine):
                 replica.unbooked.append(hold.settle({Unit.TOKENS: tokens}))
             await self._book(replica)
             if replica.is_alive:
-                await replica.keeper.transact()
-                await replica.keeper.transact(give_back=lambda account: account.lease.free)
+                await replica.enforcer.transact()
+                await replica.enforcer.transact(give_back=lambda account: account.lease.free)
         _, leases = await self._read()
         for lease in leases:
             if lease.replica_id not in self.crashed:

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from moiety_platform.quota.holdings import list_leases
+from moiety_platform.quota.keeper import QuotaEnforcer
 from sqlalchemy import select
 from tests.database_clock import DatabaseClock
 
@@ -20,8 +22,6 @@ from moiety_platform.db.session import Database
 from moiety_platform.errors import RequestExceedsQuota, Unavailable
 from moiety_platform.quota.account import Account
 from moiety_platform.quota.errors import QuotaExceeded
-from moiety_platform.quota.holdings import list_leases
-from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.kinds import (
     Limit,
     LimitKind,
@@ -38,7 +38,7 @@ from moiety_platform.quota.models import LeaseState, Quota, QuotaLease, QuotaWin
 from moiety_platform.quota.schemas import NewQuota
 from moiety_platform.quota.service import set_quota
 from moiety_platform.quota.slices import ahead_of_peak, ahead_of_use, slice_size, surplus
-from moiety_platform.quota.store import LeaseStore, Want, book
+from moiety_platform.quota.store import LeaseRequest, LeaseStore, book
 from moiety_platform.usage.recorder import UsageRecorder
 from moiety_platform.usage.row import UsageRow
 
@@ -74,7 +74,7 @@ async def test_replicas_that_take_at_once_stay_within_the_caps_and_use_them_up(
 ) -> None:
     await set_caps(database, {**dict.fromkeys(TENANTS, SMALL_CAP), WHOLE: WHOLE_CAP})
     keepers = [
-        QuotaKeeper(database, LeaseStore(f"r-{n}", 20.0), SystemClock(), tick_s=0.2, answer_s=30.0) for n in range(3)
+        QuotaEnforcer(database, LeaseStore(f"r-{n}", 20.0), SystemClock(), tick_s=0.2, answer_s=30.0) for n in range(3)
     ]
     recorder = UsageRecorder(database, tmp_path / "journal")
     await recorder.start()
@@ -114,7 +114,7 @@ async def test_replicas_that_take_at_once_stay_within_the_caps_and_use_them_up(
 
 async def test_a_row_is_charged_once_however_often_it_is_stored(database: Database, tmp_path: Path) -> None:
     await set_caps(database, {WHOLE: 100})
-    keeper = QuotaKeeper(database, LeaseStore("r", 20.0), SystemClock(), tick_s=0.05)
+    keeper = QuotaEnforcer(database, LeaseStore("r", 20.0), SystemClock(), tick_s=0.05)
     await keeper.start()
     hold = await keeper.hold([WHOLE], {Unit.TOKENS: 30})
     charged = row(1, hold.settle({Unit.TOKENS: 25}))
@@ -132,7 +132,7 @@ async def test_a_request_whose_gateway_is_killed_is_charged_its_prompt_by_the_ne
     database: Database, tmp_path: Path
 ) -> None:
     await set_caps(database, {WHOLE: 100})
-    keeper = QuotaKeeper(database, LeaseStore("killed", 20.0), SystemClock(), tick_s=60.0)
+    keeper = QuotaEnforcer(database, LeaseStore("killed", 20.0), SystemClock(), tick_s=60.0)
     await keeper.start()
     hold = await keeper.hold([WHOLE], {Unit.TOKENS: 30})
     killed = UsageRecorder(database, tmp_path)
@@ -151,7 +151,7 @@ async def test_a_request_whose_gateway_is_killed_is_charged_its_prompt_by_the_ne
 async def test_an_expired_lease_is_quarantined_and_can_be_resumed(database: Database, time: DatabaseClock) -> None:
     await set_caps(database, {WHOLE: 100})
     stores = [LeaseStore(name, 20.0, now=time.now) for name in ("lost", "other")]
-    lost, other = (QuotaKeeper(database, store, SystemClock(), ttl_s=20.0) for store in stores)
+    lost, other = (QuotaEnforcer(database, store, SystemClock(), ttl_s=20.0) for store in stores)
     for keeper in (lost, other):
         await hold_without_rounds(keeper, WHOLE, {Unit.TOKENS: 30})
     time.advance(21.0)
@@ -172,7 +172,7 @@ async def test_administrators_see_who_holds_what_and_what_is_quarantined(
 ) -> None:
     await set_caps(database, {WHOLE: 100})
     stores = [LeaseStore(name, 20.0, now=time.now) for name in ("lost", "here")]
-    for keeper in (QuotaKeeper(database, store, SystemClock(), ttl_s=20.0) for store in stores):
+    for keeper in (QuotaEnforcer(database, store, SystemClock(), ttl_s=20.0) for store in stores):
         await hold_without_rounds(keeper, WHOLE, {Unit.TOKENS: 30})
     time.advance(21.0)
     async with database.write() as session:
@@ -199,7 +199,7 @@ async def change(database: Database, scope: Scope, cap: int | None) -> None:
 
 async def test_a_lowered_cap_takes_back_what_was_leased_though_requests_go_on(database: Database) -> None:
     await set_caps(database, {WHOLE: 1_000})
-    keeper = QuotaKeeper(database, LeaseStore("r", 20.0), SystemClock(), tick_s=0.05)
+    keeper = QuotaEnforcer(database, LeaseStore("r", 20.0), SystemClock(), tick_s=0.05)
     await keeper.start()
     (await keeper.hold([WHOLE], {Unit.TOKENS: 600})).settle({Unit.TOKENS: 0})
     await change(database, WHOLE, 0)
@@ -213,7 +213,7 @@ async def test_a_lowered_cap_takes_back_what_was_leased_though_requests_go_on(da
     assert (await windows(database))[WHOLE.id].granted < 300
 
 
-async def patiently(keeper: QuotaKeeper, scope: Scope, tokens: int) -> Hold:
+async def patiently(keeper: QuotaEnforcer, scope: Scope, tokens: int) -> Hold:
     """Retry until the store answers in time."""
     async with asyncio.timeout(60):
         while True:
@@ -226,7 +226,7 @@ async def test_a_store_that_does_not_answer_turns_away_only_what_the_leases_do_n
 ) -> None:
     large = TENANTS[0]
     await set_caps(cuttable.steady, {large: 10**6, WHOLE: 100})
-    keeper = QuotaKeeper(cuttable.database, LeaseStore("r", 20.0), SystemClock(), tick_s=0.05, answer_s=0.3)
+    keeper = QuotaEnforcer(cuttable.database, LeaseStore("r", 20.0), SystemClock(), tick_s=0.05, answer_s=0.3)
     await keeper.start()
     holds = [await patiently(keeper, scope, 30) for scope in (large, WHOLE)]
     cuttable.wire.stall()
@@ -247,7 +247,7 @@ async def test_a_store_that_does_not_answer_turns_away_only_what_the_leases_do_n
 
 async def test_a_limit_that_is_taken_away_cuts_no_stream(database: Database) -> None:
     await set_caps(database, {WHOLE: 100})
-    keeper = QuotaKeeper(database, LeaseStore("r", 20.0), SystemClock(), tick_s=0.05)
+    keeper = QuotaEnforcer(database, LeaseStore("r", 20.0), SystemClock(), tick_s=0.05)
     await keeper.start()
     hold = await keeper.hold([WHOLE], {Unit.TOKENS: 100})
     refusal = await keeper.extend(hold, {Unit.TOKENS: 101})
@@ -267,7 +267,7 @@ async def test_a_limit_that_only_a_later_release_knows_breaks_no_other(database:
         later = Quota(id="later", level=WHOLE.level, scope_id=WHOLE.id, kind="tokens_per_century", cap=1)
         later.created_at = datetime.now(UTC)
         session.add(later)
-    keeper = QuotaKeeper(database, LeaseStore("r", 20.0), SystemClock(), tick_s=0.05)
+    keeper = QuotaEnforcer(database, LeaseStore("r", 20.0), SystemClock(), tick_s=0.05)
     await keeper.start()
     hold = await keeper.hold([WHOLE], {Unit.TOKENS: 30})
     assert [charge.window.quota_id for charge in hold.settle({Unit.TOKENS: 25})] == [WHOLE.id]
@@ -293,7 +293,7 @@ async def test_replicas_that_return_and_take_while_others_book_wait_for_each_oth
     stores = [LeaseStore(f"r-{number}", 20.0) for number in range(3)]
     for store in stores:
         async with database.write() as session:
-            await store.exchange(session, {}, [Want(window, 5_000, 5_000, 0) for window in ids], slice_size)
+            await store.exchange(session, {}, [LeaseRequest(window, 5_000, 5_000, 0) for window in ids], slice_size)
     await change(database, TENANTS[0], None)
 
     async def work(store: LeaseStore, number: int) -> None:
@@ -301,7 +301,7 @@ async def test_replicas_that_return_and_take_while_others_book_wait_for_each_oth
         for _ in range(25):
             async with database.write() as session:
                 some = rng.sample(ids, 4)
-                await store.exchange(session, {some[0]: 1}, [Want(w, 1, 1, 0) for w in some[1:]], slice_size)
+                await store.exchange(session, {some[0]: 1}, [LeaseRequest(w, 1, 1, 0) for w in some[1:]], slice_size)
                 await store.renew(session, ids)
             async with database.write() as session:
                 await book(session, [Charge(window, store.replica_id, 1) for window in rng.sample(ids, 3)])

@@ -14,8 +14,8 @@ from tests.database_clock import DatabaseClock
 from moiety_platform.clock import ManualClock, SystemClock
 from moiety_platform.db.session import Database
 from moiety_platform.quota.bucket import Bucket
+from moiety_platform.quota.enforcer import QuotaEnforcer
 from moiety_platform.quota.errors import QuotaExceeded
-from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.kinds import LimitKind, LimitLevel, Scope, Unit
 from moiety_platform.quota.models import Quota, QuotaLease, QuotaWindow
 from moiety_platform.quota.rate_limit_headers import LimitStatus, duration, headers
@@ -71,51 +71,51 @@ def test_a_lowered_cap_lets_something_through_within_a_minute() -> None:
     assert lowered.at(1_060_000).remaining == 1_000
 
 
-async def start_keepers(database: Database) -> list[QuotaKeeper]:
-    """Start the quota keepers of three replicas."""
-    keepers = [
-        QuotaKeeper(database, LeaseStore(f"r-{n}", 20.0), SystemClock(), tick_s=0.1, answer_s=30.0) for n in range(3)
+async def start_keepers(database: Database) -> list[QuotaEnforcer]:
+    """Start the quota enforcers of three replicas."""
+    enforcers = [
+        QuotaEnforcer(database, LeaseStore(f"r-{n}", 20.0), SystemClock(), tick_s=0.1, answer_s=30.0) for n in range(3)
     ]
-    for keeper in keepers:
-        await keeper.start()
-    return keepers
+    for enforcer in enforcers:
+        await enforcer.start()
+    return enforcers
 
 
 async def test_replicas_draw_from_one_bucket(database: Database) -> None:
     await set_limit(database, LimitKind.REQUESTS_PER_MINUTE, 120)
-    keepers = await start_keepers(database)
+    enforcers = await start_keepers(database)
     loop, let_through = asyncio.get_running_loop(), 0
     began = loop.time()
 
-    async def client(keeper: QuotaKeeper) -> None:
+    async def client(enforcer: QuotaEnforcer) -> None:
         nonlocal let_through
         while let_through < 120 + 8:
             try:
-                (await keeper.hold([TENANT], ONE)).settle(ONE)
+                (await enforcer.hold([TENANT], ONE)).settle(ONE)
                 let_through += 1
             except QuotaExceeded:
                 await asyncio.sleep(0.05)
 
     async with asyncio.timeout(60):
-        await asyncio.gather(*(client(keeper) for keeper in keepers for _ in range(4)))
+        await asyncio.gather(*(client(enforcer) for enforcer in enforcers for _ in range(4)))
     passed_s = loop.time() - began
-    for keeper in keepers:
-        await keeper.stop()
+    for enforcer in enforcers:
+        await enforcer.stop()
     assert 120 + 8 <= let_through <= 120 + 2 * passed_s
 
 
 async def test_slots_are_bounded_over_replicas_and_come_back(database: Database) -> None:
     await set_limit(database, LimitKind.CONCURRENT_REQUESTS, 10)
-    keepers = await start_keepers(database)
+    enforcers = await start_keepers(database)
     open_now = most = num_refused = done = 0
     many_are_open = asyncio.Event()
 
-    async def client(keeper: QuotaKeeper) -> None:
+    async def client(enforcer: QuotaEnforcer) -> None:
         nonlocal open_now, most, num_refused, done
         num_served = 0
         while num_served < 4:
             try:
-                hold = await keeper.hold([TENANT], ONE)
+                hold = await enforcer.hold([TENANT], ONE)
             except QuotaExceeded:
                 num_refused += 1
                 await asyncio.sleep(0.1)
@@ -129,12 +129,12 @@ async def test_slots_are_bounded_over_replicas_and_come_back(database: Database)
             hold.settle({Unit.REQUESTS: 1})
 
     async with asyncio.timeout(120):
-        await asyncio.gather(*(client(keeper) for keeper in keepers for _ in range(8)))
+        await asyncio.gather(*(client(enforcer) for enforcer in enforcers for _ in range(8)))
     assert 8 <= most <= 10
     assert num_refused > 0
     assert done == 4 * 24
-    for keeper in keepers:
-        await keeper.stop()
+    for enforcer in enforcers:
+        await enforcer.stop()
     async with database.read() as session:
         window = (await session.scalars(select(QuotaWindow))).one()
     assert (window.granted, window.settled) == (0, 0)
@@ -143,7 +143,7 @@ async def test_slots_are_bounded_over_replicas_and_come_back(database: Database)
 async def test_the_slots_of_a_replica_that_is_gone_are_free_again(database: Database, time: DatabaseClock) -> None:
     await set_limit(database, LimitKind.CONCURRENT_REQUESTS, 2)
     leases = [LeaseStore(name, 20.0, now=time.now) for name in ("gone", "other")]
-    gone, other = (QuotaKeeper(database, store, SystemClock()) for store in leases)
+    gone, other = (QuotaEnforcer(database, store, SystemClock()) for store in leases)
     for _ in range(2):
         await hold_without_rounds(gone, TENANT, ONE)
     with pytest.raises(QuotaExceeded, match="limit of 2 concurrent_requests is reached"):
@@ -156,14 +156,14 @@ async def test_the_slots_of_a_replica_that_is_gone_are_free_again(database: Data
         assert await leases[1].release_expired(session) == 1
     async with database.read() as session:
         assert (await session.scalars(select(QuotaLease.replica_id))).all() in ([], ["other"])
-    hold = await hold_without_rounds(QuotaKeeper(database, leases[1], SystemClock()), TENANT, ONE)
+    hold = await hold_without_rounds(QuotaEnforcer(database, leases[1], SystemClock()), TENANT, ONE)
     hold.settle({Unit.REQUESTS: 1})
 
 
 async def test_slots_that_were_swept_are_not_given_back_again(database: Database, time: DatabaseClock) -> None:
     await set_limit(database, LimitKind.CONCURRENT_REQUESTS, 10)
     leases = [LeaseStore("cut off", 20.0, now=time.now), LeaseStore("other", 60.0, now=time.now)]
-    cut_off, other = (QuotaKeeper(database, store, SystemClock(), tick_s=60.0) for store in leases)
+    cut_off, other = (QuotaEnforcer(database, store, SystemClock(), tick_s=60.0) for store in leases)
     streams = [await hold_without_rounds(cut_off, TENANT, ONE) for _ in range(6)]
     time.advance(21.0)
     async with database.write() as session:
@@ -184,22 +184,22 @@ async def test_slots_that_were_swept_are_not_given_back_again(database: Database
 async def test_a_lease_of_which_a_running_request_holds_nothing_is_not_forgotten(database: Database) -> None:
     await set_limit(database, LimitKind.MONEY_PER_DAY, 1_000)
     clock = ManualClock(datetime(2026, 1, 1, tzinfo=UTC))
-    keeper = QuotaKeeper(database, LeaseStore("r", 20.0), clock)
+    enforcer = QuotaEnforcer(database, LeaseStore("r", 20.0), clock)
     free = {Unit.MONEY: 0}
-    waiting = asyncio.create_task(keeper.hold([TENANT], free))
+    waiting = asyncio.create_task(enforcer.hold([TENANT], free))
     while not waiting.done():
         await asyncio.wait({waiting}, timeout=0.01)
-        await keeper.transact()
+        await enforcer.transact()
     hold = await waiting
     for _ in range(20):
         clock.advance(10.0)
-        await keeper.transact()
-    assert keeper.extend_now(hold, free)
+        await enforcer.transact()
+    assert enforcer.extend_now(hold, free)
     hold.settle(free)
     for _ in range(20):
         clock.advance(10.0)
-        await keeper.transact()
-    assert not keeper._accounts
+        await enforcer.transact()
+    assert not enforcer._accounts
 
 
 def test_headers_name_the_tightest_of_each_kind() -> None:

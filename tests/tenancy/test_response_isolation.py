@@ -15,8 +15,8 @@ from moiety_platform.auth.service import create_key
 from moiety_platform.clock import ManualClock
 from moiety_platform.db.session import Database
 from moiety_platform.responses_api.items import Continued
-from moiety_platform.responses_api.keeper import ResponseKeeper
 from moiety_platform.responses_api.limits import ConversationLimits
+from moiety_platform.responses_api.response_service import ResponseService
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.tenants.schemas import NewProject
 from moiety_platform.tenants.service import create_project
@@ -76,9 +76,9 @@ async def keys(database: Database, clock: ManualClock) -> dict[str, str]:
     """The callers' keys, and a response of the creator's."""
     keys = await make_keys(database, clock)
     creator = await Authenticator(database, PEPPER, clock).authenticate(f"Bearer {keys['creator']}")
-    keeper = ResponseKeeper(database, ConversationLimits.of(GatewaySettings()))
+    service = ResponseService(database, ConversationLimits.of(GatewaySettings()))
     body = b'{"id":"%b","output":[],"text":"zebra"}' % KEPT.encode()
-    assert await keeper.keep(creator, KEPT, "m", Continued(), [ITEM], body)
+    assert await service.keep(creator, KEPT, "m", Continued(), [ITEM], body)
     return keys
 
 

@@ -13,16 +13,16 @@ from moiety_platform.access.roles import Role
 from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.principal import Principal
-from moiety_platform.auth.reach import tenant_of
+from moiety_platform.auth.row_scope import tenant_of
 from moiety_platform.clock import ManualClock
 from moiety_platform.db.session import Database
 from moiety_platform.errors import NotFound, RateLimited, Unavailable
 from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.responses_api.event_log import EventChunk
 from moiety_platform.responses_api.items import Continued, message_item, text_part
-from moiety_platform.responses_api.keeper import ResponseKeeper
 from moiety_platform.responses_api.limits import ConversationLimits
 from moiety_platform.responses_api.models import StoredResponse
+from moiety_platform.responses_api.response_service import ResponseService
 from moiety_platform.responses_api.storage_room import StorageRoom
 from moiety_platform.responses_api.store import ResponseStore
 from moiety_platform.tenant_deletion.service import TenantDeleter
@@ -42,10 +42,12 @@ def response_id(number: int) -> str:
     return f"resp_{number:032x}"
 
 
-async def keep(keeper: ResponseKeeper, whose: Principal, number: int, after: int | None = None, size: int = 9) -> bool:
-    continued = Continued() if after is None else await keeper.continued(whose, response_id(after))
+async def keep(
+    service: ResponseService, whose: Principal, number: int, after: int | None = None, size: int = 9
+) -> bool:
+    continued = Continued() if after is None else await service.continued(whose, response_id(after))
     item = {"id": f"msg_{number}", **message_item([text_part("x" * size)])}
-    return await keeper.keep(whose, response_id(number), "m", continued, [item], BODY % b"")
+    return await service.keep(whose, response_id(number), "m", continued, [item], BODY % b"")
 
 
 async def sums(database: Database) -> tuple[int, int]:
@@ -59,7 +61,7 @@ async def sums(database: Database) -> tuple[int, int]:
 async def test_concurrent_responses_at_two_gateways_are_stored_up_to_the_limit(
     database: Database, second: Database, whose: Principal, room: StorageRoom
 ) -> None:
-    keepers = [ResponseKeeper(one, replace(LIMITS, room=room)) for one in (database, second)]
+    keepers = [ResponseService(one, replace(LIMITS, room=room)) for one in (database, second)]
     kept = await asyncio.gather(*(keep(keepers[number % 2], whose, number, size=50) for number in range(20)))
     num_responses, num_bytes = await sums(database)
     one = num_bytes // num_responses
@@ -76,17 +78,17 @@ async def test_a_conversation_is_read_in_order_however_long_it_is_and_only_whole
     database: Database, whose: Principal, time: DatabaseClock
 ) -> None:
     limits = replace(LIMITS, room=StorageRoom(1000, 10**9), max_bytes=10**9)
-    keeper = ResponseKeeper(database, limits, ResponseStore(time.now))
+    service = ResponseService(database, limits, ResponseStore(time.now))
     for number in range(60):
-        assert await keep(keeper, whose, number, number - 1 if number else None)
-    whole = await keeper.continued(whose, response_id(59))
+        assert await keep(service, whose, number, number - 1 if number else None)
+    whole = await service.continued(whose, response_id(59))
     assert [item["id"] for item in whole.items] == [f"msg_{number}" for number in range(60)]
     assert whole.num_bytes == (await sums(database))[1]
-    assert len((await keeper.continued(whose, response_id(29))).items) == 30
-    await keeper.delete(whose, response_id(30))
+    assert len((await service.continued(whose, response_id(29))).items) == 30
+    await service.delete(whose, response_id(30))
     with pytest.raises(NotFound, match="not kept any more"):
-        await keeper.continued(whose, response_id(59))
-    assert len((await keeper.continued(whose, response_id(29))).items) == 30
+        await service.continued(whose, response_id(59))
+    assert len((await service.continued(whose, response_id(29))).items) == 30
 
 
 async def test_expired_responses_are_not_found_and_are_purged_in_batches(
@@ -94,34 +96,34 @@ async def test_expired_responses_are_not_found_and_are_purged_in_batches(
 ) -> None:
     limits = replace(LIMITS, room=StorageRoom(1000, 10**9))
     store = ResponseStore(time.now)
-    keeper = ResponseKeeper(database, limits, store)
+    service = ResponseService(database, limits, store)
     for number in range(7):
-        assert await keep(keeper, whose, number)
+        assert await keep(service, whose, number)
     time.ms += 60_000
-    assert await keep(keeper, whose, 7)
+    assert await keep(service, whose, 7)
     with pytest.raises(NotFound):
-        await keeper.body(whose, response_id(0))
+        await service.body(whose, response_id(0))
     async with database.write() as session:
         assert await store.purge(session, 5) == 5
     for max_bytes in (1, (await sums(database))[1]):  # one, whatever its size; then as many as there are
         async with database.write() as session:
             assert await store.purge(session, max_bytes=max_bytes) == 1
     assert (await sums(database))[0] == 1
-    assert await keeper.body(whose, response_id(7)) == BODY % b""
+    assert await service.body(whose, response_id(7)) == BODY % b""
 
 
 async def test_a_running_response_counts_its_events_without_being_read(database: Database, whose: Principal) -> None:
-    keeper, item = ResponseKeeper(database, LIMITS), {"id": "msg_1", **message_item([text_part("x")])}
-    assert await keeper.keep(whose, response_id(1), "m", Continued(), [item], BODY % b"", 60_000, has_events=True)
+    service, item = ResponseService(database, LIMITS), {"id": "msg_1", **message_item([text_part("x")])}
+    assert await service.keep(whose, response_id(1), "m", Continued(), [item], BODY % b"", 60_000, has_events=True)
     size_before = (await sums(database))[1] - len(BODY % b"")
     statements: list[str] = []
     engine = database.engine.sync_engine
     event.listen(engine, "before_cursor_execute", lambda *call: statements.append(call[2]))
     chunks = [EventChunk(number, 1, b"x" * 10) for number in range(3)]
-    await keeper.add_events({response_id(1): chunks[:1]})
-    await keeper.add_events({response_id(1): chunks[:2]})  # the first one again, as after a lost commit
+    await service.add_events({response_id(1): chunks[:1]})
+    await service.add_events({response_id(1): chunks[:2]})  # the first one again, as after a lost commit
     body = BODY.replace(b"}", b',"status":"completed"}') % b'{"id":"msg_2"}'
-    assert await keeper.update_run(response_id(1), body, ends=True, events=chunks[2:], num_events=3) == body
+    assert await service.update_run(response_id(1), body, ends=True, events=chunks[2:], num_events=3) == body
     assert not any("responses.body," in one or "responses.items" in one for one in statements)
     async with database.read() as session:
         (row,) = (await session.scalars(select(StoredResponse))).all()
@@ -130,26 +132,26 @@ async def test_a_running_response_counts_its_events_without_being_read(database:
 
 
 async def test_events_of_a_tenant_without_room_are_stored_no_more(database: Database, whose: Principal) -> None:
-    keeper = ResponseKeeper(database, replace(LIMITS, room=StorageRoom(10, 100_000)))
-    assert await keeper.keep(whose, response_id(1), "m", Continued(), [], BODY % b"", 60_000, has_events=True)
+    service = ResponseService(database, replace(LIMITS, room=StorageRoom(10, 100_000)))
+    assert await service.keep(whose, response_id(1), "m", Continued(), [], BODY % b"", 60_000, has_events=True)
     first, second, third = (EventChunk(number, 1, b"x" * 50_000) for number in range(3))
-    assert await keeper.add_events({response_id(1): [first]}) == set()
-    assert await keeper.add_events({response_id(1): [second]}) == {response_id(1)}
-    keeper.limits = replace(LIMITS, room=StorageRoom(10, 120_000))
-    assert await keeper.add_events({response_id(1): [second]}) == set()
-    assert await keeper.update_run(response_id(1), BODY % b"", ends=True, events=[third], num_events=3)
-    assert [chunk.first_number for chunk in await keeper.events(response_id(1), 0)] == [0, 1]
+    assert await service.add_events({response_id(1): [first]}) == set()
+    assert await service.add_events({response_id(1): [second]}) == {response_id(1)}
+    service.limits = replace(LIMITS, room=StorageRoom(10, 120_000))
+    assert await service.add_events({response_id(1): [second]}) == set()
+    assert await service.update_run(response_id(1), BODY % b"", ends=True, events=[third], num_events=3)
+    assert [chunk.first_number for chunk in await service.events(response_id(1), 0)] == [0, 1]
     assert (await sums(database))[1] < 120_000
 
 
 async def test_nothing_is_kept_of_a_tenant_once_its_erasure_has_begun(
     database: Database, objects: ObjectStore, clock: ManualClock, whose: Principal
 ) -> None:
-    keeper = ResponseKeeper(database, LIMITS)
-    assert await keep(keeper, whose, 1)
+    service = ResponseService(database, LIMITS)
+    assert await keep(service, whose, 1)
     eraser = TenantDeleter(AuditedStore(database, "root", Role.OWNER, tenant_of, clock), whose.tenant_id, objects)
     await eraser.begin()
-    assert not await keep(keeper, whose, 2)
+    assert not await keep(service, whose, 2)
     done = await eraser.work(60.0)
     assert done.counts["responses"] == 1
     assert await sums(database) == (0, 0)
@@ -160,19 +162,19 @@ async def test_a_store_that_is_away_refuses_what_needs_it_and_loses_what_was_mad
 ) -> None:
     demo = await make_demo(cuttable.database, clock)
     whose = await Authenticator(cuttable.database, PEPPER, clock).authenticate(f"Bearer {demo.key}")
-    keeper = ResponseKeeper(cuttable.database, LIMITS)
-    assert await keep(keeper, whose, 1)
+    service = ResponseService(cuttable.database, LIMITS)
+    assert await keep(service, whose, 1)
     await cuttable.wire.cut()
     for call in (
-        keeper.require_room(whose),
-        keeper.continued(whose, response_id(1)),
-        keeper.body(whose, response_id(1)),
-        keeper.input_items(whose, response_id(1)),
-        keeper.delete(whose, response_id(1)),
+        service.require_room(whose),
+        service.continued(whose, response_id(1)),
+        service.body(whose, response_id(1)),
+        service.input_items(whose, response_id(1)),
+        service.delete(whose, response_id(1)),
     ):
         with pytest.raises(Unavailable):
             await call
-    assert not await keep(keeper, whose, 2)
+    assert not await keep(service, whose, 2)
     await cuttable.wire.mend()
-    assert await keep(keeper, whose, 3, after=1)
+    assert await keep(service, whose, 3, after=1)
     assert (await sums(cuttable.steady))[0] == 2

@@ -21,7 +21,7 @@ from moiety_platform.clock import ManualClock
 from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
 from moiety_platform.prices.cache import PriceCache
-from moiety_platform.quota.keeper import QuotaKeeper
+from moiety_platform.quota.enforcer import QuotaEnforcer
 from moiety_platform.quota.store import LeaseStore
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.usage.models import LedgerEntry, UsageRecord
@@ -195,7 +195,7 @@ async def test_the_reconciliation_counts_what_is_set_aside_and_does_not_agree_th
 ) -> None:
     aside = SetAside(tmp_path / "usage-journal")
     classes, prices = ClassCache(database, clock), PriceCache(database, clock)
-    quotas = QuotaKeeper(database, LeaseStore("replica", 20.0), clock)
+    quotas = QuotaEnforcer(database, LeaseStore("replica", 20.0), clock)
     authenticator = Authenticator(database, PEPPER, clock)
     router = admin_router(database, authenticator, classes, prices, quotas, PEPPER, clock, set_aside=aside)
     admin = Admin(Litestar([router], logging_config=None), demo.admin_key)

@@ -34,7 +34,7 @@ from moiety_platform.http_errors import answer_framework_error, answer_platform_
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.prices.cache import PriceCache
-from moiety_platform.quota.keeper import QuotaKeeper
+from moiety_platform.quota.enforcer import QuotaEnforcer
 from moiety_platform.quota.store import LeaseStore
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import GatewaySettings
@@ -73,7 +73,7 @@ async def api(
     parts = (
         ClassCache(database, clock),
         PriceCache(database, clock),
-        QuotaKeeper(database, LeaseStore("replica", 20.0), clock),
+        QuotaEnforcer(database, LeaseStore("replica", 20.0), clock),
     )
     routes = with_services(SimulationController, simulations=simulations, engines=lambda: engines)
     router = admin_router(database, Authenticator(database, PEPPER, clock), *parts, PEPPER, clock, more=[routes])

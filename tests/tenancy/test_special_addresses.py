@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from moiety_platform.errors import BadRequest
 from moiety_platform.webhooks.addresses import AddressPolicy, CannotReach
-from moiety_platform.webhooks.poster import WebhookClient
 from moiety_platform.webhooks.special_addresses import SPECIAL_IPV4, SPECIAL_IPV6, is_special
+from moiety_platform.webhooks.webhook_client import WebhookClient
 
 SPECIAL = [
     "0.0.0.0", "0.255.255.255", "10.1.2.3", "100.64.0.1", "100.127.255.255", "127.0.0.1", "127.255.255.254",

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moiety_platform.clock import ManualClock
-from moiety_platform.db.failures import is_away
+from moiety_platform.db.failures import is_unreachable
 from moiety_platform.db.paging import PageRequest, Position, cut_page, decode_cursor, encode_cursor
 from moiety_platform.db.session import Database
 from moiety_platform.db.url import redact, sqlite_path, to_libpq_url, to_sync_url
@@ -233,10 +233,10 @@ async def test_a_wrong_statement_is_no_outage(database: Database) -> None:
         return caught.value
 
     nameless = "INSERT INTO tenants VALUES ('t', NULL, 's', 1.0, 'active', '2026-01-01', 'off', NULL)"
-    assert not is_away(await send(nameless))
+    assert not is_unreachable(await send(nameless))
     if database.dialect == "postgresql":
-        assert not is_away(await send("SELEKT 1"))
-        assert not is_away(await send("SELECT 1 / 0"))
+        assert not is_unreachable(await send("SELEKT 1"))
+        assert not is_unreachable(await send("SELECT 1 / 0"))
 
 
 async def test_a_store_that_nobody_migrated_is_unavailable_rather_than_a_defect(empty_url: str) -> None:

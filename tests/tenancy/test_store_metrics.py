@@ -12,7 +12,7 @@ from moiety_platform.db.readiness import StoreReadiness
 from moiety_platform.db.session import Database
 from moiety_platform.inference.request_recorder import RequestRecorder
 from moiety_platform.metrics import Metrics
-from moiety_platform.quota.keeper import QuotaKeeper
+from moiety_platform.quota.enforcer import QuotaEnforcer
 from moiety_platform.quota.store import LeaseStore
 from moiety_platform.store_metrics import StoreCollector
 from moiety_platform.traces.tracing import Tracing
@@ -24,7 +24,7 @@ async def test_a_store_is_told_to_be_ready_though_nobody_asks_for_anything_but_m
     database: Database, tmp_path: Path
 ) -> None:
     clock, store, usage = SystemClock(), StoreReadiness(database), UsageRecorder(database, tmp_path / "journal")
-    quotas = QuotaKeeper(database, LeaseStore("replica", 20.0), clock)
+    quotas = QuotaEnforcer(database, LeaseStore("replica", 20.0), clock)
     requests = RequestRecorder(usage, quotas, Metrics(), Tracing(), clock)
     registry = CollectorRegistry()
     registry.register(StoreCollector(clock, store, usage, quotas, MeterReader(database, usage.holds), requests))

@@ -17,7 +17,7 @@ from moiety_platform.audit.chain import FIELDS, GENESIS, BrokenChain, entry_hash
 from moiety_platform.audit.models import AuditEntry
 from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.auth.authenticator import Authenticator
-from moiety_platform.auth.reach import tenant_of
+from moiety_platform.auth.row_scope import tenant_of
 from moiety_platform.batches.models import Batch, BatchLine, BatchStatus, LineState
 from moiety_platform.clock import ManualClock
 from moiety_platform.controllers import with_services
@@ -30,7 +30,7 @@ from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.quota.models import QuotaLease, QuotaWindow
 from moiety_platform.responses_api.models import StoredResponse
 from moiety_platform.tenant_deletion.controller import DeletionServices, TenantDeletionController
-from moiety_platform.tenant_deletion.data import KEPT, doomed
+from moiety_platform.tenant_deletion.data import KEPT, tables_to_delete
 from moiety_platform.tenant_deletion.engine_notice import EngineNotice
 from moiety_platform.tenant_deletion.service import TenantDeleter
 from moiety_platform.tenants.schemas import TenantChange
@@ -376,7 +376,7 @@ async def assert_tampering_shows(entries: list[dict[str, Any]]) -> None:
 
 
 def test_every_table_is_declared_as_deleted_or_kept() -> None:
-    going = {table.__tablename__ for table in doomed()}
+    going = {table.__tablename__ for table in tables_to_delete()}
     assert going >= {"files", "file_chunks", "batches", "batch_lines", "responses"}
     assert not going & {table.__tablename__ for table in KEPT}
 

@@ -40,7 +40,7 @@ def sent(numbers: range, stored_ms: int = 0, **attributes: Any) -> Rows:
         scope.spans.add(trace_id=trace_id, span_id=own, name="chat m", kind=2, attributes=pairs, **times)
         pairs = pairs[:1]
         scope.spans.add(trace_id=trace_id, span_id=b"child" + own[5:], parent_span_id=own, attributes=pairs, **times)
-    return rows_of([message], stored_ms, is_ours=True)
+    return rows_of([message], stored_ms, is_trusted=True)
 
 
 async def store(database: Database, rows: Rows) -> None:
@@ -133,7 +133,7 @@ async def test_unknown_kinds_and_statuses_are_stored_as_unspecified(
     message = ResourceSpans()
     span = message.scope_spans.add().spans.add(trace_id=b"s" * 16, span_id=b"s" * 8, name="strange", kind=70_000)
     span.start_time_unix_nano, span.end_time_unix_nano, span.status.code = START_NS, START_NS + 1, 70_000
-    rows = rows_of([message], 0, is_ours=False)
+    rows = rows_of([message], 0, is_trusted=False)
     rows.spans += sent(range(1, 2)).spans
     await store(database, rows)
     async with database.read() as session:

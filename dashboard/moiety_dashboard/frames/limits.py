@@ -26,7 +26,7 @@ COLUMNS = ("scope", "limit", "cap", "used", "reserved", "share", "lasts", "reset
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class UsageRate:
     """Recent usage: amounts over a number of seconds."""
 
     seconds: float
@@ -35,12 +35,12 @@ class Pace:
     nanodollars: float = 0
 
     @classmethod
-    def of(cls, totals: Mapping[str, Any], seconds: float) -> Pace:
+    def of(cls, totals: Mapping[str, Any], seconds: float) -> UsageRate:
         tokens = totals["prompt_tokens"] + totals["output_tokens"]
         return cls(seconds, totals["requests"] - totals["rejected"], tokens, totals["cost_nanodollars"])
 
-    def __add__(self, other: Pace) -> Pace:
-        return Pace(
+    def __add__(self, other: UsageRate) -> UsageRate:
+        return UsageRate(
             self.seconds,
             self.requests + other.requests,
             self.tokens + other.tokens,
@@ -54,15 +54,15 @@ class Pace:
         return (self.requests if kind.startswith("requests") else self.tokens) / self.seconds
 
 
-def paces(groups: Rows, seconds: float) -> dict[str, Pace]:
+def usage_rates(groups: Rows, seconds: float) -> dict[str, UsageRate]:
     """Return the pace of each tenant, project and key, by its id."""
-    found: dict[str, Pace] = {}
+    found: dict[str, UsageRate] = {}
     for one in groups:
-        pace = Pace.of(one["totals"], seconds)
+        pace = UsageRate.of(one["totals"], seconds)
         for name in ("tenant_id", "project_id", "key_id"):
             scope = one["group"].get(name)
             if scope is not None:
-                found[scope] = found.get(scope, Pace(seconds)) + pace
+                found[scope] = found.get(scope, UsageRate(seconds)) + pace
     return found
 
 
@@ -83,7 +83,7 @@ def amount(kind: str, number: float | None) -> str:
     return dollars(number) if is_money(kind) else short(number)
 
 
-def lasts_s(quota: Mapping[str, Any], pace: Pace | None, cap: float | None = None) -> float | None:
+def lasts_s(quota: Mapping[str, Any], pace: UsageRate | None, cap: float | None = None) -> float | None:
     """Return the seconds until a quota's cap is used up at that pace; None if it will not be."""
     if not is_stock(quota["kind"]) or pace is None:
         return None
@@ -94,7 +94,9 @@ def lasts_s(quota: Mapping[str, Any], pace: Pace | None, cap: float | None = Non
     return left / speed if speed > 0 else None
 
 
-def quotas_frame(quotas: Rows, names: Mapping[str, str], by_scope: Mapping[str, Pace], now: datetime) -> pd.DataFrame:
+def quotas_frame(
+    quotas: Rows, names: Mapping[str, str], by_scope: Mapping[str, UsageRate], now: datetime
+) -> pd.DataFrame:
     """Return one row per limit, the nearest to its end first. `names` maps ids of tenants, projects and keys."""
     rows = []
     for quota in quotas:
@@ -131,7 +133,7 @@ def _lasts(kind: str, seconds: float | None, resets: datetime | None, now: datet
     return time_left(seconds)
 
 
-def preview(kind: str, cap: int, current: Mapping[str, Any] | None, pace: Pace | None, now: datetime) -> list[str]:
+def preview(kind: str, cap: int, current: Mapping[str, Any] | None, pace: UsageRate | None, now: datetime) -> list[str]:
     """Return the effects of a cap, sentence by sentence. `current` is the limit that it would replace."""
     effects = [_change(kind, cap, current)]
     if cap == 0:
@@ -153,7 +155,7 @@ def _change(kind: str, cap: int, current: Mapping[str, Any] | None) -> str:
     return f"Changes from {amount(kind, current['cap'])} to {new}."
 
 
-def _preview_rate(kind: str, cap: int, pace: Pace | None) -> list[str]:
+def _preview_rate(kind: str, cap: int, pace: UsageRate | None) -> list[str]:
     if pace is None or not pace.requests:
         return ["No usage in the last one to two hours."]
     mean = pace.per_second(kind) * 60
@@ -162,7 +164,7 @@ def _preview_rate(kind: str, cap: int, pace: Pace | None) -> list[str]:
 
 
 def _preview_stock(
-    kind: str, cap: int, current: Mapping[str, Any] | None, pace: Pace | None, now: datetime
+    kind: str, cap: int, current: Mapping[str, Any] | None, pace: UsageRate | None, now: datetime
 ) -> list[str]:
     effects = []
     used = current["used"] if current else 0

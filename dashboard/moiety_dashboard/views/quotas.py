@@ -17,7 +17,7 @@ from moiety_dashboard.frames import limits
 from moiety_dashboard.page import Page
 from moiety_dashboard.panels import Tile
 from moiety_dashboard.views.columns import limit_columns
-from moiety_dashboard.views.tenants.names import names_of, read_paces
+from moiety_dashboard.views.tenants.names import names_of, read_usage_rates
 
 VERDICT = "reconciliation"
 
@@ -34,7 +34,7 @@ def draw_live(client: AdminClient) -> None:
     quotas = client.list("/quotas")
     live = client.get("/quotas/leases", limit=500)
     lost = client.get("/quotas/leases", limit=500, lease_state="quarantined")
-    usage, by_scope = read_paces(client)
+    usage, by_scope = read_usage_rates(client)
     names = names_of(client)
     frame = limits.quotas_frame(quotas.data, names, by_scope, datetime.now(UTC))
     panels.tiles(tiles(frame, live.data, lost.data), [quotas, live, lost])

@@ -17,10 +17,10 @@ READ_OVERVIEW = AdminAction("overview.read", READERS, OWN_READERS)
 READ_AUDIT = AdminAction("audit.read", OWNER, OWN_READERS)
 VERIFY_AUDIT = AdminAction("audit.verify", OWNER)
 READ_ENGINES = AdminAction("engines.read", READERS)
-REST_ENGINES = AdminAction("engines.rest", OPERATORS)
+SLEEP_ENGINES = AdminAction("engines.rest", OPERATORS)
 READ_EXPERTS = AdminAction("experts.read", READERS, OWN_READERS)
 PLAN_EXPERTS = AdminAction("experts.plan", READERS)
-ERASE_KEPT_ANSWERS = AdminAction("kept_answers.erase", OPERATORS, OWN_WRITERS)
+DELETE_STORED_ANSWERS = AdminAction("kept_answers.erase", OPERATORS, OWN_WRITERS)
 READ_TRACES = AdminAction("traces.read", READERS, OWN_READERS)
 SIMULATE = AdminAction("simulations.run", OPERATORS)
 READ_SETTINGS = AdminAction("settings.read", READERS)
@@ -32,10 +32,10 @@ VIEW_ACTIONS = (
     READ_AUDIT,
     VERIFY_AUDIT,
     READ_ENGINES,
-    REST_ENGINES,
+    SLEEP_ENGINES,
     READ_EXPERTS,
     PLAN_EXPERTS,
-    ERASE_KEPT_ANSWERS,
+    DELETE_STORED_ANSWERS,
     READ_TRACES,
     SIMULATE,
     READ_SETTINGS,

@@ -17,7 +17,7 @@ from moiety_platform.db.now import now_ms
 from moiety_platform.errors import BadRequest, Conflict, NotFound, TooLarge
 from moiety_platform.prices.models import MAX_MODEL_LENGTH
 from moiety_platform.tenants.checks import is_id, new_id
-from moiety_platform.tenants.service import get_living_tenant
+from moiety_platform.tenants.service import get_undeleted_tenant
 
 Now = Callable[[], ColumnElement[int]]
 
@@ -46,7 +46,7 @@ async def create_adapter(session: AsyncSession, new: NewAdapter) -> Adapter:
         if len(new.config) > MAX_CONFIG_LENGTH:
             raise BadRequest(f"'config' may have {MAX_CONFIG_LENGTH:,} characters", param="config")
         check_config(new.config)
-    tenant = await get_living_tenant(session, new.tenant_id)
+    tenant = await get_undeleted_tenant(session, new.tenant_id)
     own = select(func.count()).select_from(Adapter).where(Adapter.tenant_id == tenant.id)
     if (await session.scalar(own) or 0) >= MAX_ADAPTERS_PER_TENANT:
         raise Conflict(f"The tenant has {MAX_ADAPTERS_PER_TENANT} adapters; delete some.", code="too_many_adapters")

@@ -25,7 +25,7 @@ from moiety_platform.auth.controller import KeyController
 from moiety_platform.auth.guard import FindVerifier, action_of, admin_guard
 from moiety_platform.auth.overview import CallerController, OverviewController
 from moiety_platform.auth.pepper import Pepper
-from moiety_platform.auth.reach import criteria_of, reach_of, tenant_of
+from moiety_platform.auth.row_scope import row_criteria, scoped_database, tenant_of
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.classes.controller import ClassController
 from moiety_platform.clock import Clock
@@ -43,7 +43,7 @@ from moiety_platform.openapi.documents import ADMIN_KEY
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.prices.controller import PriceController
 from moiety_platform.quota.controller import QuotaController
-from moiety_platform.quota.keeper import QuotaKeeper
+from moiety_platform.quota.enforcer import QuotaEnforcer
 from moiety_platform.tenants.controller import ProjectController, TenantController
 from moiety_platform.time_span import parse_time_span
 from moiety_platform.trace_store.controller import TraceController
@@ -59,7 +59,7 @@ def admin_router(
     authenticator: Authenticator,
     classes: ClassCache,
     prices: PriceCache,
-    quotas: QuotaKeeper,
+    quotas: QuotaEnforcer,
     pepper: bytes,
     clock: Clock,
     *,
@@ -74,21 +74,21 @@ def admin_router(
     the trace store, if it is another database; `set_aside` is the usage that this gateway has set aside.
     """
     wrapped = Pepper(pepper)
-    criteria_of("")  # reports a table without a tenant now, and not at the first request of a tenant's administrator
+    row_criteria("")  # reports a table without a tenant now, and not at the first request of a tenant's administrator
 
     def caller(request: Request[Any, Any, Any]) -> Caller:
         found: Caller = request.state.caller
         return found
 
     def reached(request: Request[Any, Any, Any]) -> Database:
-        return reach_of(caller(request), database)
+        return scoped_database(caller(request), database)
 
     def traces_reached(request: Request[Any, Any, Any]) -> Database:
-        return reach_of(caller(request), traces or database)
+        return scoped_database(caller(request), traces or database)
 
     def store(request: Request[Any, Any, Any]) -> AuditedStore:
         who = caller(request)
-        return AuditedStore(reach_of(who, database), who.actor, who.role, tenant_of, clock)
+        return AuditedStore(scoped_database(who, database), who.actor, who.role, tenant_of, clock)
 
     def now() -> datetime:
         return clock.now()

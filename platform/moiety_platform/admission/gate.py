@@ -22,7 +22,7 @@ MAX_BEGUN = 4  # per iteration: each takes up to 0.5 ms; a lower bound limits th
 MIN_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
 STREAM_RETRY_AFTER_S = 1.0
-HOPELESS = 2.0  # times the class's longest wait, above which a request is refused
+UNATTAINABLE_MARGIN = 2.0  # times the class's longest wait, above which a request is refused
 MAX_CLASS_RETRY_S = 3600.0
 MEMORY = 0.9  # weight of the previous mean at each new gap
 
@@ -42,7 +42,7 @@ class AdmissionGate:
         self.clock = clock
         self._tenants: dict[str, _Tenant] = {}
 
-    def reserve(self, tenant_id: str, num_sequences: int) -> GatePlace:
+    def reserve(self, tenant_id: str, num_sequences: int) -> AdmissionSlot:
         """Count a request as in flight until its place is released. Raises Overloaded above the tenant's bound.
 
         A request larger than the bound is admitted when the tenant has nothing else in flight.
@@ -56,14 +56,14 @@ class AdmissionGate:
                 retry_after_s=_retry_after_s(tenant, tenant.num_inflight + num_sequences - self.limit),
             )
         tenant.num_inflight += num_sequences
-        return GatePlace(self, tenant_id, tenant, num_sequences)
+        return AdmissionSlot(self, tenant_id, tenant, num_sequences)
 
     def forget(self, tenant_id: str) -> None:
         """Forget a tenant without sequences in flight."""
         del self._tenants[tenant_id]
 
 
-class GatePlace:
+class AdmissionSlot:
     """Count of one request's sequences in flight. Release it exactly once."""
 
     __slots__ = ("_gate", "_num_sequences", "_tenant", "_tenant_id")
@@ -131,18 +131,18 @@ class AdmissionRefusal:
     message: str
 
 
-def is_hopeless(service: ServiceClass, load: ClassLoad) -> bool:
+def is_unattainable(service: ServiceClass, load: ClassLoad) -> bool:
     """Return whether an engine with that load answers requests of the class far too late."""
-    is_late = load.predicted_ttft_s > HOPELESS * service.max_queue_s
+    is_late = load.predicted_ttft_s > UNATTAINABLE_MARGIN * service.max_queue_s
     return is_late and service.on_overload is OverloadAction.REJECT
 
 
-def refuse_hopeless(service: ServiceClass, load: ClassLoad | None) -> AdmissionRefusal | None:
+def refuse_unattainable(service: ServiceClass, load: ClassLoad | None) -> AdmissionRefusal | None:
     """Return a refusal, or None to send the request to the engine.
 
     `load` is None where no recent report on the class is known.
     """
-    if load is None or not is_hopeless(service, load):
+    if load is None or not is_unattainable(service, load):
         return None
     retry_after_s = min(max(load.predicted_ttft_s - service.max_queue_s, MIN_RETRY_S), MAX_CLASS_RETRY_S)
     message = (
@@ -153,7 +153,7 @@ def refuse_hopeless(service: ServiceClass, load: ClassLoad | None) -> AdmissionR
     return AdmissionRefusal(Reason.PREDICTED_LATE, retry_after_s, message)
 
 
-class Turns:
+class TenantRoundRobin:
     """Round-robin of tenants over an event loop, so that no tenant delays the requests and streams of others.
 
     Decoding a request's body and counting its tokens block the event loop, for longer the more text there is. In order

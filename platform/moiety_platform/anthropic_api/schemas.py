@@ -42,8 +42,8 @@ from moiety_platform.anthropic_api.turns import (
 from moiety_platform.inference.body_fields import (
     INT32_MAX,
     MAX_MESSAGES,
-    AskingBody,
     GeneratingBody,
+    InferenceBody,
     ModelName,
     StopStrings,
     StrictBody,
@@ -97,7 +97,7 @@ class BillingPolicy(StrictBody):
     ] = None
 
 
-class ConversationBody(AskingBody):
+class ConversationBody(InferenceBody):
     """`POST /v1/messages/count_tokens`, and the fields that `POST /v1/messages` shares with it."""
 
     model_config = ConfigDict(json_schema_extra={"allOf": [NEEDS_TOOLS]})

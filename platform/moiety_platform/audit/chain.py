@@ -33,7 +33,7 @@ class BrokenChain(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
+class VerifiedChain:
     """Number of entries, hash of the last entry, and number of erased entries."""
 
     num_entries: int
@@ -97,15 +97,15 @@ class Verifier:
                 raise BrokenChain(f"entry {number} was modified after its content was erased")
         self.head, self.num_entries, self.num_erased = entry["hash"], seq, self.num_erased + is_erased
 
-    def finish(self) -> Verified:
+    def finish(self) -> VerifiedChain:
         """Complete the verification after the last entry. Raises BrokenChain."""
         if self._unlisted:
             first = min(map(int, self._unlisted))
             raise BrokenChain(f"the content of entry {first} is gone, and no entry says that it was erased")
-        return Verified(self.num_entries, self.head, self.num_erased)
+        return VerifiedChain(self.num_entries, self.head, self.num_erased)
 
 
-def verify(entries: Iterable[Mapping[str, Any]]) -> Verified:
+def verify(entries: Iterable[Mapping[str, Any]]) -> VerifiedChain:
     """Verify all entries from the first. Raises BrokenChain."""
     verifier = Verifier()
     for entry in entries:

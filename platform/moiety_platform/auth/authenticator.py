@@ -246,7 +246,7 @@ class Authenticator:
         """
         oldest_s = next(iter(self._reading_since_s.values()), now_s)
         asking: asyncio.Future[Any]
-        if self._health.is_away or now_s - oldest_s >= PATIENCE_S:
+        if self._health.is_unreachable or now_s - oldest_s >= PATIENCE_S:
             asking, patience_s = self._refresh_soon(now_s), PATIENCE_AWAY_S
         else:
             asking, patience_s = self._known_lookups.begin(key_id), PATIENCE_S

@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.access.roles import Role
 from moiety_platform.audit.trail import AuditedStore
-from moiety_platform.auth.reach import tenant_of
+from moiety_platform.auth.row_scope import tenant_of
 from moiety_platform.auth.schemas import NewKey
 from moiety_platform.auth.service import create_key
 from moiety_platform.clock import Clock

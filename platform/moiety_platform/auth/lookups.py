@@ -147,7 +147,7 @@ class StoreHealth:
         self._num_timeouts = 0
         self._answered_s = float("-inf")  # start time of the latest answered look-up
         self._paused_until_s = float("-inf")
-        self.is_away = False
+        self.is_unreachable = False
 
     @property
     def is_paused(self) -> bool:
@@ -158,16 +158,16 @@ class StoreHealth:
         """Record the success of a look-up that began at `asked_s`."""
         self._answered_s = max(self._answered_s, asked_s)
         self._num_timeouts = 0
-        self.is_away = False
+        self.is_unreachable = False
 
     def failed(self, asked_s: float, *, timed_out: bool) -> bool:
         """Record a failed look-up. Return whether the store counts as down since this call."""
         if self._answered_s > asked_s:
             return False
         self._num_timeouts += timed_out
-        if timed_out and self._num_timeouts < self._max_timeouts and not self.is_away:
+        if timed_out and self._num_timeouts < self._max_timeouts and not self.is_unreachable:
             return False
-        was_away, self.is_away = self.is_away, True
+        was_away, self.is_unreachable = self.is_unreachable, True
         self._paused_until_s = self._clock.monotonic() + self._pause_s
         return not was_away
 

@@ -17,7 +17,7 @@ from moiety_platform.access.views import READ_OVERVIEW
 from moiety_platform.db.session import Database
 from moiety_platform.tenants.models import ApiKey, Project, Tenant, TenantStatus
 from moiety_platform.usage.queries import UsageFilter, sum_usage
-from moiety_platform.usage.reconciliation import hold_still
+from moiety_platform.usage.reconciliation import take_snapshot_locks
 from moiety_platform.usage.schemas import UsageTotals
 
 
@@ -82,7 +82,7 @@ class OverviewController(Controller):
         )
         until = now + timedelta(seconds=1)
         async with database.read() as session:
-            await hold_still(session)
+            await take_snapshot_locks(session)
             found = (await session.execute(counts)).one()
             last_hour = await sum_usage(session, UsageFilter(now - timedelta(hours=1), until), ())
             last_day = await sum_usage(session, UsageFilter(now - timedelta(days=1), until), ())

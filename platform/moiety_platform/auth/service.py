@@ -25,7 +25,7 @@ from moiety_platform.errors import BadRequest, Conflict
 from moiety_platform.tenants.checks import check_moment, check_name
 from moiety_platform.tenants.models import ApiKey, Project
 from moiety_platform.tenants.rows import require_row
-from moiety_platform.tenants.service import get_living_tenant, get_project, get_tenant
+from moiety_platform.tenants.service import get_project, get_tenant, get_undeleted_tenant
 
 
 async def create_key(session: AsyncSession, new: NewKey, pepper: bytes, now: datetime) -> tuple[ApiKey, KeyText]:
@@ -40,9 +40,9 @@ async def create_key(session: AsyncSession, new: NewKey, pepper: bytes, now: dat
     project_id = None
     if new.project_id is not None:
         project = await get_project(session, new.project_id)
-        await get_living_tenant(session, project.tenant_id)
+        await get_undeleted_tenant(session, project.tenant_id)
         project_id = project.id
-    tenant_id = None if new.tenant_id is None else (await get_living_tenant(session, new.tenant_id)).id
+    tenant_id = None if new.tenant_id is None else (await get_undeleted_tenant(session, new.tenant_id)).id
     key = ApiKey(
         project_id=project_id,
         role=new.role,

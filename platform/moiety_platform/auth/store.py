@@ -9,7 +9,7 @@ from datetime import datetime
 from sqlalchemy import func, select
 
 from moiety_platform.access.roles import Role
-from moiety_platform.db.bulk import OverRows
+from moiety_platform.db.bulk import BulkStatement
 from moiety_platform.db.session import Database
 from moiety_platform.tenants.models import ApiKey, Project, SpeculativePrefillMode, Tenant
 
@@ -59,7 +59,7 @@ _COLUMNS = (
     Tenant.speculative_prefill,
 )
 
-_find = OverRows(
+_find = BulkStatement(
     [ApiKey.id],
     lambda given, _: (
         select(*_COLUMNS)

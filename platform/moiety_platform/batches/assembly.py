@@ -31,7 +31,7 @@ from moiety_platform.inference.request_recorder import RequestRecorder
 from moiety_platform.inference.shape_limits import ShapeLimits
 from moiety_platform.metrics import Metrics
 from moiety_platform.object_storage.store import ObjectStore
-from moiety_platform.quota.keeper import QuotaKeeper
+from moiety_platform.quota.enforcer import QuotaEnforcer
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.traces.tracing import Tracing
 
@@ -47,7 +47,7 @@ class Batches:
     database: Database
     objects: ObjectStore
     authenticator: Authenticator
-    quotas: QuotaKeeper
+    quotas: QuotaEnforcer
     metrics: Metrics
     tracing: Tracing
     clock: Clock

@@ -22,7 +22,7 @@ from moiety_platform.embeddings.score_answers import PoolingResults, pooling_pie
 from moiety_platform.embeddings.score_controller import CLASSIFY, RERANKS, SCORE
 from moiety_platform.embeddings.score_schemas import ClassifyBody, PoolingBody
 from moiety_platform.inference.answer_collection import collect
-from moiety_platform.inference.body_fields import AskingBody
+from moiety_platform.inference.body_fields import InferenceBody
 from moiety_platform.inference.endpoint import Endpoint
 from moiety_platform.inference.pipeline import RequestPipeline
 from moiety_platform.inference.request_record import RequestRecord
@@ -39,7 +39,7 @@ BYTES_A_NUMBER = {"base64": 6, "float": 24}  # at most
 BYTES_A_HELD_NUMBER = 4  # of vectors whose cosines are answered
 
 Answer = ChatCompletion | TextCompletion | msgspec.Raw
-AnswerBody = Callable[[RequestPipeline, RequestRecord, AskingBody], Awaitable[Answer]]
+AnswerBody = Callable[[RequestPipeline, RequestRecord, InferenceBody], Awaitable[Answer]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,11 @@ class BatchEndpoint:
     path: str
     operation: str
     id_prefix: str
-    schema: type[AskingBody]
+    schema: type[InferenceBody]
     answer: AnswerBody
 
 
-async def answer_generation(pipeline: RequestPipeline, record: RequestRecord, body: AskingBody) -> Answer:
+async def answer_generation(pipeline: RequestPipeline, record: RequestRecord, body: InferenceBody) -> Answer:
     """Answer a whole chat or text completion, in the batch class whatever its `service_tier`."""
     asked = cast("GenerationBody", body)
     async with await pipeline.start(
@@ -62,7 +62,7 @@ async def answer_generation(pipeline: RequestPipeline, record: RequestRecord, bo
         return await whole_answer(asked, run, record, await collect(run))
 
 
-async def answer_embeddings(pipeline: RequestPipeline, record: RequestRecord, body: AskingBody) -> Answer:
+async def answer_embeddings(pipeline: RequestPipeline, record: RequestRecord, body: InferenceBody) -> Answer:
     """Return the embeddings of all inputs, in the batch class. Raises BadRequest if they are too large for one line."""
     asked = cast("EmbeddingBody", body)
     max_numbers = MAX_VECTOR_BYTES // BYTES_A_NUMBER[asked.encoding_format or "float"]
@@ -72,7 +72,7 @@ async def answer_embeddings(pipeline: RequestPipeline, record: RequestRecord, bo
     return msgspec.Raw(await asyncio.to_thread(b"".join, pieces))
 
 
-async def answer_pooling(pipeline: RequestPipeline, record: RequestRecord, body: AskingBody) -> Answer:
+async def answer_pooling(pipeline: RequestPipeline, record: RequestRecord, body: InferenceBody) -> Answer:
     """Return scores, ranks or classes, in the batch class. Raises BadRequest if they are too large for one line."""
     asked = cast("PoolingBody", body)
     each = BYTES_A_NUMBER["float"] if isinstance(asked, ClassifyBody) else BYTES_A_HELD_NUMBER
@@ -84,7 +84,7 @@ async def answer_pooling(pipeline: RequestPipeline, record: RequestRecord, body:
     return msgspec.Raw(await asyncio.to_thread(b"".join, pooling_pieces(asked, results)))
 
 
-async def answer_decisions(pipeline: RequestPipeline, record: RequestRecord, body: AskingBody) -> Answer:
+async def answer_decisions(pipeline: RequestPipeline, record: RequestRecord, body: InferenceBody) -> Answer:
     """Answer closed questions with probabilities, in the batch class."""
     asked = cast("DecisionBody", body)
     generation = msgspec.structs.replace(asked.generation(), service_tier=BATCH_TIER)
@@ -93,7 +93,7 @@ async def answer_decisions(pipeline: RequestPipeline, record: RequestRecord, bod
     return msgspec.Raw(msgspec.json.encode(decision))
 
 
-async def answer_message(pipeline: RequestPipeline, record: RequestRecord, body: AskingBody) -> Answer:
+async def answer_message(pipeline: RequestPipeline, record: RequestRecord, body: InferenceBody) -> Answer:
     """Answer a conversation in Anthropic's fields, in the batch class."""
     asked = cast("MessagesBody", body)
     generation = msgspec.structs.replace(asked.generation(), service_tier=BATCH_TIER)
@@ -101,7 +101,7 @@ async def answer_message(pipeline: RequestPipeline, record: RequestRecord, body:
         return msgspec.Raw(await message_of(asked, run, record, await collect(run)))
 
 
-async def answer_response(pipeline: RequestPipeline, record: RequestRecord, body: AskingBody) -> Answer:
+async def answer_response(pipeline: RequestPipeline, record: RequestRecord, body: InferenceBody) -> Answer:
     """Answer items in OpenAI's fields for responses, in the batch class. Nothing is stored beside the line's answer."""
     asked = cast("BatchResponsesBody", body)
     generation = msgspec.structs.replace(asked.generation(), service_tier=BATCH_TIER)

@@ -15,7 +15,7 @@ import msgspec
 from moiety_platform.batches.endpoints import BatchEndpoint
 from moiety_platform.batches.models import MAX_CUSTOM_ID_LENGTH
 from moiety_platform.errors import BadRequest
-from moiety_platform.inference.body_fields import AskingBody
+from moiety_platform.inference.body_fields import InferenceBody
 from moiety_platform.inference.request_body import decode_body
 from moiety_platform.inference.shape_limits import ShapeLimits
 from moiety_platform.json_depth import check_depth
@@ -198,7 +198,7 @@ def check_unused(custom_id: str, number: int, seen: dict[str, int]) -> None:
         )
 
 
-def decode_body_of_line(endpoint: BatchEndpoint, data: bytes, max_depth: int, shape: ShapeLimits) -> AskingBody:
+def decode_body_of_line(endpoint: BatchEndpoint, data: bytes, max_depth: int, shape: ShapeLimits) -> InferenceBody:
     """Decode and check the body of a line for its endpoint; streaming is not allowed. Raises BadRequest."""
     body = decode_body(endpoint.schema, data, max_depth, shape)
     if body.wants_stream:

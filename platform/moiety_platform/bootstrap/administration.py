@@ -32,8 +32,8 @@ from moiety_platform.tenant_deletion.controller import DeletionServices, TenantD
 from moiety_platform.tenant_deletion.engine_notice import EngineNotice
 from moiety_platform.webhooks.addresses import AddressPolicy, Network
 from moiety_platform.webhooks.controller import WebhookController
-from moiety_platform.webhooks.poster import WebhookClient
 from moiety_platform.webhooks.sender import AlertSender
+from moiety_platform.webhooks.webhook_client import WebhookClient
 
 
 @dataclass(eq=False, repr=False)

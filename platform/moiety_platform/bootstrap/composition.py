@@ -49,17 +49,17 @@ from moiety_platform.metrics import Metrics, RetentionMetrics, SpeculativePrefil
 from moiety_platform.object_storage.readiness import ObjectStoreReadiness
 from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.prices.cache import PriceCache
-from moiety_platform.quota.keeper import LEASE_S, QuotaKeeper
+from moiety_platform.quota.enforcer import LEASE_S, QuotaEnforcer
 from moiety_platform.quota.store import LeaseStore
 from moiety_platform.reloading.reloader import Reloader, ReloadMetrics
 from moiety_platform.reloading.source import SettingsSource
 from moiety_platform.responses_api.background import BackgroundRuns
-from moiety_platform.responses_api.conversation_keeper import ConversationKeeper
 from moiety_platform.responses_api.conversation_locks import ConversationLocks
+from moiety_platform.responses_api.conversation_service import ConversationService
 from moiety_platform.responses_api.conversation_store import ConversationStore
-from moiety_platform.responses_api.keeper import ResponseKeeper
 from moiety_platform.responses_api.limits import ConversationLimits
 from moiety_platform.responses_api.reasoning_cipher import ReasoningCipher
+from moiety_platform.responses_api.response_service import ResponseService
 from moiety_platform.responses_api.store import ResponseStore
 from moiety_platform.retention.jobs import retention_jobs_of
 from moiety_platform.retention.service import RetentionService
@@ -74,7 +74,7 @@ from moiety_wire.shared_fields import copy_fields
 
 LAST_RECORDS_S = 10.0
 OPERATIONS_DRAIN_S = 1  # wait of a shutdown for a running scrape
-OF_RETENTION = (
+RETENTION_SETTINGS = (
     "retention_interval_s", "keep_files_days", "keep_batches_days", "keep_requests_days", "keep_limit_windows_days",
 )  # fmt: skip
 
@@ -167,7 +167,7 @@ async def _open_services(
     idempotency = IdempotencyKeys(database, KeyStore(now=overrides.now), KeepingLimits.of(settings))
     await idempotency.start()
     stack.push_async_callback(idempotency.stop)
-    responses = ResponseKeeper(database, ConversationLimits.of(settings), ResponseStore(overrides.now))
+    responses = ResponseService(database, ConversationLimits.of(settings), ResponseStore(overrides.now))
     recorder = RequestRecorder(usage, quotas, metrics, telemetry.tracing, clock)
     stack.push_async_callback(recorder.wait_idle, LAST_RECORDS_S)
     meter = MeterReader(database, stored_usage.holds)
@@ -220,7 +220,7 @@ async def _open_services(
         recorder=recorder,
         idempotency=idempotency,
         responses=responses,
-        conversations=ConversationKeeper(database, responses, ConversationStore(overrides.now)),
+        conversations=ConversationService(database, responses, ConversationStore(overrides.now)),
         cipher=ReasoningCipher(pepper, turn),
         background=await stack.enter_async_context(
             BackgroundRuns(responses, ConversationLocks(database, ConversationStore(overrides.now)), settings.drain_s)
@@ -242,15 +242,15 @@ async def _open_services(
 
 async def _start_accounting(
     stack: AsyncExitStack, settings: GatewaySettings, process_id: str, database: Database, overrides: Overrides
-) -> tuple[UsageSink, UsageRecorder, QuotaKeeper]:
-    """Start the recorder of usage and the keeper of quotas, until the stack is closed.
+) -> tuple[UsageSink, UsageRecorder, QuotaEnforcer]:
+    """Start the recorder of usage and the enforcer of quotas, until the stack is closed.
 
-    Return the sink of usage rows, the recorder, which is the sink unless it is overridden, and the keeper.
+    Return the sink of usage rows, the recorder, which is the sink unless it is overridden, and the enforcer.
     """
     stored_usage = UsageRecorder(database, settings.usage_journal_dir)
     await stored_usage.start()
     stack.push_async_callback(stored_usage.stop)
-    quotas = QuotaKeeper(database, LeaseStore(process_id, LEASE_S), overrides.clock, ttl_s=LEASE_S)
+    quotas = QuotaEnforcer(database, LeaseStore(process_id, LEASE_S), overrides.clock, ttl_s=LEASE_S)
     await quotas.start()
     stack.push_async_callback(quotas.stop)
     return stored_usage if overrides.usage is None else overrides.usage, stored_usage, quotas
@@ -306,7 +306,7 @@ async def _start_retention(
     retention_metrics = RetentionMetrics(metrics.registry)
     retention = RetentionService(process_id, database, jobs, retention_metrics, interval_s=interval_s, now=now)
     live.follow(
-        OF_RETENTION,
+        RETENTION_SETTINGS,
         lambda settings: retention.use(
             retention_jobs_of(settings, database, objects, now), settings.retention_interval_s
         ),

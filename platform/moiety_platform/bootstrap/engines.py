@@ -20,7 +20,7 @@ from moiety_platform.engine_client.base import EngineClient
 from moiety_platform.engine_client.curve import CurveKeys
 from moiety_platform.engine_client.transport import ZmqEngineClient
 from moiety_platform.external_engines.client import ExternalEngineClient
-from moiety_platform.live_settings import CannotFollow, Ready
+from moiety_platform.live_settings import CannotApplySetting, PreparedChange
 from moiety_platform.periodic_task import PeriodicTask
 from moiety_platform.routing.discovery import DnsWatch
 from moiety_platform.routing.replicas import Replicas
@@ -34,7 +34,7 @@ LEAVE_S = 60.0  # longest time for which a removed engine waits for another one 
 log = structlog.get_logger(__name__)
 
 
-class CannotUseEngine(CannotFollow):
+class CannotUseEngine(CannotApplySetting):
     """An engine's address, or a file that it names, is missing or unusable; the message says which."""
 
 
@@ -84,7 +84,7 @@ class Engines:
         finally:
             self._context.destroy(linger=0)
 
-    async def follow(self, settings: GatewaySettings) -> Ready:
+    async def follow(self, settings: GatewaySettings) -> PreparedChange:
         """Connect to new engines before they get requests. Raises CannotUseEngine."""
         before, after = self.settings.engines, settings.engines
         clients: list[EngineClient] = []
@@ -128,7 +128,7 @@ class Engines:
                 if isinstance(found, ExternalEngineClient):
                     found.use_key(key)
 
-        return Ready(commit, undo)
+        return PreparedChange(commit, undo)
 
     async def _let_go(self) -> None:
         """Retire removed engines once others serve their model; close their connections once they are idle."""

@@ -9,7 +9,7 @@ from moiety_platform.live_settings import LiveSettings
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.webhooks.addresses import AddressPolicy
 
-OF_LINKS = ["image_link_networks", "max_image_links", "max_image_link_requests_per_tenant"]
+IMAGE_LINK_SETTINGS = ["image_link_networks", "max_image_links", "max_image_link_requests_per_tenant"]
 
 
 def image_fetcher_of(settings: GatewaySettings, live: LiveSettings[GatewaySettings]) -> ImageFetcher:
@@ -23,5 +23,5 @@ def image_fetcher_of(settings: GatewaySettings, live: LiveSettings[GatewaySettin
         )
 
     use(settings)
-    live.follow(OF_LINKS, use)
+    live.follow(IMAGE_LINK_SETTINGS, use)
     return fetcher

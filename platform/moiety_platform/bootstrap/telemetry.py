@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
 
-from moiety_platform.live_settings import CannotFollow, LiveSettings, Ready
+from moiety_platform.live_settings import CannotApplySetting, LiveSettings, PreparedChange
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.traces.sampling import SamplingTerms
 from moiety_platform.traces.tracing import Sender, Tracing
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from moiety_platform.otlp_metrics import MetricSender
 
 
-class CannotSendSpans(CannotFollow):
+class CannotSendSpans(CannotApplySetting):
     """A package that the span exporter needs is not installed; the message says which."""
 
 
@@ -67,7 +67,7 @@ class Telemetry:
         """Use the sampling rates of these settings from now on."""
         self.tracing.sampler.terms = sampling_of(settings)
 
-    async def follow_spans(self, settings: GatewaySettings) -> Ready:
+    async def follow_spans(self, settings: GatewaySettings) -> PreparedChange:
         """Prepare span senders for the new settings. Raises CannotSendSpans."""
         senders = await asyncio.to_thread(self._senders, settings)
 
@@ -75,9 +75,9 @@ class Telemetry:
             before = self.tracing.use([*self._given, *senders])
             self._give_up(one for one in before if one not in self._given)
 
-        return Ready(commit, lambda: _closed(senders))
+        return PreparedChange(commit, lambda: _closed(senders))
 
-    async def follow_metrics(self, settings: GatewaySettings) -> Ready:
+    async def follow_metrics(self, settings: GatewaySettings) -> PreparedChange:
         exporter = await asyncio.to_thread(_metric_exporter, settings)
 
         def commit() -> None:
@@ -86,7 +86,7 @@ class Telemetry:
                 self._give_up([before])
             self._metrics = self._metric_sender(settings, exporter)
 
-        return Ready(commit)
+        return PreparedChange(commit)
 
     def _give_up(self, senders: Iterable[Sender | MetricSender]) -> None:
         self._later(_closed(tuple(senders)))

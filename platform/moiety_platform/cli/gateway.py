@@ -21,7 +21,7 @@ from moiety_platform.db.url_errors import BadDatabaseUrl
 from moiety_platform.errors import PlatformError
 from moiety_platform.gateway import run_gateway
 from moiety_platform.listening import AddressUnavailable
-from moiety_platform.live_settings import CannotFollow
+from moiety_platform.live_settings import CannotApplySetting
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.supervisor.data_dir import PRIVATE_UMASK, FirstKeys, write_first_keys
 
@@ -82,7 +82,7 @@ def gateway(
             if keys is not None:  # if the store was empty, the keys in the file belong to another store
                 write_first_keys(first_keys, keys)
         run_gateway(source)
-    except (AddressUnavailable, CannotFollow, BadPepper, BadDatabaseUrl, PlatformError) as exc:
+    except (AddressUnavailable, CannotApplySetting, BadPepper, BadDatabaseUrl, PlatformError) as exc:
         raise CommandError(str(exc)) from exc
 
 

@@ -41,7 +41,7 @@ Row = Sequence[Any]
 _Columns = Sequence[ColumnElement[Any]]
 
 
-class OverRows:
+class BulkStatement:
     """Statement over the rows of each call, whose values belong to `columns`.
 
     `build` makes the statement from a select of these rows, once per dialect; other values of a call are `bindparam`s
@@ -131,7 +131,7 @@ def _result_of(column: ColumnElement[Any], dialect: Dialect) -> Callable[[Any], 
     return column.type.dialect_impl(dialect).result_processor(dialect, None)
 
 
-class BulkInsert(OverRows):
+class BulkInsert(BulkStatement):
     """Insert of rows into one table. `finish` adds other clauses, without parameters, to the dialect's insert."""
 
     def __init__(self, model: type[Base], finish: Callable[[Any], Any] = lambda insert: insert) -> None:
@@ -150,7 +150,7 @@ class BulkInsert(OverRows):
         return (await self.execute(session, rows)).rowcount if rows else 0
 
 
-class BulkAdd(OverRows):
+class BulkAdd(BulkStatement):
     """Addition to a column of the rows of one table, selected by the values of `keys`.
 
     It locks the rows in no defined order: the caller must have locked them, or rows that guard them.
@@ -174,7 +174,7 @@ class BulkAdd(OverRows):
             await self.execute(session, [(*key, amount) for key, amount in amounts.items()])
 
 
-def among(session: AsyncSession, columns: Sequence[Any], rows: Iterable[Row]) -> ColumnElement[bool]:
+def in_rows(session: AsyncSession, columns: Sequence[Any], rows: Iterable[Row]) -> ColumnElement[bool]:
     """Return a condition that the columns equal one of the rows, for a statement that runs rarely. Rows hold no bytes.
 
     SQLite looks the rows up in an index this way; it would compare rows written into the statement itself with every

@@ -22,7 +22,7 @@ _UNMIGRATED_CODES = frozenset({"42P01", "42703"})
 _UNMIGRATED_WORDS = ("no such table", "no such column", "has no column named")  # SQLite has one code for all errors
 
 
-def is_away(error: BaseException) -> bool:
+def is_unreachable(error: BaseException) -> bool:
     """Return whether the store could not be reached or could not serve, whatever the statement was."""
     if isinstance(error, OSError | sa.TimeoutError):  # refused, reset, timed out; no connection left in the pool
         return True
@@ -57,12 +57,12 @@ def is_bad_value(error: BaseException) -> bool:
 
 
 @contextmanager
-def unavailable_when_away() -> Iterator[None]:
+def unavailable_if_unreachable() -> Iterator[None]:
     """Raise Unavailable in place of the driver's error when the store is away; let other errors through."""
     try:
         yield
     except Exception as error:  # raised again unless the store is away
-        if not is_away(error):
+        if not is_unreachable(error):
             raise
         if is_unmigrated(error):
             raise Unavailable(

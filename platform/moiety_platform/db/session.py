@@ -28,7 +28,7 @@ from sqlalchemy.orm.interfaces import ORMOption
 from sqlalchemy.pool import ConnectionPoolEntry, QueuePool
 
 from moiety_platform.db.connecting import POLL_S, OpenConnections, connect_uncancelled
-from moiety_platform.db.failures import unavailable_when_away
+from moiety_platform.db.failures import unavailable_if_unreachable
 from moiety_platform.db.postgres_url import PostgresUrl
 from moiety_platform.db.url import postgres_url, sqlite_path
 from moiety_platform.thread_priority import lower_priority
@@ -146,7 +146,7 @@ class Database:
     @asynccontextmanager
     async def read(self) -> AsyncIterator[AsyncSession]:
         """Open a transaction that only reads. Raises Unavailable when the store is away."""
-        with unavailable_when_away():
+        with unavailable_if_unreachable():
             async with self._read() as session:
                 self._restrict(session)
                 yield session
@@ -157,7 +157,7 @@ class Database:
 
         Raises Unavailable when the store is away.
         """
-        with unavailable_when_away():
+        with unavailable_if_unreachable():
             async with self._write.begin() as session:
                 self._restrict(session)
                 yield session

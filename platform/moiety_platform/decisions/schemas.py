@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from moiety_platform.decisions.input_items import DecisionItems, input_text, problems_of_calls
 from moiety_platform.decisions.questions import Questions, prompts_of
-from moiety_platform.inference.body_fields import AskingBody, ModelName, refuse
+from moiety_platform.inference.body_fields import InferenceBody, ModelName, refuse
 from moiety_platform.inference.field_support import ignored
 from moiety_platform.inference.generation import Conversation, Generation
 from moiety_platform.openai_api.schemas import CACHE_TTL_S, PromptCacheOptions
@@ -22,7 +22,7 @@ MAX_INPUT_CHARS = 1 << 24  # of the input, counted once for each question
 _EndUser = Annotated[str, StringConstraints(max_length=512)]
 
 
-class DecisionBody(AskingBody):
+class DecisionBody(InferenceBody):
     """`POST /v1/decisions`. null means the default."""
 
     model: ModelName

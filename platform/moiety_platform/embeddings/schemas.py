@@ -11,7 +11,7 @@ from pydantic import Field
 from moiety_platform.errors import BadRequest
 from moiety_platform.inference.body_fields import (
     INT32_MAX,
-    AskingBody,
+    InferenceBody,
     ModelName,
     RawPrompts,
     TruncateTokens,
@@ -25,7 +25,7 @@ from moiety_wire.messages import Sampling
 MAX_NUMBERS = 1 << 24  # of the results of one request, which are held as float32: 64 MiB
 
 
-class EmbeddingBody(AskingBody):
+class EmbeddingBody(InferenceBody):
     """`POST /v1/embeddings`. null means the default, as everywhere in OpenAI's API."""
 
     forms: ClassVar[Mapping[str, str]] = MappingProxyType({"input": forms_of_prompts("inputs")})

@@ -12,7 +12,7 @@ from moiety_platform.embeddings.schemas import MAX_NUMBERS, check_filled
 from moiety_platform.inference.body_fields import (
     INT32_MAX,
     MAX_PROMPTS,
-    AskingBody,
+    InferenceBody,
     ModelName,
     RawPrompts,
     StrictBody,
@@ -35,7 +35,7 @@ ServiceTier = Literal["auto", "default", "flex", "priority"]
 _TEXTS = f"must be a non-empty string or a list of 1 to {MAX_PROMPTS:,} non-empty strings"
 
 
-class PoolingBody(AskingBody):
+class PoolingBody(InferenceBody):
     """Fields of all bodies here."""
 
     model: ModelName

@@ -115,7 +115,7 @@ class EngineStream:
         return not (self.ended or self._aborted)
 
     @property
-    def is_taken_on(self) -> bool:
+    def is_begun(self) -> bool:
         """True if the engine has begun the request, so that there is usage to bill."""
         if not self.begins_by_output:
             return self.accepted is not None

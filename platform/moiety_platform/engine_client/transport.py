@@ -132,8 +132,8 @@ class ZmqEngineClient:
         await asyncio.wait({self._keeper})
         self._keeper = None
 
-    def open(self, submit: Submit, inbox: Inbox[EngineStream] | None = None) -> HeldStream:
-        return HeldStream(self._ready_session, self._adapters, submit, inbox)
+    def open(self, submit: Submit, inbox: Inbox[EngineStream] | None = None) -> StreamContext:
+        return StreamContext(self._ready_session, self._adapters, submit, inbox)
 
     def _ready_session(self, model: str) -> Session:
         """Return the session. Raises Unavailable."""
@@ -205,7 +205,7 @@ class ZmqEngineClient:
         self._on_change()
 
 
-class HeldStream:
+class StreamContext:
     """A request at an engine for the lifetime of its context. See `EngineClient.open`.
 
     Every request creates one. It is a class since a generator would cost several times as much.

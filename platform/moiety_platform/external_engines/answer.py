@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 from moiety_platform.clock import Clock
 from moiety_platform.engine_client.chat_submit import ChatSubmit
-from moiety_platform.external_engines.piece import AnswerDelta, DeltaLogprob, MalformedAnswer, Token
+from moiety_platform.external_engines.dialect import AnswerDelta, DeltaLogprob, MalformedAnswer, Token
 from moiety_text.detokenizer import Detokenizer
 from moiety_text.stop import new_stop_finder
 from moiety_text.tokenizer import Tokenizer

@@ -16,8 +16,7 @@ from moiety_platform.engine_addresses import ExternalAddress, ExternalKind
 from moiety_platform.engine_client.chat_submit import ChatSubmit
 from moiety_platform.errors import PlatformError
 from moiety_platform.external_engines.completions import Completions, choice_of, counts_of
-from moiety_platform.external_engines.failures import ended_by_error, error_of_event
-from moiety_platform.external_engines.piece import (
+from moiety_platform.external_engines.dialect import (
     FAILED_FINISH,
     FINISH_REASONS,
     AnswerDelta,
@@ -25,6 +24,7 @@ from moiety_platform.external_engines.piece import (
     MalformedAnswer,
     count_of,
 )
+from moiety_platform.external_engines.failures import ended_by_error, error_of_event
 from moiety_text.guarded import SpelledMarkers
 from moiety_text.reasoning_formats import THINK
 from moiety_wire.grammars import GrammarKind, GrammarSpec

@@ -27,13 +27,13 @@ from moiety_platform.external_engines.answer import ExternalAnswer
 from moiety_platform.external_engines.chat import ChatCompletions
 from moiety_platform.external_engines.completions import Completions
 from moiety_platform.external_engines.content_encoding import NO_ENCODING
-from moiety_platform.external_engines.exchange import ExternalRequest
-from moiety_platform.external_engines.figures import ExternalFigures
+from moiety_platform.external_engines.dialect import Dialect
+from moiety_platform.external_engines.external_request import ExternalRequest
 from moiety_platform.external_engines.liveness import Liveness
 from moiety_platform.external_engines.llama_cpp import LlamaCpp
-from moiety_platform.external_engines.piece import Dialect
-from moiety_platform.external_engines.probe import ModelsUnlisted, Prober, Silent, Unwell
-from moiety_platform.external_engines.waiting import Ends, class_loads
+from moiety_platform.external_engines.metrics import ExternalMetrics
+from moiety_platform.external_engines.probe import ModelListUnavailable, NoResponse, Prober, UnhealthyServer
+from moiety_platform.external_engines.waiting import EndedRequests, class_loads
 from moiety_wire.classes import ServiceClass
 from moiety_wire.figures import Load
 from moiety_wire.messages import SILENCE_LIMIT_S, Abort, Extend, ModelCard, Submit
@@ -90,11 +90,11 @@ class ExternalEngineClient:
         self._is_healthy = False
         self._reason = "not connected yet"
         self._card: ModelCard | None = None
-        self._figures: ExternalFigures | None = None
+        self._figures: ExternalMetrics | None = None
         self._load: Load | None = None
         self._num_loads = 0
         self._num_ended = 0
-        self._ends = Ends()
+        self._ends = EndedRequests()
         self._admitted: dict[str, tuple[ServiceClass, int]] = {}  # this gateway's requests, by class
         self._num_connections = 0
         self._liveness = Liveness(clock, heartbeat.silence_s)
@@ -249,12 +249,12 @@ class ExternalEngineClient:
             self._note_load()
             if card is not None:
                 self._connected(card)
-        except Unwell as error:
+        except UnhealthyServer as error:
             self._liveness.hear()
-            if isinstance(error, ModelsUnlisted) and self._is_healthy and self._liveness.streams_flow:
+            if isinstance(error, ModelListUnavailable) and self._is_healthy and self._liveness.streams_flow:
                 return
             self._lost(str(error))
-        except Silent as error:
+        except NoResponse as error:
             self._has_broken |= has_broken
             if self._liveness.is_lost:
                 self._lost(str(error))
@@ -299,7 +299,7 @@ class ExternalEngineClient:
 
     def _make_load(self) -> Load:
         """Return the load that the server has just reported, or this gateway's own counts if it reports none."""
-        figures = self._figures or ExternalFigures(num_running=len(self._running), requests_total=self._num_ended)
+        figures = self._figures or ExternalMetrics(num_running=len(self._running), requests_total=self._num_ended)
         classes = class_loads(
             ((answer.service, answer.has_started) for _, answer, _ in self._running.values()),
             dict(self._admitted.values()),

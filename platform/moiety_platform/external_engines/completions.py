@@ -10,8 +10,7 @@ import msgspec
 
 from moiety_platform.engine_addresses import ExternalAddress, ExternalKind
 from moiety_platform.errors import PlatformError
-from moiety_platform.external_engines.failures import ended_by_error, error_of_event
-from moiety_platform.external_engines.piece import (
+from moiety_platform.external_engines.dialect import (
     FAILED_FINISH,
     FINISH_REASONS,
     AnswerDelta,
@@ -24,6 +23,7 @@ from moiety_platform.external_engines.piece import (
     rule_refusals,
     sent_stops,
 )
+from moiety_platform.external_engines.failures import ended_by_error, error_of_event
 from moiety_wire.grammars import GrammarKind, GrammarSpec
 from moiety_wire.messages import Submit
 

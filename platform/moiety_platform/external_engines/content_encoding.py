@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator
 import httpx
 
 from moiety_platform.content_codings import CODINGS, ContentDecoder, UndecodableContent, UnknownCoding
-from moiety_platform.external_engines.piece import MalformedAnswer
+from moiety_platform.external_engines.dialect import MalformedAnswer
 
 NO_ENCODING = {"Accept-Encoding": "identity"}  # compression would delay events
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from moiety_platform.external_engines.piece import MalformedAnswer
+from moiety_platform.external_engines.dialect import MalformedAnswer
 
 MAX_EVENT_BYTES = 4 * 1024 * 1024
 BOM = b"\xef\xbb\xbf"

@@ -25,7 +25,7 @@ from moiety_platform.errors import (
     PlatformError,
     UpstreamError,
 )
-from moiety_platform.external_engines.piece import count_of
+from moiety_platform.external_engines.dialect import count_of
 from moiety_platform.redaction import redact_text
 
 MAX_READ_CHARS = 4096  # of a message, before secrets are removed
@@ -34,7 +34,7 @@ MIN_RETRY_S, MAX_RETRY_S = 1.0, 3600.0
 
 OVERLOADED = (429, 503, 529)
 ABOUT_REQUEST = (400, 413, 422)
-PASSING = (408, 425, 499)  # client errors that may be transient
+TRANSIENT = (408, 425, 499)  # client errors that may be transient
 STATUSES = {  # statuses of error events whose code is a word
     "context_length_exceeded": 400,
     "invalid_request_error": 400,
@@ -48,7 +48,7 @@ STATUSES = {  # statuses of error events whose code is a word
     "rate_limit_error": 429,
     "overloaded_error": 529,
 }
-OUT_OF_FUNDS = ("insufficient_quota", "billing_")
+QUOTA_EXHAUSTED = ("insufficient_quota", "billing_")
 CONTEXT_WORDS = (
     "context length", "context size", "context window", "maximum model length", "max_model_len",
     "exceed_context_size", "context_length_exceeded",
@@ -105,7 +105,7 @@ def _error_of(status: int, error: Any, retry_after_s: float | None) -> PlatformE
 
 
 def _judged(status: int, message: str, kind: str, param: str, retry_after_s: float | None) -> PlatformError:
-    if status in OVERLOADED and not any(words in kind for words in OUT_OF_FUNDS):
+    if status in OVERLOADED and not any(words in kind for words in QUOTA_EXHAUSTED):
         return EngineOverloaded(
             "the engine has no room now; try again later",
             retry_after_s=MIN_RETRY_S if retry_after_s is None else retry_after_s,
@@ -114,7 +114,7 @@ def _judged(status: int, message: str, kind: str, param: str, retry_after_s: flo
     fault = _fault_of_request(message, kind, param) if status in ABOUT_REQUEST else None
     if fault is not None:
         return fault
-    if 300 <= status < 500 and status not in PASSING:
+    if 300 <= status < 500 and status not in TRANSIENT:
         advice = "sending it again does not help: ask the operator"
         return EngineRefused(f"the engine refuses the request with status {status}; {advice}", upstream_status=status)
     return EngineFailed(f"the engine answered with status {status}; send the request again")

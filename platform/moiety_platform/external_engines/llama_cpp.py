@@ -8,8 +8,7 @@ import msgspec
 
 from moiety_platform.engine_addresses import ExternalAddress
 from moiety_platform.errors import PlatformError
-from moiety_platform.external_engines.failures import error_of_event
-from moiety_platform.external_engines.piece import (
+from moiety_platform.external_engines.dialect import (
     AnswerDelta,
     MalformedAnswer,
     are_ids,
@@ -18,6 +17,7 @@ from moiety_platform.external_engines.piece import (
     rule_refusals,
     sent_stops,
 )
+from moiety_platform.external_engines.failures import error_of_event
 from moiety_wire.grammars import GrammarKind
 from moiety_wire.messages import FinishReason, Submit
 

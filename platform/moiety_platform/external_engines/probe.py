@@ -10,9 +10,9 @@ import msgspec
 
 from moiety_platform.engine_addresses import ExternalAddress, ExternalKind
 from moiety_platform.external_engines.content_encoding import content_of
+from moiety_platform.external_engines.dialect import MalformedAnswer, count_of
 from moiety_platform.external_engines.events import BOM
-from moiety_platform.external_engines.figures import NAMES, ExternalFigures, read_figures
-from moiety_platform.external_engines.piece import MalformedAnswer, count_of
+from moiety_platform.external_engines.metrics import NAMES, ExternalMetrics, read_metrics
 from moiety_text.folder import TextModel, read_text_model
 from moiety_text.tokenizer import Tokenizer
 from moiety_wire.images import ImageAllowance
@@ -21,18 +21,18 @@ from moiety_wire.messages import ModelCard
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
 
 
-class Unwell(Exception):
+class UnhealthyServer(Exception):
     """The server responds but cannot be used. The message says why."""
 
 
-class ModelsUnlisted(Unwell):
+class ModelListUnavailable(UnhealthyServer):
     """A server without a health endpoint answers its model list with a transient error.
 
     That says nothing about its answers to requests.
     """
 
 
-class Silent(Exception):
+class NoResponse(Exception):
     """The server does not respond."""
 
 
@@ -56,11 +56,11 @@ class Prober:
         return self._text.eos_token_ids
 
     async def check_health(self) -> None:
-        """Check the health endpoint. Raises Unwell or Silent."""
+        """Check the health endpoint. Raises UnhealthyServer or Silent."""
         await self._get("/v1/models" if self._address.kind is ExternalKind.GENERIC else "/health")
 
     async def card(self) -> ModelCard:
-        """Return the server's model card. Raises Unwell or Silent."""
+        """Return the server's model card. Raises UnhealthyServer or Silent."""
         address, text = self._address, self._text
         model = self._find(await self._get_json("/v1/models"))
         created, image_tokens = model.get("created"), address.image_tokens
@@ -83,25 +83,25 @@ class Prober:
             shows_special_tokens=address.kind in (ExternalKind.VLLM, ExternalKind.SGLANG),
         )
 
-    async def figures(self) -> ExternalFigures | None:
+    async def figures(self) -> ExternalMetrics | None:
         """Return the server's load, or None if it reports none. Raises Silent."""
         if self._address.kind not in NAMES:
             return None
         try:
             text = (await self._get("/metrics")).decode(errors="replace")
-        except Unwell:
+        except UnhealthyServer:
             return await self._slots() if self._address.kind is ExternalKind.LLAMA_CPP else None
-        return read_figures(self._address.kind, text)
+        return read_metrics(self._address.kind, text)
 
-    async def _slots(self) -> ExternalFigures | None:
+    async def _slots(self) -> ExternalMetrics | None:
         """Return the load of a llama.cpp server that was started without metrics."""
         try:
             slots = await self._get_json("/slots")
-        except Unwell:
+        except UnhealthyServer:
             return None
         if not isinstance(slots, list):
             return None
-        return ExternalFigures(
+        return ExternalMetrics(
             num_running=sum(isinstance(slot, dict) and slot.get("is_processing") is True for slot in slots)
         )
 
@@ -113,7 +113,7 @@ class Prober:
             max_model_len = settings.get("n_ctx") if isinstance(settings, dict) else None
         known = [n for n in (count_of(max_model_len), self._address.context_tokens) if n is not None and n > 1]
         if not known:
-            raise Unwell("does not say the length of its context; add context=TOKENS to its address")
+            raise UnhealthyServer("does not say the length of its context; add context=TOKENS to its address")
         return min(known)
 
     def _find(self, answer: Any) -> dict[str, Any]:
@@ -126,13 +126,13 @@ class Prober:
         if self._address.kind is ExternalKind.LLAMA_CPP and models:
             return models[0]
         served = ", ".join(sorted(str(one.get("id")) for one in models)) or "none"
-        raise Unwell(f"does not serve {self._address.model!r}, but {served}; correct model= in its address")
+        raise UnhealthyServer(f"does not serve {self._address.model!r}, but {served}; correct model= in its address")
 
     async def _get_json(self, path: str) -> Any:
         try:
             return msgspec.json.decode((await self._get(path)).removeprefix(BOM))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise Unwell(f"answers {path} with what is not JSON") from error
+            raise UnhealthyServer(f"answers {path} with what is not JSON") from error
 
     async def _get(self, path: str) -> bytes:
         try:
@@ -141,20 +141,26 @@ class Prober:
                 self._http.stream("GET", self._address.root_url + path) as response,
             ):
                 if response.status_code in (401, 403):
-                    raise Unwell("refuses the API key; set external_engine_api_key, or key_file= in its address")
+                    raise UnhealthyServer(
+                        "refuses the API key; set external_engine_api_key, or key_file= in its address"
+                    )
                 if response.status_code != 200:
                     may_pass = response.status_code == 429 or response.status_code >= 500
-                    kind = ModelsUnlisted if may_pass and self._address.kind is ExternalKind.GENERIC else Unwell
+                    kind = (
+                        ModelListUnavailable
+                        if may_pass and self._address.kind is ExternalKind.GENERIC
+                        else UnhealthyServer
+                    )
                     raise kind(f"answers {path} with status {response.status_code}")
                 body = bytearray()
                 async for chunk in content_of(response):
                     body += chunk
                     if len(body) > MAX_ANSWER_BYTES:
-                        raise Unwell(f"answers {path} with more than {MAX_ANSWER_BYTES} bytes")
+                        raise UnhealthyServer(f"answers {path} with more than {MAX_ANSWER_BYTES} bytes")
                 return bytes(body)
         except MalformedAnswer as error:
-            raise Unwell(f"answers {path} with what cannot be read: {error}") from error
+            raise UnhealthyServer(f"answers {path} with what cannot be read: {error}") from error
         except (TimeoutError, httpx.TimeoutException) as error:
-            raise Silent(f"did not answer {path} within {self._timeout_s:g} s") from error
+            raise NoResponse(f"did not answer {path} within {self._timeout_s:g} s") from error
         except httpx.HTTPError as error:
-            raise Unwell(f"cannot be reached: {error or type(error).__name__}") from error
+            raise UnhealthyServer(f"cannot be reached: {error or type(error).__name__}") from error

@@ -17,7 +17,7 @@ WINDOW_S = 30.0
 Waiting = tuple[ServiceClass, bool]  # a request of this gateway: its class, and whether its first token has arrived
 
 
-class Ends:
+class EndedRequests:
     """Samples of the number of ended requests at the server in the last WINDOW_S."""
 
     def __init__(self) -> None:

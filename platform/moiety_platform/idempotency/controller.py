@@ -8,7 +8,7 @@ from litestar.di import NamedDependency
 from litestar.params import FromPath
 
 from moiety_platform.access.actions import needs
-from moiety_platform.access.views import ERASE_KEPT_ANSWERS
+from moiety_platform.access.views import DELETE_STORED_ANSWERS
 from moiety_platform.audit.trail import AuditedStore, Change, note
 from moiety_platform.idempotency.models import IdempotentRequest
 from moiety_platform.idempotency.store import KeyStore
@@ -27,7 +27,7 @@ class IdempotencyController(Controller):
     path = "/tenants/{tenant_id:str}/idempotency"
     tags = ("tenants",)
 
-    @delete(status_code=200, opt=needs(ERASE_KEPT_ANSWERS))
+    @delete(status_code=200, opt=needs(DELETE_STORED_ANSWERS))
     async def erase_kept_answers(self, store: NamedDependency[AuditedStore], tenant_id: FromPath[str]) -> Erased:
         """Delete all answers stored for a tenant's Idempotency-Keys before they expire.
 

@@ -36,10 +36,10 @@ class KeyClaim:
     Owned by the request's handler. It records the answer as it is sent, and ends with `keep` or `release`.
     """
 
-    def __init__(self, keeper: IdempotencyKeys, tenant_id: str, max_bytes: int) -> None:
+    def __init__(self, keys: IdempotencyKeys, tenant_id: str, max_bytes: int) -> None:
         self.claim_id = secrets.token_hex(16)
         self.tenant_id = tenant_id
-        self._keeper = keeper
+        self._keys = keys
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._parts: list[bytes] = []
@@ -57,13 +57,13 @@ class KeyClaim:
         """Store the complete answer. If the database is unavailable, the claim is left to expire."""
         self._is_over = True
         is_small = self._num_bytes <= self._max_bytes
-        await self._keeper.end(self, KeptAnswer(status, headers, b"".join(self._parts)) if is_small else None)
+        await self._keys.end(self, KeptAnswer(status, headers, b"".join(self._parts)) if is_small else None)
 
     async def release(self) -> None:
         """Release the key for reuse, unless the answer was stored."""
         if not self._is_over:
             self._is_over = True
-            await self._keeper.give_back(self)
+            await self._keys.give_back(self)
 
 
 class IdempotencyKeys:

@@ -15,7 +15,7 @@ from sqlalchemy import BigInteger, ColumnElement, bindparam, delete, select, upd
 from sqlalchemy.engine import CursorResult
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from moiety_platform.db.bulk import OverRows
+from moiety_platform.db.bulk import BulkStatement
 from moiety_platform.db.dialect import insert_into
 from moiety_platform.db.expired import oldest_expired
 from moiety_platform.db.now import now_ms
@@ -49,7 +49,7 @@ class KeyStore:
 
     def __init__(self, *, now: Callable[[], ColumnElement[int]] = now_ms) -> None:
         self._now = now
-        self._renew = OverRows(
+        self._renew = BulkStatement(
             [IdempotentRequest.claim_id],
             lambda given, _: (
                 update(IdempotentRequest)

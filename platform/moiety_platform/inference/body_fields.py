@@ -232,7 +232,7 @@ class StrictBody(BaseModel):
         return None
 
 
-class AskingBody(StrictBody):
+class InferenceBody(StrictBody):
     """Base of request bodies that are served by an engine."""
 
     @model_validator(mode="after")
@@ -272,7 +272,7 @@ class AskingBody(StrictBody):
         return False
 
 
-class GeneratingBody(AskingBody):
+class GeneratingBody(InferenceBody):
     """Base of request bodies that generate text, streamed or not."""
 
     stream: bool | None = None

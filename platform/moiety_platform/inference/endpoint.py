@@ -13,7 +13,7 @@ from litestar.types import ASGIApp, Receive, Scope, Send
 
 from moiety_platform.direct import DIRECT
 from moiety_platform.http_errors import OPENAI_ERRORS, ErrorForm
-from moiety_platform.inference.body_fields import AskingBody
+from moiety_platform.inference.body_fields import InferenceBody
 from moiety_platform.inference.idempotency import Resume
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.response import KEEP_ALIVE_COMMENT, HttpResponse
@@ -24,7 +24,7 @@ from moiety_platform.openapi.headers import IDEMPOTENCY_KEY, OF_SPENDING
 from moiety_platform.openapi.tags_header import TAGS_HEADER
 from moiety_platform.request_head import bearer_authorization
 
-Body = TypeVar("Body", bound=AskingBody)
+Body = TypeVar("Body", bound=InferenceBody)
 SendLast = Callable[[], Awaitable[None]]
 
 

@@ -21,7 +21,7 @@ from litestar.types import Receive, Scope, Send
 
 from moiety_platform.adapters.cache import AdapterCache, NamedAdapter
 from moiety_platform.adapters.naming import adapting_card, allowed_of
-from moiety_platform.admission.gate import AdmissionGate, StreamGate, is_hopeless, refuse_hopeless
+from moiety_platform.admission.gate import AdmissionGate, StreamGate, is_unattainable, refuse_unattainable
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.principal import INFERENCE_SCOPE, Principal, missing_scope
 from moiety_platform.classes.cache import ClassCache
@@ -199,7 +199,7 @@ class RequestPipeline:
         place = services.gate.reserve(record.principal.tenant_id, record.num_sequences)
         run = None
         try:
-            _refuse_hopeless(generation, matched)
+            _refuse_unattainable(generation, matched)
             text = await services.texts.get(matched.card)
             if matched.has_images:
                 generation, replaced = await services.images.prepare(generation, matched.card, record.principal)
@@ -362,7 +362,7 @@ def _cache_salt(principal: Principal, adapter: str, generation: Generation | Non
     return blake2b(salt + b"\0" + generation.cache_salt.encode(errors="replace"), digest_size=32).digest()
 
 
-def _refuse_hopeless(generation: Generation, matched: _Matched) -> None:
+def _refuse_unattainable(generation: Generation, matched: _Matched) -> None:
     """Raise Overloaded if the engine of the request predicts far too late a first token for its class.
 
     Raises Unavailable if no engine can take the request.
@@ -370,7 +370,7 @@ def _refuse_hopeless(generation: Generation, matched: _Matched) -> None:
     service, is_plain = matched.chosen.service, matched.adapter is None and not generation.embed
     for state in matched.states:
         load = state.class_load(service.name)
-        is_late = load is not None and is_hopeless(service, load)
+        is_late = load is not None and is_unattainable(service, load)
         if is_late or (state.card is not None and state.card.role is not EngineRole.BOTH):
             is_plain = False
     if is_plain:
@@ -381,7 +381,7 @@ def _refuse_hopeless(generation: Generation, matched: _Matched) -> None:
     if rules is not None and matched.has_images:
         states = seeing_engines(states, matched.card.model, rules)
     state = choose(states, matched.card.model, service, need=need)
-    refusal = refuse_hopeless(service, state.class_load(service.name))
+    refusal = refuse_unattainable(service, state.class_load(service.name))
     if refusal is not None:
         raise Overloaded(refusal.message, refusal.reason, retry_after_s=refusal.retry_after_s)
 

@@ -16,8 +16,8 @@ from moiety_platform.auth.principal import Principal
 from moiety_platform.classes.terms import Catalogue, ChosenClass
 from moiety_platform.errors import Forbidden, Unavailable
 from moiety_platform.prices.token_cost import FREE, MILLION, Price, PriceList
+from moiety_platform.quota.enforcer import LEASE_S, QuotaEnforcer
 from moiety_platform.quota.errors import QuotaExceeded
-from moiety_platform.quota.keeper import LEASE_S, QuotaKeeper
 from moiety_platform.quota.kinds import LimitLevel, Meter, Scope, Unit
 from moiety_platform.quota.lease import Charge, Hold, WindowId
 from moiety_platform.quota.rate_limit_headers import headers
@@ -99,8 +99,8 @@ class QuotaReservation:
     Nothing is reserved until `begin`. It is settled once, when the request's record is closed.
     """
 
-    def __init__(self, keeper: QuotaKeeper, principal: Principal) -> None:
-        self._keeper = keeper
+    def __init__(self, enforcer: QuotaEnforcer, principal: Principal) -> None:
+        self._enforcer = enforcer
         self._scopes = scopes_of(principal)
         self._hold: Hold | None = None
         self._tariff = NO_TARIFF
@@ -121,7 +121,7 @@ class QuotaReservation:
             tokens = num_prompt_tokens + num_sequences * credit_tokens
             amounts = self._amounts(tokens)
             try:
-                self._hold = await self._keeper.hold(self._scopes, amounts, least)
+                self._hold = await self._enforcer.hold(self._scopes, amounts, least)
             except QuotaExceeded as refusal:
                 affordable = self._affordable(refusal.unit, 0, refusal.room) - num_prompt_tokens
                 credit_tokens = min(credit_tokens - 1, affordable // num_sequences)
@@ -136,7 +136,7 @@ class QuotaReservation:
     def require_current(self) -> None:
         """Raise Unavailable if the lease of the reservation has expired."""
         if self._hold is not None and self._hold.leases:
-            self._keeper.require_current(self._hold)
+            self._enforcer.require_current(self._hold)
 
     async def extend(self, tokens: int, more: int) -> int:
         """Reserve up to `more` tokens beyond `tokens` in total, and return how many.
@@ -147,7 +147,7 @@ class QuotaReservation:
         assert self._hold is not None, "begun before it is extended"
         while more > 0:
             amounts = self._amounts(tokens + more)
-            refusal = await self._keeper.extend(self._hold, amounts)
+            refusal = await self._enforcer.extend(self._hold, amounts)
             if refusal is None:
                 self._reserved = max(self._reserved, tokens + more)
                 self._reserved_cost = max(self._reserved_cost, amounts[Unit.MONEY])
@@ -206,7 +206,7 @@ class QuotaReservation:
         """Return the rate limit headers."""
         if self._hold is None or not self._hold.leases:
             return {}
-        return headers(self._keeper.standings(self._hold))
+        return headers(self._enforcer.standings(self._hold))
 
     def _amounts(self, tokens: int) -> dict[Unit, int]:
         """Return the amounts that a request of `tokens` tokens needs, by unit."""

@@ -11,7 +11,7 @@ from litestar.types import Receive
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from moiety_platform.admission.gate import Turns
+from moiety_platform.admission.gate import TenantRoundRobin
 from moiety_platform.errors import BadRequest, TooLarge
 from moiety_platform.inference.body_fields import StrictBody
 from moiety_platform.inference.response import ClientDisconnected
@@ -46,7 +46,7 @@ class BodyReader:
 
     def __init__(self, limits: BodyLimits) -> None:
         self.limits = limits
-        self._turns = Turns()
+        self._turns = TenantRoundRobin()
 
     async def read(self, schema: type[Body], receive: Receive, fields: Mapping[bytes, bytes], tenant_id: str) -> Body:
         """Read the body, wait for the tenant's turn, and decode it, in a thread if it is large.

@@ -77,7 +77,7 @@ class RequestRecord:
     base_model: str = UNKNOWN_MODEL  # without its adapter
     sequences: list[tuple[EngineClient, str]] = field(default_factory=list)  # submitted, with their ids
     reached_engine: bool = False
-    was_taken_on: bool = False  # an engine has begun at least one sequence
+    was_begun: bool = False  # an engine has begun at least one sequence
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
@@ -194,7 +194,7 @@ class RequestRecord:
             self.admission_outcome, self.admission_reason = "rejected", error.reason.value
         has_no_answer = isinstance(error, WAIVED) and (self.answered_status is None or not self.output_tokens)
         # nothing is sent, not even the output of other sequences
-        if is_refusal or has_no_answer or not self.was_taken_on or not self.bills_failures:
+        if is_refusal or has_no_answer or not self.was_begun or not self.bills_failures:
             self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
 
     def slo_attained(self, now_s: float) -> bool | None:

@@ -23,9 +23,9 @@ from moiety_platform.inference.request_record import RequestRecord, settle
 from moiety_platform.inference.request_spans import spans_of
 from moiety_platform.inference.response import ClientDisconnected
 from moiety_platform.metrics import Metrics
-from moiety_platform.quota.keeper import QuotaKeeper
+from moiety_platform.quota.enforcer import QuotaEnforcer
 from moiety_platform.quota.lease import Charge
-from moiety_platform.traces.sampling import Ending
+from moiety_platform.traces.sampling import EndedRequest
 from moiety_platform.traces.tracing import Phase, Tracing
 from moiety_platform.usage.billing_context import BillingContext
 from moiety_platform.usage.row import KILLED, UsageRow
@@ -48,7 +48,7 @@ class RequestRecorder:
     """Opens and closes the request records of one gateway process."""
 
     usage: UsageSink
-    quotas: QuotaKeeper
+    quotas: QuotaEnforcer
     metrics: Metrics
     tracing: Tracing
     clock: Clock
@@ -163,7 +163,7 @@ class RequestRecorder:
         if not record.trace.is_recorded:
             return
         ended_ns = self.clock.unix_ns()
-        ending = Ending(
+        ending = EndedRequest(
             trace_id=record.trace.trace_id,
             salt=record.principal.cache_salt,
             service_class=row.service_class,

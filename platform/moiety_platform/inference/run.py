@@ -9,7 +9,7 @@ from typing import Self
 
 import msgspec
 
-from moiety_platform.admission.gate import GatePlace
+from moiety_platform.admission.gate import AdmissionSlot
 from moiety_platform.classes.terms import ChosenClass
 from moiety_platform.clock import Clock
 from moiety_platform.engine_client.stream import Delivery, EngineStream, Inbox
@@ -59,7 +59,7 @@ class InferenceRun:
     placement: Placement
     clock: Clock
     credit_window: int
-    gate_place: GatePlace
+    gate_place: AdmissionSlot
 
     def __post_init__(self) -> None:
         self._num_prompt_tokens = sum(self.billed_tokens)
@@ -310,10 +310,10 @@ class InferenceRun:
         record.cached_tokens, record.output_tokens = usage.cached_tokens, usage.output_tokens
         if record.reached_engine:
             record.prompt_tokens = usage.prompt_tokens
-        record.progress, record.was_taken_on, queues_ns = [], False, []
+        record.progress, record.was_begun, queues_ns = [], False, []
         for sequence in self._sequences:
             record.progress.append(sequence.progress)
-            record.was_taken_on |= sequence.was_taken_on
+            record.was_begun |= sequence.was_begun
             sequence.progress.num_cached_tokens = sequence.num_cached_tokens
             finished = sequence.stream.finished
             parts = sequence.prefill_done

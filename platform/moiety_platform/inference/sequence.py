@@ -106,9 +106,9 @@ class Sequence:
         return self._is_admitted_there and not self.stream.has_failed
 
     @property
-    def was_taken_on(self) -> bool:
+    def was_begun(self) -> bool:
         """True if the current engine or an earlier one has begun the sequence."""
-        return self._was_taken_on_before or self.stream.is_taken_on
+        return self._was_taken_on_before or self.stream.is_begun
 
     @property
     def need(self) -> Need:
@@ -149,7 +149,7 @@ class Sequence:
         self.stream, self._connection, self._is_admitted_there = stream, place.connection, False
         if earlier is None:
             return
-        self._was_taken_on_before |= earlier.is_taken_on
+        self._was_taken_on_before |= earlier.is_begun
         if earlier.num_output_tokens and self._cached_tokens is None:
             self._cached_tokens = earlier.num_cached_tokens
         if earlier.credit_is_last:

@@ -53,7 +53,7 @@ from moiety_platform.message_batches.objects import (
     message_batch,
     results_of,
 )
-from moiety_platform.message_batches.tenant_turns import TenantTurns
+from moiety_platform.message_batches.tenant_locks import TenantLocks
 from moiety_platform.openapi.described import JSON, Described, describes
 from moiety_platform.openapi.documents import ANTHROPIC_KEY, KEY
 from moiety_platform.openapi.headers import MESSAGES_REQUEST_ID
@@ -85,7 +85,7 @@ class MessageBatchServices:
     uploads: Uploads
     files: Files
     limits: Callable[[], Limits]  # of requests
-    turns: TenantTurns = field(default_factory=TenantTurns)  # of new batches, whose bodies are large
+    turns: TenantLocks = field(default_factory=TenantLocks)  # of new batches, whose bodies are large
 
     async def find(self, session: AsyncSession, owner: Principal, batch_id: str) -> Batch:
         """Return a batch of messages of the caller's project. Raises NotFound."""

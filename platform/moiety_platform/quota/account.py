@@ -13,7 +13,7 @@ from moiety_platform.quota.errors import store_unavailable
 from moiety_platform.quota.kinds import Limit, Meter
 from moiety_platform.quota.lease import Lease
 from moiety_platform.quota.slices import ahead_of_peak, ahead_of_use, surplus
-from moiety_platform.quota.store import Grant, Stored
+from moiety_platform.quota.store import Grant, LeaseAmounts
 
 TRIFLE, PLENTY = 512, 4  # parts of a limit: see `_trifle` and `balance`
 IDLE_S = 30.0  # an unused account gives back all of its free part after this time
@@ -77,7 +77,7 @@ class Account:
         cap = self.limit.cap
         return cap // TRIFLE if self.remaining is None or self.remaining >= cap // PLENTY else 0
 
-    def learn(self, stored: Stored) -> None:
+    def learn(self, stored: LeaseAmounts) -> None:
         """Apply the store's state of the lease.
 
         The settled amount counts only the first time, because booking lags behind. The store keeps no lease of a rate.
@@ -113,7 +113,7 @@ class Account:
         self.peak = max(lease.held, self.peak + share * (lease.held - self.peak))
         self.counted = spent
 
-    def in_use(self, stored: Stored) -> bool:
+    def in_use(self, stored: LeaseAmounts) -> bool:
         """Return whether forgetting this account would lose something that the store does not know."""
         lease = self.lease
         booked = lease.meter is not Meter.STOCK or lease.settled == stored.settled

@@ -22,9 +22,9 @@ ALERTS_AT_ONCE = 200
 LATE = timedelta(hours=1)  # late bookings into a window are considered for this long after its end
 
 
-async def any_to_tell(session: AsyncSession, now: datetime) -> bool:
+async def any_alert_due(session: AsyncSession, now: datetime) -> bool:
     """Return whether a window has passed a threshold without an alert."""
-    return (await session.execute(_untold(now).limit(1))).first() is not None
+    return (await session.execute(_alerts_due(now).limit(1))).first() is not None
 
 
 async def tell(session: AsyncSession, now: datetime) -> list[QuotaAlert]:
@@ -32,7 +32,7 @@ async def tell(session: AsyncSession, now: datetime) -> list[QuotaAlert]:
 
     Gateways that do this at the same time enter each alert once.
     """
-    found = (await session.execute(_untold(now).limit(ALERTS_AT_ONCE))).all()
+    found = (await session.execute(_alerts_due(now).limit(ALERTS_AT_ONCE))).all()
     if not found:
         return []
     rows = [{**row._mapping, "id": new_id("evt"), "at": now} for row in found]
@@ -40,7 +40,7 @@ async def tell(session: AsyncSession, now: datetime) -> list[QuotaAlert]:
     return list(await session.scalars(inserted, rows))
 
 
-def _untold(now: datetime) -> Select[str, datetime, int, str | None, str, str, str, int, int]:
+def _alerts_due(now: datetime) -> Select[str, datetime, int, str | None, str, str, str, int, int]:
     """Return a select of the missing alerts, without their id and time.
 
     It is in the order of the table, so that gateways do not deadlock.

@@ -20,16 +20,16 @@ from moiety_platform.openapi.described import fails
 from moiety_platform.query_parameters import one_of
 from moiety_platform.quota import service
 from moiety_platform.quota.admin_resource import QUOTAS, WRITE_TENANT_QUOTAS
-from moiety_platform.quota.holdings import LeaseList, list_leases
-from moiety_platform.quota.keeper import QuotaKeeper
+from moiety_platform.quota.enforcer import QuotaEnforcer
 from moiety_platform.quota.kinds import LimitLevel, Scope
+from moiety_platform.quota.lease_views import LeaseList, list_leases
 from moiety_platform.quota.models import LeaseState
 from moiety_platform.quota.schemas import NewQuota, QuotaPage, QuotaView
 
 OfState = Annotated[str | None, one_of("Of leases in this state; live if not given.", *LeaseState)]
 
 
-QuotaKeeperDependency = NamedDependency[SkipValidation[QuotaKeeper]]
+QuotaEnforcerDependency = NamedDependency[SkipValidation[QuotaEnforcer]]
 
 
 class QuotaController(Controller):
@@ -42,7 +42,7 @@ class QuotaController(Controller):
     async def set_quota(
         self,
         store: NamedDependency[AuditedStore],
-        quotas: QuotaKeeperDependency,
+        quotas: QuotaEnforcerDependency,
         caller: NamedDependency[Caller],
         precondition: NamedDependency[Precondition],
         data: JSONBody[NewQuota],
@@ -97,7 +97,7 @@ class QuotaController(Controller):
     async def delete_quota(
         self,
         store: NamedDependency[AuditedStore],
-        quotas: QuotaKeeperDependency,
+        quotas: QuotaEnforcerDependency,
         caller: NamedDependency[Caller],
         precondition: NamedDependency[Precondition],
         quota_id: FromPath[str],

@@ -8,7 +8,7 @@ import structlog
 from sqlalchemy import select, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from moiety_platform.db.bulk import OverRows
+from moiety_platform.db.bulk import BulkStatement
 from moiety_platform.quota.kinds import Limit, LimitKind, Scope
 from moiety_platform.quota.models import Quota
 
@@ -16,7 +16,7 @@ _SCOPES_AT_ONCE = 1000
 _KINDS = {kind.value: kind for kind in LimitKind}
 _SCOPE = (Quota.level, Quota.scope_id)
 
-_of_scopes = OverRows(
+_of_scopes = BulkStatement(
     _SCOPE, lambda given, _: select(Quota.id, *_SCOPE, Quota.kind, Quota.cap).where(tuple_(*_SCOPE).in_(given))
 )
 

@@ -11,7 +11,7 @@ from datetime import datetime
 from sqlalchemy import delete, exists, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from moiety_platform.db.bulk import among
+from moiety_platform.db.bulk import in_rows
 from moiety_platform.quota.kinds import ALWAYS
 from moiety_platform.quota.models import Quota, QuotaLease, QuotaRate, QuotaWindow
 
@@ -27,13 +27,13 @@ async def purge_windows(session: AsyncSession, before: datetime) -> int:
     windows = [tuple(row) for row in found]
     if not windows:
         return 0
-    leases = delete(QuotaLease).where(among(session, (QuotaLease.quota_id, QuotaLease.start), windows))
+    leases = delete(QuotaLease).where(in_rows(session, (QuotaLease.quota_id, QuotaLease.start), windows))
     num_leases = len((await session.execute(leases.returning(QuotaLease.replica_id))).all())
-    await session.execute(delete(QuotaWindow).where(among(session, key, windows)))
+    await session.execute(delete(QuotaWindow).where(in_rows(session, key, windows)))
     return num_leases + len(windows)
 
 
-async def purge_forsaken(session: AsyncSession) -> int:
+async def purge_abandoned_rates(session: AsyncSession) -> int:
     """Delete some rates and endless windows without limit and without leases; return their number."""
     rates = select(QuotaRate.quota_id).where(~exists().where(Quota.id == QuotaRate.quota_id))
     rate_ids = (await session.scalars(rates.limit(RATES_AT_ONCE).with_for_update(skip_locked=True))).all()

@@ -27,7 +27,7 @@ class QuarantineStats:
 
 
 class Quarantine:
-    """Quarantine of expired leases, swept by each keeper.
+    """Quarantine of expired leases, swept by each enforcer.
 
     `is_proven` returns whether engines hold nothing of a replica that has been silent for a given time; without it
     nothing is freed.

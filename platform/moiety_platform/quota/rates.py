@@ -12,12 +12,12 @@ from typing import Any
 from sqlalchemy import ColumnElement, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from moiety_platform.db.bulk import BulkInsert, OverRows
+from moiety_platform.db.bulk import BulkInsert, BulkStatement
 from moiety_platform.db.now import now_ms
 from moiety_platform.quota.bucket import Bucket
 from moiety_platform.quota.lease import WindowId
 from moiety_platform.quota.models import Quota, QuotaRate
-from moiety_platform.quota.store import Grant, Slice, Want
+from moiety_platform.quota.store import Grant, LeaseRequest, Slice
 
 REPLICAS_TO_THINK_OF = 2  # assumed number: a bucket does not know how many replicas draw from it
 
@@ -35,7 +35,7 @@ class RateStore:
     """Store of the rate buckets; it caches nothing."""
 
     def __init__(self, *, now: Callable[[], ColumnElement[int]] = now_ms) -> None:
-        self._locked = OverRows(
+        self._locked = BulkStatement(
             [QuotaRate.quota_id],
             lambda given, _: (
                 select(QuotaRate.quota_id, Quota.cap, QuotaRate.debt, QuotaRate.at_ms, now())
@@ -48,7 +48,7 @@ class RateStore:
         )
 
     async def exchange(
-        self, session: AsyncSession, returned: Mapping[WindowId, int], wants: Sequence[Want], slice_size: Slice
+        self, session: AsyncSession, returned: Mapping[WindowId, int], wants: Sequence[LeaseRequest], slice_size: Slice
     ) -> dict[WindowId, Grant]:
         """Put back unused amounts, and draw what the rates allow.
 

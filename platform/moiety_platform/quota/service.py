@@ -11,7 +11,7 @@ from sqlalchemy import ColumnElement, delete, false, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.audit.trail import Change, note, row_of
-from moiety_platform.db.bulk import among
+from moiety_platform.db.bulk import in_rows
 from moiety_platform.db.dialect import insert_into
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.paging import PageRequest, read_page
@@ -160,13 +160,13 @@ def _grouped(rows: Iterable[Any]) -> dict[str, tuple[int, ...]]:
 
 async def _views(session: AsyncSession, quotas: Sequence[Quota], now: datetime) -> list[QuotaView]:
     starts = {quota.id: window_start(LimitKind(quota.kind).period, now) for quota in quotas}
-    wanted = among(session, (QuotaWindow.quota_id, QuotaWindow.start), starts.items())
+    wanted = in_rows(session, (QuotaWindow.quota_id, QuotaWindow.start), starts.items())
     windows = {window.quota_id: window for window in await session.scalars(select(QuotaWindow).where(wanted))}
     of_rates = select(QuotaRate, now_ms()).where(QuotaRate.quota_id.in_(list(starts)))
     rates = {rate.quota_id: (rate, moment) for rate, moment in await session.execute(of_rates)}
     thresholds = await _thresholds(session, list(starts))
     columns = QuotaAlert.quota_id, QuotaAlert.percent
-    sent = among(session, (QuotaAlert.quota_id, QuotaAlert.start), starts.items())
+    sent = in_rows(session, (QuotaAlert.quota_id, QuotaAlert.start), starts.items())
     alerted = _grouped(await session.execute(select(*columns).where(sent).order_by(*columns)))
     views = [
         rate_view(quota, *rates[quota.id]) if quota.id in rates else window_view(quota, windows.get(quota.id), now)

@@ -10,7 +10,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Dialect, Select, func, literal, select, tuple_, update
 
-from moiety_platform.db.bulk import BulkAdd, BulkInsert, OverRows
+from moiety_platform.db.bulk import BulkAdd, BulkInsert, BulkStatement
 from moiety_platform.db.dialect import insert_of
 from moiety_platform.quota.models import LeaseState, Quota, QuotaLease, QuotaWindow
 
@@ -25,13 +25,13 @@ settle_windows = BulkAdd(QuotaWindow, "settled", _WINDOW)
 grant_leases = BulkAdd(QuotaLease, "granted", _LEASE)
 settle_leases = BulkAdd(QuotaLease, "settled", _LEASE)
 
-windows_alone = OverRows(  # to lock them
+windows_alone = BulkStatement(  # to lock them
     _OF_WINDOW,
     lambda given, _: (
         select(QuotaWindow.quota_id).where(tuple_(*_OF_WINDOW).in_(given)).order_by(*_OF_WINDOW).with_for_update()
     ),
 )
-leases_of_all = OverRows(  # (quota id, start, replica id, amount left), locked
+leases_of_all = BulkStatement(  # (quota id, start, replica id, amount left), locked
     _OF_WINDOW,
     lambda given, _: (
         select(*_OF_LEASE, QuotaLease.replica_id, QuotaLease.granted - QuotaLease.settled)
@@ -48,11 +48,13 @@ class LeaseStatements:
     def __init__(self, replica_id: str, expires_ms: Callable[[], ColumnElement[int]]) -> None:
         self._replica_id = replica_id
         self._expires_ms = expires_ms
-        self.mine_alone = OverRows(_OF_WINDOW, self._lock_mine)
-        self.mine = OverRows(_OF_WINDOW, self._read_mine)  # (quota id, start, granted, settled)
-        self.renew = OverRows(_OF_WINDOW, self._renew)
-        self.open_leases = OverRows(_OF_WINDOW, self._open_leases)
-        self.windows = OverRows(_OF_WINDOW, self._read_windows)  # (id, start, granted, cap, other replicas), locked
+        self.mine_alone = BulkStatement(_OF_WINDOW, self._lock_mine)
+        self.mine = BulkStatement(_OF_WINDOW, self._read_mine)  # (quota id, start, granted, settled)
+        self.renew = BulkStatement(_OF_WINDOW, self._renew)
+        self.open_leases = BulkStatement(_OF_WINDOW, self._open_leases)
+        self.windows = BulkStatement(
+            _OF_WINDOW, self._read_windows
+        )  # (id, start, granted, cap, other replicas), locked
 
     def _are_mine(self, given: Select[Any]) -> tuple[ColumnElement[bool], ...]:
         return QuotaLease.replica_id == self._replica_id, tuple_(*_OF_LEASE).in_(given)

@@ -30,7 +30,7 @@ from moiety_platform.quota.statements import (
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
+class LeaseRequest:
     """Request of a replica for one window: `lacking` in total, for several requests; `least` for one of them."""
 
     window: WindowId
@@ -48,7 +48,7 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class LeaseAmounts:
     """A lease as stored; `settled` includes only what has been booked."""
 
     granted: int = 0
@@ -56,7 +56,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Remains:
+class AbandonedLeases:
     """Leases that a dead replica has left: the minimum time since its last renewal, and their number."""
 
     silent_s: float
@@ -80,7 +80,7 @@ class LeaseStore:
         self._statements = LeaseStatements(replica_id, lambda: now() + self._ttl_ms)
 
     async def exchange(
-        self, session: AsyncSession, returned: Mapping[WindowId, int], wants: Iterable[Want], slice_size: Slice
+        self, session: AsyncSession, returned: Mapping[WindowId, int], wants: Iterable[LeaseRequest], slice_size: Slice
     ) -> dict[WindowId, Grant]:
         """Take back what is neither settled nor held, and grant what the caps allow.
 
@@ -108,19 +108,19 @@ class LeaseStore:
         await self._change(session, {window: amount for window, amount in changes.items() if amount})
         return grants
 
-    async def renew(self, session: AsyncSession, windows: Iterable[WindowId]) -> dict[WindowId, Stored]:
+    async def renew(self, session: AsyncSession, windows: Iterable[WindowId]) -> dict[WindowId, LeaseAmounts]:
         """Extend the leases on these windows; return the stored state of each."""
-        found: dict[WindowId, Stored] = {}
+        found: dict[WindowId, LeaseAmounts] = {}
         for some in _in_order(windows):
             found |= await self._renew(session, some)
         return found
 
-    async def _renew(self, session: AsyncSession, windows: Sequence[WindowId]) -> dict[WindowId, Stored]:
+    async def _renew(self, session: AsyncSession, windows: Sequence[WindowId]) -> dict[WindowId, LeaseAmounts]:
         keys = list(map(_key, windows))
         await self._statements.mine_alone.lock(session, keys)  # in the order of bookings
         await self._statements.renew.execute(session, keys)
         rows = await self._statements.mine.read(session, keys)
-        return {WindowId(quota_id, start): Stored(granted, settled) for quota_id, start, granted, settled in rows}
+        return {WindowId(quota_id, start): LeaseAmounts(granted, settled) for quota_id, start, granted, settled in rows}
 
     async def quarantine_expired(self, session: AsyncSession) -> int:
         """Quarantine the stock leases of replicas that did not renew in time; their rest stays charged.
@@ -141,7 +141,7 @@ class LeaseStore:
         )
         return len((await session.execute(statement)).all())
 
-    async def quarantined(self, session: AsyncSession) -> dict[str, Remains]:
+    async def quarantined(self, session: AsyncSession) -> dict[str, AbandonedLeases]:
         """Return the replicas that have quarantined leases with something left."""
         silent_ms = self.now() - (func.max(QuotaLease.expires_ms) - self._ttl_ms)
         statement = (
@@ -150,7 +150,7 @@ class LeaseStore:
             .group_by(QuotaLease.replica_id)
         )
         found = await session.execute(statement)
-        return {replica_id: Remains(ms / 1000, num_leases) for replica_id, ms, num_leases in found}
+        return {replica_id: AbandonedLeases(ms / 1000, num_leases) for replica_id, ms, num_leases in found}
 
     async def release_quarantined(self, session: AsyncSession, replica_id: str) -> int:
         """Free what this replica's quarantined leases have left, after it was proven unspent.
@@ -227,7 +227,7 @@ class LeaseStore:
         await grant_leases(session, {(*_key(window), self.replica_id): n for window, n in amounts.items()})
 
 
-async def have_room(session: AsyncSession, charges: Iterable[Charge]) -> bool:
+async def lease_has_room(session: AsyncSession, charges: Iterable[Charge]) -> bool:
     """Return whether the leases still have room for the charges, ignoring deleted limits.
 
     It is False only if leases were proven unspent and released.

@@ -19,7 +19,7 @@ import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from pydantic_settings import BaseSettings
 
-from moiety_platform.live_settings import CannotFollow, LiveSettings
+from moiety_platform.live_settings import CannotApplySetting, LiveSettings
 from moiety_platform.periodic_task import PeriodicTask
 from moiety_platform.reloading.shown import shown
 from moiety_platform.reloading.source import BadSettings, SettingsSource, mark_of
@@ -129,7 +129,7 @@ class Reloader(Generic[S]):
                 self._is_asked = False
                 return  # written during the read: the next look reads it again
             changes = await self._live.change(wanted)
-        except (BadSettings, CannotFollow) as error:
+        except (BadSettings, CannotApplySetting) as error:
             self._fail(str(error))
         except Exception as error:  # a defect in the code must neither be reported as the file's, nor end the watching
             log.exception("config_reload_broke")

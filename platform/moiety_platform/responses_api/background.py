@@ -34,7 +34,7 @@ from moiety_platform.inference.response import (
 from moiety_platform.periodic_task import PeriodicTask
 from moiety_platform.responses_api.conversation_locks import ConversationLocks
 from moiety_platform.responses_api.event_log import EventLog, statements_of
-from moiety_platform.responses_api.keeper import ResponseKeeper, with_end
+from moiety_platform.responses_api.response_service import ResponseService, with_end
 from moiety_platform.settings import GatewaySettings
 
 LEASE_MS = 30_000
@@ -138,10 +138,10 @@ class BackgroundRuns:
     """The running background responses of one gateway process. Enter it as a context."""
 
     def __init__(
-        self, keeper: ResponseKeeper, locks: ConversationLocks, drain_s: float, extend_s: float = EXTEND_S
+        self, service: ResponseService, locks: ConversationLocks, drain_s: float, extend_s: float = EXTEND_S
     ) -> None:
         """Create it. `drain_s` bounds the wait for running responses, counted from the call of `drain`."""
-        self._keeper = keeper
+        self._service = service
         self._locks = locks
         self.drain_s = drain_s
         self._drains_since: float | None = None  # monotonic
@@ -238,7 +238,7 @@ class BackgroundRuns:
     async def store_progress(self, response_id: str, body: bytes) -> None:
         """Store a running response. A database that is away does not matter: its end is stored later."""
         try:
-            await self._keeper.update_run(response_id, body, ends=False)
+            await self._service.update_run(response_id, body, ends=False)
         except Unavailable as error:
             log.warning("background_progress_not_stored", response_id=response_id, reason=str(error))
 
@@ -250,7 +250,7 @@ class BackgroundRuns:
         ends_s, num_tries = time.monotonic() + LEASE_MS / 1000, 0
         while True:
             try:
-                return await self._keeper.update_run(response_id, body, ends=True, **_of_log(events)) or body
+                return await self._service.update_run(response_id, body, ends=True, **_of_log(events)) or body
             except Unavailable:
                 wait_s = RETRIES.after(num_tries)
                 if time.monotonic() + wait_s > ends_s:
@@ -282,7 +282,7 @@ class BackgroundRuns:
         """Store the failure of a response that is still running. One that ended by itself is stored already."""
         failed = with_end(run.queued, "failed", run.failure())
         try:
-            await self._keeper.update_run(response_id, failed, ends=True, **_of_log(run.events))
+            await self._service.update_run(response_id, failed, ends=True, **_of_log(run.events))
         except Unavailable as error:  # its lease runs out
             log.warning("background_response_not_ended", response_id=response_id, reason=str(error))
 
@@ -297,7 +297,7 @@ class BackgroundRuns:
         logs = {run.response_id: run.events for run in self._of_task.values() if run.response_id and run.events}
         for response_id, events in logs.items():
             for chunks in statements_of(events.chunks()):  # others may write between two of them
-                if await self._keeper.add_events({response_id: chunks}):
+                if await self._service.add_events({response_id: chunks}):
                     events.close()
                     log.warning("background_events_not_stored", response_id=response_id, reason="no room")
                     break
@@ -314,7 +314,7 @@ class BackgroundRuns:
         runs = {run.response_id: run for run in list(self._of_task.values()) if run.response_id is not None}
         if not runs:
             return
-        running = await self._keeper.extend_runs(list(runs), LEASE_MS)
+        running = await self._service.extend_runs(list(runs), LEASE_MS)
         for response_id, run in runs.items():
             if response_id not in running:  # cancelled or deleted, or it has just ended
                 run.disconnect.note()

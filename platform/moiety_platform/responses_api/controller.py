@@ -41,9 +41,9 @@ from moiety_platform.responses_api.conversation_reader import ConversationReader
 from moiety_platform.responses_api.events import LoggedEvents, ResponseEvents, StreamErrors
 from moiety_platform.responses_api.item_lists import ITEM_LIST, ListRequestDependency
 from moiety_platform.responses_api.items import COMPACTION, FIRST_INPUT, MESSAGE, THOUGHT, Item, with_id, without_id
-from moiety_platform.responses_api.keeper import ResponseKeeper
 from moiety_platform.responses_api.output import ResponseOutput
 from moiety_platform.responses_api.reasoning_cipher import ReasoningCipher
+from moiety_platform.responses_api.response_service import ResponseService
 from moiety_platform.responses_api.resumed_streams import ResumedStreams
 from moiety_platform.responses_api.schemas import ResponsesBody
 from moiety_platform.responses_api.whole import ended_response, take_message
@@ -72,16 +72,16 @@ _SHOWN = EndpointDocs(
 class StoredResponses:
     """Services of the endpoints of stored responses."""
 
-    keeper: ResponseKeeper
+    service: ResponseService
     runs: BackgroundRuns
     streams: ResumedStreams
 
 
 def response_route(
-    serve: Serve, keeper: ResponseKeeper, cipher: ReasoningCipher, runs: BackgroundRuns, streams: ResumedStreams
+    serve: Serve, service: ResponseService, cipher: ReasoningCipher, runs: BackgroundRuns, streams: ResumedStreams
 ) -> HTTPRouteHandler:
     """Return the handler of the endpoint that answers."""
-    answers = ResponseAnswers(keeper, ConversationReader(keeper, cipher), runs)
+    answers = ResponseAnswers(service, ConversationReader(service, cipher), runs)
     endpoint = Endpoint(
         PATH, "chat", ID_PREFIX, ResponsesBody, answers.answer, _SHOWN, answers.prepare, answers.accept,
         resume=partial(streams.open, starting_after=-1),
@@ -97,7 +97,7 @@ class ResponseAnswers:
     it.
     """
 
-    keeper: ResponseKeeper
+    service: ResponseService
     reader: ConversationReader
     runs: BackgroundRuns
 
@@ -106,10 +106,10 @@ class ResponseAnswers:
 
         A request that neither stores nor continues does not query the store.
         """
-        if body.store is None and self.keeper.limits.stores_by_default:
+        if body.store is None and self.service.limits.stores_by_default:
             body = body.model_copy(update={"store": True})
         if body.is_stored:
-            await self.keeper.require_room(record.principal)
+            await self.service.require_room(record.principal)
         if body.conversation_id is not None:
             await self.runs.lock_conversation(record.principal, body.conversation_id, record.request_id)
         body, ignored = await self.reader.resolve(body, record.principal)
@@ -182,12 +182,12 @@ class ResponseAnswers:
         items = [with_id(item, record.request_id, FIRST_INPUT + at) for at, item in enumerate(body.items())]
         parts = (record.principal, record.request_id, body.model, body.continued, items, encoded, lease_ms)
         has_events = lease_ms is not None and body.wants_stream
-        return await self.keeper.keep(*parts, stores=body.is_stored, has_events=has_events)
+        return await self.service.keep(*parts, stores=body.is_stored, has_events=has_events)
 
 
-def compaction_route(serve: Serve, keeper: ResponseKeeper, cipher: ReasoningCipher) -> HTTPRouteHandler:
+def compaction_route(serve: Serve, service: ResponseService, cipher: ReasoningCipher) -> HTTPRouteHandler:
     """Return the handler of the endpoint that summarizes a conversation."""
-    compactions = Compactions(ConversationReader(keeper, cipher))
+    compactions = Compactions(ConversationReader(service, cipher))
     return route(
         Endpoint(
             f"{PATH}/compact",
@@ -279,14 +279,14 @@ class ResponseController(Controller):
             return Stream(events, media_type=EVENT_STREAM, headers={"x-accel-buffering": "no"})
         if starting_after is not None:
             raise BadRequest("'starting_after' is of streams; send 'stream=true' as well", param="starting_after")
-        return Response(await stored.keeper.body(owner, response_id), media_type="application/json")
+        return Response(await stored.service.body(owner, response_id), media_type="application/json")
 
     @delete("/{response_id:str}", status_code=200)
     async def delete_response(
         self, owner: AuthenticatedClient, stored: StoredDependency, response_id: FromPath[str]
     ) -> DeletedResponse:
         """Delete a stored response. Responses that continue it can no longer be continued."""
-        await stored.keeper.delete(owner, response_id)
+        await stored.service.delete(owner, response_id)
         stored.runs.cancel(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
@@ -299,7 +299,7 @@ class ResponseController(Controller):
         list_request: ListRequestDependency,
     ) -> InputItemList:
         """List the input items of a stored response, the latest first unless `order` is asc."""
-        items = await stored.keeper.input_items(owner, response_id)
+        items = await stored.service.input_items(owner, response_id)
         if list_request.newest_first:
             items.reverse()
         if list_request.after is not None:
@@ -316,7 +316,7 @@ class ResponseController(Controller):
         self, owner: AuthenticatedClient, stored: StoredDependency, response_id: FromPath[str]
     ) -> Response[bytes]:
         """Cancel a response that is made in the background. One that has ended is returned as it is."""
-        body = await stored.keeper.cancel(owner, response_id)
+        body = await stored.service.cancel(owner, response_id)
         stored.runs.cancel(response_id)
         return Response(body, media_type="application/json")
 

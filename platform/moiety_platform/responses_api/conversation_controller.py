@@ -20,7 +20,6 @@ from moiety_platform.known_parameters import IGNORED
 from moiety_platform.openapi.described import JSON, Described, describes, fails
 from moiety_platform.openapi.documents import KEY
 from moiety_platform.request_head import fields_of
-from moiety_platform.responses_api.conversation_keeper import ConversationKeeper
 from moiety_platform.responses_api.conversation_reader import ConversationReader
 from moiety_platform.responses_api.conversation_schemas import (
     ChangedConversation,
@@ -30,6 +29,7 @@ from moiety_platform.responses_api.conversation_schemas import (
     NewConversation,
     NewItems,
 )
+from moiety_platform.responses_api.conversation_service import ConversationService
 from moiety_platform.responses_api.input import InputItem, SkippedItem
 from moiety_platform.responses_api.item_lists import ITEM_LIST, ListRequestDependency
 from moiety_platform.responses_api.item_types import InputItem as ItemFields
@@ -47,7 +47,7 @@ class ConversationServices:
     """Services of the endpoints of conversations."""
 
     bodies: BodyReader
-    keeper: ConversationKeeper
+    service: ConversationService
     reader: ConversationReader
 
     async def body(self, schema: type[Body], request: Request[Any, Any, Any], whose: Principal) -> Body:
@@ -79,7 +79,7 @@ class ConversationController(Controller):
         """Create a conversation, which may have items from the beginning."""
         body = await conversations.body(NewConversation, request, owner)
         items = await conversations.items(body.items, owner)
-        created = await conversations.keeper.create(owner, items, body.metadata or {})
+        created = await conversations.service.create(owner, items, body.metadata or {})
         return Response(created, headers=_headers(body.items))
 
     @get("/{conversation_id:str}")
@@ -87,7 +87,7 @@ class ConversationController(Controller):
         self, owner: AuthenticatedClient, conversations: ConversationDependency, conversation_id: FromPath[str]
     ) -> ConversationObject:
         """Return a conversation without its items."""
-        return await conversations.keeper.get(owner, conversation_id)
+        return await conversations.service.get(owner, conversation_id)
 
     @post(
         "/{conversation_id:str}",
@@ -103,14 +103,14 @@ class ConversationController(Controller):
     ) -> ConversationObject:
         """Replace the metadata of a conversation."""
         body = await conversations.body(ChangedConversation, request, owner)
-        return await conversations.keeper.change(owner, conversation_id, body.metadata or {})
+        return await conversations.service.change(owner, conversation_id, body.metadata or {})
 
     @delete("/{conversation_id:str}", status_code=200)
     async def delete_conversation(
         self, owner: AuthenticatedClient, conversations: ConversationDependency, conversation_id: FromPath[str]
     ) -> DeletedConversation:
         """Delete a conversation and its items. Stored responses that belong to it can no longer be continued."""
-        await conversations.keeper.delete(owner, conversation_id)
+        await conversations.service.delete(owner, conversation_id)
         return {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
 
     @post(
@@ -131,7 +131,7 @@ class ConversationController(Controller):
         """Add items at the end of a conversation."""
         body = await conversations.body(NewItems, request, owner)
         items = await conversations.items(body.items, owner)
-        added = await conversations.keeper.add_items(owner, conversation_id, items)
+        added = await conversations.service.add_items(owner, conversation_id, items)
         shown = list_fields(cast("list[Identified]", added), has_more=False)
         return Response(shown, headers=_headers(body.items))
 
@@ -144,7 +144,7 @@ class ConversationController(Controller):
         list_request: ListRequestDependency,
     ) -> ConversationItemList:
         """List the items of a conversation, the latest first unless `order` is asc."""
-        items, has_more = await conversations.keeper.page(owner, conversation_id, list_request)
+        items, has_more = await conversations.service.page(owner, conversation_id, list_request)
         return list_fields(cast("list[Identified]", items), has_more)
 
     @get(
@@ -159,7 +159,7 @@ class ConversationController(Controller):
         item_id: FromPath[str],
     ) -> dict[str, Any]:
         """Return one item of a conversation."""
-        return await conversations.keeper.item(owner, conversation_id, item_id)
+        return await conversations.service.item(owner, conversation_id, item_id)
 
     @delete("/{conversation_id:str}/items/{item_id:str}", status_code=200, opt=fails())
     async def delete_item(
@@ -170,7 +170,7 @@ class ConversationController(Controller):
         item_id: FromPath[str],
     ) -> ConversationObject:
         """Delete one item of a conversation, and return the conversation."""
-        return await conversations.keeper.delete_item(owner, conversation_id, item_id)
+        return await conversations.service.delete_item(owner, conversation_id, item_id)
 
 
 def _headers(items: Sequence[InputItem] | None) -> dict[str, str]:

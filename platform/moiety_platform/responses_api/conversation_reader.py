@@ -20,8 +20,8 @@ from moiety_platform.responses_api.items import (
     thought_item,
     without_id,
 )
-from moiety_platform.responses_api.keeper import ResponseKeeper
 from moiety_platform.responses_api.reasoning_cipher import ReasoningCipher
+from moiety_platform.responses_api.response_service import ResponseService
 
 _ENCRYPTED = "encrypted_content"
 
@@ -32,7 +32,7 @@ Body = TypeVar("Body", bound=ItemsBody)
 class ConversationReader:
     """Reads the items of requests."""
 
-    keeper: ResponseKeeper
+    service: ResponseService
     cipher: ReasoningCipher
 
     async def resolve(self, body: Body, whose: Principal) -> tuple[Body, list[str]]:
@@ -43,9 +43,9 @@ class ConversationReader:
         """
         continued = Continued()
         if body.previous_response_id is not None:
-            continued = await self.keeper.continued(whose, body.previous_response_id)
+            continued = await self.service.continued(whose, body.previous_response_id)
         elif body.conversation_id is not None:
-            continued = await self.keeper.continued_conversation(whose, body.conversation_id)
+            continued = await self.service.continued_conversation(whose, body.conversation_id)
         given = await self.without_references(whose, body.items(), continued)
         notes: set[str] = set()
         read = list(self._decrypted(whose.tenant_id, [*continued.items, *given], notes))
@@ -65,7 +65,7 @@ class ConversationReader:
             return items
         known = {item["id"]: item for item in continued.items}
         response_ids = {response_id_of(item_id) for item_id in item_ids if item_id not in known} - {None}
-        known |= await self.keeper.items_of_responses(whose, [one for one in response_ids if one is not None])
+        known |= await self.service.items_of_responses(whose, [one for one in response_ids if one is not None])
         for item_id in item_ids:
             if item_id not in known:
                 raise NotFound(

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, PrivateAttr, StringConstraints, Validation
 from pydantic_core import PydanticCustomError
 
 from moiety_platform.errors import BadRequest
-from moiety_platform.inference.body_fields import AskingBody, ModelName, StrictBody, refuse, shape_of
+from moiety_platform.inference.body_fields import InferenceBody, ModelName, StrictBody, refuse, shape_of
 from moiety_platform.inference.field_support import mapped
 from moiety_platform.responses_api.call_input import CustomResultItem, ResultItem, SearchResultItem
 from moiety_platform.responses_api.calls import OfferedTool
@@ -52,7 +52,7 @@ GivenConversation = Annotated[
 ]
 
 
-class ItemsBody(AskingBody):
+class ItemsBody(InferenceBody):
     """Base of bodies with items in `input`. Items are complete once `resolved` has returned the body."""
 
     model: ModelName

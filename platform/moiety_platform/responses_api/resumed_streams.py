@@ -18,7 +18,7 @@ from moiety_platform.errors import BadRequest, PlatformError, Unavailable
 from moiety_platform.inference.text_answer import KEEP_ALIVE
 from moiety_platform.responses_api.event_log import numbered
 from moiety_platform.responses_api.events import ending_event, error_event
-from moiety_platform.responses_api.keeper import ResponseKeeper
+from moiety_platform.responses_api.response_service import ResponseService
 from moiety_platform.responses_api.store import READ_CHUNKS
 
 POLL_S = 0.25  # at first; it grows while nothing comes
@@ -31,7 +31,7 @@ LOST = "the events from {:,} on are not stored; retrieve the response without 's
 class ResumedStreams:
     """Reader of stored events. `is_stopping` says whether the process stops, which ends its resumed streams."""
 
-    keeper: ResponseKeeper
+    service: ResponseService
     gate: StreamGate  # of keys
     tenants: StreamGate
     is_stopping: Callable[[], bool] = lambda: False
@@ -41,7 +41,7 @@ class ResumedStreams:
 
         Raises NotFound, RateLimited or Unavailable, or BadRequest if the response has no events.
         """
-        state = await self.keeper.run_state(whose, response_id)
+        state = await self.service.run_state(whose, response_id)
         if state.num_events is None:
             raise BadRequest(
                 "only responses that were created with 'background' and 'stream' can be streamed again; leave 'stream' "
@@ -70,9 +70,9 @@ class ResumedStreams:
         wait_s, sent_s = POLL_S, time.monotonic()
         read_bytes: int | None = None  # of the response, when all of its events were read
         while not self.is_stopping():
-            state = await self.keeper.run_state(whose, response_id)  # before the events: they are complete if it ended
+            state = await self.service.run_state(whose, response_id)  # before the events: they are complete if it ended
             if state.num_bytes != read_bytes or not state.is_running:
-                chunks, first = await self.keeper.events(response_id, number), number
+                chunks, first = await self.service.events(response_id, number), number
                 for data, next_number in numbered(chunks, number):
                     yield data, next_number
                     number, wait_s, sent_s = next_number, POLL_S, time.monotonic()
@@ -80,11 +80,11 @@ class ResumedStreams:
                 if number > first and len(chunks) == READ_CHUNKS:
                     read_bytes = None  # there may be more
                     continue
-            if state.is_forsaken:
-                await self.keeper.body(whose, response_id)  # which ends it
+            if state.is_abandoned:
+                await self.service.body(whose, response_id)  # which ends it
             elif not state.is_running:
                 if number == state.num_events:
-                    yield ending_event(await self.keeper.body(whose, response_id), number), number + 1
+                    yield ending_event(await self.service.body(whose, response_id), number), number + 1
                 elif number < (state.num_events or 0):
                     raise Unavailable(LOST.format(number), code="events_not_stored")
                 return

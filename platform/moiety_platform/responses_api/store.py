@@ -35,7 +35,7 @@ class RunState:
     """Progress of a response. `num_events` is None if it has no stored events, and `num_bytes` grows with them."""
 
     is_running: bool
-    is_forsaken: bool
+    is_abandoned: bool
     num_events: int | None
     num_bytes: int
 
@@ -114,7 +114,7 @@ class ResponseStore:
         gone = delete(StoredResponse).where(StoredResponse.id == _possible(response_id), *self._visible(whose))
         return await session.scalar(gone.returning(StoredResponse.id)) is not None
 
-    async def is_forsaken(self, session: AsyncSession, response: StoredResponse) -> bool:
+    async def is_abandoned(self, session: AsyncSession, response: StoredResponse) -> bool:
         """Return whether the gateway that makes a response in the background has died."""
         now_ms = int(await session.scalar(select(self.now())) or 0)
         return response.running_until_ms is not None and response.running_until_ms < now_ms

@@ -20,7 +20,7 @@ from moiety_platform.files.contents import FileContents
 from moiety_platform.files.store import give_ends, read_clock
 from moiety_platform.idempotency.store import KeyStore
 from moiety_platform.object_storage.store import ObjectStore
-from moiety_platform.quota.purge import purge_forsaken, purge_windows
+from moiety_platform.quota.purge import purge_abandoned_rates, purge_windows
 from moiety_platform.responses_api.conversation_store import ConversationStore
 from moiety_platform.responses_api.store import ResponseStore
 from moiety_platform.retention.leases import Now
@@ -71,7 +71,7 @@ def retention_jobs_of(
         ObjectJob("orphaned_objects", OrphanedObjects(database, objects, now).delete, DAY_MS / 1000),
         RetentionJob("simulations", partial(simulations.purge, now=now)),
         RetentionJob("quota_windows", purge_old_windows),
-        RetentionJob("forsaken_limits", purge_forsaken),
+        RetentionJob("forsaken_limits", purge_abandoned_rates),
     ]
     if settings.keep_files_s is not None:
         jobs.insert(1, RetentionJob("files_without_end", partial(give_ends, keep_s=settings.keep_files_s, now=now)))

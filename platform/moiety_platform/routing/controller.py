@@ -8,7 +8,7 @@ from litestar.di import NamedDependency
 from litestar.params import FromPath
 
 from moiety_platform.access.actions import needs
-from moiety_platform.access.views import READ_ENGINES, REST_ENGINES
+from moiety_platform.access.views import READ_ENGINES, SLEEP_ENGINES
 from moiety_platform.audit.trail import AuditedStore, Change, note
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.openapi.described import fails
@@ -186,7 +186,7 @@ class EngineController(Controller):
         """List all engines and their states."""
         return EngineViews([_describe(state, replicas.breakers) for state in replicas.states()])
 
-    @post("/{engine_id:str}/sleep", status_code=202, opt=needs(REST_ENGINES) | fails(404, 409, 503))
+    @post("/{engine_id:str}/sleep", status_code=202, opt=needs(SLEEP_ENGINES) | fails(404, 409, 503))
     async def sleep_engine(
         self, replicas: NamedDependency[Replicas], store: NamedDependency[AuditedStore], engine_id: FromPath[str]
     ) -> EngineView:
@@ -196,7 +196,7 @@ class EngineController(Controller):
         """
         return await _rest(replicas, store, engine_id, asleep=True)
 
-    @post("/{engine_id:str}/wake", status_code=202, opt=needs(REST_ENGINES) | fails(404, 409, 503))
+    @post("/{engine_id:str}/wake", status_code=202, opt=needs(SLEEP_ENGINES) | fails(404, 409, 503))
     async def wake_engine(
         self, replicas: NamedDependency[Replicas], store: NamedDependency[AuditedStore], engine_id: FromPath[str]
     ) -> EngineView:

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from moiety_platform.simulations.problems import SimulationProblem
-from moiety_platform.simulations.schemas import SideFigures
+from moiety_platform.simulations.schemas import VariantMetrics
 from moiety_wire.classes import ServiceClass
 
 MEMORY_BYTES = 4 * 2**30  # of address space, most of which is never used
@@ -28,7 +28,7 @@ _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "COLUMNS": 
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class SimulationVariant:
     """Parameters of one of the two runs."""
 
     classes: Mapping[str, ServiceClass]
@@ -38,7 +38,7 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class SimulatedLoad:
     """Parameters of both runs. `arrivals` and `device` are options of the command; files go into `folder`."""
 
     folder: Path
@@ -47,7 +47,7 @@ class Offer:
     weights: Mapping[str, float]
 
 
-async def simulate(offer: Offer, side: Side, *, niceness: int) -> SideFigures:
+async def simulate(offer: SimulatedLoad, side: SimulationVariant, *, niceness: int) -> VariantMetrics:
     """Run the simulator. Raises SimulationProblem. Cancellation kills the process."""
     classes = offer.folder / "classes.json"
     classes.write_bytes(msgspec.json.encode({name: _table(service) for name, service in side.classes.items()}))
@@ -57,7 +57,7 @@ async def simulate(offer: Offer, side: Side, *, niceness: int) -> SideFigures:
         arguments += ["--weights", ",".join(f"{tenant}={weight}" for tenant, weight in offer.weights.items())]
     report = await _run(arguments, niceness)
     try:
-        return msgspec.convert(report["policies"][side.policy], SideFigures)
+        return msgspec.convert(report["policies"][side.policy], VariantMetrics)
     except (KeyError, TypeError, msgspec.ValidationError) as exc:
         raise SimulationProblem(f"the simulator is of another release than this gateway ({exc})") from exc
 

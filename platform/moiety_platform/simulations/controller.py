@@ -19,7 +19,7 @@ from moiety_platform.engine_client.base import EngineState
 from moiety_platform.errors import BadRequest, Conflict, NotFound
 from moiety_platform.openapi.described import fails
 from moiety_platform.simulations import store
-from moiety_platform.simulations.child import Side
+from moiety_platform.simulations.child import SimulationVariant
 from moiety_platform.simulations.runner import Plan, Simulations
 from moiety_platform.simulations.schemas import (
     MAX_MINUTES,
@@ -71,8 +71,8 @@ class SimulationController(Controller):
         plan = Plan(
             data,
             device,
-            Side(services(now.values()), POLICIES[0], 1.0, data.replicas_now),
-            Side(services(then.values()), data.policy, data.times, data.replicas),
+            SimulationVariant(services(now.values()), POLICIES[0], 1.0, data.replicas_now),
+            SimulationVariant(services(then.values()), data.policy, data.times, data.replicas),
         )
         simulation_id = await simulations.start(plan)
         async with database.read() as session:

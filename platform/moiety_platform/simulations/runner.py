@@ -21,7 +21,7 @@ import structlog
 from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
 from moiety_platform.simulations import store
-from moiety_platform.simulations.child import Offer, Side, simulate
+from moiety_platform.simulations.child import SimulatedLoad, SimulationVariant, simulate
 from moiety_platform.simulations.problems import SimulationProblem
 from moiety_platform.simulations.schemas import Compared, NewSimulation
 from moiety_platform.simulations.traffic import Traffic, weights_of, write_traffic
@@ -39,8 +39,8 @@ class Plan:
 
     request: NewSimulation
     device: str | Mapping[str, Any]
-    now: Side
-    then: Side
+    now: SimulationVariant
+    then: SimulationVariant
 
 
 class Simulations:
@@ -115,7 +115,7 @@ class Simulations:
             if not isinstance(device, str):
                 (folder / "device.json").write_bytes(msgspec.json.encode(device))
             option = device if isinstance(device, str) else str(folder / "device.json")
-            offer = Offer(folder, arrivals, option, await weights_of(self._database, traffic.tenants))
+            offer = SimulatedLoad(folder, arrivals, option, await weights_of(self._database, traffic.tenants))
             now, then = [await simulate(offer, side, niceness=self.niceness) for side in (plan.now, plan.then)]
         device_name = device if isinstance(device, str) else str(device["name"])
         num_requests = traffic.num_requests or now.num_requests

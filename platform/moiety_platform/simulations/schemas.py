@@ -49,7 +49,7 @@ class Percentiles(msgspec.Struct, frozen=True):
     p99: float | None
 
 
-class ClassFigures(msgspec.Struct, frozen=True):
+class ClassMetrics(msgspec.Struct, frozen=True):
     """Results of one class. `demand_share` is its share of the requested work."""
 
     attainment: float
@@ -63,10 +63,10 @@ class ClassFigures(msgspec.Struct, frozen=True):
     tpot_s: Percentiles
 
 
-class SideFigures(msgspec.Struct, frozen=True):
+class VariantMetrics(msgspec.Struct, frozen=True):
     """Results of all requests at one replica. The capacity is its throughput at saturation under FCFS."""
 
-    classes: dict[str, ClassFigures]
+    classes: dict[str, ClassMetrics]
     attainment: float
     offered_fraction_of_capacity: float
     completed_fraction_of_capacity: float
@@ -90,8 +90,8 @@ class Compared(msgspec.Struct, frozen=True):
     device: str
     num_requests: int
     num_unserved: int
-    now: SideFigures
-    then: SideFigures
+    now: VariantMetrics
+    then: VariantMetrics
 
 
 class SimulationView(msgspec.Struct, frozen=True):

@@ -27,8 +27,8 @@ from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.request_recorder import UsageSink
 from moiety_platform.inference.run import InferenceRun
 from moiety_platform.metrics import SpeculativePrefillMetrics
+from moiety_platform.quota.enforcer import QuotaEnforcer
 from moiety_platform.quota.errors import QuotaExceeded
-from moiety_platform.quota.keeper import QuotaKeeper
 from moiety_platform.quota.kinds import Unit
 from moiety_platform.quota.lease import Charge, Hold
 from moiety_platform.randomness import ordered_hex
@@ -65,7 +65,9 @@ class NextTurnPrefill:
     Entered in its event loop, and exited before the usage recorder stops.
     """
 
-    def __init__(self, usage: UsageSink, quotas: QuotaKeeper, metrics: SpeculativePrefillMetrics, clock: Clock) -> None:
+    def __init__(
+        self, usage: UsageSink, quotas: QuotaEnforcer, metrics: SpeculativePrefillMetrics, clock: Clock
+    ) -> None:
         self._usage = usage
         self._quotas = quotas
         self._metrics = metrics

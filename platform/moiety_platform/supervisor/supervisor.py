@@ -28,7 +28,7 @@ STOP_TIMEOUT_S = 5.0  # for a part that has nothing to drain
 
 
 @dataclass(slots=True)
-class Kept:
+class SupervisedProcess:
     """A part and its current run; owned by the Supervisor."""
 
     part: ProcessSpec
@@ -43,7 +43,7 @@ class Supervisor:
         self._console = console
         self._log_path = log_path
         self._address = (host, port)
-        self._kept: dict[str, Kept] = {}
+        self._kept: dict[str, SupervisedProcess] = {}
         self._stopping = False
         self._was_ready = False
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -52,7 +52,7 @@ class Supervisor:
 
     def start(self, part: ProcessSpec) -> None:
         """Start a part and keep it running."""
-        kept = Kept(part, PartProcess(part, self._log_path(part.name), self._console))
+        kept = SupervisedProcess(part, PartProcess(part, self._log_path(part.name), self._console))
         kept.task = asyncio.create_task(self._keep(kept), name=f"keep {part.name}")
         self._kept[part.name] = kept
 
@@ -121,7 +121,7 @@ class Supervisor:
             kept.run.signal_group(signal.SIGKILL)
         await asyncio.wait([kept.task], timeout=STOP_TIMEOUT_S)
 
-    async def _keep(self, kept: Kept) -> None:
+    async def _keep(self, kept: SupervisedProcess) -> None:
         backoff_s = FIRST_BACKOFF_S
         while not self._stopping:
             started = time.monotonic()

@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.adapters.models import Adapter, AdapterChunk, AdapterState
 from moiety_platform.audit.models import AuditEntry
-from moiety_platform.auth.reach import rows_of
+from moiety_platform.auth.row_scope import rows_of
 from moiety_platform.batches.models import OPEN, Batch, BatchLine, BatchStatus
 from moiety_platform.db.base import Base, DeploymentTable, SharedTable
 from moiety_platform.files.models import FileChunk, FileState, StoredFile
@@ -36,7 +36,7 @@ KEPT_ELSEWHERE: frozenset[Table] = frozenset({SpanRecord, TraceRecord})  # if tr
 KEPT: frozenset[Table] = _NUMBERS | _BLANKED | {TenantDeletion}
 
 
-async def stop_growth(session: AsyncSession, tenant_id: str) -> None:
+async def stop_uploads(session: AsyncSession, tenant_id: str) -> None:
     """Stop additions to the existing files, adapters and batches. Waits for additions that are under way."""
     adapters = Adapter.tenant_id == tenant_id, Adapter.state != AdapterState.DELETED
     await session.execute(update(Adapter).where(*adapters).values(state=AdapterState.DELETED))
@@ -53,7 +53,7 @@ async def forget_objects(session: AsyncSession, tenant_id: str) -> None:
         await session.execute(update(table).where(*deleted).values(object_key=None))
 
 
-def doomed() -> list[Table]:
+def tables_to_delete() -> list[Table]:
     """Return the tables whose rows are deleted; tables whose rows are found through others come first."""
     tables = {mapper.class_ for mapper in Base.registry.mappers} - KEPT
     owned = (table for table in tables if not issubclass(table, SharedTable | DeploymentTable))

@@ -12,7 +12,7 @@ from typing import Any
 from sqlalchemy import Boolean, CursorResult, and_, delete, literal_column, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from moiety_platform.auth.reach import rows_of
+from moiety_platform.auth.row_scope import rows_of
 from moiety_platform.db.dialect import insert_into
 from moiety_platform.prices.models import PriceRecord
 from moiety_platform.tenants.models import ApiKey, Project, Tenant

@@ -20,7 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from moiety_platform.audit.chain import ERASE
 from moiety_platform.audit.models import AuditEntry
 from moiety_platform.audit.trail import AuditedStore, Change, note
-from moiety_platform.auth.reach import rows_of
+from moiety_platform.auth.row_scope import rows_of
 from moiety_platform.db.dialect import insert_into
 from moiety_platform.db.failures import UNMIGRATED
 from moiety_platform.db.session import Database
@@ -31,10 +31,10 @@ from moiety_platform.tenant_deletion.data import (
     KEPT_ELSEWHERE,
     Table,
     delete_some,
-    doomed,
     forget_objects,
     name_of,
-    stop_growth,
+    stop_uploads,
+    tables_to_delete,
 )
 from moiety_platform.tenant_deletion.log import erase_entries
 from moiety_platform.tenant_deletion.names import blank_attribution, blank_models, blank_names
@@ -80,7 +80,7 @@ class TenantDeleter:
         """Run one pass over everything, or until the time is over; return the number of rows found."""
         database, found = self.store.database, 0
         async with database.write() as session:
-            await stop_growth(session, self.tenant_id)
+            await stop_uploads(session, self.tenant_id)
         for prefix in tenant_prefixes(self.tenant_id):
             num_objects = -1
             while num_objects and time.monotonic() < until_s:
@@ -90,7 +90,7 @@ class TenantDeleter:
                 return found  # the time is over: rows of objects that are left stay
         async with database.write() as session:
             await forget_objects(session, self.tenant_id)
-        for table in doomed():
+        for table in tables_to_delete():
             num_rows = -1
             while num_rows and time.monotonic() < until_s:
                 num_rows = await self._delete_some(table)

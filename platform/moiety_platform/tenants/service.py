@@ -50,7 +50,7 @@ async def get_tenant(session: AsyncSession, tenant_id: str) -> Tenant:
     return await require_row(session, Tenant, tenant_id, TENANTS)
 
 
-async def get_living_tenant(session: AsyncSession, tenant_id: str) -> Tenant:
+async def get_undeleted_tenant(session: AsyncSession, tenant_id: str) -> Tenant:
     """Return a tenant whose data was not deleted. Raises NotFound, or Conflict."""
     tenant = await get_tenant(session, tenant_id)
     if await session.get(TenantDeletion, tenant_id) is not None:
@@ -72,7 +72,7 @@ async def change_tenant(session: AsyncSession, tenant_id: str, change: TenantCha
 
     Conflict means that the new name is taken, or that the tenant's data was deleted.
     """
-    tenant = await get_living_tenant(session, tenant_id)
+    tenant = await get_undeleted_tenant(session, tenant_id)
     if not isinstance(change.service_class, msgspec.UnsetType):
         tenant.service_class = await require_class(session, change.service_class)
     if not isinstance(change.weight, msgspec.UnsetType):
@@ -93,7 +93,7 @@ async def create_project(session: AsyncSession, new: NewProject, now: datetime) 
 
     Conflict means that the tenant has a project of this name, or that its data was deleted.
     """
-    tenant = await get_living_tenant(session, new.tenant_id)
+    tenant = await get_undeleted_tenant(session, new.tenant_id)
     await fold_missing_names(session, Project)
     project = Project(id=new_id("prj"), tenant_id=tenant.id, name=check_new_name(new.name), created_at=now)
     session.add(project)

@@ -45,18 +45,18 @@ class TraceRefusal(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TraceTokens:
-    """Tokens of permitted senders: `ours` of gateways, `guests` of other senders."""
+    """Tokens of permitted senders: `trusted` of gateways, `untrusted` of other senders."""
 
-    ours: str
-    guests: str | None
+    trusted: str
+    untrusted: str | None
 
-    def is_ours(self, authorization: str) -> bool:
+    def is_trusted(self, authorization: str) -> bool:
         """Return whether the sender is a gateway; False for another permitted sender. Raises TraceRefusal."""
         scheme, _, token = authorization.partition(" ")
         given = token.strip().encode() if scheme.lower() == "bearer" else b""
-        if hmac.compare_digest(given, self.ours.encode()):
+        if hmac.compare_digest(given, self.trusted.encode()):
             return True
-        if self.guests is not None and hmac.compare_digest(given, self.guests.encode()):
+        if self.untrusted is not None and hmac.compare_digest(given, self.untrusted.encode()):
             return False
         raise TraceRefusal(401, "send 'Authorization: Bearer' with the token that the trace store was started with")
 
@@ -107,12 +107,12 @@ class TraceApp:
         try:
             if scope["method"] != "POST":
                 raise TraceRefusal(405, "send spans by POST")
-            is_ours = self.tokens.is_ours(headers.get(b"authorization", b"").decode("latin-1"))
+            is_trusted = self.tokens.is_trusted(headers.get(b"authorization", b"").decode("latin-1"))
             if headers.get(b"content-type", b"").partition(b";")[0].strip() != PROTOBUF.encode():
                 raise TraceRefusal(415, f"send {PROTOBUF}: the exporter's protocol 'http/protobuf'")
             max_bytes = self.max_body_bytes
             body = _unpack(headers, await _receive(receive, max_bytes), max_bytes)
-            answer = self._store_spans(body, is_ours)
+            answer = self._store_spans(body, is_trusted)
         except TraceRefusal as refusal:
             self._requests.labels(str(refusal.status)).inc()
             await _answer(send, refusal.status, _status(str(refusal)), PROTOBUF)
@@ -120,7 +120,7 @@ class TraceApp:
             self._requests.labels("200").inc()
             await _answer(send, 200, answer.SerializeToString(), PROTOBUF)
 
-    def _store_spans(self, body: bytes, is_ours: bool) -> ExportTraceServiceResponse:
+    def _store_spans(self, body: bytes, is_trusted: bool) -> ExportTraceServiceResponse:
         request = ExportTraceServiceRequest()
         try:
             request.ParseFromString(body)
@@ -128,7 +128,7 @@ class TraceApp:
             raise TraceRefusal(
                 400, "the body is no ExportTraceServiceRequest; send what an OTLP exporter makes"
             ) from exc
-        rows = rows_of(request.resource_spans, time.time_ns() // 1_000_000, is_ours=is_ours)
+        rows = rows_of(request.resource_spans, time.time_ns() // 1_000_000, is_trusted=is_trusted)
         if len(rows.spans) > self._writer.max_spans:
             raise TraceRefusal(413, f"more than {self._writer.max_spans} spans; send fewer at a time")
         if rows.spans and not self._writer.put(rows):

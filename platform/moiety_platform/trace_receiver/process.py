@@ -131,8 +131,8 @@ async def build_app(
 
 
 def tokens_of(settings: TraceSettings) -> TraceTokens:
-    guests = settings.traces_untrusted_token
-    return TraceTokens(settings.traces_token.get_secret_value(), guests.get_secret_value() if guests else None)
+    untrusted = settings.traces_untrusted_token
+    return TraceTokens(settings.traces_token.get_secret_value(), untrusted.get_secret_value() if untrusted else None)
 
 
 def retention_jobs_of(settings: TraceSettings, now: Now = now_ms) -> list[RetentionJob]:

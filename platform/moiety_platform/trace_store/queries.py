@@ -12,7 +12,7 @@ from datetime import datetime
 from sqlalchemy import ColumnElement, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from moiety_platform.db.bulk import among
+from moiety_platform.db.bulk import in_rows
 from moiety_platform.db.failures import RETRY_AFTER_S, UNMIGRATED
 from moiety_platform.db.paging import PageRequest, read_page
 from moiety_platform.db.session import Database
@@ -128,5 +128,5 @@ async def _read_spans(session: AsyncSession, ids: Sequence[tuple[str, str]]) -> 
     """Return the spans with these ids that are kept, by their start."""
     if not ids:
         return ()
-    statement = select(SpanRecord).where(among(session, (SpanRecord.trace_id, SpanRecord.span_id), ids))
+    statement = select(SpanRecord).where(in_rows(session, (SpanRecord.trace_id, SpanRecord.span_id), ids))
     return (await session.scalars(statement.order_by(SpanRecord.start_ns, SpanRecord.trace_id))).all()

@@ -39,25 +39,25 @@ class Rows:
         self.complaint = complaint
 
 
-def rows_of(resource_spans: Iterable[ResourceSpans], stored_ms: int, *, is_ours: bool) -> Rows:
+def rows_of(resource_spans: Iterable[ResourceSpans], stored_ms: int, *, is_trusted: bool) -> Rows:
     """Return the rows of all received spans. An invalid span is rejected without the others."""
     rows = Rows()
     for of_resource in resource_spans:
-        service = str(_attributes(of_resource.resource.attributes, is_ours=True).get("service.name", ""))
+        service = str(_attributes(of_resource.resource.attributes, is_trusted=True).get("service.name", ""))
         for of_scope in of_resource.scope_spans:
             for span in of_scope.spans:
-                _add(rows, span, service[:MAX_NAME_LENGTH], stored_ms, is_ours)
+                _add(rows, span, service[:MAX_NAME_LENGTH], stored_ms, is_trusted)
     return rows
 
 
-def _add(rows: Rows, span: Span, service: str, stored_ms: int, is_ours: bool) -> None:
+def _add(rows: Rows, span: Span, service: str, stored_ms: int, is_trusted: bool) -> None:
     if len(span.trace_id) != 16 or len(span.span_id) != 8 or not any(span.trace_id) or not any(span.span_id):
         rows.reject("a span needs a trace_id of 16 bytes and a span_id of 8, not all zero")
         return
     if not 0 < span.start_time_unix_nano <= span.end_time_unix_nano <= _MAX_TIME_NS:
         rows.reject("a span needs a start and an end in Unix nanoseconds, the end not before the start")
         return
-    attributes = _attributes(span.attributes, is_ours)
+    attributes = _attributes(span.attributes, is_trusted)
     tenant_id = str(attributes.get("moiety.tenant_id", ""))
     trace_id, span_id = span.trace_id.hex(), span.span_id.hex()
     rows.spans.append(
@@ -74,12 +74,12 @@ def _add(rows: Rows, span: Span, service: str, stored_ms: int, is_ours: bool) ->
             _known(span.status.code, Status.StatusCode),
             _clean(span.status.message, MAX_NAME_LENGTH),
             attributes,
-            list(_events(span.events, is_ours)),
+            list(_events(span.events, is_trusted)),
             list(_links(span.links)),
             stored_ms,
         )
     )
-    if is_ours and "moiety.outcome" in attributes:
+    if is_trusted and "moiety.outcome" in attributes:
         rows.traces.append(_trace(trace_id, span_id, span, attributes, stored_ms))
 
 
@@ -107,12 +107,12 @@ def _trace(trace_id: str, span_id: str, span: Span, attributes: dict[str, Any], 
     )
 
 
-def _events(events: Sequence[Span.Event], is_ours: bool) -> Iterator[dict[str, Any]]:
+def _events(events: Sequence[Span.Event], is_trusted: bool) -> Iterator[dict[str, Any]]:
     for event in events[:MAX_PARTS]:
         yield {
             "name": _clean(event.name, MAX_NAME_LENGTH),
             "unix_ns": min(event.time_unix_nano, _MAX_NS),
-            "attributes": _attributes(event.attributes, is_ours),
+            "attributes": _attributes(event.attributes, is_trusted),
         }
 
 
@@ -121,12 +121,12 @@ def _links(links: Sequence[Span.Link]) -> Iterator[dict[str, Any]]:
         yield {"trace_id": link.trace_id.hex()[:32], "span_id": link.span_id.hex()[:16]}
 
 
-def _attributes(pairs: Iterable[KeyValue], is_ours: bool) -> dict[str, Any]:
+def _attributes(pairs: Iterable[KeyValue], is_trusted: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for pair in pairs:
         if len(found) == MAX_ATTRIBUTES:
             break
-        if is_ours or not pair.key.startswith(OWN_PREFIX):
+        if is_trusted or not pair.key.startswith(OWN_PREFIX):
             found[_clean(pair.key, MAX_NAME_LENGTH)] = _value(pair.value)
     return found
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from sqlalchemy import ColumnElement, delete, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from moiety_platform.db.bulk import BulkInsert, among
+from moiety_platform.db.bulk import BulkInsert, in_rows
 from moiety_platform.trace_store.models import SpanRecord, TraceRecord
 from moiety_platform.trace_store.rows import Rows
 
@@ -38,7 +38,7 @@ def purge_of(table: type[SpanRecord | TraceRecord], keep_ms: int, now: Now) -> C
         oldest = old.order_by(table.stored_ms).limit(ROWS_AT_ONCE).with_for_update(skip_locked=True)
         keys = [tuple(row) for row in await session.execute(oldest)]
         if keys:
-            await session.execute(delete(table).where(among(session, (table.trace_id, table.span_id), keys)))
+            await session.execute(delete(table).where(in_rows(session, (table.trace_id, table.span_id), keys)))
         return len(keys)
 
     return purge

@@ -45,7 +45,7 @@ class SamplingTerms:
     max_per_s: int = 100
 
 
-class Ending(msgspec.Struct, frozen=True):
+class EndedRequest(msgspec.Struct, frozen=True):
     """Properties of an ended request that decide on its trace. Only gateways know `salt`."""
 
     trace_id: str
@@ -67,7 +67,7 @@ class Sampler:
         self._num_kept = 0  # within this second
         self._num_first = 0
 
-    def decide(self, ending: Ending, now_s: float) -> SamplingDecision:
+    def decide(self, ending: EndedRequest, now_s: float) -> SamplingDecision:
         """Return the decision. `now_s` is of the monotonic clock."""
         if (second := math.floor(now_s)) != self._second:
             self._second, self._num_kept, self._num_first = second, 0, 0
@@ -81,7 +81,7 @@ class Sampler:
         self.counts[verdict] += 1
         return verdict
 
-    def _judge(self, ending: Ending) -> SamplingDecision:
+    def _judge(self, ending: EndedRequest) -> SamplingDecision:
         if (reason := _speaks_for(ending)) is not None:
             return reason
         if self._num_first < self.terms.first_per_s:
@@ -91,7 +91,7 @@ class Sampler:
         return SamplingDecision.RATE if is_drawn else SamplingDecision.UNSAMPLED
 
 
-def _speaks_for(ending: Ending) -> SamplingDecision | None:
+def _speaks_for(ending: EndedRequest) -> SamplingDecision | None:
     if ending.has_failed:
         return SamplingDecision.FAILED
     if ending.slo_attained is False:
@@ -101,7 +101,7 @@ def _speaks_for(ending: Ending) -> SamplingDecision | None:
     return SamplingDecision.FAILED_OVER if ending.num_failovers else None
 
 
-def _lot(ending: Ending) -> int:
+def _lot(ending: EndedRequest) -> int:
     """Return a pseudo-random number of the trace.
 
     It is the same for all requests of one trace at every gateway, so that they are kept or dropped together; because of

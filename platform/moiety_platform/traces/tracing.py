@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 from moiety_platform.randomness import random_hex
-from moiety_platform.traces.sampling import Ending, Sampler, SamplingDecision, SamplingTerms
+from moiety_platform.traces.sampling import EndedRequest, Sampler, SamplingDecision, SamplingTerms
 from moiety_platform.traces.span import Span
 
 MAX_SHARED = 8192
@@ -51,7 +51,7 @@ class Tracing:
         parent = parse_traceparent(traceparent) if traceparent else None
         return RequestTrace(parent, start_ns, unix_ns, is_recorded=bool(self.senders))
 
-    def end(self, ending: Ending, now_s: float, make_spans: Callable[[SamplingDecision], Sequence[Span]]) -> None:
+    def end(self, ending: EndedRequest, now_s: float, make_spans: Callable[[SamplingDecision], Sequence[Span]]) -> None:
         """Sample a trace, and send the result of `make_spans` if it is kept."""
         if not self.senders:
             return

@@ -23,7 +23,7 @@ from moiety_platform.usage.attribution import parse_tag
 from moiety_platform.usage.minutes import GROUPINGS as MINUTE_GROUPINGS
 from moiety_platform.usage.minutes import KEPT_HOURS, MAX_STEP, MinuteReport, parse_groups, sum_minutes
 from moiety_platform.usage.queries import GROUPINGS, TAG_PREFIX, UsageFilter, list_requests, parse_grouping, sum_usage
-from moiety_platform.usage.reconciliation import Reconciliation, hold_still, reconcile
+from moiety_platform.usage.reconciliation import Reconciliation, reconcile, take_snapshot_locks
 from moiety_platform.usage.schemas import RequestPage, UsageReport
 from moiety_platform.usage.set_aside import NOTHING_SET_ASIDE, SetAside
 
@@ -91,7 +91,7 @@ class UsageController(Controller):
         """
         grouping = parse_grouping(group_by)
         async with database.read() as session:
-            await hold_still(session)
+            await take_snapshot_locks(session)
             return await sum_usage(session, usage_filter, grouping)
 
     @get("/minutes", opt=needs(READ_USAGE))
@@ -150,5 +150,5 @@ class UsageController(Controller):
         """
         aside = NOTHING_SET_ASIDE if set_aside is None else await asyncio.to_thread(set_aside.report)
         async with database.read() as session:
-            await hold_still(session)
+            await take_snapshot_locks(session)
             return await reconcile(session, period.since, period.until, aside)

@@ -13,7 +13,7 @@ import msgspec
 from sqlalchemy import BigInteger, ColumnElement, Double, cast, delete, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from moiety_platform.db.bulk import among
+from moiety_platform.db.bulk import in_rows
 from moiety_platform.errors import BadRequest
 from moiety_platform.usage.models import UsageMinute
 from moiety_platform.usage.queries import UsageFilter, find_names
@@ -117,7 +117,7 @@ async def purge_minutes(session: AsyncSession, before: datetime) -> int:
     old = select(*keys).where(UsageMinute.minute < _minute(before)).order_by(*keys).limit(ROWS_AT_ONCE)
     found = [tuple(row) for row in await session.execute(old.with_for_update(skip_locked=True))]
     if found:
-        await session.execute(delete(UsageMinute).where(among(session, keys, found)))
+        await session.execute(delete(UsageMinute).where(in_rows(session, keys, found)))
     return len(found)
 
 

@@ -114,7 +114,7 @@ async def sum_usage(session: AsyncSession, usage_filter: UsageFilter, grouping: 
     Whole days and hours come from their sums, so that a long time costs no more than its days; the rest is added up.
     Sums know no end users and no tags. Reports by them read the requests, as long as these are kept, and raise
     BadRequest for a time of more than MAX_ATTRIBUTED_SPAN. Call it in a transaction with a stable snapshot
-    (`hold_still`): it reads which days have sums before it reads these.
+    (`take_snapshot_locks`): it reads which days have sums before it reads these.
     """
     columns, dialect = [_COLUMNS.get(name, name) for name in grouping], session.get_bind().dialect.name
     if usage_filter.is_attributed or any(name == "end_user" or name.startswith(TAG_PREFIX) for name in grouping):

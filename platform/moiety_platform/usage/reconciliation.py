@@ -88,7 +88,7 @@ class Reconciliation(msgspec.Struct, frozen=True):
     set_aside: SetAsideReport
 
 
-async def hold_still(session: AsyncSession) -> None:
+async def take_snapshot_locks(session: AsyncSession) -> None:
     """Give the transaction one stable snapshot, as SQLite's transactions have by default.
 
     Call it before the first statement.

@@ -37,7 +37,7 @@ import structlog
 from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
 from moiety_platform.usage.journal import Journal, LiveLog, Segment, to_line
-from moiety_platform.usage.proof import REFUSALS, is_about_values, takes_plain_rows
+from moiety_platform.usage.rejected_rows import REFUSALS, accepts_plain_rows, is_value_error
 from moiety_platform.usage.row import UsageRow
 from moiety_platform.usage.set_aside import SetAside
 from moiety_platform.usage.store import insert_rows
@@ -288,7 +288,7 @@ class UsageRecorder:
         error = await self._try_to_store(rows)
         if error is None:
             return []
-        if not await takes_plain_rows(self._database):
+        if not await accepts_plain_rows(self._database):
             raise Unavailable(
                 f"The database cannot store usage rows ({_named(error)}); storing them is retried.",
                 code="store_unavailable",
@@ -299,7 +299,7 @@ class UsageRecorder:
         error = await self._try_to_store(rows)
         if error is None:
             return []
-        if not is_about_values(error):
+        if not is_value_error(error):
             _log.error("usage_row_kept_waiting", request_id=rows[0].request_id, error=_named(error))
             return list(rows)
         folder = str(self.set_aside.directory)

@@ -16,7 +16,7 @@ from moiety_platform.clock import Clock
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
 from moiety_platform.periodic_task import PeriodicTask
-from moiety_platform.quota.alerts import any_to_tell, tell
+from moiety_platform.quota.alerts import any_alert_due, tell
 from moiety_platform.webhooks.addresses import CannotReach
 from moiety_platform.webhooks.deliveries import (
     MAX_TRIES,
@@ -29,7 +29,7 @@ from moiety_platform.webhooks.deliveries import (
     store,
 )
 from moiety_platform.webhooks.events import SIGNATURE_HEADER, derive_secret, signature
-from moiety_platform.webhooks.poster import TIMEOUT_S, WebhookClient
+from moiety_platform.webhooks.webhook_client import TIMEOUT_S, WebhookClient
 
 INTERVAL_S = 5.0
 LEASE_S = 3 * TIMEOUT_S
@@ -66,7 +66,7 @@ class AlertSender:
         """Queue new alerts and send due events; return whether there may be more. Raises Unavailable."""
         num_done = 0
         async with self.database.read() as session:
-            to_tell, to_send = await any_to_tell(session, self.clock.now()), await any_due(session, self.now)
+            to_tell, to_send = await any_alert_due(session, self.clock.now()), await any_due(session, self.now)
         if to_tell:
             async with self.database.write() as session:
                 alerts = await tell(session, self.clock.now())

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from moiety_platform.cli.doctor.finding import Finding, Severity
-from moiety_platform.cli.doctor.machine import look_at_machine
+from moiety_platform.cli.doctor.machine import check_machine
 
 from .conftest import COMMAND_S, MOIETY
 
@@ -31,7 +31,7 @@ def look(tmp_path: Path, before: str, shell: tuple[str, ...] = ("bash",)) -> tup
 
 def at_once(tmp_path: Path) -> dict[str, Finding]:
     """Examine the machine without a process; return the findings by code."""
-    return {one.code: one for one in look_at_machine(tmp_path)}
+    return {one.code: one for one in check_machine(tmp_path)}
 
 
 def run(command: str, shell: tuple[str, ...] = ("bash",), **environment: str) -> subprocess.CompletedProcess[str]:
@@ -117,7 +117,7 @@ def closed(data_dir: Path) -> list[Finding]:
     if mine == 0:
         os.seteuid(NOBODY)
     try:
-        return [one for one in look_at_machine(data_dir) if one.code == "data_dir_closed"]
+        return [one for one in check_machine(data_dir) if one.code == "data_dir_closed"]
     finally:
         os.seteuid(mine)
 
@@ -141,5 +141,5 @@ def test_small_memory_and_a_full_disk_are_found_and_what_the_advice_says_mends_t
 
 
 def test_a_disk_that_is_nearly_full_is_found(tmp_path: Path) -> None:
-    found = {one.code: one for one in look_at_machine(tmp_path, min_free_bytes=1 << 60)}
+    found = {one.code: one for one in check_machine(tmp_path, min_free_bytes=1 << 60)}
     assert "make room" in found["disk_full"].advice

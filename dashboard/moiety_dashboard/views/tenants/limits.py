@@ -14,14 +14,14 @@ from moiety_dashboard.escaping import as_text
 from moiety_dashboard.figures import show_time
 from moiety_dashboard.frames import limits
 from moiety_dashboard.views.columns import limit_columns
-from moiety_dashboard.views.tenants.names import read_paces
+from moiety_dashboard.views.tenants.names import read_usage_rates
 
 Scope = tuple[str, str]  # level and id
 
 
 def draw(client: AdminClient, tenant: Mapping[str, Any]) -> None:
     quotas = client.list("/quotas", tenant_id=tenant["id"])
-    usage, by_scope = read_paces(client, tenant["id"])
+    usage, by_scope = read_usage_rates(client, tenant["id"])
     scopes = scopes_of(client, tenant)
     names = {scope_id: name for (_, scope_id), name in scopes.items()}
     now = datetime.now(UTC)
@@ -59,7 +59,7 @@ def ask_change(
     client: AdminClient,
     scopes: Mapping[Scope, str],
     quotas: list[dict[str, Any]],
-    by_scope: Mapping[str, limits.Pace],
+    by_scope: Mapping[str, limits.UsageRate],
     now: datetime,
 ) -> None:
     """Draw fields that show their effect at once."""

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 import streamlit as st
 
 from moiety_dashboard.client import AdminClient, Answer
-from moiety_dashboard.frames.limits import Pace, paces
+from moiety_dashboard.frames.limits import UsageRate, usage_rates
 from moiety_dashboard.views.windows import HOUR
 
 NAMES = "names"
@@ -35,7 +35,7 @@ def forget_names() -> None:
     st.session_state.pop(NAMES, None)
 
 
-def read_paces(client: AdminClient, tenant_id: str | None = None) -> tuple[Answer, dict[str, Pace]]:
+def read_usage_rates(client: AdminClient, tenant_id: str | None = None) -> tuple[Answer, dict[str, UsageRate]]:
     """Return the usage of tenants, projects and keys since the start of the last whole hour."""
     now = datetime.now(UTC)
     hour = now.replace(minute=0, second=0, microsecond=0)
@@ -46,4 +46,4 @@ def read_paces(client: AdminClient, tenant_id: str | None = None) -> tuple[Answe
         until=(hour + HOUR).isoformat(),
         tenant_id=tenant_id,
     )
-    return answer, paces(answer.data["data"], (now - hour + HOUR).total_seconds())
+    return answer, usage_rates(answer.data["data"], (now - hour + HOUR).total_seconds())

@@ -13,11 +13,11 @@ from typing import Annotated
 import typer
 
 from moiety_platform.cli.doctor.engines import Settings as EngineSettings
-from moiety_platform.cli.doctor.engines import local_engine, look_at_engines
+from moiety_platform.cli.doctor.engines import check_engines, local_engine
 from moiety_platform.cli.doctor.finding import Finding, Severity
-from moiety_platform.cli.doctor.machine import look_at_machine, versions
-from moiety_platform.cli.doctor.services import look_at_dashboard, look_at_gateway, look_at_issuer, look_at_traces
-from moiety_platform.cli.doctor.store import look_at_store
+from moiety_platform.cli.doctor.machine import check_machine, versions
+from moiety_platform.cli.doctor.services import check_dashboard, check_gateway, check_issuer, check_traces
+from moiety_platform.cli.doctor.store import check_store
 from moiety_platform.cli.errors import CommandError
 from moiety_platform.cli.gateway_client import DEFAULT_URL
 from moiety_platform.cli.printing import say
@@ -47,7 +47,7 @@ class DoctorContext:
         return not self.only or area in self.only
 
 
-Look = Callable[[DoctorContext, Clock], AsyncIterator[Finding]]
+Check = Callable[[DoctorContext, Clock], AsyncIterator[Finding]]
 
 
 def doctor(
@@ -122,13 +122,13 @@ async def examine(patient: DoctorContext, clock: Clock) -> list[Finding]:
 
 
 async def _look(patient: DoctorContext, clock: Clock) -> AsyncIterator[Finding]:
-    for area, look in LOOKS.items():
+    for area, look in CHECKS.items():
         if patient.has(area):
             async for finding in look(patient, clock):
                 yield finding
 
 
-def _in_a_thread(look: Callable[[DoctorContext, datetime], Iterable[Finding]]) -> Look:
+def _in_a_thread(look: Callable[[DoctorContext, datetime], Iterable[Finding]]) -> Check:
     async def looked(patient: DoctorContext, clock: Clock) -> AsyncIterator[Finding]:
         for finding in await asyncio.to_thread(lambda: list(look(patient, clock.now()))):
             yield finding
@@ -136,14 +136,14 @@ def _in_a_thread(look: Callable[[DoctorContext, datetime], Iterable[Finding]]) -
     return looked
 
 
-LOOKS: dict[str, Look] = {
-    "machine": _in_a_thread(lambda patient, _: look_at_machine(patient.settings.data_dir)),
-    "store": lambda patient, clock: look_at_store(patient.settings, patient.admin_key, clock),
-    "engines": _in_a_thread(lambda patient, _: look_at_engines(engines_of(patient.settings))),
-    "gateway": _in_a_thread(lambda patient, now: look_at_gateway(patient.url, patient.admin_key, now)),
-    "login": lambda patient, _: look_at_issuer(patient.settings),
-    "traces": _in_a_thread(lambda patient, _: look_at_traces(patient.settings)),
-    "dashboard": _in_a_thread(lambda patient, _: look_at_dashboard(patient.dashboard)),
+CHECKS: dict[str, Check] = {
+    "machine": _in_a_thread(lambda patient, _: check_machine(patient.settings.data_dir)),
+    "store": lambda patient, clock: check_store(patient.settings, patient.admin_key, clock),
+    "engines": _in_a_thread(lambda patient, _: check_engines(engines_of(patient.settings))),
+    "gateway": _in_a_thread(lambda patient, now: check_gateway(patient.url, patient.admin_key, now)),
+    "login": lambda patient, _: check_issuer(patient.settings),
+    "traces": _in_a_thread(lambda patient, _: check_traces(patient.settings)),
+    "dashboard": _in_a_thread(lambda patient, _: check_dashboard(patient.dashboard)),
 }
 
 

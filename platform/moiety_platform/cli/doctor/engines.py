@@ -36,7 +36,7 @@ class Settings:
     external_engine_key: str | None = None
 
 
-def look_at_engines(settings: Settings, timeout_s: float = TIMEOUT_S) -> Iterator[Finding]:
+def check_engines(settings: Settings, timeout_s: float = TIMEOUT_S) -> Iterator[Finding]:
     """Check that each engine answers, and that those of one model agree."""
     if not settings.addresses:
         advice = "give the gateway its engines: --engine, MOIETY_ENGINES, or `engines` in the configuration file"

@@ -28,7 +28,7 @@ EFFECTIVE = os.access in os.supports_effective_ids
 PACKAGES = ("moiety", "torch", "triton", "litestar", "sqlalchemy", "pyzmq")
 
 
-def look_at_machine(data_dir: Path, *, min_free_bytes: int = MIN_FREE_BYTES) -> Iterator[Finding]:
+def check_machine(data_dir: Path, *, min_free_bytes: int = MIN_FREE_BYTES) -> Iterator[Finding]:
     """Check packages, GPU, data directory, disk, open files and shared memory."""
     yield _packages()
     yield from _gpu()

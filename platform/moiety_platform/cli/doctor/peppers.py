@@ -27,7 +27,7 @@ AREA = "store"
 NUM_NAMED = 5  # keys
 
 
-async def look_at_pepper(
+async def check_pepper(
     session: AsyncSession, settings: GatewaySettings, admin_key: str | None, clock: Clock
 ) -> Finding:
     """Check the pepper by the marks of the stored keys.

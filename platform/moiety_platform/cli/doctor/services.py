@@ -17,7 +17,7 @@ TIMEOUT_S = 5.0
 MAX_SKEW_S = 5.0  # a Date header has whole seconds
 
 
-def look_at_gateway(url: str, admin_key: str | None, now: datetime) -> Iterator[Finding]:
+def check_gateway(url: str, admin_key: str | None, now: datetime) -> Iterator[Finding]:
     """Check that the gateway is alive and ready, and accepts the admin key."""
     try:
         health = httpx.get(f"{url}/healthz", timeout=TIMEOUT_S)
@@ -67,7 +67,7 @@ def _look_at_key(url: str, admin_key: str) -> Finding:
     return wrong(GATEWAY, "admin_key_refused", f"the gateway refuses the administrator's key: {reason}", advice)
 
 
-async def look_at_issuer(settings: GatewaySettings) -> AsyncIterator[Finding]:
+async def check_issuer(settings: GatewaySettings) -> AsyncIterator[Finding]:
     """Check that the OIDC issuer's keys can be read, as a gateway reads them."""
     issuer = settings.oidc_issuer
     if issuer is None:
@@ -102,7 +102,7 @@ def _unreadable(issuer: str, failure: Exception) -> Finding:
     return wrong(LOGIN, "issuer_away", f"{issuer} does not return its keys: {text}", advice)
 
 
-def look_at_traces(settings: GatewaySettings) -> Iterator[Finding]:
+def check_traces(settings: GatewaySettings) -> Iterator[Finding]:
     """Check that the trace store accepts an empty request with the gateways' token."""
     if settings.traces_endpoint is None or settings.traces_token is None:
         yield ok(TRACES, "traces", "no trace store is configured")
@@ -128,7 +128,7 @@ def look_at_traces(settings: GatewaySettings) -> Iterator[Finding]:
         yield ok(TRACES, "traces", f"{settings.traces_endpoint} takes spans")
 
 
-def look_at_dashboard(url: str | None) -> Iterator[Finding]:
+def check_dashboard(url: str | None) -> Iterator[Finding]:
     if url is None:
         return
     try:

@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.access.roles import Role
 from moiety_platform.cli.doctor.finding import Finding, Severity, ok, warn, wrong
-from moiety_platform.cli.doctor.peppers import look_at_pepper
+from moiety_platform.cli.doctor.peppers import check_pepper
 from moiety_platform.clock import Clock
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
@@ -28,7 +28,7 @@ from moiety_platform.quota.models import Quota
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.tenants.models import ApiKey
 from moiety_platform.usage.models import UsageHour
-from moiety_platform.usage.reconciliation import hold_still, reconcile
+from moiety_platform.usage.reconciliation import reconcile, take_snapshot_locks
 from moiety_platform.usage.set_aside import SetAside
 
 AREA = "store"
@@ -37,32 +37,32 @@ DRIFT_HOURS = 48  # includes a whole day, whose sums can be compared
 MIGRATE_TIMEOUT_S = 30
 
 
-async def look_at_store(settings: GatewaySettings, admin_key: str | None, clock: Clock) -> AsyncIterator[Finding]:
+async def check_store(settings: GatewaySettings, admin_key: str | None, clock: Clock) -> AsyncIterator[Finding]:
     """Run the checks of the store; those that need the tables only run if the revision is right."""
-    revision = look_at_revision(settings.store_url)
+    revision = check_revision(settings.store_url)
     yield revision
-    for finding in look_at_journal(settings.usage_journal_dir):
+    for finding in check_journal(settings.usage_journal_dir):
         yield finding
-    for finding in look_at_set_aside(settings.usage_journal_dir):
+    for finding in check_set_aside(settings.usage_journal_dir):
         yield finding
     if revision.level is not Severity.OK:
         return
     database = Database.open(settings.store_url)
     try:
         async with database.read() as session:
-            yield await look_at_clock(session, clock)
-            yield await look_at_pepper(session, settings, admin_key, clock)
-            yield await look_at_owners(session, clock)
-            yield await look_at_prices(session, clock)
+            yield await check_clock(session, clock)
+            yield await check_pepper(session, settings, admin_key, clock)
+            yield await check_owners(session, clock)
+            yield await check_prices(session, clock)
         async with database.read() as session:
-            await hold_still(session)
-            async for finding in look_at_books(session, clock):
+            await take_snapshot_locks(session)
+            async for finding in check_books(session, clock):
                 yield finding
     finally:
         await database.close()
 
 
-def look_at_revision(url: str) -> Finding:
+def check_revision(url: str) -> Finding:
     """Check the revision with the migrations' own program, which this package does not import."""
     asked = [sys.executable, "-P", "-m", "moiety_migrations", "current", "--json"]
     environment = {**os.environ, "MOIETY_DATABASE_URL": url}  # not an argument, which every user can read
@@ -86,7 +86,7 @@ def look_at_revision(url: str) -> Finding:
     return wrong(AREA, "database_behind", behind, "bring it up to date before the gateways start", command)
 
 
-async def look_at_clock(session: AsyncSession, clock: Clock) -> Finding:
+async def check_clock(session: AsyncSession, clock: Clock) -> Finding:
     """Compare the clocks: leases and expiries use the database's clock, deadlines the machines'."""
     theirs = (await session.scalar(select(now_ms()))) or 0
     skew_s = clock.now().timestamp() - theirs / 1000
@@ -97,7 +97,7 @@ async def look_at_clock(session: AsyncSession, clock: Clock) -> Finding:
     return ok(AREA, "clock", message)
 
 
-async def look_at_owners(session: AsyncSession, clock: Clock) -> Finding:
+async def check_owners(session: AsyncSession, clock: Clock) -> Finding:
     working = ApiKey.revoked_at.is_(None), or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > clock.now())
     owners = (
         await session.scalar(select(func.count()).select_from(ApiKey).where(ApiKey.role == Role.OWNER, *working)) or 0
@@ -109,7 +109,7 @@ async def look_at_owners(session: AsyncSession, clock: Clock) -> Finding:
     return ok(AREA, "owners", f"working keys of owners: {owners}")
 
 
-async def look_at_prices(session: AsyncSession, clock: Clock) -> Finding:
+async def check_prices(session: AsyncSession, clock: Clock) -> Finding:
     """Check that used models have a price; without one, tenants with a limit in money are refused."""
     money = [kind for kind in LimitKind if kind.unit is Unit.MONEY]
     limits = await session.scalar(select(func.count()).select_from(Quota).where(Quota.kind.in_(money))) or 0
@@ -125,7 +125,7 @@ async def look_at_prices(session: AsyncSession, clock: Clock) -> Finding:
     return ok(AREA, "prices", f"what was used in {DRIFT_HOURS} h has a price")
 
 
-async def look_at_books(session: AsyncSession, clock: Clock) -> AsyncIterator[Finding]:
+async def check_books(session: AsyncSession, clock: Clock) -> AsyncIterator[Finding]:
     """Check that requests, ledger, sums and limits agree."""
     until = clock.now()
     report = await reconcile(session, until - timedelta(hours=DRIFT_HOURS), until)
@@ -150,7 +150,7 @@ async def look_at_books(session: AsyncSession, clock: Clock) -> AsyncIterator[Fi
         yield ok(AREA, "books", f"requests, ledger, sums and limits of {DRIFT_HOURS} h agree")
 
 
-def look_at_journal(folder: Path) -> Iterator[Finding]:
+def check_journal(folder: Path) -> Iterator[Finding]:
     """Find journals of usage that no running gateway will store."""
     left = [path.name for path in sorted(folder.glob("*.jsonl")) if path.stat().st_size and not _is_held(path)]
     if left:
@@ -159,7 +159,7 @@ def look_at_journal(folder: Path) -> Iterator[Finding]:
         yield wrong(AREA, "usage_left", message, advice)
 
 
-def look_at_set_aside(folder: Path) -> Iterator[Finding]:
+def check_set_aside(folder: Path) -> Iterator[Finding]:
     """Find usage that was set aside and is not billed."""
     report = SetAside(folder).report()
     if report.total:

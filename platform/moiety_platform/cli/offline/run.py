@@ -20,8 +20,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from moiety_platform.cli.errors import CommandError
 from moiety_platform.cli.offline.answer_file import AnswerFile
-from moiety_platform.cli.offline.asked import OfflineLine, ask
-from moiety_platform.cli.offline.work import Work, read_work
+from moiety_platform.cli.offline.input_file import Work, read_work
+from moiety_platform.cli.offline.offline_line import OfflineLine, ask
 from moiety_platform.cli.printing import say
 from moiety_platform.cli.tables import show_json, show_row
 from moiety_platform.inference.model_texts import ModelText

@@ -16,17 +16,17 @@ from moiety_platform.errors import BadRequest, NotFound
 from moiety_platform.responses_api.conversation_schemas import ConversationObject
 from moiety_platform.responses_api.conversation_store import ConversationStore
 from moiety_platform.responses_api.items import FIRST_INPUT, Item, with_id
-from moiety_platform.responses_api.keeper import ResponseKeeper, conversation_not_found, storage_full
 from moiety_platform.responses_api.models import StoredConversation
+from moiety_platform.responses_api.response_service import ResponseService, conversation_not_found, storage_full
 from moiety_platform.responses_api.storage_room import claim_room
 
 ID_PREFIX = "conv_"
 
 
-class ConversationKeeper:
+class ConversationService:
     """Stores, changes and returns conversations, under the limits of stored responses. Owned by the entry point."""
 
-    def __init__(self, database: Database, responses: ResponseKeeper, store: ConversationStore) -> None:
+    def __init__(self, database: Database, responses: ResponseService, store: ConversationStore) -> None:
         self._database = database
         self._responses = responses
         self._store = store

@@ -19,7 +19,7 @@ REPLICA_LABELS = ("engine", "dp_rank")  # vLLM's and SGLang's
 
 
 @dataclass(frozen=True, slots=True)
-class ExternalFigures:
+class ExternalMetrics:
     """Metrics of one server. Values that it does not report are 0."""
 
     num_running: int = 0
@@ -77,7 +77,7 @@ SGLANG_CACHE = "sglang:max_total_num_tokens"
 Series = Sequence[tuple[dict[str, str], float]]
 
 
-def read_figures(kind: ExternalKind, text: str) -> ExternalFigures | None:
+def read_metrics(kind: ExternalKind, text: str) -> ExternalMetrics | None:
     """Parse the metrics. Returns None if they have no number of running requests."""
     names = NAMES[kind]
     wanted = {getattr(names, field) for field in _Names.__slots__} | {VLLM_CACHE, SGLANG_CACHE}
@@ -89,7 +89,7 @@ def read_figures(kind: ExternalKind, text: str) -> ExternalFigures | None:
     prompt_tokens, cached_tokens = _sum(found[names.prompt_tokens]), _sum(found[names.cached_tokens])
     if kind is ExternalKind.LLAMA_CPP:  # counts only computed prompt tokens
         prompt_tokens += cached_tokens
-    return ExternalFigures(
+    return ExternalMetrics(
         num_running=_level(found[names.num_running]),
         num_waiting=_level(found[names.num_waiting]),
         kv_blocks_total=num_blocks,

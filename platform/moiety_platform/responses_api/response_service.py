@@ -26,14 +26,14 @@ from moiety_platform.responses_api.storage_room import StorageRoom, claim_room, 
 from moiety_platform.responses_api.store import ResponseStore, RunHead, RunState
 
 FULL_RETRY_S = 60.0
-FORSAKEN = {"code": "server_error", "message": "the gateway that made this response has stopped; send it again"}
+ABANDONED = {"code": "server_error", "message": "the gateway that made this response has stopped; send it again"}
 ENDED_BY_ITSELF = ("completed", "incomplete")  # statuses of responses whose items are added to conversations
 MAX_REFERENCED = 256  # responses whose items a request may refer to
 
 log = structlog.get_logger(__name__)
 
 
-class ResponseKeeper:
+class ResponseService:
     """Stores and returns responses. Owned by the entry point. The retention job deletes expired responses."""
 
     def __init__(
@@ -248,10 +248,10 @@ class ResponseKeeper:
             found = await self._store.find(session, whose, response_id)
             if found is None:
                 raise _not_found("response", response_id, "response_id")
-            is_forsaken = await self._store.is_forsaken(session, found)
-        if not is_forsaken:
+            is_abandoned = await self._store.is_abandoned(session, found)
+        if not is_abandoned:
             return found.body
-        failed = with_end(found.body, "failed", FORSAKEN)
+        failed = with_end(found.body, "failed", ABANDONED)
         if await self.update_run(response_id, failed, ends=True):
             return failed
         return await self.body(whose, response_id)  # it has ended meanwhile

@@ -26,7 +26,7 @@ class _Undo(Exception):
     """Internal exception that rolls a transaction back."""
 
 
-def is_about_values(error: BaseException) -> bool:
+def is_value_error(error: BaseException) -> bool:
     """Return whether the error is about the values to write, not about how or where."""
     state = getattr(getattr(error, "orig", None), "sqlstate", None)
     if isinstance(state, str) and state:
@@ -38,7 +38,7 @@ def is_about_values(error: BaseException) -> bool:
     return isinstance(error.orig, ValueError) or isinstance(getattr(error.orig, "__cause__", None), ValueError)
 
 
-async def takes_plain_rows(database: Database) -> bool:
+async def accepts_plain_rows(database: Database) -> bool:
     """Return whether a row without unusual values can be written now; it is rolled back. Raises Unavailable."""
     try:
         async with database.write() as session:

@@ -1,4 +1,4 @@
-"""Quota keeper of one gateway process: limits are spent from memory and leased from the store.
+"""Quota enforcer of one gateway process: limits are spent from memory and leased from the store.
 
 A hold is taken from leases, without the database. One task requests the lacking amounts for all: each transaction
 grants what is requested, for all scopes together; once a second it also requests what will be lacking soon and gives
@@ -35,7 +35,7 @@ from moiety_platform.quota.quarantine import Quarantine
 from moiety_platform.quota.rate_limit_headers import LimitStatus, headers
 from moiety_platform.quota.rates import RateStore
 from moiety_platform.quota.slices import slice_size
-from moiety_platform.quota.store import Grant, LeaseStore, Stored, Want
+from moiety_platform.quota.store import Grant, LeaseAmounts, LeaseRequest, LeaseStore
 
 LEASE_S = 20.0
 TICK_S = 1.0
@@ -47,7 +47,7 @@ DAY_NS = 86_400 * 10**9
 _RATE_MEAN_S = 5.0
 _FORGET_AFTER_S = 60.0
 
-_NOTHING = Stored()
+_NOTHING = LeaseAmounts()
 _GONE = Grant(0, 0)  # for a window whose limit was deleted
 
 log = structlog.get_logger(__name__)
@@ -55,7 +55,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LeaseStats:
-    """Lease figures of a keeper, for metrics.
+    """Lease figures of a enforcer, for metrics.
 
     `age_s` is the time since the store last answered; None without accounts, or before the first answer.
     """
@@ -66,8 +66,8 @@ class LeaseStats:
 
 
 @dataclass(eq=False)
-class QuotaKeeper:
-    """Quota keeper, owned by the entry point; one event loop.
+class QuotaEnforcer:
+    """Quota enforcer, owned by the entry point; one event loop.
 
     Call `start` before the first request, `stop` after the last.
     """
@@ -89,7 +89,7 @@ class QuotaKeeper:
         self._edits = Edits()  # of scopes' limits, in this process
         self._asked: set[Account] = set()  # accounts with waiting requests
         pause_s = min(self.tick_s, OUTAGE_PAUSE_S)
-        self._rounds = PeriodicTask("quota-keeper", self._round, self.tick_s, pause_s=pause_s)
+        self._rounds = PeriodicTask("quota-leases", self._round, self.tick_s, pause_s=pause_s)
         self._counted_s = self.clock.monotonic()
         self._renewed_s = self._reached_s = float("-inf")
         self._sent_s: float | None = None  # start of the running round
@@ -210,8 +210,8 @@ class QuotaKeeper:
         sent_s = self.clock.monotonic()
         returned, low = ({}, {}) if requested_only else self._look_through(sent_s, give_back)
         waiters = {account: waiting for account in asked if (waiting := account.take_waiters())}
-        wants = [Want(a.lease.window, min(w.values()), sum(w.values()), a.ahead) for a, w in waiters.items()]
-        wants += [Want(account.lease.window, 0, 0, more) for account, more in low.items()]
+        wants = [LeaseRequest(a.lease.window, min(w.values()), sum(w.values()), a.ahead) for a, w in waiters.items()]
+        wants += [LeaseRequest(account.lease.window, 0, 0, more) for account, more in low.items()]
         waiters |= {account: {} for account in low}
         reached = list(self._accounts) if renew_all else [*returned, *(want.window for want in wants)]
         renewed = self._leased(reached)
@@ -256,7 +256,7 @@ class QuotaKeeper:
             await self.quarantine.sweep()
 
     async def _exchange(
-        self, session: AsyncSession, returned: Mapping[WindowId, int], wants: Sequence[Want]
+        self, session: AsyncSession, returned: Mapping[WindowId, int], wants: Sequence[LeaseRequest]
     ) -> dict[WindowId, Grant]:
         """Return the grants of stocks and slots, and of rates."""
         leased, drawn = {*self._leased(returned)}, {*self._leased(want.window for want in wants)}
@@ -278,7 +278,11 @@ class QuotaKeeper:
         return [window for window in windows if self._accounts[window].lease.meter is not Meter.RATE]
 
     def _learn(
-        self, renewed: Sequence[WindowId], stored: Mapping[WindowId, Stored], reached: Sequence[WindowId], sent_s: float
+        self,
+        renewed: Sequence[WindowId],
+        stored: Mapping[WindowId, LeaseAmounts],
+        reached: Sequence[WindowId],
+        sent_s: float,
     ) -> None:
         """Apply the renewed leases, and extend the validity of the reached accounts.
 
@@ -418,7 +422,7 @@ class QuotaKeeper:
         for account in self._accounts.values():
             account.count_use(passed_s, share)
 
-    def _forget(self, stored: Mapping[WindowId, Stored], now_s: float) -> None:
+    def _forget(self, stored: Mapping[WindowId, LeaseAmounts], now_s: float) -> None:
         """Drop leases and scopes that were unused for long, once the store knows all that is known here."""
         oldest_s = now_s - _FORGET_AFTER_S
         self._scopes = {scope: known for scope, known in self._scopes.items() if known.used_s >= oldest_s}

@@ -31,12 +31,12 @@ class UnownedTable(Exception):
     """A defect in the code: a table does not define the tenant of its rows."""
 
 
-def reach_of(caller: Caller, database: Database) -> Database:
+def scoped_database(caller: Caller, database: Database) -> Database:
     """Return the store, restricted to the rows that the caller may reach."""
-    return database if caller.tenant_id is None else database.restricted(criteria_of(caller.tenant_id))
+    return database if caller.tenant_id is None else database.restricted(row_criteria(caller.tenant_id))
 
 
-def criteria_of(tenant_id: str) -> tuple[ORMOption, ...]:
+def row_criteria(tenant_id: str) -> tuple[ORMOption, ...]:
     """Return the conditions for the tenant's rows of every table that is not shared. Raises UnownedTable."""
     tables = (mapper.class_ for mapper in Base.registry.mappers)
     return tuple(

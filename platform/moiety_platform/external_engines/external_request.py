@@ -20,9 +20,9 @@ from moiety_platform.engine_client.stream import EngineStream
 from moiety_platform.errors import EngineFailed, PlatformError, Unavailable
 from moiety_platform.external_engines.answer import ExternalAnswer
 from moiety_platform.external_engines.content_encoding import content_of
+from moiety_platform.external_engines.dialect import Dialect, MalformedAnswer
 from moiety_platform.external_engines.events import DONE, Event, EventParser
 from moiety_platform.external_engines.failures import cleaned, error_of_answer
-from moiety_platform.external_engines.piece import Dialect, MalformedAnswer
 from moiety_wire.messages import Submit
 
 MAX_ERROR_BYTES = 64 * 1024

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 
-class TenantTurns:
+class TenantLocks:
     """Turns for work that takes much memory or time, so that a tenant's further requests wait for its first one."""
 
     def __init__(self) -> None:

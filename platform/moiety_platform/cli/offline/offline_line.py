@@ -11,7 +11,7 @@ from moiety_platform.batches.answers import answered, refused
 from moiety_platform.batches.endpoints import ENDPOINTS, BatchEndpoint
 from moiety_platform.batches.input_lines import RawLine, decode_body_of_line, read_line
 from moiety_platform.classes.terms import ChosenClass
-from moiety_platform.cli.offline.work import MAX_JSON_DEPTH, MAX_LINE_BYTES, Work
+from moiety_platform.cli.offline.input_file import MAX_JSON_DEPTH, MAX_LINE_BYTES, Work
 from moiety_platform.embeddings.answers import answer_pieces
 from moiety_platform.embeddings.schemas import EmbeddingBody
 from moiety_platform.embeddings.score_answers import PoolingResults, pooling_pieces
@@ -19,7 +19,7 @@ from moiety_platform.embeddings.score_schemas import PoolingBody
 from moiety_platform.engine_client.stream import error_of
 from moiety_platform.errors import BadRequest, NotFound, PlatformError
 from moiety_platform.inference.answer_collection import AnswerChoice
-from moiety_platform.inference.body_fields import AskingBody
+from moiety_platform.inference.body_fields import InferenceBody
 from moiety_platform.inference.engine_submits import RequestOrigin, check_limits, most_output_tokens, submits_of
 from moiety_platform.inference.generation import Generation, PoolingTask, with_sampling_defaults, with_single_texts
 from moiety_platform.inference.model_texts import ModelText
@@ -43,7 +43,7 @@ class OfflineLine:
 
     work: Work
     endpoint: BatchEndpoint
-    body: AskingBody
+    body: InferenceBody
     generation: Generation
     text: ModelText
     card: ModelCard
