@@ -29,7 +29,7 @@ from gpu_targets import Verdict, judge
 
 RESULTS = ROOT / "benchmarks" / "results"
 LIMIT_S = 460.0
-LEAST_S = 5.0  # that a stage is begun with
+MIN_S = 5.0  # that a stage is begun with
 PROBE = """
 import json, sys, torch, triton
 found = {"python": sys.version.split()[0], "torch": torch.__version__, "triton": triton.__version__}
@@ -98,7 +98,7 @@ def probe(environment: dict[str, str]) -> dict[str, Any]:
 
 def run_one(stage: Stage, scratch: Path, environment: dict[str, str], left_s: float, log: Path) -> Outcome:
     limit_s = min(stage.limit_s, left_s)
-    obstacle = stage.obstacle() or ("no time was left for it" if limit_s < LEAST_S else "")
+    obstacle = stage.obstacle() or ("no time was left for it" if limit_s < MIN_S else "")
     if obstacle:
         outcome = not_run(stage, obstacle)
     else:

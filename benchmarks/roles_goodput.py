@@ -36,7 +36,7 @@ SLOS = [(3.0, 0.02), (3.0, 0.025), (3.0, 0.03), (3.0, 0.04), (3.0, 0.05)]  # fir
 CHUNKS = [64, 128, 256, 512]  # of a prompt in a step beside answers, for a policy that does not size them by time
 TOGETHER = [("moiety", None), ("qoserve", None), ("edf", None), *(("fcfs", chunk) for chunk in CHUNKS)]
 APART = [("moiety", None), ("fcfs", None)]
-MOST_LOAD, HALVINGS, ATTAINMENT = 1.28, 6, 0.9
+MAX_LOAD, HALVINGS, ATTAINMENT = 1.28, 6, 0.9
 
 
 def main() -> None:
@@ -61,7 +61,7 @@ def main() -> None:
             "devices": options.devices,
             "duration_s": options.duration_s,
             "attainment": ATTAINMENT,
-            "step_of_load": MOST_LOAD / 2**HALVINGS,
+            "step_of_load": MAX_LOAD / 2**HALVINGS,
         },
         "rows": rows,
     }
@@ -117,7 +117,7 @@ def attains_slo(record: Record, service_class: ServiceClass) -> bool:
 
 def largest_load(attainment: Callable[[float], float]) -> float:
     """Return the largest load by bisection; 0 if even the smallest load is too high."""
-    low, high = 0.0, MOST_LOAD
+    low, high = 0.0, MAX_LOAD
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         low, high = (middle, high) if attainment(middle) >= ATTAINMENT else (low, middle)

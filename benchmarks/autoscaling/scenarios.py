@@ -59,8 +59,8 @@ SCENARIOS = {
 }
 
 
-CHART, QUEUE_ALONE, MOST_THROUGHOUT = "chart", "queue time alone", f"{MOST} devices throughout"
-VARIANTS = (CHART, QUEUE_ALONE, MOST_THROUGHOUT)
+CHART, QUEUE_ALONE, MAX_THROUGHOUT = "chart", "queue time alone", f"{MOST} devices throughout"
+VARIANTS = (CHART, QUEUE_ALONE, MAX_THROUGHOUT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def prepare(name: str, traces: Path) -> Prepared:
 def run(name: str, variant: str, prepared: Prepared) -> Mapping[str, Any]:
     """Run one variant, in its own process."""
     pool = PoolTerms(DEVICE, "moiety", {one.name: one for one in SHIPPED}, START_S)
-    if variant == MOST_THROUGHOUT:
+    if variant == MAX_THROUGHOUT:
         return _told(fixed(prepared.workload, pool, MOST))
     terms = prepared.terms
     if variant == QUEUE_ALONE:

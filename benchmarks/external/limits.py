@@ -16,7 +16,7 @@ from external.world import World, until
 
 NUM_TENANTS, NUM_CLIENTS, SECONDS = 12, 16, 30.0
 RETURNED_S = 90.0  # by when gateways have given back what nobody has used
-MOST_OUTPUT = 60
+MAX_OUTPUT = 60
 
 
 async def limits(world: World) -> dict[str, Any]:
@@ -94,7 +94,7 @@ async def _ask(client: openai.AsyncOpenAI, rng: random.Random) -> str:
         stream = await client.chat.completions.create(
             model=MODEL,
             messages=[{"role": "user", "content": "x" * rng.randint(1, 60)}],
-            max_tokens=rng.randint(1, MOST_OUTPUT),
+            max_tokens=rng.randint(1, MAX_OUTPUT),
             stream=True,
             extra_body={"ignore_eos": True},
         )

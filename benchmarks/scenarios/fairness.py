@@ -17,7 +17,7 @@ from moiety_workload.transforms import by_arrival, multiply
 from scenarios.claims import OURS, Ask, Measurement, Scenario, Settings
 from scenarios.offers import PATIENT, VTC_REAL, load, tenants_mix
 
-_LEAST_BACKLOG_S = 30.0
+_MIN_BACKLOG_S = 30.0
 _EIGHT_RATES = (0.4, 0.4, 0.4, 0.6, 0.6, 0.6, 0.6, 0.6)
 
 # The settings of VTC's artefact (exp_suite.py): requests of 256 and 256 tokens at even distances.
@@ -213,7 +213,7 @@ def backlogged_evenness(outcome: SimulationOutcome) -> float:
             end_s = record.request.arrival_s + (record.scheduled_ns - record.arrival_ns) / 1e9
             begin, end = math.ceil(begin_s / interval_s), math.floor(end_s / interval_s)
             backlogged_TA[begin : end + 1, column[record.request.tenant]] |= begin <= end
-    found = evenness(service_TA / weight_A, backlogged_TA, weight_A, _LEAST_BACKLOG_S / interval_s)
+    found = evenness(service_TA / weight_A, backlogged_TA, weight_A, _MIN_BACKLOG_S / interval_s)
     return 1.0 if found is None else found
 
 

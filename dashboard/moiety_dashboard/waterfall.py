@@ -16,7 +16,7 @@ WHO = {GATEWAY: "#14a098", ENGINE: "#4c78a8", OTHER: colours.CALM, FAILED: colou
 EVENTS = {"preempted": "#d64545", "resumed": "#4f9d69", "demoted": "#e0a526", "failed over": "#b279a2"}
 MORE_EVENTS = "other events"
 PARTS = {"decodes": colours.DECODE, "prompt tokens": colours.PREFILL}
-LEAST = 0.003  # of the whole width, so that short spans are visible
+MIN_WIDTH_SHARE = 0.003  # of the whole width, so that short spans are visible
 
 
 def waterfall(bars: pd.DataFrame, events: pd.DataFrame) -> alt.LayerChart:
@@ -24,7 +24,7 @@ def waterfall(bars: pd.DataFrame, events: pd.DataFrame) -> alt.LayerChart:
     until = max(bars["end_ms"].max(), 0.001)
     shown = bars.assign(
         line=[f"{row:04d} {label}" for row, label in zip(bars["row"], bars["label"], strict=True)],
-        drawn_ms=_drawn(bars, until * LEAST),
+        drawn_ms=_drawn(bars, until * MIN_WIDTH_SHARE),
         text=[duration(ms) for ms in bars["duration_ms"]],
     )
     lines = list(shown["line"])
@@ -92,7 +92,7 @@ def steps(frame: pd.DataFrame, until_ms: float) -> alt.Chart:
     """Return the batch composition of each sampled step, over the request's time."""
     until_ms = max(until_ms, 0.001)
     parts = [_part(frame, "decodes", 0), _part(frame, "prefill_tokens", frame["decodes"])]
-    shown = pd.concat(parts).assign(drawn_ms=lambda all_: _drawn(all_, until_ms * LEAST))
+    shown = pd.concat(parts).assign(drawn_ms=lambda all_: _drawn(all_, until_ms * MIN_WIDTH_SHARE))
     axis = alt.Axis(title="ms since the start of the request", tickCount=8, grid=False)
     legend = alt.Legend(title=None, orient="top", symbolType="circle")
     drawn = (

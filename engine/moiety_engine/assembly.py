@@ -21,7 +21,7 @@ import torch
 from moiety_engine.cache_setup import why_windows_are_kept
 from moiety_engine.checkpoint import fingerprint
 from moiety_engine.config import Speculate
-from moiety_engine.distribution.collectives import ALONE
+from moiety_engine.distribution.collectives import SINGLE_RANK_GROUPS
 from moiety_engine.distribution.layout import Layout, layout_of, leaving
 from moiety_engine.distribution.rank_failure_log import RankFailureLog
 from moiety_engine.distribution.rank_group import join
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from moiety_engine.model.transformer import Transformer
 
 # settings that may differ between ranks
-_OF_ONE_RANK = (
+_SINGLE_RANK_FEATURES = (
     "model",
     "name",
     "num_threads",
@@ -84,7 +84,7 @@ def assemble(
     """
     layout = layout_of(config)
     if rendezvous is None and layout.num_ranks == 1:
-        return Assembled(_load(config, Rendezvous(0, 1), ALONE, progress).transformer(), None, 1)
+        return Assembled(_load(config, Rendezvous(0, 1), SINGLE_RANK_GROUPS, progress).transformer(), None, 1)
     rank_group, rendezvous = _spawn(config) if rendezvous is None else (_lead(config, rendezvous), rendezvous)
     heartbeat = rank_group.heartbeat
 
@@ -203,7 +203,7 @@ def _join(
     require_ranks(layout, rendezvous)
     require_hosts_apart(config.exclude_rank_after_s, rendezvous)
     require_private_ranks(rendezvous, allowed=config.allow_unauthenticated_ranks)
-    named = {name: str(getattr(config, name)) for name in config.__struct_fields__ if name not in _OF_ONE_RANK}
+    named = {name: str(getattr(config, name)) for name in config.__struct_fields__ if name not in _SINGLE_RANK_FEATURES}
     device = torch.device(_device(config, rendezvous))
     if device.type == "cuda":
         torch.cuda.set_device(device)

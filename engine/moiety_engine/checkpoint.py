@@ -16,8 +16,8 @@ from moiety_engine.gguf.header import read_header
 
 NEEDED_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.tiktoken", "tiktoken.model")
 UNNEEDED_FILES = ("original/*", "consolidated*", "onnx/*")
-MOST_HEADER_BYTES = 100 << 20  # limit of a safetensors header, by its format
-_SAMPLE_BYTES, _MOST_SAMPLES = 4096, 4096
+MAX_HEADER_BYTES = 100 << 20  # limit of a safetensors header, by its format
+_SAMPLE_BYTES, _MAX_SAMPLES = 4096, 4096
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -61,7 +61,7 @@ def fingerprint(folder: Path) -> str:
     for path in sorted(folder.glob("*.safetensors")):
         digest.update(f"{path.name} {path.stat().st_size}".encode())
         with path.open("rb") as file:
-            num_bytes = min(MOST_HEADER_BYTES, int.from_bytes(file.read(8), "little"))
+            num_bytes = min(MAX_HEADER_BYTES, int.from_bytes(file.read(8), "little"))
             header = file.read(num_bytes)
         digest.update(header)
         tensors += [(path, 8 + num_bytes + begin, 8 + num_bytes + end) for begin, end in _places(header)]
@@ -69,7 +69,7 @@ def fingerprint(folder: Path) -> str:
         for name, entry in sorted(read_header(path).tensors.items(), key=lambda one: (one[1].path, one[1].offset)):
             digest.update(f"{name} {entry.type.name} {entry.shape}".encode())
             tensors.append((entry.path, entry.offset, entry.offset + entry.num_bytes))
-    for path, of_file in groupby(tensors[:: -(-len(tensors) // _MOST_SAMPLES) or 1], key=itemgetter(0)):
+    for path, of_file in groupby(tensors[:: -(-len(tensors) // _MAX_SAMPLES) or 1], key=itemgetter(0)):
         with path.open("rb") as file:
             for _, begin, end in of_file:
                 file.seek(max(begin, (begin + end - _SAMPLE_BYTES) // 2))

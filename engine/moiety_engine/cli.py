@@ -28,8 +28,8 @@ from moiety_engine.scripted.link import ScriptedCore
 from moiety_engine.scripted.script import Script
 from moiety_engine.scripted.text_model import scripted_text_model
 from moiety_engine.server.core_link import CoreLink, ProcessCore
-from moiety_engine.server.gateway_keys import read_gateway_keys, refuse_strangers
-from moiety_engine.server.process import MakeCore, run_front
+from moiety_engine.server.gateway_keys import read_gateway_keys, require_known_gateways
+from moiety_engine.server.process import MakeCore, run_server
 from moiety_engine.server.settings import ServerSettings
 from moiety_options.commands import command_of
 from moiety_options.model_options import model_name
@@ -76,8 +76,8 @@ def run_engine(options: EngineOptions) -> None:
     try:
         if not options.allow_unauthenticated_tcp:
             keys = {"curve_key_file": options.curve_key_file}
-            refuse_strangers("--listen", options.listen, **keys, gateway_keys_file=options.gateway_keys_file)
-            refuse_strangers("--kv-listen", options.kv_listen, **keys)
+            require_known_gateways("--listen", options.listen, **keys, gateway_keys_file=options.gateway_keys_file)
+            require_known_gateways("--kv-listen", options.kv_listen, **keys)
         adapters = named_folders(options.adapter or [])
         settings = _server_settings(options, adapters)
         if options.scripted:
@@ -88,7 +88,7 @@ def run_engine(options: EngineOptions) -> None:
             config = serving_config(options, folder, settings.model, adapters)
             _follow_if_launched_so(config)
             text, make_core = _text_and_process(folder, config, settings)
-        ending = run_front(settings, text, make_core, say=_say)
+        ending = run_server(settings, text, make_core, say=_say)
     except (CheckpointError, InvalidConfig, TextError) as exc:
         typer.echo(f"Error: {exc}", err=True)
         raise typer.Exit(WRONG_USE) from exc

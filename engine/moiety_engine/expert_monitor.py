@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
+from moiety_wire.experts import ExpertBalance, ExpertLoad, ExpertLoadQuery
 
 if TYPE_CHECKING:
     from moiety_engine.moe.history import ExpertPace
-    from moiety_engine.moe.load_watch import CountTransfers, ExpertWatch
+    from moiety_engine.moe.load_watch import CountTransfers, ExpertLoadTracker
     from moiety_engine.runner.rebalancing import Rebalancing
 
 
 class ExpertMonitor:
     """Expert load and rebalancing; does nothing for a model without experts. Used by the step loop's thread only."""
 
-    def __init__(self, watch: ExpertWatch | None, rebalancing: Rebalancing | None) -> None:
+    def __init__(self, watch: ExpertLoadTracker | None, rebalancing: Rebalancing | None) -> None:
         self._watch = watch
         self.rebalancing = rebalancing
 
@@ -36,10 +36,10 @@ class ExpertMonitor:
         if self.rebalancing is not None:
             self.rebalancing.look(now_s, self._watch.take_picks(), worked=worked)
 
-    def load(self, ask: AskExperts, now_s: float) -> ExpertLoad:
+    def load(self, ask: ExpertLoadQuery, now_s: float) -> ExpertLoad:
         """Return the load of the experts, a few seconds old at most."""
         if self._watch is None:
-            return ExpertLoad(ask.ask_id, int(now_s), int(now_s))
+            return ExpertLoad(ask.query_id, int(now_s), int(now_s))
         load = self._watch.load(ask, now_s)
         return load if self.rebalancing is None else self.rebalancing.with_places(load)
 

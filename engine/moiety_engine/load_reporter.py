@@ -48,7 +48,7 @@ def load_of(
     if disk is not None:
         load = _with_disk(load, disk)
     if rebalancing is not None:
-        load = msgspec.structs.replace(load, **rebalancing.figures())
+        load = msgspec.structs.replace(load, **rebalancing.metrics())
     return load if experts is None else _with_experts(load, experts)
 
 

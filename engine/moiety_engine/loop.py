@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from moiety_engine.scheduling.plan import Plan
     from moiety_engine.scheduling.scheduler import Scheduler
     from moiety_engine.step_reporter import StepReporter
-    from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
+    from moiety_wire.experts import ExpertBalance, ExpertLoad, ExpertLoadQuery
 
 MAX_NUM_LOGPROBS = 20
 _SETTLING_S = 0.5  # longest wait at startup for the weights' layout, which is prepared in the background
@@ -131,7 +131,7 @@ class EngineLoop:
             self.scheduler.launched(plan)
         return launched is not None or before is not None
 
-    def expert_load(self, ask: AskExperts) -> ExpertLoad:
+    def expert_load(self, ask: ExpertLoadQuery) -> ExpertLoad:
         """Return the load of the experts, a few seconds old at most."""
         return self.experts.load(ask, self._clock_ns() / 1e9)
 
@@ -194,10 +194,10 @@ class EngineLoop:
         self.executor.release_device_state()
         return freed
 
-    def tend(self) -> bool:
+    def run_maintenance(self) -> bool:
         """Run the disk tier's maintenance in place of a step while the replica sleeps. Return False: no step ran."""
         if self.intake.disk is not None:
-            self.intake.disk.tend()
+            self.intake.disk.run_maintenance()
         return False
 
     def wake(self, on_progress: Callable[[], None] = lambda: None) -> None:
@@ -214,7 +214,7 @@ class EngineLoop:
             if self.intake.disk is not None:
                 self.intake.disk.serve(self.executor.awake().kv)
             if self.experts.rebalancing is not None:
-                self.experts.rebalancing.look_again(self._clock_ns() / 1e9)
+                self.experts.rebalancing.restart_clock(self._clock_ns() / 1e9)
         except (OutOfMemory, torch.OutOfMemoryError) as exc:
             problem = str(exc)
         if problem:  # released here, where the exception holds no reference to the allocations
@@ -259,7 +259,7 @@ class EngineLoop:
             executor.controls.waited_s(),
             executor.controls.excluded_ranks,
             self._tenant_blocks.read(self.scheduler, self._clock_ns()),
-            {**intake.grammars.figures(), **executor.image_figures(), **intake.image_figures()},
+            {**intake.grammars.metrics(), **executor.image_metrics(), **intake.image_metrics()},
         )
 
     def _note_first_steps(self, plan: Plan) -> None:
@@ -270,7 +270,7 @@ class EngineLoop:
 
     def _end_mispredicted(self, flight: InFlightStep) -> None:
         """Abort requests whose grammars cannot be followed further; the step's samples for them are discarded."""
-        for key, code, message in flight.astray:
+        for key, code, message in flight.invalid_rows:
             ended = self.scheduler.abort(key, FinishReason.ABORT, now_ns=self._clock_ns())
             if ended is not None and ended.finish is not None:
                 self._reporter.add_failures(CoreFailure(key, code, message, ended.finish.num_output_tokens))

@@ -17,7 +17,7 @@ from moiety_engine.kv_transfer.connector import connector_of
 from moiety_engine.loop import EngineLoop
 from moiety_engine.model.image_settings import image_rules
 from moiety_engine.model_executor import DeviceOptions, ModelExecutor
-from moiety_engine.moe.load_watch import ExpertWatch
+from moiety_engine.moe.load_watch import ExpertLoadTracker
 from moiety_engine.moe.tenants import TenantSlots
 from moiety_engine.pooling import decoder_embeds
 from moiety_engine.request_intake import RequestIntake
@@ -111,5 +111,5 @@ def _monitor_experts(
 ) -> ExpertMonitor:
     watch = None
     if model.experts is not None and model.expert_counter is not None and tenants is not None:
-        watch = ExpertWatch(model.experts, model.expert_counter, tenants, clock_ns() / 1e9)
+        watch = ExpertLoadTracker(model.experts, model.expert_counter, tenants, clock_ns() / 1e9)
     return ExpertMonitor(watch, rebalancing_of(model, config, controls, clock_ns() / 1e9))

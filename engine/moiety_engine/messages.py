@@ -12,8 +12,8 @@ import msgspec
 
 from moiety_engine.images.prompt_images import PromptImage
 from moiety_wire.classes import ServiceClass
-from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
-from moiety_wire.figures import Figures
+from moiety_wire.engine_load import LoadMetrics
+from moiety_wire.experts import ExpertBalance, ExpertLoad, ExpertLoadQuery
 from moiety_wire.grammars import GrammarSpec
 from moiety_wire.images import ImageRules
 from moiety_wire.messages import FailureCode, FinishReason, Sampling, SpeculativePrefillRequest, ThoughtBudget
@@ -102,7 +102,15 @@ class CoreForget(msgspec.Struct, frozen=True, tag="forget"):
 
 
 ToCore = (
-    CoreSubmit | CoreImages | CoreExtend | CoreAbort | CoreShutdown | CoreSleep | CoreAdapter | CoreForget | AskExperts
+    CoreSubmit
+    | CoreImages
+    | CoreExtend
+    | CoreAbort
+    | CoreShutdown
+    | CoreSleep
+    | CoreAdapter
+    | CoreForget
+    | ExpertLoadQuery
 )
 
 
@@ -180,8 +188,8 @@ class CoreFailure(msgspec.Struct, frozen=True, array_like=True):
     in_first_step: bool | None = None  # as in Failed
 
 
-class CoreLoad(Figures, frozen=True, array_like=True):
-    """Figures of the core, updated some times per second; an array without field names, since there are many."""
+class CoreLoad(LoadMetrics, frozen=True, array_like=True):
+    """LoadMetrics of the core, updated some times per second; an array without field names, since there are many."""
 
 
 class CoreState(StrEnum):
@@ -240,4 +248,4 @@ class CoreSlept(msgspec.Struct, frozen=True, tag="rested"):
     problem: str = ""
 
 
-ToFront = CoreHello | CoreStep | CoreSlept | ExpertLoad | ExpertBalance
+ToServer = CoreHello | CoreStep | CoreSlept | ExpertLoad | ExpertBalance

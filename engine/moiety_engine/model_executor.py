@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DeviceOptions:
-    """What the state on the device is connected to."""
+    """Objects that the state on the device is connected to."""
 
     kv_connector: KvConnector  # transfers KV to and from other engines
     adapters: AdapterSlots
@@ -78,10 +78,10 @@ class ModelExecutor:
         features = None if self.device_state is None else self.device_state.runner.features
         return features is not None and not features.lacks(key)
 
-    def image_figures(self) -> dict[str, float]:
-        """Return fields of `Figures` about the vision encoder; none for a model without one, or while it sleeps."""
+    def image_metrics(self) -> dict[str, float]:
+        """Return fields of `LoadMetrics` about the vision encoder; none for a model without one, or while it sleeps."""
         features = None if self.device_state is None else self.device_state.runner.features
-        return {} if features is None else features.figures()
+        return {} if features is None else features.metrics()
 
     def settle_weights(self, timeout_s: float) -> None:
         """Wait until the weights have the memory layout that is fastest to read, at most `timeout_s` per model."""

@@ -33,7 +33,7 @@ class _PendingStage(Protocol):
 
 @dataclass(slots=True)
 class _Wait:
-    """What is kept of a pending request while it moves from stage to stage."""
+    """Arrival and credit of a pending request, kept while it moves from stage to stage."""
 
     received_ns: int
     credit_tokens: int

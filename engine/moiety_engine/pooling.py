@@ -31,7 +31,7 @@ _MODES = {
 
 
 class PoolingKind(StrEnum):
-    """How the hidden states of an input become one vector."""
+    """Method that reduces the hidden states of an input to one vector."""
 
     CLS = "cls"  # the first token's
     MEAN = "mean"

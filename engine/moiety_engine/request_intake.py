@@ -62,8 +62,8 @@ class RequestIntake:
         """True if requests wait to be queued."""
         return not self._pending_requests.is_empty
 
-    def image_figures(self) -> dict[str, float]:
-        """Return fields of `Figures`; none for a model that takes no images."""
+    def image_metrics(self) -> dict[str, float]:
+        """Return fields of `LoadMetrics`; none for a model that takes no images."""
         return {} if self.image_rules is None else {"images_waiting": self._pending_requests.num_waiting_for_images}
 
     @property

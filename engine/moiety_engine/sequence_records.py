@@ -1,4 +1,4 @@
-"""Records of which a sequence consists: facts of its request, KV, deadlines, timeline, and counts of speculation.
+"""Parts of a sequence: facts of its request, KV, deadlines, timeline, and counts of speculation.
 
 Each record groups what changes together. The owner of all of them is the scheduler, as for the sequence itself. Very
 many requests may wait, so records that cannot be part of a reference cycle are not tracked by the garbage collector,
@@ -28,7 +28,7 @@ MAX_TRUSTED_DELAY_NS = 10**9  # upper bound on the delivery delay that a gateway
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestFacts:
-    """What is known of a request when it arrives; nothing of it changes."""
+    """Facts of a request that are known at its arrival and never change."""
 
     submit: CoreSubmit
     tenant: str
@@ -208,7 +208,7 @@ class TokenDeadlines(msgspec.Struct, eq=False, gc=False):
 
 
 class Timeline(msgspec.Struct, eq=False, gc=False):
-    """What the scheduler did with one sequence, and when. Times are unix nanoseconds, 0 until reached."""
+    """Scheduling events of one sequence and their times, in unix nanoseconds, 0 until reached."""
 
     scheduled_unix_ns: int = 0
     first_token_unix_ns: int = 0

@@ -1,4 +1,4 @@
-"""What happened in the steps, collected for the engine server: outputs, failures, traced steps and load."""
+"""Results of the steps, collected for the engine server: outputs, failures, traced steps and load."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ KEY = "option"  # of a dataclass field's metadata
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What the field's name, type and default do not say of an option.
+    """Properties of an option in addition to the field's name, type and default.
 
     `env` is its environment variable, or a prefix that ends in `_` and is followed by the option's name.
     """

@@ -17,11 +17,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from moiety_placement.board import Board
 from moiety_placement.errors import BadNumbers
 from moiety_placement.improvement import improve, improve_by_swaps
 from moiety_placement.packing import pack, replicate
 from moiety_placement.placement import EMPTY, Floats, Ints, Placement, check_divides, check_load
+from moiety_placement.placement_state import PlacementState
 
 _HEAD_START = 1.0  # of the last try
 _NEAR = 1.001  # times the lower bound of the largest load: not worth another try
@@ -65,7 +65,7 @@ def _solve(load_LE: Floats, num_replicas: int, num_groups: int, num_nodes: int, 
     every_L = np.arange(len(load_LE))
     homes = list(_homes(load_LE, num_groups, num_nodes))
     start = _greedy(load_LE, homes[0], num_replicas, num_ranks, head_start=0.0)
-    board = Board.of(start, load_LE, num_ranks, num_nodes)
+    board = PlacementState.of(start, load_LE, num_ranks, num_nodes)
     floor_L = _floor(board, homes[-1])
     improve_by_swaps(board, every_L, _SWAP_ROUNDS)
     others = [(home, 0.0) for home in homes[1:]] + [(homes[-1], _HEAD_START)]
@@ -73,7 +73,7 @@ def _solve(load_LE: Floats, num_replicas: int, num_groups: int, num_nodes: int, 
         far_A = np.flatnonzero(board.largest_loads() > _NEAR * floor_L)
         if len(far_A):
             again = _greedy(load_LE[far_A], home[far_A], num_replicas, num_ranks, head_start)
-            other = Board.of(again, load_LE[far_A], num_ranks, num_nodes)
+            other = PlacementState.of(again, load_LE[far_A], num_ranks, num_nodes)
             improve_by_swaps(other, np.arange(len(far_A)), _SWAP_ROUNDS)
             _keep_better(board, other, far_A)
     improve(board, np.flatnonzero(board.largest_loads() > _NEAR * floor_L), _STEP_ROUNDS)
@@ -91,7 +91,7 @@ def _homes(load_LE: Floats, num_groups: int, num_nodes: int) -> Iterator[Ints]:
     groups_LNI = pack(load_LQ, num_nodes)
     yield by_group_QI[groups_LNI].reshape(num_layers, num_nodes, -1)
     if 1 < num_nodes < num_groups:
-        board = Board.of(groups_LNI.reshape(num_layers, -1), load_LQ, num_ranks=num_nodes, num_nodes=1)
+        board = PlacementState.of(groups_LNI.reshape(num_layers, -1), load_LQ, num_ranks=num_nodes, num_nodes=1)
         improve_by_swaps(board, np.arange(num_layers), _SWAP_ROUNDS)
         yield by_group_QI[board.slots_LR].reshape(num_layers, num_nodes, -1)
 
@@ -109,7 +109,7 @@ def _greedy(load_LE: Floats, home_LNI: Ints, num_replicas: int, num_ranks: int, 
     return np.take_along_axis(home_XI, held_XP, axis=1).reshape(num_layers, num_replicas)
 
 
-def _floor(board: Board, home_LNI: Ints) -> Floats:
+def _floor(board: PlacementState, home_LNI: Ints) -> Floats:
     """Return [L]: an approximate lower bound of the largest load for these nodes' experts.
 
     It is the mean of the fullest node's ranks, or the largest replica.
@@ -120,7 +120,7 @@ def _floor(board: Board, home_LNI: Ints) -> Floats:
     return np.asarray(np.maximum(means_LN.max(axis=1), (board.load_LE / board.counts_LE).max(axis=1)))
 
 
-def _keep_better(board: Board, other: Board, layers_A: Ints) -> None:
+def _keep_better(board: PlacementState, other: PlacementState, layers_A: Ints) -> None:
     better_A = other.largest_loads() < board.largest_loads()[layers_A]
     board.slots_LR[layers_A[better_A]] = other.slots_LR[better_A]
     board.counts_LE[layers_A[better_A]] = other.counts_LE[better_A]

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from moiety_placement.board import Board
 from moiety_placement.errors import BadNumbers, NoRoom
 from moiety_placement.improvement import step
 from moiety_placement.matching import moves
 from moiety_placement.placement import Floats, Ints, Placement, check_load, living_ranks
+from moiety_placement.placement_state import PlacementState
 
 _ROUNDS = 256  # most changes per layer
 
@@ -44,7 +44,7 @@ def rebalance(old: Placement, load_LE: ArrayLike, *, move_cost: float) -> Rebala
     loads = check_load(load_LE, (old.num_layers, old.num_experts))
     if not move_cost >= 0:
         raise BadNumbers(f"move_cost is {move_cost}; it must be 0 or more mean rank loads")
-    board = Board.of(old.physical_to_logical_LR, loads, old.num_ranks, old.num_nodes)
+    board = PlacementState.of(old.physical_to_logical_LR, loads, old.num_ranks, old.num_nodes)
     mean_L = loads.sum(axis=1) / np.maximum(living_ranks(old).sum(axis=1), 1)
     before_L = board.largest_loads()
     for layer in np.flatnonzero((board.counts_LE == 0).any(axis=1)).tolist():
@@ -52,14 +52,14 @@ def rebalance(old: Placement, load_LE: ArrayLike, *, move_cost: float) -> Rebala
     slots_LR = _best_beginning(board, mean_L, move_cost)
     new = Placement.of(slots_LR, num_experts=old.num_experts, num_ranks=old.num_ranks, num_nodes=old.num_nodes)
     moves_L = moves(old, new)
-    after_L = Board.of(slots_LR, loads, old.num_ranks, old.num_nodes).largest_loads()
+    after_L = PlacementState.of(slots_LR, loads, old.num_ranks, old.num_nodes).largest_loads()
     gain_L = np.divide(before_L - after_L, mean_L, out=np.zeros_like(mean_L), where=mean_L > 0)
     worth_L = gain_L / np.maximum(moves_L, 1)
     order = tuple(layer for layer in np.argsort(-worth_L, kind="stable").tolist() if moves_L[layer])
     return Rebalance(new, moves_L, gain_L, order)
 
 
-def _best_beginning(board: Board, mean_L: Floats, move_cost: float) -> Ints:
+def _best_beginning(board: PlacementState, mean_L: Floats, move_cost: float) -> Ints:
     """Return [L, R]: the slots at the point of each layer's series of changes with the largest net gain."""
     start_LR, start_L = board.slots_LR.copy(), board.largest_loads()
     best_LR, net_L = start_LR.copy(), np.zeros(len(start_L))
@@ -78,7 +78,7 @@ def _best_beginning(board: Board, mean_L: Floats, move_cost: float) -> Ints:
     return best_LR
 
 
-def _bring_back(board: Board, layer: int) -> None:
+def _bring_back(board: PlacementState, layer: int) -> None:
     """Restore the lost experts of a layer, the most used first, each over the replica that costs least."""
     load_E = board.load_LE[layer]
     lost = np.flatnonzero(board.counts_LE[layer] == 0)

@@ -165,7 +165,7 @@ class _Undefined(jinja2.Undefined):
         return super().__getattr__(name)
 
 
-_OF_DICTS = frozenset(dir(dict))
+_DICT_METHODS = frozenset(dir(dict))
 
 
 class _Environment(ImmutableSandboxedEnvironment):
@@ -176,7 +176,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
         Jinja tries attributes first and keys only after that fails; most template expressions are fields of messages.
         """
-        if type(obj) in (dict, _Message) and attribute not in _OF_DICTS and attribute in obj:
+        if type(obj) in (dict, _Message) and attribute not in _DICT_METHODS and attribute in obj:
             return obj[attribute]
         return super().getattr(obj, attribute)
 

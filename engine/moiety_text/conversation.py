@@ -32,9 +32,9 @@ _CONTROL_SHAPE = re.compile(r"<[|｜].*[|｜]>|</?tools?(?:_\w+)?>", re.DOTALL)
 _MARKER_ALPHABET = [chr(code) for code in range(0xE000, 0xF900)]  # private use: no filter of a template changes them
 _MARKER_LENGTH = 10
 _BETWEEN = "\0"  # joins texts for one search; if a token contains it, the guarded path is used needlessly
-_NOTHING = re.compile(r"(?!)")
+_MATCHES_NOTHING = re.compile(r"(?!)")
 _NO_OPENING = Opening()
-_NOTHING_MORE: Mapping[str, Any] = MappingProxyType({})
+_NO_EXTRA_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 
 Structure = Mapping[str, Any]  # a message or a tool, in the form of templates
 
@@ -89,7 +89,7 @@ class ConversationEncoder:
             reverse=True,
         )
         self._names = {name: f"{self._marker}{number}{self._marker}" for number, name in enumerate(names)}
-        self._control = re.compile("|".join(map(re.escape, names))) if names else _NOTHING
+        self._control = re.compile("|".join(map(re.escape, names))) if names else _MATCHES_NOTHING
         self._guarded: _GuardedTokenizer | None = None
         self._building = threading.Lock()
 
@@ -99,7 +99,7 @@ class ConversationEncoder:
         *,
         tools: Sequence[Structure] = (),
         prefill: str = "",
-        extra: Structure = _NOTHING_MORE,
+        extra: Structure = _NO_EXTRA_VARIABLES,
     ) -> bool:
         """Return whether a client's text would be read as a control token.
 
@@ -121,7 +121,7 @@ class ConversationEncoder:
         tools: Sequence[Structure] = (),
         opening: Opening = _NO_OPENING,
         prefill: str = "",
-        extra: Structure = _NOTHING_MORE,
+        extra: Structure = _NO_EXTRA_VARIABLES,
         max_tokens: int | None = None,
         is_plain: bool = False,
     ) -> list[int]:
@@ -147,7 +147,7 @@ class ConversationEncoder:
         tools: Sequence[Structure] = (),
         opening: Opening = _NO_OPENING,
         prefill: str = "",
-        extra: Structure = _NOTHING_MORE,
+        extra: Structure = _NO_EXTRA_VARIABLES,
         max_tokens: int | None = None,
     ) -> list[int]:
         """Encode on the path for texts that spell control tokens. The result is equal for all other texts."""

@@ -205,7 +205,7 @@ class ThoughtReader:
 
 
 class UnwrappingReader:
-    """Reader that removes the markers around an answer and passes what is between to another reader, if any.
+    """Reader that removes the markers around an answer and passes the answer to another reader, if any.
 
     White space within the markers is removed too. An answer that does not begin with the opener is passed as it is.
     """

@@ -49,13 +49,13 @@ def unpack_shares(data: bytes) -> array[float]:
     return values
 
 
-class AskExperts(msgspec.Struct, frozen=True, tag="ask_experts"):
+class ExpertLoadQuery(msgspec.Struct, frozen=True, tag="ask_experts"):
     """Request to an engine for its expert load in the last minutes, of one tenant or of all.
 
-    `minutes` 0 means since the engine's start. The answer is an ExpertLoad with the same `ask_id`.
+    `minutes` 0 means since the engine's start. The answer is an ExpertLoad with the same `query_id`.
     """
 
-    ask_id: int
+    query_id: int
     minutes: int
     tenant_id: str | None = None
 
@@ -88,7 +88,7 @@ class ExpertLoad(msgspec.Struct, frozen=True, tag="expert_load"):
     It also has these minutes one by one, and the tokens by tenant. `layers` is empty where the model has no experts.
     """
 
-    ask_id: int
+    query_id: int
     since_unix_s: int  # start of the counts: the engine's start, or the first minute
     as_of_unix_s: int
     layers: tuple[int, ...] = ()

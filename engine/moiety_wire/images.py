@@ -48,7 +48,7 @@ class ImageInput(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model card says of images: the sizes that give their number of tokens, and the limits.
+    """Image rules of a model card: the sizes that give the number of tokens, and the limits.
 
     An image is resized so that its sides are multiples of `patch_size` × `merge_size` pixels, and its number of pixels
     is between `min_pixels` and `max_pixels`; each square of that side is a token.
@@ -93,7 +93,7 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ImageAllowance(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model card says of images for an engine that counts their tokens itself.
+    """Image limits of a model card for an engine that counts their tokens itself.
 
     `image_tokens` are reserved for each image, until the engine has counted. The limits are those of `ImageRules`.
     """

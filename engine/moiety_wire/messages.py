@@ -32,8 +32,8 @@ from enum import StrEnum
 import msgspec
 
 from moiety_wire.classes import ServiceClass
-from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
-from moiety_wire.figures import Load
+from moiety_wire.engine_load import Load
+from moiety_wire.experts import ExpertBalance, ExpertLoad, ExpertLoadQuery
 from moiety_wire.grammars import GrammarSpec
 from moiety_wire.images import ImageAllowance, ImageInput, ImageRules
 from moiety_wire.notes import Event, Phases, Reason
@@ -278,7 +278,7 @@ ToEngine = (
     | Abort
     | UsageAcknowledgement
     | SleepCommand
-    | AskExperts
+    | ExpertLoadQuery
     | AdapterPart
     | Forget
 )

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import StrEnum
 
-from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
-from moiety_wire.figures import Load
+from moiety_wire.engine_load import Load
+from moiety_wire.experts import ExpertBalance, ExpertLoad, ExpertLoadQuery
 from moiety_wire.messages import (
     Abort,
     Accepted,
@@ -53,7 +53,7 @@ ALLOWED_SENDERS: Mapping[type, frozenset[SenderRole]] = {
     AdapterPart: _INFERENCE,
     UsageAcknowledgement: _INFERENCE,
     SleepCommand: _ADMINISTRATION,
-    AskExperts: _ADMINISTRATION,
+    ExpertLoadQuery: _ADMINISTRATION,
     Forget: _ADMINISTRATION,
     ModelCard: _ENGINE,
     Accepted: _ENGINE,

@@ -15,7 +15,9 @@ from moiety_platform.errors import BadRequest, PlatformError, TooLarge, Unsuppor
 
 INLINE_BYTES = 64 * 1024  # decoded by the event loop; threads decode the rest of a body
 THREAD_PIECES = 16  # decoded by one call in a thread
-PATIENCE = 16  # times the limit, up to which the rest of an excessive body is read, so that the client gets the error
+MAX_EXCESS_FACTOR = (
+    16  # times the limit, up to which the rest of an excessive body is read, so that the client gets the error
+)
 MAX_EXPANSION = 2  # times the content, and so many bytes more, that its encoded form may have: empty blocks have none
 MAX_OVERHEAD_BYTES = 1024 * 1024
 BAD_CODING = "invalid_content_encoding"
@@ -92,9 +94,9 @@ class DecodedBody:
         )
 
     async def _drain(self, max_bytes: int) -> None:
-        """Read and drop the rest of the encoded body, up to PATIENCE times the limit."""
+        """Read and drop the rest of the encoded body, up to MAX_EXCESS_FACTOR times the limit."""
         num_bytes = 0
-        while not self._is_last and num_bytes <= PATIENCE * max_bytes:
+        while not self._is_last and num_bytes <= MAX_EXCESS_FACTOR * max_bytes:
             message = await self._receive()
             if message["type"] != "http.request":
                 return

@@ -28,7 +28,7 @@ _ZLIB_HEAD_BYTES = 2
 
 
 class UnknownCoding(Exception):
-    """The content coding is none of CODINGS."""
+    """The content coding is not in CODINGS."""
 
 
 class UndecodableContent(Exception):

@@ -12,8 +12,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from moiety_platform.engine_client.base import EngineState
-from moiety_wire import figures
-from moiety_wire.figures import ClassLoad, SleepState
+from moiety_wire import engine_load
+from moiety_wire.engine_load import ClassLoad, SleepState
 
 _ENGINE = ("engine",)
 _CLASS = ("engine", "service_class")
@@ -29,12 +29,12 @@ class EngineCollector(Collector):
         states = self._states()
         yield from self._collect_links(states)
         loads = [(state.address, state.load) for state in states if state.load is not None]
-        for name, text in figures.GAUGES:
+        for name, text in engine_load.GAUGES:
             gauge = GaugeMetricFamily(f"moiety_engine_{name.removesuffix('_total')}", text, labels=_ENGINE)
             for address, load in loads:
                 gauge.add_metric((address,), getattr(load, name))
             yield gauge
-        for name, text in figures.COUNTERS:
+        for name, text in engine_load.COUNTERS:
             counter = CounterMetricFamily(f"moiety_engine_{name}", text, labels=_ENGINE)
             for address, load in loads:
                 counter.add_metric((address,), getattr(load, f"{name}_total"))
@@ -60,17 +60,17 @@ class EngineCollector(Collector):
         yield from (up, asleep, inflight, age)
 
     def _collect_classes(self, loads: Sequence[tuple[str, ClassLoad]]) -> Iterator[Metric]:
-        for field, name, text in figures.CLASS_GAUGES:
+        for field, name, text in engine_load.CLASS_GAUGES:
             gauge = GaugeMetricFamily(f"moiety_engine_class_{name}", text, labels=_CLASS)
             for address, load in loads:
                 gauge.add_metric((address, load.name), getattr(load, field))
             yield gauge
-        for name, text in figures.CLASS_COUNTERS:
+        for name, text in engine_load.CLASS_COUNTERS:
             counter = CounterMetricFamily(f"moiety_engine_class_{name}", text, labels=_CLASS)
             for address, load in loads:
                 counter.add_metric((address, load.name), getattr(load, f"{name}_total"))
             yield counter
-        for name, text in figures.CLASS_COUNTERS_BY_REASON:
+        for name, text in engine_load.CLASS_COUNTERS_BY_REASON:
             counter = CounterMetricFamily(f"moiety_engine_class_{name}", text, labels=(*_CLASS, "reason"))
             for address, load in loads:
                 for reason, count in sorted(getattr(load, f"{name}_total").items()):

@@ -41,7 +41,9 @@ CRASH_SUSPECTED = "engine_crash_suspected"  # code for a request that may have c
 UNSUPPORTED_RESPONSE_FORMAT = (
     "unsupported_response_format"  # code for a response format that the engine cannot guarantee
 )
-NO_FORMS = "structured outputs are not available for model {model!r}; leave them out, or use another model"
+STRUCTURED_OUTPUTS_UNAVAILABLE = (
+    "structured outputs are not available for model {model!r}; leave them out, or use another model"
+)
 
 
 class UpstreamError(NamedTuple):

@@ -24,7 +24,7 @@ from moiety_platform.reloading.source import SettingsSource
 from moiety_platform.settings import GatewaySettings
 
 M_ARENA_MAX, ARENAS = -8, 2  # of malloc.h
-RARELY = (20_000, 50, 100)  # a request leaves few reference cycles, so frequent garbage collections waste time
+GC_THRESHOLDS = (20_000, 50, 100)  # a request leaves few reference cycles, so frequent garbage collections waste time
 
 log = structlog.get_logger(__name__)
 
@@ -36,7 +36,7 @@ def run_gateway(source: SettingsSource[GatewaySettings]) -> None:
     CannotSendSpans.
     """
     settings = source.first
-    gc.set_threshold(*RARELY)
+    gc.set_threshold(*GC_THRESHOLDS)
     configure_logging(settings.log_level, settings.log_format)
     _share_arenas()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # for batches of texts, and here they arrive one by one

@@ -26,12 +26,12 @@ class CannotApplySetting(Exception):
 
 
 async def nothing() -> None:
-    """Do nothing: no resources were opened."""
+    """Undo a change that has opened no resources."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedChange:
-    """A follower that is ready to switch: `commit` switches and cannot fail; `undo` releases what was opened."""
+    """Prepared change of a follower: `commit` applies it and cannot fail; `undo` releases the opened resources."""
 
     commit: Callable[[], None]
     undo: Callable[[], Awaitable[None]] = nothing

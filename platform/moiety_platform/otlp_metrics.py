@@ -1,4 +1,4 @@
-"""Exporter of metrics by OTLP/HTTP, in a thread of its own: periodically sends the same series as /metrics.
+"""Exporter of metrics by OTLP/HTTP, in a separate thread: periodically sends the same series as /metrics.
 
 Names are those of /metrics, without `_total`; metrics of OpenTelemetry's conventions for generative AI have their names
 and attributes there. Fails open: no request waits, and a failed export is counted and covered by the next sums.

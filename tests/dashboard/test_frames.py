@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from moiety_dashboard import charts, colours, figures, waterfall
+from moiety_dashboard import charts, colours, formatting, waterfall
 from moiety_dashboard.cli import server_options
 from moiety_dashboard.frames import attribution, changes, fleet, limits, series, simulations, traces
 from moiety_dashboard.frames.tenants import keys_frame, tenants_frame
@@ -281,16 +281,16 @@ def test_windows_are_whole_slots_up_to_now() -> None:
 
 
 def test_numbers_are_written_for_people() -> None:
-    short = [figures.short(number) for number in (0, 9_999, 12_345, 1_200_000, 3.2e9, 0.25, None)]
+    short = [formatting.short(number) for number in (0, 9_999, 12_345, 1_200_000, 3.2e9, 0.25, None)]
     assert short == ["0", "9,999", "12.3 k", "1.2 M", "3.2 G", "0.2", "–"]
-    shares = [figures.percent(share) for share in (0.25, 1.0, 0.99996, 0, None)]
+    shares = [formatting.percent(share) for share in (0.25, 1.0, 0.99996, 0, None)]
     assert shares == ["25.0 %", "100 %", "99.99 %", "0 %", "–"], "all but nothing is not all"
-    assert [figures.time_left(seconds) for seconds in (30, 5400, 3 * 86_400)] == [
+    assert [formatting.time_left(seconds) for seconds in (30, 5400, 3 * 86_400)] == [
         "under a minute",
         "1 h 30 min",
         "3 d 0 h",
     ]
-    assert [figures.dollars(nano) for nano in (2_500_000_000, 1_234, 0)] == ["$2.50", "$0.000001", "$0.00"]
+    assert [formatting.dollars(nano) for nano in (2_500_000_000, 1_234, 0)] == ["$2.50", "$0.000001", "$0.00"]
 
 
 def test_settings_come_from_arguments_before_the_environment_and_hold_no_key() -> None:
@@ -372,9 +372,9 @@ def test_an_axis_has_numbers_whatever_it_shows() -> None:
 
 
 def test_an_address_is_shown_by_its_end() -> None:
-    assert figures.short_address("tcp://127.0.0.1:5757") == "tcp://127.0.0.1:5757"
-    assert figures.short_address("ipc:///var/lib/moiety/data/run/engine.sock").endswith("/run/engine.sock")
-    assert len(figures.short_address("ipc://" + "x" * 99)) == 28
+    assert formatting.short_address("tcp://127.0.0.1:5757") == "tcp://127.0.0.1:5757"
+    assert formatting.short_address("ipc:///var/lib/moiety/data/run/engine.sock").endswith("/run/engine.sock")
+    assert len(formatting.short_address("ipc://" + "x" * 99)) == 28
 
 
 def test_no_line_is_drawn_over_minutes_in_which_nothing_ended() -> None:

@@ -13,7 +13,7 @@ import zmq
 from tests.core_submits import core_submit
 
 from moiety_engine.config import EngineConfig
-from moiety_engine.messages import CoreHello, CoreShutdown, CoreSleep, CoreSlept, CoreStep, CoreSubmit, ToFront
+from moiety_engine.messages import CoreHello, CoreShutdown, CoreSleep, CoreSlept, CoreStep, CoreSubmit, ToServer
 from moiety_wire.messages import Sampling
 
 from .conftest import SaveEncoder
@@ -39,9 +39,9 @@ def test_the_core_says_what_the_model_is_answers_with_logits_and_does_not_sleep(
             process.stdin.write(msgspec.json.encode(EngineConfig(model=str(folder), name="b", device="cpu")) + b"\n")
             process.stdin.flush()
 
-            def receive() -> ToFront:
+            def receive() -> ToServer:
                 assert socket.poll(DEADLINE_MS), "the core says nothing"
-                return msgspec.msgpack.decode(socket.recv(), type=ToFront)
+                return msgspec.msgpack.decode(socket.recv(), type=ToServer)
 
             hello = receive()
             assert isinstance(hello, CoreHello)

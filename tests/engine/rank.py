@@ -36,7 +36,7 @@ from moiety_engine.model.weight_offload import WeightOffload, named_tensors
 from moiety_engine.offline import run_all
 from moiety_engine.startup import load_loop
 from moiety_kernels.cpu import dots, tiles
-from moiety_wire.experts import AskExperts, unpack_counts
+from moiety_wire.experts import ExpertLoadQuery, unpack_counts
 
 
 class Work(msgspec.Struct):
@@ -265,7 +265,7 @@ def answer_of(work: Work, loop: EngineLoop) -> Answer:
     }
     if work.counts:
         loop.sleep()  # by then the history has all counts so far
-        answer.num_picks = sum(unpack_counts(loop.expert_load(AskExperts(0, 0)).picks_LE))
+        answer.num_picks = sum(unpack_counts(loop.expert_load(ExpertLoadQuery(0, 0)).picks_LE))
     return answer
 
 

@@ -24,7 +24,7 @@ from moiety_engine.messages import (
     CoreStep,
     CoreSubmit,
     ToCore,
-    ToFront,
+    ToServer,
 )
 from moiety_wire.classes import STANDARD
 from moiety_wire.experts import ExpertBalance
@@ -53,9 +53,9 @@ class EngineServerStub:
     def send(self, *commands: ToCore) -> None:
         self._socket.send(msgspec.msgpack.encode(list(commands)))
 
-    def receive(self) -> ToFront:
+    def receive(self) -> ToServer:
         assert self._socket.poll(DEADLINE_MS), "the core says nothing"
-        return msgspec.msgpack.decode(self._socket.recv(), type=ToFront)
+        return msgspec.msgpack.decode(self._socket.recv(), type=ToServer)
 
     def hello(self) -> CoreHello:
         while True:

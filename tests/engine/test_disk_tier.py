@@ -189,7 +189,7 @@ def test_an_engine_that_sleeps_holds_no_cache_for_what_is_still_being_written(
     end = time.monotonic() + 60.0
     while not loop.intake.disk.is_quiet:
         assert time.monotonic() < end
-        loop.tend()
+        loop.run_maintenance()
     assert loop.intake.disk.saver.written_blocks_total
     loop.wake()  # the model is others', too
 

@@ -17,7 +17,7 @@ from moiety_engine.config import EngineConfig, Overlap, Speculate
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import Result, run_all
-from moiety_engine.scheduling.speculative_decoding.costs import MOST_BEHIND, Drafting, PassCosts
+from moiety_engine.scheduling.speculative_decoding.costs import MAX_BEHIND, Drafting, PassCosts
 from moiety_engine.scheduling.speculative_decoding.draft_model_proposer import DraftModelProposer
 from moiety_engine.scheduling.speculative_decoding.drafted_kv import DraftedKv
 from moiety_engine.scheduling.speculative_decoding.proposal import Proposal
@@ -60,7 +60,7 @@ def test_a_model_that_drafts_for_itself_is_always_right_at_any_temperature(
 
 
 def test_a_long_prompt_is_taken_in_piece_by_piece_and_once(loops: Any, draft_by: Any) -> None:
-    submit = make_submit(0, num_prompt=MOST_BEHIND + 100)
+    submit = make_submit(0, num_prompt=MAX_BEHIND + 100)
     expected = tokens_of(run_all(loops.make(), [submit]))
     loop = draft_by(loops)
     assert tokens_of(run_all(loop, [submit])) == expected
@@ -201,7 +201,7 @@ def test_a_draft_model_that_is_wrong_is_tried_ever_more_rarely_and_trusted_again
 
     def looks_until_tried() -> int:
         for number in range(1, 10_000):
-            if proposer.attempt([sequence], [proposer.guess(sequence, 7)]) is not None:
+            if proposer.attempt([sequence], [proposer.propose(sequence, 7)]) is not None:
                 return number
         raise AssertionError("it is never tried again")
 
@@ -211,11 +211,11 @@ def test_a_draft_model_that_is_wrong_is_tried_ever_more_rarely_and_trusted_again
         proposer.verified(sequence, 0, one_wrong=True)
     assert pauses[:4] == [1, 4, 16, 64]
     assert pauses[-2:] == [4096, 4096]
-    assert proposer.guess(sequence, 7).chance < 0.1
+    assert proposer.propose(sequence, 7).chance < 0.1
     looks_until_tried()
     for _ in range(8):
         proposer.verified(sequence, 3, one_wrong=False)
-    assert proposer.guess(sequence, 7).chance > 0.6
+    assert proposer.propose(sequence, 7).chance > 0.6
 
 
 def test_a_draft_model_that_is_too_slow_is_not_asked(loops: Any, draft_by: Any) -> None:

@@ -17,7 +17,7 @@ from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import run_all
 from moiety_engine.offload.file import ExpertFile
-from moiety_engine.offload.layer import LayerExperts, Traffic
+from moiety_engine.offload.layer import ExpertCacheCounters, LayerExperts
 from moiety_engine.offload.loaders import FileExpertLoader
 from moiety_engine.offload.slot_table import ExpertSlotTable
 from moiety_engine.startup import load_loop
@@ -85,7 +85,7 @@ class CachedExperts:
         self.file.finish([{"number": every}])
         self.slots = torch.full((num_slots, 8), float("nan"))
         self.mover = FileExpertLoader(self.file, [[self.slots]])
-        self.traffic = Traffic()
+        self.traffic = ExpertCacheCounters()
         self.layer = LayerExperts(0, ExpertSlotTable(NUM_EXPERTS, num_slots, eviction), self.mover, 32, self.traffic)
 
     def compute(self, *expert_ids: int) -> tuple[list[int], int]:

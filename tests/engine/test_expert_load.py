@@ -21,12 +21,12 @@ from moiety_engine.offline import run_all
 from moiety_kernels.expert_count import count_picks, reference
 from moiety_wire.classes import STANDARD
 from moiety_wire.engine_choices import Batching
-from moiety_wire.experts import OTHER_TENANTS, AskExperts, ExpertLoad, pack_counts, unpack_counts, unpack_shares
+from moiety_wire.experts import OTHER_TENANTS, ExpertLoad, ExpertLoadQuery, pack_counts, unpack_counts, unpack_shares
 from moiety_wire.messages import Sampling
 
 SHAPE = ExpertShape(layers=(1, 2, 4), num_experts=8, top_k=2, expert_bytes=100)
 START_S = 1_800_000_000
-ALL = AskExperts(1, 0)
+ALL = ExpertLoadQuery(1, 0)
 
 
 class Clock:
@@ -92,7 +92,7 @@ def test_expert_counts_of_each_tenant_equal_the_choices_of_transformers_routers(
     if overlap is Overlap.OFF:
         assert (matrix(loop.expert_load(ALL)) == expected["a"] + expected["b"]).all()
         for tenant, picks_LE in expected.items():
-            assert (matrix(loop.expert_load(AskExperts(1, 0, tenant))) == picks_LE).all(), tenant
+            assert (matrix(loop.expert_load(ExpertLoadQuery(1, 0, tenant))) == picks_LE).all(), tenant
     told = {one.tenant_id: one.tokens for one in loop.expert_load(ALL).tenants}
     more = {tenant: told[tenant] - expected[tenant].sum() // 4 for tenant in ("a", "b")}  # of 2 layers and 2 experts
     assert set(told) == {"a", "b"}

@@ -90,7 +90,7 @@ Make = Callable[..., Decoding]
 
 
 def figure(decoding: Decoding, name: str) -> float:
-    return decoding.queue.figures()[name]
+    return decoding.queue.metrics()[name]
 
 
 async def test_tenants_take_turns_and_requests_that_left_are_not_reported(decoding: Make) -> None:

@@ -27,7 +27,7 @@ from moiety_engine.loop_setup import build_loop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.errors import UnsupportedModelError
 from moiety_engine.offline import Result, run_all
-from moiety_engine.scheduling.speculative_decoding.costs import MOST_BEHIND
+from moiety_engine.scheduling.speculative_decoding.costs import MAX_BEHIND
 from moiety_engine.scheduling.speculative_decoding.drafted_kv import DraftedKv
 from moiety_engine.sequence import Sequence
 from moiety_engine.startup import load_loop
@@ -266,7 +266,7 @@ def test_drafts_over_gated_delta_layers_change_no_answer(tmp_path: Path, variant
 
 def test_shared_prefixes_are_not_computed_again_by_the_mtp_layer(mtp: MtpLoops) -> None:
     loop = mtp.make()
-    long = make_submit(0, num_prompt=MOST_BEHIND + 44)
+    long = make_submit(0, num_prompt=MAX_BEHIND + 44)
 
     def drafted_after_two_steps(submit: CoreSubmit) -> int:
         before = loop.load().drafted_tokens_total

@@ -55,7 +55,7 @@ def test_blocks_with_ended_retention_are_evicted_next() -> None:
     cached(pool, b"a", b"b", b"c")
     pool.allocate(1)
     pool.kept = set()
-    pool.let_go(b"a")
+    pool.end_retention(b"a")
     pool.allocate(1)
     assert found(pool, b"a", b"b", b"c") == [b"c"]
 
@@ -74,7 +74,7 @@ def test_no_block_is_lost_and_nothing_kept_goes_before_anything_else(data: st.Da
             kept.add(name)
         elif action == "let go":
             kept.discard(name)
-            pool.let_go(name)
+            pool.end_retention(name)
         elif action == "give" and held:
             pool.free([held.pop(data.draw(st.integers(0, len(held) - 1)))])
         elif action == "hold" and (block := pool.find(name)) is not None:
@@ -95,7 +95,7 @@ def test_no_block_is_lost_and_nothing_kept_goes_before_anything_else(data: st.Da
 
 def test_a_tenant_keeps_its_share_of_half_by_weight_and_loses_what_it_kept_longest() -> None:
     gone: list[bytes] = []
-    retention: PrefixRetention[bytes] = PrefixRetention(24, let_go=gone.append, clock=Clock())
+    retention: PrefixRetention[bytes] = PrefixRetention(24, end_retention=gone.append, clock=Clock())
     retention.retain("acme", [(bytes([i]), 1) for i in range(20)], 60.0)
     assert gone == [bytes([i]) for i in range(8)]
     retention.retain("globex", [(bytes([100 + i]), 1) for i in range(20)], 60.0, weight=2.0)
@@ -106,7 +106,7 @@ def test_a_tenant_keeps_its_share_of_half_by_weight_and_loses_what_it_kept_longe
 
 def test_retention_ends_exactly_at_its_time_however_often_it_was_renewed() -> None:
     clock, gone = Clock(), list[bytes]()
-    retention: PrefixRetention[bytes] = PrefixRetention(8, let_go=gone.append, clock=clock)
+    retention: PrefixRetention[bytes] = PrefixRetention(8, end_retention=gone.append, clock=clock)
     retention.retain("t", [(b"a", 1), (b"b", 1)], 3600.0)
     retention.retain("t", [(b"a", 1), (b"c", 1)], 300.0)
     clock.now_s = 301.0

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moiety_engine.moe.balancer import LEAST_PICKS, Balancer
+from moiety_engine.moe.balancer import MIN_PICKS, Balancer
 from moiety_engine.moe.expert_slots import ExpertSlots
 from moiety_placement.placement import Ints, Placement, balancedness
 
@@ -89,7 +89,7 @@ def test_layers_move_one_after_the_other_the_most_uneven_first_and_a_few_weights
 
 def test_no_expert_moves_with_few_tokens_or_when_the_cost_exceeds_the_gain() -> None:
     few, dear = make_balancer(), make_balancer()
-    few.count(np.eye(LAYERS, EXPERTS, dtype=np.int64) * (LEAST_PICKS * EXPERTS - 1))
+    few.count(np.eye(LAYERS, EXPERTS, dtype=np.int64) * (MIN_PICKS * EXPERTS - 1))
     assert not few.judge(EVERY_S, CAREFUL)
     few.count(np.eye(LAYERS, EXPERTS, dtype=np.int64))  # the counts of before are enough
     assert few.judge(2 * EVERY_S, CAREFUL)

@@ -18,7 +18,7 @@ from moiety_engine.sequence import Sequence
 from moiety_engine.server.validation import MAX_BIAS, MAX_PENALTY, MIN_REPETITION_PENALTY, ModelLimits, find_refusal
 from moiety_kernels.sample import penalised
 from moiety_kernels.sample import sample as draw_on_device
-from moiety_kernels.sample.reference import LEAST_TEMPERATURE
+from moiety_kernels.sample.reference import MIN_TEMPERATURE
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import Sampling, Stopping, Submit
 
@@ -217,7 +217,7 @@ def test_no_setting_that_is_accepted_makes_a_number_that_is_not_finite(
     biased[0, 5] -= bias
     if lowered is not None:
         biased = penalised(biased, lowered)
-    assert (biased / LEAST_TEMPERATURE).isfinite().all()
+    assert (biased / MIN_TEMPERATURE).isfinite().all()
     for token in (*sample(logits, row), *draw_on_device(biased, draws([row], torch.from_numpy), None).tolist()):
         assert 0 <= token < V
         if temperature < 1e-6 or top_p < 1e-6 or min_p == 1:

@@ -28,7 +28,7 @@ from moiety_wire.engine_choices import Batching
 
 from .scheduler_replica import BLOCK_SIZE, CLASSES, MAX_OUTPUT, MAX_PROMPT, Client, Replica, make_scheduler, make_submit
 
-FEWEST_BLOCKS = (MAX_PROMPT + MAX_OUTPUT) // BLOCK_SIZE
+MIN_BLOCKS = (MAX_PROMPT + MAX_OUTPUT) // BLOCK_SIZE
 LONGEST_STEP_S = 0.5
 
 
@@ -54,7 +54,7 @@ class Machine(RuleBasedStateMachine):
         self.setup = setup
 
     @initialize(
-        num_blocks=st.integers(FEWEST_BLOCKS, 30),
+        num_blocks=st.integers(MIN_BLOCKS, 30),
         host_blocks=st.sampled_from([0, 6, 40]),
         budget=st.integers(8, 24),
         max_running=st.integers(1, 6),

@@ -28,7 +28,7 @@ from moiety_engine.server.sleep_mode import SleepMode
 from moiety_engine.startup import load_loop
 from moiety_wire.classes import STANDARD
 from moiety_wire.engine_choices import LoadFormat
-from moiety_wire.figures import SleepState
+from moiety_wire.engine_load import SleepState
 from moiety_wire.messages import Sampling
 
 GIB = 1 << 30

@@ -247,14 +247,14 @@ def test_chances_are_learned_from_what_came_also_without_a_draft() -> None:
     history = AcceptanceHistory()
     sequence = Sequence(make_submit(0, prompt_ids=[1, 2, 3] * 4), order=0, seed=0)
     for token in [1, 2, 3] * 6:
-        assert history.guess(sequence, 4)[0] == token
+        assert history.propose(sequence, 4)[0] == token
         sequence.tokens.append(token)
     assert history.chance > 0.9
     for token in range(40, 60):
         sequence.tokens += [1, 2, 3, 1, token]
-        history.guess(sequence, 4)
+        history.propose(sequence, 4)
         sequence.tokens += [2, 3, 1, 2]
-        history.guess(sequence, 4)
+        history.propose(sequence, 4)
         sequence.tokens.append(token)
     assert history.chance < 0.7
 

@@ -18,7 +18,7 @@ from moiety_wire.engine_choices import Batching
 from moiety_wire.messages import Sampling
 
 BLOCK_SIZE, NUM_BLOCKS, STEPS = 4, 26, 330
-MOST_TOKENS = NUM_BLOCKS * BLOCK_SIZE
+MAX_TOKENS = NUM_BLOCKS * BLOCK_SIZE
 
 
 @pytest.mark.parametrize("policy", [PolicyName.MOIETY, PolicyName.FCFS])

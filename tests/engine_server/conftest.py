@@ -21,8 +21,8 @@ from moiety_engine.scripted.text_model import scripted_text_model
 from moiety_engine.server.engine_server import EngineServer
 from moiety_engine.server.settings import ServerSettings
 from moiety_wire.codec import decode_to_gateway, encode
+from moiety_wire.engine_load import Load
 from moiety_wire.experts import ExpertBalance, ExpertLoad
-from moiety_wire.figures import Load
 from moiety_wire.messages import (
     Accepted,
     Failed,

@@ -13,7 +13,7 @@ from moiety_engine.scripted.text_model import ASSISTANT_ID, END_ID, USER_ID, VOC
 from moiety_engine.server.core_link import CoreEvents
 from moiety_engine.server.engine_server import Ending
 from moiety_wire.codec import decode_notes
-from moiety_wire.figures import Load
+from moiety_wire.engine_load import Load
 from moiety_wire.messages import (
     PROTOCOL_VERSION,
     Abort,

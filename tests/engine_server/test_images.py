@@ -18,7 +18,7 @@ from PIL import Image
 from tests.vision_checkpoint import END, IMAGE, START, write_checkpoint
 
 from moiety_engine.config import EngineConfig, ImageOptions
-from moiety_engine.core.service import hello_of, obey
+from moiety_engine.core.service import execute_command, hello_of
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreShutdown, CoreStep, ToCore
 from moiety_engine.server.core_link import CoreEvents
@@ -60,7 +60,7 @@ class LoopCore:
             if isinstance(command, CoreShutdown):
                 self._events = None
             else:
-                obey(self.loop, command)
+                execute_command(self.loop, command)
         asyncio.get_running_loop().call_soon(self._step)
 
     def first_step_keys(self) -> frozenset[int]:
@@ -311,7 +311,7 @@ async def test_a_gateway_sends_an_image_once_and_again_if_the_engine_has_dropped
         assert await ask("dropped", 1) == cat
         assert figures() == (3, 1), "the engine asked for the file again"
         assert await ask("other tenant", 1, tenant_id="another") == cat
-        client.forget(["another"])
+        client.forget_tenants(["another"])
         assert await ask("dog again", 2) == dog
         await client.close()
     context.destroy(linger=0)

@@ -14,8 +14,8 @@ from moiety_engine.scripted.script import Script
 from moiety_engine.server.gateway_keys import read_gateway_keys
 from moiety_engine.server.permissions import LOGGED_PER_INTERVAL, GatewayPermissions
 from moiety_engine.server.sessions import GatewaySession, Sessions
-from moiety_wire.experts import AskExperts
-from moiety_wire.figures import SleepState
+from moiety_wire.engine_load import SleepState
+from moiety_wire.experts import ExpertLoadQuery
 from moiety_wire.messages import (
     Abort,
     Extend,
@@ -85,7 +85,7 @@ async def test_a_gateway_for_inference_alone_can_neither_have_an_engine_sleep_no
     async with bench(curve_secret_key=ENGINE[1], gateway_keys_file=file) as running:
         gateway, ruler = running.connect(**options(serving)), running.connect(**options(ruling))
         await gateway.greet()
-        await gateway.send(SleepCommand(asleep=True), Forget(["tenant"]), AskExperts(1, 0))
+        await gateway.send(SleepCommand(asleep=True), Forget(["tenant"]), ExpertLoadQuery(1, 0))
         load = await gateway.until_load(lambda load: load.sleep_problem)
         assert (load.sleep, load.sleep_problem) == (
             SleepState.AWAKE,

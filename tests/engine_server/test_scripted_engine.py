@@ -75,15 +75,15 @@ def test_credit_is_never_exceeded_blocks_are_conserved_and_everything_ends_once(
             case (1, num_prompt, max_tokens, tokens):
                 key = len(credit)
                 credit[key], emitted[key] = tokens, 0
-                engine.obey([core_submit(key, num_prompt, max_tokens, tokens)])
+                engine.execute_commands([core_submit(key, num_prompt, max_tokens, tokens)])
             case (2, key, tokens, last):
                 if key in credit:
                     credit[key] = max(credit[key], tokens)
-                engine.obey([CoreExtend(key, tokens, last)])
+                engine.execute_commands([CoreExtend(key, tokens, last)])
             case (3, key):
-                engine.obey([CoreAbort(key, FinishReason.ABORT)])
+                engine.execute_commands([CoreAbort(key, FinishReason.ABORT)])
     for key, tokens in credit.items():
-        engine.obey([CoreExtend(key, tokens, last=True)])
+        engine.execute_commands([CoreExtend(key, tokens, last=True)])
     for _ in range(10_000):
         if not engine.has_work:
             break
@@ -94,7 +94,7 @@ def test_credit_is_never_exceeded_blocks_are_conserved_and_everything_ends_once(
 
 def test_a_request_that_can_never_fit_fails_at_once() -> None:
     engine = ScriptedEngine(Script(num_blocks=2, block_size=8))
-    engine.obey([core_submit(0, 10, 10)])
+    engine.execute_commands([core_submit(0, 10, 10)])
     step = engine.step()
     assert [failure.key for failure in step.failures] == [0]
     assert "blocks" in step.failures[0].message
@@ -102,7 +102,7 @@ def test_a_request_that_can_never_fit_fails_at_once() -> None:
 
 def test_the_same_script_answers_the_same() -> None:
     engine = ScriptedEngine(Script(tokens=(7, 8, 9), tokens_per_step=4))
-    engine.obey([core_submit(0, max_tokens=5), core_submit(1, max_tokens=5)])
+    engine.execute_commands([core_submit(0, max_tokens=5), core_submit(1, max_tokens=5)])
     outputs = [output for _ in range(2) for output in engine.step().outputs]
     assert [(output.key, output.token_ids) for output in outputs] == [
         (0, [7, 8, 9, 7]),
@@ -122,7 +122,9 @@ def test_requests_are_rejected_and_downgraded_as_scripted() -> None:
         ScriptedDecision(tenant_id="tenant", reason=Reason.KV_PEAK, downgrades=True),
     )
     engine = ScriptedEngine(Script(verdicts=verdicts, predicted_ttft_s={"flex": 7.0}))
-    engine.obey([core_submit(1, service=PRIORITY), core_submit(2, service=FALLING_BACK, fallback=FLEX), core_submit(3)])
+    engine.execute_commands(
+        [core_submit(1, service=PRIORITY), core_submit(2, service=FALLING_BACK, fallback=FLEX), core_submit(3)]
+    )
     step = engine.step()
     assert [(f.key, f.code, f.reason, f.retry_after_s) for f in step.failures] == [
         (1, FailureCode.OVERLOADED, Reason.PREDICTED_LATE, 2.5)
@@ -144,7 +146,7 @@ def test_scripted_events_come_with_the_end_and_are_counted() -> None:
         ScriptedEvent(kind=EventKind.RESUMED, reason=Reason.RECOMPUTE, after_tokens=2),
     )
     engine = ScriptedEngine(Script(events=events))
-    engine.obey([core_submit(1, num_prompt=5, max_tokens=3), core_submit(2, num_prompt=5, max_tokens=3)])
+    engine.execute_commands([core_submit(1, num_prompt=5, max_tokens=3), core_submit(2, num_prompt=5, max_tokens=3)])
     finishes = {o.key: o.finish for _ in range(3) for o in engine.step().outputs if o.finish is not None}
     assert [(e.kind, e.reason, e.other) for e in finishes[2].events] == [
         (EventKind.ADMITTED, Reason.IN_TIME, 0),
@@ -158,9 +160,9 @@ def test_scripted_events_come_with_the_end_and_are_counted() -> None:
 
 def test_a_parked_request_keeps_its_blocks_and_comes_back_before_those_that_wait() -> None:
     engine = ScriptedEngine(Script(max_running=1))
-    engine.obey([core_submit(1, credit=1), core_submit(2, credit=2), core_submit(3)])
+    engine.execute_commands([core_submit(1, credit=1), core_submit(2, credit=2), core_submit(3)])
     engine.step()
     load = engine.load()
     assert (load.num_running, load.num_waiting, load.num_paused, load.kv_blocks_used) == (0, 2, 1, 1)
-    engine.obey([CoreExtend(1, 2, last=False)])
+    engine.execute_commands([CoreExtend(1, 2, last=False)])
     assert [output.key for output in engine.step().outputs] == [1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from moiety_engine.scripted.script import Script
-from moiety_wire.figures import SleepState
+from moiety_wire.engine_load import SleepState
 from moiety_wire.messages import Extend, Failed, FailureCode, Finished, SleepCommand, Stopping
 
 

@@ -273,14 +273,14 @@ def test_a_gateway_that_lives_is_asked_for_what_it_did_not_settle_and_for_nothin
     asyncio.run(leave())
     clock, log = Clock(), UnacknowledgedUsageLog(tmp_path / "unacknowledged")
     meter = UsageMeter(clock, None, log)
-    assert meter.forgotten_by("g") == [], "it has yet to settle by itself"
+    assert meter.due_from_earlier_engine("g") == [], "it has yet to settle by itself"
     meter.settle("g", ["a"])
     meter.note(
         "g", submit("r", billing_context=b"bill"), Finished("r", 0, FinishReason.STOP, 3, 0, 5, Phases(1)), "standard"
     )
     clock.now_s += GRACE_S + 1
     assert meter.left_behind({"g"}) == []
-    assert {one.request_id for one in meter.forgotten_by("g")} == {"b", "c"}
-    assert meter.forgotten_by("g") == [], "told a moment ago"
-    assert meter.forgotten_by("another") == []
+    assert {one.request_id for one in meter.due_from_earlier_engine("g")} == {"b", "c"}
+    assert meter.due_from_earlier_engine("g") == [], "told a moment ago"
+    assert meter.due_from_earlier_engine("another") == []
     log.close()

@@ -44,11 +44,11 @@ def test_settled_usage_is_removed_from_the_meter(meter: UsageMeter, submit: Any)
     note(meter, submit, "a", "r1")
     note(meter, submit, "a", "r2")
     assert meter.replicas == {"a"}
-    meter.settle("b", ["r1", "r2"])
+    meter.acknowledge("b", ["r1", "r2"])
     assert meter.replicas == {"a"}, "another's request of the same name"
-    meter.settle("a", ["r1", "unknown"])
+    meter.acknowledge("a", ["r1", "unknown"])
     assert meter.replicas == {"a"}
-    meter.settle("a", ["r2"])
+    meter.acknowledge("a", ["r2"])
     assert meter.replicas == set()
 
 
@@ -64,19 +64,19 @@ def test_connected_gateways_settle_their_usage_and_long_silent_ones_do_not(
     note(meter, submit, "a", "r1", 7)
     note(meter, submit, "b", "r2")
     clock.now_s += GRACE_S + 1
-    assert [record.request_id for record in meter.left_behind({"b"})] == ["r1"]
-    assert meter.left_behind({"b"}) == [], "told a moment ago"
+    assert [record.request_id for record in meter.due_of_absent({"b"})] == ["r1"]
+    assert meter.due_of_absent({"b"}) == [], "told a moment ago"
     clock.now_s += REPEAT_S
-    (record,) = meter.left_behind({"b"})
+    (record,) = meter.due_of_absent({"b"})
     assert (record.replica_id, record.billing_context, record.num_output_tokens, record.num_cached_tokens) == (
         "a",
         b"bill",
         7,
         1,
     )
-    meter.settle("a", ["r1"])
+    meter.acknowledge("a", ["r1"])
     clock.now_s += REPEAT_S
-    assert meter.left_behind({"b"}) == []
+    assert meter.due_of_absent({"b"}) == []
 
 
 def test_much_is_told_in_parts_and_the_oldest_is_lost_where_there_is_too_much(
@@ -87,7 +87,7 @@ def test_much_is_told_in_parts_and_the_oldest_is_lost_where_there_is_too_much(
     assert meter.num_lost == 2
     clock.now_s += GRACE_S + 1
     told: list[str] = []
-    while records := meter.left_behind(set()):
+    while records := meter.due_of_absent(set()):
         assert len(records) <= RECORDS_AT_ONCE
         told += [record.request_id for record in records]
     assert told == [f"r{number}" for number in range(2, 1002)]

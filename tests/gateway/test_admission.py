@@ -20,7 +20,7 @@ from moiety_platform.engine_client.fake import FakeEngineClient, FakeVerdict, co
 from moiety_platform.errors import Overloaded
 from moiety_platform.inference.slo import SloProgress, slo_attained, slo_missed
 from moiety_wire.classes import BATCH, FLEX, PRIORITY, STANDARD
-from moiety_wire.figures import ClassLoad
+from moiety_wire.engine_load import ClassLoad
 from moiety_wire.messages import Failed, FailureCode, ModelCard, Submit
 from moiety_wire.notes import Event, EventKind, Reason
 

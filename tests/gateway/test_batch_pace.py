@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moiety_platform.batches.claims import OpenBatch
 from moiety_platform.batches.input_lines import Splitter
-from moiety_platform.batches.pacing import GROWTH, BatchPacing
+from moiety_platform.batches.pacing import LINES_PER_ROUND, BatchPacing
 from moiety_platform.batches.sharing import next_batch, share
 
 MOST = 32
@@ -65,7 +65,7 @@ def test_a_batch_comes_to_use_what_its_limit_leaves(limit: Any, num_rounds: Any)
             pace.answered(now_s)
     if num_rounds == 400:
         assert pace.places >= min(limit, MOST) - 1
-    assert tried_in_vain <= MOST + num_rounds * GROWTH
+    assert tried_in_vain <= MOST + num_rounds * LINES_PER_ROUND
 
 
 def test_a_pause_lasts_and_grows_only_with_refusals_after_it() -> None:

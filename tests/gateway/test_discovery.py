@@ -111,8 +111,8 @@ async def test_an_engine_that_is_listed_no_more_stays_if_it_is_its_names(zone: Z
     async with Replicas([]) as replicas:
         watch = await zone.watch(replicas, {"a"})
         replicas.admit(zone.connect("fake://a"))  # listed by its address, too
-        watch.disown("fake://a")
-        assert watch.adopt("fake://a") and not watch.adopt("fake://b")
+        watch.release_engine("fake://a")
+        assert watch.take_over_engine("fake://a") and not watch.take_over_engine("fake://b")
         zone.addresses = {"b"}
         await watch.refresh()
         assert [state.address for state in replicas.states()] == ["fake://b"]

@@ -43,16 +43,16 @@ async def test_each_engine_is_notified_once_or_when_it_reconnects(until: Until, 
     context, listen = zmq.Context(), f"ipc://{tmp_path}/engine"
     client = ZmqEngineClient(listen, context, SystemClock())
     try:
-        client.forget(["ten_a"])  # nobody is there yet
+        client.forget_tenants(["ten_a"])  # nobody is there yet
         await client.start()
         async with engine(context, listen, "engine-1") as core:
             await until(lambda: core.told == [["ten_a"]])
             assert client.state.card.forgets
-            client.forget(["ten_a"])
-            client.forget(["ten_a", "ten_b"])
+            client.forget_tenants(["ten_a"])
+            client.forget_tenants(["ten_a", "ten_b"])
             await until(lambda: core.told == [["ten_a"], ["ten_b"]])
         await until(lambda: not client.state.healthy)
-        client.forget(["ten_a", "ten_b", "ten_c"])
+        client.forget_tenants(["ten_a", "ten_b", "ten_c"])
         async with engine(context, listen, "engine-2") as core:
             await until(lambda: core.told == [["ten_a", "ten_b", "ten_c"]])
     finally:

@@ -22,7 +22,7 @@ from moiety_platform.clock import SystemClock
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.engine_client.transport import ZmqEngineClient
 from moiety_platform.errors import NotFound, PlatformError, Unavailable
-from moiety_platform.routing.choose import Need, first_engines
+from moiety_platform.routing.choose import RequestNeed, first_engines
 from moiety_wire.messages import AdapterPart, Finished, ModelCard, Stopping, Submit
 
 from .conftest import Until
@@ -157,7 +157,7 @@ async def test_credit_granted_while_the_adapter_is_sent_again_is_kept(until: Unt
 def test_engines_that_serve_no_adapters_are_passed_by(card: ModelCard) -> None:
     cards = [msgspec.structs.replace(card, engine_id=name, takes_adapters=name == "b") for name in "ab"]
     plain, able = (EngineState(f"tcp://{one.engine_id}", True, "", one, None, 0) for one in cards)
-    assert first_engines([plain, able], Need.ADAPTED) == [able]
-    assert first_engines([plain, able], Need.ANSWER) == [plain, able]
+    assert first_engines([plain, able], RequestNeed.ADAPTED) == [able]
+    assert first_engines([plain, able], RequestNeed.ANSWER) == [plain, able]
     with pytest.raises(Unavailable, match="serves adapters"):
-        first_engines([plain], Need.ADAPTED)
+        first_engines([plain], RequestNeed.ADAPTED)

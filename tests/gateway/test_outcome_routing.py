@@ -301,7 +301,7 @@ async def test_one_stream_that_is_cut_does_not_lose_the_engine_for_others(
         upstream.next_word = None
         upstream.answer = STREAM_HEAD + WORDS[0]  # and then the connection ends
         losses = []
-        engine.watch(lambda: losses.append(engine.state.healthy))
+        engine.on_state_change(lambda: losses.append(engine.state.healthy))
         with pytest.raises(openai.APIError):
             await gateway.client.chat.completions.create(**ASK)
         assert engine.state.healthy

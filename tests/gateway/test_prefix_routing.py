@@ -14,7 +14,7 @@ from moiety_platform.engine_client.base import EngineState
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.routing.choose import BLOCK_TOKENS, SPARE_REQUESTS, choose, prefix_keys
 from moiety_wire.classes import STANDARD
-from moiety_wire.figures import ClassLoad, Load, SleepState
+from moiety_wire.engine_load import ClassLoad, Load, SleepState
 from moiety_wire.messages import ModelCard
 
 from .conftest import NewCard, StartGateway

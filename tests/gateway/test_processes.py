@@ -24,7 +24,7 @@ from moiety_engine.server.usage_meter import GRACE_S
 from moiety_platform.db.session import Database
 from moiety_platform.usage.models import UsageRecord
 from moiety_wire.codec import decode_to_gateway, encode
-from moiety_wire.figures import Load
+from moiety_wire.engine_load import Load
 from moiety_wire.messages import Hello
 
 READY_S = 60.0

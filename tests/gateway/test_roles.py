@@ -26,7 +26,7 @@ from moiety_platform.errors import Unavailable
 from moiety_platform.routing.choose import kv_address_of, partner_among
 from moiety_text.folder import read_text_model
 from moiety_wire.classes import STANDARD
-from moiety_wire.figures import Load, StepCosts
+from moiety_wire.engine_load import Load, StepCosts
 from moiety_wire.messages import Failed, FailureCode, ModelCard, Submit
 from moiety_wire.notes import Reason
 from moiety_wire.roles import EngineRole, transfer_token

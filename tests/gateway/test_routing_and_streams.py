@@ -17,7 +17,7 @@ from moiety_platform.inference.request_body import decode_body
 from moiety_platform.openai_api.schemas import ChatBody
 from moiety_platform.routing.choose import choose
 from moiety_wire.classes import FLEX, PRIORITY
-from moiety_wire.figures import ClassLoad, Load, SleepState
+from moiety_wire.engine_load import ClassLoad, Load, SleepState
 from moiety_wire.messages import (
     Abort,
     Accepted,

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from moiety_platform.engine_client.fake import FakeEngineClient, count_aloud
-from moiety_wire.figures import ClassLoad
+from moiety_wire.engine_load import ClassLoad
 from moiety_wire.messages import Failed, FailureCode, Submit
 
 from .conftest import NewCard, StartGateway

@@ -27,7 +27,7 @@ from moiety_platform.engine_client.transport import ZmqEngineClient
 from moiety_platform.errors import BadRequest, EngineFailed, Overloaded, Unavailable
 from moiety_wire.classes import BATCH, FLEX
 from moiety_wire.codec import decode_to_engine, encode
-from moiety_wire.figures import Load
+from moiety_wire.engine_load import Load
 from moiety_wire.messages import (
     SILENCE_LIMIT_S,
     Finished,
@@ -276,8 +276,8 @@ async def test_a_gateway_with_the_role_inference_cannot_use_sleep_mode(
         running_front(context, curve_secret_key=server_secret, gateway_keys_file=tmp_path / "gateways") as front,
         connected(front.address, CurveKeys(server_public, *own)) as client,
     ):
-        client.rest(asleep=True)
-        client.forget(["tenant"])
+        client.set_asleep(asleep=True)
+        client.forget_tenants(["tenant"])
         await until(lambda: client.state.load is not None and client.state.load.sleep_problem)
         assert client.state.load.sleep_problem == "this gateway's key does not have the role administration"
         async with client.open(submit()) as stream:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moiety_kernels.cpu.pages import LARGE_PAGE, enlarge, prefer
+from moiety_kernels.cpu.pages import LARGE_PAGE, collapse_into_large_pages, request_large_pages
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 gives_large_pages = pytest.mark.skipif(
@@ -38,7 +38,7 @@ def in_large_pages(tensor: Tensor) -> int:
 def test_tensors_moved_to_huge_pages_keep_their_addresses_and_values() -> None:
     tensors = [torch.arange(count, dtype=torch.int64) for count in (3, 1 << 17, 1 << 20, 70_001)]
     before = [(one.data_ptr(), one.clone()) for one in tensors]
-    gathering = enlarge(tensors)
+    gathering = collapse_into_large_pages(tensors)
     if gathering is not None:
         gathering.join(60)
         assert not gathering.is_alive()
@@ -48,13 +48,13 @@ def test_tensors_moved_to_huge_pages_keep_their_addresses_and_values() -> None:
 
 
 def test_less_than_a_large_page_is_left_alone() -> None:
-    assert enlarge([torch.zeros(LARGE_PAGE // 8)]) is None
+    assert collapse_into_large_pages([torch.zeros(LARGE_PAGE // 8)]) is None
 
 
 @gives_large_pages
 def test_memory_is_in_large_pages_once_it_is_gathered() -> None:
     filled = torch.ones(8 * LARGE_PAGE, dtype=torch.uint8)
-    gathering = enlarge([filled])
+    gathering = collapse_into_large_pages([filled])
     if gathering is not None:
         gathering.join(60)
     assert gathering is None or in_large_pages(filled) >= LARGE_PAGE
@@ -63,9 +63,9 @@ def test_memory_is_in_large_pages_once_it_is_gathered() -> None:
 def test_memory_that_is_to_come_in_large_pages_keeps_what_it_has() -> None:
     tensors = [torch.arange(count, dtype=torch.int64) for count in (3, 1 << 20, 1 << 22)]
     before = [one.clone() for one in tensors]
-    prefer(tensors)
+    request_large_pages(tensors)
     assert all(torch.equal(one, values) for one, values in zip(tensors, before, strict=True))
 
 
 def test_large_pages_are_not_asked_for_where_few_would_be_needed() -> None:
-    assert not prefer([torch.empty(2 * LARGE_PAGE, dtype=torch.uint8)])
+    assert not request_large_pages([torch.empty(2 * LARGE_PAGE, dtype=torch.uint8)])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moiety_engine.distribution.collectives import ALONE
+from moiety_engine.distribution.collectives import SINGLE_RANK_GROUPS
 from moiety_engine.distribution.layout import Layout, Seat, without
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.checkpoint import load
@@ -81,7 +81,7 @@ def test_products_in_few_bits_are_cut_with_their_scales_or_not_at_all(make_check
             seat = Seat(layout, rank)
             for kept, wide in zip(products(seat, INT4), products(seat, None), strict=True):
                 assert torch.equal(dequantize(kept), wide), "the very numbers and scales of the checkpoint"
-    four = replace(ALONE, seat=Seat(Layout(tp=4, ep=4)))
+    four = replace(SINGLE_RANK_GROUPS, seat=Seat(Layout(tp=4, ep=4)))
     with pytest.raises(InvalidConfig, match="--tp 4 cuts the model's 64 columns of all heads into pieces of 16"):
         load_share(folder, device="cpu", dtype="bfloat16", ranks=four)
 

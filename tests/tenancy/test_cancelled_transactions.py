@@ -17,7 +17,7 @@ from moiety_platform.db.connecting import OpenConnections
 from moiety_platform.db.session import Database, Pool
 from moiety_platform.errors import Unavailable
 
-MOST_TURNS = 120  # of the event loop, in which a transaction is over by far
+MAX_TURNS = 120  # of the event loop, in which a transaction is over by far
 WAIT_S = 30.0
 SMALL = Pool(3, 3, WAIT_S)
 
@@ -117,7 +117,7 @@ async def test_connections_come_back_whenever_a_transaction_is_cancelled(
 ) -> None:
     database = Database.open(database_url, pool=SMALL)
     try:
-        for turns in range(MOST_TURNS):
+        for turns in range(MAX_TURNS):
             await cancel_after(database, turns, write=write)
         for _ in range(10):  # many at once, of which some wait for the pool
             await asyncio.gather(*(cancel_after(database, turns, write=write) for turns in range(0, 60, 2)))

@@ -36,7 +36,7 @@ from moiety_platform.quota.models import (
 )
 from moiety_platform.responses_api.models import StoredConversation, StoredResponse
 from moiety_platform.retention.jobs import DAY_MS, retention_jobs_of
-from moiety_platform.retention.leases import take
+from moiety_platform.retention.leases import claim_job
 from moiety_platform.retention.models import RetentionJobRecord
 from moiety_platform.retention.service import LEASE_S, ObjectJob, RetentionJob, RetentionService
 from moiety_platform.settings import GatewaySettings
@@ -314,7 +314,7 @@ async def test_another_gateway_takes_over_retention_after_the_lease_of_a_killed_
 ) -> None:
     await fill(database)
     async with database.write() as session:
-        assert await take(session, "batches", "killed", round(LEASE_S * 1000), store_clock)
+        assert await claim_job(session, "batches", "killed", round(LEASE_S * 1000), store_clock)
     other = upkeep_of(database, "other", store_clock, objects)
     assert "batches" not in await other.round()
     store_clock.ahead_s += LEASE_S + 1

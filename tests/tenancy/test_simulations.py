@@ -42,7 +42,7 @@ from moiety_platform.simulations import store
 from moiety_platform.simulations.controller import SimulationController
 from moiety_platform.simulations.runner import Simulations
 from moiety_platform.usage.store import insert_rows
-from moiety_wire.figures import Load, StepCosts
+from moiety_wire.engine_load import Load, StepCosts
 from moiety_workload import simulations as known
 
 from .conftest import PEPPER, Admin, Demo

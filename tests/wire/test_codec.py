@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from moiety_wire.classes import PRIORITY, STANDARD, OverloadAction
 from moiety_wire.codec import decode_to_engine, decode_to_gateway, encode, encode_in_frames
+from moiety_wire.engine_load import ClassLoad, Load
 from moiety_wire.errors import UndecodableMessage
-from moiety_wire.figures import ClassLoad, Load
 from moiety_wire.messages import (
     Abort,
     Accepted,

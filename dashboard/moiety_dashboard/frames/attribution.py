@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from moiety_dashboard.figures import ratio
+from moiety_dashboard.formatting import ratio
 
 Rows = Sequence[Mapping[str, Any]]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from moiety_dashboard.figures import moment
+from moiety_dashboard.formatting import moment
 
 COLUMNS = ("seq", "at", "actor", "role", "action", "kind", "change", "object")
 

@@ -13,7 +13,7 @@ Model = Mapping[str, Any]
 
 ALL, MOST, LEAST = "all layers", "most balanced layer", "least balanced layer"
 OTHERS = "all others"
-FEW = 50  # tokens per expert, below which chance alone makes a load look uneven
+MIN_TOKENS_PER_EXPERT = 50  # tokens per expert, below which chance alone makes a load look uneven
 
 
 def cells(model: Model) -> pd.DataFrame:
@@ -109,7 +109,7 @@ def hottest(frame: pd.DataFrame) -> Mapping[Any, Any] | None:
 
 def is_thin(model: Model) -> bool:
     """Return whether chance alone would make an even load look uneven."""
-    return bool(model["tokens"] * model["experts_per_token"] < FEW * model["num_experts"])
+    return bool(model["tokens"] * model["experts_per_token"] < MIN_TOKENS_PER_EXPERT * model["num_experts"])
 
 
 def models_with_experts(models: Sequence[Model]) -> list[Model]:

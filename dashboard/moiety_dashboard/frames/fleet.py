@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from moiety_dashboard.figures import ratio, short_address
+from moiety_dashboard.formatting import ratio, short_address
 
 Rows = Sequence[Mapping[str, Any]]
 Seen = Mapping[str, Sequence[tuple[float, Mapping[str, Any]]]]  # by engine: time of a load report, and the load

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from moiety_dashboard.figures import dollars, moment, percent, ratio, short, time_left
+from moiety_dashboard.formatting import dollars, moment, percent, ratio, short, time_left
 
 Rows = Sequence[Mapping[str, Any]]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from moiety_dashboard.charts import SIDES
-from moiety_dashboard.figures import NOTHING, percent, short
+from moiety_dashboard.formatting import NO_VALUE, percent, short
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -92,7 +92,7 @@ def num_rejected(side: Mapping[str, Any]) -> float:
 def seconds(value: float | None) -> str:
     """Format 0.0123 as 12 ms, 75 as 75.0 s."""
     if value is None:
-        return NOTHING
+        return NO_VALUE
     return f"{value * 1000:,.0f} ms" if value < 1 else f"{value:,.1f} s"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from moiety_dashboard.figures import moment, short_address
+from moiety_dashboard.formatting import moment, short_address
 
 Spans = Sequence[Mapping[str, Any]]
 

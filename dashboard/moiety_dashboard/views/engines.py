@@ -12,7 +12,7 @@ import streamlit as st
 from moiety_dashboard import charts, colours, panels, samples, session
 from moiety_dashboard.client import AdminClient, Answer, path_of
 from moiety_dashboard.escaping import as_text
-from moiety_dashboard.figures import NOTHING, percent, ratio, short, short_address, time_left
+from moiety_dashboard.formatting import NO_VALUE, percent, ratio, short, short_address, time_left
 from moiety_dashboard.frames import fleet
 from moiety_dashboard.page import Page
 from moiety_dashboard.panels import Tile
@@ -72,7 +72,7 @@ def fleet_tiles(engines: list[dict[str, Any]], seen: samples.Samples) -> list[Ti
         Tile("Ready", f"{ready} of {len(engines)}", "engines"),
         Tile("Running", f"{now['num_running']:,.0f}", f"{now['num_paused']:,.0f} paused for a slow client"),
         Tile("Waiting", f"{now['num_waiting']:,.0f}", "requests in the engines' queues"),
-        Tile("Output", f"{short(sum(known)) if known else NOTHING} tok/s", "since the last refresh"),
+        Tile("Output", f"{short(sum(known)) if known else NO_VALUE} tok/s", "since the last refresh"),
         Tile("KV cache usage", percent(used), f"of {short(now['kv_blocks_total'])} blocks"),
         Tile("Prefix cache hit rate", percent(hits), "of prompt tokens, since start"),
     ]

@@ -12,7 +12,7 @@ import streamlit as st
 from moiety_dashboard import charts, colours, panels, session
 from moiety_dashboard.client import AdminClient, Answer
 from moiety_dashboard.escaping import as_text
-from moiety_dashboard.figures import NOTHING, percent, short
+from moiety_dashboard.formatting import NO_VALUE, percent, short
 from moiety_dashboard.frames import experts as frames
 from moiety_dashboard.page import Page
 from moiety_dashboard.panels import Tile
@@ -151,7 +151,7 @@ def tiles(model: Mapping[str, Any], cells: pd.DataFrame) -> list[Tile]:
              "Over all layers and engines. At 100 % all experts of a layer have equal load; a step waits for the "
              "busiest."),
         Tile("Tokens", short(model["tokens"]), f"× {model['experts_per_token']} experts per layer"),
-        Tile("Busiest expert", NOTHING if hot is None else f"{hot['times_mean']:.1f}× mean",
+        Tile("Busiest expert", NO_VALUE if hot is None else f"{hot['times_mean']:.1f}× mean",
              "" if hot is None else f"expert {hot['expert']:.0f} of layer {hot['layer']:.0f}"),
         Tile("Unused experts", f"{unused:,}", f"of {len(cells):,} in all layers"),
     ]  # fmt: skip

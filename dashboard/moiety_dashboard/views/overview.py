@@ -12,7 +12,7 @@ import streamlit as st
 from moiety_dashboard import charts, colours, panels, samples, session
 from moiety_dashboard.client import AdminClient, Answer
 from moiety_dashboard.escaping import as_text
-from moiety_dashboard.figures import percent, ratio, short
+from moiety_dashboard.formatting import percent, ratio, short
 from moiety_dashboard.frames import fleet, series
 from moiety_dashboard.page import Page
 from moiety_dashboard.panels import Tile

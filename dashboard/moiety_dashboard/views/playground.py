@@ -15,7 +15,7 @@ import streamlit as st
 from moiety_dashboard import panels
 from moiety_dashboard.client import AdminClient, ApiRefused, path_of, read_error, read_message
 from moiety_dashboard.escaping import as_text, show_unseen
-from moiety_dashboard.figures import milliseconds, short
+from moiety_dashboard.formatting import milliseconds, short
 from moiety_dashboard.page import Page
 from moiety_dashboard.panels import Tile
 from moiety_dashboard.views.tenants.keys import PLAYGROUND_KEY

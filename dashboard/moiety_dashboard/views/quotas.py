@@ -12,7 +12,7 @@ import streamlit as st
 from moiety_dashboard import panels, session
 from moiety_dashboard.client import AdminClient
 from moiety_dashboard.escaping import as_text
-from moiety_dashboard.figures import short
+from moiety_dashboard.formatting import short
 from moiety_dashboard.frames import limits
 from moiety_dashboard.page import Page
 from moiety_dashboard.panels import Tile

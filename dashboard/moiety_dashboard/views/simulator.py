@@ -12,7 +12,7 @@ import streamlit as st
 from moiety_dashboard import charts, colours, panels, session
 from moiety_dashboard.client import AdminClient, Answer, path_of
 from moiety_dashboard.escaping import as_text
-from moiety_dashboard.figures import percent, short
+from moiety_dashboard.formatting import percent, short
 from moiety_dashboard.frames import fleet, series, simulations
 from moiety_dashboard.page import Page
 from moiety_dashboard.panels import Tile

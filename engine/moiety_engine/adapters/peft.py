@@ -60,11 +60,17 @@ _PLACES: dict[str, tuple[Product, int | slice]] = {  # product of a module's row
     "up": (Product.GATE_UP, 1),
     "down": (Product.DOWN, 0),
 }
-_TAKEN = (
+_SUPPORTED = (
     "q_proj, k_proj, v_proj, o_proj and the output gate of attention, "
     "gate_proj, up_proj, down_proj of feed-forwards and experts"
 )
-_HARMLESS_STARTS = (True, False, "gaussian", "orthogonal", "eva")  # others also change the base model's weights
+_SUPPORTED_INITIALIZATIONS = (
+    True,
+    False,
+    "gaussian",
+    "orthogonal",
+    "eva",
+)  # others also change the base model's weights
 
 
 class _Config(msgspec.Struct):
@@ -143,7 +149,7 @@ def _read_config(folder: Path, max_rank: int) -> _Config:
             config.target_parameters
         ),
         f"init_lora_weights={config.init_lora_weights!r} changes the base model too: convert it to a plain LoRA when "
-        "saving (path_initial_model_for_weight_conversion)": config.init_lora_weights not in _HARMLESS_STARTS,
+        "saving (path_initial_model_for_weight_conversion)": config.init_lora_weights not in _SUPPORTED_INITIALIZATIONS,
         f"the rank r must be at least 1, not {config.r}": config.r < 1,
         (
             f"the rank {config.r} is above this engine's --max-adapter-rank {max_rank}: train with a lower "
@@ -174,7 +180,7 @@ def _halves(found: dict[str, Tensor], spec: ModelSpec) -> dict[tuple[_Module, st
             halves[(int(match[1]), module), match[3]] = tensor
     if unknown:
         raise AdapterError(
-            f"the adapter has tensors of unsupported modules: {_shown(unknown)}; supported modules are {_TAKEN}"
+            f"the adapter has tensors of unsupported modules: {_shown(unknown)}; supported modules are {_SUPPORTED}"
         )
     if odd:
         raise AdapterError(f"these tensors are not matrices of finite numbers: {_shown(odd)}")

@@ -27,7 +27,7 @@ from moiety_wire.engine_choices import PolicyName
 
 @dataclass(slots=True, kw_only=True)
 class BenchOptions(ModelOptions):
-    """Options of `moiety bench engine`: those of a model, and what is measured."""
+    """Options of `moiety bench engine`: the model options, and the measured load."""
 
     num_prompts: int = option(32, "Number of requests.", min=1)
     input_tokens: int | None = option(

@@ -157,7 +157,7 @@ class BlockPool:
             self._hash_of[block] = block_hash
             self._block_of[block_hash] = block
 
-    def let_go(self, block_hash: bytes) -> None:
+    def end_retention(self, block_hash: bytes) -> None:
         """End the retention of this hash; if eviction skipped its block, that block is evicted next."""
         block = self._block_of.get(block_hash)
         if block is not None and block in self._skipped:

@@ -38,12 +38,12 @@ class PrefixRetention(Generic[Key]):
         self,
         size: int,
         *,
-        let_go: Callable[[Key], None] = lambda _key: None,
+        end_retention: Callable[[Key], None] = lambda _key: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create the retention. `let_go` is called with each key whose retention ends."""
+        """Create the retention. `end_retention` is called with each key whose retention ends."""
         self.most = int(size * _PART)
-        self._let_go: Callable[[Key], None] = let_go
+        self._let_go: Callable[[Key], None] = end_retention
         self._clock = clock
         self._accounts: dict[bytes | str, _TenantRetention[Key]] = {}
         self._owner_of: dict[Key, bytes | str] = {}

@@ -21,7 +21,7 @@ from moiety_engine.messages import (
     CoreSubmit,
     ToCore,
 )
-from moiety_wire.experts import AskExperts, ExpertLoad
+from moiety_wire.experts import ExpertLoad, ExpertLoadQuery
 
 
 def serve_encoder(link: ServerLink, loop: EncoderLoop) -> None:
@@ -56,7 +56,7 @@ def _obey(link: ServerLink, loop: EncoderLoop, command: ToCore) -> None:
         case CoreSleep():
             problem = "sleep mode is not available for encoder models" if command.asleep else ""
             link.send(CoreSlept(asleep=False, problem=problem))
-        case AskExperts():
-            link.send(ExpertLoad(command.ask_id, 0, 0))
+        case ExpertLoadQuery():
+            link.send(ExpertLoad(command.query_id, 0, 0))
         case CoreExtend() | CoreImages() | CoreAdapter() | CoreForget() | CoreShutdown():
             pass  # an encoder has no credit, no images, no adapters and no cache

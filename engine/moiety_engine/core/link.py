@@ -9,7 +9,7 @@ from types import TracebackType
 import msgspec
 import zmq
 
-from moiety_engine.messages import CoreHello, CoreLoad, CoreState, CoreStep, ToCore, ToFront
+from moiety_engine.messages import CoreHello, CoreLoad, CoreState, CoreStep, ToCore, ToServer
 
 LINGER_MS = 1000
 IDLE_WAIT_MS = 250  # longest wait of an idle core before it sends a heartbeat
@@ -33,7 +33,7 @@ class ServerLink:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
         self._socket.close()
 
-    def send(self, message: ToFront) -> None:
+    def send(self, message: ToServer) -> None:
         self._socket.send(self._encoder.encode(message))
         self._sent_at_s = time.monotonic()
 

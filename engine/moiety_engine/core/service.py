@@ -35,9 +35,9 @@ from moiety_engine.messages import (
 from moiety_engine.model.families import ignored_keys
 from moiety_engine.startup import load_loop
 from moiety_wire.engine_choices import Batching
-from moiety_wire.experts import AskExperts
+from moiety_wire.experts import ExpertLoadQuery
 
-COMPANY_WAIT_MS = 2  # wait while requests wait for a batch (dynamic batching) or for others' work, such as grammars
+BATCHING_WAIT_MS = 2  # wait while requests wait for a batch (dynamic batching) or for others' work, such as grammars
 PROGRESS_INTERVAL_S = 0.2
 
 
@@ -76,13 +76,13 @@ def _serve(link: ServerLink, loop: EngineLoop, config: EngineConfig) -> None:
             if isinstance(command, CoreShutdown):
                 return
             if isinstance(command, CoreSleep):
-                link.send(_rest(loop, link, asleep=command.asleep))
+                link.send(_change_sleep(loop, link, asleep=command.asleep))
                 continue
-            if isinstance(command, AskExperts):
+            if isinstance(command, ExpertLoadQuery):
                 link.send(loop.expert_load(command))
                 continue
-            obey(loop, command)
-        stepped = loop.tend() if loop.asleep else loop.step()
+            execute_command(loop, command)
+        stepped = loop.run_maintenance() if loop.asleep else loop.step()
         outputs = loop.take_outputs()
         if outputs is not None:
             link.send(outputs)
@@ -93,7 +93,7 @@ def _serve(link: ServerLink, loop: EngineLoop, config: EngineConfig) -> None:
             link.send(balance)
         waits_for_company = config.batching is Batching.DYNAMIC and loop.scheduler.num_waiting
         waits_soon = waits_for_company or loop.waits_for_others
-        wait_ms = 0 if stepped else COMPANY_WAIT_MS if waits_soon else IDLE_WAIT_MS
+        wait_ms = 0 if stepped else BATCHING_WAIT_MS if waits_soon else IDLE_WAIT_MS
 
 
 def hello_of(loop: EngineLoop) -> CoreHello:
@@ -118,7 +118,7 @@ def hello_of(loop: EngineLoop) -> CoreHello:
     )
 
 
-def obey(loop: EngineLoop, command: ToCore) -> None:
+def execute_command(loop: EngineLoop, command: ToCore) -> None:
     """Execute a command about requests, adapters or tenants. The caller handles sleep and shutdown."""
     match command:
         case CoreSubmit():
@@ -135,7 +135,7 @@ def obey(loop: EngineLoop, command: ToCore) -> None:
             loop.forget_tenants(command.tenant_ids)
 
 
-def _rest(loop: EngineLoop, link: ServerLink, *, asleep: bool) -> CoreSlept:
+def _change_sleep(loop: EngineLoop, link: ServerLink, *, asleep: bool) -> CoreSlept:
     """Fall asleep or wake up, log the duration, and return the new state."""
     log = structlog.get_logger()
     begin_s = time.monotonic()

@@ -21,7 +21,7 @@ DIGEST_BYTES = 16
 _LENGTH_BYTES = 4
 _KEPT = struct.Struct("<dd")
 KEPT_BYTES = _KEPT.size + DIGEST_BYTES
-_MOST_HEADER_BYTES = 1 << 20
+_MAX_HEADER_BYTES = 1 << 20
 
 Buffer = memoryview
 
@@ -104,7 +104,7 @@ def read_head(file: BinaryIO) -> tuple[RecordHeader, int]:
     begin = len(MAGIC) + _LENGTH_BYTES
     head = file.read(begin)
     length = int.from_bytes(head[len(MAGIC) :], "little")
-    if len(head) < begin or head[: len(MAGIC)] != MAGIC or length > _MOST_HEADER_BYTES:
+    if len(head) < begin or head[: len(MAGIC)] != MAGIC or length > _MAX_HEADER_BYTES:
         raise BadFile("it is not a file of this cache")
     rest = file.read(length + DIGEST_BYTES)
     if blake2b(head + rest[:length], digest_size=DIGEST_BYTES).digest() != rest[length:]:

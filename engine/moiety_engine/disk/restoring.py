@@ -25,7 +25,7 @@ PATIENCE_S = 0.25  # beyond the predicted compute time
 FIRST_PATIENCE_S = 5.0  # used until the compute time is known
 PORTION_BYTES = 8 << 20  # bytes per read
 _FORGET = 0.8  # decay of the read statistics, per request
-_HOPE = 0.98  # decay of the read time, per request that did not wait: a slow disk is tried again
+_READ_TIME_DECAY = 0.98  # decay of the read time, per request that did not wait: a slow disk is tried again
 _GUESS_BYTES, _GUESS_S = 64 << 20, 0.1
 
 
@@ -42,8 +42,8 @@ class ReadingRate:
         self._bytes = self._bytes * _FORGET + num_bytes
         self._seconds = self._seconds * _FORGET + seconds
 
-    def hope(self) -> None:
-        self._seconds *= _HOPE
+    def decay(self) -> None:
+        self._seconds *= _READ_TIME_DECAY
 
 
 @dataclass(slots=True)
@@ -109,7 +109,7 @@ class Restorer:
         num_ahead = sum(len(pending.wanted) for pending in self._pending.values()) + len(self._read_by)
         if self.rate.predict_s((len(wanted) + num_ahead) * block_bytes) >= compute_s:
             self.passed_over_total += 1
-            self.rate.hope()
+            self.rate.decay()
             return False
         now_s = self._clock()
         until_s = now_s + compute_s + (PATIENCE_S if is_known else FIRST_PATIENCE_S)
@@ -141,7 +141,7 @@ class Restorer:
     def take_read(self) -> Iterator[_Portion]:
         """Yield the portions read since the last call that are valid.
 
-        The caller copies them to the device and then calls `brought`.
+        The caller copies them to the device and then calls `record_restored`.
         """
         for future in [future for future in self._portions if future.done()]:
             portion = self._portions.pop(future)
@@ -161,7 +161,7 @@ class Restorer:
                 self._index.drop(portion.stored)
                 self.lost_files_total += 1
 
-    def brought(self, num_blocks: int, num_bytes: int) -> None:
+    def record_restored(self, num_blocks: int, num_bytes: int) -> None:
         self.restored_blocks_total += num_blocks
         self.restored_bytes_total += num_bytes
 

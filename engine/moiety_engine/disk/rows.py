@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from moiety_engine.runner.kv_swap import CopyMark
 
 _STAGING_BYTES = 8 << 20
-_FEWEST = 8
+_MIN_ROWS = 8
 
 
 class Rows:
@@ -21,7 +21,7 @@ class Rows:
 
     def __init__(self, kv: KvCache, num_bytes: int) -> None:
         block_bytes = HostKv.bytes_of_a_block(kv)
-        self.count = max(_FEWEST, num_bytes // block_bytes)
+        self.count = max(_MIN_ROWS, num_bytes // block_bytes)
         self.host = HostKv(kv, self.count, staging_bytes=_STAGING_BYTES)
         self._free = list(range(self.count))
         self._settling: deque[tuple[CopyMark, list[int]]] = deque()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from moiety_engine.scheduling.kv.kv_ledger import KvLedger
 
 PAUSE_S = 60.0  # without writes after the disk was full or failed
-MOST_IN_A_FILE = 512  # blocks
+MAX_IN_A_FILE = 512  # blocks
 FILE_BYTES = 8 << 20
 TURN_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}  # bytes copied out before one step
 TOUCH_INTERVAL_S = 60.0  # precision of the last-use times of files
@@ -116,7 +116,7 @@ class Saver:
     def save(self, ledger: KvLedger, rows: Rows, most_bytes: int) -> None:
         """Copy out offered blocks, as far as rows and bytes allow, and start their writes."""
         left = most_bytes // rows.host.block_bytes or 1
-        in_a_file = max(1, min(MOST_IN_A_FILE, FILE_BYTES // rows.host.block_bytes))
+        in_a_file = max(1, min(MAX_IN_A_FILE, FILE_BYTES // rows.host.block_bytes))
         while self._offers and left > 0 and (count := min(rows.num_free, left, in_a_file)):
             offer = self._offers[0]
             part, offer.hashes = offer.hashes[:count], offer.hashes[count:]

@@ -126,7 +126,7 @@ class DiskTier:
         """
         if self._out is None or self._in is None:
             return
-        self.tend()
+        self.run_maintenance()
         if not self.restorer.is_quiet:
             for portion in self.restorer.take_read():
                 self._bring(portion.hashes, portion.rows, portion.taken, copy)
@@ -142,7 +142,7 @@ class DiskTier:
         """Prevent blocks with these hashes from being restored or written."""
         self.saver.invalidate(hashes)
 
-    def tend(self) -> None:
+    def run_maintenance(self) -> None:
         """Do the work that continues during sleep: add found files, finish writes, delete expired files."""
         self._take_found()
         self._expire()
@@ -200,7 +200,7 @@ class DiskTier:
         pairs = [(row, adopted[one]) for one, row in zip(hashes, taken, strict=True) if one in adopted]
         rows.copy_in(pairs, taken)
         self._ledger.adopted(adopted)
-        self.restorer.brought(len(pairs), len(pairs) * self.folder.block_bytes)
+        self.restorer.record_restored(len(pairs), len(pairs) * self.folder.block_bytes)
 
     def _scan(self) -> None:
         begin_s, num_files = time.monotonic(), 0

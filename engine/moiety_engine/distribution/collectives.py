@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from moiety_engine.distribution.layout import ONLY_SEAT, Seat
+from moiety_engine.distribution.layout import SINGLE_RANK, Seat
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-Came_co = TypeVar("Came_co", covariant=True)
+Received_co = TypeVar("Received_co", covariant=True)
 
 
-class PendingReceive(Protocol[Came_co]):
+class PendingReceive(Protocol[Received_co]):
     """Data that other ranks have yet to send."""
 
-    def wait(self) -> Came_co: ...
+    def wait(self) -> Received_co: ...
 
 
 class RankCollectives:
@@ -215,7 +215,7 @@ class Waited:
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def on(self, coming: PendingReceive[Came_co]) -> Came_co:
+    def on(self, coming: PendingReceive[Received_co]) -> Received_co:
         """Wait for a receive, count the time, and return what was received."""
         begin_s = time.perf_counter()
         try:
@@ -251,7 +251,7 @@ def hand_over(sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int,
 class Ranks:
     """A rank's seat on the mesh, and the groups that it computes with."""
 
-    seat: Seat = ONLY_SEAT
+    seat: Seat = SINGLE_RANK
     tensor: RankCollectives = field(
         default_factory=RankCollectives
     )  # ranks that share attention and dense feed-forwards
@@ -265,4 +265,4 @@ class Ranks:
     waited: Waited = field(default_factory=Waited)  # for the ranks at the other end of `crossings`
 
 
-ALONE = Ranks()
+SINGLE_RANK_GROUPS = Ranks()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from moiety_engine.distribution.rank_heartbeat import Line, RankFailed, RankHello
+from moiety_engine.distribution.rank_heartbeat import RankConnection, RankFailed, RankHello
 from moiety_engine.errors import RanksError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _HELLO_S = 5.0  # longest wait for a hello, and for sending the reply
 class _Caller:
     """A connection. Its rank is unknown until its hello arrives."""
 
-    line: Line
+    line: RankConnection
     until_s: float
     hello: RankHello | None = None
     held_back: bool = False
@@ -96,7 +96,7 @@ class ConnectingRanks:
     def dismiss_all(self, reason: str) -> None:
         self.dismiss({caller.hello.rank: reason for caller in self._callers if caller.hello})
 
-    def take(self) -> dict[int, Line]:
+    def take(self) -> dict[int, RankConnection]:
         """Return the connections of the admitted ranks; the caller owns them from now on."""
         taken = {caller.hello.rank: caller.line for caller in self._callers if caller.hello and not caller.held_back}
         self._callers = [caller for caller in self._callers if caller.line not in taken.values()]
@@ -109,7 +109,7 @@ class ConnectingRanks:
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # the peer has disconnected
-            line = Line(self._listener.accept()[0])
+            line = RankConnection(self._listener.accept()[0])
             line.socket.settimeout(_HELLO_S)
             self._callers.append(_Caller(line, time.monotonic() + _HELLO_S))
             self._selector.register(line.socket, selectors.EVENT_READ)

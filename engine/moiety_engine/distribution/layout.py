@@ -174,7 +174,7 @@ class Seat:
         return first + part * self.expert_cuts + self.cut_rank
 
 
-ONLY_SEAT = Seat()
+SINGLE_RANK = Seat()
 
 
 def layout_of(config: EngineConfig) -> Layout:

@@ -18,7 +18,7 @@ from moiety_engine.errors import InvalidConfig
 
 _ROUNDED_S = 0.001
 _HEAD = "lost ranks of "
-_MOST_BYTES = 1 << 20  # read limit; a valid file has years of losses in that size
+_MAX_BYTES = 1 << 20  # read limit; a valid file has years of losses in that size
 
 
 class RankFailureLog:
@@ -35,7 +35,7 @@ class RankFailureLog:
             with file.open("a+") as lines:
                 self._begin(lines)
                 lines.seek(0)
-                first, *self._lines = lines.read(_MOST_BYTES).splitlines() or [""]
+                first, *self._lines = lines.read(_MAX_BYTES).splitlines() or [""]
         except (OSError, UnicodeDecodeError) as exc:
             reason = exc.strerror if isinstance(exc, OSError) else "it is not a text file"
             raise InvalidConfig(f"--rank-failure-log {file} cannot be used: {reason}; choose another file") from exc

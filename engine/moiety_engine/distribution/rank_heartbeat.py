@@ -34,7 +34,7 @@ SILENCE_S = 4.0
 _TOGETHER_S = 0.1  # time within which the other lost ranks of the same host are detected
 _LENGTH = struct.Struct("!I")
 _RECEIVE_BYTES = 1 << 16
-_MOST_BYTES = 1 << 20  # of a message; a longer one is invalid
+_MAX_BYTES = 1 << 20  # of a message; a longer one is invalid
 
 
 class RankHello(msgspec.Struct, frozen=True, tag=True):
@@ -76,14 +76,14 @@ class RankFailed(msgspec.Struct, frozen=True, tag=True):
     own: bool = False
 
 
-class Bye(msgspec.Struct, frozen=True, tag=True):
+class RankGroupEnd(msgspec.Struct, frozen=True, tag=True):
     """The group ends normally."""
 
 
-Word = RankHello | Welcome | Beat | Loaded | RankFailed | Bye
+RankMessage = RankHello | Welcome | Beat | Loaded | RankFailed | RankGroupEnd
 
 
-class Line:
+class RankConnection:
     """Message connection over one socket. One thread sends at a time."""
 
     def __init__(self, end: socket.socket) -> None:
@@ -91,15 +91,15 @@ class Line:
         self.socket = end
         self._bytes = bytearray()
         self._sending = threading.Lock()
-        self._decoder: msgspec.msgpack.Decoder[Word] = msgspec.msgpack.Decoder(Word)
+        self._decoder: msgspec.msgpack.Decoder[RankMessage] = msgspec.msgpack.Decoder(RankMessage)
 
-    def send(self, word: Word) -> None:
+    def send(self, word: RankMessage) -> None:
         """Send a message. Raises OSError if the connection is closed."""
         data = msgspec.msgpack.encode(word)
         with self._sending:
             self.socket.sendall(_LENGTH.pack(len(data)) + data)
 
-    def receive(self) -> list[Word]:
+    def receive(self) -> list[RankMessage]:
         """Return the messages received so far; wait for data as long as the socket's timeout.
 
         Raises OSError; EOFError at the end; msgspec.DecodeError for an invalid message.
@@ -111,7 +111,7 @@ class Line:
         words = []
         while len(self._bytes) >= _LENGTH.size:
             end = _LENGTH.size + _LENGTH.unpack_from(self._bytes)[0]
-            if end > _MOST_BYTES:
+            if end > _MAX_BYTES:
                 raise msgspec.DecodeError("the message is too long")
             if len(self._bytes) < end:
                 break
@@ -145,7 +145,9 @@ class RankHeartbeat:
     `wait_loaded`. Afterwards a loss ends the process, which may be in the middle of a collective with the lost ranks.
     """
 
-    def __init__(self, rank: int, lines: Mapping[int, Line], note: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self, rank: int, lines: Mapping[int, RankConnection], note: Callable[[int], None] | None = None
+    ) -> None:
         """Start the heartbeat. `note` is called with each lost rank, including those lost together with it."""
         self.rank = rank
         self._lines = dict(lines)
@@ -164,7 +166,7 @@ class RankHeartbeat:
         if self._reason is not None:
             raise RanksError(self._reason)
 
-    def send(self, word: Word) -> None:
+    def send(self, word: RankMessage) -> None:
         """Send a message to all connected ranks."""
         for line in self._lines.values():
             with contextlib.suppress(OSError):
@@ -203,9 +205,9 @@ class RankHeartbeat:
 
     def close(self) -> None:
         """End the group normally."""
-        self._hang_up(Bye())
+        self._hang_up(RankGroupEnd())
 
-    def _hang_up(self, word: Word) -> None:
+    def _hang_up(self, word: RankMessage) -> None:
         self._over = True
         self.send(word)  # also if another rank sent Bye first: the other ranks have not received it
         self._thread.join()
@@ -238,7 +240,7 @@ class RankHeartbeat:
 
     def _hear(self, rank: int) -> None:
         try:
-            words: Iterable[Word] = self._lines[rank].receive()
+            words: Iterable[RankMessage] = self._lines[rank].receive()
         except (OSError, EOFError, msgspec.DecodeError):
             self._lose(f"rank {rank} is lost: its process ended, or the connection to its host is closed", [rank])
             return
@@ -251,7 +253,7 @@ class RankHeartbeat:
                     self._changed.notify_all()
             elif isinstance(word, RankFailed):
                 self._lose(word.reason if rank == 0 else f"rank {rank}: {word.reason}", [rank] if word.own else [])
-            elif isinstance(word, Bye):
+            elif isinstance(word, RankGroupEnd):
                 self._over = True
 
     def _lose(self, reason: str, ranks: list[int]) -> None:
@@ -286,7 +288,7 @@ class RankHeartbeat:
                     except (OSError, EOFError, msgspec.DecodeError):
                         found.append(key.data)
                     else:
-                        if not any(isinstance(word, RankFailed | Bye) for word in words):
+                        if not any(isinstance(word, RankFailed | RankGroupEnd) for word in words):
                             continue
                     selector.unregister(key.fileobj)
         return found

@@ -20,7 +20,7 @@ from torch.distributed import DistError
 
 from moiety_engine.distribution.connecting_ranks import ConnectingRanks
 from moiety_engine.distribution.layout import leaving
-from moiety_engine.distribution.rank_heartbeat import Line, RankFailed, RankHeartbeat, RankHello, Welcome
+from moiety_engine.distribution.rank_heartbeat import RankConnection, RankFailed, RankHeartbeat, RankHello, Welcome
 from moiety_engine.errors import InvalidConfig, RanksError
 
 if TYPE_CHECKING:
@@ -138,14 +138,14 @@ def _bound(host: str, port: int) -> socket.socket:
 
 def _arrive(
     rendezvous: Rendezvous, store: Store, settings: dict[str, str], checkpoint: str, timeout_s: float
-) -> tuple[Line, tuple[int, ...]]:
+) -> tuple[RankConnection, tuple[int, ...]]:
     """Connect to rank 0 and return the connection with the excluded ranks."""
-    line: Line | None = None
+    line: RankConnection | None = None
     unreached = f"rank 0 at {rendezvous.host} was not reached by rank {rendezvous.rank} within {timeout_s:g} s"
     try:
         store.set_timeout(timedelta(seconds=timeout_s))
         host, port, secret = msgspec.json.decode(store.get(_ADDRESS), type=tuple[str, int, str])
-        line = Line(socket.create_connection((host, port), timeout=timeout_s))
+        line = RankConnection(socket.create_connection((host, port), timeout=timeout_s))
         line.send(RankHello(rendezvous.rank, secret, settings, checkpoint))
         line.socket.settimeout(timeout_s + _VERDICT_GRACE_S)  # rank 0 waits as long, and then names the missing ranks
         while not (words := line.receive()):

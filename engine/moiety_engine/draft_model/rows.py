@@ -17,7 +17,7 @@ from moiety_engine.runner.block_tables import BlockTables
 from moiety_engine.runner.inputs import HostBatch
 from moiety_engine.sequence import PENDING, Sequence
 
-_APART = 4  # chunks of up to so many tokens are split into decodes, so that most passes contain only decodes
+_MAX_SPLIT_TOKENS = 4  # chunks of up to so many tokens are split into decodes, so that most passes contain only decodes
 
 
 class DraftChunk(NamedTuple):
@@ -116,7 +116,7 @@ class DraftRows:
     def _parts(self) -> Iterable[_DraftPart]:
         for piece in self.pieces:
             count = piece.end - piece.first
-            if count > _APART:
+            if count > _MAX_SPLIT_TOKENS:
                 yield _DraftPart(piece, piece.first, count)
             else:
                 for position in range(piece.first, piece.end):

@@ -21,7 +21,7 @@ from moiety_engine.messages import (
     CoreStep,
     CoreSubmit,
 )
-from moiety_wire.figures import ClassLoad
+from moiety_wire.engine_load import ClassLoad
 from moiety_wire.messages import FailureCode, FinishReason
 from moiety_wire.notes import EventKind, Reason
 

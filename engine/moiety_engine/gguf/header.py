@@ -22,14 +22,14 @@ from moiety_engine.gguf.block_types import TYPES, BlockType
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-MOST_HEADER_BYTES = 256 << 20
-_MOST_ENTRIES, _MOST_TENSORS, _MOST_VALUES = 10_000, 200_000, 4 << 20
-_MOST_KEY_BYTES, _MOST_DIMENSIONS, _MOST_EXPERTS = 65_535, 4, 65_536
+MAX_HEADER_BYTES = 256 << 20
+_MAX_ENTRIES, _MAX_TENSORS, _MAX_VALUES = 10_000, 200_000, 4 << 20
+_MAX_KEY_BYTES, _MAX_DIMENSIONS, _MAX_EXPERTS = 65_535, 4, 65_536
 _ALIGNMENT = 32
 _STRING, _ARRAY = 8, 9
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-_MOST_SPLITS = 1000
+_MAX_SPLITS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def split_paths(path: Path) -> list[Path]:
     if match is None:
         return [path]
     count = int(match["count"])
-    if int(match["number"]) != 1 or not 0 < count <= _MOST_SPLITS:
+    if int(match["number"]) != 1 or not 0 < count <= _MAX_SPLITS:
         raise CheckpointError(f"{path} is not the first file of its model: give …-00001-of-{match['count']}.gguf")
     paths = [path.with_name(f"{match['stem']}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1)]
     missing = next((one for one in paths if not one.is_file()), None)
@@ -123,7 +123,7 @@ class _Parser:
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path, self._data, self._at = path, data, 0
-        self._end = min(len(data), MOST_HEADER_BYTES)
+        self._end = min(len(data), MAX_HEADER_BYTES)
 
     def header(self) -> GgufHeader:
         if self._take(4) != MAGIC:
@@ -132,11 +132,11 @@ class _Parser:
         if version not in VERSIONS:
             raise _Damaged(f"its version is {version}, but {' and '.join(map(str, VERSIONS))} are read")
         num_tensors, num_entries = self._numbers("Q", 2)
-        if num_tensors > _MOST_TENSORS or num_entries > _MOST_ENTRIES:
+        if num_tensors > _MAX_TENSORS or num_entries > _MAX_ENTRIES:
             raise _Damaged(f"it has {num_tensors} tensors and {num_entries} metadata entries")
         metadata = {}
         for _ in range(num_entries):
-            key = self._string(_MOST_KEY_BYTES)
+            key = self._string(_MAX_KEY_BYTES)
             metadata[key] = self._value(*self._numbers("I", 1))
         entries = [self._entry() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", _ALIGNMENT)
@@ -152,9 +152,9 @@ class _Parser:
         return GgufHeader((self._path,), metadata, tensors)
 
     def _entry(self) -> tuple[str, BlockType, tuple[int, ...], int]:
-        name = self._string(_MOST_KEY_BYTES)
+        name = self._string(_MAX_KEY_BYTES)
         (num_dimensions,) = self._numbers("I", 1)
-        if not 0 < num_dimensions <= _MOST_DIMENSIONS:
+        if not 0 < num_dimensions <= _MAX_DIMENSIONS:
             raise _Damaged(f"the tensor {name!r} has {num_dimensions} dimensions")
         shape = tuple(reversed(self._numbers("Q", num_dimensions)))
         (number,) = self._numbers("I", 1)
@@ -166,7 +166,7 @@ class _Parser:
                 "use a file of one of those, such as Q4_K_M, or convert it with llama-quantize"
             )
         kind = TYPES[number]
-        too_many = (len(shape) > 2 or "_exps." in name) and (len(shape) < 2 or shape[0] > _MOST_EXPERTS)
+        too_many = (len(shape) > 2 or "_exps." in name) and (len(shape) < 2 or shape[0] > _MAX_EXPERTS)
         if shape[-1] % kind.numbers or any(side == 0 for side in shape) or too_many:
             raise _Damaged(f"the tensor {name!r} of type {kind.name} has the shape {shape}")
         return name, kind, shape, offset
@@ -180,7 +180,7 @@ class _Parser:
             raise _Damaged(f"a value has the type {kind}")
         (of,) = self._numbers("I", 1)
         (count,) = self._numbers("Q", 1)
-        if count > min(_MOST_VALUES, self._end - self._at):
+        if count > min(_MAX_VALUES, self._end - self._at):
             raise _Damaged(f"an array has {count} values")
         if of in _NUMBERS:
             return list(self._numbers(_NUMBERS[of], count))

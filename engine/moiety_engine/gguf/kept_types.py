@@ -1,4 +1,4 @@
-"""Which of a GGUF file's tensors keep their few bits. Handles no tensors.
+"""Choice of the tensors of a GGUF file that keep their few bits. Handles no tensors.
 
 The kernels read one format for all products of a model: the one in which most of the file's weights can be kept.
 """

@@ -73,11 +73,11 @@ class ImageDecodeQueue:
         options: ImageOptions,
         on_done: Callable[[int, tuple[PromptImage, ...] | ImageFailure], None],
     ) -> ImageDecodeQueue:
-        """Return a queue with a decoder of its own."""
+        """Return a queue with its own decoder."""
         return cls(ImageDecoder(rules, options), options, on_done)
 
-    def figures(self) -> dict[str, float]:
-        """Return fields of `Figures`. Callable from any thread."""
+    def metrics(self) -> dict[str, float]:
+        """Return fields of `LoadMetrics`. Callable from any thread."""
         return {
             "images_waiting_bytes": sum(self._held.get(key, ("", 0))[1] for key in list(self._wanted)),
             "decoded_image_bytes": self._cache.num_bytes,

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Lane(NamedTuple):
-    """What a tenant's requests of one class rank have in common; they are served in order of arrival."""
+    """Queue key of a tenant's requests of one class rank, which are served in order of arrival."""
 
     is_new: bool  # False: another engine began the requests
     rank: int

@@ -41,7 +41,7 @@ log = structlog.get_logger()
 GRACE_S = 2.0  # beyond a process's own limit, until it is killed from here
 DIGEST_BYTES = 32
 MAX_REFUSAL_CHARS = 500
-TAKEN_OVER = "an image makes the decoder return something else than an image; send it in another format"
+DECODER_COMPROMISED = "an image makes the decoder return something else than an image; send it in another format"
 WORKER = ("-m", "moiety_engine.image_decoding.worker")
 MAX_ATTEMPTS = 2  # of an image whose process was killed from outside
 
@@ -137,7 +137,7 @@ class ImageDecoder:
                 is_slow = False
             except msgspec.MsgspecError:  # a file may take over its process, which then says what it likes
                 child.kill()
-                return ImageFailure(FailureCode.IMAGE_REFUSED, TAKEN_OVER)
+                return ImageFailure(FailureCode.IMAGE_REFUSED, DECODER_COMPROMISED)
         log.warning("image_process_ended", end="unknown" if end is None else name_of(end), is_slow=is_slow)
         if end is None:
             template.restart(template_pid)
@@ -159,7 +159,7 @@ class ImageDecoder:
             return ImageFailure(FailureCode.IMAGE_REFUSED, report.refusal[:MAX_REFUSAL_CHARS])
         is_right_size = (report.width, report.height) in (order.resized, order.resized[::-1])
         if not is_right_size or len(report.pixels) != 3 * report.width * report.height:
-            return ImageFailure(FailureCode.IMAGE_REFUSED, TAKEN_OVER)
+            return ImageFailure(FailureCode.IMAGE_REFUSED, DECODER_COMPROMISED)
         head = f"{report.width}x{report.height}:".encode()
         side = self._rules.patch_size * self._rules.merge_size
         return PromptImage(

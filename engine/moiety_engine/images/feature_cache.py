@@ -45,8 +45,8 @@ class FeatureCache:
         self.num_bytes = 0
         self.encoded_total = self.encoded_tokens_total = self.hits_total = self.evictions_total = 0
 
-    def figures(self) -> dict[str, float]:
-        """Return fields of `Figures`."""
+    def metrics(self) -> dict[str, float]:
+        """Return fields of `LoadMetrics`."""
         return {
             "image_cache_bytes_total": self._budget_bytes,
             "image_cache_bytes_used": self.num_bytes,

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from moiety_engine.config import EngineConfig
-from moiety_engine.core.service import hello_of, obey
+from moiety_engine.core.service import execute_command, hello_of
 from moiety_engine.environment import environment
 from moiety_engine.errors import CheckpointError, EngineError
 from moiety_engine.loop import EngineLoop
@@ -28,7 +28,7 @@ from moiety_wire.messages import Abort, Submit, ToGateway
 
 ENGINE_ID = "in-process"
 SLICE_S = 0.05
-_COMPANY_S = 0.001  # pause before polling again when requests wait for a batch or for other threads
+_BATCHING_WAIT_S = 0.001  # pause before polling again when requests wait for a batch or for other threads
 
 
 class InProcessReplica:
@@ -84,9 +84,9 @@ class InProcessReplica:
         until_s = time.monotonic() + at_most_s
         while self._requests.num_open:
             for command in self._requests.take_commands():
-                obey(loop, command)
+                execute_command(loop, command)
             if not loop.step() and (loop.scheduler.num_waiting or loop.waits_for_others):
-                time.sleep(_COMPANY_S)
+                time.sleep(_BATCHING_WAIT_S)
             outputs = loop.take_outputs()
             if outputs is not None:
                 self._requests.take_step(outputs)

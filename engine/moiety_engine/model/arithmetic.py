@@ -76,19 +76,19 @@ def _not_taken(spec: ModelSpec) -> str | None:
 
     Returns None if none does.
     """
-    from moiety_kernels.attention_input.kernel import MOST_VALUES  # noqa: PLC0415 - Triton, as all of these
+    from moiety_kernels.attention_input.kernel import MAX_VALUES  # noqa: PLC0415 - Triton, as all of these
     from moiety_kernels.rms_norm.kernel import MAX_WIDTH  # noqa: PLC0415
     from moiety_kernels.route.kernels.grouping import MAX_EXPERTS  # noqa: PLC0415
-    from moiety_kernels.sample.kernel import MOST_TOKENS  # noqa: PLC0415
+    from moiety_kernels.sample.kernel import MAX_TOKENS  # noqa: PLC0415
 
-    if spec.vocab_size > MOST_TOKENS:
-        return f"the sampling kernel supports at most {MOST_TOKENS} tokens, not {spec.vocab_size}"
+    if spec.vocab_size > MAX_TOKENS:
+        return f"the sampling kernel supports at most {MAX_TOKENS} tokens, not {spec.vocab_size}"
     if spec.hidden_size > MAX_WIDTH:
         return f"the normalization kernel supports rows of at most {MAX_WIDTH}, not {spec.hidden_size}"
     for layer in spec.layers:
         if isinstance(layer.ffn, MoeSpec) and layer.ffn.routing.num_experts > MAX_EXPERTS:
             return f"the routing kernel supports at most {MAX_EXPERTS} experts"
-        if not _attends(layer.attention, MOST_VALUES):
+        if not _attends(layer.attention, MAX_VALUES):
             return "the attention kernels do not support these head widths"
     return None
 

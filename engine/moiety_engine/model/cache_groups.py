@@ -18,7 +18,7 @@ from moiety_engine.model.spec import LatentAttentionSpec
 if TYPE_CHECKING:
     from moiety_engine.model.spec import ModelSpec
 
-MOST_GROUPS = 8  # each costs a block table per sequence and step
+MAX_GROUPS = 8  # each costs a block table per sequence and step
 WORTH = 0.9  # groups are formed if they need at most this fraction of the memory of a single one
 _CONTEXT_TOKENS = 32768  # context for which memory is compared, unless the model's is shorter
 
@@ -77,7 +77,7 @@ def cache_groups(spec: ModelSpec, *, keep_everything: bool = False, one_shape: b
     fitting = [
         block
         for block in sizes
-        if block >= widest and sum(-(-num_of[kind] // (block // kind.values)) for kind in kinds) <= MOST_GROUPS
+        if block >= widest and sum(-(-num_of[kind] // (block // kind.values)) for kind in kinds) <= MAX_GROUPS
     ]
     best = min(fitting, key=lambda block: (values(block), -block), default=0)
     in_one = sum(num_of[kind] * kind.values for kind in kinds) * _kept(single[0].window, context)

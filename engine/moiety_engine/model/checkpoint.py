@@ -14,7 +14,7 @@ import structlog
 import torch
 from safetensors import SafetensorError, safe_open
 
-from moiety_engine.distribution.layout import ONLY_SEAT, Seat
+from moiety_engine.distribution.layout import SINGLE_RANK, Seat
 from moiety_engine.model.checkpoint_formats.gguf_file import GgufTensorFile
 from moiety_engine.model.checkpoint_formats.tensor_source import as_it_is, sources
 from moiety_engine.model.direct_read import DirectRead
@@ -54,7 +54,7 @@ def load(
     device: torch.device,
     dtype: torch.dtype,
     form: WeightFormat | None = None,
-    seat: Seat = ONLY_SEAT,
+    seat: Seat = SINGLE_RANK,
     offloading: Offloading | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> ModelWeights:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from moiety_engine.model.names.tensor_mapping import Shares
 
-MOST_AT_ONCE = 16 << 20  # bytes per part; a thread reads one part at a time
+MAX_AT_ONCE = 16 << 20  # bytes per part; a thread reads one part at a time
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
@@ -40,7 +40,7 @@ class _ReadPart(NamedTuple):
 class DirectRead:
     """Collection of tensors that can be read directly."""
 
-    def __init__(self, most_at_once: int = MOST_AT_ONCE) -> None:
+    def __init__(self, most_at_once: int = MAX_AT_ONCE) -> None:
         self._most_at_once = most_at_once
         self._parts: list[_ReadPart] = []
         self._views: list[Tensor] = []
@@ -70,7 +70,7 @@ class DirectRead:
 
     def read(self, num_threads: int) -> Iterator[int]:
         """Read all added tensors; yield the bytes of each part. Raises WeightsError if a file is truncated."""
-        pages.prefer(self._views)
+        pages.request_large_pages(self._views)
         with ExitStack() as stack:
             files = {}
             for path in {part.path for part in self._parts}:

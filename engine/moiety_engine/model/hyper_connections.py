@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class OutputMixture:
-    """How the output of the half layer that runs is added to the streams. All norms of a model share it.
+    """Weights that add the output of the current half layer to the streams. All norms of a model share them.
 
     A norm writes it when it forms the half's input, and the norm after it, which adds the half's output, reads it.
     """

@@ -10,7 +10,7 @@ import structlog
 import torch
 
 from moiety_engine.config import EngineConfig, OffloadConfig
-from moiety_engine.distribution.collectives import ALONE, Ranks
+from moiety_engine.distribution.collectives import SINGLE_RANK_GROUPS, Ranks
 from moiety_engine.memory import device_memory
 from moiety_engine.model.arithmetic import Arithmetic, cannot_be_invariant
 from moiety_engine.model.checkpoint import load
@@ -123,7 +123,7 @@ def load_share(
     batch_invariant: bool = False,
     num_threads: int | None = None,
     load_format: LoadFormat = LoadFormat.AUTO,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_RANK_GROUPS,
     offload: OffloadConfig = _IN_PLACE,
     progress: Callable[[int, int], None] | None = None,
     keeps_hidden: bool = False,

@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 _EXPERT = re.compile(r"\bexperts\.(\d+)\.")
 _LAYER = re.compile(r"(?:\blayers|\btransformer\.blocks)\.(-?\d+)\.")
-_OF_EXPERTS = re.compile(r"\bexperts\.(?!e_score)|\bblock_sparse_moe\.(?:input|output)_linear\.")
+_EXPERT_TENSOR = re.compile(r"\bexperts\.(?!e_score)|\bblock_sparse_moe\.(?:input|output)_linear\.")
 _HALVES = re.compile(
     r"\b(?:experts\.gate_up_proj|experts\.fc1\.weight|block_sparse_moe\.input_linear\.weight)$"
 )  # rows of gate, then as many rows of up
-_MOST_PIECES = 64  # largest number of pieces that an error message suggests
+_MAX_PIECES = 64  # largest number of pieces that an error message suggests
 _ADDED_ONCE = (
     "o_proj.bias",
     "attention.dense.bias",
@@ -149,7 +149,7 @@ def check_cuts(form: WeightFormat, spec: ModelSpec, layout: Layout) -> None:
     for cut in _cuts(spec, layout):
         if (form.of_experts_only and not cut.of_experts) or cut.keeps_whole(form, cut.num_pieces):
             continue
-        numbers = (n for n in range(1, min(cut.width, _MOST_PIECES) + 1) if cut.width % n == 0)
+        numbers = (n for n in range(1, min(cut.width, _MAX_PIECES) + 1) if cut.width % n == 0)
         possible = ", ".join(str(n) for n in numbers if cut.keeps_whole(form, n))
         raise InvalidConfig(
             f"{cut.option} {cut.num_pieces} cuts the model's {cut.width} {cut.what} into pieces of "
@@ -293,7 +293,7 @@ def _cut(
 ) -> TensorMapping | Shares:
     """Return the mapping of the rank's part of a tensor with the mapping `of_whole`."""
     whole = of_whole.shape
-    of_experts = _OF_EXPERTS.search(name) is not None
+    of_experts = _EXPERT_TENSOR.search(name) is not None
     index = seat.cut_rank if of_experts else seat.tp_rank
     if name.endswith(_ADDED_ONCE) and index:
         return _taking(place, whole, lambda source: torch.zeros(place.shape))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from moiety_engine.distribution.collectives import ALONE
+from moiety_engine.distribution.collectives import SINGLE_RANK_GROUPS
 from moiety_engine.model.adapter_stacks import AdapterStacks
 from moiety_engine.model.batch import Batch, KvCache
 from moiety_engine.model.cache_groups import cache_groups
@@ -313,7 +313,7 @@ class Transformer:
     def _fed(self, half: FeedForward | None, weights: NormWeights | None) -> Callable[..., Tensor] | None:
         """Return `_whole` of a feed-forward; for remote experts, of the function that ends a begun exchange."""
         sums_itself = isinstance(half, NormedMixture | ShortcutMixture)
-        group = ALONE.tensor if sums_itself else self.ranks.tensor
+        group = SINGLE_RANK_GROUPS.tensor if sums_itself else self.ranks.tensor
         return None if half is None else self._whole(call if isinstance(half, RemoteExperts) else half, group, weights)
 
     def _layers(

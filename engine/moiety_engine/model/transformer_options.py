@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moiety_engine.distribution.collectives import ALONE, Ranks
+from moiety_engine.distribution.collectives import SINGLE_RANK_GROUPS, Ranks
 from moiety_engine.model.arithmetic import Arithmetic
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class TransformerOptions:
 
     kv_dtype: torch.dtype | None = None
     arithmetic: Arithmetic = _PLAIN
-    ranks: Ranks = ALONE
+    ranks: Ranks = SINGLE_RANK_GROUPS
     expert_bytes: int | None = None
     expert_cache: ExpertCache | None = None
     keeps_hidden: bool = False

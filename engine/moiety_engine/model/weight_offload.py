@@ -60,7 +60,7 @@ class WeightOffload:
         storages = (tensor.untyped_storage() for _, tensor in named_tensors(weights))
         self._storages = list({storage._cdata: storage for storage in storages}.values())  # tensors may share one
         self._away: list[Tensor] | None = None
-        self._gathering = pages.enlarge(map(_bytes_of, self._storages))
+        self._gathering = pages.collapse_into_large_pages(map(_bytes_of, self._storages))
 
     def settle(self, timeout_s: float) -> None:
         """Wait until the weights are in large pages, for at most `timeout_s`."""
@@ -111,7 +111,7 @@ class WeightOffload:
                 "the device has too little free memory for the weights: end other processes on it"
             ) from exc
         self._away = None
-        self._gathering = pages.enlarge(map(_bytes_of, self._storages))
+        self._gathering = pages.collapse_into_large_pages(map(_bytes_of, self._storages))
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from moiety_placement.transition import Write
 
-LEAST_PICKS = 64  # mean picks per expert that a decision needs: with few tokens, load is uneven by chance alone
+MIN_PICKS = 64  # mean picks per expert that a decision needs: with few tokens, load is uneven by chance alone
 _LAYERS_AT_ONCE = 4  # layers planned between two steps, which takes some milliseconds
 
 
@@ -75,7 +75,7 @@ class Balancer:
         if now_s < self._due_s or self.is_moving:
             return False
         self._due_s = now_s + self._every_s
-        if self._picks_LE.sum(axis=1).min() < LEAST_PICKS * self._of_shape.num_experts:
+        if self._picks_LE.sum(axis=1).min() < MIN_PICKS * self._of_shape.num_experts:
             return False
         self._judged_LE, self._picks_LE = self._picks_LE, np.zeros_like(self._picks_LE)
         loads_LG = rank_loads(self.placement, self._judged_LE)

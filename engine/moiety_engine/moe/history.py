@@ -103,8 +103,8 @@ class LoadHistory:
             self._picks_of[OTHER_TENANTS] = others_LE + sum(self._picks_of.pop(one) for one in leaving)
             self._tokens_of[OTHER_TENANTS] += sum(self._tokens_of.pop(one) for one in leaving)
 
-    def load(self, ask_id: int, minutes: int, tenant_id: str | None, now_s: float) -> ExpertLoad:
-        """Return the reply to an AskExperts message."""
+    def load(self, query_id: int, minutes: int, tenant_id: str | None, now_s: float) -> ExpertLoad:
+        """Return the reply to an ExpertLoadQuery message."""
         shape = self.shape
         recent = [one for one in self._minutes if one.at_unix_s > now_s - INTERVAL_S * (minutes or NUM_INTERVALS)]
         if tenant_id is None:
@@ -115,7 +115,7 @@ class LoadHistory:
         first_s = max(self._since_s, (int(now_s) // INTERVAL_S - minutes + 1) * INTERVAL_S)
         tokens_of = sum((one.tokens_of for one in recent), Counter[str]()) if minutes else self._tokens_of
         return ExpertLoad(
-            ask_id=ask_id,
+            query_id=query_id,
             since_unix_s=first_s if minutes else self._since_s,
             as_of_unix_s=self._as_of_s,
             layers=shape.layers,

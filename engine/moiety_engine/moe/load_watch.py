@@ -15,7 +15,7 @@ from moiety_engine.moe.history import INTERVAL_S, ExpertPace, LoadHistory
 from moiety_engine.moe.load import Counts, ExpertCounter
 from moiety_engine.moe.shape import ExpertShape
 from moiety_engine.moe.tenants import TenantSlots
-from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
+from moiety_wire.experts import ExpertBalance, ExpertLoad, ExpertLoadQuery
 
 TAKE_S = 2.0
 TELL_S = 10.0
@@ -46,7 +46,7 @@ class _Coming:
     arrival: DeviceEvent
 
 
-class ExpertWatch:
+class ExpertLoadTracker:
     """Owner of the load history and of the schedule by which counts are downloaded and tenant slots reassigned.
 
     Used by the step loop's thread only.
@@ -79,8 +79,8 @@ class ExpertWatch:
         if self._coming is not None:
             self._read(now_s)
 
-    def load(self, ask: AskExperts, now_s: float) -> ExpertLoad:
-        return self.history.load(ask.ask_id, ask.minutes, ask.tenant_id, now_s)
+    def load(self, ask: ExpertLoadQuery, now_s: float) -> ExpertLoad:
+        return self.history.load(ask.query_id, ask.minutes, ask.tenant_id, now_s)
 
     def take_picks(self) -> np.ndarray | None:
         """Return the picks of all tenants read since the last call, [L, E]; None if none were read."""

@@ -8,7 +8,7 @@ import torch
 
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.offload.file import ExpertFile
-from moiety_engine.offload.layer import LayerExperts, Traffic
+from moiety_engine.offload.layer import ExpertCacheCounters, LayerExperts
 from moiety_engine.offload.loaders import ExpertLoader, FileExpertLoader, StreamExpertLoader
 from moiety_engine.offload.pinned import PinnedExperts
 from moiety_engine.offload.slot_table import ExpertSlotTable
@@ -40,7 +40,7 @@ class ExpertCache:
         self.num_experts = [next(iter(layer.values()))[0][0] for layer in shapes]
         num_slots = slots_a_layer(budget_bytes, expert_bytes, min(self.num_experts), top_k)
         self.prefetches = config.prefetch
-        self.traffic = Traffic()
+        self.traffic = ExpertCacheCounters()
         self.slots: list[dict[str, Tensor]] = [
             {
                 name: torch.empty((num_slots, *shape[1:]), dtype=dtype, device=device)

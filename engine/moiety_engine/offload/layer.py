@@ -25,7 +25,7 @@ STREAMED = 4  # one in so many slots streams, one after another, the experts tha
 
 
 @dataclass(slots=True)
-class Traffic:
+class ExpertCacheCounters:
     """Counters of the expert cache since the start.
 
     A pass over a layer requests each of its experts once, regardless of the number of tokens.
@@ -42,7 +42,12 @@ class LayerExperts:
     """Owner of the cache state of one layer's experts. Used by the step's thread only; one pass at a time."""
 
     def __init__(
-        self, layer: int, slot_table: ExpertSlotTable, mover: ExpertLoader, expert_bytes: int, traffic: Traffic
+        self,
+        layer: int,
+        slot_table: ExpertSlotTable,
+        mover: ExpertLoader,
+        expert_bytes: int,
+        traffic: ExpertCacheCounters,
     ) -> None:
         self._layer, self._slot_table, self._mover = layer, slot_table, mover
         self._expert_bytes, self._traffic = expert_bytes, traffic

@@ -21,7 +21,7 @@ from moiety_engine.memory import Memory
 from moiety_engine.model.spec import MoeSpec
 from moiety_engine.model.tensor_shards import own_spec
 from moiety_engine.planning.layouts import (
-    MOST_SEQUENCES,
+    MAX_SEQUENCES,
     TrafficDemand,
     activation_bytes,
     evaluate,
@@ -147,7 +147,7 @@ def divide(
     def step_s(each: int) -> float:
         return _step_s(served, ours, theirs, layout, each / micro_batches, micro_batches, sides, demand)
 
-    each = most_within(lambda count: step_s(count) <= demand.tpot_s, min(capacity, MOST_SEQUENCES))
+    each = most_within(lambda count: step_s(count) <= demand.tpot_s, min(capacity, MAX_SEQUENCES))
     if each < 1:
         return None
     seconds = step_s(each)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from moiety_engine.planning.models import Served
     from moiety_kernels.quantization.weight import WeightFormat
 
-MOST_SEQUENCES = 8192  # per group; larger batches gain nothing
-MOST_STAGES = 8
+MAX_SEQUENCES = 8192  # per group; larger batches gain nothing
+MAX_STAGES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class LayoutCandidate:
 def list_layouts(num_gpus: int, spec: ModelSpec) -> Iterator[Layout]:
     """Yield all layouts whose ranks divide the GPUs. DP attention goes with whole experts."""
     for ranks in _divisors(num_gpus):
-        for pp in (one for one in _divisors(ranks) if one <= MOST_STAGES):
+        for pp in (one for one in _divisors(ranks) if one <= MAX_STAGES):
             for tp in _divisors(ranks // pp):
                 dp = ranks // pp // tp
                 if dp == 1:
@@ -144,7 +144,7 @@ def _fill_times(
     def decode(running: int) -> StepTimes:
         return step(mixed_batch(demand, running, layout.dp))
 
-    most = min(found.most_running // (layout.dp * found.replicas), MOST_SEQUENCES)
+    most = min(found.most_running // (layout.dp * found.replicas), MAX_SEQUENCES)
     if not demand.prompts_elsewhere:
         most = min(most, max(1, demand.max_batch_tokens * demand.output_tokens // demand.input_tokens))
     running = most_within(lambda count: decode(count).total_s <= demand.tpot_s, most)

@@ -1,4 +1,4 @@
-"""Which features work with a model, and what a checkpoint needs; derived from its spec, without weights.
+"""Features that work with a model, and needs of a checkpoint, derived from its spec, without weights.
 
 `family_table` is the table of families in docs/models.md.
 """

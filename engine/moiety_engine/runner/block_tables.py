@@ -13,7 +13,7 @@ import numpy as np
 from moiety_engine.sequence import Sequence
 
 _SMALLEST = 16  # blocks of a new row of a new row
-_FEW = 512  # number of rows that are never worth dropping
+_MIN_KEPT_ROWS = 512  # number of rows that are never worth dropping
 
 
 @dataclass(slots=True)
@@ -93,5 +93,5 @@ class BlockTables:
 
     def keep_only(self, sequences: list[Sequence]) -> None:
         """Drop the rows of all other sequences if there are many."""
-        if len(self._rows) > max(_FEW, 2 * len(sequences)):
+        if len(self._rows) > max(_MIN_KEPT_ROWS, 2 * len(sequences)):
             self._rows = {s: self._rows[s] for s in sequences if s in self._rows}

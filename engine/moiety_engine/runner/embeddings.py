@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moiety_kernels.rms_norm import rms_norm
 
-_LEAST = 1e-30  # epsilon under the square root, so that a row of zeros stays zero
+_NORM_EPSILON = 1e-30  # epsilon under the square root, so that a row of zeros stays zero
 
 
 def unit_vectors(hidden_ED: Tensor) -> Tensor:
@@ -21,7 +21,7 @@ def unit_vectors(hidden_ED: Tensor) -> Tensor:
     """
     width = hidden_ED.shape[1]
     share_D = torch.full((width,), width**-0.5, device=hidden_ED.device)
-    return rms_norm(hidden_ED.float(), share_D, _LEAST)
+    return rms_norm(hidden_ED.float(), share_D, _NORM_EPSILON)
 
 
 def as_bytes(unit_ED: Tensor) -> list[bytes]:

@@ -26,7 +26,7 @@ from moiety_engine.runner.block_tables import HostTable
 from moiety_engine.runner.inputs import HostBatch, put_pending
 from moiety_engine.staging import Staging
 
-FEWEST_CONTEXT = 4096  # tokens; graphs are captured for the longest context, and for this shorter bound
+MIN_CONTEXT = 4096  # tokens; graphs are captured for the longest context, and for this shorter bound
 _SMALL = (1, 2, 4)
 _STEP, _WIDE_STEP, _WIDE_FROM = 8, 32, 64
 
@@ -42,7 +42,7 @@ def graph_sizes(max_running: int) -> list[int]:
 
 def graph_contexts(max_context: int) -> list[int]:
     """Return the context bounds to capture: a kernel that splits the context's work does so by the bound."""
-    return sorted({min(FEWEST_CONTEXT, max_context), max_context})
+    return sorted({min(MIN_CONTEXT, max_context), max_context})
 
 
 def padded(host: HostBatch, num_sequences: int, scratch_block: int, block_size: int) -> HostBatch:

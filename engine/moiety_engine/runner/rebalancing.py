@@ -55,7 +55,7 @@ class Rebalancing:
         self._busy_s = 0.0  # spent on steps since the load was last evaluated
         self._looked_s = now_s
 
-    def look_again(self, now_s: float) -> None:
+    def restart_clock(self, now_s: float) -> None:
         """Restart the clock after the engine slept, so that the sleep does not count as work."""
         self._looked_s = now_s
 
@@ -76,7 +76,7 @@ class Rebalancing:
         if self.balancer.rebalances_total > before:
             self._log_figures()
 
-    def figures(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, Any]:
         """Return the rebalancing fields of CoreLoad."""
         return {
             "rebalances_total": self.balancer.rebalances_total,
@@ -113,8 +113,8 @@ class Rebalancing:
         return max(CAREFUL_COST, self._piece_bytes / self._bytes_per_s / max(layer_s, 1e-9))
 
     def _log_figures(self) -> None:
-        figures = {name: round(value, 4) for name, value in self.figures().items()}
-        log.info("experts_rebalanced", **figures)
+        metrics = {name: round(value, 4) for name, value in self.metrics().items()}
+        log.info("experts_rebalanced", **metrics)
 
 
 def rebalancing_of(model: Transformer, config: EngineConfig, orders: ControlSender, now_s: float) -> Rebalancing | None:

@@ -51,7 +51,7 @@ class InFlightStep:
     unit_ED: Tensor | None
     scores: Scores | None
     done: DeviceMark
-    astray: list[GrammarProblem]  # rows whose grammars failed; their tokens are invalid
+    invalid_rows: list[GrammarProblem]  # rows whose grammars failed; their tokens are invalid
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,8 +213,8 @@ class Runner:
             unit_ED = self.staging.download(unit_vectors(hidden_LD[len(rows) : end]))
         if num_scored:
             scores = score(self._model, hidden_LD[end:], scored(plan), self.staging)
-        astray = [] if masks is None else masks.problems
-        return InFlightStep(plan, drawn.download(self.staging), unit_ED, scores, self.staging.mark(), astray)
+        invalid_rows = [] if masks is None else masks.problems
+        return InFlightStep(plan, drawn.download(self.staging), unit_ED, scores, self.staging.mark(), invalid_rows)
 
     def _arrange(self, plan: Plan) -> list[HostBatch]:
         """Return the step's batch of each rank group."""

@@ -31,7 +31,7 @@ from moiety_wire.messages import Sampling
 
 _PRESELECT = 1024  # top-p seldom needs more tokens than this; if it does, the whole row is sorted
 _ALIGNED = 4  # values of float32 that fill 16 bytes
-_MOST_TOP_K = np.iinfo(np.int32).max
+_MAX_TOP_K = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +247,7 @@ def draws(rows: Rows[Row], upload: Upload) -> Draws:
     settings = [row.request.submit.sampling for row in rows]
     return Draws(
         upload(np.array([one.temperature for one in settings], dtype=np.float32)),
-        upload(np.array([min(one.top_k, _MOST_TOP_K) for one in settings], dtype=np.int32)),
+        upload(np.array([min(one.top_k, _MAX_TOP_K) for one in settings], dtype=np.int32)),
         upload(np.array([one.top_p for one in settings], dtype=np.float64)),
         upload(np.array([one.min_p for one in settings], dtype=np.float32)),
         upload(uniforms([row.request.seed for row in rows], [row.num_output for row in rows])),

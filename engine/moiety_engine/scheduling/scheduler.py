@@ -43,7 +43,7 @@ from moiety_engine.scheduling.step_time.step_time_model import StepTimeModel
 from moiety_engine.scheduling.step_time.step_timing import StepTiming
 from moiety_engine.sequence import Sequence, SequenceState
 from moiety_engine.structured_outputs.stepping import GrammarHandle
-from moiety_wire.figures import ClassLoad
+from moiety_wire.engine_load import ClassLoad
 from moiety_wire.messages import FinishReason
 
 _QUEUED = (SequenceState.WAITING, SequenceState.RETURNING)
@@ -264,7 +264,7 @@ class Scheduler:
         if plan.is_speculative_prefill:
             self.speculative_prefill.launched(plan, plan.planned_ns)
         self._retire_padding_rows()
-        self.queues.moved_on()
+        self.queues.invalidate_sums()
 
     def commit(
         self,

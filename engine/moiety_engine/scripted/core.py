@@ -1,4 +1,4 @@
-"""`python -m moiety_engine.scripted.core --address ipc://…`: the scripted core as a process of its own.
+"""`python -m moiety_engine.scripted.core --address ipc://…`: the scripted core as a process.
 
 It uses the real core's protocol. It reads a Script as one line of JSON on standard input, which stays open: the core
 exits when it closes.
@@ -42,7 +42,7 @@ def _serve(link: ServerLink, engine: ScriptedEngine, first_steps: FirstSteps | N
     num_steps = 0
     while True:
         commands = link.receive(wait_ms=0 if engine.has_work else IDLE_WAIT_MS)
-        engine.obey(commands)
+        engine.execute_commands(commands)
         if any(isinstance(command, CoreShutdown) for command in commands):
             return 0
         for answer in engine.take_answers():

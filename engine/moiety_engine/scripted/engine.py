@@ -32,15 +32,15 @@ from moiety_engine.messages import (
     CoreStep,
     CoreSubmit,
     ToCore,
-    ToFront,
+    ToServer,
     TracedStep,
 )
 from moiety_engine.scheduling.queues.class_counters import ClassCounter
 from moiety_engine.scripted.request import ScriptedRequest, count_event
 from moiety_engine.scripted.script import Script, ScriptedDecision
 from moiety_engine.steps.sampler import StepSampler
-from moiety_wire.experts import AskExperts, ExpertLoad
-from moiety_wire.figures import ClassLoad
+from moiety_wire.engine_load import ClassLoad
+from moiety_wire.experts import ExpertLoad, ExpertLoadQuery
 from moiety_wire.messages import FailureCode, FinishReason
 from moiety_wire.notes import EventKind, Reason, StepNote
 
@@ -58,7 +58,7 @@ class ScriptedEngine:
         self._admissions: list[CoreAdmission] = []
         self._ended: list[CoreOutput] = []
         self._failures: list[CoreFailure] = []
-        self._answers: list[ToFront] = []
+        self._answers: list[ToServer] = []
         self._blocks_used = 0
         self._counters = {"steps": 0, "prompt": 0, "output": 0, "requests": 0}
         self._seconds = {"prefill": 0.0, "decode": 0.0}
@@ -80,7 +80,7 @@ class ScriptedEngine:
             score_activation=("sigmoid" if len(self.script.labels) == 1 else "softmax") if self.script.labels else "",
         )
 
-    def obey(self, commands: Iterable[ToCore]) -> None:
+    def execute_commands(self, commands: Iterable[ToCore]) -> None:
         for command in commands:
             match command:
                 case CoreSubmit():
@@ -95,15 +95,15 @@ class ScriptedEngine:
                         self._ended.append(CoreOutput(command.key, [], None, self._end(request, command.reason, "")))
                 case CoreSleep():
                     self._answers.append(CoreSlept(command.asleep))
-                case AskExperts():
+                case ExpertLoadQuery():
                     now_s = self._clock_ns() // 10**9
-                    self._answers.append(ExpertLoad(command.ask_id, now_s, now_s))
+                    self._answers.append(ExpertLoad(command.query_id, now_s, now_s))
                 case CoreAdapter() | CoreForget():
                     pass  # the script answers without any model
                 case CoreShutdown():
                     pass
 
-    def take_answers(self) -> list[ToFront]:
+    def take_answers(self) -> list[ToServer]:
         """Return the answers to sleep and wake commands, which take effect at once, and to expert queries.
 
         The scripted core has no experts.

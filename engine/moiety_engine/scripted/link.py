@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from moiety_engine.messages import CoreShutdown, CoreStep, ToCore, ToFront
+from moiety_engine.messages import CoreShutdown, CoreStep, ToCore, ToServer
 from moiety_engine.scripted.engine import ScriptedEngine
 from moiety_engine.scripted.script import Script
 from moiety_engine.server.core_link import CoreEvents
@@ -28,7 +28,7 @@ class ScriptedCore:
         loop.call_soon(events.on_message, self.engine.hello())
 
     def send(self, commands: list[ToCore]) -> None:
-        self.engine.obey(commands)
+        self.engine.execute_commands(commands)
         if any(isinstance(command, CoreShutdown) for command in commands):
             self._events = None
         for answer in self.engine.take_answers():
@@ -57,7 +57,7 @@ class ScriptedCore:
     def _deliver_load(self) -> None:
         self._deliver(CoreStep([], [], self.engine.load()))
 
-    def _deliver(self, message: ToFront) -> None:
+    def _deliver(self, message: ToServer) -> None:
         if self._events is not None:
             self._events.on_message(message)
 

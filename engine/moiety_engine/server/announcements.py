@@ -6,7 +6,7 @@ import time
 
 from moiety_engine.messages import CoreHello, CoreLoad
 from moiety_text.folder import TextModel
-from moiety_wire.figures import Figures, Load, SleepState
+from moiety_wire.engine_load import Load, LoadMetrics, SleepState
 from moiety_wire.messages import ModelCard
 from moiety_wire.roles import EngineRole
 
@@ -23,7 +23,7 @@ def make_load(
     unacknowledged_replicas: list[str],
 ) -> Load:
     return Load(
-        **{name: getattr(load, name) for name in Figures.__struct_fields__},
+        **{name: getattr(load, name) for name in LoadMetrics.__struct_fields__},
         engine_id=engine_id,
         seq=seq,
         draining=draining,

@@ -19,7 +19,7 @@ import structlog
 import zmq
 
 from moiety_engine.first_steps import FirstSteps
-from moiety_engine.messages import CoreHello, CoreShutdown, CoreState, ToCore, ToFront
+from moiety_engine.messages import CoreHello, CoreShutdown, CoreState, ToCore, ToServer
 from moiety_engine.server.core_address import CoreAddress
 from moiety_engine.server.settings import CORE_SILENCE_S
 from moiety_engine.server.zmq_reader import ZmqReader
@@ -36,7 +36,7 @@ STANDARD_ERROR = 2  # the engine server's standard output is its report; a core'
 class CoreEvents(Protocol):
     """Callbacks for a core's messages and its death."""
 
-    def on_message(self, message: ToFront) -> None: ...
+    def on_message(self, message: ToServer) -> None: ...
 
     def on_death(self, reason: str) -> None:
         """Called when the core has ended or hangs without a request to stop. No more messages follow."""
@@ -79,7 +79,7 @@ class ProcessCore:
         self._listen = listen
         self._check_interval_s = silence_s / SILENCE_CHECKS
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[ToFront] = msgspec.msgpack.Decoder(ToFront)
+        self._decoder: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)
         self._events: CoreEvents | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._reader: ZmqReader | None = None

@@ -19,7 +19,7 @@ import zmq
 from moiety_engine.image_decoding.decode_queue import ImageDecodeQueue
 from moiety_engine.image_decoding.decoder import ImageFailure
 from moiety_engine.images.prompt_images import PromptImage
-from moiety_engine.messages import CoreHello, CoreLoad, CoreSlept, CoreState, CoreStep, ToCore, ToFront
+from moiety_engine.messages import CoreHello, CoreLoad, CoreSlept, CoreState, CoreStep, ToCore, ToServer
 from moiety_engine.server.adapter_store import AdapterStore
 from moiety_engine.server.announcements import make_card, make_load
 from moiety_engine.server.core_link import CoreLink
@@ -40,9 +40,9 @@ from moiety_engine.server.zmq_reader import ZmqReader
 from moiety_text.folder import TextModel
 from moiety_text.tokenizer import Tokenizer
 from moiety_wire.codec import decode_to_engine
+from moiety_wire.engine_load import SleepState
 from moiety_wire.errors import UndecodableMessage
-from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
-from moiety_wire.figures import SleepState
+from moiety_wire.experts import ExpertBalance, ExpertLoad, ExpertLoadQuery
 from moiety_wire.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -136,7 +136,7 @@ class EngineServer:
         num_gateways = sum(1 for session in self._sessions.all() if session.has_card)
         num_refused = self._permissions.num_refused
         counts = num_gateways, self.num_open, self._meter.num_unacknowledged, self.num_undecodable, num_refused
-        load = self._requests.with_image_figures(self._load)
+        load = self._requests.with_image_metrics(self._load)
         return ServerStats(load, *counts, is_ready=self.card is not None and self._requests.is_awake)
 
     async def start(self) -> None:
@@ -162,7 +162,7 @@ class EngineServer:
         first = self._drain_until_s is None
         self._drain_until_s = self._clock() + timeout_s
         self._requests.is_draining = True
-        self._requests.forgo()
+        self._requests.abort_speculative_prefills()
         if first:
             log.info("engine_draining", num_open=self.num_open, timeout_s=timeout_s)
             self._send_loads()
@@ -255,14 +255,14 @@ class EngineServer:
             case SleepCommand():
                 log.info("engine_sleep_requested", asleep=message.asleep, num_open=self.num_open)
                 self._sleep_mode.ask(asleep=message.asleep)
-                self._requests.forgo()
-            case AskExperts():
+                self._requests.abort_speculative_prefills()
+            case ExpertLoadQuery():
                 self._experts.add(session, message)
             case Forget():
                 self._adapter_store.forget(message.tenant_ids)
                 self._requests.forget_tenants(message.tenant_ids)
             case UsageAcknowledgement():
-                num_refused = self._meter.settle_for(session.replica_id, message.replica_id, message.request_ids)
+                num_refused = self._meter.acknowledge_from(session.replica_id, message.replica_id, message.request_ids)
                 if num_refused:
                     self._permissions.note_refusal(session, message, "usage of another gateway")
             case Heartbeat():
@@ -292,7 +292,7 @@ class EngineServer:
 
     # ── from the core ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def on_message(self, message: ToFront) -> None:
+    def on_message(self, message: ToServer) -> None:
         match message:
             case CoreStep():
                 self._load = message.load or self._load
@@ -419,7 +419,7 @@ class EngineServer:
         message = make_load(
             self.engine_id,
             session.num_loads,
-            self._requests.with_image_figures(self._load),
+            self._requests.with_image_metrics(self._load),
             draining=self._requests.is_draining,
             sleep=self._sleep_mode.state,
             sleep_problem=session.sleep_refusal or self._sleep_mode.problem,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import msgspec
 
 from moiety_engine.server.sessions import GatewaySession
-from moiety_wire.experts import AskExperts, ExpertBalance, ExpertLoad
+from moiety_wire.experts import ExpertBalance, ExpertLoad, ExpertLoadQuery
 from moiety_wire.messages import ToGateway
 
 MAX_OPEN = 256  # open queries; beyond it, further queries are dropped
@@ -23,30 +23,30 @@ class ExpertQueries:
         self._post = post
         self._open: dict[int, tuple[GatewaySession, int]] = {}
         self._num_queries = 0
-        self._queries: list[AskExperts] = []
+        self._queries: list[ExpertLoadQuery] = []
         self._balance: ExpertBalance | None = None
 
-    def add(self, session: GatewaySession, query: AskExperts) -> None:
+    def add(self, session: GatewaySession, query: ExpertLoadQuery) -> None:
         """Add a query. Beyond MAX_OPEN it is dropped, and the gateway times out."""
         if len(self._open) >= MAX_OPEN:
             self._open = {key: one for key, one in self._open.items() if not one[0].is_gone}
         if len(self._open) >= MAX_OPEN:
             return
         self._num_queries += 1
-        self._open[self._num_queries] = session, query.ask_id
-        self._queries.append(msgspec.structs.replace(query, ask_id=self._num_queries))
+        self._open[self._num_queries] = session, query.query_id
+        self._queries.append(msgspec.structs.replace(query, query_id=self._num_queries))
 
-    def take_queries(self) -> list[AskExperts]:
+    def take_queries(self) -> list[ExpertLoadQuery]:
         """Return the queries for the core since the last call."""
         queries, self._queries = self._queries, []
         return queries
 
     def answer(self, load: ExpertLoad) -> None:
         """Send the core's answer to the gateway that sent the query, unless the query was dropped since."""
-        found = self._open.pop(load.ask_id, None)
+        found = self._open.pop(load.query_id, None)
         if found is not None:
-            session, ask_id = found
-            self._post(session, msgspec.structs.replace(load, ask_id=ask_id))
+            session, query_id = found
+            self._post(session, msgspec.structs.replace(load, query_id=query_id))
 
     def send_balance(self, sessions: list[GatewaySession], balance: ExpertBalance) -> None:
         self._balance = balance

@@ -69,7 +69,7 @@ def read_gateway_keys(path: Path) -> dict[bytes, AllowedGateway]:
     return keys
 
 
-def refuse_strangers(option: str, address: str, **key_files: Path | None) -> None:
+def require_known_gateways(option: str, address: str, **key_files: Path | None) -> None:
     """Raise InvalidConfig for a TCP address beyond loopback if a key file is not set."""
     missing = [f"--{name.replace('_', '-')}" for name, path in key_files.items() if path is None]
     host = address.removeprefix("tcp://").rpartition(":")[0]

@@ -18,8 +18,8 @@ from prometheus_client.registry import Collector
 
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.messages import CoreLoad
-from moiety_wire import figures
-from moiety_wire.figures import ClassLoad
+from moiety_wire import engine_load
+from moiety_wire.engine_load import ClassLoad
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,25 +59,25 @@ class ServerCollector(Collector):
         yield CounterMetricFamily("moiety_engine_server_undecodable_messages", text, stats.num_undecodable)
         text = "Gateway messages that were refused as not permitted."
         yield CounterMetricFamily("moiety_engine_server_refused_messages", text, stats.num_refused)
-        for name, text in figures.GAUGES:
+        for name, text in engine_load.GAUGES:
             yield GaugeMetricFamily(f"moiety_core_{name.removesuffix('_total')}", text, getattr(stats.load, name))
-        for name, text in figures.COUNTERS:
+        for name, text in engine_load.COUNTERS:
             yield CounterMetricFamily(f"moiety_core_{name}", text, getattr(stats.load, f"{name}_total"))
         yield from _classes(stats.load.classes)
 
 
 def _classes(loads: list[ClassLoad]) -> Iterator[Metric]:
-    for field, name, text in figures.CLASS_GAUGES:
+    for field, name, text in engine_load.CLASS_GAUGES:
         gauge = GaugeMetricFamily(f"moiety_core_class_{name}", text, labels=["service_class"])
         for load in loads:
             gauge.add_metric([load.name], getattr(load, field))
         yield gauge
-    for name, text in figures.CLASS_COUNTERS:
+    for name, text in engine_load.CLASS_COUNTERS:
         counter = CounterMetricFamily(f"moiety_core_class_{name}", text, labels=["service_class"])
         for load in loads:
             counter.add_metric([load.name], getattr(load, f"{name}_total"))
         yield counter
-    for name, text in figures.CLASS_COUNTERS_BY_REASON:
+    for name, text in engine_load.CLASS_COUNTERS_BY_REASON:
         counter = CounterMetricFamily(f"moiety_core_class_{name}", text, labels=["service_class", "reason"])
         for load in loads:
             for reason, count in sorted(getattr(load, f"{name}_total").items()):

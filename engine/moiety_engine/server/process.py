@@ -42,7 +42,7 @@ class ReadyReport(msgspec.Struct, frozen=True):
     metrics_url: str
 
 
-def run_front(settings: ServerSettings, text: TextModel, make_core: MakeCore, *, say: Callable[[str], None]) -> Ending:
+def run_server(settings: ServerSettings, text: TextModel, make_core: MakeCore, *, say: Callable[[str], None]) -> Ending:
     """Serve until SIGTERM or SIGINT, or until the core dies. `say` prints the readiness report.
 
     Raises InvalidConfig if the file of unacknowledged usage or the metrics port is unusable.

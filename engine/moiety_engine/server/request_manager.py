@@ -45,7 +45,7 @@ Post = Callable[[GatewaySession, ToGateway], None]
 
 SILENT_GATEWAY = "silent_gateway"
 DRAINED = "draining"
-FORGONE = "forgone"
+PREFILL_DROPPED = "forgone"
 MAX_REMEMBERED = 16_384
 FORGOTTEN = "forgotten"
 
@@ -148,9 +148,9 @@ class RequestManager:
             self.images.forget_tenants(tenant_ids)
         self._commands.append(CoreForget(tenant_ids))
 
-    def with_image_figures(self, load: CoreLoad) -> CoreLoad:
+    def with_image_metrics(self, load: CoreLoad) -> CoreLoad:
         """Return the core's figures with those of decoding images."""
-        return load if self.images is None else msgspec.structs.replace(load, **self.images.figures())
+        return load if self.images is None else msgspec.structs.replace(load, **self.images.metrics())
 
     def _refuse(self, session: GatewaySession, submit: Submit) -> tuple[FailureCode, str] | None:
         if self.limits is None:
@@ -192,11 +192,11 @@ class RequestManager:
         for key in list(session.open_keys.values()):
             self._abort(key, detail)
 
-    def forgo(self) -> None:
+    def abort_speculative_prefills(self) -> None:
         """Abort all speculative prefills."""
         for key, (request, _) in list(self._open.items()):
             if request.submit.speculative_prefill is not None:
-                self._abort(key, FORGONE)
+                self._abort(key, PREFILL_DROPPED)
 
     def abort_all(self) -> None:
         for key in list(self._open):

@@ -14,7 +14,7 @@ import structlog
 import zmq
 
 from moiety_wire.codec import encode
-from moiety_wire.figures import Load
+from moiety_wire.engine_load import Load
 from moiety_wire.messages import ToGateway
 
 log = structlog.get_logger()

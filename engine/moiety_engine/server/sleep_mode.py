@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moiety_engine.messages import CoreSleep, CoreSlept
-from moiety_wire.figures import SleepState
+from moiety_wire.engine_load import SleepState
 
 
 class SleepMode:

@@ -31,10 +31,10 @@ class UnacknowledgedUsageSender:
         if not sessions:
             return
         for session in sessions:
-            forgotten = self._meter.forgotten_by(session.replica_id)
+            forgotten = self._meter.due_from_earlier_engine(session.replica_id)
             if forgotten:
                 self._send(session, forgotten)
-        records = self._meter.left_behind({session.replica_id for session in self._sessions.all()})
+        records = self._meter.due_of_absent({session.replica_id for session in self._sessions.all()})
         if records:
             self._num_sent_for_gone += 1  # rotate, in case one gateway does not store them
             self._send(sessions[self._num_sent_for_gone % len(sessions)], records)

@@ -106,7 +106,7 @@ class UsageMeter:
             lost = self._records[next(iter(self._records))]
             self.num_lost += 1
             log.error("usage_forgotten", request_id=lost.request_id, replica_id=lost.replica_id)
-            self.settle(lost.replica_id, [lost.request_id])
+            self.acknowledge(lost.replica_id, [lost.request_id])
 
     def _write_down(self, replica_id: str, submit: Submit, served_class: str, num_cached: int, num_output: int) -> None:
         if self._journal is None:
@@ -128,17 +128,17 @@ class UsageMeter:
         except OSError as error:
             log.error("usage_journal_failed", error=str(error), request_id=submit.request_id, output_tokens=num_output)
 
-    def settle_for(self, sender: str, replica_id: str, request_ids: Collection[str]) -> int:
+    def acknowledge_from(self, sender: str, replica_id: str, request_ids: Collection[str]) -> int:
         """Process an acknowledgement by the process `sender`. Return how many of the requests it may not acknowledge.
 
         It may acknowledge its own usage, and the usage that was sent to it.
         """
         if sender == replica_id:
-            self.settle(replica_id, request_ids)
+            self.acknowledge(replica_id, request_ids)
             return 0
         known = [one for one in request_ids if (replica_id, one) in self._records]
         allowed = [one for one in known if sender in self._sent_to.get((replica_id, one), ())]
-        self.settle(replica_id, allowed)
+        self.acknowledge(replica_id, allowed)
         return len(known) - len(allowed)
 
     def note_sent(self, replica_id: str, records: Iterable[MeteredUsage]) -> None:
@@ -146,7 +146,7 @@ class UsageMeter:
         for record in records:
             self._sent_to[record.replica_id, record.request_id].add(replica_id)
 
-    def settle(self, replica_id: str, request_ids: Iterable[str]) -> None:
+    def acknowledge(self, replica_id: str, request_ids: Iterable[str]) -> None:
         """Delete the usage of these requests, which is stored. Unknown requests are ignored."""
         for request_id in request_ids:
             key = replica_id, request_id
@@ -161,7 +161,7 @@ class UsageMeter:
                 del self._num_of[replica_id]
                 self._heard_at_s.pop(replica_id, None)
 
-    def left_behind(self, connected: Collection[str]) -> list[MeteredUsage]:
+    def due_of_absent(self, connected: Collection[str]) -> list[MeteredUsage]:
         """Return the usage of gateways that are gone, to be sent to another gateway now.
 
         `connected` are the gateway processes that are connected.
@@ -173,7 +173,7 @@ class UsageMeter:
         gone = {replica_id for replica_id, at_s in self._heard_at_s.items() if now_s - at_s > GRACE_S}
         return self._due((key for key in self._records if key[0] in gone), now_s) if gone else []
 
-    def forgotten_by(self, replica_id: str) -> list[MeteredUsage]:
+    def due_from_earlier_engine(self, replica_id: str) -> list[MeteredUsage]:
         """Return usage of a connected gateway that an earlier engine recorded, and that is not acknowledged since."""
         now_s = self._clock()
         if not self._inherited or now_s - self._began_at_s <= GRACE_S:

@@ -54,7 +54,7 @@ class AdvisedLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Breaker:
+class SloViolator:
     """Tenant and class with the most missed SLOs just beyond the saturation point, and their share of all misses."""
 
     tenant: str
@@ -87,7 +87,7 @@ class Advice:
     kv_used_fraction: float
     decode_share: float
     preemptions_per_request: float
-    breaker: Breaker | None
+    breaker: SloViolator | None
 
 
 class Advisor:
@@ -158,7 +158,7 @@ class Advisor:
             kv_used_fraction=outcome.run.kv_used_fraction,
             decode_share=decode_share(self._whole.requests, capacity),
             preemptions_per_request=outcome.figures["preemptions"] / len(outcome.run.records),
-            breaker=None if beyond is None else find_breaker(beyond),
+            breaker=None if beyond is None else find_slo_violator(beyond),
         )
 
     def _busiest(self, window_s: float) -> Workload:
@@ -310,13 +310,13 @@ def most_running(outcome: SimulationOutcome) -> int:
     return most
 
 
-def find_breaker(outcome: SimulationOutcome) -> Breaker | None:
+def find_slo_violator(outcome: SimulationOutcome) -> SloViolator | None:
     """Return the tenant and class with the most misses; None where all requests attained their SLO."""
     missed = Counter((r.request.tenant, r.request.service_class) for r in outcome.run.records if not r.attained)
     if not missed:
         return None
     (tenant, service_class), number = min(missed.items(), key=lambda item: (-item[1], item[0]))
-    return Breaker(tenant, service_class, number / missed.total())
+    return SloViolator(tenant, service_class, number / missed.total())
 
 
 def waiting_share(outcome: SimulationOutcome) -> float:

@@ -76,10 +76,10 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class PolicyComparison:
-    """Figures of each policy over the seeds.
+    """LoadMetrics of each policy over the seeds.
 
-    Figures are means over the seeds, or maxima for figures named max or longest. With several seeds, `per_seed` holds
-    the figures of each.
+    LoadMetrics are means over the seeds, or maxima for figures named max or longest. With several seeds, `per_seed`
+    holds the figures of each.
     """
 
     capacity: Capacity
@@ -167,7 +167,7 @@ def _bind(on_progress: Callable[[str, int, float, int], None], policy: str, seed
 
 
 def _merge(per_seed: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
-    """Merge the figures over the seeds. Figures of tenants come from the first seed only."""
+    """Merge the figures over the seeds. LoadMetrics of tenants come from the first seed only."""
     first = next(iter(per_seed.values()))
     if len(per_seed) == 1:
         return first

@@ -31,8 +31,8 @@ _NUM_SAMPLES = 2400  # samples of the accounts over the window of arrivals
 _SAMPLING = Sampling()
 
 
-class Stuck(EngineError):
-    """The scheduler has requests and runs none of them."""
+class SimulationStuck(EngineError):
+    """The scheduler has requests but runs none."""
 
 
 class Driver:
@@ -276,7 +276,7 @@ class Driver:
         if not self._num_open:
             return max(now_ns + 1, START_NS + self._window_ns if arrival_ns is None else arrival_ns)
         if now_ns - idle_since_ns > _PATIENCE_NS:
-            raise Stuck(f"{self._num_open} requests are open and none has run for {_PATIENCE_NS / 1e9:g} s")
+            raise SimulationStuck(f"{self._num_open} requests are open and none has run for {_PATIENCE_NS / 1e9:g} s")
         soon_ns = now_ns + _POLL_NS
         return soon_ns if arrival_ns is None else max(now_ns + 1, min(soon_ns, arrival_ns))
 

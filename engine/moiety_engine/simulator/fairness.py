@@ -22,7 +22,7 @@ from moiety_engine.simulator.records import Record, Run, Samples, ServiceAccount
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1, 2
 _WARM_UP_S, _WINDOW_S, _NUM_TICKS = 30.0, 60.0, 20
 _NUM_MOMENTS = 36
-_LEAST_BACKLOG_S = 30.0  # a shorter backlog gives no share worth comparing
+_MIN_BACKLOG_S = 30.0  # a shorter backlog gives no share worth comparing
 
 
 def measure_fairness(run: Run, kv_tokens: int) -> dict[str, float | None]:
@@ -33,7 +33,7 @@ def measure_fairness(run: Run, kv_tokens: int) -> dict[str, float | None]:
     service_TA, backlogged_TA = _as_arrays(run.samples, run.accounts)
     gaps = [largest_gap(service_TA[:, members], backlogged_TA[:, members]) for members in by_class.values()]
     weight_A = np.array([account.tenant.weight for account in run.accounts] or [1.0])
-    least = _LEAST_BACKLOG_S / run.samples.interval_s
+    least = _MIN_BACKLOG_S / run.samples.interval_s
     shares = (
         evenness(service_TA[:, members], backlogged_TA[:, members], weight_A[members], least)
         for members in by_class.values()

@@ -1,4 +1,4 @@
-"""Figures of a run, under the names that acceptance checks read.
+"""LoadMetrics of a run, under the names that acceptance checks read.
 
 All figures count the window of arrivals. A request's work counts as far as it was done in the window. It counts as
 completed only if the request ended normally, and as good only if it attained its SLO, even during the drain after the

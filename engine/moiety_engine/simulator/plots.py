@@ -10,7 +10,7 @@ from typing import Any
 from moiety_engine.errors import InvalidConfig
 
 FORMS = (".png", ".html")
-_MOST_TENANTS = 12  # in the chart of service over time: those with the most requests
+_MAX_TENANTS = 12  # in the chart of service over time: those with the most requests
 _WIDTH = 260
 
 
@@ -64,7 +64,7 @@ def _service_rows(policies: Mapping[str, Mapping[str, Any]]) -> list[dict[str, A
     rows = []
     for policy, figures in policies.items():
         tenants = figures["tenants"]
-        greatest = sorted(tenants, key=lambda name: -tenants[name]["num"])[:_MOST_TENANTS]
+        greatest = sorted(tenants, key=lambda name: -tenants[name]["num"])[:_MAX_TENANTS]
         for name in greatest:
             tenant = tenants[name]
             rows += [

@@ -88,8 +88,8 @@ class GrammarCompileQueue:
         """Number of grammars that wait to be compiled or are being compiled."""
         return sum(len(tenant.waiting) for tenant in self._tenants.values())
 
-    def figures(self) -> dict[str, float]:
-        """Return fields of `Figures`."""
+    def metrics(self) -> dict[str, float]:
+        """Return fields of `LoadMetrics`."""
         if self._service is None:
             return {}
         return {

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # Files that are read in place of a tokenizer.json, and how their texts are split if they are tiktoken files.
 _FILES = {"tokenizer.model": "llama-bpe", "tiktoken.model": "kimi-k2", "qwen.tiktoken": "qwen2"}
-_MOST_BYTES = 64 << 20
+_MAX_BYTES = 64 << 20
 
 
 def converted_tokenizer(folder: Path, config: Mapping[str, Any], added: Mapping[str, Any]) -> str | None:
@@ -29,8 +29,8 @@ def converted_tokenizer(folder: Path, config: Mapping[str, Any], added: Mapping[
     if path is None:
         return None
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise ModelFilesUnusable(f"{path} has more than {_MOST_BYTES >> 20} MiB, so it is not a tokenizer")
+        if path.stat().st_size > _MAX_BYTES:
+            raise ModelFilesUnusable(f"{path} has more than {_MAX_BYTES >> 20} MiB, so it is not a tokenizer")
         data = path.read_bytes()
     except OSError as exc:
         raise ModelFilesUnusable(f"{path} cannot be read: {exc}") from exc

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _VARINT, _EIGHT_BYTES, _BYTES, _FOUR_BYTES = 0, 1, 2, 5
 _UNIGRAM, _BPE = 1, 2
 _UNKNOWN, _CONTROL, _USER, _BYTE = 2, 3, 4, 6
-_MOST_PIECES = 2_000_000
+_MAX_PIECES = 2_000_000
 
 
 @dataclass(slots=True)
@@ -116,8 +116,8 @@ def _add_piece(model: SentencePieceModel, data: bytes) -> None:
             (score,) = struct.unpack("<f", _bytes(value))
         elif number == 3:
             kind = int(value)
-    if len(model.pieces) >= _MOST_PIECES:
-        raise ValueError(f"it has more than {_MOST_PIECES} pieces")
+    if len(model.pieces) >= _MAX_PIECES:
+        raise ValueError(f"it has more than {_MAX_PIECES} pieces")
     model.pieces.append((piece, score))
     model.kinds.append(kind)
 

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 _LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+")
-_MOST_TOKENS, _MOST_TOKEN_BYTES = 2_000_000, 4096
+_MAX_TOKENS, _MAX_TOKEN_BYTES = 2_000_000, 4096
 
 
 def is_tiktoken(data: bytes) -> bool:
     """Return whether a file's contents begin like a tiktoken file."""
-    return _LINE.fullmatch(data[: _MOST_TOKEN_BYTES * 2].split(b"\n", 1)[0].rstrip(b"\r")) is not None
+    return _LINE.fullmatch(data[: _MAX_TOKEN_BYTES * 2].split(b"\n", 1)[0].rstrip(b"\r")) is not None
 
 
 def parse_ranks(data: bytes) -> dict[bytes, int]:
@@ -34,7 +34,7 @@ def parse_ranks(data: bytes) -> dict[bytes, int]:
         try:
             text, rank = line.split()
             token = base64.b64decode(text, validate=True)
-            if not token or len(token) > _MOST_TOKEN_BYTES or len(ranks) >= _MOST_TOKENS or token in ranks:
+            if not token or len(token) > _MAX_TOKEN_BYTES or len(ranks) >= _MAX_TOKENS or token in ranks:
                 raise ValueError("a token is empty, too long, or occurs twice, or there are too many")
             ranks[token] = int(rank)
         except (ValueError, binascii.Error) as exc:

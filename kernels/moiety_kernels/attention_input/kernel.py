@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from moiety_kernels.attention_input.plan import AttentionInputPlan
 
 _VALUES = 1024  # per program; each of its two warps reads 16 bytes per thread at once
-MOST_VALUES = 32768  # values that fit in the registers of 16 warps
+MAX_VALUES = 32768  # values that fit in the registers of 16 warps
 _NONE, _OF_HEAD, _OF_ROW = "none", "head", "row"  # what is normalised together
 
 
 def fits(x_THd: Tensor, cos_PR: Tensor) -> bool:
     """Return whether the table can rotate heads of this layout."""
-    return x_THd.stride(-1) == 1 and cos_PR.is_contiguous() and triton.next_power_of_2(x_THd.shape[-1]) <= MOST_VALUES
+    return x_THd.stride(-1) == 1 and cos_PR.is_contiguous() and triton.next_power_of_2(x_THd.shape[-1]) <= MAX_VALUES
 
 
 def fits_plan(plan: AttentionInputPlan) -> bool:
     """Return whether the kernel supports the width that the plan normalises at once."""
-    return plan.q_norm is None or triton.next_power_of_2(plan.q_norm.shape[0]) <= MOST_VALUES
+    return plan.q_norm is None or triton.next_power_of_2(plan.q_norm.shape[0]) <= MAX_VALUES
 
 
 def attention_input(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from moiety_kernels.compressed_attention.runs import Entries, TokenRuns
 
-_MOST_VALUES = 1 << 24  # that are copied at once: 64 MiB
+_MAX_VALUES = 1 << 24  # that are copied at once: 64 MiB
 
 
 class RunArguments(NamedTuple):
@@ -126,7 +126,7 @@ def compressed_attention(
     tokens, _, width = q_THd.shape
     most = 0 if entries is None else entries.slot_TK.shape[1]
     most_seen, kept = history_NWd.shape[1] + most, _contiguous(runs)
-    at_once = min(tokens, max(1, _MOST_VALUES // (most_seen * width)))
+    at_once = min(tokens, max(1, _MAX_VALUES // (most_seen * width)))
     seen_TKd = torch.empty(at_once, 1, most_seen, width)
     count_T, parts = torch.empty(at_once, dtype=torch.int32), []
     own_B1 = torch.arange(at_once + 1, dtype=torch.int32)

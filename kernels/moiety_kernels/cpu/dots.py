@@ -319,13 +319,13 @@ def _emit_dots(e: Emitter, args: PackedDotArguments, *, dots_of: type[_Dots], nu
 
 def _choose(e: Emitter, kind: Int, is_many: Int, num_rows: Int, args: PackedDotArguments) -> None:
     """Call the function for a kind, few or many rows, and a number of rows known only at run time."""
-    with e.switch((kind * 2 + is_many) * _MOST_ROWS + num_rows) as case:
+    with e.switch((kind * 2 + is_many) * _MAX_ROWS + num_rows) as case:
         for number, (name, is_there, dots_of, few, many) in enumerate(_KINDS):
             variants = [(m, 1) for m in range(1, few + 1)] + [(m, COLS) for m in range(1, many + 1)]
             for m, cols in variants if is_there else ():
                 emit = partial(_emit_dots, dots_of=dots_of, num_rows=m, cols=cols)
                 one = emit_once(e.module, f"moiety_{name}_{m}_{cols}", emit)
-                with case((2 * number + int(cols > 1)) * _MOST_ROWS + m):
+                with case((2 * number + int(cols > 1)) * _MAX_ROWS + m):
                     call(e, one, *args)
 
 
@@ -339,7 +339,7 @@ _KINDS = (
     ("eights", WHOLE_AVAILABLE, _Eights, EIGHTS_FEW, EIGHTS_ROWS),
     ("grouped_eights", WHOLE_AVAILABLE, _GroupedEights, EIGHTS_FEW, EIGHTS_ROWS),
 )
-_MOST_ROWS = 16  # more than any kind takes at once
+_MAX_ROWS = 16  # more than any kind takes at once
 # The products of a kind of weight with few or many rows; a kind whose instructions the CPU lacks has no code and is
 # never called.
 dots = function("moiety_dots", _choose)

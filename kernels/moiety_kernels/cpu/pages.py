@@ -30,7 +30,7 @@ _MADV_HUGEPAGE, _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 14, 23, 25  # Python's mm
 _NUM_TRIED_PAGES, _MAX_FILL_S = 7, 0.006  # pages to try, and the longest time for one; zeroing one takes 0.2 ms
 
 
-def prefer(tensors: Iterable[Tensor]) -> bool:
+def request_large_pages(tensors: Iterable[Tensor]) -> bool:
     """Request large pages for the memory of tensors that is about to be written for the first time.
 
     Return whether the request was made; if not, the memory comes in ordinary pages.
@@ -55,7 +55,7 @@ def _filled_s(first: int, end: int) -> float:
     return math.inf if failed else time.perf_counter() - begin_s
 
 
-def enlarge(tensors: Iterable[Tensor]) -> threading.Thread | None:
+def collapse_into_large_pages(tensors: Iterable[Tensor]) -> threading.Thread | None:
     """Start to collapse the memory of CPU tensors into large pages; addresses and contents stay the same.
 
     Return the thread that does it, for callers that wait, or None if there is nothing to do.
@@ -63,12 +63,12 @@ def enlarge(tensors: Iterable[Tensor]) -> threading.Thread | None:
     ranges = [(_up(begin), _down(end)) for begin, end in _ranges(tensors) if _up(begin) < _down(end)]
     if not ranges or not sys.platform.startswith("linux"):
         return None
-    thread = threading.Thread(target=_gather, args=(ranges,), name="large-pages", daemon=True)
+    thread = threading.Thread(target=_collapse, args=(ranges,), name="large-pages", daemon=True)
     thread.start()
     return thread
 
 
-def _gather(ranges: list[tuple[int, int]]) -> None:
+def _collapse(ranges: list[tuple[int, int]]) -> None:
     """Collapse each range with one call; one call per page takes three times as long.
 
     Failures are ignored: no system support, no contiguous memory, or memory that is freed by now.

@@ -40,11 +40,11 @@ from moiety_kernels.cpu.values import (
 DEPTH = 2 * LANES  # entries packed at once
 PANEL = LANES  # keys
 TOGETHER = 2  # panels, or vectors of a value, that a tile multiplies
-MOST_ROWS = 6  # rows of a tile
+MAX_ROWS = 6  # rows of a tile
 _UNROLLED = 4  # pairs per loop iteration
 
 _PAIR_BYTES = 4 * LANES * TOGETHER  # bytes of a tile's operand for one pair of each row
-_LEAST_POWER = -127.0  # power of two below every float but zero
+_MIN_POWER = -127.0  # power of two below every float but zero
 # coefficients of (2^x - 1) / x for |x| ≤ ½, from the lowest power on; 2^x is then right to 2e-7 of its value
 _POWERS = (0.693147004, 0.240222424, 0.0555073358, 0.00967151299, 0.00132647203)
 
@@ -146,7 +146,7 @@ def _weighted(e: Emitter, args: WeightedArguments, *, rows: int) -> None:
 
 def _power(e: Emitter, x: Vector) -> Vector:
     """Return 2^x for x of at most a few ten-thousandths above 0; exactly 0 below -127 (-inf included)."""
-    x = x.unordered(">", _LEAST_POWER).choose(x, _LEAST_POWER)
+    x = x.unordered(">", _MIN_POWER).choose(x, _MIN_POWER)
     turning = 1.5 * 2**23  # adding it rounds to the nearest integer, which is then in the lowest bits
     turned = x + turning
     rest = x - (turned - turning)
@@ -202,14 +202,14 @@ def _score_rows(e: Emitter, num_rows: Int, args: ScoreArguments) -> None:
     def tile(rows: int) -> ir.Function:
         return emit_once(e.module, f"moiety_scores_{rows}", partial(_scores, rows=rows))
 
-    call_by_rows(e, num_rows, MOST_ROWS, tile, args)
+    call_by_rows(e, num_rows, MAX_ROWS, tile, args)
 
 
 def _add_weighted_values(e: Emitter, num_rows: Int, args: WeightedArguments) -> None:
     def tile(rows: int) -> ir.Function:
         return emit_once(e.module, f"moiety_weighted_{rows}", partial(_weighted, rows=rows))
 
-    call_by_rows(e, num_rows, MOST_ROWS, tile, args)
+    call_by_rows(e, num_rows, MAX_ROWS, tile, args)
 
 
 def _function(name: str, emit: Callable[..., None]) -> Any:
@@ -225,6 +225,6 @@ pack_values, pack_narrow_values = (
 weigh_scores, weigh_masked_scores = (
     _function(f"weigh_{masked}", partial(_weigh, masked=masked)) for masked in (False, True)
 )
-# products of 1 to MOST_ROWS rows, whose number is the first argument
+# products of 1 to MAX_ROWS rows, whose number is the first argument
 score_rows = _function("scores", _score_rows)
 add_weighted_values = _function("weighted", _add_weighted_values)

@@ -10,7 +10,7 @@ from moiety_kernels.cpu.emitter import Emitter, function
 from moiety_kernels.cpu.values import LANES, VF, VI16, VI32, Floats, Int, Int16s, Pairs, Vector
 
 _GREATEST = 32_767.0  # largest integer of a row: a group's products with eight bits stay far below 2³¹
-_LEAST = 1e-30  # a group whose values are all smaller counts as zeros
+_MIN_GROUP_VALUE = 1e-30  # a group whose values are all smaller counts as zeros
 
 
 def _pack_pairs(e: Emitter, row_K: Floats, k: Int, out_K: Pairs) -> None:
@@ -51,7 +51,7 @@ def _pack_whole(e: Emitter, row: Floats, count: Int, out: Int16s, scale_at: Floa
         magnitudes[0] = larger(row[i].as_(VI32) & 0x7FFF_FFFF, magnitudes[0])
     top = e.reduce(magnitudes[0], larger).as_(VF)
     zero = e.constant(0.0)
-    is_some = top.unordered(">=", _LEAST)
+    is_some = top.unordered(">=", _MIN_GROUP_VALUE)
     scale = is_some.choose(top * (1.0 / _GREATEST), zero)
     is_number = is_some & (top < math.inf)
     inverse = is_number.choose(_GREATEST / top, zero)

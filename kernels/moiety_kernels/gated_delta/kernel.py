@@ -162,7 +162,7 @@ def prepare(
     EPS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One chunk of one head: what its tokens write before the state is known, and factors that `scan` needs.
+    """Compute one chunk of one head: its tokens' writes before the state is known, and factors that `scan` needs.
 
     `total` are the sums of the gates within the chunk, `q_length` and `k_length` one over the lengths of the rows.
     """
@@ -234,7 +234,7 @@ def scan(
     CHUNK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """All chunks of one sequence, in some columns of one head's state."""
+    """Process all chunks of one sequence, in some columns of one head's state."""
     i_sequence, i_head = tl.program_id(0) + first_sequence, tl.program_id(1)
     i_group = i_head // (VALUE_HEADS // HEADS)
     begin, end = tl.load(p_start + i_sequence).to(tl.int64), tl.load(p_start + i_sequence + 1).to(tl.int64)

@@ -27,8 +27,8 @@ EIGHT_ROWS = 64  # per expert; with fewer, memory is the bound and rounding rows
 _MANY_ROWS = 512  # per expert; with more, the fill of last tiles is practically uniform
 STORED_BYTES = 32 * 1024  # of a tile that the compiler rearranges at a time through shared memory to store it
 INVARIANT_BK = 64  # step of a row's sum where its bits must not depend on the choice
-MOST_ROW_TOKENS = 8  # most tokens whose rows are computed one by one; more where tiles have to widen four bits
-MOST_ROW_TOKENS_OF_FOUR_BITS = 16
+MAX_ROW_TOKENS = 8  # most tokens whose rows are computed one by one; more where tiles have to widen four bits
+MAX_ROW_TOKENS_OF_FOUR_BITS = 16
 BLOCK_SCALED_ROWS = 64  # most rows of a tile with block scales: a step's sums are kept beside the totals
 MMA_SHARE = 0.85  # share of the rate of large products that our loop reaches when nothing else binds it
 
@@ -202,7 +202,7 @@ def _configs(problem: Problem, device: DeviceModel) -> tuple[TileConfig, ...]:
 
 def _takes(config: TileConfig, problem: Problem, device: DeviceModel) -> bool:
     if config.BM == 1:
-        most = MOST_ROW_TOKENS_OF_FOUR_BITS if config.four else MOST_ROW_TOKENS
+        most = MAX_ROW_TOKENS_OF_FOUR_BITS if config.four else MAX_ROW_TOKENS
         return problem.tokens <= most and not problem.invariant
     if config.eight and problem.rows < EIGHT_ROWS * problem.num_experts:
         return False

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MOE_KERNELS = ("auto", "triton", "grouped", "reference")
 
-_LEAST_CAPABILITY = (8, 0)  # NVIDIA's, with bfloat16 in the tensor cores
+_MIN_CAPABILITY = (8, 0)  # NVIDIA's, with bfloat16 in the tensor cores
 
 
 @functools.cache
@@ -39,7 +39,7 @@ def _triton_unavailable(device: torch.device) -> str | None:
     if find_spec("triton") is None:
         return "Triton is not installed"
     if device.type == "cuda":
-        if torch.version.hip is None and torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+        if torch.version.hip is None and torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
             return f"{torch.cuda.get_device_name(device)} is older than what its kernels are written for"
         return None
     from triton import knobs  # noqa: PLC0415 - Triton, which a CPU has no use for

@@ -15,7 +15,7 @@ from moiety_kernels.cpu.gemm import TASKS_PER_THREAD, UNPACKED_AT, WIDE_AT
 from moiety_kernels.cpu.memory import load_f32, load_i32, store_f32, store_i64
 from moiety_kernels.cpu.panels import (
     DEPTH,
-    MOST_ROWS,
+    MAX_ROWS,
     PANEL,
     TOGETHER,
     add_weighted_values,
@@ -34,7 +34,7 @@ from moiety_kernels.cpu.vectors import copy_row, fetch, scale_row
 from moiety_kernels.paged_attention.cpu_arguments import CHUNK, ITEM_BYTES, AttentionArguments, QueryRange, lowest_seen
 
 ROWS_AT_ONCE = 128
-LEAST_ROWS_AT_ONCE = 32  # used where there would be too few tasks
+MIN_ROWS_AT_ONCE = 32  # used where there would be too few tasks
 LOG2_E = 1 / math.log(2)
 
 _GROUP = TOGETHER * PANEL  # keys packed and scored together
@@ -53,7 +53,7 @@ def usable() -> bool:
 def rows_at_once(tokens: int, heads: int) -> int:
     """Return how many rows a task takes: ROWS_AT_ONCE, halved while there would be too few tasks."""
     rows = ROWS_AT_ONCE
-    while rows // 2 >= LEAST_ROWS_AT_ONCE and tokens * heads < rows * TASKS_PER_THREAD * team().num_threads:
+    while rows // 2 >= MIN_ROWS_AT_ONCE and tokens * heads < rows * TASKS_PER_THREAD * team().num_threads:
         rows //= 2
     return rows
 
@@ -146,7 +146,7 @@ def _weigh(
 @jit
 def _next_rows(left: int) -> int:
     """Return how many of the remaining rows the next tile takes, so that all tiles have about the same size."""
-    parts = (left + MOST_ROWS - 1) // MOST_ROWS
+    parts = (left + MAX_ROWS - 1) // MAX_ROWS
     return (left + parts - 1) // parts
 
 

@@ -13,7 +13,7 @@ _PREFILL_ROWS = 128
 SPAN = 256  # range of decoding sequences without recompilation
 MERGED_ROWS = 8
 EVERYTHING, SLIDING, CHUNKS = range(3)  # positions up to a query's own, the last of them, or those of its chunk
-_LEAST_KEYS = 16  # fewest keys of a matrix instruction
+_MIN_KEYS = 16  # fewest keys of a matrix instruction
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ def constants_of_merge(shape: Shape, tiles: Tiles) -> dict[str, Any]:
 
 def _fitting(tiles: Tiles, shape: Shape, device: Device) -> Tiles:
     """Return the tiles with fewer keys at once if shared memory is short."""
-    while _shared_bytes(tiles, shape) > device.shared_bytes and tiles.keys > _LEAST_KEYS:
+    while _shared_bytes(tiles, shape) > device.shared_bytes and tiles.keys > _MIN_KEYS:
         tiles = Tiles(
             tiles.rows, tiles.keys // 2, tiles.key_parts, tiles.value_parts, tiles.num_warps, tiles.num_stages
         )

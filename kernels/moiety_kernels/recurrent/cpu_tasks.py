@@ -1,4 +1,5 @@
-"""What the CPU tasks of recurrent layers share: the sequences' arguments, and the block of a state that a task owns.
+"""Shared parts of the CPU tasks of recurrent layers: the sequences' arguments, and the block of a state that a task
+owns.
 
 A task of a recurrence is one sequence's tokens in COLUMNS columns of one value head's state. T tokens, H key heads of
 width K, M value heads of width V, N slots, S sequences.

@@ -12,14 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 from moiety_kernels.gpu.cases import CompileCase
-from moiety_kernels.sample.reference import LEAST_TEMPERATURE
+from moiety_kernels.sample.reference import MIN_TEMPERATURE
 from moiety_kernels.sample.rows import IN_PROMPT, Draws, Penalties
 
 _BLOCK = 2048  # tokens of a row that are processed together
 _NUM_WARPS = 16
-MOST_TOKENS = 255 * _BLOCK
+MAX_TOKENS = 255 * _BLOCK
 _STAGES = tl.constexpr(6)  # blocks in flight from memory, which determines a lone program's speed
-_LEAST_TEMPERATURE = tl.constexpr(LEAST_TEMPERATURE)
+_MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
 _IN_PROMPT = tl.constexpr(IN_PROMPT)
 _ABOVE_ALL = tl.constexpr(0x3F800001)  # the key after that of weight 1
 _COUNT, _MASS, _MORE_MASS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # quantity that a search compares
@@ -27,7 +27,7 @@ _COUNT, _MASS, _MORE_MASS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  #
 
 def fits(logits_LV: Tensor) -> bool:
     """Return whether `sample` supports these logits."""
-    return logits_LV.stride(1) == 1 and logits_LV.shape[1] <= MOST_TOKENS
+    return logits_LV.stride(1) == 1 and logits_LV.shape[1] <= MAX_TOKENS
 
 
 def sample(logits_LV: Tensor, draws: Draws, penalties: Penalties | None = None, *, block: int = _BLOCK) -> Tensor:
@@ -90,7 +90,7 @@ def _sample(
     highest, token = _best(p_row, size, BLOCK)
     temperature = tl.load(p_temperature + row)
     if temperature > 0:
-        total = _weigh(p_row, size, highest, tl.maximum(temperature, _LEAST_TEMPERATURE), BLOCK)
+        total = _weigh(p_row, size, highest, tl.maximum(temperature, _MIN_TEMPERATURE), BLOCK)
         top_k, top_p, min_p = tl.load(p_top_k + row), tl.load(p_top_p + row), tl.load(p_min_p + row)
         kept = total
         if (top_k > 0) & (top_k < size):

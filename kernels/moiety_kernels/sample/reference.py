@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
     from moiety_kernels.sample.rows import Draws, Penalties
 
-LEAST_TEMPERATURE = 1e-5
+MIN_TEMPERATURE = 1e-5
 
 
 def sample(logits_LV: Tensor, draws: Draws, penalties: Penalties | None = None) -> Tensor:
     """Return one token per row, int64; of equally likely tokens the lower comes first."""
     logits_LV = logits_LV if penalties is None else penalised(logits_LV, penalties)
-    scaled_LV = logits_LV / draws.temperature_L.clamp_min(LEAST_TEMPERATURE)[:, None]
+    scaled_LV = logits_LV / draws.temperature_L.clamp_min(MIN_TEMPERATURE)[:, None]
     probs_LV = scaled_LV.softmax(dim=-1)
     best_LV, ids_LV = probs_LV.sort(dim=-1, descending=True, stable=True)
     filtered_L = (draws.top_k_L > 0) | (draws.top_p_L < 1) | (draws.min_p_L > 0)

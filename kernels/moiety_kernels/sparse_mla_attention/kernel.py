@@ -39,7 +39,7 @@ __all__ = ["fits", "sparse_mla_attention"]
 _LEAST, _MOST = 512, 32  # slots of a split, splits of a query
 _WHOLE = 1 << 30  # slots of a split where a query is not cut
 _BLACKWELL = (10, 0)  # compute capability
-_MOST_ROWS = 32  # of a tile with 32 keys on Blackwell
+_MAX_ROWS = 32  # of a tile with 32 keys on Blackwell
 
 
 def sparse_mla_attention(
@@ -120,7 +120,7 @@ def _tiles(shape: Shape, device: Device, on_blackwell: bool) -> Tiles:
     """
     tiles = decode_tiles(shape, device)
     tiles = replace(tiles, rows=min(tiles.rows, max(16, triton.next_power_of_2(shape.group))))
-    return replace(tiles, keys=16) if on_blackwell and tiles.rows > _MOST_ROWS else tiles
+    return replace(tiles, keys=16) if on_blackwell and tiles.rows > _MAX_ROWS else tiles
 
 
 @functools.cache

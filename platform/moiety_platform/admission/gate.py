@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from moiety_platform.clock import Clock
 from moiety_platform.errors import Overloaded, RateLimited
 from moiety_wire.classes import OverloadAction, ServiceClass
-from moiety_wire.figures import ClassLoad
+from moiety_wire.engine_load import ClassLoad
 from moiety_wire.notes import Reason
 
 MAX_BEGUN = 4  # per iteration: each takes up to 0.5 ms; a lower bound limits the requests per second

@@ -32,7 +32,7 @@ from moiety_platform.inference.prompt_images import (
 )
 
 ROLES = ("user", "assistant", "system")
-_ONLY = {"thinking": ("assistant",), "redacted_thinking": ("assistant",), "tool_use": ("assistant",)} | {
+_ROLES_OF_BLOCK = {"thinking": ("assistant",), "redacted_thinking": ("assistant",), "tool_use": ("assistant",)} | {
     "tool_result": ("user",),
     "image": ("user",),
     "document": ("user",),
@@ -57,12 +57,12 @@ _SENT_IMAGES: dict[str, Any] = {
         }
     },
 }
-_OF_SYSTEM = ("text", "tool_addition", "tool_removal")
+_SYSTEM_BLOCKS = ("text", "tool_addition", "tool_removal")
 
 
 def _blocks_of(role: str) -> dict[str, Any]:
     """Return a JSON schema of the blocks that a turn of the role may have."""
-    kinds = {"enum": list(_OF_SYSTEM)} if role == "system" else {"not": {"enum": _foreign(role)}}
+    kinds = {"enum": list(_SYSTEM_BLOCKS)} if role == "system" else {"not": {"enum": _foreign(role)}}
     return {
         "if": {"properties": {"role": {"const": role}}},
         "then": {
@@ -74,7 +74,7 @@ def _blocks_of(role: str) -> dict[str, Any]:
 
 
 def _foreign(role: str) -> list[str]:
-    return [kind for kind, roles in _ONLY.items() if role not in roles]
+    return [kind for kind, roles in _ROLES_OF_BLOCK.items() if role not in roles]
 
 
 class TurnOutputConfig(StrictBody):
@@ -99,7 +99,9 @@ class MessageTurn(StrictBody):
         role = info.data.get("role")
         for place, block in enumerate(value):
             kind = block.type
-            is_foreign = kind not in _OF_SYSTEM if role == "system" else role not in _ONLY.get(kind, ROLES)
+            is_foreign = (
+                kind not in _SYSTEM_BLOCKS if role == "system" else role not in _ROLES_OF_BLOCK.get(kind, ROLES)
+            )
             if role is not None and is_foreign:
                 raise refuse(f"block {place} is of type {kind[:64]!r}, which is not the {role}'s")
             if block.why_unserved:

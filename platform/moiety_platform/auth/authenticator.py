@@ -37,7 +37,7 @@ from moiety_wire.shared_fields import copy_fields
 TTL_S = 2.0
 GRACE_S = 60.0
 MAX_CACHED_KEYS = 10_000
-NO_TURN = PepperRotation()
+NO_ROTATION = PepperRotation()
 IN_USE_S = 30.0  # a key used within this time is read again before its entry expires
 MAX_AT_ONCE = 1_000  # keys per statement
 LOOKUP_TIMEOUT_S = 3.0
@@ -77,7 +77,7 @@ class Authenticator:
         pepper: bytes,
         clock: Clock,
         *,
-        turn: PepperRotation = NO_TURN,
+        turn: PepperRotation = NO_ROTATION,
         ttl_s: float = TTL_S,
         grace_s: float = GRACE_S,
         max_cached_keys: int = MAX_CACHED_KEYS,

@@ -29,7 +29,7 @@ from moiety_platform.openapi.described import fails
 from moiety_platform.query_parameters import one_of
 from moiety_platform.tenants.models import ApiKey
 
-OfRole = Annotated[str | None, one_of("Of administrators with this role only.", *Role)]
+RoleFilter = Annotated[str | None, one_of("Of administrators with this role only.", *Role)]
 
 
 class KeyController(Controller):
@@ -61,7 +61,7 @@ class KeyController(Controller):
         page: PageRequestDependency,
         tenant_id: FromQuery[str | None] = None,
         project_id: FromQuery[str | None] = None,
-        role: OfRole = None,
+        role: RoleFilter = None,
     ) -> KeyPage:
         """List keys, oldest first; of one tenant, project or role if given."""
         wanted = service.KeyFilter(tenant_id, project_id, parse_role(role))

@@ -38,7 +38,7 @@ ALGORITHMS = (
 )
 TENANT_UNKNOWN = "tenant_unknown"
 
-UNREADABLE = (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError, KeyError, TypeError)
+FETCH_ERRORS = (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError, KeyError, TypeError)
 
 log = structlog.get_logger(__name__)
 
@@ -148,7 +148,7 @@ class OidcVerifier:
         try:
             async with asyncio.timeout(FETCH_TIMEOUT_S):
                 self._keys = await read_keys(self._http, self._terms.issuer)
-        except UNREADABLE as exc:
+        except FETCH_ERRORS as exc:
             self._failed = True
             log.warning("oidc_issuer_away", issuer=self._terms.issuer, reason=f"{type(exc).__name__}: {exc}"[:300])
         else:
@@ -182,7 +182,7 @@ class OidcVerifier:
 
 
 async def read_keys(http: httpx.AsyncClient, issuer: str) -> dict[str, jwt.PyJWK]:
-    """Return the issuer's published keys that can check signatures, by id. Raises one of UNREADABLE."""
+    """Return the issuer's published keys that can check signatures, by id. Raises one of FETCH_ERRORS."""
     found = await _get(http, f"{issuer.rstrip('/')}/.well-known/openid-configuration")
     if found.get("issuer") != issuer:
         raise OtherIssuer(f"it calls itself {found.get('issuer')!r}")

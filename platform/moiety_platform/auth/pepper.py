@@ -27,7 +27,7 @@ class BadPepper(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Pepper:
-    """The pepper under a type of its own, whose repr hides it."""
+    """Pepper, wrapped in a type whose repr hides it."""
 
     value: bytes = field(repr=False)
 

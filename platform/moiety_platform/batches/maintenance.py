@@ -46,13 +46,13 @@ class BatchMaintenance:
     def _lease_ms(self) -> int:
         return round(self.lease_s * 1000)
 
-    def tend(self, batches: Sequence[OpenBatch], on_change: Callable[[], None]) -> None:
+    def run_maintenance(self, batches: Sequence[OpenBatch], on_change: Callable[[], None]) -> None:
         """Start the pending work of these batches; `on_change` is called after a task has succeeded."""
         for batch in batches:
             if len(self._tasks) >= MAX_AT_ONCE:
                 break
             if batch.tenant_id not in self._tasks and self._needs(batch):
-                self._begin(batch.tenant_id, self._tend(batch), on_change)
+                self._begin(batch.tenant_id, self._run_maintenance(batch), on_change)
 
     async def stop(self) -> None:
         """Cancel the tasks; another worker repeats unfinished work."""
@@ -80,7 +80,7 @@ class BatchMaintenance:
 
         self._tasks[tenant_id] = asyncio.create_task(run(), name="batch-tending")
 
-    async def _tend(self, batch: OpenBatch) -> None:
+    async def _run_maintenance(self, batch: OpenBatch) -> None:
         if batch.is_due and batch.status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
             async with self.database.write() as session:
                 await begin_closing(session, batch.id, BatchStatus.EXPIRED, EXPIRED, self.now)

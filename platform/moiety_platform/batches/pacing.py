@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-GROWTH = 0.5  # concurrent lines gained per round of answers
+LINES_PER_ROUND = 0.5  # concurrent lines gained per round of answers
 
 
 @dataclass(slots=True)
@@ -46,6 +46,6 @@ class BatchPacing:
 
     def answered(self, now_s: float) -> None:
         """Record that a line has ended."""
-        self.places = min(float(self.most), self.places + GROWTH / self.places)
+        self.places = min(float(self.most), self.places + LINES_PER_ROUND / self.places)
         if now_s >= self.paused_until_s:
             self.num_refusals = 0

@@ -1,4 +1,4 @@
-"""Operations on batches: create, find, list and cancel, within the caller's transaction. Knows nothing of HTTP."""
+"""Operations on batches: create, find, list and cancel, within the caller's transaction. Knows no HTTP."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ class BatchWorker:
         self._dry.clear()
         self._paces = {batch_id: pace for batch_id, pace in self._paces.items() if batch_id in going_on}
         if not self._is_draining and self.concurrency:
-            self.tending.tend(self._batches, self.wake)
+            self.tending.run_maintenance(self._batches, self.wake)
 
     async def _claim(self) -> None:
         """Claim lines for the free places, evenly over the tenants."""

@@ -129,7 +129,7 @@ async def _measure(settings: GatewayBench, gateway: RunningGateway, say: Callabl
 async def _soak(
     settings: GatewayBench, gateway: RunningGateway, answers: Iterator[bytes], say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Measure memory growth: device_state bytes after a tenth of the requests, and after all of them."""
+    """Measure memory growth: resident bytes after a tenth of the requests, and after all of them."""
     rss_bytes = []
     for count in (settings.soak_requests // 10, settings.soak_requests - settings.soak_requests // 10):
         say(f"{count} requests for memory's sake …")

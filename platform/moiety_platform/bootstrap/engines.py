@@ -114,7 +114,7 @@ class Engines:
             for client in clients:
                 self.replicas.admit(client)
                 for watch in self._watches.values():
-                    watch.disown(client.address)
+                    watch.release_engine(client.address)
             now_s = self.clock.monotonic()
             kept = {identity(address) for address in after}
             gone = [address for address in before if identity(address) not in kept]
@@ -142,7 +142,9 @@ class Engines:
             if watch is not None:
                 del self._watches[name]
                 await watch.leave({identity(address) for address in self.settings.engines})
-            elif not any(other.adopt(name) for at, other in self._watches.items() if at not in self._unwanted):
+            elif not any(
+                other.take_over_engine(name) for at, other in self._watches.items() if at not in self._unwanted
+            ):
                 self.replicas.retire(name)
         await self.replicas.close_retired()
 

@@ -51,7 +51,7 @@ def read_journals(paths: Iterable[Path], since: datetime) -> dict[str, dict[str,
 
 
 def _was_waived(row: Mapping[str, Any]) -> bool:
-    """Return whether nothing of the request is billed because nothing of its answer was sent."""
+    """Return whether the request is not billed because no part of its answer was sent."""
     return row.get("error_code") in {error.default_code for error in WAIVED} and not row["output_tokens"]
 
 

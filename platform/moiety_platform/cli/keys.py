@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from moiety_platform.access.roles import Role, tenant_complaint
-from moiety_platform.auth.admin_resource import KEEP_IT, KEYS
+from moiety_platform.auth.admin_resource import KEEP_KEY_NOTICE, KEYS
 from moiety_platform.cli.admin_client import AdminClient
 from moiety_platform.cli.admin_command import Admin, admin_command
 from moiety_platform.cli.resource_commands import show_secret
@@ -73,7 +73,7 @@ def create_key(
         raise typer.BadParameter("give --tenant, --role or both")
     if expires_in_days is not None:
         body["expires_at"] = (datetime.now(UTC) + timedelta(days=expires_in_days)).isoformat()
-    show_secret(admin, admin.client.call("POST", "/keys", body), KEEP_IT)
+    show_secret(admin, admin.client.call("POST", "/keys", body), KEEP_KEY_NOTICE)
 
 
 def find_or_make_project(client: AdminClient, tenant_id: str, name: str) -> str:

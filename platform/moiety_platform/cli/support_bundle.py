@@ -29,8 +29,8 @@ from moiety_platform.supervisor.data_dir import KEYS_FILE
 
 TIMEOUT_S = 10.0
 MAX_LOG_BYTES = 2 * 1024 * 1024  # from the end of each log
-OF_OPERATIONS = {"health.json": "/healthz", "readiness.json": "/readyz", "metrics.txt": "/metrics"}
-OF_ADMIN = {
+OPERATIONS_FILES = {"health.json": "/healthz", "readiness.json": "/readyz", "metrics.txt": "/metrics"}
+ADMIN_FILES = {
     "engines.json": "/admin/v1/engines",
     "classes.json": "/admin/v1/classes",
     "leases.json": "/admin/v1/quotas/leases",
@@ -101,11 +101,11 @@ def _parts(patient: DoctorContext, operations_url: str | None, logs: list[Path])
     findings = asyncio.run(examine(patient, SystemClock()))
     yield "doctor.json", _json([finding.as_json() for finding in findings])
     with httpx.Client(base_url=operations_url or patient.url, timeout=TIMEOUT_S) as http:
-        for name, path in OF_OPERATIONS.items():
+        for name, path in OPERATIONS_FILES.items():
             yield name, _get(http, path, None)
     with httpx.Client(base_url=patient.url, timeout=TIMEOUT_S) as http:
         if patient.admin_key is not None:
-            for name, path in OF_ADMIN.items():
+            for name, path in ADMIN_FILES.items():
                 yield name, _get(http, path, patient.admin_key)
     for place in logs:
         yield f"logs/{place.name}", _end_of(place)

@@ -22,19 +22,25 @@ _URI = re.compile(
 _HOST = re.compile(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:\[\]]*))(?::(?P<port>\d*))?")
 _BAD_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})|%00")
 
-_OF_TLS = frozenset({"sslmode", "sslcert", "sslkey", "sslpassword", "sslrootcert", "sslcrl", "sslnegotiation"}) | {
+_TLS_PARAMETERS = frozenset(
+    {"sslmode", "sslcert", "sslkey", "sslpassword", "sslrootcert", "sslcrl", "sslnegotiation"}
+) | {
     "ssl_min_protocol_version",
     "ssl_max_protocol_version",
 }
-_OF_LOGIN = frozenset({"passfile", "krbsrvname"})
-_OF_SERVER = frozenset({"application_name", "fallback_application_name", "options"})
-_OF_CHOICE = frozenset({"connect_timeout", "target_session_attrs", "load_balance_hosts"})
+_LOGIN_PARAMETERS = frozenset({"passfile", "krbsrvname"})
+_SESSION_PARAMETERS = frozenset({"application_name", "fallback_application_name", "options"})
+_HOST_PARAMETERS = frozenset({"connect_timeout", "target_session_attrs", "load_balance_hosts"})
 # Detection of a dead peer, which asyncpg does not support: each statement of a gateway has a time limit instead.
-_OF_SOCKET = frozenset({"keepalives", "keepalives_idle", "keepalives_interval", "keepalives_count", "tcp_user_timeout"})
-_TAKEN = _OF_TLS | _OF_LOGIN | _OF_SERVER | _OF_CHOICE | _OF_SOCKET
+_SOCKET_PARAMETERS = frozenset(
+    {"keepalives", "keepalives_idle", "keepalives_interval", "keepalives_count", "tcp_user_timeout"}
+)
+_SUPPORTED_PARAMETERS = (
+    _TLS_PARAMETERS | _LOGIN_PARAMETERS | _SESSION_PARAMETERS | _HOST_PARAMETERS | _SOCKET_PARAMETERS
+)
 
 # Parameters of libpq that asyncpg does not implement, with the values that require nothing of it.
-_HARMLESS: dict[str, tuple[str, ...]] = {
+_IGNORED_PARAMETERS: dict[str, tuple[str, ...]] = {
     "channel_binding": ("disable", "prefer"),
     "client_encoding": ("auto", "utf8", "utf-8", "unicode"),
     "gssdelegation": ("0",),
@@ -110,7 +116,11 @@ class PostgresUrl:
     def tls_and_login(self) -> dict[str, str]:
         """Return the TLS and login parameters that asyncpg accepts under libpq's names."""
         of_context = {"sslmode", "sslrootcert"} if self.trusts_system else set()
-        return {name: self.parameters[name] for name in (_OF_TLS | _OF_LOGIN) - of_context if name in self.parameters}
+        return {
+            name: self.parameters[name]
+            for name in (_TLS_PARAMETERS | _LOGIN_PARAMETERS) - of_context
+            if name in self.parameters
+        }
 
     def to_libpq(self, scheme: str = "postgresql") -> str:
         """Return the URL with only libpq's parameters."""
@@ -229,11 +239,11 @@ def _use_modes_of_ssl(given: dict[str, str]) -> None:
 
 
 def _check(name: str, value: str) -> None:
-    if name in _HARMLESS:
-        if value.lower() not in _HARMLESS[name]:
-            allowed = " or ".join(_HARMLESS[name])
+    if name in _IGNORED_PARAMETERS:
+        if value.lower() not in _IGNORED_PARAMETERS[name]:
+            allowed = " or ".join(_IGNORED_PARAMETERS[name])
             raise BadPostgresUrl(f"{name}={value} is not available with asyncpg; leave {name} out, or give {allowed}")
-    elif name not in _TAKEN:
+    elif name not in _SUPPORTED_PARAMETERS:
         raise BadPostgresUrl(f"the parameter {name!r} is not supported; leave it out")
     elif name == "sslmode" and value not in MODES:
         raise BadPostgresUrl(f"sslmode={value} is unknown; give one of {', '.join(MODES)}")

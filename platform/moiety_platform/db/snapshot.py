@@ -22,7 +22,7 @@ from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
 
 TTL_S = 2.0
-AHEAD = 0.75  # fraction of the time to live after which a snapshot in use is refreshed
+REFRESH_SHARE = 0.75  # fraction of the time to live after which a snapshot in use is refreshed
 LOOKUP_TIMEOUT_S = 3.0
 PATIENCE_S, PATIENCE_AWAY_S = 0.5, 0.05  # wait for a new snapshot, if there is an old one
 OUTAGE_PAUSE_S = 0.5
@@ -106,7 +106,7 @@ class Snapshot(Generic[T]):
             self._away = False
             self._value, self._num_edits_seen = value, num_edits
             if num_edits == self._num_edits:  # otherwise the value may be older than the last edit
-                self._read_again_s = asked_at_s + self.ttl_s * AHEAD
+                self._read_again_s = asked_at_s + self.ttl_s * REFRESH_SHARE
                 self._fresh_until_s = asked_at_s + self.ttl_s
         finally:
             self._reading = None

@@ -100,7 +100,7 @@ class _ListQuestion(_Question):
 
 
 class PredicateQuestion(_Question):
-    """Whether a statement about the input is true."""
+    """Question whether a statement about the input is true."""
 
     type: Literal["predicate"]
 

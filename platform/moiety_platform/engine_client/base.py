@@ -9,8 +9,8 @@ from typing import Protocol
 import msgspec
 
 from moiety_platform.engine_client.stream import EngineStream, Inbox
+from moiety_wire.engine_load import ClassLoad, Load, SleepState
 from moiety_wire.experts import ExpertBalance, ExpertLoad
-from moiety_wire.figures import ClassLoad, Load, SleepState
 from moiety_wire.messages import ModelCard, Submit
 
 Connection = tuple[str, int]  # engine address and connection number
@@ -92,18 +92,18 @@ class EngineClient(Protocol):
     @property
     def state(self) -> EngineState: ...
 
-    def watch(self, on_change: Callable[[], None]) -> None:
+    def on_state_change(self, on_change: Callable[[], None]) -> None:
         """Call `on_change` whenever the engine connects or disconnects."""
         ...
 
-    def settled(self, request_id: str) -> None:
+    def acknowledge_usage(self, request_id: str) -> None:
         """Acknowledge that the usage of a request, by its submitted id, is stored, so that the engine can forget it.
 
         Sent soon, never raises.
         """
         ...
 
-    def rest(self, *, asleep: bool) -> None:
+    def set_asleep(self, *, asleep: bool) -> None:
         """Put the engine to sleep once its open requests have ended, or wake it.
 
         Its loads report the progress. Raises Unavailable when it is not connected, Conflict where this kind of engine
@@ -111,7 +111,7 @@ class EngineClient(Protocol):
         """
         ...
 
-    def forget(self, tenant_ids: Collection[str]) -> None:
+    def forget_tenants(self, tenant_ids: Collection[str]) -> None:
         """Send the ids of all deleted tenants to the engine, now or once it is connected.
 
         Tenants already sent over this connection are skipped. Never raises. An engine that does not support the message

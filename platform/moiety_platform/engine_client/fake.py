@@ -22,8 +22,8 @@ from moiety_platform.engine_client.base import EngineState
 from moiety_platform.engine_client.stream import ABORT_WAIT_S, EngineStream, Inbox
 from moiety_platform.errors import EngineDied, Unavailable
 from moiety_text.stop import StopFinder, new_stop_finder
+from moiety_wire.engine_load import ClassLoad, Load, SleepState
 from moiety_wire.experts import ExpertBalance, ExpertLoad
-from moiety_wire.figures import ClassLoad, Load, SleepState
 from moiety_wire.messages import (
     Abort,
     Accepted,
@@ -141,16 +141,16 @@ class FakeEngineClient:
             balance=self.balance,
         )
 
-    def watch(self, on_change: Callable[[], None]) -> None:
+    def on_state_change(self, on_change: Callable[[], None]) -> None:
         self._on_change = on_change
 
-    def settled(self, request_id: str) -> None:
+    def acknowledge_usage(self, request_id: str) -> None:
         self.settled_ids.append(request_id)
 
-    def forget(self, tenant_ids: Collection[str]) -> None:
+    def forget_tenants(self, tenant_ids: Collection[str]) -> None:
         self.forgotten_ids = list(tenant_ids)
 
-    def rest(self, *, asleep: bool) -> None:
+    def set_asleep(self, *, asleep: bool) -> None:
         """Sleep or wake at once. Running requests continue."""
         if not self._alive:
             raise Unavailable(f"the engine at {self.address} is not there; try again shortly", retry_after_s=1)
@@ -278,9 +278,9 @@ class FakeEngineClient:
             if run.submit.hand_over is not None:
                 reason = FinishReason.PREFILL_DONE
                 break
-        rest, stopped_by = ("", None) if reason is FinishReason.PREFILL_DONE else _last_text(finder)
+        set_asleep, stopped_by = ("", None) if reason is FinishReason.PREFILL_DONE else _last_text(finder)
         reason, detail = (reason, detail) if stopped_by is None else (FinishReason.STOP, stopped_by)
-        self._finish(run, verdict, received_ns, reason, detail, text=rest)
+        self._finish(run, verdict, received_ns, reason, detail, text=set_asleep)
 
     async def _embed(self, run: _Running, verdict: FakeVerdict, received_ns: int) -> None:
         await self._pause(run)

@@ -24,9 +24,9 @@ from moiety_platform.engine_client.image_sync import ImageSync
 from moiety_platform.engine_client.stream import EngineStream
 from moiety_platform.errors import EngineFailed, Unavailable
 from moiety_wire.codec import decode_to_gateway, encode, encode_in_frames
+from moiety_wire.engine_load import Load
 from moiety_wire.errors import UndecodableMessage
 from moiety_wire.experts import ExpertBalance, ExpertLoad
-from moiety_wire.figures import Load
 from moiety_wire.messages import (
     HEARTBEAT_INTERVAL_S,
     PROTOCOL_VERSION,
@@ -49,7 +49,7 @@ MESSAGES_A_TURN = 512  # then other tasks of the event loop run
 FRAME_BYTES = 1024 * 1024  # or one message; an engine disconnects a sender of far larger frames
 
 _READABLE = int(zmq.POLLIN)  # an int, since arithmetic with the library's flags is slow
-_OfRequest = (Tokens, Finished, Accepted, Failed)
+_STREAM_MESSAGES = (Tokens, Finished, Accepted, Failed)
 
 log = structlog.get_logger(__name__)
 
@@ -204,7 +204,7 @@ class Session:
                 log.warning("engine_message_undecodable", error=str(exc))
                 messages = []
             for message in messages:
-                if isinstance(message, _OfRequest):  # the common case
+                if isinstance(message, _STREAM_MESSAGES):  # the common case
                     if self.image_sync.submits and self.image_sync.takes(message, self.streams):
                         continue
                     stream = self.streams.get(message.request_id)

@@ -19,7 +19,13 @@ from moiety_platform.engine_client.base import EngineState
 from moiety_platform.engine_client.curve import CurveKeys
 from moiety_platform.engine_client.session import Session
 from moiety_platform.engine_client.stream import ABORT_WAIT_S, EngineStream, Inbox
-from moiety_platform.errors import NO_FORMS, UNSUPPORTED_RESPONSE_FORMAT, BadRequest, EngineDied, Unavailable
+from moiety_platform.errors import (
+    STRUCTURED_OUTPUTS_UNAVAILABLE,
+    UNSUPPORTED_RESPONSE_FORMAT,
+    BadRequest,
+    EngineDied,
+    Unavailable,
+)
 from moiety_wire.experts import ExpertLoad
 from moiety_wire.messages import (
     Forget,
@@ -100,17 +106,17 @@ class ZmqEngineClient:
             session.balance,
         )
 
-    def watch(self, on_change: Callable[[], None]) -> None:
+    def on_state_change(self, on_change: Callable[[], None]) -> None:
         self._on_change = on_change
 
-    def settled(self, request_id: str) -> None:
+    def acknowledge_usage(self, request_id: str) -> None:
         self._note_settled(self._replica_id, [request_id])
 
-    def forget(self, tenant_ids: Collection[str]) -> None:
+    def forget_tenants(self, tenant_ids: Collection[str]) -> None:
         self._forgotten = tenant_ids
         self._tell_forgotten()
 
-    def rest(self, *, asleep: bool) -> None:
+    def set_asleep(self, *, asleep: bool) -> None:
         session = self._session
         if session is None or not self.state.healthy:
             raise Unavailable(f"the engine at {self._address} is not there; try again shortly", retry_after_s=1)
@@ -228,7 +234,9 @@ class StreamContext:
         submit, session = self._submit, self._ready_session(self._submit.model)
         stream = EngineStream(submit, self._inbox, session.send)
         if submit.grammar is not None and not (session.card is not None and session.card.follows_grammars):
-            stream.fail(BadRequest(NO_FORMS.format(model=submit.model), code=UNSUPPORTED_RESPONSE_FORMAT))
+            stream.fail(
+                BadRequest(STRUCTURED_OUTPUTS_UNAVAILABLE.format(model=submit.model), code=UNSUPPORTED_RESPONSE_FORMAT)
+            )
             return stream
         self._session, self._stream = session, stream
         session.streams[submit.request_id] = stream

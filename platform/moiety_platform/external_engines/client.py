@@ -1,4 +1,4 @@
-"""Client of one external engine: a heartbeat, and a connection of its own for each request.
+"""Client of one external engine: a heartbeat, and a connection for each request.
 
 The server is alive while it answers its health endpoint or while its streams flow. A server that refuses gets no new
 requests, but its running requests continue, as on a server that drains. A server that is silent for the heartbeat's
@@ -35,7 +35,7 @@ from moiety_platform.external_engines.metrics import ExternalMetrics
 from moiety_platform.external_engines.probe import ModelListUnavailable, NoResponse, Prober, UnhealthyServer
 from moiety_platform.external_engines.waiting import EndedRequests, class_loads
 from moiety_wire.classes import ServiceClass
-from moiety_wire.figures import Load
+from moiety_wire.engine_load import Load
 from moiety_wire.messages import SILENCE_LIMIT_S, Abort, Extend, ModelCard, Submit
 
 CONNECT_TIMEOUT_S = 5.0
@@ -128,20 +128,20 @@ class ExternalEngineClient:
         if api_key:
             self._http.headers["Authorization"] = f"Bearer {api_key}"
 
-    def watch(self, on_change: Callable[[], None]) -> None:
+    def on_state_change(self, on_change: Callable[[], None]) -> None:
         self._on_change = on_change
 
-    def settled(self, request_id: str) -> None:
+    def acknowledge_usage(self, request_id: str) -> None:
         """Do nothing. External engines keep no usage records."""
 
-    def forget(self, tenant_ids: Collection[str]) -> None:
+    def forget_tenants(self, tenant_ids: Collection[str]) -> None:
         """Do nothing.
 
         External engines have no such message. Cache entries under the tenant's salt are no longer used and are evicted
         in time.
         """
 
-    def rest(self, *, asleep: bool) -> None:
+    def set_asleep(self, *, asleep: bool) -> None:
         raise Conflict(
             f"the server at {self.address} is not an engine of ours and cannot be told to sleep; stop it there"
         )
@@ -245,7 +245,7 @@ class ExternalEngineClient:
             await self._prober.check_health()
             self._liveness.hear()
             card = None if self._is_healthy and not has_broken else await self._prober.card()
-            self._figures = await self._prober.figures()
+            self._figures = await self._prober.metrics()
             self._note_load()
             if card is not None:
                 self._connected(card)

@@ -83,7 +83,7 @@ class Prober:
             shows_special_tokens=address.kind in (ExternalKind.VLLM, ExternalKind.SGLANG),
         )
 
-    async def figures(self) -> ExternalMetrics | None:
+    async def metrics(self) -> ExternalMetrics | None:
         """Return the server's load, or None if it reports none. Raises Silent."""
         if self._address.kind not in NAMES:
             return None

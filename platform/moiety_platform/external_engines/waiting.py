@@ -1,6 +1,6 @@
 """Predicted waiting time at an external engine, from its queue and the rate at which requests end there.
 
-An external engine predicts nothing itself. The prediction is for an empty prompt, as with Moiety's own engines. The
+An external engine makes no prediction itself. The prediction is for an empty prompt, as with Moiety's own engines. The
 counts by class are this gateway's own.
 """
 
@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 
 from moiety_wire.classes import ServiceClass
-from moiety_wire.figures import ClassLoad
+from moiety_wire.engine_load import ClassLoad
 
 WINDOW_S = 30.0
 

@@ -19,7 +19,9 @@ from moiety_platform.inference.response import ClientDisconnected
 MAX_FIELD_BYTES = 1024
 MAX_FIELDS = 16
 FORM_BYTES = 64 * 1024  # bound on the form's bytes beside its file
-PATIENCE = 2  # an oversized form is read and dropped up to this many times the limit, so that the client gets the error
+MAX_EXCESS_FACTOR = (
+    2  # an oversized form is read and dropped up to this many times the limit, so that the client gets the error
+)
 
 _HOW_TO = "send multipart/form-data with the fields 'purpose' and 'file'"
 
@@ -60,7 +62,7 @@ async def read_form(
         is_last = not message["more_body"]
         received += len(message["body"])
         if received > max_file_bytes + FORM_BYTES:
-            if received > PATIENCE * (max_file_bytes + FORM_BYTES):
+            if received > MAX_EXCESS_FACTOR * (max_file_bytes + FORM_BYTES):
                 raise too_large
             continue
         try:

@@ -20,7 +20,7 @@ from moiety_platform.inference.response import KEEP_ALIVE_COMMENT, HttpResponse
 from moiety_platform.inference.run import InferenceRun
 from moiety_platform.openapi.described import EVENTS, JSON, Described, describes
 from moiety_platform.openapi.documents import KEY
-from moiety_platform.openapi.headers import IDEMPOTENCY_KEY, OF_SPENDING
+from moiety_platform.openapi.headers import IDEMPOTENCY_KEY, QUOTA_HEADERS
 from moiety_platform.openapi.tags_header import TAGS_HEADER
 from moiety_platform.request_head import bearer_authorization
 
@@ -89,7 +89,7 @@ def route(endpoint: Endpoint[Any], serve: Serve) -> HTTPRouteHandler:
         answers={200: shown.answers},
         errors=(404, 409, 410, 422, 429, 502, *endpoint.errors.statuses),
         request_headers=(IDEMPOTENCY_KEY, TAGS_HEADER),
-        answer_headers=(*OF_SPENDING, *shown.headers),
+        answer_headers=(*QUOTA_HEADERS, *shown.headers),
     )
 
     @post(

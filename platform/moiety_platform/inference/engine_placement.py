@@ -10,7 +10,7 @@ import msgspec
 from moiety_platform.engine_client.base import Connection, EngineClient, EngineState
 from moiety_platform.errors import EngineFailed, EngineOverloaded, EngineRefused, NotFound, PlatformError, Unavailable
 from moiety_platform.randomness import random_hex
-from moiety_platform.routing.choose import Need, is_handed_over, kv_address_of
+from moiety_platform.routing.choose import RequestNeed, is_handed_over, kv_address_of
 from moiety_platform.routing.circuit_breaker import RequestOutcome
 from moiety_platform.routing.replicas import Replicas
 from moiety_wire.classes import ServiceClass
@@ -52,7 +52,11 @@ class Placement:
         self._num_failed = 0  # engines in `_excluded` that failed
 
     def choose(
-        self, prefix: Iterable[bytes], need: Need, context_tokens: int, avoid: Collection[Connection] | None = None
+        self,
+        prefix: Iterable[bytes],
+        need: RequestNeed,
+        context_tokens: int,
+        avoid: Collection[Connection] | None = None,
     ) -> Place:
         """Return the engine for a sequence, none of those in `avoid`: by default those that ended one of the request.
 
@@ -88,7 +92,7 @@ class Placement:
         self._excluded.add(connection)
 
     async def choose_again(
-        self, prefix: Iterable[bytes], need: Need, failure: PlatformError, context_tokens: int
+        self, prefix: Iterable[bytes], need: RequestNeed, failure: PlatformError, context_tokens: int
     ) -> Place:
         """Return an engine other than those that ended a sequence.
 

@@ -1,4 +1,4 @@
-"""How this server treats each field of a request body: served, mapped to a near feature, ignored or refused.
+"""Treatment of each field of a request body: served, mapped to a near feature, ignored or refused.
 
 A field without a mark is served. A mark is the outermost metadata of the annotation:
 `user: Annotated[str | None, ignored("…")] = None`.
@@ -23,7 +23,7 @@ from moiety_platform.inference.body_fields import refuse
 
 
 class FieldTreatment(StrEnum):
-    """What a server does with a field."""
+    """Treatment of a field by this server."""
 
     SERVED = "served"
     MAPPED = "mapped"

@@ -86,7 +86,7 @@ Prompt = Conversation | str | tuple[int, ...] | TextPair
 
 
 class PoolingTask(StrEnum):
-    """What a generation with `embed` is for."""
+    """Purpose of a generation with `embed`."""
 
     EMBED = "embed"
     SCORE = "score"  # the prompts are pairs

@@ -1,4 +1,4 @@
-"""Resolves names that clients choose, in threads of its own.
+"""Resolution of host names that clients choose, in separate threads.
 
 A name whose server does not answer occupies a thread for up to half a minute, and a call of the resolver cannot be
 ended. The threads of the event loop, which resolve all other names of the process, must not wait behind it.

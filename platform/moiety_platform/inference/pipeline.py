@@ -62,7 +62,15 @@ from moiety_platform.openapi.tags_header import TAGS_HEADER
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.randomness import ordered_hex
 from moiety_platform.request_head import fields_of, request_id_of
-from moiety_platform.routing.choose import Need, able_engines, are_extensible, card_of, cards_of, choose, seeing_engines
+from moiety_platform.routing.choose import (
+    RequestNeed,
+    able_engines,
+    are_extensible,
+    card_of,
+    cards_of,
+    choose,
+    seeing_engines,
+)
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.speculative_prefill.next_turn_prefill import NextTurnPrefill
 from moiety_platform.tenants.models import SpeculativePrefillMode
@@ -375,8 +383,8 @@ def _refuse_unattainable(generation: Generation, matched: _Matched) -> None:
             is_plain = False
     if is_plain:
         return  # the common case
-    need = Need.PROMPT if generation.embed else Need.ANSWER
-    need = need if matched.adapter is None else Need.ADAPTED
+    need = RequestNeed.PROMPT if generation.embed else RequestNeed.ANSWER
+    need = need if matched.adapter is None else RequestNeed.ADAPTED
     states, rules = matched.states, matched.card.images
     if rules is not None and matched.has_images:
         states = seeing_engines(states, matched.card.model, rules)

@@ -19,7 +19,7 @@ from moiety_platform.inference.shape_limits import DEFAULT_SHAPE, ShapeLimits
 from moiety_platform.json_depth import check_depth
 from moiety_platform.settings import GatewaySettings
 
-PATIENCE = 16  # times the limit, up to which an excessive body is read
+MAX_EXCESS_FACTOR = 16  # times the limit, up to which an excessive body is read
 INLINE_BYTES = 64 * 1024  # larger bodies are decoded in a thread
 MAX_NAME_CHARS = 64  # of a field name in an error message
 MAX_NAMED_PROBLEMS = 8  # in an error message
@@ -65,9 +65,9 @@ async def read_body(receive: Receive, content_length: bytes, max_bytes: int) -> 
     """Return the whole body. `content_length` is the header field, empty if there is none.
 
     Raises TooLarge, or ClientDisconnected if the client disconnects. A body that is too large is read and discarded up
-    to PATIENCE times the limit, since a client that is cut off while it sends does not see the error.
+    to MAX_EXCESS_FACTOR times the limit, since a client that is cut off while it sends does not see the error.
     """
-    patience_bytes = PATIENCE * max_bytes
+    patience_bytes = MAX_EXCESS_FACTOR * max_bytes
     if content_length.isdigit() and int(content_length[:20]) > patience_bytes:
         raise _too_large(max_bytes)
     chunks: list[bytes] = []

@@ -43,7 +43,7 @@ class Failover:
 def settle(sequences: Sequence[tuple[EngineClient, str]]) -> None:
     """Tell the engines that the usage row of their sequences is stored, so that they can discard their own counts."""
     for client, sequence_id in sequences:
-        client.settled(sequence_id)
+        client.acknowledge_usage(sequence_id)
 
 
 @dataclass(slots=True)

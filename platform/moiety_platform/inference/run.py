@@ -1,4 +1,4 @@
-"""A submitted request: its sequences, what comes of them, and what they cost. Knows no HTTP."""
+"""Submitted request: its sequences, their outputs and their cost. Knows no HTTP."""
 
 from __future__ import annotations
 
@@ -96,8 +96,10 @@ class InferenceRun:
         self._num_open += 1
 
     async def wait_admitted(self) -> None:
-        """Return when every sequence is admitted; what comes meanwhile is kept for the reader. Raises what an engine
-        turns one of them away with: then none is to be answered."""
+        """Wait until every sequence is admitted; outputs that arrive meanwhile are kept for the reader.
+
+        Raises the error of an engine that refuses one of them; then none may be answered.
+        """
         while not all(map(_is_admitted, self._sequences)):
             self._early.append(await self._receive())
         for sequence in self._sequences:
@@ -237,8 +239,7 @@ class InferenceRun:
         stream.extend(stream.credit_tokens + granted, last=granted == 0)
 
     def whole_answer(self) -> list[int] | None:
-        """The tokens of a request's only answer, without one that only ends it; None where it did not come to its end
-        by itself."""
+        """Return the tokens of the request's only answer, without the stop token; None unless it ended by itself."""
         (sequence,) = self._sequences
         finished = sequence.stream.finished
         if finished is None or finished.reason is not FinishReason.STOP:

@@ -22,7 +22,7 @@ from moiety_platform.errors import (
 from moiety_platform.inference.engine_attempts import EngineAttempt
 from moiety_platform.inference.engine_placement import Place, Placement
 from moiety_platform.inference.slo import SloProgress
-from moiety_platform.routing.choose import Need, Prefix, need_of
+from moiety_platform.routing.choose import Prefix, RequestNeed, need_of
 from moiety_platform.routing.circuit_breaker import RequestOutcome
 from moiety_wire.classes import ServiceClass
 from moiety_wire.messages import Accepted, Finished, FinishReason, Submit, Tokens
@@ -111,7 +111,7 @@ class Sequence:
         return self._was_taken_on_before or self.stream.is_begun
 
     @property
-    def need(self) -> Need:
+    def need(self) -> RequestNeed:
         """Required engine features from now on."""
         return need_of(self._submit) if not self.output_ids else need_of(self._with_output())
 

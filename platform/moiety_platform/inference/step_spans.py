@@ -18,7 +18,7 @@ from moiety_wire.messages import Finished
 from moiety_wire.notes import StepNote, StepNotes
 
 STEP = "engine.step"
-NOTHING = StepNotes(0, [])
+NO_STEP_NOTES = StepNotes(0, [])
 
 log = structlog.get_logger(__name__)
 
@@ -29,12 +29,12 @@ def notes_of(finished: Finished) -> StepNotes:
     Notes that cannot be decoded, as from another release, are dropped.
     """
     if not finished.steps:
-        return NOTHING
+        return NO_STEP_NOTES
     try:
         return decode_notes(finished.steps)
     except UndecodableMessage as exc:
         log.warning("steps_undecodable", reason=str(exc))
-        return NOTHING
+        return NO_STEP_NOTES
 
 
 def link_to(step: StepNote) -> Link:

@@ -16,7 +16,7 @@ from moiety_text.chat import ChatTemplate
 from moiety_text.errors import TemplateRefused
 from moiety_text.tools.formats import ToolFormat
 
-MOVED = "[The image is in the next message.]"
+MOVED_IMAGE_TEXT = "[The image is in the next message.]"
 _PROBE = "text of the result"
 _CALL = "call00000"  # of nine characters, which all templates accept
 
@@ -64,4 +64,4 @@ def with_images_after_results(messages: Sequence[Message]) -> list[Message]:
 
 def text_of_result(parts: Sequence[Mapping[str, Any]]) -> str:
     """Return the text of a result whose images have moved to the next message."""
-    return "\n".join(MOVED if is_image(part) else part["text"] for part in parts)
+    return "\n".join(MOVED_IMAGE_TEXT if is_image(part) else part["text"] for part in parts)

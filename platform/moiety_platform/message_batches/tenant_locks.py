@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 
 class TenantLocks:
-    """Turns for work that takes much memory or time, so that a tenant's further requests wait for its first one."""
+    """Locks per tenant for work that takes much memory or time: a tenant's further requests wait for its first one."""
 
     def __init__(self) -> None:
         self._locks: dict[str, asyncio.Lock] = {}

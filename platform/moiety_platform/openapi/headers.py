@@ -20,7 +20,7 @@ RETRY_AFTER = "Retry-After"
 REASON = "x-moiety-reason"
 LENGTH = "Content-Length"
 
-OF_SPENDING = (
+QUOTA_HEADERS = (
     "x-moiety-class",
     "x-moiety-admission",
     "x-moiety-ignored-fields",

@@ -19,7 +19,7 @@ from moiety_platform.tenants.checks import new_id
 from moiety_platform.tenants.models import ApiKey, Project
 
 ALERTS_AT_ONCE = 200
-LATE = timedelta(hours=1)  # late bookings into a window are considered for this long after its end
+LATE_BOOKING = timedelta(hours=1)  # late bookings into a window are considered for this long after its end
 
 
 async def any_alert_due(session: AsyncSession, now: datetime) -> bool:
@@ -74,7 +74,7 @@ def _alerts_due(now: datetime) -> Select[str, datetime, int, str | None, str, st
 
 def _of_now(now: datetime) -> ColumnElement[bool]:
     """Return a condition for the windows that are open, or have just ended."""
-    moments = (now, now - LATE)
+    moments = (now, now - LATE_BOOKING)
     return or_(*(and_(Quota.kind.in_(_kinds(p)), QuotaWindow.start.in_(_starts(p, moments))) for p in Period))
 
 

@@ -26,7 +26,7 @@ from moiety_platform.quota.lease_views import LeaseList, list_leases
 from moiety_platform.quota.models import LeaseState
 from moiety_platform.quota.schemas import NewQuota, QuotaPage, QuotaView
 
-OfState = Annotated[str | None, one_of("Of leases in this state; live if not given.", *LeaseState)]
+LeaseStateFilter = Annotated[str | None, one_of("Of leases in this state; live if not given.", *LeaseState)]
 
 
 QuotaEnforcerDependency = NamedDependency[SkipValidation[QuotaEnforcer]]
@@ -73,7 +73,7 @@ class QuotaController(Controller):
 
     @get("/leases", opt=needs(QUOTAS.read))
     async def list_leases(
-        self, database: NamedDependency[Database], limit: Limit = None, lease_state: OfState = None
+        self, database: NamedDependency[Database], limit: Limit = None, lease_state: LeaseStateFilter = None
     ) -> LeaseList:
         """List the leases of gateways; live ones, unless `lease_state` selects others."""
         if lease_state is not None and lease_state not in frozenset(LeaseState):

@@ -47,8 +47,8 @@ DAY_NS = 86_400 * 10**9
 _RATE_MEAN_S = 5.0
 _FORGET_AFTER_S = 60.0
 
-_NOTHING = LeaseAmounts()
-_GONE = Grant(0, 0)  # for a window whose limit was deleted
+_NO_AMOUNTS = LeaseAmounts()
+_DELETED_LIMIT_GRANT = Grant(0, 0)  # for a window whose limit was deleted
 
 log = structlog.get_logger(__name__)
 
@@ -136,7 +136,7 @@ class QuotaEnforcer:
             except TimeoutError as error:
                 raise store_unavailable() from error
             for (window, amount), grant in zip(windows.items(), grants, strict=True):
-                if grant is _GONE:
+                if grant is _DELETED_LIMIT_GRANT:
                     hold.drop(window)
                 elif amount > 0 and grant.amount == 0:
                     account = self._accounts[window]
@@ -189,7 +189,7 @@ class QuotaEnforcer:
         self._rounds.start()
 
     async def stop(self) -> None:
-        """Give back what is free. Call it when every hold is settled. Idempotent."""
+        """Return the free amounts to the store. Call it when every hold is settled. Idempotent."""
         if not await self._rounds.stop():
             return
         try:
@@ -239,7 +239,7 @@ class QuotaEnforcer:
             account.take(grants.get(account.lease.window), sent_s)
             for future in futures:
                 if not future.done():
-                    future.set_result(grants.get(account.lease.window, _GONE))
+                    future.set_result(grants.get(account.lease.window, _DELETED_LIMIT_GRANT))
         if renew_all:
             self._renewed_s = sent_s
             self._forget(stored, sent_s)
@@ -290,7 +290,7 @@ class QuotaEnforcer:
         """
         good_until_s = sent_s + self.ttl_s * (1 - MARGIN)
         for window in renewed:
-            self._accounts[window].learn(stored.get(window, _NOTHING))
+            self._accounts[window].learn(stored.get(window, _NO_AMOUNTS))
         for window in reached:
             self._accounts[window].lease.good_until_s = good_until_s
 
@@ -429,7 +429,7 @@ class QuotaEnforcer:
         self._accounts = {
             window: account
             for window, account in self._accounts.items()
-            if account.used_s >= oldest_s or account.in_use(stored.get(window, _NOTHING))
+            if account.used_s >= oldest_s or account.in_use(stored.get(window, _NO_AMOUNTS))
         }
         for known in self._scopes.values():
             known.accounts = None

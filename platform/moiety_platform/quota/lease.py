@@ -55,7 +55,7 @@ class Charge(msgspec.Struct, frozen=True):
     amount: int
 
 
-_NOTHING: dict[Unit, int] = dict.fromkeys(Unit, 0)
+_NO_UNITS: dict[Unit, int] = dict.fromkeys(Unit, 0)
 
 
 class Hold:
@@ -65,7 +65,7 @@ class Hold:
 
     def __init__(self, leases: Sequence[Lease]) -> None:
         self.leases = tuple(leases)
-        self._reserved = _NOTHING.copy()
+        self._reserved = _NO_UNITS.copy()
         self._has_begun = False
         self.is_over = False
 

@@ -1,4 +1,4 @@
-"""Operations on limits: set, find, list and delete, within the caller's transaction. Knows nothing of HTTP."""
+"""Operations on limits: set, find, list and delete, within the caller's transaction. Knows no HTTP."""
 
 from __future__ import annotations
 

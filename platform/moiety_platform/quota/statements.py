@@ -16,8 +16,8 @@ from moiety_platform.quota.models import LeaseState, Quota, QuotaLease, QuotaWin
 
 _WINDOW = ("quota_id", "start")
 _LEASE = (*_WINDOW, "replica_id")
-_OF_WINDOW = (QuotaWindow.quota_id, QuotaWindow.start)
-_OF_LEASE = (QuotaLease.quota_id, QuotaLease.start)
+_WINDOW_KEY = (QuotaWindow.quota_id, QuotaWindow.start)
+_LEASE_KEY = (QuotaLease.quota_id, QuotaLease.start)
 
 open_windows = BulkInsert(QuotaWindow, lambda insert: insert.on_conflict_do_nothing())
 grant_windows = BulkAdd(QuotaWindow, "granted", _WINDOW)
@@ -26,17 +26,17 @@ grant_leases = BulkAdd(QuotaLease, "granted", _LEASE)
 settle_leases = BulkAdd(QuotaLease, "settled", _LEASE)
 
 windows_alone = BulkStatement(  # to lock them
-    _OF_WINDOW,
+    _WINDOW_KEY,
     lambda given, _: (
-        select(QuotaWindow.quota_id).where(tuple_(*_OF_WINDOW).in_(given)).order_by(*_OF_WINDOW).with_for_update()
+        select(QuotaWindow.quota_id).where(tuple_(*_WINDOW_KEY).in_(given)).order_by(*_WINDOW_KEY).with_for_update()
     ),
 )
 leases_of_all = BulkStatement(  # (quota id, start, replica id, amount left), locked
-    _OF_WINDOW,
+    _WINDOW_KEY,
     lambda given, _: (
-        select(*_OF_LEASE, QuotaLease.replica_id, QuotaLease.granted - QuotaLease.settled)
-        .where(tuple_(*_OF_LEASE).in_(given))
-        .order_by(*_OF_LEASE, QuotaLease.replica_id)
+        select(*_LEASE_KEY, QuotaLease.replica_id, QuotaLease.granted - QuotaLease.settled)
+        .where(tuple_(*_LEASE_KEY).in_(given))
+        .order_by(*_LEASE_KEY, QuotaLease.replica_id)
         .with_for_update()
     ),
 )
@@ -48,22 +48,22 @@ class LeaseStatements:
     def __init__(self, replica_id: str, expires_ms: Callable[[], ColumnElement[int]]) -> None:
         self._replica_id = replica_id
         self._expires_ms = expires_ms
-        self.mine_alone = BulkStatement(_OF_WINDOW, self._lock_mine)
-        self.mine = BulkStatement(_OF_WINDOW, self._read_mine)  # (quota id, start, granted, settled)
-        self.renew = BulkStatement(_OF_WINDOW, self._renew)
-        self.open_leases = BulkStatement(_OF_WINDOW, self._open_leases)
+        self.mine_alone = BulkStatement(_WINDOW_KEY, self._lock_mine)
+        self.mine = BulkStatement(_WINDOW_KEY, self._read_mine)  # (quota id, start, granted, settled)
+        self.renew = BulkStatement(_WINDOW_KEY, self._renew)
+        self.open_leases = BulkStatement(_WINDOW_KEY, self._open_leases)
         self.windows = BulkStatement(
-            _OF_WINDOW, self._read_windows
+            _WINDOW_KEY, self._read_windows
         )  # (id, start, granted, cap, other replicas), locked
 
     def _are_mine(self, given: Select[Any]) -> tuple[ColumnElement[bool], ...]:
-        return QuotaLease.replica_id == self._replica_id, tuple_(*_OF_LEASE).in_(given)
+        return QuotaLease.replica_id == self._replica_id, tuple_(*_LEASE_KEY).in_(given)
 
     def _lock_mine(self, given: Select[Any], _: Dialect) -> Any:
-        return select(*_OF_LEASE).where(*self._are_mine(given)).order_by(*_OF_LEASE).with_for_update()
+        return select(*_LEASE_KEY).where(*self._are_mine(given)).order_by(*_LEASE_KEY).with_for_update()
 
     def _read_mine(self, given: Select[Any], _: Dialect) -> Any:
-        return select(*_OF_LEASE, QuotaLease.granted, QuotaLease.settled).where(*self._are_mine(given))
+        return select(*_LEASE_KEY, QuotaLease.granted, QuotaLease.settled).where(*self._are_mine(given))
 
     def _renew(self, given: Select[Any], _: Dialect) -> Any:
         values = {"expires_ms": self._expires_ms(), "state": LeaseState.LIVE}
@@ -94,10 +94,10 @@ class LeaseStatements:
             .scalar_subquery()
         )
         return (
-            select(*_OF_WINDOW, QuotaWindow.granted, Quota.cap, sharing.label("others"))
+            select(*_WINDOW_KEY, QuotaWindow.granted, Quota.cap, sharing.label("others"))
             # windows whose limit was deleted are locked in order, too
             .outerjoin(Quota, Quota.id == QuotaWindow.quota_id)
-            .where(tuple_(*_OF_WINDOW).in_(given))
-            .order_by(*_OF_WINDOW)
+            .where(tuple_(*_WINDOW_KEY).in_(given))
+            .order_by(*_WINDOW_KEY)
             .with_for_update(of=QuotaWindow)
         )

@@ -214,27 +214,27 @@ class OutputItemDone(_Event):
     item: OutputItem
 
 
-class _OfItem(_Event):
+class _ItemEvent(_Event):
     """Event of an item in progress."""
 
     item_id: str
     output_index: Count
 
 
-class _OfPart(_OfItem):
+class _PartEvent(_ItemEvent):
     """Event of an item's only content part."""
 
     content_index: Annotated[int, shows(const=0)]
 
 
-class ContentPartAdded(_OfPart):
+class ContentPartAdded(_PartEvent):
     """The text of a message begins."""
 
     type: Literal["response.content_part.added"]
     part: OutputText
 
 
-class OutputTextDelta(_OfPart):
+class OutputTextDelta(_PartEvent):
     """More text."""
 
     type: Literal["response.output_text.delta"]
@@ -242,7 +242,7 @@ class OutputTextDelta(_OfPart):
     logprobs: list[ChatTokenLogprob]
 
 
-class OutputTextDone(_OfPart):
+class OutputTextDone(_PartEvent):
     """The text is complete."""
 
     type: Literal["response.output_text.done"]
@@ -250,35 +250,35 @@ class OutputTextDone(_OfPart):
     logprobs: list[ChatTokenLogprob]
 
 
-class ContentPartDone(_OfPart):
+class ContentPartDone(_PartEvent):
     """The part is complete."""
 
     type: Literal["response.content_part.done"]
     part: OutputText
 
 
-class ReasoningTextDelta(_OfPart):
+class ReasoningTextDelta(_PartEvent):
     """More text of the reasoning."""
 
     type: Literal["response.reasoning_text.delta"]
     delta: str
 
 
-class ReasoningTextDone(_OfPart):
+class ReasoningTextDone(_PartEvent):
     """The reasoning is complete."""
 
     type: Literal["response.reasoning_text.done"]
     text: str
 
 
-class CallArgumentsDelta(_OfItem):
+class CallArgumentsDelta(_ItemEvent):
     """More of a call's arguments."""
 
     type: Literal["response.function_call_arguments.delta"]
     delta: str
 
 
-class CallArgumentsDone(_OfItem):
+class CallArgumentsDone(_ItemEvent):
     """The arguments of a call are complete."""
 
     type: Literal["response.function_call_arguments.done"]
@@ -286,42 +286,42 @@ class CallArgumentsDone(_OfItem):
     arguments: str
 
 
-class CustomInputDelta(_OfItem):
+class CustomInputDelta(_ItemEvent):
     """More of a custom tool's input."""
 
     type: Literal["response.custom_tool_call_input.delta"]
     delta: str
 
 
-class CustomInputDone(_OfItem):
+class CustomInputDone(_ItemEvent):
     """The input of a custom tool is complete."""
 
     type: Literal["response.custom_tool_call_input.done"]
     input: str
 
 
-class _OfCommand(_Event):
+class _CommandEvent(_Event):
     """Event of a command of a shell call."""
 
     output_index: Count
     command_index: Count
 
 
-class CommandAdded(_OfCommand):
+class CommandAdded(_CommandEvent):
     """A command begins."""
 
     type: Literal["response.shell_call_command.added"]
     command: str
 
 
-class CommandDelta(_OfCommand):
+class CommandDelta(_CommandEvent):
     """More of a command."""
 
     type: Literal["response.shell_call_command.delta"]
     delta: str
 
 
-class CommandDone(_OfCommand):
+class CommandDone(_CommandEvent):
     """A command is complete."""
 
     type: Literal["response.shell_call_command.done"]

@@ -23,7 +23,7 @@ async def due(session: AsyncSession, names: Collection[str], now: Now) -> set[st
     return set(names) - set(await session.scalars(others))
 
 
-async def take(session: AsyncSession, name: str, owner: str, lease_ms: int, now: Now) -> bool:
+async def claim_job(session: AsyncSession, name: str, owner: str, lease_ms: int, now: Now) -> bool:
     """Take or extend the lease of a job; return False if another gateway holds it."""
     insert = insert_into(session, RetentionJobRecord).values(name=name, owner=owner, available_ms=now() + lease_ms)
     mine = {"owner": owner, "available_ms": now() + lease_ms}
@@ -32,7 +32,7 @@ async def take(session: AsyncSession, name: str, owner: str, lease_ms: int, now:
     return await session.scalar(taken.returning(RetentionJobRecord.name)) is not None
 
 
-async def rest(session: AsyncSession, name: str, pause_ms: int, now: Now) -> None:
+async def delay_job(session: AsyncSession, name: str, pause_ms: int, now: Now) -> None:
     """Mark the job as done for the interval. Call it in the transaction that has taken the lease."""
     done = {"owner": None, "available_ms": now() + pause_ms}
     await session.execute(update(RetentionJobRecord).where(RetentionJobRecord.name == name).values(done))

@@ -20,7 +20,7 @@ from moiety_platform.errors import Unavailable
 from moiety_platform.metrics import RetentionMetrics
 from moiety_platform.object_storage.store import UNAVAILABLE as OBJECTS_UNAVAILABLE
 from moiety_platform.periodic_task import PeriodicTask
-from moiety_platform.retention.leases import Now, due, rest, take
+from moiety_platform.retention.leases import Now, claim_job, delay_job, due
 
 LEASE_S = 60.0
 PAUSE_S = 0.05
@@ -122,13 +122,13 @@ class RetentionService:
         0 if none are left, or another gateway runs the job.
         """
         async with self.database.write() as session:
-            if not await take(session, job.name, self.owner, round(self.lease_s * 1000), self.now):
+            if not await claim_job(session, job.name, self.owner, round(self.lease_s * 1000), self.now):
                 return 0
             num_rows = 0
             if isinstance(job, RetentionJob):
                 num_rows = await job.purge(session)
                 if num_rows == 0:
-                    await rest(session, job.name, round(self.interval_s * 1000), self.now)
+                    await delay_job(session, job.name, round(self.interval_s * 1000), self.now)
         return await self._work(job) if isinstance(job, ObjectJob) else num_rows
 
     async def _work(self, job: ObjectJob) -> int:
@@ -136,5 +136,5 @@ class RetentionService:
         if num_rows == 0:
             pause_s = self.interval_s if job.interval_s is None else job.interval_s
             async with self.database.write() as session:
-                await rest(session, job.name, round(pause_s * 1000), self.now)
+                await delay_job(session, job.name, round(pause_s * 1000), self.now)
         return num_rows

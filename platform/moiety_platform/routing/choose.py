@@ -25,7 +25,7 @@ from moiety_platform.engine_client.base import EngineState
 from moiety_platform.engine_client.chat_submit import ChatSubmit
 from moiety_platform.errors import NotFound, Unavailable
 from moiety_wire.classes import ServiceClass
-from moiety_wire.figures import SleepState
+from moiety_wire.engine_load import SleepState
 from moiety_wire.images import ImageRules
 from moiety_wire.messages import ModelCard, Submit
 from moiety_wire.roles import ANY_HOST, EngineRole
@@ -41,7 +41,7 @@ BLOCK_TOKENS = 16
 DEPTHS_BLOCKS = (1, 4, 16)  # shallow prefixes, which many prompts share, come first
 
 
-class Need(Enum):
+class RequestNeed(Enum):
     """Work that a request needs of engines."""
 
     PROMPT = auto()  # ends with its prompt, or with the first token
@@ -59,7 +59,7 @@ def choose(
     model: str,
     service: ServiceClass | None = None,
     prefix: Iterable[bytes] = (),
-    need: Need = Need.ANSWER,
+    need: RequestNeed = RequestNeed.ANSWER,
     context_tokens: int = 0,
 ) -> EngineState:
     """Return the healthy engine of the model that the prefix prefers and that is not overloaded against the others.
@@ -209,31 +209,31 @@ def _work(engine: EngineState) -> tuple[int, float]:
 # ── roles ──
 
 
-def need_of(submit: Submit) -> Need:
+def need_of(submit: Submit) -> RequestNeed:
     """Return the need of a request. Prompt logprobs come with the end of the output, from the engine that prefilled."""
     if submit.adapter:
-        return Need.ADAPTED
+        return RequestNeed.ADAPTED
     if isinstance(submit, ChatSubmit):
-        return Need.CHAT
+        return RequestNeed.CHAT
     if submit.sampling.num_prompt_logprobs is not None:
-        return Need.WHOLE
+        return RequestNeed.WHOLE
     num_tokens = len(submit.resumed_ids or ())
-    return Need.PROMPT if submit.embed or submit.stopping.max_tokens <= num_tokens + 1 else Need.ANSWER
+    return RequestNeed.PROMPT if submit.embed or submit.stopping.max_tokens <= num_tokens + 1 else RequestNeed.ANSWER
 
 
-def first_engines(able: Sequence[EngineState], need: Need) -> list[EngineState]:
+def first_engines(able: Sequence[EngineState], need: RequestNeed) -> list[EngineState]:
     """Return the engines that may receive a request first, of the able engines of its model.
 
     Decode engines take whole requests where no other engine can. Raises Unavailable where there are only prefill
     engines, or none that serves the required adapters.
     """
-    if need is Need.ADAPTED:
+    if need is RequestNeed.ADAPTED:
         able = [engine for engine in able if engine.card is not None and engine.card.takes_adapters]
         if not able:
             raise Unavailable(
                 "No engine that serves adapters can take a request now; try again shortly.", retry_after_s=1
             )
-    if need is Need.CHAT:
+    if need is RequestNeed.CHAT:
         able = [engine for engine in able if engine.card is not None and engine.card.image_allowance is not None]
         if not able:
             message = "no engine that takes images in conversations can take a request now; try again shortly"
@@ -247,21 +247,21 @@ def first_engines(able: Sequence[EngineState], need: Need) -> list[EngineState]:
     roles: dict[EngineRole, list[EngineState]] = {role: [] for role in EngineRole}
     for engine in able:
         roles[_role(engine)].append(engine)
-    hands_over = need is Need.PROMPT or (need is Need.ANSWER and any(map(takes_over, able)))
+    hands_over = need is RequestNeed.PROMPT or (need is RequestNeed.ANSWER and any(map(can_continue_prefill, able)))
     first = roles[EngineRole.BOTH] + (roles[EngineRole.PREFILL] if hands_over else [])
     if first or roles[EngineRole.DECODE]:
         return first or roles[EngineRole.DECODE]
     raise _no_decode_engine()
 
 
-def takes_over(engine: EngineState) -> bool:
+def can_continue_prefill(engine: EngineState) -> bool:
     """Return whether the engine can decode after another engine's prefill."""
     return _role(engine) is not EngineRole.PREFILL and engine.card is not None and bool(engine.card.kv_address)
 
 
-def is_handed_over(first: EngineState, need: Need) -> bool:
+def is_handed_over(first: EngineState, need: RequestNeed) -> bool:
     """Return whether another engine continues a request with that need that was submitted to `first`."""
-    return need is Need.ANSWER and _role(first) is EngineRole.PREFILL
+    return need is RequestNeed.ANSWER and _role(first) is EngineRole.PREFILL
 
 
 def partner_among(able: Sequence[EngineState], service: ServiceClass | None, coming: Mapping[str, int]) -> EngineState:
@@ -270,7 +270,7 @@ def partner_among(able: Sequence[EngineState], service: ServiceClass | None, com
     Preference: the role decode rather than both; then steps short enough for the class; then the least work, of which
     `coming` are requests on their way there (by address).
     """
-    others = [engine for engine in able if takes_over(engine)]
+    others = [engine for engine in able if can_continue_prefill(engine)]
     if not others:
         raise _no_decode_engine()
     return min(

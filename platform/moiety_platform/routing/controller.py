@@ -14,7 +14,7 @@ from moiety_platform.engine_client.base import EngineState
 from moiety_platform.openapi.described import fails
 from moiety_platform.routing.circuit_breaker import BreakerState, ReplicaBreakers
 from moiety_platform.routing.replicas import Replicas
-from moiety_wire.figures import ClassLoad, Load, SleepState, StepCosts
+from moiety_wire.engine_load import ClassLoad, Load, SleepState, StepCosts
 from moiety_wire.roles import EngineRole
 from moiety_wire.shared_fields import CopyOf, copy_fields
 
@@ -194,19 +194,19 @@ class EngineController(Controller):
 
         It takes no new requests: they go to other engines of the model, or get 503. `load.sleep` shows the progress.
         """
-        return await _rest(replicas, store, engine_id, asleep=True)
+        return await _change_sleep(replicas, store, engine_id, asleep=True)
 
     @post("/{engine_id:str}/wake", status_code=202, opt=needs(SLEEP_ENGINES) | fails(404, 409, 503))
     async def wake_engine(
         self, replicas: NamedDependency[Replicas], store: NamedDependency[AuditedStore], engine_id: FromPath[str]
     ) -> EngineView:
         """Wake a sleeping engine, which loads its weights again. `load.sleep` shows the progress."""
-        return await _rest(replicas, store, engine_id, asleep=False)
+        return await _change_sleep(replicas, store, engine_id, asleep=False)
 
 
-async def _rest(replicas: Replicas, store: AuditedStore, engine_id: str, *, asleep: bool) -> EngineView:
+async def _change_sleep(replicas: Replicas, store: AuditedStore, engine_id: str, *, asleep: bool) -> EngineView:
     async with store.write() as session:
-        before = replicas.rest(engine_id, asleep=asleep)
+        before = replicas.set_asleep(engine_id, asleep=asleep)
         note(
             session,
             Change("change", "engines", engine_id, {"sleep": before.sleep.value}, {"asked_to_sleep": asleep}),

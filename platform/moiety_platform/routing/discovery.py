@@ -61,11 +61,11 @@ class DnsWatch:
         """Addresses of the engines that it has added."""
         return frozenset(self._added)
 
-    def disown(self, address: str) -> None:
+    def release_engine(self, address: str) -> None:
         """Release an engine that the settings now list by its address."""
         self._added.discard(address)
 
-    def adopt(self, address: str) -> bool:
+    def take_over_engine(self, address: str) -> bool:
         """Return whether an engine that the settings no longer list belongs to this name; if so, take it over."""
         is_ours = address in self._found and self._replicas.find(address) is not None
         if is_ours:

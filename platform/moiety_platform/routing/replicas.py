@@ -13,15 +13,15 @@ from moiety_platform.clock import Clock, SystemClock
 from moiety_platform.engine_client.base import Connection, EngineClient, EngineState
 from moiety_platform.errors import NotFound, Unavailable
 from moiety_platform.routing.choose import (
-    Need,
+    RequestNeed,
     able_engines,
+    can_continue_prefill,
     card_of,
     cards_of,
     choose,
     first_engines,
     partner_among,
     seeing_engines,
-    takes_over,
 )
 from moiety_platform.routing.circuit_breaker import ReplicaBreakers
 from moiety_wire.classes import ServiceClass
@@ -46,7 +46,7 @@ class Replicas:
 
     async def __aenter__(self) -> Self:
         for client in self._clients.values():
-            client.watch(self._note_change)
+            client.on_state_change(self._note_change)
         await asyncio.gather(*(client.start() for client in self._clients.values()))
         return self
 
@@ -69,7 +69,7 @@ class Replicas:
 
     async def start(self, client: EngineClient) -> None:
         """Connect without requests yet: see `admit`."""
-        client.watch(self._note_change)
+        client.on_state_change(self._note_change)
         await client.start()
 
     def admit(self, client: EngineClient) -> None:
@@ -123,7 +123,7 @@ class Replicas:
         service: ServiceClass,
         prefix: Iterable[bytes] = (),
         avoid: Collection[Connection] = (),
-        need: Need = Need.ANSWER,
+        need: RequestNeed = RequestNeed.ANSWER,
         context_tokens: int = 0,
         images: ImageRules | None = None,
     ) -> tuple[EngineClient, EngineState]:
@@ -163,10 +163,10 @@ class Replicas:
             states = seeing_engines(states, model, images)
         able = able_engines(states, model, context_tokens)
         willing = self.breakers.willing(able)
-        if any(map(takes_over, willing)):
+        if any(map(can_continue_prefill, willing)):
             state = partner_among(willing, service, self._coming)
         else:
-            partners = [engine for engine in able if takes_over(engine)]
+            partners = [engine for engine in able if can_continue_prefill(engine)]
             state = partner_among(partners and self.breakers.least_bad(partners, model), service, self._coming)
         return self._clients[state.address], state
 
@@ -226,12 +226,12 @@ class Replicas:
         reasons = [f"engine {state.address}: {state.reason or 'draining'}" for state in states]
         return reasons + [f"engines {name}: {why}" for name, why in self.missing.items()]
 
-    def rest(self, engine_id: str, *, asleep: bool) -> EngineState:
+    def set_asleep(self, engine_id: str, *, asleep: bool) -> EngineState:
         """Send an engine to sleep or wake it; return its state before. Raises NotFound, Unavailable or Conflict."""
         for client in self._clients.values():
             state = client.state
             if state.card is not None and state.card.engine_id == engine_id:
-                client.rest(asleep=asleep)
+                client.set_asleep(asleep=asleep)
                 return state
         raise NotFound(
             f"there is no engine {engine_id[:256]!r}; GET /admin/v1/engines lists them by their card's engine_id"

@@ -29,7 +29,7 @@ STOP_TIMEOUT_S = 5.0  # for a part that has nothing to drain
 
 @dataclass(slots=True)
 class SupervisedProcess:
-    """A part and its current run; owned by the Supervisor."""
+    """Process specification and its current run; owned by the Supervisor."""
 
     part: ProcessSpec
     run: PartProcess

@@ -48,4 +48,4 @@ class EngineNotice:
             if count != len(self._tenant_ids):  # a deletion is never undone
                 self._tenant_ids = list(await session.scalars(select(TenantDeletion.tenant_id)))
         for engine in self._engines():
-            engine.forget(self._tenant_ids)
+            engine.forget_tenants(self._tenant_ids)

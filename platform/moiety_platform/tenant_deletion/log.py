@@ -19,7 +19,7 @@ from moiety_platform.audit.schemas import AuditView
 from moiety_platform.audit.trail import Change, note
 
 ENTRIES_AT_ONCE = 200
-NOBODY = "erased"
+ERASED_ACTOR = "erased"
 PERSON = "oidc:"  # prefix of actors that are users of an identity provider
 
 
@@ -54,4 +54,4 @@ async def erase_entries(session: AsyncSession, tenant_id: str, now: datetime) ->
 def _actor(entry: dict[str, Any]) -> str:
     """Return the actor to keep: a key's id names no person, but a user name of an identity provider does."""
     is_person = entry["actor_role"] == Role.TENANT_ADMIN and entry["actor"].startswith(PERSON)
-    return NOBODY if is_person else str(entry["actor"])
+    return ERASED_ACTOR if is_person else str(entry["actor"])

@@ -91,7 +91,7 @@ TENANTS = Resource(
     apply_kind="moiety_platform.tenants.declared:TENANT",
 )
 
-_OF_TENANT = Parameter(
+_TENANT_FILTER = Parameter(
     name="tenant",
     field="tenant_id",
     help="Name or id of the tenant that the project belongs to.",
@@ -110,7 +110,9 @@ PROJECTS = Resource(
             "List projects, oldest first.",
             parameters=(
                 replace(
-                    _OF_TENANT, place=ParameterLocation.QUERY, help="Name or id of a tenant. If not given, all tenants."
+                    _TENANT_FILTER,
+                    place=ParameterLocation.QUERY,
+                    help="Name or id of a tenant. If not given, all tenants.",
                 ),
             ),
             output=Output.PAGES,
@@ -119,7 +121,7 @@ PROJECTS = Resource(
             "create",
             "Create a project of a tenant.",
             method="POST",
-            parameters=(argument("name", "Name of the new project."), replace(_OF_TENANT, is_required=True)),
+            parameters=(argument("name", "Name of the new project."), replace(_TENANT_FILTER, is_required=True)),
         ),
     ),
     apply_kind="moiety_platform.tenants.declared:PROJECT",

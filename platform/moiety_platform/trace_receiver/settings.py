@@ -14,7 +14,7 @@ from moiety_platform.settings import SECTION as GATEWAY_SECTION
 from moiety_platform.trace_store_url import traces_beside
 
 SECTION = "traces"
-OF_GATEWAYS_TOO = ("data_dir", "database_url", "traces_database_url", "traces_token")
+SHARED_WITH_GATEWAY = ("data_dir", "database_url", "traces_database_url", "traces_token")
 
 
 class TraceSettings(BaseSettings):
@@ -75,7 +75,7 @@ class TraceSettings(BaseSettings):
         document = {}
         if config:
             gateways = read_config_section(config, GATEWAY_SECTION)
-            shared = {name: value for name, value in gateways.items() if name in OF_GATEWAYS_TOO}
+            shared = {name: value for name, value in gateways.items() if name in SHARED_WITH_GATEWAY}
             document = shared | read_config_section(config, SECTION)
         given = {name: value for name, value in flags.items() if value is not None}
         environment = EnvSettingsSource(cls)()

@@ -25,7 +25,7 @@ from moiety_platform.usage.minutes import KEPT_HOURS, MAX_STEP, MinuteReport, pa
 from moiety_platform.usage.queries import GROUPINGS, TAG_PREFIX, UsageFilter, list_requests, parse_grouping, sum_usage
 from moiety_platform.usage.reconciliation import Reconciliation, reconcile, take_snapshot_locks
 from moiety_platform.usage.schemas import RequestPage, UsageReport
-from moiety_platform.usage.set_aside import NOTHING_SET_ASIDE, SetAside
+from moiety_platform.usage.set_aside import EMPTY_SET_ASIDE_REPORT, SetAside
 
 Groups = Annotated[
     str | None,
@@ -148,7 +148,7 @@ class UsageController(Controller):
 
         Everything that this gateway has set aside counts, whatever its time.
         """
-        aside = NOTHING_SET_ASIDE if set_aside is None else await asyncio.to_thread(set_aside.report)
+        aside = EMPTY_SET_ASIDE_REPORT if set_aside is None else await asyncio.to_thread(set_aside.report)
         async with database.read() as session:
             await take_snapshot_locks(session)
             return await reconcile(session, period.since, period.until, aside)

@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from moiety_platform.quota.models import LeaseState, QuotaLease, QuotaWindow
 from moiety_platform.usage.days import longest_done
 from moiety_platform.usage.models import EntryKind, LedgerEntry, UsageCut, UsageDay, UsageHour, UsageRecord
-from moiety_platform.usage.set_aside import NOTHING_SET_ASIDE, SetAsideReport
+from moiety_platform.usage.set_aside import EMPTY_SET_ASIDE_REPORT, SetAsideReport
 from moiety_wire.classes import SPECULATIVE_PREFILL
 
 MAX_SHOWN = 100
@@ -98,7 +98,7 @@ async def take_snapshot_locks(session: AsyncSession) -> None:
 
 
 async def reconcile(
-    session: AsyncSession, since: datetime, until: datetime, set_aside: SetAsideReport = NOTHING_SET_ASIDE
+    session: AsyncSession, since: datetime, until: datetime, set_aside: SetAsideReport = EMPTY_SET_ASIDE_REPORT
 ) -> Reconciliation:
     """Compare the usage that started in these hours; the first and the last hour count as a whole.
 

@@ -50,7 +50,7 @@ MAX_BACKOFF_S = 5.0
 MAX_TEXT_LENGTH = 256
 
 _FIELDS = tuple(name for name in UsageRow.__struct_fields__ if name != "charges")
-_MOST = 2**48  # limit, so that sums also fit into the database's types
+_MAX_AMOUNT = 2**48  # limit, so that sums also fit into the database's types
 _INT32_MAX = 2**31 - 1
 _INT32_FIELDS = frozenset({"http_status", "num_choices", "num_preemptions"})
 _names_of = attrgetter(
@@ -377,7 +377,7 @@ def storable(row: UsageRow) -> UsageRow:
         and min(numbers) >= 0
         and max(numbers) <= _INT32_MAX
         and min(times) >= 0.0
-        and sum(times) <= _MOST  # false if one of the times is NaN
+        and sum(times) <= _MAX_AMOUNT  # false if one of the times is NaN
     )
     if is_storable:
         return row
@@ -410,9 +410,9 @@ def _clean(name: str, value: Any) -> Any:
             return value
         whole = value[:MAX_TEXT_LENGTH].encode("utf-8", "replace").decode()
         return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in whole)
-    if isinstance(value, float) and not abs(value) <= _MOST:  # also NaN
+    if isinstance(value, float) and not abs(value) <= _MAX_AMOUNT:  # also NaN
         return 0.0 if name == "duration_ms" else None
     if isinstance(value, int):
-        bound = _INT32_MAX if name in _INT32_FIELDS else _MOST
+        bound = _INT32_MAX if name in _INT32_FIELDS else _MAX_AMOUNT
         return value if -bound <= value <= bound else min(max(value, -bound), bound)
     return value

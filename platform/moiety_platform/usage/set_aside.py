@@ -49,7 +49,7 @@ class SetAsideReport(msgspec.Struct, frozen=True):
         return self.rows + self.unreadable_lines
 
 
-NOTHING_SET_ASIDE = SetAsideReport()
+EMPTY_SET_ASIDE_REPORT = SetAsideReport()
 
 
 class SetAside:

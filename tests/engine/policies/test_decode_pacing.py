@@ -67,7 +67,7 @@ def test_every_request_of_a_worse_rank_gets_a_token_within_a_bounded_time(
     for key in worse:
         gaps = gaps_s(replica, key, begin_ns)
         assert len(gaps) > 5
-        assert max(gaps) <= TUNING.unpromised_token_s + most_steps * longest_step_s
+        assert max(gaps) <= TUNING.no_slo_token_s + most_steps * longest_step_s
 
 
 def test_requests_of_worse_ranks_leave_the_steps_of_the_best_until_their_tokens_are_due(
@@ -80,10 +80,10 @@ def test_requests_of_worse_ranks_leave_the_steps_of_the_best_until_their_tokens_
     while not replica.outputs[best]:
         replica.step()
     before, begin_ns = sum(len(replica.outputs[key]) for key in worse), replica.now_ns
-    while replica.now_ns - begin_ns < (TUNING.unpromised_token_s - 0.1) * 1e9:
+    while replica.now_ns - begin_ns < (TUNING.no_slo_token_s - 0.1) * 1e9:
         replica.step()
     assert sum(len(replica.outputs[key]) for key in worse) == before, "each had a token less than 0.1 s before"
-    while replica.now_ns - begin_ns < 2 * TUNING.unpromised_token_s * 1e9:
+    while replica.now_ns - begin_ns < 2 * TUNING.no_slo_token_s * 1e9:
         replica.step()
     assert sum(len(replica.outputs[key]) for key in worse) > before
 
@@ -168,7 +168,7 @@ def test_turns_take_all_of_the_best_rank_a_least_part_of_the_others_and_no_more_
     assert [chunk for chunk in decoding if chunk in taken] == taken, "a part of them, in their order"
     ranks = [chunk.sequence.service.rank for chunk in taken]
     assert ranks.count(0) == sum(chunk.sequence.service.rank == 0 for chunk in decoding)
-    num_due = sum(now_s - replica.came_ns[key][-1] / 1e9 > TUNING.unpromised_token_s + 1e-6 for key in worse)
+    num_due = sum(now_s - replica.came_ns[key][-1] / 1e9 > TUNING.no_slo_token_s + 1e-6 for key in worse)
     least = num_worse * TUNING.least_decode_part
     assert ranks.count(2) >= (min(num_due, least) if num_best else least)
     if num_best and len(taken) < len(decoding):

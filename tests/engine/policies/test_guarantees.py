@@ -82,7 +82,7 @@ def test_all_that_are_owed_end_though_each_asks_for_all_it_may(
         if -(-(num_prompt + max_tokens) // SIZE) <= num_blocks:
             sequence = a_sequence(key, num_prompt, max_tokens)
             sequence.predicted_output = min(predicted, max_tokens)  # right or wrong
-            bank.guarantees.owe(sequence)
+            bank.guarantees.guarantee(sequence)
             waiting.append(sequence)
     for _ in range(2000):
         waiting = [s for s in waiting if not bank.join(s)]
@@ -98,7 +98,7 @@ def test_the_owed_run_side_by_side_where_their_claims_do_not_fit_but_their_predi
     asking = [a_sequence(key, 8, 100) for key in range(6)]  # 27 blocks each at the most
     for sequence in asking:
         sequence.predicted_output = 8.0
-        bank.guarantees.owe(sequence)
+        bank.guarantees.guarantee(sequence)
     assert sum(bank.join(s) for s in asking) == 4  # 4 of 4 blocks, and 23 more for one of them
 
 

@@ -11,7 +11,7 @@ import streamlit as st
 from moiety_dashboard import panels, session
 from moiety_dashboard.client import AdminClient, path_of
 from moiety_dashboard.escaping import as_text
-from moiety_dashboard.figures import show_time
+from moiety_dashboard.formatting import show_time
 from moiety_dashboard.frames import limits
 from moiety_dashboard.views.columns import limit_columns
 from moiety_dashboard.views.tenants.names import read_usage_rates

@@ -12,7 +12,7 @@ import streamlit as st
 from moiety_dashboard import colours, panels, waterfall
 from moiety_dashboard.client import AdminClient, Answer, ApiRefused, path_of
 from moiety_dashboard.escaping import as_text
-from moiety_dashboard.figures import dollars, milliseconds, short
+from moiety_dashboard.formatting import dollars, milliseconds, short
 from moiety_dashboard.frames import traces as frames
 from moiety_dashboard.panels import Tile
 from moiety_dashboard.views.traces.kept import KEPT

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _STATE = ".quant_state.bitsandbytes__"
 _NESTED = (".nested_absmax", ".nested_quant_map")
-_MOST_STATE_BYTES = 10_000
+_MAX_STATE_BYTES = 10_000
 
 
 def bitsandbytes(settings: dict[str, Any]) -> StoredQuantization:
@@ -58,7 +58,7 @@ def from_4_bits(
 
     Raises ValueError.
     """
-    if packed.dtype is not torch.uint8 or state.numel() > _MOST_STATE_BYTES:
+    if packed.dtype is not torch.uint8 or state.numel() > _MAX_STATE_BYTES:
         raise ValueError(f"the values are packed into {packed.dtype}, described by {state.numel()} bytes")
     said = json.loads(state.contiguous().numpy().tobytes())
     shape, block = [int(one) for one in said["shape"]], int(said["blocksize"])

@@ -40,7 +40,7 @@ _NAIVE, _NVFP4, _MXFP4, _MXFP8 = "naive-quantized", "nvfp4-pack-quantized", "mxf
 ZERO_POINTS, GROUP_INDEX, GLOBAL_SCALE = "_zero_point", "_g_idx", "_global_scale"
 _IN_ORDER = (None, False, "weight", "static")  # groups of adjacent inputs; otherwise `_g_idx` assigns inputs to groups
 _MX_GROUP = 32
-_MOST_PATTERN = 1000  # characters
+_MAX_PATTERN = 1000  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def _targets(group: dict[str, Any]) -> tuple[str, ...]:
     targets = tuple(map(str, group.get("targets") or ("Linear",)))
     for target in targets:
         try:
-            if len(target) > _MOST_PATTERN:
+            if len(target) > _MAX_PATTERN:
                 raise ValueError("too long")
             re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
         except (re.error, ValueError) as exc:

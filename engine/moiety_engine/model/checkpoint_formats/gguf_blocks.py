@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-MOST_AT_ONCE = 1 << 22  # values that are dequantized at once, to bound temporary memory
+MAX_AT_ONCE = 1 << 22  # values that are dequantized at once, to bound temporary memory
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
@@ -37,7 +37,7 @@ def dequantized(raw: Tensor, kind: str) -> Tensor:
     """Return the values, float32 [..., K], of blocks uint8 [..., bytes of a row]."""
     read, blocks = READERS[kind], raw.reshape(-1, _BLOCK_BYTES[kind])
     parts = []
-    at_once = max(1, MOST_AT_ONCE // 256)
+    at_once = max(1, MAX_AT_ONCE // 256)
     for start in range(0, len(blocks), at_once):
         numbers, scales, offsets = read(blocks[start : start + at_once])
         values = numbers.float() * scales.unsqueeze(-1)

@@ -50,9 +50,9 @@ _FFN_NORMS = ("pre_feedforward_layernorm", "pre_mlp_layernorm")  # where post_at
 _ROOTS = ("model.", "", "language_model.model.", "model.language_model.", "backbone.", "transformer.")
 _BLOCKS = "transformer.blocks."  # DBRX's layers
 # Names of an MTP layer's norms of the token and of the hidden state, its projection of both, and its final norm.
-_OF_DEEPSEEK_MTP = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-_OF_QWEN_MTP = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
-_RAISED_NORMS = ("norm.weight", *(f"{name}.weight" for name in _OF_QWEN_MTP[:2]))
+_DEEPSEEK_MTP_NAMES = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+_QWEN_MTP_NAMES = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+_RAISED_NORMS = ("norm.weight", *(f"{name}.weight" for name in _QWEN_MTP_NAMES[:2]))
 _PLAIN_NORMS = ("linear_attn.norm.weight",)  # without the offset of the model's other norms
 # Tables that some checkpoints have: of rotary embeddings, and of the constant decays of lightning attention.
 _DECAY_TABLES = tuple(f"self_attn.{name}" for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay"))
@@ -114,7 +114,7 @@ def _around(spec: ModelSpec, weights: ModelWeights, root: str, embedding: str, p
     if mtp_input is not None:
         own_root = spec.mtp_root
         prefix = mtp_prefix(root, spec.mtp_after or 0, present) if own_root is None else own_root
-        token, before, projection, final = _OF_DEEPSEEK_MTP if own_root is None else _OF_QWEN_MTP
+        token, before, projection, final = _DEEPSEEK_MTP_NAMES if own_root is None else _QWEN_MTP_NAMES
         if f"{prefix}{_FINAL_NORM_OF_MIMO}.weight" in present:
             final = _FINAL_NORM_OF_MIMO
         yield from _norm(f"{prefix}{token}", mtp_input.token_norm)

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 # Names of the block, of the output projection and of both norms; Ling's and Sarvam's have one fused input projection.
 _USUAL = ("self_attn.", "o_proj", "q_norm", "k_norm")
-_OF_LING = ("attention.", "dense", "query_layernorm", "key_layernorm")
+_LING_NAMES = ("attention.", "dense", "query_layernorm", "key_layernorm")
 _GATES = ("g_proj", "gate_proj")  # of the output
 _SINKS_OF_MIMO = "attention_sink_bias"
-_OF_HUNYUAN = ("self_attn.", "o_proj", "query_layernorm", "key_layernorm")
-_OF_LFM = ("self_attn.", "out_proj", "q_layernorm", "k_layernorm")
+_HUNYUAN_NAMES = ("self_attn.", "o_proj", "query_layernorm", "key_layernorm")
+_LFM_NAMES = ("self_attn.", "out_proj", "q_layernorm", "k_layernorm")
 _OF_DBRX = ("norm_attn_norm.attn.", "out_proj", "q_norm", "k_norm")
 _FUSED = ("query_key_value", "Wqkv")  # the second in DBRX
 
@@ -93,7 +93,7 @@ def _grouped(spec: AttentionSpec, weights: AttentionWeights, present: set[str]) 
 
 def _style(present: set[str]) -> tuple[str, str, str, str]:
     """Return the names that the checkpoint has: of the block, the output projection and the norms of heads."""
-    for style in (_OF_LING, _OF_HUNYUAN, _OF_LFM, _OF_DBRX):
+    for style in (_LING_NAMES, _HUNYUAN_NAMES, _LFM_NAMES, _OF_DBRX):
         block, output, q_norm, _ = style
         own_block = block != _USUAL[0]
         if f"{block}{output}.weight" in present and (own_block or f"{block}{q_norm}.weight" in present):
@@ -121,7 +121,7 @@ def _from_neighbours(rows_C: Tensor, spec: AttentionSpec) -> TensorMapping:
 
 
 def _latent(spec: LatentAttentionSpec, weights: LatentAttentionWeights, present: set[str]) -> Iterator[Named]:
-    block, output = _OF_LING[:2] if "attention.dense.weight" in present else _USUAL[:2]
+    block, output = _LING_NAMES[:2] if "attention.dense.weight" in present else _USUAL[:2]
     widths = [spec.query_input_width, spec.cached_values]
     names = "q_proj" if spec.query_rank is None else "q_a_proj", "kv_a_proj_with_mqa"
     for fused_C, kind in ((plain(weights.input_CD), "weight"), (weights.input_bias_C, "bias")):

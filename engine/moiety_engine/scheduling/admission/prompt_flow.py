@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from moiety_engine.scheduling.step_time.step_time_model import StepShape, StepTimeModel
 
 _MEAN_S = 10.0  # time constant of the running means
-_LEAST_SERVED = 0.001  # smallest assumed rate, as a fraction of the best rate, when nothing is served
+_MIN_SERVED = 0.001  # smallest assumed rate, as a fraction of the best rate, when nothing is served
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class PromptFlow:
         """Prompt tokens per second that were recently served while some had to wait."""
         if self._served_per_s is None:
             return self.best_per_s
-        return max(self._served_per_s, _LEAST_SERVED * self.best_per_s)
+        return max(self._served_per_s, _MIN_SERVED * self.best_per_s)
 
     @property
     def best_per_s(self) -> float:

@@ -59,7 +59,7 @@ class KvLedger(StateLedger):
         self.host_hit_blocks_total = 0  # blocks of prefix hits that were on the host
         self.on_release: Callable[[Sequence], None] | None = None  # called with a sequence before it gives up blocks
         self._kv_loads: dict[int, KvLoad] = {}  # queued, by the sequences' keys
-        self.retention: PrefixRetention[bytes] = PrefixRetention(pool.num_blocks, let_go=self._let_go)
+        self.retention: PrefixRetention[bytes] = PrefixRetention(pool.num_blocks, end_retention=self._end_retention)
         pool.kept = self.retention
         if states is not None:
             states.pool.kept = self.retention
@@ -137,7 +137,7 @@ class KvLedger(StateLedger):
         firsts = self._firsts(len(prefix) * self.block_size)
         return self.layout.missing_for(num_tokens, len(prefix), firsts) - self._num_in_use(prefix.hits)
 
-    def land(self, sequence: Sequence) -> None:
+    def queue_kv_load(self, sequence: Sequence) -> None:
         """Queue the load of the KV from another engine into the sequence's blocks, after its prefix hits.
 
         Call after `start`.
@@ -204,7 +204,7 @@ class KvLedger(StateLedger):
         if self._kv_loads.pop(sequence.key, None) is not None:  # its KV is not loaded yet
             sequence.kv.num_transferred_tokens = sequence.kv.num_computed
         elif sequence.kv.num_sealed:
-            self._leave_behind(sequence)
+            self._retain_released(sequence)
         self._free_tables(sequence)
         self._end_state(sequence)
         sequence.kv.firsts = self._from_start
@@ -358,7 +358,7 @@ class KvLedger(StateLedger):
 
     # ── internal ──
 
-    def _leave_behind(self, sequence: Sequence) -> None:
+    def _retain_released(self, sequence: Sequence) -> None:
         """Retain the full blocks of a sequence that is released if its request asks for it, and call `on_release`."""
         submit = sequence.request.submit
         if not self.caches(sequence):
@@ -381,10 +381,10 @@ class KvLedger(StateLedger):
         if self.states is not None:
             self.states.pool.invalidate([key])
 
-    def _let_go(self, block_hash: bytes) -> None:
-        self.pool.let_go(block_hash)
+    def _end_retention(self, block_hash: bytes) -> None:
+        self.pool.end_retention(block_hash)
         if self.host is not None:
-            self.host.pool.let_go(block_hash)
+            self.host.pool.end_retention(block_hash)
 
     def _known_on_host(self, host: HostTier, sequence: Sequence) -> list[int | None]:
         """Return, for each computed device block of the sequence, the host block with its contents, or None."""

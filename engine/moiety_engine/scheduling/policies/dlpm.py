@@ -72,7 +72,7 @@ class Dlpm(OrderedPolicy):
     def pop(self, now_s: float) -> Sequence | None:
         sequence = super().pop(now_s)
         if sequence is None and (sequence := self._best()) is not None:
-            self._forget_lack(sequence)
+            self._forget_shortage(sequence)
             self._num_queued -= sequence.leave_queue()
         return sequence
 
@@ -80,13 +80,13 @@ class Dlpm(OrderedPolicy):
         if sequence.state is not SequenceState.WAITING:
             super().discard(sequence)
         else:
-            self._forget_lack(sequence)
+            self._forget_shortage(sequence)
             self._num_queued -= sequence.leave_queue()
 
     def _enter(self, sequence: Sequence) -> None:
         """Push the sequence to its tenant's heap, keyed by the prefix that the cache now holds."""
         cached = self.context.cached_tokens(sequence)
-        self._note_lack(sequence, cached)
+        self._note_shortage(sequence, cached)
         client = self._clients[sequence.request.tenant]
         client.heap.push(-cached, sequence)
         first = client.heap.first()
@@ -115,7 +115,7 @@ class Dlpm(OrderedPolicy):
                 elif (key, order) != first[:2]:
                     heapreplace(self._order, (*first[:2], tie, version, client))
                 elif (cached := self.context.cached_tokens(first[3])) < -key:
-                    self._note_lack(first[3], cached)
+                    self._note_shortage(first[3], cached)
                     client.heap.rekey_first(-cached)
                 else:
                     return client.heap.pop()
@@ -138,16 +138,16 @@ class Dlpm(OrderedPolicy):
 
     # ── prefixes ──
 
-    def _note_lack(self, sequence: Sequence, num_cached: int) -> None:
+    def _note_shortage(self, sequence: Sequence, num_cached: int) -> None:
         """Record the next block that would extend the cached prefix, if it can be shared."""
-        self._forget_lack(sequence)
+        self._forget_shortage(sequence)
         size = self.context.layout.block_size
         if num_cached + size < len(sequence.tokens):
             lacked = sequence.block_hashes.at(num_cached // size, size)
             self._lacks[sequence.key] = lacked
             self._waiting_for.setdefault(lacked, {})[sequence.key] = sequence
 
-    def _forget_lack(self, sequence: Sequence) -> None:
+    def _forget_shortage(self, sequence: Sequence) -> None:
         lacked = self._lacks.pop(sequence.key, None)
         if lacked is not None:
             others = self._waiting_for[lacked]

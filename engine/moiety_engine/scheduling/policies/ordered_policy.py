@@ -1,4 +1,4 @@
-"""Policies that are nothing but an order of the queue, each of them a function of the sequence.
+"""Policies that only order the queue; each one is a function of the sequence.
 
 *First come, first served* (`arrival_order`) is what most engines do. A preempted sequence keeps its position.
 

@@ -186,7 +186,7 @@ class PrefillPlanner:
         if not kv.start(sequence, kv.find_prefix(sequence) if hits is None else hits, num_tokens):
             return False
         if sequence.kv.num_transferred_tokens:
-            kv.land(sequence)
+            kv.queue_kv_load(sequence)
         return True
 
     def _advance(self, sequence: Sequence, planner: StepPlanner) -> _Given:

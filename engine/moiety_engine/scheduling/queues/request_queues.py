@@ -84,11 +84,11 @@ class RequestQueues:
 
     def stepped(self) -> None:
         """Renew the sums over running sequences, right after the results of a step were recorded."""
-        self.moved_on()
+        self.invalidate_sums()
         self._sums_of_all()
         self.predicted_output()
 
-    def moved_on(self) -> None:
+    def invalidate_sums(self) -> None:
         """Mark the sums over running sequences as outdated."""
         self._decode_sums = self._predicted_output = None
 

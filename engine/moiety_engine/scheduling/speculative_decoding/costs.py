@@ -10,7 +10,7 @@ from bisect import bisect_left
 from moiety_engine.scheduling.speculative_decoding.proposal import Proposal
 from moiety_engine.scheduling.step_time.step_time_model import StepShape, StepTimeModel
 
-MOST_BEHIND = 256  # tokens that a draft model processes beside one step
+MAX_BEHIND = 256  # tokens that a draft model processes beside one step
 SIZES = (1, 2, 4, 8, 16, 32, 64)  # rows of steps with drafts; few sizes, since each needs a captured graph
 _WEIGHT = 0.1  # of a step
 _MOST, _LEAST = 1.5, 0.67  # bounds on the correction by a single step
@@ -119,25 +119,25 @@ class Drafting:
     step is bounded, and their cost is spread over the tokens that the output still has.
     """
 
-    def __init__(self, costs: PassCosts, guesses: list[Proposal]) -> None:
-        self._costs, self._guesses = costs, guesses
+    def __init__(self, costs: PassCosts, proposals: list[Proposal]) -> None:
+        self._costs, self._guesses = costs, proposals
         self._rows: list[int] = []  # of each pass
         self._passes_s = self._behind_s = self._share_s = 0.0
 
     def add(self, place: int, depth: int) -> None:
         """Add draft token number `depth` of the sequence at index `place`."""
-        guess = self._guesses[place]
-        if not guess.num_behind:
+        proposal = self._guesses[place]
+        if not proposal.num_behind:
             return
         if depth == len(self._rows):
             self._rows.append(0)
         rows, seconds = self._rows[depth], self._costs.seconds
         self._passes_s += seconds(rows + 1) - seconds(rows)
         self._rows[depth] = rows + 1
-        if depth == 0 and guess.num_behind > 1:
+        if depth == 0 and proposal.num_behind > 1:
             one_s = seconds(1)
-            self._behind_s += seconds(min(guess.num_behind, MOST_BEHIND)) - one_s
-            self._share_s += (seconds(guess.num_behind) - one_s) / guess.num_left
+            self._behind_s += seconds(min(proposal.num_behind, MAX_BEHIND)) - one_s
+            self._share_s += (seconds(proposal.num_behind) - one_s) / proposal.num_left
 
     @property
     def seconds(self) -> float:

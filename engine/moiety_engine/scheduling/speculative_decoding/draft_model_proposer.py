@@ -12,9 +12,9 @@ from moiety_engine.scheduling.speculative_decoding.proposal import Proposal, Pro
 from moiety_engine.sequence import PENDING, Sequence
 
 _FIRST_CHANCE = 0.6
-_LEAST_WEIGHT = 0.1  # of the newest token for its sequence: about the last ten count
-_LEAST_WEIGHT_FOR_ALL = 0.02
-_FEW = 4  # own tokens at which a sequence counts as much as all others
+_MIN_WEIGHT = 0.1  # of the newest token for its sequence: about the last ten count
+_MIN_WEIGHT_FOR_ALL = 0.02
+_MIN_OWN_TOKENS = 4  # own tokens at which a sequence counts as much as all others
 _TRIED_TOKENS = 3
 _PAUSE, _LONGEST_PAUSE = 64, 4096  # calls between two attempts
 _LONGER = 4  # factor after a failed attempt, so that attempts soon cost little in all
@@ -42,21 +42,21 @@ class DraftModelProposer:
         self._kv = kv
         self._max_context = max_context
         self._rates: dict[Sequence, _AcceptanceRate] = {}
-        self._of_all = _AcceptanceRate(_LEAST_WEIGHT_FOR_ALL)
+        self._of_all = _AcceptanceRate(_MIN_WEIGHT_FOR_ALL)
         self._pause = 1
         self._num_idle = 0  # calls since a draft was verified
         self._tried = -1  # key of the sequence whose draft was an attempt
 
-    def guess(self, sequence: Sequence, count: int) -> Proposal:
+    def propose(self, sequence: Sequence, count: int) -> Proposal:
         """Return a proposal whose tokens the draft model has yet to generate."""
         own = self._rates.get(sequence)
         if own is None:
-            own = self._rates[sequence] = _AcceptanceRate(_LEAST_WEIGHT)
+            own = self._rates[sequence] = _AcceptanceRate(_MIN_WEIGHT)
         num_tokens = len(sequence.tokens)
         count = min(count, self._max_context - num_tokens)
         if count <= 0:
             return Proposal([])
-        chance = (own.num_seen * own.value + _FEW * self._of_all.value) / (own.num_seen + _FEW)
+        chance = (own.num_seen * own.value + _MIN_OWN_TOKENS * self._of_all.value) / (own.num_seen + _MIN_OWN_TOKENS)
         num_behind = self._kv.num_behind(sequence)
         num_left = sequence.request.submit.max_tokens - sequence.num_output
         return Proposal([PENDING] * count, chance, chance, num_behind, max(1, num_left))
@@ -76,13 +76,14 @@ class DraftModelProposer:
     def ended(self, sequence: Sequence) -> None:
         self._rates.pop(sequence, None)
 
-    def attempt(self, sequences: list[Sequence], guesses: list[Proposal]) -> ProposalAttempt | None:
+    def attempt(self, sequences: list[Sequence], proposals: list[Proposal]) -> ProposalAttempt | None:
         """Propose a short draft of the sequence that the draft model is least behind."""
         self._num_idle += 1
         if self._num_idle < self._pause:
             return None
         nearest = min(
-            ((guess.num_behind, place) for place, guess in enumerate(guesses) if guess.token_ids), default=None
+            ((proposal.num_behind, place) for place, proposal in enumerate(proposals) if proposal.token_ids),
+            default=None,
         )
         if nearest is None:
             return None

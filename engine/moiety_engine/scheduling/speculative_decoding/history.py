@@ -6,7 +6,7 @@ from moiety_engine.scheduling.speculative_decoding.ngrams import NgramIndex, con
 from moiety_engine.sequence import Sequence
 
 _FIRST_CHANCE = 0.5
-_LEAST_WEIGHT = 0.1  # of the newest token: about the last ten count
+_MIN_WEIGHT = 0.1  # of the newest token: about the last ten count
 
 
 class AcceptanceHistory:
@@ -26,7 +26,7 @@ class AcceptanceHistory:
         self._guessed_at = 0
         self._kind = 0
 
-    def guess(self, sequence: Sequence, count: int) -> list[int]:
+    def propose(self, sequence: Sequence, count: int) -> list[int]:
         """Return up to `count` tokens that may follow the known ones; empty if the newest tokens are new."""
         tokens, num_known = sequence.tokens, sequence.num_known
         self._compare(tokens, num_known)
@@ -47,7 +47,7 @@ class AcceptanceHistory:
         kind = self._kind
         for guessed, token in zip(self._guess, tokens[self._guessed_at : num_known], strict=False):
             self._counts[kind] += 1
-            weight = max(_LEAST_WEIGHT, 1 / (self._counts[kind] + 1))
+            weight = max(_MIN_WEIGHT, 1 / (self._counts[kind] + 1))
             self._chances[kind] += weight * ((guessed == token) - self._chances[kind])
             if guessed != token:
                 break

@@ -15,12 +15,12 @@ class NgramProposer:
         self.passes = PassCosts()
         self._histories: dict[Sequence, AcceptanceHistory] = {}
 
-    def guess(self, sequence: Sequence, count: int) -> Proposal:
+    def propose(self, sequence: Sequence, count: int) -> Proposal:
         """Return a proposal. The token that the running step samples is proposed too, but not drafted."""
         history = self._histories.get(sequence)
         if history is None:
             history = self._histories[sequence] = AcceptanceHistory()
-        draft = history.guess(sequence, count + 1)
+        draft = history.propose(sequence, count + 1)
         first = chance = history.chance
         if sequence.pending:
             draft, first = draft[1:], chance * chance
@@ -32,5 +32,5 @@ class NgramProposer:
     def ended(self, sequence: Sequence) -> None:
         self._histories.pop(sequence, None)
 
-    def attempt(self, sequences: list[Sequence], guesses: list[Proposal]) -> ProposalAttempt | None:
+    def attempt(self, sequences: list[Sequence], proposals: list[Proposal]) -> ProposalAttempt | None:
         return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 from itertools import islice
 
 SHORT, LONG = 2, 4  # tokens that must match
-MOST_AT_ONCE = 4096  # tokens indexed per call, so that a long prompt delays no step
+MAX_AT_ONCE = 4096  # tokens indexed per call, so that a long prompt delays no step
 _BITS = 21  # of a token id
 _SHORT_MASK = (1 << _BITS * SHORT) - 1
 _LONG_MASK = (1 << _BITS * LONG) - 1
@@ -33,7 +33,7 @@ class NgramIndex:
         """
         short, long, key = self._short, self._long, self._key
         end = self._num_read
-        for token in islice(tokens, end, min(num_known, end + MOST_AT_ONCE)):
+        for token in islice(tokens, end, min(num_known, end + MAX_AT_ONCE)):
             if end >= SHORT:
                 short[key & _SHORT_MASK] = end
                 if end >= LONG:

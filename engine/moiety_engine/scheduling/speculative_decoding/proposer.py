@@ -17,7 +17,7 @@ class Proposer(Protocol):
         """Costs of drafts; zero without a draft model."""
         ...
 
-    def guess(self, sequence: Sequence, count: int) -> Proposal:
+    def propose(self, sequence: Sequence, count: int) -> Proposal:
         """Return up to `count` tokens that follow the newest token, or the pending one if there is one."""
         ...
 
@@ -29,6 +29,6 @@ class Proposer(Protocol):
         """Drop what is kept for a sequence that has ended."""
         ...
 
-    def attempt(self, sequences: list[Sequence], guesses: list[Proposal]) -> ProposalAttempt | None:
+    def attempt(self, sequences: list[Sequence], proposals: list[Proposal]) -> ProposalAttempt | None:
         """Return a draft to try now and then when no draft is known to pay, to learn more; None for no attempt."""
         ...

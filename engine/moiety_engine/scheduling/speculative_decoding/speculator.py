@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 from moiety_engine.scheduling.kv.kv_groups import KvGroups
-from moiety_engine.scheduling.speculative_decoding.costs import MOST_BEHIND, Drafting, RowCosts
+from moiety_engine.scheduling.speculative_decoding.costs import MAX_BEHIND, Drafting, RowCosts
 from moiety_engine.scheduling.speculative_decoding.proposal import Proposal
 from moiety_engine.scheduling.speculative_decoding.proposer import Proposer
 from moiety_engine.scheduling.step_planner import StepPlanner
@@ -20,8 +20,8 @@ from moiety_engine.sequence import Sequence
 # Required gain in tokens per second over a step without drafts. It covers the cost of proposals and of wrong ones; and
 # in a shared step, sequences with drafts get ahead and leave the others to steps that fewer share.
 _GAIN_ALONE, _GAIN_TOGETHER = 1.2, 1.5
-_LEAST_CHANCE = 0.05
-_HOPE = 0.97  # acceptance assumed for an attempt: it is made only where this would pay
+_MIN_CHANCE = 0.05
+_ATTEMPT_ACCEPTANCE = 0.97  # acceptance assumed for an attempt: it is made only where this would pay
 _OTHERS_WAIT = 1.25  # times a step without drafts: how much a draft may delay others that are late anyway
 _SMALL = 1  # sequences up to which proposals cost almost nothing
 _LONGEST_PAUSE = 16  # steps
@@ -75,38 +75,38 @@ class Speculator:
         if not num_decodes or planner.rows_left <= 0 or num_decodes >= self.costs.sizes[-1]:
             return
         sequences = [chunk.sequence for chunk in planner.decodes]
-        guesses = [self._guess(sequence) for sequence in sequences]
+        proposals = [self._propose(sequence) for sequence in sequences]
         missed = 1.0 if overlaps and num_decodes > 1 else 0.0
-        lengths = self._lengths(planner, guesses, slack_s, missed)
-        if not any(lengths) and (attempt := self._proposer.attempt(sequences, guesses)):
-            hoped = [guess._replace(first=_HOPE, chance=_HOPE) for guess in guesses]
+        lengths = self._lengths(planner, proposals, slack_s, missed)
+        if not any(lengths) and (attempt := self._proposer.attempt(sequences, proposals)):
+            hoped = [proposal._replace(first=_ATTEMPT_ACCEPTANCE, chance=_ATTEMPT_ACCEPTANCE) for proposal in proposals]
             most = self._lengths(planner, hoped, slack_s, missed)[attempt.place]
             lengths[attempt.place] = min(most, attempt.num_tokens)
-        self._give(planner, guesses, lengths)
+        self._give(planner, proposals, lengths)
         self._num_looks += 1
         self._num_in_vain = 0 if any(lengths) else self._num_in_vain + 1
         if num_decodes > _SMALL:
             rest = self._num_looks % _REST_EVERY == 0
             self._pause = max(rest, min(self._num_in_vain, _LONGEST_PAUSE))
 
-    def _give(self, planner: StepPlanner, guesses: list[Proposal], lengths: list[int]) -> None:
+    def _give(self, planner: StepPlanner, proposals: list[Proposal], lengths: list[int]) -> None:
         """Give the step drafts of these lengths; a draft model that is too far behind first processes some tokens."""
-        room, passes, piece_s = MOST_BEHIND, self._proposer.passes, 0.0
-        drafting = Drafting(passes, guesses)
-        for place, (guess, length) in enumerate(zip(guesses, lengths, strict=True)):
+        room, passes, piece_s = MAX_BEHIND, self._proposer.passes, 0.0
+        drafting = Drafting(passes, proposals)
+        for place, (proposal, length) in enumerate(zip(proposals, lengths, strict=True)):
             if not length:
                 continue
-            if guess.num_behind <= room:
-                room -= guess.num_behind
-                planner.draft(place, guess.token_ids[:length])
+            if proposal.num_behind <= room:
+                room -= proposal.num_behind
+                planner.draft(place, proposal.token_ids[:length])
                 for depth in range(length):
                     drafting.add(place, depth)
-            elif room == MOST_BEHIND:
+            elif room == MAX_BEHIND:
                 planner.take_in(place, room)
                 room, piece_s = 0, passes.seconds(room)
         passes.expect(piece_s + drafting.seconds)
 
-    def _guess(self, sequence: Sequence) -> Proposal:
+    def _propose(self, sequence: Sequence) -> Proposal:
         """Return a proposal for a sequence.
 
         Structured outputs get none: the grammar's mask after a proposed token is unknown before the token is accepted.
@@ -117,14 +117,14 @@ class Speculator:
             return Proposal([])
         if sequence.pending and (scan := sequence.thought_scan) is not None and scan.depends_on_pending:
             return Proposal([])
-        guess = self._proposer.guess(sequence, self._num_tokens)
-        return guess._replace(token_ids=guess.token_ids[:room])
+        proposal = self._proposer.propose(sequence, self._num_tokens)
+        return proposal._replace(token_ids=proposal.token_ids[:room])
 
-    def _lengths(self, planner: StepPlanner, guesses: list[Proposal], slack_s: float, missed: float) -> list[int]:
+    def _lengths(self, planner: StepPlanner, proposals: list[Proposal], slack_s: float, missed: float) -> list[int]:
         """Return the length of each sequence's draft."""
-        likeliest = _by_chance(guesses)[: planner.rows_left]
-        lengths = [0] * len(guesses)
-        best = self._best(planner.shape, likeliest, Drafting(self._proposer.passes, guesses), slack_s, missed)
+        likeliest = _by_chance(proposals)[: planner.rows_left]
+        lengths = [0] * len(proposals)
+        best = self._best(planner.shape, likeliest, Drafting(self._proposer.passes, proposals), slack_s, missed)
         for _, place, _ in likeliest[:best]:
             lengths[place] += 1
         return lengths
@@ -157,17 +157,17 @@ class Speculator:
         return best
 
 
-def _by_chance(guesses: list[Proposal]) -> list[tuple[float, int, int]]:
+def _by_chance(proposals: list[Proposal]) -> list[tuple[float, int, int]]:
     """Return (probability that the token and all before it are accepted, sequence index, depth) of each proposed token.
 
     The most likely comes first.
     """
     found = []
-    for place, guess in enumerate(guesses):
-        all_right = guess.first
-        for depth in range(len(guess.token_ids)):
-            if all_right < _LEAST_CHANCE:
+    for place, proposal in enumerate(proposals):
+        all_right = proposal.first
+        for depth in range(len(proposal.token_ids)):
+            if all_right < _MIN_CHANCE:
                 break
             found.append((all_right, place, depth))
-            all_right *= guess.chance
+            all_right *= proposal.chance
     return sorted(found, key=lambda one: -one[0])

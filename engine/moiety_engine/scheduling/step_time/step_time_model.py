@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from moiety_wire.figures import StepCosts
+from moiety_wire.engine_load import StepCosts
 
 _BENDS = (96, 256)  # rows
 _NUM_TERMS = 7

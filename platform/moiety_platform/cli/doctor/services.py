@@ -8,7 +8,7 @@ from email.utils import parsedate_to_datetime
 
 import httpx
 
-from moiety_platform.auth.oidc import UNREADABLE, OtherIssuer, read_keys
+from moiety_platform.auth.oidc import FETCH_ERRORS, OtherIssuer, read_keys
 from moiety_platform.cli.doctor.finding import Finding, ok, wrong
 from moiety_platform.settings import GatewaySettings
 
@@ -79,7 +79,7 @@ async def check_issuer(settings: GatewaySettings) -> AsyncIterator[Finding]:
     except OtherIssuer as exc:
         advice = "set oidc_issuer to exactly that, with or without its last slash"
         yield wrong(LOGIN, "issuer_other", f"{issuer}: {exc}", advice)
-    except UNREADABLE as exc:
+    except FETCH_ERRORS as exc:
         yield _unreadable(issuer, exc)
     else:
         if keys:

@@ -14,7 +14,7 @@ from moiety_platform.cli.top.reading import WINDOW, Report, Row
 KEYS = "q quit · tab table · < > column · r reverse"
 FRAME_LINES = 2  # the line above and the one below
 TABLE_LINES = 2  # a table's title and its headings
-FEWEST_ROWS = 2  # rows that every table gets, however low the terminal is
+MIN_ROWS = 2  # rows that every table gets, however low the terminal is
 STATE_STYLES = {"ready": "green", "lost": "red", "draining": "yellow"}
 
 
@@ -114,7 +114,7 @@ def room_of(wanted: dict[str, int], height: int | None) -> dict[str, int]:
         return wanted
     left = max(0, height - FRAME_LINES - TABLE_LINES * len(wanted))
     room = dict.fromkeys(wanted, 0)
-    for most in (FEWEST_ROWS, height):
+    for most in (MIN_ROWS, height):
         for name, count in wanted.items():
             more = min(left, min(count, most) - room[name])
             room[name] += max(0, more)

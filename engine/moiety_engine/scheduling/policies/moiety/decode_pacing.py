@@ -94,4 +94,4 @@ class DecodePacing:
     def _wanted_at_s(self, chunk: Chunk) -> float:
         """Return when the request's next token is due; without a deadline, a fixed time after its newest token."""
         sequence = chunk.sequence
-        return min(sequence.deadlines.next_due_s, sequence.deadlines.last_token_s + self._tuning.unpromised_token_s)
+        return min(sequence.deadlines.next_due_s, sequence.deadlines.last_token_s + self._tuning.no_slo_token_s)

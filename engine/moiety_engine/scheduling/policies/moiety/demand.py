@@ -14,7 +14,7 @@ from moiety_wire.classes import ServiceClass
 _MEAN_S = 60.0  # time constant of the rates: long, since far deadlines do not depend on a burst
 _SHORTEST_S = 60.0
 _NEGLIGIBLE = 0.001  # fraction of the service rate
-_AHEAD = 4.0  # horizon, as a multiple of the longest target
+_HORIZON_FACTOR = 4.0  # horizon, as a multiple of the longest target
 
 
 class DeadlineDemand:
@@ -47,7 +47,7 @@ class DeadlineDemand:
             if service.rank <= rank
         ]
         longest_s = max((within_s for within_s, _ in flows), default=_SHORTEST_S)
-        times_s = [*(within_s for within_s, _ in flows), _AHEAD * longest_s]
+        times_s = [*(within_s for within_s, _ in flows), _HORIZON_FACTOR * longest_s]
         return max(_due(flows, until_s) / (served_per_s * until_s) for until_s in times_s)
 
     def _fade(self, negligible_per_s: float, now_s: float) -> None:

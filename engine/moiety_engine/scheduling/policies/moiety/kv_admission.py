@@ -45,7 +45,7 @@ class KvAdmission:
         self.victims.preempted(sequence, beneficiary, cost_s)
         self._preemption_share += cost_s / _MEAN_S
         if sequence.timeline.num_preemptions >= self._tuning.max_preemptions:
-            self._guarantees.owe(sequence)
+            self._guarantees.guarantee(sequence)
 
     def ended(self, sequence: Sequence) -> None:
         self._guarantees.forget(sequence)

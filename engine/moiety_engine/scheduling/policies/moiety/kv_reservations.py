@@ -30,15 +30,15 @@ class KvReservations:
         self._tokens: dict[Sequence, int] = {}  # tokens for which a sequence has reserved blocks
         self._reserved: dict[Sequence, int] = {}  # blocks
         self._reserved_total = 0
-        self._owed: dict[Sequence, int] = {}  # maximum number of blocks that it may need
+        self._guaranteed: dict[Sequence, int] = {}  # maximum number of blocks that it may need
 
     def protects(self, sequence: Sequence) -> bool:
         """Return whether its blocks may not be taken."""
-        return sequence in self._owed or (sequence in self._reserved and self._within(sequence))
+        return sequence in self._guaranteed or (sequence in self._reserved and self._within(sequence))
 
-    def owes(self, sequence: Sequence) -> bool:
+    def is_guaranteed(self, sequence: Sequence) -> bool:
         """Return whether it was preempted as often as allowed, so that it must stay in the batch until it ends."""
-        return sequence in self._owed
+        return sequence in self._guaranteed
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> None:
         """Reserve blocks for `num_tokens` tokens, from its start on."""
@@ -50,15 +50,17 @@ class KvReservations:
         """Return the tokens that it may hold without losing its protection from preemption; 0 without a reservation."""
         return self._tokens.get(sequence, 0)
 
-    def owe(self, sequence: Sequence) -> None:
+    def guarantee(self, sequence: Sequence) -> None:
         """Protect the sequence from further preemption."""
         self._reserved_total -= self._reserved.pop(sequence, 0)
-        self._owed[sequence] = self._layout.held_for(sequence.request.num_prompt + sequence.request.submit.max_tokens)
+        self._guaranteed[sequence] = self._layout.held_for(
+            sequence.request.num_prompt + sequence.request.submit.max_tokens
+        )
 
     def forget(self, sequence: Sequence) -> None:
         """Remove a sequence that has ended."""
         self._reserved_total -= self._reserved.pop(sequence, 0)
-        self._owed.pop(sequence, None)
+        self._guaranteed.pop(sequence, None)
         self._tokens.pop(sequence, None)
 
     def can_join(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -67,18 +69,18 @@ class KvReservations:
         It needs blocks for `num_tokens` tokens, or up to its predicted end if it is owed. Alone it can always join.
         """
         needed = self._layout.held_for(max(num_tokens, len(sequence.tokens)))
-        if not self._owed and self._reserved_total + needed <= self._num_blocks:
+        if not self._guaranteed and self._reserved_total + needed <= self._num_blocks:
             return True  # even if all reserved requests ran now
         firm = self._firm(sequence.kv.group)
-        owed = self._owed_of(sequence.kv.group)
+        owed = self._guaranteed_of(sequence.kv.group)
         if not firm and not owed:
             return True
-        if sequence in self._owed:
+        if sequence in self._guaranteed:
             owed.append(sequence)
         else:
             firm += needed
         ends = [self._predicted(s) for s in owed]
-        unlikely = max((self._owed[s] - end for s, end in zip(owed, ends, strict=True)), default=0)
+        unlikely = max((self._guaranteed[s] - end for s, end in zip(owed, ends, strict=True)), default=0)
         return firm + sum(ends) + unlikely <= self._num_blocks
 
     def waiting_for_others(self, growing: Iterable[Sequence]) -> list[Sequence]:
@@ -86,10 +88,10 @@ class KvReservations:
 
         `growing` are sequences of one group that need one more block of each table now.
         """
-        asking = [s for s in growing if s in self._owed]
+        asking = [s for s in growing if s in self._guaranteed]
         if not asking:
             return []
-        states = {s: self._state(s) for s in self._owed_of(asking[0].kv.group)}
+        states = {s: self._state(s) for s in self._guaranteed_of(asking[0].kv.group)}
         firm = self._firm(asking[0].kv.group)
         nearest = min(states, key=lambda s: (states[s][0], s.request.order))
         held_up = []
@@ -103,8 +105,8 @@ class KvReservations:
 
     # ── internal ──
 
-    def _owed_of(self, group: int) -> list[Sequence]:
-        return [s for s in self._owed if s.state is SequenceState.RUNNING and s.kv.group == group]
+    def _guaranteed_of(self, group: int) -> list[Sequence]:
+        return [s for s in self._guaranteed if s.state is SequenceState.RUNNING and s.kv.group == group]
 
     def _firm(self, group: int) -> int:
         """Return the blocks held by reservations in the group."""
@@ -119,12 +121,12 @@ class KvReservations:
     def _predicted(self, sequence: Sequence) -> int:
         """Return the number of blocks with which it is predicted to end."""
         num_output = max(sequence.predicted_output, sequence.num_output + 1.0)
-        return min(self._owed[sequence], self._layout.held_for(sequence.request.num_prompt + int(num_output)))
+        return min(self._guaranteed[sequence], self._layout.held_for(sequence.request.num_prompt + int(num_output)))
 
     def _state(self, sequence: Sequence) -> tuple[int, int]:
         """Return (blocks that it may still need, blocks that it holds once its tokens are computed)."""
         held = sequence.kv.num_held if sequence.decoding else self._layout.held_for(len(sequence.tokens))
-        return max(0, self._owed[sequence] - held), held
+        return max(0, self._guaranteed[sequence] - held), held
 
     def _all_can_end(self, firm: int, owed: list[tuple[int, int]]) -> bool:
         free = self._num_blocks - firm - sum(held for _, held in owed)

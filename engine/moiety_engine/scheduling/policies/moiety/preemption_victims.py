@@ -88,12 +88,12 @@ class PreemptionVictims:
             batch = [s for s in running if s.service.rank > rank] if outranks else []
             if takes_blocks:
                 batch += self._over_their_share(running, beneficiary)
-        protects, owes = self._reservations.protects, self._reservations.owes
+        protects, is_guaranteed = self._reservations.protects, self._reservations.is_guaranteed
         batch.sort(key=self._victim_key, reverse=True)
         victims = [s for s in batch if not protects(s)]
         if beneficiary is None or takes_blocks:
             return victims
-        return victims + [s for s in batch if owes(s)] + self._over_their_slots(running, beneficiary)
+        return victims + [s for s in batch if is_guaranteed(s)] + self._over_their_slots(running, beneficiary)
 
     def _over_their_slots(self, running: Iterable[Sequence], beneficiary: Sequence) -> list[Sequence]:
         """Return sequences of the beneficiary's rank whose tenants hold at least their share of slots without them.
@@ -108,8 +108,8 @@ class PreemptionVictims:
         own = self._records[beneficiary].tenant
         if not slots.over or slots.held[own] + 1 > max(1.0, slots.of_weight * own.weight):
             return []
-        records, over, owes = self._records, slots.over, self._reservations.owes
-        may_pause = [s for s in running if records[s].tenant in over and not owes(s)]
+        records, over, is_guaranteed = self._records, slots.over, self._reservations.is_guaranteed
+        may_pause = [s for s in running if records[s].tenant in over and not is_guaranteed(s)]
         return sorted(may_pause, key=lambda s: (s.timeline.num_pauses, -s.request.order))
 
     def _slots_of(self, rank: int, running: Iterable[Sequence]) -> _BatchSlots:

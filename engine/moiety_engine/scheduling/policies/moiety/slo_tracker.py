@@ -35,7 +35,7 @@ class SloTracker:
     def longest_step_s(self) -> float:
         """Longest step time that an arriving request can wait for."""
         if self.ttft_s == math.inf == self.tpot_s:
-            return self._tuning.unpromised_step_s
+            return self._tuning.no_slo_step_s
         shortest_s, longest_s = self._tuning.step_range_s
         usual_s = min(longest_s, max(shortest_s, self._tuning.ttft_part * self.ttft_s))
         return min(usual_s, self._tuning.tight_ttft_part * self.best_ttft_s)

@@ -17,12 +17,12 @@ class Tuning:
     slack_used: float = 0.35  # of the time until the next deadline
     slack_used_if_urgent: float = 0.5  # the same, while prompts of the best rank are at risk
     step_range_s: tuple[float, float] = (0.15, 0.4)  # range of the longest step; decoding alone may take half of a step
-    unpromised_step_s: float = 1.0  # longest step while no recent class has a TTFT or TPOT target
+    no_slo_step_s: float = 1.0  # longest step while no recent class has a TTFT or TPOT target
     ttft_part: float = 0.06  # of the shortest recent TTFT target: longest step within that range
     tight_ttft_part: float = 0.3  # of the best rank's shortest TTFT target: limit of any step
     decode_part: float = 0.75  # of the shortest recent TPOT target: limit of decoding alone
     least_decode_part: float = 0.0625  # of worse ranks' decodes: included in every step while their tokens are due
-    unpromised_token_s: float = 0.25  # after its newest token, when a request without a TPOT target is due
+    no_slo_token_s: float = 0.25  # after its newest token, when a request without a TPOT target is due
     decode_part_beyond_share: float = 0.21  # of its own TPOT target: limit beyond its share of slots while others wait
     floor_tokens: int = 16  # prompt tokens per step regardless of the slack
     steps_of_floor: int = 8  # one of so many steps has the floor for worse ranks held to the best rank's pace

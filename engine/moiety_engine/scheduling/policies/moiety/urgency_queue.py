@@ -28,7 +28,7 @@ from moiety_engine.scheduling.queues.entry_heap import EntryHeap
 from moiety_engine.sequence import Sequence, SequenceState
 from moiety_wire.notes import EventKind, Reason
 
-_AFTER_ALL = 1e12  # a key after every deadline
+_LAST_KEY = 1e12  # a key after every deadline
 _PATIENT_S = 60.0  # a request with a deadline this far away can let others pass without harm
 
 
@@ -187,7 +187,7 @@ class UrgencyQueue:
         It is the deadline, moved by the remaining work as the load grows; for demoted requests, the arrival.
         """
         if record.bucket == DEMOTED:
-            return _AFTER_ALL + sequence.request.arrival_s
+            return _LAST_KEY + sequence.request.arrival_s
         interactive = sequence.service.ttft_s is not None
         deadline_s = sequence.deadlines.first_s if interactive else sequence.deadlines.completion_s
         blend = self._pace.by_work.get(sequence.service.rank)
@@ -212,7 +212,7 @@ class UrgencyQueue:
     # ── the boost lane ──
 
     def _pop_lane(self, now_s: float) -> Sequence | None:
-        found = self._pop_hungry(now_s) or self._pop_waited(now_s)
+        found = self._pop_starved(now_s) or self._pop_waited(now_s)
         if found is not None:
             self._lane_s -= found.num_uncomputed * self._pace.token_s + 0.001
             self._on_lane[found] = found.num_uncomputed
@@ -231,7 +231,7 @@ class UrgencyQueue:
             self._waited.push(now_s, sequence)  # it is still waiting
         return found
 
-    def _pop_hungry(self, now_s: float) -> Sequence | None:
+    def _pop_starved(self, now_s: float) -> Sequence | None:
         """Pop the first request of a tenant that has not been served for long."""
         while self._starved and self._starved[0][0] <= now_s:
             _, _, account = heappop(self._starved)

@@ -18,7 +18,7 @@ _HOTTEST = 4  # hottest experts of the heaviest rank: candidates for one more re
 
 
 @dataclass(slots=True)
-class Board:
+class PlacementState:
     """Slots of a placement, owned by the improving caller. `num_nodes`: changes stay within a node."""
 
     slots_LR: Ints
@@ -28,18 +28,18 @@ class Board:
     num_nodes: int
 
     @classmethod
-    def of(cls, slots_LR: Ints, load_LE: Floats, num_ranks: int, num_nodes: int) -> Board:
+    def of(cls, slots_LR: Ints, load_LE: Floats, num_ranks: int, num_nodes: int) -> PlacementState:
         counts_LE = count_replicas(slots_LR, load_LE.shape[1])
         return cls(slots_LR.copy(), counts_LE, load_LE, num_ranks, num_nodes)
 
-    def look_at(self, layers_A: Ints) -> View:
+    def look_at(self, layers_A: Ints) -> LayersState:
         slots_AR, counts_AE, load_AE = self.slots_LR[layers_A], self.counts_LE[layers_A], self.load_LE[layers_A]
         slot_load_AR = loads_of_slots(slots_AR, load_AE, counts_AE)
         load_AG = sum_by_rank(slot_load_AR, self.num_ranks)
         rows_A1 = np.arange(len(layers_A))[:, None]
         ranks_of_node = self.num_ranks // self.num_nodes
         heaviest_A = load_AG.argmax(axis=1)
-        return View(slots_AR, counts_AE, load_AE, slot_load_AR, load_AG, heaviest_A, rows_A1, ranks_of_node)
+        return LayersState(slots_AR, counts_AE, load_AE, slot_load_AR, load_AG, heaviest_A, rows_A1, ranks_of_node)
 
     def largest_loads(self) -> Floats:
         """Return [L]: the load of the heaviest rank."""
@@ -57,7 +57,7 @@ class Board:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class View:
+class LayersState:
     """Current state of some layers of a board. `rows_A1` numbers them, for indexing."""
 
     slots_AR: Ints
@@ -87,7 +87,7 @@ class View:
         return node_A[:, None] * self.ranks_of_node + np.arange(self.ranks_of_node)
 
 
-def best_swap(view: View) -> tuple[Floats, Ints, Ints]:
+def best_swap(view: LayersState) -> tuple[Floats, Ints, Ints]:
     """Return the best exchange of experts in each layer.
 
     Per layer: the gain, a slot of the heaviest rank and another slot of its node. A gain of 0 or less is none.
@@ -108,7 +108,7 @@ def best_swap(view: View) -> tuple[Floats, Ints, Ints]:
     return gain_A, mine_AS[rows_A, at_A], theirs_AQ[rows_A, other_A]
 
 
-def best_overwrite(view: View) -> tuple[Floats, Ints, Ints]:
+def best_overwrite(view: LayersState) -> tuple[Floats, Ints, Ints]:
     """Return the best overwrite in each layer.
 
     Per layer: the gain, a slot of the heaviest rank's node and an expert of that rank that replaces the slot's expert.
@@ -142,7 +142,7 @@ def best_overwrite(view: View) -> tuple[Floats, Ints, Ints]:
     return gain_A, slots_AJ[rows_A, best_A % num_spare], hot_AB[rows_A, best_A // num_spare]
 
 
-def _spare_slots(view: View) -> tuple[Ints, NDArray[np.bool_]]:
+def _spare_slots(view: LayersState) -> tuple[Ints, NDArray[np.bool_]]:
     """Return slots in the heaviest rank's node whose expert has another replica.
 
     In layers with fewer such slots than others, the list is padded with other slots, as the mask shows.
@@ -157,7 +157,7 @@ def _spare_slots(view: View) -> tuple[Ints, NDArray[np.bool_]]:
     return slots_AJ, may_AR[view.rows_A1, slots_AJ]
 
 
-def _hottest_experts(view: View) -> Ints:
+def _hottest_experts(view: LayersState) -> Ints:
     of_rank_AS = view.slots_of_heaviest()
     loads_AS = view.slot_load_AR[view.rows_A1, of_rank_AS]
     hottest_AB = np.argsort(-loads_AS, axis=1, kind="stable")[:, :_HOTTEST]
@@ -165,7 +165,7 @@ def _hottest_experts(view: View) -> Ints:
     return np.where(experts_AB < 0, experts_AB[:, :1], experts_AB)
 
 
-def _replicas_by_rank(view: View) -> Ints:
+def _replicas_by_rank(view: LayersState) -> Ints:
     """Return [A, G, E]: the number of each rank's replicas of each expert."""
     num_layers, num_slots = view.slots_AR.shape
     rank_R = np.arange(num_slots) // view.slots_of_rank
@@ -176,7 +176,7 @@ def _replicas_by_rank(view: View) -> Ints:
     return found.reshape(num_layers, view.num_ranks, num_experts)
 
 
-def _share(view: View, experts: Ints, more: int) -> Floats:
+def _share(view: LayersState, experts: Ints, more: int) -> Floats:
     """Return the load of one replica of each expert if there were `more` more replicas of it."""
     counts = view.counts_AE[view.rows_A1, experts] + more
     return view.load_AE[view.rows_A1, experts] / np.maximum(counts, 1)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from datetime import datetime, tzinfo
 
-NOTHING = "–"
+NO_VALUE = "–"
 
 
 def short(number: float | None) -> str:
     """Format 12345 as 12.3 k."""
     if number is None:
-        return NOTHING
+        return NO_VALUE
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= 10 * size or (unit != "k" and number >= size):
             return f"{number / size:,.1f} {unit}"
@@ -28,7 +28,7 @@ def short_address(address: str, longest: int = 28) -> str:
 def percent(share: float | None) -> str:
     """Format 0.98765 as 98.8 %; a share just below 1 is not rounded to 100 %."""
     if share is None:
-        return NOTHING
+        return NO_VALUE
     if 0.999 <= share < 1:
         return f"{int(share * 10_000) / 100:.2f} %"
     return f"{share * 100:.1f} %" if share not in (0, 1) else f"{share * 100:.0f} %"
@@ -41,7 +41,7 @@ def ratio(part: float, whole: float) -> float | None:
 def milliseconds(ms: float | None) -> str:
     """Format 0.83 as 0.8 ms, 1234 as 1.23 s."""
     if ms is None:
-        return NOTHING
+        return NO_VALUE
     if ms >= 1000:
         return f"{ms / 1000:,.2f} s"
     return f"{ms:,.0f} ms" if ms >= 10 else f"{ms:.1f} ms"
@@ -50,7 +50,7 @@ def milliseconds(ms: float | None) -> str:
 def time_left(seconds: float | None) -> str:
     """Format 5400 as 1 h 30 min."""
     if seconds is None:
-        return NOTHING
+        return NO_VALUE
     if seconds < 60:
         return "under a minute"
     minutes = int(seconds // 60)
@@ -62,7 +62,7 @@ def time_left(seconds: float | None) -> str:
 
 def dollars(nano: float | None) -> str:
     if nano is None:
-        return NOTHING
+        return NO_VALUE
     amount = nano / 1e9
     return f"${amount:,.2f}" if amount >= 0.01 or amount == 0 else f"${amount:.6f}"
 

@@ -1,8 +1,8 @@
-"""Figures of an engine, and their descriptions as metrics.
+"""LoadMetrics of an engine, and their descriptions as metrics.
 
-The gateway exports them for all its engines, and each engine exports its own. The tables list fields of `Figures` and
-`ClassLoad`. Counters are the fields that end in `_total`, listed without it. A gauge is exported without it as well,
-since Prometheus reserves that suffix for counters.
+The gateway exports them for all its engines, and each engine exports its own. The tables list fields of `LoadMetrics`
+and `ClassLoad`. Counters are the fields that end in `_total`, listed without it. A gauge is exported without it as
+well, since Prometheus reserves that suffix for counters.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class StepCosts(msgspec.Struct, frozen=True):
     prefill_step_s: float = 0.0  # additional seconds of a step with prompt tokens
 
 
-class Figures(msgspec.Struct, frozen=True):
+class LoadMetrics(msgspec.Struct, frozen=True):
     """State of an engine's core after a step, and its monotonic counters since start."""
 
     num_running: int
@@ -135,7 +135,7 @@ class Figures(msgspec.Struct, frozen=True):
     tenant_kv_blocks: dict[str, int] = {}  # KV blocks of the largest tenants; shared blocks count per request
 
 
-class Load(Figures, frozen=True, kw_only=True, tag="load"):
+class Load(LoadMetrics, frozen=True, kw_only=True, tag="load"):
     """State and counters of an engine, sent by the engine server to every gateway with each heartbeat."""
 
     engine_id: str
