@@ -24,10 +24,10 @@ from moiety_engine.distribution.rank_failure_log import RankFailureLog
 from moiety_engine.distribution.rank_heartbeat import (
     LOST_RANK,
     Beat,
-    Bye,
-    Line,
     Loaded,
+    RankConnection,
     RankFailed,
+    RankGroupEnd,
     RankHeartbeat,
     RankHello,
     Welcome,
@@ -48,9 +48,9 @@ def test_a_rank_whose_words_come_in_pieces_is_welcome_and_strangers_are_not() ->
     host, port, secret = msgspec.json.decode(PrefixStore("moiety/0", store).get("heartbeat"))
     stranger = socket.create_connection((host, port))
     stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    guessing = Line(socket.create_connection((host, port)))
+    guessing = RankConnection(socket.create_connection((host, port)))
     guessing.send(RankHello(1, "sécret", SETTINGS, "same"))
-    line = Line(socket.create_connection((host, port), timeout=60))
+    line = RankConnection(socket.create_connection((host, port), timeout=60))
     line.send(RankHello(1, secret, SETTINGS, "same"))
     words = line.receive()
     assert words[0] == Welcome()
@@ -58,25 +58,25 @@ def test_a_rank_whose_words_come_in_pieces_is_welcome_and_strangers_are_not() ->
     first.join(60)
     assert met[0].masked == ()
     met[0].heartbeat.wait_loaded()
-    line.send(Bye())
+    line.send(RankGroupEnd())
     met[0].heartbeat.close()
     for end in (stranger, guessing, line):
         end.close()
 
 
-def lines() -> tuple[Line, Line]:
+def lines() -> tuple[RankConnection, RankConnection]:
     """Return both ends of a line."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         near = socket.create_connection(server.getsockname(), timeout=60)
         far, _ = server.accept()
         far.settimeout(60)
-        return Line(near), Line(far)
+        return RankConnection(near), RankConnection(far)
 
 
 def test_ranks_that_have_not_heard_a_goodbye_hear_it_before_the_line_ends() -> None:
     (first, one), (second, other) = lines(), lines()
     heartbeat = RankHeartbeat(0, {1: first, 2: second})
-    one.send(Bye())
+    one.send(RankGroupEnd())
     while not heartbeat._over:  # else it would say goodbye to both, whatever it has heard
         time.sleep(0.01)
     heartbeat.close()
@@ -86,7 +86,7 @@ def test_ranks_that_have_not_heard_a_goodbye_hear_it_before_the_line_ends() -> N
             heard += other.receive()
     except EOFError:
         pass
-    assert heard[-1] == Bye()
+    assert heard[-1] == RankGroupEnd()
     assert set(map(type, heard[:-1])) <= {Beat}
     one.close()
     other.close()
@@ -179,8 +179,8 @@ class MeetingPoint:
         self._looks.acquire()
         return self.gone
 
-    def come(self, rank: int) -> Line:
-        line = Line(socket.create_connection(tuple(self._where[:2]), timeout=60))
+    def come(self, rank: int) -> RankConnection:
+        line = RankConnection(socket.create_connection(tuple(self._where[:2]), timeout=60))
         line.send(RankHello(rank, self._where[2], {}, "same"))
         return line
 
@@ -197,18 +197,18 @@ class MeetingPoint:
         return self.met[0]
 
 
-def end_of(line: Line) -> None:
+def end_of(line: RankConnection) -> None:
     line.close()
 
 
-def reset_of(line: Line) -> None:
+def reset_of(line: RankConnection) -> None:
     line.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     line.close()
 
 
 @pytest.mark.parametrize("lose", [end_of, reset_of])
 def test_a_rank_that_came_and_is_lost_while_another_is_waited_for_is_done_without_too(
-    lose: Callable[[Line], None],
+    lose: Callable[[RankConnection], None],
 ) -> None:
     meeting = MeetingPoint(after_s=5)
     first, second = meeting.come(1), meeting.come(2)
@@ -309,7 +309,7 @@ def test_a_rank_that_is_lost_while_the_groups_are_made_ends_the_first_one_too() 
     port = int(next(line for line in first.stdout if line.strip().isdigit()))
     store = open_store(Rendezvous(1, 2, port=port), 60)
     host, port, secret = msgspec.json.decode(PrefixStore("moiety/0", store).get("heartbeat"))
-    line = Line(socket.create_connection((host, port), timeout=60))
+    line = RankConnection(socket.create_connection((host, port), timeout=60))
     line.send(RankHello(1, secret, {}, "same"))
     assert line.receive()[0] == Welcome()
     line.close()
@@ -318,7 +318,7 @@ def test_a_rank_that_is_lost_while_the_groups_are_made_ends_the_first_one_too() 
     assert first.returncode == LOST_RANK
 
 
-def noted_when(happens: Callable[[list[Line]], None]) -> list[int]:
+def noted_when(happens: Callable[[list[RankConnection]], None]) -> list[int]:
     """Return which of three other ranks rank 0 notes as lost."""
     ends, noted = [lines() for _ in range(3)], list[int]()
     far = [other for _, other in ends]
@@ -333,7 +333,7 @@ def noted_when(happens: Callable[[list[Line]], None]) -> list[int]:
 
 
 def test_all_ranks_that_are_lost_together_are_noted() -> None:
-    def close_two(far: list[Line]) -> None:
+    def close_two(far: list[RankConnection]) -> None:
         far[0].close()
         far[2].close()
 

@@ -61,7 +61,7 @@ class MeteredRequests:
         self.ended[key] = self.running.pop(key).metered(key[0])
         self.changed.add(key)
 
-    def settle(self, key: Key) -> None:
+    def acknowledge(self, key: Key) -> None:
         del self.ended[key]
         self.changed.add(key)
 
@@ -105,7 +105,7 @@ def test_the_next_engine_finds_all_that_was_unsettled_when_it_was_last_written(
             elif deed == "end" and key in metered.running:
                 metered.end(key)
             elif deed == "settle" and key in metered.ended and key not in metered.running:
-                metered.settle(key)
+                metered.acknowledge(key)
             elif deed == "write":
                 await metered.write()
                 written = metered.unacknowledged
@@ -150,11 +150,11 @@ async def test_the_file_does_not_grow_with_what_was_settled(tmp_path: Path, monk
         await metered.write()
         metered.end(key)
         await metered.write()
-        metered.settle(key)
+        metered.acknowledge(key)
         assert (tmp_path / "unacknowledged").stat().st_size < 3 * 4096
     await metered.write()
     metered.end(("g", "long"))
-    metered.settle(("g", "long"))
+    metered.acknowledge(("g", "long"))
     await metered.write()
     assert (tmp_path / "unacknowledged").stat().st_size == 0
     metered.log.close()
@@ -274,12 +274,12 @@ def test_a_gateway_that_lives_is_asked_for_what_it_did_not_settle_and_for_nothin
     clock, log = Clock(), UnacknowledgedUsageLog(tmp_path / "unacknowledged")
     meter = UsageMeter(clock, None, log)
     assert meter.due_from_earlier_engine("g") == [], "it has yet to settle by itself"
-    meter.settle("g", ["a"])
+    meter.acknowledge("g", ["a"])
     meter.note(
         "g", submit("r", billing_context=b"bill"), Finished("r", 0, FinishReason.STOP, 3, 0, 5, Phases(1)), "standard"
     )
     clock.now_s += GRACE_S + 1
-    assert meter.left_behind({"g"}) == []
+    assert meter.due_of_absent({"g"}) == []
     assert {one.request_id for one in meter.due_from_earlier_engine("g")} == {"b", "c"}
     assert meter.due_from_earlier_engine("g") == [], "told a moment ago"
     assert meter.due_from_earlier_engine("another") == []

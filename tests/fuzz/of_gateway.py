@@ -81,7 +81,6 @@ def open_batch_lines() -> Take:
 
 def open_external_streams() -> Take:
     """The whole way from a server's bytes to the messages that the rest of a gateway goes by."""
-    from moiety_platform.external_engines.exchange import ExternalRequest
     from tests.fuzz.words import SUBMIT, tokenizer
 
     from moiety_platform.clock import SystemClock
@@ -89,6 +88,7 @@ def open_external_streams() -> Take:
     from moiety_platform.engine_client.stream import EngineStream
     from moiety_platform.external_engines.answer import ExternalAnswer
     from moiety_platform.external_engines.completions import Completions
+    from moiety_platform.external_engines.external_request import ExternalRequest
     from moiety_platform.external_engines.llama_cpp import LlamaCpp
     from moiety_wire.codec import decode_to_gateway, encode
     from moiety_wire.messages import Finished

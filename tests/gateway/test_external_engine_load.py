@@ -7,7 +7,7 @@ import json
 import openai
 import pytest
 
-from moiety_platform.external_engines.waiting import Ends, class_loads
+from moiety_platform.external_engines.waiting import EndedRequests, class_loads
 from moiety_wire.classes import FLEX, PRIORITY, STANDARD
 
 from .conftest import StartOver, Until
@@ -68,7 +68,7 @@ async def test_a_long_queue_there_is_a_long_wait_here_and_too_long_a_one_is_refu
 
 
 def test_the_wait_is_the_queue_times_the_pace_of_ends_and_less_for_a_better_rank() -> None:
-    ends = Ends()
+    ends = EndedRequests()
     for at_s, num_ended in ((0.0, 90), (1.0, 3), (11.0, 8)):  # restarted after the first
         ends.note(at_s, num_ended)
     assert ends.seconds_each == 2.0

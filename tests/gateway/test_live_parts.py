@@ -32,7 +32,7 @@ from moiety_platform.reloading.source import SettingsSource
 from moiety_platform.settings import SECTION, GatewaySettings
 from moiety_platform.trace_receiver.process import build_app
 from moiety_platform.trace_receiver.settings import TraceSettings
-from moiety_platform.traces.sampling import Ending
+from moiety_platform.traces.sampling import EndedRequest
 from moiety_platform.usage.models import UsageRecord
 from moiety_platform.usage.store import insert_rows
 
@@ -187,7 +187,7 @@ async def test_the_rates_of_traces_are_those_of_the_file(
         }
         async with whole(**fixed) as gateway:
             sampler = gateway.services.tracing.sampler
-            ending = Ending("t" * 32, b"salt", "standard", False, None, 0, 0)
+            ending = EndedRequest("t" * 32, b"salt", "standard", False, None, 0, 0)
 
             def verdict() -> str:
                 return sampler.decide(ending, 0.5).value
@@ -310,8 +310,8 @@ async def test_a_trace_store_goes_by_its_file_as_well(tmp_path: Path) -> None:
                 traces_max_body_bytes=2048, traces_queue_spans=1000, keep_traces_days=1, retention_interval_s=5,
             )
         )  # fmt: skip
-        assert app.tokens.is_ours("Bearer another token of them")
-        assert not app.tokens.is_ours("Bearer of others, such as")
+        assert app.tokens.is_trusted("Bearer another token of them")
+        assert not app.tokens.is_trusted("Bearer of others, such as")
         assert app.max_body_bytes == 2048
 
 

@@ -17,7 +17,6 @@ import psycopg
 import pytest
 from litestar import Litestar, get
 from litestar.exceptions import HTTPException
-from moiety_platform.quota.keeper import QuotaEnforcer
 from psycopg import sql
 from tests.database_clock import DatabaseClock
 from tests.framework_caches import share_framework_caches
@@ -39,6 +38,7 @@ from moiety_platform.errors import PlatformError
 from moiety_platform.http_errors import answer_framework_error, answer_platform_error
 from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.prices.cache import PriceCache
+from moiety_platform.quota.enforcer import QuotaEnforcer
 from moiety_platform.quota.kinds import Scope, Unit
 from moiety_platform.quota.lease import Hold
 from moiety_platform.quota.store import LeaseStore

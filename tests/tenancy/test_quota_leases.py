@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from moiety_platform.quota.holdings import list_leases
-from moiety_platform.quota.keeper import QuotaEnforcer
 from sqlalchemy import select
 from tests.database_clock import DatabaseClock
 
@@ -21,6 +20,7 @@ from moiety_platform.db.failures import RETRY_AFTER_S
 from moiety_platform.db.session import Database
 from moiety_platform.errors import RequestExceedsQuota, Unavailable
 from moiety_platform.quota.account import Account
+from moiety_platform.quota.enforcer import QuotaEnforcer
 from moiety_platform.quota.errors import QuotaExceeded
 from moiety_platform.quota.kinds import (
     Limit,
