@@ -31,16 +31,16 @@ def dbrx_config(config: Config) -> Config:
     """
     attention, ffn = (first(config, key, default={}) for key in ("attn_config", "ffn_config"))
     found = {key: value for key, value in config.items() if key not in ("attn_config", "ffn_config")}
+    read = {"hidden_size", "rope_theta", *_ATTENTION_KEYS, *_FFN_KEYS}
     for part, keys in ((attention, _ATTENTION_KEYS), (ffn, _FFN_KEYS)):
-        others = {key: value for key, value in part.items() if key not in keys and key != "hidden_size"}
+        others = {key: value for key, value in part.items() if key not in read}
         found = others | found  # they are named if they are not read
         found |= {usual: part.get(key, default) for key, (usual, default) in keys.items()}
-    found["hidden_act"] = first(first(found, "ffn_act_fn", default={}), "name", default="silu")
+    found["hidden_act"] = first(found.pop("ffn_act_fn") or {}, "name", default="silu")
     base = attention.get("rope_theta")
+    stated = next((key for key in ("rope_scaling", "rope_parameters") if found.get(key)), None)
     if base is not None:
-        found["rope_theta"] = base
-        stated = (key for key in ("rope_parameters", "rope_scaling") if found.get(key))
-        found |= {key: found[key] | {"rope_theta": base} for key in stated}
+        found |= {"rope_theta": base} if stated is None else {stated: found[stated] | {"rope_theta": base}}
     return found
 
 
