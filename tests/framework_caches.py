@@ -12,6 +12,7 @@ from collections.abc import Callable
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
+from litestar import Litestar
 from litestar._kwargs import KwargsModel
 from litestar._signature.model import SignatureModel
 from litestar.handlers.base import BaseRouteHandler
@@ -111,6 +112,12 @@ def _copy_handler(handler: BaseRouteHandler, _memo: dict[int, object]) -> BaseRo
     return copy.copy(handler)
 
 
+def _register(handler: BaseRouteHandler, _app: Litestar) -> None:
+    """Stand for `BaseRouteHandler.on_registration`: what a handler inherits is resolved when it is first asked for."""
+    handler._validate_handler_function()
+    handler.resolve_opts()
+
+
 @functools.cache
 def share_framework_caches() -> None:
     """From now on, in this process."""
@@ -126,4 +133,5 @@ def share_framework_caches() -> None:
     whole = Router.route_handler_method_map.fget  # type: ignore[attr-defined]
     assert whole is not None
     Router.route_handler_method_map = property(_map_of_new_routes(whole))  # type: ignore
+    BaseRouteHandler.on_registration = _register  # type: ignore
     BaseRouteHandler.__deepcopy__ = _copy_handler  # type: ignore[attr-defined]
