@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import structlog
@@ -72,20 +72,23 @@ async def _serve(
         async with watching(gateway.services.reloader):
             engines = list(source.first.engines)
             log.info("gateway_listening", host=host, port=port, engines=engines)
-            async with serving_operations(gateway.operations, operations_listener):
+            async with serving_operations(gateway.make_operations, operations_listener):
                 await server.serve([listener])
         log.info("gateway_stopped")
 
 
 @asynccontextmanager
-async def serving_operations(server: GatewayServer, listener: socket.socket | None) -> AsyncIterator[None]:
-    """Serve the operations pages on that listener, if there is one, until the block ends.
+async def serving_operations(
+    make_server: Callable[[], GatewayServer], listener: socket.socket | None
+) -> AsyncIterator[None]:
+    """Serve the operations pages on that listener, if there is one, until the block ends. Without, no server is made.
 
     Their metrics remain readable while the gateway drains.
     """
     if listener is None:
         yield
         return
+    server = make_server()
     host, port = listener.getsockname()[:2]
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(server.serve([listener]))

@@ -61,7 +61,7 @@ async def running(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[B
         apart = bind("127.0.0.1", 0) if source.first.operations_port is not None else None
         async with assembled(source) as whole:
             server = whole.server
-            serving = asyncio.create_task(_serve(server, listener, whole.operations, apart))
+            serving = asyncio.create_task(_serve(server, listener, whole.make_operations, apart))
             both = Both(_url(listener), None if apart is None else _url(apart), server, keys.tenant_key)
             try:
                 yield both
@@ -78,8 +78,8 @@ def _url(listener: socket.socket) -> str:
     return f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-async def _serve(server: Any, listener: Any, operations: Any, apart: Any) -> None:
-    async with serving_operations(operations, apart):
+async def _serve(server: Any, listener: Any, make_operations: Any, apart: Any) -> None:
+    async with serving_operations(make_operations, apart):
         await server.serve([listener])
 
 

@@ -25,7 +25,7 @@ from moiety_platform.auth.controller import KeyController
 from moiety_platform.auth.guard import FindVerifier, action_of, admin_guard
 from moiety_platform.auth.overview import CallerController, OverviewController
 from moiety_platform.auth.pepper import Pepper
-from moiety_platform.auth.row_scope import row_criteria, scoped_database, tenant_of
+from moiety_platform.auth.row_scope import check_tables, scoped_database, tenant_of
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.classes.controller import ClassController
 from moiety_platform.clock import Clock
@@ -74,7 +74,7 @@ def admin_router(
     the trace store, if it is another database; `set_aside` is the usage that this gateway has set aside.
     """
     wrapped = Pepper(pepper)
-    row_criteria("")  # reports a table without a tenant now, and not at the first request of a tenant's administrator
+    check_tables()  # reports a table without a tenant now, and not at the first request of a tenant's administrator
 
     def caller(request: Request[Any, Any, Any]) -> Caller:
         found: Caller = request.state.caller

@@ -8,7 +8,7 @@ class method `of_tenant`, has a condition here, or is a SharedTable or a Deploym
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -44,6 +44,18 @@ def row_criteria(tenant_id: str) -> tuple[ORMOption, ...]:
         for table in tables
         if not issubclass(table, SharedTable)
     )
+
+
+def check_tables() -> None:
+    """Check that every table that is not shared has a condition for a tenant's rows. Raises UnownedTable."""
+    _check(tuple(mapper.class_ for mapper in Base.registry.mappers))
+
+
+@lru_cache(maxsize=1)
+def _check(tables: tuple[type[Any], ...]) -> None:
+    for table in tables:
+        if not issubclass(table, SharedTable):
+            rows_of(table, "")
 
 
 async def tenant_of(session: AsyncSession, change: Change) -> str | None:

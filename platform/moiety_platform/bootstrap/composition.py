@@ -108,11 +108,14 @@ class _OpenParts:
 
 @dataclass(frozen=True, slots=True)
 class AssembledGateway(_OpenParts):
-    """A gateway without listeners: its services, its applications and their servers."""
+    """A gateway without listeners: its services, its application and its server.
+
+    `make_operations` makes the server of the operations pages, which only a listener of their own needs.
+    """
 
     app: Litestar
     server: GatewayServer
-    operations: GatewayServer
+    make_operations: Callable[[], GatewayServer]
 
 
 @asynccontextmanager
@@ -141,12 +144,15 @@ async def assembled(
         server = GatewayServer(app, settings.drain_s, limits, on_started, on_draining=drain)
         server.followed_by(live)
         live.follow(["drain_s"], services.background.use)
-        operations_app = create_operations_app(services, app, lambda: live.now, lambda: server.should_exit)
-        operations = GatewayServer(operations_app, OPERATIONS_DRAIN_S, limits)
+
+        def make_operations() -> GatewayServer:
+            operations = create_operations_app(services, app, lambda: live.now, lambda: server.should_exit)
+            return GatewayServer(operations, OPERATIONS_DRAIN_S, limits)
+
         live.follow(["log_level"], lambda settings: set_log_level(settings.log_level))
         assert not live.unfollowed, live.unfollowed
         await stack.enter_async_context(batches.working(pipeline))
-        yield copy_fields(parts, AssembledGateway, app=app, server=server, operations=operations)
+        yield copy_fields(parts, AssembledGateway, app=app, server=server, make_operations=make_operations)
 
 
 async def _open_services(

@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from pydantic import AliasChoices, ValidationError
+from pydantic import ValidationError
 from pydantic_settings import BaseSettings, EnvSettingsSource
 
 from moiety_platform.config_file import ConfigFileError, read_config_section
@@ -94,14 +94,9 @@ class SettingsSource(Generic[S]):
 
 def _in_environment(model: type[BaseSettings]) -> frozenset[str]:
     """Return the names of the settings in the environment."""
-    found: dict[str, Any] = EnvSettingsSource(model)()
-
-    def is_found(name: str) -> bool:
-        alias = model.model_fields[name].validation_alias
-        names = alias.choices if isinstance(alias, AliasChoices) else [name]
-        return any(one in found for one in (name, *map(str, names)))
-
-    return frozenset(filter(is_found, model.model_fields))
+    source = EnvSettingsSource(model)
+    fields = model.model_fields.items()
+    return frozenset(name for name, field in fields if source.get_field_value(field, name)[0] is not None)
 
 
 def complaints(error: ValidationError) -> str:
