@@ -9,6 +9,8 @@ memory.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import hashlib
 import os
@@ -22,7 +24,7 @@ from moiety_kernels.cpu.instructions import EMULATED
 from moiety_kernels.cpu.structs import S, StructAt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 F = TypeVar("F", bound="Callable[..., Any]")
 
@@ -57,11 +59,33 @@ def _task_address(task: Callable[..., None], arguments: type[tuple[Any, ...]]) -
 
 @functools.cache
 def _address(function: Callable[..., None], *arguments: types.Type) -> int:
-    kernel = cfunc(types.void(*arguments), cache=_cacheable(), error_model="numpy")(function)
+    with _one_process_compiles(function):
+        kernel = cfunc(types.void(*arguments), cache=_cacheable(), error_model="numpy")(function)
     _KEPT.append(kernel)
     address = kernel.address
     assert address is not None
     return int(address)
+
+
+@contextlib.contextmanager
+def _one_process_compiles(function: Callable[..., None]) -> Iterator[None]:
+    """Let one process of this machine compile a function; the others wait, and load it from the cache.
+
+    Ranks and engines that start together would each compile every kernel. Where there is no cache, or its file system
+    has no locks, each does.
+    """
+    if not _cacheable():
+        yield
+        return
+    name = f"{function.__module__}.{function.__qualname__}.lock"
+    with (Path(config.CACHE_DIR) / name).open("w") as file:  # type: ignore[attr-defined]
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough where a child has been forked meanwhile
 
 
 @functools.cache
