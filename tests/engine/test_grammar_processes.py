@@ -242,6 +242,25 @@ def test_after_a_kill_every_state_goes_on_where_it_was(service: GrammarService, 
     service.compile(GrammarSpec(GrammarKind.REGEX, f"a new grammar after a kill of {who}"))
 
 
+def test_a_step_does_not_wait_for_the_report_of_an_end_as_long_as_a_compilation_does(service: GrammarService) -> None:
+    handle = opened(service, LIST)
+    before, template = mask_of(handle), template_pid(service)
+    (stepper,) = children_of(template)
+    with service._template.fork() as waiting, ThreadPoolExecutor(2) as threads, capture_logs() as logs:
+        until(lambda: len(children_of(template)) == 2)
+        os.kill(template, signal.SIGSTOP)  # so it reports nothing
+        try:
+            compilation = threads.submit(waiting.kill)
+            kill([stepper])
+            step = threads.submit(mask_of, handle)
+            until(lambda: any(log["event"] == "grammar_worker_restarted" for log in logs))
+            assert not compilation.done()  # it began to wait first
+        finally:
+            os.kill(template, signal.SIGCONT)
+        assert step.result() == before
+        assert compilation.result() is not None
+
+
 def test_a_process_that_was_stopped_is_replaced(service: GrammarService, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moiety_engine.structured_outputs.stepping.STALL_S", 0.2)
     handle = opened(service, LIST)

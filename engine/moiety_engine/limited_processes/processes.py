@@ -50,7 +50,6 @@ class WorkerChild:
 
     def __init__(self, link: socket.socket, status_link: socket.socket) -> None:
         self.link, self._status_link = link, status_link
-        status_link.settimeout(REPORT_S)
 
     def __enter__(self) -> WorkerChild:
         return self
@@ -70,18 +69,19 @@ class WorkerChild:
             raise OSError("the link is closed") from exc
         return bool(poll.poll(timeout_s * 1000))
 
-    def end(self) -> ChildExit | None:
-        """Return how the child ended; None if it has not, or its template cannot report it any more."""
+    def end(self, report_s: float = REPORT_S) -> ChildExit | None:
+        """Return how the child ended; None if it has not, or its template does not report it within `report_s`."""
         try:
+            self._status_link.settimeout(report_s)
             return receive_frame(self._status_link, ChildExit)
         except (EOFError, OSError):
             return None
 
-    def kill(self) -> ChildExit | None:
-        """Kill the child and return how it ended."""
+    def kill(self, report_s: float = REPORT_S) -> ChildExit | None:
+        """Kill the child and return how it ended; None if its template does not report it within `report_s`."""
         with contextlib.suppress(OSError):
             self._status_link.sendall(b"K")
-        return self.end()
+        return self.end(report_s)
 
     def close(self) -> None:
         """Close the links; the template then kills the child if it still runs."""

@@ -41,6 +41,7 @@ MAX_WORKERS = 4  # processes that step the grammars of one replica
 MAX_KEPT = 256  # grammars in one process
 MAX_KEPT_BYTES = 8 << 20  # of their text
 STALL_S = 5.0  # without a finished operation, after which a process counts as stopped
+REPORT_S = 0.5  # time for the template to report a process's end; steps wait meanwhile
 UNKNOWN_END = 0.5  # share of a death that the template did not report: it was killed itself or is late
 MAX_DEATHS = 2  # deaths of processes during a request's operation, without proof of its fault, after which it fails
 MAX_UNEXPLAINED = 3  # deaths within one step that no request caused
@@ -302,7 +303,7 @@ class SteppingWorker:
             if self._process is process:
                 self._process = None
                 self.restarts_total += 1
-                process.end = process.child.kill()
+                process.end = process.child.kill(REPORT_S)
                 process.close()
                 how = "unknown" if process.end is None else name_of(process.end)
                 log.warning("grammar_worker_restarted", ended_by=how, restarts_total=self.restarts_total)
