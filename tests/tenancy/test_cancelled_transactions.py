@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy import AsyncAdaptedQueuePool, text
 
 from moiety_platform.db.connecting import OpenConnections
-from moiety_platform.db.session import Database, Pool
+from moiety_platform.db.session import CHECKING, LOOKING, SERVING, Database, Pool
 from moiety_platform.errors import Unavailable
 
 MAX_TURNS = 120  # of the event loop, in which a transaction is over by far
@@ -133,3 +133,23 @@ async def test_connections_come_back_whenever_a_transaction_is_cancelled(
                 "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
             )
             await eventually(lambda: watcher.execute(others).fetchone() == (0,))
+
+
+class AskedConnections(OpenConnections):
+    """Connections that note how long a close waits for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waited_s: list[float] = []
+
+    async def wait_closed(self, timeout_s: float) -> bool:
+        self.waited_s.append(timeout_s)
+        return await super().wait_closed(timeout_s)
+
+
+@pytest.mark.parametrize("pool", [SERVING, CHECKING, LOOKING, Pool(1, 1, 30.0)])
+async def test_closing_waits_longer_than_opening_a_connection_may_take(tmp_path: Path, pool: Pool) -> None:
+    database = Database.open(f"sqlite:///{tmp_path / 'a.db'}", pool=pool)
+    database.opened = asked = AskedConnections()
+    await database.close()
+    assert [one > pool.wait_s for one in asked.waited_s] == [True]

@@ -36,7 +36,7 @@ from moiety_platform.thread_priority import lower_priority
 SQLITE_BUSY_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 5.0
 STATEMENT_TIMEOUT_S = 15.0
-CLOSE_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 1.0  # beyond the time in which a connection that is being opened is there or fails
 IN_USE_TIMEOUT_S = 1.0
 SQLITE_CACHE_KIB = 512  # page cache of a connection; the operating system caches the rest
 SQLITE_STATEMENTS = 32  # prepared statements per connection; statements over many rows are large
@@ -111,8 +111,11 @@ def _create_postgres_engine(url: PostgresUrl, opened: OpenConnections, pool: Poo
 class Database:
     """The store of one process: read and write transactions, and closing."""
 
-    def __init__(self, engine: AsyncEngine, opened: OpenConnections) -> None:
+    def __init__(
+        self, engine: AsyncEngine, opened: OpenConnections, connect_timeout_s: float = CONNECT_TIMEOUT_S
+    ) -> None:
         self.engine, self.opened = engine, opened
+        self.close_timeout_s = connect_timeout_s + CLOSE_TIMEOUT_S
         self.num_statements = 0  # sent so far, including those that open transactions
         event.listen(engine.sync_engine, "before_cursor_execute", self._count)
         self._read = async_sessionmaker(engine, expire_on_commit=False, autoflush=False)
@@ -127,7 +130,8 @@ class Database:
     def open(cls, url: str, *, busy_timeout_s: float = SQLITE_BUSY_TIMEOUT_S, pool: Pool = SERVING) -> Self:
         """Return the database of a URL, without connecting. Raises BadDatabaseUrl."""
         opened = OpenConnections()
-        return cls(create_engine(url, opened, busy_timeout_s=busy_timeout_s, pool=pool), opened)
+        engine = create_engine(url, opened, busy_timeout_s=busy_timeout_s, pool=pool)
+        return cls(engine, opened, max(busy_timeout_s, pool.wait_s))
 
     def restricted(self, criteria: Sequence[ORMOption]) -> Self:
         """Return the same store restricted to the rows that meet the criteria (of `with_loader_criteria`).
@@ -177,7 +181,7 @@ class Database:
             await session.execute(text("SELECT 1"))
 
     async def close(self) -> None:
-        """Close every connection, and wait up to `CLOSE_TIMEOUT_S` until those of cancelled callers are closed too.
+        """Close every connection, and wait up to `close_timeout_s` until those of cancelled callers are closed too.
 
         Connections in use get `IN_USE_TIMEOUT_S` first: one that is returned after that lies in a pool that nobody
         closes.
@@ -187,8 +191,8 @@ class Database:
         while isinstance(pool, QueuePool) and pool.checkedout() and loop.time() < deadline:  # noqa: ASYNC110  no event
             await asyncio.sleep(POLL_S)
         await self.engine.dispose()
-        if not await self.opened.wait_closed(CLOSE_TIMEOUT_S):
-            _log.warning("database_connections_left_open", timeout_s=CLOSE_TIMEOUT_S)
+        if not await self.opened.wait_closed(self.close_timeout_s):
+            _log.warning("database_connections_left_open", timeout_s=self.close_timeout_s)
 
 
 class _SqliteConnection(sqlite3.Connection):
