@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 URL_VARIABLE = "MOIETY_URL"
@@ -16,7 +16,7 @@ DEFAULT_REFRESH_S = 3.0
 class DashboardSettings:
     """The gateway's address and the refresh interval."""
 
-    gateway_url: str = DEFAULT_URL
+    gateway_url: str = field(default=DEFAULT_URL, repr=False)  # may contain a password
     refresh_s: float = DEFAULT_REFRESH_S
 
 

@@ -5,28 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from pydantic import Field
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
+from pydantic_settings import BaseSettings
 
 RELOAD = "reload"  # key in a field's JSON schema, with one of the next two values
 AT_ONCE, AT_RESTART = "at once", "at a restart"
-
-
-class ProcessSettings(BaseSettings):
-    """Settings of a process, from arguments and the environment.
-
-    pydantic's other sources are files that we have not, and would take as long at each start as the environment.
-    """
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return init_settings, env_settings
 
 
 def live(default: Any, description: str, **checks: Any) -> Any:

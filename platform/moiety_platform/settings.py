@@ -17,7 +17,8 @@ from moiety_platform.config_file import read_config_section
 from moiety_platform.engine_addresses import identity
 from moiety_platform.object_store_url import check_url
 from moiety_platform.origins import check_origin
-from moiety_platform.reloadable import ProcessSettings, fixed, live
+from moiety_platform.process_settings import ProcessSettings
+from moiety_platform.reloadable import fixed, live
 from moiety_platform.trace_store_url import traces_beside
 from moiety_wire.grammars import MAX_GRAMMAR_BYTES
 

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import SecretStr, model_validator
-from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
+from pydantic_settings import EnvSettingsSource, SettingsConfigDict
 
 from moiety_platform.config_file import read_config_section
+from moiety_platform.process_settings import ProcessSettings
 from moiety_platform.reloadable import fixed, live
 from moiety_platform.settings import SECTION as GATEWAY_SECTION
 from moiety_platform.trace_store_url import traces_beside
@@ -17,7 +18,7 @@ SECTION = "traces"
 SHARED_WITH_GATEWAY = ("data_dir", "database_url", "traces_database_url", "traces_token")
 
 
-class TraceSettings(BaseSettings):
+class TraceSettings(ProcessSettings):
     """All settings of one trace store."""
 
     model_config = SettingsConfigDict(env_prefix="MOIETY_", frozen=True, extra="forbid", validate_default=True)
