@@ -284,7 +284,9 @@ class ChatTemplate:
         try:
             tree = environment.parse(source)
             self.knows_tools = any(name.name == "tools" for name in tree.find_all(nodes.Name))
-            self.compared_texts = frozenset(text for one in tree.find_all(nodes.Compare) for text in _texts_in(one))
+            self.compared_texts = frozenset(
+                text for comparison in tree.find_all(nodes.Compare) for text in _texts_in(comparison)
+            )
             self._written = tuple(_texts_in(tree))
             names = meta.find_undeclared_variables(environment.parse(source))  # this folds constants of its tree
             self.variables = names - _OWN_VARIABLES - self._special_tokens.keys()

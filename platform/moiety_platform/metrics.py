@@ -232,7 +232,7 @@ class TenantCollector(Collector):
         entering = [tenant_id for tenant_id in busiest[: self._max_tenants] if tenant_id not in self._shown]
         leaving = sorted(set(self._shown) - set(busiest))
         num_beyond = len(self._shown) - self._max_tenants  # if max_tenants was reduced
-        for tenant_id in sorted(self._shown, key=lambda one: recent.get(one, 0))[: max(0, num_beyond)]:
+        for tenant_id in sorted(self._shown, key=lambda known_id: recent.get(known_id, 0))[: max(0, num_beyond)]:
             self._other.take(self._shown.pop(tenant_id))
         leaving = [tenant_id for tenant_id in leaving if tenant_id in self._shown]
         num_free = self._max_tenants - len(self._shown)
@@ -354,30 +354,30 @@ class Metrics:
 
     def observe(self, row: UsageRow, operation: str, served_model: str, tpot_s: float | None) -> None:
         """Count one ended request. `served_model` is a served model or `unknown`, whatever the client requested."""
-        of = (served_model, row.service_class)
-        of_operation = (operation, *of)
+        request_labels = (served_model, row.service_class)
+        operation_labels = (operation, *request_labels)
         self.tenants.observe(row)
-        self._requests.add((*of, row.outcome, str(row.http_status)))
-        self._duration.add((*of_operation, row.outcome), row.duration_ms / 1000)
+        self._requests.add((*request_labels, row.outcome, str(row.http_status)))
+        self._duration.add((*operation_labels, row.outcome), row.duration_ms / 1000)
         if row.error_code is not None:
             self._errors.add((row.service_class, row.error_code))
         if row.slo_attained is not None:  # both series always exist, so that their ratio does, too
-            self._slo_requests.add((*of, "true"), int(row.slo_attained))
-            self._slo_requests.add((*of, "false"), int(not row.slo_attained))
+            self._slo_requests.add((*request_labels, "true"), int(row.slo_attained))
+            self._slo_requests.add((*request_labels, "false"), int(not row.slo_attained))
             if row.slo_attained and row.output_tokens:
-                self._good_tokens.add(of, row.output_tokens)
+                self._good_tokens.add(request_labels, row.output_tokens)
         if row.queue_ms is not None:
-            self._queue.add(of, row.queue_ms / 1000)
+            self._queue.add(request_labels, row.queue_ms / 1000)
         if row.prompt_tokens:
-            self._tokens.add((*of, "input"), row.prompt_tokens)
+            self._tokens.add((*request_labels, "input"), row.prompt_tokens)
         if row.cached_tokens:
-            self._tokens.add((*of, "cached_input"), row.cached_tokens)
+            self._tokens.add((*request_labels, "cached_input"), row.cached_tokens)
         if row.output_tokens:
-            self._tokens.add((*of, "output"), row.output_tokens)
+            self._tokens.add((*request_labels, "output"), row.output_tokens)
         if row.ttft_ms is not None:
-            self._ttft.add(of_operation, row.ttft_ms / 1000)
+            self._ttft.add(operation_labels, row.ttft_ms / 1000)
         if tpot_s is not None:
-            self._tpot.add(of_operation, tpot_s)
+            self._tpot.add(operation_labels, tpot_s)
 
     def watch_statements(self, read: Callable[[], int]) -> None:
         """Report, at each scrape, the number of SQL statements sent so far."""

@@ -206,9 +206,9 @@ def _check_pairs(downs: dict[_Module, Tensor], ups: dict[_Module, Tensor]) -> No
 def _check_rank(downs: dict[_Module, Tensor], ups: dict[_Module, Tensor], rank: int) -> None:
     for module, down in downs.items():
         if down.shape[0] != rank or ups[module].shape[1] != rank:
-            of = f"{tuple(down.shape)} and {tuple(ups[module].shape)}"
+            shapes = f"{tuple(down.shape)} and {tuple(ups[module].shape)}"
             raise AdapterError(
-                f"{_module_name(module)} has factors of shapes {of}, which do not have the rank {rank} of {CONFIG}"
+                f"{_module_name(module)} has factors of shapes {shapes}, which do not have the rank {rank} of {CONFIG}"
             )
 
 
@@ -284,10 +284,10 @@ def _check_shapes(
         )
     if down.shape != (rank, width) or up.shape != place.shape:
         wanted = f"{(rank, width)} and {place.shape}"
-        of = f"{tuple(down.shape)} and {tuple(up.shape)}"
+        shapes = f"{tuple(down.shape)} and {tuple(up.shape)}"
         raise AdapterError(
-            f"{_module_name(module)} has factors of shapes {of}, but the model needs {wanted}: check that the adapter "
-            "was trained on this model"
+            f"{_module_name(module)} has factors of shapes {shapes}, but the model needs {wanted}: "
+            "check that the adapter was trained on this model"
         )
 
 

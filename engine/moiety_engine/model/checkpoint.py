@@ -214,8 +214,8 @@ def _fill_one(
     if both is None or source.keep is None:
         _fill(place, _made(source.make, parts, what), what)
     else:
-        for one, made in zip(both, _made(source.keep, parts, what), strict=True):
-            _fill(one, made, what)
+        for target, tensor in zip(both, _made(source.keep, parts, what), strict=True):
+            _fill(target, tensor, what)
     if fewer_bits is not None:
         fewer_bits.filled(place)
 

@@ -130,7 +130,7 @@ class _Inputs:
         self.adapter_T = None if own.adapted is None else own.adapted.slot_T.numpy()
         self.table_SB = own.block_table_SB.numpy()
         self.width = self.table_SB.shape[1]
-        self.further_tables = [(one.slots_T.numpy(), one.block_table_SB.numpy()) for one in own.further_tables]
+        self.further_tables = [(table.slots_T.numpy(), table.block_table_SB.numpy()) for table in own.further_tables]
 
     def take(self, step: Decodes) -> bool:
         """Copy a step into the arrays; return False, without a change, if it does not fit."""
@@ -143,9 +143,9 @@ class _Inputs:
         self.slots_T[:] = step.slots_T
         self.context_len_S[:] = step.context_len_S
         self.table_SB[:, :width] = table_SB
-        for (slots_T, further_SB), one in zip(self.further_tables, step.further_tables, strict=True):
-            slots_T[:] = one.slots_T
-            further_SB[:, :width] = one.block_table_SB
+        for (slots_T, further_SB), table in zip(self.further_tables, step.further_tables, strict=True):
+            slots_T[:] = table.slots_T
+            further_SB[:, :width] = table.block_table_SB
         if owner_T is not None:
             owner_T[:] = step.owner_T
         if self.adapter_T is not None:
@@ -171,7 +171,7 @@ class _Recorded:
     x_TD: Tensor
     batch: Batch
     inputs: _Inputs
-    made: Replayed
+    replayed: Replayed
     tensors: list[Tensor]
 
 
@@ -213,10 +213,10 @@ class DecodePrograms:
         known = self._recorded.get((len(step.token_ids_T), step.adapter_T is not None))
         if known is None or known.whole is None or kv is not self._cache:
             return None
-        if (with_logits and known.made.logits is None) or not known.inputs.take(step):
+        if (with_logits and known.replayed.logits is None) or not known.inputs.take(step):
             return None
         team().replay(known.whole)
-        return known.made
+        return known.replayed
 
     def run(self, x_TD: Tensor, batch: Batch, kv: KvCache) -> Tensor:
         """Return the output of the layers for x, valid until the next run."""
@@ -228,7 +228,7 @@ class DecodePrograms:
         known.x_TD.copy_(x_TD)
         _refill(known.batch, batch)
         team().replay(known.layers)
-        return known.made.hidden_TD
+        return known.replayed.hidden_TD
 
     def _record(self, x_TD: Tensor, batch: Batch, kv: KvCache) -> Tensor:
         own = _own(batch, kv)
@@ -244,8 +244,8 @@ class DecodePrograms:
                 if own_x_TD is begun_TD and batch.num_decode <= FEW_SEQUENCES:
                     logits_jobs, logits_SV = self._logits(output_TD, tensors)
                     whole = Program([*begin_jobs, *jobs, *logits_jobs])
-                made = Replayed(output_TD, logits_SV, None if logits_SV is None else logits_SV.numpy())
-                kept = own_x_TD, own, _Inputs(own), made, tensors
+                replayed = Replayed(output_TD, logits_SV, None if logits_SV is None else logits_SV.numpy())
+                kept = own_x_TD, own, _Inputs(own), replayed, tensors
                 self._recorded[_kind_of(batch)] = _Recorded(Program(jobs), whole, *kept)
                 return output_TD
             if own.owner_T is not None:
@@ -284,8 +284,8 @@ def _own(batch: Batch, kv: KvCache) -> Batch:
         max_context=wide * kv.block_size,
         adapted=None if batch.adapted is None else AdaptedRows(batch.adapted.slot_T.clone()),
         further_tables=tuple(
-            GroupTable(one.slots_T.clone(), torch.zeros(sequences, wide, dtype=torch.int32))
-            for one in batch.further_tables
+            GroupTable(table.slots_T.clone(), torch.zeros(sequences, wide, dtype=torch.int32))
+            for table in batch.further_tables
         ),
     )
 
@@ -312,6 +312,6 @@ def _refill(own: Batch, batch: Batch) -> None:
     own.query_start_S1.copy_(batch.query_start_S1)
     own.context_len_S.copy_(batch.context_len_S)
     own.block_table_SB[:, : batch.block_table_SB.shape[1]].copy_(batch.block_table_SB)
-    for ours, one in zip(own.further_tables, batch.further_tables, strict=True):
-        ours.slots_T.copy_(one.slots_T)
-        ours.block_table_SB[:, : one.block_table_SB.shape[1]].copy_(one.block_table_SB)
+    for ours, table in zip(own.further_tables, batch.further_tables, strict=True):
+        ours.slots_T.copy_(table.slots_T)
+        ours.block_table_SB[:, : table.block_table_SB.shape[1]].copy_(table.block_table_SB)

@@ -226,8 +226,8 @@ def _one_expert_bytes(form: WeightFormat | None, spec: ModelSpec, dtype: torch.d
     """Return the bytes of one expert of one layer."""
     layer = spec.layers[spec.moe_layers[0]]
     assert isinstance(layer.ffn, MoeSpec)
-    one = replace(layer, ffn=replace(layer.ffn, held=(0,)), only_experts=True)
-    only = replace(spec, vocab_size=0, layers=(one,))
+    expert_layer = replace(layer, ffn=replace(layer.ffn, held=(0,)), only_experts=True)
+    only = replace(spec, vocab_size=0, layers=(expert_layer,))
     return _weight_bytes(form, only, dtype)
 
 

@@ -379,7 +379,7 @@ class ModelSpec:
         """Rotary embeddings of the attention layers, each once."""
         attentions = [layer.attention for layer in self.layers]
         rotating = (a for a in attentions if isinstance(a, CompressedAttentionSpec) or not isinstance(a, RecurrentSpec))
-        return tuple(dict.fromkeys(one.rope for one in rotating))
+        return tuple(dict.fromkeys(attention.rope for attention in rotating))
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:

@@ -118,7 +118,7 @@ def step_times(
 
 
 def _plus(total: StepTimes, more: StepTimes, count: int) -> StepTimes:
-    both = ((getattr(total, one.name), getattr(more, one.name)) for one in fields(StepTimes))
+    both = ((getattr(total, field.name), getattr(more, field.name)) for field in fields(StepTimes))
     return StepTimes(*(left + count * right for left, right in both))
 
 
@@ -128,18 +128,18 @@ def _plus(total: StepTimes, more: StepTimes, count: int) -> StepTimes:
 def products_s(served: Served, own: ModelSpec, layer: LayerSpec, machine: Machine, rows: float) -> float:
     """Return the seconds of a layer's products, without the routed experts."""
     weights = allocate(replace(own, layers=(layer,), vocab_size=1), device=torch.device("meta"), dtype=torch.bfloat16)
-    (one,) = weights.layers
-    narrow: Iterable[Tensor] = products_of(one.attention)
+    (layer_weights,) = weights.layers
+    narrow: Iterable[Tensor] = products_of(layer_weights.attention)
     wide: list[Tensor] = []
-    if isinstance(one.attention, LatentAttentionWeights):
-        wide += [one.attention.key_up_HLd, one.attention.value_up_HdL]
-        if (indexer := one.attention.indexer) is not None:
+    if isinstance(layer_weights.attention, LatentAttentionWeights):
+        wide += [layer_weights.attention.key_up_HLd, layer_weights.attention.value_up_HdL]
+        if (indexer := layer_weights.attention.indexer) is not None:
             wide += [indexer.query_up_QC, indexer.key_ID, indexer.head_weight_HD]
-    if isinstance(one.ffn, MoeWeights):
-        wide.append(one.ffn.router_ED)
-        narrow = [*narrow, *products_of(one.ffn.shared), *products_of(one.ffn.latent)]
+    if isinstance(layer_weights.ffn, MoeWeights):
+        wide.append(layer_weights.ffn.router_ED)
+        narrow = [*narrow, *products_of(layer_weights.ffn.shared), *products_of(layer_weights.ffn.latent)]
     else:
-        narrow = [*narrow, *products_of(one.ffn)]
+        narrow = [*narrow, *products_of(layer_weights.ffn)]
     bits = _dense_itemsize(served)
     launches = _KERNELS_A_LAYER * LAUNCH_S if machine.tiled else 0.0
     sized = [(tensor, bits) for tensor in narrow] + [(tensor, _ITEM_BYTES) for tensor in wide]

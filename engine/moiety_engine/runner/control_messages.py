@@ -80,7 +80,7 @@ class GroupImages(msgspec.Struct, frozen=True, array_like=True):
 
     def images(self) -> HostImages:
         """Return the HostImages that this message was made from."""
-        rows_I, positions_C = (np.frombuffer(bytearray(one), dtype=np.int64) for one in (self.rows, self.positions))
+        rows_I, positions_C = (np.frombuffer(bytearray(data), dtype=np.int64) for data in (self.rows, self.positions))
         return HostImages(rows_I, positions_C.reshape(3, -1), tuple(self.parts))
 
 
@@ -110,8 +110,8 @@ class GroupStates(msgspec.Struct, frozen=True, array_like=True):
     def states(self) -> HostStates:
         """Return the HostStates that this message was made from."""
         slots_R, rows_K, places_K = (
-            np.frombuffer(bytearray(one), dtype=np.int64)
-            for one in (self.slots, self.recorded_rows, self.record_places)
+            np.frombuffer(bytearray(data), dtype=np.int64)
+            for data in (self.slots, self.recorded_rows, self.record_places)
         )
         run_start_R1 = np.frombuffer(bytearray(self.run_start), dtype=np.int32)
         begins_R = np.frombuffer(bytearray(self.begins), dtype=bool)
@@ -137,7 +137,7 @@ class GroupStep(msgspec.Struct, frozen=True, array_like=True):
         arrays = {name: getattr(host, name).tobytes() for name in _INT32 + _INT64}
         counts = len(host.token_ids_T), len(host.wanted_rows_L), host.num_scored
         images = None if host.images is None else GroupImages.of(host.images)
-        further = [(one.slots_T.tobytes(), one.block_table_SB.tobytes()) for one in host.further_tables]
+        further = [(table.slots_T.tobytes(), table.block_table_SB.tobytes()) for table in host.further_tables]
         states = None if host.states is None else GroupStates.of(host.states)
         return GroupStep(arrays, *counts, host.num_decode, host.max_context, host.max_query, images, further, states)
 
@@ -157,7 +157,7 @@ class GroupStep(msgspec.Struct, frozen=True, array_like=True):
             max_context=self.max_context,
             max_query=self.max_query,
             images=None if self.images is None else self.images.images(),
-            further_tables=tuple(_host_table(*one, num_sequences) for one in self.further_tables),
+            further_tables=tuple(_host_table(*table, num_sequences) for table in self.further_tables),
             states=None if self.states is None else self.states.states(),
         )
 
@@ -186,7 +186,7 @@ class RunStep(msgspec.Struct, frozen=True, tag=True, array_like=True):
     @property
     def image_parts(self) -> list[FeaturePart]:
         """Parts of images in the step, of all groups."""
-        return [one for part in self.parts if part.images is not None for one in part.images.parts]
+        return [image_part for part in self.parts if part.images is not None for image_part in part.images.parts]
 
     def spread(self, staging: Staging) -> Spread | None:
         if len(self.parts) == 1:

@@ -64,8 +64,8 @@ class HostBatch:
     def empty() -> HostBatch:
         """Return the batch of a rank group without rows in a step."""
         none, none_64 = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int64)
-        one, table = np.zeros(1, dtype=np.int32), np.zeros((0, 1), dtype=np.int32)
-        return HostBatch(none_64, none_64, none_64, none_64, one, none, table, none_64, 0, none_64, none_64, 0, 0, 0)
+        zero_1, table = np.zeros(1, dtype=np.int32), np.zeros((0, 1), dtype=np.int32)
+        return HostBatch(none_64, none_64, none_64, none_64, zero_1, none, table, none_64, 0, none_64, none_64, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ class BatchBuilder:
             max_context=max(positions) + 1,
             max_query=1,
             adapter_T=self._adapters_of(sequences, np.array(ones)) if self._adapters else None,
-            further_tables=tuple([one.of_decodes(sequences, positions, size) for one in self._further]),
+            further_tables=tuple([host_table.of_decodes(sequences, positions, size) for host_table in self._further]),
             states=self._states_of(sequences, positions, starts),
         )
 
@@ -236,7 +236,7 @@ class BatchBuilder:
             max_query=int(lengths.max()),
             adapter_T=self._adapters_of(sequences, lengths),
             images=images,
-            further_tables=tuple([one.of_rows(*rows) for one in self._further]),
+            further_tables=tuple([host_table.of_rows(*rows) for host_table in self._further]),
             states=self._states_of(sequences, parts.firsts, starts),
         )
 
@@ -279,7 +279,7 @@ class BatchBuilder:
             images=None if host.images is None else self._upload_images(host.images),
             micro_batches=tuple(map(self.upload, parts)),
             further_tables=tuple(
-                GroupTable(upload(one.slots_T), upload(one.block_table_SB)) for one in host.further_tables
+                GroupTable(upload(table.slots_T), upload(table.block_table_SB)) for table in host.further_tables
             ),
             states=None if states is None else states.upload(upload),
         )

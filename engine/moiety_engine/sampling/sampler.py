@@ -246,10 +246,10 @@ def draws(rows: Rows[Row], upload: Upload) -> Draws:
     """Return the sampling parameters and uniform numbers of the rows on the device."""
     settings = [row.request.submit.sampling for row in rows]
     return Draws(
-        upload(np.array([one.temperature for one in settings], dtype=np.float32)),
-        upload(np.array([min(one.top_k, _MAX_TOP_K) for one in settings], dtype=np.int32)),
-        upload(np.array([one.top_p for one in settings], dtype=np.float64)),
-        upload(np.array([one.min_p for one in settings], dtype=np.float32)),
+        upload(np.array([setting.temperature for setting in settings], dtype=np.float32)),
+        upload(np.array([min(setting.top_k, _MAX_TOP_K) for setting in settings], dtype=np.int32)),
+        upload(np.array([setting.top_p for setting in settings], dtype=np.float64)),
+        upload(np.array([setting.min_p for setting in settings], dtype=np.float32)),
         upload(uniforms([row.request.seed for row in rows], [row.num_output for row in rows])),
     )
 

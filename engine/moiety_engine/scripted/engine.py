@@ -120,9 +120,13 @@ class ScriptedEngine:
 
     def first_step_keys(self) -> list[int]:
         """Return the requests whose first token the next step would produce."""
-        running = [one.key for one in self._running.values() if one.num_output == len(one.submit.resumed_ids or ())]
+        running = [
+            request.key
+            for request in self._running.values()
+            if request.num_output == len(request.submit.resumed_ids or ())
+        ]
         num_free = max(0, self.script.max_running - len(self._running))
-        return running + [one.key for one in islice(self._waiting, num_free)]
+        return running + [request.key for request in islice(self._waiting, num_free)]
 
     def step(self) -> CoreStep:
         """Admit waiting requests that fit, then give each running request its next tokens."""

@@ -286,7 +286,7 @@ class Advisor:
                 break
             tried |= {name: kept[name] for name in late}
         bounds = (measure_bounds(self._configured[name], service, verified) for name, service in tried.items())
-        return tuple(sorted(bounds, key=lambda one: self._configured[one.name].rank)), not late
+        return tuple(sorted(bounds, key=lambda bound: self._configured[bound.name].rank)), not late
 
 
 def decode_share(requests: Iterable[TraceRequest], capacity: Capacity) -> float:

@@ -324,9 +324,9 @@ def _choose(e: Emitter, kind: Int, is_many: Int, num_rows: Int, args: PackedDotA
             variants = [(m, 1) for m in range(1, few + 1)] + [(m, COLS) for m in range(1, many + 1)]
             for m, cols in variants if is_there else ():
                 emit = partial(_emit_dots, dots_of=dots_of, num_rows=m, cols=cols)
-                one = emit_once(e.module, f"moiety_{name}_{m}_{cols}", emit)
+                block_dot = emit_once(e.module, f"moiety_{name}_{m}_{cols}", emit)
                 with case((2 * number + int(cols > 1)) * _MAX_ROWS + m):
-                    call(e, one, *args)
+                    call(e, block_dot, *args)
 
 
 unpack_fours_row = function("moiety_pack_out_fours", _unpack_fours, is_there=FOURS_AVAILABLE)

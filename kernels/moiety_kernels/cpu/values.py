@@ -69,8 +69,8 @@ class Value:
     def in_every_lane(self) -> Vector:
         """Return a vector with this number in every lane."""
         kind = ir.VectorType(self.ir.type, LANES)
-        one = self.e.builder.insert_element(ir.Constant(kind, ir.Undefined), self.ir, I32(0))
-        return Vector(self.e, one).lanes([0] * LANES)
+        first_lane = self.e.builder.insert_element(ir.Constant(kind, ir.Undefined), self.ir, I32(0))
+        return Vector(self.e, first_lane).lanes([0] * LANES)
 
     def _emit(self, integer: str, floating: str, other: Value | float) -> Self:
         name = floating if self._is_float else integer

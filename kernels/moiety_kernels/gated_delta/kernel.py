@@ -41,7 +41,10 @@ def fits(heads: RecurrentHeads, log_decay_TMG: Tensor, state_NMKV: Tensor) -> bo
 
 def fits_widths(width: int, value_width: int) -> bool:
     """Return whether the kernels support heads of these widths of keys and values."""
-    return all(one == triton.next_power_of_2(one) and 16 <= one <= MAX_WIDTH for one in (width, value_width))
+    return all(
+        width_of_head == triton.next_power_of_2(width_of_head) and 16 <= width_of_head <= MAX_WIDTH
+        for width_of_head in (width, value_width)
+    )
 
 
 def gated_delta_rule(

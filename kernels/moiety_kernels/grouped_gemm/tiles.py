@@ -332,7 +332,7 @@ def _lane_operations(problem: Problem, config: TileConfig, block: Block, weight_
 
 def _together(*seconds: float) -> float:
     """Return the time of overlapping operations, a little more than the longest."""
-    return math.pow(math.fsum(math.pow(one, OVERLAP) for one in seconds), 1.0 / OVERLAP)
+    return math.pow(math.fsum(math.pow(part_s, OVERLAP) for part_s in seconds), 1.0 / OVERLAP)
 
 
 def _mma_share(config: TileConfig, block: Block) -> float:

@@ -146,7 +146,9 @@ def fits(
         and x_TD.stride(1) == 1
         and all(bias.dtype is torch.float32 for bias in biases)
         and all(bias.is_contiguous() for bias in biases)
-        and (adapters is None or all(low_rank.takes(one) for one in (adapters.gate_up, adapters.down) if one))
+        and (
+            adapters is None or all(low_rank.takes(factors) for factors in (adapters.gate_up, adapters.down) if factors)
+        )
         and (adapters is None or (adapters.slot_T.dtype is torch.int64 and adapters.slot_T.is_contiguous()))
     )
 

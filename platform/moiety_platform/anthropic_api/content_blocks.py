@@ -424,7 +424,7 @@ def skipped_of(blocks: Sequence[ContentBlock], path: str) -> Iterator[str]:
         if block.is_skipped:
             yield f"{path}.{place}"
         elif isinstance(block, ToolResultBlock):
-            unread = (number for number, one in enumerate(block.content or ()) if one.why_unserved)
+            unread = (number for number, inner_block in enumerate(block.content or ()) if inner_block.why_unserved)
             yield from (f"{path}.{place}.content.{number}" for number in unread)
 
 
@@ -437,8 +437,8 @@ def _readable(value: Any) -> Any:
     """Return a block's value without the fields that are for Anthropic's servers only."""
     if isinstance(value, Mapping):
         return {
-            name: _readable(one)
-            for name, one in value.items()
+            name: _readable(inner)
+            for name, inner in value.items()
             if name not in _HIDDEN_FIELDS and not name.startswith("encrypted_")
         }
-    return [_readable(one) for one in value] if isinstance(value, list) else value
+    return [_readable(inner) for inner in value] if isinstance(value, list) else value

@@ -167,7 +167,7 @@ async def _open_services(
     stack.push_async_callback(telemetry.close)
     metrics.registry.register(TraceCollector(telemetry.tracing))
     database, looked_at, keys, traces = _open_stores(stack, settings, overrides.database)
-    metrics.watch_statements(lambda: sum(one.num_statements for one in {database, looked_at, keys}))
+    metrics.watch_statements(lambda: sum(counted.num_statements for counted in {database, looked_at, keys}))
     store, objects, objects_ready = _open_objects(stack, settings, database)
     usage, stored_usage, quotas = await _start_accounting(stack, settings, process_id, database, overrides)
     idempotency = IdempotencyKeys(database, KeyStore(now=overrides.now), KeepingLimits.of(settings))
@@ -275,9 +275,9 @@ def _open_stores(
     url = settings.store_url
     database, looked_at, keys = (Database.open(url, pool=pool) for pool in (SERVING, LOOKING, CHECKING))
     traces = Database.open(settings.traces_url, pool=LOOKING) if settings.traces_url != url else None
-    for one in (database, looked_at, keys, traces):
-        if one is not None:
-            stack.push_async_callback(one.close)
+    for store in (database, looked_at, keys, traces):
+        if store is not None:
+            stack.push_async_callback(store.close)
     return database, looked_at, keys, traces
 
 

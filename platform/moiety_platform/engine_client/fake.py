@@ -379,4 +379,8 @@ def _logprobs(token_id: int, text: str, num_top: int | None) -> list[TokenLogpro
 def _prompt_logprobs(submit: Submit) -> list[TokenLogprob] | None:
     count, first = submit.sampling.num_prompt_logprobs, submit.sampling.prompt_logprobs_from
     scored = [_logprobs(token_id, str(token_id), count) or [] for token_id in submit.prompt_ids[first:]]
-    return None if count is None else [msgspec.structs.replace(one, rank=1) for several in scored for one in several]
+    return (
+        None
+        if count is None
+        else [msgspec.structs.replace(logprob, rank=1) for several in scored for logprob in several]
+    )

@@ -68,14 +68,14 @@ class ModelText:
         self.thinks = self._thoughts is not None or harmony is not None  # whether chat answers may begin with reasoning
         self._keeps_budgets = card.controls_reasoning
         self._reasons_by_grammar = card.controls_reasoning and card.follows_grammars
-        ids = {token.content: one for one, token in self._tokenizer.added_tokens.items()}
+        ids = {token.content: token_id for token_id, token in self._tokenizer.added_tokens.items()}
         marks = THINK if self._thoughts is None else self._thoughts.markers
         self._opener_id, self._closer_id = ids.get(marks.opener_token or marks.opener), ids.get(marks.closer)
         self._thought_ids = tuple(ids[token] for token in marks.tokens if token in ids)
         shown = (self._opener_id, self._closer_id) if self._thoughts is not None else ()
         self._thought_closing = "" if template is None else closing_text(template, marks.closer)
         self._special_thoughts = tuple(
-            one for one in shown if one is not None and self._tokenizer.added_tokens[one].special
+            token_id for token_id in shown if token_id is not None and self._tokenizer.added_tokens[token_id].special
         )
         self._calls = None
         if self._tool_format is not None:
@@ -86,7 +86,7 @@ class ModelText:
         if template is not None:
             self._options = TemplateOptions(card.model, template, switch, thinks=self.thinks, keeps_budget=keeps_budget)
         self._end_ids = card.eos_token_ids
-        self.special_ids = tuple(one for one, token in self._tokenizer.added_tokens.items() if token.special)
+        self.special_ids = tuple(token_id for token_id, token in self._tokenizer.added_tokens.items() if token.special)
         self._model = card.model
         self.image_rules = card.images
         placeholder = None if card.images is None else self._tokenizer.find_token(card.images.image_token_id)
@@ -285,7 +285,7 @@ class ModelText:
         """Return the special tokens that the answer's text must contain for its parser."""
         added = self._tokenizer.added_tokens
         calls = () if prompt.tools is None else self._calls_of_tools().markers.values()
-        return (*(one for one in calls if added[one].special), *self._special_thoughts)
+        return (*(call for call in calls if added[call].special), *self._special_thoughts)
 
     def _marker_ids(self, prompt: Conversation, grammar: GrammarSpec | None) -> tuple[int, ...]:
         """Return the added tokens that mark tool calls and reasoning in the answer.

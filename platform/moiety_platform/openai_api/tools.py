@@ -55,10 +55,13 @@ def _requires_own_field(default: str) -> dict[str, Any]:
     return {
         "allOf": [
             {
-                "if": {"properties": {"type": {"const": one}}, **({} if one == default else {"required": ["type"]})},
-                "then": {"required": [one], "properties": {one: {"type": "object"}}},
+                "if": {
+                    "properties": {"type": {"const": call_type}},
+                    **({} if call_type == default else {"required": ["type"]}),
+                },
+                "then": {"required": [call_type], "properties": {call_type: {"type": "object"}}},
             }
-            for one in KNOWN_TYPES
+            for call_type in KNOWN_TYPES
         ]
     }
 
@@ -334,7 +337,7 @@ def offer_of_functions(
     """Return the tools that the model may call, given as bare functions and custom tools, or None."""
     choice = choice or ToolChoice("auto")
     allowed = choice.allowed
-    offered = tuple(one.tool() for one in functions if allowed is None or one.name in allowed)
+    offered = tuple(function.tool() for function in functions if allowed is None or function.name in allowed)
     if not offered or choice.mode == "none":
         return None
     return ToolOffer(offered, choice.mode == "required", choice.name, parallel)

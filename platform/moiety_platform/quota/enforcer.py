@@ -354,10 +354,10 @@ class QuotaEnforcer:
         found: list[Account] = []
         known = await self._known(scopes)
         today, now_s = self.clock.unix_ns() // DAY_NS, self.clock.monotonic()
-        for one in known:
-            if one.accounts is None or one.day != today:
-                one.accounts, one.day = [self._account(limit) for limit in one.limits], today
-            found += one.accounts
+        for known_scope in known:
+            if known_scope.accounts is None or known_scope.day != today:
+                known_scope.accounts, known_scope.day = [self._account(limit) for limit in known_scope.limits], today
+            found += known_scope.accounts
         for account in found:
             account.used_s = now_s
         return found
@@ -365,16 +365,18 @@ class QuotaEnforcer:
     async def _known(self, scopes: Sequence[Scope]) -> list[KnownScope]:
         """Return the scopes with their limits; a new scope is read once, then every round keeps it fresh."""
         now_s, seen = self.clock.monotonic(), self._edits.now
-        known = [one for scope in scopes if (one := self._scopes.get(scope)) is not None]
+        known = [known_scope for scope in scopes if (known_scope := self._scopes.get(scope)) is not None]
         if len(known) < len(scopes):
             unknown = [scope for scope in scopes if scope not in self._scopes]
             found = await self._read_limits(unknown)
             read = {scope: KnownScope(limits, now_s, now_s) for scope, limits in found.items()}
             known += read.values()
-            self._scopes = {s: one for s, one in read.items() if not self._edits.since(seen, s)} | self._scopes
+            self._scopes = {
+                s: known_scope for s, known_scope in read.items() if not self._edits.since(seen, s)
+            } | self._scopes
             self._learn_limits(found, now_s, seen)
-        for one in known:
-            one.used_s = now_s
+        for known_scope in known:
+            known_scope.used_s = now_s
         return known
 
     async def _read_limits(self, scopes: Sequence[Scope]) -> dict[Scope, list[Limit]]:

@@ -151,7 +151,7 @@ class ResponseAnswers:
         if body.wants_compaction:
             return CompactionOutput(record.request_id, reader, self.reader.encrypt_for(tenant_id, COMPACTION))
         encrypt = self.reader.encrypt_for(tenant_id, THOUGHT) if body.wants_encrypted_reasoning else None
-        tools = {one.tool.name: one for one in body.offered}
+        tools = {offered.tool.name: offered for offered in body.offered}
         return ResponseOutput(record.request_id, reader, tools, encrypt)
 
     async def _send_whole(

@@ -225,7 +225,7 @@ class ReplicaBreakers:
         if not self.have_opened:  # the common case
             return states
         now_s = self.clock.monotonic()
-        return [one for one in states if self._is_willing(one.address, now_s)]
+        return [state for state in states if self._is_willing(state.address, now_s)]
 
     def least_bad(self, able: Sequence[EngineState], model: str) -> list[EngineState]:
         """Return the replicas to try where none is willing.
@@ -234,8 +234,8 @@ class ReplicaBreakers:
         """
         now_s = self.clock.monotonic()
         breakers = {state.address: self._breakers.get(state.address) for state in able}
-        open_for_s = {at: 0.0 if one is None else one.open_for_s(now_s) for at, one in breakers.items()}
-        told = {at for at, one in breakers.items() if one is not None and one.has_retry_after(now_s)}
+        open_for_s = {at: 0.0 if breaker is None else breaker.open_for_s(now_s) for at, breaker in breakers.items()}
+        told = {at for at, breaker in breakers.items() if breaker is not None and breaker.has_retry_after(now_s)}
         left = [state for state in able if state.address not in told]
         if not left:
             wait_s = math.ceil(min(open_for_s.values()))

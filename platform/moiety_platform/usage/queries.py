@@ -214,9 +214,9 @@ def _source(dialect: str, usage_filter: UsageFilter, keys: Sequence[str], days: 
 
 def _added_up(part: Select[Any], keys: Sequence[str]) -> Select[Any]:
     """Return the part's sums by these keys, so that only one row per group goes through the union."""
-    of = part.subquery().c
-    sums = [func.sum(column).label(column.key) for column in of if column.key not in ("hour", *_KEYS)]
-    return select(*(of[name] for name in keys), *sums).group_by(*(of[name] for name in keys))
+    subquery = part.subquery().c
+    sums = [func.sum(column).label(column.key) for column in subquery if column.key not in ("hour", *_KEYS)]
+    return select(*(subquery[name] for name in keys), *sums).group_by(*(subquery[name] for name in keys))
 
 
 def _check_span(usage_filter: UsageFilter) -> None:
@@ -289,7 +289,7 @@ def _hour(dialect: str, moment: Any) -> ColumnElement[str]:
 
 def _sums(source: Subquery) -> list[ColumnElement[Any]]:
     """Return the columns for the fields of UsageTotals, in their order."""
-    of = source.c
+    columns = source.c
 
     def total(column: ColumnElement[Any]) -> ColumnElement[int]:
         return cast(func.coalesce(func.sum(column), 0), BigInteger)
@@ -298,20 +298,20 @@ def _sums(source: Subquery) -> list[ColumnElement[Any]]:
         return cast(cast(func.sum(column), Double) / func.nullif(func.sum(count), 0), Double)
 
     return [
-        total(of.requests),
-        total(of.failed),
-        total(of.rejected),
-        total(of.disconnected),
-        total(of.prompt_tokens),
-        total(of.cached_tokens),
-        total(of.output_tokens),
-        mean(of.ttft_ms, of.num_ttft),
-        mean(of.duration_ms, of.requests),
-        total(of.preemptions),
-        total(of.cost_nanodollars),
-        mean(of.num_slo_attained, of.num_slo_requests),
-        total(of.speculative_tokens),
-        total(of.speculative_used_tokens),
+        total(columns.requests),
+        total(columns.failed),
+        total(columns.rejected),
+        total(columns.disconnected),
+        total(columns.prompt_tokens),
+        total(columns.cached_tokens),
+        total(columns.output_tokens),
+        mean(columns.ttft_ms, columns.num_ttft),
+        mean(columns.duration_ms, columns.requests),
+        total(columns.preemptions),
+        total(columns.cost_nanodollars),
+        mean(columns.num_slo_attained, columns.num_slo_requests),
+        total(columns.speculative_tokens),
+        total(columns.speculative_used_tokens),
     ]
 
 

@@ -247,7 +247,7 @@ class KvLedger(StateLedger):
             return []
         num_full = min(sequence.kv.peak_computed, sequence.num_known) // self.block_size
         of_tokens = sequence.block_hashes.between(0, num_full, self.block_size)
-        hashes = [key_of(one, table) for table in range(self.num_tables) for one in of_tokens]
+        hashes = [key_of(token_hash, table) for table in range(self.num_tables) for token_hash in of_tokens]
         self.pool.invalidate(hashes)
         if self.host is not None:
             self.host.pool.invalidate(hashes)
