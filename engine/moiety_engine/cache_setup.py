@@ -37,7 +37,7 @@ def table_windows(model: Transformer, config: EngineConfig) -> tuple[int | None,
     first, *others = (group.window for group in model.cache_groups)
     reason = why_windows_are_kept(config)
     if reason and others:
-        raise InvalidConfig(f"the model was loaded to free blocks behind windows, but {reason}: load it anew")
+        raise InvalidConfig(f"the model was loaded to free blocks behind windows, but {reason}: load it again")
     if reason or config.speculate in (Speculate.DRAFT, Speculate.MTP):
         first = None
     return (first, *others)

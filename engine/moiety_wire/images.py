@@ -122,7 +122,7 @@ def image_size(data: bytes) -> tuple[int, int]:
     except IndexError:
         raise ValueError("the image file is cut off; send the whole file") from None
     if min(size) < 1:
-        raise ValueError(f"the image file says a size of {size[0]} × {size[1]} pixels; send a valid file")
+        raise ValueError(f"the image file declares a size of {size[0]} × {size[1]} pixels; send a valid file")
     return size
 
 
@@ -153,7 +153,7 @@ def _jpeg_size(data: bytes) -> tuple[int, int]:
         if marker in (0xD9, 0xDA):
             break
         at += 2 + max(2, _number(data, at + 2, 2))
-    raise ValueError("the JPEG file does not say its size; send a valid file")
+    raise ValueError("the JPEG file does not contain its size; send a valid file")
 
 
 def _webp_size(data: bytes) -> tuple[int, int]:

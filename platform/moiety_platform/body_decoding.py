@@ -59,7 +59,7 @@ class DecodedBody:
             self._num_encoded += len(message_received["body"])
             if self._num_encoded > MAX_EXPANSION * self._num_bytes + MAX_OVERHEAD_BYTES:
                 await self._drain(self._max_bytes or MAX_OVERHEAD_BYTES)
-                raise self._bad("has next to no content")
+                raise self._bad("has almost no content")
             self._pieces = self._decoder.feed(message_received["body"])
 
     async def _new_decoder(self) -> ContentDecoder:
@@ -83,7 +83,7 @@ class DecodedBody:
 
     def _end(self, decoder: ContentDecoder) -> ReceiveMessage:
         if not decoder.is_complete:
-            raise self._bad("breaks off")
+            raise self._bad("ends early")
         return {"type": "http.request", "body": b"", "more_body": False}
 
     def _bad(self, what: str) -> PlatformError:

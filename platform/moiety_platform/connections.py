@@ -345,7 +345,7 @@ class ClientConnection(HttpToolsProtocol):
             self.transport.close()
         else:
             what = "body" if self._phase is _Phase.BODY else "headers"
-            self._refuse(RequestTimeout(f"The request's {what} did not come in time; send the request again, faster"))
+            self._refuse(RequestTimeout(f"The request's {what} did not arrive in time; send the request again, faster"))
 
     def _body_comes_on(self) -> bool:
         """Return whether the body arrives fast enough, or is delayed by this side."""

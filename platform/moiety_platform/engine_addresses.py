@@ -55,7 +55,9 @@ class ExternalAddress:
         """Return the parsed address. Raises ValueError, which says what to write."""
         parts = urlsplit(address.removeprefix("openai+"))
         if "@" in parts.netloc:
-            raise ValueError("an engine address must hold no user or password; name the key's file by key_file=PATH")
+            raise ValueError(
+                "an engine address must not contain a user or password; set the key's file with key_file=PATH"
+            )
         _check_place(address, parts)
         pairs = parse_qsl(parts.query, keep_blank_values=True)
         given = dict(pairs)

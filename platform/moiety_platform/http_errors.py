@@ -164,7 +164,9 @@ def answer_unexpected_error(_request: Request[Any, Any, Any], error: Exception) 
 
 
 def internal_error() -> PlatformError:
-    return PlatformError("the server failed on this request; it was logged. Try again, or ask the operator")
+    return PlatformError(
+        "the server failed to process this request, and logged the error. Try again, or ask the operator"
+    )
 
 
 def _fields(message: str, kind: str, param: str | None, code: str) -> ErrorBody:

@@ -49,7 +49,9 @@ Body = TypeVar("Body", bound=StrictBody)
 SECURITY = [{name: list[str]()} for name in (KEY, ANTHROPIC_KEY)]
 _BETA = {IGNORED: SENT_BY_ANTHROPIC_CLIENTS}
 
-Limit = Annotated[str | None, whole(f"At most so many, in Anthropic's list; {DEFAULT_PAGE} if not given.", 1, MAX_PAGE)]
+Limit = Annotated[
+    str | None, whole(f"Largest number of results, in Anthropic's list; {DEFAULT_PAGE} if not given.", 1, MAX_PAGE)
+]
 BeforeId = Annotated[str | None, QueryParameter(description="The id of the model after the page (Anthropic's list).")]
 AfterId = Annotated[str | None, QueryParameter(description="The id of the model before the page (Anthropic's list).")]
 

@@ -19,8 +19,10 @@ _WHOLE = re.compile(r"-?[0-9]{1,24}", re.ASCII)
 _MOMENT = {"format": "date-time"}
 
 Cursor = Annotated[str | None, QueryParameter(description="`next_cursor` of the previous page.")]
-Since = Annotated[str | None, QueryParameter(description="Not before.", schema_extra=_MOMENT)]
-Until = Annotated[str | None, QueryParameter(description="Before; now if not given.", schema_extra=_MOMENT)]
+Since = Annotated[str | None, QueryParameter(description="Earliest time of the entries.", schema_extra=_MOMENT)]
+Until = Annotated[
+    str | None, QueryParameter(description="Time before which the entries lie; now if not given.", schema_extra=_MOMENT)
+]
 
 
 MAX_FILTER_LENGTH = 256

@@ -49,12 +49,12 @@ def refusal_of(  # noqa: PLR0911  one line per rule
         return _bad("its target must be a path, or an http:// or https:// URL with one, and have no fragment (#…)")
     by_name = dict(fields)
     if len(by_name) != len(fields) and (repeated := _repeated(fields)):
-        return _bad(f"it may have one {repeated} field, and has more")
+        return _bad(f"it has more than one {repeated} field")
     host = by_name.get(b"host")
     if host is None and version == "1.1":
         return _bad("it has no Host field")
     if host is not None and _HOST.fullmatch(host) is None:
-        return _bad("its Host field must be a name or an address, and a port if need be")
+        return _bad("its Host field must be a name or an address, optionally with a port")
     if b"transfer-encoding" in by_name or b"expect" in by_name:
         return _refusal_of_coding(version, by_name) or _refusal_of_expectation(by_name)
     return None
@@ -63,7 +63,7 @@ def refusal_of(  # noqa: PLR0911  one line per rule
 def _refusal_of_version(version: str) -> PlatformError:
     if version.startswith("0"):
         return _bad("it names no version")
-    return UnsupportedHttpVersion(f"HTTP/{version} is not understood here; use HTTP/1.1")
+    return UnsupportedHttpVersion(f"HTTP/{version} is not supported here; use HTTP/1.1")
 
 
 def _refusal_of_coding(version: str, by_name: Mapping[bytes, bytes]) -> PlatformError | None:
@@ -71,13 +71,17 @@ def _refusal_of_coding(version: str, by_name: Mapping[bytes, bytes]) -> Platform
     if coding is not None and version == "1.0":
         return _bad("HTTP/1.0 has no Transfer-Encoding")
     if coding is not None and coding.strip().lower() != b"chunked":
-        return UnsupportedTransferCoding("Only 'Transfer-Encoding: chunked' is understood; send the body plainly")
+        return UnsupportedTransferCoding(
+            "Only 'Transfer-Encoding: chunked' is supported; send the body without another encoding"
+        )
     return None
 
 
 def _refusal_of_expectation(by_name: Mapping[bytes, bytes]) -> PlatformError | None:
     if by_name.get(b"expect", b"100-continue").lower() != b"100-continue":
-        return ExpectationFailed("Only 'Expect: 100-continue' is understood; send the request without another one")
+        return ExpectationFailed(
+            "Only 'Expect: 100-continue' is supported; send the request without another expectation"
+        )
     return None
 
 

@@ -154,7 +154,7 @@ def test_the_audit_log_is_shown_and_verified(moiety: Callable[..., Any]) -> None
     assert moiety("audit", "verify", "--expect", head).returncode == 0
     cut = moiety("audit", "verify", "--expect", f"999:{'0' * 64}")
     assert cut.returncode == 1
-    assert "cut off or made anew" in cut.stderr
+    assert "truncated or replaced" in cut.stderr
 
 
 def test_a_batch_is_submitted_followed_and_fetched(moiety: Callable[..., Any], tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def test_the_load_generator_reports_its_figures_in_one_object(serve: Any, tmp_pa
         (("tenant", "change", "demo"), 2, "nothing to change"),
         (("tenant", "create", "x", "--class", "gold"), 1, "choose one of: priority, standard, flex, batch"),
         (("class", "set", "standard"), 2, "nothing to change"),
-        (("class", "set", "standard", "--ttft-s", "soon"), 2, "takes seconds"),
+        (("class", "set", "standard", "--ttft-s", "soon"), 2, "must be seconds"),
         (("class", "set", "standard", "--on-overload", "downgrade"), 1, "choose one of: batch, flex"),
         (("class", "show", "gold"), 1, "no class"),
         (("class", "delete", "flex"), 1, "change it instead"),

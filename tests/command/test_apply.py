@@ -198,7 +198,7 @@ def test_a_key_that_no_secret_took_does_not_count(
     cluster.refuses = {"create"}
     report = apply(text, "--source", "keyless", ends_with=1)
     cluster.refuses = set()
-    assert "key keyless/p/k: Kubernetes would not let this pod make the Secret" in report["said"]
+    assert "key keyless/p/k: Kubernetes does not allow this pod to make the Secret" in report["said"]
     listed = json.loads(moiety("key", "list", "--tenant", "keyless", "--json").stdout)["data"]
     assert [one["status"] for one in listed] == ["revoked"]
     assert apply(text, "--source", "keyless")["done"] == 1

@@ -88,7 +88,7 @@ def test_an_id_is_one_segment_of_the_path_whatever_it_contains(ask: Any) -> None
     ("args", "complaint"),
     [
         (["class", "set", "gold"], "nothing to change; give --ttft-s, --rank or another option"),
-        (["class", "set", "gold", "--ttft-s", "soon"], "--ttft-s takes seconds, such as 0.5, or none; not 'soon'"),
+        (["class", "set", "gold", "--ttft-s", "soon"], "--ttft-s must be seconds, such as 0.5, or none, not 'soon'"),
         (["tenant", "change", "acme"], "nothing to change; give --name, --class, --weight"),
         (["key", "rotate", "k", "--grace-s", "-1"], "grace-s"),
         (["price", "set", "m", "--input", "1"], "--output"),

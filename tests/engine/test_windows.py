@@ -80,5 +80,5 @@ def test_padded_batches_keep_what_windows_have_passed(windowed_loops: Any, kept:
 def test_a_model_that_was_loaded_to_free_blocks_is_not_served_with_what_keeps_them(
     windowed_loops: Any, tmp_path: Path
 ) -> None:
-    with pytest.raises(InvalidConfig, match="load it anew"):
+    with pytest.raises(InvalidConfig, match="load it again"):
         windowed_loops.make(disk_cache=str(tmp_path))

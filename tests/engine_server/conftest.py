@@ -66,7 +66,7 @@ class Answer:
         if isinstance(message, Accepted):
             self.accepted = message
         elif isinstance(message, Tokens):
-            assert self.accepted is not None, "tokens came before the verdict"
+            assert self.accepted is not None, "tokens arrived before the admission decision"
             assert message.position == len(self.token_ids)
             self.token_ids += message.token_ids
             self.pieces.append(message.text)

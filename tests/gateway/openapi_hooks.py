@@ -49,7 +49,7 @@ EXCUSED_PARAMS = {
     "before_id": "it must be, and without the one before",
     "since": "it must lie before `until`",
     "expires_at": "it must lie in the future",
-    "cached_input": "it must not be dearer than `input`",
+    "cached_input": "it must not be higher than `input`",
     "truncate_prompt_tokens": "how many special tokens there are depends on the model",
     "dimensions": "how many there are depends on the model",
     "tool_choice": "the tool must be one of those in the request that can be called",

@@ -121,7 +121,7 @@ BAD = [
     (CHAT, chat(top_logprobs=2), 400, None, "'logprobs' is true"),
     (CHAT, chat(logprobs=True, top_logprobs=21), 400, "top_logprobs", ""),
     (CHAT, chat(functions=[{"name": ""}]), 400, "functions.0.name", "is not a valid name of a tool"),
-    (CHAT, chat(continue_final_message=True), 400, None, "needs a last message of the assistant's"),
+    (CHAT, chat(continue_final_message=True), 400, None, "needs a last message of the assistant"),
     (CHAT, chat(add_generation_prompt=False), 400, None, "'continue_final_message'"),
     (CHAT, chat(modalities=["text", "audio"]), 400, "modalities", "text only"),
     (CHAT, chat(audio={"voice": "ash", "format": "wav"}), 400, "audio", "text only"),
@@ -168,7 +168,7 @@ BAD = [
     (COMPLETIONS, completion(best_of=3), 400, None, "'best_of'"),
     (COMPLETIONS, completion(echo=True, logprobs=1, stream=True), 400, None, "'echo' together with 'logprobs'"),
     (COMPLETIONS, completion(logprobs=True), 400, "logprobs", ""),
-    (COMPLETIONS, completion(echo=True, truncate_prompt_tokens=2), 400, None, "'echo' cannot go with"),
+    (COMPLETIONS, completion(echo=True, truncate_prompt_tokens=2), 400, None, "'echo' cannot be combined with"),
 ]
 
 

@@ -48,7 +48,7 @@ def test_config_check_reports_nothing_for_a_valid_file(check: Callable[..., str]
     ("text", "said"),
     [
         ("[gateway]\nprot = 8000\n", ":2: gateway.prot: is not known; did you mean 'port'?"),
-        ("[gatway]\nport = 8000\n", ":1: gatway: no part reads this table; did you mean 'gateway'?"),
+        ("[gatway]\nport = 8000\n", ":1: gatway: no command reads this table; did you mean 'gateway'?"),
         ("[gateway]\nhost = 'h'\nport = 99999\n", ":3: gateway.port: Input should be less than or equal to 65535"),
         ("[gateway]\nlog_level = 'loud'\n", ":2: gateway.log_level: Input should be 'debug', 'info'"),
         ("[gateway]\nengines = ['tcp://a:1', 'tcp://a:1']\n", ":2: gateway.engines: an engine address is listed twice"),

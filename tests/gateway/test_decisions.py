@@ -184,7 +184,7 @@ async def test_all_problems_are_named_at_once(gateway: RunningGateway) -> None:
         ),
         (
             {"input": [{"type": "function_call_output", "call_id": "c", "output": "a"}]},
-            "'input.0' has the result of the call 'c', which no 'function_call' before it has made",
+            "'input.0' has the result of the call 'c', but no earlier 'function_call' has this call_id",
         ),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]},

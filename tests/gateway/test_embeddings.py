@@ -156,7 +156,7 @@ async def test_an_input_may_fill_the_context(gateway: RunningGateway) -> None:
 
 async def test_embeddings_of_a_model_without_them_are_refused(start_gateway: StartGateway, card: ModelCard) -> None:
     async with start_gateway([FakeEngineClient(card)]) as gateway:
-        with pytest.raises(openai.BadRequestError, match="makes no embeddings") as caught:
+        with pytest.raises(openai.BadRequestError, match="does not support embeddings") as caught:
             await embed(gateway)
         assert (caught.value.code, caught.value.param) == ("embeddings_not_supported", "model")
         assert not gateway.engine.submits

@@ -204,7 +204,9 @@ async def test_a_client_that_leaves_in_the_middle_leaves_nothing_to_be_seen(
 
 
 async def refuse() -> None:
-    raise Unavailable("the object store is away; try again shortly", code="object_store_unavailable", retry_after_s=1)
+    raise Unavailable(
+        "the object store is not available; try again shortly", code="object_store_unavailable", retry_after_s=1
+    )
 
 
 async def fill_up() -> None:

@@ -128,7 +128,7 @@ async def test_a_response_format_with_tools_is_refused_by_engines_without_gramma
     plain = msgspec.structs.replace(card, chat_template=TEMPLATE, max_context_tokens=4096, follows_grammars=False)
     async with start_gateway([FakeEngineClient(plain)]) as gateway:
         status, answer = await ask(gateway, api, {})
-        assert status == 400 and "beside tools; leave one of them out" in answer["error"]["message"]
+        assert status == 400 and "together with tools; leave one of the two out" in answer["error"]["message"]
         assert gateway.engine.submits == []
 
 

@@ -220,7 +220,7 @@ async def test_a_tenant_has_so_much_kept_and_no_more(start_gateway: StartGateway
 
 async def test_a_server_that_keeps_nothing_says_so(start_gateway: StartGateway, card: ModelCard) -> None:
     async with start_gateway([FakeEngineClient(card)], responses_max_per_tenant=0) as gateway:
-        with pytest.raises(openai.BadRequestError, match="keeps no responses") as caught:
+        with pytest.raises(openai.BadRequestError, match="does not store responses") as caught:
             await keep(gateway)
         assert caught.value.param == "store"
         assert (await gateway.client.responses.create(**BODY)).store is False

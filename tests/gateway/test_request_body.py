@@ -58,9 +58,9 @@ def test_fields_that_do_not_go_together_are_named_all_at_once() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({}, "needs a last message of the assistant's"),
-        ({"messages": [{"role": "assistant", "content": ""}]}, "needs a last message of the assistant's"),
-        ({"messages": [CALL]}, "needs a last message of the assistant's"),
+        ({}, "needs a last message of the assistant"),
+        ({"messages": [{"role": "assistant", "content": ""}]}, "needs a last message of the assistant"),
+        ({"messages": [CALL]}, "needs a last message of the assistant"),
         ({"messages": [BEGUN], "add_generation_prompt": True}, "are both true"),
         ({"messages": [BEGUN], "tools": [{"function": {"name": "f"}}], "tool_choice": "required"}, "choose 'auto'"),
     ],

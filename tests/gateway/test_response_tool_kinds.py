@@ -291,6 +291,6 @@ async def test_a_response_format_beside_tools_is_for_answers_without_calls(
         assert alone is not None and alone.kind == "json_schema"
     plain = msgspec.structs.replace(knowing, follows_grammars=False)
     async with start_gateway([FakeEngineClient(plain)]) as gateway:
-        with pytest.raises(openai.BadRequestError, match="beside tools") as refused:
+        with pytest.raises(openai.BadRequestError, match="together with tools") as refused:
             await gateway.client.responses.create(**asked)
         assert refused.value.code == "unsupported_response_format"

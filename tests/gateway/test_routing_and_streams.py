@@ -170,7 +170,7 @@ async def test_a_gap_a_repeat_or_more_than_the_credit_breaks_the_stream_off(wron
 async def test_tokens_before_the_verdict_break_the_stream_off() -> None:
     stream, sent = opened()
     stream.deliver(Tokens("r", 0, 0, [1], "a"))
-    with pytest.raises(EngineFailed, match="before the verdict"):
+    with pytest.raises(EngineFailed, match="before the admission decision"):
         await stream.inbox.get()
     assert sent == [Abort("r", 1)]
 

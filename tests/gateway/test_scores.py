@@ -151,7 +151,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/rerank", {"query": "a", "documents": ["b"] * 2049}, "'documents'"),
     ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "'top_n'"),
     ("/v1/classify", {"input": []}, "'input' is empty"),
-    ("/v1/embeddings", {"input": "a"}, "makes no embeddings"),
+    ("/v1/embeddings", {"input": "a"}, "does not support embeddings"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "is an encoder and generates no text"),
     ("/v1/completions", {"prompt": "a"}, "is an encoder and generates no text"),
 ]

@@ -176,7 +176,7 @@ async def test_a_file_part_may_have_the_image_itself_and_nothing_else(
         body = uploaded(RESPONSES, "file-1")
         body["input"][0]["content"][-1]["image_url"] = data_url(WIDE)
         status, _, answer = await gateway.post(RESPONSES, body)
-        assert status == 400 and "send one of both" in json.loads(answer)["error"]["message"]
+        assert status == 400 and "send only one of the two" in json.loads(answer)["error"]["message"]
 
 
 async def test_images_wait_for_no_object_store_that_is_away(start_gateway: StartGateway, seeing: ModelCard) -> None:

@@ -194,7 +194,9 @@ def test_unsupported_gguf_files_are_refused_with_an_alternative(make_checkpoint:
     data = path.read_bytes()
     at = data.index(b"blk.0.ffn_up.weight") + len(b"blk.0.ffn_up.weight") + 4 + 16
     path.write_bytes(data[:at] + (16).to_bytes(4, "little") + data[at + 4 :])
-    with pytest.raises(CheckpointError, match=r"ffn_up\.weight in GGUF's type 16, which is not read; read are F32"):
+    with pytest.raises(
+        CheckpointError, match=r"ffn_up\.weight in GGUF's type 16, which is not supported; supported types are F32"
+    ):
         resolve_checkpoint(str(path))
     path.write_bytes(data.replace(b"smollm", b"smallm"))
     with pytest.raises(CheckpointError, match="splits texts as 'smallm', which is not known; known are gpt-2"):

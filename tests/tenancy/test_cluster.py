@@ -82,7 +82,7 @@ def test_an_incomplete_key_pair_is_reported_and_not_completed(api: FakeSecretsAp
 
 def test_an_account_without_permission_is_reported(api: FakeSecretsApi, run: Run) -> None:
     api.refuses = {"create"}
-    assert "Give its service account the role that the chart makes" in run("secrets", "shared", ends_with=1)
+    assert "Give its service account the role that the chart creates" in run("secrets", "shared", ends_with=1)
     assert api.secrets == {}
 
 

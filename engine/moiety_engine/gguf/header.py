@@ -162,7 +162,8 @@ class _Parser:
         if number not in TYPES:
             known = ", ".join(kind.name for kind in TYPES.values())
             raise CheckpointError(
-                f"{self._path} has the tensor {name} in GGUF's type {number}, which is not read; read are {known}: "
+                f"{self._path} has the tensor {name} in GGUF's type {number}, which is not supported; supported "
+                f"types are {known}: "
                 "use a file of one of those, such as Q4_K_M, or convert it with llama-quantize"
             )
         kind = TYPES[number]

@@ -31,7 +31,9 @@ PlannedModel = Annotated[
 ]
 GpuModel = Annotated[
     str,
-    typer.Option(help=f"GPU model: {', '.join(GPUS)}; or cpu, the processor of this machine, which is measured first."),
+    typer.Option(
+        help=f"GPU model: {', '.join(GPUS)}; or cpu, the processor of this machine. The command measures it first."
+    ),
 ]
 LinkNames = Annotated[
     str,
@@ -39,7 +41,9 @@ LinkNames = Annotated[
 ]
 ExpertGpu = Annotated[
     str,
-    typer.Option(help="GPU model of the expert ranks with attention–FFN disaggregation. If not given, that of --gpu."),
+    typer.Option(
+        help="GPU model of the expert ranks with attention–FFN disaggregation. If not given, the value of --gpu."
+    ),
 ]
 
 
@@ -71,13 +75,14 @@ def plan_command(
     expert_gpu_hour_usd: Annotated[
         float | None,
         typer.Option(
-            min=0.0, help="Price of an hour of an --expert-gpu, in US dollars. If not given, that of --gpu-hour-usd."
+            min=0.0,
+            help="Price of an hour of an --expert-gpu, in US dollars. If not given, the value of --gpu-hour-usd.",
         ),
     ] = None,
     prompts_elsewhere: Annotated[
         bool,
         typer.Option(
-            "--prompts-elsewhere", help="Assume that other GPUs compute the prompts, so that these only decode."
+            "--prompts-elsewhere", help="Assume that other GPUs compute the prompts and these GPUs only decode."
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,

@@ -42,11 +42,14 @@ OfferedLoad = Annotated[
     float | None, typer.Option(min=0.001, help="Offered load as a multiple of the capacity of the device.")
 ]
 TraceLoadFactor = Annotated[
-    float, typer.Option(min=0.001, help="Offered load as a multiple of the load of the trace, without --load.")
+    float,
+    typer.Option(min=0.001, help="Offered load as a multiple of the load of the trace. Not available with --load."),
 ]
 NumReplicas = Annotated[
     int,
-    typer.Option(min=1, help="Number of replicas that share the requests, of which one is simulated, without --load."),
+    typer.Option(
+        min=1, help="Number of replicas that share the requests. One replica is simulated. Not available with --load."
+    ),
 ]
 NumDecodeDevices = Annotated[
     int,
@@ -67,8 +70,8 @@ NumTenants = Annotated[
 ]
 MaxOutputTokens = Annotated[
     int | None,
-    typer.Option(min=1, help="Largest output length in tokens. If not given, the longest one of the trace."),
+    typer.Option(min=1, help="Largest output length in tokens. If not given, the longest output of the trace."),
 ]
 StepTokens = Annotated[
-    int | None, typer.Option(min=1, help="Largest number of tokens in one step. If not given, that of the device.")
+    int | None, typer.Option(min=1, help="Largest number of tokens in one step. If not given, the device's limit.")
 ]

@@ -25,7 +25,7 @@ class Role(StrEnum):
 def tenant_complaint(role: Role, tenant: str | None) -> str | None:
     """Return why an administrator of this role cannot belong to this tenant (None: no tenant); None where it can."""
     if role is Role.TENANT_ADMIN and tenant is None:
-        return f"The role '{role}' is for one tenant; say for which."
+        return f"The role '{role}' is for one tenant; name the tenant."
     if role in (Role.OWNER, Role.OPERATOR) and tenant is not None:
         return f"The role '{role}' is for all tenants; leave the tenant out, or choose tenant-admin or viewer."
     return None

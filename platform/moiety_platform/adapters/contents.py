@@ -58,7 +58,7 @@ class AdapterContents:
         if not adapter.num_bytes:
             raise BadRequest("nothing was uploaded; send the parts of adapter_model.safetensors first")
         if adapter.state != AdapterState.UPLOADING:
-            raise Conflict("The adapter is complete already; make another one.", code="adapter_changed")
+            raise Conflict("The adapter is already complete; create another one.", code="adapter_changed")
         async for data in self._pieces(adapter):
             if not index:
                 length = head_bytes(data)

@@ -71,8 +71,8 @@ class Magnitudes:
         bound = bound_of(highest, entry["dtype"])
         if math.isinf(bound):
             raise BadRequest(
-                f"{name[:100]!r} has numbers that are not finite, or of the largest that {entry['dtype']} holds; "
-                "train the adapter again, or save it from a step before training diverged"
+                f"{name[:100]!r} has numbers that are not finite or close to the largest {entry['dtype']}; train the "
+                "adapter again, or save it from a step before training diverged"
             )
         factors = self._factors["A" if name.endswith(".lora_A.weight") else "B"]
         factors.bound = max(factors.bound, bound)
@@ -85,7 +85,6 @@ class Magnitudes:
             gain *= factors.bound * factors.width
         if not gain <= MAX_GAIN:
             raise BadRequest(
-                f"the adapter's weights are too large: lora_B times lora_A times lora_alpha / r may reach {gain:.3g}, "
-                f"and at most {MAX_GAIN:.0e} is served, since sums of squares overflow beyond; lower lora_alpha, or "
-                "train it again"
+                f"the adapter's weights are too large: lora_B times lora_A times lora_alpha / r can reach {gain:.3g}, "
+                f"more than {MAX_GAIN:.0e}: sums of squares would overflow; lower lora_alpha, or train it again"
             )

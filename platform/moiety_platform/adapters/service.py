@@ -81,7 +81,7 @@ async def append_part(
     """Append a part to an upload. Raises NotFound, Conflict, BadRequest, or TooLarge."""
     adapter = await get_adapter(session, adapter_id, lock=True)
     if adapter.state != AdapterState.UPLOADING:
-        raise Conflict("All parts of this adapter have come; make another one.", code="adapter_complete")
+        raise Conflict("All parts of this adapter have been received; create another one.", code="adapter_complete")
     if start != adapter.num_bytes:
         raise Conflict(f"The next part must begin at {adapter.num_bytes}, not {start}.", code="wrong_start")
     if not 0 < len(data) <= MAX_PART_BYTES:
@@ -108,7 +108,7 @@ async def publish_adapter(session: AsyncSession, adapter_id: str, num_bytes: int
     """
     adapter = await get_adapter(session, adapter_id, lock=True)
     if adapter.state != AdapterState.UPLOADING or adapter.num_bytes != num_bytes:
-        raise Conflict("The adapter changed meanwhile; look at it again.", code="adapter_changed")
+        raise Conflict("Another request changed the adapter; read it again.", code="adapter_changed")
     adapter.state, adapter.digest, adapter.object_key = AdapterState.READY, digest, key
     await session.flush()
     return adapter

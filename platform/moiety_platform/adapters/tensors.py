@@ -26,7 +26,7 @@ def check_config(text: str) -> float:
     try:
         config = msgspec.json.decode(text)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as exc:
-        raise BadRequest(f"'config' is no JSON ({exc}); send the text of adapter_config.json", param="config") from exc
+        raise BadRequest(f"'config' is not JSON ({exc}); send the text of adapter_config.json", param="config") from exc
     if not isinstance(config, dict) or config.get("peft_type") != "LORA" or not isinstance(config.get("r"), int):
         raise BadRequest("'config' must be the adapter_config.json of a LoRA, with its rank 'r'", param="config")
     alpha, rank = config.get("lora_alpha", DEFAULT_ALPHA), config["r"]

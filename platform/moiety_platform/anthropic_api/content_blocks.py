@@ -294,7 +294,7 @@ class OtherBlock(ContentBlock):
 
     @property
     def why_unserved(self) -> str:
-        return f"is of the type {self.type[:64]!r}, which is not known at this place; send text"
+        return f"is of the type {self.type[:64]!r}, which is not supported here; send text"
 
 
 _RESULT_SCHEMAS: Mapping[str, type[ContentBlock]] = MappingProxyType(

@@ -116,7 +116,7 @@ MESSAGES = Endpoint(
     EndpointDocs(
         tag="text",
         summary="Answer a conversation",
-        detail="Anthropic's Messages. With `stream` the answer comes in server-sent events.",
+        detail="Anthropic's Messages API. With `stream` the answer is sent as server-sent events.",
         answer=Message,
         event={"anyOf": [event_of(kind, name=name) for name, kind in EVENTS.items()]},
         security=SECURITY,

@@ -63,7 +63,7 @@ def model_page(cards: Mapping[str, ModelCard], most: int, before_id: str | None,
     Raises BadRequest for an unknown id, and for both ids.
     """
     if before_id is not None and after_id is not None:
-        raise BadRequest("'before_id' and 'after_id' cannot go together; send one of them", param="before_id")
+        raise BadRequest("'before_id' and 'after_id' exclude each other; send only one", param="before_id")
     names = list(cards)
     if before_id is not None:
         rest = names[: _place(names, before_id, "before_id")]

@@ -13,7 +13,7 @@ from moiety_wire.grammars import GrammarSpec
 
 Effort = Annotated[
     Literal["low", "medium", "high", "xhigh", "max"] | None,
-    mapped("It is the reasoning effort of the model's chat template, where that has one."),
+    mapped("Reasoning effort for the model's chat template, if the template supports it."),
 ]
 
 
@@ -33,5 +33,5 @@ class OutputConfig(StrictBody):
     effort: Effort = None
     format: JsonOutputFormat | None = None
     task_budget: Annotated[
-        dict[str, Any] | None, ignored("Models are not told how many tokens a task may take. Use `max_tokens`.")
+        dict[str, Any] | None, ignored("Models do not receive a token budget for a task. Use `max_tokens`.")
     ] = None

@@ -79,14 +79,14 @@ class ThinkingOption(StrictBody):
 
     type: Annotated[
         Literal["enabled", "adaptive", "between_tools", "disabled"],
-        mapped("All but `disabled` turn the reasoning on, where the model has any."),
+        mapped("All values except `disabled` enable reasoning, if the model supports it."),
     ]
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
     display: Annotated[
         Literal["summarized", "omitted", "updates"] | None,
-        mapped("`omitted` leaves the reasoning out of the answer. The others return it whole."),
+        mapped("`omitted` removes the reasoning from the answer. The other values return all of it."),
     ] = None
-    block_binding: Annotated[Any, ignored("Reasoning of earlier answers is read as it is sent.")] = None
+    block_binding: Annotated[Any, ignored("Reasoning of earlier answers is used as the client sends it.")] = None
 
 
 class BillingPolicy(StrictBody):
@@ -115,17 +115,17 @@ class ConversationBody(InferenceBody):
     tool_choice: MessageToolChoice | None = None
     thinking: ThinkingOption | None = None
     output_config: OutputConfig | None = None
-    output_format: Annotated[JsonOutputFormat | None, mapped("It is the older name of `output_config.format`.")] = None
+    output_format: Annotated[JsonOutputFormat | None, mapped("Older name of `output_config.format`.")] = None
     cache_control: CacheControl | None = None
     context_management: Annotated[
         ContextManagement | None,
         mapped(
-            "`clear_thinking_20251015` and `clear_tool_uses_20250919` are applied, the second also where the "
+            "`clear_thinking_20251015` and `clear_tool_uses_20250919` are applied, the second also if the "
             "conversation does not fit the model's context. Other edits have no effect."
         ),
     ] = None
     thread: Annotated[
-        Any, refused("Conversations are not kept; send all messages each time, or use `/v1/responses`.")
+        Any, refused("Conversations are not stored; send all messages each time, or use `/v1/responses`.")
     ] = None
     mcp_servers: Annotated[
         Any, refused("the server connects to no MCP servers; offer their tools in 'tools' and call them yourself", [[]])
@@ -144,7 +144,7 @@ class ConversationBody(InferenceBody):
     def _no_thread(cls, value: Any) -> Any:
         """Refuse threads with a code that Anthropic's clients know. They then send the whole conversation."""
         if value is not None:
-            raise refuse("conversations are not kept; send all messages each time", "thread_unsupported_request")
+            raise refuse("conversations are not stored; send all messages each time", "thread_unsupported_request")
         return value
 
     @field_validator("messages")
@@ -165,11 +165,11 @@ class ConversationBody(InferenceBody):
         offer = self.offer()
         if offer is not None and offer.must_call and self.messages[-1].role == "assistant":
             yield refuse(
-                "an answer that is begun by a last message of the assistant's cannot be made to call a tool; leave out "
+                "an answer that continues a last message of the assistant cannot be forced to call a tool; leave out "
                 "that message, or choose 'auto' in 'tool_choice'"
             )
         if self.output_format is not None and self.output_config is not None and self.output_config.format is not None:
-            yield refuse("'output_format' is the older name of 'output_config.format'; send one of both")
+            yield refuse("'output_format' is the older name of 'output_config.format'; send only one of the two")
 
     def skipped_entries(self) -> Iterator[str]:
         for place, block in enumerate(self.system or ()):
@@ -225,7 +225,7 @@ class MessagesBody(ConversationBody, GeneratingBody):
 
     max_tokens: Annotated[
         Annotated[int, Field(ge=0, le=INT32_MAX)],
-        mapped("It is lowered to what the model's context leaves. 0 means 1: one token is generated."),
+        mapped("The value is lowered to the rest of the model's context. 0 means 1: one token is generated."),
     ]
     temperature: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
     top_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None  # 0: only the most likely token
@@ -233,8 +233,10 @@ class MessagesBody(ConversationBody, GeneratingBody):
     stop_sequences: StopStrings | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
-    inference_geo: Annotated[str | None, ignored("The server computes where it is installed.")] = None
-    diagnostics: Annotated[_Object | None, ignored("Answers do not say why a prefix was not cached.")] = None
+    inference_geo: Annotated[str | None, ignored("Requests are processed where the server is installed.")] = None
+    diagnostics: Annotated[
+        _Object | None, ignored("Answers do not contain the reason why a prefix was not cached.")
+    ] = None
     fallbacks: Annotated[Any, ignored("Only the requested model answers.")] = None
     fallback_credit_token: Annotated[Any, ignored("There are no credits for refusals.")] = None
 

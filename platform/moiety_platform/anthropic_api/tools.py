@@ -62,7 +62,7 @@ class MessageTool(StrictBody):
     cache_control: CacheControl | None = None
     input_examples: Annotated[
         Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_EXAMPLES)] | None,
-        mapped("They are added to the description."),
+        mapped("The examples are added to the description."),
     ] = None
     defer_loading: Annotated[bool | None, ignored("All tools are shown to the model from the beginning.")] = None
     allowed_callers: Annotated[Any, ignored("The model is the only caller.")] = None

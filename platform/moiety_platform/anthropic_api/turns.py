@@ -103,7 +103,7 @@ class MessageTurn(StrictBody):
                 kind not in _SYSTEM_BLOCKS if role == "system" else role not in _ROLES_OF_BLOCK.get(kind, ROLES)
             )
             if role is not None and is_foreign:
-                raise refuse(f"block {place} is of type {kind[:64]!r}, which is not the {role}'s")
+                raise refuse(f"block {place} is of type {kind[:64]!r}, which the role {role!r} cannot send")
             if block.why_unserved:
                 code = INVALID_IMAGE if isinstance(block, ImageBlock) else None
                 raise refuse(f"block {place} {block.why_unserved}", code)
@@ -126,7 +126,7 @@ def check_results(turns: list[MessageTurn]) -> list[MessageTurn]:
         for result in turn.results:
             if result.tool_use_id not in made:
                 raise refuse(
-                    f"message {place} has the result of {result.tool_use_id!r}, which no 'tool_use' has before it"
+                    f"message {place} has the result of {result.tool_use_id!r}, but no earlier 'tool_use' has this id"
                 )
     for turn in takewhile(lambda turn: turn.role != "user", reversed(turns)):
         if turn.calls:

@@ -101,7 +101,7 @@ class Verifier:
         """Complete the verification after the last entry. Raises BrokenChain."""
         if self._unlisted:
             first = min(map(int, self._unlisted))
-            raise BrokenChain(f"the content of entry {first} is gone, and no entry says that it was erased")
+            raise BrokenChain(f"the content of entry {first} is missing, and no entry records its deletion")
         return VerifiedChain(self.num_entries, self.head, self.num_erased)
 
 

@@ -23,8 +23,8 @@ from moiety_platform.query_parameters import parse_whole, whole
 
 MAX_SEQ = 2**62
 VERIFIED_AT_ONCE = 200
-After = Annotated[str | None, whole("Entries after this number; all if not given.", 0, MAX_SEQ)]
-Before = Annotated[str | None, whole("Entries before this number, the newest first.", 0, MAX_SEQ)]
+After = Annotated[str | None, whole("Only entries after this number; all if not given.", 0, MAX_SEQ)]
+Before = Annotated[str | None, whole("Only entries before this number, the newest first.", 0, MAX_SEQ)]
 
 
 class AuditController(Controller):

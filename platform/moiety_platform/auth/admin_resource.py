@@ -7,7 +7,7 @@ from moiety_platform.resources.commands import Command, CustomCommand, Output, P
 from moiety_platform.resources.declaration import Resource
 
 WRITE_ADMIN_KEYS = AdminAction("admin_keys.write", OWNER)
-KEEP_KEY_NOTICE = "Keep it now: it is not shown again."
+KEEP_KEY_NOTICE = "Store it now: it is not shown again."
 
 _KEY = path_argument("key_id", "Id of the key: the part between mty_ and the dot.")
 

@@ -131,7 +131,7 @@ class Authenticator:
         entry = await self._find(key.key_id)
         stored = entry.stored
         if stored is None or entry.principal is None or not self._is_right(key, offered_hash, stored):
-            raise Unauthenticated(f"This API key is not one of ours. Check that it is whole and current. {HOW_TO}")
+            raise Unauthenticated(f"This API key is unknown. Check that it is complete and still valid. {HOW_TO}")
         self._check_standing(stored)
         return entry.principal
 
@@ -158,16 +158,22 @@ class Authenticator:
         self._ids.add(key_id)
         entry = await self._find(key_id)
         if entry.stored is None or entry.principal is None:
-            raise Unauthenticated("The API key that this was sent with is gone. Send it again with another.")
+            raise Unauthenticated(
+                "The API key of this request no longer exists. Send the request again with another key."
+            )
         self._check_standing(entry.stored)
         return entry.principal
 
     def _check_standing(self, stored: StoredKey) -> None:
         """Check that the key may be used now. Raises Unauthenticated or Forbidden."""
         if stored.revoked_at is not None and stored.revoked_at <= self._clock.now():
-            raise Unauthenticated("This API key was revoked. Ask your administrator for another.", code="key_revoked")
+            raise Unauthenticated(
+                "This API key was revoked. Ask your administrator for another key.", code="key_revoked"
+            )
         if stored.expires_at is not None and stored.expires_at <= self._clock.now():
-            raise Unauthenticated("This API key has expired. Ask your administrator for another.", code="key_expired")
+            raise Unauthenticated(
+                "This API key has expired. Ask your administrator for another key.", code="key_expired"
+            )
         if stored.tenant_id and stored.tenant_status != TenantStatus.ACTIVE:
             raise Forbidden(
                 f"The tenant {stored.tenant_name!r} is suspended. Ask your administrator to activate it.",

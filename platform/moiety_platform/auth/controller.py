@@ -29,7 +29,7 @@ from moiety_platform.openapi.described import fails
 from moiety_platform.query_parameters import one_of
 from moiety_platform.tenants.models import ApiKey
 
-RoleFilter = Annotated[str | None, one_of("Of administrators with this role only.", *Role)]
+RoleFilter = Annotated[str | None, one_of("Only keys of administrators with this role.", *Role)]
 
 
 class KeyController(Controller):

@@ -100,5 +100,5 @@ def read_key(authorization: str | None) -> KeyText:
         raise Unauthenticated(f"The Authorization header must use the Bearer scheme. {HOW_TO}")
     match = _SHAPE.fullmatch(credential.strip())
     if match is None:
-        raise Unauthenticated(f"This is not the form of an API key of ours. Check that it is whole. {HOW_TO}")
+        raise Unauthenticated(f"This does not have the format of an API key. Check that it is complete. {HOW_TO}")
     return KeyText(key_id=match[1], secret=match[2])

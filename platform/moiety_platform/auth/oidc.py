@@ -86,7 +86,9 @@ class OidcVerifier:
                 f"The token's claim '{self._terms.tenant_claim}' is not the id of a tenant.", code=TENANT_UNKNOWN
             )
         if complaint := tenant_complaint(role, tenant_id):
-            raise Forbidden(f"{complaint} A token says it in '{self._terms.tenant_claim}'.", code=MISSING_ROLE)
+            raise Forbidden(
+                f"{complaint} The token's claim '{self._terms.tenant_claim}' names the tenant.", code=MISSING_ROLE
+            )
         if tenant_id is not None:
             await self._check_tenant(tenant_id)
         return Caller(_actor(claims["sub"]), role, tenant_id)
@@ -133,7 +135,7 @@ class OidcVerifier:
             return self._keys[key_id]
         if self._failed:
             raise Unavailable(
-                "The token's issuer cannot be asked for its keys right now; try again shortly.",
+                "The keys of the token's issuer cannot be read right now; try again shortly.",
                 code="issuer_unavailable",
                 retry_after_s=REFETCH_S,
             )
@@ -185,10 +187,10 @@ async def read_keys(http: httpx.AsyncClient, issuer: str) -> dict[str, jwt.PyJWK
     """Return the issuer's published keys that can check signatures, by id. Raises one of FETCH_ERRORS."""
     found = await _get(http, f"{issuer.rstrip('/')}/.well-known/openid-configuration")
     if found.get("issuer") != issuer:
-        raise OtherIssuer(f"it calls itself {found.get('issuer')!r}")
+        raise OtherIssuer(f"its metadata names the issuer {found.get('issuer')!r}")
     location = str(found["jwks_uri"])
     if issuer.startswith("https:") and not location.startswith("https:"):
-        raise ValueError("its keys are not behind https")
+        raise ValueError("its jwks_uri is not an https:// URL")
     return dict(_usable((await _get(http, location))["keys"]))
 
 

@@ -93,6 +93,6 @@ def _checked(pepper: bytes, origin: str) -> bytes:
     if len(pepper) < MIN_PEPPER_BYTES:
         raise BadPepper(
             f"the key pepper from {origin} has {len(pepper)} bytes; use at least {MIN_PEPPER_BYTES} random ones, "
-            "and keep it: keys made under another pepper stop working"
+            "and keep it: keys created with another pepper stop working"
         )
     return pepper

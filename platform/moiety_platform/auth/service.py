@@ -110,7 +110,7 @@ async def rotate_key(
         raise BadRequest(f"'grace_s' must be between 0 and {MAX_GRACE_S} seconds.", param="grace_s")
     old = await get_key(session, key_id)
     if old.revoked_at is not None or (old.expires_at is not None and old.expires_at <= now):
-        raise Conflict("This key is revoked or expired; make a new one instead.", code="key_not_active")
+        raise Conflict("This key is revoked or expired; create a new one instead.", code="key_not_active")
     if old.replaced_by is not None:
         raise Conflict(f"This key was rotated already; rotate its successor {old.replaced_by}.", code="key_rotated")
     successor = ApiKey(
@@ -160,7 +160,7 @@ async def _check_not_last_owner(session: AsyncSession, key: ApiKey, now: datetim
     working = (await session.scalars(statement)).all()
     if not any(other.id != key.id for other in working):
         raise Conflict(
-            "This is the last working key of an owner; make another one before you revoke it.",
+            "This is the last working key of an owner; create another one before you revoke it.",
             code="last_admin_key",
         )
 

@@ -31,7 +31,7 @@ DEFAULT_LIST = 20
 MAX_LIST = 100
 SECURITY = [{KEY: list[str]()}]
 
-Limit = Annotated[str | None, whole(f"At most so many, {DEFAULT_LIST} if not given.", 1, MAX_LIST)]
+Limit = Annotated[str | None, whole(f"Largest number of results, {DEFAULT_LIST} if not given.", 1, MAX_LIST)]
 MAX_BODY_BYTES = 256 * 1024
 MAX_JSON_DEPTH = 8
 

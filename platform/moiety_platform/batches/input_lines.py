@@ -155,7 +155,7 @@ class Checker:
     def finish(self) -> None:
         """Finish after the last line: record an error for an empty file."""
         if self.num_lines == 0:
-            self.complain(None, "empty_file", "the file has no lines; write one request a line")
+            self.complain(None, "empty_file", "the file has no lines; write one request per line")
 
     def _check(self, raw: RawLine) -> GoodLine:
         line = read_line(raw, self._limits.max_line_bytes, self._limits.max_json_depth)
@@ -226,7 +226,7 @@ def _decode(text: bytes, max_depth: int) -> Line:
         ) from exc
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise BadRequest(
-            f"the line is not valid JSON ({exc}); write one JSON object a line, in UTF-8", code="invalid_json_line"
+            f"the line is not valid JSON ({exc}); write one JSON object per line, in UTF-8", code="invalid_json_line"
         ) from exc
 
 

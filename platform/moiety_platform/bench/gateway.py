@@ -98,7 +98,7 @@ def measure_gateway(settings: GatewayBench, say: Callable[[str], None]) -> dict[
 
 
 async def _measure(settings: GatewayBench, gateway: RunningGateway, say: Callable[[str], None]) -> dict[str, Any]:
-    say(f"making {settings.tenants} tenants with keys and limits …")
+    say(f"creating {settings.tenants} tenants with keys and limits …")
     keys = await make_tenants(gateway, settings.tenants)
     answers = chat_requests(keys, settings.output_tokens, stream=False)
     say("warming up …")
@@ -132,7 +132,7 @@ async def _soak(
     """Measure memory growth: resident bytes after a tenth of the requests, and after all of them."""
     rss_bytes = []
     for count in (settings.soak_requests // 10, settings.soak_requests - settings.soak_requests // 10):
-        say(f"{count} requests for memory's sake …")
+        say(f"{count} requests to measure the growth of memory …")
         await gateway.load(itertools.islice(answers, count), settings.connections)
         rss_bytes.append(gateway.rss_bytes)
     growth = round(rss_bytes[1] / rss_bytes[0] - 1, 4)

@@ -104,7 +104,7 @@ class Engines:
                 await self.replicas.start(client)
         except zmq.ZMQError as exc:
             await undo()
-            raise CannotUseEngine(f"an engine cannot be connected to: {exc}; check the addresses in engines") from exc
+            raise CannotUseEngine(f"cannot connect to an engine: {exc}; check the addresses in engines") from exc
         except BaseException:
             await undo()
             raise

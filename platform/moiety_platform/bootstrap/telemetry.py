@@ -116,7 +116,7 @@ class Telemetry:
             try:
                 exporters.append(("otlp", make(settings.otlp_endpoint)))
             except ModuleNotFoundError as exc:
-                raise CannotSendSpans(f"OTLP by gRPC needs {exc.name}: pip install 'moiety[grpc]'") from exc
+                raise CannotSendSpans(f"OTLP over gRPC needs {exc.name}: pip install 'moiety[grpc]'") from exc
         return [SpanSender(name, exporter, self._process_id) for name, exporter in exporters]
 
     def _metric_sender(self, settings: GatewaySettings, exporter: MetricExporter | None) -> MetricSender | None:

@@ -28,7 +28,7 @@ def _seconds(text: str) -> float | None:
     try:
         return float(text)
     except ValueError as exc:
-        raise ValueError(f"takes seconds, such as 0.5, or none; not {text!r}") from exc
+        raise ValueError(f"must be seconds, such as 0.5, or none, not {text!r}") from exc
 
 
 def _text(text: str) -> str | None:
@@ -101,7 +101,7 @@ CLASSES = Resource(
         Command("show", "Show one class.", parameters=(_IN_PATH,)),
         Command(
             "set",
-            "Change a class, with effect at the next request, and at every gateway within seconds.",
+            "Change a class. The change applies from the next request, at every gateway within seconds.",
             method="PATCH",
             parameters=(_IN_PATH, _RANK, *_TERMS),
             lacks="nothing to change; give --ttft-s, --rank or another option",
@@ -114,7 +114,7 @@ CLASSES = Resource(
         ),
         Command(
             "delete",
-            "Delete a class that is not shipped and that no tenant uses.",
+            "Delete a class that is not built in and that no tenant uses.",
             method="DELETE",
             parameters=(_IN_PATH,),
         ),

@@ -82,7 +82,7 @@ class AdminClient:
                     return project
         found = list(self.pages("/projects", tenant_id=tenant_id, name=name))
         if not found:
-            raise CommandError(f"the tenant has no project {name!r}; make it with: moiety project create {name}")
+            raise CommandError(f"the tenant has no project {name!r}; create it with: moiety project create {name}")
         return found[0]
 
     def get(self, path: str, **parameters: Any) -> dict[str, Any]:

@@ -19,13 +19,14 @@ P = ParamSpec("P")
 Url = Annotated[
     str | None,
     typer.Option(
-        envvar="MOIETY_URL", help="URL of the gateway. If not given, that of the moiety serve that uses --data-dir."
+        envvar="MOIETY_URL", help="URL of the gateway. If not given, the URL of the moiety serve that uses --data-dir."
     ),
 ]
 AdminKey = Annotated[
     str | None,
     typer.Option(
-        envvar="MOIETY_ADMIN_KEY", help="Admin key. If not given, that of the moiety serve that uses --data-dir."
+        envvar="MOIETY_ADMIN_KEY",
+        help="Admin key. If not given, the admin key of the moiety serve that uses --data-dir.",
     ),
 ]
 DataDir = Annotated[

@@ -69,7 +69,7 @@ def verify_chain(
     if expect is not None and not (
         expected_seq.isdigit() and 0 < int(expected_seq) <= len(seen) and seen[int(expected_seq) - 1] == expected_hash
     ):
-        raise CommandError(f"the audit log has no entry {expect} any more: it was cut off or made anew")
+        raise CommandError(f"the audit log has no entry {expect} any more: the log was truncated or replaced")
     head = f"{verified.num_entries}:{verified.head}"
     admin.show_row({"entries": verified.num_entries, "erased": verified.num_erased, "head": head})
 
@@ -80,7 +80,7 @@ def entries(client: AdminClient, object_id: str | None, *, whole: bool = False) 
     while after is not None:
         page = client.get("/audit", limit=PAGE, after=after, object_id=object_id)
         if whole and not page["whole"]:
-            raise CommandError("this key sees the entries of one tenant only; verify the log with an owner's key")
+            raise CommandError("this key can read the entries of one tenant only; verify the log with an owner's key")
         yield from page["data"]
         after = page["next_after"]
 

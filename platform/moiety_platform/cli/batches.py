@@ -42,7 +42,8 @@ BatchId = Annotated[str, typer.Argument(help="Id of the batch.")]
 Key = Annotated[
     str | None,
     typer.Option(
-        envvar="MOIETY_KEY", help="API key of a tenant. If not given, that of the moiety serve that uses --data-dir."
+        envvar="MOIETY_KEY",
+        help="API key of a tenant. If not given, the tenant's key of the moiety serve that uses --data-dir.",
     ),
 ]
 LOCAL = Path(".moiety")
@@ -54,7 +55,7 @@ def submit(
         Path, typer.Argument(exists=True, dir_okay=False, readable=True, help="File of requests, one per line.")
     ],
     endpoint: Annotated[
-        str | None, typer.Option(help="Endpoint of all requests. If not given, the `url` of the first one.")
+        str | None, typer.Option(help="Endpoint of all requests. If not given, the `url` of the first request.")
     ] = None,
     wait: Annotated[
         bool, typer.Option("--wait", help="Wait until the batch is finished and show its progress.")
@@ -151,7 +152,7 @@ def find_endpoint(file: Path) -> str:
                     raise CommandError(
                         f"the first line of {file} has no 'url'; give --endpoint, or see `moiety batch submit --help`"
                     ) from exc
-    raise CommandError(f"{file} has no lines; write one request a line")
+    raise CommandError(f"{file} has no lines; write one request per line")
 
 
 def follow(client: TenantClient, batch: dict[str, Any]) -> dict[str, Any]:

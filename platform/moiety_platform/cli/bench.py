@@ -106,7 +106,7 @@ def make_requests(
 ) -> list[TraceRequest]:
     if trace is None:
         if rate is None:
-            raise typer.BadParameter("needed where there is no --trace", param_hint="--rate")
+            raise typer.BadParameter("required without --trace", param_hint="--rate")
         count = num_requests or (int(rate * duration_s * 2) + 10 if duration_s else DEFAULT_NUM_REQUESTS)
         return shorten(draw_poisson(rng, rate, count, input_tokens, output_tokens), num_requests, duration_s)
     requests = shorten(read_trace(trace), num_requests, None)

@@ -158,7 +158,7 @@ def differences_from(file: Path, running: Sequence[Mapping[str, Any]]) -> Iterat
             continue
         if one["origin"] in (SettingOrigin.OPTION, SettingOrigin.ENVIRONMENT):
             if name in table:
-                yield SettingDifference(name, now, then, f"never: the gateway's {one['origin']} beats the file")
+                yield SettingDifference(name, now, then, f"never: the gateway's {one['origin']} overrides the file")
         elif name in table or one["origin"] == SettingOrigin.FILE:
             yield SettingDifference(name, now, then, one["reload"])
 
@@ -170,7 +170,7 @@ def problems_of(file: Path) -> Iterator[Problem]:
     known = {SECTION, TRACES, *BY_OPTIONS}
     for section, table in document.items():
         if section not in known:
-            yield Problem(_line(lines, section), section, f"no part reads this table; {_meant(section, known)}")
+            yield Problem(_line(lines, section), section, f"no command reads this table; {_meant(section, known)}")
         elif not isinstance(table, dict):
             yield Problem(_line(lines, section), section, "must be a table of settings")
         elif section in BY_OPTIONS:

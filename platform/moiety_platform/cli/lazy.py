@@ -47,7 +47,7 @@ def explain_missing_package(exc: ModuleNotFoundError) -> CommandError | None:
     extra = EXTRA_OF_PACKAGE.get(package)
     if extra is None:
         return None
-    return CommandError(f'this needs {package}, which is not installed; run: pip install "moiety[{extra}]"')
+    return CommandError(f'this command needs {package}, which is not installed; run: pip install "moiety[{extra}]"')
 
 
 class LazyCommand(TyperCommand):

@@ -42,7 +42,7 @@ COMMANDS: dict[str, tuple[Target, str]] = {
     "doctor": ("moiety_platform.cli.doctor.command:doctor", "Find problems of a deployment, and suggest remedies."),
     "apply": (
         "moiety_platform.cli.apply.command:apply",
-        "Make tenants, classes and quotas match a file (declarative configuration).",
+        "Apply a file that declares tenants, classes and quotas (declarative configuration).",
     ),
     "top": ("moiety_platform.cli.top.command:top", "Watch engines, classes and tenants in the terminal."),
     "usage": ("moiety_platform.cli.usage:app", "Show usage by tenant, model or hour, and reconcile it."),

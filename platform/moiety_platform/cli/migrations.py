@@ -15,5 +15,5 @@ def find_upgrade() -> Callable[[str], str]:
     """Return the function that migrates a database. Raises CommandError if it is not installed."""
     found = entry_points(group=MIGRATIONS_GROUP, name="upgrade")
     if not found:
-        raise CommandError("no installed package brings the database's migrations; reinstall moiety")
+        raise CommandError("no installed package contains the database's migrations; reinstall moiety")
     return cast("Callable[[str], str]", next(iter(found)).load())

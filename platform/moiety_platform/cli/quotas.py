@@ -49,11 +49,11 @@ def set_quota(
     tokens_per_day: Annotated[
         int | None, typer.Option(min=0, help="Largest number of prompt and output tokens per day (UTC).")
     ] = None,
-    tokens_per_month: Annotated[int | None, typer.Option(min=0, help="The same for a calendar month, UTC.")] = None,
+    tokens_per_month: Annotated[int | None, typer.Option(min=0, help="The same per calendar month (UTC).")] = None,
     dollars_per_day: Annotated[
         str | None, typer.Option(help="Largest cost per day (UTC) in US dollars, by the prices of `moiety price`.")
     ] = None,
-    dollars_per_month: Annotated[str | None, typer.Option(help="The same for a calendar month, UTC.")] = None,
+    dollars_per_month: Annotated[str | None, typer.Option(help="The same per calendar month (UTC).")] = None,
     alert_at: Annotated[
         str | None,
         typer.Option(
@@ -76,7 +76,7 @@ def set_quota(
     if sum(given is not None for given in (tenant, project, key)) != 1 or not chosen:
         raise typer.BadParameter("give one of --tenant, --project and --key, and --tokens-per-day or another limit")
     if percents and not any(kind.endswith(WINDOWS) for kind in chosen):
-        raise typer.BadParameter("--alert-at is for limits a day or a month; give one of these as well")
+        raise typer.BadParameter("--alert-at applies to limits per day or month; set one of these as well")
     ((level, scope_id),) = _scopes(admin.client, tenant, project, key)
     rows = []
     for kind, cap in chosen.items():
@@ -114,7 +114,7 @@ def thresholds(text: str | None) -> list[int] | None:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError as exc:
-        raise typer.BadParameter("--alert-at takes whole percents, as 50,80,100, or none") from exc
+        raise typer.BadParameter("--alert-at must be whole percentages, such as 50,80,100, or none") from exc
 
 
 def _show(admin: Admin, rows: list[dict[str, Any]]) -> None:

@@ -54,11 +54,11 @@ def support_bundle(
         str | None,
         typer.Option(
             envvar="MOIETY_OPERATIONS_URL",
-            help="URL of the operations endpoints of the gateway. If not given, that of --url.",
+            help="URL of the operations endpoints of the gateway. If not given, the value of --url.",
         ),
     ] = None,
     log: Annotated[
-        list[Path] | None, typer.Option(help="Log file whose end is included. May be given several times.")
+        list[Path] | None, typer.Option(help="Log file whose last lines are included. May be given several times.")
     ] = None,
 ) -> None:
     """Write versions, settings, the doctor's findings, metrics, engines' loads and the ends of logs into one file.
@@ -77,7 +77,7 @@ def support_bundle(
             ]
     except OSError as exc:
         raise CommandError(f"cannot write {target} ({exc.strerror}); give another name as --output") from exc
-    say(f"{target} has {', '.join(names)}; look at it before you hand it on")
+    say(f"{target} has {', '.join(names)}; read it before you share it")
 
 
 def secrets_of(patient: DoctorContext) -> list[str]:

@@ -115,7 +115,9 @@ def reconcile(
     journal: Annotated[
         list[Path] | None,
         typer.Option(
-            "--journal", help="File of the --usage-journal of an engine. Give those of all engines.", exists=True
+            "--journal",
+            help="Usage journal of an engine (its --usage-journal). Give the journals of all engines.",
+            exists=True,
         ),
     ] = None,
 ) -> None:
@@ -158,7 +160,10 @@ def show_reconciliation(report: dict[str, Any]) -> None:
     for one in report["differences"]:
         say(f"  tenant {one['tenant_id']}: {one['requests']} · {one['ledger']} · {one['hours']}")
     if report["days"]:
-        say("sums of days are not those of their hours; DELETE FROM usage_day_marks has retention make them anew:")
+        say(
+            "sums of days differ from the sums of their hours; DELETE FROM usage_day_marks makes retention compute "
+            "them again:"
+        )
     for one in report["days"]:
         say(f"  tenant {one['tenant_id']}: {one['days']} · {one['hours']}")
     aside = report.get("set_aside", {})
@@ -169,7 +174,7 @@ def show_reconciliation(report: dict[str, Any]) -> None:
         say("requests and bills do not agree; write them to the database: moiety usage restore")
     for one in aside.get("shown", ()):
         say(f"  {one['request_id']} of tenant {one['tenant_id']}, begun {one['started_at']}")
-    say("limits add up" if not report["windows"] else "limits do not add up:")
+    say("limits add up" if not report["windows"] else "limits differ from their leases:")
     for one in report["windows"]:
         say(f"  {one}")
     for one in report["quarantined"]:

@@ -36,7 +36,7 @@ def restore(
     try:
         restored, left = asyncio.run(restore_rows(settings))
     except (BadDatabaseUrl, PlatformError, OSError) as exc:
-        raise CommandError(f"{exc} Nothing that is set aside was lost.") from exc
+        raise CommandError(f"{exc} No row that was set aside is lost.") from exc
     folder = settings.usage_journal_dir
     say(f"{restored} usage rows of {folder} are in the database; {left} rows and lines remain")
     if left:

@@ -23,7 +23,7 @@ def ensure_secrets(api: SecretsApi, name: str, database_host: str | None) -> lis
             return []
         if api.create(name, missing) if found is None else api.replace(found, {**present, **missing}):
             return sorted(missing)
-    raise ApiRefused(f"the Secret {name} was changed by others {TRIES} times while this looked: try again")
+    raise ApiRefused(f"the Secret {name} was changed by other clients {TRIES} times during this command: try again")
 
 
 def put_key(api: SecretsApi, name: str, key: str) -> None:
@@ -33,4 +33,4 @@ def put_key(api: SecretsApi, name: str, key: str) -> None:
         found = api.read(name)
         if api.create(name, entries) if found is None else api.replace(found, {**found.entries, **entries}):
             return
-    raise ApiRefused(f"the Secret {name} was changed by others {TRIES} times while this looked: try again")
+    raise ApiRefused(f"the Secret {name} was changed by other clients {TRIES} times during this command: try again")

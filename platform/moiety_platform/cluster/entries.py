@@ -50,4 +50,4 @@ def _text(name: str, value: bytes) -> str:
     try:
         return value.decode()
     except UnicodeDecodeError:
-        raise UnusableEntry(f"the entry {name} is not text in UTF-8: put another in its place") from None
+        raise UnusableEntry(f"the entry {name} is not text in UTF-8: replace it") from None

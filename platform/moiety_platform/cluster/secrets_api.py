@@ -104,8 +104,9 @@ class SecretsApi:
             if exc.status.code == expected:
                 return None
             raise ApiRefused(
-                f"Kubernetes would not let this pod {deed}: {exc.status.code} {exc.status.message}. Give its service "
-                "account the role that the chart makes for it"
+                f"Kubernetes does not allow this pod to {deed}: {exc.status.code} {exc.status.message}. Give its "
+                "service "
+                "account the role that the chart creates for it"
             ) from exc
         except httpx2.HTTPError as exc:
             raise ApiRefused(

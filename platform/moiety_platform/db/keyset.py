@@ -16,7 +16,7 @@ from moiety_platform.query_parameters import parse_whole
 
 Row = TypeVar("Row")
 
-After = Annotated[str | None, QueryParameter(description="The id of the last object of the part before.")]
+After = Annotated[str | None, QueryParameter(description="Id of the last object of the previous page.")]
 
 
 class Identified(TypedDict):

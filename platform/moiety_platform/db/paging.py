@@ -86,7 +86,7 @@ def decode_cursor(cursor: str) -> Position:
         return Position(at=_EPOCH + int(at_us) * _MICROSECOND, row_id=row_id)
     except (ValueError, binascii.Error, OverflowError) as exc:
         raise BadRequest(
-            "'cursor' is not one that this server gave; pass 'next_cursor' of the previous page unchanged.",
+            "'cursor' was not issued by this server; pass 'next_cursor' of the previous page unchanged.",
             param="cursor",
         ) from exc
 

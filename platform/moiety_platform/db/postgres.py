@@ -169,7 +169,7 @@ def _explained(reason: BaseException | str) -> str:
     told = " ".join(str(reason).split()) or type(reason).__name__
     if "unsupported startup parameter" in told:
         return (
-            f"{told}: the pooler does not pass it on; take it out of the URL and set it for the role "
+            f"{told}: the pooler does not pass it on; remove it from the URL and set it for the role "
             "(ALTER ROLE … SET …), or add it to the pooler's ignore_startup_parameters"
         )
     if "statement pooling" in told:

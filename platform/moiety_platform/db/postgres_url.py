@@ -157,7 +157,9 @@ def parse_postgres_url(uri: str) -> PostgresUrl:
         if given.setdefault("sslmode", "verify-full") != "verify-full":
             raise BadPostgresUrl("sslrootcert=system needs sslmode=verify-full, as libpq says")
         if given.keys() & {"sslcrl", "sslnegotiation"}:
-            raise BadPostgresUrl("sslrootcert=system goes with neither sslcrl nor sslnegotiation; name a file instead")
+            raise BadPostgresUrl(
+                "sslrootcert=system cannot be combined with sslcrl or sslnegotiation; name a file instead"
+            )
     filled = {name: value or None for name, value in parameters.items()}
     return PostgresUrl(hosts, filled["user"], filled["password"], filled["database"], given, is_pooled)
 
@@ -210,7 +212,7 @@ def _hosts(authority: str, named: str | None, ports: str | None) -> tuple[tuple[
             raise BadPostgresUrl(f"{len(each)} ports are given for {len(found)} hosts; give one, or one for each")
         found = [(host, each[i] if len(each) > 1 else each[0]) for i, (host, _) in enumerate(found)]
     if any(not host for host, _ in found) and len(found) > 1:
-        raise BadPostgresUrl("a host among several is empty; name each")
+        raise BadPostgresUrl("one of several hosts is empty; name each host")
     return () if found == [("", None)] else tuple(found)
 
 
@@ -218,7 +220,7 @@ def _port(text: str | None) -> int | None:
     if not text:
         return None
     if not text.isdecimal() or not 0 < int(text) < 65536:
-        raise BadPostgresUrl(f"the port {text!r} is none; give a number from 1 to 65535")
+        raise BadPostgresUrl(f"the port {text!r} is not valid; give a number from 1 to 65535")
     return int(text)
 
 

@@ -128,8 +128,8 @@ def problems_of_calls(items: Sequence[DecisionItem]) -> Iterator[PydanticCustomE
             made.add((item.type, item.call_id))
         elif isinstance(item, DecisionCallOutput) and (item.type.removesuffix("_output"), item.call_id) not in made:
             yield refuse(
-                f"'input.{number}' has the result of the call {item.call_id[:64]!r}, which no "
-                f"{item.type.removesuffix('_output')!r} before it has made; send the call, or leave the result out"
+                f"'input.{number}' has the result of the call {item.call_id[:64]!r}, but no earlier "
+                f"{item.type.removesuffix('_output')!r} has this call_id; send the call, or leave the result out"
             )
 
 

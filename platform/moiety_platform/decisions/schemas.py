@@ -29,7 +29,7 @@ class DecisionBody(InferenceBody):
     input: DecisionItems
     questions: Questions
     prompt_cache_key: Annotated[
-        _EndUser | None, ignored("Prefixes are cached without a key, for each tenant apart.")
+        _EndUser | None, ignored("Prefixes are cached without a key, separately for each tenant.")
     ] = None
     prompt_cache_options: PromptCacheOptions | None = None
     safety_identifier: _EndUser | None = None

@@ -42,7 +42,9 @@ async def put_declaration(session: AsyncSession, new: NewDeclaration) -> Declara
     try:
         await session.flush()
     except IntegrityError as exc:
-        raise Conflict("Somebody else declared this just now; apply again.", code="declared_elsewhere") from exc
+        raise Conflict(
+            "Another client changed this declaration at the same time; apply again.", code="declared_elsewhere"
+        ) from exc
     return record
 
 

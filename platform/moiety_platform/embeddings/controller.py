@@ -36,8 +36,8 @@ EMBEDDINGS = Endpoint(
     _answer,
     EndpointDocs(
         tag="embeddings",
-        summary="Make vectors of texts",
-        detail="OpenAI's Embeddings: a vector of each input.",
+        summary="Compute embeddings of texts",
+        detail="OpenAI's Embeddings API: one vector for each input.",
         answer=EmbeddingList,
     ),
 )

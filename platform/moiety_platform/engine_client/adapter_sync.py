@@ -83,7 +83,9 @@ class AdapterSync:
             self._sent[adapter_id] = sending
         await asyncio.wait({sending})  # continues if the waiting request is cancelled
         if sending.cancelled():
-            raise Unavailable("the engine was lost while it was sent the adapter; try again shortly", retry_after_s=1)
+            raise Unavailable(
+                "the engine was lost while the adapter was sent to it; try again shortly", retry_after_s=1
+            )
         error = sending.exception()
         if error is not None:
             if self._sent.get(adapter_id) is sending:

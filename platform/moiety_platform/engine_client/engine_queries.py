@@ -44,4 +44,6 @@ class EngineQueries:
         """Fail all open queries."""
         for answer in self._open.values():
             if not answer.done():
-                answer.set_exception(Unavailable("the engine is gone; try again shortly", retry_after_s=1))
+                answer.set_exception(
+                    Unavailable("the engine is no longer available; try again shortly", retry_after_s=1)
+                )

@@ -153,12 +153,12 @@ class FakeEngineClient:
     def set_asleep(self, *, asleep: bool) -> None:
         """Sleep or wake at once. Running requests continue."""
         if not self._alive:
-            raise Unavailable(f"the engine at {self.address} is not there; try again shortly", retry_after_s=1)
+            raise Unavailable(f"the engine at {self.address} is not available; try again shortly", retry_after_s=1)
         self._sleep = SleepState.ASLEEP if asleep else SleepState.AWAKE
 
     async def expert_load(self, minutes: int, tenant_id: str | None) -> ExpertLoad | None:
         if not self._alive:
-            raise Unavailable(f"the engine at {self.address} is not there; try again shortly", retry_after_s=1)
+            raise Unavailable(f"the engine at {self.address} is not available; try again shortly", retry_after_s=1)
         return self.expert_loads.get(tenant_id)
 
     async def start(self) -> None:
@@ -183,7 +183,7 @@ class FakeEngineClient:
     @asynccontextmanager
     async def open(self, submit: Submit, inbox: Inbox[EngineStream] | None = None) -> AsyncIterator[EngineStream]:
         if not self._alive:
-            raise Unavailable(f"the engine for {submit.model!r} is not there; try again shortly", retry_after_s=1)
+            raise Unavailable(f"the engine for {submit.model!r} is not available; try again shortly", retry_after_s=1)
         stream = EngineStream(submit, inbox, self._take)
         num_resumed = len(submit.resumed_ids or ())
         run = self._running[submit.request_id] = _Running(submit, stream, submit.credit_tokens, num_emitted=num_resumed)

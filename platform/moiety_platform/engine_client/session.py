@@ -148,7 +148,7 @@ class Session:
         for message in messages[num_sent:]:
             stream = self.streams.get(message.request_id) if isinstance(message, Submit) else None
             if stream is not None:
-                stream.fail(Unavailable("the engine is gone; try again shortly", retry_after_s=1))
+                stream.fail(Unavailable("the engine is no longer available; try again shortly", retry_after_s=1))
         if num_sent < len(messages):
             self._lose("the connection is gone")
 

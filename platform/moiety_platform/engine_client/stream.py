@@ -146,20 +146,20 @@ class EngineStream:
         if self.ended:
             return
         if message.seq != self._next_seq_in:
-            self._break(f"message {message.seq} came where {self._next_seq_in} was due")
+            self._break(f"message {message.seq} arrived instead of {self._next_seq_in}")
             return
         self._next_seq_in += 1
         if type(message) is Tokens:
             if self.accepted is None:
-                self._break("tokens came before the verdict")
+                self._break("tokens arrived before the admission decision")
                 return
             if message.position != self.num_output_tokens:
-                self._break(f"tokens from position {message.position} came where {self.num_output_tokens} was due")
+                self._break(f"tokens arrived from position {message.position} instead of {self.num_output_tokens}")
                 return
             self.num_output_tokens += len(message.token_ids)
             self.num_cached_tokens = self.num_cached_tokens or message.num_cached_tokens
             if self.num_output_tokens > self.credit_tokens:
-                self._break(f"{self.num_output_tokens} tokens came for a credit of {self.credit_tokens}")
+                self._break(f"{self.num_output_tokens} tokens arrived for a credit of {self.credit_tokens}")
                 return
             self.inbox.put(self, message)
         elif type(message) is Accepted:

@@ -119,13 +119,13 @@ class ZmqEngineClient:
     def set_asleep(self, *, asleep: bool) -> None:
         session = self._session
         if session is None or not self.state.healthy:
-            raise Unavailable(f"the engine at {self._address} is not there; try again shortly", retry_after_s=1)
+            raise Unavailable(f"the engine at {self._address} is not available; try again shortly", retry_after_s=1)
         session.send(SleepCommand(asleep))
 
     async def expert_load(self, minutes: int, tenant_id: str | None) -> ExpertLoad:
         session = self._session
         if session is None or not self.state.healthy:
-            raise Unavailable(f"the engine at {self._address} is not there; try again shortly", retry_after_s=1)
+            raise Unavailable(f"the engine at {self._address} is not available; try again shortly", retry_after_s=1)
         return await session.questions.ask(minutes, tenant_id)
 
     async def start(self) -> None:
@@ -145,7 +145,7 @@ class ZmqEngineClient:
         """Return the session. Raises Unavailable."""
         session = self._session
         if session is None or session.card is None or session.refusal:
-            raise Unavailable(f"the engine for {model!r} is not there; try again shortly", retry_after_s=1)
+            raise Unavailable(f"the engine for {model!r} is not available; try again shortly", retry_after_s=1)
         return session
 
     def _note_settled(self, replica_id: str, request_ids: list[str]) -> None:

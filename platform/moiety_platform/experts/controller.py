@@ -28,7 +28,12 @@ MAX_MINUTES = 60
 
 Minutes = Annotated[
     str | None,
-    whole("How far back; 0 for all since the engines' start, an hour if not given.", 0, MAX_MINUTES),
+    whole(
+        "Length of the period up to now, in minutes; 0 is the whole time since the engines' start; an hour if not "
+        "given.",
+        0,
+        MAX_MINUTES,
+    ),
 ]
 
 

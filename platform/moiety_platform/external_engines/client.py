@@ -143,7 +143,7 @@ class ExternalEngineClient:
 
     def set_asleep(self, *, asleep: bool) -> None:
         raise Conflict(
-            f"the server at {self.address} is not an engine of ours and cannot be told to sleep; stop it there"
+            f"the server at {self.address} is an external engine, which has no sleep mode; stop the server itself"
         )
 
     async def expert_load(self, minutes: int, tenant_id: str | None) -> None:
@@ -165,13 +165,15 @@ class ExternalEngineClient:
     async def open(self, submit: Submit, inbox: Inbox[EngineStream] | None = None) -> AsyncIterator[EngineStream]:
         """Submit a request; see EngineClient. Also raises BadRequest for features that this kind of server lacks."""
         if not self._is_healthy:
-            raise Unavailable(f"the engine for {submit.model!r} is not there; try again shortly", retry_after_s=1)
+            raise Unavailable(f"the engine for {submit.model!r} is not available; try again shortly", retry_after_s=1)
         stream = EngineStream(submit, inbox, self._take)
         stream.begins_by_output = True
         stream.credit_is_last = True  # the server gets its token limit once, with the request
         answer = ExternalAnswer(submit, self._prober.tokenizer, self._prober.eos_token_ids, self._clock)
         if submit.images:
-            raise Unavailable(f"this engine of {submit.model!r} takes no images; try again shortly", retry_after_s=1)
+            raise Unavailable(
+                f"this engine of {submit.model!r} does not accept images; try again shortly", retry_after_s=1
+            )
         dialect = ChatCompletions(self._address) if isinstance(submit, ChatSubmit) else self._dialect
         refusal = _refusal_of(submit, dialect)
         if isinstance(submit, ChatSubmit) and submit.resumed_ids:  # no server goes on with an answer of a chat

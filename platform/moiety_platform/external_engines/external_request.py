@@ -168,7 +168,7 @@ class ExternalRequest:
         if self.stream.ended:
             return
         if not self.answer.has_finished:
-            raise EngineFailed("the engine broke off its answer; send the request again")
+            raise EngineFailed("the engine ended its answer early; send the request again")
         self.stream.deliver(self.answer.end())
 
 

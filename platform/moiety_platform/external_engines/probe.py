@@ -113,7 +113,7 @@ class Prober:
             max_model_len = settings.get("n_ctx") if isinstance(settings, dict) else None
         known = [n for n in (count_of(max_model_len), self._address.context_tokens) if n is not None and n > 1]
         if not known:
-            raise UnhealthyServer("does not say the length of its context; add context=TOKENS to its address")
+            raise UnhealthyServer("does not report its context length; add context=TOKENS to its address")
         return min(known)
 
     def _find(self, answer: Any) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class Prober:
         try:
             return msgspec.json.decode((await self._get(path)).removeprefix(BOM))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise UnhealthyServer(f"answers {path} with what is not JSON") from error
+            raise UnhealthyServer(f"answers {path} with a body that is not JSON") from error
 
     async def _get(self, path: str) -> bytes:
         try:
@@ -159,7 +159,7 @@ class Prober:
                         raise UnhealthyServer(f"answers {path} with more than {MAX_ANSWER_BYTES} bytes")
                 return bytes(body)
         except MalformedAnswer as error:
-            raise UnhealthyServer(f"answers {path} with what cannot be read: {error}") from error
+            raise UnhealthyServer(f"answers {path} with an invalid body: {error}") from error
         except (TimeoutError, httpx.TimeoutException) as error:
             raise NoResponse(f"did not answer {path} within {self._timeout_s:g} s") from error
         except httpx.HTTPError as error:

@@ -21,8 +21,8 @@ from moiety_platform.query_parameters import one_of, whole
 DEFAULT_LIST = MAX_LIST = 10_000
 SECURITY = [{KEY: list[str]()}]
 
-Limit = Annotated[str | None, whole("At most so many, all if not given.", 1, MAX_LIST)]
-Order = Annotated[str | None, one_of("By time; desc if not given.", "asc", "desc")]
+Limit = Annotated[str | None, whole("Largest number of results, all if not given.", 1, MAX_LIST)]
+Order = Annotated[str | None, one_of("Order by time; desc if not given.", "asc", "desc")]
 
 
 FilesDependency = NamedDependency[SkipValidation[Files]]

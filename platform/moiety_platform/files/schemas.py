@@ -50,7 +50,7 @@ UPLOAD_FORM: dict[str, Any] = {
             "type": "string",
             "contentMediaType": "application/octet-stream",
             "minLength": 1,
-            "description": "Requests in JSON, one a line, or an image (PNG, JPEG or WebP).",
+            "description": "Requests in JSON, one per line, or an image (PNG, JPEG or WebP).",
         },
         **_EXPIRES,
     },

@@ -62,7 +62,7 @@ async def grow_file(
     grown = update(StoredFile).where(*mine).values(num_bytes=num_bytes, touched_ms=now())
     tenant_id = await session.scalar(grown.returning(StoredFile.tenant_id))
     if tenant_id is None:
-        raise Conflict("the upload was given up, since nothing came for too long; upload the file again")
+        raise Conflict("the upload was aborted, because no data arrived for too long; upload the file again")
     kept = StoredFile.tenant_id == tenant_id, StoredFile.state != FileState.DELETED
     total = await session.scalar(select(func.sum(StoredFile.num_bytes)).where(*kept))
     if int(total or 0) > max_tenant_bytes:
@@ -81,7 +81,7 @@ async def publish_file(
     """
     file = await session.get(StoredFile, file_id, with_for_update=True)
     if file is None or file.state != FileState.UPLOADING:
-        raise Conflict("the upload was given up, since nothing came for too long; upload the file again")
+        raise Conflict("the upload was aborted, because no data arrived for too long; upload the file again")
     file.purpose, file.digest, file.state = purpose, digest, FileState.READY
     if expires_s is not None:
         file.expires_ms = file.created_ms + expires_s * 1000

@@ -37,7 +37,7 @@ class AnswerNotKept(Gone):
 
     def __init__(self) -> None:
         super().__init__(
-            "The first request with this Idempotency-Key was answered, with more than this server keeps for it; send "
+            "The first request with this Idempotency-Key was answered, with more than this server stores; send "
             "the request with a new Idempotency-Key to have it answered, and charged, once more"
         )
 
@@ -47,7 +47,7 @@ class TooManyKeys(RateLimited):
 
     def __init__(self, max_keys: int) -> None:
         super().__init__(
-            f"{max_keys:,} Idempotency-Keys of this tenant are remembered, and no more can be; wait until the oldest "
+            f"{max_keys:,} Idempotency-Keys of this tenant are stored, which is the limit; wait until the oldest "
             "expire, or send the request without one",
             retry_after_s=EXHAUSTED_RETRY_S,
         )

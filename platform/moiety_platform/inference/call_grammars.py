@@ -80,11 +80,12 @@ class CallGrammars:
 
     def _check_beside(self, answer: GrammarSpec, offer: ToolOffer) -> None:
         """Raise BadRequest for a response format that cannot stand beside tools."""
-        why = "its engine follows no grammars"
+        why = "its engine does not support grammars"
         if self._follows_grammars:
             why = ambiguity_of(answer, self._form, offer, self.markers)
         if why:
             raise BadRequest(
-                f"the model {self._model!r} cannot follow a response format beside tools; leave one of them out: {why}",
+                f"the model {self._model!r} does not support a response format together with tools; leave one of the "
+                f"two out: {why}",
                 code=UNSUPPORTED_RESPONSE_FORMAT,
             )

@@ -65,7 +65,7 @@ def check_limits(generation: Generation, num_sequences: int, card: ModelCard, ma
         raise BadRequest(message, code="prompt_logprobs_not_supported", param=field)
     for num_logprobs in (generation.sampling.num_logprobs, generation.sampling.num_prompt_logprobs):
         if num_logprobs is not None and num_logprobs > card.max_num_logprobs:
-            raise BadRequest(f"this model gives at most {card.max_num_logprobs} alternatives a token; ask for fewer")
+            raise BadRequest(f"this model gives at most {card.max_num_logprobs} alternatives per token; request fewer")
     for name, ids in (
         ("logit_bias", generation.sampling.logit_bias or ()),
         ("stop_token_ids", generation.stop_token_ids),
@@ -214,8 +214,8 @@ def _check_scoring(card: ModelCard) -> None:
     """Check that the engine can score options. Raises BadRequest."""
     if not card.extensible:
         raise BadRequest(
-            f"the engine of the model {card.model!r} is an external one, which scores no prompts; use a model of an "
-            "engine of this server, or send a chat with a JSON schema of the choices in 'response_format'",
+            f"the engine of the model {card.model!r} is external and cannot score prompts; use a model of a Moiety "
+            "engine, or send a chat with a JSON schema of the choices in 'response_format'",
             code="decisions_not_supported",
             param="model",
         )
@@ -232,7 +232,8 @@ def _check_pooling(generation: Generation, card: ModelCard) -> None:
             raise BadRequest(message, code="classification_not_supported", param="model")
         case PoolingTask.SCORE if len(card.labels) != 1 and not card.embedding_width:
             raise BadRequest(
-                f"the model {card.model!r} scores no texts; use a cross-encoder with one label or an embedding model",
+                f"the model {card.model!r} cannot score texts; use a cross-encoder with one label or an embedding "
+                "model",
                 code="score_not_supported",
                 param="model",
             )
@@ -244,14 +245,14 @@ def _check_embedding(generation: Generation, card: ModelCard) -> None:
     width = card.embedding_width
     if not width:
         raise BadRequest(
-            f"the engine of the model {card.model!r} makes no embeddings; use another model",
+            f"the engine of the model {card.model!r} does not support embeddings; use another model",
             code="embeddings_not_supported",
             param="model",
         )
     if generation.dimensions is not None and generation.dimensions > width:
         raise BadRequest(
-            f"'dimensions' is {generation.dimensions}, and the vectors of {card.model!r} have {width} numbers; ask for "
-            "as many or fewer",
+            f"'dimensions' is {generation.dimensions}, but the vectors of {card.model!r} have {width} numbers; request "
+            "at most as many",
             param="dimensions",
         )
 
@@ -262,7 +263,7 @@ def _check_numbers(generation: Generation, width: int) -> None:
     if generation.max_numbers is not None and numbers > generation.max_numbers:
         more = ", or ask for fewer 'dimensions' or for 'base64'" if generation.task is PoolingTask.EMBED else ""
         raise BadRequest(
-            f"the results of {len(generation.prompts):,} inputs have {numbers:,} numbers, and there may be "
+            f"the results of {len(generation.prompts):,} inputs have {numbers:,} numbers, more than "
             f"{generation.max_numbers:,}; send fewer inputs in one request{more}",
             code="answer_too_large",
             param=generation.prompt_field,

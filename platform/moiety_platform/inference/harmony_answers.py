@@ -65,7 +65,7 @@ class HarmonyAnswers:
         has_inputs = offer is not None and any(self.follows_input(tool) for tool in offer.tools)
         if grammar is not None and offer is not None and not self._by_grammar:
             raise BadRequest(
-                "this model's engine cannot follow a response format beside tools; leave one of them out",
+                "this model's engine does not support a response format together with tools; leave one of the two out",
                 code=UNSUPPORTED_RESPONSE_FORMAT,
             )
         if conversation.prefill or (grammar is not None and not self._by_grammar):

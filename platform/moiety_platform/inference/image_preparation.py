@@ -151,7 +151,7 @@ def _without_oldest(conversation: Conversation, max_images: int, replaced: list[
         if not is_result or num_left <= 0:
             return part
         num_left -= 1
-        return _not_shown(f"there are {max_images} later ones, as many as a request may have")
+        return _not_shown(f"{max_images} later images are shown, the limit of a request")
 
     return conversation if num_left <= 0 else _changed(conversation, change, replaced)
 

@@ -242,7 +242,7 @@ class QuotaReservation:
             self._hold.settle(dict.fromkeys(Unit, 0))
             self._hold = None
             raise Forbidden(
-                "A limit on money stands, and this model has no price; an administrator sets one with "
+                "A limit on money applies, but this model has no price; an administrator can set one with "
                 "`moiety price set MODEL --input … --output …`.",
                 code="model_without_price",
             )

@@ -30,7 +30,7 @@ from moiety_platform.traces.tracing import Phase, Tracing
 from moiety_platform.usage.billing_context import BillingContext
 from moiety_platform.usage.row import KILLED, UsageRow
 
-STOPPING = Unavailable("the server is stopping; send the request again", code="server_stopping", retry_after_s=1)
+STOPPING = Unavailable("the server is shutting down; send the request again", code="server_stopping", retry_after_s=1)
 
 log = structlog.get_logger(__name__)
 

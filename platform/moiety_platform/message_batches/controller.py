@@ -66,7 +66,7 @@ BODY_FACTOR = 8  # a batch's body may have so many times the bytes of a request'
 INPUT_NAME = "message_batch.jsonl"
 JSONL = "application/x-jsonl"
 
-Limit = Annotated[str | None, whole(f"At most so many, {DEFAULT_PAGE} if not given.", 1, MAX_PAGE)]
+Limit = Annotated[str | None, whole(f"Largest number of results, {DEFAULT_PAGE} if not given.", 1, MAX_PAGE)]
 BeforeId = Annotated[str | None, QueryParameter(description="The id of the batch after the page.")]
 AfterId = Annotated[str | None, QueryParameter(description="The id of the batch before the page.")]
 
@@ -121,7 +121,7 @@ def parse_page(
     if not 1 <= most <= MAX_PAGE:
         raise BadRequest(f"'limit' must be between 1 and {MAX_PAGE:,}, not {most}", param="limit")
     if before_id is not None and after_id is not None:
-        raise BadRequest("'before_id' and 'after_id' cannot go together; send one of them", param="before_id")
+        raise BadRequest("'before_id' and 'after_id' exclude each other; send only one", param="before_id")
     return ListRequest(most, before_id or after_id, newest_first=before_id is None)
 
 

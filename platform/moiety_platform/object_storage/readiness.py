@@ -42,7 +42,7 @@ class ObjectStoreReadiness(ReadinessCheck):
 
     async def _require(self) -> None:
         if await self.why_not_ready():  # the reason is for the operator: it is logged, and told by /readyz
-            raise Unavailable("the object store is away; try again shortly", code=UNAVAILABLE, retry_after_s=1)
+            raise Unavailable("the object store is not available; try again shortly", code=UNAVAILABLE, retry_after_s=1)
 
     async def _look(self) -> str:
         try:

@@ -282,7 +282,9 @@ def _translated(name: str) -> Iterator[None]:
             raise InsufficientStorage(
                 "there is no space left for files; nothing was stored: try again later", code=FULL
             ) from exc
-        raise Unavailable("the object store is away; try again shortly", code=UNAVAILABLE, retry_after_s=1) from exc
+        raise Unavailable(
+            "the object store is not available; try again shortly", code=UNAVAILABLE, retry_after_s=1
+        ) from exc
 
 
 def _remove_unfinished(folder: Path, before_s: float | None) -> int:

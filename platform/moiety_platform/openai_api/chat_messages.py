@@ -75,7 +75,7 @@ class ChatMessage(StrictBody):
     name: str | None = None
     refusal: str | None = None  # an assistant's, which the model reads as text
     reasoning_content: str | None = None  # an assistant's reasoning, which the template may omit
-    reasoning: Annotated[Any, mapped("It is the name of `reasoning_content` in vLLM and OpenRouter.")] = (
+    reasoning: Annotated[Any, mapped("Name of `reasoning_content` in vLLM and OpenRouter.")] = (
         None  # others' values are not text
     )
     audio: Annotated[Any, refused("answers with audio are not supported; leave the field out", [])] = None
@@ -112,7 +112,7 @@ class ChatMessage(StrictBody):
     @classmethod
     def _calls_are_the_assistants(cls, value: Any, info: ValidationInfo) -> Any:
         if value and info.data.get("role", "assistant") != "assistant":
-            raise refuse("calls are for the assistant only")
+            raise refuse("only messages of the assistant can have calls")
         return value
 
     @model_validator(mode="after")
@@ -122,7 +122,7 @@ class ChatMessage(StrictBody):
         if self.role == "function" and self.name is None:
             raise missing("name")
         if self.tool_calls and self.function_call is not None:
-            raise refuse("it has 'tool_calls' and 'function_call', the older form of them; send one of both")
+            raise refuse("it has 'tool_calls' and 'function_call', which is the older form; send only one of the two")
         return self
 
     @property
@@ -197,8 +197,8 @@ def _check_results(messages: list[ChatMessage]) -> list[ChatMessage]:
         if message.role == "tool" and message.tool_call_id not in made:
             call_id = (message.tool_call_id or "")[:64]
             raise refuse(
-                f"message {place} is the result of the call {call_id!r}, which no message of the "
-                "assistant's before it has among its 'tool_calls'"
+                f"message {place} is the result of the call {call_id!r}, but no earlier message of the assistant has "
+                "this call in its 'tool_calls'"
             )
     return messages
 

@@ -76,7 +76,7 @@ class FileOfPart(StrictBody):
 
     file_id: str | None = None
     file_data: Annotated[str, shows(pattern=f"^{DATA_IMAGE}[^,]*;base64,")] | None = None
-    filename: Annotated[str | None, ignored("The model does not read names of files.")] = None
+    filename: Annotated[str | None, ignored("The model does not receive file names.")] = None
 
 
 class FilePart(StrictBody):

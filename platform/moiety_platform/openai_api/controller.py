@@ -41,7 +41,7 @@ def _docs(summary: str, api: str, answer: Any, chunk: Any) -> EndpointDocs:
     return EndpointDocs(
         tag="text",
         summary=summary,
-        detail=f"OpenAI's {api}. With `stream` the answer comes in server-sent events, the last `[DONE]`.",
+        detail=f"OpenAI's {api}. With `stream` the answer is sent as server-sent events; the last event is `[DONE]`.",
         answer=answer,
         event=event_of(chunk, ErrorBody, last=DONE_DATA),
     )

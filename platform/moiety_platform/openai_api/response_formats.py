@@ -122,7 +122,7 @@ class StructuredOutputs(StrictBody):
     structural_tag: Annotated[Any, refused("send 'tools' with 'strict', or one of the other grammars", [])] = None
     disable_any_whitespace: Annotated[bool | None, ignored("JSON may have white space between its parts.")] = None
     disable_additional_properties: Annotated[
-        bool | None, refused("say it in the schema: 'additionalProperties': false", [False])
+        bool | None, refused("set it in the schema: 'additionalProperties': false", [False])
     ] = None
     whitespace_pattern: Annotated[str | None, ignored("JSON may have white space between its parts.")] = None
 
@@ -160,7 +160,9 @@ class StructuredOutputBody(StrictBody):
         if self.response_format is not None and (one := self.response_format.grammar()) is not None:
             found.append(one)
         if len(found) > 1:
-            message = "an answer has one form; send one of 'response_format', 'structured_outputs' and 'guided_…'"
+            message = (
+                "an answer has one format; send only one of 'response_format', 'structured_outputs' and 'guided_…'"
+            )
             raise refuse(message, UNSUPPORTED_RESPONSE_FORMAT)
         return found[0] if found else None
 

@@ -164,10 +164,15 @@ class GenerationBody(VllmFields, StructuredOutputBody, GeneratingBody):
             yield problem
         else:
             if has_form and self.ignore_eos:
-                message = "'ignore_eos' cannot go with a form, which says where the answer ends; leave one of them out"
+                message = (
+                    "'ignore_eos' cannot be combined with a response format, which defines the end of the "
+                    "answer; leave one of the two out"
+                )
                 yield refuse(message, UNSUPPORTED_RESPONSE_FORMAT)
         if self.min_tokens and (limit := self.output_limit) is not None and self.min_tokens > limit:
-            yield refuse(f"'min_tokens' ({self.min_tokens}) must not be more than the most tokens asked for ({limit})")
+            yield refuse(
+                f"'min_tokens' ({self.min_tokens}) must not exceed the largest number of output tokens ({limit})"
+            )
 
     @property
     def output_limit(self) -> int | None:
@@ -244,22 +249,27 @@ class ChatBody(VllmChatFields, GenerationBody):
     tools: ChatTools | None = None
     tool_choice: ChatChoice | None = None
     parallel_tool_calls: bool | None = None
-    functions: Annotated[ChatFunctions | None, mapped("They are `tools` in OpenAI's older form.")] = None
-    function_call: Annotated[FunctionChoice | None, mapped("It is `tool_choice` in OpenAI's older form.")] = None
+    functions: Annotated[ChatFunctions | None, mapped("Older form of OpenAI's `tools`.")] = None
+    function_call: Annotated[FunctionChoice | None, mapped("Older form of OpenAI's `tool_choice`.")] = None
     reasoning_effort: Effort = None
     chat_template_kwargs: TemplateVariables | None = None
     prompt_cache_options: PromptCacheOptions | None = None
     prompt_cache_key: Annotated[
-        _EndUser | None, ignored("Prefixes are cached without a key, for each tenant apart.")
+        _EndUser | None, ignored("Prefixes are cached without a key, separately for each tenant.")
     ] = None
     metadata: MetadataPairs | None = None
     safety_identifier: _EndUser | None = None
     store: Annotated[bool | None, ignored("Chats are not stored. Use `/v1/responses` to store responses.")] = None
     verbosity: Annotated[
-        Literal["low", "medium", "high"] | None, ignored("Models have no such option. Say it in the instructions.")
+        Literal["low", "medium", "high"] | None,
+        ignored("Models have no such option. Put the request into the instructions."),
     ] = None
-    prediction: Annotated[dict[str, Any] | None, ignored("It can make an answer faster, not another one.")] = None
-    web_search_options: Annotated[dict[str, Any] | None, ignored("There is no web search. Offer it as a tool.")] = None
+    prediction: Annotated[
+        dict[str, Any] | None, ignored("The field can make an answer faster, but does not change it.")
+    ] = None
+    web_search_options: Annotated[
+        dict[str, Any] | None, ignored("The server has no web search. Offer your own search as a tool.")
+    ] = None
     modalities: Annotated[
         Any, refused("answers are text only; send ['text'] or leave the field out", [["text"], []])
     ] = None
@@ -291,7 +301,7 @@ class ChatBody(VllmChatFields, GenerationBody):
         if self.top_logprobs and not self.logprobs:
             yield refuse("'top_logprobs' is allowed only when 'logprobs' is true")
         if self.functions and self.tools:
-            yield refuse("'functions' is the older form of 'tools'; send one of both")
+            yield refuse("'functions' is the older form of 'tools'; send only one of the two")
         if self.continue_final_message:
             yield from self._problems_of_continuation()
         elif self.add_generation_prompt is False:
@@ -302,10 +312,10 @@ class ChatBody(VllmChatFields, GenerationBody):
         if self.add_generation_prompt:
             yield refuse("'add_generation_prompt' and 'continue_final_message' are both true; leave one of them out")
         if last.role != "assistant" or not last.text or last.tool_calls or last.function_call:
-            yield refuse("'continue_final_message' needs a last message of the assistant's with text and without calls")
+            yield refuse("'continue_final_message' needs a last message of the assistant with text and without calls")
         offer = self.offer()
         if offer is not None and offer.must_call:
-            yield refuse("'continue_final_message' cannot go with a tool that must be called; choose 'auto'")
+            yield refuse("'continue_final_message' cannot be combined with a tool that must be called; choose 'auto'")
 
     @property
     def output_limit(self) -> int | None:
@@ -395,9 +405,9 @@ class CompletionBody(VllmCompletionFields, GenerationBody):
     prompt: RawPrompts
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
-    suffix: Annotated[
-        str | None, refused("completing in front of a suffix is not supported; leave the field out", [""])
-    ] = None
+    suffix: Annotated[str | None, refused("completion before a suffix is not supported; leave the field out", [""])] = (
+        None
+    )
     best_of: Annotated[int | None, refused("Only the value of `n` is accepted.")] = None
 
     def problems(self) -> Iterator[PydanticCustomError]:
@@ -409,7 +419,7 @@ class CompletionBody(VllmCompletionFields, GenerationBody):
         if not self.prompt:
             yield refuse("'prompt' is empty; send at least one token of text")
         if self.echo and self.truncate_prompt_tokens is not None:
-            yield refuse("'echo' cannot go with 'truncate_prompt_tokens'; leave one of them out")
+            yield refuse("'echo' cannot be combined with 'truncate_prompt_tokens'; leave one of them out")
 
     @property
     def output_limit(self) -> int | None:

@@ -22,7 +22,7 @@ class VllmFields(StrictBody):
     """Fields of both endpoints."""
 
     use_beam_search: Annotated[bool | None, refused("beam search is not supported; leave it out", [False])] = None
-    length_penalty: Annotated[FiniteFloat | None, ignored("It acts on beam search only.")] = None
+    length_penalty: Annotated[FiniteFloat | None, ignored("The field affects beam search only.")] = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: Annotated[
@@ -32,7 +32,7 @@ class VllmFields(StrictBody):
     truncation_side: Literal["left", "right"] | None = None  # where tokens are cut off
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     logprob_token_ids: Annotated[
-        Any, refused("log probabilities are of the most likely tokens; leave it out, and ask for enough of them", [[]])
+        Any, refused("log probabilities are of the most likely tokens; leave it out, and request enough of them", [[]])
     ] = None
     allowed_token_ids: (
         Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_ALLOWED_IDS)] | None
@@ -47,7 +47,7 @@ class VllmFields(StrictBody):
     ] = None
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None = None
     kv_transfer_params: Annotated[_Objects | None, ignored("The server chooses the engines of a request.")] = None
-    vllm_xargs: Annotated[_Objects | None, ignored("There are no extensions that read it.")] = None
+    vllm_xargs: Annotated[_Objects | None, ignored("No extension reads the field.")] = None
 
 
 class VllmChatFields(VllmFields):
@@ -67,7 +67,7 @@ class VllmChatFields(VllmFields):
         Any, refused("a request cannot bring a chat template; leave it out, or send the prompt to /v1/completions", [])
     ] = None
     media_io_kwargs: Annotated[_Objects | None, ignored("Images are decoded in one way.")] = None
-    mm_processor_kwargs: Annotated[_Objects | None, ignored("Images are scaled as the model's files say.")] = None
+    mm_processor_kwargs: Annotated[_Objects | None, ignored("The model's files define how images are scaled.")] = None
 
 
 class VllmCompletionFields(VllmFields):

@@ -30,12 +30,13 @@ _SECURITY: Mapping[str, Any] = {
         "type": "apiKey",
         "in": "header",
         "name": "x-api-key",
-        "description": "The same key, where Anthropic's clients put it.",
+        "description": "The same key, in the header of Anthropic's clients.",
     },
     ADMIN_KEY: {
         "type": "http",
         "scheme": "bearer",
-        "description": "An administrator's key, or a token of the identity provider that the gateway is set up with.",
+        "description": "An administrator's key, or a token of the identity provider that the gateway is configured "
+        "with.",
     },
 }
 

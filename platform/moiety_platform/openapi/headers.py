@@ -35,8 +35,8 @@ QUOTA_HEADERS = (
 REQUEST: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         IDEMPOTENCY_KEY: {
-            "description": "A new one for each request, the same for its repetitions: they get the first one's answer, "
-            "and are charged once.",
+            "description": "Use a new key for each request, and the same key for its repetitions. Repetitions get the "
+            "first answer, and the request is charged once.",
             "schema": {"type": "string", "pattern": "^[!-~]{1,255}$"},
         },
         TAGS_HEADER: {
@@ -56,12 +56,12 @@ ANSWER: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "description": "The request's id: the `X-Request-Id` that was sent, if it is valid.",
             "schema": _TEXT,
         },
-        MESSAGES_REQUEST_ID: {"description": "The same, by Anthropic's name.", "schema": _TEXT},
-        RETRY_AFTER: {"description": "Seconds to wait before the next try.", "schema": _NUMBER},
+        MESSAGES_REQUEST_ID: {"description": "The request's id, under Anthropic's name.", "schema": _TEXT},
+        RETRY_AFTER: {"description": "Seconds to wait before the next attempt.", "schema": _NUMBER},
         ETAG: {"description": "Version of the returned object, for `If-Match`.", "schema": _TEXT},
         LENGTH: {"description": "Bytes of the content.", "schema": _NUMBER},
         "x-moiety-class": {"description": "The service class that the request was served in.", "schema": _TEXT},
-        "x-moiety-admission": {"description": "Why the engine let the request in, as a code.", "schema": _TEXT},
+        "x-moiety-admission": {"description": "Reason code of the engine's admission decision.", "schema": _TEXT},
         "x-moiety-ignored-fields": {
             "description": "Fields of the request that have no effect here, separated by commas.",
             "schema": _TEXT,
@@ -70,7 +70,7 @@ ANSWER: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "description": "Fields of the request that were adjusted, each with the value used: `max_tokens=7500`.",
             "schema": _TEXT,
         },
-        REASON: {"description": "Why there is no room, as a code.", "schema": _TEXT},
+        REASON: {"description": "Reason code of the rejection.", "schema": _TEXT},
         "Idempotent-Replayed": {
             "description": "Whether this is the answer of an earlier request.",
             "schema": {"const": "true"},
@@ -80,11 +80,14 @@ ANSWER: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             for of in ("requests", "tokens")
         },
         **{
-            f"x-ratelimit-remaining-{of}": {"description": f"What is left of it, in {of}.", "schema": _NUMBER}
+            f"x-ratelimit-remaining-{of}": {"description": f"Remaining part of that limit, in {of}.", "schema": _NUMBER}
             for of in ("requests", "tokens")
         },
         **{
-            f"x-ratelimit-reset-{of}": {"description": "When it is whole again: 20ms, 1.5s, 6m0s.", "schema": _TEXT}
+            f"x-ratelimit-reset-{of}": {
+                "description": "Time until that limit is fully refilled: 20ms, 1.5s, 6m0s.",
+                "schema": _TEXT,
+            }
             for of in ("requests", "tokens")
         },
         **{
@@ -95,11 +98,17 @@ ANSWER: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             for of in ("requests", "tokens")
         },
         **{
-            f"anthropic-ratelimit-{of}-remaining": {"description": f"What is left of it, in {of}.", "schema": _NUMBER}
+            f"anthropic-ratelimit-{of}-remaining": {
+                "description": f"Remaining part of that limit, in {of}.",
+                "schema": _NUMBER,
+            }
             for of in ("requests", "tokens")
         },
         **{
-            f"anthropic-ratelimit-{of}-reset": {"description": "When it is whole again, as a time.", "schema": _TEXT}
+            f"anthropic-ratelimit-{of}-reset": {
+                "description": "Time at which that limit is fully refilled.",
+                "schema": _TEXT,
+            }
             for of in ("requests", "tokens")
         },
         "RateLimit": {"description": "Every limit's state: `r` is left, `t` seconds to its reset.", "schema": _TEXT},

@@ -21,22 +21,22 @@ from moiety_platform.openapi.described import DESCRIPTION, JSON, Contents, Descr
 from moiety_platform.openapi.schemas import Schemas
 
 _WHY = {
-    400: "The request cannot be served as it stands; `message` says what to do.",
-    401: "No key, or not one of ours.",
-    403: "A good key that may not do this.",
-    404: "No such thing, or none that this key may see.",
-    408: "The request did not come in time.",
-    409: "It contradicts what is there, or what runs.",
-    410: "It was there, and is not kept.",
-    412: "The object is not what `If-Match` takes it for; nothing was changed.",
+    400: "The request is invalid; `message` says what to change.",
+    401: "The API key is missing or invalid.",
+    403: "The API key is valid, but does not permit this request.",
+    404: "The object does not exist, or this key cannot access it.",
+    408: "The request did not arrive in time.",
+    409: "The request conflicts with the current state or with a running operation.",
+    410: "The object existed, and is no longer stored.",
+    412: "The object's ETag does not match `If-Match`; nothing was changed.",
     413: "The body is larger than this server accepts.",
-    422: "It contradicts an earlier request.",
-    429: "Too much for now; try again after `Retry-After`.",
+    422: "The request conflicts with an earlier request.",
+    429: "A limit is reached; try again after `Retry-After`.",
     431: "The request's line and headers are larger than this server accepts.",
-    502: "The engine broke off the request.",
-    503: "No engine, or the store is away; try again after `Retry-After`.",
+    502: "The engine ended the request early.",
+    503: "No engine or no database is available; try again after `Retry-After`.",
     507: "There is no space left for files; nothing was stored.",
-    529: "The server has too much to do; try again after `Retry-After`.",
+    529: "The server is overloaded; try again after `Retry-After`.",
 }
 _WITH_RETRY = (429, 503, 529)
 _BEFORE_THE_ROUTE = (408, 431)  # answered before the request has an id

@@ -32,7 +32,7 @@ PRICES = Resource(
         Command("list", "List all prices, in dollars per million tokens.", output=Output.ROWS),
         Command(
             "set",
-            "Set a price, or change it, with effect on requests that begin later, at every gateway within seconds.",
+            "Set or change a price. It applies to requests that begin later, at every gateway within seconds.",
             method="PUT",
             parameters=(
                 _MODEL,
@@ -46,7 +46,7 @@ PRICES = Resource(
                 Parameter(name="output", help="Price of a million output tokens in US dollars.", is_required=True),
                 Parameter(
                     name="cached_input",
-                    help="Price of a million cached prompt tokens in US dollars. If not given, that of --input.",
+                    help="Price of a million cached prompt tokens in US dollars. If not given, the value of --input.",
                 ),
                 _CLASS,
             ),

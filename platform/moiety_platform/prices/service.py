@@ -58,7 +58,7 @@ async def set_price(session: AsyncSession, new: NewPrice) -> PriceRecord:
     cached = new.input if new.cached_input is None else new.cached_input
     price = Price(_parse(new.input, "input"), _parse(cached, "cached_input"), _parse(new.output, "output"))
     if price.cached_input > price.input:
-        raise BadRequest("'cached_input' must not be dearer than 'input'.", param="cached_input")
+        raise BadRequest("'cached_input' must not be higher than 'input'.", param="cached_input")
     record = await session.get(PriceRecord, (new.model, service_class))
     if record is None:
         if (await session.scalar(select(func.count()).select_from(PriceRecord)) or 0) >= MAX_PRICES:

@@ -26,7 +26,7 @@ from moiety_platform.quota.lease_views import LeaseList, list_leases
 from moiety_platform.quota.models import LeaseState
 from moiety_platform.quota.schemas import NewQuota, QuotaPage, QuotaView
 
-LeaseStateFilter = Annotated[str | None, one_of("Of leases in this state; live if not given.", *LeaseState)]
+LeaseStateFilter = Annotated[str | None, one_of("Only leases in this state; live if not given.", *LeaseState)]
 
 
 QuotaEnforcerDependency = NamedDependency[SkipValidation[QuotaEnforcer]]

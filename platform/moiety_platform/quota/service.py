@@ -102,7 +102,7 @@ async def _scope_id(session: AsyncSession, new: NewQuota) -> str:
     """Check the cap, and return the scope id that the limit is stored under."""
     highest = MAX_CAP if new.kind.meter is Meter.STOCK else MAX_RATE
     if not 0 <= new.cap <= highest:
-        raise BadRequest(f"'cap' must be a number from 0 to {highest}; 0 lets nothing through.", param="cap")
+        raise BadRequest(f"'cap' must be a number from 0 to {highest}; 0 rejects every request.", param="cap")
     return await _require(session, Scope(new.level, new.scope_id))
 
 
@@ -126,7 +126,7 @@ def _check_thresholds(new: NewQuota) -> tuple[int, ...] | None:
     if new.alert_at and new.kind.meter is not Meter.STOCK:
         raise BadRequest(
             f"A limit of {new.kind} has no window that is used up, so there is nothing to alert at; leave 'alert_at' "
-            "out, or set it on a limit a day or a month.",
+            "out, or set it on a limit per day or month.",
             code="no_alerts_on_this_kind",
             param="alert_at",
         )

@@ -133,7 +133,7 @@ class Reloader(Generic[S]):
             self._fail(str(error))
         except Exception as error:  # a defect in the code must neither be reported as the file's, nor end the watching
             log.exception("config_reload_broke")
-            self._fail(f"it could not be taken: {type(error).__name__}; the log says more")
+            self._fail(f"it could not be applied: {type(error).__name__}; see the log")
         else:
             waiting = {name: after for name, (_, after) in changes.at_restart.items()}
             self.standing = ReloadStatus(datetime.now(UTC), waiting=waiting)

@@ -34,7 +34,9 @@ class CompactBody(ItemsBody):
     ] = None
     prompt_cache_key: Annotated[str | None, ignored("Prefixes are cached without a key.")] = None
     prompt_cache_options: Annotated[dict[str, Any] | None, ignored("Every prefix is cached.")] = None
-    prompt_cache_retention: Annotated[Retention | None, ignored("A compacted conversation does not come back.")] = None
+    prompt_cache_retention: Annotated[
+        Retention | None, ignored("The original of a compacted conversation is not returned.")
+    ] = None
     image: Annotated[dict[str, Any] | None, ignored("Images are not compressed.")] = None
 
     def generation(self) -> Generation:

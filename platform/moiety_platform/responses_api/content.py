@@ -68,7 +68,9 @@ class ImageContent(StrictBody):
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if (self.image_url is None) == (self.file_id is None):
-            raise refuse("an image has either an 'image_url' or the 'file_id' of an uploaded image; send one of both")
+            raise refuse(
+                "an image has either an 'image_url' or the 'file_id' of an uploaded image; send only one of the two"
+            )
         return self
 
     def stored(self) -> dict[str, Any]:

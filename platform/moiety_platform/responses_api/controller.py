@@ -61,8 +61,9 @@ StartingAfter = Annotated[
 
 _SHOWN = EndpointDocs(
     tag="responses",
-    summary="Answer a conversation, and keep it if asked to",
-    detail="OpenAI's Responses. With `stream` the answer comes in server-sent events; it is kept only with `store`.",
+    summary="Answer a conversation, and store the response if requested",
+    detail="OpenAI's Responses API. With `stream` the answer is sent as server-sent events. It is stored only with "
+    "`store`.",
     answer=ResponseObject,
     event={"anyOf": [event_of(kind, name=name) for name, kind in EVENTS.items()]},
 )
@@ -198,8 +199,8 @@ def compaction_route(serve: Serve, service: ResponseService, cipher: ReasoningCi
             EndpointDocs(
                 tag="responses",
                 summary="Summarize a conversation",
-                detail="OpenAI's compaction. The client goes on with `output` in place of the conversation. It has the "
-                "user's messages, and the model's summary of everything, encrypted.",
+                detail="OpenAI's compaction. The client continues with `output` instead of the conversation. `output` "
+                "has the user's messages and the model's encrypted summary of the conversation.",
                 answer=CompactedResponse,
             ),
             compactions.prepare,

@@ -35,7 +35,7 @@ class ConversationService:
         """Create a conversation with these items. Raises BadRequest, TooLarge or RateLimited."""
         limits = self._responses.limits
         if limits.room.max_responses == 0:
-            raise BadRequest("this server keeps no conversations; send the items with each request as 'input'")
+            raise BadRequest("this server does not store conversations; send the items with each request as 'input'")
         labels = msgspec.json.encode(metadata).decode()
         conversation = StoredConversation(
             id=ID_PREFIX + secrets.token_hex(16),

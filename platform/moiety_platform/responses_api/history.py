@@ -39,8 +39,8 @@ def check_results(items: Iterable[Item]) -> None:
             if item["call_id"] not in made:
                 call = next(call for call, result in CALLS.items() if result == item["type"])
                 raise BadRequest(
-                    f"'input' has the result of the call {item['call_id'][:64]!r}, which no {call!r} before it has "
-                    "made",
+                    f"'input' has the result of the call {item['call_id'][:64]!r}, but no earlier {call!r} has this "
+                    "call_id",
                     param="input",
                 )
             waiting.pop(item["call_id"], None)

@@ -14,8 +14,8 @@ from moiety_platform.query_parameters import one_of, whole
 DEFAULT_LIST = 20
 MAX_LIST = 100
 
-Limit = Annotated[str | None, whole(f"At most so many, {DEFAULT_LIST} if not given.", 1, MAX_LIST)]
-Order = Annotated[str | None, one_of("By their place in the conversation; desc if not given.", "asc", "desc")]
+Limit = Annotated[str | None, whole(f"Largest number of results, {DEFAULT_LIST} if not given.", 1, MAX_LIST)]
+Order = Annotated[str | None, one_of("Order of the items in the conversation; desc if not given.", "asc", "desc")]
 
 ListRequestDependency = NamedDependency[SkipValidation[ListRequest]]
 

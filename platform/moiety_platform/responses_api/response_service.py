@@ -26,7 +26,7 @@ from moiety_platform.responses_api.storage_room import StorageRoom, claim_room, 
 from moiety_platform.responses_api.store import ResponseStore, RunHead, RunState
 
 FULL_RETRY_S = 60.0
-ABANDONED = {"code": "server_error", "message": "the gateway that made this response has stopped; send it again"}
+ABANDONED = {"code": "server_error", "message": "the gateway that generated this response has stopped; send it again"}
 ENDED_BY_ITSELF = ("completed", "incomplete")  # statuses of responses whose items are added to conversations
 MAX_REFERENCED = 256  # responses whose items a request may refer to
 
@@ -56,7 +56,7 @@ class ResponseService:
         """
         room = self.limits.room
         if room.max_responses == 0:
-            raise BadRequest("this server keeps no responses; leave 'store' out, or send false", param="store")
+            raise BadRequest("this server does not store responses; leave 'store' out, or send false", param="store")
         async with self._database.read() as session:
             if await has_room(session, whose.tenant_id, room):
                 return
@@ -82,7 +82,8 @@ class ResponseService:
             earlier = await self._earlier_items(session, whose, chain)
         if not chain or earlier is None:
             raise NotFound(
-                f"the response {last_id!r} continues one that is not kept any more; send the whole conversation as "
+                f"the response {last_id!r} continues a response that is no longer stored; send the whole "
+                "conversation as "
                 "'input' instead",
                 code="previous_response_not_found",
                 param="previous_response_id",
@@ -401,7 +402,7 @@ def _items_of(chain: Sequence[StoredResponse]) -> list[Item]:
 def _not_found(what: str, response_id: str, param: str) -> NotFound:
     return NotFound(
         f"there is no {what} {response_id[:64]!r} for this key; only responses that were created with 'store': true "
-        "are kept, and only for some time",
+        "are stored, and only for some time",
         code=f"{what.replace(' ', '_')}_not_found",
         param=param,
     )
@@ -417,7 +418,7 @@ def conversation_not_found(conversation_id: str) -> NotFound:
 
 def storage_full(room: StorageRoom, param: str | None = None) -> RateLimited:
     return RateLimited(
-        f"as much is kept for this tenant as may be ({room.max_responses:,} responses and conversations, "
+        f"the storage limit of this tenant is reached ({room.max_responses:,} responses and conversations, "
         f"{room.max_bytes:,} bytes); delete some, wait until the oldest expire, or leave 'store' out",
         code="response_storage_full",
         param=param,

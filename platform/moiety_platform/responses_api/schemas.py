@@ -83,7 +83,8 @@ class ResponseStreamOptions(StrictBody):
 class TextOptions(StrictBody):
     format: TextFormat | None = None
     verbosity: Annotated[
-        Literal["low", "medium", "high"] | None, ignored("Models have no such option. Say it in the instructions.")
+        Literal["low", "medium", "high"] | None,
+        ignored("Models have no such option. Put the request into the instructions."),
     ] = None
 
 
@@ -92,22 +93,23 @@ class ReasoningOption(StrictBody):
 
     effort: Effort = None
     summary: Annotated[
-        Literal["auto", "concise", "detailed"] | None, ignored("The reasoning itself is answered, without a summary.")
+        Literal["auto", "concise", "detailed"] | None,
+        ignored("The answer has the reasoning itself, without a summary."),
     ] = None
     generate_summary: Annotated[
-        Literal["auto", "concise", "detailed"] | None, ignored("The reasoning itself is answered, without a summary.")
+        Literal["auto", "concise", "detailed"] | None,
+        ignored("The answer has the reasoning itself, without a summary."),
     ] = None
     context: Annotated[
-        Literal["auto", "current_turn", "all_turns"] | None, ignored("The chat template decides what it renders.")
+        Literal["auto", "current_turn", "all_turns"] | None,
+        ignored("The chat template decides which reasoning it renders."),
     ] = None
     mode: Annotated[str | None, ignored("Models have one mode of reasoning.")] = None
 
 
 class ContextEntry(StrictBody):
     type: str
-    compact_threshold: Annotated[int | None, ignored("The conversation is shortened only where it does not fit.")] = (
-        None
-    )
+    compact_threshold: Annotated[int | None, ignored("The conversation is shortened only if it does not fit.")] = None
 
 
 class ResponsesBody(GeneratingBody, ToolItemsBody):
@@ -117,13 +119,18 @@ class ResponsesBody(GeneratingBody, ToolItemsBody):
 
     input: InputItems
     max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    max_tool_calls: Annotated[int | None, ignored("It limits calls of hosted tools, which there are none of.")] = None
+    max_tool_calls: Annotated[
+        int | None, ignored("The field limits calls of hosted tools, which this server does not have.")
+    ] = None
     temperature: Annotated[FiniteFloat, Field(ge=0, le=2)] | None = None
     top_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None  # 0: only the most likely token
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     include: Annotated[
         Annotated[list[_Part], Field(fail_fast=True, max_length=64)] | None,
-        mapped("Log probabilities and encrypted reasoning are served. Others are of items that no answer here has."),
+        mapped(
+            "Log probabilities and encrypted reasoning are served. Other values refer to items that no answer of "
+            "this server has."
+        ),
     ] = None
     text: TextOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
@@ -138,9 +145,9 @@ class ResponsesBody(GeneratingBody, ToolItemsBody):
     metadata: MetadataPairs | None = None
     user: _Name | None = None
     safety_identifier: _Name | None = None
-    prompt_cache_key: Annotated[_Name | None, ignored("Prefixes are cached without a key, for each tenant apart.")] = (
-        None
-    )
+    prompt_cache_key: Annotated[
+        _Name | None, ignored("Prefixes are cached without a key, separately for each tenant.")
+    ] = None
     prompt_cache_retention: Retention | None = None
     prompt_cache_options: Annotated[
         dict[str, Any] | None, ignored("Every prefix is cached, with and without breakpoints.")
@@ -150,7 +157,7 @@ class ResponsesBody(GeneratingBody, ToolItemsBody):
         Annotated[list[ContextEntry], Field(fail_fast=True, max_length=16)] | None,
         mapped("A conversation that does not fit the context is shortened, as with `truncation` `auto`."),
     ] = None
-    client_metadata: Annotated[dict[str, Any] | None, ignored("It is for OpenAI's own statistics.")] = None
+    client_metadata: Annotated[dict[str, Any] | None, ignored("The field is for OpenAI's own statistics.")] = None
     access_programs: Annotated[dict[str, Any] | None, ignored("There are no such programs here.")] = None
     image: Annotated[dict[str, Any] | None, ignored("Images are not compressed.")] = None
     prompt: Annotated[_Refused, refused(_REFUSED["prompt"])] = None

@@ -28,9 +28,11 @@ class InputTokensBody(ToolItemsBody):
     reasoning: ReasoningOption | None = None
     text: Annotated[TextOptions | None, ignored("A response format is not part of the prompt.")] = None
     truncation: Annotated[
-        Literal["auto", "disabled"] | None, mapped("The whole conversation is counted, also where it does not fit.")
+        Literal["auto", "disabled"] | None, mapped("The whole conversation is counted, even if it does not fit.")
     ] = None
-    personality: Annotated[str | None, ignored("Models have no such option. Say it in the instructions.")] = None
+    personality: Annotated[
+        str | None, ignored("Models have no such option. Put the request into the instructions.")
+    ] = None
 
     def counted(self) -> Conversation:
         """Return the conversation to count. Raises BadRequest if calls and results do not match."""

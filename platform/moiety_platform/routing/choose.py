@@ -297,7 +297,7 @@ def kv_address_of(engine: EngineState) -> str:
 
 def _no_decode_engine() -> Unavailable:
     return Unavailable(
-        "the engines that are there compute prompts only (--role prefill), and none of the role decode or both can "
+        "the available engines compute prompts only (--role prefill), and none of the role decode or both can "
         "take a request now; try again shortly, or start one with --role decode",
         code=NO_DECODE_ENGINE,
         retry_after_s=1,

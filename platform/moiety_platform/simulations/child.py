@@ -59,7 +59,7 @@ async def simulate(offer: SimulatedLoad, side: SimulationVariant, *, niceness: i
     try:
         return msgspec.convert(report["policies"][side.policy], VariantMetrics)
     except (KeyError, TypeError, msgspec.ValidationError) as exc:
-        raise SimulationProblem(f"the simulator is of another release than this gateway ({exc})") from exc
+        raise SimulationProblem(f"the simulator and this gateway are of different releases ({exc})") from exc
 
 
 def _table(service: ServiceClass) -> dict[str, Any]:

@@ -110,7 +110,7 @@ def check(request: NewSimulation) -> None:
         raise BadRequest(f"'policy' must be one of: {', '.join(POLICIES)}.", param="policy")
     if (request.device is None) == (request.engine_id is None):
         raise BadRequest(
-            "Give either 'device' or 'engine_id': what a step takes is known of one of them.", param="device"
+            "Give either 'device' or 'engine_id': the simulation uses the step times of one of them.", param="device"
         )
     if request.device is not None and request.device not in DEVICES:
         raise BadRequest(f"'device' must be one of: {', '.join(DEVICES)}.", param="device")

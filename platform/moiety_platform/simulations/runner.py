@@ -78,13 +78,15 @@ class Simulations:
         except SimulationProblem as problem:
             await self._finish(simulation_id, "failed", problem=str(problem))
         except Unavailable:
-            await self._finish(simulation_id, "failed", problem="the database went away; start it again")
+            await self._finish(
+                simulation_id, "failed", problem="the database became unavailable; start the simulation again"
+            )
         except asyncio.CancelledError:
             if not work.cancelled():
                 raise
         except Exception:  # top level of a task
             log.exception("simulation_failed", simulation_id=simulation_id)
-            await self._finish(simulation_id, "failed", problem="of a defect, which the gateway's log tells")
+            await self._finish(simulation_id, "failed", problem="of a defect; see the gateway's log")
         else:
             await self._finish(simulation_id, "done", result=result)
         finally:
@@ -134,7 +136,7 @@ class Simulations:
         since = until - timedelta(minutes=request.minutes)
         traffic = await write_traffic(self._database, since, until, request.model, trace)
         if unknown := traffic.classes - plan.now.classes.keys():
-            raise SimulationProblem(f"there are requests of classes that are gone: {', '.join(sorted(unknown))}")
+            raise SimulationProblem(f"there are requests of classes that no longer exist: {', '.join(sorted(unknown))}")
         return traffic, ["--trace", str(trace)]
 
     async def _finish(self, simulation_id: str, state: str, **fields: Any) -> None:

@@ -21,8 +21,8 @@ KEPT_MS = 24 * 3600 * 1000
 MAX_LISTED = 20
 ROWS_AT_ONCE = 100
 SILENT_MS = 15_000
-GATEWAY_GONE = "the gateway that ran it is gone; start it again"
-BUSY = "A simulation is running already, and there is one at a time: wait for it, or cancel it."
+GATEWAY_GONE = "the gateway that ran it no longer exists; start the simulation again"
+BUSY = "Another simulation is running, and only one can run at a time: wait for its end, or cancel it."
 
 Now = Callable[[], ColumnElement[int]]
 

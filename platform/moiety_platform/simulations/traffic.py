@@ -63,11 +63,15 @@ async def write_traffic(database: Database, since: datetime, until: datetime, mo
             if len(rows) < ROWS_AT_ONCE:
                 break
             if found.num_requests > MAX_REQUESTS:
-                raise SimulationProblem(f"more than {MAX_REQUESTS:,} requests came in the time; choose fewer minutes")
+                raise SimulationProblem(
+                    f"more than {MAX_REQUESTS:,} requests arrived in this period; choose fewer minutes"
+                )
             position = rows[-1][0], rows[-1][1]
             await asyncio.sleep(PAUSE_S)
     if found.num_requests < 2:
-        raise SimulationProblem("fewer than two requests were served in the time; send some, or draw arrivals")
+        raise SimulationProblem(
+            "fewer than two requests were served in this period; send more requests, or generate arrivals"
+        )
     return found
 
 

@@ -51,7 +51,7 @@ class DataDir:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as exc:
             raise SupervisorError(
-                f"cannot make the data directory {self.path} ({exc.strerror}); choose another with --data-dir"
+                f"cannot create the data directory {self.path} ({exc.strerror}); choose another with --data-dir"
             ) from exc
         self._lock()
         return self
@@ -140,7 +140,7 @@ def read_first_keys(data_dir: Path) -> FirstKeys | None:
     try:
         return FirstKeys(**json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as exc:
-        raise SupervisorError(f"{path} is damaged; delete it to have new keys made at the next start") from exc
+        raise SupervisorError(f"{path} is damaged; delete it, and the next start creates new keys") from exc
 
 
 def write_first_keys(path: Path, keys: FirstKeys) -> None:

@@ -66,7 +66,7 @@ async def serve(options: ServeOptions, data_dir: DataDir, console: Console) -> N
             if options.traces_port is not None:  # the gateway buffers spans until then
                 supervisor.start(traces_part(options, data_dir))
             await stop.wait()
-        console.say(f"draining: running answers have {options.drain_s} s; Ctrl-C again stops at once")
+        console.say(f"draining: running requests have {options.drain_s} s; Ctrl-C again stops at once")
         await supervisor.drain("gateway", options.drain_s + 1)
     finally:
         await supervisor.stop()
@@ -80,7 +80,7 @@ def announce(
     """Print how to use the gateway, then start the dashboard, which would have slowed the start of the other parts."""
     keys = read_first_keys(data_dir.path)
     if keys is None:
-        raise SupervisorError(f"the gateway left no keys in {data_dir.keys_path}; look into its log beside it")
+        raise SupervisorError(f"the gateway wrote no keys to {data_dir.keys_path}; read its log in the same folder")
     data_dir.write_url(options.url)
     console.write(announcement(options, keys, keys != keys_before))
     console.say_ready(options.url)

@@ -73,7 +73,7 @@ TENANTS = Resource(
         ),
         Command(
             "suspend",
-            "Suspend a tenant: its keys are refused until it is resumed.",
+            "Suspend a tenant: its keys are rejected until it is resumed.",
             method="PATCH",
             parameters=(_TENANT,),
             constants={"status": "suspended"},

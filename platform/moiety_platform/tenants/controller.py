@@ -28,7 +28,8 @@ from moiety_platform.tenants.schemas import (
 )
 
 Named = Annotated[
-    str | None, QueryParameter(description="With this name, in whatever case.", schema_extra=NAME.extra_json_schema)
+    str | None,
+    QueryParameter(description="Only tenants with this name, in any case.", schema_extra=NAME.extra_json_schema),
 ]
 
 

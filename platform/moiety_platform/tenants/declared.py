@@ -67,7 +67,7 @@ def _change_tenant(_: DeclaredObject, row: Row, change: Mapping[str, Any]) -> Ad
 
 def _note(declared: DeclaredObject, row: Row) -> str:
     sleeps = "status" not in declared.fields and row["status"] != "active"
-    return "suspended; say status: active to resume it" if sleeps else ""
+    return "suspended; set status: active to resume it" if sleeps else ""
 
 
 def _project_name(row: Row, names: Mapping[ObjectPlace, str]) -> str:
@@ -86,7 +86,7 @@ TENANT = ApplyKind(
     change_request=_change_tenant,
     remove_request=lambda row: AdminRequest("PATCH", path_of("tenants", row["id"]), {"status": "suspended"}),
     removal=Removal.SUSPEND,
-    removal_reason="tenants are not deleted; moiety tenant erase takes the data",
+    removal_reason="tenants are not deleted; moiety tenant erase deletes their data",
     tenant_of=lambda row: str(row["id"]),
     note=_note,
 )

@@ -54,7 +54,7 @@ async def get_undeleted_tenant(session: AsyncSession, tenant_id: str) -> Tenant:
     """Return a tenant whose data was not deleted. Raises NotFound, or Conflict."""
     tenant = await get_tenant(session, tenant_id)
     if await session.get(TenantDeletion, tenant_id) is not None:
-        raise Conflict("This tenant's data was erased; make a new tenant instead.", code="tenant_erased")
+        raise Conflict("This tenant's data was erased; create a new tenant instead.", code="tenant_erased")
     return tenant
 
 

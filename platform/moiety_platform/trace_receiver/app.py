@@ -132,7 +132,7 @@ class TraceApp:
         if len(rows.spans) > self._writer.max_spans:
             raise TraceRefusal(413, f"more than {self._writer.max_spans} spans; send fewer at a time")
         if rows.spans and not self._writer.put(rows):
-            raise TraceRefusal(503, "the database is behind or away; send it again later")
+            raise TraceRefusal(503, "the database is too slow or not available; send the spans again later")
         if not rows.num_rejected:
             return ExportTraceServiceResponse()
         partial = ExportTracePartialSuccess(rejected_spans=rows.num_rejected, error_message=rows.complaint)
@@ -145,7 +145,7 @@ async def _receive(receive: Receive, max_bytes: int) -> bytes:
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise TraceRefusal(400, "the body broke off")
+            raise TraceRefusal(400, "the body ended early")
         assert message["type"] == "http.request", "all that is left"
         parts.append(message["body"])
         num_bytes += len(message["body"])
@@ -169,7 +169,7 @@ def _unpack(headers: Headers, body: bytes, max_bytes: int) -> bytes:
     if len(unpacked) > max_bytes:
         raise _too_large(max_bytes)
     if not unpacker.eof:
-        raise TraceRefusal(400, "the body's gzip breaks off")
+        raise TraceRefusal(400, "the body's gzip data ends early")
     return unpacked
 
 

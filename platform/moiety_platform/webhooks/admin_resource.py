@@ -24,7 +24,7 @@ WEBHOOKS = Resource(
         Command("list", "List webhooks, oldest first, and their delivery status.", output=Output.ROWS),
         Command(
             "create",
-            "Create a webhook, which receives alerts from now on. Prints the secret that signs them.",
+            "Create a webhook, which receives alerts from now on. Print the secret that signs them.",
             method="POST",
             parameters=(argument("address", "https:// URL that alerts are posted to.", field="url"),),
             output=Output.SECRET,

@@ -142,4 +142,4 @@ def test_small_memory_and_a_full_disk_are_found_and_what_the_advice_says_mends_t
 
 def test_a_disk_that_is_nearly_full_is_found(tmp_path: Path) -> None:
     found = {one.code: one for one in check_machine(tmp_path, min_free_bytes=1 << 60)}
-    assert "make room" in found["disk_full"].advice
+    assert "free space" in found["disk_full"].advice

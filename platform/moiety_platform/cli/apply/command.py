@@ -165,7 +165,7 @@ def _show(steps: list[PlanStep], outcome: ApplyOutcome, *, dry_run: bool) -> Non
     if rows:
         show_rows(rows, COLUMNS, as_json=False)
     for (kind, name), text in outcome.texts.items():
-        say(f"{kind} {name}: {text}   (keep it now: it is not shown again)")
+        say(f"{kind} {name}: {text}   (store it now: it is not shown again)")
     counts = Counter(str(step.action) for step in steps)
     told = ", ".join(f"{count} {action}" for action, count in counts.items()) or "nothing is declared"
     say(

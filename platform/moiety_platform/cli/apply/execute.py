@@ -56,7 +56,7 @@ class PlanExecutor:
                 continue
             parent = step.declared.parent if step.declared is not None else None
             if parent is not None and parent not in self._ids:
-                self.outcome.failed[place] = f"skipped, since the {parent[0]} {parent[1]!r} is not there"
+                self.outcome.failed[place] = f"skipped, since the {parent[0]} {parent[1]!r} does not exist"
                 continue
             try:
                 self._ACTIONS[step.action](self, step)

@@ -57,8 +57,8 @@ class KeySecrets:
         is_stale = key is not None and self._is_revoked(key.key_id)  # the text of a key that was declared earlier
         if text and not is_ours and not begun and not is_stale:
             return (
-                f"the Secret {name} has an entry {KEY_ENTRY!r} that is not this {one.kind}'s, and was left as it is: "
-                "name another Secret as keySecret, or delete that entry to have it made anew"
+                f"the Secret {name} has an entry {KEY_ENTRY!r} that is not this {one.kind}'s, and was not changed: "
+                "name another Secret as keySecret, or delete that entry so that it is created again"
             )
         return bool(text) and is_ours
 

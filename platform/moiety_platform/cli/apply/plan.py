@@ -91,7 +91,7 @@ def _step(declared: DeclaredObject, current: Current, terms: PlanTerms) -> PlanS
         return PlanStep(PlanAction.REFUSE, declared.kind, declared.name, changes, why, declared, row)
     if owned or terms.adopt or (claim is None and row.get("shipped")):
         return PlanStep(PlanAction.CHANGE, declared.kind, declared.name, changes, declared=declared, row=row)
-    why = "made by hand: leave it out, name it otherwise, or take it over with --adopt"
+    why = "created by other means: leave it out, choose another name, or manage it with --adopt"
     return PlanStep(PlanAction.REFUSE, declared.kind, declared.name, changes, why, declared, row)
 
 
@@ -143,7 +143,7 @@ def _removal_steps(places: Iterable[ObjectPlace], current: Current, terms: PlanT
             continue  # done: it stays in the ledger, and is ours if it is declared again
         action, why = _removal(kind, row if ours else None)
         if not terms.prune:
-            action, why = PlanAction.LEFT, "left the file: --prune takes it away"
+            action, why = PlanAction.LEFT, "no longer in the file: --prune deletes it"
         steps.append(PlanStep(action, *place, why=why, row=row if ours else None))
     return steps
 
@@ -159,7 +159,7 @@ def _removal(kind: ApplyKind, row: Row | None) -> tuple[PlanAction, str]:
     if row is None or row.get("status") in ("revoked", "expired"):
         return PlanAction.RELEASE, "gone already"
     if row.get("shipped"):
-        return PlanAction.RELEASE, "shipped classes are not deleted; it stays as it is"
+        return PlanAction.RELEASE, "built-in classes are not deleted; it is not changed"
     return _ACTIONS[kind.removal], kind.removal_reason
 
 

@@ -101,7 +101,7 @@ def doctor_context_of(
 ) -> DoctorContext:
     """Return the context from the options of a command. Raises typer.BadParameter or CommandError."""
     if unknown := set(only or ()) - set(AREAS):
-        raise typer.BadParameter(f"there is no area {', '.join(sorted(unknown))}; there are: {', '.join(AREAS)}")
+        raise typer.BadParameter(f"there is no area {', '.join(sorted(unknown))}; choose from: {', '.join(AREAS)}")
     flags = {"data_dir": data_dir, "database_url": database_url, "engines": tuple(engine) if engine else None}
     settings = load_settings(config, **flags)
     if not settings.engines:

@@ -39,7 +39,7 @@ class Settings:
 def check_engines(settings: Settings, timeout_s: float = TIMEOUT_S) -> Iterator[Finding]:
     """Check that each engine answers, and that those of one model agree."""
     if not settings.addresses:
-        advice = "give the gateway its engines: --engine, MOIETY_ENGINES, or `engines` in the configuration file"
+        advice = "configure the gateway's engines: --engine, MOIETY_ENGINES, or `engines` in the configuration file"
         yield wrong(AREA, "no_engines", "no engine is configured", advice)
     cards: list[tuple[str, ModelCard]] = []
     for address in settings.addresses:
@@ -49,7 +49,7 @@ def check_engines(settings: Settings, timeout_s: float = TIMEOUT_S) -> Iterator[
         places = list(_resolve(address)) if is_name(address) else [address]
         if not places:
             advice = "correct the name; in Kubernetes it is that of the headless Service of the engines' pool"
-            yield wrong(AREA, "engine_name_unknown", f"{address}: no such name, or nothing behind it", advice)
+            yield wrong(AREA, "engine_name_unknown", f"{address}: the name does not exist, or has no addresses", advice)
         for place in places:
             found = _ask(place, settings.curve, timeout_s)
             if isinstance(found, ModelCard):
@@ -74,7 +74,7 @@ def _ask(address: str, curve: CurveKeys | None, timeout_s: float) -> ModelCard |
     try:
         greeting = _greet(address, timeout_s)
     except OSError as exc:
-        advice = "start the engine, or correct its address or port; a network policy may stand between"
+        advice = "start the engine, or correct its address or port; a network policy may block the connection"
         return wrong(AREA, "engine_away", f"{address}: {exc.strerror or exc}", advice)
     if greeting[SIGNATURE] != b"\xff" or len(greeting) < GREETING_BYTES:
         advice = "correct the port: it is that of `moiety engine --listen`, not of its metrics or of another server"
@@ -82,9 +82,11 @@ def _ask(address: str, curve: CurveKeys | None, timeout_s: float) -> ModelCard |
     wants_curve = greeting[MECHANISM].rstrip(b"\0") == b"CURVE"
     if wants_curve and curve is None:
         advice = "set curve_server_key, curve_public_key and curve_secret_key of the gateway (MOIETY_CURVE_…)"
-        return wrong(AREA, "curve_missing", f"{address}: the engine wants CURVE keys, the gateway has none", advice)
+        return wrong(
+            AREA, "curve_missing", f"{address}: the engine requires CURVE keys, but the gateway has none", advice
+        )
     if curve is not None and not wants_curve:
-        advice = "start the engine with --curve-key-file, or take the gateway's three CURVE keys away"
+        advice = "start the engine with --curve-key-file, or remove the gateway's three CURVE keys"
         return wrong(AREA, "curve_unwanted", f"{address}: the gateway has CURVE keys, the engine has none", advice)
     return _hello(address, curve, timeout_s)
 
@@ -136,7 +138,9 @@ def _hello(address: str, curve: CurveKeys | None, timeout_s: float) -> ModelCard
         )
         return wrong(AREA, "curve_wrong", f"{address}: the engine refuses the gateway's CURVE keys", advice)
     advice = f"run the same release everywhere (here it speaks protocol {PROTOCOL_VERSION}), or restart the engine"
-    return wrong(AREA, "engine_silent", f"{address}: an engine listens, and does not answer a gateway's hello", advice)
+    return wrong(
+        AREA, "engine_silent", f"{address}: an engine listens, but does not answer the gateway's first message", advice
+    )
 
 
 def _of_this_release(address: str, card: ModelCard) -> ModelCard | Finding:
@@ -195,7 +199,10 @@ def _half_pools(cards: list[tuple[str, ModelCard]]) -> Iterator[Finding]:
     for model in sorted({card.model for _, card in cards} - able):
         message = f"all engines of {model!r} compute prompts only (--role prefill)"
         yield wrong(
-            AREA, "role_missing", message, "start one that writes answers: moiety engine --role decode, or both"
+            AREA,
+            "role_missing",
+            message,
+            "start an engine that generates answers: moiety engine --role decode, or both",
         )
 
 

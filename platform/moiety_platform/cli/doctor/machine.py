@@ -70,7 +70,7 @@ def _packages() -> Finding:
         command = f"{shlex.quote(sys.executable)} -m pip install {' '.join(map(shlex.quote, unfit))}"
         message = f"{', '.join(unfit.values())} {'do' if len(unfit) > 1 else 'does'} not fit this release"
         return wrong(
-            AREA, "packages_unfit", message, "install what it was made for, and start again what runs", command
+            AREA, "packages_unfit", message, "install the required versions, and restart the processes", command
         )
     shown = ", ".join(f"{name} {number or '–'}" for name, number in versions().items())
     return ok(AREA, "versions", shown)
@@ -91,14 +91,17 @@ def _gpu() -> Iterator[Finding]:
     except (subprocess.SubprocessError, OSError) as exc:
         failure = str(exc)
     if failure:
-        advice = "the driver is not loaded: load it; where that fails, dmesg says why, and it must be installed anew"
+        advice = (
+            "the driver is not loaded: load it; if that fails, dmesg gives the reason, and the driver must be "
+            "installed again"
+        )
         yield wrong(AREA, "gpu_driver", f"nvidia-smi failed: {failure}", advice, "modprobe nvidia")
         return
     yield ok(AREA, "gpu", told.stdout.strip().replace("\n", "; "))
     if versions()["torch"] is not None and versions()["triton"] is None:
-        advice = "install triton, or engines compute experts by plain torch"
+        advice = "install triton; without it, engines compute experts with torch, which is slower"
         command = f"{shlex.quote(sys.executable)} -m pip install triton"
-        yield warn(AREA, "triton_missing", "torch is there, triton is not", advice, command)
+        yield warn(AREA, "triton_missing", "torch is installed, but triton is not", advice, command)
 
 
 def _data_dir(data_dir: Path) -> Iterator[Finding]:
@@ -115,10 +118,10 @@ def _closed(folder: Path) -> Finding:
         advice = "its file system is read-only: mount one that can be written there, or set another data directory"
         return wrong(AREA, "data_dir_closed", f"{folder} cannot be written", advice)
     if not folder.is_dir():
-        advice = "a file is in the way of the folder: put it elsewhere"
+        advice = "a file has the name of the folder: move the file"
         return wrong(AREA, "data_dir_closed", f"{folder} is not a folder", advice, f"mv {place} {place}.away")
     message = f"{folder} cannot be written by user {user}: it is of user {found.st_uid}, mode {found.st_mode & 0o777:o}"
-    advice = "let the gateway's user have it, or usage that the database cannot take has nowhere to go"
+    advice = "change its owner to the gateway's user; otherwise usage that the database cannot store is lost"
     command = f"chmod u+rwx {place}" if found.st_uid == user else f"chown -R {user} {place}"
     return wrong(AREA, "data_dir_closed", message, advice, command)
 
@@ -128,17 +131,20 @@ def _disk(data_dir: Path, min_free_bytes: int) -> Finding:
     free = shutil.disk_usage(place).free
     message = f"{free / (1 << 30):.1f} GiB free under {place}"
     if free < min_free_bytes:
-        advice = "make room, or move the data directory: a full disk loses usage rows that the database cannot take"
+        advice = (
+            "free space, or move the data directory: with a full disk, usage rows that the database cannot "
+            "store are lost"
+        )
         return wrong(AREA, "disk_full", message, advice)
     return ok(AREA, "disk", message)
 
 
 def _files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    message = f"{soft} files may be open at once (at most {hard})"
+    message = f"{soft} files can be open at the same time (at most {hard})"
     if soft < MIN_FILES:
         reach = GOOD_FILES if hard == resource.RLIM_INFINITY else min(hard, GOOD_FILES)
-        advice = f"each stream is an open file: raise it to {MIN_FILES} or more before the gateway starts"
+        advice = f"each stream is an open file: raise the limit to {MIN_FILES} or more before the gateway starts"
         return wrong(AREA, "open_files", message, advice, f"ulimit -n {reach}")
     return ok(AREA, "open_files", message)
 

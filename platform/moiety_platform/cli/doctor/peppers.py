@@ -39,18 +39,18 @@ async def check_pepper(
     file = settings.data_dir / FILE_NAME
     if settings.key_pepper is None and not file.exists():
         if not keys:
-            return ok(AREA, "pepper", "there is none yet, and no key that needs it")
-        advice = f"put the pepper of the backup back at {file} (or in MOIETY_KEY_PEPPER); without it every key is lost"
-        return wrong(AREA, "pepper_missing", f"{len(keys)} keys are stored, and there is no pepper", advice)
+            return ok(AREA, "pepper", "there is no pepper yet, and no key needs one")
+        advice = f"restore the pepper from the backup at {file} (or in MOIETY_KEY_PEPPER); without it no key is valid"
+        return wrong(AREA, "pepper_missing", f"{len(keys)} keys are stored, but there is no pepper", advice)
     try:
         pepper, turn = pepper_of(settings), pepper_rotation_of(settings)
     except BadPepper as exc:
-        return wrong(AREA, "pepper_bad", str(exc), "put the pepper of the backup back")
+        return wrong(AREA, "pepper_bad", str(exc), "restore the pepper from the backup")
     return (
         _open_to_others(settings)
         or _of_another(keys, pepper, turn, admin_key)
         or _being_replaced(keys, pepper, turn)
-        or ok(AREA, "pepper", "the pepper fits" if keys else "there is a pepper, and no key that needs it")
+        or ok(AREA, "pepper", "the pepper fits" if keys else "there is a pepper, and no stored key needs it")
     )
 
 
@@ -60,7 +60,7 @@ def _open_to_others(settings: GatewaySettings) -> Finding | None:
     for file in (settings.data_dir / FILE_NAME, settings.data_dir / PREVIOUS_FILE_NAME):
         if file.exists() and (mode := stat.S_IMODE(file.stat().st_mode)) & 0o077:
             told, command = f"{file} can be read by others (mode {mode:o})", f"chmod 600 {shlex.quote(str(file))}"
-            return wrong(AREA, "pepper_open", told, "make it readable for its owner only", command)
+            return wrong(AREA, "pepper_open", told, "make it readable by its owner only", command)
     return None
 
 
@@ -75,7 +75,7 @@ def _of_another(keys: Sequence[ApiKey], pepper: bytes, turn: PepperRotation, adm
     if not lost:
         return None
     advice = (
-        "put the pepper of the backup back (or give it as the previous one): keys that were made with it work again"
+        "restore the pepper from the backup (or set it as the previous one): keys that were created with it work again"
     )
     return wrong(AREA, "pepper_other", f"the pepper is not the one that {_named(lost)} were made with", advice)
 
@@ -85,9 +85,9 @@ def _being_replaced(keys: Sequence[ApiKey], pepper: bytes, turn: PepperRotation)
         return None
     left = [key for key in keys if key.pepper_mark != mark_of(pepper)]
     if not left:
-        advice = f"take away MOIETY_KEY_PEPPER_PREVIOUS (or the file {PREVIOUS_FILE_NAME}), and destroy it"
+        advice = f"remove MOIETY_KEY_PEPPER_PREVIOUS (or the file {PREVIOUS_FILE_NAME}), and destroy it"
         return warn(AREA, "pepper_previous", "no key needs the previous pepper any more", advice)
-    advice = "keep it until they have been used, or rotate the unused ones"
+    advice = "keep it until these keys have been used, or rotate the unused keys"
     return warn(AREA, "pepper_turning", f"{_named(left)} still need the previous pepper", advice)
 
 

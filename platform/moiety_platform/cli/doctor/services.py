@@ -39,7 +39,10 @@ def check_gateway(url: str, admin_key: str | None, now: datetime) -> Iterator[Fi
     if ready.status_code == httpx.codes.OK:
         yield ok(GATEWAY, "gateway", f"{url} is ready")
     else:
-        advice = "see what is said of the store and of the engines; a gateway is ready when an engine of each model is"
+        advice = (
+            "see the checks of the database and of the engines; a gateway is ready when the database and an "
+            "engine are ready"
+        )
         reason = ready.json().get("reason", ready.text)
         yield wrong(GATEWAY, "not_ready", f"{url} is not ready: {reason}", advice)
     if admin_key is not None:
@@ -50,7 +53,7 @@ def _look_at_its_clock(answer: httpx.Response, now: datetime) -> Iterator[Findin
     if (told := answer.headers.get("date")) is not None:
         skew_s = (now - parsedate_to_datetime(told).astimezone(UTC)).total_seconds()
         if abs(skew_s) > MAX_SKEW_S:
-            advice = "have both machines follow the same time servers (chrony or systemd-timesyncd)"
+            advice = "configure the same time servers on both machines (chrony or systemd-timesyncd)"
             yield wrong(GATEWAY, "clock_skew", f"the gateway's clock differs by {skew_s:.0f} s", advice)
 
 
@@ -59,7 +62,7 @@ def _look_at_key(url: str, admin_key: str) -> Finding:
     answer = httpx.get(f"{url}/admin/v1/caller", headers=headers, timeout=TIMEOUT_S)
     if answer.status_code == httpx.codes.OK:
         return ok(GATEWAY, "admin_key", f"the administrator's key is of a role {answer.json().get('role')}")
-    advice = "give a working key as --admin-key or MOIETY_ADMIN_KEY, or have an owner make one: moiety key create"
+    advice = "set a valid key with --admin-key or MOIETY_ADMIN_KEY, or ask an owner to create one: moiety key create"
     try:
         reason = str(answer.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -71,7 +74,7 @@ async def check_issuer(settings: GatewaySettings) -> AsyncIterator[Finding]:
     """Check that the OIDC issuer's keys can be read, as a gateway reads them."""
     issuer = settings.oidc_issuer
     if issuer is None:
-        yield ok(LOGIN, "issuer", "administrators come with keys; no issuer of tokens is configured")
+        yield ok(LOGIN, "issuer", "administrators sign in with keys; no token issuer is configured")
         return
     try:
         async with httpx.AsyncClient(timeout=TIMEOUT_S) as http:
@@ -85,7 +88,7 @@ async def check_issuer(settings: GatewaySettings) -> AsyncIterator[Finding]:
         if keys:
             yield ok(LOGIN, "issuer", f"{issuer} publishes {len(keys)} keys")
         else:
-            advice = "have it sign with RS256, PS256, ES256 or EdDSA, and publish those keys"
+            advice = "configure it to sign with RS256, PS256, ES256 or EdDSA, and to publish those keys"
             yield wrong(LOGIN, "issuer_keys", f"{issuer} publishes no key that can verify tokens", advice)
 
 
@@ -93,11 +96,13 @@ def _unreadable(issuer: str, failure: Exception) -> Finding:
     text = str(failure) or type(failure).__name__
     if "CERTIFICATE_VERIFY_FAILED" in text:
         advice = (
-            "renew the certificate; if an authority of your own made it, name its file to gateways in SSL_CERT_FILE"
+            "renew the certificate; if a private certificate authority issued it, set SSL_CERT_FILE of the "
+            "gateways to the authority's file"
         )
         return wrong(LOGIN, "issuer_certificate", f"{issuer}: {text}", advice)
     advice = (
-        "start the issuer, correct oidc_issuer, or let gateways reach it: known keys count on for a while, new none"
+        "start the issuer, correct oidc_issuer, or allow gateways to connect to it: known keys remain valid for "
+        "a while, new keys are not accepted"
     )
     return wrong(LOGIN, "issuer_away", f"{issuer} does not return its keys: {text}", advice)
 
@@ -115,11 +120,11 @@ def check_traces(settings: GatewaySettings) -> Iterator[Finding]:
     try:
         answer = httpx.post(url, headers=headers, content=b"", timeout=TIMEOUT_S)
     except httpx.HTTPError as exc:
-        advice = "start `moiety traces`, or correct traces_endpoint; requests are served without it, unseen"
+        advice = "start `moiety traces`, or correct traces_endpoint; requests are served without it, but not traced"
         yield wrong(TRACES, "traces_away", f"{url} does not answer ({type(exc).__name__})", advice)
         return
     if answer.status_code == httpx.codes.UNAUTHORIZED:
-        advice = "set MOIETY_TRACES_TOKEN to the same for gateways and trace store"
+        advice = "set MOIETY_TRACES_TOKEN to the same value for gateways and trace store"
         yield wrong(TRACES, "traces_token", "the trace store refuses the gateways' token", advice)
     elif answer.is_error:
         advice = "correct traces_endpoint: it ends in /otlp at a `moiety traces`, whose /readyz says what it lacks"

@@ -77,13 +77,16 @@ def check_revision(url: str) -> Finding:
     if at == needed:
         return ok(AREA, "revision", f"{told['database']} is at {at}")
     if at is not None and at > needed:
-        advice = "a newer release has migrated it: run that release here, or go back by its `moiety migrate downgrade`"
+        advice = (
+            "a newer release has migrated it: run that release here, or downgrade the database with its `moiety "
+            "migrate downgrade`"
+        )
         return wrong(AREA, "database_newer", f"the database is at {at}, this release knows {needed}", advice)
     behind = f"the database is at {at or 'no revision'}, {needed} is needed"
     command = "moiety migrate upgrade"
     if redact(url) == url:
         command += f" --database-url {shlex.quote(url)}"
-    return wrong(AREA, "database_behind", behind, "bring it up to date before the gateways start", command)
+    return wrong(AREA, "database_behind", behind, "migrate it before the gateways start", command)
 
 
 async def check_clock(session: AsyncSession, clock: Clock) -> Finding:
@@ -92,7 +95,7 @@ async def check_clock(session: AsyncSession, clock: Clock) -> Finding:
     skew_s = clock.now().timestamp() - theirs / 1000
     message = f"this machine's clock is {abs(skew_s):.1f} s {'ahead of' if skew_s > 0 else 'behind'} the database's"
     if abs(skew_s) > MAX_SKEW_S:
-        advice = "have both machines follow the same time servers (chrony, timesyncd), and step the wrong clock"
+        advice = "configure the same time servers on both machines (chrony, timesyncd), and step the wrong clock"
         return wrong(AREA, "clock_skew", message, advice, "chronyc makestep")
     return ok(AREA, "clock", message)
 
@@ -103,7 +106,7 @@ async def check_owners(session: AsyncSession, clock: Clock) -> Finding:
         await session.scalar(select(func.count()).select_from(ApiKey).where(ApiKey.role == Role.OWNER, *working)) or 0
     )
     if not owners:
-        advice = "start a gateway with --first-keys and a file that is not there yet; in a cluster: "
+        advice = "start a gateway with --first-keys and a file that does not exist yet; in a cluster: "
         advice += "moiety cluster owner NAME --reissue"
         return wrong(AREA, "no_owner", "no owner's key works", advice)
     return ok(AREA, "owners", f"working keys of owners: {owners}")
@@ -122,30 +125,35 @@ async def check_prices(session: AsyncSession, clock: Clock) -> Finding:
         message = f"{', '.join(free[:3])} has no price: requests under the {limits} limits in money are refused"
         advice = f"set one (dollars a million tokens): moiety price set {shlex.quote(free[0])} --input … --output …"
         return wrong(AREA, "price_missing", message, advice)
-    return ok(AREA, "prices", f"what was used in {DRIFT_HOURS} h has a price")
+    return ok(AREA, "prices", f"every model used in {DRIFT_HOURS} h has a price")
 
 
 async def check_books(session: AsyncSession, clock: Clock) -> AsyncIterator[Finding]:
     """Check that requests, ledger, sums and limits agree."""
     until = clock.now()
     report = await reconcile(session, until - timedelta(hours=DRIFT_HOURS), until)
-    again = "look again in a minute, since what ends just now may be half stored; if it stays, keep a support bundle"
+    again = (
+        "check again in a minute, because requests that end now may be stored in part; if the difference "
+        "remains, create a support bundle"
+    )
     if report.differences:
         tenants = ", ".join(one.tenant_id for one in report.differences[:3])
         message = f"requests, ledger and sums of {len(report.differences)} tenants differ: {tenants}"
         yield wrong(AREA, "books_differ", message, again, "moiety usage reconcile")
     if report.days:
         tenants = ", ".join(one.tenant_id for one in report.days[:3])
-        message = f"the sums of days of {len(report.days)} tenants are not those of their hours: {tenants}"
+        message = f"the sums of days of {len(report.days)} tenants differ from the sums of their hours: {tenants}"
         yield wrong(AREA, "days_differ", message, again, "moiety usage reconcile")
     if report.windows:
         limits = ", ".join(sorted({one.quota_id for one in report.windows})[:3])
-        message = f"{len(report.windows)} windows of limits are not what their leases come to: {limits}"
+        message = f"{len(report.windows)} windows of limits differ from the sums of their leases: {limits}"
         yield wrong(AREA, "limits_drift", message, again, "moiety usage reconcile")
     if report.quarantined:
         count = sum(one.leases for one in report.quarantined)
         message = f"{count} leases of gateways that died count as spent until engines prove otherwise"
-        yield warn(AREA, "quarantined", message, "start the engines that they used; nothing is overspent meanwhile")
+        yield warn(
+            AREA, "quarantined", message, "start the engines that they used; no limit is exceeded in the meantime"
+        )
     if report.agrees:
         yield ok(AREA, "books", f"requests, ledger, sums and limits of {DRIFT_HOURS} h agree")
 
@@ -154,7 +162,7 @@ def check_journal(folder: Path) -> Iterator[Finding]:
     """Find journals of usage that no running gateway will store."""
     left = [path.name for path in sorted(folder.glob("*.jsonl")) if path.stat().st_size and not _is_held(path)]
     if left:
-        message = f"usage of a gateway that was killed lies in {folder}: {', '.join(left)}"
+        message = f"usage of a gateway that was killed is in {folder}: {', '.join(left)}"
         advice = "start a gateway on this data directory: it stores them first"
         yield wrong(AREA, "usage_left", message, advice)
 
@@ -169,7 +177,7 @@ def check_set_aside(folder: Path) -> Iterator[Finding]:
         message += f"read, lie in {folder} and are not billed"
         command = f"moiety usage restore --data-dir {shlex.quote(str(folder.parent))}"
         yield wrong(
-            AREA, "usage_set_aside", message, "write them to the database, and look at those that remain", command
+            AREA, "usage_set_aside", message, "write them to the database, and check the rows that remain", command
         )
 
 

@@ -63,7 +63,9 @@ class AnswerFile:
             while rest:
                 rest = rest[os.write(self._fd, rest) :]
         except OSError as exc:
-            message = f"{self.path} cannot be written on: {exc.strerror}; make room, and the same command goes on"
+            message = (
+                f"{self.path} cannot be written to: {exc.strerror}; free space, and run the same command to continue"
+            )
             raise CommandError(message) from exc
 
     def _read(self) -> dict[str, str]:

@@ -28,7 +28,7 @@ def top(
     admin: Admin,
     interval_s: Annotated[float, typer.Option(min=0.5, help="Interval between two updates, in seconds.")] = 2.0,
     once: Annotated[
-        bool, typer.Option("--once", help="Print one report and exit, as also in a pipe and with --json.")
+        bool, typer.Option("--once", help="Print one report and exit. This is the default in a pipe and with --json.")
     ] = False,
 ) -> None:
     """Show the current engines, classes and tenants, refreshed periodically.
