@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from moiety_platform.quota.holdings import list_leases
 from sqlalchemy import select
 from tests.database_clock import DatabaseClock
 
@@ -34,6 +33,7 @@ from moiety_platform.quota.kinds import (
     window_start,
 )
 from moiety_platform.quota.lease import Charge, Hold, Lease, WindowId
+from moiety_platform.quota.lease_views import list_leases
 from moiety_platform.quota.models import LeaseState, Quota, QuotaLease, QuotaWindow
 from moiety_platform.quota.schemas import NewQuota
 from moiety_platform.quota.service import set_quota

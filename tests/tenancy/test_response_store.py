@@ -84,11 +84,11 @@ async def test_a_conversation_is_read_in_order_however_long_it_is_and_only_whole
     whole = await service.continued(whose, response_id(59))
     assert [item["id"] for item in whole.items] == [f"msg_{number}" for number in range(60)]
     assert whole.num_bytes == (await sums(database))[1]
-    assert len((await keeper.continued(whose, response_id(29))).items) == 30
-    await keeper.delete(whose, response_id(30))
+    assert len((await service.continued(whose, response_id(29))).items) == 30
+    await service.delete(whose, response_id(30))
     with pytest.raises(NotFound, match="no longer stored"):
-        await keeper.continued(whose, response_id(59))
-    assert len((await keeper.continued(whose, response_id(29))).items) == 30
+        await service.continued(whose, response_id(59))
+    assert len((await service.continued(whose, response_id(29))).items) == 30
 
 
 async def test_expired_responses_are_not_found_and_are_purged_in_batches(
