@@ -40,7 +40,7 @@ from moiety_platform.bench.environment import describe_environment
 
 HERE = Path(__file__).parent
 CLI = "moiety_platform.cli"
-HOSTS, SINGLE_RANK_GROUPS = ("host-0", "host-1"), "host-2"
+HOSTS, SINGLE_HOST = ("host-0", "host-1"), "host-2"
 ENGINE_PORT, MASTER_PORT, GATEWAY_PORT = 5757, 29500, 8000
 CUT_S, START_S, NOTICED_S = 10.0, 900.0, 5.0
 CLIENTS, TOKENS = 6, 120
@@ -60,7 +60,7 @@ def main() -> None:
     enter("two_hosts")
     report: dict[str, Any] = {"date": date.today().isoformat(), "command": " ".join(["python", *sys.argv])}
     report["environment"] = describe_environment()
-    wires = Wires([*HOSTS, SINGLE_RANK_GROUPS])
+    wires = Wires([*HOSTS, SINGLE_HOST])
     for launcher in options.launchers:
         with tempfile.TemporaryDirectory(prefix="moiety-hosts-") as name:
             report[launcher] = asyncio.run(Play(Path(name), wires, launcher, options.deepspeed).run())
@@ -135,7 +135,7 @@ class Play:
     def __init__(self, folder: Path, wires: Wires, launcher: str, deepspeed: Path) -> None:
         self._wires = wires
         first = wires.peers[HOSTS[0]].address
-        listen = [f"tcp://{wires.peers[name].address}:{ENGINE_PORT}" for name in (HOSTS[0], SINGLE_RANK_GROUPS)]
+        listen = [f"tcp://{wires.peers[name].address}:{ENGINE_PORT}" for name in (HOSTS[0], SINGLE_HOST)]
         hostfile = folder / "hosts"
         hostfile.write_text("".join(f"{wires.peers[name].address} slots=1\n" for name in HOSTS))
         environment = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
@@ -149,7 +149,7 @@ class Play:
             words += group if launcher == "torchrun" else ["--module", *group[1:]]
             self.hosts.append(Kept([*wires.within(name), sys.executable, *words], environment, folder / f"{name}.log"))
         alone = [
-            *wires.within(SINGLE_RANK_GROUPS),
+            *wires.within(SINGLE_HOST),
             sys.executable,
             "-m",
             CLI,

@@ -1,4 +1,4 @@
-"""`moiety apply` against a real gateway: plan, idempotence, what was made by hand, keys in Secrets."""
+"""`moiety apply` against a real gateway: plan, idempotence, what was created by other means, keys in Secrets."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_objects_created_by_hand_are_refused_and_the_others_applied(
     moiety("tenant", "create", "handmade", "--weight", "3")
     text = "tenants:\n  - name: handmade\n    weight: 9\n    limits: {tokens_per_day: 5}\n  - {name: other}\n"
     report = apply(text, "--source", "second", ends_with=1)
-    assert "declared.yaml:2: tenant handmade: made by hand: leave it out" in report["said"]
+    assert "declared.yaml:2: tenant handmade: created by other means: leave it out" in report["said"]
     assert (report["done"], len(report["failed"])) == (2, 1)
     assert json.loads(moiety("tenant", "show", "handmade", "--json").stdout)["weight"] == 3.0
     assert apply("{}", "--source", "second", "--prune")["done"] == 2  # the other is suspended, the limit deleted
@@ -188,7 +188,7 @@ def test_objects_that_the_gateway_refused_are_not_claimed(apply: Callable[..., d
     assert "choose one of" in apply(text, "--source", "late", ends_with=1)["said"]
     moiety("tenant", "create", "late")
     refused = apply(text.replace("platinum", "flex"), "--source", "late", ends_with=1)
-    assert "tenant late: made by hand" in refused["said"]
+    assert "tenant late: created by other means" in refused["said"]
 
 
 def test_a_key_that_no_secret_took_does_not_count(

@@ -63,6 +63,8 @@ REGEX, LARK = GrammarKind.REGEX, GrammarKind.GRAMMAR
         (REGEX, r"(\w{1,100} ){1,100}", r"(\w{1,100} ){1,100}"),
         (LARK, 'start: A "!"\nA: /[a-z]{1,50000}/', "/[a-z]{1,50000}/"),
         (LARK, 'start: A "!"\nA: /\\w/{1,5000}', "/\\w/{1,5000}"),
+        (LARK, 'start: A "!"\nA: /(ab|c){10000}/', "/(ab|c){10000}/"),
+        (LARK, 'start: A "!"\nA: /(?P<x>(ab){3}){4000}/', "/(?P<x>(ab){3}){4000}/"),
     ],
 )
 def test_an_expression_that_the_lexer_cannot_hold_is_refused_by_its_name(
@@ -82,21 +84,41 @@ def test_an_expression_that_the_lexer_cannot_hold_is_refused_by_its_name(
         ({"format": "uri"}, "http://a.b/" + "c" * 4080, 4096),
     ],
 )
-def test_lengths_beside_a_pattern_or_a_format_are_kept_or_refused(
-    part: dict[str, Any], longest: str, limit: int
-) -> None:
-    def schema(most: int) -> GrammarSpec:
-        string = {"type": "string", "maxLength": most, **part}
+def test_lengths_beside_a_pattern_or_a_format_are_kept(part: dict[str, Any], longest: str, limit: int) -> None:
+    def schema(**lengths: int) -> GrammarSpec:
+        string = {"type": "string", **part, **lengths}
         return GrammarSpec(
             GrammarKind.JSON_SCHEMA, json.dumps({"type": "object", "properties": {"x": string}, "required": ["x"]})
         )
 
-    assert can_be_answered(schema(limit), json.dumps({"x": longest + "a"}, ensure_ascii=False))
-    with pytest.raises(GrammarRefused, match=f"/properties/x/maxLength: beside this .* at most {limit:,}"):
-        COMPILER.compile(schema(limit + 1))
+    assert can_be_answered(schema(maxLength=limit), json.dumps({"x": longest + "a"}, ensure_ascii=False))
+    assert can_be_answered(schema(maxLength=10 * limit), json.dumps({"x": longest + "a"}, ensure_ascii=False))
+    with pytest.raises(GrammarRefused, match=f"/properties/x/minLength: beside this .* at most {limit:,}"):
+        COMPILER.compile(schema(minLength=limit + 1))
 
 
 def test_a_pattern_with_a_large_count_is_refused_with_its_place() -> None:
     schema = {"type": "object", "properties": {"x": {"type": "string", "pattern": "^[a-z]{1,50000}$"}}}
     with pytest.raises(GrammarRefused, match="/properties/x/pattern: the repetitions of"):
         COMPILER.compile(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("// path: /users/{id}/posts and /a{,5}/\nstart: /[^\\n]/{1,3000}", "ab"),
+        ("start: /\\w/{2} // two", "ab"),
+        ('start: "//" /[a-z]+/', "//ab"),
+    ],
+)
+def test_counts_of_rules_and_texts_of_comments_need_no_states(text: str, answer: str) -> None:
+    assert can_be_answered(GrammarSpec(LARK, text), answer)
+
+
+@pytest.mark.parametrize("expression", ["a{,5}", "{x}", "a{b", "a{99999999999}"])
+def test_a_brace_that_is_no_count_is_compiled_or_refused_with_the_reason(expression: str) -> None:
+    for spec in (GrammarSpec(REGEX, expression), GrammarSpec(LARK, f"start: /{expression}/")):
+        try:
+            COMPILER.compile(spec)
+        except GrammarRefused as refused:
+            assert str(refused)

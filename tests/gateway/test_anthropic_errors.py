@@ -74,7 +74,7 @@ BAD = [
     (message(role="user", content=[{"type": "text"}]), "messages.0.content.0.text", "missing"),
     *(
         (message(role="user", content=[{"type": kind, "source": SOURCE}]), "messages.0.content", words)
-        for kind, words in (("document", "not plain text"), ("redacted_thinking", "user's"))
+        for kind, words in (("document", "not plain text"), ("redacted_thinking", "the role 'user' cannot send"))
     ),
     (message(role="user", content=[{"type": "image", "source": SOURCE}]), "messages", "reads text only"),
     (message(role="user", content=[{"type": "video"}]), "messages.0.content", "'video', which is not known"),

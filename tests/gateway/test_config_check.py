@@ -105,7 +105,7 @@ async def test_a_file_is_compared_with_the_gateway_that_runs(
         found = {one["name"]: (one["now"], one["then"], one["taken"]) for one in told["differences"]}
         assert found == {
             "max_choices": (16, 3, "at once"),
-            "max_tools": (9, 5, "never: the gateway's option beats the file"),
+            "max_tools": (9, 5, "never: the gateway's option overrides the file"),
             "port": (8000, 1, "at a restart"),
         }
         shown = json.loads(await run("show"))

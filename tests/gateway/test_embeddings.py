@@ -128,7 +128,7 @@ BAD = [
     ({"input": "x" * 513}, "input", "an input has 513 tokens; the model's context is 512"),
     ({"input": ["a", [1]]}, "input", "must be a string, a list of strings"),
     ({"input": "a", "dimensions": 0}, "dimensions", "greater than or equal to 1"),
-    ({"input": "a", "dimensions": 9}, "dimensions", "'dimensions' is 9, and the vectors of 'tiny' have 8"),
+    ({"input": "a", "dimensions": 9}, "dimensions", "'dimensions' is 9, but the vectors of 'tiny' have 8"),
     ({"input": "a", "dimensions": "3"}, "dimensions", "'dimensions' must be a valid integer"),
     ({"input": "a", "encoding_format": "int8"}, "encoding_format", "'float' or 'base64'"),
     ({"input": "a", "user": 7}, "user", "'user' must be a valid string"),

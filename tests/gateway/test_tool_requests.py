@@ -309,7 +309,7 @@ BAD_MESSAGES: list[tuple[dict[str, Any], str | None, str]] = [
     (
         blocks("user", {"type": "tool_result", "tool_use_id": "u", "content": [{"type": "audio"}]}),
         "messages.2.content.0.content.0",
-        "'audio', which is not known",
+        "'audio', which is not supported here",
     ),
 ]
 

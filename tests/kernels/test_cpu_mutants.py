@@ -312,8 +312,8 @@ CHECKS: dict[ModuleType, Check] = {
     output_gate: gates,
 }
 MUTANTS = [
-    (compressed_attention, "wanted % runs.size)", "(wanted + 1) % runs.size)"),
-    (compressed_attention, "wanted) + 4 * series\n", "wanted)\n"),
+    (compressed_attention, "source_position % runs.size\n", "(source_position + 1) % runs.size\n"),
+    (compressed_attention, "source_position) + 4 * series\n", "source_position)\n"),
     (compressed_attention, "weight * load_f32(value, c)", "weight * load_f32(gate, c)"),
     (compressed_attention, "token * args.most + k", "task + k"),
     (compressed_attention, "store_i32(args.seen_T, task, num_rows + count)", "store_i32(args.seen_T, task, num_rows)"),

@@ -96,7 +96,7 @@ def test_a_poolers_switch_is_understood_and_sent_to_no_server(switch: str) -> No
         ("application_name", "the parameter 'application_name' has no value"),
         ("application_name=%zz", "'%' is not a valid percent escape"),
         ("host=a,b&port=1,2,3", "3 ports are given for 2 hosts"),
-        ("port=70000", "the port '70000' is none"),
+        ("port=70000", "the port '70000' is not valid"),
         ("requirepeer=postgres", "'requirepeer' is not supported"),
         ("service=main", "'service' is not supported"),
         ("sslrootcert=/no/such/ca.pem", "sslrootcert=/no/such/ca.pem of the database's URL cannot be read"),

@@ -199,7 +199,7 @@ async def test_simulations_without_a_result_report_the_reason(
     assert "fewer than two requests" in await problem()
     assert "tides" in await problem(generate="tides:rate=1")
     await serve_some(database, demo, 3, service_class="gold")
-    assert "classes that are gone: gold" in await problem()
+    assert "classes that no longer exist: gold" in await problem()
     simulations.limit_s = 0.0
     assert "more than 0 s" in await problem(generate="poisson:rate=60")
 

@@ -38,6 +38,7 @@ _WHITESPACE = r"\x20"
 _RULE = re.compile(r"^\s*[?!]?([A-Za-z_]\w*)(?:\.-?\d+)?(?:\[[^\]]*\])?\s*:", re.MULTILINE)
 _NAME = re.compile(r"(?<![\w\\])[A-Z_][A-Z0-9_]*(?!\w)")
 _REPEATED = re.compile(r"\s*(?:\{\s*(?:\d+\s*,\s*)?(\d{1,9})\s*\}|~\s*(?:\d+\s*\.\.\s*)?(\d{1,9}))")
+_COMMENT = re.compile(r"//[^\n]*")
 _QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/')
 
 
@@ -144,12 +145,15 @@ def check_terminals(lark: str) -> None:
     A terminal is compiled as one expression with its referenced terminals expanded: a few lines can expand beyond any
     memory. So does the lexer for one with large counts within it. Raises GrammarRefused.
     """
+    lark = _without_comments(lark)
     for quoted in _QUOTED.finditer(lark):
         if quoted[0].startswith("/"):
-            count = _REPEATED.match(lark, quoted.end())
-            whole = f"(?:{quoted[0][1:-1]}){{{count[1] or count[2]}}}" if count else quoted[0][1:-1]
-            check_repetitions(whole, quoted[0] + (count[0] if count else ""))
+            check_repetitions(quoted[0][1:-1], quoted[0])
     bodies = _terminals(lark)
+    for body in bodies.values():  # within a rule, the parser counts
+        for quoted in _QUOTED.finditer(body):
+            if quoted[0].startswith("/") and (count := _REPEATED.match(body, quoted.end())) is not None:
+                check_repetitions(f"(?:{quoted[0][1:-1]}){{{count[1] or count[2]}}}", quoted[0] + count[0])
     lengths: dict[str, int] = {}
     for name in bodies:
         if _length(name, bodies, lengths, set()) > MAX_TERMINAL_CHARS:
@@ -157,6 +161,20 @@ def check_terminals(lark: str) -> None:
                 f"the terminal {name[:64]} has more than {MAX_TERMINAL_CHARS:,} characters with its "
                 "referenced terminals expanded; make some of them rules (lowercase names)"
             )
+
+
+def _without_comments(lark: str) -> str:
+    """Return a grammar without its comments. `//` within a string or an expression begins none."""
+    kept, at = [], 0
+    while at < len(lark):
+        if (comment := _COMMENT.match(lark, at)) is not None:
+            at = comment.end()
+            continue
+        quoted = _QUOTED.match(lark, at)
+        end = quoted.end() if quoted is not None else at + 1
+        kept.append(lark[at:end])
+        at = end
+    return "".join(kept)
 
 
 def _terminals(lark: str) -> Mapping[str, str]:

@@ -18,7 +18,11 @@ MAX_COUNTED_STATES = 18_000  # of the 20,000 that the lexer has
 MAX_CHARS_BESIDE_PATTERN = 1800
 MAX_CHARS_OF_URI = 4096
 _CHUNK_CHARS = 128
-_ATOM = re.compile(r"\\[pP]\{[^}]*\}|\\x\{[0-9A-Fa-f]+\}|\\.|\(\?:|\(\?i:|\(\?i\)|\{\d+(?:,\d*)?\}|.", re.DOTALL)
+_COUNT = re.compile(r"\{\d{1,9}(?:,\d{0,9})?\}")
+_GROUP = re.compile(r"\((?:\?P?<[^>=!][^>]*>|\?[A-Za-z-]*:)?")
+_ATOM = re.compile(
+    rf"\\[pP]\{{[^}}]*\}}|\\x\{{[0-9A-Fa-f]+\}}|\\.|\(\?[A-Za-z-]+\)|{_GROUP.pattern}|{_COUNT.pattern}|.", re.DOTALL
+)
 _ASCII_CLASS = re.compile(r"\[(?!\^)(?:[0-9A-Za-z_-]|\\x\{[0-7]?[0-9A-F]\})+\]")
 _ONE_CLASS = re.compile(rf"\^?{_ASCII_CLASS.pattern}(?:[*+]|\{{\d+(?:,\d*)?\}})\$?")
 _NAMED = (r"\p", r"\w", r"\d", r"\s")
@@ -26,11 +30,14 @@ _STATES_OF_NEGATED, _STATES_OF_NAMED = 8, 48  # of a character beyond ASCII: `[^
 
 
 def counted_states(expression: str) -> int:
-    """Return about how many states the counted repetitions of an exact expression have."""
+    """Return about how many states the counted repetitions of an expression have.
+
+    Groups of any kind are read, and a brace that begins no count is a character.
+    """
     sums, last, counted = [0], [0], [0]  # by open group: states, those of the last atom, and those that are counted
     before = 0  # counted states of the last atom
     for atom, states in _atoms(expression):
-        if atom.startswith("(?") and atom != "(?i)":
+        if _GROUP.fullmatch(atom):
             sums.append(0)
             last.append(0)
             counted.append(0)
@@ -38,7 +45,7 @@ def counted_states(expression: str) -> int:
             inner, before = sums.pop(), counted.pop()
             last.pop()
             sums[-1], last[-1], counted[-1] = sums[-1] + inner, inner, counted[-1] + before
-        elif atom.startswith("{"):
+        elif _COUNT.fullmatch(atom):
             count = max(int(one) for one in re.findall(r"\d+", atom))
             sums[-1] += last[-1] * (count - 1)
             counted[-1] += last[-1] * count - before
@@ -48,7 +55,7 @@ def counted_states(expression: str) -> int:
 
 
 def _atoms(expression: str) -> list[tuple[str, int]]:
-    """Return the parts of an exact expression, each with the states of one character."""
+    """Return the parts of an expression, each with the states of one character."""
     found, at = [], 0
     while at < len(expression):
         if expression[at] == "[":
@@ -59,7 +66,7 @@ def _atoms(expression: str) -> list[tuple[str, int]]:
             match = _ATOM.match(expression, at)
             assert match is not None
             text, end = match[0], match.end()
-            is_operator = text in "^$|*+?)" or text.startswith(("(", "{"))
+            is_operator = text in "^$|*+?)" or text.startswith("(") or _COUNT.fullmatch(text) is not None
             found.append((text, 0 if is_operator else _states_of_character(text)))
         at = end
     return [one for one in found if one[0] not in "^$|*+?"]
@@ -100,7 +107,7 @@ def check_repetitions(expression: str, written: str) -> None:
 def counting_rules(expression: str) -> str | None:
     """Return the grammar of an exact expression that is one character, many times; None for other expressions."""
     atoms = _atoms(expression.removeprefix("^").removesuffix("$"))
-    if len(atoms) != 2 or not atoms[1][0].startswith("{") or counted_states(expression) <= MAX_COUNTED_STATES:
+    if len(atoms) != 2 or not _COUNT.fullmatch(atoms[1][0]) or counted_states(expression) <= MAX_COUNTED_STATES:
         return None
     character, repetition = atoms[0][0], atoms[1][0]
     if "".join((character, repetition)) != expression.removeprefix("^").removesuffix("$"):
@@ -119,8 +126,11 @@ def counting_rules(expression: str) -> str | None:
 
 
 def check_lengths(schema: Mapping[str, Any], pointer: str) -> None:
-    """Refuse lengths of a string beside an exact pattern, or a format, that are too large. Raises GrammarRefused."""
-    pattern, name = schema.get("pattern"), schema.get("format")
+    """Refuse a least length beside an exact pattern, or a format, that no answer can have. Raises GrammarRefused.
+
+    A large `maxLength` is not refused: the lexer makes states as an answer needs them, and few answers are so long.
+    """
+    pattern, name, least = schema.get("pattern"), schema.get("format"), schema.get("minLength")
     is_anchored = isinstance(pattern, str) and pattern.startswith("^") and pattern.endswith("$")
     if is_anchored and name is None and _ONE_CLASS.fullmatch(str(pattern)) is not None:
         most = MAX_COUNTED_STATES
@@ -130,11 +140,9 @@ def check_lengths(schema: Mapping[str, Any], pointer: str) -> None:
         most = MAX_CHARS_OF_URI
     else:
         return  # counted by the parser, or a format whose strings are short
-    for keyword in ("minLength", "maxLength"):
-        count = schema.get(keyword)
-        if isinstance(count, int) and count > most:
-            beside = "pattern" if isinstance(pattern, str) else "format"
-            raise GrammarRefused(
-                f"{pointer}/{keyword}: beside this {beside} it may be at most {most:,}; use a smaller one, or leave "
-                f"out the {beside}"
-            )
+    if isinstance(least, int) and least > most:
+        beside = "pattern" if isinstance(pattern, str) else "format"
+        raise GrammarRefused(
+            f"{pointer}/minLength: beside this {beside} it may be at most {most:,}; use a smaller one, or leave "
+            f"out the {beside}"
+        )

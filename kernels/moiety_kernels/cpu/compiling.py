@@ -78,14 +78,12 @@ def _one_process_compiles(function: Callable[..., None]) -> Iterator[None]:
         yield
         return
     name = f"{function.__module__}.{function.__qualname__}.lock"
-    with (Path(config.CACHE_DIR) / name).open("w") as file:  # type: ignore[attr-defined]
-        with contextlib.suppress(OSError):
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # as of a full disk, or of another user's file
+            file = stack.enter_context((Path(config.CACHE_DIR) / name).open("w"))  # type: ignore[attr-defined]
             fcntl.flock(file, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):
-                fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough where a child has been forked meanwhile
+            stack.callback(fcntl.flock, file, fcntl.LOCK_UN)  # closing is not enough where a child was forked meanwhile
+        yield
 
 
 @functools.cache

@@ -73,7 +73,7 @@ def apply(
         Path, typer.Option(help="Folder with the token, namespace and certificate of the pod.", hidden=True)
     ] = ACCOUNT,
 ) -> None:
-    """Make the objects of a gateway match a file. Objects made by hand are left alone.
+    """Make the objects of a gateway match a file. Objects that were created by other means are not changed.
 
     A second run changes nothing. Each object is applied whole or not at all; ends with 1 if one was not. With --watch
     it continues until it is stopped; errors are reported, and retried when the file changes or the gateway is back.

@@ -73,7 +73,7 @@ class PlanExecutor:
         try:
             self._ids[declared.place] = self._make(declared)
         except (Refused, ClusterError):
-            self._release(step)  # else a later object made by hand under this name would count as the file's
+            self._release(step)  # else a later object created by other means under this name would count as the file's
             raise
         self._claim(declared, self._ids[declared.place])
 
