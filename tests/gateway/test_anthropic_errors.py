@@ -77,7 +77,7 @@ BAD = [
         for kind, words in (("document", "not plain text"), ("redacted_thinking", "the role 'user' cannot send"))
     ),
     (message(role="user", content=[{"type": "image", "source": SOURCE}]), "messages", "reads text only"),
-    (message(role="user", content=[{"type": "video"}]), "messages.0.content", "'video', which is not known"),
+    (message(role="user", content=[{"type": "video"}]), "messages.0.content", "'video', which is not supported here"),
     (message(role="user", content=[{"type": "image", "source": {"type": "x"}}]), "messages.0.content.0.source", "'x'"),
     ({"system": {"text": "x"}}, "system", "a string or a list of text blocks"),
     ({"system": [{"type": "image"}]}, "system.0.type", "'text'"),
