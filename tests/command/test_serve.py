@@ -224,10 +224,12 @@ def test_a_second_signal_ends_at_once_and_the_running_answer_is_still_accounted_
 def test_a_killed_gateway_loses_no_usage_row(start_serve: StartServe) -> None:
     running = start_serve("--no-dashboard", "--no-traces", "--", "--scripted-step-ms", "300")
     running.wait_for_line("moiety is ready at")
+    log = running.data_dir / "logs" / "gateway.log"
     with streaming(running) as response:
         lines = response.iter_lines()  # held, since a dropped iterator closes the connection
         assert next(lines)
         assert ask(running).status_code == 200
+        wait_for(lambda: '"event":"request"' in log.read_text(encoding="utf-8"), "the row of the whole answer")
         running.part("gateway").kill()
         running.wait_for_line("the gateway ended (killed by SIGKILL); starting it again")
     running.wait_for_line("the gateway is back")
