@@ -190,12 +190,13 @@ async def test_while_the_store_is_away_only_what_needs_it_is_refused_and_before_
 async def test_responses_that_cannot_be_stored_are_returned_and_marked(
     start_gateway: StartGateway, card: ModelCard, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async with start_gateway([FakeEngineClient(card)]) as gateway:
+    async with start_gateway([FakeEngineClient(card, token_s=0.3)]) as gateway:
         stream = await gateway.client.responses.create(**BODY | {"store": True, "max_output_tokens": 400}, stream=True)
         async for one in stream:
             if one.type == "response.created":
                 assert one.response.store is True
                 await drop_table(gateway)
+                gateway.engine.token_s = 0.0  # the answer ends only now
         assert (one.type, one.response.store) == ("response.incomplete", False)
         assert "response_not_kept" in capsys.readouterr().out
 

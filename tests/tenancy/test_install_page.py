@@ -33,7 +33,7 @@ IN_PODS = [  # against a release that runs: tests/helm/test_pods.py
 ]
 BY_HAND = [  # they need package registries
     "make sbom                                      # a bill of materials of each into dist/, CycloneDX",
-    "make audit                                     # known vulnerabilities in what they install",
+    "make audit                                     # known vulnerabilities in the packages of the images",
     "make .venv/.serve",
 ]
 OWN_SECRET = "mkdir -m 700 secrets"
