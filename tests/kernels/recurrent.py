@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from moiety_kernels.recurrent.inputs import RecurrentHeads, RecurrentSequences
+from moiety_kernels.selective_scan.inputs import ScanInputs
 
 QUERIES = [1, 1, 7, 150, 0, 3]
 CONTINUES = [1, 0, 1, 0, 1, 1]
@@ -47,10 +48,10 @@ def delta_inputs(
     return heads, log_decay, beta
 
 
-def scan_inputs(channels: int, rows: int, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, ...]:
+def scan_inputs(channels: int, rows: int, dtype: torch.dtype, device: str = "cpu") -> ScanInputs:
     """Inputs of a selective scan, those of tokens as parts of one row, then rates, biases of steps and skips."""
     widths = [channels, channels, channels, rows, rows]
     of_tokens = torch.randn(TOKENS, sum(widths) + 16).to(device, dtype)[:, 16:].split(widths, dim=1)
     rate, bias, skip = -4 * torch.rand(rows, channels), torch.randn(channels), torch.randn(channels)
     bias[:2] = torch.tensor([30.0, -30.0])  # steps that are the input itself, and nearly nothing
-    return *of_tokens, rate.to(device), bias.to(device), skip.to(device)
+    return ScanInputs(*of_tokens, rate.to(device), bias.to(device), skip.to(device))

@@ -202,8 +202,8 @@ def convolves(kernel: ModuleType, _: Any) -> None:
 def scans(kernel: ModuleType, _: Any) -> None:
     inputs, ours = scan_inputs(80, 16, torch.float32), states(16, 80)
     theirs = ours.clone()
-    expected = selective_scan_reference(*inputs, theirs, sequences())
-    assert_close(kernel.selective_scan(*inputs, ours, sequences()), expected)
+    expected = selective_scan_reference(inputs, theirs, sequences())
+    assert_close(kernel.selective_scan(inputs, ours, sequences()), expected)
     assert_close(ours.nan_to_num(7), theirs.nan_to_num(7))
 
 

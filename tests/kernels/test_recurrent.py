@@ -17,6 +17,7 @@ from moiety_kernels.linear_attention import reference as linear_reference
 from moiety_kernels.recurrent.inputs import RecurrentHeads, RecurrentSequences
 from moiety_kernels.selective_scan import reference as scan_reference
 from moiety_kernels.selective_scan import selective_scan
+from moiety_kernels.selective_scan.inputs import ScanInputs
 
 from .recurrent import TOKENS, delta_inputs, scan_inputs, sequences, states
 
@@ -115,8 +116,8 @@ def test_linear_attention(value_width: int) -> None:
 def test_the_selective_scan(channels: int, rows: int) -> None:
     inputs, ours = scan_inputs(channels, rows, torch.float32), states(rows, channels)
     theirs = ours.clone()
-    made = selective_scan(*inputs, ours, sequences())
-    expected = scan_reference.selective_scan(*inputs, theirs, sequences())
+    made = selective_scan(inputs, ours, sequences())
+    expected = scan_reference.selective_scan(inputs, theirs, sequences())
     torch.testing.assert_close(made, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5, equal_nan=True)
 
@@ -131,7 +132,7 @@ def test_the_definition_of_the_selective_scan_is_that_of_transformers() -> None:
     )
     ours = torch.full((1, 16, 24), float("nan"))
     one, parts = one_sequence(150, has_state=False), (part[:150] for part in of_tokens)
-    made = scan_reference.selective_scan(*parts, rate, bias, skip, ours, one)
+    made = scan_reference.selective_scan(ScanInputs(*parts, rate, bias, skip), ours, one)
     torch.testing.assert_close(made.T, expected[0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(ours[0].T, state[0], rtol=1e-4, atol=1e-5)
 
@@ -145,7 +146,7 @@ def test_the_bits_of_the_selective_scan_do_not_depend_on_the_chunks(chunk: int) 
         for first in range(0, TOKENS, some):
             parts = [one[first : first + some] for one in of_tokens]
             one = one_sequence(len(parts[0]), has_state=first > 0)
-            outs.append(selective_scan(*parts, rate, bias, skip, state, one))
+            outs.append(selective_scan(ScanInputs(*parts, rate, bias, skip), state, one))
         found.append((torch.cat(outs), state))
     assert all(torch.equal(whole, cut) for whole, cut in zip(*found, strict=True))
 

@@ -15,6 +15,7 @@ from moiety_engine.model.recurrent_weights import MambaWeights
 from moiety_kernels.causal_conv import CausalConvWeights, causal_conv
 from moiety_kernels.rms_norm import rms_norm
 from moiety_kernels.selective_scan import selective_scan
+from moiety_kernels.selective_scan.inputs import ScanInputs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,7 +74,7 @@ class Mamba(RecurrentMixer[MambaSpec, MambaWeights]):
     ) -> Tensor:
         """Return out_TC, the channels' outputs, and advance their states."""
         weights = self._weights
-        return selective_scan(
+        inputs = ScanInputs(
             mixed_TC,
             step_TC,
             gate_TC,
@@ -82,9 +83,8 @@ class Mamba(RecurrentMixer[MambaSpec, MambaWeights]):
             -weights.decay_NC.exp(),
             weights.step_bias_C,
             weights.skip_C,
-            cache.parts[0],
-            rows.runs,
         )
+        return selective_scan(inputs, cache.parts[0], rows.runs)
 
     def _normed(self, rows: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(rows.contiguous(), weight, self._spec.norm_eps)

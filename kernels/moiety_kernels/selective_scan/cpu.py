@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_kernels.recurrent.inputs import RecurrentSequences
+    from moiety_kernels.selective_scan.inputs import ScanInputs
 
 _CHANNELS = 64  # per task
 _SOFTPLUS_IS_LINEAR = 20.0
@@ -58,62 +59,48 @@ class SelectiveScanArguments(NamedTuple):
 
 
 def fits(
-    x_TC: Tensor,
-    step_TC: Tensor,
-    gate_TC: Tensor,
-    write_TN: Tensor,
-    read_TN: Tensor,
-    rate_NC: Tensor,
-    step_bias_C: Tensor,
-    skip_C: Tensor,
+    inputs: ScanInputs,
     state_LNC: Tensor,
     sequences: RecurrentSequences,
 ) -> bool:
     """Return whether `selective_scan` supports these tensors."""
-    channels, of_tokens = x_TC.shape[1], (x_TC, step_TC, gate_TC, write_TN, read_TN)
+    channels = inputs.x_TC.shape[1]
     return (
-        all(one.dtype is torch.float32 and one.stride(1) == 1 for one in of_tokens)
+        all(one.dtype is torch.float32 and one.stride(1) == 1 for one in inputs.of_tokens)
         and fits_sequences(sequences)
         and channels % LANES == 0
-        and all(one.is_contiguous() for one in (rate_NC, step_bias_C, skip_C, state_LNC[0]))
+        and all(one.is_contiguous() for one in (*inputs.weights, state_LNC[0]))
         and 0 < _num_tasks(channels, sequences) < MAX_TASKS
     )
 
 
 def selective_scan(
-    x_TC: Tensor,
-    step_TC: Tensor,
-    gate_TC: Tensor,
-    write_TN: Tensor,
-    read_TN: Tensor,
-    rate_NC: Tensor,
-    step_bias_C: Tensor,
-    skip_C: Tensor,
+    inputs: ScanInputs,
     state_LNC: Tensor,
     sequences: RecurrentSequences,
 ) -> Tensor:
     """Return out_TC, contiguous, and replace the states."""
-    out_TC, channels = x_TC.new_empty(x_TC.shape), x_TC.shape[1]
+    out_TC, channels = inputs.x_TC.new_empty(inputs.x_TC.shape), inputs.x_TC.shape[1]
     args = SelectiveScanArguments(
         sequences=sequence_arguments(sequences),
-        x_TC=x_TC.data_ptr(),
-        step_TC=step_TC.data_ptr(),
-        gate_TC=gate_TC.data_ptr(),
-        write_TN=write_TN.data_ptr(),
-        read_TN=read_TN.data_ptr(),
-        rate_NC=rate_NC.data_ptr(),
-        step_bias_C=step_bias_C.data_ptr(),
-        skip_C=skip_C.data_ptr(),
+        x_TC=inputs.x_TC.data_ptr(),
+        step_TC=inputs.step_TC.data_ptr(),
+        gate_TC=inputs.gate_TC.data_ptr(),
+        write_TN=inputs.write_TN.data_ptr(),
+        read_TN=inputs.read_TN.data_ptr(),
+        rate_NC=inputs.rate_NC.data_ptr(),
+        step_bias_C=inputs.step_bias_C.data_ptr(),
+        skip_C=inputs.skip_C.data_ptr(),
         state_LNC=state_LNC.data_ptr(),
         out_TC=out_TC.data_ptr(),
-        x_stride=4 * x_TC.stride(0),
-        step_stride=4 * step_TC.stride(0),
-        gate_stride=4 * gate_TC.stride(0),
-        write_stride=4 * write_TN.stride(0),
-        read_stride=4 * read_TN.stride(0),
+        x_stride=4 * inputs.x_TC.stride(0),
+        step_stride=4 * inputs.step_TC.stride(0),
+        gate_stride=4 * inputs.gate_TC.stride(0),
+        write_stride=4 * inputs.write_TN.stride(0),
+        read_stride=4 * inputs.read_TN.stride(0),
         slot_stride=4 * state_LNC.stride(0),
         channels=channels,
-        rows=rate_NC.shape[0],
+        rows=inputs.rate_NC.shape[0],
     )
     team().run(_task, _num_tasks(channels, sequences), args)
     return out_TC

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_kernels.recurrent.inputs import RecurrentSequences
+    from moiety_kernels.selective_scan.inputs import ScanInputs
 
 MAX_ROWS = 256
 _CHANNELS = 32  # of one program
@@ -23,48 +24,34 @@ _WARPS = 1
 
 
 def fits(
-    x_TC: Tensor,
-    step_TC: Tensor,
-    gate_TC: Tensor,
-    write_TN: Tensor,
-    read_TN: Tensor,
-    rate_NC: Tensor,
-    step_bias_C: Tensor,
-    skip_C: Tensor,
+    inputs: ScanInputs,
     state_LNC: Tensor,
 ) -> bool:
     """Return whether the kernel supports these tensors."""
-    rows = rate_NC.shape[0]
+    rows = inputs.rate_NC.shape[0]
     return (
         rows == triton.next_power_of_2(rows)
         and rows <= MAX_ROWS
-        and all(one.stride(1) == 1 for one in (x_TC, step_TC, gate_TC, write_TN, read_TN))
-        and all(one.is_contiguous() for one in (rate_NC, step_bias_C, skip_C, state_LNC[0]))
+        and all(one.stride(1) == 1 for one in inputs.of_tokens)
+        and all(one.is_contiguous() for one in (*inputs.weights, state_LNC[0]))
     )
 
 
 def selective_scan(
-    x_TC: Tensor,
-    step_TC: Tensor,
-    gate_TC: Tensor,
-    write_TN: Tensor,
-    read_TN: Tensor,
-    rate_NC: Tensor,
-    step_bias_C: Tensor,
-    skip_C: Tensor,
+    inputs: ScanInputs,
     state_LNC: Tensor,
     sequences: RecurrentSequences,
 ) -> Tensor:
     """Return out_TC, contiguous, and replace the states."""
-    out_TC, channels, num_sequences = x_TC.new_empty(x_TC.shape), x_TC.shape[1], sequences.slot_S.shape[0]
-    if not num_sequences or not x_TC.shape[0]:
+    (tokens, channels), num_sequences = inputs.x_TC.shape, sequences.slot_S.shape[0]
+    out_TC = inputs.x_TC.new_empty((tokens, channels))
+    if not num_sequences or not tokens:
         return out_TC
-    of_tokens, weights = (x_TC, step_TC, gate_TC, write_TN, read_TN), (rate_NC, step_bias_C, skip_C)
     starts = sequences.slot_S, sequences.has_state_S, sequences.query_start_S1
-    strides = [one.stride(0) for one in (*of_tokens, state_LNC)]
+    strides = [one.stride(0) for one in (*inputs.of_tokens, state_LNC)]
     scan[(num_sequences, triton.cdiv(channels, _CHANNELS))](
-        *of_tokens, *weights, state_LNC, out_TC, *starts, *strides, channels,
-        ROWS=rate_NC.shape[0], CHANNELS=_CHANNELS, num_warps=_WARPS,
+        *inputs, state_LNC, out_TC, *starts, *strides, channels,
+        ROWS=inputs.rate_NC.shape[0], CHANNELS=_CHANNELS, num_warps=_WARPS,
     )  # fmt: skip
     return out_TC
 

@@ -14,22 +14,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_kernels.recurrent.inputs import RecurrentSequences
+    from moiety_kernels.selective_scan.inputs import ScanInputs
 
 
 def selective_scan(
-    x_TC: Tensor,
-    step_TC: Tensor,
-    gate_TC: Tensor,
-    write_TN: Tensor,
-    read_TN: Tensor,
-    rate_NC: Tensor,
-    step_bias_C: Tensor,
-    skip_C: Tensor,
+    inputs: ScanInputs,
     state_LNC: Tensor,
     sequences: RecurrentSequences,
 ) -> Tensor:
     """Return out_TC in x's dtype, and replace the states."""
-    wide_TC, step_TC = x_TC.float(), functional.softplus(step_TC.float() + step_bias_C)
+    x_TC, raw_TC, gate_TC, write_TN, read_TN, rate_NC, step_bias_C, skip_C = inputs
+    wide_TC, step_TC = x_TC.float(), functional.softplus(raw_TC.float() + step_bias_C)
     scanned_TC = torch.empty_like(wide_TC)
     for begin, end, slot, has_state in sequences.spans():
         state_NC = state_LNC[slot].clone() if has_state else torch.zeros_like(state_LNC[slot])

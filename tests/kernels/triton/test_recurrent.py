@@ -66,8 +66,8 @@ def test_a_state_that_decays(dtype: torch.dtype, device: str) -> None:
 def assert_scans(kernels: Any, dtype: torch.dtype, device: str) -> None:
     inputs, ours = scan_inputs(40, 8, dtype, device), states(8, 40, device=device)
     theirs, batch = ours.clone(), sequences(device)
-    made = kernels.selective_scan(*inputs, ours, batch)
-    expected = scan_reference.selective_scan(*inputs, theirs, batch)
+    made = kernels.selective_scan(inputs, ours, batch)
+    expected = scan_reference.selective_scan(inputs, theirs, batch)
     torch.testing.assert_close(made, expected, **TOLERANCE[dtype])
     torch.testing.assert_close(ours, theirs, equal_nan=True, **TOLERANCE[dtype])
 
